@@ -93,7 +93,7 @@ def _compiled(name: str) -> Any:
     )
     from maxpipe.parallel.mesh import build_mesh
     from maxpipe.parallel.sharding import AxisRules
-    from maxpipe.train.step import partition
+    from maxpipe.train.partition import partition
 
     mesh, pipeline, _ = LAYOUTS[name]
     sizes, vocab = MeshConfig(**mesh), MODEL["vocab_size"]

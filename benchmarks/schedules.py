@@ -29,7 +29,8 @@ from maxpipe.config.schema import MeshConfig, ModelConfig, OptimConfig, Pipeline
 from maxpipe.parallel.mesh import build_mesh
 from maxpipe.parallel.sharding import AxisRules
 from maxpipe.pipeline.executor import Differentiated
-from maxpipe.train.step import Steps, partition
+from maxpipe.train.partition import partition
+from maxpipe.train.step import Steps
 
 MODEL = ModelConfig(
     num_layers=8,

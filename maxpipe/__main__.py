@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -9,6 +10,8 @@ from types import FrameType
 
 _DROPS_ERRORS = {"_xla_gc_callback", "__del__"}
 """Python calls these between any two lines, and drops what they raise."""
+_RESUMABLE = (["train"], ["data", "prepare"])
+"""Commands that go on where they were stopped."""
 
 
 def main() -> int:
@@ -16,6 +19,10 @@ def main() -> int:
     code = 128 + signal.SIGINT
     if signal.getsignal(signal.SIGINT) == signal.default_int_handler:  # else it is ignored
         signal.signal(signal.SIGINT, interrupted)
+    if any(sys.argv[1 : 1 + len(words)] == words for words in _RESUMABLE):
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) == signal.SIG_DFL:  # else it is ignored
+                signal.signal(number, stopped)
     try:
         from maxpipe import cli
 
@@ -25,6 +32,17 @@ def main() -> int:
     if signal.getsignal(signal.SIGINT) == interrupted:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # or Python prints a traceback
     return code
+
+
+def stopped(number: int, frame: FrameType | None) -> None:
+    """Ends the process with the code of a stop: nothing is begun yet, or all is done.
+
+    In between the command has handlers of its own.
+    """
+    text = b"asked to stop\n  Nothing is lost. Run the same command again to go on.\n"
+    with contextlib.suppress(OSError):
+        os.write(2, text)
+    os._exit(75)  # `ExitCode.PREEMPTED`, which is perhaps not imported yet
 
 
 def interrupted(number: int, frame: FrameType | None) -> None:

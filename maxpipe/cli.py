@@ -22,7 +22,9 @@ from maxpipe.commands import (
     completion,
     config,
     configs,
+    curves,
     data,
+    distill,
     doctor,
     eval,
     generate,
@@ -191,9 +193,11 @@ def _parser() -> Parser:
     generate.add(commands)
     huggingface.add(commands)
     goodput.add(commands)
+    curves.add(commands)
     board.add(commands)
     tokenizer.add(commands)
     data.add(commands)
+    distill.add(commands)
     doctor.add(commands)
     configs.add(commands)
     completion.add(commands, parser)

@@ -13,13 +13,16 @@ import pytest
 
 from maxpipe.config.rules import axis_size
 from maxpipe.config.schema import MeshConfig, ModelConfig, OptimConfig, PipelineConfig, TrainConfig
+from maxpipe.config.tuning_schema import AdapterConfig
 from maxpipe.model.families.registry import FAMILIES
 from maxpipe.model.parts.norm import LayerNorm
 from maxpipe.model.spec import Branch, Model, Part
 from maxpipe.parallel.axes import MESH_AXES
 from maxpipe.parallel.mesh import build_mesh
 from maxpipe.parallel.sharding import AxisRules
-from maxpipe.train.step import Steps, partition
+from maxpipe.pipeline.objective import CrossEntropy, Objective
+from maxpipe.train.partition import partition
+from maxpipe.train.step import Steps
 
 TOLERANCE = 1e-5  # float32; of a gradient leaf's largest entry, relative for losses
 MODEL = ModelConfig(
@@ -76,6 +79,7 @@ class Case:
     attention: str = "xla"
     frozen: tuple[str, ...] = ()
     """Patterns of `model.frozen`."""
+    adapter: AdapterConfig | None = None
     length: int = 0
     """T. 0: one that divides over context."""
     width: int = 0
@@ -147,6 +151,7 @@ class Case:
             matmul_weight_gradients=self.low[2],  # type: ignore[arg-type]
             matmul_parts=self.low_parts,  # type: ignore[arg-type]
             frozen=list(self.frozen),
+            adapter=self.adapter,
         )
         if self.own is not None:
             name = next(name for name, each in FAMILIES.items() if each.section is type(self.own))
@@ -161,7 +166,10 @@ class Case:
         named = ("stages", "repeats", "microbatches", "schedule")
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.name not in named and value != field.default:
+            if isinstance(value, AdapterConfig):
+                drops = "-dropped" if value.dropout else ""
+                shown.append(f"{value.kind}-{value.base}{drops}")
+            elif field.name not in named and value != field.default:
                 shown.append(
                     f"{field.name}{value}" if field.name != "own" else type(value).__name__
                 )
@@ -202,7 +210,13 @@ def with_attention(model: Model, part: Part) -> Model:
 OPTIM = OptimConfig(learning_rate=3e-3, warmup_steps=2)
 
 
-def steps_of(case: Case, rows: int, total_steps: int = 10, optim: OptimConfig = OPTIM) -> Steps:
+def steps_of(
+    case: Case,
+    rows: int,
+    total_steps: int = 10,
+    optim: OptimConfig = OPTIM,
+    objective: Objective = CrossEntropy(),  # noqa: B008
+) -> Steps:
     config = case.model
     mesh = case.mesh
     size = math.prod(axis_size(mesh, axis) or 1 for axis in MESH_AXES)
@@ -230,6 +244,7 @@ def steps_of(case: Case, rows: int, total_steps: int = 10, optim: OptimConfig = 
         seed=0,
         byte_lengths=np.ones(config.vocab_size, np.int32),
         num_sources=case.sources,
+        objective=objective,
     )
 
 

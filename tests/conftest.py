@@ -32,6 +32,7 @@ CHECKED = (
     "maxpipe.model.decoder",
     "maxpipe.model.initial",
     "maxpipe.model.modules",
+    "maxpipe.pipeline.loss_head",
     "maxpipe.pipeline.outside",
     "maxpipe.pipeline.vocabulary",
     "maxpipe.train.guard",

@@ -22,15 +22,15 @@ ROWS = (
     ("maxpipe.boundary",),
     (
         *("maxpipe.schedule", "maxpipe.config.schema", "maxpipe.config.data_schema"),
-        "maxpipe.config.bounds",
-        "maxpipe.config.shipped",
+        *("maxpipe.config.eval_schema", "maxpipe.config.tuning_schema"),
+        *("maxpipe.config.bounds", "maxpipe.config.shipped"),
         *("maxpipe.processes.phases", "maxpipe.processes.secret"),
     ),
     (
         *("maxpipe.parallel.axes", "maxpipe.hardware"),
-        *("maxpipe.model.spec", "maxpipe.model.huggingface"),
+        *("maxpipe.model.spec", "maxpipe.model.family", "maxpipe.model.huggingface"),
     ),
-    ("maxpipe.model.parts", "maxpipe.model.frozen"),
+    ("maxpipe.model.parts", "maxpipe.model.frozen", "maxpipe.model.low_rank"),
     ("maxpipe.model.families",),
     ("maxpipe.config",),
     (
@@ -39,6 +39,7 @@ ROWS = (
             "maxpipe.processes",
             "maxpipe.data.tokenizers",
             "maxpipe.data.formats",
+            "maxpipe.rewards",
         ),
         *("maxpipe.model.count", "maxpipe.model.choice"),
     ),
@@ -52,20 +53,26 @@ ROWS = (
         *("maxpipe.plan.hlo", "maxpipe.plan.hlo_text", "maxpipe.plan.gpu_target"),
         *("maxpipe.diagnosis.environment", "maxpipe.diagnosis.probe"),
     ),
-    ("maxpipe.data.prepared",),
+    ("maxpipe.data.prepared", "maxpipe.objectives"),
     (
         *("maxpipe.data.corpus", "maxpipe.data.overlap", "maxpipe.data.loader"),
-        *("maxpipe.data.look", "maxpipe.optim"),
+        *("maxpipe.data.look", "maxpipe.data.prompts", "maxpipe.data.turns", "maxpipe.optim"),
     ),
     (
         *("maxpipe.train", "maxpipe.generate", "maxpipe.exchange"),
+        *("maxpipe.scoring.choices", "maxpipe.scoring.texts"),
         *("maxpipe.plan.sizes", "maxpipe.plan.memory", "maxpipe.plan.advice"),
         *("maxpipe.plan.reach", "maxpipe.plan.optimizer", "maxpipe.plan.gathered"),
     ),
     (
         *("maxpipe.train.loop", "maxpipe.train.run", "maxpipe.train.resume"),
+        *("maxpipe.train.set_up", "maxpipe.train.beginning"),
+        *("maxpipe.train.start", "maxpipe.train.adapters"),
         *("maxpipe.train.room", "maxpipe.train.evaluation", "maxpipe.train.chosen"),
         *("maxpipe.train.weights", "maxpipe.train.decoders", "maxpipe.train.samples"),
+        *("maxpipe.train.teacher", "maxpipe.train.distill", "maxpipe.train.prepare_answers"),
+        "maxpipe.train.rollouts",
+        *("maxpipe.train.tasks", "maxpipe.train.evaluations"),
         *("maxpipe.plan", "maxpipe.diagnosis"),
     ),
     ("maxpipe.launch", "maxpipe.generate.weights"),
@@ -92,6 +99,7 @@ FORBIDDEN = [
     ("maxpipe.model.parts", "jax", "a description is data"),
     ("maxpipe.model.families", "jax", "a description is data"),
     ("maxpipe.model.frozen", "jax", "a description is data"),
+    ("maxpipe.model.low_rank", "jax", "a description is data"),
     ("maxpipe.errors", "jax", "errors are raised everywhere"),
     ("maxpipe.hardware", "jax", "plans are made without devices"),
     ("maxpipe.plan.gpu_target", "jax", "a compiler is looked at before jax loads it"),
@@ -128,6 +136,8 @@ JAX_FREE = (
     "maxpipe.exchange.named",
     "maxpipe.exchange.source",
     "maxpipe.train.datasets",
+    "maxpipe.rewards",
+    "maxpipe.objectives.advantages",
     "maxpipe.optim.kept",
     "maxpipe.generate.text",
     "maxpipe.pipeline.scopes",
@@ -145,13 +155,24 @@ ROOT_CONFIG = (
     "maxpipe.train.build",
     "maxpipe.train.datasets",
     "maxpipe.train.loop",
+    "maxpipe.train.objectives",
     "maxpipe.train.room",
     "maxpipe.train.run",
+    "maxpipe.train.set_up",
+    "maxpipe.train.beginning",
+    "maxpipe.train.shown",
     "maxpipe.train.resume",
+    "maxpipe.train.start",
+    "maxpipe.train.adapters",
     "maxpipe.train.evaluation",
     "maxpipe.train.chosen",
+    "maxpipe.train.teacher",
+    "maxpipe.train.distill",
+    "maxpipe.train.prepare_answers",
+    "maxpipe.train.tasks",
     "maxpipe.generate.weights",
     "maxpipe.exchange.outgoing",
+    "maxpipe.exchange.beside",
     "maxpipe.plan",
     "maxpipe.launch",
     "maxpipe.diagnosis.doctor",
@@ -413,12 +434,15 @@ def section_names() -> dict[str, str]:
     return {section.name: "own" for section in _section_classes()} | named
 
 
+_SCHEMAS = ("maxpipe.config.schema", "maxpipe.config.data_schema", "maxpipe.config.tuning_schema")
+
+
 def _section_classes() -> list[ast.ClassDef]:
     """Of the schema, and of the families of models."""
     declaring = [module for module in MODULES if _within(module, "maxpipe.model.families")]
     return [
         node
-        for module in ("maxpipe.config.schema", "maxpipe.config.data_schema", *declaring)
+        for module in (*_SCHEMAS, *declaring)
         for node in tree(module).body
         if isinstance(node, ast.ClassDef) and node.name.endswith("Config")
     ]

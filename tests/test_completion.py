@@ -80,7 +80,7 @@ def test_keys_and_their_values(ask: Ask):
 def test_files_runs_and_steps(ask: Ask):
     assert ask("train", "quick.") == ["quick.yml "] == ask("train", "a.yml", "quick.")
     assert ask("train", "qui") == ["quick.yml ", "quickstart "]  # the second is shipped
-    assert ask("train", "llama3-8") == ["llama3-8b "] == ask("configs", "copy", "llama3-8")
+    assert ask("train", "llama3-4") == ["llama3-405b "] == ask("configs", "copy", "llama3-4")
     assert ask("checkpoints", "list", "") == ["bin/", "quick ", "runs/"]
     assert ask("checkpoints", "list", "runs/") == ["runs/quick/"]
     steps = [f"quick@{step} " for step in ("120", "8", "best", "newest")]

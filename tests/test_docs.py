@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,17 +19,21 @@ from maxpipe.cli import main
 from maxpipe.config.schema import Config
 from maxpipe.model.families.registry import summaries
 from maxpipe.model.spec import Ahead
+from maxpipe.objectives.distill import Distill
+from maxpipe.objectives.policy import PolicyNearReference
+from maxpipe.objectives.preference import Preference
 from maxpipe.plan.advice import TERMS
 from maxpipe.telemetry import metrics
 from maxpipe.train.evaluate import Totals
 from maxpipe.train.step import BY_SOURCE
+from maxpipe.train.tasks import metrics_of
 
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
 DOCS = ROOT / "docs"
 PICTURES = [
     picture
-    for page in ("engine.md", "plan.md")
+    for page in ("engine.md", "plan.md", "adapters.md")
     for picture in re.findall(
         r"<!-- maxpipe (.*?) -->\n!\[\w+\]\((.*?)\)", (DOCS / page).read_text(encoding="utf-8")
     )
@@ -72,7 +77,11 @@ def test_pictures_are_what_their_command_draws(
 
 
 def test_every_picture_is_shown() -> None:
-    assert {DOCS / name for _, name in PICTURES} == set((DOCS / "pictures").iterdir())
+    # Those of runs are drawn by their pages' commands, and are not the same bits everywhere.
+    text = "".join(page.read_text(encoding="utf-8") for page in DOCS.glob("*.md"))
+    of_runs = re.findall(r"<!-- drawn by .*? -->\n!\[\w+\]\((.*?)\)", text)
+    shown = {DOCS / name for name in [*of_runs, *(name for _, name in PICTURES)]}
+    assert shown == set((DOCS / "pictures").iterdir())
 
 
 def test_the_comparison_is_what_its_command_prints(update_golden: bool) -> None:
@@ -121,23 +130,30 @@ def test_every_metric_is_explained(update_golden: bool) -> None:
 
 
 def test_every_metric_that_is_written_is_declared() -> None:
-    """By the tags in the code: `train/`, `eval/`, `perf/`, `pipe/`, `memory/` and `source/`."""
+    """By the tags in the code: `train/`, `eval/`, `perf/` and so on, and `source/`."""
     declared = [metric.tag for metric in metrics.METRICS]
     assert len(declared) == len(set(declared))
     written: set[str] = set()
-    for name in ("train/step.py", "train/loop.py", "train/evaluate.py", "train/by_source.py"):
+    modules = ("step", "loop", "evaluate", "by_source", "distill", "rollouts")
+    for name in (f"train/{module}.py" for module in modules):
         code = (TESTS.parent / "maxpipe" / name).read_text(encoding="utf-8")
-        written |= set(re.findall(r'"((?:train|eval|perf|pipe|memory)/\w+)"', code))
+        groups = "train|eval|perf|pipe|memory|distill|rollout"
+        written |= set(re.findall(rf'"((?:{groups})/\w+)"', code))
         of_sources = re.findall(r'of_source\(name, "(\w+)"\)', code)
         written |= {f"source/NAME/{each}" for each in of_sources}
     written -= set(BY_SOURCE)  # of which losses are made
+    written |= {f"train/{name}" for name in Distill.reported}
     written |= {f"train/loss_{name}" for name in Ahead(1, 1, 1.0).losses}
     written |= set(Totals(1.0, 1.0, 1.0).named("NAME"))
+    written |= {f"{when}/{name}" for when in ("train", "eval") for name in Preference.reported}
+    written |= {f"train/{name}" for name in PolicyNearReference.reported}
+    accuracies: Any = {"accuracy": 1.0, "accuracy_by_bytes": 1.0}
+    written |= set(metrics_of("NAME", accuracies))
     assert written | {tag for tag, *_ in summaries()} == set(declared)
     assert {tag for _, tags in metrics.CHARTS for tag in tags} <= set(declared)
 
 
-@pytest.mark.parametrize("page", ["data.md", "first_run.md"])
+@pytest.mark.parametrize("page", ["data.md", "distill.md", "first_run.md"])
 def test_the_commands_of_a_page_work(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,7 +1,7 @@
 """The addresses of runs and checkpoints in commands and config keys.
 
     RUN          a run's name below `run.dir`, the path to its folder, or gs://BUCKET/PATH/NAME
-    RUN@STEP     one checkpoint of it; STEP is a number, `newest` or `best` (smallest eval/loss)
+    RUN@STEP     one checkpoint of it; STEP is a number, `newest` or `best`
     PATH         the folder of one checkpoint: runs/quickstart/checkpoints/120
 
 No file is opened here, and buckets are not queried.

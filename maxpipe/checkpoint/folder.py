@@ -58,6 +58,21 @@ class _Said(TypedDict):
     metrics: NotRequired[dict[str, AnyFloat] | None]
 
 
+BASE = "base"
+"""Of what a checkpoint of adapters says about data: which base they belong to."""
+
+
+class Base(TypedDict):
+    """Which base adapters belong to."""
+
+    address: str
+    """Of its weights, as `checkpoint.restore_from` names them."""
+    given: str
+    """What that key was."""
+    digest: str
+    """Of all its arrays (`restore.content_digest`)."""
+
+
 @dataclass(frozen=True, slots=True)
 class Facts:
     """What a checkpoint says besides its arrays. `metrics` are those of its evaluation."""
@@ -176,7 +191,7 @@ class Folder:
                 return Saved(step, (self / step).stat().mtime)
             except FileNotFoundError:
                 return None
-        return Saved(step, facts.time, (facts.metrics or {}).get("eval/loss"))
+        return Saved(step, facts.time, facts.metrics or {})
 
     def arrays(self, step: int, abstract: Tree | None = None) -> Tree:
         """The saved arrays, placed like `abstract`, by default as numpy arrays.

@@ -22,8 +22,8 @@ from maxpipe.checkpoint.damage import Damaged
 from maxpipe.checkpoint.folder import Folder, local_time
 from maxpipe.checkpoint.lock import RunLock
 from maxpipe.checkpoint.manager import open_run
-from maxpipe.checkpoint.retention import Rules, Saved, kept
-from maxpipe.checkpoint.selection import best, chosen, opened
+from maxpipe.checkpoint.retention import Better, Rules, Saved, kept
+from maxpipe.checkpoint.selection import best, better_of, chosen, opened
 from maxpipe.checkpoint.storage import FOLDER, exists, files, in_bucket
 from maxpipe.checkpoint.trees import differences, digest, leaves
 from maxpipe.errors import ConfigError, StorageError
@@ -77,15 +77,19 @@ def listing(address: Address, rules: Rules | None) -> Listing:
 def listed(address: Address, rules: Rules | None) -> Iterator[str]:
     """One line per checkpoint: step, time, size, manifest, loss, and why it stays."""
     folder = opened(address).durable
-    yield f"{'step':>10}  {'saved':19}  {'size':>10}  manifest    {'loss':>8}" + (
+    metric = better_of(folder).metric
+    name = metric.removeprefix("eval/")
+    width = max(8, len(name))
+    yield f"{'step':>10}  {'saved':19}  {'size':>10}  manifest    {name:>{width}}" + (
         "  kept" if rules else ""
     )
     for one, size, reason in _saved(folder, rules):
-        loss = "" if one.loss is None else f"{one.loss:.4f}"
+        value = one.metrics.get(metric)
+        loss = "" if value is None else f"{value:.4f}"
         has = "yes" if manifest.is_in(folder / one.step) else "no"
         line = (
             f"{one.step:>10}  {local_time(one.time)}  {size / 2**20:>6.1f} MiB  "
-            f"{has:8}    {loss:>8}  {reason}"
+            f"{has:8}    {loss:>{width}}  {reason}"
         )
         yield line.rstrip()
     for name in folder.quarantined():
@@ -272,14 +276,25 @@ def deleted(address: Address, *, force: bool, elsewhere: bool = False) -> Iterat
     yield f"{step:>10}  deleted, {size / 2**20:.1f} MiB freed"
 
 
-def best_of(address: Address, metric: str) -> tuple[str, int, float]:
-    """Address, step and value of the checkpoint with the smallest value of a metric.
+def best_of(address: Address, better: Better | None) -> tuple[str, int, str, float]:
+    """Address, step, metric and value of the best checkpoint, by default as its run compares them.
 
     Raises:
         ConfigError: no checkpoint has it.
     """
-    step, value = best(opened(address).durable, address, metric)
-    return address.at(step), step, value
+    folder = opened(address).durable
+    better = better or better_of(folder)
+    step, value = best(folder, address, better)
+    return address.at(step), step, better.metric, value
+
+
+def compared_by(run_dir: str) -> Better:
+    """Which of a run's checkpoints is better.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    return better_of(open_run(run_dir).durable)
 
 
 def compared(first: Address, second: Address) -> list[str]:

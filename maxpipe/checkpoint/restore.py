@@ -8,6 +8,8 @@ a bit may have flipped on its way from the disk.
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -228,3 +230,14 @@ def _over_processes(sums: dict[str, Sum]) -> dict[str, Sum]:
         for one, (value, elements, non_finite) in zip(sums.values(), total, strict=True):
             one.value, one.elements, one.non_finite = int(value), int(elements), int(non_finite)
     return sums
+
+
+def content_digest(tree: Tree) -> str:
+    """One digest of all arrays on devices, by their names, which depends on no layout."""
+    return digest_of(_over_processes(copies.local_sums(tree)))
+
+
+def digest_of(sums: Mapping[str, Sum]) -> str:
+    """The same from the sums of all arrays."""
+    entries = {name: one.entry() for name, one in sums.items()}
+    return hashlib.sha256(json.dumps(entries, sort_keys=True).encode()).hexdigest()

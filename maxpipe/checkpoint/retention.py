@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from maxpipe.config.schema import CheckpointConfig
 from maxpipe.words import counted
@@ -14,11 +15,39 @@ _HOUR_SECONDS = 3600
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """The rules' view of a checkpoint: `time` in seconds, `loss` of its evaluation."""
+    """The rules' view of a checkpoint: `time` in seconds, `metrics` of its evaluation."""
 
     step: int
     time: float
-    loss: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Better:
+    """Which of two evaluations is better."""
+
+    metric: str = "eval/loss"
+    is_largest: bool = False
+
+    @classmethod
+    def of(cls, section: Mapping[str, Any] | CheckpointConfig) -> Better:
+        """As a section `checkpoint` says; that of a saved config may have no such keys."""
+        if isinstance(section, CheckpointConfig):
+            return cls(section.best_metric, section.best_is == "largest")
+        metric = str(section.get("best_metric") or cls().metric)
+        return cls(metric, section.get("best_is") == "largest")
+
+    @property
+    def words(self) -> str:
+        """Such as `smallest eval/loss`."""
+        return f"{'largest' if self.is_largest else 'smallest'} {self.metric}"
+
+    def key(self, metrics: Mapping[str, float]) -> float | None:
+        """The smaller the better; None for what was not evaluated, or is not finite."""
+        value = metrics.get(self.metric, math.nan)
+        if not math.isfinite(value):
+            return None
+        return -value if self.is_largest else value
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,18 +55,20 @@ class Rules:
     """A checkpoint that one of these asks for is kept; 0 asks for none.
 
     `newest` many; the steps that `every_steps` divides; the first in each period of
-    `every_hours`; the `best` many by evaluation loss.
+    `every_hours`; the `best` many by an evaluation.
     """
 
     newest: int
     every_steps: int = 0
     every_hours: float = 0
     best: int = 0
+    better: Better = field(default_factory=Better)
 
     @classmethod
     def of(cls, config: CheckpointConfig) -> Rules:
         """The rules that a config states."""
-        return cls(config.keep, config.keep_every_steps, config.keep_every_hours, config.keep_best)
+        periods = config.keep_every_steps, config.keep_every_hours
+        return cls(config.keep, *periods, config.keep_best, Better.of(config))
 
 
 def kept(saved: Sequence[Saved], rules: Rules) -> dict[int, str]:
@@ -60,7 +91,8 @@ def kept(saved: Sequence[Saved], rules: Rules) -> dict[int, str]:
             periods.setdefault(period, one)
         for one in periods.values():
             keep(one, f"every {rules.every_hours:g} hours")
-    evaluated = [one for one in ordered if one.loss is not None and math.isfinite(one.loss)]
-    for one in sorted(evaluated, key=lambda one: one.loss or 0.0)[: rules.best]:
-        keep(one, f"best, loss {one.loss:.4f}")
+    better = rules.better
+    keys = [(key, one) for one in ordered if (key := better.key(one.metrics)) is not None]
+    for _, one in sorted(keys, key=lambda each: each[0])[: rules.best]:
+        keep(one, f"best, {better.metric.removeprefix('eval/')} {one.metrics[better.metric]:.4f}")
     return {step: "; ".join(reasons[step]) for step in sorted(reasons)}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Sequence
 
 import jax
@@ -13,9 +12,9 @@ from maxpipe.checkpoint.damage import Damaged
 from maxpipe.checkpoint.folder import Folder
 from maxpipe.checkpoint.manager import Checkpoints, open_run
 from maxpipe.checkpoint.restore import first_of_all
+from maxpipe.checkpoint.retention import Better
 from maxpipe.config.rules import did_you_mean
 
-LOSS = "eval/loss"
 _SHOWN_STEPS = 12
 
 
@@ -47,7 +46,7 @@ def step_of(folder: Folder, address: Address) -> int:
     """
     steps, step = folder.steps(), address.step
     if step == "best":
-        return best(folder, address)[0]
+        return best(folder, address, better_of(folder))[0]
     if step is None or step == "newest":
         return steps[-1]
     if step in steps:
@@ -59,8 +58,16 @@ def step_of(folder: Folder, address: Address) -> int:
     raise address.wrong(rule, f"Take {address.at(steps[-1])}, the newest.")
 
 
-def best(folder: Folder, address: Address, metric: str = LOSS) -> tuple[int, float]:
-    """The step with the smallest value of a metric, the newest of equals, and that value.
+def better_of(folder: Folder) -> Better:
+    """By what the run compares its checkpoints: as the newest that can be read was saved with."""
+    for step in reversed(folder.steps()):
+        with contextlib.suppress(Damaged, FileNotFoundError):
+            return Better.of(folder.facts(step).config.get("checkpoint", {}))
+    return Better()
+
+
+def best(folder: Folder, address: Address, better: Better) -> tuple[int, float]:
+    """The step with the best value of a metric, the newest of equals, and that value.
 
     Raises:
         ConfigError: no checkpoint has it.
@@ -71,20 +78,20 @@ def best(folder: Folder, address: Address, metric: str = LOSS) -> tuple[int, flo
         with contextlib.suppress(Damaged, FileNotFoundError):  # a run may be deleting it
             metrics = folder.facts(step).metrics or {}
             known |= metrics.keys()
-            if math.isfinite(value := metrics.get(metric, math.nan)):
-                values[step] = value
+            if (key := better.key(metrics)) is not None:
+                values[step] = key
     if values:
         step = min(values, key=lambda each: (values[each], -each))
-        return step, values[step]
+        return step, -values[step] if better.is_largest else values[step]
     if not known:
         raise address.wrong(
             "has no checkpoint that was evaluated at the step at which it was saved.",
             "Name a step, or train with eval.every at the same number as checkpoint.every; "
             "eval.every=0 evaluates the last step only.",
         )
-    guess = did_you_mean(metric, known) or LOSS
+    guess = did_you_mean(better.metric, known) or Better().metric
     raise address.wrong(
-        f"has no checkpoint with a metric {metric}; they have {', '.join(sorted(known))}.",
+        f"has no checkpoint with a metric {better.metric}; they have {', '.join(sorted(known))}.",
         f"Take --metric {guess}.",
     )
 

@@ -79,13 +79,19 @@ def _verify(options: argparse.Namespace) -> int:
 def _best(options: argparse.Namespace) -> int:
     from maxpipe.checkpoint import inspect
     from maxpipe.checkpoint.address import whole_run
+    from maxpipe.checkpoint.retention import Better
 
     _use_no_devices()
-    run = whole_run(options.run)
+    run, better = whole_run(options.run), None
+    if options.metric is not None:
+        better = Better(options.metric, options.largest)
+    elif options.largest:
+        rule = "goes with --metric: a run knows of its own metric which value is the best."
+        raise ConfigError.one("command line: --largest", None, rule, "Leave --largest out.")
 
     def found() -> dict[str, Any]:
-        address, step, value = inspect.best_of(run, options.metric)
-        return {"checkpoint": address, "step": step, "metric": options.metric, "value": value}
+        address, step, metric, value = inspect.best_of(run, better)
+        return {"checkpoint": address, "step": step, "metric": metric, "value": value}
 
     if options.json:
         return _print_json(found)
@@ -110,7 +116,7 @@ def _prune(options: argparse.Namespace) -> int:
 
     _use_no_devices()
     run_dir = whole_run(options.run).run_dir
-    given = {name: getattr(options, name) for name in Rules.__slots__}
+    given = {name: getattr(options, name) for name in Rules.__slots__ if name != "better"}
     for name, value in given.items():
         if value is not None and not value >= 0:
             option = "--keep" if name == "newest" else f"--keep-{name.replace('_', '-')}"
@@ -120,7 +126,8 @@ def _prune(options: argparse.Namespace) -> int:
     if any(value is not None for value in given.values()):
         if given["newest"] is None:
             given["newest"] = 1
-        rules = Rules(**{name: value or 0 for name, value in given.items()})
+        better = inspect.compared_by(run_dir)
+        rules = Rules(**{name: value or 0 for name, value in given.items()}, better=better)
     else:
         rules = _rules(run_dir)
     if rules is None:
@@ -174,7 +181,7 @@ def add(commands: Commands) -> None:
         help=about,
         description=f"{about.capitalize()}. A run is named by its\n"
         "folder, by its name below runs/, or by gs://BUCKET/PATH; one of its checkpoints by\n"
-        "RUN@STEP, RUN@newest, RUN@best (smallest eval/loss), or the path to its folder.",
+        "RUN@STEP, RUN@newest, RUN@best (its checkpoint.best_metric), or the path to its folder.",
     )
     actions = subcommands(parser)
 
@@ -218,15 +225,15 @@ def add(commands: Commands) -> None:
 def _add_best(actions: Commands) -> None:
     best = actions.add_parser(
         "best",
-        help="the checkpoint with the smallest evaluation loss",
-        description="Print RUN@STEP of the checkpoint whose evaluation gave the smallest loss,\n"
-        "and that loss. Only steps count that were evaluated when they were saved.",
+        help="the checkpoint with the best evaluation",
+        description="Print RUN@STEP of the checkpoint whose evaluation was the best by the run's\n"
+        "checkpoint.best_metric, and its value. Only steps count that were evaluated when they\n"
+        "were saved.",
         epilog="example: maxpipe checkpoints best quickstart --metric eval/nats_per_byte",
     )
     add_address(best, step=False)
-    best.add_argument(
-        "--metric", default="eval/loss", metavar="NAME", help="another metric, smaller is better"
-    )
+    best.add_argument("--metric", metavar="NAME", help="another metric, smaller is better")
+    best.add_argument("--largest", action="store_true", help="of that the largest is the best")
     best.add_argument("--json", action="store_true", help="print one JSON object")
     best.set_defaults(command=_best)
 
@@ -276,7 +283,7 @@ def _add_prune(actions: Commands) -> None:
             number,
             "the first in each period of this number of hours",
         ),
-        ("--keep-best", "best", integer, "this number with the smallest evaluation loss"),
+        ("--keep-best", "best", integer, "this number of the best by evaluation"),
     ):
         prune.add_argument(
             option, dest=name, type=kind, metavar="NUMBER", help=f"rule: keep {words}"

@@ -23,6 +23,7 @@ def _list(options: argparse.Namespace) -> int:
         print(f"{name:{names}}  {kind:{kinds}}  {about}")
     print("\nTrain a run: maxpipe train quickstart. A model merges with a run of yours:")
     print("maxpipe train llama3-8b my-run.yml")
+    print("One for sft trains a model's folder, base, on chats.jsonl: maxpipe train llama3-8b-sft")
     return ExitCode.DONE
 
 
@@ -38,7 +39,7 @@ def _copy(options: argparse.Namespace) -> int:
         path /= f"{found.name}{shipped.SUFFIX}"
     _write(path, found.text, overwrite=options.overwrite)
     print(f"wrote {path}")
-    if found.kind == "run":
+    if found.kind != "model":
         print(f"train it: {_train(path)}")
     else:
         print(f"train it with a run of yours: {_train(path)} my-run.yml")

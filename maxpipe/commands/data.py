@@ -31,6 +31,9 @@ def _prepare(options: argparse.Namespace) -> int:
         rule = "must be a folder on this machine: files are written as documents are read."
         action = "Name a folder here, and copy it to the bucket afterwards, with `gcloud storage "
         raise ConfigError.one(_OUT, options.out, rule, f"{action}cp -r`.")
+    if not options.out:
+        rule = "must name a folder: it is empty."
+        raise ConfigError.one(_OUT, '""', rule, "Give --out tokens.")
     name = _chosen(config.data, options.source)
     plan = Plan(
         data=all_sources(config.data)[name],

@@ -147,7 +147,7 @@ def _page(found: Shown, step: int, coloured: bool) -> Iterator[str]:
     source = f" of {found.source}" if found.source else ""
     parts = [
         f"step {step} row {found.row}: sequence {found.sequence}{source}",
-        counted(len(found.segments), "document"),
+        _counted_documents(found.segments),
         f"{trained} of {counted(tokens, 'token')} trained",
     ]
     parts += [f"{found.num_padding} of padding"] if found.num_padding else []
@@ -157,10 +157,16 @@ def _page(found: Shown, step: int, coloured: bool) -> Iterator[str]:
         yield "".join(_marked(piece, coloured) for piece in each.pieces)
 
 
+def _counted_documents(segments: Sequence[Segment]) -> str:
+    halves = sum(1 for each in segments if each.half)
+    return counted(halves // 2, "pair") if halves else counted(len(segments), "document")
+
+
 def _head(segment: Segment) -> str:
     part = "" if segment.num_tokens >= segment.of_tokens else f" of its {segment.of_tokens}"
     tokens = f"{segment.num_tokens}{part} tokens, {segment.num_trained} trained"
-    return _in_one(f"document {segment.document}, {tokens}: {segment.where}")
+    half = f" {segment.half}" if segment.half else ""
+    return _in_one(f"document {segment.document}{half}, {tokens}: {segment.where}")
 
 
 def _in_one(line: str) -> str:
@@ -207,7 +213,9 @@ def _find(options: argparse.Namespace) -> int:
     print(f"step {options.step} row {options.row}: batch {batch}, {sequence}")
     for each in found["documents"]:
         first, last = each["first"], each["first"] + each["tokens"] - 1
-        line = f"document {each['document']}, tokens {first} to {last} of the row: {each['where']}"
+        half = f" {each['half']}" if "half" in each else ""
+        line = f"document {each['document']}{half}, tokens {first} to {last} of the row: "
+        line += each["where"]
         print(_in_one(line))
     return ExitCode.DONE
 
@@ -223,6 +231,7 @@ def _documents(datasets: Datasets, batch: int, row: int) -> dict[str, Any]:
             "first": each.first,
             "tokens": each.num_tokens,
             "trained": each.num_trained,
+            **({"half": each.half} if each.half else {}),
         }
         for each in found.segments
     ]
@@ -291,7 +300,9 @@ def _of_source(
     from maxpipe.data.sequences import Packer
     from maxpipe.data.sources import open_source
 
-    threads, packer = config.data.threads, Packer(source.packing, config.train.sequence_length)
+    threads, tokens = config.data.threads, config.train.sequence_length
+    most_pairs = config.data.pairs_per_row if source.chat == "pairs" else 0
+    packer = Packer(source.packing, tokens, most_pairs=most_pairs)
     documents: Iterator[Document | Problem]
     if source.source in IDS:
         files = open_documents(source, tokenizer)
@@ -305,13 +316,12 @@ def _of_source(
         lambda: progress.report("opening", 0, 0),
         cache_dir=str(full(config.run.dir, "run.dir") / ".index"),
     )
-    if source.chat == "off":
+    from maxpipe.data.corpus import chat_records
+
+    if (found := chat_records(opened, tokenizer, source, tokens)) is None:
         documents = statistics.of_texts(opened, tokenizer)
     else:
-        from maxpipe.data.chat import Conversations
-
-        encode = Conversations(opened, tokenizer, source).encode
-        documents = statistics.of_encoded(encode, len(opened), tokenizer, threads)
+        documents = statistics.of_encoded(found.encode, len(opened), tokenizer, threads)
     return statistics.counted(opened.name, documents, len(opened), packer, progress.report)
 
 
@@ -337,7 +347,7 @@ def _add_show(actions: Commands) -> None:
     )
     add_inputs(show, "RUN|", RUN_HELP)
     show.add_argument("-n", type=count, metavar="N", help="rows; default 3, or 1 with --row")
-    show.add_argument("--step", type=count, default=1, metavar="K", help="counted from 1 (1)")
+    show.add_argument("--step", type=step_number, default=1, metavar="K", help="counted from 1 (1)")
     show.add_argument("--row", type=_natural, metavar="R", help="of the step's batch, from 0 (0)")
     show.add_argument(
         "--split",
@@ -373,11 +383,23 @@ def _add_find(actions: Commands) -> None:
         "  maxpipe data find my-run.yml 1200 7 data.path='*.jsonl'",
     )
     find.add_argument("config", metavar=OF_RUN, help=f"{RUN_HELP}{INPUTS_HELP}")
-    find.add_argument("step", type=count, metavar="STEP", help="counted from 1, as in the log")
+    find.add_argument(
+        "step", type=step_number, metavar="STEP", help="counted from 1, as in the log"
+    )
     find.add_argument("row", type=_natural, metavar="ROW", help="of the step's batch, from 0")
     add_inputs(find)
     find.add_argument("--json", action="store_true", help="print one JSON object")
     find.set_defaults(command=_find)
+
+
+def step_number(text: str) -> int:
+    """The type of an argument that is a step."""
+    from maxpipe.config.ranges import MOST_STEPS
+
+    found = count(text)
+    if found > MOST_STEPS:
+        raise argparse.ArgumentTypeError(f"{text} is not at most {MOST_STEPS}")
+    return found
 
 
 def _natural(text: str) -> int:

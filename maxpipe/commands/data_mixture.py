@@ -9,8 +9,14 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from maxpipe.boundary import redact
-from maxpipe.commands.data_look import RUN_HELP, batch_of_step, named_inputs, opened
-from maxpipe.commands.parser import Commands, add_inputs, count, read_config
+from maxpipe.commands.data_look import (
+    RUN_HELP,
+    batch_of_step,
+    named_inputs,
+    opened,
+    step_number,
+)
+from maxpipe.commands.parser import Commands, add_inputs, read_config
 from maxpipe.errors import ConfigError, ExitCode
 from maxpipe.words import counted
 
@@ -110,6 +116,8 @@ def add_mixture(actions: Commands) -> None:
         "  maxpipe data mixture runs/my-run --json",
     )
     add_inputs(mixture, "RUN|", RUN_HELP)
-    mixture.add_argument("--step", type=count, default=None, metavar="K", help="counted from 1")
+    mixture.add_argument(
+        "--step", type=step_number, default=None, metavar="K", help="counted from 1"
+    )
     mixture.add_argument("--json", action="store_true", help="print one JSON object")
     mixture.set_defaults(command=_mixture)

@@ -39,7 +39,7 @@ def _eval(options: argparse.Namespace) -> int:
 def _check(options: argparse.Namespace) -> None:
     """Refuses options that have no effect together."""
     with_choices = {"--jsonl": options.jsonl, "--batch-size": options.batch_size}
-    with_choices |= {"--separator": options.separator}
+    with_choices |= {"--separator": options.separator, "--chat": options.chat}
     on_text = {"--data": options.data, "--split": options.split}
     others = with_choices if options.choices is None else on_text
     for option, given in others.items():
@@ -53,16 +53,21 @@ def _check(options: argparse.Namespace) -> None:
 def _ask(options: argparse.Namespace, model: Address | Path) -> int:
     from maxpipe.generate.weights import open_model
     from maxpipe.parallel.mesh import describe
-    from maxpipe.scoring.choices import Exam, read, summary, written
-    from maxpipe.scoring.requests import Requests, Texts
+    from maxpipe.scoring.choices import Exam, as_chats, read, summary, written
+    from maxpipe.scoring.requests import Requests
+    from maxpipe.scoring.texts import Texts
     from maxpipe.train.chosen import deferred, interrupts
 
     path, batch_size = options.choices, options.batch_size or 16
-    separator = " " if options.separator is None else options.separator
+    chat, separator = bool(options.chat), options.separator
+    separator = ("" if chat else " ") if separator is None else separator
     exam = Exam(read(path, "command line: --choices"), separator)
     with interrupts():
         opened = open_model(model, options.inputs)
-        texts = Texts(opened.tokenizer, opened.room)
+        tokenizer, where = opened.tokenizer, "command line: --chat"
+        if chat:
+            exam.questions = as_chats(exam.questions, tokenizer.chat, where, "Leave --chat out")
+        texts = Texts(tokenizer, opened.room, is_chat=chat, as_written=chat)
         exam.check(texts, path)
         with written(options.jsonl, "command line: --jsonl") as write:
             weights = opened.load(_say)
@@ -121,6 +126,7 @@ def _documents(options: argparse.Namespace) -> list[str]:
     found = [f"data.source={source}", f"data.path={one_line(path)}", "data.paths=[]"]
     found += ["data.mixture={}", "data.mixture_stages=[]", "data.mixture_temperature=1"]
     without = ["data.template=", "data.chat=off", "data.chat_template="]
+    without.append("train.objective=pretrain")
     return found if source in COLUMNS else [*found, *without]
 
 
@@ -129,14 +135,21 @@ def _say(text: str) -> None:
 
 
 def _page(found: Report) -> str:
-    documents = f"{found['split']} documents"
+    what = f"{found['pairs']:,} pairs" if "pairs" in found else f"{found['tokens']:,} tokens"
+    head = [
+        f"checkpoint  {found['checkpoint']}",
+        f"data        {found['source']}, {found['split']} documents, {found['batches']} of "
+        f"{counted(found['all_batches'], 'batch')}, {what}",
+        f"            in rows of {counted(found['sequence_length'], 'token')}",
+        f"mesh        {found['mesh']}",
+    ]
+    if "pairs" in found:
+        rows = [f"{name:16}{value:.6f}" for name, value in found["preference"].items()]
+        sources = found["sources"].items()
+        return "\n".join([*head, *rows, *(f"of {name}  {loss:.6f}" for name, loss in sources)])
     return "\n".join(
         (
-            f"checkpoint  {found['checkpoint']}",
-            f"data        {found['source']}, {documents}, {found['batches']} of "
-            f"{counted(found['all_batches'], 'batch')}, {found['tokens']:,} tokens",
-            f"            in rows of {counted(found['sequence_length'], 'token')}",
-            f"mesh        {found['mesh']}",
+            *head,
             f"loss        {found['nats_per_token']:.6f} nats per token",
             f"            {found['nats_per_byte']:.6f} nats per byte",
             f"            {found['bits_per_byte']:.6f} bits per byte",
@@ -186,6 +199,12 @@ def add(commands: Commands) -> None:
         "--separator",
         metavar="TEXT",
         help="between context and choice, where neither has white space (one space)",
+    )
+    parser.add_argument(
+        "--chat",
+        action="store_true",
+        default=None,
+        help="contexts are what a user says: the chat template makes the text of them",
     )
     parser.add_argument("--batch-size", type=count, metavar="N", help="choices side by side (16)")
     parser.add_argument(

@@ -33,8 +33,11 @@ def _export(options: argparse.Namespace) -> int:
     from maxpipe.processes import runtime
 
     runtime.use_no_devices()
-    from maxpipe.exchange.outgoing import export
+    from maxpipe.exchange.outgoing import export, export_adapters
 
+    if options.adapter:
+        export_adapters(address, options.out, options.dtype, _say)
+        return ExitCode.DONE
     with contextlib.closing(Progress(" MB")) as progress:
         export(address, options.out, options.dtype, _say, report=progress.report)
     return ExitCode.DONE
@@ -68,13 +71,19 @@ def add(commands: Commands) -> None:
         help="write a checkpoint as a Hugging Face folder",
         description="Write the parameters of a checkpoint as a Hugging Face folder: config.json,\n"
         "safetensors files and the tokenizer's files. It does not depend on the mesh or the\n"
-        "pipeline of the run, and the run may be training meanwhile.",
+        "pipeline of the run, and the run may be training meanwhile. Adapters are merged with\n"
+        "their base, or written alone.",
         epilog="example: maxpipe export quickstart@best --format hf exported --dtype bfloat16",
     )
     add_address(outgoing)
     add_average(outgoing)
     outgoing.add_argument("out", metavar="OUT", help="folder to make; it must not exist")
     outgoing.add_argument("--format", choices=("hf",), default="hf", help="hf: Hugging Face")
+    outgoing.add_argument(
+        "--adapter",
+        action="store_true",
+        help="adapters alone, in PEFT's format; without it they are merged with their base",
+    )
     outgoing.add_argument(
         "--dtype",
         choices=_TYPES,

@@ -15,11 +15,16 @@ import math
 import re
 from collections.abc import Collection, Iterator, Mapping
 
+import maxpipe.config.adapter_rules
 import maxpipe.config.data_rules
+import maxpipe.config.distill_rules
+import maxpipe.config.eval_rules
+import maxpipe.config.grpo_rules
 import maxpipe.config.mesh_rules
 import maxpipe.config.model_rules
 import maxpipe.config.pipeline_rules
-import maxpipe.config.tokenizer_rules  # noqa: F401  all five register their rules
+import maxpipe.config.preference_rules
+import maxpipe.config.tokenizer_rules  # noqa: F401  all ten register their rules
 from maxpipe.boundary import redact
 from maxpipe.boundary.files import scheme
 from maxpipe.config import ramp
@@ -345,17 +350,6 @@ def _rows_reach_ahead(config: Config) -> Iterator[Finding]:
             f"must be less than train.sequence_length ({tokens}): no token of a sequence is "
             "further ahead.",
             f"Set model.heads_ahead={tokens - 1}, or a longer train.sequence_length.",
-        )
-
-
-@rule("eval.sample_every", "eval.sample_prompts", "eval.sample_file")
-def _samples_have_prompts(config: Config) -> Iterator[Finding]:
-    given = config.eval
-    if given.sample_every and not (given.sample_prompts or given.sample_file):
-        yield Finding(
-            "eval.sample_prompts",
-            "must have a prompt when eval.sample_every is more than 0.",
-            "Set eval.sample_prompts=['Once upon a time'], or eval.sample_every=0.",
         )
 
 

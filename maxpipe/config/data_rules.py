@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Iterator
 
 from maxpipe.config import mixture
+from maxpipe.config.bounds import LARGEST
 from maxpipe.config.data import (
     COLUMNS,
     FILES,
@@ -27,6 +27,8 @@ from maxpipe.errors import Finding
 
 _SOURCES = ("data.source", "data.path", "data.paths", "data.mixture")
 _NAMED = ("data.mixture", "data.validation")
+_MOST_EPOCHS = 1e9
+"""Numbers of a source's samples have 63 bits."""
 _WITHOUT_FIELDS = ("corpus", "text", "tokens", "megatron", "synthetic")
 
 _Find = Callable[[str, SourceConfig], Iterator[Finding]]
@@ -141,6 +143,24 @@ def _chat(section: str, source: SourceConfig) -> Iterator[Finding]:
         )
 
 
+@_of_each("chat", "packing")
+def _pairs_are_whole(section: str, source: SourceConfig) -> Iterator[Finding]:
+    if source.chat == "pairs" and source.packing == "cut":
+        yield Finding(
+            f"{section}.packing",
+            f"must not be cut with {section}.chat=pairs: a pair is in one sequence, whole.",
+            f"Set {section}.packing=best_fit.",
+        )
+
+
+@_of_each("chat", "chosen_field", "rejected_field")
+def _halves_are_two(section: str, source: SourceConfig) -> Iterator[Finding]:
+    if source.chat == "pairs" and source.chosen_field == source.rejected_field:
+        key = f"{section}.rejected_field"
+        rule = f"must be another field than {section}.chosen_field: a pair is of two responses."
+        yield Finding(key, rule, f"Set {key}=rejected.")
+
+
 @_of_each("chat_roles", "trained_roles")
 def _roles(section: str, source: SourceConfig) -> Iterator[Finding]:
     roles, trained = source.chat_roles, source.trained_roles
@@ -185,10 +205,13 @@ def _packing_is_of_a_source(config: Config) -> Iterator[Finding]:
 def _weights_or_epochs(config: Config) -> Iterator[Finding]:
     found = config.data.mixture
     for name, each in found.items():
-        for key, value in (("weight", each.weight), ("epochs", each.epochs)):
-            if not 0 <= value < math.inf:
+        for key, value, most in (
+            ("weight", each.weight, LARGEST),
+            ("epochs", each.epochs, _MOST_EPOCHS),
+        ):
+            if not 0 <= value <= most:
                 full = f"data.mixture.{name}.{key}"
-                yield Finding(full, "must be a number from 0 on.", f"Set {full}=1.")
+                yield Finding(full, f"must be from 0 to {most:.2g}.", f"Set {full}=1.")
     with_weight = [name for name, each in found.items() if each.weight]
     with_epochs = [name for name, each in found.items() if each.epochs]
     if with_weight and with_epochs:

@@ -53,16 +53,29 @@ class SourceConfig:
     largest_unpacked_bytes: int = 2**36
     """The most that all compressed files together may hold. They are unpacked once, into
     `<run.dir>/.index`."""
-    chat: Literal["off", "messages", "prompt"] = "off"
+    chat: Literal["off", "messages", "prompt", "pairs"] = "off"
     """Whether records are conversations that a chat template makes a text of. `messages`: a list of
     objects with `role` and `content` in `data.messages_field`. `prompt`: `data.prompt_field` and
-    `data.response_field`, each a text or such a list."""
+    `data.response_field`, each a text or such a list. `pairs`, for `train.objective=preference`:
+    `data.prompt_field` and two responses to it, `data.chosen_field` and `data.rejected_field`, each
+    such a list; or texts, which are read as they are, without a template."""
     messages_field: str = "messages"
     """Name of the field of messages, with `data.chat=messages`."""
     prompt_field: str = "prompt"
-    """Name of the field of what a user says, with `data.chat=prompt`."""
+    """Name of the field of what a user says, with `data.chat` `prompt` and `pairs`. With `pairs`
+    it may be empty: both responses are whole conversations then, and what they begin with alike is
+    the prompt."""
     response_field: str = "response"
     """Name of the field of what an assistant answers, with `data.chat=prompt`."""
+    chosen_field: str = "chosen"
+    """Name of the field of the response that was preferred, with `data.chat=pairs`."""
+    rejected_field: str = "rejected"
+    """Name of the field of the other one, with `data.chat=pairs`."""
+    long_pairs: Literal["truncate", "drop", "stop"] = "truncate"
+    """What is done with a pair of more tokens than a sequence has: prompt and chosen response, and
+    prompt and rejected response. `truncate` cuts the end of the longer one, and of both where they
+    are as long; a pair of which no token of a response is left is dropped. `drop` leaves it out,
+    and `stop` ends the run. How many they are is said at the start. Read with `data.chat=pairs`."""
     chat_template: str = ""
     """File of the chat template, in Jinja. Empty means that of the tokenizer's folder."""
     chat_roles: list[str] = dataclasses.field(
@@ -112,6 +125,9 @@ class DataConfig(SourceConfig):
     another order, as often as it takes. `stop`: the run ends there, evaluated and saved. `fail`:
     such a run is not started. A source of a mixture ends when it was read as often as its `epochs`
     say, else once; with `stop` the others share what was its, until all have ended."""
+    pairs_per_row: int = 16
+    """The most pairs that one sequence holds, with `data.chat=pairs`. Every batch has room for as
+    many; shorter pairs than `train.sequence_length` divided by this leave a sequence unfilled."""
     validation_fraction: float = 0.05
     """Share of the documents, drawn by the seed, that is only used for evaluation."""
     validation: dict[str, SourceConfig] = dataclasses.field(default_factory=dict)

@@ -18,7 +18,8 @@ from maxpipe.model.families.registry import FAMILIES
 
 FAMILY = "model.family"
 _MODEL = "model"
-_OWN = "own"
+_FILLED = ("own", "adapter")
+"""Fields of the model that are filled from other sections."""
 
 
 def _sections() -> Iterator[tuple[str, type]]:
@@ -35,7 +36,7 @@ KEYS: dict[str, Any] = {
     f"{section}.{name}": hint
     for section, declared in SECTIONS.items()
     for name, hint in typing.get_type_hints(declared).items()
-    if (section, name) != (_MODEL, _OWN)
+    if section != _MODEL or name not in _FILLED
 }
 """Full key to its type, in the order of the schema."""
 KEYS[FAMILY] = Literal[tuple(FAMILIES)]

@@ -32,9 +32,19 @@ def _frozen_parameters_exist(config: Config) -> Iterator[Finding]:
         )
 
 
-@rule(*_MODEL_KEYS)
+@rule(*_MODEL_KEYS, "adapter.rank")
 def _something_is_trained(config: Config) -> Iterator[Finding]:
-    if not trained(describe(config.model)):
+    model = describe(config.model)
+    wanted = config.adapter.rank and not any(kind.adapters for kind in model.kinds.values())
+    if trained(model) or wanted:
+        return
+    if config.adapter.rank:
+        yield Finding(
+            _KEY,
+            "freezes all adapters; their base is frozen anyway.",
+            f"Set {_KEY}=[], or {_KEY}=['*_lora_a'] to train the second factor of each alone.",
+        )
+    else:
         yield Finding(
             _KEY,
             "freezes every parameter: nothing would be trained.",

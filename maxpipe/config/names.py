@@ -66,6 +66,11 @@ _SAME_KEY = {
     "model.param_dtype": "params_dtype weight_dtype",
     "model.frozen": "freeze freeze_layers freeze_params freeze_modules frozen_layers frozen_params "
     "frozen_parameters frozen_modules",
+    "adapter.rank": "lora_rank lora_r lora_dim r",
+    "adapter.alpha": "lora_alpha",
+    "adapter.dropout": "lora_dropout",
+    "adapter.targets": "target_modules lora_target_modules lora_target",
+    "adapter.base": "bnb_4bit_quant_type quantization_bit",
     "mesh.ici_stage": "pp pp_size pipeline_parallel pipeline_parallel_size stages num_stages "
     "pipeline_model_parallel_size pipeline_parallel_degree ici_pipeline_parallelism",
     "mesh.ici_tensor": "tp tp_size tensor_parallel tensor_parallel_size mp model_parallel_size "
@@ -95,7 +100,7 @@ _SAME_KEY = {
     "checkpoint_activations remat_policy recompute recompute_granularity",
     "train.steps": "max_steps num_steps train_steps total_steps max_train_steps "
     "num_train_steps train_iters iterations max_iters num_iters iters",
-    "train.tokens": "max_tokens total_tokens num_tokens train_tokens token_budget",
+    "train.tokens": "total_tokens num_tokens train_tokens token_budget",
     "train.batch_size": "global_batch_size global_train_batch_size total_batch_size "
     "train_batch_size batch bsz",
     "train.sequence_length": "seq_len seq_length max_seq_len max_seq_length sequence_len "
@@ -110,7 +115,9 @@ _SAME_KEY = {
     "optim.beta2": "adam_beta2 adam_b2 b2",
     "optim.epsilon": "adam_epsilon adam_eps eps",
     "optim.weight_decay": "wd adam_weight_decay",
-    "optim.clip_norm": "grad_clip max_grad_norm clip_grad clip gradient_clipping max_norm "
+    "optim.average_decay": "ema_decay",
+    "eval.patience": "early_stopping_patience",
+    "optim.clip_norm": "grad_clip max_grad_norm clip_grad gradient_clipping max_norm "
     "gradient_clip gradient_clip_val gradient_clipping_threshold clip_grad_norm",
     "data.source": "dataset_type dataset_format data_type",
     "data.path": "data_path data_dir data_files dataset dataset_name dataset_path train_data "
@@ -144,7 +151,11 @@ _SAME_KEY = {
     "log.progress": "progress_bar disable_tqdm",
     "runtime.platform": "device accelerator backend",
     "runtime.num_processes": "world_size nnodes num_nodes num_hosts nproc",
-    "runtime.process_id": "rank process_index node_rank",
+    "runtime.process_id": "process_index node_rank",
+    "distill.teacher": "teacher_model teacher_path teacher_model_name_or_path distillation_teacher",
+    "distill.temperature": "distillation_temperature distill_temperature kd_temperature",
+    "distill.weight": "distillation_weight distill_weight distill_alpha kd_weight kd_ratio",
+    "distill.top_k": "distillation_top_k distill_top_k teacher_top_k",
     "runtime.coordinator": "master_addr coordinator_address rdzv_endpoint",
     "runtime.compilation_cache": "compilation_cache_dir jax_cache_dir",
     "launch.slices": "num_slices",
@@ -205,8 +216,8 @@ _NOT_SAME_KEY = {
         "Set model.compute_dtype=bfloat16, which needs no loss scale.",
     ),
     "load_in_8bit load_in_4bit": (
-        "parameters are stored in 16 or 32 bits.",
-        "Set model.param_dtype=bfloat16.",
+        "8 and 4 bits hold the frozen base of adapters.",
+        "Set adapter.base=int8 or nf4, with adapter.rank=16.",
     ),
     "loss_scale": (
         "bfloat16 and float32 need no loss scale.",
@@ -237,10 +248,9 @@ _NOT_SAME_KEY = {
         "sharding is said by the mesh.",
         "Set mesh.ici_fsdp to the number of shards of parameters, gradients and optimizer state.",
     ),
-    "lora peft qlora adapter lora_rank": (
-        "adapters are not supported.",
-        "Leave it out; checkpoint.restore_from starts from another run's parameters, and "
-        "model.frozen leaves some of them as they are.",
+    "lora peft qlora peft_type peft_config": (
+        "adapters have a section of their own.",
+        "Set adapter.rank=16; `maxpipe config explain adapter` lists its keys.",
     ),
     "model_name model_name_or_path pretrained pretrained_model_name_or_path hf_model "
     "hf_checkpoint": (
@@ -252,7 +262,7 @@ _NOT_SAME_KEY = {
         "a run whose folder has a checkpoint resumes by itself.",
         "Leave it out, or set run.name to a new name for a new run.",
     ),
-    "num_gpus gpus devices ngpu n_gpus gpus_per_node num_devices": (
+    "num_gpus gpus ngpu n_gpus gpus_per_node num_devices": (
         "a run takes every device that jax finds.",
         "Leave it out; CUDA_VISIBLE_DEVICES hides GPUs, mesh.cpu_devices makes virtual devices of "
         "a CPU.",
@@ -271,8 +281,12 @@ _NOT_SAME_KEY = {
         "Leave it out; `maxpipe goodput` says where its time went, `maxpipe compile` what a step "
         "does.",
     ),
-    "ema ema_decay label_smoothing z_loss z_loss_weight early_stopping "
-    "early_stopping_patience muon_lr": ("is not supported.", "Leave it out."),
+    "z_loss z_loss_weight muon_lr": ("is not supported.", "Leave it out."),
+    "ema": ("an average is kept by its decay.", "Set optim.average_decay=0.999."),
+    "early_stopping": (
+        "a run ends early after evaluations in a row without a better one.",
+        "Set eval.patience=5 for five of them.",
+    ),
 }
 """Names to the reason that there is no such key here, and the action."""
 
@@ -446,6 +460,8 @@ def same_key(path: Sequence[str], keys: Collection[str]) -> Answer | None:
         if squashed(key) == full:
             return Answer(key)
     if found := [key for key in keys if squashed(key.rpartition(".")[2]) == tail]:
+        # A key of the section that was meant comes before those of others.
+        found = [key for key in found if key.startswith(f"{path[0]}.")] or found
         if len(found) == 1 or found[0].count(".") == 1:
             return Answer(found[0])
         return Answer(action=f"Write it in full: {' or '.join(found)}.")  # of several families

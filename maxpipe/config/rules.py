@@ -10,7 +10,7 @@ import difflib
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import Any
 
 from maxpipe.config.keys import NAMED, declared_as, default_of, parted, sections_of
@@ -135,6 +135,8 @@ def listed(numbers: Iterable[int]) -> str:
 
 def shown(value: object) -> str:
     """A value as it is written in a config file, shortened when long."""
+    if is_dataclass(value):
+        return ""  # a whole section: the key says which
     if isinstance(value, bool):
         text = str(value).lower()
     elif isinstance(value, list):

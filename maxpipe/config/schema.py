@@ -3,17 +3,24 @@
 Each field is followed by a string that documents it: `maxpipe config explain`,
 `docs/config.md`, the JSON schema and error messages are rendered from these
 strings. The classes hold values only; rules live in `check.py`. What is read is declared in
-`data_schema.py`. The keys of one model
+`data_schema.py`, evaluation in `eval_schema.py`. The keys of one model
 family are declared in its file in `maxpipe/model/families`. Nothing here imports jax, so
 that `maxpipe --help` stays fast.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from maxpipe.config.data_schema import DataConfig
+from maxpipe.config.eval_schema import EvalConfig
+from maxpipe.config.tuning_schema import (
+    AdapterConfig,
+    DistillConfig,
+    GrpoConfig,
+    PreferenceConfig,
+)
 
 Dtype = Literal["float32", "bfloat16"]
 
@@ -117,6 +124,8 @@ class ModelConfig:
     same ones frozen; `checkpoint.restore=weights` starts with others."""
     own: Any = None
     """The section of the family. None: its defaults."""
+    adapter: Any = None
+    """The section `adapter` of a config that has adapters."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -235,8 +244,15 @@ class PipelineConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainConfig:
-    """Length of the run and shape of a step."""
+    """What is learned, length of the run and shape of a step."""
 
+    objective: Literal["pretrain", "sft", "preference", "distill", "grpo"] = "pretrain"
+    """What is learned: `pretrain`, the next token of documents; `sft` (supervised fine-tuning),
+    what an assistant says in conversations, which insists on documents that say which tokens that
+    is: `data.chat`. Both are a cross entropy, the mean over all tokens of a batch that are trained.
+    `preference`: which of two responses is preferred, as `preference.loss` says. `distill`: besides
+    the next token what a teacher says of it, as the section `distill` says. `grpo`: completions of
+    prompts that a function rewards (reinforcement learning), as the section `grpo` says."""
     steps: int = 0
     """Number of optimizer steps. 0 takes the length from `train.tokens`."""
     tokens: int = 0
@@ -364,8 +380,14 @@ class CheckpointConfig:
     keep_every_hours: float = 0.0
     """Keep also the first checkpoint in each period of this many hours. 0 keeps none for that."""
     keep_best: int = 0
-    """Keep also this number of checkpoints with the smallest `eval/loss`, of those that were
+    """Keep also this number of the best checkpoints by `checkpoint.best_metric`, of those that were
     evaluated at the step at which they were saved."""
+    best_metric: str = "eval/loss"
+    """The metric of evaluations by which `RUN@best`, `checkpoint.keep_best` and `eval.patience`
+    compare: `eval/loss`, `eval/nats_per_byte`, and of a set of documents or of a task
+    `eval/NAME/loss` or `eval/NAME/accuracy`."""
+    best_is: Literal["smallest", "largest"] = "smallest"
+    """Which value of it is the best: of a loss the smallest, of an accuracy the largest."""
     retries: int = 3
     """How often a save that failed is tried again, with pauses of 1, 2, 4 ... seconds. While
     training goes on that is a save of a later step. A full or read-only disk is not tried again."""
@@ -383,11 +405,11 @@ class CheckpointConfig:
     local_every: int = 0
     """Steps between checkpoints in `checkpoint.local_dir`."""
     restore_from: str = ""
-    """Checkpoint of another run that starts this one: `RUN@STEP`, `RUN@newest`, `RUN@best` (the
-    smallest `eval/loss`) or the path to its folder; `RUN` alone is the newest. `RUN` is a folder,
-    the name of one in `run.dir`, or `gs://BUCKET/PATH/NAME`. `hf:DIR` starts with the weights of a
-    Hugging Face folder. When this run has a checkpoint of its own it goes on from that, and this is
-    not read."""
+    """Checkpoint of another run that starts this one: `RUN@STEP`, `RUN@newest`, `RUN@best` (by its
+    own `checkpoint.best_metric`) or the path to its folder; `RUN` alone is the newest. `RUN` is a
+    folder, the name of one in `run.dir`, or `gs://BUCKET/PATH/NAME`. `hf:DIR` starts with the
+    weights of a Hugging Face folder. When this run has a checkpoint of its own it goes on from
+    that, and this is not read."""
     restore: Literal["all", "weights"] = "all"
     """What is taken from `checkpoint.restore_from`: `all` goes on with parameters, optimizer state,
     step and data position; `weights` begins at step 0 with its parameters only, on any data, and
@@ -422,30 +444,6 @@ class GuardConfig:
     """Steps between comparisons, bit for bit, of the copies of parameters and optimizer state that
     devices hold; one that differs stops the run. Made before each checkpoint, too. 0 turns both
     off."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EvalConfig:
-    """Loss on the validation documents."""
-
-    every: int = 0
-    """Steps between evaluations. 0 evaluates only after the last step."""
-    batches: int = 8
-    """Batches per evaluation. 0 turns evaluation off; `maxpipe eval` takes all then."""
-    batch_size: int = 0
-    """Sequences per batch over all devices, any multiple of data x fsdp x expert. 0 takes
-    `train.batch_size`."""
-    sample_every: int = 0
-    """Steps between samples of text, to the console, TensorBoard and `samples.jsonl`. 0: none."""
-    sample_prompts: list[str] = field(default_factory=lambda: [""])
-    """What samples begin with, after the begin token."""
-    sample_file: str = ""
-    """A file with a prompt a line, or with `prompt` in each line if it ends in `.jsonl`, instead of
-    `eval.sample_prompts`."""
-    sample_tokens: int = 64
-    """Tokens of a sample at most. Prompt and sample have at most `train.sequence_length`."""
-    sample_temperature: float = 1.0
-    """Logits are divided by it. 0 takes the most likely token."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -557,11 +555,21 @@ class Config:
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
+    adapter: AdapterConfig = field(default_factory=AdapterConfig)
+    grpo: GrpoConfig = field(default_factory=GrpoConfig)
     data: DataConfig = field(default_factory=DataConfig)
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    distill: DistillConfig = field(default_factory=DistillConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     guard: GuardConfig = field(default_factory=GuardConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
+    preference: PreferenceConfig = field(default_factory=PreferenceConfig)
     log: LogConfig = field(default_factory=LogConfig)
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
+
+    def __post_init__(self) -> None:
+        """The model is described by its own section: it has that of adapters."""
+        adapter = self.adapter if self.adapter.rank else None
+        if self.model.adapter != adapter:
+            object.__setattr__(self, "model", replace(self.model, adapter=adapter))

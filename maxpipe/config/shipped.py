@@ -15,7 +15,6 @@ _FOLDERS = (
     Path(__file__).parents[1] / "configs",  # installed
     Path(__file__).parents[2] / "configs",  # a checkout
 )
-_MODELS = "model"
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +22,9 @@ class Shipped:
     """A config that can be named instead of a file."""
 
     name: str
-    kind: Literal["run", "model"]
-    """A `model` merges with a file or overrides that say how it is trained."""
+    kind: Literal["run", "model", "sft"]
+    """A `model` merges with a file or overrides that say how it is trained; `sft` is a run that
+    fine-tunes a model's folder, named `base`, on conversations."""
     path: Path
 
     @property
@@ -53,13 +53,16 @@ def folder() -> Path:
 
 @cache
 def configs() -> Mapping[str, Shipped]:
-    """By name: runs first, then models by size."""
+    """By name: runs first, then models by size, then runs that fine-tune them."""
     runs = [Shipped(path.stem, "run", path) for path in sorted(folder().glob(f"*{SUFFIX}"))]
-    models = [
-        Shipped(path.stem, "model", path)
-        for path in sorted((folder() / _MODELS).glob(f"*{SUFFIX}"), key=_by_number)
-    ]
-    return {each.name: each for each in (*runs, *models)}
+    found = {
+        kind: [
+            Shipped(path.stem, kind, path)
+            for path in sorted((folder() / kind).glob(f"*{SUFFIX}"), key=_by_number)
+        ]
+        for kind in ("model", "sft")
+    }
+    return {each.name: each for each in (*runs, *found["model"], *found["sft"])}
 
 
 def _by_number(path: Path) -> list[str]:

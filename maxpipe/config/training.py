@@ -5,15 +5,23 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from maxpipe.config.check import DEFAULT, where
-from maxpipe.config.data import is_synthetic, paths_of
+from maxpipe.config.data import COLUMNS, is_synthetic, paths_of, section_of
 from maxpipe.config.data_rules import named_sources
+from maxpipe.config.eval_rules import beside_training
+from maxpipe.config.mixture import sources
 from maxpipe.config.ranges import BYTES_VOCABULARY
+from maxpipe.config.rules import shown, value_of
 from maxpipe.config.schema import Config
 from maxpipe.errors import Problem
 
 LARGEST_FOR_BYTES = 4096
 """Ids of a model that is trained on bytes: more than 259 where shards of the vocabulary have to
 be even. Vocabularies of public models begin at 30,000."""
+
+
+def asks_teacher(config: Config) -> bool:
+    """Whether a run has a teacher beside it, and not what one has said."""
+    return config.train.objective == "distill" and bool(config.distill.teacher)
 
 
 def check_training(
@@ -24,8 +32,52 @@ def check_training(
     Forecasts and compiled steps need neither text nor tokenizer.
     """
     wrong = not {"data.source", "data.mixture", "data.validation"}.isdisjoint(skip)
-    unread = [] if wrong else unread_path(config, origins)
-    return unread + _built_in_for_a_public_model(config, origins, skip)
+    problems = [] if wrong else unread_path(config, origins)
+    problems += [] if wrong else _answers_to_learn(config, origins)
+    problems += _evaluated(config, origins, skip)
+    problems += _without_base(config, origins, skip)
+    return problems + _built_in_for_a_public_model(config, origins, skip)
+
+
+def _evaluated(config: Config, origins: Mapping[str, str], skip: Collection[str]) -> list[Problem]:
+    if not {"eval.tasks", "eval.batches", "data.mixture", "data.validation"}.isdisjoint(skip):
+        return []
+    return [
+        Problem(where(key, origins), shown(value_of(config, key)), text, action)
+        for key, text, action in beside_training(config)
+    ]
+
+
+def _answers_to_learn(config: Config, origins: Mapping[str, str]) -> list[Problem]:
+    """Documents that do not say what is trained, for an objective that is about nothing else."""
+    if config.train.objective != "sft":
+        return []
+    problems = []
+    for name, each in sources(config.data).items():
+        if each.chat == "off":
+            section = section_of(name)
+            rule = "must be messages or prompt with train.objective=sft, which trains on answers: "
+            rule += (
+                f"documents of {section}.source={each.source} do not say which tokens those are."
+            )
+            records = f"{section}.source=jsonl, {section}.path=chats.jsonl (your own) and "
+            records = "" if each.source in COLUMNS else records
+            action = f"Set {records}{section}.chat=messages, or train.objective=pretrain to train "
+            action += "on all tokens."
+            problems.append(Problem(where(f"{section}.chat", origins), "off", rule, action))
+    return problems
+
+
+def _without_base(
+    config: Config, origins: Mapping[str, str], skip: Collection[str]
+) -> list[Problem]:
+    """Adapters beside random weights learn nothing of use, and could not be used without them."""
+    key = "checkpoint.restore_from"
+    if not config.adapter.rank or config.checkpoint.restore_from or key in skip:
+        return []
+    rule = f"must name the weights that adapters (adapter.rank={config.adapter.rank}) belong to."
+    action = f"Set {key}=hf:DIR, the folder of a public model, or RUN@STEP."
+    return [Problem(where(key, origins), "''", rule, action)]
 
 
 def unread_path(config: Config, origins: Mapping[str, str]) -> list[Problem]:
@@ -48,6 +100,7 @@ def _built_in_for_a_public_model(
     vocabulary = config.model.vocab_size
     if not {"model.vocab_size", "tokenizer.kind", "data.source"}.isdisjoint(skip):
         return []
+    prompts = config.train.objective == "grpo"
     if vocabulary <= LARGEST_FOR_BYTES or is_synthetic(config.data):
         return []
     problems = []
@@ -62,7 +115,7 @@ def _built_in_for_a_public_model(
                 f"its folder), or model.vocab_size={BYTES_VOCABULARY} to train on bytes.",
             )
         )
-    if origins.get("data.source", DEFAULT) == DEFAULT and not config.data.mixture:
+    if not prompts and origins.get("data.source", DEFAULT) == DEFAULT and not config.data.mixture:
         problems.append(
             Problem(
                 where("data.source", origins),

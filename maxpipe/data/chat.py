@@ -9,14 +9,16 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from maxpipe.boundary import files
-from maxpipe.config.data_schema import SourceConfig
+from maxpipe.config.data import all_sources
+from maxpipe.config.data_schema import DataConfig, SourceConfig
 from maxpipe.config.rules import did_you_mean
 from maxpipe.data.documents import (
     DocumentIndex,
@@ -25,6 +27,7 @@ from maxpipe.data.documents import (
     digest_of,
     kept_index,
 )
+from maxpipe.data.formats.reads import reading
 from maxpipe.data.formats.text_of import BadRecord, shortened
 from maxpipe.data.sources import Moved, Progress, Source, UnreadableRecord
 from maxpipe.data.tokenizer import Tokenizer
@@ -66,35 +69,56 @@ def template_of(config: SourceConfig, tokenizer: Tokenizer) -> ChatTemplate:
     return tokenizer.chat
 
 
+def spoken(data: DataConfig, tokenizer: Tokenizer) -> ChatTemplate | None:
+    """The template of a run's conversations, or where it has none that of the tokenizer's folder.
+
+    Raises:
+        ConfigError: its file cannot be read.
+    """
+    chats = [each for each in all_sources(data).values() if each.chat != "off"]
+    return template_of(chats[0], tokenizer) if chats else tokenizer.chat
+
+
 def messages_of(record: object, config: SourceConfig) -> list[Message]:
     """The messages of a record, as `data.chat` says where they are.
 
     Raises:
         BadRecord: a field is missing or of another type, or a role is none of `data.chat_roles`.
     """
-    if not isinstance(record, Mapping):
-        rule = f"must have fields, for data.chat={config.chat}; it is of type "
-        rule += f"{type(record).__name__}."
-        raise BadRecord(shortened(str(record)), rule, "Set data.chat=off if these are texts.")
+    fields = with_fields(record, config)
     if config.chat == "messages":
         key = "data.messages_field"
-        found = _listed(_column(record, config.messages_field, key), key)
+        found = listed(column(fields, config.messages_field, key), key)
     else:
         asked = (config.prompt_field, "data.prompt_field", "user")
         answered = (config.response_field, "data.response_field", "assistant")
         found = []
         for name, key, role in (asked, answered):
-            value = _column(record, name, key)
-            is_text = isinstance(value, str)
-            found += [{"role": role, "content": value}] if is_text else _listed(value, key)
+            value = column(fields, name, key)
+            found += said(value, role) if isinstance(value, str) else listed(value, key)
     if not found:
         raise BadRecord("", "must have a message: it has none.", "Remove the record.")
     for number, message in enumerate(found, 1):
-        _check(message, config, f"message {number}")
+        check_message(message, config, f"message {number}")
     return found
 
 
-def _column(record: Mapping[str, Any], name: str, key: str) -> Any:
+def with_fields(record: object, config: SourceConfig) -> Mapping[str, Any]:
+    """The record. Raises BadRecord if it has no fields."""
+    if not isinstance(record, Mapping):
+        rule = f"must have fields, for data.chat={config.chat}; it is of type "
+        rule += f"{type(record).__name__}."
+        raise BadRecord(shortened(str(record)), rule, "Set data.chat=off if these are texts.")
+    return record
+
+
+def said(text: str, role: str) -> list[Message]:
+    """A text as the only message."""
+    return [{"role": role, "content": text}]
+
+
+def column(record: Mapping[str, Any], name: str, key: str) -> Any:
+    """The value of the field that `key` names. Raises BadRecord if there is none."""
     if name in record:
         return record[name]
     names = [str(each) for each in record]
@@ -106,17 +130,19 @@ def _column(record: Mapping[str, Any], name: str, key: str) -> Any:
     )
 
 
-def _listed(value: object, key: str) -> list[Message]:
+def listed(value: object, key: str, what: str = "a list") -> list[Message]:
+    """The messages in a field. Raises BadRecord if it has something else."""
     if isinstance(value, list | tuple) and all(isinstance(each, Mapping) for each in value):
         return [dict(each) for each in value]
     raise BadRecord(
         shortened(str(value)),
-        f"must have a list of objects in {key}; it is of type {type(value).__name__}.",
+        f"must have {what} of objects in {key}; it is of type {type(value).__name__}.",
         'Write it as [{"role": "user", "content": "..."}, ...].',
     )
 
 
-def _check(message: Message, config: SourceConfig, which: str) -> None:
+def check_message(message: Message, config: SourceConfig, which: str) -> None:
+    """Raises BadRecord for a message of an unknown role, or without content."""
     role, roles = message.get("role"), config.chat_roles
     if role not in roles:
         guess = did_you_mean(role, roles) if isinstance(role, str) else ""
@@ -137,6 +163,29 @@ def _check(message: Message, config: SourceConfig, which: str) -> None:
         )
 
 
+@contextlib.contextmanager
+def named(source: Source, document: int) -> Iterator[None]:
+    """A record that is at fault is named, as `UnreadableRecord`."""
+    try:
+        yield
+    except BadRecord as error:
+        problem = Problem(source.where(document), error.given, error.rule, error.action)
+        raise UnreadableRecord([problem]) from error
+
+
+class Counted(NamedTuple):
+    """A conversation as ids, with what is counted of it."""
+
+    ids: np.ndarray
+    trained: np.ndarray
+    raw: bytes
+    """UTF-8 of what is trained."""
+    digest: int
+    """`digest_of` the ids, as int64."""
+    marks: int
+    """See `Encoded.marks`."""
+
+
 class Conversations:
     """The records of a source, encoded. Safe in threads: each takes a process of its own."""
 
@@ -153,28 +202,44 @@ class Conversations:
         Raises:
             UnreadableRecord: it has no messages or the template fails with them.
         """
-        try:
-            return self._encoded(self.source.record(document))
-        except BadRecord as error:
-            where = self.source.where(document)
-            problem = Problem(where, error.given, error.rule, error.action)
-            raise UnreadableRecord([problem]) from error
+        with named(self.source, document):
+            return self.encoded(messages_of(self.source.record(document), self._config))
 
-    def _encoded(self, record: object) -> Encoded:
-        messages = messages_of(record, self._config)
+    def encoded(self, messages: Sequence[Message], prompt: Sequence[Message] = ()) -> Encoded:
+        """The same of messages, of which the first ones are a prompt that is not trained on.
+
+        Raises:
+            BadRecord: the template fails with them.
+        """
         with self._process() as process:
             try:
                 found = process.render(messages, roles=self._config.trained_roles)
+                asked = process.render(prompt).text if prompt else ""
             except RenderError as error:
                 raise self._refused(error) from error
             except (TypeError, ValueError) as error:
                 rule = f"must have messages that JSON can hold: {error}."
                 raise BadRecord("", rule, "Leave other values out.") from error
+        if not found.text.startswith(asked):
+            rule = f"must begin with its prompt: {self.template.path} writes the prompt alone as "
+            rule += "another text than in front of a response."
+            raise BadRecord("", rule, "Correct the template in a copy, for data.chat_template.")
         ids, offsets = self.tokenizer.encode_chat_offsets(found.text)
         if not len(ids):
             rule = f"must give a text: {self.template.path} writes none."
             raise BadRecord("", rule, "Remove the record, or correct the template.")
-        return Encoded(ids, touched(offsets, found.spans))
+        spans = [(max(begin, len(asked)), end) for begin, end in found.spans if end > len(asked)]
+        return Encoded(ids, touched(offsets, spans))
+
+    def check(self, index: DocumentIndex) -> None:
+        """Checks that some token is trained.
+
+        Raises:
+            ConfigError: none is.
+        """
+        if index.trained is None or index.trained.any():
+            return
+        raise nothing_trained(self.template.path, len(self.source))
 
     @contextlib.contextmanager
     def _process(self) -> Iterator[ChatProcess]:
@@ -212,10 +277,26 @@ class Conversations:
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
+class ChatRecords(Protocol):
+    """Records that are encoded as a whole; see `Conversations`. Safe in threads."""
+
+    @property
+    def source(self) -> Source: ...
+
+    @property
+    def tokenizer(self) -> Tokenizer: ...
+
+    def encode(self, document: int) -> Encoded: ...
+
+    def check(self, index: DocumentIndex) -> None: ...
+
+    def fingerprint(self) -> str: ...
+
+
 class ChatDocuments(EncodedDocuments):
     """Token ids of conversations; keeps those read last. Safe in threads."""
 
-    def __init__(self, conversations: Conversations, index: DocumentIndex):
+    def __init__(self, conversations: ChatRecords, index: DocumentIndex):
         super().__init__(conversations.source, conversations.tokenizer, index)
         self._conversations = conversations
 
@@ -224,7 +305,7 @@ class ChatDocuments(EncodedDocuments):
 
 
 def build_chat_index(
-    conversations: Conversations,
+    conversations: ChatRecords,
     cache_dir: str | None,
     moved: Moved | None = None,
     *,
@@ -242,38 +323,51 @@ def build_chat_index(
         ["chat", 2, *parts],
         len(source),
         cache_dir,
-        lambda: _read_all(conversations, moved, threads),
+        lambda moved: _read_all(conversations, moved, threads),
         keep=keep,
+        moved=moved,
+        task=f"rendering conversations of {source.name}",
     )
-    if index.trained is not None and not index.trained.any():
-        raise ConfigError.one(
-            conversations.template.path,
-            None,
-            f"must mark what is trained: none of {counted(len(source), 'conversation')} has any.",
-            "Set data.trained_roles to roles that speak there, or correct the template's "
-            "{% generation %} blocks.",
-        )
+    conversations.check(index)
     return index
 
 
-def _read_all(conversations: Conversations, moved: Moved | None, threads: int) -> DocumentIndex:
-    source, tokenizer = conversations.source, conversations.tokenizer
+def nothing_trained(template: str, count: int) -> ConfigError:
+    """The error for conversations of which no token is trained."""
+    return ConfigError.one(
+        template,
+        None,
+        f"must mark what is trained: none of {counted(count, 'conversation')} has any.",
+        "Set data.trained_roles to roles that speak there, or correct the template's "
+        "{% generation %} blocks.",
+    )
+
+
+def count(conversations: ChatRecords, document: int) -> Counted:
+    """A record as `encode` has it, with what is counted of it; raises as that does."""
+    with reading(partial(conversations.source.where, document)):
+        found = conversations.encode(document)
+    assert found.trained is not None
+    text = conversations.tokenizer.decode(found.ids[found.trained].tolist())
+    digest = digest_of(found.ids.astype("<i8").tobytes())
+    return Counted(found.ids, found.trained, text.encode(), digest, found.marks)
+
+
+def _read_all(conversations: ChatRecords, moved: Moved | None, threads: int) -> DocumentIndex:
+    source = conversations.source
     lengths, trained = np.zeros(len(source), np.int64), np.zeros(len(source), np.int64)
     byte_counts, digests = np.zeros(256, np.int64), np.zeros(len(source), np.uint64)
+    marks = np.zeros(len(source), np.uint8)
     progress = Progress(f"rendering conversations of {source.name}", len(source), moved)
-
-    def read(document: int) -> tuple[int, int, int, bytes]:
-        found = conversations.encode(document)
-        assert found.trained is not None
-        text = tokenizer.decode(found.ids[found.trained].tolist())
-        digest = digest_of(found.ids.astype("<i8").tobytes())
-        return len(found.ids), int(found.trained.sum()), digest, text.encode()
 
     with ThreadPoolExecutor(max(1, threads), "conversations") as pool:
         for first in range(0, len(source), _PASS_RECORDS):
             numbers = range(first, min(first + _PASS_RECORDS, len(source)))
-            for document, found in zip(numbers, pool.map(read, numbers), strict=True):
-                lengths[document], trained[document], digests[document], raw = found
-                byte_counts += np.bincount(np.frombuffer(raw, np.uint8), minlength=256)
+            read = pool.map(partial(count, conversations), numbers)
+            for document, found in zip(numbers, read, strict=True):
+                lengths[document], trained[document] = len(found.ids), int(found.trained.sum())
+                digests[document], marks[document] = found.digest, found.marks
+                byte_counts += np.bincount(np.frombuffer(found.raw, np.uint8), minlength=256)
             progress.update(numbers.stop)
-    return DocumentIndex(lengths, byte_counts, trained, digests=digests)
+    found_marks = marks if marks.any() else None
+    return DocumentIndex(lengths, byte_counts, trained, digests=digests, marks=found_marks)

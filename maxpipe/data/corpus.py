@@ -14,12 +14,14 @@ from typing import Any, Literal
 
 import numpy as np
 
-from maxpipe.config.data import paths_of, validation_key, validation_sets
+from maxpipe.config.data import paths_of, section_of, validation_key, validation_sets
 from maxpipe.config.data_schema import DataConfig, Packing, SourceConfig
 from maxpipe.config.mixture import sources
 from maxpipe.data.chat import ChatDocuments, Conversations, build_chat_index
 from maxpipe.data.documents import Documents, EncodedDocuments, build_index, entropy
+from maxpipe.data.formats.reads import reading
 from maxpipe.data.packing import Sequences, split_documents
+from maxpipe.data.pairs import PairDocuments, Pairs, remarks
 from maxpipe.data.prepared.manifest import SPAN
 from maxpipe.data.prepared.megatron import MegatronDocuments
 from maxpipe.data.prepared.open import IDS, open_documents
@@ -27,7 +29,7 @@ from maxpipe.data.prepared.reader import PreparedDocuments
 from maxpipe.data.prepared.windows import WindowedSequences, needs_windows, spans_of
 from maxpipe.data.sections import in_section
 from maxpipe.data.sequences import Packer
-from maxpipe.data.sources import Moved, open_source
+from maxpipe.data.sources import Moved, Source, open_source
 from maxpipe.data.stream import Part, seed_of
 from maxpipe.data.tokenizer import Tokenizer
 from maxpipe.errors import ConfigError
@@ -59,6 +61,8 @@ class Indexed:
     unreadable: int
     """Documents that are empty because their records could not be read."""
     packing: Packing
+    remarks: Sequence[str] = ()
+    """Lines about documents that are not read as they are."""
 
     def sequences(self, split: Split, fraction: float, packer: Packer) -> Sequences | None:
         """Of a split; None if it has no documents.
@@ -145,9 +149,16 @@ class Corpus:
         """Documents that are empty because their records could not be read."""
         return sum(each.unreadable for each in self.indexed)
 
+    @property
+    def pairs(self) -> dict[str, PairDocuments]:
+        """Documents of the sources that have pairs, by name."""
+        named = {each.name: each.documents for each in self.indexed}
+        return {name: each for name, each in named.items() if isinstance(each, PairDocuments)}
+
     def fingerprint(self) -> dict[str, Any]:
         """JSON values that decide which sequences there are."""
-        facts, more = self.indexed[0].facts, {}
+        facts = self.indexed[0].facts
+        more: dict[str, Any] = {}
         if self.data.mixture:
             all_facts = {each.name: each.facts for each in self.indexed}
             digest = hashlib.sha256(json.dumps(all_facts, sort_keys=True).encode()).hexdigest()
@@ -157,6 +168,8 @@ class Corpus:
             }
             facts = {"source": "mixture", **totals, "source_digest": digest}
             more = {SOURCES: all_facts}
+        if self.pairs:
+            more["pairs_per_row"] = self.data.pairs_per_row
         return {
             **facts,
             "tokenizer": self.tokenizer.fingerprint(),
@@ -183,6 +196,7 @@ class Corpus:
             keep=self.keep,
             key=json.dumps([of.facts, self.tokenizer.fingerprint()]),
             moved=self.moved,
+            most_pairs=self.data.pairs_per_row if of.name in self.pairs else 0,
         )
 
 
@@ -208,9 +222,10 @@ def open_corpus(
         chosen = {key: validation_sets(data)[key]}
         data = dataclasses.replace(data, mixture={}, validation_fraction=0.0)
     opening = {"threads": data.threads, "cache_dir": cache_dir, "moved": moved, "keep": keep}
+    opening["row_tokens"] = sequence_length
     indexed = []
     for each, config in chosen.items():
-        with in_section(each):
+        with in_section(each), reading(section_of(each)):
             mine = seed_of(each, seed)
             if config.source in IDS:
                 indexed.append(_of_ids(each, config, tokenizer, mine))
@@ -244,10 +259,11 @@ def _of_text(
     cache_dir: str | None,
     moved: Moved | None,
     keep: bool,
+    row_tokens: int,
 ) -> Indexed:
-    """Documents of texts or conversations."""
+    """Documents of texts, conversations or pairs."""
     source = open_source(config, seed, moved, cache_dir=cache_dir, keep=keep)
-    found = None if config.chat == "off" else Conversations(source, encoder, config)
+    found = chat_records(source, encoder, config, row_tokens)
     if found is None:
         index = build_index(source, encoder, cache_dir, moved, keep=keep)
     else:
@@ -271,6 +287,8 @@ def _of_text(
     else:
         facts["chat"] = found.fingerprint()
         documents = ChatDocuments(found, index)
+        if isinstance(found, Pairs):
+            documents = PairDocuments(found, index)
     return Indexed(
         name,
         documents,
@@ -280,4 +298,16 @@ def _of_text(
         digests=lambda first, stop: index.digests[first:stop],
         unreadable=len(index.unreadable),
         packing=config.packing,
+        remarks=remarks(index),
     )
+
+
+def chat_records(
+    source: Source, encoder: Tokenizer, config: SourceConfig, row_tokens: int
+) -> Conversations | Pairs | None:
+    """Records that are encoded as a whole; None if they are texts."""
+    if config.chat == "off":
+        return None
+    if config.chat == "pairs":
+        return Pairs(source, encoder, config, row_tokens)
+    return Conversations(source, encoder, config)

@@ -14,12 +14,14 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from typing import Protocol
 
 import numpy as np
 
 from maxpipe.data import kept
+from maxpipe.data.formats.reads import reading
 from maxpipe.data.sources import Moved, Progress, Source
 from maxpipe.data.tokenizer import Tokenizer
 from maxpipe.errors import StorageError
@@ -38,6 +40,10 @@ class Encoded:
     """Unsigned integers [tokens]."""
     trained: np.ndarray | None = None
     """bool [tokens]: whether a token counts in the loss as a target; None where all do."""
+    border: int = 0
+    """Of a pair the token with which its second half begins; 0 of what is no pair."""
+    marks: int = 0
+    """What was done with it, for counts: see `pairs.py`."""
 
 
 class Documents(Protocol):
@@ -74,6 +80,8 @@ class DocumentIndex:
     """int64: the documents that are empty because their records could not be read."""
     digests: np.ndarray = field(default_factory=lambda: np.zeros(0, np.uint64))
     """uint64 [documents]: `digest_of` each text, or the ids of each conversation."""
+    marks: np.ndarray | None = None
+    """uint8 [documents]: those of each pair."""
 
     @property
     def tokens_trained(self) -> int:
@@ -116,8 +124,10 @@ def build_index(
         [2, source.fingerprint(), tokenizer.fingerprint(), len(source)],
         len(source),
         cache_dir,
-        lambda: _read_all(source, tokenizer, moved),
+        lambda moved: _read_all(source, tokenizer, moved),
         keep=keep,
+        moved=moved,
+        task=f"indexing documents of {source.name}",
     )
     for document in index.unreadable.tolist():
         source[document]  # counted, and refused where that is not allowed any more
@@ -128,23 +138,30 @@ def kept_index(
     key: Sequence[object],
     num_documents: int,
     cache_dir: str | None,
-    read: Callable[[], DocumentIndex],
+    read: Callable[[Moved | None], DocumentIndex],
     *,
     keep: bool,
+    moved: Moved | None,
+    task: str,
 ) -> DocumentIndex:
     """What `cache_dir` has for a key of JSON values, or what `read` returns; see `build_index`."""
-    path = None
-    if cache_dir is not None:
-        name = hashlib.sha256(json.dumps(list(key)).encode()).hexdigest()[:32]
-        path = os.path.join(os.path.expanduser(cache_dir), f"index-{name}.npz")
-        cached = kept.load(path, lambda arrays: _index_of(arrays, num_documents))
-        if cached is not None:
-            return cached
-    index = read()
-    if path is not None and keep:
-        arrays = {each.name: getattr(index, each.name) for each in fields(index)}
-        kept.save(path, {name: each for name, each in arrays.items() if each is not None})
-    return index
+    if cache_dir is None:
+        return read(moved)
+    name = hashlib.sha256(json.dumps(list(key)).encode()).hexdigest()[:32]
+    return kept.made_once(
+        os.path.join(os.path.expanduser(cache_dir), f"index-{name}.npz"),
+        lambda arrays: _index_of(arrays, num_documents),
+        read,
+        _arrays_of,
+        kept.Words(task, "reading all documents again", "the next start reads all documents"),
+        keep=keep,
+        moved=moved,
+    )
+
+
+def _arrays_of(index: DocumentIndex) -> dict[str, np.ndarray]:
+    arrays = {each.name: getattr(index, each.name) for each in fields(index)}
+    return {name: each for name, each in arrays.items() if each is not None}
 
 
 def _read_all(source: Source, tokenizer: Tokenizer, moved: Moved | None) -> DocumentIndex:
@@ -155,7 +172,8 @@ def _read_all(source: Source, tokenizer: Tokenizer, moved: Moved | None) -> Docu
     texts: list[str] = []
     characters = 0
     for i in range(len(source)):
-        text = source[i]
+        with reading(partial(source.where, i)):
+            text = source[i]
         texts.append(text)
         characters += len(text)
         raw = text.encode()
@@ -174,8 +192,9 @@ def _index_of(arrays: Mapping[str, np.ndarray], num_documents: int) -> DocumentI
     trained = arrays.get("trained")
     unreadable = arrays["unreadable"]
     digests = arrays["digests"]
-    index = DocumentIndex(arrays["lengths"], arrays["byte_counts"], trained, unreadable, digests)
-    shapes = {each.shape for each in (index.lengths, trained, digests) if each is not None}
+    lengths, counts, marks = arrays["lengths"], arrays["byte_counts"], arrays.get("marks")
+    index = DocumentIndex(lengths, counts, trained, unreadable, digests, marks)
+    shapes = {each.shape for each in (lengths, trained, digests, marks) if each is not None}
     if shapes != {(num_documents,)} or index.byte_counts.shape != (256,):
         raise ValueError("arrays of another shape")
     return index
@@ -233,7 +252,7 @@ class EncodedDocuments:
                 "indexed, and documents must not change.\n"
                 "  Restore the document, or start a new run with the changed one."
             )
-        return Encoded(found.ids.astype(self._dtype), found.trained)
+        return replace(found, ids=found.ids.astype(self._dtype))
 
     def _read(self, document: int) -> Encoded:
         tokenizer = self.tokenizer

@@ -36,15 +36,23 @@ class Plan(NamedTuple):
 
 
 def fitted(
-    lengths: np.ndarray, order: np.ndarray, sequence_length: int, strategy: Strategy
+    lengths: np.ndarray,
+    order: np.ndarray,
+    sequence_length: int,
+    strategy: Strategy,
+    most_pieces: int = 0,
 ) -> Plan:
     """Rows of the documents that `order` int64 [documents] numbers, of `lengths` int64 [all].
 
-    The same for the same arguments, everywhere. Pieces of a row are in the order of documents.
+    The same for the same arguments, everywhere. Pieces of a row are in the order of documents. A
+    row has `most_pieces` of them at most, if that is not 0: shorter ones take as much room as that
+    number leaves each.
     """
     documents, begins = _pieces(lengths[order], order, sequence_length)
     capacity = sequence_length + 1
     sizes = np.minimum(lengths[documents] - begins, capacity)
+    if most_pieces:
+        sizes = np.maximum(sizes, -(-capacity // most_pieces))
     documents, begins = _small(documents), _small(begins)
     if strategy == "pad":
         return Plan(np.arange(len(sizes) + 1), documents, begins)

@@ -1,27 +1,103 @@
-"""Arrays that took long to compute, kept on disk under the digest of what they follow from."""
+"""Arrays that took long to compute, kept on disk under the digest of what they follow from.
+
+Of several processes that start together one computes them, if they see the same folder.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import glob
 import logging
 import os
 import tempfile
 import zipfile
 from collections.abc import Callable, Mapping
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
 from maxpipe.boundary.files import opened
+from maxpipe.data.formats.locks import locked
+from maxpipe.data.sources import Moved
 
 _LOG = logging.getLogger(__name__)
 
+_PART = ".tmp"
+
 Made = TypeVar("Made")
+Arrays = Mapping[str, np.ndarray]
+
+
+class Words(NamedTuple):
+    """What is said of arrays, and of having to make them again."""
+
+    task: str
+    """That of making them."""
+    again: str
+    """What follows if they cannot be read."""
+    next_start: str
+    """And if they cannot be written."""
+
+
+def made_once(
+    path: str,
+    made_of: Callable[[Arrays], Made],
+    make: Callable[[Moved | None], Made],
+    arrays_of: Callable[[Made], Arrays],
+    words: Words,
+    *,
+    keep: bool,
+    moved: Moved | None,
+) -> Made:
+    """What is made of the arrays of a file, or else what `make` makes; with `keep` these are kept.
+
+    Processes that want the same file wait for the one that makes it; if it is killed, the next one
+    does. `make` calls what it is given for each part of its work.
+    """
+    found = load(path, made_of, words.again)
+    if found is not None:
+        return found
+    if not keep:
+        return make(moved)
+    before = _state(path)
+    with contextlib.ExitStack() as stack:
+        try:
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            moved = stack.enter_context(locked(f"{path}.lock", words.task, moved, removes=True))
+        except OSError as error:
+            # It is made all the same; if nothing can be written here, `save` says so.
+            _LOG.info("%s cannot be locked (%s)", path, error)
+        else:
+            if _state(path) != before:  # by a process that had the lock before
+                found = load(path, made_of, words.again)
+                if found is not None:
+                    return found
+            _remove_parts(path)
+        made = make(moved)
+        save(path, arrays_of(made), words.next_start)
+    return made
+
+
+def _state(path: str) -> tuple[int, int] | None:
+    """Tells whether a file was replaced."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns
+
+
+def _remove_parts(path: str) -> None:
+    """What processes that were killed have left of a file."""
+    for part in glob.glob(f"{glob.escape(path)}.*{_PART}"):
+        with contextlib.suppress(OSError):
+            os.unlink(part)
 
 
 def load(
     path: str,
-    made_of: Callable[[Mapping[str, np.ndarray]], Made],
-    otherwise: str = "reading all documents again",
+    made_of: Callable[[Arrays], Made],
+    otherwise: str,
 ) -> Made | None:
     """What is made of a file's arrays; None, and a warning, if they cannot be read or used.
 
@@ -40,15 +116,17 @@ def load(
 
 def save(
     path: str,
-    arrays: Mapping[str, np.ndarray],
-    otherwise: str = "the next start reads all documents",
+    arrays: Arrays,
+    otherwise: str,
 ) -> None:
     """Written to a temporary name and renamed, so that no process reads half a file."""
-    folder = os.path.dirname(path)
+    folder, name = os.path.split(path)
     temporary = None
     try:
         os.makedirs(folder, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=folder, suffix=".tmp", delete=False) as stream:
+        with tempfile.NamedTemporaryFile(
+            dir=folder, prefix=f"{name}.", suffix=_PART, delete=False
+        ) as stream:
             temporary = stream.name
             np.savez(stream, **arrays)  # type: ignore[arg-type]
         os.replace(temporary, path)

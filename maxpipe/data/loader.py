@@ -23,19 +23,21 @@ from typing import Any, Literal, NamedTuple, cast
 import numpy as np
 
 from maxpipe.config import ramp as config_ramp
+from maxpipe.config.data import section_of
 from maxpipe.config.ramp import Ramp
 from maxpipe.config.schema import DataConfig, TokenizerConfig
 from maxpipe.data import mixture
 from maxpipe.data.corpus import SOURCES, Corpus, Split, open_corpus
 from maxpipe.data.mixture import Mixture
 from maxpipe.data.packing import Sequences
+from maxpipe.data.pairs import PairDocuments
 from maxpipe.data.sources import Moved
 from maxpipe.data.stream import Stream
 from maxpipe.data.tokenizer import Tokenizer, open_tokenizer
 from maxpipe.errors import ConfigError
 
 # Increased whenever the same seed and data give other batches than before.
-_ORDER_VERSION = 1
+_ORDER, _ORDER_VERSION = "order_version", 1
 
 Batch = dict[str, np.ndarray]
 Rows = Sequence[int] | slice
@@ -116,12 +118,14 @@ class Loader:
         fingerprint: Mapping[str, Any],
         mixed: Sequence[str] = (),
         ending: Ending | None = None,
+        pairs: Mapping[str, PairDocuments] | None = None,
     ):
         """`mixed` are the names of all sources of the run's mixture; `ending` says how what a
-        stream repeats ends.
+        stream repeats ends; `pairs` are the documents of sources that have some.
         """
         self.stream = stream
         self.ending = ending
+        self.pairs = dict(pairs or {})
         self.ramp = ramp
         self.threads = threads
         self.prefetch_batches = prefetch_batches
@@ -266,6 +270,25 @@ class Loader:
         """JSON values that decide which tokens a step gets."""
         return dict(self._fingerprint)
 
+    def facts_of_rows(self) -> dict[str, dict[str, Any]]:
+        """By name of a source what decides each of its sequences, and how many `sequences` it has.
+
+        Not what decides their order, or how many are in a batch.
+        """
+        facts, common = self.fingerprint(), {}
+        for name in (_ORDER, *config_ramp.FACTS, mixture.FACTS):
+            facts.pop(name, None)
+        for name in ("tokenizer", "seed", "validation_fraction", "sequence_length"):
+            common[name] = facts.pop(name)
+        return {
+            part.name: {
+                **facts.get(SOURCES, {"": facts})[part.name],
+                **common,
+                "sequences": len(part.sequences),
+            }
+            for part in self.stream.parts
+        }
+
     def state(self, step: int) -> dict[str, Any]:
         """What a checkpoint keeps: resuming is `batches(start_step=step)`."""
         return {"step": step, "fingerprint": self.fingerprint()}
@@ -291,13 +314,36 @@ class Datasets:
     unreadable: int
     sets: Mapping[str, Loader]
     """Those of `data.validation` by name."""
-    corpora: tuple[Corpus, Mapping[str, Corpus]]
-    """The documents themselves, of the training and of each set."""
+    corpora: tuple[Corpus, Mapping[str, Corpus]] | None
+    """The documents themselves, of the training and of each set; None if it reads prompts."""
+
+    @property
+    def _all(self) -> list[Corpus]:
+        """The documents of the training and of all sets."""
+        if self.corpora is None:
+            return []
+        train, sets = self.corpora
+        return [train, *sets.values()]
 
     def evaluated(self) -> dict[str, Loader]:
         """What is evaluated: under no name what is held out, and each set."""
         held_out = {} if self.validation is None else {"": self.validation}
         return {**held_out, **self.sets}
+
+    def all_once(self, rows: int) -> list[Loader]:
+        """All documents of the training and those of each set, each once, in batches of `rows`."""
+        loaders = [_once(corpus, "all", rows) for corpus in self._all]
+        return [loader for loader in loaders if loader is not None]
+
+    @property
+    def remarks(self) -> list[str]:
+        """Lines about documents that are not read as they are, of all sources."""
+        return [
+            f"{section_of(each.name)}: {remark}"
+            for corpus in self._all
+            for each in corpus.indexed
+            for remark in each.remarks
+        ]
 
     def fingerprint(self) -> dict[str, Any]:
         """JSON values by which processes know whether all have the same documents."""
@@ -338,7 +384,7 @@ def _once(corpus: Corpus, split: Split, rows: int) -> Loader | None:
 
 
 def _facts(corpus: Corpus, ramp: Ramp) -> dict[str, Any]:
-    return {"order_version": _ORDER_VERSION, **corpus.fingerprint(), **ramp.facts()}
+    return {_ORDER: _ORDER_VERSION, **corpus.fingerprint(), **ramp.facts()}
 
 
 def _loader(
@@ -356,6 +402,7 @@ def _loader(
         fingerprint=facts,
         mixed=corpus.mixed,
         ending=ending,
+        pairs=corpus.pairs,
     )
 
 
@@ -456,7 +503,11 @@ _WORDS = {
     "tokenizer": "the tokenizer",
     "chat": "the chat template, fields or roles",
     "packing": "the packing",
+    "pairs_per_row": "data.pairs_per_row",
     "order_version": "the order of samples",
+    "group_size": "grpo.group_size",
+    "updates_per_rollout": "grpo.updates_per_rollout",
+    "reward": "the reward",
     "batch_size": "train.batch_size",
     "batch_ramp": "the stages of train.batch_ramp, as rows and steps,",
 }

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from maxpipe.data.loader import Loader
+from maxpipe.data.pairs import HALVES
+from maxpipe.data.sequences import PAIRS
 from maxpipe.data.tokenizer import Tokenizer, stream
 from maxpipe.errors import ConfigError
 from maxpipe.words import counted
@@ -35,6 +38,8 @@ class Segment(NamedTuple):
     """Tokens of the whole document: the others are in other rows."""
     num_trained: int
     pieces: list[Piece]
+    half: str = ""
+    """Which one of a pair: `chosen` or `rejected`."""
 
 
 class Shown(NamedTuple):
@@ -58,6 +63,10 @@ def shown(loader: Loader, tokenizer: Tokenizer, batch: int, row: int) -> Shown:
         ConfigError: the batch has no such row.
     """
     rows = loader.rows(batch)
+    if not rows:
+        rule = f"must be a step with text: it takes batch {batch + 1}, and the documents end with "
+        rule += f"batch {loader.num_batches}."
+        raise ConfigError.one("command line: step", None, rule, "Give a smaller one.")
     if row >= len(rows):
         rule = f"must be below the rows of the batch: {counted(len(rows), 'row')} with text."
         raise ConfigError.one("command line: row", row, rule, "Give a smaller one.")
@@ -76,7 +85,8 @@ def _segments(
     arrays: dict[str, np.ndarray],
 ) -> Iterator[Segment]:
     ids, numbers, mask = arrays["tokens"], arrays["segment_ids"], arrays["loss_mask"] > 0
-    for number, document in enumerate(documents, 1):
+    halves = HALVES if PAIRS in arrays else ("",)
+    for number, (document, half) in enumerate(itertools.product(documents, halves), 1):
         inside = np.flatnonzero(numbers == number)
         first, last = int(inside[0]), int(inside[-1]) + 1
         # Token t is the target at t - 1; the row's first one is predicted nowhere.
@@ -89,9 +99,10 @@ def _segments(
             where=loader.where(source, document),
             first=first,
             num_tokens=len(tokens),
-            of_tokens=loader.size(source, document),
+            of_tokens=len(tokens) if half else loader.size(source, document),
             num_trained=int(trained.sum()),
             pieces=list(pieces(tokenizer, tokens, trained)),
+            half=half,
         )
 
 

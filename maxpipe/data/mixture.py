@@ -27,6 +27,8 @@ BLOCK = 1 << 16
 _MIXTURE_ORDER = 2
 """First word of the keys of a permutation, beside those of documents and sequences."""
 _CACHED_BLOCKS = 8
+_MOST = 1 << 61
+"""Samples that are numbered."""
 FACTS = "mixture"
 """Name of `Mixture.facts` in a fingerprint."""
 
@@ -219,7 +221,7 @@ def limits(mixture: Mapping[str, MixedSourceConfig], sizes: Mapping[str, int]) -
     """Samples with which sources of these sizes end: as often as their `epochs` say, else once."""
     with_epochs = any(each.epochs for each in mixture.values())
     return {
-        name: max(1, round(mixture[name].epochs * size)) if with_epochs else size
+        name: max(1, min(round(mixture[name].epochs * size), _MOST)) if with_epochs else size
         for name, size in sizes.items()
     }
 
@@ -230,13 +232,20 @@ def planned(
     """The mixture that a config describes, of sources of these numbers of sequences.
 
     Raises:
-        ConfigError: a source has a share too small to be dealt out.
+        ConfigError: a source has a share too small to be dealt out, or a stage is too long.
     """
     stages = texts.stages(data.mixture_stages)
     weights = [{name: stage.weights.get(name, 0.0) for name in sizes} for stage in stages]
     weights.append(last_weights(data.mixture, sizes))
     found: list[Stage] = []
     firsts = [0, *texts.ends(stages, ramp, sequence_length)]
+    if firsts[-1] > _MOST:
+        raise ConfigError.one(
+            "data.mixture_stages",
+            None,
+            f"must end before {_MOST} sequences are read: they end after {firsts[-1]}.",
+            "Make the stages shorter.",
+        )
     for first, each in zip(firsts, weights, strict=True):
         shares = texts.shares(each, data.mixture_temperature)
         dealt = quotas(list(shares.values()))

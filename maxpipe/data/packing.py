@@ -8,12 +8,15 @@ earlier sequence has to be read first. It does not know batches, epochs or proce
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from maxpipe.data.documents import Documents
+from maxpipe.data.formats.reads import reading
 from maxpipe.errors import ConfigError
 
 _FEISTEL_ROUNDS = 8
@@ -151,23 +154,27 @@ def assembled(
     documents: Documents, pieces: Iterable[Piece], sequence_length: int
 ) -> dict[str, np.ndarray]:
     """The arrays of a row that pieces of documents fill from its begin: T inputs and the target of
-    the last one, T + 1 tokens at most.
+    the last one, T + 1 tokens at most. Halves of a pair are segments of their own.
     """
     size = sequence_length + 1
     window = np.full(size, documents.pad_id, np.int32)
     segments = np.zeros(size, np.int32)
     trained = np.ones(size, bool)
     positions = np.zeros(size, np.int32)
-    at = 0
-    for segment, (number, begin, end) in enumerate(pieces, 1):
-        document = documents[number]
+    at = segment = 0
+    for number, begin, end in pieces:
+        with reading(partial(documents.where, number)):
+            document = documents[number]
         here, inside = slice(at, at + end - begin), slice(begin, end)
         window[here] = document.ids[inside]
         if document.trained is not None:
             trained[here] = document.trained[inside]
-        segments[here] = segment
-        positions[here] = np.arange(end - begin)
-        at += end - begin
+        border = [document.border] if document.border else []
+        for first, last in itertools.pairwise([begin, *border, end]):
+            segment += 1
+            segments[at : at + last - first] = segment
+            positions[at : at + last - first] = np.arange(last - first)
+            at += last - first
     same = (segments[:-1] == segments[1:]) & (segments[1:] > 0) & trained[1:]
     return {
         "tokens": window[:-1],

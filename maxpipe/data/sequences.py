@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -33,7 +33,11 @@ _KEPT_DOCUMENTS = 1 << 17
 """Plans of fewer documents are made again, in about the time that reading them takes."""
 _PLAN_VERSION = 1
 
-Arrays = Mapping[str, np.ndarray]
+_WORDS = kept.Words(
+    "planning rows of documents",
+    "planning the rows again",
+    "the next start plans the rows again",
+)
 
 
 class _Tuple(Protocol):
@@ -43,6 +47,10 @@ class _Tuple(Protocol):
 
 
 Kept = TypeVar("Kept", bound=_Tuple)
+
+
+PAIRS, REFERENCE, RESPONSE_TOKENS = "pairs", "reference", "response_tokens"
+"""Names of the arrays of a row of pairs, which have no dim of tokens."""
 
 
 class FittedSequences:
@@ -88,6 +96,46 @@ class FittedSequences:
             yield Piece(document, begin, min(begin + self.sequence_length + 1, self.size(document)))
 
 
+class PairSequences(FittedSequences):
+    """Rows of whole pairs: the halves of the i-th one are the segments 2i + 1 and 2i + 2.
+
+    A row has three more arrays, float32: `pairs` [N], 1 where there is one; `response_tokens` [2N],
+    tokens of each half that count; and `reference` [2N], what `documents` has for each half, or 0.
+    """
+
+    def __init__(
+        self,
+        documents: Documents,
+        order: np.ndarray,
+        plan: Plan,
+        sequence_length: int,
+        most_pairs: int,
+    ):
+        """N is `most_pairs`."""
+        super().__init__(documents, order, plan, sequence_length)
+        lengths = documents.lengths[order]
+        self.num_targets -= int(np.count_nonzero(lengths))  # each half begins with no target
+        self._most_pairs = most_pairs
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        return self._with_pairs(super().__getitem__(index), self.documents(index))
+
+    def padding(self) -> dict[str, np.ndarray]:
+        return self._with_pairs(super().padding(), [])
+
+    def _with_pairs(
+        self, row: dict[str, np.ndarray], documents: list[int]
+    ) -> dict[str, np.ndarray]:
+        halves = 2 * self._most_pairs
+        tokens = np.bincount(row["segment_ids"], row["loss_mask"], minlength=halves + 1)[1:]
+        pairs = (np.arange(self._most_pairs) < len(documents)).astype(np.float32)
+        reference = np.zeros(halves, np.float32)
+        known = getattr(self._documents, REFERENCE, None)
+        if known is not None:
+            reference[: 2 * len(documents)] = known[documents].ravel()
+        return {**row, PAIRS: pairs, REFERENCE: reference, RESPONSE_TOKENS: tokens.astype("f4")}
+
+
 @dataclass(frozen=True, slots=True)
 class Packer:
     """Makes sequences of documents, the same in any process."""
@@ -102,50 +150,58 @@ class Packer:
     """Which documents these are, for what is kept of them."""
     moved: Moved | None = None
     """Called for each part of what takes long."""
+    most_pairs: int = 0
+    """The most pairs of a row; 0 of documents that are no pairs."""
 
     def __call__(self, documents: Documents, order: np.ndarray) -> Sequences:
         """The sequences of the documents that `order` int64 [documents] numbers."""
         if self.packing == "cut":
             return PackedSequences(documents, order, self.sequence_length)
         plan = self._plan(documents.lengths, order, self.packing)
-        return FittedSequences(documents, order, plan, self.sequence_length)
+        given = (documents, order, plan, self.sequence_length)
+        if self.most_pairs:
+            return PairSequences(*given, self.most_pairs)
+        return FittedSequences(*given)
 
     def _plan(self, lengths: np.ndarray, order: np.ndarray, strategy: Strategy) -> Plan:
-        def make() -> Plan:
-            return fitted(lengths, order, self.sequence_length, strategy)
+        def make(moved: Moved | None = None) -> Plan:
+            return fitted(lengths, order, self.sequence_length, strategy, self.most_pairs)
 
         if len(order) < _KEPT_DOCUMENTS or strategy == "pad":
             return make()
         digest = hashlib.sha256()
         for part in (order, lengths[order]):
             digest.update(np.ascontiguousarray(part, "<i8").data)
-        return self.remembered("plan", [digest.hexdigest()], _plan_of, make)
+        key = [digest.hexdigest(), *([self.most_pairs] if self.most_pairs else [])]
+        return self.remembered("plan", key, _plan_of, make)
 
     def remembered(
         self,
         name: str,
         key: Iterable[object],
-        of: Callable[[Arrays], Kept],
-        make: Callable[[], Kept],
+        of: Callable[[kept.Arrays], Kept],
+        make: Callable[[Moved | None], Kept],
     ) -> Kept:
         """What `of` makes of the arrays kept for a key of JSON values, or else what `make` does.
 
         Only numpy arrays are in it. `of` raises ValueError or KeyError for arrays of another shape.
         """
         if self.cache_dir is None:
-            return make()
+            return make(self.moved)
         facts = [_PLAN_VERSION, self.packing, self.sequence_length, self.key, *key]
         digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
-        path = os.path.join(os.path.expanduser(self.cache_dir), f"{name}-{digest}.npz")
-        found = kept.load(path, of, "planning the rows again")
-        if found is None:
-            found = make()
-            if self.keep:
-                kept.save(path, found._asdict(), "the next start plans the rows again")
-        return found
+        return kept.made_once(
+            os.path.join(os.path.expanduser(self.cache_dir), f"{name}-{digest}.npz"),
+            of,
+            make,
+            lambda made: made._asdict(),
+            _WORDS,
+            keep=self.keep,
+            moved=self.moved,
+        )
 
 
-def _plan_of(arrays: Arrays) -> Plan:
+def _plan_of(arrays: kept.Arrays) -> Plan:
     plan = Plan(**{name: arrays[name] for name in Plan._fields})
     if not len(plan.documents) == len(plan.begins) == plan.starts[-1]:
         raise ValueError("arrays of another shape")

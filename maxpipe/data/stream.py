@@ -7,17 +7,24 @@ mixture. It does not know batches or processes; `loader.py` is the next step.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
+from maxpipe.config.data import section_of
+from maxpipe.data.formats.reads import reading
 from maxpipe.data.mixture import Mixture
 from maxpipe.data.packing import Sequences
 from maxpipe.data.sections import in_section
 
 _SEQUENCE_ORDER = 1
 """Second word of the keys of permutations, beside those of documents and mixtures."""
+
+
+Arrays = Mapping[str, np.ndarray]
+Beside = Callable[[str, int, Arrays], Arrays]
+"""(name of a source, number of a sequence in it, its arrays) -> further arrays of the sequence."""
 
 
 class Part(NamedTuple):
@@ -57,6 +64,8 @@ class Stream:
         self.parts = tuple(parts)
         self.repeat = repeat
         self.mixture = mixture
+        self.beside: Beside | None = None
+        """What there is of sequences beside documents. The sequence of padding is -1."""
         self._length = sum(len(part.sequences) for part in parts)
         self.end = end if repeat else self._length
         """Samples that there are; None if there is no end."""
@@ -91,13 +100,17 @@ class Stream:
             sequences[mine] = _shuffled(self.parts[source], samples[mine])
         return sources, sequences
 
-    def read(self, source: int, sequence: int) -> Mapping[str, np.ndarray]:
+    def read(self, source: int, sequence: int) -> Arrays:
         """The arrays of a sequence; of -1 and -1 padding."""
+        part = self.parts[max(source, 0)]
         if sequence < 0:
-            return self.parts[0].sequences.padding()
-        part = self.parts[source]
-        with in_section(part.name):
-            return part.sequences[sequence]
+            found = part.sequences.padding()
+        else:
+            with in_section(part.name), reading(section_of(part.name)):
+                found = part.sequences[sequence]
+        if self.beside is None:
+            return found
+        return {**found, **self.beside(part.name, sequence, found)}
 
     def counts(self, number: int) -> dict[str, int]:
         """Samples of each source with a smaller number, by name."""

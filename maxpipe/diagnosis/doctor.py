@@ -40,8 +40,8 @@ from maxpipe.config.data_schema import SourceConfig
 from maxpipe.config.load import Loaded, load, to_dict
 from maxpipe.config.rules import axis_size
 from maxpipe.config.schema import Config, MeshConfig, RunConfig, RuntimeConfig
-from maxpipe.config.training import check_training
-from maxpipe.data.chat import Conversations
+from maxpipe.config.training import asks_teacher, check_training
+from maxpipe.data.corpus import chat_records
 from maxpipe.data.prepared.open import IDS, open_documents
 from maxpipe.data.sections import in_section
 from maxpipe.data.sources import open_source
@@ -89,12 +89,15 @@ class Target:
     run: RunConfig = dataclasses.field(default_factory=RunConfig)
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
     runtime: RuntimeConfig = dataclasses.field(default_factory=RuntimeConfig)
+    teacher_devices: int = 0
+    """Devices that are not the mesh's."""
 
     @classmethod
     def of(cls, loaded: Loaded) -> Target:
         """The target of a loaded config."""
         config = loaded.config
-        return cls(config, config.run, config.mesh, config.runtime)
+        others = config.distill.devices if asks_teacher(config) else 0
+        return cls(config, config.run, config.mesh, config.runtime, others)
 
 
 def examine(inputs: Sequence[str]) -> Iterator[Check]:
@@ -266,7 +269,8 @@ def _folder(name: str, path: Path, config: Config | None = None, *, key: str = "
     words = f"{path} can be written, {_size(free)} free"
     if config is not None:
         model, keep = config.model, config.checkpoint.keep
-        saved = partial(saved_bytes, config.optim, param_dtype=model.param_dtype)
+        trained_only, dtype = model.adapter is not None, model.param_dtype
+        saved = partial(saved_bytes, config.optim, param_dtype=dtype, trained_only=trained_only)
         one = int(total(describe(model), saved))
         words += f", a checkpoint takes {_size(one)}"
         if free < one * (keep + 1):
@@ -333,7 +337,7 @@ def data(config: Config) -> Iterator[Check]:
         if each.source in IDS:
             yield from _prepared(name, each, tokenizer)
         elif each.chat != "off":
-            yield from _conversations(name, each, tokenizer, kept)
+            yield from _conversations(name, each, tokenizer, kept, config.train.sequence_length)
 
 
 def _stored(name: str, error: StorageError) -> Check:
@@ -343,19 +347,22 @@ def _stored(name: str, error: StorageError) -> Check:
 
 
 def _conversations(
-    name: str, config: SourceConfig, tokenizer: Tokenizer, kept: str
+    name: str, config: SourceConfig, tokenizer: Tokenizer, kept: str, row_tokens: int
 ) -> Iterator[Check]:
-    """Whether records can be read as conversations."""
+    """Whether records can be read as conversations, or pairs."""
     section = section_of(name)
     try:
         with in_section(name):
             source = open_source(config, 0, cache_dir=kept)
-            first = Conversations(source, tokenizer, config).encode(0)
+            records = chat_records(source, tokenizer, config, row_tokens)
+            assert records is not None
+            first = records.encode(0)
     except ConfigError as error:
         yield from _explained(section, error)
         return
     assert first.trained is not None
-    text = f"{source.name}, {counted(len(source), 'conversation')}, the first of "
+    what = "pair" if config.chat == "pairs" else "conversation"
+    text = f"{source.name}, {counted(len(source), what)}, the first of "
     text += f"{counted(len(first.ids), 'token')}, {int(first.trained.sum())} of them trained"
     yield Check(section, "ok", text)
 
@@ -423,7 +430,9 @@ def devices(target: Target) -> Iterator[Check]:
     # The doctor's programs are of no use to a run.
     runtime = dataclasses.replace(target.runtime, compilation_cache="")
     folder = os.path.join(target.run.dir, target.run.name)
-    (records,) = environment.probe([_spec(runtime, target.mesh, folder)], seconds)
+    (records,) = environment.probe(
+        [_spec(runtime, target.mesh, folder, target.teacher_devices)], seconds
+    )
     for record in records:
         found = Check(**{name: record.get(name, "") for name in Check.__slots__})
         if found.status == "FAILED" and not found.action:
@@ -478,7 +487,9 @@ def loopback() -> Check:
     return Check(name, "ok", words)
 
 
-def _spec(runtime: RuntimeConfig, mesh: MeshConfig, folder: str = ".") -> dict[str, Any]:
+def _spec(
+    runtime: RuntimeConfig, mesh: MeshConfig, folder: str = ".", teacher_devices: int = 0
+) -> dict[str, Any]:
     """`folder` is the run's, in which several processes find their secret."""
     found = {"runtime": dataclasses.asdict(runtime), "mesh": dataclasses.asdict(mesh)}
-    return found | {"folder": folder}
+    return found | {"folder": folder, "teacher_devices": teacher_devices}

@@ -25,7 +25,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from maxpipe.boundary.files import full
 from maxpipe.config.schema import MeshConfig, RuntimeConfig
 from maxpipe.errors import ConfigError
-from maxpipe.parallel.mesh import build_mesh, describe
+from maxpipe.parallel.mesh import build_mesh, describe, divided
 from maxpipe.processes import runtime
 from maxpipe.processes.phases import Phases
 from maxpipe.words import counted
@@ -39,13 +39,13 @@ _CLOCK_ROUNDS = 3
 
 
 def main(text: str) -> int:
-    """Look at the devices that a JSON object with `runtime`, `mesh` and `folder` describes."""
+    """Look at the devices that a JSON object describes: `runtime`, `mesh` and so on."""
     spec = json.loads(text)
     config, mesh_config = RuntimeConfig(**spec["runtime"]), MeshConfig(**spec["mesh"])
     try:
         folder = full(spec["folder"], "run.dir")
         with runtime.joined(config, mesh_config.cpu_devices, Phases(), {}, folder):
-            _look(config, mesh_config)
+            _look(config, mesh_config, spec.get("teacher_devices", 0))
     except ConfigError as error:
         for problem in error.problems:
             _say("devices", "FAILED", f"{problem.where}: {problem.rule}", problem.action)
@@ -53,9 +53,9 @@ def main(text: str) -> int:
     return 0
 
 
-def _look(config: RuntimeConfig, mesh_config: MeshConfig) -> None:
+def _look(config: RuntimeConfig, mesh_config: MeshConfig, teacher_devices: int) -> None:
     _devices(config)
-    mesh = build_mesh(mesh_config)
+    mesh = build_mesh(mesh_config, divided(jax.devices(), teacher_devices, "distill.devices")[0])
     _say("mesh", "ok", describe(mesh), platform=mesh.devices.flat[0].platform)
     for axis, size in mesh.shape.items():
         if size > 1:

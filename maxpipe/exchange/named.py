@@ -13,11 +13,11 @@ from maxpipe.exchange.sections import FILE
 from maxpipe.exchange.source import folder_of
 
 
-def named(text: str, *, average: bool = False) -> Address | Path:
+def named(text: str, *, average: bool = False, where: str = "", runs: str = "") -> Address | Path:
     """The address of a run or checkpoint, or the path of a Hugging Face folder.
 
     `hf:DIR` is one, and so is a folder with a config.json: that of a run is YAML. `average`: the
-    averaged parameters are meant.
+    averaged parameters are meant. `where` and `runs` are those of `parse`.
 
     Raises:
         ConfigError: it is none of them, or a folder, which has no averages.
@@ -26,8 +26,8 @@ def named(text: str, *, average: bool = False) -> Address | Path:
     if folder is None and os.path.isfile(os.path.join(os.path.expanduser(text), FILE)):
         folder = text
     if folder is None:
-        return dataclasses.replace(parse(text), average=average)
+        return dataclasses.replace(parse(text, where, runs), average=average)
     if average:
         rule = "is a Hugging Face folder, which holds no averages."
         raise ConfigError.one("command line: --average", text, rule, "Leave --average out.")
-    return full(folder)
+    return full(folder, where) if where else full(folder)

@@ -14,7 +14,7 @@ import os
 import threading
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +38,12 @@ from maxpipe.config.schema import Config
 from maxpipe.data.tokenizer import open_tokenizer
 from maxpipe.errors import ConfigError, StorageError
 from maxpipe.exchange import reorder
+from maxpipe.exchange.beside import Beside, Readable
+from maxpipe.exchange.beside import readable as readable_array
 from maxpipe.exchange.folders import appearing, travel
 from maxpipe.exchange.incoming import FOLDER, ORIGIN, Origin
 from maxpipe.exchange.mapping import Mapped, mapped, part_of, readable
+from maxpipe.exchange.peft import write_adapters
 from maxpipe.exchange.reports import Bytes, Report, Say, unreported
 from maxpipe.exchange.safetensors import DTYPES, Writer
 from maxpipe.exchange.sections import FILE, table_for, to_json
@@ -74,6 +77,14 @@ class _Chosen:
     """Whether its averages are meant."""
     beside: tuple[Path, ...]
     """Folders that may hold tokenizer and generation files, the first wins."""
+    adapters: Beside | None
+    """Of a checkpoint of adapters these and their base."""
+
+    def array(self, name: str, full_name: str, shape: tuple[int, ...]) -> Readable:
+        """One of the parameters of the whole model; in the checkpoint it has its full name."""
+        if self.adapters is not None:
+            return self.adapters.array(name, shape)
+        return readable_array(self.path, full_name)
 
 
 def export(
@@ -96,7 +107,7 @@ def export(
     chosen = _choose(address)
     model = chosen.config.model
     table, said = table_for(model)
-    both = mapped(describe(model), table)
+    both = mapped(describe(replace(model, adapter=None)), table)
     if model.heads_ahead and not any(name.startswith("ahead.") for name in both.pieces):
         say("left out: the heads that predict further ahead, which only training uses")
     types = _types(chosen, both, dtype)
@@ -116,6 +127,26 @@ def export(
     say(f"wrote {target}: {counted(len(names), 'file')} of weights in {most}")
 
 
+def export_adapters(address: Address, out: str, dtype: str | None, say: Say) -> None:
+    """Writes the adapters of a checkpoint alone, in PEFT's format.
+
+    Raises:
+        ConfigError: it has none, or the format has none like them, or `out` is there.
+        StorageError: the checkpoint is damaged, or `out` cannot be written.
+    """
+    chosen = _choose(address)
+    if chosen.adapters is None:
+        rule = "has no adapters: its run trained a whole model."
+        raise address.wrong(rule, "Leave --adapter out.")
+    model = chosen.config.model
+    table, _ = table_for(model)
+    both = mapped(describe(replace(model, adapter=None)), table)
+    target, short = full(out, _OUT).absolute(), TYPES[dtype or model.param_dtype]
+    with appearing(out, _OUT) as here, _checking(chosen):
+        modules = write_adapters(chosen.adapters, describe(model), both, here, short)
+    say(f"wrote {target}: adapters of {counted(len(modules), 'module')} in PEFT's format")
+
+
 _OUT = "command line: OUT"
 
 
@@ -130,15 +161,20 @@ def _choose(address: Address) -> _Chosen:
             facts = folder.facts(step)
         address.check_average(facts.config.get("optim"))
         saved = {name: facts.config[name] for name in ("model", "tokenizer", "train")}
-    except (Damaged, KeyError) as damage:
+        saved["train"] = {**saved["train"], "objective": "pretrain"}  # others need their documents
+        saved["adapter"] = facts.config.get("adapter", {})
+        config = load([], saved, address.at(step)).config
+        prefix = _AVERAGES if address.average else _PARAMS
+        has_any = config.adapter.rank > 0
+        adapters = Beside.of(path, prefix, config, facts.data) if has_any else None
+    except (Damaged, KeyError, ValueError) as damage:
         raise _damaged(path, str(damage)) from damage
-    config = load([], saved, address.at(step)).config
     beside = [] if in_bucket(address.run_dir) else [full(address.run_dir) / FOLDER]
     if config.tokenizer.path:
         given = full(config.tokenizer.path, "tokenizer.path")
         beside.insert(0, given if given.is_dir() else given.parent)
     present = tuple(each for each in dict.fromkeys(beside) if each.is_dir())
-    return _Chosen(address.at(step), path, facts, config, address.average, present)
+    return _Chosen(address.at(step), path, facts, config, address.average, present, adapters)
 
 
 def _damaged(path: epath.Path, reason: str) -> StorageError:
@@ -244,6 +280,8 @@ def _write_tensors(
         expected = _recorded(chosen)
         for name, shape in both.shapes.items():
             _write_param(chosen, both, name, shape, expected, place, writers, written)
+    if chosen.adapters is not None:
+        chosen.adapters.check()
     if len(files) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": place}
         (here / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
@@ -273,14 +311,13 @@ def _write_param(
     averaged = chosen.average and both.params[name].trainable
     full_name = f"{_AVERAGES if averaged else _PARAMS}{name}"
     try:
-        array: Any = contents.understood(lambda: contents.stored(chosen.path, full_name))
-        if tuple(array.shape) != shape:
+        array = contents.understood(lambda: chosen.array(name, full_name, shape))
+        if array.shape != shape:
             raise Damaged(f"array {full_name} has another shape than its config says")
-        chunk: tuple[Any, ...] = array.chunk_layout.read_chunk.shape or shape
-        found, lock = digests.Sum(str(array.dtype.numpy_dtype), shape), threading.Lock()
+        found, lock = digests.Sum(str(array.dtype), shape), threading.Lock()
 
         def put(region: slabs.Region) -> None:
-            values = contents.understood(lambda: array[region].read().result())
+            values = contents.understood(lambda: array.read(region))
             part = digests.Sum(found.dtype, shape)
             part.add(values, [each.start for each in region])
             with lock:
@@ -296,7 +333,7 @@ def _write_param(
                     writer.write(piece.tensor, cast, first, *piece.lane)
                     written.add(cast.nbytes)
 
-        slabs.each(put, slabs.regions(shape, readable(both, name, chunk)))
+        slabs.each(put, slabs.regions(shape, readable(both, name, array.part)))
         wrong = digests.non_finite({full_name: found})
         if full_name in expected:
             before = {full_name: expected[full_name]}

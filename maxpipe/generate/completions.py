@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import numpy as np
 
 from maxpipe.data.tokenizer import Tokenizer
+from maxpipe.data.tokenizers.chat import ChatTemplate
 from maxpipe.data.tokenizers.chat_process import Message
 from maxpipe.errors import ConfigError, NumbersError
 from maxpipe.generate.decoding import NewRow, Refill, Size, padded
@@ -41,6 +42,8 @@ class Limits:
     """Tokens of a row, its prompt included."""
     stops: tuple[str, ...] = ()
     batch_size: int = 16
+    longest: int = 0
+    """Tokens of the longest prompt there may be: other prompts take the same compiled program."""
 
 
 @dataclass
@@ -116,21 +119,28 @@ def _check_text(number: int, text: str) -> None:
 
 
 def encoded_chats(
-    conversations: Sequence[Sequence[Message]], tokenizer: Tokenizer, room: int, first: int = 0
+    conversations: Sequence[Sequence[Message]],
+    tokenizer: Tokenizer,
+    room: int,
+    first: int = 0,
+    where: str = "command line: --chat",
+    chat: ChatTemplate | None = None,
 ) -> list[Prompt]:
-    """The conversations as the template of the model's folder writes them, and their tokens.
+    """The conversations as a template, by default that of the model's folder, writes them, and
+    their tokens.
 
-    The text of such a prompt is that of the last message.
+    The text of such a prompt is that of the last message. `where` names what asks for a template.
 
     Raises:
         ConfigError: there is no template, or it refuses the messages; as `encoded` does.
     """
-    if (chat := tokenizer.chat) is None:
+    if (chat := chat or tokenizer.chat) is None:
         raise ConfigError.one(
-            "command line: --chat",
+            where,
             None,
             "needs the chat template of a model's folder, and the tokenizer has none.",
-            "Leave --chat out, or name the folder: tokenizer.kind=auto tokenizer.path=FOLDER.",
+            f"Leave {where.rpartition(' ')[2]} out, or name the folder: tokenizer.kind=auto "
+            "tokenizer.path=FOLDER.",
         )
     for number, messages in enumerate(conversations, first):
         for each in messages:
@@ -144,7 +154,7 @@ def encoded_chats(
                 chat.path,
                 None,
                 f"must make a text of messages, and makes none of prompt {number + 1}.",
-                "Correct the template, or leave --chat out.",
+                f"Correct the template, or leave {where.rpartition(' ')[2]} out.",
             )
         found.append(_with_room(Prompt(number, said, ids), room))
     return found
@@ -208,7 +218,7 @@ def complete(
 def size_of(prompts: Sequence[Prompt], limits: Limits, shards: int) -> Size:
     """The size of all batches."""
     rows = min(limits.batch_size, len(prompts))
-    longest = max(len(prompt.ids) for prompt in prompts)
+    longest = max(limits.longest, *(len(prompt.ids) for prompt in prompts))
     more = min(limits.max_tokens, limits.room)
     return Size(math.ceil(rows / shards) * shards, padded(longest), more)
 

@@ -46,16 +46,9 @@ def _messages(line: bytes, where: str) -> list[Message]:
         found = parse(line, dict[str, Any])
         if "messages" not in found and isinstance(found.get("prompt"), str):
             return said(found["prompt"])
-        messages = found.get("messages")
-        if not isinstance(messages, list) or not messages:
-            raise ValueError("it has no list `messages`")
-        if not all(
-            isinstance(each, dict)
-            and isinstance(each.get("role"), str)
-            and isinstance(each.get("content"), str)
-            for each in messages
-        ):
-            raise ValueError("a message lacks a text `role` or `content`")
+        from maxpipe.data.prompts import messages_of  # numpy: not for every command line
+
+        return messages_of(found)
     except ValueError as error:
         raise ConfigError.one(
             where,
@@ -63,7 +56,6 @@ def _messages(line: bytes, where: str) -> list[Message]:
             f"must be an object with messages: {error}.",
             'Write {"messages": [{"role": "user", "content": "Hello"}]}.',
         ) from error
-    return messages
 
 
 def _content(path: str | Path, where: str) -> bytes:

@@ -36,14 +36,14 @@ from maxpipe.train.decoders import (
     prepared,
     prepared_shardings,
 )
-from maxpipe.train.run import fit_to_devices
+from maxpipe.train.set_up import fit_to_devices
 from maxpipe.train.state import Partition
 from maxpipe.train.step import Steps
 from maxpipe.words import counted
 
 Say = Callable[[str], None]
 
-_TAKEN = ("run", "model", "tokenizer", "runtime")
+_TAKEN = ("run", "model", "adapter", "tokenizer", "runtime")
 _ANY_COUNT = 16 * math.lcm(*range(1, 17))
 """A batch that the rules of training allow on every mesh: generation has rows of its own."""
 

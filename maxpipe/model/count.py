@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 
+from maxpipe.model.low_rank import SCALE, factors_of
 from maxpipe.model.spec import Kind, Matmul, Model, Param, Products, Scores
 
 
@@ -19,13 +21,25 @@ def size(param: Param) -> int:
 
 def layer_params(kind: Kind) -> int:
     """Parameters of one layer of this kind."""
-    return sum(map(size, kind.params.values()))
+    return sum(map(size, counted(kind).values()))
 
 
 def total(model: Model, of: Callable[[Param], float]) -> float:
     """The sum of a number over all parameters, heads ahead included; a tied table counts once."""
-    kinds = (model.kinds[kind].params for kind in model.layers)
-    return sum(of(param) for params in (model.ends.params, *kinds) for param in params.values())
+    layers = (model.kinds[kind] for kind in model.layers)
+    kinds = (param for kind in layers for param in counted(kind).values())
+    return sum(map(of, (*model.ends.params.values(), *kinds)))
+
+
+def counted(kind: Kind) -> Mapping[tuple[str, str], Param]:
+    """Parameters of a layer with the dims that they have in products, however they are held."""
+    held = {name: param for name, param in kind.declared.items() if name in kind.stored}
+    scales = {(part, name + SCALE) for part, name in held}
+    return {
+        name: replace(held[name], trainable=False) if name in held else param
+        for name, param in kind.params.items()
+        if name not in scales
+    }
 
 
 @lru_cache(maxsize=64)
@@ -111,7 +125,7 @@ def layer_costs(model: Model, sequence_length: int) -> tuple[float, ...]:
 @lru_cache(maxsize=256)
 def computed_share(kind: Kind) -> dict[tuple[str, str], float]:
     """(part, name) -> share of a parameter's entries that is multiplied with each token."""
-    found = dict.fromkeys(kind.params, 1.0)
+    found = dict.fromkeys(counted(kind), 1.0)
     for name, part in kind.parts.items():
         for each in part.operations:
             if isinstance(each, Matmul):
@@ -120,7 +134,8 @@ def computed_share(kind: Kind) -> dict[tuple[str, str], float]:
 
 
 def _matmul_weights(kind: Kind, *, needed: bool) -> float:
-    return sum(
+    factors = sum(map(size, factors_of(kind).values()))
+    return factors + sum(
         size(part.params[each.param]) * (each.needed if needed else each.computed)
         for part in kind.parts.values()
         for each in part.operations

@@ -20,6 +20,7 @@ from jax import Array
 from jaxtyping import Float, Int, Key
 
 from maxpipe.config.schema import ModelConfig
+from maxpipe.model.adapters import applied, completed
 from maxpipe.model.families.registry import describe
 from maxpipe.model.initial import initial
 from maxpipe.model.modules.block import (
@@ -92,7 +93,8 @@ class Decoder:
 
     def init_layer(self, kind: str, key: Key[Array, ""]) -> Params:
         """One layer's parameters."""
-        return nested(initial(self.model.kinds[kind].params, key, self._param_dtype))
+        described = self.model.kinds[kind]
+        return nested(completed(described, initial(described.drawn, key, self._param_dtype)))
 
     def init_outer(self, key: Key[Array, ""]) -> Params:
         """Everything but the layers."""
@@ -118,8 +120,8 @@ class Decoder:
         return self._declared(lambda param: param.trainable)
 
     def exact(self) -> Params:
-        """Whether each parameter is in float32 whatever the types of the config."""
-        return self._declared(lambda param: param.exact)
+        """Whether each parameter is of its own type, whatever those of the config."""
+        return self._declared(lambda param: bool(param.exact))
 
     def summed(self) -> Params:
         """Of each parameter that layers are given in 8 bits `Param.summed`, of others 0.
@@ -183,6 +185,7 @@ class Decoder:
     ) -> Output:
         if key is not None:
             key = jax.random.fold_in(key, context.index)
+        params = applied(self.model.kinds[kind], params, x.dtype, context.inputs, key)
         found = _with(self._blocks[kind], params)(x, context, key)
         statistics = jax.tree.map(jax.lax.stop_gradient, found.statistics)
         return found._replace(statistics=statistics)

@@ -19,8 +19,7 @@ def freeze(model: Model, patterns: Sequence[str]) -> Model:
     """
     if not patterns:
         return model
-    known = list(_declared(model))
-    chosen = {name for pattern in patterns for name in _matched(pattern, known)}
+    chosen = picked(model, patterns)
     several = _has_several_kinds(model)
     kinds = {
         name: replace(
@@ -48,6 +47,12 @@ def without_match(model: Model, patterns: Sequence[str]) -> list[str]:
     """The patterns that no parameter's name matches."""
     known = list(_declared(model))
     return [pattern for pattern in patterns if not _matched(pattern, known)]
+
+
+def picked(model: Model, patterns: Sequence[str]) -> set[str]:
+    """Names in checkpoints of the parameters that some pattern matches."""
+    known = list(_declared(model))
+    return {name for pattern in patterns for name in _matched(pattern, known)}
 
 
 def chosen(model: Model, values: Sequence[tuple[str, float]]) -> dict[str, float]:

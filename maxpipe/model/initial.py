@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Key
 
-from maxpipe.model.spec import Constant, Entries, Normal, Param
+from maxpipe.model.spec import Constant, Entries, Made, Normal, Param
 
 _Name = TypeVar("_Name", bound=Hashable)
 
@@ -18,18 +18,25 @@ _Name = TypeVar("_Name", bound=Hashable)
 def initial(
     params: Mapping[_Name, Param], key: Key[Array, ""], dtype: jnp.dtype
 ) -> dict[_Name, Float[Array, "*dims"]]:
-    """The parameters by name; the i-th that is drawn takes the key's i-th part."""
+    """The parameters by name; the i-th that is drawn takes the key's i-th part.
+
+    Those are left out that are made of others.
+    """
     drawn = [name for name, param in params.items() if isinstance(param.init, Normal)]
     keys = {name: jax.random.fold_in(key, number) for number, name in enumerate(drawn)}
-    return {name: _initial(param, keys.get(name), dtype) for name, param in params.items()}
+    return {
+        name: _initial(param, keys.get(name), dtype)
+        for name, param in params.items()
+        if not isinstance(param.init, Made)
+    }
 
 
 def _initial(param: Param, key: Key[Array, ""] | None, dtype: jnp.dtype) -> Float[Array, "*dims"]:
     if isinstance(param.init, Constant):
-        return jnp.full(param.shape, param.init.value, jnp.float32 if param.exact else dtype)
+        return jnp.full(param.shape, param.init.value, param.exact or dtype)
     if isinstance(param.init, Entries):
         return jnp.asarray(param.init.values, dtype)
-    assert key is not None
+    assert isinstance(param.init, Normal) and key is not None
     stddev = param.init.gain * param.init.fan_in**-0.5
     return normal_approximation(key, param.shape, stddev).astype(dtype)
 

@@ -9,15 +9,10 @@ export read this; there is no second list of weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeVar, runtime_checkable
-
-from maxpipe.config.bounds import Bound
-from maxpipe.config.schema import ModelConfig
-from maxpipe.errors import Finding
-from maxpipe.model.huggingface import HuggingFace
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
 
 Dims = tuple[tuple[int, str], ...]
 """Sizes of an array's dims and their logical axes. Activations leave out batch and tokens."""
@@ -39,6 +34,12 @@ class Constant(NamedTuple):
     value: float
 
 
+class Made(NamedTuple):
+    """What follows from other parameters of the layer (`model.adapters`)."""
+
+    of: tuple[str, str]
+
+
 class Entries(NamedTuple):
     """A value for each entry of a vector."""
 
@@ -50,18 +51,19 @@ class Param:
     """One parameter: its shape by logical axes, and what it starts from."""
 
     dims: Dims
-    init: Normal | Constant | Entries
+    init: Normal | Constant | Entries | Made
     decays: bool = True
     """Whether weight decay applies."""
     trainable: bool = True
     """Whether it has a gradient, moments and updates. `Kind.params` and `Ends.params` say so of a
     model's parameters."""
-    exact: bool = False
-    """Whether it is in float32, in storage and where it is used, whatever types a config has. Its
-    part declares it untrained: gradients are made of what is in the compute type."""
+    exact: str = ""
+    """Its own type, in storage and where it is used, whatever types a config has."""
     summed: int = 0
     """Of a weight that is used in nothing but one product, which `model.matmul` may turn to 8 bits:
     how many of its first dims the product sums over."""
+    linear: int = 0
+    """The same of one that `model.matmul` leaves as it is."""
 
     @property
     def is_of_heads(self) -> bool:
@@ -88,6 +90,17 @@ class Follows(NamedTuple):
     """Of the same part, with the parameter's dims."""
     rate: float
     """By how much."""
+
+
+class Adapter(NamedTuple):
+    """A change of a matrix by a product of two narrow ones (`model.low_rank`)."""
+
+    scale: float
+    """What the product is multiplied with."""
+    dropout: float
+    """Fraction of its inputs that are set to zero in training."""
+    summed: int
+    """Over how many of the matrix' first dims its product sums."""
 
 
 class Matmul(NamedTuple):
@@ -302,6 +315,10 @@ class Kind:
     branches: tuple[Branch, ...]
     frozen: frozenset[tuple[str, ...]] = frozenset()
     """(part, name) of parameters that are not trained, whatever their part declares."""
+    stored: Mapping[tuple[str, str], Param] = field(default_factory=dict)
+    """Parameters in place of those that parts declare, and beside them."""
+    adapters: Mapping[tuple[str, str], Adapter] = field(default_factory=dict)
+    """(part, name) of matrices that have one."""
 
     @cached_property
     def parts(self) -> Mapping[str, Part]:
@@ -309,13 +326,24 @@ class Kind:
         return {name: part for branch in self.branches for name, part in branch.parts.items()}
 
     @cached_property
-    def params(self) -> Mapping[tuple[str, str], Param]:
-        """(part, name) -> parameter, in the order in which they are drawn."""
+    def declared(self) -> Mapping[tuple[str, str], Param]:
+        """(part, name) -> parameter as its part declares it."""
         return {
-            (name, param): _unless(declared, (name, param) in self.frozen)
+            (name, param): declared
             for name, part in self.parts.items()
             for param, declared in part.params.items()
         }
+
+    @property
+    def drawn(self) -> Mapping[tuple[str, str], Param]:
+        """(part, name) -> parameter, in the order in which they are drawn: first those of parts."""
+        return {**self.declared, **self.stored, **self.declared}
+
+    @cached_property
+    def params(self) -> Mapping[tuple[str, str], Param]:
+        """(part, name) -> parameter as it is stored."""
+        found = {**self.declared, **self.stored}
+        return {name: _unless(param, name in self.frozen) for name, param in found.items()}
 
     @cached_property
     def follows(self) -> Mapping[tuple[str, str], Follows]:
@@ -565,34 +593,3 @@ class Model:
                     found |= dict.fromkeys(single[name])
                 presets["matmuls"] |= found
         return single | {preset: tuple(names) for preset, names in presets.items()}
-
-
-@dataclass(frozen=True)
-class Family:
-    """A model family: a file in `maxpipe.model.families`."""
-
-    name: str
-    """Value of `model.family`, and name of its section of keys below `model`."""
-    section: type
-    """Frozen dataclass with the keys that only this family reads; each has a default."""
-    describe: Callable[[ModelConfig], Model]
-    """The model of a config that satisfies every rule."""
-    bounds: tuple[Bound, ...] = ()
-    """Ranges of the numbers in its section."""
-    rules: Callable[[ModelConfig], Iterable[Finding]] = lambda _: ()
-    """What is wrong with a config of which each number is within its range."""
-    reporting: tuple[type[Part], ...] = ()
-    """Classes of its parts with `summaries`, for the list of all that runs write."""
-    huggingface: tuple[HuggingFace, ...] = ()
-    """Classes of transformers that compute the same. An export takes the first that can say what a
-    config says."""
-
-
-_Section = TypeVar("_Section")
-
-
-def own_keys(config: ModelConfig, section: type[_Section]) -> _Section:
-    """The keys of the config's family, whose section this is."""
-    own = section() if config.own is None else config.own
-    assert isinstance(own, section), f"{config.family} has other keys than {own}"
-    return own

@@ -15,7 +15,7 @@ from maxpipe.model.spec import Dims, Normal, Param
 
 AVERAGE = "average"
 """Name of the tree of averaged parameters, which no update reads."""
-BYTES = {"float32": 4, "bfloat16": 2}
+BYTES = {"float32": 4, "bfloat16": 2, "int8": 1, "uint8": 1}
 
 
 class Kept(NamedTuple):
@@ -86,7 +86,15 @@ def is_orthogonalised(config: OptimConfig, param: Param) -> bool:
     return config.name == "muon" and matrix_of(param) is not None and "vocab" not in param.axes
 
 
-def saved_bytes(config: OptimConfig, param: Param, param_dtype: str) -> float:
-    """Of a parameter and all that is kept for it, as a checkpoint holds them."""
-    held = (Kept(param.dims, param_dtype), *kept(config, param, param_dtype).values())
+def saved_bytes(
+    config: OptimConfig, param: Param, param_dtype: str, *, trained_only: bool = False
+) -> float:
+    """Of a parameter and all that is kept for it, as a checkpoint holds them.
+
+    `trained_only`: it holds no others, as that of adapters does.
+    """
+    if trained_only and not param.trainable:
+        return 0.0
+    own = Kept(param.dims, param.exact or param_dtype)
+    held = (own, *kept(config, param, param_dtype).values())
     return sum(math.prod(size for size, _ in each.dims) * BYTES[each.dtype] for each in held)

@@ -15,7 +15,7 @@ from maxpipe.config.schema import MeshConfig
 
 LOGICAL_AXES = (
     *("batch", "embed", "heads", "kv_heads", "head_size", "mlp", "experts", "vocab", "norm"),
-    *("ahead", "latent", "expert_embed", "routes", "sequence"),
+    *("ahead", "latent", "expert_embed", "routes", "sequence", "lora"),
 )
 """Names that model code gives to the dims of its arrays."""
 
@@ -34,6 +34,7 @@ DEFAULT_AXIS_RULES: dict[str, tuple[str, ...]] = {
     "vocab": ("stage", "tensor"),
     "routes": (),
     "norm": (),
+    "lora": (),
     "ahead": (),
     "latent": ("fsdp", "expert", "context"),
     "sequence": (),  # of what is between a layer's matmuls: see `with_tokens`

@@ -7,7 +7,7 @@ A row is cut into twice as many pieces as the axis has devices, C. Device c has 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -25,11 +25,15 @@ _BY_ROW = ("example_ids", "source_ids")
 """Arrays of a batch that have no dim of tokens."""
 
 
-def own_tokens(batch: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Of a batch with whole rows what this device has; and the segments of whole rows."""
+def own_tokens(batch: Mapping[str, Any], by_row: Sequence[str] = ()) -> Mapping[str, Any]:
+    """Of a batch with whole rows what this device has; and the segments of whole rows.
+
+    Arrays named `by_row` have no dim of tokens either.
+    """
     if size_of(CONTEXT) == 1:
         return batch
-    mine = {name: own_part(x, dim=1) for name, x in batch.items() if name not in _BY_ROW}
+    whole = (*_BY_ROW, *by_row)
+    mine = {name: own_part(x, dim=1) for name, x in batch.items() if name not in whole}
     return {**batch, **mine, WHOLE_ROW: batch["segment_ids"]}
 
 

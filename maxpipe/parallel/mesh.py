@@ -118,6 +118,22 @@ def build_mesh(config: MeshConfig, devices: Sequence[Device] | None = None) -> M
     return Mesh(grid, AXES, axis_types=tuple(types))
 
 
+def divided(devices: Sequence[Device], count: int, key: str) -> tuple[list[Device], list[Device]]:
+    """All devices but the last `count`, and these. Of 0: all, twice.
+
+    Raises:
+        ConfigError: none would be left; `key` gave the count.
+    """
+    if not count:
+        return list(devices), list(devices)
+    if (most := len(devices) - 1) < count:
+        rule = f"must leave devices to the rest of the run: there are {len(devices)}."
+        more = f", or mesh.cpu_devices={2 * count}" if devices[0].platform == "cpu" else ""
+        action = f"Set {key}={most} or less, 0 to take turns on all{more}."
+        raise ConfigError.one(key, count, rule, action)
+    return list(devices[:-count]), list(devices[-count:])
+
+
 def _type_of(axis: str, size: int, config: MeshConfig) -> AxisType:
     # The pipeline's program is manual over explicit axes. Those of one device stay out of it, and
     # tensor is automatic in it.
@@ -151,7 +167,10 @@ def _check_slices(dcn: list[int], slices: int, kind: str) -> None:
 
 def _arrange(devices: list[Device], ici: list[int], dcn: list[int]) -> np.ndarray:
     if math.prod(dcn) == 1:
-        return mesh_utils.create_device_mesh(ici, devices, allow_split_physical_axes=True)
+        try:
+            return mesh_utils.create_device_mesh(ici, devices, allow_split_physical_axes=True)
+        except AssertionError:  # devices of a part of a slice that are not next to each other
+            return np.asarray(devices).reshape(ici)
     processes = {device.process_index for device in devices}
     by_process = _num_slices(devices) == 1 and len(processes) == math.prod(dcn)
     if _num_slices(devices) > 1 or by_process:

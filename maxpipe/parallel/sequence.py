@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -24,6 +24,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Float
 
 from maxpipe.parallel import collective_matmul, low_precision
+from maxpipe.parallel.adapted import Adapted, plain
 from maxpipe.parallel.collective_matmul import TOKENS
 from maxpipe.parallel.low_precision import LowPrecision, Product, Rounded, Weight
 from maxpipe.parallel.mesh import CONTEXT, TOKEN_AXES
@@ -71,10 +72,22 @@ class TokenSplit:
     def into(
         self,
         x: Float[Array, "B T D"],
-        weights: Sequence[Weight],
+        weights: Sequence[Weight | Adapted],
         axes: Sequence[Axes],
     ) -> list[Float[Array, "B T *dims"]]:
         """Times each of the weights, which share what is gathered."""
+        found = self._into(x, plain(weights), axes)
+        for number, each in enumerate(weights):
+            if isinstance(each, Adapted):
+                how, (first, *rest) = replace(self, low=None), axes[number]
+                (inner,) = how._into(each.dropped(x), [each.down], [(first, None)])
+                (change,) = how._into(inner, [each.up], [(None, *rest)])
+                found[number] = each.joined(found[number], change)
+        return found
+
+    def _into(
+        self, x: Float[Array, "B T D"], weights: Sequence[Any], axes: Sequence[Axes]
+    ) -> list[Float[Array, "B T *dims"]]:
         specs = tuple(map(self._spec, axes))
         split = [number for number, spec in enumerate(specs) if any(spec)]
         if not self.axis or not split:
@@ -89,9 +102,25 @@ class TokenSplit:
         ]
 
     def out_of(
-        self, x: Float[Array, "B T *dims"], weight: Weight, axes: Axes
+        self, x: Float[Array, "B T *dims"], weight: Weight | Adapted, axes: Axes
     ) -> Float[Array, "B T D"]:
         """Times the weight, summed over devices that have a part of `dims` each."""
+        if not isinstance(weight, Adapted):
+            return self._out_of(x, weight, axes)
+        how, found = replace(self, low=None), self._out_of(x, weight.weight, axes)
+        inner = how._out_of(weight.dropped(x), weight.down, (*axes[:-1], None))
+        return weight.joined(found, how._products(inner, [weight.up], into=False)[0])
+
+    def on_own(
+        self, x: Float[Array, "B T *K"], weight: Array | Adapted, dims: int = 1
+    ) -> Float[Array, "B T *N"]:
+        """Times a weight whose first `dims` are summed over, in compute type, token by token."""
+        if not isinstance(weight, Adapted):
+            return jnp.tensordot(x, weight, dims)
+        inner = jnp.tensordot(weight.dropped(x), weight.down, dims)
+        return weight.joined(self.on_own(x, weight.weight, dims), self.on_own(inner, weight.up))
+
+    def _out_of(self, x: Array, weight: Any, axes: Axes) -> Float[Array, "B T D"]:
         spec = self._spec(axes)
         if self.axis and any(spec):
             return _out_of(x, weight, _How(self.axis, self.rules.by_ring, (spec,), self.low))

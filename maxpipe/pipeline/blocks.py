@@ -8,13 +8,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jaxtyping import Float, Int
+from jaxtyping import Float
 
 from maxpipe.parallel.per_device import vary
 
 Tree = Any
 OfTokens = Callable[..., tuple[Tree, Tree]]
-"""(activations, targets, which count, more) -> what is summed over tokens, and arrays
+"""(activations, which count, more arrays) -> what is summed over tokens, and arrays
 `[B, T, ...]`."""
 
 
@@ -22,31 +22,32 @@ def by_blocks(
     run: OfTokens,
     size: int,
     x: Float[Array, "B T D"],
-    targets: Int[Array, "B T"],
     mask: Float[Array, "B T"],
-    *more: Int[Array, "B T"],
+    more: Tree,
 ) -> tuple[Tree, Tree]:
     """`run` of all tokens, `size` of them at most at a time; 0 for all of them at once.
+
+    `more` are arrays `[B, T, ...]`.
 
     Blocks are of one size: where that does not divide the tokens, the last block begins with tokens
     of the one before it, which do not count again. Sums are in float32.
     """
-    rows, length = targets.shape
+    rows, length = mask.shape
     total = rows * length
     if not 0 < size < total:
-        return run(x, targets, mask, *more)
+        return run(x, mask, more)
     count = -(-total // size)
     size = -(-total // count)
-    flat = [a.reshape(1, total, *a.shape[2:]) for a in (x, targets, mask, *more)]
+    flat = jax.tree.map(lambda a: a.reshape(1, total, *a.shape[2:]), (x, mask, more))
 
-    def block(number: Array) -> tuple[list[Array], Array, Array]:
+    def block(number: Array) -> tuple[Tree, Array, Array]:
         start = jnp.minimum(number * size, total - size)
-        own = [lax.dynamic_slice_in_dim(a, start, size, 1) for a in flat]
+        own = jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, start, size, 1), flat)
         return own, start, (start + jnp.arange(size) >= number * size)[None]
 
     def one(number: Array, state: tuple[Tree, Tree]) -> tuple[Tree, Tree]:
-        (x, targets, mask, *more), start, fresh = block(number)
-        found, arrays = run(x, targets, jnp.where(fresh, mask, 0), *more)
+        (x, mask, more), start, fresh = block(number)
+        found, arrays = run(x, jnp.where(fresh, mask, 0), more)
 
         def put(whole: Array, part: Array) -> Array:
             if total % size:

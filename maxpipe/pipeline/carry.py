@@ -120,6 +120,8 @@ class Buffers(NamedTuple):
     reports: Reports | None
     """What layers of the ring return besides their output."""
     loss: jax.Array
-    """Of each source if there are several."""
+    """Sums of the objective's loss and reports `[R]`, of each source if there are several."""
+    rows: Tree
+    """What is read of rows in place of losses: arrays `[M, B, ...]`."""
     ahead: Found | None
     """What heads ahead find."""

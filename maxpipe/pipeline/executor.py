@@ -21,21 +21,21 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Float
 
 from maxpipe.parallel.collectives import from_position, program_axes, sum_over
-from maxpipe.parallel.context import own_tokens
+from maxpipe.parallel.context import own_tokens, whole_rows
 from maxpipe.parallel.explicit import divided
 from maxpipe.parallel.low_precision import LowPrecision
-from maxpipe.parallel.mesh import STAGE, TOKEN_AXES
+from maxpipe.parallel.mesh import CONTEXT, STAGE, TOKEN_AXES
 from maxpipe.parallel.per_device import vary
 from maxpipe.parallel.sharding import BATCH_SPEC, restrict
 from maxpipe.pipeline.ahead import AHEAD
 from maxpipe.pipeline.carry import Table
 from maxpipe.pipeline.layout import Layout
+from maxpipe.pipeline.loss_head import by_source, of_one_device
 from maxpipe.pipeline.network import Network, Plan
-from maxpipe.pipeline.program import Program
+from maxpipe.pipeline.program import Program, Reader
 from maxpipe.pipeline.remat import RematPolicy
 from maxpipe.pipeline.slots import Idle
 from maxpipe.pipeline.trainable import joined, trained
-from maxpipe.pipeline.vocabulary import by_source
 from maxpipe.pipeline.weights import Gather, WeightSharding
 from maxpipe.schedule.table import Schedule
 
@@ -46,21 +46,23 @@ class BySource(NamedTuple):
     """Sums over the rows of each source."""
 
     nats: Float[Array, " sources"]
-    """Cross entropy."""
+    """The objective's loss."""
     targets: Float[Array, " sources"]
-    """Target tokens."""
+    """What it is divided by: target tokens."""
 
 
 class Differentiated(NamedTuple):
-    """What a step finds; the objective is `loss` and the weighted sum of `losses`."""
+    """What a step finds; what it minimises is `loss` and the weighted sum of `losses`."""
 
     loss: Float[Array, ""]
-    """Mean cross entropy over all target tokens, in nats."""
+    """The objective's mean: of cross entropy over all target tokens, in nats."""
+    reports: dict[str, Float[Array, ""]]
+    """Means of what the objective reports."""
     losses: dict[str, Float[Array, ""]]
     """Of the layers and of heads ahead, each divided by the number of target tokens; not weighted.
     """
     gradients: Tree
-    """Of the objective, float32, in the form of the parameters; frozen ones are missing."""
+    """Of what is minimised, float32, in the form of the parameters; frozen ones are missing."""
     statistics: dict[str, Tree]
     """What the layers report, summed over all rows: by kind `[R, P, L, ...]` under `layers`, and
     `[layers, ...]` under `outside`; of layers ahead `[heads, ...]` under `ahead`."""
@@ -107,15 +109,24 @@ class Engine:
             trained(self.specs, self._trainable) if self.gradients is None else self.gradients
         )
         sources = BySource(everywhere, everywhere) if self.network.num_sources else None  # type: ignore[arg-type]
-        found = Differentiated(everywhere, everywhere, gradients, statistics, sources)  # type: ignore[arg-type]
+        sums = (everywhere, everywhere, everywhere)
+        found = Differentiated(*sums, gradients, statistics, sources)  # type: ignore[arg-type]
         return self._shard_map(_train, schedule, found)
 
     def loss(self, schedule: Schedule) -> Callable[..., tuple[jax.Array, jax.Array]]:
-        """(params, batch, None) -> (summed loss, number of target tokens), forward only.
+        """(params, batch, None) -> (sums of loss and reports `[R]`, number of target tokens).
 
-        Both `[sources]` if rows are of several.
+        Forward only; `[R, sources]` and `[sources]` if rows are of several.
         """
         return self._shard_map(_evaluate, schedule, (PartitionSpec(), PartitionSpec()))
+
+    def rows(self, schedule: Schedule, reader: Reader) -> Callable[..., Tree]:
+        """(params, batch, None) -> what a reader finds of each row, forward only.
+
+        Arrays `[rows, ...]`, sharded as the batch is: `LossHead.scores`, or `LossHead.top` with
+        its two numbers.
+        """
+        return self._shard_map(partial(_read, reader=reader), schedule, BATCH_SPEC)
 
     def buffer_shapes(self, schedule: Schedule, params: Tree, batch: Tree) -> dict[str, list[Any]]:
         """Shapes on one device of each buffer that the loop over ticks carries.
@@ -126,7 +137,7 @@ class Engine:
 
         def measure(plan: Plan, schedule: Schedule, params: Tree, batch: Tree, *_: Any):
             scale = vary(jnp.float32(1)) if schedule.trains else None
-            buffers = Program(plan, schedule, params, batch, None, scale).buffers()
+            buffers = Program(plan, schedule, params, batch, None, scale, by_token=scale).buffers()
             found.update((name, jax.tree.leaves(tree)) for name, tree in buffers._asdict().items())
             return jnp.float32(0)
 
@@ -137,6 +148,11 @@ class Engine:
             name: [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
             for name, leaves in found.items()
         }
+
+    @property
+    def _by_row(self) -> tuple[str, ...]:
+        """The objective's arrays that have no dim of tokens."""
+        return tuple(name for name, each in self.network.objective.arrays.items() if each.by_row)
 
     @property
     def _trainable(self) -> Tree:
@@ -172,7 +188,7 @@ class Engine:
         if axes:
             in_specs = (self.specs, BATCH_SPEC, PartitionSpec(), table.specs())
             run = jax.shard_map(
-                partial(_of_own_tokens, run),
+                partial(_of_own_tokens, run, self._by_row),
                 mesh=self.mesh,
                 axis_names=set(axes),
                 in_specs=self._per_device(in_specs),
@@ -188,10 +204,15 @@ def _is_spec(node: object) -> bool:
 
 
 def _of_own_tokens(
-    run: Callable[..., Any], params: Tree, batch: Tree, key: jax.Array | None, table: Table
+    run: Callable[..., Any],
+    by_row: tuple[str, ...],
+    params: Tree,
+    batch: Tree,
+    key: jax.Array | None,
+    table: Table,
 ) -> Any:
     """`run` on this device's tokens of its rows."""
-    return run(params, own_tokens(batch), key, table)
+    return run(params, own_tokens(batch, by_row), key, table)
 
 
 def _train(
@@ -199,35 +220,68 @@ def _train(
 ) -> Differentiated:
     targets = sum_over(_targets(plan, batch), TOKEN_AXES)
     count = jnp.maximum(_total(targets), 1.0)
-    program = Program(plan, schedule, params, batch, key, vary(1.0 / count))
+    tokens = count
+    if plan.network.objective.by_segment:
+        tokens = jnp.maximum(sum_over(batch["loss_mask"].sum(), TOKEN_AXES), 1.0)
+    program = Program(
+        plan, schedule, params, batch, key, vary(1.0 / count), by_token=vary(1.0 / tokens)
+    )
     carry = program.run(table)
     assert carry.gradients is not None
-    loss = sum_over(_of_one_stage(carry.loss), TOKEN_AXES)
+    total = sum_over(_of_one_stage(carry.loss), TOKEN_AXES)
     reports = program.finish_reports(carry)
     sums = dict(reports.losses)
     if carry.ahead is not None:
         assert plan.network.ahead is not None
         ahead = sum_over(_of_one_stage(carry.ahead.losses), TOKEN_AXES)
         sums |= zip(plan.network.ahead.loss_weights, ahead, strict=True)
-    losses = {name: found / count for name, found in sums.items()}
+    losses = {name: found / tokens for name, found in sums.items()}
     gradients = program.finish(carry.gradients)
-    sources = BySource(loss, targets) if plan.network.num_sources else None
-    return Differentiated(_total(loss) / count, losses, gradients, reports.statistics, sources)
+    sources = BySource(total[0], targets) if plan.network.num_sources else None
+    mean = [_total(each) / count for each in total]
+    reported = dict(zip(plan.network.objective.reported, mean[1:], strict=True))
+    return Differentiated(mean[0], reported, losses, gradients, reports.statistics, sources)
 
 
 def _evaluate(
     plan: Plan, schedule: Schedule, params: Tree, batch: Tree, key: jax.Array | None, table: Table
 ) -> tuple[jax.Array, jax.Array]:
     carry = Program(plan, schedule, params, batch, key, None).run(table)
-    sums = jnp.stack([_of_one_stage(carry.loss), _targets(plan, batch)])
-    loss, count = sum_over(sums, TOKEN_AXES)
-    return loss, count
+    sums = jnp.concatenate([_of_one_stage(carry.loss), _targets(plan, batch)[None]])
+    sums = sum_over(sums, TOKEN_AXES)
+    return sums[:-1], sums[-1]
+
+
+def _read(
+    plan: Plan,
+    schedule: Schedule,
+    params: Tree,
+    batch: Tree,
+    key: jax.Array | None,
+    table: Table,
+    *,
+    reader: Reader,
+) -> Tree:
+    carry = Program(plan, schedule, params, batch, key, None, reader).run(table)
+    num_tokens = batch["tokens"].shape[1]
+
+    def of_rows(found: jax.Array) -> jax.Array:
+        found = _of_one_stage(found.reshape(-1, *found.shape[2:]))
+        # Of tokens a device has its own, of segments the whole.
+        if not plan.network.objective.by_segment:
+            assert found.shape[1] == num_tokens
+            found = whole_rows(found, 1)
+        return from_position(found, CONTEXT, 0)
+
+    return jax.tree.map(of_rows, carry.rows)
 
 
 def _targets(plan: Plan, batch: Tree) -> jax.Array:
-    """Target tokens of this device's rows, of each source if there are several."""
-    mask, sources = batch["loss_mask"].astype(jnp.float32), plan.network.num_sources
-    return by_source(mask, sources, batch["source_ids"][:, None]) if sources else mask.sum()
+    """What losses of this device's rows are divided by, of each source if there are several."""
+    objective, sources = plan.network.objective, plan.network.num_sources
+    counts = batch[objective.normaliser].astype(jnp.float32)
+    counts = of_one_device(counts) if objective.by_segment else counts
+    return by_source(counts, sources, batch["source_ids"][:, None]) if sources else counts.sum()
 
 
 def _total(sums: jax.Array) -> jax.Array:

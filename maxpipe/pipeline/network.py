@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from maxpipe.pipeline.ahead import Heads, Layers
 from maxpipe.pipeline.layout import Layout
+from maxpipe.pipeline.objective import CrossEntropy, Objective
 from maxpipe.pipeline.remat import LayerFn, RematPolicy
 from maxpipe.pipeline.slots import Idle
 from maxpipe.pipeline.weights import Gather
@@ -37,7 +38,7 @@ class Network:
     vocab_size: int
     compute_dtype: jnp.dtype
     loss_weights: dict[str, float] = field(default_factory=dict)
-    """What each of the layers' losses counts in the objective, beside the cross entropy."""
+    """What each of the layers' losses counts beside the objective's."""
     embed_scale: float = 1.0
     """Factor of what the embedding looks up."""
     logit_scale: float = 1.0
@@ -51,6 +52,15 @@ class Network:
     num_sources: int = 0
     """Sources of rows of which each has a loss of its own; `source_ids` of a batch say which each
     row is of, -1 none. 0: rows are all of one."""
+
+    objective: Objective = field(default_factory=CrossEntropy)
+    """What is minimised."""
+
+    @property
+    def sums_shape(self) -> tuple[int, ...]:
+        """Of the loss and the objective's reports, of each source if there are several."""
+        sources = (self.num_sources,) if self.num_sources else ()
+        return (1 + len(self.objective.reported), *sources)
 
     @property
     def has_layers_ahead(self) -> bool:

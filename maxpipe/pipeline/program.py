@@ -6,6 +6,7 @@ Collectives over the stage axis stand where all stages pass: between slots, neve
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -20,16 +21,20 @@ from maxpipe.pipeline import ahead, scopes
 from maxpipe.pipeline.ahead import HeadsAhead
 from maxpipe.pipeline.buffers import microbatch, read, room, write
 from maxpipe.pipeline.carry import Buffers, Gradients, Row, Table
+from maxpipe.pipeline.loss_head import LossHead
 from maxpipe.pipeline.network import Plan
 from maxpipe.pipeline.outside import OutsideLayers
 from maxpipe.pipeline.slots import LayerSlots, Reports, SlotRow, Work
 from maxpipe.pipeline.trainable import trained
 from maxpipe.pipeline.visits import run_visits
-from maxpipe.pipeline.vocabulary import Embedding, LossHead
+from maxpipe.pipeline.vocabulary import Embedding
 from maxpipe.pipeline.weights import LayerWeights, owned, sum_over_batch
 from maxpipe.schedule.table import Schedule
 
 Tree = Any
+Reader = Callable[[LossHead, Tree, Any, jax.Array, Tree], Tree]
+"""(loss head, final norm, its columns, output of the last layer, microbatch) -> arrays `[B, ...]`.
+"""
 
 
 class Program:
@@ -43,13 +48,19 @@ class Program:
         batch: Tree,
         key: jax.Array | None,
         scale: jax.Array | None,
+        reader: Reader | None = None,
+        by_token: jax.Array | None = None,
     ):
-        """`scale` multiplies the gradients; forward only needs none."""
-        self.scale = scale
+        """`scale` multiplies the gradients, `by_token` those of losses of the layers, which are
+        sums over tokens; forward only needs neither.
+
+        Forward only, a `reader` takes arrays of rows in place of losses.
+        """
+        self.scale, self.reader = scale, reader
         self.seeds = (
             {}
-            if scale is None
-            else {name: weight * scale for name, weight in plan.network.loss_weights.items()}
+            if by_token is None
+            else {name: weight * by_token for name, weight in plan.network.loss_weights.items()}
         )
         self.plan, self.schedule, self.network = plan, schedule, plan.network
         self.stage = index_on(STAGE)
@@ -81,6 +92,7 @@ class Program:
             network.norm,
             last_stage,
             network.vocab_size,
+            network.objective,
             network.logit_scale,
             network.logit_cap,
             network.loss_block_tokens,
@@ -199,7 +211,8 @@ class Program:
             outside=self.outside and self.outside.buffers(empty),
             gradients=vary(gradients),
             reports=reports,
-            loss=vary(jnp.zeros((self.network.num_sources,) if self.network.num_sources else ())),
+            loss=vary(jnp.zeros(self.network.sums_shape)),
+            rows=self._empty_rows(empty),
             ahead=self.ahead and self.ahead.nothing_found(empty, self._first_inputs()),
         )
 
@@ -235,6 +248,8 @@ class Program:
                 carry = self._receive(carry, row, travelling, "B")
             sent["B"], carry = self._backward_slot(carry, row)
             carry = self._embed_grad(carry, row, sent["B"])
+        elif self.reader is not None:
+            carry = carry._replace(rows=self._rows(carry, row, output, self.reader))
         else:
             carry = carry._replace(loss=self._loss(carry, row, output))
         carry = self._receive(carry, row, travelling, "FB" if delayed else "F")
@@ -394,13 +409,33 @@ class Program:
 
     def _loss(self, carry: Buffers, row: Row, output: jax.Array) -> jax.Array:
         def work(loss: jax.Array) -> jax.Array:
-            return loss + self.loss_head.loss(*self._head_inputs(row, output))
+            return loss + self.loss_head.loss(*self._head_inputs(row.loss, output))
 
         with jax.named_scope(scopes.HEAD):
             return lax.cond(row.loss >= 0, work, lambda loss: loss, carry.loss)
 
-    def _head_inputs(self, row: Row, output: jax.Array) -> tuple[Tree, Any, jax.Array, Tree]:
-        inputs = microbatch(self.batch, row.loss)
+    def _rows(self, carry: Buffers, row: Row, output: jax.Array, reader: Reader) -> Tree:
+        """With what is read of the leaving microbatch."""
+
+        def work(rows: Tree) -> Tree:
+            found = reader(self.loss_head, *self._head_inputs(row.loss, output))
+            return jax.tree.map(lambda whole, own: write(whole, row.loss, own), rows, found)
+
+        with jax.named_scope(scopes.HEAD):
+            return lax.cond(row.loss >= 0, work, lambda rows: rows, carry.rows)
+
+    def _empty_rows(self, empty: jax.Array) -> Tree:
+        if (reader := self.reader) is None:
+            return None
+        like = jax.eval_shape(
+            lambda: reader(self.loss_head, *self._head_inputs(jnp.int32(0), empty))
+        )
+        return jax.tree.map(lambda leaf: room(self.schedule.num_microbatches, leaf), like)
+
+    def _head_inputs(
+        self, number: jax.Array, output: jax.Array
+    ) -> tuple[Tree, Any, jax.Array, Tree]:
+        inputs = microbatch(self.batch, number)
         head = self.head_weights.layer(self.head, 0)
         return self.final_norm, head, output, inputs
 
@@ -410,7 +445,7 @@ class Program:
         assert gradients is not None and scale is not None
 
         def work(loss: jax.Array, norm: Tree, head: jax.Array, sums: ahead.Sums | None):
-            given = self._head_inputs(row, output)
+            given = self._head_inputs(row.loss, output)
             add = None
             if self.ahead is not None and sums is not None:
                 trips = jnp.where(row.loss >= 0, self.ahead.count, 0)
@@ -421,7 +456,7 @@ class Program:
                 jnp.add, norm, trained(found.norm, self.plan.trainable["final_norm"])
             )
             head = self.head_weights.accumulate(head, 0, found.head)
-            return found.output, loss + found.total, norm, head, sums
+            return found.output, loss + found.sums, norm, head, sums
 
         def rest(loss: jax.Array, norm: Tree, head: jax.Array, sums: ahead.Sums | None):
             return jnp.zeros_like(output), loss, norm, head, sums

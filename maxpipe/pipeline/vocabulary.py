@@ -1,21 +1,18 @@
-"""Embedding and loss head with the vocabulary divided over the stages.
+"""The embedding with the vocabulary divided over the stages.
 
-Each stage holds V / P rows, looks up or scores its own, and one small sum over the
-stage axis puts the parts together: every stage does an equal share of the work that
-would otherwise sit on the first and the last. Forward and backward are explicit;
-both run in control flow that is the same on all stages.
+Each stage holds V / P rows, looks up its own, and one small sum over the stage axis puts the parts
+together: every stage does an equal share of the work that would otherwise sit on the first.
+Forward and backward are explicit; both run in control flow that is the same on all stages.
 
 The embedding's columns stay divided over fsdp and the axes beside it: tokens go to all shards and
 activations come back, which is less than the table. In shapes `v` is V / P, this stage's part of
 the padded vocabulary, and `d` the columns of the table that a device holds: D, or its shard.
 
-Source: the vocabulary-parallel cross entropy of Megatron-LM (arXiv:1909.08053).
+Source: the vocabulary-parallel embedding of Megatron-LM (arXiv:1909.08053).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -28,14 +25,12 @@ from maxpipe.parallel.collectives import (
     from_position,
     gather_shards,
     index_on,
-    max_over,
     scatter_sum,
     size_of,
     sum_over,
 )
 from maxpipe.parallel.mesh import STAGE
 from maxpipe.parallel.per_device import vary
-from maxpipe.pipeline.blocks import by_blocks
 from maxpipe.pipeline.weights import (
     WeightSharding,
     gather,
@@ -142,170 +137,3 @@ class Embedding(NamedTuple):
             tokens = gather_shards(tokens, self.division.axes, tokens.ndim - 2)
         row = tokens - index_on(STAGE) * num_rows
         return jnp.clip(row, 0, num_rows - 1), (row >= 0) & (row < num_rows)
-
-
-class Loss(NamedTuple):
-    """Summed loss of one microbatch and its gradients."""
-
-    total: Float[Array, "*sources"]
-    """In nats, over the microbatch's targets, of each source if there are several; float32."""
-    output: Float[Array, "B T D"]
-    """Cotangent of the last layer's output."""
-    norm: Any
-    head: Float[Array, "D v"]
-    """Of this stage's columns, summed over the microbatch, float32."""
-
-
-class LossHead(NamedTuple):
-    """Final norm, projection to the vocabulary and cross entropy."""
-
-    norm: Callable[[Any, Float[Array, "B T D"]], Float[Array, "B T D"]]
-    last_stage: int
-    """The stage on which the network ends."""
-    vocab_size: int
-    """Columns from here on are padding and get no probability."""
-    logit_scale: float = 1.0
-    """Factor of the logits."""
-    logit_cap: float = 0.0
-    """Scaled logits become `cap * tanh(logits / cap)`. 0: as they are."""
-    block_tokens: int = 0
-    """Tokens whose logits are in memory at once. 0: those of a microbatch."""
-    num_sources: int = 0
-    """Sources of rows of which each has a sum of its own. 0: there is one sum."""
-
-    def loss(
-        self,
-        norm_params: Any,
-        head: Float[Array, "D v"],
-        output: Float[Array, "B T D"],
-        inputs: Any,
-    ) -> Float[Array, "*sources"]:
-        """Sum over the microbatch of the masked cross entropy, in nats."""
-
-        def of_block(output: Array, *given: Array) -> tuple[Array, None]:
-            hidden = self.norm(norm_params, output)
-            return self._scores(hidden, head, *given)[0], None
-
-        output = self._from_last_stage(output)
-        return by_blocks(of_block, self.block_tokens, output, *self._given(inputs))[0]
-
-    def loss_and_grad(
-        self,
-        norm_params: Any,
-        head: Float[Array, "D v"],
-        output: Float[Array, "B T D"],
-        inputs: Any,
-        scale: Float[Array, ""],
-        ahead: Callable[..., Any] | None = None,
-    ) -> tuple[Loss, Any]:
-        """The loss and the gradients of `scale` times it.
-
-        `output` is read from the last stage, `head` is this stage's part, `inputs` are the
-        microbatch's arrays. Heads ahead add to both gradients, and what else they have found is
-        returned: see `HeadsAhead.add`.
-        """
-        norm_params = vary(norm_params)
-
-        def of_block(output: Array, *given: Array) -> tuple[Any, Array]:
-            hidden, norm_vjp = jax.vjp(self.norm, norm_params, output)
-            total, d_hidden, d_head = self._differentiated(head, hidden, scale, *given)
-            sums = None
-            if ahead is not None:
-                score = partial(self._differentiated, head)  # of all rows together
-                d_hidden, d_head, sums = ahead(score, hidden, d_hidden, d_head)
-            d_hidden = vary(sum_over(d_hidden, STAGE)).astype(hidden.dtype)
-            d_norm, d_output = norm_vjp(d_hidden)
-            return (total, d_norm, d_head, sums), d_output
-
-        # Heads ahead read tokens of other blocks: only logits are by blocks then.
-        size = self.block_tokens if ahead is None else 0
-        given = self._from_last_stage(output), *self._given(inputs)
-        (total, d_norm, d_head, sums), d_output = by_blocks(of_block, size, *given)
-        return Loss(total, d_output, d_norm, d_head), sums
-
-    def _differentiated(
-        self,
-        head: Float[Array, "D v"],
-        hidden: Float[Array, "B T D"],
-        scale: Float[Array, ""],
-        targets: Int[Array, "B T"],
-        mask: Float[Array, "B T"],
-        *sources: Int[Array, "B T"],
-    ) -> tuple[Float[Array, "*sources"], Float[Array, "B T D"], Float[Array, "D v"]]:
-        """Loss, and its gradients by this stage's columns: of `hidden`, and of the columns."""
-
-        def of_block(hidden: Array, targets: Array, mask: Array, *sources: Array):
-            total, exponent, normaliser, is_target, slope = self._scores(
-                hidden, head, targets, mask, *sources
-            )
-            weight = (mask * scale)[..., None]
-            error = (exponent / normaliser[..., None] - is_target) * weight
-            error = error if slope is None else error * slope
-            error = error.astype(hidden.dtype)
-            d_head = _product("btd,btv->dv", hidden, error)
-            return (total, d_head), _product("btv,dv->btd", error, head)
-
-        given = hidden, targets, mask, *sources
-        (total, d_head), d_hidden = by_blocks(of_block, self.block_tokens, *given)
-        return total, d_hidden, d_head
-
-    def _given(self, inputs: Any) -> tuple[Array, ...]:
-        """What each token has beside its activation: target, whether it counts, its source."""
-        targets, mask = inputs["targets"], inputs["loss_mask"]
-        if not self.num_sources:
-            return targets, mask
-        return targets, mask, jnp.broadcast_to(inputs["source_ids"][:, None], targets.shape)
-
-    def _from_last_stage(self, output: jax.Array) -> jax.Array:
-        return vary(from_position(output, STAGE, self.last_stage))
-
-    def _scores(
-        self,
-        hidden: Float[Array, "B T D"],
-        head: Float[Array, "D v"],
-        targets: Int[Array, "B T"],
-        mask: Float[Array, "B T"],
-        *sources: Int[Array, "B T"],
-    ) -> tuple[
-        Float[Array, "*sources"],
-        Float[Array, "B T v"],
-        Float[Array, "B T"],
-        Float[Array, "B T v"],
-        Float[Array, "B T v"] | float | None,
-    ]:
-        """Loss, exp(logits - max), its sum over the vocabulary, one-hot targets, logits' slope."""
-        num_columns = head.shape[1]
-        logits, slope = _product("btd,dv->btv", hidden, head), None
-        if self.logit_scale != 1.0:
-            logits, slope = logits * self.logit_scale, self.logit_scale
-        if self.logit_cap:
-            bent = jnp.tanh(logits / self.logit_cap)
-            logits, slope = self.logit_cap * bent, (1.0 - bent * bent) * self.logit_scale
-        column = index_on(STAGE) * num_columns + jnp.arange(num_columns)
-        logits = jnp.where(column < self.vocab_size, logits, jnp.finfo(jnp.float32).min)
-        largest = max_over(logits.max(axis=-1), STAGE)
-        exponent = jnp.exp(logits - largest[..., None])
-        normaliser = sum_over(exponent.sum(axis=-1), STAGE)
-        is_target = column == targets[..., None]
-        picked = sum_over(jnp.where(is_target, logits, 0.0).sum(axis=-1), STAGE)
-        lost = (jnp.log(normaliser) + largest - picked) * mask
-        total = by_source(lost, self.num_sources, *sources) if sources else lost.sum()
-        return vary(total), exponent, normaliser, is_target.astype(jnp.float32), slope
-
-
-def by_source(
-    values: Float[Array, "B T"], num_sources: int, sources: Int[Array, "B _"]
-) -> Float[Array, " sources"]:
-    """Sums over the tokens of each source."""
-    # One sum for each: a scatter would add in an order that devices choose.
-    mine = sources == jnp.arange(num_sources)[:, None, None]
-    return jnp.where(mine, values, 0.0).sum((1, 2))
-
-
-def _product(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
-    """The einsum, summed in float32. XLA for CPU lacks some such products of bfloat16."""
-    multiply = partial(jnp.einsum, equation, preferred_element_type=jnp.float32)
-    if a.dtype != jnp.bfloat16:
-        return multiply(a, b)
-    wide = lambda a, b: multiply(a.astype(jnp.float32), b.astype(jnp.float32))  # noqa: E731
-    return jax.lax.platform_dependent(a, b, cpu=wide, default=multiply)

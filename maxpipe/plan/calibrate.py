@@ -44,7 +44,8 @@ from maxpipe.plan.sizes import BYTES, Sizes, schedule_of
 from maxpipe.plan.topology import at_hand, placed
 from maxpipe.schedule.catalog import INTERLEAVED, ONE_FORWARD_ONE_BACKWARD
 from maxpipe.schedule.table import Ring
-from maxpipe.train.step import Steps, keep_of
+from maxpipe.train.partition import keep_of
+from maxpipe.train.step import Steps
 from maxpipe.words import counted
 
 Tree = Any

@@ -10,7 +10,7 @@ from maxpipe.plan.sizes import BYTES, Sizes
 
 def gathered_bytes(sizes: Sizes, layers: Mapping[str, int]) -> float:
     """Of this number of layers of each kind, gathered."""
-    if sizes.config.model.matmul == "default":
+    if sizes.config.model.matmul == "default" and not sizes.config.adapter.rank:
         elements = sum(
             count * sizes.layer_elements(kind, whole=True) for kind, count in layers.items()
         )
@@ -24,6 +24,8 @@ def gathered_size(sizes: Sizes, param: Param | None = None) -> int:
     In 8 bits it is there twice, for products forward and backward, unless the whole matrix has
     one scale.
     """
+    if param is not None and param.exact:
+        return BYTES[param.exact]
     if param is None or not _rounds(sizes, param):
         return BYTES[sizes.config.model.compute_dtype]
     return 1 if sizes.config.model.matmul_scales == "tensor" else 2

@@ -8,10 +8,12 @@ holds the total against the peak that the compiler states. No jax.
 from __future__ import annotations
 
 import importlib.metadata
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 
 from maxpipe.model.choice import loss_block
+from maxpipe.model.low_rank import is_held
 from maxpipe.model.spec import Kind, Part
 from maxpipe.plan.gathered import gathered_bytes
 from maxpipe.plan.optimizer import optimizer_bytes, optimizer_bytes_of
@@ -92,15 +94,31 @@ def memory(sizes: Sizes, schedule: Schedule, *, platform: str) -> Memory:
 
 def state(sizes: Sizes) -> dict[str, float]:
     """Arguments of the step."""
-    model, train = sizes.config.model, sizes.config.train
+    train = sizes.config.train
     # Four arrays of ids and the mask, int32 and float32.
     batch = sizes.rows_per_device * (5 * 4 * train.sequence_length + 4)
-    params = BYTES[model.param_dtype] * sizes.shard_elements
+    ends = sizes.norm_elements + sizes.embedding_elements() + sizes.ahead_elements()
+    ends += 0 if sizes.model.ends.head is None else sizes.head_elements()
+    params = _stored(sizes, sizes.layer_slots) + _stored(sizes, sizes.outside)
+    params += BYTES[sizes.config.model.param_dtype] * ends
     kept = 0.0 if sizes.config.optim.offload_state else optimizer_bytes(sizes)
     return {
         "state": float(params + kept + 12),
         "batch": float(batch),
     }
+
+
+def _stored(sizes: Sizes, layers: Mapping[str, int]) -> float:
+    """Parameters of this number of layers of each kind on one device, as they are stored."""
+    return float(
+        sum(
+            count
+            * BYTES[param.exact or sizes.config.model.param_dtype]
+            * sizes.elements(param.dims)
+            for kind, count in layers.items()
+            for param in sizes.model.kinds[kind].params.values()
+        )
+    )
 
 
 def buffers(sizes: Sizes, schedule: Schedule) -> dict[str, float]:
@@ -146,7 +164,7 @@ def outside(sizes: Sizes, schedule: Schedule) -> float:
     What one layer's backward needs besides is not theirs alone, and left out.
     """
     once = sizes.config.pipeline.weight_gather != "iteration"
-    found = float(BYTES[sizes.config.model.param_dtype] * sizes.outside_elements())
+    found = _stored(sizes, sizes.outside)
     found += optimizer_bytes_of(sizes, sizes.outside)
     found += 4.0 * sizes.trained.outside_elements(whole=once)
     if once:
@@ -195,14 +213,24 @@ def _arriving(sizes: Sizes, schedule: Schedule) -> float:
 
 
 def _copies(sizes: Sizes) -> float:
-    """Shards in compute type, which XLA for TPU keeps throughout the step."""
-    pipeline, size = sizes.config.pipeline, BYTES[sizes.config.model.compute_dtype]
+    """Shards in compute type, which XLA for TPU keeps throughout the step.
+
+    None of what is stored in that type: it is read where it is.
+    """
+    pipeline, model = sizes.config.pipeline, sizes.config.model
+    if model.compute_dtype == model.param_dtype:
+        return 0.0
     elements = sizes.embedding_elements()
     if pipeline.remat != "chunk" and pipeline.weight_gather != "step":
-        elements += sizes.held_elements()
+        elements += sum(
+            count * sizes.elements(param.dims)
+            for kind, count in sizes.layer_slots.items()
+            for param in sizes.model.kinds[kind].params.values()
+            if not param.exact
+        )
         if pipeline.weight_gather == "iteration":
             elements += sizes.head_elements()
-    return float(size * elements)
+    return float(BYTES[model.compute_dtype] * elements)
 
 
 WORKSPACE = 32.0 * 2**20
@@ -267,13 +295,20 @@ def _layer_on_tpu(sizes: Sizes, schedule: Schedule) -> float:
     mode = "step" if _by_step(sizes, schedule) else sizes.config.pipeline.weight_gather
 
     def needed(name: str, kind: Kind) -> float:
-        weights = WEIGHTS[mode] * gathered_bytes(sizes, {name: 1})
+        weights = WEIGHTS[mode] * (gathered_bytes(sizes, {name: 1}) + _restored(sizes, kind))
         return weights + max(_part_on_tpu(sizes, part) for part in kind.parts.values())
 
     ring = max(needed(*kind) for kind in sizes.model.kinds.items()) + _chunk_inputs(sizes)
     kinds, waiting = sizes.model.kinds, size * (AHEAD_WAITS + 2 * sizes.heads_ahead)
     behind = [needed(name, kinds[name]) for name in sizes.layers_ahead]
     return max([ring, *(each + waiting * sizes.activation for each in behind)])
+
+
+def _restored(sizes: Sizes, kind: Kind) -> float:
+    """Matrices of a layer that are held in few bits, in compute type."""
+    held = [param for key, param in kind.declared.items() if is_held(kind, key)]
+    size = BYTES[sizes.config.model.compute_dtype]
+    return float(size * sum(sizes.elements(each.dims, whole=True) for each in held))
 
 
 def _part_on_tpu(sizes: Sizes, part: Part) -> float:

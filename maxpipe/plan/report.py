@@ -119,7 +119,9 @@ def facts(candidate: Candidate, hardware: Hardware) -> dict[str, Any]:
     chosen = words(config.model, hardware.platform, config.train.sequence_length, divided)
     parameters, trained = num_params(sizes.model), num_trained(sizes.model)
     tokens = config.train.batch_size * config.train.sequence_length
-    saved = partial(saved_bytes, config.optim, param_dtype=config.model.param_dtype)
+    trained_only = config.adapter.rank > 0
+    dtype = config.model.param_dtype
+    saved = partial(saved_bytes, config.optim, param_dtype=dtype, trained_only=trained_only)
     per_stage = []
     for stage in range(sizes.stages):
         chunks = [schedule.ring.chunk(stage, repeat) for repeat in range(sizes.repeats)]

@@ -116,7 +116,9 @@ def _parameters(on: _Mesh) -> Iterator[Sharding]:
 
     def parameter(name: str, param: Param, stacked: Dims = ()) -> Sharding:
         dims = (*stacked, *sizes.padded(param.dims))
-        placed = on.place(name, dims, [table.get(logical, ()) for _, logical in dims], dtype)
+        placed = on.place(
+            name, dims, [table.get(logical, ()) for _, logical in dims], param.exact or dtype
+        )
         return dataclasses.replace(placed, frozen=not param.trainable)
 
     def of_end(first: str) -> Iterator[Sharding]:

@@ -16,6 +16,7 @@ from maxpipe.config.schema import Config
 from maxpipe.model.choice import Divided, resolved
 from maxpipe.model.count import (
     computed_share,
+    counted,
     even_blocks,
     layer_costs,
     matrices_ahead,
@@ -23,6 +24,7 @@ from maxpipe.model.count import (
     scored_pairs,
 )
 from maxpipe.model.families.registry import describe
+from maxpipe.model.low_rank import residuals_of_changes
 from maxpipe.model.spec import Dims, Held, Kind, Model, Param, Part, Products, Scores
 from maxpipe.optim.kept import BYTES
 from maxpipe.parallel.axes import MESH_AXES, with_tokens
@@ -265,7 +267,7 @@ class Sizes:
         Experts that are divided over an axis meet the tokens of all its devices: as many for each
         of its own tokens as if it had all of them.
         """
-        params = self.model.kinds[kind].params
+        params = counted(self.model.kinds[kind])
         return sum(
             share
             * self.elements(params[name].dims, whole=True)
@@ -382,13 +384,6 @@ class Sizes:
             for (name, *_), param in self.model.ends.params.items()
             if name == first and self.counts(param)
         )
-
-    @cached_property
-    def shard_elements(self) -> int:
-        """Parameters on one device."""
-        found = self.held_elements() + self.outside_elements() + self.norm_elements
-        found += self.embedding_elements() + self.ahead_elements()
-        return found if self.model.ends.head is None else found + self.head_elements()
 
     # Activations, in elements, of a microbatch on one device.
 
@@ -541,6 +536,7 @@ class Sizes:
         """All that a layer's differentiation keeps."""
         parts, size = kind.parts.values(), BYTES[self.config.model.compute_dtype]
         declared = sum(self.held_bytes(part, part.residuals) for part in parts)
+        declared += self.held_bytes(kind.branches[0].part, residuals_of_changes(kind))
         return declared + size * sum(map(self.far_keys, parts)) + kind.num_masks * self.activation
 
     def report_bytes(self, layers: Mapping[str, int]) -> float:
@@ -576,6 +572,9 @@ class Sizes:
                     found += size * self.activation  # cotangent of a norm's output
             if recomputed and trained:
                 found += (size * kind.num_streams + kind.num_masks) * self.activation
+            if kind.adapters:  # of some the gradients themselves
+                params = filter(self.trained.counts, kind.params.values())
+                found += size * sum(self.elements(each.dims, whole=True) for each in params)
             return found
 
         return {name: waiting(kind) for name, kind in self._kinds}

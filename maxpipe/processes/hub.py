@@ -88,6 +88,7 @@ class Beat(TypedDict):
     seconds: float
     own: float
     waits: bool
+    detail: NotRequired[str]
 
 
 class Failed(TypedDict):
@@ -359,6 +360,7 @@ class Hub:
             if "beat" in message:
                 member.beat = {**message["beat"]}
                 member.beat["phase"] = from_peer(member.beat["phase"], 40)
+                member.beat["detail"] = from_peer(member.beat.get("detail", ""), 300)
                 if member.wire is not None:
                     member.wire.send({"heard": True})
             elif "failed" in message:
@@ -528,12 +530,13 @@ class Hub:
         idle = min((each.beat["seconds"] for each in here), default=0.0)
         if not limit or idle <= limit or any(each.beat["phase"] in UNTIMED for each in here):
             return
-        holding = [each for each in here if not each.beat["waits"]]
+        # One that reads holds the others up, also where it reads for what all do together.
+        holding = [each for each in here if each.beat["detail"] or not each.beat["waits"]]
         behind = min(each.beat["step"] for each in here)
         holding = holding or [each for each in here if each.beat["step"] == behind]
         words = "; ".join(
             f"{each} has been in {each.beat['phase']} for {each.beat['seconds']:.0f} s at step "
-            f"{each.beat['step']}"
+            f"{each.beat['step']}" + (f" ({each.beat['detail']})" if each.beat["detail"] else "")
             for each in holding[:8]
         )
         text = (

@@ -81,6 +81,7 @@ _SAME_SECRET = (
 )
 _BEHIND_SECONDS = 0.05
 _LONGEST_TEXT = 8000
+_LONGEST_DETAIL = 300
 
 
 @dataclass
@@ -383,6 +384,7 @@ class Link:
             "seconds": where.seconds,
             "own": where.own_seconds,
             "waits": self._comparing or where.phase in WAITING,
+            "detail": where.detail[:_LONGEST_DETAIL],
         }
 
     def _read(self, source: Any) -> None:

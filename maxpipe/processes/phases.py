@@ -14,9 +14,10 @@ from dataclasses import dataclass
 
 START, DATA_SET_UP, RESTORE, COMPILE = "start", "data set-up", "restore", "compile"
 LOOP, DATA, STEP, EVAL, SAVE = "loop", "data", "step", "eval", "save"
+ROLLOUT = "rollout"
 SET_UP = (START, DATA_SET_UP, RESTORE, COMPILE)
 """Before the first step."""
-WAITING = (STEP, EVAL, SAVE, RESTORE)
+WAITING = (STEP, ROLLOUT, EVAL, SAVE, RESTORE)
 """Phases that may wait for other processes; in all others a process delays them itself."""
 UNTIMED = (COMPILE,)
 """Of unknown length: from outside, progress cannot be seen."""
@@ -33,6 +34,8 @@ class Where:
     """Since the last progress."""
     own_seconds: float
     """In total after set-up, without waits for devices or other processes."""
+    detail: str = ""
+    """What it waits for there, where that is known."""
 
 
 class Phases:
@@ -46,6 +49,8 @@ class Phases:
         self._seconds: dict[str, float] = {}
         self._own = 0.0
         self.step = 0
+        self.detail = ""
+        """As in `Where`."""
 
     @contextlib.contextmanager
     def enter(self, phase: str) -> Iterator[None]:
@@ -73,7 +78,7 @@ class Phases:
         with self._lock:
             self._pass()
             idle = self._clock() - self._progressed
-            return Where(self._open[-1], self.step, idle, self._own)
+            return Where(self._open[-1], self.step, idle, self._own, self.detail)
 
     def take(self) -> dict[str, float]:
         """Seconds by phase since the last call."""

@@ -1,4 +1,4 @@
-"""Boxes, areas and labels: a drawing that is written as SVG or as PNG. Sizes are in pixels."""
+"""A drawing of boxes, areas, curves and labels, written as SVG or as PNG. Sizes are in pixels."""
 
 from __future__ import annotations
 
@@ -31,6 +31,14 @@ class Area(NamedTuple):
     fill: str
 
 
+class Curve(NamedTuple):
+    """A line through points."""
+
+    points: list[tuple[float, float]]
+    colour: str
+    width: float = 2.0
+
+
 class Label(NamedTuple):
     """A line of text."""
 
@@ -52,18 +60,21 @@ def text_width(text: str, size: float) -> float:
 
 @dataclass
 class Canvas:
-    """Boxes, areas and labels, drawn in this order."""
+    """Boxes, areas, curves and labels, drawn in this order."""
 
     width: float = 0.0
     height: float = 0.0
     boxes: list[Box] = field(default_factory=list)
     areas: list[Area] = field(default_factory=list)
+    curves: list[Curve] = field(default_factory=list)
     labels: list[Label] = field(default_factory=list)
 
     def put(self, other: Canvas, y: float) -> None:
         """Adds another drawing from this height on."""
         self.boxes += [box._replace(y=box.y + y) for box in other.boxes]
         self.areas += [Area([(x, py + y) for x, py in a.points], a.fill) for a in other.areas]
+        moved = (([(x, py + y) for x, py in each.points], each) for each in other.curves)
+        self.curves += [each._replace(points=points) for points, each in moved]
         self.labels += [label._replace(y=label.y + y) for label in other.labels]
         self.width = max(self.width, other.width)
         self.height = max(self.height, y + other.height)
@@ -90,6 +101,12 @@ class Canvas:
         for area in self.areas:
             points = " ".join(f"{_number(x)},{_number(y)}" for x, y in area.points)
             yield f'<polygon points="{points}" fill="{area.fill}"/>'
+        for curve in self.curves:
+            points = " ".join(f"{_number(x)},{_number(y)}" for x, y in curve.points)
+            yield (
+                f'<polyline points="{points}" fill="none" stroke="{curve.colour}" '
+                f'stroke-width="{_number(curve.width)}" stroke-linejoin="round"/>'
+            )
         anchors = {"l": "start", "m": "middle", "r": "end"}
         for label in self.labels:
             weight = ' font-weight="600"' if label.bold else ""
@@ -118,6 +135,9 @@ class Canvas:
             pen.rounded_rectangle(edges, box.radius * scale, box.fill, box.line, scale)
         for area in self.areas:
             pen.polygon([(x * scale, y * scale) for x, y in area.points], area.fill)
+        for curve in self.curves:
+            points = [(x * scale, y * scale) for x, y in curve.points]
+            pen.line(points, curve.colour, round(curve.width * scale), "curve")
         for label in self.labels:
             position = (label.x * scale, label.y * scale)
             font, anchor = fonts[label.size], f"{label.anchor}s"

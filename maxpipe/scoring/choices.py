@@ -8,13 +8,14 @@ import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, NamedTuple, Protocol, TypedDict
 
 from maxpipe.boundary import files
 from maxpipe.boundary.typed import parse
 from maxpipe.config.rules import did_you_mean
+from maxpipe.data.tokenizers.chat import ChatTemplate
 from maxpipe.errors import ConfigError, Problem, StorageError
-from maxpipe.scoring.requests import Requests, Texts
+from maxpipe.scoring.texts import Score, Texts
 
 _MAX_FILE_BYTES = 1 << 28
 _MAX_LINE_BYTES = 1 << 24
@@ -126,6 +127,35 @@ def _question(number: int, line: bytes) -> Question:
     return Question(number, context[0], tuple(choices), answer)
 
 
+class Model(Protocol):
+    """What answers questions: `Requests`, or during training `Tasks`."""
+
+    batch_size: int
+    """Rows side by side."""
+
+    def loglikelihood(
+        self, pairs: Sequence[tuple[str, str]], moved: Callable[[int], object] = ...
+    ) -> Sequence[Score]:
+        """The log-likelihood of each continuation after its context."""
+        ...
+
+
+def as_chats(
+    questions: Sequence[Question], chat: ChatTemplate | None, where: str, remedy: str
+) -> list[Question]:
+    """The questions with contexts that are what a user says, as a chat template writes them.
+
+    Raises:
+        ConfigError: there is no template, as `where` asks for; or it refuses one.
+    """
+    if chat is None:
+        rule = "needs a chat template: the tokenizer's folder has none."
+        action = f"{remedy}, or put chat_template.jinja into the folder of tokenizer.path."
+        raise ConfigError.one(where, None, rule, action)
+    texts = chat.render([[{"role": "user", "content": each.context}] for each in questions])
+    return [each._replace(context=text) for each, text in zip(questions, texts, strict=True)]
+
+
 @dataclass
 class Exam:
     """Questions, and how they are put to a model."""
@@ -148,7 +178,7 @@ class Exam:
         problems = []
         for question in self.questions:
             rows = [texts.row(*pair) for pair in self.continuations(question)]
-            longest = max(len(row.context) + len(row.target) for row in rows) - 1
+            longest = max(row.length for row in rows)
             if longest > texts.room:
                 rule = f"has {longest} tokens, and a row has {texts.room} (train.sequence_length)."
                 action = f"Shorten it, or set train.sequence_length={longest} to go beyond that."
@@ -157,7 +187,7 @@ class Exam:
             raise ConfigError(problems[:_MOST_PROBLEMS])
 
     def results(
-        self, model: Requests, moved: Callable[[int], object] = lambda done: None
+        self, model: Model, moved: Callable[[int], object] = lambda done: None
     ) -> Iterator[Result]:
         """The result of each question, in order; `moved` is called with the number of rows done.
 

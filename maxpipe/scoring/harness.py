@@ -24,7 +24,8 @@ from maxpipe.config.documents import one_line
 from maxpipe.errors import ConfigError, MaxpipeError
 from maxpipe.exchange.named import named
 from maxpipe.generate.weights import open_model
-from maxpipe.scoring.requests import Requests, Texts
+from maxpipe.scoring.requests import Requests
+from maxpipe.scoring.texts import Texts
 
 
 @register_model("maxpipe")

@@ -5,80 +5,22 @@ Source: the three kinds of requests are those of lm-evaluation-harness.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from maxpipe.data.tokenizer import Tokenizer
 from maxpipe.errors import ConfigError
 from maxpipe.generate.completions import Completion, Limits, Prompt, complete
 from maxpipe.generate.decoding import Decoding
 from maxpipe.generate.sampling import Sampling
 from maxpipe.generate.weights import Weights
-from maxpipe.scoring.rows import Row, Score, Scorer
+from maxpipe.scoring.rows import Scorer
+from maxpipe.scoring.texts import Score, Texts
 
 _MAX_TOKENS = 256
 _DRAWING = ("top_k", "top_p", "min_p")
 _TAKEN = {"until", "max_gen_toks", "do_sample", "temperature", "repetition_penalty", *_DRAWING}
-
-
-@dataclass
-class Texts:
-    """Texts as rows of tokens. They begin with the begin token, as documents in training."""
-
-    tokenizer: Tokenizer
-    room: int
-    """Tokens of a row that the model was trained on."""
-    is_chat: bool = False
-    """Whether contexts come from a chat template: what spells a control token in them is one."""
-
-    def encoded(self, text: str) -> list[int]:
-        """With the begin token."""
-        encode = self.tokenizer.encode_chat if self.is_chat else self.tokenizer.encode
-        ids = encode(text).tolist()
-        begin = self.tokenizer.begin_id
-        return ids if self.is_chat and ids[:1] == [begin] else [begin, *ids]
-
-    def row(self, context: str, continuation: str) -> Row:
-        """The tokens of a continuation, and of what is before it.
-
-        A token that has text of both is the continuation's.
-        """
-        before = self.encoded(context)
-        whole = self.encoded(context + continuation) if continuation else before
-        same = (mine == other for mine, other in zip(before, whole, strict=False))
-        shared = sum(itertools.takewhile(bool, same))
-        return Row(whole[:shared], whole[shared:])
-
-    def fitted(self, row: Row) -> Row:
-        """The row without what of its context exceeds the room, behind the begin token.
-
-        Raises:
-            ConfigError: its target alone exceeds the room.
-        """
-        over = len(row.context) + len(row.target) - 1 - self.room
-        if over <= 0:
-            return row
-        if over > len(row.context) - 1:
-            raise ConfigError.one(
-                "a continuation",
-                f"{len(row.target)} tokens",
-                f"must fit into a row of {self.room} tokens (train.sequence_length).",
-                "Set a larger train.sequence_length, if the model can do more.",
-            )
-        return Row([*row.context[:1], *row.context[1 + over :]], row.target)
-
-    def windows(self, text: str) -> list[Row]:
-        """Rows in which each token of a text is predicted once, the last with most context."""
-        ids = self.encoded(text)
-        found = []
-        for first in range(1, len(ids), self.room):
-            end = min(first + self.room, len(ids))
-            begin = max(end - self.room - 1, 0)
-            found.append(Row(ids[begin:first], ids[first:end]))
-        return found
 
 
 @dataclass

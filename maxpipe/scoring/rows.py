@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,26 +26,10 @@ from maxpipe.generate.weights import Weights
 from maxpipe.model.decoder import Decoder
 from maxpipe.parallel.mesh import BATCH_AXES
 from maxpipe.parallel.sharding import BATCH_SPEC
+from maxpipe.scoring.texts import Row, Score, laid_out
 
 _LOGITS = 1 << 26
 """Most logits that are in memory at a time, over all devices."""
-
-
-class Row(NamedTuple):
-    """Tokens to look at, and tokens that follow them."""
-
-    context: Sequence[int]
-    """At least one."""
-    target: Sequence[int]
-
-
-class Score(NamedTuple):
-    """What a model says of a row's target."""
-
-    logprob: float
-    """In nats, of all its tokens."""
-    is_greedy: bool
-    """Whether each of its tokens is the most likely one."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +55,7 @@ class Scorer:
             KeyboardInterrupt: `stops` says so; no device computes any more.
         """
         # Rows of about one length together; the longest first, as memory ends there if anywhere.
-        order = sorted(range(len(rows)), key=lambda row: -_length(rows[row]))
+        order = sorted(range(len(rows)), key=lambda row: -rows[row].length)
         found: list[Score | None] = [None] * len(rows)
         for first in range(0, len(order), self.batch_size):
             mine = order[first : first + self.batch_size]
@@ -87,17 +71,7 @@ class Scorer:
         mesh = self.weights.mesh
         shards = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
         count = math.ceil(min(self.batch_size, most) / shards) * shards
-        width = padded(max(map(_length, rows)))
-        batch = {
-            name: np.zeros((count, width), np.int32)
-            for name in ("tokens", "targets", "segment_ids", "positions")
-        }
-        for number, row in enumerate(rows):
-            whole, length = [*row.context, *row.target], _length(row)
-            batch["tokens"][number, :length] = whole[:-1]
-            batch["targets"][number, :length] = whole[1:]
-            batch["segment_ids"][number, :length] = 1
-            batch["positions"][number, :length] = np.arange(length)
+        batch = laid_out(rows, count, padded(max(row.length for row in rows)))
         with jax.set_mesh(mesh):
             placed = jax.device_put(batch, NamedSharding(mesh, BATCH_SPEC))
             logprobs, best = jax.device_get(self._program(self.weights.params, placed))
@@ -118,11 +92,6 @@ def dropless(decoder: Decoder) -> Decoder:
         own = dataclasses.replace(own, capacity_factor=0.0)
         config = dataclasses.replace(config, own=own)
     return dataclasses.replace(decoder, config=config)
-
-
-def _length(row: Row) -> int:
-    """Tokens that are predicted from: the last one is only predicted."""
-    return len(row.context) + len(row.target) - 1
 
 
 def _scored(decoder: Decoder, params: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
@@ -147,11 +116,11 @@ def _scored(decoder: Decoder, params: Any, batch: Any) -> tuple[jax.Array, jax.A
 
 
 def _score(row: Row, logprobs: np.ndarray, best: np.ndarray) -> Score:
-    mine = slice(len(row.context) - 1, _length(row))
+    mine = row.predicting
     logprob = float(logprobs[mine].sum(dtype=np.float64))
     if not math.isfinite(logprob):
         raise NumbersError(
-            f"a text of {_length(row)} tokens has the log-probability {logprob}\n"
+            f"a text of {row.length} tokens has the log-probability {logprob}\n"
             "  the model's parameters give numbers that are not finite.\n"
             "  Take an earlier step, or set model.compute_dtype=float32."
         )

@@ -204,7 +204,9 @@ def _highlights(metrics: Mapping[str, float]) -> Iterator[tuple[str, str]]:
     """The main numbers, as (tag, text), where `metrics` has them."""
     forms = {
         "train/loss": lambda value: f"loss {value:.4f}",
+        "rollout/reward": lambda value: f"reward {value:.3f}",
         "eval/loss": lambda value: f"eval loss {value:.4f}",
+        "train/epochs": lambda value: f"epochs {value:.2f}",
         "perf/tokens_per_s": lambda value: f"{_si(value)} tokens/s",
         "perf/tflops_per_device": lambda value: f"{_short(value)} TFLOP/s/device",
         "perf/mfu": lambda value: f"MFU {value:.1%}",

@@ -16,7 +16,7 @@ from typing import Any, NotRequired, TypedDict
 from maxpipe.boundary.files import full, records
 from maxpipe.config.paths import EVENTS_FILE
 from maxpipe.errors import ConfigError, StorageError
-from maxpipe.processes.phases import DATA, EVAL, LOOP, SAVE, SET_UP, STEP
+from maxpipe.processes.phases import DATA, EVAL, LOOP, ROLLOUT, SAVE, SET_UP, STEP
 from maxpipe.telemetry.console import duration
 
 PRODUCTIVE, REDONE, DOWN, UNKNOWN = "productive", "redone", "down", "unknown"
@@ -34,6 +34,8 @@ CAUSES = {
 }
 
 
+_OF_STEPS = (STEP, LOOP, ROLLOUT)
+"""Phases of steps: what a step trains on may be drawn for it."""
 _LONGEST_SECONDS = 1e10
 """Three hundred years, a limit for damaged records."""
 
@@ -181,9 +183,9 @@ def _by_cause(attempts: list[Attempt]) -> dict[str, float]:
             begun_later = min(begun_later, stretch.first)
             for phase, seconds in stretch.seconds.items():
                 told += seconds
-                if phase in (STEP, LOOP) and attempt.first == attempt.last:
+                if phase in _OF_STEPS and attempt.first == attempt.last:
                     total[SET_UP[0]] += seconds  # a finished run was started again
-                elif phase in (STEP, LOOP):
+                elif phase in _OF_STEPS:
                     total[PRODUCTIVE] += share * seconds
                     total[REDONE] += (1 - share) * seconds
                 else:

@@ -21,7 +21,23 @@ class Metric:
     when: str = "each record"
 
 
+_DISTILLED = "with `train.objective=distill`"
 _EVALUATED, _MIXED = "after an evaluation", "with `data.mixture`"
+_GRPO = "with `train.objective=grpo`"
+_PREFERENCE = "with `train.objective=preference`"
+_OF_PAIRS = {
+    "reward_chosen": (
+        "",
+        "What the chosen response gained beside the reference, times `preference.beta`; of `orpo` "
+        "its log-probability, times `preference.odds_weight`. As all of these a mean over pairs.",
+    ),
+    "reward_rejected": ("", "The same of the rejected response."),
+    "margin": ("", "The first less the second."),
+    "accuracy": ("fraction", "Pairs whose chosen response has the larger reward."),
+    "nats_chosen": ("nats per token", "Cross-entropy of the chosen response, the mean of each."),
+    "nats_rejected": ("nats per token", "The same of the rejected response."),
+}
+"""What preferences report: unit and meaning."""
 
 
 def of_source(name: str, what: str) -> str:
@@ -34,7 +50,10 @@ METRICS = (
         "train/loss",
         "nats per token",
         "Cross-entropy of the step's batch, before its update, over all tokens that are predicted. "
-        "Losses that layers and heads ahead add to the objective are not in it.",
+        "Losses that layers and heads ahead add to the objective are not in it. Of preferences it "
+        "is what `preference.loss` says, the mean over pairs, and so in evaluations; with "
+        "`train.objective=grpo` the loss of the policy, in no unit, and with "
+        "`train.objective=distill` the mean with the divergence from the teacher.",
     ),
     Metric(
         "train/loss_ahead_1",
@@ -60,12 +79,81 @@ METRICS = (
         "Spikes of loss or gradient norm so far.",
         "with `guard.spike_sigmas`",
     ),
+    Metric(
+        "train/cross_entropy",
+        "nats per token",
+        "Cross-entropy of the step's batch, a part of `train/loss`.",
+        _DISTILLED,
+    ),
+    Metric(
+        "train/divergence",
+        "nats per token",
+        "Divergence of student and teacher, times `distill.temperature` squared: the other part.",
+        _DISTILLED,
+    ),
+    Metric(
+        "distill/teacher_wait_s",
+        "seconds",
+        "Part of a step's time that waited for the teacher; it is in `perf/data_wait_s`, too.",
+        f"{_DISTILLED} and `distill.teacher`",
+    ),
+    Metric(
+        "distill/transfer_bytes",
+        "bytes",
+        "What a step sends between devices of teacher and student: batch one way, answers the "
+        "other.",
+        f"{_DISTILLED} and `distill.teacher`",
+    ),
     Metric("eval/loss", "nats per token", "Cross-entropy of validation documents.", _EVALUATED),
     Metric(
         "eval/nats_per_byte",
         "nats per byte",
         "The same per byte of text, which compares across tokenizers.",
         _EVALUATED,
+    ),
+    Metric(
+        "rollout/reward",
+        "",
+        "Mean reward of the completions that the step is trained on.",
+        _GRPO,
+    ),
+    Metric("rollout/reward_std", "", "Standard deviation of these rewards.", _GRPO),
+    Metric(
+        "rollout/flat_groups",
+        "fraction",
+        "Groups of them whose rewards are all the same, which say nothing.",
+        _GRPO,
+    ),
+    Metric("rollout/tokens", "tokens", "Mean length of these completions.", _GRPO),
+    Metric(
+        "rollout/cut",
+        "fraction",
+        "These completions that were ended by `grpo.max_tokens`.",
+        _GRPO,
+    ),
+    Metric(
+        "train/entropy",
+        "nats per token",
+        "Entropy of the policy, estimated from the tokens that were drawn: of `train/loss`, its "
+        "kind of mean.",
+        _GRPO,
+    ),
+    Metric(
+        "train/clipped",
+        "fraction",
+        "Tokens that `grpo.clip` keeps from being learned from; 0 in the first step of a rollout.",
+        _GRPO,
+    ),
+    Metric(
+        "train/kl",
+        "nats per token",
+        "Divergence from the reference, estimated from the tokens that were drawn.",
+        "with `grpo.kl`",
+    ),
+    *(Metric(f"train/{name}", *each, _PREFERENCE) for name, each in _OF_PAIRS.items()),
+    *(
+        Metric(f"eval/{name}", unit, f"`train/{name}` of validation documents.", _PREFERENCE)
+        for name, (unit, _) in _OF_PAIRS.items()
     ),
     Metric("train/epochs", "", "How often the documents were read.", "without `data.mixture`"),
     Metric(
@@ -111,6 +199,19 @@ METRICS = (
         "after an evaluation, with `data.validation`",
     ),
     Metric(
+        "eval/NAME/accuracy",
+        "",
+        "Share of the questions of the task NAME in `eval.tasks` whose most likely choice is the "
+        "answer.",
+        "after an evaluation, with `eval.tasks`",
+    ),
+    Metric(
+        "eval/NAME/accuracy_by_bytes",
+        "",
+        "The same with likelihoods by byte of the choice.",
+        "after an evaluation, with `eval.tasks`",
+    ),
+    Metric(
         "perf/step_s",
         "seconds",
         "Mean time of a step since the record before, without evaluations and saves.",
@@ -126,6 +227,12 @@ METRICS = (
         "fraction",
         "The same as a fraction of the device's peak.",
         "on devices with a file in `configs/hardware`",
+    ),
+    Metric(
+        "perf/rollout_s",
+        "seconds",
+        "Time for each step, beside `perf/step_s`, in which completions were drawn and rewarded.",
+        _GRPO,
     ),
     Metric("perf/data_wait_s", "seconds", "Part of a step's time that waited for its batch."),
     Metric(
@@ -148,7 +255,12 @@ METRICS = (
 
 CHARTS = (
     ("loss", ("train/loss", "eval/loss")),
+    ("distillation", ("train/cross_entropy", "train/divergence")),
+    ("reward", ("rollout/reward",)),
     ("loss of sources", ("source/NAME/loss", "source/NAME/eval_loss")),
+    ("accuracy of tasks", ("eval/NAME/accuracy",)),
+    ("margin of rewards", ("train/margin", "eval/margin")),
+    ("accuracy of rewards", ("train/accuracy", "eval/accuracy")),
     ("throughput", ("perf/tokens_per_s",)),
     ("MFU", ("perf/mfu",)),
     ("learning rate", ("train/lr",)),

@@ -13,11 +13,18 @@ from maxpipe.config.check import total_steps
 from maxpipe.config.schema import Config
 from maxpipe.data.loader import Loader
 from maxpipe.parallel.sharding import AxisRules, local_rows, place_rows
-from maxpipe.train.step import Steps, partition
+from maxpipe.train.objectives import objective_of
+from maxpipe.train.partition import partition
+from maxpipe.train.step import Steps
 
 
-def steps_of(config: Config, mesh: Mesh, byte_lengths: np.ndarray) -> Steps:
-    """The steps that a config describes on a mesh; see `partition`."""
+def steps_of(
+    config: Config, mesh: Mesh, byte_lengths: np.ndarray, *, num_sources: int | None = None
+) -> Steps:
+    """The steps that a config describes on a mesh; see `partition`.
+
+    There is a sum for each source of the mixture, or for `num_sources`.
+    """
     return partition(
         mesh,
         model=config.model,
@@ -29,7 +36,8 @@ def steps_of(config: Config, mesh: Mesh, byte_lengths: np.ndarray) -> Steps:
         seed=config.run.seed,
         byte_lengths=byte_lengths,
         guard=config.guard,
-        num_sources=len(config.data.mixture),
+        num_sources=len(config.data.mixture) if num_sources is None else num_sources,
+        objective=objective_of(config),
     )
 
 

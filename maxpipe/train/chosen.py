@@ -18,14 +18,15 @@ from maxpipe.checkpoint.folder import Facts, Folder
 from maxpipe.checkpoint.manager import Checkpoints, open_run
 from maxpipe.checkpoint.selection import step_of
 from maxpipe.checkpoint.storage import FOLDER, first_line
-from maxpipe.config.check import DEFAULT
+from maxpipe.config.check import DEFAULT, where
 from maxpipe.config.load import Loaded, load, to_dict
 from maxpipe.data.tokenizer import Tokenizer
 from maxpipe.errors import ConfigError, StorageError
 from maxpipe.exchange.source import WITHOUT_AHEAD, opened
 from maxpipe.optim.kept import AVERAGE
 from maxpipe.pipeline.trainable import joined
-from maxpipe.train.resume import check_model
+from maxpipe.train.adapters import check_adapter, read_base
+from maxpipe.train.start import check_model
 from maxpipe.train.step import Steps
 from maxpipe.train.weights import of_folder
 
@@ -123,7 +124,7 @@ def _choose_checkpoint(
             f"  {first_line(error)}.\n"
             "  Try again when the storage answers."
         ) from error
-    saved = saved_of(facts.config)
+    saved = saved_of(_untaught(facts.config))
     if isinstance(own := saved.get("runtime"), Mapping):
         saved["runtime"] = {key: own[key] for key in own if key not in _OF_ITS_PROCESSES}
     name = address.at(step)
@@ -132,6 +133,7 @@ def _choose_checkpoint(
         def accept(facts: Facts) -> None:
             wanted, saved = to_dict(loaded.config)["model"], facts.config["model"]
             check_model(saved, wanted, loaded.origins, "leave it out", weights_alone=True)
+            check_adapter(facts, loaded, own=True)
 
         params = steps.abstract_saved["params"]
         wanted = {"params": params}
@@ -142,6 +144,10 @@ def _choose_checkpoint(
             wanted["optimizer"] = {AVERAGE: averages}
         with Checkpoints(home, write=False) as checkpoints:
             found = checkpoints.restore(step, wanted, accept).state
+        if loaded.config.adapter.rank:
+            base, _ = read_base(facts, loaded, steps, _Quiet())
+            mine = found["optimizer"][AVERAGE] if address.average else found["params"]
+            return steps.whole(base, mine)
         if not address.average:
             return found["params"]
         averages = found["optimizer"][AVERAGE]
@@ -149,6 +155,20 @@ def _choose_checkpoint(
 
     fingerprint = facts.data.get("fingerprint", {})
     return Chosen(name, load(inputs, saved, name), step, fingerprint, params)
+
+
+_TEACHING = ("distill", "grpo")
+"""Sections, each with the objective of its name, that evaluation and generation do not read."""
+
+
+def _untaught(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config of a run without its teacher or rewards: what a model has learned from does not
+    matter.
+    """
+    found = {section: keys for section, keys in config.items() if section not in _TEACHING}
+    if isinstance(train := found.get("train"), Mapping) and train.get("objective") in _TEACHING:
+        found["train"] = {key: value for key, value in train.items() if key != "objective"}
+    return found
 
 
 def _choose_folder(
@@ -167,13 +187,27 @@ def _choose_folder(
     }
     name = str(source.folder)
     loaded = load(inputs, saved_of(known), name)
+    if rank := loaded.config.adapter.rank:
+        rule = f"must be 0: {name} holds a whole model, and no adapters beside it."
+        action = "Leave it out, or name the run of the adapters."
+        raise ConfigError.one(where("adapter.rank", loaded.origins), rank, rule, action)
     wanted = to_dict(loaded.config)["model"]
     check_model(model, wanted, loaded.origins, "leave it out", weights_alone=True)
 
     def params(loaded: Loaded, steps: Steps) -> Any:
-        return of_folder(source, steps.abstract_saved["params"])
+        return of_folder(source, steps.abstract_base)
 
     return Chosen(name, loaded, None, {}, params)
+
+
+class _Quiet:
+    """Says nothing: a base was talked about when adapters were trained beside it."""
+
+    def note(self, text: str) -> None:
+        """Nothing."""
+
+    def warn(self, text: str) -> None:
+        """Nothing."""
 
 
 @contextlib.contextmanager

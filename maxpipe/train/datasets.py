@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from maxpipe.boundary.files import full
 from maxpipe.config.ramp import Ramp
 from maxpipe.config.schema import Config
 from maxpipe.data.loader import Datasets, build
 from maxpipe.data.overlap import left_out, overlaps
-from maxpipe.data.tokenizer import check_vocab
+from maxpipe.data.prompts import build_prompts
+from maxpipe.data.tokenizer import check_vocab, open_tokenizer
 from maxpipe.errors import ConfigError, Problem
+from maxpipe.rewards.process import Rewards, check
 
 
 def datasets_of(config: Config, moved: Callable[[], object]) -> Datasets:
@@ -19,6 +22,8 @@ def datasets_of(config: Config, moved: Callable[[], object]) -> Datasets:
     Raises:
         ConfigError: they cannot be used, or have ids that the model does not know.
     """
+    if config.train.objective == "grpo":
+        return _prompts(config)
     datasets = build(
         config.data,
         config.tokenizer,
@@ -32,6 +37,21 @@ def datasets_of(config: Config, moved: Callable[[], object]) -> Datasets:
     )
     check_vocab(datasets.tokenizer, config.model.vocab_size)
     return datasets
+
+
+def _prompts(config: Config) -> Datasets:
+    tokenizer = open_tokenizer(config.tokenizer)
+    check_vocab(tokenizer, config.model.vocab_size)
+    return build_prompts(
+        config.grpo,
+        config.data,
+        tokenizer,
+        seed=config.run.seed,
+        batch_size=config.train.batch_size,
+        sequence_length=config.train.sequence_length,
+        check=partial(check, config.grpo),
+        reward=Rewards(config.grpo).fingerprint(),
+    )
 
 
 def check_overlap(
@@ -51,6 +71,7 @@ def check_overlap(
     how = config.data.validation_overlap
     if how == "ignore" or not config.eval.batches or not datasets.evaluated():
         return
+    assert datasets.corpora is not None
     train, sets = datasets.corpora
     large = how == "stop"
     problems = []

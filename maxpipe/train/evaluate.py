@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,19 +22,41 @@ class Totals:
     bytes: float
     of_sources: Mapping[str, Totals] = field(default_factory=dict)
     """Those of each source of a mixture, by name."""
+    reports: Mapping[str, float] = field(default_factory=dict)
+    """What the objective reports beside its loss, by name."""
+    of_text: bool = True
+    """Whether they are of tokens: those of pairs stand for no bytes."""
 
     @property
     def metrics(self) -> dict[str, float]:
-        """`eval/loss` in nats per target token and `eval/nats_per_byte` of the text."""
-        found = {
-            "eval/loss": self.loss / max(self.targets, 1.0),
-            "eval/nats_per_byte": self.loss / max(self.bytes, 1.0),
-        }
+        """`eval/loss` in nats per target token and `eval/nats_per_byte` of the text.
+
+        NaN where there is none, as of conversations without an answer: 0 would be the best loss.
+        """
+        found = {"eval/loss": self.loss / self.targets if self.targets else math.nan}
+        if self.of_text:
+            per_byte = self.loss / max(self.bytes, 1.0) if self.targets else math.nan
+            found["eval/nats_per_byte"] = per_byte
+        for name, report in self.reports.items():
+            found[f"eval/{name}"] = report / self.targets if self.targets else math.nan
         for name, each in self.of_sources.items():
             if each.targets:
                 found[of_source(name, "eval_loss")] = each.loss / each.targets
-                found[of_source(name, "eval_nats_per_byte")] = each.loss / max(each.bytes, 1.0)
+                if self.of_text:
+                    found[of_source(name, "eval_nats_per_byte")] = each.loss / max(each.bytes, 1.0)
         return found
+
+    @property
+    def words(self) -> str:
+        """The metrics in a line, for people."""
+        found = self.metrics
+        if self.of_text:
+            return (
+                f"{found['eval/loss']:.4f} nats per token, "
+                f"{found['eval/nats_per_byte']:.4f} nats per byte"
+            )
+        reports = (f", {name} {found[f'eval/{name}']:.4f}" for name in self.reports)
+        return f"loss {found['eval/loss']:.4f}{''.join(reports)}"
 
     def named(self, name: str) -> dict[str, float]:
         """The same of a set of documents that has a name, or none: `eval/NAME/loss`."""
@@ -41,8 +64,15 @@ class Totals:
         return {tag.replace("eval/", inner): value for tag, value in self.metrics.items()}
 
     def __add__(self, other: Totals) -> Totals:
+        names = dict.fromkeys([*self.reports, *other.reports])
         return Totals(
-            self.loss + other.loss, self.targets + other.targets, self.bytes + other.bytes
+            self.loss + other.loss,
+            self.targets + other.targets,
+            self.bytes + other.bytes,
+            reports={
+                name: self.reports.get(name, 0.0) + other.reports.get(name, 0.0) for name in names
+            },
+            of_text=self.of_text and other.of_text,
         )
 
 
@@ -60,11 +90,11 @@ def evaluate(
 
     No device computes when it is over: Python that ends meanwhile may crash.
     """
-    total = {name: np.zeros(()) for name in ("loss", "targets", "bytes")}
+    total = {name: np.zeros(()) for name in ("loss", "targets")}
 
     def add(sums: Mapping[str, jax.Array]) -> None:
-        for name in total:
-            total[name] = total[name] + np.asarray(sums[name], np.float64)
+        for name, value in sums.items():
+            total[name] = total.get(name, 0.0) + np.asarray(value, np.float64)
 
     # Added one batch late: at most two are on the devices.
     before: Mapping[str, jax.Array] | None = None
@@ -79,9 +109,18 @@ def evaluate(
             add(before)
     finally:
         jax.block_until_ready(before)
-    loss, targets, num_bytes = total.values()
+    loss, targets, of_text = total.pop("loss"), total.pop("targets"), "bytes" in total or not total
+    num_bytes = total.pop("bytes", np.zeros_like(loss))
     of_sources = {
         name: Totals(float(loss[number]), float(targets[number]), float(num_bytes[number]))
         for number, name in enumerate(sources)
     }
-    return Totals(float(loss.sum()), float(targets.sum()), float(num_bytes.sum()), of_sources)
+    reports = {name: float(value.sum()) for name, value in total.items()}
+    return Totals(
+        float(loss.sum()),
+        float(targets.sum()),
+        float(num_bytes.sum()),
+        of_sources,
+        reports,
+        of_text,
+    )

@@ -30,10 +30,11 @@ from maxpipe.errors import ConfigError, NumbersError, Preempted
 from maxpipe.parallel.mesh import build_mesh, describe
 from maxpipe.processes import runtime
 from maxpipe.processes.phases import COMPILE, DATA_SET_UP, EVAL, RESTORE, Phases
+from maxpipe.train import pair_references
 from maxpipe.train.build import batches, steps_of
 from maxpipe.train.chosen import Chosen, choose, deferred, interrupts
 from maxpipe.train.evaluate import Totals, evaluate
-from maxpipe.train.run import fit_to_devices, shared_facts
+from maxpipe.train.set_up import fit_to_devices, shared_facts
 from maxpipe.words import counted
 
 Say = Callable[[str], None]
@@ -49,8 +50,8 @@ _ORDER = ("order_version", "source", "documents", "source_digest", "seed", "vali
 _REPORT_SECONDS = 10.0
 
 
-class Report(TypedDict):
-    """The result. Losses are means over target `tokens`, or over `bytes` of their text."""
+class _Evaluated(TypedDict):
+    """What was evaluated."""
 
     checkpoint: str
     step: int | None
@@ -58,16 +59,32 @@ class Report(TypedDict):
     split: str
     batches: int
     all_batches: int
+    sources: dict[str, float]
+    """Loss of each source of a mixture that was read."""
+    sequence_length: int
+    mesh: str
+
+
+class TextReport(_Evaluated):
+    """The result. Losses are means over target `tokens`, or over `bytes` of their text."""
+
     tokens: int
     bytes: int
     nats_per_token: float
     nats_per_byte: float
     bits_per_byte: float
     perplexity: float
-    sources: dict[str, float]
-    """Nats per token of each source of a mixture that was read."""
-    sequence_length: int
-    mesh: str
+
+
+class PairReport(_Evaluated):
+    """The result with `train.objective=preference`."""
+
+    pairs: int
+    preference: dict[str, float]
+    """Mean loss over pairs, and what the objective reports."""
+
+
+Report = TextReport | PairReport
 
 
 def evaluate_model(
@@ -108,6 +125,9 @@ def evaluate_model(
             with phases.enter(RESTORE):
                 say(f"restoring the parameters of {chosen.name}")
                 params = steps.stack_params(chosen.params(steps))
+            if pair_references.are_needed(steps):
+                run_dir = Path(named.run_dir) if isinstance(named, Address) else named
+                pair_references.attach_stored(run_dir, loader)
             with phases.enter(COMPILE):
                 say("compiling")
                 step = steps.compile_eval(config.eval.batch_size)
@@ -310,19 +330,13 @@ def _report(
             "  its parameters give numbers that are not finite.\n"
             "  Evaluate an earlier step, or with model.compute_dtype=float32."
         )
-    return {
+    found: _Evaluated = {
         "checkpoint": chosen.name,
         "step": chosen.step,
         "source": loader.fingerprint()["source"],
         "split": split,
         "batches": count,
         "all_batches": loader.num_batches,
-        "tokens": int(totals.targets),
-        "bytes": int(totals.bytes),
-        "nats_per_token": loss,
-        "nats_per_byte": metrics["eval/nats_per_byte"],
-        "bits_per_byte": metrics["eval/nats_per_byte"] / math.log(2),
-        "perplexity": math.exp(min(loss, 700.0)),
         "sources": {
             name: each.loss / each.targets
             for name, each in totals.of_sources.items()
@@ -330,4 +344,16 @@ def _report(
         },
         "sequence_length": loader.sequences.sequence_length,
         "mesh": mesh,
+    }
+    if not totals.of_text:
+        of_pairs = {name: metrics[f"eval/{name}"] for name in ("loss", *totals.reports)}
+        return {**found, "pairs": int(totals.targets), "preference": of_pairs}
+    return {
+        **found,
+        "tokens": int(totals.targets),
+        "bytes": int(totals.bytes),
+        "nats_per_token": loss,
+        "nats_per_byte": metrics["eval/nats_per_byte"],
+        "bits_per_byte": metrics["eval/nats_per_byte"] / math.log(2),
+        "perplexity": math.exp(min(loss, 700.0)),
     }

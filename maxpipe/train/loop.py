@@ -24,12 +24,13 @@ from maxpipe.hardware import peak_flops
 from maxpipe.model.count import train_flops_per_token
 from maxpipe.model.families.registry import describe
 from maxpipe.processes import runtime
-from maxpipe.processes.phases import DATA, EVAL, LOOP, SAVE, STEP, Phases
+from maxpipe.processes.phases import DATA, EVAL, LOOP, ROLLOUT, SAVE, STEP, Phases
 from maxpipe.telemetry.console import Console
 from maxpipe.telemetry.metrics import of_source
 from maxpipe.train.by_source import SourceSums
 from maxpipe.train.room import explained
-from maxpipe.train.run import Run, fit_to_devices, set_up, shared_facts
+from maxpipe.train.run import Run
+from maxpipe.train.set_up import fit_to_devices, set_up, shared_facts
 from maxpipe.train.step import BY_SOURCE
 from maxpipe.train.watch import RollBack
 from maxpipe.words import counted
@@ -79,16 +80,22 @@ def _run_loop(run: Run) -> None:
 
 def _train_on(run: Run) -> None:
     """The loop."""
-    config, first, last = run.config, run.first, run.total_steps
+    config, first = run.config, run.first
     meter = Meter(run)
     evaluated: dict[str, float] = {}
+    if run.patience.lacks(first) and first:  # the run was asked to stop meanwhile
+        with meter.paused(EVAL):
+            evaluated = run.evaluate(first)
+    last = run.total_steps
     checked = config.guard.replica_check_every
     run.console.begin(first, last)
     if run.link.stops_here() and first < last:
         _leave(run, first)
     position = run.watch.offset
-    with run.batches(run.datasets.train, first + position, last + position) as batches:
+    with run.train_batches(first + position, last + position) as batches:
         for step in range(first + 1, last + 1):
+            if not meter.rolled_out(step):
+                _leave(run, step - 1)
             batch = meter.wait_for(batches)
             run.phases.progress(step)
             with run.phases.enter(STEP):
@@ -100,6 +107,7 @@ def _train_on(run: Run) -> None:
             if config.eval.every and step % config.eval.every == 0:
                 with meter.paused(EVAL):
                     evaluated = run.evaluate(step)
+                last = step if run.patience.is_over else last
             if config.eval.sample_every and step % config.eval.sample_every == 0:
                 with meter.paused(EVAL):
                     run.sample(step)
@@ -107,11 +115,14 @@ def _train_on(run: Run) -> None:
                 with meter.paused(LOOP):
                     run.compare_replicas(step)
             run.checkpoints.poll()
-            if step < last and run.checkpoints.due(step):  # the last one is saved evaluated
-                with meter.paused(SAVE):
-                    run.save(step)
-            if run.link.stops_here() and step < last:
-                _leave(run, step)
+            if step < last and run.can_stop_behind(step):  # the last one is saved evaluated
+                if run.checkpoints.due(step):
+                    with meter.paused(SAVE):
+                        run.save(step)
+                if run.link.stops_here():
+                    _leave(run, step)
+            if step == last:
+                break
     run.watch.settle()
     if not (config.eval.every and last % config.eval.every == 0 and evaluated):
         with meter.paused(EVAL):
@@ -142,9 +153,11 @@ def _save_and_wait(run: Run, step: int) -> None:
 
 def _closing_words(run: Run, evaluated: dict[str, float]) -> str:
     lines = [f"done: {counted(run.total_steps, 'step')}, files in {run_folder(run.config.run)}"]
-    if run.total_steps < run.length:
+    if run.patience.is_over:
+        lines.append(run.patience.words())
+    elif run.total_steps < run.length:
         lines.append(f"all documents were read: the run has ended before step {run.length}")
-    if evaluated:
+    if "eval/nats_per_byte" in evaluated:
         lines.append(f"final validation loss {evaluated['eval/nats_per_byte']:.4f} nats per byte")
         if (entropy := run.datasets.unigram_entropy) is not None:
             lines[-1] += f" (unigram byte entropy of the text: {entropy:.4f})"
@@ -198,7 +211,7 @@ class Meter:
 
     def _restart(self) -> None:
         self._start, self._steps, self._waited = time.perf_counter(), 0, 0.0
-        self._rows = 0
+        self._rows, self._drawn = 0, 0.0
 
     def wait_for(self, batches: Iterator[Any]) -> Any:
         """The next batch."""
@@ -207,6 +220,17 @@ class Meter:
             batch = next(batches)
         self._waited += time.perf_counter() - start
         return batch
+
+    def rolled_out(self, step: int) -> bool:
+        """Draws what a step is trained on, where that has to be; False if the run is to stop."""
+        run, position = self._run, step - 1 + self._run.watch.offset
+        if run.rollouts is None or not run.rollouts.begins(position):
+            return True
+        start = time.perf_counter()
+        with self.paused(ROLLOUT):
+            found = run.rollouts.roll(run.state.params, position, run.link.stops_here)
+        self._drawn += time.perf_counter() - start
+        return found
 
     def done(self, metrics: dict[str, jax.Array], rows: int) -> None:
         """A step was started; waits for the one before it, so that at most two are under way."""
@@ -236,6 +260,7 @@ class Meter:
             metrics |= self._sources.take()
         seconds = time.perf_counter() - self._start
         rate, run = self._rows * self._row / seconds, self._run  # tokens per second
+        run.slow_data.stepped(self._waited, seconds)
         seconds /= self._steps
         metrics |= {
             "train/tokens": float(run.watch.rows_done(step) * self._row),
@@ -247,7 +272,11 @@ class Meter:
         }
         if run.datasets.train.ramp.stages:
             metrics["train/batch_size"] = float(self._rows_of_step)
+        if run.rollouts is not None:
+            metrics |= run.rollouts.metrics(step - 1 + run.watch.offset)
+            metrics["perf/rollout_s"] = self._drawn / self._steps
         metrics |= _read(run, step, self._row)
+        metrics |= run.taught.take()
         metrics |= memory_in_use()
         if self._peak is not None:
             metrics["perf/mfu"] = self._flops_per_token * rate / self._peak

@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import itertools
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, NotRequired, TypedDict
@@ -17,39 +17,43 @@ from typing import Any, Literal, NamedTuple, NotRequired, TypedDict
 from maxpipe.boundary import redact
 from maxpipe.boundary.files import records
 from maxpipe.boundary.typed import AnyFloat, checked
-from maxpipe.checkpoint.address import parse
-from maxpipe.checkpoint.damage import Damaged
-from maxpipe.checkpoint.folder import Facts, Folder
-from maxpipe.checkpoint.manager import Checkpoints, Restored
-from maxpipe.checkpoint.selection import chosen, opened
+from maxpipe.checkpoint.folder import Base, Facts, Folder
+from maxpipe.checkpoint.manager import Checkpoints
 from maxpipe.checkpoint.storage import FOLDER, home, home_of, in_bucket, run_folder
 from maxpipe.config.check import total_steps, where
 from maxpipe.config.data import paths_of
 from maxpipe.config.keys import (
-    FAMILY,
-    KEYS,
     MOVED,
     NAMED,
     before_of,
     declared_as,
     flat,
-    is_of_another_family,
-    section_of,
 )
 from maxpipe.config.load import Loaded, to_dict
 from maxpipe.config.paths import EVENTS_FILE
 from maxpipe.config.rules import shown
 from maxpipe.config.schema import Config
 from maxpipe.data.loader import Datasets, compare
-from maxpipe.errors import ConfigError, Problem, StorageError
-from maxpipe.exchange.incoming import WEIGHTS_ONLY, remarks
-from maxpipe.exchange.source import WITHOUT_AHEAD, folder_of
-from maxpipe.exchange.source import opened as open_folder
+from maxpipe.data.prepared.logits import TeacherEntry
+from maxpipe.errors import ConfigError, StorageError
+from maxpipe.exchange.incoming import WEIGHTS_ONLY
+from maxpipe.exchange.source import folder_of
 from maxpipe.model.families.registry import describe
 from maxpipe.model.frozen import trained
 from maxpipe.telemetry.console import Console
-from maxpipe.train import weights
+from maxpipe.train.adapters import check_adapter, read_base, said_of
 from maxpipe.train.guard import initial
+from maxpipe.train.patience import Waited
+from maxpipe.train.reference import Reference
+from maxpipe.train.start import (
+    NEW_START,
+    as_known,
+    check_model,
+    has_adapters,
+    of_other,
+    read_weights,
+    restore_other,
+)
 from maxpipe.train.state import TrainState
 from maxpipe.train.step import Steps
 
@@ -73,21 +77,6 @@ def may_differ(key: str) -> bool:
 
 _FROZEN = "model.frozen"
 _OPTIMIZER, _STATE_TYPE, _AVERAGE = "optim.name", "optim.state_dtype", "optim.average_decay"
-_HEADS_AHEAD, _AHEAD = "model.heads_ahead", "model.ahead"
-"""The second is not read where the first is 0."""
-
-# Model keys that may change between a checkpoint and the run that resumes it.
-_FREE_MODEL_KEYS = frozenset(
-    {"model.dropout", "model.attention", "model.compute_dtype", "model.ahead_loss_weight", _FROZEN}
-    | {"model.matmul", "model.matmul_parts", "model.matmul_scales"}
-    | {"model.matmul_weight_gradients"}
-)
-_FREE_FAMILY_KEYS = frozenset({"dispatch"})
-"""Of those in a family's section, whatever the family."""
-
-# That of the optimizer's state, too, which weights alone have none of: they are cast.
-_TYPE = "model.param_dtype"
-
 # Settings that may change of a finished run: how often it is saved and evaluated, its name, its
 # machine, and the key that gives its length.
 _FREE_WHEN_DONE = frozenset({"checkpoint", "eval"})
@@ -114,9 +103,9 @@ class Position(TypedDict):
     step: int
     fingerprint: dict[str, Any]
     guard: NotRequired[Guarded | None]
-
-
-_NEW_START = "checkpoint.restore_from to a run with this model, or to '' for a fresh start"
+    teacher: NotRequired[TeacherEntry]
+    reference: NotRequired[str]
+    patience: NotRequired[Waited | None]
 
 
 class Start(NamedTuple):
@@ -128,12 +117,25 @@ class Start(NamedTuple):
     """See `Watch.offset`."""
     facts: Mapping[str, Any] | None = None
     """The guard's counts."""
+    reference: str | None = None
+    """Digest of the parameters that a run which goes on began with, if it has kept one."""
+    goes_on: bool = False
+    """Whether these parameters are other ones than those."""
+    base: Base | None = None
+    """Of adapters."""
+    waited: Mapping[str, Any] | None = None
+    """What `Patience` has counted."""
 
 
 def restore_or_init(
-    loaded: Loaded, steps: Steps, checkpoints: Checkpoints, datasets: Datasets, console: Console
+    loaded: Loaded,
+    steps: Steps,
+    checkpoints: Checkpoints,
+    datasets: Datasets,
+    console: Console,
+    teacher: TeacherEntry | None = None,
 ) -> Start:
-    """The state to continue from.
+    """The state to continue from; `teacher` is that of the run.
 
     Raises:
         ConfigError: the checkpoint is of another model, or other data.
@@ -147,17 +149,21 @@ def restore_or_init(
         try:
             data = checked(facts.data, Position)
             model = facts.config["model"]
-            frozen = checked(_as_known(model)[_FROZEN], list[str])
+            frozen = checked(as_known(model)[_FROZEN], list[str])
         except (ValueError, KeyError) as error:
             raise StorageError(
                 f"step {facts.step}: is no checkpoint of a run\n"
                 f"  its facts about model and data cannot be used: {error}.\n"
                 "  Use the release of maxpipe that has saved it, or set run.name to a new name."
             ) from error
-        otherwise = "run.name to a new name" if own else _NEW_START
+        otherwise = "run.name to a new name" if own else NEW_START
         check_model(model, to_dict(config)["model"], loaded.origins, otherwise)
+        check_adapter(facts, loaded, own=own)
         _check_trained(frozen, loaded, facts.step, own=own)
         _check_optimizer(facts, loaded, own=own)
+        _check_teacher(data.get("teacher"), teacher, loaded, facts.step, own=own)
+        if not own:
+            _check_objective(facts, loaded)
         if own and facts.step == total_steps(config.train):
             _check_finished(facts, loaded)
         others = compare(data["fingerprint"], datasets.train.fingerprint(), data["step"])
@@ -173,19 +179,18 @@ def restore_or_init(
             for name, before, now in _changed_keys(facts.config, config):
                 console.note(f"config: {name} was {before} {words} and is {now}")
 
-    if (found := checkpoints.restore_newest(steps.abstract_saved, accept)) is not None:
+    found = checkpoints.restore_newest(steps.abstract_saved, accept)
+    if goes_on := found is not None:
         words = f"resuming {run_folder(config.run)} after step {found.step}"
         if found.folder.parent != checkpoints.durable.path:
             words += f", from {found.folder}"
         if config.checkpoint.restore_from:
             words += ": its own checkpoints come before checkpoint.restore_from"
-    elif config.checkpoint.restore_from:
-        if (folder := folder_of(config.checkpoint.restore_from)) is not None:
-            return _with_folder(folder, loaded, steps, console)
-        other = _of_other(loaded)
-        if config.checkpoint.restore == "weights" or (other and other.data.get(WEIGHTS_ONLY)):
-            return _with_weights(loaded, steps, datasets, console, other)
-        found = restore_other(loaded, steps.abstract_saved, partial(accept, own=False))
+    elif text := config.checkpoint.restore_from:
+        tokenizer = datasets.train.fingerprint().get("tokenizer", "")
+        if _takes_weights(loaded):
+            return _with_weights(loaded, steps, console, tokenizer)
+        found = restore_other(text, loaded, steps.abstract_saved, partial(accept, own=False))
         words = f"starting from {config.checkpoint.restore_from} after step {found.step}"
     else:
         _must_be_new(loaded, checkpoints)
@@ -194,96 +199,62 @@ def restore_or_init(
     if datasets.train.go_on(data["fingerprint"], data["step"]):
         console.note(f"data: weights of the mixture change with step {found.step + 1}")
     guarded = data.get("guard")
-    state = steps.from_saved(found.state, initial(config.guard, guarded))
-    return Start(state, words, data["step"] - found.step, guarded)
+    params, base = None, None
+    if config.adapter.rank:
+        params, base = read_base(found.facts, loaded, steps, console, own=goes_on)
+    state = steps.from_saved(found.state, initial(config.guard, guarded), params)
+    offset = data["step"] - found.step
+    # Another run may have had enough, and this one has not; nor is its reference that one's.
+    waited, reference = (data.get("patience"), data.get("reference")) if goes_on else (None, None)
+    return Start(state, words, offset, guarded, reference, goes_on, base, waited)
 
 
-def _with_weights(
-    loaded: Loaded, steps: Steps, datasets: Datasets, console: Console, other: Facts | None
-) -> Start:
-    """A new run, but for its parameters, which are those of `other` as a rule."""
-    config = loaded.config
-    wanted = steps.abstract_saved["params"]
-    said = other.config.get("model", {}).get("vocab_size") if other else None
-    size = said if isinstance(said, int) else config.model.vocab_size
-    grows = size < config.model.vocab_size
-
-    def accept(facts: Facts) -> None:
-        _check_weights(facts.config["model"], loaded)
-        before, now = (
-            each.get("tokenizer")
-            for each in (facts.data["fingerprint"], datasets.train.fingerprint())
-        )
-        if before and before != now:
-            console.warn(
-                f"tokenizer: was {before} when step {facts.step} was saved and is {now}: "
-                "the weights know other tokens by these ids"
-            )
-
-    abstract = weights.with_tokens(wanted, size) if grows else wanted
-    found = restore_other(loaded, {"params": abstract}, accept)
-    params = found.state["params"]
-    if grows:
-        console.note(weights.words(size, config.model.vocab_size))
-        params = weights.grown(params, wanted)
-    source = f"{config.checkpoint.restore_from}, step {found.step}"
-    if found.facts.data.get(WEIGHTS_ONLY):
-        source += ", which has nothing else"
-    text = f"starting a new run in {run_folder(config.run)} with the weights of {source}"
-    return Start(steps.with_weights(params), text)
-
-
-def _with_folder(folder: str, loaded: Loaded, steps: Steps, console: Console) -> Start:
-    """A new run with the parameters of a Hugging Face folder."""
-    config = loaded.config
-    source = open_folder(folder, where("checkpoint.restore_from", loaded.origins))
-    wanted = to_dict(config)["model"]
-    decided = {**WITHOUT_AHEAD, **source.described.section}
-    if decided["heads_ahead"] and not config.model.heads_ahead:
-        console.note(
-            "model.heads_ahead=0: the folder's layers that predict further ahead are left out"
-        )
-        decided |= {**WITHOUT_AHEAD, "ahead": config.model.ahead}
-    # config.json says nothing about other keys, such as dropout.
-    own = {
-        name: {**wanted.get(name, {}), **keys}
-        for name, keys in decided.items()
-        if isinstance(keys, dict)
-    }
-    _check_weights(wanted | decided | own, loaded)
-    for line in remarks(source):
-        console.note(line)
-    if (before := source.config.vocab_size) < config.model.vocab_size:
-        console.note(weights.words(before, config.model.vocab_size))
-    params = weights.of_folder(source, steps.abstract_saved["params"])
-    text = f"starting a new run in {run_folder(config.run)} with the weights of {source.folder}"
-    return Start(steps.with_weights(params), text)
-
-
-def _check_weights(saved: Mapping[str, Any], loaded: Loaded) -> None:
-    """Compares the `model` sections; the run may have more tokens.
+def reference_of(
+    loaded: Loaded, steps: Steps, datasets: Datasets, console: Console, begin: Start
+) -> Reference | None:
+    """The parameters that the run has begun with, where it is held near them.
 
     Raises:
-        ConfigError: with every key that must be as it was saved.
+        ConfigError, StorageError: as `restore_or_init`.
     """
-    wanted = to_dict(loaded.config)["model"]
-    key, before = "vocab_size", saved.get("vocab_size")
-    if isinstance(before, int) and before < wanted[key]:
-        wanted[key] = before
-    check_model(saved, wanted, loaded.origins, _NEW_START, weights_alone=True)
-
-
-def _of_other(loaded: Loaded) -> Facts | None:
-    """The facts of the checkpoint that `checkpoint.restore_from` names, if they can be read."""
     config = loaded.config
+    if config.train.objective != "grpo" or not config.grpo.kl:
+        return None
+    params = begin.state.params
+    if begin.goes_on:
+        if origin := config.checkpoint.restore_from:
+            tokenizer = datasets.train.fingerprint().get("tokenizer", "")
+            found = read_weights(origin, loaded, steps, console, tokenizer)
+            params = steps.first_params(found.params)
+        else:
+            params = steps.init_params()
     key = where("checkpoint.restore_from", loaded.origins)
-    address = parse(config.checkpoint.restore_from, key, config.run.dir)
-    with opened(address) as other:
-        step = chosen(other, address)
-        try:
-            return other.durable.facts(step)
-        except (Damaged, OSError):  # what restores it says so, or takes the one before
-            return None
+    return Reference(steps, params, begin.reference, key)
+
+
+def _takes_weights(loaded: Loaded) -> bool:
+    """Whether of `checkpoint.restore_from` weights alone are taken; adapters begin beside them,
+    unless they are those of the checkpoint.
+    """
+    config = loaded.config
+    text = config.checkpoint.restore_from
+    if config.checkpoint.restore == "weights" or folder_of(text) is not None:
+        return True
+    if (other := of_other(text, loaded)) is None:
+        return False
+    return bool(other.data.get(WEIGHTS_ONLY)) or (
+        config.adapter.rank > 0 and not has_adapters(other)
+    )
+
+
+def _with_weights(loaded: Loaded, steps: Steps, console: Console, tokenizer: str) -> Start:
+    """A new run, but for its parameters, which are those of another one or of a folder."""
+    config = loaded.config
+    text = config.checkpoint.restore_from
+    found = read_weights(text, loaded, steps, console, tokenizer)
+    base = said_of(found, text) if config.adapter.rank else None
+    words = f"starting a new run in {run_folder(config.run)} with the weights of {found.words}"
+    return Start(steps.with_weights(found.params), words, base=base)
 
 
 def _not_its_own(loaded: Loaded) -> ConfigError:
@@ -295,24 +266,6 @@ def _not_its_own(loaded: Loaded) -> ConfigError:
         f"names {folder}, which holds imported weights and no run.",
         f"Set run.name to a new name, and checkpoint.restore_from={folder}.",
     )
-
-
-def restore_other(loaded: Loaded, abstract: Any, accept: Callable[[Facts], None]) -> Restored:
-    """The checkpoint that `checkpoint.restore_from` names, by default its run's newest good one.
-
-    Raises:
-        ConfigError: there is none, or `accept` refuses it.
-        StorageError: it cannot be read.
-    """
-    config = loaded.config
-    key = where("checkpoint.restore_from", loaded.origins)
-    address = parse(config.checkpoint.restore_from, key, config.run.dir)
-    with opened(address) as other:
-        if address.step is None:
-            found = other.restore_newest(abstract, accept)
-            assert found is not None
-            return found
-        return other.restore(chosen(other, address), abstract, accept)
 
 
 def _data_path(saved: Mapping[str, Mapping[str, Any]]) -> str:
@@ -360,43 +313,6 @@ def _saved_there(run_dir: Path, folder: str) -> int:
     except OSError:
         return 0
     return steps[-1] if steps else 0
-
-
-def _is_free(key: str) -> bool:
-    section, _, name = key.rpartition(".")
-    return key in _FREE_MODEL_KEYS or (name in _FREE_FAMILY_KEYS and section != "model")
-
-
-def check_model(
-    saved: Mapping[str, Any],
-    wanted: Mapping[str, Any],
-    origins: Mapping[str, str],
-    otherwise: str = "run.name to a new name",
-    *,
-    weights_alone: bool = False,
-) -> None:
-    """Compares the `model` sections of a checkpoint and of a config.
-
-    `otherwise` is the other action for the user. With `weights_alone` they may be of another type.
-
-    Raises:
-        ConfigError: with every key that must be as it was saved.
-    """
-    then, now = _as_known(saved), flat({"model": wanted})
-    problems = [
-        Problem(
-            where(key, origins),
-            shown(now.get(key, "not there")),
-            f"must be {shown(then[key])}, the value of the checkpoint's model.",
-            f"Set {key}={shown(then[key])}, or {otherwise}.",
-        )
-        for key in sorted(then)
-        if not (_is_free(key) or (weights_alone and key == _TYPE))
-        and then[key] != now.get(key)
-        and not (key == _AHEAD and not then[_HEADS_AHEAD])
-    ]
-    if problems:
-        raise ConfigError(problems)
 
 
 def _check_trained(frozen: list[str], loaded: Loaded, step: int, *, own: bool) -> None:
@@ -449,6 +365,44 @@ def _check_optimizer(facts: Facts, loaded: Loaded, *, own: bool) -> None:
             )
 
 
+def _check_teacher(
+    before: TeacherEntry | None, now: TeacherEntry | None, loaded: Loaded, step: int, *, own: bool
+) -> None:
+    """A student goes on with its teacher.
+
+    Raises:
+        ConfigError: it has other parameters than the one that taught before.
+    """
+    if before is None or now is None or before["digest"] == now["digest"]:
+        return
+    key = "distill.teacher" if loaded.config.distill.teacher else "distill.stored"
+    raise ConfigError.one(
+        where(key, loaded.origins),
+        now["name"],
+        f"must be the teacher that step {step} was saved with, {before['name']}: this one has "
+        "other parameters.",
+        f"Bring that one back, or set {_from_weights(loaded, own=own)}.",
+    )
+
+
+def _check_objective(facts: Facts, loaded: Loaded) -> None:
+    """A run that goes on where another one was learns the same.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    key, now = "train.objective", loaded.config.train.objective
+    then = facts.config.get("train", {}).get("objective", before_of(key))
+    if then != now:
+        raise ConfigError.one(
+            where("checkpoint.restore", loaded.origins),
+            "all",
+            f"goes on with optimizer state, step and data position of a run with {key}={then}, and "
+            f"this one has {key}={now}.",
+            f"Set {_from_weights(loaded, own=False)}.",
+        )
+
+
 def _from_weights(loaded: Loaded, *, own: bool) -> str:
     """What to set to start a run from the parameters of a checkpoint alone."""
     action = "checkpoint.restore=weights to start from its parameters alone"
@@ -456,18 +410,6 @@ def _from_weights(loaded: Loaded, *, own: bool) -> str:
         return action
     run = loaded.config.run.name
     return f"run.name to a new name, checkpoint.restore_from={run} and {action}"
-
-
-def _as_known(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Full key to value of a saved `model` section, in the keys of this release.
-
-    A key that did not exist when it was saved has the meaning that it had then.
-    """
-    found = {MOVED.get(key, key): value for key, value in flat({"model": saved}).items()}
-    family = found.get(FAMILY, before_of(FAMILY))
-    known = (key for key in KEYS if key.startswith("model."))
-    own = (key for key in known if not is_of_another_family(section_of(key), family))
-    return {key: before_of(key) for key in own} | found
 
 
 def _other_data(differences: Sequence[tuple[str, Any, Any]], step: int) -> ConfigError:

@@ -9,7 +9,7 @@ both forms.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxpipe.config.by_name import by_name
 from maxpipe.config.schema import OptimConfig
+from maxpipe.model.adapters import completed
 from maxpipe.model.decoder import Decoder
 from maxpipe.model.frozen import chosen, names_in_layers
 from maxpipe.model.spec import Param
@@ -242,6 +243,34 @@ class Partition:
                 for kind in layout.in_front
             }
         return params
+
+    # Adapters beside a base.
+
+    @cached_property
+    def base(self) -> Partition:
+        """That of the same model without adapters; itself if it has none."""
+        config = self.decoder.config
+        if config.adapter is None:
+            return self
+        decoder = Decoder(replace(config, adapter=None), self.decoder.rules)
+        return Partition(decoder, self.layout, self.mesh)
+
+    def with_adapters(self, base: Tree, key: jax.Array) -> Tree:
+        """The parameters of `base` with new adapters beside them; all are stacked."""
+        if self.base is self:
+            return base
+        return left_to_compiler(self._with_adapters, self.specs)(base, self.init(key))
+
+    def _with_adapters(self, base: Tree, drawn: Tree) -> Tree:
+        found = dict(base)
+        for place in {"layers", "outside"} & base.keys():
+            found[place] = {}
+            for kind, mine in base[place].items():
+                described = self.decoder.model.kinds[kind]
+                both = flat(drawn[place][kind]) | flat(mine)
+                read = {name: both[name] for name in described.drawn if name in both}
+                found[place][kind] = nested(completed(described, read))
+        return found
 
     def stack(self, params: Tree, vocabulary: Mapping[str, int] = VOCABULARY) -> Tree:
         """Network order, `layers {kind: [n, ...]}` -> the stacked, padded form.

@@ -1,13 +1,8 @@
-"""Train and eval steps: the only place where model, pipeline and sharding meet.
-
-`partition` takes the config sections of a model and a mesh and returns the compiled
-steps together with the shardings of what goes in and out.
-
-Source: the idea of one call that partitions a model is Pax's.
-"""
+"""Train and eval steps: the only place where model, pipeline and sharding meet."""
 
 from __future__ import annotations
 
+import hashlib
 import math
 import operator
 from collections.abc import Callable, Mapping
@@ -21,53 +16,43 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import Array
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Float, Int, Key
 
-from maxpipe.config.pipeline_rules import activations
 from maxpipe.config.schema import (
     GuardConfig,
-    ModelConfig,
-    OptimConfig,
-    PipelineConfig,
-    TrainConfig,
 )
-from maxpipe.model.choice import Divided, loss_block, resolved
-from maxpipe.model.count import layer_costs
-from maxpipe.model.decoder import Decoder
 from maxpipe.optim.outcome import outcome
-from maxpipe.optim.schedule import learning_rate
 from maxpipe.optim.update import Optimizer, OptState
 from maxpipe.parallel.explicit import left_to_compiler, on_mesh, placed, with_shardings
-from maxpipe.parallel.low_precision import LowPrecision
-from maxpipe.parallel.mesh import BATCH_AXES, CONTEXT, STAGE, TENSOR
-from maxpipe.parallel.sharding import BATCH_SPEC, AxisRules
+from maxpipe.parallel.mesh import BATCH_AXES
+from maxpipe.parallel.sharding import BATCH_SPEC
 from maxpipe.pipeline import ahead, scopes
 from maxpipe.pipeline.executor import Engine
-from maxpipe.pipeline.layout import Layout
-from maxpipe.pipeline.network import Network
-from maxpipe.pipeline.remat import RematPolicy
+from maxpipe.pipeline.loss_head import by_source
+from maxpipe.pipeline.objective import Objective
+from maxpipe.pipeline.program import Reader
 from maxpipe.pipeline.trainable import joined
-from maxpipe.pipeline.vocabulary import by_source
 from maxpipe.processes.runtime import compiler_options
-from maxpipe.schedule.balance import balanced_cut
-from maxpipe.schedule.catalog import build, forward_only
+from maxpipe.schedule.catalog import forward_only
 from maxpipe.schedule.table import Schedule
 from maxpipe.train import executable
 from maxpipe.train.follow import followed
 from maxpipe.train.guard import GuardState, assess, initial
-from maxpipe.train.replicas import ReplicaCheck
+from maxpipe.train.replicas import ReplicaCheck, digest
 from maxpipe.train.state import VOCABULARY, Partition, TrainState
 from maxpipe.train.summaries import summarised
 
 Tree = Any
+
+
 Metrics = dict[str, Float[Array, "*sources"] | Int[Array, ""]]
 """By tag; losses in nats per token, in an evaluation in nats. Of a mixture there are sums of each
 source: `[sources]` under `BY_SOURCE` in training, and all of an evaluation."""
 
+
 BY_SOURCE = ("train/nats_by_source", "train/targets_by_source")
 """Tags of the sums `[sources]` of a mixture's step; see `BySource`."""
-
 # One stream of keys for each use of randomness.
 _PARAMETERS, _DROPOUT = 0, 1
 
@@ -88,6 +73,11 @@ class Steps:
     byte_lengths: np.ndarray
     """Bytes of text that each token id stands for."""
     guard: GuardConfig
+
+    @property
+    def objective(self) -> Objective:
+        """What a step minimises."""
+        return self.engine.network.objective
 
     @property
     def num_sources(self) -> int:
@@ -124,7 +114,7 @@ class Steps:
     @cached_property
     def saved_sharding(self) -> Tree:
         """Of the saved form of the state, in network order."""
-        specs, trees = self.partition.saved_specs, self._saved_trees_specs
+        specs, trees = self._saved_part(self.partition.saved_specs), self._saved_trees_specs
         saved = {"step": PartitionSpec(), "params": specs, "optimizer": trees}
         found = self.partition.shardings(saved)
         return found | {"optimizer": self._where_kept(found["optimizer"])}
@@ -163,6 +153,11 @@ class Steps:
             options["xla_backend_optimization_level"] = 0
         return init.compile(options)()
 
+    def init_params(self) -> Tree:
+        """The parameters of a fresh state alone."""
+        init = partial(self.partition.init, self._key(_PARAMETERS))
+        return self._jit(init, self.state_sharding.params)()
+
     def compile_train(self) -> Any:
         """(state, batch) -> (state, metrics); the state passed in is used up."""
         return self.lower_train().compile(self.compiler_options)
@@ -200,6 +195,9 @@ class Steps:
         `rows` is the size of the global batch, any multiple of the devices that split it; 0 takes
         the training batch's. A microbatch gets at most as many rows as in training.
         """
+        if (objective := self.objective.evaluated) is not self.objective:
+            network = replace(self.engine.network, objective=objective)
+            return replace(self, engine=replace(self.engine, network=network)).compile_eval(rows)
         rows = rows or self.shape[0]
         step = jax.jit(
             partial(self._eval_step, self._eval_schedule(rows)),
@@ -209,6 +207,35 @@ class Steps:
         with jax.set_mesh(self.partition.mesh):
             lowered = step.lower(self.abstract_state.params, self.abstract_batch(rows))
             return lowered.compile(self.compiler_options)
+
+    def compile_rows(self, reader: Reader, rows: int = 0, *, everywhere: bool = False) -> Any:
+        """(params, batch) -> what a reader finds of each row, arrays `[rows, ...]`.
+
+        They are divided as the batch is, or on all devices `everywhere`; `rows` as above.
+        """
+        rows = rows or self.shape[0]
+        read = self.engine.rows(self._eval_schedule(rows), reader)
+        whole = NamedSharding(self.partition.mesh, PartitionSpec())
+        step = jax.jit(
+            lambda params, batch: read(params, batch, None),
+            in_shardings=(self.state_sharding.params, self.batch_sharding),
+            out_shardings=whole if everywhere else self.batch_sharding,
+        )
+        with jax.set_mesh(self.partition.mesh):
+            lowered = step.lower(self.abstract_state.params, self.abstract_batch(rows))
+            return lowered.compile(self.compiler_options)
+
+    def digest(self, params: Tree) -> str:
+        """Of parameters, the same under every layout."""
+        parts = self.partition
+
+        def digests(params: Tree) -> Array:
+            saved = parts.to_saved(params, vocabulary=VOCABULARY)
+            return jnp.stack([digest(leaf) for leaf in jax.tree.leaves(saved)])
+
+        everywhere = NamedSharding(parts.mesh, PartitionSpec())
+        found = self._jit(left_to_compiler(digests, PartitionSpec()), everywhere)(params)
+        return hashlib.sha256(np.asarray(found, "<u4").tobytes()).hexdigest()
 
     @property
     def compiler_options(self) -> dict[str, Any]:
@@ -246,6 +273,10 @@ class Steps:
             {name: ids(shape, jnp.int32) for name in names}
             | {"loss_mask": ids(shape, jnp.float32)}
             | {name: ids(shape[:1], jnp.int32) for name in by_row}
+            | {
+                name: ids((*shape[: 2 - extra.by_row], *extra.shape), extra.dtype)
+                for name, extra in self.objective.arrays.items()
+            }
         )
 
     @cached_property
@@ -271,16 +302,26 @@ class Steps:
             name: unstack(_on_device(tree), specs[name], vocabulary[name])
             for name, tree in state.optimizer.trees.items()
         }
-        params = unstack(state.params, parts.saved_specs)
+        params = self._saved_part(unstack(state.params, parts.saved_specs))
         return {"step": state.step, "params": params, "optimizer": saved}
+
+    def _saved_part(self, params: Tree) -> Tree:
+        """Of all parameters in the form of checkpoints those that these hold: adapters alone."""
+        parts = self.partition
+        return params if parts.base is parts else parts.trained_of_saved(params)
 
     @cached_property
     def from_saved(self) -> Any:
-        """(what a checkpoint holds, the guard's state, by default a new run's) -> state."""
+        """(what a checkpoint holds, the guard's state, the base of adapters) -> state.
 
-        def convert(saved: Tree, guard: GuardState | None = None) -> TrainState:
+        By default the guard's is a new run's, and there is no base.
+        """
+
+        def convert(
+            saved: Tree, guard: GuardState | None = None, base: Tree | None = None
+        ) -> TrainState:
             guard = initial(self.guard) if guard is None else guard
-            step, params = saved["step"], self._stack(saved["params"])
+            step, params = saved["step"], self._stack(saved["params"], base)
             specs, vocabulary = self.optimizer.specs, self.optimizer.vocabulary
             trees = {}
             for name, tree in saved["optimizer"].items():
@@ -296,29 +337,68 @@ class Steps:
         """Parameters as a checkpoint holds them -> as the steps take them."""
         return self._jit(self._stack, self.state_sharding.params)
 
-    def _stack(self, params: Tree) -> Tree:
+    @cached_property
+    def whole(self) -> Any:
+        """(base, adapters) as checkpoints hold them -> all parameters in the same form."""
+        parts, specs = self.partition, self.partition.saved_specs
+
+        def convert(base: Tree, adapters: Tree) -> Tree:
+            return left_to_compiler(parts.to_saved, specs)(self._stack(adapters, base))
+
+        return self._jit(convert, parts.shardings(specs))
+
+    def _stack(self, params: Tree, base: Tree | None = None) -> Tree:
+        """With a `base` the parameters are those beside it."""
         # Layers are dealt out to stages, and the vocabulary is padded.
-        return left_to_compiler(self.partition.from_saved, self.partition.specs)(params)
+        parts = self.partition
+        if base is None:
+            return left_to_compiler(parts.from_saved, parts.specs)(params)
+        mine = left_to_compiler(parts.from_saved, parts.trained(parts.specs))(params)
+        return joined(self._around(base), mine)
+
+    def _around(self, base: Tree) -> Tree:
+        """Stacked parameters of a base in the form of checkpoints, with new adapters."""
+        plain = self.partition.base
+        stacked = left_to_compiler(plain.from_saved, plain.specs)(base)
+        return self.partition.with_adapters(stacked, self._key(_PARAMETERS))
 
     def _jit(self, run: Callable[..., Tree], shardings: Tree) -> Any:
         """A jitted function with these shardings of its results."""
         return jax.jit(on_mesh(self.partition.mesh, run), out_shardings=shardings)
 
     def with_weights(self, params: Tree) -> TrainState:
-        """A fresh state, but for parameters in the form that a checkpoint holds."""
+        """A fresh state, but for parameters in the form that a checkpoint holds.
+
+        With adapters these are the base's.
+        """
 
         def convert(saved: Tree) -> TrainState:
-            params, guard = self._stack(saved), initial(self.guard)
+            params, guard = self._around(saved), initial(self.guard)
             optimizer, step = self._optimizer_state(params), jnp.zeros((), jnp.int32)
             return TrainState(step, params, optimizer, jax.tree.map(jnp.asarray, guard))
 
         return self._jit(convert, self.state_sharding)(params)
 
     @cached_property
+    def first_params(self) -> Any:
+        """Parameters in the form that a checkpoint holds -> those of a new run that starts from
+        them, as the steps take them; with adapters these are the base's.
+        """
+        return self._jit(self._around, self.state_sharding.params)
+
+    @cached_property
     def abstract_saved(self) -> Tree:
         """Shapes, types and shardings of the saved form."""
         state = jax.eval_shape(self._init)
         return with_shardings(jax.eval_shape(self._to_saved, state), self.saved_sharding)
+
+    @cached_property
+    def abstract_base(self) -> Tree:
+        """Of the parameters that a run starts from: without adapters."""
+        plain = self.partition.base
+        stacked = jax.eval_shape(plain.init, self._key(_PARAMETERS))
+        saved = jax.eval_shape(left_to_compiler(plain.to_saved, plain.saved_specs), stacked)
+        return with_shardings(saved, plain.shardings(plain.saved_specs))
 
     # The computations.
 
@@ -335,8 +415,8 @@ class Steps:
         return TrainState(jnp.zeros((), jnp.int32), params, self._optimizer_state(params), guard)
 
     def _train_step(self, state: TrainState, batch: Tree) -> tuple[TrainState, Metrics]:
-        key = None
-        if self.partition.decoder.config.dropout > 0:
+        key, model = None, self.partition.decoder.config
+        if model.dropout > 0 or (model.adapter is not None and model.adapter.dropout > 0):
             key = jax.random.fold_in(self._key(_DROPOUT), state.step)
         found = self.engine.value_and_grad(self.train_schedule)(state.params, batch, key)
         loss, gradients = found.loss, found.gradients
@@ -370,6 +450,7 @@ class Steps:
             metrics["train/spikes"] = guard.spikes
         layers = found.statistics["layers"], found.statistics.get("outside", {})
         model, layout = self.partition.decoder.model, self.partition.layout
+        metrics |= {f"train/{name}": mean for name, mean in found.reports.items()}
         metrics |= {f"train/loss_{name}": found.losses[name] for name in model.ends.losses}
         if found.by_source is not None:
             metrics |= dict(zip(BY_SOURCE, found.by_source, strict=True))
@@ -380,138 +461,24 @@ class Steps:
         return TrainState(state.step + 1, params, optimizer, guard), metrics
 
     def _eval_step(self, schedule: Schedule, params: Tree, batch: Tree) -> Metrics:
-        loss, targets = self.engine.loss(schedule)(params, batch, None)
+        sums, targets = self.engine.loss(schedule)(params, batch, None)
+        found = dict(zip(("loss", *self.objective.reported), sums, strict=True))
+        if self.objective.by_segment:
+            return found | {"targets": targets}
         lengths = jnp.asarray(self.byte_lengths, jnp.float32)
         # Picked by index: divided as the indices are.
         size = left_to_compiler(operator.getitem, BATCH_SPEC)(lengths, batch["targets"])
         size = size * batch["loss_mask"]
         if not self.num_sources:
-            return {"loss": loss, "targets": targets, "bytes": size.sum()}
+            return found | {"targets": targets, "bytes": size.sum()}
 
         def summed(size: Array, sources: Array) -> Array:
             return by_source(size, self.num_sources, sources[:, None])
 
         summed = left_to_compiler(summed, PartitionSpec())
-        return {"loss": loss, "targets": targets, "bytes": summed(size, batch["source_ids"])}
-
-
-def partition(
-    mesh: Mesh,
-    *,
-    model: ModelConfig,
-    pipeline: PipelineConfig,
-    optim: OptimConfig,
-    train: TrainConfig,
-    total_steps: int,
-    rules: AxisRules,
-    seed: int,
-    byte_lengths: np.ndarray,
-    guard: GuardConfig = GuardConfig(),  # noqa: B008  frozen
-    num_sources: int = 0,
-) -> Steps:
-    """Everything that training this model on this mesh needs.
-
-    Batches of a mixture have `num_sources`, and losses of each are summed apart.
-
-    Raises:
-        ConfigError: the axis rules put two dims of a tensor on one mesh axis, or the schedule
-            does not allow these sizes.
-    """
-    platform, tokens = mesh.devices.flat[0].platform, train.sequence_length
-    divided = Divided(mesh.shape[CONTEXT], mesh.shape[TENSOR], rules.context)
-    model = resolved(model, platform, tokens, divided)
-    decoder = Decoder(model, rules.on(platform))
-
-    scheduled = partial(_schedule, pipeline, mesh.shape[STAGE])
-    schedule = scheduled(pipeline.microbatches)
-    ring = schedule.ring
-    # Embedding and loss head are spread over all stages: only layers weigh on the cut.
-    outside = pipeline.layers_outside
-    costs = layer_costs(decoder.model, train.sequence_length)[outside:]
-    cut = pipeline.cut or balanced_cut(costs, ring.num_chunks)
-    layout = Layout(ring, tuple(cut), outside, decoder.model.layers)
-    parts = Partition(decoder, layout, mesh)
-    ends = decoder.model.ends
-    network = Network(
-        {kind: decoder.layer(kind) for kind in decoder.model.kinds},
-        decoder.norm,
-        model.vocab_size,
-        jnp.dtype(model.compute_dtype),
-        dict(decoder.model.losses),
-        ends.embed_scale,
-        ends.logit_scale,
-        ends.logit_cap,
-        _loss_block(mesh, model, pipeline, train),
-        _heads_ahead(decoder),
-        num_sources,
-    )
-    rate, targets = learning_rate(optim, total_steps), parts.targets(optim)
-    optimizer = Optimizer(optim, rate, targets, model.param_dtype, seed, mesh)
-    lengths = np.zeros(model.vocab_size, np.int32)
-    lengths[: len(byte_lengths)] = byte_lengths
-    return Steps(
-        partition=parts,
-        optimizer=optimizer,
-        train_schedule=schedule,
-        engine=Engine(
-            network,
-            layout,
-            mesh,
-            parts.specs,
-            weight_gather=pipeline.weight_gather,
-            keep=keep_of(pipeline, model),
-            idle=pipeline.idle,
-            trainable=parts.trainable,
-            exact=parts.exact,
-            summed=parts.summed,
-            low=LowPrecision.of(model),
-            gradients=optimizer.target_specs,
-            reduced=optim.reduce_dtype,
-        ),
-        shape=(train.batch_size, train.sequence_length),
-        schedules=scheduled,
-        seed=seed,
-        byte_lengths=lengths,
-        guard=guard,
-    )
+        return found | {"targets": targets, "bytes": summed(size, batch["source_ids"])}
 
 
 def _on_device(tree: Tree) -> Tree:
     """Arrays that may be in host memory, where they can be computed with."""
     return jax.device_put(tree, jax.memory.Space.Device)
-
-
-def _schedule(pipeline: PipelineConfig, stages: int, microbatches: int) -> Schedule:
-    return build(
-        pipeline.schedule,
-        stages=stages,
-        repeats=pipeline.repeats,
-        microbatches=microbatches,
-        group=pipeline.group,
-        delayed=pipeline.delayed_forwarding,
-    )
-
-
-def _loss_block(
-    mesh: Mesh, model: ModelConfig, pipeline: PipelineConfig, train: TrainConfig
-) -> int:
-    shape = mesh.shape
-    rows = train.batch_size // math.prod(shape[axis] for axis in BATCH_AXES)
-    tokens = rows // pipeline.microbatches * (train.sequence_length // shape[CONTEXT])
-    vocabulary = -(-model.vocab_size // (shape[STAGE] * shape[TENSOR]))
-    return loss_block(pipeline.loss_block_tokens, tokens, vocabulary)
-
-
-def _heads_ahead(decoder: Decoder) -> ahead.Heads | None:
-    ends = decoder.model.ends
-    if ends.layers_ahead is not None:
-        return ahead.Layers(decoder.layer_ahead, dict(ends.losses))
-    return None if ends.ahead is None else ahead.Projections(decoder.ahead, dict(ends.losses))
-
-
-def keep_of(pipeline: PipelineConfig, model: ModelConfig) -> RematPolicy:
-    """What the engine keeps for backward slots, as the config says."""
-    if pipeline.remat != "names":
-        return RematPolicy(pipeline.remat)
-    saved, offloaded = pipeline.saved_names, pipeline.offloaded_names
-    return RematPolicy("names", activations(saved, model), activations(offloaded, model))

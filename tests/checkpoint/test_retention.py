@@ -7,11 +7,17 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from maxpipe.checkpoint.retention import Rules, Saved, kept
+from maxpipe.checkpoint.retention import Better, Rules, Saved, kept
 from maxpipe.config.schema import CheckpointConfig
 
 HOUR = 3600.0
-RUN = [Saved(step, step / 10 * HOUR, 3 - step / 100) for step in range(10, 101, 10)]
+
+
+def of_loss(step: int, time: float, loss: float) -> Saved:
+    return Saved(step, time, {"eval/loss": loss, "eval/sums/accuracy": (step % 30) / 30})
+
+
+RUN = [of_loss(step, step / 10 * HOUR, 3 - step / 100) for step in range(10, 101, 10)]
 
 
 def test_each_rule_keeps_its_own():
@@ -28,8 +34,17 @@ def test_reasons_are_told_together():
 
 
 def test_what_was_not_evaluated_is_not_best():
-    odd = [Saved(1, 0.0, math.nan), Saved(2, 0.0), Saved(3, 0.0, 5.0), Saved(4, 0.0, -math.inf)]
+    losses = {1: math.nan, 3: 5.0, 4: -math.inf}
+    odd = [Saved(2, 0.0), *(of_loss(step, 0.0, loss) for step, loss in losses.items())]
     assert list(kept(odd, Rules(0, best=4))) == [3]
+
+
+def test_best_is_by_the_metric_and_its_direction():
+    by_accuracy = Better("eval/sums/accuracy", is_largest=True)
+    found = kept(RUN, Rules(0, best=3, better=by_accuracy))
+    assert list(found) == [20, 50, 80] and found[50] == "best, sums/accuracy 0.6667"
+    assert list(kept(RUN, Rules(0, best=3, better=Better("eval/sums/accuracy")))) == [30, 60, 90]
+    assert kept(RUN, Rules(0, best=3, better=Better("eval/other"))) == {}
 
 
 def test_order_does_not_matter_and_half_hours_do():
@@ -41,6 +56,8 @@ def test_order_does_not_matter_and_half_hours_do():
 def test_config_states_rules():
     config = CheckpointConfig(keep=2, keep_every_steps=3, keep_every_hours=0.5, keep_best=4)
     assert Rules.of(config) == Rules(2, 3, 0.5, 4)
+    config = CheckpointConfig(best_metric="eval/a/accuracy", best_is="largest")
+    assert Rules.of(config).better == Better("eval/a/accuracy", is_largest=True)
 
 
 @given(
@@ -48,7 +65,10 @@ def test_config_states_rules():
     st.builds(Rules, st.integers(1, 4), st.integers(0, 4), st.floats(0, 9), st.integers(0, 3)),
 )
 def test_rules_only_add_to_the_newest(values: list[tuple[float, float | None]], rules: Rules):
-    saved = [Saved(step, time, loss) for step, (time, loss) in enumerate(values)]
+    saved = [
+        Saved(step, time, {} if loss is None else {"eval/loss": loss})
+        for step, (time, loss) in enumerate(values)
+    ]
     stay = kept(saved, rules)
     assert {one.step for one in saved[-rules.newest :]} <= stay.keys() <= {s.step for s in saved}
     # What is kept now is kept after the rest is deleted: pruning twice changes nothing.

@@ -41,6 +41,8 @@ def suggestion(problem: Problem) -> str:
     return found[1].rstrip(",.")
 
 
+GRPO = "train.objective=grpo grpo.prompts=prompts.jsonl"
+
 # (overrides that break one rule, key to blame, what the message says)
 BROKEN: list[tuple[str, str, str]] = [
     ("run.name=a/b", "run.name", "letters, digits"),
@@ -196,6 +198,35 @@ BROKEN: list[tuple[str, str, str]] = [
     ("optim.name=muon optim.epsilon=1e-31", "optim.epsilon", "more than 1e-30"),
     ("optim.name=muon optim.beta1=0.9999999", "optim.beta1", "less than 0.999999"),
     ("optim.name=muon optim.beta2=0.9999999", "optim.beta2", "less than 0.999999"),
+    ("train.objective=grpo", "grpo.prompts", "must name a file of prompts"),
+    (f"{GRPO} grpo.group_size=3", "grpo.group_size", "must divide train.batch_size (8)"),
+    (f"{GRPO} grpo.group_size=2 train.batch_size=1", "grpo.group_size", "train.batch_size (1)"),
+    (f"{GRPO} grpo.max_tokens=1024", "grpo.max_tokens", "less than train.sequence_length (1024)"),
+    (
+        f"{GRPO} grpo.allow_code=true grpo.reward_file=a.txt",
+        "grpo.reward_file",
+        "a Python file and a function",
+    ),
+    (
+        f"{GRPO} grpo.reward_file=a.py:b grpo.allow_code=false",
+        "grpo.reward_file",
+        "with your rights",
+    ),
+    (f"{GRPO} data.end=stop", "data.end", "must be repeat with train.objective=grpo"),
+    (f"{GRPO} model.dropout=0.1", "model.dropout", "must be 0.0 with train.objective=grpo"),
+    (f"{GRPO} model.heads_ahead=1", "model.heads_ahead", "must be 0 with train.objective=grpo"),
+    (f"{GRPO} grpo.updates_per_rollout=3", "train.steps", "grpo.updates_per_rollout (3)"),
+    (f"{GRPO} grpo.updates_per_rollout=3", "checkpoint.every", "behind whole rollouts"),
+    (
+        f"{GRPO} grpo.updates_per_rollout=2 guard.bad_steps=roll_back",
+        "guard.bad_steps",
+        "in the middle of a rollout",
+    ),
+    (
+        f"{GRPO} grpo.updates_per_rollout=2 guard.spike_sigmas=6 guard.on_spike=roll_back",
+        "guard.on_spike",
+        "in the middle of a rollout",
+    ),
     *(
         (f"runtime.num_processes=2 runtime.coordinator={address}", "runtime.coordinator", "host:p")
         for address in (
@@ -293,6 +324,9 @@ def test_every_number_has_a_range():
         "run.name=a.b_c-1",
         "run.seed=4294967295",
         "model.dropout=0.99",
+        f"{GRPO} grpo.reward_file=a.py:b grpo.allow_code=true",
+        f"{GRPO} grpo.updates_per_rollout=5 guard.bad_steps=skip",
+        f"{GRPO} grpo.clip=0.2 grpo.clip_high=0.28",
     ],
 )
 def test_what_is_allowed(overrides: str):
@@ -325,8 +359,8 @@ def test_a_message_names_the_file_or_says_that_the_value_is_a_default(tmp_path: 
     assert second[0].where == "default: train.batch_size"
 
 
-_FAMILY = {"model.family", "model.own"}
-"""Which keys there are, not a value."""
+_FAMILY = {"model.family", "model.own", "model.adapter"}
+"""Which keys there are, not a value; and what is filled from other sections."""
 
 
 class _Spy:

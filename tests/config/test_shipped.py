@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from pathlib import Path
@@ -32,11 +33,12 @@ def told(capsys: Capture, *arguments: str, code: int = 0) -> str:
 
 
 def test_every_file_has_one_name(capsys: Capture):
-    files = [*(ROOT / "configs").glob("*.yml"), *(ROOT / "configs/model").glob("*.yml")]
+    folders = (ROOT / "configs" / each for each in (".", "model", "sft"))
+    files = [path for each in folders for path in each.glob("*.yml")]
     assert sorted(path.stem for path in files) == sorted(shipped.configs())
     lines = told(capsys, "configs", "list").partition("\n\n")[0].splitlines()
     assert [line.split()[0] for line in lines] == list(shipped.configs())
-    assert all(re.fullmatch(r"\S+ +(run|model) +\S.*\.", line) for line in lines)
+    assert all(re.fullmatch(r"\S+ +(run|model|sft) +\S.*\.", line) for line in lines)
     assert all(each.path.read_text() == each.text for each in shipped.configs().values())
 
 
@@ -53,6 +55,22 @@ def test_commands_in_the_files_work(capsys: Capture):
         for command in re.findall(r"maxpipe (config print \S+(?: +\w+\.\w+=\S+)*)", comment):
             assert told(capsys, *command.split())
         assert f" {each.name}" in comment
+
+
+TUNED = [name for name, each in shipped.configs().items() if each.kind == "sft"]
+
+
+@pytest.mark.usefixtures("home")
+@pytest.mark.parametrize("name", TUNED)
+def test_runs_that_tune_are_of_the_shipped_models_and_fit(name: str, capsys: Capture):
+    """On the devices that the file names, by its own command; trained on what it names."""
+    text = shipped.configs()[name].text
+    [command] = re.findall(r"^#   maxpipe (plan .*)", text, re.M)
+    found = json.loads(told(capsys, *command.split(), "--json"))
+    assert found["fits"] and found["total_bytes"] < 0.8 * found["memory_bytes"]
+    config = load([name], to_train=True).config
+    assert config.model == load([name.removesuffix("-sft"), "train.steps=1"]).config.model
+    assert config.train.objective == "sft" and config.checkpoint.restore_from == "hf:base"
 
 
 def test_show_prints_the_file(capsys: Capture):

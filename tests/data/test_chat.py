@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from maxpipe.data.tokenizers import chat, chat_process, render_chat
+from maxpipe.boundary import asked
+from maxpipe.data.tokenizers import chat, render_chat
 from maxpipe.data.tokenizers.chat import ChatTemplate
 from maxpipe.errors import ConfigError
 
@@ -93,13 +94,13 @@ def test_no_secrets_are_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """Should a template get out of the sandbox, the process has nothing to tell."""
     monkeypatch.setenv("MY_SECRET", "of the user")
     seen: list[dict[str, str]] = []
-    start = chat_process.subprocess.Popen
+    start = asked.subprocess.Popen
 
     def watched(*args, **options):
         seen.append(options["env"])
         return start(*args, **options)
 
-    monkeypatch.setattr(chat_process.subprocess, "Popen", watched)
+    monkeypatch.setattr(asked.subprocess, "Popen", watched)
     assert render("a") == "a" and [set(each) for each in seen] == [{"PYTHONPATH"}]
 
 

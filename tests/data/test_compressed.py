@@ -19,6 +19,7 @@ import pytest
 
 from maxpipe.config.schema import DataConfig
 from maxpipe.data.formats import cache, lines, text_of
+from maxpipe.data.formats.locks import locked
 from maxpipe.data.sources import Source, open_source
 from maxpipe.errors import ConfigError, StorageError
 
@@ -166,8 +167,8 @@ def test_a_process_waits_for_the_one_that_unpacks(tmp_path: Path) -> None:
         first.close()
 
     first = contextlib.ExitStack()
-    first.enter_context(cache._locked(folder, None))
-    with cache._locked(folder, moved):
+    first.enter_context(locked(folder, "unpacking a.jsonl.gz", None))
+    with locked(folder, "unpacking a.jsonl.gz", moved):
         assert moves == [1]
 
 

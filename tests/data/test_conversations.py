@@ -330,8 +330,8 @@ def test_a_process_that_ended_is_replaced(tmp_path: Path) -> None:
     made = conversations(PLAIN, records_of([said(("user", "a"))]), tmp_path)
     before = made.encode(0)
     [process] = made._idle
-    process._process.kill()
-    process._process.wait()
+    process._process._process.kill()
+    process._process._process.wait()
     with pytest.raises(ConfigError, match="too long or too much memory"):
         made.encode(0)
     assert not made._idle

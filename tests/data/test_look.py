@@ -157,12 +157,22 @@ def test_conversations_are_shown_with_their_mask(
         (["--row", "4"], "row = 4"),
         (["--row", "-1"], "at least 0"),
         (["--step", "0"], "at least 1"),
+        (["--step", "100000000001"], "at most 100000000000"),
+        (["--step", "9" * 40], "at most 100000000000"),
+        (["--step", "70", "data.end=stop"], "takes batch 70, and the documents end with batch"),
     ],
 )
 def test_rows_that_are_not_there(
     arguments: list[str], where: str, run: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert where in printed(capsys, "show", *run, *arguments, code=2)
+
+
+def test_the_last_step_that_a_run_may_have(
+    run: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    last = ["--step", "100000000000", "--row", "3"]
+    assert "=== step 100000000000 row 3: " in printed(capsys, "show", *run, *last)
 
 
 # --- find ----------------------------------------------------------------------------------------

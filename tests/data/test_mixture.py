@@ -324,7 +324,10 @@ def test_config_by_names(tmp_path: Path) -> None:
         (["data.mixture.web.weight=much"], "must be a finite number"),
         (["data.mixture.web.source=csv"], "must be one of corpus, text"),
         (["data.mixture.we b.weight=1"], "is not of letters"),
-        ([*WEB, "data.mixture.web.weight=-1"], "must be a number from 0 on"),
+        ([*WEB, "data.mixture.web.weight=-1"], "must be from 0 to 3.4e+38"),
+        ([*WEB, "data.mixture.web.weight=1e308"], "must be from 0 to 3.4e+38"),
+        ([*WEB, "data.mixture.web.epochs=1e10"], "must be from 0 to 1e+09"),
+        ([*WEB, "train.steps=100000000001"], "must be from 0 to 100000000000"),
         ([*WEB, "data.path=x"], "is not read with data.mixture, which has web"),
         (["data.mixture.web.source=text"], "data.mixture.web.path"),
         ([*WEB, *CODE, "data.mixture.web.weight=1", "data.mixture.code.epochs=1"], "from weights"),
@@ -362,6 +365,15 @@ def test_explained() -> None:
 def test_a_share_that_would_never_be_read(folders: dict[str, str]) -> None:
     with pytest.raises(ConfigError, match="it would never be read"):
         loader_of(folders, Ramp((), 8), (1e-9, 1, 1))
+
+
+def test_stages_beyond_what_is_numbered(folders: dict[str, str]) -> None:
+    """Their counts would be other numbers, silently."""
+    long = f"code 1 for {10**17} steps"
+    loader = loader_of(folders, Ramp((), 8), mixture_stages=[long] * 2)
+    assert loader.stream.counts(16 * 10**17 - 1)["code"] == 16 * 10**17 - 1
+    with pytest.raises(ConfigError, match="must end before 2305843009213693952 sequences"):
+        loader_of(folders, Ramp((), 8), mixture_stages=[long] * 3)
 
 
 def test_a_mistake_names_the_source(tmp_path: Path, folders: dict[str, str]) -> None:

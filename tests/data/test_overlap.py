@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from maxpipe.cli import main
 from maxpipe.config.data_schema import MixedSourceConfig, SourceConfig
 from maxpipe.config.schema import DataConfig, TokenizerConfig
+from maxpipe.data.corpus import Corpus
 from maxpipe.data.documents import build_index
 from maxpipe.data.loader import Datasets, build
 from maxpipe.data.overlap import Overlap, left_out, overlaps
@@ -42,8 +44,13 @@ def opened(trained: SourceConfig, **changes: Any) -> Datasets:
     return build(data, TokenizerConfig(), seed=3, batch_size=4, sequence_length=16)
 
 
+def corpora_of(datasets: Datasets) -> tuple[Corpus, Mapping[str, Corpus]]:
+    assert datasets.corpora is not None
+    return datasets.corpora
+
+
 def all_of(datasets: Datasets, *, large: bool = True) -> list[Overlap]:
-    return overlaps(*datasets.corpora, large=large)
+    return overlaps(*corpora_of(datasets), large=large)
 
 
 def found(datasets: Datasets) -> dict[str, tuple[int, int]]:
@@ -51,7 +58,7 @@ def found(datasets: Datasets) -> dict[str, tuple[int, int]]:
 
 
 def missed(datasets: Datasets, *, large: bool) -> list[str]:
-    train, sets = datasets.corpora
+    train, sets = corpora_of(datasets)
     return [section for section, _ in left_out([train, *sets.values()], large=large)]
 
 
@@ -77,7 +84,7 @@ def test_what_is_held_out_may_be_there_twice(tmp_path: Path) -> None:
     # Each text twice: of a text that is held out once, the other copy is trained on.
     trained = lines(tmp_path / "trained.jsonl", TRAINED * 2)
     datasets = opened(trained, validation_fraction=0.25)
-    held_out = datasets.corpora[0].indexed[0].numbers("validation", 0.25)
+    held_out = corpora_of(datasets)[0].indexed[0].numbers("validation", 0.25)
     numbers = np.concatenate(list(held_out)).tolist()
     copies = [n for n in numbers if (n + 40) % 80 not in numbers]
     assert len(copies) > 0 and found(datasets) == {"": (len(copies), 20)}
@@ -128,7 +135,7 @@ def test_counts_are_those_of_sets_of_texts(seed: int, tmp_path: Path) -> None:
     )
     sets = {"held": lines(tmp_path / "held", held)}
     datasets = opened(lines(tmp_path / "trained", trained), validation=sets)
-    train = datasets.corpora[0].indexed[0]
+    train = corpora_of(datasets)[0].indexed[0]
     parts = {
         split: [trained[n] for part in train.numbers(split, 0.05) for n in part.tolist()]
         for split in ("train", "validation")

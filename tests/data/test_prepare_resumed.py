@@ -73,7 +73,7 @@ def stopped(path: Path, folder: Path, shards: int, monkeypatch: pytest.MonkeyPat
     """Prepares a part of the folder."""
     entered = 0
 
-    def enter(journal: Any, line: Any, before: Any = prepare_module._enter) -> None:
+    def enter(journal: Any, line: Any, before: Any = prepare_module.enter) -> None:
         nonlocal entered
         before(journal, line)
         entered += 1
@@ -81,7 +81,7 @@ def stopped(path: Path, folder: Path, shards: int, monkeypatch: pytest.MonkeyPat
             raise Stopped
 
     with monkeypatch.context() as patch:
-        patch.setattr(prepare_module, "_enter", enter)
+        patch.setattr(prepare_module, "enter", enter)
         with pytest.raises(Stopped):
             prepare(plan(str(path), folder), silent)
 
@@ -194,13 +194,13 @@ def test_a_process_that_finishes_first(
 ) -> None:
     """Between the look into the folder and its lock another process may have written all of it."""
     folder = tmp_path / "out"
-    locked = prepare_module._locked
+    locked = prepare_module.locked
 
     def late(of: Path) -> Any:
         shutil.copytree(whole, of, dirs_exist_ok=True)
         return locked(of)
 
-    monkeypatch.setattr(prepare_module, "_locked", late)
+    monkeypatch.setattr(prepare_module, "locked", late)
     assert "is complete" in prepare(plan(str(path), folder), silent)
     assert digests(folder) == digests(whole)
 
@@ -212,9 +212,10 @@ def test_large_documents_come_one_by_one(tmp_path: Path, monkeypatch: pytest.Mon
     prepare(plan(str(tmp_path / "a.jsonl"), tmp_path / "expected"), silent)
     monkeypatch.setattr(encode, "_MOST_CHARACTERS", 1000)
     source = open_source(DataConfig(source="jsonl", path=str(tmp_path / "a.jsonl")), 0)
+    encoder = encode.encoder_of(source, ByteTokenizer(), None)
     counts, first = [], 0
     while first < len(texts):
-        found = encode.encoded(source, ByteTokenizer(), first, min(first + 64, len(texts)))
+        found = encoder.piece(first, min(first + 64, len(texts)))
         counts.append(len(found.lengths))
         held = found.lengths - 2
         assert held.sum() < 1000 + 2000 and held[:-1].sum() < 1000
@@ -231,7 +232,7 @@ class Here:
     """Pieces in this process, when they are asked for."""
 
     def __init__(self, workers: int, *, initargs: tuple[Any, ...], **_: Any):
-        encode._Worker.source, encode._Worker.tokenizer = initargs[3], ByteTokenizer()
+        encode._Worker.encoder = encode.encoder_of(initargs[3], ByteTokenizer(), None)
 
     def submit(self, call: Any, *args: Any) -> Any:
         class Done:
@@ -247,12 +248,16 @@ class Here:
 
 @pytest.mark.parametrize(
     ("number", "code"),
-    [(signal.SIGTERM, ExitCode.PREEMPTED), (signal.SIGINT, ExitCode.INTERRUPTED)],
+    [
+        (signal.SIGTERM, ExitCode.PREEMPTED),
+        (signal.SIGHUP, ExitCode.PREEMPTED),
+        (signal.SIGINT, ExitCode.INTERRUPTED),
+    ],
 )
 def test_stopped_while_it_opens_and_starts(
     number: signal.Signals, code: ExitCode, tmp_path: Path
 ) -> None:
-    """A terminal sends Ctrl-C to all processes: those that start say nothing."""
+    """A terminal sends Ctrl-C, and its end, to all processes: those that start say nothing."""
     write(tmp_path / "a.jsonl", ["abc " * 200] * 30_000)
     (tmp_path / "slow").mkdir()
     # Processes take a while to start, and tell that they do.
@@ -282,3 +287,47 @@ def test_stopped_while_it_opens_and_starts(
     _, words = running.communicate(timeout=60)
     assert running.returncode == code, words
     assert "Run the same command again" in words and "Traceback" not in words
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_stopped_before_it_has_begun(number: signal.Signals, tmp_path: Path) -> None:
+    """Among its imports: the code says to start it again."""
+    (tmp_path / "slow").mkdir()
+    (tmp_path / "slow" / "sitecustomize.py").write_text(
+        "import importlib.abc, pathlib, sys, time\n"
+        "class Slow(importlib.abc.MetaPathFinder):\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == 'maxpipe.data.prepared.prepare':\n"
+        f"            pathlib.Path({str(tmp_path / 'importing')!r}).touch()\n"
+        "            time.sleep(60)\n"
+        "sys.meta_path.insert(0, Slow())\n"
+    )
+    write(tmp_path / "a.jsonl", TEXTS)
+    command = [sys.executable, "-m", "maxpipe", "data", "prepare", "data.source=jsonl"]
+    command += [f"data.path={tmp_path / 'a.jsonl'}", "--out", str(tmp_path / "out")]
+    paths = f"{tmp_path / 'slow'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    environment = {**os.environ, "PYTHONPATH": paths}
+    running = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+    while not (tmp_path / "importing").exists():
+        assert running.poll() is None
+        time.sleep(0.01)
+    running.send_signal(number)
+    _, words = running.communicate(timeout=30)
+    assert running.returncode == ExitCode.PREEMPTED
+    assert "Run the same command again" in words and "Traceback" not in words
+
+
+def test_a_closed_terminal_ends_nothing_below_nohup(tmp_path: Path) -> None:
+    write(tmp_path / "a.jsonl", TEXTS * 40)
+    command = [sys.executable, "-m", "maxpipe", "data", "prepare", "data.source=jsonl"]
+    command += [f"data.path={tmp_path / 'a.jsonl'}", "--out", str(tmp_path / "out")]
+    command += ["--workers", "1", "--shard-tokens", "1000"]
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    running = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    signal.signal(signal.SIGHUP, before)
+    while not (tmp_path / "out" / JOURNAL).exists():
+        assert running.poll() is None
+        time.sleep(0.01)
+    os.killpg(running.pid, signal.SIGHUP)
+    _, words = running.communicate(timeout=60)
+    assert running.returncode == 0, words

@@ -152,7 +152,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     planned = []
 
     def recorded(*arguments: Any) -> fitting.Plan:
-        planned.append(arguments[-1])
+        planned.append(arguments[3])
         return fitting.fitted(*arguments)
 
     monkeypatch.setattr(sequences, "fitted", recorded)

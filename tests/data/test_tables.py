@@ -172,6 +172,94 @@ def test_one_long_text_for_many_rows_does_not_fill_the_memory(tmp_path: Path) ->
     assert pa.total_allocated_bytes() - before < 1 << 24
 
 
+SAME = ["a" * (1 << 18)]
+MANY = 5000
+"""As often as this that text takes more than a GiB."""
+
+
+def repeated() -> Any:
+    """A long text many times, held once."""
+    return pa.DictionaryArray.from_arrays(pa.array([0] * MANY, pa.int32()), pa.array(SAME))
+
+
+def test_nested_columns_hold_texts_that_repeat_once(tmp_path: Path) -> None:
+    """In parts of a column, and in lists, whatever of them is read."""
+    inner = pa.StructArray.from_arrays([repeated(), pa.array(range(MANY))], ["content", "id"])
+    ones = pa.ListArray.from_arrays(pa.array(range(MANY + 1), pa.int32()), inner)
+    file = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"meta": inner, "messages": ones}), file, store_schema=False)
+    assert file.stat().st_size < 1 << 21
+    before = pa.default_memory_pool().bytes_allocated()
+    found = source(file, field="meta.content")
+    assert found[MANY - 1] == SAME[0]
+    assert found.record(7) == {
+        "meta": {"content": SAME[0], "id": 7},
+        "messages": [{"content": SAME[0], "id": 7}],
+    }
+    assert pa.default_memory_pool().bytes_allocated() - before < 1 << 25
+
+
+@pytest.mark.parametrize("kind", ["parquet", "huggingface"])
+def test_a_row_of_a_long_text_many_times_is_refused(kind: str, tmp_path: Path) -> None:
+    inner = pa.StructArray.from_arrays([repeated()], ["content"])
+    rows = pa.ListArray.from_arrays(pa.array([0, 1, MANY], pa.int32()), inner)
+    table = pa.table({"messages": rows, "text": pa.array(["x", "y"])})
+    if kind == "parquet":
+        pq.write_table(table, tmp_path / "a.parquet", store_schema=False)
+    else:
+        save(tmp_path / "a.parquet", [table])
+    found = source(tmp_path / "a.parquet", kind)
+    assert found[1] == "y"
+    assert found.record(0) == {"messages": [{"content": SAME[0]}], "text": "x"}
+    message = refusal(lambda: found.record(1))
+    assert "row 1 = " in message and "must be at most 268435456 bytes long" in message
+
+
+def test_texts_that_begin_alike_do_not_fill_the_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parquet_format, "MOST_GROUP_BYTES", 1 << 26)
+    file = tmp_path / "a.parquet"
+    coded = {"use_dictionary": False, "store_schema": False}
+    long = pa.array(["a" * (1 << 20)] * 500)
+    pq.write_table(
+        pa.table({"text": long}), file, column_encoding={"text": "DELTA_BYTE_ARRAY"}, **coded
+    )
+    assert file.stat().st_size < 1 << 17
+    found = source(file)
+    before = pa.default_memory_pool().bytes_allocated()
+    message = refusal(lambda: found[0])
+    assert f"{file}: row group 0 = 500 rows" in message and "at most 67108864 bytes" in message
+    assert pa.default_memory_pool().bytes_allocated() - before < 1 << 28  # of 500 MiB
+    # In lists a single row may have all of them.
+    name = "messages.list.element"
+    lists = pa.table({"messages": pa.ListArray.from_arrays(pa.array([0, 500], pa.int32()), long)})
+    pq.write_table(lists, file, column_encoding={name: "DELTA_BYTE_ARRAY"}, **coded)
+    message = refusal(lambda: source(file).record(0))
+    assert f"{file}: row group 0 = 1 rows" in message and "may take more" in message
+    # What fits is read, however it is coded.
+    texts = [f"a common beginning {i}" * (i % 4) for i in range(50)]
+    monkeypatch.setattr(parquet_format, "MOST_GROUP_BYTES", 10_000)
+    pq.write_table(
+        pa.table({"text": texts}), file, column_encoding={"text": "DELTA_BYTE_ARRAY"}, **coded
+    )
+    found = source(file)
+    assert [found[i] for i in range(50)] == texts
+
+
+def test_values_of_a_fixed_length_are_counted_written_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parquet_format, "MOST_GROUP_BYTES", 1 << 22)
+    one = pa.array([b"a" * (1 << 16)], pa.binary(1 << 16))
+    column = pa.DictionaryArray.from_arrays(pa.array([0] * 100, pa.int32()), one)
+    file = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"text": column}), file, store_schema=False)
+    assert file.stat().st_size < 1 << 20
+    message = refusal(lambda: source(file)[0])
+    assert f"{file}: row group 0 = 100 rows" in message and f"it takes {100 << 16}" in message
+
+
 def test_row_groups_that_are_too_large_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -197,12 +285,12 @@ def test_pyarrow_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
 # --- Hugging Face datasets on disk -----------------------------------------------------------
 
 
-def save(folder: Path, parts: Sequence[Sequence[dict[str, Any]]], batch_rows: int = 8) -> Path:
+def save(folder: Path, parts: Sequence[Any], batch_rows: int = 8) -> Path:
     """What `Dataset.save_to_disk` writes."""
     folder.mkdir(parents=True)
     names = [f"data-{i:05}-of-{len(parts):05}.arrow" for i in range(len(parts))]
     for name, rows in zip(names, parts, strict=True):
-        table = pa.Table.from_pylist(list(rows))
+        table = rows if isinstance(rows, pa.Table) else pa.Table.from_pylist(list(rows))
         with pa.ipc.new_stream(str(folder / name), table.schema) as writer:
             writer.write_table(table, max_chunksize=batch_rows)
     state = {

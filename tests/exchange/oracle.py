@@ -1,9 +1,10 @@
 """Runs in an environment with transformers: makes folders, and logits of folders.
 
-Usage: oracle.py make | logits | quantise | add_ahead | ahead | train | losses | greedy JOBS. JOBS
-is a JSON list; of each entry `folder` is the Hugging Face folder, `tokens` the file with ids
-`[rows, tokens]`, `logits` the file to write. The last three read `documents`, a JSON file, and
-write `trained`, a folder, or `found`, a JSON file.
+Usage: oracle.py COMMAND JOBS, with the commands make, logits, adapted, quantise, add_ahead, ahead,
+train, losses, greedy and sft. JOBS is a JSON list; of each entry `folder` is the Hugging Face
+folder, `tokens` the file with ids `[rows, tokens]`, `logits` the file to write; with `adapted`,
+which needs PEFT, `adapter` is the folder of an adapter. The last four read `documents`, a JSON
+file, and write `trained` or `gradients`, folders, or `found`, a JSON file.
 """
 
 from __future__ import annotations
@@ -43,6 +44,10 @@ def main() -> None:
         )
         assert not any(info.values()), info
         tokens = torch.from_numpy(np.load(job["tokens"]))
+        if action == "adapted":
+            from peft import PeftModel  # pyright: ignore[reportMissingImports]
+
+            model = PeftModel.from_pretrained(model, job["adapter"])
         with torch.no_grad():
             np.save(job["logits"], model.eval()(tokens).logits.numpy())
 
@@ -187,7 +192,29 @@ def greedy(job: dict[str, Any], prompts: list[list[int]]) -> None:
     Path(job["found"]).write_text(json.dumps(found))
 
 
-DOCUMENTS = {"train": train, "losses": losses, "greedy": greedy}
+def sft(job: dict[str, Any], conversations: list[Any]) -> None:
+    """Loss over what the template marks, the mean over all conversations' tokens; and gradients."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(job["tokenizer"])
+    model, total, count = loaded(job), torch.zeros(()), 0
+    for messages in conversations:
+        found = tokenizer.apply_chat_template(
+            messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+        )
+        ids, mask = (torch.tensor(found[each]) for each in ("input_ids", "assistant_masks"))
+        labels = torch.where(mask.bool(), ids, -100)[None]
+        mine = int((labels[:, 1:] != -100).sum())
+        if mine:
+            total = total + model(ids[None], labels=labels).loss * mine
+            count += mine
+    (total / count).backward()
+    Path(job["found"]).write_text(json.dumps([float(total / count), count]))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.grad)
+    model.save_pretrained(job["gradients"])
+
+
+DOCUMENTS = {"train": train, "losses": losses, "greedy": greedy, "sft": sft}
 
 
 if __name__ == "__main__":

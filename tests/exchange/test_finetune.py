@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from maxpipe.train.chosen import choose
 from tests.conftest import FAST_COMPILE
 from tests.exchange import maker
 from tests.exchange.test_oracle import PYTHON, asked, close, reason
-from tests.train.runs import losses
+from tests.train.runs import ledger, losses
 
 PAGE = Path(__file__).parents[2] / "docs" / "finetune.md"
 TOKENIZER = Path(__file__).parents[1] / "golden" / "tokenizers" / "folder"
@@ -51,22 +52,28 @@ def loop(folder: Path) -> Loop:
     (folder / "book").mkdir()
     for number in range(12):
         (folder / "book" / f"{number}.txt").write_text(" ".join(draw.choices(WORDS, k=160)))
-    blocks = re.findall(r"<!-- run -->\n```\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    return ran(folder, "run", FAST_COMPILE)
+
+
+def ran(folder: Path, mark: str, variables: Mapping[str, str]) -> Loop:
+    """Runs the blocks of the page that are marked so."""
+    page = PAGE.read_text(encoding="utf-8")
+    blocks = re.findall(rf"<!-- {mark} -->\n```\n(.*?)```", page, re.DOTALL)
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    ran = [
+    done = [
         subprocess.run(
             ["bash", "-euc", block],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             cwd=folder,
-            env=os.environ | FAST_COMPILE | {"PATH": path},
+            env=os.environ | dict(variables) | {"PATH": path},
         )
         for block in blocks
     ]
-    failed = [each.stdout for each in ran if each.returncode]
+    failed = [each.stdout for each in done if each.returncode]
     assert not failed, failed[0]
-    return Loop(folder, [each.stdout for each in ran])
+    return Loop(folder, [each.stdout for each in done])
 
 
 def has_learnt(done: Loop) -> None:
@@ -83,11 +90,11 @@ def has_learnt(done: Loop) -> None:
     assert "stage 2 x fsdp 2" in "".join(done.outputs)
 
 
-def logits(folder: Path, model: str, tokens: np.ndarray) -> np.ndarray:
+def logits(folder: Path, model: str, tokens: np.ndarray, vocab: int = VOCAB) -> np.ndarray:
     """Of a checkpoint or a folder, by the plain loop in float32."""
     chosen = choose(named(str(folder / model)), ["model.compute_dtype=float32"], one_device)
     config = chosen.loaded.config
-    steps = steps_of(config, build_mesh(MeshConfig(), jax.devices()[:1]), np.zeros(VOCAB))
+    steps = steps_of(config, build_mesh(MeshConfig(), jax.devices()[:1]), np.zeros(vocab))
     params = steps.partition.by_kind(chosen.params(steps))
     decoder = Decoder(config.model, AxisRules.from_config(MeshConfig()))
     rows = jnp.asarray(tokens, jnp.int32)
@@ -124,6 +131,28 @@ def test_the_loop_of_the_page(written: Loop) -> None:
     for name in ("tokenizer.json", "generation_config.json"):
         before, after = (written.folder / each / name for each in ("base", "tuned"))
         assert before.read_bytes() == after.read_bytes()
+
+
+@pytest.mark.slow
+def test_the_example_of_conversations(tmp_path: Path) -> None:
+    """A model that knows learns to answer; the run ends early, and is drawn."""
+    done = ran(tmp_path, "sft", {})
+    chat = tmp_path / "runs" / "chat"
+    accuracy = losses(chat, "eval/sums/accuracy")
+    assert accuracy[20] < 0.8 and max(accuracy.values()) == 1
+    assert [*losses(chat, "eval/loss").values()][-1] < 0.1
+    [stop] = ledger(chat, "early_stop")
+    assert accuracy[stop["best_step"]] == 1 and stop["evaluations"] == 3
+    said = done.outputs[-1]
+    assert re.search(r"^accuracy +1\.0000", said, re.M)
+    assert "3 plus 4 is 7." in said and "9 plus 8 is 17." in said
+    sampled = [json.loads(line) for line in (chat / "samples.jsonl").read_text().splitlines()]
+    assert all(each["text"] == each["answer"] for each in sampled[-1]["samples"])
+    drawn = (tmp_path / "sft.svg").read_text()
+    assert drawn.startswith("<svg") and "eval/sums/accuracy" in drawn
+    exported = tmp_path / "chat-model"
+    for name in ("tokenizer.json", "chat_template.jinja"):
+        assert (exported / name).read_bytes() == (tmp_path / "small-tokenizer" / name).read_bytes()
 
 
 @pytest.mark.oracle

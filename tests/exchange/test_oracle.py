@@ -37,9 +37,9 @@ def cases(kind: str) -> int:
 
 
 @cache
-def reason() -> str:
-    """Why there is no oracle; empty if there is one."""
-    code = "import torch, transformers"
+def reason(more: str = "") -> str:
+    """Why there is no oracle, or why it lacks one `more` package; empty if all is there."""
+    code = f"import torch, transformers{', ' * bool(more)}{more}"
     run = subprocess.run([PYTHON, "-c", code], capture_output=True, text=True, check=False)
     return run.stderr.strip().rpartition("\n")[2]
 

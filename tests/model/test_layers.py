@@ -12,11 +12,11 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxpipe.model.initial import initial, normal_approximation
-from maxpipe.model.modules.block import dropout
 from maxpipe.model.modules.mlp import GatedMLP
 from maxpipe.model.modules.norm import LayerNorm, RMSNorm
 from maxpipe.model.parts import mlp, norm
 from maxpipe.model.spec import Constant, Normal, Param
+from maxpipe.parallel.dropout import dropout
 from tests.model.parts import RULES, assert_close, context, with_values
 
 NO_CONTEXT = context([[0]], [[0]])

@@ -14,7 +14,15 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from maxpipe.config.schema import MeshConfig
 from maxpipe.errors import ConfigError
 from maxpipe.parallel.explicit import automatic, placed_on
-from maxpipe.parallel.mesh import AXES, BATCH_AXES, MANUAL_AXES, build_mesh, describe, resolve
+from maxpipe.parallel.mesh import (
+    AXES,
+    BATCH_AXES,
+    MANUAL_AXES,
+    build_mesh,
+    describe,
+    divided,
+    resolve,
+)
 
 
 @dataclass(frozen=True)
@@ -212,3 +220,24 @@ def test_arrays_are_seen_from_another_mesh_without_a_copy() -> None:
     pairs = zip(seen.addressable_shards, given.addressable_shards, strict=True)
     for mine, theirs in pairs:
         assert mine.data.unsafe_buffer_pointer() == theirs.data.unsafe_buffer_pointer()
+
+
+def test_the_last_devices_are_dealt_out(devices: list[Any]) -> None:
+    assert divided(devices, 3, "some.key") == (devices[:5], devices[5:])
+    assert divided(devices, 0, "some.key") == (devices, devices)
+    for count in (8, 9):
+        with pytest.raises(ConfigError, match=r"there are 8.\n.*some.key=7 or less"):
+            divided(devices, count, "some.key")
+
+
+def test_devices_that_are_not_next_to_each_other_are_a_mesh(
+    monkeypatch: pytest.MonkeyPatch, devices: list[Any]
+) -> None:
+    """As two chips of each host of a TPU slice may be."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("no rectangle")
+
+    monkeypatch.setattr("jax.experimental.mesh_utils.create_device_mesh", refuse)
+    mesh = build_mesh(MeshConfig(ici_stage=2, ici_fsdp=2), devices[1:8:2])
+    assert list(mesh.devices.flat) == devices[1:8:2]

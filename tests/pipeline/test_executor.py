@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -12,8 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from maxpipe.checkpoint.trees import by_name
 from maxpipe.model.decoder import Decoder, cross_entropy
-from maxpipe.pipeline.trainable import trained
+from maxpipe.model.low_rank import LENGTH, UP
+from maxpipe.pipeline.trainable import joined, trained
 from maxpipe.schedule.catalog import SCHEDULES
 from maxpipe.schedule.notation import read_orders
 from tests.cases import TOLERANCE, Case, batch_of, steps_of, thinned
@@ -27,8 +30,8 @@ def _plain(decoder: Decoder, with_key: bool) -> tuple[Any, Any]:
     Beside the objective it returns the cross entropy, the layers' losses and their statistics.
     """
 
-    def total(params: Any, row: Any, key: jax.Array | None) -> tuple[jax.Array, Any]:
-        count, found = row["loss_mask"].sum(), decoder.run(params, row, key)
+    def total(mine: Any, row: Any, key: jax.Array | None) -> tuple[jax.Array, Any]:
+        count, found = row["loss_mask"].sum(), decoder.run(joined(params, mine), row, key)
         reported = cross_entropy(found.logits, row) * count, found.losses, found.statistics
         return decoder.objective_of(found, row) * count, reported
 
@@ -37,7 +40,21 @@ def _plain(decoder: Decoder, with_key: bool) -> tuple[Any, Any]:
         shape = params["ahead"]["transform"].shape
         drawn = jax.random.normal(jax.random.key(1), shape) * shape[-1] ** -0.5
         params |= {"ahead": {"transform": drawn}}
-    return params, jax.jit(jax.value_and_grad(total, has_aux=True))
+    params = with_changes(params)
+    gradient = jax.jit(jax.value_and_grad(total, has_aux=True))
+    return params, partial(gradient, trained(params, decoder.trainable()))
+
+
+def with_changes(params: Any) -> Any:
+    """With adapters that change something: some of their gradients are 0 where they start."""
+
+    def changed(name: str, leaf: Any) -> Any:
+        if not name.endswith((UP, LENGTH)):
+            return leaf
+        drawn = jax.random.normal(jax.random.key(len(name)), leaf.shape)
+        return leaf * (1 + 0.1 * drawn) + 0.1 * drawn * name.endswith(UP)
+
+    return by_name(changed, params)
 
 
 def plain_gradients(
@@ -52,7 +69,7 @@ def plain_gradients(
     params, run = _plain(decoder, key is not None)
     rows = []
     for numbers in np.arange(len(batch["tokens"]))[:, None] if together is None else together:
-        (_, reported), gradient = run(params, {k: v[numbers] for k, v in batch.items()}, key)
+        (_, reported), gradient = run({k: v[numbers] for k, v in batch.items()}, key)
         rows.append((reported, gradient))
     (loss, losses, statistics), gradients = jax.tree.map(
         lambda *leaves: sum(np.asarray(leaf, np.float64) for leaf in leaves), *rows
@@ -68,7 +85,8 @@ def check_gradients(case: Case, together: Any = None) -> None:
     """
     steps = steps_of(case, case.rows)
     parts = steps.partition
-    key = jax.random.key(7) if case.dropout else None
+    drops = case.dropout or (case.adapter is not None and case.adapter.dropout)
+    key = jax.random.key(7) if drops else None
     batch: Any = batch_of(case.rows, case=case)
     config = replace(parts.decoder.config, frozen=[])
     decoder = replace(parts.decoder, config=config)

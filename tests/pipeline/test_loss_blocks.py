@@ -52,12 +52,12 @@ def test_each_token_counts_once(rows: int, length: int, size: int) -> None:
     targets = random.integers(0, 50, (rows, length))
     mask = random.integers(0, 2, (rows, length)).astype(np.float32)
 
-    def run(x: jax.Array, targets: jax.Array, mask: jax.Array):
+    def run(x: jax.Array, mask: jax.Array, targets: jax.Array):
         assert not 0 < size < rows * length or targets.size <= size
         counted = x * mask[..., None]
         return (mask.sum(), (targets * mask).sum(), counted.sum((0, 1))), (counted, counted + 1)
 
-    sums, arrays = jax.jit(lambda *given: by_blocks(run, size, *given))(x, targets, mask)
+    sums, arrays = jax.jit(lambda *given: by_blocks(run, size, *given))(x, mask, targets)
     counted = x * mask[..., None]
     wanted = mask.sum(), (targets * mask).sum(), counted.sum((0, 1))
     for a, b in zip(sums, wanted, strict=True):

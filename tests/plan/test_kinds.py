@@ -137,8 +137,7 @@ def test_memory_is_the_sum_of_what_each_kind_has(config: Config, schedule: str, 
         assert found["deferred"] == table.num_deferred * deferred
     assert (kept["wide"] > kept["layer"]) == (remat in ("names", "none"))
     parameters = 3 * sizes.layer_elements("wide") + 5 * sizes.layer_elements("layer")
-    tables = sizes.embedding_elements() + sizes.head_elements() + sizes.norm_elements
-    assert sizes.shard_elements == parameters + tables
+    assert sizes.held_elements() + sizes.outside_elements() == parameters
     # The layer at work is the larger one.
     working = memory(sizes, table, platform="tpu").terms["layer"]
     mlp = 6 * 2 * sizes.activated(((4 * config.model.d_mlp, "mlp"),))

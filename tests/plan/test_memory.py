@@ -29,7 +29,8 @@ from maxpipe.plan import sizes as sizes_module
 from maxpipe.plan.compile import build_steps, executions
 from maxpipe.plan.memory import WORKSPACE, buffers, memory, state
 from maxpipe.plan.sizes import Sizes, schedule_of
-from maxpipe.train.step import Steps, keep_of
+from maxpipe.train.partition import keep_of
+from maxpipe.train.step import Steps
 from tests.cases import buffer_bytes, thinned, with_attention, with_layer_norms
 
 ROOT = Path(__file__).parents[2]

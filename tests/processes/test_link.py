@@ -35,7 +35,7 @@ from maxpipe.processes import secret
 from maxpipe.errors import Preempted
 from maxpipe.processes.hub import Limits
 from maxpipe.processes.link import Link
-from maxpipe.processes.phases import COMPILE, DATA, DATA_SET_UP, LOOP, SAVE, STEP, Phases
+from maxpipe.processes.phases import COMPILE, DATA, DATA_SET_UP, EVAL, LOOP, SAVE, STEP, Phases
 
 index, count, port, facts = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 phases = Phases()
@@ -405,6 +405,28 @@ link.same("data", "x")
         what, who, _ = text.splitlines()[-3:]
         assert "nothing moved for 1 s" in what and "has been in data set-up for" in who
         assert "process 1 (" in who and ";" not in who
+
+
+def test_a_stall_names_what_is_read() -> None:
+    """Also in an evaluation, in which all others wait."""
+    body = """
+def read(step):
+    if step == 4:
+        if index == 1:
+            phases.detail = "reading data.mixture.web, a.jsonl: record 7"
+        with phases.enter(EVAL):
+            time.sleep(60)
+steps(link, 1000, read)
+"""
+    limits = "init_seconds=20, heartbeat_seconds=5, stall_seconds=2"
+    with members(body, limits=limits) as processes:
+        codes, _, errors = ends(processes)
+    assert codes == [71, 71, 71]
+    for text in errors:
+        who = text.splitlines()[-2]
+        assert "has been in eval for" in who and ";" not in who
+        assert f"pid {processes[1].pid}" in who
+        assert who.endswith("at step 4 (reading data.mixture.web, a.jsonl: record 7).")
 
 
 @pytest.mark.fault("S1")

@@ -13,7 +13,8 @@ import pytest
 from maxpipe.cli import main
 from maxpipe.errors import ConfigError, StorageError
 from maxpipe.scoring.choices import Exam, Question, Result, read, summary, written
-from maxpipe.scoring.requests import Requests, Texts
+from maxpipe.scoring.requests import Requests
+from maxpipe.scoring.texts import Texts
 from tests.scoring.model import BYTES, logprobs, weights
 from tests.train.runs import SAME, is_explained
 

@@ -15,7 +15,8 @@ from maxpipe.exchange.named import named
 from maxpipe.generate.weights import open_model
 from maxpipe.processes import runtime
 from maxpipe.scoring.choices import Exam, read, summary
-from maxpipe.scoring.requests import Requests, Texts
+from maxpipe.scoring.requests import Requests
+from maxpipe.scoring.texts import Texts
 from tests.exchange import maker
 from tests.train.runs import SAME
 

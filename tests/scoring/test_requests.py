@@ -9,8 +9,9 @@ import pytest
 
 from maxpipe.errors import ConfigError, NumbersError
 from maxpipe.generate.weights import Weights
-from maxpipe.scoring.requests import Requests, Texts
-from maxpipe.scoring.rows import Row, Scorer
+from maxpipe.scoring.requests import Requests
+from maxpipe.scoring.rows import Scorer
+from maxpipe.scoring.texts import Row, Texts
 from tests.scoring.model import BYTES, followed, logprobs, weights
 from tests.train.runs import SAME
 

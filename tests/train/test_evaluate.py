@@ -25,7 +25,8 @@ from maxpipe.parallel.mesh import build_mesh
 from maxpipe.parallel.sharding import AxisRules
 from maxpipe.train.evaluate import evaluate
 from maxpipe.train.evaluation import _on_one_axis
-from maxpipe.train.step import Steps, partition
+from maxpipe.train.partition import partition
+from maxpipe.train.step import Steps
 
 SAME = 1e-5  # float32, relative
 ROWS, TOKENS = 8, 16
@@ -177,7 +178,8 @@ def test_batches_weigh_as_many_as_their_targets():
 
 def test_nothing_to_evaluate():
     found = evaluate(lambda params, batch: sums(*batch), None, [(0.0, 0.0, 0.0)])
-    assert found is not None and found.metrics == {"eval/loss": 0.0, "eval/nats_per_byte": 0.0}
+    assert found is not None and found.metrics.keys() == {"eval/loss", "eval/nats_per_byte"}
+    assert all(np.isnan(value) for value in found.metrics.values())  # 0 would be the best loss
     assert evaluate(lambda params, batch: sums(*batch), None, []) == found
 
 

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import glob
 import logging
 import os
 import shutil
 import tempfile
-import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
-from maxpipe.boundary.files import opened
 from maxpipe.data.formats.files import File, digest, edges, reaching
+from maxpipe.data.formats.locks import locked
 from maxpipe.data.formats.source import Moved
 
 _LOG = logging.getLogger(__name__)
 
-_POLL_SECONDS = 0.2
+Make = Callable[[str, Moved], None]
+"""Fills a folder, and calls what it is given for each part of that."""
 
 
 class Cache:
@@ -41,9 +40,7 @@ class Cache:
             return self._own or tempfile.gettempdir()
         return self._folder
 
-    def made(
-        self, kind: str, file: File, make: Callable[[str], None], moved: Moved | None = None
-    ) -> str:
+    def made(self, kind: str, file: File, make: Make, moved: Moved | None = None) -> str:
         """The folder that `make` fills from a file, if it is not there yet.
 
         Raises:
@@ -57,12 +54,12 @@ class Cache:
             with contextlib.suppress(FileExistsError):
                 os.makedirs(self._folder)
             if os.access(self._folder, os.W_OK | os.X_OK):
-                return _made(self._folder, name, make, moved)
+                return _made(self._folder, name, file, make, moved)
             _LOG.warning("%s cannot be written: the next start reads all files", self._folder)
         if self._own is None:
             self._own = tempfile.mkdtemp(prefix="maxpipe-")
             weakref.finalize(self, shutil.rmtree, self._own, True)
-        return _made(self._own, name, make, moved)
+        return _made(self._own, name, file, make, moved)
 
 
 def _key(file: File) -> str:
@@ -72,33 +69,18 @@ def _key(file: File) -> str:
     return digest([1, file.size_bytes, edges(file), changed])[:32]
 
 
-def _made(root: str, name: str, make: Callable[[str], None], moved: Moved | None) -> str:
+def _made(root: str, name: str, file: File, make: Make, moved: Moved | None) -> str:
     final = os.path.join(root, name)
-    with _locked(f"{final}.lock", moved):
+    with locked(f"{final}.lock", f"reading {file.path}", moved) as moved:
         if os.path.isdir(final):
             return final
         for left in glob.glob(f"{glob.escape(final)}.partial-*"):  # of a process that was killed
             shutil.rmtree(left, ignore_errors=True)
         partial = tempfile.mkdtemp(prefix=f"{name}.partial-", dir=root)
         try:
-            make(partial)
+            make(partial, moved)
             os.rename(partial, final)
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
     return final
-
-
-@contextlib.contextmanager
-def _locked(path: str, moved: Moved | None) -> Iterator[None]:
-    """Holds a lock among processes; one that ends in any way lets it go."""
-    with open(opened(path, os.O_RDWR | os.O_CREAT), "r+b") as stream:
-        while True:
-            try:
-                fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                time.sleep(_POLL_SECONDS)
-                if moved is not None:
-                    moved()
-        yield

@@ -10,7 +10,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from maxpipe.data.formats.cache import Cache
+from maxpipe.data.formats.cache import Cache, Make
 from maxpipe.data.formats.compressed import SUFFIXES, unpacked
 from maxpipe.data.formats.files import File, check_size, reaching, stream
 from maxpipe.data.formats.source import Moved, Progress
@@ -76,12 +76,12 @@ def find_lines(file: File, cache: Cache, most_bytes: int, moved: Moved | None) -
         if file.size_bytes < _KEPT_FROM_BYTES:
             return Lines(file, file, *_scanned(_pieces(file), file, moved)), 0
 
-        def find(folder: str) -> None:
+        def find(folder: str, moved: Moved) -> None:
             _save(folder, *_scanned(_pieces(file), file, moved))
 
         return _loaded(_kept(cache, "lines", file, find, moved), file, file), 0
 
-    def unpack(folder: str) -> None:
+    def unpack(folder: str, moved: Moved) -> None:
         with open(os.path.join(folder, _CONTENT), "xb") as copy:
             _save(folder, *_scanned(_copied(file, copy, most_bytes), file, moved))
 
@@ -93,9 +93,7 @@ def find_lines(file: File, cache: Cache, most_bytes: int, moved: Moved | None) -
     return _loaded(folder, file, content), content.size_bytes
 
 
-def _kept(
-    cache: Cache, kind: str, file: File, make: Callable[[str], None], moved: Moved | None
-) -> str:
+def _kept(cache: Cache, kind: str, file: File, make: Make, moved: Moved | None) -> str:
     try:
         return cache.made(kind, file, make, moved)
     except OSError as error:

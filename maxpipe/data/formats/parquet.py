@@ -48,8 +48,8 @@ class ParquetRows:
                 if min(counts[-1], default=0) < 0 or sum(counts[-1]) != about.num_rows:
                     raise ValueError(f"it says {about.num_rows} rows and has {sum(counts[-1])}")
                 some = wanted(columns, found.schema_arrow.names)
-                sizes = [_size(about.row_group(i), some) for i in range(about.num_row_groups)]
-                largest = max([largest, *sizes])
+                groups = [about.row_group(i) for i in range(about.num_row_groups)]
+                largest = max([largest, *(_size(found.schema, each, some) for each in groups)])
             progress.update(number + 1)
         self._group_ends = [np.cumsum(each, dtype=np.int64) for each in counts]
         self._ends = np.cumsum([sum(each) for each in counts], dtype=np.int64)
@@ -109,17 +109,18 @@ class ParquetRows:
         with self._opened(file) as found:
             about = found.metadata.row_group(group)
             some = wanted(columns, found.schema_arrow.names)
-            if (size := _size(about, some)) > MOST_GROUP_BYTES:
-                raise ConfigError.one(
-                    f"{file.path}: row group {group}",
-                    f"{about.num_rows} rows",
-                    f"must take at most {MOST_GROUP_BYTES} bytes in memory; it takes {size}.",
-                    "Write the file again with smaller row groups (row_group_size=10000).",
-                )
-            texts = _dictionaries(about, some)
-        where = f"{file.path}: row group {group}"
+            where = f"{file.path}: row group {group}"
+            if (size := _size(found.schema, about, some)) > MOST_GROUP_BYTES:
+                raise _too_large(where, about.num_rows, f"it takes {size}")
+            texts, most_rows = _dictionaries(about, some), _rows_at_once(found.schema, about, some)
         with self._opened(file, where, read_dictionary=texts) as found:
-            table = found.read_row_group(group, columns=some)
+            if most_rows >= about.num_rows:
+                table = found.read_row_group(group, columns=some)
+            elif most_rows:
+                table = _in_parts(found, where, group, some, most_rows)
+            else:
+                how = "texts in lists, which are coded by what they have in common, may take more"
+                raise _too_large(where, about.num_rows, how)
             if table.num_rows != about.num_rows:
                 raise ValueError(f"it says {about.num_rows} rows and has {table.num_rows}")
             return table
@@ -160,11 +161,59 @@ def _chunks(group: Any, columns: list[str] | None) -> Iterator[Any]:
             yield chunk
 
 
-def _size(group: Any, columns: list[str] | None) -> int:
+def _size(schema: Any, group: Any, columns: list[str] | None) -> int:
     """The bytes that a row group takes in memory, about: texts that repeat are held once."""
+    widths = {schema.column(i).path: schema.column(i).length for i in range(len(schema))}
     return sum(
-        max(chunk.total_uncompressed_size, chunk.num_values * _VALUE_BYTES)
+        # Of a fixed length values are written out, also those that the file has once.
+        max(
+            chunk.total_uncompressed_size,
+            chunk.num_values * max(_VALUE_BYTES, widths[chunk.path_in_schema]),
+        )
         for chunk in _chunks(group, columns)
+    )
+
+
+def _rows_at_once(schema: Any, group: Any, columns: list[str] | None) -> int:
+    """Rows that take little enough memory, however much their texts have in common; 0 is none.
+
+    Each text may begin as the one before it does, for a byte of the file, and is written out.
+    """
+    found = group.num_rows
+    repeats = {
+        schema.column(i).path: schema.column(i).max_repetition_level > 0 for i in range(len(schema))
+    }
+    for chunk in _chunks(group, columns):
+        if "DELTA_BYTE_ARRAY" not in chunk.encodings:
+            continue
+        longest = max(1, chunk.total_uncompressed_size)
+        if not repeats[chunk.path_in_schema]:
+            found = min(found, max(1, MOST_GROUP_BYTES // longest))
+        elif chunk.num_values * longest > MOST_GROUP_BYTES:
+            return 0
+    return found
+
+
+def _in_parts(found: Any, where: str, group: int, columns: list[str] | None, rows: int) -> Any:
+    """The table of a row group, read by parts of this number of rows until they take too much."""
+    import pyarrow
+
+    parts, size = [], 0
+    for part in found.iter_batches(batch_size=rows, row_groups=[group], columns=columns):
+        parts.append(part)
+        size += part.nbytes
+        if size > MOST_GROUP_BYTES:
+            num_rows = found.metadata.row_group(group).num_rows
+            raise _too_large(where, num_rows, f"the first {sum(map(len, parts))} take {size}")
+    return pyarrow.Table.from_batches(parts)
+
+
+def _too_large(where: str, num_rows: int, how: str) -> ConfigError:
+    return ConfigError.one(
+        where,
+        f"{num_rows} rows",
+        f"must take at most {MOST_GROUP_BYTES} bytes in memory; {how}.",
+        "Write the file again with smaller row groups (row_group_size=10000).",
     )
 
 
@@ -177,7 +226,6 @@ def _dictionaries(group: Any, columns: list[str] | None) -> list[str]:
         chunk.path_in_schema
         for chunk in _chunks(group, columns)
         if chunk.physical_type == "BYTE_ARRAY"
-        and "." not in chunk.path_in_schema
         and any("DICTIONARY" in each for each in chunk.encodings)
         and not any("DELTA" in each for each in chunk.encodings)
     ]

@@ -7,11 +7,13 @@ import signal
 import threading
 from multiprocessing import parent_process
 from multiprocessing.reduction import ForkingPickler
+from typing import Protocol
 
 import numpy as np
 
 from maxpipe.config.data_schema import SourceConfig
 from maxpipe.config.schema import TokenizerConfig
+from maxpipe.data.chat import Conversations, count
 from maxpipe.data.documents import digest_of
 from maxpipe.data.prepared.indexed import dtype_for
 from maxpipe.data.prepared.manifest import META
@@ -21,13 +23,115 @@ from maxpipe.data.tokenizer import Tokenizer, open_tokenizer
 from maxpipe.errors import ConfigError, Problem
 
 _MOST_CHARACTERS = 1 << 20
+_MOST_TOKENS = 1 << 18
+
+
+class Encoder(Protocol):
+    """Documents of a source as they are stored."""
+
+    def piece(self, first: int, stop: int) -> Piece:
+        """The documents from `first` to before `stop`: fewer, but one, where they are long.
+
+        So what is held at a time does not grow with the size of documents.
+        """
+        ...
+
+    def identity(self, document: int) -> tuple[int, int]:
+        """What `META` has of a document."""
+        ...
+
+
+class _Texts:
+    """Texts, each with begin and end ids."""
+
+    def __init__(self, source: Source, tokenizer: Tokenizer):
+        self._source, self._tokenizer = source, tokenizer
+
+    def piece(self, first: int, stop: int) -> Piece:
+        texts = self._read(first, stop)
+        tokenizer, dtype = self._tokenizer, dtype_for(self._tokenizer.vocab_size)
+        begin, end = np.array([tokenizer.begin_id], dtype), np.array([tokenizer.end_id], dtype)
+        ids: list[np.ndarray] = []
+        lengths: list[int] = []
+        for found in tokenizer.encode_batch(texts):
+            ids += begin, found.astype(dtype), end  # `found` may be of any integers
+            lengths.append(len(found) + 2)
+        raws = [text.encode() for text in texts]
+        meta = np.array([(len(raw), digest_of(raw)) for raw in raws], META)
+        unreadable = np.isin(np.arange(first, first + len(texts)), self._source.unreadable)
+        return Piece(np.concatenate(ids), np.array(lengths), meta, _histograms(raws), unreadable)
+
+    def identity(self, document: int) -> tuple[int, int]:
+        raw = self._source[document].encode()
+        return len(raw), digest_of(raw)
+
+    def _read(self, first: int, stop: int) -> list[str]:
+        """Those from `first` on, up to the one with which they have about a million characters."""
+        texts: list[str] = []
+        characters = 0
+        while characters < _MOST_CHARACTERS and first + len(texts) < stop:
+            texts.append(self._source[first + len(texts)])
+            characters += len(texts[-1])
+        return texts
+
+
+class _Talks:
+    """Conversations, with what of them is trained."""
+
+    def __init__(self, conversations: Conversations):
+        self._conversations = conversations
+
+    def piece(self, first: int, stop: int) -> Piece:
+        dtype = dtype_for(self._conversations.tokenizer.vocab_size)
+        ids: list[np.ndarray] = []
+        masks: list[np.ndarray] = []
+        raws: list[bytes] = []
+        digests: list[int] = []
+        tokens = 0
+        while tokens < _MOST_TOKENS and first + len(ids) < stop:
+            found = count(self._conversations, first + len(ids))
+            ids.append(found.ids.astype(dtype))
+            masks.append(found.trained)
+            raws.append(found.raw)
+            digests.append(found.digest)
+            tokens += len(found.ids)
+        lengths = np.array([len(each) for each in ids])
+        meta = np.array(list(zip(map(len, raws), digests, strict=True)), META)
+        unreadable = np.zeros(len(ids), bool)
+        parts = lengths, meta, _histograms(raws), unreadable
+        return Piece(np.concatenate(ids), *parts, np.concatenate(masks))
+
+    def identity(self, document: int) -> tuple[int, int]:
+        found = count(self._conversations, document)
+        return len(found.raw), found.digest
+
+
+def _histograms(raws: list[bytes]) -> np.ndarray:
+    """uint32 [texts, 256]: how often each has each byte."""
+    counts = [np.bincount(np.frombuffer(raw, np.uint8), minlength=256) for raw in raws]
+    return np.array(counts, np.uint32)
+
+
+def encoder_of(source: Source, tokenizer: Tokenizer, talks: Conversations | None) -> Encoder:
+    """Of texts, or of conversations where these are given."""
+    return _Texts(source, tokenizer) if talks is None else _Talks(talks)
+
+
+def conversations_of(
+    data: SourceConfig, source: Source, tokenizer: Tokenizer
+) -> Conversations | None:
+    """The records as conversations, if they are.
+
+    Raises:
+        ConfigError: there is no chat template, or it cannot be read.
+    """
+    return None if data.chat == "off" else Conversations(source, tokenizer, data)
 
 
 class _Worker:
-    """A process' own source and tokenizer."""
+    """What a process encodes with."""
 
-    source: Source
-    tokenizer: Tokenizer
+    encoder: Encoder
 
 
 def sendable(source: Source) -> Source | None:
@@ -49,8 +153,9 @@ def start(data: SourceConfig, tokenizer: TokenizerConfig, seed: int, source: Sou
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # they are for the one that started it
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    _Worker.tokenizer = open_tokenizer(tokenizer)
-    _Worker.source = open_source(data, seed) if source is None else source
+    found = open_tokenizer(tokenizer)
+    source = open_source(data, seed) if source is None else source
+    _Worker.encoder = encoder_of(source, found, conversations_of(data, source, found))
 
 
 def _end_with_parent() -> None:
@@ -61,40 +166,8 @@ def _end_with_parent() -> None:
 
 
 def encode(first: int, stop: int) -> Piece | tuple[Problem, ...]:
-    """The documents from `first` on, or what the user has to change; as `encoded`."""
+    """The documents from `first` on, or what the user has to change; as `Encoder.piece`."""
     try:
-        return encoded(_Worker.source, _Worker.tokenizer, first, stop)
+        return _Worker.encoder.piece(first, stop)
     except ConfigError as error:  # its pickled form would lose the problems
         return error.problems
-
-
-def encoded(source: Source, tokenizer: Tokenizer, first: int, stop: int) -> Piece:
-    """The documents from `first` to before `stop`: fewer, but one, where they have many characters.
-
-    So what is held at a time does not grow with the size of documents.
-    """
-    texts = _texts(source, first, stop)
-    meta = np.zeros(len(texts), META)
-    byte_counts = np.zeros((len(texts), 256), np.uint32)
-    dtype = dtype_for(tokenizer.vocab_size)
-    begin, end = np.array([tokenizer.begin_id], dtype), np.array([tokenizer.end_id], dtype)
-    ids: list[np.ndarray] = []
-    lengths: list[int] = []
-    for text, found in zip(texts, tokenizer.encode_batch(texts), strict=True):
-        raw = text.encode()
-        meta[len(lengths)] = len(raw), digest_of(raw)
-        byte_counts[len(lengths)] = np.bincount(np.frombuffer(raw, np.uint8), minlength=256)
-        ids += begin, found.astype(dtype), end  # `found` may be of any integers
-        lengths.append(len(found) + 2)
-    unreadable = np.isin(np.arange(first, first + len(texts)), source.unreadable)
-    return Piece(np.concatenate(ids), np.array(lengths, np.int64), meta, byte_counts, unreadable)
-
-
-def _texts(source: Source, first: int, stop: int) -> list[str]:
-    """Those from `first` on, up to the one with which they have about a million characters."""
-    texts: list[str] = []
-    characters = 0
-    while characters < _MOST_CHARACTERS and first + len(texts) < stop:
-        texts.append(source[first + len(texts)])
-        characters += len(texts[-1])
-    return texts

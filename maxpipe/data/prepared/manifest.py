@@ -1,15 +1,16 @@
 """The manifest of a prepared folder: what it was made of, its files and their digests.
 
 A shard is `shard-00000.bin` and `.idx` in Megatron's format, `.meta` with `META` of each document,
-and `.crc` with a CRC of each block of these three. `spans` holds, as int64, the number of tokens
-before each `SPAN`-th document, and after the last one. The manifest is written last.
+of conversations `.mask` with a bit for each token, whether it is trained, and `.crc` with a CRC of
+each block of these. `spans` holds, as int64, the number of tokens before each `SPAN`-th document,
+and after the last one. The manifest is written last.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import os
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 import numpy as np
 
@@ -27,18 +28,19 @@ JOURNAL = "unfinished"
 """What is done while documents are prepared, a signed JSON value a line; removed when the manifest
 is there. By its name no source takes it for documents."""
 SPANS = "spans"
-META_FILE, CRC_FILE = ".meta", ".crc"
+META_FILE, MASK_FILE, CRC_FILE = ".meta", ".mask", ".crc"
 DTYPES = ("<u2", "<i4")
 """Those of ids."""
-CHECKED = (BIN, IDX, META_FILE)
-"""Files of a shard with CRCs, in the order of these."""
 
 SPAN = 1024
 """Consecutive documents whose tokens are counted together."""
 META = np.dtype([("text_bytes", "<u4"), ("digest", "<u8")])
-"""UTF-8 bytes of a document's text, and the first 8 bytes of their BLAKE2b digest."""
+"""UTF-8 bytes of a document's text, and the first 8 bytes of their BLAKE2b digest. Of a
+conversation bytes of what is trained, and the digest of its ids as int64.
+"""
 
-FORMAT = 1
+_TEXTS, _CONVERSATIONS = 1, 2
+"""Formats. Releases that know no masks refuse the second."""
 _LARGEST_BYTES = 1 << 28
 # How documents are read, not what they are.
 _UNRELATED = ("unreadable", "unreadable_limit", "largest_unpacked_bytes", "packing")
@@ -58,6 +60,8 @@ class ShardEntry(TypedDict):
     unreadable: int
     """Of these, empty because their records could not be read."""
     tokens: int
+    trained: NotRequired[int]
+    """Tokens of conversations that are trained on."""
     files: dict[str, FileEntry]
 
 
@@ -78,6 +82,8 @@ class SourceEntry(TypedDict):
     documents: int
     data: dict[str, Any]
     seed: int
+    chat: NotRequired[str]
+    """Of conversations what decides ids and masks, `Conversations.fingerprint`."""
 
 
 class Spec(TypedDict):
@@ -108,18 +114,25 @@ def spec_of(
     config: TokenizerConfig,
     tokenizer: Tokenizer,
     shard_tokens: int,
+    chat: str = "",
 ) -> Spec:
-    """What `source` and `tokenizer`, opened from their sections, will give."""
+    """What `source` and `tokenizer`, opened from their sections, will give.
+
+    `chat` is the fingerprint of conversations, if it is of these.
+    """
     keys = {each.name: getattr(data, each.name) for each in dataclasses.fields(SourceConfig)}
+    found: SourceEntry = {
+        "name": source.name,
+        "fingerprint": source.fingerprint(),
+        "documents": len(source),
+        "data": {key: value for key, value in keys.items() if key not in _UNRELATED},
+        "seed": seed,
+    }
+    if chat:
+        found["chat"] = chat
     return {
-        "format": FORMAT,
-        "source": {
-            "name": source.name,
-            "fingerprint": source.fingerprint(),
-            "documents": len(source),
-            "data": {key: value for key, value in keys.items() if key not in _UNRELATED},
-            "seed": seed,
-        },
+        "format": _CONVERSATIONS if chat else _TEXTS,
+        "source": found,
         "tokenizer": {
             "kind": config.kind,
             "path": config.path,
@@ -144,6 +157,16 @@ def differences(one: Any, other: Any, name: str = "") -> list[str]:
 def _short(value: Any) -> str:
     text = str(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def has_masks(spec: Spec) -> bool:
+    """Whether it is of conversations."""
+    return spec["format"] == _CONVERSATIONS
+
+
+def checked(has_mask: bool) -> tuple[str, ...]:
+    """Files of a shard with CRCs, in the order of these."""
+    return (BIN, IDX, META_FILE, *((MASK_FILE,) if has_mask else ()))
 
 
 def shard_name(number: int, suffix: str) -> str:
@@ -171,11 +194,12 @@ def read_manifest(folder: str) -> Manifest:
         found = opened(file.read(0, file.size), Manifest)
     except ValueError as error:
         raise damaged(path, str(error)) from error
-    if found["format"] != FORMAT:
+    if found["format"] not in (_TEXTS, _CONVERSATIONS):
         raise ConfigError.one(
             "data.path",
             folder,
-            f"must be of format {FORMAT}: it was written as format {found['format']}.",
+            f"must be of format {_TEXTS} or {_CONVERSATIONS}: it was written as format "
+            f"{found['format']}.",
             "Read it with the maxpipe that wrote it, or prepare the documents again.",
         )
     try:
@@ -187,10 +211,12 @@ def read_manifest(folder: str) -> Manifest:
 
 def _check(found: Manifest) -> None:
     """Raises ValueError for numbers that no folder has: its digest says only who wrote it last."""
-    shards = found["shards"]
+    shards, masked = found["shards"], has_masks(found)
+    if masked != ("chat" in found["source"]):
+        raise ValueError("it is of conversations and of texts")
     for number, shard in enumerate(shards):
         name = f"shard {number}"
-        if (names := sorted(shard["files"])) != sorted((*CHECKED, CRC_FILE)):
+        if (names := sorted(shard["files"])) != sorted((*checked(masked), CRC_FILE)):
             raise ValueError(f"{name} has the files {', '.join(map(repr, names))[:80]}")
         if not 0 < shard["documents"] <= shard["tokens"]:
             raise ValueError(f"{name} has {shard['documents']} documents and {shard['tokens']} ids")
@@ -207,6 +233,10 @@ def _check(found: Manifest) -> None:
             )
         if entries[META_FILE]["bytes"] != shard["documents"] * META.itemsize:
             raise ValueError(f"{name} has {entries[META_FILE]['bytes']} bytes of metadata")
+        if masked and entries[MASK_FILE]["bytes"] != -(-shard["tokens"] // 8):
+            raise ValueError(f"{name} has {entries[MASK_FILE]['bytes']} bytes of masks")
+        if masked and not 0 <= shard.get("trained", -1) <= shard["tokens"]:
+            raise ValueError(f"{name} has {shard.get('trained')} trained tokens")
     for name in ("documents", "tokens"):
         if found[name] != sum(shard[name] for shard in shards):
             raise ValueError(f"it has {found[name]} {name}, and its shards have others")

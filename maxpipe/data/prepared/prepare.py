@@ -8,11 +8,9 @@ a journal; after a stop everything behind the last entry is done again.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import multiprocessing
 import os
 import signal
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
@@ -28,8 +26,18 @@ from maxpipe.boundary import files
 from maxpipe.boundary.signed import opened, signed
 from maxpipe.config.data_schema import SourceConfig
 from maxpipe.config.schema import TokenizerConfig
-from maxpipe.data.documents import digest_of
+from maxpipe.data.chat import nothing_trained
 from maxpipe.data.prepared import encode
+from maxpipe.data.prepared.folder import (
+    OUT,
+    bring_to_disk,
+    check_folder,
+    elsewhere,
+    enter,
+    locked,
+    resume,
+    stops,
+)
 from maxpipe.data.prepared.indexed import HEADER_BYTES, IDX, dtype_for, parse
 from maxpipe.data.prepared.manifest import (
     FILE,
@@ -40,6 +48,7 @@ from maxpipe.data.prepared.manifest import (
     ShardEntry,
     Spec,
     differences,
+    has_masks,
     read_manifest,
     shard_name,
     spec_of,
@@ -48,15 +57,15 @@ from maxpipe.data.prepared.reader import Shard
 from maxpipe.data.prepared.writer import Finished, Piece, ShardWriter, SignedFile
 from maxpipe.data.sources import Source, open_source
 from maxpipe.data.tokenizer import open_tokenizer
-from maxpipe.errors import AbsentError, ConfigError, Interrupted, Preempted, StorageError
+from maxpipe.errors import AbsentError, ConfigError, StorageError
 from maxpipe.words import counted
 
-_OUT = "command line: --out"
+_DOCUMENTS = ("name", "fingerprint", "documents", "chat")
+"""Entries of a source that say which documents it has."""
 _PIECE = 64
 """The most documents that a process encodes at a time."""
 _COMPARED = 256
 """Documents that are compared with what was written of them before a stop."""
-_LONGEST_LINE = 1 << 24
 _AHEAD = 3
 """Pieces for each process that are encoded or wait to be written."""
 
@@ -107,14 +116,7 @@ def prepare(plan: Plan, report: Report) -> str:
         Preempted: the process was asked to stop.
         AbsentError: a process that encodes is gone.
     """
-    if plan.data.chat != "off":
-        raise ConfigError.one(
-            "data.chat",
-            plan.data.chat,
-            "must be off: files of ids do not say which tokens are trained on.",
-            "Train from the records themselves, without `maxpipe data prepare`.",
-        )
-    with _stops(plan.folder):
+    with stops(plan.folder):
         report("opening the documents", 0, 0, "")
         source = open_source(
             plan.data,
@@ -123,10 +125,13 @@ def prepare(plan: Plan, report: Report) -> str:
             cache_dir=plan.cache_dir,
         )
         tokenizer = open_tokenizer(plan.tokenizer)
-        spec = spec_of(plan.data, plan.seed, source, plan.tokenizer, tokenizer, plan.shard_tokens)
+        talks = encode.conversations_of(plan.data, source, tokenizer)
+        chat = "" if talks is None else talks.fingerprint()
+        parts = plan.data, plan.seed, source, plan.tokenizer, tokenizer, plan.shard_tokens
+        spec, encoder = spec_of(*parts, chat), encode.encoder_of(source, tokenizer, talks)
         try:
-            _check_folder(plan.folder)
-            return _complete(plan, spec) or _prepared(plan, source, spec, report)
+            check_folder(plan.folder, FILE)
+            return _complete(plan, spec) or _prepared(plan, source, encoder, spec, report)
         except OSError as error:
             action = "Free space, or name a folder that can be written with --out."
             where = error.filename or plan.folder
@@ -145,15 +150,17 @@ def _complete(plan: Plan, spec: Spec) -> str:
     return f"{plan.folder} is complete: {_counts(found)}"
 
 
-def _prepared(plan: Plan, source: Source, spec: Spec, report: Report) -> str:
+def _prepared(
+    plan: Plan, source: Source, encoder: encode.Encoder, spec: Spec, report: Report
+) -> str:
     """Writes what is missing; as `prepare`."""
     plan.folder.mkdir(parents=True, exist_ok=True)
-    with _locked(plan.folder) as journal:
+    with locked(plan.folder) as journal:
         if found := _complete(plan, spec):  # by a process that had the lock before
             return found
         done = _resumed(plan.folder, journal, spec)
         _check_skipped(plan.data, done.unreadable, done.documents)
-        _check_unchanged(plan.folder, source, done)
+        _check_unchanged(plan.folder, source, encoder, done)
         start, begun = time.monotonic(), done.tokens
         pieces = _encoded(plan, encode.sendable(source), done.documents, len(source))
         with contextlib.closing(pieces):
@@ -176,31 +183,13 @@ def _counts(found: Manifest) -> str:
 # The folder.
 
 
-def _check_folder(folder: Path) -> None:
-    """Raises ConfigError if something else is there."""
-    if not os.path.lexists(folder):
-        return
-    action = f"Name another folder, such as --out {_other(folder)}."
-    if not folder.is_dir():
-        raise ConfigError.one(_OUT, folder, "is there already, and is no folder.", action)
-    names = os.listdir(folder)
-    if names and FILE not in names and JOURNAL not in names:
-        rule = f"must be new or empty, or prepared by this command: it has {sorted(names)[0]}."
-        raise ConfigError.one(_OUT, folder, rule, action)
-
-
-def _other(folder: Path) -> str:
-    """The name of another folder, for advice."""
-    return f"{folder}-2" if folder.name not in ("", "..") else "tokens"
-
-
 def _check_same(folder: Path, found: Spec, spec: Spec) -> None:
     """Raises ConfigError if the folder is of other documents, or made otherwise."""
     theirs, ours = (
         {
             "format": each["format"],
             # Documents and a tokenizer are their content, wherever they are.
-            "source": {key: each["source"][key] for key in ("name", "fingerprint", "documents")},
+            "source": {key: each["source"].get(key) for key in _DOCUMENTS},
             "tokenizer": each["tokenizer"]["fingerprint"],
             "shard_tokens": each["shard_tokens"],
         }
@@ -210,52 +199,23 @@ def _check_same(folder: Path, found: Spec, spec: Spec) -> None:
         lines += differences(found["source"]["data"], spec["source"]["data"], "data")
         more = f" and {len(lines) - 4} more" if len(lines) > 4 else ""
         rule = f"holds documents that were prepared otherwise: {'; '.join(lines[:4])}{more}."
-        action = f"Name another folder, such as --out {_other(folder)}, or remove this one."
-        raise ConfigError.one(_OUT, folder, rule, action)
-
-
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[BinaryIO]:
-    """The journal, for one process at a time."""
-    with open(files.opened(folder / JOURNAL, os.O_RDWR | os.O_CREAT), "r+b") as journal:
-        try:
-            fcntl.flock(journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            rule = "is being prepared by another process."
-            action = "Wait for it, or name another folder with --out."
-            raise ConfigError.one(_OUT, folder, rule, action) from error
-        yield journal
+        raise ConfigError.one(OUT, folder, rule, elsewhere(folder))
 
 
 def _resumed(folder: Path, journal: BinaryIO, spec: Spec) -> _Done:
-    """What the journal says is done. Ends it there."""
-    done, end = _Done(), 0
-    while line := journal.readline(_LONGEST_LINE):
-        # A kill or a power failure leaves half a line, or shards that have lost their end.
-        try:
-            if not line.endswith(b"\n"):
-                break
-            if end:
-                done.add(_on_disk(folder, opened(line, Finished), len(done.shards)))
-            else:
-                _check_same(folder, opened(line, Spec), spec)
-        except (OSError, ValueError):
-            break
-        end += len(line)
-    journal.truncate(end)
-    if not end:
-        _enter(journal, spec)
+    """What the journal says is done."""
+    done = _Done()
+    begun = resume(
+        journal,
+        lambda line: _check_same(folder, opened(line, Spec), spec),
+        lambda line: done.add(_on_disk(folder, opened(line, Finished), len(done.shards))),
+    )
+    if not begun:
+        enter(journal, spec)
     return done
 
 
-def _enter(journal: BinaryIO, line: Spec | Finished) -> None:
-    journal.seek(0, os.SEEK_END)
-    journal.write(signed(line, indent=None).encode() + b"\n")
-    journal.flush()
-    os.fsync(journal.fileno())
-
-
-def _check_unchanged(folder: Path, source: Source, done: _Done) -> None:
+def _check_unchanged(folder: Path, source: Source, encoder: encode.Encoder, done: _Done) -> None:
     """Compares some of the documents that are done with those of the source.
 
     What identifies a source are names, sizes and edges of files, and not all that is in them.
@@ -272,9 +232,8 @@ def _check_unchanged(folder: Path, source: Source, done: _Done) -> None:
         here = numbers[(numbers >= first) & (numbers < ends[shard])].tolist()
         documents = Shard(str(folder), shard, entry, None)
         for number in here:
-            raw = source[number].encode()
             meta = documents.meta(number - first, number - first + 1)[0]
-            if (len(raw), digest_of(raw)) != (meta["text_bytes"], meta["digest"]):
+            if encoder.identity(number) != (meta["text_bytes"], meta["digest"]):
                 raise ConfigError.one(
                     source.where(number),
                     None,
@@ -299,10 +258,6 @@ def _on_disk(folder: Path, finished: Finished, number: int) -> Finished:
 # The work.
 
 
-class _Terminated(BaseException):
-    """SIGTERM or SIGHUP. Nothing takes it for a failure of what it interrupts."""
-
-
 @contextlib.contextmanager
 def _held() -> Iterator[None]:
     """Until the end no signal reaches this process, nor any that it starts meanwhile."""
@@ -315,40 +270,18 @@ def _held() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-@contextlib.contextmanager
-def _stops(folder: Path) -> Iterator[None]:
-    """Turns SIGTERM, SIGHUP and Ctrl-C into errors that say how to go on."""
-    words = f"{folder}: preparing was stopped\n  Shards that are complete are kept.\n"
-    words += "  Run the same command again: it goes on behind them."
-
-    def stop(number: int, frame: object) -> None:
-        raise _Terminated
-
-    before = {}
-    if threading.current_thread() is threading.main_thread():
-        before = {each: signal.signal(each, stop) for each in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    except _Terminated:
-        raise Preempted(words) from None
-    except KeyboardInterrupt:
-        raise Interrupted(words) from None
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 def _encoded(
     plan: Plan, source: Source | None, first: int, total: int
 ) -> Generator[Piece, None, None]:
     """The documents from `first` on, in order, as processes encode them."""
     workers = plan.workers or len(os.sched_getaffinity(0))
-    pool = ProcessPoolExecutor(
-        workers,
-        mp_context=multiprocessing.get_context("spawn"),
-        initializer=encode.start,
-        initargs=(plan.data, plan.tokenizer, plan.seed, source),
-    )
+    with _held():  # it starts Python's tracker of semaphores, which SIGHUP would end
+        pool = ProcessPoolExecutor(
+            workers,
+            mp_context=multiprocessing.get_context("spawn"),
+            initializer=encode.start,
+            initargs=(plan.data, plan.tokenizer, plan.seed, source),
+        )
     waiting: deque[tuple[range, Future[Any]]] = deque()
     size = _PIECE
 
@@ -405,7 +338,8 @@ def _write(
             text_bytes += int(piece.meta["text_bytes"].sum(dtype=np.int64))
             while len(piece.lengths):
                 if writer is None:
-                    writer = ShardWriter(plan.folder, len(done.shards), piece.ids.dtype)
+                    number, has_mask = len(done.shards), piece.trained is not None
+                    writer = ShardWriter(plan.folder, number, piece.ids.dtype, has_mask=has_mask)
                 ends = writer.tokens + np.cumsum(piece.lengths)
                 count = min(int(np.searchsorted(ends, plan.shard_tokens)) + 1, len(ends))
                 writer.add(piece.part(0, count))
@@ -415,7 +349,7 @@ def _write(
                 ):
                     finished = writer.close()
                     writer = None
-                    _enter(journal, finished)
+                    enter(journal, finished)
                     done.add(finished)
             rate = 1e-6 / max(time.monotonic() - start, 1e-9)
             words = f"{tokens * rate:.2f} M tokens/s, {text_bytes * rate:.2f} MB/s"
@@ -447,6 +381,9 @@ def _check_skipped(data: SourceConfig, unreadable: int, documents: int) -> None:
 
 def _finish(folder: Path, spec: Spec, done: _Done) -> Manifest:
     """Writes the sums over spans, and the manifest."""
+    if has_masks(spec) and not sum(shard.get("trained", 0) for shard in done.shards):
+        template = spec["source"]["data"]["chat_template"] or spec["tokenizer"]["path"]
+        raise nothing_trained(template, done.documents)
     if not done.text_bytes:
         rule = f"must hold text: {counted(done.documents, 'document')} with nothing inside."
         action = "Set data.path to documents with text, or data.field to the field that holds it."
@@ -464,7 +401,7 @@ def _finish(folder: Path, spec: Spec, done: _Done) -> Manifest:
         "spans": spans.close(),
     }
     files.write(folder / FILE, signed(manifest))
-    _bring_to_disk(folder)
+    bring_to_disk(folder)
     (folder / JOURNAL).unlink(missing_ok=True)  # another process may have seen the manifest
     return manifest
 
@@ -483,12 +420,3 @@ def _span_starts(folder: Path, done: _Done) -> np.ndarray:
         first += shard["documents"]
         tokens += shard["tokens"]
     return np.concatenate([*starts, [tokens]])
-
-
-def _bring_to_disk(folder: Path) -> None:
-    """The names of its files."""
-    number = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(number)
-    finally:
-        os.close(number)

@@ -17,8 +17,8 @@ from maxpipe.boundary.files import scheme
 from maxpipe.data.documents import Encoded
 from maxpipe.data.prepared.indexed import BIN, HEADER_BYTES, IDX, parse
 from maxpipe.data.prepared.manifest import (
-    CHECKED,
     CRC_FILE,
+    MASK_FILE,
     META,
     META_FILE,
     SPAN,
@@ -26,6 +26,8 @@ from maxpipe.data.prepared.manifest import (
     FileEntry,
     Manifest,
     ShardEntry,
+    checked,
+    has_masks,
     read_manifest,
     shard_name,
 )
@@ -48,15 +50,16 @@ class Shard:
     def files(self) -> dict[str, Checked]:
         """Those with CRCs, by suffix."""
         entries = self.entry["files"]
+        names = checked(MASK_FILE in entries)
         crcs = np.frombuffer(read_whole(self._path(CRC_FILE), entries[CRC_FILE]), "<u4")
-        sizes = [entries[suffix]["bytes"] for suffix in CHECKED]
+        sizes = [entries[suffix]["bytes"] for suffix in names]
         ends = np.cumsum([-(-size // BLOCK_BYTES) for size in sizes])
         if len(crcs) != ends[-1]:
             raise damaged(self._path(CRC_FILE), f"it has {len(crcs)} CRCs for {ends[-1]} blocks")
         parts = np.split(crcs, ends[:-1])
         return {
             suffix: Checked(open_ranges(self._path(suffix)), size, part, self._kept)
-            for suffix, size, part in zip(CHECKED, sizes, parts, strict=True)
+            for suffix, size, part in zip(names, sizes, parts, strict=True)
         }
 
     @functools.cached_property
@@ -79,8 +82,21 @@ class Shard:
         raw = self.files[IDX].read(at + 4 * first, at + 4 * stop)
         return np.frombuffer(raw, "<i4").astype(np.int64)
 
-    def ids(self, document: int) -> np.ndarray:
-        """[tokens]"""
+    def read(self, document: int) -> Encoded:
+        """The ids of a document, and which of them are trained."""
+        begin, stop = self._place(document)
+        size, files = self.layout.dtype.itemsize, self.files
+        ids = np.frombuffer(files[BIN].read(begin, stop), self.layout.dtype)
+        if MASK_FILE not in files:
+            return Encoded(ids)
+        front, first = begin // size, begin // size // 8
+        raw = files[MASK_FILE].read(first, -(-(stop // size) // 8))
+        bits = np.unpackbits(np.frombuffer(raw, np.uint8), bitorder="little")
+        at = front - 8 * first
+        return Encoded(ids, bits[at : at + len(ids)].astype(bool))
+
+    def _place(self, document: int) -> tuple[int, int]:
+        """The bytes of a document in the file of ids."""
         at = self.layout.pointers_at + 8 * document
         is_last = document + 1 == self.entry["documents"]
         raw = self.files[IDX].read(at, at + (8 if is_last else 16))
@@ -90,7 +106,7 @@ class Shard:
             raise damaged(
                 self.files[IDX].path, f"document {document} is at bytes {begin} to {stop}"
             )
-        return np.frombuffer(self.files[BIN].read(begin, stop), self.layout.dtype)
+        return begin, stop
 
     def meta(self, first: int, stop: int) -> np.ndarray:
         """`META` of the documents from `first` to before `stop`."""
@@ -175,12 +191,12 @@ class PreparedDocuments:
             raise IndexError(document)
         number = int(np.searchsorted(self._starts, document, side="right")) - 1
         inside = document - int(self._starts[number])
-        ids = self._shards[number].ids(inside)
-        low, high = int(ids.min(initial=0)), int(ids.max(initial=0))
+        found = self._shards[number].read(inside)
+        low, high = int(found.ids.min(initial=0)), int(found.ids.max(initial=0))
         if low < 0 or high >= self._vocab_size:
             path = joined(self._folder, shard_name(number, BIN))
             raise damaged(path, f"document {inside} has the id {low if low < 0 else high}")
-        return Encoded(ids)
+        return found
 
     def where(self, document: int) -> str:
         """The shard that a document is in, and its number in the source."""
@@ -191,7 +207,8 @@ class PreparedDocuments:
     @property
     def remark(self) -> str:
         """Where they come from."""
-        return f"prepared from {self.manifest['source']['name']}"
+        what = "conversations of " if has_masks(self.manifest) else ""
+        return f"prepared from {what}{self.manifest['source']['name']}"
 
     @property
     def unreadable(self) -> int:
@@ -206,11 +223,13 @@ class PreparedDocuments:
     def facts(self) -> Mapping[str, Any]:
         """What the source gives of the same documents: a run may go on from text with its ids."""
         source = self.manifest["source"]
+        chat = {"chat": source["chat"]} if "chat" in source else {}
         return {
             "source": source["name"],
             "documents": self.num_documents,
             "tokens": self.num_tokens,
             "source_digest": source["fingerprint"],
+            **chat,
         }
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from maxpipe.boundary.files import scheme
+from maxpipe.data.prepared import logits
 from maxpipe.data.prepared.manifest import (
     FILE,
     SPANS,
@@ -42,8 +43,10 @@ def verify(folder: str, report: Report) -> Verified:
         ConfigError: it is no prepared folder.
         StorageError: the manifest is damaged, so that nothing can be compared.
     """
-    manifest = read_manifest(folder)
-    entries = dict(_entries(manifest))
+    if logits.is_there(folder):
+        own, entries = logits.MANIFEST, dict(logits.entries(logits.read_manifest(folder)))
+    else:
+        own, entries = FILE, dict(_entries(read_manifest(folder)))
     total = sum(entry["bytes"] for entry in entries.values())
     done, damage = 0, []
     for name, entry in entries.items():
@@ -59,7 +62,7 @@ def verify(folder: str, report: Report) -> Verified:
         summary = f"{folder}: {len(damage)} of {whole} damaged: copy or prepare them again"
     else:
         summary = f"{folder}: {whole}, every byte is what was written"
-    if others := _others(folder, entries):
+    if others := _others(folder, {own, *entries}):
         summary += (
             f"\n{counted(len(others), 'other file')} there, not read: {', '.join(others[:4])}"
         )
@@ -89,7 +92,7 @@ def _compared(path: str, entry: FileEntry, report: Callable[[int], object]) -> s
     return "" if found.hexdigest() == entry["sha256"] else "its content is not what was written"
 
 
-def _others(folder: str, entries: dict[str, FileEntry]) -> list[str]:
+def _others(folder: str, known: set[str]) -> list[str]:
     if scheme(folder):
         return []
-    return sorted(set(os.listdir(os.path.expanduser(folder))) - {FILE, *entries})
+    return sorted(set(os.listdir(os.path.expanduser(folder))) - known)

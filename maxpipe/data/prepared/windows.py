@@ -22,7 +22,7 @@ from maxpipe.data.documents import Encoded
 from maxpipe.data.packing import DOCUMENT_ORDER, Permutation, Sequences
 from maxpipe.data.prepared.manifest import SPAN
 from maxpipe.data.sequences import Packer
-from maxpipe.data.sources import Progress
+from maxpipe.data.sources import Moved, Progress
 
 WINDOW_SPANS = 1024
 """Spans of a window, about a million documents. No more of them are shuffled as a whole, in the
@@ -127,9 +127,9 @@ class WindowedSequences:
         return np.minimum(SPAN * (spans + 1), self._documents.num_documents) - SPAN * spans
 
     def _planned(self, spans: np.ndarray) -> _Counts:
-        def make() -> _Counts:
+        def make(moved: Moved | None) -> _Counts:
             found = []
-            progress = Progress("planning windows", len(self._spans), self._packer.moved)
+            progress = Progress("planning windows", len(self._spans), moved)
             for number in range(len(self._spans)):
                 window = self._window(number)[1]
                 found.append((len(window), window.num_targets))

@@ -14,11 +14,12 @@ import numpy as np
 from maxpipe.boundary.files import opened
 from maxpipe.data.prepared.indexed import BIN, IDX, index_of
 from maxpipe.data.prepared.manifest import (
-    CHECKED,
     CRC_FILE,
+    MASK_FILE,
     META_FILE,
     FileEntry,
     ShardEntry,
+    checked,
     shard_name,
 )
 from maxpipe.data.prepared.ranges import BLOCK_BYTES
@@ -41,13 +42,16 @@ class Piece(NamedTuple):
     """uint32 [documents, 256]: the histograms of the bytes of their texts."""
     unreadable: np.ndarray
     """bool [documents]: those that are empty because their records could not be read."""
+    trained: np.ndarray | None = None
+    """bool [tokens]: those that are trained on; None where all are."""
 
     def part(self, first: int, stop: int) -> Piece:
         """The documents from `first` to before `stop`."""
         ends = np.concatenate([[0], np.cumsum(self.lengths)])
-        here = slice(first, stop)
-        ids = self.ids[ends[first] : ends[stop]]
-        return Piece(ids, *(each[here] for each in self[1:]))
+        here, tokens = slice(first, stop), slice(ends[first], ends[stop])
+        trained = None if self.trained is None else self.trained[tokens]
+        parts = self.lengths, self.meta, self.byte_counts, self.unreadable
+        return Piece(self.ids[tokens], *(each[here] for each in parts), trained=trained)
 
 
 class Finished(TypedDict):
@@ -99,10 +103,32 @@ class SignedFile:
         self._file.close()
 
 
+class _Mask:
+    """Which tokens are trained, a bit each."""
+
+    def __init__(self, file: SignedFile):
+        self.file = file
+        self.count = 0
+        """Of trained tokens."""
+        self._rest = np.zeros(0, bool)
+
+    def add(self, trained: np.ndarray) -> None:
+        """Appends bool [tokens]."""
+        self.count += int(trained.sum())
+        bits = np.concatenate([self._rest, trained])
+        whole = len(bits) // 8 * 8
+        self.file.write(np.packbits(bits[:whole], bitorder="little").tobytes())
+        self._rest = bits[whole:]
+
+    def finish(self) -> None:
+        """Fills the last byte."""
+        self.file.write(np.packbits(self._rest, bitorder="little").tobytes())
+
+
 class ShardWriter:
     """The files of a shard, which replace what an earlier attempt left of it."""
 
-    def __init__(self, folder: Path, number: int, dtype: np.dtype):
+    def __init__(self, folder: Path, number: int, dtype: np.dtype, *, has_mask: bool = False):
         self.tokens = 0
         self._folder, self._number, self._dtype = folder, number, dtype
         self._lengths: list[np.ndarray] = []
@@ -110,6 +136,7 @@ class ShardWriter:
         self._byte_counts = np.zeros(256, np.int64)
         self._bin = self._open(BIN)
         self._meta = self._open(META_FILE)
+        self._mask = _Mask(self._open(MASK_FILE)) if has_mask else None
 
     def _open(self, suffix: str) -> SignedFile:
         return SignedFile(self._folder / shard_name(self._number, suffix))
@@ -122,6 +149,9 @@ class ShardWriter:
             raise ConfigError.one("data.path: a document", None, rule, "Cut it into several.")
         self._bin.write(piece.ids.tobytes())
         self._meta.write(piece.meta.tobytes())
+        if self._mask is not None:
+            assert piece.trained is not None
+            self._mask.add(piece.trained)
         self._lengths.append(piece.lengths)
         self._text_bytes += int(piece.meta["text_bytes"].sum(dtype=np.int64))
         self._byte_counts += piece.byte_counts.sum(axis=0, dtype=np.int64)
@@ -134,18 +164,24 @@ class ShardWriter:
         files = {BIN: self._bin, META_FILE: self._meta, IDX: self._open(IDX)}
         for part in index_of(lengths, self._dtype):
             files[IDX].write(part)
+        if self._mask is not None:
+            self._mask.finish()
+            files[MASK_FILE] = self._mask.file
         entries = {suffix: file.close() for suffix, file in files.items()}
         crc = self._open(CRC_FILE)
-        for suffix in CHECKED:
+        for suffix in checked(self._mask is not None):
             crc.write(np.array(files[suffix].crcs, "<u4").tobytes())
         entries[CRC_FILE] = crc.close()
+        shard: ShardEntry = {
+            "documents": len(lengths),
+            "unreadable": self._unreadable,
+            "tokens": self.tokens,
+            "files": entries,
+        }
+        if self._mask is not None:
+            shard["trained"] = self._mask.count
         return {
-            "shard": {
-                "documents": len(lengths),
-                "unreadable": self._unreadable,
-                "tokens": self.tokens,
-                "files": entries,
-            },
+            "shard": shard,
             "text_bytes": self._text_bytes,
             "byte_counts": self._byte_counts.tolist(),
         }
@@ -154,3 +190,5 @@ class ShardWriter:
         """Leaves it unfinished."""
         self._bin.abandon()
         self._meta.abandon()
+        if self._mask is not None:
+            self._mask.file.abandon()

@@ -6,17 +6,13 @@ that takes too long, writes too much or ends is gone, and the conversation that 
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import selectors
-import subprocess
 import sys
-import time
-import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypedDict
 
+from maxpipe.boundary.asked import AskedProcess
 from maxpipe.boundary.typed import parse
 from maxpipe.data.tokenizers import render_chat
 
@@ -24,7 +20,6 @@ _START_SECONDS = 60.0
 """For a machine that is busy; the processor's time is what a template is given."""
 _MOST_REQUEST_BYTES = 1 << 24
 _MOST_ANSWER_BYTES = 1 << 28
-_PART_BYTES = 1 << 16
 
 Message = Mapping[str, Any]
 """`role` and `content`, and whatever else a template reads."""
@@ -66,18 +61,14 @@ class ChatProcess:
 
     def __init__(self, template: str, tokens: Mapping[str, str], cpu_seconds: int):
         paths = os.pathsep.join(path for path in sys.path if path)
-        self._process = subprocess.Popen(
+        self._process = AskedProcess(
             [sys.executable, "-P", render_chat.__file__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env={"PYTHONPATH": paths},
+            {"PYTHONPATH": paths},
+            most_answer_bytes=_MOST_ANSWER_BYTES,
+            own_session=True,  # Ctrl-C is for the one that asks, which saves and ends it
         )
-        self.close = weakref.finalize(self, _end, self._process)
+        self.close = self._process.close
         """Ends the process; also when nothing refers to this any more."""
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._in, self._out = self._process.stdin.fileno(), self._process.stdout.fileno()
-        os.set_blocking(self._in, False)
         self._seconds = cpu_seconds + _START_SECONDS
         settings = {"template": template, "tokens": dict(tokens), "cpu_seconds": cpu_seconds}
         try:
@@ -89,7 +80,7 @@ class ChatProcess:
     @property
     def is_alive(self) -> bool:
         """Whether it can be asked again."""
-        return self.close.alive
+        return self._process.is_alive
 
     def render(
         self,
@@ -117,12 +108,12 @@ class ChatProcess:
         if len(raw) > _MOST_REQUEST_BYTES:
             raise RenderError(f"they take {len(raw)} bytes, at most {_MOST_REQUEST_BYTES} are read")
         try:
-            answer = parse(self._answer(raw), _Answer)
+            answer = parse(self._process.ask(raw, self._seconds), _Answer)
         except TimeoutError:
             self.close()
             raise RenderError("it takes too long") from None
         except (OSError, ValueError):
-            code = self._process.poll()
+            code = self._process.code
             self.close()
             ended = code is None or code < 0
             text = "it takes too long or too much memory" if ended else "it ends its process"
@@ -130,45 +121,3 @@ class ChatProcess:
         if "error" in answer:
             raise RenderError(answer["error"], answer.get("kind", ""))
         return answer
-
-    def _answer(self, line: bytes) -> bytes:
-        """Writes a line and reads one.
-
-        Raises:
-            TimeoutError: that takes too long.
-            OSError: the process has ended.
-            ValueError: it writes too much.
-        """
-        deadline = time.monotonic() + self._seconds
-        parts, size, left = [], 0, memoryview(line)
-        with selectors.DefaultSelector() as ready:
-            ready.register(self._out, selectors.EVENT_READ)
-            ready.register(self._in, selectors.EVENT_WRITE)
-            while True:
-                events = ready.select(max(0.0, deadline - time.monotonic()))
-                if not events:
-                    raise TimeoutError
-                for key, _ in events:
-                    if key.fd == self._in:
-                        left = left[os.write(self._in, left[:_PART_BYTES]) :]
-                        if not left:
-                            ready.unregister(self._in)
-                        continue
-                    part = os.read(self._out, _PART_BYTES)
-                    size += len(part)
-                    if not part:
-                        raise OSError("it has ended")
-                    if size > _MOST_ANSWER_BYTES:
-                        raise ValueError("it writes too much")
-                    parts.append(part)
-                    if part.endswith(b"\n"):
-                        return b"".join(parts)
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    process.kill()
-    for stream in (process.stdin, process.stdout):
-        if stream is not None:
-            with contextlib.suppress(OSError):
-                stream.close()
-    process.wait()

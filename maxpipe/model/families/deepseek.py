@@ -11,6 +11,7 @@ from maxpipe.config.schema import ModelConfig
 from maxpipe.errors import Finding
 from maxpipe.model.families import formats, generic, moe
 from maxpipe.model.families.moe import MoeConfig
+from maxpipe.model.family import Family, own_keys
 from maxpipe.model.huggingface import (
     Fixed,
     HuggingFace,
@@ -27,7 +28,7 @@ from maxpipe.model.huggingface import (
 from maxpipe.model.parts.attention import Rope
 from maxpipe.model.parts.experts import Experts
 from maxpipe.model.parts.latent import LatentAttention
-from maxpipe.model.spec import Family, Model, own_keys
+from maxpipe.model.spec import Model
 
 _EPSILON = 1e-6
 """Of the norms of latents, whatever that of layers is: as in the released code."""

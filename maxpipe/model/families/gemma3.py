@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from maxpipe.config.bounds import LARGEST, Bound
 from maxpipe.config.schema import ModelConfig
 from maxpipe.model.families import formats, generic
+from maxpipe.model.family import Family, own_keys
 from maxpipe.model.huggingface import (
     Fixed,
     HuggingFace,
@@ -16,7 +17,7 @@ from maxpipe.model.huggingface import (
 )
 from maxpipe.model.parts.attention import Rope
 from maxpipe.model.parts.norm import RMSNorm
-from maxpipe.model.spec import Family, Model, own_keys
+from maxpipe.model.spec import Model
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

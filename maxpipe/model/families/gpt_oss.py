@@ -10,10 +10,11 @@ from maxpipe.config.schema import ModelConfig
 from maxpipe.errors import Finding
 from maxpipe.model.families import formats, generic, mixtures
 from maxpipe.model.families.mixtures import MixtureConfig
+from maxpipe.model.family import Family, own_keys
 from maxpipe.model.huggingface import Fixed, HuggingFace, Kept, Key, Rotary
 from maxpipe.model.parts.experts import Experts
 from maxpipe.model.parts.mlp import ClampedSilu
-from maxpipe.model.spec import Family, Model, own_keys
+from maxpipe.model.spec import Model
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

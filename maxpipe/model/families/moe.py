@@ -11,11 +11,12 @@ from maxpipe.config.schema import ModelConfig
 from maxpipe.errors import Finding
 from maxpipe.model.families import formats, generic, mixtures
 from maxpipe.model.families.mixtures import MixtureConfig
+from maxpipe.model.family import Family, own_keys
 from maxpipe.model.huggingface import Fixed, HuggingFace, Key, Only, Rotary
 from maxpipe.model.parts.attention import Rope
 from maxpipe.model.parts.experts import Experts, Groups
 from maxpipe.model.parts.mlp import GatedMLP
-from maxpipe.model.spec import Family, Model, Part, own_keys
+from maxpipe.model.spec import Model, Part
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 from maxpipe.config.schema import ModelConfig
 from maxpipe.model.families import formats, generic
+from maxpipe.model.family import Family
 from maxpipe.model.huggingface import Fixed, HuggingFace
 from maxpipe.model.parts.attention import Rope
 from maxpipe.model.parts.norm import RMSNorm
-from maxpipe.model.spec import Family, Model
+from maxpipe.model.spec import Model
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

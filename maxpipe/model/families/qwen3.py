@@ -9,9 +9,10 @@ from maxpipe.config.schema import ModelConfig
 from maxpipe.errors import Finding
 from maxpipe.model.families import formats, generic, ropes
 from maxpipe.model.families.ropes import RopeConfig
+from maxpipe.model.family import Family, own_keys
 from maxpipe.model.huggingface import Fixed, HuggingFace, Kept
 from maxpipe.model.parts.norm import RMSNorm
-from maxpipe.model.spec import Family, Model, own_keys
+from maxpipe.model.spec import Model
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,10 +11,11 @@ from maxpipe.errors import Finding
 from maxpipe.model.families import formats, generic, mixtures, ropes
 from maxpipe.model.families.mixtures import MixtureConfig
 from maxpipe.model.families.ropes import RopeConfig
+from maxpipe.model.family import Family, own_keys
 from maxpipe.model.huggingface import Fixed, HuggingFace, Kept, Key
 from maxpipe.model.parts.experts import Experts
 from maxpipe.model.parts.norm import RMSNorm
-from maxpipe.model.spec import Family, Model, own_keys
+from maxpipe.model.spec import Model
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

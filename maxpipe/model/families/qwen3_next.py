@@ -11,6 +11,7 @@ from maxpipe.config.schema import ModelConfig
 from maxpipe.errors import Finding
 from maxpipe.model.families import formats, generic, mixtures
 from maxpipe.model.families.mixtures import MixtureConfig
+from maxpipe.model.family import Family, own_keys
 from maxpipe.model.huggingface import (
     Fixed,
     HuggingFace,
@@ -27,7 +28,7 @@ from maxpipe.model.parts.delta import GatedDelta
 from maxpipe.model.parts.experts import Experts
 from maxpipe.model.parts.mlp import GatedMLP
 from maxpipe.model.parts.norm import RMSNorm
-from maxpipe.model.spec import Branch, Family, Kind, Model, own_keys
+from maxpipe.model.spec import Branch, Kind, Model
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -23,8 +23,10 @@ from maxpipe.model.families import (
     qwen3_moe,
     qwen3_next,
 )
+from maxpipe.model.family import Family
 from maxpipe.model.frozen import freeze
-from maxpipe.model.spec import Ahead, Family, LayersAhead, Model, Summary
+from maxpipe.model.low_rank import with_adapters
+from maxpipe.model.spec import Ahead, LayersAhead, Model, Summary
 
 FAMILIES: Mapping[str, Family] = {
     each.FAMILY.name: each.FAMILY
@@ -54,6 +56,8 @@ def describe(config: ModelConfig) -> Model:
     model = FAMILIES[config.family].describe(config)
     if config.heads_ahead:
         model = _with_heads_ahead(model, config)
+    if config.adapter is not None:
+        model = with_adapters(model, config.adapter)
     return freeze(model, config.frozen)
 
 

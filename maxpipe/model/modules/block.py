@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
-from jaxtyping import Float, Int, Key
+from jaxtyping import Float, Key
 
 from maxpipe.model.modules.attention import Attention
 from maxpipe.model.modules.delta import GatedDelta
@@ -22,6 +22,7 @@ from maxpipe.model.parts import attention, delta, experts, latent, mlp, norm
 from maxpipe.model.spec import Branch, Kind, Part
 from maxpipe.parallel import stated
 from maxpipe.parallel.context import own_places
+from maxpipe.parallel.dropout import dropout
 from maxpipe.parallel.sharding import AxisRules
 
 _NORMS: Mapping[type, Any] = {norm.RMSNorm: RMSNorm, norm.LayerNorm: LayerNorm}
@@ -104,18 +105,3 @@ class Block(nnx.Module):
             with jax.named_scope(stated.part(name)):
                 found = module(found.x, context) if inner else found._replace(x=module(found.x))
         return found
-
-
-def dropout(
-    x: Float[Array, "B T D"], rate: float, keys: Key[Array, " B"], places: Int[Array, " T"]
-) -> Float[Array, "B T D"]:
-    """Zeros a fraction `rate` of `x`, with one key per example, and `places` of tokens in the row.
-
-    A key per example and token makes the mask independent of how the batch is cut or sharded.
-    """
-
-    def kept(key: Key[Array, ""], place: Int[Array, ""]) -> Array:
-        return jax.random.bernoulli(jax.random.fold_in(key, place), 1.0 - rate, x.shape[2:])
-
-    keep = jax.vmap(jax.vmap(kept, (None, 0)), (0, None))(keys, places)
-    return jnp.where(keep, x / (1.0 - rate), 0).astype(x.dtype)

@@ -21,6 +21,7 @@ from jaxtyping import Bool, Float, Int
 from maxpipe.model.modules.norm import rms_normed
 from maxpipe.model.modules.part import Context, Output, PartModule
 from maxpipe.model.parts import delta
+from maxpipe.parallel.sequence import TokenSplit
 from maxpipe.parallel.sharding import AxisRules, constrain
 
 _EPSILON = 1e-6
@@ -102,22 +103,24 @@ class GatedDelta(PartModule):
         part, rules, dtype = self.part, self.rules, x.dtype
         split = context.split(rules)
         x = split.whole(x)
-        qkvz, ba = self._projected("qkvz", x), self._projected("ba", x)
+        qkvz, ba = (self._projected(name, x, split) for name in ("qkvz", "ba"))
         before = _empty(part, qkvz) if context.cache is None else context.cache
         segments = context.inputs["segment_ids"]
         weights = {name: getattr(self, name)[...] for name in _NAMES}
         found: Any = _read(part, weights, qkvz, ba, segments, before)
         read, state = found
         read = checkpoint_name(constrain(read, (None, None, "heads", None), rules), "read")
-        out = split.summed(jnp.einsum("btvh,vhd->btd", read, self.out[...].astype(dtype)))
+        out = split.summed(split.on_own(read, self.out[...].astype(dtype), 2))
         mixed = qkvz[..., : part.mixed_size]
         cache = None if context.cache is None else before.extended(mixed, segments, state)
         return Output(checkpoint_name(out, "delta_out"), cache=cache)
 
-    def _projected(self, name: str, x: Float[Array, "B T D"]) -> Float[Array, "B T K E"]:
+    def _projected(
+        self, name: str, x: Float[Array, "B T D"], split: TokenSplit
+    ) -> Float[Array, "B T K E"]:
         """By key heads."""
         weight = getattr(self, name)[...].astype(x.dtype)
-        found = jnp.einsum("btd,dke->btke", x, weight)
+        found = split.on_own(x, weight)
         return checkpoint_name(constrain(found, (None, None, "kv_heads", None), self.rules), name)
 
     @staticmethod

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ from maxpipe.model.modules.attention import rotary_frequencies, rotate
 from maxpipe.model.modules.norm import rms_normed
 from maxpipe.model.modules.part import Context, Output, PartModule
 from maxpipe.model.parts import latent
+from maxpipe.parallel.adapted import Adapted, by_columns, whole
 from maxpipe.parallel.sequence import TokenSplit
 from maxpipe.parallel.sharding import AxisRules, constrain
 
@@ -55,10 +57,10 @@ class LatentAttention(PartModule):
         angles = positions, frequencies, part.rope.length, part.backend
         query = rotate(self._query(x, split), *angles)
         query = checkpoint_name(constrain(query, _HEADS, self.rules), "query")
-        down = jnp.einsum("btd,dr->btr", x, self.key_value_down[...].astype(dtype))
+        down = split.on_own(x, self.key_value_down[...].astype(dtype))
         small = rms_normed(checkpoint_name(down, "latent"), self.key_value_norm[...], part.norm)
-        weight = _halves(self.rope_key[...].astype(dtype))
-        turned = split.whole(jnp.einsum("btd,dh->bth", x, weight))[:, :, None]
+        weight = by_columns(_halves, self.rope_key[...].astype(dtype))
+        turned = split.whole(split.on_own(x, weight))[:, :, None]
         turned = rotate(turned, *angles)
         mask = Mask(context.inputs["segment_ids"], scale=part.scale)
         cache = context.cache
@@ -85,17 +87,18 @@ class LatentAttention(PartModule):
     def _query(self, x: Float[Array, "B T D"], split: TokenSplit) -> Float[Array, "B T N H"]:
         """Not rotated yet; what will be is in front."""
         part = self.part
+        turned_first = partial(_turning_first, turned=part.rope_size)
         if not part.query_rank:
-            weight = _turning_first(self.query[...].astype(x.dtype), part.rope_size)
+            weight = by_columns(turned_first, self.query[...].astype(x.dtype))
             return split.into(x, [weight], [part.params["query"].axes])[0]
-        down = jnp.einsum("btd,dr->btr", x, self.query_down[...].astype(x.dtype))
+        down = split.on_own(x, self.query_down[...].astype(x.dtype))
         down = checkpoint_name(down, "query_latent")
         normed = rms_normed(down, self.query_norm[...], part.query_norm)
-        weight = _turning_first(self.query_up[...].astype(x.dtype), part.rope_size)
+        weight = by_columns(turned_first, self.query_up[...].astype(x.dtype))
         return split.into(normed, [weight], [part.params["query_up"].axes])[0]
 
-    def _up(self, dtype: jnp.dtype) -> tuple[Float[Array, "r N h"], Float[Array, "r N v"]]:
-        """From latents to keys without what turns, and to values."""
+    def _up(self, dtype: jnp.dtype) -> tuple[Array | Adapted, Array | Adapted]:
+        """From latents to keys without what turns `[r, N, h]`, and to values `[r, N, v]`."""
         weight, rest = self.key_value_up[...].astype(dtype), self.part.rest_size
         return weight[..., :rest], weight[..., rest:]
 
@@ -129,7 +132,7 @@ class LatentAttention(PartModule):
         """With latents for keys and values: what projects them up is applied to the queries
         instead, and to what is mixed.
         """
-        up_key, up_value = self._up(query.dtype)
+        up_key, up_value = map(whole, self._up(query.dtype))
         front, rest = jnp.split(query, (self.part.rope_size,), axis=-1)
         rest = jnp.einsum("btnh,rnh->btnr", rest, up_key)
         query = jnp.concatenate([front, rest], axis=-1)
@@ -152,7 +155,7 @@ def _halves(weight: Float[Array, "*dims h"]) -> Float[Array, "*dims h"]:
     return pairs.swapaxes(-1, -2).reshape(weight.shape)
 
 
-def _turning_first(weight: Float[Array, "r N H"], turned: int) -> Float[Array, "r N H"]:
+def _turning_first(weight: Float[Array, "*dims H"], turned: int) -> Float[Array, "*dims H"]:
     """The last entries of a head, which turn, in front of the others."""
     rest, last = jnp.split(weight, (weight.shape[-1] - turned,), axis=-1)
     return jnp.concatenate([_halves(last), rest], axis=-1)

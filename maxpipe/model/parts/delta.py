@@ -78,15 +78,15 @@ class GatedDelta(Part):
             return Param((*dims, taps), Normal(self.kernel))
 
         return {
-            "qkvz": Param((embed, *self._qkvz), into),
-            "ba": Param((embed, *self._ba), into),
+            "qkvz": Param((embed, *self._qkvz), into, linear=1),
+            "ba": Param((embed, *self._ba), into, linear=1),
             "conv_query": kernel(*self._key),
             "conv_key": kernel(*self._key),
             "conv_value": kernel(*self._value),
             "decay": Param((heads,), Entries(_rates(self.num_value_heads)), decays=False),
             "decay_bias": Param((heads,), Entries(_times(self.num_value_heads)), decays=False),
             "norm": self.norm.params["scale"],
-            "out": Param((heads, size, embed), Normal(out_of, self.out_gain)),
+            "out": Param((heads, size, embed), Normal(out_of, self.out_gain), linear=2),
         }
 
     @property

@@ -156,7 +156,7 @@ class Experts(Part):
             "down": Param((experts, mlp, within), Normal(self.d_mlp, self.out_gain)),
         }
         if self.balance_rate is not None:
-            bias = Param((routes,), Constant(0.0), decays=False, trainable=False, exact=True)
+            bias = Param((routes,), Constant(0.0), decays=False, trainable=False, exact="float32")
             found["router_bias"] = bias
         if self.biased:
             dims = {"logit": (routes,), "gate": (experts, mlp), "up": (experts, mlp)}

@@ -78,22 +78,22 @@ class LatentAttention(Part):
         embed, heads = (self.d_model, "embed"), (self.num_heads, "heads")
         size, into = (self.head_size, "head_size"), Normal(self.d_model)
         both = (self.rest_size + self.value_size, "head_size")
-        found: dict[str, Param] = {"query": Param((embed, heads, size), into)}
+        found: dict[str, Param] = {"query": Param((embed, heads, size), into, linear=1)}
         if self.query_rank:
             rank = (self.query_rank, "latent")
             found = {
-                "query_down": Param((embed, (self.query_rank, "norm")), into),
+                "query_down": Param((embed, (self.query_rank, "norm")), into, linear=1),
                 "query_norm": self.query_norm.params["scale"],
-                "query_up": Param((rank, heads, size), Normal(self.query_rank)),
+                "query_up": Param((rank, heads, size), Normal(self.query_rank), linear=1),
             }
         rank = (self.rank, "latent")
         out_of = self.num_heads * self.value_size
         return found | {
-            "key_value_down": Param((embed, (self.rank, "norm")), into),
-            "rope_key": Param((embed, (self.rope_size, "head_size")), into),
+            "key_value_down": Param((embed, (self.rank, "norm")), into, linear=1),
+            "rope_key": Param((embed, (self.rope_size, "head_size")), into, linear=1),
             "key_value_norm": self.norm.params["scale"],
-            "key_value_up": Param((rank, heads, both), Normal(self.rank)),
-            "out": Param((heads, self._value[1], embed), Normal(out_of, self.out_gain)),
+            "key_value_up": Param((rank, heads, both), Normal(self.rank), linear=1),
+            "out": Param((heads, self._value[1], embed), Normal(out_of, self.out_gain), linear=2),
         }
 
     @property

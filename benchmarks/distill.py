@@ -1,0 +1,132 @@
+"""A student alone, and the same one with a teacher, in equal steps on the quickstart's text.
+
+    python benchmarks/distill.py           # prints the table
+    python benchmarks/distill.py --write   # and writes distill.md and docs/pictures/distill.svg
+
+The teacher is trained once; students differ in their first parameters and in the order of the
+documents, by three seeds. Everything is float32 on one virtual device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PAGE = Path(__file__).with_suffix(".md")
+PICTURE = ROOT / "docs" / "pictures" / "distill.svg"
+SEEDS = (0, 1, 2)
+STEPS = 120
+COMMON = f"""
+data: {{source: corpus}}
+train: {{steps: {STEPS}, batch_size: 8, sequence_length: 64}}
+optim: {{learning_rate: 5.0e-3, warmup_steps: 10}}
+eval: {{every: 20, batches: 16, batch_size: 64}}
+log: {{every: 20, tensorboard: false}}
+runtime: {{platform: cpu}}
+"""
+TEACHER = """
+model: {num_layers: 4, d_model: 96, num_heads: 4, num_kv_heads: 2, head_size: 24, d_mlp: 256,
+        vocab_size: 259, compute_dtype: float32}
+train: {steps: 800, batch_size: 16}
+eval: {every: 200}
+run: {seed: 7}
+"""
+STUDENT = """
+model: {num_layers: 2, d_model: 32, num_heads: 2, num_kv_heads: 1, head_size: 16, d_mlp: 96,
+        vocab_size: 259, compute_dtype: float32}
+"""
+TAUGHT = "train.objective=distill distill.teacher=teacher@newest distill.top_k=32 "
+RUNS = {
+    "alone": "",
+    "taught": TAUGHT + "distill.weight=0.9",
+    "warm": TAUGHT + "distill.weight=0.9 distill.temperature=2",
+    "reverse": TAUGHT + "distill.weight=0.9 distill.direction=reverse",
+}
+WORDS = {
+    "alone": "cross entropy alone",
+    "taught": "forward, weight 0.9",
+    "warm": "forward, weight 0.9, temperature 2",
+    "reverse": "reverse, weight 0.9",
+}
+
+
+def maxpipe(folder: Path, *arguments: str) -> None:
+    ran = subprocess.run(
+        [sys.executable, "-m", "maxpipe", *arguments],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    if ran.returncode:
+        sys.exit(ran.stdout + ran.stderr)
+
+
+def loss(run: Path) -> float:
+    """Of the last evaluation, in nats per token."""
+    records = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return [each["eval/loss"] for each in records if "eval/loss" in each][-1]
+
+
+def measured(folder: Path, names: list[str]) -> dict[str, list[float]]:
+    """By name of a way to train the losses of all seeds; those of the teacher under its name."""
+    for name, text in (("common", COMMON), ("teacher", TEACHER), ("student", STUDENT)):
+        (folder / f"{name}.yml").write_text(text)
+    maxpipe(folder, "train", "common.yml", "teacher.yml", "run.name=teacher")
+    found = {"teacher": [loss(folder / "runs" / "teacher")]}
+    for name in names:
+        found[name] = []
+        for seed in SEEDS:
+            run, keys = f"{name}-{seed}", RUNS[name].split()
+            given = (f"run.name={run}", f"run.seed={seed}", *keys)
+            maxpipe(folder, "train", "common.yml", "student.yml", *given)
+            found[name].append(loss(folder / "runs" / run))
+    return found
+
+
+def page(found: dict[str, list[float]]) -> str:
+    lines = [
+        "# Distillation",
+        "",
+        "`python benchmarks/distill.py --write`: loss on documents that are held out, in nats per",
+        f"byte, after {STEPS} steps of 8 x 64 tokens of the quickstart's text, for three seeds.",
+        f"The teacher has 11 times the parameters and 800 steps of 16 x 64; its loss is "
+        f"{found['teacher'][0]:.3f}.",
+        "",
+        "| student | seed 0 | seed 1 | seed 2 | mean | less than alone |",
+        "|---|---|---|---|---|---|",
+    ]
+    alone = found["alone"]
+    for name, values in found.items():
+        if name == "teacher":
+            continue
+        mean, less = sum(values) / len(values), [a - b for a, b in zip(alone, values, strict=True)]
+        told = "" if name == "alone" else f"{min(less):.3f} to {max(less):.3f}"
+        cells = [WORDS[name], *(f"{each:.3f}" for each in values), f"{mean:.3f}", told]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*lines, ""])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--write", action="store_true")
+    parser.add_argument("--only", nargs="*", default=list(RUNS), choices=RUNS)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        text = page(measured(folder, options.only))
+        print(text)
+        if options.write:
+            PAGE.write_text(text)
+            runs = ("alone-0", "taught-0")
+            maxpipe(folder, "curves", *runs, "--tags", "eval/loss", "--out", str(PICTURE))
+
+
+if __name__ == "__main__":
+    main()

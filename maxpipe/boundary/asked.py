@@ -1,0 +1,99 @@
+"""A process of its own that is asked by lines: one on its stdin, one back on its stdout.
+
+One that takes too long, writes too much or ends is known at once, and its asker never hangs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import subprocess
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+
+_PART_BYTES = 1 << 16
+
+
+class AskedProcess:
+    """Not for several threads at a time; it ends when nothing refers to it any more."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str] | None = None,
+        *,
+        most_answer_bytes: int,
+        shows_errors: bool = False,
+        own_session: bool = False,
+    ):
+        """`shows_errors` leaves its stderr to the user. With `own_session` signals of the terminal
+        and of a cluster that are for this process do not reach it.
+        """
+        self._process = subprocess.Popen(
+            [*command],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=None if shows_errors else subprocess.DEVNULL,
+            env=None if environment is None else dict(environment),
+            start_new_session=own_session,
+        )
+        self.close = weakref.finalize(self, _end, self._process)
+        """Ends the process."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._in, self._out = self._process.stdin.fileno(), self._process.stdout.fileno()
+        os.set_blocking(self._in, False)
+        self._most_answer_bytes = most_answer_bytes
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it can be asked again."""
+        return self.close.alive
+
+    @property
+    def code(self) -> int | None:
+        """Exit code of a process that has ended by itself, or the negative number of a signal."""
+        return self._process.poll()
+
+    def ask(self, line: bytes, seconds: float) -> bytes:
+        """Writes a line and reads one.
+
+        Raises:
+            TimeoutError: that takes longer.
+            OSError: the process has ended.
+            ValueError: it writes too much.
+        """
+        deadline = time.monotonic() + seconds
+        parts, size, left = [], 0, memoryview(line)
+        with selectors.DefaultSelector() as ready:
+            ready.register(self._out, selectors.EVENT_READ)
+            ready.register(self._in, selectors.EVENT_WRITE)
+            while True:
+                events = ready.select(max(0.0, deadline - time.monotonic()))
+                if not events:
+                    raise TimeoutError
+                for key, _ in events:
+                    if key.fd == self._in:
+                        left = left[os.write(self._in, left[:_PART_BYTES]) :]
+                        if not left:
+                            ready.unregister(self._in)
+                        continue
+                    part = os.read(self._out, _PART_BYTES)
+                    size += len(part)
+                    if not part:
+                        raise OSError("it has ended")
+                    if size > self._most_answer_bytes:
+                        raise ValueError("it writes too much")
+                    parts.append(part)
+                    if part.endswith(b"\n"):
+                        return b"".join(parts)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    for stream in (process.stdin, process.stdout):
+        if stream is not None:
+            with contextlib.suppress(OSError):
+                stream.close()
+    process.wait()

@@ -1,0 +1,131 @@
+"""Rules on adapters."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+from maxpipe.config.keys import KEYS, default_of
+from maxpipe.config.rules import axis_keys, axis_size, did_you_mean, rule
+from maxpipe.config.schema import Config
+from maxpipe.errors import Finding
+from maxpipe.model.families.registry import describe
+from maxpipe.model.frozen import declared, suggestions
+from maxpipe.model.low_rank import (
+    block_size,
+    dim_of_scales,
+    matrices,
+    names_of_adaptable,
+    picked,
+    summed,
+    unmatched,
+)
+
+_KEYS = tuple(key for key in KEYS if key.startswith(("adapter.", "model.")))
+_MAX_FINDINGS = 8
+
+
+@rule(*(key for key in KEYS if key.startswith("adapter.")))
+def _something_reads_them(config: Config) -> Iterator[Finding]:
+    if config.adapter.rank:
+        return
+    for key in ("targets", "dropout", "base", "kind"):
+        if getattr(config.adapter, key) != default_of(f"adapter.{key}"):
+            yield Finding(
+                f"adapter.{key}",
+                "is not read with adapter.rank = 0: the whole model is trained.",
+                f"Set adapter.rank=16, or leave adapter.{key} out.",
+            )
+
+
+@rule(*_KEYS)
+def _targets_can_have_one(config: Config) -> Iterator[Finding]:
+    if not config.adapter.rank:
+        return
+    model, targets = describe(replace(config.model, adapter=None)), config.adapter.targets
+    can = names_of_adaptable(model)
+    if not can:
+        yield Finding(
+            "adapter.rank",
+            f"must be 0: no layer of model.family={config.model.family} has a matrix that can have "
+            "an adapter.",
+            "Set adapter.rank=0, and model.frozen to what is not to be trained.",
+        )
+    unknown = unmatched(model, config.adapter)
+    useless = [
+        each for each in targets if each not in unknown and not picked(model, [each]) & {*can}
+    ]
+    good = [each for each in targets if each not in (*unknown, *useless)]
+    for wrong in (*unknown, *useless)[:_MAX_FINDINGS]:
+        guess = did_you_mean(wrong, [*can, *suggestions(model)])
+        guess = guess if picked(model, [guess]) & {*can} else ""
+        what = "which is the name of no parameter" if wrong in unknown else "which can have none"
+        kept = ",".join([*good, *filter(None, [guess])])
+        yield Finding(
+            "adapter.targets",
+            f"holds {wrong!r}, {what}: adapters are for {', '.join(can)}.",
+            f"Set adapter.targets=[{kept}]" + ("." if kept else " for all of these."),
+        )
+
+
+@rule(*_KEYS)
+def _rank_is_low(config: Config) -> Iterator[Finding]:
+    adapter = config.adapter
+    if not adapter.rank:
+        return
+    for name, param in matrices(describe(replace(config.model, adapter=None)), adapter).items():
+        sides = param.dims[: summed(param)], param.dims[summed(param) :]
+        small = min(math.prod(size for size, _ in side) for side in sides)
+        if adapter.rank > small:
+            yield Finding(
+                "adapter.rank",
+                f"must be at most {small}, the smaller side of {name}: a matrix has no higher "
+                "rank.",
+                f"Set adapter.rank={small}, or adapter.targets to larger matrices.",
+            )
+            return
+
+
+@rule("adapter.rank", "model.heads_ahead")
+def _no_heads_ahead(config: Config) -> Iterator[Finding]:
+    if config.adapter.rank and config.model.heads_ahead:
+        yield Finding(
+            "model.heads_ahead",
+            "must be 0 with adapters: heads that predict further ahead have none.",
+            "Set model.heads_ahead=0; weights that have such heads are read without them.",
+        )
+
+
+@rule("adapter.rank", "adapter.kind", "model.matmul")
+def _lengths_need_plain_products(config: Config) -> Iterator[Finding]:
+    if config.adapter.rank and config.adapter.kind == "dora" and config.model.matmul != "default":
+        yield Finding(
+            "adapter.kind",
+            f"dora norms columns of the weights, of which model.matmul={config.model.matmul} "
+            "multiplies rounded ones.",
+            "Set adapter.kind=lora, or model.matmul=default.",
+        )
+
+
+@rule(*_KEYS, *axis_keys("tensor"))
+def _numbers_divide_over_tensor(config: Config) -> Iterator[Finding]:
+    """Two numbers of 4 bits are in one byte, and 64 have one scale: neither is cut."""
+    if not config.adapter.rank or config.adapter.base != "nf4":
+        return
+    shards = axis_size(config.mesh, "tensor") or 1
+    for name, param in declared(describe(replace(config.model, adapter=None))).items():
+        if name.startswith("layers.") and (dim := dim_of_scales(param)) is not None:
+            size, axis = param.dims[dim]
+            parts = shards if axis == "mlp" else 1
+            piece = max(block_size(size), 2)
+            if size % (piece * parts):
+                yield Finding(
+                    "adapter.base",
+                    f"nf4 holds {name} in pieces of {piece} numbers of its dim {axis} ({size}), "
+                    f"which {parts} devices of mesh axis tensor cannot share evenly."
+                    if parts > 1
+                    else f"nf4 holds {name} in pairs of numbers of its dim {axis} ({size}).",
+                    "Set adapter.base=int8.",
+                )
+                return

@@ -1,0 +1,87 @@
+"""Rules on distillation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from maxpipe.config.rules import rule
+from maxpipe.config.schema import Config
+from maxpipe.errors import Finding
+
+_OBJECTIVE = "train.objective"
+ONE_PROCESS = "is asked by runs of one process: arrays do not travel between meshes of several."
+STORED_INSTEAD = (
+    "Store its answers with `maxpipe distill prepare ... --out DIR`, and set distill.teacher='' "
+    "and distill.stored=DIR, which any number of processes read."
+)
+
+
+@rule(_OBJECTIVE, "distill.teacher", "distill.stored")
+def _teacher_is_named(config: Config) -> Iterator[Finding]:
+    if config.train.objective != "distill":
+        return
+    own = config.distill
+    if not (own.teacher or own.stored):
+        yield Finding(
+            "distill.teacher",
+            "must name the model that teaches, with train.objective=distill.",
+            "Set distill.teacher=RUN@newest or hf:DIR, or distill.stored to a folder of "
+            "`maxpipe distill prepare`.",
+        )
+    elif own.teacher and own.stored:
+        yield Finding(
+            "distill.stored",
+            "must be empty with distill.teacher: a teacher is asked, or what it has said is read.",
+            "Set distill.teacher='' to read the folder, or distill.stored=''.",
+        )
+
+
+@rule(_OBJECTIVE, "distill.top_k", "model.vocab_size")
+def _top_k_is_in_the_vocabulary(config: Config) -> Iterator[Finding]:
+    most = config.model.vocab_size
+    if config.train.objective == "distill" and config.distill.top_k > most:
+        yield Finding(
+            "distill.top_k",
+            f"must be at most model.vocab_size ({most}): there are no more tokens.",
+            f"Set distill.top_k={most}, or less.",
+        )
+
+
+@rule(_OBJECTIVE, "distill.stored", "distill.devices", "distill.layout")
+def _stored_needs_no_devices(config: Config) -> Iterator[Finding]:
+    own = config.distill
+    if config.train.objective != "distill" or not own.stored:
+        return
+    for name, value in (("devices", own.devices), ("layout", own.layout)):
+        if value:
+            empty = "0" if name == "devices" else "[]"
+            yield Finding(
+                f"distill.{name}",
+                "has no effect with distill.stored: no teacher runs.",
+                f"Set distill.{name}={empty}.",
+            )
+
+
+@rule(_OBJECTIVE, "distill.teacher", "runtime.num_processes")
+def _one_process_asks(config: Config) -> Iterator[Finding]:
+    own = config.distill
+    if config.train.objective == "distill" and own.teacher and config.runtime.num_processes > 1:
+        yield Finding("distill.teacher", ONE_PROCESS, STORED_INSTEAD)
+
+
+@rule("distill.layout")
+def _layout_is_of_two_sections(config: Config) -> Iterator[Finding]:
+    for text in config.distill.layout:
+        key = text.partition("=")[0]
+        if "=" not in text or not key.startswith(("mesh.", "pipeline.")):
+            yield Finding(
+                "distill.layout",
+                f"must hold keys of the sections mesh and pipeline with values, and has {text!r}.",
+                "Set distill.layout=[mesh.ici_stage=2,pipeline.microbatches=4].",
+            )
+        elif key == "mesh.cpu_devices":
+            yield Finding(
+                "distill.layout",
+                "must leave out mesh.cpu_devices: devices are those of the whole run.",
+                "Set mesh.cpu_devices itself, and distill.devices.",
+            )

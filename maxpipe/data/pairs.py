@@ -1,0 +1,252 @@
+"""Records of preferences as documents: two responses to a prompt, one chosen and one rejected.
+
+A pair is one document with a border inside: the prompt and the chosen response, then the prompt and
+the rejected response. So whatever keeps documents whole keeps pairs whole, and both halves are in
+one row. Of the tokens only those of the responses are trained.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from maxpipe.config.data_schema import SourceConfig
+from maxpipe.data.chat import (
+    ChatDocuments,
+    Conversations,
+    Message,
+    check_message,
+    column,
+    listed,
+    named,
+    said,
+    with_fields,
+)
+from maxpipe.data.documents import DocumentIndex, Encoded
+from maxpipe.data.formats.text_of import BadRecord
+from maxpipe.data.sources import Source
+from maxpipe.data.tokenizer import Tokenizer
+from maxpipe.errors import ConfigError
+from maxpipe.words import counted
+
+TRUNCATED, DROPPED, SAME = 1, 2, 4
+"""Marks of a pair: it was too long and lost its ends, or is left out; both halves are the same."""
+HALVES = ("chosen", "rejected")
+
+Text = str | list[Message]
+
+
+class Pairs:
+    """The records of a source, encoded. Safe in threads."""
+
+    def __init__(
+        self, source: Source, tokenizer: Tokenizer, config: SourceConfig, sequence_length: int
+    ):
+        self.source = source
+        self.tokenizer = tokenizer
+        self._config = config
+        self._room = sequence_length + 1
+        """Tokens of a row, with the target of the last one."""
+        has_template = bool(config.chat_template) or tokenizer.chat is not None
+        self._chat = Conversations(source, tokenizer, config) if has_template else None
+
+    def encode(self, document: int) -> Encoded:
+        """The ids of both halves, and which of them are trained; none of a pair that is dropped.
+
+        Raises:
+            UnreadableRecord: it has no prompt with two responses, or the template fails with them.
+        """
+        with named(self.source, document):
+            prompt, *responses = pair_of(self.source.record(document), self._config)
+            halves = [self._half(prompt, each) for each in responses]
+            for name, half in zip(HALVES, halves, strict=True):
+                if not _has_target(half):
+                    rule = f"must have a response to train on: the {name} one has no token that is."
+                    action = "Remove the record, or correct the chat template."
+                    raise BadRecord("", rule, action)
+            return self._joined(halves)
+
+    def _half(self, prompt: Text, response: Text) -> Encoded:
+        if isinstance(prompt, str) and isinstance(response, str):
+            asked, answered = self.tokenizer.encode_batch([_text(prompt), _text(response)])
+            begin, end = [self.tokenizer.begin_id], [self.tokenizer.end_id]
+            ids = np.concatenate([begin, asked, answered, end]).astype(np.int32)
+            return Encoded(ids, np.arange(len(ids)) > len(asked))
+        if self._chat is None:
+            rule = "must be texts, or have a chat template: the tokenizer's folder has none."
+            action = "Set data.chat_template to a Jinja file."
+            raise BadRecord("lists of messages", rule, action)
+        first = _messages(prompt, "user")
+        return self._chat.encoded([*first, *_messages(response, "assistant")], first)
+
+    def _joined(self, halves: Sequence[Encoded]) -> Encoded:
+        """Both halves in one, shortened to a row as `data.long_pairs` says."""
+        sizes, marks = [len(each.ids) for each in halves], 0
+        if sum(sizes) > self._room:
+            if self._config.long_pairs == "stop":
+                raise BadRecord(
+                    f"{sizes[0]} + {sizes[1]} tokens",
+                    f"must fit into a row, which has {self._room} tokens: data.long_pairs is stop.",
+                    "Set data.long_pairs to truncate or drop, or a larger train.sequence_length.",
+                )
+            halves = [
+                _shortened(each, size) for each, size in zip(halves, self._kept(sizes), strict=True)
+            ]
+            if self._config.long_pairs == "drop" or not all(map(_has_target, halves)):
+                return Encoded(np.zeros(0, np.int32), np.zeros(0, bool), marks=DROPPED)
+            marks = TRUNCATED
+        marks |= SAME if np.array_equal(halves[0].ids, halves[1].ids) else 0
+        ids = np.concatenate([each.ids for each in halves])
+        trained = np.concatenate([each.trained for each in halves])  # type: ignore[arg-type]
+        return Encoded(ids, trained, border=len(halves[0].ids), marks=marks)
+
+    def _kept(self, sizes: Sequence[int]) -> tuple[int, int]:
+        """Tokens of each half that stay of a pair that is too long."""
+        half = self._room // 2
+        first = min(sizes[0], max(self._room - half, self._room - sizes[1]))
+        return first, min(sizes[1], self._room - first)
+
+    def check(self, index: DocumentIndex) -> None:
+        """Checks that some pair is left.
+
+        Raises:
+            ConfigError: all are too long.
+        """
+        if index.lengths.any():
+            return
+        raise ConfigError.one(
+            "data.long_pairs",
+            self._config.long_pairs,
+            f"leaves nothing: each of {counted(len(self.source), 'pair')} is longer than a row of "
+            f"{self._room} tokens.",
+            "Set a larger train.sequence_length, or data.long_pairs=truncate.",
+        )
+
+    def fingerprint(self) -> str:
+        """Digest of all that decides ids and mask, beside source and tokenizer."""
+        config = self._config
+        fields = [config.prompt_field, config.chosen_field, config.rejected_field]
+        parts: list[Any] = [1, "pairs", fields, sorted(config.trained_roles)]
+        parts += [config.long_pairs, self._room]
+        if self._chat is not None:
+            template = self._chat.template
+            parts += [template.template, sorted(template.tokens.items())]
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+def pair_of(record: object, config: SourceConfig) -> tuple[Text, Text, Text]:
+    """Prompt, chosen and rejected response of a record: all of them texts, or lists of messages.
+
+    Raises:
+        BadRecord: a field is missing or of another type.
+    """
+    fields = with_fields(record, config)
+    keys = ("data.chosen_field", "data.rejected_field")
+    names = (config.chosen_field, config.rejected_field)
+    values = [column(fields, name, key) for name, key in zip(names, keys, strict=True)]
+    if config.prompt_field:
+        prompt = _column_of_prompt(fields, config)
+    else:
+        prompt, values = _divided(values)
+    found: list[Text] = [prompt, *values]
+    if not all(isinstance(each, str) for each in found):
+        roles = ("user", "assistant", "assistant")
+        keys = ("data.prompt_field", *keys)
+        found = [
+            said(value, role) if isinstance(value, str) else listed(value, key, "a text or a list")
+            for value, role, key in zip(found, roles, keys, strict=True)
+        ]
+        for name, messages in zip(("prompt", *HALVES), found, strict=True):
+            for number, message in enumerate(messages, 1):
+                assert not isinstance(message, str)
+                check_message(message, config, f"message {number} of {name}")
+            if not messages and name != "prompt":
+                rule = f"must have two responses: the {name} one has no message."
+                raise BadRecord("", rule, "Remove the record.")
+    first, second, third = found
+    return first, second, third
+
+
+def _column_of_prompt(fields: Any, config: SourceConfig) -> Any:
+    try:
+        return column(fields, config.prompt_field, "data.prompt_field")
+    except BadRecord as error:
+        action = f"{error.action} Set data.prompt_field='' if both responses are whole "
+        raise BadRecord(error.given, error.rule, f"{action}conversations.") from error
+
+
+def _divided(values: list[Any]) -> tuple[Any, list[Any]]:
+    """What two whole conversations begin with alike, and the rest of each."""
+    one, other = values
+    if isinstance(one, str) and isinstance(other, str):
+        if one == other:
+            rule = "must have two responses: both texts are the same, and which part of them is "
+            rule += "the prompt cannot be told."
+            raise BadRecord("", rule, "Remove the record.")
+        alike = _alike(one, other)
+        # A space belongs to the word behind it, as tokenizers have it.
+        alike -= alike > 0 and one[alike - 1] == " "
+        return one[:alike], [one[alike:], other[alike:]]
+    lists = [listed(value, f"data.{HALVES[number]}_field") for number, value in enumerate(values)]
+    alike = max(0, min(_alike(*lists), len(lists[0]) - 1, len(lists[1]) - 1))
+    return lists[0][:alike], [each[alike:] for each in lists]
+
+
+def _alike(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """How many of the first elements are the same."""
+    pairs = zip(one, other, strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+def _messages(text: Text, role: str) -> list[Message]:
+    return said(text, role) if isinstance(text, str) else text
+
+
+def _text(value: str) -> str:
+    """Without halves of surrogate pairs, which no encoder takes."""
+    return value.encode("utf-8", "replace").decode()
+
+
+def _shortened(half: Encoded, size: int) -> Encoded:
+    assert half.trained is not None
+    return Encoded(half.ids[:size], half.trained[:size])
+
+
+def _has_target(half: Encoded) -> bool:
+    """Whether a token is trained that another one is in front of."""
+    assert half.trained is not None
+    return bool(half.trained[1:].any())
+
+
+class PairDocuments(ChatDocuments):
+    """Token ids of pairs; keeps those read last. Safe in threads."""
+
+    digest: str
+    """Of all that decides ids and mask."""
+    reference: np.ndarray | None = None
+    """float32 [documents, 2]: log-probabilities of the halves' responses under the weights that a
+    run starts from, once they are known; see `PairSequences`."""
+
+    def __init__(self, pairs: Pairs, index: DocumentIndex):
+        super().__init__(pairs, index)
+        parts = [pairs.source.fingerprint(), pairs.tokenizer.fingerprint(), pairs.fingerprint()]
+        self.digest = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+def remarks(index: DocumentIndex) -> list[str]:
+    """Lines about pairs that are not trained on as they are."""
+    if index.marks is None:
+        return []
+    words = {
+        TRUNCATED: "are longer than a row and lose their ends: see data.long_pairs",
+        DROPPED: "are longer than a row and are left out: see data.long_pairs",
+        SAME: "have the same response twice: they teach nothing",
+    }
+    total = counted(len(index.marks), "pair")
+    counts = {mark: int(np.count_nonzero(index.marks & mark)) for mark in words}
+    return [f"{count} of {total} {words[mark]}" for mark, count in counts.items() if count]

@@ -1,0 +1,405 @@
+"""What a teacher says of rows, in files: `maxpipe distill prepare` writes them, students read them.
+
+Each row of a source has its place: it is found by source and number, whatever the size of batches
+or the shares of a mixture. A shard is `shard-00000.bin` with `shard_rows` records of one size, and
+`.crc` with a CRC of each of its blocks. The manifest is written last. In shapes T is the tokens of
+a row, and K the most likely tokens that are kept of each.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple, TypedDict
+
+import numpy as np
+
+from maxpipe.boundary import files
+from maxpipe.boundary.signed import opened, signed
+from maxpipe.data.prepared.folder import OUT, bring_to_disk, elsewhere, enter, resume
+from maxpipe.data.prepared.indexed import BIN, dtype_for
+from maxpipe.data.prepared.manifest import CRC_FILE, JOURNAL, FileEntry, differences, shard_name
+from maxpipe.data.prepared.ranges import (
+    BLOCK_BYTES,
+    Checked,
+    Kept,
+    damaged,
+    joined,
+    open_ranges,
+)
+from maxpipe.data.prepared.reader import read_whole
+from maxpipe.data.prepared.writer import SignedFile
+from maxpipe.errors import ConfigError, StorageError
+
+MANIFEST = "logits.json"
+_FORMAT = 1
+_KEY = "distill.stored"
+_LARGEST_BYTES = 1 << 28
+_IDENTITY = ("tokens", "segment_ids")
+"""Arrays of a row by which it is known again."""
+
+
+class TeacherEntry(TypedDict):
+    """Which model: a name for people, and the digest of its parameters."""
+
+    name: str
+    digest: str
+
+
+class Spec(TypedDict):
+    """What decides each byte of a folder."""
+
+    format: int
+    teacher: TeacherEntry
+    vocab_size: int
+    temperature: float
+    top_k: int
+    row_tokens: int
+    shard_rows: int
+    sources: dict[str, dict[str, Any]]
+    """By its name in a mixture: facts about a source, with the number of its `sequences`."""
+
+
+class ShardEntry(TypedDict):
+    """Rows that follow each other, and their files by suffix."""
+
+    rows: int
+    files: dict[str, FileEntry]
+
+
+class Manifest(Spec):
+    """The whole."""
+
+    shards: list[ShardEntry]
+
+
+def spec_of(
+    teacher: TeacherEntry,
+    sources: Mapping[str, Mapping[str, Any]],
+    *,
+    vocab_size: int,
+    temperature: float,
+    top_k: int,
+    row_tokens: int,
+    shard_bytes: int,
+) -> Spec:
+    """What a teacher's answers to all rows of these sources will be."""
+    size = record_of(row_tokens, top_k, vocab_size).itemsize
+    return {
+        "format": _FORMAT,
+        "teacher": teacher,
+        "vocab_size": vocab_size,
+        "temperature": temperature,
+        "top_k": top_k,
+        "row_tokens": row_tokens,
+        "shard_rows": max(1, shard_bytes // size),
+        "sources": {name: dict(facts) for name, facts in sorted(sources.items())},
+    }
+
+
+def record_of(row_tokens: int, top_k: int, vocab_size: int) -> np.dtype:
+    """A row: the digest of its tokens, and of each token the teacher's most likely next ones."""
+    shape = (row_tokens, top_k)
+    fields = [("digest", "<u8"), ("ids", dtype_for(vocab_size), shape), ("logprobs", "<f4", shape)]
+    return np.dtype(fields)  # type: ignore[call-overload]
+
+
+def _record(spec: Spec) -> np.dtype:
+    return record_of(spec["row_tokens"], spec["top_k"], spec["vocab_size"])
+
+
+def num_rows(spec: Spec) -> int:
+    """Of all sources."""
+    return sum(int(facts["sequences"]) for facts in spec["sources"].values())
+
+
+def digest_of(row: Mapping[str, np.ndarray]) -> int:
+    """Of a row's tokens, and of where its documents begin."""
+    total = hashlib.blake2b(digest_size=8)
+    for name in _IDENTITY:
+        total.update(np.ascontiguousarray(row[name], "<i4").tobytes())
+    return int.from_bytes(total.digest(), "little")
+
+
+class Answers(NamedTuple):
+    """What a teacher says of consecutive rows."""
+
+    digests: list[int]
+    ids: np.ndarray
+    """[rows, T, K]"""
+    logprobs: np.ndarray
+    """float32 [rows, T, K]"""
+
+
+# Writing.
+
+
+class Writer:
+    """Fills a folder whose journal is locked, from the first row that is missing."""
+
+    def __init__(self, folder: Path, journal: BinaryIO, spec: Spec):
+        self._folder, self._journal, self._spec = folder, journal, spec
+        self._record = _record(spec)
+        self._shards: list[ShardEntry] = []
+        self._file: SignedFile | None = None
+        self._rows = 0
+        begun = resume(
+            journal,
+            lambda line: check_same(folder, opened(line, Spec), spec),
+            lambda line: self._shards.append(self._on_disk(opened(line, ShardEntry))),
+        )
+        if not begun:
+            enter(journal, spec)
+
+    @property
+    def done(self) -> int:
+        """Rows that are on the disk."""
+        return sum(shard["rows"] for shard in self._shards)
+
+    def _on_disk(self, shard: ShardEntry) -> ShardEntry:
+        """The same, if its files are there; raises OSError or ValueError."""
+        for suffix, entry in shard["files"].items():
+            path = self._folder / shard_name(len(self._shards), suffix)
+            if path.stat().st_size != entry["bytes"]:
+                raise ValueError("it is cut off")
+        return shard
+
+    def add(self, answers: Answers) -> None:
+        """Appends rows."""
+        records = np.empty(len(answers.digests), self._record)
+        records["digest"], records["ids"] = answers.digests, answers.ids
+        records["logprobs"] = answers.logprobs
+        while len(records):
+            if self._file is None:
+                self._file = self._open(BIN)
+            room = self._spec["shard_rows"] - self._rows
+            self._file.write(records[:room].tobytes())
+            self._rows += min(room, len(records))
+            records = records[room:]
+            if self._rows == self._spec["shard_rows"]:
+                self._close()
+
+    def finish(self) -> Manifest:
+        """Writes the manifest."""
+        if self._file is not None:
+            self._close()
+        manifest: Manifest = {**self._spec, "shards": self._shards}
+        files.write(self._folder / MANIFEST, signed(manifest))
+        bring_to_disk(self._folder)
+        (self._folder / JOURNAL).unlink(missing_ok=True)
+        return manifest
+
+    def abandon(self) -> None:
+        """Leaves a shard unfinished."""
+        if self._file is not None:
+            self._file.abandon()
+
+    def _open(self, suffix: str) -> SignedFile:
+        return SignedFile(self._folder / shard_name(len(self._shards), suffix))
+
+    def _close(self) -> None:
+        assert self._file is not None
+        crc, entries = self._open(CRC_FILE), {BIN: self._file.close()}
+        crc.write(np.array(self._file.crcs, "<u4").tobytes())
+        entries[CRC_FILE] = crc.close()
+        shard: ShardEntry = {"rows": self._rows, "files": entries}
+        enter(self._journal, shard)
+        self._shards.append(shard)
+        self._file, self._rows = None, 0
+
+
+def check_same(folder: Path, found: Spec, spec: Spec) -> None:
+    """Raises ConfigError if the folder is of another teacher or of other rows."""
+    theirs, ours = (_comparable(each) for each in (found, spec))
+    if lines := differences(theirs, ours):
+        more = f" and {len(lines) - 4} more" if len(lines) > 4 else ""
+        rule = f"holds what was prepared otherwise: {'; '.join(lines[:4])}{more}."
+        raise ConfigError.one(OUT, folder, rule, elsewhere(folder))
+
+
+def _comparable(spec: Spec) -> dict[str, Any]:
+    """A teacher is its parameters, wherever they are."""
+    found = {name: spec.get(name) for name in Spec.__annotations__}
+    return {**found, "teacher": spec["teacher"]["digest"]}
+
+
+# Reading.
+
+
+def is_there(folder: str) -> bool:
+    """Whether a folder, or `gs://BUCKET/PATH`, is one of these."""
+    try:
+        return bool(open_ranges(joined(folder, MANIFEST)).size)
+    except StorageError:
+        return False
+
+
+def read_manifest(folder: str) -> Manifest:
+    """The manifest of a folder or `gs://BUCKET/PATH`.
+
+    Raises:
+        ConfigError: there is none, or it is of a later version of maxpipe.
+        StorageError: it is damaged, or cannot be read.
+    """
+    path = joined(folder, MANIFEST)
+    try:
+        file = open_ranges(path)
+    except StorageError as error:
+        if not isinstance(error.__cause__, FileNotFoundError | NotADirectoryError):
+            raise
+        raise _none(folder) from error
+    if file.size > _LARGEST_BYTES:
+        raise damaged(path, f"it has {file.size} bytes, at most {_LARGEST_BYTES} are read")
+    try:
+        found = opened(file.read(0, file.size), Manifest)
+        if found["format"] == _FORMAT:
+            _check(found)
+    except ValueError as error:
+        raise damaged(path, str(error)) from error
+    if found["format"] != _FORMAT:
+        raise ConfigError.one(
+            _KEY,
+            folder,
+            f"must be of format {_FORMAT}: it was written as format {found['format']}.",
+            "Read it with the maxpipe that wrote it, or prepare it again.",
+        )
+    return found
+
+
+def _check(found: Manifest) -> None:
+    """Raises ValueError for numbers that no folder has."""
+    sizes = [found[name] for name in ("top_k", "row_tokens", "shard_rows", "vocab_size")]
+    if min(sizes) < 1 or found["top_k"] > found["vocab_size"]:
+        raise ValueError(f"it says sizes that cannot be: {sizes}")
+    for name, facts in found["sources"].items():
+        if type(count := facts.get("sequences")) is not int or count < 1:
+            raise ValueError(f"source {name!r} has {count} sequences")
+    size, left = _record(found).itemsize, num_rows(found)
+    for number, shard in enumerate(found["shards"]):
+        if sorted(shard["files"]) != sorted((BIN, CRC_FILE)):
+            raise ValueError(f"shard {number} has other files")
+        rows = min(found["shard_rows"], left)
+        if shard["rows"] != rows or shard["files"][BIN]["bytes"] != rows * size:
+            raise ValueError(f"shard {number} has not the {rows} rows that it must have")
+        left -= rows
+    if left:
+        raise ValueError(f"its shards lack {left} rows")
+
+
+def _none(folder: str) -> ConfigError:
+    rule = f"must be a folder that `maxpipe distill prepare` wrote: it has no {MANIFEST}."
+    action = "Write it with `maxpipe distill prepare ... --out DIR`."
+    if os.path.exists(joined(folder, JOURNAL)):
+        rule = "must be prepared to the end, and is not: it has no manifest yet."
+        action = "Run the same `maxpipe distill prepare` again: it goes on where it was stopped."
+    return ConfigError.one(_KEY, folder, rule, action)
+
+
+def open_stored(
+    folder: str,
+    sources: Mapping[str, Mapping[str, Any]],
+    *,
+    vocab_size: int,
+    temperature: float,
+    top_k: int,
+    row_tokens: int,
+) -> StoredAnswers:
+    """What a folder says of rows of these sources to a student with these numbers.
+
+    Raises:
+        ConfigError: it is of other rows, or was made for other numbers.
+        StorageError: it is damaged, or cannot be read.
+    """
+    found = read_manifest(folder)
+    then = f"what {folder} was prepared with, from {found['teacher']['name']}"
+    for key, before, now in (
+        ("model.vocab_size", found["vocab_size"], vocab_size),
+        ("train.sequence_length", found["row_tokens"], row_tokens),
+        ("distill.temperature", found["temperature"], temperature),
+    ):
+        if before != now:
+            action = f"Set {key}={before}, or prepare a folder for this run."
+            raise ConfigError.one(key, now, f"must be {before}, {then}.", action)
+    if top_k > (most := found["top_k"]):
+        rule = f"must be at most {most}, {then}."
+        raise ConfigError.one("distill.top_k", top_k, rule, f"Set distill.top_k={most}.")
+    lines = []
+    for name, facts in sources.items():
+        before = found["sources"].get(name)
+        named = f"data.mixture.{name}" if name else "data"
+        lines += ["it has no rows of " + named] if before is None else []
+        lines += [] if before is None else differences(before, dict(facts), named)
+    if lines:
+        more = f"; and {len(lines) - 4} more" if len(lines) > 4 else ""
+        raise ConfigError.one(
+            _KEY,
+            folder,
+            f"must be of the rows that this run reads: {'; '.join(lines[:4])}{more}.",
+            "Restore documents, tokenizer, run.seed and data.* of then, or prepare it again.",
+        )
+    return StoredAnswers(folder, found, top_k)
+
+
+class StoredAnswers:
+    """What a folder says of the rows of some sources."""
+
+    def __init__(self, folder: str, manifest: Manifest, top_k: int):
+        self._folder, self._manifest, self._top_k = folder, manifest, top_k
+        self._record = _record(manifest)
+        self._kept = Kept() if files.scheme(folder) else None
+        self._starts: dict[str, int] = {}
+        start = 0
+        for name, facts in sorted(manifest["sources"].items()):
+            self._starts[name] = start
+            start += facts["sequences"]
+
+    @property
+    def teacher(self) -> TeacherEntry:
+        """Which model it was."""
+        return self._manifest["teacher"]
+
+    def read(
+        self, source: str, sequence: int, row: Mapping[str, np.ndarray]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """(ids int32, log-probabilities float32) `[T, K]` of a row, which has these arrays.
+
+        Raises:
+            ConfigError: it is not the row of which the teacher was asked.
+            StorageError: the files are damaged, or cannot be read.
+        """
+        shard, place = divmod(self._starts[source] + sequence, self._manifest["shard_rows"])
+        size, file = self._record.itemsize, self._file(shard)
+        record = np.frombuffer(file.read(place * size, (place + 1) * size), self._record)[0]
+        if int(record["digest"]) != digest_of(row):
+            named = f" of {source}" if source else ""
+            raise ConfigError.one(
+                _KEY,
+                self._folder,
+                f"must be of the documents of this run: sequence {sequence}{named} has other "
+                "tokens than when it was prepared.",
+                "Restore the documents, or prepare the folder again.",
+            )
+        ids, logprobs = (record[name][:, : self._top_k] for name in ("ids", "logprobs"))
+        if int(ids.max()) >= self._manifest["vocab_size"]:
+            raise damaged(file.path, f"row {place} has the id {int(ids.max())}")
+        return ids.astype(np.int32), np.ascontiguousarray(logprobs, np.float32)
+
+    @functools.cache  # noqa: B019  lives as long as the run
+    def _file(self, number: int) -> Checked:
+        entries = self._manifest["shards"][number]["files"]
+        path, size = joined(self._folder, shard_name(number, BIN)), entries[BIN]["bytes"]
+        crc = joined(self._folder, shard_name(number, CRC_FILE))
+        crcs = np.frombuffer(read_whole(crc, entries[CRC_FILE]), "<u4")
+        if len(crcs) != -(-size // BLOCK_BYTES):
+            raise damaged(crc, f"it has {len(crcs)} CRCs for {size} bytes")
+        return Checked(open_ranges(path), size, crcs, self._kept)
+
+
+def entries(manifest: Manifest) -> Iterator[tuple[str, FileEntry]]:
+    """Names of all files, and their digests."""
+    for number, shard in enumerate(manifest["shards"]):
+        for suffix, entry in sorted(shard["files"].items()):
+            yield shard_name(number, suffix), entry

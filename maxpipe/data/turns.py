@@ -1,0 +1,65 @@
+"""Conversations up to what is trained of them: prompts whose answer is known."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from maxpipe.data.documents import Encoded
+from maxpipe.data.loader import Datasets
+from maxpipe.data.tokenizer import Tokenizer
+
+
+class Turn(NamedTuple):
+    """A conversation up to its last trained message."""
+
+    ids: list[int]
+    """Exactly as they are in training."""
+    text: str
+    """Without control tokens."""
+    answer: str
+    """The last trained message."""
+
+
+def last_turn(document: Encoded, tokenizer: Tokenizer) -> Turn | None:
+    """None of a conversation in which nothing is trained, or nothing stands before it."""
+    if document.trained is None:
+        return None
+    edges = np.flatnonzero(np.diff(document.trained.astype(np.int8), append=0))
+    begins = edges[~document.trained[edges]] + 1
+    if document.trained[0]:
+        begins = np.append(0, begins)
+    if not len(begins) or not (begin := int(begins[-1])):
+        return None
+    ids = document.ids.astype(int)
+    end = begin + int(np.argmin(np.append(document.trained[begin:], False)))
+    before, said = ids[:begin].tolist(), ids[begin:end].tolist()
+    return Turn(before, tokenizer.decode(before), tokenizer.decode(said))
+
+
+def held_out(datasets: Datasets, fraction: float, count: int, room: int) -> list[Turn]:
+    """The last turns of the first conversations for validation that leave room for an answer.
+
+    Of those held out of the training, or where there are none, of the other sets.
+    """
+    found = []
+    for document in _documents(datasets, fraction):
+        if len(found) == count:
+            break
+        turn = last_turn(document, datasets.tokenizer)
+        if turn is not None and len(turn.ids) < room:
+            found.append(turn)
+    return found
+
+
+def _documents(datasets: Datasets, fraction: float) -> Iterator[Encoded]:
+    if datasets.corpora is None:
+        return
+    train, sets = datasets.corpora
+    for corpus in (train, *sets.values()):
+        split, share = ("validation", fraction) if corpus is train else ("all", 0.0)
+        for indexed in corpus.indexed:
+            for numbers in indexed.numbers(split, share):
+                yield from (indexed.documents[number] for number in numbers.tolist())

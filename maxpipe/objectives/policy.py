@@ -1,0 +1,78 @@
+"""The objective of GRPO: tokens of completions made more or less likely by their advantage.
+
+Sources: GRPO's loss and its estimate of the divergence are those of arXiv:2402.03300, the separate
+upper bound of the ratio is DAPO's (arXiv:2503.14476).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jaxtyping import Float
+
+from maxpipe.pipeline.objective import Extra, Objective, Read, Scores
+
+AS_THEY_ARE = 1.0
+"""In place of a log-probability, which is never positive: that of the weights that are trained. So
+the ratio is exactly 1 where they have drawn the token themselves."""
+
+
+@dataclass(frozen=True)
+class Policy(Objective):
+    """Losses of tokens. A batch has `old_logp`, log-probabilities by the weights that have drawn
+    the tokens, or `AS_THEY_ARE`, and `advantages`, both `[B, T]`.
+    """
+
+    clip: float
+    clip_high: float
+    temperature: float = 1.0
+
+    reported: ClassVar[tuple[str, ...]] = ("entropy", "clipped")
+
+    @property
+    def reads(self) -> tuple[Read, ...]:
+        """Of tokens that were drawn."""
+        return (Read("targets", self.temperature),)
+
+    @property
+    def arrays(self) -> Mapping[str, Extra]:
+        """Of each token."""
+        return {name: Extra((), jnp.float32) for name in ("old_logp", "advantages")}
+
+    def __call__(self, scores: Scores, inputs: Mapping[str, Array]) -> tuple[Array, Scores]:
+        """Loss of each token; the entropy, estimated from what was drawn; whether it is clipped."""
+        (logp,), old, gain = scores, inputs["old_logp"], inputs["advantages"]
+        ratio = jnp.exp(logp - jnp.where(old > 0, lax.stop_gradient(logp), old))
+        low, high = 1 - self.clip, 1 + self.clip_high
+        kept = jnp.minimum(ratio * gain, jnp.clip(ratio, low, high) * gain)
+        is_clipped = ((gain > 0) & (ratio > high)) | ((gain < 0) & (ratio < low))
+        return -kept, (-logp, is_clipped.astype(jnp.float32))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyNearReference(Policy):
+    """The same, held near a reference: a batch has its log-probabilities, `reference_logp`."""
+
+    kl: float
+
+    reported: ClassVar[tuple[str, ...]] = (*Policy.reported, "kl")
+
+    @property
+    def arrays(self) -> Mapping[str, Extra]:
+        """Of each token."""
+        return {**super().arrays, "reference_logp": Extra((), jnp.float32)}
+
+    def __call__(self, scores: Scores, inputs: Mapping[str, Array]) -> tuple[Array, Scores]:
+        """The divergence is reported, too."""
+        lost, reports = super().__call__(scores, inputs)
+        apart = divergence(scores[0], inputs["reference_logp"])
+        return lost + self.kl * apart, (*reports, apart)
+
+
+def divergence(logp: Float[Array, "B T"], reference: Float[Array, "B T"]) -> Float[Array, "B T"]:
+    """An unbiased estimate of the KL divergence, never negative (k3 of Schulman's)."""
+    return jnp.expm1(reference - logp) - (reference - logp)

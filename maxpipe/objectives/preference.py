@@ -1,0 +1,162 @@
+"""Losses of pairs: DPO, IPO and ORPO, as functions of the log-probabilities of two responses.
+
+The halves of pair i of a row are its segments 2i + 1, which was chosen, and 2i + 2.
+
+Source: the losses are those of arXiv:2305.18290, arXiv:2310.12036 and arXiv:2403.07691; what is a
+mean and what a sum, and the names of reports, are TRL's.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float
+
+from maxpipe.config.tuning_schema import PreferenceConfig
+from maxpipe.data.sequences import PAIRS, REFERENCE, RESPONSE_TOKENS
+from maxpipe.pipeline.objective import Extra, Objective, Scores
+
+_CERTAIN = -1e-7
+"""Odds of a response that is likelier than this are taken to be those of this log-probability."""
+
+
+class Halves(NamedTuple):
+    """A number of the chosen and of the rejected response of each pair."""
+
+    chosen: Float[Array, "B N"]
+    rejected: Float[Array, "B N"]
+
+    @property
+    def difference(self) -> Float[Array, "B N"]:
+        """How much more the chosen one has."""
+        return self.chosen - self.rejected
+
+
+@dataclass(frozen=True)
+class Preference(Objective):
+    """What the losses share: what they read, and what is reported of the responses."""
+
+    by_segment: ClassVar[int] = 2
+    normaliser: ClassVar[str] = PAIRS
+    reported: ClassVar[tuple[str, ...]] = (
+        *("reward_chosen", "reward_rejected", "margin", "accuracy"),
+        *("nats_chosen", "nats_rejected"),
+    )
+    needs_reference: ClassVar[bool] = True
+    """Whether it reads what the weights that a run starts from say of the responses."""
+    most_pairs: int
+    """N, of a row."""
+    by_length: bool
+    """Whether the log-probability of a response is the mean over its tokens."""
+
+    @property
+    def arrays(self) -> Mapping[str, Extra]:
+        """Where a row has pairs; of each half the reference, and the tokens that count."""
+        by_row = partial(Extra, dtype=jnp.float32, by_row=True)
+        halves = by_row((2 * self.most_pairs,))
+        return {PAIRS: by_row((self.most_pairs,)), REFERENCE: halves, RESPONSE_TOKENS: halves}
+
+    def __call__(self, scores: Scores, inputs: Mapping[str, Array]) -> tuple[Array, Scores]:
+        """Losses and reports of each pair `[B, N]`."""
+        tokens = jnp.maximum(inputs[RESPONSE_TOKENS], 1.0)
+        # A place without a pair has numbers of no response, of which nothing must be infinite.
+        is_half = jnp.repeat(inputs[PAIRS], 2, axis=1) > 0
+        means = _halves(jnp.where(is_half, scores[0] / tokens, -1.0))
+        of = _halves(scores[0] / tokens if self.by_length else scores[0])
+        reference = inputs[REFERENCE] / tokens if self.by_length else inputs[REFERENCE]
+        lost, rewards = self.lost(of, _halves(reference), means)
+        better = (rewards.chosen > rewards.rejected).astype(jnp.float32)
+        reports = (*rewards, rewards.difference, better, -means.chosen, -means.rejected)
+        return lost, jax.lax.stop_gradient(reports)
+
+    @abstractmethod
+    def lost(
+        self, policy: Halves, reference: Halves, means: Halves
+    ) -> tuple[Float[Array, "B N"], Halves]:
+        """Losses, and rewards of the responses, of log-probabilities and their means by token."""
+
+
+@dataclass(frozen=True)
+class Dpo(Preference):
+    """arXiv:2305.18290, equation 7; with smoothed labels arXiv:2306.15479."""
+
+    beta: float = 0.1
+    label_smoothing: float = 0.0
+
+    def lost(
+        self, policy: Halves, reference: Halves, means: Halves
+    ) -> tuple[Float[Array, "B N"], Halves]:
+        """As the base says."""
+        del means
+        rewards = _rewards(self.beta, policy, reference)
+        right = -jax.nn.log_sigmoid(rewards.difference)
+        if not self.label_smoothing:
+            return right, rewards
+        wrong = -jax.nn.log_sigmoid(-rewards.difference)
+        return (1 - self.label_smoothing) * right + self.label_smoothing * wrong, rewards
+
+
+@dataclass(frozen=True)
+class Ipo(Preference):
+    """arXiv:2310.12036, equation 17, with `beta` for its tau."""
+
+    beta: float = 0.1
+
+    def lost(
+        self, policy: Halves, reference: Halves, means: Halves
+    ) -> tuple[Float[Array, "B N"], Halves]:
+        """As the base says."""
+        del means
+        gap = policy.difference - reference.difference
+        return (gap - 1 / (2 * self.beta)) ** 2, _rewards(self.beta, policy, reference)
+
+
+@dataclass(frozen=True)
+class Orpo(Preference):
+    """arXiv:2403.07691, equations 6 and 7; its lambda is `odds_weight`."""
+
+    needs_reference: ClassVar[bool] = False
+    odds_weight: float = 0.1
+
+    def lost(
+        self, policy: Halves, reference: Halves, means: Halves
+    ) -> tuple[Float[Array, "B N"], Halves]:
+        """As the base says."""
+        del policy, reference
+        odds = Halves(*(each - _log_of_rest(each) for each in means))
+        lost = -means.chosen - self.odds_weight * jax.nn.log_sigmoid(odds.difference)
+        return lost, Halves(*(self.odds_weight * each for each in means))
+
+
+def of_config(config: PreferenceConfig, most_pairs: int) -> Preference:
+    """The objective of a config's section."""
+    named = config.length_normalised
+    by_length = config.loss != "dpo" if named == "auto" else named == "on"
+    match config.loss:
+        case "dpo":
+            return Dpo(most_pairs, by_length, config.beta, config.label_smoothing)
+        case "ipo":
+            return Ipo(most_pairs, by_length, config.beta)
+        case "orpo":
+            return Orpo(most_pairs, by_length, config.odds_weight)
+
+
+def _halves(values: Float[Array, "B S"]) -> Halves:
+    return Halves(values[:, ::2], values[:, 1::2])
+
+
+def _rewards(beta: float, policy: Halves, reference: Halves) -> Halves:
+    pairs = zip(policy, reference, strict=True)
+    return Halves(*(beta * (mine - other) for mine, other in pairs))
+
+
+def _log_of_rest(log_probability: Float[Array, "B N"]) -> Float[Array, "B N"]:
+    """log(1 - p), of log(p)."""
+    return jnp.log(-jnp.expm1(jnp.minimum(log_probability, _CERTAIN)))

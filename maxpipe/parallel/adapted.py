@@ -1,0 +1,142 @@
+"""A frozen weight with a low-rank change, as the products of a layer take it.
+
+`TokenSplit` multiplies with both: `x @ W + scale * (x @ A) @ B`. No product makes a matrix of W's
+size, forward or backward, and W has no gradient. With lengths (DoRA) each column of the result
+is multiplied with its length over the norm of W's changed column, through which no gradient goes
+(arXiv:2402.09353, section 4.3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float, Key
+
+from maxpipe.parallel.context import own_places
+from maxpipe.parallel.dropout import dropout
+from maxpipe.parallel.low_precision import Rounded
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("weight", "down", "up", "lengths", "keys"),
+    meta_fields=("scale", "rate", "summed"),
+)
+@dataclass(frozen=True)
+class Adapted:
+    """A weight `[*K, *N]`, of which products sum over `*K`."""
+
+    weight: Any
+    """An array, or one that is rounded already."""
+    down: Float[Array, "*K r"]
+    up: Float[Array, "... N"]
+    """`[r, *N]`."""
+    lengths: Float[Array, "*N"] | None
+    """Of columns, float32."""
+    keys: Key[Array, " B"] | None
+    """Of each row's dropout; None: there is none."""
+    scale: float
+    rate: float
+    """Of dropout."""
+    summed: int
+    """Number of dims `*K`."""
+
+    @property
+    def ndim(self) -> int:
+        """Of the weight."""
+        return self.weight.ndim
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the weight."""
+        return self.weight.shape
+
+    def astype(self, dtype: Any) -> Adapted:
+        """Lengths stay in float32."""
+        weight, down, up = (each.astype(dtype) for each in (self.weight, self.down, self.up))
+        return replace(self, weight=weight, down=down, up=up)
+
+    def __getitem__(self, key: Any) -> Adapted:
+        """Some of its columns: `[..., part of the last dim]`."""
+        return self if key is ... else self.by_columns(lambda columns: columns[key])
+
+    def by_columns(self, change: Callable[[Array], Array]) -> Adapted:
+        """With what `change` makes of the last dim of all that has columns."""
+        lengths = None if self.lengths is None else change(self.lengths)
+        return replace(self, weight=change(self.weight), up=change(self.up), lengths=lengths)
+
+    def dropped(self, x: Float[Array, "B T *K"]) -> Float[Array, "B T *K"]:
+        """What the change is given."""
+        if self.keys is None:
+            return x
+        return dropout(x, self.rate, self.keys, own_places(x.shape[1]))
+
+    def joined(
+        self, product: Float[Array, "B T *N"], change: Float[Array, "B T *N"]
+    ) -> Float[Array, "B T *N"]:
+        """The result, from products with the weight and with its change's factors."""
+        found = product + (change * self.scale).astype(product.dtype)
+        return found if self.lengths is None else _stretched(found, self._stretch())
+
+    def _stretch(self) -> Float[Array, "*N"]:
+        assert self.lengths is not None
+        norms = jax.lax.stop_gradient(column_norms(self._sum(), self.summed))
+        return self.lengths / jnp.where(norms == 0, 1.0, norms)  # of padding they are 0
+
+    def _sum(self) -> Float[Array, "*K *N"]:
+        assert not isinstance(self.weight, Rounded)
+        factors = self.down.astype(jnp.float32), self.up.astype(jnp.float32)
+        return self.weight.astype(jnp.float32) + self.scale * jnp.tensordot(*factors, 1)
+
+    def merged(self) -> Float[Array, "*K *N"]:
+        """One weight that does the same, but for dropout."""
+        found = self._sum()
+        found = found if self.lengths is None else found * self._stretch()
+        return found.astype(self.weight.dtype)
+
+
+@jax.custom_vjp
+def _stretched(x: Float[Array, "B T *N"], by: Float[Array, "*N"]) -> Float[Array, "B T *N"]:
+    return (x * by).astype(x.dtype)
+
+
+def _stretched_backward(
+    saved: tuple[Array, Array], cotangent: Float[Array, "B T *N"]
+) -> tuple[Array, Array]:
+    """Both gradients at once, so that a split backward makes the lengths' where `x` is at hand.
+
+    Made later it would multiply with the weight once more, which would wait for that.
+    """
+    x, by = saved
+    both = cotangent * by, cotangent.astype(jnp.float32) * x
+    d_x, d_by = both[0].astype(x.dtype), both[1].sum((0, 1))
+    return jax.lax.optimization_barrier((d_x, d_by))
+
+
+_stretched.defvjp(lambda x, by: (_stretched(x, by), (x, by)), _stretched_backward)
+
+
+def column_norms(weight: Float[Array, "*K *N"], summed: int) -> Float[Array, "*N"]:
+    """Norms over the first dims, float32."""
+    return jnp.sqrt(jnp.square(weight.astype(jnp.float32)).sum(tuple(range(summed))))
+
+
+def by_columns(change: Callable[[Array], Array], weight: Any) -> Any:
+    """What `change` makes of a weight's last dim, with one that has a change or without."""
+    return weight.by_columns(change) if isinstance(weight, Adapted) else change(weight)
+
+
+def whole(weight: Any) -> Any:
+    """One array, where there is more to do with a weight than a product."""
+    return weight.merged() if isinstance(weight, Adapted) else weight
+
+
+def plain(weights: Sequence[Any]) -> list[Any]:
+    """The weights without changes."""
+    return [each.weight if isinstance(each, Adapted) else each for each in weights]

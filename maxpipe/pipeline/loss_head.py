@@ -1,0 +1,423 @@
+"""The loss head with the vocabulary divided over the stages.
+
+Each stage has V / P columns of the projection and scores those; small sums over the stage axis put
+the parts together, and every stage does an equal share of the work. Forward and backward are
+explicit: the objective is differentiated alone, as a function of a few numbers for each token.
+
+Source: the vocabulary-parallel cross entropy of Megatron-LM (arXiv:1909.08053).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float, Int
+
+from maxpipe.parallel.collectives import (
+    from_position,
+    gather_shards,
+    index_on,
+    max_over,
+    size_of,
+    sum_over,
+)
+from maxpipe.parallel.mesh import CONTEXT, STAGE
+from maxpipe.parallel.per_device import vary
+from maxpipe.pipeline.blocks import by_blocks
+from maxpipe.pipeline.objective import (
+    CrossEntropy,
+    Objective,
+    Read,
+    Scores,
+    segment_sums,
+    to_tokens,
+)
+
+_COTANGENTS = "cotangents"
+"""Beside a microbatch's arrays, those of each token's scores, if they are known."""
+
+Given = Mapping[str, Any]
+"""Arrays of each token `[B, T, ...]`: those that the objective reads, and the row's source."""
+
+
+class Loss(NamedTuple):
+    """Summed losses of one microbatch and their gradients."""
+
+    sums: Float[Array, "*sums"]
+    """The loss and what the objective reports `[R]`, or `[R, sources]` if there are several;
+    float32."""
+    output: Float[Array, "B T D"]
+    """Cotangent of the last layer's output."""
+    norm: Any
+    head: Float[Array, "D v"]
+    """Of this stage's columns, summed over the microbatch, float32."""
+
+
+class _Logits(NamedTuple):
+    """Of this stage's columns, float32."""
+
+    values: Float[Array, "B T v"]
+    slope: Float[Array, "B T v"] | float | None
+    """Their derivative by the product. None: 1."""
+    column: Int[Array, " v"]
+    """Numbers of the columns in the whole vocabulary."""
+
+
+class _Softmax(NamedTuple):
+    """exp(logits - largest), of this stage's columns, and its sum over the whole vocabulary."""
+
+    exponent: Float[Array, "B T v"]
+    normaliser: Float[Array, "B T"]
+
+
+class LossHead(NamedTuple):
+    """Final norm, projection to the vocabulary and the objective."""
+
+    norm: Callable[[Any, Float[Array, "B T D"]], Float[Array, "B T D"]]
+    last_stage: int
+    """The stage on which the network ends."""
+    vocab_size: int
+    """Columns from here on are padding and get no probability."""
+    objective: Objective
+    logit_scale: float = 1.0
+    """Factor of the logits."""
+    logit_cap: float = 0.0
+    """Scaled logits become `cap * tanh(logits / cap)`. 0: as they are."""
+    block_tokens: int = 0
+    """Tokens whose logits are in memory at once. 0: those of a microbatch."""
+    num_sources: int = 0
+    """Sources of rows of which each has sums of its own. 0: there is one sum."""
+
+    # Forward only.
+
+    def loss(
+        self,
+        norm_params: Any,
+        head: Float[Array, "D v"],
+        output: Float[Array, "B T D"],
+        inputs: Any,
+    ) -> Float[Array, "*sums"]:
+        """Sums over the microbatch of the losses that count, and of reports."""
+        if self.objective.by_segment:
+            scores = self.scores(norm_params, head, output, inputs)
+            return self._of_segments(scores, inputs, None)[0]
+
+        def of_block(output: Array, mask: Array, given: Given) -> tuple[Array, None]:
+            logits = self._logits(self.norm(norm_params, output), head)
+            scores, _ = self._read(logits, self.objective.reads, given)
+            return self._of_tokens(self.objective, scores, mask, given, None)[0], None
+
+        return by_blocks(of_block, self.block_tokens, *self._blocks_of(output, inputs))[0]
+
+    def scores(
+        self,
+        norm_params: Any,
+        head: Float[Array, "D v"],
+        output: Float[Array, "B T D"],
+        inputs: Any,
+    ) -> Scores:
+        """What the objective is called with: of each token, or sums of each segment `[B, S]`."""
+
+        def of_block(output: Array, mask: Array, given: Given) -> tuple[None, Scores]:
+            del mask
+            logits = self._logits(self.norm(norm_params, output), head)
+            return None, self._read(logits, self.objective.reads, given)[0]
+
+        found = by_blocks(of_block, self.block_tokens, *self._blocks_of(output, inputs))[1]
+        if not self.objective.by_segment:
+            return found
+        mask, ids = inputs["loss_mask"], inputs["segment_ids"]
+        count = self.objective.by_segment * inputs[self.objective.normaliser].shape[1]
+        of_rows = (segment_sums(each * mask, ids, count) for each in found)
+        return tuple(vary(sum_over(each, CONTEXT)) for each in of_rows)
+
+    def top(
+        self,
+        norm_params: Any,
+        head: Float[Array, "D v"],
+        output: Float[Array, "B T D"],
+        inputs: Any,
+        *,
+        count: int,
+        temperature: float,
+    ) -> tuple[Float[Array, "B T K"], Int[Array, "B T K"]]:
+        """The largest log-probabilities of each token, in descending order, and their ids."""
+
+        def of_block(output: Array, mask: Array, given: Given) -> tuple[None, Scores]:
+            del mask, given
+            logits = self._logits(self.norm(norm_params, output), head)
+            _, log = _softmax(logits.values / temperature)
+            # Of equal ones those with smaller ids, however columns are divided.
+            mine, at = jax.lax.top_k(logits.values, min(count, logits.values.shape[-1]))
+            ids = jnp.take(logits.column, at)
+            all_mine, all_ids = (gather_shards(each, STAGE, 2) for each in (mine, ids))
+            largest, at = jax.lax.top_k(all_mine, count)
+            ids = jnp.take_along_axis(all_ids, at, axis=2)
+            return None, vary((largest / temperature - log[..., None], ids))
+
+        return by_blocks(of_block, self.block_tokens, *self._blocks_of(output, inputs))[1]
+
+    # With gradients.
+
+    def loss_and_grad(
+        self,
+        norm_params: Any,
+        head: Float[Array, "D v"],
+        output: Float[Array, "B T D"],
+        inputs: Any,
+        scale: Float[Array, ""],
+        ahead: Callable[..., Any] | None = None,
+    ) -> tuple[Loss, Any]:
+        """The loss and the gradients of `scale` times it.
+
+        `output` is read from the last stage, `head` is this stage's part, `inputs` are the
+        microbatch's arrays. Heads ahead add to both gradients, and what else they have found is
+        returned: see `HeadsAhead.add`.
+        """
+        norm_params = vary(norm_params)
+        output, mask, given = self._blocks_of(output, inputs)
+        of_segments = None
+        if self.objective.by_segment:
+            # Logits are computed again behind the sums where they are by blocks; else XLA merges.
+            scores = self.scores(norm_params, head, output, inputs)
+            of_segments, cotangents = self._of_segments(scores, inputs, scale)
+            ids = inputs["segment_ids"]
+            given |= {_COTANGENTS: tuple(to_tokens(each, ids) * mask for each in cotangents)}
+
+        def of_block(output: Array, mask: Array, given: Given) -> tuple[Any, Array]:
+            hidden, norm_vjp = jax.vjp(self.norm, norm_params, output)
+            total, d_hidden, d_head = self._differentiated(
+                self.objective, head, hidden, scale, mask, given
+            )
+            sums = None
+            if ahead is not None:
+                score = partial(self._cross_entropy, head)  # of all rows together
+                d_hidden, d_head, sums = ahead(score, hidden, d_hidden, d_head)
+            d_hidden = vary(sum_over(d_hidden, STAGE)).astype(hidden.dtype)
+            d_norm, d_output = norm_vjp(d_hidden)
+            return (total, d_norm, d_head, sums), d_output
+
+        # Heads ahead read tokens of other blocks: only logits are by blocks then.
+        size = self.block_tokens if ahead is None else 0
+        (total, d_norm, d_head, sums), d_output = by_blocks(of_block, size, output, mask, given)
+        total = total if of_segments is None else of_segments
+        return Loss(total, d_output, d_norm, d_head), sums
+
+    def _cross_entropy(
+        self,
+        head: Float[Array, "D v"],
+        hidden: Float[Array, "B T D"],
+        scale: Float[Array, ""],
+        targets: Int[Array, "B T"],
+        mask: Float[Array, "B T"],
+    ) -> tuple[Float[Array, ""], Float[Array, "B T D"], Float[Array, "D v"]]:
+        """That of a head ahead, and its gradients."""
+        given = {"targets": targets}
+        total, d_hidden, d_head = self._differentiated(
+            CrossEntropy(), head, hidden, scale, mask, given
+        )
+        assert total is not None
+        return total[0], d_hidden, d_head
+
+    def _differentiated(
+        self,
+        objective: Objective,
+        head: Float[Array, "D v"],
+        hidden: Float[Array, "B T D"],
+        scale: Float[Array, ""],
+        mask: Float[Array, "B T"],
+        given: Given,
+    ) -> tuple[Float[Array, "*sums"] | None, Float[Array, "B T D"], Float[Array, "D v"]]:
+        """Sums, and gradients by this stage's columns: of `hidden`, and of the columns.
+
+        There are no sums if cotangents of the scores are given.
+        """
+
+        def of_block(hidden: Array, mask: Array, given: Given) -> tuple[Any, Array]:
+            logits = self._logits(hidden, head)
+            scores, softmaxes = self._read(logits, objective.reads, given)
+            if _COTANGENTS in given:
+                total = None
+                cotangents = tuple(jnp.where(mask != 0, each, 0) for each in given[_COTANGENTS])
+            else:
+                total, cotangents = self._of_tokens(objective, scores, mask, given, scale)
+            found = zip(objective.reads, softmaxes, cotangents, strict=True)
+            errors = [_error(logits, softmax, read, given, ct) for read, softmax, ct in found]
+            error = sum(errors[1:], start=errors[0])
+            error = error if logits.slope is None else error * logits.slope
+            error = error.astype(hidden.dtype)
+            d_head = _product("btd,btv->dv", hidden, error)
+            return (total, d_head), _product("btv,dv->btd", error, head)
+
+        (total, d_head), d_hidden = by_blocks(of_block, self.block_tokens, hidden, mask, given)
+        return total, d_hidden, d_head
+
+    # Scores.
+
+    def _blocks_of(self, output: Array, inputs: Any) -> tuple[Array, Array, dict[str, Any]]:
+        """The last layer's output, and what each token has beside it."""
+        extra = (name for name, each in self.objective.arrays.items() if not each.by_row)
+        names = dict.fromkeys([*(read.ids for read in self.objective.reads), *extra])
+        given = {name: inputs[name] for name in names}
+        mask = inputs["loss_mask"]
+        if self.num_sources:
+            given["source_ids"] = jnp.broadcast_to(inputs["source_ids"][:, None], mask.shape)
+        return vary(from_position(output, STAGE, self.last_stage)), mask, given
+
+    def _logits(self, hidden: Float[Array, "B T D"], head: Float[Array, "D v"]) -> _Logits:
+        num_columns = head.shape[1]
+        logits, slope = _product("btd,dv->btv", hidden, head), None
+        if self.logit_scale != 1.0:
+            logits, slope = logits * self.logit_scale, self.logit_scale
+        if self.logit_cap:
+            bent = jnp.tanh(logits / self.logit_cap)
+            logits, slope = self.logit_cap * bent, (1.0 - bent * bent) * self.logit_scale
+        column = index_on(STAGE) * num_columns + jnp.arange(num_columns)
+        logits = jnp.where(column < self.vocab_size, logits, jnp.finfo(jnp.float32).min)
+        return _Logits(logits, slope, column)
+
+    def _read(
+        self, logits: _Logits, reads: tuple[Read, ...], given: Given
+    ) -> tuple[Scores, tuple[_Softmax, ...]]:
+        """Log-probabilities of what is read, and the softmax of each temperature read at."""
+        scores, softmaxes, known = [], [], {}
+        for read in reads:
+            if read.temperature not in known:
+                known[read.temperature] = _softmax(_over(logits.values, read.temperature))
+            softmax, log = known[read.temperature]
+            ids = given[read.ids]
+            picked = _over(_picked(logits, ids), read.temperature)
+            scores.append(picked - (log if ids.ndim == 2 else log[..., None]))
+            softmaxes.append(softmax)
+        return tuple(scores), tuple(softmaxes)
+
+    def _of_tokens(
+        self,
+        objective: Objective,
+        scores: Scores,
+        mask: Float[Array, "B T"],
+        given: Given,
+        scale: Float[Array, ""] | None,
+    ) -> tuple[Float[Array, "*sums"], Scores]:
+        """Sums, and cotangents of the scores for `scale` times the loss."""
+        lost, cotangents, reports = _value_and_grad(objective, scores, given, mask, scale)
+        return self._summed((lost, *reports), mask, given.get("source_ids")), cotangents
+
+    def _of_segments(
+        self, scores: Scores, inputs: Any, scale: Float[Array, ""] | None
+    ) -> tuple[Float[Array, "*sums"], Scores]:
+        """The same of sums of segments, which all devices with tokens of a row have."""
+        weight = inputs[self.objective.normaliser]
+        found = _value_and_grad(self.objective, scores, inputs, weight, scale)
+        lost, cotangents, reports = found
+        sources = inputs["source_ids"][:, None] if self.num_sources else None
+        return self._summed((lost, *reports), of_one_device(weight), sources), cotangents
+
+    def _summed(
+        self, values: Scores, weight: Float[Array, "B N"], sources: Int[Array, "B _"] | None
+    ) -> Float[Array, "*sums"]:
+        weighted = [each * weight for each in values]
+        if sources is None:
+            return vary(jnp.stack([each.sum() for each in weighted]))
+        return vary(jnp.stack([by_source(each, self.num_sources, sources) for each in weighted]))
+
+
+def of_one_device(values: Float[Array, "B N"]) -> Float[Array, "B N"]:
+    """What rows have, on one of the devices that have their tokens; 0 on others."""
+    if size_of(CONTEXT) == 1:
+        return values
+    return jnp.where(index_on(CONTEXT) == 0, values, 0)
+
+
+def _value_and_grad(
+    objective: Objective,
+    scores: Scores,
+    inputs: Given,
+    weight: Array,
+    scale: Float[Array, ""] | None,
+) -> tuple[Array, Scores, Scores]:
+    """Losses, cotangents of the scores (none without `scale`), reports."""
+
+    def run(scores: Scores) -> tuple[Array, Scores]:
+        return objective(scores, inputs)
+
+    if scale is None:
+        lost, reports = run(scores)
+        return lost, (), reports
+    # Of scores that are known to be the same on devices jax would sum the cotangents over these.
+    lost, vjp, reports = jax.vjp(run, vary(scores), has_aux=True)
+    return lost, vjp(weight * scale)[0], reports
+
+
+def _softmax(
+    values: Float[Array, "B T v"],
+) -> tuple[_Softmax, Float[Array, "B T"]]:
+    """And the logarithm of the sum of exponentials over the vocabulary."""
+    largest = max_over(values.max(axis=-1), STAGE)
+    exponent = jnp.exp(values - largest[..., None])
+    normaliser = sum_over(exponent.sum(axis=-1), STAGE)
+    return _Softmax(exponent, normaliser), jnp.log(normaliser) + largest
+
+
+def _over(values: Array, temperature: float) -> Array:
+    return values if temperature == 1.0 else values / temperature
+
+
+def _picked(logits: _Logits, ids: Int[Array, "B T *K"]) -> Float[Array, "B T *K"]:
+    """Logits of these ids, of which each stage has some."""
+    if ids.ndim == 2:
+        is_target = logits.column == ids[..., None]
+        return sum_over(jnp.where(is_target, logits.values, 0.0).sum(axis=-1), STAGE)
+    place, mine = _places(logits, ids)
+    found = jnp.take_along_axis(logits.values, jnp.where(mine, place, 0), axis=-1)
+    return sum_over(jnp.where(mine, found, 0.0), STAGE)
+
+
+def _places(logits: _Logits, ids: Array) -> tuple[Array, Array]:
+    """Of each id its place among this stage's columns, and whether it has one."""
+    place = ids - logits.column[0]
+    return place, (place >= 0) & (place < logits.column.shape[0])
+
+
+def _error(
+    logits: _Logits,
+    softmax: _Softmax,
+    read: Read,
+    given: Given,
+    cotangent: Float[Array, "B T *K"],
+) -> Float[Array, "B T v"]:
+    """The cotangent of logits, of that of log-probabilities."""
+    ids, share = given[read.ids], softmax.exponent / softmax.normaliser[..., None]
+    cotangent = _over(cotangent, read.temperature)
+    if ids.ndim == 2:
+        is_target = (logits.column == ids[..., None]).astype(jnp.float32)
+        return (share - is_target) * -cotangent[..., None]
+    place, mine = _places(logits, ids)
+    place = jnp.where(mine, place, logits.column.shape[0])  # out of range: dropped
+    rows, tokens = (jnp.arange(size) for size in ids.shape[:2])
+    error = -share * cotangent.sum(-1, keepdims=True)
+    where = rows[:, None, None], tokens[:, None], place
+    return error.at[where].add(cotangent, mode="drop")
+
+
+def by_source(
+    values: Float[Array, "B T"], num_sources: int, sources: Int[Array, "B _"]
+) -> Float[Array, " sources"]:
+    """Sums over the tokens of each source."""
+    # One sum for each: a scatter would add in an order that devices choose.
+    mine = sources == jnp.arange(num_sources)[:, None, None]
+    return jnp.where(mine, values, 0.0).sum((1, 2))
+
+
+def _product(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    """The einsum, summed in float32. XLA for CPU lacks some such products of bfloat16."""
+    multiply = partial(jnp.einsum, equation, preferred_element_type=jnp.float32)
+    if a.dtype != jnp.bfloat16:
+        return multiply(a, b)
+    wide = lambda a, b: multiply(a.astype(jnp.float32), b.astype(jnp.float32))  # noqa: E731
+    return jax.lax.platform_dependent(a, b, cpu=wide, default=multiply)

@@ -1,0 +1,112 @@
+"""Rewards that are built in: pure functions of a completion and the record of its prompt.
+
+Imports no other module of maxpipe: the process in which they run starts at once.
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+import re
+from collections.abc import Callable, Mapping
+from fractions import Fraction
+from typing import Any
+
+Record = Mapping[str, Any]
+"""A line of the file of prompts."""
+Reward = Callable[[str, Record], float]
+
+FIELDS = {"exact": "answer", "regex": "pattern", "arithmetic": "expression"}
+"""Which field of a record each of them reads, unless told otherwise."""
+
+_MOST_CHARACTERS = 1000
+"""Of an expression or a number."""
+_NUMBER = re.compile(r"[+-]?\d+(\.\d+)?(/\d+)?", re.ASCII)
+_IN_EXPRESSION = re.compile(r"\d+(\.\d*)?", re.ASCII)
+"""No exponents: `1e999999999` has a billion digits."""
+_OPERATORS: dict[type, Callable[..., Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.UAdd: operator.pos,
+    ast.USub: operator.neg,
+}
+_SIGNS = str.maketrans("×÷−", "*/-")
+
+
+def named(kind: str, field: str) -> Reward:
+    """The reward of this name, which reads a field: 1 for a right answer, else 0.
+
+    It raises ValueError for a record that lacks what it needs.
+    """
+    field = field or FIELDS[kind]
+    if kind == "exact":
+        return lambda text, record: float(text.strip() == text_of(record, field).strip())
+    if kind == "regex":
+        return lambda text, record: float(pattern_of(record, field).search(text) is not None)
+    return lambda text, record: float(number(text) == expected(record, field))
+
+
+def text_of(record: Record, field: str) -> str:
+    """The text, or number, in a field of a record."""
+    found = record.get(field)
+    if isinstance(found, bool) or not isinstance(found, str | int | float):
+        raise ValueError(f"it has no text or number `{field}`")
+    return str(found)
+
+
+def pattern_of(record: Record, field: str) -> re.Pattern[str]:
+    """The regular expression in a field of a record."""
+    try:
+        return re.compile(text_of(record, field))
+    except re.error as error:
+        raise ValueError(f"its `{field}` is no regular expression: {error}") from error
+
+
+def expected(record: Record, field: str) -> Fraction:
+    """The value of the expression in a field of a record, or in the last line of its prompt.
+
+    There it is what stands before the last `=`.
+    """
+    if field in record:
+        return value(text_of(record, field))
+    before, equals, _ = str(record.get("prompt", "")).rpartition("=")
+    if not equals:
+        raise ValueError(f"it has no `{field}`, and no = in its prompt")
+    return value(before.rpartition("\n")[2])
+
+
+def value(expression: str) -> Fraction:
+    """The exact value of numbers, `+ - * /` and parentheses."""
+    text = expression.strip().translate(_SIGNS)
+    if len(text) > _MOST_CHARACTERS:
+        raise ValueError(f"its expression has more than {_MOST_CHARACTERS} characters")
+    try:
+        return _value(ast.parse(text, mode="eval").body, text)
+    except (SyntaxError, RecursionError, MemoryError) as error:
+        raise ValueError(f"its expression {text[:40]!r} is none") from error
+    except ZeroDivisionError as error:
+        raise ValueError(f"its expression {text[:40]!r} divides by 0") from error
+
+
+def _value(node: ast.expr, text: str) -> Fraction:
+    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+        return _OPERATORS[type(node.op)](_value(node.left, text), _value(node.right, text))
+    if isinstance(node, ast.UnaryOp) and type(node.op) in _OPERATORS:
+        return _OPERATORS[type(node.op)](_value(node.operand, text))
+    if isinstance(node, ast.Constant):
+        written = ast.get_source_segment(text, node) or ""
+        if _IN_EXPRESSION.fullmatch(written):
+            return Fraction(written)  # 0.1 is a tenth
+    raise ValueError(f"its expression {text[:40]!r} has more than numbers, + - * / and parentheses")
+
+
+def number(text: str) -> Fraction | None:
+    """The number that a text is: whole, decimal or a fraction; None if it is none."""
+    text = text.strip().translate(_SIGNS)
+    if len(text) > _MOST_CHARACTERS or not _NUMBER.fullmatch(text):
+        return None
+    top, _, bottom = text.partition("/")
+    below = int(bottom or 1)
+    return Fraction(top) / below if below else None

@@ -1,0 +1,107 @@
+"""The process in which rewards are computed: JSON lines on stdin, a line for each on stdout.
+
+The first line says which function it is, each other one has a completion and the record of its
+prompt. Imports no module of maxpipe but what is beside it, so that it starts at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from maxpipe.rewards import builtin
+
+_SHOWN = 80
+_LARGEST = 3.4e38
+_MARGIN_SECONDS = 10.0
+"""The process that asks ends this one first; where it is gone, this one ends itself."""
+
+
+def main() -> None:
+    """Answers until stdin ends."""
+    # What a function prints is for the user, and it reads nothing of ours.
+    asked, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    settings = json.loads(asked.readline())
+    seconds = float(settings["seconds"])
+
+    def answer(found: dict[str, Any]) -> None:
+        answers.write(json.dumps(found) + "\n")
+        answers.flush()
+
+    try:
+        with _limited(float(settings["start_seconds"])):
+            reward = _function(settings)
+    except BaseException as error:
+        answer({"error": _said(error)})
+        return
+    answer({})
+    for line in asked:
+        request = json.loads(line)
+        try:
+            with _limited(seconds):
+                found = reward(request["completion"], request["record"])
+            answer({"reward": _number(found)})
+        except BaseException as error:
+            answer({"error": _said(error)})
+
+
+def _function(settings: dict[str, Any]) -> Any:
+    if not settings.get("file"):
+        return builtin.named(settings["kind"], settings["field"])
+    path, name = settings["file"], settings["function"]
+    sys.path.insert(0, os.path.dirname(os.path.abspath(path)))
+    spec = importlib.util.spec_from_file_location("reward_file", path)
+    if spec is None or spec.loader is None:
+        raise ImportError("its name does not end in .py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    found = getattr(module, name, None)
+    if not callable(found):
+        raise AttributeError(f"it has no function {name}")
+    return found
+
+
+def _number(found: Any) -> float:
+    if isinstance(found, str | bytes) or not hasattr(found, "__float__"):
+        raise TypeError(f"it returned {_short(repr(found))}, which is no number")
+    number = float(found)
+    if not abs(number) <= _LARGEST:
+        raise ValueError(f"it returned {number:g}, which is not finite in float32")
+    return number
+
+
+@contextlib.contextmanager
+def _limited(seconds: float) -> Iterator[None]:
+    """The operating system ends this process if that takes longer, whatever it is doing."""
+    if hasattr(signal, "setitimer"):
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.setitimer(signal.ITIMER_REAL, seconds + _MARGIN_SECONDS)
+    try:
+        yield
+    finally:
+        if hasattr(signal, "setitimer"):
+            signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def _said(error: BaseException) -> str:
+    if isinstance(error, TypeError | ValueError) and str(error).startswith("it returned"):
+        return str(error)
+    return f"it raised {type(error).__name__}: {_short(str(error))}".rstrip(": ")
+
+
+def _short(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= _SHOWN else f"{line[:_SHOWN]}..."
+
+
+if __name__ == "__main__":
+    main()

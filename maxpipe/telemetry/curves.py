@@ -1,0 +1,124 @@
+"""Curves of runs as a picture: what `metrics.jsonl` has of some tags, by step.
+
+Tags that end alike, as `train/loss` and `eval/loss`, share a panel.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from maxpipe.boundary.files import full, records
+from maxpipe.config.paths import METRICS_FILE
+from maxpipe.config.rules import did_you_mean
+from maxpipe.errors import ConfigError, StorageError
+from maxpipe.schedule.canvas import Box, Canvas, Label, text_width
+from maxpipe.schedule.canvas import Curve as Line
+
+FORMS = (".svg", ".png")
+_INK, _GREY, _PALE = "#1d2633", "#667085", "#e4e7ec"
+_COLOURS = ("#2456a6", "#c4314b", "#1f6f4c", "#a8530a", "#5a3aa6", "#166c79", "#6b6510", "#a12e56")
+_LEFT, _WIDTH, _HEIGHT, _TOP, _BELOW = 76.0, 620.0, 200.0, 34.0, 34.0
+_LINE = 1.8
+
+Curve = list[tuple[int, float]]
+"""Steps and values."""
+
+
+def read(run_dir: str | Path, tags: Sequence[str]) -> dict[str, Curve]:
+    """The curve of each of the tags that a run has.
+
+    Raises:
+        ConfigError: the run has none of them.
+        StorageError: its records cannot be read.
+    """
+    path = full(run_dir) / METRICS_FILE
+    found: dict[str, Curve] = {tag: [] for tag in tags}
+    known: set[str] = set()
+    try:
+        for record in records(path, dict[str, Any]):
+            known |= record.keys() - {"step", "time"}
+            for tag, curve in found.items():
+                step, value = record.get("step"), record.get(tag)
+                if isinstance(step, int) and isinstance(value, int | float):
+                    curve.append((step, float(value)))
+    except OSError as error:
+        raise StorageError(
+            f"{path}: cannot be read\n  {error.strerror or error}.\n"
+            "  Give the folder of a run, by default runs/<run.name>, as `maxpipe train` left it."
+        ) from error
+    found = {tag: curve for tag, curve in found.items() if curve}
+    if not found:
+        guess = did_you_mean(tags[0], known) or "train/loss"
+        rule = f"has no number by that name: it has {', '.join(sorted(known)) or 'none'}."
+        raise ConfigError.one(str(path), ", ".join(tags), rule, f"Take --tags {guess}.")
+    return found
+
+
+def picture(runs: Mapping[str, Mapping[str, Curve]]) -> Canvas:
+    """The curves of some runs by name, one panel below the other."""
+    canvas = Canvas()
+    ends = dict.fromkeys(tag.rpartition("/")[2] for curves in runs.values() for tag in curves)
+    for end in ends:
+        lines = {
+            f"{name}  {tag}" if len(runs) > 1 else tag: curve
+            for name, curves in runs.items()
+            for tag, curve in curves.items()
+            if tag.rpartition("/")[2] == end
+        }
+        canvas.put(_panel(end, lines), canvas.height)
+    return canvas
+
+
+def _panel(title: str, lines: Mapping[str, Curve]) -> Canvas:
+    points = [point for curve in lines.values() for point in curve]
+    last = max(max(step for step, _ in points), 1)
+    low, high = _range([value for _, value in points])
+    bottom = _TOP + _HEIGHT
+
+    def place(step: float, value: float) -> tuple[float, float]:
+        return (
+            _LEFT + _WIDTH * step / last,
+            bottom - _HEIGHT * (value - low) / (high - low),
+        )
+
+    canvas = Canvas(labels=[Label(_LEFT, 22, title, 14, _INK, "l", bold=True)])
+    for value in _ticks(low, high):
+        y = place(0, value)[1]
+        canvas.boxes.append(Box(_LEFT, y, _WIDTH, 1, _PALE))
+        canvas.labels.append(Label(_LEFT - 8, y + 4, f"{value:g}", 11, _GREY, "r"))
+    for step in _ticks(0, last):
+        canvas.labels.append(Label(place(step, 0)[0], bottom + 16, f"{step:g}", 11, _GREY))
+    canvas.labels.append(Label(_LEFT + _WIDTH, bottom + 30, "step", 11, _GREY, "r"))
+    width = _LEFT + _WIDTH
+    for number, (name, curve) in enumerate(lines.items()):
+        colour = _COLOURS[number % len(_COLOURS)]
+        y = _TOP + 16 + 18 * number
+        x = _LEFT + _WIDTH + 16
+        canvas.boxes.append(Box(x, y - 9, 14, 5, colour, radius=2))
+        canvas.labels.append(Label(x + 20, y, name, 12, _INK, "l"))
+        width = max(width, x + 20 + text_width(name, 12))
+        canvas.curves.append(Line([place(*point) for point in curve], colour, _LINE))
+        if len(curve) == 1:  # a point alone is a small square
+            u, v = place(*curve[0])
+            canvas.boxes.append(Box(u - 3, v - 3, 6, 6, colour))
+    canvas.width, canvas.height = round(width + 20), round(bottom + _BELOW)
+    return canvas
+
+
+def _range(values: Sequence[float]) -> tuple[float, float]:
+    """A little more than all values."""
+    low, high = min(values), max(values)
+    room = 0.05 * (high - low) or max(abs(high), 1.0) * 0.05
+    return (0.0 if 0 <= low < (high - low) else low - room), high + room
+
+
+def _ticks(low: float, high: float) -> list[float]:
+    """Round numbers in between, about five."""
+    rough = (high - low) / 5
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(each * power for each in (1, 2, 5, 10) if each * power >= rough)
+    first = math.ceil(low / step - 1e-9)
+    return [round(number * step, 10) for number in range(first, math.floor(high / step + 1e-9) + 1)]

@@ -1,0 +1,58 @@
+"""Rules on adapters: each says where, what was given, and one action that works."""
+
+from __future__ import annotations
+
+import pytest
+
+from maxpipe.config.load import load
+from maxpipe.errors import ConfigError
+from maxpipe.model.families.registry import describe
+from maxpipe.model.frozen import trained
+
+RANK = "adapter.rank=4"
+WRONG = [
+    ((RANK, "adapter.targets=[q_proj]"), "adapter.targets", "the name of no parameter"),
+    ((RANK, "adapter.targets=[layers.mlp.gat]"), "adapter.targets", "[layers.mlp.gate]."),
+    ((RANK, "adapter.targets=[embedding]"), "adapter.targets", "can have none"),
+    (("adapter.rank=1000",), "adapter.rank", "the smaller side of layers.attention."),
+    (("adapter.targets=[layers.*]",), "adapter.targets", "is not read with adapter.rank = 0"),
+    (("adapter.base=nf4",), "adapter.base", "is not read with adapter.rank = 0"),
+    ((RANK, "model.heads_ahead=1"), "model.heads_ahead", "must be 0 with adapters"),
+    ((RANK, "adapter.kind=dora", "model.matmul=int8"), "adapter.kind", "Set adapter.kind=lora"),
+    ((RANK, "model.frozen=[layers.*]"), "model.frozen", "freezes all adapters"),
+    (
+        (RANK, "adapter.base=nf4", "model.d_mlp=96", "mesh.ici_tensor=2"),
+        "adapter.base",
+        "in pieces of 32 numbers",
+    ),
+]
+
+
+@pytest.mark.parametrize(("overrides", "key", "words"), WRONG)
+def test_what_cannot_be_is_refused(overrides: tuple[str, ...], key: str, words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(["tiny", "train.steps=1", *overrides])
+    problems = {each.where.partition(": ")[2]: str(each) for each in caught.value.problems}
+    assert words in problems[key] + "".join(each.action for each in caught.value.problems)
+
+
+def test_a_run_needs_a_base() -> None:
+    load(["tiny", "train.steps=1", RANK])  # a forecast needs none
+    with pytest.raises(ConfigError, match="must name the weights that adapters"):
+        load(["tiny", "train.steps=1", RANK], to_train=True)
+    load(["tiny", "train.steps=1", RANK, "checkpoint.restore_from=hf:base"], to_train=True)
+
+
+def test_targets_and_frozen_factors() -> None:
+    def names(*overrides: str) -> set[str]:
+        return set(
+            trained(describe(load(["tiny", "train.steps=1", RANK, *overrides]).config.model))
+        )
+
+    both = {f"layers.mlp.up_lora_{end}" for end in "ab"}
+    assert names("adapter.targets=[layers.mlp.up]") == both
+    assert names("adapter.targets=[layers.mlp.up]", "model.frozen=['*_lora_a']") == {max(both)}
+    assert names("adapter.targets=[layers.mlp.up]", "adapter.base=int8") == both
+    dora = names("adapter.targets=[layers.mlp.up]", "adapter.kind=dora")
+    assert dora == {*both, "layers.mlp.up_lora_length"}
+    assert len(names()) == 14

@@ -1,0 +1,89 @@
+"""What fine-tuning and evaluation beside training ask of a config."""
+
+from __future__ import annotations
+
+import pytest
+
+from maxpipe.config.eval_rules import metrics_of
+from maxpipe.config.load import load
+from maxpipe.errors import ConfigError
+
+CHATS = ("data.source=jsonl", "data.path=chats.jsonl", "data.chat=messages")
+TASK = "eval.tasks.sums.path=sums.jsonl"
+LARGEST = "checkpoint.best_is=largest"
+
+
+def refused(*given: str, to_train: bool = True) -> dict[str, str]:
+    """Rule and action of each key that a run is refused for."""
+    try:
+        load(["tiny", "train.steps=3", *given], to_train=to_train)
+    except ConfigError as error:
+        return {p.where.partition(": ")[2]: f"{p.rule} {p.action}" for p in error.problems}
+    return {}
+
+
+def test_answers_need_documents_that_say_which_they_are() -> None:
+    [(key, words)] = refused("train.objective=sft").items()
+    assert key == "data.chat" and "data.source=corpus" in words and "data.chat=messages" in words
+    assert refused("train.objective=sft", *CHATS) == {}
+    mixed = [f"data.mixture.a.{each.removeprefix('data.')}" for each in CHATS]
+    mixed += ["data.mixture.b.source=text", "data.mixture.b.path=book"]
+    assert [*refused("train.objective=sft", *mixed)] == ["data.mixture.b.chat"]
+    assert refused("train.objective=sft", *mixed, "data.mixture.b.source=jsonl")
+    sets = ["data.validation.book.source=text", "data.validation.book.path=book"]
+    assert refused("train.objective=sft", *CHATS, *sets) == {}
+    # Forecasts and `maxpipe eval` read no answers.
+    assert refused("train.objective=sft", to_train=False) == {}
+
+
+def test_tasks_name_files() -> None:
+    assert [*refused("eval.tasks.sums.separator=,")] == ["eval.tasks.sums.path"]
+    assert [*refused("eval.tasks.sums.separator=,", to_train=False)] == ["eval.tasks.sums.path"]
+    assert refused(TASK) == {}
+
+
+@pytest.mark.parametrize(
+    ("given", "key", "words"),
+    [
+        ("eval.patience=2", "eval.every", "counts evaluations"),
+        ("checkpoint.best_metric=eval/los", "checkpoint.best_metric", "=eval/loss."),
+        (f"{TASK} {LARGEST}", "checkpoint.best_is", "must be smallest"),
+        (f"{TASK} checkpoint.best_metric=eval/sums/accuracy", "checkpoint.best_is", "=largest."),
+        ("checkpoint.best_metric=eval/sums/accuracy", "checkpoint.best_metric", "eval/loss"),
+        ("eval.batches=0 eval.patience=1 eval.every=1", "checkpoint.best_metric", "eval.batches=8"),
+        ("eval.sample_documents=2 eval.sample_every=1", "eval.sample_documents", "data.chat"),
+        ("eval.patience=-1", "eval.patience", "at least 0"),
+        ("eval.min_gain=-1", "eval.min_gain", "from 0 to"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(given: str, key: str, words: str) -> None:
+    found = refused(*given.split())
+    assert [*found] == [key] and words in found[key]
+
+
+def test_evaluations_without_documents_compare_by_their_tasks() -> None:
+    given = ["eval.batches=0", "eval.every=5", "eval.patience=2", TASK, LARGEST]
+    assert refused(*given, "checkpoint.best_metric=eval/sums/accuracy_by_bytes") == {}
+    assert [*refused(*given, "checkpoint.best_metric=eval/loss")] == ["checkpoint.best_metric"]
+
+
+def test_metrics_are_those_of_what_is_evaluated() -> None:
+    sets = ["data.validation.book.source=text", "data.validation.book.path=book"]
+    mixed = [f"data.mixture.a.{each.removeprefix('data.')}" for each in CHATS]
+    config = load(["tiny", "train.steps=3", *sets, *mixed, TASK]).config
+    assert metrics_of(config) == {
+        **dict.fromkeys(
+            [
+                *("eval/loss", "eval/nats_per_byte", "eval/book/loss", "eval/book/nats_per_byte"),
+                *("source/a/eval_loss", "source/a/eval_nats_per_byte"),
+            ],
+            "smallest",
+        ),
+        **dict.fromkeys(["eval/sums/accuracy", "eval/sums/accuracy_by_bytes"], "largest"),
+    }
+
+
+def test_what_a_run_evaluates_does_not_bind_other_commands() -> None:
+    """`maxpipe eval` reads the section with other documents, and no checkpoint keys."""
+    given = ["eval.patience=2", "eval.every=5", "eval.batches=0", "eval.sample_documents=2"]
+    assert refused(*given, to_train=False) == {}

@@ -1,0 +1,56 @@
+"""Rules on preferences."""
+
+from __future__ import annotations
+
+import pytest
+
+from maxpipe.config.load import load
+from maxpipe.errors import ConfigError
+
+GIVEN = [
+    *("quickstart", "train.objective=preference", "data.source=jsonl", "data.path=a.jsonl"),
+    *("data.chat=pairs", "data.packing=best_fit"),
+]
+
+
+def test_pairs_are_taken() -> None:
+    config = load(GIVEN).config
+    assert config.preference.loss == "dpo" and config.preference.beta == 0.1
+    assert config.data.pairs_per_row == 16
+
+
+@pytest.mark.parametrize(
+    ("changes", "key", "action"),
+    [
+        (["data.chat=prompt"], "data.chat", "data.chat=pairs"),
+        (["train.objective=pretrain"], "data.chat", "data.chat=prompt"),
+        (["data.packing=cut"], "data.packing", "data.packing=best_fit"),
+        (["data.rejected_field=chosen"], "data.rejected_field", "data.rejected_field=rejected"),
+        (["data.source=text"], "data.chat", "data.source=jsonl"),
+        (["data.pairs_per_row=0"], "data.pairs_per_row", "data.pairs_per_row=16"),
+        (["model.heads_ahead=1"], "model.heads_ahead", "model.heads_ahead=0"),
+        (["preference.beta=0"], "preference.beta", "preference.beta=0.1"),
+        (["preference.label_smoothing=0.5"], "preference.label_smoothing", "0.1"),
+        (
+            ["preference.label_smoothing=0.1", "preference.loss=ipo"],
+            "preference.label_smoothing",
+            "preference.loss=dpo",
+        ),
+        (
+            ["preference.loss=orpo", "preference.length_normalised=off"],
+            "preference.length_normalised",
+            "preference.length_normalised=auto",
+        ),
+        (
+            ["data.validation.held.source=jsonl", "data.validation.held.path=b.jsonl"],
+            "data.validation.held.chat",
+            "data.validation.held.packing=best_fit",
+        ),
+    ],
+    ids=str,
+)
+def test_what_does_not_fit_is_refused(changes: list[str], key: str, action: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load([*GIVEN, *changes])
+    found = [each for each in error.value.problems if each.where.endswith(f": {key}")]
+    assert found and any(action in each.action for each in found), error.value

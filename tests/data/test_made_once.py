@@ -1,0 +1,275 @@
+"""What takes long is made by one process of those that share a folder, and any may be killed."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from maxpipe.data.documents import build_index
+from maxpipe.data.formats import locks, reads
+from maxpipe.data.formats.locks import locked
+from maxpipe.data.tokenizer import ByteTokenizer
+from tests.data.texts import Texts
+from tests.waiting import wait_until
+
+TEXTS = [f"document {number} é" * (number % 5) for number in range(40)]
+INDEX = """
+import sys, time
+from pathlib import Path
+from maxpipe.data import documents
+from maxpipe.data.tokenizer import ByteTokenizer
+from tests.data.texts import Texts
+from tests.data.test_made_once import TEXTS
+
+documents._PASS_CHARACTERS = 1  # it moves with each document
+folder, log, seconds = sys.argv[1], Path(sys.argv[2]), float(sys.argv[3])
+
+class Slow(Texts):
+    def __getitem__(self, index):
+        with log.open("a") as file:
+            file.write(f"{index}\\n")
+        time.sleep(seconds)
+        return super().__getitem__(index)
+
+moves = []
+print("ready", flush=True)
+input()
+index = documents.build_index(Slow(TEXTS), ByteTokenizer(), folder, lambda: moves.append(1))
+print(index.lengths.sum(), index.digests.sum(), len(moves), flush=True)
+"""
+
+
+@contextmanager
+def processes(
+    folders: Sequence[Path], tmp_path: Path, seconds: float
+) -> Iterator[tuple[list[subprocess.Popen[str]], list[Path]]]:
+    """Processes that index documents, each with what it reads in a file of its own."""
+    logs = [tmp_path / f"{number}.log" for number in range(len(folders))]
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", INDEX, str(folder), str(log), str(seconds)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for folder, log in zip(folders, logs, strict=True)
+    ]
+    try:
+        for each in started:
+            assert each.stdout is not None and each.stdout.readline() == "ready\n"
+        for each in started:
+            assert each.stdin is not None
+            each.stdin.write("\n")
+            each.stdin.flush()
+        yield started, logs
+    finally:
+        for each in started:
+            each.kill()
+            each.communicate()
+
+
+def answer(process: subprocess.Popen[str]) -> tuple[int, int, int]:
+    """Tokens, sum of digests, and how often it has moved."""
+    out, _ = process.communicate(timeout=60)
+    tokens, digests, moves = map(int, out.split())
+    return tokens, digests, moves
+
+
+def expected() -> tuple[int, int]:
+    index = build_index(Texts(TEXTS), ByteTokenizer(), None)
+    return int(index.lengths.sum()), int(index.digests.sum())
+
+
+def read_by(log: Path) -> int:
+    return len(log.read_text().splitlines()) if log.exists() else 0
+
+
+def test_one_of_several_processes_reads_all_documents(tmp_path: Path) -> None:
+    folder = tmp_path / "runs" / ".index"
+    with processes([folder] * 3, tmp_path, 0.02) as (started, logs):
+        found = [answer(each) for each in started]
+    assert {each[:2] for each in found} == {expected()}
+    assert sorted(map(read_by, logs)) == [0, 0, len(TEXTS)]
+    # Those that wait move as it does, and tell so.
+    assert all(moves > 0 for *_, moves in found)
+    assert [path.suffix for path in folder.iterdir()] == [".npz"]
+
+
+def test_processes_without_a_common_folder_read_for_themselves(tmp_path: Path) -> None:
+    with processes([tmp_path / "a", tmp_path / "b"], tmp_path, 0.0) as (started, logs):
+        found = [answer(each) for each in started]
+    assert {each[:2] for each in found} == {expected()}
+    assert list(map(read_by, logs)) == [len(TEXTS)] * 2
+
+
+@pytest.mark.fault("F23")
+def test_the_process_that_makes_it_is_killed(tmp_path: Path) -> None:
+    """Another one does it then, and removes what was half written."""
+    folder = tmp_path / ".index"
+    folder.mkdir()
+    with processes([folder] * 3, tmp_path, 0.05) as (started, logs):
+        wait_until(lambda: max(map(read_by, logs)) > 4)
+        first = max(range(3), key=lambda number: read_by(logs[number]))
+        assert sorted(map(read_by, logs))[:2] == [0, 0]
+        [lock] = folder.glob("*.lock")
+        half = lock.with_name(f"{lock.name.removesuffix('.lock')}.abc.tmp")
+        half.write_bytes(b"half")
+        started[first].send_signal(signal.SIGKILL)
+        found = [answer(each) for number, each in enumerate(started) if number != first]
+    assert {each[:2] for each in found} == {expected()}
+    others = [read_by(log) for number, log in enumerate(logs) if number != first]
+    assert sorted(others) == [0, len(TEXTS)]
+    assert [path.suffix for path in folder.iterdir()] == [".npz"]
+
+
+def test_one_that_waits_stalls_with_the_one_that_it_waits_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And says which that is."""
+    monkeypatch.setattr(locks, "_POLL_SECONDS", 0.02)
+    monkeypatch.setattr(locks, "_SIGN_SECONDS", 0.0)
+    monkeypatch.setattr(locks, "_SAY_SECONDS", 0.3)
+    path, moves, got = str(tmp_path / "x.lock"), [], []
+
+    def wait() -> None:
+        with locked(path, "indexing", lambda: moves.append(1)):
+            got.append(1)
+
+    with caplog.at_level(logging.INFO, "maxpipe"):
+        with locked(path, "indexing documents of jsonl", None) as moved:
+            waiting = threading.Thread(target=wait)
+            waiting.start()
+            for count in range(4):
+                wait_until(lambda count=count: len(moves) > count)  # type: ignore[misc]
+                assert len(moves) == count + 1
+                time.sleep(0.01)  # a sign is a time of the file, of some milliseconds
+                moved()
+            wait_until(lambda: len(moves) > 4)
+            count = len(moves)
+            time.sleep(0.8)
+            assert len(moves) == count and not got
+            read = reads.longest()
+            assert read is not None
+            name = rf"waiting for process {os.getpid()} on \S+, indexing documents of jsonl"
+            assert re.fullmatch(name, str(read))
+        waiting.join()
+    assert got and "which has not moved for" in caplog.text
+    assert reads.longest() is None
+
+
+@pytest.mark.parametrize("code", [errno.ENOLCK, errno.ENOTSUP])
+def test_a_file_system_without_locks(
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_lock(*_: Any) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(locks.fcntl, "flock", no_lock)
+    source = Texts(TEXTS)
+    for _ in range(2):
+        index = build_index(source, ByteTokenizer(), str(tmp_path))
+        assert (int(index.lengths.sum()), int(index.digests.sum())) == expected()
+    assert source.reads == len(TEXTS)
+
+
+def test_locks_that_are_removed_are_held_by_one_at_a_time(tmp_path: Path) -> None:
+    path, inside, most = str(tmp_path / "x.lock"), 0, []
+
+    def work() -> None:
+        nonlocal inside
+        for _ in range(30):
+            with locked(path, "x", None, removes=True):
+                inside += 1
+                most.append(inside)
+                time.sleep(0.0005)
+                inside -= 1
+
+    before = locks._POLL_SECONDS
+    locks._POLL_SECONDS = 0.001
+    try:
+        threads = [threading.Thread(target=work) for _ in range(4)]
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join()
+    finally:
+        locks._POLL_SECONDS = before
+    assert most == [1] * 120 and not list(tmp_path.iterdir())
+
+
+def test_a_lock_that_says_anything_is_shown_as_text(tmp_path: Path) -> None:
+    """Other users of a folder may have written it."""
+    path = tmp_path / "x.lock"
+    with path.open("w+b", buffering=0) as file:
+        for raw in (b"", b"\xff\x1b[31m", b"host", b"a b c d e", b"x " * 5000):
+            path.write_bytes(raw)
+            words = locks._holder(file)  # type: ignore[arg-type]
+            assert words.startswith("process ") and words.isprintable() and len(words) < 500
+
+
+def test_reads_are_named_while_they_last() -> None:
+    begun = threading.Event()
+    ended = threading.Event()
+
+    def read() -> None:
+        with reads.reading("data.mixture.web"), reads.reading(lambda: "a.jsonl: record 7"):
+            begun.set()
+            ended.wait()
+
+    reads.take()
+    thread = threading.Thread(target=read)
+    thread.start()
+    begun.wait()
+    found = reads.longest()
+    assert str(found) == "reading data.mixture.web, a.jsonl: record 7"
+    ended.set()
+    thread.join()
+    assert reads.longest() is None
+    spent = reads.take()
+    assert spent.sources.keys() == {"data.mixture.web"}
+    assert 0 < spent.seconds <= spent.sources["data.mixture.web"]
+    assert str(spent.slowest) == str(found)
+    assert reads.take() == reads.Spent({}, None, 0.0)
+
+
+def test_the_place_of_a_read_may_hang_or_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reads, "_PLACE_SECONDS", 0.05)
+    hang = threading.Event()
+
+    def fail() -> str:
+        raise OSError
+
+    try:
+        for what in (fail, lambda: str(hang.wait())):
+            with reads.reading("data"), reads.reading(what):
+                assert str(reads.longest()) == "reading data"
+    finally:
+        hang.set()
+
+
+def test_threads_that_end_leave_nothing() -> None:
+    def read() -> None:
+        with reads.reading("data"):
+            pass
+
+    before = len(reads._NOW)
+    for _ in range(20):
+        thread = threading.Thread(target=read)
+        thread.start()
+        thread.join()
+    assert len(reads._NOW) == before
+    assert np.isfinite(reads.take().seconds)

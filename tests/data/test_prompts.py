@@ -1,0 +1,115 @@
+"""Prompts by the number of a sample: order, groups, position, and files that are refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from maxpipe.config.schema import DataConfig
+from maxpipe.config.tuning_schema import GrpoConfig
+from maxpipe.data.loader import Datasets, compare
+from maxpipe.data.prompts import build_prompts
+from maxpipe.data.tokenizer import ByteTokenizer
+from maxpipe.errors import ConfigError
+
+GROUP, ROWS, COUNT = 4, 8, 7
+
+
+def opened(path: Path, **changes: Any) -> Datasets:
+    sizes = {"batch_size": ROWS, "sequence_length": 32, "seed": 0}
+    sizes |= {name: changes.pop(name) for name in list(changes) if name in sizes}
+    config = GrpoConfig(prompts=str(path), group_size=GROUP, max_tokens=8)
+    check = changes.pop("check", lambda record: None)
+    return build_prompts(
+        config, DataConfig(), ByteTokenizer(), **sizes, check=check, reward="exact", **changes
+    )
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    path = tmp_path / "prompts.jsonl"
+    lines = [json.dumps({"prompt": f"{number}+{number}="}) for number in range(COUNT)]
+    path.write_text("\n\n".join(lines))
+    return path
+
+
+def numbers(found: Datasets, step: int) -> list[int]:
+    """Which prompt each row of a step has."""
+    return [row.documents[0] for row in found.train.rows(step)]
+
+
+def test_groups_stay_together_and_epochs_have_all(prompts: Path) -> None:
+    found = opened(prompts)
+    groups = np.reshape([numbers(found, step) for step in range(2 * COUNT)], (-1, GROUP))
+    assert (groups == groups[:, :1]).all()
+    # 28 rows are an epoch: it ends in the middle of a step, between two groups.
+    order = groups[:, 0]
+    epochs = order.reshape(-1, COUNT)
+    assert all(sorted(epoch) == list(range(COUNT)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs.tolist()}) > 1
+
+
+def test_a_step_alone_says_which_prompts_it_has(prompts: Path) -> None:
+    first, again = opened(prompts), opened(prompts)
+    assert numbers(again, 11) == numbers(first, 11)
+    assert [numbers(opened(prompts, seed=1), step) for step in range(4)] != [
+        numbers(first, step) for step in range(4)
+    ]
+
+
+def test_rows_hold_the_prompt_and_train_nothing(prompts: Path) -> None:
+    found = opened(prompts)
+    batch, [first, *_] = found.train.batch(0), numbers(found, 0)
+    ids = ByteTokenizer().encode(f"{first}+{first}=")
+    assert batch["tokens"][0, 0] == ByteTokenizer().begin_id
+    np.testing.assert_array_equal(batch["tokens"][0, 1 : 1 + len(ids)], ids)
+    assert not batch["loss_mask"].any() and batch["tokens"].shape == (ROWS, 32)
+    assert found.train.where("", first).endswith(f"line {2 * first + 1}")
+    assert found.train.ids(0)["documents"] == sorted({*numbers(found, 0)})
+
+
+def test_a_fingerprint_tells_files_and_groups_apart(prompts: Path) -> None:
+    before = opened(prompts).train.fingerprint()
+    assert before["documents"] == COUNT and not compare(before, opened(prompts).train.fingerprint())
+    prompts.write_text(prompts.read_text().replace("0+0", "0+1"))
+    names = [name for name, _, _ in compare(before, opened(prompts).train.fingerprint())]
+    assert names == ["the digest of names, sizes and content of the files"]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "holds no prompt"),
+        (" \n\n", "holds no prompt"),
+        ("{", "line 1"),
+        ("3+4=", "line 1"),
+        ('{"prompt": "a"}\n{"answer": "7"}', "line 2[\\s\\S]*no list `messages`"),
+        ('{"prompt": 7}', "no list `messages`"),
+        ('{"messages": [{"role": "user"}]}', "lacks a text `role` or `content`"),
+        ('{"messages": [{"role": "user", "content": "a"}]}', "needs? the chat template"),
+        ('{"prompt": "\\ud800"}', "surrogates not allowed"),
+        ('{"prompt": "%s"}' % ("a" * 24), "has 25 tokens[\\s\\S]*train.sequence_length=33"),
+    ],
+)
+def test_files_that_are_refused(prompts: Path, text: str, words: str) -> None:
+    prompts.write_text(text)
+    with pytest.raises(ConfigError, match=words):
+        opened(prompts)
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="No such file"):
+        opened(tmp_path / "none.jsonl")
+
+
+def test_each_record_is_checked(prompts: Path) -> None:
+    def check(record: Any) -> None:
+        if record["prompt"].startswith("3"):
+            raise ValueError("it is the third")
+
+    with pytest.raises(ConfigError, match=r"line 7[\s\S]*it is the third"):
+        opened(prompts, check=check)

@@ -1,0 +1,86 @@
+"""The policy's loss on numbers that are worked out by hand."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxpipe.objectives.advantages import advantages
+from maxpipe.objectives.policy import AS_THEY_ARE, Policy, PolicyNearReference, divergence
+
+
+def test_advantages_of_groups() -> None:
+    rewards = np.array([[1.0, 0, 0, 1], [0.1, 0.1, 0.1, 0.1], [3, 1, 1, 1]])
+    found = advantages(rewards, "std")
+    root = math.sqrt(0.75)
+    wanted = [[1, -1, -1, 1], [0] * 4, [1.5 / root, -0.5 / root, -0.5 / root, -0.5 / root]]
+    np.testing.assert_allclose(found, wanted, rtol=1e-12)
+    assert (found[1] == 0).all()  # exactly, though a third of 0.3 is not 0.1
+    mean = advantages(rewards, "mean")
+    np.testing.assert_allclose(mean, [[0.5, -0.5, -0.5, 0.5], [0] * 4, [1.5, -0.5, -0.5, -0.5]])
+
+
+def test_large_rewards_stay_finite() -> None:
+    assert np.isfinite(advantages(np.array([[3.4e38, -3.4e38, 3.4e38, 0]]), "std")).all()
+
+
+CLIPPED = [
+    # ratio, advantage, loss, slope of the loss by the log-probability, clipped
+    (1.0, 2.0, -2.0, -2.0, 0),
+    (1.1, 2.0, -2.2, -2.2, 0),
+    (1.5, 2.0, -2.6, 0.0, 1),  # 1.3 at most
+    (0.5, 2.0, -1.0, -1.0, 0),  # it may come back
+    (0.5, -2.0, 1.6, 0.0, 1),  # 0.8 at least
+    (1.5, -2.0, 3.0, 3.0, 0),
+    (1.2, 0.0, 0.0, 0.0, 0),
+]
+
+
+@pytest.mark.parametrize(("ratio", "gain", "loss", "slope", "clipped"), CLIPPED)
+def test_the_ratio_is_clipped(
+    ratio: float, gain: float, loss: float, slope: float, clipped: int
+) -> None:
+    old = -1.5
+    inputs = {"old_logp": jnp.full((1, 1), old), "advantages": jnp.full((1, 1), gain)}
+
+    def lost(logp: jax.Array) -> tuple[jax.Array, jax.Array]:
+        each, (entropy, is_clipped) = Policy(0.2, 0.3)((logp,), inputs)
+        assert entropy.shape == is_clipped.shape == (1, 1)
+        return each.sum(), is_clipped
+
+    logp = jnp.full((1, 1), old + math.log(ratio))
+    (found, is_clipped), grad = jax.value_and_grad(lost, has_aux=True)(logp)
+    np.testing.assert_allclose([found, grad[0, 0]], [loss, slope], rtol=1e-5, atol=1e-6)
+    assert is_clipped[0, 0] == clipped
+
+
+def test_of_its_own_tokens_the_ratio_is_exactly_1() -> None:
+    logp = jnp.asarray(np.random.default_rng(0).normal(-2, 1, (3, 5)), jnp.float32)
+    gains = jnp.asarray(np.random.default_rng(1).normal(size=(3, 5)), jnp.float32)
+    inputs = {"old_logp": jnp.full_like(logp, AS_THEY_ARE), "advantages": gains}
+    run = lambda logp: Policy(0.2, 0.2)((logp,), inputs)[0].sum()  # noqa: E731
+    each, (entropy, clipped) = Policy(0.2, 0.2)((logp,), inputs)
+    assert (each == -gains).all() and (clipped == 0).all() and (entropy == -logp).all()
+    assert (jax.grad(run)(logp) == -gains).all()
+
+
+def test_divergence_from_the_reference() -> None:
+    """Never negative, 0 of the same, and in the mean the divergence itself."""
+    p, q = np.array([0.5, 0.3, 0.2]), np.array([0.2, 0.2, 0.6])
+    each = divergence(jnp.log(p), jnp.log(q))
+    np.testing.assert_allclose((p * each).sum(), (p * np.log(p / q)).sum(), rtol=1e-5)
+    assert (np.asarray(each) >= 0).all() and (divergence(jnp.log(p), jnp.log(p)) == 0).all()
+    objective = PolicyNearReference(0.2, 0.2, kl=0.5)
+    logp, reference = jnp.log(p)[None], jnp.log(q)[None]
+    inputs = {
+        "old_logp": jnp.full_like(logp, AS_THEY_ARE),
+        "advantages": jnp.ones_like(logp),
+        "reference_logp": reference,
+    }
+    lost, reports = objective((logp,), inputs)
+    assert objective.reported == ("entropy", "clipped", "kl") and len(reports) == 3
+    np.testing.assert_allclose(lost, -1 + 0.5 * each[None], rtol=1e-6)

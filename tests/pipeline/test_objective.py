@@ -1,0 +1,219 @@
+"""Objectives by token and by segment, and what is read of rows, against plain logits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import Array
+
+from maxpipe.pipeline.loss_head import LossHead
+from maxpipe.pipeline.objective import Extra, Objective, Read, Scores, plain_loss
+from maxpipe.schedule.catalog import SCHEDULES, forward_only
+from maxpipe.train.step import BY_SOURCE
+from tests.cases import TOLERANCE, Case, batch_of, steps_of, thinned
+
+COUNT = 3
+
+
+@dataclass(frozen=True)
+class Mixed(Objective):
+    """Of several tokens each at a temperature, beside the target."""
+
+    reported: ClassVar[tuple[str, ...]] = ("nats", "likely")
+    temperature: float = 2.0
+
+    @property
+    def reads(self) -> tuple[Read, ...]:
+        return Read("targets"), Read("wanted_ids", self.temperature)
+
+    @property
+    def arrays(self) -> Mapping[str, Extra]:
+        return {
+            "wanted_ids": Extra((COUNT,), jnp.int32),
+            "wanted": Extra((COUNT,), jnp.float32),
+        }
+
+    def __call__(self, scores: Scores, inputs: Mapping[str, Array]) -> tuple[Array, Scores]:
+        target, several = scores
+        nats = -target
+        return nats - (inputs["wanted"] * several).sum(-1), (nats, jnp.exp(several).sum(-1))
+
+
+@dataclass(frozen=True)
+class Better(Objective):
+    """The first of two segments is to be likelier than the second."""
+
+    by_segment: ClassVar[int] = 2
+    normaliser: ClassVar[str] = "pairs"
+    reported: ClassVar[tuple[str, ...]] = ("margin",)
+
+    @property
+    def arrays(self) -> Mapping[str, Extra]:
+        of_rows = partial(Extra, dtype=jnp.float32, by_row=True)
+        return {"pairs": of_rows((1,)), "reference": of_rows((2,))}
+
+    def __call__(self, scores: Scores, inputs: Mapping[str, Array]) -> tuple[Array, Scores]:
+        margin = (scores[0] - inputs["reference"])[:, ::2] - scores[0][:, 1::2]
+        return -jax.nn.log_sigmoid(margin / 3), (margin,)
+
+
+def batch_for(case: Case) -> dict[str, np.ndarray]:
+    """With arrays of both objectives; one row has no pair."""
+    random, batch = np.random.default_rng(1), batch_of(case.rows, case=case)
+    shape = (*batch["tokens"].shape, COUNT)
+    pairs = np.ones((case.rows, 1), np.float32)
+    pairs[case.rows // 2] = 0
+    if case.sources:
+        pairs[batch["source_ids"] < 0] = 0
+    return batch | {
+        "wanted_ids": random.integers(0, case.model.vocab_size, shape, np.int32),
+        "wanted": random.random(shape, np.float32),
+        "pairs": pairs,
+        "reference": random.normal(size=(case.rows, 2)).astype(np.float32),
+    }
+
+
+def plain(steps: Any, objective: Objective, batch: Any) -> tuple[Any, list[float], Any]:
+    """Parameters, means of the loss and reports, and gradients; row by row, in float64."""
+    decoder = steps.partition.decoder
+
+    def total(params: Any, row: Any) -> tuple[Array, Any]:
+        count = row[objective.normaliser].sum()
+        loss, reports = plain_loss(objective, decoder.run(params, row).logits, row)
+        return loss * count, [each * count for each in (loss, *reports.values())]
+
+    run = jax.jit(jax.value_and_grad(total, has_aux=True))
+    params, found = jax.jit(decoder.init)(jax.random.key(0)), []
+    for number in range(len(batch["tokens"])):
+        (_, sums), gradient = run(params, {k: v[number : number + 1] for k, v in batch.items()})
+        found.append((sums, gradient))
+    added = jax.tree.map(lambda *each: sum(np.asarray(x, np.float64) for x in each), *found)
+    means, gradients = jax.tree.map(lambda x: x / batch[objective.normaliser].sum(), added)
+    return params, means, gradients
+
+
+CASES = [
+    Case(1, 1, 2, fsdp=2, data=2),
+    Case(2, 2, 3, tensor=2, fsdp=2, gather="step", tied=True),
+    Case(2, 1, 3, context=2, data=2, schedule="1f1b"),
+    Case(2, 1, 3, loss_block=5, schedule="zb_h1", remat="names", context=2),
+    Case(2, 1, 3, sources=3, loss_block=3, context=2, fsdp=2),
+    Case(1, 1, 1, alike=8),
+    *(Case(2, each.repeats or 2, 4, schedule=name) for name, each in SCHEDULES.items()),
+]
+
+
+@pytest.mark.parametrize("objective", [Mixed(), Better()], ids=lambda each: type(each).__name__)
+@pytest.mark.parametrize("case", [*CASES[:6], *thinned(CASES[6:], 5)], ids=str)
+def test_value_and_gradients_equal_the_plain_loop(case: Case, objective: Objective) -> None:
+    steps = steps_of(case, case.rows, objective=objective)
+    parts, batch = steps.partition, batch_for(case)
+    batch = {name: batch[name] for name in steps.abstract_batch()}
+    shapes = {name: leaf.shape for name, leaf in steps.abstract_batch().items()}
+    assert shapes == {name: each.shape for name, each in batch.items()}
+    params, means, wanted = plain(steps, objective, batch)
+    run = steps.engine.value_and_grad(steps.train_schedule)
+
+    def whole(params: Any, batch: Any) -> Any:
+        found = run(parts.stack(params), batch, None)
+        return found.loss, found.reports, parts.unstack(found.gradients), found.by_source
+
+    placed = jax.device_put(batch, steps.batch_sharding)
+    with jax.set_mesh(parts.mesh):
+        loss, reports, found, by_source = jax.jit(whole)(params, placed)
+    reported = [reports[name] for name in objective.reported]
+    np.testing.assert_allclose([loss, *reported], means, rtol=TOLERANCE)
+    if case.sources:
+        np.testing.assert_allclose(by_source.nats.sum() / by_source.targets.sum(), loss, rtol=1e-5)
+    for (path, a), b in zip(
+        jax.tree_util.tree_leaves_with_path(wanted), jax.tree.leaves(found), strict=True
+    ):
+        error = np.abs(a - np.asarray(b)).max() / np.abs(a).max()
+        assert error < TOLERANCE, f"{jax.tree_util.keystr(path)}: {error:.1e}"
+
+    stacked = jax.device_put(jax.jit(parts.stack)(params), steps.state_sharding.params)
+    evaluated = steps.compile_eval()(stacked, placed)
+    sums = [evaluated[name].sum() for name in ("loss", *objective.reported)]
+    count = evaluated["targets"].sum()
+    assert count == batch[objective.normaliser].sum()
+    np.testing.assert_allclose(np.asarray(sums) / count, means, rtol=TOLERANCE)
+
+
+def test_a_step_reports_what_its_objective_does() -> None:
+    case = Case(2, 1, 2, sources=3)
+    steps = steps_of(case, case.rows, objective=Mixed())
+    batch = {name: batch_for(case)[name] for name in steps.abstract_batch()}
+    _, metrics = steps.compile_train()(steps.init(), jax.device_put(batch, steps.batch_sharding))
+    nats, targets = (np.asarray(metrics[tag]).sum() for tag in BY_SOURCE)
+    np.testing.assert_allclose(metrics["train/loss"], nats / targets, rtol=TOLERANCE)
+    assert metrics["train/nats"] > 0 and 0 < metrics["train/likely"] < COUNT
+
+
+@pytest.mark.parametrize("objective", [Mixed(), Better()], ids=lambda each: type(each).__name__)
+def test_explicit_types_give_the_same(objective: Objective) -> None:
+    found = []
+    for mode in ("auto", "explicit"):
+        case = Case(2, 1, 2, fsdp=2, tensor=2, loss_block=5, shard_mode=mode)
+        steps = steps_of(case, case.rows, objective=objective)
+        batch = {name: batch_for(case)[name] for name in steps.abstract_batch()}
+        placed = jax.device_put(batch, steps.batch_sharding)
+        metrics = steps.compile_train()(steps.init(), placed)[1]
+        found.append([float(metrics[f"train/{n}"]) for n in ("loss", "grad_norm")])
+    np.testing.assert_allclose(*found, rtol=TOLERANCE)
+
+
+ROWS = [
+    Case(1, 1, 2, fsdp=2, data=2),
+    Case(2, 2, 3, context=2, loss_block=5),
+    Case(4, 1, 2, tensor=2, layers=4),
+    Case(2, 1, 3, sources=3, fsdp=2, context=2),
+]
+
+
+@pytest.mark.parametrize("case", ROWS, ids=str)
+def test_rows_have_what_logits_say(case: Case) -> None:
+    """Scores of tokens and of segments, and the likeliest tokens."""
+    for objective in (Mixed(), Better()):
+        steps = steps_of(case, case.rows, objective=objective)
+        parts, engine = steps.partition, steps.engine
+        batch = {name: batch_for(case)[name] for name in steps.abstract_batch()}
+        params = jax.jit(parts.decoder.init)(jax.random.key(0))
+        logits = np.asarray(jax.jit(parts.decoder.run)(params, batch).logits, np.float64)
+        schedule = forward_only(steps.train_schedule.ring, case.microbatches)
+        placed = jax.device_put(batch, steps.batch_sharding)
+        readers: list[Any] = [LossHead.scores]
+        if not objective.by_segment:
+            readers.append(partial(LossHead.top, count=20, temperature=0.5))
+        with jax.set_mesh(parts.mesh):
+            stacked = jax.jit(parts.stack)(params)
+            found = [
+                jax.jit(engine.rows(schedule, each))(stacked, placed, None) for each in readers
+            ]
+
+        def scores(temperature: float, logits: np.ndarray = logits) -> np.ndarray:
+            scaled = logits / temperature
+            return scaled - np.log(np.exp(scaled).sum(-1, keepdims=True))
+
+        picked = np.take_along_axis(scores(1.0), batch["targets"][..., None], -1)[..., 0]
+        if objective.by_segment:
+            weighted = picked * batch["loss_mask"]
+            each = [(weighted * (batch["segment_ids"] == n)).sum(-1) for n in (1, 2)]
+            np.testing.assert_allclose(found[0][0], np.stack(each, -1), rtol=TOLERANCE)
+            continue
+        several = np.take_along_axis(scores(2.0), batch["wanted_ids"], -1)
+        np.testing.assert_allclose(found[0][0], picked, rtol=TOLERANCE)
+        np.testing.assert_allclose(found[0][1], several, rtol=TOLERANCE)
+        largest, ids = found[1]
+        wanted = -np.sort(-scores(0.5), axis=-1)[..., :20]
+        np.testing.assert_allclose(largest, wanted, rtol=TOLERANCE, atol=1e-5)
+        again = np.take_along_axis(scores(0.5), np.asarray(ids), -1)
+        np.testing.assert_allclose(again, largest, rtol=TOLERANCE, atol=1e-5)
+        found_ids = np.sort(np.asarray(ids), axis=-1)
+        assert (np.diff(found_ids) >= 1).all() and found_ids.max() < case.model.vocab_size

@@ -1,0 +1,83 @@
+"""Rewards that are built in, and the worth of expressions."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import pytest
+
+from maxpipe.rewards.builtin import named, number, value
+
+
+def test_exact_ignores_white_space_around() -> None:
+    reward = named("exact", "")
+    assert reward(" 7\n", {"answer": "7"}) == 1
+    assert reward("7", {"answer": 7}) == 1
+    assert reward("17", {"answer": "7"}) == 0
+    assert named("exact", "wanted")("a b", {"wanted": "a b", "answer": "c"}) == 1
+
+
+def test_regex_is_searched() -> None:
+    reward = named("regex", "")
+    assert reward("the answer is 42.", {"pattern": r"\b42\b"}) == 1
+    assert reward("the answer is 420.", {"pattern": r"\b42\b"}) == 0
+
+
+@pytest.mark.parametrize(
+    ("expression", "wanted"),
+    [
+        ("3+4", Fraction(7)),
+        (" 2 * (3 - 5) / 8 ", Fraction(-1, 2)),
+        ("0.1+0.2", Fraction(3, 10)),
+        ("6 ÷ 3 × 4", Fraction(8)),
+        ("-(-2)", Fraction(2)),
+    ],
+)
+def test_expressions_are_exact(expression: str, wanted: Fraction) -> None:
+    assert value(expression) == wanted
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "",
+        "1e999999999",
+        "2**99",
+        "open('x')",
+        "1/0",
+        "a",
+        "9" * 1001,
+        "(" * 500,
+        "True",
+        "0x1",
+        "1+",
+    ],
+)
+def test_other_expressions_are_refused(expression: str) -> None:
+    with pytest.raises(ValueError, match="expression"):
+        value(expression)
+
+
+def test_arithmetic_reads_prompt_or_expression() -> None:
+    reward = named("arithmetic", "")
+    assert reward("7", {"prompt": "1+1=2\n3+4="}) == 1
+    assert reward("7", {"prompt": "What is three and four?", "expression": "3+4"}) == 1
+    assert reward(" 07.0 ", {"prompt": "3+4="}) == 1
+    assert reward("7 or 8", {"prompt": "3+4="}) == 0
+    assert reward("1/2", {"prompt": "1 / 2 ="}) == 1
+    with pytest.raises(ValueError, match="no = in its prompt"):
+        reward("7", {"prompt": "3+4"})
+
+
+@pytest.mark.parametrize("text", ["", "seven", "1/0", "1e5", "--1", "9" * 1001, "٣"])
+def test_texts_that_are_no_number(text: str) -> None:
+    assert number(text) is None
+
+
+@pytest.mark.parametrize("kind", ["exact", "regex"])
+@pytest.mark.parametrize(
+    "record", [{}, {"answer": [], "pattern": None}, {"answer": True, "pattern": True}]
+)
+def test_records_without_the_field(kind: str, record: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match="no text or number"):
+        named(kind, "")("", record)

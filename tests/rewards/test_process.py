@@ -1,0 +1,122 @@
+"""Rewards by a process of their own: what functions may do to it, and what is said of that."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from maxpipe.config.tuning_schema import GrpoConfig
+from maxpipe.errors import ConfigError
+from maxpipe.rewards.process import Rewards
+
+Opened = Callable[..., Rewards]
+
+
+@pytest.fixture
+def opened(tmp_path: Path) -> Iterator[Opened]:
+    """`opened(body)`: the rewards of a function `reward(completion, record)` with this body."""
+    every: list[Rewards] = []
+
+    def make(body: str, before: str = "") -> Rewards:
+        path = tmp_path / "mine.py"
+        path.write_text(f"{before}\ndef reward(completion, record):\n    {body}\n")
+        config = GrpoConfig(reward_file=f"{path}:reward", allow_code=True, reward_seconds=2)
+        every.append(Rewards(config))
+        return every[-1]
+
+    yield make
+    for each in every:
+        each.close()
+
+
+def refused(rewards: Rewards, completion: str = "7") -> str:
+    with pytest.raises(ConfigError) as error:
+        rewards.of(completion, {"prompt": "3+4="}, "prompts.jsonl, line 3")
+    text = str(error.value)
+    assert "mine.py:reward" in text and "def reward(completion: str, record: dict)" in text
+    return text
+
+
+def test_a_function_is_given_completion_and_record(opened: Opened) -> None:
+    rewards = opened("print('said'); return len(completion) + record['more']")
+    assert rewards.of("abc", {"more": 0.5}, "line 1") == 3.5
+    assert rewards.of("", {"more": True}, "line 2") == 1
+
+
+def test_it_may_import_what_is_beside_it(opened: Opened, tmp_path: Path) -> None:
+    (tmp_path / "beside.py").write_text("WORTH = 4")
+    rewards = opened("import beside; return beside.WORTH")
+    assert rewards.of("", {}, "line 1") == 4
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ("return 'right'", "it returned 'right', which is no number"),
+        ("return None", "it returned None, which is no number"),
+        ("return float('nan')", "it returned nan, which is not finite in float32"),
+        ("return 1e39", "it returned 1e+39, which is not finite in float32"),
+        ("return 1 / 0", "it raised ZeroDivisionError: division by zero"),
+        ("raise SystemExit(3)", "it raised SystemExit: 3"),
+        ("import os; os._exit(3)", "it ended its process"),
+        ("import os; os.kill(os.getpid(), 9)", "it ended its process"),
+        ("while True: pass", "it took longer"),
+        ("import time; time.sleep(60)", "it took longer"),
+    ],
+)
+def test_what_a_function_does_wrong_is_said(opened: Opened, body: str, words: str) -> None:
+    start = time.monotonic()
+    text = refused(opened(body))
+    assert f"of prompts.jsonl, line 3 and the completion '7' {words}." in text
+    assert time.monotonic() - start < 30
+
+
+@pytest.mark.parametrize(
+    ("before", "words"),
+    [
+        ("raise ValueError('mine')", "it raised ValueError: mine"),
+        ("import nothing_by_that_name", "it raised ModuleNotFoundError"),
+        ("def", "it raised SyntaxError"),
+    ],
+)
+def test_a_file_that_cannot_be_loaded(opened: Opened, before: str, words: str) -> None:
+    text = refused(opened("return 1", before))
+    assert "cannot be loaded" in text and words in text
+
+
+def test_a_function_that_is_not_there(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text("reward = 3")
+    config = GrpoConfig(reward_file=f"{path}:reward", allow_code=True)
+    with pytest.raises(ConfigError, match="it has no function reward"):
+        Rewards(config).of("", {}, "line 1")
+    config = GrpoConfig(reward_file=f"{tmp_path / 'other.py'}:reward", allow_code=True)
+    with pytest.raises(ConfigError, match="No such file"):
+        Rewards(config).fingerprint()
+
+
+def test_a_fingerprint_is_of_the_content(opened: Opened) -> None:
+    first, second = opened("return 1").fingerprint(), opened("return 2").fingerprint()
+    assert first != second and opened("return 1").fingerprint() == first
+    assert Rewards(GrpoConfig(reward="regex")).fingerprint() == "regex"
+
+
+def test_built_in_rewards_run_there_too() -> None:
+    """A pattern may take for ever."""
+    rewards = Rewards(GrpoConfig(reward="regex", reward_seconds=1))
+    assert rewards.of("abc", {"pattern": "b"}, "line 1") == 1
+    with pytest.raises(ConfigError, match=r"grpo\.reward = regex[\s\S]*it took longer"):
+        rewards.of("a" * 60, {"pattern": "(a+)+$b"}, "line 2")
+    rewards.close()
+
+
+def test_signals_of_the_terminal_do_not_reach_it(opened: Opened) -> None:
+    rewards = opened("import os; return os.getpgid(0)")
+    group = int(rewards.of("", {}, "line 1"))
+    assert group != os.getpgid(0)
+    os.killpg(group, signal.SIGCONT)  # there it is

@@ -1,0 +1,84 @@
+"""Curves of runs: what is drawn, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from maxpipe.cli import main
+from maxpipe.telemetry.curves import _ticks, picture, read
+
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Two runs, one of which was killed in the middle of a line."""
+    monkeypatch.chdir(tmp_path)
+    for name, scale in (("one", 1.0), ("two", 2.0)):
+        folder = tmp_path / "runs" / name
+        folder.mkdir(parents=True)
+        (folder / "config.yml").touch()
+        lines = [{"step": step, "train/loss": scale / step} for step in (10, 20, 30)]
+        lines[1] |= {"eval/loss": None, "eval/sums/accuracy": 0.5}
+        lines[2]["eval/loss"] = 0.25
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        (folder / "metrics.jsonl").write_text(text + '{"step": 40, "train/lo')
+    return tmp_path
+
+
+def test_curves_are_what_runs_have_written(runs: Path) -> None:
+    found = read(runs / "runs/one", ["train/loss", "eval/loss", "eval/other"])
+    assert found == {
+        "train/loss": [(10, 0.1), (20, 0.05), (30, pytest.approx(1 / 30))],
+        "eval/loss": [(30, 0.25)],
+    }
+
+
+def test_tags_that_end_alike_share_a_panel(runs: Path) -> None:
+    tags = ["train/loss", "eval/loss", "eval/sums/accuracy"]
+    canvas = picture({name: read(runs / "runs" / name, tags) for name in ("one", "two")})
+    titles = [label.text for label in canvas.labels if label.bold]
+    assert titles == ["loss", "accuracy"]
+    names = {label.text for label in canvas.labels if "  " in label.text}
+    assert {"one  train/loss", "two  eval/loss"} <= names
+    # Two lines, and two points alone in each panel.
+    assert [len(curve.points) for curve in canvas.curves].count(1) == 4
+    assert len(canvas.curves) == 2 + 2 + 2
+    assert all(0 <= y <= canvas.height for curve in canvas.curves for _, y in curve.points)
+
+
+@pytest.mark.parametrize("suffix", ["svg", "png"])
+def test_the_command_writes_a_picture(suffix: str, runs: Path, capsys: Capture) -> None:
+    assert main(["curves", "one", "runs/two", "--out", f"loss.{suffix}"]) == 0
+    assert capsys.readouterr().out == f"wrote loss.{suffix}\n"
+    content = (runs / f"loss.{suffix}").read_bytes()
+    assert content.startswith({"svg": b"<svg", "png": b"\x89PNG"}[suffix])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["one", "--out", "a.pdf"], 2, "must end in .svg or .png"),
+        (["one", "--out", "a.svg", "--tags", " ,"], 2, "must name a number"),
+        (["one", "--out", "a.svg", "--tags", "train/los"], 2, "Take --tags train/loss."),
+        (["three", "--out", "a.svg"], 2, "three"),
+        (["one", "--out", "no/a.svg"], 74, "cannot be written"),
+    ],
+)
+def test_what_cannot_be_drawn_is_explained(
+    arguments: list[str], code: int, words: str, runs: Path, capsys: Capture
+) -> None:
+    assert main(["curves", *arguments]) == code
+    said = capsys.readouterr().err
+    assert words in said and "Traceback" not in said
+
+
+@pytest.mark.parametrize("low, high", [(0, 1), (0.33, 0.34), (-5, 120), (2.0, 2.0001), (0, 7e6)])
+def test_ticks_are_round_and_inside(low: float, high: float) -> None:
+    found = _ticks(low, high)
+    assert 2 <= len(found) <= 7 and all(low <= each <= high for each in found)
+    assert all(re.fullmatch(r"-?[\d.]{1,7}(e\+\d+)?", f"{each:g}") for each in found)

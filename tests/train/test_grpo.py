@@ -1,0 +1,117 @@
+"""Rewarded completions: gradients against a plain loop of the paper's formula, and real runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxpipe.config.tuning_schema import GrpoConfig
+from maxpipe.data.prompts import PromptRecord
+from maxpipe.objectives.policy import AS_THEY_ARE
+from maxpipe.pipeline.loss_head import LossHead
+from maxpipe.train.objectives import policy_of
+from maxpipe.train.rollouts import Rewarded, assembled
+from tests.cases import TOLERANCE, Case, steps_of
+
+Tree = Any
+CLIP, HIGH, KL = 0.1, 0.3, 0.4
+
+
+def drawn_for(case: Case) -> list[Rewarded]:
+    """Completions of all lengths behind prompts of other lengths."""
+    random, found = np.random.default_rng(3), []
+    for row in range(case.rows):
+        prompt = random.integers(0, case.model.vocab_size, 1 + row % 3, np.int32)
+        count = 1 + row % (case.tokens - len(prompt))
+        tokens = random.integers(0, case.model.vocab_size, count).tolist()
+        record = PromptRecord({}, "", prompt, "")
+        found.append(Rewarded(record, tokens, "", "end", 0.0, float(random.normal())))
+    return found
+
+
+def plain(
+    steps: Any, params: Tree, drawn: Sequence[Rewarded], batch: Any, config: GrpoConfig
+) -> jax.Array:
+    """The loss that the papers write, completion by completion and token by token."""
+    total = jnp.zeros(())
+    for row, each in enumerate(drawn):
+        ids = jnp.asarray([*each.prompt.ids, *each.tokens], jnp.int32)[None]
+        positions = jnp.arange(ids.shape[1])[None]
+        inputs = {"tokens": ids, "segment_ids": jnp.ones_like(ids), "positions": positions}
+        logits = steps.partition.decoder.run(params, inputs).logits[0] / config.temperature
+        loss = jnp.zeros(())
+        for place in range(len(each.prompt.ids), ids.shape[1]):
+            logp = jax.nn.log_softmax(logits[place - 1])[ids[0, place]]
+            old, reference = (batch[n][row, place - 1] for n in ("old_logp", "reference_logp"))
+            ratio = jnp.exp(logp - (jax.lax.stop_gradient(logp) if old == AS_THEY_ARE else old))
+            bounded = jnp.clip(ratio, 1 - CLIP, 1 + HIGH)
+            gain = jnp.minimum(ratio * each.advantage, bounded * each.advantage)
+            apart = jnp.exp(reference - logp) - (reference - logp) - 1
+            loss += -gain + KL * apart
+        total += loss / len(each.tokens) if config.average == "sequence" else loss
+    num_tokens = sum(len(each.tokens) for each in drawn)
+    return total / (len(drawn) if config.average == "sequence" else num_tokens)
+
+
+CASES = [
+    (Case(2, 1, 2, fsdp=2, layers=2), "sequence"),
+    (Case(2, 2, 4, tensor=2, layers=4), "token"),
+    (Case(1, 1, 1, context=2, loss_block=3, layers=2), "sequence"),
+]
+
+
+@pytest.mark.parametrize(("case", "average"), CASES, ids=str)
+def test_value_and_gradients_equal_the_plain_loop(case: Case, average: Any) -> None:
+    """Where half of the tokens were drawn by other weights."""
+    config = GrpoConfig(clip=CLIP, clip_high=HIGH, kl=KL, temperature=0.7, average=average)
+    steps = steps_of(case, case.rows, objective=policy_of(config))
+    parts, drawn, random = steps.partition, drawn_for(case), np.random.default_rng(5)
+    batch = assembled(drawn, case.tokens, 0, average)
+    params = jax.jit(parts.decoder.init)(jax.random.key(0))
+    batch["reference_logp"] = random.uniform(-6, -1, batch["old_logp"].shape).astype(np.float32)
+    other = random.uniform(-4.5, -2.5, batch["old_logp"].shape)
+    batch["old_logp"] = np.where(other < -3.5, other, AS_THEY_ARE).astype(np.float32)
+    assert {name: each.shape for name, each in batch.items()} == {
+        name: leaf.shape for name, leaf in steps.abstract_batch().items()
+    }
+    loss, gradients = jax.jit(
+        jax.value_and_grad(lambda params: plain(steps, params, drawn, batch, config))
+    )(params)
+    run = steps.engine.value_and_grad(steps.train_schedule)
+
+    def whole(params: Tree, batch: Tree) -> Any:
+        found = run(parts.stack(params), batch, None)
+        return found.loss, found.reports, parts.unstack(found.gradients)
+
+    placed = jax.device_put(batch, steps.batch_sharding)
+    with jax.set_mesh(parts.mesh):
+        found_loss, reports, found = jax.jit(whole)(params, placed)
+    np.testing.assert_allclose(found_loss, loss, rtol=TOLERANCE)
+    assert 0 < reports["clipped"] < 1 and reports["kl"] > 0
+    for (path, a), b in zip(
+        jax.tree_util.tree_leaves_with_path(gradients), jax.tree.leaves(found), strict=True
+    ):
+        error = np.abs(np.asarray(a) - np.asarray(b)).max() / np.abs(a).max()
+        assert error < TOLERANCE, f"{jax.tree_util.keystr(path)}: {error:.1e}"
+
+
+def test_scores_of_the_same_weights_make_no_difference() -> None:
+    """Log-probabilities of a step are those of a forward alone: a ratio of 1, up to rounding."""
+    case = Case(2, 1, 2, fsdp=2, layers=2)
+    steps = steps_of(case, case.rows, objective=policy_of(GrpoConfig(kl=KL)))
+    batch = assembled(drawn_for(case), case.tokens, 0, "token")
+    batch["reference_logp"] = np.zeros_like(batch["old_logp"])
+    placed = jax.device_put(batch, steps.batch_sharding)
+    state = steps.init()
+    (logp,) = steps.compile_rows(LossHead.scores)(state.params, placed)
+    step = steps.compile_train()
+    _, metrics = step(state, placed | {"old_logp": logp, "reference_logp": logp})
+    assert metrics["train/clipped"] == 0 and abs(metrics["train/kl"]) < 1e-10
+    _, same = step(steps.init(), placed | {"reference_logp": logp})
+    np.testing.assert_allclose(metrics["train/loss"], same["train/loss"], rtol=TOLERANCE)
+    np.testing.assert_allclose(metrics["train/grad_norm"], same["train/grad_norm"], rtol=TOLERANCE)

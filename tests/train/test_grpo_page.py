@@ -1,0 +1,51 @@
+"""docs/grpo.md: a model that is often wrong learns to add from rewards alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.train.runs import losses
+
+PAGE = Path(__file__).parents[2] / "docs" / "grpo.md"
+
+
+@pytest.mark.slow
+def test_the_reward_rises_as_the_page_says(tmp_path: Path) -> None:
+    blocks = re.findall(r"<!-- run -->\n```\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    output = ""
+    for block in blocks:
+        ran = subprocess.run(
+            ["bash", "-euc", block],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=tmp_path,
+            env=os.environ | {"PATH": path},
+        )
+        output = ran.stdout
+        assert not ran.returncode, output
+    rewards = [*losses(tmp_path / "runs" / "rewarded", "rollout/reward").values()]
+    assert max(rewards[:2]) < 0.3 and sum(rewards[-4:]) / 4 > 0.9, rewards
+    assert "mesh       stage 2" in output and (tmp_path / "grpo.svg").stat().st_size
+    drawn = map(json.loads, (tmp_path / "runs/rewarded/samples.jsonl").read_text().splitlines())
+    last = [each["samples"] for each in drawn][-1]
+    assert len(last) == 16 and sum(each["reward"] for each in last) > 8
+
+
+def test_the_function_of_the_page_works(tmp_path: Path) -> None:
+    [block] = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    (tmp_path / "rewards.py").write_text(block)
+    from maxpipe.config.tuning_schema import GrpoConfig
+    from maxpipe.rewards.process import Rewards
+
+    rewards = Rewards(GrpoConfig(reward_file=f"{tmp_path / 'rewards.py'}:reward", allow_code=True))
+    assert rewards.of("It is 7.", {"answer": "7"}, "line 1") == pytest.approx(1 - 0.008)
+    rewards.close()

@@ -1,0 +1,165 @@
+"""Real runs of `train.objective=grpo`: resumed, stopped, under other layouts, and refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.train.runs import (
+    SAME,
+    Run,
+    Start,
+    forget_after,
+    is_explained,
+    ledger,
+    records,
+    saved_digest,
+    saved_steps,
+    wait_for,
+)
+
+CONFIG = """
+run: {name: run}
+model: {num_layers: 2, d_model: 16, num_heads: 2, num_kv_heads: 1, head_size: 8, d_mlp: 32,
+        vocab_size: 259, compute_dtype: float32}
+mesh: {cpu_devices: 4, ici_stage: 2, ici_fsdp: 2}
+pipeline: {schedule: 1f1b, microbatches: 2}
+train: {objective: grpo, steps: 6, batch_size: 16, sequence_length: 16}
+grpo: {prompts: PROMPTS, group_size: 4, max_tokens: 6, updates_per_rollout: 2, kl: 0.1,
+       reward_file: 'REWARD:reward', allow_code: true}
+optim: {learning_rate: 1.0e-2, schedule: constant}
+checkpoint: {every: 2, keep: 10}
+eval: {sample_every: 2}
+log: {every: 1}
+runtime: {platform: cpu, compilation_cache: ''}
+"""
+REWARD = """
+def reward(completion, record):
+    {body}
+    return sum(each.isascii() for each in completion) / 6 + len(record["prompt"]) / 100
+"""
+UPDATES, GROUP = 2, 4
+
+
+def written(folder: Path, body: str = "pass") -> Path:
+    """The config of a run, and the files that it names, in a folder."""
+    lines = [json.dumps({"prompt": "a" * number}) for number in range(1, 8)]
+    (folder / "prompts.jsonl").write_text("\n".join(lines))
+    (folder / "mine.py").write_text(REWARD.format(body=body))
+    text = CONFIG.replace("PROMPTS", str(folder / "prompts.jsonl"))
+    (folder / "grpo.yml").write_text(text.replace("REWARD", str(folder / "mine.py")))
+    return folder / "grpo.yml"
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return written(tmp_path_factory.mktemp("grpo"))
+
+
+@pytest.fixture(scope="module")
+def whole(config: Path, run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that went through. Not to be changed."""
+    folder = tmp_path_factory.mktemp("whole")
+    (folder / "output.txt").write_text(run("train", config, f"run.dir={folder}"))
+    return folder / "run"
+
+
+def samples(folder: Path) -> dict[int, list[dict[str, Any]]]:
+    lines = map(json.loads, (folder / "samples.jsonl").read_text().splitlines())
+    return {line["step"]: line["samples"] for line in lines}
+
+
+def learned(folder: Path) -> dict[int, dict[str, float]]:
+    """Numbers of each step that do not depend on the machine."""
+    return {
+        step: {tag: value for tag, value in found.items() if tag.startswith(("train/", "rollout/"))}
+        for step, found in records(folder).items()
+    }
+
+
+def test_a_run_says_what_it_has_drawn(whole: Path) -> None:
+    found = learned(whole)
+    for step, each in found.items():
+        assert 0 < each["rollout/reward"] < 1.1 and 1 <= each["rollout/tokens"] <= 6
+        assert each["rollout/flat_groups"] < 1 and each["train/entropy"] > 0
+        # The first step of a rollout is of the weights that have drawn it.
+        assert step % UPDATES == 0 or each["train/clipped"] == 0
+    assert abs(found[1]["train/kl"]) < 1e-8 < found[6]["train/kl"]
+    assert any(each["train/clipped"] > 0 for each in found.values())
+    assert saved_steps(whole) == [2, 4, 6]
+    drawn, output = samples(whole), (whole.parent / "output.txt").read_text()
+    assert [*drawn] == [2, 4, 6]
+    for step, group in drawn.items():
+        assert len(group) == GROUP and len({each["prompt"] for each in group}) == 1
+        assert all({"prompt", "text", "tokens", "finish_reason", "reward"} == {*g} for g in group)
+        assert f"sample after step {step}: {group[0]['prompt']}" in output
+        assert f"(reward {group[0]['reward']:g})" in output
+
+
+def test_a_resumed_run_repeats_bit_for_bit(
+    whole: Path, config: Path, run: Run, tmp_path: Path
+) -> None:
+    """The reference, which no checkpoint has, included."""
+    copy = Path(shutil.copytree(whole, tmp_path / "run"))
+    forget_after(copy, 2)
+    run("train", config, f"run.dir={tmp_path}")
+    assert saved_digest(copy) == saved_digest(whole)
+    assert learned(copy) == learned(whole) and samples(copy) == samples(whole)
+
+
+def test_one_device_learns_the_same(whole: Path, config: Path, run: Run, tmp_path: Path) -> None:
+    one = "mesh.cpu_devices=1 mesh.ici_stage=1 mesh.ici_fsdp=1 pipeline.microbatches=1"
+    run("train", config, f"run.dir={tmp_path}", *one.split())
+    found, wanted = learned(tmp_path / "run"), learned(whole)
+    assert samples(tmp_path / "run") == samples(whole)
+    for step, each in wanted.items():
+        for tag, value in each.items():
+            np.testing.assert_allclose(found[step][tag], value, rtol=SAME, atol=1e-6, err_msg=tag)
+
+
+REFUSED = [
+    ("grpo.group_size=8", "grpo.group_size was 4 and is 8"),
+    ("grpo.updates_per_rollout=1", "grpo.updates_per_rollout was 2 and is 1"),
+    ("grpo.reward_file= grpo.reward=arithmetic", "must be an object with a prompt"),
+]
+
+
+@pytest.mark.parametrize(("changes", "words"), REFUSED)
+def test_what_a_run_cannot_change(
+    whole: Path, config: Path, run: Run, changes: str, words: str
+) -> None:
+    output = run("train", config, f"run.dir={whole.parent}", *changes.split(), code=2)
+    is_explained(output)
+    assert words in output and saved_steps(whole) == [2, 4, 6]
+
+
+def test_another_reward_is_noticed(whole: Path, run: Run, tmp_path: Path) -> None:
+    shutil.copytree(whole, tmp_path / "run")
+    other = written(tmp_path, body="record = record | {}")
+    forget_after(tmp_path / "run", 2)
+    output = run("train", other, f"run.dir={tmp_path}", code=2)
+    is_explained(output)
+    assert "the reward was reward of" in output
+
+
+@pytest.mark.faults
+def test_a_stop_in_a_rollout_gives_it_up(run: Run, start: Start, tmp_path: Path) -> None:
+    """And the same command ends as a run that was not stopped."""
+    config = written(tmp_path, body="import time; time.sleep(0.05)")
+    process = start("train", config, f"run.dir={tmp_path}")
+    wait_for(process, "step 2/6")
+    process.send_signal(signal.SIGINT)
+    output = process.communicate(timeout=240)[0]
+    assert process.returncode == 130, output
+    stopped = ledger(tmp_path / "run", "preempted")[-1]["step"]
+    assert stopped in (2, 4) and saved_steps(tmp_path / "run")[-1] == stopped
+    run("train", config, f"run.dir={tmp_path}")
+    (tmp_path / "again").mkdir()
+    run("train", config, f"run.dir={tmp_path / 'again'}")
+    assert saved_digest(tmp_path / "again" / "run") == saved_digest(tmp_path / "run")

@@ -1,0 +1,75 @@
+"""The order in which a teacher is asked, and what is counted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from maxpipe.config.schema import DataConfig, TokenizerConfig
+from maxpipe.data.loader import Loader, build
+from maxpipe.objectives.distill import TEACHER_IDS, TEACHER_LOGPROBS
+from maxpipe.processes.phases import Phases
+from maxpipe.train.distill import Lessons
+
+ROWS, TOKENS, COUNT = 4, 16, 3
+
+
+class Asked:
+    """A teacher that says of each token itself, on a device of its own."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.device = jax.devices()[-1]
+
+    def ask(self, host: Any, count: int) -> tuple[dict[str, jax.Array], int]:
+        self.log.append(f"asked {len([each for each in self.log if each[0] == 'a'])}")
+        ids = np.repeat(host["tokens"][..., None], COUNT, axis=-1)
+        found = {TEACHER_IDS: ids, TEACHER_LOGPROBS: ids.astype(np.float32)}
+        return jax.device_put(found, self.device), 100
+
+
+def loader_of(folder: Path) -> Loader:
+    (folder / "text").mkdir()
+    (folder / "text" / "a.txt").write_text("the sea is wide and deep and blue. " * 40)
+    data = DataConfig(source="text", path=str(folder / "text"), validation_fraction=0.0)
+    found = build(data, TokenizerConfig(), seed=0, batch_size=ROWS, sequence_length=TOKENS)
+    return found.train
+
+
+def test_the_teacher_is_one_batch_ahead(tmp_path: Path) -> None:
+    mesh = jax.make_mesh((2,), ("rows",), devices=jax.devices()[:2])
+    sharding = NamedSharding(mesh, PartitionSpec("rows"))
+    teacher, loader = Asked(), loader_of(tmp_path)
+    lessons = Lessons(teacher, sharding, Phases())  # type: ignore[arg-type]
+
+    def steps() -> Iterator[int]:
+        with lessons.batches(loader, 5, 9) as batches:
+            for number, batch in enumerate(batches):
+                teacher.log.append(f"got {number}")
+                wanted = loader.batch(5 + number)
+                np.testing.assert_array_equal(batch["tokens"], wanted["tokens"])
+                np.testing.assert_array_equal(batch[TEACHER_IDS][..., 1], wanted["tokens"])
+                assert batch[TEACHER_LOGPROBS].sharding == sharding
+                yield number
+
+    assert list(steps()) == [0, 1, 2, 3]
+    order = ["asked 0", "asked 1", "got 0", "asked 2", "got 1", "asked 3", "got 2", "got 3"]
+    assert teacher.log == order
+    answers = 2 * 4 * ROWS * TOKENS * COUNT
+    assert lessons.take()["distill/transfer_bytes"] == 100 + answers
+    assert lessons.take()["distill/transfer_bytes"] == 0
+
+
+def test_a_run_that_leaves_asks_no_more(tmp_path: Path) -> None:
+    mesh = jax.make_mesh((1,), ("rows",), devices=jax.devices()[:1])
+    teacher = Asked()
+    sharding = NamedSharding(mesh, PartitionSpec("rows"))
+    lessons = Lessons(teacher, sharding, Phases())  # type: ignore[arg-type]
+    with lessons.batches(loader_of(tmp_path), 0, 9) as batches:
+        next(batches)
+    assert teacher.log == ["asked 0", "asked 1"]

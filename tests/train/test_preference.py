@@ -1,0 +1,249 @@
+"""Runs on preferences: margins rise, references are found once, killed runs go on bitwise."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from maxpipe.config.paths import REFERENCE_FILE
+from maxpipe.train.pair_references import load, save
+from tests.cases import thinned
+from tests.data.conversations import write_records
+from tests.train.runs import (
+    SAME,
+    Run,
+    Start,
+    events,
+    forget_after,
+    is_explained,
+    records,
+    saved_digest,
+    wait_for,
+)
+
+WORDS = ("sea", "sun", "hill", "rain", "wind", "road", "bird", "tree")
+
+
+def toy(count: int = 40) -> list[dict[str, Any]]:
+    """To each question a short yes, and a no of another length."""
+    return [
+        {"prompt": f"{WORDS[i % 8]} {i}?", "chosen": "yes" + "!" * (i % 3), "rejected": "no way"}
+        for i in range(count)
+    ]
+
+
+@pytest.fixture(scope="module")
+def given(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Inputs of a run on four stages."""
+    path = write_records(tmp_path_factory.mktemp("pairs") / "pairs.jsonl", toy())
+    return [
+        *(str(tiny), "train.objective=preference", "data.source=jsonl", f"data.path={path}"),
+        *("data.chat=pairs", "data.packing=best_fit", "data.pairs_per_row=2"),
+        *("train.sequence_length=64", "log.every=1", "preference.beta=0.5"),
+    ]
+
+
+@pytest.fixture(scope="module")
+def whole(given: list[str], run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that went through; its output is in `output.txt`."""
+    folder = tmp_path_factory.mktemp("whole")
+    output = run("train", *given, f"run.dir={folder}")
+    (folder / "run" / "output.txt").write_text(output)
+    return folder / "run"
+
+
+@pytest.mark.slow
+def test_the_margin_rises(whole: Path) -> None:
+    found = records(whole)
+    first, last = found[1], found[24]
+    assert first["train/loss"] == pytest.approx(np.log(2), rel=1e-4)  # nothing has moved
+    assert first["train/margin"] == pytest.approx(0, abs=1e-4)
+    assert last["train/margin"] > 2 and last["train/accuracy"] == 1
+    assert last["train/loss"] < 0.3
+    for when, record in (("train", last), ("eval", found[24])):
+        rewards = record[f"{when}/reward_chosen"], record[f"{when}/reward_rejected"]
+        assert record[f"{when}/margin"] == pytest.approx(rewards[0] - rewards[1], rel=1e-4)
+    assert found[24]["eval/accuracy"] == 1 and "eval/nats_per_byte" not in found[24]
+    output = (whole / "output.txt").read_text()
+    assert "finding reference log-probabilities of 40 pairs" in output
+    assert re.search(r"validation after step 24: loss \d\.\d+, accuracy 1\.0000, margin ", output)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", thinned(["orpo", "ipo"], 2))
+def test_other_losses_learn_likewise(given: list[str], loss: str, run: Run, tmp_path: Path) -> None:
+    """IPO wants a margin of beta / (2 beta) and no more."""
+    keys = [f"preference.loss={loss}", "checkpoint.every=0"]
+    output = run("train", *given, *keys, f"run.dir={tmp_path}")
+    found = records(tmp_path / "run")
+    assert found[24]["train/margin"] > found[1]["train/margin"] + (0.05 if loss == "orpo" else 0.3)
+    assert found[24]["eval/accuracy"] == 1
+    if loss == "orpo":
+        assert found[24]["train/nats_chosen"] < found[1]["train/nats_chosen"] - 1
+        assert "reference" not in output and not (tmp_path / "run" / REFERENCE_FILE).exists()
+
+
+@pytest.mark.slow
+@pytest.mark.layouts
+def test_the_layout_changes_nothing(
+    given: list[str], whole: Path, run: Run, tmp_path: Path
+) -> None:
+    layout = ["mesh.ici_stage=2", "mesh.ici_fsdp=2", "pipeline.microbatches=2", "train.steps=6"]
+    layout += ["pipeline.loss_block_tokens=24", "eval.every=0", "optim.schedule=constant"]
+    plain = ["train.steps=6", "eval.every=0", "optim.schedule=constant"]
+    found = []
+    for name, keys in (("one", layout), ("other", plain)):
+        run("train", *given, *keys, f"run.dir={tmp_path}", f"run.name={name}")
+        found.append(records(tmp_path / name))
+    stored = [load(tmp_path / name / REFERENCE_FILE) for name in ("one", "other")]
+    assert stored[0] and stored[1] and stored[0].weights == stored[1].weights
+    np.testing.assert_allclose(stored[0].values[""], stored[1].values[""], rtol=SAME)
+    for step in range(1, 7):
+        for tag in ("train/loss", "train/grad_norm", "train/nats_chosen"):
+            assert found[0][step][tag] == pytest.approx(found[1][step][tag], rel=20 * SAME), tag
+
+
+@pytest.mark.slow
+def test_killed_and_resumed_is_bitwise(
+    given: list[str], whole: Path, start: Start, run: Run, tmp_path: Path
+) -> None:
+    process = start("train", *given, f"run.dir={tmp_path}")
+    wait_for(process, "step 10/24")
+    process.kill()
+    process.communicate()
+    before = (tmp_path / "run" / REFERENCE_FILE).read_bytes()
+    output = run("train", *given, f"run.dir={tmp_path}")
+    assert "resuming" in output and "reference log-probabilities" not in output
+    assert (tmp_path / "run" / REFERENCE_FILE).read_bytes() == before
+    assert saved_digest(tmp_path / "run") == saved_digest(whole)
+    wanted, found = records(whole), records(tmp_path / "run")
+    timed = ("perf/", "memory/")
+    for step, record in wanted.items():
+        for tag, value in record.items():
+            if not tag.startswith(timed):
+                assert found[step][tag] == value, (step, tag)
+
+
+@pytest.mark.slow
+def test_a_stopped_search_goes_on(
+    given: list[str], whole: Path, start: Start, run: Run, tmp_path: Path
+) -> None:
+    """By Ctrl-C: what was found is kept, and the references are those of a run without the stop."""
+    folder = tmp_path / "run"
+    process = start("train", *given, f"run.dir={tmp_path}")
+    wait_for(process, "finding reference log-probabilities")
+    process.send_signal(signal.SIGINT)
+    output = process.communicate(timeout=240)[0]
+    assert process.returncode == 130, output
+    is_explained(output)
+    stored, wanted = load(folder / REFERENCE_FILE), load(whole / REFERENCE_FILE)
+    assert stored and wanted
+    known = ~np.isnan(stored.values[""]).any(1)
+    assert known.any()
+    np.testing.assert_array_equal(stored.values[""][known], wanted.values[""][known])
+    output = run("train", *given, f"run.dir={tmp_path}", "train.steps=2", "eval.every=0")
+    if not known.all():
+        left = int((~known).sum())
+        assert f"finding reference log-probabilities of {left} pair" in output
+    again = load(folder / REFERENCE_FILE)
+    assert again is not None
+    np.testing.assert_array_equal(again.values[""], wanted.values[""])
+
+
+def copied(whole: Path, folder: Path, step: int) -> Path:
+    found = Path(shutil.copytree(whole, folder / "run"))
+    forget_after(found, step)
+    return found
+
+
+@pytest.mark.slow
+def test_a_run_does_not_go_on_without_its_references(
+    given: list[str], whole: Path, run: Run, tmp_path: Path
+) -> None:
+    folder = copied(whole, tmp_path, 20)
+    path = folder / REFERENCE_FILE
+    kept = path.read_bytes()
+    for damage in (lambda: path.unlink(), lambda: path.write_bytes(kept[:-300])):
+        path.write_bytes(kept)
+        damage()
+        output = run("train", *given, f"run.dir={tmp_path}", code=74)
+        is_explained(output)
+        assert "lacks the reference log-probabilities" in output
+    path.write_bytes(kept)
+    output = run("train", *given, f"run.dir={tmp_path}", "preference.beta=0.7")
+    assert "preference.beta was 0.5" in output
+    assert events(folder, "done")[-1] == ("done", 24)
+
+
+@pytest.mark.slow
+@pytest.mark.layouts
+def test_references_of_other_weights_are_found_again(
+    given: list[str], whole: Path, run: Run, tmp_path: Path
+) -> None:
+    """Before the first checkpoint a run may start from others."""
+    keys = [f"run.dir={tmp_path}", "train.steps=1", "eval.batches=0"]
+    (tmp_path / "run").mkdir()
+    stored = load(whole / REFERENCE_FILE)
+    assert stored is not None
+    marked = {name: each + 1 for name, each in stored.values.items()}
+    path = tmp_path / "run" / REFERENCE_FILE
+    save(path, type(stored)("0" * 64, stored.digests, marked))
+    output = run("train", *given, *keys)
+    assert "is of other weights, and is written again" in output
+    found = load(path)
+    assert found and (found.values[""] == stored.values[""]).all()
+    assert found.weights == stored.weights
+
+
+@pytest.mark.slow
+def test_evaluation_takes_the_references_of_the_run(
+    given: list[str], whole: Path, run: Run, tmp_path: Path
+) -> None:
+    page = json.loads(
+        run("eval", whole, "--json", "mesh.cpu_devices=1").split("\n{", 1)[-1].join("{ ")
+    )
+    wanted = records(whole)[24]
+    for name in ("loss", "margin", "accuracy"):
+        assert page["preference"][name] == pytest.approx(wanted[f"eval/{name}"], rel=20 * SAME)
+    assert page["pairs"] == 8
+    other = write_records(tmp_path / "other.jsonl", toy(7))
+    output = run("eval", whole, "--data", other, code=2)
+    is_explained(output)
+    assert "references" in output
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.txt").write_text("a text of its own " * 9)
+    assert "nats per byte" in run("eval", whole, "--data", tmp_path / "text")
+
+
+@pytest.mark.slow
+@pytest.mark.layouts
+def test_a_mixture_of_pairs(given: list[str], run: Run, tmp_path: Path) -> None:
+    """Each source has references, losses and an order of its own."""
+    keys = ["data.source=corpus", "data.path=", "data.chat=off", "data.packing=cut"]
+    for name, records_ in (("a", toy(21)), ("b", toy(16)[::-1])):
+        path = write_records(tmp_path / f"{name}.jsonl", records_)
+        section = f"data.mixture.{name}"
+        keys += [f"{section}.source=jsonl", f"{section}.path={path}", f"{section}.chat=pairs"]
+        keys += [f"{section}.packing=best_fit", f"{section}.weight=1"]
+    path = write_records(tmp_path / "set.jsonl", toy(5))
+    keys += ["data.validation.held.source=jsonl", f"data.validation.held.path={path}"]
+    keys += ["data.validation.held.chat=pairs", "data.validation.held.packing=pad"]
+    keys += ["data.validation_overlap=ignore", "train.steps=8", "eval.every=8"]
+    output = run("train", *given, *keys, f"run.dir={tmp_path}")
+    assert "finding reference log-probabilities of 42 pairs" in output
+    stored = load(tmp_path / "run" / REFERENCE_FILE)
+    assert stored and {name: len(each) for name, each in stored.values.items()} == {
+        "a": 21,
+        "b": 16,
+        "validation.held": 5,
+    }
+    last = records(tmp_path / "run")[8]
+    assert last["source/a/loss"] > 0 and last["source/b/eval_loss"] > 0
+    assert last["eval/held/margin"] > 0

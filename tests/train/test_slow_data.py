@@ -1,0 +1,137 @@
+"""A slow or dead reader is named: the source, the file, and how long it has taken."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from maxpipe.data.formats import reads
+from maxpipe.data.formats.reads import reading
+from maxpipe.processes.phases import DATA, LOOP, Phases
+from maxpipe.train import slow_data
+from maxpipe.train.slow_data import SlowData
+from tests.train.runs import Start, ends, pair, write_module
+from tests.waiting import wait_until
+
+
+@pytest.fixture
+def slow() -> Iterator[tuple[SlowData, Phases, list[str]]]:
+    phases, said = Phases(), []
+    reads.take()
+    yield SlowData(phases, said.append, 2), phases, said
+    reads.take()
+
+
+def test_a_document_that_takes_long_is_named_now_and_then(
+    slow: tuple[SlowData, Phases, list[str]],
+) -> None:
+    found, phases, said = slow
+    with phases.enter(LOOP), phases.enter(DATA), reading("data.mixture.web"):
+        read = reading(lambda: "a.jsonl: record 7")
+        with read:
+            for seconds in (1, 9, 10, 11, 19, 21, 41, 43):
+                found._look(read.begun + seconds)
+            name = "reading data.mixture.web, a.jsonl: record 7"
+            assert phases.where().detail == name
+        assert len(said) == 3
+        for text, seconds in zip(said, (10, 21, 43), strict=True):  # twice as long each time
+            assert text.startswith(f"{name}, has taken {seconds} s so far, and the run waits for")
+        found._look(read.begun + 50)
+        assert phases.where().detail == ""
+        with reading(lambda: "b.jsonl: record 1") as _:
+            newest = reads.longest()
+            assert newest is not None
+            found._look(newest.begun + 12)
+    assert "b.jsonl: record 1, has taken 12 s" in said[-1] and len(said) == 4
+
+
+def test_waiting_for_another_process_is_no_read(slow: tuple[SlowData, Phases, list[str]]) -> None:
+    found, phases, said = slow
+    wait = reading(lambda: "process 3 on host, indexing", "waiting for")
+    with wait:
+        found._look(wait.begun + 100)
+        assert phases.where().detail == "waiting for process 3 on host, indexing" and not said
+
+
+def test_steps_that_mostly_wait_for_data(
+    slow: tuple[SlowData, Phases, list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, _, said = slow
+    found.stepped(9.0, 9.5)  # the first ones, with the start of readers
+    for source, file in (("data.mixture.code", "b.py"), ("data.mixture.web", "a.jsonl: record 7")):
+        with reading(source), reading(lambda file=file: file):  # type: ignore[misc]
+            if source.endswith("web"):
+                threading.Event().wait(0.02)
+    for _ in range(3):
+        found.stepped(2.0, 3.0)
+    assert not said
+    found.stepped(2.0, 3.0)
+    [text] = said
+    assert "waited for data for 67% of the last 12 s: reading data.mixture.web took 0.0 s" in text
+    assert "of 2 threads, and reading data.mixture.web, a.jsonl: record 7 0.02 s of it" in text
+    # Not again for a while, and not where steps wait for less.
+    for quiet, waited in ((slow_data._QUIET_SECONDS, 9.0), (0.0, 4.0)):
+        monkeypatch.setattr(found, "_quiet_until", 0.0 if not quiet else found._quiet_until)
+        with reading("data"), reading(lambda: "a"):
+            pass
+        found.stepped(waited, 10.0)
+    assert len(said) == 1
+
+
+HANGS = """
+import sys
+if {rank} in sys.argv:
+    import threading
+    from maxpipe.data.formats.text import TextFiles
+    from maxpipe.train import slow_data
+    slow_data._SLOW_SECONDS = 2.0
+    read, count = TextFiles.read, [0]
+    def hangs(self, index, columns=None):
+        found = read(self, index, columns)
+        if threading.current_thread() is not threading.main_thread():
+            count[0] += 1
+            if count[0] > 30:
+                threading.Event().wait()
+        return found
+    TextFiles.read = hangs
+"""
+
+
+@pytest.mark.faults
+@pytest.mark.slow
+@pytest.mark.multihost
+@pytest.mark.fault("F21")
+def test_the_stall_report_names_source_and_file(start: Start, tiny: Path, tmp_path: Path) -> None:
+    """Two processes, of which the second one's disk does not answer any more."""
+    source = re.search(r"path: ([^,]+),", tiny.read_text())
+    assert source is not None
+    mixed = [f"data.mixture.only.path={source[1]}", "data.mixture.only.source=text", "data.path="]
+    more = ["train.steps=100000", "log.every=1", f"run.dir={tmp_path}", "eval.batches=0"]
+    more += ["runtime.stall_timeout_seconds=40", "checkpoint.every=0", "data.validation_fraction=0"]
+    module = write_module(tmp_path / "modules", HANGS.format(rank=repr("runtime.process_id=1")))
+    with pair(
+        lambda *given: start(*given, modules=module),
+        *(tiny, *mixed, *more, "mesh.cpu_devices=2"),
+    ) as processes:
+        outputs = ends(processes)
+    assert [each.returncode for each in processes] == [71, 71], outputs
+    name = rf"reading data\.mixture\.only, {re.escape(source[1])}/\d+\.txt"
+    for output in outputs:
+        assert re.search(rf"process 1 \(.*\) has been in data for .* \({name}\)\.", output), output
+    assert re.search(rf"warning: {name}, has taken \d+ s so far, and the run waits", outputs[1])
+
+
+def test_its_thread_ends(slow: tuple[SlowData, Phases, list[str]]) -> None:
+    found, phases, _ = slow
+    found._thread.name = "slow data of a test"
+    with found:
+        assert any(each.name == found._thread.name for each in threading.enumerate())
+        phases.detail = "x"
+        wait_until(lambda: not phases.detail)
+        assert not phases.detail
+    found._thread.join(10)
+    assert not found._thread.is_alive()
