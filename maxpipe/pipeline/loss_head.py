@@ -43,6 +43,9 @@ _COTANGENTS = "cotangents"
 
 Given = Mapping[str, Any]
 """Arrays of each token `[B, T, ...]`: those that the objective reads, and the row's source."""
+Judge = Callable[[Scores, Array, Given], tuple[Array | None, Scores]]
+"""(scores, which tokens count, what is given) -> sums, if they were not found before, and the
+cotangents of the scores."""
 
 
 class Loss(NamedTuple):
@@ -104,13 +107,13 @@ class LossHead(NamedTuple):
     ) -> Float[Array, "*sums"]:
         """Sums over the microbatch of the losses that count, and of reports."""
         if self.objective.by_segment:
-            scores = self.scores(norm_params, head, output, inputs)
+            scores = self._of_all(norm_params, head, *self._blocks_of(output, inputs))
             return self._of_segments(scores, inputs, None)[0]
 
         def of_block(output: Array, mask: Array, given: Given) -> tuple[Array, None]:
             logits = self._logits(self.norm(norm_params, output), head)
             scores, _ = self._read(logits, self.objective.reads, given)
-            return self._of_tokens(self.objective, scores, mask, given, None)[0], None
+            return self._of_tokens(self.objective, None, scores, mask, given)[0], None
 
         return by_blocks(of_block, self.block_tokens, *self._blocks_of(output, inputs))[0]
 
@@ -122,19 +125,8 @@ class LossHead(NamedTuple):
         inputs: Any,
     ) -> Scores:
         """What the objective is called with: of each token, or sums of each segment `[B, S]`."""
-
-        def of_block(output: Array, mask: Array, given: Given) -> tuple[None, Scores]:
-            del mask
-            logits = self._logits(self.norm(norm_params, output), head)
-            return None, self._read(logits, self.objective.reads, given)[0]
-
-        found = by_blocks(of_block, self.block_tokens, *self._blocks_of(output, inputs))[1]
-        if not self.objective.by_segment:
-            return found
-        mask, ids = inputs["loss_mask"], inputs["segment_ids"]
-        count = self.objective.by_segment * inputs[self.objective.normaliser].shape[1]
-        of_rows = (segment_sums(each * mask, ids, count) for each in found)
-        return tuple(vary(sum_over(each, CONTEXT)) for each in of_rows)
+        found = self._of_all(norm_params, head, *self._blocks_of(output, inputs))
+        return self._by_segment(found, inputs) if self.objective.by_segment else found
 
     def top(
         self,
@@ -181,18 +173,19 @@ class LossHead(NamedTuple):
         """
         norm_params = vary(norm_params)
         output, mask, given = self._blocks_of(output, inputs)
-        of_segments = None
-        if self.objective.by_segment:
-            # Logits are computed again behind the sums where they are by blocks; else XLA merges.
-            scores = self.scores(norm_params, head, output, inputs)
-            of_segments, cotangents = self._of_segments(scores, inputs, scale)
-            ids = inputs["segment_ids"]
-            given |= {_COTANGENTS: tuple(to_tokens(each, ids) * mask for each in cotangents)}
+        of_segments, judge = None, partial(self._of_tokens, self.objective, scale)
+        if self.objective.by_segment and not 0 < self.block_tokens < mask.size:
+            judge = lambda scores, *_: self._of_segments(scores, inputs, scale)  # noqa: E731
+        elif self.objective.by_segment:
+            # All sums come before the first cotangent: logits of each block are computed again.
+            scores = self._of_all(norm_params, head, output, mask, given)
+            of_segments, known = self._of_segments(scores, inputs, scale)
+            given, judge = given | {_COTANGENTS: known}, _as_known
 
         def of_block(output: Array, mask: Array, given: Given) -> tuple[Any, Array]:
             hidden, norm_vjp = jax.vjp(self.norm, norm_params, output)
             total, d_hidden, d_head = self._differentiated(
-                self.objective, head, hidden, scale, mask, given
+                self.objective.reads, judge, head, hidden, mask, given
             )
             sums = None
             if ahead is not None:
@@ -217,36 +210,34 @@ class LossHead(NamedTuple):
         mask: Float[Array, "B T"],
     ) -> tuple[Float[Array, ""], Float[Array, "B T D"], Float[Array, "D v"]]:
         """That of a head ahead, and its gradients."""
-        given = {"targets": targets}
+        objective, given = CrossEntropy(), {"targets": targets}
         total, d_hidden, d_head = self._differentiated(
-            CrossEntropy(), head, hidden, scale, mask, given
+            objective.reads,
+            partial(self._of_tokens, objective, scale),
+            head,
+            hidden,
+            mask,
+            given,
         )
         assert total is not None
         return total[0], d_hidden, d_head
 
     def _differentiated(
         self,
-        objective: Objective,
+        reads: tuple[Read, ...],
+        judge: Judge,
         head: Float[Array, "D v"],
         hidden: Float[Array, "B T D"],
-        scale: Float[Array, ""],
         mask: Float[Array, "B T"],
         given: Given,
     ) -> tuple[Float[Array, "*sums"] | None, Float[Array, "B T D"], Float[Array, "D v"]]:
-        """Sums, and gradients by this stage's columns: of `hidden`, and of the columns.
-
-        There are no sums if cotangents of the scores are given.
-        """
+        """Sums, and gradients by this stage's columns: of `hidden`, and of the columns."""
 
         def of_block(hidden: Array, mask: Array, given: Given) -> tuple[Any, Array]:
             logits = self._logits(hidden, head)
-            scores, softmaxes = self._read(logits, objective.reads, given)
-            if _COTANGENTS in given:
-                total = None
-                cotangents = tuple(jnp.where(mask != 0, each, 0) for each in given[_COTANGENTS])
-            else:
-                total, cotangents = self._of_tokens(objective, scores, mask, given, scale)
-            found = zip(objective.reads, softmaxes, cotangents, strict=True)
+            scores, softmaxes = self._read(logits, reads, given)
+            total, cotangents = judge(scores, mask, given)
+            found = zip(reads, softmaxes, cotangents, strict=True)
             errors = [_error(logits, softmax, read, given, ct) for read, softmax, ct in found]
             error = sum(errors[1:], start=errors[0])
             error = error if logits.slope is None else error * logits.slope
@@ -296,13 +287,37 @@ class LossHead(NamedTuple):
             softmaxes.append(softmax)
         return tuple(scores), tuple(softmaxes)
 
+    def _of_all(
+        self,
+        norm_params: Any,
+        head: Float[Array, "D v"],
+        output: Float[Array, "B T D"],
+        mask: Float[Array, "B T"],
+        given: Given,
+    ) -> Scores:
+        """What the objective reads of each token."""
+
+        def of_block(output: Array, mask: Array, given: Given) -> tuple[None, Scores]:
+            del mask
+            logits = self._logits(self.norm(norm_params, output), head)
+            return None, self._read(logits, self.objective.reads, given)[0]
+
+        return by_blocks(of_block, self.block_tokens, output, mask, given)[1]
+
+    def _by_segment(self, scores: Scores, inputs: Any) -> Scores:
+        """Sums over the tokens of each segment `[B, S]`, on all devices that have some."""
+        mask, ids = inputs["loss_mask"], inputs["segment_ids"]
+        count = self.objective.by_segment * inputs[self.objective.normaliser].shape[1]
+        of_rows = (segment_sums(each * mask, ids, count) for each in scores)
+        return tuple(vary(sum_over(each, CONTEXT)) for each in of_rows)
+
     def _of_tokens(
         self,
         objective: Objective,
+        scale: Float[Array, ""] | None,
         scores: Scores,
         mask: Float[Array, "B T"],
         given: Given,
-        scale: Float[Array, ""] | None,
     ) -> tuple[Float[Array, "*sums"], Scores]:
         """Sums, and cotangents of the scores for `scale` times the loss."""
         lost, cotangents, reports = _value_and_grad(objective, scores, given, mask, scale)
@@ -311,12 +326,13 @@ class LossHead(NamedTuple):
     def _of_segments(
         self, scores: Scores, inputs: Any, scale: Float[Array, ""] | None
     ) -> tuple[Float[Array, "*sums"], Scores]:
-        """The same of sums of segments, which all devices with tokens of a row have."""
-        weight = inputs[self.objective.normaliser]
-        found = _value_and_grad(self.objective, scores, inputs, weight, scale)
-        lost, cotangents, reports = found
+        """The same by segment, of the scores of all tokens of the microbatch."""
+        weight, rows = inputs[self.objective.normaliser], self._by_segment(scores, inputs)
+        lost, cotangents, reports = _value_and_grad(self.objective, rows, inputs, weight, scale)
         sources = inputs["source_ids"][:, None] if self.num_sources else None
-        return self._summed((lost, *reports), of_one_device(weight), sources), cotangents
+        mask, ids = inputs["loss_mask"], inputs["segment_ids"]
+        of_tokens = tuple(to_tokens(each, ids) * mask for each in cotangents)
+        return self._summed((lost, *reports), of_one_device(weight), sources), of_tokens
 
     def _summed(
         self, values: Scores, weight: Float[Array, "B N"], sources: Int[Array, "B _"] | None
@@ -325,6 +341,12 @@ class LossHead(NamedTuple):
         if sources is None:
             return vary(jnp.stack([each.sum() for each in weighted]))
         return vary(jnp.stack([by_source(each, self.num_sources, sources) for each in weighted]))
+
+
+def _as_known(scores: Scores, mask: Array, given: Given) -> tuple[None, Scores]:
+    """Cotangents that were found before, of the tokens of a block that count."""
+    del scores
+    return None, tuple(jnp.where(mask != 0, each, 0) for each in given[_COTANGENTS])
 
 
 def of_one_device(values: Float[Array, "B N"]) -> Float[Array, "B N"]:

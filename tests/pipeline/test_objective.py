@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +15,7 @@ import pytest
 from jax import Array
 
 from maxpipe.pipeline.loss_head import LossHead
-from maxpipe.pipeline.objective import Extra, Objective, Read, Scores, plain_loss
+from maxpipe.pipeline.objective import CrossEntropy, Extra, Objective, Read, Scores, plain_loss
 from maxpipe.schedule.catalog import SCHEDULES, forward_only
 from maxpipe.train.step import BY_SOURCE
 from tests.cases import TOLERANCE, Case, batch_of, steps_of, thinned
@@ -154,6 +155,21 @@ def test_a_step_reports_what_its_objective_does() -> None:
     nats, targets = (np.asarray(metrics[tag]).sum() for tag in BY_SOURCE)
     np.testing.assert_allclose(metrics["train/loss"], nats / targets, rtol=TOLERANCE)
     assert metrics["train/nats"] > 0 and 0 < metrics["train/likely"] < COUNT
+
+
+def test_logits_are_computed_once_where_they_are_whole() -> None:
+    counts = {}
+    for blocks in (0, 5):
+        for objective in (CrossEntropy(), Mixed(), Better()):
+            case = Case(2, 1, 2, layers=2, loss_block=blocks)
+            text = steps_of(case, case.rows, objective=objective).lower_train().as_text()
+            columns = case.model.vocab_size // 2
+            products = re.findall(rf"dot_general.*-> tensor<\d+x\d+x{columns}xf32>", text)
+            counts[type(objective).__name__, blocks] = len(products)
+    once, again = (counts["CrossEntropy", blocks] for blocks in (0, 5))
+    assert once == again > 0
+    assert counts["Mixed", 0] == counts["Better", 0] == once == counts["Mixed", 5]
+    assert counts["Better", 5] == 2 * once
 
 
 @pytest.mark.parametrize("objective", [Mixed(), Better()], ids=lambda each: type(each).__name__)
