@@ -100,7 +100,7 @@ _SAME_KEY = {
     "checkpoint_activations remat_policy recompute recompute_granularity",
     "train.steps": "max_steps num_steps train_steps total_steps max_train_steps "
     "num_train_steps train_iters iterations max_iters num_iters iters",
-    "train.tokens": "total_tokens num_tokens train_tokens token_budget",
+    "train.tokens": "train_max_tokens total_tokens num_tokens train_tokens token_budget",
     "train.batch_size": "global_batch_size global_train_batch_size total_batch_size "
     "train_batch_size batch bsz",
     "train.sequence_length": "seq_len seq_length max_seq_len max_seq_length sequence_len "
@@ -117,8 +117,8 @@ _SAME_KEY = {
     "optim.weight_decay": "wd adam_weight_decay",
     "optim.average_decay": "ema_decay",
     "eval.patience": "early_stopping_patience",
-    "optim.clip_norm": "grad_clip max_grad_norm clip_grad gradient_clipping max_norm "
-    "gradient_clip gradient_clip_val gradient_clipping_threshold clip_grad_norm",
+    "optim.clip_norm": "grad_clip max_grad_norm clip_grad train_clip optim_clip gradient_clipping "
+    "max_norm gradient_clip gradient_clip_val gradient_clipping_threshold clip_grad_norm",
     "data.source": "dataset_type dataset_format data_type",
     "data.path": "data_path data_dir data_files dataset dataset_name dataset_path train_data "
     "train_file train_files",
@@ -151,7 +151,7 @@ _SAME_KEY = {
     "log.progress": "progress_bar disable_tqdm",
     "runtime.platform": "device accelerator backend",
     "runtime.num_processes": "world_size nnodes num_nodes num_hosts nproc",
-    "runtime.process_id": "process_index node_rank",
+    "runtime.process_id": "runtime_rank process_index node_rank",
     "distill.teacher": "teacher_model teacher_path teacher_model_name_or_path distillation_teacher",
     "distill.temperature": "distillation_temperature distill_temperature kd_temperature",
     "distill.weight": "distillation_weight distill_weight distill_alpha kd_weight kd_ratio",

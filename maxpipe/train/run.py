@@ -119,6 +119,7 @@ class Run:
         return lessons.batches(self.datasets.train, start, stop)
 
     def batches(self, loader: Loader, start: int, stop: int) -> contextlib.closing[Generator[Any]]:
+        """Those of any documents from `start` to before `stop`, read ahead."""
         return batches(self.steps.batch_sharding, loader, start, stop)
 
     def can_stop_behind(self, step: int) -> bool:

@@ -16,7 +16,8 @@ from maxpipe.model.parts.mlp import GatedMLP
 from maxpipe.model.spec import Branch, Dims, Kind, Matmul, Model, Operation
 from maxpipe.plan import sizes as sizes_module
 from maxpipe.plan.cost import CostModel, cost
-from maxpipe.plan.memory import buffers, memory
+from maxpipe.plan.memory import buffers, memory, state
+from maxpipe.plan.optimizer import optimizer_bytes
 from maxpipe.plan.sizes import Sizes, schedule_of
 from tests.plan.test_memory import config_of
 
@@ -137,7 +138,10 @@ def test_memory_is_the_sum_of_what_each_kind_has(config: Config, schedule: str, 
         assert found["deferred"] == table.num_deferred * deferred
     assert (kept["wide"] > kept["layer"]) == (remat in ("names", "none"))
     parameters = 3 * sizes.layer_elements("wide") + 5 * sizes.layer_elements("layer")
-    assert sizes.held_elements() + sizes.outside_elements() == parameters
+    tables = sizes.embedding_elements() + sizes.head_elements() + sizes.norm_elements
+    # In float32, beside two moments.
+    assert optimizer_bytes(sizes) == 2 * 4 * (parameters + tables)
+    assert state(sizes)["state"] == 3 * 4 * (parameters + tables) + 12
     # The layer at work is the larger one.
     working = memory(sizes, table, platform="tpu").terms["layer"]
     mlp = 6 * 2 * sizes.activated(((4 * config.model.d_mlp, "mlp"),))

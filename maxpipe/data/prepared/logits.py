@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypedDict
@@ -21,7 +20,15 @@ from maxpipe.boundary import files
 from maxpipe.boundary.signed import opened, signed
 from maxpipe.data.prepared.folder import OUT, bring_to_disk, elsewhere, enter, resume
 from maxpipe.data.prepared.indexed import BIN, dtype_for
-from maxpipe.data.prepared.manifest import CRC_FILE, JOURNAL, FileEntry, differences, shard_name
+from maxpipe.data.prepared.manifest import (
+    CRC_FILE,
+    JOURNAL,
+    FileEntry,
+    Folders,
+    differences,
+    read_signed,
+    shard_name,
+)
 from maxpipe.data.prepared.ranges import (
     BLOCK_BYTES,
     Checked,
@@ -36,8 +43,7 @@ from maxpipe.errors import ConfigError, StorageError
 
 MANIFEST = "logits.json"
 _FORMAT = 1
-_KEY = "distill.stored"
-_LARGEST_BYTES = 1 << 28
+_ANSWERS = Folders("maxpipe distill prepare", "distill.stored", MANIFEST, (_FORMAT,))
 _IDENTITY = ("tokens", "segment_ids")
 """Arrays of a row by which it is known again."""
 
@@ -238,35 +244,8 @@ def is_there(folder: str) -> bool:
 
 
 def read_manifest(folder: str) -> Manifest:
-    """The manifest of a folder or `gs://BUCKET/PATH`.
-
-    Raises:
-        ConfigError: there is none, or it is of a later version of maxpipe.
-        StorageError: it is damaged, or cannot be read.
-    """
-    path = joined(folder, MANIFEST)
-    try:
-        file = open_ranges(path)
-    except StorageError as error:
-        if not isinstance(error.__cause__, FileNotFoundError | NotADirectoryError):
-            raise
-        raise _none(folder) from error
-    if file.size > _LARGEST_BYTES:
-        raise damaged(path, f"it has {file.size} bytes, at most {_LARGEST_BYTES} are read")
-    try:
-        found = opened(file.read(0, file.size), Manifest)
-        if found["format"] == _FORMAT:
-            _check(found)
-    except ValueError as error:
-        raise damaged(path, str(error)) from error
-    if found["format"] != _FORMAT:
-        raise ConfigError.one(
-            _KEY,
-            folder,
-            f"must be of format {_FORMAT}: it was written as format {found['format']}.",
-            "Read it with the maxpipe that wrote it, or prepare it again.",
-        )
-    return found
+    """The manifest of a folder or `gs://BUCKET/PATH`; raises as that of documents does."""
+    return read_signed(_ANSWERS, folder, Manifest, _check)
 
 
 def _check(found: Manifest) -> None:
@@ -287,15 +266,6 @@ def _check(found: Manifest) -> None:
         left -= rows
     if left:
         raise ValueError(f"its shards lack {left} rows")
-
-
-def _none(folder: str) -> ConfigError:
-    rule = f"must be a folder that `maxpipe distill prepare` wrote: it has no {MANIFEST}."
-    action = "Write it with `maxpipe distill prepare ... --out DIR`."
-    if os.path.exists(joined(folder, JOURNAL)):
-        rule = "must be prepared to the end, and is not: it has no manifest yet."
-        action = "Run the same `maxpipe distill prepare` again: it goes on where it was stopped."
-    return ConfigError.one(_KEY, folder, rule, action)
 
 
 def open_stored(
@@ -335,7 +305,7 @@ def open_stored(
     if lines:
         more = f"; and {len(lines) - 4} more" if len(lines) > 4 else ""
         raise ConfigError.one(
-            _KEY,
+            _ANSWERS.key,
             folder,
             f"must be of the rows that this run reads: {'; '.join(lines[:4])}{more}.",
             "Restore documents, tokenizer, run.seed and data.* of then, or prepare it again.",
@@ -376,7 +346,7 @@ class StoredAnswers:
         if int(record["digest"]) != digest_of(row):
             named = f" of {source}" if source else ""
             raise ConfigError.one(
-                _KEY,
+                _ANSWERS.key,
                 self._folder,
                 f"must be of the documents of this run: sequence {sequence}{named} has other "
                 "tokens than when it was prepared.",

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from typing import Any, NotRequired, TypedDict
+from collections.abc import Callable
+from typing import Any, NamedTuple, NotRequired, TypedDict, TypeVar
 
 import numpy as np
 
@@ -44,6 +45,24 @@ _TEXTS, _CONVERSATIONS = 1, 2
 _LARGEST_BYTES = 1 << 28
 # How documents are read, not what they are.
 _UNRELATED = ("unreadable", "unreadable_limit", "largest_unpacked_bytes", "packing")
+
+
+T = TypeVar("T")
+
+
+class Folders(NamedTuple):
+    """Folders that a command prepares."""
+
+    command: str
+    key: str
+    """The config key that names one to be read."""
+    file: str
+    """Of the manifest."""
+    formats: tuple[int, ...]
+    """That are read."""
+
+
+_DOCUMENTS = Folders("maxpipe data prepare", "data.path", FILE, (_TEXTS, _CONVERSATIONS))
 
 
 class FileEntry(TypedDict):
@@ -181,36 +200,56 @@ def read_manifest(folder: str) -> Manifest:
         ConfigError: there is none, or it is of a later version of maxpipe.
         StorageError: it is damaged, or cannot be read.
     """
-    path = joined(folder, FILE)
+    return read_signed(_DOCUMENTS, folder, Manifest, _check)
+
+
+def read_signed(kind: Folders, folder: str, form: type[T], check: Callable[[T], None]) -> T:
+    """The manifest, of this form, of a folder or `gs://BUCKET/PATH`.
+
+    `check` raises ValueError for numbers that no folder has: the digest of a manifest says only
+    that it was written as a whole.
+
+    Raises:
+        ConfigError: there is none, or it is of a later version of maxpipe.
+        StorageError: it is damaged, or cannot be read.
+    """
+    path = joined(folder, kind.file)
     try:
         file = open_ranges(path)
     except StorageError as error:
         if not isinstance(error.__cause__, FileNotFoundError | NotADirectoryError):
             raise
-        raise _none(folder) from error
+        raise _absent(kind, folder) from error
     if file.size > _LARGEST_BYTES:
         raise damaged(path, f"it has {file.size} bytes, at most {_LARGEST_BYTES} are read")
     try:
-        found = opened(file.read(0, file.size), Manifest)
+        found = opened(file.read(0, file.size), form)
+        if (number := found["format"]) in kind.formats:  # type: ignore[index]
+            check(found)
     except ValueError as error:
         raise damaged(path, str(error)) from error
-    if found["format"] not in (_TEXTS, _CONVERSATIONS):
+    if number not in kind.formats:
+        known = " or ".join(map(str, kind.formats))
         raise ConfigError.one(
-            "data.path",
+            kind.key,
             folder,
-            f"must be of format {_TEXTS} or {_CONVERSATIONS}: it was written as format "
-            f"{found['format']}.",
-            "Read it with the maxpipe that wrote it, or prepare the documents again.",
+            f"must be of format {known}: it was written as format {number}.",
+            f"Read it with the maxpipe that wrote it, or run `{kind.command}` again.",
         )
-    try:
-        _check(found)
-    except ValueError as error:
-        raise damaged(path, str(error)) from error
     return found
 
 
+def _absent(kind: Folders, folder: str) -> ConfigError:
+    rule = f"must be a folder that `{kind.command}` wrote: it has no {kind.file}."
+    action = f"Set {kind.key} to one, or write it with `{kind.command} ... --out DIR`."
+    if os.path.exists(joined(folder, JOURNAL)):
+        rule = "must be prepared to the end, and is not: it has no manifest yet."
+        action = f"Run the same `{kind.command}` again: it goes on where it was stopped."
+    return ConfigError.one(kind.key, folder, rule, action)
+
+
 def _check(found: Manifest) -> None:
-    """Raises ValueError for numbers that no folder has: its digest says only who wrote it last."""
+    """Raises ValueError for numbers that no folder has."""
     shards, masked = found["shards"], has_masks(found)
     if masked != ("chat" in found["source"]):
         raise ValueError("it is of conversations and of texts")
@@ -243,12 +282,3 @@ def _check(found: Manifest) -> None:
     counts = found["byte_counts"]
     if len(counts) != 256 or min(counts) < 0 or sum(counts) != found["text_bytes"] or not shards:
         raise ValueError("it has shards or a histogram of bytes that cannot be")
-
-
-def _none(folder: str) -> ConfigError:
-    rule = f"must be a folder that `maxpipe data prepare` wrote: it has no {FILE}."
-    action = "Set data.path to one, or write it with `maxpipe data prepare ... --out DIR`."
-    if os.path.exists(joined(folder, JOURNAL)):
-        rule = "must be prepared to the end, and is not: it has no manifest yet."
-        action = "Run the same `maxpipe data prepare` again: it goes on where it was stopped."
-    return ConfigError.one("data.path", folder, rule, action)
