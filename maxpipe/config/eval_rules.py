@@ -17,16 +17,30 @@ Best = Literal["smallest", "largest"]
 def metrics_of(config: Config) -> dict[str, Best]:
     """Tags of what an evaluation of this config writes, and which value of each is the best."""
     data, found = config.data, dict[str, Best]()
-    if config.eval.batches and (data.validation_fraction or data.validation or is_synthetic(data)):
-        inner = [f"eval/{name}/" for name in ("", *sorted(data.validation))]
-        tags = [f"{each.replace('//', '/')}{what}" for each in inner for what in _LOSSES]
-        tags += [f"source/{name}/eval_{what}" for name in sorted(data.mixture) for what in _LOSSES]
-        found |= dict.fromkeys(tags, "smallest")
+    has_documents = data.validation_fraction or data.validation or is_synthetic(data)
+    if config.eval.batches and has_documents and config.train.objective != "grpo":
+        pairs = config.train.objective == "preference"
+        losses = _LOSSES[:1] if pairs else _LOSSES
+        best: dict[str, Best] = dict.fromkeys(losses, "smallest")
+        best |= OF_PAIRS if pairs else {}
+        for inner in ("eval/", *(f"eval/{name}/" for name in sorted(data.validation))):
+            found |= {inner + what: value for what, value in best.items()}
+        for name in sorted(data.mixture):
+            found |= {f"source/{name}/eval_{what}": "smallest" for what in losses}
     for name in sorted(config.eval.tasks):
         found |= dict.fromkeys([f"eval/{name}/{what}" for what in _ACCURACIES], "largest")
     return found
 
 
+OF_PAIRS: dict[str, Best] = {
+    "margin": "largest",
+    "accuracy": "largest",
+    "reward_chosen": "largest",
+    "reward_rejected": "smallest",
+    "nats_chosen": "smallest",
+    "nats_rejected": "largest",
+}
+"""What evaluations of preferences report beside the loss."""
 _LOSSES, _ACCURACIES = ("loss", "nats_per_byte"), ("accuracy", "accuracy_by_bytes")
 
 

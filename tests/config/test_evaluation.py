@@ -7,6 +7,7 @@ import pytest
 from maxpipe.config.eval_rules import metrics_of
 from maxpipe.config.load import load
 from maxpipe.errors import ConfigError
+from maxpipe.objectives.preference import Preference
 
 CHATS = ("data.source=jsonl", "data.path=chats.jsonl", "data.chat=messages")
 TASK = "eval.tasks.sums.path=sums.jsonl"
@@ -81,6 +82,16 @@ def test_metrics_are_those_of_what_is_evaluated() -> None:
         ),
         **dict.fromkeys(["eval/sums/accuracy", "eval/sums/accuracy_by_bytes"], "largest"),
     }
+
+
+def test_metrics_of_preferences_are_what_their_objective_reports() -> None:
+    pairs = ["train.objective=preference", "data.chat=pairs", "data.packing=best_fit"]
+    given = ["tiny", "train.steps=3", "data.source=jsonl", "data.path=a.jsonl", *pairs]
+    found = metrics_of(load([*given, "data.validation_fraction=0.2"]).config)
+    assert {*found} == {"eval/loss", *(f"eval/{name}" for name in Preference.reported)}
+    assert found["eval/margin"] == "largest" and found["eval/loss"] == "smallest"
+    kept = [*given, "data.validation_fraction=0.2", "checkpoint.best_metric=eval/margin"]
+    assert load([*kept, "checkpoint.best_is=largest"]).config.checkpoint.best_is == "largest"
 
 
 def test_what_a_run_evaluates_does_not_bind_other_commands() -> None:
