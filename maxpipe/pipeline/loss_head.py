@@ -43,7 +43,7 @@ _COTANGENTS = "cotangents"
 
 Given = Mapping[str, Any]
 """Arrays of each token `[B, T, ...]`: those that the objective reads, and the row's source."""
-Judge = Callable[[Scores, Array, Given], tuple[Array | None, Scores]]
+CotangentsOf = Callable[[Scores, Array, Given], tuple[Array | None, Scores]]
 """(scores, which tokens count, what is given) -> sums, if they were not found before, and the
 cotangents of the scores."""
 
@@ -173,19 +173,19 @@ class LossHead(NamedTuple):
         """
         norm_params = vary(norm_params)
         output, mask, given = self._blocks_of(output, inputs)
-        of_segments, judge = None, partial(self._of_tokens, self.objective, scale)
+        of_segments, cotangents_of = None, partial(self._of_tokens, self.objective, scale)
         if self.objective.by_segment and not 0 < self.block_tokens < mask.size:
-            judge = lambda scores, *_: self._of_segments(scores, inputs, scale)  # noqa: E731
+            cotangents_of = lambda scores, *_: self._of_segments(scores, inputs, scale)  # noqa: E731
         elif self.objective.by_segment:
             # All sums come before the first cotangent: logits of each block are computed again.
             scores = self._of_all(norm_params, head, output, mask, given)
             of_segments, known = self._of_segments(scores, inputs, scale)
-            given, judge = given | {_COTANGENTS: known}, _as_known
+            given, cotangents_of = given | {_COTANGENTS: known}, _as_known
 
         def of_block(output: Array, mask: Array, given: Given) -> tuple[Any, Array]:
             hidden, norm_vjp = jax.vjp(self.norm, norm_params, output)
             total, d_hidden, d_head = self._differentiated(
-                self.objective.reads, judge, head, hidden, mask, given
+                self.objective.reads, cotangents_of, head, hidden, mask, given
             )
             sums = None
             if ahead is not None:
@@ -225,7 +225,7 @@ class LossHead(NamedTuple):
     def _differentiated(
         self,
         reads: tuple[Read, ...],
-        judge: Judge,
+        cotangents_of: CotangentsOf,
         head: Float[Array, "D v"],
         hidden: Float[Array, "B T D"],
         mask: Float[Array, "B T"],
@@ -236,7 +236,7 @@ class LossHead(NamedTuple):
         def of_block(hidden: Array, mask: Array, given: Given) -> tuple[Any, Array]:
             logits = self._logits(hidden, head)
             scores, softmaxes = self._read(logits, reads, given)
-            total, cotangents = judge(scores, mask, given)
+            total, cotangents = cotangents_of(scores, mask, given)
             found = zip(reads, softmaxes, cotangents, strict=True)
             errors = [_error(logits, softmax, read, given, ct) for read, softmax, ct in found]
             error = sum(errors[1:], start=errors[0])

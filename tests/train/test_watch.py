@@ -23,7 +23,7 @@ from maxpipe.errors import NumbersError, Preempted, ReplicaError
 from maxpipe.processes import runtime
 from maxpipe.processes.link import Link
 from maxpipe.telemetry import goodput
-from maxpipe.train import build, run
+from maxpipe.train import build, run, set_up
 from maxpipe.train.loop import train
 from maxpipe.train.state import TrainState
 from maxpipe.train.step import Steps
@@ -108,7 +108,7 @@ def here(
     tiny: Path, tmp_path: Path, steps_once: Callable[..., Steps], monkeypatch: pytest.MonkeyPatch
 ) -> Here:
     runs = Here(tiny, tmp_path)
-    monkeypatch.setattr(run, "steps_of", steps_once)
+    monkeypatch.setattr(set_up, "steps_of", steps_once)
     monkeypatch.setattr(Loader, "batch", runs.spoil(Loader.batch))
     monkeypatch.setattr(runtime, "_prepare", lambda config, cpu_devices: None)
     return runs
