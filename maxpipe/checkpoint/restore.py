@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from etils import epath
 from jax.experimental import multihost_utils
@@ -56,7 +57,7 @@ def first_of_all(text: str) -> str:
     mine = np.zeros(_TEXT_BYTES, np.uint8)
     encoded = text.encode()[:_TEXT_BYTES]
     mine[: len(encoded)] = np.frombuffer(encoded, np.uint8)
-    for row in np.asarray(multihost_utils.process_allgather(mine)):
+    for row in _gathered(mine):
         if row.any():
             return row.tobytes().rstrip(b"\0").decode(errors="ignore")
     return ""
@@ -225,11 +226,19 @@ def _over_processes(sums: dict[str, Sum]) -> dict[str, Sum]:
         mine = np.array(
             [(one.value, one.elements, one.non_finite) for one in sums.values()], np.uint64
         )
-        rows = np.asarray(multihost_utils.process_allgather(mine.view(np.uint32)))
+        rows = _gathered(mine.view(np.uint32))
         total = rows.view(np.uint64).sum(axis=0, dtype=np.uint64)  # modulo 2**64
         for one, (value, elements, non_finite) in zip(sums.values(), total, strict=True):
             one.value, one.elements, one.non_finite = int(value), int(elements), int(non_finite)
     return sums
+
+
+def _gathered(mine: np.ndarray) -> np.ndarray:
+    """`[processes, ...]`: every process' array."""
+    # XLA for CPUs runs programs of a device in their order, and those of several devices in theirs,
+    # but both at once, so that their messages get mixed. All that were begun end before this does.
+    jax.block_until_ready(jax.jit(jnp.add)(0, 0))
+    return np.asarray(multihost_utils.process_allgather(mine))
 
 
 def content_digest(tree: Tree) -> str:

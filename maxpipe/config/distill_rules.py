@@ -9,11 +9,6 @@ from maxpipe.config.schema import Config
 from maxpipe.errors import Finding
 
 _OBJECTIVE = "train.objective"
-ONE_PROCESS = "is asked by runs of one process: arrays do not travel between meshes of several."
-STORED_INSTEAD = (
-    "Store its answers with `maxpipe distill prepare ... --out DIR`, and set distill.teacher='' "
-    "and distill.stored=DIR, which any number of processes read."
-)
 
 
 @rule(_OBJECTIVE, "distill.teacher", "distill.stored")
@@ -60,13 +55,6 @@ def _stored_needs_no_devices(config: Config) -> Iterator[Finding]:
                 "has no effect with distill.stored: no teacher runs.",
                 f"Set distill.{name}={empty}.",
             )
-
-
-@rule(_OBJECTIVE, "distill.teacher", "runtime.num_processes")
-def _one_process_asks(config: Config) -> Iterator[Finding]:
-    own = config.distill
-    if config.train.objective == "distill" and own.teacher and config.runtime.num_processes > 1:
-        yield Finding("distill.teacher", ONE_PROCESS, STORED_INSTEAD)
 
 
 @rule("distill.layout")

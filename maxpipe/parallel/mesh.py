@@ -121,17 +121,34 @@ def build_mesh(config: MeshConfig, devices: Sequence[Device] | None = None) -> M
 def divided(devices: Sequence[Device], count: int, key: str) -> tuple[list[Device], list[Device]]:
     """All devices but the last `count`, and these. Of 0: all, twice.
 
+    Each process keeps some and gives as many as the others, so that both have devices everywhere.
+
     Raises:
-        ConfigError: none would be left; `key` gave the count.
+        ConfigError: none would be left, or a process would give more; `key` gave the count.
     """
     if not count:
         return list(devices), list(devices)
-    if (most := len(devices) - 1) < count:
+    own: dict[int, list[Device]] = {}
+    for device in devices:
+        own.setdefault(device.process_index, []).append(device)
+    processes, smallest = len(own), min(len(mine) for mine in own.values())
+    each, rest = divmod(count, processes)
+    if rest or smallest <= each:
+        most = (smallest - 1) * processes
         rule = f"must leave devices to the rest of the run: there are {len(devices)}."
-        more = f", or mesh.cpu_devices={2 * count}" if devices[0].platform == "cpu" else ""
-        action = f"Set {key}={most} or less, 0 to take turns on all{more}."
+        if processes > 1:
+            rule = (
+                f"must be a multiple of {processes}, as many of each process, and leave "
+                f"devices to the rest of the run in each: there are {len(devices)}."
+            )
+        fits = min(most, up(count, processes)) if rest else most
+        less = " or less" if not rest else ""
+        more = f", or mesh.cpu_devices={2 * each}" if devices[0].platform == "cpu" else ""
+        action = f"Set {key}={fits}{less}, 0 to take turns on all{more}."
         raise ConfigError.one(key, count, rule, action)
-    return list(devices[:-count]), list(devices[-count:])
+    given = [device for mine in own.values() for device in mine[-each:]]
+    kept = [device for mine in own.values() for device in mine[:-each]]
+    return kept, given
 
 
 def _type_of(axis: str, size: int, config: MeshConfig) -> AxisType:

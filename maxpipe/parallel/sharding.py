@@ -95,10 +95,17 @@ BATCH_SPEC = PartitionSpec(BATCH_AXES)
 """Of every array of a batch: rows over the batch axes, the same for all stages."""
 
 
+def rows_by_process(sharding: NamedSharding, num_rows: int) -> dict[int, np.ndarray]:
+    """Numbers of the rows of a batch that each process' devices hold, ascending."""
+    found: dict[int, list[np.ndarray]] = {}
+    for device, index in sharding.devices_indices_map((num_rows,)).items():
+        found.setdefault(device.process_index, []).append(np.arange(num_rows)[index])
+    return {process: np.unique(np.concatenate(rows)) for process, rows in found.items()}
+
+
 def local_rows(sharding: NamedSharding, num_rows: int) -> np.ndarray:
     """Numbers of the rows of a batch that this process' devices hold, ascending."""
-    indices = sharding.addressable_devices_indices_map((num_rows,)).values()
-    return np.unique(np.concatenate([np.arange(num_rows)[index] for index in indices]))
+    return rows_by_process(sharding, num_rows)[jax.process_index()]
 
 
 def place_rows(
@@ -115,6 +122,23 @@ def place_rows(
         return jax.make_array_from_callback((num_rows, *array.shape[1:]), sharding, part)
 
     return {name: place(array) for name, array in host.items()}
+
+
+def placed_again(arrays: Mapping[str, jax.Array], sharding: NamedSharding) -> dict[str, jax.Array]:
+    """Arrays `[B, ...]` of another mesh, split over the rows alone, on the mesh of `sharding`.
+
+    Each process takes the rows that its devices need from those that they hold, which must be
+    enough of them. Of several processes they go by way of the host.
+    """
+    if jax.process_count() == 1:
+        return jax.device_put(dict(arrays), dict.fromkeys(arrays, sharding))
+    found: dict[str, jax.Array] = {}
+    for name, array in arrays.items():
+        parts = {shard.index[0].indices(len(array))[0]: shard for shard in array.addressable_shards}
+        mine = [np.asarray(parts[first].data) for first in sorted(parts)]
+        rows = local_rows(array.sharding, len(array))
+        found |= place_rows({name: np.concatenate(mine)}, rows, len(array), sharding)
+    return found
 
 
 def constrain(x: jax.Array, logical: Sequence[str | None], rules: AxisRules) -> jax.Array:

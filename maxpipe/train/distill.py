@@ -6,6 +6,7 @@ import contextlib
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import jax
@@ -19,7 +20,7 @@ from maxpipe.data.loader import Datasets, Loader
 from maxpipe.data.prepared.logits import StoredAnswers, TeacherEntry, open_stored
 from maxpipe.data.stream import Arrays
 from maxpipe.objectives.distill import TEACHER_IDS, TEACHER_LOGPROBS
-from maxpipe.parallel.sharding import place_rows
+from maxpipe.parallel.sharding import local_rows, place_rows, placed_again
 from maxpipe.processes.phases import STEP, Phases
 from maxpipe.train.step import Steps
 from maxpipe.train.teacher import Answer, Teacher, open_teacher
@@ -39,9 +40,18 @@ class Lessons:
         self.teacher, self._sharding, self._phases = teacher, sharding, phases
         self._waited, self._bytes, self._count = 0.0, 0, 0
 
+    def compile(self, count: int) -> None:
+        """Compiles the teacher for batches of this number of rows."""
+        self.teacher.compile(count, self._sharding)
+
     def batches(self, loader: Loader, start: int, stop: int) -> contextlib.closing[Generator[Any]]:
         """Global batches of the steps from `start` to before `stop`, read ahead."""
-        source = loader.batches(start, stop_step=stop)
+        held = self._sharding, self.teacher.steps.batch_sharding
+        rows = {
+            count: reduce(np.union1d, (local_rows(each, count) for each in held))
+            for count in loader.ramp.sizes(start)
+        }
+        source = loader.batches(start, rows.__getitem__, stop_step=stop)
 
         def taught() -> Generator[Any]:
             asked: tuple[Any, Answer, int] | None = None
@@ -49,8 +59,8 @@ class Lessons:
                 with source:
                     for step, host in enumerate(source, start):
                         _, count = loader.ramp.place(step)
-                        answer, sent = self.teacher.ask(host, count)
-                        batch = place_rows(host, np.arange(count), count, self._sharding)
+                        answer, sent = self.teacher.ask(host, rows[count], count)
+                        batch = place_rows(host, rows[count], count, self._sharding)
                         before, asked = asked, (batch, answer, sent)
                         if before is not None:
                             yield self._answered(*before)
@@ -69,7 +79,7 @@ class Lessons:
         self._waited += time.perf_counter() - begin
         self._count += 1
         self._bytes += sent + sum(each.nbytes for each in answer.values())
-        return batch | jax.device_put(answer, dict.fromkeys(answer, self._sharding))
+        return batch | placed_again(answer, self._sharding)
 
     def take(self) -> dict[str, float]:
         """Metrics of a step, means since the last call."""
@@ -102,7 +112,7 @@ class Taught:
         if self.lessons is not None:
             with stage("compiling the teacher"):
                 for rows in sizes:
-                    self.lessons.teacher.compile(rows)
+                    self.lessons.compile(rows)
 
     def take(self) -> dict[str, float]:
         """Metrics of a step, means since the last call."""

@@ -156,7 +156,8 @@ def _answers(
         for first in range(begun - begun % size, total, size):
             rows = range(first, min(first + size, total))
             digests, batch = _read(loader, [place(row) for row in rows], size)
-            before, asked = asked, (rows, digests, teacher.ask(batch, size)[0])
+            answer, _ = teacher.ask(batch, np.arange(size), size)
+            before, asked = asked, (rows, digests, answer)
             if before is not None:
                 yield _taken(*before, begun)
         if asked is not None:

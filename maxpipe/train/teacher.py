@@ -14,9 +14,9 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding
 
 from maxpipe.config.check import check, where
-from maxpipe.config.distill_rules import ONE_PROCESS, STORED_INSTEAD
 from maxpipe.config.load import Loaded, to_dict
 from maxpipe.config.schema import Config, TokenizerConfig
 from maxpipe.config.training import asks_teacher
@@ -28,7 +28,7 @@ from maxpipe.exchange.named import named
 from maxpipe.exchange.source import folder_of
 from maxpipe.objectives.distill import TEACHER_IDS, TEACHER_LOGPROBS
 from maxpipe.parallel.mesh import Device, build_mesh, describe, divided, resolve
-from maxpipe.parallel.sharding import place_rows
+from maxpipe.parallel.sharding import place_rows, rows_by_process
 from maxpipe.pipeline.loss_head import LossHead
 from maxpipe.train.build import steps_of
 from maxpipe.train.chosen import Chosen, choose
@@ -70,19 +70,30 @@ class Teacher:
     def _reads(self) -> list[str]:
         return list(self.steps.abstract_batch())
 
-    def compile(self, count: int) -> None:
-        """Compiles it for batches of this number of rows."""
+    def compile(self, count: int, wanted: NamedSharding | None = None) -> None:
+        """Compiles it for batches of this number of rows.
+
+        A process whose devices need rows in `wanted` that its teacher's devices lack finds them
+        there all the same: then every device has all answers.
+        """
         if count not in self._programs:
             ask = partial(LossHead.top, count=self.top_k, temperature=self.temperature)
-            self._programs[count] = self.steps.compile_rows(ask, count)
+            everywhere = wanted is not None and self._lacks(wanted, count)
+            self._programs[count] = self.steps.compile_rows(ask, count, everywhere=everywhere)
 
-    def ask(self, host: Batch, count: int) -> tuple[Answer, int]:
-        """Begins to compute what it says of a batch of this number of rows.
+    def _lacks(self, wanted: NamedSharding, count: int) -> bool:
+        """Whether any process has other rows here than it needs."""
+        held = rows_by_process(self.steps.batch_sharding, count)
+        needed = rows_by_process(wanted, count)
+        return any(not np.isin(rows, held[process]).all() for process, rows in needed.items())
+
+    def ask(self, host: Batch, rows: np.ndarray, count: int) -> tuple[Answer, int]:
+        """Begins to compute what it says of a batch of `count` rows, of which these are in `host`.
 
         Returns that, on its own mesh, and the bytes of the batch that were sent to its devices.
         """
         given = {name: host[name] for name in self._reads}
-        batch = place_rows(given, np.arange(count), count, self.steps.batch_sharding)
+        batch = place_rows(given, rows, count, self.steps.batch_sharding)
         logprobs, ids = self._programs[count](self.params, batch)
         sent = sum(array.nbytes for array in batch.values())
         return {TEACHER_IDS: ids, TEACHER_LOGPROBS: logprobs}, sent
@@ -95,10 +106,8 @@ def devices_of(config: Config) -> tuple[list[Device], list[Device]]:
     """Those of the student, and those of its teacher: the same, or others.
 
     Raises:
-        ConfigError: there are not enough, or other processes have some.
+        ConfigError: there are not enough, or processes would have unlike ones.
     """
-    if asks_teacher(config) and jax.process_count() > 1:
-        raise ConfigError.one(KEY, config.distill.teacher, ONE_PROCESS, STORED_INSTEAD)
     count = config.distill.devices if asks_teacher(config) else 0
     return divided(jax.devices(), count, "distill.devices")
 

@@ -230,6 +230,18 @@ def test_the_last_devices_are_dealt_out(devices: list[Any]) -> None:
             divided(devices, count, "some.key")
 
 
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(3, "Set some.key=4, 0 to"), (9, "Set some.key=6, 0 to"), (8, "Set some.key=6 or less, 0 to")],
+)
+def test_every_process_deals_out_as_many(count: int, text: str) -> None:
+    devices = [FakeDevice("tpu", number // 4, number) for number in range(8)]
+    kept, given = divided(devices, 2, "some.key")
+    assert given == [devices[3], devices[7]] and kept == devices[:3] + devices[4:7]
+    with pytest.raises(ConfigError, match=text):
+        divided(devices, count, "some.key")
+
+
 def test_devices_that_are_not_next_to_each_other_are_a_mesh(
     monkeypatch: pytest.MonkeyPatch, devices: list[Any]
 ) -> None:

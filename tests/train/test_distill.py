@@ -230,10 +230,6 @@ REFUSED: list[tuple[tuple[str, ...], str]] = [
     (("distill.layout=[train.steps=2]",), "must hold keys of the sections mesh and pipeline"),
     (("distill.teacher=absent",), "distill.teacher = absent"),
     (("distill.teacher=hf:absent",), "absent"),
-    (
-        ("runtime.num_processes=2", "runtime.coordinator=localhost:1234"),
-        "is asked by runs of one process",
-    ),
     (("distill.stored=answers",), "must be empty with distill.teacher"),
 ]
 
@@ -381,3 +377,28 @@ def test_several_processes_read_stored_answers(asked: Place, answers: Path, star
         said = ends(processes)
     assert [each.returncode for each in processes] == [0, 0], said
     same(asked.losses("pair"), asked.losses("asked"))
+
+
+SEVERAL: list[tuple[str, tuple[str, ...]]] = [
+    # The teacher's processes have all rows, the student's half of them: it sends rows it lacks.
+    ("rows-of-one", ("mesh.ici_fsdp=2", "distill.devices=2", LAYOUT)),
+    # The student's have all rows, the teacher's half of them: it tells every device.
+    (
+        "rows-of-both",
+        (STAGED[1], "mesh.ici_fsdp=1", "pipeline.microbatches=2", "distill.devices=2"),
+    ),
+    ("turns", ("mesh.ici_stage=2", "mesh.ici_fsdp=2", "pipeline.microbatches=2")),
+]
+
+
+@pytest.mark.multihost
+@pytest.mark.parametrize(("name", "keys"), SEVERAL, ids=[name for name, _ in SEVERAL])
+def test_several_processes_ask(
+    asked: Place, start: Start, name: str, keys: tuple[str, ...]
+) -> None:
+    """Each gives the teacher its last devices; both meshes lie across them."""
+    given = asked.keys(f"pair-{name}", "mesh.cpu_devices=2", *keys)
+    with pair(start, *given) as processes:
+        said = ends(processes)
+    assert [each.returncode for each in processes] == [0, 0], said
+    same(asked.losses(f"pair-{name}"), asked.losses("asked"))
