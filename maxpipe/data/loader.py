@@ -43,12 +43,14 @@ Batch = dict[str, np.ndarray]
 Rows = Sequence[int] | slice
 RowsOf = Callable[[int], Rows | np.ndarray]
 """Of the number of a batch's rows those that are wanted."""
+Made = Callable[[Batch, int], Any]
+"""(a batch's wanted rows, the number of all) -> what is made of them."""
 
 
-class Batches(Iterator[Batch]):
+class Batches(Iterator[Any]):
     """Batches of consecutive steps, read ahead by threads until `close`."""
 
-    def __init__(self, loader: Loader, start_step: int, stop_step: int, rows: RowsOf):
+    def __init__(self, loader: Loader, start_step: int, stop_step: int, rows: RowsOf, made: Made):
         # Not at the top: it imports jax when that is installed, and loading a config must not.
         import grain
 
@@ -57,12 +59,16 @@ class Batches(Iterator[Batch]):
         options = grain.ReadOptions(
             num_threads=min(threads, ahead), prefetch_buffer_size=ahead if threads else 0
         )
-        read = steps.map(lambda step: loader.batch(step, rows(loader.ramp.place(step)[1])))
-        dataset = read.to_iter_dataset(options)
+
+        def read(step: int) -> Any:
+            _, count = loader.ramp.place(step)
+            return made(loader.batch(step, rows(count)), count)
+
+        dataset = steps.map(read).to_iter_dataset(options)
         self._iterator = iter(dataset)
         self._iterator.start_prefetch()
 
-    def __next__(self) -> Batch:
+    def __next__(self) -> Any:
         return next(self._iterator)
 
     def close(self) -> None:
@@ -254,15 +260,22 @@ class Loader:
         return {"sources": self.sources, mixture.FACTS: self.stream.mixture.facts()}
 
     def batches(
-        self, start_step: int, rows: Rows | RowsOf = slice(None), *, stop_step: int | None = None
+        self,
+        start_step: int,
+        rows: Rows | RowsOf = slice(None),
+        *,
+        stop_step: int | None = None,
+        made: Made = lambda batch, _: batch,
     ) -> Batches:
-        """Batches of steps `start_step`, `start_step` + 1, ... made ready ahead of time.
+        """Batches of steps `start_step`, `start_step` + 1, ..., and what threads make of them,
+        ready ahead of time.
 
         Ends before `stop_step`; by default where the stream ends, if it does.
         """
         if stop_step is None:
             stop_step = sys.maxsize if self.stream.end is None else self.num_batches
-        batches = Batches(self, start_step, stop_step, rows if callable(rows) else lambda _: rows)
+        rows_of = rows if callable(rows) else lambda _: rows
+        batches = Batches(self, start_step, stop_step, rows_of, made)
         self._open.add(batches)
         return batches
 

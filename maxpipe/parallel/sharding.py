@@ -136,6 +136,7 @@ def placed_again(arrays: Mapping[str, jax.Array], sharding: NamedSharding) -> di
     for name, array in arrays.items():
         parts = {shard.index[0].indices(len(array))[0]: shard for shard in array.addressable_shards}
         mine = [np.asarray(parts[first].data) for first in sorted(parts)]
+        assert isinstance(array.sharding, NamedSharding)
         rows = local_rows(array.sharding, len(array))
         found |= place_rows({name: np.concatenate(mine)}, rows, len(array), sharding)
     return found

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Generator
-from typing import Any
-
+import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from maxpipe.config.check import total_steps
 from maxpipe.config.schema import Config
-from maxpipe.data.loader import Loader
+from maxpipe.data.loader import Batch, Batches, Loader
 from maxpipe.parallel.sharding import AxisRules, local_rows, place_rows
 from maxpipe.train.objectives import objective_of
 from maxpipe.train.partition import partition
@@ -41,17 +38,11 @@ def steps_of(
     )
 
 
-def batches(
-    sharding: NamedSharding, loader: Loader, start: int, stop: int
-) -> contextlib.closing[Generator[Any]]:
+def batches(sharding: NamedSharding, loader: Loader, start: int, stop: int) -> Batches:
     """Global batches of the steps from `start` to before `stop`, read ahead."""
     rows = {count: local_rows(sharding, count) for count in loader.ramp.sizes(start)}
-    source = loader.batches(start, rows.__getitem__, stop_step=stop)
 
-    def on_devices() -> Generator[Any]:
-        with source:
-            for step, host in enumerate(source, start):
-                _, count = loader.ramp.place(step)
-                yield place_rows(host, rows[count], count, sharding)
+    def placed(host: Batch, count: int) -> dict[str, jax.Array]:
+        return place_rows(host, rows[count], count, sharding)
 
-    return contextlib.closing(on_devices())
+    return loader.batches(start, rows.__getitem__, stop_step=stop, made=placed)

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 from maxpipe.boundary.files import full, scheme
 from maxpipe.config.load import Loaded
 from maxpipe.config.schema import Config
-from maxpipe.data.loader import Datasets, Loader
+from maxpipe.data.loader import Batch, Datasets, Loader
 from maxpipe.data.prepared.logits import StoredAnswers, TeacherEntry, open_stored
 from maxpipe.data.stream import Arrays
 from maxpipe.objectives.distill import TEACHER_IDS, TEACHER_LOGPROBS
@@ -51,17 +51,21 @@ class Lessons:
             count: reduce(np.union1d, (local_rows(each, count) for each in held))
             for count in loader.ramp.sizes(start)
         }
-        source = loader.batches(start, rows.__getitem__, stop_step=stop)
+
+        def placed(host: Batch, count: int) -> tuple[Any, Any]:
+            mine = rows[count]
+            teachers = self.teacher.place(host, mine, count)
+            return place_rows(host, mine, count, self._sharding), teachers
+
+        source = loader.batches(start, rows.__getitem__, stop_step=stop, made=placed)
 
         def taught() -> Generator[Any]:
             asked: tuple[Any, Answer, int] | None = None
             try:
                 with source:
-                    for step, host in enumerate(source, start):
-                        _, count = loader.ramp.place(step)
-                        answer, sent = self.teacher.ask(host, rows[count], count)
-                        batch = place_rows(host, rows[count], count, self._sharding)
-                        before, asked = asked, (batch, answer, sent)
+                    for batch, read in source:
+                        sent = sum(array.nbytes for array in read.values())
+                        before, asked = asked, (batch, self.teacher.ask(read), sent)
                         if before is not None:
                             yield self._answered(*before)
                 if asked is not None:

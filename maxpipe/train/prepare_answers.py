@@ -156,7 +156,7 @@ def _answers(
         for first in range(begun - begun % size, total, size):
             rows = range(first, min(first + size, total))
             digests, batch = _read(loader, [place(row) for row in rows], size)
-            answer, _ = teacher.ask(batch, np.arange(size), size)
+            answer = teacher.ask(teacher.place(batch, np.arange(size), size))
             before, asked = asked, (rows, digests, answer)
             if before is not None:
                 yield _taken(*before, begun)

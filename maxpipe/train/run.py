@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ from maxpipe.config.paths import (
     SAMPLES_FILE,
 )
 from maxpipe.config.schema import Config
-from maxpipe.data.loader import Datasets, Loader
+from maxpipe.data.loader import Batches, Datasets, Loader
 from maxpipe.errors import ReplicaError
 from maxpipe.processes.link import Link
 from maxpipe.processes.phases import RESTORE, Phases
@@ -106,7 +106,9 @@ class Run:
         self.state, metrics = run(self.state, batch)
         return metrics
 
-    def train_batches(self, start: int, stop: int) -> contextlib.closing[Generator[Any]]:
+    def train_batches(
+        self, start: int, stop: int
+    ) -> contextlib.AbstractContextManager[Iterator[Any]]:
         """Those of training from `start` to before `stop`: of documents, read ahead, with what a
         teacher says of them; of rollouts, once they are there.
         """
@@ -118,7 +120,7 @@ class Run:
             return self.batches(self.datasets.train, start, stop)
         return lessons.batches(self.datasets.train, start, stop)
 
-    def batches(self, loader: Loader, start: int, stop: int) -> contextlib.closing[Generator[Any]]:
+    def batches(self, loader: Loader, start: int, stop: int) -> Batches:
         """Those of any documents from `start` to before `stop`, read ahead."""
         return batches(self.steps.batch_sharding, loader, start, stop)
 

@@ -87,16 +87,16 @@ class Teacher:
         needed = rows_by_process(wanted, count)
         return any(not np.isin(rows, held[process]).all() for process, rows in needed.items())
 
-    def ask(self, host: Batch, rows: np.ndarray, count: int) -> tuple[Answer, int]:
-        """Begins to compute what it says of a batch of `count` rows, of which these are in `host`.
-
-        Returns that, on its own mesh, and the bytes of the batch that were sent to its devices.
-        """
+    def place(self, host: Batch, rows: np.ndarray, count: int) -> dict[str, jax.Array]:
+        """What it reads of a batch of `count` rows, of which these are in `host`."""
         given = {name: host[name] for name in self._reads}
-        batch = place_rows(given, rows, count, self.steps.batch_sharding)
+        return place_rows(given, rows, count, self.steps.batch_sharding)
+
+    def ask(self, batch: Mapping[str, jax.Array]) -> Answer:
+        """Begins to compute what it says of a batch; that is on its own mesh."""
+        count = len(batch["tokens"])
         logprobs, ids = self._programs[count](self.params, batch)
-        sent = sum(array.nbytes for array in batch.values())
-        return {TEACHER_IDS: ids, TEACHER_LOGPROBS: logprobs}, sent
+        return {TEACHER_IDS: ids, TEACHER_LOGPROBS: logprobs}
 
 
 # Opening one.
