@@ -15,9 +15,11 @@ from tests.train.runs import (
     SAME,
     Run,
     Start,
+    ends,
     forget_after,
     is_explained,
     ledger,
+    pair,
     records,
     saved_digest,
     saved_steps,
@@ -163,3 +165,17 @@ def test_a_stop_in_a_rollout_gives_it_up(run: Run, start: Start, tmp_path: Path)
     (tmp_path / "again").mkdir()
     run("train", config, f"run.dir={tmp_path / 'again'}")
     assert saved_digest(tmp_path / "again" / "run") == saved_digest(tmp_path / "run")
+
+
+@pytest.mark.layouts
+@pytest.mark.multihost
+def test_two_processes_draw_and_learn_the_same(
+    whole: Path, config: Path, start: Start, tmp_path: Path
+) -> None:
+    """The reward's file is run by each of them."""
+    with pair(start, config, f"run.dir={tmp_path}", "mesh.cpu_devices=2") as processes:
+        said = ends(processes)
+    assert [each.returncode for each in processes] == [0, 0], said
+    assert samples(tmp_path / "run") == samples(whole)
+    assert learned(tmp_path / "run") == learned(whole)
+    assert saved_digest(tmp_path / "run") == saved_digest(whole)

@@ -20,9 +20,11 @@ from tests.train.runs import (
     SAME,
     Run,
     Start,
+    ends,
     events,
     forget_after,
     is_explained,
+    pair,
     records,
     saved_digest,
     wait_for,
@@ -247,3 +249,25 @@ def test_a_mixture_of_pairs(given: list[str], run: Run, tmp_path: Path) -> None:
     last = records(tmp_path / "run")[8]
     assert last["source/a/loss"] > 0 and last["source/b/eval_loss"] > 0
     assert last["eval/held/margin"] > 0
+
+
+@pytest.mark.layouts
+@pytest.mark.multihost
+def test_adapters_prefer_the_same_in_two_processes(
+    whole: Path, given: list[str], run: Run, start: Start, tmp_path: Path
+) -> None:
+    """Against references of the base that they change; as stages, and split over all devices."""
+    base = (f"checkpoint.restore_from={whole}", "checkpoint.restore=weights", "adapter.rank=4")
+    keys = (*given, *base, "train.steps=6", f"run.dir={tmp_path}", "eval.every=3")
+    run("train", *keys, "run.name=alone")
+    split = ("mesh.cpu_devices=2", "mesh.ici_stage=1", "mesh.ici_fsdp=4", "pipeline.microbatches=2")
+    split = (*split, "pipeline.schedule=interleaved", "run.name=together")
+    with pair(start, *keys, *split) as processes:
+        said = ends(processes)
+    assert [each.returncode for each in processes] == [0, 0], said
+    alone, together = (records(tmp_path / name) for name in ("alone", "together"))
+    assert alone.keys() == together.keys() and len(alone) == 6
+    for step, wanted in alone.items():
+        tags = [tag for tag in wanted if tag.startswith(("train/", "eval/"))]
+        found, wanted = ([each[tag] for tag in tags] for each in (together[step], wanted))
+        np.testing.assert_allclose(found, wanted, rtol=SAME, atol=1e-6)
