@@ -13,7 +13,7 @@ PIP_INSTALL := $(BIN)/python -m pip --disable-pip-version-check install -qq -c $
 BASE := $(VENV)/installed-$(LANE)
 DEV := $(VENV)/installed-dev-$(LANE)
 
-.PHONY: help quickstart test test-fast test-timing test-layouts test-matrix test-faults test-wheel test-oracle check docs bench clean
+.PHONY: help quickstart test test-fast test-timing test-layouts test-long test-matrix test-faults test-wheel test-oracle check docs bench clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | awk -F ':.*## ' '{printf "make %-11s %s\n", $$1, $$2}'
@@ -21,17 +21,20 @@ help:  ## list the targets
 quickstart: $(BASE)  ## install, then train a small model on this machine
 	@$(BIN)/maxpipe train configs/quickstart.yml
 
-test: $(DEV)  ## run all tests
+test: $(DEV)  ## run all tests but those of the targets below
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 test-fast: $(DEV)  ## run the tests that take seconds
-	@$(BIN)/python -m pytest -m "not slow and not multihost and not layouts and not matrix and not faults and not wheel and not timing and not oracle" $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest -m "not slow and not multihost and not layouts and not long and not matrix and not faults and not wheel and not timing and not oracle" $(PYTEST_ARGS)
 
 test-timing: $(DEV)  ## what compares times; leave the machine alone (three minutes)
 	@$(BIN)/python -m pytest -m timing tests/plan
 
-test-layouts: $(DEV)  ## more meshes, schedules and families than `make test` (ten minutes)
-	@$(BIN)/python -m pytest -m layouts tests/pipeline tests/train tests/generate tests/model tests/plan $(PYTEST_ARGS)
+test-layouts: $(DEV)  ## more meshes, schedules and families than `make test` (twenty minutes)
+	@$(BIN)/python -m pytest -m layouts tests/pipeline tests/train tests/generate tests/model tests/plan tests/parallel tests/exchange $(PYTEST_ARGS)
+
+test-long: $(DEV)  ## whole examples of the docs, and runs that take long (ten minutes)
+	@$(BIN)/python -m pytest -m long $(PYTEST_ARGS)
 
 test-matrix: $(DEV)  ## every schedule x gather x remat x idle x stages (an hour)
 	@$(BIN)/python -m pytest -m matrix tests/pipeline tests/train/test_step.py -n 2

@@ -255,12 +255,20 @@ def with_rare(cases: Sequence[Any], rare: Sequence[Any]) -> list[Any]:
 
 def thinned(cases: Iterable[Any], every: int) -> list[Any]:
     """Parameters of a test, of which each `every`-th runs by default, the others as `layouts`."""
+    listed = list(cases)
+    return keeping(listed, *range(0, len(listed), every))
+
+
+def keeping(cases: Iterable[Any], *places: int) -> list[Any]:
+    """The same where those at these places run by default: the cheapest that combine much."""
 
     def rare(case: Any) -> Any:
         values = case if isinstance(case, tuple) else (case,)
         return pytest.param(*values, marks=pytest.mark.layouts)
 
-    return [case if number % every == 0 else rare(case) for number, case in enumerate(cases)]
+    listed = list(cases)
+    assert max(places) < len(listed)
+    return [case if number in places else rare(case) for number, case in enumerate(listed)]
 
 
 _ORDINARY = Case()

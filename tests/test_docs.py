@@ -153,7 +153,14 @@ def test_every_metric_that_is_written_is_declared() -> None:
     assert {tag for _, tags in metrics.CHARTS for tag in tags} <= set(declared)
 
 
-@pytest.mark.parametrize("page", ["data.md", "distill.md", "first_run.md"])
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param("data.md", marks=pytest.mark.long),
+        pytest.param("distill.md", marks=pytest.mark.long),
+        "first_run.md",
+    ],
+)
 def test_the_commands_of_a_page_work(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -513,7 +513,7 @@ def test_names_of_data_sets_load_no_code(name: str, monkeypatch: pytest.MonkeyPa
 # --- mutations --------------------------------------------------------------------------------
 
 MUTATIONS = 1000
-PARTS = 4
+PARTS = 8
 GARBAGE = [
     *(
         "",
@@ -608,7 +608,9 @@ def mutated(draw: random.Random, lines: list[str], keys: list[str]) -> tuple[byt
 
 @pytest.mark.slow
 @pytest.mark.fault("C1")
-@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize(
+    "part", [0, *(pytest.param(each, marks=pytest.mark.long) for each in range(1, PARTS))]
+)
 def test_a_thousand_mutated_configs_give_no_traceback(part: int, tmp_path: Path, capsys: Capture):
     from maxpipe.config.keys import KEYS
 

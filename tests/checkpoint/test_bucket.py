@@ -78,12 +78,20 @@ def test_restored_is_what_was_saved(saved: str, empty: Bucket):
     assert names(empty) == {"3", "6"} and f"runs/a/{FOLDER}/6/manifest.json" in empty.objects
 
 
+@pytest.mark.long
 def test_rules_delete_what_they_do_not_keep(saved: str, empty: Bucket):
     save(saved, 9, keep=2)
     assert names(empty) == {"6", "9"}
 
 
-@pytest.mark.parametrize("what", ["state/d/", "facts/metadata", "manifest.json"])
+@pytest.mark.parametrize(
+    "what",
+    [
+        pytest.param("state/d/", marks=pytest.mark.long),
+        pytest.param("facts/metadata", marks=pytest.mark.long),
+        "manifest.json",
+    ],
+)
 def test_flipped_bit_is_found_and_the_step_before_taken(
     what: str, saved: str, empty: Bucket, caplog: Logs
 ):
@@ -92,11 +100,13 @@ def test_flipped_bit_is_found_and_the_step_before_taken(
     assert names(empty) == {"3", "6.corrupt"} and "renamed 6.corrupt" in caplog.text
 
 
+@pytest.mark.long
 def test_missing_object_is_damage(saved: str, empty: Bucket):
     del empty.objects[f"runs/a/{FOLDER}/6/facts/metadata"]
     assert newest(saved) == 3
 
 
+@pytest.mark.long
 def test_unfinished_save_is_removed(saved: str, empty: Bucket, caplog: Logs):
     for name in ("manifest.json", "commit_success.txt"):
         del empty.objects[f"runs/a/{FOLDER}/6/{name}"]
@@ -106,6 +116,7 @@ def test_unfinished_save_is_removed(saved: str, empty: Bucket, caplog: Logs):
     assert "6 is removed: it was never finished" in caplog.text
 
 
+@pytest.mark.long
 def test_step_without_manifest_gets_one(saved: str, empty: Bucket):
     del empty.objects[f"runs/a/{FOLDER}/6/manifest.json"]
     assert newest(saved) == 6
@@ -129,6 +140,7 @@ def test_bucket_that_cannot_be_written_is_reported_at_once(saved: str, empty: Bu
     assert names(empty) == {"3", "6"} and names(empty, "runs/a/") == {FOLDER}
 
 
+@pytest.mark.long
 def test_bucket_that_cannot_be_read_is_not_an_empty_one(saved: str, empty: Bucket):
     empty.refused.add("GET")
     for begin in (lambda: open_run(saved), lambda: newest(saved)):
@@ -147,6 +159,7 @@ def test_empty_bucket_has_no_run(empty: Bucket):
 # --- commands -------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_commands(saved: str, empty: Bucket, capsys: Capture):
     def run(*arguments: str, code: int = 0) -> str:
         assert main(["checkpoints", *arguments]) == code
@@ -256,6 +269,7 @@ def test_of_many_that_find_a_dead_lock_one_gets_it(empty: Bucket):
     assert not empty.objects
 
 
+@pytest.mark.long
 def test_run_that_lost_its_lock_saves_nothing(saved: str, empty: Bucket, tmp_path: Path):
     config = CheckpointConfig(dir="gs://bucket/runs")
     with RunLock(saved) as lock, Checkpoints(tmp_path / "a", config, locks=[lock]) as checkpoints:

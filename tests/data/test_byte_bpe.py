@@ -95,7 +95,10 @@ def test_ids_are_the_same(text: str, trained: HuggingFaceTokenizer) -> None:
     assert batch[0].tolist() == expected
 
 
-@pytest.mark.parametrize("pattern", [LLAMA3, QWEN, O200K, None])
+@pytest.mark.parametrize(
+    "pattern",
+    [LLAMA3, *(pytest.param(each, marks=pytest.mark.long) for each in (QWEN, O200K)), None],
+)
 def test_every_pattern_that_is_known(pattern: str | None, made: Make) -> None:
     def change(content: dict[str, Any]) -> None:
         split, byte_level = content["pre_tokenizer"]["pretokenizers"]

@@ -209,7 +209,10 @@ def test_a_flipped_bit_never_gives_other_documents(kind: str, tmp_path: Path) ->
         assert [found[i] for i in range(len(found))] == texts, place  # a bit of the name or time
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(each, marks=pytest.mark.long) if each == "bz2" else each for each in KINDS],
+)
 def test_a_bomb_stops_at_its_bound(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

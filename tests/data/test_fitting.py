@@ -191,7 +191,13 @@ GOLDEN = {
 }
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        pytest.param(each, marks=pytest.mark.long) if each == "first_fit" else each
+        for each in STRATEGIES
+    ],
+)
 def test_a_million_documents_take_seconds(strategy: Strategy) -> None:
     lengths = lengths_like_text(1_000_000)
     order = shuffled(lengths)

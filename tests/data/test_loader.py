@@ -287,7 +287,9 @@ if sys.argv[2] == "raise":
 """
 
 
-@pytest.mark.parametrize(("how", "code"), [("close", 0), ("raise", 3)])
+@pytest.mark.parametrize(
+    ("how", "code"), [("close", 0), pytest.param("raise", 3, marks=pytest.mark.long)]
+)
 def test_process_ends_at_once(how: str, code: int, folder: str) -> None:
     command = [sys.executable, "-W", "error", "-c", SCRIPT, folder, how]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)

@@ -138,14 +138,15 @@ def test_compressed_files_are_unpacked_once(tmp_path: Path) -> None:
     assert not list((tmp_path / "temporary").glob("maxpipe-*"))
 
 
+@pytest.mark.parametrize("count", [4, pytest.param(12, marks=pytest.mark.long)])
 def test_flipped_bits_of_the_journal(
-    path: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    count: int, path: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A line that is not what was written, and all behind it, is done again."""
     stopped(path, tmp_path / "part", 4, monkeypatch)
     raw = (tmp_path / "part" / JOURNAL).read_bytes()
     draw = np.random.default_rng(2)
-    for number in range(12):
+    for number in range(count):
         folder = tmp_path / f"{number}"
         shutil.copytree(tmp_path / "part", folder)
         flipped = bytearray(raw)
@@ -249,8 +250,8 @@ class Here:
 @pytest.mark.parametrize(
     ("number", "code"),
     [
-        (signal.SIGTERM, ExitCode.PREEMPTED),
-        (signal.SIGHUP, ExitCode.PREEMPTED),
+        pytest.param(signal.SIGTERM, ExitCode.PREEMPTED, marks=pytest.mark.long),
+        pytest.param(signal.SIGHUP, ExitCode.PREEMPTED, marks=pytest.mark.long),
         (signal.SIGINT, ExitCode.INTERRUPTED),
     ],
 )

@@ -156,6 +156,7 @@ def test_files_do_not_depend_on_the_number_of_processes(
     assert digests(tmp_path / "again") == digests(tokens)
 
 
+@pytest.mark.long
 def test_killed_and_started_again(lines: str, tokens: Path, tmp_path: Path) -> None:
     folder = tmp_path / "killed"
     command = [sys.executable, "-m", "maxpipe", "data", "prepare", "data.source=jsonl"]
@@ -226,7 +227,9 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long)]
+)
 def test_stopped_says_how_to_go_on(number: signal.Signals, tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps({"text": "abc " * 2000}) + "\n")
@@ -336,8 +339,9 @@ def all_ids(folder: Path) -> list[list[int]]:
 
 
 @pytest.mark.fault("F22")
-def test_every_flipped_bit_is_seen(tokens: Path, tmp_path: Path) -> None:
-    """200 flips over all files in turn: none is trained on, and all are found by `verify`."""
+@pytest.mark.parametrize("count", [40, pytest.param(200, marks=pytest.mark.long)])
+def test_every_flipped_bit_is_seen(count: int, tokens: Path, tmp_path: Path) -> None:
+    """Flips over all files in turn: none is trained on, and all are found by `verify`."""
     expected = all_ids(tokens)
     paths = sorted(tokens.iterdir())
     draw = np.random.default_rng(5)
@@ -345,7 +349,7 @@ def test_every_flipped_bit_is_seen(tokens: Path, tmp_path: Path) -> None:
     folder.mkdir()
     for path in paths:
         (folder / path.name).write_bytes(path.read_bytes())
-    for number in range(200):
+    for number in range(count):
         path = folder / paths[number % len(paths)].name
         whole = path.read_bytes()
         raw = bytearray(whole)
@@ -406,6 +410,7 @@ def test_verify_says_what_is_wrong(
     assert f"shard-00002{BIN}: its content is not what was written" in err and "1 of" in out
 
 
+@pytest.mark.long
 def test_a_bucket_gives_the_same(tokens: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with served() as bucket:
         for name, value in variables(bucket).items():

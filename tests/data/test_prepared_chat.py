@@ -79,7 +79,16 @@ def opened_from(data: DataConfig) -> Datasets:
 
 
 @pytest.mark.parametrize("packing", ["cut", "best_fit"])
-@pytest.mark.parametrize("name", [*TEMPLATES, "plain"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(
+            each if each == "llama3" else pytest.param(each, marks=pytest.mark.long)
+            for each in TEMPLATES
+        ),
+        "plain",
+    ],
+)
 def test_batches_are_those_of_the_records(
     name: str, packing: Any, records: Path, tmp_path: Path
 ) -> None:
@@ -149,6 +158,7 @@ def test_files_do_not_depend_on_processes_nor_on_a_stop(
     assert digests(tmp_path / "again") == digests(tokens)
 
 
+@pytest.mark.long
 def test_killed_and_started_again(records: Path, tmp_path: Path) -> None:
     """`kill -9` in the middle, from outside."""
     template = records.with_name("slow.jinja")

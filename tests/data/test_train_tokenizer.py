@@ -103,6 +103,7 @@ def test_a_folder_that_cannot_be_written(corpus: Path, capsys: Capture) -> None:
     assert "cannot be written" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_ctrl_c_leaves_nothing(corpus: Path) -> None:
     text = (corpus / "text/a.md").read_text(encoding="utf-8")
     with open(corpus / "large.txt", "w", encoding="utf-8") as stream:

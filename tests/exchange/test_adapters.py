@@ -71,7 +71,7 @@ def of_folder(folder: Path) -> np.ndarray:
     "overrides",
     [
         [],
-        ["adapter.kind=dora", "adapter.base=nf4"],
+        pytest.param(["adapter.kind=dora", "adapter.base=nf4"], marks=pytest.mark.layouts),
         ["adapter.targets=['*.mlp.*']", "adapter.base=int8", "adapter.scale_by=root"],
     ],
     ids=str,

@@ -119,6 +119,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Loop:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_loop_of_the_page(written: Loop) -> None:
     has_learnt(written)
     tokens = np.random.default_rng(0).integers(0, VOCAB, (2, 23))
@@ -134,6 +135,7 @@ def test_the_loop_of_the_page(written: Loop) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_example_of_conversations(tmp_path: Path) -> None:
     """A model that knows learns to answer; the run ends early, and is drawn."""
     done = ran(tmp_path, "sft", {})

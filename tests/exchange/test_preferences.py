@@ -43,6 +43,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_commands_of_the_page(written: tuple[Path, list[str]]) -> None:
     folder, (_, trained, told) = written
     found = records(folder / "runs" / "prefer")

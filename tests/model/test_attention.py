@@ -287,7 +287,7 @@ def test_gradients_go_through_a_soft_cap(cap: float) -> None:
         return (attend(query, key, value, Mask(SEGMENTS, soft_cap=cap)) * weight).sum()
 
     found, wanted = (
-        jax.value_and_grad(f, argnums=(0, 1, 2))(QUERY, KEY, VALUE) for f in (total, plain)
+        jax.jit(jax.value_and_grad(f, argnums=(0, 1, 2)))(QUERY, KEY, VALUE) for f in (total, plain)
     )
     jax.tree.map(assert_close, found, wanted)
 
@@ -358,13 +358,17 @@ def test_cached_decoding_equals_the_whole_row(part: Part) -> None:
     with_values(module)
     x = jax.random.normal(jax.random.key(1), (2, 9, D))
     segments, positions = packed([[9], [2, 4, 3]])
-    whole = module(x, context(segments, positions, 1, VALUES)).x
+    whole = jax.jit(lambda x: module(x, context(segments, positions, 1, VALUES)).x)(x)
     cache = Cache.empty((2, 11, part.num_kv_heads, part.head_size), jnp.dtype("float32"))
     parts = []
+
+    @jax.jit
+    def extended(x: Any, segments: Any, positions: Any, cache: Cache) -> Any:
+        return module(x, context(segments, positions, 1, VALUES, cache))
+
     for start, stop in ((0, 4), (4, 5), (5, 6), (6, 9)):
         piece = slice(start, stop)
-        given = context(segments[:, piece], positions[:, piece], 1, VALUES, cache)
-        found = module(x[:, piece], given)
+        found = extended(x[:, piece], segments[:, piece], positions[:, piece], cache)
         assert found.cache is not None
         cache = found.cache
         parts.append(found.x)

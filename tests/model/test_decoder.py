@@ -152,11 +152,12 @@ def test_embedding_and_head_can_be_one_table(params: dict[str, Any]) -> None:
     tied, untied = decoder_with(tied_embeddings=True), decoder_with()
     batch = make_batch()
     shared = {name: leaf for name, leaf in params.items() if name != "head"}
-    wanted = untied.apply(shared | {"head": params["embedding"].T}, batch)
-    assert_close(tied.apply(shared, batch), wanted)
+    apart = shared | {"head": params["embedding"].T}
+    wanted = jax.jit(untied.apply)(apart, batch)
+    assert_close(jax.jit(tied.apply)(shared, batch), wanted)
     # Both uses reach the gradient of the one table.
-    gradient = jax.grad(tied.loss)(shared, batch)["embedding"]
-    both = jax.grad(untied.loss)(shared | {"head": params["embedding"].T}, batch)
+    gradient = jax.jit(jax.grad(tied.loss))(shared, batch)["embedding"]
+    both = jax.jit(jax.grad(untied.loss))(apart, batch)
     assert_close(gradient, both["embedding"] + both["head"].T)
 
 
@@ -311,7 +312,8 @@ def test_kinds_run_in_network_order(monkeypatch: pytest.MonkeyPatch) -> None:
     for number, kind in enumerate(layers):
         place, places[kind] = places[kind], places[kind] + 1
         one = jax.tree.map(lambda leaf, at=place: leaf[at], params["layers"][kind])
-        x, lost, counted = decoder.layer(kind)(one, x, batch, jnp.asarray(number), None)
+        run = jax.jit(decoder.layer(kind))
+        x, lost, counted = run(one, x, batch, jnp.asarray(number), None)
         assert set(lost) == ({"size"} if kind == "counting" else set())
         losses += lost.get("size", 0.0)
         sums += [counted["sum"]] if counted else []
@@ -325,9 +327,11 @@ def test_kinds_run_in_network_order(monkeypatch: pytest.MonkeyPatch) -> None:
     log_shares = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     nats = -np.take_along_axis(log_shares, targets[..., None], -1)[..., 0]
     cross_entropy = (nats * mask).sum() / mask.sum()
-    assert_close(decoder.loss(params, batch), cross_entropy)
-    assert_close(decoder.objective(params, batch), cross_entropy + 0.25 * losses / mask.sum())
-    gradient = jax.grad(lambda x: decoder.run(x, batch).statistics["counting"]["sum"].sum())(params)
+    loss, objective = (jax.jit(f)(params, batch) for f in (decoder.loss, decoder.objective))
+    assert_close(loss, cross_entropy)
+    assert_close(objective, cross_entropy + 0.25 * losses / mask.sum())
+    total = lambda x: decoder.run(x, batch).statistics["counting"]["sum"].sum()  # noqa: E731
+    gradient = jax.jit(jax.grad(total))(params)
     assert not any(np.asarray(leaf).any() for leaf in jax.tree.leaves(gradient))
 
 
@@ -401,7 +405,7 @@ def test_layers_ahead_follow_their_formula_in_each_document_alone() -> None:
     layer = jax.jit(decoder.layer("layer"))
     for document in (slice(0, 3), slice(3, 8)):
         own = {n: leaf[:, document] if leaf.ndim > 1 else leaf for n, leaf in batch.items()}
-        hidden = decoder.norm(params["final_norm"], decoder.hidden(params, own))
+        hidden = decoder.norm(params["final_norm"], jax.jit(decoder.hidden)(params, own))
         for head in range(2):
             mine = jax.tree.map(lambda leaf, at=head: leaf[at], ahead)
             count = own["tokens"].shape[1] - 1 - head
@@ -421,5 +425,5 @@ def test_layers_ahead_follow_their_formula_in_each_document_alone() -> None:
     assert found.losses.keys() == losses.keys()
     for name, wanted in losses.items():
         assert_close(found.losses[name], wanted)
-    objective = decoder.loss(params, batch) + 0.3 * sum(losses.values()) / batch["loss_mask"].sum()
-    assert_close(decoder.objective(params, batch), objective)
+    loss, objective = (jax.jit(f)(params, batch) for f in (decoder.loss, decoder.objective))
+    assert_close(objective, loss + 0.3 * sum(losses.values()) / batch["loss_mask"].sum())

@@ -149,7 +149,7 @@ def test_decoding_in_pieces_equals_the_whole() -> None:
     starts = np.array([0, 6, 11])  # of the text in each row
     segments = (np.arange(13) >= starts[:, None]).astype(np.int32)
     rows = [jnp.roll(row, -start, 0) for row, start in zip(x, starts, strict=True)]
-    wanted = [*jax.vmap(partial(token_by_token, drawn))(jnp.stack(rows))]
+    wanted = [*jax.jit(jax.vmap(partial(token_by_token, drawn)))(jnp.stack(rows))]
     cache = GatedDelta.empty_cache(PART, 3, 13, jnp.dtype("float32"))
     assert [len(each) for each in GatedDelta.cache_axes(PART)] == [each.ndim for each in cache]
     cuts = (0, 5, 10, 11, 12, 13)

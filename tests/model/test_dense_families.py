@@ -102,7 +102,7 @@ def test_granite_scales_embeddings_scores_branches_and_logits() -> None:
     """Each factor, moved into the weights that it multiplies, gives the same logits."""
     own = GraniteConfig(embed_scale=3.0, score_scale=0.4, branch_scale=0.3, logit_divisor=1.6)
     decoder = Decoder(replace(CONFIG, family="granite", own=own), RULES)
-    params = decoder.init(jax.random.key(3))
+    params = jax.jit(decoder.init)(jax.random.key(3))
     plain = Decoder(CONFIG, RULES)
     layer = params["layers"]["layer"]
     moved = params | {
@@ -120,7 +120,10 @@ def test_granite_scales_embeddings_scores_branches_and_logits() -> None:
             }
         },
     }
-    assert_close(decoder.apply(params, batch()), plain.apply(moved, batch()))
+    found, wanted = (
+        jax.jit(each.apply)(given, batch()) for each, given in ((decoder, params), (plain, moved))
+    )
+    assert_close(found, wanted)
 
 
 @pytest.mark.parametrize(
@@ -138,7 +141,7 @@ def test_windows_of_layers(own: Any, family: str, windows: tuple[int, ...]) -> N
 
 def test_biases_are_added_and_do_not_decay() -> None:
     decoder = Decoder(replace(CONFIG, family="qwen2"), RULES)
-    params = decoder.init(jax.random.key(4))
+    params = jax.jit(decoder.init)(jax.random.key(4))
     attention = params["layers"]["layer"]["attention"]
     assert attention["query_bias"].shape == (3, 6, 10) and not attention["query_bias"].any()
     params_of = decoder.model.kinds["layer"].parts["attention"].params
@@ -161,11 +164,12 @@ def test_biases_are_added_and_do_not_decay() -> None:
 
 def run_attention(decoder: Decoder, stacked: Any, x: jax.Array) -> np.ndarray:
     """Layer 0's change of x by attention alone: the MLP is turned off, the norm leaves x."""
-    params = decoder.init(jax.random.key(4))["layers"]["layer"]
+    params = jax.jit(decoder.init)(jax.random.key(4))["layers"]["layer"]
     one = jax.tree.map(lambda leaf: leaf[0], params | {"attention": stacked})
     one["mlp"] = jax.tree.map(jnp.zeros_like, one["mlp"])
     inputs = {name: leaf for name, leaf in batch().items() if name != "tokens"}
-    return np.asarray(decoder.layer("layer")(one, x, inputs, jnp.int32(0), None)[0] - x, np.float64)
+    layer = jax.jit(decoder.layer("layer"))
+    return np.asarray(layer(one, x, inputs, jnp.int32(0), None)[0] - x, np.float64)
 
 
 def batch() -> dict[str, jax.Array]:

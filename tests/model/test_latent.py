@@ -86,7 +86,7 @@ def test_latent_attention_equals_the_plain_loops(part: latent.LatentAttention) -
     x = np.asarray(jax.random.normal(jax.random.key(1), (2, 9, D)))
     segments, positions = packed(LENGTHS)
     positions = positions + np.array([[40], [0]])
-    got = module(jnp.asarray(x), context(segments, positions)).x
+    got = jax.jit(lambda x: module(x, context(segments, positions)).x)(jnp.asarray(x))
     assert got.dtype == jnp.float32
     assert_close(got, reference(weights, x.astype(np.float64), segments, positions, part))
 
@@ -98,13 +98,18 @@ def test_decoding_from_latents_equals_the_whole_row(part: latent.LatentAttention
     with_values(module, **values(part))
     x = jax.random.normal(jax.random.key(1), (2, 9, D))
     segments, positions = packed(LENGTHS)
-    whole = module(x, context(segments, positions)).x
+    whole = jax.jit(lambda x: module(x, context(segments, positions)).x)(x)
     cache = module.empty_cache(part, 2, 11, jnp.dtype("float32"))
     assert sum(leaf.size for leaf in (cache.key, cache.value)) == 2 * 11 * (RANK + ROPE)
     parts = []
+
+    @jax.jit
+    def extended(x: Any, segments: Any, positions: Any, cache: Any) -> Any:
+        return module(x, context(segments, positions, cache=cache))
+
     for start, stop in ((0, 4), (4, 5), (5, 6), (6, 9)):
         piece = slice(start, stop)
-        found = module(x[:, piece], context(segments[:, piece], positions[:, piece], cache=cache))
+        found = extended(x[:, piece], segments[:, piece], positions[:, piece], cache)
         cache = found.cache
         parts.append(found.x)
     assert cache is not None and int(cache.length) == 9

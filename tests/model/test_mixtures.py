@@ -23,7 +23,7 @@ from maxpipe.model.modules.experts import Experts
 from maxpipe.model.parts import experts
 from maxpipe.model.parts.mlp import ClampedSilu
 from maxpipe.model.spec import Products
-from tests.cases import thinned
+from tests.cases import keeping
 from tests.model.parts import RULES, assert_close, context, packed, with_values
 
 CONFIG = ModelConfig(
@@ -57,7 +57,7 @@ OWN: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("family", thinned(OWN, 2))
+@pytest.mark.parametrize("family", keeping(OWN, 0))
 def test_cached_decoding_equals_the_whole_row(family: str) -> None:
     decoder = Decoder(replace(CONFIG, family=family, own=OWN[family]), RULES)
     params = noisy(jax.jit(decoder.init)(jax.random.key(3)))
@@ -74,7 +74,7 @@ def test_cached_decoding_equals_the_whole_row(family: str) -> None:
     assert_close(jnp.concatenate(parts, axis=1), whole)
 
 
-@pytest.mark.parametrize(("capacity", "per_token"), [(0.0, 2), (0.0, 4), (9.0, 2)])
+@pytest.mark.parametrize(("capacity", "per_token"), keeping([(0.0, 2), (0.0, 4), (9.0, 2)], 1, 2))
 def test_experts_with_biases_and_clamped_gates(capacity: float, per_token: int) -> None:
     """One token and one expert after the other."""
     gate = ClampedSilu(slope=1.3, limit=0.4)
@@ -101,7 +101,8 @@ def test_experts_with_biases_and_clamped_gates(capacity: float, per_token: int) 
             out = hidden @ w["down"][expert] + w["down_bias"][expert]
             wanted[row, token] += weight * out
     assert beyond > 20
-    found = module(jnp.asarray(x, jnp.float32), context([[1] * 5] * 2, [range(5)] * 2)).x
+    here = context([[1] * 5] * 2, [range(5)] * 2)
+    found = jax.jit(lambda x: module(x, here).x)(jnp.asarray(x, jnp.float32))
     assert_close(found, wanted)
 
 

@@ -25,6 +25,7 @@ from maxpipe.model.parts import experts
 from maxpipe.model.parts.mlp import GatedMLP
 from maxpipe.model.spec import Matmul
 from maxpipe.train.summaries import summarised
+from tests.cases import keeping
 from tests.model.parts import RULES, assert_close, context, packed, with_values
 
 OWN = MoeConfig(num_experts=5, top_k=2, num_dense_layers=1, d_expert=14, balance_weight=0.3)
@@ -211,7 +212,7 @@ def of_experts(**changes: Any) -> tuple[Experts, dict[str, np.ndarray], jax.Arra
 
 def test_without_normalisation_weights_are_probabilities() -> None:
     module, w, x = of_experts(normalised=False)
-    got = module(x, context([[0]], [[0]])).x
+    got = jax.jit(lambda x: module(x, context([[0]], [[0]])).x)(x)
     for row in range(2):
         wide = np.asarray(x[row], np.float64)
         _, shares, picked = routed(w, wide)
@@ -246,7 +247,7 @@ def with_room(room: int, places: list[Any], counts: np.ndarray) -> np.ndarray:
     return found
 
 
-@pytest.mark.parametrize("capacity", [0.4, 0.8, 9.0])
+@pytest.mark.parametrize("capacity", keeping([0.4, 0.8, 9.0], 1))
 def test_tokens_beyond_the_capacity_lose_the_expert(capacity: float) -> None:
     module, w, _ = of_experts(capacity=capacity)
     x = jax.random.normal(jax.random.key(2), (2, 9, 6))
@@ -273,13 +274,13 @@ def test_tokens_beyond_the_capacity_lose_the_expert(capacity: float) -> None:
         gate, up = (jnp.einsum("btd,def->btef", x, w[name]) for name in ("gate", "up"))
         return jnp.einsum("btef,efd,bte->btd", jax.nn.silu(gate) * up, w["down"], weights)
 
-    found = module(x, here)
+    found = jax.jit(lambda x: module(x, here))(x)
     counted = (segments > 0)[..., None]
-    assert_close(found.x * counted, plainly(x) * counted)
+    assert_close(found.x * counted, jax.jit(plainly)(x) * counted)
     np.testing.assert_allclose(found.losses["dropped"], lost, rtol=1e-6)
     towards = jax.random.normal(jax.random.key(3), x.shape) * counted
     got, wanted = (
-        jax.grad(lambda x, f=f: (f(x) * towards).sum())(x)
+        jax.jit(jax.grad(lambda x, f=f: (f(x) * towards).sum()))(x)
         for f in (lambda x: module(x, here).x, plainly)
     )
     assert_close(got, wanted)
@@ -287,7 +288,8 @@ def test_tokens_beyond_the_capacity_lose_the_expert(capacity: float) -> None:
     cache = Cache.empty((2, 9, 1, 2), jnp.dtype("float32"))
     module_all, *_ = of_experts()
     with_values(module_all, **w)
-    assert_close(module(x, replace(here, cache=cache)).x, module_all(x, here).x)
+    got = jax.jit(lambda x: module(x, replace(here, cache=cache)).x)(x)
+    assert_close(got, jax.jit(lambda x: module_all(x, here).x)(x))
 
 
 @pytest.mark.parametrize("gated", [False, True])
@@ -351,12 +353,15 @@ def test_the_balance_loss_does_not_depend_on_the_cut_and_knows_its_range() -> No
         here.inputs.update(inputs | {"loss_mask": mask})  # type: ignore[attr-defined]
         return module(x, here).losses["balance"]
 
-    np.testing.assert_allclose(balance(one, mask), 2.0 * 4, rtol=1e-5)
+    # What is compiled holds the module's values of that moment.
+    before = jax.jit(lambda *given: balance(*given))
+    np.testing.assert_allclose(before(one, mask), 2.0 * 4, rtol=1e-5)
     with_values(module)
+    after = jax.jit(lambda *given: balance(*given))
     mask = jnp.asarray([[1.0, 1, 0, 1, 1], [1.0, 0, 1, 1, 1]])
-    both = balance(x, mask)
-    np.testing.assert_allclose(both, balance(x[:1], mask[:1]) + balance(x[1:], mask[1:]), rtol=1e-6)
-    slope = jax.grad(lambda x: balance(x, mask))(x)
+    both = after(x, mask)
+    np.testing.assert_allclose(both, after(x[:1], mask[:1]) + after(x[1:], mask[1:]), rtol=1e-6)
+    slope = jax.jit(jax.grad(lambda x: balance(x, mask)))(x)
     assert not np.asarray(slope[0, 2]).any() and np.asarray(slope[0, 1]).any()
 
 

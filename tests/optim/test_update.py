@@ -325,7 +325,9 @@ def sizes_of(random: np.random.Generator, low: int, high: int) -> np.ndarray:
     return values.astype("f4")
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize(
+    "seed", [*range(8), *(pytest.param(each, marks=pytest.mark.long) for each in range(8, 60))]
+)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["adamw", "lion", "adafactor", "muon"])
 @pytest.mark.fault("N6")

@@ -10,7 +10,7 @@ import pytest
 
 from maxpipe.model.modules import exchange
 from maxpipe.parallel import collectives, mesh
-from tests.cases import Case, thinned
+from tests.cases import Case, keeping
 from tests.pipeline.test_executor import check_gradients
 from tests.pipeline.test_families import (
     GEMMA,
@@ -45,7 +45,7 @@ CONTEXT = [
 ]
 
 
-@pytest.mark.parametrize("case", thinned(CONTEXT, 2), ids=str)
+@pytest.mark.parametrize("case", keeping(CONTEXT, 4, 6), ids=str)
 def test_sequences_over_several_devices(case: Case) -> None:
     check_gradients(case)
 
@@ -66,7 +66,7 @@ EXPERT = [
 ]
 
 
-@pytest.mark.parametrize("case", thinned(EXPERT, 2), ids=str)
+@pytest.mark.parametrize("case", keeping(EXPERT, 8), ids=str)
 def test_experts_over_several_devices(case: Case) -> None:
     check_gradients(case)
 
@@ -79,12 +79,15 @@ def _with_gaps(x: jax.Array, sent: jax.Array, got: jax.Array) -> jax.Array:
 
 @pytest.mark.parametrize(
     "case",
-    [
-        Case(1, 1, 2, expert=5, own=GROUPED, layers=3),
-        Case(1, 1, 2, expert=5, own=ROOM, layers=3),
-        Case(1, 1, 2, expert=2, own=replace(GPT_OSS, num_experts=4), layers=4),
-        Case(2, 1, 3, expert=2, own=LATENT, layers=4, schedule="zb_h1", remat="names"),
-    ],
+    keeping(
+        [
+            Case(1, 1, 2, expert=5, own=GROUPED, layers=3),
+            Case(1, 1, 2, expert=5, own=ROOM, layers=3),
+            Case(1, 1, 2, expert=2, own=replace(GPT_OSS, num_experts=4), layers=4),
+            Case(2, 1, 3, expert=2, own=LATENT, layers=4, schedule="zb_h1", remat="names"),
+        ],
+        2,
+    ),
     ids=str,
 )
 def test_nothing_reads_rows_that_were_not_sent(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from scipy.special import log_softmax
 
 from maxpipe.objectives.distill import TEACHER_IDS, TEACHER_LOGPROBS, Distill
 from maxpipe.pipeline.loss_head import LossHead
-from tests.cases import TOLERANCE, Case, batch_of, steps_of
+from tests.cases import TOLERANCE, Case, batch_of, keeping, steps_of
 from tests.pipeline.test_objective import plain
 
 FORWARD = Distill("forward", 2.0, 5, 0.7)
@@ -38,7 +38,7 @@ def taught(case: Case, objective: Distill) -> dict[str, np.ndarray]:
     return batch | answer
 
 
-@pytest.mark.parametrize(("case", "objective"), CASES, ids=str)
+@pytest.mark.parametrize(("case", "objective"), keeping(CASES, 1, 2), ids=str)
 def test_value_and_gradients_equal_the_plain_loop(case: Case, objective: Distill) -> None:
     steps = steps_of(case, case.rows, objective=objective)
     parts, batch = steps.partition, taught(case, objective)
@@ -62,6 +62,7 @@ def test_value_and_gradients_equal_the_plain_loop(case: Case, objective: Distill
         assert error < TOLERANCE, f"{jax.tree_util.keystr(path)}: {error:.1e}"
 
 
+@pytest.mark.layouts
 def test_a_teacher_says_the_same_on_every_layout() -> None:
     """The same parameters: ids of equal logits in the order of the vocabulary, everywhere."""
     found = []

@@ -22,7 +22,7 @@ from maxpipe.model.families.qwen3 import Qwen3Config
 from maxpipe.model.families.qwen3_moe import Qwen3MoeConfig
 from maxpipe.model.families.qwen3_next import Qwen3NextConfig
 from maxpipe.model.families.registry import FAMILIES
-from tests.cases import Case, thinned
+from tests.cases import Case, keeping
 from tests.pipeline.test_executor import check_gradients, matrix
 
 GEMMA = Gemma3Config(window=3, period=3, rope_scaling=2.0, query_scale=7.0)
@@ -112,7 +112,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", thinned(CASES, 4), ids=str)
+@pytest.mark.parametrize("case", keeping(CASES, 0, 20), ids=str)
 def test_a_family_in_the_engine_equals_its_plain_loop(case: Case) -> None:
     check_gradients(case)
 
@@ -127,8 +127,16 @@ def rows_together(case: Case, over: str) -> np.ndarray:
 
 
 BALANCED = [
-    ("microbatch", Case(2, 1, 3, schedule="zb_h1", data=2, layers=4)),
-    ("devices", Case(2, 1, 3, schedule="zb_h1", data=2, fsdp=2, layers=4, remat="names")),
+    pytest.param(
+        "microbatch",
+        Case(2, 1, 3, schedule="zb_h1", data=2, layers=4),
+        marks=pytest.mark.layouts,
+    ),
+    pytest.param(
+        "devices",
+        Case(2, 1, 3, schedule="zb_h1", data=2, fsdp=2, layers=4, remat="names"),
+        marks=pytest.mark.layouts,
+    ),
     *(
         pytest.param(over, case, marks=pytest.mark.matrix)
         for over, case in (

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from maxpipe.model.choice import BLOCK_TOKENS, loss_block
 from maxpipe.pipeline.blocks import by_blocks
-from tests.cases import TOLERANCE, Case, batch_of, steps_of, thinned
+from tests.cases import TOLERANCE, Case, batch_of, keeping, steps_of
 from tests.pipeline.test_executor import check_gradients
 from tests.pipeline.test_families import GEMMA2, GRANITE, GROUPED, NEXT, V3
 
@@ -34,7 +34,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", thinned(CASES, 3), ids=str)
+@pytest.mark.parametrize("case", keeping(CASES, 3, 6, 12), ids=str)
 def test_a_loss_by_blocks_equals_the_plain_loop(case: Case) -> None:
     check_gradients(case)
 
@@ -66,7 +66,7 @@ def test_each_token_counts_once(rows: int, length: int, size: int) -> None:
     np.testing.assert_array_equal(arrays[1], counted + 1)
 
 
-@pytest.mark.parametrize(("size", "mode"), [(3, "auto"), (8, "explicit")])
+@pytest.mark.parametrize(("size", "mode"), keeping([(3, "auto"), (8, "explicit")], 1))
 def test_evaluation_by_blocks(size: int, mode: str) -> None:
     case = Case(2, 1, 2, loss_block=size, data=2, shard_mode=mode)
     whole = replace(case, loss_block=0)

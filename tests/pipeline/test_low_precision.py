@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 from maxpipe.parallel import low_precision
-from tests.cases import Case, thinned
+from tests.cases import Case, keeping
 from tests.pipeline.test_executor import check_gradients
 from tests.pipeline.test_families import GROUPED, QWEN2, ROOM, V3
 
@@ -56,6 +56,6 @@ def smooth(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     jax.clear_caches()
 
 
-@pytest.mark.parametrize("case", thinned(CASES, 4), ids=str)
+@pytest.mark.parametrize("case", keeping(CASES, 4), ids=str)
 def test_gradients_equal_the_plain_loop(case: Case) -> None:
     check_gradients(case)

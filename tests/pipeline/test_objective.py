@@ -18,7 +18,7 @@ from maxpipe.pipeline.loss_head import LossHead
 from maxpipe.pipeline.objective import CrossEntropy, Extra, Objective, Read, Scores, plain_loss
 from maxpipe.schedule.catalog import SCHEDULES, forward_only
 from maxpipe.train.step import BY_SOURCE
-from tests.cases import TOLERANCE, Case, batch_of, steps_of, thinned
+from tests.cases import TOLERANCE, Case, batch_of, keeping, steps_of
 
 COUNT = 3
 
@@ -112,7 +112,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("objective", [Mixed(), Better()], ids=lambda each: type(each).__name__)
-@pytest.mark.parametrize("case", [*CASES[:6], *thinned(CASES[6:], 5)], ids=str)
+@pytest.mark.parametrize("case", keeping(CASES, 3), ids=str)
 def test_value_and_gradients_equal_the_plain_loop(case: Case, objective: Objective) -> None:
     steps = steps_of(case, case.rows, objective=objective)
     parts, batch = steps.partition, batch_for(case)
@@ -172,6 +172,7 @@ def test_logits_are_computed_once_where_they_are_whole() -> None:
     assert counts["Better", 5] == 2 * once
 
 
+@pytest.mark.layouts
 @pytest.mark.parametrize("objective", [Mixed(), Better()], ids=lambda each: type(each).__name__)
 def test_explicit_types_give_the_same(objective: Objective) -> None:
     found = []
@@ -193,7 +194,7 @@ ROWS = [
 ]
 
 
-@pytest.mark.parametrize("case", ROWS, ids=str)
+@pytest.mark.parametrize("case", keeping(ROWS, 3), ids=str)
 def test_rows_have_what_logits_say(case: Case) -> None:
     """Scores of tokens and of segments, and the likeliest tokens."""
     for objective in (Mixed(), Better()):

@@ -11,7 +11,7 @@ import pytest
 
 from maxpipe.schedule.catalog import SCHEDULES
 from maxpipe.train.step import BY_SOURCE
-from tests.cases import TOLERANCE, Case, batch_of, steps_of, thinned
+from tests.cases import TOLERANCE, Case, batch_of, keeping, steps_of
 from tests.pipeline.test_executor import check_gradients, plain_gradients
 from tests.pipeline.test_families import GROUPED
 
@@ -48,7 +48,7 @@ def plain_sums(steps: Any, batch: Any) -> tuple[Any, np.ndarray, np.ndarray]:
     return params, nats, targets
 
 
-@pytest.mark.parametrize("case", thinned(CASES, 2), ids=str)
+@pytest.mark.parametrize("case", keeping(CASES, 18), ids=str)
 def test_losses_by_source_equal_the_plain_loop(case: Case) -> None:
     exact = replace(case, dropout=0.0, dtype="float32")
     lengths = np.arange(exact.model.vocab_size, dtype=np.int32) % 5
@@ -80,7 +80,7 @@ def test_losses_by_source_equal_the_plain_loop(case: Case) -> None:
 GRADIENTS = [case for case in CASES if case.shard_mode == "auto" and case.dtype == "float32"]
 
 
-@pytest.mark.parametrize("case", thinned(GRADIENTS, 5), ids=str)
+@pytest.mark.parametrize("case", keeping(GRADIENTS, 5), ids=str)
 def test_gradients_are_the_same(case: Case) -> None:
     check_gradients(case)
 
@@ -94,6 +94,7 @@ def test_without_a_mixture_there_is_nothing_of_it() -> None:
     assert BY_SOURCE[0] not in steps.lower_train().out_info[1]
 
 
+@pytest.mark.layouts
 def test_the_step_costs_next_to_nothing_more() -> None:
     """By the compiler's count of operations and memory."""
     case = Case(2, 2, 4, data=2)

@@ -59,6 +59,7 @@ def test_a_search_writes_its_winner_and_draws_it(
     assert drawn.read_text(encoding="utf-8").startswith("<svg")
 
 
+@pytest.mark.long
 def test_a_search_runs_what_it_found(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,10 +15,16 @@ from maxpipe.plan.search import Candidate
 from maxpipe.plan.topology import parse
 from tests.plan.test_search import config_of
 
+SEARCHES = [
+    ("v5p:2x2x2", {"mesh.ici_tensor": 1, "pipeline.remat": "names"}),
+    pytest.param(("v5p:2x4x4", {}), marks=pytest.mark.long),
+]
 
-@pytest.fixture(scope="module")
-def candidates() -> list[Candidate]:
-    found = best_layouts(config_of(), parse("v5p:2x4x4"), {}, keep=60).best
+
+@pytest.fixture(scope="module", params=SEARCHES, ids=["8 devices", "32 devices"])
+def candidates(request: pytest.FixtureRequest) -> list[Candidate]:
+    devices, fixed = request.param
+    found = best_layouts(config_of(), parse(devices), fixed, keep=60).best
     assert len(found) == 60
     return found
 

@@ -13,6 +13,7 @@ from maxpipe.config.schema import Config
 from maxpipe.plan.memory import state
 from maxpipe.plan.optimizer import optimizer_bytes
 from maxpipe.plan.sizes import Sizes
+from tests.cases import keeping
 from tests.plan.test_memory import EXPERTS, config_of, steps_of
 
 MESHES: list[tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = [
@@ -56,7 +57,7 @@ def test_state_is_what_the_arrays_take(place: int, shared: bool, changes: dict[s
         assert found < whole * (0.8 if is_factored else 1.1 / config.mesh.ici_data)
 
 
-@pytest.mark.parametrize("name", ["adamw", "muon"])
+@pytest.mark.parametrize("name", keeping(["adamw", "muon"], 1))
 def test_arguments_of_the_compiled_step_fall_as_said(name: str) -> None:
     """By the share of what devices along data divide, within 5%."""
     arguments = {}

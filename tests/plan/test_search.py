@@ -17,7 +17,15 @@ from maxpipe.errors import ConfigError
 from maxpipe.hardware import shipped
 from maxpipe.plan.cost import cost
 from maxpipe.plan.plan import best_layouts, fixed_keys, forecast, layout
-from maxpipe.plan.search import Candidate, _seconds, evaluate, layouts, search, short_schedules
+from maxpipe.plan.search import (
+    Candidate,
+    Search,
+    _seconds,
+    evaluate,
+    layouts,
+    search,
+    short_schedules,
+)
 from maxpipe.plan.sizes import Sizes, schedule_of
 from maxpipe.plan.topology import Topology, parse
 
@@ -50,6 +58,7 @@ def test_candidates_are_legal_and_use_all_devices() -> None:
         assert not check(config, {})
 
 
+@pytest.mark.long
 def test_samples_of_meshes_find_nearly_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
     fixed = {"pipeline.remat": "full"}
     whole = search(config_of(rows=64), V5E.hardware, num_devices=16, fixed=fixed, keep=3)
@@ -110,6 +119,7 @@ def test_what_takes_longer_is_predicted_to_take_longer() -> None:
     assert seconds() < seconds(across)
 
 
+@pytest.mark.long
 def test_a_search_finds_something_at_least_as_fast() -> None:
     topology = parse("v5p:2x4x4")
     given = config_of(STAGED, schedule="interleaved", repeats=2, microbatches=16)
@@ -193,9 +203,14 @@ def test_no_layout_to_try_is_not_said_to_be_too_large() -> None:
     assert "fits" not in str(error.value)
 
 
-def test_short_rows_stay_whole() -> None:
-    found = best_layouts(config_of(), parse("v5p:2x2x2"), {"mesh.ici_tensor": 1})
-    assert all(each.config.mesh.ici_context == 1 for each in found.best)
+@pytest.fixture(scope="module")
+def found_on_eight() -> Search:
+    few = {"mesh.ici_tensor": 1, "pipeline.remat": "full"}
+    return best_layouts(config_of(), parse("v5p:2x2x2"), few)
+
+
+def test_short_rows_stay_whole(found_on_eight: Search) -> None:
+    assert all(each.config.mesh.ici_context == 1 for each in found_on_eight.best)
 
 
 EXPERTS: dict[str, Any] = LAYERS | {
@@ -218,10 +233,10 @@ def test_experts_are_divided_where_gathering_them_takes_longer() -> None:
     assert 64 % best.config.mesh.ici_expert == 0 and not check(best.config, {})
 
 
-def test_the_winner_can_be_loaded(tmp_path: Path) -> None:
-    found = best_layouts(config_of(), parse("v5p:2x2x2"), {"mesh.ici_tensor": 1})
-    (tmp_path / "best.yml").write_text(to_yaml(found.best[0].config))
-    assert load([str(tmp_path / "best.yml")]).config == found.best[0].config
+def test_the_winner_can_be_loaded(found_on_eight: Search, tmp_path: Path) -> None:
+    best = found_on_eight.best[0].config
+    (tmp_path / "best.yml").write_text(to_yaml(best))
+    assert load([str(tmp_path / "best.yml")]).config == best
 
 
 def test_what_does_not_fit_is_reported_what_would() -> None:

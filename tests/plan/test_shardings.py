@@ -14,6 +14,7 @@ from maxpipe.parallel.axes import MESH_AXES
 from maxpipe.plan.memory import state
 from maxpipe.plan.shardings import shardings, text
 from maxpipe.plan.sizes import Sizes
+from tests.cases import keeping
 from tests.plan.test_memory import config_of, steps_of
 
 CASES: list[tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = [
@@ -78,7 +79,7 @@ def test_parameters_lie_where_the_engine_puts_them(
     assert found.state_bytes + scalars == state(Sizes(config))["state"]
 
 
-@pytest.mark.parametrize("mode", ["auto", "explicit"])
+@pytest.mark.parametrize("mode", keeping(["auto", "explicit"], 1))
 def test_the_compiled_program_takes_and_gives_those_shards(mode: str) -> None:
     model, mesh, pipeline = CASES[-1]
     config = config_of(model, mesh | {"shard_mode": mode}, pipeline, tokens=16)

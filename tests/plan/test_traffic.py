@@ -15,7 +15,7 @@ from maxpipe.plan.compile import build_steps, read
 from maxpipe.plan.compile import traffic as of_program
 from maxpipe.plan.sizes import Sizes
 from maxpipe.plan.traffic import collectives, traffic
-from tests.cases import thinned
+from tests.cases import keeping
 
 MODEL = {
     "num_layers": 4,
@@ -87,7 +87,7 @@ _NUMBERS = 1100
 """Bytes of losses, statistics and the gradient's norm, at most, in a step."""
 
 
-@pytest.mark.parametrize(("model", "mesh", "pipeline"), thinned(CASES, 3), ids=str)
+@pytest.mark.parametrize(("model", "mesh", "pipeline"), keeping(CASES, 0, 15), ids=str)
 def test_predicted_bytes_are_those_of_the_program(
     model: dict[str, Any], mesh: dict[str, Any], pipeline: dict[str, Any]
 ) -> None:

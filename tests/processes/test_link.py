@@ -157,7 +157,7 @@ def test_before_the_first_step_nothing_is_worth_waiting_for() -> None:
     assert all("before the first step" in text for text in errors)
 
 
-@pytest.mark.parametrize("asked", [0, 1])
+@pytest.mark.parametrize("asked", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_asked_before_all_have_come(asked: int) -> None:
     with members("pass", count=4, started=3) as processes:
         for process in processes:
@@ -169,7 +169,7 @@ def test_asked_before_all_have_come(asked: int) -> None:
     assert all("before the first step" in text for text in errors)
 
 
-@pytest.mark.parametrize("comes", [True, False])
+@pytest.mark.parametrize("comes", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_asked_before_process_0_has_come(comes: bool) -> None:
     late = "if index == 0:\n    print('late', flush=True)\n    time.sleep(2)"
     with members("time.sleep(60)", count=2, before=late) as processes:
@@ -299,7 +299,7 @@ def test_a_killed_process_is_named_at_once(victim: int) -> None:
         assert all("It was in" in text and f"pid {processes[1].pid}" in text for text in errors)
 
 
-@pytest.mark.parametrize("killed", [True, False])
+@pytest.mark.parametrize("killed", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_the_link_speaks_before_a_thread_that_aborts(killed: bool) -> None:
     """As jax does without process 0; a process that aborts for another reason dies."""
     body = """
@@ -322,7 +322,7 @@ steps(link, 1000, step_of)
         assert codes == [71, -signal.SIGABRT] and "process 1 " in errors[0]
 
 
-@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize("victim", [0, pytest.param(2, marks=pytest.mark.long)])
 def test_a_process_that_does_not_answer_is_given_up(victim: int) -> None:
     limits = "init_seconds=20, heartbeat_seconds=2"
     with members("steps(link, 1000)", limits=limits) as processes:
@@ -369,7 +369,7 @@ steps(link, 1000, read if index == 1 else step_of_all)
         assert "process 2" not in who
 
 
-@pytest.mark.parametrize("phase", ["DATA_SET_UP", "COMPILE"])
+@pytest.mark.parametrize("phase", ["DATA_SET_UP", pytest.param("COMPILE", marks=pytest.mark.long)])
 def test_set_up_takes_as_long_as_it_moves_or_compiles(phase: str) -> None:
     """And those who wait for it, before the first step and in it, are not stuck."""
     body = f"""
@@ -407,6 +407,7 @@ link.same("data", "x")
         assert "process 1 (" in who and ";" not in who
 
 
+@pytest.mark.long
 def test_a_stall_names_what_is_read() -> None:
     """Also in an evaluation, in which all others wait."""
     body = """
@@ -429,6 +430,7 @@ steps(link, 1000, read)
         assert who.endswith("at step 4 (reading data.mixture.web, a.jsonl: record 7).")
 
 
+@pytest.mark.long
 @pytest.mark.fault("S1")
 def test_who_holds_the_others_up_is_named() -> None:
     body = """
@@ -461,7 +463,11 @@ steps(link, 5 if index == 1 else 1000, wait)
 
 
 @pytest.mark.parametrize(
-    "rest", ["with phases.enter(SAVE):\n        time.sleep(3)", "steps(link, 150)"]
+    "rest",
+    [
+        "with phases.enter(SAVE):\n        time.sleep(3)",
+        pytest.param("steps(link, 150)", marks=pytest.mark.long),
+    ],
 )
 def test_a_process_that_still_saves_or_moves_is_let_alone(rest: str) -> None:
     """After the last save process 0 alone looks at the files, which may take minutes."""
@@ -569,6 +575,7 @@ def test_the_same_number_twice_is_refused_and_the_run_goes_on() -> None:
     assert "refused: process 1 (" in errors[0]
 
 
+@pytest.mark.long
 @pytest.mark.fault("P6")
 def test_another_count_is_refused_and_named_at_the_end() -> None:
     limits = "init_seconds=4"
@@ -580,7 +587,7 @@ def test_another_count_is_refused_and_named_at_the_end() -> None:
 
 
 @pytest.mark.fault("F10")
-@pytest.mark.parametrize("silent", [False, True])
+@pytest.mark.parametrize("silent", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_a_process_that_went_away_may_come_again(silent: bool) -> None:
     """Its host was lost while the others were waited for; a dead host closes no connection."""
     limits = "init_seconds=20, heartbeat_seconds=3"

@@ -112,7 +112,7 @@ def test_one_device_has_a_cache(tmp_path: Path):
 
 
 @pytest.mark.parametrize("platform", ["tpu", "cuda"])
-@pytest.mark.parametrize("num_processes", [1, 0])
+@pytest.mark.parametrize("num_processes", [1, pytest.param(0, marks=pytest.mark.long)])
 def test_platform_that_is_not_here(platform: str, num_processes: int):
     if jax.local_devices(backend="cpu") != jax.devices() or Path("/dev/accel0").exists():
         pytest.skip("this machine has an accelerator")
@@ -161,7 +161,7 @@ def test_reading_commands_take_no_device_and_keep_other_handlers():
 
 
 @pytest.mark.multihost
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_others_that_do_not_come(rank: int):
     address = f"127.0.0.1:{free_port()}"
     config = f"platform='cpu', compilation_cache='', num_processes=2, process_id={rank}"
@@ -180,7 +180,9 @@ def test_others_that_do_not_come(rank: int):
 
 @pytest.mark.multihost
 @pytest.mark.fault("P7")
-@pytest.mark.parametrize("host", ["localhost", socket.gethostname()])
+@pytest.mark.parametrize(
+    "host", ["localhost", pytest.param(socket.gethostname(), marks=pytest.mark.long)]
+)
 def test_processes_that_are_given_no_secret_find_one_in_the_runs_folder(host: str, tmp_path: Path):
     """It is gone when all have connected; also when process 0 is stopped before."""
     config = "platform='cpu', compilation_cache='', num_processes=2, "

@@ -240,7 +240,9 @@ def test_a_port_that_is_taken_is_not_shared() -> None:
 
 
 @pytest.mark.fault("P4")
-@pytest.mark.parametrize("says", ["nothing", "noise", "its greeting", "welcome"])
+@pytest.mark.parametrize(
+    "says", ["nothing", pytest.param("noise", marks=pytest.mark.long), "its greeting", "welcome"]
+)
 def test_a_false_process_0_learns_nothing_and_sends_no_process_away(says: str) -> None:
     texts = {
         "noise": b"\xff" * 64,
@@ -465,7 +467,9 @@ def hub_of_one() -> Iterator[tuple[Any, selectors.BaseSelector, list[Any]]]:
 
 
 @pytest.mark.fault("P5")
-@pytest.mark.parametrize("code", [0, -1, 256, 2**40])
+@pytest.mark.parametrize(
+    "code", [0, *(pytest.param(each, marks=pytest.mark.long) for each in (-1, 256, 2**40))]
+)
 def test_whatever_a_process_says_the_run_is_not_done(code: int) -> None:
     with (
         members("steps(link, 1000)", count=2, started=1) as (first,),

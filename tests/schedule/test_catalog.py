@@ -15,7 +15,7 @@ from maxpipe.schedule.table import IDLE, Costs, Ring, Schedule, Slots
 SMALL, LARGE = (1, 2, 3, 4), (5, 6, 7, 8)
 every_stages = pytest.mark.parametrize(
     "stages",
-    [pytest.param(SMALL, id="small"), pytest.param(LARGE, id="large", marks=pytest.mark.slow)],
+    [pytest.param(SMALL, id="small"), pytest.param(LARGE, id="large", marks=pytest.mark.long)],
 )
 
 

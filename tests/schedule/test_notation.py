@@ -42,7 +42,7 @@ def assert_same(one: Any, two: Any) -> None:
     "all_stages",
     [
         pytest.param((1, 2, 3, 4), id="small"),
-        pytest.param((5, 8), id="large", marks=pytest.mark.slow),
+        pytest.param((5, 8), id="large", marks=pytest.mark.long),
     ],
 )
 @pytest.mark.parametrize("name", SCHEDULES)

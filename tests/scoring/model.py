@@ -38,7 +38,7 @@ MESH = MeshConfig(ici_data=2, ici_tensor=2, axis_rules={"vocab": []})
 def weights() -> Weights:
     """On two devices for rows, times two for heads."""
     decoder = Decoder(MODEL, AxisRules.from_config(MESH))
-    params = decoder.init(jax.random.key(5))
+    params = jax.jit(decoder.init)(jax.random.key(5))
     params = jax.tree.map(lambda leaf: leaf * 6.0 if leaf.ndim > 1 else leaf, params)
     return Weights(decoder, params, build_mesh(MESH, jax.devices()[:4]))
 

@@ -27,6 +27,7 @@ ELSEWHERE = Case(3, 1, 4, schedule="zb_h1", outside=1, data=2, layers=5, adapter
 STEPS = 100
 
 
+@pytest.mark.layouts
 def test_the_base_keeps_its_bits_and_a_run_goes_on_anywhere() -> None:
     steps = steps_of(HERE, ROWS, STEPS + 4)
     run, names = steps.compile_train(), trained(steps.partition.decoder.model)
@@ -78,6 +79,7 @@ def test_step_0_is_the_base() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_page(tmp_path: Path) -> None:
     """docs/adapters.md: an adapter learns what its base does not know."""
     blocks = re.findall(r"<!-- run -->\n```\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)

@@ -113,6 +113,7 @@ SMALL = (
 )
 
 
+@pytest.mark.long
 def test_a_run_checks_once(tiny: Path, tmp_path: Path, run: Run) -> None:
     """Not again where the run's folder says that this hardware passed."""
     given = (tiny, f"run.dir={tmp_path}", *SMALL)

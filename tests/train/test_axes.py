@@ -10,7 +10,7 @@ import pytest
 
 from maxpipe.model.families.gemma3 import Gemma3Config
 from maxpipe.model.families.moe import MoeConfig
-from tests.cases import TOLERANCE, Case, thinned
+from tests.cases import TOLERANCE, Case, keeping
 from tests.train.test_step import loss_curve
 
 MODELS = {
@@ -72,7 +72,7 @@ PAIRS = [
 ]
 
 
-@pytest.mark.parametrize(("model", "case"), thinned(PAIRS, 4), ids=str)
+@pytest.mark.parametrize(("model", "case"), keeping(PAIRS, 8), ids=str)
 def test_loss_curve_is_that_of_one_device(model: str, case: Case) -> None:
     trained = MODELS[model]
     named = ("layers", "length", "width", "own", "dropout")

@@ -112,6 +112,7 @@ def same(found: dict[int, float], wanted: dict[int, float]) -> None:
     np.testing.assert_allclose(list(found.values()), list(wanted.values()), rtol=SAME)
 
 
+@pytest.mark.layouts
 def test_two_meshes_equal_one(asked: Place) -> None:
     """Teacher and student on one device, and on two each, with unlike layouts."""
     asked.train("one")
@@ -155,6 +156,7 @@ def test_batches_of_another_size_find_their_rows(asked: Place, answers: Path) ->
     same(asked.losses("half"), asked.losses("half-asked"))
 
 
+@pytest.mark.long
 def test_a_student_that_was_killed_goes_on_bit_for_bit(asked: Place, start: Start) -> None:
     runs = asked.folder / "runs"
     keys = asked.keys("killed", *STAGED, "distill.devices=2", LAYOUT)
@@ -171,6 +173,7 @@ def test_a_student_that_was_killed_goes_on_bit_for_bit(asked: Place, start: Star
     assert asked.losses("killed") == asked.losses("asked")
 
 
+@pytest.mark.long
 def test_another_teacher_is_refused(asked: Place) -> None:
     """When a student goes on: one that has trained on, or an earlier step of it."""
     runs = asked.folder / "runs"
@@ -330,9 +333,10 @@ def stop(process: object) -> None:
     process.send_signal(signal.SIGINT)  # type: ignore[attr-defined]
 
 
-ENDS = [stop, pytest.param(lambda process: process.kill(), marks=pytest.mark.layouts)]
+ENDS = [stop, lambda process: process.kill()]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("end", ENDS, ids=["ctrl-c", "kill"])
 def test_preparing_goes_on_after_a_stop(
     place: Place,
@@ -391,6 +395,7 @@ SEVERAL: list[tuple[str, tuple[str, ...]]] = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.multihost
 @pytest.mark.parametrize(("name", "keys"), SEVERAL, ids=[name for name, _ in SEVERAL])
 def test_several_processes_ask(

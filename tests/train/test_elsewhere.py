@@ -105,6 +105,7 @@ def test_killed_run_goes_on_alone_and_without_what_is_damaged(
     assert saved_digest(tmp_path / "new") == saved_digest(unbroken)
 
 
+@pytest.mark.long
 @pytest.mark.fault("L6")
 def test_a_place_that_is_gone_is_no_new_start(tiny: Path, run: Run, tmp_path: Path):
     """It was not mounted, perhaps."""
@@ -122,6 +123,7 @@ def test_a_place_that_is_gone_is_no_new_start(tiny: Path, run: Run, tmp_path: Pa
     assert "nothing is left to train" in run(*arguments)
 
 
+@pytest.mark.long
 def test_moving_the_place_is_no_new_start(unbroken: Path, tiny: Path, run: Run, tmp_path: Path):
     run_dir = Path(shutil.copytree(unbroken, tmp_path / "runs" / "run"))
     arguments = ("train", tiny, *ARGUMENTS, f"run.dir={run_dir.parent}")

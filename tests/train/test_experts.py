@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import jax
 import numpy as np
+import pytest
 
 from maxpipe.model.families.moe import MoeConfig
 from maxpipe.train.summaries import summarised
@@ -14,6 +15,7 @@ from tests.cases import TOLERANCE, Case, batch_of, steps_of
 OWN = MoeConfig(num_experts=5, num_dense_layers=2, d_expert=12)
 
 
+@pytest.mark.layouts
 def test_a_step_tells_what_layers_returned_and_saves_them_by_kind() -> None:
     case = Case(2, 1, 3, own=OWN, layers=5, outside=1)
     steps, batch = steps_of(case, case.rows), batch_of(case.rows, case=case)
@@ -39,6 +41,7 @@ def test_a_step_tells_what_layers_returned_and_saves_them_by_kind() -> None:
         np.testing.assert_allclose(metrics[tag], number, rtol=TOLERANCE)
 
 
+@pytest.mark.layouts
 def test_padding_takes_no_room_of_other_tokens_between_devices() -> None:
     """Rows are half padding, in front: the other half fits whichever experts it goes to."""
     own = MoeConfig(num_experts=4, num_dense_layers=1, d_expert=12, dispatch="grouped")

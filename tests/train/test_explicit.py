@@ -19,7 +19,9 @@ DENSE = Case(2, 1, 3, layers=3, length=24, width=48)
 EXPERTS = MoeConfig(num_experts=4, num_dense_layers=1, d_expert=12, router_bias=True)
 CASES = [
     replace(DENSE, fsdp=2, cut=(1, 2)),
-    replace(DENSE, expert=2, tensor=2, own=EXPERTS, outside=1),
+    pytest.param(
+        replace(DENSE, expert=2, tensor=2, own=EXPERTS, outside=1), marks=pytest.mark.layouts
+    ),
 ]
 RARE_CASES = [
     replace(DENSE, fsdp=2, tensor=2, gather="step", dropout=0.1),

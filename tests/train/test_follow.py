@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 from maxpipe.model.families.moe import MoeConfig
 from maxpipe.model.spec import Follows
 from maxpipe.train.follow import moved
-from tests.cases import Case, batch_of, steps_of
+from tests.cases import Case, batch_of, keeping, steps_of
 
 RATE = 0.03
 OWN = MoeConfig(
@@ -27,6 +28,7 @@ OWN = MoeConfig(
 )
 AHEAD: Any = {"ahead": 1, "form": "layer"}
 CASES = [
+    Case(2, 1, 4, own=replace(OWN, dispatch="all"), layers=3, schedule="1f1b", data=2, **AHEAD),
     Case(4, 1, 8, own=OWN, layers=6, schedule="zb_h1", **AHEAD),
     Case(2, 1, 4, own=OWN, layers=6, schedule="1f1b", data=2, outside=3, gather="visit", **AHEAD),
 ]
@@ -40,8 +42,10 @@ def biases(saved: Any) -> np.ndarray:
     return np.concatenate([np.asarray(each["experts"]["router_bias"]) for each in stacks])
 
 
-def run(case: Case) -> tuple[list[Any], Any]:
-    """What is saved after each step, and the steps."""
+@functools.cache
+def run(number: int) -> tuple[list[Any], Any]:
+    """What is saved after each step of a case, and the steps."""
+    case = CASES[number]
     assert case.rows == ROWS
     steps = steps_of(case, ROWS)
     train, state, found = steps.compile_train(), steps.init(), []
@@ -63,43 +67,43 @@ def run(case: Case) -> tuple[list[Any], Any]:
     return [*found, before], steps
 
 
-@pytest.fixture(scope="module")
-def runs() -> list[tuple[list[Any], Any]]:
-    return [run(case) for case in CASES[:2]]
+@pytest.mark.parametrize("number", keeping(range(len(CASES)), 0))
+def test_each_step_moves_biases_by_the_loads_of_its_batch(number: int) -> None:
+    case, (saved, steps) = CASES[number], run(number)
+    decoder, parts = steps.partition.decoder, steps.partition
+    plain, num_layers = jax.jit(decoder.run), case.layers - OWN.num_dense_layers
+    for step in range(STEPS):
+        batch = batch_of(ROWS, step, case)
+        params = parts.by_kind(saved[step]["params"])
+        found = plain(params, batch).statistics
+        load = np.concatenate([found[name]["load"] for name in ("experts", "ahead")])
+        assert load.shape == (num_layers + 1, 5)
+        assert load.sum() == 2 * num_counted(batch, num_layers)
+        wanted = biases(saved[step]).copy()
+        for layer, counts in enumerate(load):
+            for expert, count in enumerate(counts):
+                wanted[layer, expert] += RATE * np.sign(counts.mean() - count)
+        np.testing.assert_allclose(biases(saved[step + 1]), wanted, rtol=1e-6)
+    assert len({*np.abs(biases(saved[-1])).round(5).ravel()}) > 1
 
 
-def test_each_step_moves_biases_by_the_loads_of_its_batch(runs: Any) -> None:
-    for (saved, steps), case in zip(runs, CASES, strict=False):
-        decoder, parts = steps.partition.decoder, steps.partition
-        plain = jax.jit(decoder.run)
-        for step in range(STEPS):
-            batch = batch_of(ROWS, step, case)
-            params = parts.by_kind(saved[step]["params"])
-            found = plain(params, batch).statistics
-            load = np.concatenate([found[name]["load"] for name in ("experts", "ahead")])
-            assert load.shape == (5, 5) and load.sum() == 2 * num_counted(batch)
-            wanted = biases(saved[step]).copy()
-            for layer, counts in enumerate(load):
-                for expert, count in enumerate(counts):
-                    wanted[layer, expert] += RATE * np.sign(counts.mean() - count)
-            np.testing.assert_allclose(biases(saved[step + 1]), wanted, rtol=1e-6)
-        assert len({*np.abs(biases(saved[-1])).round(5).ravel()}) > 1
-
-
-def num_counted(batch: Any) -> int:
-    """Target tokens that four layers have, and those that a head has beside them."""
+def num_counted(batch: Any, num_layers: int) -> int:
+    """Target tokens that these layers have, and those that a head has beside them."""
     ids, mask = batch["segment_ids"], batch["loss_mask"]
     further = mask[:, 1:] * (ids[:, 1:] == ids[:, :-1])
-    return int(4 * mask.sum() + further.sum())
+    return int(num_layers * mask.sum() + further.sum())
 
 
-def test_layouts_give_the_same_biases(runs: Any) -> None:
-    (one, _), (other, _) = runs
+@pytest.mark.layouts
+def test_layouts_give_the_same_biases() -> None:
+    (one, _), (other, _) = run(1), run(2)
     np.testing.assert_array_equal(biases(one[-1]), biases(other[-1]))
 
 
+@pytest.mark.layouts
 def test_frozen_biases_stay_and_are_float32_whatever_the_types() -> None:
-    case = Case(own=OWN, layers=3, dtype="bfloat16", frozen=("*router_bias",), **AHEAD)
+    own = replace(OWN, dispatch="all")
+    case = Case(own=own, layers=3, dtype="bfloat16", frozen=("*router_bias",), **AHEAD)
     steps = steps_of(case, case.rows)
     model = steps.partition.decoder.model
     assert not model.kinds["experts"].follows and not model.ends.follows

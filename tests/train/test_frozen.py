@@ -20,6 +20,7 @@ HERE = Case(2, 2, 2, fsdp=2, layers=5, frozen=FROZEN)
 ELSEWHERE = Case(3, 1, 4, schedule="zb_h1", outside=1, data=2, layers=5, frozen=FROZEN)
 
 
+@pytest.mark.layouts
 def test_frozen_parameters_keep_their_bits_and_have_no_state() -> None:
     steps = steps_of(HERE, ROWS)
     run, names = steps.compile_train(), trained(steps.partition.decoder.model)
@@ -53,6 +54,7 @@ def test_frozen_parameters_keep_their_bits_and_have_no_state() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_run_goes_on_with_what_it_has_trained(tiny: Path, run: Run, tmp_path: Path) -> None:
     frozen = "model.frozen=[layers.*,head]"
     arguments = (tiny, f"run.dir={tmp_path}", "eval.batches=0", "log.every=1")

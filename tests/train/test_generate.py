@@ -28,8 +28,10 @@ def lines_of(output: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in output.splitlines() if line.startswith("{")]
 
 
-def best_tokens(folder: Path, prompt: bytes, count: int) -> tuple[list[int], list[float]]:
-    """The best tokens behind a prompt, each by a forward pass over all before it."""
+def best_tokens(
+    folder: Path, prompts: list[bytes], count: int
+) -> list[tuple[list[int], list[float]]]:
+    """The best tokens behind each prompt, each by a forward pass over all before it."""
     import jax
     import jax.numpy as jnp
 
@@ -37,15 +39,17 @@ def best_tokens(folder: Path, prompt: bytes, count: int) -> tuple[list[int], lis
     decoder = Decoder(config.model, AxisRules.from_config(config.mesh))
     params = dict(saved(folder).state["params"])
     params["layers"] = {"layer": params["layers"]}
-    row, nats, apply = [256, *prompt], [], jax.jit(decoder.apply)
-    room = len(row) + count
-    for _ in range(count):
-        held = jnp.asarray([row + [0] * (room - len(row))])
-        batch = {"tokens": held, "segment_ids": jnp.ones_like(held)}
-        scores = apply(params, batch | {"positions": jnp.arange(room)[None]})[0, len(row) - 1]
-        row.append(int(scores.argmax()))
-        nats.append(float(jax.nn.log_softmax(scores).max()))
-    return row[-count:], nats
+    apply, room, found = jax.jit(decoder.apply), 1 + max(map(len, prompts)) + count, []
+    for prompt in prompts:
+        row, nats = [256, *prompt], []
+        for _ in range(count):
+            held = jnp.asarray([row + [0] * (room - len(row))])
+            batch = {"tokens": held, "segment_ids": jnp.ones_like(held)}
+            scores = apply(params, batch | {"positions": jnp.arange(room)[None]})[0, len(row) - 1]
+            row.append(int(scores.argmax()))
+            nats.append(float(jax.nn.log_softmax(scores).max()))
+        found.append((row[-count:], nats))
+    return found
 
 
 def test_generate_follows_the_checkpoint(unbroken: Path, run: Run, tmp_path: Path):
@@ -59,8 +63,7 @@ def test_generate_follows_the_checkpoint(unbroken: Path, run: Run, tmp_path: Pat
     assert set(before) == set(state_of(unbroken.parent))
     found = lines_of(output)
     assert [each["prompt"].encode() for each in found] == prompts
-    for each, prompt in zip(found, prompts, strict=True):
-        wanted, nats = best_tokens(unbroken, prompt, 7)
+    for each, (wanted, nats) in zip(found, best_tokens(unbroken, prompts, 7), strict=True):
         assert each["tokens"] == wanted and each["finish_reason"] == "length"
         assert each["text"] == bytes(wanted).decode()
         assert each["logprobs"] == pytest.approx(nats, rel=SAME)
@@ -78,6 +81,7 @@ def test_generate_gives_the_same_on_every_mesh(unbroken: Path, run: Run):
     assert len({each["text"] for each in lines_of(one)}) == 3
 
 
+@pytest.mark.long
 def test_generate_ends_at_the_first_interrupt(unbroken: Path, start: Start):
     """What was generated is printed, and no device computes when Python ends."""
     long = ("--max-tokens", 100_000, "train.sequence_length=110000")
@@ -105,6 +109,7 @@ def test_generate_keeps_rows_that_are_interrupted(unbroken: Path, start: Start, 
         assert [each["finish_reason"] for each in lines_of(output)] == ["interrupted"] * 2
 
 
+@pytest.mark.long
 def test_generate_asks_for_prompts(unbroken: Path):
     """A prompt a line; a mistake in one does not end it, nor a reader that has seen enough."""
     command = [sys.executable, "-m", "maxpipe", "generate", str(unbroken), "--interactive"]

@@ -104,6 +104,7 @@ def test_a_run_says_what_it_has_drawn(whole: Path) -> None:
         assert f"(reward {group[0]['reward']:g})" in output
 
 
+@pytest.mark.long
 def test_a_resumed_run_repeats_bit_for_bit(
     whole: Path, config: Path, run: Run, tmp_path: Path
 ) -> None:
@@ -115,6 +116,7 @@ def test_a_resumed_run_repeats_bit_for_bit(
     assert learned(copy) == learned(whole) and samples(copy) == samples(whole)
 
 
+@pytest.mark.layouts
 def test_one_device_learns_the_same(whole: Path, config: Path, run: Run, tmp_path: Path) -> None:
     one = "mesh.cpu_devices=1 mesh.ici_stage=1 mesh.ici_fsdp=1 pipeline.microbatches=1"
     run("train", config, f"run.dir={tmp_path}", *one.split())
@@ -132,7 +134,10 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("changes", "words"), REFUSED)
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [REFUSED[0], *(pytest.param(*each, marks=pytest.mark.long) for each in REFUSED[1:])],
+)
 def test_what_a_run_cannot_change(
     whole: Path, config: Path, run: Run, changes: str, words: str
 ) -> None:

@@ -17,6 +17,7 @@ from maxpipe.checkpoint.lock import RunLock
 from maxpipe.checkpoint.manager import open_run
 from maxpipe.cli import main
 from maxpipe.config.load import load, to_dict
+from tests.cases import keeping
 from tests.train.runs import (
     SAME,
     Run,
@@ -220,7 +221,7 @@ def test_run_goes_on_under_other_layouts(copy: Path, unbroken: Path, tiny: Path,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", keeping(LAYOUTS, 0))
 @pytest.mark.fault("D6")
 def test_checkpoint_does_not_depend_on_the_layout(
     layout: str, unbroken: Path, tiny: Path, run: Run, tmp_path: Path
@@ -259,6 +260,7 @@ def test_another_run_starts_from_any_step(
     assert saved_digest(tmp_path / "next") == saved_digest(unbroken)
 
 
+@pytest.mark.long
 def test_weights_only_are_a_new_start(unbroken: Path, tiny: Path, run: Run, tmp_path: Path):
     shutil.copytree(unbroken, tmp_path / "teacher")
     arguments = (tiny, f"run.dir={tmp_path}", "run.name=next", "train.steps=4", "eval.every=4")
@@ -462,6 +464,7 @@ def test_a_finished_run_refuses_other_settings_and_names_a_free_run(
     assert events(copy, "done") == events(unbroken, "done")
 
 
+@pytest.mark.long
 def test_a_finished_run_takes_changes_that_are_none(copy: Path, tiny: Path, run: Run):
     """Renamed, elsewhere, evaluated otherwise, and with a mesh that the devices decide."""
     moved = copy.rename(copy.parent / "moved")
@@ -478,7 +481,7 @@ def test_a_folder_that_cannot_be_made_is_explained(tiny: Path, run: Run):
     assert "/proc/nowhere" in output and "cannot be written" in output and "set run.dir" in output
 
 
-@pytest.mark.parametrize("place", ["run", "run/checkpoints"])
+@pytest.mark.parametrize("place", ["run", pytest.param("run/checkpoints", marks=pytest.mark.long)])
 def test_file_in_the_place_of_a_folder(place: str, tiny: Path, run: Run, tmp_path: Path):
     (tmp_path / place).parent.mkdir(exist_ok=True)
     (tmp_path / place).write_text("not a folder")
@@ -487,7 +490,9 @@ def test_file_in_the_place_of_a_folder(place: str, tiny: Path, run: Run, tmp_pat
     assert "cannot be written" in output and "compiling" not in output
 
 
-@pytest.mark.parametrize("every", [4, 0], ids=["next save", "last save"])
+@pytest.mark.parametrize(
+    "every", [4, pytest.param(0, marks=pytest.mark.long)], ids=["next save", "last save"]
+)
 @pytest.mark.fault("F5")
 def test_full_disk_stops_the_run_and_keeps_the_newest_checkpoint(
     every: int, copy: Path, tiny: Path, start: Start
@@ -512,6 +517,7 @@ def test_restoring_from_a_folder_without_a_run(tiny: Path, run: Run, tmp_path: P
     assert f"command line: checkpoint.restore_from = {tmp_path / 'nothing'}" in output
 
 
+@pytest.mark.long
 def test_a_step_compiled_before_gives_the_same_losses(tiny: Path, run: Run, tmp_path: Path) -> None:
     alone = ("mesh.ici_stage=1", "mesh.cpu_devices=1", "train.steps=6", "eval.every=0")
     folder = tmp_path / "step"

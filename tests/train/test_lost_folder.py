@@ -44,6 +44,7 @@ def explained(output: str, where: str, code: int | None) -> None:
     assert rule.startswith("  ") and "same command again" in action, output
 
 
+@pytest.mark.long
 @pytest.mark.fault("L1")
 def test_a_run_whose_folder_was_moved_ends_and_goes_on_where_it_is(
     tiny: Path, start: Start, run: Run, tmp_path: Path

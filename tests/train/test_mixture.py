@@ -110,6 +110,7 @@ def test_tensorboard_and_console_have_them(whole: Path) -> None:
         "mesh.ici_stage=1 mesh.ici_data=2 mesh.ici_context=2 pipeline.microbatches=1",
     ],
 )
+@pytest.mark.layouts
 def test_the_same_under_another_layout(
     layout: str, whole: Path, mixed: list[str], run: Run, tmp_path: Path
 ) -> None:
@@ -130,6 +131,7 @@ def test_eval_has_them_of_a_checkpoint(whole: Path, run: Run) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_run_ends_with_its_data(whole: Path, mixed: list[str], run: Run, tmp_path: Path) -> None:
     """Evaluated and saved; the same command has nothing to do then, and more epochs go on."""
     given = [*mixed, "train.steps=1000", "eval.every=0", f"run.dir={tmp_path}", "data.end=stop"]
@@ -156,6 +158,7 @@ def test_a_run_ends_with_its_data(whole: Path, mixed: list[str], run: Run, tmp_p
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_one_source_is_read_again_or_ends(tiny: Path, run: Run, tmp_path: Path) -> None:
     given = ["train", tiny, "train.steps=200", f"run.dir={tmp_path}", "log.every=1"]
     run(*given, "data.end=stop", "checkpoint.every=0")
@@ -168,6 +171,7 @@ def test_one_source_is_read_again_or_ends(tiny: Path, run: Run, tmp_path: Path) 
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_run_goes_on(whole: Path, mixed: list[str], run: Run, tmp_path: Path) -> None:
     """With the same weights as if it had not stopped; with others no sample is lost or repeated."""
     folder = Path(shutil.copytree(whole, tmp_path / "run"))
@@ -209,6 +213,7 @@ def rows_of(folder: Path, step: int) -> list[tuple[str, int]]:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_two_processes_read_the_same(
     whole: Path, mixed: list[str], start: Start, tmp_path: Path
 ) -> None:

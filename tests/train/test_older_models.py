@@ -20,6 +20,7 @@ from maxpipe.config.schema import before
 from maxpipe.errors import ConfigError
 from maxpipe.model.families.llama import LlamaConfig
 from maxpipe.train.resume import check_model
+from tests.conftest import FAST_COMPILE
 
 REPOSITORY = Path(__file__).parents[2]
 GOLDEN = REPOSITORY / "tests" / "golden" / "checkpoints"
@@ -52,7 +53,7 @@ def go_on(name: str, folder: Path, package: Path) -> str:
     run = subprocess.run(
         command,
         cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(package)},
+        env=os.environ | FAST_COMPILE | {"PYTHONPATH": str(package)},
         capture_output=True,
         text=True,
     )
@@ -62,7 +63,9 @@ def go_on(name: str, folder: Path, package: Path) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize(
+    "name", [RUNS[0], *(pytest.param(each, marks=pytest.mark.long) for each in RUNS[1:])]
+)
 def test_a_run_of_a_release_goes_on(name: str, tmp_path: Path) -> None:
     """Through the command, from the run's own config: its model passes the comparison."""
     told = go_on(name, tmp_path, REPOSITORY)
@@ -71,6 +74,7 @@ def test_a_run_of_a_release_goes_on(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_run_goes_on_after_a_key_was_added(tmp_path: Path) -> None:
     """The same with a copy of the code whose model has one key more."""
     ignore = shutil.ignore_patterns("__pycache__")

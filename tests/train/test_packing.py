@@ -47,7 +47,13 @@ def keys_of(kind: str, here: Path) -> list[str]:
     return [*found, f"data.chat_template={here / 'chat.jinja'}"]
 
 
-@pytest.mark.parametrize("packing", PACKINGS)
+@pytest.mark.parametrize(
+    "packing",
+    [
+        each if each == "best_fit" else pytest.param(each, marks=pytest.mark.long)
+        for each in PACKINGS
+    ],
+)
 def test_sources_of_each_kind_train(
     packing: Packing, tiny: Path, here: Path, run: Run, tmp_path: Path
 ) -> None:
@@ -81,6 +87,7 @@ def of_best_fit(tiny: Path, here: Path, folder: Path) -> tuple[object, ...]:
     return (tiny, *EVERY, *STAGED, *keys, "checkpoint.every=1", "eval.batches=0")
 
 
+@pytest.mark.long
 def test_a_killed_run_goes_on_bit_for_bit(
     tiny: Path, here: Path, whole: Path, start: Start, run: Run, tmp_path: Path
 ) -> None:
@@ -94,6 +101,7 @@ def test_a_killed_run_goes_on_bit_for_bit(
     assert saved_digest(tmp_path / "run") == saved_digest(whole)
 
 
+@pytest.mark.long
 def test_two_processes_see_the_same(
     tiny: Path, here: Path, whole: Path, run: Run, tmp_path: Path
 ) -> None:
@@ -101,6 +109,7 @@ def test_two_processes_see_the_same(
     assert losses(tmp_path / "run") == pytest.approx(losses(whole), rel=SAME)
 
 
+@pytest.mark.long
 def test_another_packing_is_refused(tiny: Path, here: Path, run: Run, tmp_path: Path) -> None:
     keys = (tiny, *EVERY, *SMALL, *keys_of("jsonl", here), "eval.batches=0", f"run.dir={tmp_path}")
     run("train", *keys, "checkpoint.every=4")

@@ -89,6 +89,7 @@ def stopped(tiny: Path, run: Run, tmp_path_factory: pytest.TempPathFactory) -> t
     return folder / "run", output
 
 
+@pytest.mark.long
 def test_a_run_ends_and_stays_ended(
     stopped: tuple[Path, str], tiny: Path, run: Run, tmp_path: Path
 ) -> None:
@@ -122,6 +123,7 @@ def test_a_resumed_run_ends_where_an_unbroken_one_does(
     assert records(copy)[6]["eval/loss"] == records(stopped[0])[6]["eval/loss"]
 
 
+@pytest.mark.long
 def test_what_has_had_enough_can_start_others(
     stopped: tuple[Path, str], tiny: Path, run: Run, tmp_path: Path
 ) -> None:

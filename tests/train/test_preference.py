@@ -14,7 +14,6 @@ import pytest
 
 from maxpipe.config.paths import REFERENCE_FILE
 from maxpipe.train.pair_references import load, save
-from tests.cases import thinned
 from tests.data.conversations import write_records
 from tests.train.runs import (
     SAME,
@@ -79,7 +78,8 @@ def test_the_margin_rises(whole: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("loss", thinned(["orpo", "ipo"], 2))
+@pytest.mark.long
+@pytest.mark.parametrize("loss", ["orpo", "ipo"])
 def test_other_losses_learn_likewise(given: list[str], loss: str, run: Run, tmp_path: Path) -> None:
     """IPO wants a margin of beta / (2 beta) and no more."""
     keys = [f"preference.loss={loss}", "checkpoint.every=0"]
@@ -113,6 +113,7 @@ def test_the_layout_changes_nothing(
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_killed_and_resumed_is_bitwise(
     given: list[str], whole: Path, start: Start, run: Run, tmp_path: Path
 ) -> None:
@@ -134,6 +135,7 @@ def test_killed_and_resumed_is_bitwise(
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_stopped_search_goes_on(
     given: list[str], whole: Path, start: Start, run: Run, tmp_path: Path
 ) -> None:
@@ -166,6 +168,7 @@ def copied(whole: Path, folder: Path, step: int) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_run_does_not_go_on_without_its_references(
     given: list[str], whole: Path, run: Run, tmp_path: Path
 ) -> None:
@@ -205,6 +208,7 @@ def test_references_of_other_weights_are_found_again(
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_evaluation_takes_the_references_of_the_run(
     given: list[str], whole: Path, run: Run, tmp_path: Path
 ) -> None:

@@ -85,6 +85,7 @@ def test_only_the_first_process_speaks_and_only_in_our_lines(together: Path):
     assert len(list((together / "tensorboard").iterdir())) == 1
 
 
+@pytest.mark.long
 def test_a_process_that_sees_another_folder_ends_both(
     start: Start, arguments: tuple[object, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

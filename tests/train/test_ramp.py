@@ -62,6 +62,7 @@ def test_tokens_and_sizes_are_those_of_the_ramp(whole: Path) -> None:
     assert found[STEPS]["train/loss"] < found[1]["train/loss"] - 0.5
 
 
+@pytest.mark.layouts
 def test_another_layout_has_the_same_losses(tiny: Path, whole: Path, tmp_path: Path) -> None:
     other, staged = go(tiny, tmp_path, *OTHER, RAMP), recorded(whole)
     for step, each in other.items():
@@ -69,6 +70,7 @@ def test_another_layout_has_the_same_losses(tiny: Path, whole: Path, tmp_path: P
         assert each["train/tokens"] == staged[step]["train/tokens"]
 
 
+@pytest.mark.long
 def test_a_run_that_dies_in_its_ramp_goes_on_bit_for_bit(
     tiny: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -92,6 +94,7 @@ def test_a_run_that_dies_in_its_ramp_goes_on_bit_for_bit(
     assert saved_digest(tmp_path / "run") == saved_digest(whole)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("step", "begin"),
     [(4, ("train",)), (7, ("launch", "local", "--processes", 2))],
@@ -121,6 +124,7 @@ def test_a_run_killed_in_its_ramp_goes_on_under_another_layout(
             assert each[tag] == wanted[number][tag]
 
 
+@pytest.mark.long
 def test_what_comes_may_change_and_what_was_may_not(tiny: Path, tmp_path: Path) -> None:
     """A run of one size gets another by a ramp whose past is that size."""
     go(tiny, tmp_path, *OTHER, "train.steps=8", "optim.schedule=constant")
@@ -139,6 +143,7 @@ def test_plans_say_stages(tiny: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert "14 steps with batches of 8 rows, 4 microbatches: 1,792 tokens" in shown
 
 
+@pytest.mark.long
 def test_evaluation_elsewhere_asks_nothing_of_smaller_batches(whole: Path, run: Run) -> None:
     """On fewer devices a microbatch has more rows than the smallest batch."""
     shown = run("eval", whole, "mesh.cpu_devices=2")

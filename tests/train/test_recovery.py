@@ -130,6 +130,7 @@ os.rename, os.replace = slowly(os.rename), slowly(os.replace)
     assert not (copy / "lock.json").exists()
 
 
+@pytest.mark.long
 @pytest.mark.fault("F6")
 def test_folder_that_cannot_be_written_any_more_ends_the_run(copy: Path, tiny: Path, start: Start):
     """A file in the place of the folder: permissions do not bind the superuser."""
@@ -182,6 +183,7 @@ def test_full_disk_is_reported_before_the_save(copy: Path, tiny: Path, run: Run)
         unmount(small)
 
 
+@pytest.mark.long
 @pytest.mark.fault("F17")
 def test_run_starts_from_a_checkpoint_without_manifest(run: Run, tmp_path: Path):
     golden = GOLDEN / "0.1.0-format-1"
@@ -194,6 +196,7 @@ def test_run_starts_from_a_checkpoint_without_manifest(run: Run, tmp_path: Path)
     assert "2  as it was saved" in run("checkpoints", "verify", tmp_path / "next")
 
 
+@pytest.mark.long
 @pytest.mark.fault("F5", "F6")
 def test_training_goes_on_with_a_disk_that_is_full_for_a_while(
     copy: Path, unbroken: Path, tiny: Path, start: Start

@@ -31,6 +31,7 @@ def samples(folder: Path) -> dict[int, list[dict[str, Any]]]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.fault("D3", "D4")
 def test_samples_of_four_stages_change_nothing(
     copy: Path, unbroken: Path, tiny: Path, run: Run

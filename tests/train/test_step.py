@@ -21,8 +21,8 @@ from tests.cases import (
     Case,
     batch_of,
     buffer_bytes,
+    keeping,
     steps_of,
-    thinned,
     with_rare,
 )
 
@@ -74,7 +74,7 @@ RARE_CURVES = [
 ]
 
 
-@pytest.mark.parametrize("case", with_rare(thinned(CURVES, 3), RARE_CURVES), ids=str)
+@pytest.mark.parametrize("case", with_rare(keeping(CURVES, 12), RARE_CURVES), ids=str)
 @pytest.mark.fault("D5")
 def test_loss_curve_is_the_same_under_every_layout(
     case: Case, unsharded_curve: list[float]
@@ -92,6 +92,7 @@ IN_BFLOAT16 = [
 
 
 @pytest.mark.parametrize("case", with_rare(IN_BFLOAT16[:1], IN_BFLOAT16[1:]), ids=str)
+@pytest.mark.layouts
 def test_bfloat16_follows_float32(case: Case) -> None:
     """Eight bits of mantissa: losses agree to about one part in a hundred."""
     case = replace(case, layers=8)
@@ -111,7 +112,7 @@ POISONED = [
 ]
 
 
-@pytest.mark.parametrize("case", with_rare(POISONED[::2], POISONED[1::2]), ids=str)
+@pytest.mark.parametrize("case", with_rare(keeping(POISONED[::2], 2), POISONED[1::2]), ids=str)
 def test_idle_slots_and_padding_never_reach_the_result(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -152,7 +153,7 @@ def compiled(case: Case, rows: int) -> Any:
     return steps_of(case, rows).compile_train()
 
 
-@pytest.mark.parametrize("outside", [0, 4])
+@pytest.mark.parametrize("outside", keeping([0, 4], 0))
 def test_memory_does_not_grow_with_microbatches(outside: int) -> None:
     def temp_bytes(microbatches: int) -> int:
         case = Case(4, 2, microbatches, fsdp=2, layers=8 + outside, outside=outside)
@@ -179,7 +180,7 @@ def collectives(text: str, kind: str) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("gather", ["iteration", "step"])
-@pytest.mark.parametrize("schedule", ["interleaved", "zb_v"])
+@pytest.mark.parametrize("schedule", keeping(["interleaved", "zb_v"], 1))
 def test_weights_are_gathered_when_the_mode_says(gather: str, schedule: str) -> None:
     """`step` has no gather and no reduction of weights inside the loop over ticks."""
     case = Case(4, 2, 8, schedule=schedule, fsdp=2, layers=8, gather=gather)
@@ -196,6 +197,7 @@ def test_weights_are_gathered_when_the_mode_says(gather: str, schedule: str) -> 
     ("gather", "mode"),
     [pytest.param("iteration", "iteration", marks=pytest.mark.matrix), ("visit", "step")],
 )
+@pytest.mark.layouts
 def test_layers_outside_are_gathered_like_the_others(gather: str, mode: str) -> None:
     """`visit` has no visits of these layers to wait for: they are gathered once per step."""
     case = Case(2, 3, 4, outside=2, fsdp=2, layers=8, gather=gather)
@@ -207,7 +209,7 @@ def test_layers_outside_are_gathered_like_the_others(gather: str, mode: str) -> 
         assert (inside, others) == expected
 
 
-@pytest.mark.parametrize("stages, repeats, group", [(2, 3, 8), (4, 4, 4), (4, 3, 8)])
+@pytest.mark.parametrize("stages, repeats, group", keeping([(2, 3, 8), (4, 4, 4), (4, 3, 8)], 0))
 def test_visits_gather_twice_for_each_group(stages: int, repeats: int, group: int) -> None:
     """At most 2 * M / N gathers and M / N reductions of each weight per step, none in a tick."""
     case = Case(stages, repeats, 8, group=group, fsdp=2, layers=stages * repeats, gather="visit")
@@ -235,12 +237,15 @@ def test_visits_gather_twice_for_each_group(stages: int, repeats: int, group: in
 
 @pytest.mark.parametrize(
     ("remat", "outside", "schedule"),
-    [
-        ("full", 0, "interleaved"),
-        ("names", 3, "interleaved"),
-        ("names", 0, "zb_v"),
-        ("none", 0, "zb_v"),
-    ],
+    keeping(
+        [
+            ("full", 0, "interleaved"),
+            ("names", 3, "interleaved"),
+            ("names", 0, "zb_v"),
+            ("none", 0, "zb_v"),
+        ],
+        3,
+    ),
 )
 def test_buffers_are_as_large_as_predicted(remat: str, outside: int, schedule: str) -> None:
     """What the loop over ticks carries, from shapes alone, against the compiled program.

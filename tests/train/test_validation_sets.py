@@ -41,6 +41,7 @@ def evaluations(folder: Path) -> dict[int, dict[str, float]]:
     return {step: tags for step, tags in found.items() if tags}
 
 
+@pytest.mark.long
 def test_each_set_has_a_curve(
     tiny: Path, unbroken: Path, sets: list[str], run: Run, tmp_path: Path
 ) -> None:
@@ -79,6 +80,7 @@ def test_without_documents_held_out_the_whole_is_all_sets(
     assert tags["eval/loss"] == pytest.approx(nats / tokens, rel=1e-6)
 
 
+@pytest.mark.long
 def test_sets_beside_a_mixture(tiny: Path, sets: list[str], run: Run, tmp_path: Path) -> None:
     """The same numbers as without one: steps sum losses of sources, and a set is none of them."""
     text = next(line for line in tiny.read_text().splitlines() if "path:" in line)
@@ -100,6 +102,7 @@ def test_sets_beside_a_mixture(tiny: Path, sets: list[str], run: Run, tmp_path: 
             assert scored["nats_per_token"] == loss
 
 
+@pytest.mark.long
 def test_copies_of_trained_documents_are_told(
     tiny: Path, sets: list[str], run: Run, tmp_path: Path
 ) -> None:

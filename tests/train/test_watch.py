@@ -248,6 +248,7 @@ def test_a_run_goes_back_to_its_checkpoint_and_on_behind_the_bad_batch(here: Her
     }
 
 
+@pytest.mark.long
 def test_a_run_that_went_back_resumes_bit_for_bit(here: Here, tmp_path: Path) -> None:
     """It dies before its first save after going back, after that save, and before another."""
     here.bad = {9, 17}
@@ -340,6 +341,7 @@ ALONE = ("mesh.ici_stage=1", "mesh.cpu_devices=1", "pipeline.microbatches=1")
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_parameters_that_grow_without_bounds(tiny: Path, run: Run, tmp_path: Path) -> None:
     arguments = (*ALONE, "optim.learning_rate=1e30", "checkpoint.every=1", "eval.batches=0")
     arguments += ("guard.bad_steps=skip", "guard.max_bad_steps=2", f"run.dir={tmp_path}")
@@ -355,6 +357,7 @@ def test_parameters_that_grow_without_bounds(tiny: Path, run: Run, tmp_path: Pat
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.fault("N3")
 def test_garbage_among_the_documents_is_a_spike(tiny: Path, run: Run, tmp_path: Path) -> None:
     """Documents of three letters and a short one of any characters: its batches are named."""
