@@ -201,8 +201,8 @@ PREAMBLE = f"""\
 `DATASETS=.../bin/python python benchmarks/data.py --write`, on {PROCESSES} CPU cores. Medians; runs
 that are compared alternate, {REPEATS} of each. Both sides of preparing read the same JSON lines,
 cut from the files of Python's library, with the same tokenizer, byte-level BPE of {VOCABULARY} ids.
-That kind is encoded by tiktoken where ids are the same; every other kind by the same library on both
-sides, so that there only what is around it differs.
+That kind is encoded by tiktoken where ids are the same; every other kind by the same library on
+both sides, so that there only what is around it differs.
 """
 
 if __name__ == "__main__":
