@@ -84,6 +84,9 @@ TERMS: dict[str, Term] = {
         "more mesh.ici_tensor, more mesh.ici_context for long sequences, more "
         "pipeline.microbatches of fewer rows, a shorter train.sequence_length",
     ),
+    "reference": Term(
+        "the parameters that grpo.kl compares with", "grpo.kl=0, or adapters (adapter.rank)"
+    ),
     "batch": Term("token ids of the step", "a smaller train.batch_size"),
 }
 

@@ -20,7 +20,8 @@ from maxpipe.plan.optimizer import optimizer_bytes, optimizer_bytes_of
 from maxpipe.plan.sizes import BYTES, Sizes
 from maxpipe.schedule.table import Schedule
 
-ARGUMENTS = ("state", "batch")
+REFERENCE = "reference"
+ARGUMENTS = ("state", "batch", REFERENCE)
 """Terms that are there before the step starts; the others are temporary."""
 
 
@@ -34,8 +35,13 @@ class Memory:
 
     @property
     def arguments(self) -> float:
-        """State and batch."""
-        return sum(self.terms[name] for name in ARGUMENTS)
+        """State and batch, and what a run has beside them."""
+        return sum(self.terms.get(name, 0.0) for name in ARGUMENTS)
+
+    @property
+    def beside(self) -> float:
+        """What is there while the step runs and is no argument of it."""
+        return self.terms.get(REFERENCE, 0.0)
 
     @property
     def temporary(self) -> float:
@@ -57,7 +63,7 @@ class Memory:
 def memory(sizes: Sizes, schedule: Schedule, *, platform: str) -> Memory:
     """What the train step of a config takes on devices of a platform, as jax names it."""
     sizes = sizes.on(platform)
-    terms = state(sizes) | buffers(sizes, schedule)
+    terms = state(sizes) | {REFERENCE: _reference(sizes)} | buffers(sizes, schedule)
     terms |= _gathered(sizes, schedule)
     working = sizes
     if platform == "tpu":
@@ -97,15 +103,26 @@ def state(sizes: Sizes) -> dict[str, float]:
     train = sizes.config.train
     # Four arrays of ids and the mask, int32 and float32.
     batch = sizes.rows_per_device * (5 * 4 * train.sequence_length + 4)
-    ends = sizes.norm_elements + sizes.embedding_elements() + sizes.ahead_elements()
-    ends += 0 if sizes.model.ends.head is None else sizes.head_elements()
-    params = _stored(sizes, sizes.layer_slots) + _stored(sizes, sizes.outside)
-    params += BYTES[sizes.config.model.param_dtype] * ends
     kept = 0.0 if sizes.config.optim.offload_state else optimizer_bytes(sizes)
     return {
-        "state": float(params + kept + 12),
+        "state": float(_parameters(sizes) + kept + 12),
         "batch": float(batch),
     }
+
+
+def _reference(sizes: Sizes) -> float:
+    """A copy of the trained parameters, which `grpo.kl` compares with."""
+    config = sizes.config
+    is_kept = config.train.objective == "grpo" and config.grpo.kl > 0
+    return _parameters(sizes.trained) if is_kept else 0.0
+
+
+def _parameters(sizes: Sizes) -> float:
+    """All of one device, as they are stored."""
+    ends = sizes.norm_elements + sizes.embedding_elements() + sizes.ahead_elements()
+    ends += 0 if sizes.model.ends.head is None else sizes.head_elements()
+    layers = _stored(sizes, sizes.layer_slots) + _stored(sizes, sizes.outside)
+    return layers + BYTES[sizes.config.model.param_dtype] * ends
 
 
 def _stored(sizes: Sizes, layers: Mapping[str, int]) -> float:
@@ -117,6 +134,7 @@ def _stored(sizes: Sizes, layers: Mapping[str, int]) -> float:
             * sizes.elements(param.dims)
             for kind, count in layers.items()
             for param in sizes.model.kinds[kind].params.values()
+            if sizes.counts(param)
         )
     )
 

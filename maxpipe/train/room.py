@@ -50,12 +50,13 @@ def check_program(config: Config, compiled: Any, warn: Callable[[str], None]) ->
     said = compiled.memory_analysis()
     if said is None or jax.local_devices()[0].platform == "tpu":
         return  # the compiler for TPUs has refused what does not fit
+    predicted = _predicted(config)
     needed = said.output_size_in_bytes - said.alias_size_in_bytes + said.temp_size_in_bytes
     words = "the compiled train step takes, beside the state,"
     if jax.local_devices()[0].platform != "cpu":  # total known, not the free part
-        needed += said.argument_size_in_bytes
+        needed += said.argument_size_in_bytes + predicted.beside
         words = "the compiled train step takes"
-    _check(config, needed, _predicted(config), words, 1.0, warn)
+    _check(config, needed, predicted, words, 1.0, warn)
 
 
 @contextlib.contextmanager

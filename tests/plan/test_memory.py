@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import yaml
 
-from maxpipe.config.load import from_dict
+from maxpipe.config.load import from_dict, to_dict
 from maxpipe.config.schema import Config
 from maxpipe.model import decoder as decoder_module
 from maxpipe.model.count import QUERY_BLOCK
@@ -191,6 +191,27 @@ def test_buffers_and_state_are_those_of_the_engine(
         steps.state_sharding,
     )
     assert state(sizes)["state"] == pytest.approx(sum(jax.tree.leaves(shards)), abs=64)
+
+
+@pytest.mark.parametrize("adapter", [{}, {"rank": 3}])
+def test_the_reference_of_rollouts_is_a_copy_of_what_is_trained(adapter: dict[str, int]) -> None:
+    mesh = {"ici_stage": 2, "ici_fsdp": 2}
+    sections = to_dict(config_of({}, mesh, {"microbatches": 2, "schedule": "1f1b"}))
+    train = sections["train"] | {"objective": "grpo"}
+    grpo = {"prompts": "prompts.jsonl", "reward": "arithmetic", "group_size": 4, "max_tokens": 4}
+    sections |= {"train": train, "adapter": adapter, "model": sections["model"] | {"dropout": 0.0}}
+    alone, config = (from_dict(sections | {"grpo": grpo | {"kl": kl}}) for kl in (0.0, 0.1))
+    steps = steps_of(config)
+    shards = jax.tree.map(
+        lambda leaf, sharding: math.prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize,
+        steps.partition.trained(steps.abstract_state.params),
+        steps.partition.trained(steps.state_sharding.params),
+    )
+    with_it, without = (
+        memory(Sizes(each), steps.train_schedule, platform="cpu") for each in (config, alone)
+    )
+    assert with_it.beside == sum(jax.tree.leaves(shards)) > 0 == without.beside
+    assert with_it.total == without.total + with_it.beside
 
 
 @pytest.mark.parametrize(
