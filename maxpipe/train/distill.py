@@ -46,7 +46,7 @@ class Lessons:
 
     def batches(self, loader: Loader, start: int, stop: int) -> contextlib.closing[Generator[Any]]:
         """Global batches of the steps from `start` to before `stop`, read ahead."""
-        held = self._sharding, self.teacher.steps.batch_sharding
+        held = self._sharding, self.teacher.sharding
         rows = {
             count: reduce(np.union1d, (local_rows(each, count) for each in held))
             for count in loader.ramp.sizes(start)

@@ -66,6 +66,11 @@ class Teacher:
         """In words."""
         return describe(self.steps.partition.mesh)
 
+    @property
+    def sharding(self) -> NamedSharding:
+        """Of its batches."""
+        return self.steps.batch_sharding
+
     @cached_property
     def _reads(self) -> list[str]:
         return list(self.steps.abstract_batch())
@@ -83,14 +88,14 @@ class Teacher:
 
     def _lacks(self, wanted: NamedSharding, count: int) -> bool:
         """Whether any process has other rows here than it needs."""
-        held = rows_by_process(self.steps.batch_sharding, count)
+        held = rows_by_process(self.sharding, count)
         needed = rows_by_process(wanted, count)
         return any(not np.isin(rows, held[process]).all() for process, rows in needed.items())
 
     def place(self, host: Batch, rows: np.ndarray, count: int) -> dict[str, jax.Array]:
         """What it reads of a batch of `count` rows, of which these are in `host`."""
         given = {name: host[name] for name in self._reads}
-        return place_rows(given, rows, count, self.steps.batch_sharding)
+        return place_rows(given, rows, count, self.sharding)
 
     def ask(self, batch: Mapping[str, jax.Array]) -> Answer:
         """Begins to compute what it says of a batch; that is on its own mesh."""

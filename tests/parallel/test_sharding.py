@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -23,6 +24,7 @@ from maxpipe.parallel.sharding import (
     local_rows,
     place_rows,
     restrict,
+    rows_by_process,
 )
 
 WEIGHTS = ("fsdp", "expert", "context")
@@ -147,19 +149,33 @@ def test_constrain_places_the_automatic_axes(devices: list[Any]) -> None:
 # Batches.
 
 
+@dataclass(frozen=True)
+class Fake:
+    """A device of a process."""
+
+    process_index: int
+    number: int
+
+
 class HalfOfTheDevices:
     """A batch sharding of which this process has some devices, two of them with the same rows."""
 
-    def addressable_devices_indices_map(self, shape: tuple[int]) -> dict[int, tuple[slice]]:
+    def devices_indices_map(self, shape: tuple[int]) -> dict[Fake, tuple[slice]]:
         (rows,) = shape
         quarter = rows // 4
         third = slice(2 * quarter, 3 * quarter)
-        return {5: (third,), 0: (slice(0, quarter),), 4: (third,)}
+        mine = {Fake(0, 5): (third,), Fake(0, 0): (slice(0, quarter),), Fake(0, 4): (third,)}
+        return mine | {Fake(1, 1): (slice(quarter, 2 * quarter),)}
 
 
 def test_local_rows_are_ascending_and_named_once() -> None:
     sharding: Any = HalfOfTheDevices()
     assert local_rows(sharding, 8).tolist() == [0, 1, 4, 5]
+    found = rows_by_process(sharding, 8)
+    assert {process: rows.tolist() for process, rows in found.items()} == {
+        0: [0, 1, 4, 5],
+        1: [2, 3],
+    }
 
 
 @pytest.fixture(scope="module")

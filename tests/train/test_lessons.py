@@ -24,13 +24,18 @@ class Asked:
 
     def __init__(self) -> None:
         self.log: list[str] = []
-        self.device = jax.devices()[-1]
+        mesh = jax.make_mesh((1,), ("rows",), devices=jax.devices()[-1:])
+        self.sharding = NamedSharding(mesh, PartitionSpec("rows"))
 
-    def ask(self, host: Any, count: int) -> tuple[dict[str, jax.Array], int]:
+    def place(self, host: Any, rows: np.ndarray, count: int) -> dict[str, jax.Array]:
+        assert rows.tolist() == list(range(count))
+        return {"tokens": jax.device_put(host["tokens"], self.sharding)}
+
+    def ask(self, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
         self.log.append(f"asked {len([each for each in self.log if each[0] == 'a'])}")
-        ids = np.repeat(host["tokens"][..., None], COUNT, axis=-1)
+        ids = np.repeat(np.asarray(batch["tokens"])[..., None], COUNT, axis=-1)
         found = {TEACHER_IDS: ids, TEACHER_LOGPROBS: ids.astype(np.float32)}
-        return jax.device_put(found, self.device), 100
+        return jax.device_put(found, self.sharding)
 
 
 def loader_of(folder: Path) -> Loader:
@@ -60,8 +65,8 @@ def test_the_teacher_is_one_batch_ahead(tmp_path: Path) -> None:
     assert list(steps()) == [0, 1, 2, 3]
     order = ["asked 0", "asked 1", "got 0", "asked 2", "got 1", "asked 3", "got 2", "got 3"]
     assert teacher.log == order
-    answers = 2 * 4 * ROWS * TOKENS * COUNT
-    assert lessons.take()["distill/transfer_bytes"] == 100 + answers
+    read, answers = 4 * ROWS * TOKENS, 2 * 4 * ROWS * TOKENS * COUNT
+    assert lessons.take()["distill/transfer_bytes"] == read + answers
     assert lessons.take()["distill/transfer_bytes"] == 0
 
 
