@@ -141,10 +141,10 @@ def divided(devices: Sequence[Device], count: int, key: str) -> tuple[list[Devic
                 f"must be a multiple of {processes}, as many of each process, and leave "
                 f"devices to the rest of the run in each: there are {len(devices)}."
             )
-        fits = min(most, up(count, processes)) if rest else most
-        less = " or less" if not rest else ""
-        more = f", or mesh.cpu_devices={2 * each}" if devices[0].platform == "cpu" else ""
-        action = f"Set {key}={fits}{less}, 0 to take turns on all{more}."
+        fits = [f"{key}={min(most, up(count, processes))}"] if most else []
+        if devices[0].platform == "cpu" and not rest:
+            fits.append(f"mesh.cpu_devices={2 * each}")
+        action = f"Set {', or '.join([*fits, f'{key}=0 to take turns on all'])}."
         raise ConfigError.one(key, count, rule, action)
     given = [device for mine in own.values() for device in mine[-each:]]
     kept = [device for mine in own.values() for device in mine[:-each]]

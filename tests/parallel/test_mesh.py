@@ -226,13 +226,18 @@ def test_the_last_devices_are_dealt_out(devices: list[Any]) -> None:
     assert divided(devices, 3, "some.key") == (devices[:5], devices[5:])
     assert divided(devices, 0, "some.key") == (devices, devices)
     for count in (8, 9):
-        with pytest.raises(ConfigError, match=r"there are 8.\n.*some.key=7 or less"):
+        with pytest.raises(ConfigError, match=r"there are 8.\n.*some.key=7, or"):
             divided(devices, count, "some.key")
+
+
+def test_one_device_can_only_take_turns() -> None:
+    with pytest.raises(ConfigError, match=r"Set mesh.cpu_devices=2, or some.key=0 to take turns"):
+        divided([FakeDevice("cpu")], 1, "some.key")
 
 
 @pytest.mark.parametrize(
     ("count", "text"),
-    [(3, "Set some.key=4, 0 to"), (9, "Set some.key=6, 0 to"), (8, "Set some.key=6 or less, 0 to")],
+    [(3, "Set some.key=4, or some.key=0 to"), (9, "Set some.key=6, or"), (8, "Set some.key=6, or")],
 )
 def test_every_process_deals_out_as_many(count: int, text: str) -> None:
     devices = [FakeDevice("tpu", number // 4, number) for number in range(8)]

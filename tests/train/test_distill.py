@@ -223,7 +223,10 @@ def test_sources_of_a_mixture_find_their_rows(asked: Place) -> None:
 REFUSED: list[tuple[tuple[str, ...], str]] = [
     (("model.vocab_size=300",), "must have the vocabulary of the student: it has 259 ids"),
     (("distill.top_k=260",), "must be at most model.vocab_size (259)"),
-    (("distill.devices=8",), "Set distill.devices=7 or less, 0 to take turns"),
+    (
+        ("distill.devices=8",),
+        "Set distill.devices=7, or mesh.cpu_devices=16, or distill.devices=0 to take turns",
+    ),
     (("distill.devices=2", "distill.layout=[mesh.ici_stage=3]"), "distill.layout: mesh = stage 3"),
     (
         ("distill.devices=2", "distill.layout=[mesh.ici_fsdp=2,pipeline.microbatches=3]"),
