@@ -35,7 +35,7 @@ from maxpipe.plan.advice import capacity, explain_out_of_memory, gib, largest
 from maxpipe.plan.entries import Line, lines
 from maxpipe.plan.hlo import Collective, Profile, Transfer, profile
 from maxpipe.plan.hlo_text import parse
-from maxpipe.plan.memory import buffers
+from maxpipe.plan.memory import buffers, reference
 from maxpipe.plan.nearest import nearest
 from maxpipe.plan.search import evaluate
 from maxpipe.plan.sizes import Sizes
@@ -130,6 +130,9 @@ class Report:
     """Buffers copied inside loops."""
     buffers: dict[str, int]
     """Bytes of what the loop over ticks carries, part of `working_bytes`."""
+    beside_bytes: int = 0
+    """What a device has while the step runs that is no argument of it: the reference of rollouts,
+    by arithmetic."""
     entries: list[Line] = field(default_factory=list)
     """What the busiest stages' cycles are spent on, most first; none without estimates."""
     unknown_loops: list[str] = field(default_factory=list)
@@ -151,7 +154,7 @@ class Report:
     @property
     def fits(self) -> bool:
         """Whether one device has room for it."""
-        return self.total_bytes <= self.memory_bytes
+        return self.total_bytes + self.beside_bytes <= self.memory_bytes
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Report:
@@ -326,6 +329,7 @@ def report_of(config: Config, topology: Topology, steps: Steps, compiled: Any) -
         transfers=host_traffic(found.transfers),
         copies=len(found.copies),
         buffers={name: round(held) for name, held in buffers(sizes, steps.train_schedule).items()},
+        beside_bytes=round(reference(sizes)),
         entries=lines(busiest, topology.hardware),
         unknown_loops=found.unknown_loops,
     )

@@ -63,7 +63,7 @@ class Memory:
 def memory(sizes: Sizes, schedule: Schedule, *, platform: str) -> Memory:
     """What the train step of a config takes on devices of a platform, as jax names it."""
     sizes = sizes.on(platform)
-    terms = state(sizes) | {REFERENCE: _reference(sizes)} | buffers(sizes, schedule)
+    terms = state(sizes) | {REFERENCE: reference(sizes)} | buffers(sizes, schedule)
     terms |= _gathered(sizes, schedule)
     working = sizes
     if platform == "tpu":
@@ -110,7 +110,7 @@ def state(sizes: Sizes) -> dict[str, float]:
     }
 
 
-def _reference(sizes: Sizes) -> float:
+def reference(sizes: Sizes) -> float:
     """A copy of the trained parameters, which `grpo.kl` compares with."""
     config = sizes.config
     is_kept = config.train.objective == "grpo" and config.grpo.kl > 0

@@ -15,7 +15,7 @@ from maxpipe.model.count import active_params, num_params, num_trained, total
 from maxpipe.optim.kept import saved_bytes
 from maxpipe.plan import entries
 from maxpipe.plan.advice import TERMS, gib, verdict
-from maxpipe.plan.memory import outside
+from maxpipe.plan.memory import REFERENCE, outside
 from maxpipe.plan.search import SHOWN, Candidate, Search
 from maxpipe.plan.sizes import Sizes
 from maxpipe.words import counted
@@ -45,6 +45,9 @@ def compiled(report: Report, num_entries: int = 0) -> str:
         f"outputs besides {gib(report.output_bytes - report.alias_bytes)}, program "
         f"{gib(report.program_bytes)}",
     ]
+    if report.beside_bytes:
+        about = TERMS[REFERENCE].about
+        lines.append(f"  beside the step, by arithmetic: {gib(report.beside_bytes)}, {about}")
     if report.host_bytes:
         lines.append(f"  in host memory {gib(report.host_bytes)}")
     held = {name: size for name, size in report.buffers.items() if size > 2**10}

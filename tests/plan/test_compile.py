@@ -14,7 +14,7 @@ import pytest
 from maxpipe.model.count import scored_pairs
 from maxpipe.model.families.registry import describe
 from maxpipe.parallel.mesh import AXES, FSDP, STAGE
-from maxpipe.plan.advice import TERMS, capacity, explain_out_of_memory, verdict
+from maxpipe.plan.advice import TERMS, capacity, explain_out_of_memory, gib, verdict
 from maxpipe.plan.compile import (
     Report,
     _layers_per_tick,
@@ -179,6 +179,13 @@ def test_where_the_compiler_states_a_peak_it_is_what_must_fit(report: Report) ->
     assert "temporary 0.00 MiB" in compiled(stated)
     tight = replace(stated, memory_bytes=held + 1010)
     assert tight.fits and not replace(tight, memory_bytes=held + 1009).fits
+
+
+def test_what_is_beside_the_step_must_fit_as_well(report: Report) -> None:
+    room = report.memory_bytes - report.total_bytes
+    fits, too_much = (replace(report, beside_bytes=int(room) + more) for more in (0, 1))
+    assert fits.fits and not too_much.fits
+    assert f"beside the step, by arithmetic: {gib(room)}" in compiled(fits)
 
 
 @pytest.mark.parametrize(
