@@ -63,7 +63,8 @@ def _compiler_options(options: argparse.Namespace) -> dict[str, str]:
         if not (name and equals):
             rule = "must be NAME=VALUE; without a value the compiler's default counts."
             raise ConfigError.one(where, each, rule, f"Write --xla {name or 'NAME'}=VALUE.")
-        found[name] = value
+        # jax takes these only as Python writes them.
+        found[name] = value.title() if value in ("true", "false") else value
     return found
 
 

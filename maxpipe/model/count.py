@@ -261,6 +261,18 @@ def even_blocks(tokens: int, block: int = 0) -> int:
     return size if count == 1 else -(-size // _LANES) * _LANES
 
 
+_DOCUMENT, _MOST_DOCUMENTS, _MOST_WORKED_ON = 512, 8, 2**16
+
+
+def packed_documents(tokens: int) -> int:
+    """Documents of a row, on average over rows, that cuDNN's kernels are given at most; 1 for none.
+
+    Its backward works on the gradients of a whole row for each of them: more for shorter documents
+    would take much memory, and for very long rows even a few would.
+    """
+    return max(1, min(tokens // _DOCUMENT, _MOST_DOCUMENTS, _MOST_WORKED_ON // tokens))
+
+
 _UNROLLED_BLOCK, _UNROLLED_TOKENS = 64, 512
 """Queries of a block, and tokens of a row at most, where blockwise attention has no loops: on CPUs
 0.6 of the processor time with 256 tokens (`benchmarks/attention.md`)."""

@@ -172,6 +172,9 @@ class Held:
     """In the compute type, not for every token but once: parameters and their like."""
     wide_once: tuple[Dims, ...] = ()
     """The same in four bytes."""
+    documents: tuple[tuple[float, Dims], ...] = ()
+    """In the compute type, for each document of a row that a kernel is given at most
+    (`count.packed_documents`)."""
     pairs: tuple[float, float, float] = (0.0, 0.0, 0.0)
     """For each scored pair of tokens, over all heads: copies in the compute type, copies in
     float32, and bytes of other types."""
@@ -185,6 +188,7 @@ class Held:
             self.blocks + other.blocks,
             self.once + other.once,
             self.wide_once + other.wide_once,
+            self.documents + other.documents,
             (narrow, wide, rest),
         )
 

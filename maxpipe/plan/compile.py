@@ -30,12 +30,11 @@ from maxpipe.model.spec import Model, Scores
 from maxpipe.parallel.mesh import AXES, BATCH_AXES, build_mesh
 from maxpipe.pipeline import scopes
 from maxpipe.pipeline.layout import Layout
-from maxpipe.plan import gpu_target
+from maxpipe.plan import gpu_target, memory
 from maxpipe.plan.advice import capacity, explain_out_of_memory, gib, largest
 from maxpipe.plan.entries import Line, lines
 from maxpipe.plan.hlo import Collective, Profile, Transfer, profile
 from maxpipe.plan.hlo_text import parse
-from maxpipe.plan.memory import buffers, reference
 from maxpipe.plan.nearest import nearest
 from maxpipe.plan.search import evaluate
 from maxpipe.plan.sizes import Sizes
@@ -130,6 +129,8 @@ class Report:
     """Buffers copied inside loops."""
     buffers: dict[str, int]
     """Bytes of what the loop over ticks carries, part of `working_bytes`."""
+    kernel_bytes: int = 0
+    """What cuDNN's attention works in, by arithmetic, where the compiler does not know it."""
     beside_bytes: int = 0
     """What a device has while the step runs that is no argument of it: the reference of rollouts,
     by arithmetic."""
@@ -143,7 +144,7 @@ class Report:
     def total_bytes(self) -> int:
         """Needed on one device."""
         held = self.argument_bytes + self.temp_bytes + self.output_bytes - self.alias_bytes
-        return (self.peak_bytes or held) + self.program_bytes
+        return (self.peak_bytes or held) + self.program_bytes + self.kernel_bytes
 
     @property
     def working_bytes(self) -> int:
@@ -225,15 +226,18 @@ def compile_step(
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" in str(error):
             raise _out_of_memory(str(error), config, steps, topology) from error
-        raise other_compiler(topology, error) or error from error
+        refused = _option_refused(str(error), given or {}) or other_compiler(topology, error)
+        raise refused or error from error
     done = time.monotonic()
     if save is not None:
         facts = executable.facts_of(to_dict(config), lowered, present)
         executable.save(compiled, save, facts)
     report = report_of(config, topology, steps, compiled)
     seconds = {"lower_seconds": lowered_at - start, "compile_seconds": done - lowered_at}
-    unknown = _unknown(report.attention) if untuned else []
-    return dataclasses.replace(report, **seconds, unknown=unknown)
+    if untuned:
+        worked_in = round(memory.worked_in(Sizes(config).on(topology.platform)))
+        report = dataclasses.replace(report, kernel_bytes=worked_in, unknown=_UNKNOWN)
+    return dataclasses.replace(report, **seconds)
 
 
 def _lowered(steps: Steps, config: Config, topology: Topology) -> Any:
@@ -257,17 +261,25 @@ def _only_a_report(save: Path) -> ConfigError:
     return ConfigError.one("command line: --save", save, rule, action)
 
 
-def _unknown(attention: str) -> list[str]:
-    """What a compiler without a GPU leaves open."""
-    found = [
-        "time: it estimates no cycles for GPUs",
-        "kernels: none were timed (no autotuning, no Triton matmuls), so that a run's may differ, "
-        "and the memory that they work in",
-        "memory outside of the program: CUDA's, NCCL's",
-    ]
-    if attention == "cudnn":
-        found.append("memory that cuDNN's attention works in")
-    return found
+_UNKNOWN = [
+    "time: it estimates no cycles for GPUs",
+    "kernels: none were timed (no autotuning, no Triton matmuls), so that a run's may differ, "
+    "and the memory that they work in",
+    "memory outside of the program: CUDA's, NCCL's",
+]
+"""What a compiler without a GPU leaves open."""
+
+
+def _option_refused(message: str, given: Mapping[str, str]) -> ConfigError | None:
+    """What to say where the compiler does not know an option that is given, or its value."""
+    name = next((name for name in given if name in message), None)
+    if name is None or not message.startswith("INVALID_ARGUMENT"):
+        return None
+    rule = f"is not what this compiler takes: {message.partition(': ')[2].splitlines()[0]}"
+    action = (
+        "Leave it out, or give an option and a value of its kind, true and false for yes or no."
+    )
+    return ConfigError.one("command line: --xla", f"{name}={given[name]}", rule, action)
 
 
 def _out_of_memory(message: str, config: Config, steps: Steps, topology: Topology) -> ConfigError:
@@ -292,8 +304,8 @@ def _out_of_memory(message: str, config: Config, steps: Steps, topology: Topolog
 
 def report_of(config: Config, topology: Topology, steps: Steps, compiled: Any) -> Report:
     """What the compiler says of a compiled train step; how long that took is left at 0."""
-    mesh, memory = steps.partition.mesh, compiled.memory_analysis()
-    on_host = memory.host_temp_size_in_bytes + memory.host_argument_size_in_bytes
+    mesh, stated = steps.partition.mesh, compiled.memory_analysis()
+    on_host = stated.host_temp_size_in_bytes + stated.host_argument_size_in_bytes
     found, busiest = read(compiled.as_text(), steps, config.pipeline.weight_gather)
     rows, tokens = steps.shape
     clock = topology.hardware.clock_ghz * 1e9
@@ -309,13 +321,13 @@ def report_of(config: Config, topology: Topology, steps: Steps, compiled: Any) -
         versions=versions(),
         lower_seconds=0.0,
         compile_seconds=0.0,
-        argument_bytes=memory.argument_size_in_bytes,
-        output_bytes=memory.output_size_in_bytes,
-        alias_bytes=memory.alias_size_in_bytes,
-        temp_bytes=memory.temp_size_in_bytes,
+        argument_bytes=stated.argument_size_in_bytes,
+        output_bytes=stated.output_size_in_bytes,
+        alias_bytes=stated.alias_size_in_bytes,
+        temp_bytes=stated.temp_size_in_bytes,
         # XLA's peak is that of all memories together.
-        peak_bytes=memory.peak_memory_in_bytes - on_host if topology.platform == "tpu" else 0,
-        program_bytes=memory.generated_code_size_in_bytes,
+        peak_bytes=stated.peak_memory_in_bytes - on_host if topology.platform == "tpu" else 0,
+        program_bytes=stated.generated_code_size_in_bytes,
         host_bytes=on_host,
         memory_bytes=topology.hardware.memory_bytes,
         flops=found.flops,
@@ -328,8 +340,10 @@ def report_of(config: Config, topology: Topology, steps: Steps, compiled: Any) -
         collectives=traffic(found.collectives, mesh),
         transfers=host_traffic(found.transfers),
         copies=len(found.copies),
-        buffers={name: round(held) for name, held in buffers(sizes, steps.train_schedule).items()},
-        beside_bytes=round(reference(sizes)),
+        buffers={
+            name: round(held) for name, held in memory.buffers(sizes, steps.train_schedule).items()
+        },
+        beside_bytes=round(memory.reference(sizes)),
         entries=lines(busiest, topology.hardware),
         unknown_loops=found.unknown_loops,
     )

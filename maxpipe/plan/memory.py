@@ -14,7 +14,7 @@ from functools import cache
 
 from maxpipe.model.choice import loss_block
 from maxpipe.model.low_rank import is_held
-from maxpipe.model.spec import Kind, Part
+from maxpipe.model.spec import Held, Kind, Part
 from maxpipe.plan.gathered import gathered_bytes
 from maxpipe.plan.optimizer import optimizer_bytes, optimizer_bytes_of
 from maxpipe.plan.sizes import BYTES, Sizes
@@ -115,6 +115,13 @@ def reference(sizes: Sizes) -> float:
     config = sizes.config
     is_kept = config.train.objective == "grpo" and config.grpo.kl > 0
     return _parameters(sizes.trained) if is_kept else 0.0
+
+
+def worked_in(sizes: Sizes) -> float:
+    """What a kernel of attention works in at most, of which XLA does not know without a GPU."""
+    parts = [part for kind in sizes.model.kinds.values() for part in kind.parts.values()]
+    own = (Held(documents=part.working.documents) for part in parts)
+    return max(map(sizes.held_bytes, parts, own))
 
 
 def _parameters(sizes: Sizes) -> float:

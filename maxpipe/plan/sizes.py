@@ -20,6 +20,7 @@ from maxpipe.model.count import (
     even_blocks,
     layer_costs,
     matrices_ahead,
+    packed_documents,
     scored_keys,
     scored_pairs,
 )
@@ -490,6 +491,8 @@ class Sizes:
         tokens = self.config.train.sequence_length
         in_blocks = sum(copies * self.activated(dims) for copies, dims in held.blocks)
         found += size * in_blocks * scored_keys(tokens) / tokens
+        in_documents = sum(copies * self.activated(dims) for copies, dims in held.documents)
+        found += size * in_documents * packed_documents(tokens)
         found += size * sum(self.elements(dims, whole=True) for dims in held.once)
         return found + 4 * sum(self.elements(dims, whole=True) for dims in held.wide_once)
 

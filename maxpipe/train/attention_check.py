@@ -20,12 +20,14 @@ from jax import Array
 
 from maxpipe.boundary.files import records
 from maxpipe.config.paths import EVENTS_FILE
+from maxpipe.config.schema import MeshConfig
 from maxpipe.errors import ConfigError
 from maxpipe.model.attention.backends import BACKENDS
 from maxpipe.model.attention.interface import Attend, Mask
 from maxpipe.model.parts.attention import AUTO, Attention
 from maxpipe.model.parts.latent import LatentAttention
 from maxpipe.model.spec import Model
+from maxpipe.parallel.mesh import build_mesh
 from maxpipe.processes.link import Link
 from maxpipe.telemetry.console import Console
 from maxpipe.telemetry.records import EventLog
@@ -35,6 +37,9 @@ _EVENT = "attention_checked"
 
 _TOKENS, _GROUPS, _SHARED = 256, 2, 4
 """Of the slice at most: tokens, key/value heads, and query heads for each of them."""
+_DOCUMENTS = 3
+_CUDNN_TOKENS, _CUDNN_DOCUMENTS = 1024, (1, 2, 5)
+"""In its slice documents choose between three kernels."""
 _TIMES = 4.0
 """By how much a backend may be further from exact results than plain attention."""
 _ROUNDING = {"float32": 1e-5, "bfloat16": 2.0**-6}
@@ -92,7 +97,8 @@ def check(run_dir: Path, steps: Steps, link: Link, console: Console, events: Eve
 
 def check_attention(model: Model, dtype: str, tokens: int) -> Found | None:
     """The worst of the model's kinds of attention on a device here; None if all are plain."""
-    found = [_compared(*each, dtype) for each in _cases(model, tokens)]
+    with jax.set_mesh(build_mesh(MeshConfig(), jax.local_devices()[:1])):
+        found = [each for case in _cases(model, tokens) for each in _compared(*case, dtype)]
     return max(found, key=lambda each: (not each.ok, each.gradients), default=None)
 
 
@@ -125,16 +131,21 @@ def _refusal(text: str) -> ConfigError:
 def _cases(model: Model, tokens: int) -> Iterator[tuple[Mixing, int, tuple[int, ...]]]:
     """(part, tokens of the slice, sizes of its windows), unlike ones only."""
     seen: set[str] = set()
-    rows = min(tokens, _TOKENS)
     for kind in model.kinds.values():
         for part in kind.parts.values():
             if not isinstance(part, Mixing) or part.backend in (AUTO, "xla"):
                 continue
+            rows = min(tokens, _CUDNN_TOKENS if part.backend == "cudnn" else _TOKENS)
             if (shape := _shape(part, rows)) not in seen:
                 seen.add(shape)
                 name = part.window if isinstance(part, Attention) else ""
                 sizes = {min(int(size), rows // 3) for size in model.values[name]} if name else ()
                 yield part, rows, tuple(sorted(sizes))
+
+
+def _documents(part: Mixing) -> tuple[int, ...]:
+    """Of the slice's row, each time it is checked."""
+    return _CUDNN_DOCUMENTS if part.backend == "cudnn" else (_DOCUMENTS,)
 
 
 def _shape(part: Mixing, tokens: int) -> str:
@@ -154,17 +165,18 @@ def _heads(part: Mixing) -> tuple[int, int, int]:
     return min(part.num_kv_heads, _GROUPS), shared, part.head_size
 
 
-def _compared(part: Mixing, tokens: int, windows: tuple[int, ...], dtype: str) -> Found:
-    """Of one slice: three documents, the last with the largest window."""
+def _compared(part: Mixing, tokens: int, windows: tuple[int, ...], dtype: str) -> Iterator[Found]:
+    """Of one slice, with the largest window, for each number of documents."""
     groups, shared, values = _heads(part)
     heads, random = groups * shared, np.random.default_rng(0)
     shapes = (heads, part.head_size), (groups, part.head_size), (groups, values), (heads, values)
     drawn = [random.standard_normal((1, tokens, *shape)) for shape in shapes]
     sinks = random.standard_normal(heads) if "sinks" in part.options else None
     query, key, value, cotangent = (jnp.asarray(each, dtype) for each in drawn)
-    segments = jnp.asarray(np.arange(tokens)[None] * 3 // tokens, jnp.int32)
 
-    def run(attend: Attend, given: Any, cotangent: Array, window: Array) -> list[Array]:
+    def run(
+        attend: Attend, given: Any, cotangent: Array, window: Array, segments: Array
+    ) -> list[Array]:
         def mixed(query: Array, key: Array, value: Array, sinks: Array | None) -> Array:
             mask = Mask(
                 segments,
@@ -179,21 +191,23 @@ def _compared(part: Mixing, tokens: int, windows: tuple[int, ...], dtype: str) -
         result, pullback = jax.vjp(mixed, *given)
         return [result, *jax.tree.leaves(pullback(cotangent))]
 
-    def all_of(given: Any, cotangent: Array, window: Array) -> list[list[Array]]:
+    def all_of(given: Any, cotangent: Array, *rest: Array) -> list[list[Array]]:
         wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), (given, cotangent))
         with jax.default_matmul_precision("highest"):
-            exact = run(BACKENDS["xla"], wide[0], wide[1], window)
+            exact = run(BACKENDS["xla"], *wide, *rest)
         backends = (BACKENDS["xla"], BACKENDS[part.backend])
-        return [exact, *(run(each, given, cotangent, window) for each in backends)]
+        return [exact, *(run(each, given, cotangent, *rest) for each in backends)]
 
     given = (query, key, value, None if sinks is None else jnp.asarray(sinks, dtype))
-    window = jnp.int32(max(windows, default=0))
-    exact, plain, own = jax.device_get(jax.jit(all_of)(given, cotangent, window))
-    of_plain, of_own = (
-        [_distance(*pair) for pair in zip(each, exact, strict=True)] for each in (plain, own)
-    )
-    limit = max(_ROUNDING[dtype], _TIMES * max(of_plain))
-    return Found(part.backend, of_own[0], max(of_own[1:]), limit)
+    window, compare = jnp.int32(max(windows, default=0)), jax.jit(all_of)
+    for documents in _documents(part):
+        segments = jnp.asarray(1 + np.arange(tokens)[None] * documents // tokens, jnp.int32)
+        exact, plain, own = jax.device_get(compare(given, cotangent, window, segments))
+        of_plain, of_own = (
+            [_distance(*pair) for pair in zip(each, exact, strict=True)] for each in (plain, own)
+        )
+        limit = max(_ROUNDING[dtype], _TIMES * max(of_plain))
+        yield Found(part.backend, of_own[0], max(of_own[1:]), limit)
 
 
 def _distance(found: Any, exact: Any) -> float:

@@ -104,6 +104,8 @@ def test_a_search_runs_what_it_found(
         (["plan", "configs/quickstart.yml", "--topology", "cpu:4"], "there are cpu:4, 4 devices"),
         (["compile", *RUN[1:], "--save", "step"], "cannot be used by 8 CPU devices"),
         (["compile", *RUN[1:], "--xla", "fast"], "Write --xla fast=VALUE."),
+        (["compile", *RUN[1:], "--xla", "xla_no=1"], "No such compile option: 'xla_no'"),
+        (["compile", *RUN[1:], "--xla", "xla_cpu_use_xnnpack=2"], "xla_cpu_use_xnnpack, '2' is"),
         (["compile", *RUN[1:], "--xla", "a=1", "--save", "step"], "Leave out --xla, or --save."),
     ],
 )

@@ -9,7 +9,6 @@ Source: FlashAttention-2 (arXiv:2307.08691), as `jax.experimental.pallas.ops.tpu
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -26,6 +25,7 @@ from jaxtyping import Bool, Float, Int
 
 from maxpipe.model.attention import shards, xla
 from maxpipe.model.attention.interface import Mask
+from maxpipe.model.attention.windows import by_window
 from maxpipe.model.parts.attention import LOG_SUM
 from maxpipe.parallel import stated
 from maxpipe.parallel.per_device import on_shards, vary
@@ -199,7 +199,7 @@ def mix(
             return jax.vmap(one)(query, key, value, _ids(seen))
 
     arrays = _scaled(_swapped(query), call), _swapped(key), _swapped(value)
-    mixed, sums = _by_window(run, seen.window, call, arrays)
+    mixed, sums = by_window(run, seen.window, call.windows, arrays)
     return _swapped(mixed), sums
 
 
@@ -235,7 +235,7 @@ def gradients(
 
     arrays = _scaled(_swapped(query), call), _swapped(key), _swapped(value)
     rest = _swapped(mixed), sums, _swapped(d_mixed)
-    d_query, d_key, d_value = _by_window(run, seen.window, call, (*arrays, *rest))
+    d_query, d_key, d_value = by_window(run, seen.window, call.windows, (*arrays, *rest))
     return _swapped(_scaled(d_query, call)), _swapped(d_key), _swapped(d_value)
 
 
@@ -270,26 +270,6 @@ def _scaled(x: Array, call: Call) -> Array:
 
 def _ids(seen: _Seen) -> kernels.SegmentIds:
     return kernels.SegmentIds(seen.segments, seen.key_segments)
-
-
-def _by_window(
-    run: Callable[..., Any], window: Int[Array, ""] | None, call: Call, arrays: tuple[Array, ...]
-) -> Any:
-    """`run(size, *arrays)` with the size that is asked for."""
-    sizes = call.windows
-    if window is None or len(sizes) == 1:
-        return run(sizes[0], *arrays)
-    number = sum((window > size).astype(jnp.int32) for size in sizes[:-1])
-    with jax.named_scope(stated.WINDOWS):
-        return lax.switch(number, [_named(run, size) for size in sizes], *arrays)
-
-
-def _named(run: Callable[..., Any], window: int) -> Callable[..., Any]:
-    def branch(*arrays: Array) -> Any:
-        with jax.named_scope(stated.window(window)):
-            return run(window, *arrays)
-
-    return branch
 
 
 # Blocks.

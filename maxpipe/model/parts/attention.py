@@ -48,7 +48,7 @@ def stands(backend: str) -> Stands:
 
 def kept_with_context(backend: str, heads: Dims) -> Mapping[str, Mapping[str, Dims]]:
     """What a backend keeps where `context` is kept. `Part.kept_with` of attention."""
-    return {"context": {LOG_SUM: heads}} if stands(backend) == "block" else {}
+    return {} if stands(backend) == "scores" else {"context": {LOG_SUM: heads}}
 
 
 Scaling = Literal["linear", "dynamic", "llama3", "yarn"]
@@ -183,8 +183,11 @@ class Attention(Part):
         """Of each pair its score and its probability.
 
         By blocks, besides: queries and the cotangent of what is mixed in the order of blocks, and
-        of keys and values what is not there anyway, their gradients in float32 among it.
+        of keys and values what is not there anyway, their gradients in float32 among it. Behind a
+        mask of numbers a kernel's gradients, of keys and values for each head of queries.
         """
+        if stands(self.backend) == "mask":
+            return Held(pairs=(1.0, 0.0, 0.0), documents=((4.0, self._query),))
         found = Held(pairs=(1.0, 1.0, 0.0))
         if stands(self.backend) == "block":
             found += Held(narrow=((2.0, self._query), (1.0, self._key)), wide=((1.0, self._key),))
@@ -203,14 +206,12 @@ class Attention(Part):
         keys, turned = ((2.0, self._key),), self.rope.turned or self.head_size
         wide, statistics = ((2.0, ((turned, ""),)),), 2.0 + self.sinks
         found = Held(narrow=narrow, wide=wide)
-        if stands(self.backend) == "block":
+        if stands(self.backend) == "scores":
+            pairs = (1.0, 2.0 if self.soft_cap else 1.0, 1.0)
+            found += Held(wide=((statistics, self._heads),), blocks=keys, pairs=pairs)
+        else:
             window: tuple[Dims, ...] = ((),) if self.window else ()
             found += Held(narrow=keys, wide=((1.0, self._heads),), wide_once=window)
-        else:
-            pairs = (1.0, 2.0 if self.soft_cap else 1.0, 1.0)
-            found += Held(wide=((statistics, self._heads),), pairs=pairs)
-            is_whole = stands(self.backend) == "mask"
-            found += Held(narrow=keys) if is_whole else Held(blocks=keys)
         if self.head_norm is not None:
             for dims in (self._query, self._key):
                 found += self.head_norm.residuals_of(*self._normed(dims))

@@ -139,7 +139,12 @@ class LatentAttention(Part):
 
     @property
     def working(self) -> Held:
-        """Of each pair its score and its probability; by blocks arrays in their order, too."""
+        """Of each pair its score and its probability; by blocks arrays in their order, too.
+
+        Behind a mask of numbers a kernel's gradients.
+        """
+        if stands(self.backend) == "mask":
+            return Held(pairs=(1.0, 0.0, 0.0), documents=((4.0, self._query),))
         found = Held(pairs=(1.0, 1.0, 0.0))
         if stands(self.backend) == "block":
             narrow = ((1.5, self._query), (1.5, self._value))
@@ -157,12 +162,11 @@ class LatentAttention(Part):
         narrow = ((1.0, self._width), (1.0, self._query), (1.0, self._value))
         keys = ((1.0, self._query), (1.0, self._value))
         turned, heads = (2.0, ((self.rope_size, ""),)), ((self.num_heads, "heads"),)
-        if stands(self.backend) == "block":
-            found = Held(narrow=(*narrow, *keys), wide=(turned, (1.0, heads)))
+        if stands(self.backend) == "scores":
+            wide, pairs = (turned, (2.0, heads)), (1.0, 1.0, 1.0)
+            found = Held(narrow=narrow, wide=wide, blocks=keys, pairs=pairs)
         else:
-            found = Held(narrow=narrow, wide=(turned, (2.0, heads)), pairs=(1.0, 1.0, 1.0))
-            is_whole = stands(self.backend) == "mask"
-            found += Held(narrow=keys) if is_whole else Held(blocks=keys)
+            found = Held(narrow=(*narrow, *keys), wide=(turned, (1.0, heads)))
         for norm, dims in self._normed:
             found += norm.residuals_of((), dims) + Held(narrow=((1.0, dims),))
         return found
