@@ -129,8 +129,6 @@ class Report:
     """Buffers copied inside loops."""
     buffers: dict[str, int]
     """Bytes of what the loop over ticks carries, part of `working_bytes`."""
-    kernel_bytes: int = 0
-    """What cuDNN's attention works in, by arithmetic, where the compiler does not know it."""
     beside_bytes: int = 0
     """What a device has while the step runs that is no argument of it: the reference of rollouts,
     by arithmetic."""
@@ -144,7 +142,7 @@ class Report:
     def total_bytes(self) -> int:
         """Needed on one device."""
         held = self.argument_bytes + self.temp_bytes + self.output_bytes - self.alias_bytes
-        return (self.peak_bytes or held) + self.program_bytes + self.kernel_bytes
+        return (self.peak_bytes or held) + self.program_bytes
 
     @property
     def working_bytes(self) -> int:
@@ -235,8 +233,7 @@ def compile_step(
     report = report_of(config, topology, steps, compiled)
     seconds = {"lower_seconds": lowered_at - start, "compile_seconds": done - lowered_at}
     if untuned:
-        worked_in = round(memory.worked_in(Sizes(config).on(topology.platform)))
-        report = dataclasses.replace(report, kernel_bytes=worked_in, unknown=_UNKNOWN)
+        report = dataclasses.replace(report, unknown=_unknown(report.attention, config, topology))
     return dataclasses.replace(report, **seconds)
 
 
@@ -261,13 +258,21 @@ def _only_a_report(save: Path) -> ConfigError:
     return ConfigError.one("command line: --save", save, rule, action)
 
 
-_UNKNOWN = [
-    "time: it estimates no cycles for GPUs",
-    "kernels: none were timed (no autotuning, no Triton matmuls), so that a run's may differ, "
-    "and the memory that they work in",
-    "memory outside of the program: CUDA's, NCCL's",
-]
-"""What a compiler without a GPU leaves open."""
+def _unknown(attention: str, config: Config, topology: Topology) -> list[str]:
+    """What a compiler without a GPU leaves open."""
+    found = [
+        "time: it estimates no cycles for GPUs",
+        "kernels: none were timed (no autotuning, no Triton matmuls), so that a run's may differ, "
+        "and the memory that they work in",
+        "memory outside of the program: CUDA's, NCCL's",
+    ]
+    if attention == "cudnn":
+        most = gib(memory.worked_in(Sizes(config).on(topology.platform)))
+        found.append(
+            f"memory that cuDNN's attention works in: by arithmetic {most}, less where it takes "
+            "the room of other temporaries"
+        )
+    return found
 
 
 def _option_refused(message: str, given: Mapping[str, str]) -> ConfigError | None:

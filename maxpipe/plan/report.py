@@ -45,10 +45,6 @@ def compiled(report: Report, num_entries: int = 0) -> str:
         f"outputs besides {gib(report.output_bytes - report.alias_bytes)}, program "
         f"{gib(report.program_bytes)}",
     ]
-    if report.kernel_bytes:
-        lines.append(
-            f"  of the temporary by arithmetic, for attention's kernel: {gib(report.kernel_bytes)}"
-        )
     if report.beside_bytes:
         about = TERMS[REFERENCE].about
         lines.append(f"  beside the step, by arithmetic: {gib(report.beside_bytes)}, {about}")
