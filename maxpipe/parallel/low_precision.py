@@ -12,7 +12,7 @@ DeepSeek-V3 (arXiv:2412.19437) and the OCP microscaling formats.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -25,6 +25,7 @@ from jaxtyping import Float
 from maxpipe.config.model_rules import BLOCK
 from maxpipe.config.schema import ModelConfig
 from maxpipe.parallel.collectives import max_over, size_of
+from maxpipe.parallel.memory_order import laid_out
 from maxpipe.parallel.mesh import CONTEXT
 from maxpipe.parallel.per_device import vary
 
@@ -62,9 +63,25 @@ class LowPrecision:
             return jnp.int8
         return jnp.float8_e5m2 if gradient and self.scales != "block" else jnp.float8_e4m3fn
 
+    def tokens(
+        self,
+        x: Float[Array, "B T *K"],
+        most: Float[Array, "B T 1"] | None = None,
+        *,
+        over: Sequence[str] = (),
+        gradient: bool = False,
+    ) -> Scaled:
+        """Numbers with a scale for each token, of which `most` is the largest if that is known."""
+        most = None if most is None else most.reshape(*most.shape[:2], *(1,) * (x.ndim - 2))
+        found = scaled(x, range(2, x.ndim), self.type_of(gradient=gradient), over, most)
+        if x.ndim > 3:
+            return found
+        # XLA for TPU would have tokens in the last dim, as attention does, and copy in between.
+        return found._replace(numbers=laid_out(found.numbers, (0, 1, 2)))
+
     def product(
         self,
-        x: Float[Array, "*rows *K"],
+        x: Float[Array, "*rows *K"] | Scaled,
         weight: Weight,
         dims: int,
         *,
@@ -76,20 +93,22 @@ class LowPrecision:
         Axes of the program divide these dims if they are in `over`, the weight's dims, these or
         others, if they are in `around`. The sum over them is the caller's.
         """
-        summed = tuple(range(x.ndim - dims, x.ndim)), tuple(range(dims))
+        ndim = x.numbers.ndim if isinstance(x, Scaled) else x.ndim
+        summed = tuple(range(ndim - dims, ndim)), tuple(range(dims))
         if self.scales == "block":
-            assert not isinstance(weight, Rounded)
+            assert not isinstance(weight, Rounded) and not isinstance(x, Scaled)
             mine = in_blocks(x, summed[0][-1:], self.type_of())
             return Product(Rows(mine), self._in_squares(weight, dims), None, summed)
-        mine = scaled(x, summed[0], self.type_of(), over)
+        mine = x if isinstance(x, Scaled) else scaled(x, summed[0], self.type_of(), over)
         theirs = self.of_weight(weight, summed[1], over, around)
-        of_x = mine.scales.reshape(*x.shape[: x.ndim - dims], *(1,) * (weight.ndim - dims))
+        rows = mine.numbers.shape[: ndim - dims]
+        of_x = mine.scales.reshape(*rows, *(1,) * (weight.ndim - dims))
         of_weight = theirs.scales.reshape(theirs.scales.shape[dims:])
         return Product(Rows(mine.numbers, of_x), theirs.numbers, of_weight, summed)
 
     def back(
         self,
-        cotangent: Float[Array, "*rows *N"],
+        cotangent: Float[Array, "*rows *N"] | Scaled,
         weight: Weight,
         dims: int,
         *,
@@ -102,15 +121,18 @@ class LowPrecision:
         they are in `around`.
         """
         rest = tuple(range(dims, weight.ndim))
-        summed = tuple(range(cotangent.ndim - len(rest), cotangent.ndim)), rest
+        ndim = cotangent.numbers.ndim if isinstance(cotangent, Scaled) else cotangent.ndim
+        summed = tuple(range(ndim - len(rest), ndim)), rest
         kind = self.type_of(gradient=True)
         if self.scales == "block":
-            assert not isinstance(weight, Rounded)
+            assert not isinstance(weight, Rounded) and not isinstance(cotangent, Scaled)
             mine = in_blocks(cotangent, summed[0][-1:], kind)
             return Product(Rows(mine), self._in_squares(weight, dims), None, summed)
         theirs = self.of_weight(weight, rest, over, around, back=True)
-        mine = scaled(cotangent, summed[0], kind, over)
-        of_mine = mine.scales.reshape(*cotangent.shape[: summed[0][0]], *(1,) * dims)
+        mine = cotangent
+        if not isinstance(mine, Scaled):
+            mine = scaled(mine, summed[0], kind, over)
+        of_mine = mine.scales.reshape(*mine.numbers.shape[: summed[0][0]], *(1,) * dims)
         of_weight = theirs.scales.reshape(theirs.scales.shape[:dims])
         return Product(Rows(mine.numbers, of_mine), theirs.numbers, of_weight, summed)
 
@@ -184,46 +206,56 @@ class LowPrecision:
 
     def outer(
         self,
-        x: Float[Array, "B T *I"],
-        cotangent: Float[Array, "B T *O"],
+        x: Float[Array, "B T *I"] | Scaled,
+        cotangent: Float[Array, "B T *O"] | Scaled,
         *,
         into: bool,
         over: Sequence[str] = (),
+        most: Float[Array, "B T 1"] | None = None,
     ) -> Float[Array, "*I *O"]:
         """In float32: summed over rows and tokens.
 
         What is inside of a layer, cotangents of a projection `into` it, is in the numbers that
         other products have of it, with scales of tokens; axes of the program divide its width if
-        they are in `over`. The other operand is multiplied with these scales, and has scales of its
-        own for each row of the batch.
+        they are in `over`. The other operand, whose tokens' largest numbers are `most` if they are
+        known, is multiplied with these scales, and has one of its own for each row of the batch.
         """
         moved = (CONTEXT,) if size_of(CONTEXT) > 1 else ()
         inside, other = (cotangent, x) if into else (x, cotangent)
-        if self.scales != "block":
-            kind = self.type_of(gradient=into)
-            inside, tokens = scaled(inside, range(2, inside.ndim), kind, over)
-            tokens = tokens.reshape(*tokens.shape[:2], *(1,) * (other.ndim - 2))
-            other = (other.astype(jnp.float32) * tokens).astype(other.dtype)
+        assert not isinstance(other, Scaled)
         kind = self.type_of(gradient=not into)
+        if self.scales == "block":
+            assert not isinstance(inside, Scaled)
+            tokens = most = jnp.zeros((len(other), 0))
+        else:
+            if not isinstance(inside, Scaled):
+                inside = self.tokens(inside, over=over, gradient=into)
+            tokens = inside.scales.reshape(*other.shape[:2], *(1,) * (other.ndim - 2))
+            inside = inside.numbers
+            if most is None:
+                most = largest_of(other, range(2, other.ndim))
+            most = most.reshape(tokens.shape)
 
-        def of_row(row: tuple[Array, Array]) -> Array:
-            mine, theirs = row
+        def of_row(row: tuple[Array, ...]) -> Array:
+            mine, theirs, tokens, most = row
             if self.scales == "block":
                 pair = (in_blocks(each, (0,), self.type_of()) for each in (theirs, mine))
                 first, second = pair if into else reversed(tuple(pair))
                 return _multiplied(first, second, ((0,), (0,)))
-            theirs, by = scaled(theirs, (0,), kind, moved)
-            if into:
-                by = by.reshape(*theirs.shape[1:], *(1,) * (mine.ndim - 1))
-                return _multiplied(theirs, mine, ((0,), (0,))) * by
-            return _multiplied(mine, theirs, ((0,), (0,))) * by[0]
+            scale = scale_of(max_over((tokens * most).max(), moved), kind)
+            theirs = _rounded(theirs.astype(jnp.float32) * (tokens / scale), kind)
+            # Else it is rounded again for each part of the product.
+            theirs = lax.optimization_barrier(theirs)
+            first, second = (theirs, mine) if into else (mine, theirs)
+            return _multiplied(first, second, ((0,), (0,))) * scale
 
-        if len(x) <= UNROLLED:
-            rows = [of_row(row) for row in zip(inside, other, strict=True)]
-            return sum(rows[1:], rows[0])
-        shape = (*x.shape[2:], *cotangent.shape[2:])
+        rows = (inside, other, tokens, most)
+        if len(other) <= UNROLLED:
+            found = [of_row(row) for row in zip(*rows, strict=True)]
+            return sum(found[1:], found[0])
+        shape = (*(other if into else inside).shape[2:], *(inside if into else other).shape[2:])
         add = lambda total, row: (total + of_row(row), None)  # noqa: E731
-        return lax.scan(add, vary(jnp.zeros(shape, jnp.float32)), (inside, other))[0]
+        return lax.scan(add, vary(jnp.zeros(shape, jnp.float32)), rows)[0]
 
 
 class Scaled(NamedTuple):
@@ -301,16 +333,28 @@ class Product(NamedTuple):
         return self.of(self.rows)
 
 
-def scaled(x: Array, dims: Dims, dtype: Any, over: Sequence[str] = ()) -> Scaled:
+def scaled(
+    x: Array, dims: Dims, dtype: Any, over: Sequence[str] = (), most: Array | None = None
+) -> Scaled:
     """Numbers of that type, and scales with these dims of size 1: their product is about `x`.
 
     What is not finite makes its scale so, and with it all that is computed of it. Devices along
-    the axes `over` of the program have other numbers of the same dims.
+    the axes `over` of the program have other numbers of the same dims. `most` is what the largest
+    would be, if that is known.
     """
-    most = jnp.abs(x).max(tuple(dims), keepdims=True).astype(jnp.float32)
-    most = max_over(most, over)
-    scale = jnp.maximum(most / largest(dtype), _LEAST_SCALE)
-    return Scaled(_rounded(x.astype(jnp.float32) / scale, dtype), scale)
+    most = largest_of(x, dims) if most is None else most
+    scale = scale_of(max_over(most, over), dtype)
+    return Scaled(_rounded(x.astype(jnp.float32) * (1 / scale), dtype), scale)
+
+
+def largest_of(x: Array, dims: Dims) -> Array:
+    """Float32, these dims of size 1."""
+    return jnp.abs(x).max(tuple(dims), keepdims=True).astype(jnp.float32)
+
+
+def scale_of(most: Array, dtype: Any) -> Array:
+    """Of numbers of which this is the largest."""
+    return jnp.maximum(most / largest(dtype), _LEAST_SCALE)
 
 
 def in_blocks(x: Array, dims: Dims, dtype: Any) -> Array:
@@ -354,52 +398,114 @@ def _multiplied(x: Array, y: Array, summed: tuple[Dims, Dims]) -> Float[Array, .
     return found.astype(jnp.float32)
 
 
-# A product with gradients of its own.
+# Products with gradients of their own.
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
 def product(
     x: Float[Array, "B T *K"], weight: Weight, dims: int, how: LowPrecision, into: bool
 ) -> Float[Array, "B T *N"]:
-    """`LowPrecision.product`, in the type of `x`. `into`: a layer's inside is what it makes."""
-    return how.product(x, weight, dims).whole().astype(x.dtype)
+    """One of `products`."""
+    return products(x, None, (weight,), dims, how, into)[0]
 
 
-def _product_forward(x: Array, weight: Weight, dims: int, how: LowPrecision, into: bool) -> Any:
-    found = product(x, weight, dims, how, into)
-    if not isinstance(weight, Rounded):
-        return found, (x, weight, ())
-    # The form of what is kept says whether it has a gradient.
-    return found, (x, replace(weight, gradient=None), None if weight.gradient is None else ())
+def products(
+    x: Float[Array, "B T *K"],
+    most: Float[Array, "B T 1"] | None,
+    weights: Sequence[Weight],
+    dims: int,
+    how: LowPrecision,
+    into: bool,
+) -> list[Float[Array, "B T *N"]]:
+    """`LowPrecision.product` with each weight, in the type of `x`.
+
+    `into`: a layer's inside is what they make. `most` is the largest number of each token, if that
+    is known.
+    """
+    return list(_products(x, most, tuple(weights), dims, how, into))
 
 
-def _product_backward(
-    dims: int, how: LowPrecision, into: bool, saved: tuple[Array, Weight, Any], cotangent: Array
-) -> tuple[Array, Any]:
-    x, weight, trained = saved
-    # Sums over a token's whole width, as norms have, make a product behind which they stand slow.
-    d_x = lax.optimization_barrier(how.back(cotangent, weight, dims).whole().astype(x.dtype))
-    if trained is None:
-        return d_x, None
-    d_weight = outer(x, cotangent, how, into=into)
-    if isinstance(weight, Rounded):
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
+def _products(
+    x: Array, most: Any, weights: tuple[Weight, ...], dims: int, how: LowPrecision, into: bool
+) -> tuple[Array, ...]:
+    mine: Array | Scaled = x
+    if how.scales != "block":
+        mine = how.tokens(x, most)
+        # Who has several products rounds once; one alone may do so where it reads.
+        mine = lax.optimization_barrier(mine) if into else mine
+    return tuple(how.product(mine, each, dims).whole().astype(x.dtype) for each in weights)
+
+
+def _products_forward(
+    x: Array, most: Any, weights: tuple[Weight, ...], dims: int, how: LowPrecision, into: bool
+) -> Any:
+    found = _products(x, most, weights, dims, how, into)
+    return found, (x, most, tuple(map(kept, weights)))
+
+
+def _products_backward(
+    dims: int, how: LowPrecision, into: bool, saved: Any, cotangents: tuple[Array, ...]
+) -> Any:
+    x, most, weights = saved
+    d_xs, d_weights = [], []
+    for cotangent, weight in zip(cotangents, weights, strict=True):
+        mine: Array | Scaled = cotangent
+        if how.scales != "block":
+            mine = how.tokens(cotangent, gradient=True)
+            mine = lax.optimization_barrier(mine)
+        # Sums over a token's whole width, as norms have, make a product behind which they stand
+        # slow.
+        d_x = how.back(mine, weight.value, dims).whole().astype(x.dtype)
+        d_xs.append(lax.optimization_barrier(d_x))
+        inside = mine if into and how.weight_gradients else cotangent
+        make = partial(outer, x, inside, how, into=into, most=most if into else None)
+        d_weights.append(weight.gradient(make, x.dtype))
+    return sum(d_xs[1:], d_xs[0]), None, tuple(d_weights)
+
+
+class Kept(NamedTuple):
+    """A weight for the backward pass."""
+
+    value: Weight
+    trained: Any
+    """Its form says whether the weight has a gradient."""
+
+    def gradient(self, make: Callable[[], Array], dtype: Any) -> Any:
+        """In the form of the weight."""
+        if self.trained is None:
+            return None
+        if not isinstance(self.value, Rounded):
+            return make().astype(self.value.dtype)
         nothing: Any = None  # of integers
-        return d_x, Rounded(nothing, None, d_weight.astype(x.dtype))
-    return d_x, d_weight.astype(weight.dtype)
+        return Rounded(nothing, None, make().astype(dtype))
+
+
+def kept(weight: Weight) -> Kept:
+    """Of what a product is given."""
+    if not isinstance(weight, Rounded):
+        return Kept(weight, ())
+    return Kept(replace(weight, gradient=None), None if weight.gradient is None else ())
 
 
 def outer(
-    x: Array, cotangent: Array, how: LowPrecision, *, into: bool, over: Sequence[str] = ()
+    x: Array | Scaled,
+    cotangent: Array | Scaled,
+    how: LowPrecision,
+    *,
+    into: bool,
+    over: Sequence[str] = (),
+    most: Array | None = None,
 ) -> Float[Array, "*I *O"]:
     """A weight's gradient, as chosen."""
     if how.weight_gradients:
-        return how.outer(x, cotangent, into=into, over=over)
+        return how.outer(x, cotangent, into=into, over=over, most=most)
     # Else XLA for TPU puts into it what makes them, which it writes for other products anyway.
     x, cotangent = lax.optimization_barrier((x, cotangent))
+    assert not isinstance(x, Scaled) and not isinstance(cotangent, Scaled)
     return _multiplied(x, cotangent, ((0, 1), (0, 1)))
 
 
-product.defvjp(_product_forward, _product_backward)
+_products.defvjp(_products_forward, _products_backward)
 
 
 # Of many matrices at once: what numbers in 8 bits stand for, multiplied in compute type.

@@ -69,14 +69,24 @@ class TokenSplit:
         """The transpose of `whole`: of parts of a sum on each device, its shard of the tokens."""
         return _summed(x, self.axis) if self.axis else x
 
+    def is_free(self, weights: Sequence[Weight | Adapted]) -> bool:
+        """Whether a part may round for all products with these weights by itself."""
+        if self.axis or self.low is None or self.low.scales == "block":
+            return False
+        return not any(isinstance(each, Adapted) for each in weights)
+
     def into(
         self,
         x: Float[Array, "B T D"],
         weights: Sequence[Weight | Adapted],
         axes: Sequence[Axes],
+        largest: Float[Array, "B T 1"] | None = None,
     ) -> list[Float[Array, "B T *dims"]]:
-        """Times each of the weights, which share what is gathered."""
-        found = self._into(x, plain(weights), axes)
+        """Times each of the weights, which share what is gathered.
+
+        `largest` is the largest number of each token, if that is known.
+        """
+        found = self._into(x, plain(weights), axes, largest)
         for number, each in enumerate(weights):
             if isinstance(each, Adapted):
                 how, (first, *rest) = replace(self, low=None), axes[number]
@@ -86,12 +96,16 @@ class TokenSplit:
         return found
 
     def _into(
-        self, x: Float[Array, "B T D"], weights: Sequence[Any], axes: Sequence[Axes]
+        self,
+        x: Float[Array, "B T D"],
+        weights: Sequence[Any],
+        axes: Sequence[Axes],
+        largest: Float[Array, "B T 1"] | None = None,
     ) -> list[Float[Array, "B T *dims"]]:
         specs = tuple(map(self._spec, axes))
         split = [number for number, spec in enumerate(specs) if any(spec)]
         if not self.axis or not split:
-            return self._products(x, weights, into=True)
+            return self._products(x, weights, into=True, most=largest)
         chosen = tuple(specs[number] for number in split)
         how = _How(self.axis, self.rules.by_ring, chosen, self.low)
         found = dict(zip(split, _into(x, tuple(weights[i] for i in split), how), strict=True))
@@ -127,11 +141,17 @@ class TokenSplit:
         return self.shards(self._products(x, [weight], weight.ndim - 1, into=False)[0])
 
     def _products(
-        self, x: Array, weights: Sequence[Weight], dims: int = 1, *, into: bool
+        self,
+        x: Array,
+        weights: Sequence[Weight],
+        dims: int = 1,
+        *,
+        into: bool,
+        most: Array | None = None,
     ) -> list[Array]:
         """On tokens of which every device has all, or the compiler knows which."""
         if self.low is not None:
-            return [low_precision.product(x, each, dims, self.low, into) for each in weights]
+            return low_precision.products(x, most, weights, dims, self.low, into)
         arrays = [each for each in weights if not isinstance(each, Rounded)]
         assert len(arrays) == len(weights)
         # Tokens that are divided would have to move to be in one dim with rows.

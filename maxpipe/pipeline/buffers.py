@@ -8,8 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.layout import Layout, with_layout_constraint
 
+from maxpipe.parallel.memory_order import laid_out
 from maxpipe.parallel.per_device import vary
 from maxpipe.pipeline.remat import Kept
 
@@ -77,10 +77,7 @@ def _pinned(value: jax.Array) -> jax.Array:
     """The value, on TPUs laid out by its shape alone; what is in host memory stays as it is."""
     if value.ndim < 2 or jax.typeof(value).memory_space == _HOST:
         return value
-    layout = Layout(layout_order(value.shape))
-    return lax.platform_dependent(
-        value, tpu=lambda value: with_layout_constraint(value, layout), default=lambda value: value
-    )
+    return laid_out(value, layout_order(value.shape))
 
 
 def layout_order(shape: Sequence[int]) -> tuple[int, ...]:

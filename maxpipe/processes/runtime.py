@@ -165,6 +165,9 @@ _ASYNCHRONOUS = {
 """By kind of device; others have neither."""
 _SPARING = _EXCHANGE | {"xla_jf_bf16_propagation": "false"}
 """Else XLA keeps a bfloat16 copy of every weight's shard throughout the step."""
+_ROUNDED_WHERE_READ = {"xla_tpu_allow_conv_input_fusion_with_downcast_convert": "true"}
+"""A product in 8 bits may round its operand itself. Where numbers are for several products,
+`parallel.low_precision` says that they are written."""
 _VMEM = "xla_tpu_scoped_vmem_limit_kib"
 """Working memory of a fusion. A decoder's layers take 3 to 5% fewer cycles with more of it, and a
 third to two thirds longer to compile."""
@@ -174,16 +177,22 @@ _WIDE = 8192
 
 
 def compiler_options(
-    platform: str, kind: str, *, d_model: int, spares_memory: bool = False
+    platform: str,
+    kind: str,
+    *,
+    d_model: int,
+    spares_memory: bool = False,
+    in_8_bits: bool = False,
 ) -> dict[str, str]:
     """What XLA should do differently for the step on devices of this platform and kind.
 
-    `spares_memory` prefers less memory to fewer cycles. The gains are the compiler's own numbers
-    (`benchmarks/tpu_step.py`; decision 31).
+    `spares_memory` prefers less memory to fewer cycles; `in_8_bits`: some products are. The gains
+    are the compiler's own numbers (`benchmarks/tpu_step.py`; decision 31).
     """
     if platform != "tpu":
         return {}
     options = _SPARING if spares_memory else _ASYNCHRONOUS.get(kind, _EXCHANGE)
+    options = options | (_ROUNDED_WHERE_READ if in_8_bits else {})
     if kind not in _LARGE_VMEM_KINDS:
         return options
     return options | {_VMEM: "32768" if d_model >= _WIDE else "24576"}

@@ -241,12 +241,13 @@ class Steps:
     def compiler_options(self) -> dict[str, Any]:
         """What XLA should do differently for this mesh."""
         device = self.partition.mesh.devices.flat[0]
-        spares_memory = self.engine.keep.remat == "chunk"
+        config = self.partition.decoder.config
         return compiler_options(
             device.platform,
             device.device_kind,
-            d_model=self.partition.decoder.config.d_model,
-            spares_memory=spares_memory,
+            d_model=config.d_model,
+            spares_memory=self.engine.keep.remat == "chunk",
+            in_8_bits=config.matmul != "default",
         )
 
     def _eval_schedule(self, rows: int) -> Schedule:

@@ -12,11 +12,12 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxpipe.model.initial import initial, normal_approximation
-from maxpipe.model.modules.mlp import GatedMLP
+from maxpipe.model.modules.mlp import GatedMLP, gated, in_8_bits
 from maxpipe.model.modules.norm import LayerNorm, RMSNorm
 from maxpipe.model.parts import mlp, norm
 from maxpipe.model.spec import Constant, Normal, Param
 from maxpipe.parallel.dropout import dropout
+from maxpipe.parallel.low_precision import LowPrecision, products
 from tests.model.parts import RULES, assert_close, context, with_values
 
 NO_CONTEXT = context([[0]], [[0]])
@@ -48,6 +49,18 @@ def test_rms_norm_measures_half_precision_in_float32(offset: float) -> None:
     assert got.dtype == jnp.bfloat16
     wanted = rms_normed(np.asarray(x, np.float32), np.ones(16), 1e-3)
     np.testing.assert_allclose(np.asarray(got, np.float32), wanted, rtol=2**-8)
+
+
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_rms_norm_knows_the_largest_number_of_each_token(offset: float) -> None:
+    module = RMSNorm(norm.RMSNorm(16, 1e-3, offset))
+    with_values(module, scale=np.linspace(-2.5, 2.0, 16))
+    x = jax.random.normal(jax.random.key(0), (2, 3, 16)) * jnp.arange(3.0)[:, None]
+    assert_close(module.largest(x), np.abs(np.asarray(module(x))).max(-1, keepdims=True))
+    half = x.astype(jnp.bfloat16)
+    wanted = np.abs(np.asarray(module(half), np.float32)).max(-1, keepdims=True)
+    np.testing.assert_allclose(module.largest(half), wanted, rtol=2**-7)
+    assert not jax.grad(lambda x: module.largest(x).sum())(x).any()
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -177,3 +190,26 @@ def test_dropout_of_an_example_depends_on_its_own_key_only() -> None:
     order = jnp.array([3, 1, 5])
     np.testing.assert_array_equal(dropout(x[order], 0.5, keys[order], places), whole[order])
     assert dropout(x.astype(jnp.bfloat16), 0.5, keys, places).dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("weight_gradients", [False, True])
+@pytest.mark.parametrize("form", ["int8", "fp8"])
+def test_a_gated_mlp_in_8_bits_is_its_products(form: Any, weight_gradients: bool) -> None:
+    how = LowPrecision(form, "channel", weight_gradients)
+    keys = jax.random.split(jax.random.key(0), 5)
+    x, cotangent = (jax.random.normal(key, (2, 8, 32)) for key in keys[:2])
+    shapes = (32, 48), (32, 48), (48, 32)
+    weights = tuple(jax.random.normal(*pair) for pair in zip(keys[2:], shapes, strict=True))
+    largest = jnp.abs(x).max(-1, keepdims=True)
+
+    def whole(x: Any, weights: Any) -> Any:
+        return in_8_bits(x, largest, weights, "silu", how, RULES)
+
+    def one_by_one(x: Any, weights: Any) -> Any:
+        gate, up = products(x, None, weights[:2], 1, how, True)
+        hidden = gated(gate, up, "silu", in_8_bits=True)
+        return products(hidden, None, weights[2:], 1, how, False)[0]
+
+    (found, pull), (wanted, pull_each) = (jax.vjp(each, x, weights) for each in (whole, one_by_one))
+    assert_close(found, wanted)
+    jax.tree.map(assert_close, pull(cotangent), pull_each(cotangent))

@@ -99,6 +99,20 @@ def test_scales_of_a_token_do_not_depend_on_others(how: LowPrecision) -> None:
     np.testing.assert_array_equal(product(loud, weight, 1, how, True)[0], alone[0])
 
 
+@pytest.mark.parametrize("into", [True, False])
+@pytest.mark.parametrize("form", ["int8", "fp8"])
+def test_rows_have_scales_of_their_own_in_gradients_of_weights(form: Any, into: bool) -> None:
+    how = LowPrecision(form, "channel", True)
+    x = jax.random.normal(jax.random.key(0), (6, 8, 64)) * jnp.logspace(-3, 3, 6)[:, None, None]
+    cotangent = jax.random.normal(jax.random.key(1), (6, 8, 32))
+    alone = sum(
+        how.outer(*(each[n : n + 1] for each in (x, cotangent)), into=into) for n in range(6)
+    )
+    for most in (None, jnp.abs(x if into else cotangent).max(-1, keepdims=True)):
+        found = how.outer(x, cotangent, into=into, most=most)
+        np.testing.assert_allclose(found, alone, rtol=1e-5, atol=1e-5 * np.abs(alone).max())
+
+
 @pytest.mark.parametrize("how", FEW, ids=str)
 @pytest.mark.parametrize("form", ["btd,def->btef", "btef,efd->btd", "end,def->enf", "enf,efd->end"])
 def test_experts_are_matrices_of_their_own(form: str, how: LowPrecision) -> None:

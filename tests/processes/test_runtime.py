@@ -319,3 +319,6 @@ def test_compiler_options_are_for_tpus_only() -> None:
     spare = runtime.compiler_options("tpu", "TPU v5", d_model=4096, spares_memory=True)
     # Experts' rows travel asynchronously either way.
     assert spare.keys() & old.keys() == {"xla_tpu_enable_async_ragged_all_to_all"}
+    rounds = runtime.compiler_options("tpu", "TPU v5", d_model=4096, in_8_bits=True)
+    assert rounds.keys() - new.keys() == {"xla_tpu_allow_conv_input_fusion_with_downcast_convert"}
+    assert new.items() < rounds.items()

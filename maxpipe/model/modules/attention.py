@@ -180,7 +180,7 @@ class Attention(PartModule):
         segments, positions = context.inputs["segment_ids"], context.inputs["positions"]
         frequencies = rotary_frequencies(part.rope, part.head_size, context)
         split = context.split(rules, attention=True)
-        query, key, value = self._projected(x, split)
+        query, key, value = self._projected(x, split, context.largest)
         gate = None
         if part.gated:
             query, gate = jnp.split(query, 2, axis=-1)
@@ -238,12 +238,12 @@ class Attention(PartModule):
         return Cache.axes()
 
     def _projected(
-        self, x: Float[Array, "B T D"], split: TokenSplit
+        self, x: Float[Array, "B T D"], split: TokenSplit, largest: Float[Array, "B T 1"] | None
     ) -> list[Float[Array, "B T N H"]]:
         """Queries, keys and values, by their heads."""
         names, params = ("query", "key", "value"), self.part.params
         weights = [getattr(self, name)[...].astype(x.dtype) for name in names]
-        found = split.into(x, weights, [params[name].axes for name in names])
+        found = split.into(x, weights, [params[name].axes for name in names], largest)
         return [self._with_bias(*pair) for pair in zip(names, found, strict=True)]
 
     def _with_bias(self, name: str, x: Float[Array, "B T *dims"]) -> Float[Array, "B T *dims"]:

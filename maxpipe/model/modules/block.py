@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -103,5 +104,10 @@ class Block(nnx.Module):
             module = getattr(self, name)
             inner = part is branch.part
             with jax.named_scope(stated.part(name)):
-                found = module(found.x, context) if inner else found._replace(x=module(found.x))
+                if inner:
+                    found = module(found.x, context)
+                    continue
+                if context.low is not None and isinstance(module, RMSNorm):
+                    context = replace(context, largest=module.largest(found.x))
+                found = found._replace(x=module(found.x))
         return found

@@ -24,6 +24,16 @@ class RMSNorm(PartModule):
         """Same dtype."""
         return rms_normed(x, self.scale[...], self.part)
 
+    def largest(self, x: Float[Array, "*dims D"]) -> Float[Array, "*dims 1"]:
+        """Of what it makes of each token, float32, up to how that is rounded; not differentiated.
+
+        XLA finds it in the pass that finds the mean square, and would need one more for the result.
+        """
+        wide, scale = x.astype(jnp.float32), self.scale[...].astype(jnp.float32)
+        scaled = wide * ((self.part.offset or 0.0) + scale)
+        most = jnp.max(jnp.abs(scaled), axis=-1, keepdims=True)
+        return lax.stop_gradient(most * _by_mean_square(wide, (-1,), self.part))
+
 
 def rms_normed(
     x: Float[Array, "*dims"], scale: Float[Array, "*over"], part: norm.RMSNorm
@@ -33,11 +43,17 @@ def rms_normed(
     Measured in float32. With an offset it is scaled there, too, as released models do.
     """
     wide, over = x.astype(jnp.float32), tuple(range(-scale.ndim, 0))
-    mean_square = jnp.mean(jnp.square(wide), axis=over, keepdims=True)
-    normed = wide * lax.rsqrt(mean_square + part.epsilon)
+    normed = wide * _by_mean_square(wide, over, part)
     if part.offset:
         return (normed * (part.offset + scale.astype(jnp.float32))).astype(x.dtype)
     return normed.astype(x.dtype) * scale.astype(x.dtype)
+
+
+def _by_mean_square(
+    wide: Float[Array, "*dims"], over: tuple[int, ...], part: norm.RMSNorm
+) -> Float[Array, ...]:
+    mean_square = jnp.mean(jnp.square(wide), axis=over, keepdims=True)
+    return lax.rsqrt(mean_square + part.epsilon)
 
 
 class LayerNorm(PartModule):

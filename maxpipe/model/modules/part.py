@@ -33,6 +33,9 @@ class Context:
     `empty_cache`."""
     low: LowPrecision | None = None
     """How products with weights are computed, if not in compute type."""
+    largest: Float[Array, "B T 1"] | None = None
+    """The largest number of each token that a part is given, where products are in 8 bits and the
+    norm in front of it knows."""
 
     def number(self, number: Number) -> float | Float[Array, ""]:
         """The number, or this layer's where layers differ."""
