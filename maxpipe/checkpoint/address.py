@@ -119,12 +119,19 @@ def is_run(path: Path) -> bool:
 
 
 def run_names(folder: str | Path) -> list[str]:
-    """Names of the runs in a folder, sorted."""
+    """Names of the runs in a folder, sorted, without what a start that failed has left there."""
     try:
         with os.scandir(folder) as entries:
-            return sorted(each.name for each in entries if is_run(Path(each.path)))
+            return sorted(each.name for each in entries if _has_begun(Path(each.path)))
     except (OSError, ValueError):
         return []
+
+
+def _has_begun(path: Path) -> bool:
+    checkpoints = path / FOLDER
+    if any(os.path.exists(path / name) for name in (CONFIG_FILE, METRICS_FILE)):
+        return True
+    return checkpoints.is_dir() and any(checkpoints.iterdir())
 
 
 def _step(text: str) -> Step:

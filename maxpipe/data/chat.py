@@ -332,6 +332,16 @@ def build_chat_index(
     return index
 
 
+def nothing_inside(path: str | None, documents: int, chat: str) -> ConfigError:
+    """The error for documents of which none has a character that would be trained on."""
+    rule = f"must hold text: {counted(documents, 'document')} with nothing inside."
+    action = "Set data.path to documents with text, or data.field to the field that holds it."
+    if chat == "pairs":
+        rule = f"must hold responses: those of {counted(documents, 'pair')} are empty."
+        action = "Set data.chosen_field and data.rejected_field to the fields that hold them."
+    return ConfigError.one("data.path", path, rule, action)
+
+
 def nothing_trained(template: str, count: int) -> ConfigError:
     """The error for conversations of which no token is trained."""
     return ConfigError.one(

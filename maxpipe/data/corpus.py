@@ -17,7 +17,7 @@ import numpy as np
 from maxpipe.config.data import paths_of, section_of, validation_key, validation_sets
 from maxpipe.config.data_schema import DataConfig, Packing, SourceConfig
 from maxpipe.config.mixture import sources
-from maxpipe.data.chat import ChatDocuments, Conversations, build_chat_index
+from maxpipe.data.chat import ChatDocuments, Conversations, build_chat_index, nothing_inside
 from maxpipe.data.documents import Documents, EncodedDocuments, build_index, entropy
 from maxpipe.data.formats.reads import reading
 from maxpipe.data.packing import Sequences, split_documents
@@ -33,7 +33,6 @@ from maxpipe.data.sources import Moved, Source, open_source
 from maxpipe.data.stream import Part, seed_of
 from maxpipe.data.tokenizer import Tokenizer
 from maxpipe.errors import ConfigError
-from maxpipe.words import counted
 
 SOURCES = "sources"
 """Name of the entry of a fingerprint with the facts of each source of a mixture."""
@@ -269,12 +268,7 @@ def _of_text(
     else:
         index = build_chat_index(found, cache_dir, moved, threads=threads, keep=keep)
     if not index.byte_counts.any():
-        raise ConfigError.one(
-            "data.path",
-            ", ".join(paths_of(config)),
-            f"must hold text: {counted(len(source), 'document')} with nothing inside.",
-            "Set data.path to documents with text, or data.field to the field that holds it.",
-        )
+        raise nothing_inside(", ".join(paths_of(config)), len(source), config.chat)
     facts = {
         "source": source.name,
         "documents": len(source),

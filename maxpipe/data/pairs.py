@@ -119,13 +119,13 @@ class Pairs:
         """
         if index.lengths.any():
             return
-        raise ConfigError.one(
-            "data.long_pairs",
-            self._config.long_pairs,
-            f"leaves nothing: each of {counted(len(self.source), 'pair')} is longer than a row of "
-            f"{self._room} tokens.",
-            "Set a larger train.sequence_length, or data.long_pairs=truncate.",
-        )
+        pairs, row = counted(len(self.source), "pair"), f"a row of {self._room} tokens"
+        rule = f"leaves nothing: each of {pairs} is longer than {row}."
+        action = "Set a larger train.sequence_length, or data.long_pairs=truncate."
+        if self._config.long_pairs == "truncate":
+            rule = f"leaves nothing: of each of {pairs} the prompts alone fill {row}."
+            action = "Set a larger train.sequence_length, or shorten the prompts."
+        raise ConfigError.one("data.long_pairs", self._config.long_pairs, rule, action)
 
     def fingerprint(self) -> str:
         """Digest of all that decides ids and mask, beside source and tokenizer."""

@@ -208,8 +208,10 @@ def messages_of(record: Mapping[str, Any]) -> list[Message]:
         ValueError: it has none.
     """
     messages = record.get("messages")
+    if "prompt" in record and messages is None:
+        raise ValueError(f"its `prompt` is of type {type(record['prompt']).__name__}, not a text")
     if not isinstance(messages, list) or not messages:
-        raise ValueError("it has no list `messages`")
+        raise ValueError("it has neither a text `prompt` nor a list `messages`")
     for each in messages:
         if not isinstance(each, dict) or not all(
             isinstance(each.get(name), str) for name in ("role", "content")

@@ -60,8 +60,9 @@ def pattern_of(record: Record, field: str) -> re.Pattern[str]:
     """The regular expression in a field of a record."""
     try:
         return re.compile(text_of(record, field))
-    except re.error as error:
-        raise ValueError(f"its `{field}` is no regular expression: {error}") from error
+    except (re.error, OverflowError, RecursionError, MemoryError) as error:
+        reason = "it is nested too deep" if isinstance(error, RecursionError) else error
+        raise ValueError(f"its `{field}` is no regular expression: {reason}") from error
 
 
 def expected(record: Record, field: str) -> Fraction:

@@ -120,11 +120,13 @@ def test_unknown_runs_are_guessed(here: Path):
     assert action == "Did you mean quick?"
     assert refused("runs/slw")[2] == "Did you mean runs/slow?"
     assert refused("zzz")[2] == "The runs in runs are quick, slow."
+    (here / "runs/refused/checkpoints").mkdir(parents=True)  # what a start that failed leaves
+    assert refused("zzz")[2] == "The runs in runs are quick, slow."
     assert refused("nowhere/zzz")[2] == "Give the folder of a run, by default runs/<run.name>."
     where, _, action = refused("qick", "my.yml:3: checkpoint.restore_from", "runs")
     assert where == "my.yml:3: checkpoint.restore_from = qick" and action == "Did you mean quick?"
     for number in range(20):
-        (here / f"many/{number}/checkpoints").mkdir(parents=True)
+        (here / f"many/{number}/checkpoints/4").mkdir(parents=True)
     assert refused("zzz", "key", "many")[2].endswith(" and 12 more.")
     assert parse("17", "key", "many").run_dir == "many/17"
 

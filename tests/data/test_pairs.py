@@ -308,11 +308,33 @@ def test_long_pairs_are_counted(tmp_path: Path) -> None:
     assert len(found.train.sequences) == 3
 
 
-def test_nothing_left_is_refused(tmp_path: Path) -> None:
-    path = write_records(tmp_path / "long.jsonl", [record("q" * 90, "a", "b")])
-    config = DataConfig(source="jsonl", path=str(path), chat="pairs", packing="pad")
-    with pytest.raises(ConfigError, match="each of 1 pair is longer than a row of 61 tokens"):
+@pytest.mark.parametrize(
+    ("pair", "keys", "rule", "action"),
+    [
+        (
+            record("q" * 90, "a", "b"),
+            {"long_pairs": "drop"},
+            "each of 1 pair is longer than a row of 61 tokens",
+            "data.long_pairs=truncate",
+        ),
+        (
+            record("q" * 90, "a", "b"),
+            {},
+            "of each of 1 pair the prompts alone fill a row of 61 tokens",
+            "shorten the prompts",
+        ),
+        (record("q", "", ""), {}, "must hold responses: those of 1 pair", "data.rejected_field"),
+    ],
+)
+def test_nothing_left_is_refused(
+    tmp_path: Path, pair: Any, keys: dict[str, Any], rule: str, action: str
+) -> None:
+    path = write_records(tmp_path / "left.jsonl", [pair])
+    config = DataConfig(source="jsonl", path=str(path), chat="pairs", packing="pad", **keys)
+    with pytest.raises(ConfigError) as error:
         loader.build(config, TokenizerConfig(), seed=0, batch_size=1, sequence_length=60)
+    (problem,) = error.value.problems
+    assert rule in problem.rule and action in problem.action
 
 
 # --- looked at ---------------------------------------------------------------------------------

@@ -87,8 +87,11 @@ def test_a_fingerprint_tells_files_and_groups_apart(prompts: Path) -> None:
         (" \n\n", "holds no prompt"),
         ("{", "line 1"),
         ("3+4=", "line 1"),
-        ('{"prompt": "a"}\n{"answer": "7"}', "line 2[\\s\\S]*no list `messages`"),
-        ('{"prompt": 7}', "no list `messages`"),
+        (
+            '{"prompt": "a"}\n{"answer": "7"}',
+            "line 2[\\s\\S]*neither a text `prompt` nor a list `messages`",
+        ),
+        ('{"prompt": 7}', "its `prompt` is of type int, not a text"),
         ('{"messages": [{"role": "user"}]}', "lacks a text `role` or `content`"),
         ('{"messages": [{"role": "user", "content": "a"}]}', "needs? the chat template"),
         ('{"prompt": "\\ud800"}', "surrogates not allowed"),

@@ -74,9 +74,20 @@ def test_texts_that_are_no_number(text: str) -> None:
     assert number(text) is None
 
 
+@pytest.mark.parametrize("pattern", ["(", "a{99999999999999}", "(" * 3000 + ")" * 3000])
+def test_patterns_that_are_none(pattern: str) -> None:
+    with pytest.raises(ValueError, match="its `pattern` is no regular expression"):
+        named("regex", "")("", {"pattern": pattern})
+
+
 @pytest.mark.parametrize("kind", ["exact", "regex"])
 @pytest.mark.parametrize(
-    "record", [{}, {"answer": [], "pattern": None}, {"answer": True, "pattern": True}]
+    "record",
+    [
+        {},
+        {"answer": [], "pattern": None},
+        {"answer": True, "pattern": True},
+    ],
 )
 def test_records_without_the_field(kind: str, record: dict[str, object]) -> None:
     with pytest.raises(ValueError, match="no text or number"):

@@ -26,7 +26,7 @@ from maxpipe.boundary import files
 from maxpipe.boundary.signed import opened, signed
 from maxpipe.config.data_schema import SourceConfig
 from maxpipe.config.schema import TokenizerConfig
-from maxpipe.data.chat import nothing_trained
+from maxpipe.data.chat import nothing_inside, nothing_trained
 from maxpipe.data.prepared import encode
 from maxpipe.data.prepared.folder import (
     OUT,
@@ -385,9 +385,8 @@ def _finish(folder: Path, spec: Spec, done: _Done) -> Manifest:
         template = spec["source"]["data"]["chat_template"] or spec["tokenizer"]["path"]
         raise nothing_trained(template, done.documents)
     if not done.text_bytes:
-        rule = f"must hold text: {counted(done.documents, 'document')} with nothing inside."
-        action = "Set data.path to documents with text, or data.field to the field that holds it."
-        raise ConfigError.one("data.path", spec["source"]["data"].get("path"), rule, action)
+        of = spec["source"]["data"]
+        raise nothing_inside(of.get("path"), done.documents, of.get("chat", "off"))
     spans = SignedFile(folder / SPANS)
     spans.write(_span_starts(folder, done).astype("<i8").tobytes())
     manifest: Manifest = {
