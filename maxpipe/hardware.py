@@ -71,6 +71,9 @@ class Hardware:
     """By how much a token takes longer with each doubling of that: caches hold less of it."""
     growth_below: float = 0.0
     """The same with each halving: overheads count more."""
+    split_cost: float = 0.0
+    """By how much a layer takes longer with each doubling of the devices that its width is split
+    over: matmuls are narrower, and devices that share cores wait for each other at every sum."""
     copy_efficiency: float = 0.43
     """Share of the memory's rate at which a buffer's slice is copied, read and written: the TPU
     compiler's estimate."""

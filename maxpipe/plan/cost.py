@@ -293,7 +293,7 @@ class LayerCost:
         """Of that, what attention's scores take on their way through memory."""
         pairs = sum(map(self.model.sizes.held_scores, self._kind.parts.values()))
         rate = self.model.hardware.memory_gb_per_second * 1e9
-        return self.by_size * SCORE_TRAFFIC * pairs / rate
+        return self.by_size * self.by_split * SCORE_TRAFFIC * pairs / rate
 
     @cached_property
     def matmul_seconds(self) -> float:
@@ -301,7 +301,8 @@ class LayerCost:
         model, sizes, parts = self.model, self.model.sizes, self._kind.parts.values()
         flops = 2.0 * sizes.tokens * sizes.computed_elements(self.name) + self._plain_flops
         flops += 2.0 * sum(map(sizes.products, parts))
-        return self.by_size * model.work(flops, model.size * self._whole + self.moved)
+        moved = model.size * self._whole + self.moved
+        return self.by_size * self.by_split * model.work(flops, moved)
 
     @cached_property
     def moved(self) -> float:
@@ -318,6 +319,11 @@ class LayerCost:
         doublings = math.log2(self.moved / (hardware.fastest_mib * 2**20))
         growth = hardware.growth_above if doublings > 0 else hardware.growth_below
         return 1.0 + growth * abs(doublings)
+
+    @property
+    def by_split(self) -> float:
+        """Time of a layer beside that of one whose width is not split."""
+        return 1.0 + self.model.hardware.split_cost * math.log2(self.model.sizes.tensor)
 
     @cached_property
     def rescored(self) -> float:

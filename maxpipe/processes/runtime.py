@@ -172,8 +172,9 @@ _VMEM = "xla_tpu_scoped_vmem_limit_kib"
 """Working memory of a fusion. A decoder's layers take 3 to 5% fewer cycles with more of it, and a
 third to two thirds longer to compile."""
 _LARGE_VMEM_KINDS = ("TPU v5", "TPU v5 lite", "TPU v6 lite", "TPU7x")
-_WIDE = 8192
-"""`model.d_model` from which on 32 MiB take 2% fewer cycles than 24 (70B, 405B); 4096 does not."""
+_WIDE, _MOST_VMEM_KINDS = 8192, ("TPU v6 lite",)
+"""`model.d_model` from which on 32 MiB take 2% fewer cycles than 24 (70B, 405B); with 4096 they do
+so on these kinds alone, 13% (`benchmarks/low_precision.md`)."""
 
 
 def compiler_options(
@@ -195,7 +196,8 @@ def compiler_options(
     options = options | (_ROUNDED_WHERE_READ if in_8_bits else {})
     if kind not in _LARGE_VMEM_KINDS:
         return options
-    return options | {_VMEM: "32768" if d_model >= _WIDE else "24576"}
+    more = d_model >= _WIDE or kind in _MOST_VMEM_KINDS
+    return options | {_VMEM: "32768" if more else "24576"}
 
 
 def use_no_devices() -> None:

@@ -322,3 +322,6 @@ def test_compiler_options_are_for_tpus_only() -> None:
     rounds = runtime.compiler_options("tpu", "TPU v5", d_model=4096, in_8_bits=True)
     assert rounds.keys() - new.keys() == {"xla_tpu_allow_conv_input_fusion_with_downcast_convert"}
     assert new.items() < rounds.items()
+    memory = "xla_tpu_scoped_vmem_limit_kib"
+    trillium = runtime.compiler_options("tpu", "TPU v6 lite", d_model=4096)
+    assert int(trillium[memory]) > int(new[memory])
