@@ -119,15 +119,16 @@ def is_run(path: Path) -> bool:
 
 
 def run_names(folder: str | Path) -> list[str]:
-    """Names of the runs in a folder, sorted, without what a start that failed has left there."""
+    """Names of the runs in a folder, sorted."""
     try:
         with os.scandir(folder) as entries:
-            return sorted(each.name for each in entries if _has_begun(Path(each.path)))
+            return sorted(each.name for each in entries if is_run(Path(each.path)))
     except (OSError, ValueError):
         return []
 
 
 def _has_begun(path: Path) -> bool:
+    """Whether there is more than what a start that failed leaves behind."""
     checkpoints = path / FOLDER
     if any(os.path.exists(path / name) for name in (CONFIG_FILE, METRICS_FILE)):
         return True
@@ -211,7 +212,7 @@ class _Finder:
         if os.path.isfile(path) and is_run(path.parent):
             self.refuse("is a file, and a run is a folder.", f"Give {path.parent}.")
         folder = below[0].parent if below else path.parent
-        names = run_names(folder)
+        names = [name for name in run_names(folder) if _has_begun(Path(folder, name))]
         rule = f"is no run: there is no folder {path}"
         rule += f", and no {below[0]}." if below else "."
         guess = did_you_mean(path.name, names)
