@@ -75,6 +75,9 @@ stated is the compiler's and predicted `maxpipe plan`'s figure, in GiB.
 
 """
 TAIL = """
+Without a mask of its own for documents PyTorch's first row lets them see each other. The row with a
+mask of all pairs, which the script has too, was not reached in the time on the card.
+
 A kernel that reads a number for every pair of tokens takes twice the time of one that knows which
 count ([decision 40](../docs/decisions/0040-kernels-that-know-documents.md)). Before data chose
 between them, the step with `names` took 615.8 ms (44.2%) with one document in a row and 614.7 ms

@@ -299,7 +299,10 @@ def _head_size_is_even(config: Config) -> Iterator[Finding]:
         )
 
 
-@rule("model.attention", "model.compute_dtype", "runtime.platform")
+@rule(
+    *("model.attention", "model.compute_dtype", "model.head_size"),
+    *("runtime.platform", "train.sequence_length"),
+)
 def _cudnn_runs_there(config: Config) -> Iterator[Finding]:
     if config.model.attention != "cudnn":
         return
@@ -314,6 +317,19 @@ def _cudnn_runs_there(config: Config) -> Iterator[Finding]:
             "model.compute_dtype",
             "must be bfloat16 with model.attention=cudnn, which has no float32 kernel.",
             "Set model.compute_dtype=bfloat16, or model.attention=xla.",
+        )
+    if (tokens := config.train.sequence_length) % 2:
+        yield Finding(
+            "train.sequence_length",
+            "must be even with model.attention=cudnn, whose backward takes no odd numbers.",
+            f"Set train.sequence_length={tokens + 1}, or model.attention=xla.",
+        )
+    if (size := config.model.head_size) % 8 or size > 256:
+        yield Finding(
+            "model.head_size",
+            "must be a multiple of 8 and at most 256 with model.attention=cudnn, whose kernels "
+            "take no other.",
+            "Set model.attention=xla.",
         )
 
 

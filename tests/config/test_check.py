@@ -67,6 +67,16 @@ BROKEN: list[tuple[str, str, str]] = [
         "model.attention",
         "runtime.platform is cpu",
     ),
+    (
+        "model.attention=cudnn model.compute_dtype=bfloat16 train.sequence_length=127",
+        "train.sequence_length",
+        "must be even with model.attention=cudnn",
+    ),
+    (
+        "model.attention=cudnn model.compute_dtype=bfloat16 model.head_size=20",
+        "model.head_size",
+        "multiple of 8 and at most 256",
+    ),
     ("model.attention=splash runtime.platform=cpu", "model.attention", "needs a TPU"),
     (
         "model.attention=splash train.sequence_length=200",

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src.cudnn import fused_attention_stablehlo
+from jax._src.interpreters import mlir
+from jax._src.lib.mlir import ir  # pyright: ignore[reportPrivateImportUsage]
 from jax.sharding import PartitionSpec
 
 from maxpipe.config.schema import MeshConfig
@@ -18,88 +22,15 @@ from maxpipe.model.attention.interface import Mask
 from maxpipe.parallel import stated
 from maxpipe.parallel.mesh import MANUAL_AXES, build_mesh
 from tests.cases import TOLERANCE, Case, batch_of, keeping, steps_of
+from tests.cudnn import backward, forward, put_in_place
+
+CALLS = cudnn_calls.forward, cudnn_calls.backward
+"""Before others are put in their place."""
 
 
 @pytest.fixture(autouse=True)
 def plain(monkeypatch: pytest.MonkeyPatch, devices: list[Any]) -> None:
-    monkeypatch.setattr(cudnn_calls, "forward", forward)
-    monkeypatch.setattr(cudnn_calls, "backward", backward)
-    monkeypatch.setattr(cudnn, "_packs", lambda: True)
-    monkeypatch.setattr(cudnn, "packed_documents", lambda tokens: 2)
-    monkeypatch.setitem(cudnn._HIDDEN, "float32", -1e30)
-
-
-# What the kernels compute, from what they are told.
-
-
-def scores(
-    kernel: Kernel, query: jax.Array, key: jax.Array, beside: Any
-) -> tuple[jax.Array, jax.Array | None]:
-    """(of all pairs `[B, N, T, S]`, the document of each token)."""
-    rows, tokens, heads, _ = query.shape
-    key = jnp.repeat(key, heads // key.shape[2], axis=2)
-    found = jnp.einsum("btnh,bsnh->bnts", query, key) * kernel.scale
-    distance = jnp.arange(tokens)[:, None] - jnp.arange(key.shape[1])
-    seen = distance >= 0 if kernel.causal else distance == distance
-    seen &= (distance < kernel.window) | (kernel.window == 0)
-    if not isinstance(beside, Documents):
-        assert kernel.packed == 1
-        return jnp.where(seen, found if beside is None else found + beside, -1e30), None
-    assert beside.lengths.shape == (rows, kernel.packed)
-    assert beside.starts.shape == (rows, kernel.packed + 1)
-    starts, lengths = beside.starts.reshape(-1), beside.lengths.reshape(-1)
-    places = jnp.arange(rows * tokens)
-    inside = (places >= starts[: len(lengths), None]) & (
-        places < starts[: len(lengths), None] + lengths[:, None]
-    )
-    number = jnp.where(inside.sum(0) == 1, inside.argmax(0), -1).reshape(rows, tokens)
-    same = number[:, None, :, None] == number[:, None, None]
-    return jnp.where(seen & same, found, -1e30), number
-
-
-def forward(
-    kernel: Kernel, query: jax.Array, key: jax.Array, value: jax.Array, beside: Any
-) -> tuple[jax.Array, jax.Array]:
-    found, number = scores(kernel, query, key, beside)
-    value = jnp.repeat(value, query.shape[2] // value.shape[2], axis=2)
-    mixed = jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(found), value)
-    sums = jax.nn.logsumexp(found, axis=-1)
-    if number is None:
-        return mixed, sums
-    rows, heads, tokens = sums.shape
-    starts = beside.starts.reshape(-1)[: rows * kernel.packed]
-    places = jnp.arange(rows * tokens) - starts[number.reshape(-1)]
-    by_document = jnp.full((rows * kernel.packed, heads, tokens), jnp.nan)
-    flat = jnp.swapaxes(sums, 1, 2).reshape(-1, heads)
-    return mixed, by_document.at[number.reshape(-1), :, places].set(flat)
-
-
-def backward(
-    kernel: Kernel,
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    mixed: jax.Array,
-    sums: jax.Array,
-    d_mixed: jax.Array,
-    beside: Any,
-) -> tuple[jax.Array, ...]:
-    found, number = scores(kernel, query, key, beside)
-    if number is not None:
-        starts = beside.starts.reshape(-1)
-        places = jnp.arange(number.size) - starts[number.reshape(-1)]
-        flat = sums[number.reshape(-1), :, places].reshape(*number.shape, -1)
-        sums = jnp.swapaxes(flat, 1, 2)
-    count = query.shape[2] // key.shape[2]
-    keys, values = (jnp.repeat(each, count, axis=2) for each in (key, value))
-    shares = jnp.exp(found - sums[..., None])
-    delta = jnp.einsum("btnh,btnh->bnt", d_mixed, mixed)
-    d_scores = shares * (jnp.einsum("btnh,bsnh->bnts", d_mixed, values) - delta[..., None])
-    d_query = jnp.einsum("bnts,bsnh->btnh", d_scores, keys) * kernel.scale
-    d_keys = jnp.einsum("bnts,btnh->bsnh", d_scores, query) * kernel.scale
-    d_values = jnp.einsum("bnts,btnh->bsnh", shares, d_mixed)
-    grouped = (each.reshape(*key.shape[:3], count, -1).sum(3) for each in (d_keys, d_values))
-    return d_query, *grouped
+    put_in_place(monkeypatch)
 
 
 def close(got: Any, wanted: Any) -> None:
@@ -221,20 +152,105 @@ def test_each_device_calls_the_kernel_by_itself_and_states_its_work() -> None:
     mesh = build_mesh(MeshConfig(ici_stage=2, ici_tensor=2), jax.devices()[:4])
     seen: list[tuple[set[str], tuple[int, ...]]] = []
 
-    def spied(kernel: Kernel, query: Any, *arrays: Any) -> Any:
-        seen.append((set(jax.sharding.get_abstract_mesh().manual_axes), query.shape))
-        return forward(kernel, query, *arrays)
+    def spied(call: Any) -> Any:
+        def run(kernel: Kernel, query: Any, *arrays: Any) -> Any:
+            seen.append((set(jax.sharding.get_abstract_mesh().manual_axes), query.shape))
+            return call(kernel, query, *arrays)
+
+        return run
 
     def program(x: Any) -> Any:
-        return cudnn.attend(x, x[:, :, :2], x[:, :, 2:], Mask(jnp.zeros((1, 8), int)))
+        mask = Mask(jnp.zeros((1, 8), int))
+        return jax.grad(lambda x: cudnn.attend(x, x[:, :, :2], x[:, :, 2:], mask).sum())(x)
 
     spec = PartitionSpec(MANUAL_AXES)
     run = jax.shard_map(
         program, mesh=mesh, axis_names=set(MANUAL_AXES), in_specs=spec, out_specs=spec
     )
     with jax.set_mesh(mesh), pytest.MonkeyPatch.context() as patched:
-        patched.setattr(cudnn_calls, "forward", spied)
+        patched.setattr(cudnn_calls, "forward", spied(forward))
+        patched.setattr(cudnn_calls, "backward", spied(backward))
         lowered = jax.jit(run).lower(jnp.ones((2, 8, 4, 6)))
-    assert set(map(str, seen)) == {str((set(mesh.axis_names), (1, 8, 2, 6)))}
-    products = stated.flops(4 * 6 * 2 * 8 * 8 / 2)
-    assert products in lowered.as_text(debug_info=True)
+    # Of each direction three kernels, between which data choose.
+    assert seen == [(set(mesh.axis_names), (1, 8, 2, 6))] * 6
+    products, text = 4 * 6 * 2 * 8 * 8 / 2, lowered.as_text(debug_info=True)
+    assert stated.flops(products) in text and stated.flops(2.5 * products) in text
+
+
+@pytest.mark.parametrize("tokens", [7, 8])
+def test_odd_rows_and_caches_are_left_to_plain_attention(
+    tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels with numbers for pairs take even ones, and nothing behind a cache is in a row."""
+    query = jax.random.normal(jax.random.key(0), (2, tokens, 4, 4))
+    segments = jnp.ones((2, tokens), int)
+    mask = Mask(segments)
+    if tokens % 2 == 0:
+        places = jnp.broadcast_to(jnp.arange(tokens), segments.shape)
+        mask = dataclasses.replace(
+            mask, positions=places, key_positions=places, key_segments=segments
+        )
+    monkeypatch.setattr(cudnn_calls, "forward", None)  # is not called
+    arrays = query, query[:, :, :2], query[:, :, 2:]
+    close(cudnn.attend(*arrays, mask), xla.attend(*arrays, mask))
+
+
+def part_of(mine: Any, theirs: Any) -> bool:
+    """Whether all that one JSON value says is in another."""
+    if isinstance(mine, dict):
+        return all(name in theirs and part_of(each, theirs[name]) for name, each in mine.items())
+    return bool(mine == theirs)
+
+
+@pytest.mark.parametrize("is_backward", [False, True])
+@pytest.mark.parametrize(
+    ("kernel", "mask"),
+    [
+        (Kernel(True, 0.3), "CAUSAL"),
+        (Kernel(False, 0.3), "NO_MASK"),
+        (Kernel(True, 0.3, window=5), "CAUSAL"),
+        (Kernel(True, 0.3, window=5, packed=4), "PADDING_CAUSAL"),
+        (Kernel(False, 0.3, packed=4), "PADDING"),
+    ],
+)
+def test_kernels_are_asked_for_as_jax_does(kernel: Kernel, mask: str, is_backward: bool) -> None:
+    query, key = (jnp.zeros(shape, jnp.bfloat16) for shape in ((2, 16, 8, 64), (2, 32, 2, 64)))
+    with mlir.make_ir_context():
+        theirs = fused_attention_stablehlo.create_dot_product_attention_backend_config(
+            *(2, 8, 16, 32, ir.BF16Type.get(), 0.3, 42, 0.0),
+            fused_attention_stablehlo.MaskType[mask],
+            fused_attention_stablehlo.AttentionLayout.BTNH.value,
+            *(kernel.window, kernel.packed, False, is_backward),
+        )
+    mine = cudnn_calls._config(kernel, query, key, is_backward)
+    assert part_of(mine, json.loads(theirs))
+
+
+@pytest.mark.parametrize("packed", [1, 4])
+def test_calls_are_lowered_for_gpus(packed: int) -> None:
+    """Targets, operands and results, by a lowering that needs no GPU."""
+    arrays = [jax.ShapeDtypeStruct((2, 16, heads, 64), jnp.bfloat16) for heads in (8, 2, 2, 8, 8)]
+    query, key, value, mixed, d_mixed = arrays
+    lengths, starts = (jax.ShapeDtypeStruct((2, n), jnp.int32) for n in (packed, packed + 1))
+    beside = Documents(lengths, starts) if packed > 1 else None  # type: ignore[arg-type]
+    sums = jax.ShapeDtypeStruct((2 * packed, 8, 16), jnp.float32)
+    kernel = Kernel(True, 0.3, packed=packed)
+    given = (query, key, value, beside), (query, key, value, mixed, sums, d_mixed, beside)
+    forward_text, backward_text = (
+        jax.jit(call, static_argnums=0)
+        .trace(kernel, *arrays)
+        .lower(lowering_platforms=("cuda",))
+        .as_text()
+        for call, arrays in zip(CALLS, given, strict=True)
+    )
+    rest = ", ".join(
+        [f"tensor<2x{packed}xi32>"] * 2 + [f"tensor<2x{packed + 1}xi32>"] * 2 if packed > 1 else []
+    )
+    q, k = "tensor<2x16x8x64xbf16>", "tensor<2x16x2x64xbf16>"
+    stats = f"tensor<{2 * packed}x8x16xf32>"
+    assert "@__cudnn$fmhaSoftmax(" in forward_text and "api_version = 2" in forward_text
+    assert f": ({', '.join([q, k, k, *([rest] if rest else [])])}) -> (" in forward_text
+    assert f"tensor<2x8x16x64xbf16>, {stats}, tensor<0xui8>" in forward_text
+    assert "@__cudnn$fmhaSoftmaxBackward(" in backward_text
+    operands = [q, k, k, stats, q, q, *([rest] if rest else [])]
+    assert f": ({', '.join(operands)}) -> (" in backward_text

@@ -203,7 +203,7 @@ def test_a_gated_mlp_in_8_bits_is_its_products(form: Any, weight_gradients: bool
     largest = jnp.abs(x).max(-1, keepdims=True)
 
     def whole(x: Any, weights: Any) -> Any:
-        return in_8_bits(x, largest, weights, "silu", how, RULES)
+        return in_8_bits(x, largest, weights, "silu", how, RULES, "")
 
     def one_by_one(x: Any, weights: Any) -> Any:
         gate, up = products(x, None, weights[:2], 1, how, True)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from maxpipe.model.attention import blockwise
+from maxpipe.model.attention import blockwise, cudnn_calls
 from maxpipe.model.attention.backends import BACKENDS
 from maxpipe.model.families.deepseek import DeepseekConfig
 from maxpipe.model.families.gemma2 import Gemma2Config
@@ -19,6 +19,7 @@ from maxpipe.model.families.registry import describe
 from maxpipe.model.spec import Model
 from maxpipe.train.attention_check import check_attention, what_is_checked
 from tests.cases import MODEL
+from tests.cudnn import forward, put_in_place
 from tests.train.runs import Run, Start, ends, ledger, write_module
 
 LATENT = DeepseekConfig(kv_rank=6, rope_size=2, value_size=6, num_experts=4, d_expert=8)
@@ -91,6 +92,28 @@ def test_rounding_of_bfloat16_is_no_mistake_and_a_mistake_no_rounding(
     monkeypatch.setitem(BACKENDS, "blockwise", coarse)  # type: ignore[arg-type]
     found = check_attention(model_of("blockwise"), "bfloat16", TOKENS)
     assert found is not None and not found.ok
+
+
+def test_each_kernel_of_a_gpu_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Documents of the slice choose each in turn: one that is wrong is found, whichever it is."""
+    put_in_place(monkeypatch)
+    model = model_of("cudnn")
+    wrong: list[str] = []
+
+    def named(kernel: Any, beside: Any) -> str:
+        return "numbers" if isinstance(beside, jax.Array) else f"packed {kernel.packed}"
+
+    def spied(kernel: Any, *arrays: Any) -> Any:
+        mixed, sums = forward(kernel, *arrays)
+        return mixed * (1.25 if named(kernel, arrays[-1]) in wrong else 1.0), sums
+
+    monkeypatch.setattr(cudnn_calls, "forward", spied)
+    right = check_attention(model, "float32", 1024)
+    assert right is not None and right.ok
+    for each in ("packed 1", "packed 2", "numbers"):
+        wrong[:] = [each]
+        found = check_attention(model, "float32", 1024)
+        assert found is not None and not found.ok, each
 
 
 def test_what_is_checked_names_all_on_which_it_depends() -> None:

@@ -18,7 +18,7 @@ PATH = "tokenizer.path"
 MAX_IDS = 1 << 26
 """Arrays have an entry per id: one large number must not fill the memory."""
 
-_ACTION = "Set tokenizer.path to the file, or both tokenizer.kind=bytes and tokenizer.path=''."
+_OR_BYTES = "Set tokenizer.path to the file, or both tokenizer.kind=bytes and tokenizer.path=''."
 _MAX_BYTES = 1 << 28  # eight times the largest published ones
 _HEAD_BYTES = 1 << 12
 _RANK_LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} [0-9]+\r?(\n|\Z)")
@@ -79,10 +79,7 @@ def _in_folder(folder: str, wanted: str) -> tuple[Kind, str]:
         action = f"Set tokenizer.path={found[0][1]}, or to another of them."
         raise ConfigError.one(PATH, folder, f"must hold one tokenizer: it has {several}.", action)
     rule = f"must be {what}, or a folder with one: this folder has none."
-    action = (
-        "Set tokenizer.path to the file, or tokenizer.kind=bytes tokenizer.path=, which needs none."
-    )
-    raise ConfigError.one(PATH, folder, rule, action)
+    raise ConfigError.one(PATH, folder, rule, _OR_BYTES)
 
 
 def _kind_of(path: str) -> Kind | None:
@@ -117,7 +114,7 @@ def _unreadable(path: str, error: OSError, what: str = "the file of a tokenizer"
         PATH,
         path or '""',
         f"must be {what}: {error.strerror}.",
-        _ACTION,
+        _OR_BYTES,
     )
 
 

@@ -23,7 +23,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 from jaxtyping import Bool, Float, Int
 
-from maxpipe.model.attention import cudnn_calls, shards
+from maxpipe.model.attention import cudnn_calls, shards, xla
 from maxpipe.model.attention.cudnn_calls import Documents, Kernel
 from maxpipe.model.attention.interface import Mask
 from maxpipe.model.attention.windows import by_window
@@ -48,16 +48,22 @@ def attend(
     value: Float[Array, "B S G H"],
     mask: Mask,
 ) -> Float[Array, "B T N H"]:
-    """Attention in one kernel; what it cannot do is in `parts.attention.CANNOT`."""
+    """Attention in one kernel; what it cannot do is in `parts.attention.CANNOT`.
+
+    Behind a cache, and for rows of an odd length, in plain jax. Training has neither: a rule of the
+    config sees to it.
+    """
     assert not mask.soft_cap and mask.sinks is None, "refused with the config"
+    tokens, keys = query.shape[1], key.shape[1]
+    if not mask.in_row or tokens % 2 or keys % 2:
+        return xla.attend(query, key, value, mask)
     ordered = mask.in_order and mask.key_segments is None
     call = Call(
         windows=(mask.window,) if isinstance(mask.window, int) else mask.windows,
         causal=mask.causal and ordered,
-        ordered=ordered,
         scale=key.shape[-1] ** -0.5 if mask.scale is None else mask.scale,
     )
-    seen = None if ordered else mask.seen(0, query.shape[1], key.shape[1], causal=mask.causal)
+    seen = None if ordered else mask.seen(0, tokens, keys, causal=mask.causal)
     window = None if isinstance(mask.window, int) or not ordered else mask.window
     beside = _Beside(mask.segments, window, seen)
     key, value = (shards.for_every_shard(each, query.shape[2]) for each in (key, value))
@@ -72,9 +78,7 @@ class Call:
     windows: tuple[int, ...]
     """Of which data choose one, where there are several."""
     causal: bool
-    """By places in the row."""
-    ordered: bool
-    """Queries and keys are the same tokens of a row, so that segments and windows say the rest."""
+    """By places in the row, of queries and keys that are the same tokens."""
     scale: float
 
 
@@ -160,7 +164,7 @@ def mix(
 
     def run(kernel: Kernel, known: _Known, query: Array, key: Array, value: Array) -> Any:
         with jax.named_scope(stated.flops(_products(query, key, call.causal))):
-            mixed, sums = cudnn_calls.forward(kernel, query, key, value, _beside(known))
+            mixed, sums = cudnn_calls.forward(kernel, query, key, value, _argument(known))
         return mixed, known.of_tokens(sums) if isinstance(known, _Runs) else sums
 
     return _chosen(run, beside, call, packs, (query, key, value))
@@ -185,7 +189,7 @@ def gradients(
         sums = known.of_documents(sums) if isinstance(known, _Runs) else sums
         with jax.named_scope(stated.flops(_BACKWARD * _products(query, key, call.causal))):
             return cudnn_calls.backward(
-                kernel, query, key, value, mixed, sums, d_mixed, _beside(known)
+                kernel, query, key, value, mixed, sums, d_mixed, _argument(known)
             )
 
     return _chosen(run, beside, call, packs, (query, key, value, mixed, sums, d_mixed))
@@ -240,7 +244,7 @@ _Known = _Runs | Array | None
 """Of documents, or numbers for pairs of tokens `[B, 1, T, S]`, or nothing besides the kernel."""
 
 
-def _beside(known: _Known) -> Documents | Array | None:
+def _argument(known: _Known) -> Documents | Array | None:
     return known.documents if isinstance(known, _Runs) else known
 
 
@@ -257,18 +261,18 @@ def _chosen(
     masked = Kernel(call.causal, call.scale)
     hidden = _HIDDEN[str(query.dtype)]
 
-    def with_numbers(beside: _Beside, seen: Bool[Array, "B 1 T S"], *arrays: Array) -> Any:
+    def with_numbers(seen: Bool[Array, "B 1 T S"], *arrays: Array) -> Any:
         return vary(run(masked, jnp.where(seen, 0.0, hidden).astype(query.dtype), *arrays))
 
     if beside.seen is not None:
-        return with_numbers(beside, beside.seen, *arrays)
+        return with_numbers(beside.seen, *arrays)
 
     def of_window(window: int, beside: _Beside, *arrays: Array) -> Any:
         def by_numbers(beside: _Beside, *arrays: Array) -> Any:
             # Of causality the kernel knows.
             mask = Mask(beside.segments, window=window)
             seen = mask.seen(0, query.shape[1], key.shape[1], causal=False)
-            return with_numbers(beside, seen, *arrays)
+            return with_numbers(seen, *arrays)
 
         def by(packed: int) -> Callable[..., Any]:
             kernel = Kernel(call.causal, call.scale, window, packed)

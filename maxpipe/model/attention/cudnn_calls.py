@@ -22,7 +22,8 @@ from jaxtyping import Float, Int
 _STATUS_RETURNING = 2
 """Of the versions of custom calls the one that these have."""
 _HEADS_FIRST = (0, 2, 1, 3)
-"""[B, T, N, H] to [B, N, T, H], and back: the order of results, which in memory are as inputs."""
+"""[B, T, N, H] to [B, N, T, H], and back: results have these dims, which in memory lie as those of
+the inputs do."""
 
 
 @dataclass(frozen=True)
@@ -110,13 +111,12 @@ def _call(
 ) -> Any:
     query, key = operands[:2]
     workspace = jax.ShapeDtypeStruct((0,), jnp.uint8)
-    transposed = [0, 2, 1, 3]
     call: Any = jax.ffi.ffi_call(
         f"__cudnn$fmha{'ScaleBias' if biased else ''}Softmax{direction}",
         (*results, workspace),
         vmap_method="sequential",
-        # Major to minor: heads behind tokens.
-        output_layouts=[transposed if each.ndim == 4 else None for each in (*results, workspace)],
+        # From major to minor.
+        output_layouts=[_HEADS_FIRST if each.ndim == 4 else None for each in (*results, workspace)],
         custom_call_api_version=_STATUS_RETURNING,
         legacy_backend_config=json.dumps(_config(kernel, query, key, bool(direction))),
     )

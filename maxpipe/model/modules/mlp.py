@@ -107,29 +107,17 @@ _INTO = ("embed", "mlp")
 # All of it in 8 bits: what is rounded, and where it is made, is chosen for both directions.
 
 
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6))
 def in_8_bits(
     x: Float[Array, "B T D"],
     largest: Float[Array, "B T 1"] | None,
-    weights: tuple[Weight, Weight, Weight],
-    function: mlp.Gate,
-    low: LowPrecision,
-    rules: AxisRules,
-    prefix: str = "",
-) -> Float[Array, "B T D"]:
-    """A gated MLP; `largest` is the largest number of each token, if that is known."""
-    return _in_8_bits(x, largest, weights, function, low, rules, prefix)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6))
-def _in_8_bits(
-    x: Array,
-    largest: Array | None,
     weights: tuple[Weight, ...],
     function: mlp.Gate,
     low: LowPrecision,
     rules: AxisRules,
     prefix: str,
-) -> Any:
+) -> Float[Array, "B T D"]:
+    """A gated MLP; `largest` is the largest number of each token, if that is known."""
     return _in_8_bits_forward(x, largest, weights, function, low, rules, prefix)[0]
 
 
@@ -194,7 +182,7 @@ def _in_8_bits_backward(
     return d_x[0] + d_x[1], None, tuple(d_weights)
 
 
-_in_8_bits.defvjp(_in_8_bits_forward, _in_8_bits_backward)
+in_8_bits.defvjp(_in_8_bits_forward, _in_8_bits_backward)
 
 
 class GatedMLP(PartModule):
