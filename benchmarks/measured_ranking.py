@@ -121,10 +121,10 @@ NOTE = """
 What the tables say of the forecasts: they are within a few percent of each other for hundreds of
 layouts, whose steps differ by 40%. Layouts that split a layer over tensor took 5 to 25% more for
 each doubling than was predicted beside others; `split_cost` in `configs/hardware/cpu.yml` counts
-15% since these runs. First choices took 1.28, 1.24 and 1.30 times the fastest step here; with that
-cost, in a comparison of few layouts, 1.45 (a `v_min`), 1.10 and 1.08. Schedules with gradients of weights in slots of their own (`v_min`) take 10
-to 25% more as well, and `remat=names` 5% less; neither is counted. `--measure` is what finds a
-fast layout on CPUs.
+15% since these runs. First choices took 1.28, 1.24 and 1.30 times the fastest step here; with
+that cost, in a comparison of few layouts, 1.45 (a `v_min`), 1.10 and 1.08. Schedules with
+gradients of weights in slots of their own (`v_min`) take 10 to 25% more as well, and
+`remat=names` 5% less; neither is counted. `--measure` is what finds a fast layout on CPUs.
 """
 
 
