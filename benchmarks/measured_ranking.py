@@ -78,6 +78,15 @@ class Ranking:
     chosen: int
     """With what the search measured itself."""
     layouts: int
+    correlation: float
+    """Spearman's, of predicted and measured order."""
+
+
+def correlation(orders: list[int]) -> float:
+    """Spearman's, of these ranks and ascending ones."""
+    count = len(orders)
+    apart = sum((mine - order) ** 2 for mine, order in enumerate(orders, 1))
+    return 1 - 6 * apart / (count * (count**2 - 1))
 
 
 def table(name: str) -> tuple[str, Ranking]:
@@ -105,7 +114,8 @@ def table(name: str) -> tuple[str, Ranking]:
         times = f"{1e3 * found.cost.seconds:.0f} | {1e3 * seconds[rank]:.0f}"
         by = "chosen" if rank == choice else "ran" if rank in tried else ""
         lines.append(f"| {rank} | {times} | {orders[rank]} | {by} | {keys} |")
-    return "\n".join([*lines, ""]), Ranking(orders[1], orders[choice], len(ranks))
+    alike = correlation([orders[rank] for rank in ranks])
+    return "\n".join([*lines, ""]), Ranking(orders[1], orders[choice], len(ranks), alike)
 
 
 PREAMBLE = """\
@@ -146,10 +156,12 @@ def main() -> None:
         [
             "Measured rank of the search's first choice:",
             "",
-            f"| model | layouts | by forecast alone | with `--measure {MEASURED}` |",
-            "|---|---|---|---|",
+            f"| model | layouts | by forecast alone | with `--measure {MEASURED}` "
+            "| Spearman's correlation of both orders |",
+            "|---|---|---|---|---|",
             *(
-                f"| {name} | {order.layouts} | {order.predicted} | {order.chosen} |"
+                f"| {name} | {order.layouts} | {order.predicted} | {order.chosen} "
+                f"| {order.correlation:.2f} |"
                 for name, order in first.items()
             ),
         ]

@@ -2,7 +2,7 @@
 
 A layer's forward, input gradient and weight gradient run in the engine's own slots, on all devices
 at once and on one alone; messages, gathers, reductions and all-to-alls use the ring of all devices;
-a tick's overhead is the difference between the same work in many and in few ticks.
+what splitting a layer costs, and a tick's overhead, is what then is not explained of steps.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
+from maxpipe.config.check import check
 from maxpipe.config.load import Loaded
 from maxpipe.config.schema import Config, MeshConfig, PipelineConfig
 from maxpipe.errors import ConfigError
@@ -53,18 +54,22 @@ PROGRAMS: tuple[tuple[str, Remat], ...] = (
     ("F", "full"),
     ("FI", "full"),
     ("FIW", "full"),
-    ("FIW", "names"),
-    ("FIW", "none"),
+    ("FB", "full"),
+    ("FB", "names"),
+    ("FB", "none"),
 )
 """Slots that are timed one after another, and what waits between them."""
+WHOLE_BACKWARD = PROGRAMS[3]
 LAYERS = 2
 """Layers of the chunk that is timed."""
 SIZES = (0.25, 0.5, 1, 2)
 """Rows of microbatches that a layer is timed with, beside those of the config."""
-TURNS = (2, 10)
+TURNS, TURNS_OF_LAYERS = (2, 10), (1, 5)
 """Repetitions inside a program: the difference is free of the overhead of a call."""
 FRESH_ROW, FRESH_ROWS = 2**16, (16, 272)
 """Elements of a row, and rows, of two programs' buffers: 4 and 68 MiB."""
+STREAMED = 2**23
+"""Parameters of a device whose update is timed: 128 MiB with their moments and gradients."""
 SECONDS = 2.0
 """Seconds for which each program is called repeatedly; medians count."""
 _MOST_MEMORY = 0.9
@@ -85,6 +90,8 @@ class Measured:
     """What a backward recomputes with `pipeline.remat=names`."""
     forward_alone: float
     """While the other devices are idle."""
+    deferred: float = 0.0
+    """What a backward takes longer in two slots, for inputs and for weights, than in one."""
     none_recomputed: float = 0.0
     """What a backward takes to write and read all that is kept with `pipeline.remat=none`."""
     by_size: tuple[tuple[float, float], ...] = ()
@@ -104,6 +111,8 @@ class Measured:
     """An almost empty collective."""
     fresh: float = 0.0
     """A byte of a program's temporary memory."""
+    streamed: float = 0.0
+    """A byte that is read or written in between."""
 
 
 def calibrate_here(loaded: Loaded) -> tuple[Hardware, Hardware, Measured]:
@@ -132,6 +141,8 @@ def calibrate(
     sizes = Sizes(config).on(devices[0].platform)
     found = measure(sizes, devices)
     figures = applied(found, sizes, hardware, len(devices))
+    split = _split_cost(config, figures, devices)
+    figures = dataclasses.replace(figures, split_cost=split)
     tick = _tick(config, figures, devices)
     return dataclasses.replace(figures, tick_us=1e6 * tick), found
 
@@ -144,11 +155,15 @@ def applied(found: Measured, sizes: Sizes, hardware: Hardware, num_devices: int)
     # All that follows is of a layer at the size that is the fastest.
     sized = dataclasses.replace(hardware, **by_size)
     scale = 1 / CostModel(sizes, sized).usual.by_size
-    layer = ("forward", "input_grad", "weight_grad", "names_recomputed", "none_recomputed")
-    times = {name: scale * getattr(found, name) for name in (*layer, "forward_alone")}
+    layer = ("forward", "input_grad", "weight_grad", "deferred", "forward_alone")
+    again = ("names_recomputed", "none_recomputed")
+    times = {name: scale * getattr(found, name) for name in (*layer, *again)}
     found = dataclasses.replace(found, **times)
     # Measured, a layer's time has its kernels in it.
     known = dataclasses.replace(hardware, shared_by=shared_by, measured="now")
+    if found.streamed:
+        rate = CostModel(sizes, known).contention / found.streamed / 1e9
+        known = dataclasses.replace(known, memory_gb_per_second=rate)
     memory = _memory_rate(found, sizes, known)
     endless = dataclasses.replace(memory, matmul_efficiency=1e12)
     through_memory = _through_memory(CostModel(sizes, endless))
@@ -160,6 +175,7 @@ def applied(found: Measured, sizes: Sizes, hardware: Hardware, num_devices: int)
         "memory_gb_per_second": memory.memory_gb_per_second,
         "input_grad_cost": found.input_grad / found.forward,
         "weight_grad_cost": found.weight_grad / found.forward - sums,
+        "deferred_cost": found.deferred / found.forward,
         "names_recomputed": found.names_recomputed / found.forward,
         "none_recomputed": found.none_recomputed / found.forward,
         **by_size,
@@ -263,20 +279,21 @@ def measure(sizes: Sizes, devices: Sequence[Any]) -> Measured:
     """
     config = sizes.config
     together, alone = _ring(config, devices), _ring(config, devices[:1])
-    forward, and_inputs, and_weights, named, kept = _layers(sizes, together, PROGRAMS)
+    forward, and_inputs, in_halves, whole, named, kept = _layers(sizes, together, PROGRAMS)
     input_grad = and_inputs - forward - _share_again(sizes) * forward
     times = {
         "forward": forward,
         "input_grad": input_grad,
-        "weight_grad": and_weights - and_inputs,
+        "weight_grad": whole - and_inputs,
         "forward_alone": _layers(sizes, alone, PROGRAMS[:1])[0] if len(devices) > 1 else forward,
+        "streamed": _streamed(together),
     }
     plain = forward + input_grad + times["weight_grad"]
     if len(devices) > 1:
         dtype, count = jnp.dtype(config.model.compute_dtype), len(devices)
         message = jnp.zeros((sizes.activation,), dtype)
-        whole = sizes.layer_elements(sizes.usual_kind, whole=True)
-        weights = jnp.zeros((-(-whole // count) * count,), dtype)
+        elements = sizes.layer_elements(sizes.usual_kind, whole=True)
+        weights = jnp.zeros((-(-elements // count) * count,), dtype)
         split = jnp.zeros(_token_shard(sizes, count), dtype)
         times |= {
             "hop": _moved(together, message, lambda x, _: shift(x, STAGE, 1, count)),
@@ -296,8 +313,12 @@ def measure(sizes: Sizes, devices: Sequence[Any]) -> Measured:
                 "Measure again while nothing else runs.",
             )
     # Differences of differences: a value near 0 may come out negative.
-    more = {"names_recomputed": max(0.0, named - plain), "none_recomputed": max(0.0, kept - plain)}
-    return Measured(**times, **more, by_size=_of_sizes(sizes, together, and_weights))
+    more = {
+        "names_recomputed": max(0.0, named - plain),
+        "none_recomputed": max(0.0, kept - plain),
+        "deferred": max(0.0, in_halves - whole),
+    }
+    return Measured(**times, **more, by_size=_of_sizes(sizes, together, whole))
 
 
 def _of_sizes(sizes: Sizes, mesh: Mesh, taken: float) -> tuple[tuple[float, float], ...]:
@@ -309,7 +330,7 @@ def _of_sizes(sizes: Sizes, mesh: Mesh, taken: float) -> tuple[tuple[float, floa
         other = dataclasses.replace(sizes, config=dataclasses.replace(sizes.config, train=train))
         layer = CostModel(other, shipped()["cpu"]).usual
         same = rows == sizes.rows
-        seconds = taken if same else _layers(other, mesh, [PROGRAMS[2]])[0]
+        seconds = taken if same else _layers(other, mesh, [WHOLE_BACKWARD])[0]
         found.append((layer.moved, seconds / rows))
     return tuple(found)
 
@@ -338,7 +359,8 @@ def _on_ring(mesh: MeshConfig, count: int) -> MeshConfig:
 def _layers(sizes: Sizes, mesh: Mesh, programs: Sequence[tuple[str, Remat]]) -> list[float]:
     """Seconds of one layer in slots of some kinds, one after another, for each program."""
     config = sizes.config
-    decoder = Decoder(config.model, AxisRules.from_config(config.mesh))
+    rules = AxisRules.from_config(config.mesh).on(mesh.devices.flat[0].platform)
+    decoder = Decoder(config.model, rules)
     dtype = jnp.dtype(config.model.compute_dtype)
     kind = Counter(decoder.model.layers).most_common(1)[0][0]
     init = jax.jit(lambda key: decoder.init_layers(kind, key, jnp.arange(LAYERS)))
@@ -363,12 +385,16 @@ def _layers(sizes: Sizes, mesh: Mesh, programs: Sequence[tuple[str, Remat]]) -> 
         row = SlotRow(*(zero,) * (len(SlotRow._fields) - 1))
         seeds = dict.fromkeys(decoder.model.losses, vary(jnp.float32(1)))
         work = slots.work(row, jax.tree.map(lambda leaf: leaf[None], inputs), seeds)
-        pieces = slots.pieces(weights, x, inputs, seeds, halves=True)
-        stash, deferred = slots.empty_stash(pieces, 1, x), slots.empty_deferred(pieces, 1)
+        halves = "I" in kinds
+        pieces = slots.pieces(weights, x, inputs, seeds, halves=halves)
+        stash = slots.empty_stash(pieces, 1, x)
+        deferred = slots.empty_deferred(pieces, 1) if halves else {}
 
         def body(_: Any, carry: Tree) -> Tree:
             x, cotangent, stash, deferred, totals, reports = carry
             x, stash, reports = slots.forward_and_keep(pieces, weights, work, x, stash, reports)
+            if "B" in kinds:
+                cotangent, totals = slots.backward(pieces, weights, work, cotangent, stash, totals)
             if "I" in kinds:
                 cotangent, deferred = slots.input_grad(pieces, weights, work, x, stash, deferred)
             if "W" in kinds:
@@ -381,7 +407,8 @@ def _layers(sizes: Sizes, mesh: Mesh, programs: Sequence[tuple[str, Remat]]) -> 
 
     x = 0.01 * jax.random.normal(jax.random.key(1), (*shape, config.model.d_model), dtype)
     runs = [partial(run, *program) for program in programs]
-    return [seconds / LAYERS for seconds in _seconds(mesh, runs, (weights, x, inputs))]
+    taken = _seconds(mesh, runs, (weights, x, inputs), TURNS_OF_LAYERS)
+    return [seconds / LAYERS for seconds in taken]
 
 
 def _moved(mesh: Mesh, x: jax.Array, move: Callable[[jax.Array, jax.Array], jax.Array]) -> float:
@@ -422,6 +449,24 @@ def _scattered(whole: jax.Array, turn: jax.Array) -> jax.Array:
     return lax.dynamic_update_slice_in_dim(whole, part, turn, 0)
 
 
+def _streamed(mesh: Mesh) -> float:
+    """Seconds for a byte that an update of parameters moves through memory."""
+
+    def run(parameters: jax.Array, gradients: jax.Array, turns: jax.Array) -> jax.Array:
+        def body(_: Any, state: Tree) -> Tree:
+            parameters, first, second = state
+            first = 0.9 * first + 0.1 * gradients
+            second = 0.9 * second + 0.1 * gradients * gradients
+            return parameters - 1e-3 * first * lax.rsqrt(1 + second), first, second
+
+        state = vary((parameters, gradients, gradients))
+        return lax.fori_loop(0, turns, body, state)[0].sum()
+
+    zeros, ones = jnp.zeros((STREAMED,), jnp.float32), jnp.ones((STREAMED,), jnp.float32)
+    moved = 4 * (3 + 1 + 3) * STREAMED
+    return _seconds(mesh, [run], (zeros, ones), TURNS_OF_LAYERS)[0] / moved
+
+
 def _fresh(mesh: Mesh) -> float:
     """Seconds for a byte of a program's temporary memory, cleared and partly written."""
 
@@ -441,18 +486,21 @@ def _fresh(mesh: Mesh) -> float:
 
 
 def _seconds(
-    mesh: Mesh, runs: Sequence[Callable[..., Tree]], arguments: tuple[Tree, ...]
+    mesh: Mesh,
+    runs: Sequence[Callable[..., Tree]],
+    arguments: tuple[Tree, ...],
+    turns: tuple[int, int] = TURNS,
 ) -> list[float]:
     """Seconds of one iteration of each program's loop; the count is its last argument."""
     with jax.set_mesh(mesh):
         calls = [
-            partial(program, *arguments, jnp.int32(turns))
+            partial(program, *arguments, jnp.int32(count))
             for program in [_program(mesh, run) for run in runs]
-            for turns in TURNS
+            for count in turns
         ]
         taken = medians(calls, len(runs) * SECONDS)
     return [
-        (many - few) / (TURNS[1] - TURNS[0])
+        (many - few) / (turns[1] - turns[0])
         for few, many in zip(taken[::2], taken[1::2], strict=True)
     ]
 
@@ -491,7 +539,48 @@ def medians(calls: Sequence[Callable[[], Tree]], seconds: float) -> list[float]:
     return [statistics.median(times) for times in taken]
 
 
-# Ticks.
+# Steps.
+
+
+def _split_cost(config: Config, hardware: Hardware, devices: Sequence[Any]) -> float:
+    """`Hardware.split_cost`: what the rest of the model does not explain of split layers.
+
+    Of steps that differ by their number of layers alone, for each number of devices that this
+    model's layers can be split over. Where there is none, as it was.
+    """
+    found = []
+    for split in range(2, len(devices) + 1):
+        if len(devices) % split:
+            continue
+        runs = [_of_depth(depth, split, config, len(devices)) for depth in (LAYERS, 3 * LAYERS)]
+        if any(check(run, {}) for run in runs):
+            continue
+        calls = [step_of(build_steps(run, devices)) for run in runs]
+        few, many = medians(calls, len(calls) * SECONDS)
+        unsplit, all_split = (_of_layers(runs, hardware, share) for share in (0.0, 1.0))
+        found.append((many - few - unsplit) / (all_split - unsplit))
+    return max(0.0, statistics.mean(found)) if found else hardware.split_cost
+
+
+def _of_layers(runs: Sequence[Config], hardware: Hardware, split_cost: float) -> float:
+    """Predicted seconds between steps of two numbers of layers."""
+    figures = dataclasses.replace(hardware, split_cost=split_cost, tick_us=0.0)
+    few, many = (cost(Sizes(run), schedule_of(run), figures).seconds for run in runs)
+    return many - few
+
+
+def _of_depth(depth: int, split: int, config: Config, num_devices: int) -> Config:
+    """Few layers split over `split` devices, with as many tokens on each as one has elsewhere."""
+    model = dataclasses.replace(config.model, num_layers=depth)
+    train = dataclasses.replace(config.train, batch_size=Sizes(config).rows * num_devices)
+    mesh = dataclasses.replace(
+        _on_ring(config.mesh, 1),
+        ici_fsdp=num_devices // split,
+        ici_tensor=split,
+        sequence_parallel=True,
+    )
+    pipeline = PipelineConfig(schedule=INTERLEAVED, remat="full")
+    return dataclasses.replace(config, model=model, train=train, pipeline=pipeline, mesh=mesh)
 
 
 def _tick(config: Config, hardware: Hardware, devices: Sequence[Any]) -> float:

@@ -18,6 +18,7 @@ from maxpipe.config.load import from_dict
 from maxpipe.config.schema import Config
 from maxpipe.errors import ConfigError
 from maxpipe.hardware import known, shipped
+from maxpipe.parallel.sharding import AxisRules
 from maxpipe.plan import calibrate
 from maxpipe.plan.calibrate import Measured, applied, step_of
 from maxpipe.plan.compile import build_steps
@@ -66,6 +67,7 @@ def test_the_cost_model_gives_back_what_was_measured(
         weight_grad=0.8 * forward * contention,
         names_recomputed=0.2 * forward * contention,
         forward_alone=forward,
+        deferred=0.3 * forward * contention,
         hop=latency + 2 * sizes.activation / rate,
         gather=latency + 2 * weights / rate,
         scatter=latency + 4 * weights / rate,
@@ -89,6 +91,12 @@ def test_the_cost_model_gives_back_what_was_measured(
     assert after.names_recomputed == pytest.approx(0.2)
     backward = after.weight_grad_cost * layer.seconds + layer.accumulation
     assert backward == pytest.approx(0.8 * found.forward_alone)
+    # Two slots take longer than one.
+    pipeline = dataclasses.replace(sizes.config.pipeline, weight_gather="step")
+    still = Sizes(dataclasses.replace(sizes.config, pipeline=pipeline))
+    slot = CostModel(still, after).usual.slot
+    apart = slot("I") + slot("W") - slot("B")
+    assert apart == pytest.approx(0.3 * found.forward_alone, rel=1e-3)
     assert (layer.accumulation > 0) == (contention > 1)
     # Seven arrays, each with its own latency; two norms are whole.
     norms = 2 * sizes.config.model.d_model * (1 - 1 / NUM_DEVICES)
@@ -135,6 +143,68 @@ def test_the_size_of_microbatches_counts_as_measured() -> None:
     assert backward == pytest.approx(found.none_recomputed / 4, rel=1e-3)
 
 
+def test_a_layer_is_timed_as_runs_compute_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products and attention have other forms on CPUs than on accelerators."""
+    asked: list[AxisRules] = []
+    decoder = calibrate.Decoder
+    monkeypatch.setattr(
+        calibrate, "Decoder", lambda model, rules: asked.append(rules) or decoder(model, rules)
+    )
+    monkeypatch.setattr(calibrate, "SECONDS", 0.0)
+    config, devices = config_of(fsdp=NUM_DEVICES), jax.devices()[:NUM_DEVICES]
+    sizes = Sizes(config).on(devices[0].platform)
+    calibrate._layers(sizes, calibrate._ring(config, devices), calibrate.PROGRAMS[:1])
+    (timed,) = asked
+    assert timed == build_steps(config, devices).partition.decoder.rules
+    assert timed.joins_tokens
+
+
+def test_memory_is_as_fast_as_it_was_measured() -> None:
+    sizes, streamed = Sizes(config_of(fsdp=NUM_DEVICES)), 1 / 40e9
+    found = Measured(
+        forward=12e-3,
+        input_grad=12e-3,
+        weight_grad=12e-3,
+        names_recomputed=0.0,
+        forward_alone=3e-3,
+        hop=1e-3,
+        gather=1e-3,
+        scatter=1e-3,
+        exchange=1e-3,
+        latency=1e-5,
+        fresh=1e-9,
+        streamed=streamed,
+    )
+    after = applied(found, sizes, shipped()["cpu"], NUM_DEVICES)
+    # Four devices at once have as much as one: what one takes counts four times.
+    assert CostModel(sizes, after).contention == pytest.approx(4.0)
+    assert after.memory_gb_per_second == pytest.approx(4 * 40)
+
+
+def test_split_layers_take_what_their_steps_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of made-up times: those that the model predicts with a cost of 0.2 for each doubling."""
+    config, devices = config_of(fsdp=NUM_DEVICES), jax.devices()[:NUM_DEVICES]
+    costly = dataclasses.replace(shipped()["cpu"], split_cost=0.2, tick_us=0.0)
+    monkeypatch.setattr(calibrate, "build_steps", lambda run, _: run)
+    monkeypatch.setattr(calibrate, "step_of", lambda run: run)
+    built: list[Config] = []
+
+    def taken(runs: list[Config], seconds: float) -> list[float]:
+        built.extend(runs)
+        return [cost(Sizes(run), schedule_of(run), costly).seconds for run in runs]
+
+    monkeypatch.setattr(calibrate, "medians", taken)
+    cheap = dataclasses.replace(costly, split_cost=0.0)
+    assert calibrate._split_cost(config, cheap, devices) == pytest.approx(0.2)
+    # Two heads: two devices can have one each, four cannot.
+    assert {run.mesh.ici_tensor for run in built} == {2}
+    assert [run.model.num_layers for run in built] == [2, 6]
+    # A model that cannot be split keeps the figure.
+    one = dataclasses.replace(config.model, num_heads=1, num_kv_heads=1)
+    alone = dataclasses.replace(config, model=one)
+    assert calibrate._split_cost(alone, costly, devices) == 0.2
+
+
 def test_split_tokens_travel_at_their_own_rate() -> None:
     config = config_of(tokens=32)
     mesh = dataclasses.replace(config.mesh, ici_data=1, ici_tensor=4, sequence_parallel=True)
@@ -171,7 +241,7 @@ def test_pieces_are_measured_on_the_devices_at_hand(monkeypatch: pytest.MonkeyPa
     # Virtual devices share cores, and nothing moves in no time.
     assert many.forward > many.forward_alone > 0
     moved = (many.hop, many.gather, many.scatter, many.exchange, many.tokens)
-    assert min(*moved, many.latency, many.fresh) > 0
+    assert min(*moved, many.latency, many.fresh, many.streamed) > 0
 
 
 @pytest.mark.timing
@@ -190,7 +260,7 @@ def test_a_calibrated_model_predicts_the_step_it_measured(monkeypatch: pytest.Mo
 
 
 def test_times_below_nothing_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calibrate, "_layers", lambda *_: [2e-3, 3e-3, 4e-3, 5e-3, 5e-3])
+    monkeypatch.setattr(calibrate, "_layers", lambda *_: [2e-3, 3e-3, 4e-3, 4e-3, 5e-3, 5e-3])
     with pytest.raises(ConfigError, match="a negative time for input_grad"):
         calibrate.measure(Sizes(config_of()), jax.devices()[:1])
 
