@@ -6,13 +6,18 @@
 
 8 virtual CPU devices, three models. For each, the devices are calibrated with the model's layers
 and all layouts are ranked; a search with `--measure 8` makes its choice; then the layouts at some
-ranks and those that the search measured run: their steps in turn, medians count.
+ranks and those that the search measured run, each in a process of its own: their steps in turn,
+medians count.
 """
 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
+import statistics
+import time
 from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import jax
@@ -20,13 +25,15 @@ import jax
 from maxpipe.config.load import from_dict
 from maxpipe.config.schema import Config
 from maxpipe.hardware import Hardware, shipped
-from maxpipe.plan.calibrate import calibrate, medians, step_of
+from maxpipe.plan.calibrate import calibrate, step_of
 from maxpipe.plan.compile import build_steps
 from maxpipe.plan.learn import CANDIDATES
 from maxpipe.plan.recheck import run_best
 from maxpipe.plan.search import Candidate, search
 
 NUM_DEVICES = 8
+ROUNDS = 9
+"""Steps of each layout that are timed."""
 MEASURED = 8
 """Layouts, by the search itself."""
 RANKS = (1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 144, 233)
@@ -56,9 +63,43 @@ def config_of(name: str) -> Config:
 
 
 def measured(found: list[Candidate]) -> list[float]:
-    """Seconds of a step of each layout."""
-    devices = jax.devices()
-    return medians([step_of(build_steps(each.config, devices)) for each in found], seconds=60.0)
+    """Seconds of a step of each layout, each in a process of its own, as runs are.
+
+    In one process for all, what one program leaves of the heap decides which of the others is
+    given its memory anew in every step.
+    """
+    spawned, runs = multiprocessing.get_context("spawn"), []
+    for each in found:
+        mine, theirs = spawned.Pipe()
+        spawned.Process(target=_serve, args=(theirs, each.config), daemon=True).start()
+        mine.recv()  # compiled
+        runs.append(mine)
+    taken: list[list[float]] = [[] for _ in runs]
+    for _ in range(ROUNDS):
+        for run, times in zip(runs, taken, strict=True):
+            run.send(True)
+            times.append(run.recv())
+    for run in runs:
+        run.send(False)
+    return [statistics.median(times) for times in taken]
+
+
+def _serve(asked: Connection, config: Config) -> None:
+    """Steps of this config, one whenever it is asked for."""
+    _on_virtual_devices()
+    step = step_of(build_steps(config, jax.devices()))
+    for _ in range(2):
+        jax.block_until_ready(step())
+    asked.send(True)
+    while asked.recv():
+        start = time.perf_counter()
+        jax.block_until_ready(step())
+        asked.send(time.perf_counter() - start)
+
+
+def _on_virtual_devices() -> None:
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", NUM_DEVICES)
 
 
 def calibrated(config: Config) -> Hardware:
@@ -122,7 +163,7 @@ PREAMBLE = """\
 # Predicted and measured order of layouts
 
 `python benchmarks/measured_ranking.py --write`: 8 virtual CPU devices on 2 cores, calibrated before
-each table. Steps of the layouts run in turn; medians.
+each table. Each layout runs in a process of its own, their steps in turn; medians.
 
 """
 
@@ -143,8 +184,7 @@ def main() -> None:
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--only", default="", metavar="TEXT", help="models with this in their name")
     options = parser.parse_args()
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", NUM_DEVICES)
+    _on_virtual_devices()
     tables, first = [], {}
     for name in MODELS:
         if options.only in name:

@@ -20,7 +20,7 @@ from maxpipe.boundary.typed import checked
 from maxpipe.config.shipped import folder
 from maxpipe.errors import ConfigError, StorageError
 
-GIB = 2**30
+MIB, GIB = 2**20, 2**30
 _MAX_BYTES = 1 << 20
 
 
@@ -96,6 +96,8 @@ class Hardware:
     fresh_gb_per_second: float = 0.0
     """Rate at which a device is given, and clears, the temporary memory of a step; 0 where it keeps
     that memory between steps, as accelerators do."""
+    fresh_from_mib: float = 0.0
+    """Temporary memory up to which it stays with the process after all."""
     measured: str = ""
     """When and where figures of this kind were measured; empty for published ones."""
 

@@ -50,6 +50,8 @@ from maxpipe.train.step import Steps
 from maxpipe.words import counted
 
 Tree = Any
+Run = tuple[Callable[..., Tree], tuple[Tree, ...]]
+"""A program on one device, and its arguments but for the last."""
 PROGRAMS: tuple[tuple[str, Remat], ...] = (
     ("F", "full"),
     ("FI", "full"),
@@ -59,7 +61,8 @@ PROGRAMS: tuple[tuple[str, Remat], ...] = (
     ("FB", "none"),
 )
 """Slots that are timed one after another, and what waits between them."""
-WHOLE_BACKWARD = PROGRAMS[3]
+OF_SIZES = PROGRAMS[4]
+"""The one that is timed with microbatches of several sizes."""
 LAYERS = 2
 """Layers of the chunk that is timed."""
 SIZES = (0.25, 0.5, 1, 2)
@@ -151,7 +154,10 @@ def applied(found: Measured, sizes: Sizes, hardware: Hardware, num_devices: int)
     """The figures with which the cost model reproduces the measurements."""
     contention = found.forward / found.forward_alone
     shared_by = num_devices / contention if contention > _CONTENDED else 0.0
-    by_size = _by_size(found.by_size)
+    by_size: dict[str, float] = {}
+    if len(found.by_size) > 1:
+        flat = applied(dataclasses.replace(found, by_size=()), sizes, hardware, num_devices)
+        by_size = _by_size(found.by_size, [_of_row(each, flat) for each in _sizes(sizes)])
     # All that follows is of a layer at the size that is the fastest.
     sized = dataclasses.replace(hardware, **by_size)
     scale = 1 / CostModel(sizes, sized).usual.by_size
@@ -210,14 +216,17 @@ def applied(found: Measured, sizes: Sizes, hardware: Hardware, num_devices: int)
     return dataclasses.replace(hardware, **figures)
 
 
-def _by_size(measured: Sequence[tuple[float, float]]) -> dict[str, float]:
-    """Figures of how a token's time depends on the microbatch's size; none of a single size."""
-    if len(measured) < 2:
-        return {}
-    fastest, least = min(measured, key=itemgetter(1))
+def _by_size(
+    measured: Sequence[tuple[float, float]], predicted: Sequence[float]
+) -> dict[str, float]:
+    """Figures of how a token's time depends on the microbatch's size, beside what is predicted of
+    it: each microbatch reads weights and adds to gradients, however few tokens it has.
+    """
+    beside = [(size, taken / flat) for (size, taken), flat in zip(measured, predicted, strict=True)]
+    fastest, least = min(beside, key=itemgetter(1))
     slopes = [
         (size > fastest, (seconds / least - 1) / abs(math.log2(size / fastest)))
-        for size, seconds in measured
+        for size, seconds in beside
         if size != fastest
     ]
     above, below = ([slope for up, slope in slopes if up is side] for side in (True, False))
@@ -226,6 +235,15 @@ def _by_size(measured: Sequence[tuple[float, float]]) -> dict[str, float]:
         "growth_above": statistics.mean(above) if above else 0.0,
         "growth_below": statistics.mean(below) if below else 0.0,
     }
+
+
+def _of_row(sizes: Sizes, figures: Hardware) -> float:
+    """Predicted seconds of `OF_SIZES` for one row of a microbatch."""
+    kinds, remat = OF_SIZES
+    pipeline = dataclasses.replace(sizes.config.pipeline, remat=remat, weight_gather="step")
+    config = dataclasses.replace(sizes.config, pipeline=pipeline)
+    model = CostModel(dataclasses.replace(sizes, config=config), figures)
+    return model.contention * sum(map(model.usual.slot, kinds)) / sizes.rows
 
 
 def _exchange_rate(
@@ -279,13 +297,17 @@ def measure(sizes: Sizes, devices: Sequence[Any]) -> Measured:
     """
     config = sizes.config
     together, alone = _ring(config, devices), _ring(config, devices[:1])
-    forward, and_inputs, in_halves, whole, named, kept = _layers(sizes, together, PROGRAMS)
+    of_sizes = _sizes(sizes)
+    others = [each for each in of_sizes if each.rows != sizes.rows]
+    runs = [(sizes, *each) for each in PROGRAMS] + [(other, *OF_SIZES) for other in others]
+    taken = _layers(runs, together)
+    forward, and_inputs, in_halves, whole, named, kept = taken[: len(PROGRAMS)]
     input_grad = and_inputs - forward - _share_again(sizes) * forward
     times = {
         "forward": forward,
         "input_grad": input_grad,
         "weight_grad": whole - and_inputs,
-        "forward_alone": _layers(sizes, alone, PROGRAMS[:1])[0] if len(devices) > 1 else forward,
+        "forward_alone": _layers(runs[:1], alone)[0] if len(devices) > 1 else forward,
         "streamed": _streamed(together),
     }
     plain = forward + input_grad + times["weight_grad"]
@@ -318,21 +340,24 @@ def measure(sizes: Sizes, devices: Sequence[Any]) -> Measured:
         "none_recomputed": max(0.0, kept - plain),
         "deferred": max(0.0, in_halves - whole),
     }
-    return Measured(**times, **more, by_size=_of_sizes(sizes, together, whole))
+    rows = [each.rows for each in others]
+    of_rows = {sizes.rows: named} | dict(zip(rows, taken[len(PROGRAMS) :], strict=True))
+    by_size = tuple(
+        (CostModel(each, shipped()["cpu"]).usual.moved, of_rows[each.rows] / each.rows)
+        for each in of_sizes
+    )
+    return Measured(**times, **more, by_size=by_size)
 
 
-def _of_sizes(sizes: Sizes, mesh: Mesh, taken: float) -> tuple[tuple[float, float], ...]:
-    """`Measured.by_size`; `taken`: seconds with the rows of the config."""
+def _sizes(sizes: Sizes) -> list[Sizes]:
+    """With all numbers of rows in a microbatch that are timed, ascending."""
     found = []
     for rows in sorted({max(1, int(share * sizes.rows)) for share in SIZES}):
         scaled = sizes.config.train.batch_size * rows // sizes.rows
         train = dataclasses.replace(sizes.config.train, batch_size=scaled)
-        other = dataclasses.replace(sizes, config=dataclasses.replace(sizes.config, train=train))
-        layer = CostModel(other, shipped()["cpu"]).usual
-        same = rows == sizes.rows
-        seconds = taken if same else _layers(other, mesh, [WHOLE_BACKWARD])[0]
-        found.append((layer.moved, seconds / rows))
-    return tuple(found)
+        config = dataclasses.replace(sizes.config, train=train)
+        found.append(dataclasses.replace(sizes, config=config))
+    return found
 
 
 def _share_again(sizes: Sizes) -> float:
@@ -356,8 +381,13 @@ def _on_ring(mesh: MeshConfig, count: int) -> MeshConfig:
 # Programs.
 
 
-def _layers(sizes: Sizes, mesh: Mesh, programs: Sequence[tuple[str, Remat]]) -> list[float]:
+def _layers(runs: Sequence[tuple[Sizes, str, Remat]], mesh: Mesh) -> list[float]:
     """Seconds of one layer in slots of some kinds, one after another, for each program."""
+    programs = [_layer(*run, mesh) for run in runs]
+    return [seconds / LAYERS for seconds in _seconds(mesh, programs, TURNS_OF_LAYERS)]
+
+
+def _layer(sizes: Sizes, kinds: str, remat: Remat, mesh: Mesh) -> Run:
     config = sizes.config
     rules = AxisRules.from_config(config.mesh).on(mesh.devices.flat[0].platform)
     decoder = Decoder(config.model, rules)
@@ -367,7 +397,7 @@ def _layers(sizes: Sizes, mesh: Mesh, programs: Sequence[tuple[str, Remat]]) -> 
     weights = {kind: jax.tree.map(lambda leaf: leaf.astype(dtype), init(jax.random.key(0)))}
     held = LayerWeights("step", jax.tree.map(lambda _: WHOLE, weights[kind]), dtype)
     layout = Layout(Ring(1, 1), (LAYERS,), kinds=(kind,) * LAYERS)
-    pipeline = dataclasses.replace(config.pipeline, offloaded_names=[])
+    pipeline = dataclasses.replace(config.pipeline, offloaded_names=[], remat=remat)
     shape = (sizes.rows, config.train.sequence_length)
     inputs = {
         "segment_ids": jnp.ones(shape, jnp.int32),
@@ -375,10 +405,8 @@ def _layers(sizes: Sizes, mesh: Mesh, programs: Sequence[tuple[str, Remat]]) -> 
         "example_ids": jnp.arange(shape[0]),
     }
 
-    def run(
-        kinds: str, remat: Remat, weights: Tree, x: jax.Array, inputs: Tree, turns: jax.Array
-    ) -> Tree:
-        keep = keep_of(dataclasses.replace(pipeline, remat=remat), config.model)
+    def run(weights: Tree, x: jax.Array, inputs: Tree, turns: jax.Array) -> Tree:
+        keep = keep_of(pipeline, config.model)
         layers = {kind: decoder.layer(kind)}
         slots = LayerSlots(layers, layout, {kind: held}, keep, "skip", None, by_visit=False)
         weights, x, inputs, zero = vary((weights, x, inputs, jnp.int32(0)))
@@ -406,9 +434,7 @@ def _layers(sizes: Sizes, mesh: Mesh, programs: Sequence[tuple[str, Remat]]) -> 
         return jax.tree.map(jnp.sum, lax.fori_loop(0, turns, body, start))
 
     x = 0.01 * jax.random.normal(jax.random.key(1), (*shape, config.model.d_model), dtype)
-    runs = [partial(run, *program) for program in programs]
-    taken = _seconds(mesh, runs, (weights, x, inputs), TURNS_OF_LAYERS)
-    return [seconds / LAYERS for seconds in taken]
+    return run, (weights, x, inputs)
 
 
 def _moved(mesh: Mesh, x: jax.Array, move: Callable[[jax.Array, jax.Array], jax.Array]) -> float:
@@ -417,7 +443,7 @@ def _moved(mesh: Mesh, x: jax.Array, move: Callable[[jax.Array, jax.Array], jax.
     def run(x: jax.Array, turns: jax.Array) -> jax.Array:
         return lax.fori_loop(0, turns, lambda turn, x: vary(move(x, turn)), vary(x)).sum()
 
-    return _seconds(mesh, [run], (x,))[0]
+    return _seconds(mesh, [(run, (x,))])[0]
 
 
 def _gathered(shard: jax.Array, turn: jax.Array) -> jax.Array:
@@ -464,7 +490,7 @@ def _streamed(mesh: Mesh) -> float:
 
     zeros, ones = jnp.zeros((STREAMED,), jnp.float32), jnp.ones((STREAMED,), jnp.float32)
     moved = 4 * (3 + 1 + 3) * STREAMED
-    return _seconds(mesh, [run], (zeros, ones), TURNS_OF_LAYERS)[0] / moved
+    return _seconds(mesh, [(run, (zeros, ones))], TURNS_OF_LAYERS)[0] / moved
 
 
 def _fresh(mesh: Mesh) -> float:
@@ -485,17 +511,12 @@ def _fresh(mesh: Mesh) -> float:
     return (many - few) / (4 * FRESH_ROW * (FRESH_ROWS[1] - FRESH_ROWS[0]))
 
 
-def _seconds(
-    mesh: Mesh,
-    runs: Sequence[Callable[..., Tree]],
-    arguments: tuple[Tree, ...],
-    turns: tuple[int, int] = TURNS,
-) -> list[float]:
+def _seconds(mesh: Mesh, runs: Sequence[Run], turns: tuple[int, int] = TURNS) -> list[float]:
     """Seconds of one iteration of each program's loop; the count is its last argument."""
     with jax.set_mesh(mesh):
         calls = [
             partial(program, *arguments, jnp.int32(count))
-            for program in [_program(mesh, run) for run in runs]
+            for program, arguments in [(_program(mesh, run), given) for run, given in runs]
             for count in turns
         ]
         taken = medians(calls, len(runs) * SECONDS)

@@ -16,7 +16,7 @@ from operator import attrgetter
 
 import numpy as np
 
-from maxpipe.hardware import Hardware
+from maxpipe.hardware import MIB, Hardware
 from maxpipe.model.count import train_flops_per_token
 from maxpipe.model.parts.mlp import GatedMLP
 from maxpipe.model.spec import Kind, Scores
@@ -574,4 +574,6 @@ def _fresh(model: CostModel, schedule: Schedule, held: Memory | None) -> float:
     if not rate:
         return 0.0
     held = held or memory(model.sizes, schedule, platform=model.hardware.platform)
+    if held.temporary <= model.hardware.fresh_from_mib * MIB:
+        return 0.0
     return held.temporary / (rate * 1e9)

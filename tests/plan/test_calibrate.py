@@ -23,6 +23,7 @@ from maxpipe.plan import calibrate
 from maxpipe.plan.calibrate import Measured, applied, step_of
 from maxpipe.plan.compile import build_steps
 from maxpipe.plan.cost import CostModel, cost
+from maxpipe.plan.memory import memory
 from maxpipe.plan.sizes import Sizes, schedule_of
 from maxpipe.plan.traffic import tensor_sums
 
@@ -107,15 +108,13 @@ def test_the_cost_model_gives_back_what_was_measured(
 def test_the_size_of_microbatches_counts_as_measured() -> None:
     sizes = Sizes(config_of(tokens=256))  # two rows on each device
     moved = CostModel(sizes, shipped()["cpu"]).usual.moved
-    seconds = {0.25: 1.2, 0.5: 1.0, 1.0: 1.1, 2.0: 1.3}
-    found = Measured(
+    flat = Measured(
         forward=4e-3,
         input_grad=6e-3,
         weight_grad=5e-3,
         names_recomputed=1e-3,
         forward_alone=1e-3,
         none_recomputed=5e-4,
-        by_size=tuple((size * moved, each) for size, each in seconds.items()),
         fresh=1e-9,
         hop=1e-3,
         gather=1e-3,
@@ -123,9 +122,21 @@ def test_the_size_of_microbatches_counts_as_measured() -> None:
         exchange=1e-3,
         latency=1e-5,
     )
+    # As long as predicted for one row, 1.1 and 1.3 times that for two and four.
+    before = applied(flat, sizes, shipped()["cpu"], NUM_DEVICES)
+    timed = calibrate._sizes(sizes)
+    assert [each.rows for each in timed] == [1, 2, 4]
+    taken = [
+        longer * calibrate._of_row(each, before)
+        for longer, each in zip((1.0, 1.1, 1.3), timed, strict=True)
+    ]
+    # Fewer rows share the reading of weights.
+    assert taken[0] > 1.003 * taken[1] / 1.1
+    of_rows = tuple(zip((moved / 2, moved, 2 * moved), taken, strict=True))
+    found = dataclasses.replace(flat, by_size=of_rows)
     after = applied(found, sizes, shipped()["cpu"], NUM_DEVICES)
     assert after.fastest_mib * 2**20 == pytest.approx(0.5 * moved)
-    assert after.growth_below == pytest.approx(0.2)
+    assert after.growth_below == 0
     assert after.growth_above == pytest.approx((0.1 + 0.3 / 2) / 2)
     layer = CostModel(sizes, after).usual
     assert layer.by_size == pytest.approx(1 + after.growth_above)
@@ -153,7 +164,7 @@ def test_a_layer_is_timed_as_runs_compute_it(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(calibrate, "SECONDS", 0.0)
     config, devices = config_of(fsdp=NUM_DEVICES), jax.devices()[:NUM_DEVICES]
     sizes = Sizes(config).on(devices[0].platform)
-    calibrate._layers(sizes, calibrate._ring(config, devices), calibrate.PROGRAMS[:1])
+    calibrate._layers([(sizes, "F", "full")], calibrate._ring(config, devices))
     (timed,) = asked
     assert timed == build_steps(config, devices).partition.decoder.rules
     assert timed.joins_tokens
@@ -179,6 +190,16 @@ def test_memory_is_as_fast_as_it_was_measured() -> None:
     # Four devices at once have as much as one: what one takes counts four times.
     assert CostModel(sizes, after).contention == pytest.approx(4.0)
     assert after.memory_gb_per_second == pytest.approx(4 * 40)
+
+
+def test_small_temporary_memory_stays_with_the_process() -> None:
+    sizes, schedule = Sizes(config_of(fsdp=NUM_DEVICES)), schedule_of(config_of(fsdp=NUM_DEVICES))
+    fresh = dataclasses.replace(shipped()["cpu"], fresh_gb_per_second=0.5)
+    held = memory(sizes.on("cpu"), schedule, platform="cpu")
+    assert 0 < held.temporary < 32 * 2**20
+    assert "memory" not in cost(sizes, schedule, fresh).parts
+    all_new = dataclasses.replace(fresh, fresh_from_mib=0.0)
+    assert cost(sizes, schedule, all_new).parts["memory"] == pytest.approx(held.temporary / 5e8)
 
 
 def test_split_layers_take_what_their_steps_took(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,7 +281,7 @@ def test_a_calibrated_model_predicts_the_step_it_measured(monkeypatch: pytest.Mo
 
 
 def test_times_below_nothing_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calibrate, "_layers", lambda *_: [2e-3, 3e-3, 4e-3, 4e-3, 5e-3, 5e-3])
+    monkeypatch.setattr(calibrate, "_layers", lambda *_: [2e-3, 3e-3, 4e-3, 4e-3, 5e-3, 5e-3, 5e-3])
     with pytest.raises(ConfigError, match="a negative time for input_grad"):
         calibrate.measure(Sizes(config_of()), jax.devices()[:1])
 
