@@ -97,7 +97,8 @@ class Hardware:
     """Rate at which a device is given, and clears, the temporary memory of a step; 0 where it keeps
     that memory between steps, as accelerators do."""
     fresh_from_mib: float = 0.0
-    """Temporary memory up to which it stays with the process after all."""
+    """Temporary memory up to which it stays with the process after all; from twice that on all of
+    it is new, in between the square of the share of the way."""
     measured: str = ""
     """When and where figures of this kind were measured; empty for published ones."""
 

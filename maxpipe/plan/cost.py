@@ -574,6 +574,7 @@ def _fresh(model: CostModel, schedule: Schedule, held: Memory | None) -> float:
     if not rate:
         return 0.0
     held = held or memory(model.sizes, schedule, platform=model.hardware.platform)
-    if held.temporary <= model.hardware.fresh_from_mib * MIB:
-        return 0.0
-    return held.temporary / (rate * 1e9)
+    share, kept = 1.0, model.hardware.fresh_from_mib * MIB
+    if kept:
+        share = min(1.0, max(0.0, held.temporary / kept - 1.0)) ** 2
+    return share * held.temporary / (rate * 1e9)
