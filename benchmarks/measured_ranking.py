@@ -25,11 +25,12 @@ import jax
 from maxpipe.config.load import from_dict
 from maxpipe.config.schema import Config
 from maxpipe.hardware import Hardware, shipped
-from maxpipe.plan.calibrate import calibrate, step_of
+from maxpipe.plan.calibrate import calibrate
 from maxpipe.plan.compile import build_steps
 from maxpipe.plan.learn import CANDIDATES
 from maxpipe.plan.recheck import run_best
 from maxpipe.plan.search import Candidate, search
+from maxpipe.plan.timed_steps import step_of
 
 NUM_DEVICES = 8
 ROUNDS = 9
@@ -66,7 +67,7 @@ def measured(found: list[Candidate]) -> list[float]:
     """Seconds of a step of each layout, each in a process of its own, as runs are.
 
     In one process for all, what one program leaves of the heap decides which of the others is
-    given its memory anew in every step.
+    given new memory in every step.
     """
     spawned, runs = multiprocessing.get_context("spawn"), []
     for each in found:
@@ -171,11 +172,10 @@ each table. Each layout runs in a process of its own, their steps in turn; media
 NOTE = """
 What the tables say of the forecasts: the first choice takes at most 3% longer than the fastest of
 those that ran. Layouts near the top differ by less than steps of one layout do at different
-times, and correlations are over the best twentieth of a search. What is still wrong: `remat=none`
-and layers split over tensor without stages are taken for up to 15% too slow or too fast, and
-`collective_matmul` for up to 40% too fast; the loss head has no figure of its own. Two hundred
-layouts further down nothing of that brings a layout to the top. `--measure` found the fastest
-each time.
+times, and correlations are of the best few percent of a search. What is still wrong: layouts with
+`remat=none`, or split over tensor, are taken for up to 20% too slow or 10% too fast, those with
+`collective_matmul`, in runs that are not among the rows, for up to 40% too fast; the loss head
+has no measured figure of its own. `--measure` found the fastest each time.
 """
 
 

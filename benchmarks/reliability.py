@@ -35,8 +35,8 @@ from maxpipe.config.schema import CheckpointConfig, Config
 from maxpipe.data.loader import build
 from maxpipe.model.count import num_params
 from maxpipe.model.families.registry import describe
-from maxpipe.plan.calibrate import medians, step_of
 from maxpipe.plan.compile import build_steps
+from maxpipe.plan.timed_steps import medians, step_of
 from maxpipe.processes.hub import Limits
 from maxpipe.processes.link import Link
 from maxpipe.processes.phases import DATA, LOOP, STEP, Phases

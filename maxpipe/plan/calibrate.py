@@ -12,7 +12,6 @@ import datetime
 import math
 import platform
 import statistics
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -25,9 +24,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from maxpipe.config.check import check
 from maxpipe.config.load import Loaded
-from maxpipe.config.schema import Config, MeshConfig, PipelineConfig
+from maxpipe.config.schema import Config
 from maxpipe.errors import ConfigError
 from maxpipe.hardware import Hardware, shipped
 from maxpipe.model.decoder import Decoder
@@ -39,14 +37,13 @@ from maxpipe.pipeline.layout import Layout
 from maxpipe.pipeline.remat import Remat
 from maxpipe.pipeline.slots import LayerSlots, SlotRow
 from maxpipe.pipeline.weights import WHOLE, LayerWeights
-from maxpipe.plan.compile import build_steps
-from maxpipe.plan.cost import CostModel, cost
-from maxpipe.plan.sizes import BYTES, Sizes, schedule_of
+from maxpipe.plan import timed_steps
+from maxpipe.plan.cost import CostModel
+from maxpipe.plan.sizes import BYTES, Sizes
+from maxpipe.plan.timed_steps import LAYERS, medians, on_ring
 from maxpipe.plan.topology import at_hand, placed
-from maxpipe.schedule.catalog import INTERLEAVED, ONE_FORWARD_ONE_BACKWARD
 from maxpipe.schedule.table import Ring
 from maxpipe.train.partition import keep_of
-from maxpipe.train.step import Steps
 from maxpipe.words import counted
 
 Tree = Any
@@ -63,18 +60,15 @@ PROGRAMS: tuple[tuple[str, Remat], ...] = (
 """Slots that are timed one after another, and what waits between them."""
 OF_SIZES = PROGRAMS[4]
 """The one that is timed with microbatches of several sizes."""
-LAYERS = 2
-"""Layers of the chunk that is timed."""
 SIZES = (0.25, 0.5, 1, 2)
 """Rows of microbatches that a layer is timed with, beside those of the config."""
 TURNS, TURNS_OF_LAYERS = (2, 10), (1, 5)
 """Repetitions inside a program: the difference is free of the overhead of a call."""
 FRESH_ROW, FRESH_ROWS = 2**16, (16, 272)
 """Elements of a row, and rows, of two programs' buffers: 4 and 68 MiB."""
-STREAMED = 2**23
-"""Parameters of a device whose update is timed: 128 MiB with their moments and gradients."""
-SECONDS = 2.0
-"""Seconds for which each program is called repeatedly; medians count."""
+STREAMED = 2**25
+"""Parameters whose update is timed, 512 MiB with their moments and gradients: of each device, or of
+all that share a machine's memory. More than caches hold."""
 _MOST_MEMORY = 0.9
 """Largest share of a layer's time that memory traffic can take."""
 _CONTENDED = 1.5
@@ -144,9 +138,9 @@ def calibrate(
     sizes = Sizes(config).on(devices[0].platform)
     found = measure(sizes, devices)
     figures = applied(found, sizes, hardware, len(devices))
-    split = _split_cost(config, figures, devices)
+    split = timed_steps.split_cost(config, figures, devices)
     figures = dataclasses.replace(figures, split_cost=split)
-    tick = _tick(config, figures, devices)
+    tick = timed_steps.tick(config, figures, devices)
     return dataclasses.replace(figures, tick_us=1e6 * tick), found
 
 
@@ -369,13 +363,7 @@ def _share_again(sizes: Sizes) -> float:
 
 
 def _ring(config: Config, devices: Sequence[Any]) -> Mesh:
-    return build_mesh(_on_ring(config.mesh, len(devices)), devices)
-
-
-def _on_ring(mesh: MeshConfig, count: int) -> MeshConfig:
-    names = [field.name for field in dataclasses.fields(mesh)]
-    sizes = {name: 1 for name in names if name.startswith(("ici_", "dcn_"))}
-    return dataclasses.replace(mesh, **sizes | {"ici_stage": count})
+    return build_mesh(on_ring(config.mesh, len(devices)), devices)
 
 
 # Programs.
@@ -488,8 +476,10 @@ def _streamed(mesh: Mesh) -> float:
         state = vary((parameters, gradients, gradients))
         return lax.fori_loop(0, turns, body, state)[0].sum()
 
-    zeros, ones = jnp.zeros((STREAMED,), jnp.float32), jnp.ones((STREAMED,), jnp.float32)
-    moved = 4 * (3 + 1 + 3) * STREAMED
+    on_cpus = mesh.devices.flat[0].platform == "cpu"
+    count = STREAMED // (mesh.size if on_cpus else 1)
+    zeros, ones = jnp.zeros((count,), jnp.float32), jnp.ones((count,), jnp.float32)
+    moved = 4 * (3 + 1 + 3) * count
     return _seconds(mesh, [(run, (zeros, ones))], TURNS_OF_LAYERS)[0] / moved
 
 
@@ -507,7 +497,7 @@ def _fresh(mesh: Mesh) -> float:
 
     with jax.set_mesh(mesh):
         programs = [_program(mesh, partial(run, num_rows)) for num_rows in FRESH_ROWS]
-        few, many = medians([partial(each, jnp.int32(2)) for each in programs], SECONDS)
+        few, many = medians([partial(each, jnp.int32(2)) for each in programs], timed_steps.SECONDS)
     return (many - few) / (4 * FRESH_ROW * (FRESH_ROWS[1] - FRESH_ROWS[0]))
 
 
@@ -519,7 +509,7 @@ def _seconds(mesh: Mesh, runs: Sequence[Run], turns: tuple[int, int] = TURNS) ->
             for program, arguments in [(_program(mesh, run), given) for run, given in runs]
             for count in turns
         ]
-        taken = medians(calls, len(runs) * SECONDS)
+        taken = medians(calls, len(runs) * timed_steps.SECONDS)
     return [
         (many - few) / (turns[1] - turns[0])
         for few, many in zip(taken[::2], taken[1::2], strict=True)
@@ -544,114 +534,3 @@ def _program(mesh: Mesh, run: Callable[..., Tree]) -> Callable[..., Tree]:
             out_specs=PartitionSpec(STAGE),
         )
     )
-
-
-def medians(calls: Sequence[Callable[[], Tree]], seconds: float) -> list[float]:
-    """Median seconds of each call, interleaved so that disturbances hit all alike."""
-    for call in calls:
-        jax.block_until_ready(call())
-    taken: list[list[float]] = [[] for _ in calls]
-    end = time.perf_counter() + seconds
-    while time.perf_counter() < end or len(taken[0]) < 3:
-        for call, times in zip(calls, taken, strict=True):
-            start = time.perf_counter()
-            jax.block_until_ready(call())
-            times.append(time.perf_counter() - start)
-    return [statistics.median(times) for times in taken]
-
-
-# Steps.
-
-
-def _split_cost(config: Config, hardware: Hardware, devices: Sequence[Any]) -> float:
-    """`Hardware.split_cost`: what the rest of the model does not explain of split layers.
-
-    Of steps that differ by their number of layers alone, for each number of devices that this
-    model's layers can be split over. Where there is none, as it was.
-    """
-    found = []
-    for split in range(2, len(devices) + 1):
-        if len(devices) % split:
-            continue
-        runs = [_of_depth(depth, split, config, len(devices)) for depth in (LAYERS, 3 * LAYERS)]
-        if any(check(run, {}) for run in runs):
-            continue
-        calls = [step_of(build_steps(run, devices)) for run in runs]
-        few, many = medians(calls, len(calls) * SECONDS)
-        unsplit, all_split = (_of_layers(runs, hardware, share) for share in (0.0, 1.0))
-        found.append((many - few - unsplit) / (all_split - unsplit))
-    return max(0.0, statistics.mean(found)) if found else hardware.split_cost
-
-
-def _of_layers(runs: Sequence[Config], hardware: Hardware, split_cost: float) -> float:
-    """Predicted seconds between steps of two numbers of layers."""
-    figures = dataclasses.replace(hardware, split_cost=split_cost, tick_us=0.0)
-    few, many = (cost(Sizes(run), schedule_of(run), figures).seconds for run in runs)
-    return many - few
-
-
-def _of_depth(depth: int, split: int, config: Config, num_devices: int) -> Config:
-    """Few layers split over `split` devices, with as many tokens on each as one has elsewhere."""
-    model = dataclasses.replace(config.model, num_layers=depth)
-    train = dataclasses.replace(config.train, batch_size=Sizes(config).rows * num_devices)
-    mesh = dataclasses.replace(
-        _on_ring(config.mesh, 1),
-        ici_fsdp=num_devices // split,
-        ici_tensor=split,
-        sequence_parallel=True,
-    )
-    pipeline = PipelineConfig(schedule=INTERLEAVED, remat="full")
-    return dataclasses.replace(config, model=model, train=train, pipeline=pipeline, mesh=mesh)
-
-
-def _tick(config: Config, hardware: Hardware, devices: Sequence[Any]) -> float:
-    """Seconds of a tick beyond the cost model's prediction.
-
-    Of steps of many ticks, one of each kind, it is what the rest of the model does not explain:
-    devices that share cores wait for each other longer than for an empty collective, in a tick's
-    layers and in the loss head that all stages share.
-    """
-    still = dataclasses.replace(hardware, tick_us=0.0)
-    calls, predicted, ticks = [], 0.0, 0
-    for repeats in (1, LAYERS):
-        run = _in_chunks(repeats, config, len(devices))
-        schedule = schedule_of(run)
-        calls.append(step_of(build_steps(run, devices)))
-        predicted += cost(Sizes(run), schedule, still).seconds
-        ticks += schedule.num_ticks
-    return max(0.0, sum(medians(calls, len(calls) * SECONDS)) - predicted) / ticks
-
-
-def _in_chunks(repeats: int, config: Config, stages: int) -> Config:
-    """A ring of all devices with LAYERS each in `repeats` chunks; a microbatch for each device."""
-    model = dataclasses.replace(config.model, num_layers=LAYERS * stages)
-    train = dataclasses.replace(config.train, batch_size=Sizes(config).rows * stages)
-    schedule = ONE_FORWARD_ONE_BACKWARD if repeats == 1 else INTERLEAVED
-    pipeline = PipelineConfig(schedule=schedule, repeats=repeats, microbatches=stages)
-    mesh = _on_ring(config.mesh, stages)
-    return dataclasses.replace(config, model=model, train=train, pipeline=pipeline, mesh=mesh)
-
-
-def step_of(steps: Steps) -> Callable[[], Tree]:
-    """The train step on synthetic data, to be called repeatedly."""
-    rows, tokens = steps.shape
-    keys = jax.random.split(jax.random.key(0), 2)
-    vocabulary = steps.partition.decoder.config.vocab_size
-    ids = [jax.random.randint(key, (rows, tokens), 0, vocabulary) for key in keys]
-    batch = {
-        "tokens": ids[0],
-        "targets": ids[1],
-        "segment_ids": jnp.ones((rows, tokens), jnp.int32),
-        "positions": jnp.broadcast_to(jnp.arange(tokens), (rows, tokens)),
-        "loss_mask": jnp.ones((rows, tokens), jnp.float32),
-        "example_ids": jnp.arange(rows),
-    }
-    batch = jax.device_put(batch, steps.batch_sharding)
-    step, states = steps.compile_train(), [steps.init()]
-
-    def run() -> Tree:
-        state, metrics = step(states.pop(), batch)
-        states.append(state)
-        return metrics
-
-    return run

@@ -11,10 +11,10 @@ import jax
 
 from maxpipe.config.load import Loaded
 from maxpipe.errors import ConfigError
-from maxpipe.plan.calibrate import medians, step_of
 from maxpipe.plan.compile import Report, build_steps, compile_step
 from maxpipe.plan.learn import next_to_run
 from maxpipe.plan.search import Candidate
+from maxpipe.plan.timed_steps import medians, step_of
 from maxpipe.plan.topology import Topology
 
 COMPUTE = ("layers", "bubble", "outside", "head", "update", "ticks")

@@ -336,7 +336,7 @@ def calibrated(found: Measured, before: Hardware, after: Hardware) -> str:
         "overhead of a tick": after.tick_us * 1e-6,
     }
     lines = [f"{after.name}, measured {after.measured}", ""]
-    lines += [f"{name:<34} {1e6 * taken:12,.1f} us" for name, taken in times.items() if taken]
+    lines += [f"{name:<43} {1e6 * taken:12,.1f} us" for name, taken in times.items() if taken]
     lines += ["", f"{'figure':<34} {'published':>12} {'measured':>12}"]
     for name in FIGURES:
         old, new = getattr(before, name), getattr(after, name)

@@ -19,12 +19,13 @@ from maxpipe.config.schema import Config
 from maxpipe.errors import ConfigError
 from maxpipe.hardware import known, shipped
 from maxpipe.parallel.sharding import AxisRules
-from maxpipe.plan import calibrate
-from maxpipe.plan.calibrate import Measured, applied, step_of
+from maxpipe.plan import calibrate, timed_steps
+from maxpipe.plan.calibrate import Measured, applied
 from maxpipe.plan.compile import build_steps
 from maxpipe.plan.cost import CostModel, cost
 from maxpipe.plan.memory import memory
 from maxpipe.plan.sizes import Sizes, schedule_of
+from maxpipe.plan.timed_steps import step_of
 from maxpipe.plan.traffic import tensor_sums
 
 NUM_DEVICES = 4
@@ -161,7 +162,7 @@ def test_a_layer_is_timed_as_runs_compute_it(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(
         calibrate, "Decoder", lambda model, rules: asked.append(rules) or decoder(model, rules)
     )
-    monkeypatch.setattr(calibrate, "SECONDS", 0.0)
+    monkeypatch.setattr(timed_steps, "SECONDS", 0.0)
     config, devices = config_of(fsdp=NUM_DEVICES), jax.devices()[:NUM_DEVICES]
     sizes = Sizes(config).on(devices[0].platform)
     calibrate._layers([(sizes, "F", "full")], calibrate._ring(config, devices))
@@ -205,30 +206,6 @@ def test_small_temporary_memory_stays_with_the_process() -> None:
         assert found == pytest.approx(share * held.temporary / 5e8)
 
 
-def test_split_layers_take_what_their_steps_took(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of made-up times: those that the model predicts with a cost of 0.2 for each doubling."""
-    config, devices = config_of(fsdp=NUM_DEVICES), jax.devices()[:NUM_DEVICES]
-    costly = dataclasses.replace(shipped()["cpu"], split_cost=0.2, tick_us=0.0)
-    monkeypatch.setattr(calibrate, "build_steps", lambda run, _: run)
-    monkeypatch.setattr(calibrate, "step_of", lambda run: run)
-    built: list[Config] = []
-
-    def taken(runs: list[Config], seconds: float) -> list[float]:
-        built.extend(runs)
-        return [cost(Sizes(run), schedule_of(run), costly).seconds for run in runs]
-
-    monkeypatch.setattr(calibrate, "medians", taken)
-    cheap = dataclasses.replace(costly, split_cost=0.0)
-    assert calibrate._split_cost(config, cheap, devices) == pytest.approx(0.2)
-    # Two heads: two devices can have one each, four cannot.
-    assert {run.mesh.ici_tensor for run in built} == {2}
-    assert [run.model.num_layers for run in built] == [2, 6]
-    # A model that cannot be split keeps the figure.
-    one = dataclasses.replace(config.model, num_heads=1, num_kv_heads=1)
-    alone = dataclasses.replace(config, model=one)
-    assert calibrate._split_cost(alone, costly, devices) == 0.2
-
-
 def test_split_tokens_travel_at_their_own_rate() -> None:
     config = config_of(tokens=32)
     mesh = dataclasses.replace(config.mesh, ici_data=1, ici_tensor=4, sequence_parallel=True)
@@ -253,7 +230,7 @@ def again(measure: Callable[[], T]) -> T:
 
 @pytest.mark.timing
 def test_pieces_are_measured_on_the_devices_at_hand(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calibrate, "SECONDS", 0.2)
+    monkeypatch.setattr(timed_steps, "SECONDS", 0.2)
     devices = jax.devices()[:NUM_DEVICES]
     # Weights' gradients are a difference, and have to be more than what scores vary by.
     sizes = [Sizes(config_of(tokens=tokens, d_mlp=512)) for tokens in (32, 256)]
@@ -271,14 +248,14 @@ def test_pieces_are_measured_on_the_devices_at_hand(monkeypatch: pytest.MonkeyPa
 @pytest.mark.timing
 def test_a_calibrated_model_predicts_the_step_it_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Within a factor: what was measured is not the step that is predicted."""
-    monkeypatch.setattr(calibrate, "SECONDS", 0.2)
+    monkeypatch.setattr(timed_steps, "SECONDS", 0.2)
     devices = jax.devices()[:NUM_DEVICES]
     config = config_of(fsdp=NUM_DEVICES, tokens=256)
     after, found = again(lambda: calibrate.calibrate(config, shipped()["cpu"], devices))
     assert after.shared_by > 0 and after.fresh_gb_per_second == pytest.approx(1e-9 / found.fresh)
     assert found.forward > found.forward_alone  # virtual devices share cores
     assert after.measured and after.bf16_tflops == shipped()["cpu"].bf16_tflops
-    (taken,) = calibrate.medians([step_of(build_steps(config, devices))], 0.2)
+    (taken,) = timed_steps.medians([step_of(build_steps(config, devices))], 0.2)
     predicted = cost(Sizes(config), schedule_of(config), after).seconds
     assert 1 / 3 < predicted / taken < 3
 

@@ -1,0 +1,68 @@
+"""What calibration reads from steps."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import pytest
+
+from maxpipe.config.load import from_dict
+from maxpipe.config.schema import Config
+from maxpipe.hardware import shipped
+from maxpipe.plan import timed_steps
+from maxpipe.plan.cost import cost
+from maxpipe.plan.sizes import Sizes, schedule_of
+
+NUM_DEVICES = 4
+
+
+def config_of() -> Config:
+    model = {"num_layers": 4, "d_model": 32, "num_heads": 2, "num_kv_heads": 2, "head_size": 16}
+    return from_dict(
+        {
+            "model": {**model, "d_mlp": 64, "vocab_size": 512},
+            "mesh": {"ici_fsdp": NUM_DEVICES},
+            "train": {"batch_size": 8, "sequence_length": 32, "steps": 1},
+        }
+    )
+
+
+def test_split_layers_take_what_their_steps_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of made-up times: those that the model predicts with a cost of 0.2 for each doubling."""
+    config, devices = config_of(), jax.devices()[:NUM_DEVICES]
+    costly = dataclasses.replace(shipped()["cpu"], split_cost=0.2, tick_us=0.0)
+    monkeypatch.setattr(timed_steps, "build_steps", lambda run, _: run)
+    monkeypatch.setattr(timed_steps, "step_of", lambda run: run)
+    built: list[Config] = []
+
+    def taken(runs: list[Config], seconds: float) -> list[float]:
+        built.extend(runs)
+        return [cost(Sizes(run), schedule_of(run), costly).seconds for run in runs]
+
+    monkeypatch.setattr(timed_steps, "medians", taken)
+    cheap = dataclasses.replace(costly, split_cost=0.0)
+    assert timed_steps.split_cost(config, cheap, devices) == pytest.approx(0.2)
+    # Two heads: two devices can have one each, four cannot.
+    assert {run.mesh.ici_tensor for run in built} == {2}
+    assert [run.model.num_layers for run in built] == [2, 6]
+    # A model that cannot be split keeps the figure.
+    one = dataclasses.replace(config.model, num_heads=1, num_kv_heads=1)
+    alone = dataclasses.replace(config, model=one)
+    assert timed_steps.split_cost(alone, costly, devices) == 0.2
+
+
+def test_ticks_take_what_is_left_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, devices = config_of(), jax.devices()[:NUM_DEVICES]
+    slow = dataclasses.replace(shipped()["cpu"], tick_us=700.0)
+    monkeypatch.setattr(timed_steps, "build_steps", lambda run, _: run)
+    monkeypatch.setattr(timed_steps, "step_of", lambda run: run)
+
+    def taken(runs: list[Config], seconds: float) -> list[float]:
+        del seconds
+        return [cost(Sizes(run), schedule_of(run), slow).seconds for run in runs]
+
+    monkeypatch.setattr(timed_steps, "medians", taken)
+    assert timed_steps.tick(config, shipped()["cpu"], devices) == pytest.approx(700e-6)
+    fast = dataclasses.replace(slow, tick_us=0.0, memory_gb_per_second=1e-6)
+    assert timed_steps.tick(config, fast, devices) == 0.0
