@@ -60,7 +60,8 @@ class Hardware:
     """The same of its weights' gradients."""
     deferred_cost: float = 0.0
     """Forwards that a backward takes longer in two slots, for inputs and for weights, than in one:
-    of measured figures. Else the memory's rate says what writing and reading takes."""
+    of measured figures, which have that in both gradients. Else the memory's rate says what writing
+    and reading takes."""
     names_recomputed: float = 0.02
     """Forwards that a backward recomputes with `pipeline.remat=names`: norms and the like, which
     the TPU compiler joins to the matmuls that read them."""

@@ -88,7 +88,8 @@ class Measured:
     forward_alone: float
     """While the other devices are idle."""
     deferred: float = 0.0
-    """What a backward takes longer in two slots, for inputs and for weights, than in one."""
+    """What a backward takes longer in two slots, for inputs and for weights, than in one: both
+    gradients have that."""
     none_recomputed: float = 0.0
     """What a backward takes to write and read all that is kept with `pipeline.remat=none`."""
     by_size: tuple[tuple[float, float], ...] = ()
@@ -300,11 +301,12 @@ def measure(sizes: Sizes, devices: Sequence[Any]) -> Measured:
     times = {
         "forward": forward,
         "input_grad": input_grad,
-        "weight_grad": whole - and_inputs,
+        "weight_grad": in_halves - and_inputs,
         "forward_alone": _layers(runs[:1], alone)[0] if len(devices) > 1 else forward,
         "streamed": _streamed(together),
     }
-    plain = forward + input_grad + times["weight_grad"]
+    deferred = max(0.0, in_halves - whole)
+    plain = forward + input_grad + times["weight_grad"] - deferred
     if len(devices) > 1:
         dtype, count = jnp.dtype(config.model.compute_dtype), len(devices)
         message = jnp.zeros((sizes.activation,), dtype)
@@ -332,7 +334,7 @@ def measure(sizes: Sizes, devices: Sequence[Any]) -> Measured:
     more = {
         "names_recomputed": max(0.0, named - plain),
         "none_recomputed": max(0.0, kept - plain),
-        "deferred": max(0.0, in_halves - whole),
+        "deferred": deferred,
     }
     rows = [each.rows for each in others]
     of_rows = {sizes.rows: named} | dict(zip(rows, taken[len(PROGRAMS) :], strict=True))

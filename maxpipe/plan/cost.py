@@ -411,8 +411,8 @@ class LayerCost:
         inputs += KERNEL_BACKWARD.get(hardware.platform, 2.5) * kernel
         weights = hardware.weight_grad_cost * self._trained_share * (self.seconds - kernel)
         weights += self.accumulation
-        deferred = weights + hardware.deferred_cost * self.seconds
-        own = {"F": self.forward, "B": inputs + weights, "I": inputs, "W": deferred}[action]
+        both = max(inputs, inputs + weights - hardware.deferred_cost * self.seconds)
+        own = {"F": self.forward, "B": both, "I": inputs, "W": weights}[action]
         own += self._kept(action)
         if not self._in_rings:
             again = regathered(model.sizes, self.name, action, model.recomputed)
