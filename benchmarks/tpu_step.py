@@ -89,7 +89,7 @@ TRIED = [
     Row("visit + names, 16 layers, plain", VISIT, options=NO_SPARSE_CORES),
     Row("visit + names, 16 layers, as runs are", VISIT),
     Row("visit + names, 16 layers, as runs are", VISIT, version=NEW),
-    Row("8B, 32 MiB of VMEM", STEP, options=("xla_tpu_scoped_vmem_limit_kib=32768",)),
+    Row("8B, 24 MiB of VMEM", STEP, options=("xla_tpu_scoped_vmem_limit_kib=24576",)),
 ]
 HOST = [
     Row("8B, gate and up in host memory", f"{STEP} pipeline.offloaded_names=[gate,up]"),

@@ -169,12 +169,13 @@ _ROUNDED_WHERE_READ = {"xla_tpu_allow_conv_input_fusion_with_downcast_convert": 
 """A product in 8 bits may round its operand itself. Where numbers are for several products,
 `parallel.low_precision` says that they are written."""
 _VMEM = "xla_tpu_scoped_vmem_limit_kib"
-"""Working memory of a fusion. A decoder's layers take 3 to 5% fewer cycles with more of it, and a
-third to two thirds longer to compile."""
+"""Working memory of a fusion. A decoder's layers take 3 to 5% fewer cycles with more of it than the
+compiler gives, and a third to two thirds longer to compile."""
 _LARGE_VMEM_KINDS = ("TPU v5", "TPU v5 lite", "TPU v6 lite", "TPU7x")
-_WIDE, _MOST_VMEM_KINDS = 8192, ("TPU v6 lite",)
-"""`model.d_model` from which on 32 MiB take 2% fewer cycles than 24 (70B, 405B); with 4096 they do
-so on these kinds alone, 13% (`benchmarks/low_precision.md`)."""
+_WIDE, _MOST_VMEM_KINDS = 8192, ("TPU v5", "TPU v6 lite")
+"""`model.d_model` from which on 32 MiB take 2% fewer cycles than 24 (70B, 405B). On these kinds
+they do so with 4096, too: 1 to 2% on v5p, none with experts (`benchmarks/tpu_step.md`), 13% on v6e
+(`benchmarks/low_precision.md`)."""
 
 
 def compiler_options(
