@@ -159,6 +159,7 @@ class Member:
     facts: dict[str, str] = field(default_factory=dict)
     heard: float = 0.0
     beat: dict[str, Any] = field(default_factory=dict)
+    num_beats: int = 0
     mark: tuple[int, float, float] | None = None
     """Step, own seconds and time at which the processes' times were last compared."""
     left: bool = False
@@ -204,6 +205,8 @@ class Hub:
         self._answers: dict[int, int] = {}
         self._values: dict[str, dict[int, str]] = {}
         self._said = time.monotonic()
+        self._suspected: dict[int, int] = {}
+        """Processes that seemed stuck at the last check, and the number of their beats then."""
 
     # Connections.
 
@@ -359,6 +362,7 @@ class Hub:
             member.heard = time.monotonic()
             if "beat" in message:
                 member.beat = {**message["beat"]}
+                member.num_beats += 1
                 member.beat["phase"] = from_peer(member.beat["phase"], 40)
                 member.beat["detail"] = from_peer(member.beat.get("detail", ""), 300)
                 if member.wire is not None:
@@ -524,11 +528,19 @@ class Hub:
         self._end(ExitCode.HANG, text)
 
     def _look_for_stall(self) -> None:
-        """Only when no process moves: what one process does, the others wait for."""
+        """Only when no process moves: what one process does, the others wait for.
+
+        Beats are up to a second old, and older after a host was frozen: all must say it again.
+        """
         limit = self._limits.stall_seconds
         here = [each for each in self._members.values() if each.beat and not each.left]
         idle = min((each.beat["seconds"] for each in here), default=0.0)
         if not limit or idle <= limit or any(each.beat["phase"] in UNTIMED for each in here):
+            self._suspected = {}
+            return
+        if not self._suspected:
+            self._suspected = {each.index: each.num_beats for each in here}
+        if any(each.num_beats <= self._suspected.get(each.index, 0) for each in here):
             return
         # One that reads holds the others up, also where it reads for what all do together.
         holding = [each for each in here if each.beat["detail"] or not each.beat["waits"]]

@@ -369,6 +369,43 @@ steps(link, 1000, read if index == 1 else step_of_all)
         assert "process 2" not in who
 
 
+def test_a_stall_is_said_twice_by_all() -> None:
+    """Beats are older than what has happened since, when a host was frozen."""
+    told: list[FromHub] = []
+    with selectors.DefaultSelector() as selector:
+        hub = Hub(2, Limits(stall_seconds=1), told.append, print, selector)
+        hub.join(Member(0))
+        hub.join(Member(1))
+
+        def beat(index: int, step: int, seconds: float) -> None:
+            of: Any = {
+                "phase": "start",
+                "step": step,
+                "seconds": seconds,
+                "own": 0.0,
+                "waits": True,
+            }
+            hub.handle(index, {"beat": of})
+
+        def verdict() -> bool:
+            hub.check_timeouts()
+            return any("leave" in message for message in told)
+
+        beat(0, 0, 3.0)
+        beat(1, 0, 3.0)
+        assert not verdict()
+        beat(0, 0, 4.0)
+        assert not verdict()  # the other one has said nothing since
+        beat(1, 5, 0.5)
+        assert not verdict()
+        beat(1, 5, 1.5)
+        assert not verdict()  # suspected again, from here on
+        beat(1, 5, 2.5)
+        assert not verdict()
+        beat(0, 0, 6.0)
+        assert verdict()
+
+
 @pytest.mark.parametrize("phase", ["DATA_SET_UP", pytest.param("COMPILE", marks=pytest.mark.long)])
 def test_set_up_takes_as_long_as_it_moves_or_compiles(phase: str) -> None:
     """And those who wait for it, before the first step and in it, are not stuck."""
