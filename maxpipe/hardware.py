@@ -78,6 +78,9 @@ class Hardware:
     split_cost: float = 0.0
     """By how much a layer takes longer with each doubling of the devices that its width is split
     over: matmuls are narrower, and devices that share cores wait for each other at every sum."""
+    ring_cost: float = 0.05
+    """By how much the matmuls of a layer take longer in rings, for each further part in which their
+    tokens come: by the TPU compiler's cycles with 8 parts (`benchmarks/collective_matmul.py`)."""
     copy_efficiency: float = 0.43
     """Share of the memory's rate at which a buffer's slice is copied, read and written: the TPU
     compiler's estimate."""
@@ -170,20 +173,37 @@ def measured_folder() -> Path:
     return Path("~/.cache/maxpipe/hardware").expanduser()
 
 
+def measured_file(topology: str) -> Path:
+    """Where figures of this kind are kept; the folder is made if need be.
+
+    Raises:
+        StorageError: no file can be written there.
+    """
+    path = measured_folder() / f"{topology}.yml"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        files.check_place(path)
+    except OSError as error:
+        raise StorageError.unwritable(path, error, _ELSEWHERE) from error
+    return path
+
+
+_ELSEWHERE = "Free space there, or set HOME to a folder that can be written."
+
+
 def keep_measured(hardware: Hardware) -> Path:
     """Writes figures that were measured here; `known` gives them from then on.
 
     Raises:
         StorageError: the file cannot be written.
     """
-    path = measured_folder() / f"{hardware.topology}.yml"
+    path = measured_file(hardware.topology)
     text = "# Written by `maxpipe plan --calibrate`. Delete this file to plan with published\n"
     text += "# figures again.\n" + yaml.safe_dump(dataclasses.asdict(hardware), sort_keys=False)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         files.write(path, text)
     except OSError as error:
-        raise StorageError.unwritable(path, error, "Free space there.") from error
+        raise StorageError.unwritable(path, error, _ELSEWHERE) from error
     known.cache_clear()
     return path
 
@@ -194,14 +214,37 @@ _WRONG = (OSError, KeyError, TypeError, ValueError, RecursionError, re.error, ya
 """Raised by text of another kind."""
 
 
+_DIVIDES = {
+    *("bf16_tflops", "memory_gib", "memory_gb_per_second", "link_gb_per_second"),
+    *("network_gb_per_second", "largest_slice", "matmul_efficiency", "kernel_efficiency"),
+    *("copy_efficiency", "exchange_rate", "tokens_rate"),
+}
+"""Figures that are not 0."""
+_TORUS_DIMS = {0, 2, 3}
+_LEAST, _MOST = 1e-9, 1e12
+"""Beyond what any device has, in the units of all figures."""
+
+
+def _check_figures(figures: Mapping[str, object]) -> None:
+    """Raises ValueError unless plans can be made with them."""
+    for name, value in figures.items():
+        if not isinstance(value, int | float):
+            continue
+        if not (_LEAST <= value <= _MOST or (value == 0 and name not in _DIVIDES)):
+            raise ValueError(f"{name} is {value}")
+    if figures.get("torus_dims") not in _TORUS_DIMS:
+        raise ValueError(f"torus_dims is {figures.get('torus_dims')}, and not 0, 2 or 3")
+
+
 def _read_measured(path: Path) -> Hardware:
     try:
         content = yaml.safe_load(files.read(path, _MAX_BYTES))
         kinds = typing.get_type_hints(Hardware)
         figures = {_RENAMED.get(str(name), str(name)): each for name, each in dict(content).items()}
         found = {name: checked(each, kinds[name]) for name, each in figures.items()}
-        if any(isinstance(each, int | float) and each < 0 for each in found.values()):
-            raise ValueError("a figure is below 0")
+        _check_figures(found)
+        if found["topology"] != path.stem:
+            raise ValueError(f"topology is {found['topology']!r}, and not the file's name")
         re.compile(found["device_kind"])
         return Hardware(**found)
     except _WRONG as error:

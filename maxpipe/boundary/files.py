@@ -32,8 +32,11 @@ def full(path: str | Path, where: str = "path") -> Path:
     `where` names what gave the path: a key or an option.
 
     Raises:
-        ConfigError: there is no such folder.
+        ConfigError: there is no such folder, or an option was given nothing.
     """
+    if where.startswith("command line") and not os.fspath(path):
+        rule = "must name a file or a folder."
+        raise ConfigError.one(where, "''", rule, "Write its path; . is this folder.")
     try:
         return Path(path).expanduser()
     except RuntimeError as error:
@@ -94,6 +97,22 @@ def read(path: str | os.PathLike[str], most: int) -> bytes:
     if large or len(content) > most:
         raise Unfit(errno.EFBIG, f"it is larger than {most} bytes", str(path))
     return content
+
+
+def check_place(path: str | os.PathLike[str]) -> None:
+    """Whether a file can be written there, as far as that is known before; nothing is changed.
+
+    Raises:
+        OSError: it cannot.
+    """
+    path = os.path.expanduser(path)
+    if os.path.isdir(path):
+        raise OSError(errno.EISDIR, os.strerror(errno.EISDIR), path)
+    folder = os.path.dirname(path) or "."
+    if not stat.S_ISDIR(os.stat(folder).st_mode):
+        raise OSError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), folder)
+    if not os.access(path if os.path.exists(path) else folder, os.W_OK):
+        raise OSError(errno.EACCES, os.strerror(errno.EACCES), path)
 
 
 def write(path: str | os.PathLike[str], content: str | bytes) -> None:

@@ -2,7 +2,8 @@
 
 A layer's forward, input gradient and weight gradient run in the engine's own slots, on all devices
 at once and on one alone; messages, gathers, reductions and all-to-alls use the ring of all devices;
-what splitting a layer costs, and a tick's overhead, is what then is not explained of steps.
+what it costs to split a layer, or to do that in rings, and a tick's overhead, is what then is not
+explained of steps.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from jax.sharding import Mesh, PartitionSpec
 from maxpipe.config.load import Loaded
 from maxpipe.config.schema import Config
 from maxpipe.errors import ConfigError
-from maxpipe.hardware import Hardware, shipped
+from maxpipe.hardware import Hardware, measured_file, shipped
 from maxpipe.model.decoder import Decoder
 from maxpipe.parallel.collectives import exchange, gather_shards, program_axes, scatter_sum, shift
 from maxpipe.parallel.mesh import STAGE, build_mesh
@@ -123,6 +124,7 @@ def calibrate_here(loaded: Loaded) -> tuple[Hardware, Hardware, Measured]:
     target = at_hand(config.runtime, config.mesh.cpu_devices)
     devices = jax.devices()
     published = shipped()[target.hardware.topology]
+    measured_file(published.topology)  # which can be written: what follows takes minutes
     return published, *calibrate(placed(loaded, target), published, devices)
 
 
@@ -139,8 +141,7 @@ def calibrate(
     sizes = Sizes(config).on(devices[0].platform)
     found = measure(sizes, devices)
     figures = applied(found, sizes, hardware, len(devices))
-    split = timed_steps.split_cost(config, figures, devices)
-    figures = dataclasses.replace(figures, split_cost=split)
+    figures = timed_steps.split(config, figures, devices)
     tick = timed_steps.tick(config, figures, devices)
     return dataclasses.replace(figures, tick_us=1e6 * tick), found
 

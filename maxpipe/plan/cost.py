@@ -44,9 +44,6 @@ the last array that a backward reads is left out by compilers: see `LayerCost.ag
 SCORE_TRAFFIC = 12
 """Moved for each pair of query and key by the softmax of plain attention and its gradient, a pass:
 fitted to the TPU compiler's cycles at 2048 and 8192 tokens."""
-RING_MATMULS = 1.35
-"""By how much the matmuls of a layer take longer in rings, by the TPU compiler's cycles with 8
-shards of 2048 tokens (`benchmarks/collective_matmul.py`)."""
 ACTIONS = "FBIW"
 """Kinds of slots: forward, backward, and its halves for inputs and for weights."""
 HIDDEN = {"iteration": 0.5, "visit": 0.0, "step": 0.0}
@@ -244,11 +241,16 @@ class LayerCost:
     @cached_property
     def forward(self) -> float:
         """A forward, its tensor-parallel sums included."""
+        return self.kernel_seconds + self._with_sums(1.0)
+
+    def _with_sums(self, forwards: float) -> float:
+        """As much work as of these forwards, without kernels, and the sums of one."""
+        matmuls, scores = forwards * self.matmul_seconds, forwards * self.score_seconds
         if not self._in_rings:
-            return self.seconds + self._sums
-        matmuls = RING_MATMULS * self.matmul_seconds
-        sums = max(matmuls, self._sums if self.model.hides else matmuls + self._sums)
-        return self.score_seconds + self.kernel_seconds + sums
+            return matmuls + scores + self._sums
+        matmuls *= 1.0 + self.model.hardware.ring_cost * (self.model.sizes.token_shards - 1)
+        both = max(matmuls, self._sums) if self.model.hides else matmuls + self._sums
+        return scores + both
 
     @cached_property
     def again(self) -> float:
@@ -258,8 +260,8 @@ class LayerCost:
         projection is not multiplied again, and its sums are not sent.
         """
         remat, recomputed = self.model.sizes.config.pipeline.remat, self.model.recomputed
-        if remat == "none":
-            recomputed = self.model.hardware.none_recomputed
+        if remat == "none":  # nothing is sent, and nothing waits for other devices
+            return self.model.hardware.none_recomputed * self.seconds / self.by_split
         unread = self._unread if remat in ("full", "chunk") else 0.0
         return recomputed * self.forward - unread
 
@@ -407,7 +409,7 @@ class LayerCost:
         pipeline = model.sizes.config.pipeline
         # A kernel's backward has inputs only.
         kernel = self.kernel_seconds
-        inputs = hardware.input_grad_cost * (self.forward - kernel) + self.again + self.rescored
+        inputs = self._with_sums(hardware.input_grad_cost) + self.again + self.rescored
         inputs += KERNEL_BACKWARD.get(hardware.platform, 2.5) * kernel
         weights = hardware.weight_grad_cost * self._trained_share * (self.seconds - kernel)
         weights += self.accumulation

@@ -356,6 +356,7 @@ FIGURES = (
     "growth_above",
     "growth_below",
     "split_cost",
+    "ring_cost",
     "link_gb_per_second",
     "exchange_rate",
     "tokens_rate",

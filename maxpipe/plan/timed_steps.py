@@ -6,6 +6,7 @@ import dataclasses
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -48,45 +49,78 @@ def on_ring(mesh: MeshConfig, count: int) -> MeshConfig:
     return dataclasses.replace(mesh, **sizes | {"ici_stage": count})
 
 
-def split_cost(config: Config, hardware: Hardware, devices: Sequence[Any]) -> float:
-    """`Hardware.split_cost`: what the rest of the model does not explain of split layers.
+def split(config: Config, hardware: Hardware, devices: Sequence[Any]) -> Hardware:
+    """With `split_cost` and `ring_cost`: what the rest of the model does not explain of split
+    layers, and of the same layers in rings.
 
     Of steps that differ by their number of layers alone, for each number of devices that this
-    model's layers can be split over. Where there is none, as it was.
+    model's layers can be split over. Where there is none, both are as they were.
     """
-    found = []
-    for split in range(2, len(devices) + 1):
-        if len(devices) % split:
+    splits, ring_costs = [], []
+    for count in range(2, len(devices) + 1):
+        if len(devices) % count:
             continue
-        runs = [_of_depth(depth, split, config, len(devices)) for depth in (LAYERS, 3 * LAYERS)]
-        if any(check(run, {}) for run in runs):
+        pairs = [
+            _of_two_depths(count, in_rings, config, len(devices)) for in_rings in (False, True)
+        ]
+        if any(check(run, {}) for pair in pairs for run in pair):
             continue
-        calls = [step_of(build_steps(run, devices)) for run in runs]
-        few, many = medians(calls, len(calls) * SECONDS)
-        unsplit, all_split = (_of_layers(runs, hardware, share) for share in (0.0, 1.0))
-        found.append((many - few - unsplit) / (all_split - unsplit))
-    return max(0.0, statistics.mean(found)) if found else hardware.split_cost
+        calls = [step_of(build_steps(run, devices)) for pair in pairs for run in pair]
+        few, many, few_in_rings, many_in_rings = medians(calls, len(calls) * SECONDS)
+        plain, in_rings = many - few, many_in_rings - few_in_rings
+        found = _explained("split_cost", plain, hardware, partial(_between, pairs[0]))
+        splits.append(found)
+        costly = dataclasses.replace(hardware, split_cost=max(0.0, found))
+        longer = partial(_longer_in_rings, pairs)
+        ring_costs.append(_explained("ring_cost", in_rings - plain, costly, longer))
+    if not splits:
+        return hardware
+    names = {"split_cost": splits, "ring_cost": ring_costs}
+    means = {name: max(0.0, statistics.mean(found)) for name, found in names.items()}
+    return dataclasses.replace(hardware, **means)
 
 
-def _of_layers(runs: Sequence[Config], hardware: Hardware, split_cost: float) -> float:
+def _explained(
+    name: str, measured: float, hardware: Hardware, predicted: Callable[[Hardware], float]
+) -> float:
+    """The value of a figure with which as many seconds are predicted; they are linear in it."""
+    none, one = (predicted(dataclasses.replace(hardware, **{name: each})) for each in (0.0, 1.0))
+    return (measured - none) / (one - none)
+
+
+Pair = tuple[Config, Config]
+"""Runs that differ by their number of layers alone."""
+
+
+def _longer_in_rings(pairs: Sequence[Pair], hardware: Hardware) -> float:
+    plain, in_rings = (_between(pair, hardware) for pair in pairs)
+    return in_rings - plain
+
+
+def _between(pair: Pair, hardware: Hardware) -> float:
     """Predicted seconds between steps of two numbers of layers."""
-    figures = dataclasses.replace(hardware, split_cost=split_cost, tick_us=0.0)
-    few, many = (cost(Sizes(run), schedule_of(run), figures).seconds for run in runs)
+    figures = dataclasses.replace(hardware, tick_us=0.0)
+    few, many = (cost(Sizes(run), schedule_of(run), figures).seconds for run in pair)
     return many - few
 
 
-def _of_depth(depth: int, split: int, config: Config, num_devices: int) -> Config:
+def _of_two_depths(split: int, in_rings: bool, config: Config, num_devices: int) -> Pair:
     """Few layers split over `split` devices, with as many tokens on each as one has elsewhere."""
-    model = dataclasses.replace(config.model, num_layers=depth)
     train = dataclasses.replace(config.train, batch_size=Sizes(config).rows * num_devices)
     mesh = dataclasses.replace(
         on_ring(config.mesh, 1),
         ici_fsdp=num_devices // split,
         ici_tensor=split,
         sequence_parallel=True,
+        collective_matmul=in_rings,
     )
     pipeline = PipelineConfig(schedule=INTERLEAVED, remat="full")
-    return dataclasses.replace(config, model=model, train=train, pipeline=pipeline, mesh=mesh)
+    run = dataclasses.replace(config, train=train, pipeline=pipeline, mesh=mesh)
+    few, many = (
+        dataclasses.replace(run, model=dataclasses.replace(config.model, num_layers=depth))
+        for depth in (LAYERS, 3 * LAYERS)
+    )
+    return few, many
 
 
 def tick(config: Config, hardware: Hardware, devices: Sequence[Any]) -> float:

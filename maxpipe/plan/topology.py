@@ -31,6 +31,7 @@ from maxpipe.plan.sizes import Sizes
 from maxpipe.words import counted
 
 WHERE = "command line: --topology"
+CPU_DEVICES = "mesh.cpu_devices"
 _CORES_PER_CHIP = {"v2": 2, "v3": 2, "v4": 2, "v5p": 2}
 """Accelerator types of these count cores; of later ones, chips."""
 _DEVICES_PER_CHIP = {"v2": 2, "v3": 2, "tpu7x": 2}
@@ -49,6 +50,8 @@ class Topology:
     dims: tuple[int, ...]
     """Chips of one slice along each dim of its torus; of CPUs and GPUs, one number."""
     num_slices: int = 1
+    given: str = "--topology"
+    """What of a command or config says how many there are."""
 
     @property
     def name(self) -> str:
@@ -165,7 +168,8 @@ def at_hand(runtime: RuntimeConfig, cpu_devices: int, count: int = 0) -> Topolog
     if hardware is None:
         rule = "has no file in configs/hardware, and plans need its peak, memory and links."
         raise ConfigError.one("command line", kind, rule, "Name a kind with --topology.")
-    return Topology(hardware, _cube(count or len(present), max(1, hardware.torus_dims)))
+    dims = _cube(count or len(present), max(1, hardware.torus_dims))
+    return Topology(hardware, dims, given="--devices" if count else CPU_DEVICES)
 
 
 def all_here(topology: Topology) -> Sequence[Any]:
@@ -202,11 +206,17 @@ def _way_to_fill(mesh: MeshConfig, sizes: Sizes, topology: Topology) -> str:
     here = f"they multiply to {topology.num_devices}"
     if topology.num_slices > 1:
         here += f", the product of mesh.dcn_* being {topology.num_slices}"
-    if topology.platform == "cpu":  # a CPU run takes its devices from a key
-        more = f"mesh.cpu_devices={sizes.num_devices} or the topology cpu:{sizes.num_devices}"
-        return f"Set {more}, or sizes of axes so that {here}."
-    wanted = counted(sizes.num_devices, "device")
-    return f"Set sizes of axes so that {here}, or name a topology of {wanted}."
+    wanted, kind = sizes.num_devices, topology.hardware.topology
+    if topology.given != "--topology":
+        is_asked = topology.platform == "cpu" or topology.given != CPU_DEVICES
+        other = f", or {topology.given} to {wanted}" if is_asked else ""
+    elif wanted % topology.num_slices:
+        other = ""
+    else:
+        each = wanted // topology.num_slices
+        other = f"cpu:{each}" if kind == "cpu" else f"a topology of {counted(each, 'device')}"
+        other = f", or name {other}"
+    return f"Set sizes of axes so that {here}{other}."
 
 
 def placed(loaded: Loaded, topology: Topology) -> Config:

@@ -12,6 +12,7 @@ from typing import TypeVar
 
 import jax
 import pytest
+import yaml
 
 from maxpipe import cli, hardware
 from maxpipe.config.load import from_dict
@@ -26,6 +27,7 @@ from maxpipe.plan.cost import CostModel, cost
 from maxpipe.plan.memory import memory
 from maxpipe.plan.sizes import Sizes, schedule_of
 from maxpipe.plan.timed_steps import step_of
+from maxpipe.plan.topology import parse
 from maxpipe.plan.traffic import tensor_sums
 
 NUM_DEVICES = 4
@@ -287,6 +289,41 @@ def test_figures_of_an_earlier_release_are_read(home: Path) -> None:
     path.write_text(path.read_text().replace("names_recomputed", "names_replay"))
     known.cache_clear()
     assert known()["cpu"] == after
+
+
+@pytest.mark.parametrize(
+    ("figure", "value"),
+    [
+        *((name, 0) for name in ("bf16_tflops", "matmul_efficiency", "memory_gib")),
+        *((name, 0) for name in ("link_gb_per_second", "exchange_rate", "largest_slice")),
+        ("torus_dims", 5),
+        ("latency_us", 1e308),
+        ("bf16_tflops", 1e-300),
+        ("tick_us", -1),
+        ("topology", "zz"),
+    ],
+)
+def test_figures_with_which_nothing_can_be_planned(
+    figure: str, value: float | str, home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = hardware.keep_measured(shipped()["cpu"])
+    path.write_text(path.read_text() + yaml.safe_dump({figure: value}))
+    known.cache_clear()
+    assert cli.main(["plan", "configs/quickstart.yml", "--topology", "cpu:8"]) == 2
+    assert f"{figure} is " in capsys.readouterr().err
+    path.unlink()
+    known.cache_clear()
+
+
+def test_a_folder_that_cannot_be_written_is_found_before_anything_is_timed(
+    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hardware.measured_folder().parent.mkdir(parents=True)
+    hardware.measured_folder().write_text("")
+    monkeypatch.setattr(calibrate, "at_hand", lambda *_: parse("cpu:8"))
+    monkeypatch.setattr(calibrate, "calibrate", lambda *_: pytest.fail("timed"))
+    assert cli.main(["plan", "configs/quickstart.yml", "--calibrate"]) == 74
+    assert "set HOME to a folder" in capsys.readouterr().err
 
 
 def test_a_file_that_was_not_measured_is_refused(home: Path) -> None:

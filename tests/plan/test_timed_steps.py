@@ -29,9 +29,10 @@ def config_of() -> Config:
 
 
 def test_split_layers_take_what_their_steps_took(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of made-up times: those that the model predicts with a cost of 0.2 for each doubling."""
+    """Of made-up times: those that the model predicts with a cost of 0.2 for each doubling, and
+    of 0.3 for each further part of a ring."""
     config, devices = config_of(), jax.devices()[:NUM_DEVICES]
-    costly = dataclasses.replace(shipped()["cpu"], split_cost=0.2, tick_us=0.0)
+    costly = dataclasses.replace(shipped()["cpu"], split_cost=0.2, ring_cost=0.3, tick_us=0.0)
     monkeypatch.setattr(timed_steps, "build_steps", lambda run, _: run)
     monkeypatch.setattr(timed_steps, "step_of", lambda run: run)
     built: list[Config] = []
@@ -41,15 +42,17 @@ def test_split_layers_take_what_their_steps_took(monkeypatch: pytest.MonkeyPatch
         return [cost(Sizes(run), schedule_of(run), costly).seconds for run in runs]
 
     monkeypatch.setattr(timed_steps, "medians", taken)
-    cheap = dataclasses.replace(costly, split_cost=0.0)
-    assert timed_steps.split_cost(config, cheap, devices) == pytest.approx(0.2)
+    cheap = dataclasses.replace(costly, split_cost=0.0, ring_cost=0.0)
+    found = timed_steps.split(config, cheap, devices)
+    assert (found.split_cost, found.ring_cost) == pytest.approx((0.2, 0.3))
     # Two heads: two devices can have one each, four cannot.
     assert {run.mesh.ici_tensor for run in built} == {2}
-    assert [run.model.num_layers for run in built] == [2, 6]
+    assert [run.model.num_layers for run in built] == [2, 6] * 2
+    assert [run.mesh.collective_matmul for run in built] == [False] * 2 + [True] * 2
     # A model that cannot be split keeps the figure.
     one = dataclasses.replace(config.model, num_heads=1, num_kv_heads=1)
     alone = dataclasses.replace(config, model=one)
-    assert timed_steps.split_cost(alone, costly, devices) == 0.2
+    assert timed_steps.split(alone, costly, devices) == costly
 
 
 def test_ticks_take_what_is_left_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
