@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import signal
@@ -17,6 +18,8 @@ _RESUMABLE = (["train"], ["data", "prepare"])
 def main() -> int:
     """Runs the command; Ctrl-C ends it without a traceback, wherever it is."""
     code = 128 + signal.SIGINT
+    ends: list[int] = []
+    atexit.register(_end_now, ends)  # the first of these functions runs last
     if signal.getsignal(signal.SIGINT) == signal.default_int_handler:  # else it is ignored
         signal.signal(signal.SIGINT, interrupted)
     if any(sys.argv[1 : 1 + len(words)] == words for words in _RESUMABLE):
@@ -31,7 +34,18 @@ def main() -> int:
         pass
     if signal.getsignal(signal.SIGINT) == interrupted:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # or Python prints a traceback
+    if code == 128 + signal.SIGINT:
+        ends.append(code)
     return code
+
+
+def _end_now(codes: list[int]) -> None:
+    """Ends an interrupted process with this code, if there is one.
+
+    Where jax was interrupted it leaves objects behind that crash while Python takes modules apart.
+    """
+    if codes:
+        os._exit(codes[0])
 
 
 def stopped(number: int, frame: FrameType | None) -> None:

@@ -132,7 +132,9 @@ def test_version(capsys: Capture):
             "so that they multiply to 7, or name a topology of 8",
         ),
         ("plan quickstart --topology v5p:2x2x1 mesh.ici_data=-1", "multiply to 4, or name"),
-        ("plan quickstart --topology cpu:2", "Set mesh.cpu_devices=8 or the topology cpu:8, or"),
+        ("plan quickstart --topology cpu:2", "so that they multiply to 2, or name cpu:8."),
+        ("plan quickstart --topology cpu:2 --draw a.gif", "Write --draw a.gif.svg."),
+        ("compile quickstart --topology cpu:1 --save=", "--save = ''\n  must name a file"),
         ("plan llama3-8b train.steps=1 --topology h100:8", "Set mesh.ici_data=-1 to use"),
         ("schedule quickstrat", "Did you mean `maxpipe schedule quickstart`?"),
         ("schedule --compare foo,1f1b", "See `maxpipe schedule --help`"),
@@ -431,6 +433,21 @@ def test_an_explained_error_ends_without_traceback(
     assert fails(capsys, "train", TINY, "train.steps=3", code=code).strip() == str(error)
 
 
+def test_no_step_is_kept_that_no_run_may_load(capsys: Capture):
+    ramp = ["train.steps=9", "train.batch_size=4", "train.batch_ramp=['2 for 2 steps']"]
+    ramp += ["pipeline.microbatches=2"]
+    assert main(["compile", TINY, *ramp, "--topology", "cpu:1", "--save", "there"]) == 2
+    assert "Leave out --save, or set train.batch_ramp=[]." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--write", "--draw"])
+def test_output_that_cannot_be_written_is_found_before_a_search(option: str, capsys: Capture):
+    given = ["plan", "quickstart", "--topology", "cpu:8", "--search", option, "/nowhere/x.svg"]
+    assert main(given) == 74
+    told = capsys.readouterr()
+    assert not told.out and "No such file or directory.\n  Name a file in a folder" in told.err
+
+
 @pytest.mark.fault("H5")
 @pytest.mark.parametrize("arguments", [["schedule", "1f1b"], ["plan", TINY], ["doctor"]])
 def test_ctrl_c_ends_any_command_without_a_traceback(
@@ -470,6 +487,24 @@ def test_ctrl_c_is_heard_where_errors_are_lost(where: str, tmp_path: Path):
     else:
         code += "def main():\n  gc.callbacks.append(_xla_gc_callback)\n  gc.collect()\n"
     code += "cli.main = main\nsys.exit(start.main())"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert (ran.returncode, ran.stdout, ran.stderr) == (130, "", "")
+
+
+@pytest.mark.slow
+@pytest.mark.fault("H5")
+def test_ctrl_c_while_jax_compiles_ends_without_a_crash():
+    """The compiler is not asked to stop, and what it leaves must not crash Python at its end."""
+    code = "import os, signal, sys, threading\n"
+    code += "sys.argv[1:] = ['compile', 'quickstart', '--topology', 'cpu:8', 'mesh.ici_stage=4', "
+    code += "'mesh.ici_fsdp=2']\n"
+    code += "import maxpipe.__main__ as start\nfrom maxpipe.train.step import Steps\n"
+    code += "lower = Steps.lower_train\n"
+    code += "def press(self):\n"
+    code += "  found = lower(self)\n"
+    code += "  threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()\n"
+    code += "  return found\n"
+    code += "Steps.lower_train = press\nsys.exit(start.main())"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert (ran.returncode, ran.stdout, ran.stderr) == (130, "", "")
 

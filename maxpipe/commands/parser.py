@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from maxpipe.boundary import redact
+from maxpipe.boundary import files, redact
 from maxpipe.errors import ConfigError, StorageError
 
 INPUTS_HELP = (
@@ -211,13 +211,25 @@ def number(text: str) -> float:
         raise argparse.ArgumentTypeError(f"{text} is not a number") from None
 
 
+def check_place(path: str | Path, option: str) -> None:
+    """Refuses a file that `write_file` could not write, before what it will hold is computed."""
+    try:
+        files.check_place(path)
+    except OSError as error:
+        raise _unwritable(path, option, error) from error
+
+
 def write_file(path: str | Path, option: str, writer: Callable[[Path], object]) -> None:
     """Writes the file that an option names."""
     try:
         writer(Path(path))
     except OSError as error:
-        raise StorageError(
-            f"command line: {option} = {path}\n"
-            f"  cannot be written: {error.strerror or error}.\n"
-            "  Name a file in a folder that exists and can be written."
-        ) from error
+        raise _unwritable(path, option, error) from error
+
+
+def _unwritable(path: str | Path, option: str, error: OSError) -> StorageError:
+    return StorageError(
+        f"command line: {option} = {path}\n"
+        f"  cannot be written: {error.strerror or error}.\n"
+        "  Name a file in a folder that exists and can be written."
+    )

@@ -9,11 +9,20 @@ from typing import TYPE_CHECKING
 
 from maxpipe.boundary import redact
 from maxpipe.boundary.files import full
-from maxpipe.commands.parser import Commands, add_inputs, count, read_config, write_file
+from maxpipe.commands.parser import (
+    Commands,
+    add_inputs,
+    check_place,
+    count,
+    read_config,
+    write_file,
+)
 from maxpipe.commands.progress import Progress
 from maxpipe.errors import ConfigError, ExitCode
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from maxpipe.config.load import Loaded
     from maxpipe.config.schema import Config
     from maxpipe.plan.search import Candidate
@@ -21,6 +30,8 @@ if TYPE_CHECKING:
 
 OF_A_SEARCH = ("compile", "measure", "fix", "write")
 """Options for the results of a search."""
+DRAWINGS = (".svg", ".png")
+"""Kinds of files that --draw writes."""
 
 
 def add(commands: Commands) -> None:
@@ -34,11 +45,11 @@ def _compile(options: argparse.Namespace) -> int:
 
     loaded = read_config(options.inputs)
     target = topology.parse(options.topology, options.slices or 1)
+    folder = _folder(options, loaded)
     topology.prepare(target)
     from maxpipe.plan.compile import compile_step
     from maxpipe.plan.report import compiled
 
-    folder = None if options.save is None else full(options.save, "command line: --save")
     report = compile_step(loaded, target, folder, _compiler_options(options))
     if options.json:
         import json
@@ -49,6 +60,18 @@ def _compile(options: argparse.Namespace) -> int:
         if folder is not None:
             print(f"wrote {folder}: train with runtime.executable={folder}")
     return ExitCode.DONE
+
+
+def _folder(options: argparse.Namespace, loaded: Loaded) -> Path | None:
+    """Where the step is kept, if it is."""
+    if options.save is None:
+        return None
+    where = "command line: --save"
+    folder = full(options.save, where)
+    if loaded.config.train.batch_ramp:
+        rule = "keeps one train step, and with train.batch_ramp there is one for each size."
+        raise ConfigError.one(where, folder, rule, "Leave out --save, or set train.batch_ramp=[].")
+    return folder
 
 
 def _compiler_options(options: argparse.Namespace) -> dict[str, str]:
@@ -107,6 +130,12 @@ def _check_options(options: argparse.Namespace) -> None:
     for name, ignored, rule, action in unread:
         if ignored and getattr(options, name):
             raise ConfigError.one(f"command line: --{name}", None, f"{rule}.", action)
+    if options.draw is not None and not options.draw.endswith(DRAWINGS):
+        rule, action = f"must end in {' or '.join(DRAWINGS)}.", f"Write --draw {options.draw}.svg."
+        raise ConfigError.one("command line: --draw", options.draw, rule, action)
+    for name in ("draw", "write"):  # what they hold may take minutes
+        if (path := getattr(options, name)) is not None:
+            check_place(path, f"--{name}")
 
 
 def _forecast(options: argparse.Namespace, loaded: Loaded, target: Topology) -> int:

@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import ipaddress
 import math
+import operator
 import re
 from collections.abc import Collection, Iterator, Mapping
 
@@ -28,6 +29,7 @@ import maxpipe.config.tokenizer_rules  # noqa: F401  all ten register their rule
 from maxpipe.boundary import redact
 from maxpipe.boundary.files import scheme
 from maxpipe.config import ramp
+from maxpipe.config.by_name import by_name
 from maxpipe.config.copies import meant_copies
 from maxpipe.config.keys import FAMILY, KEYS, family_section
 from maxpipe.config.phases import EXAMPLE, phases
@@ -100,6 +102,7 @@ def cautions(config: Config) -> Iterator[Problem]:
             f"Set optim.warmup_steps={steps // 10}, or a longer run.",
         )
     yield from _phases_beyond_the_run(config)
+    yield from _decays_past_zero(config)
     yield from _moves_nothing(config)
     yield from meant_copies(config)
 
@@ -115,7 +118,23 @@ def _phases_beyond_the_run(config: Config) -> Iterator[Problem]:
             f"[{', '.join(texts)}]",
             f"has {counted(end, 'step')} and the run {steps}: its end comes before the last "
             f"{counted(late, 'phase')}.",
-            "Set shares of the run such as '10%' in place of numbers of steps, or a longer run.",
+            "Make those in front shorter: shares such as '10%' that leave some of the run.",
+        )
+
+
+def _decays_past_zero(config: Config) -> Iterator[Problem]:
+    optim = config.optim
+    decays = [("weight_decay", optim.weight_decay)]
+    decays += [("weight_decays", decay) for _, decay in by_name(optim.weight_decays)]
+    key, decay = max(decays, key=operator.itemgetter(1))
+    rates = [1.0, *(rate for _, rate in by_name(optim.rate_factors))]
+    if (taken := optim.learning_rate * max(rates) * decay) > 1:
+        yield Problem(
+            f"optim.{key}",
+            f"{decay:g}",
+            f"takes {taken:.3g} of a parameter in a step, with optim.learning_rate = "
+            f"{optim.learning_rate:g}: more than there is.",
+            "Lower it to 0.1, or leave it out.",
         )
 
 
@@ -161,7 +180,22 @@ def _ramp_can_be_read(config: Config) -> Iterator[Finding]:
     try:
         Ramp.of(config.train)
     except ValueError as error:
-        yield Finding("train.batch_ramp", str(error), f'Set "train.batch_ramp={ramp.EXAMPLE}".')
+        yield Finding("train.batch_ramp", str(error), f'Set "train.batch_ramp={_ramp(config)}".')
+
+
+def _ramp(config: Config) -> str:
+    """One that this run can have: half of its rows for a tenth of it; `[]` where that breaks a
+    rule.
+    """
+    plain = dataclasses.replace(config, train=dataclasses.replace(config.train, batch_ramp=[]))
+    if steps := total_steps(plain.train):
+        microbatch = max(1, plain.train.batch_size // max(1, plain.pipeline.microbatches))
+        rows = max(microbatch, plain.train.batch_size // 2 // microbatch * microbatch)
+        stages = [f"{rows} for {max(1, steps // 10)} steps"]
+        train = dataclasses.replace(plain.train, batch_ramp=stages)
+        if not check(dataclasses.replace(plain, train=train), {}):
+            return str(stages)
+    return "[]"
 
 
 @rule(*_LENGTH)

@@ -249,6 +249,8 @@ def _ramp_has_whole_microbatches(config: Config) -> Iterator[Finding]:
     each, stages = train.batch_size // pipeline.microbatches, Ramp.of(train).stages
     more = train.batch_size // math.gcd(each, *(rows for rows, _ in stages))
     for rows, _ in stages:
+        if rows >= train.batch_size:
+            continue  # refused as such
         if rows % each:
             larger = up(rows, each)
             take = f"Take {larger}" if larger < train.batch_size else f"Leave {rows} out"

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 from maxpipe.config.schema import TrainConfig
 
 FORM = "ROWS for N steps, or ROWS for N tokens"
-EXAMPLE = "['16 for 1000 steps', '32 for 50000000 tokens']"
 _TEXT = re.compile(r"(\d{1,8})\s+for\s+(\d(?:_?\d){0,17})\s+(steps|tokens)", re.ASCII)
 
 

@@ -29,7 +29,7 @@ from maxpipe.launch.restart import newest_step
 from maxpipe.parallel.axes import MESH_AXES
 from maxpipe.plan.plan import placed
 from maxpipe.plan.sizes import Sizes
-from maxpipe.plan.topology import Topology, parse
+from maxpipe.plan.topology import CPU_DEVICES, Topology, parse
 from maxpipe.words import counted
 
 
@@ -200,7 +200,7 @@ def _here(config: Config) -> Topology:
     slices = math.prod(size for size in across if size > 1)
     if total % slices:
         slices = 1
-    return Topology(known()["cpu"], (total // slices,), slices)
+    return Topology(known()["cpu"], (total // slices,), slices, given=CPU_DEVICES)
 
 
 def written(config: Config) -> dict[str, str]:

@@ -42,7 +42,7 @@ _MOST_TICKS = 160
 
 
 def write(candidate: Candidate, hardware: Hardware, path: Path) -> None:
-    """Draws a plan to a file: PNG if its name ends so, else SVG."""
+    """Draws a plan to a file, by its name PNG or SVG."""
     canvas = picture(candidate, hardware)
     if path.suffix == ".png":
         canvas.png(path)

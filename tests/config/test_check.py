@@ -493,6 +493,8 @@ def test_following_the_actions_ends_in_a_config_that_loads(values: dict[str, obj
         (["optim.epsilon=1e20"], "optim.epsilon"),
         (["optim.epsilon=1e20", "optim.clip_norm=0"], "optim.epsilon"),
         (["optim.learning_rate=1e-30"], "optim.learning_rate"),
+        (["optim.weight_decay=1e4"], "optim.weight_decay"),
+        (["optim.weight_decays=['embedding 1e38']"], "optim.weight_decays"),
     ],
 )
 def test_a_run_that_cannot_learn_is_reported(overrides: list[str], key: str | None):

@@ -160,11 +160,22 @@ def test_evaluation_elsewhere_asks_nothing_of_smaller_batches(whole: Path, run: 
         ("['2 for 40 tokens']", ("train.sequence_length=0",), "train.sequence_length = 0"),
         ("['3 for 2 steps', '5 for 2 steps']", (), "Take 6, or set pipeline.microbatches=8."),
         ("['3 for 2 steps']", ("pipeline.microbatches=1",), "Leave 3 out, or set pipeline.micr"),
+        ("['9 for 2 steps']", (), "Set train.batch_ramp=[] for batches of one size."),
     ],
 )
 def test_ramps_that_are_refused(ramp: str, others: tuple[str, ...], text: str, tiny: Path) -> None:
     with pytest.raises(ConfigError, match=re.escape(text)):
         load([str(tiny), f"train.batch_ramp={ramp}", *others])
+
+
+@pytest.mark.parametrize("others", [(), ("pipeline.microbatches=1",), ("train.steps=1",)])
+def test_the_ramp_that_an_error_suggests_can_be_had(others: tuple[str, ...], tiny: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load([str(tiny), "train.batch_ramp=['soon']", *others])
+    (problem,) = caught.value.problems
+    action = re.fullmatch(r'Set "(train.batch_ramp=.*)"\.', problem.action)
+    assert action
+    load([str(tiny), action[1], *others])
 
 
 def test_rows_left_out_before_there_was_a_ramp() -> None:
