@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import Mesh, PartitionSpec
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
 from maxpipe.nested import Path
 
@@ -139,8 +139,8 @@ def _of_group(group: Sequence[_Flat], mesh: Mesh) -> Iterator[tuple[Path, Array]
     split = [(over, dim) for over, dim in zip(axes, (1, 2), strict=True) if _ways(mesh, over) > 1]
     for over, dim in split:
         x = _dealt(x, over, dim, _ways(mesh, over))
-    # One after the other: what the iteration needs is there once.
-    x = factor(*x.shape[1:]) * lax.map(orthogonalised, x)
+    # One after the other, in its place: what the iteration needs is there once.
+    x = factor(*x.shape[1:]) * lax.fori_loop(0, len(x), _in_place, x)
     for over, dim in reversed(split):
         x = _collected(x, over, dim, _ways(mesh, over))
     start = 0
@@ -148,6 +148,11 @@ def _of_group(group: Sequence[_Flat], mesh: Mesh) -> Iterator[tuple[Path, Array]
         end = start + len(each.matrices)
         yield each.path, each.back(x[start:end])
         start = end
+
+
+def _in_place(number: Int[Array, ""], x: Float[Array, "K I O"]) -> Float[Array, "K I O"]:
+    found = orthogonalised(lax.dynamic_index_in_dim(x, number, keepdims=False))
+    return lax.dynamic_update_index_in_dim(x, found, number, 0)
 
 
 def _dealt(x: Array, axes: tuple[str, ...], dim: int, ways: int) -> Array:

@@ -332,8 +332,10 @@ class Optimizer:
             return lambda leaf: leaf
         norm = jnp.asarray(optax.tree.norm(gradients) if norm is None else norm)
         norm = jnp.where(taken, norm, jnp.inf)
+        # By 1 where nothing is clipped, so that quotients may take the place of gradients.
         within = norm < limit
-        return lambda leaf: jnp.where(within, leaf, leaf / norm.astype(leaf.dtype) * limit)
+        divisor, factor = jnp.where(within, 1, norm), jnp.where(within, 1, limit)
+        return lambda leaf: leaf / divisor.astype(leaf.dtype) * factor.astype(leaf.dtype)
 
     def _direction(
         self,

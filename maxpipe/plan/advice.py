@@ -74,6 +74,10 @@ TERMS: dict[str, Term] = {
     ),
     "reports": Term("losses and statistics that layers report", "more mesh.ici_stage"),
     "ahead": Term("losses and statistics of heads ahead", "fewer model.heads_ahead"),
+    "update": Term(
+        "copies of gradients, while they are summed or parameters updated",
+        "more mesh.ici_fsdp or mesh.ici_stage, optim.name=adamw",
+    ),
     "logits": Term(
         "logits of a microbatch, or of a block of its tokens, and their gradient",
         "a smaller pipeline.loss_block_tokens, more mesh.ici_stage or mesh.ici_tensor (they share "

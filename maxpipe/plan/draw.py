@@ -34,6 +34,7 @@ COLOURS = {
     "ahead": "#b58863",
     "batch": "#a9b3c4",
     "reference": "#6f93d8",
+    "update": "#d9a441",
 }
 _INK, _GREY, _PALE, _LIMIT = "#1d2633", "#667085", "#eff1f5", "#c4314b"
 _LEFT, _BAR, _BAR_WIDTH, _LINE = 68.0, 34.0, 880.0, 22.0

@@ -8,6 +8,13 @@ from maxpipe.model.spec import Param
 from maxpipe.plan.sizes import BYTES, Sizes
 
 
+def gathers_any(sizes: Sizes) -> bool:
+    """Whether there is a parameter whose shards are gathered for use."""
+    kinds = (kind.params for kind in sizes.model.kinds.values())
+    params = (param for each in (sizes.model.ends.params, *kinds) for param in each.values())
+    return any(sizes.gathered_over(param.dims) for param in params)
+
+
 def gathered_bytes(sizes: Sizes, layers: Mapping[str, int]) -> float:
     """Of this number of layers of each kind, gathered."""
     if sizes.config.model.matmul == "default" and not sizes.config.adapter.rank:

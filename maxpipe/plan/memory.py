@@ -15,8 +15,8 @@ from functools import cache
 from maxpipe.model.choice import loss_block
 from maxpipe.model.low_rank import is_held
 from maxpipe.model.spec import Held, Kind, Part
-from maxpipe.plan.gathered import gathered_bytes
-from maxpipe.plan.optimizer import optimizer_bytes, optimizer_bytes_of
+from maxpipe.plan.gathered import gathered_bytes, gathers_any
+from maxpipe.plan.optimizer import beside_gradients, optimizer_bytes, optimizer_bytes_of
 from maxpipe.plan.sizes import BYTES, Sizes
 from maxpipe.schedule.table import Schedule
 
@@ -63,6 +63,11 @@ class Memory:
 def memory(sizes: Sizes, schedule: Schedule, *, platform: str) -> Memory:
     """What the train step of a config takes on devices of a platform, as jax names it."""
     sizes = sizes.on(platform)
+    if not gathers_any(sizes):  # all modes are one, but for the buffers of visits
+        pipeline = sizes.config.pipeline
+        mode = "visit" if pipeline.weight_gather == "visit" else "step"
+        pipeline = replace(pipeline, weight_gather=mode)
+        sizes = replace(sizes, config=replace(sizes.config, pipeline=pipeline))
     terms = state(sizes) | {REFERENCE: reference(sizes)} | buffers(sizes, schedule)
     terms |= _gathered(sizes, schedule)
     working = sizes
@@ -91,7 +96,9 @@ def memory(sizes: Sizes, schedule: Schedule, *, platform: str) -> Memory:
     terms[fullest] = terms.get(fullest, 0.0) + moments[fullest]
     if platform not in ("cpu", "tpu"):
         terms[fullest] += WORKSPACE
-    on_host = optimizer_bytes(sizes) if sizes.config.optim.offload_state else 0.0
+    free = sum(size for name, size in terms.items() if name not in (*ARGUMENTS, "gradients"))
+    terms["update"] = max(0.0, beside_gradients(sizes, platform) - free)
+    on_host = optimizer_bytes(sizes) if _on_host(sizes) else 0.0
     on_host += schedule.num_stash * sum(
         length * sizes.kept_bytes(kind)[1] for kind, length in sizes.per_chunk.items()
     )
@@ -103,11 +110,16 @@ def state(sizes: Sizes) -> dict[str, float]:
     train = sizes.config.train
     # Four arrays of ids and the mask, int32 and float32.
     batch = sizes.rows_per_device * (5 * 4 * train.sequence_length + 4)
-    kept = 0.0 if sizes.config.optim.offload_state else optimizer_bytes(sizes)
+    kept = 0.0 if _on_host(sizes) else optimizer_bytes(sizes)
     return {
         "state": float(_parameters(sizes) + kept + 12),
         "batch": float(batch),
     }
+
+
+def _on_host(sizes: Sizes) -> bool:
+    """Whether the optimizer's state is in other memory than a device's, which CPUs share."""
+    return sizes.config.optim.offload_state and sizes.platform != "cpu"
 
 
 def reference(sizes: Sizes) -> float:
@@ -218,14 +230,30 @@ def _gradient_elements(sizes: Sizes, schedule: Schedule) -> int:
 
 def _gathered(sizes: Sizes, schedule: Schedule) -> dict[str, float]:
     """Whole weights that are held from start to end."""
-    pipeline, size = sizes.config.pipeline, BYTES[sizes.config.model.compute_dtype]
-    if pipeline.weight_gather == "iteration":
+    if sizes.config.pipeline.weight_gather == "iteration":
         return {"held": 0.0}
-    found = float(size * (sizes.head_elements(whole=True) + sizes.ahead_elements(whole=True)))
-    found += gathered_bytes(sizes, sizes.outside)
+    size, held = BYTES[sizes.config.model.compute_dtype], sizes
+    if _read_in_place(sizes):
+        if sizes.platform == "cpu":
+            return {"held": 0.0}
+        held = sizes.trained
+    # A table that is the output projection, too, is there in the order of its products.
+    head = sizes if sizes.model.ends.head is None else held
+    found = float(size * (head.head_elements(whole=True) + held.ahead_elements(whole=True)))
+    found += gathered_bytes(held, sizes.outside)
     if _by_step(sizes, schedule):
-        found += gathered_bytes(sizes, sizes.layer_slots)
+        found += gathered_bytes(held, sizes.layer_slots)
     return {"held": found}
+
+
+def _read_in_place(sizes: Sizes) -> bool:
+    """Whether frozen weights are read where they are: whole, and in the type of products.
+
+    Trained ones are read there on CPUs alone.
+    """
+    model = sizes.config.model
+    is_right = model.param_dtype == model.compute_dtype and model.matmul == "default"
+    return is_right and not gathers_any(sizes)
 
 
 ARRIVING = 0.8
@@ -367,6 +395,8 @@ have been gathered when the first is converted. Fitted."""
 def _gathering_on_cpu(sizes: Sizes, schedule: Schedule) -> float:
     """Collectives are in float32: of weights that are held for the step, what is not held then."""
     if not _by_step(sizes, schedule) or sizes.config.model.compute_dtype == "float32":
+        return 0.0
+    if not gathers_any(sizes):
         return 0.0
     return CPU_GATHERING * 4 * sizes.held_elements(whole=True)
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping
 
 from maxpipe.model.spec import Param
-from maxpipe.optim.kept import BYTES, kept
+from maxpipe.optim.kept import BYTES, is_orthogonalised, kept
 from maxpipe.parallel.axes import axis_table, owned_dim
 from maxpipe.plan.sizes import Sizes
 
@@ -23,6 +25,37 @@ def optimizer_bytes_of(sizes: Sizes, layers: Mapping[str, int]) -> float:
         count * _bytes(sizes, param)
         for kind, count in layers.items()
         for param in sizes.model.kinds[kind].params.values()
+    )
+
+
+CPU_COPIES = {"adafactor": 1.0, "lion": 0.6}
+"""Copies of gradients that XLA for CPUs keeps during an update. Fitted, as the next two."""
+MATRICES, DEALT = 1.0, 1.6
+"""The same of Muon's matrices, which stand together: whole ones, and those dealt out to devices."""
+
+
+def beside_gradients(sizes: Sizes, platform: str) -> float:
+    """Bytes, in float32, of gradients' copies: those that are summed, or what an update needs."""
+    optim, is_cpu = sizes.config.optim, platform == "cpu"
+
+    def in_update(param: Param) -> float:
+        if not is_orthogonalised(optim, param):
+            return CPU_COPIES.get(optim.name, 0.0) * is_cpu
+        return DEALT if sizes.elements(param.dims) < math.prod(param.shape) else MATRICES
+
+    sums = _copies(sizes, lambda param: is_cpu and bool(sizes.summed_over(param.dims)))
+    return max(sums, _copies(sizes, in_update))
+
+
+def _copies(sizes: Sizes, number: Callable[[Param], float]) -> float:
+    """So many of each gradient."""
+    kinds, layers = sizes.model.kinds, Counter(sizes.layer_slots) + Counter(sizes.outside)
+    counted = [(n, param) for kind, n in layers.items() for param in kinds[kind].params.values()]
+    counted += [(1, param) for param in sizes.model.ends.params.values()]
+    return 4.0 * sum(
+        count * number(param) * sizes.elements(sizes.padded(param.dims))
+        for count, param in counted
+        if param.trainable
     )
 
 

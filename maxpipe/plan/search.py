@@ -31,6 +31,7 @@ from maxpipe.hardware import Hardware
 from maxpipe.parallel.axes import MESH_AXES
 from maxpipe.plan.advice import ROOM
 from maxpipe.plan.cost import Cost, cost
+from maxpipe.plan.gathered import gathers_any
 from maxpipe.plan.memory import Memory, memory
 from maxpipe.plan.sizes import Sizes, schedule_of
 from maxpipe.schedule.catalog import INTERLEAVED, SCHEDULES, build
@@ -408,7 +409,7 @@ def _pipelines(config: Config) -> tuple[Mapping[str, Any], ...]:
         sizes.stages,
         config.model.num_layers - config.pipeline.layers_outside,
         sizes.rows_per_device,
-        gathers=bool(sizes.gathered_over(sizes.model.ends.embedding.dims)),
+        gathers=gathers_any(sizes),
         rings=config.mesh.collective_matmul or in_ring,
     )
 

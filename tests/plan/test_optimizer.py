@@ -10,9 +10,9 @@ import jax
 import pytest
 
 from maxpipe.config.schema import Config
-from maxpipe.plan.memory import state
+from maxpipe.plan.memory import memory, state
 from maxpipe.plan.optimizer import optimizer_bytes
-from maxpipe.plan.sizes import Sizes
+from maxpipe.plan.sizes import Sizes, schedule_of
 from tests.cases import keeping
 from tests.plan.test_memory import EXPERTS, config_of, steps_of
 
@@ -68,3 +68,38 @@ def test_arguments_of_the_compiled_step_fall_as_said(name: str) -> None:
         said = sum(state(Sizes(config)).values())
         assert arguments[shared] == pytest.approx(said, rel=0.05)
     assert arguments[True] < 0.75 * arguments[False]
+
+
+FEW_TOKENS: list[tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = [
+    ({}, {}, {}),
+    ({}, {}, {"name": "muon"}),
+    ({}, {"ici_data": 4}, {}),
+    ({"frozen": ["layers.*"]}, {}, {}),
+    ({}, {}, {"name": "adafactor"}),
+    ({}, {}, {"name": "lion"}),
+    ({}, {"ici_data": 4}, {"name": "muon"}),
+    ({}, {"ici_fsdp": 4}, {"name": "muon"}),
+    ({}, {"ici_data": 2, "ici_tensor": 2}, {"offload_state": True}),
+    ({}, {}, {"offload_state": True}),
+]
+
+
+@pytest.mark.parametrize(("model", "mesh", "changes"), keeping(FEW_TOKENS, 0, 1, 2, 3))
+@pytest.mark.parametrize("gather", [None, "step"])
+def test_memory_of_updates_is_near_the_compilers(
+    model: dict[str, Any], mesh: dict[str, int], changes: dict[str, Any], gather: str | None
+) -> None:
+    """With so few tokens that parameters and gradients are nearly all there is. Where nothing is
+    gathered all ways to do that take as much.
+    """
+    gather = gather if gather and "ici_fsdp" not in mesh else "iteration"
+    named = {"d_model": 256, "d_mlp": 1024, "num_layers": 8, "compute_dtype": "float32"}
+    pipeline = {"microbatches": 1, "weight_gather": gather}
+    config = config_of(named | {"attention": "xla"} | model, mesh, pipeline, tokens=16)
+    config = dataclasses.replace(config, optim=dataclasses.replace(config.optim, **changes))
+    compiled = steps_of(config).compile_train().memory_analysis()
+    predicted = memory(Sizes(config), schedule_of(config), platform="cpu")
+    arguments = compiled.argument_size_in_bytes
+    assert predicted.arguments == pytest.approx(arguments, rel=0.01)
+    total = arguments + compiled.temp_size_in_bytes
+    assert predicted.total == pytest.approx(total, rel=0.1)
