@@ -48,7 +48,7 @@ def beside_gradients(sizes: Sizes, platform: str) -> float:
 
 
 def _copies(sizes: Sizes, number: Callable[[Param], float]) -> float:
-    """So many of each gradient."""
+    """Copies of each gradient, as many as `number` says."""
     kinds, layers = sizes.model.kinds, Counter(sizes.layer_slots) + Counter(sizes.outside)
     counted = [(n, param) for kind, n in layers.items() for param in kinds[kind].params.values()]
     counted += [(1, param) for param in sizes.model.ends.params.values()]
