@@ -97,7 +97,7 @@ def memory(sizes: Sizes, schedule: Schedule, *, platform: str) -> Memory:
     if platform not in ("cpu", "tpu"):
         terms[fullest] += WORKSPACE
     free = sum(size for name, size in terms.items() if name not in (*ARGUMENTS, "gradients"))
-    terms["update"] = max(0.0, beside_gradients(sizes, platform) - free)
+    terms["update"] = max(0.0, beside_gradients(sizes) - free)
     on_host = optimizer_bytes(sizes) if _on_host(sizes) else 0.0
     on_host += schedule.num_stash * sum(
         length * sizes.kept_bytes(kind)[1] for kind, length in sizes.per_chunk.items()
@@ -394,9 +394,8 @@ have been gathered when the first is converted. Fitted."""
 
 def _gathering_on_cpu(sizes: Sizes, schedule: Schedule) -> float:
     """Collectives are in float32: of weights that are held for the step, what is not held then."""
-    if not _by_step(sizes, schedule) or sizes.config.model.compute_dtype == "float32":
-        return 0.0
-    if not gathers_any(sizes):
+    narrow = sizes.config.model.compute_dtype != "float32"
+    if not (narrow and _by_step(sizes, schedule) and gathers_any(sizes)):
         return 0.0
     return CPU_GATHERING * 4 * sizes.held_elements(whole=True)
 

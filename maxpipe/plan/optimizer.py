@@ -34,9 +34,9 @@ MATRICES, DEALT = 1.0, 1.6
 """The same of Muon's matrices, which stand together: whole ones, and those dealt out to devices."""
 
 
-def beside_gradients(sizes: Sizes, platform: str) -> float:
+def beside_gradients(sizes: Sizes) -> float:
     """Bytes, in float32, of gradients' copies: those that are summed, or what an update needs."""
-    optim, is_cpu = sizes.config.optim, platform == "cpu"
+    optim, is_cpu = sizes.config.optim, sizes.platform == "cpu"
 
     def in_update(param: Param) -> float:
         if not is_orthogonalised(optim, param):

@@ -83,9 +83,12 @@ def split(config: Config, hardware: Hardware, devices: Sequence[Any]) -> Hardwar
 def _explained(
     name: str, measured: float, hardware: Hardware, predicted: Callable[[Hardware], float]
 ) -> float:
-    """The value of a figure with which as many seconds are predicted; they are linear in it."""
+    """The value of a figure with which as many seconds are predicted, which grow evenly with it.
+
+    As it was where they do not depend on it: traffic takes longer than all that it hides.
+    """
     none, one = (predicted(dataclasses.replace(hardware, **{name: each})) for each in (0.0, 1.0))
-    return (measured - none) / (one - none)
+    return (measured - none) / (one - none) if one > none else getattr(hardware, name)
 
 
 Pair = tuple[Config, Config]

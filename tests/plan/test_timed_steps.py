@@ -55,6 +55,21 @@ def test_split_layers_take_what_their_steps_took(monkeypatch: pytest.MonkeyPatch
     assert timed_steps.split(alone, costly, devices) == costly
 
 
+def test_rings_that_hide_all_their_work_keep_the_figure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a small model on devices whose links are slow beside their matrix units."""
+    config, devices = config_of(), jax.devices()[:NUM_DEVICES]
+    slow = dataclasses.replace(shipped()["h100"], link_gb_per_second=1e-6)
+    monkeypatch.setattr(timed_steps, "build_steps", lambda run, _: run)
+    monkeypatch.setattr(timed_steps, "step_of", lambda run: run)
+
+    def taken(runs: list[Config], seconds: float) -> list[float]:
+        del seconds
+        return [cost(Sizes(run), schedule_of(run), slow).seconds for run in runs]
+
+    monkeypatch.setattr(timed_steps, "medians", taken)
+    assert timed_steps.split(config, slow, devices).ring_cost == pytest.approx(slow.ring_cost)
+
+
 def test_ticks_take_what_is_left_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     config, devices = config_of(), jax.devices()[:NUM_DEVICES]
     slow = dataclasses.replace(shipped()["cpu"], tick_us=700.0)
