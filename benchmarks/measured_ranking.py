@@ -173,9 +173,11 @@ NOTE = """
 What the tables say of the forecasts: the first choice takes at most 3% longer than the fastest of
 those that ran. Layouts near the top differ by less than steps of one layout do at different
 times, and correlations are of the best few percent of a search. What is still wrong: layouts with
-`remat=none`, or split over tensor, are taken for up to 20% too slow or 10% too fast, those with
-`collective_matmul`, in runs that are not among the rows, for up to 40% too fast; the loss head
-has no measured figure of its own. `--measure` found the fastest each time.
+`remat=none`, or split over tensor, are taken for up to 20% too slow or 10% too fast, and those
+that gather the weights of small layers one by one for up to 20% too fast (`deep`, `ici_fsdp=8
+weight_gather=iteration`): devices that share cores wait for each other at each gather, and only
+the waits of whole ticks are measured. The loss head has no measured figure of its own. `--measure`
+found the fastest each time.
 """
 
 

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import zip_longest
 from operator import attrgetter
 
 import numpy as np
@@ -36,7 +37,7 @@ from maxpipe.plan.traffic import (
     traffic,
     turns,
 )
-from maxpipe.schedule.table import Schedule
+from maxpipe.schedule.table import Schedule, Slots
 
 RECOMPUTED = {"none": 0.0, "full": 1.0, "chunk": 2.0}
 """Forwards that a layer's backward runs again; with names that depends on the device. What follows
@@ -501,16 +502,11 @@ def cost(sizes: Sizes, schedule: Schedule, hardware: Hardware, held: Memory | No
 
 def _ticks(model: CostModel, schedule: Schedule) -> tuple[np.ndarray, np.ndarray]:
     """`[K]`: seconds of layers in each tick, and of what hides a message."""
-    sizes, ring = model.sizes, schedule.ring
-    chunk_at = np.array(
-        [[ring.chunk(p, r) for p in range(sizes.stages)] for r in range(sizes.repeats)]
-    )
+    sizes, computes = model.sizes, model.sizes.config.pipeline.idle == "compute"
     total = np.zeros(schedule.num_ticks)
-    stages = np.arange(sizes.stages)
     everyone = np.zeros((schedule.num_ticks, sizes.stages))
     for action, slots in schedule.kinds:
-        seconds = np.array([model.slots(action, chunk) for chunk in sizes.chunks])
-        spent = np.where(slots.active, seconds[chunk_at[np.maximum(slots.repeat, 0), stages]], 0.0)
+        spent = _in_slots(model, schedule, action, slots, computes=computes)
         everyone += spent
         if not schedule.mixed:
             total += spent.max(axis=1)
@@ -521,6 +517,29 @@ def _ticks(model: CostModel, schedule: Schedule) -> tuple[np.ndarray, np.ndarray
         total = np.maximum(total, everyone)
     # A message has the next slot to travel behind, with typed ticks half of the tick.
     return total, total if schedule.mixed or schedule.delayed else total / 2
+
+
+def _in_slots(
+    model: CostModel, schedule: Schedule, action: str, slots: Slots, *, computes: bool
+) -> np.ndarray:
+    """`[K, P]`: seconds of each stage's layers in slots of one kind.
+
+    Stages that compute where they idle run, in each tick in which one has a slot of the kind, what
+    any of them has at each place of its chunk.
+    """
+    sizes, ring = model.sizes, schedule.ring
+    stages, kinds = range(sizes.stages), list(sizes.ring)
+    chunk_at = np.array([[ring.chunk(p, r) for p in stages] for r in range(sizes.repeats)])
+    here = chunk_at[np.maximum(slots.repeat, 0), np.arange(sizes.stages)]
+    seconds = np.array([model.layers[kind].slot(action) for kind in kinds])
+    if not computes:
+        counts = np.array([[chunk[kind] for kind in kinds] for chunk in sizes.chunks])
+        return np.where(slots.active, (counts @ seconds)[here], 0.0)
+    chunks = np.array(list(zip_longest(*sizes.chunk_layers))).T
+    run = slots.active[:, :, None, None] & (chunks[here][..., None] == np.array(kinds))
+    if len(kinds) == 1:  # padded chunks, too, are as long as the longest
+        run |= slots.active[:, :, None, None]
+    return np.broadcast_to((run.any(axis=1).sum(axis=1) @ seconds)[:, None], slots.active.shape)
 
 
 def _ideal(model: CostModel, schedule: Schedule) -> float:

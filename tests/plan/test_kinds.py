@@ -157,3 +157,45 @@ def test_ticks_take_what_their_layers_take(config: Config) -> None:
     found = cost(Sizes(config), schedule_of(config), hardware)
     slots = [model.slots(action, {"wide": 4, "layer": 5}) for action in "FB"]
     assert found.parts["layers"] == pytest.approx(4 * sum(slots) / 2)
+
+
+def _computing(config: Config, schedule: str, devices: str) -> tuple[float, float]:
+    """Seconds of layers of stages that skip where they idle, and of stages that compute there."""
+    found = []
+    for idle in ("skip", "compute"):
+        run = replace(config, pipeline=replace(config.pipeline, schedule=schedule, idle=idle))
+        shared = 2.0 if devices == "cpu" else 0.0
+        hardware = replace(shipped()[devices], shared_by=shared, measured="now")
+        parts = cost(Sizes(run), schedule_of(run), hardware).parts
+        found.append(sum(parts.get(name, 0.0) for name in ("layers", "exchange", "bubble")))
+    return found[0], found[1]
+
+
+def test_stages_that_compute_where_they_idle_take_cores_from_others() -> None:
+    # Two stages: 4 microbatches are 5 turns of each stage, of which it needs 4.
+    run = config_of({"num_layers": 8}, MESH, PIPELINE)
+    skips, computes = _computing(run, "1f1b", "cpu")
+    assert computes == pytest.approx(5 / 4 * skips)
+    skips, computes = _computing(run, "1f1b", "v5p")  # which the others wait for anyway
+    assert computes == pytest.approx(skips)
+    # In mixed ticks each stage then runs all kinds that any stage has.
+    table = schedule_of(replace(run, pipeline=replace(run.pipeline, schedule="zb_h1")))
+    for devices in ("cpu", "v5p"):
+        skips, computes = _computing(run, "zb_h1", devices)
+        slots = [kind.active.any(axis=1).sum() for _, kind in table.kinds]
+        assert min(slots) >= 5 and computes > 5 / 4 * skips
+
+
+def test_stages_that_compute_run_what_any_has_at_each_place(config: Config) -> None:
+    model = CostModel(Sizes(config), shipped()["v5p"])
+    assert model.sizes.chunk_layers == (("wide",) * 3, ("layer",) * 5 + ("wide",))
+    hardware = replace(model.hardware, measured="now")
+    model = CostModel(model.sizes, hardware)
+    first, last, both = (
+        sum(model.slots(action, layers) for action in "FB")
+        for layers in ({"wide": 3}, {"layer": 5, "wide": 1}, {"wide": 4, "layer": 5})
+    )
+    # Each stage alone in one of 5 turns.
+    skips, computes = _computing(config, "1f1b", "v5p")
+    assert skips == pytest.approx(first + last + 3 * max(first, last))
+    assert computes == pytest.approx(first + last + 3 * both)
