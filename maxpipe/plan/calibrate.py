@@ -39,7 +39,7 @@ from maxpipe.pipeline.remat import Remat
 from maxpipe.pipeline.slots import LayerSlots, SlotRow
 from maxpipe.pipeline.weights import WHOLE, LayerWeights
 from maxpipe.plan import timed_steps
-from maxpipe.plan.cost import CostModel
+from maxpipe.plan.cost_model import CostModel
 from maxpipe.plan.sizes import BYTES, Sizes
 from maxpipe.plan.timed_steps import LAYERS, medians, on_ring
 from maxpipe.plan.topology import at_hand, placed

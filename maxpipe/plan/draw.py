@@ -7,7 +7,7 @@ from pathlib import Path
 
 from maxpipe.hardware import Hardware
 from maxpipe.plan.advice import TERMS, gib, verdict
-from maxpipe.plan.cost import CostModel
+from maxpipe.plan.cost_model import CostModel
 from maxpipe.plan.search import Candidate, short_schedules
 from maxpipe.plan.sizes import Sizes
 from maxpipe.schedule import pictures

@@ -160,18 +160,13 @@ class Sizes:
         return tuple(pipeline.cut) or _even_cut(costs, self.stages * self.repeats)
 
     @cached_property
-    def chunk_layers(self) -> tuple[tuple[str, ...], ...]:
-        """Kinds of the layers of each chunk, in order."""
-        found, start = [], self.config.pipeline.layers_outside
-        for length in self.cut:
-            found.append(tuple(self.model.layers[start : start + length]))
-            start += length
-        return tuple(found)
-
-    @cached_property
     def chunks(self) -> tuple[Counter[str], ...]:
         """Layers of each kind in each chunk."""
-        return tuple(map(Counter, self.chunk_layers))
+        found, start = [], self.config.pipeline.layers_outside
+        for length in self.cut:
+            found.append(Counter(self.model.layers[start : start + length]))
+            start += length
+        return tuple(found)
 
     @cached_property
     def outside(self) -> Counter[str]:

@@ -23,7 +23,8 @@ from maxpipe.parallel.sharding import AxisRules
 from maxpipe.plan import calibrate, timed_steps
 from maxpipe.plan.calibrate import Measured, applied
 from maxpipe.plan.compile import build_steps
-from maxpipe.plan.cost import CostModel, cost
+from maxpipe.plan.cost import cost
+from maxpipe.plan.cost_model import CostModel
 from maxpipe.plan.memory import memory
 from maxpipe.plan.sizes import Sizes, schedule_of
 from maxpipe.plan.timed_steps import step_of

@@ -15,7 +15,8 @@ from maxpipe.model.families.registry import describe
 from maxpipe.model.parts.mlp import GatedMLP
 from maxpipe.model.spec import Branch, Dims, Kind, Matmul, Model, Operation
 from maxpipe.plan import sizes as sizes_module
-from maxpipe.plan.cost import CostModel, cost
+from maxpipe.plan.cost import cost
+from maxpipe.plan.cost_model import CostModel
 from maxpipe.plan.memory import buffers, memory, state
 from maxpipe.plan.optimizer import optimizer_bytes
 from maxpipe.plan.sizes import Sizes, schedule_of
@@ -188,7 +189,8 @@ def test_stages_that_compute_where_they_idle_take_cores_from_others() -> None:
 
 def test_stages_that_compute_run_what_any_has_at_each_place(config: Config) -> None:
     model = CostModel(Sizes(config), shipped()["v5p"])
-    assert model.sizes.chunk_layers == (("wide",) * 3, ("layer",) * 5 + ("wide",))
+    assert model.sizes.chunks == ({"wide": 3}, {"layer": 5, "wide": 1})
+    # The last chunk's wide layer is its last: where the first chunk has none.
     hardware = replace(model.hardware, measured="now")
     model = CostModel(model.sizes, hardware)
     first, last, both = (
