@@ -107,13 +107,13 @@ def _in_slots(
     any of them has at each place of its chunk.
     """
     sizes, ring = model.sizes, schedule.ring
-    stages, kinds = range(sizes.stages), list(sizes.ring)
+    kinds, stages = list(sizes.ring), range(sizes.stages)
     chunk_at = np.array([[ring.chunk(p, r) for p in stages] for r in range(sizes.repeats)])
-    here = chunk_at[np.maximum(slots.repeat, 0), np.arange(sizes.stages)]
-    seconds = np.array([model.layers[kind].slot(action) for kind in kinds])
+    here = chunk_at[np.maximum(slots.repeat, 0), stages]
     if not computes:
-        counts = np.array([[chunk[kind] for kind in kinds] for chunk in sizes.chunks])
-        return np.where(slots.active, (counts @ seconds)[here], 0.0)
+        seconds = np.array([model.slots(action, chunk) for chunk in sizes.chunks])
+        return np.where(slots.active, seconds[here], 0.0)
+    seconds = np.array([model.layers[kind].slot(action) for kind in kinds])
     ends = accumulate(sizes.cut, initial=sizes.config.pipeline.layers_outside)
     layers = [sizes.model.layers[start:end] for start, end in pairwise(ends)]
     chunks = np.array(list(zip_longest(*layers))).T
