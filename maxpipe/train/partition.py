@@ -98,7 +98,8 @@ def partition(
     rate, targets = learning_rate(optim, total_steps), parts.targets(optim)
     optimizer = Optimizer(optim, rate, targets, model.param_dtype, seed, mesh)
     lengths = np.zeros(model.vocab_size, np.int32)
-    lengths[: len(byte_lengths)] = byte_lengths
+    known = byte_lengths[: model.vocab_size]  # a tokenizer may have ids that no text gives
+    lengths[: len(known)] = known
     return Steps(
         partition=parts,
         optimizer=optimizer,
