@@ -98,8 +98,7 @@ def partition(
     rate, targets = learning_rate(optim, total_steps), parts.targets(optim)
     optimizer = Optimizer(optim, rate, targets, model.param_dtype, seed, mesh)
     lengths = np.zeros(model.vocab_size, np.int32)
-    known = byte_lengths[: model.vocab_size]  # a tokenizer may have ids that no text gives
-    lengths[: len(known)] = known
+    lengths[: len(byte_lengths)] = byte_lengths[: model.vocab_size]  # ids of no text have no row
     return Steps(
         partition=parts,
         optimizer=optimizer,

@@ -44,7 +44,7 @@ class HuggingFaceTokenizer(Controlled):
         added = self._tokenizer.get_added_tokens_decoder()
         special = {token.content: i for i, token in added.items() if token.special}
         definition = parse(self._tokenizer.to_str(), dict[str, Any], most_depth=256)
-        around = self._around_text()
+        around = _around_text(definition.get("post_processor"))
         self.control = resolve(path, special, vocabulary.get, self.vocab_size, published=around)
         hidden = {i for i, token in added.items() if token.special}
         ids = [i for token, i in vocabulary.items() if i not in hidden]
@@ -55,15 +55,6 @@ class HuggingFaceTokenizer(Controlled):
         self.byte_lengths = self._byte_lengths(vocabulary, spelled, definition)
         control = f"{self.begin_id} {self.end_id} {self.pad_id}"
         self._fingerprint = hashlib.sha256(raw + control.encode()).hexdigest()
-
-    def _around_text(self) -> tuple[list[int], list[int]]:
-        """Ids that the post-processor puts before and after a text."""
-        found = self._tokenizer.encode("a", add_special_tokens=True)
-        is_added = np.asarray(found.special_tokens_mask, bool)
-        if is_added.all():  # "a" gives no token
-            return found.ids, []
-        first, last = np.flatnonzero(~is_added)[[0, -1]]
-        return found.ids[:first], found.ids[last + 1 :]
 
     def _byte_lengths(
         self,
@@ -153,6 +144,17 @@ class HuggingFaceTokenizer(Controlled):
 
     def fingerprint(self) -> str:
         return self._fingerprint
+
+
+def _around_text(post_processor: Any) -> tuple[list[int], list[int]]:
+    """Ids that a post-processor puts before and after a text."""
+    model = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}
+    others = dict.fromkeys(("normalizer", "pre_tokenizer", "decoder", "truncation", "padding"))
+    whole = {"version": "1.0", "added_tokens": [], "model": model, **others}
+    one_word = _parsed(json.dumps({**whole, "post_processor": post_processor}).encode())
+    found = one_word.encode("a", add_special_tokens=True)
+    place = found.special_tokens_mask.index(0)
+    return found.ids[:place], found.ids[place + 1 :]
 
 
 def _made(definition: Mapping[str, Any], vocabulary: Mapping[str, int]) -> set[int] | None:
