@@ -44,7 +44,14 @@ def _generate(options: argparse.Namespace) -> int:
     model = named(options.checkpoint, average=options.average)
     _check(options)
     texts = _conversations(options) if options.chat else _prompts(options)
-    from maxpipe.generate.completions import Limits, complete, encoded, encoded_chats
+    from maxpipe.data.conversation import for_chats
+    from maxpipe.generate.completions import (
+        Limits,
+        complete,
+        encoded,
+        encoded_chats,
+        stops_of,
+    )
     from maxpipe.generate.sampling import Sampling
     from maxpipe.generate.weights import open_model
     from maxpipe.train.chosen import deferred, interrupts
@@ -53,8 +60,10 @@ def _generate(options: argparse.Namespace) -> int:
     sampling = Sampling(**{name: getattr(options, name) for name in names})
     with interrupts():
         opened = open_model(model, options.inputs)
-        tokenizer, room = opened.tokenizer, opened.room
-        limits = Limits(options.max_tokens, room, tuple(options.stop), options.batch_size)
+        room = opened.room
+        tokenizer = for_chats(opened.tokenizer) if options.chat else opened.tokenizer
+        stops, ids = stops_of(options.stop, tokenizer, "command line: --stop")
+        limits = Limits(options.max_tokens, room, stops, options.batch_size, stop_ids=ids)
         encode: Any = partial(
             encoded_chats if options.chat else encoded, tokenizer=tokenizer, room=room
         )

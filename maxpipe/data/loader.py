@@ -27,6 +27,7 @@ from maxpipe.config.data import section_of
 from maxpipe.config.ramp import Ramp
 from maxpipe.config.schema import DataConfig, TokenizerConfig
 from maxpipe.data import mixture
+from maxpipe.data.conversation import Conversation
 from maxpipe.data.corpus import SOURCES, Corpus, Split, open_corpus
 from maxpipe.data.mixture import Mixture
 from maxpipe.data.packing import Sequences
@@ -45,6 +46,8 @@ RowsOf = Callable[[int], Rows | np.ndarray]
 """Of the number of a batch's rows those that are wanted."""
 Made = Callable[[Batch, int], Any]
 """(a batch's wanted rows, the number of all) -> what is made of them."""
+Fit = Callable[[Tokenizer], Tokenizer]
+"""Returns a tokenizer as the model needs it; raises ConfigError where none does."""
 
 
 class Batches(Iterator[Any]):
@@ -329,6 +332,8 @@ class Datasets:
     """Those of `data.validation` by name."""
     corpora: tuple[Corpus, Mapping[str, Corpus]] | None
     """The documents themselves, of the training and of each set; None if it reads prompts."""
+    conversation: Conversation | None = None
+    """How its conversations are written, if it reads any."""
 
     @property
     def _all(self) -> list[Corpus]:
@@ -430,12 +435,14 @@ def build(
     eval_batch_size: int = 0,
     cache_dir: str | None = None,
     moved: Moved | None = None,
+    fit: Fit = lambda tokenizer: tokenizer,
 ) -> Datasets:
     """Opens sources and tokenizer, indexes the documents and splits them.
 
     The first time it reads every document once; `cache_dir` keeps what it found. Validation
     takes batches of `eval_batch_size`, or of `batch_size` when that is 0. `batch_ramp` says which
-    batches of training are smaller. `moved` is called for each part of the reading.
+    batches of training are smaller. `moved` is called for each part of the reading, and `fit`
+    returns the tokenizer as the model needs it.
 
     Raises:
         ConfigError: anything the user has to change in `data` or `tokenizer`.
@@ -444,7 +451,7 @@ def build(
     opened = partial(
         open_corpus,
         data,
-        open_tokenizer(tokenizer),
+        fit(open_tokenizer(tokenizer)),
         seed=seed,
         sequence_length=sequence_length,
         cache_dir=cache_dir,
@@ -474,12 +481,14 @@ def build_once_through(
     eval_batch_size: int = 0,
     cache_dir: str | None = None,
     moved: Moved | None = None,
+    fit: Fit = lambda tokenizer: tokenizer,
 ) -> tuple[Loader, Tokenizer]:
     """Every sequence of a split once, in a fixed order, in batches as `build` makes for validation.
 
     A split is `train`, `validation`, `all`, or a set of `data.validation` by its name.
 
-    What is in `cache_dir` is used, and nothing is written there.
+    What is in `cache_dir` is used, and nothing is written there. `fit` returns the tokenizer as the
+    model needs it.
 
     Raises:
         ConfigError: anything the user has to change in `data` or `tokenizer`, or a split without
@@ -488,7 +497,7 @@ def build_once_through(
     is_set = split in data.validation
     corpus = open_corpus(
         data,
-        open_tokenizer(tokenizer),
+        fit(open_tokenizer(tokenizer)),
         name=split if is_set else None,
         seed=seed,
         sequence_length=sequence_length,

@@ -9,13 +9,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol, Self
 
 import numpy as np
 
 from maxpipe.config.schema import TokenizerConfig
 from maxpipe.data.tokenizers.chat import ChatTemplate
-from maxpipe.data.tokenizers.control import Control, Controlled
+from maxpipe.data.tokenizers.control import Control, Controlled, Framing
 from maxpipe.data.tokenizers.files import locate
 from maxpipe.data.tokenizers.huggingface import HuggingFaceTokenizer
 from maxpipe.data.tokenizers.offsets import of_widths
@@ -28,8 +28,19 @@ from maxpipe.errors import ConfigError
 class Tokenizer(Protocol):
     """Ids are below `vocab_size`. `encode` adds no control ids and never returns one."""
 
+    control: Control
+
     @property
     def vocab_size(self) -> int: ...
+
+    @property
+    def min_rows(self) -> int:
+        """Rows that an embedding needs: the largest id that a text gives with its begin and end
+        tokens, plus one.
+
+        Control tokens that no text gives, and ids that BPE never makes, need none.
+        """
+        ...
 
     @property
     def begin_id(self) -> int: ...
@@ -72,6 +83,26 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str) -> np.ndarray:
         """int32 [tokens]. Text that spells a control token stays text."""
+        ...
+
+    @property
+    def framing(self) -> Framing:
+        """The tokens around a prompt."""
+        ...
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """The ids of a prompt with the tokens of `framing` around them; at least one."""
+        ...
+
+    def with_control(self, **changes: Any) -> Self:
+        """A copy with other values of `Control`."""
+        ...
+
+    def fitted(self, rows: int) -> Self:
+        """A copy for an embedding of so many rows, at least `min_rows`: no id is beyond them.
+
+        Text that spells a control token without a row stays text.
+        """
         ...
 
     def encode_batch(self, texts: Sequence[str]) -> Sequence[np.ndarray]:
@@ -123,16 +154,31 @@ def stream(tokenizer: Tokenizer) -> TextStream:
     return TextStream(tokenizer.decode, tokenizer.special_ids)
 
 
-def check_vocab(tokenizer: Tokenizer, vocab_size: int) -> None:
-    """Raises ConfigError unless the model has an embedding for every token id."""
-    if tokenizer.vocab_size > vocab_size:
+def fitted(tokenizer: Tokenizer, rows: int, *, model: str = "") -> Tokenizer:
+    """The tokenizer for a model whose embedding has so many rows.
+
+    `model` names one that has its weights: its rows are what they are.
+
+    Raises:
+        ConfigError: text would give an id without a row.
+    """
+    need = tokenizer.min_rows
+    if need <= rows:
+        return tokenizer.fitted(rows)
+    rule = f"must be at least {need}: the tokenizer encodes text as ids up to {need - 1}."
+    if model:
         raise ConfigError.one(
             "model.vocab_size",
-            vocab_size,
-            f"must be at least the tokenizer's vocabulary ({tokenizer.vocab_size}).",
-            f"Set model.vocab_size={-(-tokenizer.vocab_size // 128) * 128} "
-            f"(or any value from {tokenizer.vocab_size}).",
+            rows,
+            f"{rule[:-1]}, and the embedding of {model} has {rows} rows.",
+            "Name the tokenizer of this model: tokenizer.kind=auto tokenizer.path=FOLDER.",
         )
+    raise ConfigError.one(
+        "model.vocab_size",
+        rows,
+        rule,
+        f"Set model.vocab_size={-(-need // 128) * 128} (or any value from {need}).",
+    )
 
 
 _BYTES_CONTROL = re.compile("(<begin>|<end>|<pad>)")
@@ -148,8 +194,9 @@ class ByteTokenizer(Controlled):
         end_ids=(257,),
         special_tokens={"<begin>": 256, "<end>": 257, "<pad>": 258},
         role_texts={"bos_token": "<begin>", "eos_token": "<end>", "pad_token": "<pad>"},
+        published=Framing((256,)),
     )
-    vocab_size = 259
+    vocab_size = min_rows = 259
 
     @property
     def byte_lengths(self) -> np.ndarray:

@@ -45,7 +45,7 @@ from maxpipe.data.corpus import chat_records
 from maxpipe.data.prepared.open import IDS, open_documents
 from maxpipe.data.sections import in_section
 from maxpipe.data.sources import open_source
-from maxpipe.data.tokenizer import Tokenizer, check_vocab, open_tokenizer
+from maxpipe.data.tokenizer import Tokenizer, fitted, open_tokenizer
 from maxpipe.diagnosis import environment
 from maxpipe.errors import ConfigError, StorageError
 from maxpipe.exchange.source import folder_of, opened
@@ -325,8 +325,7 @@ def data(config: Config) -> Iterator[Check]:
         text += counted(len(document), "character")
         yield Check(section_of(name), "ok", text)
     try:
-        tokenizer = open_tokenizer(config.tokenizer)
-        check_vocab(tokenizer, config.model.vocab_size)
+        tokenizer = fitted(open_tokenizer(config.tokenizer), config.model.vocab_size)
     except ConfigError as error:
         yield from _explained("tokenizer", error)
         return

@@ -19,7 +19,7 @@ from maxpipe.config.load import load, to_dict
 from maxpipe.config.paths import CONFIG_FILE
 from maxpipe.config.rules import folder_name
 from maxpipe.config.schema import TokenizerConfig, TrainConfig
-from maxpipe.data.tokenizer import open_tokenizer
+from maxpipe.data.tokenizer import fitted, open_tokenizer
 from maxpipe.errors import ConfigError
 from maxpipe.exchange.folders import TRAVELLING, appearing, travel, unwritable, vocabularies
 from maxpipe.exchange.mapping import slab
@@ -65,7 +65,8 @@ def import_folder(folder: str, out: str, say: Say, report: Report = unreported) 
         beside = here / FOLDER
         beside.mkdir()
         copied = travel(source.folder, beside, (FILE, *TRAVELLING))
-        tokenizer, fingerprint = _tokenizer(beside, target / FOLDER, copied, say)
+        rows = source.described.config.vocab_size
+        tokenizer, fingerprint = _tokenizer(beside, target / FOLDER, copied, rows, say)
         saved = load(
             [],
             {
@@ -152,7 +153,7 @@ def _state(source: Source) -> dict[str, Any]:
 
 
 def _tokenizer(
-    here: Path, later: Path, copied: list[str], say: Say
+    here: Path, later: Path, copied: list[str], rows: int, say: Say
 ) -> tuple[dict[str, str], dict[str, str]]:
     """The tokenizer's section, and its entry in a fingerprint of data."""
     section = {"kind": "auto", "path": str(later)}
@@ -162,7 +163,7 @@ def _tokenizer(
         return section, {}
     try:
         config = TokenizerConfig(kind="auto", path=str(here))
-        return section, {"tokenizer": open_tokenizer(config).fingerprint()}
+        return section, {"tokenizer": fitted(open_tokenizer(config), rows).fingerprint()}
     except ConfigError as error:
         say(f"the tokenizer was copied, and cannot be used yet: {error.problems[0].rule}")
         return section, {}

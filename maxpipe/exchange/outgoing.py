@@ -35,12 +35,14 @@ from maxpipe.checkpoint.storage import FOLDER as CHECKPOINTS
 from maxpipe.checkpoint.storage import in_bucket
 from maxpipe.config.load import load
 from maxpipe.config.schema import Config
+from maxpipe.data.conversation import recorded
 from maxpipe.data.tokenizer import open_tokenizer
 from maxpipe.errors import ConfigError, StorageError
 from maxpipe.exchange import reorder
 from maxpipe.exchange.beside import Beside, Readable
 from maxpipe.exchange.beside import readable as readable_array
 from maxpipe.exchange.folders import appearing, travel
+from maxpipe.exchange.generation_files import BEGIN, END, PAD, Trained
 from maxpipe.exchange.incoming import FOLDER, ORIGIN, Origin
 from maxpipe.exchange.mapping import Mapped, mapped, part_of, readable
 from maxpipe.exchange.peft import write_adapters
@@ -115,13 +117,15 @@ def export(
     target = full(out, _OUT).absolute()
     with appearing(out, _OUT) as here, _checking(chosen):
         names = _write_tensors(chosen, both, sharded(both, types, shard_bytes), here, report)
-        kept = _kept(chosen.beside)
+        kept, trained = _kept(chosen.beside), _trained(chosen, say)
         most = next(name for name, short in TYPES.items() if short == _most(types))
-        text = to_json(table, said, kept, most, _defaults(chosen.config, kept, say))
+        kept |= trained.in_config(kept) if END in kept else {}
+        text = to_json(table, said, kept, most, _defaults(chosen.config, kept, trained))
         (here / FILE).write_text(text, encoding="utf-8")
         copied: list[str] = []
         for folder in chosen.beside:
             copied += travel(folder, here)
+        trained.write(here, copied, say)
     if not copied:
         say("no tokenizer files: the run's tokenizer is built in, or is not on this machine")
     say(f"wrote {target}: {counted(len(names), 'file')} of weights in {most}")
@@ -368,21 +372,32 @@ def _kept(folders: tuple[Path, ...]) -> dict[str, Any]:
     return {}
 
 
-def _defaults(config: Config, kept: Mapping[str, Any], say: Say) -> dict[str, Any]:
+def _trained(chosen: _Chosen, say: Say) -> Trained:
+    """What the run was trained with, as its checkpoint records it."""
+    data = chosen.facts.data
+    try:
+        conversation = recorded(data)
+    except ValueError as error:
+        raise _damaged(chosen.path, f"its record of conversations is wrong: {error}") from error
+    try:
+        tokenizer = open_tokenizer(chosen.config.tokenizer)
+        if tokenizer.min_rows <= (rows := chosen.config.model.vocab_size):
+            tokenizer = tokenizer.fitted(rows)
+    except ConfigError as error:
+        say(f"{FILE} has no ids of control tokens: {error.problems[0].rule}")
+        tokenizer = None
+    return Trained(tokenizer, conversation, is_run="source" in data.get("fingerprint", {}))
+
+
+def _defaults(config: Config, kept: Mapping[str, Any], trained: Trained) -> dict[str, Any]:
     """What the imported config.json does not say, or where there was none.
 
     Length of training, and ids of the tokenizer.
     """
     length = {"max_position_embeddings": config.train.sequence_length}
-    if _END in kept:
+    if END in kept:
         return length
-    try:
-        tokenizer = open_tokenizer(config.tokenizer)
-    except ConfigError as error:
-        say(f"{FILE} has no ids of control tokens: {error.problems[0].rule}")
-        return {**length, **dict.fromkeys((_BEGIN, _END, _PAD))}
-    ids = {_BEGIN: tokenizer.begin_id, _END: tokenizer.end_id, _PAD: tokenizer.pad_id}
-    return {**length, **ids}
-
-
-_BEGIN, _END, _PAD = "bos_token_id", "eos_token_id", "pad_token_id"
+    if (tokenizer := trained.tokenizer) is None:
+        return {**length, **dict.fromkeys((BEGIN, END, PAD))}
+    ids = {BEGIN: tokenizer.begin_id, END: tokenizer.end_id, PAD: tokenizer.pad_id}
+    return {**length, **ids, **trained.in_config(ids)}

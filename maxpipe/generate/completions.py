@@ -44,6 +44,8 @@ class Limits:
     batch_size: int = 16
     longest: int = 0
     """Tokens of the longest prompt there may be: other prompts take the same compiled program."""
+    stop_ids: frozenset[int] = frozenset()
+    """Control tokens that stop a text as `stops` do."""
 
 
 @dataclass
@@ -88,8 +90,30 @@ class Extends(Protocol):
         ...
 
 
+def stops_of(
+    texts: Sequence[str], tokenizer: Tokenizer, where: str
+) -> tuple[tuple[str, ...], frozenset[int]]:
+    """Stop strings, and ids of those that are control tokens.
+
+    Raises:
+        ConfigError: one has a control token among other text, which no text has.
+    """
+    ids, special = set(), tokenizer.special_tokens
+    for text in texts:
+        if text in special:
+            ids.add(special[text])
+        elif inside := next((name for name in special if name and name in text), None):
+            raise ConfigError.one(
+                where,
+                repr(text),
+                f"never matches: {inside} is a control token, and text has none.",
+                f"Give {where.rpartition(' ')[2]} {inside!r} alone.",
+            )
+    return tuple(text for text in texts if text not in special), frozenset(ids)
+
+
 def encoded(texts: Sequence[str], tokenizer: Tokenizer, room: int, first: int = 0) -> list[Prompt]:
-    """The prompts' tokens, as documents begin in training.
+    """The prompts' tokens, with those of the tokenizer's framing around them.
 
     Raises:
         ConfigError: a prompt leaves no room for a token, or is not text.
@@ -97,8 +121,7 @@ def encoded(texts: Sequence[str], tokenizer: Tokenizer, room: int, first: int = 
     found = []
     for number, text in enumerate(texts, first):
         _check_text(number, text)
-        ids = [tokenizer.begin_id, *tokenizer.encode(text).tolist()]
-        found.append(_with_room(Prompt(number, text, ids), room))
+        found.append(_with_room(Prompt(number, text, tokenizer.encode_prompt(text)), room))
     return found
 
 
@@ -166,7 +189,7 @@ def _with_room(prompt: Prompt, room: int) -> Prompt:
         raise ConfigError.one(
             f"prompt {prompt.number + 1}",
             repr(text[:40]) + ("..." if len(text) > 40 else ""),
-            f"has {size} tokens with the begin token, and must leave room for one more: "
+            f"has {size} tokens, control tokens included, and must leave room for one more: "
             f"the model was trained on {room} (train.sequence_length).",
             f"Shorten it, or set train.sequence_length={2 * size} to go beyond that.",
         )
@@ -251,7 +274,7 @@ def _steps(
             for row, each in enumerate(batch):
                 if each.finish is not None:
                     continue
-                _extended(each, int(tokens[row]), float(logprobs[row]), stream)
+                _extended(each, int(tokens[row]), float(logprobs[row]), tokenizer, stream)
                 if (why := _over(each, tokenizer, limits)) is None:
                     continue
                 _finish(each, why, stream)
@@ -263,7 +286,13 @@ def _steps(
                 return
 
 
-def _extended(row: Completion, token: int, logprob: float, stream: Callable[[str], object]) -> None:
+def _extended(
+    row: Completion,
+    token: int,
+    logprob: float,
+    tokenizer: Tokenizer,
+    stream: Callable[[str], object],
+) -> None:
     if not math.isfinite(logprob):
         raise NumbersError(
             f"prompt {row.prompt.number + 1}: token {len(row.tokens) + 1} has the "
@@ -273,13 +302,14 @@ def _extended(row: Completion, token: int, logprob: float, stream: Callable[[str
         )
     row.tokens.append(token)
     row.logprobs.append(logprob)
-    stream(row.writing.add(token))
+    if token not in tokenizer.end_ids:  # which need not be a control token
+        stream(row.writing.add(token))
 
 
 def _over(row: Completion, tokenizer: Tokenizer, limits: Limits) -> Finish | None:
     if row.tokens[-1] in tokenizer.end_ids:
         return "end"
-    if row.writing.stopped:
+    if row.writing.stopped or row.tokens[-1] in limits.stop_ids:
         return "stop"
     if len(row.tokens) >= limits.max_tokens:
         return "length"

@@ -92,8 +92,7 @@ def open_model(named: Address | Path, inputs: Sequence[str]) -> Opened:
     """
     chosen = choose(named, inputs, _saved)
     _check_processes(chosen.loaded.config)
-    tokenizer = open_tokenizer(chosen.loaded.config.tokenizer)
-    chosen.must_have(tokenizer)
+    tokenizer = chosen.prompting(open_tokenizer(chosen.loaded.config.tokenizer))
     return _Model(chosen.name, chosen.loaded, tokenizer, chosen.params)
 
 
@@ -135,6 +134,8 @@ class _Model:
     def _read(self, say: Say) -> tuple[Partition, Any]:
         """The parameters in network order, layers stacked by kind."""
         config = self.loaded.config
+        for each in self.loaded.cautions:
+            say(f"warning: {each.line}")
         runtime.start(config.runtime, config.mesh.cpu_devices)
         config = _fitted(self.loaded, self.name, say)
         # Programs that generate and score leave shardings to the compiler.

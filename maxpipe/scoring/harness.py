@@ -21,6 +21,7 @@ except ImportError as error:
     sys.exit(2)
 
 from maxpipe.config.documents import one_line
+from maxpipe.data.conversation import for_chats
 from maxpipe.errors import ConfigError, MaxpipeError
 from maxpipe.exchange.named import named
 from maxpipe.generate.weights import open_model
@@ -111,7 +112,8 @@ class HarnessModel(LM):
                 f"needs a chat template, and the tokenizer of {self._name} has none.",
                 "Leave it out.",
             )
-        self._texts.is_chat = True
+        if not self._texts.is_chat:
+            self._texts.is_chat, self._texts.tokenizer = True, for_chats(self._tokenizer)
         (text,) = self._tokenizer.chat.render(
             [chat_history], add_generation_prompt=add_generation_prompt
         )

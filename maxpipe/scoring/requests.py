@@ -45,7 +45,7 @@ class Requests:
     ) -> list[Score]:
         """The log-likelihood of each continuation after its context.
 
-        What exceeds the room is cut from the context's beginning, behind the begin token.
+        What exceeds the room is cut from the context's beginning, after the begin tokens.
 
         Raises:
             ConfigError: a continuation alone exceeds the room.
@@ -86,7 +86,7 @@ class Requests:
             sampling, limits = self._settings(settings)
             ids = self.texts.encoded(context)
             over = max(len(ids) + limits.max_tokens - self.texts.room, 0)
-            prompt = Prompt(number, context, [*ids[:1], *ids[1 + over :]])
+            prompt = Prompt(number, context, self.texts.without(ids, over))
             groups.setdefault((sampling, limits), []).append(prompt)
 
         def write(done: Completion) -> None:
@@ -120,6 +120,9 @@ class Requests:
             rule = f"must be from 1 to {self.texts.room - 1}: rows have {self.texts.room} tokens."
             raise ConfigError.one(f"{where}: max_gen_toks", most, rule, "Give a smaller number.")
         until = settings.get("until") or ()
-        stops = (until,) if isinstance(until, str) else tuple(until)
-        limits = Limits(most, self.texts.room, tuple(filter(None, stops)), self.batch_size)
+        until = (until,) if isinstance(until, str) else tuple(until)
+        special = self.texts.tokenizer.special_tokens
+        stops = tuple(text for text in until if text and text not in special)
+        ids = frozenset(special[text] for text in until if text in special)
+        limits = Limits(most, self.texts.room, stops, self.batch_size, stop_ids=ids)
         return Sampling(temperature=temperature, **chosen), limits

@@ -55,7 +55,7 @@ def laid_out(rows: Sequence[Row], count: int, width: int) -> dict[str, np.ndarra
 
 @dataclass
 class Texts:
-    """Texts as rows of tokens. They begin with the begin token, as documents in training."""
+    """Texts as rows of tokens. They begin as the tokenizer's framing begins prompts."""
 
     tokenizer: Tokenizer
     room: int
@@ -65,13 +65,24 @@ class Texts:
     as_written: bool = False
     """Whether no begin token is put in front of what a template writes, as in training."""
 
+    @property
+    def _before(self) -> list[int]:
+        return list(self.tokenizer.framing.before)
+
     def encoded(self, text: str) -> list[int]:
-        """With the begin token."""
-        encode = self.tokenizer.encode_chat if self.is_chat else self.tokenizer.encode
-        ids = encode(text).tolist()
-        begin = self.tokenizer.begin_id
-        whole = self.is_chat and (ids[:1] == [begin] or (self.as_written and ids))
-        return ids if whole else [begin, *ids]
+        """At least one token, with the begin tokens."""
+        before, reads_control = self._before, self.tokenizer.framing.reads_control
+        encode = self.tokenizer.encode_chat if self.is_chat or reads_control else None
+        ids = (encode or self.tokenizer.encode)(text).tolist()
+        if self.is_chat and (self.as_written or ids[: len(before)] == before):
+            before = []
+        return [*before, *ids] or [self.tokenizer.begin_id]
+
+    def without(self, ids: Sequence[int], over: int) -> list[int]:
+        """The ids of a text without so many of the first ones after its begin tokens."""
+        before = self._before
+        kept = len(before) if list(ids[: len(before)]) == before else 0
+        return [*ids[:kept], *ids[kept + over :]]
 
     def row(self, context: str, continuation: str) -> Row:
         """The tokens of a continuation, and of what is before it.
@@ -82,10 +93,12 @@ class Texts:
         whole = self.encoded(context + continuation) if continuation else before
         same = (mine == other for mine, other in zip(before, whole, strict=False))
         shared = sum(itertools.takewhile(bool, same))
+        if not shared:  # a row needs a token to look at
+            return Row([self.tokenizer.begin_id], whole)
         return Row(whole[:shared], whole[shared:])
 
     def fitted(self, row: Row) -> Row:
-        """The row without what of its context exceeds the room, behind the begin token.
+        """The row without what of its context exceeds the room, after the begin tokens.
 
         Raises:
             ConfigError: its target alone exceeds the room.
@@ -93,18 +106,20 @@ class Texts:
         over = row.length - self.room
         if over <= 0:
             return row
-        if over > len(row.context) - 1:
+        if over > len(row.context) - max(len(self._before), 1):
             raise ConfigError.one(
                 "a continuation",
                 f"{len(row.target)} tokens",
                 f"must fit into a row of {self.room} tokens (train.sequence_length).",
                 "Set a larger train.sequence_length, if the model can do more.",
             )
-        return Row([*row.context[:1], *row.context[1 + over :]], row.target)
+        return Row(self.without(row.context, over), row.target)
 
     def windows(self, text: str) -> list[Row]:
         """Rows in which each token of a text is predicted once, the last with most context."""
         ids = self.encoded(text)
+        if not self._before:
+            ids = [self.tokenizer.begin_id, *ids] if text else ids
         found = []
         for first in range(1, len(ids), self.room):
             end = min(first + self.room, len(ids))

@@ -20,7 +20,8 @@ from maxpipe.checkpoint.selection import step_of
 from maxpipe.checkpoint.storage import FOLDER, first_line
 from maxpipe.config.check import DEFAULT, where
 from maxpipe.config.load import Loaded, load, to_dict
-from maxpipe.data.tokenizer import Tokenizer
+from maxpipe.data.conversation import Conversation, recorded, speaking
+from maxpipe.data.tokenizer import Tokenizer, fitted
 from maxpipe.errors import ConfigError, StorageError
 from maxpipe.exchange.source import WITHOUT_AHEAD, opened
 from maxpipe.optim.kept import AVERAGE
@@ -45,10 +46,41 @@ class Chosen:
     """Of the data that it was trained on, as far as that is known."""
     read: Callable[[Loaded, Steps], Any]
     """See `params`."""
+    conversation: Conversation | None = None
+    """How the conversations that it was trained on are written."""
 
     def is_given(self, *prefixes: str) -> bool:
         """Whether the user gave a key that begins so."""
         return is_given(self.loaded, self.name, *prefixes)
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether it was trained here, on documents that are known."""
+        return "source" in self.fingerprint
+
+    def prompting(self, tokenizer: Tokenizer) -> Tokenizer:
+        """The tokenizer with which prompts begin and texts end as this model was trained.
+
+        Of weights that were not trained here, as `transformers` encodes a prompt.
+
+        Raises:
+            ConfigError: as `fitted`.
+        """
+        tokenizer = self.fitted(tokenizer)
+        if self.conversation is not None:
+            return speaking(tokenizer, self.conversation)
+        if self.is_trained:
+            return tokenizer
+        return tokenizer.with_control(framing=tokenizer.control.published)
+
+    def fitted(self, tokenizer: Tokenizer) -> Tokenizer:
+        """The tokenizer as this model needs it.
+
+        Raises:
+            ConfigError: it was trained with another one, or text would give ids without a row.
+        """
+        self.must_have(tokenizer)
+        return fitted(tokenizer, self.loaded.config.model.vocab_size, model=self.name)
 
     def must_have(self, tokenizer: Tokenizer) -> None:
         """Raises ConfigError unless it was trained with this tokenizer."""
@@ -112,6 +144,7 @@ def _choose_checkpoint(
     try:
         facts = folder.facts(step)
         address.check_average(facts.config.get("optim"))
+        conversation = _conversation(facts)
     except Damaged as damage:
         others = [str(each) for each in folder.steps() if each != step]
         other = f"Take {address.at(int(others[-1]))}, or bring" if others else "Bring"
@@ -154,7 +187,15 @@ def _choose_checkpoint(
         return joined(found["params"], averages) if "params" in found else averages
 
     fingerprint = facts.data.get("fingerprint", {})
-    return Chosen(name, load(inputs, saved, name), step, fingerprint, params)
+    return Chosen(name, load(inputs, saved, name), step, fingerprint, params, conversation)
+
+
+def _conversation(facts: Facts) -> Conversation | None:
+    """Raises Damaged if what the checkpoint records is not that."""
+    try:
+        return recorded(facts.data)
+    except ValueError as error:
+        raise Damaged(f"its record of conversations is wrong: {error}") from error
 
 
 _TEACHING = ("distill", "grpo")

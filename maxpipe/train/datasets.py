@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 from maxpipe.boundary.files import full
 from maxpipe.config.ramp import Ramp
 from maxpipe.config.schema import Config
+from maxpipe.data.conversation import (
+    Conversation,
+    conversation_of,
+    of_prompts,
+    speaking,
+)
+from maxpipe.data.documents import EncodedDocuments
 from maxpipe.data.loader import Datasets, build
 from maxpipe.data.overlap import left_out, overlaps
 from maxpipe.data.prompts import build_prompts
-from maxpipe.data.tokenizer import check_vocab, open_tokenizer
+from maxpipe.data.tokenizer import fitted, open_tokenizer
 from maxpipe.errors import ConfigError, Problem
 from maxpipe.rewards.process import Rewards, check
 
@@ -34,15 +42,23 @@ def datasets_of(config: Config, moved: Callable[[], object]) -> Datasets:
         eval_batch_size=config.eval.batch_size,
         cache_dir=str(full(config.run.dir, "run.dir") / ".index"),
         moved=moved,
+        fit=partial(fitted, rows=config.model.vocab_size),
     )
-    check_vocab(datasets.tokenizer, config.model.vocab_size)
-    return datasets
+    assert datasets.corpora is not None
+    train, _ = datasets.corpora
+    documents = [each.documents for each in train.indexed]
+    encoded = [each for each in documents if type(each) is not EncodedDocuments]
+    return _speaking(datasets, conversation_of(config.data, datasets.tokenizer, encoded))
+
+
+def _speaking(datasets: Datasets, conversation: Conversation | None) -> Datasets:
+    tokenizer = speaking(datasets.tokenizer, conversation)
+    return replace(datasets, tokenizer=tokenizer, conversation=conversation)
 
 
 def _prompts(config: Config) -> Datasets:
-    tokenizer = open_tokenizer(config.tokenizer)
-    check_vocab(tokenizer, config.model.vocab_size)
-    return build_prompts(
+    tokenizer = fitted(open_tokenizer(config.tokenizer), config.model.vocab_size)
+    found = build_prompts(
         config.grpo,
         config.data,
         tokenizer,
@@ -52,6 +68,7 @@ def _prompts(config: Config) -> Datasets:
         check=partial(check, config.grpo),
         reward=Rewards(config.grpo).fingerprint(),
     )
+    return _speaking(found, of_prompts(tokenizer))
 
 
 def check_overlap(

@@ -25,7 +25,7 @@ from maxpipe.config.rules import batch_shards
 from maxpipe.config.schema import Config, MeshConfig, PipelineConfig, TrainConfig
 from maxpipe.config.training import unread_path
 from maxpipe.data.loader import Loader, build_once_through, compare
-from maxpipe.data.tokenizer import Tokenizer, check_vocab
+from maxpipe.data.tokenizer import Tokenizer
 from maxpipe.errors import ConfigError, NumbersError, Preempted
 from maxpipe.parallel.mesh import build_mesh, describe
 from maxpipe.processes import runtime
@@ -115,10 +115,8 @@ def evaluate_model(
         config = _fitted(chosen, say)
         split = split or ("all" if is_other else "validation")
         with phases.enter(DATA_SET_UP):
-            loader, tokenizer = _documents(config, split, phases)
+            loader, tokenizer = _documents(chosen, config, split, phases)
         with contextlib.closing(loader):
-            chosen.must_have(tokenizer)
-            check_vocab(tokenizer, config.model.vocab_size)
             if not is_other:
                 _tell_other_documents(chosen, loader, say)
             steps = steps_of(config, build_mesh(config.mesh), tokenizer.byte_lengths)
@@ -148,7 +146,7 @@ def evaluate_model(
 def _check_documents(chosen: Chosen) -> None:
     """Raises ConfigError where no documents are named, or such as are not read."""
     loaded = chosen.loaded
-    if not chosen.is_given(*_SOURCE) and not _has_run(chosen):
+    if not chosen.is_given(*_SOURCE) and not chosen.is_trained:
         raise ConfigError.one(
             "data",
             None,
@@ -222,7 +220,7 @@ def _fitted(chosen: Chosen, say: Say) -> Config:
         if chosen.is_given("mesh.ici_", "mesh.dcn_", "pipeline."):
             raise
     config, count = chosen.loaded.config, jax.device_count()
-    if not _has_run(chosen) and not chosen.is_given("train.batch_size", "eval.batch_size"):
+    if not chosen.is_trained and not chosen.is_given("train.batch_size", "eval.batch_size"):
         rows = math.ceil(config.train.batch_size / count) * count
         config = dataclasses.replace(
             config, train=dataclasses.replace(config.train, batch_size=rows)
@@ -241,17 +239,12 @@ def _fitted(chosen: Chosen, say: Say) -> Config:
             "Give a mesh for these devices, and a pipeline that fits it: mesh.ici_fsdp=..., "
             "pipeline.microbatches=1, eval.batch_size=...",
         )
-    if _has_run(chosen):
+    if chosen.is_trained:
         say(
             f"the run's mesh ({own or 'one device'}) does not fit the {counted(count, 'device')} "
             f"here: evaluating with {('fsdp', 'data')[axis]} {count}, without a pipeline"
         )
     return simple[axis]
-
-
-def _has_run(chosen: Chosen) -> bool:
-    """Whether it was trained here, on documents and devices that are known."""
-    return "source" in chosen.fingerprint
 
 
 def _sizes(mesh: MeshConfig) -> dict[str, int]:
@@ -276,7 +269,9 @@ def _on_one_axis(config: Config, axis: str, count: int) -> Config:
     return dataclasses.replace(config, mesh=mesh, pipeline=pipeline)
 
 
-def _documents(config: Config, split: str, phases: Phases) -> tuple[Loader, Tokenizer]:
+def _documents(
+    chosen: Chosen, config: Config, split: str, phases: Phases
+) -> tuple[Loader, Tokenizer]:
     check_split(split, (*SPLITS, *config.data.validation))
     return build_once_through(
         config.data,
@@ -288,6 +283,7 @@ def _documents(config: Config, split: str, phases: Phases) -> tuple[Loader, Toke
         eval_batch_size=config.eval.batch_size,
         cache_dir=str(full(config.run.dir, "run.dir") / ".index"),
         moved=phases.progress,
+        fit=chosen.fitted,
     )
 
 

@@ -98,7 +98,7 @@ def partition(
     rate, targets = learning_rate(optim, total_steps), parts.targets(optim)
     optimizer = Optimizer(optim, rate, targets, model.param_dtype, seed, mesh)
     lengths = np.zeros(model.vocab_size, np.int32)
-    lengths[: len(byte_lengths)] = byte_lengths
+    lengths[: len(byte_lengths)] = byte_lengths[: model.vocab_size]  # ids of no text have no row
     return Steps(
         partition=parts,
         optimizer=optimizer,

@@ -22,7 +22,7 @@ from maxpipe.data.loader import Batch, Datasets
 from maxpipe.data.prompts import PromptRecord, PromptRows
 from maxpipe.data.stream import seed_of
 from maxpipe.errors import ConfigError
-from maxpipe.generate.completions import Completion, Limits, Prompt, complete
+from maxpipe.generate.completions import Completion, Limits, Prompt, complete, stops_of
 from maxpipe.generate.sampling import Sampling
 from maxpipe.objectives.advantages import advantages
 from maxpipe.objectives.policy import AS_THEY_ARE
@@ -80,10 +80,12 @@ class Rollouts:
         self.close = self._rewards.close
         num_rows, self._length = steps.shape
         longest = int(rows.lengths.max())
+        stops, stop_ids = stops_of(grpo_config.stop, self._tokenizer, "grpo.stop")
         self._limits = Limits(
             grpo_config.max_tokens,
             self._length,
-            tuple(grpo_config.stop),
+            stops,
+            stop_ids=stop_ids,
             batch_size=num_rows,
             longest=longest,
         )

@@ -22,6 +22,7 @@ from maxpipe.config.paths import (
     SAMPLES_FILE,
 )
 from maxpipe.config.schema import Config
+from maxpipe.data.conversation import KEY as CONVERSATION
 from maxpipe.data.loader import Batches, Datasets, Loader
 from maxpipe.errors import ReplicaError
 from maxpipe.processes.link import Link
@@ -140,6 +141,8 @@ class Run:
             data["reference"] = self.reference.digest
         if self.base is not None:
             data[BASE] = self.base
+        if self.datasets.conversation is not None:
+            data[CONVERSATION] = self.datasets.conversation
         data |= self.patience.facts()
         self.checkpoints.save(
             step,

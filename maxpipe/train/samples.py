@@ -12,6 +12,7 @@ from typing import Any
 import jax
 
 from maxpipe.config.schema import EvalConfig
+from maxpipe.data.conversation import for_chats
 from maxpipe.data.tokenizer import Tokenizer
 from maxpipe.data.tokenizers.chat import ChatTemplate
 from maxpipe.data.turns import Turn
@@ -51,6 +52,7 @@ class Samples:
         room: int,
         seed: int,
     ):
+        tokenizer = for_chats(tokenizer) if eval_config.sample_chat else tokenizer
         prompts = _prompts(eval_config, tokenizer, room, chat)
         first, self._answers = len(prompts), [turn.answer for turn in held_out]
         for number, turn in enumerate(held_out, first):

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from maxpipe.config.schema import TokenizerConfig
-from maxpipe.data.tokenizer import ByteTokenizer, Tokenizer, check_vocab, open_tokenizer
+from maxpipe.data.tokenizer import ByteTokenizer, Tokenizer, fitted, open_tokenizer
 from maxpipe.errors import ConfigError
 
 TEXT = "def add(a, b):\n    return a + b  # é 語 <|endoftext|> </s>"
@@ -149,13 +149,13 @@ def test_package_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
     assert error.value.problems[0].action == "Run: pip install 'maxpipe[tokenizers]'"
 
 
-def test_check_vocab() -> None:
-    check_vocab(ByteTokenizer(), 259)
+def test_a_vocabulary_fits_the_model() -> None:
+    fitted(ByteTokenizer(), 259)
     with pytest.raises(ConfigError) as error:
-        check_vocab(ByteTokenizer(), 258)
+        fitted(ByteTokenizer(), 258)
     [problem] = error.value.problems
     assert (problem.where, problem.given) == ("model.vocab_size", "258")
-    assert "(259)" in problem.rule and "model.vocab_size=384" in problem.action
+    assert "at least 259" in problem.rule and "model.vocab_size=384" in problem.action
 
 
 @pytest.mark.fault("H4")

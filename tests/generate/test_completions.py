@@ -113,7 +113,7 @@ def test_a_prompt_must_leave_room() -> None:
         encoded(["ok", "abcd"], BYTES, 5)
     (problem,) = caught.value.problems
     assert (problem.where, problem.given) == ("prompt 2", "'abcd'")
-    assert "has 5 tokens with the begin token" in problem.rule and "5 (train" in problem.rule
+    assert "has 5 tokens, control tokens included" in problem.rule and "5 (train" in problem.rule
     assert problem.action.endswith("set train.sequence_length=10 to go beyond that.")
 
 

@@ -1,20 +1,34 @@
 """Control tokens: which ids begin, end and pad a text, and what a model's folder says of them.
 
-A Hugging Face folder names them in `tokenizer_config.json`, `special_tokens_map.json` and
-`generation_config.json`; without these they have usual names.
+This is the one definition of what begins and ends a text. Sources, the first one that names a
+token counts:
+
+| begin | end | ends of generated text |
+|---|---|---|
+| post-processor of `tokenizer.json` | `tokenizer_config.json`, `special_tokens_map.json` | end |
+| `tokenizer_config.json`, `special_tokens_map.json` | vocabulary file | `generation_config.json` |
+| vocabulary file, usual names | `generation_config.json`, else `config.json` | else `config.json` |
+| `generation_config.json`, else `config.json` | usual names | else usual names |
+| end | | |
+
+`data/conversation.py` adds the token that closes the answers of a chat template.
 """
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Self
+
+import numpy as np
 
 from maxpipe.boundary import files
 from maxpipe.boundary.typed import parse
 from maxpipe.data.tokenizers.chat import ChatTemplate
-from maxpipe.data.tokenizers.files import PATH
+from maxpipe.data.tokenizers.files import MAX_IDS, PATH
 from maxpipe.errors import ConfigError
 
 _ROLES = {
@@ -30,11 +44,19 @@ _TURN_ENDS = (
     *("<|return|>", "<|call|>"),
 )
 _MAX_SETTINGS_BYTES = 1 << 24
-_SETTINGS, _MAP, _GENERATION = (
-    *("tokenizer_config.json", "special_tokens_map.json"),
-    "generation_config.json",
-)
+_SETTINGS, _MAP = "tokenizer_config.json", "special_tokens_map.json"
+_GENERATION, _CONFIG = "generation_config.json", "config.json"
 _TEMPLATE_FILE = "chat_template.jinja"
+
+
+@dataclass(frozen=True, slots=True)
+class Framing:
+    """Tokens around a prompt."""
+
+    before: tuple[int, ...]
+    after: tuple[int, ...] = ()
+    reads_control: bool = False
+    """Whether text that spells a control token is encoded as that token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,8 +76,14 @@ class Control:
     role_texts: Mapping[str, str] = field(default_factory=dict)
     """Texts of control tokens by roles such as `bos_token`, as chat templates name them."""
     chat: ChatTemplate | None = None
+    published: Framing = Framing(())
+    """Framing by which `transformers` encodes a prompt with the tokenizer of this folder."""
+    framing: Framing = None  # type: ignore[assignment]
+    """Framing of prompts here; by default that of training documents, one begin token."""
 
     def __post_init__(self) -> None:
+        if self.framing is None:
+            object.__setattr__(self, "framing", Framing((self.begin_id,)))
         roles = (self.begin_id, self.end_id, self.pad_id)
         object.__setattr__(self, "special_ids", frozenset([*self.special_tokens.values(), *roles]))
 
@@ -64,6 +92,49 @@ class Controlled:
     """What all tokenizers say of their control tokens."""
 
     control: Control
+    vocab_size: int
+    min_rows: int
+    """See `Tokenizer`."""
+    rows: int = MAX_IDS
+    """Rows of the model's embedding, where they are known: see `fitted`."""
+
+    def fitted(self, rows: int) -> Self:
+        """A copy for a model with this number of rows, of which no id is beyond them.
+
+        Text that spells a control token without a row stays text. The end token pads where the
+        padding token has no row.
+        """
+        if rows >= self.vocab_size:
+            return self
+        assert self.min_rows <= rows, "encoding would return ids without a row"
+        found = self.with_control() if self.pad_id < rows else self.with_control(pad_id=self.end_id)
+        found.rows = rows
+        return found
+
+    def encode(self, text: str) -> np.ndarray:
+        """See `Tokenizer`."""
+        raise NotImplementedError
+
+    def encode_chat(self, text: str) -> np.ndarray:
+        """See `Tokenizer`."""
+        raise NotImplementedError
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """The ids of a prompt, with the tokens of `framing` around them; at least one."""
+        framing = self.control.framing
+        encode = self.encode_chat if framing.reads_control else self.encode
+        ids = [*framing.before, *encode(text).tolist(), *framing.after]
+        return ids or [self.begin_id]
+
+    def with_control(self, **changes: Any) -> Self:
+        """A copy with other values of `Control`."""
+        found = copy.copy(self)
+        found.control = replace(self.control, **changes)
+        return found
+
+    @property
+    def framing(self) -> Framing:
+        return self.control.framing
 
     @property
     def begin_id(self) -> int:
@@ -104,6 +175,7 @@ def resolve(
     id_of: Callable[[str], int | None],
     vocab_size: int,
     known: Mapping[str, int] | None = None,
+    published: tuple[Sequence[int], Sequence[int]] | None = None,
 ) -> Control:
     """The control tokens of the vocabulary in the file `path`.
 
@@ -116,15 +188,19 @@ def resolve(
         id_of: Id of any token of the vocabulary.
         vocab_size: Ids are below it.
         known: Ids that the file itself gives to `bos_token`, `eos_token` and `pad_token`.
+        published: Ids that the file itself puts before and after a text; None if that is not in it,
+            and `add_bos_token` and `add_eos_token` of the settings count.
 
     Raises:
-        ConfigError: no end token, settings that cannot be read or name what is not there.
+        ConfigError: no end token, settings that cannot be read or name a token that is missing.
     """
     folder = os.path.dirname(os.path.expanduser(path))
     settings = _object(os.path.join(folder, _SETTINGS))
-    texts = _texts(_object(os.path.join(folder, _MAP))) | _texts(settings)
-    roles = {role: _role(role, path, texts, special, id_of, known or {}) for role in _ROLES}
-    end = roles["eos_token"]
+    said = _said(settings, _object(os.path.join(folder, _MAP)))
+    texts = {role: text for role, text in said.items() if text is not None}
+    listed = _listed(folder, vocab_size)
+    find = partial(_role, path=path, said=said, special=special, id_of=id_of, known=known or {})
+    end = find("eos_token", ids=listed["eos_token_id"])
     if end is None:
         raise ConfigError.one(
             PATH,
@@ -132,32 +208,48 @@ def resolve(
             f"must have an end token: its special tokens are {_some(special) or 'none'}.",
             f'Put {_SETTINGS} with {{"eos_token": "..."}} beside it.',
         )
-    begin, pad = roles["bos_token"], roles["pad_token"]
-    ends = _generation_ends(os.path.join(folder, _GENERATION), vocab_size)
-    ends = ends or [special[name] for name in _TURN_ENDS if name in special]
+    begin, pad = find("bos_token"), find("pad_token")
+    if begin is None and "bos_token" not in said:
+        begin = next(iter(listed["bos_token_id"]), None)
+    if published is None:
+        added = {role: i for role, i in (("bos", begin), ("eos", end)) if i is not None}
+        added = {role: [i] for role, i in added.items() if settings.get(f"add_{role}_token")}
+        published = added.get("bos", []), added.get("eos", [])
+    elif published[0]:
+        begin = published[0][0]
+    ends = listed["eos_token_id"] or [special[name] for name in _TURN_ENDS if name in special]
     template = _template(folder, settings)
     names = {i: name for name, i in special.items()}
+    roles = {"bos_token": begin, "eos_token": end, "pad_token": pad}
     return Control(
         begin_id=end if begin is None else begin,
         end_id=end,
         pad_id=end if pad is None else pad,
         end_ids=tuple(sorted({end, *ends})),
         special_tokens=special
-        | {texts[role]: i for role, i in roles.items() if role in texts and i is not None},
+        | {
+            texts[role]: i
+            for role, i in roles.items()
+            if i is not None and id_of(texts.get(role, "")) == i
+        },
         role_texts=texts or {role: names[i] for role, i in roles.items() if i in names},
         chat=ChatTemplate(*template, texts) if template else None,
+        published=Framing(tuple(published[0]), tuple(published[1]), reads_control=True),
     )
 
 
 def _role(
     role: str,
+    *,
     path: str,
-    texts: Mapping[str, str],
+    said: Mapping[str, str | None],
     special: Mapping[str, int],
     id_of: Callable[[str], int | None],
     known: Mapping[str, int],
+    ids: Sequence[int] = (),
 ) -> int | None:
-    named = texts.get(role)
+    """The id of a role; `ids` are those that other files list for it."""
+    named = said.get(role)
     if named is not None:
         found = id_of(named)
         if found is not None or role == "pad_token":  # published folders name padding they lack
@@ -168,8 +260,12 @@ def _role(
             f"must have the token that {_SETTINGS} beside it calls {role}: {named[:80]}.",
             f"Correct {role} there, or put the {_SETTINGS} of this tokenizer beside it.",
         )
+    if role in said and role != "eos_token":  # null: there is none
+        return None
     if role in known:
         return known[role]
+    if ids:
+        return ids[0]
     return next((special[name] for name in _ROLES[role] if name in special), None)
 
 
@@ -195,21 +291,54 @@ def _wrong(path: str, rule: str) -> ConfigError:
     return ConfigError.one(PATH, path, rule, "Correct or remove the file.")
 
 
+def _said(settings: Mapping[str, Any], special: Mapping[str, Any]) -> dict[str, str | None]:
+    """Token texts by role, None where the role is said to have no token.
+
+    As in `transformers` the special tokens map counts before settings that list no added tokens.
+    """
+    first, second = settings, special
+    if "added_tokens_decoder" not in settings:
+        first, second = special, settings
+    said = _texts(second) | _texts(first)
+    denied = [k for k in (*first, *second) if k in _ROLES and k not in said]
+    return {**said, **dict.fromkeys(denied)}
+
+
 def _texts(entries: Mapping[str, Any]) -> dict[str, str]:
     """Token texts by role: each is written as its text, or as an object with `content`."""
     texts = {k: v.get("content") if isinstance(v, dict) else v for k, v in entries.items()}
     return {k: v for k, v in texts.items() if isinstance(v, str) and k.endswith("_token")}
 
 
-def _generation_ends(path: str, vocab_size: int) -> Sequence[int]:
-    """`eos_token_id` of a generation_config.json: one id or several."""
-    found = _object(path).get("eos_token_id")
-    ends = found if isinstance(found, list) else [] if found is None else [found]
-    for each in ends:
-        if type(each) is not int or not 0 <= each < vocab_size:
-            rule = f"must have ids below {vocab_size} as eos_token_id: it has {str(each)[:80]}."
+def _listed(folder: str, vocab_size: int) -> dict[str, list[int]]:
+    """Ids by `eos_token_id` and `bos_token_id`: of generation_config.json, else of config.json.
+
+    That of a model with parts has them in its `text_config`.
+    """
+    found: dict[str, list[int]] = {"eos_token_id": [], "bos_token_id": []}
+    for name in (_GENERATION, _CONFIG):
+        path = os.path.join(folder, name)
+        content = _object(path)
+        inner = content.get("text_config")
+        inner = inner if isinstance(inner, dict) else {}
+        for key, ids in found.items():
+            value = content[key] if content.get(key) is not None else inner.get(key)
+            is_checked = (name, key) == (_GENERATION, "eos_token_id")
+            limit = vocab_size if is_checked else MAX_IDS  # an embedding may have more rows
+            found[key] = ids or _ids(path, key, value, limit)
+    found["bos_token_id"] = [each for each in found["bos_token_id"] if each < vocab_size]
+    return found
+
+
+def _ids(path: str, key: str, value: object, limit: int) -> list[int]:
+    """One id or several."""
+    ids: list[int] = []
+    for each in value if isinstance(value, list) else [] if value is None else [value]:
+        if type(each) is not int or not 0 <= each < limit:
+            rule = f"must have ids below {limit} as {key}: it has {str(each)[:80]}."
             raise _wrong(path, rule)
-    return ends
+        ids.append(each)
+    return ids
 
 
 def _template(folder: str, settings: Mapping[str, Any]) -> tuple[str, str] | None:

@@ -7,7 +7,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -43,19 +43,27 @@ class HuggingFaceTokenizer(Controlled):
             raise ValueError(f"it has an id of {self.vocab_size - 1}, at most {MAX_IDS} are used")
         added = self._tokenizer.get_added_tokens_decoder()
         special = {token.content: i for i, token in added.items() if token.special}
-        self.control = resolve(path, special, vocabulary.get, self.vocab_size)
+        definition = parse(self._tokenizer.to_str(), dict[str, Any], most_depth=256)
+        around = _around_text(definition.get("post_processor"))
+        self.control = resolve(path, special, vocabulary.get, self.vocab_size, published=around)
+        hidden = {i for i, token in added.items() if token.special}
+        ids = [i for token, i in vocabulary.items() if i not in hidden]
+        made = _made(definition, vocabulary)
+        roles = (self.begin_id, self.end_id, *around[0], *around[1])
+        self.min_rows = max(max(ids if made is None else made & {*ids}, default=0), *roles) + 1
         spelled = {token.content: i for i, token in added.items()}
-        self.byte_lengths = self._byte_lengths(vocabulary, spelled)
+        self.byte_lengths = self._byte_lengths(vocabulary, spelled, definition)
         control = f"{self.begin_id} {self.end_id} {self.pad_id}"
         self._fingerprint = hashlib.sha256(raw + control.encode()).hexdigest()
 
     def _byte_lengths(
-        self, vocabulary: Mapping[str, int], spelled: Mapping[str, int]
+        self,
+        vocabulary: Mapping[str, int],
+        spelled: Mapping[str, int],
+        definition: Mapping[str, Any],
     ) -> np.ndarray:
         """`spelled` tokens stand for the text that they are written as."""
-        decoder = json.dumps(
-            parse(self._tokenizer.to_str(), dict[str, Any], most_depth=256).get("decoder")
-        )
+        decoder = json.dumps(definition.get("decoder"))
         # A byte-level vocabulary writes each byte of text as one character.
         byte_level, joined = '"ByteLevel"' in decoder, '"WordPiece"' in decoder
         lengths = np.zeros(self.vocab_size, np.int32)
@@ -103,10 +111,18 @@ class HuggingFaceTokenizer(Controlled):
             found = self._with_control.encode(text, add_special_tokens=False)
         return np.asarray(found.ids, np.int32), np.asarray(found.offsets, np.int64).reshape(-1, 2)
 
+    def with_control(self, **changes: Any) -> Self:
+        found = super().with_control(**changes)
+        found.__dict__.pop("_with_control", None)  # depends on the rows
+        return found
+
     @functools.cached_property
     def _with_control(self) -> Any:
         """Another one that knows control tokens in text: the switch is no argument of a call."""
         settings = parse(self._tokenizer.to_str(), dict[str, Any], most_depth=256)
+        settings["added_tokens"] = [
+            each for each in settings.get("added_tokens") or () if each["id"] < self.rows
+        ]
         # It adds no tokens here, but may take spaces from the places of those that have them.
         settings["post_processor"] = None
         other = _parsed(json.dumps(settings).encode())
@@ -128,6 +144,46 @@ class HuggingFaceTokenizer(Controlled):
 
     def fingerprint(self) -> str:
         return self._fingerprint
+
+
+def _around_text(post_processor: Any) -> tuple[list[int], list[int]]:
+    """Ids that a post-processor puts before and after a text."""
+    model = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}
+    others = dict.fromkeys(("normalizer", "pre_tokenizer", "decoder", "truncation", "padding"))
+    whole = {"version": "1.0", "added_tokens": [], "model": model, **others}
+    one_word = _parsed(json.dumps({**whole, "post_processor": post_processor}).encode())
+    found = one_word.encode("a", add_special_tokens=True)
+    place = found.special_tokens_mask.index(0)
+    return found.ids[:place], found.ids[place + 1 :]
+
+
+def _made(definition: Mapping[str, Any], vocabulary: Mapping[str, int]) -> set[int] | None:
+    """Ids that BPE can make of text; None of other models, or where whole words are looked up.
+
+    A token that no merge makes, and that is no character or byte, is not among them: such ids are
+    reserved.
+    """
+    model = definition["model"]
+    if model.get("type") != "BPE" or model.get("ignore_merges"):
+        return None
+    merged = (
+        "".join(each.split(" ", 1) if isinstance(each, str) else each)
+        for each in model.get("merges") or ()
+    )
+    prefix, suffix = (
+        model.get(name) or "" for name in ("continuing_subword_prefix", "end_of_word_suffix")
+    )
+    if prefix:
+        return None
+    known = {
+        content for each in definition.get("added_tokens") or () for content in [each["content"]]
+    }
+    known |= {*merged, str(model.get("unk_token"))}
+    return {
+        i
+        for token, i in vocabulary.items()
+        if token in known or len(token.removesuffix(suffix)) <= 1 or _BYTE_TOKEN.fullmatch(token)
+    }
 
 
 def _parsed(raw: bytes) -> Any:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -46,6 +47,8 @@ class SentencePieceTokenizer(Controlled):
         own["pad_token"] = model.pad_id()
         known = {role: i for role, i in own.items() if i >= 0}
         self.control = resolve(path, special, ids.get, self.vocab_size, known)
+        made = (i for i in ids.values() if not (model.is_control(i) or model.is_unused(i)))
+        self.min_rows = max(*made, self.begin_id, self.end_id) + 1
         self.byte_lengths = np.zeros(self.vocab_size, np.int32)
         for i, piece in enumerate(pieces):
             if model.is_byte(i):
@@ -53,11 +56,20 @@ class SentencePieceTokenizer(Controlled):
             elif not model.is_unknown(i):
                 self.byte_lengths[i] = len(piece.replace(_SPACE, " ").encode())
         self.byte_lengths[list(self.special_ids)] = 0
-        texts = sorted((pieces[i] for i in self.special_ids), key=len, reverse=True)
-        self._control_text = re.compile("(" + "|".join(map(re.escape, texts)) + ")")
-        self._ids = ids
+        self._pieces, self._ids = pieces, ids
         control = f"{self.begin_id} {self.end_id} {self.pad_id}"
         self._fingerprint = hashlib.sha256(raw + control.encode()).hexdigest()
+
+    def with_control(self, **changes: Any) -> Self:
+        found = super().with_control(**changes)
+        found.__dict__.pop("_control_text", None)  # depends on the rows
+        return found
+
+    @functools.cached_property
+    def _control_text(self) -> re.Pattern[str]:
+        names = (self._pieces[i] for i in self.special_ids if i < self.rows)
+        texts = sorted(names, key=len, reverse=True)
+        return re.compile("(" + "|".join(map(re.escape, texts)) + ")")
 
     def encode(self, text: str) -> np.ndarray:
         with explained(self._path, "sentencepiece", USED):

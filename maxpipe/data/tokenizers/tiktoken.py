@@ -52,6 +52,7 @@ class TiktokenTokenizer(Controlled):
             raise ConfigError.one(PATH, path, rule, "Name another file.")
         ids = {_text(token): i for token, i in ranks.items()} | special
         self.control = resolve(path, special, ids.get, self.vocab_size)
+        self.min_rows = max(*ranks.values(), self.begin_id, self.end_id) + 1
         self._stands_for_text = np.zeros(self.vocab_size, bool)
         self.byte_lengths = np.zeros(self.vocab_size, np.int32)
         for token, i in ranks.items():
@@ -76,7 +77,10 @@ class TiktokenTokenizer(Controlled):
 
     def encode_chat(self, text: str) -> np.ndarray:
         with explained(self._path, "tiktoken", USED):
-            return np.asarray(self._encoding.encode(text, allowed_special="all"), np.int32)
+            known = {name for name, i in self.special_tokens.items() if i < self.rows}
+            known &= self._encoding.special_tokens_set
+            ids = self._encoding.encode(text, allowed_special=known, disallowed_special=())
+            return np.asarray(ids, np.int32)
 
     def encode_chat_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
         ids = self.encode_chat(text)

@@ -1,0 +1,134 @@
+"""What begins and ends a text, from every file that can say it; rows that a vocabulary needs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+from maxpipe.config.schema import TokenizerConfig
+from maxpipe.data.conversation import closing_ids, for_chats, speaking
+from maxpipe.data.tokenizer import Tokenizer as Opened
+from maxpipe.data.tokenizer import fitted, open_tokenizer
+from maxpipe.errors import ConfigError
+from maxpipe.generate.completions import stops_of
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|bos|>"]
+
+
+def folder(path: Path, post: str = "", extra: bool = False, **files: Any) -> Opened:
+    """A byte-level tokenizer with control tokens 0 to 3, and JSON files beside it."""
+    made: Any = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=280, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
+    )
+    made.train_from_iterator(["the sea was wide"] * 9, trainer)
+    if post:
+        names = [(name, i) for i, name in enumerate(SPECIAL) if name in post]
+        made.post_processor = processors.TemplateProcessing(single=post, special_tokens=names)
+    if extra:
+        made.add_special_tokens([AddedToken("<image>", special=True)])
+    path.mkdir(exist_ok=True)
+    made.save(str(path / "tokenizer.json"))
+    for name, content in files.items():
+        (path / f"{name}.json").write_text(json.dumps(content))
+    return open_tokenizer(TokenizerConfig(kind="auto", path=str(path)))
+
+
+EOS = {"eos_token": "<|endoftext|>", "bos_token": None}
+
+
+@pytest.mark.parametrize(
+    ("files", "begin", "ends"),
+    [
+        ({"tokenizer_config": EOS}, 0, (0, 2)),
+        ({"tokenizer_config": {**EOS, "bos_token": "<|bos|>"}}, 3, (0, 2)),
+        ({"tokenizer_config": EOS, "generation_config": {"eos_token_id": [0, 3]}}, 0, (0, 3)),
+        ({"tokenizer_config": EOS, "config": {"eos_token_id": [2, 3]}}, 0, (0, 2, 3)),
+        ({"tokenizer_config": EOS, "config": {"text_config": {"eos_token_id": 3}}}, 0, (0, 3)),
+        (
+            {
+                "tokenizer_config": EOS,
+                "generation_config": {"eos_token_id": 0},
+                "config": {"eos_token_id": 3},
+            },
+            0,
+            (0,),
+        ),
+        ({"config": {"eos_token_id": 2, "bos_token_id": 3}}, 3, (2,)),
+        ({"tokenizer_config": EOS, "special_tokens_map": {"eos_token": "<|im_end|>"}}, 2, (2,)),
+        (
+            {
+                "tokenizer_config": {**EOS, "added_tokens_decoder": {}},
+                "special_tokens_map": {"eos_token": "<|im_end|>"},
+            },
+            0,
+            (0, 2),
+        ),
+    ],
+)
+def test_files_that_name_begin_and_end(
+    tmp_path: Path, files: dict[str, Any], begin: int, ends: tuple[int, ...]
+) -> None:
+    tokenizer = folder(tmp_path, **files)
+    assert (tokenizer.begin_id, tokenizer.end_ids) == (begin, ends)
+
+
+@pytest.mark.parametrize(
+    ("post", "before", "after"),
+    [("", (), ()), ("<|bos|> $A", (3,), ()), ("<|bos|> $A <|im_end|>", (3,), (2,))],
+)
+def test_published_framing_is_that_of_the_post_processor(
+    tmp_path: Path, post: str, before: tuple[int, ...], after: tuple[int, ...]
+) -> None:
+    settings = {**EOS, "add_bos_token": True, "add_eos_token": True}  # not read with tokenizer.json
+    tokenizer = folder(tmp_path, post, tokenizer_config=settings)
+    plain = tokenizer.encode("the sea").tolist()
+    assert tokenizer.encode_prompt("the sea") == [tokenizer.begin_id, *plain]
+    published = tokenizer.with_control(framing=tokenizer.control.published)
+    assert published.encode_prompt("the sea") == [*before, *plain, *after]
+    assert published.encode_prompt("<|im_end|>") == [*before, 2, *after]
+    assert published.encode_prompt("") == ([*before, *after] or [tokenizer.begin_id])
+
+
+def test_control_tokens_without_a_row(tmp_path: Path) -> None:
+    tokenizer = folder(tmp_path, extra=True, tokenizer_config=EOS)
+    rows = tokenizer.vocab_size - 1
+    assert tokenizer.min_rows == rows
+    assert tokenizer.encode_chat("<image>").tolist() == [rows]
+    small = fitted(tokenizer, rows)
+    assert small.encode_chat("<image>").tolist() == tokenizer.encode("<image>").tolist()
+    assert max(small.encode_chat("<|im_end|><image>")) < rows
+    assert fitted(tokenizer, rows + 1).encode_chat("<image>").tolist() == [rows]
+    with pytest.raises(ConfigError, match=f"model.vocab_size = {rows - 1}"):
+        fitted(tokenizer, rows - 1)
+    with pytest.raises(ConfigError, match="Name the tokenizer of this model"):
+        fitted(tokenizer, rows - 1, model="run@3")
+
+
+def test_the_token_that_closes_an_answer_ends_a_text(tmp_path: Path) -> None:
+    settings = {**EOS, "chat_template": CHATML}
+    tokenizer = folder(tmp_path, tokenizer_config=settings, generation_config={"eos_token_id": 0})
+    assert tokenizer.chat is not None and tokenizer.end_ids == (0,)
+    assert closing_ids(tokenizer.chat, tokenizer) == [2]
+    assert for_chats(tokenizer).end_ids == (0, 2)
+    run = speaking(tokenizer, {"template": "other", "begin_ids": [], "end_ids": [2]})
+    assert run.end_ids == (0, 2) and run.chat is not None and run.chat.template == "other"
+    assert run.encode_prompt("the sea") == tokenizer.encode("the sea").tolist()
+
+
+def test_stop_strings_of_control_tokens(tmp_path: Path) -> None:
+    tokenizer = folder(tmp_path, tokenizer_config=EOS)
+    assert stops_of(["sea", "<|im_end|>"], tokenizer, "--stop") == (("sea",), frozenset({2}))
+    with pytest.raises(ConfigError, match="never matches: <|im_end|>".replace("|", r"\|")):
+        stops_of(["<|im_end|>\n"], tokenizer, "--stop")
