@@ -26,6 +26,8 @@ from maxpipe.data.documents import (
     EncodedDocuments,
     digest_of,
     kept_index,
+    mask_digest,
+    unchanged,
 )
 from maxpipe.data.formats.reads import reading
 from maxpipe.data.formats.text_of import BadRecord, shortened
@@ -298,10 +300,16 @@ class ChatDocuments(EncodedDocuments):
 
     def __init__(self, conversations: ChatRecords, index: DocumentIndex):
         super().__init__(conversations.source, conversations.tokenizer, index)
-        self._conversations = conversations
+        self._conversations, self._masks = conversations, index.masks
 
     def _read(self, document: int) -> Encoded:
-        return self._conversations.encode(document)
+        found = self._conversations.encode(document)
+        assert found.trained is not None and self._masks is not None
+        if ids_digest(found.ids) != self._digests[document]:
+            raise self._changed(document)
+        if mask_digest(found.trained) != self._masks[document]:
+            raise self._changed(document)
+        return found
 
 
 def build_chat_index(
@@ -318,12 +326,13 @@ def build_chat_index(
         ConfigError: naming a record that cannot be used, or no token is trained.
     """
     source, tokenizer = conversations.source, conversations.tokenizer
-    parts = [source.fingerprint(), tokenizer.fingerprint(), conversations.fingerprint()]
+    parts = [source.fingerprint(), source.content(moved)]
+    parts += [tokenizer.fingerprint(), conversations.fingerprint()]
     index = kept_index(
-        ["chat", 2, *parts],
+        ["chat", 3, *parts],
         len(source),
         cache_dir,
-        lambda moved: _read_all(conversations, moved, threads),
+        lambda moved: unchanged(source, moved, _read_all(conversations, moved, threads)),
         keep=keep,
         moved=moved,
         task=f"rendering conversations of {source.name}",
@@ -359,15 +368,20 @@ def count(conversations: ChatRecords, document: int) -> Counted:
         found = conversations.encode(document)
     assert found.trained is not None
     text = conversations.tokenizer.decode(found.ids[found.trained].tolist())
-    digest = digest_of(found.ids.astype("<i8").tobytes())
+    digest = ids_digest(found.ids)
     return Counted(found.ids, found.trained, text.encode(), digest, found.marks)
+
+
+def ids_digest(ids: np.ndarray) -> int:
+    """`digest_of` ids as int64."""
+    return digest_of(ids.astype("<i8").tobytes())
 
 
 def _read_all(conversations: ChatRecords, moved: Moved | None, threads: int) -> DocumentIndex:
     source = conversations.source
     lengths, trained = np.zeros(len(source), np.int64), np.zeros(len(source), np.int64)
     byte_counts, digests = np.zeros(256, np.int64), np.zeros(len(source), np.uint64)
-    marks = np.zeros(len(source), np.uint8)
+    marks, masks = np.zeros(len(source), np.uint8), np.zeros(len(source), np.uint64)
     progress = Progress(f"rendering conversations of {source.name}", len(source), moved)
 
     with ThreadPoolExecutor(max(1, threads), "conversations") as pool:
@@ -377,7 +391,10 @@ def _read_all(conversations: ChatRecords, moved: Moved | None, threads: int) -> 
             for document, found in zip(numbers, read, strict=True):
                 lengths[document], trained[document] = len(found.ids), int(found.trained.sum())
                 digests[document], marks[document] = found.digest, found.marks
+                masks[document] = mask_digest(found.trained)
                 byte_counts += np.bincount(np.frombuffer(found.raw, np.uint8), minlength=256)
             progress.update(numbers.stop)
     found_marks = marks if marks.any() else None
-    return DocumentIndex(lengths, byte_counts, trained, digests=digests, marks=found_marks)
+    return DocumentIndex(
+        lengths, byte_counts, trained, digests=digests, marks=found_marks, masks=masks
+    )

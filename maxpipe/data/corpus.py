@@ -22,7 +22,7 @@ from maxpipe.data.documents import Documents, EncodedDocuments, build_index, ent
 from maxpipe.data.formats.reads import reading
 from maxpipe.data.packing import Sequences, split_documents
 from maxpipe.data.pairs import PairDocuments, Pairs, remarks
-from maxpipe.data.prepared.manifest import SPAN
+from maxpipe.data.prepared.manifest import CONTENT, SPAN, content_facts
 from maxpipe.data.prepared.megatron import MegatronDocuments
 from maxpipe.data.prepared.open import IDS, open_documents
 from maxpipe.data.prepared.reader import PreparedDocuments
@@ -160,7 +160,12 @@ class Corpus:
         more: dict[str, Any] = {}
         if self.data.mixture:
             all_facts = {each.name: each.facts for each in self.indexed}
-            digest = hashlib.sha256(json.dumps(all_facts, sort_keys=True).encode()).hexdigest()
+            # Digests of content are compared one by one; earlier releases have none.
+            bare = {
+                name: {key: value for key, value in each.items() if key != CONTENT}
+                for name, each in all_facts.items()
+            }
+            digest = hashlib.sha256(json.dumps(bare, sort_keys=True).encode()).hexdigest()
             totals = {
                 key: sum(each[key] for each in all_facts.values())
                 for key in ("documents", "tokens")
@@ -274,6 +279,7 @@ def _of_text(
         "documents": len(source),
         "tokens": int(index.lengths.sum()),
         "source_digest": source.fingerprint(),
+        **content_facts(source.content(moved)),
         **_packing_facts(config),
     }
     if found is None:

@@ -82,6 +82,8 @@ class DocumentIndex:
     """uint64 [documents]: `digest_of` each text, or the ids of each conversation."""
     marks: np.ndarray | None = None
     """uint8 [documents]: those of each pair."""
+    masks: np.ndarray | None = None
+    """uint64 [documents]: `mask_digest` of each conversation; None of texts."""
 
     @property
     def tokens_trained(self) -> int:
@@ -97,6 +99,11 @@ class DocumentIndex:
 def digest_of(raw: bytes) -> int:
     """8 bytes of BLAKE2b of a document's text in UTF-8."""
     return int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "little")
+
+
+def mask_digest(trained: np.ndarray) -> int:
+    """8 bytes of BLAKE2b of which tokens are trained: bool [tokens]."""
+    return digest_of(np.packbits(trained).tobytes())
 
 
 def entropy(counts: np.ndarray) -> float:
@@ -120,17 +127,28 @@ def build_index(
 
     The index does not depend on seed, split or sequence length.
     """
+    content = source.content(moved)
     index = kept_index(
-        [2, source.fingerprint(), tokenizer.fingerprint(), len(source)],
+        [3, source.fingerprint(), content, tokenizer.fingerprint(), len(source)],
         len(source),
         cache_dir,
-        lambda moved: _read_all(source, tokenizer, moved),
+        lambda moved: unchanged(source, moved, _read_all(source, tokenizer, moved)),
         keep=keep,
         moved=moved,
         task=f"indexing documents of {source.name}",
     )
     for document in index.unreadable.tolist():
         source[document]  # counted, and refused where that is not allowed any more
+    return index
+
+
+def unchanged(source: Source, moved: Moved | None, index: DocumentIndex) -> DocumentIndex:
+    """The index, if no file has changed while all documents were read for it.
+
+    Raises:
+        ConfigError: one has.
+    """
+    source.check_unchanged(moved)
     return index
 
 
@@ -193,8 +211,9 @@ def _index_of(arrays: Mapping[str, np.ndarray], num_documents: int) -> DocumentI
     unreadable = arrays["unreadable"]
     digests = arrays["digests"]
     lengths, counts, marks = arrays["lengths"], arrays["byte_counts"], arrays.get("marks")
-    index = DocumentIndex(lengths, counts, trained, unreadable, digests, marks)
-    shapes = {each.shape for each in (lengths, trained, digests, marks) if each is not None}
+    masks = arrays.get("masks")
+    index = DocumentIndex(lengths, counts, trained, unreadable, digests, marks, masks)
+    shapes = {each.shape for each in (lengths, trained, digests, marks, masks) if each is not None}
     if shapes != {(num_documents,)} or index.byte_counts.shape != (256,):
         raise ValueError("arrays of another shape")
     return index
@@ -206,7 +225,7 @@ class EncodedDocuments:
     def __init__(self, source: Source, tokenizer: Tokenizer, index: DocumentIndex):
         self.tokenizer = tokenizer
         self.lengths = index.lengths
-        self._source = source
+        self._source, self._digests = source, index.digests
         self._dtype = np.min_scalar_type(tokenizer.vocab_size - 1)
         self._cached: OrderedDict[int, Encoded] = OrderedDict()
         self._cached_bytes = 0
@@ -246,15 +265,23 @@ class EncodedDocuments:
     def _encode(self, document: int) -> Encoded:
         found = self._read(document)
         if len(found.ids) != self.lengths[document]:
-            raise StorageError(
-                f"data.path: document {document} of {self._source.name}\n"
-                f"  has {len(found.ids)} tokens; it had {self.lengths[document]} when it was "
-                "indexed, and documents must not change.\n"
-                "  Restore the document, or start a new run with the changed one."
+            raise self._changed(
+                document, f"{len(found.ids)} tokens; it had {self.lengths[document]}"
             )
         return replace(found, ids=found.ids.astype(self._dtype))
 
+    def _changed(self, document: int, what: str = "another content than") -> StorageError:
+        """The error for a document that is not the one that was indexed."""
+        return StorageError(
+            f"{self._source.where(document)}: has changed\n"
+            f"  document {document} of {self._source.name} has {what} when it was indexed, and "
+            "documents must not change.\n"
+            "  Restore the file, or start a new run with the changed one."
+        )
+
     def _read(self, document: int) -> Encoded:
-        tokenizer = self.tokenizer
-        ids = tokenizer.encode(self._source[document])
+        tokenizer, text = self.tokenizer, self._source[document]
+        if digest_of(text.encode()) != self._digests[document]:
+            raise self._changed(document)
+        ids = tokenizer.encode(text)
         return Encoded(np.concatenate([[tokenizer.begin_id], ids, [tokenizer.end_id]]))

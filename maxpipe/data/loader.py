@@ -32,6 +32,7 @@ from maxpipe.data.corpus import SOURCES, Corpus, Split, open_corpus
 from maxpipe.data.mixture import Mixture
 from maxpipe.data.packing import Sequences
 from maxpipe.data.pairs import PairDocuments
+from maxpipe.data.prepared.manifest import CONTENT
 from maxpipe.data.sources import Moved
 from maxpipe.data.stream import Stream
 from maxpipe.data.tokenizer import Tokenizer, open_tokenizer
@@ -535,6 +536,7 @@ _WORDS = {
 }
 
 
+_NAMED_FILES = 4
 _UNSAID = {"packing": "cut"}
 """What a fingerprint means that does not have this entry."""
 
@@ -571,10 +573,34 @@ def compare(
     if found:
         # The totals follow from these.
         names = [name for name in names if name not in ("documents", "tokens", "source_digest")]
-    names = [name for name in names if name not in (SOURCES, mixture.FACTS)]
+    names = [name for name in names if name not in (SOURCES, mixture.FACTS, CONTENT)]
+    found += _changed_files(saved.get(CONTENT), current.get(CONTENT))
     return found + [
         (_WORDS.get(name, name), _short(before), _short(now))
         for name in names
         if (before := saved.get(name, _UNSAID.get(name)))
         != (now := current.get(name, _UNSAID.get(name)))
     ]
+
+
+def _changed_files(
+    saved: Mapping[str, str] | None, current: Mapping[str, str] | None
+) -> list[tuple[str, Any, Any]]:
+    """Files whose digests differ; none where one fingerprint has no digests of the same kind."""
+    if not saved or not current:
+        return []
+    found = [
+        (f"the content of {name}", _short(saved[name]), _short(digest))
+        for name, digest in current.items()
+        if name in saved and _differ(saved[name], digest)
+    ]
+    if saved.keys() != current.keys():
+        before, now = ([*each][:_NAMED_FILES] for each in (saved, current))
+        found.append(("the list of files", ", ".join(before), ", ".join(now)))
+    return found
+
+
+def _differ(saved: str, current: str) -> bool:
+    """Whether digests of one kind differ: a bucket's are of another kind than those of a disk."""
+    kinds = [each.partition(":")[0] if ":" in each else "" for each in (saved, current)]
+    return kinds[0] == kinds[1] and saved != current

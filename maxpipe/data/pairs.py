@@ -234,7 +234,8 @@ class PairDocuments(ChatDocuments):
 
     def __init__(self, pairs: Pairs, index: DocumentIndex):
         super().__init__(pairs, index)
-        parts = [pairs.source.fingerprint(), pairs.tokenizer.fingerprint(), pairs.fingerprint()]
+        source, parts = pairs.source, [pairs.tokenizer.fingerprint(), pairs.fingerprint()]
+        parts = [source.fingerprint(), source.content(), *parts]
         self.digest = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 

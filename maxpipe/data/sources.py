@@ -15,6 +15,7 @@ from maxpipe.config.data import paths_of
 from maxpipe.config.data_schema import SourceConfig
 from maxpipe.data.formats.array_records import ArrayRecords
 from maxpipe.data.formats.cache import Cache
+from maxpipe.data.formats.digests import Digests
 from maxpipe.data.formats.files import File, find_files
 from maxpipe.data.formats.json_lines import JsonLines
 from maxpipe.data.formats.parquet import ParquetRows
@@ -68,13 +69,19 @@ def open_source(
         StorageError: there is no room to unpack a file.
     """
     text = TextOf(config.field, config.template)
-    records = _open_records(config, seed, text, Cache(cache_dir, keep=keep), moved)
+    cache, digests = Cache(cache_dir, keep=keep), Digests(cache_dir, keep=keep)
+    records = _open_records(config, seed, text, cache, digests, moved)
     skipped = config.unreadable_limit if config.unreadable == "skip" else 0
-    return RecordSource(records, text, skipped)
+    return RecordSource(records, text, skipped, digests)
 
 
 def _open_records(
-    config: SourceConfig, seed: int, text: TextOf, cache: Cache, moved: Moved | None
+    config: SourceConfig,
+    seed: int,
+    text: TextOf,
+    cache: Cache,
+    digests: Digests,
+    moved: Moved | None,
 ) -> Records:
     paths = config.path if config.path or not config.paths else config.paths
     match config.source:
@@ -84,7 +91,7 @@ def _open_records(
             return TextFiles("text", find_files(paths, ()))
         case "jsonl":
             files = find_files(paths, (".jsonl",))
-            return JsonLines(files, cache, config.largest_unpacked_bytes, moved)
+            return JsonLines(files, cache, digests, config.largest_unpacked_bytes, moved)
         case "parquet":
             return ParquetRows(find_files(paths, (".parquet",)), text.columns, moved)
         case "arrayrecord":

@@ -143,3 +143,9 @@ class Listed:
 
     def fingerprint(self) -> str:
         return str(len(self.records))
+
+    def content(self, moved: object = None) -> dict[str, str]:
+        return {}
+
+    def check_unchanged(self, moved: object = None) -> None:
+        """There are no files."""

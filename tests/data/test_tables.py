@@ -420,7 +420,7 @@ def test_offsets_beyond_the_file_are_refused(tmp_path: Path) -> None:
     assert f"{file}: row 1" in message
 
 
-def test_a_saved_dataset_takes_no_memory_of_its_own(tmp_path: Path) -> None:
+def test_a_saved_dataset_is_not_read_as_a_whole(tmp_path: Path) -> None:
     rows = [{"text": "a" * 10_000} for _ in range(5000)]
     folder = save(tmp_path / "saved", [rows], 100)
     before = pa.total_allocated_bytes()

@@ -32,6 +32,12 @@ class Texts:
     def fingerprint(self) -> str:
         return str(len(self.texts))
 
+    def content(self, moved: object = None) -> dict[str, str]:
+        return {}
+
+    def check_unchanged(self, moved: object = None) -> None:
+        """There are no files."""
+
 
 def write_texts(folder: Path, texts: Sequence[str]) -> str:
     """A folder with a document in each file, for `data.source=text`."""

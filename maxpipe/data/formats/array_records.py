@@ -29,7 +29,7 @@ class ArrayRecords:
                     "must be in a file system with data.source=arrayrecord.",
                     "Copy the files to a disk, or mount the bucket as a folder.",
                 )
-        self._files = files
+        self.files = files
         path = files[0].path
         try:
             self._records = ArrayRecordDataSource([file.path for file in files])
@@ -68,16 +68,16 @@ class ArrayRecords:
 
         # Asked for seldom: the reader of all files does not say where each of them ends.
         try:
-            counts = [len(ArrayRecordDataSource([file.path])) for file in self._files]
+            counts = [len(ArrayRecordDataSource([file.path])) for file in self.files]
         except Exception:  # as above; where it fails is not where the record is
-            return f"{common_folder(self._files)}: record {index}"
+            return f"{common_folder(self.files)}: record {index}"
         ends = np.cumsum(counts)
         which = int(np.searchsorted(ends, index, side="right"))
-        return f"{self._files[which].path}: record {index - int(ends[which] - counts[which])}"
+        return f"{self.files[which].path}: record {index - int(ends[which] - counts[which])}"
 
     def fingerprint(self, chosen: str) -> str:
         kind = chosen if self._json else ""
-        return digest([kind, len(self), *identities(self._files)])
+        return digest([kind, len(self), *identities(self.files)])
 
 
 @contextlib.contextmanager

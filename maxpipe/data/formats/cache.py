@@ -11,7 +11,7 @@ import tempfile
 import weakref
 from collections.abc import Callable
 
-from maxpipe.data.formats.files import File, digest, edges, reaching
+from maxpipe.data.formats.files import File
 from maxpipe.data.formats.locks import locked
 from maxpipe.data.formats.source import Moved
 
@@ -40,13 +40,14 @@ class Cache:
             return self._own or tempfile.gettempdir()
         return self._folder
 
-    def made(self, kind: str, file: File, make: Make, moved: Moved | None = None) -> str:
-        """The folder that `make` fills from a file, if it is not there yet.
+    def made(self, name: str, file: File, make: Make, moved: Moved | None = None) -> str:
+        """The folder with this name, which `make` fills from a file if it is not there yet.
+
+        `name` has to tell contents apart.
 
         Raises:
             OSError: neither folder can be written.
         """
-        name = f"{kind}-{_key(file)}"
         for root in (self._folder, self._own):
             if root is not None and os.path.isdir(found := os.path.join(root, name)):
                 return found
@@ -60,13 +61,6 @@ class Cache:
             self._own = tempfile.mkdtemp(prefix="maxpipe-")
             weakref.finalize(self, shutil.rmtree, self._own, True)
         return _made(self._own, name, file, make, moved)
-
-
-def _key(file: File) -> str:
-    """Tells contents apart, wherever the file is."""
-    with reaching(file.path):
-        changed = 0 if file.in_bucket else os.stat(file.path).st_mtime_ns
-    return digest([1, file.size_bytes, edges(file), changed])[:32]
 
 
 def _made(root: str, name: str, file: File, make: Make, moved: Moved | None) -> str:

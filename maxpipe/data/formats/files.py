@@ -9,9 +9,10 @@ import io
 import json
 import os
 import posixpath
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO, NamedTuple, cast
 
 from maxpipe.boundary import buckets
 from maxpipe.boundary.files import opened, scheme
@@ -26,6 +27,34 @@ _AHEAD_BYTES = 1 << 23
 """What is asked of a bucket at once when an object is read from its begin to its end."""
 
 
+SETTLED_SECONDS = 2.0
+"""A file that was written less than this before it is read may change again at the same time as
+its clock counts; such a file is read again by the next start."""
+
+
+class Stat(NamedTuple):
+    """Inode, size and times of a file. Each write changes one of them: `ctime_ns` cannot be set."""
+
+    inode: int
+    size_bytes: int
+    mtime_ns: int
+    ctime_ns: int
+
+    @classmethod
+    def of(cls, found: os.stat_result) -> Stat:
+        return cls(found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+
+    @property
+    def age_seconds(self) -> float:
+        """Time since the last change; negative where the clock of the storage is ahead."""
+        return (time.time_ns() - max(self.mtime_ns, self.ctime_ns)) / 1e9
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether a further write would change it."""
+        return self.age_seconds >= SETTLED_SECONDS
+
+
 @dataclass(frozen=True, slots=True)
 class File:
     """A file of a source. `name` does not depend on where the data folder is."""
@@ -33,6 +62,10 @@ class File:
     name: str
     path: str
     size_bytes: int
+    version: str = ""
+    """Of an object the digest that its bucket has of it."""
+    stat: Stat | None = None
+    """Of a local file, when it was found."""
 
     @property
     def in_bucket(self) -> bool:
@@ -122,7 +155,12 @@ def _in_bucket(path: str, suffixes: tuple[str, ...]) -> list[File]:
         raise _nothing(path, "it gives 0 files", suffixes, is_folder="*" not in path)
     root = posixpath.commonpath([posixpath.dirname(name) for name in objects])
     return [
-        File(posixpath.relpath(name, root), f"gs://{name}", int(objects[name]["size"]))
+        File(
+            posixpath.relpath(name, root),
+            f"gs://{name}",
+            int(objects[name]["size"]),
+            _version(objects[name]),
+        )
         for name in sorted(objects)
     ]
 
@@ -148,6 +186,24 @@ def _objects(path: str, suffixes: tuple[str, ...]) -> dict[str, Any]:
     return {name: about for name, about in found.items() if about["type"] == "file"}
 
 
+def _version(about: Mapping[str, Any]) -> str:
+    """A bucket has a digest of each object; without one its generation tells contents apart."""
+    for key in ("crc32c", "md5Hash", "generation"):
+        if about.get(key):
+            return f"{key}:{about[key]}"
+    return ""
+
+
+def version_of(path: str) -> str:
+    """The `version` that an object has now.
+
+    Raises:
+        ConfigError: it cannot be reached.
+    """
+    with reaching(path):
+        return _version(buckets.store().info(path))
+
+
 def _fits(name: str, suffixes: tuple[str, ...]) -> bool:
     return not name.startswith(".") and (not suffixes or any(each in name for each in suffixes))
 
@@ -169,8 +225,9 @@ def described(paths: Iterable[str], root: str) -> list[File]:
     files = []
     for path in paths:
         with reaching(path):
-            size_bytes = os.path.getsize(path)
-        files.append(File(os.path.relpath(path, root or "."), path, size_bytes))
+            found = os.stat(path)
+        name = os.path.relpath(path, root or ".")
+        files.append(File(name, path, found.st_size, stat=Stat.of(found)))
     return sorted(files, key=lambda file: file.name)
 
 
@@ -241,6 +298,16 @@ def check_size(file: File, size_bytes: int) -> None:
             f"{size_bytes} now.",
             "Restore the file, or start again with the changed one.",
         )
+
+
+def changed(file: File) -> ConfigError:
+    """The error for a file whose content is not what it was when it was first read."""
+    return ConfigError.one(
+        "data.path",
+        file.path,
+        "must not change while it is read: its content is not what it was at the start.",
+        "Restore the file, or start again with the changed one.",
+    )
 
 
 def stream(file: File) -> BinaryIO:

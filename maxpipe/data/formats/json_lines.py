@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from maxpipe.data.formats.cache import Cache
+from maxpipe.data.formats.digests import Digests
 from maxpipe.data.formats.files import File, digest, identities, read
-from maxpipe.data.formats.lines import SUFFIXES, Lines, find_lines
+from maxpipe.data.formats.lines import SUFFIXES, Lines, find_lines, is_compressed
 from maxpipe.data.formats.source import Moved, Record
 from maxpipe.data.formats.text_of import BadRecord, check_length, from_json, shortened
 from maxpipe.errors import ConfigError
@@ -21,11 +22,19 @@ class JsonLines:
     name = "jsonl"
 
     def __init__(
-        self, files: Sequence[File], cache: Cache, most_bytes: int, moved: Moved | None = None
+        self,
+        files: Sequence[File],
+        cache: Cache,
+        digests: Digests,
+        most_bytes: int,
+        moved: Moved | None = None,
     ):
-        self._files = files
+        self.files = files
         self._cache = cache  # what it made may end with it
         self._lines: list[Lines] = []
+        digests.load(files)
+        if any(map(is_compressed, files)):
+            digests.of(files, moved)
         for file in files:
             if file.path.endswith((".zip", ".tar", ".7z", ".rar", ".lz4", ".br", ".Z")):
                 raise ConfigError.one(
@@ -34,7 +43,7 @@ class JsonLines:
                     f"must be JSON lines as they are, or compressed as {' or '.join(SUFFIXES)}.",
                     "Unpack it and set data.path to the unpacked file.",
                 )
-            lines, unpacked_bytes = find_lines(file, cache, most_bytes, moved)
+            lines, unpacked_bytes = find_lines(file, cache, digests, most_bytes, moved)
             most_bytes -= unpacked_bytes
             self._lines.append(lines)
         # Document numbers at which each file ends.
@@ -59,7 +68,7 @@ class JsonLines:
 
     def read(self, index: int, columns: list[str] | None = None) -> Record:
         lines, number = self._place(index)
-        start, stop = map(int, lines.starts[number : number + 2])
+        start, stop = lines.starts.pair(number)
         check_length(stop - start)
         line = read(lines.content, start, stop).partition(b"\n")[0]  # blank lines follow
         try:
@@ -76,4 +85,4 @@ class JsonLines:
         return f"{lines.file.path}:{lines.number(number)}"
 
     def fingerprint(self, chosen: str) -> str:
-        return digest([chosen, *identities(self._files)])
+        return digest([chosen, *identities(self.files)])

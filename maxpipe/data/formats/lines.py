@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import codecs
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import numpy as np
 
+from maxpipe.boundary.files import opened
+from maxpipe.boundary.files import read as read_file
 from maxpipe.data.formats.cache import Cache, Make
 from maxpipe.data.formats.compressed import SUFFIXES, unpacked
-from maxpipe.data.formats.files import File, check_size, reaching, stream
+from maxpipe.data.formats.digests import Digests, Pass, settle
+from maxpipe.data.formats.files import File, check_size, digest, edges, reaching, stream
 from maxpipe.data.formats.source import Moved, Progress
 from maxpipe.data.formats.text_of import MOST_RECORD_BYTES
 from maxpipe.errors import ConfigError, StorageError
@@ -20,39 +23,69 @@ from maxpipe.errors import ConfigError, StorageError
 _PIECE_BYTES = 1 << 20
 _KEPT_FROM_BYTES = 1 << 26
 """The starts of a smaller file's lines are found again at each start."""
-_STARTS, _CONTENT = "starts.npy", "lines.jsonl"
+_STARTS, _CONTENT, _DIGEST = "starts.npy", "lines.jsonl", "sha256"
 _NEWLINE = ord("\n")
 _IS_SOLID = np.ones(256, np.uint8)
 _IS_SOLID[list(b" \t\n\r\v\f")] = 0
+
+
+class Starts:
+    """Offsets of lines in a file on the disk, which is not mapped: it may be cut meanwhile."""
+
+    def __init__(self, folder: str, count: int, at: int):
+        self.folder, self._count, self._at = folder, count, at
+        self._path = os.path.join(folder, _STARTS)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def pair(self, index: int) -> tuple[int, int]:
+        """The offset of a line and that of the next one."""
+        try:
+            with open(opened(self._path), "rb", buffering=0) as file:
+                raw = os.pread(file.fileno(), 16, self._at + 8 * index)
+            first, second = np.frombuffer(raw, "<i8").tolist()
+        except (OSError, ValueError) as error:
+            raise _unusable(self.folder, str(error)) from error
+        return first, second
+
+
+class StartsInMemory:
+    """Offsets of lines: int64 [lines + 1]."""
+
+    def __init__(self, offsets: np.ndarray):
+        self._offsets = offsets
+
+    def __len__(self) -> int:
+        return len(self._offsets)
+
+    def pair(self, index: int) -> tuple[int, int]:
+        """The offset of a line and that of the next one."""
+        first, second = self._offsets[index : index + 2].tolist()
+        return first, second
 
 
 @dataclass(frozen=True, slots=True)
 class Lines:
     """The lines of a file that are not blank.
 
-    `starts` int64 [lines + 1]: the offset of each in `content`, and behind the last one the size.
-    `content` is the file, or an unpacked copy. `skips` says whether there are blank lines.
+    `starts` has the offset of each in `content`, and after the last one the size. `content` is the
+    file, or an unpacked copy. `skips` says whether there are blank lines.
     """
 
     file: File
     content: File
-    starts: np.ndarray
+    starts: Starts | StartsInMemory
     skips: bool
 
     def __len__(self) -> int:
         return len(self.starts) - 1
 
-    def __reduce__(self) -> tuple[Callable[..., Lines], tuple[Any, ...]]:
-        """For other processes, which read what is kept on the disk from there."""
-        if isinstance(self.starts, np.memmap) and self.starts.filename is not None:
-            return _loaded, (os.path.dirname(self.starts.filename), self.file, self.content)
-        return Lines, (self.file, self.content, self.starts, self.skips)
-
     def number(self, index: int) -> int:
         """The number of a line in its file, from 1 on."""
         if not self.skips:
             return index + 1
-        number, offset = 1, int(self.starts[index])
+        number, offset = 1, self.starts.pair(index)[0]
         with reaching(self.content.path), stream(self.content) as lines:
             while offset > 0 and (piece := lines.read(min(_PIECE_BYTES, offset))):
                 number += piece.count(b"\n")
@@ -65,8 +98,12 @@ def is_compressed(file: File) -> bool:
     return file.path.endswith(SUFFIXES)
 
 
-def find_lines(file: File, cache: Cache, most_bytes: int, moved: Moved | None) -> tuple[Lines, int]:
+def find_lines(
+    file: File, cache: Cache, digests: Digests, most_bytes: int, moved: Moved | None
+) -> tuple[Lines, int]:
     """The lines of a file, and the size of its unpacked copy, of at most `most_bytes`.
+
+    `digests` has that of a compressed file; that of another one is added if it is read as a whole.
 
     Raises:
         ConfigError: it cannot be read, is damaged, or holds more.
@@ -74,18 +111,17 @@ def find_lines(file: File, cache: Cache, most_bytes: int, moved: Moved | None) -
     """
     if not is_compressed(file):
         if file.size_bytes < _KEPT_FROM_BYTES:
-            return Lines(file, file, *_scanned(_pieces(file), file, moved)), 0
-
-        def find(folder: str, moved: Moved) -> None:
-            _save(folder, *_scanned(_pieces(file), file, moved))
-
-        return _loaded(_kept(cache, "lines", file, find, moved), file, file), 0
+            starts, skips = _scanned(_pieces(file, digests), file, moved)
+            return Lines(file, file, StartsInMemory(starts), skips), 0
+        return _with_starts_kept(file, cache, digests, moved), 0
 
     def unpack(folder: str, moved: Moved) -> None:
         with open(os.path.join(folder, _CONTENT), "xb") as copy:
             _save(folder, *_scanned(_copied(file, copy, most_bytes), file, moved))
 
-    folder = _kept(cache, "unpacked", file, unpack, moved)
+    key = file.version if file.in_bucket else digests.known(file)
+    assert key is not None
+    folder = _kept(cache, f"unpacked-{digest([2, file.size_bytes, key])[:32]}", file, unpack, moved)
     path = os.path.join(folder, _CONTENT)
     content = File(file.name, path, os.path.getsize(path))
     if content.size_bytes > most_bytes:
@@ -93,15 +129,47 @@ def find_lines(file: File, cache: Cache, most_bytes: int, moved: Moved | None) -
     return _loaded(folder, file, content), content.size_bytes
 
 
-def _kept(cache: Cache, kind: str, file: File, make: Make, moved: Moved | None) -> str:
+def _with_starts_kept(file: File, cache: Cache, digests: Digests, moved: Moved | None) -> Lines:
+    """The lines of a large file, found once; then its digest is known as well."""
+    key = [2, file.size_bytes, edges(file), file.version, file.stat]
+
+    def find(folder: str, moved: Moved) -> None:
+        if file.stat is not None:
+            settle(file)
+        _save(folder, *_scanned(_pieces(file, digests), file, moved))
+        with open(os.path.join(folder, _DIGEST), "x") as out:
+            out.write(digests.known(file) or "")
+
+    folder = _kept(cache, f"lines-{digest(key)[:32]}", file, find, moved)
+    if not file.in_bucket and digests.known(file) is None:
+        try:
+            sha256 = read_file(os.path.join(folder, _DIGEST), 64).decode("ascii")
+        except (OSError, ValueError) as error:
+            raise _unusable(folder, str(error)) from error
+        digests.add(file, sha256, is_settled=True)
+    return _loaded(folder, file, file)
+
+
+def _kept(cache: Cache, name: str, file: File, make: Make, moved: Moved | None) -> str:
     try:
-        return cache.made(kind, file, make, moved)
+        return cache.made(name, file, make, moved)
     except OSError as error:
         action = f"Free space there, or unpack {file.path} and set data.path to what it holds."
         raise StorageError.unwritable(error.filename or cache.place, error, action) from error
 
 
-def _pieces(file: File) -> Iterator[bytes]:
+def _pieces(file: File, digests: Digests) -> Iterator[bytes]:
+    """The content, whose digest is computed in parallel unless it is known."""
+    if file.in_bucket or digests.known(file) is not None:
+        yield from _read_pieces(file)
+        return
+    assert file.stat is not None
+    is_settled, found = file.stat.is_settled, Pass(file)
+    yield from found.pieces(_read_pieces(file))
+    digests.add(file, found.sha256, is_settled=is_settled)
+
+
+def _read_pieces(file: File) -> Iterator[bytes]:
     size_bytes = 0
     with reaching(file.path), stream(file) as content:
         while piece := content.read(_PIECE_BYTES):
@@ -198,13 +266,23 @@ def _save(folder: str, starts: np.ndarray, skips: bool) -> None:
 
 def _loaded(folder: str, file: File, content: File) -> Lines:
     try:
-        kept = np.load(os.path.join(folder, _STARTS), mmap_mode="r", allow_pickle=False)
-        if kept.dtype != np.int64 or kept.ndim != 1 or kept[-2] != content.size_bytes:
+        with open(opened(os.path.join(folder, _STARTS)), "rb") as stored:
+            if np.lib.format.read_magic(stored) != (1, 0):
+                raise ValueError("it is of another version")
+            shape, _, dtype = np.lib.format.read_array_header_1_0(stored)
+            at = stored.tell()
+            if dtype != np.dtype("<i8") or len(shape) != 1 or shape[0] < 2:
+                raise ValueError("it is of another file")
+            stored.seek(at + 8 * (shape[0] - 2))
+            size_bytes, skips = np.frombuffer(stored.read(16), "<i8").tolist()
+        if size_bytes != content.size_bytes:
             raise ValueError("it is of another file")
     except (OSError, ValueError, IndexError, EOFError) as error:
-        raise StorageError(
-            f"{folder}: cannot be used\n"
-            f"  where lines of {file.path} start: {error}.\n"
-            "  Delete this folder: the next start makes it again."
-        ) from error
-    return Lines(file, content, kept[:-1], bool(kept[-1]))
+        raise _unusable(folder, f"where lines of {file.path} start: {error}") from error
+    return Lines(file, content, Starts(folder, shape[0] - 1, at), bool(skips))
+
+
+def _unusable(folder: str, why: str) -> StorageError:
+    return StorageError(
+        f"{folder}: cannot be used\n  {why}.\n  Delete this folder: the next start makes it again."
+    )

@@ -35,7 +35,7 @@ class ParquetRows:
 
     def __init__(self, files: Sequence[File], columns: list[str], moved: Moved | None = None):
         import_pyarrow(self.name)
-        self._files = files
+        self.files = files
         self._lock = threading.Lock()
         self._cached: OrderedDict[tuple[int, int, bool], Any] = OrderedDict()
         counts: list[list[int]] = []
@@ -99,7 +99,7 @@ class ParquetRows:
             if key in self._cached:
                 self._cached.move_to_end(key)
                 return self._cached[key]
-            table = self._cached[key] = self._read_group(self._files[which], group, columns)
+            table = self._cached[key] = self._read_group(self.files[which], group, columns)
             size = sum(each.nbytes for each in self._cached.values())
             while size > _CACHED_BYTES and len(self._cached) > 1:
                 size -= self._cached.popitem(last=False)[1].nbytes
@@ -146,10 +146,10 @@ class ParquetRows:
 
     def where(self, index: int) -> str:
         which, row = self._place(index)
-        return f"{self._files[which].path}: row {row}"
+        return f"{self.files[which].path}: row {row}"
 
     def fingerprint(self, chosen: str) -> str:
-        return digest([chosen, len(self), *identities(self._files)])
+        return digest([chosen, len(self), *identities(self.files)])
 
 
 def _chunks(group: Any, columns: list[str] | None) -> Iterator[Any]:

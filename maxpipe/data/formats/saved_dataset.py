@@ -1,10 +1,13 @@
-"""Hugging Face datasets that `save_to_disk` wrote, memory-mapped; the package is not needed."""
+"""Hugging Face datasets that `save_to_disk` wrote; the package is not needed."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from typing import Any, NotRequired, TypedDict
+import struct
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, NotRequired, TypedDict
 
 import numpy as np
 
@@ -12,7 +15,14 @@ from maxpipe.boundary import files as boundary
 from maxpipe.boundary.files import scheme
 from maxpipe.boundary.typed import parse
 from maxpipe.data.formats.arrow import import_pyarrow, row_of, wanted
-from maxpipe.data.formats.files import File, check_size, digest, identities, reaching, read
+from maxpipe.data.formats.files import (
+    File,
+    described,
+    digest,
+    identities,
+    reaching,
+    read,
+)
 from maxpipe.data.formats.source import Record
 from maxpipe.data.formats.text_of import BadRecord, shortened
 from maxpipe.errors import ConfigError
@@ -20,7 +30,11 @@ from maxpipe.errors import ConfigError
 _STATE, _SPLITS = "state.json", "dataset_dict.json"
 _SPLIT = "train"
 _MOST_STATE_BYTES = 1 << 22
-_SLACK_BYTES = 1 << 20
+_MOST_METADATA_BYTES = 1 << 26
+_CACHED_BYTES = 1 << 28
+_MARK = 0xFFFFFFFF
+_SCHEMA, _DICTIONARY, _RECORDS = 1, 2, 3
+"""Kinds of messages of a stream of Arrow batches."""
 _END = b"\xff\xff\xff\xff\0\0\0\0"
 """The last bytes of a stream of Arrow batches."""
 
@@ -39,31 +53,35 @@ class _Splits(TypedDict):
 
 
 class SavedDataset:
-    """One document per row; of a dataset with splits those of `train`."""
+    """One document per row; of a dataset with splits those of `train`.
+
+    Files are read, not mapped into memory: one that is cut meanwhile gives an error, not a signal.
+    """
 
     name = "huggingface"
 
     def __init__(self, paths: Sequence[str]):
         import_pyarrow(self.name)
-        self._paths = list(paths)
-        self._files = [file for path in paths for file in _data_files(path)]
-        self._batches: list[Any] = []
-        batch_files: list[int] = []
-        for number, file in enumerate(self._files):
-            found = _batches(file)
-            self._batches += found
-            batch_files += [number] * len(found)
+        self.files = [file for path in paths for file in _data_files(path)]
+        self._lock = threading.Lock()
+        self._cached: OrderedDict[int, Any] = OrderedDict()
+        self._batches: list[_Batch] = []
+        for number, file in enumerate(self.files):
+            self._batches += _batches(number, file)
         rows = [batch.num_rows for batch in self._batches]
         self._ends = np.cumsum(rows, dtype=np.int64)
-        self._batch_files = np.array(batch_files, dtype=np.int64)
+        self._batch_files = np.array([each.file for each in self._batches], np.int64)
         if not sum(rows):
             raise ConfigError.one(
                 "data.path", paths[0], "must hold rows; it has none.", "Save the dataset again."
             )
 
-    def __reduce__(self) -> tuple[type[SavedDataset], tuple[list[str]]]:
-        """Other processes map the files themselves: views would be sent as all that they show."""
-        return SavedDataset, (self._paths,)
+    def __getstate__(self) -> dict[str, Any]:
+        """For other processes: without batches."""
+        return {**self.__dict__, "_lock": None, "_cached": OrderedDict()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update({**state, "_lock": threading.Lock()})
 
     def __len__(self) -> int:
         return int(self._ends[-1])
@@ -77,9 +95,7 @@ class SavedDataset:
         import pyarrow
 
         which, row = self._place(index)
-        file, batch = self._files[self._batch_files[which]], self._batches[which]
-        with reaching(file.path):  # beyond the end of a file that was cut memory cannot be read
-            check_size(file, os.stat(file.path).st_size)
+        batch = self._batch(which)
         if some := wanted(columns, batch.schema.names):
             batch = batch.select(some)
         try:
@@ -90,16 +106,29 @@ class SavedDataset:
             ) from error
         return row_of(batch, row)
 
+    def _batch(self, which: int) -> Any:
+        """A batch; those that were read last are kept."""
+        # One at a time, so that threads which want the same batch read it once.
+        with self._lock:
+            if which not in self._cached:
+                batch = self._batches[which]
+                self._cached[which] = batch.read(self.files[batch.file])
+                size = sum(self._batches[each].size_bytes for each in self._cached)
+                while size > _CACHED_BYTES and len(self._cached) > 1:
+                    size -= self._batches[self._cached.popitem(last=False)[0]].size_bytes
+            self._cached.move_to_end(which)
+            return self._cached[which]
+
     def where(self, index: int) -> str:
         which, row = self._place(index)
         number = int(self._batch_files[which])
         first = int(np.searchsorted(self._batch_files, number))
         before = int(self._ends[which - 1] if which else 0)
         begin = int(self._ends[first - 1] if first else 0)
-        return f"{self._files[number].path}: row {before - begin + row}"
+        return f"{self.files[number].path}: row {before - begin + row}"
 
     def fingerprint(self, chosen: str) -> str:
-        return digest([chosen, len(self), *identities(self._files)])
+        return digest([chosen, len(self), *identities(self.files)])
 
 
 def is_saved_dataset(path: str) -> bool:
@@ -114,7 +143,7 @@ def _data_files(path: str) -> list[File]:
         raise ConfigError.one(
             "data.path",
             path,
-            "must be in a file system with data.source=huggingface: it is mapped into memory.",
+            "must be in a file system with data.source=huggingface.",
             "Copy the folder to a disk, or mount the bucket as one.",
         )
     folder = os.path.expanduser(path)
@@ -155,12 +184,7 @@ def _data_files(path: str) -> list[File]:
                 "must name Arrow files in this folder.",
                 "Save the dataset again.",
             )
-    found = []
-    for name in names:
-        file = os.path.join(folder, name)
-        with reaching(file):
-            found.append(File(name, file, os.path.getsize(file)))
-    return found
+    return [file for name in names for file in described([os.path.join(folder, name)], folder)]
 
 
 def _read(folder: str, name: str, kind: Any) -> Any:
@@ -174,29 +198,135 @@ def _read(folder: str, name: str, kind: Any) -> Any:
         ) from error
 
 
-def _batches(file: File) -> list[Any]:
-    """The record batches of a file: views of it, which take memory as they are read."""
+class _Batch(NamedTuple):
+    """Where a record batch is in a file: messages as (first byte, end)."""
+
+    file: int
+    num_rows: int
+    needed: tuple[tuple[int, int], ...]
+    """Those of the schema and the dictionaries."""
+    start: int
+    stop: int
+
+    @property
+    def size_bytes(self) -> int:
+        """Of the batch alone."""
+        return self.stop - self.start
+
+    def read(self, file: File) -> Any:
+        """The batch.
+
+        Raises:
+            ConfigError: it cannot be read.
+        """
+        import pyarrow
+
+        parts = [read(file, *each) for each in (*self.needed, (self.start, self.stop))]
+        try:
+            with pyarrow.ipc.open_stream(pyarrow.py_buffer(b"".join([*parts, _END]))) as reader:
+                batch = reader.read_next_batch()
+            if batch.num_rows != self.num_rows:
+                raise ValueError(f"a batch has {batch.num_rows} rows, and had {self.num_rows}")
+        except (pyarrow.ArrowException, OSError, ValueError, MemoryError) as error:
+            raise _not_whole(file, error) from error
+        return batch
+
+
+def _batches(number: int, file: File) -> list[_Batch]:
+    """The record batches of a file."""
     import pyarrow
 
-    batches, size = [], 0
+    batches: list[_Batch] = []
+    needed: list[tuple[int, int]] = []
+    with reaching(file.path):
+        os.close(boundary.opened(file.path))  # a regular file
     try:
-        with reaching(file.path), open(boundary.opened(file.path), "rb"):
-            mapped = pyarrow.memory_map(file.path)
         if read(file, max(0, file.size_bytes - len(_END))) != _END:
             raise ValueError("it ends in the middle")
-        with pyarrow.ipc.open_stream(mapped) as reader:
-            for batch in reader:
-                size += batch.get_total_buffer_size()  # not by offsets, which may be wrong
-                if size > file.size_bytes + _SLACK_BYTES:
-                    raise ValueError("its batches are compressed, and cannot be read at a position")
-                batches.append(batch)
+        for kind, start, stop, num_rows, is_compressed in _messages(file):
+            if is_compressed:
+                raise ValueError("its batches are compressed, and cannot be read at a position")
+            if kind == _RECORDS:
+                batches.append(_Batch(number, num_rows, tuple(needed), start, stop))
+            elif (kind == _SCHEMA) != (not needed):
+                raise ValueError("it does not begin with one schema")
+            else:
+                needed.append((start, stop))
+        if not needed:
+            raise ValueError("it has no schema")
     except ConfigError:
         raise
-    except (pyarrow.ArrowException, OSError, ValueError, MemoryError) as error:
-        raise ConfigError.one(
-            "data.path",
-            file.path,
-            f"must be a whole file of a saved dataset: {shortened(str(error))}.",
-            "Copy it again from where it is whole, or save the dataset again.",
-        ) from error
+    except (pyarrow.ArrowException, OSError, ValueError, MemoryError, struct.error) as error:
+        raise _not_whole(file, error) from error
     return batches
+
+
+def _not_whole(file: File, error: Exception) -> ConfigError:
+    return ConfigError.one(
+        "data.path",
+        file.path,
+        f"must be a whole file of a saved dataset: {shortened(str(error))}.",
+        "Copy it again from where it is whole, or save the dataset again.",
+    )
+
+
+def _messages(file: File) -> Iterator[tuple[int, int, int, int, bool]]:
+    """Kind, first byte, end, rows and whether it is compressed of each message of a stream.
+
+    A message is a mark, the size of its metadata, these as a flatbuffer, and a body.
+    """
+    at = 0
+    while at < file.size_bytes - len(_END):
+        mark, size = struct.unpack("<Ii", read(file, at, at + 8))
+        if mark != _MARK or not 0 < size <= _MOST_METADATA_BYTES:
+            raise ValueError(f"there is no message at byte {at}")
+        message = _Table.root(read(file, at + 8, at + 8 + size))
+        kind, body = message.number(1, "<B"), message.number(3, "<q")
+        stop = at + 8 + size + body
+        if kind not in (_SCHEMA, _DICTIONARY, _RECORDS) or not at < stop <= file.size_bytes:
+            raise ValueError(f"there is no message at byte {at}")
+        header = message.table(2)
+        batch = header.table(1) if kind == _DICTIONARY else header
+        is_compressed = kind != _SCHEMA and batch.has(3)
+        num_rows = header.number(0, "<q") if kind == _RECORDS else 0
+        if num_rows < 0:
+            raise ValueError(f"a batch at byte {at} has {num_rows} rows")
+        yield kind, at, stop, num_rows, is_compressed
+        at = stop
+
+
+class _Table(NamedTuple):
+    """A table of a flatbuffer: fields by number, found through its list of offsets."""
+
+    raw: bytes
+    at: int
+
+    @classmethod
+    def root(cls, raw: bytes) -> _Table:
+        return cls(raw, _unpacked("<I", raw, 0))
+
+    def _place(self, field: int) -> int:
+        """The position of a field; 0 if it has its default."""
+        offsets = self.at - _unpacked("<i", self.raw, self.at)
+        slot = 4 + 2 * field
+        if slot >= _unpacked("<H", self.raw, offsets):
+            return 0
+        offset = _unpacked("<H", self.raw, offsets + slot)
+        return self.at + offset if offset else 0
+
+    def has(self, field: int) -> bool:
+        return self._place(field) > 0
+
+    def number(self, field: int, kind: str) -> int:
+        place = self._place(field)
+        return _unpacked(kind, self.raw, place) if place else 0
+
+    def table(self, field: int) -> _Table:
+        place = self._place(field)
+        return _Table(self.raw, place + _unpacked("<I", self.raw, place))
+
+
+def _unpacked(kind: str, raw: bytes, at: int) -> int:
+    if at < 0:
+        raise ValueError("its metadata cannot be read")
+    return struct.unpack_from(kind, raw, at)[0]

@@ -7,17 +7,24 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from maxpipe.boundary import redact
+from maxpipe.data.formats.files import File
 from maxpipe.data.formats.text_of import BadRecord, TextOf
 from maxpipe.errors import ConfigError, Problem
+
+if TYPE_CHECKING:
+    from maxpipe.data.formats.digests import Digests
 
 _LOG = logging.getLogger(__name__)
 
 _PROGRESS_SECONDS = 5.0
 _NAMED = 10
 """Records that are skipped and named in the log."""
+
+Moved = Callable[[], object]
+"""Called by a long pass over the data whenever a part of it is done."""
 
 Record = str | Mapping[str, Any]
 """A document as its format has it: its text, or columns with their values."""
@@ -54,12 +61,33 @@ class Source(Protocol):
         """Digest of what identifies the content cheaply: names, sizes, counts, edges of files."""
         ...
 
+    def content(self, moved: Moved | None = None) -> Mapping[str, str]:
+        """Digests of everything in its files, by name; empty if it has no files.
+
+        Raises:
+            ConfigError: a file cannot be read, or changes while it is read.
+        """
+        ...
+
+    def check_unchanged(self, moved: Moved | None = None) -> None:
+        """Checks that every file has the content of when `content` was first called.
+
+        Raises:
+            ConfigError: one has not.
+        """
+        ...
+
 
 class Records(Protocol):
     """Random access to the records of files of one format."""
 
     @property
     def name(self) -> str: ...
+
+    @property
+    def files(self) -> Sequence[File]:
+        """The files that hold them; none of records that are made."""
+        ...
 
     def __len__(self) -> int: ...
 
@@ -88,8 +116,10 @@ class RecordSource:
     empty documents instead. So documents keep their numbers, and an index says of each what it is.
     """
 
-    def __init__(self, records: Records, text: TextOf, most_skipped: int = 0):
+    def __init__(self, records: Records, text: TextOf, most_skipped: int, digests: Digests):
         self.records = records
+        self._digests = digests
+        self._content: Mapping[str, str] | None = None
         self._text = text
         self._most_skipped = most_skipped
         self._skipped: set[int] = set()
@@ -129,6 +159,15 @@ class RecordSource:
     def fingerprint(self) -> str:
         return self.records.fingerprint(self._text.chosen)
 
+    def content(self, moved: Moved | None = None) -> Mapping[str, str]:
+        if self._content is None:
+            self._content = self._digests.content(self.records.files, moved)
+        return self._content
+
+    def check_unchanged(self, moved: Moved | None = None) -> None:
+        self.content(moved)
+        self._digests.check(self.records.files, moved)
+
     @property
     def unreadable(self) -> list[int]:
         with self._lock:
@@ -153,10 +192,6 @@ class RecordSource:
             _LOG.warning("%s Skipped, as an empty document.", redact.shown(problem.line))
         if count == _NAMED:
             _LOG.warning("%s: further records that are skipped are counted only", self.name)
-
-
-Moved = Callable[[], object]
-"""Called by a long pass over the data whenever a part of it is done."""
 
 
 class Progress:

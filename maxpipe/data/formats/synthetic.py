@@ -14,6 +14,7 @@ class SyntheticRecords:
     """Documents of made-up words, some frequent and most rare, made when they are asked for."""
 
     name = "synthetic"
+    files = ()
 
     def __init__(self, seed: int, num_documents: int = _DOCUMENTS):
         self._seed = seed % (1 << 64)

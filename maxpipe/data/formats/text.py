@@ -27,9 +27,9 @@ class TextFiles:
 
     def __init__(self, name: str, files: Sequence[File], *, errors: str = "strict"):
         self.name = name
-        self._files = [file for file in files if file.size_bytes > 0]
+        self.files = [file for file in files if file.size_bytes > 0]
         self._errors = errors
-        if not self._files:
+        if not self.files:
             raise ConfigError.one(
                 "data.path",
                 common_folder(files),
@@ -38,18 +38,18 @@ class TextFiles:
             )
 
     def __len__(self) -> int:
-        return len(self._files)
+        return len(self.files)
 
     def read(self, index: int, columns: list[str] | None = None) -> str:
-        file = self._files[index]
+        file = self.files[index]
         check_length(file.size_bytes)
         return decoded(read(file), self._errors)
 
     def where(self, index: int) -> str:
-        return self._files[index].path
+        return self.files[index].path
 
     def fingerprint(self, chosen: str) -> str:
-        return digest((file.name, file.size_bytes) for file in self._files)
+        return digest((file.name, file.size_bytes) for file in self.files)
 
 
 def open_corpus() -> TextFiles:

@@ -8,7 +8,7 @@ from typing import Any
 
 from maxpipe.config.rules import did_you_mean
 from maxpipe.data.formats.array_records import undamaged
-from maxpipe.data.formats.files import digest
+from maxpipe.data.formats.files import described, digest
 from maxpipe.data.formats.source import Record
 from maxpipe.data.formats.text_of import shortened
 from maxpipe.errors import ConfigError
@@ -49,6 +49,8 @@ class TfdsExamples:
             )
         except Exception as error:  # tfds reports a missing dataset in many ways
             raise _not_prepared(tfds, dataset, folder, error) from error
+        paths = map(os.fspath, self._examples.dataset_info.splits["train"].filepaths)
+        self.files = described(paths, self._examples.dataset_info.data_dir)
         if not len(self._examples):
             raise ConfigError.one(
                 "data.path", dataset, "must have examples in its train split.", "Prepare it again."

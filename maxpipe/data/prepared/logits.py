@@ -21,6 +21,7 @@ from maxpipe.boundary.signed import opened, signed
 from maxpipe.data.prepared.folder import OUT, bring_to_disk, elsewhere, enter, resume
 from maxpipe.data.prepared.indexed import BIN, dtype_for
 from maxpipe.data.prepared.manifest import (
+    CONTENT,
     CRC_FILE,
     JOURNAL,
     FileEntry,
@@ -301,6 +302,8 @@ def open_stored(
         before = found["sources"].get(name)
         named = f"data.mixture.{name}" if name else "data"
         lines += ["it has no rows of " + named] if before is None else []
+        if before is not None and CONTENT not in before:  # of an earlier release
+            facts = {key: value for key, value in facts.items() if key != CONTENT}
         lines += [] if before is None else differences(before, dict(facts), named)
     if lines:
         more = f"; and {len(lines) - 4} more" if len(lines) > 4 else ""

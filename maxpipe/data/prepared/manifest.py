@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, NotRequired, TypedDict, TypeVar
 
 import numpy as np
@@ -33,6 +33,8 @@ META_FILE, MASK_FILE, CRC_FILE = ".meta", ".mask", ".crc"
 DTYPES = ("<u2", "<i4")
 """Those of ids."""
 
+CONTENT = "content"
+"""Name of the entry of facts with the digests of a source's files by name."""
 SPAN = 1024
 """Consecutive documents whose tokens are counted together."""
 META = np.dtype([("text_bytes", "<u4"), ("digest", "<u8")])
@@ -98,6 +100,8 @@ class SourceEntry(TypedDict):
 
     name: str
     fingerprint: str
+    content: NotRequired[dict[str, str]]
+    """Digests of all that is in its files, by name; earlier releases wrote none."""
     documents: int
     data: dict[str, Any]
     seed: int
@@ -147,6 +151,8 @@ def spec_of(
         "data": {key: value for key, value in keys.items() if key not in _UNRELATED},
         "seed": seed,
     }
+    if content := source.content():
+        found["content"] = dict(content)
     if chat:
         found["chat"] = chat
     return {
@@ -160,6 +166,11 @@ def spec_of(
         },
         "shard_tokens": shard_tokens,
     }
+
+
+def content_facts(content: Mapping[str, str]) -> dict[str, Any]:
+    """The entry of facts for digests of files; none where there are no files."""
+    return {CONTENT: dict(content)} if content else {}
 
 
 def differences(one: Any, other: Any, name: str = "") -> list[str]:

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -35,11 +35,13 @@ from maxpipe.data.prepared.folder import (
     elsewhere,
     enter,
     locked,
+    other,
     resume,
     stops,
 )
 from maxpipe.data.prepared.indexed import HEADER_BYTES, IDX, dtype_for, parse
 from maxpipe.data.prepared.manifest import (
+    CONTENT,
     FILE,
     JOURNAL,
     SPAN,
@@ -60,7 +62,7 @@ from maxpipe.data.tokenizer import open_tokenizer
 from maxpipe.errors import AbsentError, ConfigError, StorageError
 from maxpipe.words import counted
 
-_DOCUMENTS = ("name", "fingerprint", "documents", "chat")
+_DOCUMENTS = ("name", "fingerprint", CONTENT, "documents", "chat")
 """Entries of a source that say which documents it has."""
 _PIECE = 64
 """The most documents that a process encodes at a time."""
@@ -164,7 +166,7 @@ def _prepared(
         start, begun = time.monotonic(), done.tokens
         pieces = _encoded(plan, encode.sendable(source), done.documents, len(source))
         with contextlib.closing(pieces):
-            _write(plan, len(source), pieces, done, journal, report)
+            _write(plan, source, pieces, done, journal, report)
         manifest = _finish(plan.folder, spec, done)
     seconds = max(time.monotonic() - start, 1e-9)
     rate = f"{(done.tokens - begun) / seconds / 1e6:.2f} M tokens/s"
@@ -185,11 +187,14 @@ def _counts(found: Manifest) -> str:
 
 def _check_same(folder: Path, found: Spec, spec: Spec) -> None:
     """Raises ConfigError if the folder is of other documents, or made otherwise."""
+    known = tuple(
+        key for key in _DOCUMENTS if key != CONTENT or CONTENT in found["source"]
+    )  # earlier releases wrote no digests of files
     theirs, ours = (
         {
             "format": each["format"],
             # Documents and a tokenizer are their content, wherever they are.
-            "source": {key: each["source"].get(key) for key in _DOCUMENTS},
+            "source": {key: each["source"].get(key) for key in known},
             "tokenizer": each["tokenizer"]["fingerprint"],
             "shard_tokens": each["shard_tokens"],
         }
@@ -319,7 +324,7 @@ def _encoded(
 
 def _write(
     plan: Plan,
-    total: int,
+    source: Source,
     pieces: Iterator[Piece],
     done: _Done,
     journal: BinaryIO,
@@ -327,7 +332,7 @@ def _write(
 ) -> None:
     """Writes shards, each up to the document with which it has `shard_tokens`."""
     start, documents, tokens, text_bytes = time.monotonic(), done.documents, 0, 0
-    unreadable = done.unreadable
+    unreadable, total = done.unreadable, len(source)
     writer: ShardWriter | None = None
     try:
         for piece in pieces:
@@ -349,6 +354,7 @@ def _write(
                 ):
                     finished = writer.close()
                     writer = None
+                    _check_sealed(plan.folder, source, report)
                     enter(journal, finished)
                     done.add(finished)
             rate = 1e-6 / max(time.monotonic() - start, 1e-9)
@@ -357,6 +363,21 @@ def _write(
     finally:
         if writer is not None:
             writer.abandon()
+
+
+def _check_sealed(folder: Path, source: Source, report: Report) -> None:
+    """Checks that files are what they were when the documents of a shard were read.
+
+    Raises:
+        ConfigError: one has changed.
+    """
+    try:
+        source.check_unchanged(lambda: report("reading files that were written to", 0, 0, ""))
+    except ConfigError as error:
+        action = "Restore the file and run the same command again, or prepare the changed file "
+        action += f"into another folder, such as --out {other(folder)}."
+        problems = [replace(each, action=action) for each in error.problems]
+        raise ConfigError(problems) from error
 
 
 def _check_skipped(data: SourceConfig, unreadable: int, documents: int) -> None:

@@ -11,12 +11,13 @@ import time
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from maxpipe.boundary.buckets import store
 from maxpipe.boundary.files import opened, scheme
+from maxpipe.data.formats.files import Stat
 from maxpipe.errors import ConfigError, StorageError
 
 BLOCK_BYTES = 1 << 16
@@ -45,6 +46,10 @@ class Ranges(Protocol):
         """
         ...
 
+    def read_with_stat(self, start: int, stop: int) -> tuple[bytes, Stat | None]:
+        """As `read`, with the stat of a local file to which nothing was written meanwhile."""
+        ...
+
 
 class DiskFile:
     """Opened for each read: a folder may hold more files than a process may have open."""
@@ -57,18 +62,24 @@ class DiskFile:
             raise unreadable(path, error) from error
 
     def read(self, start: int, stop: int) -> bytes:
+        return self.read_with_stat(start, stop)[0]
+
+    def read_with_stat(self, start: int, stop: int) -> tuple[bytes, Stat | None]:
         try:
             with open(opened(self.path), "rb", buffering=0) as file:
+                before = Stat.of(os.fstat(file.fileno()))
                 file.seek(start)
                 parts: list[bytes] = []
                 while start < stop and (part := file.read(stop - start)):
                     parts.append(part)
                     start += len(part)
+                after = Stat.of(os.fstat(file.fileno()))
         except OSError as error:
             raise unreadable(self.path, error) from error
         if start < stop:
             raise _cut(self.path, start)
-        return parts[0] if len(parts) == 1 else b"".join(parts)
+        found = parts[0] if len(parts) == 1 else b"".join(parts)
+        return found, after if after == before else None
 
 
 class BucketFile:
@@ -85,6 +96,9 @@ class BucketFile:
         if len(found) != stop - start:
             raise _cut(self.path, start + len(found))
         return found
+
+    def read_with_stat(self, start: int, stop: int) -> tuple[bytes, Stat | None]:
+        return self.read(start, stop), None
 
 
 def _answer(path: str, call: Callable[[], Any]) -> Any:
@@ -132,16 +146,24 @@ def joined(folder: str, name: str) -> str:
     return os.path.join(os.path.expanduser(folder), name)
 
 
+class _Seen(NamedTuple):
+    """Blocks that had their CRC when the file had this stat."""
+
+    stat: Stat | None
+    seen: np.ndarray
+
+
 class Checked:
     """A file whose blocks are compared with their CRC when they are first read.
 
-    Of a bucket they are compared each time, and the pieces that were read last are kept.
+    They are compared again after any write to the file. Blocks of a bucket are compared each time,
+    and the pieces that were read last are kept.
     """
 
     def __init__(self, file: Ranges, size: int, crcs: np.ndarray, kept: Kept | None):
         self.path, self.size = file.path, size
         self._file, self._crcs, self._kept = file, crcs, kept
-        self._seen = np.zeros(len(crcs), bool)
+        self._state = _Seen(None, np.zeros(len(crcs), bool))
         if file.size != size:
             raise damaged(file.path, f"it has {file.size} bytes, and {size} were written")
 
@@ -166,21 +188,32 @@ class Checked:
         if found is None:
             begin = number * _PIECE_BYTES
             end = min(begin + _PIECE_BYTES, self.size)
-            found = self._checked(begin // BLOCK_BYTES, -(-end // BLOCK_BYTES))
+            found, _ = self._checked(begin // BLOCK_BYTES, -(-end // BLOCK_BYTES))
             kept.put((self.path, number), found)
         return found
 
     def _read(self, start: int, stop: int) -> bytes:
         first, last = start // BLOCK_BYTES, -(-stop // BLOCK_BYTES)
-        if self._seen[first:last].all():
-            return self._file.read(start, stop)
-        found = self._checked(first, last)
-        self._seen[first:last] = True
+        state = self._state  # replaced after a write, perhaps by another thread
+        if state.seen[first:last].all():
+            found, stat = self._file.read_with_stat(start, stop)
+            if stat == state.stat:
+                return found
+        found, stat = self._checked(first, last)
+        # A write to a file that was just written may leave its stat as it is.
+        if stat is not None and stat.is_settled:
+            if stat != state.stat:
+                state = self._state = _Seen(stat, np.zeros(len(self._crcs), bool))
+            state.seen[first:last] = True
         return found[start - first * BLOCK_BYTES : stop - first * BLOCK_BYTES]
 
-    def _checked(self, first: int, last: int) -> bytes:
+    def _checked(self, first: int, last: int) -> tuple[bytes, Stat | None]:
         begin = first * BLOCK_BYTES
-        found = self._file.read(begin, min(last * BLOCK_BYTES, self.size))
+        found, stat = self._file.read_with_stat(begin, min(last * BLOCK_BYTES, self.size))
+        if stat is not None and stat.size_bytes != self.size:
+            raise damaged(
+                self.path, f"it has {stat.size_bytes} bytes, and {self.size} were written"
+            )
         view = memoryview(found)
         for number in range(first, last):
             at = number * BLOCK_BYTES - begin
@@ -189,7 +222,7 @@ class Checked:
                 raise damaged(
                     self.path, f"bytes {begin + at} to {end} are not those that were written"
                 )
-        return found
+        return found, stat
 
 
 class Kept:

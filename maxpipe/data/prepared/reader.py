@@ -17,6 +17,7 @@ from maxpipe.boundary.files import scheme
 from maxpipe.data.documents import Encoded
 from maxpipe.data.prepared.indexed import BIN, HEADER_BYTES, IDX, parse
 from maxpipe.data.prepared.manifest import (
+    CONTENT,
     CRC_FILE,
     MASK_FILE,
     META,
@@ -27,6 +28,7 @@ from maxpipe.data.prepared.manifest import (
     Manifest,
     ShardEntry,
     checked,
+    content_facts,
     has_masks,
     read_manifest,
     shard_name,
@@ -229,6 +231,7 @@ class PreparedDocuments:
             "documents": self.num_documents,
             "tokens": self.num_tokens,
             "source_digest": source["fingerprint"],
+            **content_facts(source.get(CONTENT, {})),
             **chat,
         }
 

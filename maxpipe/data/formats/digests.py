@@ -1,0 +1,349 @@
+"""Content digests of data files: any change in a file changes its digest.
+
+A file is read once. Later starts compare its inode, size and times, which every write changes, and
+read the file again only where one of them differs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import logging
+import os
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple, TypedDict
+
+from maxpipe.boundary import files
+from maxpipe.boundary.files import opened
+from maxpipe.boundary.signed import opened as verified
+from maxpipe.boundary.signed import signed
+from maxpipe.data.formats.files import (
+    SETTLED_SECONDS,
+    File,
+    Stat,
+    changed,
+    check_size,
+    common_folder,
+    digest,
+    reaching,
+    version_of,
+)
+from maxpipe.data.formats.locks import locked
+from maxpipe.data.formats.source import Moved, Progress
+
+_LOG = logging.getLogger(__name__)
+
+BLOCK_BYTES = 1 << 23
+"""Bytes that are hashed at a time, in parallel with others."""
+_MOST_THREADS = 8
+_MOST_STORED_BYTES = 1 << 28
+_MOST_NAMED = 64
+_STAT_THREADS = 32
+_LARGE_BYTES = 1 << 26
+"""A pause before a file of this size is read costs little, and no start reads it again."""
+
+
+class _Entry(NamedTuple):
+    """A stat, and the digest of the content that had it.
+
+    `is_settled` says whether the file was settled when it was read.
+    """
+
+    stat: Stat
+    sha256: str
+    is_settled: bool
+
+
+class _Stored(TypedDict):
+    files: dict[str, tuple[int, int, int, int, str]]
+
+
+class Digests:
+    """Digests of the files of one source, stored in `folder` with `keep`."""
+
+    def __init__(self, folder: str | None, *, keep: bool):
+        self._folder = None if folder is None else os.path.expanduser(folder)
+        self._keep = keep and folder is not None
+        self._known: dict[str, _Entry] = {}
+        self._is_stored = True
+
+    def known(self, file: File) -> str | None:
+        """The digest of a file, if it was read since it was last changed."""
+        entry = self._known.get(file.path)
+        return entry.sha256 if entry is not None and entry.stat == file.stat else None
+
+    def add(self, file: File, sha256: str, *, is_settled: bool) -> None:
+        """A digest from a pass that has read the file, which was settled before or not."""
+        assert file.stat is not None
+        self._known[file.path] = _Entry(file.stat, sha256, is_settled)
+        self._is_stored = False
+
+    def load(self, sources: Sequence[File]) -> None:
+        """Reads the stored digests of these files."""
+        local = _local(sources)
+        if self._folder is None or not local:
+            return
+        stored = _read(self._path(local))
+        for file, name in zip(local, _names(local), strict=True):
+            if self.known(file) is None and (entry := stored.get(name)) is not None:
+                self._known[file.path] = entry
+
+    def of(self, sources: Sequence[File], moved: Moved | None = None) -> list[str]:
+        """The digest of each file. Files that are new, or have changed, are read.
+
+        Raises:
+            ConfigError: one cannot be read, or changes while it is read.
+        """
+        local = _local(sources)
+        if any(self.known(file) is None for file in local):
+            self.load(local)
+        if not self._is_stored or any(self.known(file) is None for file in local):
+            with self._locked(local, moved) as moved:
+                self._read_unknown(local, moved)
+                self._save(local)
+        return [
+            file.version if file.in_bucket else self._known[file.path].sha256 for file in sources
+        ]
+
+    def content(self, sources: Sequence[File], moved: Moved | None = None) -> dict[str, str]:
+        """Digests by name of a file; of many files, of groups that follow each other."""
+        return _named(sources, self.of(sources, moved))
+
+    def _read_unknown(self, local: Sequence[File], moved: Moved | None) -> None:
+        if any(self.known(file) is None for file in local):
+            self.load(local)  # another process may have read them meanwhile
+        unknown = [file for file in local if self.known(file) is None]
+        for file in unknown:
+            if file.path in self._known:
+                _LOG.info("%s is not as it was when it was last read: reading it", file.path)
+            if file.size_bytes >= _LARGE_BYTES and self._keep:
+                settle(file)
+        for file, entry in zip(unknown, hashed(unknown, moved), strict=True):
+            before = self._known.get(file.path)
+            if before is not None and before.sha256 != entry.sha256:
+                _LOG.warning("%s has changed since it was last read", file.path)
+            self._known[file.path] = entry
+
+    def check(self, sources: Sequence[File], moved: Moved | None = None) -> None:
+        """Checks that files are as they were when their digests were computed.
+
+        Raises:
+            ConfigError: one is not.
+        """
+        with ThreadPoolExecutor(_STAT_THREADS) as pool:
+            objects = [file for file in sources if file.in_bucket]
+            versions = pool.map(lambda file: version_of(file.path), objects)
+            for file, version in zip(objects, versions, strict=True):
+                if version != file.version:
+                    raise changed(file)
+        for file in _local(sources):
+            before = self._known[file.path]
+            if stat_of(file) == before.stat:
+                continue
+            now = stat_of(file)
+            check_size(file, now.size_bytes)
+            [entry] = hashed([dataclasses.replace(file, stat=now)], moved)
+            if entry.sha256 != before.sha256:
+                raise changed(file)
+            self._known[file.path] = entry
+
+    @contextlib.contextmanager
+    def _locked(self, local: Sequence[File], moved: Moved | None) -> Iterator[Moved | None]:
+        """One process of several reads the files."""
+        with contextlib.ExitStack() as stack:
+            if local and self._keep:
+                path = self._path(local)
+                try:
+                    os.makedirs(os.path.dirname(path), exist_ok=True)
+                    task = f"reading {local[0].path}"
+                    moved = stack.enter_context(locked(f"{path}.lock", task, moved, removes=True))
+                except OSError as error:
+                    _LOG.info("%s cannot be locked (%s)", path, error)
+            yield moved
+
+    def _path(self, local: Sequence[File]) -> str:
+        assert self._folder is not None
+        place = os.path.realpath(common_folder(local))
+        return os.path.join(self._folder, f"digests-{digest([place])[:32]}.json")
+
+    def _save(self, local: Sequence[File]) -> None:
+        self._is_stored = True
+        if not self._keep or not local:
+            return
+        path = self._path(local)
+        stored = _read(path)
+        before = dict(stored)
+        for file, name in zip(local, _names(local), strict=True):
+            entry = self._known[file.path]
+            if entry.is_settled:
+                stored[name] = entry
+        if stored == before:
+            return
+        content = {name: (*entry.stat, entry.sha256) for name, entry in stored.items()}
+        try:
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            files.write(path, signed({"files": content}, indent=None))
+        except OSError as error:
+            _LOG.warning("%s cannot be written (%s): the next start reads all files", path, error)
+
+
+def _local(sources: Sequence[File]) -> list[File]:
+    return [file for file in sources if not file.in_bucket]
+
+
+def _names(local: Sequence[File]) -> list[str]:
+    place = os.path.realpath(common_folder(local))
+    return [os.path.relpath(os.path.realpath(file.path), place) for file in local]
+
+
+def _read(path: str) -> dict[str, _Entry]:
+    try:
+        content = verified(files.read(path, _MOST_STORED_BYTES), _Stored)
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        _LOG.warning("%s cannot be used (%s): reading all files again", path, error)
+        return {}
+    return {
+        name: _Entry(Stat(*entry[:4]), entry[4], True) for name, entry in content["files"].items()
+    }
+
+
+def stat_of(file: File) -> Stat:
+    """The stat of a local file.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    with reaching(file.path):
+        return Stat.of(os.stat(file.path))
+
+
+def settle(file: File) -> None:
+    """Waits until a further write to a local file would change its stat."""
+    assert file.stat is not None
+    if not file.stat.is_settled:
+        time.sleep(min(SETTLED_SECONDS, SETTLED_SECONDS - file.stat.age_seconds))
+
+
+def _named(sources: Sequence[File], digests: Sequence[str]) -> dict[str, str]:
+    size = -(-len(sources) // _MOST_NAMED)
+    found: dict[str, str] = {}
+    for first in range(0, len(sources), size or 1):
+        group, parts = sources[first : first + size], digests[first : first + size]
+        name = group[0].name if len(group) == 1 else f"{group[0].name} to {group[-1].name}"
+        while name in found:  # of several folders
+            name += "'"
+        found[name] = (
+            parts[0] if len(parts) == 1 else digest([[each.name for each in group], *parts])
+        )
+    return found
+
+
+# Hashing.
+
+
+def hashed(sources: Sequence[File], moved: Moved | None) -> Iterator[_Entry]:
+    """The stat and the digest of each local file, in order, by several threads.
+
+    Raises:
+        ConfigError: a file cannot be read, or changes while it is read.
+    """
+    total = sum(file.size_bytes for file in sources)
+    progress = Progress("reading files for their digests (bytes)", total, moved)
+    threads = min(_MOST_THREADS, len(os.sched_getaffinity(0)))
+    waiting: deque[tuple[File, Stat, bool, int, Future[bytes]]] = deque()
+    parts, done = b"", 0
+
+    def take() -> _Entry | None:
+        nonlocal parts, done
+        file, stat, is_settled, stop, future = waiting.popleft()
+        parts += future.result()
+        done += min(BLOCK_BYTES, file.size_bytes)
+        progress.update(min(done, total))
+        if stop < file.size_bytes:
+            return None
+        if stat_of(file) != stat:
+            raise changed(file)
+        whole, parts = hashlib.sha256(parts).hexdigest(), b""
+        return _Entry(stat, whole, is_settled)
+
+    with ThreadPoolExecutor(threads, "digests") as pool:
+        try:
+            for file in sources:
+                stat = file.stat
+                assert stat is not None
+                is_settled = stat.is_settled
+                for start in range(0, max(1, file.size_bytes), BLOCK_BYTES):
+                    future = pool.submit(_block, file, start, stat)
+                    waiting.append((file, stat, is_settled, start + BLOCK_BYTES, future))
+                    if len(waiting) > 2 * threads and (entry := take()) is not None:
+                        yield entry
+            while waiting:
+                if (entry := take()) is not None:
+                    yield entry
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _block(file: File, start: int, stat: Stat) -> bytes:
+    """The digest of a block."""
+    stop = min(start + BLOCK_BYTES, file.size_bytes)
+    with reaching(file.path), open(opened(file.path), "rb", buffering=0) as content:
+        if Stat.of(os.fstat(content.fileno())) != stat:
+            raise changed(file)
+        found, at = hashlib.sha256(), start
+        while at < stop and (piece := os.pread(content.fileno(), stop - at, at)):
+            found.update(piece)
+            at += len(piece)
+    if at < stop:
+        raise changed(file)
+    return found.digest()
+
+
+class Pass:
+    """Hashes the pieces of a file as another reader gets them, in a thread of its own."""
+
+    _AHEAD = 8
+
+    def __init__(self, file: File):
+        self._file = file
+        self._block, self._size, self._parts = hashlib.sha256(), 0, b""
+        self.sha256 = ""
+        """Of the file, once all pieces were taken."""
+
+    def pieces(self, pieces: Iterable[bytes]) -> Iterator[bytes]:
+        """The same pieces.
+
+        Raises:
+            ConfigError: the file has changed meanwhile.
+        """
+        waiting: deque[Future[None]] = deque()
+        with ThreadPoolExecutor(1, "digest") as pool:
+            for piece in pieces:
+                waiting.append(pool.submit(self._add, piece))
+                if len(waiting) > self._AHEAD:
+                    waiting.popleft().result()
+                yield piece
+            for future in waiting:
+                future.result()
+        if stat_of(self._file) != self._file.stat:
+            raise changed(self._file)
+        if self._size or not self._parts:
+            self._parts += self._block.digest()
+        self.sha256 = hashlib.sha256(self._parts).hexdigest()
+
+    def _add(self, piece: bytes) -> None:
+        view = memoryview(piece)
+        while view:
+            part = view[: BLOCK_BYTES - self._size]
+            self._block.update(part)
+            self._size += len(part)
+            view = view[len(part) :]
+            if self._size == BLOCK_BYTES:
+                self._parts += self._block.digest()
+                self._block, self._size = hashlib.sha256(), 0
