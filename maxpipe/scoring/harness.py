@@ -21,6 +21,7 @@ except ImportError as error:
     sys.exit(2)
 
 from maxpipe.config.documents import one_line
+from maxpipe.data.tokenizers.chat_process import ChatInput
 from maxpipe.errors import ConfigError, MaxpipeError
 from maxpipe.exchange.named import named
 from maxpipe.generate.weights import open_model
@@ -113,7 +114,8 @@ class HarnessModel(LM):
             )
         self._texts.is_chat = True
         (text,) = self._tokenizer.chat.render(
-            [chat_history], add_generation_prompt=add_generation_prompt
+            [ChatInput([dict(each) for each in chat_history])],
+            add_generation_prompt=add_generation_prompt,
         )
         return text
 
