@@ -133,7 +133,7 @@ def check_left(lengths: np.ndarray, sequence_length: int, policy: Policy) -> Non
     if policy == "drop":
         rule = f"leaves nothing: {all_of} is longer than {sequence}."
         raise _wrong(policy, rule, "data.long_conversations=truncate")
-    rule = f"leaves nothing to train: of {all_of} that part begins behind {sequence}."
+    rule = f"leaves nothing to train: {all_of} has its first answer behind {sequence}."
     raise _wrong(policy, rule, "")
 
 

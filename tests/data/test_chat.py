@@ -47,7 +47,11 @@ never
 
 def test_conversations_are_rendered_together() -> None:
     made = ChatTemplate("{{ messages | length }}", "a", {})
-    assert made.render([ChatInput(each) for each in (MESSAGES, [], MESSAGES * 3)]) == ["1", "0", "3"]
+    assert made.render([ChatInput(each) for each in (MESSAGES, [], MESSAGES * 3)]) == [
+        "1",
+        "0",
+        "3",
+    ]
 
 
 @pytest.mark.fault("H8")
