@@ -247,7 +247,7 @@ def test_pairs_have_tools(tmp_path: Path) -> None:
     whole["rejected"] = [*prompt, *said(("assistant", "no"))]
     path = str(tmp_path / "template.jinja")
     config = DataConfig(chat="pairs", chat_template=path, packing="best_fit")
-    made = Pairs(Listed([record, whole]), ByteTokenizer(), config, 500)
+    made = Pairs(Listed([record, whole]), ByteTokenizer(), config, 900)
     found, other = made.encode(0), made.encode(1)
     assert found.ids.tolist() == other.ids.tolist() and found.unread == ("id",)
     assert "".join(trained_text(found)) == "".join(
