@@ -341,7 +341,7 @@ def _of_source(
 
 
 def _chat_of(source: SourceConfig) -> dict[str, str]:
-    """What `statistics.counted` is told of conversations and pairs."""
+    """Return the arguments of `statistics.counted` for conversations and pairs."""
     if source.chat == "pairs":
         return {"chat": "pair"}
     return {"chat": "conversation", "policy": source.long_conversations}

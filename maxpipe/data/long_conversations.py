@@ -81,7 +81,7 @@ class BoundedDocuments:
 
 
 class BoundedFiles(BoundedDocuments):
-    """The same of a prepared folder of so many that they are read in windows; see `TokenFiles`."""
+    """Bounded conversations of a prepared folder that is read in windows; see `TokenFiles`."""
 
     def __init__(self, documents: TokenFiles, sequence_length: int, policy: Policy):
         super().__init__(documents, sequence_length, policy)
