@@ -55,9 +55,10 @@ def _generate(options: argparse.Namespace) -> int:
         opened = open_model(model, options.inputs)
         tokenizer, room = opened.tokenizer, opened.room
         limits = Limits(options.max_tokens, room, tuple(options.stop), options.batch_size)
-        encode: Any = partial(
-            encoded_chats if options.chat else encoded, tokenizer=tokenizer, room=room
-        )
+        encode: Any = partial(encoded, tokenizer=tokenizer, room=room)
+        if options.chat:
+            chat = tokenizer.chat and tokenizer.chat.with_settings(opened.template_settings)
+            encode = partial(encoded_chats, tokenizer=tokenizer, room=room, chat=chat)
         prompts = encode(texts)
         decoding, params = opened.decoding(_say, sampling, options.seed)
 
