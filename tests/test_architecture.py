@@ -55,7 +55,12 @@ ROWS = (
     ),
     ("maxpipe.data.prepared", "maxpipe.objectives"),
     (
-        *("maxpipe.data.corpus", "maxpipe.data.overlap", "maxpipe.data.loader"),
+        *(
+            "maxpipe.data.corpus",
+            "maxpipe.data.long_conversations",
+            "maxpipe.data.overlap",
+            "maxpipe.data.loader",
+        ),
         *("maxpipe.data.look", "maxpipe.data.prompts", "maxpipe.data.turns", "maxpipe.optim"),
     ),
     (

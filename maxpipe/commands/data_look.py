@@ -99,6 +99,8 @@ def _show(options: argparse.Namespace) -> int:
     datasets = opened(config, folder)
     try:
         loader = _split(datasets, options.split)
+        for remark in datasets.remarks:
+            print(redact.shown(f"note: {remark}"), file=sys.stderr)
         is_train = options.split == "train"
         batch = batch_of_step(folder, options.step) if is_train else options.step - 1
         number = options.n or (3 if options.row is None else 1)
@@ -296,33 +298,53 @@ def _of_source(
     config: Config, source: SourceConfig, seed: int, tokenizer: Tokenizer, progress: Progress
 ) -> Statistics:
     from maxpipe.data import statistics
+    from maxpipe.data.answers import answers_of
+    from maxpipe.data.corpus import chat_records, packing_of
+    from maxpipe.data.prepared.manifest import has_masks
     from maxpipe.data.prepared.open import IDS, open_documents
+    from maxpipe.data.prepared.reader import PreparedDocuments
     from maxpipe.data.sequences import Packer
     from maxpipe.data.sources import open_source
 
     threads, tokens = config.data.threads, config.train.sequence_length
     most_pairs = config.data.pairs_per_row if source.chat == "pairs" else 0
-    packer = Packer(source.packing, tokens, most_pairs=most_pairs)
     documents: Iterator[Document | Problem]
     if source.source in IDS:
         files = open_documents(source, tokenizer)
+        talks = isinstance(files, PreparedDocuments) and has_masks(files.manifest)
+        packer = Packer(packing_of(source, has_conversations=talks), tokens)
         count = files.num_documents
         documents = statistics.of_encoded(files.__getitem__, count, tokenizer, threads)
-        found = statistics.counted(source.source, documents, count, packer, progress.report)
+        parts = source.source, documents, count, packer, progress.report
+        found = statistics.counted(*parts, **_chat_of(source) if talks else {})
+        if isinstance(files, PreparedDocuments):
+            found.unread.update(files.unread)
+            found.marks.update(files.marks)
         return dataclasses.replace(found, unreadable=files.unreadable)
+    packer = Packer(
+        packing_of(source, has_conversations=source.chat != "off"), tokens, most_pairs=most_pairs
+    )
+    cache_dir = str(full(config.run.dir, "run.dir") / ".index")
     opened = open_source(
         dataclasses.replace(source, unreadable="stop"),  # each is counted, however many
         seed,
         lambda: progress.report("opening", 0, 0),
-        cache_dir=str(full(config.run.dir, "run.dir") / ".index"),
+        cache_dir=cache_dir,
     )
-    from maxpipe.data.corpus import chat_records
-
+    opened = answers_of(opened, source, cache_dir, keep=True)
     if (found := chat_records(opened, tokenizer, source, tokens)) is None:
         documents = statistics.of_texts(opened, tokenizer)
     else:
         documents = statistics.of_encoded(found.encode, len(opened), tokenizer, threads)
-    return statistics.counted(opened.name, documents, len(opened), packer, progress.report)
+    parts = opened.name, documents, len(opened), packer, progress.report
+    return statistics.counted(*parts, **_chat_of(source) if source.chat != "off" else {})
+
+
+def _chat_of(source: SourceConfig) -> dict[str, str]:
+    """Return the arguments of `statistics.counted` for conversations and pairs."""
+    if source.chat == "pairs":
+        return {"chat": "pair"}
+    return {"chat": "conversation", "policy": source.long_conversations}
 
 
 # Arguments.

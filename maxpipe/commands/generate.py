@@ -30,7 +30,7 @@ from maxpipe.generate.prompts import (
 
 if TYPE_CHECKING:
     from maxpipe.data.tokenizer import Tokenizer
-    from maxpipe.data.tokenizers.chat_process import Message
+    from maxpipe.data.tokenizers.chat_process import ChatInput
     from maxpipe.generate.completions import Completion, Prompt
 
 _MAX_PROMPT_BYTES = 1 << 24
@@ -64,9 +64,10 @@ def _generate(options: argparse.Namespace) -> int:
         tokenizer = for_chats(opened.tokenizer) if options.chat else opened.tokenizer
         stops, ids = stops_of(options.stop, tokenizer, "command line: --stop")
         limits = Limits(options.max_tokens, room, stops, options.batch_size, stop_ids=ids)
-        encode: Any = partial(
-            encoded_chats if options.chat else encoded, tokenizer=tokenizer, room=room
-        )
+        encode: Any = partial(encoded, tokenizer=tokenizer, room=room)
+        if options.chat:
+            chat = tokenizer.chat and tokenizer.chat.with_settings(opened.template_settings)
+            encode = partial(encoded_chats, tokenizer=tokenizer, room=room, chat=chat)
         prompts = encode(texts)
         decoding, params = opened.decoding(_say, sampling, options.seed)
 
@@ -78,12 +79,14 @@ def _generate(options: argparse.Namespace) -> int:
             return printer.newest
 
         if options.interactive and options.chat:
+            from maxpipe.data.tokenizers.chat_process import ChatInput, Message
+
             messages: list[Message] = []
 
             def reply(text: str, number: int) -> None:
                 """To all that was said before, and to this."""
-                asked = [*messages, *said(text)]
-                told = answer(encode([asked], first=number))
+                asked = [*messages, *said(text).messages]
+                told = answer(encode([ChatInput(asked)], first=number))
                 messages[:] = [*asked, {"role": "assistant", "content": told}]
 
             _converse(reply)
@@ -114,7 +117,7 @@ def _prompts(options: argparse.Namespace) -> list[str]:
     return read(options.prompts, where)
 
 
-def _conversations(options: argparse.Namespace) -> list[list[Message]]:
+def _conversations(options: argparse.Namespace) -> list[ChatInput]:
     if options.prompts is None or options.prompts == _STDIN:
         return [said(text) for text in _prompts(options)]
     return read_conversations(options.prompts, f"command line: --prompts {options.prompts}")

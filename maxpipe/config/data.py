@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from maxpipe.config.data_schema import DataConfig, SourceConfig
 from maxpipe.config.mixture import sources
@@ -64,6 +67,23 @@ def section_of(name: str) -> str:
 def paths_of(config: SourceConfig) -> list[str]:
     """All paths of a source, in the order in which they are read."""
     return [config.path] if config.path else list(config.paths)
+
+
+def template_settings(given: Mapping[str, str]) -> dict[str, Any]:
+    """The values of `data.chat_template_kwargs`: JSON where it is such, else texts."""
+    return {name: _setting(text) for name, text in given.items()}
+
+
+def _setting(text: str) -> Any:
+    words = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+    if text.strip().lower() in words:
+        return words[text.strip().lower()]
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    is_number = isinstance(found, float)
+    return text if is_number and not math.isfinite(found) else found
 
 
 def template_pieces(template: str) -> list[tuple[str, str]]:

@@ -192,7 +192,7 @@ def _one_source_or_a_mixture(config: Config) -> Iterator[Finding]:
 @rule("data.packing", "data.mixture")
 def _packing_is_of_a_source(config: Config) -> Iterator[Finding]:
     data = config.data
-    if data.mixture and data.packing != "cut":
+    if data.mixture and data.packing != "auto":
         name = sorted(data.mixture)[0]
         yield Finding(
             "data.packing",

@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
-Packing = Literal["cut", "first_fit", "best_fit", "pad"]
+Packing = Literal["auto", "cut", "first_fit", "best_fit", "pad"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,12 +55,21 @@ class SourceConfig:
     `<run.dir>/.index`."""
     chat: Literal["off", "messages", "prompt", "pairs"] = "off"
     """Whether records are conversations that a chat template makes a text of. `messages`: a list of
-    objects with `role` and `content` in `data.messages_field`. `prompt`: `data.prompt_field` and
-    `data.response_field`, each a text or such a list. `pairs`, for `train.objective=preference`:
-    `data.prompt_field` and two responses to it, `data.chosen_field` and `data.rejected_field`, each
-    such a list; or texts, which are read as they are, without a template."""
+    objects with `role` and `content`, or ShareGPT's `from` and `value`, in `data.messages_field`.
+    `prompt`: `data.prompt_field` and `data.response_field`, each a text or such a list. `pairs`,
+    for `train.objective=preference`: `data.prompt_field` and two responses to it,
+    `data.chosen_field` and `data.rejected_field`, each such a list; or texts, which are read as
+    they are, without a template."""
     messages_field: str = "messages"
-    """Name of the field of messages, with `data.chat=messages`."""
+    """Name of the field of messages, with `data.chat=messages`. `conversations` is read where a
+    record has no `messages`."""
+    tools_field: str = "tools"
+    """Name of the field of tools that the template is given: a list of objects, or its JSON. A
+    record may lack it. Ignored unless `data.chat` is set."""
+    chat_template_kwargs: dict[str, str] = dataclasses.field(default_factory=dict, hash=False)
+    """Names and values that the chat template is given, such as `{enable_thinking: false}`.
+    Numbers, `true`, `false` and JSON are read as such. The field `chat_template_kwargs` of a record
+    takes precedence. Applies to training, samples, rollouts and `generate --chat`."""
     prompt_field: str = "prompt"
     """Name of the field of what a user says, with `data.chat` `prompt` and `pairs`. With `pairs`
     it may be empty: both responses are whole conversations then, and what they begin with alike is
@@ -85,12 +94,26 @@ class SourceConfig:
     trained_roles: list[str] = dataclasses.field(default_factory=lambda: ["assistant"])
     """Roles whose messages are trained on. What others say is read, and no loss is taken of it. Of
     `[assistant]` a template's own `{% generation %}` blocks say what is."""
-    packing: Packing = "cut"
-    """What is in a sequence. `cut`: the stream of all documents, end to end, cut where a sequence
-    is full. The others keep documents whole and pad what stays empty; one that is longer than a
-    sequence fills as many as it can, and what remains of it is placed as a document is. `best_fit`:
-    the longest first, each where it leaves least room, which takes fewest sequences. `first_fit`:
-    in shuffled order, each into the first sequence with room. `pad`: one in each sequence."""
+    rewritten_history: Literal["last", "each_turn", "error"] = "last"
+    """Training of a message that the template writes differently once others follow, as templates
+    do that drop the reasoning of earlier answers. `last`: such a message is read and not trained,
+    so that of a conversation the last answer is trained. `each_turn`: every trained message is a
+    sample of its own, the conversation up to it. `error`: it ends the run. Ignored where
+    `{% generation %}` blocks mark what is trained, except for `each_turn`."""
+    long_conversations: Literal["truncate", "drop", "split", "error"] = dataclasses.field(
+        default="truncate", metadata={"before": "split"}
+    )
+    """Treatment of a conversation of more tokens than a sequence has. `truncate` cuts its end,
+    `drop` leaves it out, and `error` ends the run. `split` fills several sequences with it, where
+    an answer may be trained without its question. The run prints how many there are. Ignored
+    unless the documents are conversations; see `data.long_pairs` for pairs."""
+    packing: Packing = dataclasses.field(default="auto", metadata={"before": "cut"})
+    """What is in a sequence. `auto`: `best_fit` for conversations and pairs, `cut` for texts.
+    `cut`: the stream of all documents, end to end, cut where a sequence is full. The others keep
+    documents whole and pad what stays empty; one that is longer than a sequence fills as many as it
+    can, and what remains of it is placed as a document is. `best_fit`: the longest first, each
+    where it leaves least room, which takes fewest sequences. `first_fit`: in shuffled order, each
+    into the first sequence with room. `pad`: one in each sequence."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -17,9 +18,10 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from maxpipe.boundary import files
-from maxpipe.config.data import all_sources
+from maxpipe.config.data import all_sources, template_settings
 from maxpipe.config.data_schema import DataConfig, SourceConfig
-from maxpipe.config.rules import did_you_mean
+from maxpipe.data.answers import Answer
+from maxpipe.data.chat_records import conversation_of
 from maxpipe.data.documents import (
     DocumentIndex,
     Encoded,
@@ -30,19 +32,27 @@ from maxpipe.data.documents import (
     unchanged,
 )
 from maxpipe.data.formats.reads import reading
-from maxpipe.data.formats.text_of import BadRecord, shortened
+from maxpipe.data.formats.text_of import BadRecord
 from maxpipe.data.sources import Moved, Progress, Source, UnreadableRecord
 from maxpipe.data.tokenizer import Tokenizer
 from maxpipe.data.tokenizers.chat import ChatTemplate
-from maxpipe.data.tokenizers.chat_process import ChatProcess, RenderError
+from maxpipe.data.tokenizers.chat_process import (
+    ChatInput,
+    ChatProcess,
+    Masking,
+    RenderError,
+)
 from maxpipe.data.tokenizers.offsets import touched
 from maxpipe.errors import ConfigError, Problem
 from maxpipe.words import counted
 
 _MOST_TEMPLATE_BYTES = 1 << 24
 _PASS_RECORDS = 256
-
-Message = dict[str, Any]
+_VERSION = 2
+"""Increased whenever the same records give other ids or masks than before."""
+REWRITTEN = 8
+"""Mark of a conversation with messages that are not trained, because the template rewrites them
+once others follow."""
 
 
 def template_of(config: SourceConfig, tokenizer: Tokenizer) -> ChatTemplate:
@@ -51,7 +61,7 @@ def template_of(config: SourceConfig, tokenizer: Tokenizer) -> ChatTemplate:
     Raises:
         ConfigError: it cannot be read, or there is none.
     """
-    path = config.chat_template
+    path, settings = config.chat_template, template_settings(config.chat_template_kwargs)
     if path:
         try:
             text = files.read(path, _MOST_TEMPLATE_BYTES).decode()
@@ -59,7 +69,7 @@ def template_of(config: SourceConfig, tokenizer: Tokenizer) -> ChatTemplate:
             rule = f"must be a file of UTF-8 text: {getattr(error, 'strerror', None) or error}."
             action = "Set data.chat_template to the file of a Jinja template."
             raise ConfigError.one("data.chat_template", path, rule, action) from error
-        return ChatTemplate(text, path, tokenizer.role_texts)
+        return ChatTemplate(text, path, tokenizer.role_texts, settings)
     if tokenizer.chat is None:
         raise ConfigError.one(
             "data.chat",
@@ -68,7 +78,7 @@ def template_of(config: SourceConfig, tokenizer: Tokenizer) -> ChatTemplate:
             "Set data.chat_template to a Jinja file, or put chat_template.jinja into the folder of "
             "tokenizer.path.",
         )
-    return tokenizer.chat
+    return tokenizer.chat.with_settings(settings)
 
 
 def spoken(data: DataConfig, tokenizer: Tokenizer) -> ChatTemplate | None:
@@ -78,91 +88,10 @@ def spoken(data: DataConfig, tokenizer: Tokenizer) -> ChatTemplate | None:
         ConfigError: its file cannot be read.
     """
     chats = [each for each in all_sources(data).values() if each.chat != "off"]
-    return template_of(chats[0], tokenizer) if chats else tokenizer.chat
-
-
-def messages_of(record: object, config: SourceConfig) -> list[Message]:
-    """The messages of a record, as `data.chat` says where they are.
-
-    Raises:
-        BadRecord: a field is missing or of another type, or a role is none of `data.chat_roles`.
-    """
-    fields = with_fields(record, config)
-    if config.chat == "messages":
-        key = "data.messages_field"
-        found = listed(column(fields, config.messages_field, key), key)
-    else:
-        asked = (config.prompt_field, "data.prompt_field", "user")
-        answered = (config.response_field, "data.response_field", "assistant")
-        found = []
-        for name, key, role in (asked, answered):
-            value = column(fields, name, key)
-            found += said(value, role) if isinstance(value, str) else listed(value, key)
-    if not found:
-        raise BadRecord("", "must have a message: it has none.", "Remove the record.")
-    for number, message in enumerate(found, 1):
-        check_message(message, config, f"message {number}")
-    return found
-
-
-def with_fields(record: object, config: SourceConfig) -> Mapping[str, Any]:
-    """The record. Raises BadRecord if it has no fields."""
-    if not isinstance(record, Mapping):
-        rule = f"must have fields, for data.chat={config.chat}; it is of type "
-        rule += f"{type(record).__name__}."
-        raise BadRecord(shortened(str(record)), rule, "Set data.chat=off if these are texts.")
-    return record
-
-
-def said(text: str, role: str) -> list[Message]:
-    """A text as the only message."""
-    return [{"role": role, "content": text}]
-
-
-def column(record: Mapping[str, Any], name: str, key: str) -> Any:
-    """The value of the field that `key` names. Raises BadRecord if there is none."""
-    if name in record:
-        return record[name]
-    names = [str(each) for each in record]
-    guess = did_you_mean(name, names) or (names[0] if len(names) == 1 else "")
-    raise BadRecord(
-        shortened(f"fields {', '.join(names) or 'none'}"),
-        f"must have the field of {key} ({name}).",
-        f"Set {key}={guess}." if guess else f"Set {key} to the field that has it.",
-    )
-
-
-def listed(value: object, key: str, what: str = "a list") -> list[Message]:
-    """The messages in a field. Raises BadRecord if it has something else."""
-    if isinstance(value, list | tuple) and all(isinstance(each, Mapping) for each in value):
-        return [dict(each) for each in value]
-    raise BadRecord(
-        shortened(str(value)),
-        f"must have {what} of objects in {key}; it is of type {type(value).__name__}.",
-        'Write it as [{"role": "user", "content": "..."}, ...].',
-    )
-
-
-def check_message(message: Message, config: SourceConfig, which: str) -> None:
-    """Raises BadRecord for a message of an unknown role, or without content."""
-    role, roles = message.get("role"), config.chat_roles
-    if role not in roles:
-        guess = did_you_mean(role, roles) if isinstance(role, str) else ""
-        raise BadRecord(
-            shortened(f"role {role} of {which}" if "role" in message else f"{which} without role"),
-            f"must have a role of data.chat_roles: {', '.join(roles)}.",
-            f"{f'Write {guess}' if guess else 'Correct it'}, or add the role to data.chat_roles.",
-        )
-    content = message.get("content")
-    # Without content a message may be a call of tools; a list is of texts, images and so on.
-    if "content" not in message or not (content is None or isinstance(content, str | list)):
-        raise BadRecord(
-            which,
-            f"must have a text as content; it is of type {type(content).__name__}."
-            if "content" in message
-            else f"must have content; it has {', '.join(map(str, message))}.",
-            'Write {"role": "user", "content": "..."}.',
-        )
+    if chats:
+        return template_of(chats[0], tokenizer)
+    settings = template_settings(data.chat_template_kwargs)
+    return None if tokenizer.chat is None else tokenizer.chat.with_settings(settings)
 
 
 @contextlib.contextmanager
@@ -186,6 +115,8 @@ class Counted(NamedTuple):
     """`digest_of` the ids, as int64."""
     marks: int
     """See `Encoded.marks`."""
+    unread: tuple[str, ...]
+    """See `Encoded.unread`."""
 
 
 class Conversations:
@@ -205,33 +136,37 @@ class Conversations:
             UnreadableRecord: it has no messages or the template fails with them.
         """
         with named(self.source, document):
-            return self.encoded(messages_of(self.source.record(document), self._config))
+            record = self.source.record(document)
+            if isinstance(record, Answer):
+                found = conversation_of(record.record, self._config)
+                return self.encoded(found.up_to(found.trained[record.number]))
+            return self.encoded(conversation_of(record, self._config))
 
-    def encoded(self, messages: Sequence[Message], prompt: Sequence[Message] = ()) -> Encoded:
-        """The same of messages, of which the first ones are a prompt that is not trained on.
+    def encoded(self, conversation: ChatInput) -> Encoded:
+        """The same of a conversation.
 
         Raises:
-            BadRecord: the template fails with them.
+            BadRecord: the template fails with it.
         """
+        masking = Masking(
+            by_blocks=list(self._config.trained_roles) == ["assistant"],
+            skips_rewritten=self._config.rewritten_history != "error",
+        )
         with self._process() as process:
             try:
-                found = process.render(messages, roles=self._config.trained_roles)
-                asked = process.render(prompt).text if prompt else ""
+                found = process.render(conversation, masking=masking)
             except RenderError as error:
                 raise self._refused(error) from error
             except (TypeError, ValueError) as error:
                 rule = f"must have messages that JSON can hold: {error}."
                 raise BadRecord("", rule, "Leave other values out.") from error
-        if not found.text.startswith(asked):
-            rule = f"must begin with its prompt: {self.template.path} writes the prompt alone as "
-            rule += "another text than in front of a response."
-            raise BadRecord("", rule, "Correct the template in a copy, for data.chat_template.")
         ids, offsets = self.tokenizer.encode_chat_offsets(found.text)
         if not len(ids):
             rule = f"must give a text: {self.template.path} writes none."
             raise BadRecord("", rule, "Remove the record, or correct the template.")
-        spans = [(max(begin, len(asked)), end) for begin, end in found.spans if end > len(asked)]
-        return Encoded(ids, touched(offsets, spans))
+        marks = REWRITTEN if found.rewritten else 0
+        unread = (*conversation.unread, *found.unread)
+        return Encoded(ids, touched(offsets, found.spans), marks=marks, unread=unread)
 
     def check(self, index: DocumentIndex) -> None:
         """Checks that some token is trained.
@@ -264,19 +199,26 @@ class Conversations:
             "",
             f"must be rendered message by message, to know what is trained: {path} writes the "
             f"first messages alone as another text than among all; {error}.",
-            "Mark what is trained by {% generation %} ... {% endgeneration %} in a copy of the "
-            "template, set data.chat_template to it, and data.trained_roles=[assistant].",
+            "Set data.rewritten_history=last or each_turn; or mark what is trained by "
+            "{% generation %} ... {% endgeneration %} in a copy of the template, set "
+            "data.chat_template to it, and data.trained_roles=[assistant].",
         )
 
     def fingerprint(self) -> str:
-        """Digest of all that decides ids and mask, beside source and tokenizer."""
-        config, template = self._config, self.template
+        """Digest of all that decides ids and mask, in addition to source and tokenizer."""
+        config = self._config
         fields = [config.messages_field]
         if config.chat == "prompt":
             fields = [config.prompt_field, config.response_field]
-        parts = [1, config.chat, fields, sorted(config.trained_roles)]
-        parts += [template.template, sorted(template.tokens.items())]
+        parts = [config.chat, fields, *self.masking_facts()]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+    def masking_facts(self) -> list[Any]:
+        """JSON values of all that decides how a conversation becomes ids and a mask."""
+        config, template = self._config, self.template
+        found = [_VERSION, sorted(config.trained_roles), config.rewritten_history]
+        found += [config.tools_field, sorted(template.settings.items())]
+        return [*found, template.template, sorted(template.tokens.items())]
 
 
 class ChatRecords(Protocol):
@@ -369,7 +311,12 @@ def count(conversations: ChatRecords, document: int) -> Counted:
     assert found.trained is not None
     text = conversations.tokenizer.decode(found.ids[found.trained].tolist())
     digest = ids_digest(found.ids)
-    return Counted(found.ids, found.trained, text.encode(), digest, found.marks)
+    return Counted(found.ids, found.trained, text.encode(), digest, found.marks, found.unread)
+
+
+def first_target(trained: np.ndarray) -> int:
+    """The number of the first trained token that another one precedes, or 0; of bool [tokens]."""
+    return 1 + int(trained[1:].argmax()) if trained[1:].any() else 0
 
 
 def ids_digest(ids: np.ndarray) -> int:
@@ -382,6 +329,7 @@ def _read_all(conversations: ChatRecords, moved: Moved | None, threads: int) -> 
     lengths, trained = np.zeros(len(source), np.int64), np.zeros(len(source), np.int64)
     byte_counts, digests = np.zeros(256, np.int64), np.zeros(len(source), np.uint64)
     marks, masks = np.zeros(len(source), np.uint8), np.zeros(len(source), np.uint64)
+    firsts, unread = np.zeros(len(source), np.int64), Counter[str]()
     progress = Progress(f"rendering conversations of {source.name}", len(source), moved)
 
     with ThreadPoolExecutor(max(1, threads), "conversations") as pool:
@@ -392,9 +340,19 @@ def _read_all(conversations: ChatRecords, moved: Moved | None, threads: int) -> 
                 lengths[document], trained[document] = len(found.ids), int(found.trained.sum())
                 digests[document], marks[document] = found.digest, found.marks
                 masks[document] = mask_digest(found.trained)
+                firsts[document] = first_target(found.trained)
+                unread.update(found.unread)
                 byte_counts += np.bincount(np.frombuffer(found.raw, np.uint8), minlength=256)
             progress.update(numbers.stop)
     found_marks = marks if marks.any() else None
     return DocumentIndex(
-        lengths, byte_counts, trained, digests=digests, marks=found_marks, masks=masks
+        lengths,
+        byte_counts,
+        trained,
+        digests=digests,
+        marks=found_marks,
+        masks=masks,
+        first_targets=firsts,
+        unread_keys=np.array(sorted(unread), np.str_),
+        unread_counts=np.array([unread[each] for each in sorted(unread)], np.int64),
     )

@@ -22,6 +22,7 @@ from maxpipe.data.chat import spoken
 from maxpipe.data.documents import Documents, Encoded
 from maxpipe.data.tokenizer import Tokenizer
 from maxpipe.data.tokenizers.chat import ChatTemplate
+from maxpipe.data.tokenizers.chat_process import ChatInput
 from maxpipe.data.tokenizers.control import Framing
 from maxpipe.errors import ConfigError
 
@@ -60,7 +61,8 @@ def closing_ids(
     for role in asking:
         try:
             (text,) = chat.render(
-                [[{"role": role, "content": "A question"}, answer]], add_generation_prompt=False
+                [ChatInput([{"role": role, "content": "A question"}, answer])],
+                add_generation_prompt=False,
             )
         except ConfigError:  # the template wants other roles
             continue

@@ -17,16 +17,33 @@ import numpy as np
 from maxpipe.config.data import paths_of, section_of, validation_key, validation_sets
 from maxpipe.config.data_schema import DataConfig, Packing, SourceConfig
 from maxpipe.config.mixture import sources
+from maxpipe.data.answers import AnswerSource, answers_of
 from maxpipe.data.chat import ChatDocuments, Conversations, build_chat_index, nothing_inside
-from maxpipe.data.documents import Documents, EncodedDocuments, build_index, entropy
+from maxpipe.data.documents import (
+    DocumentIndex,
+    Documents,
+    EncodedDocuments,
+    build_index,
+    entropy,
+)
 from maxpipe.data.formats.reads import reading
+from maxpipe.data.long_conversations import (
+    BoundedDocuments,
+    BoundedFiles,
+    Policy,
+    check_left,
+    long_ones,
+    num_long,
+    too_long,
+)
 from maxpipe.data.packing import Sequences, split_documents
-from maxpipe.data.pairs import PairDocuments, Pairs, remarks
-from maxpipe.data.prepared.manifest import CONTENT, SPAN, content_facts
+from maxpipe.data.pairs import PairDocuments, Pairs
+from maxpipe.data.prepared.manifest import CONTENT, SPAN, content_facts, has_masks
 from maxpipe.data.prepared.megatron import MegatronDocuments
 from maxpipe.data.prepared.open import IDS, open_documents
 from maxpipe.data.prepared.reader import PreparedDocuments
 from maxpipe.data.prepared.windows import WindowedSequences, needs_windows, spans_of
+from maxpipe.data.remarks import Long, marks_of, remarks
 from maxpipe.data.sections import in_section
 from maxpipe.data.sequences import Packer
 from maxpipe.data.sources import Moved, Source, open_source
@@ -62,6 +79,9 @@ class Indexed:
     packing: Packing
     remarks: Sequence[str] = ()
     """Lines about documents that are not read as they are."""
+    ends: np.ndarray | None = None
+    """int64 [records]: the document behind the last one of each record, where a record has
+    several, which are on one side of a split."""
 
     def sequences(self, split: Split, fraction: float, packer: Packer) -> Sequences | None:
         """Of a split; None if it has no documents.
@@ -111,12 +131,20 @@ class Indexed:
         if split == "all":
             return np.arange(count)
         with in_section(self.name):
-            return split_documents(count, fraction, self.seed)[split == "validation"]
+            if self.ends is None:
+                return split_documents(count, fraction, self.seed)[split == "validation"]
+            # Of many samples of one record none tells of another one that is held out.
+            records = split_documents(len(self.ends), fraction, self.seed)[split == "validation"]
+            starts = np.concatenate([[0], self.ends[:-1]])
+            edges = np.stack([starts, self.ends], 1)[records].tolist()
+            return np.concatenate([np.zeros(0, np.int64), *(np.arange(*each) for each in edges)])
 
 
-def _in_windows(documents: Documents) -> PreparedDocuments | MegatronDocuments | None:
+def _in_windows(
+    documents: Documents,
+) -> PreparedDocuments | MegatronDocuments | BoundedFiles | None:
     """The documents, if there are too many to shuffle them as a whole."""
-    prepared = isinstance(documents, PreparedDocuments | MegatronDocuments)
+    prepared = isinstance(documents, PreparedDocuments | MegatronDocuments | BoundedFiles)
     return documents if prepared and needs_windows(documents) else None
 
 
@@ -187,7 +215,7 @@ class Corpus:
         """Sequences of each source; none of one that has no documents in the split."""
         fraction = self.data.validation_fraction
         return [
-            Part(each.name, sequences, each.seed)
+            Part(each.name, sequences, each.seed, each.packing)
             for each in self.indexed
             if (sequences := each.sequences(split, fraction, self._packer(each))) is not None
         ]
@@ -232,25 +260,70 @@ def open_corpus(
         with in_section(each), reading(section_of(each)):
             mine = seed_of(each, seed)
             if config.source in IDS:
-                indexed.append(_of_ids(each, config, tokenizer, mine))
+                indexed.append(_of_ids(each, config, tokenizer, mine, sequence_length))
             else:
                 indexed.append(_of_text(each, config, tokenizer, mine, **opening))
     return Corpus(data, mixed, indexed, tokenizer, seed, sequence_length, cache_dir, moved, keep)
 
 
-def _of_ids(name: str, config: SourceConfig, encoder: Tokenizer, seed: int) -> Indexed:
+def packing_of(config: SourceConfig, *, has_conversations: bool) -> Packing:
+    """What `data.packing` means for a source."""
+    if config.packing != "auto":
+        return config.packing
+    return "best_fit" if has_conversations else "cut"
+
+
+def _of_ids(
+    name: str, config: SourceConfig, encoder: Tokenizer, seed: int, sequence_length: int
+) -> Indexed:
     documents = open_documents(config, encoder)
-    facts = {**documents.facts(), **_packing_facts(config)}
+    has_conversations = isinstance(documents, PreparedDocuments) and has_masks(documents.manifest)
+    packing = packing_of(config, has_conversations=has_conversations)
+    facts = {**documents.facts(), **_packing_facts(packing)}
     if needs_windows(documents):
         facts["order"] = "windows"
     counts, unreadable = documents.byte_counts, documents.unreadable
-    digests = documents.digests if isinstance(documents, PreparedDocuments) else None
-    return Indexed(name, documents, seed, facts, counts, digests, unreadable, config.packing)
+    if not isinstance(documents, PreparedDocuments):
+        return Indexed(name, documents, seed, facts, counts, None, unreadable, packing)
+    digests = documents.digests
+    if not has_conversations:
+        return Indexed(name, documents, seed, facts, counts, digests, unreadable, packing)
+    policy = config.long_conversations
+    facts.update(_long_facts(config))
+    count, first = num_long(documents, sequence_length)
+    if count and policy == "error":
+        raise too_long(count, documents.where(first), sequence_length)
+    found: Documents | BoundedFiles = documents
+    num_left_out = 0
+    if count and policy != "split" and needs_windows(documents):
+        found = BoundedFiles(documents, sequence_length, policy)
+    elif count and policy != "split":
+        found = BoundedDocuments(documents, sequence_length, policy)
+        num_left_out = _left_out(documents.lengths, found, sequence_length, policy)
+    long = Long(policy, count, num_left_out)
+    lines = remarks(
+        "conversation", documents.num_documents, documents.unread, documents.marks, long
+    )
+    return Indexed(name, found, seed, facts, counts, digests, unreadable, packing, lines)
 
 
-def _packing_facts(config: SourceConfig) -> dict[str, str]:
+def _left_out(
+    lengths: np.ndarray, found: BoundedDocuments, sequence_length: int, policy: Policy
+) -> int:
+    """How many documents, of `lengths` tokens, have none left. Raises ConfigError if all."""
+    check_left(found.lengths, sequence_length, policy)
+    return int(np.count_nonzero(lengths)) - int(np.count_nonzero(found.lengths))
+
+
+def _packing_facts(packing: Packing) -> dict[str, str]:
     """None of what earlier releases did, who said nothing of it."""
-    return {} if config.packing == "cut" else {"packing": config.packing}
+    return {} if packing == "cut" else {"packing": packing}
+
+
+def _long_facts(config: SourceConfig) -> dict[str, str]:
+    """Likewise."""
+    policy = config.long_conversations
+    return {} if policy == "split" else {"long_conversations": policy}
 
 
 def _of_text(
@@ -267,6 +340,7 @@ def _of_text(
 ) -> Indexed:
     """Documents of texts, conversations or pairs."""
     source = open_source(config, seed, moved, cache_dir=cache_dir, keep=keep)
+    source = answers_of(source, config, cache_dir, moved, keep=keep)
     found = chat_records(source, encoder, config, row_tokens)
     if found is None:
         index = build_index(source, encoder, cache_dir, moved, keep=keep)
@@ -274,21 +348,26 @@ def _of_text(
         index = build_chat_index(found, cache_dir, moved, threads=threads, keep=keep)
     if not index.byte_counts.any():
         raise nothing_inside(", ".join(paths_of(config)), len(source), config.chat)
+    packing = packing_of(config, has_conversations=found is not None)
     facts = {
         "source": source.name,
         "documents": len(source),
         "tokens": int(index.lengths.sum()),
         "source_digest": source.fingerprint(),
         **content_facts(source.content(moved)),
-        **_packing_facts(config),
+        **_packing_facts(packing),
     }
-    if found is None:
-        documents = EncodedDocuments(source, encoder, index)
-    else:
+    if found is not None:
         facts["chat"] = found.fingerprint()
-        documents = ChatDocuments(found, index)
-        if isinstance(found, Pairs):
-            documents = PairDocuments(found, index)
+    long = None
+    if found is None:
+        documents: Documents = EncodedDocuments(source, encoder, index)
+    elif isinstance(found, Pairs):
+        documents = PairDocuments(found, index)
+    else:
+        facts.update(_long_facts(config))
+        documents, long = _bounded(ChatDocuments(found, index), index, config, row_tokens)
+    what = "pair" if config.chat == "pairs" else "conversation"
     return Indexed(
         name,
         documents,
@@ -297,9 +376,30 @@ def _of_text(
         byte_counts=index.byte_counts,
         digests=lambda first, stop: index.digests[first:stop],
         unreadable=len(index.unreadable),
-        packing=config.packing,
-        remarks=remarks(index),
+        packing=packing,
+        remarks=remarks(what, len(source), index.unread, marks_of(index.marks), long),
+        ends=source.ends if isinstance(source, AnswerSource) else None,
     )
+
+
+def _bounded(
+    documents: ChatDocuments, index: DocumentIndex, config: SourceConfig, sequence_length: int
+) -> tuple[Documents, Long]:
+    """Conversations as `data.long_conversations` says, and how many it concerns."""
+    policy, firsts = config.long_conversations, index.first_targets
+    numbers = long_ones(index.lengths, sequence_length)
+    if not len(numbers) or policy == "split":
+        return documents, Long(policy, len(numbers))
+    if policy == "error":
+        raise too_long(len(numbers), documents.where(int(numbers[0])), sequence_length)
+    found = BoundedDocuments(
+        documents,
+        sequence_length,
+        policy,
+        lambda document, count: 0 < firsts[document] < count,
+    )
+    left_out = _left_out(index.lengths, found, sequence_length, policy)
+    return found, Long(policy, len(numbers), left_out)
 
 
 def chat_records(

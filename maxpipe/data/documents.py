@@ -43,7 +43,9 @@ class Encoded:
     border: int = 0
     """Of a pair the token with which its second half begins; 0 of what is no pair."""
     marks: int = 0
-    """What was done with it, for counts: see `pairs.py`."""
+    """What was done with it, for counts: see `pairs.py` and `chat.py`."""
+    unread: tuple[str, ...] = ()
+    """Keys of the record that neither maxpipe nor the chat template reads."""
 
 
 class Documents(Protocol):
@@ -81,9 +83,21 @@ class DocumentIndex:
     digests: np.ndarray = field(default_factory=lambda: np.zeros(0, np.uint64))
     """uint64 [documents]: `digest_of` each text, or the ids of each conversation."""
     marks: np.ndarray | None = None
-    """uint8 [documents]: those of each pair."""
+    """uint8 [documents]: `Encoded.marks` of each conversation or pair."""
     masks: np.ndarray | None = None
     """uint64 [documents]: `mask_digest` of each conversation; None of texts."""
+    first_targets: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    """int64 [documents]: of each conversation the number of the first trained token that follows
+    another one, 0 where there is none."""
+    unread_keys: np.ndarray = field(default_factory=lambda: np.zeros(0, np.str_))
+    """Texts: keys of records that nothing reads."""
+    unread_counts: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    """int64: how many records have each of these keys."""
+
+    @property
+    def unread(self) -> dict[str, int]:
+        """How many records have each key that nothing reads."""
+        return dict(zip(self.unread_keys.tolist(), self.unread_counts.tolist(), strict=True))
 
     @property
     def tokens_trained(self) -> int:
@@ -213,6 +227,9 @@ def _index_of(arrays: Mapping[str, np.ndarray], num_documents: int) -> DocumentI
     lengths, counts, marks = arrays["lengths"], arrays["byte_counts"], arrays.get("marks")
     masks = arrays.get("masks")
     index = DocumentIndex(lengths, counts, trained, unreadable, digests, marks, masks)
+    if "unread_keys" in arrays:  # earlier releases had none for texts
+        names = ("first_targets", "unread_keys", "unread_counts")
+        index = replace(index, **{name: arrays[name] for name in names})
     shapes = {each.shape for each in (lengths, trained, digests, marks, masks) if each is not None}
     if shapes != {(num_documents,)} or index.byte_counts.shape != (256,):
         raise ValueError("arrays of another shape")

@@ -526,6 +526,7 @@ _WORDS = {
     "tokenizer": "the tokenizer",
     "chat": "the chat template, fields or roles",
     "packing": "the packing",
+    "long_conversations": "data.long_conversations",
     "pairs_per_row": "data.pairs_per_row",
     "order_version": "the order of samples",
     "group_size": "grpo.group_size",
@@ -537,7 +538,7 @@ _WORDS = {
 
 
 _NAMED_FILES = 4
-_UNSAID = {"packing": "cut"}
+_UNSAID = {"packing": "cut", "long_conversations": "split"}
 """What a fingerprint means that does not have this entry."""
 
 

@@ -11,26 +11,27 @@ import hashlib
 import itertools
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from maxpipe.config.data_schema import SourceConfig
-from maxpipe.data.chat import (
-    ChatDocuments,
-    Conversations,
-    Message,
-    check_message,
+from maxpipe.data.chat import ChatDocuments, Conversations, named
+from maxpipe.data.chat_records import (
     column,
+    is_trained,
     listed,
-    named,
+    messages_name,
     said,
+    tools_and_settings,
+    unread,
     with_fields,
 )
 from maxpipe.data.documents import DocumentIndex, Encoded
 from maxpipe.data.formats.text_of import BadRecord
 from maxpipe.data.sources import Source
 from maxpipe.data.tokenizer import Tokenizer
+from maxpipe.data.tokenizers.chat_process import ChatInput, Message
 from maxpipe.errors import ConfigError
 from maxpipe.words import counted
 
@@ -39,6 +40,16 @@ TRUNCATED, DROPPED, SAME = 1, 2, 4
 HALVES = ("chosen", "rejected")
 
 Text = str | list[Message]
+
+
+class Pair(NamedTuple):
+    """A prompt and two responses: all of them texts, or lists of messages."""
+
+    prompt: Text
+    chosen: Text
+    rejected: Text
+    given: ChatInput
+    """Tools, settings of the template, and the fields of the record that are not read."""
 
 
 class Pairs:
@@ -62,8 +73,8 @@ class Pairs:
             UnreadableRecord: it has no prompt with two responses, or the template fails with them.
         """
         with named(self.source, document):
-            prompt, *responses = pair_of(self.source.record(document), self._config)
-            halves = [self._half(prompt, each) for each in responses]
+            pair = pair_of(self.source.record(document), self._config)
+            halves = [self._half(pair, each) for each in (pair.chosen, pair.rejected)]
             for name, half in zip(HALVES, halves, strict=True):
                 if not _has_target(half):
                     rule = f"must have a response to train on: the {name} one has no token that is."
@@ -71,22 +82,34 @@ class Pairs:
                     raise BadRecord("", rule, action)
             return self._joined(halves)
 
-    def _half(self, prompt: Text, response: Text) -> Encoded:
+    def _half(self, pair: Pair, response: Text) -> Encoded:
+        prompt, given = pair.prompt, pair.given
         if isinstance(prompt, str) and isinstance(response, str):
             asked, answered = self.tokenizer.encode_batch([_text(prompt), _text(response)])
             begin, end = [self.tokenizer.begin_id], [self.tokenizer.end_id]
             ids = np.concatenate([begin, asked, answered, end]).astype(np.int32)
-            return Encoded(ids, np.arange(len(ids)) > len(asked))
+            names = (self._config.tools_field if given.tools else "", *given.settings)
+            keys = (*given.unread, *filter(None, names))
+            return Encoded(ids, np.arange(len(ids)) > len(asked), unread=keys)
         if self._chat is None:
             rule = "must be texts, or have a chat template: the tokenizer's folder has none."
             action = "Set data.chat_template to a Jinja file."
             raise BadRecord("lists of messages", rule, action)
-        first = _messages(prompt, "user")
-        return self._chat.encoded([*first, *_messages(response, "assistant")], first)
+        first = [dict(each) for each in _messages(prompt, "user")]
+        last = [dict(each) for each in _messages(response, "assistant")]
+        for number, message in enumerate(first, 1):
+            is_trained(message, self._config, f"message {number} of the prompt")
+        trained = [
+            number
+            for number, message in enumerate(last, len(first))
+            if is_trained(message, self._config, f"message {number + 1}")
+        ]
+        return self._chat.encoded(given._replace(messages=[*first, *last], trained=trained))
 
     def _joined(self, halves: Sequence[Encoded]) -> Encoded:
         """Both halves in one, shortened to a row as `data.long_pairs` says."""
-        sizes, marks = [len(each.ids) for each in halves], 0
+        sizes, marks = [len(each.ids) for each in halves], halves[0].marks | halves[1].marks
+        unread = tuple(sorted({*halves[0].unread, *halves[1].unread}))
         if sum(sizes) > self._room:
             if self._config.long_pairs == "stop":
                 raise BadRecord(
@@ -98,12 +121,13 @@ class Pairs:
                 _shortened(each, size) for each, size in zip(halves, self._kept(sizes), strict=True)
             ]
             if self._config.long_pairs == "drop" or not all(map(_has_target, halves)):
-                return Encoded(np.zeros(0, np.int32), np.zeros(0, bool), marks=DROPPED)
-            marks = TRUNCATED
+                empty = np.zeros(0, np.int32), np.zeros(0, bool)
+                return Encoded(*empty, marks=DROPPED, unread=unread)
+            marks |= TRUNCATED
         marks |= SAME if np.array_equal(halves[0].ids, halves[1].ids) else 0
         ids = np.concatenate([each.ids for each in halves])
         trained = np.concatenate([each.trained for each in halves])  # type: ignore[arg-type]
-        return Encoded(ids, trained, border=len(halves[0].ids), marks=marks)
+        return Encoded(ids, trained, border=len(halves[0].ids), marks=marks, unread=unread)
 
     def _kept(self, sizes: Sequence[int]) -> tuple[int, int]:
         """Tokens of each half that stay of a pair that is too long."""
@@ -128,29 +152,33 @@ class Pairs:
         raise ConfigError.one("data.long_pairs", self._config.long_pairs, rule, action)
 
     def fingerprint(self) -> str:
-        """Digest of all that decides ids and mask, beside source and tokenizer."""
+        """Digest of all that decides ids and mask, in addition to source and tokenizer."""
         config = self._config
         fields = [config.prompt_field, config.chosen_field, config.rejected_field]
-        parts: list[Any] = [1, "pairs", fields, sorted(config.trained_roles)]
+        parts: list[Any] = [2, "pairs", fields, sorted(config.trained_roles)]
         parts += [config.long_pairs, self._room]
         if self._chat is not None:
-            template = self._chat.template
-            parts += [template.template, sorted(template.tokens.items())]
+            parts += self._chat.masking_facts()
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
-def pair_of(record: object, config: SourceConfig) -> tuple[Text, Text, Text]:
-    """Prompt, chosen and rejected response of a record: all of them texts, or lists of messages.
+def pair_of(record: object, config: SourceConfig) -> Pair:
+    """The pair of a record.
 
     Raises:
         BadRecord: a field is missing or of another type.
     """
     fields = with_fields(record, config)
     keys = ("data.chosen_field", "data.rejected_field")
-    names = (config.chosen_field, config.rejected_field)
+    names = [config.chosen_field, config.rejected_field]
     values = [column(fields, name, key) for name, key in zip(names, keys, strict=True)]
     if config.prompt_field:
-        prompt = _column_of_prompt(fields, config)
+        name = config.prompt_field
+        if name == "prompt" and name not in fields:  # as ShareGPT's records have it
+            other = messages_name(fields, "messages")
+            name = other if other in fields else name
+        names.append(name)
+        prompt = _column_of_prompt(fields, name)
     else:
         prompt, values = _divided(values)
     found: list[Text] = [prompt, *values]
@@ -161,20 +189,32 @@ def pair_of(record: object, config: SourceConfig) -> tuple[Text, Text, Text]:
             said(value, role) if isinstance(value, str) else listed(value, key, "a text or a list")
             for value, role, key in zip(found, roles, keys, strict=True)
         ]
+        found = _without_prompt(found)
         for name, messages in zip(("prompt", *HALVES), found, strict=True):
             for number, message in enumerate(messages, 1):
                 assert not isinstance(message, str)
-                check_message(message, config, f"message {number} of {name}")
+                is_trained(dict(message), config, f"message {number} of {name}")
             if not messages and name != "prompt":
                 rule = f"must have two responses: the {name} one has no message."
                 raise BadRecord("", rule, "Remove the record.")
     first, second, third = found
-    return first, second, third
+    tools, settings = tools_and_settings(fields, config)
+    given = ChatInput([], tools, settings, (), unread(fields, names, config))
+    return Pair(first, second, third, given)
 
 
-def _column_of_prompt(fields: Any, config: SourceConfig) -> Any:
+def _without_prompt(found: list[Any]) -> list[Any]:
+    """Prompt and responses, of which some records have the prompt again in both responses."""
+    prompt, *responses = found
+    size = len(prompt)
+    if size and all(len(each) > size and each[:size] == prompt for each in responses):
+        return [prompt, *(each[size:] for each in responses)]
+    return found
+
+
+def _column_of_prompt(fields: Any, name: str) -> Any:
     try:
-        return column(fields, config.prompt_field, "data.prompt_field")
+        return column(fields, name, "data.prompt_field")
     except BadRecord as error:
         action = f"{error.action} Set data.prompt_field='' if both responses are whole "
         raise BadRecord(error.given, error.rule, f"{action}conversations.") from error
@@ -237,17 +277,3 @@ class PairDocuments(ChatDocuments):
         source, parts = pairs.source, [pairs.tokenizer.fingerprint(), pairs.fingerprint()]
         parts = [source.fingerprint(), source.content(), *parts]
         self.digest = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
-
-
-def remarks(index: DocumentIndex) -> list[str]:
-    """Lines about pairs that are not trained on as they are."""
-    if index.marks is None:
-        return []
-    words = {
-        TRUNCATED: "are longer than a row and lose their ends: see data.long_pairs",
-        DROPPED: "are longer than a row and are left out: see data.long_pairs",
-        SAME: "have the same response twice: they teach nothing",
-    }
-    total = counted(len(index.marks), "pair")
-    counts = {mark: int(np.count_nonzero(index.marks & mark)) for mark in words}
-    return [f"{count} of {total} {words[mark]}" for mark, count in counts.items() if count]

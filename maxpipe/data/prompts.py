@@ -8,6 +8,7 @@ the step alone says which prompts it has.
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,15 +17,26 @@ import numpy as np
 
 from maxpipe.boundary import files
 from maxpipe.boundary.typed import parse
+from maxpipe.config.data_schema import SourceConfig
 from maxpipe.config.ramp import Ramp
 from maxpipe.config.schema import DataConfig
 from maxpipe.config.tuning_schema import GrpoConfig
+from maxpipe.data.chat import spoken
+from maxpipe.data.chat_records import (
+    check_content,
+    listed,
+    messages_name,
+    tools_and_settings,
+    unread,
+)
 from maxpipe.data.documents import Encoded
+from maxpipe.data.formats.text_of import BadRecord
 from maxpipe.data.loader import Datasets, Ending, Loader
 from maxpipe.data.packing import Permutation, Piece, assembled
 from maxpipe.data.stream import Part, Stream
 from maxpipe.data.tokenizer import Tokenizer
-from maxpipe.data.tokenizers.chat_process import Message
+from maxpipe.data.tokenizers.chat import ChatTemplate
+from maxpipe.data.tokenizers.chat_process import ChatInput
 from maxpipe.errors import ConfigError
 
 _KEY = "grpo.prompts"
@@ -119,7 +131,8 @@ def build_prompts(
         ConfigError: the file cannot be used, or a prompt is too long.
     """
     content = _content(config.prompts)
-    prompts = _encoded(_records(content, config.prompts, check), tokenizer)
+    records = _records(content, config.prompts, check)
+    prompts = _encoded(records, tokenizer, spoken(data, tokenizer))
     _check_room(prompts, config, sequence_length)
     rows = PromptRows(prompts, config.group_size, sequence_length, tokenizer.pad_id)
     ramp = Ramp((), batch_size)
@@ -175,7 +188,7 @@ def _records(content: bytes, path: str, check: Check) -> list[tuple[str, dict[st
             continue
         try:
             record = parse(line, dict[str, Any])
-            for each in [record["prompt"]] if _is_text(record) else _said(record):
+            for each in [record["prompt"]] if _is_text(record) else _said(chat_of(record)):
                 each.encode()  # a JSON string may hold half of a surrogate pair
             check(record)
         except ValueError as error:  # that of an encoding, too
@@ -197,33 +210,47 @@ def _is_text(record: Mapping[str, Any]) -> bool:
     return isinstance(record.get("prompt"), str)
 
 
-def _said(record: Mapping[str, Any]) -> list[str]:
-    return [each["content"] for each in messages_of(record)]
+def _said(conversation: ChatInput) -> list[str]:
+    """What is in each message as text."""
+    found = [each.get("content", "") for each in conversation.messages]
+    return [each if isinstance(each, str) else json.dumps(each) for each in found]
 
 
-def messages_of(record: Mapping[str, Any]) -> list[Message]:
-    """The conversation of a record.
+def chat_of(record: Mapping[str, Any]) -> ChatInput:
+    """The conversation of a record that has one: in `messages`, `prompt`, or as ShareGPT has it.
 
     Raises:
         ValueError: it has none.
     """
-    messages = record.get("messages")
-    if "prompt" in record and messages is None:
-        raise ValueError(f"its `prompt` is of type {type(record['prompt']).__name__}, not a text")
-    if not isinstance(messages, list) or not messages:
+    config = SourceConfig(chat="messages")
+    name = messages_name(record, "messages")
+    if "prompt" in record and record.get(name) is None:
+        name = "prompt"
+        if not isinstance(record[name], list):
+            kind = type(record[name]).__name__
+            raise ValueError(f"its `prompt` is of type {kind}, neither a text nor a list")
+    if not isinstance(record.get(name), list) or not record[name]:
         raise ValueError("it has neither a text `prompt` nor a list `messages`")
-    for each in messages:
-        if not isinstance(each, dict) or not all(
-            isinstance(each.get(name), str) for name in ("role", "content")
-        ):
-            raise ValueError("a message lacks a text `role` or `content`")
-    return messages
+    try:
+        messages = listed(record[name], name)
+        for number, message in enumerate(messages, 1):
+            if not isinstance(message.get("role"), str):
+                raise ValueError(f"message {number} lacks a text `role`")
+            check_content(message, f"message {number}")
+        tools, settings = tools_and_settings(record, config)
+    except BadRecord as error:
+        raise ValueError(" ".join(filter(None, (error.given, error.rule)))) from error
+    return ChatInput(messages, tools, settings, (), unread(record, [name], config))
 
 
-def _encoded(records: list[tuple[str, dict[str, Any]]], tokenizer: Tokenizer) -> list[PromptRecord]:
+def _encoded(
+    records: list[tuple[str, dict[str, Any]]], tokenizer: Tokenizer, template: ChatTemplate | None
+) -> list[PromptRecord]:
     texts = [record["prompt"] for _, record in records if _is_text(record)]
-    chats = [messages_of(record) for _, record in records if not _is_text(record)]
-    if chats and tokenizer.chat is None:
+    chats = [chat_of(record) for _, record in records if not _is_text(record)]
+    # A reward may read whatever else a record has.
+    chats = [each._replace(unread=()) for each in chats]
+    if chats and template is None:
         raise ConfigError.one(
             _KEY,
             None,
@@ -233,13 +260,13 @@ def _encoded(records: list[tuple[str, dict[str, Any]]], tokenizer: Tokenizer) ->
             "tokenizer.path=FOLDER.",
         )
     plain = iter(tokenizer.encode_batch(texts))
-    rendered = iter(tokenizer.chat.render(chats) if chats and tokenizer.chat else ())
+    rendered = iter(template.render(chats) if chats and template else ())
     found = []
     for where, record in records:
         if _is_text(record):
             text, ids = record["prompt"], np.append(tokenizer.begin_id, next(plain))
         else:
-            text, ids = _said(record)[-1], tokenizer.encode_chat(next(rendered))
+            text, ids = _said(chat_of(record))[-1], tokenizer.encode_chat(next(rendered))
         if not len(ids):
             rule = "must be messages of which the chat template makes a text, and it makes none."
             raise ConfigError.one(f"{_KEY}: {where}", None, rule, "Correct the messages.")

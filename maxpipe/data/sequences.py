@@ -157,6 +157,7 @@ class Packer:
         """The sequences of the documents that `order` int64 [documents] numbers."""
         if self.packing == "cut":
             return PackedSequences(documents, order, self.sequence_length)
+        assert self.packing != "auto", "a source says what it means"
         plan = self._plan(documents.lengths, order, self.packing)
         given = (documents, order, plan, self.sequence_length)
         if self.most_pairs:

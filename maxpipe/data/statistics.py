@@ -7,6 +7,7 @@ than `Contents` has room for, duplicates are estimated.
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -14,8 +15,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from maxpipe.data.chat import first_target
 from maxpipe.data.documents import Encoded, digest_of
 from maxpipe.data.packing import targets_of
+from maxpipe.data.remarks import Long, remarks
 from maxpipe.data.sequences import Packer
 from maxpipe.data.sources import Source, UnreadableRecord
 from maxpipe.data.tokenizer import Tokenizer
@@ -41,6 +44,12 @@ class Document(NamedTuple):
     is_empty: bool
     is_replaced: bool
     """Whether it has U+FFFD, which stands for what was not UTF-8."""
+    unread: tuple[str, ...] = ()
+    """See `Encoded.unread`."""
+    marks: int = 0
+    """See `Encoded.marks`."""
+    first_target: int = 0
+    """Of a conversation, see `DocumentIndex.first_targets`."""
 
 
 class Contents:
@@ -103,6 +112,18 @@ class Statistics:
     packing: str = "cut"
     sequence_length: int = 0
     num_sequences: int = 0
+    left_out: int = 0
+    """Conversations that are longer than a sequence and of which nothing is trained."""
+    targets: int = 0
+    """Positions of the sequences with a target of their document."""
+    chat: str = "off"
+    """`conversation` or `pair` if documents are such."""
+    policy: str = ""
+    """`data.long_conversations`, of conversations."""
+    unread: Counter[str] = field(default_factory=Counter)
+    """How many documents have each key that nothing reads."""
+    marks: Counter[int] = field(default_factory=Counter)
+    """How many documents have each mark, see `Encoded.marks`."""
     _contents: Contents = field(default_factory=Contents, repr=False)
 
     @property
@@ -114,12 +135,20 @@ class Statistics:
     def efficiency(self) -> float:
         """The part of the sequences' positions that has a target of its document."""
         room = self.num_sequences * self.sequence_length
-        return targets_of(self.lengths) / room if room else 0.0
+        return self.targets / room if room else 0.0
 
     @property
     def too_long(self) -> int:
         """Documents that no sequence holds whole."""
         return int((self.lengths > self.sequence_length + 1).sum())
+
+    @property
+    def remarks(self) -> list[str]:
+        """Lines about documents that are not trained on as they are."""
+        long = Long(self.policy, self.too_long, self.left_out) if self.policy else None
+        what = "document" if self.chat == "off" else self.chat
+        count = len(self.lengths)
+        return remarks(what, count, self.unread, self.marks, long)
 
     def quantiles(self) -> dict[str, int]:
         """Lengths, by the percentage of documents that are not longer."""
@@ -163,6 +192,8 @@ class Statistics:
             "histogram": [dict(zip(names, row, strict=True)) for row in self.histogram()],
             "sequence_length": self.sequence_length,
             "longer_than_a_sequence": self.too_long,
+            "keys_not_read": dict(sorted(self.unread.items())),
+            "remarks": self.remarks,
             "packing": self.packing,
             "sequences": self.num_sequences,
             "packing_efficiency": round(self.efficiency, 6),
@@ -224,6 +255,9 @@ def of_encoded(
             num_bytes=int(widths[ids].sum()),
             is_empty=not text.strip(),
             is_replaced="\ufffd" in text,
+            unread=found.unread,
+            marks=found.marks,
+            first_target=0 if mask is None else first_target(mask),
         )
 
     with ThreadPoolExecutor(max(1, threads), "documents") as pool:
@@ -237,29 +271,48 @@ def counted(
     num_documents: int,
     packer: Packer,
     report: Report,
+    *,
+    chat: str = "off",
+    policy: str = "",
 ) -> Statistics:
-    """The statistics of a source's documents, and of the sequences made of them."""
-    lengths = np.zeros(num_documents, np.int64)
-    found, number = Statistics(name, lengths), 0
+    """The statistics of a source's documents, and of the sequences made of them.
+
+    `chat` and `policy` are those of `Statistics`.
+    """
+    lengths, firsts = np.zeros(num_documents, np.int64), np.zeros(num_documents, np.int64)
+    found, number = Statistics(name, lengths, chat=chat, policy=policy), 0
     for done, each in enumerate(documents, 1):
         report(f"reading {name}", done, num_documents)
         if isinstance(each, Problem):
             found.unreadable += 1
             found.first_unreadable = found.first_unreadable or each
             continue
-        lengths[number] = each.tokens
+        lengths[number], firsts[number] = each.tokens, each.first_target
         number += 1
         found.trained += each.trained
         found.num_bytes += each.num_bytes
         found.empty += each.is_empty
         found.replaced += each.is_replaced
+        found.unread.update(each.unread)
+        found.marks.update(1 << bit for bit in range(8) if each.marks >> bit & 1)
         found._contents.add(each.digest, each.tokens)
     found.lengths = lengths[:number]
     found.repeated, found.repeated_tokens = found._contents.repeated()
     found.compared = 1 << found._contents.shift
     found.packing, found.sequence_length = packer.packing, packer.sequence_length
-    found.num_sequences = _sequences(found.lengths, packer)
+    whole = _bounded(found.lengths, firsts[:number], packer, policy)
+    found.left_out = int(np.count_nonzero(found.lengths)) - int(np.count_nonzero(whole))
+    found.targets, found.num_sequences = targets_of(whole), _sequences(whole, packer)
     return found
+
+
+def _bounded(lengths: np.ndarray, firsts: np.ndarray, packer: Packer, policy: str) -> np.ndarray:
+    """Lengths of documents as training reads them; see `BoundedDocuments`."""
+    if policy not in ("truncate", "drop"):
+        return lengths
+    most = packer.sequence_length + 1
+    is_left = (firsts > 0) & (firsts < most) & (policy == "truncate")
+    return np.where(lengths > most, np.where(is_left, most, 0), lengths)
 
 
 class _Lengths:

@@ -51,6 +51,7 @@ def rows(found: Statistics) -> list[tuple[str, str]]:
     shown.append(("packing", f"{sequences}, {found.efficiency:.2%} of positions with a target"))
     if found.too_long:
         shown.append(("too long", f"{counted(found.too_long, 'document')} for one sequence"))
+    shown += [("note", remark) for remark in found.remarks]
     return shown
 
 

@@ -34,6 +34,8 @@ class Part(NamedTuple):
     """Empty for the only source of a run without a mixture."""
     sequences: Sequences
     seed: int
+    packing: str = ""
+    """How its sequences are filled, see `data.packing`."""
 
 
 def seed_of(name: str, seed: int) -> int:

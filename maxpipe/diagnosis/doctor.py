@@ -41,6 +41,7 @@ from maxpipe.config.load import Loaded, load, to_dict
 from maxpipe.config.rules import axis_size
 from maxpipe.config.schema import Config, MeshConfig, RunConfig, RuntimeConfig
 from maxpipe.config.training import asks_teacher, check_training
+from maxpipe.data.answers import answers_of
 from maxpipe.data.corpus import chat_records
 from maxpipe.data.prepared.open import IDS, open_documents
 from maxpipe.data.sections import in_section
@@ -353,6 +354,7 @@ def _conversations(
     try:
         with in_section(name):
             source = open_source(config, 0, cache_dir=kept)
+            source = answers_of(source, config, kept)
             records = chat_records(source, tokenizer, config, row_tokens)
             assert records is not None
             first = records.encode(0)

@@ -13,7 +13,7 @@ import numpy as np
 
 from maxpipe.data.tokenizer import Tokenizer
 from maxpipe.data.tokenizers.chat import ChatTemplate
-from maxpipe.data.tokenizers.chat_process import Message
+from maxpipe.data.tokenizers.chat_process import ChatInput
 from maxpipe.errors import ConfigError, NumbersError
 from maxpipe.generate.decoding import NewRow, Refill, Size, padded
 from maxpipe.generate.text import Writing
@@ -142,7 +142,7 @@ def _check_text(number: int, text: str) -> None:
 
 
 def encoded_chats(
-    conversations: Sequence[Sequence[Message]],
+    conversations: Sequence[ChatInput],
     tokenizer: Tokenizer,
     room: int,
     first: int = 0,
@@ -165,12 +165,12 @@ def encoded_chats(
             f"Leave {where.rpartition(' ')[2]} out, or name the folder: tokenizer.kind=auto "
             "tokenizer.path=FOLDER.",
         )
-    for number, messages in enumerate(conversations, first):
-        for each in messages:
-            _check_text(number, str(each["content"]))
+    for number, conversation in enumerate(conversations, first):
+        for each in conversation.messages:
+            _check_text(number, str(each.get("content", "")))
     found = []
     for number, text in enumerate(chat.render(conversations), first):
-        said = str(conversations[number - first][-1]["content"])
+        said = str(conversations[number - first].messages[-1].get("content", ""))
         ids = tokenizer.encode_chat(text).tolist()
         if not ids:
             raise ConfigError.one(

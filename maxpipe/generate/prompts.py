@@ -7,7 +7,7 @@ from typing import Any
 
 from maxpipe.boundary import files
 from maxpipe.boundary.typed import parse
-from maxpipe.data.tokenizers.chat_process import Message
+from maxpipe.data.tokenizers.chat_process import ChatInput
 from maxpipe.errors import ConfigError
 
 MAX_BYTES = 1 << 28
@@ -24,8 +24,8 @@ def read(path: str | Path, where: str) -> list[str]:
     return parsed(_content(path, where), where, is_json=str(path).endswith(_JSON))
 
 
-def read_conversations(path: str | Path, where: str) -> list[list[Message]]:
-    """The conversations in a file: `messages` of each object of JSON lines, or a user's line each.
+def read_conversations(path: str | Path, where: str) -> list[ChatInput]:
+    """The conversations in a file: that of each object of JSON lines, or a user's line each.
 
     Raises:
         ConfigError: as `read`, and where a line's messages are none.
@@ -33,22 +33,22 @@ def read_conversations(path: str | Path, where: str) -> list[list[Message]]:
     raw = _content(path, where)
     if not str(path).endswith(_JSON):
         return [said(text) for text in parsed(raw, where)]
-    return [_messages(line, f"{where}, line {place}") for place, line in _lines(raw, where)]
+    return [_conversation(line, f"{where}, line {place}") for place, line in _lines(raw, where)]
 
 
-def said(text: str) -> list[Message]:
+def said(text: str) -> ChatInput:
     """A conversation that begins with this."""
-    return [{"role": "user", "content": text}]
+    return ChatInput([{"role": "user", "content": text}])
 
 
-def _messages(line: bytes, where: str) -> list[Message]:
+def _conversation(line: bytes, where: str) -> ChatInput:
     try:
         found = parse(line, dict[str, Any])
-        if "messages" not in found and isinstance(found.get("prompt"), str):
-            return said(found["prompt"])
-        from maxpipe.data.prompts import messages_of  # numpy: not for every command line
+        from maxpipe.data.prompts import chat_of  # numpy: not for every command line
 
-        return messages_of(found)
+        if "messages" not in found and isinstance(found.get("prompt"), str):
+            found = {**found, "prompt": [*said(found["prompt"]).messages]}
+        return chat_of(found)
     except ValueError as error:
         raise ConfigError.one(
             where,

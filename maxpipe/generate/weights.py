@@ -19,6 +19,7 @@ from jax.sharding import Mesh
 
 from maxpipe.checkpoint.address import Address
 from maxpipe.config.check import check
+from maxpipe.config.data import template_settings
 from maxpipe.config.load import Loaded
 from maxpipe.config.schema import Config, MeshConfig
 from maxpipe.data.tokenizer import Tokenizer, open_tokenizer
@@ -71,6 +72,11 @@ class Opened(Protocol):
         """Tokens of a row that the model was trained on."""
         ...
 
+    @property
+    def template_settings(self) -> Mapping[str, Any]:
+        """Values of `data.chat_template_kwargs` of the model's config."""
+        ...
+
     def load(self, say: Say) -> Weights:
         """Starts the devices and reads the parameters; `say` is called with progress messages."""
         ...
@@ -105,6 +111,10 @@ class _Model:
     tokenizer: Tokenizer
     params: Callable[[Steps], Any]
     """In the form of checkpoints."""
+
+    @property
+    def template_settings(self) -> Mapping[str, Any]:
+        return template_settings(self.loaded.config.data.chat_template_kwargs)
 
     @property
     def room(self) -> int:

@@ -14,6 +14,7 @@ from maxpipe.boundary import files
 from maxpipe.boundary.typed import parse
 from maxpipe.config.rules import did_you_mean
 from maxpipe.data.tokenizers.chat import ChatTemplate
+from maxpipe.data.tokenizers.chat_process import ChatInput
 from maxpipe.errors import ConfigError, Problem, StorageError
 from maxpipe.scoring.texts import Score, Texts
 
@@ -152,7 +153,9 @@ def as_chats(
         rule = "needs a chat template: the tokenizer's folder has none."
         action = f"{remedy}, or put chat_template.jinja into the folder of tokenizer.path."
         raise ConfigError.one(where, None, rule, action)
-    texts = chat.render([[{"role": "user", "content": each.context}] for each in questions])
+    texts = chat.render(
+        [ChatInput([{"role": "user", "content": each.context}]) for each in questions]
+    )
     return [each._replace(context=text) for each, text in zip(questions, texts, strict=True)]
 
 

@@ -22,6 +22,7 @@ except ImportError as error:
 
 from maxpipe.config.documents import one_line
 from maxpipe.data.conversation import for_chats
+from maxpipe.data.tokenizers.chat_process import ChatInput
 from maxpipe.errors import ConfigError, MaxpipeError
 from maxpipe.exchange.named import named
 from maxpipe.generate.weights import open_model
@@ -115,7 +116,8 @@ class HarnessModel(LM):
         if not self._texts.is_chat:
             self._texts.is_chat, self._texts.tokenizer = True, for_chats(self._tokenizer)
         (text,) = self._tokenizer.chat.render(
-            [chat_history], add_generation_prompt=add_generation_prompt
+            [ChatInput([dict(each) for each in chat_history])],
+            add_generation_prompt=add_generation_prompt,
         )
         return text
 

@@ -11,8 +11,7 @@ from maxpipe.boundary import files, redact
 from maxpipe.checkpoint.lock import RunLock
 from maxpipe.checkpoint.storage import home, run_folder
 from maxpipe.config.load import to_yaml
-from maxpipe.config.mixture import sources
-from maxpipe.config.schema import Config, DataConfig
+from maxpipe.config.schema import Config
 from maxpipe.data.loader import Datasets, Loader
 from maxpipe.data.packing import efficiency_of
 from maxpipe.data.prompts import PromptRows
@@ -45,12 +44,12 @@ def write_config(path: Path, config: Config, locks: Sequence[RunLock]) -> None:
         raise StorageError.unwritable(path, error) from error
 
 
-def _sources(data: DataConfig, train: Loader, length: int) -> Iterator[tuple[str, str]]:
+def _sources(train: Loader, length: int) -> Iterator[tuple[str, str]]:
     """How each source fills its sequences; of a mixture its share of the run, too."""
     if isinstance(train.sequences, PromptRows):
         return
     if train.stream.mixture is None:
-        yield "packing", _packed(data, train.stream.parts[0])
+        yield "packing", _packed(train.stream.parts[0])
         return
     rows = train.ramp.before(length)
     counts = train.stream.counts(rows)
@@ -61,13 +60,12 @@ def _sources(data: DataConfig, train: Loader, length: int) -> Iterator[tuple[str
         yield (
             "",
             f"{part.name:{width}}  {share:.1f}%, {epochs:.2f} epochs of "
-            f"{counted(size, 'sequence')}, {_packed(data, part)}",
+            f"{counted(size, 'sequence')}, {_packed(part)}",
         )
 
 
-def _packed(data: DataConfig, part: Part) -> str:
-    packing = sources(data)[part.name].packing
-    return f"{packing}, {efficiency_of(part.sequences):.2%} of positions with a target"
+def _packed(part: Part) -> str:
+    return f"{part.packing}, {efficiency_of(part.sequences):.2%} of positions with a target"
 
 
 def facts_of(
@@ -114,7 +112,7 @@ def facts_of(
             f"{datasets.train.fingerprint()['source']}, {documents}, "
             f"{datasets.train.steps_per_epoch:.1f} steps per epoch",
         ),
-        *_sources(config.data, datasets.train, length),
+        *_sources(datasets.train, length),
         (
             "training",
             f"{counted(length, 'step')} of {', '.join(sizes)} tokens, "

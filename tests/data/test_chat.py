@@ -10,6 +10,7 @@ import pytest
 from maxpipe.boundary import asked
 from maxpipe.data.tokenizers import chat, render_chat
 from maxpipe.data.tokenizers.chat import ChatTemplate
+from maxpipe.data.tokenizers.chat_process import ChatInput
 from maxpipe.errors import ConfigError
 
 MESSAGES = [{"role": "user", "content": "Hi <there> é"}]
@@ -17,7 +18,7 @@ MESSAGES = [{"role": "user", "content": "Hi <there> é"}]
 
 def render(template: str, tokens: dict[str, str] | None = None, prompt: bool = True) -> str:
     made = ChatTemplate(template, "chat_template.jinja", tokens or {})
-    [text] = made.render([MESSAGES], add_generation_prompt=prompt)
+    [text] = made.render([ChatInput(MESSAGES)], add_generation_prompt=prompt)
     return text
 
 
@@ -46,7 +47,11 @@ never
 
 def test_conversations_are_rendered_together() -> None:
     made = ChatTemplate("{{ messages | length }}", "a", {})
-    assert made.render([MESSAGES, [], MESSAGES * 3]) == ["1", "0", "3"]
+    assert made.render([ChatInput(each) for each in (MESSAGES, [], MESSAGES * 3)]) == [
+        "1",
+        "0",
+        "3",
+    ]
 
 
 @pytest.mark.fault("H8")

@@ -14,7 +14,7 @@ import pytest
 
 from maxpipe.config.schema import DataConfig, TokenizerConfig
 from maxpipe.data import loader
-from maxpipe.data.chat import ChatDocuments, Conversations, build_chat_index
+from maxpipe.data.chat import REWRITTEN, ChatDocuments, Conversations, build_chat_index
 from maxpipe.data.documents import Encoded
 from maxpipe.data.packing import split_documents
 from maxpipe.data.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer
@@ -150,10 +150,7 @@ def test_roles_that_are_trained(tmp_path: Path) -> None:
     for roles, wanted in (
         (["assistant"], ["so<|im_end|>\n"]),
         (["tool"], ["<|im_start|>tool\n1<|im_end|>\n"]),
-        (
-            ["system", "assistant"],
-            ["<|im_start|>system\nHi<|im_end|>\n", "so<|im_end|>\n"],
-        ),
+        (["system", "assistant"], ["Hi<|im_end|>\n", "so<|im_end|>\n"]),
     ):
         template = without_blocks(CHATML) if roles == ["assistant"] else CHATML
         made = conversations(template, records_of([messages]), tmp_path, trained_roles=roles)
@@ -161,12 +158,12 @@ def test_roles_that_are_trained(tmp_path: Path) -> None:
 
 
 def test_a_message_in_front_is_trained(tmp_path: Path) -> None:
-    """Of the first message what a template writes in front of all is part."""
+    """Its content and what closes it: neither what begins every text nor its header."""
     template = without_blocks(LLAMA3)
     messages = said(("assistant", "Hello"), ("user", "Hi"))
     made = conversations(template, records_of([messages]), tmp_path)
     [text] = trained_text(made.encode(0))
-    assert text == "<begin><|start_header_id|>assistant<|end_header_id|>\n\nHello<|eot_id|>"
+    assert text == "Hello<|eot_id|>"
 
 
 def test_prompts_and_responses(tmp_path: Path) -> None:
@@ -270,7 +267,11 @@ def _tiktoken(tmp_path: Path) -> Tokenizer:
             "data.chat_roles",
         ),
         ({"messages": [{"role": ["user"], "content": "a"}]}, "role ['user']", "data.chat_roles"),
-        ({"messages": [{"role": "user"}]}, "message 1", "must have content; it has role"),
+        (
+            {"messages": [{"role": "user"}]},
+            "message 1",
+            "must have content, or tool_calls; it has role",
+        ),
         ({"messages": [{"role": "user", "content": 3}]}, "message 1", "of type int"),
         ({"messages": [{"role": "user", "content": [b"a"]}]}, "", "that JSON can hold"),
         ({"messages": said(("user", "a" * (1 << 24)))}, "", "at most 16777216 are read"),
@@ -348,8 +349,12 @@ def test_a_process_that_ended_is_replaced(tmp_path: Path) -> None:
 )
 def test_a_template_without_prefixes(template: str, why: str, tmp_path: Path) -> None:
     messages = said(("user", "a"), ("assistant", "b"), ("user", "c"))
-    _, rule = refused(template, records_of([messages]), tmp_path)
+    records = records_of([messages])
+    _, rule = refused(template, records, tmp_path, rewritten_history="error")
     assert "message by message" in rule and why in rule
+    if "raise" not in template:
+        found = conversations(template, records, tmp_path).encode(0)
+        assert found.marks == REWRITTEN and not trained_text(found)
 
 
 def test_a_block_inside_a_macro(tmp_path: Path) -> None:
@@ -415,6 +420,8 @@ def test_sequences_of_conversations(tmp_path: Path) -> None:
         chat="messages",
         chat_template=str(tmp_path / "template.jinja"),
         validation_fraction=0,
+        packing="cut",
+        long_conversations="split",
     )
     length, seed = 50, 3
     found = loader.build(config, TokenizerConfig(), seed=seed, batch_size=2, sequence_length=length)

@@ -24,7 +24,7 @@ from maxpipe.errors import ConfigError
 from tests.data.conversations import write_records
 from tests.data.test_megatron import write
 
-PACKINGS: tuple[Packing, ...] = get_args(Packing)
+PACKINGS: tuple[Packing, ...] = get_args(Packing)[1:]
 FITTED = PACKINGS[1:]
 KINDS = ("jsonl", "tokens", "megatron", "chat")
 LENGTH, ROWS, DOCUMENTS = 40, 6, 90
@@ -57,6 +57,7 @@ def keys_of(kind: str, here: Path) -> dict[str, Any]:
         "chat": {
             **{"source": "jsonl", "path": str(here / "chat.jsonl"), "chat": "prompt"},
             "chat_template": str(here / "chat.jinja"),
+            "long_conversations": "split",
         },
     }[kind]
 
@@ -264,7 +265,7 @@ def test_the_key_and_its_other_names(here: Path) -> None:
     found = problem(*one, "data.packing=pad")
     assert "is not read with data.mixture" in found and "data.mixture.a.packing=pad" in found
     mixed = load(["quickstart", *one, "data.mixture.b.packing=pad"]).config.data.mixture
-    assert mixed["a"].packing == "cut" and mixed["b"].packing == "pad"
+    assert mixed["a"].packing == "auto" and mixed["b"].packing == "pad"
 
 
 def test_nothing_to_train_on(tmp_path: Path) -> None:

@@ -74,8 +74,8 @@ def tokens(records: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def opened_from(data: DataConfig) -> Datasets:
-    return build(data, TokenizerConfig(), seed=3, batch_size=4, sequence_length=33)
+def opened_from(data: DataConfig, length: int = 33) -> Datasets:
+    return build(data, TokenizerConfig(), seed=3, batch_size=4, sequence_length=length)
 
 
 @pytest.mark.parametrize("packing", ["cut", "best_fit"])
@@ -94,14 +94,22 @@ def test_batches_are_those_of_the_records(
 ) -> None:
     """Ids, masks, bytes, facts: a run goes from records to tokens and back."""
     template = TEMPLATES.get(name) or without_blocks(TEMPLATES["llama3"])
-    direct = section(records, template, packing=packing)
+    policy, length = ("split", 33) if packing == "cut" else ("truncate", 150)
+    direct = section(records, template, packing=packing, long_conversations=policy)
     prepare(plan(direct, tmp_path / "out"), silent)
     shards = read_manifest(str(tmp_path / "out"))["shards"]
     assert len(shards) > 3 and any(shard["tokens"] % 8 for shard in shards)
     prepared = DataConfig(
-        source="tokens", path=str(tmp_path / "out"), validation_fraction=0.2, packing=packing
+        source="tokens",
+        path=str(tmp_path / "out"),
+        validation_fraction=0.2,
+        packing=packing,
+        long_conversations=policy,
     )
-    text, ids = opened_from(direct), opened_from(prepared)
+    text, ids = opened_from(direct, length), opened_from(prepared, length)
+    if policy == "truncate":
+        [line] = text.remarks
+        assert text.remarks == ids.remarks and "is cut at its end, and" in line
     assert compare(text.train.fingerprint(), ids.train.fingerprint()) == []
     assert text.train.fingerprint() == ids.train.fingerprint()
     assert text.unigram_entropy == ids.unigram_entropy

@@ -29,6 +29,7 @@ class Model:
     """Gives its answers in turn, ends each by the end of a turn, and remembers the prompts."""
 
     shards, refills, name, room = 1, False, "folder", 200
+    template_settings: dict[str, Any] = {}  # noqa: RUF012
 
     def __init__(self) -> None:
         self.tokenizer: Tokenizer = open_tokenizer(TokenizerConfig(kind="auto", path=str(FOLDER)))
@@ -87,7 +88,7 @@ def turns() -> list[str]:
 def test_conversations_come_from_files(
     model: Model, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    messages = [{"role": "system", "content": "Be brief."}, *said("Hi")]
+    messages = [{"role": "system", "content": "Be brief."}, *said("Hi").messages]
     lines = [{"messages": messages}, {"prompt": "Hi"}]
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     given = ("--chat", "--prompts", str(tmp_path / "chats.jsonl"), "--json")

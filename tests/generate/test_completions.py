@@ -13,6 +13,7 @@ import pytest
 
 from maxpipe.config.schema import TokenizerConfig
 from maxpipe.data.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer
+from maxpipe.data.tokenizers.chat_process import ChatInput
 from maxpipe.errors import ConfigError, NumbersError
 from maxpipe.generate.completions import Completion, Limits, complete, encoded, encoded_chats
 from maxpipe.generate.decoding import Decoding, Refill, Size
@@ -125,7 +126,7 @@ def test_a_prompt_must_be_text(tokenizer: Tokenizer) -> None:
 
 
 def test_what_is_said_must_be_text() -> None:
-    said = [[{"role": "user", "content": text}] for text in ("ok", "\ud800")]
+    said = [ChatInput([{"role": "user", "content": text}]) for text in ("ok", "\ud800")]
     with pytest.raises(ConfigError, match="must be UTF-8") as caught:
         encoded_chats(said, FOLDER, 999)
     assert caught.value.problems[0].where == "prompt 2"
@@ -137,4 +138,4 @@ def test_a_template_that_makes_no_text_is_refused(template: str, tmp_path: Path)
     (tmp_path / "folder" / "chat_template.jinja").write_text(template)
     tokenizer = open_tokenizer(TokenizerConfig(kind="auto", path=str(tmp_path / "folder")))
     with pytest.raises(ConfigError, match="makes none of prompt 1"):
-        encoded_chats([[{"role": "user", "content": "Hi"}]], tokenizer, 99)
+        encoded_chats([ChatInput([{"role": "user", "content": "Hi"}])], tokenizer, 99)

@@ -13,6 +13,7 @@ import numpy as np
 
 from maxpipe.config.data_schema import SourceConfig
 from maxpipe.config.schema import TokenizerConfig
+from maxpipe.data.answers import answers_of
 from maxpipe.data.chat import Conversations, count
 from maxpipe.data.documents import digest_of
 from maxpipe.data.prepared.indexed import dtype_for
@@ -87,6 +88,8 @@ class _Talks:
         masks: list[np.ndarray] = []
         raws: list[bytes] = []
         digests: list[int] = []
+        unread: list[tuple[str, ...]] = []
+        marks: list[int] = []
         tokens = 0
         while tokens < _MOST_TOKENS and first + len(ids) < stop:
             found = count(self._conversations, first + len(ids))
@@ -94,12 +97,14 @@ class _Talks:
             masks.append(found.trained)
             raws.append(found.raw)
             digests.append(found.digest)
+            unread.append(found.unread)
+            marks.append(found.marks)
             tokens += len(found.ids)
         lengths = np.array([len(each) for each in ids])
         meta = np.array(list(zip(map(len, raws), digests, strict=True)), META)
         unreadable = np.zeros(len(ids), bool)
         parts = lengths, meta, _histograms(raws), unreadable
-        return Piece(np.concatenate(ids), *parts, np.concatenate(masks))
+        return Piece(np.concatenate(ids), *parts, np.concatenate(masks), unread, marks)
 
     def identity(self, document: int) -> tuple[int, int]:
         found = count(self._conversations, document)
@@ -154,7 +159,7 @@ def start(data: SourceConfig, tokenizer: TokenizerConfig, seed: int, source: Sou
         signal.signal(number, signal.SIG_IGN)  # they are for the one that started it
     threading.Thread(target=_end_with_parent, daemon=True).start()
     found = open_tokenizer(tokenizer)
-    source = open_source(data, seed) if source is None else source
+    source = answers_of(open_source(data, seed), data) if source is None else source
     _Worker.encoder = encoder_of(source, found, conversations_of(data, source, found))
 
 

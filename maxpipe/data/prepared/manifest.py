@@ -47,6 +47,7 @@ _TEXTS, _CONVERSATIONS = 1, 2
 _LARGEST_BYTES = 1 << 28
 # How documents are read, not what they are.
 _UNRELATED = ("unreadable", "unreadable_limit", "largest_unpacked_bytes", "packing")
+_UNRELATED += ("long_conversations",)  # goes by the length of a sequence
 
 
 T = TypeVar("T")
@@ -83,6 +84,10 @@ class ShardEntry(TypedDict):
     tokens: int
     trained: NotRequired[int]
     """Tokens of conversations that are trained on."""
+    unread: NotRequired[dict[str, int]]
+    """How many conversations have each key that nothing reads."""
+    marks: NotRequired[dict[str, int]]
+    """How many conversations have each combination of marks, see `Encoded.marks`."""
     files: dict[str, FileEntry]
 
 

@@ -26,6 +26,7 @@ from maxpipe.boundary import files
 from maxpipe.boundary.signed import opened, signed
 from maxpipe.config.data_schema import SourceConfig
 from maxpipe.config.schema import TokenizerConfig
+from maxpipe.data.answers import answers_of
 from maxpipe.data.chat import nothing_inside, nothing_trained
 from maxpipe.data.prepared import encode
 from maxpipe.data.prepared.folder import (
@@ -55,8 +56,9 @@ from maxpipe.data.prepared.manifest import (
     shard_name,
     spec_of,
 )
-from maxpipe.data.prepared.reader import Shard
+from maxpipe.data.prepared.reader import Shard, notes_of
 from maxpipe.data.prepared.writer import Finished, Piece, ShardWriter, SignedFile
+from maxpipe.data.remarks import remarks
 from maxpipe.data.sources import Source, open_source
 from maxpipe.data.tokenizer import open_tokenizer
 from maxpipe.errors import AbsentError, ConfigError, StorageError
@@ -126,6 +128,7 @@ def prepare(plan: Plan, report: Report) -> str:
             lambda: report("opening the documents", 0, 0, ""),
             cache_dir=plan.cache_dir,
         )
+        source = answers_of(source, plan.data, plan.cache_dir, keep=plan.cache_dir is not None)
         tokenizer = open_tokenizer(plan.tokenizer)
         talks = encode.conversations_of(plan.data, source, tokenizer)
         chat = "" if talks is None else talks.fingerprint()
@@ -170,7 +173,8 @@ def _prepared(
         manifest = _finish(plan.folder, spec, done)
     seconds = max(time.monotonic() - start, 1e-9)
     rate = f"{(done.tokens - begun) / seconds / 1e6:.2f} M tokens/s"
-    return f"wrote {plan.folder}: {_counts(manifest)}, in {seconds:.1f} s, {rate}"
+    line, *noted = _counts(manifest).splitlines()
+    return "\n".join([f"wrote {plan.folder}: {line}, in {seconds:.1f} s, {rate}", *noted])
 
 
 def _counts(found: Manifest) -> str:
@@ -179,7 +183,9 @@ def _counts(found: Manifest) -> str:
     documents = counted(found["documents"], "document")
     if unreadable := sum(shard["unreadable"] for shard in found["shards"]):
         documents += f" of which {unreadable} cannot be read and are empty"
-    return f"{documents}, {counted(found['tokens'], 'token')}, {shards} of {size / 1e6:.1f} MB"
+    noted = remarks("conversation", found["documents"], *notes_of(found["shards"]))
+    line = f"{documents}, {counted(found['tokens'], 'token')}, {shards} of {size / 1e6:.1f} MB"
+    return "\n".join([line, *noted])
 
 
 # The folder.

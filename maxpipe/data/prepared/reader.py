@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -218,6 +219,16 @@ class PreparedDocuments:
         return sum(shard["unreadable"] for shard in self.manifest["shards"])
 
     @property
+    def unread(self) -> dict[str, int]:
+        """How many conversations have each key that nothing reads."""
+        return notes_of(self.manifest["shards"])[0]
+
+    @property
+    def marks(self) -> dict[int, int]:
+        """How many conversations have each mark, see `Encoded.marks`."""
+        return notes_of(self.manifest["shards"])[1]
+
+    @property
     def byte_counts(self) -> np.ndarray:
         """int64 [256]: of the text that was encoded."""
         return np.array(self.manifest["byte_counts"], np.int64)
@@ -234,6 +245,16 @@ class PreparedDocuments:
             **content_facts(source.get(CONTENT, {})),
             **chat,
         }
+
+
+def notes_of(shards: Iterable[ShardEntry]) -> tuple[dict[str, int], dict[int, int]]:
+    """How many conversations have each key that nothing reads, and how many each mark."""
+    unread, marks = Counter[str](), Counter[int]()
+    for shard in shards:
+        unread.update(shard.get("unread", {}))
+        for combined, count in shard.get("marks", {}).items():
+            marks.update({1 << bit: count for bit in range(8) if int(combined) >> bit & 1})
+    return dict(unread), dict(marks)
 
 
 def _check_tokenizer(folder: str, manifest: Manifest, tokenizer: Tokenizer) -> None:

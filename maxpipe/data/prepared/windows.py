@@ -110,7 +110,9 @@ class WindowedSequences:
         self._windows: OrderedDict[int, tuple[_Window, Sequences]] = OrderedDict()
         self._lock = threading.Lock()
         self.num_tokens = int(documents.span_tokens[spans].sum())
-        counts = self._cut() if packer.packing == "cut" else self._planned(spans)
+        # Sums over spans are of documents that are whole.
+        is_cut = packer.packing == "cut" and not getattr(documents, "is_bounded", False)
+        counts = self._cut() if is_cut else self._planned(spans)
         self.num_targets = int(counts.targets.sum())
         self._counts = counts.sequences
         self._starts = np.concatenate([[0], np.cumsum(self._counts)])

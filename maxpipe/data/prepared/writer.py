@@ -6,6 +6,8 @@ import hashlib
 import os
 import zlib
 from array import array
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple, TypedDict
 
@@ -44,6 +46,10 @@ class Piece(NamedTuple):
     """bool [documents]: those that are empty because their records could not be read."""
     trained: np.ndarray | None = None
     """bool [tokens]: those that are trained on; None where all are."""
+    unread: Sequence[tuple[str, ...]] = ()
+    """`Encoded.unread` of each conversation."""
+    marks: Sequence[int] = ()
+    """`Encoded.marks` of each conversation."""
 
     def part(self, first: int, stop: int) -> Piece:
         """The documents from `first` to before `stop`."""
@@ -51,7 +57,9 @@ class Piece(NamedTuple):
         here, tokens = slice(first, stop), slice(ends[first], ends[stop])
         trained = None if self.trained is None else self.trained[tokens]
         parts = self.lengths, self.meta, self.byte_counts, self.unreadable
-        return Piece(self.ids[tokens], *(each[here] for each in parts), trained=trained)
+        lengths, meta, counts, unreadable = (each[here] for each in parts)
+        notes = self.unread[here], self.marks[here]
+        return Piece(self.ids[tokens], lengths, meta, counts, unreadable, trained, *notes)
 
 
 class Finished(TypedDict):
@@ -134,6 +142,7 @@ class ShardWriter:
         self._lengths: list[np.ndarray] = []
         self._text_bytes = self._unreadable = 0
         self._byte_counts = np.zeros(256, np.int64)
+        self._unread, self._marks = Counter[str](), Counter[str]()
         self._bin = self._open(BIN)
         self._meta = self._open(META_FILE)
         self._mask = _Mask(self._open(MASK_FILE)) if has_mask else None
@@ -156,6 +165,8 @@ class ShardWriter:
         self._text_bytes += int(piece.meta["text_bytes"].sum(dtype=np.int64))
         self._byte_counts += piece.byte_counts.sum(axis=0, dtype=np.int64)
         self._unreadable += int(piece.unreadable.sum())
+        self._unread.update(key for keys in piece.unread for key in keys)
+        self._marks.update(str(mark) for mark in piece.marks if mark)
         self.tokens += len(piece.ids)
 
     def close(self) -> Finished:
@@ -180,6 +191,7 @@ class ShardWriter:
         }
         if self._mask is not None:
             shard["trained"] = self._mask.count
+            shard["unread"], shard["marks"] = dict(self._unread), dict(self._marks)
         return {
             "shard": shard,
             "text_bytes": self._text_bytes,

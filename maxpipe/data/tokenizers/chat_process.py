@@ -21,15 +21,49 @@ _START_SECONDS = 60.0
 _MOST_REQUEST_BYTES = 1 << 24
 _MOST_ANSWER_BYTES = 1 << 28
 
-Message = Mapping[str, Any]
+SETTINGS = "chat_template_kwargs"
+"""Name of the field of a record with names and values that its template is given."""
+
+Message = dict[str, Any]
 """`role` and `content`, and whatever else a template reads."""
 
 
+class ChatInput(NamedTuple):
+    """What a chat template is given."""
+
+    messages: Sequence[Message]
+    tools: Sequence[Any] | None = None
+    settings: Mapping[str, Any] = {}
+    """Further names of the template, such as `enable_thinking`."""
+    trained: Sequence[int] = ()
+    """Numbers of the messages that are trained, from 0."""
+    unread: tuple[str, ...] = ()
+    """Fields of the record that are in nothing above."""
+
+    def up_to(self, number: int) -> ChatInput:
+        """The conversation that ends with a trained message, which alone is trained."""
+        return self._replace(messages=self.messages[: number + 1], trained=[number])
+
+
+class Masking(NamedTuple):
+    """How the trained parts of a text are found."""
+
+    by_blocks: bool
+    """Whether the template's generation blocks, if any, say what assistants' messages are."""
+    skips_rewritten: bool
+    """Whether messages that the template rewrites later are left out; otherwise they are errors."""
+
+
 class Rendered(NamedTuple):
-    """Of a conversation the text, and as spans of characters what is trained on."""
+    """The text of a conversation."""
 
     text: str
     spans: list[tuple[int, int]]
+    """Characters that are trained."""
+    rewritten: int
+    """Messages that would be trained, and are not because the template rewrites them later."""
+    unread: tuple[str, ...]
+    """What the conversation has and the template does not read."""
 
 
 class _Answer(TypedDict, total=False):
@@ -37,6 +71,8 @@ class _Answer(TypedDict, total=False):
 
     text: str
     spans: list[tuple[int, int]]
+    rewritten: int
+    unread: list[str]
     error: str
     kind: str
 
@@ -84,24 +120,28 @@ class ChatProcess:
 
     def render(
         self,
-        messages: Sequence[Message],
+        conversation: ChatInput,
         *,
         add_generation_prompt: bool = False,
-        roles: Sequence[str] | None = None,
+        masking: Masking | None = None,
     ) -> Rendered:
-        """The text of a conversation; with `roles` also the spans of what they say.
+        """The text of a conversation; with `masking` also the spans of its trained messages.
 
         Raises:
             RenderError: the template fails, refuses the messages, or takes too much.
         """
         answer = self._ask(
             {
-                "messages": messages,
+                "messages": conversation.messages,
+                "tools": conversation.tools,
+                "settings": dict(conversation.settings),
                 "add_generation_prompt": add_generation_prompt,
-                "roles": None if roles is None else list(roles),
+                "trained": None if masking is None else list(conversation.trained),
+                **({} if masking is None else masking._asdict()),
             }
         )
-        return Rendered(answer.get("text", ""), answer.get("spans", []))
+        found = answer.get("spans", []), answer.get("rewritten", 0), answer.get("unread", [])
+        return Rendered(answer.get("text", ""), *found[:2], unread=tuple(found[2]))
 
     def _ask(self, request: Mapping[str, Any]) -> _Answer:
         raw = json.dumps(request).encode() + b"\n"

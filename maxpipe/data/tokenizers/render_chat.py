@@ -13,7 +13,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 _MEMORY_BYTES = 1 << 30
@@ -96,39 +96,119 @@ def _environment(spans: _Spans) -> Any:
     return environment
 
 
+class _Message(dict[str, Any]):
+    """A message that knows which of its keys were read."""
+
+    def __init__(self, values: Mapping[str, Any]):
+        super().__init__(values)
+        self._read: set[str] = set()
+
+    def __getitem__(self, key: str) -> Any:
+        self._read.add(key)
+        return super().__getitem__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self._read.add(key)
+        return super().get(key, default)
+
+    def __contains__(self, key: object) -> bool:
+        self._read.add(str(key))
+        return super().__contains__(key)
+
+    def __iter__(self) -> Iterator[str]:
+        self._read.update(super().keys())
+        return super().__iter__()
+
+    def items(self) -> Any:
+        self._read.update(super().keys())
+        return super().items()
+
+    def values(self) -> Any:
+        self._read.update(super().keys())
+        return super().values()
+
+    def keys(self) -> Any:
+        self._read.update(super().keys())
+        return super().keys()
+
+    def copy(self) -> dict[str, Any]:
+        return dict(self.items())
+
+    def __repr__(self) -> str:
+        return repr(self.copy())
+
+    def _unread(self) -> list[str]:
+        """Keys with a value that nothing has read, but for the role."""
+        values = dict.items(self)
+        return [
+            key
+            for key, value in values
+            if key not in self._read and key != "role" and value not in (None, "", [], {})
+        ]
+
+
 class _Renderer:
     """A template, ready for conversations."""
 
     def __init__(self, request: dict[str, Any]):
+        import jinja2.meta
+
         self._spans = _Spans()
         environment = _environment(self._spans)
         self._limits = _Limits(request["cpu_seconds"])
         self._limits.renew()
+        parsed = environment.parse(request["template"])
+        self._names = jinja2.meta.find_undeclared_variables(parsed)
+        self._spans.num_blocks = 0  # they are counted again
         self._template = environment.from_string(request["template"])
         self._tokens = request["tokens"]
+        self._given: dict[str, Any] = {}
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        """The text of a conversation; with `roles` also the spans that are trained on."""
+        """The text of a conversation; with `trained` also the spans that are trained on."""
         self._limits.renew()
-        messages, roles = request["messages"], request["roles"]
-        text = self._written(messages, prompt=request["add_generation_prompt"])
-        if roles is None:
-            return {"text": text}
-        if self._spans.num_blocks and roles == ["assistant"]:
-            spans = self._marked(text)
-        else:
-            spans = self._by_prefixes(messages, roles, text)
-        return {"text": text, "spans": [[begin, end] for begin, end in spans if begin < end]}
+        self._given = {**self._tokens, **request["settings"], "tools": request["tools"]}
+        messages = [_Message(each) for each in request["messages"]]
+        try:
+            return self._answered(request, messages)
+        except MemoryError:
+            raise
+        except Exception:
+            # Some templates compare the content of a call of tools with none, others look whether
+            # there is one: sources do not tell null from absent.
+            without = [each for each in messages if not dict.__contains__(each, "content")]
+            if not without:
+                raise
+            for each in without:
+                each["content"] = None
+            with contextlib.suppress(Exception):
+                return self._answered(request, messages)
+            raise
 
-    def _written(self, messages: Sequence[Any], *, prompt: bool) -> str:
+    def _answered(self, request: dict[str, Any], messages: Sequence[_Message]) -> dict[str, Any]:
+        text = self._written(messages, prompt=request["add_generation_prompt"])
+        found: dict[str, Any] = {"text": text}
+        if request["trained"] is not None:
+            spans, rewritten = self._trained(request, messages, text)
+            spans = sorted(each for each in spans if each[0] < each[1])
+            found |= {"spans": [list(each) for each in spans], "rewritten": rewritten}
+        return {**found, "unread": self._unread(request, messages)}
+
+    def _unread(self, request: dict[str, Any], messages: Sequence[_Message]) -> list[str]:
+        keys = {f"message.{key}" for each in messages for key in each._unread()}
+        keys |= {f"chat_template_kwargs.{key}" for key in {*request["settings"]} - self._names}
+        if request["tools"] and "tools" not in self._names:
+            keys.add("tools")
+        return sorted(keys)
+
+    def _written(self, messages: Sequence[Any], *, prompt: bool = False) -> str:
         spans = self._spans
         spans.written, spans.found, pieces = 0, [], []
         for piece in self._template.generate(
             messages=messages,
-            tools=None,
             documents=None,
             add_generation_prompt=prompt,
-            **self._tokens,
+            **self._given,
         ):
             pieces.append(piece)
             spans.written += len(piece)
@@ -136,6 +216,41 @@ class _Renderer:
                 raise ValueError(f"it writes more than {_MOST_CHARACTERS} characters")
         # A template can write half of a surrogate pair, which no encoder takes.
         return "".join(pieces).encode("utf-8", "replace").decode()
+
+    def _tried(self, messages: Sequence[Any], *, prompt: bool = False) -> str | None:
+        """The text of messages; None if the template refuses them."""
+        try:
+            return self._written(messages, prompt=prompt)
+        except MemoryError:
+            raise
+        except Exception:
+            return None
+
+    def _trained(
+        self, request: dict[str, Any], messages: Sequence[Any], text: str
+    ) -> tuple[list[tuple[int, int]], int]:
+        """The spans of the trained messages, and how many of these have none."""
+        trained, spans = request["trained"], []
+        if self._spans.num_blocks and request["by_blocks"]:
+            speaks = {n for n, each in enumerate(messages) if dict.get(each, "role") == "assistant"}
+            blocks = self._marked(text)
+            if wanted := [number for number in trained if number in speaks]:
+                is_all = len(wanted) == len(speaks)
+                spans = blocks if is_all else self._blocks_of(messages, wanted, blocks)
+            trained = [number for number in trained if number not in speaks]
+        rewritten = 0
+        for number in trained:
+            try:
+                end = self._end(messages, number, text)
+            except _NotPrefixError:
+                if not request["skips_rewritten"]:
+                    raise
+                rewritten += 1
+                continue
+            spans.append((self._begin(messages, number, text), end))
+        return spans, rewritten
+
+    # With generation blocks.
 
     def _marked(self, text: str) -> list[tuple[int, int]]:
         spans = [(begin, begin + len(block)) for begin, block in self._spans.found]
@@ -148,37 +263,93 @@ class _Renderer:
                 )
         return spans
 
-    def _by_prefixes(
-        self, messages: Sequence[Any], roles: Sequence[str], text: str
+    def _blocks_of(
+        self, messages: Sequence[Any], wanted: Sequence[int], blocks: list[tuple[int, int]]
     ) -> list[tuple[int, int]]:
-        """For each message of the roles, what it adds to the text of those before it.
+        """The blocks of some messages: those that each adds to the blocks of the ones before it."""
 
-        What a model is given before it answers is not part of an answer.
-        """
-        spans = []
-        for number, message in enumerate(messages):
-            if message["role"] not in roles:
-                continue
-            begin = self._end(messages[:number], text) if number else 0
-            if number and message["role"] == "assistant":
-                asked = self._written(messages[:number], prompt=True)
-                begin = len(asked) if text.startswith(asked) else begin
-            last = number + 1 == len(messages)
-            end = len(text) if last else self._end(messages[: number + 1], text)
-            spans.append((begin, end))
-        return spans
+        def before(number: int) -> int:
+            if number in (0, len(messages)):
+                return len(blocks) if number else 0
+            if self._tried(messages[:number]) is None:
+                raise _NotPrefixError(f"of {number} it writes nothing")
+            return len(self._spans.found)
 
-    def _end(self, messages: Sequence[Any], text: str) -> int:
-        """Where the text of the first messages ends in that of all."""
+        return [each for n in wanted for each in blocks[before(n) : before(n + 1)]]
+
+    # Without them.
+
+    def _end(self, messages: Sequence[Any], number: int, text: str) -> int:
+        """Where the text of a message ends, which is that of the messages up to it."""
+        count = number + 1
+        if count == len(messages):
+            return len(text)
         try:
-            prefix = self._written(messages, prompt=False)
+            prefix = self._written(messages[:count])
         except MemoryError:
             raise
         except Exception as error:
-            raise _NotPrefixError(f"of {len(messages)} it says: {_line(error)}") from error
+            raise _NotPrefixError(f"of {count} it says: {_line(error)}") from error
         if not text.startswith(prefix):
-            raise _NotPrefixError(f"of {len(messages)} it writes a text that the whole lacks")
+            raise _NotPrefixError(f"of {count} it writes a text that the whole lacks")
         return len(prefix)
+
+    def _begin(self, messages: Sequence[Any], number: int, text: str) -> int:
+        """Where the text of a message begins.
+
+        Of an assistant's it is behind what a model is given before it answers. In front of the
+        first message a template may write more, such as a system message of its own: of that its
+        content is trained.
+        """
+        is_answer = dict.get(messages[number], "role") == "assistant"
+        asked = self._tried(messages[:number], prompt=True) if number and is_answer else None
+        if asked is not None and text.startswith(asked):
+            return len(asked)
+        low: int | None = 0
+        if number:
+            before = self._tried(messages[:number])
+            low = len(before) if before is not None and text.startswith(before) else None
+            if low is not None and not is_answer:
+                return low
+        high = self._content(messages, number, text)
+        header = self._header() if is_answer else ""
+        if header:
+            least = 0 if low is None else low
+            find = text.rfind if low is None else text.find
+            if (at := find(header, least, high)) >= 0:
+                return at + len(header)
+        if low and asked is not None:
+            high = min(high, _alike(text, asked))
+        return max(high, low or 0)
+
+    def _content(self, messages: Sequence[Any], number: int, text: str) -> int:
+        """How far the text is the same, whatever the content of a message is."""
+        message = messages[number]
+        for kept in ({"role": dict.get(message, "role")}, dict(dict.items(message))):
+            others = [
+                [*messages[:number], {**kept, "content": content}, *messages[number + 1 :]]
+                for content in ("a", "b")
+            ]
+            found = [self._tried(each) for each in others]
+            if None not in found:
+                return min(_alike(text, each) for each in found if each is not None)
+        rule = f"message {number + 1} cannot be told from what is in front of it"
+        raise _NotPrefixError(rule)
+
+    def _header(self) -> str:
+        """What a model is given before it answers, behind the messages; empty if nothing."""
+        messages = [{"role": "user", "content": "a"}]
+        before, asked = self._tried(messages), self._tried(messages, prompt=True)
+        if before is None or asked is None or not asked.startswith(before):
+            return ""
+        return asked[len(before) :]
+
+
+def _alike(one: str, other: str) -> int:
+    """How many of the first characters are the same."""
+    size = min(len(one), len(other))
+    pairs = zip(one[:size], other[:size], strict=True)
+    return next((at for at, (a, b) in enumerate(pairs) if a != b), size)
 
 
 def _line(error: Exception) -> str:

@@ -1,0 +1,301 @@
+"""Conversations in records: messages, tools, settings of the template, and what is trained.
+
+Every source gives the same conversation for the same record: a null key of a message, of a tool or
+of template settings is a key that is absent, because columnar files have one struct for all rows.
+A key that nothing reads is counted: see `ChatInput.unread`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from maxpipe.boundary.typed import parse
+from maxpipe.config.data import template_settings
+from maxpipe.config.data_schema import SourceConfig
+from maxpipe.config.rules import did_you_mean
+from maxpipe.data.formats.text_of import BadRecord, shortened
+from maxpipe.data.tokenizers.chat_process import SETTINGS, ChatInput, Message
+
+_MESSAGES, _SHAREGPT = "messages", "conversations"
+"""The default of `data.messages_field`, and the name that ShareGPT records use for it."""
+_SYSTEM = "system"
+"""A system message as a field of a ShareGPT record."""
+_SHAREGPT_ROLES = {
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model", "assistant"), "assistant"),
+    **dict.fromkeys(("tool", "observation", "function_response", "function"), "tool"),
+    "function_call": "assistant",
+    "system": "system",
+    "developer": "developer",
+}
+_SAYS = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
+"""Keys of a message that may take the place of `content`."""
+_FLAGS = ("weight", "train", "training")
+"""Keys that say whether a message is trained; no template sees them."""
+_RESERVED = (_MESSAGES, "tools", "documents", "add_generation_prompt")
+_DEPTH = 256
+_ANYTHING: Any = Any
+
+
+def conversation_of(record: object, config: SourceConfig) -> ChatInput:
+    """The conversation of a record, for `data.chat` `messages` and `prompt`.
+
+    Raises:
+        BadRecord: a field is missing or of another type, or a role is none of `data.chat_roles`.
+    """
+    fields = with_fields(record, config)
+    if config.chat == "messages":
+        names = [messages_name(fields, config.messages_field)]
+        messages = listed(column(fields, names[0], "data.messages_field"), "data.messages_field")
+    else:
+        names = [config.prompt_field, config.response_field]
+        asked = said_or_listed(fields, names[0], "data.prompt_field", "user")
+        messages = asked + said_or_listed(fields, names[1], "data.response_field", "assistant")
+    if not messages:
+        raise BadRecord("", "must have a message: it has none.", "Remove the record.")
+    if (system := fields.get(_SYSTEM)) and names == [_SHAREGPT] and isinstance(system, str):
+        names.append(_SYSTEM)
+        if messages[0].get("role") != _SYSTEM:
+            messages.insert(0, {"role": _SYSTEM, "content": system})
+    trained = [
+        number
+        for number, message in enumerate(messages)
+        if is_trained(message, config, f"message {number + 1}")
+    ]
+    tools, settings = tools_and_settings(fields, config)
+    return ChatInput(messages, tools, settings, trained, unread(fields, names, config))
+
+
+def tools_and_settings(
+    fields: Mapping[str, Any], config: SourceConfig
+) -> tuple[list[Any] | None, dict[str, Any]]:
+    """The tools of a record, None without them, and settings of the template: those of the record
+    over `data.chat_template_kwargs`.
+
+    Raises:
+        BadRecord: they are of another type.
+    """
+    found = tools_of(fields, config.tools_field)
+    return found, {**template_settings(config.chat_template_kwargs), **settings_of(fields)}
+
+
+def unread(
+    fields: Mapping[str, Any], names: Sequence[str], config: SourceConfig
+) -> tuple[str, ...]:
+    """Fields of a record with a value that are neither of `names` nor read by all conversations."""
+    known = {*names, config.tools_field, SETTINGS}
+    return tuple(str(each) for each in fields if each not in known and has_value(fields[each]))
+
+
+def has_value(value: Any) -> bool:
+    """Whether it is something else than null, an empty text, list or object."""
+    return value is not None and not (isinstance(value, str | list | Mapping) and not value)
+
+
+# Fields.
+
+
+def with_fields(record: object, config: SourceConfig) -> Mapping[str, Any]:
+    """The record. Raises BadRecord if it has no fields."""
+    if not isinstance(record, Mapping):
+        rule = f"must have fields, for data.chat={config.chat}; it is of type "
+        rule += f"{type(record).__name__}."
+        raise BadRecord(shortened(str(record)), rule, "Set data.chat=off if these are texts.")
+    return record
+
+
+def messages_name(fields: Mapping[str, Any], name: str) -> str:
+    """The name of the field of messages: by default also that of ShareGPT records."""
+    is_absent = name == _MESSAGES and fields.get(name) is None
+    return _SHAREGPT if is_absent and fields.get(_SHAREGPT) is not None else name
+
+
+def column(record: Mapping[str, Any], name: str, key: str) -> Any:
+    """The value of the field that `key` names. Raises BadRecord if there is none."""
+    if name in record:
+        return record[name]
+    names = [str(each) for each in record]
+    guess = did_you_mean(name, names) or (names[0] if len(names) == 1 else "")
+    raise BadRecord(
+        shortened(f"fields {', '.join(names) or 'none'}"),
+        f"must have the field of {key} ({name}).",
+        f"Set {key}={guess}." if guess else f"Set {key} to the field that has it.",
+    )
+
+
+def said(text: str, role: str) -> list[Message]:
+    """A text as the only message."""
+    return [{"role": role, "content": text}]
+
+
+def said_or_listed(fields: Mapping[str, Any], name: str, key: str, role: str) -> list[Message]:
+    """A field that holds a text, or messages. Raises BadRecord if it holds something else."""
+    value = column(fields, name, key)
+    return said(value, role) if isinstance(value, str) else listed(value, key)
+
+
+def listed(value: object, key: str, what: str = "a list") -> list[Message]:
+    """The messages in a field, or the only one. Raises BadRecord if it has something else."""
+    if isinstance(value, Mapping) and ("role" in value or "from" in value):
+        value = [value]
+    if isinstance(value, list | tuple) and all(isinstance(each, Mapping) for each in value):
+        return [message_of(each) for each in value]
+    raise BadRecord(
+        shortened(str(value)),
+        f"must have {what} of objects in {key}; it is of type {type(value).__name__}.",
+        'Write it as [{"role": "user", "content": "..."}, ...].',
+    )
+
+
+def without_nulls(value: Any) -> Any:
+    """A value without the null keys of its objects, at any depth."""
+    if isinstance(value, Mapping):
+        return {key: without_nulls(each) for key, each in value.items() if each is not None}
+    if isinstance(value, list | tuple):
+        return [without_nulls(each) for each in value]
+    return value
+
+
+# Messages.
+
+
+def message_of(value: Mapping[str, Any]) -> Message:
+    """A message without null keys, with `role` and `content` also where it is ShareGPT's.
+
+    Raises:
+        BadRecord: a call of a function is not the JSON of one.
+    """
+    message = without_nulls(value)
+    if "role" in message or "from" not in message:
+        return message
+    named = message.pop("from")
+    role = _SHAREGPT_ROLES.get(named, named) if isinstance(named, str) else named
+    content = message.pop("value", None)
+    if named == "function_call":
+        return {"role": role, "tool_calls": list(_calls(content)), **message}
+    return {"role": role, **({} if content is None else {"content": content}), **message}
+
+
+def _calls(text: object) -> Iterator[dict[str, Any]]:
+    """The calls in a message of the role `function_call`: JSON of one, or of a list."""
+    rule = "must hold the JSON of a call with `name` and `arguments` in a message of function_call"
+    action = 'Write {"name": "...", "arguments": {...}}, or use the role gpt for plain text.'
+    try:
+        found = parse(text, _ANYTHING, most_depth=_DEPTH) if isinstance(text, str) else text
+        for each in found if isinstance(found, list) else [found]:
+            if not isinstance(each, dict) or "name" not in each:
+                raise ValueError("it has no name")
+            yield {"type": "function", "function": without_nulls(each)}
+    except ValueError as error:
+        raise BadRecord(shortened(str(text)), f"{rule}: {error}.", action) from error
+
+
+def is_trained(message: Message, config: SourceConfig, which: str) -> bool:
+    """Whether a message is trained: its role is of `data.trained_roles`, unless it says itself.
+
+    `weight` 0 leaves it out, and `train` decides alone. Both are taken out of the message.
+
+    Raises:
+        BadRecord: it has no role of `data.chat_roles`, no content, or flags of other values.
+    """
+    check_message(message, config, which)
+    flags = {key: message.pop(key) for key in _FLAGS if key in message}
+    for key, value in flags.items():
+        if value not in (0, 1) or isinstance(value, str):
+            rule = f"must have a {key} of 0 or 1, or false or true: it has {shortened(str(value))}."
+            raise BadRecord(which, rule, "Write 1 for a message that is trained, 0 for others.")
+    if len({bool(value) for value in flags.values()}) > 1:
+        given = ", ".join(f"{key} {value}" for key, value in flags.items())
+        rule = f"must say once whether it is trained: it has {given}."
+        raise BadRecord(which, rule, "Leave one of these keys out.")
+    by_role = message["role"] in config.trained_roles
+    if "train" in flags or "training" in flags:
+        return bool(flags.get("train", flags.get("training")))
+    return by_role and bool(flags.get("weight", 1))
+
+
+def check_message(message: Message, config: SourceConfig, which: str) -> None:
+    """Raises BadRecord for a message of an unknown role, or without content."""
+    role, roles = message.get("role"), config.chat_roles
+    if role not in roles:
+        guess = did_you_mean(role, roles) if isinstance(role, str) else ""
+        raise BadRecord(
+            shortened(f"role {role} of {which}" if "role" in message else f"{which} without role"),
+            f"must have a role of data.chat_roles: {', '.join(roles)}.",
+            f"{f'Write {guess}' if guess else 'Correct it'}, or add the role to data.chat_roles.",
+        )
+    check_content(message, which)
+
+
+def check_content(message: Message, which: str) -> None:
+    """Raises BadRecord for a message that has no content, nor a call of tools or reasoning."""
+    content = message.get("content")
+    # A list is of texts, images and so on.
+    if isinstance(content, str | list) or (
+        "content" not in message and any(has_value(message.get(each)) for each in _SAYS)
+    ):
+        return
+    raise BadRecord(
+        which,
+        f"must have a text as content; it is of type {type(content).__name__}."
+        if "content" in message
+        else f"must have content, or tool_calls; it has {', '.join(map(str, message))}.",
+        'Write {"role": "user", "content": "..."}.',
+    )
+
+
+# What else a template is given.
+
+
+def tools_of(fields: Mapping[str, Any], name: str) -> list[Any] | None:
+    """The tools of a record: a list of objects, or the JSON of one.
+
+    Raises:
+        BadRecord: the field has something else.
+    """
+    found = _from_json(fields.get(name))
+    if isinstance(found, list | tuple):
+        tools = [_from_json(each) for each in found]
+        if all(isinstance(each, Mapping) for each in tools):
+            return [
+                tool if isinstance(each, str) else without_nulls(tool)
+                for tool, each in zip(tools, found, strict=True)
+            ]
+    elif found is None:
+        return None
+    raise BadRecord(
+        shortened(str(fields[name])),
+        f"must have a list of objects in {name}, or its JSON.",
+        'Write it as [{"type": "function", "function": {"name": "...", ...}}, ...].',
+    )
+
+
+def settings_of(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """What a record gives its template by name, in `chat_template_kwargs`.
+
+    Raises:
+        BadRecord: it is not an object, or has a name of something else.
+    """
+    found = _from_json(fields.get(SETTINGS))
+    if found is None:
+        return {}
+    if isinstance(found, Mapping):
+        settings = without_nulls(found)
+        if not any(each in settings for each in _RESERVED):
+            return settings
+    raise BadRecord(
+        shortened(str(fields[SETTINGS])),
+        f"must have an object in {SETTINGS}, without {', '.join(_RESERVED)}.",
+        'Write it as {"enable_thinking": false}.',
+    )
+
+
+def _from_json(value: Any) -> Any:
+    """A value that may be there as JSON text; None if that is empty, or none."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return parse(value, _ANYTHING, most_depth=_DEPTH) if value.strip() else None
+    except ValueError:
+        return value

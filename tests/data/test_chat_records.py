@@ -1,0 +1,277 @@
+"""What records of conversations say beside their texts: tools, flags, ShareGPT, keys not read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from maxpipe.cli import main
+from maxpipe.config.schema import DataConfig, TokenizerConfig
+from maxpipe.data.chat_records import conversation_of
+from maxpipe.data.formats.text_of import BadRecord
+from maxpipe.data.loader import Datasets, build
+from maxpipe.data.pairs import Pairs
+from maxpipe.data.prompts import chat_of
+from maxpipe.data.tokenizer import ByteTokenizer
+from maxpipe.data.tokenizers.chat import ChatTemplate
+from maxpipe.errors import ConfigError
+from maxpipe.generate.prompts import read_conversations
+from tests.data.conversations import CHATML, Listed, said, write_records
+from tests.data.model_templates import GPT_OSS, QWEN2, QWEN3
+from tests.data.test_conversations import conversations, records_of, trained_text
+
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+CALL = {"type": "function", "function": {"name": "look", "arguments": {"x": 1}}}
+TURNS = said(("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d"))
+MESSAGES = DataConfig(chat="messages")
+
+
+def text(found: Any) -> str:
+    return ByteTokenizer().decode(found.ids)
+
+
+def test_tools_and_settings_reach_the_template(tmp_path: Path) -> None:
+    """As a list, as its JSON, and settings of the config below those of a record."""
+    template = "{{ tools | tojson }}{{ enable_thinking }}{{ level }}|{{ messages[0].content }}"
+    records = [
+        {"messages": said(("user", "a")), "tools": [TOOL]},
+        {"messages": said(("user", "a")), "tools": json.dumps([TOOL])},
+        {
+            "messages": said(("user", "a")),
+            "chat_template_kwargs": {"enable_thinking": True, "level": None},
+        },
+    ]
+    settings = {"enable_thinking": "false", "level": "3"}
+    made = conversations(template, records, tmp_path, chat_template_kwargs=settings)
+    found = [text(made.encode(number)) for number in range(3)]
+    assert found[0] == found[1] == f"{json.dumps([TOOL])}False3|a"
+    assert found[2] == "nullTrue3|a"
+    other = conversations(template, records, tmp_path)
+    assert other.fingerprint() != made.fingerprint()
+
+
+@pytest.mark.parametrize(
+    ("fields", "rule"),
+    [
+        ({"tools": "look"}, "list of objects in tools"),
+        ({"tools": {"name": "look"}}, "list of objects in tools"),
+        ({"chat_template_kwargs": {"messages": []}}, "without messages, tools"),
+        ({"chat_template_kwargs": 3}, "an object in chat_template_kwargs"),
+    ],
+)
+def test_tools_that_are_refused(fields: dict[str, Any], rule: str) -> None:
+    with pytest.raises(BadRecord, match=rule):
+        conversation_of({"messages": TURNS, **fields}, MESSAGES)
+
+
+def test_calls_without_content(tmp_path: Path) -> None:
+    """Null and absent are the same, for templates that look for either."""
+    template = (
+        "{% if messages[1]['content'] is none %}none{% else %}{{ 'a' + messages[1]['content'] }}"
+    )
+    template += "{% endif %}"
+    for message in ({"tool_calls": [CALL]}, {"content": None, "tool_calls": [CALL]}):
+        record = {"messages": [*said(("user", "a")), {"role": "assistant", **message}]}
+        assert text(conversations(template, [record], tmp_path).encode(0)) == "none"
+        record["messages"].append({"role": "tool", "content": "1"})
+        found = conversations(QWEN2, [record], tmp_path).encode(0)
+        call = json.dumps(CALL["function"])
+        assert trained_text(found) == [f"<call>{call}</call><|im_end|>\n"]
+
+
+def test_flags_of_messages(tmp_path: Path) -> None:
+    """`weight` leaves an assistant's message out; `train` decides for any role."""
+    flags: list[Any] = [{}, {"weight": 0}, {"train": True}, {"weight": 1}]
+    messages = [{**each, **flag} for each, flag in zip(TURNS, flags, strict=True)]
+    for template in (CHATML, QWEN2):
+        found = conversations(template, records_of([messages]), tmp_path).encode(0)
+        assert found.unread == ()
+        parts = "".join(trained_text(found)).replace("<|im_end|>\n", "<|im_end|>")
+        assert parts == "<|im_start|>user\nc<|im_end|>d<|im_end|>"
+    for wrong in ({"weight": 0.5}, {"train": "yes"}, {"weight": 0, "train": True}):
+        with pytest.raises(BadRecord, match="must"):
+            conversation_of({"messages": [{**TURNS[1], **wrong}]}, MESSAGES)
+
+
+def test_sharegpt(tmp_path: Path) -> None:
+    record = {
+        "system": "s",
+        "conversations": [
+            {"from": "human", "value": "a"},
+            {"from": "function_call", "value": json.dumps({"name": "look", "arguments": {"x": 1}})},
+            {"from": "observation", "value": "1"},
+            {"from": "gpt", "value": "b"},
+        ],
+        "tools": json.dumps([TOOL]),
+    }
+    usual = {
+        "messages": [
+            *said(("system", "s"), ("user", "a")),
+            {"role": "assistant", "tool_calls": [CALL]},
+            *said(("tool", "1"), ("assistant", "b")),
+        ],
+        "tools": [TOOL],
+    }
+    made = conversations(QWEN2, [record, usual], tmp_path)
+    one, other = made.encode(0), made.encode(1)
+    assert one.ids.tolist() == other.ids.tolist() and trained_text(one) == trained_text(other)
+    assert one.unread == other.unread == ()
+    record["conversations"] = [{"from": "function_call", "value": "look(1)"}]
+    with pytest.raises(ConfigError, match="JSON of a call"):
+        conversations(QWEN2, [record], tmp_path).encode(0)
+
+
+def test_reasoning_of_earlier_answers(tmp_path: Path) -> None:
+    """`last` trains the answer that is not rewritten, `each_turn` each as it was given."""
+    messages = [dict(each) for each in TURNS]
+    messages[1]["reasoning_content"] = messages[3]["reasoning_content"] = "why"
+    record = {"messages": messages}
+    found = conversations(QWEN3, [record], tmp_path).encode(0)
+    last = "<think>\nwhy\n</think>\n\nd<|im_end|>\n"
+    assert trained_text(found) == [last] and found.marks == 8
+    with pytest.raises(ConfigError, match="message by message"):
+        conversations(QWEN3, [record], tmp_path, rewritten_history="error").encode(0)
+    path = write_records(tmp_path / "a.jsonl", [record] * 5)
+    (tmp_path / "template.jinja").write_text(QWEN3)
+    each = opened(path, tmp_path, rewritten_history="each_turn", packing="pad")
+    assert each.corpora is not None
+    documents = each.corpora[0].indexed[0].documents
+    assert len(documents.lengths) == 10
+    assert [trained_text(documents[n]) for n in (2, 3)] == [[last.replace("d<", "b<")], [last]]
+    assert text(documents[2]).endswith("b<|im_end|>\n") and each.remarks == []
+    assert each.train.where("", 3).endswith(":2, trained message 2")
+    indexed = each.corpora[0].indexed[0]
+    split = indexed._order("validation", 0.4)
+    assert sorted(split.tolist()) == sorted(
+        {2 * (n // 2) + m for n in split.tolist() for m in (0, 1)}
+    )
+
+
+def test_an_answer_behind_a_history_that_is_rewritten(tmp_path: Path) -> None:
+    """GPT-OSS drops the reasoning in front of a call once there is a final answer."""
+    messages = [
+        *said(("user", "a")),
+        {"role": "assistant", "reasoning_content": "why", "tool_calls": [CALL]},
+        *said(("tool", "1"), ("assistant", "b")),
+    ]
+    found = conversations(GPT_OSS, records_of([messages]), tmp_path).encode(0)
+    assert trained_text(found) == ["<channel>final b<end>"] and found.marks == 8
+
+
+def opened(path: Path, tmp_path: Path, length: int = 200, **settings: Any) -> Datasets:
+    data = DataConfig(
+        source="jsonl",
+        path=str(path),
+        **{
+            "chat": "messages",
+            "chat_template": str(tmp_path / "template.jinja"),
+            "validation_fraction": 0,
+            **settings,
+        },
+    )
+    return build(data, TokenizerConfig(), seed=0, batch_size=2, sequence_length=length)
+
+
+def test_keys_that_are_not_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Named once, with a count: at the start, in `data show`, `data stats` and `data prepare`."""
+    records = [
+        {"messages": [{**each, "mood": "good", "note": None} for each in TURNS], "id": n, "x": ""}
+        for n in range(3)
+    ]
+    records[0]["tools"] = [TOOL]
+    path = write_records(tmp_path / "a.jsonl", records)
+    (tmp_path / "template.jinja").write_text(CHATML)
+    line = (
+        "these keys are not read, of 3 conversations: id (in 3), message.mood (in 3), tools (in 1)"
+    )
+    assert opened(path, tmp_path).remarks == [f"data: {line}"]
+    keys = ["data.source=jsonl", f"data.path={path}", "data.chat=messages"]
+    keys += [f"data.chat_template={tmp_path / 'template.jinja'}", f"run.dir={tmp_path}"]
+    rest = ["data.validation_fraction=0", "eval.batches=0"]
+    assert main(["data", "show", "quickstart", *keys, *rest, "-n", "1"]) == 0
+    assert line in capsys.readouterr().err
+    assert main(["data", "stats", "quickstart", *keys, *rest]) == 0
+    assert line in capsys.readouterr().out
+    out = tmp_path / "tokens"
+    assert main(["data", "prepare", *keys, "--out", str(out), "--workers", "1"]) == 0
+    assert line in capsys.readouterr().out
+    data = DataConfig(source="tokens", path=str(out), validation_fraction=0)
+    found = build(data, TokenizerConfig(), seed=0, batch_size=2, sequence_length=200)
+    assert found.remarks == [f"data: {line}"]
+    assert found.train.fingerprint() == opened(path, tmp_path).train.fingerprint()
+
+
+@pytest.mark.parametrize("policy", ["truncate", "drop", "split", "error"])
+def test_long_conversations(policy: str, tmp_path: Path) -> None:
+    """By default no answer is trained without its question."""
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    (tmp_path / "template.jinja").write_text(template)
+    turns = [("q" * 5, "a" * 5), ("r" * 5, "b" * 30), ("s" * 30, "c" * 5)]
+    records = records_of([said(("user", q), ("assistant", a)) for q, a in turns])
+    path = write_records(tmp_path / "a.jsonl", records)
+    if policy == "error":
+        with pytest.raises(ConfigError, match=r"2 conversations, the first one .*a.jsonl:2"):
+            opened(path, tmp_path, 20, long_conversations=policy)
+        return
+    found = opened(path, tmp_path, 20, long_conversations=policy)
+    rows = [found.train.sequences[n] for n in range(len(found.train.sequences))]
+    decode = ByteTokenizer().decode
+    trained = sorted(decode(row["targets"][row["loss_mask"] > 0].tolist()) for row in rows)
+    [remark] = found.remarks
+    assert "2 of 3 conversations longer than a sequence" in remark
+    if policy == "truncate":
+        assert trained == ["aaaaa", "b" * 16] and "1 of these" in remark
+    elif policy == "drop":
+        assert trained == ["aaaaa"] and "is left out" in remark
+    else:
+        assert "".join(sorted("".join(trained))) == "a" * 5 + "b" * 30 + "c" * 5
+        assert "without its question" in remark
+
+
+def test_pairs_have_tools(tmp_path: Path) -> None:
+    """And a prompt whose earlier answers the template rewrites."""
+    (tmp_path / "template.jinja").write_text(QWEN3)
+    prompt = [*said(("user", "a")), {**TURNS[1], "reasoning_content": "why"}, *said(("user", "c"))]
+    record = {
+        "prompt": prompt,
+        "chosen": said(("assistant", "yes")),
+        "rejected": [{"from": "gpt", "value": "no"}],
+        "tools": [TOOL],
+        "id": 3,
+    }
+    whole = {**record, "chosen": [*prompt, *record["chosen"]]}
+    whole["rejected"] = [*prompt, *said(("assistant", "no"))]
+    path = str(tmp_path / "template.jinja")
+    config = DataConfig(chat="pairs", chat_template=path, packing="best_fit")
+    made = Pairs(Listed([record, whole]), ByteTokenizer(), config, 900)
+    found, other = made.encode(0), made.encode(1)
+    assert found.ids.tolist() == other.ids.tolist() and found.unread == ("id",)
+    assert "".join(trained_text(found)) == "".join(
+        f"<think>\n\n</think>\n\n{each}<|im_end|>\n" for each in ("yes", "no")
+    )
+    assert text(found).startswith(f"<|im_start|>system\n{json.dumps(TOOL)}\n<|im_end|>")
+    assert np.array_equal(found.trained, other.trained)  # type: ignore[arg-type]
+
+
+def test_prompts_have_tools(tmp_path: Path) -> None:
+    """Of `generate --chat`, samples and rollouts."""
+    records = [
+        {"messages": said(("user", "a")), "tools": [TOOL]},
+        {"prompt": said(("user", "a")), "tools": json.dumps([TOOL])},
+        {"prompt": "a", "tools": [TOOL], "chat_template_kwargs": {"enable_thinking": False}},
+        {"conversations": [{"from": "human", "value": "a"}], "tools": [TOOL]},
+    ]
+    path = write_records(tmp_path / "prompts.jsonl", records)
+    asked = read_conversations(path, "here")
+    assert asked[0] == chat_of(records[0])
+    template = ChatTemplate(QWEN3, "a.jinja", {})
+    texts = template.render(asked)
+    head = f"<|im_start|>system\n{json.dumps(TOOL)}\n<|im_end|>\n<|im_start|>user\na<|im_end|>\n"
+    plain = f"{head}<|im_start|>assistant\n"
+    assert texts == [plain, plain, f"{plain}<think>\n\n</think>\n\n", plain]
+    quiet = template.with_settings({"enable_thinking": False})
+    assert quiet.render(asked[:1]) == texts[2:3]
