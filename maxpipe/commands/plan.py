@@ -125,7 +125,12 @@ def _check_options(options: argparse.Namespace) -> None:
     """Refuses options that would have no effect."""
     unread = [
         ("slices", options.topology is None, "counts slices of a --topology", "Add --topology."),
-        ("measure", options.topology is not None, "runs on this machine's devices", "Add --devices."),
+        (
+            "measure",
+            options.topology is not None,
+            "runs on devices that are here",
+            "Add --devices.",
+        ),
         *(
             (name, not options.search, "is read by a search only", "Add --search.")
             for name in OF_A_SEARCH

@@ -17,7 +17,7 @@ minutes on a laptop's CPU, without a download, and as it is on GPUs and TPUs.
 
   {train}                  trains it, or resumes it after a stop
   {train} train.steps=600  with other values, once
-  tensorboard --logdir runs{pad}shows curves
+  maxpipe board{pad}shows curves
 
 This file has the keys that a first run changes. `maxpipe config explain` lists all of them."""
 

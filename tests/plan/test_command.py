@@ -100,7 +100,6 @@ def test_a_search_runs_what_it_found(
         ([*RUN, "--search", "--fix", "mesh.context_attention=x"], "must be one of auto, gather"),
         ([*RUN, "--search", "--fix", "mesh.ici_context=-1"], "must be a number of devices"),
         ([*RUN, "--calibrate"], "not allowed with argument --topology"),
-        (["plan", "configs/quickstart.yml"], "--topology --devices --calibrate is required"),
         (["plan", "configs/quickstart.yml", "--topology", "cpu:4"], "there are cpu:4, 4 devices"),
         (["compile", *RUN[1:], "--save", "step"], "cannot be used by 8 CPU devices"),
         (["compile", *RUN[1:], "--xla", "fast"], "Write --xla fast=VALUE."),
