@@ -9,7 +9,6 @@ import contextlib
 import glob
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 
 from maxpipe.boundary.files import scheme
 from maxpipe.checkpoint.storage import FOLDER, entries, home, located, run_folder
@@ -86,7 +85,7 @@ def _model_problem(
     origins: Mapping[str, str],
 ) -> Problem:
     rule = "must name a folder with config.json, *.safetensors and a tokenizer: "
-    rule += f"there is no {Path(folder).expanduser().absolute()}."
+    rule += f"there is no {os.path.abspath(os.path.expanduser(folder))}."
     settings = f"{key}={_MODEL}DIR"
     if config.tokenizer.kind != "bytes" and _is_inside(config.tokenizer.path, folder):
         rule += f" {_TOKENIZER}={config.tokenizer.path} is read from it, too."

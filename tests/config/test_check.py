@@ -344,7 +344,7 @@ def test_what_is_allowed(overrides: str):
 
 def test_all_rules_are_reported_together():
     found = problems(
-        ["model.num_heads=6", "model.head_size=7", "train.steps=0", "data.source=text"]
+        ["model.num_heads=6", "model.head_size=7", "optim.beta1=2", "data.source=text"]
     )
     assert len(found) == 4
 
