@@ -167,8 +167,9 @@ def _parser() -> Parser:
         prog="maxpipe",
         description="Train decoder language models through a circular pipeline, on JAX.",
         epilog="Exit codes: 0 done, 2 mistake in the config or command line, or numbers that went\n"
-        "bad: change something first, 70 bug in maxpipe, 71 hang, 74 storage, checkpoint or\n"
-        "device memory, 75 stopped by SIGTERM or SIGHUP, 130 by Ctrl-C, and saved: start again to\n"
+        "bad: change something first, 70 bug in maxpipe, 71 hang, or a process\n"
+        "is gone, 74 storage, a damaged checkpoint or a corrupted replica,\n"
+        "75 stopped by SIGTERM or SIGHUP, 130 by Ctrl-C, and saved: start again to\n"
         "resume.",
     )
     parser.add_argument("--version", action="version", version=f"maxpipe {maxpipe.__version__}")

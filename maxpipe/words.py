@@ -1,4 +1,4 @@
-"""Numbers with their nouns, in the singular or plural."""
+"""Numbers with their nouns and units, and sentences."""
 
 from __future__ import annotations
 
@@ -7,3 +7,27 @@ def counted(number: int, noun: str) -> str:
     """`1 slice`, `2 slices`, `3 batches`."""
     plural = "es" if noun.endswith(("s", "x", "ch", "sh")) else "s"
     return f"{number} {noun}{'' if number == 1 else plural}"
+
+
+_PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+
+
+def scaled(number: float, unit: str) -> str:
+    """A number with four digits, and its unit with a prefix: `21.35 GFLOP`."""
+    for size, prefix in _PREFIXES:
+        if abs(number) >= size * (1 - 5e-5):  # 999,960 is 1 M in four digits, not 1000 k
+            return f"{number / size:.4g} {prefix}{unit}"
+    return f"{number:.4g} {unit}"
+
+
+def millions(count: float) -> str:
+    """A number of parameters or tokens: `8.03 B`, `0.852 M`, `9,216`."""
+    if count < 1e4:
+        return f"{count:,.0f}"
+    size, unit = (1e9, "B") if count >= 0.9995e9 else (1e6, "M")
+    return f"{count / size:.3g} {unit}" if count < 1e12 else f"{count / size:,.0f} {unit}"
+
+
+def sentence(text: str) -> str:
+    """The text with its first letter as a capital; other letters are kept, as in TPU."""
+    return text[:1].upper() + text[1:]

@@ -160,6 +160,7 @@ ROOT_CONFIG = (
     "maxpipe.train.build",
     "maxpipe.train.datasets",
     "maxpipe.train.loop",
+    "maxpipe.train.required_files",
     "maxpipe.train.objectives",
     "maxpipe.train.room",
     "maxpipe.train.run",

@@ -192,7 +192,6 @@ def test_version(capsys: Capture):
         ("train", "are required"),
         ("train TINY", "one of them is the length of the run"),
         ("train TINY train.steps=x", "must be an integer"),
-        ("schedule TINY", "one of them is the length of the run"),
         ("schedule TINY train.steps=1 mesh.ici_stage=-1", "Add --stages"),
     ],
 )

@@ -14,6 +14,7 @@ from maxpipe.boundary.files import full
 from maxpipe.commands.parser import Commands, add_address, integer, number, subcommands
 from maxpipe.config.paths import CONFIG_FILE
 from maxpipe.errors import ConfigError, ExitCode, StorageError
+from maxpipe.words import sentence
 
 if TYPE_CHECKING:
     from maxpipe.checkpoint.retention import Rules
@@ -179,7 +180,7 @@ def add(commands: Commands) -> None:
     parser = commands.add_parser(
         "checkpoints",
         help=about,
-        description=f"{about.capitalize()}. A run is named by its\n"
+        description=f"{sentence(about)}. A run is named by its\n"
         "folder, by its name below runs/, or by gs://BUCKET/PATH; one of its checkpoints by\n"
         "RUN@STEP, RUN@newest, RUN@best (its checkpoint.best_metric), or the path to its folder.",
     )

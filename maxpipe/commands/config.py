@@ -9,6 +9,7 @@ from pathlib import Path
 from maxpipe.boundary import redact
 from maxpipe.commands.parser import Commands, add_inputs, read_config, subcommands
 from maxpipe.errors import ConfigError, ExitCode, StorageError
+from maxpipe.words import sentence
 
 _DOCS_FILE = Path("docs/config.md")
 
@@ -64,7 +65,7 @@ def _config_docs(options: argparse.Namespace) -> int:
 def add(commands: Commands) -> None:
     """Adds the command."""
     about = "print, explain and document config values"
-    parser = commands.add_parser("config", help=about, description=f"{about.capitalize()}.")
+    parser = commands.add_parser("config", help=about, description=f"{sentence(about)}.")
     actions = subcommands(parser)
 
     show = actions.add_parser(

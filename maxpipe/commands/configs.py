@@ -11,6 +11,7 @@ from maxpipe.boundary.files import full
 from maxpipe.commands.parser import Commands, subcommands
 from maxpipe.config import shipped
 from maxpipe.errors import ConfigError, ExitCode, StorageError
+from maxpipe.words import sentence
 
 FIRST_RUN = "run.yml"
 _OVERWRITE = "--overwrite"
@@ -126,7 +127,7 @@ def add(commands: Commands) -> None:
     parser = commands.add_parser(
         "configs",
         help=about,
-        description=f"{about.capitalize()}: runs that train as they are, and\n"
+        description=f"{sentence(about)}: runs that train as they are, and\n"
         "models. Every command that takes a config file takes their names, too.",
     )
     actions = subcommands(parser)

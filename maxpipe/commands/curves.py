@@ -7,6 +7,7 @@ from pathlib import Path
 
 from maxpipe.commands.parser import RUN, Commands, write_file
 from maxpipe.errors import ConfigError, ExitCode
+from maxpipe.words import sentence
 
 
 def _curves(options: argparse.Namespace) -> int:
@@ -41,7 +42,7 @@ def add(commands: Commands) -> None:
     parser = commands.add_parser(
         "curves",
         help=about,
-        description=f"{about.capitalize()}, as SVG or PNG. Tags that end alike share a panel.",
+        description=f"{sentence(about)}, as SVG or PNG. Tags that end alike share a panel.",
         epilog="example: maxpipe curves quickstart --tags train/loss,eval/loss --out loss.svg",
     )
     parser.add_argument(

@@ -26,9 +26,12 @@ if TYPE_CHECKING:
 
 def _mixture(options: argparse.Namespace) -> int:
     from maxpipe.config.check import total_steps
+    from maxpipe.config.training import check_length
 
     inputs, folder = named_inputs(options.inputs)
-    config = read_config(inputs).config
+    loaded = read_config(inputs)
+    config = loaded.config
+    check_length(config, loaded.origins)
     if not config.data.mixture:
         raise ConfigError.one(
             "data.mixture",

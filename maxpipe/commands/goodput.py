@@ -7,6 +7,7 @@ import argparse
 from maxpipe.boundary import redact
 from maxpipe.commands.parser import Commands, add_address
 from maxpipe.errors import ExitCode
+from maxpipe.words import sentence
 
 
 def add(commands: Commands) -> None:
@@ -15,7 +16,7 @@ def add(commands: Commands) -> None:
     parser = commands.add_parser(
         "goodput",
         help=about,
-        description=f"{about.capitalize()}, over all its restarts, and where the rest went.",
+        description=f"{sentence(about)}, over all its restarts, and where the rest went.",
         epilog="example: maxpipe goodput runs/quickstart",
     )
     add_address(parser, step=False)

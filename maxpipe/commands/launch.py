@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from maxpipe.boundary.files import full
 from maxpipe.commands.parser import Commands, Parser, add_inputs, integer, read_config, subcommands
 from maxpipe.errors import ConfigError, ExitCode
+from maxpipe.words import sentence
 
 if TYPE_CHECKING:
     from maxpipe.config.load import Loaded
@@ -92,7 +93,7 @@ def _written(options: argparse.Namespace, loaded: Loaded) -> tuple[str, Job, Sub
 def add(commands: Commands) -> None:
     """Adds the command."""
     about = "run in several processes here, or on SLURM, TPU VMs or GKE"
-    parser = commands.add_parser("launch", help=about, description=f"{about.capitalize()}.")
+    parser = commands.add_parser("launch", help=about, description=f"{sentence(about)}.")
     actions = subcommands(parser)
     _add_local(actions)
     for name, (help_text, description, example) in _CLUSTERS.items():

@@ -17,7 +17,7 @@ from maxpipe.commands.parser import (
     read_config,
     write_file,
 )
-from maxpipe.commands.progress import Progress
+from maxpipe.commands.progress import PhaseProgress, Progress
 from maxpipe.errors import ConfigError, ExitCode
 
 if TYPE_CHECKING:
@@ -46,11 +46,14 @@ def _compile(options: argparse.Namespace) -> int:
     loaded = read_config(options.inputs)
     target = topology.parse(options.topology, options.slices or 1)
     folder = _folder(options, loaded)
-    topology.prepare(target)
-    from maxpipe.plan.compile import compile_step
-    from maxpipe.plan.report import compiled
+    given = _compiler_options(options)
+    with PhaseProgress("compile") as progress:
+        progress.begin("starting jax")
+        topology.prepare(target)
+        from maxpipe.plan.compile import compile_step
+        from maxpipe.plan.report import compiled
 
-    report = compile_step(loaded, target, folder, _compiler_options(options))
+        report = compile_step(loaded, target, folder, given, progress.begin)
     if options.json:
         import json
 
@@ -66,8 +69,11 @@ def _folder(options: argparse.Namespace, loaded: Loaded) -> Path | None:
     """Where the step is kept, if it is."""
     if options.save is None:
         return None
+    from maxpipe.config.training import check_length
+
     where = "command line: --save"
     folder = full(options.save, where)
+    check_length(loaded.config, loaded.origins)
     if loaded.config.train.batch_ramp:
         rule = "keeps one train step, and with train.batch_ramp there is one for each size."
         raise ConfigError.one(where, folder, rule, "Leave out --save, or set train.batch_ramp=[].")
@@ -92,16 +98,11 @@ def _compiler_options(options: argparse.Namespace) -> dict[str, str]:
 
 
 def _plan(options: argparse.Namespace) -> int:
-    from maxpipe.plan import topology
-
     _check_options(options)
     loaded = read_config(options.inputs)
     if options.calibrate:
         return _calibrate(loaded)
-    if options.devices is not None:
-        target = topology.at_hand(loaded.config.runtime, options.devices, options.devices)
-    else:
-        target = topology.parse(options.topology, options.slices or 1)
+    target = _target(options, loaded.config)
     if options.search:
         return _search(options, loaded, target)
     if options.shardings:
@@ -109,11 +110,27 @@ def _plan(options: argparse.Namespace) -> int:
     return _forecast(options, loaded, target)
 
 
+def _target(options: argparse.Namespace, config: Config) -> Topology:
+    """The named devices; without a name those of this machine."""
+    from maxpipe.plan import topology
+
+    if options.topology is not None:
+        return topology.parse(options.topology, options.slices or 1)
+    if options.devices is not None:
+        return topology.at_hand(config.runtime, options.devices, options.devices)
+    return topology.at_hand(config.runtime, config.mesh.cpu_devices)
+
+
 def _check_options(options: argparse.Namespace) -> None:
     """Refuses options that would have no effect."""
     unread = [
         ("slices", options.topology is None, "counts slices of a --topology", "Add --topology."),
-        ("measure", options.devices is None, "runs on devices that are here", "Add --devices."),
+        (
+            "measure",
+            options.topology is not None,
+            "runs on devices that are here",
+            "Add --devices.",
+        ),
         *(
             (name, not options.search, "is read by a search only", "Add --search.")
             for name in OF_A_SEARCH
@@ -205,7 +222,8 @@ def _search(options: argparse.Namespace, loaded: Loaded, target: Topology) -> in
         topology.prepare(target)
         from maxpipe.plan.recheck import recheck
 
-        compiled = recheck(found.best[: options.compile], target, tell)
+        with PhaseProgress("compile") as phases:
+            compiled = recheck(found.best[: options.compile], target, tell, phases.begin)
     elif options.measure:
         from maxpipe.plan.recheck import run_best
 
@@ -247,7 +265,8 @@ def _add_plan(commands: Commands) -> None:
         help="predict memory, traffic and step time, or search for the best layout",
         description="Predict what a run takes on a topology, from its config alone: memory of a\n"
         "device term by term, bubble, traffic, step time. With --search, rank the legal layouts.",
-        epilog="examples:\n  maxpipe plan run.yml --topology v5p:4x4x4\n"
+        epilog="examples:\n  maxpipe plan llama3-8b --topology h100:8 mesh.ici_fsdp=8\n"
+        "  maxpipe plan run.yml --topology v5p:4x4x4\n"
         "  maxpipe plan run.yml --topology v5p:8x8x8 --slices 2 --search "
         "--fix mesh.dcn_stage=2 --write best.yml\n"
         "  maxpipe plan run.yml --topology v5p:4x4x4 --shardings\n"
@@ -255,13 +274,13 @@ def _add_plan(commands: Commands) -> None:
         "  maxpipe plan run.yml --devices 8 --search --measure 5",
     )
     add_inputs(parser)
-    where = parser.add_mutually_exclusive_group(required=True)
+    where = parser.add_mutually_exclusive_group()
     _add_topology(parser, where)
     where.add_argument(
         "--devices",
         type=count,
         metavar="N",
-        help="plan for N devices like those of this machine",
+        help="plan for N devices like those of this machine (default: the devices of this machine)",
     )
     where.add_argument(
         "--calibrate",

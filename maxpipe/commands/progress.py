@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 import time
-from typing import Any
+from typing import Any, Self
 
 _LINE_SECONDS = 5.0
+_PHASE_SECONDS = 10.0
 
 
 class Progress:
@@ -52,3 +54,44 @@ class Progress:
         """Clears the bar."""
         if self._bar is not None:
             self._bar.stop()
+
+
+class PhaseProgress:
+    """The phase of a command whose amount of work is unknown, with the elapsed time.
+
+    A terminal shows one line that changes; elsewhere standard error gets a line every ten seconds.
+    A thread prints them, since a phase is one long call into the compiler.
+    """
+
+    def __init__(self, command: str) -> None:
+        self._command, self._phase = command, "starting"
+        self._start = time.monotonic()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def begin(self, phase: str) -> None:
+        """Name the phase that starts now."""
+        self._phase = phase
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        is_terminal = sys.stderr.isatty()
+        while not self._ended.wait(1.0 if is_terminal else _PHASE_SECONDS):
+            self._write(f"\r\x1b[K{self._line()}" if is_terminal else f"{self._line()}\n")
+        if is_terminal:
+            self._write("\r\x1b[K")
+
+    def _line(self) -> str:
+        return f"{self._command}: {self._phase}, {time.monotonic() - self._start:.0f} s"
+
+    def _write(self, text: str) -> None:
+        with contextlib.suppress(OSError, ValueError):  # stderr is closed
+            sys.stderr.write(text)
+            sys.stderr.flush()

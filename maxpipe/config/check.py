@@ -403,16 +403,6 @@ def _rows_reach_ahead(config: Config) -> Iterator[Finding]:
         )
 
 
-@rule("train.steps", "train.tokens")
-def _run_has_a_length(config: Config) -> Iterator[Finding]:
-    if not config.train.steps and not config.train.tokens:
-        yield Finding(
-            "train.steps",
-            "must be more than 0 when train.tokens is 0: one of them is the length of the run.",
-            "Set train.steps=100, or train.tokens.",
-        )
-
-
 # Checkpoints.
 
 

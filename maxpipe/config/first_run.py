@@ -17,7 +17,7 @@ minutes on a laptop's CPU, without a download, and as it is on GPUs and TPUs.
 
   {train}                  trains it, or resumes it after a stop
   {train} train.steps=600  with other values, once
-  tensorboard --logdir runs{pad}shows curves
+  maxpipe board{pad}shows curves
 
 This file has the keys that a first run changes. `maxpipe config explain` lists all of them."""
 
@@ -54,7 +54,7 @@ _MORE = {
 
 def text(name: str, train: str) -> str:
     """The file of a run of this name, which the command `train` trains."""
-    pad = " " * max(2, len(f"{train} train.steps=600  ") - len("tensorboard --logdir runs"))
+    pad = " " * max(2, len(f"{train} train.steps=600  ") - len("maxpipe board"))
     head = _HEAD.format(train=train, pad=pad)
     lines = [f"# {line}".rstrip() for line in head.splitlines()]
     for section, values in _VALUES.items():

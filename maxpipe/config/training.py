@@ -12,7 +12,7 @@ from maxpipe.config.mixture import sources
 from maxpipe.config.ranges import BYTES_VOCABULARY
 from maxpipe.config.rules import shown, value_of
 from maxpipe.config.schema import Config
-from maxpipe.errors import Problem
+from maxpipe.errors import ConfigError, Problem
 
 LARGEST_FOR_BYTES = 4096
 """Ids of a model that is trained on bytes: more than 259 where shards of the vocabulary have to
@@ -36,7 +36,25 @@ def check_training(
     problems += [] if wrong else _answers_to_learn(config, origins)
     problems += _evaluated(config, origins, skip)
     problems += _without_base(config, origins, skip)
+    if {"train.steps", "train.tokens"}.isdisjoint(skip):
+        problems += without_length(config, origins)
     return problems + _built_in_for_a_public_model(config, origins, skip)
+
+
+def without_length(config: Config, origins: Mapping[str, str]) -> list[Problem]:
+    """The problem of a run that ends at no step, which forecasts and data pages do not need."""
+    if config.train.steps or config.train.tokens:
+        return []
+    rule = "must be more than 0 when train.tokens is 0: one of them is the length of the run."
+    return [
+        Problem(where("train.steps", origins), "0", rule, "Set train.steps=100, or train.tokens.")
+    ]
+
+
+def check_length(config: Config, origins: Mapping[str, str]) -> None:
+    """Raises ConfigError for a run that ends at no step."""
+    if problems := without_length(config, origins):
+        raise ConfigError(problems)
 
 
 def _evaluated(config: Config, origins: Mapping[str, str], skip: Collection[str]) -> list[Problem]:

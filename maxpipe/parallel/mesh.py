@@ -66,7 +66,9 @@ def resolve(config: MeshConfig, devices: Sequence[Device]) -> MeshConfig:
             raise _nothing_left(given, rest, math.prod(dcn), devices)
         processes = len({device.process_index for device in devices})
         if kind == "cpu" and total % processes == 0:
-            action = f"Set mesh.cpu_devices={total // processes}, or another size for an axis."
+            each = total // processes
+            action = f"Start it on {counted(total, 'accelerator')}, or set mesh.cpu_devices={each} "
+            action += "for virtual devices of this CPU, or another size for an axis."
         elif len(devices) % (total // config.ici_data) == 0:
             action = "Set mesh.ici_data=-1 to use what is left, or another size for an axis."
         else:
@@ -74,8 +76,8 @@ def resolve(config: MeshConfig, devices: Sequence[Device]) -> MeshConfig:
         raise ConfigError.one(
             "mesh",
             wanted,
-            f"must multiply to the number of devices: it is {total}, and there are "
-            f"{len(devices)} of kind {kind}.",
+            f"must multiply to the number of devices: the run needs {total}, and there "
+            f"{'is' if len(devices) == 1 else 'are'} {len(devices)} of kind {kind}.",
             action,
         )
     return config

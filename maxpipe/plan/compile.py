@@ -11,7 +11,7 @@ import importlib.metadata
 import math
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -187,16 +187,21 @@ def build_steps(config: Config, present: Sequence[Any]) -> Steps:
     return steps_of(config, build_mesh(config.mesh, present), lengths)
 
 
+def unreported(phase: str) -> None:
+    """Report no phase."""
+
+
 def compile_step(
     loaded: Loaded,
     topology: Topology,
     save: Path | None = None,
     given: Mapping[str, str] | None = None,
+    begin: Callable[[str], None] = unreported,
 ) -> Report:
     """Compiles the train step of a config for a topology; `save` is a folder to keep it in.
 
     `given` are options of the compiler in place of those of a run, which are left out where the
-    value is empty.
+    value is empty. `begin` is called with the name of each phase.
 
     Raises:
         ConfigError: the config does not fit the topology, this machine cannot describe it, the
@@ -214,11 +219,13 @@ def compile_step(
     if untuned and save is not None:
         raise _only_a_report(save)
     start = time.monotonic()
+    begin("tracing the train step")
     lowered = _lowered(steps, config, topology)
     lowered_at = time.monotonic()
     options = steps.compiler_options | (dict(gpu_target.OPTIONS) if untuned else {})
     options |= given or {}
     options = {name: value for name, value in options.items() if value != ""}
+    begin("compiling the train step")
     try:
         compiled = lowered.compile(options)
     except jax.errors.JaxRuntimeError as error:
@@ -227,6 +234,7 @@ def compile_step(
         refused = _option_refused(str(error), given or {}) or other_compiler(topology, error)
         raise refused or error from error
     done = time.monotonic()
+    begin("reading the compiled program")
     if save is not None:
         facts = executable.facts_of(to_dict(config), lowered, present)
         executable.save(compiled, save, facts)

@@ -11,7 +11,7 @@ import jax
 
 from maxpipe.config.load import Loaded
 from maxpipe.errors import ConfigError
-from maxpipe.plan.compile import Report, build_steps, compile_step
+from maxpipe.plan.compile import Report, build_steps, compile_step, unreported
 from maxpipe.plan.learn import next_to_run
 from maxpipe.plan.search import Candidate
 from maxpipe.plan.timed_steps import medians, step_of
@@ -51,7 +51,10 @@ class Checked:
 
 
 def recheck(
-    best: Sequence[Candidate], topology: Topology, tell: Callable[[str], None]
+    best: Sequence[Candidate],
+    topology: Topology,
+    tell: Callable[[str], None],
+    begin: Callable[[str], None] = unreported,
 ) -> list[Checked]:
     """Compiles each layout; those that fit come first, the fastest in front.
 
@@ -59,12 +62,13 @@ def recheck(
         best: of a search on this topology.
         topology: the target of the compilation.
         tell: called with a line before each compilation.
+        begin: called with the name of each phase of a compilation.
     """
     checked = []
     for number, candidate in enumerate(best, 1):
         tell(_line("compiling", number, len(best), candidate))
         try:
-            report = compile_step(Loaded(candidate.config, {}), topology)
+            report = compile_step(Loaded(candidate.config, {}), topology, None, None, begin)
         except ConfigError as error:
             tell(str(error))
             report = None

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from maxpipe.config.check import total_steps
 from maxpipe.config.ramp import Ramp, Stage
 from maxpipe.config.schema import Config
-from maxpipe.hardware import GIB, Hardware
+from maxpipe.hardware import Hardware
 from maxpipe.model.choice import Divided, words
 from maxpipe.model.count import active_params, num_params, num_trained, total
 from maxpipe.optim.kept import saved_bytes
@@ -18,7 +18,7 @@ from maxpipe.plan.advice import TERMS, gib, verdict
 from maxpipe.plan.memory import REFERENCE, outside
 from maxpipe.plan.search import SHOWN, Candidate, Search
 from maxpipe.plan.sizes import Sizes
-from maxpipe.words import counted
+from maxpipe.words import counted, millions, scaled
 
 if TYPE_CHECKING:  # they import jax
     from maxpipe.plan.calibrate import Measured
@@ -53,14 +53,14 @@ def compiled(report: Report, num_entries: int = 0) -> str:
     held = {name: size for name, size in report.buffers.items() if size > 2**10}
     ordered = sorted(held.items(), key=lambda item: -item[1])
     lines.append("  of the temporary: " + ", ".join(f"{name} {gib(s)}" for name, s in ordered))
-    lines += ["", f"operations: {report.flops / 1e12:.4g} TFLOP in a step, the model needs "]
-    lines[-1] += f"{report.model_flops / 1e12:.4g} ({report.flops / report.model_flops:.2f} x)"
+    lines += ["", f"operations: {scaled(report.flops, 'FLOP')} in a step, the model needs "]
+    lines[-1] += f"{scaled(report.model_flops, 'FLOP')} ({report.flops / report.model_flops:.2f} x)"
     if report.cycles:
         busy = f"{report.cycles / 1e9:.3g} Gcycles"
         lines.append(f"compute: {busy} by the compiler's estimate, {report.seconds:.3g} s")
         if report.kernel_flops:
             lines.append(
-                f"  with kernels, for which it has none: {report.kernel_flops / 1e12:.4g} TFLOP, "
+                f"  with kernels, for which it has none: {scaled(report.kernel_flops, 'FLOP')}, "
                 f"counted at {report.kernel_efficiency:.0%} of the peak (an assumption)"
             )
     lines += ["", *_table([*report.collectives, *report.transfers])]
@@ -111,7 +111,7 @@ def _behind(each: Traffic) -> str:
     """What is computed meanwhile: operations where no cycles are estimated."""
     if each.cycles_behind:
         return f"{each.cycles_behind / 1e6:.0f} Mcycles"
-    return f"{each.flops_behind / 1e12:.4g} TFLOP" if each.flops_behind else "-"
+    return scaled(each.flops_behind, "FLOP") if each.flops_behind else "-"
 
 
 def facts(candidate: Candidate, hardware: Hardware) -> dict[str, Any]:
@@ -194,7 +194,7 @@ def planned(values: dict[str, Any], nearest: Sequence[str] = ()) -> str:
     measured = f", measured {values['measured']}" if values["measured"] else ""
     parts = (("active_parameters", "for each token"), ("trained_parameters", "trained"))
     fewer = ", ".join(
-        f"{values[name] / 1e9:.4g} B {words}"
+        f"{millions(values[name])} {words}"
         for name, words in parts
         if values[name] < values["parameters"]
     )
@@ -205,9 +205,9 @@ def planned(values: dict[str, Any], nearest: Sequence[str] = ()) -> str:
         f"{counted(values['num_devices'], 'device')} of {values['hardware']}{slices}{measured}",
         f"  {layout or 'one device'}",
         "",
-        f"{values['parameters'] / 1e9:.4g} B parameters{of_them}, "
+        f"{millions(values['parameters'])} parameters{of_them}, "
         f"{values['tokens_per_step']:,} tokens and "
-        f"{values['flops_per_step'] / 1e15:.4g} PFLOP in a step, checkpoints of "
+        f"{scaled(values['flops_per_step'], 'FLOP')} in a step, checkpoints of "
         f"{gib(values['checkpoint_bytes'])}",
         *(f"  {note}" for note in values["notes"]),
         *(
@@ -382,7 +382,7 @@ def searched(found: Search, hardware: Hardware) -> str:
         spent = ", ".join(f"{name} {s / each.cost.seconds:.0%}" for name, s in parts[:4])
         lines += [
             f"{rank:>2}. {each.cost.seconds:.3g} s, MFU {each.cost.mfu:.1%}, "
-            f"{each.memory.total / GIB:.1f} GiB: {spent}",
+            f"{gib(each.memory.total)}: {spent}",
             f"    {each.words}",
         ]
     return "\n".join(lines)

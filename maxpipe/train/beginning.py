@@ -23,15 +23,15 @@ from maxpipe.model.families import registry
 from maxpipe.model.spec import Model
 from maxpipe.parallel.mesh import describe
 from maxpipe.train.step import Steps
-from maxpipe.words import counted
+from maxpipe.words import counted, millions
 
 
 def _parameters(model: Model) -> str:
     """All of them; those that one token uses, and those that are trained, where they are fewer."""
     count = num_params(model)
     parts = ((active_params(model), "for each token"), (num_trained(model), "trained"))
-    fewer = ", ".join(f"{some / 1e6:.2f} M {words}" for some, words in parts if some < count)
-    return f"{count / 1e6:.2f} M parameters" + (f" ({fewer})" if fewer else "")
+    fewer = ", ".join(f"{millions(some)} {words}" for some, words in parts if some < count)
+    return f"{millions(count)} parameters" + (f" ({fewer})" if fewer else "")
 
 
 def write_config(path: Path, config: Config, locks: Sequence[RunLock]) -> None:
@@ -116,6 +116,6 @@ def facts_of(
         (
             "training",
             f"{counted(length, 'step')} of {', '.join(sizes)} tokens, "
-            f"{ramp.before(length) * tokens / 1e6:.2f} M tokens",
+            f"{millions(ramp.before(length) * tokens)} tokens",
         ),
     ]

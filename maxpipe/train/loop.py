@@ -28,7 +28,8 @@ from maxpipe.processes.phases import DATA, EVAL, LOOP, ROLLOUT, SAVE, STEP, Phas
 from maxpipe.telemetry.console import Console
 from maxpipe.telemetry.metrics import of_source
 from maxpipe.train.by_source import SourceSums
-from maxpipe.train.room import explained
+from maxpipe.train.required_files import missing_files, reported_with
+from maxpipe.train.room import check_forecast, explained
 from maxpipe.train.run import Run
 from maxpipe.train.set_up import fit_to_devices, set_up, shared_facts
 from maxpipe.train.step import BY_SOURCE
@@ -58,9 +59,11 @@ def train(loaded: Loaded) -> int:
                 run_folder(config.run),
             )
         )
-        loaded = fit_to_devices(loaded)
-        console = stack.enter_context(Console(config.log.progress, process_index=link.index))
-        link.say, link.tell = console.warn, console.tell
+        with reported_with(missing_files(loaded)):
+            loaded = fit_to_devices(loaded)
+            console = stack.enter_context(Console(config.log.progress, process_index=link.index))
+            link.say, link.tell = console.warn, console.tell
+            check_forecast(loaded.config, console.warn)
         with explained(loaded.config):
             run = set_up(loaded, console, link, phases, stack)
             with phases.enter(LOOP):

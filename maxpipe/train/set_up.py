@@ -51,7 +51,7 @@ from maxpipe.train.patience import Patience
 from maxpipe.train.reference import Reference
 from maxpipe.train.resume import Start, may_differ, reference_of, restore_or_init
 from maxpipe.train.rollouts import Rollouts
-from maxpipe.train.room import check_forecast, check_program
+from maxpipe.train.room import check_program
 from maxpipe.train.run import WRITTEN_FILES, Run
 from maxpipe.train.samples import Samples
 from maxpipe.train.shown import show
@@ -87,7 +87,6 @@ def set_up(
     """
     config = loaded.config
     run_dir, process, length = run_folder(config.run), link.index, total_steps(config.train)
-    check_forecast(config, console.warn)
     check_writable(run_dir, WRITTEN_FILES)
     locks = _locks(config, stack, console) if process == 0 else []
     ours = locks[0].held if locks else lambda: False  # process 0 alone writes records

@@ -100,7 +100,6 @@ def test_a_search_runs_what_it_found(
         ([*RUN, "--search", "--fix", "mesh.context_attention=x"], "must be one of auto, gather"),
         ([*RUN, "--search", "--fix", "mesh.ici_context=-1"], "must be a number of devices"),
         ([*RUN, "--calibrate"], "not allowed with argument --topology"),
-        (["plan", "configs/quickstart.yml"], "--topology --devices --calibrate is required"),
         (["plan", "configs/quickstart.yml", "--topology", "cpu:4"], "there are cpu:4, 4 devices"),
         (["compile", *RUN[1:], "--save", "step"], "cannot be used by 8 CPU devices"),
         (["compile", *RUN[1:], "--xla", "fast"], "Write --xla fast=VALUE."),
@@ -122,3 +121,35 @@ def test_layouts_of_one_kind_differ_only_in_keys_of_a_layout(tmp_path: Path) -> 
     given, found = load(["configs/quickstart.yml"]).config, load([str(best)]).config
     for section in ("model", "train", "optim", "data", "tokenizer", "run"):
         assert getattr(given, section) == getattr(found, section), section
+
+
+def test_a_bundled_model_needs_no_length(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "llama3-8b", "--topology", "h100:1"]) == 0
+    out = capsys.readouterr().out
+    assert "\n8.03 B parameters, 8,192 tokens and 375.5 TFLOP in a step" in out
+    assert main(["config", "print", "qwen3-8b"]) == 0
+    assert "\n  steps: 0\n" in capsys.readouterr().out
+    assert main(["compile", "tiny", "--topology", "cpu:1", "--save", "step"]) == 2
+    assert "one of them is the length of the run" in capsys.readouterr().err
+
+
+def test_without_a_name_the_devices_are_those_of_this_machine(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from maxpipe.plan import topology
+
+    def at_hand(runtime: object, cpu_devices: int, count: int = 0) -> topology.Topology:
+        assert (cpu_devices, count) == (3, 0)
+        return topology.parse("cpu:1")
+
+    monkeypatch.setattr(topology, "at_hand", at_hand)
+    assert main(["plan", "tiny", "mesh.cpu_devices=3"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("1 device of CPU") and "\n1.05 M parameters" in out
+    assert "GFLOP in a step" in out and "0.00 " not in out.partition("memory of")[0]
+
+
+def test_a_search_shows_small_memory_in_mebibytes(capsys: pytest.CaptureFixture[str]) -> None:
+    small = ["tiny", "model.d_model=16", "model.d_mlp=16", "train.sequence_length=16"]
+    assert main(["plan", *small, "--topology", "cpu:2", "--search"]) == 0
+    assert " 0.0 GiB" not in (out := capsys.readouterr().out) and " MiB: " in out

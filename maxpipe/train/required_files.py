@@ -1,0 +1,130 @@
+"""Check that the files and folders named in a config exist, before devices are used.
+
+A missing model folder on a machine without enough devices is one report, not two attempts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import os
+from collections.abc import Iterator, Mapping, Sequence
+
+from maxpipe.boundary.files import scheme
+from maxpipe.checkpoint.storage import FOLDER, entries, home, located, run_folder
+from maxpipe.config.check import where
+from maxpipe.config.data import FILES, paths_of
+from maxpipe.config.data_rules import named_sources
+from maxpipe.config.load import Loaded
+from maxpipe.config.schema import Config
+from maxpipe.errors import ConfigError, Problem
+
+_MODEL = "hf:"
+_RESTORE, _TEACHER, _TOKENIZER = "checkpoint.restore_from", "distill.teacher", "tokenizer.path"
+_PREPARED = ("tokens", "megatron")
+
+
+def missing_files(loaded: Loaded) -> list[Problem]:
+    """Return a problem for each named local file or folder that does not exist."""
+    config, origins = loaded.config, loaded.origins
+    folders = _model_folders(config)
+    problems = [
+        _model_problem(key, folder, folders, config, origins) for key, folder in folders.items()
+    ]
+    in_folder = any(_is_inside(config.tokenizer.path, each) for each in folders.values())
+    if config.tokenizer.kind != "bytes" and not in_folder:
+        problems += _problem(_TOKENIZER, config.tokenizer.path, origins)
+    for section, source in named_sources(config):
+        if source.source in (*FILES, *_PREPARED):
+            key = f"{section}.path" if source.path else f"{section}.paths"
+            for path in paths_of(source):
+                problems += _problem(key, path, origins)
+        if source.chat != "off":
+            problems += _problem(f"{section}.chat_template", source.chat_template, origins)
+    for key, path in _other_files(config):
+        problems += _problem(key, path, origins)
+    return problems
+
+
+@contextlib.contextmanager
+def reported_with(problems: Sequence[Problem]) -> Iterator[None]:
+    """Raise these problems, followed by those of a ConfigError that is raised inside."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError([*problems, *error.problems]) from error
+    if problems:
+        raise ConfigError(problems)
+
+
+def _model_folders(config: Config) -> dict[str, str]:
+    """Return the missing Hugging Face folder of each key that names one."""
+    named = {}
+    if config.train.objective == "distill":
+        named[_TEACHER] = config.distill.teacher
+    if config.checkpoint.restore_from.startswith(_MODEL) and not _has_checkpoint(config):
+        named[_RESTORE] = config.checkpoint.restore_from
+    folders = {k: v.removeprefix(_MODEL) for k, v in named.items() if v.startswith(_MODEL)}
+    return {key: each for key, each in folders.items() if each and not _exists(each)}
+
+
+def _has_checkpoint(config: Config) -> bool:
+    """Return whether the run resumes, so that `checkpoint.restore_from` is not read."""
+    place = os.path.join(home(run_folder(config.run), config.checkpoint), FOLDER)
+    try:
+        return any(entry.name.isdecimal() for entry in entries(located(place)))
+    except OSError:
+        return True  # the storage reports its own fault later
+
+
+def _model_problem(
+    key: str,
+    folder: str,
+    folders: Mapping[str, str],
+    config: Config,
+    origins: Mapping[str, str],
+) -> Problem:
+    rule = "must name a folder with config.json, *.safetensors and a tokenizer: "
+    rule += f"there is no {os.path.abspath(os.path.expanduser(folder))}."
+    settings = f"{key}={_MODEL}DIR"
+    if config.tokenizer.kind != "bytes" and _is_inside(config.tokenizer.path, folder):
+        rule += f" {_TOKENIZER}={config.tokenizer.path} is read from it, too."
+        settings += f" and {_TOKENIZER}=DIR"
+    action = f"Download the model into it (`hf download NAME --local-dir {folder}`), or set "
+    action += f"{settings} to the folder of the model that you have."
+    return Problem(where(key, origins), f"{_MODEL}{folder}", rule, action)
+
+
+def _is_inside(path: str, folder: str) -> bool:
+    if not path:
+        return False
+    whole, outer = (os.path.abspath(os.path.expanduser(each)) for each in (path, folder))
+    return os.path.commonpath([whole, outer]) == outer
+
+
+def _other_files(config: Config) -> Iterator[tuple[str, str]]:
+    """Yield (key, path) of the single files that a run reads."""
+    for name, task in config.eval.tasks.items():
+        yield f"eval.tasks.{name}.path", task.path
+    if config.eval.sample_every:
+        yield "eval.sample_file", config.eval.sample_file
+    if config.train.objective == "grpo":
+        yield "grpo.prompts", config.grpo.prompts
+        yield "grpo.reward_file", config.grpo.reward_file.rpartition(":")[0]
+    if config.train.objective == "distill":
+        yield "distill.stored", config.distill.stored
+
+
+def _problem(key: str, path: str, origins: Mapping[str, str]) -> Iterator[Problem]:
+    if path and not _exists(path):
+        rule = f"must name a file or folder that exists: from {os.getcwd()} it names none."
+        action = f"Set {key} to the path of yours."
+        yield Problem(where(key, origins), path, rule, action)
+
+
+def _exists(path: str) -> bool:
+    """Return whether a local path or pattern names something; true for a bucket's."""
+    expanded = os.path.expanduser(path)
+    if scheme(path) or os.path.lexists(expanded):
+        return True  # the reader of a broken link reports what is wrong with it
+    return next(glob.iglob(expanded, recursive=True), None) is not None

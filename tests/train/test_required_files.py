@@ -1,0 +1,81 @@
+"""Missing files and too few devices are one report, the missing model first."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from maxpipe.cli import main
+from maxpipe.config import shipped
+from maxpipe.config.load import load
+from maxpipe.train.required_files import missing_files
+
+TUNED = [name for name, each in shipped.configs().items() if each.kind == "sft"]
+BASE = ["tiny", "train.steps=1"]
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", TUNED)
+def test_a_shipped_run_names_its_folder_and_its_conversations(name: str, here: Path):
+    found = missing_files(load([name], to_train=True))
+    assert [each.where.rpartition(": ")[2] for each in found] == [
+        "checkpoint.restore_from",
+        "data.path",
+    ]
+    assert f"there is no {here}/base. tokenizer.path=base is read from it" in found[0].rule
+    assert "hf download NAME --local-dir base" in found[0].action
+    (here / "base").mkdir()
+    (here / "chats.jsonl").touch()
+    assert not missing_files(load([name], to_train=True))
+
+
+def test_the_folder_comes_before_the_devices(capsys: pytest.CaptureFixture[str]):
+    assert (
+        main(
+            [
+                "train",
+                "llama3-8b-sft",
+                "mesh.ici_fsdp=64",
+                "mesh.cpu_devices=8",
+                "train.batch_size=256",
+            ]
+        )
+        == 2
+    )
+    err = capsys.readouterr().err
+    assert err.startswith("shipped config llama3-8b-sft: checkpoint.restore_from = hf:base\n")
+    assert err.index("data.path = chats.jsonl") < err.index("the run needs 64, and there ")
+    assert "Start it on 64 accelerators, or set mesh.cpu_devices=64" in err
+
+
+def test_every_key_that_names_a_file_is_looked_at(here: Path):
+    keys = {
+        "data.source=text data.path=docs/*.txt": "data.path",
+        "data.validation.b.source=jsonl data.validation.b.path=no.jsonl": "data.validation.b.path",
+        "tokenizer.kind=auto tokenizer.path=t.json": "tokenizer.path",
+        "eval.tasks.sums.path=sums.jsonl": "eval.tasks.sums.path",
+        "eval.sample_every=1 eval.sample_file=p.txt": "eval.sample_file",
+    }
+    for given, key in keys.items():
+        found = missing_files(load([*BASE, *given.split()]))
+        assert [each.where for each in found] == [f"command line: {key}"]
+    for name in ("docs/a.txt", "no.jsonl", "t.json", "sums.jsonl", "p.txt"):
+        (here / name).parent.mkdir(exist_ok=True)
+        (here / name).touch()
+    assert not missing_files(load([*BASE, *" ".join(keys).split()]))
+
+
+def test_a_run_with_a_checkpoint_does_not_need_its_first_model(here: Path):
+    (here / "runs/tiny/checkpoints/3").mkdir(parents=True)
+    assert not missing_files(load([*BASE, "checkpoint.restore_from=hf:gone"]))
+
+
+def test_a_bucket_is_left_to_its_reader():
+    given = ["data.source=text", "data.path=gs://bucket/a.txt"]
+    assert not missing_files(load([*BASE, *given]))
