@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import pty
+import re
+import select
 import shutil
+import signal
 import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -36,8 +42,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def ask(capsys: pytest.CaptureFixture[str]) -> Ask:
     def answers(*words: str) -> list[str]:
-        assert main(["completion", "--words", *words]) == 0
-        return capsys.readouterr().out.splitlines()
+        assert main(["completion", "--answer", "zsh", *words]) == 0
+        return capsys.readouterr().out.split("\0")[:-1]
 
     return answers
 
@@ -53,7 +59,7 @@ def test_commands_and_options(ask: Ask):
     assert ask("checkpoints", "prune", "--keep-e") == ["--keep-every-steps ", "--keep-every-hours "]
     assert ask("eval", "quick", "--split", "") == ["validation ", "train ", "all "]
     assert ask("completion", "") == ["bash ", "fish ", "zsh "]
-    assert "--words" not in " ".join(ask("completion", "--"))
+    assert "--answer" not in " ".join(ask("completion", "--"))
     assert ask("nonsense", "x") == []
 
 
@@ -114,31 +120,30 @@ def test_a_shell_must_be_named(capsys: pytest.CaptureFixture[str]):
 def test_answers_load_nothing_heavy():
     code = (
         "import sys; from maxpipe.cli import main\n"
-        "main(['completion', '--words', 'train', 'pipeline.remat='])\n"
-        "main(['completion', '--words', 'checkpoints', 'show', 'quick@'])\n"
+        "main(['completion', '--answer', 'zsh', 'train', 'pipeline.remat='])\n"
+        "main(['completion', '--answer', 'zsh', 'checkpoints', 'show', 'quick@'])\n"
         "print([m for m in ('jax', 'omegaconf', 'yaml', 'numpy') if m in sys.modules])"
     )
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     ran = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, env=environment
     )
-    assert ran.stderr == "" and ran.stdout.splitlines()[-1] == "[]"
+    assert ran.stderr == "" and ran.stdout.split("\0")[-1] == "[]\n"
 
 
 # --- shells ------------------------------------------------------------------------------
 
 LINES = {
-    "maxpipe checkp": ("", ["checkpoints "]),
-    "maxpipe train quick": ("", ["quick.yml ", "quickstart "]),
-    "maxpipe train quick.yml pipeline.remat=na": ("pipeline.remat=", ["names "]),
-    "maxpipe eval quick@12": ("quick@", ["120 "]),
-    "maxpipe checkpoints show runs/quick@": (
-        "runs/quick@",
-        ["120 ", "8 ", "best ", "newest "],
-    ),
-    "maxpipe completion ": ("", ["bash ", "fish ", "zsh "]),
+    "maxpipe checkp": ["checkpoints "],
+    "maxpipe train quick": ["quick.yml ", "quickstart "],
+    "maxpipe train quick.yml pipeline.remat=na": ["pipeline.remat=names "],
+    "maxpipe eval quick@12": ["quick@120 "],
+    "maxpipe checkpoints show runs/quick@": [
+        f"runs/quick@{step} " for step in ("120", "8", "best", "newest")
+    ],
+    "maxpipe completion ": ["bash ", "fish ", "zsh "],
 }
-"""A line, the part of its last word that bash keeps to itself, and what may follow."""
+"""A line, and what its last word may become."""
 
 
 def shell(*command: str) -> list[str]:
@@ -150,16 +155,20 @@ def shell(*command: str) -> list[str]:
 
 
 def test_bash():
-    """As readline calls it, which splits words at `=` and `@` for itself."""
-    script = "source <(maxpipe completion bash)\n"
-    for line in LINES:
+    """As readline calls it, which replaces what follows the last `=` or `@`."""
+    script = "source <(maxpipe completion bash)\ncompopt() { ended=' '; }\n"
+    expected = []
+    for line, answers in LINES.items():
+        replaced = re.split("[ =@]", line)[-1]
+        kept = line.split(" ")[-1].removesuffix(replaced)
         script += (
-            f"COMP_LINE='{line}' COMP_POINT={len(line)} COMP_WORDS=() COMP_CWORD=0\n"
-            "$(complete -p maxpipe | sed 's/.*-F \\([^ ]*\\).*/\\1/')\n"
-            "printf '%s|' \"${COMPREPLY[@]}\"; echo\n"
+            f"COMP_LINE='{line}' COMP_POINT={len(line)} COMP_WORDS=() COMP_CWORD=0 ended=''\n"
+            f"_maxpipe maxpipe '{replaced}' ''\n"
+            'printf "%s$ended|" "${COMPREPLY[@]}"; echo\n'
         )
-    found = [line.split("|")[:-1] for line in shell("bash", "--norc", "-c", script)]
-    assert found == [answers for _, answers in LINES.values()]
+        space = " " if len(answers) == 1 else ""
+        expected.append([each[:-1].removeprefix(kept) + space for each in answers])
+    assert [line.split("|")[:-1] for line in shell("bash", "--norc", "-c", script)] == expected
 
 
 def test_zsh():
@@ -167,10 +176,11 @@ def test_zsh():
     script = "compdef() { :; }\nsource <(maxpipe completion zsh)\n"
     script += 'compadd() { [ "$1" = -S ] && print -rn -- "$4|" || print -rn -- "$2 |"; }\n'
     for line in LINES:
-        words = " ".join(f"'{word}'" for word in line.split(" "))
-        script += f"words=({words}) CURRENT={len(line.split(' '))}; _maxpipe; echo\n"
+        parts = line.split(" ")
+        words = " ".join(f"'{word}'" for word in parts)
+        script += f"words=({words}) CURRENT={len(parts)} PREFIX='{parts[-1]}'; _maxpipe; echo\n"
     found = [line.split("|")[:-1] for line in shell("zsh", "-f", "-c", script)]
-    assert found == [[kept + each for each in answers] for kept, answers in LINES.values()]
+    assert found == [*LINES.values()]
 
 
 def test_fish():
@@ -181,3 +191,146 @@ def test_fish():
         "maxpipe completion fish | source; complete -C 'maxpipe train pipeline.remat=na'",
     )
     assert line == "pipeline.remat=names"
+
+
+# --- names that a shell would act on -----------------------------------------------------
+
+HARMFUL = ("$(touch harm)", "`touch harm`;touch harm", "new\nline", 'it\'s "a" !')
+NAMES = (
+    *(*HARMFUL, "st*r", "-dash", "a!b", "b\\c", "{a,b}", "~tilde", "käse", "$'x'", "end ", "#hash"),
+    *("q?", "\x1b]0;title\x07", "x'", 'x"', "a&b|c>d", "\udcff"),
+)
+QUOTES = ("", "'", '"')
+
+
+@pytest.mark.parametrize("quote", [*QUOTES, "$'"])
+def test_bash_evaluates_to_the_name(quote: str, here: Path, capsys: pytest.CaptureFixture[str]):
+    """Whatever a name holds, an evaluation of the line gives it, and does nothing else."""
+    script = ""
+    shutil.rmtree(here / "runs" / "quick")
+    for name in NAMES:
+        run = here / "runs" / name
+        (run / "checkpoints").mkdir(parents=True)
+        line = f"maxpipe eval {quote}runs/"
+        replaced = "runs/" if quote else line.split(" ")[-1]
+        main(["completion", "--answer", "bash", line, replaced])
+        space, *found = capsys.readouterr().out.split("\0")[:-1]
+        assert space == "no space" and len(found) == 1, (name, found)
+        whole = line.removesuffix(replaced) + found[0]
+        if quote and not whole.endswith(quote[-1]):
+            whole += quote[-1]  # as readline does
+        script += f"set -- {whole}; printf '%s\\0' \"$3\" \n"
+        shutil.rmtree(run)
+    ran = subprocess.run(["bash", "--norc"], input=os.fsencode(script), capture_output=True)
+    assert ran.stderr == b"" and not (here / "harm").exists()
+    found = os.fsdecode(ran.stdout).split("\0")[:-1]
+    assert found == [f"runs/{name}/" for name in NAMES]
+
+
+def test_the_rest_of_a_name_in_bash(here: Path, capsys: pytest.CaptureFixture[str]):
+    """Of what is written already, quotes and all, the end is replaced from any character on."""
+    for name in ("two words", "it's;", "a=b@c"):
+        (here / "runs" / name / "checkpoints" / "5").mkdir(parents=True)
+    for line, replaced, expected in (
+        ("maxpipe eval two\\ wo", "two\\ wo", ["two\\ words"]),
+        ("maxpipe eval 'two wo", "two wo", ["two words"]),
+        ('maxpipe eval "two wo', "two wo", ["two words"]),
+        ('maxpipe eval "two"\\ wo', '"two"\\ wo', ["two\\ words"]),
+        ("maxpipe eval 'two words'@", "", ["5", "best", "newest"]),
+        ("maxpipe eval $'it\\047s", "it\\047s", ["it\\047s;"]),
+        ("maxpipe eval a=b@c", "c", ["c"]),
+        ("maxpipe eval a=", "", ["b@c"]),
+        ("maxpipe eval two\\", "two\\", ["two\\ words"]),  # where common beginnings end
+        ('echo "$(maxpipe eval two', "$(maxpipe eval two", []),
+        ("maxpipe eval two", '"$(maxpipe eval two', []),
+    ):
+        main(["completion", "--answer", "bash", line, replaced])
+        assert capsys.readouterr().out.split("\0")[1:-1] == expected, line
+
+
+SHELLS = {
+    "bash": ("bash", "--norc", "--noprofile", "-i"),
+    "zsh": ("zsh", "-f", "-i"),
+    "fish": ("fish", "--no-config", "-i"),
+}
+SET_UP = {
+    "bash": "source <(maxpipe completion bash)",
+    "zsh": "autoload -Uz compinit; compinit -u -D; source <(maxpipe completion zsh)",
+    "fish": "maxpipe completion fish | source",
+}
+
+
+class Terminal:
+    """An interactive shell."""
+
+    def __init__(self, name: str, here: Path):
+        if shutil.which(name) is None:
+            pytest.skip(f"{name} is not installed")
+        self.name, self.received, self.asked = name, here / "received", here / "asked"
+        program = here / "bin" / "maxpipe"
+        program.write_text(
+            f'#!/bin/sh\nif [ "$1" = completion ]; then PYTHONPATH={ROOT} {sys.executable} -m '
+            f'maxpipe "$@"; touch {self.asked}; exit; fi\n'
+            f"printf '%s\\0' \"$@\" >{here}/partial; mv {here}/partial {self.received}\n"
+        )
+        command = SHELLS[name]
+        self.pid, self.terminal = pty.fork()
+        if self.pid == 0:
+            environment = os.environ | {"TERM": "xterm", "HOME": str(here), "PS1": "$ "}
+            os.execvpe(command[0], command, environment)
+        self.quiet(1.0)
+        os.write(self.terminal, f"{SET_UP[name]}\n".encode())
+        self.awaited(self.asked)
+        self.quiet(0.3)
+
+    def quiet(self, seconds: float) -> None:
+        """Reads what the shell shows until it shows nothing for some time."""
+        while select.select([self.terminal], [], [], seconds)[0]:
+            os.read(self.terminal, 1 << 16)
+
+    def awaited(self, path: Path) -> None:
+        until = time.monotonic() + 20
+        while not path.exists() and time.monotonic() < until:
+            self.quiet(0.05)
+
+    def words(self, line: str, end: str) -> list[str]:
+        """What the program gets of a line after TAB and Enter."""
+        for path in (self.asked, self.received):
+            path.unlink(missing_ok=True)
+        os.write(self.terminal, f"{line}\t".encode())
+        self.awaited(self.asked)
+        self.quiet(0.2)
+        os.write(self.terminal, f"{end if self.name != 'bash' else ''}\n".encode())
+        self.awaited(self.received)
+        assert self.received.exists(), line
+        return os.fsdecode(self.received.read_bytes()).split("\0")[:-1]
+
+    def close(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+        os.waitpid(self.pid, 0)
+        os.close(self.terminal)
+
+
+def check_in_terminal(name: str, here: Path, runs: Sequence[str], quotes: Sequence[str]) -> None:
+    terminal = Terminal(name, here)
+    try:
+        for run, quote in itertools.product(runs, quotes):
+            shutil.rmtree(here / "runs")
+            (here / "runs" / run / "checkpoints" / "5").mkdir(parents=True)
+            found = terminal.words(f"maxpipe checkpoints list {quote}runs/", quote)
+            assert found == ["checkpoints", "list", f"runs/{run}/"], (run, quote)
+    finally:
+        terminal.close()
+    assert not (here / "harm").exists()
+
+
+@pytest.mark.parametrize("name", SHELLS)
+def test_harmful_names_in_a_terminal(name: str, here: Path):
+    check_in_terminal(name, here, HARMFUL, [""])
+    check_in_terminal(name, here, HARMFUL[:1], ['"'])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", SHELLS)
+def test_all_names_in_a_terminal(name: str, here: Path):
+    check_in_terminal(name, here, NAMES[:-1], QUOTES)

@@ -118,6 +118,45 @@ def is_run(path: Path) -> bool:
     return any(os.path.exists(path / name) for name in _MARKS)
 
 
+def check_outside(path: str | Path, option: str) -> None:
+    """Checks that an output is not inside the folder of a run's checkpoints.
+
+    There it would be taken for damage of a checkpoint, or be deleted with one.
+
+    Raises:
+        ConfigError: it is.
+    """
+    whole = os.path.abspath(os.path.expanduser(path))
+    for each in dict.fromkeys((whole, os.path.realpath(whole))):
+        for folder in (Path(each), *Path(each).parents):
+            if _holds_checkpoints(folder):
+                raise ConfigError.one(
+                    option,
+                    path,
+                    f"must be outside of {folder}, which is for checkpoints only.",
+                    f"Name another path, such as {os.path.basename(whole)} in this folder."
+                    if folder != Path(each)
+                    else "Name a new path in this folder.",
+                )
+
+
+def _holds_checkpoints(folder: Path) -> bool:
+    """Whether it is the folder of the checkpoints of a run, or of an import."""
+    if folder.name != FOLDER:
+        return False
+    if any(os.path.exists(folder.parent / name) for name in (EVENTS_FILE, METRICS_FILE)):
+        return True
+    try:
+        with os.scandir(folder) as entries:
+            return any(_NUMBER.fullmatch(each.name) and _is_step(each.path) for each in entries)
+    except (OSError, ValueError):
+        return False
+
+
+def _is_step(folder: str) -> bool:
+    return all(os.path.isdir(os.path.join(folder, name)) for name in ("state", "facts"))
+
+
 def run_names(folder: str | Path) -> list[str]:
     """Names of the runs in a folder, sorted."""
     try:

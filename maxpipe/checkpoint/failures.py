@@ -26,12 +26,10 @@ def unusable(folder: Folder, error: BaseException, what: epath.Path | None = Non
     newest: list[int] = []
     with contextlib.suppress(OSError, StorageError):
         if what is not None and not in_bucket(folder.path) and not exists(folder.path):
-            # Restarted without it, the run would begin at step 0.
             return StorageError(
                 f"{folder.path}: was moved or deleted while the run was using it\n"
                 f"  {what.name} was not saved, and the checkpoints before it are not there.\n"
-                "  Put the folder back before you start the same command again: without it "
-                "the run starts at step 0."
+                "  Put the folder back, then start the same command again."
             )
         newest = folder.steps()[-1:]
     resumes = f"from step {newest[0]}" if newest else "from its newest complete checkpoint"

@@ -29,6 +29,7 @@ from maxpipe.checkpoint.lock import RunLock
 from maxpipe.checkpoint.reader import Reader
 from maxpipe.checkpoint.restore import Agree, Restored, answering, first_of_all
 from maxpipe.checkpoint.retention import Rules, kept
+from maxpipe.checkpoint.run_records import check_present
 from maxpipe.checkpoint.storage import (
     FOLDER,
     exists,
@@ -82,6 +83,8 @@ class Checkpoints:
             local = local_folder(self._config.local_dir, run_dir)
             self._folders.append(Folder(local, "checkpoint.local_dir"))
         if write:
+            if self._primary and not self._config.dir:
+                check_present(run_dir, self.durable.path)
             for folder in self._folders:
                 _prepare(folder, self._primary)
                 self._must_be_shared(folder)

@@ -9,46 +9,53 @@ from __future__ import annotations
 import argparse
 import glob
 import os
+import sys
 import typing
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from maxpipe.commands.parser import CHECKPOINT, OF_RUN, RUN, STEP, Commands, Parser
+from maxpipe.commands.shell_quoting import read
 from maxpipe.config import shipped
 from maxpipe.errors import ExitCode
 
-ASK = "--words"
-"""Hidden option: the words of the line so far, the one to complete last. Answers one per line;
-those that a space may follow end with one."""
+ASK = "--answer"
+"""Hidden option, by which a shell calls the command: `zsh WORD...` and `fish WORD...` with the
+words so far, without quotes, the one to complete last; `bash LINE TEXT` with the line up to the
+cursor, and the end of it that is replaced.
+
+Each answer ends with a null byte, which no name contains, so that a shell evaluates nothing. zsh
+and fish quote answers themselves; in those for zsh a space at the end may be inserted, too. For
+bash answers are quoted, and the first one tells whether a space follows the only other one.
+"""
 
 _BASH = """\
 _maxpipe() {
-    local line="${COMP_LINE:0:COMP_POINT}" word cut each space
-    local -a words
-    IFS=$' \\t\\n' read -ra words <<< "$line"
-    [[ "$line" == *[[:space:]] ]] && words+=("")
-    word="${words[${#words[@]}-1]}"
-    # Bash replaces only the part of a word after the last of these characters.
-    cut="${word%"${word##*[$COMP_WORDBREAKS]}"}"
+    local each space=""
     COMPREPLY=()
-    while IFS= read -r each; do
-        each="${each#"$cut"}"
-        space="${each##*[! ]}"
-        each="${each%"$space"}"
-        COMPREPLY+=("${each// /\\\\ }$space")
-    done < <("${words[0]}" completion --words "${words[@]:1}" 2>/dev/null)
+    while IFS= read -r -d '' each; do
+        if [[ -z "$space" ]]; then space="$each"; else COMPREPLY+=("$each"); fi
+    done < <("$1" completion --answer bash "${COMP_LINE:0:COMP_POINT}" "$2" 2>/dev/null)
+    if [[ "$space" == space ]]; then compopt +o nospace 2>/dev/null; fi
 }
 complete -o nospace -F _maxpipe maxpipe
 """
 _ZSH = """\
 #compdef maxpipe
 _maxpipe() {
-    local each
-    for each in ${(f)"$($words[1] completion --words "${(@)words[2,CURRENT]}" 2>/dev/null)"}; do
-        if [[ $each == *' ' ]]; then
-            compadd -- "${each% }"
+    local each home="" current="$PREFIX"
+    [[ -n $compstate[quote] ]] && current="$compstate[quote]$PREFIX$compstate[quote]"
+    current="${(Q)current}"
+    local -a before options
+    before=("${(@Q)words[2,CURRENT-1]}")
+    for each in ${(0)"$("${(Q)words[1]}" completion --answer zsh "$before[@]" "$current" \
+        2>/dev/null)"}; do
+        options=()
+        if [[ $each == *' ' ]]; then each="${each% }"; else options=(-S ''); fi
+        if [[ $PREFIX == '~'* && -z $compstate[quote] ]]; then
+            compadd -Q "$options[@]" -- "~${(q)each#\\~}"
         else
-            compadd -S '' -- "$each"
+            compadd "$options[@]" -- "$each"
         fi
     done
 }
@@ -60,10 +67,16 @@ fi
 """
 _FISH = """\
 function __maxpipe
-    set -l words (commandline -opc) (commandline -ct)
-    $words[1] completion --words $words[2..-1] 2>/dev/null | string trim --right
+    set -l words (commandline -opc)
+    set -l raw (commandline -ct | string collect)
+    set -l current
+    for quote in '' "'" '"'
+        set current (string unescape -- "$raw$quote" | string collect)
+        and break
+    end
+    $words[1] completion --answer fish $words[2..-1] "$current" 2>/dev/null
 end
-complete -c maxpipe -f -a '(__maxpipe)'
+complete -c maxpipe -f -a '(__maxpipe | string split0)'
 """
 _SCRIPTS = {"bash": _BASH, "zsh": _ZSH, "fish": _FISH}
 
@@ -91,6 +104,23 @@ def candidates(parser: Parser, words: Sequence[str]) -> list[str]:
     for each in _expected(command, arguments):
         found += _values(each, current)
     return sorted(set(found))
+
+
+def _answers(parser: Parser, shell: str, words: Sequence[str]) -> list[str]:
+    """What a shell inserts, or in its way: see `ASK`."""
+    if shell != "bash":
+        found = candidates(parser, words)
+        if shell == "fish":  # a description follows a tab
+            return [each.removesuffix(" ") for each in found if "\t" not in each]
+        return found
+    if len(words) != 2 or not words[0].endswith(words[1]):
+        return []  # the cursor is in another command, inside a substitution for instance
+    line = read(words[0])
+    start = len(words[0]) - len(words[1])
+    found = candidates(parser, [word.text for word in line.words[1:]])
+    may_end = len(found) == 1 and found[0].endswith(" ")
+    quoted = [line.replacement(start, each.removesuffix(" ")) for each in found]
+    return ["space" if may_end else "no space", *quoted]
 
 
 def _command(parser: Parser, before: Sequence[str]) -> tuple[argparse.ArgumentParser, list[str]]:
@@ -197,12 +227,15 @@ def _runs(current: str, *, with_step: bool) -> list[str]:
 
     run, sign, _ = current.rpartition("@")
     below = Path(RunConfig().dir)
+    found: list[str] = []
     if with_step and sign:
         folders = [Path(run), below / run] if "/" not in run else [Path(run)]
         steps = [name for each in folders for name in _numbers(each / "checkpoints")]
-        return _beginning(current, (f"{run}@{each} " for each in ("newest", "best", *steps)))
-    names = _numbers_or_names(below)
+        numbered = (f"{run}@{each} " for each in ("newest", "best", *steps))
+        found = _beginning(current, numbered) if any(map(os.path.isdir, folders)) else []
+    names = [name for name in _numbers_or_names(below) if name[0] not in "-~"]  # by path only
     return [
+        *found,
         *_beginning(current, (f"{name} " for name in names)),
         *_paths(current, (), folders=True),
     ]
@@ -231,6 +264,8 @@ def _paths(current: str, suffixes: tuple[str, ...], *, folders: bool = False) ->
     found = []
     for path in sorted(glob.glob(f"{glob.escape(written)}*")):
         path = current + path[len(written) :]
+        if not current and path[0] in "-~":  # an option or a home folder, by its name alone
+            path = f"./{path}"
         if os.path.isdir(os.path.expanduser(path)):
             found.append(f"{path}/")
         elif not folders and path.endswith(suffixes or ("",)):
@@ -246,9 +281,10 @@ def add(commands: Commands, root: Parser) -> None:
     """Adds the command; `root` is the parser of all of them."""
 
     def command(options: argparse.Namespace) -> int:
-        if options.words is not None:
-            for each in candidates(root, options.words):
-                print(each)
+        if options.answer:
+            shell, *words = options.answer
+            for each in _answers(root, shell, words):
+                sys.stdout.buffer.write(os.fsencode(each) + b"\0")
         elif options.shell is None:
             parser.error("the following arguments are required: SHELL")
         else:

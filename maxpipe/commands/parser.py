@@ -213,6 +213,7 @@ def number(text: str) -> float:
 
 def check_place(path: str | Path, option: str) -> None:
     """Refuses a file that `write_file` could not write, before what it will hold is computed."""
+    _check_outside(path, option)
     try:
         files.check_place(path)
     except OSError as error:
@@ -221,10 +222,17 @@ def check_place(path: str | Path, option: str) -> None:
 
 def write_file(path: str | Path, option: str, writer: Callable[[Path], object]) -> None:
     """Writes the file that an option names."""
+    _check_outside(path, option)
     try:
         writer(Path(path))
     except OSError as error:
         raise _unwritable(path, option, error) from error
+
+
+def _check_outside(path: str | Path, option: str) -> None:
+    from maxpipe.checkpoint.address import check_outside
+
+    check_outside(path, f"command line: {option}")
 
 
 def _unwritable(path: str | Path, option: str, error: OSError) -> StorageError:

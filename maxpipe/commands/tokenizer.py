@@ -22,6 +22,7 @@ _SAMPLE = "The quick brown fox jumps over 12345 lazy dogs.\n    naïve 語 😀"
 
 
 def _train(options: argparse.Namespace) -> int:
+    from maxpipe.checkpoint.address import check_outside
     from maxpipe.data import train_tokenizer
     from maxpipe.data.tokenizer import open_tokenizer
 
@@ -30,6 +31,7 @@ def _train(options: argparse.Namespace) -> int:
         rule = f"must be between {smallest}, the bytes and three control tokens, and {largest}."
         raise ConfigError.one("command line: --vocab-size", size, rule, "Set --vocab-size 32768.")
     folder = full(options.out, "command line: --out")
+    check_outside(folder, "command line: --out")
     train_tokenizer.check_free(folder)
     sources = train_tokenizer.open_corpus(options.files, options.field)
     progress = Progress()

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from maxpipe.boundary.files import full, read, scheme, write
+from maxpipe.checkpoint.address import check_outside
 from maxpipe.errors import ConfigError, StorageError
 
 TRAVELLING = (
@@ -48,6 +49,7 @@ def appearing(path: str, option: str) -> Iterator[Path]:
         rule = "must be a folder on this machine that does not exist yet."
         raise ConfigError.one(option, path or "''", rule, "Name one, such as ./model.")
     where = given.absolute()
+    check_outside(where, option)
     if os.path.lexists(where):
         rule = "is there already, and nothing is overwritten."
         raise ConfigError.one(option, path, rule, "Give another name, or delete it first.")

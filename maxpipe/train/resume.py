@@ -11,14 +11,13 @@ import itertools
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from pathlib import Path
-from typing import Any, Literal, NamedTuple, NotRequired, TypedDict
+from typing import Any, NamedTuple, NotRequired, TypedDict
 
 from maxpipe.boundary import redact
-from maxpipe.boundary.files import records
 from maxpipe.boundary.typed import AnyFloat, checked
 from maxpipe.checkpoint.folder import Base, Facts, Folder
 from maxpipe.checkpoint.manager import Checkpoints
+from maxpipe.checkpoint.run_records import check_saved
 from maxpipe.checkpoint.storage import FOLDER, home, home_of, in_bucket, run_folder
 from maxpipe.config.check import total_steps, where
 from maxpipe.config.data import paths_of
@@ -30,7 +29,6 @@ from maxpipe.config.keys import (
     flat,
 )
 from maxpipe.config.load import Loaded, to_dict
-from maxpipe.config.paths import EVENTS_FILE
 from maxpipe.config.rules import shown
 from maxpipe.config.schema import Config
 from maxpipe.data.loader import Datasets, compare
@@ -186,15 +184,15 @@ def restore_or_init(
             words += f", from {found.folder}"
         if config.checkpoint.restore_from:
             words += ": its own checkpoints come before checkpoint.restore_from"
-    elif text := config.checkpoint.restore_from:
-        tokenizer = datasets.train.fingerprint().get("tokenizer", "")
-        if _takes_weights(loaded):
-            return _with_weights(loaded, steps, console, tokenizer)
-        found = restore_other(text, loaded, steps.abstract_saved, partial(accept, own=False))
-        words = f"starting from {config.checkpoint.restore_from} after step {found.step}"
     else:
         _must_be_new(loaded, checkpoints)
-        return Start(steps.init(), f"starting a new run in {run_folder(config.run)}")
+        if not (text := config.checkpoint.restore_from):
+            return Start(steps.init(), f"starting a new run in {run_folder(config.run)}")
+        if _takes_weights(loaded):
+            tokenizer = datasets.train.fingerprint().get("tokenizer", "")
+            return _with_weights(loaded, steps, console, tokenizer)
+        found = restore_other(text, loaded, steps.abstract_saved, partial(accept, own=False))
+        words = f"starting from {text} after step {found.step}"
     data = found.facts.data
     if datasets.train.go_on(data["fingerprint"], data["step"]):
         console.note(f"data: weights of the mixture change with step {found.step + 1}")
@@ -274,7 +272,9 @@ def _data_path(saved: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def _must_be_new(loaded: Loaded, checkpoints: Checkpoints) -> None:
-    """A run whose checkpoints are where `checkpoint.dir` led before does not start from scratch."""
+    """Raises ConfigError or StorageError for a run that has saved checkpoints: they are where
+    `checkpoint.dir` led before, or lost.
+    """
     run_dir = run_folder(loaded.config.run)
     homes = [str(run_dir)]
     with contextlib.suppress(ConfigError):
@@ -289,30 +289,7 @@ def _must_be_new(loaded: Loaded, checkpoints: Checkpoints) -> None:
                 f"up to step {saved[-1]} in {folder.path}.",
                 "Copy them there, or set run.name to a new name.",
             )
-    durable = checkpoints.durable.path
-    if loaded.config.checkpoint.dir and (step := _saved_there(run_dir, os.fspath(durable))):
-        raise StorageError(
-            f"{durable}: holds no checkpoint\n"
-            f"  {run_dir / EVENTS_FILE} says that step {step} was saved there. Nothing was "
-            "changed.\n"
-            f"  Bring it back, or mount what holds it. To start over, delete {run_dir}, or set "
-            "run.name to a new name."
-        )
-
-
-class _Saved(TypedDict):
-    event: Literal["checkpoint"]
-    step: int
-    folder: str
-
-
-def _saved_there(run_dir: Path, folder: str) -> int:
-    """The last step that the run has saved there, by its events; 0 for none."""
-    try:
-        steps = [r["step"] for r in records(run_dir / EVENTS_FILE, _Saved) if r["folder"] == folder]
-    except OSError:
-        return 0
-    return steps[-1] if steps else 0
+    check_saved(run_dir, checkpoints.durable.path)
 
 
 def _check_trained(frozen: list[str], loaded: Loaded, step: int, *, own: bool) -> None:

@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from maxpipe.checkpoint.address import Address, Step, parse, run_names, whole_run
+from maxpipe.cli import main
 from maxpipe.errors import ConfigError
+from maxpipe.exchange.folders import appearing
 
 
 @pytest.fixture(autouse=True)
@@ -167,3 +169,40 @@ def test_addresses_of_other_steps():
     assert parse("quick@120").at(7) == "runs/quick@7"
     assert Address("x", "runs/a", parent="/saved/a").at(7) == "/saved/a@7"
     assert run_names("nowhere") == []
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("export", "quick", "OUT"),
+        ("tokenizer", "train", "text.txt", "--vocab-size", "300", "--out", "OUT"),
+        ("data", "prepare", "data.source=text", "data.path=text.txt", "--out", "OUT"),
+        ("curves", "quick", "--out", "OUT.svg"),
+    ],
+)
+def test_nothing_is_written_among_checkpoints(
+    command: tuple[str, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "runs" / "quick" / "checkpoints"
+    for name in ("state", "facts"):
+        (folder / "5" / name).mkdir(parents=True)
+    (folder.parent / "metrics.jsonl").write_text('{"step": 1, "train/loss": 2.0}\n')
+    Path("text.txt").write_text("some words of a text\n" * 50)
+    Path("link").symlink_to(folder)
+    before = sorted(folder.rglob("*"))
+    outs = ("runs/quick/checkpoints/x", "runs/quick/checkpoints/5/state/x", "link/x")
+    for out in outs:
+        given = [each.replace("OUT", out) for each in command]
+        if command[0] == "export":
+            with pytest.raises(ConfigError) as refused, appearing(out, "command line: OUT"):
+                pass
+            told = str(refused.value)
+        else:
+            assert main(given) == 2
+            told = capsys.readouterr().err
+        assert f"must be outside of {folder}, which is for checkpoints only." in told, told
+    assert sorted(folder.rglob("*")) == before

@@ -473,7 +473,7 @@ FULL = OSError(28, "No space left on device")
 
 
 def test_checkpoints_that_were_moved_are_asked_back(tmp_path: Path):
-    """The same command without them starts at step 0, so nothing else may be suggested."""
+    """The same command needs them, so nothing else may be suggested."""
     with Checkpoints(tmp_path, CheckpointConfig(every=4, retries=0)) as checkpoints:
         train(checkpoints, range(1, 5))
         checkpoints.wait()
@@ -482,7 +482,7 @@ def test_checkpoints_that_were_moved_are_asked_back(tmp_path: Path):
             put(checkpoints, 8, last=True)
     where, _, action = str(refused.value).splitlines()
     assert where == f"{tmp_path / FOLDER}: was moved or deleted while the run was using it"
-    assert action.startswith("  Put the folder back before you start the same command again")
+    assert action == "  Put the folder back, then start the same command again."
     assert (tmp_path / "away" / "4").is_dir()
 
 

@@ -123,6 +123,33 @@ def test_a_place_that_is_gone_is_no_new_start(tiny: Path, run: Run, tmp_path: Pa
     assert "nothing is left to train" in run(*arguments)
 
 
+@pytest.mark.fault("L6")
+def test_checkpoints_that_are_missing_are_no_new_start(tiny: Path, run: Run, tmp_path: Path):
+    """Neither the folder, nor what is in it; and the suggested actions work."""
+    run_dir = tmp_path / "runs" / "run"
+    arguments = ("train", tiny, *ARGUMENTS, f"run.dir={run_dir.parent}")
+    run(*arguments)
+    before = (run_dir / "metrics.jsonl").read_bytes()
+    (run_dir / "checkpoints").rename(tmp_path / "away")
+    for _ in range(2):  # the first start does not make the folder
+        where, rule, action = run(*arguments, code=74).splitlines()[-3:]
+        assert where == f"{run_dir}/checkpoints: is missing"
+        assert f"has records up to step {STEPS}. Nothing was changed." in rule
+        assert f"To start over, delete {run_dir}, or set run.name to a new name." in action
+    (run_dir / "events.jsonl").rename(tmp_path / "events.jsonl")
+    assert "metrics.jsonl has records up to step" in run(*arguments, code=74)
+    (tmp_path / "events.jsonl").rename(run_dir / "events.jsonl")
+    (run_dir / "checkpoints").mkdir()
+    where, rule, _ = run(*arguments, code=74).splitlines()[-3:]
+    assert where == f"{run_dir}/checkpoints: holds no checkpoint"
+    assert f"says that step {STEPS} was saved there" in rule
+    assert (run_dir / "metrics.jsonl").read_bytes() == before
+    assert "starting a new run" in run(*arguments, "run.name=other", "train.steps=1")
+    (run_dir / "checkpoints").rmdir()
+    (tmp_path / "away").rename(run_dir / "checkpoints")
+    assert "nothing is left to train" in run(*arguments)
+
+
 @pytest.mark.long
 def test_moving_the_place_is_no_new_start(unbroken: Path, tiny: Path, run: Run, tmp_path: Path):
     run_dir = Path(shutil.copytree(unbroken, tmp_path / "runs" / "run"))

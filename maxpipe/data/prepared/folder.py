@@ -16,6 +16,7 @@ from typing import Any, BinaryIO
 
 from maxpipe.boundary import files
 from maxpipe.boundary.signed import signed
+from maxpipe.checkpoint.address import check_outside
 from maxpipe.data.prepared.manifest import JOURNAL
 from maxpipe.errors import ConfigError, Interrupted, Preempted
 
@@ -25,6 +26,7 @@ _LONGEST_LINE = 1 << 24
 
 def check_folder(folder: Path, manifest: str) -> None:
     """Raises ConfigError if something else is there than what has, or will have, this manifest."""
+    check_outside(folder, OUT)
     if not os.path.lexists(folder):
         return
     action = f"Name another folder, such as --out {other(folder)}."

@@ -1,0 +1,81 @@
+"""Comparison of a run's records with its checkpoints: steps that were done, and are nowhere.
+
+A run that was stopped before its first save starts at step 0 again. A run whose checkpoints were
+lost must not: the user may bring them back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+from typing import Literal, NotRequired, TypedDict
+
+from etils import epath
+
+from maxpipe.boundary.files import records
+from maxpipe.checkpoint.storage import FOLDER, exists, in_bucket
+from maxpipe.config.paths import EVENTS_FILE, METRICS_FILE
+from maxpipe.errors import StorageError
+
+
+class _Step(TypedDict):
+    """A record of `events.jsonl` or `metrics.jsonl`."""
+
+    step: int
+
+
+class _Saved(TypedDict):
+    event: Literal["checkpoint"]
+    step: int
+    folder: NotRequired[str]
+
+
+def check_present(run_dir: epath.PathLike, folder: epath.Path) -> None:
+    """Compares a folder of checkpoints, which is about to be made, with the run's records.
+
+    Raises:
+        StorageError: the folder is missing, and the run has done steps.
+    """
+    if in_bucket(run_dir) or in_bucket(folder) or exists(folder):
+        return
+    for name in (EVENTS_FILE, METRICS_FILE):
+        if step := _last(Path(run_dir) / name, _Step):
+            rule = f"{Path(run_dir) / name} has records up to step {step}"
+            raise _lost(run_dir, folder, "is missing", rule)
+
+
+def check_saved(run_dir: epath.PathLike, folder: epath.Path) -> None:
+    """Compares a folder without checkpoints with the run's records.
+
+    Raises:
+        StorageError: the run has saved a checkpoint in such a folder.
+    """
+    if in_bucket(run_dir):
+        return
+    events = Path(run_dir) / EVENTS_FILE
+    if step := _last(events, _Saved):
+        rule = f"{events} says that step {step} was saved there"
+        raise _lost(run_dir, folder, "holds no checkpoint", rule)
+
+
+def _last(path: Path, kind: type[_Step] | type[_Saved]) -> int:
+    """Return the largest step of the records, 0 without any.
+
+    Checkpoints of `checkpoint.local_dir` do not count: that disk may be lost with its machine.
+    """
+    last = 0
+    with contextlib.suppress(OSError):
+        for each in records(path, kind):
+            if os.path.basename(each.get("folder", FOLDER)) == FOLDER:
+                last = max(last, each["step"])
+    return last
+
+
+def _lost(run_dir: epath.PathLike, folder: epath.Path, what: str, rule: str) -> StorageError:
+    return StorageError(
+        f"{folder}: {what}\n"
+        f"  {rule}. Nothing was changed.\n"
+        f"  Bring it back, or mount what holds it. To start over, delete {os.fspath(run_dir)}, or "
+        "set run.name to a new name."
+    )
