@@ -99,7 +99,7 @@ class Tokenizer(Protocol):
         ...
 
     def fitted(self, rows: int) -> Self:
-        """A copy for an embedding of so many rows, at least `min_rows`: no id is beyond them.
+        """A copy for an embedding of `rows` rows, at least `min_rows`: no id is beyond them.
 
         Text that spells a control token without a row stays text.
         """
@@ -155,7 +155,7 @@ def stream(tokenizer: Tokenizer) -> TextStream:
 
 
 def fitted(tokenizer: Tokenizer, rows: int, *, model: str = "") -> Tokenizer:
-    """The tokenizer for a model whose embedding has so many rows.
+    """The tokenizer for a model whose embedding has `rows` rows.
 
     `model` names one that has its weights: its rows are what they are.
 

@@ -79,7 +79,7 @@ class Texts:
         return [*before, *ids] or [self.tokenizer.begin_id]
 
     def without(self, ids: Sequence[int], over: int) -> list[int]:
-        """The ids of a text without so many of the first ones after its begin tokens."""
+        """The ids of a text without the first `over` ids after its begin tokens."""
         before = self._before
         kept = len(before) if list(ids[: len(before)]) == before else 0
         return [*ids[:kept], *ids[kept + over :]]

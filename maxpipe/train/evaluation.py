@@ -24,7 +24,8 @@ from maxpipe.config.data import SPLITS, check_split
 from maxpipe.config.rules import batch_shards
 from maxpipe.config.schema import Config, MeshConfig, PipelineConfig, TrainConfig
 from maxpipe.config.training import unread_path
-from maxpipe.data.loader import Loader, build_once_through, compare
+from maxpipe.data.fingerprints import compare
+from maxpipe.data.loader import Loader, build_once_through
 from maxpipe.data.tokenizer import Tokenizer
 from maxpipe.errors import ConfigError, NumbersError, Preempted
 from maxpipe.parallel.mesh import build_mesh, describe

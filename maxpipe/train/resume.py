@@ -31,7 +31,8 @@ from maxpipe.config.keys import (
 from maxpipe.config.load import Loaded, to_dict
 from maxpipe.config.rules import shown
 from maxpipe.config.schema import Config
-from maxpipe.data.loader import Datasets, compare
+from maxpipe.data.fingerprints import compare
+from maxpipe.data.loader import Datasets
 from maxpipe.data.prepared.logits import TeacherEntry
 from maxpipe.errors import ConfigError, StorageError
 from maxpipe.exchange.incoming import WEIGHTS_ONLY

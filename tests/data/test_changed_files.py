@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 
 from maxpipe.config.schema import DataConfig, TokenizerConfig
+from maxpipe.data.fingerprints import compare
 from maxpipe.data.formats import digests as digests_module
 from maxpipe.data.formats import files as files_module
 from maxpipe.data.formats.digests import Digests, Pass
 from maxpipe.data.formats.files import File, described, find_files
-from maxpipe.data.loader import Datasets, build, compare
+from maxpipe.data.loader import Datasets, build
 from maxpipe.data.prepared import prepare as prepare_module
 from maxpipe.data.prepared.prepare import Plan, prepare
 from maxpipe.data.sources import open_source
@@ -204,7 +205,7 @@ def longest(data: DataConfig, tmp_path: Path) -> tuple[Datasets, Path]:
     return found, path
 
 
-@pytest.mark.fault("F30")
+@pytest.mark.fault("F24")
 @pytest.mark.parametrize("kind", ["text", "jsonl", "huggingface", "parquet", "arrayrecord"])
 @pytest.mark.parametrize("how", ["flip", "append", "cut", "replace"])
 def test_a_change_while_a_run_reads(kind: str, how: str, tmp_path: Path) -> None:
@@ -299,7 +300,7 @@ def plan(data: DataConfig, folder: Path) -> Plan:
     )
 
 
-@pytest.mark.fault("F30")
+@pytest.mark.fault("F24")
 @pytest.mark.parametrize("change", ["flip", "touch"])
 def test_only_shards_of_unchanged_files_are_sealed(
     change: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

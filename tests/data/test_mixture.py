@@ -21,7 +21,8 @@ from maxpipe.config.ramp import Ramp
 from maxpipe.config.ramp import Stage as Batches
 from maxpipe.config.render import explain, json_schema
 from maxpipe.config.schema import DataConfig, TokenizerConfig
-from maxpipe.data.loader import Loader, build, compare
+from maxpipe.data.fingerprints import compare
+from maxpipe.data.loader import Loader, build
 from maxpipe.data.mixture import BLOCK, Mixture, Stage, once, quotas
 from maxpipe.errors import ConfigError
 from tests.data.texts import write_texts

@@ -15,7 +15,8 @@ from maxpipe.config.data_schema import MixedSourceConfig, Packing
 from maxpipe.config.load import load
 from maxpipe.config.schema import DataConfig, TokenizerConfig
 from maxpipe.data import sequences
-from maxpipe.data.loader import Batch, Datasets, Loader, build, compare
+from maxpipe.data.fingerprints import compare
+from maxpipe.data.loader import Batch, Datasets, Loader, build
 from maxpipe.data.packing import efficiency_of
 from maxpipe.data.prepared import windows
 from maxpipe.data.prepared.manifest import SPAN

@@ -19,7 +19,8 @@ from maxpipe.boundary.signed import signed
 from maxpipe.cli import main
 from maxpipe.config.schema import DataConfig, TokenizerConfig
 from maxpipe.data.chat import Conversations
-from maxpipe.data.loader import Datasets, build, compare
+from maxpipe.data.fingerprints import compare
+from maxpipe.data.loader import Datasets, build
 from maxpipe.data.prepared import encode
 from maxpipe.data.prepared import prepare as prepare_module
 from maxpipe.data.prepared.manifest import FILE, MASK_FILE, read_manifest

@@ -11,7 +11,8 @@ import pytest
 
 from maxpipe.config.schema import DataConfig
 from maxpipe.config.tuning_schema import GrpoConfig
-from maxpipe.data.loader import Datasets, compare
+from maxpipe.data.fingerprints import compare
+from maxpipe.data.loader import Datasets
 from maxpipe.data.prompts import build_prompts
 from maxpipe.data.tokenizer import ByteTokenizer
 from maxpipe.errors import ConfigError
