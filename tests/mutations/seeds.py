@@ -296,6 +296,7 @@ def _sources(root: Path, compiled: Path) -> list[Seed]:
         if name == "pairs":
             text = text.replace("objective: sft", "objective: preference")
             text = text.replace("chat: messages", "chat: pairs, packing: best_fit")
+            text = text.replace("sequence_length: 64", "sequence_length: 256")
         (folder / "chat.yml").write_text(text)
         commands: list[Command] = [
             ("data", "stats", "chat.yml", "--json"),
