@@ -1,7 +1,7 @@
 """YAML text: the sections of a file, and values as a file holds them.
 
-Nothing is guessed from how a scalar looks: it stays text, which becomes a value by the type that the
-schema declares.
+Nothing is guessed from how a scalar looks: it stays text, which becomes a value by the type that
+the schema declares.
 """
 
 from __future__ import annotations
