@@ -63,9 +63,8 @@ def growth(steps: Sequence[Mapping[str, Any]]) -> float:
         return same
 
     # From the end, so that no recursion is deeper than one step.
-    for number in range(len(steps), -1, -1):
-        worst = max(of(number, each) for each in alphabet)
-    return worst
+    worst = [max(of(number, each) for each in alphabet) for number in range(len(steps), -1, -1)]
+    return worst[-1]
 
 
 _FOLDS = {"Lowercase", "NFC", "NFD", "NFKC", "NFKD", "StripAccents", "BertNormalizer", "Nmt"}
