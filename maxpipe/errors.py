@@ -25,14 +25,37 @@ class ExitCode(enum.IntEnum):
     INTERRUPTED = 130
 
 
+MAX_GIVEN = 500
+"""Characters of a given value in a message."""
+_MAX_WHERE, _MAX_PROSE = 1000, 4000
+_MAX_PROBLEMS = 120
+"""Problems in one message."""
+
+
+def bounded(text: str, limit: int) -> str:
+    """Return `text`, or both ends and the length of one with more than `limit` characters."""
+    if len(text) <= limit:
+        return text
+    return f"{text[: limit - limit // 4]}... ({len(text):,} characters) ...{text[-(limit // 4) :]}"
+
+
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One mistake: `where` names file (or override) and full key."""
+    """One mistake: `where` names file (or override) and full key.
+
+    Every part is bounded here, so that no value from a file fills a screen.
+    """
 
     where: str
     given: str
     rule: str
     action: str
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "where", bounded(self.where, _MAX_WHERE))
+        object.__setattr__(self, "given", bounded(self.given, MAX_GIVEN))
+        object.__setattr__(self, "rule", bounded(self.rule, _MAX_PROSE))
+        object.__setattr__(self, "action", bounded(self.action, _MAX_PROSE))
 
     def __str__(self) -> str:
         heading = f"{self.where} = {self.given}" if self.given else self.where
@@ -84,7 +107,10 @@ class ConfigError(MaxpipeError):
 
     def __init__(self, problems: Sequence[Problem]):
         self.problems = tuple(problems)
-        super().__init__("\n".join(str(problem) for problem in self.problems))
+        lines = [str(problem) for problem in self.problems[:_MAX_PROBLEMS]]
+        if more := len(self.problems) - len(lines):
+            lines.append(f"{more:,} more problems")
+        super().__init__("\n".join(lines))
 
     @classmethod
     def one(cls, where: str, given: object, rule: str, action: str) -> ConfigError:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import yaml
 
-from maxpipe.boundary import files
+from maxpipe.boundary import files, plain_yaml
 from maxpipe.boundary.typed import checked
 from maxpipe.config.shipped import folder
 from maxpipe.errors import ConfigError, StorageError
@@ -147,7 +147,7 @@ def shipped() -> Mapping[str, Hardware]:
     """Published figures of every kind, by the name that its topologies begin with."""
     found = {}
     for path in sorted((folder() / "hardware").glob("*.yml")):
-        each = Hardware(**yaml.safe_load(path.read_text(encoding="utf-8")))
+        each = Hardware(**plain_yaml.load(path.read_text(encoding="utf-8")))
         found[each.topology] = each
     return found
 
@@ -238,7 +238,7 @@ def _check_figures(figures: Mapping[str, object]) -> None:
 
 def _read_measured(path: Path) -> Hardware:
     try:
-        content = yaml.safe_load(files.read(path, _MAX_BYTES))
+        content = plain_yaml.load(files.read(path, _MAX_BYTES))
         kinds = typing.get_type_hints(Hardware)
         figures = {_RENAMED.get(str(name), str(name)): each for name, each in dict(content).items()}
         found = {name: checked(each, kinds[name]) for name, each in figures.items()}

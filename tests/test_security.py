@@ -13,6 +13,7 @@ import random
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -448,6 +449,9 @@ HOSTILE_YAML = {
     "environment": "run: {name: '${oc.env:HOME}'}",
     "evaluated": "data: {path: '${oc.decode:1}'}",
     "large": "#" * (MAX_FILE_BYTES + 1),
+    "many values": f"data: {{paths: [{'a,' * 100_000}]}}",
+    "key of a megabyte": f"data:\n  ? {'k' * 1_000_000}\n  : 1",
+    "value of a megabyte": f"data: {{source: {'k' * 1_000_000}}}",
 }
 
 
@@ -460,6 +464,14 @@ def test_hostile_yaml_is_a_mistake(kind: str, tmp_path: Path, capsys: Capture):
     assert not out and "Traceback" not in err and str(Path.home()) not in err.replace(str(path), "")
     lines = err.rstrip("\n").splitlines()
     assert len(lines) % 3 == 0 and lines[0].startswith(str(path))
+    assert len(err) < 2000
+
+
+def test_a_key_of_100_kilobytes_on_the_command_line_is_a_mistake(capsys: Capture):
+    started = time.process_time()
+    assert main(["config", "print", TINY, f"data.{'k' * 100_000}=1"]) == 2
+    assert time.process_time() - started < 15
+    assert "is not a key of data" in capsys.readouterr().err
 
 
 def test_a_config_is_a_local_file(capsys: Capture):
@@ -468,7 +480,7 @@ def test_a_config_is_a_local_file(capsys: Capture):
         assert "does not exist" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("kind", ["alias bomb", "object", "deep", "large"])
+@pytest.mark.parametrize("kind", ["alias bomb", "object", "deep", "large", "many values"])
 def test_hostile_yaml_as_measured_hardware(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

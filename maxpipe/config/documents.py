@@ -1,14 +1,13 @@
 """YAML text: the sections of a file, and values as a file holds them.
 
-The only module that knows YAML. Nothing is guessed from how a scalar looks: it stays text, which
-becomes a value by the type that the schema declares.
+Nothing is guessed from how a scalar looks: it stays text, which becomes a value by the type that
+the schema declares.
 """
 
 from __future__ import annotations
 
 import math
 import os
-import typing
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,12 +15,12 @@ from typing import Any
 import yaml
 
 from maxpipe.boundary.files import read
+from maxpipe.boundary.plain_yaml import compose
 from maxpipe.config.inputs import Input, broken_link, nearby
 from maxpipe.config.values import Raw
 from maxpipe.errors import ConfigError, Problem
 
 MAX_FILE_BYTES = 1 << 20
-_MAX_DEPTH = 8
 
 
 def read_file(file: Input, problems: list[Problem]) -> yaml.MappingNode | None:
@@ -64,41 +63,6 @@ def _read_text(path: Path) -> str:
             f"is not UTF-8 text: byte {error.start} is 0x{content[error.start]:02x}.",
             "Save the file as UTF-8.",
         ) from None
-
-
-class _Loader(yaml.SafeLoader):
-    """Composes plain nested YAML: no aliases, no tags, no deep nesting."""
-
-    depth = 0
-
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        event = self.peek_event()
-        if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
-            self.refuse("anchors and aliases are not read", event)
-        if getattr(event, "tag", None):
-            self.refuse(f"tags such as {event.tag} are not read", event)
-        if self.depth > _MAX_DEPTH:
-            self.refuse(f"nested deeper than {_MAX_DEPTH}", event)
-        self.depth += 1
-        node = super().compose_node(parent, index)
-        self.depth -= 1
-        return node
-
-    def refuse(self, problem: str, event: yaml.Event) -> typing.NoReturn:
-        raise yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
-
-
-def compose(text: str) -> yaml.Node | None:
-    """The node that a text describes.
-
-    Raises:
-        yaml.YAMLError: it is not YAML, or of a form that is not read.
-    """
-    loader = _Loader(text)
-    try:
-        return loader.get_single_node()
-    finally:
-        loader.dispose()
 
 
 def syntax_problem(place: str, error: yaml.YAMLError) -> Problem:

@@ -70,12 +70,17 @@ def axis_keys(*axes: str) -> tuple[str, ...]:
     return tuple(f"mesh.{link}_{axis}" for axis in axes for link in ("ici", "dcn"))
 
 
+_MAX_WORD = 200
+
+
 def did_you_mean(word: str, choices: Iterable[str]) -> str:
     """The one choice that resembles the word most, or an empty string.
 
     The same letters and digits win, whatever their case and what joins them.
     """
     known = list(choices)
+    if len(word) > _MAX_WORD:
+        return ""  # difflib needs quadratic time
     same = [choice for choice in known if squashed(choice) == squashed(word)]
     lower = {choice.lower(): choice for choice in known}
     close = difflib.get_close_matches(word.lower(), list(lower), n=1)

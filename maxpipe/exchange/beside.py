@@ -111,8 +111,13 @@ class Beside:
         return steps / step_of(steps, found)
 
     def factor(self, name: str, end: str) -> np.ndarray:
-        """Of the matrix of that name, for all layers."""
-        return whole(readable(self.path, f"{self.prefix}{name}{end}"))
+        """Of the matrix of that name, for all layers.
+
+        Raises:
+            Damaged: it cannot be decoded.
+        """
+        full_name = f"{self.prefix}{name}{end}"
+        return contents.understood(lambda: whole(readable(self.path, full_name)))
 
     def _base(self, name: str, shape: tuple[int, ...]) -> Readable:
         """One of the base's arrays in the type of training, whose sum is taken while it is read."""

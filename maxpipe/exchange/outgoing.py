@@ -146,8 +146,11 @@ def export_adapters(address: Address, out: str, dtype: str | None, say: Say) -> 
     table, _ = table_for(model)
     both = mapped(describe(replace(model, adapter=None)), table)
     target, short = full(out, _OUT).absolute(), TYPES[dtype or model.param_dtype]
-    with appearing(out, _OUT) as here, _checking(chosen):
-        modules = write_adapters(chosen.adapters, describe(model), both, here, short)
+    try:
+        with appearing(out, _OUT) as here, _checking(chosen):
+            modules = write_adapters(chosen.adapters, describe(model), both, here, short)
+    except Damaged as damage:
+        raise _damaged(chosen.path, str(damage)) from damage
     say(f"wrote {target}: adapters of {counted(len(modules), 'module')} in PEFT's format")
 
 

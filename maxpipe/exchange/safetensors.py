@@ -43,6 +43,8 @@ _BITS = {
 
 _LENGTH = struct.Struct("<Q")
 _MAX_HEADER_BYTES = 100_000_000  # of the format
+_MAX_DIMS = 16
+"""No weight of a published model has more than 6 dims."""
 _METADATA = "__metadata__"
 _ALIGNMENT = 8
 
@@ -154,10 +156,16 @@ def _entry(name: str, value: Any) -> Entry:
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
     if not isinstance(dtype, str) or dtype not in _BITS:
         raise refuse(f"the unknown type {shown(str(dtype))}")
+    if isinstance(shape, list) and len(shape) > _MAX_DIMS:
+        raise refuse(f"a shape of {len(shape):,} dims, at most {_MAX_DIMS} are read")
     if not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2:
-        raise refuse("a shape or offsets that are no lists of whole numbers")
+        raise refuse("a shape or offsets that are not lists of whole numbers from 0 to 2**63 - 1")
     begin, end = offsets
-    bits = math.prod(shape) * _BITS[dtype]
+    bits = _BITS[dtype]
+    for size in sorted(shape):  # a size of 0 first
+        bits *= size
+        if bits >= 2**66:
+            raise refuse(f"a shape of more than 2**63 bytes, {shape}")
     if 8 * (end - begin) != bits:
         raise refuse(f"{end - begin} bytes, and {dtype} {shape} takes {bits / 8:g}")
     return Entry(dtype, tuple(shape), begin, end)

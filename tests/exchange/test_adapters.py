@@ -15,7 +15,7 @@ import pytest
 from maxpipe.checkpoint.address import parse
 from maxpipe.checkpoint.trees import named
 from maxpipe.config.schema import MeshConfig
-from maxpipe.errors import ConfigError
+from maxpipe.errors import ConfigError, StorageError
 from maxpipe.exchange.outgoing import export, export_adapters
 from maxpipe.exchange.peft import CONFIG, WEIGHTS
 from maxpipe.exchange.safetensors import Reader
@@ -153,6 +153,16 @@ def test_a_run_goes_on_beside_its_base_wherever_that_is(base: Path, tmp_path: Pa
     with pytest.raises(ConfigError, match="digest was"):
         export(parse(str(run.folder)), str(tmp_path / "out"), None, quiet)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_damaged_array_is_not_exported(base: Path, tmp_path: Path) -> None:
+    run = made(base, tmp_path)
+    (step,) = (path for path in (run.folder / "checkpoints").iterdir() if path.name.isdigit())
+    for path in (step / "state" / "d").iterdir():
+        path.write_bytes(bytes(reversed(path.read_bytes())))
+    with pytest.raises(StorageError, match="cannot be exported"):
+        export_adapters(parse(str(run.folder)), str(tmp_path / "alone"), None, quiet)
+    assert not (tmp_path / "alone").exists()
 
 
 def test_other_adapters_are_refused(base: Path, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from maxpipe.boundary.typed import parse
 from maxpipe.data.tokenizers.byte_bpe import ByteBpe, byte_bpe
 from maxpipe.data.tokenizers.control import Controlled, resolve
 from maxpipe.data.tokenizers.files import MAX_IDS, USED, explained, missing, read
+from maxpipe.data.tokenizers.growth import check_growth
 
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
@@ -26,6 +27,7 @@ class HuggingFaceTokenizer(Controlled):
         raw = read(path, "huggingface")
         self._path = path
         with explained(path, "huggingface"):
+            check_growth(parse(raw, dict[str, Any], most_depth=256))
             self._tokenizer = _parsed(raw)
             self._set_up(raw, path)
 

@@ -1,0 +1,73 @@
+"""Bounded reading of YAML: no aliases, no tags, no deep nesting, a bounded number of values."""
+
+from __future__ import annotations
+
+import typing
+from typing import Any
+
+import yaml
+
+MAX_DEPTH = 8
+MAX_VALUES = 20_000
+"""Keys and values of a text; PyYAML needs about 50 us for each."""
+MAX_KEY = 1000
+"""Characters of a key."""
+
+
+class _Loader(yaml.SafeLoader):
+    """Composes plain nested YAML."""
+
+    depth = 0
+    count = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        event = self.peek_event()
+        if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
+            self.refuse("anchors and aliases are not read", event)
+        if tag := getattr(event, "tag", None):
+            self.refuse(f"tags such as {tag[:80]} are not read", event)
+        if self.depth > MAX_DEPTH:
+            self.refuse(f"nested deeper than {MAX_DEPTH}", event)
+        self.count += 1
+        if self.count > MAX_VALUES:
+            rule = f"more than {MAX_VALUES:,} keys and values are not read"
+            self.refuse(f"{rule}; a glob pattern names many files", event)
+        self.depth += 1
+        node = super().compose_node(parent, index)
+        is_key = isinstance(parent, yaml.MappingNode) and index is None
+        if is_key and isinstance(node, yaml.ScalarNode) and len(node.value) > MAX_KEY:
+            self.refuse(f"a key of {len(node.value):,} characters is not read", event)
+        self.depth -= 1
+        return node
+
+    def refuse(self, problem: str, event: yaml.Event) -> typing.NoReturn:
+        raise yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
+
+
+def compose(text: str) -> yaml.Node | None:
+    """Return the node that a text describes.
+
+    Raises:
+        yaml.YAMLError: the text is not YAML, or exceeds a bound.
+    """
+    loader = _Loader(text)
+    try:
+        return loader.get_single_node()
+    finally:
+        loader.dispose()
+
+
+def load(text: str | bytes) -> Any:
+    """Return the value that a text describes, of the types that YAML gives to scalars.
+
+    Raises:
+        yaml.YAMLError: the text is not YAML, or exceeds a bound.
+        ValueError: a number or a date cannot be represented.
+    """
+    loader = _Loader(text)
+    try:
+        return loader.get_single_data()
+    except OverflowError as error:  # of a number in base 60
+        raise ValueError(f"a number is too large: {error}") from error
+    finally:
+        loader.dispose()

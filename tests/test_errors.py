@@ -1,0 +1,32 @@
+"""Messages: every part of a problem is bounded, however long the value from a file is."""
+
+from __future__ import annotations
+
+from maxpipe.errors import ConfigError, Problem, bounded
+
+
+def test_a_short_text_is_unchanged() -> None:
+    assert bounded("x" * 500, 500) == "x" * 500
+
+
+def test_a_long_text_keeps_both_ends_and_names_its_length() -> None:
+    text = "a" * 600 + "z" * 400
+    expected = "a" * 375 + "... (1,000 characters) ..." + "z" * 125
+    assert bounded(text, 500) == expected
+
+
+def test_every_part_of_a_problem_is_bounded() -> None:
+    megabyte = "k" * 1_000_000
+    problem = Problem(megabyte, megabyte, megabyte, megabyte)
+    assert len(problem.given) == 500 + len("... (1,000,000 characters) ...")
+    assert len(str(problem)) < 10_000
+    assert len(problem.line) < 10_000
+
+
+def test_a_message_names_the_number_of_further_problems() -> None:
+    error = ConfigError([Problem(f"key{number}", "1", "r", "a") for number in range(5000)])
+    lines = str(error).splitlines()
+    assert lines[0] == "key0 = 1"
+    assert lines[-1] == "4,880 more problems"
+    assert len(lines) == 3 * 120 + 1
+    assert len(error.problems) == 5000
