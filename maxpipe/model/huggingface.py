@@ -279,8 +279,7 @@ class Whole:
     architecture: str
     section: str
     """Key of config.json with the part's config."""
-    prefixes: tuple[tuple[str, str], ...]
-    """Beginnings of tensor names, and what stands for them in the table."""
+    model_type: str
     others: tuple[str, ...]
     """Patterns of the names of its other parts' tensors."""
 

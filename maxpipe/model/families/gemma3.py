@@ -125,11 +125,7 @@ _HUGGINGFACE = HuggingFace(
         Whole(
             "Gemma3ForConditionalGeneration",
             "text_config",
-            prefixes=(
-                ("language_model.model.", "model."),
-                ("model.language_model.", "model."),
-                ("language_model.lm_head.", "lm_head."),
-            ),
+            "gemma3",
             others=(
                 *("vision_tower.*", "model.vision_tower.*"),
                 *("multi_modal_projector.*", "model.multi_modal_projector.*"),
