@@ -21,6 +21,7 @@ from maxpipe.config.rules import folder_name
 from maxpipe.config.schema import TokenizerConfig, TrainConfig
 from maxpipe.data.tokenizer import open_tokenizer
 from maxpipe.errors import ConfigError
+from maxpipe.exchange import statements
 from maxpipe.exchange.folders import TRAVELLING, appearing, travel, unwritable, vocabularies
 from maxpipe.exchange.mapping import slab
 from maxpipe.exchange.reports import Bytes, Report, Say, unreported
@@ -117,6 +118,7 @@ def remarks(source: Source) -> list[str]:
             f"{FILE} says of {counted(source.without_ahead, 'layer')} to predict further ahead, "
             "and the folder has none: the model starts without (model.heads_ahead=0)"
         )
+    lines += statements.lines(source.described.differences)
     if unknown := source.described.unknown:
         lines.append(
             f"{FILE}: {table.architecture} has no keys {', '.join(map(repr, unknown[:8]))}; they "

@@ -13,6 +13,7 @@ from maxpipe.model.huggingface import (
     HuggingFace,
     Key,
     Rotary,
+    Twice,
     Whole,
 )
 from maxpipe.model.parts.attention import Rope
@@ -114,6 +115,7 @@ _HUGGINGFACE = HuggingFace(
         Fixed("attn_logit_softcapping", (None,)),
         Fixed("use_bidirectional_attention", (False,), False),
     ),
+    twice=(Twice("hidden_activation", "hidden_act", is_read=False, default="gelu_pytorch_tanh"),),
     tensors=(
         *formats.ENDS,
         *formats.SANDWICH,
