@@ -201,7 +201,8 @@ def _lengths(found: Settled, row: Rotary, said: dict[str, Any], where: str, kind
     if original is None:
         return
     said[_ORIGINAL] = original
-    if kind == "llama3" or not _are_numbers(length, original):
+    _factor_is_there(content, kind, where)
+    if kind == "llama3" or length is None or not _are_numbers(length, original):
         return
     ratio = length / original
     if said.get("factor") is None:
@@ -209,6 +210,18 @@ def _lengths(found: Settled, row: Rotary, said: dict[str, Any], where: str, kind
     elif content.get(_LENGTH) and ratio != 1:
         path = f"{_LENGTH} / {_ORIGINAL}"
         found.unread_if_other(f"{where}.factor", said["factor"], path, ratio)
+
+
+def _factor_is_there(content: Theirs, kind: str, where: str) -> None:
+    """Raise Unlike if YaRN's factor is absent: transformers computes it only where it is null."""
+    objects = [content.get(name) or {} for name in ("rope_scaling", "rope_parameters")]
+    if kind == "yarn" and any(objects) and not any("factor" in said for said in objects):
+        rule = "is required with rope_type = 'yarn', in transformers too."
+        action = (
+            f"Set {where}.factor to the published factor, or to null if it is "
+            f"{_LENGTH} / {_ORIGINAL}."
+        )
+        raise Unlike(f"{where}.factor", None, rule, action)
 
 
 def _are_numbers(*values: Any) -> bool:

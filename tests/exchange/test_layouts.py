@@ -56,6 +56,7 @@ def separate(tensors: maker.Tensors) -> maker.Tensors:
     found: maker.Tensors = {}
     q, k = maker.HEADS * maker.HEAD, maker.KV_HEADS * maker.HEAD
     for name, each in tensors.items():
+        cuts: dict[str, tuple[tuple[str, ...], list[int]]]
         cuts = {"qkv_proj": (("q_proj", "k_proj", "v_proj"), [q, q + k])}
         cuts["gate_up_proj"] = (("gate_proj", "up_proj"), [maker.MLP])
         whole = next((each for each in cuts if each in name), "")

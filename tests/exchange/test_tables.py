@@ -518,6 +518,18 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "scaling as a list": ({"rope_scaling": []}, "must be an object"),
     "scaling without factor": ({"rope_scaling": {"rope_type": "llama3"}}, "factor"),
+    "YaRN without factor": (
+        {"rope_scaling": {"rope_type": "yarn", "beta_fast": 8}},
+        "rope_scaling.factor = null\n  is required with rope_type = 'yarn'",
+    ),
+    "no slow turns": (
+        {"rope_scaling": {"rope_type": "llama3", "factor": 8, "high_freq_factor": 4}},
+        "low_freq_factor = null\n  is required with rope_type = 'llama3'",
+    ),
+    "no fast turns": (
+        {"rope_scaling": {"rope_type": "llama3", "factor": 8, "low_freq_factor": 1}},
+        "high_freq_factor = null\n  is required with rope_type = 'llama3'",
+    ),
     "more in a scaling": (
         {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
         "partial_rotary_factor",

@@ -256,6 +256,7 @@ class Turns:
     theirs: str
     ours: str
     paper: float
+    is_required: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -263,7 +264,19 @@ class Turns:
         return (self.theirs,)
 
     def read(self, theirs: Theirs, ours: Ours) -> Ours:
-        """The number."""
+        """The number.
+
+        Raises:
+            Unlike: it is required and absent.
+        """
+        if self.is_required and theirs.get(self.theirs) is None:
+            raise Unlike(
+                self.theirs,
+                None,
+                "is required with rope_type = 'llama3', in transformers too.",
+                f"Set {self.theirs} to the published number, {self.paper} for Llama 3.1 to 3.3, "
+                "next to rope_type in config.json.",
+            )
         found = theirs.get(self.theirs) or 0.0
         return {self.ours: 0.0 if found == self.paper else found}
 
@@ -291,8 +304,8 @@ def row(family: str, longest: int) -> Row:
         "llama3": (
             *plain,
             _Original(original),
-            Turns("low_freq_factor", slow, 1.0),
-            Turns("high_freq_factor", fast, 4.0),
+            Turns("low_freq_factor", slow, 1.0, True),
+            Turns("high_freq_factor", fast, 4.0, True),
             Only(whole, True),
         ),
         "yarn": (
