@@ -101,7 +101,7 @@ class Beside:
         return describe(self.config.model)
 
     @cached_property
-    def _source(self) -> Source | epath.Path:
+    def base(self) -> Source | epath.Path:
         """A Hugging Face folder, or that of a step."""
         address = self.said["address"]
         if (folder := folder_of(address)) is not None:
@@ -121,7 +121,7 @@ class Beside:
 
     def _base(self, name: str, shape: tuple[int, ...]) -> Readable:
         """One of the base's arrays in the type of training, whose sum is taken while it is read."""
-        source, place = self._source, places(self._model).get(name)
+        source, place = self.base, places(self._model).get(name)
         exact = place.kind.declared[place.key].exact if place else ""
         dtype = jnp.dtype(exact or self.config.model.param_dtype)
         if isinstance(source, Source):

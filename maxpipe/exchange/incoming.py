@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import time
 from functools import partial
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 from maxpipe.boundary.files import full
 from maxpipe.checkpoint import slabs
@@ -21,6 +22,7 @@ from maxpipe.config.rules import folder_name
 from maxpipe.config.schema import TokenizerConfig, TrainConfig
 from maxpipe.data.tokenizer import fitted, open_tokenizer
 from maxpipe.errors import ConfigError
+from maxpipe.exchange import statements
 from maxpipe.exchange.folders import TRAVELLING, appearing, travel, unwritable, vocabularies
 from maxpipe.exchange.mapping import slab
 from maxpipe.exchange.reports import Bytes, Report, Say, unreported
@@ -45,6 +47,17 @@ class Origin(TypedDict):
     """As safetensors files call it: the type of most tensors."""
     dtypes: dict[str, str]
     """Of those with another one, by name."""
+    folder: NotRequired[str]
+    """Absolute path of the imported folder, or the hub id whose snapshot it was."""
+
+
+_SNAPSHOT = re.compile(r"models--([\w.-]+?)--([\w.-]+)/snapshots/[0-9a-f]{40}")
+
+
+def hub_id(folder: Path) -> str | None:
+    """Return the hub id of a folder in the hub's cache, None for other folders."""
+    found = _SNAPSHOT.fullmatch("/".join(folder.absolute().parts[-3:]))
+    return f"{found[1]}/{found[2]}" if found else None
 
 
 def import_folder(folder: str, out: str, say: Say, report: Report = unreported) -> None:
@@ -79,6 +92,7 @@ def import_folder(folder: str, out: str, say: Say, report: Report = unreported) 
         origin: Origin = {
             "dtype": source.dtype,
             "dtypes": {n: each for n, each in source.dtypes.items() if each != source.dtype},
+            "folder": hub_id(source.folder) or str(source.folder.absolute()),
         }
         data: dict[str, Any] = {
             "step": 0,
@@ -118,6 +132,7 @@ def remarks(source: Source) -> list[str]:
             f"{FILE} says of {counted(source.without_ahead, 'layer')} to predict further ahead, "
             "and the folder has none: the model starts without (model.heads_ahead=0)"
         )
+    lines += statements.lines(source.described.differences)
     if unknown := source.described.unknown:
         lines.append(
             f"{FILE}: {table.architecture} has no keys {', '.join(map(repr, unknown[:8]))}; they "

@@ -90,6 +90,13 @@ class Piece(NamedTuple):
     sizes: tuple[int, ...]
     """Of the parameter's dims, layers left out."""
     lane: Lane = Lane()
+    stacked: int = 0
+    """How many blocks of rows the tensor has along a leading dim of its own; 0 without that dim."""
+
+    @property
+    def row_shape(self) -> tuple[int, ...]:
+        """Shape of one of the tensor's rows."""
+        return (*self.shape[1:-1], self.shape[-1] * self.lane.every) if self.shape[1:] else ()
 
     @property
     def lead(self) -> int:
@@ -121,6 +128,8 @@ class Piece(NamedTuple):
 
     def tensor_shape(self, rows: int) -> tuple[int, ...]:
         """Of the tensor, of which as many rows are known; all of them if lanes share them."""
+        if self.stacked:
+            return (self.stacked, rows, *self.shape[1:])
         if self.lane.every > 1:
             return (*self.shape[:-1], self.shape[-1] * self.lane.every)
         return (rows, *self.shape[1:])
@@ -151,6 +160,10 @@ class Mapped:
         }
 
 
+_MOST_PIECES = 100_000
+"""Of a parameter: layers, times experts."""
+
+
 def mapped(model: Model, table: HuggingFace, most: int | None = None) -> Mapped:
     """The parameters of a model, but for heads that predict further ahead and are not in the table.
 
@@ -162,15 +175,18 @@ def mapped(model: Model, table: HuggingFace, most: int | None = None) -> Mapped:
     pieces: dict[str, list[Piece]] = {}
     params: dict[str, Param] = {}
     lanes = Counter(row.theirs for row in table.tensors if row.interleaved)
-    sizes: dict[str, int] = {}  # rows or lanes of a tensor that are taken
+    sizes: dict[str, int] = {}  # rows or lanes of a tensor, or of a block of it, that are taken
+    blocks = _blocks(model, table)
     found: dict[str, tuple[int, ...]] = {}
     stacks: dict[str, int] = {}
     for name, param, row, layer, place in _in_network_order(model, table):
         params[name] = param
         if place >= 0:
             stacks[name] = place + 1
-        for piece in _pieces(param, row, layer, place, sizes, lanes[row.theirs]):
+        for piece in _pieces(param, row, layer, place, sizes, lanes[row.theirs], blocks):
             pieces.setdefault(name, []).append(piece)
+            if most is not None and (count := len(pieces[name])) > _MOST_PIECES:
+                raise ValueError(f"one parameter is in more than {count} matrices")
             found[piece.tensor] = piece.tensor_shape(sizes[piece.tensor])
             if most is not None and len(found) > most:
                 raise ValueError(f"it has more than {most} tensors")
@@ -182,6 +198,21 @@ def mapped(model: Model, table: HuggingFace, most: int | None = None) -> Mapped:
     found |= {piece.tensor: piece.shape for each in copies.values() for piece in each}
     pieces_of = {name: tuple(each) for name, each in pieces.items()}
     return Mapped(pieces_of, shapes, params, found, copies)
+
+
+def _blocks(model: Model, table: HuggingFace) -> Counter[str]:
+    """Rows of one block of each tensor that stacks blocks along a leading dim."""
+    found: Counter[str] = Counter()
+    if any(_is_stacked(row) for row in table.tensors):
+        for _, param, row, layer, _ in _in_network_order(model, table):
+            if _is_stacked(row):
+                found[row.theirs.format(layer=layer)] += form_of(row.dims).shape(param.shape)[0]
+    return found
+
+
+def _is_stacked(row: Tensor) -> bool:
+    """Whether the dim that other layouts have in the name is a leading one of the tensor."""
+    return bool(form_of(row.dims).named) and "{expert}" not in row.theirs
 
 
 _LAYERS, _AHEAD = "layers.", "ahead."
@@ -252,18 +283,31 @@ def _of_layer(kind: Kind, rows: Mapping[str, Tensor]) -> Iterator[tuple[str, Par
 
 
 def _pieces(
-    param: Param, row: Tensor, layer: int, place: int, taken: dict[str, int], lanes: int
+    param: Param,
+    row: Tensor,
+    layer: int,
+    place: int,
+    taken: dict[str, int],
+    lanes: int,
+    blocks: Mapping[str, int],
 ) -> Iterator[Piece]:
     form = form_of(row.dims)
     shape = form.shape(param.shape)
     stacked: Index = () if place < 0 else (place,)
     at = form.ours.index(form.named) if form.named else -1
-    for number in range(param.shape[at]) if form.named else (0,):
+    count = param.shape[at] if form.named else 1
+    in_block = taken.get(row.theirs.format(layer=layer), 0) if _is_stacked(row) else 0
+    for number in range(count):
         name = row.theirs.format(layer=layer, expert=number)
         index = [slice(None)] * len(param.shape)
         whole: Index = (
             (*stacked, *index[:at], number, *index[at + 1 :]) if form.named else (*stacked, *index)
         )
+        if name in blocks:
+            taken[name] = in_block + shape[0]
+            first = number * blocks[name] + in_block
+            yield Piece(name, first, shape, whole, form, param.shape, stacked=count)
+            continue
         first = taken.get(name, 0)
         taken[name] = first + (1 if lanes else shape[0])
         start, lane = (0, Lane(first, lanes)) if lanes else (first, Lane())

@@ -11,6 +11,7 @@ import contextlib
 import json
 import math
 import os
+import shlex
 import threading
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -43,13 +44,13 @@ from maxpipe.exchange.beside import Beside, Readable
 from maxpipe.exchange.beside import readable as readable_array
 from maxpipe.exchange.folders import appearing, travel
 from maxpipe.exchange.generation_files import BEGIN, END, PAD, Trained
-from maxpipe.exchange.incoming import FOLDER, ORIGIN, Origin
+from maxpipe.exchange.incoming import FOLDER, ORIGIN, WEIGHTS_ONLY, Origin, hub_id
 from maxpipe.exchange.mapping import Mapped, mapped, part_of, readable
 from maxpipe.exchange.peft import write_adapters
 from maxpipe.exchange.reports import Bytes, Report, Say, unreported
 from maxpipe.exchange.safetensors import DTYPES, Writer
 from maxpipe.exchange.sections import FILE, table_for, to_json
-from maxpipe.exchange.source import INDEX, SINGLE
+from maxpipe.exchange.source import INDEX, SINGLE, Source
 from maxpipe.model.families.registry import describe
 from maxpipe.optim.kept import AVERAGE
 from maxpipe.words import counted
@@ -148,10 +149,29 @@ def export_adapters(address: Address, out: str, dtype: str | None, say: Say) -> 
     target, short = full(out, _OUT).absolute(), TYPES[dtype or model.param_dtype]
     try:
         with appearing(out, _OUT) as here, _checking(chosen):
-            modules = write_adapters(chosen.adapters, describe(model), both, here, short)
+            base = _loadable(chosen.adapters)
+            modules = write_adapters(chosen.adapters, describe(model), both, here, short, base)
     except Damaged as damage:
         raise _damaged(chosen.path, str(damage)) from damage
     say(f"wrote {target}: adapters of {counted(len(modules), 'module')} in PEFT's format")
+    if base is None:
+        address_of_base = chosen.adapters.said["address"]
+        say(
+            f"{target}: base_model_name_or_path is {address_of_base}, a checkpoint that PEFT "
+            f"cannot load: run maxpipe export {shlex.quote(address_of_base)} NEW, and set it to NEW"
+        )
+
+
+def _loadable(adapters: Beside) -> str | None:
+    """Return the folder or hub id of the base that PEFT loads, None if there is none."""
+    base = adapters.base
+    if isinstance(base, Source):
+        return hub_id(base.folder) or str(base.folder.absolute())
+    with answering(base):
+        data = Folder(str(base.parent)).facts(int(base.name)).data
+    if not data.get(WEIGHTS_ONLY) or ORIGIN not in data:
+        return None
+    return checked(data[ORIGIN], Origin).get("folder")
 
 
 _OUT = "command line: OUT"

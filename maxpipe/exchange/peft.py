@@ -17,7 +17,6 @@ from maxpipe.errors import ConfigError
 from maxpipe.exchange.beside import Beside, Place, places
 from maxpipe.exchange.mapping import Mapped, Piece
 from maxpipe.exchange.safetensors import DTYPES, Writer
-from maxpipe.exchange.source import PREFIX
 from maxpipe.model.low_rank import DOWN, LENGTH, UP
 from maxpipe.model.spec import Model
 
@@ -37,11 +36,12 @@ class _Matrix(NamedTuple):
 
 
 def write_adapters(
-    adapters: Beside, model: Model, both: Mapped, here: Path, dtype: str
+    adapters: Beside, model: Model, both: Mapped, here: Path, dtype: str, base: str | None
 ) -> list[str]:
     """Writes both files, and returns the modules that have an adapter.
 
-    `model` has adapters; `both` are its parameters without them.
+    `model` has adapters; `both` are its parameters without them. `base` is the folder or hub id of
+    the base, None to write the address of its checkpoint.
 
     Raises:
         ConfigError: the format has no such adapter.
@@ -52,7 +52,7 @@ def write_adapters(
         for name, values in _tensors(adapters, matrices):
             writer.write(name, values.astype(DTYPES[dtype]))
     config, modules = adapters.config.adapter, [each.module for each in matrices]
-    text = json.dumps(_config(config, adapters.said["address"], modules, both), indent=2)
+    text = json.dumps(_config(config, base or adapters.said["address"], modules, both), indent=2)
     (here / CONFIG).write_text(text + "\n", encoding="utf-8")
     return modules
 
@@ -116,7 +116,7 @@ def _config(
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base.removeprefix(PREFIX),
+        "base_model_name_or_path": base,
         "r": config.rank,
         "lora_alpha": config.alpha,
         "lora_dropout": config.dropout,

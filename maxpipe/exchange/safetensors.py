@@ -74,8 +74,15 @@ class Reader:
         except (OSError, ValueError, RecursionError) as error:
             raise damaged(path, getattr(error, "strerror", None) or str(error)) from error
 
-    def read(self, name: str, rows: tuple[int, int] | None = None) -> np.ndarray:
+    def read(
+        self,
+        name: str,
+        rows: tuple[int, int] | None = None,
+        row_shape: tuple[int, ...] | None = None,
+    ) -> np.ndarray:
         """A tensor, or those rows of it.
+
+        Rows are entries of its first dim, or of this shape: leading dims are then counted together.
 
         Raises:
             ConfigError: the file ends too early, or cannot be read.
@@ -83,8 +90,9 @@ class Reader:
         entry = self.entries[name]
         dtype, shape, begin = DTYPES[entry.dtype], entry.shape, entry.begin
         if rows is not None:
-            begin += rows[0] * math.prod(shape[1:]) * dtype.itemsize
-            shape = (rows[1] - rows[0], *shape[1:])
+            row_shape = shape[1:] if row_shape is None else row_shape
+            begin += rows[0] * math.prod(row_shape) * dtype.itemsize
+            shape = (rows[1] - rows[0], *row_shape)
         found = np.empty(shape, dtype)
         buffer = _bytes(found)
         try:

@@ -15,6 +15,7 @@ from maxpipe.config.load import load
 from maxpipe.config.rules import did_you_mean
 from maxpipe.config.schema import ModelConfig
 from maxpipe.errors import ConfigError
+from maxpipe.exchange.statements import settled
 from maxpipe.model.families.registry import FAMILIES
 from maxpipe.model.huggingface import HuggingFace, Kept, Ours, Unlike, Whole, written
 
@@ -46,6 +47,8 @@ class Described:
     """Its keys that nothing here reads."""
     whole: Whole | None = None
     """The larger model of which it is a part."""
+    differences: tuple[str, ...] = ()
+    """A line for each value that it states twice, differently."""
 
     @property
     def config(self) -> ModelConfig:
@@ -76,7 +79,11 @@ def described(folder: Path) -> Described:
         if not isinstance(inner, dict):
             rule = f"must be an object: {whole.architecture} has its language model's config there."
             raise ConfigError.one(f"{path}: {whole.section}", json.dumps(inner), rule, _COPY)
-        content = {"tie_word_embeddings": content.get("tie_word_embeddings"), **inner}
+    try:
+        found = settled(content, table, whole)
+    except Unlike as unlike:
+        raise _refused(str(path), table, unlike) from unlike
+    content = found.content
     ours = _read(path, table, content)
     section: dict[str, Any] = {"family": family, family: {}}
     for name, value in ours.items():
@@ -91,11 +98,9 @@ def described(folder: Path) -> Described:
         for row in table.keys
         if isinstance(row, Kept) and row.theirs in content
     }
-    found = Described(
-        table, section, kept, tuple(name for name in content if name not in known), whole
-    )
+    unknown = (*(name for name in content if name not in known), *found.unread)
     model_of(section, str(path))  # every rule about a model
-    return found
+    return Described(table, section, kept, unknown, whole, tuple(found.differences))
 
 
 def model_of(section: Mapping[str, Any], where: str) -> ModelConfig:
@@ -114,11 +119,16 @@ _COPY = "Copy config.json again from where the folder came from."
 
 def _table(path: Path, content: Mapping[str, Any]) -> tuple[HuggingFace, Whole | None, str]:
     known: dict[str, tuple[HuggingFace, Whole | None, str]] = {}
+    by_type: dict[str, tuple[HuggingFace, Whole | None, str]] = {}
     for family in FAMILIES.values():
         for table in family.huggingface:
-            known[table.architecture] = (table, None, family.name)
-            known |= {each.architecture: (table, each, family.name) for each in table.wholes}
-    names = content.get("architectures")
+            known[table.architecture] = by_type[table.model_type] = (table, None, family.name)
+            for each in table.wholes:
+                found = (table, each, family.name)
+                known[each.architecture] = by_type[each.model_type] = found
+    names, kind = content.get("architectures"), content.get("model_type")
+    if isinstance(kind, str) and kind in by_type and _is_base(names, by_type[kind]):
+        return by_type[kind]
     name = names[0] if isinstance(names, list) and len(names) == 1 else None
     if isinstance(name, str) and name in known:
         return known[name]
@@ -126,9 +136,18 @@ def _table(path: Path, content: Mapping[str, Any]) -> tuple[HuggingFace, Whole |
     raise ConfigError.one(
         f"{path}: architectures",
         json.dumps(names)[:200],
-        f"must be one of {', '.join(sorted(known))}, alone in a list.",
+        f"must be one of {', '.join(sorted(known))}, alone in a list, or null with the model_type "
+        "of one of them.",
         f"Did you mean {guess}?" if guess else "Give the folder of one of these models.",
     )
+
+
+def _is_base(names: Any, found: tuple[HuggingFace, Whole | None, str]) -> bool:
+    """Whether no class is named, or the one without the output projection, as AutoModel saves."""
+    table, whole, _ = found
+    last = (whole or table).architecture
+    base = last.removesuffix("ForCausalLM").removesuffix("ForConditionalGeneration") + "Model"
+    return names in (None, [], [base], [base.replace("Model", "TextModel")])
 
 
 def _read(path: Path, table: HuggingFace, content: Mapping[str, Any]) -> dict[str, Any]:

@@ -24,24 +24,23 @@ from maxpipe.boundary.typed import parse
 from maxpipe.checkpoint.digests import num_non_finite
 from maxpipe.config.schema import ModelConfig
 from maxpipe.errors import ConfigError
-from maxpipe.exchange import reorder
+from maxpipe.exchange import layouts, misfits, reorder
 from maxpipe.exchange.mapping import Mapped, Piece, mapped, part_of
 from maxpipe.exchange.safetensors import DTYPES, Reader, shown
 from maxpipe.exchange.sections import FILE, Described, described
 from maxpipe.model.families.registry import describe
 from maxpipe.words import counted
 
+HEAD, EMBEDDING = misfits.HEAD, "embedding"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PREFIX = "hf:"
 """In front of a folder in `checkpoint.restore_from`."""
 
-HEAD, EMBEDDING = "lm_head.weight", "embedding"
 WITHOUT_AHEAD: Mapping[str, Any] = {"heads_ahead": 0, "ahead": "projection"}
 """Keys of a model without heads that predict further ahead."""
 
 _MAX_INDEX_BYTES = 1 << 26
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}\.safetensors")
-_SHOWN = 5
 _LACKING = 1000
 """More tensors than these are not looked for."""
 _UNKNOWN_LENGTH = 2048
@@ -78,10 +77,17 @@ class Source:
 
     @cached_property
     def dtypes(self) -> Mapping[str, str]:
-        """Type of each tensor that is there, by the table's name."""
-        return {
-            name: self._entry(name).dtype for name in self.mapped.tensors if name in self._files
-        }
+        """Type of each tensor of an export, by its name there; copies only if they are here."""
+        both = mapped(describe(self.config), self.described.table)
+        found: dict[str, str] = {}
+        for name, pieces in both.pieces.items():
+            here = {_numbers(piece): piece.tensor for piece in self.mapped.pieces[name]}
+            for piece in pieces:
+                dtype = self._entry(here[_numbers(piece)]).dtype
+                # Of two types that one tensor will have: the one that holds the numbers of both.
+                found[piece.tensor] = dtype if found.get(piece.tensor, dtype) == dtype else "F32"
+        copies = {name: found[it] for name, it in both.originals.items() if name in self._files}
+        return found | copies
 
     @property
     def dtype(self) -> str:
@@ -103,7 +109,7 @@ class Source:
 
     def stored(self, name: str) -> np.dtype:
         """The type that holds all numbers of one of our parameters."""
-        types = {DTYPES[self.dtypes[piece.tensor]] for piece in self.mapped.pieces[name]}
+        types = {DTYPES[self._entry(piece.tensor).dtype] for piece in self.mapped.pieces[name]}
         return types.pop() if len(types) == 1 else np.dtype(np.float32)
 
     @property
@@ -165,7 +171,7 @@ class Source:
         for first in range(part.start, part.stop, step):
             here = slice(first, min(first + step, part.stop))
             reader, name = self._files[piece.tensor], self._names[piece.tensor]
-            rows = reader.read(name, piece.rows(here))
+            rows = reader.read(name, piece.rows(here), piece.row_shape)
             self._must_be_finite(piece.tensor, rows)
             yield here, piece.to_ours(rows, here)
 
@@ -245,6 +251,11 @@ class Source:
         return True
 
 
+def _numbers(piece: Piece) -> tuple[int, ...]:
+    """Which layer and expert a piece is of: the same in all layouts."""
+    return tuple(index for index in piece.at if isinstance(index, int))
+
+
 def opened(folder: str, where: str = "command line: DIR") -> Source:
     """A folder, of which every header is checked. `where` names what gave it.
 
@@ -259,38 +270,42 @@ def opened(folder: str, where: str = "command line: DIR") -> Source:
             "must be a folder on this machine with config.json and safetensors files.",
             "Download the model first, and give its folder.",
         )
+    if not (path / FILE).exists() and (error := misfits.adapter(path)) is not None:
+        raise error
     said = described(path)
     present = _tensors(path)
-    said, lacking = _without_ahead(said, present)
-    try:
-        model = mapped(describe(said.config), said.table, len(present) + _LACKING)
-    except ValueError as error:
-        rule = f"has {counted(len(present), 'tensor')}, and its config.json says of far more."
-        raise _wrong(path, rule) from error
+    known = {name: layouts.canonical(name) for name in present}
+    said, lacking = _without_ahead(said, known.values())
     names: dict[str, str] = {}
-    files: dict[str, Reader] = {}
     others: list[str] = []
     patterns = (
         *said.table.unused,
-        *_further_behind(said, present),
+        *_further_behind(said, known.values()),
         *(said.whole.others if said.whole else ()),
     )
-    for name, reader in present.items():
-        if any(fnmatchcase(name, pattern) for pattern in patterns):
+    for name, mine in known.items():
+        if any(fnmatchcase(each, pattern) for pattern in patterns for each in (name, mine)):
             others.append(name)
             continue
-        known = _in_table(name, said)
-        if known in names:
-            first = shown(names[known])
-            raise _wrong(path, f"has {first} and {shown(name)}, which are the same tensor.")
-        names[known], files[known] = name, reader
+        if mine in names:
+            raise misfits.twice(path, names[mine], name)
+        names[mine] = name
+    files = {mine: present[name] for mine, name in names.items()}
+    table = layouts.arranged(said.table, names)
+    try:
+        model = mapped(describe(said.config), table, len(present) + _LACKING)
+    except ValueError as error:
+        raise misfits.far_more(path, len(present)) from error
     wanted, copies = dict(model.tensors), {*model.originals}
     if HEAD not in wanted:
         wanted[HEAD] = wanted[model.pieces[EMBEDDING][0].tensor]
         copies.add(HEAD)
     wanted = {name: shape for name, shape in wanted.items() if name in names or name not in copies}
-    _check_names(path, wanted, names)
-    _check_entries(wanted, files, names)
+    missing = [name for name in wanted if name not in names]
+    surplus = [names[name] for name in names if name not in wanted]
+    if missing or surplus:
+        raise misfits.misfit(path, said, missing, surplus)
+    _check_entries(path, wanted, files, names)
     source = Source(path, said, said.config, model, tuple(others), lacking, files, names)
     source.check_copies()
     return source
@@ -303,7 +318,7 @@ def _without_ahead(said: Described, present: Iterable[str]) -> tuple[Described, 
     """
     count, layers = said.config.heads_ahead, said.config.num_layers
     prefixes = tuple(f"model.layers.{layers + number}." for number in range(count))
-    if not count or any(_in_table(name, said).startswith(prefixes) for name in present):
+    if not count or any(name.startswith(prefixes) for name in present):
         return said, 0
     return replace(said, section={**said.section, **WITHOUT_AHEAD}), count
 
@@ -324,13 +339,6 @@ def _further_behind(said: Described, present: Iterable[str]) -> frozenset[str]:
     return frozenset(found)
 
 
-def _in_table(name: str, said: Described) -> str:
-    for prefix, instead in said.whole.prefixes if said.whole else ():
-        if name.startswith(prefix):
-            return instead + name.removeprefix(prefix)
-    return name
-
-
 def _tensors(folder: Path) -> dict[str, Reader]:
     """By its name in the files."""
     if (folder / SINGLE).exists():
@@ -340,7 +348,7 @@ def _tensors(folder: Path) -> dict[str, Reader]:
     try:
         content = parse(read(path, _MAX_INDEX_BYTES), _Index)
     except FileNotFoundError as error:
-        raise _no_files(folder) from error
+        raise misfits.weightless(folder, SINGLE, INDEX) from error
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         rule = f"must say which file has which tensor: {reason}."
@@ -369,49 +377,11 @@ def _tensors(folder: Path) -> dict[str, Reader]:
     return found
 
 
-def _no_files(folder: Path) -> ConfigError:
-    pickled = sorted(
-        each.name for each in folder.iterdir() if each.suffix in (".bin", ".pt", ".pth")
-    )
-    rule = f"must hold {SINGLE}, or {INDEX} and the files that it names."
-    action = "Download the model's safetensors files."
-    if pickled:
-        rule += f" {pickled[0]} is pickled: reading it can run any code, so maxpipe does not."
-        action = (
-            "Convert it where you trust it: python -c 'from transformers import "
-            'AutoModelForCausalLM as M; M.from_pretrained("DIR").save_pretrained("NEW")\''
-        )
-    return ConfigError.one(str(folder), None, rule, action)
-
-
-def _wrong(folder: Path, rule: str) -> ConfigError:
-    return ConfigError.one(
-        str(folder),
-        None,
-        rule,
-        "Copy the folder again, whole; a config.json of another model does not fit these files.",
-    )
-
-
-def _check_names(folder: Path, wanted: Mapping[str, Any], found: Mapping[str, str]) -> None:
-    missing = [name for name in wanted if name not in found]
-    surplus = [found[name] for name in found if name not in wanted]
-    parts = [
-        f"{words} {counted(len(names), 'tensor')}: {_listed(names)}"
-        for words, names in (("lacks", missing), ("has more than its config.json says:", surplus))
-        if names
-    ]
-    if parts:
-        raise _wrong(folder, f"{'; it '.join(parts)}.")
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(map(shown, names[:_SHOWN])) + more
-
-
 def _check_entries(
-    wanted: Mapping[str, tuple[int, ...]], files: Mapping[str, Reader], names: Mapping[str, str]
+    folder: Path,
+    wanted: Mapping[str, tuple[int, ...]],
+    files: Mapping[str, Reader],
+    names: Mapping[str, str],
 ) -> None:
     for name, shape in wanted.items():
         reader, entry = files[name], files[name].entries[names[name]]
@@ -421,13 +391,7 @@ def _check_entries(
             action = "Give weights that are not quantised."
             raise ConfigError.one(where, entry.dtype, rule, action)
         if entry.shape != shape:
-            rule = f"must have the shape {_shape(shape)} that config.json says."
-            action = "Copy the folder again: config.json and weights are of two models."
-            raise ConfigError.one(where, _shape(entry.shape), rule, action)
-
-
-def _shape(shape: tuple[int, ...]) -> str:
-    return " x ".join(map(str, shape)) or "scalar"
+            raise misfits.wrong_shape(folder, where, name, entry.shape, shape)
 
 
 def num_params(source: Source) -> int:

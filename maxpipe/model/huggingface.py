@@ -195,6 +195,10 @@ class Rotary:
     """By `rope_type` rows for keys of config.json itself."""
     absent: Theirs = field(default_factory=dict)
     """What transformers takes where nothing is said but perhaps the base."""
+    longest: int = 0
+    """What transformers takes for `max_position_embeddings` where there is none."""
+    original: int = 0
+    """The same for `original_max_position_embeddings` of config.json itself; 0: nothing."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -202,27 +206,19 @@ class Rotary:
         return (self.older, "rope_scaling", "rope_parameters")
 
     def read(self, theirs: Theirs, ours: Ours) -> Ours:
-        """Base and scaling, of either spelling."""
-        said = _object(theirs, "rope_parameters")
+        """Base and scaling, in `rope_parameters` as `maxpipe.exchange.statements` leaves them."""
+        said = an_object(theirs, "rope_parameters")
         if self.layers:
-            said = _object(said, self.layers)
-        if self.scalings or not self.layers:
-            said = {**said, **_object(theirs, "rope_scaling")}
-        said = {name: value for name, value in said.items() if value is not None} or self.absent
-        theta = said.get("rope_theta", theirs.get(self.older))
-        found = {self.theta: self.default if theta is None else theta}
-        kind = said.get("rope_type", said.get("type")) or "default"
+            said = an_object(said, self.layers)
+        found, kind = {self.theta: said["rope_theta"]}, said["rope_type"]
         if kind != "default" and (not isinstance(kind, str) or kind not in self.scalings):
             known = " or ".join(repr(each) for each in ("default", *self.scalings))
             raise Unlike("rope_type", kind, f"must be {known}.")
-        rows = (*self.scalings.get(kind, ()), *self.beside.get(kind, ()))
-        known = {name for row in rows for name in row.names}
-        if more := sorted(said.keys() - known - {"rope_theta", "rope_type", "type"}):
-            raise Unlike(f"rope_parameters.{more[0]}", said[more[0]], f"is no key of {kind!r}.")
         if kind == "default":
             found |= dict(self.unscaled)
-        lengths = {name: theirs[name] for name in _LENGTHS if theirs.get(name) is not None}
-        for row in rows:
+        length = theirs.get("max_position_embeddings")
+        lengths = {} if length is None else {"max_position_embeddings": length}
+        for row in (*self.scalings.get(kind, ()), *self.beside.get(kind, ())):
             found |= row.read({**lengths, **said}, ours)
         return found
 
@@ -242,17 +238,30 @@ class Rotary:
         return written | {"rope_parameters": {self.layers: said} if self.layers else said}
 
 
-_LENGTHS = ("original_max_position_embeddings", "max_position_embeddings")
-"""Keys of config.json itself that stand for what scalings lack."""
+def an_object(theirs: Theirs, key: str) -> Theirs:
+    """The object below a key, empty for null.
 
-
-def _object(theirs: Theirs, key: str) -> Mapping[str, Any]:
+    Raises:
+        Unlike: something else is there.
+    """
     found = theirs.get(key)
     if found is None:
         return {}
     if not isinstance(found, dict):
         raise Unlike(key, found, "must be an object or null.")
     return found
+
+
+@dataclass(frozen=True)
+class Twice:
+    """Two keys of config.json that state one value: transformers uses the first if both do."""
+
+    used: str
+    other: str
+    is_read: bool = True
+    """Whether the other one counts where it is alone."""
+    default: Any = None
+    """What counts instead where it does not."""
 
 
 @dataclass(frozen=True)
@@ -279,8 +288,7 @@ class Whole:
     architecture: str
     section: str
     """Key of config.json with the part's config."""
-    prefixes: tuple[tuple[str, str], ...]
-    """Beginnings of tensor names, and what stands for them in the table."""
+    model_type: str
     others: tuple[str, ...]
     """Patterns of the names of its other parts' tensors."""
 
@@ -301,10 +309,13 @@ class HuggingFace:
     layers. `{layer}` counts on behind the network. Empty: the class has none."""
     copies: tuple[tuple[str, str], ...] = ()
     """(parameter, tensor) of what such a layer's tensors have again."""
+    twice: tuple[Twice, ...] = ()
+    """Keys that state one value."""
 
     def names(self) -> frozenset[str]:
         """Keys of config.json that the table accounts for."""
-        return frozenset(name for row in self.keys for name in row.names)
+        named = (name for row in self.keys for name in row.names)
+        return frozenset(named) | {each.other for each in self.twice}
 
 
 def written(keys: Iterable[Row], ours: Ours) -> dict[str, Any]:

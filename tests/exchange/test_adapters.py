@@ -16,6 +16,7 @@ from maxpipe.checkpoint.address import parse
 from maxpipe.checkpoint.trees import named
 from maxpipe.config.schema import MeshConfig
 from maxpipe.errors import ConfigError, StorageError
+from maxpipe.exchange.incoming import hub_id, import_folder
 from maxpipe.exchange.outgoing import export, export_adapters
 from maxpipe.exchange.peft import CONFIG, WEIGHTS
 from maxpipe.exchange.safetensors import Reader
@@ -114,6 +115,20 @@ def test_files_for_peft_are_the_change_of_a_merged_export(
             length = tensors[f"{module}.lora_magnitude_vector"]
             new *= (length / np.linalg.norm(new, axis=1))[:, None]
         assert np.abs(new - after[name]).max() < TOLERANCE * np.abs(new).max()
+
+
+def test_adapters_on_an_imported_base_name_the_folder_for_peft(base: Path, tmp_path: Path) -> None:
+    import_folder(str(base), str(tmp_path / "imported"), quiet)
+    run = made(base, tmp_path, f"checkpoint.restore_from={tmp_path / 'imported'}")
+    export_adapters(parse(str(run.folder)), str(tmp_path / "alone"), None, quiet)
+    config = json.loads((tmp_path / "alone" / CONFIG).read_text())
+    assert config["base_model_name_or_path"] == str(base)
+
+
+def test_snapshots_of_the_hub_have_its_id() -> None:
+    cache = Path("/c/hub/models--meta-llama--Llama-3.2-1B/snapshots")
+    assert hub_id(cache / ("4e" * 20)) == "meta-llama/Llama-3.2-1B"
+    assert hub_id(cache / "main") is None and hub_id(Path("/models/llama")) is None
 
 
 def test_a_run_goes_on_beside_its_base_wherever_that_is(base: Path, tmp_path: Path) -> None:

@@ -423,7 +423,17 @@ def test_defaults_are_those_of_transformers(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize(("method", "action"), [("mxfp4", "Mxfp4Config"), ("awq", "before they")])
+@pytest.mark.parametrize(
+    ("method", "action"),
+    [
+        ("mxfp4", "Mxfp4Config as C"),
+        ("fp8", "FineGrainedFP8Config as C"),
+        ("compressed-tensors", "CompressedTensorsConfig as C"),
+        ("bitsandbytes", ".dequantize().save_pretrained"),
+        ("awq", "before they"),
+        ("gptq", "before they"),
+    ],
+)
 def test_quantised_weights_are_refused(method: str, action: str, tmp_path: Path) -> None:
     config, _ = maker.gpt_oss(quantization_config={"quant_method": method})
     with pytest.raises(ConfigError, match="weights are quantised") as caught:
@@ -479,7 +489,7 @@ def test_layers_with_states_are_named_either_way(
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
-    "no architecture": ({"architectures": None}, "architectures"),
+    "no architecture": ({"architectures": None, "model_type": "x"}, "architectures"),
     "another architecture": ({"architectures": ["LLamaForCausalLM"]}, "LlamaForCausalLM?"),
     "two architectures": ({"architectures": ["LlamaForCausalLM"] * 2}, "alone in a list"),
     "architecture as a list": ({"architectures": [["x"]]}, "alone in a list"),
@@ -487,10 +497,11 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "another activation": ({"hidden_act": "gelu"}, "hidden_act"),
     "quantised": ({"quantization_config": {"bits": 4}}, "quantization_config"),
     "another scaling": ({"rope_scaling": {"type": "axial", "factor": 4}}, "'llama3'"),
-    "a ramp of another size": (
-        {"rope_scaling": {"type": "yarn", "factor": 4, "beta_fast": 16}},
-        "beta_fast",
+    "a ramp that rises": (
+        {"rope_scaling": {"type": "yarn", "factor": 4, "beta_fast": 16, "beta_slow": 17}},
+        "rope_slow",
     ),
+    "layers that differ": ({"per_layer_config": {"0": {"head_dim": 4}}}, "per_layer_config"),
     "few factors": (
         {"rope_scaling": {"type": "longrope", "short_factor": [1], "long_factor": [2, 2, 2]}},
         "rope_short",
@@ -507,6 +518,18 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "scaling as a list": ({"rope_scaling": []}, "must be an object"),
     "scaling without factor": ({"rope_scaling": {"rope_type": "llama3"}}, "factor"),
+    "YaRN without factor": (
+        {"rope_scaling": {"rope_type": "yarn", "beta_fast": 8}},
+        "rope_scaling.factor = null\n  is required with rope_type = 'yarn'",
+    ),
+    "no slow turns": (
+        {"rope_scaling": {"rope_type": "llama3", "factor": 8, "high_freq_factor": 4}},
+        "low_freq_factor = null\n  is required with rope_type = 'llama3'",
+    ),
+    "no fast turns": (
+        {"rope_scaling": {"rope_type": "llama3", "factor": 8, "low_freq_factor": 1}},
+        "high_freq_factor = null\n  is required with rope_type = 'llama3'",
+    ),
     "more in a scaling": (
         {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
         "partial_rotary_factor",

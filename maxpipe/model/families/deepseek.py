@@ -23,6 +23,7 @@ from maxpipe.model.huggingface import (
     Row,
     Tensor,
     Theirs,
+    Twice,
     Unlike,
 )
 from maxpipe.model.parts.attention import Rope
@@ -264,7 +265,7 @@ _V2 = HuggingFace(
     "deepseek_v2",
     keys=(
         *_keys(*formats.sizes(mlp=11008, vocab=102400), dense=0, shared=2, width=1407, scale=1.0),
-        Key("n_routed_experts", "deepseek.num_experts", 64),
+        Key("n_routed_experts", "deepseek.num_experts", 64, also="num_experts"),
         Key("num_experts_per_tok", "deepseek.top_k"),
         _GroupsOfV2(),
         Only("deepseek.group_scores", "max"),
@@ -274,6 +275,10 @@ _V2 = HuggingFace(
         Only("deepseek.normalised_weights", False),
         Only("deepseek.router_bias", False),
         Fixed("mlp_bias", (False,), False),
+    ),
+    twice=(
+        Twice("num_experts", "n_routed_experts"),
+        Twice("qk_rope_head_dim", "head_dim", is_read=False, default=64),
     ),
     tensors=_TENSORS,
 )
@@ -289,7 +294,7 @@ _V3 = HuggingFace(
             width=2048,
             scale=2.5,
         ),
-        Key("n_routed_experts", "deepseek.num_experts", 256),
+        Key("n_routed_experts", "deepseek.num_experts", 256, also="num_local_experts"),
         Key("num_experts_per_tok", "deepseek.top_k", 8),
         Key("n_group", "deepseek.num_groups", 8),
         Key("topk_group", "deepseek.groups_per_token", 4),
@@ -301,6 +306,10 @@ _V3 = HuggingFace(
         Only("deepseek.router_bias", True),
         Fixed("rope_interleave", (True,), True),
         _LayersAhead(),
+    ),
+    twice=(
+        Twice("num_local_experts", "n_routed_experts"),
+        Twice("num_nextn_predict_layers", "num_mtp_layers"),
     ),
     tensors=_TENSORS,
     ahead=(

@@ -92,9 +92,15 @@ class Unquantised:
         said = theirs.get("quantization_config")
         if said is None:
             return {}
+        method = said.get("quant_method") if isinstance(said, dict) else None
         action = "Give the folder of these weights before they were quantised."
-        if isinstance(said, dict) and said.get("quant_method") == "mxfp4":
-            action = _FROM_MXFP4
+        if isinstance(method, str) and method in _DEQUANTISED:
+            packages, code = _DEQUANTISED[method]
+            action = (
+                f"Dequantise them with transformers, torch{packages}: python -c 'from transformers "
+                f"import AutoModelForCausalLM as M{code}, save_original_format=False)', "
+                "and give NEW."
+            )
         raise Unlike("quantization_config", said, "must be null: weights are quantised.", action)
 
     def write(self, ours: Ours) -> Theirs:
@@ -102,11 +108,29 @@ class Unquantised:
         return {}
 
 
-_FROM_MXFP4 = (
-    "Dequantise them with transformers and torch: python -c 'from transformers import "
-    'AutoModelForCausalLM as M, Mxfp4Config as C; M.from_pretrained("DIR", dtype="bfloat16", '
-    'quantization_config=C(dequantize=True)).save_pretrained("NEW", save_original_format=False)\''
-)
+_LOADED = '; M.from_pretrained("DIR", dtype="bfloat16"'
+
+
+def _loaded_by(config: str) -> str:
+    """Code that dequantises while it loads."""
+    return (
+        f', {config} as C{_LOADED}, quantization_config=C(dequantize=True)).save_pretrained("NEW"'
+    )
+
+
+_DEQUANTISED = {
+    "mxfp4": (" and accelerate", _loaded_by("Mxfp4Config")),
+    "fp8": (" and accelerate", _loaded_by("FineGrainedFP8Config")),
+    "compressed-tensors": (
+        ", accelerate and compressed-tensors",
+        _loaded_by("CompressedTensorsConfig"),
+    ),
+    "bitsandbytes": (
+        ", accelerate and bitsandbytes",
+        f'{_LOADED}).dequantize().save_pretrained("NEW"',
+    ),
+}
+"""By method the packages and the code that make a folder in bfloat16. GPTQ and AWQ have none."""
 
 
 FULL, WINDOWED = "full_attention", "sliding_attention"
@@ -141,6 +165,39 @@ class LayerTypes:
     def _of(self, ours: Ours) -> list[str]:
         count = ours["num_layers"]
         return [self.types[number % len(self.types)] for number in range(count)]
+
+
+@dataclass(frozen=True)
+class NoWindow:
+    """Keys of a window that some layers see, of which none may."""
+
+    first: int | None
+    """First layer with the window where config.json does not say; None: all layers have it."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """One; the others are kept."""
+        return ("use_sliding_window",)
+
+    def read(self, theirs: Theirs, ours: Ours) -> Ours:
+        """Nothing of ours."""
+        window = theirs.get("sliding_window", 4096)
+        if not theirs.get("use_sliding_window") or window is None:
+            return {}
+        first = 0
+        if self.first is not None:
+            if theirs.get("layer_types") is not None:
+                return {}
+            said = theirs.get("max_window_layers")
+            first = self.first if said is None else said
+        if first < ours["num_layers"]:
+            rule = f"must be false: layers with a window ({window} tokens) are not computed."
+            raise Unlike("use_sliding_window", theirs["use_sliding_window"], rule)
+        return {}
+
+    def write(self, ours: Ours) -> Theirs:
+        """No window."""
+        return {"use_sliding_window": False}
 
 
 RAMP = (

@@ -8,7 +8,7 @@ from maxpipe.config.bounds import LARGEST, Bound
 from maxpipe.config.schema import ModelConfig
 from maxpipe.model.families import formats, generic
 from maxpipe.model.family import Family, own_keys
-from maxpipe.model.huggingface import Fixed, HuggingFace, Kept, Key
+from maxpipe.model.huggingface import Fixed, HuggingFace, Kept, Key, Twice
 from maxpipe.model.parts.attention import Rope
 from maxpipe.model.parts.norm import RMSNorm
 from maxpipe.model.spec import Model
@@ -77,6 +77,7 @@ _HUGGINGFACE = HuggingFace(
         Fixed("attention_bias", (False,), False),
         Fixed("use_bidirectional_attention", (None, False)),
     ),
+    twice=(Twice("hidden_activation", "hidden_act", is_read=False, default="gelu_pytorch_tanh"),),
     tensors=(
         *formats.ENDS,
         *formats.SANDWICH,

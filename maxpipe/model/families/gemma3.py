@@ -13,6 +13,7 @@ from maxpipe.model.huggingface import (
     HuggingFace,
     Key,
     Rotary,
+    Twice,
     Whole,
 )
 from maxpipe.model.parts.attention import Rope
@@ -114,6 +115,7 @@ _HUGGINGFACE = HuggingFace(
         Fixed("attn_logit_softcapping", (None,)),
         Fixed("use_bidirectional_attention", (False,), False),
     ),
+    twice=(Twice("hidden_activation", "hidden_act", is_read=False, default="gelu_pytorch_tanh"),),
     tensors=(
         *formats.ENDS,
         *formats.SANDWICH,
@@ -125,11 +127,7 @@ _HUGGINGFACE = HuggingFace(
         Whole(
             "Gemma3ForConditionalGeneration",
             "text_config",
-            prefixes=(
-                ("language_model.model.", "model."),
-                ("model.language_model.", "model."),
-                ("language_model.lm_head.", "lm_head."),
-            ),
+            "gemma3",
             others=(
                 *("vision_tower.*", "model.vision_tower.*"),
                 *("multi_modal_projector.*", "model.multi_modal_projector.*"),

@@ -11,7 +11,7 @@ from maxpipe.errors import Finding
 from maxpipe.model.families import formats, generic, mixtures
 from maxpipe.model.families.mixtures import MixtureConfig
 from maxpipe.model.family import Family, own_keys
-from maxpipe.model.huggingface import Fixed, HuggingFace, Kept, Key, Rotary
+from maxpipe.model.huggingface import Fixed, HuggingFace, Kept, Key, Rotary, Twice
 from maxpipe.model.parts.experts import Experts
 from maxpipe.model.parts.mlp import ClampedSilu
 from maxpipe.model.spec import Model
@@ -101,6 +101,10 @@ _HUGGINGFACE = HuggingFace(
         Fixed("hidden_act", ("silu",), "silu"),
         Fixed("attention_bias", (True,), True),
         *formats.BALANCED,
+    ),
+    twice=(
+        Twice("num_experts", "num_local_experts"),
+        Twice("num_experts_per_tok", "experts_per_token", is_read=False, default=4),
     ),
     tensors=(
         *formats.ENDS,

@@ -12,7 +12,7 @@ from maxpipe.errors import Finding
 from maxpipe.model.families import formats, generic, mixtures
 from maxpipe.model.families.mixtures import MixtureConfig
 from maxpipe.model.family import Family, own_keys
-from maxpipe.model.huggingface import Fixed, HuggingFace, Key, Only, Rotary
+from maxpipe.model.huggingface import Fixed, HuggingFace, Key, Only, Rotary, Twice
 from maxpipe.model.parts.attention import Rope
 from maxpipe.model.parts.experts import Experts, Groups
 from maxpipe.model.parts.mlp import GatedMLP
@@ -124,7 +124,7 @@ _MIXTRAL = HuggingFace(
     keys=(
         *formats.sizes(kv_heads=8, mlp=14336, epsilon=1e-5),
         Key("intermediate_size", "moe.d_expert", 14336, stands_for="d_mlp"),
-        Key("num_local_experts", "moe.num_experts", 8),
+        Key("num_local_experts", "moe.num_experts", 8, also="num_experts"),
         Key("num_experts_per_tok", "moe.top_k", 2),
         Only("moe.num_dense_layers", 0),
         Only("moe.num_shared_experts", 0),
@@ -138,6 +138,7 @@ _MIXTRAL = HuggingFace(
         Fixed("sliding_window", (None,)),
         *formats.BALANCED,
     ),
+    twice=(Twice("num_experts", "num_local_experts"),),
     tensors=(
         *formats.ENDS,
         *formats.norms(attention_norm="input_layernorm", experts_norm="post_attention_layernorm"),

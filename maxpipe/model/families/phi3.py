@@ -130,6 +130,8 @@ _HUGGINGFACE = HuggingFace(
             {"default": (_Turned(inside=True),), **dict.fromkeys(_TYPES, _LONG)},
             unscaled={"phi3.rope_short": [], "phi3.rope_long": [], "phi3.rope_scaling": 1.0},
             chosen=_chosen,
+            longest=4096,
+            original=4096,
             older_type="type",
             beside=dict.fromkeys(
                 _TYPES, (ropes.Longest("phi3.rope_scaling", "phi3.rope_original_tokens"),)

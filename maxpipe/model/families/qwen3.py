@@ -39,7 +39,7 @@ _HUGGINGFACE = HuggingFace(
         *formats.sizes(kv_heads=32, head_size=128, mlp=22016, vocab=151936),
         ropes.row("qwen3", 32768),
         formats.LayerTypes((formats.FULL,)),
-        Fixed("use_sliding_window", (False,), False),
+        formats.NoWindow(28),
         Kept("sliding_window"),
         Kept("max_window_layers"),
         Fixed("hidden_act", ("silu",), "silu"),

@@ -12,7 +12,7 @@ from maxpipe.model.families import formats, generic, mixtures, ropes
 from maxpipe.model.families.mixtures import MixtureConfig
 from maxpipe.model.families.ropes import RopeConfig
 from maxpipe.model.family import Family, own_keys
-from maxpipe.model.huggingface import Fixed, HuggingFace, Kept, Key
+from maxpipe.model.huggingface import Fixed, HuggingFace, Kept, Key, Twice
 from maxpipe.model.parts.experts import Experts
 from maxpipe.model.parts.norm import RMSNorm
 from maxpipe.model.spec import Model
@@ -83,13 +83,14 @@ _HUGGINGFACE = HuggingFace(
         Key("mlp_only_layers", "qwen3_moe.dense_layers", []),
         Key("norm_topk_prob", "qwen3_moe.normalised_weights", False),
         ropes.row("qwen3_moe", 32768),
-        Fixed("use_sliding_window", (False,), False),
+        formats.NoWindow(None),
         Kept("sliding_window"),
         Kept("max_window_layers"),
         Fixed("hidden_act", ("silu",), "silu"),
         Fixed("attention_bias", (False,), False),
         *formats.BALANCED,
     ),
+    twice=(Twice("num_local_experts", "num_experts"),),
     tensors=(
         *formats.LLAMA,
         *formats.HEAD_NORMS,

@@ -22,6 +22,7 @@ from maxpipe.model.huggingface import (
     Rotary,
     Tensor,
     Theirs,
+    Twice,
     Unlike,
 )
 from maxpipe.model.parts.delta import GatedDelta
@@ -150,9 +151,8 @@ class _Turning:
         """Entries of a head, of either."""
         if self.beside:
             return {}
-        inside = theirs.get("rope_parameters")
-        said = [each.get(self.names[0]) for each in (inside, theirs) if isinstance(each, dict)]
-        factor = next((each for each in said if each is not None), 0.25)
+        stated = theirs.get(self.names[0])
+        factor = 0.25 if stated is None else stated
         head = ours["head_size"]
         if type(factor) not in (int, float) or not 0 < factor <= 1 or not isinstance(head, int):
             raise Unlike("partial_rotary_factor", factor, "must be more than 0 and at most 1.")
@@ -252,6 +252,7 @@ _HUGGINGFACE = HuggingFace(
         *formats.experts("mlp", "gate", "gate_proj", "up_proj", "down_proj"),
         *_SHARED_EXPERT,
     ),
+    twice=(Twice("num_experts", "num_local_experts", is_read=False, default=512),),
     # Layers that predict one token more, which transformers does not read either.
     unused=("*.rotary_emb.inv_freq", "mtp.*"),
 )

@@ -13,8 +13,7 @@ from typing import Literal
 from maxpipe.config.bounds import LARGEST, Bound
 from maxpipe.config.schema import ModelConfig
 from maxpipe.errors import Finding
-from maxpipe.model.families import formats
-from maxpipe.model.huggingface import Fixed, Key, Only, Ours, Rotary, Row, Theirs, Unlike
+from maxpipe.model.huggingface import Key, Only, Ours, Rotary, Row, Theirs, Unlike
 from maxpipe.model.parts.attention import Rope
 
 
@@ -39,12 +38,22 @@ class RopeConfig:
     `rope_original_tokens`."""
     rope_long: list[float] = field(default_factory=list, hash=False)
     """The same in longer rows. When text is generated: in more room than that."""
+    rope_fast: float = 0.0
+    """With `llama3` and `yarn`: turns in `rope_original_tokens` from which on a pair is not
+    stretched. 0: 4 and 32, as in their papers."""
+    rope_slow: float = 0.0
+    """With `llama3` and `yarn`: turns in `rope_original_tokens` up to which a pair is stretched by
+    the whole factor. 0: 1, as in their papers."""
+    rope_whole: bool = True
+    """With `yarn`: stretching begins and ends at whole numbers of pairs."""
 
 
 BOUNDS = (
     Bound("rope_scaling", 1.0, 1, LARGEST, "wavelengths are stretched, 1 leaves them alone"),
     Bound("rope_original_tokens", 8192, 2),
     Bound("rope_length", 0.0, 0, LARGEST, "0 takes that of the paper"),
+    Bound("rope_fast", 0.0, 0, LARGEST, "0 takes that of the paper"),
+    Bound("rope_slow", 0.0, 0, LARGEST, "0 takes that of the paper"),
 )
 """Of these keys."""
 
@@ -58,7 +67,14 @@ def rope(config: ModelConfig, own: RopeConfig) -> Rope:
         )
     by_paper = 0.1 * math.log(factor) + 1.0 if own.rope_type == "yarn" else 1.0
     return Rope(
-        config.rope_theta, factor, own.rope_type, tokens, length=own.rope_length or by_paper
+        config.rope_theta,
+        factor,
+        own.rope_type,
+        tokens,
+        length=own.rope_length or by_paper,
+        whole=own.rope_whole,
+        fast=own.rope_fast,
+        slow=own.rope_slow,
     )
 
 
@@ -86,6 +102,13 @@ def longrope(
 def rules(config: ModelConfig, own: RopeConfig) -> Iterator[Finding]:
     """What the keys of each type are."""
     section = f"model.{config.family}"
+    fast = own.rope_fast or {"llama3": 4.0, "yarn": 32.0}.get(own.rope_type, 32.0)
+    if (own.rope_slow or 1.0) >= fast:
+        yield Finding(
+            f"{section}.rope_slow",
+            f"must be less than {section}.rope_fast ({fast:g}): slow pairs are stretched more.",
+            f"Set {section}.rope_slow=0 and {section}.rope_fast=0 for those of the paper.",
+        )
     if own.rope_type == "longrope":
         yield from factor_rules(section, own.rope_short, own.rope_long, config.head_size, True)
         return
@@ -212,7 +235,54 @@ class Longest:
         }
 
 
-_WHOLE = Fixed("truncate", (True,), True)
+@dataclass(frozen=True)
+class _AttentionFactor(_Length):
+    """`attention_factor` alone, as LongRoPE reads it."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """One."""
+        return ("attention_factor",)
+
+    def read(self, theirs: Theirs, ours: Ours) -> Ours:
+        """The factor, 0 where it is that of the paper."""
+        return {self.ours: theirs.get("attention_factor") or 0.0}
+
+
+@dataclass(frozen=True)
+class Turns:
+    """A number of turns, of which 0 of ours stands for that of the paper."""
+
+    theirs: str
+    ours: str
+    paper: float
+    is_required: bool = False
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """One."""
+        return (self.theirs,)
+
+    def read(self, theirs: Theirs, ours: Ours) -> Ours:
+        """The number.
+
+        Raises:
+            Unlike: it is required and absent.
+        """
+        if self.is_required and theirs.get(self.theirs) is None:
+            raise Unlike(
+                self.theirs,
+                None,
+                "is required with rope_type = 'llama3', in transformers too.",
+                f"Set {self.theirs} to the published number, {self.paper} for Llama 3.1 to 3.3, "
+                "next to rope_type in config.json.",
+            )
+        found = theirs.get(self.theirs) or 0.0
+        return {self.ours: 0.0 if found == self.paper else found}
+
+    def write(self, ours: Ours) -> Theirs:
+        """The number, also that of the paper: Llama's class does not know it by itself."""
+        return {self.theirs: ours[self.ours] or self.paper}
 
 
 def row(family: str, longest: int) -> Row:
@@ -225,36 +295,43 @@ def row(family: str, longest: int) -> Row:
         f"{family}.rope_{name}" for name in ("original_tokens", "short", "long")
     )
     none = (Only(short, []), Only(long, []))
+    fast, slow, whole = (f"{family}.rope_{name}" for name in ("fast", "slow", "whole"))
+    paper = (Only(fast, 0.0), Only(slow, 0.0), Only(whole, True))
     plain = (Key("factor", factor), Only(length, 0.0), *none)
     scalings: dict[str, tuple[Row, ...]] = {
-        "linear": plain,
-        "dynamic": plain,
+        "linear": (*plain, *paper),
+        "dynamic": (*plain, *paper),
         "llama3": (
             *plain,
             _Original(original),
-            Fixed("low_freq_factor", (1.0, 1)),
-            Fixed("high_freq_factor", (4.0, 4)),
+            Turns("low_freq_factor", slow, 1.0, True),
+            Turns("high_freq_factor", fast, 4.0, True),
+            Only(whole, True),
         ),
         "yarn": (
             Key("factor", factor),
             _Original(original),
             _Length(factor, length),
-            *formats.RAMP,
-            _WHOLE,
+            Turns("beta_fast", fast, 32.0),
+            Turns("beta_slow", slow, 1.0),
+            Key("truncate", whole, True),
             *none,
         ),
         "longrope": (
             Key("short_factor", short),
             Key("long_factor", long),
             _Original(original),
-            _Length(factor, length),
+            _AttentionFactor(factor, length),
+            *paper,
         ),
     }
     return Rotary(
         "rope_theta",
         10000.0,
         {name: (Only(kind, name), *rows) for name, rows in scalings.items()},
-        unscaled={factor: 1.0, length: 0.0, short: [], long: []},
+        unscaled={factor: 1.0, length: 0.0, short: [], long: []}
+        | {fast: 0.0, slow: 0.0, whole: True},
+        longest=longest,
         chosen=lambda ours: (
             ours[kind]
             if ours[kind] == "longrope" or ours[factor] != 1 or ours[length]

@@ -60,7 +60,8 @@ def rotary_frequencies(
     if rope.scaling == "yarn":
         return _yarn(rope, frequencies, context)
     turns = rope.original_tokens * frequencies / (2 * math.pi)
-    blend = (turns - _LOW_FREQUENCY_FACTOR) / (_HIGH_FREQUENCY_FACTOR - _LOW_FREQUENCY_FACTOR)
+    low, high = rope.slow or _LOW_FREQUENCY_FACTOR, rope.fast or _HIGH_FREQUENCY_FACTOR
+    blend = (turns - low) / (high - low)
     blend = jnp.clip(blend, 0.0, 1.0)
     return frequencies * (blend + (1.0 - blend) / factor)
 
@@ -92,7 +93,7 @@ def _yarn(
         wavelength = rope.original_tokens / (turns * 2 * math.pi)
         return turned * math.log(wavelength) / (2 * jnp.log(theta))
 
-    low, high = pair(_FAST_TURNS), pair(_SLOW_TURNS)
+    low, high = pair(rope.fast or _FAST_TURNS), pair(rope.slow or _SLOW_TURNS)
     if rope.whole:
         low, high = jnp.floor(low), jnp.ceil(high)
     low, high = jnp.maximum(low, 0), jnp.minimum(high, turned - 1)

@@ -78,6 +78,11 @@ class Rope:
     """Factor of what turns."""
     whole: bool = True
     """Whether YaRN begins and ends to stretch at whole numbers of pairs."""
+    fast: float = 0.0
+    """Pairs that turn at least so often in `original_tokens` are not stretched by `llama3` and
+    `yarn`. 0: as published, 4 and 32."""
+    slow: float = 0.0
+    """Pairs that turn at most so often are stretched by the whole factor. 0: as published, 1."""
 
 
 @dataclass(frozen=True)
