@@ -7,15 +7,12 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from maxpipe.boundary import redact
 from maxpipe.data.formats.files import File
 from maxpipe.data.formats.text_of import BadRecord, TextOf
 from maxpipe.errors import ConfigError, Problem
-
-if TYPE_CHECKING:
-    from maxpipe.data.formats.digests import Digests
 
 _LOG = logging.getLogger(__name__)
 
@@ -109,6 +106,14 @@ class Records(Protocol):
         ...
 
 
+class FileDigests(Protocol):
+    """Digests of files; see `digests.Digests`."""
+
+    def content(self, sources: Sequence[File], moved: Moved | None = None) -> dict[str, str]: ...
+
+    def check(self, sources: Sequence[File], moved: Moved | None = None) -> None: ...
+
+
 class RecordSource:
     """The texts of a format's records.
 
@@ -116,7 +121,7 @@ class RecordSource:
     empty documents instead. So documents keep their numbers, and an index says of each what it is.
     """
 
-    def __init__(self, records: Records, text: TextOf, most_skipped: int, digests: Digests):
+    def __init__(self, records: Records, text: TextOf, most_skipped: int, digests: FileDigests):
         self.records = records
         self._digests = digests
         self._content: Mapping[str, str] | None = None
@@ -127,7 +132,7 @@ class RecordSource:
 
     def __getstate__(self) -> dict[str, Any]:
         """For other processes: each counts what it skips."""
-        return {**self.__dict__, "_skipped": set(), "_lock": None}
+        return {**self.__dict__, "_skipped": set(), "_lock": None, "_digests": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update({**state, "_lock": threading.Lock()})
