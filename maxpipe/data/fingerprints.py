@@ -70,13 +70,13 @@ def compare(
         # The totals follow from these.
         names = [name for name in names if name not in ("documents", "tokens", "source_digest")]
     names = [name for name in names if name not in (SOURCES, mixture.FACTS, CONTENT)]
-    found += _changed_files(saved.get(CONTENT), current.get(CONTENT))
-    return found + [
+    found += [
         (_WORDS.get(name, name), _short(before), _short(now))
         for name in names
         if (before := saved.get(name, _UNSAID.get(name)))
         != (now := current.get(name, _UNSAID.get(name)))
     ]
+    return found + _changed_files(saved.get(CONTENT), current.get(CONTENT))
 
 
 def _changed_files(

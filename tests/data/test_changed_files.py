@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import random
 import shutil
@@ -37,7 +38,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def opened(data: DataConfig, tmp_path: Path) -> Datasets:
     return build(
-        data,
+        dataclasses.replace(data, validation_fraction=0.0),
         TokenizerConfig(),
         seed=0,
         batch_size=4,
@@ -128,8 +129,8 @@ def test_files_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     names[0].unlink()
     names[0].symlink_to(path)
     assert content()["00000.txt"] == changed["00001.txt"]
-    [stored] = Path(index).glob("digests-*.json")
-    stored.write_text(stored.read_text().replace("00001", "00003"))
+    for stored in Path(index).glob("digests-*.json"):
+        stored.write_text(stored.read_text().replace("00001", "00003"))
     content()
     assert len(read) == 3  # what is stored was damaged
 
@@ -176,7 +177,9 @@ def test_a_change_anywhere_is_another_content(kind: str, tmp_path: Path) -> None
             assert str(tmp_path) in str(error) or "data.field" in str(error)
         else:
             names = [name for name, *_ in compare(before, now)]
-            assert f"the content of {path.name}" in names, at
+            # Many files of text are compared by groups.
+            expected = "the content of " if kind == "text" else f"the content of {path.name}"
+            assert any(name.startswith(expected) for name in names), at
         flip(path, at)
     assert compare(before, opened(data, tmp_path).train.fingerprint()) == []
 
@@ -199,9 +202,8 @@ def test_a_stale_index_is_made_again(tmp_path: Path) -> None:
 
 def longest(data: DataConfig, tmp_path: Path) -> tuple[Datasets, Path]:
     found = opened(data, tmp_path)
-    path = max(Path(data.path).parent.glob("*"), key=lambda each: each.stat().st_size)
-    if Path(data.path).is_dir():
-        [path] = Path(data.path).glob("*.arrow")
+    folder = Path(data.path) if Path(data.path).is_dir() else Path(data.path).parent
+    path = max(folder.iterdir(), key=lambda each: (each.stat().st_size, each.name))
     return found, path
 
 
@@ -210,13 +212,13 @@ def longest(data: DataConfig, tmp_path: Path) -> tuple[Datasets, Path]:
 @pytest.mark.parametrize("how", ["flip", "append", "cut", "replace"])
 def test_a_change_while_a_run_reads(kind: str, how: str, tmp_path: Path) -> None:
     """Is noticed before a batch has any of it; a file that is cut ends no process by a signal."""
-    data = formatted(kind, TEXTS[:1] if kind == "text" else TEXTS, tmp_path / "data")
+    data = formatted(kind, TEXTS, tmp_path / "data")
     expected = reads_all(opened(data, tmp_path))
     found, path = longest(data, tmp_path)
     raw = path.read_bytes()
     if how == "flip":
-        at = raw.index(b"says", len(raw) // 2) if b"says" in raw[len(raw) // 2 :] else len(raw) // 2
-        overwrite(path, at, bytes([raw[at] ^ 1]))
+        at = len(raw) // 2
+        overwrite(path, at, bytes(each ^ 1 for each in raw[at : at + 64]))
     elif how == "append":
         path.write_bytes(raw + raw[-100:])
     elif how == "cut":
@@ -261,7 +263,7 @@ def test_a_prepared_block_is_compared_after_each_write(tmp_path: Path) -> None:
     prepare(plan(data, tmp_path / "out"), silent)
     found = opened(DataConfig(source="tokens", path=str(tmp_path / "out")), tmp_path)
     expected = reads_all(found)
-    [path] = (tmp_path / "out").glob("shard-*.bin")
+    path = min((tmp_path / "out").glob("shard-*.bin"))
     path.touch()
     assert all((a == b).all() for a, b in zip(reads_all(found), expected, strict=True))
     flip(path, path.stat().st_size // 2)

@@ -76,7 +76,7 @@ def test_document_that_changed_after_indexing() -> None:
     encoded = EncodedDocuments(source, ByteTokenizer(), build_index(source, ByteTokenizer(), None))
     source.texts[1] = "dex"
     assert len(encoded[0].ids) == 5
-    with pytest.raises(StorageError, match="document 1 of texts\n.*5 tokens; it had 4"):
+    with pytest.raises(StorageError, match="document 1 of texts has another content than"):
         encoded[1]
 
 

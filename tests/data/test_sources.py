@@ -148,7 +148,7 @@ def test_fingerprint_follows_content_not_place(tmp_path: Path) -> None:
 
 def test_corpus_is_the_standard_library() -> None:
     source = open_source(DataConfig(), 0)
-    names = [file.name for file in source.records._files]  # type: ignore[attr-defined]
+    names = [file.name for file in source.records.files]  # type: ignore[attr-defined]
     assert len(source) > 300
     assert "json/decoder.py" in names
     assert not [name for name in names if "site-packages" in name or name.startswith("test/")]

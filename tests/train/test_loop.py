@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import random
 import re
 import shutil
@@ -425,6 +426,27 @@ def test_other_data_needs_a_flag(copy: Path, tiny: Path, run: Run):
     assert not re.search(r"[0-9a-f]{20}", output)
     output = run(*arguments, "data.allow_change=true")
     assert "warning: data: validation_fraction was 0.2 when step 24 was saved and is 0.3" in output
+
+
+@pytest.mark.fault("F24")
+def test_a_changed_byte_is_other_data(copy: Path, tiny: Path, run: Run):
+    """A copy of the files is the same data; a copy with one other byte is not."""
+    texts = Path(shutil.copytree(tiny.parent / "text", copy.parent / "text"))
+    arguments = ("train", tiny, f"run.dir={copy.parent}", f"data.path={texts}", "train.steps=25")
+    before, raw = (texts / "7.txt").stat(), (texts / "7.txt").read_bytes()
+    (texts / "7.txt").write_bytes(raw[:10] + bytes([raw[10] ^ 1]) + raw[11:])
+    os.utime(texts / "7.txt", ns=(before.st_atime_ns, before.st_mtime_ns))
+    output = run(*arguments, code=2)
+    is_explained(output)
+    assert re.search(
+        r"when step 24 was saved: .*the content of 7\.txt was [0-9a-f]{12} and", output
+    )
+    assert "the content of 8.txt" not in output and "data.allow_change=true" in output
+    (texts / "7.txt").write_bytes(raw)
+    assert "resuming" in run(*arguments)
+    (texts / "7.txt").write_bytes(raw[:10] + bytes([raw[10] ^ 1]) + raw[11:])
+    output = run(*arguments[:-1], "train.steps=26", "data.allow_change=true")
+    assert "warning: data: the content of 7.txt was" in output
 
 
 @pytest.mark.fault("F16")

@@ -107,7 +107,7 @@ class Records(Protocol):
 
 
 class FileDigests(Protocol):
-    """Digests of the content of files; see `Digests`."""
+    """Digests of files; see `digests.Digests`."""
 
     def content(self, sources: Sequence[File], moved: Moved | None = None) -> Mapping[str, str]: ...
 
@@ -132,7 +132,7 @@ class RecordSource:
 
     def __getstate__(self) -> dict[str, Any]:
         """For other processes: each counts what it skips."""
-        return {**self.__dict__, "_skipped": set(), "_lock": None}
+        return {**self.__dict__, "_skipped": set(), "_lock": None, "_digests": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update({**state, "_lock": threading.Lock()})

@@ -229,7 +229,7 @@ def _resumed(folder: Path, journal: BinaryIO, spec: Spec) -> _Done:
 def _check_unchanged(folder: Path, source: Source, encoder: encode.Encoder, done: _Done) -> None:
     """Compares some of the documents that are done with those of the source.
 
-    What identifies a source are names, sizes and edges of files, and not all that is in them.
+    The journal of an earlier release has no digests of files.
 
     Raises:
         ConfigError: one is another document now.
