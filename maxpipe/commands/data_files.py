@@ -73,16 +73,22 @@ def overrides(keys: Mapping[str, Any]) -> list[str]:
     return [f"{key}={text}" for key, text in texts.items()]
 
 
-def _is_data(argument: str) -> bool:
-    """Return whether an input is the path of data: neither a config, a run nor a model."""
+def is_config(argument: str) -> bool:
+    """Return whether an input is an override, the path of a config or the name of one."""
     from maxpipe.config import shipped
     from maxpipe.config.check import is_override
     from maxpipe.config.inputs import SUFFIXES
+
+    if argument.startswith("-") or is_override(argument):
+        return True
+    return Path(argument).suffix in SUFFIXES or shipped.meant(argument) is not None
+
+
+def _is_data(argument: str) -> bool:
+    """Return whether an input is the path of data: neither a config, a run nor a model."""
     from maxpipe.config.paths import CONFIG_FILE
 
-    if not argument or argument.startswith("-") or is_override(argument):
-        return False
-    if Path(argument).suffix in SUFFIXES or shipped.meant(argument):
+    if not argument or is_config(argument):
         return False
     if scheme(argument) or _names_data(argument):
         return True
