@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
 from maxpipe.commands.parser import RUN, Commands, write_file
@@ -15,10 +16,7 @@ def _curves(options: argparse.Namespace) -> int:
     from maxpipe.checkpoint.address import whole_run
     from maxpipe.telemetry import curves
 
-    path = Path(options.out)
-    if path.suffix not in curves.FORMS:
-        rule = f"must end in {' or '.join(curves.FORMS)}."
-        raise ConfigError.one("command line: --out", options.out, rule, "Write curves.svg.")
+    paths = _paths(options, curves.FORMS)
     tags = [tag.strip() for tag in options.tags.split(",") if tag.strip()]
     if not tags:
         rule = "must name a number of metrics.jsonl."
@@ -28,12 +26,31 @@ def _curves(options: argparse.Namespace) -> int:
         run_dir = whole_run(given).run_dir
         found[Path(run_dir).absolute().name] = curves.read(run_dir, tags)
     drawn = curves.picture(found)
-    if path.suffix == ".png":
-        write_file(path, "--out", drawn.png)
-    else:
-        write_file(path, "--out", lambda target: files.write(target, drawn.svg()))
-    print(f"wrote {path}")
+    for option, kind, path in paths:
+        if kind == ".png":
+            write_file(path, option, drawn.png)
+        else:
+            write_file(path, option, lambda target: files.write(target, drawn.svg()))
+        print(f"wrote {path}")
     return ExitCode.DONE
+
+
+def _paths(options: argparse.Namespace, forms: Sequence[str]) -> list[tuple[str, str, Path]]:
+    """Return option, ending and file of each picture."""
+    found = []
+    if options.out is not None:
+        path = Path(options.out)
+        if path.suffix not in forms:
+            rule = f"must end in {' or '.join(forms)}."
+            raise ConfigError.one("command line: --out", options.out, rule, "Write curves.svg.")
+        found.append(("--out", path.suffix, path))
+    for kind in ("svg", "png"):
+        if (name := getattr(options, kind)) is not None:
+            found.append((f"--{kind}", f".{kind}", Path(name)))
+    if not found:
+        rule = "names no file for the picture."
+        raise ConfigError.one("command line", None, rule, "Add --out curves.svg.")
+    return found
 
 
 def add(commands: Commands) -> None:
@@ -54,5 +71,7 @@ def add(commands: Commands) -> None:
         metavar="TAG,...",
         help="numbers of metrics.jsonl (train/loss,eval/loss)",
     )
-    parser.add_argument("--out", required=True, metavar="FILE", help="FILE.svg or FILE.png")
+    parser.add_argument("--out", metavar="FILE", help="write FILE.svg or FILE.png")
+    parser.add_argument("--svg", metavar="FILE", help="write a picture for browsers and documents")
+    parser.add_argument("--png", metavar="FILE", help="write the same picture as pixels")
     parser.set_defaults(command=_curves)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from maxpipe.boundary import redact
 from maxpipe.boundary.files import full, scheme
+from maxpipe.commands.data_files import DATA_HELP, with_data_files
 from maxpipe.commands.data_look import add_look
 from maxpipe.commands.data_mixture import add_mixture
 from maxpipe.commands.parser import Commands, add_inputs, count, read_data_config, subcommands
@@ -26,7 +27,7 @@ def _prepare(options: argparse.Namespace) -> int:
     from maxpipe.data.sections import in_section
     from maxpipe.data.stream import seed_of
 
-    config = read_data_config(options.inputs).config
+    config = read_data_config(with_data_files(options.inputs)).config
     if scheme(options.out):
         rule = "must be a folder on this machine: files are written as documents are read."
         action = "Name a folder here, and copy it to the bucket afterwards, with `gcloud storage "
@@ -106,10 +107,10 @@ def _add_prepare(actions: Commands) -> None:
         description="Tokenize the documents that data.* and tokenizer.* describe, in parallel\n"
         "processes, into a folder for data.source=tokens. After a stop the same command goes on;\n"
         "the files are the same, whatever the number of processes.",
-        epilog="example: maxpipe data prepare my-run.yml data.source=jsonl data.path='*.jsonl' "
-        "--out tokens\nthen:    maxpipe train my-run.yml data.source=tokens data.path=tokens",
+        epilog="example: maxpipe data prepare my-run.yml '*.jsonl' --out tokens\n"
+        "then:    maxpipe train my-run.yml data.source=tokens data.path=tokens",
     )
-    add_inputs(prepare)
+    add_inputs(prepare, "DATA|", DATA_HELP)
     prepare.add_argument("--out", required=True, metavar="DIR", help="folder to write")
     prepare.add_argument(
         "--source",

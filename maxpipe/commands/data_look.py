@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from maxpipe.boundary import redact
 from maxpipe.boundary.files import full
+from maxpipe.commands.data_files import DATA_HELP, with_data_files
 from maxpipe.commands.parser import (
     INPUTS_HELP,
     OF_RUN,
@@ -21,6 +22,7 @@ from maxpipe.commands.parser import (
     count,
     integer,
     read_config,
+    read_data_config,
     write_file,
 )
 from maxpipe.commands.progress import Progress
@@ -93,7 +95,7 @@ def batch_of_step(folder: str, step: int) -> int:
 
 def _show(options: argparse.Namespace) -> int:
     inputs, folder = named_inputs(options.inputs)
-    config = read_config(inputs).config
+    config = read_data_config(with_data_files(inputs)).config
     from maxpipe.data.look import shown
 
     datasets = opened(config, folder)
@@ -248,7 +250,7 @@ def _stats(options: argparse.Namespace) -> int:
     if options.out is not None:
         _check_form(options.out)
     inputs, _ = named_inputs(options.inputs)
-    config = read_config(inputs).config
+    config = read_data_config(with_data_files(inputs)).config
     from maxpipe.data import statistics_page
 
     found = list(_counted(config))
@@ -364,10 +366,10 @@ def _add_show(actions: Commands) -> None:
         description="Print rows of a step's batch as text, exactly as training reads them: the\n"
         "documents in each with their places, control tokens by name, and what the model is\n"
         "trained to predict. What it is not is grey on a terminal and in ⟦ ⟧ elsewhere.",
-        epilog="examples:\n  maxpipe data show my-run.yml -n 3\n"
+        epilog="examples:\n  maxpipe data show docs.jsonl\n  maxpipe data show my-run.yml -n 3\n"
         "  maxpipe data show runs/my-run --step 1200 --row 7",
     )
-    add_inputs(show, "RUN|", RUN_HELP)
+    add_inputs(show, "DATA|RUN|", DATA_HELP + RUN_HELP)
     show.add_argument("-n", type=count, metavar="N", help="rows; default 3, or 1 with --row")
     show.add_argument("--step", type=step_number, default=1, metavar="K", help="counted from 1 (1)")
     show.add_argument("--row", type=_natural, metavar="R", help="of the step's batch, from 0 (0)")
@@ -387,9 +389,10 @@ def _add_stats(actions: Commands) -> None:
         description="Read every document once and print how many there are, their lengths in\n"
         "tokens, duplicates, bytes per token, empty ones, those that are not UTF-8 or cannot be\n"
         "read, and how well they fill sequences.",
-        epilog="example: maxpipe data stats my-run.yml --out stats.html",
+        epilog="examples:\n  maxpipe data stats docs.jsonl\n"
+        "  maxpipe data stats my-run.yml --out stats.html",
     )
-    add_inputs(stats, "RUN|", RUN_HELP)
+    add_inputs(stats, "DATA|RUN|", DATA_HELP + RUN_HELP)
     stats.add_argument("--json", action="store_true", help="print one JSON object")
     stats.add_argument("--out", metavar="FILE", help="write a picture: FILE.html or FILE.png")
     stats.set_defaults(command=_stats)

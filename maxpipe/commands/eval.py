@@ -112,7 +112,6 @@ def _choices_page(found: dict[str, Any]) -> str:
 def _documents(options: argparse.Namespace) -> list[str]:
     """The overrides that say to read the files of `--data`."""
     from maxpipe.config.data import COLUMNS
-    from maxpipe.config.documents import one_line
     from maxpipe.data.sources import source_of
 
     path, where = options.data, "command line: --data"
@@ -123,7 +122,7 @@ def _documents(options: argparse.Namespace) -> list[str]:
             rule = f"says which documents to take, and {each} says it, too."
             raise ConfigError.one(where, path, rule, "Leave one of them out.")
     source = source_of(path, where)
-    found = [f"data.source={source}", f"data.path={one_line(path)}", "data.paths=[]"]
+    found = [f"data.source={source}", f"data.path={path}", "data.paths=[]"]
     found += ["data.mixture={}", "data.mixture_stages=[]", "data.mixture_temperature=1"]
     without = ["data.template=", "data.chat=off", "data.chat_template="]
     without.append("train.objective=pretrain")

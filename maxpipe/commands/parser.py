@@ -149,7 +149,7 @@ def read_data_config(inputs: Sequence[str]) -> Loaded:
 
 _STAND_IN = {
     **{"num_layers": 1, "d_model": 128, "num_heads": 1, "num_kv_heads": 1, "head_size": 128},
-    **{"d_mlp": 128, "vocab_size": 512},
+    **{"d_mlp": 128, "vocab_size": 1 << 30},
 }
 """A model in place of one that documents do not need."""
 

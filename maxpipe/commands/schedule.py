@@ -6,7 +6,7 @@ import argparse
 import math
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,9 +40,10 @@ def _schedule(options: argparse.Namespace) -> int:
             own["repeats"] = _usual_repeats(name) or sizes["repeats"]
         schedules.append(catalog.build(name, **own))
     if options.compare is not None:
-        print(draw.comparison(schedules, costs))
+        written = _write_drawings(options, schedules, costs)
+        print(draw.comparison(schedules, costs), *(f"wrote {path}" for path in written), sep="\n")
     elif _drawings(options):
-        written = _write_drawings(options, schedules[0], costs)
+        written = _write_drawings(options, schedules, costs)
         print(draw.summary(schedules[0], costs), *(f"wrote {path}" for path in written), sep="\n")
     else:
         print(draw.text(schedules[0], costs, width=shutil.get_terminal_size().columns))
@@ -71,18 +72,38 @@ _DRAWINGS = {
 }
 
 
+_ENDINGS = {".svg": "svg", ".png": "png", ".csv": "csv", ".json": "perfetto"}
+"""Endings of the file of `--out`, and the drawing that each means."""
+
+
 def _drawings(options: argparse.Namespace) -> dict[str, Path]:
     """The requested drawings and their files."""
     asked = {kind: getattr(options, kind) for kind in _DRAWINGS}
-    return {kind: Path(path) for kind, path in asked.items() if path is not None}
+    found = {kind: Path(path) for kind, path in asked.items() if path is not None}
+    if options.out is None:
+        return found
+    where, kind = "command line: --out", _ENDINGS.get(Path(options.out).suffix)
+    if kind is None:
+        rule = f"must end in {', '.join(_ENDINGS)}."
+        raise ConfigError.one(where, options.out, rule, "Write --out schedule.svg.")
+    if kind in found:
+        rule = f"names the same kind of file as --{kind}."
+        raise ConfigError.one(where, options.out, rule, f"Remove --out or --{kind}.")
+    return found | {kind: Path(options.out)}
 
 
-def _write_drawings(options: argparse.Namespace, schedule: Schedule, costs: Costs) -> list[Path]:
+def _write_drawings(
+    options: argparse.Namespace, schedules: Sequence[Schedule], costs: Costs
+) -> list[Path]:
+    """Write the pictures of all schedules, and the actions and the trace of the only one."""
     from maxpipe.schedule import notation, pictures
 
+    schedule = schedules[0]
     writers: dict[str, Callable[[Path], object]] = {
-        "svg": lambda path: path.write_text(pictures.svg(schedule, costs), encoding="utf-8"),
-        "png": lambda path: pictures.png(schedule, path, costs),
+        "svg": lambda path: path.write_text(
+            pictures.drawings(schedules, costs).svg(), encoding="utf-8"
+        ),
+        "png": lambda path: pictures.drawings(schedules, costs).png(path),
         "csv": lambda path: path.write_text(notation.to_csv(schedule), encoding="utf-8"),
         "perfetto": lambda path: path.write_text(
             pictures.perfetto(schedule, costs), encoding="utf-8"
@@ -143,11 +164,12 @@ def _unknown_schedule(where: str, name: str) -> ConfigError:
 
 
 def _check_alone(options: argparse.Namespace, names: list[str]) -> None:
-    """`--compare` names the schedules and prints a table, nothing else."""
+    """`--compare` names the schedules; its drawings are pictures."""
     others = [f"{names[0]} names a schedule too"] if names else []
-    others += [f"--{kind} draws one schedule" for kind in _drawings(options)]
+    single = [kind for kind in _drawings(options) if kind not in ("svg", "png")]
+    others += [f"--{kind} writes one schedule" for kind in single]
     if others:
-        rule = f"prints a table of the schedules that it names, and {others[0]}."
+        rule = f"compares the schedules that it names, and {others[0]}."
         action = f"Leave out --compare or {others[0].split()[0]}."
         raise ConfigError.one("command line: --compare", options.compare, rule, action)
 
@@ -227,8 +249,9 @@ def add(commands: Commands) -> None:
         "schedule",
         help="draw and compare pipeline schedules",
         description="Draw a pipeline schedule as text: by name, from a CSV file, or the one that\n"
-        "config files and overrides give. With --svg, --png, --csv or --perfetto, write it to\n"
-        "files instead. With --compare, print a table of several.",
+        "config files and overrides give. With --out, --svg, --png, --csv or --perfetto, write it\n"
+        "to files instead. With --compare, print a table of several, and draw them below each\n"
+        "other with --svg or --png.",
         epilog="examples:\n  maxpipe schedule 1f1b --stages 4 --microbatches 8\n"
         "  maxpipe schedule zb_v --costs 1,1,1.2 --svg zb_v.svg --csv zb_v.csv\n"
         "  maxpipe schedule file:zb_v.csv\n"
@@ -263,8 +286,13 @@ def add(commands: Commands) -> None:
     parser.add_argument(
         "--compare",
         metavar="NAME,NAME,...",
-        help="print a table of these schedules; --repeats counts where it can be chosen, and 1f1b "
-        "has one",
+        help="print a table of these schedules; --repeats applies to those that accept any "
+        "number, and 1f1b is compared with one repeat",
+    )
+    parser.add_argument(
+        "--out",
+        metavar="FILE",
+        help="write FILE.svg, FILE.png, FILE.csv, or FILE.json for Perfetto",
     )
     for kind, about in _DRAWINGS.items():
         parser.add_argument(f"--{kind}", metavar="FILE", help=f"write {about}")

@@ -10,11 +10,15 @@ from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 from maxpipe.boundary import redact
 from maxpipe.boundary.files import full
-from maxpipe.commands.parser import Commands, count, subcommands
+from maxpipe.commands.data_files import is_config, with_data_files
+from maxpipe.commands.data_look import named_inputs
+from maxpipe.commands.parser import Commands, add_inputs, count, read_data_config, subcommands
 from maxpipe.commands.progress import Progress
 from maxpipe.errors import ConfigError, ExitCode
 
 if TYPE_CHECKING:
+    from maxpipe.config.data_schema import SourceConfig
+    from maxpipe.data.sources import Source
     from maxpipe.data.tokenizer import Tokenizer
 
 _MOST_SHOWN = 40
@@ -33,7 +37,7 @@ def _train(options: argparse.Namespace) -> int:
     folder = full(options.out, "command line: --out")
     check_outside(folder, "command line: --out")
     train_tokenizer.check_free(folder)
-    sources = train_tokenizer.open_corpus(options.files, options.field)
+    sources = _sources(options)
     progress = Progress()
     try:
         content = train_tokenizer.train(sources, options.kind, size, progress.report)
@@ -54,6 +58,40 @@ def _train(options: argparse.Namespace) -> int:
     shown = f"tokenizer.kind=huggingface {where} model.vocab_size={made.vocab_size}"
     print(redact.shown(f"train with it: {shown}"))
     return ExitCode.DONE
+
+
+def _sources(options: argparse.Namespace) -> list[Source]:
+    """The documents of files, or of the `data.*` keys of a config and of overrides."""
+    from maxpipe.config.data import all_sources
+    from maxpipe.data.sections import in_section
+    from maxpipe.data.sources import open_source
+    from maxpipe.data.stream import seed_of
+    from maxpipe.data.train_tokenizer import open_corpus
+
+    inputs, _ = named_inputs(options.inputs)
+    if not inputs:
+        rule = "must name files, a config or data.* keys."
+        action = "Name a file, such as `maxpipe tokenizer train docs.jsonl`."
+        raise ConfigError.one("command line: FILE", None, rule, action)
+    if not any(map(is_config, inputs)):
+        return open_corpus(inputs, options.field or "text")
+    given = [f"data.field={options.field}"] if options.field else []
+    config = read_data_config([*with_data_files(inputs), *given]).config
+    index = str(full(config.run.dir, "run.dir") / ".index")
+    found = []
+    for name, source in all_sources(config.data).items():
+        with in_section(name):
+            _check_texts(source)
+            seed = seed_of(name, config.run.seed)
+            found.append(open_source(source, seed, cache_dir=index))
+    return found
+
+
+def _check_texts(source: SourceConfig) -> None:
+    if source.chat != "off":
+        rule = "must be off: a vocabulary is learned from texts, not from conversations."
+        action = "Set data.chat=off, and data.field or data.template to columns of text."
+        raise ConfigError.one("data.chat", source.chat, rule, action)
 
 
 def _show(options: argparse.Namespace) -> int:
@@ -119,16 +157,18 @@ def add(commands: Commands) -> None:
     train = actions.add_parser(
         "train",
         help="learn a vocabulary from text",
-        description="Learn a byte-level vocabulary from text, JSON lines or ArrayRecord, and\n"
-        "write it as a Hugging Face folder. The same files give the same tokenizer.",
+        description="Learn a byte-level vocabulary from text, JSON lines, Parquet or ArrayRecord,\n"
+        "or from the documents that data.* describes, and write it as a Hugging Face folder. The\n"
+        "same files give the same tokenizer.",
         epilog="example: maxpipe tokenizer train 'data/*.jsonl' --vocab-size 32768 --out mine\n"
+        "     or: maxpipe tokenizer train my-run.yml --vocab-size 32768 --out mine\n"
         "then:    maxpipe train my-run.yml tokenizer.kind=huggingface tokenizer.path=mine",
     )
-    train.add_argument("files", nargs="+", metavar="FILE", help="file, folder or glob pattern")
+    add_inputs(train, "DATA|", "files, folders or glob patterns of data; or a run, or ")
     train.add_argument("--vocab-size", type=count, required=True, metavar="N", help="ids at most")
     train.add_argument("--out", required=True, metavar="DIR", help="folder to write; must be free")
     train.add_argument("--kind", choices=("bpe", "unigram"), default="bpe", help="default bpe")
-    train.add_argument("--field", default="text", help="text field of JSON; default text")
+    train.add_argument("--field", help="text field of JSON, as data.field (default: text)")
     train.set_defaults(command=_train)
     show = actions.add_parser(
         "show",

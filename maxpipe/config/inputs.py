@@ -15,6 +15,7 @@ from maxpipe.config.rules import did_you_mean, folder_name
 from maxpipe.errors import ConfigError, Problem
 
 SUFFIXES = (".yml", ".yaml")
+_DATA = (".jsonl", ".parquet", ".txt", ".array_record", ".arrayrecord", ".arrow", ".gz", ".zst")
 _MAX_BYTES = 1 << 20
 _LIST = "`maxpipe configs list` shows the configs that maxpipe ships"
 
@@ -72,6 +73,9 @@ def _not_a_file(argument: str, keys: Collection[str]) -> Problem:
         "is neither a file that ends in .yml or .yaml, nor a config that maxpipe ships, nor "
         "`section.key=value`."
     )
+    if os.path.isfile(argument) and os.path.splitext(argument)[1] in _DATA:
+        action = f"Name a config, and set data.path={argument} with its data.source."
+        return Problem(where, "", f"{rule} It is a file of data.", action)
     if os.path.isfile(argument):  # pathlib raises for a name that is too long
         return Problem(where, "", rule, f"Rename the file to {argument}.yml.")
     if os.path.isfile(inside := os.path.join(argument, CONFIG_FILE)):

@@ -111,11 +111,12 @@ def _open_records(
             )
 
 
-_ENDINGS: dict[str, Kind] = {".jsonl": "jsonl", ".parquet": "parquet", ".array": "arrayrecord"}
+ENDINGS: dict[str, Kind] = {".jsonl": "jsonl", ".parquet": "parquet", ".array": "arrayrecord"}
+"""Parts of file names that tell their source; any other file is text."""
 
 
 def _kind_of(name: str) -> Kind:
-    for part, kind in _ENDINGS.items():
+    for part, kind in ENDINGS.items():
         if part in name:
             return kind
     return "text"

@@ -8,7 +8,7 @@ slots. Time is that of lockstep ticks at given costs.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -39,6 +39,14 @@ def png(schedule: Schedule, path: Path, costs: Costs = EQUAL_COSTS) -> None:
 def drawing(schedule: Schedule, costs: Costs = EQUAL_COSTS) -> Canvas:
     """The picture, to be written or put below another one."""
     return _Picture(schedule, costs).canvas
+
+
+def drawings(schedules: Sequence[Schedule], costs: Costs = EQUAL_COSTS) -> Canvas:
+    """Return the pictures of several schedules below each other."""
+    canvas = drawing(schedules[0], costs)
+    for schedule in schedules[1:]:
+        canvas.put(drawing(schedule, costs), canvas.height)
+    return canvas
 
 
 def perfetto(schedule: Schedule, costs: Costs = EQUAL_COSTS) -> str:

@@ -150,3 +150,23 @@ def test_show(capsys: Capture) -> None:
     assert "No such file" in capsys.readouterr().err
     assert main(["tokenizer", "show", str(GOLDEN / "ranks.tiktoken")]) == 2
     assert "tokenizer.preset" in capsys.readouterr().err
+
+
+def test_a_config_and_keys_name_the_documents(corpus: Path, capsys: Capture) -> None:
+    common = ["--vocab-size", "389", "--out"]
+    lines = corpus / "lines/a.jsonl"
+    assert train(str(lines), "--field", "body", *common, str(corpus / "a")) == 0
+    keys = ["data.source=jsonl", f"data.path={lines}", "data.field=body", f"run.dir={corpus}"]
+    assert train(*keys, *common, str(corpus / "b")) == 0
+    config = corpus / "mine.yml"
+    source = f"{{source: jsonl, path: {lines}, field: body}}"
+    config.write_text(f"data: {{mixture: {{one: {source}}}}}\nrun: {{dir: {corpus}}}\n")
+    assert train(str(config), *common, str(corpus / "c")) == 0
+    wanted = (corpus / "a/tokenizer.json").read_bytes()
+    for name in ("b", "c"):
+        assert (corpus / name / "tokenizer.json").read_bytes() == wanted
+    capsys.readouterr()
+    assert train(*keys, "data.chat=messages", *common, str(corpus / "d")) == 2
+    assert "data.chat = messages\n  must be off" in capsys.readouterr().err
+    assert train(*common, str(corpus / "d")) == 2
+    assert "must name files, a config or data.* keys." in capsys.readouterr().err

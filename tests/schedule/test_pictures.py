@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from maxpipe.cli import main
 from maxpipe.schedule import draw, pictures
 from maxpipe.schedule.catalog import SCHEDULES, build, forward_only
 from maxpipe.schedule.table import Costs, Ring, Schedule
@@ -223,3 +224,30 @@ def test_without_a_file_nothing_of_pillow_or_jax_is_loaded() -> None:
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ran.stdout.strip() == "[]"
+
+
+def test_compared_schedules_are_drawn_below_each_other(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "both.svg"
+    sizes = ["--stages", "2", "--microbatches", "4"]
+    assert main(["schedule", "--compare", "1f1b,zb_v", *sizes, "--svg", str(path)]) == 0
+    assert capsys.readouterr().out.endswith(f"wrote {path}\n")
+    both = path.read_text()
+    alone = [
+        pictures.drawing(build(name, stages=2, repeats=r, microbatches=4))
+        for name, r in (("1f1b", 1), ("zb_v", 2))
+    ]
+    assert f'height="{round(sum(each.height for each in alone))}"' in both
+    titles = [label.text for each in alone for label in each.labels if label.bold]
+    assert all(title in both for title in titles) and len(titles) == 2
+
+
+@pytest.mark.parametrize("ending", ["svg", "png", "csv", "json"])
+def test_out_writes_what_the_ending_says(tmp_path: Path, ending: str) -> None:
+    kind = {"json": "perfetto"}.get(ending, ending)
+    one, other = tmp_path / f"a.{ending}", tmp_path / "b"
+    assert main(["schedule", "zb_v", "--out", str(one), f"--{kind}", str(other)]) == 2
+    assert main(["schedule", "zb_v", "--out", str(one)]) == 0
+    assert main(["schedule", "zb_v", f"--{kind}", str(other)]) == 0
+    assert one.read_bytes() == other.read_bytes()

@@ -55,7 +55,9 @@ def test_tags_that_end_alike_share_a_panel(runs: Path) -> None:
 def test_the_command_writes_a_picture(suffix: str, runs: Path, capsys: Capture) -> None:
     assert main(["curves", "one", "runs/two", "--out", f"loss.{suffix}"]) == 0
     assert capsys.readouterr().out == f"wrote loss.{suffix}\n"
+    assert main(["curves", "one", "runs/two", f"--{suffix}", "again"]) == 0
     content = (runs / f"loss.{suffix}").read_bytes()
+    assert (runs / "again").read_bytes() == content
     assert content.startswith({"svg": b"<svg", "png": b"\x89PNG"}[suffix])
 
 
@@ -66,6 +68,7 @@ def test_the_command_writes_a_picture(suffix: str, runs: Path, capsys: Capture) 
         (["one", "--out", "a.svg", "--tags", " ,"], 2, "must name a number"),
         (["one", "--out", "a.svg", "--tags", "train/los"], 2, "Take --tags train/loss."),
         (["three", "--out", "a.svg"], 2, "three"),
+        (["one"], 2, "Add --out curves.svg."),
         (["one", "--out", "no/a.svg"], 74, "cannot be written"),
     ],
 )

@@ -1,0 +1,94 @@
+"""Data files in place of a config: the keys that read them are inferred and printed."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from maxpipe.cli import main
+
+_TOKENIZER = Path(__file__).parents[1] / "golden/tokenizers/folder"
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    texts = [{"text": f"document {i} has a text of its own"} for i in range(6)]
+    (tmp_path / "docs.jsonl").write_text("".join(json.dumps(each) + "\n" for each in texts))
+    return tmp_path
+
+
+def _chats(path: Path, field: str) -> None:
+    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+    path.write_text(f"{json.dumps({field: turns, 'id': 1})}\n" * 4)
+
+
+def _run(capsys: pytest.CaptureFixture[str], *command: str, code: int = 0) -> tuple[str, str]:
+    assert main(["data", *command]) == code
+    found = capsys.readouterr()
+    return found.out, found.err
+
+
+def test_a_file_a_folder_and_a_pattern_are_read(here: Path, capsys) -> None:
+    (here / "folder").mkdir()
+    shutil.copy("docs.jsonl", "folder/a.jsonl")
+    for path in ("docs.jsonl", "folder", "*.jsonl"):
+        out, err = _run(capsys, "stats", path, "--json")
+        assert json.loads(out)["documents"] == 6
+        assert f"{path}: read with data.source=jsonl" in err
+    out, _ = _run(capsys, "stats", "docs.jsonl", "folder/a.jsonl", "--json")
+    assert json.loads(out)["documents"] == 12
+    out, _ = _run(capsys, "show", "docs.jsonl", "-n", "1")
+    assert "docs.jsonl:1" in out and "⟦<begin>⟧document 0 has a text of its own<end>" in out
+
+
+def test_a_file_replaces_the_documents_of_a_config(here: Path, capsys) -> None:
+    mixed = ["data.mixture.a.source=corpus", "data.mixture.a.weight=1"]
+    (here / "mine.yml").write_text("data: {mixture: {a: {source: corpus}}}\ntrain: {steps: 2}\n")
+    out, _ = _run(capsys, "stats", "mine.yml", "docs.jsonl", "--json")
+    assert json.loads(out)["documents"] == 6
+    _, err = _run(capsys, "stats", "docs.jsonl", *mixed[:1], "data.path=x", code=2)
+    assert "names the documents to read, and data.path names them too." in err
+
+
+def test_a_prepared_folder_is_read_with_its_tokenizer(here: Path, capsys) -> None:
+    keys = ["tokenizer.kind=huggingface", f"tokenizer.path={_TOKENIZER}"]
+    _run(capsys, "prepare", "docs.jsonl", *keys, "--out", "tokens", "--workers", "1")
+    out, err = _run(capsys, "show", "tokens", "-n", "1")
+    assert "document 0 has a text of its own" in out
+    assert f"tokenizer.kind=huggingface tokenizer.path={_TOKENIZER}" in err
+    out, _ = _run(capsys, "stats", "tokens", "--json")
+    assert json.loads(out)["documents"] == 6
+
+
+@pytest.mark.parametrize("field", ["messages", "conversations"])
+def test_conversations_are_recognised(here: Path, capsys, field: str) -> None:
+    _chats(here / "chat.jsonl", field)
+    keys = ["tokenizer.kind=huggingface", f"tokenizer.path={_TOKENIZER}"]
+    out, err = _run(capsys, "show", "chat.jsonl", *keys, "-n", "1")
+    assert "Hello<|stop|>" in out and "Hi⟧" in out
+    named = "" if field == "messages" else f" data.messages_field={field}"
+    assert err.startswith(
+        f"chat.jsonl: read with data.source=jsonl data.path=chat.jsonl data.chat=messages{named}\n"
+    )
+
+
+def test_what_is_set_is_not_inferred(here: Path, capsys) -> None:
+    _chats(here / "chat.jsonl", "messages")
+    _, err = _run(capsys, "stats", "chat.jsonl", "data.field=id", code=0)
+    assert "data.chat" not in err
+
+
+def test_paths_that_cannot_be_read_together(here: Path, capsys) -> None:
+    _run(capsys, "prepare", "docs.jsonl", "--out", "tokens", "--workers", "1")
+    _, err = _run(capsys, "stats", "docs.jsonl", "tokens", code=2)
+    assert "command line: tokens\n  is read with data.source=tokens, and docs.jsonl with" in err
+    _, err = _run(capsys, "stats", "nowhere.jsonl", code=2)
+    assert "must be a file, a folder or a glob pattern that matches files" in err
+
+
+def test_train_names_a_data_file_as_data(here: Path, capsys) -> None:
+    assert main(["train", "docs.jsonl"]) == 2
+    assert "It is a file of data." in (err := capsys.readouterr().err)
+    assert "Name a config, and set data.path=docs.jsonl with its data.source." in err
