@@ -71,7 +71,8 @@ VALUES: dict[str, dict[str, str]] = {
         ),
     },
     "optim.schedule": {
-        "warmup_cosine cosine_decay cosine_with_warmup cosine_with_min_lr cosine_annealing": "cosine",
+        "warmup_cosine cosine_decay cosine_with_warmup cosine_with_min_lr "
+        "cosine_annealing": "cosine",
         "warmup_linear linear_decay linear_with_warmup": "linear",
         "none constant_with_warmup fixed": "constant",
         "warmup_stable_decay trapezoidal": "wsd",
@@ -109,9 +110,10 @@ VALUES: dict[str, dict[str, str]] = {
         "true all yes on block layer": "full",
         "false no off nothing": "none",
         "minimal minimal_flash save_dot_except_mlp save_dot_except_mlpwi save_qkv_proj "
-        "save_dot_with_context_except_mlp save_out_proj minimal_with_context memory_budget": "names",
+        "save_dot_with_context_except_mlp save_out_proj minimal_with_context "
+        "memory_budget": "names",
         "minimal_offloaded qkv_proj_offloaded": (
-            "Set pipeline.remat=names, and pipeline.offloaded_names to what is moved to host memory."
+            "Set pipeline.remat=names, and pipeline.offloaded_names to the names in host memory."
         ),
         "selective dots matmul custom": (
             "Set pipeline.remat=names, and pipeline.saved_names to what is kept."

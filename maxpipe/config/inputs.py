@@ -98,9 +98,11 @@ def _not_a_file(argument: str, keys: Collection[str]) -> Problem:
 
 def _folder_of_hub(argument: str) -> str:
     guess = did_you_mean(os.path.basename(argument).lower(), shipped.configs())
-    if guess:
-        return f"Write {guess} for the shape of a similar model, or download and import this one: `hf download {argument} --local-dir base`, `maxpipe import base --out runs/base`."
-    return f"Run `hf download {argument} --local-dir base` and `maxpipe import base --out runs/base`, and give runs/base/{CONFIG_FILE}."
+    similar = f"Write {guess} for a similar shape, or run" if guess else "Run"
+    return (
+        f"{similar} `hf download {argument} --local-dir base` and `maxpipe import base --out "
+        f"runs/base`, and give runs/base/{CONFIG_FILE}."
+    )
 
 
 def broken_link(path: str | os.PathLike[str]) -> str:

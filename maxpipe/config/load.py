@@ -105,8 +105,8 @@ def load(
     in_files = [assignment for each in read if each for assignment in each]
     from_overrides = [each for arg in overrides for each in from_override(arg, problems)]
     model = named_model(in_files, from_overrides, problems, is_saved=bool(saved and origin))
-    assignments += [*model.before, *in_files, *model.after, *from_overrides]
-    assignments = [each for each in assignments if not is_reference(each)]
+    given = [*model.before, *in_files, *model.after, *from_overrides]
+    assignments += [each for each in given if not is_reference(each)]
     cautions = tuple(cautions_about(assignments, saved_as=origin))
     problems += set_twice(assignments)
     assignments = [to_new_key(assignment) for assignment in assignments]
@@ -203,8 +203,8 @@ def _read(file: Input, problems: list[Problem]) -> list[Assignment] | None:
 
 
 def _shape_only(argument: str) -> str:
-    model = shipped.model_meant(argument)
-    return f"model: {model.name if model else argument}, the shape of {argument}; its weights are not loaded"
+    name = getattr(shipped.model_meant(argument), "name", argument)
+    return f"model: {name}, the shape of {argument}; its weights are not loaded"
 
 
 def _named_like(file: Input) -> Assignment:
@@ -240,7 +240,12 @@ def _build(
         else:
             problems.append(problem)
             wrong.update(_prefixes(assignment.path))
-    problems += _unknown_problems(unknown, assignments, nodes)
+    for done, problem in enumerate(_unknown_problems(unknown, assignments, nodes)):
+        if len(problems) >= _MAX_PROBLEMS:
+            rest = f"{len(unknown) - done} more values were not read."
+            problems.append(Problem("config", "", rest, "Fix these problems first."))
+            raise ConfigError(problems)
+        problems.append(problem)
     wrong.update(prefix for each in unknown for prefix in _prefixes(each.path))
     family = nodes["model"]["family"]
     for problem in _of_other_families(assignments, family):
@@ -331,12 +336,9 @@ def _unknown_problems(
             whole.append(origin)
             mine = [each for each in known if each.origin == origin]
             yield foreign_files.report(origin, [*mine, *theirs], context)
-    left = [each for each in unknown if each.origin not in whole]
-    for each in left[:_MAX_PROBLEMS]:
-        yield _unknown_problem(each, context)
-    if len(left) > _MAX_PROBLEMS:
-        rest = f"{len(left) - _MAX_PROBLEMS} more values were not read."
-        yield Problem("config", "", rest, "Fix these problems first.")
+    for each in unknown:
+        if each.origin not in whole:
+            yield _unknown_problem(each, context)
 
 
 def _context(unknown: Sequence[Assignment], nodes: Mapping[str, Any]) -> Context:
@@ -351,8 +353,9 @@ def _context(unknown: Sequence[Assignment], nodes: Mapping[str, Any]) -> Context
                 accumulation = fit("pipeline.microbatches", raw)[0]
                 context = dataclasses.replace(context, accumulation=int(accumulation or 1))
                 continue
-            for key, text in translate(path, raw, context).settings:
-                if key in values:
+            found = translate(path, raw, context)
+            for key, text in found.settings:
+                if key in values and key == found.key:  # not the family of a key
                     values[key] = READERS.get(KEYS[key], as_is)(text)
     return context
 
@@ -493,16 +496,12 @@ def _unknown_problem(assignment: Assignment, context: Context) -> Problem:
         last = f"and `{key.rpartition('.')[2]}: ...` indented below it."
         return assignment.problem(rule, f"Write {', below it '.join(lines)}, {last}")
     rule, show = _rule(assignment)
+    if isinstance(assignment.raw, dict) and not rest and (close := did_you_mean(section, SECTIONS)):
+        return assignment.problem(rule, f"Did you mean {close}? {show}", given=False)
     found = _translated(assignment, context)
     action = found.act(in_file=assignment.is_in_file)
-    if found.settings and not found.is_exact:
-        guess = found.key if rest or assignment.option or section not in SECTIONS else section
-        close = did_you_mean(section, SECTIONS) if section not in SECTIONS and not rest else ""
-        by_section = assignment.is_in_file and bool(close) and isinstance(assignment.raw, dict)
-        action = f"Did you mean {close if by_section else guess}? {show}"
-    elif not found.settings and found.key and not found.is_exact:
-        close = did_you_mean(section, SECTIONS) if not rest else ""
-        action = f"Did you mean {close or found.key}? {show}"
+    if found.key and not found.is_exact:
+        action = f"Did you mean {found.key}? {show}"
     problem = assignment.problem(
         because(rule, found.why),
         action or show,
