@@ -45,7 +45,8 @@ ABSENT_KEY = {
         "is no optimizer that there is: AdamW, Lion, Adafactor and Muon are.",
         "Set optim.name=adamw, or muon for updates that are orthogonal.",
     ),
-    "zero zero_stage zero_optimization deepspeed sharding_strategy fsdp_config strategy": (
+    "zero zero_stage zero_optimization deepspeed sharding_strategy fsdp_config "
+    "parallelism_config strategy": (
         "sharding is said by the mesh.",
         "Set mesh.ici_fsdp to the number of shards of parameters, gradients and optimizer state.",
     ),

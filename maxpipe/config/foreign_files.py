@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import textwrap
 import tomllib
@@ -12,7 +13,7 @@ from maxpipe.boundary.files import read
 from maxpipe.config.assignments import Assignment, from_values
 from maxpipe.config.documents import MAX_FILE_BYTES, one_line
 from maxpipe.config.inputs import FOREIGN_SUFFIXES
-from maxpipe.config.keys import KEYS, SECTIONS
+from maxpipe.config.keys import FAMILY, KEYS, SECTIONS
 from maxpipe.config.rules import did_you_mean
 from maxpipe.config.translation import MODEL, Context, Translation, one_line_of, translate
 from maxpipe.config.values import Raw
@@ -89,21 +90,29 @@ def report(origin: str, assignments: Iterable[Assignment], context: Context) -> 
     lines: dict[str, tuple[str, str]] = {}
     absent: dict[str, list[str]] = {}
     count = 0
-    for assignment in assignments:
-        for path, raw in leaves(assignment):
-            name = ".".join(path)
-            if name in KEYS and not isinstance(raw, dict):
-                lines[name] = (_text(raw), "")
-                continue
-            count += 1
-            found = translate(path, raw, context)
-            if not found.is_exact:
-                absent.setdefault(_NOT_KNOWN, []).append(name)
-            elif found.settings:
-                remark = _given(name, raw, found)
-                lines |= {key: (text, remark) for key, text in found.settings}
-            else:
-                absent.setdefault(_reason(found), []).append(name)
+    given = [leaf for assignment in assignments for leaf in leaves(assignment)]
+    family = _family(given, context)
+    context = dataclasses.replace(
+        context, values={**context.values, FAMILY: family or context.family}
+    )
+    for path, raw in given:
+        name = ".".join(path)
+        if name in KEYS and not isinstance(raw, dict):
+            lines[name] = (_text(raw), "")
+            continue
+        count += 1
+        found = translate(path, raw, context)
+        settings = dict(found.settings)
+        if not found.is_exact:
+            absent.setdefault(_NOT_KNOWN, []).append(name)
+        elif family and FAMILY in settings and found.key != FAMILY:
+            reason = f"read with model.family={settings[FAMILY]} only."
+            absent.setdefault(reason, []).append(name)
+        elif found.settings:
+            remark = _given(name, raw, found)
+            lines |= {key: (text, remark) for key, text in found.settings}
+        else:
+            absent.setdefault(_reason(found), []).append(name)
     body = "\n".join(f"    {line}".rstrip() for line in [*_yaml(lines), *_remarks(absent)])
     named = sum(bool(remark) for _, remark in lines.values())
     rule = (
@@ -112,6 +121,17 @@ def report(origin: str, assignments: Iterable[Assignment], context: Context) -> 
     )
     action = f"Write these lines to a .yml file, and give that in place of {origin}:\n{body}"
     return Problem(origin, "", rule, action)
+
+
+def _family(given: Sequence[tuple[tuple[str, ...], Raw]], context: Context) -> str:
+    """The model's family as the file itself names it; empty if it does not."""
+    for path, raw in given:
+        if ".".join(path) == FAMILY and isinstance(raw, str):
+            return raw
+        found = translate(path, raw, context)
+        if found.is_exact and found.key == FAMILY and found.settings:
+            return found.settings[0][1]
+    return ""
 
 
 def _text(raw: Raw) -> str:

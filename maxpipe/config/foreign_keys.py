@@ -1,5 +1,6 @@
 """Keys of other trainers that have the same meaning as a key here: MaxText, torchtitan,
-`Trainer` of transformers, TRL, Axolotl, Megatron-LM, nanoGPT and configs of published models. Data only.
+`Trainer` of transformers, TRL, Axolotl, Megatron-LM, nanoGPT and
+configs of published models. Data only.
 """
 
 from __future__ import annotations

@@ -247,6 +247,7 @@ def _build(
             raise ConfigError(problems)
         problems.append(problem)
     wrong.update(prefix for each in unknown for prefix in _prefixes(each.path))
+    wrong.update(_meant_keys(unknown, nodes))
     family = nodes["model"]["family"]
     for problem in _of_other_families(assignments, family):
         problems.append(problem)
@@ -339,6 +340,16 @@ def _unknown_problems(
     for each in unknown:
         if each.origin not in whole:
             yield _unknown_problem(each, context)
+
+
+def _meant_keys(unknown: Sequence[Assignment], nodes: Mapping[str, Any]) -> Iterator[str]:
+    """Keys that names of other trainers stand for: they are set once the advice is followed."""
+    context = _context(unknown, nodes)
+    for assignment in unknown:
+        for path, raw in foreign_files.leaves(assignment):
+            found = translate(path, raw, context)
+            if found.is_exact:
+                yield from (key for key, _ in found.settings)
 
 
 def _context(unknown: Sequence[Assignment], nodes: Mapping[str, Any]) -> Context:

@@ -113,6 +113,7 @@ CONTEXT_KEYS = (
     *axis_keys(*MESH_AXES),
     FAMILY,
     "mesh.cpu_devices",
+    "tokenizer.kind",
     "runtime.platform",
     "train.steps",
     "optim.learning_rate",
@@ -149,10 +150,14 @@ def _fitted(key: str, raw: Raw, context: Context) -> Translation:
     if key == "data.path" and isinstance(raw, list) and len(raw) > 1:
         return Translation((("data.paths", _joined(raw)),), key=key)
     text, action = fit(key, raw)
+    if key.endswith(".num_experts") and text == "1":
+        return Translation((), "one expert is a dense layer.", "Leave it out.", key=key)
     if text is None:
         return Translation((), "", action, key=key)
     section = section_of(key)
     settings = ((key, text),)
+    if key == "tokenizer.path" and context.values["tokenizer.kind"] == "bytes":
+        settings = (("tokenizer.kind", "auto"), *settings)
     if is_of_another_family(section, context.family):
         settings = ((FAMILY, section.rpartition(".")[2]), *settings)
     return Translation(settings, key=key)
