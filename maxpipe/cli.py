@@ -35,7 +35,7 @@ from maxpipe.commands import (
     schedule,
     tokenizer,
 )
-from maxpipe.commands.parser import Parser, add_inputs, subcommands
+from maxpipe.commands.parser import Parser, add_inputs, show_remarks, subcommands
 from maxpipe.errors import ExitCode, MaxpipeError, out_of_memory
 
 
@@ -132,6 +132,9 @@ def _discard(stream: TextIO) -> None:
 def _run(argv: list[str]) -> int:
     parser = _parser()
     options, rest = parser.parse_known_args(argv)
+    if any(each.partition("=")[0] == "--config" for each in rest):
+        argv = options.parser.with_files(argv)
+        options, rest = parser.parse_known_args(argv)
     if any(each.startswith("-") for each in rest):
         options, rest = parser.parse_known_args(options.parser.joined(argv))
         options.parser.refuse([each for each in rest if each.startswith("-")])
@@ -151,6 +154,7 @@ def _train(options: argparse.Namespace) -> int:
     from maxpipe.config.load import load
 
     loaded = load(options.inputs, to_train=True)
+    show_remarks(loaded)
     from maxpipe.train.loop import train
 
     code = train(loaded)

@@ -14,7 +14,7 @@ from maxpipe.errors import ConfigError, StorageError
 
 INPUTS_HELP = (
     "config files or names of configs that maxpipe ships (`maxpipe configs list`), merged left to "
-    "right, then section.key=value overrides"
+    "right, then section.key=value overrides; `--config FILE` is the same as FILE"
 )
 
 
@@ -70,6 +70,21 @@ class Parser(argparse.ArgumentParser):
 
         takes = any(action.dest == "inputs" for action in self._actions)
         return takes and same_key(option.lstrip("-").split("."), KEYS) is not None
+
+    def with_files(self, argv: Sequence[str]) -> list[str]:
+        """The arguments with `--config FILE` as FILE, of a command that takes config files."""
+        takes = any(action.dest == "inputs" for action in self._actions)
+        if not takes or "--config" in self._option_string_actions:
+            return list(argv)
+        parts = list(argv)
+        for place, argument in enumerate(parts):
+            if argument.startswith("--config="):
+                parts[place] = argument.removeprefix("--config=")
+        return [
+            each
+            for place, each in enumerate(parts)
+            if each != "--config" or place + 1 == len(parts)
+        ]
 
     def joined(self, argv: Sequence[str]) -> list[str]:
         """The arguments with `--option value` as `--option=value` where no option is known."""
@@ -133,9 +148,16 @@ def read_config(
     from maxpipe.config.load import load
 
     loaded = load(inputs, saved, to_train=to_train)
+    show_remarks(loaded)
     for each in loaded.cautions:
         print(redact.shown(f"warning: {each.line}"), file=sys.stderr, flush=True)
     return loaded
+
+
+def show_remarks(loaded: Loaded) -> None:
+    """Prints to stderr where the model comes from, if several files set it."""
+    for note in loaded.notes:
+        print(redact.shown(note), file=sys.stderr, flush=True)
 
 
 def read_data_config(inputs: Sequence[str]) -> Loaded:

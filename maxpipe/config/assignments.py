@@ -13,7 +13,7 @@ import yaml
 from maxpipe.boundary import redact
 from maxpipe.config.documents import compose, entries, raw_of, shortened, syntax_problem
 from maxpipe.config.keys import KEYS, MOVED, NAME, NAMED, NAMED_KEYS, SECTIONS, declared_as, parted
-from maxpipe.config.names import override_meant
+from maxpipe.config.translation import MODEL, is_main_key
 from maxpipe.config.values import Raw
 from maxpipe.errors import Problem
 
@@ -29,6 +29,13 @@ class Assignment:
     origin: str
     place: str
     """Where to look: the file with its line, or the command line."""
+    option: str = ""
+    """The option that it was written as, such as `--lr=1`; empty for anything else."""
+
+    @property
+    def is_in_file(self) -> bool:
+        """Whether a file sets it."""
+        return self.place != "command line"
 
     def problem(self, rule: str, action: str, *, given: bool = True) -> Problem:
         """What is wrong with it; secrets are not shown."""
@@ -103,17 +110,17 @@ def from_override(arg: str, problems: list[Problem]) -> Iterator[Assignment]:
     # The entry of a mapping may have dots of its own.
     path = (*section.split("."), *_parts(section, rest)) if rest else (section,)
     if arg.startswith("-"):
-        rule, action = override_meant(arg.lstrip("-"), "is not an option of this command.", KEYS)
-        action = action or "See the command's --help."
-        problems.append(Problem(f"command line: {arg}", "", rule, action))
+        path = tuple(key.lstrip("-").split("."))
+        yield Assignment(path, text if "=" in arg else None, arg, "command line", option=arg)
+    elif key == MODEL or (key in SECTIONS and is_main_key(key, text)):
+        yield Assignment((key,), text, arg, "command line")
     elif key in SECTIONS:
         rule = "is a section: an override is `section.key=value`."
         action = f"Run `maxpipe config explain {key}` for its keys."
         problems.append(Problem(f"command line: {key}", shortened(text), rule, action))
-    elif len(path) == 1 or not all(path):
+    elif not all(path):
         rule = "names no section: an override is `section.key=value`."
-        rule, action = override_meant(arg, rule, KEYS)
-        action = action or "Write section.key=value."
+        action = "Write section.key=value."
         problems.append(Problem(f"command line: {key}", shortened(text), rule, action))
     elif not _is_collection(_hint(path)):
         yield Assignment(path, text, arg, "command line")

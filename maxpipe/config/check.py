@@ -104,6 +104,7 @@ def cautions(config: Config) -> Iterator[Problem]:
     yield from _phases_beyond_the_run(config)
     yield from _decays_past_zero(config)
     yield from _moves_nothing(config)
+    yield from _rate_is_large(config)
     yield from meant_copies(config)
 
 
@@ -135,6 +136,20 @@ def _decays_past_zero(config: Config) -> Iterator[Problem]:
             f"takes {taken:.3g} of a parameter in a step, with optim.learning_rate = "
             f"{optim.learning_rate:g}: more than there is.",
             "Lower it to 0.1, or leave it out.",
+        )
+
+
+_LARGEST_RATE = 1.0
+"""Of a rate that somebody may mean: those of all optimizers here are about 0.02 at most."""
+
+
+def _rate_is_large(config: Config) -> Iterator[Problem]:
+    if (rate := config.optim.learning_rate) >= _LARGEST_RATE:
+        yield Problem(
+            "optim.learning_rate",
+            f"{rate:g}",
+            "moves each parameter by about as much in one step: the loss will diverge.",
+            "Set optim.learning_rate=3e-4.",
         )
 
 

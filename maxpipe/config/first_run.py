@@ -21,21 +21,14 @@ minutes on a laptop's CPU, without a download, and as it is on GPUs and TPUs.
 
 This file has the keys that a first run changes. `maxpipe config explain` lists all of them."""
 
-_VALUES: Mapping[str, Mapping[str, Any]] = {
-    "run": {"name": "", "seed": 0},
-    "model": {
-        "num_layers": 4,
-        "d_model": 128,
-        "num_heads": 4,
-        "num_kv_heads": 2,
-        "head_size": 32,
-        "d_mlp": 384,
-        "vocab_size": 259,
-        "compute_dtype": "float32",
-    },
+_MODEL = "tiny"
+
+_VALUES: Mapping[str, Mapping[str, Any] | str] = {
+    "run": {"name": "", "dir": "runs", "seed": 0},
+    "model": _MODEL,
     "mesh": {"ici_data": -1},
     "train": {"steps": 300, "batch_size": 16, "sequence_length": 128},
-    "optim": {"learning_rate": 3e-3, "warmup_steps": 20},
+    "optim": {"learning_rate": 3e-3, "schedule": "cosine", "warmup_steps": 20},
     "data": {"source": "corpus"},
     "tokenizer": {"kind": "bytes"},
     "checkpoint": {"every": 100},
@@ -44,12 +37,17 @@ _VALUES: Mapping[str, Mapping[str, Any]] = {
 }
 
 _MORE = {
-    "model.vocab_size": "259 is that of bytes.",
-    "model.compute_dtype": "CPUs emulate bfloat16; it is faster on GPUs and TPUs.",
     "mesh.ici_data": "-1 takes all devices.",
     "data.source": "Your own text: `source: text`, and below it `path: my-texts/*.txt`.",
 }
 """Comments about this run that are not in the schema."""
+
+
+_NAMED = (
+    "The name of a model that maxpipe ships (`maxpipe configs list`). A model on the command line "
+    "takes its place: `maxpipe train llama3-8b FILE`. For a shape of your own, write the keys that "
+    "`maxpipe configs show {name}` prints below `model:`."
+)
 
 
 def text(name: str, train: str) -> str:
@@ -58,6 +56,10 @@ def text(name: str, train: str) -> str:
     head = _HEAD.format(train=train, pad=pad)
     lines = [f"# {line}".rstrip() for line in head.splitlines()]
     for section, values in _VALUES.items():
+        if isinstance(values, str):
+            lines += ["", *_comment(_NAMED.format(name=values, train=train), "")]
+            lines.append(f"{section}: {values}")
+            continue
         lines += ["", *_comment(field_docs()[section], ""), f"{section}:"]
         for key, value in values.items():
             full = f"{section}.{key}"

@@ -16,6 +16,8 @@ from maxpipe.errors import ConfigError, Problem
 
 SUFFIXES = (".yml", ".yaml")
 _DATA = (".jsonl", ".parquet", ".txt", ".array_record", ".arrayrecord", ".arrow", ".gz", ".zst")
+FOREIGN_SUFFIXES = (".toml", ".json")
+"""Of files that other trainers use: they are translated, but no run is trained from them."""
 _MAX_BYTES = 1 << 20
 _LIST = "`maxpipe configs list` shows the configs that maxpipe ships"
 
@@ -27,6 +29,8 @@ class Input:
     path: Path
     origin: str
     """Its name in messages and `config print --origin`."""
+    argument: str = ""
+    """The name on the Hugging Face Hub that it was found by, if any."""
 
     @property
     def run_name(self) -> str:
@@ -45,7 +49,10 @@ def locate(argument: str, keys: Collection[str]) -> Input:
         return Input(path, argument)
     if found := shipped.meant(argument):
         _refuse_two_meanings(found)
-        return Input(found.path, f"shipped config {found.name}")
+        by_hub = argument if "/" in argument else ""
+        return Input(found.path, f"shipped config {found.name}", by_hub)
+    if path.suffix in FOREIGN_SUFFIXES and not os.path.isdir(argument):
+        return Input(path, argument)
     raise ConfigError([_not_a_file(argument, keys)])
 
 
@@ -84,10 +91,22 @@ def _not_a_file(argument: str, keys: Collection[str]) -> Problem:
         action = f"Run `maxpipe import {argument} --out runs/NAME` first, and give "
         action += f"runs/NAME/{CONFIG_FILE}."
         return Problem(where, "", f"{rule} It is a Hugging Face folder.", action)
+    if shipped.is_hub_id(argument) and not os.path.lexists(argument):
+        rule += " It looks like a model of the Hugging Face Hub: nothing is downloaded."
+        return Problem(where, "", rule, _folder_of_hub(argument))
     if guess := did_you_mean(os.path.basename(argument).lower(), shipped.configs()):
         return Problem(where, "", rule, f"Did you mean {guess}? {_LIST}.")
     action = f"{_LIST}, `maxpipe config explain` sections and keys."
     return Problem(where, "", rule, action)
+
+
+def _folder_of_hub(argument: str) -> str:
+    guess = did_you_mean(os.path.basename(argument).lower(), shipped.configs())
+    similar = f"Write {guess} for a similar shape, or run" if guess else "Run"
+    return (
+        f"{similar} `hf download {argument} --local-dir base` and `maxpipe import base --out "
+        f"runs/base`, and give runs/base/{CONFIG_FILE}."
+    )
 
 
 def broken_link(path: str | os.PathLike[str]) -> str:
@@ -103,6 +122,19 @@ def broken_link(path: str | os.PathLike[str]) -> str:
     return ""
 
 
+def _similar_folder(path: Path) -> Path | None:
+    """The same file in a folder with a similar name."""
+    above = path.parent.parent
+    try:
+        folders = sorted(each.name for each in above.iterdir() if each.is_dir())
+    except OSError:
+        return None
+    guess = did_you_mean(
+        path.parent.name, [f for f in folders if (above / f / path.name).is_file()]
+    )
+    return above / guess / path.name if guess else None
+
+
 def nearby(path: Path) -> str:
     """Action for a missing file: a config of that name, a similar file, or the missing folder."""
     if found := shipped.configs().get(path.stem):
@@ -111,6 +143,8 @@ def nearby(path: Path) -> str:
             f"`maxpipe configs copy {found.name}`."
         )
     if not os.path.isdir(path.parent):
+        if guess := _similar_folder(path):
+            return f"Did you mean {guess}?"
         return f"Check the folder {path.parent}, which does not exist either."
     siblings = sorted(p.name for p in path.parent.glob("[!.]*") if p.suffix in SUFFIXES)
     guess = did_you_mean(path.name, siblings)

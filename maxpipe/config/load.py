@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from omegaconf import OmegaConf
 
+from maxpipe.config import foreign_files, shipped
 from maxpipe.config.assignments import (
     Assignment,
     cautions_about,
@@ -44,10 +45,20 @@ from maxpipe.config.keys import (
     section_of,
     sections_of,
 )
-from maxpipe.config.names import Answer, because, key_meant, list_meant, same_key, value_meant
+from maxpipe.config.model_reference import is_reference, named_model, overridden
+from maxpipe.config.names import because, list_meant, value_meant
 from maxpipe.config.rules import did_you_mean
 from maxpipe.config.schema import Config
 from maxpipe.config.training import check_training
+from maxpipe.config.translation import (
+    CONTEXT_KEYS,
+    Context,
+    Translation,
+    fit,
+    is_accumulation,
+    is_main_key,
+    translate,
+)
 from maxpipe.config.values import NAME_FORM, READERS, TooLargeError, as_is, refused, texts
 from maxpipe.errors import ConfigError, Problem
 
@@ -65,6 +76,8 @@ class Loaded:
     """Full keys that were -1, of which the devices have decided the value."""
     cautions: tuple[Problem, ...] = ()
     """What was understood but should be written otherwise."""
+    notes: tuple[str, ...] = ()
+    """The origin of the model, where several files set it: lines to show first."""
 
 
 def load(
@@ -88,19 +101,21 @@ def load(
     overrides = [arg for arg in args if is_override(arg) or arg.startswith("-")]
     files = [arg for arg in args if arg not in overrides]
     located = [_located(arg, problems) for arg in files]
-    documents = [file and read_file(file, problems) for file in located]
-    for file, document in zip(located, documents, strict=True):
-        if file and document:
-            assignments += from_document(document, file.origin, problems)
-    for arg in overrides:
-        assignments += from_override(arg, problems)
+    read: list[list[Assignment] | None] = [file and _read(file, problems) for file in located]
+    in_files = [assignment for each in read if each for assignment in each]
+    from_overrides = [each for arg in overrides for each in from_override(arg, problems)]
+    model = named_model(in_files, from_overrides, problems, is_saved=bool(saved and origin))
+    given = [*model.before, *in_files, *model.after, *from_overrides]
+    assignments += [each for each in given if not is_reference(each)]
     cautions = tuple(cautions_about(assignments, saved_as=origin))
     problems += set_twice(assignments)
     assignments = [to_new_key(assignment) for assignment in assignments]
     named = _named_like(located[-1]) if located and located[-1] else None
-    is_complete = None not in documents
+    is_complete = None not in read
     built = _build(assignments, problems, named, is_complete=is_complete, to_train=to_train)
-    return dataclasses.replace(built, cautions=cautions)
+    foreign_names = [file.argument for file in located if file and file.argument]
+    notes = (*model.notes, *overridden(assignments), *map(_shape_only, foreign_names))
+    return dataclasses.replace(built, cautions=cautions, notes=notes)
 
 
 def from_dict(values: Mapping[str, Any]) -> Config:
@@ -175,6 +190,23 @@ def _located(arg: str, problems: list[Problem]) -> Input | None:
         return None
 
 
+def _read(file: Input, problems: list[Problem]) -> list[Assignment] | None:
+    """The settings of a file. None, and a problem, if it cannot be read."""
+    if file.path.suffix in foreign_files.SUFFIXES:
+        try:
+            return foreign_files.read_foreign(file.path, file.origin)
+        except ConfigError as error:
+            problems += error.problems
+            return None
+    document = read_file(file, problems)
+    return list(from_document(document, file.origin, problems)) if document else None
+
+
+def _shape_only(argument: str) -> str:
+    name = getattr(shipped.model_meant(argument), "name", argument)
+    return f"model: {name}, the shape of {argument}; its weights are not loaded"
+
+
 def _named_like(file: Input) -> Assignment:
     """The name of a run that is given none: two files are two runs."""
     origin = f"the name of {file.origin}"
@@ -195,6 +227,8 @@ def _build(
         _assign(nodes, named)
         origins[".".join(named.path)] = named.origin
     wrong = {problem.where.rpartition(": ")[2] for problem in problems}
+    unknown = [assignment for assignment in assignments if _is_unknown(assignment)]
+    assignments = [assignment for assignment in assignments if not _is_unknown(assignment)]
     for done, assignment in enumerate(assignments):
         if len(problems) >= _MAX_PROBLEMS:
             rest = f"{len(assignments) - done} more values were not read."
@@ -206,6 +240,14 @@ def _build(
         else:
             problems.append(problem)
             wrong.update(_prefixes(assignment.path))
+    for done, problem in enumerate(_unknown_problems(unknown, assignments, nodes)):
+        if len(problems) >= _MAX_PROBLEMS:
+            rest = f"{len(unknown) - done} more values were not read."
+            problems.append(Problem("config", "", rest, "Fix these problems first."))
+            raise ConfigError(problems)
+        problems.append(problem)
+    wrong.update(prefix for each in unknown for prefix in _prefixes(each.path))
+    wrong.update(_meant_keys(unknown, nodes))
     family = nodes["model"]["family"]
     for problem in _of_other_families(assignments, family):
         problems.append(problem)
@@ -274,13 +316,68 @@ def _missing_problem(keys: Sequence[str], assignments: Sequence[Assignment]) -> 
     )
 
 
+def _is_unknown(assignment: Assignment) -> bool:
+    """Whether there is no such key."""
+    section, (name, *entry) = (lambda at: (at[0], at[1] or (".",)))(parted(assignment.path))
+    hint = KEYS.get(f"{section}.{name}") if "." not in name else None
+    return hint is None or bool(entry and not is_mapping(hint)) or bool(assignment.option)
+
+
+def _unknown_problems(
+    unknown: Sequence[Assignment], known: Sequence[Assignment], nodes: Mapping[str, Any]
+) -> Iterator[Problem]:
+    """One for each key that does not exist, and one for a whole file of another trainer."""
+    context = _context(unknown, nodes)
+    files = dict.fromkeys(each.origin for each in (*unknown, *known) if each.is_in_file)
+    whole = []
+    for origin in files:
+        theirs = [each for each in unknown if each.origin == origin]
+        is_other = origin.endswith(foreign_files.SUFFIXES)
+        if is_other or foreign_files.is_foreign(theirs, context):
+            whole.append(origin)
+            mine = [each for each in known if each.origin == origin]
+            yield foreign_files.report(origin, [*mine, *theirs], context)
+    for each in unknown:
+        if each.origin not in whole:
+            yield _unknown_problem(each, context)
+
+
+def _meant_keys(unknown: Sequence[Assignment], nodes: Mapping[str, Any]) -> Iterator[str]:
+    """Keys that names of other trainers stand for: they are set once the advice is followed."""
+    context = _context(unknown, nodes)
+    for assignment in unknown:
+        for path, raw in foreign_files.leaves(assignment):
+            found = translate(path, raw, context)
+            if found.is_exact:
+                yield from (key for key, _ in found.settings)
+
+
+def _context(unknown: Sequence[Assignment], nodes: Mapping[str, Any]) -> Context:
+    """The settings so far, with those that names of other trainers stand for."""
+    values: dict[str, Any] = {
+        key: nodes[section_of(key)][key.rpartition(".")[2]] for key in CONTEXT_KEYS
+    }
+    context = Context(values)
+    for assignment in unknown:
+        for path, raw in foreign_files.leaves(assignment):
+            if is_accumulation(path):
+                accumulation = fit("pipeline.microbatches", raw)[0]
+                context = dataclasses.replace(context, accumulation=int(accumulation or 1))
+                continue
+            found = translate(path, raw, context)
+            for key, text in found.settings:
+                if key in values and key == found.key:  # not the family of a key
+                    values[key] = READERS.get(KEYS[key], as_is)(text)
+    return context
+
+
 def _assign(nodes: Mapping[str, Any], assignment: Assignment) -> Problem | None:
     """Put the value into its section; the problem if that cannot be done."""
     section, rest = parted(assignment.path)
     name, *entry = rest or (".",)
-    hint = KEYS.get(f"{section}.{name}") if "." not in name else None
-    if hint is None or (entry and not is_mapping(hint)):
-        return _unknown_problem(assignment, nodes["model"]["family"])
+    if _is_unknown(assignment):
+        return _unknown_problem(assignment, _context((), nodes))
+    hint = KEYS[f"{section}.{name}"]
     for text in texts(assignment.raw):
         refusal = refused(text)
         if refusal:
@@ -397,32 +494,52 @@ def _type_problem(assignment: Assignment, hint: Any) -> Problem:
     return assignment.problem(f"must be {article}.", f"Write a value such as {key}={example}.")
 
 
-def _meant(path: Sequence[str], family: str) -> Answer:
-    """The key meant by one that does not exist: of keys with one name that of this family."""
-    mine = [key for key in KEYS if not is_of_another_family(section_of(key), family)]
-    answer = same_key(path, mine) or key_meant(path, KEYS)
-    own = f"{family_section(family)}.{answer.name.rpartition('.')[2]}"
-    other = own in KEYS and is_of_another_family(section_of(answer.name), family)
-    return answer._replace(name=own) if other else answer
-
-
-def _unknown_problem(assignment: Assignment, family: str) -> Problem:
+def _unknown_problem(assignment: Assignment, context: Context) -> Problem:
     section, rest = parted(assignment.path)
-    if section in SECTIONS and not rest:
+    key = ".".join(assignment.path)
+    is_text = isinstance(assignment.raw, str) and is_main_key(section, assignment.raw)
+    if section in SECTIONS and not rest and not is_text and not assignment.option:
         rule = "is a section: its keys stand below it, one `key: value` per line."
         return assignment.problem(rule, f"Run `maxpipe config explain {section}` for its keys.")
-    if (key := ".".join(assignment.path)) in KEYS:
+    if key in KEYS and not assignment.option:
         lines = [f"`{each}:`" for each in section_of(key).split(".")]
         rule = "is a full key: in a file it stands below its section."
         last = f"and `{key.rpartition('.')[2]}: ...` indented below it."
         return assignment.problem(rule, f"Write {', below it '.join(lines)}, {last}")
-    answer = _meant(assignment.path, family)
-    if section in SECTIONS:
-        guess, rule = answer.name, f"is not a key of {section}."
+    rule, show = _rule(assignment)
+    if isinstance(assignment.raw, dict) and not rest and (close := did_you_mean(section, SECTIONS)):
+        return assignment.problem(rule, f"Did you mean {close}? {show}", given=False)
+    found = _translated(assignment, context)
+    action = found.act(in_file=assignment.is_in_file)
+    if found.key and not found.is_exact:
+        action = f"Did you mean {found.key}? {show}"
+    problem = assignment.problem(
+        because(rule, found.why),
+        action or show,
+        given=bool(assignment.option) or bool(rest) or not isinstance(assignment.raw, dict),
+    )
+    if assignment.option:
+        return dataclasses.replace(problem, where=f"command line: {assignment.option}", given="")
+    return problem
+
+
+def _rule(assignment: Assignment) -> tuple[str, str]:
+    """The rule that a key breaks that does not exist, and where those are listed that do."""
+    section, rest = parted(assignment.path)
+    if assignment.option:
+        return "is not an option of this command.", "See the command's --help."
+    if section in SECTIONS and rest:
         show = f"`maxpipe config explain {section}` lists its keys."
-    else:
-        guess = answer.name if rest else did_you_mean(section, SECTIONS) or answer.name
-        rule = "is not a section."
-        show = f"The sections are {', '.join(SECTIONS)}."
-    action = answer.action or (f"Did you mean {guess}? {show}" if guess else show)
-    return assignment.problem(because(rule, answer.why), action, given=bool(rest))
+        return f"is not a key of {section}.", show
+    if assignment.is_in_file or rest:
+        return "is not a section.", f"The sections are {', '.join(SECTIONS)}."
+    return "names no section: an override is `section.key=value`.", "Write section.key=value."
+
+
+def _translated(assignment: Assignment, context: Context) -> Translation:
+    """The translation; of an option or key that is one here already the same without dashes."""
+    key = ".".join(assignment.path)
+    if key in KEYS:
+        text = assignment.raw if isinstance(assignment.raw, str) else "VALUE"
+        return Translation(((key, text),), key=key)
+    return translate(assignment.path, assignment.raw, context)

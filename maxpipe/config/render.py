@@ -31,6 +31,7 @@ from maxpipe.config.load import Loaded, to_yaml, type_name
 from maxpipe.config.names import key_meant
 from maxpipe.config.ranges import BOUNDS
 from maxpipe.config.rules import did_you_mean
+from maxpipe.config.translation import MODEL
 from maxpipe.config.values import NAME_FORM
 from maxpipe.errors import ConfigError
 from maxpipe.parallel.axes import DEFAULT_AXIS_RULES, REMAPPINGS
@@ -221,6 +222,7 @@ def json_schema() -> dict[str, Any]:
         outer, _, inner = section.partition(".")
         below = sections[outer]["properties"] if inner else sections
         below[inner or outer] = _section_schema(section)
+    sections[MODEL]["type"] = ["object", "string", "null"]  # a string is the name of a model
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "maxpipe config",

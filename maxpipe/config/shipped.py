@@ -72,4 +72,51 @@ def _by_number(path: Path) -> list[str]:
 
 def meant(argument: str) -> Shipped | None:
     """The config that an argument names; None when it names none, or a file that is here."""
-    return None if os.path.isfile(argument) else configs().get(argument)
+    if os.path.isfile(argument):
+        return None
+    return configs().get(argument) or (None if os.path.lexists(argument) else model_meant(argument))
+
+
+def model_meant(text: str) -> Shipped | None:
+    """The model of a name in any spelling, such as `Llama-3.1-8B` or `meta-llama/Llama-3.1-8B`."""
+    if found := configs().get(text):
+        return found if found.kind == "model" else None
+    return _models().get(_spelled(text))
+
+
+def is_hub_id(text: str) -> bool:
+    """Whether a text has the form `OWNER/NAME` of a model on the Hugging Face Hub."""
+    form = r"[A-Za-z0-9][A-Za-z0-9_.-]*/[A-Za-z0-9][A-Za-z0-9_.-]*"
+    return re.fullmatch(form, text) is not None and not os.path.lexists(text.partition("/")[0])
+
+
+def from_hub(text: str) -> str:
+    """The action for the name of a model on the Hub, of which the files are needed."""
+    folder = text.rpartition("/")[2]
+    return f"Run `hf download {text} --local-dir {folder}`, and give the folder {folder}."
+
+
+def _spelled(text: str) -> str:
+    """Letters and digits of a model's name, without its owner and the kind of its tuning."""
+    words = re.split(r"[^a-z0-9]+", text.rpartition("/")[2].lower().removesuffix(SUFFIX))
+    return "".join(word for word in words if word not in _TUNED)
+
+
+_TUNED = ("instruct", "it", "chat", "base", "hf", "pt", "meta")
+"""Words of models' names that do not change their shape."""
+
+_SAME_SHAPE = {"Llama-3.3-70B": "llama3.1-70b"}
+"""Models with the shape of another one."""
+
+
+@cache
+def _models() -> Mapping[str, Shipped]:
+    """Models by the spelling of their name, and of the model that the file names as its source."""
+    models = [each for each in configs().values() if each.kind == "model"]
+    sources = {
+        _spelled(source): each
+        for each in models
+        for source in re.findall(r"config\.json of\s+(?:#\s*)?(\S+/\S*[A-Za-z0-9])", each.text)
+    }
+    same = {_spelled(name): configs()[model] for name, model in _SAME_SHAPE.items()}
+    return same | sources | {_spelled(each.name): each for each in models}

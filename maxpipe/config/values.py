@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import decimal
 import math
 import re
 from collections.abc import Callable, Iterator
@@ -46,8 +47,17 @@ class TooLargeError(ValueError):
     """An integer that cannot be taken as it is written; the message is the rule."""
 
 
+_THOUSANDS = {"k": 3, "m": 6, "g": 9, "b": 9, "t": 12}
+"""Letters after a number, to their powers of ten: `10k`, `1.5M`."""
+
+
 def _read_int(raw: Raw) -> int:
     text = _scalar(raw)
+    if parts := re.fullmatch(r"([+-]?[0-9]{1,15}(?:\.[0-9]{1,15})?)([kKmMgGbBtT])", text):
+        scaled = decimal.Decimal(parts[1]).scaleb(_THOUSANDS[parts[2].lower()])
+        if scaled != scaled.to_integral_value():
+            raise ValueError(text)
+        raw = text = str(int(scaled))
     if digits := re.fullmatch(r"[+-]?0*([0-9]+(_[0-9]+)*)", text):
         # Python refuses to read thousands of digits.
         value = int(text) if len(digits[1]) < 100 else 2**63

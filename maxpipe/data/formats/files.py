@@ -17,6 +17,8 @@ from typing import Any, BinaryIO, NamedTuple, cast
 from maxpipe.boundary import buckets
 from maxpipe.boundary.files import opened, scheme
 from maxpipe.config.inputs import broken_link
+from maxpipe.config.rules import did_you_mean
+from maxpipe.config.shipped import is_hub_id
 from maxpipe.errors import ConfigError
 
 _EDGE_BYTES = 1 << 16
@@ -216,8 +218,36 @@ def _nothing(path: str, but: str, suffixes: tuple[str, ...], *, is_folder: bool)
         "data.path",
         path,
         f"must be {what}; {but}.",
-        "Set data.path to a path that exists, or data.source=corpus to run without one.",
+        _action(path, suffixes),
     )
+
+
+_SOURCES = {".txt": "text", ".md": "text", ".py": "text", ".jsonl": "jsonl", ".parquet": "parquet"}
+"""Ends of files' names, and the source that reads such files."""
+
+
+def _action(path: str, suffixes: tuple[str, ...]) -> str:
+    """The action for a path without files that can be read."""
+    expanded = os.path.expanduser(path)
+    if os.path.isdir(expanded):
+        ends = {os.path.splitext(name)[1] for _, names in _folders(expanded) for name in names}
+        if fitting := sorted({_SOURCES[end] for end in ends & _SOURCES.keys()}):
+            return f"Set data.source={fitting[0]}, which reads the files in {path}."
+    elif is_hub_id(path):
+        return (
+            f"Nothing is downloaded: run `hf download {path} --repo-type dataset --local-dir "
+            "data`, and set data.path=data."
+        )
+    elif guess := did_you_mean(os.path.basename(expanded), _siblings(expanded)):
+        return f"Did you mean data.path={os.path.join(os.path.dirname(path), guess)}?"
+    return "Set data.path to a path that exists, or data.source=corpus data.path='' for a trial."
+
+
+def _siblings(path: str) -> list[str]:
+    try:
+        return sorted(os.listdir(os.path.dirname(path) or "."))
+    except OSError:
+        return []
 
 
 def described(paths: Iterable[str], root: str) -> list[File]:

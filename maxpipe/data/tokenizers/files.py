@@ -10,6 +10,7 @@ from typing import Literal
 
 from maxpipe.boundary import files
 from maxpipe.config.schema import TokenizerConfig
+from maxpipe.config.shipped import is_hub_id
 from maxpipe.errors import ConfigError
 
 Kind = Literal["huggingface", "sentencepiece", "tiktoken"]
@@ -114,8 +115,13 @@ def _unreadable(path: str, error: OSError, what: str = "the file of a tokenizer"
         PATH,
         path or '""',
         f"must be {what}: {error.strerror}.",
-        _OR_BYTES,
+        _from_hub(path) if is_hub_id(path) else _OR_BYTES,
     )
+
+
+def _from_hub(path: str) -> str:
+    files = "--include 'tokenizer*' --local-dir tokenizer"
+    return f"Nothing is downloaded: run `hf download {path} {files}`, and set {PATH}=tokenizer."
 
 
 def missing(kind: Kind, error: ImportError) -> ConfigError:

@@ -1,0 +1,470 @@
+"""Keys of other trainers without a counterpart: the behaviour here, and an action. Data only.
+
+A name may be a glob pattern over lower-case words joined by `_`, sections included. `{value}` in an
+action stands for the value that was given.
+"""
+
+from __future__ import annotations
+
+ABSENT_KEY = {
+    "fp8 use_fp8 enable_fp8 float8 use_float8": (
+        "8-bit matmuls are set by their type.",
+        "Set model.matmul=fp8.",
+    ),
+    "int8 use_int8 enable_int8": (
+        "8-bit matmuls are set by their type.",
+        "Set model.matmul=int8.",
+    ),
+    "num_vocab_tiling num_output_chunks ce_chunks loss_num_chunks": (
+        "the blocks of the loss are given by their size.",
+        "Set pipeline.loss_block_tokens to the tokens of a microbatch on a device divided by this "
+        "number, or leave it out: long sequences are in blocks by themselves.",
+    ),
+    "chunked_cross_entropy chunked_ce cut_cross_entropy linear_cross_entropy "
+    "fused_linear_cross_entropy use_liger_kernel liger": (
+        "logits are made of a block of tokens at a time where they are large.",
+        "Leave it out, or set pipeline.loss_block_tokens to the number of tokens.",
+    ),
+    "fp32": (
+        "types are named.",
+        "Set model.compute_dtype=float32.",
+    ),
+    "loss_scale": (
+        "bfloat16 and float32 need no loss scale.",
+        "Leave it out; guard.bad_steps says what happens to a step with NaN.",
+    ),
+    "moe mixture_of_experts": (
+        "layers with experts are those of a model family.",
+        "Set model.family=moe; `maxpipe config explain model.moe` lists its keys.",
+    ),
+    "adam adamw lion muon adafactor": (
+        "an optimizer is chosen by its name.",
+        "Set optim.name to one of them; `maxpipe config explain optim` lists what they take.",
+    ),
+    "sgd shampoo soap sophia": (
+        "is no optimizer that there is: AdamW, Lion, Adafactor and Muon are.",
+        "Set optim.name=adamw, or muon for updates that are orthogonal.",
+    ),
+    "zero zero_stage zero_optimization deepspeed sharding_strategy fsdp_config "
+    "parallelism_config strategy": (
+        "sharding is said by the mesh.",
+        "Set mesh.ici_fsdp to the number of shards of parameters, gradients and optimizer state.",
+    ),
+    "num_gpus gpus ngpu n_gpus gpus_per_node num_devices": (
+        "a run takes every device that jax finds.",
+        "Leave it out; CUDA_VISIBLE_DEVICES hides GPUs, mesh.cpu_devices makes virtual devices of "
+        "a CPU.",
+    ),
+    "streaming": (
+        "documents are read from disk as they are needed.",
+        "Leave it out; `jsonl` and `arrayrecord` files may be larger than memory.",
+    ),
+    "z_loss z_loss_weight muon_lr": (
+        "is not supported.",
+        "Leave it out.",
+    ),
+    "ema": (
+        "an average is kept by its decay.",
+        "Set optim.average_decay=0.999.",
+    ),
+    "epochs num_epochs num_train_epochs max_epochs n_epochs num_epoch": (
+        "the length of a run is in steps or tokens.",
+        "Set train.steps or train.tokens; a run says at its start how many steps an epoch has.",
+    ),
+    "rampup_batch_size batch_size_rampup batch_size_warmup batch_size_schedule batch_schedule "
+    "per_device_batch_size_start per_device_batch_size_increment global_rampup_samples "
+    "enable_rampup_batch_size": (
+        "the batch grows in stages of steps or tokens.",
+        "Set train.batch_ramp to its stages, such as \"train.batch_ramp=['16 for 1000 steps', '32 "
+        "for 50000000 tokens']\"; train.batch_size follows the last one.",
+    ),
+    "wandb wandb_project wandb_run_name wandb_entity use_wandb weights_and_biases enable_wandb "
+    "wandb_project_name metrics_enable_wandb": (
+        "Weights & Biases is not supported.",
+        "Leave it out; log.tensorboard=true writes for TensorBoard, and metrics.jsonl has every "
+        "number as JSON, a line per record.",
+    ),
+    "mlflow comet neptune clearml aim swanlab trackio report_to loggers logger project trackio_*": (
+        "TensorBoard files and metrics.jsonl are what a run writes.",
+        "Leave it out; metrics.jsonl has every number as JSON, a line per record, for other tools.",
+    ),
+    "model_name model_name_or_path pretrained pretrained_model_name_or_path hf_model "
+    "hf_checkpoint model_flavor": (
+        "the model is described by its own keys, and its weights are a checkpoint.",
+        "Name a model for the shape (`maxpipe configs list`), and set "
+        "checkpoint.restore_from=hf:DIR to start from the weights in a Hugging Face folder.",
+    ),
+    "resume auto_resume resume_training continue overwrite_output_dir checkpoint_load_step "
+    "load_step": (
+        "a run whose folder has a checkpoint resumes by itself.",
+        "Leave it out, or set run.name to a new name for a new run.",
+    ),
+    "shuffle shuffle_seed shuffle_buffer_size enable_data_shuffling train_sampling_strategy "
+    "length_column_name group_by_length shuffle_dataset grain_shuffle_buffer_size": (
+        "documents are always shuffled, by run.seed.",
+        "Leave it out, or set run.seed.",
+    ),
+    "torch_compile compile jit torch_compile_* compile_enable compile_components compile_backend "
+    "scan_layers* internal_compile* compile_xla_flags": (
+        "the step is always compiled.",
+        "Leave it out.",
+    ),
+    "profile profiler profiling *profil* xprof_* save_traces_* upload_all_profiler_results "
+    "tpu_num_* managed_mldiagnostics* trace_buf_size *memory_snapshot*": (
+        "a run records no profiles.",
+        "Leave it out; `maxpipe goodput RUN` shows where the time of a run went.",
+    ),
+    "early_stopping target_eval_loss": (
+        "a run ends early after evaluations in a row without a better one.",
+        "Set eval.patience=5 for five of them.",
+    ),
+    "bf16 bf16_full_eval": (
+        "types are named.",
+        "Set model.compute_dtype=bfloat16, which is the default.",
+    ),
+    "fp16 half fp16_full_eval": (
+        "float16 is not supported.",
+        "Set model.compute_dtype=bfloat16, which needs no loss scale.",
+    ),
+    "load_in_8bit load_in_4bit": (
+        "8 and 4 bits hold the frozen base of adapters.",
+        "Set adapter.base=int8 or nf4, with adapter.rank=16.",
+    ),
+    "eval_strategy evaluation_strategy validation_enable do_eval": (
+        "evaluations are some steps apart.",
+        "Set eval.every to the number of steps; 0 evaluates after the last one only.",
+    ),
+    "save_strategy enable_checkpointing checkpoint_enable": (
+        "checkpoints are some steps apart.",
+        "Set checkpoint.every to the number of steps; 0 saves after the last one only.",
+    ),
+    "lora peft qlora peft_type peft_config model_converters": (
+        "adapters have a section of their own.",
+        "Set adapter.rank=16; `maxpipe config explain adapter` lists its keys.",
+    ),
+    "load_parameters_path initial_load_path pretrained_checkpoint finetune_path": (
+        "a run starts from the weights of a checkpoint.",
+        "Set checkpoint.restore_from={value} checkpoint.restore=weights.",
+    ),
+    "config_file job_config_file config_path cfg yaml config_name": (
+        "a config is a YAML file, given without an option; TOML of other trainers is translated "
+        "when it is given.",
+        "Write {value} alone.",
+    ),
+    "base_config": (
+        "a config file does not name another one: files merge from left to right.",
+        "Leave it out, and give both files to the command.",
+    ),
+    "override_model_config override_logical_axis_rules": (
+        "values of later files and of the command line always win.",
+        "Leave it out.",
+    ),
+    "save_checkpoint_on_start enable_first_step_checkpoint create_seed_checkpoint": (
+        "a run starts from its seed; step 0 is not saved.",
+        "Leave it out.",
+    ),
+    "save_checkpoint_on_completion last_save_model_only last_save_in_hf export_dtype "
+    "save_only_model": (
+        "the last step is always saved, with optimizer state; `maxpipe export` writes a Hugging "
+        "Face folder.",
+        "Leave it out.",
+    ),
+    "async_checkpointing async_mode checkpoint_async_mode enable_continuous_checkpointing "
+    "max_inflight_computations": (
+        "checkpoints are always written while training continues.",
+        "Leave it out.",
+    ),
+    "enable_single_replica_ckpt_restoring checkpoint_todelete_* checkpoint_storage_* "
+    "enable_orbax_v1 checkpoint_conversion_fn source_checkpoint_layout "
+    "colocated_python_checkpointing enable_autocheckpoint checkpoint_is_quantized "
+    "save_quantized_params_path enable_checkpoint_cloud_logger enable_jit_checkpoint "
+    "exclude_from_loading enable_ft_dataloader_checkpoints load_only save_on_each_node "
+    "initial_load_in_hf_quantized": (
+        "checkpoints have one format, which every layout can read.",
+        "Leave it out.",
+    ),
+    "initial_load_model_only": (
+        "a start from the weights of a checkpoint alone is a value of checkpoint.restore.",
+        "Set checkpoint.restore=weights with checkpoint.restore_from=CHECKPOINT.",
+    ),
+    "initial_load_in_hf": (
+        "weights of a Hugging Face folder are marked by `hf:`.",
+        "Set checkpoint.restore_from=hf:DIR.",
+    ),
+    "enable_multi_tier_checkpointing multi_tier_checkpointing_* mtc_data_parallelism "
+    "enable_emergency_checkpoint": (
+        "checkpoints on the hosts' own disks are set by a folder and a period.",
+        "Set checkpoint.local_dir and checkpoint.local_every, or leave it out.",
+    ),
+    "lora_input_adapters_path hf_lora_adapter_path lora_adapter_path": (
+        "adapters are part of a run's checkpoint.",
+        "Set checkpoint.restore_from to the run that trained them.",
+    ),
+    "force_unroll param_scan_axis scan_pipeline_* scan_layers_per_stage set_remat_policy_on_* "
+    "fused_qkv fused_mlp force_q_layout reshape_q use_sliced_mla_proj mla_naive_kvcache "
+    "mla_qk_head_chunk_size float32_weight_sum float32_gate_logits float32_logits "
+    "float32_qk_product logits_dot_in_fp32 cast_logits_to_fp32 activations_in_float32 "
+    "matmul_precision shardy check_vma remove_size_one_mesh_axis_from_type "
+    "allow_split_physical_axes optimize_mesh_for_tpu_v6e use_iota_embed enable_nnx pure_nnx* "
+    "enable_padding_causal_mask max_segments_per_seq causal_block_size": (
+        "it is an implementation detail: maxpipe has one implementation, which chooses it.",
+        "Leave it out.",
+    ),
+    "reuse_example_batch max_checkify autoselect auto_find_batch_size torch_empty_cache_steps "
+    "gc_freq gc_debug seed_worker dump_* debug_sharding jax_debug_log_modules debug "
+    "debug_print_config print_config save_config_file print_after_conversion log_config "
+    "disable_color_printing detect_anomaly spmd_typechecking enable_structured_logging "
+    "visualize_memory_budget_pareto determinism_check activation_checkpoint_debug description "
+    "job_description memory_estimation_* moe_force_load_balance use_random_routing early_stop "
+    "preserve_rng_state skip_jax_distributed_system": (
+        "it is a debugging option of the other trainer; `maxpipe doctor`, `plan` and `compile` "
+        "check a run before it starts.",
+        "Leave it out.",
+    ),
+    "metrics_file gcs_metrics save_config_to_gcs save_tb_folder save_for_all_ranks "
+    "logging_strategy logging_first_step log_on_each_node logging_nan_inf_filter log_level "
+    "log_level_replica include_num_input_tokens_seen skip_memory_metrics include_for_metrics "
+    "batch_eval_metrics record_internal_nn_metrics prometheus_port monitor_* "
+    "step_deviation_interval_seconds enable_goodput_recording goodput_upload_interval_seconds "
+    "enable_*goodput* enable_gcp_* report_*_monitoring use_vertex_tensorboard "
+    "vertex_tensorboard_* write_estimator_result include_tokens_per_second": (
+        "a run always writes metrics.jsonl, events.jsonl and goodput into its folder.",
+        "Leave it out; log.every is the period in steps.",
+    ),
+    "constant_bound_config replicate_quant_scale quant_cfg_path quantize_kvcache kv_quant_* "
+    "use_qwix_quantization use_manual_quantization *_quantization_calibration_method "
+    "quantization_local_shard_count quantize_* enable_fsdp_float8_all_gather precompute_float8_* "
+    "filter_fqns emulate mxfp8_*": (
+        "8-bit matmuls are set by their type and scales.",
+        "Set model.matmul=fp8 or int8, or leave it out.",
+    ),
+    "weight_sparsity_* te_comm_gemm_overlap use_batch_split_schedule batch_split_factor "
+    "inhomogeneous_layer_cycle_interval use_qk_clip qk_clip_threshold neftune_noise_alpha "
+    "label_smoothing_factor moba* use_indexer indexer_* engram* mhc_* enable_mhc_lite "
+    "use_mhc_pallas_kernel sinkhorn_iterations hidden_size_per_layer_input "
+    "vocab_size_per_layer_input num_kv_shared_layers use_double_wide_mlp first_num_hash_layers "
+    "o_lora_rank o_groups compress_ratios compressed_rope_max_timescale chunk_attn_window_size "
+    "temperature_tuning use_mrope mrope_section position_id_per_seconds block_diffusion_* "
+    "enable_diloco diloco_* enable_streaming_diloco num_diloco_fragments use_sequential_layers "
+    "num_communication_overlapping_steps communication_overlapping_alpha *_diloco_parallelism "
+    "elastic_* fault_tolerance_* process_group_timeout_ms semi_sync_method min_replica_size "
+    "olmo_* average_tokens_across_devices": (
+        "maxpipe does not have this feature.",
+        "Leave it out.",
+    ),
+    "model_call_mode global_parameter_scale dense_init_scale attention_output_dim global_head_dim "
+    "global_num_kv_heads mlp_activations* normalize_embedding_logits mlp_bias "
+    "share_kv_projections attention_bias attention_sink attention_type use_post_attn_norm "
+    "use_post_ffw_norm v_norm_with_scale qk_norm_with_scale use_qk_norm use_qk_norm_in_gdn "
+    "nope_layer_interval use_untrainable_positional_embedding trainable_position_size "
+    "rope_use_scale rope_min_timescale global_rope_* local_rope_proportion "
+    "max_position_embeddings beta_fast beta_slow rope_interleave rope_truncate "
+    "rope_attention_scaling rope_pairwise partial_rotary_factor qk_nope_head_dim "
+    "moe_expert_input_dim hidden_act bos_token_id eos_token_id initializer_range use_cache": (
+        "details of the layers belong to the model family.",
+        "Set model.family, or leave it out; `maxpipe config explain model` lists keys and "
+        "families.",
+    ),
+    "megablox sparse_matmul num_moe_token_chunks moe_chunk_barrier ragged_* use_custom_sort_vjp "
+    "use_ring_of_experts num_moe_emb_chunks moe_dispatch_no_expert_sharding use_ragged_sort "
+    "use_gather_mosaic_kernel wi_tile_* wo_tile_* merge_gating_gmm use_tokamax_gmm use_gmm_v2 "
+    "moe_fsdp_use_two_stage_all_gather shard_exp_on_fsdp use_2d_fsdp_sharding "
+    "dense_fsdp_use_two_stage_all_gather expert_parallel_comm_backend "
+    "pipeline_parallel_expert_parallel_overlap router_jitter_noise": (
+        "kernels and dispatch of experts are chosen by the devices.",
+        "Leave it out; model.moe.dispatch can be set with model.family=moe.",
+    ),
+    "pipeline_fsdp_ag_per_repeat": (
+        "weights are gathered per iteration, visit or step.",
+        "Set pipeline.weight_gather=visit.",
+    ),
+    "num_layers_per_pipeline_stage pipeline_parallel_layers module_fqns_per_model_part "
+    "pipeline_parallel_first_stage_less_layers pipeline_parallel_last_stage_less_layers "
+    "pipeline_parallel_layers_per_stage": (
+        "layers are divided evenly among stages x repeats.",
+        "Leave it out, or set pipeline.cut to the layers of each chunk.",
+    ),
+    "pipeline_parallel_microbatch_size": (
+        "microbatches are set by their number.",
+        "Set pipeline.microbatches to train.batch_size divided by this size.",
+    ),
+    "pipeline_parallel_schedule_csv": (
+        "a schedule may come from a file.",
+        "Set pipeline.schedule=file:{value}.",
+    ),
+    "decoder_layer_input indexer_cutoff_threshold context mlpwi* mlpwo moe_mlpwi* moe_mlpwo "
+    "query_proj key_proj value_proj kv_proj qkv_proj out_proj query_wa_proj kv_wa_proj mla_q "
+    "mla_kv attention_out selective_ac_option per_op_sac_* memory_budget "
+    "activation_checkpoint_memory_budget gradient_checkpointing_kwargs "
+    "activation_checkpointing_kwargs recompute_modules": (
+        "saved and offloaded activations are lists of names.",
+        "Set pipeline.remat=names, with pipeline.saved_names or pipeline.offloaded_names; "
+        "`maxpipe config explain pipeline.saved_names` lists the names.",
+    ),
+    "parameter_memory_host_offload enable_cpu_offload cpu_offload": (
+        "optimizer state can be kept in host memory, parameters cannot.",
+        "Set optim.offload_state=true.",
+    ),
+    "custom_mesh* mesh_axes data_sharding input_data_sharding_logical_axes context_sharding "
+    "ulysses_context_sharding sharding_tolerance spmd_backend logical_axis_rules "
+    "logical_axis_rules_for_eval": (
+        "the mesh is set by the sizes of its axes, and placement by a table.",
+        "Leave it out, or set entries of mesh.axis_rules; `maxpipe config explain "
+        "mesh.axis_rules` lists them.",
+    ),
+    "*_fsdp_transpose_parallelism *_context_autoregressive_parallelism "
+    "*_context_usp_ulysses_parallelism *_tensor_sequence_parallelism *_autoregressive_parallelism "
+    "tensor_transpose disable_loss_parallel enable_fsdp_symm_mem expert_tensor_parallel_degree "
+    "context_parallel_load_bal* context_parallel_reorder_strategy context_parallel_ptrr_mask_key "
+    "ddp_* subslice_shape": (
+        "the mesh has no such axis or option: its axes are data, fsdp, stage, tensor, context and "
+        "expert.",
+        "Leave it out.",
+    ),
+    "vocab_tiling_ag_once": (
+        "the loss is computed in blocks of tokens.",
+        "Leave it out.",
+    ),
+    "add_bos add_eos tokenize_train_data tokenize_eval_data use_truncation max_corpus_chars "
+    "add_special_tokens truncation padding padding_side expansion_factor_real_data "
+    "generate_padding_batch_* dataloader_drop_last remove_unused_columns label_names "
+    "dataset_num_proc dataset_kwargs dataset_batch_size": (
+        "documents are tokenized with a begin or end token and packed; every batch is full.",
+        "Leave it out; data.packing chooses how documents share a sequence.",
+    ),
+    "use_chat_template": (
+        "conversations are read by data.chat.",
+        "Set data.chat=messages, or leave it out.",
+    ),
+    "train_image_column eval_image_column use_multimodal use_audio* freeze_vision_encoder_params "
+    "freeze_audio_encoder_params dtype_mm *_for_vit *_for_audio image_* video_* audio_* "
+    "max_num_images_per_example vision_output_length": (
+        "models read text only.",
+        "Leave it out.",
+    ),
+    "default_prompt prompt max_prefill_predict_length load_from_prefill_dir prefill_* "
+    "autoregressive_decode_assert decode_sampling_* inference_* generate_slice "
+    "enable_model_warmup enable_llm_inference_pool multi_sampling return_log_prob "
+    "stack_prefill_result_cache ar_cache_axis_order compute_axis_order use_ragged_attention "
+    "use_chunked_prefill enable_prefix_caching prefix_caching_* vllm_* do_predict "
+    "predict_with_generate generation_max_length generation_num_beams": (
+        "text is generated by its own command.",
+        "Leave it out; `maxpipe generate RUN --prompt TEXT` has options for it, and "
+        "eval.sample_every samples during training.",
+    ),
+    "use_sft sft_train_on_completion_only completion_only_loss assistant_only_loss "
+    "train_on_inputs": (
+        "supervised fine-tuning is an objective, which trains answers only.",
+        "Set train.objective=sft data.chat=messages, with data.source and data.path.",
+    ),
+    "use_dpo dpo_beta": (
+        "preference tuning is an objective.",
+        "Set train.objective=preference data.chat=pairs, with data.source and data.path.",
+    ),
+    "hf_path hf_name hf_data_dir hf_access_token hub_* push_to_hub hf_token use_auth_token "
+    "dataset_config_name dataset_config": (
+        "nothing is downloaded or uploaded: data and models are files.",
+        "Save the dataset with load_dataset(...).save_to_disk('saved') of `datasets`, and set "
+        "data.source=huggingface data.path=saved.",
+    ),
+    "train_split split": (
+        "a source reads all files of its path.",
+        "Set data.path to the files of that split.",
+    ),
+    "eval_split hf_eval_split": (
+        "evaluation uses a share of the documents, or sets of its own.",
+        "Set data.validation_fraction=0.05.",
+    ),
+    "eval_dataset_name eval_dataset hf_eval_files grain_eval_files validation_dataset "
+    "validation_dataset_path val_data validation_file eval_data eval_file val_file": (
+        "documents for evaluation are named sets with the keys of a source.",
+        "Set data.validation.held_out.source=text data.validation.held_out.path={value}.",
+    ),
+    "eval_data_columns": (
+        "a set for evaluation has its own column.",
+        "Set data.validation.held_out.field=text, or leave it out.",
+    ),
+    "validation_seq_len validation_dataloader_* eval_accumulation_steps eval_start_step "
+    "eval_delay eval_on_start eval_do_concat_batches eval_use_gather_object prediction_loss_only "
+    "eval_packing": (
+        "evaluation has the sequences of training.",
+        "Leave it out; eval.every, eval.batches and eval.batch_size can be set.",
+    ),
+    "grain_train_mixture_config_path dataset_mixer": (
+        "several sources are a mixture.",
+        "Set data.mixture.NAME.path and data.mixture.NAME.weight for each source.",
+    ),
+    "grain_* colocated_python_data_input dataloader_* persistent_workers pin_memory "
+    "ignore_data_skip accelerator_config": (
+        "data is read by threads of the run, ahead of the steps.",
+        "Leave it out; data.threads and data.prefetch_batches can be set.",
+    ),
+    "learning_rate_schedule_steps lr_decay_steps lr_decay_iters lr_scheduler_total_steps": (
+        "the schedule is as long as the run.",
+        "Leave it out, or set train.steps={value}.",
+    ),
+    "lr_scheduler_kwargs optim_args optim_target_modules adam_eps_root adamw_mask "
+    "muon_consistent_rms optimizer_implementation early_step_in_backward amsgrad foreach fused "
+    "lr_decay_rate": (
+        "the optimizer has the keys of section optim only.",
+        "Leave it out; `maxpipe config explain optim` lists them.",
+    ),
+    "z_loss_multiplier": (
+        "a z-loss of the output logits is not supported.",
+        "Leave it out.",
+    ),
+    "trainable_parameters_mask trainable_params": (
+        "frozen parameters are listed, not trained ones.",
+        "Set model.frozen to the patterns of parameters that stay as they are.",
+    ),
+    "enable_dropout": (
+        "dropout is a share.",
+        "Set model.dropout=0.0 for none.",
+    ),
+    "tf32 use_tokamax_splash use_jax_splash use_max_logit_estimate cost_estimate_flops_* "
+    "dq_reduction_steps sa_* local_sa_* local_use_splash_scheduler use_splash_scheduler "
+    "experimental_sa_* ring_scan_unroll": (
+        "block sizes and kernels of attention are chosen by the backend.",
+        "Leave it out; model.attention chooses the backend.",
+    ),
+    "mtp_eval_target_module distill_beta* distill_feature_loss_type distill_layer_indices "
+    "distill_alpha_* distill_temperature_*": (
+        "it has no counterpart: distillation and multi-token prediction have constant weights.",
+        "Leave it out; `maxpipe config explain distill` lists the keys.",
+    ),
+    "dcn_bandwidth_* enable_single_controller elastic custom_import custom_args_module "
+    "custom_config_module override override_imports comm_mode save_traces_file_prefix override_* "
+    "use_ipex use_mps_device jit_mode_eval": (
+        "it has no counterpart in maxpipe.",
+        "Leave it out.",
+    ),
+    "full_determinism deterministic deterministic_warn_only batch_invariant debug_deterministic": (
+        "a run gives the same result for the same config and devices.",
+        "Leave it out.",
+    ),
+    "load_best_model_at_end": (
+        "the best checkpoints are kept, and RUN@best names the best one.",
+        "Set checkpoint.keep_best=1.",
+    ),
+    "restore_callback_states_from_checkpoint": (
+        "a resumed run has all of its state.",
+        "Leave it out.",
+    ),
+    "do_train": (
+        "`maxpipe train` trains.",
+        "Leave it out.",
+    ),
+    "liger_kernel_config enable_tpu_profiling_options disable_cuda_graphs": (
+        "kernels are chosen by the compiler.",
+        "Leave it out.",
+    ),
+    "num_tokens_per_microbatch_per_dp_rank num_tokens_per_train_step": (
+        "a step is set by sequences and their length.",
+        "Set train.batch_size to the tokens of a step divided by train.sequence_length.",
+    ),
+    "attention_dropout attn_pdrop lora_bias": (
+        "it has no counterpart; model.dropout applies to the residual stream.",
+        "Leave it out, or set model.dropout.",
+    ),
+}
+"""Names to the reason that there is no such key here, and the action."""

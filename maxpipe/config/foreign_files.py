@@ -1,0 +1,184 @@
+"""Config files of other trainers: one report of all keys, as the lines of a file here."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import textwrap
+import tomllib
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from maxpipe.boundary.files import read
+from maxpipe.config.assignments import Assignment, from_values
+from maxpipe.config.documents import MAX_FILE_BYTES, one_line
+from maxpipe.config.inputs import FOREIGN_SUFFIXES
+from maxpipe.config.keys import FAMILY, KEYS, SECTIONS
+from maxpipe.config.rules import did_you_mean
+from maxpipe.config.translation import MODEL, Context, Translation, one_line_of, translate
+from maxpipe.config.values import Raw
+from maxpipe.errors import ConfigError, Problem
+from maxpipe.words import counted
+
+SUFFIXES = FOREIGN_SUFFIXES
+
+_FEWEST = 4
+"""Keys of other trainers in one file from which on it is reported as a whole."""
+_WIDTH = 96
+_NOT_KNOWN = "names that are not known"
+
+
+def read_foreign(path: Path, origin: str) -> list[Assignment]:
+    """The keys of a TOML or JSON file.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    try:
+        text = read(path, MAX_FILE_BYTES).decode("utf-8")
+        values = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
+    except OSError as error:
+        rule = f"cannot be read: {error.strerror or error}."
+        action = "Give a file that exists, in YAML; `maxpipe init DIR` writes one to start from."
+        raise ConfigError.one(origin, None, rule, action) from error
+    except (ValueError, RecursionError) as error:
+        rule = f"is not a config: {path.suffix[1:]} cannot be parsed ({error})."
+        action = "Write a config in YAML; `maxpipe init DIR` writes one to start from."
+        raise ConfigError.one(origin, None, rule, action) from error
+    if not isinstance(values, dict):
+        rule = "must hold keys and values."
+        raise ConfigError.one(origin, None, rule, "Write a config in YAML.")
+    return list(from_values(values, origin))
+
+
+def leaves(assignment: Assignment) -> Iterator[tuple[tuple[str, ...], Raw]]:
+    """Every key with its value, those of nested sections included."""
+    yield from _leaves(assignment.path, assignment.raw)
+
+
+def _leaves(path: tuple[str, ...], raw: Raw) -> Iterator[tuple[tuple[str, ...], Raw]]:
+    if isinstance(raw, dict) and raw and ".".join(path) not in KEYS:
+        for name, value in raw.items():
+            yield from _leaves((*path, name), value)
+    else:
+        yield path, raw
+
+
+def is_foreign(unknown: Sequence[Assignment], context: Context) -> bool:
+    """Whether a file is one of another trainer, by its keys that do not exist here."""
+    known = 0
+    for assignment in unknown:
+        if _is_misspelled(assignment):
+            continue
+        for path, raw in leaves(assignment):
+            known += translate(path, raw, context).is_exact
+            if known >= _FEWEST:
+                return True
+    return False
+
+
+def _is_misspelled(assignment: Assignment) -> bool:
+    """Whether it is a section of this trainer with an error in its name."""
+    if len(assignment.path) > 1 or not isinstance(assignment.raw, dict):
+        return False
+    guess = did_you_mean(assignment.path[0], SECTIONS)
+    return bool(guess) and all(f"{guess}.{name}" in KEYS for name in assignment.raw)
+
+
+def report(origin: str, assignments: Iterable[Assignment], context: Context) -> Problem:
+    """All keys of a file of another trainer, with the lines to put in their place."""
+    lines: dict[str, tuple[str, str]] = {}
+    absent: dict[str, list[str]] = {}
+    count = 0
+    given = [leaf for assignment in assignments for leaf in leaves(assignment)]
+    family = _family(given, context)
+    context = dataclasses.replace(
+        context, values={**context.values, FAMILY: family or context.family}
+    )
+    for path, raw in given:
+        name = ".".join(path)
+        if name in KEYS and not isinstance(raw, dict):
+            lines[name] = (_text(raw), "")
+            continue
+        count += 1
+        found = translate(path, raw, context)
+        settings = dict(found.settings)
+        if not found.is_exact:
+            absent.setdefault(_NOT_KNOWN, []).append(name)
+        elif family and FAMILY in settings and found.key != FAMILY:
+            reason = f"read with model.family={settings[FAMILY]} only."
+            absent.setdefault(reason, []).append(name)
+        elif found.settings:
+            remark = _given(name, raw, found)
+            lines |= {key: (text, remark) for key, text in found.settings}
+        else:
+            absent.setdefault(_reason(found), []).append(name)
+    body = "\n".join(f"    {line}".rstrip() for line in [*_yaml(lines), *_remarks(absent)])
+    named = sum(bool(remark) for _, remark in lines.values())
+    rule = (
+        f"holds {counted(count, 'key')} of another trainer; {named} of them have a name here. "
+        "A config is YAML with sections, and keys below them."
+    )
+    action = f"Write these lines to a .yml file, and give that in place of {origin}:\n{body}"
+    return Problem(origin, "", rule, action)
+
+
+def _family(given: Sequence[tuple[tuple[str, ...], Raw]], context: Context) -> str:
+    """The model's family as the file itself names it; empty if it does not."""
+    for path, raw in given:
+        if ".".join(path) == FAMILY and isinstance(raw, str):
+            return raw
+        found = translate(path, raw, context)
+        if found.is_exact and found.key == FAMILY and found.settings:
+            return found.settings[0][1]
+    return ""
+
+
+def _text(raw: Raw) -> str:
+    return raw if isinstance(raw, str) else "null" if raw is None else one_line(raw)
+
+
+def _given(name: str, raw: Raw, found: Translation) -> str:
+    """The setting as it was in the file; its value only where that is another one here."""
+    text = _text(raw)
+    same = any(value.lower() == text.lower() for _, value in found.settings)
+    return name if same else f"{name}: {' '.join(text.split())[:40]}"
+
+
+def _reason(found: Translation) -> str:
+    return f"{found.why} {found.action}".strip()
+
+
+def _yaml(lines: dict[str, tuple[str, str]]) -> Iterator[str]:
+    """The settings as a config file, with their names elsewhere as comments."""
+    reference = lines.pop(MODEL, None)
+    if reference:
+        yield f"model: {one_line_of(reference[0])}  # {reference[1]}"
+        if kept := [key for key in lines if key.startswith("model.")]:
+            yield from _wrapped(f"the named model sets or defaults: {', '.join(kept)}")
+        lines = {key: value for key, value in lines.items() if not key.startswith("model.")}
+    written: list[str] = []
+    order = {key: place for place, key in enumerate(KEYS)}
+    for key in sorted(lines, key=lambda key: order.get(key, len(order))):
+        *sections, name = key.split(".")
+        common = 0
+        while common < min(len(sections), len(written)) and sections[common] == written[common]:
+            common += 1
+        for depth in range(common, len(sections)):
+            yield f"{'  ' * depth}{sections[depth]}:"
+        written = sections
+        text, remark = lines[key]
+        line = f"{'  ' * len(sections)}{name}: {one_line_of(text)}"
+        yield f"{line}  # {remark}" if remark else line
+
+
+def _remarks(absent: dict[str, list[str]]) -> Iterator[str]:
+    for reason, names in absent.items():
+        yield from _wrapped(f"{', '.join(names)}: {reason.rstrip('.')}.")
+
+
+def _wrapped(text: str) -> list[str]:
+    text = "".join(each for each in text if each.isprintable())
+    return textwrap.wrap(
+        text, _WIDTH, initial_indent="# ", subsequent_indent="#   ", break_long_words=False
+    )

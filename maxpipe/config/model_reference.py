@@ -1,0 +1,134 @@
+"""The model of a run that is set by name, and the files that set its shape."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from maxpipe.config import shipped
+from maxpipe.config.assignments import Assignment, from_document
+from maxpipe.config.documents import read_file
+from maxpipe.config.inputs import Input
+from maxpipe.config.keys import KEYS, default_of
+from maxpipe.config.rules import did_you_mean
+from maxpipe.config.translation import MODEL
+from maxpipe.errors import Problem
+from maxpipe.words import counted
+
+_NOT_SHAPE = ("attention", "compute_dtype", "param_dtype", "dropout", "frozen")
+"""Keys of the model, and those that begin with `matmul`, that leave its parameters as they are."""
+
+_SHAPE = tuple(
+    key
+    for key in KEYS
+    if key.startswith("model.")
+    and not key.startswith("model.matmul")
+    and key not in [f"model.{name}" for name in _NOT_SHAPE]
+)
+_REQUIRED = frozenset(key for key in _SHAPE if default_of(key) is dataclasses.MISSING)
+
+
+class NamedModel(NamedTuple):
+    """The settings of a model that a file or an override names."""
+
+    before: list[Assignment]
+    """Before those of all files."""
+    after: list[Assignment]
+    """After those of all files."""
+    notes: tuple[str, ...]
+
+
+def is_reference(assignment: Assignment) -> bool:
+    """Whether it is `model: NAME`, or `model=NAME`."""
+    return assignment.path == (MODEL,) and isinstance(assignment.raw, str)
+
+
+def named_model(
+    in_files: Sequence[Assignment],
+    from_overrides: Sequence[Assignment],
+    problems: list[Problem],
+    *,
+    is_saved: bool,
+) -> NamedModel:
+    """The settings of the model named in files or overrides.
+
+    The name in a file is a default: a file that sets a whole shape takes its place. An override
+    replaces the model of the files.
+    """
+    overrides = [each for each in from_overrides if is_reference(each)]
+    in_file = [each for each in in_files if is_reference(each)]
+    models = _models(in_files)
+    if overrides:
+        return NamedModel([], _settings(overrides[-1], problems), ())
+    if not in_file:
+        return NamedModel([], [], ())
+    last = in_file[-1]
+    found = _settings(last, problems)
+    if models or is_saved:
+        notes = [
+            f"model: {_short(name)} in place of {last.raw}, the default of {last.origin}"
+            for name in models[-1:]
+        ]
+        return NamedModel([], [], tuple(notes) if found else ())
+    return NamedModel(found, [], ())
+
+
+def _models(assignments: Sequence[Assignment]) -> list[str]:
+    """Origins that set every key of a shape that has no default, in their order."""
+    keys: dict[str, set[str]] = {}
+    for each in assignments:
+        keys.setdefault(each.origin, set()).add(".".join(each.path))
+    return [origin for origin, those in keys.items() if those >= _REQUIRED]
+
+
+def _settings(reference: Assignment, problems: list[Problem]) -> list[Assignment]:
+    name = str(reference.raw)
+    found = shipped.model_meant(name)
+    if found is None:
+        models = [each.name for each in shipped.configs().values() if each.kind == MODEL]
+        guess = did_you_mean(name.lower(), models)
+        action = f"Write model: {guess}." if guess and reference.is_in_file else ""
+        action = action or (f"Write model={guess}." if guess else "")
+        if not guess and shipped.is_hub_id(name):
+            action = shipped.from_hub(name)
+        rule = (
+            "is neither a section, with keys below it, nor a model that maxpipe ships "
+            "(`maxpipe configs list`)."
+        )
+        action = action or "Write model: tiny, or the keys of a model below `model:`."
+        problems.append(reference.problem(rule, action))
+        return []
+    document = read_file(Input(found.path, f"shipped config {found.name}"), problems)
+    return (
+        list(from_document(document, f"shipped config {found.name}", problems)) if document else []
+    )
+
+
+def overridden(assignments: Sequence[Assignment]) -> Iterator[str]:
+    """Notes about files that change the shape of a model from an earlier file."""
+    shape = set(_SHAPE)
+    for model in _models([each for each in assignments if each.is_in_file][:]):
+        values = {".".join(a.path): a.raw for a in assignments if a.origin == model}
+        changed: dict[str, list[str]] = {}
+        is_later = False
+        for each in assignments:
+            key = ".".join(each.path)
+            is_later = is_later or each.origin == model
+            if not is_later or each.origin == model or not each.is_in_file or key not in shape:
+                continue
+            default = default_of(key)
+            before = values.get(key, None if default is dataclasses.MISSING else _text(default))
+            if before != each.raw:
+                changed.setdefault(each.origin, []).append(key)
+        for origin, keys in changed.items():
+            count = counted(len(dict.fromkeys(keys)), "key")
+            yield f"model: {_short(model)}, {count} overridden by {_short(origin)}"
+
+
+def _text(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _short(origin: str) -> str:
+    return origin.removeprefix("shipped config ")

@@ -1,0 +1,365 @@
+"""Settings of other trainers as settings here: names, and values that the keys here accept."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+import shlex
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+from maxpipe.config import shipped
+from maxpipe.config.documents import one_line
+from maxpipe.config.keys import (
+    FAMILY,
+    KEYS,
+    default_of,
+    family_section,
+    is_of_another_family,
+    section_of,
+)
+from maxpipe.config.names import Answer, key_meant, list_meant, same_key, same_value
+from maxpipe.config.ranges import BOUNDS
+from maxpipe.config.rules import BATCH_AXES, axis_keys, shown, squashed
+from maxpipe.config.values import READERS, Raw
+from maxpipe.parallel.axes import MESH_AXES
+from maxpipe.schedule.catalog import SCHEDULES
+
+MODEL = "model"
+"""The section that may be the name of a shipped model."""
+
+
+class Translation(NamedTuple):
+    """A setting of another trainer in terms of this one."""
+
+    settings: tuple[tuple[str, str], ...] = ()
+    """Keys here with the texts of their values; empty where none is to be set."""
+    why: str = ""
+    action: str = ""
+    """What to do where there are no settings."""
+    is_exact: bool = True
+    """Whether the name is known, and does not just resemble one."""
+    key: str = ""
+    """The key with this meaning, if there is one."""
+
+    def act(self, *, in_file: bool) -> str:
+        """The action, in words for the command line or for a file."""
+        if not self.settings:
+            return self.action
+        if in_file:
+            return f"Write {', and '.join(_as_lines(*each) for each in self.settings)}."
+        return f"Write {' '.join(shlex.quote(f'{key}={text}') for key, text in self.settings)}."
+
+
+def _as_lines(key: str, text: str) -> str:
+    *sections, name = key.split(".")
+    line = f"`{name}: {one_line_of(text)}`"
+    below = " below ".join(f"`{each}:`" for each in reversed(sections))
+    return f"{line} below {below}" if below else line
+
+
+def one_line_of(text: str) -> str:
+    """The text of a value as YAML holds it behind its key."""
+    return (
+        text
+        if text.startswith("[")
+        else one_line(text).strip("'")
+        if _plain(text)
+        else one_line(text)
+    )
+
+
+def _plain(text: str) -> bool:
+    """Whether quotes are only there because YAML would take the text for a number."""
+    return (
+        one_line(text) == f"'{text}'" and not set(text) & set(":#{}[],&*!|>%@`\"' ") and bool(text)
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Context:
+    """The settings that a translation depends on."""
+
+    values: Mapping[str, Any]
+    """Full key to the value that files and overrides give it so far."""
+    accumulation: int = 1
+    """Gradient accumulation, as other trainers count it."""
+
+    @property
+    def family(self) -> str:
+        """The model's family."""
+        return str(self.values[FAMILY])
+
+    def devices(self, axes: Sequence[str] = MESH_AXES) -> int | None:
+        """The number of devices along these axes; None where it is not known."""
+        sizes = {key: int(self.values[key]) for key in axis_keys(*MESH_AXES)}
+        if any(size < 1 for size in sizes.values()):
+            if (
+                not self._is_cpu()
+                or list(sizes.values()).count(-1) != 1
+                or set(axes) != {*MESH_AXES}
+            ):
+                return None
+            return int(self.values["mesh.cpu_devices"])
+        return math.prod(sizes[key] for key in axis_keys(*axes))
+
+    def _is_cpu(self) -> bool:
+        return self.values["runtime.platform"] == "cpu" or self.values["mesh.cpu_devices"] > 1
+
+
+CONTEXT_KEYS = (
+    *axis_keys(*MESH_AXES),
+    FAMILY,
+    "mesh.cpu_devices",
+    "tokenizer.kind",
+    "runtime.platform",
+    "train.steps",
+    "optim.learning_rate",
+)
+"""Keys that a `Context` holds."""
+
+
+def translate(path: Sequence[str], raw: Raw, context: Context) -> Translation:
+    """The translation of a key that does not exist, by its section, if any, and name."""
+    for name in (squashed("".join(path)), squashed(path[-1])):
+        if name in _COMPUTED:
+            return _COMPUTED[name](raw, context)
+    if len(path) == 1 and isinstance(raw, str) and is_main_key(path[0], raw):
+        return _fitted(_MAIN_KEY[path[0]], raw, context)
+    answer = _meant(path, context.family)
+    if not answer.name:
+        text = raw if isinstance(raw, str) else "VALUE"
+        action = answer.action.replace("{value}", text or "VALUE")
+        return Translation((), answer.why, action, answer.is_exact and bool(action))
+    return _fitted(answer.name, raw, context)._replace(is_exact=answer.is_exact)
+
+
+def _meant(path: Sequence[str], family: str) -> Answer:
+    """The key meant by one that does not exist: of keys with one name that of this family."""
+    mine = [key for key in KEYS if not is_of_another_family(section_of(key), family)]
+    answer = same_key(path, mine) or key_meant(path, KEYS)
+    own = f"{family_section(family)}.{answer.name.rpartition('.')[2]}"
+    other = own in KEYS and is_of_another_family(section_of(answer.name), family)
+    return answer._replace(name=own) if other else answer
+
+
+def _fitted(key: str, raw: Raw, context: Context) -> Translation:
+    """The setting of a key here, if it accepts the value."""
+    if key == "data.path" and isinstance(raw, list) and len(raw) > 1:
+        return Translation((("data.paths", _joined(raw)),), key=key)
+    text, action = fit(key, raw)
+    if key.endswith(".num_experts") and text == "1":
+        return Translation((), "one expert is a dense layer.", "Leave it out.", key=key)
+    if text is None:
+        return Translation((), "", action, key=key)
+    section = section_of(key)
+    settings = ((key, text),)
+    if key == "tokenizer.path" and context.values["tokenizer.kind"] == "bytes":
+        settings = (("tokenizer.kind", "auto"), *settings)
+    if is_of_another_family(section, context.family):
+        settings = ((FAMILY, section.rpartition(".")[2]), *settings)
+    return Translation(settings, key=key)
+
+
+def fit(key: str, raw: Raw) -> tuple[str | None, str]:
+    """The text that a key accepts for a value elsewhere; or None, and the action."""
+    hint = KEYS[key]
+    if isinstance(raw, dict):
+        return None, _leave_out(key)
+    if isinstance(raw, list):
+        if typing.get_origin(hint) is list:
+            return _joined(raw), ""
+        if len(raw) != 1 or not isinstance(raw[0], str):
+            return None, list_meant(key) or _leave_out(key)
+        raw = raw[0]
+    choices = typing.get_args(hint) if typing.get_origin(hint) is Literal else ()
+    choices = tuple(SCHEDULES) if key == "pipeline.schedule" else choices
+    text = "" if raw is None else raw.strip()
+    found = text if text in choices else same_value(key, text, choices) if text else ""
+    if found and " " in found:
+        return None, found.replace("KEY", key)
+    if found:
+        return found, ""
+    if squashed(text) in ("", "none", "null"):
+        return None, _leave_out(key)
+    if choices and not text.startswith("file:"):
+        example = shown(default_of(key))
+        return None, f"Set {key}={example}, or another of {', '.join(map(str, choices))}."
+    if typing.get_origin(hint) is list:
+        return f"[{text}]", ""
+    return _read(key, text)
+
+
+def _read(key: str, text: str) -> tuple[str | None, str]:
+    """The same for one text and a key of one value."""
+    if (reader := READERS.get(KEYS[key])) is None:
+        return text, ""
+    bound = BOUNDS.get(key)
+    default = default_of(key)
+    example = bound.example if bound and default in (0, dataclasses.MISSING) else default
+    try:
+        value = reader(text)
+    except (ValueError, OverflowError):
+        kind = {int: "an integer", float: "a number", bool: "true or false"}.get(
+            KEYS[key], "a list"
+        )
+        return None, f"Set {key}={shown(example)}: the value must be {kind}."
+    if bound and not bound.holds(value):
+        return None, _leave_out(key) if value < 0 else f"Set {key}={shown(example)}."
+    return str(value) if KEYS[key] is int else text, ""
+
+
+def _leave_out(key: str) -> str:
+    default = default_of(key)
+    if default is dataclasses.MISSING:
+        return f"Leave it out: the model sets {key}."
+    if default in ("", [], {}):
+        return f"Leave it out: {key} is not set by default."
+    return f"Leave it out: {key} is {shown(default)} by default."
+
+
+def _joined(raw: list[Raw]) -> str:
+    return f"[{', '.join(str(each) for each in raw)}]"
+
+
+# Values that depend on others.
+
+
+def _number(raw: Raw) -> float | None:
+    try:
+        return float(READERS[float](raw))
+    except (ValueError, OverflowError):
+        return None
+
+
+def _times_devices(
+    key: str, axes: Sequence[str] = MESH_AXES
+) -> Callable[[Raw, Context], Translation]:
+    """A number of sequences per device, counted over all devices and accumulated batches."""
+    accumulates = key == "train.batch_size"
+
+    def translated(raw: Raw, context: Context) -> Translation:
+        why = f"{key} counts the sequences of all devices."
+        number, devices = _number(raw), context.devices(axes)
+        if number is None or number <= 0:
+            return Translation((), why, _leave_out(key), key=key)
+        factor = context.accumulation if accumulates else 1
+        if devices and (total := number * devices * factor) == int(total):
+            return Translation(((key, str(int(total))),), why, key=key)
+        over = "devices" if axes is MESH_AXES else "devices along data, fsdp and expert"
+        times = f"{number * factor:g} x the number of {over}"
+        example = max(1, round(number * factor * 8))
+        return Translation((), why, f"Set {key} to {times}: {key}={example} on 8.", key=key)
+
+    return translated
+
+
+def _share_of_steps(raw: Raw, context: Context) -> Translation:
+    key, why, number = "optim.warmup_steps", "the warm-up is in steps.", _number(raw)
+    if number is None:
+        return Translation((), why, _leave_out(key), key=key)
+    if not number:
+        return Translation(((key, "0"),), why, key=key)
+    if steps := int(context.values["train.steps"]):
+        return Translation(((key, str(round(number * steps))),), why, key=key)
+    return Translation(
+        (),
+        why,
+        f"Set {key} to {number:g} x train.steps: {key}={number * 1000:.0f} of 1000.",
+        key=key,
+    )
+
+
+def _share_of_rate(raw: Raw, context: Context) -> Translation:
+    key, why, number = "optim.final_fraction", "the last rate is a share of the peak.", _number(raw)
+    share = math.inf if number is None else number / float(context.values["optim.learning_rate"])
+    if not 0 <= share <= 1:
+        return Translation((), why, _leave_out(key), key=key)
+    return Translation(((key, f"{share:.4g}"),), why, key=key)
+
+
+def _switch(key: str, when_true: str, when_false: str) -> Callable[[Raw, Context], Translation]:
+    """A key that is true or false elsewhere and has values here; empty where it is left out."""
+
+    def translated(raw: Raw, context: Context) -> Translation:
+        try:
+            value = when_true if READERS[bool](raw) else when_false
+        except ValueError:
+            value = ""
+        settings = ((key, value),) if value else ()
+        return Translation(settings, "", _leave_out(key), key=key)
+
+    return translated
+
+
+def _eval_steps(raw: Raw, context: Context) -> Translation:
+    number = _number(raw)
+    why = "trainers use the name for two things."
+    if number is None or number < 1:
+        return Translation((), why, _leave_out("eval.every"), key="eval.every")
+    every, batches = f"eval.every={number:g}", f"eval.batches={number:g}"
+    action = (
+        f"Set {every} for the steps between two evaluations, or {batches} for the batches of one."
+    )
+    return Translation((), why, action)
+
+
+def _model_named(raw: Raw, context: Context) -> Translation:
+    if isinstance(raw, str) and (model := shipped.model_meant(raw)):
+        return Translation(((MODEL, model.name),), key=MODEL)
+    if isinstance(raw, str) and shipped.is_hub_id(raw):
+        return Translation((), "nothing is downloaded.", shipped.from_hub(raw))
+    answer = same_key(["model_name"], ())
+    assert answer is not None
+    return Translation((), answer.why, answer.action)
+
+
+def _table() -> dict[str, Callable[[Raw, Context], Translation]]:
+    named = {
+        "per_device_batch_size per_device_train_batch_size device_batch_size": _times_devices(
+            "train.batch_size"
+        ),
+        "micro_batch_size local_batch_size train_micro_batch_size_per_gpu": _times_devices(
+            "train.batch_size", BATCH_AXES
+        ),
+        "per_device_eval_batch_size eval_per_device_batch_size": _times_devices("eval.batch_size"),
+        "validation_local_batch_size": _times_devices("eval.batch_size", BATCH_AXES),
+        "warmup_ratio warmup_fraction warmup_steps_fraction lr_warmup_fraction": _share_of_steps,
+        "min_lr final_lr end_lr": _share_of_rate,
+        "disable_tqdm": _switch("log.progress", "plain", "live"),
+        "use_cpu no_cuda": _switch("runtime.platform", "cpu", ""),
+        "eval_steps": _eval_steps,
+        "model_name model_name_or_path pretrained_model_name_or_path hf_model base_model": (
+            _model_named
+        ),
+    }
+    return {squashed(name): each for names, each in named.items() for name in names.split()}
+
+
+_COMPUTED = _table()
+_MAIN_KEY = {
+    "optim": "optim.name",
+    "tokenizer": "tokenizer.path",
+    "data": "data.path",
+    "run": "run.name",
+    "pipeline": "pipeline.schedule",
+}
+"""The key that a text in place of a section means."""
+
+_ACCUMULATION = {squashed(n) for n in ("gradient_accumulation_steps", "grad_accum_steps")}
+
+
+def is_main_key(section: str, text: str) -> bool:
+    """Whether a text in place of a section means its main key: `optim=adamw`."""
+    return (
+        section in _MAIN_KEY
+        and re.fullmatch(r"(?i)[a-z][\w./-]*", text) is not None
+        and (squashed(text) not in ("true", "false", "none", "null", "yes", "no", "on", "off"))
+    )
+
+
+def is_accumulation(path: Sequence[str]) -> bool:
+    """Whether a name is that of gradient accumulation, which multiplies the batch."""
+    return squashed(path[-1]) in _ACCUMULATION

@@ -1,0 +1,150 @@
+"""Every key of MaxText, torchtitan and `TrainingArguments`, with its default, is answered."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from maxpipe.config.keys import FAMILY, KEYS, flat
+from maxpipe.config.load import load, to_dict, value_of
+from maxpipe.config.translation import CONTEXT_KEYS, Context, Translation, translate
+from maxpipe.errors import ConfigError
+
+TRAINERS: dict[str, dict[str, str]] = json.loads(
+    (Path(__file__).parent / "foreign_keys.json").read_text()
+)
+"""Trainer to the names of its keys, with their defaults as text."""
+
+BASE = ["tiny", "train.steps=100"]
+MODEL_OF = {"deepseek": "deepseek-v2-lite", "gemma2": "gemma2-2b", "moe": "tiny-moe"}
+"""A shipped model of a family that needs more than its name."""
+NEEDS = {
+    "data.source": ["data.path=c4/en:3.1.0"],
+    "model.num_kv_heads": ["model.num_heads=16"],
+    "tokenizer.kind": ["tokenizer.path=tokenizer.model"],
+}
+"""Keys of which the value needs another one, as the next message would say."""
+
+
+def context() -> Context:
+    values = flat(to_dict(load(BASE).config))
+    return Context({key: values[key] for key in CONTEXT_KEYS})
+
+
+def follow(found: Translation) -> None:
+    """A run with the settings of an answer is checked without a complaint."""
+    settings = [f"{key}={text}" for key, text in found.settings]
+    family = dict(found.settings).get(FAMILY, "")
+    needs = [each for key, _ in found.settings for each in NEEDS.get(key, [])]
+    base = [MODEL_OF[family], "train.steps=100"] if family in MODEL_OF else BASE
+    if any(key.startswith("model.deepseek.rope") for key, _ in found.settings):
+        settings += ["model.head_size=192"]
+    load([*base, *needs, *settings])
+
+
+def unknown(trainer: str) -> list[tuple[str, str]]:
+    return [(name, text) for name, text in TRAINERS[trainer].items() if name not in KEYS]
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_every_key_has_an_answer_that_works(trainer: str):
+    followed: set[Translation] = set()
+    settings_so_far = context()
+    for name, text in unknown(trainer):
+        found = translate(tuple(name.split(".")), text, settings_so_far)
+        assert found.is_exact, name
+        assert bool(found.settings) != bool(found.action and not found.settings), name
+        if found.settings and found not in followed:
+            follow(found)
+            followed.add(found)
+    assert len(followed) >= 15
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_the_command_line_gives_that_answer(trainer: str):
+    names = unknown(trainer)
+    for start in range(0, len(names), 50):
+        some = names[start : start + 50]
+        for form in ("{}={}", "--{}={}"):
+            with pytest.raises(ConfigError) as caught:
+                load([*BASE, *(form.format(*each) for each in some)])
+            problems = {problem.where: problem for problem in caught.value.problems}
+            for name, text in some:
+                written = form.format(name, text) if form.startswith("--") else name
+                problem = problems.get(f"command line: {written}")
+                if problem is None:
+                    pytest.fail(f"{written} has no answer")
+                assert problem.action.startswith(
+                    ("Write ", "Set ", "Leave it out", "Save the", "Name a model")
+                ), problem
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_a_file_is_answered_by_one_that_loads(trainer: str, tmp_path: Path):
+    lines: dict[str, dict[str, str] | str] = {}
+    for name, text in TRAINERS[trainer].items():
+        section, _, key = name.rpartition(".")
+        below = lines.setdefault(section, {}) if section else lines
+        assert isinstance(below, dict)
+        below[key] = text
+    path, translated = tmp_path / "theirs.yml", tmp_path / "ours.yml"
+    path.write_text(json.dumps(lines))
+    with pytest.raises(ConfigError) as caught:
+        load(["tiny", str(path)])
+    [problem] = [each for each in caught.value.problems if each.where == str(path)]
+    assert problem.rule.startswith("holds ") and " keys of another trainer" in problem.rule
+    head, _, body = problem.action.partition("\n")
+    assert head.endswith(f"and give that in place of {path}:") and len(body.splitlines()) < 450
+    assert "names that are not known" not in body
+    assert max(map(len, body.splitlines())) < 160
+    assert "family: deepseek" not in body  # of which there are keys with defaults
+    translated.write_text(textwrap.dedent(body) + "\n")
+    try:
+        load(["tiny", "train.steps=100", str(translated)])
+    except ConfigError as error:  # relations between defaults of theirs, never a name or a value
+        for each in error.problems:
+            assert "is not a" not in each.rule and "must be one of" not in each.rule, each
+            assert "must be an integer" not in each.rule, each
+
+
+@pytest.mark.parametrize(
+    ("given", "settings"),
+    [
+        (
+            ["per_device_batch_size=2", "mesh.ici_fsdp=4", "mesh.ici_tensor=2"],
+            "train.batch_size=16",
+        ),
+        (["per_device_batch_size=0.5", "mesh.ici_fsdp=4"], "train.batch_size=2"),
+        (["per_device_batch_size=2", "ici_fsdp_parallelism=8"], "train.batch_size=16"),
+        (
+            ["per_device_train_batch_size=2", "gradient_accumulation_steps=4", "mesh.ici_data=2"],
+            "train.batch_size=16",
+        ),
+        (["local_batch_size=2", "mesh.ici_fsdp=4", "mesh.ici_tensor=2"], "train.batch_size=8"),
+        (
+            ["per_device_batch_size=1", "mesh.ici_fsdp=-1", "mesh.cpu_devices=8"],
+            "train.batch_size=8",
+        ),
+        (["warmup_ratio=0.1"], "optim.warmup_steps=10"),
+        (["min_lr=3e-5", "lr=3e-4"], "optim.final_fraction=0.1"),
+        (["disable_tqdm=true"], "log.progress=plain"),
+        (["model_name_or_path=meta-llama/Llama-3.1-8B-Instruct"], "model=llama3.1-8b"),
+        (["fsdp=full_shard"], "mesh.ici_fsdp=-1"),
+    ],
+)
+def test_values_are_computed(given: list[str], settings: str):
+    with pytest.raises(ConfigError) as caught:
+        load([*BASE, *given])
+    assert any(problem.action == f"Write {settings}." for problem in caught.value.problems)
+    assert settings.startswith("model=") or value_of(settings)
+
+
+def test_unknown_devices_are_a_factor():
+    with pytest.raises(ConfigError) as caught:
+        load([*BASE, "per_device_batch_size=4", "mesh.ici_fsdp=-1"])
+    assert "Set train.batch_size to 4 x the number of devices: train.batch_size=32 on 8." in str(
+        caught.value
+    )
