@@ -1,5 +1,6 @@
-"""Keys of other trainers that have the same meaning as a key here: MaxText, torchtitan,
-`Trainer` of transformers, TRL, Axolotl, Megatron-LM, nanoGPT and
+"""Keys of other trainers that have the same meaning as a key of maxpipe.
+
+Sources: MaxText, torchtitan, `Trainer` of transformers, TRL, Axolotl, Megatron-LM, nanoGPT and the
 configs of published models. Data only.
 """
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from maxpipe.cli import main
 from maxpipe.config.schema import DataConfig, TokenizerConfig
-from maxpipe.data import loader
+from maxpipe.data import fingerprints, loader
 from maxpipe.data.documents import Encoded
 from maxpipe.data.fitting import fitted
 from maxpipe.data.pairs import DROPPED, SAME, TRUNCATED, Pairs
@@ -290,7 +290,7 @@ def test_what_decides_a_pair_is_in_the_fingerprint(tmp_path: Path) -> None:
     changes: list[dict[str, Any]] = [{"long_pairs": "drop"}, {"pairs_per_row": 4}]
     for keys in changes:
         other = datasets(tmp_path, **keys).train.fingerprint()
-        assert loader.compare(one, other)
+        assert fingerprints.compare(one, other)
 
 
 def test_long_pairs_are_counted(tmp_path: Path) -> None:
