@@ -9,7 +9,7 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from maxpipe.boundary.files import full, records
 from maxpipe.boundary.typed import checked
@@ -81,11 +81,11 @@ def read(run_dir: str | Path, tags: Sequence[str]) -> dict[str, Curve]:
     return found
 
 
-def _is_number(value: object) -> bool:
+def _is_number(value: object) -> TypeGuard[int | float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _is_step(value: object) -> bool:
+def _is_step(value: object) -> TypeGuard[int]:
     try:
         return checked(value, int) >= 0
     except ValueError:

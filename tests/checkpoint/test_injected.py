@@ -438,7 +438,6 @@ def test_verify_decodes_and_names_the_array(copy: Path):
     ]
 
 
-@pytest.mark.fault("K1")
 @pytest.mark.parametrize("kind", [TypeError, IndexError, AttributeError, KeyError, OverflowError])
 def test_an_error_of_orbax_about_its_own_metadata_is_a_failed_save(
     kind: type[Exception], copy: Path, monkeypatch: pytest.MonkeyPatch

@@ -73,7 +73,6 @@ def test_run_goes_on_from_the_step_before_a_damaged_one(
     assert saved_digest(copy) == saved_digest(unbroken)
 
 
-@pytest.mark.fault("F11")
 def test_run_goes_on_from_the_step_before_one_whose_metadata_is_not_that_of_a_run(
     copy: Path, tiny: Path, run: Run
 ):
