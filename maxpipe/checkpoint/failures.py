@@ -17,8 +17,10 @@ _LASTING = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, 
 _LASTING |= {errno.ENOTDIR, errno.EISDIR}
 _LASTING_WORDS = ("No space left", "quota", "File too large", "Read-only", "ermission denied")
 _LASTING_WORDS += ("Forbidden", "PERMISSION_DENIED")  # of a bucket
-# What orbax and tensorstore raise for a folder or file that is not as it should be.
-_FAULTS = (OSError, ValueError, KeyError, RuntimeError, StorageError)
+# Errors of orbax and tensorstore for a folder or file with unexpected content, which a flipped bit
+# in their own metadata turns into values of any type. A save runs no code of the user.
+_FAULTS = (OSError, ValueError, LookupError, TypeError, AttributeError, AssertionError)
+_FAULTS += (ArithmeticError, EOFError, RuntimeError, StorageError)  # RuntimeError: RecursionError
 
 
 def unusable(folder: Folder, error: BaseException, what: epath.Path | None = None) -> StorageError:

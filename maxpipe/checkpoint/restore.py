@@ -90,7 +90,7 @@ def restore(
 ) -> Restored:
     """A checkpoint as arrays placed like `abstract`, by default as numpy arrays.
 
-    `accept` may raise before the arrays are read.
+    `accept` may raise before the arrays are read: `Damaged` for metadata that no run saves.
 
     Raises:
         Damaged: it was read twice, and is not what was saved.
@@ -123,7 +123,11 @@ def _restore(
         fault, facts, expected = _before_arrays(folder, step)
     _all_agree(agree, fault)
     assert facts is not None
-    accept(facts)
+    try:
+        accept(facts)
+    except Damaged as damage:
+        fault = str(damage)
+    _all_agree(agree, fault)
     state: Tree = None
     found: dict[str, Sum] = {}
     try:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from maxpipe.commands.parser import Commands, integer
+from maxpipe.commands.parser import Commands, port
 from maxpipe.config.paths import TENSORBOARD_FOLDER
 from maxpipe.errors import ConfigError, ExitCode
 
@@ -112,6 +112,12 @@ def add(commands: Commands) -> None:
     parser.add_argument(
         "folder", metavar="RUNS", nargs="?", default="runs", help="a folder of runs, or a run"
     )
-    parser.add_argument("--port", type=integer, metavar="NUMBER", default=6006)
+    parser.add_argument(
+        "--port",
+        type=port,
+        metavar="NUMBER",
+        default=6006,
+        help="port to listen on, from 0 to 65535; 0 takes a free one (default: 6006)",
+    )
     parser.add_argument("--host", metavar="NAME", default="localhost", help="address to listen on")
     parser.set_defaults(command=_board)

@@ -14,6 +14,7 @@ from maxpipe.commands.data_mixture import add_mixture
 from maxpipe.commands.parser import Commands, add_inputs, count, read_data_config, subcommands
 from maxpipe.commands.progress import Progress
 from maxpipe.errors import ConfigError, ExitCode
+from maxpipe.words import counted
 
 if TYPE_CHECKING:
     from maxpipe.config.data_schema import DataConfig
@@ -70,6 +71,10 @@ def _chosen(data: DataConfig, given: str | None) -> str:
     return given or ""
 
 
+_MOST_DAMAGE = 10
+"""Damaged files that `data verify` names; the rest is a count."""
+
+
 def _verify(options: argparse.Namespace) -> int:
     from maxpipe.data.prepared.verify import verify
 
@@ -78,8 +83,10 @@ def _verify(options: argparse.Namespace) -> int:
         found = verify(options.folder, progress.report)
     finally:
         progress.close()
-    for line in found.damage:
+    for line in found.damage[:_MOST_DAMAGE]:
         print(redact.shown(line), file=sys.stderr)
+    if (more := len(found.damage) - _MOST_DAMAGE) > 0:
+        print(f"and {counted(more, 'more damaged file')}", file=sys.stderr)
     print(redact.shown(found.summary))
     return ExitCode.STORAGE if found.damage else ExitCode.DONE
 

@@ -225,6 +225,14 @@ def count(text: str) -> int:
     return found
 
 
+def port(text: str) -> int:
+    """The type of an argument that is a TCP port; 0 takes a free one."""
+    found = integer(text)
+    if not 0 <= found < 2**16:
+        raise argparse.ArgumentTypeError(f"{text} is not a port from 0 to 65535")
+    return found
+
+
 def number(text: str) -> float:
     """The type of an argument."""
     try:

@@ -529,10 +529,20 @@ def _is_a_word(key: str, pattern: str, words: str, example: str) -> None:
 
     @rule(key)
     def find(config: Config) -> Iterator[Finding]:
-        if not re.fullmatch(pattern, value_of(config, key)):
+        text = value_of(config, key)
+        if len(text) > _LONGEST_WORD:
+            rule = f"must have at most {_LONGEST_WORD} characters; this value has {len(text)}."
+            yield Finding(key, rule, f"Set {key}={example}.")
+        elif not re.fullmatch(pattern, text):
             yield Finding(key, f"must be {words}.", f"Set {key}={example}.")
+        elif any(len(name) > _LONGEST_NAME for name in text.split("/")):
+            rule = f"must have at most {_LONGEST_NAME} characters between slashes."
+            yield Finding(key, rule, f"Set {key}={example}.")
 
 
+_LONGEST_WORD, _LONGEST_NAME = 1024, 255
+"""Characters of a launch value, and of one name of a path: the limit of file systems."""
+_MOST_VARIABLES = 1000
 _NAME, _NAME_WORDS = r"([A-Za-z0-9][A-Za-z0-9._:-]*)?", "a name of letters, digits and `._:-`"
 _PATH, _PATH_WORDS = (
     r"[A-Za-z0-9_/.][A-Za-z0-9_/.,+@:-]*",
@@ -550,14 +560,16 @@ _is_a_word("launch.program", _PATH, _PATH_WORDS, "/shared/venv/bin/maxpipe")
 
 @rule("launch.environment")
 def _environment_has_names(config: Config) -> Iterator[Finding]:
-    wrong = [
-        name
-        for name in config.launch.environment
-        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name)
-    ]
-    if wrong:
+    names = config.launch.environment
+    if not all(re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name) for name in names):
         yield Finding(
             "launch.environment",
             "must be names of environment variables, without values.",
             "Write the names only, such as launch.environment=[MY_TOKEN].",
+        )
+    elif len(names) > _MOST_VARIABLES or any(len(name) > _LONGEST_NAME for name in names):
+        yield Finding(
+            "launch.environment",
+            f"must be at most {_MOST_VARIABLES} names of at most {_LONGEST_NAME} characters.",
+            "Write fewer or shorter names, such as launch.environment=[MY_TOKEN].",
         )

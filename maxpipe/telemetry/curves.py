@@ -5,19 +5,26 @@ Tags that end alike, as `train/loss` and `eval/loss`, share a panel.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from maxpipe.boundary.files import full, records
+from maxpipe.boundary.typed import checked
 from maxpipe.config.paths import METRICS_FILE
 from maxpipe.config.rules import did_you_mean
 from maxpipe.errors import ConfigError, StorageError
 from maxpipe.schedule.canvas import Box, Canvas, Label, text_width
 from maxpipe.schedule.canvas import Curve as Line
+from maxpipe.words import counted
 
 FORMS = (".svg", ".png")
+LARGEST = 1e300
+"""Magnitude of a value above which no axis is drawn: no run records it, damaged records do."""
+_log = logging.getLogger("maxpipe")
+_SHOWN_NAMES = 30
 _INK, _GREY, _PALE = "#1d2633", "#667085", "#e4e7ec"
 _COLOURS = ("#2456a6", "#c4314b", "#1f6f4c", "#a8530a", "#5a3aa6", "#166c79", "#6b6510", "#a12e56")
 _LEFT, _WIDTH, _HEIGHT, _TOP, _BELOW = 76.0, 620.0, 200.0, 34.0, 34.0
@@ -30,31 +37,59 @@ Curve = list[tuple[int, float]]
 def read(run_dir: str | Path, tags: Sequence[str]) -> dict[str, Curve]:
     """The curve of each of the tags that a run has.
 
+    Values that cannot be drawn (NaN, infinite, above `LARGEST`) are left out, with a warning.
+
     Raises:
         ConfigError: the run has none of them.
         StorageError: its records cannot be read.
     """
     path = full(run_dir) / METRICS_FILE
     found: dict[str, Curve] = {tag: [] for tag in tags}
+    left_out = dict.fromkeys(tags, 0)
     known: set[str] = set()
     try:
         for record in records(path, dict[str, Any]):
             known |= record.keys() - {"step", "time"}
             for tag, curve in found.items():
                 step, value = record.get("step"), record.get(tag)
-                if isinstance(step, int) and isinstance(value, int | float):
+                if not (_is_number(step) and _is_number(value)):
+                    continue  # null: the run recorded a value that was not finite
+                if _is_step(step) and -LARGEST <= value <= LARGEST:
                     curve.append((step, float(value)))
+                else:
+                    left_out[tag] += 1
     except OSError as error:
         raise StorageError(
             f"{path}: cannot be read\n  {error.strerror or error}.\n"
             "  Give the folder of a run, by default runs/<run.name>, as `maxpipe train` left it."
         ) from error
+    for tag, count in left_out.items():
+        if count:
+            _log.warning(
+                "%s: %s has %s that cannot be drawn: a value must be finite and at most %g, "
+                "and its step a whole number from 0 to 2**63 - 1",
+                *(path, tag, counted(count, "record"), LARGEST),
+            )
     found = {tag: curve for tag, curve in found.items() if curve}
     if not found:
         guess = did_you_mean(tags[0], known) or "train/loss"
-        rule = f"has no number by that name: it has {', '.join(sorted(known)) or 'none'}."
+        names = [name[:80] for name in sorted(known)[:_SHOWN_NAMES]] or ["none"]
+        if (more := len(known) - _SHOWN_NAMES) > 0:
+            names.append(f"and {more} more")
+        rule = f"has no number by that name: it has {', '.join(names)}."
         raise ConfigError.one(str(path), ", ".join(tags), rule, f"Take --tags {guess}.")
     return found
+
+
+def _is_number(value: object) -> TypeGuard[int | float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_step(value: object) -> TypeGuard[int]:
+    try:
+        return checked(value, int) >= 0
+    except ValueError:
+        return False
 
 
 def picture(runs: Mapping[str, Mapping[str, Curve]]) -> Canvas:
@@ -111,7 +146,9 @@ def _panel(title: str, lines: Mapping[str, Curve]) -> Canvas:
 def _range(values: Sequence[float]) -> tuple[float, float]:
     """A little more than all values."""
     low, high = min(values), max(values)
-    room = 0.05 * (high - low) or max(abs(high), 1.0) * 0.05
+    spread = high - low
+    # The logarithm of a step between ticks is not defined near the smallest double.
+    room = 0.05 * spread if spread > 1 / LARGEST else max(abs(high), 1.0) * 0.05
     return (0.0 if 0 <= low < (high - low) else low - room), high + room
 
 

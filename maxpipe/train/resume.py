@@ -15,6 +15,8 @@ from typing import Any, NamedTuple, NotRequired, TypedDict
 
 from maxpipe.boundary import redact
 from maxpipe.boundary.typed import AnyFloat, checked
+from maxpipe.checkpoint.contents import FACTS
+from maxpipe.checkpoint.damage import Damaged
 from maxpipe.checkpoint.folder import Base, Facts, Folder
 from maxpipe.checkpoint.manager import Checkpoints
 from maxpipe.checkpoint.run_records import check_saved
@@ -34,7 +36,7 @@ from maxpipe.config.schema import Config
 from maxpipe.data.fingerprints import compare
 from maxpipe.data.loader import Datasets
 from maxpipe.data.prepared.logits import TeacherEntry
-from maxpipe.errors import ConfigError, StorageError
+from maxpipe.errors import ConfigError
 from maxpipe.exchange.incoming import WEIGHTS_ONLY
 from maxpipe.exchange.source import folder_of
 from maxpipe.model.families.registry import describe
@@ -149,11 +151,11 @@ def restore_or_init(
             data = checked(facts.data, Position)
             model = facts.config["model"]
             frozen = checked(as_known(model)[_FROZEN], list[str])
-        except (ValueError, KeyError) as error:
-            raise StorageError(
-                f"step {facts.step}: is no checkpoint of a run\n"
-                f"  its facts about model and data cannot be used: {error}.\n"
-                "  Use the release of maxpipe that has saved it, or set run.name to a new name."
+            if data["step"] < 0:
+                raise ValueError(f"its data position is step {data['step']}")
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise Damaged(
+                f"{FACTS}/metadata does not describe the model and data of a run: {error!s:.300}"
             ) from error
         otherwise = "run.name to a new name" if own else NEW_START
         check_model(model, to_dict(config)["model"], loaded.origins, otherwise)

@@ -7,6 +7,7 @@ compiler's report is checked. An allocation that fails nevertheless is explained
 from __future__ import annotations
 
 import contextlib
+import mmap
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -52,11 +53,27 @@ def check_program(config: Config, compiled: Any, warn: Callable[[str], None]) ->
         return  # the compiler for TPUs has refused what does not fit
     predicted = _predicted(config)
     needed = said.output_size_in_bytes - said.alias_size_in_bytes + said.temp_size_in_bytes
-    words = "the compiled train step takes, beside the state,"
     if jax.local_devices()[0].platform != "cpu":  # total known, not the free part
         needed += said.argument_size_in_bytes + predicted.beside
-        words = "the compiled train step takes"
-    _check(config, needed, predicted, words, 1.0, warn)
+        _check(config, needed, predicted, "the compiled train step takes", 1.0, warn)
+        return
+    words = "the compiled train step takes, in addition to the state,"
+    # XLA aborts the process when a CPU has too little memory, so nothing above ROOM is tried.
+    _check(config, needed, predicted, words, ROOM, warn)
+    if not _can_map(needed * len(jax.local_devices())):
+        words = f"the operating system refuses the memory that {words.rstrip(',')}:"
+        _check(config, needed, predicted, words, 0.0, warn, refused=True)
+
+
+def _can_map(num_bytes: int) -> bool:
+    """Whether the operating system would grant this many bytes now; they are never touched."""
+    if num_bytes <= 0 or not hasattr(mmap, "MAP_PRIVATE"):  # Windows
+        return True
+    try:
+        mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
+    except (OSError, OverflowError):
+        return False
+    return True
 
 
 @contextlib.contextmanager
@@ -127,10 +144,12 @@ def _check(
     words: str,
     sure: float,
     warn: Callable[[str], None],
+    *,
+    refused: bool = False,
 ) -> None:
     device = jax.local_devices()[0]
     there = device_memory(device)
-    if there is None or needed <= ROOM * there:
+    if there is None or (needed <= ROOM * there and not refused):
         return
     what = f"{words} {gib(needed)} on each device, which has {gib(there)}"
     if device.platform == "cpu":

@@ -21,7 +21,7 @@ from orbax.checkpoint._src.serialization import replica_slices
 from maxpipe.boundary.signed import signed
 from maxpipe.checkpoint import contents, copies, damage, manager, manifest, storage, writer
 from maxpipe.checkpoint.address import parse
-from maxpipe.checkpoint.folder import Folder
+from maxpipe.checkpoint.folder import Facts, Folder
 from maxpipe.checkpoint.inspect import verified
 from maxpipe.checkpoint.manager import FOLDER, Checkpoints
 from maxpipe.checkpoint.trees import digest
@@ -436,3 +436,32 @@ def test_verify_decodes_and_names_the_array(copy: Path):
         f"         6  damaged: array {name} has other content than was saved"
         for name in sorted(listed)
     ]
+
+
+@pytest.mark.parametrize("kind", [TypeError, IndexError, AttributeError, KeyError, OverflowError])
+def test_an_error_of_orbax_about_its_own_metadata_is_a_failed_save(
+    kind: type[Exception], copy: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def harm(folder: Path) -> None:
+        raise kind("of a flipped bit")
+
+    tried = before_seal(monkeypatch, harm)
+    with Checkpoints(copy) as checkpoints:
+        put(checkpoints, 9, last=True)
+    assert tried == [9, 9] and resume(copy) == (9, [])
+    before_seal(monkeypatch, harm, 99)
+    with Checkpoints(copy) as checkpoints, pytest.raises(StorageError, match="cannot be written"):
+        put(checkpoints, 12, last=True)
+    assert resume(copy) == (12, [])  # complete: only its manifest could not be written
+
+
+def test_a_step_whose_metadata_no_run_saves_is_skipped(copy: Path, caplog: Logs):
+    def accept(facts: Facts) -> None:
+        if facts.step == 6:
+            raise damage.Damaged("facts/metadata does not describe a run")
+
+    with Checkpoints(copy) as checkpoints:
+        found = checkpoints.restore_newest(abstract(), accept)
+    assert found is not None and found.step == 3
+    assert "6 is skipped, renamed 6.corrupt: facts/metadata does not describe a run" in caplog.text
+    assert names(copy) == ["3", "6.corrupt"]

@@ -621,3 +621,24 @@ def test_a_pattern_is_about_names_in_checkpoints_first() -> None:
 @pytest.mark.parametrize("frozen", ["[layers.*]", "[embedding,layers.layer.attention.*]", "[]"])
 def test_names_with_and_without_the_kind_are_known(frozen: str) -> None:
     assert load(["tiny", "train.steps=1", f"model.frozen={frozen}"])
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "rule"),
+    [
+        ("launch.workdir", "/" + "x" * 300, "at most 255 characters between slashes"),
+        ("launch.workdir", "/x" * 600, "at most 1024 characters"),
+        ("launch.queue", "q" * 2000, "at most 1024 characters"),
+        ("launch.program", "p" * 256, "at most 255 characters between slashes"),
+        ("launch.environment", f"[{','.join('A' for _ in range(1001))}]", "at most 1000 names"),
+        ("launch.environment", f"[{'A' * 256}]", "at most 255 characters"),
+    ],
+)
+def test_launch_values_have_bounds(key: str, value: str, rule: str) -> None:
+    (found,) = problems([f"{key}={value}"])
+    assert rule in found.rule and found.where.endswith(key)
+
+
+def test_launch_values_at_the_bounds_pass() -> None:
+    name = "x" * 255
+    assert not problems([f"launch.workdir=/{name}/{name}", f"launch.environment=[{name}]"])

@@ -592,3 +592,29 @@ def test_a_bucket_that_does_not_answer_is_not_asked_again_for_minutes(
         with pytest.raises(StorageError, match="cannot be read"):
             ranges._answer("gs://bucket/a", lambda seconds=seconds: answer(seconds))
         assert len(calls) == count
+
+
+def test_verify_of_a_manifest_with_a_million_missing_files_is_short(
+    tokens: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from maxpipe.data.prepared import verify as module
+
+    folder = Path(shutil.copytree(tokens, tmp_path / "many"))
+    real, entry = module._entries, {"bytes": 1, "sha256": "0" * 64}
+
+    def many(manifest: Any) -> Any:
+        yield from real(manifest)
+        yield from ((f"shard-{number}.bin", entry) for number in range(10**6, 2 * 10**6))
+
+    monkeypatch.setattr(module, "_entries", many)
+    begin = time.process_time()
+    assert main(["data", "verify", str(folder)]) == ExitCode.STORAGE
+    assert time.process_time() - begin < 20
+    found = capsys.readouterr()
+    lines = [line for line in found.err.splitlines() if "missing" in line or "more" in line]
+    assert lines[0] == f"{folder}/shard-1000000.bin: it is missing"
+    assert len(lines) == 11 and lines[10] == "and 999990 more damaged files"
+    assert "1000000 of 10000" in found.out and "damaged" in found.out

@@ -192,3 +192,12 @@ class Ended:
     """A process that is over."""
 
     def terminate(self) -> None: ...
+
+
+@pytest.mark.parametrize("port", ["-1", "70000", "9" * 400, "x"])
+def test_a_port_outside_the_range_is_an_error(
+    port: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["board", str(tmp_path), f"--port={port}"]) == 2
+    shown = capsys.readouterr().err
+    assert ("not a port from 0 to 65535" in shown) or (port == "x" and "not an integer" in shown)

@@ -85,3 +85,32 @@ def test_ticks_are_round_and_inside(low: float, high: float) -> None:
     found = _ticks(low, high)
     assert 2 <= len(found) <= 7 and all(low <= each <= high for each in found)
     assert all(re.fullmatch(r"-?[\d.]{1,7}(e\+\d+)?", f"{each:g}") for each in found)
+
+
+ODD_VALUES = ["NaN", "Infinity", "-1e400", "1e308", "9" * 400, "true", '"1"', "[1]", "1e-320"]
+
+
+@pytest.mark.parametrize("suffix", ["svg", "png"])
+def test_odd_numbers_in_records_are_left_out_with_a_warning(
+    suffix: str, runs: Path, capsys: Capture, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = runs / "runs/one/metrics.jsonl"
+    lines = [f'{{"step": {40 + at}, "train/loss": {one}}}' for at, one in enumerate(ODD_VALUES)]
+    steps = ("9" * 400, "-1", "2.5", "NaN", "9" * 5000, str(2**63))
+    lines += [f'{{"step": {step}, "train/loss": 1}}' for step in steps]
+    path.write_text(path.read_text() + "\n" + "\n".join(lines) + "\n")
+    found = read(runs / "runs/one", ["train/loss"])["train/loss"]
+    assert found == [(10, 0.1), (20, 0.05), (30, pytest.approx(1 / 30)), (48, 1e-320)]
+    # Five values and five steps; a line with 5000 digits is not JSON of ours.
+    assert "train/loss has 10 records that cannot be drawn" in caplog.text
+    assert main(["curves", "one", "--out", f"odd.{suffix}"]) == 0
+    assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "values", [(-1e300, 1e300), (0, 1e-322), (1e300, 1e300), (1, 1 + 2**-52), (0, 5e-324)]
+)
+def test_extreme_values_have_an_axis(values: tuple[float, float]) -> None:
+    canvas = picture({"one": {"train/loss": list(enumerate(values))}})
+    assert all(0 <= y <= canvas.height for curve in canvas.curves for _, y in curve.points)
+    assert len(canvas.labels) < 20

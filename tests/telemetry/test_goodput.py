@@ -127,3 +127,17 @@ def test_half_a_record_is_left_out(killed_once: Path) -> None:
     with (killed_once / "events.jsonl").open("a") as file:
         file.write('{"time": "2026-03')
     assert goodput.read(killed_once).total == pytest.approx(358)
+
+
+@pytest.mark.parametrize("number", ["NaN", "1e308", "-1e400", "9" * 400, "9" * 5000, "1e11"])
+@pytest.mark.parametrize("key", ["uptime", "step", "seconds", "to"])
+def test_odd_numbers_in_events_are_no_records(key: str, number: str, killed_once: Path) -> None:
+    before = goodput.read(killed_once)
+    value = f'{{"step": {number}}}' if key == "seconds" else number
+    event = "roll_back" if key == "to" else "time"
+    fields = {"time": '"2026-03-01T23:59:30+00:00"', "event": f'"{event}"', "step": "20"}
+    line = ", ".join(f'"{name}": {given}' for name, given in (fields | {key: value}).items())
+    with (killed_once / "events.jsonl").open("a") as file:
+        file.write(f"{{{line}}}\n")
+    assert goodput.read(killed_once) == before
+    assert main(["goodput", str(killed_once)]) == 0

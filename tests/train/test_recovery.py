@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import shutil
@@ -70,6 +71,23 @@ def test_run_goes_on_from_the_step_before_a_damaged_one(
     assert ("checkpoint_skipped", 12) in events(copy, *TOLD)
     assert names(copy) == {"4", "8", "12", "12.corrupt", "16"}
     assert saved_digest(copy) == saved_digest(unbroken)
+
+
+def test_run_goes_on_from_the_step_before_one_whose_metadata_is_not_that_of_a_run(
+    copy: Path, tiny: Path, run: Run
+):
+    """The newest step is as one of an older release, which has neither manifest nor digests."""
+    step = copy / "checkpoints" / "12"
+    (step / "manifest.json").unlink()
+    shutil.rmtree(step / "digests")
+    path = step / "facts" / "metadata"
+    facts = json.loads(path.read_text())
+    facts["data"]["step"] = "twelve"
+    path.write_text(json.dumps(facts))
+    output = run("train", tiny, f"run.dir={copy.parent}", *ARGUMENTS)
+    reason = "facts/metadata does not describe the model and data of a run: step must be"
+    assert f"warning: {step} is skipped, renamed 12.corrupt: {reason}" in output
+    assert f"resuming {copy} after step 8" in output
 
 
 @pytest.mark.fault("F14", "K8")

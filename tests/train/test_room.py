@@ -104,8 +104,20 @@ def test_the_compilers_word_is_taken_as_it_is(
     monkeypatch.setattr(room, "device_memory", lambda device: needed * 0.99)
     with pytest.raises(ConfigError, match="the compiled train step takes"):
         room.check_program(config, compiled, pytest.fail)
+    # XLA aborts where an allocation fails, so a CPU keeps a margin.
+    monkeypatch.setattr(room, "device_memory", lambda device: needed / 0.95)
+    with pytest.raises(ConfigError, match="the compiled train step takes"):
+        room.check_program(config, compiled, pytest.fail)
     monkeypatch.setattr(room, "device_memory", lambda device: needed * 2)
     room.check_program(config, compiled, pytest.fail)
+    monkeypatch.setattr(room, "_can_map", lambda size: False)
+    with pytest.raises(ConfigError, match="the operating system refuses the memory") as refused:
+        room.check_program(config, compiled, pytest.fail)
+    assert refused.value.exit_code == 2
+
+
+def test_memory_beyond_a_limit_is_not_granted() -> None:
+    assert room._can_map(1 << 20) and not room._can_map(1 << 60)
 
 
 # --- what there is ---------------------------------------------------------------------------

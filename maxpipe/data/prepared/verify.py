@@ -49,8 +49,13 @@ def verify(folder: str, report: Report) -> Verified:
         own, entries = FILE, dict(_entries(read_manifest(folder)))
     total = sum(entry["bytes"] for entry in entries.values())
     done, damage = 0, []
+    present = _present(folder)
     for name, entry in entries.items():
         path = joined(folder, name)
+        if present is not None and name not in present:
+            damage.append(f"{path}: it is missing")
+            done += entry["bytes"]
+            continue
         try:
             if words := _compared(path, entry, partial(_tell, report, done, total)):
                 damage.append(f"{path}: {words}")
@@ -62,7 +67,7 @@ def verify(folder: str, report: Report) -> Verified:
         summary = f"{folder}: {len(damage)} of {whole} damaged: copy or prepare them again"
     else:
         summary = f"{folder}: {whole}, every byte is what was written"
-    if others := _others(folder, {own, *entries}):
+    if others := sorted((present or set()) - {own, *entries}):
         summary += (
             f"\n{counted(len(others), 'other file')} there, not read: {', '.join(others[:4])}"
         )
@@ -92,7 +97,8 @@ def _compared(path: str, entry: FileEntry, report: Callable[[int], object]) -> s
     return "" if found.hexdigest() == entry["sha256"] else "its content is not what was written"
 
 
-def _others(folder: str, known: set[str]) -> list[str]:
+def _present(folder: str) -> set[str] | None:
+    """The names in a folder, from one listing; None for a bucket."""
     if scheme(folder):
-        return []
-    return sorted(set(os.listdir(os.path.expanduser(folder))) - known)
+        return None
+    return set(os.listdir(os.path.expanduser(folder)))
