@@ -1,8 +1,9 @@
 """Bound on how much longer a `tokenizer.json` makes a text.
 
 Six chained replacements of `a` by `aaaaaaaaaa` make a million characters of one. The bound is
-computed from the definition, before any text is encoded: it is the largest number
-of characters that one character of a text can become. The growth by Unicode's own forms (NFKC, lower case) is small and not counted.
+computed from the definition, before any text is encoded: it is the largest number of characters
+that one character of a text can become. The growth by Unicode's own forms (NFKC, lower case) is
+small and not counted.
 """
 
 from __future__ import annotations
