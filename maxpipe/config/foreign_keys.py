@@ -1,6 +1,7 @@
-"""Keys of other trainers that have the same meaning as a key here: MaxText, torchtitan,
-`Trainer` of transformers, TRL, Axolotl, Megatron-LM, nanoGPT and
-configs of published models. Data only.
+"""Keys of other trainers that have the meaning of a key here. Data only.
+
+MaxText, torchtitan, `Trainer` of transformers, TRL, Axolotl, Megatron-LM, nanoGPT, and configs of
+published models.
 """
 
 from __future__ import annotations

@@ -247,7 +247,8 @@ def _build(
             raise ConfigError(problems)
         problems.append(problem)
     wrong.update(prefix for each in unknown for prefix in _prefixes(each.path))
-    wrong.update(_meant_keys(unknown, nodes))
+    unset = [key for key in _meant_keys(unknown, nodes) if origins.get(key) == DEFAULT]
+    wrong.update(unset)
     family = nodes["model"]["family"]
     for problem in _of_other_families(assignments, family):
         problems.append(problem)
