@@ -79,10 +79,10 @@ def is_foreign(unknown: Sequence[Assignment], context: Context) -> bool:
 
 def _is_misspelled(assignment: Assignment) -> bool:
     """Whether it is a section of this trainer with an error in its name."""
-    path = assignment.path
-    if len(path) != 1 or not isinstance(assignment.raw, dict):
+    if len(assignment.path) != 1 or not isinstance(assignment.raw, dict):
         return False
-    guess = did_you_mean(path[0], SECTIONS)
+    (section,) = assignment.path
+    guess = did_you_mean(section, SECTIONS)
     return bool(guess) and all(f"{guess}.{name}" in KEYS for name in assignment.raw)
 
 

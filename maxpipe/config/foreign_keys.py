@@ -1,7 +1,7 @@
-"""Keys of other trainers that have the same meaning as a key of maxpipe.
+"""Keys of other trainers that have the meaning of a key here. Data only.
 
-Sources: MaxText, torchtitan, `Trainer` of transformers, TRL, Axolotl, Megatron-LM, nanoGPT and the
-configs of published models. Data only.
+MaxText, torchtitan, `Trainer` of transformers, TRL, Axolotl, Megatron-LM, nanoGPT, and configs of
+published models.
 """
 
 from __future__ import annotations

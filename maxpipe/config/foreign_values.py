@@ -132,7 +132,7 @@ VALUES: dict[str, dict[str, str]] = {
         "llama2 llama3 llama4 default code_llama": "llama",
         "mixtral": "moe",
         "deepseek2 deepseek3 deepseek_v2 deepseek_v3": "deepseek",
-        "gemma gemma2_text": "gemma2",
+        "gemma2_text": "gemma2",
         "gemma3_text": "gemma3",
         "qwen qwen2_5": "qwen2",
     },

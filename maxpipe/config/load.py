@@ -11,7 +11,7 @@ import copy
 import dataclasses
 import functools
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -112,7 +112,10 @@ def load(
     assignments = [to_new_key(assignment) for assignment in assignments]
     named = _named_like(located[-1]) if located and located[-1] else None
     is_complete = None not in read
-    built = _build(assignments, problems, named, is_complete=is_complete, to_train=to_train)
+    foreign = [each.origin for each in located if each and _is_foreign(each)]
+    built = _build(
+        assignments, problems, named, is_complete=is_complete, to_train=to_train, foreign=foreign
+    )
     foreign_names = [file.argument for file in located if file and file.argument]
     notes = (*model.notes, *overridden(assignments), *map(_shape_only, foreign_names))
     return dataclasses.replace(built, cautions=cautions, notes=notes)
@@ -192,7 +195,7 @@ def _located(arg: str, problems: list[Problem]) -> Input | None:
 
 def _read(file: Input, problems: list[Problem]) -> list[Assignment] | None:
     """The settings of a file. None, and a problem, if it cannot be read."""
-    if file.path.suffix in foreign_files.SUFFIXES:
+    if _is_foreign(file):
         try:
             return foreign_files.read_foreign(file.path, file.origin)
         except ConfigError as error:
@@ -200,6 +203,11 @@ def _read(file: Input, problems: list[Problem]) -> list[Assignment] | None:
             return None
     document = read_file(file, problems)
     return list(from_document(document, file.origin, problems)) if document else None
+
+
+def _is_foreign(file: Input) -> bool:
+    """Whether a file has the format of another trainer."""
+    return file.path.suffix in foreign_files.SUFFIXES
 
 
 def _shape_only(argument: str) -> str:
@@ -220,6 +228,7 @@ def _build(
     *,
     is_complete: bool,
     to_train: bool = False,
+    foreign: Collection[str] = (),
 ) -> Loaded:
     nodes = copy.deepcopy(_unset())
     origins = dict.fromkeys(KEYS, DEFAULT)
@@ -240,14 +249,15 @@ def _build(
         else:
             problems.append(problem)
             wrong.update(_prefixes(assignment.path))
-    for done, problem in enumerate(_unknown_problems(unknown, assignments, nodes)):
+    for done, problem in enumerate(_unknown_problems(unknown, assignments, nodes, foreign)):
         if len(problems) >= _MAX_PROBLEMS:
             rest = f"{len(unknown) - done} more values were not read."
             problems.append(Problem("config", "", rest, "Fix these problems first."))
             raise ConfigError(problems)
         problems.append(problem)
     wrong.update(prefix for each in unknown for prefix in _prefixes(each.path))
-    wrong.update(_meant_keys(unknown, nodes))
+    unset = [key for key in _meant_keys(unknown, nodes) if origins.get(key) == DEFAULT]
+    wrong.update(unset)
     family = nodes["model"]["family"]
     for problem in _of_other_families(assignments, family):
         problems.append(problem)
@@ -324,7 +334,10 @@ def _is_unknown(assignment: Assignment) -> bool:
 
 
 def _unknown_problems(
-    unknown: Sequence[Assignment], known: Sequence[Assignment], nodes: Mapping[str, Any]
+    unknown: Sequence[Assignment],
+    known: Sequence[Assignment],
+    nodes: Mapping[str, Any],
+    foreign: Collection[str],
 ) -> Iterator[Problem]:
     """One for each key that does not exist, and one for a whole file of another trainer."""
     context = _context(unknown, nodes)
@@ -332,7 +345,8 @@ def _unknown_problems(
     whole = []
     for origin in files:
         theirs = [each for each in unknown if each.origin == origin]
-        is_other = origin.endswith(foreign_files.SUFFIXES)
+        # Values of a published config.json have its path as origin, and sections of this trainer.
+        is_other = origin in foreign
         if is_other or foreign_files.is_foreign(theirs, context):
             whole.append(origin)
             mine = [each for each in known if each.origin == origin]

@@ -46,14 +46,30 @@ def test_mistakes_with_a_shipped_config_name_it(here: Path):
 @pytest.mark.parametrize(
     ("argument", "guess"),
     [
-        ("llama3_8b", "llama3-8b"),
-        ("Llama-3.1-8B", "llama3-8b"),
-        ("meta-llama/Llama-3-70B", "llama3-70b"),
+        ("lama3-8b", "llama3-8b"),
+        ("Mistral-7B-v0.1", "mistral-7b"),
         ("quickstrat", "quickstart"),
     ],
 )
 def test_an_unknown_name_gets_the_one_that_was_meant(argument: str, guess: str, here: Path):
     assert f"\n  Did you mean {guess}? `maxpipe configs list` shows" in refused(argument)
+
+
+@pytest.mark.parametrize(
+    ("argument", "name"),
+    [
+        ("llama3_8b", "llama3-8b"),
+        ("Llama-3.1-8B", "llama3.1-8b"),
+        ("meta-llama/Llama-3.1-405B-Instruct", "llama3.1-405b"),
+        ("meta-llama/Llama-3-70B", "llama3-70b"),
+        ("google/gemma-2-2b-it", "gemma2-2b"),
+        ("mistralai/Mistral-7B-Instruct-v0.3", "mistral-7b"),
+    ],
+)
+def test_any_spelling_of_a_shipped_model_is_its_name(argument: str, name: str, here: Path):
+    loaded = load([argument, "train.steps=1"])
+    assert loaded.config.model == load([name, "train.steps=1"]).config.model
+    assert bool(loaded.notes) == ("/" in argument)
 
 
 def test_a_name_like_no_other_is_reported_where_the_names_are(here: Path):
