@@ -299,11 +299,12 @@ def test_ctrl_c_is_not_for_the_process_of_a_template(records: Path) -> None:
     code = (
         "import os, signal, sys\n"
         "from maxpipe.data.tokenizers.chat import ChatTemplate\n"
+        "from maxpipe.data.tokenizers.chat_process import ChatInput\n"
         "process = ChatTemplate('{{ messages[0].content }}', 'x.jinja', {}).process()\n"
         "signal.signal(signal.SIGINT, lambda *_: None)\n"
         "os.killpg(0, signal.SIGINT)\n"
         "for _ in range(3):\n"
-        "    print(process.render([{'role': 'user', 'content': 'still here'}]).text)\n"
+        "    print(process.render(ChatInput([{'role': 'user', 'content': 'still here'}])).text)\n"
     )
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     ran = subprocess.run(

@@ -18,7 +18,7 @@ from maxpipe.data.documents import Encoded
 from maxpipe.data.packing import Sequences
 from maxpipe.data.sequences import Packer
 
-PACKINGS: tuple[Packing, ...] = get_args(Packing)
+PACKINGS: tuple[Packing, ...] = get_args(Packing)[1:]
 FITTED = PACKINGS[1:]
 PAD = 3
 

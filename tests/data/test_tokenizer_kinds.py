@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from maxpipe.config.schema import TokenizerConfig
 from maxpipe.data.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer, stream
 from maxpipe.data.tokenizers import sentencepiece, tiktoken
+from maxpipe.data.tokenizers.chat_process import ChatInput
 from maxpipe.data.tokenizers.tiktoken_presets import PRESETS
 from maxpipe.errors import ConfigError
 
@@ -107,7 +108,8 @@ def test_a_hugging_face_folder(opened: dict[str, Tokenizer]) -> None:
 def test_chat_is_what_transformers_makes(opened: dict[str, Tokenizer]) -> None:
     tokenizer, chats = opened["folder"], EXPECTED["folder"]["chats"]
     assert tokenizer.chat
-    assert tokenizer.chat.render([chat for chat, _, _ in chats]) == [text for _, text, _ in chats]
+    inputs = [ChatInput(messages) for messages, _, _ in chats]
+    assert tokenizer.chat.render(inputs) == [text for _, text, _ in chats]
     for _, text, ids in chats:
         assert tokenizer.encode_chat(text).tolist() == ids
         assert set(tokenizer.encode_chat(text).tolist()) & tokenizer.special_ids

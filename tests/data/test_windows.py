@@ -23,7 +23,7 @@ from tests.data.large import DOCUMENTS, MEASURED, SHARDS, write_sparse
 from tests.data.texts import write_texts
 
 NUM_DOCUMENTS = 7 * SPAN + 100
-PACKINGS: tuple[Packing, ...] = get_args(Packing)
+PACKINGS: tuple[Packing, ...] = get_args(Packing)[1:]
 FITTED = PACKINGS[1:]
 LENGTH = 50
 

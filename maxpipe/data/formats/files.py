@@ -238,7 +238,9 @@ def _action(path: str, suffixes: tuple[str, ...]) -> str:
             f"Nothing is downloaded: run `hf download {path} --repo-type dataset --local-dir "
             "data`, and set data.path=data."
         )
-    elif guess := did_you_mean(os.path.basename(expanded), _siblings(expanded)):
+    elif not os.path.lexists(expanded) and (
+        guess := did_you_mean(os.path.basename(expanded), _siblings(expanded))
+    ):
         return f"Did you mean data.path={os.path.join(os.path.dirname(path), guess)}?"
     return "Set data.path to a path that exists, or data.source=corpus data.path='' for a trial."
 
