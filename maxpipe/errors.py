@@ -27,7 +27,7 @@ class ExitCode(enum.IntEnum):
 
 MAX_GIVEN = 500
 """Characters of a given value in a message."""
-_MAX_WHERE, _MAX_PROSE = 1000, 4000
+_MAX_WHERE, _MAX_PROSE, _MAX_TABLE = 1000, 4000, 60_000
 _MAX_PROBLEMS = 120
 """Problems in one message."""
 
@@ -55,7 +55,9 @@ class Problem:
         object.__setattr__(self, "where", bounded(self.where, _MAX_WHERE))
         object.__setattr__(self, "given", bounded(self.given, MAX_GIVEN))
         object.__setattr__(self, "rule", bounded(self.rule, _MAX_PROSE))
-        object.__setattr__(self, "action", bounded(self.action, _MAX_PROSE))
+        # An action of several lines is a translated file.
+        longest = _MAX_TABLE if "\n" in self.action else _MAX_PROSE
+        object.__setattr__(self, "action", bounded(self.action, longest))
 
     def __str__(self) -> str:
         heading = f"{self.where} = {self.given}" if self.given else self.where

@@ -11,7 +11,7 @@ import pytest
 from maxpipe.config.keys import FAMILY, KEYS, flat
 from maxpipe.config.load import load, to_dict, value_of
 from maxpipe.config.translation import CONTEXT_KEYS, Context, Translation, translate
-from maxpipe.errors import ConfigError
+from maxpipe.errors import ConfigError, Problem
 
 TRAINERS: dict[str, dict[str, str]] = json.loads(
     (Path(__file__).parent / "foreign_keys.json").read_text()
@@ -74,7 +74,7 @@ def test_the_command_line_gives_that_answer(trainer: str):
             problems = {problem.where: problem for problem in caught.value.problems}
             for name, text in some:
                 written = form.format(name, text) if form.startswith("--") else name
-                problem = problems.get(f"command line: {written}")
+                problem = problems.get(Problem(f"command line: {written}", "", "", "").where)
                 if problem is None:
                     pytest.fail(f"{written} has no answer")
                 assert problem.action.startswith(
