@@ -344,7 +344,7 @@ def test_a_process_that_ended_is_replaced(tmp_path: Path) -> None:
     [
         # As some templates do: what was said before loses something.
         ("{% for m in messages %}{{ m.content if loop.last else 'x' }}{% endfor %}", "the whole"),
-        ("{% if messages | length < 3 %}{{ raise_exception('3') }}{% endif %}a", "of 1 it says: 3"),
+        ("{% if messages | length < 3 %}{{ raise_exception('3') }}{% endif %}a", "of 2 it says: 3"),
     ],
 )
 def test_a_template_without_prefixes(template: str, why: str, tmp_path: Path) -> None:
