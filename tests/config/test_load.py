@@ -305,12 +305,12 @@ def test_missing_keys_are_named_together():
 
 
 def test_all_mistakes_are_reported_at_once(write: Write):
-    file = write("train: {steps: 0, stesp: 1}\nmodel: {num_heads: 5, d_mlp: x}\n")
+    file = write("train: {stesp: 1}\nmodel: {num_heads: 5, d_mlp: x}\n")
     found = problems(TINY, file, "steps=3", str(Path(file).parent / "no.yml"), "optim.beta1=1.5")
     text = "\n".join(found)
     keys = ["no.yml", "steps = 3", "train.stesp", "model.d_mlp = x", "beta1 = 1.5", "num_heads = 5"]
-    assert all(key in text for key in [*keys, "train.steps = 0"])
-    assert len(found) == 7
+    assert all(key in text for key in keys)
+    assert len(found) == 6
 
 
 def test_rules_on_a_wrong_key_are_left_out(write: Write):
