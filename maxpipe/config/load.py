@@ -62,6 +62,8 @@ from maxpipe.config.translation import (
 from maxpipe.config.values import NAME_FORM, READERS, TooLargeError, as_is, refused, texts
 from maxpipe.errors import ConfigError, Problem
 
+_MOST_TRANSLATED = 300
+"""Unknown keys of a file that are looked up to tell whether another trainer reads it."""
 _MAX_PROBLEMS = 100
 
 
@@ -347,7 +349,7 @@ def _unknown_problems(
         theirs = [each for each in unknown if each.origin == origin]
         # Values of a published config.json have its path as origin, and sections of this trainer.
         is_other = origin in foreign
-        if is_other or foreign_files.is_foreign(theirs, context):
+        if is_other or foreign_files.is_foreign(theirs[:_MOST_TRANSLATED], context):
             whole.append(origin)
             mine = [each for each in known if each.origin == origin]
             yield foreign_files.report(origin, [*mine, *theirs], context)
