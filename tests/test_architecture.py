@@ -59,6 +59,7 @@ ROWS = (
             "maxpipe.data.corpus",
             "maxpipe.data.long_conversations",
             "maxpipe.data.overlap",
+            "maxpipe.data.fingerprints",
             "maxpipe.data.loader",
         ),
         *("maxpipe.data.look", "maxpipe.data.prompts", "maxpipe.data.turns", "maxpipe.optim"),
