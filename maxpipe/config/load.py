@@ -64,6 +64,8 @@ from maxpipe.errors import ConfigError, Problem
 
 _MOST_TRANSLATED = 300
 """Unknown keys of a file that are looked up to tell whether another trainer reads it."""
+_MOST_IN_CONTEXT = 2000
+"""Unknown keys whose values later answers use; the longest config of another trainer has 700."""
 _MAX_PROBLEMS = 100
 
 
@@ -374,7 +376,7 @@ def _context(unknown: Sequence[Assignment], nodes: Mapping[str, Any]) -> Context
         key: nodes[section_of(key)][key.rpartition(".")[2]] for key in CONTEXT_KEYS
     }
     context = Context(values)
-    for assignment in unknown:
+    for assignment in unknown[:_MOST_IN_CONTEXT]:
         for path, raw in foreign_files.leaves(assignment):
             if is_accumulation(path):
                 accumulation = fit("pipeline.microbatches", raw)[0]

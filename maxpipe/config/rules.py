@@ -7,6 +7,7 @@ wrong. `check` and the modules `*_rules` hold the rules themselves.
 from __future__ import annotations
 
 import difflib
+import functools
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -81,12 +82,14 @@ def did_you_mean(word: str, choices: Iterable[str]) -> str:
     known = list(choices)
     if len(word) > _MAX_WORD:
         return ""  # difflib needs quadratic time
-    same = [choice for choice in known if squashed(choice) == squashed(word)]
+    wanted = squashed(word)
+    same = [choice for choice in known if squashed(choice) == wanted]
     lower = {choice.lower(): choice for choice in known}
     close = difflib.get_close_matches(word.lower(), list(lower), n=1)
     return next(iter(same or [lower[each] for each in close]), "")
 
 
+@functools.lru_cache(maxsize=8192)
 def squashed(name: str) -> str:
     """Letters and digits of a name, in lower case."""
     return "".join(each for each in name.lower() if each.isalnum())
