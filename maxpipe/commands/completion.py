@@ -14,7 +14,7 @@ import typing
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from maxpipe.commands.parser import CHECKPOINT, OF_RUN, RUN, STEP, Commands, Parser
+from maxpipe.commands.parser import CHECKPOINT, OF_DATA, OF_RUN, RUN, STEP, Commands, Parser
 from maxpipe.commands.shell_quoting import read
 from maxpipe.config import shipped
 from maxpipe.errors import ExitCode
@@ -187,9 +187,12 @@ def _values(action: argparse.Action, current: str) -> list[str]:
     if shown == "NAME":
         return _beginning(current, _shipped())
     if shown == OF_RUN or shown.endswith("section.key=value"):
+        # Data files, which have any name, are accepted in place of a config.
+        endings = () if shown.startswith(OF_DATA) else _FILES
+        shown = shown.removeprefix(OF_DATA)
         keys = [] if shown == OF_RUN else _assignments(current)
         runs = _runs(current, with_step=False) if shown.startswith(OF_RUN) else []
-        return [*keys, *runs, *_beginning(current, _shipped()), *_paths(current, _FILES)]
+        return [*keys, *runs, *_beginning(current, _shipped()), *_paths(current, endings)]
     return _paths(current, ())
 
 

@@ -11,7 +11,14 @@ from maxpipe.boundary.files import full, scheme
 from maxpipe.commands.data_files import DATA_HELP, with_data_files
 from maxpipe.commands.data_look import add_look
 from maxpipe.commands.data_mixture import add_mixture
-from maxpipe.commands.parser import Commands, add_inputs, count, read_data_config, subcommands
+from maxpipe.commands.parser import (
+    OF_DATA,
+    Commands,
+    add_inputs,
+    count,
+    read_data_config,
+    subcommands,
+)
 from maxpipe.commands.progress import Progress
 from maxpipe.errors import ConfigError, ExitCode
 from maxpipe.words import counted
@@ -117,7 +124,7 @@ def _add_prepare(actions: Commands) -> None:
         epilog="example: maxpipe data prepare my-run.yml '*.jsonl' --out tokens\n"
         "then:    maxpipe train my-run.yml data.source=tokens data.path=tokens",
     )
-    add_inputs(prepare, "DATA|", DATA_HELP)
+    add_inputs(prepare, OF_DATA, DATA_HELP)
     prepare.add_argument("--out", required=True, metavar="DIR", help="folder to write")
     prepare.add_argument(
         "--source",

@@ -16,6 +16,7 @@ from maxpipe.boundary.files import full
 from maxpipe.commands.data_files import DATA_HELP, with_data_files
 from maxpipe.commands.parser import (
     INPUTS_HELP,
+    OF_DATA,
     OF_RUN,
     Commands,
     add_inputs,
@@ -369,7 +370,7 @@ def _add_show(actions: Commands) -> None:
         epilog="examples:\n  maxpipe data show docs.jsonl\n  maxpipe data show my-run.yml -n 3\n"
         "  maxpipe data show runs/my-run --step 1200 --row 7",
     )
-    add_inputs(show, "DATA|RUN|", DATA_HELP + RUN_HELP)
+    add_inputs(show, f"{OF_DATA}RUN|", DATA_HELP + RUN_HELP)
     show.add_argument("-n", type=count, metavar="N", help="rows; default 3, or 1 with --row")
     show.add_argument("--step", type=step_number, default=1, metavar="K", help="counted from 1 (1)")
     show.add_argument("--row", type=_natural, metavar="R", help="of the step's batch, from 0 (0)")
@@ -392,7 +393,7 @@ def _add_stats(actions: Commands) -> None:
         epilog="examples:\n  maxpipe data stats docs.jsonl\n"
         "  maxpipe data stats my-run.yml --out stats.html",
     )
-    add_inputs(stats, "DATA|RUN|", DATA_HELP + RUN_HELP)
+    add_inputs(stats, f"{OF_DATA}RUN|", DATA_HELP + RUN_HELP)
     stats.add_argument("--json", action="store_true", help="print one JSON object")
     stats.add_argument("--out", metavar="FILE", help="write a picture: FILE.html or FILE.png")
     stats.set_defaults(command=_stats)

@@ -179,6 +179,8 @@ RUN, CHECKPOINT, STEP = "RUN", "RUN[@STEP]", "RUN@STEP"
 """Metavar of an argument that `maxpipe.checkpoint.address` parses."""
 OF_RUN = "RUN|FILE"
 """Metavar of an argument that is a run, for its config, or a config."""
+OF_DATA = "DATA|"
+"""Beginning of the metavar of inputs that may be data files in place of a config."""
 
 
 def add_address(

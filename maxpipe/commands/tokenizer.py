@@ -12,7 +12,14 @@ from maxpipe.boundary import redact
 from maxpipe.boundary.files import full
 from maxpipe.commands.data_files import is_config, with_data_files
 from maxpipe.commands.data_look import named_inputs
-from maxpipe.commands.parser import Commands, add_inputs, count, read_data_config, subcommands
+from maxpipe.commands.parser import (
+    OF_DATA,
+    Commands,
+    add_inputs,
+    count,
+    read_data_config,
+    subcommands,
+)
 from maxpipe.commands.progress import Progress
 from maxpipe.errors import ConfigError, ExitCode
 
@@ -164,7 +171,7 @@ def add(commands: Commands) -> None:
         "     or: maxpipe tokenizer train my-run.yml --vocab-size 32768 --out mine\n"
         "then:    maxpipe train my-run.yml tokenizer.kind=huggingface tokenizer.path=mine",
     )
-    add_inputs(train, "DATA|", "files, folders or glob patterns of data; or a run, or ")
+    add_inputs(train, OF_DATA, "files, folders or glob patterns of data; or a run, or ")
     train.add_argument("--vocab-size", type=count, required=True, metavar="N", help="ids at most")
     train.add_argument("--out", required=True, metavar="DIR", help="folder to write; must be free")
     train.add_argument("--kind", choices=("bpe", "unigram"), default="bpe", help="default bpe")
