@@ -54,12 +54,12 @@ class SourceConfig:
     """The most that all compressed files together may hold. They are unpacked once, into
     `<run.dir>/.index`."""
     chat: Literal["off", "messages", "prompt", "pairs"] = "off"
-    """Whether records are conversations that a chat template makes a text of. `messages`: a list of
-    objects with `role` and `content`, or ShareGPT's `from` and `value`, in `data.messages_field`.
-    `prompt`: `data.prompt_field` and `data.response_field`, each a text or such a list. `pairs`,
-    for `train.objective=preference`: `data.prompt_field` and two responses to it,
-    `data.chosen_field` and `data.rejected_field`, each such a list; or texts, which are read as
-    they are, without a template."""
+    """Format of conversations in records; a chat template renders them as text. `messages`: a list
+    of objects with `role` and `content`, or ShareGPT's `from` and `value`, in
+    `data.messages_field`. `prompt`: a text or such a list in `data.prompt_field` and in
+    `data.response_field`. `pairs`, for `train.objective=preference`: a prompt in
+    `data.prompt_field`, and two responses in `data.chosen_field` and `data.rejected_field`. Each is
+    such a list, or a text that is used without a template."""
     messages_field: str = "messages"
     """Name of the field of messages, with `data.chat=messages`. `conversations` is read where a
     record has no `messages`."""
@@ -95,25 +95,26 @@ class SourceConfig:
     """Roles whose messages are trained on. What others say is read, and no loss is taken of it. Of
     `[assistant]` a template's own `{% generation %}` blocks say what is."""
     rewritten_history: Literal["last", "each_turn", "error"] = "last"
-    """Training of a message that the template writes differently once others follow, as templates
-    do that drop the reasoning of earlier answers. `last`: such a message is read and not trained,
-    so that of a conversation the last answer is trained. `each_turn`: every trained message is a
-    sample of its own, the conversation up to it. `error`: it ends the run. Ignored where
-    `{% generation %}` blocks mark what is trained, except for `each_turn`."""
+    """Training of messages that the template renders differently when others follow. Templates of
+    reasoning models drop the reasoning of earlier answers. `last`: such a message is context and is
+    not trained, so only the last answer is trained. `each_turn`: every trained message is a sample
+    with the conversation before it as context. `error`: such a message ends the run. `last` and
+    `error` are ignored for templates with `{% generation %}` blocks."""
     long_conversations: Literal["truncate", "drop", "split", "error"] = dataclasses.field(
         default="truncate", metadata={"before": "split"}
     )
-    """Treatment of a conversation of more tokens than a sequence has. `truncate` cuts its end,
-    `drop` leaves it out, and `error` ends the run. `split` fills several sequences with it, where
-    an answer may be trained without its question. The run prints how many there are. Ignored
-    unless the documents are conversations; see `data.long_pairs` for pairs."""
+    """Treatment of conversations longer than `train.sequence_length`. `truncate` removes tokens at
+    the end, `drop` skips the conversation, and `error` ends the run. `split` divides the
+    conversation between sequences, so an answer may be trained without its question. The run
+    prints the number of long conversations. Ignored for texts; see `data.long_pairs` for pairs."""
     packing: Packing = dataclasses.field(default="auto", metadata={"before": "cut"})
-    """What is in a sequence. `auto`: `best_fit` for conversations and pairs, `cut` for texts.
-    `cut`: the stream of all documents, end to end, cut where a sequence is full. The others keep
-    documents whole and pad what stays empty; one that is longer than a sequence fills as many as it
-    can, and what remains of it is placed as a document is. `best_fit`: the longest first, each
-    where it leaves least room, which takes fewest sequences. `first_fit`: in shuffled order, each
-    into the first sequence with room. `pad`: one in each sequence."""
+    """Packing of documents into sequences. `auto`: `best_fit` for conversations and pairs, `cut`
+    for texts. `cut`: documents are concatenated and split across sequences. The other values keep
+    documents whole and pad the rest of a sequence. A document longer than a sequence fills whole
+    sequences, and its remainder is placed like a document. `best_fit`: the longest document first,
+    into the sequence with the least space that is enough; it needs the fewest sequences.
+    `first_fit`: in shuffled order, into the first sequence with enough space. `pad`: one document
+    per sequence."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,4 +1,4 @@
-"""A document for each trained message of a source, for `data.rewritten_history=each_turn`."""
+"""One document per trained message of a record, for `data.rewritten_history=each_turn`."""
 
 from __future__ import annotations
 

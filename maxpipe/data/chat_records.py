@@ -1,4 +1,4 @@
-"""Conversations in records: messages, tools, settings of the template, and what is trained.
+"""Parse records into conversations: messages, tools, template settings and trained messages.
 
 Every source gives the same conversation for the same record: a null key of a message, of a tool or
 of template settings is a key that is absent, because columnar files have one struct for all rows.

@@ -1,4 +1,4 @@
-"""How a run's conversations are written: their template, and the tokens that begin and end them.
+"""Chat template, begin tokens and end tokens of a run that trains on conversations.
 
 The token that closes an answer in training ends generated text. It follows from the template: the
 control token after the answer in a conversation of two messages. Of prepared conversations, whose

@@ -1,4 +1,4 @@
-"""Lines about documents that a run does not train on as they are, printed at its start."""
+"""Lines printed at the start of a run about documents that are shortened, dropped or masked."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What a run was trained with, in the files of an export: chat template, end and padding tokens.
+"""Write chat template, end tokens and padding token of a run into the files of an export.
 
-The files of the base, which were copied, are changed where the run differs from them.
+The files copied from the base model are changed where the run differs from them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Errors for folders whose tensors are not those that config.json describes: what they are."""
+"""Errors for folders whose tensors do not match config.json, with the layout that they have."""
 
 from __future__ import annotations
 

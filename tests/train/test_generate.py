@@ -144,7 +144,7 @@ GENERATE_MISTAKES = {
     "{} --prompts nowhere": "must be a file that can be read: No such file or directory.",
     "{} --prompts .": "must be a file that can be read: Is a directory.",
     "{} --prompts LINES": "LINES.jsonl, line 2\n  must be an object with a text `prompt`",
-    "{} --prompt 0123456789abcdef": "has 17 tokens with the begin token, and must leave room",
+    "{} --prompt 0123456789abcdef": "has 17 tokens, control tokens included, and must leave room",
     "{} --prompt x --temperature -1": "--temperature = -1.0\n  must be at least 0.",
     "{} --prompt x --temperature nan": "must be at least 0.",
     "{} --prompt x --temperature 0 --top-p 0.9": "has no effect with --temperature 0",
