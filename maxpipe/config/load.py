@@ -363,7 +363,7 @@ def _unknown_problems(
 def _meant_keys(unknown: Sequence[Assignment], nodes: Mapping[str, Any]) -> Iterator[str]:
     """Keys that names of other trainers stand for: they are set once the advice is followed."""
     context = _context(unknown, nodes)
-    for assignment in unknown:
+    for assignment in unknown[:_MOST_IN_CONTEXT]:
         for path, raw in foreign_files.leaves(assignment):
             found = translate(path, raw, context)
             if found.is_exact:

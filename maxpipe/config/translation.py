@@ -263,7 +263,8 @@ def _share_of_steps(raw: Raw, context: Context) -> Translation:
     if not number:
         return Translation(((key, "0"),), why, key=key)
     if steps := int(context.values["train.steps"]):
-        return Translation(((key, str(round(number * steps))),), why, key=key)
+        # transformers rounds up, so that a short run has a warm-up too.
+        return Translation(((key, str(math.ceil(number * steps - 1e-9))),), why, key=key)
     return Translation(
         (),
         why,

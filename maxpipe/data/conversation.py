@@ -18,7 +18,7 @@ from maxpipe.boundary.typed import checked
 from maxpipe.config.data import sources as sources_of
 from maxpipe.config.data_schema import SourceConfig
 from maxpipe.config.schema import DataConfig
-from maxpipe.data.chat import spoken
+from maxpipe.data.chat import spoken, template_of
 from maxpipe.data.documents import Documents, Encoded
 from maxpipe.data.tokenizer import Tokenizer
 from maxpipe.data.tokenizers.chat import ChatTemplate
@@ -78,7 +78,9 @@ def closing_ids(
 def closing_of(documents: Documents, tokenizer: Tokenizer) -> list[int]:
     """The same from the first of these conversations, by the tokens that are trained."""
     tails = []
-    for document in range(min(len(documents.lengths), _DOCUMENTS)):
+    # The lengths of a folder that is read in windows are never read as a whole.
+    count = getattr(documents, "num_documents", None)
+    for document in range(min(len(documents.lengths) if count is None else count, _DOCUMENTS)):
         if tail := _tail(documents[document], tokenizer):
             tails.append(tail)
     counts = Counter(itertools.chain.from_iterable(map(dict.fromkeys, tails)))
@@ -102,23 +104,28 @@ def _tail(document: Encoded, tokenizer: Tokenizer) -> list[int]:
     return found[::-1] or following
 
 
-def conversation_of(
+def conversation_record(
     data: DataConfig, tokenizer: Tokenizer, documents: Iterable[Documents] = ()
 ) -> Conversation | None:
-    """What a run that reads these sources records; None if they hold no conversations.
+    """The record of a run that reads these sources; None if they hold no conversations.
 
-    `documents` are those of the training.
+    `documents` are the conversations of the training.
 
     Raises:
         ConfigError: the template's file cannot be read.
     """
     sources = list(sources_of(data).values())
     chats = [each for each in sources if each.chat != "off"]
-    masked = [each for each in documents if _is_masked(each)]
+    masked = list(documents)
     if not chats and not masked:
         return None
     chat = spoken(data, tokenizer) if chats and _has_template(chats[0], tokenizer) else None
-    ends = closing_ids(chat, tokenizer, *_roles(chats[0])) if chat else []
+    ends = [  # every source may have a template of its own
+        i
+        for each in chats
+        if _has_template(each, tokenizer)
+        for i in closing_ids(template_of(each, tokenizer), tokenizer, *_roles(each))
+    ]
     if not ends:
         ends = [i for each in masked for i in closing_of(each, tokenizer)]
     is_all = bool(chats) and len(chats) == len(sources)
@@ -128,10 +135,6 @@ def conversation_of(
         "begin_ids": list(begin),
         "end_ids": sorted({*ends}),
     }
-
-
-def _is_masked(documents: Documents) -> bool:
-    return bool(len(documents.lengths)) and documents[0].trained is not None
 
 
 def _has_template(config: SourceConfig, tokenizer: Tokenizer) -> bool:
@@ -147,14 +150,14 @@ def _roles(config: SourceConfig) -> tuple[str, list[str]]:
     return answering, sorted(others, key=lambda role: role != "user")
 
 
-def of_prompts(tokenizer: Tokenizer) -> Conversation | None:
-    """The same of a run whose prompts are conversations, which the tokenizer's template writes."""
-    if tokenizer.chat is None:
+def of_prompts(chat: ChatTemplate | None, tokenizer: Tokenizer) -> Conversation | None:
+    """The record of a run whose prompts `chat` renders; None without a template."""
+    if chat is None:
         return None
     return {
-        "template": tokenizer.chat.template,
+        "template": chat.template,
         "begin_ids": [tokenizer.begin_id],
-        "end_ids": closing_ids(tokenizer.chat, tokenizer),
+        "end_ids": closing_ids(chat, tokenizer),
     }
 
 

@@ -82,6 +82,8 @@ class Indexed:
     ends: np.ndarray | None = None
     """int64 [records]: the document behind the last one of each record, where a record has
     several, which are on one side of a split."""
+    is_chat: bool = False
+    """Whether the documents are conversations or pairs, which have masks."""
 
     def sequences(self, split: Split, fraction: float, packer: Packer) -> Sequences | None:
         """Of a split; None if it has no documents.
@@ -304,7 +306,8 @@ def _of_ids(
     lines = remarks(
         "conversation", documents.num_documents, documents.unread, documents.marks, long
     )
-    return Indexed(name, found, seed, facts, counts, digests, unreadable, packing, lines)
+    parts = (name, found, seed, facts, counts, digests, unreadable, packing, lines)
+    return Indexed(*parts, is_chat=True)
 
 
 def _left_out(
@@ -379,6 +382,7 @@ def _of_text(
         packing=packing,
         remarks=remarks(what, len(source), index.unread, marks_of(index.marks), long),
         ends=source.ends if isinstance(source, AnswerSource) else None,
+        is_chat=found is not None,
     )
 
 

@@ -6,6 +6,7 @@ Their tokens are known, and the length of each: so records and prepared folders 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Literal
 
 import numpy as np
@@ -72,9 +73,11 @@ class BoundedDocuments:
         found = self._documents[document]
         if len(found.ids) <= self._most:
             return found
-        size = self._size(document)
-        trained = None if found.trained is None else found.trained[:size]
-        return Encoded(found.ids[:size], trained, marks=found.marks)
+        trained = found.trained
+        is_left = trained is None or bool(trained[1 : self._most].any())
+        size = self._most if is_left and self._policy == "truncate" else 0
+        trained = None if trained is None else trained[:size]
+        return replace(found, ids=found.ids[:size], trained=trained)
 
     def where(self, document: int) -> str:
         return self._documents.where(document)

@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Any
 
 from maxpipe.errors import ConfigError
-from maxpipe.generate.completions import Completion, Limits, Prompt, complete
+from maxpipe.generate.completions import Completion, Limits, Prompt, complete, stops_of
 from maxpipe.generate.decoding import Decoding
 from maxpipe.generate.sampling import Sampling
 from maxpipe.generate.weights import Weights
@@ -121,8 +121,7 @@ class Requests:
             raise ConfigError.one(f"{where}: max_gen_toks", most, rule, "Give a smaller number.")
         until = settings.get("until") or ()
         until = (until,) if isinstance(until, str) else tuple(until)
-        special = self.texts.tokenizer.special_tokens
-        stops = tuple(text for text in until if text and text not in special)
-        ids = frozenset(special[text] for text in until if text in special)
+        texts = [text for text in until if text]
+        stops, ids = stops_of(texts, self.texts.tokenizer, f"{where}: until")
         limits = Limits(most, self.texts.room, stops, self.batch_size, stop_ids=ids)
         return Sampling(temperature=temperature, **chosen), limits

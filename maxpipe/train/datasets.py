@@ -9,13 +9,13 @@ from functools import partial
 from maxpipe.boundary.files import full
 from maxpipe.config.ramp import Ramp
 from maxpipe.config.schema import Config
+from maxpipe.data.chat import spoken
 from maxpipe.data.conversation import (
     Conversation,
-    conversation_of,
+    conversation_record,
     of_prompts,
     speaking,
 )
-from maxpipe.data.documents import EncodedDocuments
 from maxpipe.data.loader import Datasets, build
 from maxpipe.data.overlap import left_out, overlaps
 from maxpipe.data.prompts import build_prompts
@@ -46,9 +46,8 @@ def datasets_of(config: Config, moved: Callable[[], object]) -> Datasets:
     )
     assert datasets.corpora is not None
     train, _ = datasets.corpora
-    documents = [each.documents for each in train.indexed]
-    encoded = [each for each in documents if type(each) is not EncodedDocuments]
-    return _speaking(datasets, conversation_of(config.data, datasets.tokenizer, encoded))
+    chats = [each.documents for each in train.indexed if each.is_chat]
+    return _speaking(datasets, conversation_record(config.data, datasets.tokenizer, chats))
 
 
 def _speaking(datasets: Datasets, conversation: Conversation | None) -> Datasets:
@@ -68,7 +67,7 @@ def _prompts(config: Config) -> Datasets:
         check=partial(check, config.grpo),
         reward=Rewards(config.grpo).fingerprint(),
     )
-    return _speaking(found, of_prompts(tokenizer))
+    return _speaking(found, of_prompts(spoken(config.data, tokenizer), tokenizer))
 
 
 def check_overlap(

@@ -81,7 +81,7 @@ def said(*arguments: str) -> str:
         ("sp=true", "Write mesh.sequence_parallel=true."),
         ("max-steps=9", "Write train.steps=9."),
         ("--seq_len=9", "Write train.sequence_length=9."),
-        ("optim.warmup_ratio=0.5", "Write optim.warmup_steps=0."),
+        ("optim.warmup_ratio=0.5", "Write optim.warmup_steps=1."),
         ("train.stpes=1", "Did you mean train.steps?"),
         ("data.path=[a.jsonl,b.jsonl]", "write a glob pattern such as"),
     ],

@@ -9,8 +9,16 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
+from maxpipe.config.data_schema import DataConfig, MixedSourceConfig
 from maxpipe.config.schema import TokenizerConfig
-from maxpipe.data.conversation import closing_ids, for_chats, speaking
+from maxpipe.data.chat import spoken
+from maxpipe.data.conversation import (
+    closing_ids,
+    conversation_record,
+    for_chats,
+    of_prompts,
+    speaking,
+)
 from maxpipe.data.tokenizer import Tokenizer as Opened
 from maxpipe.data.tokenizer import fitted, open_tokenizer
 from maxpipe.errors import ConfigError
@@ -132,3 +140,30 @@ def test_stop_strings_of_control_tokens(tmp_path: Path) -> None:
     assert stops_of(["sea", "<|im_end|>"], tokenizer, "--stop") == (("sea",), frozenset({2}))
     with pytest.raises(ConfigError, match="never matches: <|im_end|>".replace("|", r"\|")):
         stops_of(["<|im_end|>\n"], tokenizer, "--stop")
+
+
+def test_each_source_of_a_mixture_ends_texts_by_its_own_template(tmp_path: Path) -> None:
+    settings = {**EOS, "chat_template": CHATML}
+    tokenizer = folder(tmp_path / "tok", tokenizer_config=settings)
+    other = tmp_path / "other.jinja"
+    other.write_text(CHATML.replace("<|im_end|>", "<|bos|>"))
+    sources = {
+        "a": MixedSourceConfig(chat="messages"),
+        "b": MixedSourceConfig(chat="messages", chat_template=str(other)),
+    }
+    for first, second in (("a", "b"), ("b", "a")):
+        data = DataConfig(mixture={"first": sources[first], "second": sources[second]})
+        record = conversation_record(data, tokenizer)
+        assert record is not None and record["end_ids"] == [2, 3]
+        assert record["template"] == (CHATML if first == "a" else other.read_text())
+
+
+def test_prompts_of_rollouts_record_the_template_of_the_run(tmp_path: Path) -> None:
+    settings = {**EOS, "chat_template": CHATML}
+    tokenizer = folder(tmp_path / "tok", tokenizer_config=settings)
+    other = tmp_path / "other.jinja"
+    other.write_text(CHATML.replace("<|im_end|>", "<|bos|>"))
+    data = DataConfig(chat="messages", chat_template=str(other))
+    record = of_prompts(spoken(data, tokenizer), tokenizer)
+    assert record is not None
+    assert (record["template"], record["end_ids"]) == (other.read_text(), [3])

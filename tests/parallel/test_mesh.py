@@ -102,8 +102,8 @@ def test_wrong_products_are_config_errors(
         resolve(MeshConfig(**given), devices)
     (problem,) = caught.value.problems
     assert problem.where == "mesh"
-    assert f"it is {total}, and there are 8 of kind cpu" in problem.rule
-    assert f"Set mesh.cpu_devices={total}," in problem.action
+    assert f"the run needs {total}, and there are 8 of kind cpu" in problem.rule
+    assert f"set mesh.cpu_devices={total} for virtual devices" in problem.action
     for axis in AXES:
         assert f"{axis} " in problem.given
     # The action works.
@@ -131,7 +131,7 @@ def test_what_is_left_beside_sizes_that_do_not_divide(given: dict[str, Any], nee
 
 def test_the_action_counts_devices_of_one_process() -> None:
     devices = [FakeDevice("cpu", process_index=process) for process in (0, 0, 1, 1)]
-    with pytest.raises(ConfigError, match="Set mesh.cpu_devices=4,"):
+    with pytest.raises(ConfigError, match="set mesh.cpu_devices=4 for virtual devices"):
         resolve(MeshConfig(ici_stage=8), devices)
     with pytest.raises(ConfigError, match="so that they multiply to 4"):
         resolve(MeshConfig(ici_stage=3), devices)  # what is left of 4 is no number
