@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,7 +9,7 @@ from maxpipe.config import ramp as config_ramp
 from maxpipe.config.ramp import Ramp
 from maxpipe.data import mixture
 from maxpipe.data.corpus import SOURCES
-from maxpipe.data.prepared.manifest import CONTENT
+from maxpipe.data.prepared.manifest import CONTENT, changed_files, short_digests
 
 _WORDS = {
     "documents": "the number of documents",
@@ -31,19 +30,8 @@ _WORDS = {
 }
 
 
-_NAMED_FILES = 4
-"""Names of files that a difference prints."""
 _UNSAID = {"packing": "cut", "long_conversations": "split"}
 """What a fingerprint means that does not have this entry."""
-
-
-def _short(value: Any) -> Any:
-    """Digests shortened to 12 digits."""
-    return (
-        re.sub(r"\b([0-9a-f]{12})[0-9a-f]{20,}\b", r"\1", value)
-        if isinstance(value, str)
-        else value
-    )
 
 
 def compare(
@@ -71,32 +59,9 @@ def compare(
         names = [name for name in names if name not in ("documents", "tokens", "source_digest")]
     names = [name for name in names if name not in (SOURCES, mixture.FACTS, CONTENT)]
     found += [
-        (_WORDS.get(name, name), _short(before), _short(now))
+        (_WORDS.get(name, name), short_digests(before), short_digests(now))
         for name in names
         if (before := saved.get(name, _UNSAID.get(name)))
         != (now := current.get(name, _UNSAID.get(name)))
     ]
-    return found + _changed_files(saved.get(CONTENT), current.get(CONTENT))
-
-
-def _changed_files(
-    saved: Mapping[str, str] | None, current: Mapping[str, str] | None
-) -> list[tuple[str, Any, Any]]:
-    """Files whose digests differ; none where one fingerprint has no digests of the same kind."""
-    if not saved or not current:
-        return []
-    found = [
-        (f"the content of {name}", _short(saved[name]), _short(digest))
-        for name, digest in current.items()
-        if name in saved and _differ(saved[name], digest)
-    ]
-    if saved.keys() != current.keys():
-        before, now = ([*each][:_NAMED_FILES] for each in (saved, current))
-        found.append(("the list of files", ", ".join(before), ", ".join(now)))
-    return found
-
-
-def _differ(saved: str, current: str) -> bool:
-    """Whether digests of one kind differ: a bucket's are of another kind than those of a disk."""
-    kinds = [each.partition(":")[0] if ":" in each else "" for each in (saved, current)]
-    return kinds[0] == kinds[1] and saved != current
+    return found + changed_files(saved.get(CONTENT), current.get(CONTENT))

@@ -20,6 +20,7 @@ import pytest
 
 from maxpipe.config.schema import DataConfig, TokenizerConfig
 from maxpipe.data.formats import lines as lines_module
+from maxpipe.data.formats.source import RecordSource
 from maxpipe.data.loader import build
 from maxpipe.data.prepared import encode
 from maxpipe.data.prepared import prepare as prepare_module
@@ -167,10 +168,25 @@ def test_documents_that_changed_before_it_goes_on(
     write(changed, texts)
     stopped(changed, tmp_path / "out", 6, monkeypatch)
     write(changed, [texts[0], *TEXTS[:5], TEXTS[5].swapcase(), *TEXTS[6:], texts[-1]])
-    with pytest.raises(ConfigError, match=r"source\.content\.a\.jsonl"):
+    with pytest.raises(ConfigError, match=r"the content of a\.jsonl was [0-9a-f]{12} and is "):
         prepare(plan(str(changed), tmp_path / "out"), silent)
     write(changed, texts[1:])
-    with pytest.raises(ConfigError, match="source.fingerprint"):
+    with pytest.raises(ConfigError, match=r"the content of a\.jsonl"):
+        prepare(plan(str(changed), tmp_path / "out"), silent)
+
+
+def test_documents_that_changed_are_noticed_without_digests_of_files(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The journal of an earlier release has none."""
+    changed = tmp_path / "a.jsonl"
+    texts = ["x" * 70_000, *TEXTS, "y" * 70_000]
+    write(changed, texts)
+    with monkeypatch.context() as patch:
+        patch.setattr(RecordSource, "content", lambda *_: {})
+        stopped(changed, tmp_path / "out", 6, patch)
+    write(changed, [texts[0], *TEXTS[:5], TEXTS[5].swapcase(), *TEXTS[6:], texts[-1]])
+    with pytest.raises(ConfigError, match=r"a\.jsonl:7.*\n.*must not change while"):
         prepare(plan(str(changed), tmp_path / "out"), silent)
 
 

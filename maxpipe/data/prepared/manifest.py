@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, NotRequired, TypedDict, TypeVar
 
@@ -192,6 +193,42 @@ def differences(one: Any, other: Any, name: str = "") -> list[str]:
 def _short(value: Any) -> str:
     text = str(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+_NAMED_FILES = 4
+"""Names of files that a difference prints."""
+
+
+def changed_files(
+    saved: Mapping[str, str] | None, current: Mapping[str, str] | None
+) -> list[tuple[str, Any, Any]]:
+    """Files whose digests differ; none where one fingerprint has no digests of the same kind."""
+    if not saved or not current:
+        return []
+    found = [
+        (f"the content of {name}", short_digests(saved[name]), short_digests(digest))
+        for name, digest in current.items()
+        if name in saved and _differ(saved[name], digest)
+    ]
+    if saved.keys() != current.keys():
+        before, now = ([*each][:_NAMED_FILES] for each in (saved, current))
+        found.append(("the list of files", ", ".join(before), ", ".join(now)))
+    return found
+
+
+def _differ(saved: str, current: str) -> bool:
+    """Whether digests of one kind differ: a bucket's are of another kind than those of a disk."""
+    kinds = [each.partition(":")[0] if ":" in each else "" for each in (saved, current)]
+    return kinds[0] == kinds[1] and saved != current
+
+
+def short_digests(value: Any) -> Any:
+    """Digests shortened to 12 digits."""
+    return (
+        re.sub(r"\b([0-9a-f]{12})[0-9a-f]{20,}\b", r"\1", value)
+        if isinstance(value, str)
+        else value
+    )
 
 
 def has_masks(spec: Spec) -> bool:

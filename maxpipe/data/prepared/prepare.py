@@ -50,6 +50,7 @@ from maxpipe.data.prepared.manifest import (
     Manifest,
     ShardEntry,
     Spec,
+    changed_files,
     differences,
     has_masks,
     read_manifest,
@@ -100,6 +101,8 @@ class _Done:
         self.shards: list[ShardEntry] = []
         self.documents = self.unreadable = self.tokens = self.text_bytes = 0
         self.byte_counts = np.zeros(256, np.int64)
+        self.has_digests = True
+        """Whether the journal has digests of the source's files, which are compared."""
 
     def add(self, finished: Finished) -> None:
         shard = finished["shard"]
@@ -165,7 +168,8 @@ def _prepared(
             return found
         done = _resumed(plan.folder, journal, spec)
         _check_skipped(plan.data, done.unreadable, done.documents)
-        _check_unchanged(plan.folder, source, encoder, done)
+        if not done.has_digests:
+            _check_unchanged(plan.folder, source, encoder, done)
         start, begun = time.monotonic(), done.tokens
         pieces = _encoded(plan, encode.sendable(source), done.documents, len(source))
         with contextlib.closing(pieces):
@@ -193,6 +197,12 @@ def _counts(found: Manifest) -> str:
 
 def _check_same(folder: Path, found: Spec, spec: Spec) -> None:
     """Raises ConfigError if the folder is of other documents, or made otherwise."""
+    changed = changed_files(found["source"].get(CONTENT), spec["source"].get(CONTENT))
+    if changed:
+        lines = [f"{words} was {before} and is {now}" for words, before, now in changed]
+        more = f" and {len(lines) - 4} more" if len(lines) > 4 else ""
+        rule = f"holds documents of other files: {'; '.join(lines[:4])}{more}."
+        raise ConfigError.one(OUT, folder, rule, f"Restore the files. {elsewhere(folder)}")
     known = tuple(
         key for key in _DOCUMENTS if key != CONTENT or CONTENT in found["source"]
     )  # earlier releases wrote no digests of files
@@ -216,9 +226,15 @@ def _check_same(folder: Path, found: Spec, spec: Spec) -> None:
 def _resumed(folder: Path, journal: BinaryIO, spec: Spec) -> _Done:
     """What the journal says is done."""
     done = _Done()
+
+    def check(line: bytes) -> None:
+        found = opened(line, Spec)
+        _check_same(folder, found, spec)
+        done.has_digests = CONTENT in found["source"]
+
     begun = resume(
         journal,
-        lambda line: _check_same(folder, opened(line, Spec), spec),
+        check,
         lambda line: done.add(_on_disk(folder, opened(line, Finished), len(done.shards))),
     )
     if not begun:
