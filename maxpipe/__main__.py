@@ -11,6 +11,9 @@ from types import FrameType
 
 _DROPS_ERRORS = {"_xla_gc_callback", "__del__"}
 """Python calls these between any two lines, and drops what they raise."""
+_ENDS_IN = ("<frozen importlib", os.path.join("jax", "_src", "compiler.py"))
+"""Code in which an exception crashes Python: imports of native modules, and the compiler of jax,
+whose half-made programs crash when a traceback lets go of them."""
 _RESUMABLE = (["train"], ["data", "prepare"])
 """Commands that go on where they were stopped."""
 
@@ -63,10 +66,11 @@ def interrupted(number: int, frame: FrameType | None) -> None:
     """Raises KeyboardInterrupt where that propagates; elsewhere it ends the process.
 
     A native module that is being imported turns the exception into an ImportError, or crashes.
+    Commands that have something to save have handlers of their own.
     """
     while frame is not None:
         code = frame.f_code
-        if code.co_filename.startswith("<frozen importlib") or code.co_name in _DROPS_ERRORS:
+        if any(each in code.co_filename for each in _ENDS_IN) or code.co_name in _DROPS_ERRORS:
             os._exit(128 + number)
         frame = frame.f_back
     raise KeyboardInterrupt

@@ -67,7 +67,8 @@ class Problem:
     @property
     def line(self) -> str:
         """The same in one line, for a warning."""
-        return f"{self.where} = {self.given} {self.rule} {self.action}"
+        heading = f"{self.where} = {self.given}" if self.given else f"{self.where}:"
+        return " ".join(filter(None, (heading, self.rule, self.action)))
 
 
 class Finding(NamedTuple):

@@ -272,7 +272,7 @@ MISTAKES = [
             "!resume mine",
             "maxpipe resume",
             "is not a command",
-            "Did you mean `maxpipe train`?",
+            "Repeat the command that started the run: it resumes by itself.",
             "!train --help",
         ),
         (

@@ -45,6 +45,9 @@ def with_data_files(inputs: Sequence[str]) -> list[str]:
         inferred |= _tokenizer(paths[0])
     elif not keys & {"data.field", "data.template", "data.chat"}:
         inferred |= _conversation(inferred)
+    if not has_config and not keys & {"data.validation_fraction", "eval.batches"}:
+        # One document is enough to look at.
+        inferred |= {"data.validation_fraction": 0, "eval.batches": 0}
     chosen = {key: value for key, value in inferred.items() if key not in keys}
     if any(key.startswith("tokenizer.") for key in keys):
         chosen = {key: chosen[key] for key in chosen if not key.startswith("tokenizer.")}

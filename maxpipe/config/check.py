@@ -317,8 +317,15 @@ def _not_empty(key: str) -> None:
 
 
 _not_empty("run.dir")
-for _key in ("field", "messages_field", "prompt_field", "response_field"):
+for _key in ("field", "messages_field", "response_field"):
     _not_empty(f"data.{_key}")
+
+
+@rule("data.prompt_field", "data.chat")
+def _prompt_field_is_named(config: Config) -> Iterator[Finding]:
+    # Both responses of a pair may be whole conversations.
+    if not config.data.prompt_field and config.data.chat != "pairs":
+        yield Finding("data.prompt_field", "must not be empty.", "Set data.prompt_field=prompt.")
 
 
 # Model.

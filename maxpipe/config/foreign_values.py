@@ -162,7 +162,7 @@ LISTS = {
 """Keys that elsewhere may be lists."""
 
 COMMANDS = {
-    "train": "fit pretrain finetune run start resume restart continue sft dpo",
+    "train": "fit pretrain finetune run start sft dpo",
     "launch": "submit srun sbatch torchrun accelerate mpirun",
     "plan": "estimate memory simulate autotune tune search predict",
     "config": "configs conf cfg settings show print schema",
@@ -182,5 +182,7 @@ COMMANDS = {
 NO_COMMAND = {
     "serve api": "maxpipe serves no models; `maxpipe generate RUN --interactive` asks for prompts.",
     "convert hf": "Take `maxpipe import` for a Hugging Face folder, `maxpipe export` to write one.",
+    "resume restart continue": "Repeat the command that started the run: it resumes by itself. "
+    "`maxpipe train runs/NAME/config.yml` is such a command.",
     "sweep": "Start one run per setting, each with its own run.name.",
 }

@@ -108,7 +108,9 @@ def _settings(reference: Assignment, problems: list[Problem]) -> list[Assignment
 def overridden(assignments: Sequence[Assignment]) -> Iterator[str]:
     """Notes about files that change the shape of a model from an earlier file."""
     shape = set(_SHAPE)
-    for model in _models([each for each in assignments if each.is_in_file][:]):
+    # Values without an origin stand in for a model that is not needed.
+    assignments = [each for each in assignments if each.origin]
+    for model in _models([each for each in assignments if each.is_in_file]):
         values = {".".join(a.path): a.raw for a in assignments if a.origin == model}
         changed: dict[str, list[str]] = {}
         is_later = False

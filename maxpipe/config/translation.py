@@ -147,6 +147,8 @@ def _meant(path: Sequence[str], family: str) -> Answer:
 
 def _fitted(key: str, raw: Raw, context: Context) -> Translation:
     """The setting of a key here, if it accepts the value."""
+    if key == "run.dir" and isinstance(raw, str) and "://" in raw:
+        return Translation((("run.dir", "runs"), ("checkpoint.dir", raw)), key=key)
     if key == "data.path" and isinstance(raw, list) and len(raw) > 1:
         return Translation((("data.paths", _joined(raw)),), key=key)
     text, action = fit(key, raw)

@@ -287,6 +287,10 @@ def nothing_inside(path: str | None, documents: int, chat: str) -> ConfigError:
     """The error for documents of which none has a character that would be trained on."""
     rule = f"must hold text: {counted(documents, 'document')} with nothing inside."
     action = "Set data.path to documents with text, or data.field to the field that holds it."
+    if chat in ("messages", "prompt"):
+        rule = f"must hold trained text: trained messages of {counted(documents, 'conversation')} "
+        rule += "are empty."
+        action = "Write their content, or set data.trained_roles to roles whose messages have text."
     if chat == "pairs":
         rule = f"must hold responses: those of {counted(documents, 'pair')} are empty."
         action = "Set data.chosen_field and data.rejected_field to the fields that hold them."
@@ -299,8 +303,8 @@ def nothing_trained(template: str, count: int) -> ConfigError:
         template,
         None,
         f"must mark what is trained: none of {counted(count, 'conversation')} has any.",
-        "Set data.trained_roles to roles that speak there, or correct the template's "
-        "{% generation %} blocks.",
+        "Set data.trained_roles to roles that speak there, correct `weight` and `train` of their "
+        "messages, or the template's {% generation %} blocks.",
     )
 
 

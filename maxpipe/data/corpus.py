@@ -303,9 +303,8 @@ def _of_ids(
         found = BoundedDocuments(documents, sequence_length, policy)
         num_left_out = _left_out(documents.lengths, found, sequence_length, policy)
     long = Long(policy, count, num_left_out)
-    lines = remarks(
-        "conversation", documents.num_documents, documents.unread, documents.marks, long
-    )
+    told = documents.num_documents, documents.unread, documents.marks, long, packing
+    lines = remarks("conversation", *told)
     parts = (name, found, seed, facts, counts, digests, unreadable, packing, lines)
     return Indexed(*parts, is_chat=True)
 
@@ -380,7 +379,9 @@ def _of_text(
         digests=lambda first, stop: index.digests[first:stop],
         unreadable=len(index.unreadable),
         packing=packing,
-        remarks=remarks(what, len(source), index.unread, marks_of(index.marks), long),
+        remarks=remarks(
+            what, len(source), index.unread, marks_of(index.marks), long, packing if found else ""
+        ),
         ends=source.ends if isinstance(source, AnswerSource) else None,
         is_chat=found is not None,
     )

@@ -85,7 +85,7 @@ def split_documents(
             validation_fraction,
             f"needs at least 2 documents, one to train on and one to evaluate: "
             f"data.path has {num_documents}.",
-            "Set data.validation_fraction=0, or cut the text into more documents.",
+            "Set data.validation_fraction=0 and eval.batches=0, or divide the text into documents.",
         )
     num_validation = min(max(round(validation_fraction * num_documents), 1), num_documents - 1)
     return order[num_validation:], order[:num_validation]

@@ -49,6 +49,7 @@ def remarks(
     unread: Mapping[str, int],
     marks: Mapping[int, int],
     long: Long | None = None,
+    packing: str = "",
 ) -> list[str]:
     """Lines about conversations or pairs, which `what` is the noun of."""
     total = counted(num_documents, what)
@@ -60,4 +61,9 @@ def remarks(
             words += f", and {long.left_out} of these, of which nothing trained is left, are left "
             words += "out"
         found.append(f"{words}: see data.long_conversations")
+    if packing == "cut":
+        found.append(
+            f"data.packing=cut splits {total} across sequences, where an answer may be trained "
+            "without its question: data.packing=best_fit keeps them whole"
+        )
     return found

@@ -30,6 +30,7 @@ _ABOUT_FILES = frozenset(
     | {"auto_map", "_attn_implementation_autoset", "attn_implementation", "is_llama_config"}
     | {"return_dict", "output_hidden_states", "output_attentions", "chunk_size_feed_forward"}
     | {"id2label", "label2id", "problem_type", "is_encoder_decoder", "torchscript", "is_decoder"}
+    | {"original_max_position_embeddings"}  # settled together with the rotary parameters
     | {"cache_implementation", "unsloth_fixed", "unsloth_version", "cross_attention_hidden_size"}
 )
 

@@ -6,7 +6,7 @@ import contextlib
 import os
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,9 @@ from maxpipe.config.check import DEFAULT, where
 from maxpipe.config.load import Loaded, load, to_dict
 from maxpipe.data.conversation import Conversation, recorded, speaking
 from maxpipe.data.tokenizer import Tokenizer, fitted
-from maxpipe.errors import ConfigError, StorageError
+from maxpipe.errors import ConfigError, Problem, StorageError
 from maxpipe.exchange.source import WITHOUT_AHEAD, opened
+from maxpipe.exchange.statements import lines
 from maxpipe.optim.kept import AVERAGE
 from maxpipe.pipeline.trainable import joined
 from maxpipe.train.adapters import check_adapter, read_base
@@ -234,6 +235,9 @@ def _choose_folder(
         raise ConfigError.one(where("adapter.rank", loaded.origins), rank, rule, action)
     wanted = to_dict(loaded.config)["model"]
     check_model(model, wanted, loaded.origins, "leave it out", weights_alone=True)
+
+    twice = [Problem(name, "", line, "") for line in lines(source.described.differences)]
+    loaded = replace(loaded, cautions=(*loaded.cautions, *twice))
 
     def params(loaded: Loaded, steps: Steps) -> Any:
         return of_folder(source, steps.abstract_base)

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from maxpipe.boundary.files import scheme
 from maxpipe.checkpoint.storage import FOLDER, entries, home, located, run_folder
+from maxpipe.config import shipped
 from maxpipe.config.check import where
 from maxpipe.config.data import FILES, paths_of
 from maxpipe.config.data_rules import named_sources
@@ -119,6 +120,9 @@ def _problem(key: str, path: str, origins: Mapping[str, str]) -> Iterator[Proble
     if path and not _exists(path):
         rule = f"must name a file or folder that exists: from {os.getcwd()} it names none."
         action = f"Set {key} to the path of yours."
+        if key == "tokenizer.path" and shipped.is_hub_id(path):
+            rule += " Nothing is downloaded."
+            action = f"{shipped.from_hub(path).removesuffix('.')} as {key}."
         yield Problem(where(key, origins), path, rule, action)
 
 

@@ -70,8 +70,45 @@ def test_conversations_are_recognised(here: Path, capsys, field: str) -> None:
     assert "Hello<|stop|>" in out and "Hi⟧" in out
     named = "" if field == "messages" else f" data.messages_field={field}"
     assert err.startswith(
-        f"chat.jsonl: read with data.source=jsonl data.path=chat.jsonl data.chat=messages{named}\n"
+        f"chat.jsonl: read with data.source=jsonl data.path=chat.jsonl data.chat=messages{named} "
+        "data.validation_fraction=0 eval.batches=0\n"
     )
+
+
+def test_one_document_is_enough(here: Path, capsys) -> None:
+    (here / "one").mkdir()
+    (here / "one/a.txt").write_text("a document of one file")
+    out, err = _run(capsys, "show", "one", "-n", "1")
+    assert "⟦<begin>⟧a document of one file<end>" in out
+    assert err == (
+        "one: read with data.source=text data.path=one data.validation_fraction=0 eval.batches=0\n"
+    )
+
+
+def test_a_config_of_documents_alone_overrides_no_model(here: Path, capsys) -> None:
+    (here / "mine.yml").write_text("data: {source: jsonl, path: docs.jsonl}\n")
+    _, err = _run(capsys, "show", "mine.yml", "-n", "1")
+    assert err == ""
+
+
+def test_conversations_that_are_cut_are_remarked(here: Path, capsys) -> None:
+    _chats(here / "chat.jsonl", "messages")
+    keys = ["tokenizer.kind=huggingface", f"tokenizer.path={_TOKENIZER}"]
+    for packing, is_cut in (("auto", False), ("cut", True)):
+        _, err = _run(capsys, "show", "chat.jsonl", *keys, f"data.packing={packing}", "-n", "1")
+        assert ("data.packing=cut splits 4 conversations across sequences" in err) == is_cut
+
+
+def test_pairs_of_whole_conversations(here: Path, capsys) -> None:
+    user, good = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
+    record = {"chosen": [user, good], "rejected": [user, {**good, "content": "No"}]}
+    (here / "pairs.jsonl").write_text(f"{json.dumps(record)}\n" * 4)
+    keys = ["tokenizer.kind=huggingface", f"tokenizer.path={_TOKENIZER}"]
+    keys += ["data.chat=pairs", "train.objective=preference", "data.prompt_field="]
+    out, _ = _run(capsys, "show", "pairs.jsonl", *keys, "-n", "1")
+    assert "Hello<|stop|>" in out and "No<|stop|>" in out
+    _, err = _run(capsys, "show", "docs.jsonl", "data.prompt_field=", "-n", "1", code=2)
+    assert "data.prompt_field" in err and "must not be empty." in err
 
 
 def test_what_is_set_is_not_inferred(here: Path, capsys) -> None:
