@@ -20,9 +20,9 @@ _MARKS = {
     "are read and not trained, see data.rewritten_history",
 }
 _LONG = {
-    "truncate": "is cut at its end",
-    "drop": "is left out",
-    "split": "fills several sequences, where an answer may be trained without its question",
+    "truncate": "truncated to one",
+    "drop": "dropped",
+    "split": "split across sequences, where an answer may be trained without its question",
 }
 
 
@@ -56,10 +56,9 @@ def remarks(
     found = unread_remarks(unread, total)
     found += [f"{marks[each]} of {total} {_MARKS[each]}" for each in _MARKS if marks.get(each)]
     if long is not None and long.number and long.policy in _LONG:
-        words = f"{long.number} of {total} longer than a sequence {_LONG[long.policy]}"
+        words = f"{long.number} of {total} longer than a sequence, {_LONG[long.policy]}"
         if long.left_out and long.policy != "drop":
-            words += f", and {long.left_out} of these, of which nothing trained is left, are left "
-            words += "out"
+            words += f"; {long.left_out} of these dropped, as no trained token is left"
         found.append(f"{words}: see data.long_conversations")
     if packing == "cut":
         found.append(
