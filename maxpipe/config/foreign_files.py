@@ -71,6 +71,8 @@ def is_foreign(unknown: Sequence[Assignment], context: Context) -> bool:
         if _is_misspelled(assignment):
             continue
         for path, raw in leaves(assignment):
+            if _is_misplaced(path):
+                continue
             known += translate(path, raw, context).is_exact
             if known >= _FEWEST:
                 return True
@@ -84,6 +86,14 @@ def _is_misspelled(assignment: Assignment) -> bool:
     (section,) = assignment.path
     guess = did_you_mean(section, SECTIONS)
     return bool(guess) and all(f"{guess}.{name}" in KEYS for name in assignment.raw)
+
+
+def _is_misplaced(path: Sequence[str]) -> bool:
+    """Whether it is a key of this trainer below another one of its sections."""
+    return path[0] in SECTIONS and path[-1] in _OWN_NAMES
+
+
+_OWN_NAMES = frozenset(key.rpartition(".")[2] for key in KEYS)
 
 
 def report(origin: str, assignments: Iterable[Assignment], context: Context) -> Problem:
