@@ -14,9 +14,9 @@ from typing import Literal, NotRequired, TypedDict
 from etils import epath
 
 from maxpipe.boundary.files import records
-from maxpipe.checkpoint.storage import FOLDER, exists, in_bucket
+from maxpipe.checkpoint.storage import FOLDER, exists, home_of, in_bucket
 from maxpipe.config.paths import EVENTS_FILE, METRICS_FILE
-from maxpipe.errors import StorageError
+from maxpipe.errors import ConfigError, StorageError
 
 
 class _Step(TypedDict):
@@ -39,6 +39,9 @@ def check_present(run_dir: epath.PathLike, folder: epath.Path) -> None:
     """
     if in_bucket(run_dir) or in_bucket(folder) or exists(folder):
         return
+    with contextlib.suppress(ConfigError):
+        if exists(os.path.join(home_of(run_dir), FOLDER)):
+            return  # where `checkpoint.dir` led before: its error names that folder
     for name in (EVENTS_FILE, METRICS_FILE):
         if step := _last(Path(run_dir) / name, _Step):
             rule = f"{Path(run_dir) / name} has records up to step {step}"

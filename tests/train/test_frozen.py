@@ -59,7 +59,7 @@ def test_a_run_goes_on_with_what_it_has_trained(tiny: Path, run: Run, tmp_path: 
     frozen = "model.frozen=[layers.*,head]"
     arguments = (tiny, f"run.dir={tmp_path}", "eval.batches=0", "log.every=1")
     output = run("train", *arguments, "train.steps=4", frozen)
-    assert "M trained)" in output
+    assert "(4,160 trained)" in output, output
     state = saved(tmp_path / "run").state
     assert "layers" in state["params"]
     for tree in state["optimizer"].values():
