@@ -60,7 +60,7 @@ def shapes(folder: epath.Path) -> Tree:
 
 
 def check_plain(folder: epath.Path) -> None:
-    """Checks that orbax will open files and folders only: a pipe would block.
+    """Checks that orbax will open files and folders only, as a pipe would block, and no huge index.
 
     Raises:
         Damaged: something else is among them.
@@ -72,6 +72,8 @@ def check_plain(folder: epath.Path) -> None:
             path = os.path.join(above, name)
             if os.path.islink(path) or not (os.path.isfile(path) or os.path.isdir(path)):
                 raise Damaged(f"{name} is neither a file nor a folder")
+            if name == _INDEX:
+                _check_index(path)
 
 
 def understood(read: Any) -> Any:
@@ -129,10 +131,25 @@ def stored(folder: epath.Path, name: str) -> Any:
     """One array of a step as it is on disk, to be read in parts: `array[...].read().result()`."""
     base: Any = f"{folder / STATE}/"
     if not in_bucket(folder):
+        _check_index(f"{folder / STATE / _INDEX}")
         base = {"driver": "file", "path": base}
     kvstore = {"driver": "ocdbt", "base": base, "path": f"{name}/"}
     spec = {"driver": "zarr", "kvstore": kvstore}
     return tensorstore.open(spec, open=True, read=True).result()
+
+
+_INDEX = "manifest.ocdbt"
+_MAX_INDEX_BYTES = 1 << 30
+
+
+def _check_index(path: str) -> None:
+    """Raise Damaged for an index of arrays that tensorstore cannot hold.
+
+    It reads the whole file, and a failed allocation there ends the process.
+    """
+    size = os.stat(path).st_size if os.path.isfile(path) else 0
+    if size > _MAX_INDEX_BYTES:
+        raise Damaged(f"{STATE}/{_INDEX} has {size} bytes, more than any index of arrays")
 
 
 def _decoded(

@@ -40,7 +40,7 @@ def check_present(run_dir: epath.PathLike, folder: epath.Path) -> None:
     if in_bucket(run_dir) or in_bucket(folder) or exists(folder):
         return
     with contextlib.suppress(ConfigError):
-        if exists(os.path.join(home_of(run_dir), FOLDER)):
+        if os.path.isdir(os.path.join(home_of(run_dir), FOLDER)):
             return  # where `checkpoint.dir` led before: its error names that folder
     for name in (EVENTS_FILE, METRICS_FILE):
         if step := _last(Path(run_dir) / name, _Step):

@@ -8,6 +8,8 @@ import os
 import re
 import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -150,6 +152,20 @@ def test_a_checkpoint_without_manifest(kind: str, copy: Path, capsys: Capture):
     plant(copy / FOLDER / "6" / "state" / "_METADATA", kind)
     run(capsys, "checkpoints", "show", copy)
     run(capsys, "checkpoints", "list", copy)
+
+
+@pytest.mark.parametrize("has_manifest", [True, False])
+def test_an_index_of_arrays_that_is_gigantic(has_manifest: bool, copy: Path) -> None:
+    """A failed allocation of tensorstore would end the process with SIGABRT."""
+    step = copy / FOLDER / "6"
+    if not has_manifest:
+        (step / "manifest.json").unlink()
+        (step / "commit_success.txt").touch()
+    plant(step / "state" / "manifest.ocdbt", "gigantic")
+    command = [sys.executable, "-m", "maxpipe", "checkpoints", "verify", str(copy)]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert ran.returncode == 74, ran
+    assert "Traceback" not in ran.stderr and "state/manifest.ocdbt" in ran.stdout + ran.stderr
 
 
 @pytest.mark.fault("H1")
