@@ -232,7 +232,7 @@ def test_evaluation_takes_the_references_of_the_run(
 @pytest.mark.layouts
 def test_a_mixture_of_pairs(given: list[str], run: Run, tmp_path: Path) -> None:
     """Each source has references, losses and an order of its own."""
-    keys = ["data.source=corpus", "data.path=", "data.chat=off", "data.packing=cut"]
+    keys = ["data.source=corpus", "data.path=", "data.chat=off", "data.packing=auto"]
     for name, records_ in (("a", toy(21)), ("b", toy(16)[::-1])):
         path = write_records(tmp_path / f"{name}.jsonl", records_)
         section = f"data.mixture.{name}"
