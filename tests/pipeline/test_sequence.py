@@ -51,7 +51,8 @@ CASES = [
     Case(2, 2, 3, split="sequence", own=QWEN2, tensor=2, fsdp=2, schedule="zb_v", remat="names"),
     Case(2, 1, 5, split="ring", own=QWEN3, tensor=4, idle="compute", schedule="zb_h1"),
     Case(2, 2, 3, split="ring", own=V3, tensor=2, idle="compute", remat="names", schedule="zb_v"),
-    Case(2, 1, 3, split="sequence", own=V2, tensor=4),
+    # With 16 features one rounding of the parameters moves the embedding's gradient by 3e-5.
+    Case(2, 1, 3, split="sequence", own=V2, tensor=4, width=32),
     Case(2, 1, 3, split="sequence", own=GROUPED, tensor=2, fsdp=2, schedule="zb_h1"),
     Case(2, 1, 3, split="ring", own=ROOM, tensor=4, idle="compute"),
     Case(2, 1, 3, split="sequence", own=NEXT, epsilon=0.01, tensor=2, fsdp=2),
