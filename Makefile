@@ -30,8 +30,8 @@ test-fast: $(DEV)  ## run the tests that take seconds
 test-timing: $(DEV)  ## what compares times; leave the machine alone (three minutes)
 	@$(BIN)/python -m pytest -m timing tests/plan
 
-test-layouts: $(DEV)  ## more meshes, schedules and families than `make test` (twenty minutes)
-	@$(BIN)/python -m pytest -m layouts tests/pipeline tests/train tests/generate tests/model tests/plan tests/parallel tests/exchange $(PYTEST_ARGS)
+test-layouts: $(DEV)  ## more meshes, schedules and families than `make test` (half an hour to an hour)
+	@$(BIN)/python -m pytest -m layouts tests/pipeline tests/train tests/generate tests/model tests/plan tests/parallel tests/exchange $(LAYOUTS_ARGS) $(PYTEST_ARGS)
 
 test-long: $(DEV)  ## whole examples of the docs, and runs that take long (ten minutes)
 	@$(BIN)/python -m pytest -m long $(PYTEST_ARGS)
