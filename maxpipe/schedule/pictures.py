@@ -58,7 +58,7 @@ def overview(schedule: Schedule) -> Canvas:
     """
     times, canvas = _Times(schedule, EQUAL_COSTS), Canvas()
     ticks = min(schedule.num_ticks, _OVERVIEW_TICKS)
-    left, right, lane = 36.0, 12.0, max(14.0, min(30.0, 320.0 / schedule.num_stages))
+    left, right, lane = 36.0, 12.0, max(4.0, min(30.0, 400.0 / schedule.num_stages - 2))
     unit = (OVERVIEW_WIDTH - left - right) / float(times.ticks[ticks])
     some = "" if ticks == schedule.num_ticks else f"first {ticks} of "
     lines = (
@@ -96,6 +96,9 @@ def overview(schedule: Schedule) -> Canvas:
         canvas.boxes.append(Box(x, y, 18, 18, shade.fill, shade.line))
         canvas.labels.append(Label(x + 24, y + 15, name, 18, _INK, "l"))
         x += 24 + text_width(name, 18) + 16
+    if schedule.num_repeats > 1:
+        y += 26
+        canvas.labels.append(Label(12, y + 15, "one colour for each repeat", 18, _INK, "l"))
     canvas.width, canvas.height = OVERVIEW_WIDTH, y + 32
     return canvas
 
