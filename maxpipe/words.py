@@ -20,6 +20,14 @@ def scaled(number: float, unit: str) -> str:
     return f"{number:.4g} {unit}"
 
 
+def duration(seconds: float) -> str:
+    """A time with three digits: `1.51 s`, `86.2 ms`, `99.7 us`."""
+    for size, unit in ((1.0, "s"), (1e-3, "ms")):
+        if seconds >= size * (1 - 5e-4):  # 0.9996 s is 1 s in three digits, not 1e+03 ms
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} us"
+
+
 def millions(count: float) -> str:
     """A number of parameters or tokens: `8.03 B`, `0.852 M`, `9,216`."""
     if count < 1e4:

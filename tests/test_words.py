@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from maxpipe import cli
-from maxpipe.words import millions, scaled, sentence
+from maxpipe.words import duration, millions, scaled, sentence
 
 
 @pytest.mark.parametrize(
@@ -37,3 +37,11 @@ def test_a_sentence_keeps_other_capitals():
 def test_the_help_of_launch_spells_its_clusters():
     page = cli._parser()._subparsers._group_actions[0].choices["launch"].format_help()  # type: ignore
     assert "Run in several processes here, or on SLURM, TPU VMs or GKE." in page
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(1.51, "1.51 s"), (0.0862, "86.2 ms"), (9.97e-5, "99.7 us"), (0.9996, "1 s"), (61.0, "61 s")],
+)
+def test_a_time_has_the_unit_that_suits_it(seconds: float, text: str) -> None:
+    assert duration(seconds) == text

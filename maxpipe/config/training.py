@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 from collections.abc import Collection, Mapping
 
 from maxpipe.config.check import DEFAULT, where
@@ -105,7 +106,14 @@ def unread_path(config: Config, origins: Mapping[str, str]) -> list[Problem]:
         if each.source in ("corpus", "synthetic") and (paths := paths_of(each)):
             key = f"{section}.path" if each.path else f"{section}.paths"
             rule = f"is not read with {section}.source={each.source}."
-            action = f"Set {section}.source=text, or jsonl, parquet or another that reads it, or "
+            missing = [path for path in paths if "://" not in path and not glob.glob(path)]
+            if missing:
+                rule = f"does not exist: {missing[0]}. It {rule}"
+            action = (
+                f"Name files that exist, and set {section}"
+                if missing
+                else f"Set {section}.source=text, or jsonl, parquet or another that reads it, or "
+            )
             action += f"leave {key} out."
             problems.append(Problem(where(key, origins), ", ".join(paths), rule, action))
     return problems

@@ -18,7 +18,7 @@ from maxpipe.plan.advice import TERMS, gib, verdict
 from maxpipe.plan.memory import REFERENCE, outside
 from maxpipe.plan.search import SHOWN, Candidate, Search
 from maxpipe.plan.sizes import Sizes
-from maxpipe.words import counted, millions, scaled
+from maxpipe.words import counted, duration, millions, scaled
 
 if TYPE_CHECKING:  # they import jax
     from maxpipe.plan.calibrate import Measured
@@ -57,7 +57,7 @@ def compiled(report: Report, num_entries: int = 0) -> str:
     lines[-1] += f"{scaled(report.model_flops, 'FLOP')} ({report.flops / report.model_flops:.2f} x)"
     if report.cycles:
         busy = f"{report.cycles / 1e9:.3g} Gcycles"
-        lines.append(f"compute: {busy} by the compiler's estimate, {report.seconds:.3g} s")
+        lines.append(f"compute: {busy} by the compiler's estimate, {duration(report.seconds)}")
         if report.kernel_flops:
             lines.append(
                 f"  with kernels, for which it has none: {scaled(report.kernel_flops, 'FLOP')}, "
@@ -233,8 +233,8 @@ def planned(values: dict[str, Any], nearest: Sequence[str] = ()) -> str:
         *_outside(values),
         f"ticks: {values['ticks']}, of which a stage idles {values['bubble']:.1%}",
         "",
-        f"step: {values['seconds']:.3g} s predicted, {values['tokens_per_second']:,.0f} tokens/s, "
-        f"MFU {values['mfu']:.1%}",
+        f"step: {duration(values['seconds'])} predicted, "
+        f"{values['tokens_per_second']:,.0f} tokens/s, MFU {values['mfu']:.1%}",
         "  "
         + ", ".join(
             f"{name} {seconds / values['seconds']:.1%}"
@@ -299,9 +299,9 @@ def rechecked(found: Sequence[Checked], *, ran: bool = False) -> str:
     for rank, each in enumerate(found, 1):
         predicted = f"{gib(each.candidate.memory.total)} predicted"
         if each.measured is not None:
-            forecast = f"{each.candidate.cost.seconds:.3g} s predicted"
+            forecast = f"{duration(each.candidate.cost.seconds)} predicted"
             lines += [
-                f"{rank:>2}. {each.measured:.3g} s ({forecast})",
+                f"{rank:>2}. {duration(each.measured)} ({forecast})",
                 f"    {each.candidate.words}",
             ]
             continue
@@ -311,7 +311,7 @@ def rechecked(found: Sequence[Checked], *, ran: bool = False) -> str:
         fits = "fits" if each.fits else "does not fit"
         needed = f"{gib(each.report.total_bytes)} ({predicted})"
         lines += [
-            f"{rank:>2}. {each.seconds:.3g} s, {needed}: {fits}",
+            f"{rank:>2}. {duration(each.seconds)}, {needed}: {fits}",
             f"    {each.candidate.words}",
         ]
     return "\n".join(lines)
@@ -381,7 +381,7 @@ def searched(found: Search, hardware: Hardware) -> str:
         parts = sorted(each.cost.parts.items(), key=lambda item: -item[1])
         spent = ", ".join(f"{name} {s / each.cost.seconds:.0%}" for name, s in parts[:4])
         lines += [
-            f"{rank:>2}. {each.cost.seconds:.3g} s, MFU {each.cost.mfu:.1%}, "
+            f"{rank:>2}. {duration(each.cost.seconds)}, MFU {each.cost.mfu:.1%}, "
             f"{gib(each.memory.total)}: {spent}",
             f"    {each.words}",
         ]

@@ -47,6 +47,8 @@ EXHAUSTIVE = 20_000
 """Layouts up to which all are computed: a minute."""
 SAMPLED, HALVING = 12, 4
 """Of each mesh, to begin with; by how much meshes become fewer, and their samples larger."""
+TIE = 0.005
+"""Relative difference of two predicted steps that is less than the error of the forecasts."""
 SHOWN = 10
 """Layouts that a search returns by default, and that are printed."""
 
@@ -155,7 +157,7 @@ def search(
         found = _best(space, hardware, keep, report)
         considered, too_large = considered + found.considered, too_large + found.too_large
         computed += found.computed
-        best = sorted([*best, *found.best], key=lambda each: each.cost.seconds)[:keep]
+        best = ordered([*best, *found.best])[:keep]
         if best and found.too_large <= found.computed / 2:
             break
     if best:
@@ -176,6 +178,24 @@ def search(
         f"that were computed of {considered} on {devices}.",
         "Name more devices, a smaller train.sequence_length, or fewer --fix.",
     )
+
+
+def ordered(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """The fastest first; of those within `TIE` of the fastest that is left, the simplest."""
+    left, found = sorted(candidates, key=lambda each: each.cost.seconds), []
+    while left:
+        tied = left[0].cost.seconds * (1 + TIE)
+        chosen = min((each for each in left if each.cost.seconds <= tied), key=_complexity)
+        left.remove(chosen)
+        found.append(chosen)
+    return found
+
+
+def _complexity(candidate: Candidate) -> tuple[int, ...]:
+    """Stages, devices along tensor and so on: data parallelism with whole arrays is simplest."""
+    axes, pipeline = Sizes(candidate.config).axes, candidate.config.pipeline
+    sizes = (axes[name] for name in ("stage", "tensor", "context", "expert", "fsdp"))
+    return (*sizes, pipeline.repeats, pipeline.group, pipeline.microbatches)
 
 
 def _with_fixed(config: Config, fixed: Mapping[str, Any]) -> Config:

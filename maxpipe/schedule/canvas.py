@@ -10,6 +10,9 @@ from xml.sax.saxutils import escape
 
 _LARGE_PIXELS = 12e6
 
+OVERVIEW_WIDTH = 480.0
+"""Width of a drawing whose text of 18 pixels is legible at a width of 300 pixels."""
+
 
 class Box(NamedTuple):
     """A rectangle; its title is shown under the pointer."""
@@ -116,11 +119,11 @@ class Canvas:
                 f'pointer-events="none">{escape(label.text)}</text>'
             )
 
-    def png(self, path: Path | IO[bytes]) -> None:
-        """Writes it as PNG, at twice the size of the SVG where that is not too large."""
+    def png(self, path: Path | IO[bytes], scale: int = 2) -> None:
+        """Write a PNG of `scale` times the size of the SVG, of its size where that is large."""
         from PIL import Image, ImageDraw, ImageFont
 
-        scale = 2 if self.width * self.height < _LARGE_PIXELS else 1
+        scale = scale if self.width * self.height < _LARGE_PIXELS else 1
         image = Image.new("RGB", (round(self.width * scale), round(self.height * scale)), "white")
         pen = ImageDraw.Draw(image)
         fonts = {

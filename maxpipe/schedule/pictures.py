@@ -14,9 +14,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from maxpipe.schedule.canvas import Area, Box, Canvas, Label, text_width
+from maxpipe.schedule.canvas import OVERVIEW_WIDTH, Area, Box, Canvas, Label, text_width
 from maxpipe.schedule.draw import EQUAL_COSTS, summary
 from maxpipe.schedule.table import Costs, Kind, Schedule
+from maxpipe.words import counted
 
 _NAMES: dict[Kind, str] = {
     "F": "forward",
@@ -46,6 +47,59 @@ def drawings(schedules: Sequence[Schedule], costs: Costs = EQUAL_COSTS) -> Canva
     canvas = drawing(schedules[0], costs)
     for schedule in schedules[1:]:
         canvas.put(drawing(schedule, costs), canvas.height)
+    return canvas
+
+
+def overview(schedule: Schedule) -> Canvas:
+    """Draw the lanes of the first ticks, with text that is legible at a width of 300 pixels.
+
+    All slots of a long schedule are in `drawing`. The numbers of microbatches are small, for a
+    look at full size.
+    """
+    times, canvas = _Times(schedule, EQUAL_COSTS), Canvas()
+    ticks = min(schedule.num_ticks, _OVERVIEW_TICKS)
+    left, right, lane = 36.0, 12.0, max(4.0, min(30.0, 400.0 / schedule.num_stages - 2))
+    unit = (OVERVIEW_WIDTH - left - right) / float(times.ticks[ticks])
+    some = "" if ticks == schedule.num_ticks else f"first {ticks} of "
+    lines = (
+        (schedule.name, 20, _INK),
+        (f"{schedule.sizes()}, {counted(schedule.num_microbatches, 'microbatch')}", 18, _INK),
+        (f"bubble {schedule.idle_fraction():.1%}, {some}{schedule.num_ticks} ticks", 18, _INK),
+    )
+    y = 0.0
+    for text, size, colour in lines:
+        y += size + 8
+        canvas.labels.append(Label(12, y, text, size, colour, "l", bold=size == 20))
+    top = y + 14
+    every = -(-16 // int(lane + 2))
+    for stage in range(schedule.num_stages):
+        y = top + stage * (lane + 2)
+        canvas.boxes.append(Box(left, y, OVERVIEW_WIDTH - left - right, lane, _PALE))
+        if stage % every == 0:
+            canvas.labels.append(Label(left - 8, y + lane / 2 + 6, f"{stage}", 16, _INK, "r"))
+    for work in _work(schedule):
+        if work.tick < ticks:
+            shade = _shade(work.kind, work.repeat)
+            x, y = left + unit * times.start(work), top + work.stage * (lane + 2)
+            gap = min(0.5, unit / 8)
+            canvas.boxes.append(Box(x + gap, y, unit - 2 * gap, lane, shade.fill, shade.line))
+            text = str(work.microbatch)
+            if (size := int(min(12, lane - 4, (unit - 1) / text_width(text, 1)))) >= 4:
+                baseline = y + lane / 2 + 0.36 * size
+                canvas.labels.append(Label(x + unit / 2, baseline, text, size, shade.text))
+    y = top + schedule.num_stages * (lane + 2) + 8
+    x = 12.0
+    for kind, _ in schedule.kinds:
+        shade, name = _shade(kind, 0), _NAMES[kind]
+        if x + 24 + text_width(name, 18) > OVERVIEW_WIDTH:
+            x, y = 12.0, y + 26
+        canvas.boxes.append(Box(x, y, 18, 18, shade.fill, shade.line))
+        canvas.labels.append(Label(x + 24, y + 15, name, 18, _INK, "l"))
+        x += 24 + text_width(name, 18) + 16
+    if schedule.num_repeats > 1:
+        y += 26
+        canvas.labels.append(Label(12, y + 15, "one colour for each repeat", 18, _INK, "l"))
+    canvas.width, canvas.height = OVERVIEW_WIDTH, y + 32
     return canvas
 
 
@@ -183,6 +237,7 @@ _COLOURS = (
 _LEFT, _RIGHT, _TOP, _BOTTOM = 68.0, 44.0, 58.0, 32.0
 _BOX_HEIGHT, _STRIP_HEIGHT, _LANE_GAP = 24.0, 14.0, 9.0
 _LEGEND_LINE = 24.0
+_OVERVIEW_TICKS = 64
 _MIN_WIDTH = 720.0
 _WIDTH = 1500.0
 """Preferred width, if it keeps the boxes within `_MIN_UNIT` and `_MAX_UNIT`."""

@@ -258,6 +258,7 @@ CHARTS = (
     ("distillation", ("train/cross_entropy", "train/divergence")),
     ("reward", ("rollout/reward",)),
     ("loss of sources", ("source/NAME/loss", "source/NAME/eval_loss")),
+    ("loss of validation sets", ("eval/NAME/loss",)),
     ("accuracy of tasks", ("eval/NAME/accuracy",)),
     ("margin of rewards", ("train/margin", "eval/margin")),
     ("accuracy of rewards", ("train/accuracy", "eval/accuracy")),
@@ -268,7 +269,7 @@ CHARTS = (
     ("time of a step", ("perf/step_s", "perf/data_wait_s")),
     ("memory", ("memory/device_peak_bytes", "memory/host_bytes")),
 )
-"""Title and tags of TensorBoard's custom charts, the most looked at first. NAME is any name."""
+"""Title and tags of TensorBoard's custom charts, the most important first. NAME is any name."""
 
 
 def table() -> str:

@@ -23,6 +23,7 @@ from typing import Any, TypedDict
 from maxpipe.boundary import files, redact
 from maxpipe.boundary.typed import parse
 from maxpipe.config.paths import EVENTS_FILE, METRICS_FILE, SAMPLES_FILE, TENSORBOARD_FOLDER
+from maxpipe.telemetry import board
 
 _log = logging.getLogger("maxpipe")
 
@@ -177,7 +178,12 @@ class MetricWriter:
                 return
             self._last = _drop_after(self._file.path, resume_step)
             _drop_after(self._samples.path, resume_step)
+        self._tags: set[str] = set()
+        self._charts: tuple[str, ...] = ()
+        """Titles of the charts in TensorBoard's layout."""
         if tensorboard:
+            with self._file.guard():
+                self._tags = _tags(self._file.path)
             self._events = _TensorBoardFile(run_dir / TENSORBOARD_FOLDER, resume_step, ours)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -195,6 +201,17 @@ class MetricWriter:
         self._last = None if offset < 0 else (step, offset, record)
         if self._events is not None:
             self._events.scalars(step, values)
+            self._lay_out(step, values)
+
+    def _lay_out(self, step: int, values: Mapping[str, float]) -> None:
+        """Write TensorBoard's layout again when a chart has its first number."""
+        if self._events is None or (self._charts and self._tags.issuperset(values)):
+            return
+        self._tags.update(values)
+        titles = board.titles(self._tags)
+        if titles != self._charts:
+            self._charts = titles
+            self._events.summary(board.charts(titles), step)
 
     def samples(self, step: int, samples: Sequence[Mapping[str, object]]) -> None:
         """Record what the model made of prompts after `step`, each with `prompt` and `text`."""
@@ -228,6 +245,16 @@ class _Record(TypedDict):
     """A line of `metrics.jsonl`; the other keys are tags."""
 
     step: int
+
+
+def _tags(path: Path) -> set[str]:
+    """The tags of all records of `metrics.jsonl`."""
+    found: set[str] = set()
+    with contextlib.suppress(FileNotFoundError):
+        for _, line in files.lines(path):
+            with contextlib.suppress(ValueError):
+                found.update(json.loads(line))
+    return found - {"step", "time"}
 
 
 def _drop_after(path: Path, step: int) -> tuple[int, int, dict[str, object]] | None:
@@ -308,8 +335,8 @@ class _TensorBoardFile:
             summary.value.add(tag=tag, simple_value=value)
         self._write(step=step, summary=summary)
 
-    def summary(self, summary: Any) -> None:
-        self._write(summary=summary)
+    def summary(self, summary: Any, step: int = 0) -> None:
+        self._write(step=step, summary=summary)
 
     def text(self, tag: str, markdown: str, step: int) -> None:
         metadata = self._summary.SummaryMetadata(

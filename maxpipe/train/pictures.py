@@ -1,4 +1,4 @@
-"""Pictures for TensorBoard: a run's timeline, memory and sharding."""
+"""The memory and the sharding of a run, for TensorBoard."""
 
 from __future__ import annotations
 
@@ -7,38 +7,52 @@ from typing import Any
 
 import jax
 
-from maxpipe.schedule.canvas import Box, Canvas, Label, text_width
+from maxpipe.schedule.canvas import OVERVIEW_WIDTH, Box, Canvas, Label
 
 _INK, _PALE, _COLOUR = "#1d2633", "#e8ecf1", "#4f7cac"
-_LEFT, _BAR_WIDTH, _LINE = 44.0, 480.0, 24.0
+_MARGIN, _LINE, _TITLE, _TEXT = 16.0, 46.0, 20, 18
 _MOST_ROWS = 200
+
+MEMORY = (
+    "Memory of the train step on one device, as compiled. arguments: parameters, optimizer state "
+    "and batch; temporary: activations, gradients and gathered weights; results: those that do not "
+    "replace an argument."
+)
+"""The description of the picture of `memory`."""
 
 
 def memory(program: Any) -> Canvas:
-    """The compiler's bytes for one device's part of the step, one bar for each use."""
-    found = program.memory_analysis()
+    """Draw the compiled memory of one device's part of the step, a bar for each use.
+
+    Its text is legible where TensorBoard shows it 300 pixels wide.
+    """
+    stats = program.memory_analysis()
     sizes = {
-        "arguments: parameters, optimizer state, batch": found.argument_size_in_bytes,
-        "temporary: activations, gradients, gathered weights": found.temp_size_in_bytes,
-        "results that take no argument's place": found.output_size_in_bytes
-        - found.alias_size_in_bytes,
-        "program": found.generated_code_size_in_bytes,
+        "arguments": stats.argument_size_in_bytes,
+        "temporary": stats.temp_size_in_bytes,
+        "results": stats.output_size_in_bytes - stats.alias_size_in_bytes,
+        "program": stats.generated_code_size_in_bytes,
     }
     longest = max(1, *sizes.values())
-    title = f"memory of the train step on one device: {sum(sizes.values()) / 2**20:,.1f} MiB"
-    canvas = Canvas(labels=[Label(_LEFT, 27, title, 15, _INK, "l", bold=True)])
-    y = 44.0
+    width = OVERVIEW_WIDTH - 2 * _MARGIN
+    title = f"memory of a device: {sum(sizes.values()) / 2**20:,.1f} MiB"
+    canvas = Canvas(labels=[Label(_MARGIN, 30, title, _TITLE, _INK, "l", bold=True)])
+    y = 42.0
     for name, size in sizes.items():
-        canvas.boxes.append(Box(_LEFT, y, _BAR_WIDTH, 14, _PALE))
-        canvas.boxes.append(Box(_LEFT, y, _BAR_WIDTH * max(0, size) / longest, 14, _COLOUR))
-        about = f"{size / 2**20:,.1f} MiB  {name}"
-        canvas.labels.append(Label(_LEFT + _BAR_WIDTH + 12, y + 12, about, 12, _INK, "l"))
+        about = f"{name} {size / 2**20:,.1f} MiB"
+        canvas.labels.append(Label(_MARGIN, y + _TEXT, about, _TEXT, _INK, "l"))
+        canvas.boxes.append(Box(_MARGIN, y + 25, width, 13, _PALE))
+        canvas.boxes.append(Box(_MARGIN, y + 25, width * max(0, size) / longest, 13, _COLOUR))
         y += _LINE
-    return _sized(canvas, y)
+    canvas.width, canvas.height = OVERVIEW_WIDTH, y + 8
+    return canvas
 
 
-def sharding(params: Any) -> Canvas:
-    """Shape of each parameter, shape of one device's part, and the mesh axes that split it."""
+def sharding(params: Any) -> list[tuple[str, str, str, str]]:
+    """Return name, shape, shape on one device and splitting axes of each parameter.
+
+    The first row has the titles.
+    """
     rows = [("parameter", "shape", "on a device", "split over")]
     for path, array in jax.tree_util.tree_leaves_with_path(params):
         name = jax.tree_util.keystr(path, simple=True, separator=".")
@@ -48,16 +62,7 @@ def sharding(params: Any) -> Canvas:
         rows.append((name, _shape(array.shape), _shape(part), ", ".join(axes)))
     if len(rows) > _MOST_ROWS:
         rows = [*rows[:_MOST_ROWS], (f"and {len(rows) - _MOST_ROWS} more", "", "", "")]
-    widths = [max(text_width(row[column], 12) for row in rows) + 24 for column in range(4)]
-    canvas = Canvas()
-    y = 32.0
-    for number, row in enumerate(rows):
-        x = _LEFT
-        for text, width in zip(row, widths, strict=True):
-            canvas.labels.append(Label(x, y, text, 12, _INK, "l", bold=number == 0))
-            x += width
-        y += _LINE
-    return _sized(canvas, y)
+    return rows
 
 
 def _words(axis: str | Sequence[str] | None, mesh: Mapping[str, int]) -> str:
@@ -68,10 +73,3 @@ def _words(axis: str | Sequence[str] | None, mesh: Mapping[str, int]) -> str:
 
 def _shape(shape: Sequence[int]) -> str:
     return " x ".join(map(str, shape)) or "scalar"
-
-
-def _sized(canvas: Canvas, y: float) -> Canvas:
-    rights = [each.x + text_width(each.text, each.size) for each in canvas.labels]
-    rights += [box.x + box.width for box in canvas.boxes]
-    canvas.width, canvas.height = round(max(rights) + 44), round(y + 10)
-    return canvas

@@ -98,7 +98,8 @@ def set_up(
     steps = _steps(config, datasets)
     with phases.enter(RESTORE):
         taught = taught_by(loaded, datasets, steps, phases, console.stage)
-    console.banner([*facts_of(config, steps, datasets, length), *taught.words])
+    banner = [*facts_of(config, steps, datasets, length), *taught.words]
+    console.banner(banner)
     if process == 0:
         _warn(loaded, datasets, console, phases)
     evaluations = _evaluations(config, datasets, console, link, phases)
@@ -125,7 +126,8 @@ def set_up(
     given = run_dir, config.log.tensorboard
     open_writer = partial(MetricWriter, *given, process_index=process, ours=ours)
     writer = open_writer(resume_step=first)
-    show(writer, config, steps, begin.state, train_steps.get(steps.shape[0]), stack)
+    program = train_steps.get(steps.shape[0])
+    show(writer, config, steps, begin.state, program, stack, dict(banner))
     if process == 0:
         write_config(run_dir / CONFIG_FILE, config, locks)
     run = Run(

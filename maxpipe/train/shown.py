@@ -1,19 +1,22 @@
-"""What TensorBoard shows of a run beside its numbers: settings, charts and pictures."""
+"""Settings, texts and pictures of a run for TensorBoard."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import threading
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 
+import maxpipe
 from maxpipe.boundary import redact
 from maxpipe.config.keys import flat
 from maxpipe.config.load import to_dict, to_yaml
 from maxpipe.config.schema import Config
-from maxpipe.schedule.pictures import drawing as timeline
+from maxpipe.schedule.draw import summary
+from maxpipe.schedule.pictures import overview
 from maxpipe.schedule.table import Schedule
 from maxpipe.telemetry import board
 from maxpipe.telemetry.records import MetricWriter
@@ -23,8 +26,6 @@ from maxpipe.train.step import Steps
 from maxpipe.words import counted
 
 _log = logging.getLogger("maxpipe")
-_MOST_TICKS = 160
-"""Of the timeline that TensorBoard shows."""
 _HYPERPARAMETERS = (
     "model",
     "mesh",
@@ -45,11 +46,13 @@ def show(
     state: TrainState,
     program: Any,
     stack: contextlib.ExitStack,
+    facts: Mapping[str, str],
 ) -> None:
-    """Starts writing TensorBoard's charts, settings and pictures of a run, once per start.
+    """Start writing TensorBoard's texts, settings and pictures of a run, once per start.
 
-    In a thread of its own: the first pictures take a second.
+    A thread of its own writes pictures: the first take a second. `facts` are those of the banner.
     """
+    writer.text("about", _table([("run", config.run.name), *essentials(config, facts)]))
     writer.text("config", f"```yaml\n{to_yaml(redact.within(config))}```")
     if jax.process_index() == 0 and config.log.tensorboard:
         shapes = jax.tree.map(_shape, state.params)
@@ -59,6 +62,37 @@ def show(
         stack.callback(drawing.join)
 
 
+def essentials(config: Config, facts: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Return the ten settings that tell runs apart: names and values.
+
+    TensorBoard sorts texts by tag: `about` is before `config`.
+    """
+    train, optim = config.train, config.optim
+    tokens = train.batch_size * train.sequence_length
+    ramp = ", smaller in the first steps (train.batch_ramp)" if train.batch_ramp else ""
+    rate = f"{optim.learning_rate:g}, {optim.schedule}, {counted(optim.warmup_steps, 'step')}"
+    trained = f"{train.objective}, adapters of rank {config.adapter.rank}"
+    return [
+        ("model", f"{config.model.family}, {facts['model']}"),
+        ("objective", trained if config.adapter.rank else train.objective),
+        ("training", facts["training"]),
+        ("tokens per step", f"{train.batch_size} x {train.sequence_length} = {tokens:,}{ramp}"),
+        ("data", facts["data"]),
+        ("optimizer", optim.name),
+        ("learning rate", f"{rate} of warm-up"),
+        ("mesh", f"{facts['mesh']}; {facts['devices']}"),
+        ("pipeline", facts["pipeline"]),
+        ("version", f"maxpipe {maxpipe.__version__}, jax {jax.__version__}"),
+    ]
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    """Return a Markdown table; the first row is its head."""
+    cells = [[cell.replace("|", "\\|") for cell in row] for row in rows]
+    lines = [f"| {' | '.join(row)} |" for row in cells]
+    return "\n".join([lines[0], "|---" * len(cells[0]) + "|", *lines[1:]])
+
+
 def _shape(array: jax.Array) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
 
@@ -66,7 +100,7 @@ def _shape(array: jax.Array) -> jax.ShapeDtypeStruct:
 def _draw(
     writer: MetricWriter, config: Config, schedule: Schedule, params: Any, program: Any
 ) -> None:
-    """Charts, settings and pictures."""
+    """Settings, the table of shardings, and pictures."""
     values = flat(to_dict(redact.within(config)))
     chosen = {
         key: value if isinstance(value, bool | int | float | str) else str(value)
@@ -74,16 +108,12 @@ def _draw(
         if key.partition(".")[0] in _HYPERPARAMETERS
     }
     try:
-        writer.show(board.charts)
         writer.show(lambda: board.hyperparameters(chosen, config.run.name))
-        if schedule.num_ticks <= _MOST_TICKS:
-            writer.show(lambda: board.image("run/timeline", timeline(schedule)))
-        else:
-            words = f"The step has {counted(schedule.num_ticks, 'tick')}, too many to draw here: "
-            words += "`maxpipe schedule CONFIG --perfetto FILE` writes all of them."
-            writer.text("run/timeline", words)
+        writer.text("run/sharding", _table(pictures.sharding(params)))
+        timeline, about = overview(schedule), summary(schedule)
+        writer.show(lambda: board.image("run/timeline", timeline, about))
         if program is not None:
-            writer.show(lambda: board.image("run/memory", pictures.memory(program)))
-        writer.show(lambda: board.image("run/sharding", pictures.sharding(params)))
+            bars = pictures.memory(program)
+            writer.show(lambda: board.image("run/memory", bars, pictures.MEMORY))
     except Exception as error:  # a failed picture must not stop the run
         _log.warning("TensorBoard lacks a picture of this run: %s", error)

@@ -23,8 +23,9 @@ from tensorboard.plugins.hparams import plugin_data_pb2
 from maxpipe.cli import main
 from maxpipe.commands import board as command
 from maxpipe.commands.board import link
+from maxpipe.schedule.canvas import Canvas, text_width
 from maxpipe.schedule.catalog import build
-from maxpipe.schedule.pictures import drawing
+from maxpipe.schedule.pictures import overview
 from maxpipe.telemetry import board
 from maxpipe.telemetry.metrics import METRICS
 from maxpipe.telemetry.records import MetricWriter
@@ -36,10 +37,9 @@ from maxpipe.train.loop import memory_in_use
 def found(tmp_path_factory: pytest.TempPathFactory) -> EventAccumulator:
     folder = tmp_path_factory.mktemp("run")
     writer = MetricWriter(folder, tensorboard=True, resume_step=0)
-    writer.show(board.charts)
     writer.show(lambda: board.hyperparameters({"optim.learning_rate": 0.5, "a.b": "c"}, "mine"))
     schedule = build("1f1b", stages=3, repeats=1, microbatches=5)
-    writer.show(lambda: board.image("run/timeline", drawing(schedule)))
+    writer.show(lambda: board.image("run/timeline", overview(schedule)))
     writer.write(3, {metric.tag: 1.0 for metric in METRICS})
     accumulator = EventAccumulator(str(folder / "tensorboard"))
     accumulator.Reload()
@@ -153,17 +153,69 @@ def test_sharding_shows_what_a_device_holds() -> None:
     mesh = jax.make_mesh((2, 1), ("fsdp", "tensor"), devices=jax.devices()[:2])
     split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("fsdp", "tensor"))
     params = {"a": {"b": jax.ShapeDtypeStruct((6, 5), "float32", sharding=split)}}
-    texts = [label.text for label in pictures.sharding(params).labels]
-    assert texts[4:] == ["a.b", "6 x 5", "3 x 5", "fsdp 2, -"]
+    assert pictures.sharding(params)[1:] == [("a.b", "6 x 5", "3 x 5", "fsdp 2, -")]
 
 
 def test_memory_of_the_step_is_a_bar_for_each_use() -> None:
     program = jax.jit(lambda x: x @ x).lower(jax.ShapeDtypeStruct((512, 256 * 2), "float32"))
     drawn = pictures.memory(program.compile())
     texts = [label.text for label in drawn.labels]
-    assert texts[0].startswith("memory of the train step on one device: ")
-    assert texts[1].startswith("1.0 MiB  arguments")
-    assert texts[3].startswith("1.0 MiB  results")
+    assert texts[0].startswith("memory of a device: ")
+    assert texts[1] == "arguments 1.0 MiB"
+    assert texts[3] == "results 1.0 MiB"
+    assert_legible(drawn)
+
+
+@pytest.mark.parametrize(
+    ("name", "stages", "repeats", "microbatches"),
+    [("1f1b", 1, 1, 1), ("interleaved", 4, 2, 8), ("zb_h1", 8, 1, 32), ("1f1b", 64, 1, 128)],
+)
+def test_the_timeline_is_legible_in_the_list(
+    name: str, stages: int, repeats: int, microbatches: int
+) -> None:
+    drawn = overview(build(name, stages=stages, repeats=repeats, microbatches=microbatches))
+    assert_legible(drawn)
+    assert any(f"{stages} stage" in label.text for label in drawn.labels)
+
+
+def assert_legible(drawn: Canvas) -> None:
+    """All words have 11 pixels or more at a width of 300; numbers of microbatches may not."""
+    words = [label for label in drawn.labels if not label.text.isdigit()]
+    assert words and all(300 / drawn.width * label.size >= 11 for label in words)
+    assert all(label.x + text_width(label.text, label.size) <= drawn.width for label in words)
+    assert drawn.height <= 1.3 * drawn.width
+
+
+def layouts(folder: Path) -> list[tuple[int, list[str]]]:
+    """(step, titles of the charts) of each layout in a run's event files."""
+    reader = EventAccumulator(str(folder / "tensorboard"))
+    reader.Reload()
+    return [
+        (event.step, [chart.title for chart in layout.category[0].chart])
+        for event in reader.Tensors("custom_scalars__config__")
+        for layout in [layout_of(event)]
+    ]
+
+
+def layout_of(event: Any) -> Any:
+    return layout_pb2.Layout.FromString(event.tensor_proto.string_val[0])  # pyright: ignore
+
+
+def test_charts_without_data_are_not_in_the_layout(tmp_path: Path) -> None:
+    """A chart is added with its first number, also after a resume; the newest layout counts."""
+    writer = MetricWriter(tmp_path, tensorboard=True, resume_step=0)
+    writer.write(1, {"train/lr": 1.0, "train/entropy": 1.0})
+    writer.write(2, {"train/lr": 1.0})
+    writer.write(2, {"eval/loss": 1.0})
+    writer.write(3, {"source/a/loss": 1.0, "train/lr": 1.0})
+    begun = [(1, ["learning rate"]), (2, ["loss", "learning rate"])]
+    begun.append((3, ["loss", "loss of sources", "learning rate"]))
+    assert layouts(tmp_path) == begun
+    writer = MetricWriter(tmp_path, tensorboard=True, resume_step=2)
+    writer.write(3, {"train/lr": 1.0})
+    writer.write(4, {"eval/web/loss": 1.0, "eval/quiz/accuracy": 1.0})
+    both = ["loss", "loss of validation sets", "accuracy of tasks", "learning rate"]
+    assert layouts(tmp_path)[-2:] == [(3, ["loss", "learning rate"]), (4, both)]
 
 
 def test_nothing_is_made_without_tensorboard(tmp_path: Path) -> None:

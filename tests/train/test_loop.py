@@ -88,6 +88,10 @@ def test_tensorboard_reads_its_files(unbroken: Path):
     wanted = losses(unbroken)
     assert {event.step: event.value for event in reader.Scalars("train/loss")} == wanted
     assert [event.step for event in reader.Scalars("eval/loss")] == [12, 24]
+    (text,) = reader.Tensors("about")
+    table = text.tensor_proto.string_val[0].decode().splitlines()
+    assert len(table) == 12  # the head, its rule, and ten lines
+    assert "| tokens per step | 8 x 16 = 128 |" in table
     (text,) = reader.Tensors("config")
     assert (unbroken / "config.yml").read_text() in text.tensor_proto.string_val[0].decode()
 
