@@ -192,10 +192,9 @@ def ordered(candidates: Sequence[Candidate]) -> list[Candidate]:
 
 
 def _complexity(candidate: Candidate) -> tuple[int, ...]:
-    """Stages, devices along tensor and so on: data parallelism with whole arrays is simplest."""
+    """Stages, devices along the axes that split a layer, and repeats: fewer are simpler."""
     axes, pipeline = Sizes(candidate.config).axes, candidate.config.pipeline
-    sizes = (axes[name] for name in ("stage", "tensor", "context", "expert", "fsdp"))
-    return (*sizes, pipeline.repeats, pipeline.group, pipeline.microbatches)
+    return (*(axes[name] for name in ("stage", "tensor", "context", "expert")), pipeline.repeats)
 
 
 def _with_fixed(config: Config, fixed: Mapping[str, Any]) -> Config:

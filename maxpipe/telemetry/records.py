@@ -253,7 +253,7 @@ def _tags(path: Path) -> set[str]:
     with contextlib.suppress(FileNotFoundError):
         for _, line in files.lines(path):
             with contextlib.suppress(ValueError):
-                found.update(json.loads(line))
+                found.update(parse(line, dict[str, object]))
     return found - {"step", "time"}
 
 

@@ -156,6 +156,7 @@ def _scalars(run_dir: Path) -> dict[str, list[tuple[int, float]]]:
     return {
         tag: [(event.step, event.tensor_proto.float_val[0]) for event in events]
         for tag, events in tensors.items()
+        if events[0].tensor_proto.float_val
     } | {
         tag: [(event.step, event.value) for event in read.Scalars(tag)]
         for tag in read.Tags()["scalars"]
