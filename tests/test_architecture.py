@@ -61,6 +61,8 @@ ROWS = (
             "maxpipe.data.overlap",
             "maxpipe.data.fingerprints",
             "maxpipe.data.loader",
+            "maxpipe.data.statistics",
+            "maxpipe.data.statistics_page",
         ),
         *("maxpipe.data.look", "maxpipe.data.prompts", "maxpipe.data.turns", "maxpipe.optim"),
     ),

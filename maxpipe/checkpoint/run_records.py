@@ -43,7 +43,7 @@ def check_present(run_dir: epath.PathLike, folder: epath.Path) -> None:
         if os.path.isdir(os.path.join(home_of(run_dir), FOLDER)):
             return  # where `checkpoint.dir` led before: its error names that folder
     for name in (EVENTS_FILE, METRICS_FILE):
-        if step := _last(Path(run_dir) / name, _Step):
+        if step := _last(Path(run_dir) / name, _Step)[0]:
             rule = f"{Path(run_dir) / name} has records up to step {step}"
             raise _lost(run_dir, folder, "is missing", rule)
 
@@ -52,33 +52,61 @@ def check_saved(run_dir: epath.PathLike, folder: epath.Path) -> None:
     """Compares a folder without checkpoints with the run's records.
 
     Raises:
-        StorageError: the run has saved a checkpoint in such a folder.
+        StorageError: the run has saved a checkpoint in this folder, or in an earlier one.
     """
     if in_bucket(run_dir):
         return
     events = Path(run_dir) / EVENTS_FILE
-    if step := _last(events, _Saved):
-        rule = f"{events} says that step {step} was saved there"
+    step, saved_in = _last(events, _Saved)
+    if step and _is_same(saved_in, folder):
+        rule = f"{events} records that step {step} was saved there"
         raise _lost(run_dir, folder, "holds no checkpoint", rule)
+    if step:
+        rule = f"{events} records that step {step} was saved in {saved_in}"
+        above = _setting(saved_in, run_dir)
+        action = f"Set checkpoint.dir={above}, or copy that folder to {folder}."
+        raise _lost(run_dir, folder, "holds no checkpoint", rule, action)
 
 
-def _last(path: Path, kind: type[_Step] | type[_Saved]) -> int:
-    """Return the largest step of the records, 0 without any.
+def _last(path: Path, kind: type[_Step] | type[_Saved]) -> tuple[int, str]:
+    """Return the largest step of the records, 0 without any, and the folder it was saved in.
 
     Checkpoints of `checkpoint.local_dir` do not count: that disk may be lost with its machine.
     """
-    last = 0
+    last, where = 0, ""
     with contextlib.suppress(OSError):
         for each in records(path, kind):
-            if os.path.basename(each.get("folder", FOLDER)) == FOLDER:
-                last = max(last, each["step"])
-    return last
+            saved_in = each.get("folder", "")
+            is_durable = not saved_in or os.path.basename(saved_in.rstrip("/")) == FOLDER
+            if is_durable and each["step"] >= last:
+                last, where = each["step"], saved_in
+    return last, where
 
 
-def _lost(run_dir: epath.PathLike, folder: epath.Path, what: str, rule: str) -> StorageError:
+def _is_same(saved_in: str, folder: epath.Path) -> bool:
+    """Whether a recorded folder, which is empty in records of earlier releases, is this one."""
+    return not saved_in or _whole(saved_in) == _whole(os.fspath(folder))
+
+
+def _whole(path: str) -> str:
+    if not in_bucket(path):
+        return os.path.realpath(path)
+    bucket, _, rest = path.partition("://")
+    return f"{bucket}://{os.path.normpath(rest)}"
+
+
+def _setting(saved_in: str, run_dir: epath.PathLike) -> str:
+    """Return the value of `checkpoint.dir` that leads to a recorded folder."""
+    home = os.path.dirname(saved_in.rstrip("/"))
+    return "''" if _whole(home) == _whole(os.fspath(run_dir)) else os.path.dirname(home)
+
+
+def _lost(
+    run_dir: epath.PathLike, folder: epath.Path, what: str, rule: str, action: str = ""
+) -> StorageError:
+    action = action or "Bring it back, or mount what holds it."
     return StorageError(
         f"{folder}: {what}\n"
         f"  {rule}. Nothing was changed.\n"
-        f"  Bring it back, or mount what holds it. To start over, delete {os.fspath(run_dir)}, or "
-        "set run.name to a new name."
+        f"  {action} To start over, delete {os.fspath(run_dir)}, or set run.name to a new name."
     )

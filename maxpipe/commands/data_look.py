@@ -303,7 +303,6 @@ def _of_source(
     from maxpipe.data import statistics
     from maxpipe.data.answers import answers_of
     from maxpipe.data.corpus import chat_records, packing_of
-    from maxpipe.data.prepared.manifest import has_masks
     from maxpipe.data.prepared.open import IDS, open_documents
     from maxpipe.data.prepared.reader import PreparedDocuments
     from maxpipe.data.sequences import Packer
@@ -314,7 +313,7 @@ def _of_source(
     documents: Iterator[Document | Problem]
     if source.source in IDS:
         files = open_documents(source, tokenizer)
-        talks = isinstance(files, PreparedDocuments) and has_masks(files.manifest)
+        talks = files.has_conversations
         packer = Packer(packing_of(source, has_conversations=talks), tokens)
         count = files.num_documents
         documents = statistics.of_encoded(files.__getitem__, count, tokenizer, threads)
@@ -343,7 +342,7 @@ def _of_source(
     return statistics.counted(*parts, **_chat_of(source) if source.chat != "off" else {})
 
 
-def _chat_of(source: SourceConfig) -> dict[str, str]:
+def _chat_of(source: SourceConfig) -> dict[str, Any]:
     """Return the arguments of `statistics.counted` for conversations and pairs."""
     if source.chat == "pairs":
         return {"chat": "pair"}

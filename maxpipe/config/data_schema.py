@@ -80,11 +80,12 @@ class SourceConfig:
     """Name of the field of the response that was preferred, with `data.chat=pairs`."""
     rejected_field: str = "rejected"
     """Name of the field of the other one, with `data.chat=pairs`."""
-    long_pairs: Literal["truncate", "drop", "stop"] = "truncate"
-    """What is done with a pair of more tokens than a sequence has: prompt and chosen response, and
-    prompt and rejected response. `truncate` cuts the end of the longer one, and of both where they
-    are as long; a pair of which no token of a response is left is dropped. `drop` leaves it out,
-    and `stop` ends the run. How many they are is said at the start. Read with `data.chat=pairs`."""
+    long_pairs: Literal["truncate", "drop", "error"] = "truncate"
+    """Treatment of pairs longer than a sequence, which holds prompt and chosen response, and prompt
+    and rejected response. `truncate` removes tokens at the end of the longer half, or of both if
+    they have equal lengths. It drops a pair when no token of a response is left. `drop` skips the
+    pair, and `error` ends the run. The run prints the number of long pairs. Ignored unless
+    `data.chat=pairs`."""
     chat_template: str = ""
     """File of the chat template, in Jinja. Empty means that of the tokenizer's folder."""
     chat_roles: list[str] = dataclasses.field(

@@ -52,6 +52,8 @@ VALUES: dict[str, dict[str, str]] = {
         "ff first_fit_shuffle": "first_fit",
         "false off no none padding padded": "pad",
     },
+    "data.long_pairs": {"stop raise": "error", "skip left_out": "drop", "cut": "truncate"},
+    "data.long_conversations": {"stop raise": "error", "skip left_out": "drop", "cut": "truncate"},
     "tokenizer.kind": {
         "hf tokenizers fast json": "huggingface",
         "byte utf8 bytelevel char": "bytes",

@@ -30,7 +30,8 @@ from maxpipe.data.formats.reads import reading
 from maxpipe.data.long_conversations import (
     BoundedDocuments,
     BoundedFiles,
-    Policy,
+    Left,
+    bounded,
     check_left,
     long_ones,
     num_long,
@@ -38,7 +39,7 @@ from maxpipe.data.long_conversations import (
 )
 from maxpipe.data.packing import Sequences, split_documents
 from maxpipe.data.pairs import PairDocuments, Pairs
-from maxpipe.data.prepared.manifest import CONTENT, SPAN, content_facts, has_masks
+from maxpipe.data.prepared.manifest import CONTENT, SPAN, content_facts
 from maxpipe.data.prepared.megatron import MegatronDocuments
 from maxpipe.data.prepared.open import IDS, open_documents
 from maxpipe.data.prepared.reader import PreparedDocuments
@@ -255,16 +256,16 @@ def open_corpus(
         key = validation_key(name)
         chosen = {key: validation_sets(data)[key]}
         data = dataclasses.replace(data, mixture={}, validation_fraction=0.0)
-    opening = {"threads": data.threads, "cache_dir": cache_dir, "moved": moved, "keep": keep}
-    opening["row_tokens"] = sequence_length
+    opening = {"cache_dir": cache_dir, "moved": moved, "keep": keep, "row_tokens": sequence_length}
     indexed = []
     for each, config in chosen.items():
         with in_section(each), reading(section_of(each)):
             mine = seed_of(each, seed)
             if config.source in IDS:
-                indexed.append(_of_ids(each, config, tokenizer, mine, sequence_length))
+                indexed.append(_of_ids(each, config, tokenizer, mine, **opening))
             else:
-                indexed.append(_of_text(each, config, tokenizer, mine, **opening))
+                opened = _of_text(each, config, tokenizer, mine, threads=data.threads, **opening)
+                indexed.append(opened)
     return Corpus(data, mixed, indexed, tokenizer, seed, sequence_length, cache_dir, moved, keep)
 
 
@@ -276,11 +277,18 @@ def packing_of(config: SourceConfig, *, has_conversations: bool) -> Packing:
 
 
 def _of_ids(
-    name: str, config: SourceConfig, encoder: Tokenizer, seed: int, sequence_length: int
+    name: str,
+    config: SourceConfig,
+    encoder: Tokenizer,
+    seed: int,
+    *,
+    cache_dir: str | None,
+    moved: Moved | None,
+    keep: bool,
+    row_tokens: int,
 ) -> Indexed:
     documents = open_documents(config, encoder)
-    has_conversations = isinstance(documents, PreparedDocuments) and has_masks(documents.manifest)
-    packing = packing_of(config, has_conversations=has_conversations)
+    packing = packing_of(config, has_conversations=documents.has_conversations)
     facts = {**documents.facts(), **_packing_facts(packing)}
     if needs_windows(documents):
         facts["order"] = "windows"
@@ -288,33 +296,34 @@ def _of_ids(
     if not isinstance(documents, PreparedDocuments):
         return Indexed(name, documents, seed, facts, counts, None, unreadable, packing)
     digests = documents.digests
-    if not has_conversations:
+    if not documents.has_conversations:
         return Indexed(name, documents, seed, facts, counts, digests, unreadable, packing)
     policy = config.long_conversations
     facts.update(_long_facts(config))
-    count, first = num_long(documents, sequence_length)
+    count, first = num_long(documents, row_tokens)
     if count and policy == "error":
-        raise too_long(count, documents.where(first), sequence_length)
+        raise too_long(count, documents.where(first), row_tokens)
     found: Documents | BoundedFiles = documents
-    num_left_out = 0
-    if count and policy != "split" and needs_windows(documents):
-        found = BoundedFiles(documents, sequence_length, policy)
-    elif count and policy != "split":
-        found = BoundedDocuments(documents, sequence_length, policy)
-        num_left_out = _left_out(documents.lengths, found, sequence_length, policy)
-    long = Long(policy, count, num_left_out)
+    long = Long(policy, count)
+    if count and policy != "split":
+        is_large = needs_windows(documents)
+        found = (BoundedFiles if is_large else BoundedDocuments)(documents, row_tokens, policy)
+        key = json.dumps([facts, encoder.fingerprint()])
+        packer = Packer(packing, row_tokens, cache_dir, keep if is_large else False, key, moved)
+        left = packer.remembered("left", [policy], _left_of, found.counts)
+        check_left(left, documents.num_documents, row_tokens, policy)
+        long = long._replace(left_out=int(left.left_out))
     told = documents.num_documents, documents.unread, documents.marks, long, packing
     lines = remarks("conversation", *told)
     parts = (name, found, seed, facts, counts, digests, unreadable, packing, lines)
     return Indexed(*parts, is_chat=True)
 
 
-def _left_out(
-    lengths: np.ndarray, found: BoundedDocuments, sequence_length: int, policy: Policy
-) -> int:
-    """How many documents, of `lengths` tokens, have none left. Raises ConfigError if all."""
-    check_left(found.lengths, sequence_length, policy)
-    return int(np.count_nonzero(lengths)) - int(np.count_nonzero(found.lengths))
+def _left_of(arrays: Mapping[str, np.ndarray]) -> Left:
+    left = Left(**{name: arrays[name] for name in Left._fields})
+    if any(each.shape for each in left):
+        raise ValueError("arrays of another shape")
+    return left
 
 
 def _packing_facts(packing: Packing) -> dict[str, str]:
@@ -391,20 +400,17 @@ def _bounded(
     documents: ChatDocuments, index: DocumentIndex, config: SourceConfig, sequence_length: int
 ) -> tuple[Documents, Long]:
     """Conversations as `data.long_conversations` says, and how many it concerns."""
-    policy, firsts = config.long_conversations, index.first_targets
+    policy = config.long_conversations
     numbers = long_ones(index.lengths, sequence_length)
     if not len(numbers) or policy == "split":
         return documents, Long(policy, len(numbers))
     if policy == "error":
         raise too_long(len(numbers), documents.where(int(numbers[0])), sequence_length)
-    found = BoundedDocuments(
-        documents,
-        sequence_length,
-        policy,
-        lambda document, count: 0 < firsts[document] < count,
-    )
-    left_out = _left_out(index.lengths, found, sequence_length, policy)
-    return found, Long(policy, len(numbers), left_out)
+    found = bounded(documents, sequence_length, policy, index.first_targets)
+    assert isinstance(found, BoundedDocuments)
+    left = found.counts()
+    check_left(left, len(index.lengths), sequence_length, policy)
+    return found, Long(policy, len(numbers), int(left.left_out))
 
 
 def chat_records(

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
 from maxpipe.data.documents import Documents, Encoded
 from maxpipe.data.prepared.windows import TokenFiles
+from maxpipe.data.sources import Moved, Progress
 from maxpipe.errors import ConfigError
 from maxpipe.words import counted
 
@@ -21,6 +22,13 @@ Policy = Literal["truncate", "drop", "split", "error"]
 _KEY = "data.long_conversations"
 _PART = 1 << 20
 """Documents whose lengths are counted at a time."""
+
+
+class Left(NamedTuple):
+    """Numbers of conversations, int64 []: with tokens left, and without any."""
+
+    with_tokens: np.ndarray
+    left_out: np.ndarray
 
 
 class BoundedDocuments:
@@ -52,6 +60,15 @@ class BoundedDocuments:
         if self._lengths is None:
             self._lengths = self._bounded(self._documents.lengths, 0)
         return self._lengths
+
+    def counts(self, moved: Moved | None = None) -> Left:
+        """Count the conversations that had tokens; `moved` is called for each part of them."""
+        return self._counted(self._documents.lengths, self.lengths)
+
+    @staticmethod
+    def _counted(before: np.ndarray, after: np.ndarray) -> Left:
+        num_left = np.count_nonzero(after)
+        return Left(np.array(num_left), np.array(np.count_nonzero(before) - num_left))
 
     def _reads(self, document: int, count: int) -> bool:
         trained = self._documents[document].trained
@@ -98,6 +115,31 @@ class BoundedFiles(BoundedDocuments):
         """int64 tokens of the documents from `first` to before `stop`."""
         return self._bounded(self._files.lengths_between(first, stop), first)
 
+    def counts(self, moved: Moved | None = None) -> Left:
+        progress = Progress("counting long conversations", self.num_documents, moved)
+        with_tokens = left_out = np.array(0)
+        for first in range(0, self.num_documents, _PART):
+            stop = min(first + _PART, self.num_documents)
+            lengths = self._files.lengths_between(first, stop)
+            part = self._counted(lengths, self._bounded(lengths, first))
+            with_tokens, left_out = with_tokens + part.with_tokens, left_out + part.left_out
+            progress.update(stop)
+        return Left(np.array(with_tokens), np.array(left_out))
+
+
+def bounded(
+    documents: Documents, sequence_length: int, policy: Policy, first_targets: np.ndarray
+) -> Documents:
+    """Return conversations as the policy leaves them; see `DocumentIndex.first_targets`."""
+    if policy not in ("truncate", "drop"):
+        return documents
+    return BoundedDocuments(
+        documents,
+        sequence_length,
+        policy,
+        lambda document, count: 0 < first_targets[document] < count,
+    )
+
 
 def long_ones(lengths: np.ndarray, sequence_length: int) -> np.ndarray:
     """Numbers of the documents that no sequence of this length holds whole."""
@@ -123,15 +165,15 @@ def too_long(count: int, where: str, sequence_length: int) -> ConfigError:
     return _wrong("error", rule, "data.long_conversations=truncate")
 
 
-def check_left(lengths: np.ndarray, sequence_length: int, policy: Policy) -> None:
-    """Checks that the policy leaves documents to train on, whose `lengths` are those left.
+def check_left(left: Left, num_documents: int, sequence_length: int, policy: Policy) -> None:
+    """Checks that the policy leaves conversations to train on, of `num_documents`.
 
     Raises:
         ConfigError: it leaves none.
     """
-    if lengths.any():
+    if left.with_tokens:
         return
-    all_of = f"each of {counted(len(lengths), 'conversation')}"
+    all_of = f"each of {counted(num_documents, 'conversation')}"
     sequence = f"a sequence of {sequence_length}"
     if policy == "drop":
         rule = f"leaves nothing: {all_of} is longer than {sequence}."

@@ -111,10 +111,10 @@ class Pairs:
         sizes, marks = [len(each.ids) for each in halves], halves[0].marks | halves[1].marks
         unread = tuple(sorted({*halves[0].unread, *halves[1].unread}))
         if sum(sizes) > self._room:
-            if self._config.long_pairs == "stop":
+            if self._config.long_pairs == "error":
                 raise BadRecord(
                     f"{sizes[0]} + {sizes[1]} tokens",
-                    f"must fit into a row, which has {self._room} tokens: data.long_pairs is stop.",
+                    f"must fit into a row, which has {self._room} tokens: data.long_pairs=error.",
                     "Set data.long_pairs to truncate or drop, or a larger train.sequence_length.",
                 )
             halves = [
@@ -156,7 +156,8 @@ class Pairs:
         config = self._config
         fields = [config.prompt_field, config.chosen_field, config.rejected_field]
         parts: list[Any] = [2, "pairs", fields, sorted(config.trained_roles)]
-        parts += [config.long_pairs, self._room]
+        # `error` was `stop` in earlier releases.
+        parts += ["stop" if config.long_pairs == "error" else config.long_pairs, self._room]
         if self._chat is not None:
             parts += self._chat.masking_facts()
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()

@@ -11,7 +11,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -180,15 +180,34 @@ def _content(path: str) -> bytes:
         ) from error
 
 
-def _records(content: bytes, path: str, check: Check) -> list[tuple[str, dict[str, Any]]]:
-    """File and line, and the object, of each line that is not blank."""
+class _Parsed(NamedTuple):
+    """A line that is not blank."""
+
+    where: str
+    """File and line."""
+    record: dict[str, Any]
+    chat: ChatInput | None
+    """The conversation; None of a text."""
+
+    @property
+    def said(self) -> list[str]:
+        """The text of each message."""
+        if self.chat is None:
+            return [self.record["prompt"]]
+        found = [each.get("content", "") for each in self.chat.messages]
+        return [each if isinstance(each, str) else json.dumps(each) for each in found]
+
+
+def _records(content: bytes, path: str, check: Check) -> list[_Parsed]:
     found = []
     for number, line in enumerate(content.splitlines(), 1):
         if not line.strip():
             continue
         try:
             record = parse(line, dict[str, Any])
-            for each in [record["prompt"]] if _is_text(record) else _said(chat_of(record)):
+            chat = None if isinstance(record.get("prompt"), str) else chat_of(record)
+            parsed = _Parsed(f"{path}, line {number}", record, chat)
+            for each in parsed.said:
                 each.encode()  # a JSON string may hold half of a surrogate pair
             check(record)
         except ValueError as error:  # that of an encoding, too
@@ -198,22 +217,12 @@ def _records(content: bytes, path: str, check: Check) -> list[tuple[str, dict[st
                 f"must be an object with a prompt that can be rewarded: {error}.",
                 "Correct the line, or take it out.",
             ) from error
-        found.append((f"{path}, line {number}", record))
+        found.append(parsed)
     if not found:
         raise ConfigError.one(
             _KEY, path, "holds no prompt: each line that is not blank is one.", "Write some."
         )
     return found
-
-
-def _is_text(record: Mapping[str, Any]) -> bool:
-    return isinstance(record.get("prompt"), str)
-
-
-def _said(conversation: ChatInput) -> list[str]:
-    """What is in each message as text."""
-    found = [each.get("content", "") for each in conversation.messages]
-    return [each if isinstance(each, str) else json.dumps(each) for each in found]
 
 
 def chat_of(record: Mapping[str, Any]) -> ChatInput:
@@ -244,12 +253,11 @@ def chat_of(record: Mapping[str, Any]) -> ChatInput:
 
 
 def _encoded(
-    records: list[tuple[str, dict[str, Any]]], tokenizer: Tokenizer, template: ChatTemplate | None
+    records: list[_Parsed], tokenizer: Tokenizer, template: ChatTemplate | None
 ) -> list[PromptRecord]:
-    texts = [record["prompt"] for _, record in records if _is_text(record)]
-    chats = [chat_of(record) for _, record in records if not _is_text(record)]
-    # A reward may read whatever else a record has.
-    chats = [each._replace(unread=()) for each in chats]
+    texts = [each.record["prompt"] for each in records if each.chat is None]
+    # A reward may read any other key of a record.
+    chats = [each.chat._replace(unread=()) for each in records if each.chat is not None]
     if chats and template is None:
         raise ConfigError.one(
             _KEY,
@@ -262,15 +270,15 @@ def _encoded(
     plain = iter(tokenizer.encode_batch(texts))
     rendered = iter(template.render(chats) if chats and template else ())
     found = []
-    for where, record in records:
-        if _is_text(record):
-            text, ids = record["prompt"], np.append(tokenizer.begin_id, next(plain))
+    for each in records:
+        if each.chat is None:
+            ids = np.append(tokenizer.begin_id, next(plain))
         else:
-            text, ids = _said(chat_of(record))[-1], tokenizer.encode_chat(next(rendered))
+            ids = tokenizer.encode_chat(next(rendered))
         if not len(ids):
             rule = "must be messages of which the chat template makes a text, and it makes none."
-            raise ConfigError.one(f"{_KEY}: {where}", None, rule, "Correct the messages.")
-        found.append(PromptRecord(record, text, ids.astype(np.int32), where))
+            raise ConfigError.one(f"{_KEY}: {each.where}", None, rule, "Correct the messages.")
+        found.append(PromptRecord(each.record, each.said[-1], ids.astype(np.int32), each.where))
     return found
 
 

@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from maxpipe.data.chat import first_target
-from maxpipe.data.documents import Encoded, digest_of
+from maxpipe.data.documents import Documents, Encoded, digest_of
+from maxpipe.data.long_conversations import Policy, bounded, long_ones
 from maxpipe.data.packing import targets_of
 from maxpipe.data.remarks import Long, remarks
 from maxpipe.data.sequences import Packer
@@ -118,7 +119,7 @@ class Statistics:
     """Positions of the sequences with a target of their document."""
     chat: str = "off"
     """`conversation` or `pair` if documents are such."""
-    policy: str = ""
+    policy: Policy | None = None
     """`data.long_conversations`, of conversations."""
     unread: Counter[str] = field(default_factory=Counter)
     """How many documents have each key that nothing reads."""
@@ -140,7 +141,7 @@ class Statistics:
     @property
     def too_long(self) -> int:
         """Documents that no sequence holds whole."""
-        return int((self.lengths > self.sequence_length + 1).sum())
+        return len(long_ones(self.lengths, self.sequence_length))
 
     @property
     def remarks(self) -> list[str]:
@@ -273,7 +274,7 @@ def counted(
     report: Report,
     *,
     chat: str = "off",
-    policy: str = "",
+    policy: Policy | None = None,
 ) -> Statistics:
     """The statistics of a source's documents, and of the sequences made of them.
 
@@ -300,19 +301,13 @@ def counted(
     found.repeated, found.repeated_tokens = found._contents.repeated()
     found.compared = 1 << found._contents.shift
     found.packing, found.sequence_length = packer.packing, packer.sequence_length
-    whole = _bounded(found.lengths, firsts[:number], packer, policy)
+    documents_left: Documents = _Lengths(found.lengths)
+    if policy is not None:
+        documents_left = bounded(documents_left, packer.sequence_length, policy, firsts[:number])
+    whole = documents_left.lengths
     found.left_out = int(np.count_nonzero(found.lengths)) - int(np.count_nonzero(whole))
     found.targets, found.num_sequences = targets_of(whole), _sequences(whole, packer)
     return found
-
-
-def _bounded(lengths: np.ndarray, firsts: np.ndarray, packer: Packer, policy: str) -> np.ndarray:
-    """Lengths of documents as training reads them; see `BoundedDocuments`."""
-    if policy not in ("truncate", "drop"):
-        return lengths
-    most = packer.sequence_length + 1
-    is_left = (firsts > 0) & (firsts < most) & (policy == "truncate")
-    return np.where(lengths > most, np.where(is_left, most, 0), lengths)
 
 
 class _Lengths:

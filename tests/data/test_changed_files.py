@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import random
 import shutil
@@ -146,6 +147,20 @@ def test_a_file_that_was_just_written_is_read_again(
     found = find_files(data.path, ())
     later.load(found)
     assert [later.known(file) for file in found] == [None, None]
+
+
+def test_digests_of_deleted_files_are_dropped(tmp_path: Path) -> None:
+    """When another file is added; files that another source reads are kept."""
+    folder, store = tmp_path / "data", tmp_path / "store"
+    folder.mkdir()
+    for name in ("a.txt", "b.txt", "c.txt"):
+        (folder / name).write_text(name)
+    Digests(str(store), keep=True).of(find_files(str(folder / "*.txt"), ()))
+    [path] = store.glob("digests-*.json")
+    (folder / "b.txt").unlink()
+    (folder / "d.txt").write_text("d")
+    Digests(str(store), keep=True).of(find_files(str(folder / "[ad].txt"), ()))
+    assert sorted(json.loads(path.read_text())["files"]) == ["a.txt", "c.txt", "d.txt"]
 
 
 def test_many_files_are_named_by_groups(tmp_path: Path) -> None:

@@ -169,9 +169,9 @@ def test_a_pair_without_a_response_left_is_dropped(tmp_path: Path) -> None:
 
 def test_a_long_pair_stops_if_asked(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="1 has 10 tokens|which has 10 tokens") as error:
-        encoded(record("pppp", "c", "r"), tmp_path, 10, long_pairs="stop")
+        encoded(record("pppp", "c", "r"), tmp_path, 10, long_pairs="error")
     assert error.value.problems[0].given == "7 + 7 tokens"
-    encoded(record("pppp", "c", "r"), tmp_path, 14, long_pairs="stop")
+    encoded(record("pppp", "c", "r"), tmp_path, 14, long_pairs="error")
 
 
 # --- what is refused ---------------------------------------------------------------------------

@@ -18,9 +18,11 @@ import pytest
 from maxpipe.boundary.signed import signed
 from maxpipe.cli import main
 from maxpipe.config.schema import DataConfig, TokenizerConfig
+from maxpipe.data import corpus
 from maxpipe.data.chat import Conversations
 from maxpipe.data.fingerprints import compare
 from maxpipe.data.loader import Datasets, build
+from maxpipe.data.long_conversations import BoundedFiles
 from maxpipe.data.prepared import encode
 from maxpipe.data.prepared import prepare as prepare_module
 from maxpipe.data.prepared.manifest import FILE, MASK_FILE, read_manifest
@@ -319,3 +321,38 @@ def test_ctrl_c_is_not_for_the_process_of_a_template(records: Path) -> None:
     )
     signal.signal(signal.SIGINT, before)
     assert ran.stdout == "still here\n" * 3, ran.stderr
+
+
+@pytest.mark.parametrize("policy", ["truncate", "drop"])
+def test_long_conversations_in_windows_are_counted(
+    policy: Any, records: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As without windows; a second start reads no conversation to count them."""
+    prepare(plan(section(records, TEMPLATES["llama3"]), tmp_path / "out"), silent)
+    data = DataConfig(source="tokens", path=str(tmp_path / "out"), long_conversations=policy)
+    whole = opened_from(data, 150).remarks
+    monkeypatch.setattr(corpus, "needs_windows", lambda documents: True)
+    num_read, reads = [0], BoundedFiles._reads
+
+    def counted(self: BoundedFiles, document: int, count: int) -> bool:
+        num_read[0] += 1
+        return reads(self, document, count)
+
+    monkeypatch.setattr(BoundedFiles, "_reads", counted)
+
+    def start() -> list[str]:
+        num_read[0] = 0
+        return build(
+            data,
+            TokenizerConfig(),
+            seed=3,
+            batch_size=4,
+            sequence_length=150,
+            cache_dir=str(tmp_path / ".index"),
+        ).remarks
+
+    assert start() == whole and any("longer than a sequence" in line for line in whole)
+    assert (num_read[0] > 0) == (policy == "truncate")
+    assert start() == whole and num_read[0] == 0
+    with pytest.raises(ConfigError, match="leaves nothing"):
+        opened_from(data, 2)

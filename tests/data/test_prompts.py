@@ -11,11 +11,13 @@ import pytest
 
 from maxpipe.config.schema import DataConfig
 from maxpipe.config.tuning_schema import GrpoConfig
+from maxpipe.data import prompts as prompts_module
 from maxpipe.data.fingerprints import compare
 from maxpipe.data.loader import Datasets
 from maxpipe.data.prompts import build_prompts
 from maxpipe.data.tokenizer import ByteTokenizer
 from maxpipe.errors import ConfigError
+from tests.data.conversations import TEMPLATES, said
 
 GROUP, ROWS, COUNT = 4, 8, 7
 
@@ -117,3 +119,27 @@ def test_each_record_is_checked(prompts: Path) -> None:
 
     with pytest.raises(ConfigError, match=r"line 7[\s\S]*it is the third"):
         opened(prompts, check=check)
+
+
+def test_each_conversation_is_parsed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    chat_of = prompts_module.chat_of
+    monkeypatch.setattr(prompts_module, "chat_of", lambda each: seen.append(each) or chat_of(each))
+    template = tmp_path / "template.jinja"
+    template.write_text(TEMPLATES["chatml"])
+    messages = [said(("user", f"question {number}")) for number in range(COUNT)]
+    path = tmp_path / "chats.jsonl"
+    path.write_text("".join(json.dumps({"messages": each}) + "\n" for each in messages))
+    found = build_prompts(
+        GrpoConfig(prompts=str(path), group_size=GROUP, max_tokens=8),
+        DataConfig(chat="messages", chat_template=str(template)),
+        ByteTokenizer(),
+        batch_size=ROWS,
+        sequence_length=200,
+        seed=0,
+        check=lambda record: None,
+        reward="exact",
+    )
+    assert [each["messages"] for each in seen] == messages
+    text = found.tokenizer.decode(found.train.batch(0)["tokens"][0].tolist())
+    assert "question" in text

@@ -142,7 +142,7 @@ def test_checkpoints_that_are_missing_are_no_new_start(tiny: Path, run: Run, tmp
     (run_dir / "checkpoints").mkdir()
     where, rule, _ = run(*arguments, code=74).splitlines()[-3:]
     assert where == f"{run_dir}/checkpoints: holds no checkpoint"
-    assert f"says that step {STEPS} was saved there" in rule
+    assert f"records that step {STEPS} was saved there" in rule
     assert (run_dir / "metrics.jsonl").read_bytes() == before
     assert "starting a new run" in run(*arguments, "run.name=other", "train.steps=1")
     (run_dir / "checkpoints").rmdir()

@@ -183,6 +183,10 @@ class Digests:
                 stored[name] = entry
         if stored == before:
             return
+        place = os.path.realpath(common_folder(local))
+        for name in set(before) - set(_names(local)):  # of another source, or of a deleted file
+            if not os.path.exists(os.path.join(place, name)):
+                del stored[name]
         content = {name: (*entry.stat, entry.sha256) for name, entry in stored.items()}
         try:
             os.makedirs(os.path.dirname(path), exist_ok=True)

@@ -104,6 +104,11 @@ class MegatronDocuments:
         )
 
     @property
+    def has_conversations(self) -> bool:
+        """Whether the documents are conversations: the files have no masks."""
+        return False
+
+    @property
     def remark(self) -> str:
         """What is added to the ids."""
         begin, end = self._added

@@ -208,9 +208,14 @@ class PreparedDocuments:
         return f"{path}: document {document} of {self.manifest['source']['name']}"
 
     @property
+    def has_conversations(self) -> bool:
+        """Whether the documents are conversations, which have masks."""
+        return has_masks(self.manifest)
+
+    @property
     def remark(self) -> str:
         """Where they come from."""
-        what = "conversations of " if has_masks(self.manifest) else ""
+        what = "conversations of " if self.has_conversations else ""
         return f"prepared from {what}{self.manifest['source']['name']}"
 
     @property

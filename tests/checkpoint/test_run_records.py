@@ -1,0 +1,58 @@
+"""Records of checkpoints in one folder, and a folder without any."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from etils import epath
+
+from maxpipe.checkpoint.run_records import check_saved
+from maxpipe.errors import StorageError
+
+
+def events(run_dir: Path, *saves: tuple[int, str]) -> None:
+    run_dir.mkdir(parents=True, exist_ok=True)
+    lines = [{"event": "checkpoint", "step": step, "folder": where} for step, where in saves]
+    text = "".join(json.dumps(each) + "\n" for each in lines)
+    (run_dir / "events.jsonl").write_text(text)
+
+
+def refusal(run_dir: Path, folder: str | Path) -> str:
+    with pytest.raises(StorageError) as error:
+        check_saved(run_dir, epath.Path(folder))
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("saved_in", "setting"),
+    [
+        ("/one/run/checkpoints", "Set checkpoint.dir=/one,"),
+        ("gs://bucket/one/run/checkpoints", "Set checkpoint.dir=gs://bucket/one,"),
+        ("RUN/checkpoints", "Set checkpoint.dir='',"),
+    ],
+)
+def test_a_folder_of_the_same_name_elsewhere(saved_in: str, setting: str, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    saved_in = saved_in.replace("RUN", str(run_dir))
+    events(run_dir, (4, "/zero/run/checkpoints"), (8, saved_in))
+    text = refusal(run_dir, "/two/run/checkpoints")
+    assert f"records that step 8 was saved in {saved_in}. Nothing was changed." in text
+    assert setting in text and "saved there" not in text
+
+
+def test_the_same_folder_in_other_words(tmp_path: Path) -> None:
+    run_dir, link = tmp_path / "run", tmp_path / "link"
+    link.symlink_to(tmp_path)
+    events(run_dir, (8, str(link / "run" / "checkpoints")))
+    assert "records that step 8 was saved there" in refusal(run_dir, run_dir / "checkpoints")
+    events(run_dir, (8, "gs://bucket/one//run/checkpoints/"))
+    folder = "gs://bucket/one/run/checkpoints"
+    assert "records that step 8 was saved there" in refusal(run_dir, folder)
+
+
+def test_checkpoints_on_a_local_disk_are_not_required(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    events(run_dir, (8, "/local/run-0123abcd"))
+    check_saved(run_dir, epath.Path(run_dir / "checkpoints"))
