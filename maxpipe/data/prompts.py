@@ -37,6 +37,7 @@ from maxpipe.data.stream import Part, Stream
 from maxpipe.data.tokenizer import Tokenizer
 from maxpipe.data.tokenizers.chat import ChatTemplate
 from maxpipe.data.tokenizers.chat_process import ChatInput
+from maxpipe.data.tokenizers.files import naming
 from maxpipe.errors import ConfigError
 
 _KEY = "grpo.prompts"
@@ -259,14 +260,18 @@ def _encoded(
             "Give each line a `prompt`, or name the folder: tokenizer.kind=auto "
             "tokenizer.path=FOLDER.",
         )
-    plain = iter(tokenizer.encode_batch(texts))
+    places = [where for where, record in records if _is_text(record)]
+    with naming(lambda number: places[number]):
+        plain = iter(tokenizer.encode_batch(texts))
     rendered = iter(template.render(chats) if chats and template else ())
     found = []
     for where, record in records:
         if _is_text(record):
             text, ids = record["prompt"], np.append(tokenizer.begin_id, next(plain))
         else:
-            text, ids = _said(chat_of(record))[-1], tokenizer.encode_chat(next(rendered))
+            text = _said(chat_of(record))[-1]
+            with naming(lambda _, where=where: where):
+                ids = tokenizer.encode_chat(next(rendered))
         if not len(ids):
             rule = "must be messages of which the chat template makes a text, and it makes none."
             raise ConfigError.one(f"{_KEY}: {where}", None, rule, "Correct the messages.")
