@@ -22,7 +22,7 @@ from maxpipe.data.documents import Encoded
 from maxpipe.data.prepared.indexed import BIN, HEADER_BYTES, IDX, Layout, parse
 from maxpipe.data.prepared.manifest import SPAN
 from maxpipe.data.prepared.ranges import Ranges, open_ranges
-from maxpipe.data.tokenizer import Tokenizer
+from maxpipe.data.tokenizer import Tokenizer, check_rows
 from maxpipe.errors import ConfigError, StorageError
 from maxpipe.words import counted
 
@@ -161,6 +161,7 @@ class MegatronDocuments:
                 f"tokenizer: it has {low if low < 0 else high}.",
                 "Set tokenizer.* to the tokenizer that the files were made with.",
             )
+        check_rows(f"{pair.ids.path}: document {inside}", ids, self._tokenizer)
         return ids
 
     def where(self, document: int) -> str:
