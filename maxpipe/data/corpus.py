@@ -26,6 +26,7 @@ from maxpipe.data.documents import (
     build_index,
     entropy,
 )
+from maxpipe.data.formats.digests import Digests
 from maxpipe.data.formats.reads import reading
 from maxpipe.data.long_conversations import (
     BoundedDocuments,
@@ -262,7 +263,9 @@ def open_corpus(
         with in_section(each), reading(section_of(each)):
             mine = seed_of(each, seed)
             if config.source in IDS:
-                indexed.append(_of_ids(each, config, tokenizer, mine, sequence_length))
+                digests = Digests(cache_dir, keep=keep)
+                documents = open_documents(config, tokenizer, digests, moved)
+                indexed.append(_of_ids(each, config, documents, mine, sequence_length))
             else:
                 indexed.append(_of_text(each, config, tokenizer, mine, **opening))
     return Corpus(data, mixed, indexed, tokenizer, seed, sequence_length, cache_dir, moved, keep)
@@ -276,9 +279,12 @@ def packing_of(config: SourceConfig, *, has_conversations: bool) -> Packing:
 
 
 def _of_ids(
-    name: str, config: SourceConfig, encoder: Tokenizer, seed: int, sequence_length: int
+    name: str,
+    config: SourceConfig,
+    documents: PreparedDocuments | MegatronDocuments,
+    seed: int,
+    sequence_length: int,
 ) -> Indexed:
-    documents = open_documents(config, encoder)
     has_conversations = isinstance(documents, PreparedDocuments) and has_masks(documents.manifest)
     packing = packing_of(config, has_conversations=has_conversations)
     facts = {**documents.facts(), **_packing_facts(packing)}
