@@ -206,7 +206,7 @@ def of_texts(source: Source, tokenizer: Tokenizer) -> Iterator[Document | Proble
     held: list[str | Problem] = []
     characters = 0
 
-    def count(stop: int) -> Iterator[Document | Problem]:
+    def count(stop: int) -> list[Document | Problem]:
         numbers = [i for i, each in enumerate(held, stop - len(held)) if isinstance(each, str)]
         with naming(lambda number: source.where(numbers[number])):
             return _counted(held, tokenizer)
