@@ -188,8 +188,8 @@ MISTAKES = [
             "optim.learning_rate=abc",
             "optim.learning_rate = abc",
             "must be a finite number",
-            "Write a value such as optim.learning_rate=0.1.",
-            "optim.learning_rate=0.1",
+            "Write a value such as optim.learning_rate=0.0003.",
+            "optim.learning_rate=0.0003",
         ),
         (
             "bf16=true",

@@ -12,7 +12,6 @@ import functools
 import json
 import math
 import re
-import sys
 import types
 from typing import (
     Annotated,
@@ -37,6 +36,9 @@ MAX_DEPTH = 32
 """Deepest nesting of brackets; maxpipe writes fewer than ten levels."""
 
 _LARGEST = 2**63
+_MOST_DIGITS = 308
+"""With these a whole number has a float."""
+_MANY_DIGITS = re.compile(rf"\d{{{_MOST_DIGITS + 1}}}")
 _STRING_OR_BRACKET = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"?|[\[\]{}]', re.DOTALL)
 _NAMES = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
 
@@ -53,14 +55,18 @@ def parse(text: str | bytes, kind: type[T], *, most_depth: int = MAX_DEPTH) -> T
     depth = _depth(text)
     if depth > most_depth:
         raise ValueError(f"it has brackets {depth} deep, at most {most_depth} are read")
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError:
-        raise
-    except ValueError as error:  # of Python's own limit, with advice to a programmer
-        most = sys.get_int_max_str_digits()
-        raise ValueError(f"it has a whole number of more than {most} digits") from error
+    # A function for each number is slow, and Python's own limit depends on its settings.
+    value = json.loads(text, parse_int=_whole) if _MANY_DIGITS.search(text) else json.loads(text)
     return checked(value, kind)
+
+
+def _whole(digits: str) -> int:
+    if len(digits.lstrip("-")) > _MOST_DIGITS:
+        raise ValueError(
+            f"it has a whole number of {len(digits.lstrip('-')):,} digits, {digits[:12]}..., at "
+            f"most {_MOST_DIGITS} are read"
+        )
+    return int(digits)
 
 
 def checked(value: object, kind: type[T]) -> T:

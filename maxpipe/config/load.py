@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import re
 import typing
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -47,6 +48,7 @@ from maxpipe.config.keys import (
 )
 from maxpipe.config.model_reference import is_reference, named_model, overridden
 from maxpipe.config.names import because, list_meant, value_meant
+from maxpipe.config.ranges import BOUNDS
 from maxpipe.config.rules import did_you_mean
 from maxpipe.config.schema import Config
 from maxpipe.config.training import check_training
@@ -489,6 +491,11 @@ def type_name(hint: Any) -> str:
     return {int: "integer", float: "number", bool: "true or false", str: "text"}[hint]
 
 
+def _is_too_large(raw: object) -> bool:
+    """Whether it is a whole number in digits that has no float."""
+    return bool(re.fullmatch(r"[-+]?\d{309,}", str(raw) if isinstance(raw, str) else ""))
+
+
 def _type_problem(assignment: Assignment, hint: Any) -> Problem:
     key = ".".join(assignment.path)
     if typing.get_origin(hint) is Literal:
@@ -508,7 +515,11 @@ def _type_problem(assignment: Assignment, hint: Any) -> Problem:
     if hint is str:
         return assignment.problem("must be text.", f"Write {key} = '...', or leave the key out.")
     example = {int: "8", float: "0.1", bool: "true"}[hint]
+    if key in BOUNDS:
+        example = str(BOUNDS[key].example)
     article = {int: "an integer", float: "a finite number", bool: "true or false"}[hint]
+    if hint is float and _is_too_large(assignment.raw):
+        article = "a number below 1.8e308, the largest of 64 bits"
     return assignment.problem(f"must be {article}.", f"Write a value such as {key}={example}.")
 
 

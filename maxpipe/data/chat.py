@@ -42,6 +42,7 @@ from maxpipe.data.tokenizers.chat_process import (
     Masking,
     RenderError,
 )
+from maxpipe.data.tokenizers.files import naming
 from maxpipe.data.tokenizers.offsets import touched
 from maxpipe.errors import ConfigError, Problem
 from maxpipe.words import counted
@@ -98,7 +99,8 @@ def spoken(data: DataConfig, tokenizer: Tokenizer) -> ChatTemplate | None:
 def named(source: Source, document: int) -> Iterator[None]:
     """A record that is at fault is named, as `UnreadableRecord`."""
     try:
-        yield
+        with naming(lambda _: source.where(document)):
+            yield
     except BadRecord as error:
         problem = Problem(source.where(document), error.given, error.rule, error.action)
         raise UnreadableRecord([problem]) from error

@@ -34,6 +34,7 @@ _SAYS = ("tool_calls", "function_call", "reasoning_content", "reasoning", "think
 _FLAGS = ("weight", "train", "training")
 """Keys that say whether a message is trained; no template sees them."""
 _RESERVED = (_MESSAGES, "tools", "documents", "add_generation_prompt")
+_ARGUMENTS = "arguments"
 _DEPTH = 256
 _ANYTHING: Any = Any
 
@@ -54,6 +55,8 @@ def conversation_of(record: object, config: SourceConfig) -> ChatInput:
         messages = asked + said_or_listed(fields, names[1], "data.response_field", "assistant")
     if not messages:
         raise BadRecord("", "must have a message: it has none.", "Remove the record.")
+    # Columnar sources have nulls for the arguments of other calls.
+    nulls = null_arguments([fields[each] for each in names]) if config.source == "jsonl" else ()
     if (system := fields.get(_SYSTEM)) and names == [_SHAREGPT] and isinstance(system, str):
         names.append(_SYSTEM)
         if messages[0].get("role") != _SYSTEM:
@@ -64,7 +67,8 @@ def conversation_of(record: object, config: SourceConfig) -> ChatInput:
         if is_trained(message, config, f"message {number + 1}")
     ]
     tools, settings = tools_and_settings(fields, config)
-    return ChatInput(messages, tools, settings, trained, unread(fields, names, config))
+    keys = (*unread(fields, names, config), *nulls)
+    return ChatInput(messages, tools, settings, trained, keys)
 
 
 def tools_and_settings(
@@ -155,6 +159,23 @@ def without_nulls(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [without_nulls(each) for each in value]
     return value
+
+
+def null_arguments(value: Any, inside: str = "") -> tuple[str, ...]:
+    """Names of the null keys in `arguments` of calls, which `without_nulls` leaves out."""
+    found: dict[str, None] = {}
+    if isinstance(value, Mapping):
+        for key, each in value.items():
+            if each is None and (inside or key == _ARGUMENTS):
+                found[f"{inside}.{key} (null)" if inside else f"{key} (null)"] = None
+            elif inside or key == _ARGUMENTS:
+                found.update(dict.fromkeys(null_arguments(each, _ARGUMENTS)))
+            elif not isinstance(each, str):
+                found.update(dict.fromkeys(null_arguments(each)))
+    elif isinstance(value, list | tuple):
+        for each in value:
+            found.update(dict.fromkeys(null_arguments(each, inside)))
+    return tuple(found)
 
 
 # Messages.

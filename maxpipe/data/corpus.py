@@ -26,6 +26,7 @@ from maxpipe.data.documents import (
     build_index,
     entropy,
 )
+from maxpipe.data.formats.digests import Digests
 from maxpipe.data.formats.reads import reading
 from maxpipe.data.long_conversations import (
     BoundedDocuments,
@@ -287,7 +288,7 @@ def _of_ids(
     keep: bool,
     row_tokens: int,
 ) -> Indexed:
-    documents = open_documents(config, encoder)
+    documents = open_documents(config, encoder, Digests(cache_dir, keep=keep), moved)
     packing = packing_of(config, has_conversations=documents.has_conversations)
     facts = {**documents.facts(), **_packing_facts(packing)}
     if needs_windows(documents):

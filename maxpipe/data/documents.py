@@ -24,6 +24,7 @@ from maxpipe.data import kept
 from maxpipe.data.formats.reads import reading
 from maxpipe.data.sources import Moved, Progress, Source
 from maxpipe.data.tokenizer import Tokenizer
+from maxpipe.data.tokenizers.files import naming
 from maxpipe.errors import StorageError
 
 _LOG = logging.getLogger(__name__)
@@ -212,7 +213,9 @@ def _read_all(source: Source, tokenizer: Tokenizer, moved: Moved | None) -> Docu
         digests[i] = digest_of(raw)
         byte_counts += np.bincount(np.frombuffer(raw, np.uint8), minlength=256)
         if characters >= _PASS_CHARACTERS or i + 1 == len(source):
-            lengths[i + 1 - len(texts) : i + 1] = tokenizer.count(texts)
+            first = i + 1 - len(texts)
+            with naming(lambda number, first=first: source.where(first + number)):
+                lengths[first : i + 1] = tokenizer.count(texts)
             texts, characters = [], 0
             progress.update(i + 1)
     unreadable = np.array(source.unreadable, np.int64)
@@ -300,5 +303,6 @@ class EncodedDocuments:
         tokenizer, text = self.tokenizer, self._source[document]
         if digest_of(text.encode()) != self._digests[document]:
             raise self._changed(document)
-        ids = tokenizer.encode(text)
+        with naming(lambda _: self._source.where(document)):
+            ids = tokenizer.encode(text)
         return Encoded(np.concatenate([[tokenizer.begin_id], ids, [tokenizer.end_id]]))

@@ -37,6 +37,7 @@ from maxpipe.data.stream import Part, Stream
 from maxpipe.data.tokenizer import Tokenizer
 from maxpipe.data.tokenizers.chat import ChatTemplate
 from maxpipe.data.tokenizers.chat_process import ChatInput
+from maxpipe.data.tokenizers.files import naming
 from maxpipe.errors import ConfigError
 
 _KEY = "grpo.prompts"
@@ -267,14 +268,17 @@ def _encoded(
             "Give each line a `prompt`, or name the folder: tokenizer.kind=auto "
             "tokenizer.path=FOLDER.",
         )
-    plain = iter(tokenizer.encode_batch(texts))
+    places = [each.where for each in records if each.chat is None]
+    with naming(lambda number: places[number]):
+        plain = iter(tokenizer.encode_batch(texts))
     rendered = iter(template.render(chats) if chats and template else ())
     found = []
     for each in records:
         if each.chat is None:
             ids = np.append(tokenizer.begin_id, next(plain))
         else:
-            ids = tokenizer.encode_chat(next(rendered))
+            with naming(lambda _, where=each.where: where):
+                ids = tokenizer.encode_chat(next(rendered))
         if not len(ids):
             rule = "must be messages of which the chat template makes a text, and it makes none."
             raise ConfigError.one(f"{_KEY}: {each.where}", None, rule, "Correct the messages.")

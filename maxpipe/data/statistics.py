@@ -23,6 +23,7 @@ from maxpipe.data.remarks import Long, remarks
 from maxpipe.data.sequences import Packer
 from maxpipe.data.sources import Source, UnreadableRecord
 from maxpipe.data.tokenizer import Tokenizer
+from maxpipe.data.tokenizers.files import naming
 from maxpipe.errors import Problem
 
 _PASS_CHARACTERS = 1 << 20
@@ -205,6 +206,12 @@ def of_texts(source: Source, tokenizer: Tokenizer) -> Iterator[Document | Proble
     """What is counted of each text, or why it cannot be read, in their order."""
     held: list[str | Problem] = []
     characters = 0
+
+    def count(stop: int) -> list[Document | Problem]:
+        numbers = [i for i, each in enumerate(held, stop - len(held)) if isinstance(each, str)]
+        with naming(lambda number: source.where(numbers[number])):
+            return _counted(held, tokenizer)
+
     for i in range(len(source)):
         try:
             text: str | Problem = source[i]
@@ -214,19 +221,20 @@ def of_texts(source: Source, tokenizer: Tokenizer) -> Iterator[Document | Proble
             characters += len(text)
         held.append(text)
         if characters >= _PASS_CHARACTERS or len(held) >= _PASS_DOCUMENTS:
-            yield from _counted(held, tokenizer)
+            yield from count(i + 1)
             held, characters = [], 0
-    yield from _counted(held, tokenizer)
+    yield from count(len(source))
 
 
-def _counted(held: Sequence[str | Problem], tokenizer: Tokenizer) -> Iterator[Document | Problem]:
+def _counted(held: Sequence[str | Problem], tokenizer: Tokenizer) -> list[Document | Problem]:
+    found: list[Document | Problem] = []
     counts = iter(tokenizer.count([each for each in held if isinstance(each, str)]))
     for text in held:
         if not isinstance(text, str):
-            yield text
+            found.append(text)
             continue
         raw, tokens = text.encode(), next(counts) + 2
-        yield Document(
+        document = Document(
             digest=digest_of(raw),
             tokens=tokens,
             trained=tokens,
@@ -234,6 +242,8 @@ def _counted(held: Sequence[str | Problem], tokenizer: Tokenizer) -> Iterator[Do
             is_empty=not text.strip(),
             is_replaced="\ufffd" in text,
         )
+        found.append(document)
+    return found
 
 
 def of_encoded(

@@ -34,6 +34,11 @@ class Tokenizer(Protocol):
     def vocab_size(self) -> int: ...
 
     @property
+    def rows(self) -> int:
+        """Rows of the model's embedding, or a number above all ids where no model is known."""
+        ...
+
+    @property
     def min_rows(self) -> int:
         """Rows that an embedding needs: the largest id that a text gives with its begin and end
         tokens, plus one.
@@ -178,6 +183,25 @@ def fitted(tokenizer: Tokenizer, rows: int, *, model: str = "") -> Tokenizer:
         rows,
         rule,
         f"Set model.vocab_size={-(-need // 128) * 128} (or any value from {need}).",
+    )
+
+
+def check_rows(where: str, ids: np.ndarray, tokenizer: Tokenizer) -> None:
+    """Check that the model's embedding has a row for each stored id of a document.
+
+    Raises:
+        ConfigError: it has not; a device would take the last row.
+    """
+    largest = int(ids.max(initial=0))
+    if largest < tokenizer.rows:
+        return
+    raise ConfigError.one(
+        where,
+        f"id {largest}",
+        f"must be below model.vocab_size ({tokenizer.rows}), the rows of the embedding: the "
+        f"tokenizer has {tokenizer.vocab_size} ids.",
+        f"Set model.vocab_size={tokenizer.vocab_size}, or prepare documents without the text of "
+        "this control token.",
     )
 
 

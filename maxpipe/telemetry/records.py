@@ -253,7 +253,7 @@ def _tags(path: Path) -> set[str]:
     with contextlib.suppress(FileNotFoundError):
         for _, line in files.lines(path):
             with contextlib.suppress(ValueError):
-                found.update(parse(line, dict[str, object]))
+                found.update(parse(line, dict[str, Any]))
     return found - {"step", "time"}
 
 

@@ -38,6 +38,16 @@ def test_what_fits_is_returned_as_it_is() -> None:
         assert checked(record, _Record) is record
 
 
+@pytest.mark.parametrize("sign", ["", "-"])
+def test_a_whole_number_that_has_no_float_is_named(sign: str) -> None:
+    for kind in (dict[str, Any], dict[str, int]):
+        with pytest.raises(ValueError, match=r"a whole number of 400 digits, -?7777.*most 308 are"):
+            parse(f'{{"a": {sign}{"7" * 400}}}', kind)
+    assert parse(f'{{"a": {sign}{"7" * 308}}}', dict[str, Any]) == {"a": int(sign + "7" * 308)}
+    text = "7" * 400
+    assert parse(json.dumps({"a": text, "b": 5}), dict[str, Any]) == {"a": text, "b": 5}
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [

@@ -24,6 +24,7 @@ from maxpipe.data.prepared import prepare as prepare_module
 from maxpipe.data.prepared.prepare import Plan, prepare
 from maxpipe.data.sources import open_source
 from maxpipe.errors import ConfigError, MaxpipeError, StorageError
+from tests.data import test_megatron
 from tests.data.formatted import FORMATS, formatted
 from tests.data.test_prepared import silent
 
@@ -372,3 +373,40 @@ def test_checkpoints_of_earlier_releases_have_no_digests(tmp_path: Path) -> None
     assert compare(object_of_a_bucket, now) == []
     other = {**now, "content": {"a.jsonl": "crc32c:BBBB=="}}
     assert [name for name, *_ in compare(object_of_a_bucket, other)] == ["the content of a.jsonl"]
+
+
+def megatron(tmp_path: Path) -> tuple[Path, DataConfig]:
+    """Files whose middle no digest of edges has."""
+    (tmp_path / "ids").mkdir()
+    documents = [[[number % 250, *[7] * 99]] for number in range(1200)]
+    path = test_megatron.write(tmp_path / "ids" / "a", documents).with_suffix(".bin")
+    return path, DataConfig(source="megatron", path=str(tmp_path / "ids"))
+
+
+def test_a_change_of_megatron_files_between_save_and_resume(tmp_path: Path) -> None:
+    path, data = megatron(tmp_path)
+    before = opened(data, tmp_path).train.fingerprint()
+    assert not compare(before, opened(data, tmp_path).train.fingerprint())
+    flip(path, path.stat().st_size // 2)
+    found = compare(before, opened(data, tmp_path).train.fingerprint())
+    assert any("a.bin" in str(each) for each in found)
+    flip(path, path.stat().st_size // 2)
+    assert not compare(before, opened(data, tmp_path).train.fingerprint())
+
+
+def test_a_change_of_megatron_files_while_they_are_read(tmp_path: Path) -> None:
+    path, data = megatron(tmp_path)
+    loader = opened(data, tmp_path).train
+    first = loader.batch(0)
+    path.touch()
+    assert (loader.batch(0)["tokens"] == first["tokens"]).all()
+    flip(path, path.stat().st_size // 2)
+    with pytest.raises(ConfigError, match=r"a\.bin\n.*must not change while it is read"):
+        loader.batch(1)
+
+
+def test_megatron_files_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, data = megatron(tmp_path)
+    opened(data, tmp_path)
+    monkeypatch.setattr(digests_module, "hashed", lambda files, moved: [] if not files else 1 / 0)
+    opened(data, tmp_path)

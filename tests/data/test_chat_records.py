@@ -275,3 +275,28 @@ def test_prompts_have_tools(tmp_path: Path) -> None:
     assert texts == [plain, plain, f"{plain}<think>\n\n</think>\n\n", plain]
     quiet = template.with_settings({"enable_thinking": False})
     assert quiet.render(asked[:1]) == texts[2:3]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({"city": "Paris", "unit": None}, ("arguments.unit (null)",)),
+        (None, ("arguments (null)",)),
+        ({"where": {"zip": None}, "days": [{"x": None}, {"x": None}]}, None),
+        ({"city": "Paris"}, ()),
+        ('{"unit": null}', ()),
+    ],
+)
+def test_null_arguments_of_json_lines_are_counted(
+    arguments: Any, expected: tuple[str, ...] | None
+) -> None:
+    """A template of `transformers` would write them; every source leaves them out."""
+    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+    answer = {"role": "assistant", "content": None, "tool_calls": [call]}
+    record = {"messages": [{"role": "user", "content": "a", "name": None}, answer]}
+    lines = DataConfig(source="jsonl", chat="messages")
+    if expected is None:
+        expected = ("arguments.zip (null)", "arguments.x (null)")
+    assert conversation_of(record, lines).unread == expected
+    columns = DataConfig(source="parquet", chat="messages")
+    assert conversation_of(record, columns).unread == ()

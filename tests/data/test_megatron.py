@@ -182,6 +182,22 @@ def test_ids_that_no_token_has(code: int, bad: int, tmp_path: Path) -> None:
         found[70]
 
 
+def test_ids_without_a_row(tmp_path: Path) -> None:
+    """A device would take the last row of the embedding."""
+    tokenizer = ByteTokenizer().with_control()
+    tokenizer.rows = 258
+    found = MegatronDocuments(str(write(tmp_path / "a", [[[1]]] * 70 + [[[2, 258]]])), tokenizer)
+    assert found[0].ids.tolist() == [256, 1, 257]
+    with pytest.raises(ConfigError) as caught:
+        found[70]
+    assert str(caught.value).splitlines() == [
+        f"{tmp_path}/a.bin: document 70 = id 258",
+        "  must be below model.vocab_size (258), the rows of the embedding: the tokenizer has 259 "
+        "ids.",
+        "  Set model.vocab_size=259, or prepare documents without the text of this control token.",
+    ]
+
+
 def test_files_that_are_not_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="it gives none"):
         MegatronDocuments(str(tmp_path / "a"), ByteTokenizer())

@@ -315,6 +315,15 @@ def test_a_tokenizer_that_is_another_is_refused(tokens: Path, tmp_path: Path) ->
         PreparedDocuments(str(tokens), Other())
 
 
+def test_ids_without_a_row(tokens: Path) -> None:
+    """As of a control token that a padded vocabulary does not have."""
+    tokenizer = ByteTokenizer().with_control()
+    tokenizer.rows = 257
+    found = PreparedDocuments(str(tokens), tokenizer)
+    with pytest.raises(ConfigError, match=r"document 0 = id 257\n.*model.vocab_size \(257\)"):
+        found[0]
+
+
 def test_folders_that_are_not_prepared(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"it has no manifest\.json"):
         PreparedDocuments(str(tmp_path), ByteTokenizer())

@@ -76,6 +76,10 @@ class Digests:
         entry = self._known.get(file.path)
         return entry.sha256 if entry is not None and entry.stat == file.stat else None
 
+    def stat(self, file: File) -> Stat:
+        """The stat that a local file had with the content of its digest."""
+        return self._known[file.path].stat
+
     def add(self, file: File, sha256: str, *, is_settled: bool) -> None:
         """A digest from a pass that has read the file, which was settled before or not."""
         assert file.stat is not None

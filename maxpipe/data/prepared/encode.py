@@ -21,6 +21,7 @@ from maxpipe.data.prepared.manifest import META
 from maxpipe.data.prepared.writer import Piece
 from maxpipe.data.sources import Source, open_source
 from maxpipe.data.tokenizer import Tokenizer, open_tokenizer
+from maxpipe.data.tokenizers.files import naming
 from maxpipe.errors import ConfigError, Problem
 
 _MOST_CHARACTERS = 1 << 20
@@ -54,7 +55,9 @@ class _Texts:
         begin, end = np.array([tokenizer.begin_id], dtype), np.array([tokenizer.end_id], dtype)
         ids: list[np.ndarray] = []
         lengths: list[int] = []
-        for found in tokenizer.encode_batch(texts):
+        with naming(lambda number: self._source.where(first + number)):
+            encoded = tokenizer.encode_batch(texts)
+        for found in encoded:
             ids += begin, found.astype(dtype), end  # `found` may be of any integers
             lengths.append(len(found) + 2)
         raws = [text.encode() for text in texts]

@@ -1,7 +1,8 @@
 """Token files of Megatron that were made elsewhere, `NAME.bin` and `NAME.idx`.
 
 They have neither digests nor the name of their tokenizer, so that all of an index is looked
-through when it is opened, and the ids of a document when it is read.
+through when it is opened, and the ids of a document when it is read. A run computes digests of the
+files before it reads them.
 """
 
 from __future__ import annotations
@@ -12,23 +13,28 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from maxpipe.boundary.files import scheme
 from maxpipe.data.documents import Encoded
+from maxpipe.data.formats.digests import Digests
+from maxpipe.data.formats.files import File, Stat, changed, described
+from maxpipe.data.formats.source import Moved
 from maxpipe.data.prepared.indexed import BIN, HEADER_BYTES, IDX, Layout, parse
-from maxpipe.data.prepared.manifest import SPAN
+from maxpipe.data.prepared.manifest import SPAN, content_facts
 from maxpipe.data.prepared.ranges import Ranges, open_ranges
-from maxpipe.data.tokenizer import Tokenizer
+from maxpipe.data.tokenizer import Tokenizer, check_rows
 from maxpipe.errors import ConfigError, StorageError
 from maxpipe.words import counted
 
 _ENTRIES = 1 << 18
 """Entries of a table that are looked through at a time."""
 _SAMPLE = 64
+_ATTEMPTS = 3
+"""Reads of a range of a file that is written to meanwhile."""
 _EDGE_BYTES = 1 << 16
 _ACTION = "Make the pair of files again, or leave it out of data.path with a pattern."
 
@@ -74,13 +80,54 @@ def _table(file: Ranges, at: int, kind: str, first: int, stop: int) -> np.ndarra
     return np.frombuffer(file.read(at + size * first, at + size * stop), kind)
 
 
-class MegatronDocuments:
-    """Documents of pairs of files. Begin and end ids are added where the files have none."""
+class _Unchanged:
+    """A local file that is read as long as its content has the digest that was computed first."""
 
-    def __init__(self, path: str, tokenizer: Tokenizer):
+    def __init__(self, file: File, digests: Digests):
+        self.path, self.size = file.path, file.size_bytes
+        self._file, self._digests = file, digests
+        self._ranges = open_ranges(file.path)
+
+    def read(self, start: int, stop: int) -> bytes:
+        return self.read_with_stat(start, stop)[0]
+
+    def read_with_stat(self, start: int, stop: int) -> tuple[bytes, Stat | None]:
+        for _ in range(_ATTEMPTS):
+            found, stat = self._ranges.read_with_stat(start, stop)
+            if stat == self._digests.stat(self._file):
+                return found, stat
+            self._digests.check([self._file])  # it was written to, perhaps the same
+        raise changed(self._file)
+
+
+class MegatronDocuments:
+    """Documents of pairs of files. Begin and end ids are added where the files have none.
+
+    With `digests` local files are read as a whole first, unless they are known, and a later change
+    is an error.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        tokenizer: Tokenizer,
+        digests: Digests | None = None,
+        moved: Moved | None = None,
+    ):
         self.pad_id = tokenizer.pad_id
         self._tokenizer = tokenizer
-        self._pairs = [_open(name) for name in _names(path)]
+        self._content: Mapping[str, str] = {}
+        names = _names(path)
+        self._pairs = [_open(name) for name in names]
+        if digests is not None and not scheme(path):
+            root = os.path.commonpath([os.path.dirname(os.path.abspath(name)) for name in names])
+            files = described([name + end for name in names for end in (IDX, BIN)], root)
+            self._content = digests.content(files, moved)
+            by_path = {file.path: _Unchanged(file, digests) for file in files}
+            self._pairs = [
+                replace(pair, index=by_path[pair.index.path], ids=by_path[pair.ids.path])
+                for pair in self._pairs
+            ]
         self._starts = np.cumsum([0, *(pair.num_documents for pair in self._pairs)])
         self.num_documents = int(self._starts[-1])
         if not self.num_documents:
@@ -166,6 +213,7 @@ class MegatronDocuments:
                 f"tokenizer: it has {low if low < 0 else high}.",
                 "Set tokenizer.* to the tokenizer that the files were made with.",
             )
+        check_rows(f"{pair.ids.path}: document {inside}", ids, self._tokenizer)
         return ids
 
     def where(self, document: int) -> str:
@@ -179,7 +227,7 @@ class MegatronDocuments:
     """The files do not say how frequent bytes of the text are."""
 
     def facts(self) -> Mapping[str, Any]:
-        """What identifies them cheaply: names, sizes and the edges of files."""
+        """What identifies them: names, sizes, the edges of files, and digests where computed."""
         parts: list[object] = [list(self._added)]
         for file in (file for pair in self._pairs for file in (pair.index, pair.ids)):
             edges = file.read(0, min(_EDGE_BYTES, file.size))
@@ -192,6 +240,7 @@ class MegatronDocuments:
             "documents": self.num_documents,
             "tokens": self.num_tokens,
             "source_digest": hashlib.sha256(json.dumps(parts).encode()).hexdigest(),
+            **content_facts(self._content),
         }
 
 

@@ -35,7 +35,7 @@ from maxpipe.data.prepared.manifest import (
     shard_name,
 )
 from maxpipe.data.prepared.ranges import BLOCK_BYTES, Checked, Kept, damaged, joined, open_ranges
-from maxpipe.data.tokenizer import Tokenizer
+from maxpipe.data.tokenizer import Tokenizer, check_rows
 from maxpipe.errors import ConfigError
 
 
@@ -139,7 +139,7 @@ class PreparedDocuments:
         self.manifest = read_manifest(folder)
         _check_tokenizer(folder, self.manifest, tokenizer)
         self.pad_id = tokenizer.pad_id
-        self._vocab_size = tokenizer.vocab_size
+        self._tokenizer = tokenizer
         self.num_documents = self.manifest["documents"]
         self.num_tokens = self.manifest["tokens"]
         self._folder = folder
@@ -196,9 +196,12 @@ class PreparedDocuments:
         inside = document - int(self._starts[number])
         found = self._shards[number].read(inside)
         low, high = int(found.ids.min(initial=0)), int(found.ids.max(initial=0))
-        if low < 0 or high >= self._vocab_size:
+        if low < 0 or high >= self._tokenizer.vocab_size:
             path = joined(self._folder, shard_name(number, BIN))
             raise damaged(path, f"document {inside} has the id {low if low < 0 else high}")
+        if high >= self._tokenizer.rows:
+            path = joined(self._folder, shard_name(number, BIN))
+            check_rows(f"{path}: document {inside}", found.ids, self._tokenizer)
         return found
 
     def where(self, document: int) -> str:

@@ -21,7 +21,8 @@ from maxpipe.data.tokenizers.tiktoken_presets import LLAMA3, O200K, QWEN
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 """The pattern that `ByteLevel` has by itself."""
-_PATTERNS = (LLAMA3, QWEN, O200K, _GPT2)
+PUBLISHED = (LLAMA3, QWEN, O200K, _GPT2)
+"""Patterns that take a time that is linear in the length of a text."""
 _LONGEST = 1 << 18
 """Characters of a text: tiktoken's patterns give up on runs of a million spaces."""
 _LAST = 0x32000
@@ -131,7 +132,7 @@ def _pattern_of(definition: Mapping[str, Any]) -> str | None:
         and not split.get("invert")
         and not byte_level.get("use_regex", True)
     )
-    return pattern if fits and pattern in _PATTERNS else None
+    return pattern if fits and pattern in PUBLISHED else None
 
 
 def _ranks_of(settings: Mapping[str, Any], model: Any) -> tuple[dict[bytes, int], list[int]] | None:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Literal
 
 from maxpipe.boundary import files
 from maxpipe.config.schema import TokenizerConfig
 from maxpipe.config.shipped import is_hub_id
-from maxpipe.errors import ConfigError
+from maxpipe.data.tokenizers.time_limit import UnfitText, is_of_library
+from maxpipe.errors import ConfigError, Problem
+from maxpipe.words import counted
 
 Kind = Literal["huggingface", "sentencepiece", "tiktoken"]
 
@@ -36,6 +38,12 @@ _ACTIONS = {
     "tiktoken": "Set tokenizer.path to a file with lines `BASE64 RANK`, or download it again.",
 }
 USED = "must be a tokenizer that works on every text"
+_UNFIT = (
+    "Use the tokenizer that was published with the model, correct the pattern of its Split or "
+    "Replace step, or remove the text."
+)
+_SHOWN = 40
+"""Characters of a text in a message."""
 
 
 def locate(config: TokenizerConfig) -> tuple[Kind, str]:
@@ -135,6 +143,27 @@ def missing(kind: Kind, error: ImportError) -> ConfigError:
     )
 
 
+class TextError(ConfigError):
+    """A text that a tokenizer fails with, or is too slow for."""
+
+    def __init__(self, path: str, error: UnfitText, place: str = ""):
+        self.path, self.error = path, error
+        start = repr(error.text[:_SHOWN]) + ("..." if len(error.text) > _SHOWN else "")
+        what = f"{counted(len(error.text), 'character')} that begin with {start}"
+        cause = _first_line(error.__cause__ or error)
+        rule = f"{USED}: {cause}, for {place + ', ' if place else ''}{what}."
+        super().__init__([Problem(PATH, path, rule, _UNFIT)])
+
+
+@contextlib.contextmanager
+def naming(where: Callable[[int], str]) -> Iterator[None]:
+    """Add to a `TextError` the record that the text is from: `where` gets the text's number."""
+    try:
+        yield
+    except TextError as error:
+        raise TextError(error.path, error.error, where(error.error.number)) from error
+
+
 @contextlib.contextmanager
 def explained(path: str, kind: Kind, rule: str = "") -> Iterator[None]:
     """Turns any error of the library inside into a mistake in the file.
@@ -145,8 +174,10 @@ def explained(path: str, kind: Kind, rule: str = "") -> Iterator[None]:
         yield
     except ConfigError:
         raise
+    except UnfitText as error:
+        raise TextError(path, error) from error
     except BaseException as error:
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+        if not is_of_library(error):
             raise
         rule = rule or f"must be {_NAMES[kind]}"
         text = f"{rule}: {_first_line(error)}."

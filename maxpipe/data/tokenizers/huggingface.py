@@ -6,7 +6,7 @@ import functools
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Self
 
 import numpy as np
@@ -16,6 +16,7 @@ from maxpipe.data.tokenizers.byte_bpe import ByteBpe, byte_bpe
 from maxpipe.data.tokenizers.control import Controlled, resolve
 from maxpipe.data.tokenizers.files import MAX_IDS, USED, explained, missing, read
 from maxpipe.data.tokenizers.growth import check_growth
+from maxpipe.data.tokenizers.time_limit import each_within, needs_limit, within
 
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
@@ -46,6 +47,10 @@ class HuggingFaceTokenizer(Controlled):
         added = self._tokenizer.get_added_tokens_decoder()
         special = {token.content: i for i, token in added.items() if token.special}
         definition = parse(self._tokenizer.to_str(), dict[str, Any], most_depth=256)
+        self._is_slow = needs_limit(
+            *(definition.get(name) for name in ("normalizer", "pre_tokenizer", "model"))
+        )
+        self._decodes_slowly = needs_limit(definition.get("decoder"))
         around = _around_text(definition.get("post_processor"))
         self.control = resolve(path, special, vocabulary.get, self.vocab_size, published=around)
         hidden = {i for i, token in added.items() if token.special}
@@ -83,9 +88,8 @@ class HuggingFaceTokenizer(Controlled):
         return lengths
 
     def encode(self, text: str) -> np.ndarray:
-        with explained(self._path, "huggingface", USED):
-            ids = self._tokenizer.encode(text, add_special_tokens=False).ids
-        return np.asarray(ids, np.int32)
+        (found,) = self._encodings([text])
+        return np.asarray(found.ids, np.int32)
 
     def encode_batch(self, texts: Sequence[str]) -> Sequence[np.ndarray]:
         fast = self._byte_bpe
@@ -104,13 +108,10 @@ class HuggingFaceTokenizer(Controlled):
         return byte_bpe(definition, _parsed(raw.encode()).model)
 
     def encode_chat(self, text: str) -> np.ndarray:
-        with explained(self._path, "huggingface", USED):
-            ids = self._with_control.encode(text, add_special_tokens=False).ids
-        return np.asarray(ids, np.int32)
+        return self.encode_chat_offsets(text)[0]
 
     def encode_chat_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        with explained(self._path, "huggingface", USED):
-            found = self._with_control.encode(text, add_special_tokens=False)
+        (found,) = self._each([text], self._with_control.encode_batch)
         return np.asarray(found.ids, np.int32), np.asarray(found.offsets, np.int64).reshape(-1, 2)
 
     def with_control(self, **changes: Any) -> Self:
@@ -135,14 +136,26 @@ class HuggingFaceTokenizer(Controlled):
         return [len(each) for each in self._encodings(texts)]
 
     def _encodings(self, texts: Sequence[str]) -> Sequence[Any]:
+        return self._each(texts, self._tokenizer.encode_batch_fast)
+
+    def _each(self, texts: Sequence[str], encode: Callable[..., Sequence[Any]]) -> Sequence[Any]:
+        """Encodings of texts, whose time is limited where the definition does not limit it."""
+
+        def call(texts: Sequence[str]) -> Sequence[Any]:
+            return encode(list(texts), add_special_tokens=False)
+
         with explained(self._path, "huggingface", USED):
-            return self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+            return each_within(call, texts) if self._is_slow else call(texts)
 
     def decode(self, ids: Iterable[int]) -> str:
         # Control tokens are those of the settings, too, and not only what the file calls special.
         kept = [i for i in map(int, ids) if i < self.vocab_size and i not in self.special_ids]
+
+        def call() -> str:
+            return self._tokenizer.decode_batch([kept], skip_special_tokens=True)[0]
+
         with explained(self._path, "huggingface", USED):
-            return self._tokenizer.decode(kept, skip_special_tokens=True)
+            return within(call) if self._decodes_slowly else call()
 
     def fingerprint(self) -> str:
         return self._fingerprint

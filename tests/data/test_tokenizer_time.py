@@ -1,0 +1,194 @@
+"""The limit on the processor time that a tokenizer takes for a text."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from maxpipe.config.data_schema import SourceConfig
+from maxpipe.data.documents import build_index
+from maxpipe.data.sources import open_source
+from maxpipe.data.tokenizers import time_limit
+from maxpipe.data.tokenizers.byte_bpe import PUBLISHED
+from maxpipe.data.tokenizers.huggingface import HuggingFaceTokenizer
+from maxpipe.errors import ConfigError
+
+EXPONENTIAL = "(a|aa)+$"
+SLOW = ("a" * 27 + "!") * 20
+"""Each run takes a tenth of a second; no match reaches the limit of the regex engine."""
+
+
+def regex(pattern: str) -> dict[str, str]:
+    return {"Regex": pattern}
+
+
+def split(pattern: str) -> dict[str, Any]:
+    return {"type": "Split", "pattern": regex(pattern), "behavior": "Isolated", "invert": False}
+
+
+def replace(pattern: str) -> dict[str, Any]:
+    return {"type": "Replace", "pattern": regex(pattern), "content": "b"}
+
+
+def bpe() -> dict[str, Any]:
+    vocab = {each: i for i, each in enumerate(["</s>", *map(chr, range(32, 127))])}
+    return {"type": "BPE", "vocab": vocab, "merges": [], "unk_token": "</s>"}
+
+
+def word_pieces(longest: int) -> dict[str, Any]:
+    vocab = {"</s>": 0, "a": 1, "##a": 2, "##b": 3, "[UNK]": 4}
+    return {
+        "type": "WordPiece",
+        "vocab": vocab,
+        "unk_token": "[UNK]",
+        "continuing_subword_prefix": "##",
+        "max_input_chars_per_word": longest,
+    }
+
+
+def write(folder: Path, **parts: Any) -> str:
+    end = {"id": 0, "content": "</s>", "special": True}
+    end |= dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    whole = {"version": "1.0", "added_tokens": [end], "model": bpe(), **parts}
+    path = folder / "tokenizer.json"
+    path.write_text(json.dumps(whole))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
+    return str(path)
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
+    monkeypatch.setattr(time_limit, "SECONDS", 0.2)
+    monkeypatch.setattr(time_limit, "_ALONE_SECONDS", 0.2)
+    yield
+    for each in threading.enumerate():  # what is given up uses the time of the next test
+        if each.name == "tokenizer":
+            each.join()
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"pre_tokenizer": split(EXPONENTIAL)},
+        {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [split(EXPONENTIAL)]}},
+        {"normalizer": replace(EXPONENTIAL)},
+        {"normalizer": {"type": "Sequence", "normalizers": [replace(EXPONENTIAL)]}},
+        {"model": word_pieces(1_000_000)},
+    ],
+)
+def test_a_text_that_takes_too_long_is_an_error(
+    tmp_path: Path, short: None, parts: dict[str, Any]
+) -> None:
+    tokenizer = HuggingFaceTokenizer(write(tmp_path, **parts))
+    text = "a" * 3500 if "model" in parts else SLOW
+    begin = time.monotonic()
+    with pytest.raises(ConfigError) as caught:
+        tokenizer.encode(text)
+    assert time.monotonic() - begin < 20
+    assert str(tmp_path / "tokenizer.json") in str(caught.value)
+    assert "it takes more than" in str(caught.value)
+    assert f"{len(text)} characters that begin with 'aaaaaaa" in str(caught.value)
+
+
+@pytest.mark.parametrize("way", ["encode_chat", "encode_chat_offsets"])
+def test_so_is_one_of_a_chat(tmp_path: Path, short: None, way: str) -> None:
+    tokenizer = HuggingFaceTokenizer(write(tmp_path, pre_tokenizer=split(EXPONENTIAL)))
+    with pytest.raises(ConfigError, match="of processor time, for 560 characters"):
+        getattr(tokenizer, way)(SLOW)
+
+
+def test_the_text_of_several_that_is_too_slow_is_named(tmp_path: Path, short: None) -> None:
+    tokenizer = HuggingFaceTokenizer(write(tmp_path, pre_tokenizer=split(EXPONENTIAL)))
+    with pytest.raises(ConfigError, match="of processor time, for 563 characters"):
+        tokenizer.encode_batch(["one", "two", "aa " + SLOW, "three"])
+
+
+def test_the_text_of_several_that_the_library_fails_with_is_named(
+    tmp_path: Path, short: None
+) -> None:
+    tokenizer = HuggingFaceTokenizer(write(tmp_path, pre_tokenizer=split("(a+)+$")))
+    with pytest.raises(ConfigError, match="retry-limit-in-match over, for 42 characters") as caught:
+        tokenizer.count(["one", "b" + "a" * 40 + "!"])
+    assert "that begin with 'baaaa" in str(caught.value)
+
+
+def test_the_record_is_named(tmp_path: Path, short: None) -> None:
+    tokenizer = HuggingFaceTokenizer(write(tmp_path, pre_tokenizer=split(EXPONENTIAL)))
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps({"text": each}) + "\n" for each in ("one", SLOW, "two")))
+    source = open_source(SourceConfig(source="jsonl", path=str(data)), 0)
+    with pytest.raises(ConfigError) as caught:
+        build_index(source, tokenizer, None)
+    assert f"for {source.where(1)}, 560 characters" in str(caught.value)
+
+
+def test_a_decoder_that_takes_too_long_is_an_error(tmp_path: Path, short: None) -> None:
+    steps = {"type": "Sequence", "decoders": [{"type": "Fuse"}, replace(EXPONENTIAL)]}
+    tokenizer = HuggingFaceTokenizer(write(tmp_path, decoder=steps))
+    with pytest.raises(ConfigError, match=r"it takes more than 0\.2 s of processor time"):
+        tokenizer.decode(tokenizer.encode(SLOW))
+    assert tokenizer.decode(tokenizer.encode("caa")) == "cb"
+
+
+def test_limited_and_unlimited_ids_are_the_same(tmp_path: Path) -> None:
+    """The second pattern has the same matches, and is not among those that need no limit."""
+    texts = ["Hello  wor1d's end\n\n ", "", "a", " x" * 1000]
+    (tmp_path / "other").mkdir()
+    plain = HuggingFaceTokenizer(write(tmp_path, pre_tokenizer=split(PUBLISHED[0])))
+    other = HuggingFaceTokenizer(
+        write(tmp_path / "other", pre_tokenizer=split(f"(?:{PUBLISHED[0]})"))
+    )
+    assert not plain._is_slow
+    assert other._is_slow
+    for text, ids in zip(texts, plain.encode_batch(texts), strict=True):
+        assert other.encode(text).tolist() == ids.tolist()
+        assert other.encode_chat(text).tolist() == plain.encode_chat(text).tolist()
+        assert (other.encode_chat_offsets(text)[1] == plain.encode_chat_offsets(text)[1]).all()
+
+
+@pytest.mark.parametrize(
+    ("part", "expected"),
+    [
+        (None, False),
+        ({"type": "ByteLevel"}, False),
+        (split(PUBLISHED[1]), False),
+        (split("a"), True),
+        (word_pieces(100), False),
+        (word_pieces(1000), True),
+    ],
+)
+def test_what_needs_a_limit(part: Any, expected: bool) -> None:
+    assert time_limit.needs_limit(part) is expected
+
+
+def test_time_without_work_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A suspended process, or one that waits for a processor, loses no time of its limit."""
+    monkeypatch.setattr(time, "process_time", lambda: 0.0)
+    assert time_limit.within(lambda: time.sleep(0.5) or 7, seconds=0.2) == 7
+
+
+def test_the_command_ends(tmp_path: Path) -> None:
+    path = write(tmp_path, pre_tokenizer=split(EXPONENTIAL))
+    program = (
+        "import sys\n"
+        "from maxpipe.data.tokenizers import time_limit\n"
+        "time_limit.SECONDS = 0.2\n"
+        "from maxpipe.cli import main\n"
+        "sys.exit(main(sys.argv[1:]))"
+    )
+    arguments = ["tokenizer", "show", path, "--text", SLOW]
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith(f"tokenizer.path = {path}\n")
+    assert "remove the text" in done.stderr
