@@ -57,7 +57,17 @@ class _Spans:
         """Begin and text of each."""
 
 
-def _environment(spans: _Spans) -> Any:
+class _Clock:
+    """The time that templates read: that of a day which the conversation names, or now."""
+
+    day = ""
+
+    def formatted(self, form: str) -> str:
+        now = datetime.datetime.fromisoformat(self.day) if self.day else datetime.datetime.now()
+        return now.strftime(form)
+
+
+def _environment(spans: _Spans, clock: _Clock) -> Any:
     import jinja2
     import jinja2.ext
     import jinja2.nodes
@@ -92,7 +102,7 @@ def _environment(spans: _Spans) -> Any:
     )
     environment.filters["tojson"] = tojson
     environment.globals["raise_exception"] = refuse
-    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    environment.globals["strftime_now"] = clock.formatted
     return environment
 
 
@@ -154,7 +164,8 @@ class _Renderer:
         import jinja2.meta
 
         self._spans = _Spans()
-        environment = _environment(self._spans)
+        self._clock = _Clock()
+        environment = _environment(self._spans, self._clock)
         self._limits = _Limits(request["cpu_seconds"])
         self._limits.renew()
         parsed = environment.parse(request["template"])
@@ -167,6 +178,7 @@ class _Renderer:
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         """The text of a conversation; with `trained` also the spans that are trained on."""
         self._limits.renew()
+        self._clock.day = request["day"]
         self._given = {**self._tokens, **request["settings"], "tools": request["tools"]}
         messages = [_Message(each) for each in request["messages"]]
         try:
