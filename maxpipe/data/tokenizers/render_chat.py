@@ -18,6 +18,8 @@ from typing import Any
 
 _MEMORY_BYTES = 1 << 30
 _MOST_CHARACTERS = 1 << 24
+_TEXT_KEYS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+"""Types of a message's parts that are texts, and the key that has it."""
 
 
 class _NotPrefixError(Exception):
@@ -181,6 +183,8 @@ class _Renderer:
         self._clock.day = request["day"]
         self._given = {**self._tokens, **request["settings"], "tools": request["tools"]}
         messages = [_Message(each) for each in request["messages"]]
+        if any(isinstance(dict.get(each, "content"), list) for each in messages):
+            messages = self._readable(messages, prompt=request["add_generation_prompt"])
         try:
             return self._answered(request, messages)
         except MemoryError:
@@ -196,6 +200,27 @@ class _Renderer:
             with contextlib.suppress(Exception):
                 return self._answered(request, messages)
             raise
+
+    def _readable(self, messages: list[_Message], *, prompt: bool) -> list[_Message]:
+        """The messages, with texts in place of lists of texts if the template reads no lists.
+
+        Raises:
+            ValueError: the template writes a list as Python does.
+        """
+        joined = [_joined(each) for each in messages]
+        texts = [
+            text.strip() for each in messages for text in _texts_of(dict.get(each, "content")) or []
+        ]
+        as_parts, as_text = self._tried(messages, prompt=prompt), self._tried(joined, prompt=prompt)
+        if as_text is not None and (
+            as_parts is None
+            or _has_lists(as_parts, messages)
+            or any(text in as_text and text not in as_parts for text in texts)
+        ):
+            messages, as_parts = joined, as_text
+        if as_parts is not None and _has_lists(as_parts, messages):
+            raise ValueError("the content of a message is a list that it does not read")
+        return messages
 
     def _answered(self, request: dict[str, Any], messages: Sequence[_Message]) -> dict[str, Any]:
         text = self._written(messages, prompt=request["add_generation_prompt"])
@@ -355,6 +380,33 @@ class _Renderer:
         if before is None or asked is None or not asked.startswith(before):
             return ""
         return asked[len(before) :]
+
+
+def _texts_of(content: Any) -> list[str] | None:
+    """The texts of parts such as `{"type": "text", "text": ...}`; None if some are others."""
+    if not isinstance(content, list):
+        return None
+    parts = [each if isinstance(each, dict) else {} for each in content]
+    texts = [each.get(_TEXT_KEYS.get(each.get("type", "text"), "")) for each in parts]
+    return texts if all(isinstance(each, str) for each in texts) else None
+
+
+def _joined(message: _Message) -> _Message:
+    """The message with one text as content, if it has a list of texts."""
+    texts = _texts_of(dict.get(message, "content"))
+    if texts is None:
+        return message
+    return _Message({**dict(dict.items(message)), "content": "".join(texts)})
+
+
+def _has_lists(text: str, messages: Sequence[_Message]) -> bool:
+    """Whether the content of a message is in the text as Python or JSON writes lists."""
+    lists = [dict.get(each, "content") for each in messages]
+    lists = [each for each in lists if isinstance(each, list) and each]
+    written = [
+        [str(each), json.dumps(each), json.dumps(each, ensure_ascii=False)] for each in lists
+    ]
+    return any(each in text for forms in written for each in forms)
 
 
 def _alike(one: str, other: str) -> int:
