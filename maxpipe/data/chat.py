@@ -238,8 +238,13 @@ class ChatRecords(Protocol):
     @property
     def tokenizer(self) -> Tokenizer: ...
 
-    day: str
-    """See `Conversations`."""
+    @property
+    def day(self) -> str:
+        """See `Conversations`."""
+        ...
+
+    @day.setter
+    def day(self, day: str) -> None: ...
 
     def encode(self, document: int) -> Encoded: ...
 
