@@ -388,7 +388,8 @@ def _texts_of(content: Any) -> list[str] | None:
         return None
     parts = [each if isinstance(each, dict) else {} for each in content]
     texts = [each.get(_TEXT_KEYS.get(each.get("type", "text"), "")) for each in parts]
-    return texts if all(isinstance(each, str) for each in texts) else None
+    found = [each for each in texts if isinstance(each, str)]
+    return found if len(found) == len(texts) else None
 
 
 def _joined(message: _Message) -> _Message:
