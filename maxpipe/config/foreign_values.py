@@ -47,8 +47,9 @@ VALUES: dict[str, dict[str, str]] = {
         ),
     },
     "data.packing": {
-        "true on yes concat concatenate concat_and_split wrapped greedy": "cut",
-        "bfd best_fit_decreasing ffd first_fit_decreasing multipack": "best_fit",
+        "concat concatenate concat_and_split wrapped greedy": "cut",
+        # Other trainers keep conversations whole where packing is on.
+        "true on yes bfd best_fit_decreasing ffd first_fit_decreasing multipack": "best_fit",
         "ff first_fit_shuffle": "first_fit",
         "false off no none padding padded": "pad",
     },

@@ -15,6 +15,7 @@ from maxpipe.config.rules import did_you_mean, folder_name
 from maxpipe.errors import ConfigError, Problem
 
 SUFFIXES = (".yml", ".yaml")
+_PROGRAMS = (".py", ".sh", ".ipynb")
 _DATA = (".jsonl", ".parquet", ".txt", ".array_record", ".arrayrecord", ".arrow", ".gz", ".zst")
 FOREIGN_SUFFIXES = (".toml", ".json")
 """Of files that other trainers use: they are translated, but no run is trained from them."""
@@ -83,6 +84,10 @@ def _not_a_file(argument: str, keys: Collection[str]) -> Problem:
     if os.path.isfile(argument) and os.path.splitext(argument)[1] in _DATA:
         action = f"Name a config, and set data.path={argument} with its data.source."
         return Problem(where, "", f"{rule} It is a file of data.", action)
+    if os.path.splitext(argument)[1] in _PROGRAMS:
+        action = "Write each setting as section.key=value, such as train.batch_size=64, or in a "
+        action += "file that `maxpipe init DIR` writes."
+        return Problem(where, "", f"{rule} Programs are not read as configs.", action)
     if os.path.isfile(argument):  # pathlib raises for a name that is too long
         return Problem(where, "", rule, f"Rename the file to {argument}.yml.")
     if os.path.isfile(inside := os.path.join(argument, CONFIG_FILE)):

@@ -7,6 +7,7 @@ tokens count in the loss follows from the roles of the messages.
 from __future__ import annotations
 
 import contextlib
+import datetime
 import hashlib
 import json
 from collections import Counter
@@ -82,6 +83,11 @@ def template_of(config: SourceConfig, tokenizer: Tokenizer) -> ChatTemplate:
     return tokenizer.chat.with_settings(settings)
 
 
+def today() -> str:
+    """The current date, as 2026-01-31."""
+    return datetime.date.today().isoformat()
+
+
 def spoken(data: DataConfig, tokenizer: Tokenizer) -> ChatTemplate | None:
     """The template of a run's conversations, or where it has none that of the tokenizer's folder.
 
@@ -128,6 +134,8 @@ class Conversations:
         self.source = source
         self.tokenizer = tokenizer
         self.template = template_of(config, tokenizer)
+        self.day = today() if self.template.reads_date else ""
+        """Current date of the template, the same for all records; empty if it reads none."""
         self._config = config
         self._idle: list[ChatProcess] = []
 
@@ -156,7 +164,7 @@ class Conversations:
         )
         with self._process() as process:
             try:
-                found = process.render(conversation, masking=masking)
+                found = process.render(conversation, masking=masking, day=self.day)
             except RenderError as error:
                 raise self._refused(error) from error
             except (TypeError, ValueError) as error:
@@ -232,6 +240,14 @@ class ChatRecords(Protocol):
     @property
     def tokenizer(self) -> Tokenizer: ...
 
+    @property
+    def day(self) -> str:
+        """See `Conversations`."""
+        ...
+
+    @day.setter
+    def day(self, day: str) -> None: ...
+
     def encode(self, document: int) -> Encoded: ...
 
     def check(self, index: DocumentIndex) -> None: ...
@@ -245,6 +261,8 @@ class ChatDocuments(EncodedDocuments):
     def __init__(self, conversations: ChatRecords, index: DocumentIndex):
         super().__init__(conversations.source, conversations.tokenizer, index)
         self._conversations, self._masks = conversations, index.masks
+        # Documents are those of the day on which they were indexed, whenever a run resumes.
+        conversations.day = index.day
 
     def _read(self, document: int) -> Encoded:
         found = self._conversations.encode(document)
@@ -272,6 +290,7 @@ def build_chat_index(
     source, tokenizer = conversations.source, conversations.tokenizer
     parts = [source.fingerprint(), source.content(moved)]
     parts += [tokenizer.fingerprint(), conversations.fingerprint()]
+    parts += ["day"] if conversations.day else []  # indices of earlier releases have none
     index = kept_index(
         ["chat", 3, *parts],
         len(source),
@@ -361,4 +380,5 @@ def _read_all(conversations: ChatRecords, moved: Moved | None, threads: int) -> 
         first_targets=firsts,
         unread_keys=np.array(sorted(unread), np.str_),
         unread_counts=np.array([unread[each] for each in sorted(unread)], np.int64),
+        days=np.array([conversations.day] if conversations.day else [], np.str_),
     )

@@ -31,6 +31,10 @@ _SHAREGPT_ROLES = {
 }
 _SAYS = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
 """Keys of a message that may take the place of `content`."""
+_TEXTS = ("content", "value", "tool_calls")
+_MEDIA = ("image", "image_url", "input_image", "audio", "audio_url", "input_audio", "video")
+_MEDIA += ("video_url", "file", "input_file")
+"""Types of a message's parts that no model here reads."""
 _FLAGS = ("weight", "train", "training")
 """Keys that say whether a message is trained; no template sees them."""
 _RESERVED = (_MESSAGES, "tools", "documents", "add_generation_prompt")
@@ -188,6 +192,8 @@ def message_of(value: Mapping[str, Any]) -> Message:
         BadRecord: a call of a function is not the JSON of one.
     """
     message = without_nulls(value)
+    if isinstance(message.get("refusal"), str) and not any(map(message.get, _TEXTS)):
+        message["content"] = message.pop("refusal")  # as OpenAI's records have it
     if "role" in message or "from" not in message:
         return message
     named = message.pop("from")
@@ -252,7 +258,10 @@ def check_message(message: Message, config: SourceConfig, which: str) -> None:
 def check_content(message: Message, which: str) -> None:
     """Raises BadRecord for a message that has no content, nor a call of tools or reasoning."""
     content = message.get("content")
-    # A list is of texts, images and so on.
+    for part in content if isinstance(content, list) else []:
+        if isinstance(part, Mapping) and part.get("type") in _MEDIA:
+            rule = f"must have texts as content; it has a part of type {part['type']}, and models "
+            raise BadRecord(which, f"{rule}here read text only.", "Remove the record or the part.")
     if isinstance(content, str | list) or (
         "content" not in message and any(has_value(message.get(each)) for each in _SAYS)
     ):

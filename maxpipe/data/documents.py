@@ -7,6 +7,7 @@ are not their concern; `packing.py` is the next step.
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 import json
 import logging
@@ -94,6 +95,13 @@ class DocumentIndex:
     """Texts: keys of records that nothing reads."""
     unread_counts: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     """int64: how many records have each of these keys."""
+    days: np.ndarray = field(default_factory=lambda: np.zeros(0, np.str_))
+    """Text: the date that the chat template was given, if it reads one."""
+
+    @property
+    def day(self) -> str:
+        """The date that the chat template was given; empty if it reads none."""
+        return str(self.days[0]) if len(self.days) else ""
 
     @property
     def unread(self) -> dict[str, int]:
@@ -233,6 +241,10 @@ def _index_of(arrays: Mapping[str, np.ndarray], num_documents: int) -> DocumentI
     if "unread_keys" in arrays:  # earlier releases had none for texts
         names = ("first_targets", "unread_keys", "unread_counts")
         index = replace(index, **{name: arrays[name] for name in names})
+    if "days" in arrays:  # earlier releases had none
+        index = replace(index, days=arrays["days"])
+        if index.day:
+            datetime.date.fromisoformat(index.day)
     shapes = {each.shape for each in (lengths, trained, digests, marks, masks) if each is not None}
     if shapes != {(num_documents,)} or index.byte_counts.shape != (256,):
         raise ValueError("arrays of another shape")

@@ -66,6 +66,16 @@ class Pairs:
         has_template = bool(config.chat_template) or tokenizer.chat is not None
         self._chat = Conversations(source, tokenizer, config) if has_template else None
 
+    @property
+    def day(self) -> str:
+        """See `Conversations`."""
+        return "" if self._chat is None else self._chat.day
+
+    @day.setter
+    def day(self, day: str) -> None:
+        if self._chat is not None:
+            self._chat.day = day
+
     def encode(self, document: int) -> Encoded:
         """The ids of both halves, and which of them are trained; none of a pair that is dropped.
 

@@ -108,6 +108,14 @@ def test_a_file_without_suffix_is_no_shipped_config(here: Path):
     assert load(["quickstart"]).config.run.name == "quickstart"
 
 
+@pytest.mark.parametrize("name", ["train_char.py", "config/train_char.py"])
+def test_a_program_is_no_config(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = refused(name)
+    assert "Programs are not read as configs." in text and "maxpipe init DIR" in text
+    assert "hf download" not in text and "Rename" not in text
+
+
 # --- names of runs -----------------------------------------------------------------------
 
 

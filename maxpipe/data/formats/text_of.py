@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,11 @@ _MAX_DEPTH = 256
 """Deepest nesting of brackets in a document's JSON."""
 _ANYTHING: Any = Any
 _SHOWN = 120
+_ASKED_AND_ANSWERED = (
+    *(("prompt", "completion"), ("prompt", "response"), ("question", "answer")),
+    *(("instruction", "output"), ("instruction", "response")),
+)
+"""Columns of public data sets that are read together."""
 MOST_RECORD_BYTES = 1 << 28
 """The largest record: a document is held as a whole, as text and as tokens."""
 
@@ -73,7 +78,7 @@ class TextOf:
         return BadRecord(
             _fields(record),
             f"must have text in data.field ({self._field}), which {found}.",
-            f"Set data.field={texts[0]}." if texts else "Add a text field to every record.",
+            _field_action(texts),
         )
 
 
@@ -160,3 +165,13 @@ def shortened(text: str | bytes, limit: int = _SHOWN) -> str:
         text = text[: 8 * limit].decode("utf-8", "replace")
     line = " ".join(text.split())
     return line if len(line) <= limit else line[: limit - 3] + "..."
+
+
+def _field_action(texts: Sequence[str]) -> str:
+    """What to do about a record without `data.field`, whose columns of text are these."""
+    for asked, answered in _ASKED_AND_ANSWERED:
+        if asked in texts and answered in texts:
+            action = f"Set data.template='{{{asked}}}\\n{{{answered}}}'; for a model that answers "
+            action += f"set data.chat=prompt data.prompt_field={asked} "
+            return f"{action}data.response_field={answered}."
+    return f"Set data.field={texts[0]}." if texts else "Add a text field to every record."

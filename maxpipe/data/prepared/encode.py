@@ -153,8 +153,13 @@ def sendable(source: Source) -> Source | None:
     return source
 
 
-def start(data: SourceConfig, tokenizer: TokenizerConfig, seed: int, source: Source | None) -> None:
-    """Sets up a process that was spawned: it ends with the one that started it."""
+def start(
+    data: SourceConfig, tokenizer: TokenizerConfig, seed: int, source: Source | None, day: str
+) -> None:
+    """Sets up a process that was spawned: it ends with the one that started it.
+
+    `day` is the date that a chat template reads.
+    """
     # The processes are the parallelism. Read by `tokenizers` when it is imported.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     os.environ["RAYON_NUM_THREADS"] = "1"
@@ -163,7 +168,10 @@ def start(data: SourceConfig, tokenizer: TokenizerConfig, seed: int, source: Sou
     threading.Thread(target=_end_with_parent, daemon=True).start()
     found = open_tokenizer(tokenizer)
     source = answers_of(open_source(data, seed), data) if source is None else source
-    _Worker.encoder = encoder_of(source, found, conversations_of(data, source, found))
+    talks = conversations_of(data, source, found)
+    if talks is not None:
+        talks.day = day
+    _Worker.encoder = encoder_of(source, found, talks)
 
 
 def _end_with_parent() -> None:

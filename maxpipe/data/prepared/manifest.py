@@ -113,6 +113,8 @@ class SourceEntry(TypedDict):
     seed: int
     chat: NotRequired[str]
     """Of conversations what decides ids and masks, `Conversations.fingerprint`."""
+    day: NotRequired[str]
+    """The date that their template was given, if it reads one."""
 
 
 class Spec(TypedDict):
@@ -144,10 +146,12 @@ def spec_of(
     tokenizer: Tokenizer,
     shard_tokens: int,
     chat: str = "",
+    day: str = "",
 ) -> Spec:
     """What `source` and `tokenizer`, opened from their sections, will give.
 
-    `chat` is the fingerprint of conversations, if it is of these.
+    `chat` is the fingerprint of conversations, if it is of these, and `day` the date that their
+    template reads.
     """
     keys = {each.name: getattr(data, each.name) for each in dataclasses.fields(SourceConfig)}
     found: SourceEntry = {
@@ -161,6 +165,8 @@ def spec_of(
         found["content"] = dict(content)
     if chat:
         found["chat"] = chat
+    if day:
+        found["day"] = day
     return {
         "format": _CONVERSATIONS if chat else _TEXTS,
         "source": found,

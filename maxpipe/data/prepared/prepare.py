@@ -103,6 +103,8 @@ class _Done:
         self.byte_counts = np.zeros(256, np.int64)
         self.has_digests = True
         """Whether the journal has digests of the source's files, which are compared."""
+        self.day = ""
+        """The date that the chat template was given; empty if it reads none."""
 
     def add(self, finished: Finished) -> None:
         shard = finished["shard"]
@@ -134,9 +136,9 @@ def prepare(plan: Plan, report: Report) -> str:
         source = answers_of(source, plan.data, plan.cache_dir, keep=plan.cache_dir is not None)
         tokenizer = open_tokenizer(plan.tokenizer)
         talks = encode.conversations_of(plan.data, source, tokenizer)
-        chat = "" if talks is None else talks.fingerprint()
+        chat, day = ("", "") if talks is None else (talks.fingerprint(), talks.day)
         parts = plan.data, plan.seed, source, plan.tokenizer, tokenizer, plan.shard_tokens
-        spec, encoder = spec_of(*parts, chat), encode.encoder_of(source, tokenizer, talks)
+        spec, encoder = spec_of(*parts, chat, day), encode.encoder_of(source, tokenizer, talks)
         try:
             check_folder(plan.folder, FILE)
             return _complete(plan, spec) or _prepared(plan, source, encoder, spec, report)
@@ -167,11 +169,14 @@ def _prepared(
         if found := _complete(plan, spec):  # by a process that had the lock before
             return found
         done = _resumed(plan.folder, journal, spec)
+        if done.day:  # that on which the folder was begun
+            spec = {**spec, "source": {**spec["source"], "day": done.day}}
         _check_skipped(plan.data, done.unreadable, done.documents)
         if not done.has_digests:
             _check_unchanged(plan.folder, source, encoder, done)
         start, begun = time.monotonic(), done.tokens
-        pieces = _encoded(plan, encode.sendable(source), done.documents, len(source))
+        sent, day = encode.sendable(source), spec["source"].get("day", "")
+        pieces = _encoded(plan, sent, done.documents, len(source), day)
         with contextlib.closing(pieces):
             _write(plan, source, pieces, done, journal, report)
         manifest = _finish(plan.folder, spec, done)
@@ -231,6 +236,7 @@ def _resumed(folder: Path, journal: BinaryIO, spec: Spec) -> _Done:
         found = opened(line, Spec)
         _check_same(folder, found, spec)
         done.has_digests = CONTENT in found["source"]
+        done.day = found["source"].get("day", "")
 
     begun = resume(
         journal,
@@ -298,16 +304,16 @@ def _held() -> Iterator[None]:
 
 
 def _encoded(
-    plan: Plan, source: Source | None, first: int, total: int
+    plan: Plan, source: Source | None, first: int, total: int, day: str
 ) -> Generator[Piece, None, None]:
-    """The documents from `first` on, in order, as processes encode them."""
+    """The documents from `first` on, in order, as processes encode them on `day`."""
     workers = plan.workers or len(os.sched_getaffinity(0))
     with _held():  # it starts Python's tracker of semaphores, which SIGHUP would end
         pool = ProcessPoolExecutor(
             workers,
             mp_context=multiprocessing.get_context("spawn"),
             initializer=encode.start,
-            initargs=(plan.data, plan.tokenizer, plan.seed, source),
+            initargs=(plan.data, plan.tokenizer, plan.seed, source, day),
         )
     waiting: deque[tuple[range, Future[Any]]] = deque()
     size = _PIECE

@@ -46,6 +46,11 @@ class ChatTemplate:
         """The template with these settings."""
         return ChatTemplate(self.template, self.path, self.tokens, settings)
 
+    @property
+    def reads_date(self) -> bool:
+        """Whether it may write the current date."""
+        return "strftime_now" in self.template
+
     def process(self) -> ChatProcess:
         """A process that renders conversations.
 

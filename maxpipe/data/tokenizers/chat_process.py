@@ -124,8 +124,11 @@ class ChatProcess:
         *,
         add_generation_prompt: bool = False,
         masking: Masking | None = None,
+        day: str = "",
     ) -> Rendered:
         """The text of a conversation; with `masking` also the spans of its trained messages.
+
+        `day`, as 2026-01-31, is the one that the template reads as the current date; empty is now.
 
         Raises:
             RenderError: the template fails, refuses the messages, or takes too much.
@@ -136,6 +139,7 @@ class ChatProcess:
                 "tools": conversation.tools,
                 "settings": dict(conversation.settings),
                 "add_generation_prompt": add_generation_prompt,
+                "day": day,
                 "trained": None if masking is None else list(conversation.trained),
                 **({} if masking is None else masking._asdict()),
             }

@@ -18,6 +18,8 @@ from typing import Any
 
 _MEMORY_BYTES = 1 << 30
 _MOST_CHARACTERS = 1 << 24
+_TEXT_KEYS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+"""Types of a message's parts that are texts, and the key that has it."""
 
 
 class _NotPrefixError(Exception):
@@ -57,7 +59,17 @@ class _Spans:
         """Begin and text of each."""
 
 
-def _environment(spans: _Spans) -> Any:
+class _Clock:
+    """The time that templates read: that of a day which the conversation names, or now."""
+
+    day = ""
+
+    def formatted(self, form: str) -> str:
+        now = datetime.datetime.fromisoformat(self.day) if self.day else datetime.datetime.now()
+        return now.strftime(form)
+
+
+def _environment(spans: _Spans, clock: _Clock) -> Any:
     import jinja2
     import jinja2.ext
     import jinja2.nodes
@@ -92,7 +104,7 @@ def _environment(spans: _Spans) -> Any:
     )
     environment.filters["tojson"] = tojson
     environment.globals["raise_exception"] = refuse
-    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    environment.globals["strftime_now"] = clock.formatted
     return environment
 
 
@@ -154,7 +166,8 @@ class _Renderer:
         import jinja2.meta
 
         self._spans = _Spans()
-        environment = _environment(self._spans)
+        self._clock = _Clock()
+        environment = _environment(self._spans, self._clock)
         self._limits = _Limits(request["cpu_seconds"])
         self._limits.renew()
         parsed = environment.parse(request["template"])
@@ -167,8 +180,11 @@ class _Renderer:
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         """The text of a conversation; with `trained` also the spans that are trained on."""
         self._limits.renew()
+        self._clock.day = request["day"]
         self._given = {**self._tokens, **request["settings"], "tools": request["tools"]}
         messages = [_Message(each) for each in request["messages"]]
+        if any(isinstance(dict.get(each, "content"), list) for each in messages):
+            messages = self._readable(messages, prompt=request["add_generation_prompt"])
         try:
             return self._answered(request, messages)
         except MemoryError:
@@ -184,6 +200,27 @@ class _Renderer:
             with contextlib.suppress(Exception):
                 return self._answered(request, messages)
             raise
+
+    def _readable(self, messages: list[_Message], *, prompt: bool) -> list[_Message]:
+        """The messages, with texts in place of lists of texts if the template reads no lists.
+
+        Raises:
+            ValueError: the template writes a list as Python does.
+        """
+        joined = [_joined(each) for each in messages]
+        texts = [
+            text.strip() for each in messages for text in _texts_of(dict.get(each, "content")) or []
+        ]
+        as_parts, as_text = self._tried(messages, prompt=prompt), self._tried(joined, prompt=prompt)
+        if as_text is not None and (
+            as_parts is None
+            or _has_lists(as_parts, messages)
+            or any(text in as_text and text not in as_parts for text in texts)
+        ):
+            messages, as_parts = joined, as_text
+        if as_parts is not None and _has_lists(as_parts, messages):
+            raise ValueError("the content of a message is a list that it does not read")
+        return messages
 
     def _answered(self, request: dict[str, Any], messages: Sequence[_Message]) -> dict[str, Any]:
         text = self._written(messages, prompt=request["add_generation_prompt"])
@@ -343,6 +380,34 @@ class _Renderer:
         if before is None or asked is None or not asked.startswith(before):
             return ""
         return asked[len(before) :]
+
+
+def _texts_of(content: Any) -> list[str] | None:
+    """The texts of parts such as `{"type": "text", "text": ...}`; None if some are others."""
+    if not isinstance(content, list):
+        return None
+    parts = [each if isinstance(each, dict) else {} for each in content]
+    texts = [each.get(_TEXT_KEYS.get(each.get("type", "text"), "")) for each in parts]
+    found = [each for each in texts if isinstance(each, str)]
+    return found if len(found) == len(texts) else None
+
+
+def _joined(message: _Message) -> _Message:
+    """The message with one text as content, if it has a list of texts."""
+    texts = _texts_of(dict.get(message, "content"))
+    if texts is None:
+        return message
+    return _Message({**dict(dict.items(message)), "content": "".join(texts)})
+
+
+def _has_lists(text: str, messages: Sequence[_Message]) -> bool:
+    """Whether the content of a message is in the text as Python or JSON writes lists."""
+    lists = [dict.get(each, "content") for each in messages]
+    lists = [each for each in lists if isinstance(each, list) and each]
+    written = [
+        [str(each), json.dumps(each), json.dumps(each, ensure_ascii=False)] for each in lists
+    ]
+    return any(each in text for forms in written for each in forms)
 
 
 def _alike(one: str, other: str) -> int:

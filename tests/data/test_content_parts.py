@@ -1,0 +1,88 @@
+"""Messages whose content is a list of texts, as OpenAI's records and those of Gemma 3 have it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from maxpipe.config.data_schema import SourceConfig
+from maxpipe.data.chat_records import conversation_of
+from maxpipe.data.formats.text_of import BadRecord
+from maxpipe.data.tokenizers.chat import ChatTemplate
+from maxpipe.data.tokenizers.chat_process import ChatInput, Masking, Rendered, RenderError
+
+CONFIG = SourceConfig(chat="messages")
+TEMPLATES = {
+    "adds": "{% for m in messages %}<{{ m.role }}>{{ '' + m.content }}</s>{% endfor %}",
+    "trims": "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}</s>{% endfor %}",
+    "skips": "{% for m in messages %}<{{ m.role }}>{{ m.content if m.content is string else '' }}"
+    "</s>{% endfor %}",
+    "dumps": "{% for m in messages %}<{{ m.role }}>{% if m.content is string %}{{ m.content }}"
+    "{% else %}{{ m.content | tojson }}{% endif %}</s>{% endfor %}",
+}
+READS = """\
+{% for m in messages %}<{{ m.role }}>{% if m.content is string %}{{ m.content }}\
+{% else %}{% for part in m.content %}({{ part.text }}){% endfor %}{% endif %}</s>{% endfor %}"""
+
+
+def parts(*texts: str, kind: str = "text") -> list[dict[str, str]]:
+    return [{"type": kind, "text": text} for text in texts]
+
+
+def rendered(template: str, messages: list[dict[str, Any]]) -> Rendered:
+    found: ChatInput = conversation_of({"messages": messages}, CONFIG)
+    asked = "{% if add_generation_prompt %}<assistant>{% endif %}"
+    process = ChatTemplate(template + asked, "t.jinja", {}).process()
+    try:
+        return process.render(found, masking=Masking(by_blocks=True, skips_rewritten=True))
+    finally:
+        process.close()
+
+
+def trained(found: Rendered) -> list[str]:
+    return [found.text[begin:end] for begin, end in found.spans]
+
+
+@pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
+def test_texts_are_joined_for_a_template_that_reads_no_lists(template: str) -> None:
+    said = [
+        {"role": "user", "content": parts("é", "?", kind="input_text"), "name": "x"},
+        {"role": "assistant", "content": parts("yes")},
+        {"role": "user", "content": "and"},
+        {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]},
+    ]
+    found = rendered(template, said)
+    assert found.text == "<user>é?</s><assistant>yes</s><user>and</s><assistant>no</s>"
+    assert trained(found) == ["yes</s>", "no</s>"]
+    assert found.unread == ("message.name",)
+
+
+def test_a_template_that_reads_lists_gets_them() -> None:
+    said = [{"role": "user", "content": parts("a", "b")}, {"role": "assistant", "content": "c"}]
+    found = rendered(READS, said)
+    assert found.text == "<user>(a)(b)</s><assistant>c</s>"
+    assert trained(found) == ["c</s>"]
+
+
+def test_a_list_that_no_text_replaces_is_refused() -> None:
+    said = [{"role": "user", "content": [{"type": "thing"}]}, {"role": "assistant", "content": "c"}]
+    with pytest.raises(RenderError, match="a list that it does not read"):
+        rendered(TEMPLATES["trims"], said)
+
+
+@pytest.mark.parametrize("kind", ["image_url", "image", "input_audio", "file"])
+def test_a_part_that_is_no_text(kind: str) -> None:
+    with pytest.raises(BadRecord) as error:
+        conversation_of({"messages": [{"role": "user", "content": [{"type": kind}]}]}, CONFIG)
+    assert error.value.given == "message 1"
+    assert f"has a part of type {kind}" in error.value.rule
+
+
+def test_a_refusal_is_what_the_assistant_says() -> None:
+    said = [
+        {"role": "user", "content": "how?"},
+        {"role": "assistant", "content": None, "refusal": "I cannot."},
+    ]
+    found = rendered(TEMPLATES["adds"], said)
+    assert trained(found) == ["I cannot.</s>"] and not found.unread

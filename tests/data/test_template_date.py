@@ -1,0 +1,99 @@
+"""Templates that write the current date, such as those of Llama 3.2 and GPT-OSS.
+
+The date is that of the day on which documents were indexed, or prepared, whenever they are read.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import pytest
+
+from maxpipe.config.schema import DataConfig, TokenizerConfig
+from maxpipe.data import chat
+from maxpipe.data.chat import ChatDocuments, Conversations, build_chat_index
+from maxpipe.data.pairs import PairDocuments, Pairs
+from maxpipe.data.prepared import prepare as prepare_module
+from maxpipe.data.prepared.manifest import FILE, JOURNAL, read_manifest
+from maxpipe.data.prepared.prepare import Plan, prepare
+from maxpipe.data.sources import open_source
+from maxpipe.data.tokenizer import ByteTokenizer
+from maxpipe.errors import Interrupted
+from tests.data.conversations import said, write_records
+from tests.data.test_prepared import digests, silent
+
+TEMPLATE = """\
+Today: {{ strftime_now('%d %b %Y') }}
+{% for message in messages %}[{{ message.role }}]{{ message.content }}
+{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"""
+FIRST, LATER = "2026-01-31", "2026-02-01"
+TOKENIZER = ByteTokenizer()
+
+
+def section(tmp_path: Path, kind: Literal["messages", "pairs"] = "messages") -> DataConfig:
+    template = tmp_path / "t.jinja"
+    template.write_text(TEMPLATE)
+    asked, answered = said(("user", "hi")), said(("assistant", "yes"))
+    record = {"messages": [*asked, *answered]}
+    if kind == "pairs":
+        record = {"prompt": asked, "chosen": answered, "rejected": said(("assistant", "no"))}
+    path = write_records(tmp_path / "a.jsonl", [record] * 40)
+    return DataConfig(source="jsonl", path=str(path), chat=kind, chat_template=str(template))
+
+
+def on(day: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat, "today", lambda: day)
+
+
+@pytest.mark.parametrize("kind", ["messages", "pairs"])
+def test_a_run_that_resumes_on_another_day(
+    kind: Literal["messages", "pairs"], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, ids = section(tmp_path, kind), []
+    for day in (FIRST, LATER):
+        on(day, monkeypatch)
+        source = open_source(data, 0)
+        if kind == "pairs":
+            pairs = Pairs(source, TOKENIZER, data, 256)
+            index = build_chat_index(pairs, str(tmp_path / "index"))
+            ids.append(PairDocuments(pairs, index)[7].ids)
+        else:
+            conversations = Conversations(source, TOKENIZER, data)
+            index = build_chat_index(conversations, str(tmp_path / "index"))
+            ids.append(ChatDocuments(conversations, index)[7].ids)
+    assert TOKENIZER.decode(ids[0].tolist()).startswith("Today: 31 Jan 2026\n[user]hi")
+    assert np.array_equal(*ids)
+
+
+def test_a_folder_that_is_prepared_on_two_days(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = Plan(
+        data=section(tmp_path),
+        tokenizer=TokenizerConfig(),
+        seed=0,
+        folder=tmp_path / "tokens",
+        workers=1,
+        shard_tokens=500,
+    )
+    on(FIRST, monkeypatch)
+    prepare(plan, silent)
+    whole = digests(plan.folder)
+    assert read_manifest(str(plan.folder))["source"].get("day") == FIRST
+    shutil.rmtree(plan.folder)
+
+    def stopped(*_: object) -> None:
+        if (plan.folder / JOURNAL).read_bytes().count(b"\n") > 2:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(Interrupted):
+        patch.setattr(prepare_module, "_check_sealed", stopped)
+        prepare(plan, silent)
+    assert not (plan.folder / FILE).exists()
+    on(LATER, monkeypatch)
+    prepare(plan, silent)
+    assert digests(plan.folder) == whole
+    assert prepare(plan, silent).startswith(f"{plan.folder} is complete")
