@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from maxpipe.model.huggingface import Fixed, Kept, Key, Ours, Rotary, Row, Tensor, Theirs, Unlike
+from maxpipe.model.huggingface import Fixed, Kept, Key, Ours, Row, Tensor, Theirs, Unlike
 
 
 def sizes(
@@ -356,8 +356,3 @@ LLAMA = (
     *MLP,
 )
 """All tensors of Llama, which other families have, too."""
-
-
-def plain_rope(theta: float = 10000.0) -> Row:
-    """Rotary positions that nothing stretches."""
-    return Rotary("rope_theta", theta, {}, unscaled={})
