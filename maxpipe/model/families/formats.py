@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from maxpipe.model.huggingface import Fixed, Kept, Key, Ours, Row, Tensor, Theirs, Unlike
 
@@ -244,6 +245,17 @@ class Period:
         """Both spellings."""
         period = ours[self.ours]
         return {"layer_types": self._types(ours["num_layers"], period), self.theirs: period}
+
+    def restated(self, theirs: Theirs) -> tuple[str, Any] | None:
+        """The key whose period differs from `layer_types`, and its value; None if none does."""
+        types = theirs.get("layer_types")
+        if not isinstance(types, list):
+            return None
+        for name in (self.theirs, *self.also):
+            period = theirs.get(name)
+            if type(period) is int and period > 0 and self._types(len(types), period) != types:
+                return name, period
+        return None
 
     def _types(self, count: int, period: int) -> list[str]:
         return [self.others if number % period else FULL for number in range(1, count + 1)]
