@@ -23,6 +23,7 @@ def main() -> None:
 def value(config: dict[str, Any], path: list[str]) -> Any:
     """The value that a config of this content has."""
     found = transformers.AutoConfig.for_model(config["model_type"]).__class__.from_dict(config)
+    found.standardize_rope_params()  # as its frequencies are computed
     for name in path:
         found = found[name] if isinstance(found, dict) else getattr(found, name)
     return str(found).removeprefix("torch.") if path == ["dtype"] else found

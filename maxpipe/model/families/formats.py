@@ -102,7 +102,9 @@ class Unquantised:
                 f"import AutoModelForCausalLM as M{code}, save_original_format=False)', "
                 "and give NEW."
             )
-        raise Unlike("quantization_config", said, "must be null: weights are quantised.", action)
+        by = f" by {method}" if isinstance(method, str) else ""
+        rule = f"must be null: the folder's weights are quantised{by}."
+        raise Unlike("quantization_config", said, rule, action)
 
     def write(self, ours: Ours) -> Theirs:
         """Nothing: it means something by being there."""
