@@ -166,12 +166,13 @@ def test_frequencies_are_those_of_transformers(
         (tmp_path / "config.json").write_text(json.dumps(CONFIGS[name]))
         config = described(tmp_path).config
         model = FAMILIES[config.family].describe(config)
-        layer, part = [
+        parts: list[tuple[int, Any]] = [
             (number, branch.part)
             for number, kind in enumerate(model.layers)
             for branch in model.kinds[kind].branches
             if hasattr(branch.part, "rope")
-        ][-1]
+        ]
+        layer, part = parts[-1]
         size = getattr(part, "rope_size", part.head_size)
         for length, wanted in zip(LENGTHS, answers[name], strict=True):
             inputs = {"positions": jnp.zeros((1, length), jnp.int32)}
