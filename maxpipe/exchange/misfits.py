@@ -25,7 +25,12 @@ _KNOWN: Sequence[tuple[str, str, str]] = (
         'Merge them with PEFT, model.merge_and_unload().save_pretrained("NEW"), and give NEW.',
     ),
     (
-        r"\.(weight_scale(_inv)?|weight_packed|qweight|qzeros|g_idx|absmax|quant_map|SCB"
+        r"\.(qweight|qzeros|g_idx)$",
+        "has weights quantised by GPTQ or AWQ",
+        "Give the folder of these weights before they were quantised: no tool restores them.",
+    ),
+    (
+        r"\.(weight_scale(_inv)?|weight_packed|absmax|quant_map|SCB"
         r"|\w+_blocks|\w+_scales)$|\.quant_state\.",
         f"has quantised weights, and its {FILE} has no quantization_config",
         f"Put back the {FILE} that was published with these weights: maxpipe then prints a command "

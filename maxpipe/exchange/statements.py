@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from maxpipe.model.families.formats import Period
 from maxpipe.model.huggingface import HuggingFace, Rotary, Theirs, Twice, Unlike, Whole, an_object
 
 _LENGTH, _ORIGINAL = "max_position_embeddings", "original_max_position_embeddings"
@@ -71,6 +72,9 @@ def settled(content: Theirs, table: HuggingFace, whole: Whole | None = None) -> 
         )
     for twice in (_TYPES, *table.twice):
         _once(found, twice)
+    for row in table.keys:
+        if isinstance(row, Period) and (other := row.restated(found.content)) is not None:
+            found.unread_if_other("layer_types", found.content["layer_types"], *other)
     rows = [row for row in table.keys if isinstance(row, Rotary)]
     settings = [_rotary(found, row) for row in rows]
     for name in ("rope_scaling", *(row.older for row in rows)):

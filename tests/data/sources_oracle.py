@@ -3,7 +3,8 @@
 The folder is a tokenizer's, with jobs.json: templates by name, and records. The script writes
 answers.json: ids and trained tokens of each record for each template, or null where the template
 refuses the record. Without generation blocks the trained part of a final answer is what follows
-the prompt that a model is given, which is TRL's definition.
+the prompt that a model is given, which is TRL's definition. Of a prompt that opens a block which
+the answer lacks, as that of DeepSeek R1, it begins where another content would differ.
 """
 
 import json
@@ -38,9 +39,25 @@ def answer(record, template):
         return {"ids": ids, "last": None}
     try:
         asked = rendered(record, messages[:-1], template, add_generation_prompt=True)["input_ids"]
+        before = rendered(record, messages[:-1], template)["input_ids"]
     except Exception:
         return {"ids": ids, "last": None}
-    return {"ids": ids, "last": len(asked) if ids[: len(asked)] == asked else None}
+    if ids[: len(asked)] == asked:
+        return {"ids": ids, "last": len(asked)}
+    # A prompt may open a block of reasoning that the record lacks: the answer then begins where
+    # its content makes a difference.
+    other = {**messages[-1], "content": "Zebra"}
+    others = rendered(record, [*messages[:-1], other], template)["input_ids"]
+    begin = min(alike(asked, ids), alike(others, ids))
+    is_prefix = len(before) < begin and ids[: len(before)] == before
+    return {"ids": ids, "last": begin if is_prefix else None}
+
+
+def alike(one, other):
+    """Number of tokens with which both begin."""
+    pairs = zip(one, other, strict=False)
+    shorter = min(len(one), len(other))
+    return next((n for n, (left, right) in enumerate(pairs) if left != right), shorter)
 
 
 answers = {}

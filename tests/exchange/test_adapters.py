@@ -211,7 +211,9 @@ def test_peft_computes_the_same_logits(family: str, kind: str, tmp_path: Path) -
     export(parse(str(run.folder)), str(tmp_path / "merged"), None, quiet)
     np.save(tmp_path / "tokens.npy", TOKENS % job["config"]["vocab_size"])
     asks = {"tokens": str(tmp_path / "tokens.npy"), "adapter": str(tmp_path / "alone")}
-    for action, folder in (("adapted", job["folder"]), ("logits", str(tmp_path / "merged"))):
+    said = json.loads((tmp_path / "alone" / "adapter_config.json").read_text())
+    base = said["base_model_name_or_path"]
+    for action, folder in (("adapted", base), ("logits", str(tmp_path / "merged"))):
         found = str(tmp_path / f"{action}.npy")
         asked(action, [{**asks, "folder": folder, "logits": found}], tmp_path)
         theirs, ours = np.load(found), of_adapters(run, job["config"]["vocab_size"])

@@ -189,8 +189,18 @@ ODD: dict[str, tuple[Change, str, str]] = {
     ),
     "GPTQ": (
         _renamed("q_proj.weight", "q_proj.qweight"),
+        "has weights quantised by GPTQ or AWQ",
+        "before they were quantised: no tool restores them",
+    ),
+    "FP8": (
+        lambda x: x | {"model.layers.0.self_attn.q_proj.weight_scale_inv": ROW},
         "has quantised weights, and its config.json has no quantization_config",
         "Put back the config.json",
+    ),
+    "fused and separate": (
+        lambda x: x | {"model.layers.0.self_attn.qkv_proj.weight": ROW},
+        "has 1 tensor that config.json does not describe",
+        "Give the config.json",
     ),
     "Megatron": (_renamed("self_attn.q_proj", "query_key_value"), "Megatron", "transformers reads"),
     "classifier": (

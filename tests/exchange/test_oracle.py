@@ -274,7 +274,10 @@ def deepseek_v3(draw: random.Random) -> dict[str, Any]:
 
 
 HEADS_SHARE_THE_WIDTH = {"qwen2", "olmo2", "granite", "phi3"}
-SCALED = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
+SCALED = (
+    *("llama", "mistral", "qwen2", "qwen3", "qwen3_moe"),
+    *("gemma2", "granite", "olmo2", "mixtral"),
+)
 CLASSES = {
     "llama": (llama, "LlamaConfig", "LlamaForCausalLM"),
     "gemma3": (gemma3, "Gemma3TextConfig", "Gemma3ForCausalLM"),

@@ -436,7 +436,7 @@ def test_defaults_are_those_of_transformers(tmp_path: Path) -> None:
 )
 def test_quantised_weights_are_refused(method: str, action: str, tmp_path: Path) -> None:
     config, _ = maker.gpt_oss(quantization_config={"quant_method": method})
-    with pytest.raises(ConfigError, match="weights are quantised") as caught:
+    with pytest.raises(ConfigError, match=f"weights are quantised by {method}") as caught:
         said(tmp_path / "x", config)
     assert action in str(caught.value)
 

@@ -14,7 +14,7 @@ from maxpipe.model.families.gemma3 import Gemma3Config
 from maxpipe.model.families.gpt_oss import GptOssConfig
 from maxpipe.model.families.granite import GraniteConfig
 from maxpipe.model.families.mistral import MistralConfig
-from maxpipe.model.families.moe import MoeConfig
+from maxpipe.model.families.moe import MoeConfig, RoutedConfig
 from maxpipe.model.families.olmo2 import Olmo2Config
 from maxpipe.model.families.phi3 import Phi3Config
 from maxpipe.model.families.qwen2 import Qwen2Config
@@ -183,7 +183,7 @@ def test_sample_of_the_matrix(number: int, family: dict[str, Any]) -> None:
     """
     case = matrix()[(number + FAMILIES_IN_MATRIX.index(family)) % len(matrix())]
     case = replace(case, **family)
-    if isinstance(case.own, MoeConfig):
+    if isinstance(case.own, RoutedConfig):
         dense = min(case.own.num_dense_layers, case.layers - 1)
         case = replace(case, own=replace(case.own, num_dense_layers=dense))
     check_gradients(case)

@@ -10,7 +10,7 @@ from maxpipe.config.bounds import Bound
 from maxpipe.config.schema import ModelConfig
 from maxpipe.errors import Finding
 from maxpipe.model.families import formats, generic, moe
-from maxpipe.model.families.moe import MoeConfig
+from maxpipe.model.families.moe import RoutedConfig
 from maxpipe.model.family import Family, own_keys
 from maxpipe.model.huggingface import (
     Fixed,
@@ -36,7 +36,7 @@ _EPSILON = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DeepseekConfig(MoeConfig):
+class DeepseekConfig(RoutedConfig):
     """Keys of DeepSeek models only. `model.head_size` is that of queries and keys, what turns
     included.
     """

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
-from maxpipe.model.huggingface import Fixed, Kept, Key, Ours, Rotary, Row, Tensor, Theirs, Unlike
+from maxpipe.model.huggingface import Fixed, Kept, Key, Ours, Row, Tensor, Theirs, Unlike
 
 
 def sizes(
@@ -101,7 +102,9 @@ class Unquantised:
                 f"import AutoModelForCausalLM as M{code}, save_original_format=False)', "
                 "and give NEW."
             )
-        raise Unlike("quantization_config", said, "must be null: weights are quantised.", action)
+        by = f" by {method}" if isinstance(method, str) else ""
+        rule = f"must be null: the folder's weights are quantised{by}."
+        raise Unlike("quantization_config", said, rule, action)
 
     def write(self, ours: Ours) -> Theirs:
         """Nothing: it means something by being there."""
@@ -245,6 +248,17 @@ class Period:
         period = ours[self.ours]
         return {"layer_types": self._types(ours["num_layers"], period), self.theirs: period}
 
+    def restated(self, theirs: Theirs) -> tuple[str, Any] | None:
+        """The key whose period differs from `layer_types`, and its value; None if none does."""
+        types = theirs.get("layer_types")
+        if not isinstance(types, list):
+            return None
+        for name in (self.theirs, *self.also):
+            period = theirs.get(name)
+            if type(period) is int and period > 0 and self._types(len(types), period) != types:
+                return name, period
+        return None
+
     def _types(self, count: int, period: int) -> list[str]:
         return [self.others if number % period else FULL for number in range(1, count + 1)]
 
@@ -356,8 +370,3 @@ LLAMA = (
     *MLP,
 )
 """All tensors of Llama, which other families have, too."""
-
-
-def plain_rope(theta: float = 10000.0) -> Row:
-    """Rotary positions that nothing stretches."""
-    return Rotary("rope_theta", theta, {}, unscaled={})

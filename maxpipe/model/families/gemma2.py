@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from maxpipe.config.bounds import LARGEST, Bound
 from maxpipe.config.schema import ModelConfig
-from maxpipe.model.families import formats, generic
+from maxpipe.errors import Finding
+from maxpipe.model.families import formats, generic, ropes
+from maxpipe.model.families.ropes import RopeConfig
 from maxpipe.model.family import Family, own_keys
 from maxpipe.model.huggingface import Fixed, HuggingFace, Kept, Key, Twice
-from maxpipe.model.parts.attention import Rope
 from maxpipe.model.parts.norm import RMSNorm
 from maxpipe.model.spec import Model
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Gemma2Config:
+class Gemma2Config(RopeConfig):
     """Keys of Gemma 2 models only. The output projection is the embedding's table."""
 
     window: int = 4096
@@ -34,7 +36,7 @@ def describe(config: ModelConfig) -> Model:
     own = own_keys(config, Gemma2Config)
     attention = generic.attention(
         config,
-        Rope(config.rope_theta),
+        ropes.rope(config, own),
         scale=(own.query_scale or config.head_size) ** -0.5,
         window="window",
         soft_cap=own.score_cap,
@@ -50,6 +52,11 @@ def describe(config: ModelConfig) -> Model:
         embed_scale=config.d_model**0.5,
         logit_cap=own.logit_cap,
     )
+
+
+def _rules(config: ModelConfig) -> Iterator[Finding]:
+    yield from generic.embeddings_are_tied(config)
+    yield from ropes.rules(config, own_keys(config, Gemma2Config))
 
 
 _HUGGINGFACE = HuggingFace(
@@ -70,7 +77,7 @@ _HUGGINGFACE = HuggingFace(
         Key("query_pre_attn_scalar", "gemma2.query_scale", 256, "head_size", whole=True),
         formats.OrNone("attn_logit_softcapping", "gemma2.score_cap", 50.0),
         formats.OrNone("final_logit_softcapping", "gemma2.logit_cap", 30.0),
-        formats.plain_rope(),
+        ropes.row("gemma2", 8192),
         formats.LayerTypes((formats.WINDOWED, formats.FULL)),
         Fixed("hidden_activation", ("gelu_pytorch_tanh",), "gelu_pytorch_tanh"),
         Kept("hidden_act"),
@@ -96,7 +103,8 @@ FAMILY = Family(
         Bound("query_scale", 256.0, 0, LARGEST, "0 takes model.head_size"),
         Bound("score_cap", 50.0, 0, LARGEST, "0 leaves scores as they are"),
         Bound("logit_cap", 30.0, 0, LARGEST, "0 leaves logits as they are"),
+        *ropes.BOUNDS,
     ),
-    rules=generic.embeddings_are_tied,
+    rules=_rules,
     huggingface=(_HUGGINGFACE,),
 )

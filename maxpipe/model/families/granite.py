@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from maxpipe.config.bounds import LARGEST, Bound
 from maxpipe.config.schema import ModelConfig
-from maxpipe.model.families import formats, generic
+from maxpipe.errors import Finding
+from maxpipe.model.families import formats, generic, ropes
+from maxpipe.model.families.ropes import RopeConfig
 from maxpipe.model.family import Family, own_keys
 from maxpipe.model.huggingface import Fixed, HuggingFace, Key, Ours, Theirs
-from maxpipe.model.parts.attention import Rope
 from maxpipe.model.parts.norm import RMSNorm
 from maxpipe.model.spec import Model
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GraniteConfig:
+class GraniteConfig(RopeConfig):
     """Keys of Granite models only."""
 
     embed_scale: float = 1.0
@@ -31,7 +33,8 @@ class GraniteConfig:
 def describe(config: ModelConfig) -> Model:
     """One kind of layer."""
     own = own_keys(config, GraniteConfig)
-    attention = generic.attention(config, Rope(config.rope_theta), scale=own.score_scale or None)
+    rope = ropes.rope(config, own)
+    attention = generic.attention(config, rope, scale=own.score_scale or None)
     return generic.alike(
         config,
         attention,
@@ -40,6 +43,10 @@ def describe(config: ModelConfig) -> Model:
         embed_scale=own.embed_scale,
         logit_scale=1.0 / own.logit_divisor,
     )
+
+
+def _rules(config: ModelConfig) -> Iterator[Finding]:
+    return ropes.rules(config, own_keys(config, GraniteConfig))
 
 
 class _Scores:
@@ -67,7 +74,7 @@ _HUGGINGFACE = HuggingFace(
         _Scores(),
         Key("residual_multiplier", "granite.branch_scale", 1.0),
         Key("logits_scaling", "granite.logit_divisor", 1.0),
-        formats.plain_rope(),
+        ropes.row("granite", 2048),
         Fixed("hidden_act", ("silu",), "silu"),
         Fixed("attention_bias", (False,), False),
         Fixed("mlp_bias", (False,), False),
@@ -85,6 +92,8 @@ FAMILY = Family(
         Bound("score_scale", 0.0, 0, LARGEST, "0 takes model.head_size ** -0.5"),
         Bound("branch_scale", 0.22, 0, LARGEST, "branches of 0 train nothing", False),
         Bound("logit_divisor", 8.0, 0, LARGEST, "logits are divided by it", False),
+        *ropes.BOUNDS,
     ),
+    rules=_rules,
     huggingface=(_HUGGINGFACE,),
 )

@@ -9,19 +9,19 @@ from typing import Literal
 from maxpipe.config.bounds import LARGEST, Bound
 from maxpipe.config.schema import ModelConfig
 from maxpipe.errors import Finding
-from maxpipe.model.families import formats, generic, mixtures
+from maxpipe.model.families import formats, generic, mixtures, ropes
 from maxpipe.model.families.mixtures import MixtureConfig
+from maxpipe.model.families.ropes import RopeConfig
 from maxpipe.model.family import Family, own_keys
-from maxpipe.model.huggingface import Fixed, HuggingFace, Key, Only, Rotary, Twice
-from maxpipe.model.parts.attention import Rope
+from maxpipe.model.huggingface import Fixed, HuggingFace, Key, Only, Twice
 from maxpipe.model.parts.experts import Experts, Groups
 from maxpipe.model.parts.mlp import GatedMLP
 from maxpipe.model.spec import Model, Part
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MoeConfig(MixtureConfig):
-    """Keys of mixtures of experts only."""
+class RoutedConfig(MixtureConfig):
+    """Keys of families with shared experts and groups of experts."""
 
     num_dense_layers: int = 1
     """Layers in front that have one MLP of width `model.d_mlp` instead of experts."""
@@ -48,14 +48,20 @@ class MoeConfig(MixtureConfig):
     else down. Read with `router_bias`."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MoeConfig(RoutedConfig, RopeConfig):
+    """Keys of mixtures of experts only."""
+
+
 def describe(config: ModelConfig) -> Model:
     """Two kinds of layers, `dense` and `experts`; without dense layers one."""
-    return layered(config, generic.attention(config, Rope(config.rope_theta)))
+    rope = ropes.rope(config, own_keys(config, MoeConfig))
+    return layered(config, generic.attention(config, rope))
 
 
 def layered(config: ModelConfig, attention: Part) -> Model:
     """The model with this attention, of a family that has these keys and perhaps more."""
-    own = own_keys(config, MoeConfig)
+    own = own_keys(config, RoutedConfig)
     shared = own.num_shared_experts * mixtures.width(config, own)
     groups = Groups(own.num_groups, own.groups_per_token, own.group_scores)
     experts = mixtures.experts(
@@ -73,7 +79,7 @@ def layered(config: ModelConfig, attention: Part) -> Model:
 
 def rules(config: ModelConfig) -> Iterator[Finding]:
     """What is wrong with these keys, in the section of the config's family."""
-    own, section = own_keys(config, MoeConfig), f"model.{config.family}"
+    own, section = own_keys(config, RoutedConfig), f"model.{config.family}"
     yield from mixtures.rules(config, own)
     yield from _grouped(own, section)
     if own.num_dense_layers >= config.num_layers:
@@ -86,7 +92,12 @@ def rules(config: ModelConfig) -> Iterator[Finding]:
         )
 
 
-def _grouped(own: MoeConfig, section: str) -> Iterator[Finding]:
+def _rules(config: ModelConfig) -> Iterator[Finding]:
+    yield from rules(config)
+    yield from ropes.rules(config, own_keys(config, MoeConfig))
+
+
+def _grouped(own: RoutedConfig, section: str) -> Iterator[Finding]:
     """Groups are of one size, and those of a token have experts enough."""
     size = own.num_experts // own.num_groups
     if own.num_experts % own.num_groups:
@@ -133,7 +144,7 @@ _MIXTRAL = HuggingFace(
         Only("moe.normalised_weights", True),
         Only("moe.num_groups", 1),
         Only("moe.router_bias", False),
-        Rotary("rope_theta", 1e6, {}, unscaled={}),
+        ropes.row("moe", 131072, 1e6),
         Fixed("hidden_act", ("silu",), "silu"),
         Fixed("sliding_window", (None,)),
         *formats.BALANCED,
@@ -162,8 +173,8 @@ FAMILY = Family(
     "moe",
     MoeConfig,
     describe,
-    bounds=BOUNDS,
-    rules=rules,
+    bounds=(*BOUNDS, *ropes.BOUNDS),
+    rules=_rules,
     reporting=(Experts,),
     huggingface=(_MIXTRAL,),
 )

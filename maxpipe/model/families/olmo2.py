@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from maxpipe.config.schema import ModelConfig
-from maxpipe.model.families import formats, generic
-from maxpipe.model.family import Family
+from maxpipe.errors import Finding
+from maxpipe.model.families import formats, generic, ropes
+from maxpipe.model.families.ropes import RopeConfig
+from maxpipe.model.family import Family, own_keys
 from maxpipe.model.huggingface import Fixed, HuggingFace
-from maxpipe.model.parts.attention import Rope
 from maxpipe.model.parts.norm import RMSNorm
 from maxpipe.model.spec import Model
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Olmo2Config:
-    """OLMo 2 models have no keys of their own."""
+class Olmo2Config(RopeConfig):
+    """Keys of OLMo 2 models only."""
 
 
 def describe(config: ModelConfig) -> Model:
     """One kind of layer."""
     norm = RMSNorm(config.d_model, config.norm_epsilon)
-    attention = generic.attention(config, Rope(config.rope_theta), head_norm=norm, joint_norm=True)
+    rope = ropes.rope(config, own_keys(config, Olmo2Config))
+    attention = generic.attention(config, rope, head_norm=norm, joint_norm=True)
     return generic.alike(config, attention, norm, before=False, after=True)
+
+
+def _rules(config: ModelConfig) -> Iterator[Finding]:
+    return ropes.rules(config, own_keys(config, Olmo2Config))
 
 
 _HUGGINGFACE = HuggingFace(
@@ -30,7 +37,7 @@ _HUGGINGFACE = HuggingFace(
     "olmo2",
     keys=(
         *formats.sizes(mlp=11008, vocab=50304, epsilon=1e-5),
-        formats.plain_rope(),
+        ropes.row("olmo2", 2048),
         Fixed("hidden_act", ("silu",), "silu"),
         Fixed("attention_bias", (False,), False),
     ),
@@ -47,4 +54,11 @@ _HUGGINGFACE = HuggingFace(
 )
 
 
-FAMILY = Family("olmo2", Olmo2Config, describe, huggingface=(_HUGGINGFACE,))
+FAMILY = Family(
+    "olmo2",
+    Olmo2Config,
+    describe,
+    bounds=ropes.BOUNDS,
+    rules=_rules,
+    huggingface=(_HUGGINGFACE,),
+)

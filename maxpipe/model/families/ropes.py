@@ -285,10 +285,11 @@ class Turns:
         return {self.theirs: ours[self.ours] or self.paper}
 
 
-def row(family: str, longest: int) -> Row:
+def row(family: str, longest: int, theta: float = 10000.0) -> Row:
     """Rotary positions by the keys of a family that has all of them.
 
-    `longest` is what transformers takes for `max_position_embeddings` where there is none.
+    `longest` and `theta` are the defaults of transformers for `max_position_embeddings` and
+    `rope_theta`.
     """
     kind, factor, length = (f"{family}.rope_{name}" for name in ("type", "scaling", "length"))
     original, short, long = (
@@ -327,7 +328,7 @@ def row(family: str, longest: int) -> Row:
     }
     return Rotary(
         "rope_theta",
-        10000.0,
+        theta,
         {name: (Only(kind, name), *rows) for name, rows in scalings.items()},
         unscaled={factor: 1.0, length: 0.0, short: [], long: []}
         | {fast: 0.0, slow: 0.0, whole: True},
