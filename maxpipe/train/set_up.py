@@ -98,8 +98,7 @@ def set_up(
     steps = _steps(config, datasets)
     with phases.enter(RESTORE):
         taught = taught_by(loaded, datasets, steps, phases, console.stage)
-    banner = [*facts_of(config, steps, datasets, length), *taught.words]
-    console.banner(banner)
+    console.banner(banner := [*facts_of(config, steps, datasets, length), *taught.words])
     if process == 0:
         _warn(loaded, datasets, console, phases)
     evaluations = _evaluations(config, datasets, console, link, phases)
@@ -123,8 +122,8 @@ def set_up(
         taught.compile(train_steps, console.stage)
         evaluations.compile(steps)
     events.write("start", step=first, **_begun(datasets, phases))
-    given = run_dir, config.log.tensorboard
-    open_writer = partial(MetricWriter, *given, process_index=process, ours=ours)
+    writes = {"process_index": process, "ours": ours}
+    open_writer = partial(MetricWriter, run_dir, config.log.tensorboard, **writes)
     writer = open_writer(resume_step=first)
     program = train_steps.get(steps.shape[0])
     show(writer, config, steps, begin.state, program, stack, dict(banner))
