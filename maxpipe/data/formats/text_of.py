@@ -9,6 +9,7 @@ import numpy as np
 
 from maxpipe.boundary.typed import parse
 from maxpipe.config.data import template_pieces
+from maxpipe.data.formats.record_keys import chat_settings, text_template
 
 _MAX_DEPTH = 256
 """Deepest nesting of brackets in a document's JSON."""
@@ -68,13 +69,21 @@ class TextOf:
         raise self._no_text(record, value)
 
     def _no_text(self, record: Mapping[str, Any], value: object) -> BadRecord:
-        texts = [name for name, other in record.items() if isinstance(other, (str, bytes))]
         found = "is missing" if value is _MISSING else f"is of type {type(value).__name__}"
-        return BadRecord(
-            _fields(record),
-            f"must have text in data.field ({self._field}), which {found}.",
-            f"Set data.field={texts[0]}." if texts else "Add a text field to every record.",
-        )
+        rule = f"must have text in data.field ({self._field}), which {found}."
+        return BadRecord(_fields(record), rule, _to_read(record))
+
+
+def _to_read(record: Mapping[str, Any]) -> str:
+    """The action that reads a record without the field of its text."""
+    chat, template = chat_settings(record), text_template(record)
+    actions = [f"{chat} to render conversations with a chat template"] if chat else []
+    if template:
+        actions.append(f"data.template='{template}' to train all of it as text")
+    if actions:
+        return f"Set {', or '.join(actions)}."
+    texts = [name for name, other in record.items() if isinstance(other, (str, bytes))]
+    return f"Set data.field={texts[0]}." if texts else "Add a text field to every record."
 
 
 def _value(record: Mapping[str, Any], name: str) -> Any:
