@@ -125,7 +125,7 @@ MISTAKES = [
             "--job.config_file=x.toml",
             "--job.config_file=x.toml",
             "a config is a YAML file",
-            "Write x.toml alone.",
+            "Write x.toml on the command line, without this name.",
             "",
         ),
         (

@@ -149,7 +149,7 @@ ABSENT_KEY = {
     "config_file job_config_file config_path cfg yaml config_name": (
         "a config is a YAML file, given without an option; TOML of other trainers is translated "
         "when it is given.",
-        "Write {value} alone.",
+        "Write {value} on the command line, without this name.",
     ),
     "base_config": (
         "a config file does not name another one: files merge from left to right.",

@@ -64,18 +64,34 @@ def _leaves(path: tuple[str, ...], raw: Raw) -> Iterator[tuple[tuple[str, ...], 
         yield path, raw
 
 
+_CONFIG_FILE = ("job.config_file", "job_config_file", "config_file")
+"""Names of the config file in command lines of torchtitan, which may be written to a file."""
+
+
+def config_named(assignments: Iterable[Assignment]) -> tuple[str, str] | None:
+    """The key of a file that names another trainer's config file, and that file's path."""
+    for assignment in assignments:
+        for path, raw in leaves(assignment):
+            if (name := ".".join(path)) in _CONFIG_FILE and isinstance(raw, str) and raw:
+                return name, raw
+    return None
+
+
 def is_foreign(unknown: Sequence[Assignment], context: Context) -> bool:
     """Whether a file is one of another trainer, by its keys that do not exist here."""
     known = 0
     for assignment in unknown:
         if _is_misspelled(assignment):
             continue
-        for path, raw in leaves(assignment):
-            if _is_misplaced(path):
-                continue
-            known += translate(path, raw, context).is_exact
-            if known >= _FEWEST:
-                return True
+        found = [
+            translate(path, raw, context).is_exact
+            for path, raw in leaves(assignment)
+            if not _is_misplaced(path)
+        ]
+        known += sum(found)
+        is_section = isinstance(assignment.raw, dict) and assignment.path[0] not in SECTIONS
+        if known >= _FEWEST or (is_section and any(found) and all(found)):
+            return True
     return False
 
 
@@ -96,7 +112,7 @@ def _is_misplaced(path: Sequence[str]) -> bool:
 _OWN_NAMES = frozenset(key.rpartition(".")[2] for key in KEYS)
 
 
-def report(origin: str, assignments: Iterable[Assignment], context: Context) -> Problem:
+def report(origin: str, assignments: Sequence[Assignment], context: Context) -> Problem:
     """All keys of a file of another trainer, with the lines to put in their place."""
     lines: dict[str, tuple[str, str]] = {}
     absent: dict[str, list[str]] = {}
@@ -124,6 +140,8 @@ def report(origin: str, assignments: Iterable[Assignment], context: Context) -> 
             lines |= {key: (text, remark) for key, text in found.settings}
         else:
             absent.setdefault(_reason(found), []).append(name)
+    if not lines and (named := config_named(assignments)):
+        return _of_a_launcher(origin, *named)
     body = "\n".join(f"    {line}".rstrip() for line in [*_yaml(lines), *_remarks(absent)])
     named = sum(bool(remark) for _, remark in lines.values())
     rule = (
@@ -132,6 +150,11 @@ def report(origin: str, assignments: Iterable[Assignment], context: Context) -> 
     )
     action = f"Write these lines to a .yml file, and give that in place of {origin}:\n{body}"
     return Problem(origin, "", rule, action)
+
+
+def _of_a_launcher(origin: str, name: str, file: str) -> Problem:
+    rule = f"holds options of another trainer's command: {name} names the config, {file}."
+    return Problem(origin, "", rule, f"Give {file} in place of {origin}.")
 
 
 def _family(given: Sequence[tuple[tuple[str, ...], Raw]], context: Context) -> str:

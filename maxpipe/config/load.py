@@ -117,7 +117,8 @@ def load(
     problems += set_twice(assignments)
     assignments = [to_new_key(assignment) for assignment in assignments]
     named = _named_like(located[-1]) if located and located[-1] else None
-    is_complete = None not in read
+    # Another trainer's config file that an option names may set the missing keys.
+    is_complete = None not in read and foreign_files.config_named(given) is None
     foreign = [each.origin for each in located if each and _is_foreign(each)]
     built = _build(
         assignments, problems, named, is_complete=is_complete, to_train=to_train, foreign=foreign

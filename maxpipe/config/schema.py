@@ -197,9 +197,10 @@ class PipelineConfig:
     schedule: str = "interleaved"
     """Order of forward and backward work; `maxpipe schedule` draws each one. Whole backwards:
     `gpipe`, `circular`, `breadth_first`, and with memory independent of the number of microbatches
-    `1f1b`, `interleaved`. Split backwards, which pay with `pipeline.remat` `names` or `none`:
-    `zb_h1`, `zb_h2`, and with two repeats in a V `zb_v`, `v_half`, `v_min`, `dualpipe_v`.
-    `file:PATH` runs the schedule that a CSV file describes."""
+    `1f1b`, `interleaved`; with two or more `pipeline.repeats` these two are the same schedule.
+    Split backwards, which pay with `pipeline.remat` `names` or `none`: `zb_h1`, `zb_h2`, and with
+    two repeats in a V `zb_v`, `v_half`, `v_min`, `dualpipe_v`. `file:PATH` runs the schedule that a
+    CSV file describes."""
     microbatches: int = 1
     """Number of pieces the batch is cut into. On one stage this is gradient accumulation."""
     repeats: int = 1

@@ -10,6 +10,7 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
+from maxpipe.boundary.device_files import accelerators
 from maxpipe.config import shipped
 from maxpipe.config.documents import one_line
 from maxpipe.config.keys import (
@@ -94,19 +95,27 @@ class Context:
 
     def devices(self, axes: Sequence[str] = MESH_AXES) -> int | None:
         """The number of devices along these axes; None where it is not known."""
-        sizes = {key: int(self.values[key]) for key in axis_keys(*MESH_AXES)}
-        if any(size < 1 for size in sizes.values()):
-            if (
-                not self._is_cpu()
-                or list(sizes.values()).count(-1) != 1
-                or set(axes) != {*MESH_AXES}
-            ):
+        sizes = self.sizes()
+        left = [key for key, size in sizes.items() if size < 1]
+        if left:
+            total = self._cpu_devices()
+            fixed = math.prod(size for size in sizes.values() if size >= 1)
+            if total is None or len(left) != 1 or total % fixed:
                 return None
-            return int(self.values["mesh.cpu_devices"])
+            sizes[left[0]] = total // fixed
         return math.prod(sizes[key] for key in axis_keys(*axes))
 
-    def _is_cpu(self) -> bool:
-        return self.values["runtime.platform"] == "cpu" or self.values["mesh.cpu_devices"] > 1
+    def sizes(self) -> dict[str, int]:
+        """Key of each mesh axis to its size; -1 is what is left of the devices."""
+        return {key: int(self.values[key]) for key in axis_keys(*MESH_AXES)}
+
+    def _cpu_devices(self) -> int | None:
+        """The devices of a run on CPUs; None where it may run on accelerators."""
+        processes = int(self.values["runtime.num_processes"])
+        each = int(self.values["mesh.cpu_devices"])
+        platform = self.values["runtime.platform"]
+        on_cpu = platform == "cpu" or (platform == "auto" and not accelerators())
+        return each * processes if on_cpu and processes > 0 else None
 
 
 CONTEXT_KEYS = (
@@ -115,6 +124,7 @@ CONTEXT_KEYS = (
     "mesh.cpu_devices",
     "tokenizer.kind",
     "runtime.platform",
+    "runtime.num_processes",
     "train.steps",
     "optim.learning_rate",
 )
@@ -251,11 +261,24 @@ def _times_devices(
         if devices and (total := number * devices * factor) == int(total):
             return Translation(((key, str(int(total))),), why, key=key)
         over = "devices" if axes is MESH_AXES else "devices along data, fsdp and expert"
-        times = f"{number * factor:g} x the number of {over}"
-        example = max(1, round(number * factor * 8))
-        return Translation((), why, f"Set {key} to {times}: {key}={example} on 8.", key=key)
+        action = f"Set {key} to {number * factor:g} x the number of {over}"
+        example = _example(key, number * factor, axes, context)
+        return Translation((), why, f"{action}{example}.", key=key)
 
     return translated
+
+
+def _example(key: str, number: float, axes: Sequence[str], context: Context) -> str:
+    """A number of sequences for one size of the mesh axis that is what is left of the devices."""
+    sizes = context.sizes()
+    left = [axis for axis, size in sizes.items() if size < 1]
+    for size in (2, 4, 8, 16, 32, 64, 128, 256):
+        filled = {axis: given if given >= 1 else size for axis, given in sizes.items()}
+        total = number * math.prod(filled[axis] for axis in axis_keys(*axes))
+        if len(left) == 1 and total == int(total):
+            devices = math.prod(filled.values())
+            return f": {key}={int(total)} on {devices} devices, where {left[0]} is {size}"
+    return ""
 
 
 def _share_of_steps(raw: Raw, context: Context) -> Translation:

@@ -14,6 +14,7 @@ from maxpipe.boundary.typed import parse
 from maxpipe.config.data import template_settings
 from maxpipe.config.data_schema import SourceConfig
 from maxpipe.config.rules import did_you_mean
+from maxpipe.data.formats.record_keys import chat_settings
 from maxpipe.data.formats.text_of import BadRecord, shortened
 from maxpipe.data.tokenizers.chat_process import SETTINGS, ChatInput, Message
 
@@ -125,10 +126,14 @@ def column(record: Mapping[str, Any], name: str, key: str) -> Any:
         return record[name]
     names = [str(each) for each in record]
     guess = did_you_mean(name, names) or (names[0] if len(names) == 1 else "")
+    settings = f"{key}={guess}" if guess else f"{key} to the field that has it"
+    chat = chat_settings(record)
+    if "data.chat=pairs" in chat or key not in ("data.chosen_field", "data.rejected_field"):
+        settings = chat or settings
     raise BadRecord(
         shortened(f"fields {', '.join(names) or 'none'}"),
         f"must have the field of {key} ({name}).",
-        f"Set {key}={guess}." if guess else f"Set {key} to the field that has it.",
+        f"Set {settings}.",
     )
 
 

@@ -12,7 +12,6 @@ import collections
 import json
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -22,6 +21,7 @@ from jax import lax
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from maxpipe.boundary.device_files import accelerators
 from maxpipe.boundary.files import full
 from maxpipe.config.schema import MeshConfig, RuntimeConfig
 from maxpipe.errors import ConfigError
@@ -32,8 +32,6 @@ from maxpipe.words import counted
 
 COLLECTIVES = ("psum", "all_gather", "psum_scatter", "ppermute", "all_to_all")
 
-_ACCELERATORS = ("accel[0-9]*", "vfio/[0-9]*", "nvidia[0-9]*")
-"""Device files of TPUs and GPUs."""
 _CLOCK_SECONDS = 1.0
 _CLOCK_ROUNDS = 3
 
@@ -79,7 +77,7 @@ def _devices(config: RuntimeConfig) -> None:
     kinds = collections.Counter(device.device_kind for device in jax.devices())
     words = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
     words += f" in {counted(jax.process_count(), 'process')}"
-    there = [str(path) for name in _ACCELERATORS for path in sorted(Path("/dev").glob(name))]
+    there = accelerators()
     if config.platform == "auto" and jax.default_backend() == "cpu" and there:
         action = "Run: pip install 'maxpipe[tpu]' or 'maxpipe[cuda]', or set runtime.platform=cpu."
         _say("devices", "warning", f"{words}, though {there[0]} is there.", action, kinds=kinds)

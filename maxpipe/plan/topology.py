@@ -16,9 +16,9 @@ import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+from maxpipe.boundary.device_files import gpus
 from maxpipe.config.check import check
 from maxpipe.config.load import Loaded
 from maxpipe.config.rules import did_you_mean
@@ -250,7 +250,7 @@ def prepare(topology: Topology) -> None:
     if topology.platform == "cuda":
         # Else the compiler reports what it tries.
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-        if not _has_gpus():
+        if not gpus():
             _check_compiler(topology)
             with _quiet():
                 import jax  # noqa: F401 - loads the plugin
@@ -290,16 +290,11 @@ def are_here(found: Sequence[Any]) -> bool:
     return found[0].client is jax.devices()[0].client
 
 
-def _has_gpus() -> bool:
-    """Whether this machine has NVIDIA GPUs of whatever kind."""
-    return any(Path("/dev").glob("nvidia[0-9]*"))
-
-
 def _gpus_here(topology: Topology) -> Sequence[Any]:
     """As many of this machine's GPUs, if they are of the kind; none otherwise."""
     import jax
 
-    if not _has_gpus():
+    if not gpus():
         return ()
     jax.config.update("jax_platforms", "cuda")
     try:

@@ -30,7 +30,7 @@ _STRAGGLER_SECONDS, _STRAGGLER_SHARE = 0.005, 0.05
 _SAY_EVERY_SECONDS = 10.0
 _BEHIND_SECONDS = 0.05
 """Seconds after which a partly sent message is continued."""
-_AGAIN = "  Start the same command again to go on from the newest checkpoint."
+_AGAIN = "  Start the same command again: it resumes from the newest checkpoint, if there is one."
 NOTHING_NEW = f"asked to stop before the first step\n  There is nothing new to save.\n{_AGAIN}"
 
 

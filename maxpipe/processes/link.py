@@ -57,7 +57,7 @@ from maxpipe.processes.phases import WAITING, Phases
 from maxpipe.processes.secret import VARIABLE
 from maxpipe.processes.wire import NotOfThisRun, Wire, reach
 
-_AGAIN = "  Start the same command again to go on from the newest checkpoint."
+_AGAIN = "  Start the same command again: it resumes from the newest checkpoint, if there is one."
 _HUB_GONE = f"process 0 is gone\n  Its own output says why.\n{_AGAIN}"
 _NO_TIME = (
     "the time to save is over\n"

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from maxpipe.config import translation
 from maxpipe.config.keys import FAMILY, KEYS, flat
 from maxpipe.config.load import load, to_dict, value_of
 from maxpipe.config.translation import CONTEXT_KEYS, Context, Translation, translate
@@ -27,6 +28,11 @@ NEEDS = {
     "tokenizer.kind": ["tokenizer.path=tokenizer.model"],
 }
 """Keys of which the value needs another one, as the next message would say."""
+
+
+@pytest.fixture(autouse=True)
+def _no_accelerators(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(translation, "accelerators", list)
 
 
 def context() -> Context:
@@ -142,9 +148,113 @@ def test_values_are_computed(given: list[str], settings: str):
     assert settings.startswith("model=") or value_of(settings)
 
 
-def test_unknown_devices_are_a_factor():
+@pytest.mark.parametrize(
+    ("given", "batch_size"),
+    [
+        (["per_device_batch_size=4", "mesh.ici_fsdp=-1"], 4),
+        (["per_device_batch_size=4", "mesh.ici_data=-1", "mesh.cpu_devices=4"], 16),
+        (["per_device_batch_size=4", "mesh.ici_fsdp=-1", "runtime.num_processes=2"], 8),
+        (
+            ["local_batch_size=3", "mesh.ici_fsdp=-1", "mesh.ici_tensor=2", "mesh.cpu_devices=8"],
+            12,
+        ),
+        (["local_batch_size=3", "mesh.ici_stage=-1", "mesh.ici_data=2", "mesh.cpu_devices=8"], 6),
+    ],
+)
+def test_devices_of_a_machine_without_accelerators_are_counted(
+    tmp_path: Path, given: list[str], batch_size: int
+):
     with pytest.raises(ConfigError) as caught:
-        load([*BASE, "per_device_batch_size=4", "mesh.ici_fsdp=-1"])
-    assert "Set train.batch_size to 4 x the number of devices: train.batch_size=32 on 8." in str(
-        caught.value
+        load([*BASE, *given])
+    assert f"Write train.batch_size={batch_size}." in str(caught.value)
+    name, _, number = given[0].partition("=")
+    path = tmp_path / "theirs.yml"
+    path.write_text(f"{name}: {number}\n")
+    with pytest.raises(ConfigError) as caught:
+        load([*BASE, str(path), *given[1:]])
+    assert f"Write `batch_size: {batch_size}` below `train:`." in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "action"),
+    [
+        (
+            ["per_device_batch_size=4", "mesh.ici_fsdp=-1", "mesh.ici_tensor=2"],
+            "Set train.batch_size to 4 x the number of devices: train.batch_size=16 on 4 devices, "
+            "where mesh.ici_fsdp is 2.",
+        ),
+        (
+            ["local_batch_size=4", "mesh.ici_fsdp=-1", "mesh.ici_tensor=2", "mesh.cpu_devices=8"],
+            "Set train.batch_size to 4 x the number of devices along data, fsdp and expert: "
+            "train.batch_size=8 on 4 devices, where mesh.ici_fsdp is 2.",
+        ),
+        (
+            ["per_device_batch_size=0.25", "mesh.ici_data=-1"],
+            "Set train.batch_size to 0.25 x the number of devices: train.batch_size=1 on 4 "
+            "devices, where mesh.ici_data is 4.",
+        ),
+    ],
+)
+def test_devices_of_accelerators_are_a_factor(
+    monkeypatch: pytest.MonkeyPatch, given: list[str], action: str
+):
+    monkeypatch.setattr(translation, "accelerators", lambda: [Path("/dev/nvidia0")])
+    with pytest.raises(ConfigError) as caught:
+        load([*BASE, *given])
+    assert action in str(caught.value)
+
+
+def test_sizes_that_do_not_divide_the_devices_are_a_factor():
+    sizes = ["mesh.ici_fsdp=-1", "mesh.ici_tensor=3", "mesh.cpu_devices=8"]
+    with pytest.raises(ConfigError) as caught:
+        load([*BASE, "per_device_batch_size=4", *sizes])
+    assert "train.batch_size=24 on 6 devices, where mesh.ici_fsdp is 2." in str(caught.value)
+
+
+NAMES_A_CONFIG = {
+    "torchtitan.toml": '[job]\nconfig_file = "x.toml"\n',
+    "section.yml": "job:\n  config_file: x.toml\n",
+    "options.json": '{"job": {"config_file": "x.toml"}}',
+}
+
+
+@pytest.mark.parametrize("base", [[], BASE])
+@pytest.mark.parametrize("name", NAMES_A_CONFIG)
+def test_a_file_that_only_names_a_config_is_recognised(tmp_path: Path, name: str, base: list[str]):
+    path = tmp_path / name
+    path.write_text(NAMES_A_CONFIG[name])
+    with pytest.raises(ConfigError) as caught:
+        load([*base, str(path)])
+    [problem] = caught.value.problems  # no list of the keys that are missing
+    assert problem == Problem(
+        str(path),
+        "",
+        "holds options of another trainer's command: job.config_file names the config, x.toml.",
+        f"Give x.toml in place of {path}.",
     )
+
+
+def test_a_named_config_next_to_other_keys_hides_those_that_it_may_set(tmp_path: Path):
+    path = tmp_path / "job.yml"
+    path.write_text("job:\n  config_file: x.toml\ntraining:\n  local_batch_size: 2\n")
+    with pytest.raises(ConfigError) as caught:
+        load([str(path)])
+    [problem] = caught.value.problems
+    assert problem.rule.startswith("holds 2 keys of another trainer; 1 of them have a name here.")
+    assert "Write x.toml on the command line, without this name." in problem.action
+
+
+def test_a_section_of_another_trainer_is_translated(tmp_path: Path):
+    path = tmp_path / "theirs.yml"
+    path.write_text("training:\n  local_batch_size: 8\n")
+    with pytest.raises(ConfigError) as caught:
+        load([*BASE, str(path)])
+    assert "batch_size: 8  # training.local_batch_size" in str(caught.value)
+
+
+def test_a_misspelled_section_is_not_of_another_trainer(tmp_path: Path):
+    path = tmp_path / "mine.yml"
+    path.write_text("traning:\n  steps: 5\n  batch_size: 8\n")
+    with pytest.raises(ConfigError) as caught:
+        load([*BASE, str(path)])
+    assert "Did you mean train?" in str(caught.value)

@@ -81,7 +81,7 @@ ONE_DEVICE = ["quickstart", "mesh.ici_stage=1", "mesh.ici_fsdp=1"]
 @pytest.fixture
 def absent(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """A machine without GPUs and without their compiler."""
-    monkeypatch.setattr(topology, "_has_gpus", lambda: False)
+    monkeypatch.setattr(topology, "gpus", list)
     monkeypatch.setattr(gpu_target, "missing_compiler", lambda: ("needs it", "pip install it"))
     return monkeypatch
 

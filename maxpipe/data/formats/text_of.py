@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from maxpipe.boundary.typed import parse
 from maxpipe.config.data import template_pieces
+from maxpipe.data.formats.record_keys import chat_settings, text_template
 
 _MAX_DEPTH = 256
 """Deepest nesting of brackets in a document's JSON."""
 _ANYTHING: Any = Any
 _SHOWN = 120
-_ASKED_AND_ANSWERED = (
-    *(("prompt", "completion"), ("prompt", "response"), ("question", "answer")),
-    *(("instruction", "output"), ("instruction", "response")),
-)
-"""Columns of public data sets that are read together."""
 MOST_RECORD_BYTES = 1 << 28
 """The largest record: a document is held as a whole, as text and as tokens."""
 
@@ -73,13 +69,21 @@ class TextOf:
         raise self._no_text(record, value)
 
     def _no_text(self, record: Mapping[str, Any], value: object) -> BadRecord:
-        texts = [name for name, other in record.items() if isinstance(other, (str, bytes))]
         found = "is missing" if value is _MISSING else f"is of type {type(value).__name__}"
-        return BadRecord(
-            _fields(record),
-            f"must have text in data.field ({self._field}), which {found}.",
-            _field_action(texts),
-        )
+        rule = f"must have text in data.field ({self._field}), which {found}."
+        return BadRecord(_fields(record), rule, _to_read(record))
+
+
+def _to_read(record: Mapping[str, Any]) -> str:
+    """The action that reads a record without the field of its text."""
+    chat, template = chat_settings(record), text_template(record)
+    actions = [f"{chat} to render conversations with a chat template"] if chat else []
+    if template:
+        actions.append(f"data.template='{template}' to train all of it as text")
+    if actions:
+        return f"Set {', or '.join(actions)}."
+    texts = [name for name, other in record.items() if isinstance(other, (str, bytes))]
+    return f"Set data.field={texts[0]}." if texts else "Add a text field to every record."
 
 
 def _value(record: Mapping[str, Any], name: str) -> Any:
@@ -165,13 +169,3 @@ def shortened(text: str | bytes, limit: int = _SHOWN) -> str:
         text = text[: 8 * limit].decode("utf-8", "replace")
     line = " ".join(text.split())
     return line if len(line) <= limit else line[: limit - 3] + "..."
-
-
-def _field_action(texts: Sequence[str]) -> str:
-    """What to do about a record without `data.field`, whose columns of text are these."""
-    for asked, answered in _ASKED_AND_ANSWERED:
-        if asked in texts and answered in texts:
-            action = f"Set data.template='{{{asked}}}\\n{{{answered}}}'; for a model that answers "
-            action += f"set data.chat=prompt data.prompt_field={asked} "
-            return f"{action}data.response_field={answered}."
-    return f"Set data.field={texts[0]}." if texts else "Add a text field to every record."

@@ -1,0 +1,94 @@
+"""Records of conversations where another format is read: the message has the settings to use."""
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+
+from maxpipe.cli import main
+
+TEMPLATE = "{% for each in messages %}<{{ each.role }}>{{ each.content }}</s>{% endfor %}"
+ASKED = [{"role": "user", "content": "Is it there?"}]
+SAID = [{"role": "assistant", "content": "Yes, it is."}]
+
+RECORDS = {
+    "completion": (
+        {"prompt": "a?", "completion": "b"},
+        "data.chat=prompt data.response_field=completion",
+    ),
+    "lists": (
+        {"prompt": ASKED, "completion": SAID},
+        "data.chat=prompt data.response_field=completion",
+    ),
+    "instruction": (
+        {"instruction": "a?", "output": "b"},
+        "data.chat=prompt data.prompt_field=instruction data.response_field=output",
+    ),
+    "response": ({"prompt": "a?", "response": "b"}, "data.chat=prompt"),
+    "messages": ({"messages": ASKED + SAID}, "data.chat=messages"),
+    "conversation": (
+        {"conversation": ASKED + SAID},
+        "data.chat=messages data.messages_field=conversation",
+    ),
+    "preference": (
+        {"prompt": "a?", "chosen": "b", "rejected": "c"},
+        "train.objective=preference data.chat=pairs",
+    ),
+}
+"""A record, and the settings that read it."""
+
+
+def show(folder: Path, record: object, *settings: str) -> int:
+    (folder / "chat.jinja").write_text(TEMPLATE)
+    (folder / "records.jsonl").write_text((json.dumps(record) + "\n") * 40)
+    return main(
+        [
+            *("data", "show", "tiny", "train.steps=2", "train.batch_size=2"),
+            *("train.sequence_length=64", "data.source=jsonl", f"run.dir={folder}"),
+            f"data.path={folder}/records.jsonl",
+            *settings,
+        ]
+    )
+
+
+@pytest.mark.parametrize("chat", ["off", "messages", "prompt"])
+@pytest.mark.parametrize("name", RECORDS)
+def test_the_message_names_settings_that_read_the_record(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, chat: str
+):
+    record, settings = RECORDS[name]
+    template = f"data.chat_template={tmp_path}/chat.jinja"
+    with_template = [] if chat == "off" else [template]
+    if settings.endswith(f"data.chat={chat}"):
+        assert show(tmp_path, record, f"data.chat={chat}", *with_template) == 0
+        return
+    assert show(tmp_path, record, f"data.chat={chat}", *with_template) == 2
+    assert f"  Set {settings}" in capsys.readouterr().err
+    assert show(tmp_path, record, *settings.split(), template) == 0
+
+
+def test_without_a_chat_template_all_of_a_record_can_be_text(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    record = {"instruction": "a?", "input": "b", "output": "c"}
+    assert show(tmp_path, record) == 2
+    (action,) = [line for line in capsys.readouterr().err.splitlines() if "data.template" in line]
+    assert action.endswith(
+        r"Set data.template='{instruction}\n{input}\n{output}' to train all of it as text."
+    )
+    (setting,) = [each for each in shlex.split(action) if each.startswith("data.template=")]
+    assert show(tmp_path, record, setting) == 0
+    assert "a?\nb\nc" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("chat", ["messages", "prompt"])
+def test_another_record_is_left_to_the_user(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], chat: str
+):
+    record = {"title": "a", "body": "b"}
+    assert (
+        show(tmp_path, record, f"data.chat={chat}", f"data.chat_template={tmp_path}/chat.jinja")
+        == 2
+    )
+    assert "to the field that has it." in capsys.readouterr().err
