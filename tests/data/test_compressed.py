@@ -234,7 +234,7 @@ def test_a_bomb_stops_at_its_bound(
     message = refusal(lambda: source(file, tmp_path))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert f"{file}: record 1\n" in message and "at most 16777216 bytes" in message
+    assert f"{file}:2\n" in message and "16777216 bytes when the file is unpacked" in message
     assert peak < 1 << 27
     file.write_bytes(packed(b'{"text": "a"}\n') + 8 * packed(b"{}\n" * (1 << 22)))
     few = {"largest_unpacked_bytes": 1 << 24}
@@ -297,6 +297,21 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path: Path) -> None:
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 1 << 24
+
+
+def test_a_line_without_end_is_not_read_to_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sparse file of 4 TB costs nothing to make, and hours to read."""
+    monkeypatch.setattr(lines, "MOST_RECORD_BYTES", 1 << 24)
+    file = tmp_path / "a.jsonl"
+    file.write_bytes(b'\n{"text": "a"}\n\n')
+    os.truncate(file, 1 << 42)
+    message = refusal(lambda: source(file, tmp_path))
+    assert f"{file}:4\n" in message and "longer than 16777216 bytes;" in message
+    # Blanks are no line.
+    file.write_bytes(b'{"text": "a"}\n' + b" " * (1 << 25))
+    assert len(source(file, tmp_path)) == 1
 
 
 def test_a_record_beyond_the_bound_is_not_read(

@@ -217,11 +217,11 @@ def _scanned(pieces: Iterable[bytes], file: File, moved: Moved | None) -> tuple[
     """`starts` and `skips` of `Lines`; a byte-order mark is part of no line.
 
     Raises:
-        ConfigError: of a compressed file, a line that is longer than any document may be.
+        ConfigError: a line is longer than any document may be.
     """
     progress = Progress(f"finding lines of {file.name} (bytes)", file.size_bytes, moved)
     found: list[np.ndarray] = []
-    offset = begin = count = 0
+    offset = begin = newlines = 0
     is_solid = skips = False
     for piece in pieces:
         data = np.frombuffer(piece, np.uint8)
@@ -240,22 +240,24 @@ def _scanned(pieces: Iterable[bytes], file: File, moved: Moved | None) -> tuple[
         kept = begins[:-1][any_solid[:-1]]
         skips |= len(kept) < len(ends)
         found.append(kept)
-        count += len(kept)
+        newlines += len(ends)
         begin, is_solid = int(begins[-1]), bool(any_solid[-1])
         offset += len(data)
-        if is_compressed(file) and offset - begin > MOST_RECORD_BYTES:
-            raise _endless(file, count)
+        if offset - begin > MOST_RECORD_BYTES and (is_solid or is_compressed(file)):
+            raise _endless(file, newlines + 1)
         progress.update(min(offset, file.size_bytes))
     last = [begin] if is_solid else []
     return np.concatenate([*found, last, [offset]]).astype(np.int64), bool(skips)
 
 
-def _endless(file: File, line: int) -> ConfigError:
+def _endless(file: File, number: int) -> ConfigError:
+    unpacked_file = " when the file is unpacked" if is_compressed(file) else ""
     return ConfigError.one(
-        f"{file.path}: record {line}",
+        f"{file.path}:{number}",
         None,
-        f"must be at most {MOST_RECORD_BYTES} bytes long; its line is longer when it is unpacked.",
-        "Leave the file out of data.path, or cut the document into several.",
+        f"the line is longer than {MOST_RECORD_BYTES} bytes{unpacked_file}; a record must be at "
+        f"most {MOST_RECORD_BYTES} bytes long, because memory holds it as a whole.",
+        "Cut the document into several, or leave the file out of data.path.",
     )
 
 
