@@ -43,7 +43,10 @@ def check_forecast(config: Config, warn: Callable[[str], None]) -> None:
 
 
 def check_program(config: Config, compiled: Any, warn: Callable[[str], None]) -> None:
-    """The same for the compiler's report of the step, when the state is in memory.
+    """Compare the compiler's report of the train step with the memory that is left now.
+
+    The state is in memory already. Called after the step is compiled, and again before the first
+    step: other programs and processes may have taken memory in between.
 
     Raises:
         ConfigError: it does not fit.
@@ -58,7 +61,8 @@ def check_program(config: Config, compiled: Any, warn: Callable[[str], None]) ->
         _check(config, needed, predicted, "the compiled train step takes", 1.0, warn)
         return
     words = "the compiled train step takes, in addition to the state,"
-    # XLA aborts the process when a CPU has too little memory, so nothing above ROOM is tried.
+    # Where some virtual devices get their memory and others do not, the former wait for the latter
+    # in a collective, and XLA ends the process after 40 s. So nothing above ROOM is tried.
     _check(config, needed, predicted, words, ROOM, warn)
     if not _can_map(needed * len(jax.local_devices())):
         words = f"the operating system refuses the memory that {words.rstrip(',')}:"

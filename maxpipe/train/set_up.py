@@ -12,7 +12,7 @@ import json
 import logging
 import os
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -121,11 +121,11 @@ def set_up(
         train_steps = _programs(config, steps, datasets, console, begin, last)
         taught.compile(train_steps, console.stage)
         evaluations.compile(steps)
+    _check_memory(config, train_steps)
     events.write("start", step=first, **_begun(datasets, phases))
     writes = {"process_index": process, "ours": ours}
     open_writer = partial(MetricWriter, run_dir, config.log.tensorboard, **writes)
-    writer = open_writer(resume_step=first)
-    program = train_steps.get(steps.shape[0])
+    writer, program = open_writer(resume_step=first), train_steps.get(steps.shape[0])
     show(writer, config, steps, begin.state, program, stack, dict(banner))
     if process == 0:
         write_config(run_dir / CONFIG_FILE, config, locks)
@@ -308,6 +308,13 @@ def _programs(
                 train_steps[rows] = steps.of_rows(rows).compile_train()
             check_program(config, train_steps[rows], console.warn)
     return train_steps
+
+
+def _check_memory(config: Config, train_steps: Mapping[int, Any]) -> None:
+    """Check compiled steps again after everything else was compiled; warnings were printed."""
+    if not config.runtime.executable:
+        for program in train_steps.values():
+            check_program(config, program, lambda _: None)
 
 
 def _ledger(

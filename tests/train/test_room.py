@@ -17,7 +17,7 @@ from maxpipe.config.schema import Config
 from maxpipe.errors import ConfigError
 from maxpipe.plan.memory import memory
 from maxpipe.plan.sizes import Sizes, schedule_of
-from maxpipe.train import room
+from maxpipe.train import room, set_up
 from tests.train.runs import Run, Start, wait_for, write_module
 
 GIB = 2**30
@@ -217,3 +217,16 @@ def test_asked_to_stop_while_memory_is_filled(tiny: Path, start: Start, tmp_path
         process.kill()
     assert process.returncode == 75 and "asked to stop before the first step" in output
     assert time.monotonic() - begin < 5
+
+
+def test_memory_that_went_during_set_up_stops_the_run(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second check, behind the compilation of everything, counts what is left by then."""
+    program: Any = jax.jit(lambda x: x @ x.T).lower(np.ones((256, 256))).compile()
+    left = [1e9, 1e9, 1e3, 1e3, 1e3]
+    monkeypatch.setattr(room, "device_memory", lambda device: left.pop(0))
+    room.check_program(config, program, pytest.fail)
+    left.pop(0)
+    with pytest.raises(ConfigError, match="the compiled train step takes"):
+        set_up._check_memory(config, {2: program})
