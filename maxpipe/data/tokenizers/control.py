@@ -195,8 +195,8 @@ def resolve(
         ConfigError: no end token, settings that cannot be read or name a token that is missing.
     """
     folder = os.path.dirname(os.path.expanduser(path))
-    settings = _object(os.path.join(folder, _SETTINGS))
-    said = _said(settings, _object(os.path.join(folder, _MAP)))
+    settings = read_object(folder, _SETTINGS)
+    said = role_texts(folder)
     texts = {role: text for role, text in said.items() if text is not None}
     listed = _listed(folder, vocab_size)
     find = partial(_role, path=path, said=said, special=special, id_of=id_of, known=known or {})
@@ -276,8 +276,18 @@ def _some(names: Iterable[str], most: int = 12) -> str:
     return ", ".join(name[:80] for name in shown[:most]) + more
 
 
-def _object(path: str) -> dict[str, Any]:
-    """The JSON object in an optional file."""
+def role_texts(folder: str) -> dict[str, str | None]:
+    """Token texts by role that a folder states, None where it states that there is none."""
+    return _said(read_object(folder, _SETTINGS), read_object(folder, _MAP))
+
+
+def read_object(folder: str, name: str) -> dict[str, Any]:
+    """The JSON object in an optional file of a folder.
+
+    Raises:
+        ConfigError: the file has none, or cannot be read.
+    """
+    path = os.path.join(folder, name)
     try:
         return parse(files.read(path, _MAX_SETTINGS_BYTES), dict[str, Any])
     except FileNotFoundError:
@@ -317,8 +327,7 @@ def _listed(folder: str, vocab_size: int) -> dict[str, list[int]]:
     """
     found: dict[str, list[int]] = {"eos_token_id": [], "bos_token_id": []}
     for name in (_GENERATION, _CONFIG):
-        path = os.path.join(folder, name)
-        content = _object(path)
+        path, content = os.path.join(folder, name), read_object(folder, name)
         inner = content.get("text_config")
         inner = inner if isinstance(inner, dict) else {}
         for key, ids in found.items():
