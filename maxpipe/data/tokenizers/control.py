@@ -200,7 +200,8 @@ def resolve(
     texts = {role: text for role, text in said.items() if text is not None}
     listed = _listed(folder, vocab_size)
     find = partial(_role, path=path, said=said, special=special, id_of=id_of, known=known or {})
-    end = find("eos_token", ids=listed["eos_token_id"])
+    # The token after a document has a text, if one of the listed ids has.
+    end = find("eos_token", ids=sorted(listed["eos_token_id"], key=lambda i: i >= vocab_size))
     if end is None:
         raise ConfigError.one(
             PATH,
@@ -332,19 +333,17 @@ def _listed(folder: str, vocab_size: int) -> dict[str, list[int]]:
         inner = inner if isinstance(inner, dict) else {}
         for key, ids in found.items():
             value = content[key] if content.get(key) is not None else inner.get(key)
-            is_checked = (name, key) == (_GENERATION, "eos_token_id")
-            limit = vocab_size if is_checked else MAX_IDS  # an embedding may have more rows
-            found[key] = ids or _ids(path, key, value, limit)
+            found[key] = ids or _ids(path, key, value)
     found["bos_token_id"] = [each for each in found["bos_token_id"] if each < vocab_size]
     return found
 
 
-def _ids(path: str, key: str, value: object, limit: int) -> list[int]:
-    """One id or several."""
+def _ids(path: str, key: str, value: object) -> list[int]:
+    """One id or several. Ids beyond the vocabulary are of rows that pad an embedding."""
     ids: list[int] = []
     for each in value if isinstance(value, list) else [] if value is None else [value]:
-        if type(each) is not int or not 0 <= each < limit:
-            rule = f"must have ids below {limit} as {key}: it has {str(each)[:80]}."
+        if type(each) is not int or not 0 <= each < MAX_IDS:
+            rule = f"must have ids below {MAX_IDS} as {key}: it has {str(each)[:80]}."
             raise _wrong(path, rule)
         ids.append(each)
     return ids

@@ -39,13 +39,14 @@ _TYPES = {
 REGISTERED = {kind: name for name, kinds in _TYPES.items() for kind in kinds.split()}
 """Classes by `model_type`. A type without one uses the class that the folder names."""
 
-CORRECTED = frozenset(
+_CORRECTED_TYPES = (
     "arctic chatlm ernie4_5 ernie4_5_moe fuyu h2ovl_chat hyperclovax hyperclovax_vlm "
     "hyperclovax_vision_v2 internlm2 internlm3 iquestcoder jamba llava llava_next minicpm3 "
     "minicpmv minimax_m2 modernbert modernbert-decoder molmo molmo2 nemotron nvfp4 opencua openvla "
     "paddleocr_vl phi3 phi3_v phimoe qwen2 qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen4_exp step3_vl "
-    "vipllava cohere_asr camembertv2-base siglip2 smolvlm".split()  # noqa: SIM905
+    "vipllava cohere_asr camembertv2-base siglip2 smolvlm"
 )
+CORRECTED = frozenset(_CORRECTED_TYPES.split())
 """Values of `model_type` whose registered class counts before the one that the folder names."""
 
 
