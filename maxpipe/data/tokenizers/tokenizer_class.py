@@ -302,19 +302,19 @@ def _qwen(pattern: str) -> Callable[[Mapping[str, Any]], Parts]:
     def parts(settings: Mapping[str, Any]) -> Parts:
         split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated"}
         steps = [{**split, "invert": False}, _byte_level(settings, use_regex=False)]
-        roles = dict.fromkeys(("unk_token", "eos_token", "pad_token"), _TEXT_END)
+        roles: dict[str, str] = dict.fromkeys(("unk_token", "eos_token", "pad_token"), _TEXT_END)
         return _bytes(_NFC, {"type": "Sequence", "pretokenizers": steps}, roles)
 
     return parts
 
 
 def _gpt2(settings: Mapping[str, Any]) -> Parts:
-    roles = dict.fromkeys(("unk_token", "bos_token", "eos_token"), _TEXT_END)
+    roles: dict[str, str] = dict.fromkeys(("unk_token", "bos_token", "eos_token"), _TEXT_END)
     return _bytes(None, _byte_level(settings), roles)
 
 
 def _gpt_neox(settings: Mapping[str, Any]) -> Parts:
-    roles = dict.fromkeys(("unk_token", "bos_token", "eos_token"), _TEXT_END)
+    roles: dict[str, str] = dict.fromkeys(("unk_token", "bos_token", "eos_token"), _TEXT_END)
     return _bytes(_NFC, _byte_level(settings), {**roles, "pad_token": "<|padding|>"}, before="")
 
 
