@@ -246,7 +246,7 @@ def test_roles_from_the_map_and_ends_from_names(folder: Path) -> None:
             "a chat template of the name default",
         ),
         ("special_tokens_map.json", "[1]", "must be a JSON object"),
-        ("generation_config.json", '{"eos_token_id": 10000000000}', "ids below 434"),
+        ("generation_config.json", '{"eos_token_id": 10000000000}', "ids below 67108864"),
         ("generation_config.json", '{"eos_token_id": [1, -1]}', "it has -1"),
         ("generation_config.json", '{"eos_token_id": [true]}', "it has True"),
         ("generation_config.json", '{"eos_token_id": "1"}', "it has 1"),

@@ -21,11 +21,10 @@ from tests.exchange.test_oracle import PYTHON, reason
 pytestmark = [pytest.mark.oracle, pytest.mark.slow]
 
 SCRIPT = Path(__file__).with_name("prompts_oracle.py")
-PROMPTS = ["the sea was wide", " two  spaces", "naïve 水\n\n12", "a </s><|im_end|><eos> b", "A"]
-FIRST = ("llama2", "model file", "model file with end", "bare model file")
-"""The class LlamaTokenizer of transformers 5 replaces the rules for spaces of these folders: it
-adds a space only in front of a whole text that begins without one. maxpipe follows the folder's own
-file, which adds one in front of each text between control tokens."""
+PROMPTS = [
+    *("the sea was wide", " two  spaces", "naïve 水\n\n12", "a </s><|im_end|><eos> b", "A"),
+    *("</s> the", "the</s>the", "\n\nthe", " \U0001f600 the\n 12 345", "\u2581the"),
+]
 CHATS = ["A question of several words", " was it\ncold? "]
 
 SIZES = {
@@ -44,6 +43,16 @@ KINDS: dict[str, tuple[Callable[[Path], dict[str, int]], str, dict[str, Any]]] =
     "qwen3": (kinds.qwen, "Qwen3", {}),
     "gemma3": (kinds.gemma, "Gemma3", {"sliding_window": 16}),
     "llama2": (kinds.llama2, "Llama", {}),
+    "llama2 legacy": (kinds.llama2_with(legacy=True), "Llama", {}),
+    "llama2 without prefix": (kinds.llama2_with(add_prefix_space=False), "Llama", {}),
+    "llama2 first": (kinds.llama2_first, "Llama", {}),
+    "code llama": (kinds.llama2_with(tokenizer_class="CodeLlamaTokenizer"), "Llama", {}),
+    "gpt2 class": (kinds.byte_level_with("GPT2Tokenizer"), "Llama", {}),
+    "neox class": (kinds.byte_level_with("GPTNeoXTokenizer"), "Llama", {}),
+    "cohere class": (kinds.byte_level_with("CohereTokenizer"), "Llama", {}),
+    "llama class of bytes": (kinds.byte_level_with("LlamaTokenizerFast"), "Llama", {}),
+    "qwen2 with another class": (kinds.byte_level_with("LlamaTokenizerFast"), "Qwen2", {}),
+    "gemma without class": (kinds.gemma_without_class, "Gemma3", {"sliding_window": 16}),
     "mistral": (kinds.mistral, "Mistral", {"sliding_window": None}),
     "gpt-oss": (kinds.gpt_oss, "GptOss", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "phi3": (kinds.phi3, "Phi3", {"pad_token_id": 0}),
@@ -51,7 +60,11 @@ KINDS: dict[str, tuple[Callable[[Path], dict[str, int]], str, dict[str, Any]]] =
     "model file": (kinds.model_file(add_bos_token=True), "Llama", {}),
     "model file with end": (kinds.model_file(add_bos_token=True, add_eos_token=True), "Llama", {}),
     "bare model file": (kinds.model_file(), "Llama", {}),
+    "legacy model file": (kinds.model_file(legacy=True), "Llama", {}),
+    "mistral model file": (kinds.model_file(), "Mistral", {"sliding_window": None}),
+    "new mistral model file": (kinds.model_file(legacy=False), "Mistral", {"sliding_window": None}),
 }
+WITHOUT_TEMPLATE = ("map only",)
 ENDED = ("llama3", "qwen2", "gemma3")
 """Of these a token that the model generates is an end in generation_config.json."""
 
@@ -75,9 +88,9 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, d
                 "architecture": f"{model}ForCausalLM",
                 "config": {**SIZES, **roles, **changes, **exact},
                 "seed": number,
-                "prompts": agreed(name),
+                "prompts": PROMPTS,
                 "conversations": []
-                if name in ("map only", *FIRST)
+                if name in WITHOUT_TEMPLATE
                 else [messages(text) for text in CHATS],
                 "end_at": 5 * (name in ENDED),
                 "found": str(base / f"{name}.json"),
@@ -97,11 +110,6 @@ def vocabulary(folder: Path) -> int:
     return max(ids) + 1
 
 
-def agreed(name: str) -> list[str]:
-    """Prompts on which the files and the class of transformers agree."""
-    return [PROMPTS[0], *PROMPTS[2:3], PROMPTS[4]] if name in FIRST else PROMPTS
-
-
 def messages(text: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": text}]
 
@@ -110,7 +118,7 @@ def messages(text: str) -> list[dict[str, str]]:
 def test_prompts_have_the_ids_of_transformers(name: str, answers) -> None:
     folder, wanted = answers[name]
     tokenizer = open_model(folder, []).tokenizer
-    assert [tokenizer.encode_prompt(text) for text in agreed(name)] == wanted["texts"]
+    assert [tokenizer.encode_prompt(text) for text in PROMPTS] == wanted["texts"]
     if wanted["chats"]:
         chats = encoded_chats([said(text) for text in CHATS], for_chats(tokenizer), 256)
         assert [each.ids for each in chats] == wanted["chats"]
@@ -123,7 +131,7 @@ def test_greedy_tokens_are_those_of_transformers(
     folder, wanted = answers[name]
     greedy = ["--json", "--temperature", "0", "--max-tokens", "16", "model.compute_dtype=float32"]
     for given, options, after in (
-        (agreed(name), [], wanted["after_texts"]),
+        (PROMPTS, [], wanted["after_texts"]),
         (CHATS, ["--chat"], wanted["after_chats"]),
     ):
         if not after:

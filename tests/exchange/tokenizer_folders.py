@@ -190,6 +190,60 @@ def llama2(folder: Path) -> Made:
     return {"bos_token_id": 1, "eos_token_id": 2}
 
 
+def llama2_with(**settings: Any) -> Callable[[Path], Made]:
+    """Llama 2 with other settings."""
+
+    def make(folder: Path) -> Made:
+        ids = llama2(folder)
+        changed(folder / "tokenizer_config.json", **settings)
+        return ids
+
+    return make
+
+
+def llama2_first(folder: Path) -> Made:
+    """Llama 2 as later releases of transformers saved it."""
+    ids = llama2(folder)
+    metaspace = {"type": "Metaspace", "replacement": SPACE, "prepend_scheme": "first"}
+    changed(folder / "tokenizer.json", normalizer=None, pre_tokenizer={**metaspace, "split": False})
+    return ids
+
+
+def byte_level_with(name: str) -> Callable[[Path], Made]:
+    """Digits apart, without NFC, and a class that may replace both."""
+
+    def make(folder: Path) -> Made:
+        begin, end = "<|bos|>", "<|endoftext|>"
+        ids = byte_level(folder, [begin, end], f"{begin} $A")
+        steps = [
+            {"type": "Digits", "individual_digits": True},
+            {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True},
+        ]
+        steps[1]["trim_offsets"] = True
+        changed(
+            folder / "tokenizer.json",
+            normalizer=None,
+            pre_tokenizer={"type": "Sequence", "pretokenizers": steps},
+        )
+        settings = {"tokenizer_class": name, "bos_token": begin, "eos_token": end}
+        put(folder, tokenizer_config={**settings, "unk_token": end, "chat_template": CHATML})
+        return {"bos_token_id": ids[begin], "eos_token_id": ids[end]}
+
+    return make
+
+
+def gemma_without_class(folder: Path) -> Made:
+    """The class is that of the model type."""
+    ids = gemma(folder)
+    changed(folder / "tokenizer_config.json", tokenizer_class=None)
+    return ids
+
+
+def changed(path: Path, **changes: Any) -> None:
+    """Changes keys of a JSON object."""
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
 def mistral(folder: Path) -> Made:
     spaced(folder, ["<unk>", "<s>", "</s>", "[INST]", "[/INST]"], "<s> $A", prefix=True)
     settings = {"tokenizer_class": "LlamaTokenizerFast", "add_bos_token": True}

@@ -195,12 +195,13 @@ def resolve(
         ConfigError: no end token, settings that cannot be read or name a token that is missing.
     """
     folder = os.path.dirname(os.path.expanduser(path))
-    settings = _object(os.path.join(folder, _SETTINGS))
-    said = _said(settings, _object(os.path.join(folder, _MAP)))
+    settings = read_object(folder, _SETTINGS)
+    said = role_texts(folder)
     texts = {role: text for role, text in said.items() if text is not None}
     listed = _listed(folder, vocab_size)
     find = partial(_role, path=path, said=said, special=special, id_of=id_of, known=known or {})
-    end = find("eos_token", ids=listed["eos_token_id"])
+    # The token after a document has a text, if one of the listed ids has.
+    end = find("eos_token", ids=sorted(listed["eos_token_id"], key=lambda i: i >= vocab_size))
     if end is None:
         raise ConfigError.one(
             PATH,
@@ -276,8 +277,18 @@ def _some(names: Iterable[str], most: int = 12) -> str:
     return ", ".join(name[:80] for name in shown[:most]) + more
 
 
-def _object(path: str) -> dict[str, Any]:
-    """The JSON object in an optional file."""
+def role_texts(folder: str) -> dict[str, str | None]:
+    """Token texts by role that a folder states, None where it states that there is none."""
+    return _said(read_object(folder, _SETTINGS), read_object(folder, _MAP))
+
+
+def read_object(folder: str, name: str) -> dict[str, Any]:
+    """The JSON object in an optional file of a folder.
+
+    Raises:
+        ConfigError: the file has none, or cannot be read.
+    """
+    path = os.path.join(folder, name)
     try:
         return parse(files.read(path, _MAX_SETTINGS_BYTES), dict[str, Any])
     except FileNotFoundError:
@@ -317,25 +328,22 @@ def _listed(folder: str, vocab_size: int) -> dict[str, list[int]]:
     """
     found: dict[str, list[int]] = {"eos_token_id": [], "bos_token_id": []}
     for name in (_GENERATION, _CONFIG):
-        path = os.path.join(folder, name)
-        content = _object(path)
+        path, content = os.path.join(folder, name), read_object(folder, name)
         inner = content.get("text_config")
         inner = inner if isinstance(inner, dict) else {}
         for key, ids in found.items():
             value = content[key] if content.get(key) is not None else inner.get(key)
-            is_checked = (name, key) == (_GENERATION, "eos_token_id")
-            limit = vocab_size if is_checked else MAX_IDS  # an embedding may have more rows
-            found[key] = ids or _ids(path, key, value, limit)
+            found[key] = ids or _ids(path, key, value)
     found["bos_token_id"] = [each for each in found["bos_token_id"] if each < vocab_size]
     return found
 
 
-def _ids(path: str, key: str, value: object, limit: int) -> list[int]:
-    """One id or several."""
+def _ids(path: str, key: str, value: object) -> list[int]:
+    """One id or several. Ids beyond the vocabulary are of rows that pad an embedding."""
     ids: list[int] = []
     for each in value if isinstance(value, list) else [] if value is None else [value]:
-        if type(each) is not int or not 0 <= each < limit:
-            rule = f"must have ids below {limit} as {key}: it has {str(each)[:80]}."
+        if type(each) is not int or not 0 <= each < MAX_IDS:
+            rule = f"must have ids below {MAX_IDS} as {key}: it has {str(each)[:80]}."
             raise _wrong(path, rule)
         ids.append(each)
     return ids

@@ -17,6 +17,7 @@ from maxpipe.data.tokenizers.control import Controlled, resolve
 from maxpipe.data.tokenizers.files import MAX_IDS, USED, explained, missing, read
 from maxpipe.data.tokenizers.growth import check_growth
 from maxpipe.data.tokenizers.time_limit import each_within, needs_limit, within
+from maxpipe.data.tokenizers.tokenizer_class import rebuilt
 
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
@@ -28,9 +29,13 @@ class HuggingFaceTokenizer(Controlled):
         raw = read(path, "huggingface")
         self._path = path
         with explained(path, "huggingface"):
-            check_growth(parse(raw, dict[str, Any], most_depth=256))
+            definition = parse(raw, dict[str, Any], most_depth=256)
+            check_growth(definition)
             self._tokenizer = _parsed(raw)
-            self._set_up(raw, path)
+            changed = rebuilt(path, raw, definition)
+            if changed is not raw:
+                self._tokenizer = _parsed(changed)
+            self._set_up(changed, path)
 
     def _set_up(self, raw: bytes, path: str) -> None:
         # A file may carry settings of another use that would change or cut documents.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import os
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any, Self
@@ -12,6 +13,7 @@ import numpy as np
 
 from maxpipe.data.tokenizers.control import Controlled, resolve
 from maxpipe.data.tokenizers.files import USED, explained, missing, read
+from maxpipe.data.tokenizers.tokenizer_class import folder_class, prepend_scheme
 
 _MAX_BYTES = 1 << 26  # four times the largest published ones
 _MAX_FIELDS = 1 << 21
@@ -23,16 +25,24 @@ _THREADS = 2
 class SentencePieceTokenizer(Controlled):
     """A unigram or BPE model with the settings in its folder.
 
-    Its own rules for spaces hold: most models put one before a text, which the first token's
-    length counts, and join several.
+    Its own rules for spaces hold unless `spaces` is set: most models put one before a text, which
+    the first token's length counts, and join several.
     """
+
+    spaces: str = ""
+    """Where a space is put in front of text that begins without one, as in `prepend_scheme`."""
 
     def __init__(self, path: str):
         raw = read(path, "sentencepiece", _MAX_BYTES)
         self._path = path
         with explained(path, "sentencepiece"):
             _check_size(raw)
-            self._model = _loaded(raw)
+            self._model = self._encoder = _loaded(raw)
+            self.spaces, normalizer = _class_rules(path)
+            if self.spaces:
+                self._encoder = _loaded(raw + normalizer)
+            if self.spaces and not self._encoder.encode(" "):  # it removes spaces at the beginning
+                self.spaces, self._encoder = "", self._model
             self._set_up(raw, path)
 
     def _set_up(self, raw: bytes, path: str) -> None:
@@ -57,7 +67,8 @@ class SentencePieceTokenizer(Controlled):
                 self.byte_lengths[i] = len(piece.replace(_SPACE, " ").encode())
         self.byte_lengths[list(self.special_ids)] = 0
         self._pieces, self._ids = pieces, ids
-        control = f"{self.begin_id} {self.end_id} {self.pad_id}"
+        self._unknown = [] if model.unk_id() < 0 else [model.unk_id()]
+        control = f"{self.begin_id} {self.end_id} {self.pad_id} {self.spaces}".rstrip()
         self._fingerprint = hashlib.sha256(raw + control.encode()).hexdigest()
 
     def with_control(self, **changes: Any) -> Self:
@@ -67,13 +78,19 @@ class SentencePieceTokenizer(Controlled):
 
     @functools.cached_property
     def _control_text(self) -> re.Pattern[str]:
-        names = (self._pieces[i] for i in self.special_ids if i < self.rows)
+        special = [*self.special_ids, *self._unknown]
+        names = (self._pieces[i] for i in special if i < self.rows)
         texts = sorted(names, key=len, reverse=True)
         return re.compile("(" + "|".join(map(re.escape, texts)) + ")")
 
     def encode(self, text: str) -> np.ndarray:
         with explained(self._path, "sentencepiece", USED):
-            return np.asarray(self._model.encode(text), np.int32)
+            return np.asarray(self._encoder.encode(self._space(text) + text), np.int32)
+
+    def _space(self, text: str, begin: int = 0) -> str:
+        """The space that is put in front of a text that begins at character `begin`."""
+        puts = self.spaces == "always" or (self.spaces == "first" and begin == 0)
+        return " " if puts and text and not text.startswith((" ", _SPACE)) else ""
 
     def encode_batch(self, texts: Sequence[str]) -> Sequence[np.ndarray]:
         return [np.asarray(ids, np.int32) for ids in self._ids_of(texts)]
@@ -89,10 +106,12 @@ class SentencePieceTokenizer(Controlled):
                 ids.append(np.asarray([self._ids[part]], np.int32))
                 offsets.append(np.asarray([[begin, begin + len(part)]]))
             elif part:
+                space = self._space(part, begin)
                 with explained(self._path, "sentencepiece", USED):
-                    found = self._model.encode(part, return_type="offset_mapping")
+                    found = self._encoder.encode(space + part, return_type="offset_mapping")
                 ids.append(np.asarray(found["ids"], np.int32))
-                offsets.append(begin + np.asarray(found["offsets"], np.int64).reshape(-1, 2))
+                places = np.asarray(found["offsets"], np.int64).reshape(-1, 2) - len(space)
+                offsets.append(begin + np.maximum(places, 0))
             begin += len(part)
         return np.concatenate(ids), np.concatenate(offsets)
 
@@ -101,7 +120,8 @@ class SentencePieceTokenizer(Controlled):
 
     def _ids_of(self, texts: Sequence[str]) -> Sequence[list[int]]:
         with explained(self._path, "sentencepiece", USED):
-            return self._model.encode(list(texts), num_threads=_THREADS)
+            spaced = [self._space(text) + text for text in texts]
+            return self._encoder.encode(spaced, num_threads=_THREADS)
 
     def decode(self, ids: Iterable[int]) -> str:
         kept = [i for i in map(int, ids) if i < self.vocab_size and i not in self.special_ids]
@@ -110,6 +130,22 @@ class SentencePieceTokenizer(Controlled):
 
     def fingerprint(self) -> str:
         return self._fingerprint
+
+
+def _class_rules(path: str) -> tuple[str, bytes]:
+    """Where the folder's class puts a space in front of text, and fields that replace the model's.
+
+    A message that is repeated in a protobuf file changes the fields that it names.
+    """
+    name, settings = folder_class(os.path.dirname(os.path.expanduser(path)))
+    if name == "LlamaTokenizer":  # no other normalization
+        return prepend_scheme(settings), _NORMALIZER + b"\x06" + _NO_MAP + _NO_PREFIX + _ALL_SPACES
+    if not name and settings.get("legacy", True) in (False, None):
+        return "first", _NORMALIZER + b"\x02" + _NO_PREFIX
+    return "", b""
+
+
+_NORMALIZER, _NO_MAP, _NO_PREFIX, _ALL_SPACES = b"\x1a", b"\x12\0", b"\x18\0", b"\x20\0"
 
 
 def _loaded(raw: bytes) -> Any:

@@ -1,0 +1,352 @@
+"""The tokenizer class with which `transformers` reads a folder, and the parts it defines itself.
+
+`transformers` 5 reads `tokenizer.json` as it is only with the class `TokenizersBackend`. Some
+classes keep the vocabulary, the merges and the post-processor of the file, and replace the rest.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from maxpipe.data.tokenizers.control import read_object, role_texts
+
+_FILE_AS_IT_IS = "TokenizersBackend"
+_SPACE = "\u2581"
+
+_TYPES = {
+    _FILE_AS_IT_IS: "arctic chatlm ernie4_5 ernie4_5_moe flex_olmo fuyu glm glm4 glm4_moe "
+    "glm4_moe_lite gpt_bigcode granite granitemoe granitemoehybrid granitemoeshared h2ovl_chat "
+    "hyperclovax hyperclovax_vlm internlm2 internlm3 iquestcoder jamba kimi_linear llava "
+    "llava_next mimo_v2_flash minicpm3 minicpmv minimax_m2 ministral ministral3 mistral mistral3 "
+    "mixtral molmo molmo2 nemotron nvfp4 olmo2 olmo3 olmo_hybrid opencua openvla paddleocr_vl "
+    "persimmon phi3 phi3_v phimoe pixtral smolvlm stablelm step3_vl vipllava",
+    "CodeLlamaTokenizer": "code_llama",
+    "CohereTokenizer": "aya_vision cohere cohere2",
+    "GPT2Tokenizer": "codegen dbrx emu3 gpt2 gpt_neo gptj hyperclovax_vision_v2 jais2 opt phi "
+    "starcoder2",
+    "GPTNeoXTokenizer": "falcon_mamba gpt_neox mamba mamba2 mpt olmo olmoe rwkv xlstm",
+    "GemmaTokenizer": "diffusion_gemma gemma gemma2 gemma3 gemma3_text gemma3n gemma3n_text "
+    "recurrent_gemma shieldgemma2 t5gemma zaya",
+    "LlamaTokenizer": "idefics idefics2",
+    "Qwen2Tokenizer": "dots3_note internvl qwen2 qwen2_5_omni qwen2_5_vl qwen2_audio qwen2_moe "
+    "qwen2_vl qwen3 qwen3_moe qwen3_next qwen3_omni_moe qwen3_vl qwen3_vl_moe",
+    "Qwen3_5Tokenizer": "qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen4_exp",
+}
+REGISTERED = {kind: name for name, kinds in _TYPES.items() for kind in kinds.split()}
+"""Classes by `model_type`. A type without one uses the class that the folder names."""
+
+_CORRECTED_TYPES = (
+    "arctic chatlm ernie4_5 ernie4_5_moe fuyu h2ovl_chat hyperclovax hyperclovax_vlm "
+    "hyperclovax_vision_v2 internlm2 internlm3 iquestcoder jamba llava llava_next minicpm3 "
+    "minicpmv minimax_m2 modernbert modernbert-decoder molmo molmo2 nemotron nvfp4 opencua openvla "
+    "paddleocr_vl phi3 phi3_v phimoe qwen2 qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen4_exp step3_vl "
+    "vipllava cohere_asr camembertv2-base siglip2 smolvlm"
+)
+CORRECTED = frozenset(_CORRECTED_TYPES.split())
+"""Values of `model_type` whose registered class counts before the one that the folder names."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a class puts in place of the parts of a `tokenizer.json`."""
+
+    normalizer: Any
+    pre_tokenizer: Any
+    decoder: Any
+    model: Mapping[str, Any]
+    roles: Mapping[str, str] = field(default_factory=dict)
+    """Texts of control tokens where the settings name none."""
+    before: str | None = None
+    """Role of the token put in front of a text, empty for none; None keeps the post-processor."""
+
+
+def class_name(settings: Mapping[str, Any], config: Mapping[str, Any], *, byte_level: bool) -> str:
+    """The class that `AutoTokenizer` uses, or an empty name for the file as it is.
+
+    Args:
+        settings: Content of `tokenizer_config.json`.
+        config: Content of `config.json`.
+        byte_level: Whether there is a `tokenizer.json` with a byte-level part.
+    """
+    stated = settings.get("tokenizer_class") or config.get("tokenizer_class")
+    name = stated.removesuffix("Fast") if isinstance(stated, str) else ""
+    kinds = [
+        each for key in ("model_type", "model_name") if isinstance(each := config.get(key), str)
+    ]
+    registered = REGISTERED.get(kinds[0], "") if isinstance(config.get("model_type"), str) else ""
+    is_corrected = any(kind in CORRECTED for kind in kinds)
+    found = name or registered
+    auto = settings.get("auto_map")
+    if name and not (auto.get("AutoTokenizer") if isinstance(auto, dict) else auto):
+        if name == "LlamaTokenizer" and byte_level and not is_corrected:
+            return ""
+        if registered == _FILE_AS_IT_IS or (registered and is_corrected):
+            found = registered
+    return found if found in _PARTS else ""
+
+
+def folder_class(folder: str, *, byte_level: bool = False) -> tuple[str, Mapping[str, Any]]:
+    """`class_name` of a folder, and the settings that the class reads."""
+    settings = read_object(folder, "tokenizer_config.json")
+    config = read_object(folder, "config.json")
+    return class_name(settings, config, byte_level=byte_level), settings
+
+
+def rebuilt(path: str, raw: bytes, definition: Mapping[str, Any]) -> bytes:
+    """The content of a `tokenizer.json` as the class of its folder changes it.
+
+    `raw` itself is returned where the same text would give the same ids, or where the model is not
+    BPE, which all of these classes need.
+    """
+    folder = os.path.dirname(os.path.expanduser(path))
+    name, settings = folder_class(folder, byte_level=b'"ByteLevel"' in raw)
+    model = definition.get("model")
+    if not name or not isinstance(model, dict) or model.get("type", "BPE") != "BPE":
+        return raw
+    parts = _PARTS[name](settings)
+    roles = {k: text for k, text in {**parts.roles, **role_texts(folder)}.items() if text}
+    found = {
+        **definition,
+        "normalizer": parts.normalizer,
+        "pre_tokenizer": parts.pre_tokenizer,
+        "decoder": parts.decoder,
+        "model": {**model, **_model_changes(model, parts.model, roles)},
+        "added_tokens": _added_tokens(definition, settings, [*roles.values()]),
+    }
+    if parts.before is not None:
+        found["post_processor"] = _post_processor(roles.get(parts.before), definition)
+    if _comparable(found) == _comparable(definition):
+        return raw
+    return json.dumps(found, ensure_ascii=False).encode("utf-8", "surrogatepass")
+
+
+def prepend_scheme(settings: Mapping[str, Any]) -> str:
+    """Where `LlamaTokenizer` puts a space in front of text: `first`, `always` or `never`."""
+    if settings.get("add_prefix_space") not in (None, True):
+        return "never"
+    return "always" if settings.get("legacy") else "first"
+
+
+def _model_changes(
+    model: Mapping[str, Any], own: Mapping[str, Any], roles: Mapping[str, str]
+) -> dict[str, Any]:
+    """Options of BPE that the class sets; those that change nothing are left as they are."""
+    wanted = {**_DEFAULTS, **own}
+    if wanted.get("unk_token"):
+        wanted["unk_token"] = roles.get("unk_token")
+    vocabulary = model.get("vocab") or {}
+    if wanted["byte_fallback"] and all(f"<0x{byte:02X}>" in vocabulary for byte in range(256)):
+        wanted.pop("unk_token", None)  # no text is unknown
+        wanted.pop("fuse_unk", None)
+    return {k: value for k, value in wanted.items() if (model.get(k) or None) != (value or None)}
+
+
+_DEFAULTS = {
+    "dropout": None,
+    "ignore_merges": False,
+    "byte_fallback": False,
+    "continuing_subword_prefix": None,
+    "end_of_word_suffix": None,
+}
+
+
+def _added_tokens(
+    definition: Mapping[str, Any], settings: Mapping[str, Any], named: list[str]
+) -> list[dict[str, Any]]:
+    """The added tokens of the settings, else those of the file, and control tokens by role.
+
+    A token without an entry in the vocabulary that no file lists as added is left out.
+    """
+    own = definition.get("added_tokens") or []
+    listed = settings.get("added_tokens_decoder")
+    if isinstance(listed, dict):
+        entries = {int(i): each for i, each in listed.items() if _is_token(i, each)}
+    else:
+        entries = {each["id"]: each for each in own}
+    found = [_added_token(i, each, named) for i, each in sorted(entries.items())]
+    known = {each["content"] for each in found}
+    vocabulary = definition["model"].get("vocab") or {}
+    extra = settings.get("extra_special_tokens") or settings.get("additional_special_tokens") or []
+    extra = [each.get("content") if isinstance(each, dict) else each for each in extra]
+    for text in dict.fromkeys([*named, *(each for each in extra if isinstance(each, str))]):
+        if text in vocabulary and text not in known:
+            found.append(_added_token(vocabulary[text], {"content": text, "special": True}, named))
+    return found
+
+
+def _is_token(i: str, entry: object) -> bool:
+    return i.isascii() and i.isdigit() and len(i) < 10 and isinstance(entry, dict)
+
+
+def _added_token(i: int, entry: Mapping[str, Any], named: list[str]) -> dict[str, Any]:
+    special = bool(entry.get("special"))
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": not special}
+    flags |= {key: entry[key] for key in flags if isinstance(entry.get(key), bool)}
+    content = str(entry.get("content", ""))
+    return {"id": i, "content": content, **flags, "special": special or content in named}
+
+
+def _post_processor(before: str | None, definition: Mapping[str, Any]) -> Any:
+    """A post-processor that puts a token in front of a text, if there is one."""
+    added = {each["content"]: each["id"] for each in definition.get("added_tokens") or ()}
+    ids = {**(definition["model"].get("vocab") or {}), **added}
+    if not before or before not in ids:
+        return None
+    tokens = {before: {"id": before, "ids": [ids[before]], "tokens": [before]}}
+    first = {"SpecialToken": {"id": before, "type_id": 0}}
+    text = [{"Sequence": {"id": name, "type_id": i}} for i, name in enumerate("AB")]
+    return {
+        "type": "TemplateProcessing",
+        "single": [first, text[0]],
+        "pair": [first, *text],
+        "special_tokens": tokens,
+    }
+
+
+def _comparable(definition: Mapping[str, Any]) -> Any:
+    """A definition without what has no effect on ids."""
+    model = {key: value for key, value in definition["model"].items() if value}
+    parts = [_plain(definition.get(key)) for key in ("normalizer", "pre_tokenizer")]
+    decoder = _plain(definition.get("decoder"))
+    parts.append("bytes" if isinstance(decoder, tuple) else decoder)
+    added = sorted(definition.get("added_tokens") or (), key=lambda each: each["id"])
+    return model, parts, definition.get("post_processor"), added
+
+
+def _plain(part: Any) -> Any:
+    """A part without the offsets that it reports, its defaults, and sequences of one."""
+    if isinstance(part, list):
+        return [_plain(each) for each in part]
+    if not isinstance(part, dict):
+        return part
+    if part.get("type") == "ByteLevel":
+        return bool(part.get("add_prefix_space", True)), bool(part.get("use_regex", True))
+    inner = [part[key] for key in _LISTS if isinstance(part.get(key), list)]
+    if part.get("type") == "Sequence" and inner and len(inner[0]) == 1:
+        return _plain(inner[0][0])
+    return {key: _plain(value) for key, value in part.items() if value}
+
+
+_LISTS = ("normalizers", "pretokenizers", "decoders")
+
+
+def _llama(settings: Mapping[str, Any]) -> Parts:
+    scheme = prepend_scheme(settings)
+    return Parts(
+        None,
+        _metaspace(scheme),
+        _spaced_decoder(strips=scheme != "never"),
+        {"byte_fallback": True, "fuse_unk": True, "unk_token": None},
+        {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"},
+    )
+
+
+def _code_llama(settings: Mapping[str, Any]) -> Parts:
+    scheme = "never" if settings.get("add_prefix_space") not in (None, True) else "first"
+    roles = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
+    infilling = {"prefix": "PRE", "middle": "MID", "suffix": "SUF", "eot": "EOT"}
+    return Parts(
+        None,
+        _metaspace(scheme),
+        _spaced_decoder(strips=True),
+        {"byte_fallback": True, "fuse_unk": True, "unk_token": "<unk>"},
+        roles | {f"{role}_token": f"{_SPACE}<{name}>" for role, name in infilling.items()},
+        before="bos_token",
+    )
+
+
+def _gemma(settings: Mapping[str, Any]) -> Parts:
+    split = {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious"}
+    names = ("unk", "bos", "eos", "pad", "mask")
+    return Parts(
+        {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE},
+        {**split, "invert": False},
+        _spaced_decoder(strips=False),
+        {"byte_fallback": True, "fuse_unk": True, "unk_token": "<unk>"},
+        {f"{name}_token": f"<{name}>" for name in names},
+    )
+
+
+def _metaspace(scheme: str) -> dict[str, Any]:
+    return {"type": "Metaspace", "replacement": _SPACE, "prepend_scheme": scheme, "split": False}
+
+
+def _spaced_decoder(*, strips: bool) -> dict[str, Any]:
+    steps: list[dict[str, Any]] = [
+        {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "},
+        {"type": "ByteFallback"},
+        {"type": "Fuse"},
+    ]
+    if strips:
+        steps.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+    return {"type": "Sequence", "decoders": steps}
+
+
+_NFC = {"type": "NFC"}
+_TEXT_END = "<|endoftext|>"
+_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_WORDS_AND_MARKS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
+    r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def _qwen(pattern: str) -> Callable[[Mapping[str, Any]], Parts]:
+    def parts(settings: Mapping[str, Any]) -> Parts:
+        split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated"}
+        steps = [{**split, "invert": False}, _byte_level(settings, use_regex=False)]
+        roles: dict[str, str] = dict.fromkeys(("unk_token", "eos_token", "pad_token"), _TEXT_END)
+        return _bytes(_NFC, {"type": "Sequence", "pretokenizers": steps}, roles)
+
+    return parts
+
+
+def _gpt2(settings: Mapping[str, Any]) -> Parts:
+    roles: dict[str, str] = dict.fromkeys(("unk_token", "bos_token", "eos_token"), _TEXT_END)
+    return _bytes(None, _byte_level(settings), roles)
+
+
+def _gpt_neox(settings: Mapping[str, Any]) -> Parts:
+    roles: dict[str, str] = dict.fromkeys(("unk_token", "bos_token", "eos_token"), _TEXT_END)
+    return _bytes(_NFC, _byte_level(settings), {**roles, "pad_token": "<|padding|>"}, before="")
+
+
+def _cohere(settings: Mapping[str, Any]) -> Parts:
+    steps = [{"type": "Digits", "individual_digits": True}, _byte_level(settings)]
+    roles = {"unk": "<UNK>", "bos": "<BOS_TOKEN>", "eos": "<|END_OF_TURN_TOKEN|>", "pad": "<PAD>"}
+    roles |= {"cls": "<CLS>", "sep": "<SEP>", "mask": "<MASK_TOKEN>"}
+    named = {f"{role}_token": text for role, text in roles.items()}
+    return _bytes(_NFC, {"type": "Sequence", "pretokenizers": steps}, named)
+
+
+def _byte_level(settings: Mapping[str, Any], *, use_regex: bool = True) -> dict[str, Any]:
+    prefix = settings.get("add_prefix_space") is True
+    options = {"add_prefix_space": prefix, "trim_offsets": True, "use_regex": use_regex}
+    return {"type": "ByteLevel", **options}
+
+
+def _bytes(
+    normalizer: Any, pre_tokenizer: Any, roles: Mapping[str, str], before: str | None = None
+) -> Parts:
+    decoder = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True}
+    decoder["use_regex"] = True
+    return Parts(normalizer, pre_tokenizer, decoder, {}, roles, before)
+
+
+_PARTS: dict[str, Callable[[Mapping[str, Any]], Parts]] = {
+    "LlamaTokenizer": _llama,
+    "CodeLlamaTokenizer": _code_llama,
+    "GemmaTokenizer": _gemma,
+    "Qwen2Tokenizer": _qwen(_WORDS),
+    "Qwen3_5Tokenizer": _qwen(_WORDS_AND_MARKS),
+    "GPT2Tokenizer": _gpt2,
+    "GPTNeoXTokenizer": _gpt_neox,
+    "CohereTokenizer": _cohere,
+}

@@ -1,0 +1,133 @@
+"""Parts of a tokenizer that a class of transformers replaces, and which class a folder has."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer as Library
+
+from maxpipe.config.schema import TokenizerConfig
+from maxpipe.data.tokenizer import Tokenizer, open_tokenizer
+from maxpipe.data.tokenizers.tokenizer_class import class_name
+
+SPACE = "\u2581"
+PUBLISHED = {
+    "type": "Sequence",
+    "normalizers": [
+        {"type": "Prepend", "prepend": SPACE},
+        {"type": "Replace", "pattern": {"String": " "}, "content": SPACE},
+    ],
+}
+"""The normalizer in the file that was published with Llama 2."""
+DECODER = {
+    "type": "Sequence",
+    "decoders": [
+        {"type": "Replace", "pattern": {"String": SPACE}, "content": " "},
+        {"type": "ByteFallback"},
+        {"type": "Fuse"},
+        {"type": "Strip", "content": " ", "start": 1, "stop": 0},
+    ],
+}
+VOCABULARY = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), SPACE, "a", "b"]
+A, B = VOCABULARY.index("a"), VOCABULARY.index("b")
+GAP, SPACED_A, END = A - 1, len(VOCABULARY), 2
+
+
+def opened(folder: Path, model_type: str = "llama", **settings: Any) -> Tokenizer:
+    special = [
+        {"id": i, "content": name, "single_word": False, "lstrip": False, "rstrip": False}
+        | {"normalized": False, "special": True}
+        for i, name in enumerate(VOCABULARY[:3])
+    ]
+    ids = {name: i for i, name in enumerate([*VOCABULARY, f"{SPACE}a"])}
+    model = {"type": "BPE", "unk_token": "<unk>", "fuse_unk": True, "byte_fallback": True}
+    definition = {
+        "version": "1.0",
+        "added_tokens": special,
+        "normalizer": PUBLISHED,
+        "decoder": DECODER,
+        "model": {**model, "vocab": ids, "merges": [f"{SPACE} a"]},
+    }
+    folder.mkdir(exist_ok=True)
+    parsed = Library.from_str(json.dumps(definition))
+    (folder / "tokenizer.json").write_text(parsed.to_str())
+    (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
+    named = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", **settings}
+    (folder / "tokenizer_config.json").write_text(json.dumps(named))
+    return open_tokenizer(TokenizerConfig(kind="auto", path=str(folder)))
+
+
+FILE = {
+    "a": [SPACED_A],
+    " a": [GAP, SPACED_A],
+    "a</s>a": [SPACED_A, END, SPACED_A],
+    "</s> a": [END, GAP, SPACED_A],
+}
+FIRST = {"a": [SPACED_A], " a": [SPACED_A], "a</s>a": [SPACED_A, END, A], "</s> a": [END, SPACED_A]}
+ALWAYS = {**FIRST, "a</s>a": [SPACED_A, END, SPACED_A]}
+NEVER = {**FIRST, "a": [A], "a</s>a": [A, END, A]}
+
+
+@pytest.mark.parametrize(
+    ("settings", "model_type", "ids"),
+    [
+        ({"tokenizer_class": "LlamaTokenizer"}, "llama", FIRST),
+        ({"tokenizer_class": "LlamaTokenizerFast", "legacy": None}, "llama", FIRST),
+        ({"tokenizer_class": "LlamaTokenizer", "legacy": True}, "llama", ALWAYS),
+        ({"tokenizer_class": "LlamaTokenizer", "add_prefix_space": False}, "llama", NEVER),
+        ({"tokenizer_class": "LlamaTokenizer"}, "mistral", FILE),
+        ({"tokenizer_class": "PreTrainedTokenizerFast"}, "llama", FILE),
+        ({}, "llama", FILE),
+    ],
+)
+def test_spaces_in_front_of_text(
+    settings: dict[str, Any], model_type: str, ids: dict[str, list[int]], tmp_path: Path
+) -> None:
+    tokenizer = opened(tmp_path, model_type, **settings)
+    assert {text: tokenizer.encode_chat(text).tolist() for text in ids} == ids
+    assert tokenizer.encode("a").tolist() == ids["a"]
+    assert tokenizer.decode(ids["a"]) == "a"
+
+
+def test_other_ids_have_another_fingerprint(tmp_path: Path) -> None:
+    classes = ("PreTrainedTokenizerFast", "TokenizersBackend", "LlamaTokenizer")
+    before, same, after = (
+        opened(tmp_path / name, tokenizer_class=name).fingerprint() for name in classes
+    )
+    assert before == same != after
+
+
+@pytest.mark.parametrize(
+    ("stated", "model_type", "byte_level", "name"),
+    [
+        ("LlamaTokenizerFast", "llama", True, ""),
+        ("LlamaTokenizerFast", "qwen2", True, "Qwen2Tokenizer"),
+        ("LlamaTokenizer", "phi3", False, ""),
+        ("PreTrainedTokenizerFast", "qwen2", True, "Qwen2Tokenizer"),
+        ("PreTrainedTokenizerFast", "qwen3", True, ""),
+        ("GPT2Tokenizer", "granite", True, ""),
+        ("GPT2Tokenizer", "llama", True, "GPT2Tokenizer"),
+        ("GemmaTokenizerFast", "gemma3_text", False, "GemmaTokenizer"),
+        (None, "gemma2", False, "GemmaTokenizer"),
+        (None, "llama", False, ""),
+        ("LlamaTokenizer", None, False, "LlamaTokenizer"),
+    ],
+)
+def test_class_of_a_folder(
+    stated: str | None, model_type: str | None, byte_level: bool, name: str
+) -> None:
+    found = class_name(
+        {"tokenizer_class": stated}, {"model_type": model_type}, byte_level=byte_level
+    )
+    assert found == name
+
+
+def test_an_end_id_of_a_padded_row_ends_text(tmp_path: Path) -> None:
+    opened(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 300]}))
+    tokenizer = open_tokenizer(TokenizerConfig(kind="auto", path=str(tmp_path)))
+    assert (tokenizer.end_id, tokenizer.end_ids) == (2, (2, 300))
+    assert tokenizer.vocab_size == 263
