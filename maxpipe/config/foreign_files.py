@@ -8,9 +8,13 @@ import textwrap
 import tomllib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
+
+import yaml
 
 from maxpipe.boundary.files import read
-from maxpipe.config.assignments import Assignment, from_values
+from maxpipe.boundary.plain_yaml import compose
+from maxpipe.config.assignments import Assignment, from_document, from_values
 from maxpipe.config.documents import MAX_FILE_BYTES, one_line
 from maxpipe.config.inputs import FOREIGN_SUFFIXES
 from maxpipe.config.keys import FAMILY, KEYS, SECTIONS
@@ -96,7 +100,31 @@ def _is_misplaced(path: Sequence[str]) -> bool:
 _OWN_NAMES = frozenset(key.rpartition(".")[2] for key in KEYS)
 
 
-def report(origin: str, assignments: Iterable[Assignment], context: Context) -> Problem:
+class Report(NamedTuple):
+    """The translation of a file of another trainer."""
+
+    problem: Problem
+    origin: str
+    text: str
+    """A config with the settings that have a name here."""
+
+    def assignments(self, problems: list[Problem]) -> list[Assignment]:
+        """The settings of `text`."""
+        root = compose(self.text)
+        if not isinstance(root, yaml.MappingNode):
+            return []
+        return list(from_document(root, f"the lines for {self.origin}", problems))
+
+
+class OtherTrainerError(Exception):
+    """Some files are configs of other trainers."""
+
+    def __init__(self, reports: dict[str, Report]):
+        super().__init__()
+        self.reports = reports
+
+
+def report(origin: str, assignments: Iterable[Assignment], context: Context) -> Report:
     """All keys of a file of another trainer, with the lines to put in their place."""
     lines: dict[str, tuple[str, str]] = {}
     absent: dict[str, list[str]] = {}
@@ -124,14 +152,15 @@ def report(origin: str, assignments: Iterable[Assignment], context: Context) -> 
             lines |= {key: (text, remark) for key, text in found.settings}
         else:
             absent.setdefault(_reason(found), []).append(name)
-    body = "\n".join(f"    {line}".rstrip() for line in [*_yaml(lines), *_remarks(absent)])
+    text = [*_yaml(lines), *_remarks(absent)]
+    body = "\n".join(f"    {line}".rstrip() for line in text)
     named = sum(bool(remark) for _, remark in lines.values())
     rule = (
         f"holds {counted(count, 'key')} of another trainer; {named} of them have a name here. "
         "A config is YAML with sections, and keys below them."
     )
     action = f"Write these lines to a .yml file, and give that in place of {origin}:\n{body}"
-    return Problem(origin, "", rule, action)
+    return Report(Problem(origin, "", rule, action), origin, "\n".join(text) + "\n")
 
 
 def _family(given: Sequence[tuple[tuple[str, ...], Raw]], context: Context) -> str:
