@@ -6,7 +6,7 @@ import dataclasses
 import json
 import textwrap
 import tomllib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,6 +19,7 @@ from maxpipe.config.documents import MAX_FILE_BYTES, one_line
 from maxpipe.config.inputs import FOREIGN_SUFFIXES
 from maxpipe.config.keys import FAMILY, KEYS, SECTIONS
 from maxpipe.config.rules import did_you_mean
+from maxpipe.config.shipped import configs
 from maxpipe.config.translation import MODEL, Context, Translation, one_line_of, translate
 from maxpipe.config.values import Raw
 from maxpipe.errors import ConfigError, Problem
@@ -134,13 +135,17 @@ def report(origin: str, assignments: Iterable[Assignment], context: Context) -> 
     context = dataclasses.replace(
         context, values={**context.values, FAMILY: family or context.family}
     )
+    names = {path[-1]: raw for path, raw in given}
     for path, raw in given:
         name = ".".join(path)
         if name in KEYS and not isinstance(raw, dict):
             lines[name] = (_text(raw), "")
             continue
         count += 1
-        found = translate(path, raw, context)
+        if path[-1] == "flavor" and f"{names.get('name')}-{raw}".lower() in configs():
+            raw = f"{names['name']}-{raw}".lower()  # of torchtitan
+            path = ("model_name",)
+        found = translate(_unambiguous(path, names), raw, context)
         settings = dict(found.settings)
         if not found.is_exact:
             absent.setdefault(_NOT_KNOWN, []).append(name)
@@ -150,6 +155,8 @@ def report(origin: str, assignments: Iterable[Assignment], context: Context) -> 
         elif found.settings:
             remark = _given(name, raw, found)
             lines |= {key: (text, remark) for key, text in found.settings}
+            if found.action:
+                absent.setdefault(found.action, []).append(name)
         else:
             absent.setdefault(_reason(found), []).append(name)
     text = [*_yaml(lines), *_remarks(absent)]
@@ -161,6 +168,16 @@ def report(origin: str, assignments: Iterable[Assignment], context: Context) -> 
     )
     action = f"Write these lines to a .yml file, and give that in place of {origin}:\n{body}"
     return Report(Problem(origin, "", rule, action), origin, "\n".join(text) + "\n")
+
+
+_OF_ACCELERATE = ("distributed_type", "compute_environment")
+
+
+def _unambiguous(path: tuple[str, ...], names: Mapping[str, Raw]) -> tuple[str, ...]:
+    """A key by another name where other keys of the file show that it has another meaning."""
+    if path == ("num_processes",) and any(each in names for each in _OF_ACCELERATE):
+        return ("num_gpus",)
+    return path
 
 
 def _family(given: Sequence[tuple[tuple[str, ...], Raw]], context: Context) -> str:
