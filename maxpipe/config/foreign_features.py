@@ -114,7 +114,7 @@ ABSENT_KEY = {
         "Set checkpoint.every to the steps of an epoch divided by {value}; a run prints the steps "
         "of an epoch at its start.",
     ),
-    "special_tokens_* additional_special_tokens added_tokens_overrides tokens "
+    "special_tokens_* additional_special_tokens added_tokens_overrides "
     "eot_tokens pad_token bos_token eos_token unk_token tokenizer_use_* tokenizer_legacy "
     "tokenizer_save_jinja_files processor_type cls_model_config resize_token_embeddings* "
     "mean_resizing_embeddings shrink_embeddings embeddings_skip_upcast fix_untrained_tokens "

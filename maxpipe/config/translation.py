@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import glob
 import math
 import os
 import re
@@ -426,6 +427,11 @@ def source_of_name(path: str) -> str:
     names = [path.lower()]
     if os.path.isdir(folder):
         names = [each.name.lower() for each in os.scandir(folder) if each.is_file()]
+    if any(sign in path for sign in "*?["):
+        names = [os.path.basename(each).lower() for each in glob.glob(folder)] or names
+    names = [name for name in names if not name.startswith(".")]
+    if os.path.isfile(folder) and not os.path.splitext(folder)[1]:
+        return "text"
     kinds = {
         next((kind for end, kind in SOURCE_OF.items() if name.endswith(end)), "") for name in names
     }
