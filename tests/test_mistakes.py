@@ -223,7 +223,7 @@ MISTAKES = [
             "!train first/run.yml data.path=nowhere",
             "data.path = nowhere",
             "is not read with data.source=corpus",
-            "Set data.source=text",
+            "and set data.source=text",
             "data.path=nowhere data.source=text",
         ),
         (

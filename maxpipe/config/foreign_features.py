@@ -79,7 +79,7 @@ ABSENT_KEY = {
         "for 50000000 tokens']\"; train.batch_size follows the last one.",
     ),
     "wandb wandb_project wandb_run_name wandb_entity use_wandb weights_and_biases enable_wandb "
-    "wandb_project_name metrics_enable_wandb": (
+    "wandb_project_name metrics_enable_wandb wandb_*": (
         "Weights & Biases is not supported.",
         "Leave it out; log.tensorboard=true writes for TensorBoard, and metrics.jsonl has every "
         "number as JSON, a line per record.",
@@ -104,6 +104,115 @@ ABSENT_KEY = {
         "documents are always shuffled, by run.seed.",
         "Leave it out, or set run.seed.",
     ),
+    "evals_per_epoch eval_per_epoch": (
+        "evaluations are some steps apart.",
+        "Set eval.every to the steps of an epoch divided by {value}; a run prints the steps of an "
+        "epoch at its start.",
+    ),
+    "saves_per_epoch": (
+        "checkpoints are some steps apart.",
+        "Set checkpoint.every to the steps of an epoch divided by {value}; a run prints the steps "
+        "of an epoch at its start.",
+    ),
+    "special_tokens_* additional_special_tokens added_tokens_overrides "
+    "eot_tokens pad_token bos_token eos_token unk_token tokenizer_use_* tokenizer_legacy "
+    "tokenizer_save_jinja_files processor_type cls_model_config resize_token_embeddings* "
+    "mean_resizing_embeddings shrink_embeddings embeddings_skip_upcast fix_untrained_tokens "
+    "use_fast_tokenizer": (
+        "control tokens are those of the tokenizer's files, and padding is not trained.",
+        "Leave it out; tokenizer.path names the files.",
+    ),
+    "trust_remote_code is_*_derived_model strict plugins low_cpu_mem_usage device_map max_memory "
+    "gpu_memory_limit lora_on_cpu use_kernels axolotl_config_path is_preprocess bnb_config_kwargs "
+    "qlora_sharded_model_loading loftq* unsloth_* lora_*_kernel flash_attn_* flash_optimum "
+    "flex_attn_* experimental_* llama4_linearized_experts gc_steps profiler_steps torchdistx_path "
+    "steps_per_print wall_clock_breakdown flops_profiler* comms_logger* prescale_gradients "
+    "gradient_predivide_factor communication_data_type sparse_gradients zero_allow_* "
+    "zero_force_* dataloader_pin_memory multipack_* heads_k_stride ring_attn_func "
+    "compute_environment downcast_bf16 enable_cpu_affinity main_training_function rdzv_backend "
+    "same_network tpu_env tpu_use_* tpu_name tpu_zone tpu_vm commands command_file dynamo_* "
+    "ipex_config* mpirun_config* megatron_lm_config*": (
+        "it is an option of the other trainer's libraries or launcher.",
+        "Leave it out.",
+    ),
+    "distributed_type num_machines gpu_ids": (
+        "one command trains on all devices of a machine; `maxpipe launch` starts several machines.",
+        "Leave it out; the axes of mesh divide the work: mesh.ici_fsdp=-1 shards parameters, "
+        "gradients and optimizer state over all devices.",
+    ),
+    "main_process_ip main_process_port master_port": (
+        "processes of a run meet at one address with a port.",
+        "Set runtime.coordinator=HOST:PORT for a run of several machines, or leave it out.",
+    ),
+    "offload_param_* zero_optimization_offload_param_* *_offload_params offload_params": (
+        "optimizer state can be kept in host memory, parameters cannot.",
+        "Set optim.offload_state=true, or leave it out.",
+    ),
+    "offload_optimizer_* zero_optimization_offload_optimizer_*": (
+        "optimizer state in host memory has one key.",
+        "Set optim.offload_state=true, or leave it out.",
+    ),
+    "zero_optimization_* zero3_* fsdp_config_* fsdp_*": (
+        "sharding is set by the mesh.",
+        "Set mesh.ici_fsdp to the number of shards of parameters, gradients and optimizer state; "
+        "-1 is all devices.",
+    ),
+    "lora_target_linear lora_fan_in_fan_out init_lora_weights peft_init_lora_weights "
+    "lora_on_linear modules_to_save lora_modules_to_save layers_to_transform "
+    "peft_layers_to_transform peft_layers_pattern peft_layer_replication "
+    "peft_trainable_token_indices peft_ensure_weight_tying peft_autocast_adapter_dtype "
+    "lora_target_parameters loraplus_* relora* lisa_* galore* merge_lora merge_method gptq": (
+        "adapters change every matrix of the layers unless adapter.targets names some.",
+        "Leave it out; `maxpipe config explain adapter` lists the keys.",
+    ),
+    "lora_model_dir": (
+        "adapters are part of a run's checkpoint.",
+        "Set checkpoint.restore_from to the run that trained them.",
+    ),
+    "xformers_attention sdp_attention flex_attention s2_attention eager_attention sage_attention": (
+        "the backend of attention is a value of one key.",
+        "Leave it out; model.attention=auto uses the best one for the device.",
+    ),
+    "loss_watchdog_*": (
+        "a run detects spikes of the loss.",
+        "Leave it out, or set guard.on_spike; `maxpipe config explain guard` lists its keys.",
+    ),
+    "dataset_prepared_path skip_prepare_dataset dataset_processes dataset_shard_* "
+    "dataset_keep_in_memory dataset_exact_deduplication shuffle_merged_datasets "
+    "pad_to_sequence_len eval_sample_packing sample_packing_* pretrain_multipack_* "
+    "pretraining_sample_concatenation batch_flattening curriculum_sampling min_sample_len "
+    "push_dataset_to_hub hf_use_auth_token pose_* use_pose total_num_tokens "
+    "total_supervised_tokens preprocess_iterable": (
+        "documents are indexed at the first start and packed; nothing has to be prepared.",
+        "Leave it out; `maxpipe data prepare` writes tokens once for many runs.",
+    ),
+    "test_datasets": (
+        "documents for evaluation are named sets with the keys of a source.",
+        "Set data.validation.held_out.source=jsonl data.validation.held_out.path=FILE.",
+    ),
+    "default_system_message": (
+        "a system prompt is a message of the records, or part of the chat template.",
+        "Leave it out, or put it into a copy of the template and set data.chat_template to that.",
+    ),
+    "eval_table_size eval_max_new_tokens eval_causal_lm_metrics do_causal_lm_eval do_bench_eval "
+    "bench_*": (
+        "evaluation computes the loss; samples and questions are keys of section eval.",
+        "Leave it out; `maxpipe config explain eval` lists them.",
+    ),
+    "lr_quadratic_warmup cosine_constant_lr_ratio lr_div_factor lr_groups embedding_lr "
+    "embedding_lr_scale adam_epsilon2 adam_beta3 warmup_min_lr warmup_max_lr": (
+        "the schedule is a warm-up to optim.learning_rate and a decay.",
+        "Leave it out; `maxpipe config explain optim` lists the keys.",
+    ),
+    "dpo_use_weighting dpo_use_logits_to_keep kto_* simpo_gamma cpo_alpha orpo_alpha rpo_alpha "
+    "reward_model process_reward_model num_labels trl vllm": (
+        "the losses of preferences are those of preference.loss.",
+        "Leave it out; `maxpipe config explain preference` lists the keys.",
+    ),
+    "unfrozen_parameters": (
+        "frozen parameters are listed, not trained ones.",
+        "Set model.frozen to the patterns of parameters that stay as they are.",
+    ),
     "torch_compile compile jit torch_compile_* compile_enable compile_components compile_backend "
     "scan_layers* internal_compile* compile_xla_flags": (
         "the step is always compiled.",
@@ -125,10 +234,6 @@ ABSENT_KEY = {
     "fp16 half fp16_full_eval": (
         "float16 is not supported.",
         "Set model.compute_dtype=bfloat16, which needs no loss scale.",
-    ),
-    "load_in_8bit load_in_4bit": (
-        "8 and 4 bits hold the frozen base of adapters.",
-        "Set adapter.base=int8 or nf4, with adapter.rank=16.",
     ),
     "eval_strategy evaluation_strategy validation_enable do_eval": (
         "evaluations are some steps apart.",
@@ -352,8 +457,7 @@ ABSENT_KEY = {
         "Leave it out; `maxpipe generate RUN --prompt TEXT` has options for it, and "
         "eval.sample_every samples during training.",
     ),
-    "use_sft sft_train_on_completion_only completion_only_loss assistant_only_loss "
-    "train_on_inputs": (
+    "use_sft sft_train_on_completion_only completion_only_loss assistant_only_loss": (
         "supervised fine-tuning is an objective, which trains answers only.",
         "Set train.objective=sft data.chat=messages, with data.source and data.path.",
     ),
@@ -399,7 +503,8 @@ ABSENT_KEY = {
         "data is read by threads of the run, ahead of the steps.",
         "Leave it out; data.threads and data.prefetch_batches can be set.",
     ),
-    "learning_rate_schedule_steps lr_decay_steps lr_decay_iters lr_scheduler_total_steps": (
+    "total_num_steps learning_rate_schedule_steps lr_decay_steps lr_decay_iters "
+    "lr_scheduler_total_steps": (
         "the schedule is as long as the run.",
         "Leave it out, or set train.steps={value}.",
     ),

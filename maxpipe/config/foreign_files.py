@@ -6,15 +6,20 @@ import dataclasses
 import json
 import textwrap
 import tomllib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
+
+import yaml
 
 from maxpipe.boundary.files import read
-from maxpipe.config.assignments import Assignment, from_values
+from maxpipe.boundary.plain_yaml import compose
+from maxpipe.config.assignments import Assignment, from_document, from_values
 from maxpipe.config.documents import MAX_FILE_BYTES, one_line
 from maxpipe.config.inputs import FOREIGN_SUFFIXES
 from maxpipe.config.keys import FAMILY, KEYS, SECTIONS
 from maxpipe.config.rules import did_you_mean
+from maxpipe.config.shipped import configs
 from maxpipe.config.translation import MODEL, Context, Translation, one_line_of, translate
 from maxpipe.config.values import Raw
 from maxpipe.errors import ConfigError, Problem
@@ -25,6 +30,8 @@ SUFFIXES = FOREIGN_SUFFIXES
 _FEWEST = 4
 """Keys of other trainers in one file from which on it is reported as a whole."""
 _WIDTH = 96
+_MOST_TRANSLATED = 300
+"""Unknown keys of a file that are looked up to tell whether another trainer reads it."""
 _NOT_KNOWN = "names that are not known"
 
 
@@ -112,7 +119,53 @@ def _is_misplaced(path: Sequence[str]) -> bool:
 _OWN_NAMES = frozenset(key.rpartition(".")[2] for key in KEYS)
 
 
-def report(origin: str, assignments: Sequence[Assignment], context: Context) -> Problem:
+class Report(NamedTuple):
+    """The translation of a file of another trainer."""
+
+    problem: Problem
+    origin: str
+    text: str
+    """A config with the settings that have a name here."""
+    names_config: bool
+    """Whether a key of the file names another config, which may set what is missing."""
+
+    def assignments(self, problems: list[Problem]) -> list[Assignment]:
+        """The settings of `text`."""
+        root = compose(self.text)
+        if not isinstance(root, yaml.MappingNode):
+            return []
+        return list(from_document(root, f"the lines for {self.origin}", problems))
+
+
+class OtherTrainerError(Exception):
+    """Some files are configs of other trainers."""
+
+    def __init__(self, reports: dict[str, Report]):
+        super().__init__()
+        self.reports = reports
+
+
+def reports(
+    unknown: Sequence[Assignment],
+    known: Sequence[Assignment],
+    foreign: Collection[str],
+    context: Context,
+) -> dict[str, Report]:
+    """Origin to the translation of each file of another trainer.
+
+    `foreign` are origins that are such files by their form.
+    """
+    found = {}
+    for origin in dict.fromkeys(each.origin for each in (*unknown, *known) if each.is_in_file):
+        theirs = [each for each in unknown if each.origin == origin]
+        # Values of a published config.json have its path as origin, and sections of this trainer.
+        if origin in foreign or is_foreign(theirs[:_MOST_TRANSLATED], context):
+            mine = [each for each in known if each.origin == origin]
+            found[origin] = report(origin, [*mine, *theirs], context)
+    return found
+
+
+def report(origin: str, assignments: Sequence[Assignment], context: Context) -> Report:
     """All keys of a file of another trainer, with the lines to put in their place."""
     lines: dict[str, tuple[str, str]] = {}
     absent: dict[str, list[str]] = {}
@@ -122,13 +175,17 @@ def report(origin: str, assignments: Sequence[Assignment], context: Context) -> 
     context = dataclasses.replace(
         context, values={**context.values, FAMILY: family or context.family}
     )
+    names = {path[-1]: raw for path, raw in given}
     for path, raw in given:
         name = ".".join(path)
         if name in KEYS and not isinstance(raw, dict):
             lines[name] = (_text(raw), "")
             continue
         count += 1
-        found = translate(path, raw, context)
+        if path[-1] == "flavor" and f"{names.get('name')}-{raw}".lower() in configs():
+            raw = f"{names['name']}-{raw}".lower()  # of torchtitan
+            path = ("model_name",)
+        found = translate(_unambiguous(path, names), raw, context)
         settings = dict(found.settings)
         if not found.is_exact:
             absent.setdefault(_NOT_KNOWN, []).append(name)
@@ -138,18 +195,33 @@ def report(origin: str, assignments: Sequence[Assignment], context: Context) -> 
         elif found.settings:
             remark = _given(name, raw, found)
             lines |= {key: (text, remark) for key, text in found.settings}
+            if found.action:
+                absent.setdefault(found.action, []).append(name)
         else:
             absent.setdefault(_reason(found), []).append(name)
-    if not lines and (named := config_named(assignments)):
-        return _of_a_launcher(origin, *named)
-    body = "\n".join(f"    {line}".rstrip() for line in [*_yaml(lines), *_remarks(absent)])
+    config = config_named(assignments)
+    if config and not lines:
+        return Report(_of_a_launcher(origin, *config), origin, "", names_config=True)
+    text = [*_yaml(lines), *_remarks(absent)]
+    body = "\n".join(f"    {line}".rstrip() for line in text)
     named = sum(bool(remark) for _, remark in lines.values())
     rule = (
         f"holds {counted(count, 'key')} of another trainer; {named} of them have a name here. "
         "A config is YAML with sections, and keys below them."
     )
     action = f"Write these lines to a .yml file, and give that in place of {origin}:\n{body}"
-    return Problem(origin, "", rule, action)
+    problem = Problem(origin, "", rule, action)
+    return Report(problem, origin, "\n".join(text) + "\n", names_config=config is not None)
+
+
+_OF_ACCELERATE = ("distributed_type", "compute_environment")
+
+
+def _unambiguous(path: tuple[str, ...], names: Mapping[str, Raw]) -> tuple[str, ...]:
+    """A key by another name where other keys of the file show that it has another meaning."""
+    if path == ("num_processes",) and any(each in names for each in _OF_ACCELERATE):
+        return ("num_gpus",)
+    return path
 
 
 def _of_a_launcher(origin: str, name: str, file: str) -> Problem:

@@ -79,13 +79,16 @@ SAME_KEY = {
     "pipeline_model_parallel_size pipeline_parallel_degree ici_pipeline_parallelism",
     "mesh.ici_tensor": "tp tp_size tensor_parallel tensor_parallel_size mp model_parallel_size "
     "tensor_model_parallel_size tensor_parallel_degree ici_tensor_parallelism",
-    "mesh.ici_data": "dp dp_size ddp data_parallel data_parallel_size data_parallel_degree "
+    "mesh.ici_data": "dp_replicate_size "
+    "dp dp_size ddp data_parallel data_parallel_size data_parallel_degree "
     "dp_replicate data_parallel_replicate_degree num_replicas ici_data_parallelism",
-    "mesh.ici_fsdp": "fsdp fsdp_size dp_shard data_parallel_shard_degree ici_fsdp_parallelism",
+    "mesh.ici_fsdp": "dp_shard_size "
+    "fsdp fsdp_size dp_shard data_parallel_shard_degree ici_fsdp_parallelism",
     "mesh.ici_expert": "ep ep_size expert_parallel expert_parallel_size "
     "expert_model_parallel_size expert_parallel_degree ici_expert_parallelism",
     "mesh.ici_context": "cp cp_size context_parallel context_parallel_size "
-    "context_parallel_degree sp_size ici_context_parallelism ici_sequence_parallelism",
+    "context_parallel_degree sequence_parallel_degree "
+    "sp_size ici_context_parallelism ici_sequence_parallelism",
     "mesh.sequence_parallel": "sp enable_sequence_parallel",
     "mesh.dcn_stage": "dcn_pipeline_parallelism",
     "mesh.dcn_tensor": "dcn_tensor_parallelism",
@@ -115,10 +118,11 @@ SAME_KEY = {
     "optim.learning_rate": "lr max_lr peak_lr base_lr",
     "optim.schedule": "lr_scheduler lr_scheduler_type lr_schedule scheduler lr_decay_style "
     "lr_schedule_type decay_type wsd_decay_style",
-    "optim.warmup_steps": "warmup num_warmup_steps warmup_iters lr_warmup_steps lr_warmup_iters",
+    "optim.warmup_steps": "warmup num_warmup_steps warmup_num_steps "
+    "warmup_iters lr_warmup_steps lr_warmup_iters",
     "optim.decay_fraction": "decay_ratio cooldown_fraction wsd_decay_steps_fraction",
     "optim.final_fraction": "min_lr_ratio min_lr_factor cosine_learning_rate_final_fraction "
-    "learning_rate_final_fraction",
+    "learning_rate_final_fraction cosine_min_lr_ratio",
     "optim.beta1": "adam_beta1 adam_b1 b1",
     "optim.beta2": "adam_beta2 adam_b2 b2",
     "optim.epsilon": "adam_epsilon adam_eps eps",
@@ -139,7 +143,8 @@ SAME_KEY = {
     "data.trained_roles": "roles_to_train train_on_roles",
     "data.packing": "sequence_packing sample_packing packing_strategy pack_sequences "
     "packing_type packing_method grain_packing_type",
-    "data.validation_fraction": "val_split validation_split val_fraction eval_fraction test_size",
+    "data.validation_fraction": "val_split val_set_size "
+    "validation_split val_fraction eval_fraction test_size",
     "data.prefetch_batches": "prefetch prefetch_factor grain_prefetch_buffer_size "
     "dataloader_prefetch_factor",
     "data.threads": "num_workers workers dataloader_num_workers grain_worker_count "
@@ -163,7 +168,7 @@ SAME_KEY = {
     "log.progress": "progress_bar",
     "runtime.platform": "device accelerator backend hardware",
     "runtime.num_processes": "world_size nnodes num_nodes num_hosts nproc",
-    "runtime.process_id": "runtime_rank process_index node_rank local_rank",
+    "runtime.process_id": "machine_rank runtime_rank process_index node_rank local_rank",
     "distill.teacher": "teacher_model teacher_path teacher_model_name_or_path distillation_teacher",
     "distill.temperature": "distillation_temperature distill_temperature kd_temperature",
     "distill.weight": "distillation_weight distill_weight distill_alpha kd_weight kd_ratio",

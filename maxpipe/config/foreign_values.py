@@ -60,6 +60,8 @@ VALUES: dict[str, dict[str, str]] = {
         "byte utf8 bytelevel char": "bytes",
         "spm sp unigram": "sentencepiece",
         "openai ranks": "tiktoken",
+        "auto_tokenizer llama_tokenizer llama_tokenizer_fast pre_trained_tokenizer_fast "
+        "qwen2_tokenizer gemma_tokenizer gpt2_tokenizer": "auto",
         "bpe gpt2 llama llama3 qwen cl100k o200k wordpiece": (
             "Set tokenizer.kind=auto and tokenizer.path to the model's folder, or to its "
             "tokenizer.json or tokenizer.model."
@@ -76,7 +78,9 @@ VALUES: dict[str, dict[str, str]] = {
     "optim.schedule": {
         "warmup_cosine cosine_decay cosine_with_warmup cosine_with_min_lr "
         "cosine_annealing": "cosine",
-        "warmup_linear linear_decay linear_with_warmup": "linear",
+        "warmup_linear linear_decay linear_with_warmup warmup_decay_lr": "linear",
+        "warmup_cosine_lr": "cosine",
+        "warmup_lr": "constant",
         "none constant_with_warmup fixed": "constant",
         "warmup_stable_decay trapezoidal": "wsd",
         "inverse_sqrt inverse_square_root rsqrt sqrt noam polynomial exponential step multistep "
@@ -103,6 +107,24 @@ VALUES: dict[str, dict[str, str]] = {
         "blocked chunked memory_efficient": "blockwise",
         "splash_attention pallas tokamax": "splash",
         "ring": "It is not supported. Set model.attention=auto.",
+    },
+    "adapter.targets": {
+        "q_proj wq": "layers.attention.query",
+        "k_proj wk": "layers.attention.key",
+        "v_proj wv": "layers.attention.value",
+        "o_proj wo out_proj": "layers.attention.out",
+        "gate_proj w1": "layers.mlp.gate",
+        "up_proj w3": "layers.mlp.up",
+        "down_proj w2": "layers.mlp.down",
+    },
+    "data.chat_template": {
+        "tokenizer_default": "Leave it out: the template of the tokenizer's folder is used.",
+        "chatml llama3 llama3_2_vision llama4 gemma gemma3 qwen3 qwen_25 mistral_v1 mistral_v2v3 "
+        "mistral_v3_tekken mistral_v7_tekken phi_3 phi_35 deepseek_v2 deepseek_v3 command_a "
+        "cohere alpaca inst jinja jamba exaone metharme": (
+            "Leave it out for the template of the tokenizer's folder, or set "
+            "data.chat_template=FILE.jinja."
+        ),
     },
     "runtime.platform": {
         "gpu nvidia gpu_multiprocess": "cuda",
@@ -138,6 +160,16 @@ VALUES: dict[str, dict[str, str]] = {
         "gemma2_text": "gemma2",
         "gemma3_text": "gemma3",
         "qwen qwen2_5": "qwen2",
+        "llama_for_causal_lm": "llama",
+        "mistral_for_causal_lm": "mistral",
+        "qwen2_for_causal_lm": "qwen2",
+        "qwen3_for_causal_lm": "qwen3",
+        "gemma2_for_causal_lm": "gemma2",
+        "gemma3_for_causal_lm": "gemma3",
+        "mixtral_for_causal_lm": "moe",
+        "auto_model_for_causal_lm": (
+            "Leave it out: `model: NAME` names a model (`maxpipe configs list`)."
+        ),
     },
     "mesh.context_attention": {"all_gather allgather": "gather", "alltoall ulysses": "heads"},
     "mesh.ici_fsdp": {"full_shard shard_grad_op hybrid_shard true yes on auto_wrap": "-1"},

@@ -64,8 +64,6 @@ from maxpipe.config.translation import (
 from maxpipe.config.values import NAME_FORM, READERS, TooLargeError, as_is, refused, texts
 from maxpipe.errors import ConfigError, Problem
 
-_MOST_TRANSLATED = 300
-"""Unknown keys of a file that are looked up to tell whether another trainer reads it."""
 _MOST_IN_CONTEXT = 2000
 """Unknown keys whose values later answers use; the longest config of another trainer has 700."""
 _MAX_PROBLEMS = 100
@@ -100,14 +98,37 @@ def load(
     config that maxpipe ships. `to_train`: it must say what to train on.
 
     Raises:
-        ConfigError: with every mistake in the files, the overrides and the values.
+        ConfigError: with every mistake in the files, the overrides and the values; of a file of
+            another trainer with its translation, and the mistakes that remain in that.
     """
+    try:
+        return _loaded(args, saved, origin, {}, to_train=to_train)
+    except foreign_files.OtherTrainerError as error:
+        reports = error.reports
+    remaining: tuple[Problem, ...] = ()
+    try:
+        if any(each.text for each in reports.values()):
+            _loaded(args, saved, origin, reports, to_train=to_train)
+    except ConfigError as error:
+        remaining = error.problems
+    raise ConfigError([*(each.problem for each in reports.values()), *remaining])
+
+
+def _loaded(
+    args: Sequence[str],
+    saved: Mapping[str, Any] | None,
+    origin: str,
+    translated: Mapping[str, foreign_files.Report],
+    *,
+    to_train: bool,
+) -> Loaded:
+    """See `load`; `translated` are files of other trainers, by their origin."""
     problems: list[Problem] = []
     assignments = list(from_values(saved or {}, origin))
     overrides = [arg for arg in args if is_override(arg) or arg.startswith("-")]
     files = [arg for arg in args if arg not in overrides]
     located = [_located(arg, problems) for arg in files]
-    read: list[list[Assignment] | None] = [file and _read(file, problems) for file in located]
+    read = [file and _read(file, translated, problems) for file in located]
     in_files = [assignment for each in read if each for assignment in each]
     from_overrides = [each for arg in overrides for each in from_override(arg, problems)]
     model = named_model(in_files, from_overrides, problems, is_saved=bool(saved and origin))
@@ -119,7 +140,9 @@ def load(
     named = _named_like(located[-1]) if located and located[-1] else None
     # Another trainer's config file that an option names may set the missing keys.
     is_complete = None not in read and foreign_files.config_named(given) is None
+    is_complete = is_complete and not any(each.names_config for each in translated.values())
     foreign = [each.origin for each in located if each and _is_foreign(each)]
+    foreign = [each for each in foreign if each not in translated]
     built = _build(
         assignments, problems, named, is_complete=is_complete, to_train=to_train, foreign=foreign
     )
@@ -200,8 +223,12 @@ def _located(arg: str, problems: list[Problem]) -> Input | None:
         return None
 
 
-def _read(file: Input, problems: list[Problem]) -> list[Assignment] | None:
+def _read(
+    file: Input, translated: Mapping[str, foreign_files.Report], problems: list[Problem]
+) -> list[Assignment] | None:
     """The settings of a file. None, and a problem, if it cannot be read."""
+    if report := translated.get(file.origin):
+        return report.assignments(problems)
     if _is_foreign(file):
         try:
             return foreign_files.read_foreign(file.path, file.origin)
@@ -256,7 +283,10 @@ def _build(
         else:
             problems.append(problem)
             wrong.update(_prefixes(assignment.path))
-    for done, problem in enumerate(_unknown_problems(unknown, assignments, nodes, foreign)):
+    context = _context(unknown, nodes)
+    if reports := foreign_files.reports(unknown, assignments, foreign, context):
+        raise foreign_files.OtherTrainerError(reports)
+    for done, problem in enumerate(_unknown_problem(each, context) for each in unknown):
         if len(problems) >= _MAX_PROBLEMS:
             rest = f"{len(unknown) - done} more values were not read."
             problems.append(Problem("config", "", rest, "Fix these problems first."))
@@ -338,29 +368,6 @@ def _is_unknown(assignment: Assignment) -> bool:
     section, (name, *entry) = (lambda at: (at[0], at[1] or (".",)))(parted(assignment.path))
     hint = KEYS.get(f"{section}.{name}") if "." not in name else None
     return hint is None or bool(entry and not is_mapping(hint)) or bool(assignment.option)
-
-
-def _unknown_problems(
-    unknown: Sequence[Assignment],
-    known: Sequence[Assignment],
-    nodes: Mapping[str, Any],
-    foreign: Collection[str],
-) -> Iterator[Problem]:
-    """One for each key that does not exist, and one for a whole file of another trainer."""
-    context = _context(unknown, nodes)
-    files = dict.fromkeys(each.origin for each in (*unknown, *known) if each.is_in_file)
-    whole = []
-    for origin in files:
-        theirs = [each for each in unknown if each.origin == origin]
-        # Values of a published config.json have its path as origin, and sections of this trainer.
-        is_other = origin in foreign
-        if is_other or foreign_files.is_foreign(theirs[:_MOST_TRANSLATED], context):
-            whole.append(origin)
-            mine = [each for each in known if each.origin == origin]
-            yield foreign_files.report(origin, [*mine, *theirs], context)
-    for each in unknown:
-        if each.origin not in whole:
-            yield _unknown_problem(each, context)
 
 
 def _meant_keys(unknown: Sequence[Assignment], nodes: Mapping[str, Any]) -> Iterator[str]:

@@ -13,6 +13,7 @@ from maxpipe.config.mixture import sources
 from maxpipe.config.ranges import BYTES_VOCABULARY
 from maxpipe.config.rules import shown, value_of
 from maxpipe.config.schema import Config
+from maxpipe.config.translation import source_of_name
 from maxpipe.errors import ConfigError, Problem
 
 LARGEST_FOR_BYTES = 4096
@@ -109,12 +110,16 @@ def unread_path(config: Config, origins: Mapping[str, str]) -> list[Problem]:
             missing = [path for path in paths if "://" not in path and not glob.glob(path)]
             if missing:
                 rule = f"does not exist: {missing[0]}. It {rule}"
-            action = (
-                f"Name files that exist, and set {section}"
-                if missing
-                else f"Set {section}.source=text, or jsonl, parquet or another that reads it, or "
-            )
-            action += f"leave {key} out."
+            kinds = {source_of_name(path) for path in paths}
+            source = kinds.pop() if len(kinds) == 1 else ""
+            source = source or ("text" if missing else "")
+            action = f"Set {section}.source={source}, or leave {key} out."
+            if missing:
+                action = f"Name files that exist, and set {section}.source={source}, or leave "
+                action += f"{key} out."
+            elif not source:
+                action = f"Name files of one kind in {key}, such as '*.jsonl' with "
+                action += f"{section}.source=jsonl, or leave {key} out."
             problems.append(Problem(where(key, origins), ", ".join(paths), rule, action))
     return problems
 

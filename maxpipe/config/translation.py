@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import glob
 import math
+import os
 import re
 import shlex
 import typing
@@ -161,6 +163,9 @@ def _fitted(key: str, raw: Raw, context: Context) -> Translation:
         return Translation((("run.dir", "runs"), ("checkpoint.dir", raw)), key=key)
     if key == "data.path" and isinstance(raw, list) and len(raw) > 1:
         return Translation((("data.paths", _joined(raw)),), key=key)
+    is_word = isinstance(raw, str) and re.fullmatch(r"\w+", raw) is not None
+    if key == "data.path" and is_word and not os.path.lexists(str(raw)):
+        return Translation((), *_to_save(str(raw)), key=key)
     text, action = fit(key, raw)
     if key.endswith(".num_experts") and text == "1":
         return Translation((), "one expert is a dense layer.", "Leave it out.", key=key)
@@ -182,7 +187,7 @@ def fit(key: str, raw: Raw) -> tuple[str | None, str]:
         return None, _leave_out(key)
     if isinstance(raw, list):
         if typing.get_origin(hint) is list:
-            return _joined(raw), ""
+            return _joined([_element(key, each) for each in raw]), ""
         if len(raw) != 1 or not isinstance(raw[0], str):
             return None, list_meant(key) or _leave_out(key)
         raw = raw[0]
@@ -195,6 +200,8 @@ def fit(key: str, raw: Raw) -> tuple[str | None, str]:
     if found:
         return found, ""
     if squashed(text) in ("", "none", "null"):
+        return None, _leave_out(key)
+    if squashed(text) in ("auto", "alllinear") and "auto" not in choices:
         return None, _leave_out(key)
     if choices and not text.startswith("file:"):
         example = shown(default_of(key))
@@ -230,6 +237,11 @@ def _leave_out(key: str) -> str:
     if default in ("", [], {}):
         return f"Leave it out: {key} is not set by default."
     return f"Leave it out: {key} is {shown(default)} by default."
+
+
+def _element(key: str, raw: Raw) -> Raw:
+    """An element of a list of names, as the key here has it."""
+    return (same_value(key, raw, ()) or raw) if isinstance(raw, str) else raw
 
 
 def _joined(raw: list[Raw]) -> str:
@@ -332,6 +344,123 @@ def _eval_steps(raw: Raw, context: Context) -> Translation:
     return Translation((), why, action)
 
 
+def _base_model(raw: Raw, context: Context) -> Translation:
+    """The model whose weights training starts from, with its tokenizer."""
+    found = _model_named(raw, context)
+    if not found.settings or not shipped.is_hub_id(str(raw)):
+        return found
+    folder = str(raw).rpartition("/")[2]
+    settings = (("checkpoint.restore_from", f"hf:{folder}"),)
+    settings += (("tokenizer.kind", "auto"), ("tokenizer.path", folder))
+    return found._replace(settings=(*found.settings, *settings), action=shipped.from_hub(str(raw)))
+
+
+def _adapter(raw: Raw, context: Context) -> Translation:
+    """A kind of adapter as a text."""
+    kind = squashed(raw) if isinstance(raw, str) else ""
+    if kind in ("qlora", "dora"):
+        key, value = ("adapter.base", "nf4") if kind == "qlora" else ("adapter.kind", "dora")
+        return Translation(((key, value),), key=key)
+    why = "adapters are trained where adapter.rank is set."
+    return Translation((), why, "Leave it out, or set adapter.rank=16.")
+
+
+def _bits(base: str) -> Callable[[Raw, Context], Translation]:
+    return _switch("adapter.base", base, "")
+
+
+def _rl(raw: Raw, context: Context) -> Translation:
+    """An objective as Axolotl names it."""
+    name = squashed(raw) if isinstance(raw, str) else ""
+    if name in ("dpo", "ipo", "orpo", "simpo"):
+        settings = (("train.objective", "preference"), ("data.chat", "pairs"))
+        return Translation(settings, key="train.objective")
+    if name == "grpo":
+        return Translation((("train.objective", "grpo"),), key="train.objective")
+    why = "the objectives are pretrain, sft, preference, distill and grpo."
+    return Translation((), why, "Leave it out, or set train.objective.")
+
+
+def _offloaded(raw: Raw, context: Context) -> Translation:
+    """The device that DeepSpeed offloads optimizer state to."""
+    key = "optim.offload_state"
+    if isinstance(raw, str) and squashed(raw) in ("cpu", "nvme"):
+        return Translation(((key, "true"),), key=key)
+    return Translation((), "", _leave_out(key), key=key)
+
+
+_MESSAGES = ("chattemplate", "sharegpt", "messages", "sharegptvcs")
+_PAIRS = ("chatml", "llama3", "dpo", "orpo", "ipo", "chosenrejected")
+
+
+def _to_save(name: str) -> tuple[str, str]:
+    """Rule and action for the name of a dataset that is not a file."""
+    return (
+        "nothing is downloaded: data are files.",
+        f"Save the dataset with load_dataset('{name}', split='train').save_to_disk('saved') of "
+        "`datasets`, and set data.source=huggingface data.path=saved.",
+    )
+
+
+def _datasets(raw: Raw, context: Context) -> Translation:
+    """A list of data sets with a path and a type."""
+    entries = [each for each in raw if isinstance(each, dict)] if isinstance(raw, list) else []
+    paths = [str(each.get("data_files") or each.get("path") or "") for each in entries]
+    if not entries or not all(paths):
+        return Translation((), "a source has its own keys.", "Set data.source and data.path.")
+    if len(entries) > 1:
+        why = "several sources are a mixture."
+        settings = " ".join(f"data.mixture.part{n}.path={path}" for n, path in enumerate(paths, 1))
+        action = f"Set {settings}, and source, weight and chat of each part."
+        return Translation((), why, action)
+    [entry] = entries
+    source = source_of_name(paths[0])
+    if not source:
+        return Translation((), *_to_save(paths[0]))
+    settings = [("data.source", source), ("data.path", paths[0])]
+    kind = str(entry.get("type") or "").partition(".")[0]
+    field = entry.get("field_messages") or entry.get("field")
+    if squashed(kind) in _MESSAGES:
+        settings += [("train.objective", "sft"), ("data.chat", "messages")]
+        settings += [("data.messages_field", field)] if isinstance(field, str) else []
+    elif squashed(kind) in _PAIRS:
+        settings += [("train.objective", "preference"), ("data.chat", "pairs")]
+    elif squashed(kind).startswith("alpaca"):
+        settings += [("train.objective", "sft"), ("data.chat", "prompt")]
+        settings += [("data.prompt_field", "instruction"), ("data.response_field", "output")]
+    elif isinstance(field, str):
+        settings += [("data.field", field)]
+    return Translation(tuple(settings), key="data.path")
+
+
+SOURCE_OF = {".jsonl": "jsonl", ".parquet": "parquet", ".txt": "text", ".md": "text"} | {
+    ".array_record": "arrayrecord",
+    ".arrayrecord": "arrayrecord",
+    ".jsonl.gz": "jsonl",
+    ".jsonl.zst": "jsonl",
+}
+"""The end of a file's name to the source that reads it."""
+
+
+def source_of_name(path: str) -> str:
+    """The source for a path, by the ends of file names; empty where they do not decide it."""
+    folder = os.path.expanduser(path)
+    if os.path.isfile(os.path.join(folder, "dataset_info.json")):
+        return "huggingface"
+    names = [path.lower()]
+    if os.path.isdir(folder):
+        names = [each.name.lower() for each in os.scandir(folder) if each.is_file()]
+    if any(sign in path for sign in "*?["):
+        names = [os.path.basename(each).lower() for each in glob.glob(folder)] or names
+    names = [name for name in names if not name.startswith(".")]
+    if os.path.isfile(folder) and not os.path.splitext(folder)[1]:
+        return "text"
+    kinds = {
+        next((kind for end, kind in SOURCE_OF.items() if name.endswith(end)), "") for name in names
+    }
+    return kinds.pop() if len(kinds) == 1 else ""
+
+
 def _model_named(raw: Raw, context: Context) -> Translation:
     if isinstance(raw, str) and (model := shipped.model_meant(raw)):
         return Translation(((MODEL, model.name),), key=MODEL)
@@ -357,9 +486,17 @@ def _table() -> dict[str, Callable[[Raw, Context], Translation]]:
         "disable_tqdm": _switch("log.progress", "plain", "live"),
         "use_cpu no_cuda": _switch("runtime.platform", "cpu", ""),
         "eval_steps": _eval_steps,
-        "model_name model_name_or_path pretrained_model_name_or_path hf_model base_model": (
-            _model_named
-        ),
+        "adapter": _adapter,
+        "load_in_4bit": _bits("nf4"),
+        "load_in_8bit": _bits("int8"),
+        "peft_use_dora use_dora": _switch("adapter.kind", "dora", ""),
+        "peft_use_rslora use_rslora": _switch("adapter.scale_by", "root", ""),
+        "train_on_inputs": _switch("train.objective", "", "sft"),
+        "datasets pretraining_dataset": _datasets,
+        "rl": _rl,
+        "zero_optimization_offload_optimizer_device offload_optimizer_device": _offloaded,
+        "model_name model_name_or_path pretrained_model_name_or_path hf_model": _model_named,
+        "base_model": _base_model,
     }
     return {squashed(name): each for names, each in named.items() for name in names.split()}
 

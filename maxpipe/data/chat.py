@@ -10,6 +10,7 @@ import contextlib
 import datetime
 import hashlib
 import json
+import os
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +22,7 @@ import numpy as np
 from maxpipe.boundary import files
 from maxpipe.config.data import all_sources, template_settings
 from maxpipe.config.data_schema import DataConfig, SourceConfig
+from maxpipe.config.paths import EVENTS_FILE
 from maxpipe.data.answers import Answer
 from maxpipe.data.chat_records import conversation_of
 from maxpipe.data.documents import (
@@ -34,6 +36,7 @@ from maxpipe.data.documents import (
 )
 from maxpipe.data.formats.reads import reading
 from maxpipe.data.formats.text_of import BadRecord
+from maxpipe.data.kept import Words, made_once
 from maxpipe.data.sources import Moved, Progress, Source, UnreadableRecord
 from maxpipe.data.tokenizer import Tokenizer
 from maxpipe.data.tokenizers.chat import ChatTemplate
@@ -99,6 +102,29 @@ def spoken(data: DataConfig, tokenizer: Tokenizer) -> ChatTemplate | None:
         return template_of(chats[0], tokenizer)
     settings = template_settings(data.chat_template_kwargs)
     return None if tokenizer.chat is None else tokenizer.chat.with_settings(settings)
+
+
+def first_day(run: str, cache_dir: str) -> str:
+    """The date of a run's first start, kept in `cache_dir`; `run` is the path of its folder."""
+    name = hashlib.sha256(run.encode()).hexdigest()[:32]
+    path = os.path.join(cache_dir, f"day-{name}.npz")
+    if not os.path.exists(os.path.join(run, EVENTS_FILE)):
+        with contextlib.suppress(OSError):
+            os.unlink(path)  # of an earlier run in the same folder
+    words = Words(
+        "reading the date of the run's first start",
+        "prompts have the current date",
+        "prompts have another date when the run resumes on another day",
+    )
+    return made_once(
+        path,
+        lambda arrays: datetime.date.fromisoformat(str(arrays["day"][0])).isoformat(),
+        lambda _: today(),
+        lambda day: {"day": np.array([day], np.str_)},
+        words,
+        keep=True,
+        moved=None,
+    )
 
 
 @contextlib.contextmanager

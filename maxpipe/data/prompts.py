@@ -21,7 +21,6 @@ from maxpipe.config.data_schema import SourceConfig
 from maxpipe.config.ramp import Ramp
 from maxpipe.config.schema import DataConfig
 from maxpipe.config.tuning_schema import GrpoConfig
-from maxpipe.data.chat import spoken
 from maxpipe.data.chat_records import (
     check_content,
     listed,
@@ -123,17 +122,19 @@ def build_prompts(
     sequence_length: int,
     check: Check,
     reward: str,
+    template: ChatTemplate | None,
 ) -> Datasets:
     """The prompts of a run as what it reads; `check` is asked about each record.
 
-    `reward` says which function rewards completions: a run goes on with the same.
+    `reward` is the function that rewards completions: a run resumes with the same. `template`
+    renders prompts that are conversations.
 
     Raises:
         ConfigError: the file cannot be used, or a prompt is too long.
     """
     content = _content(config.prompts)
     records = _records(content, config.prompts, check)
-    prompts = _encoded(records, tokenizer, spoken(data, tokenizer))
+    prompts = _encoded(records, tokenizer, template)
     _check_room(prompts, config, sequence_length)
     rows = PromptRows(prompts, config.group_size, sequence_length, tokenizer.pad_id)
     ramp = Ramp((), batch_size)

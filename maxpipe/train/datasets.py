@@ -9,7 +9,7 @@ from functools import partial
 from maxpipe.boundary.files import full
 from maxpipe.config.ramp import Ramp
 from maxpipe.config.schema import Config
-from maxpipe.data.chat import spoken
+from maxpipe.data.chat import first_day, spoken
 from maxpipe.data.conversation import (
     Conversation,
     conversation_record,
@@ -19,7 +19,8 @@ from maxpipe.data.conversation import (
 from maxpipe.data.loader import Datasets, build
 from maxpipe.data.overlap import left_out, overlaps
 from maxpipe.data.prompts import build_prompts
-from maxpipe.data.tokenizer import fitted, open_tokenizer
+from maxpipe.data.tokenizer import Tokenizer, fitted, open_tokenizer
+from maxpipe.data.tokenizers.chat import ChatTemplate
 from maxpipe.errors import ConfigError, Problem
 from maxpipe.rewards.process import Rewards, check
 
@@ -40,7 +41,7 @@ def datasets_of(config: Config, moved: Callable[[], object]) -> Datasets:
         batch_ramp=Ramp.of(config.train),
         sequence_length=config.train.sequence_length,
         eval_batch_size=config.eval.batch_size,
-        cache_dir=str(full(config.run.dir, "run.dir") / ".index"),
+        cache_dir=_index_folder(config),
         moved=moved,
         fit=partial(fitted, rows=config.model.vocab_size),
     )
@@ -57,6 +58,7 @@ def _speaking(datasets: Datasets, conversation: Conversation | None) -> Datasets
 
 def _prompts(config: Config) -> Datasets:
     tokenizer = fitted(open_tokenizer(config.tokenizer), config.model.vocab_size)
+    template = spoken_in_run(config, tokenizer)
     found = build_prompts(
         config.grpo,
         config.data,
@@ -66,8 +68,27 @@ def _prompts(config: Config) -> Datasets:
         sequence_length=config.train.sequence_length,
         check=partial(check, config.grpo),
         reward=Rewards(config.grpo).fingerprint(),
+        template=template,
     )
-    return _speaking(found, of_prompts(spoken(config.data, tokenizer), tokenizer))
+    return _speaking(found, of_prompts(template, tokenizer))
+
+
+def spoken_in_run(config: Config, tokenizer: Tokenizer) -> ChatTemplate | None:
+    """The template of prompts, samples and questions; its date is that of the first start.
+
+    Raises:
+        ConfigError: its file cannot be read.
+    """
+    template = spoken(config.data, tokenizer)
+    if template is None or not template.reads_date:
+        return template
+    return template.on(
+        first_day(str(full(config.run.dir, "run.dir") / config.run.name), _index_folder(config))
+    )
+
+
+def _index_folder(config: Config) -> str:
+    return str(full(config.run.dir, "run.dir") / ".index")
 
 
 def check_overlap(

@@ -31,7 +31,6 @@ from maxpipe.config.paths import (
     CONFIG_FILE,
 )
 from maxpipe.config.schema import Config
-from maxpipe.data.chat import spoken
 from maxpipe.data.loader import Datasets
 from maxpipe.data.turns import held_out
 from maxpipe.errors import ConfigError, ExitCode, Preempted
@@ -44,7 +43,7 @@ from maxpipe.telemetry.records import EventLog, MetricWriter
 from maxpipe.train import attention_check, data_end, pair_references
 from maxpipe.train.beginning import facts_of, write_config
 from maxpipe.train.build import steps_of
-from maxpipe.train.datasets import check_overlap, datasets_of
+from maxpipe.train.datasets import check_overlap, datasets_of, spoken_in_run
 from maxpipe.train.distill import taught_by
 from maxpipe.train.evaluations import Evaluations
 from maxpipe.train.patience import Patience
@@ -264,7 +263,7 @@ def _samples(config: Config, steps: Steps, datasets: Datasets) -> Samples | None
         return None
     room, tokenizer = config.train.sequence_length, datasets.tokenizer
     turns = held_out(datasets, config.data.validation_fraction, config.eval.sample_documents, room)
-    chat = spoken(config.data, tokenizer)
+    chat = spoken_in_run(config, tokenizer)
     given = config.eval, steps.partition, tokenizer, turns, chat
     return Samples(*given, room=room, seed=config.run.seed)
 

@@ -19,12 +19,12 @@ from maxpipe.config.check import check
 from maxpipe.config.eval_schema import TaskConfig
 from maxpipe.config.rules import batch_shards, up
 from maxpipe.config.schema import Config
-from maxpipe.data.chat import spoken
 from maxpipe.data.tokenizer import Tokenizer
 from maxpipe.parallel.sharding import local_rows, place_rows
 from maxpipe.scoring.choices import Exam, Question, Summary, as_chats, read, summary
 from maxpipe.scoring.texts import Row, Score, Texts, laid_out
 from maxpipe.train.build import steps_of
+from maxpipe.train.datasets import spoken_in_run
 from maxpipe.train.step import Steps
 
 _ROWS = 64
@@ -49,7 +49,7 @@ class Task:
         questions: Sequence[Question] = self._questions
         if task.chat:
             questions = as_chats(
-                questions, spoken(config.data, tokenizer), f"{key}.chat", f"Set {key}.chat=false"
+                questions, spoken_in_run(config, tokenizer), f"{key}.chat", f"Set {key}.chat=false"
             )
         self._exam = Exam(questions, "" if task.chat else task.separator)
         self._exam.check(self._texts, task.path)

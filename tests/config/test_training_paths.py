@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from maxpipe.cli import main
+from maxpipe.config.load import load
+from maxpipe.errors import ConfigError
 
 
 def test_a_missing_path_is_named_before_the_source(
@@ -20,3 +22,43 @@ def test_a_missing_path_is_named_before_the_source(
     (tmp_path / "nowhere").write_text("text")
     assert main(["train", "quickstart", "data.path=nowhere"]) == 2
     assert "does not exist" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "source"),
+    [
+        ("input.txt", "text"),
+        ("a.jsonl", "jsonl"),
+        ("a.jsonl.gz", "jsonl"),
+        ("a.parquet", "parquet"),
+        ("a.array_record", "arrayrecord"),
+        ("texts", "text"),
+        ("saved", "huggingface"),
+    ],
+)
+def test_a_path_without_its_source_is_answered_by_the_one_that_reads_it(
+    name: str, source: str, tmp_path: Path
+):
+    path = tmp_path / name
+    if "." in name:
+        path.write_text("hello\n")
+    else:
+        path.mkdir()
+        inside = "dataset_info.json" if name == "saved" else "a.txt"
+        (path / inside).write_text("{}")
+    given = ["tiny", "train.steps=5", f"data.path={path}"]
+    with pytest.raises(ConfigError) as caught:
+        load(given, to_train=True)
+    [problem] = caught.value.problems
+    assert problem.action == f"Set data.source={source}, or leave data.path out."
+    load([*given, f"data.source={source}"], to_train=True)
+    load(given[:-1], to_train=True)
+
+
+def test_a_missing_path_without_its_source():
+    with pytest.raises(ConfigError) as caught:
+        load(["tiny", "train.steps=5", "data.path=nowhere.jsonl"], to_train=True)
+    [problem] = caught.value.problems
+    assert problem.action == (
+        "Name files that exist, and set data.source=jsonl, or leave data.path out."
+    )

@@ -12,6 +12,7 @@ import pytest
 from maxpipe.config.schema import DataConfig
 from maxpipe.config.tuning_schema import GrpoConfig
 from maxpipe.data import prompts as prompts_module
+from maxpipe.data.chat import spoken
 from maxpipe.data.fingerprints import compare
 from maxpipe.data.loader import Datasets
 from maxpipe.data.prompts import build_prompts
@@ -28,7 +29,13 @@ def opened(path: Path, **changes: Any) -> Datasets:
     config = GrpoConfig(prompts=str(path), group_size=GROUP, max_tokens=8)
     check = changes.pop("check", lambda record: None)
     return build_prompts(
-        config, DataConfig(), ByteTokenizer(), **sizes, check=check, reward="exact", **changes
+        config,
+        DataConfig(),
+        ByteTokenizer(),
+        **sizes,
+        check=check,
+        reward="exact",
+        **{"template": None, **changes},
     )
 
 
@@ -130,15 +137,17 @@ def test_each_conversation_is_parsed_once(tmp_path: Path, monkeypatch: pytest.Mo
     messages = [said(("user", f"question {number}")) for number in range(COUNT)]
     path = tmp_path / "chats.jsonl"
     path.write_text("".join(json.dumps({"messages": each}) + "\n" for each in messages))
+    data = DataConfig(chat="messages", chat_template=str(template))
     found = build_prompts(
         GrpoConfig(prompts=str(path), group_size=GROUP, max_tokens=8),
-        DataConfig(chat="messages", chat_template=str(template)),
+        data,
         ByteTokenizer(),
         batch_size=ROWS,
         sequence_length=200,
         seed=0,
         check=lambda record: None,
         reward="exact",
+        template=spoken(data, ByteTokenizer()),
     )
     assert [each["messages"] for each in seen] == messages
     text = found.tokenizer.decode(found.train.batch(0)["tokens"][0].tolist())

@@ -5,6 +5,7 @@ The date is that of the day on which documents were indexed, or prepared, whenev
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Literal
@@ -12,6 +13,8 @@ from typing import Literal
 import numpy as np
 import pytest
 
+from maxpipe.config.load import load
+from maxpipe.config.paths import EVENTS_FILE
 from maxpipe.config.schema import DataConfig, TokenizerConfig
 from maxpipe.data import chat
 from maxpipe.data.chat import ChatDocuments, Conversations, build_chat_index
@@ -22,6 +25,7 @@ from maxpipe.data.prepared.prepare import Plan, prepare
 from maxpipe.data.sources import open_source
 from maxpipe.data.tokenizer import ByteTokenizer
 from maxpipe.errors import Interrupted
+from maxpipe.train.datasets import datasets_of, spoken_in_run
 from tests.data.conversations import said, write_records
 from tests.data.test_prepared import digests, silent
 
@@ -97,3 +101,43 @@ def test_a_folder_that_is_prepared_on_two_days(
     prepare(plan, silent)
     assert digests(plan.folder) == whole
     assert prepare(plan, silent).startswith(f"{plan.folder} is complete")
+
+
+def test_prompts_of_a_run_have_the_date_of_its_first_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "t.jinja").write_text(TEMPLATE)
+    prompt = {"messages": said(("user", "2+2=")), "answer": "4"}
+    (tmp_path / "prompts.jsonl").write_text(json.dumps(prompt) + "\n")
+    config = load(
+        [
+            "tiny",
+            "train.steps=2",
+            "train.objective=grpo",
+            "train.sequence_length=128",
+            f"grpo.prompts={tmp_path / 'prompts.jsonl'}",
+            "grpo.max_tokens=8",
+            "grpo.group_size=2",
+            f"data.chat_template={tmp_path / 't.jinja'}",
+            "data.chat=messages",
+            "data.source=jsonl",
+            "data.path=none.jsonl",
+            f"run.dir={tmp_path}",
+            "run.name=first",
+        ]
+    ).config
+
+    def prompt_of_today() -> str:
+        datasets = datasets_of(config, lambda: None)
+        return datasets.tokenizer.decode(datasets.train.batch(0)["tokens"][0].tolist())
+
+    on(FIRST, monkeypatch)
+    assert prompt_of_today().startswith("Today: 31 Jan 2026\n[user]2+2=")
+    (tmp_path / "first").mkdir()
+    (tmp_path / "first" / EVENTS_FILE).write_text("")
+    on(LATER, monkeypatch)
+    assert prompt_of_today().startswith("Today: 31 Jan 2026\n")
+    template = spoken_in_run(config, TOKENIZER)  # of samples and questions
+    assert template is not None and template.day == FIRST
+    shutil.rmtree(tmp_path / "first")  # another run
+    assert prompt_of_today().startswith("Today: 01 Feb 2026\n")

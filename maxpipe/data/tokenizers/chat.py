@@ -41,10 +41,18 @@ class ChatTemplate:
         """Control tokens that it may write, by roles such as `bos_token`."""
         self.settings = dict(settings or {})
         """Further names that it is given, unless a conversation has another value of them."""
+        self.day = ""
+        """Current date of the template, as 2026-01-31; empty is that of the clock."""
 
     def with_settings(self, settings: Mapping[str, Any]) -> ChatTemplate:
         """The template with these settings."""
         return ChatTemplate(self.template, self.path, self.tokens, settings)
+
+    def on(self, day: str) -> ChatTemplate:
+        """The template with this current date."""
+        template = self.with_settings(self.settings)
+        template.day = day
+        return template
 
     @property
     def reads_date(self) -> bool:
@@ -80,7 +88,9 @@ class ChatTemplate:
             try:
                 for each in conversations:
                     full = each._replace(settings={**self.settings, **each.settings})
-                    found = process.render(full, add_generation_prompt=add_generation_prompt)
+                    found = process.render(
+                        full, add_generation_prompt=add_generation_prompt, day=self.day
+                    )
                     texts.append(found.text)
                     unread.update((*each.unread, *found.unread))
             except RenderError as error:
