@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from maxpipe.boundary.files import full, records
-from maxpipe.boundary.typed import checked
+from maxpipe.boundary.files import full, lines
+from maxpipe.boundary.typed import checked, parse
 from maxpipe.config.paths import METRICS_FILE
 from maxpipe.config.rules import did_you_mean
 from maxpipe.errors import ConfigError, StorageError
@@ -37,7 +37,8 @@ Curve = list[tuple[int, float]]
 def read(run_dir: str | Path, tags: Sequence[str]) -> dict[str, Curve]:
     """The curve of each of the tags that a run has.
 
-    Values that cannot be drawn (NaN, infinite, above `LARGEST`) are left out, with a warning.
+    Values that cannot be drawn (NaN, infinite, above `LARGEST`) are left out with a warning, and so
+    are lines that are not JSON.
 
     Raises:
         ConfigError: the run has none of them.
@@ -47,8 +48,14 @@ def read(run_dir: str | Path, tags: Sequence[str]) -> dict[str, Curve]:
     found: dict[str, Curve] = {tag: [] for tag in tags}
     left_out = dict.fromkeys(tags, 0)
     known: set[str] = set()
+    damaged = 0
     try:
-        for record in records(path, dict[str, Any]):
+        for _, line in lines(path):
+            try:
+                record = parse(line, dict[str, Any])
+            except ValueError:
+                damaged += bool(line.strip())
+                continue
             known |= record.keys() - {"step", "time"}
             for tag, curve in found.items():
                 step, value = record.get("step"), record.get(tag)
@@ -63,6 +70,9 @@ def read(run_dir: str | Path, tags: Sequence[str]) -> dict[str, Curve]:
             f"{path}: cannot be read\n  {error.strerror or error}.\n"
             "  Give the folder of a run, by default runs/<run.name>, as `maxpipe train` left it."
         ) from error
+    if damaged:
+        what = counted(damaged, "line")
+        _log.warning("%s: left out %s that cannot be read as JSON", path, what)
     for tag, count in left_out.items():
         if count:
             _log.warning(

@@ -101,8 +101,9 @@ def test_odd_numbers_in_records_are_left_out_with_a_warning(
     path.write_text(path.read_text() + "\n" + "\n".join(lines) + "\n")
     found = read(runs / "runs/one", ["train/loss"])["train/loss"]
     assert found == [(10, 0.1), (20, 0.05), (30, pytest.approx(1 / 30)), (48, 1e-320)]
-    # Five values and five steps; a line with 5000 digits is not JSON of ours.
-    assert "train/loss has 10 records that cannot be drawn" in caplog.text
+    assert "train/loss has 8 records that cannot be drawn" in caplog.text
+    # Numbers of 400 and 5000 digits, and the torn line of `runs`.
+    assert "left out 4 lines that cannot be read as JSON" in caplog.text
     assert main(["curves", "one", "--out", f"odd.{suffix}"]) == 0
     assert "Traceback" not in capsys.readouterr().err
 
