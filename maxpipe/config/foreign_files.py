@@ -97,6 +97,8 @@ def is_foreign(unknown: Sequence[Assignment], context: Context) -> bool:
         ]
         known += sum(found)
         is_section = isinstance(assignment.raw, dict) and assignment.path[0] not in SECTIONS
+        # A section of ours with another name has keys of ours.
+        is_section &= not all(path[-1] in _OWN_NAMES for path, _ in leaves(assignment))
         if known >= _FEWEST or (is_section and any(found) and all(found)):
             return True
     return False
