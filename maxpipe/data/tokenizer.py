@@ -22,6 +22,7 @@ from maxpipe.data.tokenizers.offsets import of_widths
 from maxpipe.data.tokenizers.sentencepiece import SentencePieceTokenizer
 from maxpipe.data.tokenizers.stream import TextStream
 from maxpipe.data.tokenizers.tiktoken import TiktokenTokenizer
+from maxpipe.data.tokenizers.tokenizer_class import FILE_AS_IT_IS
 from maxpipe.errors import ConfigError
 
 
@@ -202,6 +203,20 @@ def check_rows(where: str, ids: np.ndarray, tokenizer: Tokenizer) -> None:
         f"tokenizer has {tokenizer.vocab_size} ids.",
         f"Set model.vocab_size={tokenizer.vocab_size}, or prepare documents without the text of "
         "this control token.",
+    )
+
+
+def action_on_other(tokenizer: Tokenizer, fingerprint: str, action: str) -> str:
+    """The action about ids that were made with another fingerprint than the tokenizer's.
+
+    It is `action`, unless they were made with the same `tokenizer.json`, used as it is.
+    """
+    is_file = isinstance(tokenizer, HuggingFaceTokenizer)
+    if not is_file or not fingerprint or fingerprint != tokenizer.file_fingerprint:
+        return action
+    return (
+        f'Set "tokenizer_class": "{FILE_AS_IT_IS}" in the tokenizer_config.json of '
+        f"{tokenizer.folder}: ids are then those of its tokenizer.json, as they were."
     )
 
 

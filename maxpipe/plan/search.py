@@ -13,6 +13,7 @@ Source: enumerating plans for a compiler's cost model is Alpa's idea (arXiv:2201
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import itertools
 import math
@@ -182,12 +183,14 @@ def search(
 
 def ordered(candidates: Sequence[Candidate]) -> list[Candidate]:
     """The fastest first; of those within `TIE` of the fastest that is left, the simplest."""
-    left, found = sorted(candidates, key=lambda each: each.cost.seconds), []
+    left = sorted(candidates, key=lambda each: each.cost.seconds)
+    complexities, found = [_complexity(each) for each in left], []
     while left:
-        tied = left[0].cost.seconds * (1 + TIE)
-        chosen = min((each for each in left if each.cost.seconds <= tied), key=_complexity)
-        left.remove(chosen)
-        found.append(chosen)
+        longest = left[0].cost.seconds * (1 + TIE)
+        num_tied = bisect.bisect_right(left, longest, key=lambda each: each.cost.seconds)
+        simplest = min(range(num_tied), key=complexities.__getitem__)
+        found.append(left.pop(simplest))
+        del complexities[simplest]
     return found
 
 

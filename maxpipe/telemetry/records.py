@@ -172,18 +172,16 @@ class MetricWriter:
         self._last: tuple[int, int, dict[str, object]] | None = None  # step, offset, record
         if process_index != 0:
             return
+        self._tags: set[str] = set()
+        self._charts: tuple[str, ...] = ()
+        """Titles of the charts in TensorBoard's layout."""
         self._file = _SafeFile(run_dir / METRICS_FILE, ours)
         with self._file.guard():
             if not ours():
                 return
-            self._last = _drop_after(self._file.path, resume_step)
+            self._last = _drop_after(self._file.path, resume_step, self._tags)
             _drop_after(self._samples.path, resume_step)
-        self._tags: set[str] = set()
-        self._charts: tuple[str, ...] = ()
-        """Titles of the charts in TensorBoard's layout."""
         if tensorboard:
-            with self._file.guard():
-                self._tags = _tags(self._file.path)
             self._events = _TensorBoardFile(run_dir / TENSORBOARD_FOLDER, resume_step, ours)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -247,20 +245,13 @@ class _Record(TypedDict):
     step: int
 
 
-def _tags(path: Path) -> set[str]:
-    """The tags of all records of `metrics.jsonl`."""
-    found: set[str] = set()
-    with contextlib.suppress(FileNotFoundError):
-        for _, line in files.lines(path):
-            with contextlib.suppress(ValueError):
-                found.update(parse(line, dict[str, Any]))
-    return found - {"step", "time"}
-
-
-def _drop_after(path: Path, step: int) -> tuple[int, int, dict[str, object]] | None:
+def _drop_after(
+    path: Path, step: int, tags: set[str] | None = None
+) -> tuple[int, int, dict[str, object]] | None:
     """Replace the file by one without later steps, doubled steps and torn lines.
 
-    Returns step, offset and content of the last record that is left.
+    Adds the tags of the records that are left to `tags`, and returns step, offset and content of
+    the last of them.
     """
     kept: dict[int, tuple[int, int]] = {}
     """Where the newest record of each step begins and ends."""
@@ -268,9 +259,11 @@ def _drop_after(path: Path, step: int) -> tuple[int, int, dict[str, object]] | N
     try:
         for offset, line in files.lines(path):
             with contextlib.suppress(ValueError):
-                recorded = parse(line, _Record)["step"]
-                if recorded <= step and line.endswith(b"\n"):
+                record = parse(line, _Record)
+                if (recorded := record["step"]) <= step and line.endswith(b"\n"):
                     kept[recorded] = offset, offset + len(line)
+                    if tags is not None:
+                        tags.update(record.keys() - {"step", "time"})
         size = os.path.getsize(path)
     except FileNotFoundError:
         return None

@@ -21,7 +21,7 @@ from maxpipe.checkpoint.storage import FOLDER, first_line
 from maxpipe.config.check import DEFAULT, where
 from maxpipe.config.load import Loaded, load, to_dict
 from maxpipe.data.conversation import Conversation, recorded, speaking
-from maxpipe.data.tokenizer import Tokenizer, fitted
+from maxpipe.data.tokenizer import Tokenizer, action_on_other, fitted
 from maxpipe.errors import ConfigError, Problem, StorageError
 from maxpipe.exchange.source import WITHOUT_AHEAD, opened
 from maxpipe.exchange.statements import lines
@@ -85,14 +85,16 @@ class Chosen:
 
     def must_have(self, tokenizer: Tokenizer) -> None:
         """Raises ConfigError unless it was trained with this tokenizer."""
-        saved = self.fingerprint.get("tokenizer")
+        saved, config = self.fingerprint.get("tokenizer"), self.loaded.config.tokenizer
         if saved not in (None, tokenizer.fingerprint()):  # imported weights may know of none
             raise ConfigError.one(
                 "tokenizer",
-                self.loaded.config.tokenizer.path or self.loaded.config.tokenizer.kind,
+                config.path or config.kind,
                 f"must be the one that {self.name} was trained with: it was {saved}, and this is "
                 f"{tokenizer.fingerprint()}.",
-                "Set tokenizer.kind and tokenizer.path to that of the run.",
+                action_on_other(
+                    tokenizer, saved, "Set tokenizer.kind and tokenizer.path to that of the run."
+                ),
             )
 
     def params(self, steps: Steps) -> Any:

@@ -44,6 +44,9 @@ def test_a_whole_number_that_has_no_float_is_named(sign: str) -> None:
         with pytest.raises(ValueError, match=r"a whole number of 400 digits, -?7777.*most 308 are"):
             parse(f'{{"a": {sign}{"7" * 400}}}', kind)
     assert parse(f'{{"a": {sign}{"7" * 308}}}', dict[str, Any]) == {"a": int(sign + "7" * 308)}
+    for offset in range(32):
+        with pytest.raises(ValueError, match="a whole number of 309 digits"):
+            parse(f'{" " * offset}{{"a": {sign}{"7" * 309}}}', dict[str, Any])
     text = "7" * 400
     assert parse(json.dumps({"a": text, "b": 5}), dict[str, Any]) == {"a": text, "b": 5}
 

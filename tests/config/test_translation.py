@@ -244,17 +244,22 @@ def test_a_named_config_next_to_other_keys_hides_those_that_it_may_set(tmp_path:
     assert "Write x.toml on the command line, without this name." in problem.action
 
 
-def test_a_section_of_another_trainer_is_translated(tmp_path: Path):
-    path = tmp_path / "theirs.yml"
-    path.write_text("training:\n  local_batch_size: 8\n")
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (
+            "training:\n  local_batch_size: 8\n",
+            "batch_size: 8  # training.local_batch_size",
+        ),
+        ("traning:\n  steps: 5\n  batch_size: 8\n", "Did you mean train?"),
+        ("pipelin x y z of mine:\n  microbatches: 2\n", "is not a section"),
+    ],
+)
+def test_a_section_of_another_trainer_is_not_a_misspelled_one(
+    content: str, words: str, tmp_path: Path
+):
+    path = tmp_path / "run.yml"
+    path.write_text(content)
     with pytest.raises(ConfigError) as caught:
         load([*BASE, str(path)])
-    assert "batch_size: 8  # training.local_batch_size" in str(caught.value)
-
-
-def test_a_misspelled_section_is_not_of_another_trainer(tmp_path: Path):
-    path = tmp_path / "mine.yml"
-    path.write_text("traning:\n  steps: 5\n  batch_size: 8\n")
-    with pytest.raises(ConfigError) as caught:
-        load([*BASE, str(path)])
-    assert "Did you mean train?" in str(caught.value)
+    assert words in str(caught.value)

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tokenizers import Tokenizer as Library
 
+from maxpipe.cli import main
 from maxpipe.config.schema import TokenizerConfig
+from maxpipe.data.prepared.reader import PreparedDocuments
 from maxpipe.data.tokenizer import Tokenizer, open_tokenizer
-from maxpipe.data.tokenizers.tokenizer_class import class_name
+from maxpipe.data.tokenizers.huggingface import HuggingFaceTokenizer
+from maxpipe.data.tokenizers.tokenizer_class import CORRECTED, REGISTERED, class_name
+from maxpipe.errors import ConfigError
+from tests.exchange.test_oracle import PYTHON, reason
 
 SPACE = "\u2581"
 PUBLISHED = {
@@ -100,6 +107,30 @@ def test_other_ids_have_another_fingerprint(tmp_path: Path) -> None:
     assert before == same != after
 
 
+def test_ids_of_the_file_as_it_is_are_refused_with_the_way_back(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, tokens = tmp_path / "model", str(tmp_path / "tokens")
+    opened(folder, tokenizer_class="TokenizersBackend")
+    (tmp_path / "docs.jsonl").write_text('{"text": "a b a"}\n')
+    given = [f"data.path={tmp_path / 'docs.jsonl'}", "data.source=jsonl", "tokenizer.kind=auto"]
+    given += [f"tokenizer.path={folder}", "--out", tokens, "--workers", "1"]
+    assert main(["data", "prepare", *given]) == 0, capsys.readouterr().err
+    with pytest.raises(ConfigError) as refused:
+        PreparedDocuments(tokens, opened(folder, tokenizer_class="LlamaTokenizer"))
+    [problem] = refused.value.problems
+    setting = re.match(
+        r'Set "(\w+)": "(\w+)" in the tokenizer_config.json of (\S+):', problem.action
+    )
+    assert setting is not None and setting[3] == str(folder)
+    PreparedDocuments(tokens, opened(folder, **{setting[1]: setting[2]}))
+    # Of a type whose own class counts first, the same setting would change nothing.
+    for kind in ("qwen2", "llama"):
+        other = opened(tmp_path / kind, model_type=kind, tokenizer_class="LlamaTokenizer")
+        assert isinstance(other, HuggingFaceTokenizer)
+        assert bool(other.file_fingerprint) == (kind == "llama")
+
+
 @pytest.mark.parametrize(
     ("stated", "model_type", "byte_level", "name"),
     [
@@ -131,3 +162,19 @@ def test_an_end_id_of_a_padded_row_ends_text(tmp_path: Path) -> None:
     tokenizer = open_tokenizer(TokenizerConfig(kind="auto", path=str(tmp_path)))
     assert (tokenizer.end_id, tokenizer.end_ids) == (2, (2, 300))
     assert tokenizer.vocab_size == 263
+
+
+@pytest.mark.oracle
+def test_transformers_registers_the_same_classes() -> None:
+    if why := reason():
+        pytest.skip(f"no transformers in {PYTHON}: {why}")
+    code = (
+        "import json; from transformers.models.auto import tokenization_auto as auto; "
+        "print(json.dumps([dict(auto.TOKENIZER_MAPPING_NAMES), "
+        "sorted(auto.MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS)]))"
+    )
+    run = subprocess.run([PYTHON, "-c", code], capture_output=True, text=True, check=True)
+    registered, corrected = json.loads(run.stdout)
+    known = {*REGISTERED.values()}
+    assert {k: v for k, v in registered.items() if v in known} == REGISTERED
+    assert {*corrected} == CORRECTED

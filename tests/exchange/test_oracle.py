@@ -53,6 +53,16 @@ def asked(action: str, jobs: list[dict[str, Any]], folder: Path) -> None:
     assert run.returncode == 0, run.stderr
 
 
+def answered(script: str, jobs: list[Any], folder: Path) -> list[Any]:
+    """What a script beside this file answers to jobs, in their order."""
+    listed, out = folder / "jobs.json", folder / "answers.json"
+    listed.write_text(json.dumps(jobs))
+    command = [PYTHON, Path(__file__).with_name(script), listed, out]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    return json.loads(out.read_text())
+
+
 def sizes(draw: random.Random) -> dict[str, Any]:
     """Odd and unequal."""
     kv_heads = draw.choice((1, 2, 3))

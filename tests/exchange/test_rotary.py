@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import random
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from maxpipe.exchange.sections import described
 from maxpipe.model.families.registry import FAMILIES
 from maxpipe.model.modules.attention import rotary_frequencies
 from maxpipe.model.modules.part import Context
-from tests.exchange.test_oracle import PYTHON, reason
+from tests.exchange.test_oracle import PYTHON, answered, reason
 
 ANSWERS = Path(__file__).parents[1] / "golden" / "rotary_frequencies.json"
 LENGTHS = [24, 3000]
@@ -187,12 +186,7 @@ def test_transformers_says_so(tmp_path: Path, update_golden: bool) -> None:
     if why := reason():
         pytest.skip(f"no transformers in {PYTHON}: {why}")
     jobs = [{"config": each, "lengths": LENGTHS} for each in CONFIGS.values()]
-    listed, out = tmp_path / "jobs.json", tmp_path / "answers.json"
-    listed.write_text(json.dumps(jobs))
-    script = Path(__file__).with_name("rotary_oracle.py")
-    run = subprocess.run([PYTHON, script, listed, out], capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
-    found = dict(zip(CONFIGS, json.loads(out.read_text()), strict=True))
+    found = dict(zip(CONFIGS, answered("rotary_oracle.py", jobs, tmp_path), strict=True))
     if update_golden:
         lines = (f"{json.dumps(name)}: {json.dumps(each)}" for name, each in found.items())
         ANSWERS.write_text("{\n" + ",\n".join(lines) + "\n}\n")

@@ -6,7 +6,6 @@ The test of the marker `oracle` compares the values in this table with those of 
 from __future__ import annotations
 
 import json
-import subprocess
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import pytest
 
 from maxpipe.exchange.sections import described, values
-from tests.exchange.test_oracle import PYTHON, reason
+from tests.exchange.test_oracle import PYTHON, answered, reason
 
 LOCAL, WHOLE = "sliding_attention", "full_attention"
 SIZES: dict[str, Any] = {
@@ -240,10 +239,5 @@ def test_transformers_uses_the_same(tmp_path: Path) -> None:
     if why := reason():
         pytest.skip(f"no transformers in {PYTHON}: {why}")
     jobs = [{"config": config(case), "path": case.theirs.split(".")} for case in CASES]
-    listed, out = tmp_path / "jobs.json", tmp_path / "answers.json"
-    listed.write_text(json.dumps(jobs))
-    script = Path(__file__).with_name("statements_oracle.py")
-    run = subprocess.run([PYTHON, script, listed, out], capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
-    found = dict(zip(NAMES, json.loads(out.read_text()), strict=True))
+    found = dict(zip(NAMES, answered("statements_oracle.py", jobs, tmp_path), strict=True))
     assert found == {name: case.value for name, case in zip(NAMES, CASES, strict=True)}

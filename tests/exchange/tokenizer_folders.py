@@ -73,6 +73,11 @@ def byte_level(folder: Path, special: Sequence[str], post: str = "") -> dict[str
     trainer = trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False)
     made.train_from_iterator(TEXTS, trainer)
     made.add_special_tokens([AddedToken(name, special=True) for name in special])
+    return _saved(folder, made, special, post)
+
+
+def _saved(folder: Path, made: Any, special: Sequence[str], post: str) -> dict[str, int]:
+    """Write `tokenizer.json` with `post` around a text; returns ids of the control tokens."""
     ids = {name: made.token_to_id(name) for name in special}
     if post:
         named = [(name, i) for name, i in ids.items() if name in post]
@@ -99,12 +104,7 @@ def spaced(folder: Path, special: Sequence[str], post: str, *, prefix: bool) -> 
     steps: list[Any] = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     made = Tokenizer.from_str(json.dumps(definition))
     made.decoder = decoders.Sequence(steps + ([decoders.Strip(" ", 1, 0)] if prefix else []))
-    ids = {name: made.token_to_id(name) for name in special}
-    if post:
-        named = [(name, i) for name, i in ids.items() if name in post]
-        made.post_processor = processors.TemplateProcessing(single=post, special_tokens=named)
-    made.save(str(folder / "tokenizer.json"))
-    return ids
+    return _saved(folder, made, special, post)
 
 
 def sentencepiece(folder: Path) -> dict[str, int]:

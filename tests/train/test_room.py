@@ -17,7 +17,7 @@ from maxpipe.config.schema import Config
 from maxpipe.errors import ConfigError
 from maxpipe.plan.memory import memory
 from maxpipe.plan.sizes import Sizes, schedule_of
-from maxpipe.train import room, set_up
+from maxpipe.train import room
 from tests.train.runs import Run, Start, wait_for, write_module
 
 GIB = 2**30
@@ -219,14 +219,39 @@ def test_asked_to_stop_while_memory_is_filled(tiny: Path, start: Start, tmp_path
     assert time.monotonic() - begin < 5
 
 
+_SHRINKS = """
+import importlib.util, sys
+
+class Finder:
+    def find_spec(self, name, path, target=None):
+        if name != "maxpipe.train.evaluations":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        run = spec.loader.exec_module
+        def patched(module):
+            run(module)
+            from maxpipe.train import room
+            compiled = module.Evaluations.compile
+            def compile(self, steps):
+                compiled(self, steps)
+                room.device_memory = lambda device: 1e3
+            module.Evaluations.compile = compile
+        spec.loader.exec_module = patched
+        return spec
+
+sys.meta_path.insert(0, Finder())
+"""
+"""Memory is short as soon as everything is compiled."""
+
+
 def test_memory_that_went_during_set_up_stops_the_run(
-    config: Config, monkeypatch: pytest.MonkeyPatch
+    tiny: Path, start: Start, tmp_path: Path
 ) -> None:
-    """The second check, behind the compilation of everything, counts what is left by then."""
-    program: Any = jax.jit(lambda x: x @ x.T).lower(np.ones((256, 256))).compile()
-    left = [1e9, 1e9, 1e3, 1e3, 1e3]
-    monkeypatch.setattr(room, "device_memory", lambda device: left.pop(0))
-    room.check_program(config, program, pytest.fail)
-    left.pop(0)
-    with pytest.raises(ConfigError, match="the compiled train step takes"):
-        set_up._check_memory(config, {2: program})
+    modules = write_module(tmp_path / "modules", _SHRINKS)
+    small = (tiny, *ALONE, "train.steps=1", f"run.dir={tmp_path / 'runs'}")
+    process = start("train", *small, modules=modules)
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == 2 and "Traceback" not in output, output
+    assert "memory\n  the compiled train step takes, in addition to the state," in output
+    assert "step 1/1" not in output

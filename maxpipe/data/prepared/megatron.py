@@ -83,10 +83,9 @@ def _table(file: Ranges, at: int, kind: str, first: int, stop: int) -> np.ndarra
 class _Unchanged:
     """A local file that is read as long as its content has the digest that was computed first."""
 
-    def __init__(self, file: File, digests: Digests):
-        self.path, self.size = file.path, file.size_bytes
-        self._file, self._digests = file, digests
-        self._ranges = open_ranges(file.path)
+    def __init__(self, ranges: Ranges, file: File, digests: Digests):
+        self.path, self.size = ranges.path, ranges.size
+        self._ranges, self._file, self._digests = ranges, file, digests
 
     def read(self, start: int, stop: int) -> bytes:
         return self.read_with_stat(start, stop)[0]
@@ -123,9 +122,13 @@ class MegatronDocuments:
             root = os.path.commonpath([os.path.dirname(os.path.abspath(name)) for name in names])
             files = described([name + end for name in names for end in (IDX, BIN)], root)
             self._content = digests.content(files, moved)
-            by_path = {file.path: _Unchanged(file, digests) for file in files}
+            by_path = {file.path: file for file in files}
             self._pairs = [
-                replace(pair, index=by_path[pair.index.path], ids=by_path[pair.ids.path])
+                replace(
+                    pair,
+                    index=_Unchanged(pair.index, by_path[pair.index.path], digests),
+                    ids=_Unchanged(pair.ids, by_path[pair.ids.path], digests),
+                )
                 for pair in self._pairs
             ]
         self._starts = np.cumsum([0, *(pair.num_documents for pair in self._pairs)])

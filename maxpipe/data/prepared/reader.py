@@ -35,7 +35,7 @@ from maxpipe.data.prepared.manifest import (
     shard_name,
 )
 from maxpipe.data.prepared.ranges import BLOCK_BYTES, Checked, Kept, damaged, joined, open_ranges
-from maxpipe.data.tokenizer import Tokenizer, check_rows
+from maxpipe.data.tokenizer import Tokenizer, action_on_other, check_rows
 from maxpipe.errors import ConfigError
 
 
@@ -278,5 +278,9 @@ def _check_tokenizer(folder: str, manifest: Manifest, tokenizer: Tokenizer) -> N
         f"holds ids of another tokenizer than tokenizer.* names: of {named}, with "
         f"{made['vocab_size']} ids and the fingerprint {made['fingerprint'][:12]}; this one has "
         f"{tokenizer.vocab_size} and {tokenizer.fingerprint()[:12]}.",
-        f"Set {named}, or prepare the documents again with this tokenizer.",
+        action_on_other(
+            tokenizer,
+            made["fingerprint"],
+            f"Set {named}, or prepare the documents again with this tokenizer.",
+        ),
     )

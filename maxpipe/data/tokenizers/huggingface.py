@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Self
@@ -17,7 +18,7 @@ from maxpipe.data.tokenizers.control import Controlled, resolve
 from maxpipe.data.tokenizers.files import MAX_IDS, USED, explained, missing, read
 from maxpipe.data.tokenizers.growth import check_growth
 from maxpipe.data.tokenizers.time_limit import each_within, needs_limit, within
-from maxpipe.data.tokenizers.tokenizer_class import rebuilt
+from maxpipe.data.tokenizers.tokenizer_class import may_keep_file, rebuilt
 
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
@@ -25,9 +26,13 @@ _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 class HuggingFaceTokenizer(Controlled):
     """A `tokenizer.json` file with the settings in its folder."""
 
+    file_fingerprint: str = ""
+    """`fingerprint` of the file without the changes of the folder's class, if it made some and the
+    settings may name a class that makes none."""
+
     def __init__(self, path: str):
         raw = read(path, "huggingface")
-        self._path = path
+        self._path, self.folder = path, os.path.dirname(os.path.expanduser(path))
         with explained(path, "huggingface"):
             definition = parse(raw, dict[str, Any], most_depth=256)
             check_growth(definition)
@@ -36,6 +41,8 @@ class HuggingFaceTokenizer(Controlled):
             if changed is not raw:
                 self._tokenizer = _parsed(changed)
             self._set_up(changed, path)
+            if changed is not raw and may_keep_file(self.folder):
+                self.file_fingerprint = self._fingerprint_of(raw)
 
     def _set_up(self, raw: bytes, path: str) -> None:
         # A file may carry settings of another use that would change or cut documents.
@@ -65,8 +72,11 @@ class HuggingFaceTokenizer(Controlled):
         self.min_rows = max(max(ids if made is None else made & {*ids}, default=0), *roles) + 1
         spelled = {token.content: i for i, token in added.items()}
         self.byte_lengths = self._byte_lengths(vocabulary, spelled, definition)
+        self._fingerprint = self._fingerprint_of(raw)
+
+    def _fingerprint_of(self, raw: bytes) -> str:
         control = f"{self.begin_id} {self.end_id} {self.pad_id}"
-        self._fingerprint = hashlib.sha256(raw + control.encode()).hexdigest()
+        return hashlib.sha256(raw + control.encode()).hexdigest()
 
     def _byte_lengths(
         self,

@@ -27,11 +27,17 @@ O200K = "|".join(
         r"\s+",
     )
 )
-_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+_ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|"
+_WORDS = _ENDINGS + r"[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 LLAMA3 = _WORDS + r"\p{N}{1,3}" + _REST
 """Up to three digits are a word."""
 QWEN = _WORDS + r"\p{N}" + _REST
+QWEN3_5 = (
+    _ENDINGS + r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+"""Combining marks are parts of words."""
 
 
 @dataclass(frozen=True, slots=True)

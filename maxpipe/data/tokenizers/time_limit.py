@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from maxpipe.data.tokenizers.byte_bpe import PUBLISHED
+from maxpipe.data.tokenizers.tiktoken_presets import QWEN3_5
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -27,6 +28,8 @@ _ALONE_SECONDS = 2.0
 _LONGEST_WORD = 200
 """Characters; WordPiece takes a time that grows with the square of a word's length or faster."""
 _SLICE_SECONDS = 0.05
+_LINEAR = frozenset({*PUBLISHED, QWEN3_5})
+"""Patterns that take a time that is linear in the length of a text."""
 
 
 class SlowCall(Exception):
@@ -52,7 +55,7 @@ def needs_limit(*parts: Any) -> bool:
 def _is_slow(part: Any) -> bool:
     if isinstance(part, Mapping):
         pattern = part.get("Regex")
-        if isinstance(pattern, str) and pattern not in PUBLISHED:
+        if isinstance(pattern, str) and pattern not in _LINEAR:
             return True
         longest = part.get("max_input_chars_per_word", 0)
         if not isinstance(longest, int) or longest > _LONGEST_WORD:

@@ -13,38 +13,55 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from maxpipe.data.tokenizers.control import read_object, role_texts
+from maxpipe.data.tokenizers.tiktoken_presets import QWEN, QWEN3_5
 
-_FILE_AS_IT_IS = "TokenizersBackend"
+FILE_AS_IT_IS = "TokenizersBackend"
+"""The class that uses a `tokenizer.json` without changes."""
 _SPACE = "\u2581"
 
 _TYPES = {
-    _FILE_AS_IT_IS: "arctic chatlm ernie4_5 ernie4_5_moe flex_olmo fuyu glm glm4 glm4_moe "
-    "glm4_moe_lite gpt_bigcode granite granitemoe granitemoehybrid granitemoeshared h2ovl_chat "
-    "hyperclovax hyperclovax_vlm internlm2 internlm3 iquestcoder jamba kimi_linear llava "
-    "llava_next mimo_v2_flash minicpm3 minicpmv minimax_m2 ministral ministral3 mistral mistral3 "
-    "mixtral molmo molmo2 nemotron nvfp4 olmo2 olmo3 olmo_hybrid opencua openvla paddleocr_vl "
-    "persimmon phi3 phi3_v phimoe pixtral smolvlm stablelm step3_vl vipllava",
+    FILE_AS_IT_IS: (
+        "arctic aria beam bigbird_pegasus camembertv2-base canary chatlm cohere_asr ernie4_5 "
+        "ernie4_5_moe EvollaModel flex_olmo fuyu glm glm4 glm4_moe glm4_moe_lite glm4v "
+        "glm4v_moe glm_image glmasr got_ocr2 gpt_bigcode gradium_phonon_tts granite "
+        "granitemoe granitemoehybrid granitemoeshared h2ovl_chat hyperclovax hyperclovax_vlm "
+        "internlm2 internlm3 iquestcoder jamba kimi_k25 kimi_linear kosmos-2 llava llava_next "
+        "mimo_v2_flash minicpm3 minicpm_ocr minicpmv minicpmv4_6 minicpmv4_7 minimax_m2 "
+        "ministral ministral3 mistral mistral3 mistral_large4 mixtral modernbert "
+        "modernbert-decoder molmo molmo2 nemo_speechlm nemotron nvfp4 nystromformer olmo2 olmo3 "
+        "olmo_hybrid omniasr opencua openvla paddleocr_vl pegasus_x persimmon phi3 phi3_v "
+        "phimoe pix2struct pixtral pocket_tts smolvlm stablelm step3_vl umt5 vipllava voxtral "
+        "voxtral_realtime xlm-roberta-xl"
+    ),
     "CodeLlamaTokenizer": "code_llama",
     "CohereTokenizer": "aya_vision cohere cohere2",
-    "GPT2Tokenizer": "codegen dbrx emu3 gpt2 gpt_neo gptj hyperclovax_vision_v2 jais2 opt phi "
-    "starcoder2",
+    "GPT2Tokenizer": (
+        "blip-2 codegen dbrx emu3 gpt2 gpt_neo gptj hyperclovax_vision_v2 instructblip "
+        "instructblipvideo jais2 opt phi starcoder2"
+    ),
     "GPTNeoXTokenizer": "falcon_mamba gpt_neox mamba mamba2 mpt olmo olmoe rwkv xlstm",
-    "GemmaTokenizer": "diffusion_gemma gemma gemma2 gemma3 gemma3_text gemma3n gemma3n_text "
-    "recurrent_gemma shieldgemma2 t5gemma zaya",
+    "GemmaTokenizer": (
+        "diffusion_gemma gemma gemma2 gemma3 gemma3_text gemma3n gemma3n_text recurrent_gemma "
+        "shieldgemma2 t5gemma zaya"
+    ),
     "LlamaTokenizer": "idefics idefics2",
-    "Qwen2Tokenizer": "dots3_note internvl qwen2 qwen2_5_omni qwen2_5_vl qwen2_audio qwen2_moe "
-    "qwen2_vl qwen3 qwen3_moe qwen3_next qwen3_omni_moe qwen3_vl qwen3_vl_moe",
+    "Qwen2Tokenizer": (
+        "audioflamingo3 colqwen2 cosmos3_omni dots3_note fun_asr_nano hunyuan_vl internvl "
+        "moss_transcribe_diarize ovis2 qianfan_ocr qwen2 qwen2_5_omni qwen2_5_vl qwen2_audio "
+        "qwen2_moe qwen2_vl qwen3 qwen3_asr qwen3_moe qwen3_next qwen3_omni_moe qwen3_vl "
+        "qwen3_vl_moe"
+    ),
     "Qwen3_5Tokenizer": "qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen4_exp",
 }
 REGISTERED = {kind: name for name, kinds in _TYPES.items() for kind in kinds.split()}
 """Classes by `model_type`. A type without one uses the class that the folder names."""
 
 _CORRECTED_TYPES = (
-    "arctic chatlm ernie4_5 ernie4_5_moe fuyu h2ovl_chat hyperclovax hyperclovax_vlm "
-    "hyperclovax_vision_v2 internlm2 internlm3 iquestcoder jamba llava llava_next minicpm3 "
-    "minicpmv minimax_m2 modernbert modernbert-decoder molmo molmo2 nemotron nvfp4 opencua openvla "
-    "paddleocr_vl phi3 phi3_v phimoe qwen2 qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen4_exp step3_vl "
-    "vipllava cohere_asr camembertv2-base siglip2 smolvlm"
+    "arctic camembertv2-base chatlm cohere_asr ernie4_5 ernie4_5_moe fuyu h2ovl_chat "
+    "hyperclovax hyperclovax_vision_v2 hyperclovax_vlm internlm2 internlm3 iquestcoder jamba "
+    "llava llava_next minicpm3 minicpmv minimax_m2 modernbert modernbert-decoder molmo molmo2 "
+    "nemotron nvfp4 opencua openvla paddleocr_vl phi3 phi3_v phimoe qwen2 qwen3_5 qwen3_5_moe "
+    "qwen3_5_moe_text qwen4_exp siglip2 smolvlm step3_vl vipllava"
 )
 CORRECTED = frozenset(_CORRECTED_TYPES.split())
 """Values of `model_type` whose registered class counts before the one that the folder names."""
@@ -84,7 +101,7 @@ def class_name(settings: Mapping[str, Any], config: Mapping[str, Any], *, byte_l
     if name and not (auto.get("AutoTokenizer") if isinstance(auto, dict) else auto):
         if name == "LlamaTokenizer" and byte_level and not is_corrected:
             return ""
-        if registered == _FILE_AS_IT_IS or (registered and is_corrected):
+        if registered == FILE_AS_IT_IS or (registered and is_corrected):
             found = registered
     return found if found in _PARTS else ""
 
@@ -94,6 +111,13 @@ def folder_class(folder: str, *, byte_level: bool = False) -> tuple[str, Mapping
     settings = read_object(folder, "tokenizer_config.json")
     config = read_object(folder, "config.json")
     return class_name(settings, config, byte_level=byte_level), settings
+
+
+def may_keep_file(folder: str) -> bool:
+    """Whether `FILE_AS_IT_IS` as `tokenizer_class` of the settings makes the folder's class so."""
+    settings = read_object(folder, "tokenizer_config.json") | {"tokenizer_class": FILE_AS_IT_IS}
+    config = read_object(folder, "config.json")
+    return not any(class_name(settings, config, byte_level=each) for each in (True, False))
 
 
 def rebuilt(path: str, raw: bytes, definition: Mapping[str, Any]) -> bytes:
@@ -288,14 +312,6 @@ def _spaced_decoder(*, strips: bool) -> dict[str, Any]:
 
 _NFC = {"type": "NFC"}
 _TEXT_END = "<|endoftext|>"
-_WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_WORDS_AND_MARKS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
-    r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
 
 
 def _qwen(pattern: str) -> Callable[[Mapping[str, Any]], Parts]:
@@ -344,8 +360,8 @@ _PARTS: dict[str, Callable[[Mapping[str, Any]], Parts]] = {
     "LlamaTokenizer": _llama,
     "CodeLlamaTokenizer": _code_llama,
     "GemmaTokenizer": _gemma,
-    "Qwen2Tokenizer": _qwen(_WORDS),
-    "Qwen3_5Tokenizer": _qwen(_WORDS_AND_MARKS),
+    "Qwen2Tokenizer": _qwen(QWEN),
+    "Qwen3_5Tokenizer": _qwen(QWEN3_5),
     "GPT2Tokenizer": _gpt2,
     "GPTNeoXTokenizer": _gpt_neox,
     "CohereTokenizer": _cohere,
