@@ -211,7 +211,7 @@ ABSENT_KEY = {
     ),
     "unfrozen_parameters": (
         "frozen parameters are listed, not trained ones.",
-        "Set model.frozen to the patterns of parameters that stay as they are.",
+        "Set model.frozen to the patterns of parameters that are not trained.",
     ),
     "torch_compile compile jit torch_compile_* compile_enable compile_components compile_backend "
     "scan_layers* internal_compile* compile_xla_flags": (
@@ -520,7 +520,7 @@ ABSENT_KEY = {
     ),
     "trainable_parameters_mask trainable_params": (
         "frozen parameters are listed, not trained ones.",
-        "Set model.frozen to the patterns of parameters that stay as they are.",
+        "Set model.frozen to the patterns of parameters that are not trained.",
     ),
     "enable_dropout": (
         "dropout is a share.",

@@ -129,7 +129,7 @@ class Report(NamedTuple):
     text: str
     """A config with the settings that have a name here."""
     names_config: bool
-    """Whether a key of the file names another config, which may set what is missing."""
+    """Whether a key of the file names another config file, which may set required keys."""
 
     def assignments(self, problems: list[Problem]) -> list[Assignment]:
         """The settings of `text`."""

@@ -98,8 +98,8 @@ def load(
     config that maxpipe ships. `to_train`: it must say what to train on.
 
     Raises:
-        ConfigError: with every mistake in the files, the overrides and the values; of a file of
-            another trainer with its translation, and the mistakes that remain in that.
+        ConfigError: lists every mistake in the files, the overrides and the values. For a file of
+            another trainer it contains the translation, and the mistakes that remain in it.
     """
     try:
         return _loaded(args, saved, origin, {}, to_train=to_train)

@@ -108,7 +108,7 @@ class Context:
         return math.prod(sizes[key] for key in axis_keys(*axes))
 
     def sizes(self) -> dict[str, int]:
-        """Key of each mesh axis to its size; -1 is what is left of the devices."""
+        """Return the size of each mesh axis by its key; -1 stands for the remaining devices."""
         return {key: int(self.values[key]) for key in axis_keys(*MESH_AXES)}
 
     def _cpu_devices(self) -> int | None:
@@ -281,7 +281,7 @@ def _times_devices(
 
 
 def _example(key: str, number: float, axes: Sequence[str], context: Context) -> str:
-    """A number of sequences for one size of the mesh axis that is what is left of the devices."""
+    """Return an example of the number of sequences, for one size of the mesh axis with size -1."""
     sizes = context.sizes()
     left = [axis for axis, size in sizes.items() if size < 1]
     for size in (2, 4, 8, 16, 32, 64, 128, 256):

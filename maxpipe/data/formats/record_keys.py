@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from maxpipe.config.keys import default_of
+
 _PROMPTS = ("prompt", "instruction", "question", "query", "problem", "input")
 _RESPONSES = ("response", "completion", "output", "answer", "solution")
 _MESSAGES = ("messages", "conversations", "conversation")
-_DEFAULTS = {"prompt_field": "prompt", "response_field": "response"}
 
 
 def chat_settings(record: Mapping[str, Any]) -> str:
@@ -48,4 +49,4 @@ def _are_messages(value: Any) -> bool:
 
 
 def _field(key: str, name: str) -> str:
-    return "" if _DEFAULTS[key] == name else f" data.{key}={name}"
+    return "" if default_of(f"data.{key}") == name else f" data.{key}={name}"

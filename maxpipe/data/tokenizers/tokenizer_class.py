@@ -69,7 +69,7 @@ CORRECTED = frozenset(_CORRECTED_TYPES.split())
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What a class puts in place of the parts of a `tokenizer.json`."""
+    """The parts of a `tokenizer.json` that a class defines itself."""
 
     normalizer: Any
     pre_tokenizer: Any

@@ -21,15 +21,16 @@ class LlamaConfig(RopeConfig):
     """Keys of Llama models only."""
 
     rope_type: Literal["linear", "dynamic", "llama3", "yarn", "longrope"] = "llama3"
-    """How wavelengths are stretched: `llama3` those that do not fit the original context four times
-    (Llama 3.1); `yarn` likewise, by a ramp; `linear` all by the factor; `dynamic` by a larger base
-    in rows of more than `rope_original_tokens`, which grows with the row (NTK); `longrope` each by
-    a factor of its own."""
+    """Method of rotary scaling. `llama3` multiplies the wavelengths that fit fewer than four times
+    into the original context (Llama 3.1). `yarn` does the same with a ramp. `linear` multiplies all
+    wavelengths by `rope_scaling`. `dynamic` (NTK) raises the base for sequences longer than
+    `rope_original_tokens`. `longrope` multiplies each wavelength by its own factor."""
     rope_scaling: float = field(default=1.0, metadata=was("model.rope_scaling"))
-    """Factor by which long wavelengths are stretched. 1 leaves them alone, but for `longrope`."""
+    """Ratio of the context length to the original context length. 1 disables the scaling, except
+    for `longrope`."""
     rope_original_tokens: int = field(default=8192, metadata=was("model.rope_original_tokens"))
-    """Context length that the unscaled wavelengths were made for. Read when
-    `model.llama.rope_scaling` is not 1."""
+    """Original context length in tokens. Ignored unless `rope_scaling` is above 1 or `rope_type` is
+    `longrope`."""
 
 
 def describe(config: ModelConfig) -> Model:

@@ -22,30 +22,33 @@ class RopeConfig:
     """Keys of rotary positions for a longer context."""
 
     rope_type: Literal["linear", "dynamic", "llama3", "yarn", "longrope"] = "yarn"
-    """How wavelengths are stretched: `linear` all by the factor; `dynamic` by a larger base in rows
-    of more than `rope_original_tokens`, which grows with the row (NTK); `llama3` and `yarn` those
-    that do not fit the original context; `longrope` each by a factor of its own."""
+    """Method of rotary scaling. `linear` multiplies all wavelengths by `rope_scaling`. `dynamic`
+    (NTK) raises the base for sequences longer than `rope_original_tokens`. `llama3` and `yarn`
+    multiply the wavelengths that do not fit the original context. `longrope` multiplies each
+    wavelength by its own factor."""
     rope_scaling: float = 1.0
-    """Factor by which the context is longer than the one of the training before. 1 is that context
-    itself, but for `longrope`."""
+    """Ratio of the context length to the original context length. 1 disables the scaling, except
+    for `longrope`."""
     rope_original_tokens: int = 32768
-    """Length of that context. Read when `rope_scaling` is not 1."""
+    """Original context length in tokens. Ignored unless `rope_scaling` is above 1 or `rope_type` is
+    `longrope`."""
     rope_length: float = 0.0
-    """With `yarn` and `longrope` a factor of what turns. 0 takes that of their papers, which
-    follows from `rope_scaling`."""
+    """Attention factor: multiplier of rotated queries and keys, for `yarn` and `longrope`. 0 uses
+    the value from the paper, which depends on `rope_scaling`."""
     rope_short: list[float] = field(default_factory=list, hash=False)  # a list has no hash
-    """With `longrope` the factor of each pair's wavelength in rows of at most
-    `rope_original_tokens`."""
+    """Factors of the wavelengths, one per pair, for sequences of at most `rope_original_tokens`.
+    Ignored unless `rope_type` is `longrope`."""
     rope_long: list[float] = field(default_factory=list, hash=False)
-    """The same in longer rows. When text is generated: in more room than that."""
+    """Factors of the wavelengths, one per pair, for longer sequences, and for generation with a
+    larger cache. Ignored unless `rope_type` is `longrope`."""
     rope_fast: float = 0.0
-    """With `llama3` and `yarn`: turns in `rope_original_tokens` from which on a pair is not
-    stretched. 0: 4 and 32, as in their papers."""
+    """Rotations in `rope_original_tokens` from which a wavelength is kept (`beta_fast`,
+    `high_freq_factor`). 0 uses 4 for `llama3` and 32 for `yarn`, as in the papers."""
     rope_slow: float = 0.0
-    """With `llama3` and `yarn`: turns in `rope_original_tokens` up to which a pair is stretched by
-    the whole factor. 0: 1, as in their papers."""
+    """Rotations in `rope_original_tokens` up to which a wavelength is multiplied by the whole
+    factor (`beta_slow`, `low_freq_factor`). 0 uses 1 for `llama3` and `yarn`, as in the papers."""
     rope_whole: bool = True
-    """With `yarn`: stretching begins and ends at whole numbers of pairs."""
+    """Round the boundaries of `yarn` to whole pairs (`truncate`)."""
 
 
 BOUNDS = (
