@@ -430,3 +430,17 @@ def test_a_saved_dataset_is_not_read_as_a_whole(tmp_path: Path) -> None:
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 1 << 23 and pa.total_allocated_bytes() - before < 1 << 20
+
+
+@pytest.mark.parametrize("kind", ["huggingface", "parquet"])
+def test_names_of_columns_that_are_no_text(kind: str, tmp_path: Path) -> None:
+    """A file with such names is reported when a row is read."""
+    if kind == "huggingface":
+        folder = save(tmp_path / "saved", [[{"text": "one", "label": 1}]])
+        [file] = folder.glob("*.arrow")
+    else:
+        folder = file = tmp_path / "a.parquet"
+        pq.write_table(pa.Table.from_pylist([{"text": "one", "label": 1}]), file)
+    file.write_bytes(file.read_bytes().replace(b"label", b"labe\xf4"))
+    message = refusal(lambda: source(folder, kind)[0])
+    assert str(file) in message and "utf-8" in message.lower()

@@ -376,7 +376,7 @@ ATTENTION = [(name, "xla") for name in NAMES] + [
     for number, backend in (
         (0, "blockwise"),
         (0, "blockwise in loops"),
-        (3 if kind == "phi3" else 0, "splash"),
+        ({"phi3": 3, "olmo2": 1}.get(kind, 0), "splash"),
     )
 ]
 

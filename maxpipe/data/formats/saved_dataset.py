@@ -225,6 +225,7 @@ class _Batch(NamedTuple):
         try:
             with pyarrow.ipc.open_stream(pyarrow.py_buffer(b"".join([*parts, _END]))) as reader:
                 batch = reader.read_next_batch()
+            batch.schema.names  # noqa: B018  UnicodeDecodeError where a name is not UTF-8
             if batch.num_rows != self.num_rows:
                 raise ValueError(f"a batch has {batch.num_rows} rows, and had {self.num_rows}")
         except (pyarrow.ArrowException, OSError, ValueError, MemoryError) as error:
