@@ -34,7 +34,7 @@ test-layouts: $(DEV)  ## more meshes, schedules and families than `make test` (h
 	@$(BIN)/python -m pytest -m layouts tests/pipeline tests/train tests/generate tests/model tests/plan tests/parallel tests/exchange $(LAYOUTS_ARGS) $(PYTEST_ARGS)
 
 test-long: $(DEV)  ## whole examples of the docs, and runs that take long (ten minutes)
-	@$(BIN)/python -m pytest -m long $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest -m long $(LONG_ARGS) $(PYTEST_ARGS)
 
 test-matrix: $(DEV)  ## every schedule x gather x remat x idle x stages (an hour)
 	@$(BIN)/python -m pytest -m matrix tests/pipeline tests/train/test_step.py -n 2

@@ -18,6 +18,7 @@ from maxpipe.hardware import shipped
 from maxpipe.plan.cost import cost
 from maxpipe.plan.plan import best_layouts, fixed_keys, forecast, layout
 from maxpipe.plan.search import (
+    TIE,
     Candidate,
     Search,
     _seconds,
@@ -126,8 +127,9 @@ def test_a_search_finds_something_at_least_as_fast() -> None:
     given = config_of(STAGED, schedule="interleaved", repeats=2, microbatches=16)
     found = best_layouts(given, topology, fixed_keys(Loaded(given, {}), ["mesh.ici_stage=4"]))
     seconds = [each.cost.seconds for each in found.best]
-    assert seconds == sorted(seconds)
-    assert seconds[0] <= evaluate(given, topology.hardware).cost.seconds
+    # Simpler layouts come first among those within TIE of the fastest.
+    assert all(first <= (1 + TIE) * min(seconds[i:]) for i, first in enumerate(seconds))
+    assert min(seconds) <= evaluate(given, topology.hardware).cost.seconds
     assert all(each.config.mesh.ici_stage == 4 for each in found.best)
 
 
