@@ -86,6 +86,11 @@ def _setting(text: str) -> Any:
     return text if is_number and not math.isfinite(found) else found
 
 
+def is_template(field: str) -> bool:
+    """Whether the name of a field is a template over several."""
+    return "{" in field
+
+
 def template_pieces(template: str) -> list[tuple[str, str]]:
     r"""A template in pieces: fixed text, and the column that follows; the last piece has none.
 

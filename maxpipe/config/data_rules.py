@@ -14,6 +14,7 @@ from maxpipe.config.data import (
     SPLITS,
     all_sources,
     is_synthetic,
+    is_template,
     paths_of,
     section_of,
     template_pieces,
@@ -29,6 +30,8 @@ _SOURCES = ("data.source", "data.path", "data.paths", "data.mixture")
 _NAMED = ("data.mixture", "data.validation")
 _MOST_EPOCHS = 1e9
 """Numbers of a source's samples have 63 bits."""
+_JOINED = ("system", "prompt", "response", "chosen", "rejected")
+"""Fields of `data.chat` that may be templates."""
 _WITHOUT_FIELDS = ("corpus", "text", "tokens", "megatron", "synthetic")
 
 _Find = Callable[[str, SourceConfig], Iterator[Finding]]
@@ -115,6 +118,20 @@ def _template(section: str, source: SourceConfig) -> Iterator[Finding]:
     if len(pieces) == 1:
         rule = "names no column: all documents would be the same."
         yield Finding(key, rule, f"{example}.")
+
+
+@_of_each(*(f"{each}_field" for each in _JOINED))
+def _field_templates(section: str, source: SourceConfig) -> Iterator[Finding]:
+    for each in _JOINED:
+        field = getattr(source, f"{each}_field")
+        if not is_template(field):
+            continue
+        try:
+            template_pieces(field)
+        except ValueError as error:
+            example = f"{section}.{each}_field='{{instruction}}\\n{{input}}'"
+            action = f"Write columns in braces, such as {example}; {{{{ is a brace."
+            yield Finding(f"{section}.{each}_field", f"cannot be read: {error}.", action)
 
 
 @_of_each("chat", "chat_template", "unreadable")

@@ -55,11 +55,11 @@ class SourceConfig:
     `<run.dir>/.index`."""
     chat: Literal["off", "messages", "prompt", "pairs"] = "off"
     """Format of conversations in records; a chat template renders them as text. `messages`: a list
-    of objects with `role` and `content`, or ShareGPT's `from` and `value`, in
-    `data.messages_field`. `prompt`: a text or such a list in `data.prompt_field` and in
-    `data.response_field`. `pairs`, for `train.objective=preference`: a prompt in
-    `data.prompt_field`, and two responses in `data.chosen_field` and `data.rejected_field`. Each is
-    such a list, or a text that is used without a template."""
+    of objects with `role` and `content`, ShareGPT's `from` and `value`, or `input` and `output`, or
+    a list of texts in turns, in `data.messages_field`. `prompt`: a text or a list of messages in
+    `data.prompt_field` and in `data.response_field`. `pairs`, for `train.objective=preference`: a
+    prompt in `data.prompt_field`, and two responses in `data.chosen_field` and
+    `data.rejected_field`. Each is such a list, or a text that is used without a template."""
     messages_field: str = "messages"
     """Name of the field of messages, with `data.chat=messages`. `conversations` is read where a
     record has no `messages`."""
@@ -70,12 +70,18 @@ class SourceConfig:
     """Names and values that the chat template is given, such as `{enable_thinking: false}`.
     Numbers, `true`, `false` and JSON are read as such. The field `chat_template_kwargs` of a record
     takes precedence. Applies to training, samples, rollouts and `generate --chat`."""
+    system_field: str = ""
+    """Name of the field of the system message, or a template as in `data.prompt_field`. A record
+    may lack it. Records whose messages begin with a system message keep that one. Empty means that
+    only `system` of ShareGPT records is read. Ignored unless `data.chat` is set."""
     prompt_field: str = "prompt"
     """Name of the field of what a user says, with `data.chat` `prompt` and `pairs`. With `pairs`
     it may be empty: both responses are whole conversations then, and what they begin with alike is
-    the prompt."""
+    the prompt. A value with braces is a template over several fields, as in `data.template`:
+    `'{instruction}\\n{input}'`. A line of it is left out where a record lacks its fields."""
     response_field: str = "response"
-    """Name of the field of what an assistant answers, with `data.chat=prompt`."""
+    """Name of the field of what an assistant answers, with `data.chat=prompt`, or a template as in
+    `data.prompt_field`."""
     chosen_field: str = "chosen"
     """Name of the field of the response that was preferred, with `data.chat=pairs`."""
     rejected_field: str = "rejected"

@@ -427,7 +427,8 @@ def _datasets(raw: Raw, context: Context) -> Translation:
         settings += [("train.objective", "preference"), ("data.chat", "pairs")]
     elif squashed(kind).startswith("alpaca"):
         settings += [("train.objective", "sft"), ("data.chat", "prompt")]
-        settings += [("data.prompt_field", "instruction"), ("data.response_field", "output")]
+        settings += [("data.prompt_field", r"{instruction}\n{input}")]
+        settings += [("data.response_field", "output")]
     elif isinstance(field, str):
         settings += [("data.field", field)]
     return Translation(tuple(settings), key="data.path")

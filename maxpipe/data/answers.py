@@ -121,6 +121,7 @@ def answers_of(
         content = sorted(source.content(moved).items())
         key = [_VERSION, source.fingerprint(), content, config.chat, fields]
         key += [sorted(config.trained_roles), sorted(config.chat_roles)]
+        key += [config.system_field] if config.system_field else []
         name = hashlib.sha256(repr(key).encode()).hexdigest()[:32]
         path = os.path.join(os.path.expanduser(cache_dir), f"answers-{name}.npz")
         found = kept.made_once(

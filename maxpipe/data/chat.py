@@ -254,6 +254,7 @@ class Conversations:
         config, template = self._config, self.template
         found = [_VERSION, sorted(config.trained_roles), config.rewritten_history]
         found += [config.tools_field, sorted(template.settings.items())]
+        found += [["system", config.system_field]] if config.system_field else []
         return [*found, template.template, sorted(template.tokens.items())]
 
 

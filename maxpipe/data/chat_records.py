@@ -11,11 +11,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from maxpipe.boundary.typed import parse
-from maxpipe.config.data import template_settings
+from maxpipe.config.data import is_template, template_pieces, template_settings
 from maxpipe.config.data_schema import SourceConfig
 from maxpipe.config.rules import did_you_mean
 from maxpipe.data.formats.record_keys import chat_settings
-from maxpipe.data.formats.text_of import BadRecord, shortened
+from maxpipe.data.formats.text_of import BadRecord, joined, shortened
 from maxpipe.data.tokenizers.chat_process import SETTINGS, ChatInput, Message
 
 _MESSAGES, _SHAREGPT = "messages", "conversations"
@@ -41,6 +41,9 @@ _FLAGS = ("weight", "train", "training")
 _RESERVED = (_MESSAGES, "tools", "documents", "add_generation_prompt")
 _ARGUMENTS = "arguments"
 _DEPTH = 256
+_TURNS = ("user", "assistant")
+_PAIR = {"input", "output"}
+"""Keys of an object that holds what a user says and what an assistant answers."""
 _ANYTHING: Any = Any
 
 
@@ -52,20 +55,21 @@ def conversation_of(record: object, config: SourceConfig) -> ChatInput:
     """
     fields = with_fields(record, config)
     if config.chat == "messages":
-        names = [messages_name(fields, config.messages_field)]
-        messages = listed(column(fields, names[0], "data.messages_field"), "data.messages_field")
+        name = messages_name(fields, config.messages_field)
+        names, key = [name], "data.messages_field"
+        messages = listed(turns_of(column(fields, name, key)), key)
     else:
-        names = [config.prompt_field, config.response_field]
-        asked = said_or_listed(fields, names[0], "data.prompt_field", "user")
-        messages = asked + said_or_listed(fields, names[1], "data.response_field", "assistant")
+        given = config.prompt_field, config.response_field
+        names = [each for name in given for each in columns_of(fields, name)]
+        asked = said_or_listed(fields, given[0], "data.prompt_field", "user")
+        messages = asked + said_or_listed(fields, given[1], "data.response_field", "assistant")
     if not messages:
         raise BadRecord("", "must have a message: it has none.", "Remove the record.")
     # Columnar sources have nulls for the arguments of other calls.
-    nulls = null_arguments([fields[each] for each in names]) if config.source == "jsonl" else ()
-    if (system := fields.get(_SYSTEM)) and names == [_SHAREGPT] and isinstance(system, str):
-        names.append(_SYSTEM)
-        if messages[0].get("role") != _SYSTEM:
-            messages.insert(0, {"role": _SYSTEM, "content": system})
+    values = [fields.get(each) for each in names]
+    nulls = null_arguments(values) if config.source == "jsonl" else ()
+    first, more = system_of(fields, messages, config, is_sharegpt=names == [_SHAREGPT])
+    messages, names = [*first, *messages], [*names, *more]
     trained = [
         number
         for number, message in enumerate(messages)
@@ -74,6 +78,36 @@ def conversation_of(record: object, config: SourceConfig) -> ChatInput:
     tools, settings = tools_and_settings(fields, config)
     keys = (*unread(fields, names, config), *nulls)
     return ChatInput(messages, tools, settings, trained, keys)
+
+
+def system_of(
+    fields: Mapping[str, Any],
+    messages: Sequence[Message],
+    config: SourceConfig,
+    *,
+    is_sharegpt: bool = False,
+) -> tuple[list[Message], list[str]]:
+    """The system message of a record in front of its messages, and the fields that it is from.
+
+    Neither if the record has none, or if `messages` begin with another one.
+
+    Raises:
+        BadRecord: the field holds something else than a text.
+    """
+    name = config.system_field or (_SYSTEM if is_sharegpt else "")
+    names = columns_of(fields, name) if name else []
+    if not any(has_value(fields.get(each)) for each in names):
+        return [], names
+    value = column(fields, name, "data.system_field")
+    if not isinstance(value, str):
+        if not config.system_field:
+            return [], []
+        rule = f"must have a text in data.system_field; it is of type {type(value).__name__}."
+        action = "Set data.system_field to a field of texts, or leave it out."
+        raise BadRecord(shortened(str(value)), rule, action)
+    if messages and messages[0].get("role") in (_SYSTEM, "developer"):
+        return [], names if messages[0].get("content") == value else []
+    return [{"role": _SYSTEM, "content": value}], names
 
 
 def tools_and_settings(
@@ -120,10 +154,23 @@ def messages_name(fields: Mapping[str, Any], name: str) -> str:
     return _SHAREGPT if is_absent and fields.get(_SHAREGPT) is not None else name
 
 
+def columns_of(record: Mapping[str, Any], name: str) -> list[str]:
+    """The fields that `column` reads: those of a template, or the one of this name."""
+    if name in record or not is_template(name):
+        return [name]
+    return [each for _, each in template_pieces(name) if each]
+
+
 def column(record: Mapping[str, Any], name: str, key: str) -> Any:
-    """The value of the field that `key` names. Raises BadRecord if there is none."""
+    """The value of the field that `key` names, or the text of its template over several fields.
+
+    Raises:
+        BadRecord: the record lacks one.
+    """
     if name in record:
         return record[name]
+    if is_template(name):
+        return joined(record, name, key)
     names = [str(each) for each in record]
     guess = did_you_mean(name, names) or (names[0] if len(names) == 1 else "")
     settings = f"{key}={guess}" if guess else f"{key} to the field that has it"
@@ -135,6 +182,28 @@ def column(record: Mapping[str, Any], name: str, key: str) -> Any:
         f"must have the field of {key} ({name}).",
         f"Set {settings}.",
     )
+
+
+def turns_of(value: Any) -> Any:
+    """Messages of a field that holds texts in turns, or objects with `input` and `output`.
+
+    Texts are of the user and the assistant, in this order. Any other value is returned unchanged.
+    """
+    if not isinstance(value, list | tuple) or not value:
+        return value
+    if len(value) > 1 and all(isinstance(each, str) for each in value):
+        return [said(each, _TURNS[i % 2])[0] for i, each in enumerate(value)]
+    if not all(isinstance(each, Mapping) for each in value):
+        return value
+    found = []
+    for each in value:
+        if "role" in each or "from" in each or not {*each} >= _PAIR:
+            return value
+        others = {key: item for key, item in each.items() if key not in _PAIR}
+        found.append({"role": _TURNS[0], "content": each["input"]})
+        if each["output"] is not None:
+            found.append({"role": _TURNS[1], "content": each["output"], **others})
+    return found
 
 
 def said(text: str, role: str) -> list[Message]:

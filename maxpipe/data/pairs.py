@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,16 +19,18 @@ from maxpipe.config.data_schema import SourceConfig
 from maxpipe.data.chat import ChatDocuments, Conversations, named
 from maxpipe.data.chat_records import (
     column,
+    columns_of,
     is_trained,
     listed,
     messages_name,
     said,
+    system_of,
     tools_and_settings,
     unread,
     with_fields,
 )
 from maxpipe.data.documents import DocumentIndex, Encoded
-from maxpipe.data.formats.text_of import BadRecord
+from maxpipe.data.formats.text_of import BadRecord, shortened
 from maxpipe.data.sources import Source
 from maxpipe.data.tokenizer import Tokenizer
 from maxpipe.data.tokenizers.chat_process import ChatInput, Message
@@ -181,19 +183,22 @@ def pair_of(record: object, config: SourceConfig) -> Pair:
     """
     fields = with_fields(record, config)
     keys = ("data.chosen_field", "data.rejected_field")
-    names = [config.chosen_field, config.rejected_field]
-    values = [column(fields, name, key) for name, key in zip(names, keys, strict=True)]
+    given = [config.chosen_field, config.rejected_field]
+    values = [column(fields, name, key) for name, key in zip(given, keys, strict=True)]
+    names = [each for name in given for each in columns_of(fields, name)]
     if config.prompt_field:
         name = config.prompt_field
         if name == "prompt" and name not in fields:  # as ShareGPT's records have it
             other = messages_name(fields, "messages")
             name = other if other in fields else name
-        names.append(name)
+        names += columns_of(fields, name)
         prompt = _column_of_prompt(fields, name)
     else:
         prompt, values = _divided(values)
-    found: list[Text] = [prompt, *values]
-    if not all(isinstance(each, str) for each in found):
+    found: list[Any] = [prompt, *values]
+    system, more = _system(fields, found, config)
+    names += more
+    if system or not all(isinstance(each, str) for each in found):
         roles = ("user", "assistant", "assistant")
         keys = ("data.prompt_field", *keys)
         found = [
@@ -201,6 +206,7 @@ def pair_of(record: object, config: SourceConfig) -> Pair:
             for value, role, key in zip(found, roles, keys, strict=True)
         ]
         found = _without_prompt(found)
+        found[0] = [*system, *found[0]]
         for name, messages in zip(("prompt", *HALVES), found, strict=True):
             for number, message in enumerate(messages, 1):
                 assert not isinstance(message, str)
@@ -214,13 +220,40 @@ def pair_of(record: object, config: SourceConfig) -> Pair:
     return Pair(first, second, third, given)
 
 
-def _without_prompt(found: list[Any]) -> list[Any]:
-    """Prompt and responses, of which some records have the prompt again in both responses."""
+def _system(
+    fields: Mapping[str, Any], found: Sequence[Any], config: SourceConfig
+) -> tuple[list[Message], list[str]]:
+    """See `system_of`; prompt and responses are texts or lists."""
+    if not config.system_field:
+        return [], []
+    first: Any = next((each for each in found if not isinstance(each, str) and each), [])
+    return system_of(fields, listed(first, "data.prompt_field") if first else [], config)
+
+
+def _without_prompt(found: list[list[Message]]) -> list[list[Message]]:
+    """Prompt and responses, of which some records have the prompt again in both responses.
+
+    Raises:
+        BadRecord: the prompt is only a part of what both responses begin with.
+    """
     prompt, *responses = found
     size = len(prompt)
     if size and all(len(each) > size and each[:size] == prompt for each in responses):
         return [prompt, *(each[size:] for each in responses)]
+    alike = min(_alike(*responses), *(len(each) - 1 for each in responses))
+    if size == 1 and any(_is_same(prompt[0], each) for each in responses[0][: max(0, alike)]):
+        rule = "must have responses to the prompt: both are whole conversations, which have more "
+        rule += "in front of their responses than the prompt."
+        raise BadRecord(shortened(str(prompt[0])), rule, "Set data.prompt_field=''.")
     return found
+
+
+def _is_same(one: Message, other: Message) -> bool:
+    """Whether two messages have the same role and text, apart from white space around it."""
+    texts = [each.get("content") for each in (one, other)]
+    if not all(isinstance(each, str) for each in texts):
+        return one == other
+    return one.get("role") == other.get("role") and texts[0].strip() == texts[1].strip()
 
 
 def _column_of_prompt(fields: Any, name: str) -> Any:

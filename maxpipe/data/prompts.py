@@ -25,6 +25,7 @@ from maxpipe.data.chat_records import (
     check_content,
     listed,
     messages_name,
+    system_of,
     tools_and_settings,
     unread,
 )
@@ -244,6 +245,8 @@ def chat_of(record: Mapping[str, Any]) -> ChatInput:
         raise ValueError("it has neither a text `prompt` nor a list `messages`")
     try:
         messages = listed(record[name], name)
+        first, _ = system_of(record, messages, config, is_sharegpt=name == "conversations")
+        messages = [*first, *messages]
         for number, message in enumerate(messages, 1):
             if not isinstance(message.get("role"), str):
                 raise ValueError(f"message {number} lacks a text `role`")

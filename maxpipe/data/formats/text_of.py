@@ -63,7 +63,7 @@ class TextOf:
                 size += len(parts[-2]) + len(parts[-1])
                 check_length(size)  # a column may be there many times
             return "".join(parts)
-        value = _value(record, self._field)
+        value = value_of(record, self._field)
         if isinstance(value, (str, bytes)):
             return _text(value)
         raise self._no_text(record, value)
@@ -86,17 +86,46 @@ def _to_read(record: Mapping[str, Any]) -> str:
     return f"Set data.field={texts[0]}." if texts else "Add a text field to every record."
 
 
-def _value(record: Mapping[str, Any], name: str) -> Any:
+def joined(record: Mapping[str, Any], template: str, key: str) -> str:
+    """The text of the template that `key` sets, without lines whose columns are empty.
+
+    A column that is null or missing is empty.
+
+    Raises:
+        BadRecord: the record lacks all of them, or has another type there.
+    """
+    pieces = template_pieces(template)
+    names = [name for _, name in pieces if name]
+    if all(_is_absent(value_of(record, name)) for name in names):
+        rule = f"must have one of the columns {', '.join(names)} of {key}."
+        raise BadRecord(_fields(record), rule, f"Correct {key}, or add a column to the record.")
+    lines, values = [""], [list[str]()]
+    for fixed, name in pieces:
+        first, *others = fixed.split("\n")
+        lines[-1] += first
+        lines += others
+        values += [list[str]() for _ in others]
+        if name:
+            is_empty = _is_absent(value_of(record, name))
+            values[-1].append("" if is_empty else _filled(record, name, key))
+            lines[-1] += values[-1][-1]
+        check_length(sum(map(len, lines)))
+    kept = [line for line, of in zip(lines, values, strict=True) if not of or any(of)]
+    text = "\n".join(kept)
+    return text if len(kept) == len(lines) else text.strip("\n")
+
+
+def value_of(record: Mapping[str, Any], name: str) -> Any:
     """A column's value, that of `a.b` in the column `a` if there is none of the whole name."""
     if name in record:
         return record[name]
     first, dot, rest = name.partition(".")
     inner = record.get(first)
-    return _value(inner, rest) if dot and isinstance(inner, Mapping) else _MISSING
+    return value_of(inner, rest) if dot and isinstance(inner, Mapping) else _MISSING
 
 
-def _filled(record: Mapping[str, Any], name: str) -> str:
-    value = _value(record, name)
+def _filled(record: Mapping[str, Any], name: str, key: str = "data.template") -> str:
+    value = value_of(record, name)
     if isinstance(value, (str, bytes)):
         return _text(value)
     if isinstance(value, (bool, int, float, np.generic)):
@@ -104,9 +133,13 @@ def _filled(record: Mapping[str, Any], name: str) -> str:
     found = "is missing" if value is _MISSING else f"is of type {type(value).__name__}"
     raise BadRecord(
         _fields(record),
-        f"must have text or a number in the column {name} of data.template, which {found}.",
-        "Correct data.template, or add the column to every record.",
+        f"must have text or a number in the column {name} of {key}, which {found}.",
+        f"Correct {key}, or add the column to every record.",
     )
+
+
+def _is_absent(value: object) -> bool:
+    return value is None or value is _MISSING
 
 
 def _fields(record: Mapping[str, Any]) -> str:

@@ -1,0 +1,143 @@
+"""Conversations whose fields are templates over several columns, with system messages, or in turns.
+
+Every text is written out, with what of it is trained.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+
+from maxpipe.cli import main
+from maxpipe.config.data_schema import SourceConfig
+from maxpipe.data.chat_records import conversation_of
+from maxpipe.data.formats.text_of import BadRecord
+from maxpipe.data.pairs import pair_of
+from maxpipe.data.prompts import chat_of
+from tests.data.conversations import said
+
+ALPACA = {"prompt_field": r"{instruction}\n{input}", "response_field": "output"}
+
+
+def turns(record: Any, chat: Any = "prompt", **settings: Any) -> list[tuple[str, str]]:
+    """(role, content) of each message."""
+    found = conversation_of(record, SourceConfig(chat=chat, source="jsonl", **settings))
+    return [(each["role"], each["content"]) for each in found.messages]
+
+
+def unread(record: Any, chat: Any = "prompt", **settings: Any) -> tuple[str, ...]:
+    return conversation_of(record, SourceConfig(chat=chat, source="jsonl", **settings)).unread
+
+
+@pytest.mark.parametrize("empty", [{"input": ""}, {"input": None}, {}])
+def test_a_line_without_its_field_is_left_out(empty: dict[str, Any]) -> None:
+    record = {"instruction": "Sort.", "input": "3 1\n2", "output": "1 2 3", "id": 5}
+    assert turns(record, **ALPACA) == [("user", "Sort.\n3 1\n2"), ("assistant", "1 2 3")]
+    assert unread(record, **ALPACA) == ("id",)
+    bare = {"instruction": "Name a cat.", "output": "Tom", **empty}
+    assert turns(bare, **ALPACA)[0] == ("user", "Name a cat.")
+    headed = ALPACA | {"prompt_field": r"# Task\n{instruction}\n\nInput: {input}"}
+    assert turns(record, **headed)[0] == ("user", "# Task\nSort.\n\nInput: 3 1\n2")
+    assert turns(bare, **headed)[0] == ("user", "# Task\nName a cat.")
+
+
+def test_all_columns_of_a_template_are_missing() -> None:
+    with pytest.raises(BadRecord) as error:
+        turns({"question": "a?", "output": "b"}, **ALPACA)
+    assert (
+        str(error.value) == "must have one of the columns instruction, input of data.prompt_field."
+    )
+    with pytest.raises(BadRecord) as error:
+        turns({"instruction": ["a"], "output": "b"}, **ALPACA)
+    assert "in the column instruction of data.prompt_field, which is of type list" in str(
+        error.value
+    )
+
+
+def test_a_response_is_a_template() -> None:
+    record = {"q": "1+1?", "why": "Count.", "a": 2}
+    settings = {"prompt_field": "q", "response_field": r"<think>\n{why}\n</think>\n{a}"}
+    answer = "<think>\nCount.\n</think>\n2"
+    assert turns(record, **settings) == [("user", "1+1?"), ("assistant", answer)]
+    assert unread(record, **settings) == ()
+
+
+def test_a_field_whose_name_has_braces() -> None:
+    assert turns({"{a}": "b", "response": "c"}, prompt_field="{a}")[0] == ("user", "b")
+
+
+def test_a_template_that_cannot_be_read(capsys: pytest.CaptureFixture[str]) -> None:
+    inputs = ["quickstart", "data.source=jsonl", "data.path=a.jsonl", "data.chat=prompt"]
+    assert main(["config", "print", *inputs, "data.prompt_field={a"]) == 2
+    error = capsys.readouterr().err
+    assert "data.prompt_field = {a\n  cannot be read: the { at character 1 has no" in error
+
+
+SYSTEM = ("system", "Be brief.")
+
+
+def test_a_system_field_is_in_front_of_the_messages() -> None:
+    record = {"system_prompt": "Be brief.", "prompt": "Hi", "response": "Ho"}
+    said_ = [("user", "Hi"), ("assistant", "Ho")]
+    assert turns(record) == said_ and unread(record) == ("system_prompt",)
+    assert turns(record, system_field="system_prompt") == [SYSTEM, *said_]
+    assert unread(record, system_field="system_prompt") == ()
+    assert turns({**record, "system_prompt": None}, system_field="system_prompt") == said_
+    listed = {"system": "Be brief.", "messages": said(*said_)}
+    assert turns(listed, "messages") == said_ and unread(listed, "messages") == ("system",)
+    assert turns(listed, "messages", system_field="system") == [SYSTEM, *said_]
+    with pytest.raises(BadRecord, match="a text in data.system_field; it is of type list"):
+        turns({**listed, "system": ["a"]}, "messages", system_field="system")
+
+
+def test_messages_keep_their_system_message() -> None:
+    """Another one of the record is not read."""
+    record = {"system": "Be long.", "conversations": [{"from": "system", "value": "Be brief."}]}
+    assert turns(record, "messages") == [SYSTEM] and unread(record, "messages") == ("system",)
+    same = {**record, "system": "Be brief."}
+    assert turns(same, "messages") == [SYSTEM] and unread(same, "messages") == ()
+
+
+def test_a_pair_has_a_system_message() -> None:
+    config = SourceConfig(chat="pairs", system_field="system", prompt_field="question")
+    record = {"system": "Be brief.", "question": "Hi", "chosen": "Ho", "rejected": "No"}
+    pair = pair_of(record, config)
+    assert pair.prompt == said(SYSTEM, ("user", "Hi"))
+    assert (pair.chosen, pair.rejected) == (said(("assistant", "Ho")), said(("assistant", "No")))
+    assert pair.given.unread == ()
+    assert pair_of({**record, "system": ""}, config).prompt == "Hi"
+
+
+def test_a_pair_has_a_template() -> None:
+    config = SourceConfig(chat="pairs", prompt_field=r"{instruction}\n{input}")
+    pair = pair_of({"instruction": "a", "input": "b", "chosen": "c", "rejected": "d"}, config)
+    assert pair == ("a\nb", "c", "d", pair.given) and pair.given.unread == ()
+
+
+def test_a_prompt_that_is_a_part_of_whole_conversations() -> None:
+    """It would be in the sequence twice: the message says how to read them."""
+    whole = [said(SYSTEM, ("user", "Hi"), ("assistant", each)) for each in ("Ho", "No")]
+    record = {"prompt": "Hi ", "chosen": whole[0], "rejected": whole[1]}
+    with pytest.raises(BadRecord) as error:
+        pair_of(record, SourceConfig(chat="pairs"))
+    assert error.value.action == "Set data.prompt_field=''."
+    pair = pair_of(record, SourceConfig(chat="pairs", prompt_field=""))
+    assert pair.prompt == said(SYSTEM, ("user", "Hi"))
+    assert pair.chosen == said(("assistant", "Ho"))
+    assert pair.rejected == said(("assistant", "No"))
+
+
+def test_prompts_of_a_reward_have_the_system_message_of_sharegpt() -> None:
+    record = {"system": "Be brief.", "conversations": [{"from": "human", "value": "Hi"}]}
+    assert chat_of(record).messages == said(SYSTEM, ("user", "Hi"))
+
+
+def test_messages_in_turns() -> None:
+    roles = itertools.cycle(("user", "assistant"))
+    texts = ["Hi", "Ho", "And?"]
+    wanted = list(zip(roles, texts, strict=False))
+    assert turns({"data": texts}, "messages", messages_field="data") == wanted
+    objects = [{"input": "Hi", "output": "Ho"}, {"input": "And?", "output": None}]
+    assert turns({"messages": objects}, "messages") == wanted
