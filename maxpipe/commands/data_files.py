@@ -15,16 +15,16 @@ from maxpipe.boundary.files import scheme
 from maxpipe.errors import ConfigError
 
 DATA_HELP = "data files, a folder of them, or a prepared folder; "
-_CONVERSATIONS = ("messages", "conversations")
-"""Fields whose list of objects is a conversation."""
+_OF_TEMPLATES = ("tokenizer.", "data.chat_template")
+"""Beginnings of keys that may bring a chat template."""
 
 
 def with_data_files(inputs: Sequence[str]) -> list[str]:
     """Return the inputs with the keys that read the data files among them in place of their paths.
 
-    The keys are printed to stderr. The source follows from the names of the files. A conversation
-    follows from the fields of the first record, and the tokenizer of a prepared folder from its
-    manifest, unless the inputs set them.
+    The keys are printed to stderr. The source follows from the names of the files. Conversations
+    and pairs follow from the fields of the first record, and the tokenizer of a prepared folder
+    from its manifest, unless the inputs set them.
 
     Raises:
         ConfigError: the files are of several kinds, or the inputs name a source too.
@@ -44,7 +44,8 @@ def with_data_files(inputs: Sequence[str]) -> list[str]:
     if inferred["data.source"] == "tokens" and not has_config:
         inferred |= _tokenizer(paths[0])
     elif not keys & {"data.field", "data.template", "data.chat"}:
-        inferred |= _conversation(inferred)
+        with_template = has_config or any(each.startswith(_OF_TEMPLATES) for each in keys)
+        inferred |= _conversation(inferred, with_template=with_template, with_defaults=has_config)
     if not has_config and not keys & {"data.validation_fraction", "eval.batches"}:
         # One document is enough to look at.
         inferred |= {"data.validation_fraction": 0, "eval.batches": 0}
@@ -137,10 +138,21 @@ def _tokenizer(folder: str) -> dict[str, Any]:
     return {"tokenizer.kind": found["kind"], "tokenizer.path": found["path"]}
 
 
-def _conversation(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys that read conversations, if the first record is one and has no text."""
-    from maxpipe.config.data import COLUMNS
+def _conversation(
+    keys: Mapping[str, Any], *, with_template: bool, with_defaults: bool
+) -> dict[str, Any]:
+    """Return the keys that read the first record, if it has no text: as a conversation or a pair.
+
+    Without a chat template prompt and response are read as text.
+    """
+    from maxpipe.config.data import COLUMNS, paths_of
     from maxpipe.config.data_schema import SourceConfig
+    from maxpipe.data.formats.record_keys import (
+        changed,
+        chat_keys,
+        settings_text,
+        text_template,
+    )
     from maxpipe.data.sources import open_source
 
     if keys["data.source"] not in COLUMNS:
@@ -150,9 +162,13 @@ def _conversation(keys: Mapping[str, Any]) -> dict[str, Any]:
     record = source.record(0) if len(source) else ""
     if isinstance(record, str) or isinstance(record.get("text"), str):
         return {}
-    for name in _CONVERSATIONS:
-        messages = record.get(name)
-        if isinstance(messages, (list, tuple)) and messages and isinstance(messages[0], Mapping):
-            field = {} if name == "messages" else {"data.messages_field": name}
-            return {"data.chat": "messages", **field}
-    return {}
+    found = chat_keys(record, with_template=with_template)
+    template = "" if with_template else text_template(record)
+    if template and found.get("data.chat") == "prompt":
+        settings = settings_text(changed(found))
+        line = f"with a chat template (tokenizer.* or data.chat_template): {settings}"
+        print(redact.shown(f"{paths_of(config)[0]}: {line}"), file=sys.stderr)
+        return {"data.template": template}
+    if with_defaults or found.get("data.messages_field") == "conversations":
+        return found
+    return changed(found)

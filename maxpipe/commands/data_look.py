@@ -300,7 +300,7 @@ def _counted(config: Config) -> Iterator[Statistics]:
 def _of_source(
     config: Config, source: SourceConfig, seed: int, tokenizer: Tokenizer, progress: Progress
 ) -> Statistics:
-    from maxpipe.data import statistics
+    from maxpipe.data import statistics, unread_keys
     from maxpipe.data.answers import answers_of
     from maxpipe.data.corpus import chat_records, packing_of
     from maxpipe.data.prepared.open import IDS, open_documents
@@ -339,7 +339,10 @@ def _of_source(
     else:
         documents = statistics.of_encoded(found.encode, len(opened), tokenizer, threads)
     parts = opened.name, documents, len(opened), packer, progress.report
-    return statistics.counted(*parts, **_chat_of(source) if source.chat != "off" else {})
+    counts = statistics.counted(*parts, **_chat_of(source) if source.chat != "off" else {})
+    counts.advice = unread_keys.advice(counts.unread, opened, source)
+    counts.columns = unread_keys.columns_not_read(opened, source)
+    return counts
 
 
 def _chat_of(source: SourceConfig) -> dict[str, Any]:

@@ -51,6 +51,7 @@ from maxpipe.data.sequences import Packer
 from maxpipe.data.sources import Moved, Source, open_source
 from maxpipe.data.stream import Part, seed_of
 from maxpipe.data.tokenizer import Tokenizer
+from maxpipe.data.unread_keys import advice, columns_not_read
 from maxpipe.errors import ConfigError
 
 SOURCES = "sources"
@@ -380,6 +381,8 @@ def _of_text(
         facts.update(_long_facts(config))
         documents, long = _bounded(ChatDocuments(found, index), index, config, row_tokens)
     what = "pair" if config.chat == "pairs" else "conversation"
+    action = advice(index.unread, source, config)
+    noted = (index.unread, marks_of(index.marks), long, packing if found else "", action)
     return Indexed(
         name,
         documents,
@@ -389,9 +392,7 @@ def _of_text(
         digests=lambda first, stop: index.digests[first:stop],
         unreadable=len(index.unreadable),
         packing=packing,
-        remarks=remarks(
-            what, len(source), index.unread, marks_of(index.marks), long, packing if found else ""
-        ),
+        remarks=[*columns_not_read(source, config), *remarks(what, len(source), *noted)],
         ends=source.ends if isinstance(source, AnswerSource) else None,
         is_chat=found is not None,
     )

@@ -105,7 +105,8 @@ class Pairs:
             return Encoded(ids, np.arange(len(ids)) > len(asked), unread=keys)
         if self._chat is None:
             rule = "must be texts, or have a chat template: the tokenizer's folder has none."
-            action = "Set data.chat_template to a Jinja file."
+            action = "Set data.chat_template to a Jinja file, or tokenizer.kind=auto and "
+            action += "tokenizer.path to the folder of a model that has one."
             raise BadRecord("lists of messages", rule, action)
         first = [dict(each) for each in _messages(prompt, "user")]
         last = [dict(each) for each in _messages(response, "assistant")]

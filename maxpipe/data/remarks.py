@@ -50,10 +50,14 @@ def remarks(
     marks: Mapping[int, int],
     long: Long | None = None,
     packing: str = "",
+    action: str = "",
 ) -> list[str]:
-    """Lines about conversations or pairs, which `what` is the noun of."""
+    """Lines about conversations or pairs, which `what` is the noun of.
+
+    `action` names settings that read keys of `unread`.
+    """
     total = counted(num_documents, what)
-    found = unread_remarks(unread, total)
+    found = unread_remarks(unread, total, action)
     found += [f"{marks[each]} of {total} {_MARKS[each]}" for each in _MARKS if marks.get(each)]
     if long is not None and long.number and long.policy in _LONG:
         words = f"{long.number} of {total} longer than a sequence, {_LONG[long.policy]}"

@@ -124,6 +124,10 @@ class Statistics:
     """`data.long_conversations`, of conversations."""
     unread: Counter[str] = field(default_factory=Counter)
     """How many documents have each key that nothing reads."""
+    advice: str = ""
+    """Settings that read keys of `unread`."""
+    columns: Sequence[str] = ()
+    """Lines about columns of texts that are not read."""
     marks: Counter[int] = field(default_factory=Counter)
     """How many documents have each mark, see `Encoded.marks`."""
     _contents: Contents = field(default_factory=Contents, repr=False)
@@ -150,7 +154,8 @@ class Statistics:
         long = Long(self.policy, self.too_long, self.left_out) if self.policy else None
         what = "document" if self.chat == "off" else self.chat
         count = len(self.lengths)
-        return remarks(what, count, self.unread, self.marks, long)
+        found = remarks(what, count, self.unread, self.marks, long, action=self.advice)
+        return [*self.columns, *found]
 
     def quantiles(self) -> dict[str, int]:
         """Lengths, by the percentage of documents that are not longer."""

@@ -31,6 +31,31 @@ RECORDS = {
         {"conversation": ASKED + SAID},
         "data.chat=messages data.messages_field=conversation",
     ),
+    "alpaca": (
+        {"instruction": "a?", "input": "b", "output": "c"},
+        r"data.chat=prompt data.prompt_field='{instruction}\n{input}' data.response_field=output",
+    ),
+    "system": (
+        {"system_prompt": "a", "question": "b?", "response": "c"},
+        "data.chat=prompt data.prompt_field=question data.system_field=system_prompt",
+    ),
+    "case": (
+        {"Question": "a?", "Response": "b"},
+        "data.chat=prompt data.prompt_field=Question data.response_field=Response",
+    ),
+    "turns": (
+        {"conversation": [{"input": "a?", "output": "b"}]},
+        "data.chat=messages data.messages_field=conversation",
+    ),
+    "texts in turns": ({"data": ["a?", "b"]}, "data.chat=messages data.messages_field=data"),
+    "other name": (
+        {"items": [{"from": "human", "value": "a?"}, {"from": "gpt", "value": "b"}]},
+        "data.chat=messages data.messages_field=items",
+    ),
+    "whole responses": (
+        {"chosen": ASKED + SAID, "rejected": ASKED + SAID * 2},
+        "train.objective=preference data.chat=pairs data.prompt_field=''",
+    ),
     "preference": (
         {"prompt": "a?", "chosen": "b", "rejected": "c"},
         "train.objective=preference data.chat=pairs",
@@ -60,12 +85,12 @@ def test_the_message_names_settings_that_read_the_record(
     record, settings = RECORDS[name]
     template = f"data.chat_template={tmp_path}/chat.jinja"
     with_template = [] if chat == "off" else [template]
-    if settings.endswith(f"data.chat={chat}"):
+    if settings == f"data.chat={chat}":
         assert show(tmp_path, record, f"data.chat={chat}", *with_template) == 0
         return
     assert show(tmp_path, record, f"data.chat={chat}", *with_template) == 2
     assert f"  Set {settings}" in capsys.readouterr().err
-    assert show(tmp_path, record, *settings.split(), template) == 0
+    assert show(tmp_path, record, *shlex.split(settings), template) == 0
 
 
 def test_without_a_chat_template_all_of_a_record_can_be_text(
@@ -75,7 +100,7 @@ def test_without_a_chat_template_all_of_a_record_can_be_text(
     assert show(tmp_path, record) == 2
     (action,) = [line for line in capsys.readouterr().err.splitlines() if "data.template" in line]
     assert action.endswith(
-        r"Set data.template='{instruction}\n{input}\n{output}' to train all of it as text."
+        r", or data.template='{instruction}\n{input}\n{output}' to train all of it as text."
     )
     (setting,) = [each for each in shlex.split(action) if each.startswith("data.template=")]
     assert show(tmp_path, record, setting) == 0
@@ -92,3 +117,22 @@ def test_another_record_is_left_to_the_user(
         == 2
     )
     assert "to the field that has it." in capsys.readouterr().err
+
+
+def test_a_record_of_other_fields_is_read_as_text(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """Texts of several words come first; the action reads them."""
+    record = {"id": "0" * 40, "title": "Two words", "body": {"text": "These are more words"}}
+    assert show(tmp_path, record) == 2
+    assert "  Set data.field=body.text.\n" in capsys.readouterr().err
+    assert show(tmp_path, {**record, "body": "These are more words"}) == 2
+    action = capsys.readouterr().err
+    assert r"  Set data.field=body, or data.template='{title}\n{body}' to read several" in action
+    assert show(tmp_path, {**record, "body": "More"}, r"data.template={title}\n{body}") == 0
+    assert "Two words\nMore" in capsys.readouterr().out
+
+
+def test_prompts_without_responses_are_of_grpo(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert show(tmp_path, {"prompt": ASKED}) == 2
+    assert "  Set grpo.prompts to the file if its" in capsys.readouterr().err

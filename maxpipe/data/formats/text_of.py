@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,7 +10,13 @@ import numpy as np
 
 from maxpipe.boundary.typed import parse
 from maxpipe.config.data import template_pieces
-from maxpipe.data.formats.record_keys import chat_settings, text_template
+from maxpipe.data.formats.record_keys import (
+    chat_settings,
+    has_words,
+    template_of_fields,
+    text_fields,
+    text_template,
+)
 
 _MAX_DEPTH = 256
 """Deepest nesting of brackets in a document's JSON."""
@@ -79,11 +86,20 @@ def _to_read(record: Mapping[str, Any]) -> str:
     chat, template = chat_settings(record), text_template(record)
     actions = [f"{chat} to render conversations with a chat template"] if chat else []
     if template:
-        actions.append(f"data.template='{template}' to train all of it as text")
+        actions.append(f"data.template={shlex.quote(template)} to train all of it as text")
     if actions:
         return f"Set {', or '.join(actions)}."
-    texts = [name for name, other in record.items() if isinstance(other, (str, bytes))]
-    return f"Set data.field={texts[0]}." if texts else "Add a text field to every record."
+    texts = text_fields(record)
+    useful = [name for name in texts if has_words(str(value_of(record, name)))] or texts
+    names = [name for name in record if name in useful]
+    if len(names) > 1 and (template := template_of_fields(names)):
+        both = f"data.field={shlex.quote(texts[0])}, or data.template={shlex.quote(template)}"
+        return f"Set {both} to read several fields."
+    if texts:
+        return f"Set data.field={shlex.quote(texts[0])}."
+    if isinstance(record.get("prompt"), list | tuple):
+        return "Set grpo.prompts to the file if its records are prompts of train.objective=grpo."
+    return "Add a text field to every record."
 
 
 def joined(record: Mapping[str, Any], template: str, key: str) -> str:

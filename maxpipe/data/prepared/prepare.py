@@ -62,6 +62,7 @@ from maxpipe.data.prepared.writer import Finished, Piece, ShardWriter, SignedFil
 from maxpipe.data.remarks import remarks
 from maxpipe.data.sources import Source, open_source
 from maxpipe.data.tokenizer import open_tokenizer
+from maxpipe.data.unread_keys import advice, columns_not_read
 from maxpipe.errors import AbsentError, ConfigError, StorageError
 from maxpipe.words import counted
 
@@ -182,17 +183,21 @@ def _prepared(
         manifest = _finish(plan.folder, spec, done)
     seconds = max(time.monotonic() - start, 1e-9)
     rate = f"{(done.tokens - begun) / seconds / 1e6:.2f} M tokens/s"
-    line, *noted = _counts(manifest).splitlines()
+    unread, _ = notes_of(manifest["shards"])
+    action = advice(unread, source, plan.data)
+    line, *noted = [*_counts(manifest, action).splitlines(), *columns_not_read(source, plan.data)]
     return "\n".join([f"wrote {plan.folder}: {line}, in {seconds:.1f} s, {rate}", *noted])
 
 
-def _counts(found: Manifest) -> str:
+def _counts(found: Manifest, action: str = "") -> str:
+    """Lines on a folder; `action` names settings that read keys of its records."""
     size = sum(file["bytes"] for shard in found["shards"] for file in shard["files"].values())
     shards = counted(len(found["shards"]), "shard")
     documents = counted(found["documents"], "document")
     if unreadable := sum(shard["unreadable"] for shard in found["shards"]):
         documents += f" of which {unreadable} cannot be read and are empty"
-    noted = remarks("conversation", found["documents"], *notes_of(found["shards"]))
+    notes = notes_of(found["shards"])
+    noted = remarks("conversation", found["documents"], *notes, action=action)
     line = f"{documents}, {counted(found['tokens'], 'token')}, {shards} of {size / 1e6:.1f} MB"
     return "\n".join([line, *noted])
 

@@ -111,11 +111,15 @@ class ChatTemplate:
         )
 
 
-def unread_remarks(unread: Mapping[str, int], total: str) -> list[str]:
-    """A line with the keys of conversations that nothing reads, and how many have each."""
+def unread_remarks(unread: Mapping[str, int], total: str, action: str = "") -> list[str]:
+    """A line with the keys of conversations that nothing reads and how many have each.
+
+    `action` names settings that read them.
+    """
     if not unread:
         return []
     parts = [f"{name} (in {count})" for name, count in sorted(unread.items())]
     more = f" and {len(parts) - _NAMED} more" if len(parts) > _NAMED else ""
     keys = "this key is" if len(parts) == 1 else "these keys are"
-    return [f"{keys} not read, of {total}: {', '.join(parts[:_NAMED])}{more}"]
+    action = f". {action}" if action else ""
+    return [f"{keys} not read, of {total}: {', '.join(parts[:_NAMED])}{more}{action}"]

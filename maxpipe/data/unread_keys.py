@@ -1,0 +1,269 @@
+"""Keys of records that nothing reads, with settings that read them.
+
+Settings are tried on the first records of a source before they are named.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from maxpipe.config.data import COLUMNS, is_template
+from maxpipe.config.data_schema import SourceConfig
+from maxpipe.data.answers import Answer
+from maxpipe.data.chat_records import conversation_of, has_value
+from maxpipe.data.formats.record_keys import (
+    CONTEXTS,
+    RESPONSES,
+    SYSTEMS,
+    changed,
+    chat_keys,
+    chat_settings,
+    has_words,
+    settings_text,
+    template_of_fields,
+)
+from maxpipe.data.formats.text_of import BadRecord, TextOf
+from maxpipe.data.pairs import pair_of
+from maxpipe.data.sources import Source
+from maxpipe.data.tokenizers.chat_process import ChatInput
+from maxpipe.errors import ConfigError
+
+_RECORDS = 32
+"""The first records of a source, on which settings are tried."""
+_NAMED = 20
+_MOST_JOINED = 4
+_TOOLS = ("tools", "functions")
+_OF_TEMPLATE = ("message.tool_calls", "message.reasoning_content", "message.thinking")
+"""What only a chat template can read."""
+_REASONING = ("reasoning", "reasoning_content", "thinking", "thought", "cot", "complex_cot")
+
+Fields = Mapping[str, Any]
+
+
+class Trial(NamedTuple):
+    """Settings that may read keys."""
+
+    settings: dict[str, str]
+    """Names of fields of `SourceConfig`, with their values."""
+    names: Sequence[str]
+    how: str
+    """How the keys are read then."""
+
+
+def first_records(source: Source) -> list[Fields]:
+    """The first records that have fields."""
+    found = []
+    for number in range(min(_RECORDS, len(source))):
+        try:
+            record: Any = source.record(number)
+        except ConfigError:  # it is named where all are read
+            continue
+        record = record.record if isinstance(record, Answer) else record
+        found += [record] if isinstance(record, Mapping) else []
+    return found
+
+
+def advice(unread: Collection[str], source: Source, config: SourceConfig) -> str:
+    """Settings that read keys of conversations or pairs; empty if there are none."""
+    if not unread or config.chat == "off":
+        return ""
+    records = first_records(source)
+    found = [
+        f"{_shown(each.settings)} to read {' and '.join(each.names)} {each.how}"
+        for each in _trials(unread, records, config)
+        if _reads(each, records, config)
+    ]
+    if {"chosen", "rejected"} <= {*unread} and (pairs := _pairs_of(records)):
+        found.append(f"{pairs} to read chosen and rejected as pairs")
+    lines = [f"Set {', and '.join(found)}."] if found else []
+    of_template = [each for each in unread if each in (config.tools_field, *_OF_TEMPLATE)]
+    if of_template:
+        names = " and ".join(sorted(of_template))
+        lines.append(f"Set data.chat_template to the file of a template that reads {names}.")
+    return " ".join([*lines, *(_labels(unread, records) if config.chat == "prompt" else ())])
+
+
+def columns_not_read(source: Source, config: SourceConfig) -> list[str]:
+    """A line with the columns of texts that are not read, in the first records; none if all are."""
+    if config.chat != "off" or config.source not in COLUMNS:
+        return []
+    records = first_records(source)
+    text = TextOf(config.field, config.template)
+    names = dict.fromkeys(name for record in records for name in _others(record, text.columns))
+    if not names:
+        return []
+    columns = "this column is" if len(names) == 1 else "these columns are"
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    line = f"{columns} not read: {', '.join([*names][:_NAMED])}{more}"
+    actions = [*_templates(names, records, text, config), *_chats(names, records, config)]
+    lines = [f"Set {', or '.join(actions)}."] if actions else []
+    return [". ".join([line, *lines, *_labels(names, records)])]
+
+
+def _templates(
+    names: Collection[str], records: Sequence[Fields], text: TextOf, config: SourceConfig
+) -> Iterator[str]:
+    """A template that adds texts to those that are read."""
+    try:
+        read = [text(record) for record in records]
+    except BadRecord:
+        return
+    joined = [
+        name
+        for name in names
+        if _is_content(name, records)
+        and not all(
+            str(record.get(name) or "").strip() in of
+            for record, of in zip(records, read, strict=True)
+        )
+    ]
+    first = config.template or _as_template(config.field)
+    more = template_of_fields(joined[:_MOST_JOINED])
+    template = rf"{first}\n{more}"
+    if not (first and more and _can_be_joined(template, records)):
+        return
+    shown = " and ".join(joined[:_MOST_JOINED])
+    yield f"data.template={shlex.quote(template)} to read {shown}"
+
+
+def _chats(
+    names: Collection[str], records: Sequence[Fields], config: SourceConfig
+) -> Iterator[str]:
+    """Settings that read some of these columns as conversations or pairs."""
+    keys = chat_keys(records[0])
+    fields = {
+        key.removeprefix("data."): value for key, value in keys.items() if key.startswith("data.")
+    }
+    try:
+        if not fields or all(
+            {*names} <= {*_read(record, replace(config, **fields)).unread} for record in records
+        ):
+            return
+    except (BadRecord, ValueError):
+        return
+    kind = "pairs" if keys["data.chat"] == "pairs" else "conversations"
+    yield f"{settings_text(changed(keys))} to read {kind}"
+
+
+def _labels(names: Collection[str], records: Sequence[Fields]) -> list[str]:
+    """A sentence on records whose responses are not to be imitated."""
+    labels = {record.get("label") for record in records if "label" in names}
+    if False not in labels or not labels <= {True, False, None}:
+        return []
+    return ["Responses with label false are trained too: remove these records."]
+
+
+def _others(record: Fields, read: Sequence[str]) -> Iterator[str]:
+    """Fields with a value that are not read; those of an object of which a part is."""
+    for name, value in record.items():
+        if name in read or not has_value(value):
+            continue
+        parts = [each for each in read if each.startswith(f"{name}.")]
+        if parts and isinstance(value, Mapping):
+            inner = [f"{name}.{each}" for each in value if has_value(value[each])]
+            yield from (each for each in inner if each not in read)
+        else:
+            yield str(name)
+
+
+def _can_be_joined(template: str, records: Sequence[Fields]) -> bool:
+    try:
+        for record in records:
+            TextOf(template=template)(record)
+    except BadRecord:
+        return False
+    return True
+
+
+# Settings that may read keys.
+
+
+def _trials(
+    unread: Collection[str], records: Sequence[Fields], config: SourceConfig
+) -> Iterator[Trial]:
+    names = [each for each in unread if any(has_value(record.get(each)) for record in records)]
+    for name in names:
+        if name.lower() in SYSTEMS and not config.system_field:
+            yield Trial({"system_field": name}, [name], "as the system message")
+        elif name.lower() in _TOOLS and name != config.tools_field:
+            yield Trial({"tools_field": name}, [name], "as tools")
+    texts = [each for each in names if each.lower() not in SYSTEMS and _is_content(each, records)]
+    texts = [each for each in texts if not _is_said(each, records, config)]
+    if config.chat == "messages":
+        contexts = [each for each in texts if each.lower() in CONTEXTS and not config.system_field]
+        if contexts:
+            yield Trial({"system_field": contexts[0]}, contexts[:1], "as the system message")
+        return
+    thoughts = [each for each in texts if each.lower() in _REASONING]
+    responses = [each for each in texts if each.lower() in RESPONSES]
+    others = [each for each in texts if each not in (*thoughts, *responses)][:_MOST_JOINED]
+    if others and config.prompt_field:
+        template = rf"{_as_template(config.prompt_field)}\n{template_of_fields(others)}"
+        yield Trial({"prompt_field": template}, others, "in the prompt")
+    if config.chat == "prompt" and (thoughts or responses):
+        lines = [rf"<think>\n{_as_template(each)}\n</think>" for each in thoughts[:1]]
+        lines += [_as_template(each) for each in (config.response_field, *responses)]
+        names = [*thoughts[:1], *responses]
+        yield Trial({"response_field": r"\n".join(lines)}, names, "in the response")
+
+
+def _as_template(field: str) -> str:
+    return field if is_template(field) else template_of_fields([field])
+
+
+def _is_content(name: str, records: Sequence[Fields]) -> bool:
+    """Whether a field has texts that a model may read."""
+    texts = [record[name] for record in records if has_value(record.get(name))]
+    if not texts or not all(isinstance(each, str) for each in texts):
+        return False
+    return name.lower() in (*CONTEXTS, *_REASONING) or any(map(has_words, texts))
+
+
+def _is_said(name: str, records: Sequence[Fields], config: SourceConfig) -> bool:
+    """Whether all messages of a record have the text of a field already."""
+    for record in records:
+        if not has_value(record.get(name)):
+            continue
+        try:
+            text = "\n".join(str(each.get("content")) for each in _read(record, config).messages)
+        except BadRecord:
+            return False
+        if record[name].strip() not in text:
+            return False
+    return True
+
+
+def _read(record: Fields, config: SourceConfig) -> ChatInput:
+    """The messages of a record, with its unread fields."""
+    if config.chat != "pairs":
+        return conversation_of(record, config)
+    pair = pair_of(record, config)
+    parts = [pair.prompt, pair.chosen, pair.rejected]
+    messages = [
+        message
+        for part in parts
+        for message in ([{"content": part}] if isinstance(part, str) else part)
+    ]
+    return pair.given._replace(messages=messages)
+
+
+def _reads(trial: Trial, records: Sequence[Fields], config: SourceConfig) -> bool:
+    """Whether settings read keys of the first records."""
+    try:
+        found = [_read(record, replace(config, **trial.settings)) for record in records]
+    except (BadRecord, ValueError):
+        return False
+    return not any(name in each.unread for each in found for name in trial.names)
+
+
+def _pairs_of(records: Sequence[Fields]) -> str:
+    """Settings that read all records as pairs."""
+    found = {chat_settings(record) for record in records}
+    return found.pop() if len(found) == 1 and "data.chat=pairs" in min(found) else ""
+
+
+def _shown(settings: Mapping[str, str]) -> str:
+    return " ".join(f"data.{key}={shlex.quote(value)}" for key, value in settings.items())
