@@ -251,10 +251,10 @@ def _without_prompt(found: list[list[Message]]) -> list[list[Message]]:
 
 def _is_same(one: Message, other: Message) -> bool:
     """Whether two messages have the same role and text, apart from white space around it."""
-    texts = [each.get("content") for each in (one, other)]
-    if not all(isinstance(each, str) for each in texts):
+    text, another = one.get("content"), other.get("content")
+    if not (isinstance(text, str) and isinstance(another, str)):
         return one == other
-    return one.get("role") == other.get("role") and texts[0].strip() == texts[1].strip()
+    return one.get("role") == other.get("role") and text.strip() == another.strip()
 
 
 def _column_of_prompt(fields: Any, name: str) -> Any:

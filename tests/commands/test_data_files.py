@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -73,6 +74,122 @@ def test_conversations_are_recognised(here: Path, capsys, field: str) -> None:
         f"chat.jsonl: read with data.source=jsonl data.path=chat.jsonl data.chat=messages{named} "
         "data.validation_fraction=0 eval.batches=0\n"
     )
+
+
+_HI, _HO, _NO = (
+    {"role": role, "content": text}
+    for role, text in (("user", "Hi"), ("assistant", "Ho"), ("assistant", "No"))
+)
+_PAIRS = "train.objective=preference data.chat=pairs"
+_BARE: dict[str, tuple[dict[str, Any], str, str]] = {
+    "preference": (
+        {"prompt": "Sky is", "chosen": " blue", "rejected": " red"},
+        _PAIRS,
+        "⟦<begin>⟧⟦Sky is⟧ red<end>",
+    ),
+    "implicit prompt": (
+        {"chosen": "The sky is blue.", "rejected": "The sky is red."},
+        f"{_PAIRS} data.prompt_field=",
+        "⟦<begin>⟧⟦The sky is⟧ red.<end>",
+    ),
+    "dialogues": (
+        {"chosen": "\n\nHuman: Hi\n\nAssistant: Ho", "rejected": "\n\nHuman: Hi\n\nAssistant: No"},
+        f"{_PAIRS} data.prompt_field=",
+        "⟦<begin>⟧⟦\n\nHuman: Hi\n\nAssistant:⟧ No<end>",
+    ),
+    "prompt and context": (
+        {"instruction": "a", "input": "b", "chosen": "c", "rejected": "d"},
+        rf"{_PAIRS} 'data.prompt_field={{instruction}}\n{{input}}'",
+        "⟦<begin>⟧⟦a\nb⟧d<end>",
+    ),
+    "instructions": (
+        {"instruction": "Sort.", "input": "3 1", "output": "1 3"},
+        r"'data.template={instruction}\n{input}\n{output}'",
+        "⟦<begin>⟧Sort.\n3 1\n1 3<end>",
+    ),
+    "completion": (
+        {"prompt": "Sky is", "completion": " blue"},
+        r"'data.template={prompt}\n{completion}'",
+        "⟦<begin>⟧Sky is\n blue<end>",
+    ),
+}
+"""Records, the keys that read them without a chat template, and the text that is shown."""
+_WITH_TEMPLATE: dict[str, tuple[dict[str, Any], str, str]] = {
+    "whole conversations": (
+        {"prompt": "Hi", "chosen": [_HI, _HO], "rejected": [_HI, _NO], "messages": [_HI, _HO]},
+        _PAIRS,
+        "No<|stop|>",
+    ),
+    "conversations without prompt": (
+        {"chosen": [_HI, _HO], "rejected": [_HI, _NO], "score_chosen": 8.5},
+        f"{_PAIRS} data.prompt_field=",
+        "No<|stop|>",
+    ),
+    "messages and responses": (
+        {"prompt": [_HI], "chosen": [_HO], "rejected": [_NO]},
+        _PAIRS,
+        "No<|stop|>",
+    ),
+    "instructions": (
+        {"instruction": "Sort.", "input": "3 1", "output": "1 3"},
+        r"data.chat=prompt 'data.prompt_field={instruction}\n{input}' data.response_field=output",
+        "1 3<|stop|>",
+    ),
+    "labels": (
+        {"prompt": [_HI], "completion": [_HO], "label": True},
+        "data.chat=prompt data.response_field=completion",
+        "Ho<|stop|>",
+    ),
+    "system": (
+        {"system": "Be brief.", "messages": [_HI, _HO]},
+        "data.chat=messages data.system_field=system",
+        "Ho<|stop|>",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", _BARE)
+def test_records_without_a_chat_template(here: Path, capsys, name: str) -> None:
+    record, keys, text = _BARE[name]
+    (here / "a.jsonl").write_text(f"{json.dumps(record)}\n" * 4)
+    out, err = _run(capsys, "show", "a.jsonl", "-n", "1")
+    *hint, line = err.splitlines()
+    assert line == (
+        f"a.jsonl: read with data.source=jsonl data.path=a.jsonl {keys} "
+        "data.validation_fraction=0 eval.batches=0"
+    )
+    assert text in out and ("rejected, " in out) == keys.startswith(_PAIRS)
+    chat = "a.jsonl: with a chat template (tokenizer.* or data.chat_template): data.chat=prompt "
+    assert [each.startswith(chat) for each in hint] == [True] * ("data.template" in keys)
+
+
+@pytest.mark.parametrize("name", _WITH_TEMPLATE)
+def test_records_with_a_chat_template(here: Path, capsys, name: str) -> None:
+    record, keys, text = _WITH_TEMPLATE[name]
+    (here / "a.jsonl").write_text(f"{json.dumps(record)}\n" * 4)
+    inputs = ["a.jsonl", "tokenizer.kind=huggingface", f"tokenizer.path={_TOKENIZER}"]
+    out, err = _run(capsys, "show", *inputs, "-n", "1")
+    assert err.startswith(f"a.jsonl: read with data.source=jsonl data.path=a.jsonl {keys} data.val")
+    assert text in out and out.count("Hi") == out.count("--- ") * ("Hi" in json.dumps(record))
+    assert ("rejected, " in out) == keys.startswith(_PAIRS)
+
+
+def test_the_fields_of_a_config_are_replaced(here: Path, capsys) -> None:
+    """Also by the defaults that read the file."""
+    _chats(here / "chat.jsonl", "messages")
+    config = "data: {source: corpus, chat: messages, messages_field: talk}\ntrain: {steps: 2}\n"
+    (here / "mine.yml").write_text(config)
+    keys = ["tokenizer.kind=huggingface", f"tokenizer.path={_TOKENIZER}"]
+    config_keys = ["data.validation_fraction=0", "eval.batches=0"]
+    out, err = _run(capsys, "show", "mine.yml", "chat.jsonl", *keys, *config_keys, "-n", "1")
+    assert "data.messages_field=messages" in err and "Hello<|stop|>" in out
+
+
+def test_pairs_are_not_prepared(here: Path, capsys) -> None:
+    record = {"prompt": "Sky is", "chosen": " blue", "rejected": " red"}
+    (here / "a.jsonl").write_text(f"{json.dumps(record)}\n" * 4)
+    _, err = _run(capsys, "prepare", "a.jsonl", "--out", "tokens", code=2)
+    assert "data.chat = pairs\n  must be off, messages or prompt" in err
 
 
 def test_one_document_is_enough(here: Path, capsys) -> None:

@@ -165,7 +165,8 @@ def _messages_name(record: Mapping[str, Any]) -> str:
 
 def _present(record: Mapping[str, Any], names: Sequence[str]) -> list[str]:
     """Fields of these names, in any case, that hold a text, a list or a message."""
-    lower = {str(name).lower(): name for name in reversed(record)}
+    lower = {str(name).lower(): name for name in reversed([*record])}
+    lower |= {name: name for name in names if name in record}
     found = [lower[name] for name in names if name in lower]
     return [name for name in dict.fromkeys(found) if _is_text_or_list(record[name])]
 

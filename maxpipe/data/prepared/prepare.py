@@ -126,6 +126,10 @@ def prepare(plan: Plan, report: Report) -> str:
         Preempted: the process was asked to stop.
         AbsentError: a process that encodes is gone.
     """
+    if plan.data.chat == "pairs":
+        rule = "must be off, messages or prompt: pairs are read from their records in every run."
+        action = "Train from the records, with train.objective=preference data.chat=pairs."
+        raise ConfigError.one("data.chat", "pairs", rule, action)
     with stops(plan.folder):
         report("opening the documents", 0, 0, "")
         source = open_source(
