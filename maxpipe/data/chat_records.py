@@ -156,9 +156,12 @@ def messages_name(fields: Mapping[str, Any], name: str) -> str:
 
 def columns_of(record: Mapping[str, Any], name: str) -> list[str]:
     """The fields that `column` reads: those of a template, or the one of this name."""
-    if name in record or not is_template(name):
-        return [name]
-    return [each for _, each in template_pieces(name) if each]
+    return [name] if name in record else fields_of(name)
+
+
+def fields_of(name: str) -> list[str]:
+    """The fields of a template, or the one of this name."""
+    return [each for _, each in template_pieces(name) if each] if is_template(name) else [name]
 
 
 def column(record: Mapping[str, Any], name: str, key: str) -> Any:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,19 +18,31 @@ import numpy as np
 
 from maxpipe.boundary import files
 from maxpipe.boundary.typed import parse
+from maxpipe.config.data import is_template
 from maxpipe.config.data_schema import SourceConfig
 from maxpipe.config.ramp import Ramp
 from maxpipe.config.schema import DataConfig
 from maxpipe.config.tuning_schema import GrpoConfig
 from maxpipe.data.chat_records import (
     check_content,
+    column,
+    fields_of,
+    has_value,
     listed,
     messages_name,
+    said,
     system_of,
     tools_and_settings,
     unread,
 )
 from maxpipe.data.documents import Encoded
+from maxpipe.data.formats.record_keys import (
+    CONTEXTS,
+    SYSTEMS,
+    chat_keys,
+    settings_text,
+    template_of_fields,
+)
 from maxpipe.data.formats.text_of import BadRecord
 from maxpipe.data.loader import Datasets, Ending, Loader
 from maxpipe.data.packing import Permutation, Piece, assembled
@@ -39,9 +52,13 @@ from maxpipe.data.tokenizers.chat import ChatTemplate
 from maxpipe.data.tokenizers.chat_process import ChatInput
 from maxpipe.data.tokenizers.files import naming
 from maxpipe.errors import ConfigError
+from maxpipe.words import counted
+
+_LOG = logging.getLogger(__name__)
 
 _KEY = "grpo.prompts"
 _MAX_BYTES = 1 << 28
+_PROMPT = "prompt"
 _SHOWN = 40
 Check = Callable[[Mapping[str, Any]], object]
 """Raises ValueError for a record without what it needs."""
@@ -134,7 +151,7 @@ def build_prompts(
         ConfigError: the file cannot be used, or a prompt is too long.
     """
     content = _content(config.prompts)
-    records = _records(content, config.prompts, check)
+    records = _records(content, config.prompts, check, data)
     prompts = _encoded(records, tokenizer, template)
     _check_room(prompts, config, sequence_length)
     rows = PromptRows(prompts, config.group_size, sequence_length, tokenizer.pad_id)
@@ -150,6 +167,7 @@ def build_prompts(
         "group_size": config.group_size,
         "updates_per_rollout": config.updates_per_rollout,
         "reward": reward,
+        **_field_facts(data),
         **ramp.facts(),
     }
     loader = Loader(
@@ -171,6 +189,12 @@ def build_prompts(
     )
 
 
+def _field_facts(data: SourceConfig) -> dict[str, str]:
+    """The fields of prompts; none of `prompt` alone, as earlier releases read them."""
+    fields = {"prompt_field": data.prompt_field, "system_field": data.system_field}
+    return {key: value for key, value in fields.items() if value not in ("", _PROMPT)}
+
+
 def _content(path: str) -> bytes:
     try:
         return files.read(path, _MAX_BYTES)
@@ -189,27 +213,30 @@ class _Parsed(NamedTuple):
     where: str
     """File and line."""
     record: dict[str, Any]
-    chat: ChatInput | None
-    """The conversation; None of a text."""
+    prompt: str | ChatInput
+    """A text, or a conversation."""
+
+    @property
+    def chat(self) -> ChatInput | None:
+        return None if isinstance(self.prompt, str) else self.prompt
 
     @property
     def said(self) -> list[str]:
         """The text of each message."""
-        if self.chat is None:
-            return [self.record["prompt"]]
-        found = [each.get("content", "") for each in self.chat.messages]
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        found = [each.get("content", "") for each in self.prompt.messages]
         return [each if isinstance(each, str) else json.dumps(each) for each in found]
 
 
-def _records(content: bytes, path: str, check: Check) -> list[_Parsed]:
-    found = []
+def _records(content: bytes, path: str, check: Check, data: SourceConfig) -> list[_Parsed]:
+    found: list[_Parsed] = []
     for number, line in enumerate(content.splitlines(), 1):
         if not line.strip():
             continue
         try:
             record = parse(line, dict[str, Any])
-            chat = None if isinstance(record.get("prompt"), str) else chat_of(record)
-            parsed = _Parsed(f"{path}, line {number}", record, chat)
+            parsed = _Parsed(f"{path}, line {number}", record, prompt_of(record, data))
             for each in parsed.said:
                 each.encode()  # a JSON string may hold half of a surrogate pair
             check(record)
@@ -225,7 +252,61 @@ def _records(content: bytes, path: str, check: Check) -> list[_Parsed]:
         raise ConfigError.one(
             _KEY, path, "holds no prompt: each line that is not blank is one.", "Write some."
         )
+    if remark := _left_out([each.record for each in found], data):
+        _LOG.warning("%s: %s", path, remark)
     return found
+
+
+def _left_out(records: Sequence[Mapping[str, Any]], data: SourceConfig) -> str:
+    """A line with the texts that usually belong to a prompt and are in none, and their settings."""
+    read = {each for name in (data.prompt_field, data.system_field) for each in fields_of(name)}
+    names = dict.fromkeys(name for record in records for name in record if name not in read)
+    counts = {name: sum(has_value(each.get(name)) for each in records) for name in names}
+    systems = [name for name in names if name.lower() in SYSTEMS and counts[name]]
+    contexts = [name for name in names if name.lower() in CONTEXTS and counts[name]]
+    # `system` of ShareGPT records is read without a setting.
+    if data.system_field or all("conversations" in each for each in records):
+        systems = []
+    field = data.prompt_field or _PROMPT
+    if not all(isinstance(each.get(name), str) for each in records for name in fields_of(field)):
+        contexts = []
+    settings = {"data.system_field": systems[0]} if systems else {}
+    if contexts and (more := template_of_fields(contexts)):
+        first = field if is_template(field) else template_of_fields([field])
+        settings["data.prompt_field"] = rf"{first}\n{more}"
+    if not settings:
+        return ""
+    shown = ", ".join(f"{name} (in {counts[name]})" for name in (*systems[:1], *contexts))
+    total = counted(len(records), "record")
+    action = f"Set {settings_text(settings)} if they belong to the prompt."
+    return f"keys that are not in the prompts, of {total}: {shown}. {action}"
+
+
+def prompt_of(record: Mapping[str, Any], data: SourceConfig) -> str | ChatInput:
+    """The prompt of a record: a text, or a conversation as `chat_of` reads it.
+
+    Raises:
+        ValueError: it has none.
+    """
+    name, value = data.prompt_field or _PROMPT, record.get(_PROMPT)
+    try:
+        if name != _PROMPT:
+            value = column(record, name, "data.prompt_field")
+            others = ("messages", "conversations")
+            record = {key: each for key, each in record.items() if key not in others}
+            record = {**record, _PROMPT: value}
+        messages = said(value, "user") if isinstance(value, str) else None
+        chat = chat_of(record) if messages is None else None
+        first, _ = system_of(record, chat.messages if chat else [], data)
+        if chat is not None:
+            return chat._replace(messages=[*first, *chat.messages]) if first else chat
+        if not first:
+            return str(value)
+        tools, settings = tools_and_settings(record, SourceConfig(chat="messages"))
+        return ChatInput([*first, *(messages or [])], tools, settings)
+    except BadRecord as error:
+        parts = filter(None, (error.given, error.rule, error.action))
+        raise ValueError(" ".join(parts).removesuffix(".")) from error
 
 
 def chat_of(record: Mapping[str, Any]) -> ChatInput:
@@ -242,7 +323,12 @@ def chat_of(record: Mapping[str, Any]) -> ChatInput:
             kind = type(record[name]).__name__
             raise ValueError(f"its `prompt` is of type {kind}, neither a text nor a list")
     if not isinstance(record.get(name), list) or not record[name]:
-        raise ValueError("it has neither a text `prompt` nor a list `messages`")
+        rule = "it has neither a text `prompt` nor a list `messages`"
+        keys = chat_keys(record)
+        field = keys.get("data.prompt_field") or keys.get("data.messages_field")
+        setting = f"; set {settings_text({'data.prompt_field': field})}" if field else ""
+        names = ", ".join(map(str, record)) or "no key"
+        raise ValueError(f"{rule}, but {names}{setting}")
     try:
         messages = listed(record[name], name)
         first, _ = system_of(record, messages, config, is_sharegpt=name == "conversations")
@@ -260,7 +346,7 @@ def chat_of(record: Mapping[str, Any]) -> ChatInput:
 def _encoded(
     records: list[_Parsed], tokenizer: Tokenizer, template: ChatTemplate | None
 ) -> list[PromptRecord]:
-    texts = [each.record["prompt"] for each in records if each.chat is None]
+    texts = [each.prompt for each in records if isinstance(each.prompt, str)]
     # A reward may read any other key of a record.
     chats = [each.chat._replace(unread=()) for each in records if each.chat is not None]
     if chats and template is None:

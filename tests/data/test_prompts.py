@@ -152,3 +152,70 @@ def test_each_conversation_is_parsed_once(tmp_path: Path, monkeypatch: pytest.Mo
     assert [each["messages"] for each in seen] == messages
     text = found.tokenizer.decode(found.train.batch(0)["tokens"][0].tolist())
     assert "question" in text
+
+
+def fields(records: list[Any], tmp_path: Path, **settings: Any) -> tuple[list[str], dict[str, Any]]:
+    """The text of each prompt with begin as ^, and the facts of the run."""
+    path = tmp_path / "fields.jsonl"
+    path.write_text("".join(json.dumps(each) + "\n" for each in records))
+    template = tmp_path / "template.jinja"
+    template.write_text(TEMPLATES["chatml"])
+    data = DataConfig(**settings)
+    spoken_as = DataConfig(chat="messages", chat_template=str(template))
+    found = build_prompts(
+        GrpoConfig(prompts=str(path), group_size=1, max_tokens=8),
+        data,
+        ByteTokenizer(),
+        batch_size=len(records),
+        sequence_length=200,
+        seed=0,
+        check=lambda record: None,
+        reward="exact",
+        template=spoken(spoken_as, ByteTokenizer()),
+    )
+    batch = found.train.batch(0)
+    rows = zip(batch["tokens"], batch["segment_ids"], strict=True)
+    texts = [found.tokenizer.decode(ids[of > 0].tolist()) for ids, of in rows]
+    return sorted(texts), found.train.fingerprint()
+
+
+def test_prompts_of_several_fields(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The log names what is in no prompt, with settings that put it there."""
+    records = [
+        {"instruction": "Sort.", "input": "3 1", "system": "Be brief.", "answer": "1 3"},
+        {"instruction": "Name a cat.", "input": "", "answer": "Tom"},
+    ]
+    joined = {"prompt_field": r"{instruction}\n{input}"}
+    texts, facts = fields(records, tmp_path, **joined)
+    assert (
+        texts == ["Name a cat.", "Sort.\n3 1"] and facts["prompt_field"] == joined["prompt_field"]
+    )
+    (line,) = caplog.messages
+    assert line.endswith(
+        "fields.jsonl: keys that are not in the prompts, of 2 records: system (in 1). "
+        "Set data.system_field=system if they belong to the prompt."
+    )
+    caplog.clear()
+    texts, facts = fields(records, tmp_path, **joined, system_field="system")
+    assert not caplog.messages and facts["system_field"] == "system"
+    assert texts[0] == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nSort.\n3 1<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+    plain = [{"prompt": "Where?", "context": "At night.", "answer": "Here."}]
+    texts, facts = fields(plain, tmp_path)
+    assert texts == ["Where?"] and "prompt_field" not in facts
+    action = r"Set data.prompt_field='{prompt}\n{context}' if they belong to the prompt."
+    assert action in caplog.messages[0]
+    assert fields(plain, tmp_path, prompt_field=r"{prompt}\n{context}")[0] == ["Where?\nAt night."]
+
+
+def test_the_message_names_the_field_of_the_prompt(tmp_path: Path) -> None:
+    records = [{"question": "1+1?", "answer": "2"}]
+    with pytest.raises(ConfigError) as error:
+        fields(records, tmp_path)
+    (problem,) = error.value.problems
+    assert "but question, answer; set data.prompt_field=question" in problem.rule
+    assert fields(records, tmp_path, prompt_field="question")[0] == ["1+1?"]
+    with pytest.raises(ConfigError, match=r"of data.prompt_field \(query\)"):
+        fields(records, tmp_path, prompt_field="query")
