@@ -78,7 +78,8 @@ class SourceConfig:
     """Name of the field of what a user says, with `data.chat` `prompt` and `pairs`. With `pairs`
     it may be empty: both responses are whole conversations then, and what they begin with alike is
     the prompt. A value with braces is a template over several fields, as in `data.template`:
-    `'{instruction}\\n{input}'`. A line of it is left out where a record lacks its fields."""
+    `'{instruction}\\n{input}'`. A line of it is left out where a record lacks its fields. Applies
+    to `grpo.prompts` too."""
     response_field: str = "response"
     """Name of the field of what an assistant answers, with `data.chat=prompt`, or a template as in
     `data.prompt_field`."""
