@@ -128,6 +128,13 @@ def test_every_key_of_a_launcher_is_answered(content: dict[str, Any], tmp_path: 
     assert lines.get("optim", {}).get("offload_state", False) == (content is DEEPSPEED)
 
 
+def test_an_alpaca_dataset_reads_the_input_too(tmp_path: Path):
+    content = AXOLOTL | {"datasets": [{"path": "a.jsonl", "type": "alpaca"}]}
+    data = table(tmp_path, content)[1]["data"]
+    assert data["chat"] == "prompt" and data["response_field"] == "output"
+    assert data["prompt_field"] == r"{instruction}\n{input}"
+
+
 def test_a_key_of_deepspeed_alone():
     [problem] = problems_of(["tiny", "zero_optimization.stage=3"], to_train=False)
     assert problem.action.startswith("Set mesh.ici_fsdp to the number of shards")
