@@ -14,6 +14,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -515,3 +516,21 @@ def test_a_reader_that_has_gone_stops_no_export(
             assert ran.stderr.startswith(b"standard output: cannot be written" if code else b"")
             assert os.listdir(tmp_path) == ([] if code else ["out"])
     maker.same_bits(maker.read(tmp_path / "out"), maker.read(imported / "hf"))
+
+
+def test_a_folder_that_another_command_took_for_a_leftover_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, new = [], tempfile.mkdtemp
+
+    def taken_once(*arguments: Any) -> str:
+        made.append(new(*arguments))
+        if len(made) == 1:
+            os.rmdir(made[0])
+        return made[-1]
+
+    monkeypatch.setattr(tempfile, "mkdtemp", taken_once)
+    with appearing(str(tmp_path / "out"), "OUT") as here:
+        assert [str(here)] == made[1:]
+        (here / "a").touch()
+    assert os.listdir(tmp_path) == ["out"] and os.listdir(tmp_path / "out") == ["a"]
