@@ -162,7 +162,8 @@ def known() -> Mapping[str, Hardware]:
         ConfigError: a file of measured figures cannot be read.
     """
     found = dict(shipped())
-    for path in sorted(measured_folder().glob("*.yml")):
+    paths = sorted(measured_folder().glob("*.yml")) if files.has_home() else ()
+    for path in paths:
         each = _read_measured(path)
         found[each.topology] = each
     return found
@@ -170,7 +171,7 @@ def known() -> Mapping[str, Hardware]:
 
 def measured_folder() -> Path:
     """The folder of figures that were measured on this machine."""
-    return Path("~/.cache/maxpipe/hardware").expanduser()
+    return Path(_MEASURED).expanduser()
 
 
 def measured_file(topology: str) -> Path:
@@ -179,6 +180,9 @@ def measured_file(topology: str) -> Path:
     Raises:
         StorageError: no file can be written there.
     """
+    if not files.has_home():
+        missing = OSError("HOME is not set")
+        raise StorageError.unwritable(f"{_MEASURED}/{topology}.yml", missing, _ELSEWHERE)
     path = measured_folder() / f"{topology}.yml"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -188,6 +192,7 @@ def measured_file(topology: str) -> Path:
     return path
 
 
+_MEASURED = "~/.cache/maxpipe/hardware"
 _ELSEWHERE = "Free space there, or set HOME to a folder that can be written."
 
 

@@ -44,6 +44,11 @@ def full(path: str | Path, where: str = "path") -> Path:
         raise ConfigError.one(where, path, rule, "Write the path in full.") from error
 
 
+def has_home() -> bool:
+    """Whether `~` is a folder: not without HOME for a user id that this machine does not know."""
+    return os.path.expanduser("~") != "~"
+
+
 class Unfit(OSError):
     """A file that is not read or written here: not a regular one, too large, or a link."""
 

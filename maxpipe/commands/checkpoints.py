@@ -9,9 +9,9 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from maxpipe.boundary import redact
 from maxpipe.boundary.files import full
 from maxpipe.commands.parser import Commands, add_address, integer, number, subcommands
+from maxpipe.commands.progress import say
 from maxpipe.config.paths import CONFIG_FILE
 from maxpipe.errors import ConfigError, ExitCode, StorageError
 from maxpipe.words import sentence
@@ -24,15 +24,19 @@ DIFFERENT = 1
 
 
 def _print(lines: Iterable[str]) -> int:
-    with _explained():
-        for line in lines:
-            print(redact.shown(line))
-    return ExitCode.DONE
+    remaining = iter(lines)
+    while True:
+        with _explained():  # of the storage, not of the output
+            line = next(remaining, None)
+        if line is None:
+            return ExitCode.DONE
+        say(line)
 
 
 def _print_json(values: Callable[[], Mapping[str, Any]]) -> int:
     with _explained():
-        print(json.dumps(values(), indent=2))
+        found = values()
+    print(json.dumps(found, indent=2))
     return ExitCode.DONE
 
 
@@ -40,8 +44,6 @@ def _print_json(values: Callable[[], Mapping[str, Any]]) -> int:
 def _explained() -> Iterator[None]:
     try:
         yield
-    except BrokenPipeError:
-        raise
     except OSError as error:
         raise StorageError(
             f"{error.filename or 'checkpoints'}: cannot be used\n"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import secrets
 import shlex
 from pathlib import Path
 
@@ -102,11 +103,16 @@ def _write(path: Path, text: str, *, overwrite: bool) -> None:
         raise ConfigError.one("command line: FILE", path, rule, f"Write {path}{shipped.SUFFIX}.")
     try:
         # A link, or a pipe without a reader, is replaced and not written to.
-        target = path.with_name(f".{path.name}.{os.getpid()}") if overwrite else path
+        target = path.with_name(f".{path.name}.{secrets.token_hex(8)}") if overwrite else path
         with open(target, "x", encoding="utf-8") as file:
-            file.write(text)
-        if overwrite:
-            os.replace(target, path)
+            try:
+                file.write(text)
+                file.flush()
+                if overwrite:
+                    os.replace(target, path)
+            except BaseException:  # a full disk, or Ctrl-C: half a config is not left behind
+                target.unlink()
+                raise
     except FileExistsError as error:
         another = path.with_name(f"{path.stem}-2{path.suffix}")
         action = f"Name another file, such as {another}, or add {_OVERWRITE}."

@@ -5,11 +5,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import sys
 
-from maxpipe.boundary import redact
 from maxpipe.commands.parser import Commands, add_address, add_average
-from maxpipe.commands.progress import Progress
+from maxpipe.commands.progress import Progress, say
 from maxpipe.errors import ExitCode
 
 _TYPES = ("float32", "bfloat16", "float16")
@@ -22,7 +20,7 @@ def _import(options: argparse.Namespace) -> int:
     from maxpipe.exchange.incoming import import_folder
 
     with contextlib.closing(Progress(" MB")) as progress:
-        import_folder(options.folder, options.out, _say, progress.report)
+        import_folder(options.folder, options.out, say, progress.report)
     return ExitCode.DONE
 
 
@@ -36,15 +34,11 @@ def _export(options: argparse.Namespace) -> int:
     from maxpipe.exchange.outgoing import export, export_adapters
 
     if options.adapter:
-        export_adapters(address, options.out, options.dtype, _say)
+        export_adapters(address, options.out, options.dtype, say)
         return ExitCode.DONE
     with contextlib.closing(Progress(" MB")) as progress:
-        export(address, options.out, options.dtype, _say, report=progress.report)
+        export(address, options.out, options.dtype, say, report=progress.report)
     return ExitCode.DONE
-
-
-def _say(text: str) -> None:
-    print(redact.shown(text), file=sys.stdout, flush=True)
 
 
 def add(commands: Commands) -> None:

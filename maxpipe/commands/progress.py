@@ -8,8 +8,26 @@ import threading
 import time
 from typing import Any, Self
 
+from maxpipe.boundary import redact
+from maxpipe.errors import StorageError
+
 _LINE_SECONDS = 5.0
 _PHASE_SECONDS = 10.0
+
+
+def say(text: str) -> None:
+    """Print a line of a command that works on, even after the reader of its output has gone.
+
+    Raises:
+        StorageError: standard output is on a full disk, for instance.
+    """
+    try:
+        print(redact.shown(text), flush=True)
+    except BrokenPipeError:
+        pass  # `head`, perhaps, has seen enough; the work is still wanted
+    except OSError as error:
+        action = "Free space there, or redirect the output."
+        raise StorageError.unwritable("standard output", error, action) from error
 
 
 class Progress:

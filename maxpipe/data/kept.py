@@ -9,7 +9,7 @@ import contextlib
 import glob
 import logging
 import os
-import tempfile
+import secrets
 import zipfile
 from collections.abc import Callable, Mapping
 from typing import NamedTuple, TypeVar
@@ -120,17 +120,14 @@ def save(
     otherwise: str,
 ) -> None:
     """Written to a temporary name and renamed, so that no process reads half a file."""
-    folder, name = os.path.split(path)
-    temporary = None
+    # A file of the module tempfile could not be read by other users of the folder.
+    temporary = f"{path}.{secrets.token_hex(8)}{_PART}"
     try:
-        os.makedirs(folder, exist_ok=True)
-        with tempfile.NamedTemporaryFile(
-            dir=folder, prefix=f"{name}.", suffix=_PART, delete=False
-        ) as stream:
-            temporary = stream.name
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        with open(temporary, "xb") as stream:
             np.savez(stream, **arrays)  # type: ignore[arg-type]
         os.replace(temporary, path)
     except OSError as error:
         _LOG.warning("%s cannot be written (%s): %s", path, error, otherwise)
-        if temporary is not None and os.path.exists(temporary):
+        with contextlib.suppress(OSError):
             os.unlink(temporary)

@@ -10,6 +10,7 @@ import collections
 import io
 import json
 import os
+import secrets
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -208,7 +209,7 @@ def write(folder: Path, content: str) -> None:
     """
     check_free(folder)
     settings = {**_ROLES, "tokenizer_class": "PreTrainedTokenizerFast"}
-    partial = folder.parent / f".{folder.name}.{os.getpid()}"
+    partial = folder.parent / f".{folder.name}.{secrets.token_hex(8)}"
     try:
         partial.mkdir(parents=True)
         try:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from maxpipe.boundary import redact
-from maxpipe.boundary.files import full
+from maxpipe.boundary.files import full, has_home
 from maxpipe.checkpoint.address import parse
 from maxpipe.checkpoint.storage import (
     FOLDER,
@@ -195,14 +195,18 @@ def folders(target: Target) -> Iterator[Check]:
         yield _folder("run folder", run_dir)
         yield _checkpoints(home(run_dir, config.checkpoint), config)
     if target.runtime.compilation_cache:
-        cache = _folder(
-            "compilation cache",
-            full(target.runtime.compilation_cache, "runtime.compilation_cache"),
-        )
-        if cache.status == "FAILED":  # a run can do without it
-            action = "Set runtime.compilation_cache to a folder that can be written."
-            cache = dataclasses.replace(cache, status="warning", action=action)
-        yield cache
+        yield _cache(target.runtime.compilation_cache)
+
+
+def _cache(folder: str) -> Check:
+    name = "compilation cache"
+    action = "Set runtime.compilation_cache to a folder that can be written."
+    if folder == RuntimeConfig().compilation_cache and not has_home():
+        return Check(name, "warning", f"{folder} cannot be used: HOME is not set.", action)
+    found = _folder(name, full(folder, "runtime.compilation_cache"))
+    if found.status == "FAILED":  # a run can do without it
+        return dataclasses.replace(found, status="warning", action=action)
+    return found
 
 
 def source(config: Config) -> Iterator[Check]:

@@ -57,12 +57,10 @@ def appearing(path: str, option: str) -> Iterator[Path]:
     try:
         where.parent.mkdir(parents=True, exist_ok=True)
         _remove_leftovers(where.parent, prefix)
-        partial = Path(tempfile.mkdtemp(_SUFFIX, prefix, where.parent))
+        partial, held = _new_partial(where.parent, prefix)
     except OSError as error:
         raise unwritable(where, error) from error
-    held = os.open(partial, os.O_RDONLY)
     try:
-        fcntl.flock(held, fcntl.LOCK_EX)  # of a process that lives
         yield partial
         umask = os.umask(0)
         os.umask(umask)
@@ -77,6 +75,19 @@ def appearing(path: str, option: str) -> Iterator[Path]:
     finally:
         os.close(held)
         _remove(partial)
+
+
+def _new_partial(parent: Path, prefix: str) -> tuple[Path, int]:
+    """Return a new folder and its descriptor, which has the lock of a living process."""
+    while True:
+        partial = Path(tempfile.mkdtemp(_SUFFIX, prefix, parent))
+        with contextlib.suppress(FileNotFoundError):
+            held = os.open(partial, os.O_RDONLY)
+            fcntl.flock(held, fcntl.LOCK_EX)
+            # Without a lock it was a leftover to another process that began at the same time.
+            if os.path.lexists(partial):
+                return partial, held
+            os.close(held)
 
 
 def _remove(folder: Path) -> None:

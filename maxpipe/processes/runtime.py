@@ -24,7 +24,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from maxpipe.boundary import redact
-from maxpipe.boundary.files import full
+from maxpipe.boundary.files import full, has_home
 from maxpipe.config.schema import RuntimeConfig
 from maxpipe.errors import AbsentError, ConfigError, MaxpipeError, Problem
 from maxpipe.processes import secret
@@ -228,15 +228,15 @@ def _keep_stdout_for_python() -> None:
 def _open_cache(folder: str) -> None:
     if not folder:
         return
+    unusable = "runtime.compilation_cache = %s: cannot be used (%s). Programs are compiled again."
+    if folder == RuntimeConfig().compilation_cache and not has_home():
+        _LOG.warning(unusable, folder, "HOME is not set")
+        return
     path = full(folder, "runtime.compilation_cache")
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        _LOG.warning(
-            "runtime.compilation_cache = %s: cannot be used (%s). Programs are compiled again.",
-            redact.text(folder),
-            error.strerror,
-        )
+        _LOG.warning(unusable, redact.text(folder), error.strerror)
         return
     jax.config.update("jax_compilation_cache_dir", str(path))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
+import os
 import re
 import shutil
 from datetime import datetime
@@ -337,3 +340,24 @@ def test_facts_are_plain_json(saved: Path):
 def test_what_is_compared_may_have_different_steps_in_one_run(tmp_path: Path, capsys: Capture):
     save(tmp_path / "a@1", 1, 2)
     assert run(capsys, "diff", f"{tmp_path}/a@1@2", f"{tmp_path}/a@1@2") == ["same"]
+
+
+@pytest.mark.parametrize("has_gone", [False, True])
+def test_output_that_cannot_be_written_is_not_a_fault_of_the_storage(
+    has_gone: bool, six: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+):
+    error = BrokenPipeError() if has_gone else OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    class Output(io.StringIO):
+        def flush(self) -> None:
+            raise error
+
+    with monkeypatch.context() as patched:
+        patched.setattr("sys.stdout", Output())
+        code = main(["checkpoints", "prune", str(six), "--keep", "2"])
+    written = capsys.readouterr().err
+    if has_gone:  # all that was asked for is done
+        assert (code, written, steps(six)) == (0, "", ["5", "6"])
+    else:
+        assert code == 74
+        assert written.startswith("standard output: cannot be written\n  No space left on device.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 from pathlib import Path
 
 import pytest
@@ -140,3 +141,20 @@ def test_a_first_run_replaces_nothing(here: Path, capsys: Capture):
     os.chdir(here / "first")
     told(capsys, "init", "../second/third")
     assert load(["../second/third/run.yml"]).config.run.name == "third"
+
+
+def test_a_full_disk_leaves_no_part_of_a_config(here: Path, capsys: Capture):
+    (here / "old.yml").write_text("mine")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+    try:
+        for command in (
+            ["configs", "copy", "quickstart"],
+            ["configs", "copy", "quickstart", "old.yml", "--overwrite"],
+            ["init", "folder"],
+        ):
+            assert "File too large" in told(capsys, *command, code=74)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert sorted(here.rglob("*")) == [here / "folder", here / "old.yml"]
+    assert (here / "old.yml").read_text() == "mine"

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import bz2
 import contextlib
+import errno
 import gzip
 import json
 import lzma
 import os
 import random
 import shutil
+import stat
 import subprocess
 import sys
 import tracemalloc
@@ -19,9 +21,11 @@ from pathlib import Path
 import pytest
 
 from maxpipe.config.schema import DataConfig
-from maxpipe.data.formats import lines, text_of
+from maxpipe.data.documents import build_index
+from maxpipe.data.formats import lines, locks, text_of
 from maxpipe.data.formats.locks import locked
 from maxpipe.data.sources import Source, open_source
+from maxpipe.data.tokenizer import ByteTokenizer
 from maxpipe.errors import ConfigError, StorageError
 
 zstandard = pytest.importorskip("zstandard")
@@ -324,3 +328,56 @@ def test_a_record_beyond_the_bound_is_not_read(
     message = refusal(lambda: found[1])
     assert f"{file}:2 = 1014 bytes\n" in message and "at most 1000 bytes" in message
     assert found[2] == "c"
+
+
+def test_the_copy_and_the_index_have_the_modes_of_other_new_files(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl.gz"
+    file.write_bytes(gzip.compress(json_lines(["a", "b"])))
+    before = os.umask(0o027)
+    try:
+        build_index(source(file, tmp_path), ByteTokenizer(), str(tmp_path / ".index"))
+    finally:
+        os.umask(before)
+    [folder] = (tmp_path / ".index").glob("unpacked-*[!k]")
+    [index] = (tmp_path / ".index").glob("index-*.npz")
+    modes = [stat.S_IMODE(each.stat().st_mode) for each in (folder, *folder.iterdir(), index)]
+    assert modes == [0o750, 0o640, 0o640, 0o640]
+
+
+def test_a_copy_that_cannot_be_read_is_made_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "a.jsonl.gz"
+    file.write_bytes(gzip.compress(json_lines(["a", "b"])))
+    source(file, tmp_path)
+    [folder] = (tmp_path / ".index").glob("unpacked-*[!k]")
+    (folder / "lines.jsonl").write_bytes(b"of another user")
+    access = os.access  # root may read everything
+    denied = str(folder)
+    monkeypatch.setattr(os, "access", lambda path, mode: path != denied and access(path, mode))
+    documents = source(file, tmp_path)
+    assert [documents[i] for i in range(2)] == ["a", "b"]
+    assert f"{folder} cannot be read: the next start reads all files" in caplog.text
+
+
+@pytest.mark.parametrize("is_made", [False, True])
+def test_a_copy_is_made_without_locks(
+    is_made: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "a.jsonl.gz"
+    file.write_bytes(gzip.compress(json_lines(["a", "b"])))
+
+    source(file, tmp_path)
+    [folder] = (tmp_path / ".index").glob("unpacked-*[!k]")
+    aside = folder.rename(tmp_path / "aside")
+
+    def no_lock(*_: object) -> None:
+        if is_made and aside.exists():  # by another process meanwhile
+            aside.rename(folder)
+        raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
+
+    monkeypatch.setattr(locks.fcntl, "flock", no_lock)
+    documents = source(file, tmp_path)
+    assert [documents[i] for i in range(2)] == ["a", "b"] and folder.is_dir()
+    assert aside.exists() != is_made
+    assert not list((tmp_path / ".index").glob("*partial*"))

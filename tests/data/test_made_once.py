@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import logging
 import os
 import re
@@ -19,6 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from maxpipe.boundary.files import opened
 from maxpipe.data.documents import build_index
 from maxpipe.data.formats import locks, reads
 from maxpipe.data.formats.locks import locked
@@ -273,3 +275,21 @@ def test_threads_that_end_leave_nothing() -> None:
         thread.join()
     assert len(reads._NOW) == before
     assert np.isfinite(reads.take().seconds)
+
+
+def test_a_lock_of_another_user_is_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = str(tmp_path / "x.lock")
+
+    def of_another_user(name: str, flags: int = os.O_RDONLY) -> int:
+        if flags & os.O_RDWR:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), name)
+        return opened(name, flags)
+
+    monkeypatch.setattr(locks, "opened", of_another_user)
+    with pytest.raises(PermissionError), locks.locked(path, "work", None):
+        pass
+    (tmp_path / "x.lock").touch()
+    with locks.locked(path, "work", None) as moved, open(path) as stream:
+        moved()
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)

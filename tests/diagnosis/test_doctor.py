@@ -6,6 +6,7 @@ import collections
 import dataclasses
 import json
 import os
+import pwd
 import re
 import subprocess
 import sys
@@ -18,6 +19,7 @@ import pytest
 from maxpipe.checkpoint import storage
 from maxpipe.cli import main
 from maxpipe.config.load import load
+from maxpipe.config.schema import RuntimeConfig
 from maxpipe.diagnosis import doctor, environment
 from maxpipe.diagnosis.doctor import Check, Target
 from maxpipe.plan import gpu_target
@@ -205,6 +207,20 @@ def test_a_cache_that_cannot_be_written_is_a_warning(config: list[str], tmp_path
     found = by_name(list(doctor.folders(Target.of(load(config)))))
     assert found["compilation cache"].status == "warning"
     assert "runtime.compilation_cache" in found["compilation cache"].action
+
+
+def test_the_default_cache_without_a_home_folder_is_a_warning(
+    config: list[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)
+    default = RuntimeConfig().compilation_cache
+    target = Target.of(load([*config, f"runtime.compilation_cache={default}"]))
+    found = by_name(list(doctor.folders(target)))["compilation cache"]
+    assert (found.status, found.text) == (
+        "warning",
+        "~/.cache/maxpipe/compiled cannot be used: HOME is not set.",
+    )
 
 
 @pytest.mark.parametrize(("free", "status"), [(1, "FAILED"), (2.5, "warning"), (4.1, "ok")])

@@ -12,6 +12,9 @@ import random
 import resource
 import shutil
 import signal
+import subprocess
+import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -491,3 +494,43 @@ def test_bytes_that_are_others_are_refused_or_make_no_difference(name: str, tmp_
             assert str(folder) in str(error) and len(str(error).splitlines()) % 3 == 0
             refused += 1
     assert refused > 50
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_reader_that_has_gone_stops_no_export(
+    unbuffered: str, imported: Path, tmp_path: Path
+) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "maxpipe", "export", str(imported / "ckpt"), "out"]
+    environment = os.environ | {
+        "PYTHONUNBUFFERED": unbuffered,
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+    }
+    with os.fdopen(writing, "wb") as gone, open("/dev/full", "wb") as full:
+        for stdout, code in ((full, 74), (gone, 0)):
+            ran = subprocess.run(
+                command, stdout=stdout, stderr=subprocess.PIPE, cwd=tmp_path, env=environment
+            )
+            assert ran.returncode == code, ran.stderr
+            assert ran.stderr.startswith(b"standard output: cannot be written" if code else b"")
+            assert os.listdir(tmp_path) == ([] if code else ["out"])
+    maker.same_bits(maker.read(tmp_path / "out"), maker.read(imported / "hf"))
+
+
+def test_a_folder_that_another_command_took_for_a_leftover_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, new = [], tempfile.mkdtemp
+
+    def taken_once(*arguments: Any) -> str:
+        made.append(new(*arguments))
+        if len(made) == 1:
+            os.rmdir(made[0])
+        return made[-1]
+
+    monkeypatch.setattr(tempfile, "mkdtemp", taken_once)
+    with appearing(str(tmp_path / "out"), "OUT") as here:
+        assert [str(here)] == made[1:]
+        (here / "a").touch()
+    assert os.listdir(tmp_path) == ["out"] and os.listdir(tmp_path / "out") == ["a"]

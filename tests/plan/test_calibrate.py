@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import pwd
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,7 @@ import yaml
 from maxpipe import cli, hardware
 from maxpipe.config.load import from_dict
 from maxpipe.config.schema import Config
-from maxpipe.errors import ConfigError
+from maxpipe.errors import ConfigError, StorageError
 from maxpipe.hardware import known, shipped
 from maxpipe.parallel.sharding import AxisRules
 from maxpipe.plan import calibrate, timed_steps
@@ -325,6 +326,22 @@ def test_a_folder_that_cannot_be_written_is_found_before_anything_is_timed(
     monkeypatch.setattr(calibrate, "calibrate", lambda *_: pytest.fail("timed"))
     assert cli.main(["plan", "configs/quickstart.yml", "--calibrate"]) == 74
     assert "set HOME to a folder" in capsys.readouterr().err
+
+
+def test_without_a_home_folder_there_are_no_measured_figures(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hardware.keep_measured(dataclasses.replace(shipped()["cpu"], memory_gib=3.0))
+    assert known()["cpu"].memory_gib == 3
+    known.cache_clear()
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)
+    assert known() == shipped()
+    with pytest.raises(StorageError) as error:
+        hardware.keep_measured(shipped()["cpu"])
+    assert str(error.value).startswith(
+        "~/.cache/maxpipe/hardware/cpu.yml: cannot be written\n  HOME is not set.\n"
+    )
 
 
 def test_a_file_that_was_not_measured_is_refused(home: Path) -> None:

@@ -137,6 +137,20 @@ def test_cache_that_cannot_be_made_is_a_warning(tmp_path: Path):
     assert f"runtime.compilation_cache = {folder}" in line and "compiled again" in line
 
 
+def test_the_default_cache_without_a_home_folder_is_a_warning():
+    code = "import os, pwd\n"
+    code += "os.environ.pop('HOME', None)\n"
+    code += "def none(uid): raise KeyError(uid)\n"
+    code += "pwd.getpwuid = none\n"
+    ran = python(code + started("platform='cpu'"))
+    assert ran.returncode == 0
+    (line,) = ran.stderr.splitlines()
+    assert line.startswith("runtime.compilation_cache = ~/") and "(HOME is not set)" in line
+    ran = python(code + started("platform='cpu', compilation_cache='~/mine'"))
+    assert ran.returncode == 2
+    assert ran.stderr.startswith("runtime.compilation_cache = ~/mine\n")
+
+
 def test_libraries_do_not_print_log_records_twice():
     code = started("platform='cpu', compilation_cache=''")
     warn = "import logging; logging.getLogger('orbax').warning('once')"

@@ -6,6 +6,7 @@ import contextlib
 import glob
 import logging
 import os
+import secrets
 import shutil
 import tempfile
 import weakref
@@ -49,32 +50,65 @@ class Cache:
             OSError: neither folder can be written.
         """
         for root in (self._folder, self._own):
-            if root is not None and os.path.isdir(found := os.path.join(root, name)):
+            if root is not None and _is_readable(found := os.path.join(root, name)):
                 return found
         if self._folder is not None and self._keep:
             with contextlib.suppress(FileExistsError):
                 os.makedirs(self._folder)
-            if os.access(self._folder, os.W_OK | os.X_OK):
+            if unusable := _why_unusable(self._folder, name):
+                _LOG.warning("%s: the next start reads all files", unusable)
+            else:
                 return _made(self._folder, name, file, make, moved)
-            _LOG.warning("%s cannot be written: the next start reads all files", self._folder)
         if self._own is None:
             self._own = tempfile.mkdtemp(prefix="maxpipe-")
             weakref.finalize(self, shutil.rmtree, self._own, True)
         return _made(self._own, name, file, make, moved)
 
 
+def _is_readable(folder: str) -> bool:
+    return os.path.isdir(folder) and os.access(folder, os.R_OK | os.X_OK)
+
+
+def _why_unusable(root: str, name: str) -> str:
+    """Return the reason why `name` cannot be made in `root`, or an empty string."""
+    if not os.access(root, os.W_OK | os.X_OK):
+        return f"{root} cannot be written"
+    final = os.path.join(root, name)
+    return f"{final} cannot be read" if os.path.lexists(final) else ""
+
+
 def _made(root: str, name: str, file: File, make: Make, moved: Moved | None) -> str:
     final = os.path.join(root, name)
-    with locked(f"{final}.lock", f"reading {file.path}", moved) as moved:
-        if os.path.isdir(final):
-            return final
-        for left in glob.glob(f"{glob.escape(final)}.partial-*"):  # of a process that was killed
-            shutil.rmtree(left, ignore_errors=True)
-        partial = tempfile.mkdtemp(prefix=f"{name}.partial-", dir=root)
+    with contextlib.ExitStack() as stack:
         try:
-            make(partial, moved)
-            os.rename(partial, final)
+            task = f"reading {file.path}"
+            moved = stack.enter_context(locked(f"{final}.lock", task, moved))
+        except OSError as error:  # a file system without locks: each process makes it for itself
+            _LOG.info("%s cannot be locked (%s)", final, error)
+        else:
+            if os.path.isdir(final):
+                return final
+            for left in glob.glob(f"{glob.escape(final)}.partial-*"):  # of a killed process
+                shutil.rmtree(left, ignore_errors=True)
+        partial = f"{final}.partial-{secrets.token_hex(8)}"
+        os.mkdir(partial)  # mkdtemp would make a folder that other users of `root` cannot read
+        try:
+            make(partial, moved or _still)
+            _appear(partial, final)
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
     return final
+
+
+def _appear(partial: str, final: str) -> None:
+    try:
+        os.rename(partial, final)
+    except OSError:
+        if not os.path.isdir(final):
+            raise
+        shutil.rmtree(partial, ignore_errors=True)  # made by another process without a lock
+
+
+def _still() -> None:
+    """Do nothing."""

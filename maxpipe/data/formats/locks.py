@@ -69,7 +69,13 @@ def locked(path: str, task: str, moved: Moved | None, *, removes: bool = False) 
 
 
 def _opened(path: str) -> FileIO:
-    return open(opened(path, os.O_RDWR | os.O_CREAT), "r+b", buffering=0)
+    try:
+        return open(opened(path, os.O_RDWR | os.O_CREAT), "r+b", buffering=0)
+    except PermissionError:
+        # A file of another user can be locked all the same, if it can be read.
+        with contextlib.suppress(OSError):
+            return open(opened(path), "rb", buffering=0)
+        raise
 
 
 def _is_at(path: str, stream: FileIO) -> bool:
