@@ -37,7 +37,7 @@ test-long: $(DEV)  ## whole examples of the docs, and runs that take long (ten m
 	@$(BIN)/python -m pytest -m long $(LONG_ARGS) $(PYTEST_ARGS)
 
 test-matrix: $(DEV)  ## every schedule x gather x remat x idle x stages (an hour)
-	@$(BIN)/python -m pytest -m matrix tests/pipeline tests/train/test_step.py -n 2
+	@$(BIN)/python -m pytest -m matrix tests/pipeline tests/step/test_step.py -n 2
 
 test-faults: $(DEV)  ## runs that are killed, hang and go on (half an hour)
 	@$(BIN)/python -m pytest -m faults -n 2

@@ -23,8 +23,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxpipe.model.attention import blockwise, xla
-from maxpipe.model.attention.interface import Attend, Mask
+from maxpipe.nn.attention import blockwise, xla
+from maxpipe.nn.attention.interface import Attend, Mask
 
 HEADS, KV_HEADS, SIZE, TURNS = 8, 4, 64, 9
 TOKENS = (128, 256, 512, 1024, 2048, 4096)

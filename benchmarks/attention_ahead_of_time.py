@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tpu_ahead_of_time import TOPOLOGY, Mode, result
 
-from maxpipe.model.attention.splash import block_of
+from maxpipe.nn.attention.splash import block_of
 
 ROWS = [
     (Mode("step", "full"), 16),

@@ -101,20 +101,16 @@ def _compiled(name: str) -> Any:
     import numpy as np
     from references import sharded_loss
 
-    from maxpipe.config.schema import (
-        MeshConfig,
-        ModelConfig,
-        OptimConfig,
-        PipelineConfig,
-        TrainConfig,
-    )
+    from maxpipe.config.schema import OptimConfig, PipelineConfig, TrainConfig
+    from maxpipe.models.config import ModelConfig
+    from maxpipe.parallel.axes import MeshConfig
     from maxpipe.parallel.mesh import build_mesh
     from maxpipe.parallel.sharding import AxisRules
 
     try:
-        from maxpipe.train.partition import partition
+        from maxpipe.step.partition import partition
     except ImportError:  # where it was before
-        from maxpipe.train.step import partition
+        from maxpipe.step.step import partition
 
     mesh, pipeline, _ = LAYOUTS[name]
     sizes, vocab = MeshConfig(**mesh), MODEL["vocab_size"]

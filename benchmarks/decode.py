@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from maxpipe.words import counted
+from maxpipe.io.text import counted
 
 ROWS, PROMPT, MORE = 8, 32, 128
 REPEATS = 5

@@ -44,11 +44,11 @@ def compile_one(mesh: str) -> dict[str, Any]:
     import numpy as np
 
     from maxpipe.config.load import load
+    from maxpipe.generate.decoders import decoding_of, for_decoding, prepared, prepared_shardings
     from maxpipe.generate.decoding import Size, abstractly
     from maxpipe.generate.sampling import Sampling
     from maxpipe.parallel.mesh import build_mesh
-    from maxpipe.train.build import steps_of
-    from maxpipe.train.decoders import decoding_of, for_decoding, prepared, prepared_shardings
+    from maxpipe.step.build import steps_of
 
     given = [f"mesh.{each}" for each in mesh.split()]
     sizes = ["train.steps=1", "train.batch_size=512", f"train.sequence_length={ROOM}"]

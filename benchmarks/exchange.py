@@ -32,12 +32,12 @@ from pathlib import Path
 import numpy as np
 
 from maxpipe.config.load import load
-from maxpipe.exchange.mapping import mapped
-from maxpipe.exchange.outgoing import SHARD_BYTES, sharded
-from maxpipe.exchange.safetensors import Writer
-from maxpipe.exchange.sections import FILE, table_for, to_json
-from maxpipe.exchange.source import INDEX
-from maxpipe.model.families.registry import describe
+from maxpipe.huggingface.export import SHARD_BYTES, sharded
+from maxpipe.huggingface.mapping import mapped
+from maxpipe.huggingface.safetensors import Writer
+from maxpipe.huggingface.sections import FILE, table_for, to_json
+from maxpipe.huggingface.source import INDEX
+from maxpipe.models.registry import describe
 
 PAGE = Path(__file__).with_suffix(".md")
 LIMITS = {"time": 1.5, "memory": 2.0}

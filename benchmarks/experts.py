@@ -56,16 +56,16 @@ def measure(shape: Shape, form: str) -> dict[str, Any]:
     import jax.numpy as jnp
     import numpy as np
 
-    from maxpipe.config.schema import MeshConfig
-    from maxpipe.model.modules.experts import Experts
-    from maxpipe.model.modules.mlp import GatedMLP
-    from maxpipe.model.modules.part import Context
-    from maxpipe.model.parts import experts, mlp
+    from maxpipe.distributed.runtime import compiler_options
+    from maxpipe.models.layers import experts, mlp
+    from maxpipe.nn.experts import Experts
+    from maxpipe.nn.mlp import GatedMLP
+    from maxpipe.nn.part import Context
+    from maxpipe.parallel.axes import MeshConfig
     from maxpipe.parallel.mesh import build_mesh
     from maxpipe.parallel.sharding import AxisRules
     from maxpipe.plan.hlo import profile
     from maxpipe.plan.hlo_text import parse
-    from maxpipe.processes.runtime import compiler_options
 
     devices = topology.devices(target)
     mesh = build_mesh(MeshConfig(ici_data=len(devices)), devices)
@@ -138,7 +138,7 @@ def measure(shape: Shape, form: str) -> dict[str, Any]:
 
 def visits(shape: Shape) -> float:
     """Tiles of rows that a kernel visits, of those that there are."""
-    from maxpipe.model.modules.grouped import outer_tiles
+    from maxpipe.nn.grouped import outer_tiles
 
     rows = shape.tokens * shape.per_token
     tiles = outer_tiles(rows, shape.num_experts, shape.d_model, shape.d_expert, "bfloat16")

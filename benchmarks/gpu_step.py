@@ -151,8 +151,8 @@ def prepared(
     import numpy as np
 
     from maxpipe.config.load import load
-    from maxpipe.model.count import train_flops_per_token
-    from maxpipe.model.families.registry import describe
+    from maxpipe.models.count import train_flops_per_token
+    from maxpipe.models.registry import describe
     from maxpipe.plan import topology
     from maxpipe.plan.compile import build_steps
     from maxpipe.plan.search import evaluate
@@ -246,8 +246,8 @@ def with_torch(row: Row, size: list[str], kernels: int) -> dict[str, Any]:
 
     from maxpipe.config.load import load
     from maxpipe.hardware import of_device
-    from maxpipe.model.count import train_flops_per_token
-    from maxpipe.model.families.registry import describe
+    from maxpipe.models.count import train_flops_per_token
+    from maxpipe.models.registry import describe
 
     config = load([MODEL, *size, *row.keys]).config
     model, rows, length = config.model, config.train.batch_size, config.train.sequence_length

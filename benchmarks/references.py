@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from maxpipe.model.decoder import Decoder
+from maxpipe.nn.decoder import Decoder
 from maxpipe.parallel.collectives import program_axes, sum_over
 from maxpipe.parallel.mesh import BATCH_AXES, STAGE, TOKEN_AXES
 from maxpipe.parallel.sharding import BATCH_SPEC, restrict

@@ -33,15 +33,15 @@ from maxpipe.checkpoint.manager import Checkpoints
 from maxpipe.config.load import from_dict
 from maxpipe.config.schema import CheckpointConfig, Config
 from maxpipe.data.loader import build
-from maxpipe.model.count import num_params
-from maxpipe.model.families.registry import describe
+from maxpipe.distributed.hub import Limits
+from maxpipe.distributed.link import Link
+from maxpipe.distributed.phases import DATA, LOOP, STEP, Phases
+from maxpipe.models.count import num_params
+from maxpipe.models.registry import describe
 from maxpipe.plan.compile import build_steps
 from maxpipe.plan.timed_steps import medians, step_of
-from maxpipe.processes.hub import Limits
-from maxpipe.processes.link import Link
-from maxpipe.processes.phases import DATA, LOOP, STEP, Phases
+from maxpipe.step.step import Steps
 from maxpipe.telemetry.records import EventLog
-from maxpipe.train.step import Steps
 
 ROUNDS, PAIRS = 3, 60
 FAR = (10, 10_000_000)
@@ -86,7 +86,7 @@ def seconds_of_guard(config: Config) -> float:
     """What the guard adds to a step."""
     device = jax.devices()[:1]
     with (
-        patch("maxpipe.train.step.assess", lambda _config, _mesh, state, *_: (np.True_, state)),
+        patch("maxpipe.step.step.assess", lambda _config, _mesh, state, *_: (np.True_, state)),
         patch("maxpipe.optim.update.unless_bad", lambda _taken, new, _old: new),
         patch("maxpipe.optim.rules.unless_bad", lambda _taken, new, _old: new),
     ):

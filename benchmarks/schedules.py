@@ -25,12 +25,14 @@ import jax.numpy as jnp
 import numpy as np
 from references import circular_loss, sharded_loss
 
-from maxpipe.config.schema import MeshConfig, ModelConfig, OptimConfig, PipelineConfig, TrainConfig
+from maxpipe.config.schema import OptimConfig, PipelineConfig, TrainConfig
+from maxpipe.models.config import ModelConfig
+from maxpipe.parallel.axes import MeshConfig
 from maxpipe.parallel.mesh import build_mesh
 from maxpipe.parallel.sharding import AxisRules
 from maxpipe.pipeline.executor import Differentiated
-from maxpipe.train.partition import partition
-from maxpipe.train.step import Steps
+from maxpipe.step.partition import partition
+from maxpipe.step.step import Steps
 
 MODEL = ModelConfig(
     num_layers=8,

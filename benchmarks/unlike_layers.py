@@ -22,8 +22,8 @@ from typing import Any, cast
 
 from tpu_ahead_of_time import LAYERS, Mode, compile_one, result, sources
 
-from maxpipe.model.modules import block
-from maxpipe.model.spec import Kind, Model
+from maxpipe.models.spec import Kind, Model
+from maxpipe.nn import block
 
 UNIT = "unit"
 PATTERNS = {
@@ -83,7 +83,7 @@ def _second(part: Any) -> Any:
 
 def measure(pattern: str, mode: Mode) -> dict[str, Any]:
     """Compiles one program. Runs in a process of its own."""
-    from maxpipe.model import decoder
+    from maxpipe.nn import decoder
 
     whole = decoder.describe
 

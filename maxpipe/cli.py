@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from typing import Any, TextIO
 
 import maxpipe
-from maxpipe.boundary import redact
 from maxpipe.commands import (
     board,
     checkpoints,
@@ -37,6 +36,7 @@ from maxpipe.commands import (
 )
 from maxpipe.commands.parser import Parser, add_inputs, show_remarks, subcommands
 from maxpipe.errors import ExitCode, MaxpipeError, out_of_memory
+from maxpipe.io import redact
 
 
 def main(argv: Sequence[str] | None = None) -> int:

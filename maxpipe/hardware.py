@@ -15,10 +15,10 @@ from pathlib import Path
 
 import yaml
 
-from maxpipe.boundary import files, plain_yaml
-from maxpipe.boundary.typed import checked
 from maxpipe.config.shipped import folder
 from maxpipe.errors import ConfigError, StorageError
+from maxpipe.io import files, plain_yaml
+from maxpipe.io.typed import checked
 
 MIB, GIB = 2**20, 2**30
 _MAX_BYTES = 1 << 20

@@ -28,16 +28,16 @@ from tests.bucket import Bucket, served, variables
 NUM_DEVICES = 8
 # Where calls are held against the shapes and types of their signatures.
 CHECKED = (
-    "maxpipe.model.attention",
-    "maxpipe.model.decoder",
-    "maxpipe.model.initial",
-    "maxpipe.model.modules",
+    "maxpipe.nn.attention",
+    "maxpipe.nn.decoder",
+    "maxpipe.nn.initial",
+    "maxpipe.nn",
     "maxpipe.pipeline.loss_head",
     "maxpipe.pipeline.outside",
     "maxpipe.pipeline.vocabulary",
-    "maxpipe.train.guard",
+    "maxpipe.optim.guard",
     "maxpipe.optim",
-    "maxpipe.train.step",
+    "maxpipe.step.step",
 )
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -49,7 +49,7 @@ hypothesis.settings.load_profile("busy")
 gc.set_threshold(200_000, 50, 50)
 
 # Machine code half as fast in half the compile time; partitioning, fusion and memory stay as
-# they are. There is no compilation cache: see `maxpipe.processes.runtime.start`.
+# they are. There is no compilation cache: see `maxpipe.distributed.runtime.start`.
 # One test process for each core: threads that compile parts of one program have no core to gain.
 FAST_COMPILE = {
     "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from maxpipe.model.attention import cudnn, cudnn_calls
-from maxpipe.model.attention.cudnn_calls import Documents, Kernel
+from maxpipe.nn.attention import cudnn, cudnn_calls
+from maxpipe.nn.attention.cudnn_calls import Documents, Kernel
 
 
 def put_in_place(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,99 +15,49 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "maxpipe"
 
-# From the ground up. A module imports lower rows, and its own row inside its own folder; the
-# longest name that matches it counts.
-ROWS = (
-    ("maxpipe", "maxpipe.errors", "maxpipe.words", "maxpipe.nested"),
-    ("maxpipe.boundary",),
-    (
-        *("maxpipe.schedule", "maxpipe.config.schema", "maxpipe.config.data_schema"),
-        *("maxpipe.config.eval_schema", "maxpipe.config.tuning_schema"),
-        *("maxpipe.config.bounds", "maxpipe.config.shipped"),
-        *("maxpipe.processes.phases", "maxpipe.processes.secret"),
-    ),
-    (
-        *("maxpipe.parallel.axes", "maxpipe.hardware"),
-        *("maxpipe.model.spec", "maxpipe.model.family", "maxpipe.model.huggingface"),
-    ),
-    ("maxpipe.model.parts", "maxpipe.model.frozen", "maxpipe.model.low_rank"),
-    ("maxpipe.model.families",),
-    ("maxpipe.config",),
-    (
-        *(
-            "maxpipe.parallel",
-            "maxpipe.processes",
-            "maxpipe.data.tokenizers",
-            "maxpipe.data.formats",
-            "maxpipe.rewards",
-        ),
-        *("maxpipe.model.count", "maxpipe.model.choice"),
-    ),
-    ("maxpipe.model.attention",),
-    ("maxpipe.model.modules",),
-    (
-        *("maxpipe.model", "maxpipe.pipeline", "maxpipe.data"),
-        *("maxpipe.checkpoint", "maxpipe.telemetry"),
-        "maxpipe.train.guard",
-        "maxpipe.train.executable",
-        *("maxpipe.plan.hlo", "maxpipe.plan.hlo_text", "maxpipe.plan.gpu_target"),
-        *("maxpipe.diagnosis.environment", "maxpipe.diagnosis.probe"),
-    ),
-    ("maxpipe.data.prepared", "maxpipe.objectives"),
-    (
-        *(
-            "maxpipe.data.corpus",
-            "maxpipe.data.long_conversations",
-            "maxpipe.data.overlap",
-            "maxpipe.data.fingerprints",
-            "maxpipe.data.loader",
-            "maxpipe.data.statistics",
-            "maxpipe.data.statistics_page",
-        ),
-        *("maxpipe.data.look", "maxpipe.data.prompts", "maxpipe.data.turns", "maxpipe.optim"),
-    ),
-    (
-        *("maxpipe.train", "maxpipe.generate", "maxpipe.exchange"),
-        *("maxpipe.scoring.choices", "maxpipe.scoring.texts"),
-        *("maxpipe.plan.sizes", "maxpipe.plan.memory", "maxpipe.plan.advice"),
-        *("maxpipe.plan.reach", "maxpipe.plan.optimizer", "maxpipe.plan.gathered"),
-    ),
-    (
-        *("maxpipe.train.loop", "maxpipe.train.run", "maxpipe.train.resume"),
-        *("maxpipe.train.set_up", "maxpipe.train.beginning"),
-        *("maxpipe.train.start", "maxpipe.train.adapters"),
-        *("maxpipe.train.room", "maxpipe.train.evaluation", "maxpipe.train.chosen"),
-        *("maxpipe.train.weights", "maxpipe.train.decoders", "maxpipe.train.samples"),
-        *("maxpipe.train.teacher", "maxpipe.train.distill", "maxpipe.train.prepare_answers"),
-        "maxpipe.train.rollouts",
-        *("maxpipe.train.tasks", "maxpipe.train.evaluations"),
-        *("maxpipe.plan", "maxpipe.diagnosis"),
-    ),
-    ("maxpipe.launch", "maxpipe.generate.weights"),
-    ("maxpipe.scoring",),
-    ("maxpipe.commands",),
-    ("maxpipe.cli",),
-    ("maxpipe.__main__",),
-)
-LEVELS = {name: level for level, names in enumerate(ROWS) for name in names}
+# From the lowest layer to the highest: a folder imports folders above it in this list only.
+LAYERS = {
+    "errors": "error types and exit codes",
+    "io": "files, JSON, YAML, redaction of secrets, worker processes",
+    "schedule": "pipeline schedules as checked tables, and their drawings",
+    "parallel": "mesh, sharding, collectives, matmuls over mesh axes",
+    "pipeline": "the engine: runs a schedule over any stage function",
+    "models": "descriptions of model families, without jax",
+    "nn": "forward passes of the described layers",
+    "config": "sections, keys, rules, and configs of other trainers",
+    "hardware": "published figures of accelerators",
+    "rewards": "reward functions, run in worker processes",
+    "checkpoint": "storage, manifests, saves and restores",
+    "data": "sources, tokenizers, packing, batches by sample number",
+    "distributed": "start, heartbeat and stop of several processes",
+    "telemetry": "console, metrics, run records",
+    "optim": "optimizers and their state",
+    "objectives": "losses of fine-tuning",
+    "step": "the compiled train and eval steps",
+    "huggingface": "import from and export to Hugging Face folders",
+    "plan": "forecasts of memory and time, search of layouts, compiled reports",
+    "restore": "weights that a run begins with",
+    "generate": "decoding",
+    "posttrain": "teachers, reference models, rollouts",
+    "evals": "validation, multiple-choice tasks, lm-eval",
+    "launch": "launchers of clusters",
+    "diagnosis": "`maxpipe doctor`",
+    "train": "the training run",
+    "commands": "the other commands",
+    "cli": "the command line",
+    "__main__": "`python -m maxpipe`",
+}
 
 # (who, whom, why): never, not even inside a function.
 FORBIDDEN = [
-    ("maxpipe.model", "maxpipe.pipeline", "train.step is where the two meet"),
-    ("maxpipe.pipeline", "maxpipe.model", "the engine runs any stage function"),
-    ("maxpipe.pipeline", "maxpipe.config", "the engine takes values, not settings"),
-    ("maxpipe.data", "maxpipe.model", "data is token ids"),
+    ("maxpipe.nn", "maxpipe.pipeline", "step is where the two meet"),
+    ("maxpipe.data", "maxpipe.models", "data is token ids"),
     ("maxpipe.config", "jax", "commands that only read a config start at once"),
     ("maxpipe.data", "jax", "data can be looked at without a device"),
     ("maxpipe.telemetry", "jax", "telemetry is given numbers"),
     ("maxpipe.schedule", "jax", "a schedule is data"),
-    ("maxpipe.model.spec", "jax", "a description is data"),
-    ("maxpipe.model.huggingface", "jax", "a table is data"),
-    ("maxpipe.exchange.source", "jax", "a folder can be looked at without a device"),
-    ("maxpipe.model.parts", "jax", "a description is data"),
-    ("maxpipe.model.families", "jax", "a description is data"),
-    ("maxpipe.model.frozen", "jax", "a description is data"),
-    ("maxpipe.model.low_rank", "jax", "a description is data"),
+    ("maxpipe.huggingface.source", "jax", "a folder can be looked at without a device"),
+    ("maxpipe.models", "jax", "a description is data"),
     ("maxpipe.errors", "jax", "errors are raised everywhere"),
     ("maxpipe.hardware", "jax", "plans are made without devices"),
     ("maxpipe.plan.gpu_target", "jax", "a compiler is looked at before jax loads it"),
@@ -122,12 +72,11 @@ FORBIDDEN = [
 JAX_FREE = (
     "maxpipe.errors",
     "maxpipe.hardware",
-    "maxpipe.boundary",
-    "maxpipe.words",
+    "maxpipe.io",
     "maxpipe.parallel.axes",
     "maxpipe.schedule",
-    "maxpipe.processes.secret",
-    "maxpipe.processes.link",
+    "maxpipe.distributed.secret",
+    "maxpipe.distributed.link",
     "maxpipe.diagnosis.environment",
     "maxpipe.diagnosis.doctor",
     "maxpipe.config",
@@ -135,15 +84,9 @@ JAX_FREE = (
     "maxpipe.checkpoint.address",
     "maxpipe.data",
     "maxpipe.telemetry",
-    "maxpipe.model.count",
-    "maxpipe.model.choice",
-    "maxpipe.model.spec",
-    "maxpipe.model.huggingface",
-    "maxpipe.model.parts",
-    "maxpipe.model.families",
-    "maxpipe.exchange.named",
-    "maxpipe.exchange.source",
-    "maxpipe.train.datasets",
+    "maxpipe.models",
+    "maxpipe.huggingface.named",
+    "maxpipe.huggingface.source",
     "maxpipe.rewards",
     "maxpipe.objectives.advantages",
     "maxpipe.optim.kept",
@@ -160,28 +103,28 @@ JAX_FREE = (
 # These see the whole config; every other module takes its own section.
 ROOT_CONFIG = (
     "maxpipe.config",
-    "maxpipe.train.build",
-    "maxpipe.train.datasets",
+    "maxpipe.step.build",
+    "maxpipe.data.datasets",
     "maxpipe.train.loop",
     "maxpipe.train.required_files",
-    "maxpipe.train.objectives",
-    "maxpipe.train.room",
+    "maxpipe.step.objectives",
+    "maxpipe.train.memory_check",
     "maxpipe.train.run",
     "maxpipe.train.set_up",
-    "maxpipe.train.beginning",
-    "maxpipe.train.shown",
+    "maxpipe.train.banner",
+    "maxpipe.train.tensorboard",
     "maxpipe.train.resume",
-    "maxpipe.train.start",
-    "maxpipe.train.adapters",
-    "maxpipe.train.evaluation",
-    "maxpipe.train.chosen",
-    "maxpipe.train.teacher",
-    "maxpipe.train.distill",
-    "maxpipe.train.prepare_answers",
-    "maxpipe.train.tasks",
+    "maxpipe.restore.initial_weights",
+    "maxpipe.restore.adapters",
+    "maxpipe.evals.evaluation",
+    "maxpipe.restore.open_model",
+    "maxpipe.posttrain.teacher",
+    "maxpipe.posttrain.distill",
+    "maxpipe.posttrain.prepare_answers",
+    "maxpipe.evals.tasks",
     "maxpipe.generate.weights",
-    "maxpipe.exchange.outgoing",
-    "maxpipe.exchange.beside",
+    "maxpipe.huggingface.export",
+    "maxpipe.huggingface.beside",
     "maxpipe.plan",
     "maxpipe.launch",
     "maxpipe.diagnosis.doctor",
@@ -242,13 +185,9 @@ def _within(module: str, prefix: str) -> bool:
     return module == prefix or module.startswith(prefix + ".")
 
 
-def _level(module: str) -> int:
-    # "maxpipe" stands for the empty package file, not for everything below it.
-    matches = [name for name in LEVELS if _within(module, name) and name != "maxpipe"]
-    if module == "maxpipe":
-        return LEVELS["maxpipe"]
-    assert matches, f"{module} has no level: add it to LEVELS"
-    return LEVELS[max(matches, key=len)]
+def _layer(module: str) -> str:
+    """The folder below the package, or the module itself where it is in no folder."""
+    return module.split(".")[1]
 
 
 def _where(module: str, line: int) -> str:
@@ -265,25 +204,24 @@ MODULES = [module for module in sources() if not _is_folder(module)]
 # --- arrows ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_imports_point_to_lower_levels(module: str):
-    wrong = []
-    for imported, line in sorted(set(_imports(module))):
-        if imported not in sources():
-            continue
-        same_folder = module.rpartition(".")[0] == imported.rpartition(".")[0] != "maxpipe"
-        if _is_folder(imported) or _level(imported) < _level(module):
-            continue
-        if not (same_folder and _level(imported) == _level(module)):
-            wrong.append(
-                f"{_where(module, line)}: {module} (level {_level(module)}) "
-                f"imports {imported} (level {_level(imported)})"
-            )
+def test_folders_import_lower_folders():
+    order = [*LAYERS]
+    wrong = [
+        f"{_where(module, line)}: {_layer(module)} imports {imported} of a higher layer"
+        for module in MODULES
+        for imported, line in sorted(set(_imports(module)))
+        if imported in sources() and imported != "maxpipe" and module != "maxpipe"
+        if order.index(_layer(imported)) > order.index(_layer(module))
+    ]
     assert not wrong, "\n".join(wrong)
 
 
+def test_layers_are_the_folders():
+    assert set(LAYERS) == {_layer(module) for module in MODULES if module != "maxpipe"}
+
+
 def test_the_rules_name_modules_that_exist():
-    named = {*LEVELS, *(who for who, _, _ in FORBIDDEN), *JAX_FREE, *ROOT_CONFIG}
+    named = {*(who for who, _, _ in FORBIDDEN), *JAX_FREE, *ROOT_CONFIG}
     assert named <= {*sources()}, "no such module: " + ", ".join(sorted(named - {*sources()}))
 
 
@@ -448,7 +386,7 @@ _SCHEMAS = ("maxpipe.config.schema", "maxpipe.config.data_schema", "maxpipe.conf
 
 def _section_classes() -> list[ast.ClassDef]:
     """Of the schema, and of the families of models."""
-    declaring = [module for module in MODULES if _within(module, "maxpipe.model.families")]
+    declaring = [module for module in MODULES if _within(module, "maxpipe.models")]
     return [
         node
         for module in (*_SCHEMAS, *declaring)
@@ -551,7 +489,6 @@ def test_readme_lists_the_modules(update_golden: bool):
 
 
 def test_contributing_draws_the_arrows(update_golden: bool):
-    lines = ["  ".join(name.removeprefix("maxpipe.") for name in names) for names in ROWS[:0:-1]]
-    lines.append("  ".join(name.removeprefix("maxpipe.") for name in ROWS[0][1:]))
+    lines = [f"{layer:12}  {text}" for layer, text in reversed(LAYERS.items())]
     text = "\n".join(["```", *lines, "```", ""])
     _replace_block(ROOT / "CONTRIBUTING.md", "arrows", text, update_golden)

@@ -500,7 +500,7 @@ def test_ctrl_c_while_jax_compiles_ends_without_a_crash():
     code = "import os, signal, sys, threading\n"
     code += "sys.argv[1:] = ['compile', 'quickstart', '--topology', 'cpu:8', 'mesh.ici_stage=4', "
     code += "'mesh.ici_fsdp=2']\n"
-    code += "import maxpipe.__main__ as start\nfrom maxpipe.train.step import Steps\n"
+    code += "import maxpipe.__main__ as start\nfrom maxpipe.step.step import Steps\n"
     code += "lower = Steps.lower_train\n"
     code += "def press(self):\n"
     code += "  found = lower(self)\n"

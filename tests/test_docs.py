@@ -17,16 +17,16 @@ import pytest
 
 from maxpipe.cli import main
 from maxpipe.config.schema import Config
-from maxpipe.model.families.registry import summaries
-from maxpipe.model.spec import Ahead
+from maxpipe.evals.evaluate import Totals
+from maxpipe.evals.tasks import metrics_of
+from maxpipe.models.registry import summaries
+from maxpipe.models.spec import Ahead
 from maxpipe.objectives.distill import Distill
 from maxpipe.objectives.policy import PolicyNearReference
 from maxpipe.objectives.preference import Preference
 from maxpipe.plan.advice import TERMS
+from maxpipe.step.step import BY_SOURCE
 from maxpipe.telemetry import metrics
-from maxpipe.train.evaluate import Totals
-from maxpipe.train.step import BY_SOURCE
-from maxpipe.train.tasks import metrics_of
 
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
@@ -134,9 +134,9 @@ def test_every_metric_that_is_written_is_declared() -> None:
     declared = [metric.tag for metric in metrics.METRICS]
     assert len(declared) == len(set(declared))
     written: set[str] = set()
-    modules = ("step", "loop", "evaluate", "by_source", "distill", "rollouts")
-    for name in (f"train/{module}.py" for module in modules):
-        code = (TESTS.parent / "maxpipe" / name).read_text(encoding="utf-8")
+    folders = ("train", "step", "evals", "posttrain")
+    for path in (path for folder in folders for path in (ROOT / "maxpipe" / folder).glob("*.py")):
+        code = path.read_text(encoding="utf-8")
         groups = "train|eval|perf|pipe|memory|distill|rollout"
         written |= set(re.findall(rf'"((?:{groups})/\w+)"', code))
         of_sources = re.findall(r'of_source\(name, "(\w+)"\)', code)

@@ -23,8 +23,6 @@ import numpy as np
 import pytest
 
 from maxpipe import hardware
-from maxpipe.boundary import files
-from maxpipe.boundary.redact import REDACTED
 from maxpipe.checkpoint.manager import Checkpoints, open_run
 from maxpipe.cli import main
 from maxpipe.config.documents import MAX_FILE_BYTES
@@ -34,6 +32,8 @@ from maxpipe.data.documents import build_index
 from maxpipe.data.sources import open_source
 from maxpipe.data.tokenizer import ByteTokenizer, open_tokenizer
 from maxpipe.errors import ConfigError, MaxpipeError, StorageError
+from maxpipe.io import files
+from maxpipe.io.redact import REDACTED
 from maxpipe.schedule.notation import read_orders
 from maxpipe.train.run import WRITTEN_FILES
 from tests.conftest import FAST_COMPILE
@@ -79,11 +79,11 @@ BANNED_CALLS = {
 BANNED_ARGUMENTS = {"shell", "allow_pickle", "trust_remote_code"}
 # What may open a socket: to find a free port of this machine, or to join the processes of a run.
 SOCKETS = {
-    *(f"maxpipe/processes/{name}.py" for name in ("hub", "link", "listener", "runtime", "wire")),
+    *(f"maxpipe/distributed/{name}.py" for name in ("hub", "link", "listener", "runtime", "wire")),
     *("maxpipe/diagnosis/doctor.py", "maxpipe/launch/local.py"),
 }
-# jax's own format of compiled programs is a pickle: see tests/train/test_executable.py.
-EXECUTABLES = {"maxpipe/train/executable.py"}
+# jax's own format of compiled programs is a pickle: see tests/step/test_executable.py.
+EXECUTABLES = {"maxpipe/step/executable.py"}
 
 
 def findings(tree: ast.Module) -> Iterator[str]:
@@ -269,7 +269,7 @@ def executable(tmp_path: Path) -> tuple[Path, Callable[[], Any]]:
     """A saved program, and what loads it."""
     import jax
 
-    from maxpipe.train import executable
+    from maxpipe.step import executable
 
     folder = tmp_path / "kept"
     compiled = jax.jit(lambda x: 2 * x).lower(jax.numpy.ones(3)).compile()

@@ -19,7 +19,6 @@ import orbax.checkpoint as ocp
 import tensorstore
 from etils import epath
 
-from maxpipe.boundary.typed import parse
 from maxpipe.checkpoint import copies, digests, manifest
 from maxpipe.checkpoint.copies import Recorded
 from maxpipe.checkpoint.damage import Damaged, is_damage, outage, retried
@@ -27,6 +26,7 @@ from maxpipe.checkpoint.digests import Sum
 from maxpipe.checkpoint.storage import exists, first_line, in_bucket, reaching, read, reading
 from maxpipe.checkpoint.trees import named
 from maxpipe.errors import MaxpipeError, NumbersError
+from maxpipe.io.typed import parse
 
 Tree = Any
 

@@ -23,11 +23,11 @@ from etils import epath
 from orbax.checkpoint import future
 from orbax.checkpoint._src.serialization import replica_slices
 
-from maxpipe.boundary.signed import opened, signed
 from maxpipe.checkpoint import digests
 from maxpipe.checkpoint.digests import PartEntry, Sum
 from maxpipe.checkpoint.storage import read
 from maxpipe.checkpoint.trees import named
+from maxpipe.io.signed import opened, signed
 
 Tree = Any
 Copies = dict[str, list[tuple[np.ndarray, tuple[int, ...]]]]

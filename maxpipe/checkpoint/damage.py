@@ -13,8 +13,8 @@ from collections.abc import Callable
 from copy import copy
 from typing import TypeVar
 
-from maxpipe.boundary.files import Unfit
 from maxpipe.errors import MaxpipeError, causes
+from maxpipe.io.files import Unfit
 
 T = TypeVar("T")
 

@@ -22,7 +22,6 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
-from maxpipe.boundary.typed import AnyFloat, parse
 from maxpipe.checkpoint import manifest
 from maxpipe.checkpoint.contents import (
     FACTS,
@@ -36,6 +35,7 @@ from maxpipe.checkpoint.damage import Damaged, is_damage, retried
 from maxpipe.checkpoint.retention import Saved
 from maxpipe.checkpoint.storage import entries, exists, first_line, in_bucket, located, read
 from maxpipe.errors import StorageError
+from maxpipe.io.typed import AnyFloat, parse
 
 Tree = Any
 

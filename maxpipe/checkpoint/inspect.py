@@ -14,7 +14,6 @@ from typing import Any, TypedDict
 
 from etils import epath
 
-from maxpipe.boundary.files import full
 from maxpipe.checkpoint import manifest
 from maxpipe.checkpoint.address import Address
 from maxpipe.checkpoint.contents import faults, recorded
@@ -27,6 +26,7 @@ from maxpipe.checkpoint.selection import best, better_of, chosen, opened
 from maxpipe.checkpoint.storage import FOLDER, exists, files, in_bucket
 from maxpipe.checkpoint.trees import differences, digest, leaves
 from maxpipe.errors import ConfigError, StorageError
+from maxpipe.io.files import full
 
 
 class Listed(TypedDict):

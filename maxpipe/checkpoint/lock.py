@@ -37,10 +37,10 @@ from typing import NotRequired, TypedDict, cast
 
 from etils import epath
 
-from maxpipe.boundary.files import check_writable, read
-from maxpipe.boundary.typed import parse
 from maxpipe.checkpoint.storage import create, first_line, in_bucket, located, reaching, remedy
 from maxpipe.errors import StorageError
+from maxpipe.io.files import check_writable, read
+from maxpipe.io.typed import parse
 
 FILE = "lock.json"
 BEAT_SECONDS = 30.0

@@ -22,7 +22,6 @@ from typing import Any
 import jax
 from etils import epath
 
-from maxpipe.boundary.files import full
 from maxpipe.checkpoint.failures import is_fault, lasts, unusable
 from maxpipe.checkpoint.folder import Facts, Folder
 from maxpipe.checkpoint.lock import RunLock
@@ -43,6 +42,7 @@ from maxpipe.checkpoint.trees import num_bytes
 from maxpipe.checkpoint.writer import Save, Writer, ignore_orphans
 from maxpipe.config.schema import CheckpointConfig
 from maxpipe.errors import ConfigError, StorageError
+from maxpipe.io.files import full
 
 Tree = Any
 Record = Callable[..., None]

@@ -19,12 +19,12 @@ from typing import Any, Literal, NotRequired, TypedDict
 
 from etils import epath
 
-from maxpipe.boundary.signed import opened, signed
-from maxpipe.boundary.typed import checked
 from maxpipe.checkpoint.damage import is_damage, retried
 from maxpipe.checkpoint.digests import Entry
 from maxpipe.checkpoint.storage import exists, files, in_bucket, open_file, read, reading
 from maxpipe.errors import StorageError
+from maxpipe.io.signed import opened, signed
+from maxpipe.io.typed import checked
 
 FILE = "manifest.json"
 

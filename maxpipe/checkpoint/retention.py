@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from maxpipe.config.schema import CheckpointConfig
-from maxpipe.words import counted
+from maxpipe.io.text import counted
 
 _HOUR_SECONDS = 3600
 

@@ -13,10 +13,10 @@ from typing import Literal, NotRequired, TypedDict
 
 from etils import epath
 
-from maxpipe.boundary.files import records
 from maxpipe.checkpoint.storage import FOLDER, exists, home_of, in_bucket
 from maxpipe.config.paths import EVENTS_FILE, METRICS_FILE
 from maxpipe.errors import ConfigError, StorageError
+from maxpipe.io.files import records
 
 
 class _Step(TypedDict):

@@ -18,13 +18,13 @@ from typing import Any, cast
 
 from etils import epath
 
-from maxpipe.boundary.buckets import store
-from maxpipe.boundary.files import Unfit, full, opened, scheme
 from maxpipe.checkpoint.damage import retried
 from maxpipe.config.load import load
 from maxpipe.config.paths import CONFIG_FILE
 from maxpipe.config.schema import CheckpointConfig, RunConfig
 from maxpipe.errors import ConfigError, MaxpipeError, StorageError, causes
+from maxpipe.io.buckets import store
+from maxpipe.io.files import Unfit, full, opened, scheme
 
 FOLDER = "checkpoints"
 """Name of the folder inside a run's folder, or inside its home in `checkpoint.dir`."""

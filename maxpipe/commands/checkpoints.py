@@ -9,12 +9,12 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from maxpipe.boundary.files import full
 from maxpipe.commands.parser import Commands, add_address, integer, number, subcommands
 from maxpipe.commands.progress import say
 from maxpipe.config.paths import CONFIG_FILE
 from maxpipe.errors import ConfigError, ExitCode, StorageError
-from maxpipe.words import sentence
+from maxpipe.io.files import full
+from maxpipe.io.text import sentence
 
 if TYPE_CHECKING:
     from maxpipe.checkpoint.retention import Rules
@@ -156,7 +156,7 @@ def _diff(options: argparse.Namespace) -> int:
 
 
 def _use_no_devices() -> None:
-    from maxpipe.processes import runtime
+    from maxpipe.distributed import runtime
 
     runtime.use_no_devices()
 

@@ -6,10 +6,10 @@ import argparse
 import sys
 from pathlib import Path
 
-from maxpipe.boundary import redact
 from maxpipe.commands.parser import Commands, add_inputs, read_config, subcommands
 from maxpipe.errors import ConfigError, ExitCode, StorageError
-from maxpipe.words import sentence
+from maxpipe.io import redact
+from maxpipe.io.text import sentence
 
 _DOCS_FILE = Path("docs/config.md")
 

@@ -8,11 +8,11 @@ import secrets
 import shlex
 from pathlib import Path
 
-from maxpipe.boundary.files import full
 from maxpipe.commands.parser import Commands, subcommands
 from maxpipe.config import shipped
 from maxpipe.errors import ConfigError, ExitCode, StorageError
-from maxpipe.words import sentence
+from maxpipe.io.files import full
+from maxpipe.io.text import sentence
 
 FIRST_RUN = "run.yml"
 _OVERWRITE = "--overwrite"

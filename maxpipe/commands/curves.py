@@ -8,12 +8,12 @@ from pathlib import Path
 
 from maxpipe.commands.parser import RUN, Commands, write_file
 from maxpipe.errors import ConfigError, ExitCode
-from maxpipe.words import sentence
+from maxpipe.io.text import sentence
 
 
 def _curves(options: argparse.Namespace) -> int:
-    from maxpipe.boundary import files
     from maxpipe.checkpoint.address import whole_run
+    from maxpipe.io import files
     from maxpipe.telemetry import curves
 
     paths = _paths(options, curves.FORMS)

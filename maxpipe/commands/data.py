@@ -6,8 +6,6 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
-from maxpipe.boundary import redact
-from maxpipe.boundary.files import full, scheme
 from maxpipe.commands.data_files import DATA_HELP, with_data_files
 from maxpipe.commands.data_look import add_look
 from maxpipe.commands.data_mixture import add_mixture
@@ -21,7 +19,9 @@ from maxpipe.commands.parser import (
 )
 from maxpipe.commands.progress import Progress
 from maxpipe.errors import ConfigError, ExitCode
-from maxpipe.words import counted
+from maxpipe.io import redact
+from maxpipe.io.files import full, scheme
+from maxpipe.io.text import counted
 
 if TYPE_CHECKING:
     from maxpipe.config.data_schema import DataConfig

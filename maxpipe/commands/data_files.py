@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from maxpipe.boundary import redact
-from maxpipe.boundary.files import scheme
 from maxpipe.errors import ConfigError
+from maxpipe.io import redact
+from maxpipe.io.files import scheme
 
 DATA_HELP = "data files, a folder of them, or a prepared folder; "
 _OF_TEMPLATES = ("tokenizer.", "data.chat_template")

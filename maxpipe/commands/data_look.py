@@ -11,8 +11,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from maxpipe.boundary import redact
-from maxpipe.boundary.files import full
 from maxpipe.commands.data_files import DATA_HELP, with_data_files
 from maxpipe.commands.parser import (
     INPUTS_HELP,
@@ -28,7 +26,9 @@ from maxpipe.commands.parser import (
 )
 from maxpipe.commands.progress import Progress
 from maxpipe.errors import ConfigError, ExitCode
-from maxpipe.words import counted
+from maxpipe.io import redact
+from maxpipe.io.files import full
+from maxpipe.io.text import counted
 
 if TYPE_CHECKING:
     from maxpipe.config.data_schema import SourceConfig
@@ -67,9 +67,9 @@ def named_inputs(inputs: Sequence[str]) -> tuple[list[str], str]:
 
 def opened(config: Config, folder: str) -> Datasets:
     """What a config reads; of a run, by its folder, with the shares that it had at each step."""
+    from maxpipe.data.datasets import datasets_of
     from maxpipe.data.mixture import Mixture
     from maxpipe.telemetry.batches import mixture_of
-    from maxpipe.train.datasets import datasets_of
 
     progress = Progress()
     try:

@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from maxpipe.boundary import redact
 from maxpipe.commands.data_look import (
     RUN_HELP,
     batch_of_step,
@@ -18,7 +17,8 @@ from maxpipe.commands.data_look import (
 )
 from maxpipe.commands.parser import Commands, add_inputs, read_config
 from maxpipe.errors import ConfigError, ExitCode
-from maxpipe.words import counted
+from maxpipe.io import redact
+from maxpipe.io.text import counted
 
 if TYPE_CHECKING:
     from maxpipe.data.loader import Loader

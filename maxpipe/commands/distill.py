@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 
-from maxpipe.boundary import redact
-from maxpipe.boundary.files import full, scheme
 from maxpipe.commands.parser import Commands, add_inputs, count, read_config, subcommands
 from maxpipe.commands.progress import Progress
 from maxpipe.errors import ConfigError, ExitCode
+from maxpipe.io import redact
+from maxpipe.io.files import full, scheme
 
 _OUT = "command line: --out"
 
@@ -23,7 +23,7 @@ def _prepare(options: argparse.Namespace) -> int:
         rule = "must be distill, with distill.teacher: it names the model that is asked."
         action = "Set train.objective=distill and distill.teacher=RUN@newest, and no distill.stored"
         raise ConfigError.one("train.objective", loaded.config.train.objective, rule, f"{action}.")
-    from maxpipe.train.prepare_answers import prepare
+    from maxpipe.posttrain.prepare_answers import prepare
 
     progress = Progress()
     try:

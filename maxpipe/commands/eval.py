@@ -11,24 +11,24 @@ from typing import TYPE_CHECKING, Any
 
 from maxpipe.commands.parser import Commands, add_address, add_average, add_inputs, count
 from maxpipe.errors import ConfigError, ExitCode
-from maxpipe.words import counted
+from maxpipe.io.text import counted
 
 if TYPE_CHECKING:
     from maxpipe.checkpoint.address import Address
-    from maxpipe.train.evaluation import Report
+    from maxpipe.evals.evaluation import Report
 
 _REPORT_SECONDS = 10.0
 
 
 def _eval(options: argparse.Namespace) -> int:
-    from maxpipe.exchange.named import named
+    from maxpipe.huggingface.named import named
 
     model = named(options.checkpoint, average=options.average)
     _check(options)
     if options.choices is not None:
         return _ask(options, model)
     inputs = [*options.inputs, *_documents(options)]
-    from maxpipe.train.evaluation import evaluate_model
+    from maxpipe.evals.evaluation import evaluate_model
 
     found = evaluate_model(model, inputs, options.split, _say)
     if found is not None:
@@ -51,12 +51,12 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _ask(options: argparse.Namespace, model: Address | Path) -> int:
+    from maxpipe.evals.choices import Exam, as_chats, read, summary, written
+    from maxpipe.evals.requests import Requests
+    from maxpipe.evals.texts import Texts
     from maxpipe.generate.weights import open_model
     from maxpipe.parallel.mesh import describe
-    from maxpipe.scoring.choices import Exam, as_chats, read, summary, written
-    from maxpipe.scoring.requests import Requests
-    from maxpipe.scoring.texts import Texts
-    from maxpipe.train.chosen import deferred, interrupts
+    from maxpipe.restore.open_model import deferred, interrupts
 
     path, batch_size = options.choices, options.batch_size or 16
     chat, separator = bool(options.chat), options.separator

@@ -39,7 +39,7 @@ _STDIN = "-"
 
 
 def _generate(options: argparse.Namespace) -> int:
-    from maxpipe.exchange.named import named
+    from maxpipe.huggingface.named import named
 
     model = named(options.checkpoint, average=options.average)
     _check(options)
@@ -54,7 +54,7 @@ def _generate(options: argparse.Namespace) -> int:
     )
     from maxpipe.generate.sampling import Sampling
     from maxpipe.generate.weights import open_model
-    from maxpipe.train.chosen import deferred, interrupts
+    from maxpipe.restore.open_model import deferred, interrupts
 
     names = ("repetition_penalty", "temperature", "top_k", "top_p", "min_p")
     sampling = Sampling(**{name: getattr(options, name) for name in names})

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 
-from maxpipe.boundary import redact
 from maxpipe.commands.parser import Commands, add_address
 from maxpipe.errors import ExitCode
-from maxpipe.words import sentence
+from maxpipe.io import redact
+from maxpipe.io.text import sentence
 
 
 def add(commands: Commands) -> None:

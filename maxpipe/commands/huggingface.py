@@ -14,10 +14,10 @@ _TYPES = ("float32", "bfloat16", "float16")
 
 
 def _import(options: argparse.Namespace) -> int:
-    from maxpipe.processes import runtime
+    from maxpipe.distributed import runtime
 
     runtime.use_no_devices()
-    from maxpipe.exchange.incoming import import_folder
+    from maxpipe.huggingface.import_ import import_folder
 
     with contextlib.closing(Progress(" MB")) as progress:
         import_folder(options.folder, options.out, say, progress.report)
@@ -28,10 +28,10 @@ def _export(options: argparse.Namespace) -> int:
     from maxpipe.checkpoint.address import parse
 
     address = dataclasses.replace(parse(options.checkpoint), average=options.average)
-    from maxpipe.processes import runtime
+    from maxpipe.distributed import runtime
 
     runtime.use_no_devices()
-    from maxpipe.exchange.outgoing import export, export_adapters
+    from maxpipe.huggingface.export import export, export_adapters
 
     if options.adapter:
         export_adapters(address, options.out, options.dtype, say)

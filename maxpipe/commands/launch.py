@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from maxpipe.boundary.files import full
 from maxpipe.commands.parser import Commands, Parser, add_inputs, integer, read_config, subcommands
 from maxpipe.errors import ConfigError, ExitCode
-from maxpipe.words import sentence
+from maxpipe.io.files import full
+from maxpipe.io.text import sentence
 
 if TYPE_CHECKING:
     from maxpipe.config.load import Loaded

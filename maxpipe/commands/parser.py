@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from maxpipe.boundary import files, redact
 from maxpipe.errors import ConfigError, StorageError
+from maxpipe.io import files, redact
 
 INPUTS_HELP = (
     "config files or names of configs that maxpipe ships (`maxpipe configs list`), merged left to "

@@ -7,8 +7,6 @@ import contextlib
 import sys
 from typing import TYPE_CHECKING
 
-from maxpipe.boundary import redact
-from maxpipe.boundary.files import full
 from maxpipe.commands.parser import (
     Commands,
     add_inputs,
@@ -19,6 +17,8 @@ from maxpipe.commands.parser import (
 )
 from maxpipe.commands.progress import PhaseProgress, Progress
 from maxpipe.errors import ConfigError, ExitCode
+from maxpipe.io import redact
+from maxpipe.io.files import full
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -8,8 +8,8 @@ import threading
 import time
 from typing import Any, Self
 
-from maxpipe.boundary import redact
 from maxpipe.errors import StorageError
+from maxpipe.io import redact
 
 _LINE_SECONDS = 5.0
 _PHASE_SECONDS = 10.0

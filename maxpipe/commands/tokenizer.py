@@ -8,8 +8,6 @@ import os
 import shlex
 from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
-from maxpipe.boundary import redact
-from maxpipe.boundary.files import full
 from maxpipe.commands.data_files import is_config, with_data_files
 from maxpipe.commands.data_look import named_inputs
 from maxpipe.commands.parser import (
@@ -22,6 +20,8 @@ from maxpipe.commands.parser import (
 )
 from maxpipe.commands.progress import Progress
 from maxpipe.errors import ConfigError, ExitCode
+from maxpipe.io import redact
+from maxpipe.io.files import full
 
 if TYPE_CHECKING:
     from maxpipe.config.data_schema import SourceConfig

@@ -10,9 +10,8 @@ from maxpipe.config.keys import KEYS, default_of
 from maxpipe.config.rules import axis_keys, axis_size, did_you_mean, rule
 from maxpipe.config.schema import Config
 from maxpipe.errors import Finding
-from maxpipe.model.families.registry import describe
-from maxpipe.model.frozen import declared, suggestions
-from maxpipe.model.low_rank import (
+from maxpipe.models.frozen import declared, suggestions
+from maxpipe.models.low_rank import (
     block_size,
     dim_of_scales,
     matrices,
@@ -21,6 +20,7 @@ from maxpipe.model.low_rank import (
     summed,
     unmatched,
 )
+from maxpipe.models.registry import describe
 
 _KEYS = tuple(key for key in KEYS if key.startswith(("adapter.", "model.")))
 _MAX_FINDINGS = 8

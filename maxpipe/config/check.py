@@ -26,8 +26,6 @@ import maxpipe.config.model_rules
 import maxpipe.config.pipeline_rules
 import maxpipe.config.preference_rules
 import maxpipe.config.tokenizer_rules  # noqa: F401  all ten register their rules
-from maxpipe.boundary import redact
-from maxpipe.boundary.files import scheme
 from maxpipe.config import ramp
 from maxpipe.config.by_name import by_name
 from maxpipe.config.copies import meant_copies
@@ -35,21 +33,15 @@ from maxpipe.config.keys import FAMILY, KEYS, family_section
 from maxpipe.config.phases import EXAMPLE, phases
 from maxpipe.config.ramp import Ramp
 from maxpipe.config.ranges import BOUNDS, Bound
-from maxpipe.config.rules import (
-    RULES,
-    divisors,
-    folder_name,
-    rule,
-    shown,
-    up,
-    value_of,
-)
+from maxpipe.config.rules import RULES, folder_name, rule, shown, value_of
 from maxpipe.config.schema import Config, TrainConfig
 from maxpipe.errors import Finding, Problem
-from maxpipe.model.families.registry import FAMILIES, describe
-from maxpipe.model.parts.attention import Attention
-from maxpipe.model.parts.latent import LatentAttention
-from maxpipe.words import counted
+from maxpipe.io import redact
+from maxpipe.io.files import scheme
+from maxpipe.io.text import counted, divisors, up
+from maxpipe.models.layers.attention import Attention
+from maxpipe.models.layers.latent import LatentAttention
+from maxpipe.models.registry import FAMILIES, describe
 
 DEFAULT = "default"
 """Origin of a value that is not set."""

@@ -11,8 +11,8 @@ from maxpipe.config.keys import KEYS
 from maxpipe.config.rules import axis_keys, axis_size, rule, shown
 from maxpipe.config.schema import Config
 from maxpipe.errors import Finding, Problem
-from maxpipe.model.families.registry import describe
-from maxpipe.model.spec import Param
+from maxpipe.models.registry import describe
+from maxpipe.models.spec import Param
 from maxpipe.parallel.axes import DEFAULT_AXIS_RULES, MESH_AXES, axis_table
 
 LIMIT = "mesh.largest_copy_bytes"

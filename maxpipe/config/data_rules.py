@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Callable, Iterator
 
 from maxpipe.config import mixture
-from maxpipe.config.bounds import LARGEST
 from maxpipe.config.data import (
     COLUMNS,
     FILES,
@@ -25,6 +24,7 @@ from maxpipe.config.ranges import BOUNDS
 from maxpipe.config.rules import did_you_mean, rule
 from maxpipe.config.schema import Config
 from maxpipe.errors import Finding
+from maxpipe.models.bounds import LARGEST
 
 _SOURCES = ("data.source", "data.path", "data.paths", "data.mixture")
 _NAMED = ("data.mixture", "data.validation")

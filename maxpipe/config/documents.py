@@ -14,11 +14,11 @@ from typing import Any
 
 import yaml
 
-from maxpipe.boundary.files import read
-from maxpipe.boundary.plain_yaml import compose
 from maxpipe.config.inputs import Input, broken_link, nearby
 from maxpipe.config.values import Raw
 from maxpipe.errors import ConfigError, Problem
+from maxpipe.io.files import read
+from maxpipe.io.plain_yaml import compose
 
 MAX_FILE_BYTES = 1 << 20
 

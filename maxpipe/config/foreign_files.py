@@ -12,8 +12,6 @@ from typing import NamedTuple
 
 import yaml
 
-from maxpipe.boundary.files import read
-from maxpipe.boundary.plain_yaml import compose
 from maxpipe.config.assignments import Assignment, from_document, from_values
 from maxpipe.config.documents import MAX_FILE_BYTES, one_line
 from maxpipe.config.inputs import FOREIGN_SUFFIXES
@@ -23,7 +21,9 @@ from maxpipe.config.shipped import configs
 from maxpipe.config.translation import MODEL, Context, Translation, one_line_of, translate
 from maxpipe.config.values import Raw
 from maxpipe.errors import ConfigError, Problem
-from maxpipe.words import counted
+from maxpipe.io.files import read
+from maxpipe.io.plain_yaml import compose
+from maxpipe.io.text import counted
 
 SUFFIXES = FOREIGN_SUFFIXES
 

@@ -6,9 +6,10 @@ import re
 from collections.abc import Iterator
 
 from maxpipe.config.ramp import Ramp
-from maxpipe.config.rules import listed, rule, shown, up, value_of
+from maxpipe.config.rules import rule, shown, value_of
 from maxpipe.config.schema import Config
 from maxpipe.errors import Finding
+from maxpipe.io.text import listed, up
 
 _OBJECTIVE = "train.objective"
 _GROUP, _UPDATES, _FILE = "grpo.group_size", "grpo.updates_per_rollout", "grpo.reward_file"

@@ -8,11 +8,11 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from maxpipe.boundary.files import read
 from maxpipe.config import shipped
 from maxpipe.config.paths import CONFIG_FILE
 from maxpipe.config.rules import did_you_mean, folder_name
 from maxpipe.errors import ConfigError, Problem
+from maxpipe.io.files import read
 
 SUFFIXES = (".yml", ".yaml")
 _PROGRAMS = (".py", ".sh", ".ipynb")

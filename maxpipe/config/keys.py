@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from maxpipe.config.schema import Config
-from maxpipe.model.families.registry import FAMILIES
+from maxpipe.models.registry import FAMILIES
 
 FAMILY = "model.family"
 _MODEL = "model"
@@ -153,3 +153,22 @@ def flat(nested: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
             else:
                 found[key] = value
     return found
+
+
+# Settings that may differ between processes.
+OWN_SECTIONS = frozenset({"runtime", "log", "launch"})
+
+OWN_KEYS = frozenset(
+    {"run.dir", "data.path", "data.paths", "data.tfds_dir", "data.threads"}
+    | {"data.prefetch_batches", "data.largest_unpacked_bytes", "tokenizer.path"}
+)
+
+
+def may_differ(key: str) -> bool:
+    """Whether processes may have other values of a full key, one of a section by name included."""
+    outer, _, inner = declared_as(key).rpartition(".")
+    return (
+        key.partition(".")[0] in OWN_SECTIONS
+        or key in OWN_KEYS
+        or (outer in NAMED and f"data.{inner}" in OWN_KEYS)
+    )

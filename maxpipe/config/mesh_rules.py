@@ -16,20 +16,19 @@ from maxpipe.config.rules import (
     axis_size,
     batch_shards,
     did_you_mean,
-    divisors,
     is_read,
     rule,
     shown,
-    up,
     value_of,
 )
 from maxpipe.config.schema import Config
 from maxpipe.errors import Finding
-from maxpipe.model.families.registry import describe
-from maxpipe.model.parts.delta import GatedDelta
-from maxpipe.model.parts.experts import Experts
-from maxpipe.model.parts.latent import LatentAttention
-from maxpipe.model.spec import Part
+from maxpipe.io.text import divisors, up
+from maxpipe.models.layers.delta import GatedDelta
+from maxpipe.models.layers.experts import Experts
+from maxpipe.models.layers.latent import LatentAttention
+from maxpipe.models.registry import describe
+from maxpipe.models.spec import Part
 from maxpipe.parallel.axes import (
     DEFAULT_AXIS_RULES,
     LOGICAL_AXES,

@@ -14,7 +14,7 @@ from maxpipe.config.keys import KEYS, default_of
 from maxpipe.config.rules import did_you_mean
 from maxpipe.config.translation import MODEL
 from maxpipe.errors import Problem
-from maxpipe.words import counted
+from maxpipe.io.text import counted
 
 _NOT_SHAPE = ("attention", "compute_dtype", "param_dtype", "dropout", "frozen")
 """Keys of the model, and those that begin with `matmul`, that leave its parameters as they are."""

@@ -7,11 +7,13 @@ from collections.abc import Iterator
 
 from maxpipe.config.by_name import by_name
 from maxpipe.config.keys import KEYS
-from maxpipe.config.rules import axis_keys, axis_size, did_you_mean, rule, up
+from maxpipe.config.rules import axis_keys, axis_size, did_you_mean, rule
 from maxpipe.config.schema import Config
 from maxpipe.errors import Finding
-from maxpipe.model.families.registry import describe
-from maxpipe.model.frozen import chosen, declared, suggestions, trained, without_match
+from maxpipe.io.text import up
+from maxpipe.models.frozen import chosen, declared, suggestions, trained, without_match
+from maxpipe.models.registry import describe
+from maxpipe.parallel.axes import BLOCK
 
 _KEY = "model.frozen"
 _MAX_FINDINGS = 8
@@ -109,11 +111,6 @@ def _sums_over_tokens_fit(config: Config) -> Iterator[Finding]:
         )
         action = "Set model.matmul_weight_gradients=default."
         yield Finding("model.matmul_weight_gradients", rule, action)
-
-
-BLOCK = 128
-"""Numbers of a dim that share a scale with `model.matmul_scales=block`, if their count can be
-divided so; else the largest power of two that divides it."""
 
 
 @rule(

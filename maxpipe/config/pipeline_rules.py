@@ -16,13 +16,13 @@ from maxpipe.config.rules import (
     axis_size,
     batch_shards,
     did_you_mean,
-    divisors,
     rule,
-    up,
 )
-from maxpipe.config.schema import Config, ModelConfig
+from maxpipe.config.schema import Config
 from maxpipe.errors import Finding
-from maxpipe.model.families.registry import describe
+from maxpipe.io.text import counted, divisors, up
+from maxpipe.models.config import ModelConfig
+from maxpipe.models.registry import describe
 from maxpipe.schedule.catalog import (
     CIRCULAR,
     FILE_PREFIX,
@@ -31,7 +31,6 @@ from maxpipe.schedule.catalog import (
     SCHEDULES,
     repeats_rule,
 )
-from maxpipe.words import counted
 
 
 def activations(names: Iterable[str], model: ModelConfig) -> tuple[str, ...]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from maxpipe.config.bounds import LARGEST, SMALLEST, Bound
-from maxpipe.model.families.registry import FAMILIES
+from maxpipe.models.bounds import LARGEST, SMALLEST, Bound
+from maxpipe.models.registry import FAMILIES
 
 BYTES_VOCABULARY = 259
 """256 bytes, begin, end and pad."""

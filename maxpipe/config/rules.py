@@ -15,9 +15,9 @@ from dataclasses import dataclass, is_dataclass
 from typing import Any
 
 from maxpipe.config.keys import NAMED, declared_as, default_of, parted, sections_of
-from maxpipe.config.schema import Config, MeshConfig
+from maxpipe.config.schema import Config
 from maxpipe.errors import Finding
-from maxpipe.parallel.axes import DEFAULT_AXIS_RULES
+from maxpipe.parallel.axes import DEFAULT_AXIS_RULES, MeshConfig
 
 
 def value_of(config: Config, key: str) -> Any:
@@ -121,24 +121,6 @@ def batch_shards(mesh: MeshConfig) -> tuple[int, list[str]]:
 
 
 # Words for messages.
-
-
-def up(value: int, factor: int) -> int:
-    """The next multiple of `factor`."""
-    return max(1, -(-value // factor)) * factor
-
-
-def divisors(value: int) -> str:
-    """Divisors that a user would choose, at most 4096."""
-    return listed(d for d in range(1, min(value, 4096) + 1) if value % d == 0)
-
-
-def listed(numbers: Iterable[int]) -> str:
-    """`1, 2, 4 or 8`; of many, the first few and the last."""
-    words = [str(number) for number in numbers]
-    if len(words) > 8:
-        words = [*words[:6], "..", words[-1]]
-    return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
 
 def shown(value: object) -> str:

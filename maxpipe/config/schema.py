@@ -4,35 +4,21 @@ Each field is followed by a string that documents it: `maxpipe config explain`,
 `docs/config.md`, the JSON schema and error messages are rendered from these
 strings. The classes hold values only; rules live in `check.py`. What is read is declared in
 `data_schema.py`, evaluation in `eval_schema.py`. The keys of one model
-family are declared in its file in `maxpipe/model/families`. Nothing here imports jax, so
+family are declared in its file in `maxpipe/models`. Nothing here imports jax, so
 that `maxpipe --help` stays fast.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Literal
 
 from maxpipe.config.data_schema import DataConfig
 from maxpipe.config.eval_schema import EvalConfig
-from maxpipe.config.tuning_schema import (
-    AdapterConfig,
-    DistillConfig,
-    GrpoConfig,
-    PreferenceConfig,
-)
-
-Dtype = Literal["float32", "bfloat16"]
-
-
-def was(key: str) -> dict[str, str]:
-    """Metadata of a field: the full key that it had before."""
-    return {"was": key}
-
-
-def before(value: Any) -> dict[str, Any]:
-    """Metadata of a field: what runs did before there was the key, if not what its default says."""
-    return {"before": value}
+from maxpipe.config.tuning_schema import DistillConfig, GrpoConfig, PreferenceConfig
+from maxpipe.io.fields import before
+from maxpipe.models.config import AdapterConfig, ModelConfig
+from maxpipe.parallel.axes import MeshConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,147 +33,6 @@ class RunConfig:
     seed: int = 0
     """Seed of parameters, data order and dropout. The same seed gives the same loss curve
     under every mesh, schedule and number of processes."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ModelConfig:
-    """The decoder: a stack of layers of a model family."""
-
-    family: str = "llama"
-    """Family of the model. Keys that only one family reads are in the section of its name, such as
-    `model.llama`."""
-    num_layers: int
-    """Number of decoder layers. Needs not be a multiple of stages x repeats."""
-    d_model: int
-    """Width of the residual stream."""
-    num_heads: int
-    """Number of query heads."""
-    num_kv_heads: int
-    """Number of key/value heads. Query heads share them evenly."""
-    head_size: int
-    """Size of one attention head. Even, because rotary embedding turns pairs."""
-    d_mlp: int
-    """Hidden width of the gated MLP."""
-    vocab_size: int
-    """Number of token ids. At least the tokenizer's vocabulary."""
-    tied_embeddings: bool = False
-    """Use the embedding table as the output projection as well."""
-    heads_ahead: int = 0
-    """Heads beside the ordinary one that predict the tokens 1, 2, ... places further ahead, in
-    training only (multi-token prediction). They share the output projection."""
-    ahead: Literal["projection", "layer"] = "projection"
-    """What each of them has of its own: `projection`, a square matrix; or `layer`, a whole layer of
-    the kind of the last one behind a projection of the head before it and of the embedding of the
-    next token, as in DeepSeek-V3. Read when `model.heads_ahead` is not 0."""
-    ahead_loss_weight: float = 0.3
-    """What the mean of their losses counts in the objective. Read when `model.heads_ahead` is not
-    0."""
-    rope_theta: float = 10000.0
-    """Base of the rotary embedding's wavelengths."""
-    norm_epsilon: float = 1e-5
-    """Added to the mean square in RMS normalisation."""
-    dropout: float = 0.0
-    """Fraction of each residual branch's outputs set to zero in training."""
-    attention: Literal["auto", "xla", "blockwise", "cudnn", "splash"] = "auto"
-    """Implementation of attention: `xla` and `blockwise` run everywhere, the second without an
-    array of all scores; `cudnn` on NVIDIA GPUs; `splash` on TPUs, in sequences of whole blocks of
-    128 tokens. `auto` takes the best for device, model and sequence length; a run says at its start
-    what that is."""
-    compute_dtype: Dtype = "bfloat16"
-    """Type of activations and of weights inside a matmul."""
-    matmul: Literal["default", "int8", "fp8"] = "default"
-    """What projections of attention, MLPs and experts multiply: numbers of `model.compute_dtype`;
-    or 8-bit numbers with scales, of each token its own: `int8`, or `fp8`, e4m3 with
-    cotangents in e5m2. Embedding, router, loss head and the products inside of attention stay in
-    `model.compute_dtype`; so do projections of linear attention and into latents."""
-    matmul_parts: Literal["all", "mlp"] = "all"
-    """Which products `model.matmul` is for: all that it names, or those of MLPs and experts alone.
-    Projections of attention are as wide as the model: to round what they multiply takes about as
-    long as faster products save. Read when `model.matmul` is not `default`."""
-    matmul_scales: Literal["channel", "tensor", "block"] = "channel"
-    """What has a scale in weights: each output of a product, or the whole matrix, which is then the
-    same 8-bit matrix forward and backward. `block`: blocks of 128 x 128, and of 128 along the sum
-    in activations, with powers of two as scales; what they stand for is multiplied in
-    `model.compute_dtype`, so that it says what such a format does to a loss and is not faster.
-    Read when `model.matmul` is not `default`."""
-    matmul_weight_gradients: Literal["default", "same"] = "default"
-    """What products that make gradients of weights multiply: numbers of `model.compute_dtype`, or
-    the same 8-bit numbers as others do. Read when `model.matmul` is not `default`."""
-    param_dtype: Dtype = "float32"
-    """Type of stored parameters and of the optimizer's state."""
-    frozen: list[str] = field(default_factory=list, hash=False)  # a list has no hash
-    """Parameters that are not trained: patterns over the names in checkpoints, such as `embedding`
-    or `layers.attention.*`. With several kinds of layers those names hold the kind: in a `moe`
-    model with dense layers `layers.experts.*` are whole layers of the kind `experts`, attention
-    and norms included, and `layers.experts.experts.*` the router and the experts in them alone.
-    They keep their values, and have neither gradients nor optimizer state. A run goes on with the
-    same ones frozen; `checkpoint.restore=weights` starts with others."""
-    own: Any = None
-    """The section of the family. None: its defaults."""
-    adapter: Any = None
-    """The section `adapter` of a config that has adapters."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MeshConfig:
-    """Sizes of the mesh axes: `ici_*` inside one slice, `dcn_*` across slices.
-
-    An axis' total size is ici x dcn. At most one `ici_*` and one `dcn_*` may be
-    -1, which means "the devices that are left".
-    """
-
-    ici_data: int = 1
-    """Replicas of the parameters inside a slice; each sees its own part of the batch."""
-    ici_fsdp: int = 1
-    """Shards of the parameters inside a slice; each sees its own part of the batch."""
-    ici_stage: int = 1
-    """Pipeline stages inside a slice."""
-    ici_tensor: int = 1
-    """Shards of heads and MLP inside a slice."""
-    ici_context: int = 1
-    """Shards of each sequence inside a slice."""
-    ici_expert: int = 1
-    """Shards of the experts inside a slice; each sees its own part of the batch."""
-    dcn_data: int = 1
-    """Replicas of the parameters across slices."""
-    dcn_fsdp: int = 1
-    """Shards of the parameters across slices."""
-    dcn_stage: int = 1
-    """Pipeline stages across slices."""
-    dcn_tensor: int = 1
-    """Shards of heads and MLP across slices."""
-    dcn_context: int = 1
-    """Shards of each sequence across slices."""
-    dcn_expert: int = 1
-    """Shards of the experts across slices; each sees its own part of the batch."""
-    context_attention: Literal["auto", "gather", "heads", "ring"] = "auto"
-    """How tokens attend to those on other devices of the context axis. `gather` brings keys and
-    values of whole sequences to each device. `heads` exchanges tokens, so that each has whole
-    sequences of some heads (Ulysses); heads and key/value heads are multiples of context x tensor.
-    `ring` passes keys and values around, so that no device has all; needs `pipeline.idle` compute,
-    or one stage. `auto` takes `heads` where they divide, else `gather`."""
-    shard_mode: Literal["auto", "explicit"] = "auto"
-    """How jax knows the way in which arrays are divided outside the pipeline: `auto` leaves it to
-    the compiler, between a program's inputs and outputs; in `explicit` types carry it over all
-    axes but tensor, and an operation that would need a guess is an error. Results are the same.
-    Generation and scoring are always `auto`."""
-    cpu_devices: int = 1
-    """Number of virtual devices when running on CPU. Ignored on TPU and GPU."""
-    sequence_parallel: bool = False
-    """Split what is between the matmuls of a layer (residual stream, norms, messages, kept
-    inputs) over tokens on the tensor axis. All-reduces become all-gathers and reduce-scatters, and
-    what waits between slots takes less memory."""
-    collective_matmul: bool = False
-    """Send parts of these all-gathers and reduce-scatters behind the matmuls that read or write
-    them: each becomes a ring of messages and smaller matmuls. Read with
-    `mesh.sequence_parallel=true`."""
-    axis_rules: dict[str, list[str]] = field(default_factory=dict)
-    """Changes to the table from logical axis to mesh axes, e.g. `{mlp: [tensor]}`.
-    The default table is printed by `maxpipe config explain mesh.axis_rules`."""
-    largest_copy_bytes: int = 2**27
-    """The most that a device holds of one parameter, a stage's layers together, when all devices
-    of the fsdp, expert and context axes hold the same: a larger one that no rule `[]` keeps whole
-    is an error, and one that a rule keeps whole is reported. 0: no limit."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

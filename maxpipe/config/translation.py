@@ -12,7 +12,6 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from maxpipe.boundary.device_files import accelerators
 from maxpipe.config import shipped
 from maxpipe.config.documents import one_line
 from maxpipe.config.keys import (
@@ -27,6 +26,7 @@ from maxpipe.config.names import Answer, key_meant, list_meant, same_key, same_v
 from maxpipe.config.ranges import BOUNDS
 from maxpipe.config.rules import BATCH_AXES, axis_keys, shown, squashed
 from maxpipe.config.values import READERS, Raw
+from maxpipe.io.device_files import accelerators
 from maxpipe.parallel.axes import MESH_AXES
 from maxpipe.schedule.catalog import SCHEDULES
 

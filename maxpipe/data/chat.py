@@ -19,7 +19,6 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from maxpipe.boundary import files
 from maxpipe.config.data import all_sources, template_settings
 from maxpipe.config.data_schema import DataConfig, SourceConfig
 from maxpipe.config.paths import EVENTS_FILE
@@ -49,7 +48,8 @@ from maxpipe.data.tokenizers.chat_process import (
 from maxpipe.data.tokenizers.files import naming
 from maxpipe.data.tokenizers.offsets import touched
 from maxpipe.errors import ConfigError, Problem
-from maxpipe.words import counted
+from maxpipe.io import files
+from maxpipe.io.text import counted
 
 _MOST_TEMPLATE_BYTES = 1 << 24
 _PASS_RECORDS = 256

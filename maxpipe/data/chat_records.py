@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from maxpipe.boundary.typed import parse
 from maxpipe.config.data import is_template, template_pieces, template_settings
 from maxpipe.config.data_schema import SourceConfig
 from maxpipe.config.rules import did_you_mean
 from maxpipe.data.formats.record_keys import chat_settings
 from maxpipe.data.formats.text_of import BadRecord, joined, shortened
 from maxpipe.data.tokenizers.chat_process import SETTINGS, ChatInput, Message
+from maxpipe.io.typed import parse
 
 _MESSAGES, _SHAREGPT = "messages", "conversations"
 """The default of `data.messages_field`, and the name that ShareGPT records use for it."""

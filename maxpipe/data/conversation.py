@@ -14,7 +14,6 @@ from typing import Any, TypedDict
 
 import numpy as np
 
-from maxpipe.boundary.typed import checked
 from maxpipe.config.data import sources as sources_of
 from maxpipe.config.data_schema import SourceConfig
 from maxpipe.config.schema import DataConfig
@@ -25,6 +24,7 @@ from maxpipe.data.tokenizers.chat import ChatTemplate
 from maxpipe.data.tokenizers.chat_process import ChatInput
 from maxpipe.data.tokenizers.control import Framing
 from maxpipe.errors import ConfigError
+from maxpipe.io.typed import checked
 
 KEY = "conversation"
 """Name of the entry in the data position of a checkpoint."""

@@ -16,9 +16,9 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from maxpipe.boundary.files import opened
 from maxpipe.data.formats.locks import locked
 from maxpipe.data.sources import Moved
+from maxpipe.io.files import opened
 
 _LOG = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from maxpipe.data.documents import Documents, Encoded
 from maxpipe.data.prepared.windows import TokenFiles
 from maxpipe.data.sources import Moved, Progress
 from maxpipe.errors import ConfigError
-from maxpipe.words import counted
+from maxpipe.io.text import counted
 
 Policy = Literal["truncate", "drop", "split", "error"]
 

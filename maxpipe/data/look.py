@@ -13,7 +13,7 @@ from maxpipe.data.pairs import HALVES
 from maxpipe.data.sequences import PAIRS
 from maxpipe.data.tokenizer import Tokenizer, stream
 from maxpipe.errors import ConfigError
-from maxpipe.words import counted
+from maxpipe.io.text import counted
 
 
 class Piece(NamedTuple):

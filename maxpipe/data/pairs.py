@@ -35,7 +35,7 @@ from maxpipe.data.sources import Source
 from maxpipe.data.tokenizer import Tokenizer
 from maxpipe.data.tokenizers.chat_process import ChatInput, Message
 from maxpipe.errors import ConfigError
-from maxpipe.words import counted
+from maxpipe.io.text import counted
 
 TRUNCATED, DROPPED, SAME = 1, 2, 4
 """Marks of a pair: it was too long and lost its ends, or is left out; both halves are the same."""

@@ -16,8 +16,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from maxpipe.boundary import files
-from maxpipe.boundary.typed import parse
 from maxpipe.config.data import is_template
 from maxpipe.config.data_schema import SourceConfig
 from maxpipe.config.ramp import Ramp
@@ -52,7 +50,9 @@ from maxpipe.data.tokenizers.chat import ChatTemplate
 from maxpipe.data.tokenizers.chat_process import ChatInput
 from maxpipe.data.tokenizers.files import naming
 from maxpipe.errors import ConfigError
-from maxpipe.words import counted
+from maxpipe.io import files
+from maxpipe.io.text import counted
+from maxpipe.io.typed import parse
 
 _LOG = logging.getLogger(__name__)
 

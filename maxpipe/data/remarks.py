@@ -10,7 +10,7 @@ import numpy as np
 from maxpipe.data.chat import REWRITTEN
 from maxpipe.data.pairs import DROPPED, SAME, TRUNCATED
 from maxpipe.data.tokenizers.chat import unread_remarks
-from maxpipe.words import counted
+from maxpipe.io.text import counted
 
 _MARKS = {
     TRUNCATED: "are longer than a row and lose their ends: see data.long_pairs",

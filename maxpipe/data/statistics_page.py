@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-from maxpipe.boundary import redact
 from maxpipe.data.statistics import Statistics
+from maxpipe.io import redact
+from maxpipe.io.text import counted
 from maxpipe.schedule.canvas import Box, Canvas, Label
-from maxpipe.words import counted
 
 FORMS = (".html", ".png")
 _BAR = 40

@@ -20,8 +20,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from maxpipe.boundary import redact
-from maxpipe.boundary.files import full, has_home
 from maxpipe.checkpoint.address import parse
 from maxpipe.checkpoint.storage import (
     FOLDER,
@@ -39,7 +37,7 @@ from maxpipe.config.data import all_sources, section_of
 from maxpipe.config.data_schema import SourceConfig
 from maxpipe.config.load import Loaded, load, to_dict
 from maxpipe.config.rules import axis_size
-from maxpipe.config.schema import Config, MeshConfig, RunConfig, RuntimeConfig
+from maxpipe.config.schema import Config, RunConfig, RuntimeConfig
 from maxpipe.config.training import asks_teacher, check_training
 from maxpipe.data.answers import answers_of
 from maxpipe.data.corpus import chat_records
@@ -48,16 +46,18 @@ from maxpipe.data.sections import in_section
 from maxpipe.data.sources import open_source
 from maxpipe.data.tokenizer import Tokenizer, fitted, open_tokenizer
 from maxpipe.diagnosis import environment
+from maxpipe.distributed.hub import free_port
 from maxpipe.errors import ConfigError, StorageError
-from maxpipe.exchange.source import folder_of, opened
-from maxpipe.model.choice import Divided, words
-from maxpipe.model.count import total
-from maxpipe.model.families.registry import describe
+from maxpipe.huggingface.source import folder_of, opened
+from maxpipe.io import redact
+from maxpipe.io.files import full, has_home
+from maxpipe.io.text import counted
+from maxpipe.models.choice import Divided, words
+from maxpipe.models.count import total
+from maxpipe.models.registry import describe
 from maxpipe.optim.kept import saved_bytes
-from maxpipe.parallel.axes import MESH_AXES
+from maxpipe.parallel.axes import MESH_AXES, MeshConfig
 from maxpipe.plan import gpu_target
-from maxpipe.processes.hub import free_port
-from maxpipe.words import counted
 
 DEVICE_SECONDS = 300.0
 """Seconds for devices to start, and for one small program per mesh axis."""

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import maxpipe
-from maxpipe.boundary import redact
+from maxpipe.io import redact
 
 PACKAGES = (
     "jax",

@@ -21,14 +21,15 @@ from jax import lax
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from maxpipe.boundary.device_files import accelerators
-from maxpipe.boundary.files import full
-from maxpipe.config.schema import MeshConfig, RuntimeConfig
+from maxpipe.config.schema import RuntimeConfig
+from maxpipe.distributed import runtime
+from maxpipe.distributed.phases import Phases
 from maxpipe.errors import ConfigError
+from maxpipe.io.device_files import accelerators
+from maxpipe.io.files import full
+from maxpipe.io.text import counted
+from maxpipe.parallel.axes import MeshConfig
 from maxpipe.parallel.mesh import build_mesh, describe, divided
-from maxpipe.processes import runtime
-from maxpipe.processes.phases import Phases
-from maxpipe.words import counted
 
 COLLECTIVES = ("psum", "all_gather", "psum_scatter", "ppermute", "all_to_all")
 

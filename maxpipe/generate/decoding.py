@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Bool, Float, Int
 
 from maxpipe.generate.sampling import Sampling, row_keys, sample
-from maxpipe.model.decoder import Decoder
+from maxpipe.nn.decoder import Decoder
 from maxpipe.parallel.mesh import BATCH_AXES
 from maxpipe.parallel.sharding import BATCH_SPEC
 

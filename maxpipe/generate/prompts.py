@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from maxpipe.boundary import files
-from maxpipe.boundary.typed import parse
 from maxpipe.data.tokenizers.chat_process import ChatInput
 from maxpipe.errors import ConfigError
+from maxpipe.io import files
+from maxpipe.io.typed import parse
 
 MAX_BYTES = 1 << 28
 """Of a file."""

@@ -34,7 +34,7 @@ from maxpipe.generate.decoding import (
     side_by_side,
 )
 from maxpipe.generate.sampling import Sampling, row_keys, sample
-from maxpipe.model.decoder import Decoder
+from maxpipe.nn.decoder import Decoder
 from maxpipe.parallel.collectives import (
     from_position,
     gather_shards,

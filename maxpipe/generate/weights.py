@@ -21,26 +21,26 @@ from maxpipe.checkpoint.address import Address
 from maxpipe.config.check import check
 from maxpipe.config.data import template_settings
 from maxpipe.config.load import Loaded
-from maxpipe.config.schema import Config, MeshConfig
+from maxpipe.config.schema import Config
 from maxpipe.data.tokenizer import Tokenizer, open_tokenizer
+from maxpipe.distributed import runtime
 from maxpipe.errors import ConfigError
-from maxpipe.generate.sampling import Sampling
-from maxpipe.model.decoder import Decoder
-from maxpipe.parallel.mesh import STAGE, build_mesh, describe
-from maxpipe.processes import runtime
-from maxpipe.train.build import steps_of
-from maxpipe.train.chosen import choose, is_given
-from maxpipe.train.decoders import (
+from maxpipe.generate.decoders import (
     AnyDecoding,
     decoding_of,
     for_decoding,
     prepared,
     prepared_shardings,
 )
-from maxpipe.train.set_up import fit_to_devices
-from maxpipe.train.state import Partition
-from maxpipe.train.step import Steps
-from maxpipe.words import counted
+from maxpipe.generate.sampling import Sampling
+from maxpipe.io.text import counted
+from maxpipe.nn.decoder import Decoder
+from maxpipe.parallel.axes import MeshConfig
+from maxpipe.parallel.mesh import STAGE, build_mesh, describe
+from maxpipe.restore.open_model import choose, is_given
+from maxpipe.step.build import fit_to_devices, steps_of
+from maxpipe.step.state import Partition
+from maxpipe.step.step import Steps
 
 Say = Callable[[str], None]
 

@@ -10,11 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from maxpipe.boundary import files
 from maxpipe.checkpoint.storage import run_folder
 from maxpipe.config.load import to_yaml
 from maxpipe.config.schema import Config
 from maxpipe.errors import ConfigError, StorageError
+from maxpipe.io import files
 from maxpipe.launch.hosts import Hosts
 
 CONFIG_FILE = "config.yml"

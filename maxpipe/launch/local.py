@@ -21,15 +21,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import FrameType
 
-from maxpipe.boundary import redact
 from maxpipe.checkpoint.storage import run_folder
 from maxpipe.config.load import Loaded
+from maxpipe.distributed import secret
+from maxpipe.distributed.hub import free_port
 from maxpipe.errors import ExitCode
+from maxpipe.io import redact
 from maxpipe.launch.logs import Log
 from maxpipe.launch.preflight import check_local
 from maxpipe.launch.restart import Restarts, described
-from maxpipe.processes import secret
-from maxpipe.processes.hub import free_port
 
 GRACE_SECONDS = 5.0
 """How long the others may go on when one process has failed: to end by themselves, with their own

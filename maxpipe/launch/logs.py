@@ -10,8 +10,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import BinaryIO
 
-from maxpipe.boundary import files
 from maxpipe.errors import StorageError
+from maxpipe.io import files
 
 _MAX_LINES = 40
 _MOST_BYTES = 1 << 28

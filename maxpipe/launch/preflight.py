@@ -10,8 +10,6 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from maxpipe.boundary import redact
-from maxpipe.boundary.files import scheme
 from maxpipe.checkpoint import address
 from maxpipe.checkpoint.storage import home, run_folder
 from maxpipe.config.check import where
@@ -22,15 +20,17 @@ from maxpipe.config.load import Loaded, to_dict
 from maxpipe.config.rules import value_of
 from maxpipe.config.schema import Config
 from maxpipe.errors import ConfigError, Problem
-from maxpipe.exchange.source import folder_of
 from maxpipe.hardware import known
+from maxpipe.huggingface.source import folder_of
+from maxpipe.io import redact
+from maxpipe.io.files import scheme
+from maxpipe.io.text import counted
 from maxpipe.launch.hosts import KEY, Hosts, hosts_of
 from maxpipe.launch.restart import newest_step
 from maxpipe.parallel.axes import MESH_AXES
 from maxpipe.plan.plan import placed
 from maxpipe.plan.sizes import Sizes
 from maxpipe.plan.topology import CPU_DEVICES, Topology, parse
-from maxpipe.words import counted
 
 
 @dataclasses.dataclass

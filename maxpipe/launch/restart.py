@@ -7,10 +7,10 @@ import signal
 from pathlib import Path
 from typing import TypedDict
 
-from maxpipe.boundary.files import records
 from maxpipe.checkpoint.storage import FOLDER
 from maxpipe.config.paths import EVENTS_FILE
 from maxpipe.errors import ExitCode
+from maxpipe.io.files import records
 
 FINAL = (ExitCode.CONFIG, ExitCode.BUG, ExitCode.STORAGE, ExitCode.INTERRUPTED)
 """Failures that another start would only repeat, and a person's Ctrl-C."""

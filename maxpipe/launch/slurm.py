@@ -10,11 +10,11 @@ import shlex
 import signal
 
 from maxpipe.config.paths import EVENTS_FILE
+from maxpipe.distributed.secret import FILE_VARIABLE
 from maxpipe.errors import ConfigError, ExitCode
 from maxpipe.launch.hosts import KEY
 from maxpipe.launch.job import CONFIG_FILE, Job, Submission, required_variables
 from maxpipe.launch.restart import FINAL
-from maxpipe.processes.secret import FILE_VARIABLE
 
 _JOB, _TASK = "job.sh", "task.sh"
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from maxpipe.config.schema import OptimConfig
-from maxpipe.model.spec import Dims, Normal, Param
+from maxpipe.models.spec import Dims, Normal, Param
 
 AVERAGE = "average"
 """Name of the tree of averaged parameters, which no update reads."""

@@ -24,7 +24,7 @@ from jax import Array, lax
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Float, Int
 
-from maxpipe.nested import Path
+from maxpipe.io.tree import Path
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 ITERATIONS = 5

@@ -10,7 +10,7 @@ from jax import Array
 from jaxtyping import Float
 
 from maxpipe.config.schema import OptimConfig
-from maxpipe.model.spec import Param
+from maxpipe.models.spec import Param
 from maxpipe.optim import muon
 from maxpipe.optim.kept import is_orthogonalised, matrix_of
 

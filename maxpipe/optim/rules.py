@@ -17,7 +17,7 @@ from jax import Array
 from jaxtyping import Bool, Float, Int
 
 from maxpipe.config.schema import OptimConfig
-from maxpipe.train.guard import unless_bad
+from maxpipe.optim.guard import unless_bad
 
 Arrays = dict[str, Array]
 """What is kept of one parameter, by name."""

@@ -21,9 +21,10 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Bool, Float, Int
 
 from maxpipe.config.schema import OptimConfig
-from maxpipe.model.spec import Param
-from maxpipe.nested import Path, flat, nested
+from maxpipe.io.tree import Path, flat, nested
+from maxpipe.models.spec import Param
 from maxpipe.optim import muon
+from maxpipe.optim.guard import unless_bad
 from maxpipe.optim.host import WHOLE, Layer, by_layer
 from maxpipe.optim.kept import AVERAGE, Kept, is_orthogonalised, kept, matrix_of
 from maxpipe.optim.reach import MOMENTUM, largest_update, reach_after
@@ -39,7 +40,6 @@ from maxpipe.optim.rules import (
     sides_of,
 )
 from maxpipe.parallel.explicit import left_to_compiler
-from maxpipe.train.guard import unless_bad
 
 Tree = Any
 _PARAMETER = "parameter"

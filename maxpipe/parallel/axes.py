@@ -10,8 +10,8 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-
-from maxpipe.config.schema import MeshConfig
+from dataclasses import dataclass, field
+from typing import Literal
 
 LOGICAL_AXES = (
     *("batch", "embed", "heads", "kv_heads", "head_size", "mlp", "experts", "vocab", "norm"),
@@ -111,3 +111,70 @@ def _filled(link: str, mesh: MeshConfig, available: int) -> dict[str, int]:
     sizes = {f"{link}_{axis}": getattr(mesh, f"{link}_{axis}") for axis in MESH_AXES}
     rest = math.prod(size for size in sizes.values() if size != -1)
     return {key: max(1, available // rest) if size == -1 else size for key, size in sizes.items()}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MeshConfig:
+    """Sizes of the mesh axes: `ici_*` inside one slice, `dcn_*` across slices.
+
+    An axis' total size is ici x dcn. At most one `ici_*` and one `dcn_*` may be
+    -1, which means "the devices that are left".
+    """
+
+    ici_data: int = 1
+    """Replicas of the parameters inside a slice; each sees its own part of the batch."""
+    ici_fsdp: int = 1
+    """Shards of the parameters inside a slice; each sees its own part of the batch."""
+    ici_stage: int = 1
+    """Pipeline stages inside a slice."""
+    ici_tensor: int = 1
+    """Shards of heads and MLP inside a slice."""
+    ici_context: int = 1
+    """Shards of each sequence inside a slice."""
+    ici_expert: int = 1
+    """Shards of the experts inside a slice; each sees its own part of the batch."""
+    dcn_data: int = 1
+    """Replicas of the parameters across slices."""
+    dcn_fsdp: int = 1
+    """Shards of the parameters across slices."""
+    dcn_stage: int = 1
+    """Pipeline stages across slices."""
+    dcn_tensor: int = 1
+    """Shards of heads and MLP across slices."""
+    dcn_context: int = 1
+    """Shards of each sequence across slices."""
+    dcn_expert: int = 1
+    """Shards of the experts across slices; each sees its own part of the batch."""
+    context_attention: Literal["auto", "gather", "heads", "ring"] = "auto"
+    """How tokens attend to those on other devices of the context axis. `gather` brings keys and
+    values of whole sequences to each device. `heads` exchanges tokens, so that each has whole
+    sequences of some heads (Ulysses); heads and key/value heads are multiples of context x tensor.
+    `ring` passes keys and values around, so that no device has all; needs `pipeline.idle` compute,
+    or one stage. `auto` takes `heads` where they divide, else `gather`."""
+    shard_mode: Literal["auto", "explicit"] = "auto"
+    """How jax knows the way in which arrays are divided outside the pipeline: `auto` leaves it to
+    the compiler, between a program's inputs and outputs; in `explicit` types carry it over all
+    axes but tensor, and an operation that would need a guess is an error. Results are the same.
+    Generation and scoring are always `auto`."""
+    cpu_devices: int = 1
+    """Number of virtual devices when running on CPU. Ignored on TPU and GPU."""
+    sequence_parallel: bool = False
+    """Split what is between the matmuls of a layer (residual stream, norms, messages, kept
+    inputs) over tokens on the tensor axis. All-reduces become all-gathers and reduce-scatters, and
+    what waits between slots takes less memory."""
+    collective_matmul: bool = False
+    """Send parts of these all-gathers and reduce-scatters behind the matmuls that read or write
+    them: each becomes a ring of messages and smaller matmuls. Read with
+    `mesh.sequence_parallel=true`."""
+    axis_rules: dict[str, list[str]] = field(default_factory=dict)
+    """Changes to the table from logical axis to mesh axes, e.g. `{mlp: [tensor]}`.
+    The default table is printed by `maxpipe config explain mesh.axis_rules`."""
+    largest_copy_bytes: int = 2**27
+    """The most that a device holds of one parameter, a stage's layers together, when all devices
+    of the fsdp, expert and context axes hold the same: a larger one that no rule `[]` keeps whole
+    is an error, and one that a rule keeps whole is reported. 0: no limit."""
+
+
+BLOCK = 128
+"""Numbers of a dim that share a scale with `model.matmul_scales=block`, if their count can be
+divided so; else the largest power of two that divides it."""

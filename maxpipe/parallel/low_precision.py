@@ -22,8 +22,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float
 
-from maxpipe.config.model_rules import BLOCK
-from maxpipe.config.schema import ModelConfig
+from maxpipe.parallel.axes import BLOCK
 from maxpipe.parallel.collectives import max_over, size_of
 from maxpipe.parallel.memory_order import laid_out
 from maxpipe.parallel.mesh import CONTEXT
@@ -48,14 +47,6 @@ class LowPrecision:
     """Whether products that make gradients of weights are of that form, too."""
     attention: bool = True
     """Whether projections of attention are."""
-
-    @classmethod
-    def of(cls, config: ModelConfig) -> LowPrecision | None:
-        """None: products in compute type."""
-        if config.matmul == "default":
-            return None
-        own, everywhere = config.matmul_weight_gradients == "same", config.matmul_parts == "all"
-        return cls(config.matmul, config.matmul_scales, own, everywhere)
 
     def type_of(self, *, gradient: bool = False) -> Any:
         """Of the 8-bit numbers. Gradients in fp8 need range more than digits, if not in blocks."""

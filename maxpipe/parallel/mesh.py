@@ -15,11 +15,9 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
-from maxpipe.config.rules import divisors, up
-from maxpipe.config.schema import MeshConfig
 from maxpipe.errors import ConfigError
-from maxpipe.parallel.axes import MESH_AXES, resolved
-from maxpipe.words import counted
+from maxpipe.io.text import counted, divisors, up
+from maxpipe.parallel.axes import MESH_AXES, MeshConfig, resolved
 
 STAGE, DATA, FSDP = "stage", "data", "fsdp"
 EXPERT, CONTEXT, TENSOR = "expert", "context", "tensor"

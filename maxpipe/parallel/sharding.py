@@ -14,9 +14,8 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from maxpipe.config.schema import MeshConfig
 from maxpipe.errors import ConfigError
-from maxpipe.parallel.axes import with_tokens
+from maxpipe.parallel.axes import MeshConfig, with_tokens
 from maxpipe.parallel.mesh import BATCH_AXES, FSDP, STAGE
 
 STACK = ("repeat", "stage", "layer")

@@ -29,7 +29,8 @@ from maxpipe.config.load import Loaded
 from maxpipe.config.schema import Config
 from maxpipe.errors import ConfigError
 from maxpipe.hardware import Hardware, measured_file, shipped
-from maxpipe.model.decoder import Decoder
+from maxpipe.io.text import counted
+from maxpipe.nn.decoder import Decoder
 from maxpipe.parallel.collectives import exchange, gather_shards, program_axes, scatter_sum, shift
 from maxpipe.parallel.mesh import STAGE, build_mesh
 from maxpipe.parallel.per_device import vary
@@ -44,8 +45,7 @@ from maxpipe.plan.sizes import BYTES, Sizes
 from maxpipe.plan.timed_steps import LAYERS, medians, on_ring
 from maxpipe.plan.topology import at_hand, placed
 from maxpipe.schedule.table import Ring
-from maxpipe.train.partition import keep_of
-from maxpipe.words import counted
+from maxpipe.step.partition import keep_of
 
 Tree = Any
 Run = tuple[Callable[..., Tree], tuple[Tree, ...]]

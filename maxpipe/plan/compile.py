@@ -23,10 +23,10 @@ from maxpipe.config.load import Loaded, to_dict
 from maxpipe.config.schema import Config
 from maxpipe.errors import ConfigError
 from maxpipe.hardware import Hardware
-from maxpipe.model.count import train_flops_per_token
-from maxpipe.model.families.registry import describe
-from maxpipe.model.parts.attention import AUTO
-from maxpipe.model.spec import Model, Scores
+from maxpipe.models.count import train_flops_per_token
+from maxpipe.models.layers.attention import AUTO
+from maxpipe.models.registry import describe
+from maxpipe.models.spec import Model, Scores
 from maxpipe.parallel.mesh import AXES, BATCH_AXES, build_mesh
 from maxpipe.pipeline import scopes
 from maxpipe.pipeline.layout import Layout
@@ -40,9 +40,9 @@ from maxpipe.plan.search import evaluate
 from maxpipe.plan.sizes import Sizes
 from maxpipe.plan.topology import WHERE, Topology, are_here, devices, other_compiler, placed
 from maxpipe.schedule.table import Schedule, Slots
-from maxpipe.train import executable
-from maxpipe.train.build import steps_of
-from maxpipe.train.step import Steps
+from maxpipe.step import executable
+from maxpipe.step.build import steps_of
+from maxpipe.step.step import Steps
 
 SLOTS = {
     "F": scopes.FORWARD,

@@ -13,7 +13,7 @@ from operator import attrgetter
 import numpy as np
 
 from maxpipe.hardware import MIB, Hardware
-from maxpipe.model.count import train_flops_per_token
+from maxpipe.models.count import train_flops_per_token
 from maxpipe.plan.cost_model import CostModel
 from maxpipe.plan.memory import Memory, memory, state
 from maxpipe.plan.sizes import Sizes

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from maxpipe.hardware import Hardware
-from maxpipe.model.parts.mlp import GatedMLP
-from maxpipe.model.spec import Kind, Scores
+from maxpipe.models.layers.mlp import GatedMLP
+from maxpipe.models.spec import Kind, Scores
 from maxpipe.plan.memory import loss_blocks
 from maxpipe.plan.sizes import BYTES, Sizes
 from maxpipe.plan.traffic import (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from maxpipe.model.spec import Param
+from maxpipe.models.spec import Param
 from maxpipe.plan.sizes import BYTES, Sizes
 
 

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 
-from maxpipe.model.choice import loss_block
-from maxpipe.model.low_rank import is_held
-from maxpipe.model.spec import Held, Kind, Part
+from maxpipe.models.choice import loss_block
+from maxpipe.models.low_rank import is_held
+from maxpipe.models.spec import Held, Kind, Part
 from maxpipe.plan.gathered import gathered_bytes, gathers_any
 from maxpipe.plan.optimizer import beside_gradients, optimizer_bytes, optimizer_bytes_of
 from maxpipe.plan.sizes import BYTES, Sizes

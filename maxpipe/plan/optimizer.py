@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 
-from maxpipe.model.spec import Param
+from maxpipe.models.spec import Param
 from maxpipe.optim.kept import BYTES, is_orthogonalised, kept
 from maxpipe.parallel.axes import axis_table, owned_dim
 from maxpipe.plan.sizes import Sizes

@@ -8,11 +8,10 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
-from maxpipe.config.schema import MeshConfig
-from maxpipe.model.count import tokens_before
-from maxpipe.model.parts.experts import Experts
-from maxpipe.model.spec import Model, Part, Scores
-from maxpipe.parallel.axes import takes_heads
+from maxpipe.models.count import tokens_before
+from maxpipe.models.layers.experts import Experts
+from maxpipe.models.spec import Model, Part, Scores
+from maxpipe.parallel.axes import MeshConfig, takes_heads
 
 
 class Reach(NamedTuple):

@@ -10,15 +10,15 @@ from maxpipe.config.check import total_steps
 from maxpipe.config.ramp import Ramp, Stage
 from maxpipe.config.schema import Config
 from maxpipe.hardware import Hardware
-from maxpipe.model.choice import Divided, words
-from maxpipe.model.count import active_params, num_params, num_trained, total
+from maxpipe.io.text import counted, duration, millions, scaled
+from maxpipe.models.choice import Divided, words
+from maxpipe.models.count import active_params, num_params, num_trained, total
 from maxpipe.optim.kept import saved_bytes
 from maxpipe.plan import entries
 from maxpipe.plan.advice import TERMS, gib, verdict
 from maxpipe.plan.memory import REFERENCE, outside
 from maxpipe.plan.search import SHOWN, Candidate, Search
 from maxpipe.plan.sizes import Sizes
-from maxpipe.words import counted, duration, millions, scaled
 
 if TYPE_CHECKING:  # they import jax
     from maxpipe.plan.calibrate import Measured

@@ -29,6 +29,7 @@ from maxpipe.config.mesh_rules import has_experts, reads_tokens_in_order
 from maxpipe.config.schema import Config
 from maxpipe.errors import ConfigError
 from maxpipe.hardware import Hardware
+from maxpipe.io.text import counted
 from maxpipe.parallel.axes import MESH_AXES
 from maxpipe.plan.advice import ROOM
 from maxpipe.plan.cost import Cost, cost
@@ -37,7 +38,6 @@ from maxpipe.plan.memory import Memory, memory
 from maxpipe.plan.sizes import Sizes, schedule_of
 from maxpipe.schedule.catalog import INTERLEAVED, SCHEDULES, build
 from maxpipe.schedule.table import Schedule
-from maxpipe.words import counted
 
 TOKENS = ("sequence_parallel", "collective_matmul")
 """Keys of `mesh` that say how tokens lie along tensor."""

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from maxpipe.config.schema import Config
-from maxpipe.model.spec import Dims, Param
+from maxpipe.io.text import counted
+from maxpipe.models.spec import Dims, Param
 from maxpipe.parallel.axes import MESH_AXES, axis_table, with_tokens
 from maxpipe.plan.advice import gib
 from maxpipe.plan.optimizer import optimizer_bytes
 from maxpipe.plan.sizes import BETWEEN_MATMULS, BYTES, Sizes
-from maxpipe.words import counted
 
 STACK = ("repeat", "stage", "layer")
 """Logical axes in front of a parameter of the ring's layers; those outside have the last one."""

@@ -13,8 +13,8 @@ from functools import cached_property, lru_cache
 
 from maxpipe.config.pipeline_rules import activations
 from maxpipe.config.schema import Config
-from maxpipe.model.choice import Divided, resolved
-from maxpipe.model.count import (
+from maxpipe.models.choice import Divided, resolved
+from maxpipe.models.count import (
     computed_share,
     counted,
     even_blocks,
@@ -24,9 +24,9 @@ from maxpipe.model.count import (
     scored_keys,
     scored_pairs,
 )
-from maxpipe.model.families.registry import describe
-from maxpipe.model.low_rank import residuals_of_changes
-from maxpipe.model.spec import Dims, Held, Kind, Model, Param, Part, Products, Scores
+from maxpipe.models.low_rank import residuals_of_changes
+from maxpipe.models.registry import describe
+from maxpipe.models.spec import Dims, Held, Kind, Model, Param, Part, Products, Scores
 from maxpipe.optim.kept import BYTES
 from maxpipe.parallel.axes import MESH_AXES, with_tokens
 from maxpipe.plan.reach import Reach, reach, with_rows_of_experts

@@ -13,13 +13,14 @@ import jax
 import jax.numpy as jnp
 
 from maxpipe.config.check import check
-from maxpipe.config.schema import Config, MeshConfig, PipelineConfig
+from maxpipe.config.schema import Config, PipelineConfig
 from maxpipe.hardware import Hardware
+from maxpipe.parallel.axes import MeshConfig
 from maxpipe.plan.compile import build_steps
 from maxpipe.plan.cost import cost
 from maxpipe.plan.sizes import Sizes, schedule_of
 from maxpipe.schedule.catalog import INTERLEAVED, ONE_FORWARD_ONE_BACKWARD
-from maxpipe.train.step import Steps
+from maxpipe.step.step import Steps
 
 Tree = Any
 LAYERS = 2

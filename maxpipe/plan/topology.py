@@ -18,17 +18,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from maxpipe.boundary.device_files import gpus
 from maxpipe.config.check import check
 from maxpipe.config.load import Loaded
 from maxpipe.config.rules import did_you_mean
-from maxpipe.config.schema import Config, MeshConfig, RuntimeConfig
+from maxpipe.config.schema import Config, RuntimeConfig
 from maxpipe.errors import ConfigError
 from maxpipe.hardware import Hardware, known, of_device
-from maxpipe.parallel.axes import resolved
+from maxpipe.io.device_files import gpus
+from maxpipe.io.text import counted
+from maxpipe.parallel.axes import MeshConfig, resolved
 from maxpipe.plan import gpu_target
 from maxpipe.plan.sizes import Sizes
-from maxpipe.words import counted
 
 WHERE = "command line: --topology"
 CPU_DEVICES = "mesh.cpu_devices"
@@ -157,7 +157,7 @@ def at_hand(runtime: RuntimeConfig, cpu_devices: int, count: int = 0) -> Topolog
     Raises:
         ConfigError: there are none, or no figures for their kind.
     """
-    from maxpipe.processes import runtime as process
+    from maxpipe.distributed import runtime as process
 
     process.start(runtime, cpu_devices)
     import jax

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from maxpipe.model.count import matrices_ahead
-from maxpipe.model.parts.experts import Experts
-from maxpipe.model.spec import Param, Scores
+from maxpipe.models.count import matrices_ahead
+from maxpipe.models.layers.experts import Experts
+from maxpipe.models.spec import Param, Scores
 from maxpipe.optim.kept import is_orthogonalised, matrix_of
 from maxpipe.parallel.axes import axis_table
 from maxpipe.plan.gathered import gathered_size

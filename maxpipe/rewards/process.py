@@ -12,11 +12,11 @@ import sys
 from collections.abc import Mapping
 from typing import Any, TypedDict
 
-from maxpipe.boundary import files
-from maxpipe.boundary.asked import AskedProcess
-from maxpipe.boundary.typed import parse
 from maxpipe.config.tuning_schema import GrpoConfig
 from maxpipe.errors import ConfigError
+from maxpipe.io import files
+from maxpipe.io.typed import parse
+from maxpipe.io.worker_process import AskedProcess
 from maxpipe.rewards import builtin, worker
 
 _KEY = "grpo.reward_file"

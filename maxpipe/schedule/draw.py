@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from maxpipe.io.text import counted
 from maxpipe.schedule.table import Costs, Schedule
-from maxpipe.words import counted
 
 EQUAL_COSTS = Costs()
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"

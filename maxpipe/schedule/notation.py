@@ -14,10 +14,10 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from maxpipe.boundary import files
 from maxpipe.errors import ConfigError
+from maxpipe.io import files
+from maxpipe.io.text import counted
 from maxpipe.schedule.table import Action, Kind, Orders, Ring, Schedule
-from maxpipe.words import counted
 
 _MAX_BYTES = 1 << 26
 _ACTION = re.compile(r"([0-9]{1,9})([FBIW])([0-9]{1,9})")

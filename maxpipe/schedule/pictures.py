@@ -14,10 +14,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from maxpipe.io.text import counted
 from maxpipe.schedule.canvas import OVERVIEW_WIDTH, Area, Box, Canvas, Label, text_width
 from maxpipe.schedule.draw import EQUAL_COSTS, summary
 from maxpipe.schedule.table import Costs, Kind, Schedule
-from maxpipe.words import counted
 
 _NAMES: dict[Kind, str] = {
     "F": "forward",

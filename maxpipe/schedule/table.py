@@ -21,7 +21,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from maxpipe.words import counted
+from maxpipe.io.text import counted
 
 IDLE = -1
 

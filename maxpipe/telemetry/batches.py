@@ -10,9 +10,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
-from maxpipe.boundary.files import full, records
 from maxpipe.config.paths import EVENTS_FILE
 from maxpipe.errors import StorageError
+from maxpipe.io.files import full, records
 
 
 class _Record(TypedDict):

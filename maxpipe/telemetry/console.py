@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, TextIO
 
-from maxpipe.boundary import redact
+from maxpipe.io import redact
 
 if TYPE_CHECKING:
     from rich.console import ConsoleRenderable, RenderableType

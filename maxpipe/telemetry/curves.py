@@ -11,14 +11,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from maxpipe.boundary.files import full, lines
-from maxpipe.boundary.typed import checked, parse
 from maxpipe.config.paths import METRICS_FILE
 from maxpipe.config.rules import did_you_mean
 from maxpipe.errors import ConfigError, StorageError
+from maxpipe.io.files import full, lines
+from maxpipe.io.text import counted
+from maxpipe.io.typed import checked, parse
 from maxpipe.schedule.canvas import Box, Canvas, Label, text_width
 from maxpipe.schedule.canvas import Curve as Line
-from maxpipe.words import counted
 
 FORMS = (".svg", ".png")
 LARGEST = 1e300

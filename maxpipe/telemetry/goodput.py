@@ -13,10 +13,10 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
-from maxpipe.boundary.files import full, records
 from maxpipe.config.paths import EVENTS_FILE
+from maxpipe.distributed.phases import DATA, EVAL, LOOP, ROLLOUT, SAVE, SET_UP, STEP
 from maxpipe.errors import ConfigError, StorageError
-from maxpipe.processes.phases import DATA, EVAL, LOOP, ROLLOUT, SAVE, SET_UP, STEP
+from maxpipe.io.files import full, records
 from maxpipe.telemetry.console import duration
 
 PRODUCTIVE, REDONE, DOWN, UNKNOWN = "productive", "redone", "down", "unknown"

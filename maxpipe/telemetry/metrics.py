@@ -1,14 +1,14 @@
 """Declarations of every number that a run writes: tag, unit, meaning and when it is written.
 
 The page docs/metrics.md, TensorBoard's groups of charts and the test of what runs write are made
-from this table. Numbers of what layers return are declared by their parts (`maxpipe.model.parts`).
+from this table. Numbers that layers return are declared by `maxpipe.models.layers`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from maxpipe.model.families.registry import summaries
+from maxpipe.models.registry import summaries
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,9 +20,9 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any, TypedDict
 
-from maxpipe.boundary import files, redact
-from maxpipe.boundary.typed import parse
 from maxpipe.config.paths import EVENTS_FILE, METRICS_FILE, SAMPLES_FILE, TENSORBOARD_FOLDER
+from maxpipe.io import files, redact
+from maxpipe.io.typed import parse
 from maxpipe.telemetry import board
 
 _log = logging.getLogger("maxpipe")

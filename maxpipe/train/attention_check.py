@@ -18,20 +18,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from maxpipe.boundary.files import records
 from maxpipe.config.paths import EVENTS_FILE
-from maxpipe.config.schema import MeshConfig
+from maxpipe.distributed.link import Link
 from maxpipe.errors import ConfigError
-from maxpipe.model.attention.backends import BACKENDS
-from maxpipe.model.attention.interface import Attend, Mask
-from maxpipe.model.parts.attention import AUTO, Attention
-from maxpipe.model.parts.latent import LatentAttention
-from maxpipe.model.spec import Model
+from maxpipe.io.files import records
+from maxpipe.models.layers.attention import AUTO, Attention
+from maxpipe.models.layers.latent import LatentAttention
+from maxpipe.models.spec import Model
+from maxpipe.nn.attention.backends import BACKENDS
+from maxpipe.nn.attention.interface import Attend, Mask
+from maxpipe.parallel.axes import MeshConfig
 from maxpipe.parallel.mesh import build_mesh
-from maxpipe.processes.link import Link
+from maxpipe.step.step import Steps
 from maxpipe.telemetry.console import Console
 from maxpipe.telemetry.records import EventLog
-from maxpipe.train.step import Steps
 
 _EVENT = "attention_checked"
 

@@ -7,8 +7,8 @@ from maxpipe.config.load import Loaded
 from maxpipe.data.loader import Loader
 from maxpipe.data.sections import section_of
 from maxpipe.errors import ConfigError
+from maxpipe.io.text import counted
 from maxpipe.telemetry.console import Console
-from maxpipe.words import counted
 
 
 def last_step(train: Loader, length: int, offset: int, first: int) -> int:

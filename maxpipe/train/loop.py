@@ -19,22 +19,23 @@ import jax
 
 from maxpipe.checkpoint.storage import run_folder
 from maxpipe.config.load import Loaded
+from maxpipe.distributed import runtime
+from maxpipe.distributed.phases import DATA, EVAL, LOOP, ROLLOUT, SAVE, STEP, Phases
 from maxpipe.errors import ExitCode
+from maxpipe.evals.by_source import SourceSums
 from maxpipe.hardware import peak_flops
-from maxpipe.model.count import train_flops_per_token
-from maxpipe.model.families.registry import describe
-from maxpipe.processes import runtime
-from maxpipe.processes.phases import DATA, EVAL, LOOP, ROLLOUT, SAVE, STEP, Phases
+from maxpipe.io.text import counted
+from maxpipe.models.count import train_flops_per_token
+from maxpipe.models.registry import describe
+from maxpipe.step.build import fit_to_devices, shared_facts
+from maxpipe.step.step import BY_SOURCE
 from maxpipe.telemetry.console import Console
 from maxpipe.telemetry.metrics import of_source
-from maxpipe.train.by_source import SourceSums
+from maxpipe.train.bad_steps import RollBack
+from maxpipe.train.memory_check import check_forecast, explained
 from maxpipe.train.required_files import missing_files, reported_with
-from maxpipe.train.room import check_forecast, explained
 from maxpipe.train.run import Run
-from maxpipe.train.set_up import fit_to_devices, set_up, shared_facts
-from maxpipe.train.step import BY_SOURCE
-from maxpipe.train.watch import RollBack
-from maxpipe.words import counted
+from maxpipe.train.set_up import set_up
 
 
 def train(loaded: Loaded) -> int:

@@ -10,7 +10,6 @@ import glob
 import os
 from collections.abc import Iterator, Mapping, Sequence
 
-from maxpipe.boundary.files import scheme
 from maxpipe.checkpoint.storage import FOLDER, entries, home, located, run_folder
 from maxpipe.config import shipped
 from maxpipe.config.check import where
@@ -19,6 +18,7 @@ from maxpipe.config.data_rules import named_sources
 from maxpipe.config.load import Loaded
 from maxpipe.config.schema import Config
 from maxpipe.errors import ConfigError, Problem
+from maxpipe.io.files import scheme
 
 _MODEL = "hf:"
 _RESTORE, _TEACHER, _TOKENIZER = "checkpoint.restore_from", "distill.teacher", "tokenizer.path"

@@ -13,8 +13,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, NotRequired, TypedDict
 
-from maxpipe.boundary import redact
-from maxpipe.boundary.typed import AnyFloat, checked
 from maxpipe.checkpoint.contents import FACTS
 from maxpipe.checkpoint.damage import Damaged
 from maxpipe.checkpoint.folder import Base, Facts, Folder
@@ -25,10 +23,9 @@ from maxpipe.config.check import total_steps, where
 from maxpipe.config.data import paths_of
 from maxpipe.config.keys import (
     MOVED,
-    NAMED,
     before_of,
-    declared_as,
     flat,
+    may_differ,
 )
 from maxpipe.config.load import Loaded, to_dict
 from maxpipe.config.rules import shown
@@ -37,16 +34,17 @@ from maxpipe.data.fingerprints import compare
 from maxpipe.data.loader import Datasets
 from maxpipe.data.prepared.logits import TeacherEntry
 from maxpipe.errors import ConfigError
-from maxpipe.exchange.incoming import WEIGHTS_ONLY
-from maxpipe.exchange.source import folder_of
-from maxpipe.model.families.registry import describe
-from maxpipe.model.frozen import trained
-from maxpipe.telemetry.console import Console
-from maxpipe.train.adapters import check_adapter, read_base, said_of
-from maxpipe.train.guard import initial
-from maxpipe.train.patience import Waited
-from maxpipe.train.reference import Reference
-from maxpipe.train.start import (
+from maxpipe.evals.patience import Waited
+from maxpipe.huggingface.import_ import WEIGHTS_ONLY
+from maxpipe.huggingface.source import folder_of
+from maxpipe.io import redact
+from maxpipe.io.typed import AnyFloat, checked
+from maxpipe.models.frozen import trained
+from maxpipe.models.registry import describe
+from maxpipe.optim.guard import initial
+from maxpipe.posttrain.reference import Reference
+from maxpipe.restore.adapters import check_adapter, read_base, said_of
+from maxpipe.restore.initial_weights import (
     NEW_START,
     as_known,
     check_model,
@@ -55,26 +53,9 @@ from maxpipe.train.start import (
     read_weights,
     restore_other,
 )
-from maxpipe.train.state import TrainState
-from maxpipe.train.step import Steps
-
-# Settings that may differ between processes.
-OWN_SECTIONS = frozenset({"runtime", "log", "launch"})
-OWN_KEYS = frozenset(
-    {"run.dir", "data.path", "data.paths", "data.tfds_dir", "data.threads"}
-    | {"data.prefetch_batches", "data.largest_unpacked_bytes", "tokenizer.path"}
-)
-
-
-def may_differ(key: str) -> bool:
-    """Whether processes may have other values of a full key, one of a section by name included."""
-    outer, _, inner = declared_as(key).rpartition(".")
-    return (
-        key.partition(".")[0] in OWN_SECTIONS
-        or key in OWN_KEYS
-        or (outer in NAMED and f"data.{inner}" in OWN_KEYS)
-    )
-
+from maxpipe.step.state import TrainState
+from maxpipe.step.step import Steps
+from maxpipe.telemetry.console import Console
 
 _FROZEN = "model.frozen"
 _OPTIMIZER, _STATE_TYPE, _AVERAGE = "optim.name", "optim.state_dtype", "optim.average_decay"

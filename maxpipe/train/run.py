@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 
-from maxpipe.boundary import redact
 from maxpipe.checkpoint.folder import BASE, Base
 from maxpipe.checkpoint.manager import Checkpoints
 from maxpipe.checkpoint.storage import run_folder
@@ -24,25 +23,26 @@ from maxpipe.config.paths import (
 from maxpipe.config.schema import Config
 from maxpipe.data.conversation import KEY as CONVERSATION
 from maxpipe.data.loader import Batches, Datasets, Loader
+from maxpipe.distributed.link import Link
+from maxpipe.distributed.phases import RESTORE, Phases
 from maxpipe.errors import ReplicaError
-from maxpipe.processes.link import Link
-from maxpipe.processes.phases import RESTORE, Phases
+from maxpipe.evals.evaluations import Evaluations
+from maxpipe.evals.patience import Patience
+from maxpipe.io import redact
+from maxpipe.posttrain.distill import Taught
+from maxpipe.posttrain.reference import Reference
+from maxpipe.posttrain.rollouts import Rollouts
+from maxpipe.step.build import batches
+from maxpipe.step.replicas import explain
+from maxpipe.step.state import TrainState
+from maxpipe.step.step import Steps
 from maxpipe.telemetry.console import Console
 from maxpipe.telemetry.records import EventLog, MetricWriter
 from maxpipe.train import data_end
-from maxpipe.train.build import batches
-from maxpipe.train.distill import Taught
-from maxpipe.train.evaluations import Evaluations
-from maxpipe.train.patience import Patience
-from maxpipe.train.reference import Reference
-from maxpipe.train.replicas import explain
+from maxpipe.train.bad_steps import Watch
 from maxpipe.train.resume import Start
-from maxpipe.train.rollouts import Rollouts
 from maxpipe.train.samples import Samples
 from maxpipe.train.slow_data import SlowData
-from maxpipe.train.state import TrainState
-from maxpipe.train.step import Steps
-from maxpipe.train.watch import Watch
 
 _RECORDS = (METRICS_FILE, f"{METRICS_FILE}.new", SAMPLES_FILE, f"{SAMPLES_FILE}.new", EVENTS_FILE)
 

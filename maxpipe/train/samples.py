@@ -25,11 +25,11 @@ from maxpipe.generate.completions import (
     encoded,
     encoded_chats,
 )
+from maxpipe.generate.decoders import decoding_of, for_decoding, prepared, prepared_shardings
 from maxpipe.generate.prompts import read, read_conversations, said
 from maxpipe.generate.sampling import Sampling
 from maxpipe.parallel.explicit import placed_on
-from maxpipe.train.decoders import decoding_of, for_decoding, prepared, prepared_shardings
-from maxpipe.train.state import Partition
+from maxpipe.step.state import Partition
 
 
 class Samples:

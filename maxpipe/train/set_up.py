@@ -6,7 +6,6 @@ What each process loads for itself is checked to be the same in all of them.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import hashlib
 import json
 import logging
@@ -19,60 +18,46 @@ from typing import Any
 import jax
 
 import maxpipe
-from maxpipe.boundary import redact
-from maxpipe.boundary.files import check_writable, full
 from maxpipe.checkpoint.lock import RunLock
 from maxpipe.checkpoint.manager import Checkpoints, local_folder
 from maxpipe.checkpoint.storage import home, run_folder
-from maxpipe.config.check import cautions, check, total_steps
-from maxpipe.config.keys import flat
+from maxpipe.config.check import cautions, total_steps
 from maxpipe.config.load import Loaded, to_dict
 from maxpipe.config.paths import (
     CONFIG_FILE,
 )
 from maxpipe.config.schema import Config
+from maxpipe.data.datasets import check_overlap, datasets_of, spoken_in_run
 from maxpipe.data.loader import Datasets
 from maxpipe.data.turns import held_out
+from maxpipe.distributed import secret
+from maxpipe.distributed.link import Link
+from maxpipe.distributed.phases import COMPILE, DATA_SET_UP, RESTORE, Phases
 from maxpipe.errors import ConfigError, ExitCode, Preempted
-from maxpipe.parallel.mesh import build_mesh, resolve
-from maxpipe.processes import secret
-from maxpipe.processes.link import Link
-from maxpipe.processes.phases import COMPILE, DATA_SET_UP, RESTORE, Phases
+from maxpipe.evals.evaluations import Evaluations
+from maxpipe.evals.patience import Patience
+from maxpipe.evals.tasks import Task, tasks_of
+from maxpipe.io.files import check_writable, full
+from maxpipe.parallel.mesh import build_mesh
+from maxpipe.posttrain import pair_references
+from maxpipe.posttrain.distill import taught_by
+from maxpipe.posttrain.reference import Reference
+from maxpipe.posttrain.rollouts import Rollouts
+from maxpipe.step.build import devices_of, steps_of
+from maxpipe.step.step import Steps
 from maxpipe.telemetry.console import Console
 from maxpipe.telemetry.records import EventLog, MetricWriter
-from maxpipe.train import attention_check, data_end, pair_references
-from maxpipe.train.beginning import facts_of, write_config
-from maxpipe.train.build import steps_of
-from maxpipe.train.datasets import check_overlap, datasets_of, spoken_in_run
-from maxpipe.train.distill import taught_by
-from maxpipe.train.evaluations import Evaluations
-from maxpipe.train.patience import Patience
-from maxpipe.train.reference import Reference
-from maxpipe.train.resume import Start, may_differ, reference_of, restore_or_init
-from maxpipe.train.rollouts import Rollouts
-from maxpipe.train.room import check_program
+from maxpipe.train import attention_check, data_end
+from maxpipe.train.bad_steps import Watch
+from maxpipe.train.banner import facts_of, write_config
+from maxpipe.train.memory_check import check_program
+from maxpipe.train.resume import Start, reference_of, restore_or_init
 from maxpipe.train.run import WRITTEN_FILES, Run
 from maxpipe.train.samples import Samples
-from maxpipe.train.shown import show
 from maxpipe.train.slow_data import SlowData
-from maxpipe.train.step import Steps
-from maxpipe.train.tasks import Task, tasks_of
-from maxpipe.train.teacher import devices_of
-from maxpipe.train.watch import Watch
+from maxpipe.train.tensorboard import show
 
 _log = logging.getLogger("maxpipe")
-
-
-def fit_to_devices(loaded: Loaded) -> Loaded:
-    """The config with the mesh's -1 resolved, and the rules that depend on it checked."""
-    mesh = resolve(loaded.config.mesh, devices_of(loaded.config)[0])
-    config = dataclasses.replace(loaded.config, mesh=mesh)
-    problems = check(config, loaded.origins)
-    if problems:
-        raise ConfigError(problems)
-    before = dataclasses.asdict(loaded.config.mesh)
-    filled = frozenset(f"mesh.{name}" for name, size in before.items() if size == -1)
-    return dataclasses.replace(loaded, config=config, filled=filled)
 
 
 def set_up(
@@ -343,15 +328,6 @@ def _ledger(
 
     link.on_leave = told_to_leave
     return events
-
-
-def shared_facts(config: Config) -> dict[str, str]:
-    """Values that must be the same in all processes, by name."""
-    facts = {"maxpipe": maxpipe.__version__, "jax": jax.__version__}
-    for key, value in flat(to_dict(redact.within(config))).items():
-        if not may_differ(key):
-            facts[key] = json.dumps(value)
-    return facts
 
 
 def _check_same_data(link: Link, datasets: Datasets, tasks: Sequence[Task]) -> None:

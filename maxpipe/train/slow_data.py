@@ -8,7 +8,7 @@ from collections.abc import Callable
 from types import TracebackType
 
 from maxpipe.data.formats import reads
-from maxpipe.processes.phases import DATA, Phases
+from maxpipe.distributed.phases import DATA, Phases
 
 _PERIOD_SECONDS = 1.0
 _SLOW_SECONDS = 10.0

@@ -9,7 +9,7 @@ import pytest
 from maxpipe.checkpoint.address import Address, Step, parse, run_names, whole_run
 from maxpipe.cli import main
 from maxpipe.errors import ConfigError
-from maxpipe.exchange.folders import appearing
+from maxpipe.huggingface.folders import appearing
 
 
 @pytest.fixture(autouse=True)

@@ -18,7 +18,6 @@ import pytest
 from etils import epath
 from orbax.checkpoint._src.serialization import replica_slices
 
-from maxpipe.boundary.signed import signed
 from maxpipe.checkpoint import contents, copies, damage, manager, manifest, storage, writer
 from maxpipe.checkpoint.address import parse
 from maxpipe.checkpoint.folder import Facts, Folder
@@ -27,6 +26,7 @@ from maxpipe.checkpoint.manager import FOLDER, Checkpoints
 from maxpipe.checkpoint.trees import digest
 from maxpipe.config.schema import CheckpointConfig
 from maxpipe.errors import ExitCode, NumbersError, StorageError
+from maxpipe.io.signed import signed
 from tests.checkpoint.cases import abstract, config, data, put, save, tree
 
 Tree = dict[str, Any]

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from etils import epath
 
-from maxpipe.boundary.signed import signed
 from maxpipe.checkpoint import contents, manifest
 from maxpipe.errors import StorageError
+from maxpipe.io.signed import signed
 from tests.checkpoint.cases import files
 
 STEP = 6

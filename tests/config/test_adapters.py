@@ -6,8 +6,8 @@ import pytest
 
 from maxpipe.config.load import load
 from maxpipe.errors import ConfigError
-from maxpipe.model.families.registry import describe
-from maxpipe.model.frozen import trained
+from maxpipe.models.frozen import trained
+from maxpipe.models.registry import describe
 
 RANK = "adapter.rank=4"
 WRONG = [

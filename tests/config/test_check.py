@@ -15,11 +15,12 @@ from maxpipe.config import check, rules
 from maxpipe.config.keys import KEYS, section_of
 from maxpipe.config.load import load
 from maxpipe.config.ranges import BOUNDS
-from maxpipe.config.schema import Config, MeshConfig, TrainConfig
+from maxpipe.config.schema import Config, TrainConfig
 from maxpipe.errors import ConfigError, Problem
-from maxpipe.model.families.registry import describe
-from maxpipe.model.frozen import declared
+from maxpipe.models.frozen import declared
+from maxpipe.models.registry import describe
 from maxpipe.parallel import axes
+from maxpipe.parallel.axes import MeshConfig
 
 ROOT = Path(__file__).parents[2]
 BASE = [str(ROOT / "configs/model/tiny.yml"), "train.steps=10"]

@@ -13,8 +13,8 @@ from maxpipe.config import render
 from maxpipe.config.keys import KEYS, SECTIONS, flat
 from maxpipe.config.load import from_dict, load, to_dict, to_yaml
 from maxpipe.errors import ConfigError
-from maxpipe.model.families.gemma3 import Gemma3Config
-from maxpipe.model.families.llama import LlamaConfig
+from maxpipe.models.gemma3 import Gemma3Config
+from maxpipe.models.llama import LlamaConfig
 
 LLAMA, GEMMA = ["llama3-1b", "train.steps=1"], ["gemma3-1b", "train.steps=1"]
 

@@ -13,8 +13,8 @@ from maxpipe.config import render, schema
 from maxpipe.config.keys import KEYS, NAMED, NAMED_KEYS, SECTIONS
 from maxpipe.config.load import load, to_dict
 from maxpipe.errors import ConfigError
-from maxpipe.model.count import num_params
-from maxpipe.model.families.registry import describe
+from maxpipe.models.count import num_params
+from maxpipe.models.registry import describe
 from maxpipe.parallel.axes import DEFAULT_AXIS_RULES
 from maxpipe.schedule.catalog import SCHEDULES
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from maxpipe.boundary.signed import signed
 from maxpipe.data.prepared.indexed import BIN, IDX, index_of
 from maxpipe.data.prepared.manifest import (
     CRC_FILE,
@@ -22,6 +21,7 @@ from maxpipe.data.prepared.manifest import (
 from maxpipe.data.prepared.ranges import BLOCK_BYTES
 from maxpipe.data.prepared.writer import SignedFile
 from maxpipe.data.tokenizer import ByteTokenizer
+from maxpipe.io.signed import signed
 
 SHARDS, DOCUMENTS, TOKENS = 100, 1_000_000, 500
 """Of 100 GB: 50 billion tokens of two bytes each."""

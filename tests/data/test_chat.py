@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from maxpipe.boundary import asked
 from maxpipe.data.tokenizers import chat, render_chat
 from maxpipe.data.tokenizers.chat import ChatTemplate
 from maxpipe.data.tokenizers.chat_process import ChatInput
 from maxpipe.errors import ConfigError
+from maxpipe.io import worker_process
 
 MESSAGES = [{"role": "user", "content": "Hi <there> é"}]
 
@@ -99,13 +99,13 @@ def test_no_secrets_are_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """Should a template get out of the sandbox, the process has nothing to tell."""
     monkeypatch.setenv("MY_SECRET", "of the user")
     seen: list[dict[str, str]] = []
-    start = asked.subprocess.Popen
+    start = worker_process.subprocess.Popen
 
     def watched(*args, **options):
         seen.append(options["env"])
         return start(*args, **options)
 
-    monkeypatch.setattr(asked.subprocess, "Popen", watched)
+    monkeypatch.setattr(worker_process.subprocess, "Popen", watched)
     assert render("a") == "a" and [set(each) for each in seen] == [{"PYTHONPATH"}]
 
 

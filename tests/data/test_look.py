@@ -11,9 +11,9 @@ import pytest
 
 from maxpipe.cli import main
 from maxpipe.config.load import load
+from maxpipe.data.datasets import datasets_of
 from maxpipe.data.look import Piece, pieces, shown
 from maxpipe.data.tokenizer import ByteTokenizer
-from maxpipe.train.datasets import datasets_of
 from tests.data.conversations import CHATML, CONVERSATIONS, write_records
 
 SIZES = ("train.batch_size=4", "train.sequence_length=64", "pipeline.microbatches=1")

@@ -20,11 +20,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from maxpipe.boundary.files import opened
 from maxpipe.data.documents import build_index
 from maxpipe.data.formats import locks, reads
 from maxpipe.data.formats.locks import locked
 from maxpipe.data.tokenizer import ByteTokenizer
+from maxpipe.io.files import opened
 from tests.data.texts import Texts
 from tests.waiting import wait_until
 

@@ -15,10 +15,10 @@ from maxpipe.cli import main
 from maxpipe.config.data_schema import MixedSourceConfig, SourceConfig
 from maxpipe.config.load import load
 from maxpipe.config.schema import DataConfig, TokenizerConfig
+from maxpipe.data.datasets import datasets_of
 from maxpipe.data.loader import Datasets, build
 from maxpipe.data.stream import seed_of
 from maxpipe.errors import ConfigError
-from maxpipe.train.datasets import datasets_of
 from tests.data.conversations import write_records
 from tests.data.texts import write_texts
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from maxpipe.boundary import buckets
 from maxpipe.config.schema import DataConfig
 from maxpipe.data.formats import files
 from maxpipe.data.sources import Source, find_files, open_source, source_of
 from maxpipe.errors import ConfigError
+from maxpipe.io import buckets
 from tests.bucket import Bucket
 
 

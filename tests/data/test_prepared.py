@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from maxpipe.boundary.signed import signed
 from maxpipe.cli import main
 from maxpipe.config.schema import DataConfig, TokenizerConfig
 from maxpipe.data.loader import build, build_once_through
@@ -32,6 +31,7 @@ from maxpipe.data.prepared.writer import SignedFile
 from maxpipe.data.sources import open_source
 from maxpipe.data.tokenizer import ByteTokenizer, open_tokenizer
 from maxpipe.errors import ConfigError, ExitCode, StorageError
+from maxpipe.io.signed import signed
 from tests.bucket import served, variables
 
 SHARD_TOKENS = 4000

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from maxpipe.boundary.signed import signed
 from maxpipe.cli import main
 from maxpipe.config.schema import DataConfig, TokenizerConfig
 from maxpipe.data import corpus
@@ -32,6 +31,7 @@ from maxpipe.data.prepared.verify import verify
 from maxpipe.data.sources import open_source
 from maxpipe.data.tokenizer import ByteTokenizer
 from maxpipe.errors import ConfigError, StorageError
+from maxpipe.io.signed import signed
 from tests.data.conversations import TEMPLATES, said, without_blocks, write_records
 from tests.data.test_prepared import digests, silent
 

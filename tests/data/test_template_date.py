@@ -18,6 +18,7 @@ from maxpipe.config.paths import EVENTS_FILE
 from maxpipe.config.schema import DataConfig, TokenizerConfig
 from maxpipe.data import chat
 from maxpipe.data.chat import ChatDocuments, Conversations, build_chat_index
+from maxpipe.data.datasets import datasets_of, spoken_in_run
 from maxpipe.data.pairs import PairDocuments, Pairs
 from maxpipe.data.prepared import prepare as prepare_module
 from maxpipe.data.prepared.manifest import FILE, JOURNAL, read_manifest
@@ -25,7 +26,6 @@ from maxpipe.data.prepared.prepare import Plan, prepare
 from maxpipe.data.sources import open_source
 from maxpipe.data.tokenizer import ByteTokenizer
 from maxpipe.errors import Interrupted
-from maxpipe.train.datasets import datasets_of, spoken_in_run
 from tests.data.conversations import said, write_records
 from tests.data.test_prepared import digests, silent
 

@@ -18,7 +18,7 @@ from maxpipe.data.tokenizer import Tokenizer, open_tokenizer
 from maxpipe.data.tokenizers.huggingface import HuggingFaceTokenizer
 from maxpipe.data.tokenizers.tokenizer_class import CORRECTED, REGISTERED, class_name
 from maxpipe.errors import ConfigError
-from tests.exchange.test_oracle import PYTHON, reason
+from tests.huggingface.test_oracle import PYTHON, reason
 
 SPACE = "\u2581"
 PUBLISHED = {

@@ -228,8 +228,8 @@ def test_space_for_checkpoints(
     free: float, status: str, config: list[str], monkeypatch: pytest.MonkeyPatch
 ):
     """In checkpoints; three are kept while one is written."""
-    from maxpipe.model.count import num_params
-    from maxpipe.model.families.registry import describe
+    from maxpipe.models.count import num_params
+    from maxpipe.models.registry import describe
 
     target = Target.of(load(config))
     assert target.config is not None and target.config.checkpoint.keep == 3

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from jax import lax
 
-from maxpipe.config.schema import MeshConfig
 from maxpipe.diagnosis import probe
+from maxpipe.parallel.axes import MeshConfig
 from maxpipe.parallel.mesh import build_mesh
 
 Capture = pytest.CaptureFixture[str]

@@ -11,16 +11,16 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from maxpipe.config.schema import MeshConfig, ModelConfig
 from maxpipe.generate.completions import Extends
 from maxpipe.generate.decoding import Decoding, Size, is_axes, padded
 from maxpipe.generate.sampling import Sampling
-from maxpipe.model.decoder import Decoder
-from maxpipe.model.families.deepseek import DeepseekConfig
-from maxpipe.model.families.gemma3 import Gemma3Config
-from maxpipe.model.families.moe import MoeConfig
-from maxpipe.model.families.qwen3_next import Qwen3NextConfig
-from maxpipe.parallel.axes import MESH_AXES
+from maxpipe.models.config import ModelConfig
+from maxpipe.models.deepseek import DeepseekConfig
+from maxpipe.models.gemma3 import Gemma3Config
+from maxpipe.models.moe import MoeConfig
+from maxpipe.models.qwen3_next import Qwen3NextConfig
+from maxpipe.nn.decoder import Decoder
+from maxpipe.parallel.axes import MESH_AXES, MeshConfig
 from maxpipe.parallel.mesh import build_mesh
 from maxpipe.parallel.sharding import AxisRules
 

@@ -10,9 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxpipe.config.schema import MeshConfig, ModelConfig
 from maxpipe.generate.decoding import Drawn, NewRow, Size, padded, side_by_side
-from maxpipe.model.decoder import Decoder
+from maxpipe.models.config import ModelConfig
+from maxpipe.nn.decoder import Decoder
+from maxpipe.parallel.axes import MeshConfig
 from maxpipe.parallel.sharding import AxisRules
 from tests.cases import keeping
 from tests.generate.small import (

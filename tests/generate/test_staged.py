@@ -10,16 +10,16 @@ import jax
 import numpy as np
 import pytest
 
-from maxpipe.config.schema import MeshConfig, ModelConfig
 from maxpipe.generate.sampling import Sampling
 from maxpipe.generate.staged import StagedDecoding
-from maxpipe.model.decoder import Decoder
-from maxpipe.parallel.axes import MESH_AXES
+from maxpipe.models.config import ModelConfig
+from maxpipe.nn.decoder import Decoder
+from maxpipe.parallel.axes import MESH_AXES, MeshConfig
 from maxpipe.parallel.mesh import build_mesh
 from maxpipe.parallel.sharding import AxisRules
 from maxpipe.pipeline.layout import Layout
 from maxpipe.schedule.table import Ring
-from maxpipe.train.state import Partition
+from maxpipe.step.state import Partition
 from tests.cases import keeping
 from tests.generate.small import DRAWN, GEMMA, LLAMA, MOE, PROMPTS, decoding_of, followed
 

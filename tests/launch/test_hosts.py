@@ -65,7 +65,7 @@ def test_every_kind_of_tpu_has_names():
 
 
 def test_where_a_run_is_launched_does_not_decide_its_program():
-    from maxpipe.train.executable import facts_of
+    from maxpipe.step.executable import facts_of
 
     lowered = SimpleNamespace(as_text=lambda: "program")
     devices = [SimpleNamespace(device_kind="cpu")]

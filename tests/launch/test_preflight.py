@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from maxpipe.boundary.redact import REDACTED
 from maxpipe.cli import main
+from maxpipe.io.redact import REDACTED
 from tests.launch.conftest import QUICKSTART
 
 Capture = pytest.CaptureFixture[str]

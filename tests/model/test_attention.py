@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 
 from maxpipe.config.keys import KEYS
-from maxpipe.model.attention.backends import BACKENDS
-from maxpipe.model.attention.interface import Cache, Mask
-from maxpipe.model.attention.xla import attend
-from maxpipe.model.modules.attention import Attention, rotary_frequencies, rotate
-from maxpipe.model.parts.attention import CANNOT, Rope
-from maxpipe.model.parts.attention import Attention as Part
-from maxpipe.model.parts.norm import RMSNorm
-from tests.model.parts import RULES, assert_close, context, packed, with_values
+from maxpipe.models.layers.attention import CANNOT, Rope
+from maxpipe.models.layers.attention import Attention as Part
+from maxpipe.models.layers.norm import RMSNorm
+from maxpipe.nn.attention.backends import BACKENDS
+from maxpipe.nn.attention.interface import Cache, Mask
+from maxpipe.nn.attention.xla import attend
+from maxpipe.nn.attention_layer import Attention, rotary_frequencies, rotate
+from tests.nn.parts import RULES, assert_close, context, packed, with_values
 
 D = 16
 NO_CONTEXT = context([[0]], [[0]])

@@ -15,9 +15,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from maxpipe.model.attention import blockwise, xla
-from maxpipe.model.attention.interface import Mask
-from maxpipe.model.count import even_blocks, unrolled_blocks
+from maxpipe.models.count import even_blocks, unrolled_blocks
+from maxpipe.nn.attention import blockwise, xla
+from maxpipe.nn.attention.interface import Mask
 
 ROWS, SIZE, VALUE_SIZE = 2, 6, 5
 

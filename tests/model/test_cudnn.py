@@ -15,11 +15,11 @@ from jax._src.interpreters import mlir
 from jax._src.lib.mlir import ir  # pyright: ignore[reportPrivateImportUsage]
 from jax.sharding import PartitionSpec
 
-from maxpipe.config.schema import MeshConfig
-from maxpipe.model.attention import cudnn, cudnn_calls, xla
-from maxpipe.model.attention.cudnn_calls import Documents, Kernel
-from maxpipe.model.attention.interface import Mask
+from maxpipe.nn.attention import cudnn, cudnn_calls, xla
+from maxpipe.nn.attention.cudnn_calls import Documents, Kernel
+from maxpipe.nn.attention.interface import Mask
 from maxpipe.parallel import stated
+from maxpipe.parallel.axes import MeshConfig
 from maxpipe.parallel.mesh import MANUAL_AXES, build_mesh
 from tests.cases import TOLERANCE, Case, batch_of, keeping, steps_of
 from tests.cudnn import backward, forward, put_in_place

@@ -13,11 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxpipe.model.modules import delta as module
-from maxpipe.model.modules.delta import GatedDelta
-from maxpipe.model.parts import delta
-from maxpipe.model.parts.norm import RMSNorm
-from tests.model.parts import RULES, assert_close, context, packed, with_values
+from maxpipe.models.layers import delta
+from maxpipe.models.layers.norm import RMSNorm
+from maxpipe.nn import delta as module
+from maxpipe.nn.delta import GatedDelta
+from tests.nn.parts import RULES, assert_close, context, packed, with_values
 
 PART = delta.GatedDelta(
     d_model=10,

@@ -11,18 +11,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxpipe.config.schema import ModelConfig
-from maxpipe.model.decoder import Decoder
-from maxpipe.model.families.gemma2 import Gemma2Config
-from maxpipe.model.families.granite import GraniteConfig
-from maxpipe.model.families.mistral import MistralConfig
-from maxpipe.model.families.registry import describe
-from maxpipe.model.modules.attention import rotary_frequencies, rotate
-from maxpipe.model.modules.norm import rms_normed
-from maxpipe.model.modules.part import Context
-from maxpipe.model.parts.attention import Attention, Rope
-from maxpipe.model.parts.norm import RMSNorm
-from tests.model.parts import RULES, assert_close
+from maxpipe.models.config import ModelConfig
+from maxpipe.models.gemma2 import Gemma2Config
+from maxpipe.models.granite import GraniteConfig
+from maxpipe.models.layers.attention import Attention, Rope
+from maxpipe.models.layers.norm import RMSNorm
+from maxpipe.models.mistral import MistralConfig
+from maxpipe.models.registry import describe
+from maxpipe.nn.attention_layer import rotary_frequencies, rotate
+from maxpipe.nn.decoder import Decoder
+from maxpipe.nn.norm import rms_normed
+from maxpipe.nn.part import Context
+from tests.nn.parts import RULES, assert_close
 
 CONFIG = ModelConfig(
     num_layers=3,

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from maxpipe.config.load import load
-from maxpipe.config.schema import ModelConfig
 from maxpipe.errors import ConfigError
-from maxpipe.model.decoder import Decoder
-from maxpipe.model.families.gemma3 import Gemma3Config
-from maxpipe.model.families.registry import describe
-from tests.model.parts import RULES, assert_close, packed
+from maxpipe.models.config import ModelConfig
+from maxpipe.models.gemma3 import Gemma3Config
+from maxpipe.models.registry import describe
+from maxpipe.nn.decoder import Decoder
+from tests.nn.parts import RULES, assert_close, packed
 
 OWN = Gemma3Config(window=3, period=3, local_rope_theta=20.0, rope_scaling=4.0, query_scale=11.0)
 CONFIG = ModelConfig(

@@ -11,15 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxpipe.config.schema import MeshConfig
-from maxpipe.model.modules import grouped, rows
-from maxpipe.model.modules.experts import Experts
-from maxpipe.model.modules.part import Context
-from maxpipe.model.parts import experts
+from maxpipe.models.layers import experts
+from maxpipe.nn import grouped, rows
+from maxpipe.nn.experts import Experts
+from maxpipe.nn.part import Context
+from maxpipe.parallel.axes import MeshConfig
 from maxpipe.parallel.mesh import build_mesh
 from maxpipe.parallel.sharding import BATCH_SPEC, AxisRules
 from tests.cases import TOLERANCE, keeping
-from tests.model.parts import assert_close, context
+from tests.nn.parts import assert_close, context
 
 WIDTH, HIDDEN, EXPERTS, CHOICES = 6, 10, 7, 3
 

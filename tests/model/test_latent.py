@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxpipe.model.modules.latent import LatentAttention
-from maxpipe.model.parts import latent
-from maxpipe.model.parts.attention import Rope
-from tests.model.parts import RULES, assert_close, context, packed, with_values
+from maxpipe.models.layers import latent
+from maxpipe.models.layers.attention import Rope
+from maxpipe.nn.latent import LatentAttention
+from tests.nn.parts import RULES, assert_close, context, packed, with_values
 
 D, ROPE, REST, VALUE, RANK = 18, 4, 6, 10, 7
 EPSILON = 1e-3

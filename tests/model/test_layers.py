@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from maxpipe.model.initial import initial, normal_approximation
-from maxpipe.model.modules.mlp import GatedMLP, gated, in_8_bits
-from maxpipe.model.modules.norm import LayerNorm, RMSNorm
-from maxpipe.model.parts import mlp, norm
-from maxpipe.model.spec import Constant, Normal, Param
+from maxpipe.models.layers import mlp, norm
+from maxpipe.models.spec import Constant, Normal, Param
+from maxpipe.nn.initial import initial, normal_approximation
+from maxpipe.nn.mlp import GatedMLP, gated, in_8_bits
+from maxpipe.nn.norm import LayerNorm, RMSNorm
 from maxpipe.parallel.dropout import dropout
 from maxpipe.parallel.low_precision import LowPrecision, products
-from tests.model.parts import RULES, assert_close, context, with_values
+from tests.nn.parts import RULES, assert_close, context, with_values
 
 NO_CONTEXT = context([[0]], [[0]])
 

@@ -11,20 +11,20 @@ import numpy as np
 import pytest
 
 from maxpipe.config.load import load
-from maxpipe.config.schema import ModelConfig
 from maxpipe.errors import ConfigError
-from maxpipe.model import count
-from maxpipe.model.decoder import Decoder
-from maxpipe.model.families.gpt_oss import GptOssConfig
-from maxpipe.model.families.qwen3_moe import Qwen3MoeConfig
-from maxpipe.model.families.qwen3_next import Qwen3NextConfig
-from maxpipe.model.families.registry import describe
-from maxpipe.model.modules.experts import Experts
-from maxpipe.model.parts import experts
-from maxpipe.model.parts.mlp import ClampedSilu
-from maxpipe.model.spec import Products
+from maxpipe.models import count
+from maxpipe.models.config import ModelConfig
+from maxpipe.models.gpt_oss import GptOssConfig
+from maxpipe.models.layers import experts
+from maxpipe.models.layers.mlp import ClampedSilu
+from maxpipe.models.qwen3_moe import Qwen3MoeConfig
+from maxpipe.models.qwen3_next import Qwen3NextConfig
+from maxpipe.models.registry import describe
+from maxpipe.models.spec import Products
+from maxpipe.nn.decoder import Decoder
+from maxpipe.nn.experts import Experts
 from tests.cases import keeping
-from tests.model.parts import RULES, assert_close, context, packed, with_values
+from tests.nn.parts import RULES, assert_close, context, packed, with_values
 
 CONFIG = ModelConfig(
     num_layers=5,

@@ -13,20 +13,20 @@ import numpy as np
 import pytest
 
 from maxpipe.config.load import load
-from maxpipe.config.schema import ModelConfig
 from maxpipe.errors import ConfigError
-from maxpipe.model import count
-from maxpipe.model.attention.interface import Cache
-from maxpipe.model.decoder import Decoder
-from maxpipe.model.families.moe import MoeConfig
-from maxpipe.model.families.registry import describe, summaries
-from maxpipe.model.modules.experts import Experts
-from maxpipe.model.parts import experts
-from maxpipe.model.parts.mlp import GatedMLP
-from maxpipe.model.spec import Matmul
-from maxpipe.train.summaries import summarised
+from maxpipe.models import count
+from maxpipe.models.config import ModelConfig
+from maxpipe.models.layers import experts
+from maxpipe.models.layers.mlp import GatedMLP
+from maxpipe.models.moe import MoeConfig
+from maxpipe.models.registry import describe, summaries
+from maxpipe.models.spec import Matmul
+from maxpipe.nn.attention.interface import Cache
+from maxpipe.nn.decoder import Decoder
+from maxpipe.nn.experts import Experts
+from maxpipe.step.summaries import summarised
 from tests.cases import keeping
-from tests.model.parts import RULES, assert_close, context, packed, with_values
+from tests.nn.parts import RULES, assert_close, context, packed, with_values
 
 OWN = MoeConfig(num_experts=5, top_k=2, num_dense_layers=1, d_expert=14, balance_weight=0.3)
 CONFIG = ModelConfig(

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxpipe.model.modules.router import routed
-from maxpipe.model.parts.experts import Experts, Groups
+from maxpipe.models.layers.experts import Experts, Groups
+from maxpipe.nn.router import routed
 
 EXPERTS, CHOICES = 12, 3
 

@@ -14,11 +14,11 @@ import pytest
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
 from jax.sharding import PartitionSpec
 
-from maxpipe.config.schema import MeshConfig
-from maxpipe.model.attention import splash, xla
-from maxpipe.model.attention.interface import Mask
-from maxpipe.model.parts.attention import LOG_SUM
+from maxpipe.models.layers.attention import LOG_SUM
+from maxpipe.nn.attention import splash, xla
+from maxpipe.nn.attention.interface import Mask
 from maxpipe.parallel import stated
+from maxpipe.parallel.axes import MeshConfig
 from maxpipe.parallel.mesh import MANUAL_AXES, build_mesh
 from tests.cases import TOLERANCE, Case, batch_of, buffer_bytes, keeping, steps_of
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import yaml
 
-from tests.exchange import maker
+from tests.huggingface import maker
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests/golden/tokenizers"

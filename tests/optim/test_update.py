@@ -13,7 +13,7 @@ import optax
 import pytest
 
 from maxpipe.config.schema import OptimConfig
-from maxpipe.model.spec import Constant, Normal, Param
+from maxpipe.models.spec import Constant, Normal, Param
 from maxpipe.optim.schedule import learning_rate
 from maxpipe.optim.update import Optimizer, OptState, Target
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from maxpipe.config.schema import MeshConfig
 from maxpipe.errors import ConfigError
+from maxpipe.parallel.axes import MeshConfig
 from maxpipe.parallel.explicit import automatic, placed_on
 from maxpipe.parallel.mesh import (
     AXES,

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from maxpipe.config.schema import MeshConfig
+from maxpipe.parallel.axes import MeshConfig
 from maxpipe.parallel.sequence import TokenSplit
 from maxpipe.parallel.sharding import AxisRules
 from tests.cases import TOLERANCE, keeping

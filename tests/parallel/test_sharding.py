@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from maxpipe.config.schema import MeshConfig
 from maxpipe.errors import ConfigError
-from maxpipe.parallel.axes import DEFAULT_AXIS_RULES
+from maxpipe.parallel.axes import DEFAULT_AXIS_RULES, MeshConfig
 from maxpipe.parallel.mesh import MANUAL_AXES, build_mesh
 from maxpipe.parallel.sharding import (
     BATCH_SPEC,

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxpipe.config.tuning_schema import AdapterConfig
-from maxpipe.model.count import num_trained, size
-from maxpipe.model.decoder import Decoder
-from maxpipe.model.low_rank import DOWN, LENGTH, UP
+from maxpipe.models.config import AdapterConfig
+from maxpipe.models.count import num_trained, size
+from maxpipe.models.low_rank import DOWN, LENGTH, UP
+from maxpipe.nn.decoder import Decoder
 from maxpipe.parallel.sharding import AxisRules
 from maxpipe.pipeline.trainable import joined, trained
 from maxpipe.plan.memory import buffers, memory, state

@@ -9,8 +9,8 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 
-from maxpipe.model.attention import blockwise
-from maxpipe.model.count import unrolled_blocks
+from maxpipe.models.count import unrolled_blocks
+from maxpipe.nn.attention import blockwise
 from maxpipe.pipeline import outside, program, slots
 from tests.cases import Case, keeping
 from tests.pipeline.test_executor import check_gradients, matrix

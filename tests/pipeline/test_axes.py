@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from maxpipe.model.modules import exchange
+from maxpipe.nn import exchange
 from maxpipe.parallel import collectives, mesh
 from tests.cases import Case, keeping
 from tests.pipeline.test_executor import check_gradients

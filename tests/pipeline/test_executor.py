@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from maxpipe.checkpoint.trees import by_name
-from maxpipe.model.decoder import Decoder, cross_entropy
-from maxpipe.model.low_rank import LENGTH, UP
+from maxpipe.models.low_rank import LENGTH, UP
+from maxpipe.nn.decoder import Decoder, cross_entropy
 from maxpipe.pipeline.trainable import joined, trained
 from maxpipe.schedule.catalog import SCHEDULES
 from maxpipe.schedule.notation import read_orders

@@ -8,20 +8,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from maxpipe.model.families.deepseek import DeepseekConfig
-from maxpipe.model.families.gemma2 import Gemma2Config
-from maxpipe.model.families.gemma3 import Gemma3Config
-from maxpipe.model.families.gpt_oss import GptOssConfig
-from maxpipe.model.families.granite import GraniteConfig
-from maxpipe.model.families.mistral import MistralConfig
-from maxpipe.model.families.moe import MoeConfig, RoutedConfig
-from maxpipe.model.families.olmo2 import Olmo2Config
-from maxpipe.model.families.phi3 import Phi3Config
-from maxpipe.model.families.qwen2 import Qwen2Config
-from maxpipe.model.families.qwen3 import Qwen3Config
-from maxpipe.model.families.qwen3_moe import Qwen3MoeConfig
-from maxpipe.model.families.qwen3_next import Qwen3NextConfig
-from maxpipe.model.families.registry import FAMILIES
+from maxpipe.models.deepseek import DeepseekConfig
+from maxpipe.models.gemma2 import Gemma2Config
+from maxpipe.models.gemma3 import Gemma3Config
+from maxpipe.models.gpt_oss import GptOssConfig
+from maxpipe.models.granite import GraniteConfig
+from maxpipe.models.mistral import MistralConfig
+from maxpipe.models.moe import MoeConfig, RoutedConfig
+from maxpipe.models.olmo2 import Olmo2Config
+from maxpipe.models.phi3 import Phi3Config
+from maxpipe.models.qwen2 import Qwen2Config
+from maxpipe.models.qwen3 import Qwen3Config
+from maxpipe.models.qwen3_moe import Qwen3MoeConfig
+from maxpipe.models.qwen3_next import Qwen3NextConfig
+from maxpipe.models.registry import FAMILIES
 from tests.cases import Case, keeping
 from tests.pipeline.test_executor import check_gradients, matrix
 

@@ -8,11 +8,11 @@ from typing import Any
 import jax
 import pytest
 
-from maxpipe.model.count import num_trained, size, train_flops_per_token
+from maxpipe.models.count import num_trained, size, train_flops_per_token
 from maxpipe.plan.compile import read, traffic
 from maxpipe.plan.memory import buffers, memory, state
 from maxpipe.plan.sizes import Sizes
-from maxpipe.train.step import Steps
+from maxpipe.step.step import Steps
 from tests.cases import Case, buffer_bytes, keeping
 from tests.pipeline import test_kinds
 from tests.pipeline.test_executor import check_gradients

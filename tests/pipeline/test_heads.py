@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from maxpipe.config.schema import OptimConfig
-from maxpipe.model import decoder
-from maxpipe.model.families.gemma3 import Gemma3Config
-from maxpipe.model.families.registry import describe
+from maxpipe.models.gemma3 import Gemma3Config
+from maxpipe.models.registry import describe
+from maxpipe.nn import decoder
 from maxpipe.pipeline.ahead import further
 from tests.cases import TOLERANCE, Case, batch_of, keeping, steps_of, with_layer_norms
 from tests.pipeline import test_executor

@@ -17,7 +17,7 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding, PartitionSpec
 
-from maxpipe.config.schema import MeshConfig
+from maxpipe.parallel.axes import MeshConfig
 from maxpipe.parallel.mesh import FSDP, STAGE, TENSOR, build_mesh
 from maxpipe.parallel.sharding import BATCH_SPEC
 from maxpipe.pipeline import outside, program, slots

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from maxpipe.model.choice import BLOCK_TOKENS, loss_block
+from maxpipe.models.choice import BLOCK_TOKENS, loss_block
 from maxpipe.pipeline.blocks import by_blocks
 from tests.cases import TOLERANCE, Case, batch_of, keeping, steps_of
 from tests.pipeline.test_executor import check_gradients

@@ -17,7 +17,7 @@ from jax import Array
 from maxpipe.pipeline.loss_head import LossHead
 from maxpipe.pipeline.objective import CrossEntropy, Extra, Objective, Read, Scores, plain_loss
 from maxpipe.schedule.catalog import SCHEDULES, forward_only
-from maxpipe.train.step import BY_SOURCE
+from maxpipe.step.step import BY_SOURCE
 from tests.cases import TOLERANCE, Case, batch_of, keeping, steps_of
 
 COUNT = 3

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxpipe.config.schema import MeshConfig
-from maxpipe.model.decoder import Decoder
+from maxpipe.nn.decoder import Decoder
+from maxpipe.parallel.axes import MeshConfig
 from maxpipe.parallel.sharding import AxisRules
 from maxpipe.pipeline.remat import Constants, Kept, LayerVJP, RematPolicy, differentiate
 from tests.cases import MODEL

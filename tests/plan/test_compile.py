@@ -11,8 +11,8 @@ import jax
 import numpy as np
 import pytest
 
-from maxpipe.model.count import scored_pairs
-from maxpipe.model.families.registry import describe
+from maxpipe.models.count import scored_pairs
+from maxpipe.models.registry import describe
 from maxpipe.parallel.mesh import AXES, FSDP, STAGE
 from maxpipe.plan.advice import TERMS, capacity, explain_out_of_memory, gib, verdict
 from maxpipe.plan.compile import (

@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from maxpipe.config.schema import Config, ModelConfig
+from maxpipe.config.schema import Config
 from maxpipe.hardware import shipped
-from maxpipe.model import count
-from maxpipe.model.families.registry import describe
-from maxpipe.model.parts.mlp import GatedMLP
-from maxpipe.model.spec import Branch, Dims, Kind, Matmul, Model, Operation
+from maxpipe.models import count
+from maxpipe.models.config import ModelConfig
+from maxpipe.models.layers.mlp import GatedMLP
+from maxpipe.models.registry import describe
+from maxpipe.models.spec import Branch, Dims, Kind, Matmul, Model, Operation
 from maxpipe.plan import sizes as sizes_module
 from maxpipe.plan.cost import cost
 from maxpipe.plan.cost_model import CostModel

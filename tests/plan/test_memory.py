@@ -15,13 +15,13 @@ import yaml
 
 from maxpipe.config.load import from_dict, to_dict
 from maxpipe.config.schema import Config
-from maxpipe.model import decoder as decoder_module
-from maxpipe.model.count import QUERY_BLOCK
-from maxpipe.model.decoder import Decoder
-from maxpipe.model.families.registry import describe
-from maxpipe.model.parts.attention import Attention, Rope
-from maxpipe.model.parts.latent import LatentAttention
-from maxpipe.model.spec import Part
+from maxpipe.models.count import QUERY_BLOCK
+from maxpipe.models.layers.attention import Attention, Rope
+from maxpipe.models.layers.latent import LatentAttention
+from maxpipe.models.registry import describe
+from maxpipe.models.spec import Part
+from maxpipe.nn import decoder as decoder_module
+from maxpipe.nn.decoder import Decoder
 from maxpipe.parallel.mesh import AXES
 from maxpipe.parallel.sharding import AxisRules
 from maxpipe.pipeline.remat import Constants, differentiate
@@ -29,8 +29,8 @@ from maxpipe.plan import sizes as sizes_module
 from maxpipe.plan.compile import build_steps, executions
 from maxpipe.plan.memory import WORKSPACE, buffers, memory, state
 from maxpipe.plan.sizes import Sizes, schedule_of
-from maxpipe.train.partition import keep_of
-from maxpipe.train.step import Steps
+from maxpipe.step.partition import keep_of
+from maxpipe.step.step import Steps
 from tests.cases import buffer_bytes, keeping, thinned, with_attention, with_layer_norms
 
 ROOT = Path(__file__).parents[2]

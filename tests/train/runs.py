@@ -14,7 +14,7 @@ from typing import Any
 
 from maxpipe.checkpoint.manager import open_run
 from maxpipe.checkpoint.trees import digest
-from maxpipe.processes.hub import free_port
+from maxpipe.distributed.hub import free_port
 
 Run = Callable[..., str]
 Start = Callable[..., subprocess.Popen[str]]

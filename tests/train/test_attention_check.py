@@ -10,13 +10,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from maxpipe.model.attention import blockwise, cudnn_calls
-from maxpipe.model.attention.backends import BACKENDS
-from maxpipe.model.families.deepseek import DeepseekConfig
-from maxpipe.model.families.gemma2 import Gemma2Config
-from maxpipe.model.families.gpt_oss import GptOssConfig
-from maxpipe.model.families.registry import describe
-from maxpipe.model.spec import Model
+from maxpipe.models.deepseek import DeepseekConfig
+from maxpipe.models.gemma2 import Gemma2Config
+from maxpipe.models.gpt_oss import GptOssConfig
+from maxpipe.models.registry import describe
+from maxpipe.models.spec import Model
+from maxpipe.nn.attention import blockwise, cudnn_calls
+from maxpipe.nn.attention.backends import BACKENDS
 from maxpipe.train.attention_check import check_attention, what_is_checked
 from tests.cases import MODEL
 from tests.cudnn import forward, put_in_place
@@ -151,7 +151,7 @@ def test_a_run_checks_once(tiny: Path, tmp_path: Path, run: Run) -> None:
 
 
 BROKEN = """
-import maxpipe.model.attention.backends as backends
+import maxpipe.nn.attention.backends as backends
 right = backends.BACKENDS["blockwise"]
 backends.BACKENDS["blockwise"] = lambda *given: 1.01 * right(*given)
 """

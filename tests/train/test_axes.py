@@ -8,10 +8,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from maxpipe.model.families.gemma3 import Gemma3Config
-from maxpipe.model.families.moe import MoeConfig
+from maxpipe.models.gemma3 import Gemma3Config
+from maxpipe.models.moe import MoeConfig
 from tests.cases import TOLERANCE, Case, keeping
-from tests.train.test_step import loss_curve
+from tests.step.test_step import loss_curve
 
 MODELS = {
     "dense": Case(layers=4, length=24, width=48, dropout=0.1),

@@ -8,8 +8,8 @@ import jax
 import numpy as np
 import pytest
 
-from maxpipe.model.families.moe import MoeConfig
-from maxpipe.train.summaries import summarised
+from maxpipe.models.moe import MoeConfig
+from maxpipe.step.summaries import summarised
 from tests.cases import TOLERANCE, Case, batch_of, steps_of
 
 OWN = MoeConfig(num_experts=5, num_dense_layers=2, d_expert=12)

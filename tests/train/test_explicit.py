@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
-from maxpipe.model.families.moe import MoeConfig
-from maxpipe.train.step import Steps
+from maxpipe.models.moe import MoeConfig
+from maxpipe.step.step import Steps
 from tests.cases import Case, batch_of, steps_of, with_rare
 
 ROWS = 24

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from maxpipe.checkpoint.trees import named
-from maxpipe.model.families.registry import describe
-from maxpipe.model.frozen import declared, trained
+from maxpipe.models.frozen import declared, trained
+from maxpipe.models.registry import describe
 from tests.cases import TOLERANCE, Case, steps_of
+from tests.step.states import ROWS, same_bits, trained_on
 from tests.train.runs import Run, losses, saved
-from tests.train.states import ROWS, same_bits, trained_on
 
 FROZEN = ("embedding", "layers.attention.*", "layers.mlp_norm.scale")
 HERE = Case(2, 2, 2, fsdp=2, layers=5, frozen=FROZEN)

@@ -16,7 +16,7 @@ import pytest
 from maxpipe.checkpoint.lock import RunLock
 from maxpipe.cli import main
 from maxpipe.config.load import load
-from maxpipe.model.decoder import Decoder
+from maxpipe.nn.decoder import Decoder
 from maxpipe.parallel.sharding import AxisRules
 from tests.conftest import FAST_COMPILE
 from tests.train.conftest import ROOT

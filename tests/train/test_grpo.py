@@ -14,8 +14,8 @@ from maxpipe.config.tuning_schema import GrpoConfig
 from maxpipe.data.prompts import PromptRecord
 from maxpipe.objectives.policy import AS_THEY_ARE
 from maxpipe.pipeline.loss_head import LossHead
-from maxpipe.train.objectives import policy_of
-from maxpipe.train.rollouts import Rewarded, assembled
+from maxpipe.posttrain.rollouts import Rewarded, assembled
+from maxpipe.step.objectives import policy_of
 from tests.cases import TOLERANCE, Case, keeping, steps_of
 
 Tree = Any

@@ -12,9 +12,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from maxpipe.config.schema import DataConfig, TokenizerConfig
 from maxpipe.data.loader import Loader, build
+from maxpipe.distributed.phases import Phases
 from maxpipe.objectives.distill import TEACHER_IDS, TEACHER_LOGPROBS
-from maxpipe.processes.phases import Phases
-from maxpipe.train.distill import Lessons
+from maxpipe.posttrain.distill import Lessons
 
 ROWS, TOKENS, COUNT = 4, 16, 3
 

@@ -14,9 +14,9 @@ import pytest
 
 from maxpipe.commands.data_look import opened
 from maxpipe.config.load import load
-from maxpipe.train.by_source import SourceSums
-from maxpipe.train.evaluate import evaluate
-from maxpipe.train.step import BY_SOURCE
+from maxpipe.evals.by_source import SourceSums
+from maxpipe.evals.evaluate import evaluate
+from maxpipe.step.step import BY_SOURCE
 from tests.train.runs import (
     SAME,
     Run,

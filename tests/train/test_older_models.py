@@ -16,9 +16,9 @@ import pytest
 from maxpipe.config import keys
 from maxpipe.config import load as load_module
 from maxpipe.config.load import load, to_dict
-from maxpipe.config.schema import before
 from maxpipe.errors import ConfigError
-from maxpipe.model.families.llama import LlamaConfig
+from maxpipe.io.fields import before
+from maxpipe.models.llama import LlamaConfig
 from maxpipe.train.resume import check_model
 from tests.conftest import FAST_COMPILE
 

@@ -13,11 +13,11 @@ import pytest
 
 from maxpipe.checkpoint.trees import named
 from maxpipe.config.schema import OptimConfig
-from maxpipe.exchange.safetensors import Reader
+from maxpipe.huggingface.safetensors import Reader
 from tests.cases import OPTIM, TOLERANCE, Case, keeping, steps_of
 from tests.pipeline.test_families import QWEN3_MOE
+from tests.step.states import ROWS, same_bits, trained_on
 from tests.train.runs import Run, losses, saved
-from tests.train.states import ROWS, same_bits, trained_on
 
 ONE = Case(layers=5)
 HERE = Case(2, 2, 2, fsdp=2, layers=5)

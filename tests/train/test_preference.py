@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from maxpipe.config.paths import REFERENCE_FILE
-from maxpipe.train.pair_references import load, save
+from maxpipe.posttrain.pair_references import load, save
 from tests.data.conversations import write_records
 from tests.train.runs import (
     SAME,

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from maxpipe.cli import main
-from maxpipe.processes import secret
-from tests.exchange import maker
+from maxpipe.distributed import secret
+from tests.huggingface import maker
 from tests.train.runs import (
     SAME,
     Run,

@@ -18,8 +18,8 @@ from maxpipe.config.ramp import Ramp, Stage
 from maxpipe.config.schema import GuardConfig
 from maxpipe.data.loader import Loader
 from maxpipe.errors import ConfigError
+from maxpipe.train.bad_steps import Watch
 from maxpipe.train.loop import train
-from maxpipe.train.watch import Watch
 from tests.train.runs import SAME, Run, Start, saved_digest, wait_for
 
 STEPS, ROW = 24, 16

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from maxpipe.schedule.catalog import SCHEDULES
-from maxpipe.train.step import Steps
+from maxpipe.step.step import Steps
 from tests.cases import TOLERANCE, Case, batch_of, keeping, steps_of
 from tests.pipeline.test_executor import plain_gradients
 

@@ -11,7 +11,7 @@ import pytest
 
 from maxpipe.data.formats import reads
 from maxpipe.data.formats.reads import reading
-from maxpipe.processes.phases import DATA, LOOP, Phases
+from maxpipe.distributed.phases import DATA, LOOP, Phases
 from maxpipe.train import slow_data
 from maxpipe.train.slow_data import SlowData
 from tests.train.runs import Start, ends, pair, write_module

@@ -17,10 +17,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple, TypedDict
 
-from maxpipe.boundary import files
-from maxpipe.boundary.files import opened
-from maxpipe.boundary.signed import opened as verified
-from maxpipe.boundary.signed import signed
 from maxpipe.data.formats.files import (
     SETTLED_SECONDS,
     File,
@@ -34,6 +30,10 @@ from maxpipe.data.formats.files import (
 )
 from maxpipe.data.formats.locks import locked
 from maxpipe.data.formats.source import Moved, Progress
+from maxpipe.io import files
+from maxpipe.io.files import opened
+from maxpipe.io.signed import opened as verified
+from maxpipe.io.signed import signed
 
 _LOG = logging.getLogger(__name__)
 

@@ -14,12 +14,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO, NamedTuple, cast
 
-from maxpipe.boundary import buckets
-from maxpipe.boundary.files import opened, scheme
 from maxpipe.config.inputs import broken_link
 from maxpipe.config.rules import did_you_mean
 from maxpipe.config.shipped import is_hub_id
 from maxpipe.errors import ConfigError
+from maxpipe.io import buckets
+from maxpipe.io.files import opened, scheme
 
 _EDGE_BYTES = 1 << 16
 _OWN_FOLDER = ".index"

@@ -13,7 +13,7 @@ from maxpipe.data.formats.lines import SUFFIXES, Lines, find_lines, is_compresse
 from maxpipe.data.formats.source import Moved, Record
 from maxpipe.data.formats.text_of import BadRecord, check_length, from_json, shortened
 from maxpipe.errors import ConfigError
-from maxpipe.words import counted
+from maxpipe.io.text import counted
 
 
 class JsonLines:

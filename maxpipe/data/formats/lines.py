@@ -10,8 +10,6 @@ from typing import BinaryIO
 
 import numpy as np
 
-from maxpipe.boundary.files import opened
-from maxpipe.boundary.files import read as read_file
 from maxpipe.data.formats.cache import Cache, Make
 from maxpipe.data.formats.compressed import SUFFIXES, unpacked
 from maxpipe.data.formats.digests import Digests, Pass, settle
@@ -19,6 +17,8 @@ from maxpipe.data.formats.files import File, check_size, digest, edges, reaching
 from maxpipe.data.formats.source import Moved, Progress
 from maxpipe.data.formats.text_of import MOST_RECORD_BYTES
 from maxpipe.errors import ConfigError, StorageError
+from maxpipe.io.files import opened
+from maxpipe.io.files import read as read_file
 
 _PIECE_BYTES = 1 << 20
 _KEPT_FROM_BYTES = 1 << 26

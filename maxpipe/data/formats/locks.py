@@ -14,10 +14,10 @@ import time
 from collections.abc import Iterator
 from io import FileIO
 
-from maxpipe.boundary import redact
-from maxpipe.boundary.files import opened
 from maxpipe.data.formats.reads import reading
 from maxpipe.data.formats.source import Moved
+from maxpipe.io import redact
+from maxpipe.io.files import opened
 
 _LOG = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from maxpipe.data.formats.files import File, check_size, digest, identities, rea
 from maxpipe.data.formats.source import Moved, Progress, Record
 from maxpipe.data.formats.text_of import shortened
 from maxpipe.errors import ConfigError
-from maxpipe.words import counted
+from maxpipe.io.text import counted
 
 _LOG = logging.getLogger(__name__)
 

@@ -11,9 +11,6 @@ from typing import Any, NamedTuple, NotRequired, TypedDict
 
 import numpy as np
 
-from maxpipe.boundary import files as boundary
-from maxpipe.boundary.files import scheme
-from maxpipe.boundary.typed import parse
 from maxpipe.data.formats.arrow import import_pyarrow, row_of, wanted
 from maxpipe.data.formats.files import (
     File,
@@ -26,6 +23,9 @@ from maxpipe.data.formats.files import (
 from maxpipe.data.formats.source import Record
 from maxpipe.data.formats.text_of import BadRecord, shortened
 from maxpipe.errors import ConfigError
+from maxpipe.io import files as boundary
+from maxpipe.io.files import scheme
+from maxpipe.io.typed import parse
 
 _STATE, _SPLITS = "state.json", "dataset_dict.json"
 _SPLIT = "train"

@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from maxpipe.boundary import redact
 from maxpipe.data.formats.files import File
 from maxpipe.data.formats.text_of import BadRecord, TextOf
 from maxpipe.errors import ConfigError, Problem
+from maxpipe.io import redact
 
 _LOG = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from maxpipe.data.formats.files import File, common_folder, described, digest, read
 from maxpipe.data.formats.text_of import check_length, decoded
 from maxpipe.errors import ConfigError
-from maxpipe.words import counted
+from maxpipe.io.text import counted
 
 # Tests hold text that is broken on purpose, the others are not part of the library.
 _SKIPPED_FOLDERS = {

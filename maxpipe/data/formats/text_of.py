@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from maxpipe.boundary.typed import parse
 from maxpipe.config.data import template_pieces
 from maxpipe.data.formats.record_keys import (
     chat_settings,
@@ -17,6 +16,7 @@ from maxpipe.data.formats.record_keys import (
     text_fields,
     text_template,
 )
+from maxpipe.io.typed import parse
 
 _MAX_DEPTH = 256
 """Deepest nesting of brackets in a document's JSON."""

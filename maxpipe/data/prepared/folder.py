@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from maxpipe.boundary import files
-from maxpipe.boundary.signed import signed
 from maxpipe.checkpoint.address import check_outside
 from maxpipe.data.prepared.manifest import JOURNAL
 from maxpipe.errors import ConfigError, Interrupted, Preempted
+from maxpipe.io import files
+from maxpipe.io.signed import signed
 
 OUT = "command line: --out"
 _LONGEST_LINE = 1 << 24

@@ -16,8 +16,6 @@ from typing import Any, BinaryIO, NamedTuple, TypedDict
 
 import numpy as np
 
-from maxpipe.boundary import files
-from maxpipe.boundary.signed import opened, signed
 from maxpipe.data.prepared.folder import OUT, bring_to_disk, elsewhere, enter, resume
 from maxpipe.data.prepared.indexed import BIN, dtype_for
 from maxpipe.data.prepared.manifest import (
@@ -41,6 +39,8 @@ from maxpipe.data.prepared.ranges import (
 from maxpipe.data.prepared.reader import read_whole
 from maxpipe.data.prepared.writer import SignedFile
 from maxpipe.errors import ConfigError, StorageError
+from maxpipe.io import files
+from maxpipe.io.signed import opened, signed
 
 MANIFEST = "logits.json"
 _FORMAT = 1

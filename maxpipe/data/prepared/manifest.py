@@ -16,7 +16,6 @@ from typing import Any, NamedTuple, NotRequired, TypedDict, TypeVar
 
 import numpy as np
 
-from maxpipe.boundary.signed import opened
 from maxpipe.config.data_schema import SourceConfig
 from maxpipe.config.schema import TokenizerConfig
 from maxpipe.data.prepared.indexed import BIN, IDX
@@ -24,6 +23,7 @@ from maxpipe.data.prepared.ranges import damaged, joined, open_ranges
 from maxpipe.data.sources import Source
 from maxpipe.data.tokenizer import Tokenizer
 from maxpipe.errors import ConfigError, StorageError
+from maxpipe.io.signed import opened
 
 FILE = "manifest.json"
 JOURNAL = "unfinished"

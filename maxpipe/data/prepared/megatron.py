@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 
-from maxpipe.boundary.files import scheme
 from maxpipe.data.documents import Encoded
 from maxpipe.data.formats.digests import Digests
 from maxpipe.data.formats.files import File, Stat, changed, described
@@ -28,7 +27,8 @@ from maxpipe.data.prepared.manifest import SPAN, content_facts
 from maxpipe.data.prepared.ranges import Ranges, open_ranges
 from maxpipe.data.tokenizer import Tokenizer, check_rows
 from maxpipe.errors import ConfigError, StorageError
-from maxpipe.words import counted
+from maxpipe.io.files import scheme
+from maxpipe.io.text import counted
 
 _ENTRIES = 1 << 18
 """Entries of a table that are looked through at a time."""

@@ -22,8 +22,6 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from maxpipe.boundary import files
-from maxpipe.boundary.signed import opened, signed
 from maxpipe.config.data_schema import SourceConfig
 from maxpipe.config.schema import TokenizerConfig
 from maxpipe.data.answers import answers_of
@@ -64,7 +62,9 @@ from maxpipe.data.sources import Source, open_source
 from maxpipe.data.tokenizer import open_tokenizer
 from maxpipe.data.unread_keys import advice, columns_not_read
 from maxpipe.errors import AbsentError, ConfigError, StorageError
-from maxpipe.words import counted
+from maxpipe.io import files
+from maxpipe.io.signed import opened, signed
+from maxpipe.io.text import counted
 
 _DOCUMENTS = ("name", "fingerprint", CONTENT, "documents", "chat")
 """Entries of a source that say which documents it has."""

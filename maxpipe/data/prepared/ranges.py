@@ -15,10 +15,10 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from maxpipe.boundary.buckets import store
-from maxpipe.boundary.files import opened, scheme
 from maxpipe.data.formats.files import Stat
 from maxpipe.errors import ConfigError, StorageError
+from maxpipe.io.buckets import store
+from maxpipe.io.files import opened, scheme
 
 BLOCK_BYTES = 1 << 16
 """Bytes that share a CRC."""

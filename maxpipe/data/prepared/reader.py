@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from maxpipe.boundary.files import scheme
 from maxpipe.data.documents import Encoded
 from maxpipe.data.prepared.indexed import BIN, HEADER_BYTES, IDX, parse
 from maxpipe.data.prepared.manifest import (
@@ -37,6 +36,7 @@ from maxpipe.data.prepared.manifest import (
 from maxpipe.data.prepared.ranges import BLOCK_BYTES, Checked, Kept, damaged, joined, open_ranges
 from maxpipe.data.tokenizer import Tokenizer, action_on_other, check_rows
 from maxpipe.errors import ConfigError
+from maxpipe.io.files import scheme
 
 
 class Shard:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
-from maxpipe.boundary.files import scheme
 from maxpipe.data.prepared import logits
 from maxpipe.data.prepared.manifest import (
     FILE,
@@ -20,7 +19,8 @@ from maxpipe.data.prepared.manifest import (
 )
 from maxpipe.data.prepared.ranges import joined, open_ranges
 from maxpipe.errors import StorageError
-from maxpipe.words import counted
+from maxpipe.io.files import scheme
+from maxpipe.io.text import counted
 
 _PART_BYTES = 1 << 22
 

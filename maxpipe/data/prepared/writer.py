@@ -13,7 +13,6 @@ from typing import NamedTuple, TypedDict
 
 import numpy as np
 
-from maxpipe.boundary.files import opened
 from maxpipe.data.prepared.indexed import BIN, IDX, index_of
 from maxpipe.data.prepared.manifest import (
     CRC_FILE,
@@ -26,6 +25,7 @@ from maxpipe.data.prepared.manifest import (
 )
 from maxpipe.data.prepared.ranges import BLOCK_BYTES
 from maxpipe.errors import ConfigError
+from maxpipe.io.files import opened
 
 _LONGEST = (1 << 31) - 1
 """Tokens of a document that an index can count."""

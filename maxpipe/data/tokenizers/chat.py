@@ -15,7 +15,7 @@ from typing import Any
 
 from maxpipe.data.tokenizers.chat_process import ChatInput, ChatProcess, RenderError
 from maxpipe.errors import ConfigError
-from maxpipe.words import counted
+from maxpipe.io.text import counted
 
 _LOG = logging.getLogger(__name__)
 

@@ -12,9 +12,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypedDict
 
-from maxpipe.boundary.asked import AskedProcess
-from maxpipe.boundary.typed import parse
 from maxpipe.data.tokenizers import render_chat
+from maxpipe.io.typed import parse
+from maxpipe.io.worker_process import AskedProcess
 
 _START_SECONDS = 60.0
 """For a machine that is busy; the processor's time is what a template is given."""

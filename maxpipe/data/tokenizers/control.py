@@ -25,11 +25,11 @@ from typing import Any, Self
 
 import numpy as np
 
-from maxpipe.boundary import files
-from maxpipe.boundary.typed import parse
 from maxpipe.data.tokenizers.chat import ChatTemplate
 from maxpipe.data.tokenizers.files import MAX_IDS, PATH
 from maxpipe.errors import ConfigError
+from maxpipe.io import files
+from maxpipe.io.typed import parse
 
 _ROLES = {
     "bos_token": ("<s>", "<|begin_of_text|>", "<bos>", "[BOS]", "<|startoftext|>", "[CLS]"),

@@ -8,12 +8,12 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Literal
 
-from maxpipe.boundary import files
 from maxpipe.config.schema import TokenizerConfig
 from maxpipe.config.shipped import is_hub_id
 from maxpipe.data.tokenizers.time_limit import UnfitText, is_of_library
 from maxpipe.errors import ConfigError, Problem
-from maxpipe.words import counted
+from maxpipe.io import files
+from maxpipe.io.text import counted
 
 Kind = Literal["huggingface", "sentencepiece", "tiktoken"]
 

@@ -12,13 +12,13 @@ from typing import Any, Self
 
 import numpy as np
 
-from maxpipe.boundary.typed import parse
 from maxpipe.data.tokenizers.byte_bpe import ByteBpe, byte_bpe
 from maxpipe.data.tokenizers.control import Controlled, resolve
 from maxpipe.data.tokenizers.files import MAX_IDS, USED, explained, missing, read
 from maxpipe.data.tokenizers.growth import check_growth
 from maxpipe.data.tokenizers.time_limit import each_within, needs_limit, within
 from maxpipe.data.tokenizers.tokenizer_class import may_keep_file, rebuilt
+from maxpipe.io.typed import parse
 
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 

@@ -1,0 +1,168 @@
+"""The port of process 0 while the others connect: which connections it accepts, which it refuses.
+
+Any host may find the port. A connection that has not proved to be of this run costs little:
+there are few, they send little and live shortly, and after each look that took time the port is
+left alone for a multiple of that time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import ipaddress
+import selectors
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from maxpipe.distributed.wire import Stranger, Wire
+
+_MOST_STRANGERS, _SECONDS = 64, 10.0
+"""Unproved connections at a time, besides one per process; seconds that each has for its proof."""
+_ACCEPTS = 16
+"""Connections accepted in one look."""
+_REST, _SHORTEST_REST_SECONDS = 30.0, 0.01
+"""The next look is delayed by this multiple of the last one's CPU time."""
+_BACKLOG = 512
+_OUT_OF_SOCKETS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+
+
+def own_addresses(host: str) -> list[str]:
+    """The addresses of this machine that `host` resolves to; empty if it does not resolve here."""
+    try:
+        found = list(dict.fromkeys(str(each[4][0]) for each in _resolved(host, 0)))
+    except socket.gaierror:  # other hosts may resolve it, or this one later
+        return []
+    is_name = host not in found and host != "localhost"
+    if is_name and any(ipaddress.ip_address(each.partition("%")[0]).is_loopback for each in found):
+        return []  # many hosts name themselves 127.0.1.1, which other hosts cannot reach
+    return [each for each in found if _is_here(each)]
+
+
+def _resolved(host: str, port: int) -> list[Any]:
+    return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+
+
+def _is_here(address: str) -> bool:
+    """False behind a router or a cluster's service, whose address no interface has."""
+    family, kind, _, _, where = _resolved(address, 0)[0]
+    try:
+        with socket.socket(family, kind) as probe:
+            probe.bind(where)
+    except OSError as error:
+        if error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+            return False
+        raise
+    return True
+
+
+class Listener:
+    """Sockets that wait for processes of the run.
+
+    Args:
+        address: host and port at which the others look for this process.
+        secret: of the run.
+        count: of processes.
+        say: prints a line.
+
+    Raises:
+        OSError: the port is taken.
+    """
+
+    def __init__(
+        self, address: tuple[str, int], secret: bytes, count: int, say: Callable[[str], None]
+    ):
+        self._secret, self._most = secret, _MOST_STRANGERS + count
+        self._strangers: dict[Stranger, None] = {}  # the oldest first
+        self._opened: list[socket.socket] = []
+        self._selector = selectors.DefaultSelector()
+        self.num_refused, self.last_refused = 0, ""
+        self.rests_until = 0.0
+        try:
+            self._open(address, count, say)
+        except OSError:
+            self.close()
+            raise
+
+    def _open(self, address: tuple[str, int], count: int, say: Callable[[str], None]) -> None:
+        host, port = address
+        hosts = own_addresses(host)
+        if not hosts:
+            say(f"process 0 listens at every address: {host} is no address of this machine")
+        dual = not hosts and socket.has_dualstack_ipv6()
+        for each in hosts or [""]:
+            family = socket.AF_INET6 if ":" in each or dual else socket.AF_INET
+            opened = socket.create_server(
+                (each, port), family=family, backlog=_BACKLOG + count, dualstack_ipv6=dual
+            )
+            opened.setblocking(False)
+            self._opened.append(opened)
+            self._selector.register(opened, selectors.EVENT_READ)
+
+    def fileno(self) -> int:
+        """Readable when a connection is waiting."""
+        return self._selector.fileno()
+
+    def look(self) -> list[Wire]:
+        """The processes that have proved themselves, once each. Empty before `rests_until`."""
+        now, begin = time.monotonic(), time.thread_time()
+        if now < self.rests_until:
+            return []
+        proved = []
+        for key, _ in self._selector.select(0):
+            source: Any = key.fileobj
+            if source in self._opened:
+                self._accept(source)
+            elif source in self._strangers:  # not closed for a newer one just now
+                proved += self._hear(source)
+        for stranger in [each for each in self._strangers if now - each.since > _SECONDS]:
+            self._send_away(stranger)
+        worked = time.thread_time() - begin
+        self.rests_until = time.monotonic() + max(_SHORTEST_REST_SECONDS, _REST * worked)
+        return proved
+
+    def _accept(self, opened: socket.socket) -> None:
+        for _ in range(_ACCEPTS):
+            try:
+                sock, address = opened.accept()
+            except OSError as error:
+                if error.errno in _OUT_OF_SOCKETS and self._strangers:
+                    self._send_away(next(iter(self._strangers)))
+                return
+            if len(self._strangers) >= self._most:
+                self._make_room()
+            stranger = Stranger(sock, str(address[0]))
+            self._strangers[stranger] = None
+            self._selector.register(stranger, selectors.EVENT_READ)
+
+    def _make_room(self) -> None:
+        """Closes the oldest connection of the address that has the most."""
+        ((busiest, _),) = Counter(each.address for each in self._strangers).most_common(1)
+        self._send_away(next(each for each in self._strangers if each.address == busiest))
+
+    def _hear(self, stranger: Stranger) -> list[Wire]:
+        try:
+            wire = stranger.advance(self._secret)
+        except OSError:
+            self._send_away(stranger)
+            return []
+        if wire is None:
+            return []
+        self._selector.unregister(stranger)
+        del self._strangers[stranger]
+        return [wire]
+
+    def _send_away(self, stranger: Stranger) -> None:
+        self.num_refused, self.last_refused = self.num_refused + 1, stranger.address
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.unregister(stranger)
+        self._strangers.pop(stranger, None)
+        stranger.close()
+
+    def close(self) -> None:
+        """Closes the port, and strangers' connections."""
+        for each in (*self._opened, *self._strangers):
+            each.close()
+        self._selector.close()

@@ -1,0 +1,243 @@
+"""Messages between two processes of a run, authenticated against any third.
+
+Both ends hold the run's secret, and both prove it before either sends anything else:
+
+    member -> hub   the protocol's name, the member's nonce
+    hub -> member   the hub's nonce, HMAC(secret, "hub", both nonces)
+    member -> hub   HMAC(secret, "member", both nonces)
+
+A proof holds for these nonces and this role only: repeated, reflected or sent elsewhere it proves
+nothing. Messages follow, each with its length and an HMAC of its number and content under a key of
+this connection and direction. They are JSON and not encrypted.
+
+Only `reach` and `flush` block: what a peer does not read is queued up to a limit, at
+which the connection is dropped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import json
+import secrets
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from maxpipe.io.typed import parse
+
+_T = TypeVar("_T")
+
+FROM_MEMBER_BYTES, FROM_HUB_BYTES = 1 << 18, 1 << 24
+"""The longest messages: a member sends its own state, the hub that of all."""
+PIECE_BYTES = 1 << 16
+
+_NAME = b"maxpipe1"
+_NONCE, _DIGEST = 32, 32
+_HELLO, _CHALLENGE = len(_NAME) + _NONCE, _NONCE + _DIGEST
+_HEAD = struct.Struct(f">I{_DIGEST}s")
+_MOST_UNSENT = 1 << 25
+_CONNECT_SECONDS, _ANSWER_SECONDS, _LOOK_SECONDS = 5.0, 15.0, 0.2
+_MOST_DRAINED = 64
+
+
+class NotOfThisRun(ConnectionError):
+    """The peer does not know the run's secret."""
+
+
+def _digest(key: bytes, *parts: bytes) -> bytes:
+    """A greeting's parts; all but the last have a fixed length for each role."""
+    return hmac.digest(key, b"\0".join(parts), "sha256")
+
+
+class Wire:
+    """Messages over a socket whose other end has proved itself."""
+
+    def __init__(self, sock: socket.socket, key: bytes, nonces: bytes, *, is_hub: bool):
+        self._socket, self._lock = sock, threading.Lock()
+        out, back = (b"from hub", b"from member")[:: 1 if is_hub else -1]
+        self._key_out, self._key_in = (_digest(key, name, nonces) for name in (out, back))
+        self._longest = FROM_MEMBER_BYTES if is_hub else FROM_HUB_BYTES
+        self._unsent, self._unread = bytearray(), bytearray()
+        self._num_sent = self._num_received = 0
+        sock.setblocking(False)
+        with contextlib.suppress(OSError):
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def fileno(self) -> int:
+        """For a selector."""
+        return self._socket.fileno()
+
+    @property
+    def waits(self) -> bool:
+        """Whether something is to be sent as soon as the peer reads."""
+        return bool(self._unsent)
+
+    def send(self, message: Mapping[str, Any]) -> bool:
+        """Whether it is on its way; False when the connection is over."""
+        text = json.dumps(message).encode()
+        with self._lock:
+            number = struct.pack(">Q", self._num_sent)
+            self._num_sent += 1
+            self._unsent += _HEAD.pack(len(text), _digest(self._key_out, number, text)) + text
+        return self.push()
+
+    def push(self) -> bool:
+        """Sends what is queued, as far as the network accepts it."""
+        with self._lock:
+            try:
+                while self._unsent:
+                    del self._unsent[: self._socket.send(self._unsent)]
+            except BlockingIOError:
+                if len(self._unsent) <= _MOST_UNSENT:
+                    return True
+                self._end()
+                return False
+            except OSError:
+                self._unsent.clear()
+                return False
+        return True
+
+    def flush(self, seconds: float) -> None:
+        """Waits until all is sent, at most these seconds."""
+        end = time.monotonic() + seconds
+        while self.push() and self.waits and time.monotonic() < end:
+            time.sleep(0.01)
+
+    def receive(self, kind: type[_T]) -> list[_T] | None:
+        """Whole messages that have come; None when there will be no more.
+
+        Any other data ends the connection.
+        """
+        try:
+            data = self._socket.recv(PIECE_BYTES)
+        except BlockingIOError:
+            return []
+        except OSError:
+            return None
+        if not data:
+            return None
+        self._unread += data
+        found = []
+        while len(self._unread) >= _HEAD.size:
+            size, proof = _HEAD.unpack_from(self._unread)
+            if size > self._longest:
+                self._end()
+                break
+            if len(self._unread) < _HEAD.size + size:
+                break
+            text = bytes(self._unread[_HEAD.size : _HEAD.size + size])
+            del self._unread[: _HEAD.size + size]
+            number = struct.pack(">Q", self._num_received)
+            self._num_received += 1
+            try:
+                if not hmac.compare_digest(proof, _digest(self._key_in, number, text)):
+                    raise ValueError("not of the peer")
+                found.append(parse(text, kind))
+            except ValueError:
+                self._end()
+                break
+        return found
+
+    def _end(self) -> None:
+        """The next read finds the end."""
+        self._unread.clear()
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Closes the socket. What was sent arrives."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_WR)
+            for _ in range(_MOST_DRAINED):  # unread bytes would make the network drop the others
+                if not self._socket.recv(PIECE_BYTES):
+                    break
+        self._socket.close()
+
+
+class Stranger:
+    """A connection whose other end has not proved that it is of this run."""
+
+    def __init__(self, sock: socket.socket, address: str):
+        self.address, self.since = address, time.monotonic()
+        self._socket, self._read, self._nonces = sock, b"", b""
+        sock.setblocking(False)
+
+    def fileno(self) -> int:
+        """For a selector."""
+        return self._socket.fileno()
+
+    def advance(self, secret: bytes) -> Wire | None:
+        """Reads what has arrived; the wire, once it has proved to be of the run.
+
+        Raises:
+            OSError: it is not of the run, or is gone.
+        """
+        wanted = _DIGEST if self._nonces else _HELLO
+        try:
+            piece = self._socket.recv(wanted - len(self._read))
+        except BlockingIOError:
+            return None
+        self._read += piece
+        if not piece or not (self._nonces or _is_beginning(self._read)):
+            raise NotOfThisRun
+        if len(self._read) < wanted:
+            return None
+        said, self._read = self._read, b""
+        if not self._nonces:
+            own = secrets.token_bytes(_NONCE)
+            self._nonces = said[len(_NAME) :] + own
+            self._socket.sendall(own + _digest(secret, b"hub", self._nonces))
+            return None
+        if not hmac.compare_digest(said, _digest(secret, b"member", self._nonces)):
+            raise NotOfThisRun
+        return Wire(self._socket, secret, self._nonces, is_hub=True)
+
+    def close(self) -> None:
+        """Closes the socket."""
+        self._socket.close()
+
+
+def _is_beginning(text: bytes) -> bool:
+    return text[: len(_NAME)] == _NAME[: len(text)]
+
+
+def reach(address: tuple[str, int], secret: bytes, end: Callable[[], float]) -> Wire:
+    """A member's wire to the hub at this host and port.
+
+    Args:
+        address: host and port.
+        secret: of the run.
+        end: the time, of the monotonic clock, at which waiting is over.
+
+    Raises:
+        NotOfThisRun: the answer is from another program.
+        OSError: there is no answer.
+    """
+    begin = time.monotonic()
+    sock = socket.create_connection(address, max(0.1, min(_CONNECT_SECONDS, end() - begin)))
+    try:
+        if sock.getsockname() == sock.getpeername():
+            raise ConnectionRefusedError("there is no listener, and the socket connected to itself")
+        sock.settimeout(_LOOK_SECONDS)
+        own, answer = secrets.token_bytes(_NONCE), b""
+        sock.sendall(_NAME + own)
+        while len(answer) < _CHALLENGE:
+            if time.monotonic() >= min(end(), begin + _ANSWER_SECONDS):
+                raise TimeoutError("no answer")
+            with contextlib.suppress(TimeoutError):
+                piece = sock.recv(_CHALLENGE - len(answer))
+                if not piece:
+                    raise ConnectionResetError("it was closed")
+                answer += piece
+        nonces = own + answer[:_NONCE]
+        if not hmac.compare_digest(answer[_NONCE:], _digest(secret, b"hub", nonces)):
+            raise NotOfThisRun("it does not know the run's secret")
+        sock.sendall(_digest(secret, b"member", nonces))
+        return Wire(sock, secret, nonces, is_hub=False)
+    except BaseException:
+        sock.close()
+        raise

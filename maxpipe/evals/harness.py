@@ -1,0 +1,140 @@
+"""A model of lm-evaluation-harness: `python -m maxpipe.evals.harness run --model maxpipe ...`.
+
+Importing this registers the name `maxpipe` with the harness, which `pip install 'maxpipe[harness]'`
+brings; nothing else in maxpipe imports it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+try:
+    from lm_eval.__main__ import cli_evaluate  # pyright: ignore[reportMissingImports]
+    from lm_eval.api.model import LM  # pyright: ignore[reportMissingImports]
+    from lm_eval.api.registry import register_model  # pyright: ignore[reportMissingImports]
+except ImportError as error:
+    if __name__ != "__main__":
+        raise
+    print(f"lm_eval\n  must be installed: {error}.\n  Run: pip install 'maxpipe[harness]'")
+    sys.exit(2)
+
+from maxpipe.config.documents import one_line
+from maxpipe.data.conversation import for_chats
+from maxpipe.data.tokenizers.chat_process import ChatInput
+from maxpipe.errors import ConfigError, MaxpipeError
+from maxpipe.evals.requests import Requests
+from maxpipe.evals.texts import Texts
+from maxpipe.generate.weights import open_model
+from maxpipe.huggingface.named import named
+
+
+@register_model("maxpipe")
+class HarnessModel(LM):
+    """A checkpoint, or a Hugging Face folder, that the harness evaluates."""
+
+    def __init__(
+        self,
+        pretrained: str,
+        batch_size: int | str = 16,
+        max_batch_size: int | None = None,
+        device: str | None = None,
+        **overrides: Any,
+    ):
+        """Opens a model, and reads its parameters.
+
+        Args:
+            pretrained: A run, RUN@STEP or a folder, as `maxpipe generate` takes it.
+            batch_size: Rows side by side; `auto` takes 16.
+            max_batch_size: Not read: there is no search for a batch size.
+            device: Not read: jax takes the devices that are there.
+            overrides: Keys of the config, such as `mesh.ici_tensor`.
+
+        Raises:
+            ConfigError: there is no such model, or the overrides do not fit it.
+            StorageError: the checkpoint is damaged.
+        """
+        super().__init__()
+        inputs = [f"{key}={one_line(value)}" for key, value in overrides.items()]
+        opened = open_model(named(pretrained), inputs)
+        self._tokenizer, self._name = opened.tokenizer, opened.name
+        self._texts = Texts(opened.tokenizer, opened.room)
+        rows = 16 if str(batch_size).startswith("auto") else int(batch_size)
+        self._requests = Requests(opened.load(_say), self._texts, rows)
+
+    # Requests. The harness may keep answers: its hook is called with each.
+
+    def loglikelihood(self, requests: Sequence[Any], **_: Any) -> list[tuple[float, bool]]:
+        """Log-likelihood of the second argument after the first, and whether it is greedy."""
+        given = [request.args for request in requests]
+        return self._kept("loglikelihood", given, self._requests.loglikelihood(given))
+
+    def loglikelihood_rolling(self, requests: Sequence[Any], **_: Any) -> list[float]:
+        """Log-likelihood of whole texts."""
+        given = [request.args for request in requests]
+        found = self._requests.loglikelihood_rolling([text for (text,) in given])
+        return self._kept("loglikelihood_rolling", given, found)
+
+    def generate_until(self, requests: Sequence[Any], **_: Any) -> list[str]:
+        """What follows the first argument, under the settings in the second."""
+        given = [request.args for request in requests]
+        return self._kept("generate_until", given, self._requests.generate_until(given))
+
+    def _kept(self, name: str, given: Sequence[Any], found: list[Any]) -> list[Any]:
+        answers = [tuple(each) if isinstance(each, tuple) else each for each in found]
+        for arguments, answer in zip(given, answers, strict=True):
+            self.cache_hook.add_partial(name, arguments, answer)
+        return answers
+
+    # Chats.
+
+    @property
+    def tokenizer_name(self) -> str:
+        """What tells its chat template from others, in names of files."""
+        return f"maxpipe-{self._tokenizer.fingerprint()[:16]}"
+
+    def chat_template(self, chat_template: bool | str = False) -> str | None:
+        """The template that is used; the harness writes it into its results."""
+        return self._tokenizer.chat.template if chat_template and self._tokenizer.chat else ""
+
+    def apply_chat_template(
+        self, chat_history: Sequence[Mapping[str, str]], add_generation_prompt: bool = True
+    ) -> str:
+        """The text of a conversation. From now on what spells a control token is one.
+
+        Raises:
+            ConfigError: the tokenizer has no template, or it refuses the messages.
+        """
+        if self._tokenizer.chat is None:
+            raise ConfigError.one(
+                "--apply_chat_template",
+                None,
+                f"needs a chat template, and the tokenizer of {self._name} has none.",
+                "Leave it out.",
+            )
+        if not self._texts.is_chat:
+            self._texts.is_chat, self._texts.tokenizer = True, for_chats(self._tokenizer)
+        (text,) = self._tokenizer.chat.render(
+            [ChatInput([dict(each) for each in chat_history])],
+            add_generation_prompt=add_generation_prompt,
+        )
+        return text
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def main() -> int:
+    """The harness's own command, which knows the model `maxpipe`."""
+    try:
+        cli_evaluate()
+    except MaxpipeError as error:
+        _say(str(error))
+        return int(error.exit_code)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,505 @@
+"""From a checkpoint to a Hugging Face folder.
+
+Files are made in full size first. Then each of our parameters is read once, in the parts in which
+it is stored, and the tensors that are in it are written to where they belong: never is more than
+one part in memory, whatever the size of the model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import shlex
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from etils import epath
+
+from maxpipe.checkpoint import contents, digests, manifest, slabs
+from maxpipe.checkpoint.address import Address
+from maxpipe.checkpoint.damage import Damaged
+from maxpipe.checkpoint.folder import Facts, Folder
+from maxpipe.checkpoint.manager import open_run
+from maxpipe.checkpoint.restore import answering
+from maxpipe.checkpoint.selection import step_of
+from maxpipe.checkpoint.storage import FOLDER as CHECKPOINTS
+from maxpipe.checkpoint.storage import in_bucket
+from maxpipe.config.load import load
+from maxpipe.config.schema import Config
+from maxpipe.data.conversation import Conversation, recorded
+from maxpipe.data.tokenizer import Tokenizer, open_tokenizer
+from maxpipe.errors import ConfigError, StorageError
+from maxpipe.huggingface import reorder
+from maxpipe.huggingface.beside import Beside, Readable
+from maxpipe.huggingface.beside import readable as readable_array
+from maxpipe.huggingface.folders import appearing, travel
+from maxpipe.huggingface.import_ import FOLDER, ORIGIN, WEIGHTS_ONLY, Origin, hub_id
+from maxpipe.huggingface.mapping import Mapped, mapped, part_of, readable
+from maxpipe.huggingface.peft import write_adapters
+from maxpipe.huggingface.reports import Bytes, Report, Say, unreported
+from maxpipe.huggingface.safetensors import DTYPES, Writer
+from maxpipe.huggingface.sections import FILE, table_for, to_json
+from maxpipe.huggingface.source import INDEX, SINGLE, Source
+from maxpipe.io.files import full, read, write
+from maxpipe.io.text import counted
+from maxpipe.io.typed import checked, parse
+from maxpipe.models.registry import describe
+from maxpipe.optim.kept import AVERAGE
+
+TYPES: Mapping[str, str] = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+"""Values of `--dtype`, and what files call them."""
+
+SHARD_BYTES = 5 * 10**9
+"""Largest file, unless one tensor is larger: what transformers 4 takes."""
+
+_Tensors = dict[str, tuple[np.dtype, tuple[int, ...]]]
+"""Types and shapes by name."""
+
+_PARAMS, _AVERAGES = "params.", f"optimizer.{AVERAGE}."
+BEGIN, END, PAD = "bos_token_id", "eos_token_id", "pad_token_id"
+_SETTINGS, _GENERATION = "tokenizer_config.json", "generation_config.json"
+_TEMPLATE, _TEMPLATE_JSON = "chat_template.jinja", "chat_template.json"
+_MAX_BYTES = 1 << 24
+
+
+@dataclass(frozen=True)
+class _Chosen:
+    """A checkpoint, and its run's config."""
+
+    name: str
+    path: epath.Path
+    facts: Facts
+    config: Config
+    average: bool
+    """Whether its averages are meant."""
+    beside: tuple[Path, ...]
+    """Folders that may hold tokenizer and generation files, the first wins."""
+    adapters: Beside | None
+    """Of a checkpoint of adapters these and their base."""
+
+    def array(self, name: str, full_name: str, shape: tuple[int, ...]) -> Readable:
+        """One of the parameters of the whole model; in the checkpoint it has its full name."""
+        if self.adapters is not None:
+            return self.adapters.array(name, shape)
+        return readable_array(self.path, full_name)
+
+
+def export(
+    address: Address,
+    out: str,
+    dtype: str | None,
+    say: Say,
+    shard_bytes: int = SHARD_BYTES,
+    report: Report = unreported,
+) -> None:
+    """Writes config.json, safetensors files, and the tokenizer's files if there are any.
+
+    `dtype` is one of `TYPES`; None gives the type in which the weights were imported, or that in
+    which they are stored.
+
+    Raises:
+        ConfigError: the model has no such form, or `out` is there.
+        StorageError: the checkpoint is damaged, or `out` cannot be written.
+    """
+    chosen = _choose(address)
+    model = chosen.config.model
+    table, said = table_for(model)
+    both = mapped(describe(replace(model, adapter=None)), table)
+    if model.heads_ahead and not any(name.startswith("ahead.") for name in both.pieces):
+        say("left out: the heads that predict further ahead, which only training uses")
+    types = _types(chosen, both, dtype)
+    say(f"{chosen.name}: {table.architecture}, checking its files")
+    target = full(out, _OUT).absolute()
+    with appearing(out, _OUT) as here, _checking(chosen):
+        names = _write_tensors(chosen, both, sharded(both, types, shard_bytes), here, report)
+        kept, trained = _kept(chosen.beside), _trained(chosen, say)
+        most = next(name for name, short in TYPES.items() if short == _most(types))
+        kept |= trained.in_config(kept) if END in kept else {}
+        text = to_json(table, said, kept, most, _defaults(chosen.config, kept, trained))
+        (here / FILE).write_text(text, encoding="utf-8")
+        copied: list[str] = []
+        for folder in chosen.beside:
+            copied += travel(folder, here)
+        trained.write(here, copied, say)
+    if not copied:
+        say("no tokenizer files: the run's tokenizer is built in, or is not on this machine")
+    say(f"wrote {target}: {counted(len(names), 'file')} of weights in {most}")
+
+
+def export_adapters(address: Address, out: str, dtype: str | None, say: Say) -> None:
+    """Writes the adapters of a checkpoint alone, in PEFT's format.
+
+    Raises:
+        ConfigError: it has none, or the format has none like them, or `out` is there.
+        StorageError: the checkpoint is damaged, or `out` cannot be written.
+    """
+    chosen = _choose(address)
+    if chosen.adapters is None:
+        rule = "has no adapters: its run trained a whole model."
+        raise address.wrong(rule, "Leave --adapter out.")
+    model = chosen.config.model
+    table, _ = table_for(model)
+    both = mapped(describe(replace(model, adapter=None)), table)
+    target, short = full(out, _OUT).absolute(), TYPES[dtype or model.param_dtype]
+    try:
+        with appearing(out, _OUT) as here, _checking(chosen):
+            base = _loadable(chosen.adapters)
+            modules = write_adapters(chosen.adapters, describe(model), both, here, short, base)
+    except Damaged as damage:
+        raise _damaged(chosen.path, str(damage)) from damage
+    say(f"wrote {target}: adapters of {counted(len(modules), 'module')} in PEFT's format")
+    if base is None:
+        address_of_base = chosen.adapters.said["address"]
+        say(
+            f"{target}: base_model_name_or_path is {address_of_base}, a checkpoint that PEFT "
+            f"cannot load: run maxpipe export {shlex.quote(address_of_base)} NEW, and set it to NEW"
+        )
+
+
+def _loadable(adapters: Beside) -> str | None:
+    """Return the folder or hub id of the base that PEFT loads, None if there is none."""
+    base = adapters.base
+    if isinstance(base, Source):
+        return hub_id(base.folder) or str(base.folder.absolute())
+    with answering(base):
+        data = Folder(str(base.parent)).facts(int(base.name)).data
+    if not data.get(WEIGHTS_ONLY) or ORIGIN not in data:
+        return None
+    return checked(data[ORIGIN], Origin).get("folder")
+
+
+_OUT = "command line: OUT"
+
+
+def _choose(address: Address) -> _Chosen:
+    folder = Folder(os.path.join(address.home, CHECKPOINTS))
+    if not folder.steps():
+        open_run(address.run_dir, address.where, address.parent)  # says so
+    step = step_of(folder, address)
+    path = folder / step
+    try:
+        with answering(path):
+            facts = folder.facts(step)
+        address.check_average(facts.config.get("optim"))
+        saved = {name: facts.config[name] for name in ("model", "tokenizer", "train")}
+        saved["train"] = {**saved["train"], "objective": "pretrain"}  # others need their documents
+        saved["adapter"] = facts.config.get("adapter", {})
+        config = load([], saved, address.at(step)).config
+        prefix = _AVERAGES if address.average else _PARAMS
+        has_any = config.adapter.rank > 0
+        adapters = Beside.of(path, prefix, config, facts.data) if has_any else None
+    except (Damaged, KeyError, ValueError) as damage:
+        raise _damaged(path, str(damage)) from damage
+    beside = [] if in_bucket(address.run_dir) else [full(address.run_dir) / FOLDER]
+    if config.tokenizer.path:
+        given = full(config.tokenizer.path, "tokenizer.path")
+        beside.insert(0, given if given.is_dir() else given.parent)
+    present = tuple(each for each in dict.fromkeys(beside) if each.is_dir())
+    return _Chosen(address.at(step), path, facts, config, address.average, present, adapters)
+
+
+def _damaged(path: epath.Path, reason: str) -> StorageError:
+    return StorageError(
+        f"{path}: cannot be exported\n"
+        f"  {reason}.\n"
+        "  Take another step (`maxpipe checkpoints list RUN`), or bring the files of this one back."
+    )
+
+
+@contextlib.contextmanager
+def _checking(chosen: _Chosen) -> Iterator[None]:
+    """Meanwhile every byte is checked, where there is a manifest.
+
+    What is decoded is compared with what was saved in any case.
+
+    Raises:
+        StorageError: a file is damaged, or cannot be reached.
+    """
+    over = threading.Event()
+
+    def check() -> list[str]:
+        step = chosen.facts.step
+        if not manifest.is_in(chosen.path):
+            return []
+        return manifest.faults(chosen.path, step, stopped=over.is_set)
+
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(check)
+        try:
+            yield
+            with answering(chosen.path):
+                wrong = found.result()
+        finally:
+            over.set()
+    if wrong:
+        raise _damaged(chosen.path, "; ".join(wrong[:3]))
+
+
+def _types(chosen: _Chosen, both: Mapped, dtype: str | None) -> dict[str, str]:
+    """Type of each tensor, as files call it."""
+    exact = {
+        piece.tensor: TYPES["float32"]
+        for name, pieces in both.pieces.items()
+        if both.params[name].exact
+        for piece in pieces
+    }
+    if dtype is not None:
+        return dict.fromkeys(both.tensors, TYPES[dtype]) | exact
+    stored = dict.fromkeys(both.tensors, TYPES[chosen.config.model.param_dtype]) | exact
+    if (said := chosen.facts.data.get(ORIGIN)) is None:
+        return stored
+    try:
+        origin = checked(said, Origin)
+        if not {origin["dtype"], *origin["dtypes"].values()} <= DTYPES.keys():
+            raise ValueError("it has an unknown type")
+    except ValueError as error:
+        raise _damaged(chosen.path, f"what it says of its import is wrong: {error}") from error
+    return {name: origin["dtypes"].get(name, origin["dtype"]) for name in both.tensors}
+
+
+def _most(types: Mapping[str, str]) -> str:
+    values = list(types.values())
+    return max(dict.fromkeys(values), key=values.count)
+
+
+def sharded(both: Mapped, types: Mapping[str, str], shard_bytes: int) -> dict[str, _Tensors]:
+    """Tensors by file, in network order."""
+    groups: list[_Tensors] = [{}]
+    size = 0
+    for name, shape in both.tensors.items():
+        dtype = DTYPES[types[name]]
+        more = math.prod(shape) * dtype.itemsize
+        if groups[-1] and size + more > shard_bytes:
+            groups.append({})
+            size = 0
+        groups[-1][name] = (dtype, shape)
+        size += more
+    if len(groups) == 1:
+        return {SINGLE: groups[0]}
+    count = len(groups)
+    return {
+        f"model-{number:05}-of-{count:05}.safetensors": group
+        for number, group in enumerate(groups, 1)
+    }
+
+
+def _write_tensors(
+    chosen: _Chosen, both: Mapped, files: Mapping[str, _Tensors], here: Path, report: Report
+) -> list[str]:
+    """Writes all weights, and the index if they are in several files; returns the files' names."""
+    total = sum(
+        math.prod(shape) * dtype.itemsize
+        for group in files.values()
+        for dtype, shape in group.values()
+    )
+    written = Bytes("writing", total, report)
+    place = {tensor: name for name, group in files.items() for tensor in group}
+    with contextlib.ExitStack() as stack:
+        writers = {
+            name: stack.enter_context(Writer(here / name, group)) for name, group in files.items()
+        }
+        expected = _recorded(chosen)
+        for name, shape in both.shapes.items():
+            _write_param(chosen, both, name, shape, expected, place, writers, written)
+    if chosen.adapters is not None:
+        chosen.adapters.check()
+    if len(files) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": place}
+        (here / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    return list(files)
+
+
+def _recorded(chosen: _Chosen) -> Mapping[str, digests.Sum]:
+    try:
+        with answering(chosen.path):
+            found = contents.recorded(chosen.path, chosen.facts.step)
+    except Damaged as damage:
+        raise _damaged(chosen.path, str(damage)) from damage
+    return found.arrays if found else {}
+
+
+def _write_param(
+    chosen: _Chosen,
+    both: Mapped,
+    name: str,
+    shape: tuple[int, ...],
+    expected: Mapping[str, digests.Sum],
+    place: Mapping[str, str],
+    writers: Mapping[str, Writer],
+    written: Bytes,
+) -> None:
+    """One of our parameters into the files of its tensors, and compared with what was saved."""
+    averaged = chosen.average and both.params[name].trainable
+    full_name = f"{_AVERAGES if averaged else _PARAMS}{name}"
+    try:
+        array = contents.understood(lambda: chosen.array(name, full_name, shape))
+        if array.shape != shape:
+            raise Damaged(f"array {full_name} has another shape than its config says")
+        found, lock = digests.Sum(str(array.dtype), shape), threading.Lock()
+
+        def put(region: slabs.Region) -> None:
+            values = contents.understood(lambda: array.read(region))
+            part = digests.Sum(found.dtype, shape)
+            part.add(values, [each.start for each in region])
+            with lock:
+                found.join(part)
+            wanted = tuple(range(each.start, each.stop) for each in region)
+            for piece in (*both.pieces[name], *both.copies.get(name, ())):
+                if (parts := part_of(piece, wanted)) is not None:
+                    inside, taken = parts
+                    tensor = piece.form.to_theirs(values[inside])
+                    writer = writers[place[piece.tensor]]
+                    first, _ = piece.rows(taken[piece.lead_kept])
+                    cast = _cast(tensor, writer, piece.tensor)
+                    writer.write(piece.tensor, cast, first, *piece.lane)
+                    written.add(cast.nbytes)
+
+        slabs.each(put, slabs.regions(shape, readable(both, name, array.part)))
+        wrong = digests.non_finite({full_name: found})
+        if full_name in expected:
+            before = {full_name: expected[full_name]}
+            wrong += digests.differences(before, {full_name: found})
+        if wrong:
+            raise Damaged("; ".join(wrong))
+    except Damaged as damage:
+        raise _damaged(chosen.path, str(damage)) from damage
+
+
+def _cast(values: np.ndarray, writer: Writer, name: str) -> np.ndarray:
+    dtype = writer.dtype(name)
+    cast = np.empty(values.shape, dtype)
+    with np.errstate(over="ignore"):
+        reorder.copy(cast, values)
+    if dtype.itemsize < values.dtype.itemsize and not np.isfinite(cast).all():
+        raise ConfigError.one(
+            "command line: --dtype",
+            str(dtype),
+            f"cannot hold {name}: its largest value is {np.abs(values).max():g}, and that of "
+            f"{dtype} is {float(ml_dtypes.finfo(dtype).max):g}.",
+            "Take --dtype bfloat16 or --dtype float32.",
+        )
+    return cast
+
+
+def _kept(folders: tuple[Path, ...]) -> dict[str, Any]:
+    """The imported config.json, of which some keys travel along."""
+    for folder in folders:
+        with contextlib.suppress(OSError, ValueError):
+            return parse(read(folder / FILE, _MAX_BYTES), dict[str, Any])
+    return {}
+
+
+# Template and control tokens.
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a run was trained with.
+
+    `tokenizer` is None where it cannot be opened, and `is_run` is False of weights that were
+    imported and not trained.
+    """
+
+    tokenizer: Tokenizer | None
+    conversation: Conversation | None
+    is_run: bool
+
+    def in_config(self, content: Mapping[str, Any]) -> dict[str, Any]:
+        """The keys of a config.json or generation_config.json that differ from its content."""
+        tokenizer = self.tokenizer
+        if not self.is_run or tokenizer is None:
+            return {}
+        found: dict[str, Any] = {}
+        said = content.get(END)
+        before = said if isinstance(said, list) else [] if said is None else [said]
+        ends = [tokenizer.end_id]
+        if self.conversation is not None:
+            ends += self.conversation["end_ids"]
+        after = [*dict.fromkeys([*before, *ends])]
+        if after != before:
+            found[END] = after if len(after) > 1 else after[0]
+        if content.get(PAD) is None and tokenizer.pad_id != tokenizer.end_id:
+            found[PAD] = tokenizer.pad_id
+        return found
+
+    def write(self, here: Path, copied: Sequence[str], say: Say) -> None:
+        """Changes the files in an export's folder.
+
+        Raises:
+            ConfigError: one that was copied cannot be read.
+            OSError: one cannot be written.
+        """
+        has_generation = _GENERATION in copied
+        content = _object(here / _GENERATION) if has_generation else {}
+        changed = self.in_config(content)
+        if changed and (has_generation or (self.conversation and self.conversation["end_ids"])):
+            _put(here / _GENERATION, content | changed)
+        if self.conversation is None or (template := self.conversation["template"]) is None:
+            return
+        if not copied:
+            say("left out: the chat template, as the export has no tokenizer files")
+            return
+        if self._has(template):
+            return
+        write(here / _TEMPLATE, template.encode())
+        for name in (_SETTINGS, _TEMPLATE_JSON):  # readers of earlier releases look there
+            if name in copied:
+                _put(here / name, _object(here / name) | {"chat_template": template})
+        say(f"{_TEMPLATE}: the chat template that the run was trained with")
+
+    def _has(self, template: str) -> bool:
+        """Whether the tokenizer's folder has this template."""
+        chat = self.tokenizer.chat if self.tokenizer else None
+        return chat is not None and chat.template == template
+
+
+def _object(path: Path) -> dict[str, Any]:
+    try:
+        return parse(read(path, _MAX_BYTES), dict[str, Any])
+    except (OSError, ValueError) as error:
+        rule = f"must be a JSON object: {getattr(error, 'strerror', None) or error}."
+        raise ConfigError.one(path.name, None, rule, "Correct it beside tokenizer.path.") from error
+
+
+def _put(path: Path, content: Mapping[str, Any]) -> None:
+    text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+    write(path, text.encode("utf-8", "surrogatepass"))
+
+
+def _trained(chosen: _Chosen, say: Say) -> Trained:
+    """What the run was trained with, as its checkpoint records it."""
+    data = chosen.facts.data
+    try:
+        conversation = recorded(data)
+    except ValueError as error:
+        raise _damaged(chosen.path, f"its record of conversations is wrong: {error}") from error
+    try:
+        tokenizer = open_tokenizer(chosen.config.tokenizer)
+        if tokenizer.min_rows <= (rows := chosen.config.model.vocab_size):
+            tokenizer = tokenizer.fitted(rows)
+    except ConfigError as error:
+        say(f"{FILE} has no ids of control tokens: {error.problems[0].rule}")
+        tokenizer = None
+    return Trained(tokenizer, conversation, is_run="source" in data.get("fingerprint", {}))
+
+
+def _defaults(config: Config, kept: Mapping[str, Any], trained: Trained) -> dict[str, Any]:
+    """What the imported config.json does not say, or where there was none.
+
+    Length of training, and ids of the tokenizer.
+    """
+    length = {"max_position_embeddings": config.train.sequence_length}
+    if END in kept:
+        return length
+    if (tokenizer := trained.tokenizer) is None:
+        return {**length, **dict.fromkeys((BEGIN, END, PAD))}
+    ids = {BEGIN: tokenizer.begin_id, END: tokenizer.end_id, PAD: tokenizer.pad_id}
+    return {**length, **ids, **trained.in_config(ids)}

@@ -1,0 +1,210 @@
+"""From a Hugging Face folder to a checkpoint that holds weights alone."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any, NotRequired, TypedDict
+
+from maxpipe.checkpoint import slabs
+from maxpipe.checkpoint.contents import NotSaved
+from maxpipe.checkpoint.folder import Facts, Folder
+from maxpipe.checkpoint.storage import FOLDER as CHECKPOINTS
+from maxpipe.checkpoint.trees import named
+from maxpipe.config.documents import one_line
+from maxpipe.config.load import load, to_dict
+from maxpipe.config.paths import CONFIG_FILE
+from maxpipe.config.rules import folder_name
+from maxpipe.config.schema import TokenizerConfig, TrainConfig
+from maxpipe.data.tokenizer import fitted, open_tokenizer
+from maxpipe.errors import ConfigError
+from maxpipe.huggingface import statements
+from maxpipe.huggingface.folders import TRAVELLING, appearing, travel, unwritable, vocabularies
+from maxpipe.huggingface.mapping import slab
+from maxpipe.huggingface.reports import Bytes, Report, Say, unreported
+from maxpipe.huggingface.sections import FILE
+from maxpipe.huggingface.source import Source, num_params, opened
+from maxpipe.io.files import full
+from maxpipe.io.text import counted
+
+FOLDER = "huggingface"
+"""Folder beside the checkpoint with config.json and the files that travel along."""
+
+WEIGHTS_ONLY, ORIGIN = "weights_only", "huggingface"
+"""Keys of a checkpoint's data position."""
+
+_SLAB_BYTES = 1 << 24
+"""Larger blocks of memory are given back to the system after each use, which then clears them."""
+
+
+class Origin(TypedDict):
+    """What an export needs to give the same bits again."""
+
+    dtype: str
+    """As safetensors files call it: the type of most tensors."""
+    dtypes: dict[str, str]
+    """Of those with another one, by name."""
+    folder: NotRequired[str]
+    """Absolute path of the imported folder, or the hub id whose snapshot it was."""
+
+
+_SNAPSHOT = re.compile(r"models--([\w.-]+?)--([\w.-]+)/snapshots/[0-9a-f]{40}")
+
+
+def hub_id(folder: Path) -> str | None:
+    """Return the hub id of a folder in the hub's cache, None for other folders."""
+    found = _SNAPSHOT.fullmatch("/".join(folder.absolute().parts[-3:]))
+    return f"{found[1]}/{found[2]}" if found else None
+
+
+def import_folder(folder: str, out: str, say: Say, report: Report = unreported) -> None:
+    """Writes `<out>/checkpoints/0`, a config.yml that starts from it, and what travels along.
+
+    `say` is called with lines for the user, `report` with megabytes.
+
+    Raises:
+        ConfigError: the folder cannot be used, or `out` is there.
+        StorageError: `out` cannot be written.
+    """
+    source = opened(folder)
+    for line in remarks(source):
+        say(line)
+    target = full(out, _OUT).absolute()
+    length = min(source.row_tokens, TrainConfig().sequence_length)
+    with appearing(out, _OUT) as here:
+        beside = here / FOLDER
+        beside.mkdir()
+        copied = travel(source.folder, beside, (FILE, *TRAVELLING))
+        rows = source.described.config.vocab_size
+        tokenizer, fingerprint = _tokenizer(beside, target / FOLDER, copied, rows, say)
+        saved = load(
+            [],
+            {
+                "train": {"steps": 1, "sequence_length": length},
+                "model": {**source.model_dtypes, **source.described.section},
+                "tokenizer": tokenizer,
+            },
+            str(source.folder / FILE),
+        ).config
+        origin: Origin = {
+            "dtype": source.dtype,
+            "dtypes": {n: each for n, each in source.dtypes.items() if each != source.dtype},
+            "folder": hub_id(source.folder) or str(source.folder.absolute()),
+        }
+        data: dict[str, Any] = {
+            "step": 0,
+            "fingerprint": fingerprint,
+            WEIGHTS_ONLY: True,
+            ORIGIN: origin,
+        }
+        _write(
+            source, here / CHECKPOINTS, Facts(0, to_dict(saved), data, time.time()), target, report
+        )
+        section = to_dict(saved)["model"]
+        del section["param_dtype"]  # that of runs
+        (here / CONFIG_FILE).write_text(_config(section, tokenizer, target), encoding="utf-8")
+    say(f"wrote {target}")
+    config = shlex.quote(str(target / CONFIG_FILE))
+    rows = f"train.sequence_length={length}"
+    say(f"next: maxpipe train {config} data.source=text data.path=... {rows} train.steps=...")
+
+
+_OUT = "command line: --out"
+
+
+def remarks(source: Source) -> list[str]:
+    """What a user should know of a folder that is used."""
+    table = source.described.table
+    types = ", ".join(sorted(set(source.dtypes.values())))
+    lines = [
+        f"{source.folder}: {table.architecture}, {num_params(source):,} parameters in {types}, "
+        f"{counted(source.num_files, 'file')}"
+    ]
+    if source.left_out:
+        names = ", ".join(source.left_out[:3])
+        more = f" and {len(source.left_out) - 3} more" if len(source.left_out) > 3 else ""
+        lines.append(f"left out, as this model does not use them: {names}{more}")
+    if source.without_ahead:
+        lines.append(
+            f"{FILE} says of {counted(source.without_ahead, 'layer')} to predict further ahead, "
+            "and the folder has none: the model starts without (model.heads_ahead=0)"
+        )
+    lines += statements.lines(source.described.differences)
+    if unknown := source.described.unknown:
+        lines.append(
+            f"{FILE}: {table.architecture} has no keys {', '.join(map(repr, unknown[:8]))}; they "
+            "are not read"
+        )
+    return lines
+
+
+def _write(source: Source, folder: Path, facts: Facts, target: Path, report: Report) -> None:
+    """The checkpoint. `target` is where it will be."""
+    folder.mkdir()
+    state = _state(source)
+    total = sum(one.nbytes for one in named(state).values())
+    written = Bytes("writing", total, report)
+    try:
+        slabs.save(Folder(folder), facts, state, written.add)
+    except NotSaved as error:
+        raise unwritable(target, OSError(f"{error}, when it was read back")) from error
+
+
+def _state(source: Source) -> dict[str, Any]:
+    """The parameters as a checkpoint holds them, in the types of the files."""
+    tree: dict[str, Any] = {}
+    for name, shape in source.mapped.shapes.items():
+        *outer, last = name.split(".")
+        below = tree
+        for each in outer:
+            below = below.setdefault(each, {})
+        dtype = source.stored(name)
+        part = slab(source.mapped, name, _SLAB_BYTES // dtype.itemsize)
+        below[last] = slabs.Slabs(shape, dtype, part, partial(source.region, name, dtype))
+    return {"params": tree}
+
+
+def _tokenizer(
+    here: Path, later: Path, copied: list[str], rows: int, say: Say
+) -> tuple[dict[str, str], dict[str, str]]:
+    """The tokenizer's section, and its entry in a fingerprint of data."""
+    section = {"kind": "auto", "path": str(later)}
+    if _TOKENIZER not in copied and not vocabularies(here):
+        names = f"{_TOKENIZER} or tokenizer.model"
+        say(f"no {names} in the folder: put one into {later}, or set tokenizer.path")
+        return section, {}
+    try:
+        config = TokenizerConfig(kind="auto", path=str(here))
+        return section, {"tokenizer": fitted(open_tokenizer(config), rows).fingerprint()}
+    except ConfigError as error:
+        say(f"the tokenizer was copied, and cannot be used yet: {error.problems[0].rule}")
+        return section, {}
+
+
+_TOKENIZER = "tokenizer.json"
+
+
+def _config(section: dict[str, Any], tokenizer: dict[str, str], target: Path) -> str:
+    """What `maxpipe train` needs besides data and its length."""
+    family = section["family"]
+    own = section.pop(family, {})
+    return "\n".join(
+        [
+            f"# A run that starts from the weights in {one_line(str(target))}.",
+            "run:",
+            f"  name: {one_line(f'{folder_name(target.name)}-tuned')}",
+            "model:",
+            *(f"  {name}: {one_line(value)}" for name, value in section.items()),
+            *([f"  {family}:"] if own else []),
+            *(f"    {name}: {one_line(value)}" for name, value in own.items()),
+            "tokenizer:",
+            *(f"  {name}: {one_line(value)}" for name, value in tokenizer.items()),
+            "checkpoint:",
+            f"  restore_from: {one_line(str(target))}",
+            "  restore: weights",
+            "",
+        ]
+    )

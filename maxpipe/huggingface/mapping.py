@@ -1,0 +1,369 @@
+"""A model's parameters as tensors of a Hugging Face folder, by the family's table."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+from maxpipe.models.huggingface import HuggingFace, Tensor
+from maxpipe.models.spec import Kind, LayersAhead, Model, Param
+
+Index = tuple[int | slice, ...]
+
+
+@dataclass(frozen=True)
+class Form:
+    """How the dims of an array of ours lie in a tensor of theirs, and which is in its name."""
+
+    ours: tuple[str, ...]
+    theirs: tuple[tuple[str, ...], ...]
+
+    @cached_property
+    def named(self) -> str:
+        """The dim that counts tensors; empty if there is none."""
+        rest = {*self.ours} - {each for group in self.theirs for each in group}
+        assert len(rest) <= 1, f"{self} leaves out several dims"
+        return next(iter(rest), "")
+
+    @cached_property
+    def kept(self) -> tuple[str, ...]:
+        """The other ones of ours."""
+        return tuple(each for each in self.ours if each != self.named)
+
+    def shape(self, sizes: tuple[int, ...]) -> tuple[int, ...]:
+        """Of the tensor, by the sizes of our dims."""
+        size = dict(zip(self.ours, sizes, strict=True))
+        return tuple(math.prod(size[each] for each in group) for group in self.theirs)
+
+    def to_theirs(self, array: np.ndarray) -> np.ndarray:
+        """An array of ours, without the dim in the name."""
+        size = dict(zip(self.kept, array.shape, strict=True))
+        flat = [each for group in self.theirs for each in group]
+        turned = array.transpose([self.kept.index(each) for each in flat])
+        return turned.reshape([math.prod(size[each] for each in group) for group in self.theirs])
+
+    def to_ours(self, tensor: np.ndarray, sizes: tuple[int, ...]) -> np.ndarray:
+        """The way back; `sizes` are those of all our dims."""
+        size = dict(zip(self.ours, sizes, strict=True))
+        flat = [each for group in self.theirs for each in group]
+        split = tensor.reshape([size[each] for each in flat])
+        return split.transpose([flat.index(each) for each in self.kept])
+
+
+@lru_cache
+def form_of(text: str) -> Form:
+    """Of `d n h -> (n h) d`."""
+    left, _, right = text.partition("->")
+    groups = re.findall(r"\(([^)]*)\)|(\S+)", right)
+    return Form(tuple(left.split()), tuple(tuple((a or b).split()) for a, b in groups))
+
+
+class Lane(NamedTuple):
+    """Of a tensor's last dim each `every`-th entry, from `number` on."""
+
+    number: int = 0
+    every: int = 1
+
+    def of(self, tensor: np.ndarray) -> np.ndarray:
+        """These entries, a view."""
+        return tensor[..., self.number :: self.every]
+
+
+class Piece(NamedTuple):
+    """Rows of a tensor of theirs, which are one part of a parameter of ours."""
+
+    tensor: str
+    first: int
+    """The first of the tensor's rows."""
+    shape: tuple[int, ...]
+    """Of these rows."""
+    at: Index
+    """Of the parameter as it is in checkpoints."""
+    form: Form
+    sizes: tuple[int, ...]
+    """Of the parameter's dims, layers left out."""
+    lane: Lane = Lane()
+    stacked: int = 0
+    """How many blocks of rows the tensor has along a leading dim of its own; 0 without that dim."""
+
+    @property
+    def row_shape(self) -> tuple[int, ...]:
+        """Shape of one of the tensor's rows."""
+        return (*self.shape[1:-1], self.shape[-1] * self.lane.every) if self.shape[1:] else ()
+
+    @property
+    def lead(self) -> int:
+        """The dim of the parameter that is the outer one of these rows."""
+        return self.form.ours.index(next(each for group in self.form.theirs for each in group))
+
+    @property
+    def is_divisible(self) -> bool:
+        """Whether parts of that dim are rows of their own: a matrix with one row has none."""
+        return bool(self.form.theirs[0])
+
+    @property
+    def lead_kept(self) -> int:
+        """The same among the dims of an array of ours without that in the name."""
+        return self.form.kept.index(self.form.ours[self.lead])
+
+    def rows(self, part: slice) -> tuple[int, int]:
+        """From, to: where that part of the lead dim is, or all if it has no rows of its own."""
+        if not self.is_divisible:
+            return self.first, self.first + self.shape[0]
+        each = self.shape[0] // self.sizes[self.lead]
+        return self.first + part.start * each, self.first + part.stop * each
+
+    def to_ours(self, rows: np.ndarray, part: slice) -> np.ndarray:
+        """The tensor's rows of that part of the lead dim, in the order of our dims."""
+        sizes = list(self.sizes)
+        sizes[self.lead] = part.stop - part.start
+        return self.form.to_ours(self.lane.of(rows), tuple(sizes))
+
+    def tensor_shape(self, rows: int) -> tuple[int, ...]:
+        """Of the tensor, of which as many rows are known; all of them if lanes share them."""
+        if self.stacked:
+            return (self.stacked, rows, *self.shape[1:])
+        if self.lane.every > 1:
+            return (*self.shape[:-1], self.shape[-1] * self.lane.every)
+        return (rows, *self.shape[1:])
+
+
+@dataclass(frozen=True)
+class Mapped:
+    """Both sides of a model."""
+
+    pieces: Mapping[str, tuple[Piece, ...]]
+    """By our name, as in checkpoints."""
+    shapes: Mapping[str, tuple[int, ...]]
+    """By our name, layers of a kind stacked."""
+    params: Mapping[str, Param]
+    """By our name, without the layers' dim."""
+    tensors: Mapping[str, tuple[int, ...]]
+    """Shapes by their name, in network order, copies included."""
+    copies: Mapping[str, tuple[Piece, ...]]
+    """By our name pieces that the tensors have once more; an import may lack them."""
+
+    @property
+    def originals(self) -> Mapping[str, str]:
+        """Each tensor that is a copy, and the one that it is a copy of."""
+        return {
+            piece.tensor: self.pieces[name][0].tensor
+            for name, pieces in self.copies.items()
+            for piece in pieces
+        }
+
+
+_MOST_PIECES = 100_000
+"""Of a parameter: layers, times experts."""
+
+
+def mapped(model: Model, table: HuggingFace, most: int | None = None) -> Mapped:
+    """The parameters of a model, but for heads that predict further ahead and are not in the table.
+
+    Raises:
+        ValueError: it has more than `most` tensors.
+    """
+    names = {row.ours for row in table.tensors}
+    assert len(names) == len(table.tensors), f"{table.architecture} maps a parameter twice"
+    pieces: dict[str, list[Piece]] = {}
+    params: dict[str, Param] = {}
+    lanes = Counter(row.theirs for row in table.tensors if row.interleaved)
+    sizes: dict[str, int] = {}  # rows or lanes of a tensor, or of a block of it, that are taken
+    blocks = _blocks(model, table)
+    found: dict[str, tuple[int, ...]] = {}
+    stacks: dict[str, int] = {}
+    for name, param, row, layer, place in _in_network_order(model, table):
+        params[name] = param
+        if place >= 0:
+            stacks[name] = place + 1
+        for piece in _pieces(param, row, layer, place, sizes, lanes[row.theirs], blocks):
+            pieces.setdefault(name, []).append(piece)
+            if most is not None and (count := len(pieces[name])) > _MOST_PIECES:
+                raise ValueError(f"one parameter is in more than {count} matrices")
+            found[piece.tensor] = piece.tensor_shape(sizes[piece.tensor])
+            if most is not None and len(found) > most:
+                raise ValueError(f"it has more than {most} tensors")
+    shapes = {
+        name: (*([stacks[name]] if name in stacks else []), *param.shape)
+        for name, param in params.items()
+    }
+    copies = {name: tuple(each) for name, each in _copies(model, table, pieces).items()}
+    found |= {piece.tensor: piece.shape for each in copies.values() for piece in each}
+    pieces_of = {name: tuple(each) for name, each in pieces.items()}
+    return Mapped(pieces_of, shapes, params, found, copies)
+
+
+def _blocks(model: Model, table: HuggingFace) -> Counter[str]:
+    """Rows of one block of each tensor that stacks blocks along a leading dim."""
+    found: Counter[str] = Counter()
+    if any(_is_stacked(row) for row in table.tensors):
+        for _, param, row, layer, _ in _in_network_order(model, table):
+            if _is_stacked(row):
+                found[row.theirs.format(layer=layer)] += form_of(row.dims).shape(param.shape)[0]
+    return found
+
+
+def _is_stacked(row: Tensor) -> bool:
+    """Whether the dim that other layouts have in the name is a leading one of the tensor."""
+    return bool(form_of(row.dims).named) and "{expert}" not in row.theirs
+
+
+_LAYERS, _AHEAD = "layers.", "ahead."
+
+
+def _heads(model: Model, table: HuggingFace) -> LayersAhead | None:
+    """Heads ahead that the table has."""
+    return model.ends.layers_ahead if table.ahead else None
+
+
+def _copies(
+    model: Model, table: HuggingFace, pieces: Mapping[str, Sequence[Piece]]
+) -> dict[str, list[Piece]]:
+    """Copies by our name; of a tied table those of both its uses."""
+    found: dict[str, list[Piece]] = {}
+    heads = _heads(model, table)
+    for number in range(heads.num_heads if heads else 0):
+        for name, theirs in table.copies:
+            of = name if name in pieces else _EMBEDDING
+            (original,) = pieces[of]
+            layer = len(model.layers) + number
+            found.setdefault(of, []).append(original._replace(tensor=theirs.format(layer=layer)))
+    return found
+
+
+_EMBEDDING = "embedding"
+
+
+def _in_network_order(
+    model: Model, table: HuggingFace
+) -> Iterator[tuple[str, Param, Tensor, int, int]]:
+    """(our name, parameter, row, layer, its place among those of its kind)."""
+    rows = {row.ours: row for row in table.tensors}
+    several = len(set(model.layers)) > 1
+    ends = {".".join(name): param for name, param in model.ends.params.items()}
+    yield _EMBEDDING, ends.pop(_EMBEDDING), rows[_EMBEDDING], 0, -1
+    places = dict.fromkeys(model.kinds, 0)
+    for layer, kind in enumerate(model.layers):
+        place, places[kind] = places[kind], places[kind] + 1
+        prefix = f"{_LAYERS}{kind}." if several else _LAYERS
+        for name, param, row in _of_layer(model.kinds[kind], rows):
+            yield f"{prefix}{name}", param, row, layer, place
+    if (heads := _heads(model, table)) is not None:
+        for place in range(heads.num_heads):
+            layer = len(model.layers) + place
+            for row in table.ahead:
+                yield (
+                    f"{_AHEAD}{row.ours}",
+                    heads.one[tuple(row.ours.split("."))],
+                    row,
+                    layer,
+                    place,
+                )
+            for name, param, row in _of_layer(heads.kind, rows):
+                yield f"{_AHEAD}layer.{name}", param, row, layer, place
+    for name, param in ends.items():
+        if not name.startswith(_AHEAD):
+            yield name, param, rows[name], 0, -1
+
+
+def _of_layer(kind: Kind, rows: Mapping[str, Tensor]) -> Iterator[tuple[str, Param, Tensor]]:
+    """(name, parameter, row), by rows of the table, so that parts of a tensor come in its order."""
+    left = {".".join(key): param for key, param in kind.params.items()}
+    for name, row in rows.items():
+        if (param := left.pop(name, None)) is not None:
+            yield name, param, row
+    assert not left, f"the table lacks {', '.join(left)}"
+
+
+def _pieces(
+    param: Param,
+    row: Tensor,
+    layer: int,
+    place: int,
+    taken: dict[str, int],
+    lanes: int,
+    blocks: Mapping[str, int],
+) -> Iterator[Piece]:
+    form = form_of(row.dims)
+    shape = form.shape(param.shape)
+    stacked: Index = () if place < 0 else (place,)
+    at = form.ours.index(form.named) if form.named else -1
+    count = param.shape[at] if form.named else 1
+    in_block = taken.get(row.theirs.format(layer=layer), 0) if _is_stacked(row) else 0
+    for number in range(count):
+        name = row.theirs.format(layer=layer, expert=number)
+        index = [slice(None)] * len(param.shape)
+        whole: Index = (
+            (*stacked, *index[:at], number, *index[at + 1 :]) if form.named else (*stacked, *index)
+        )
+        if name in blocks:
+            taken[name] = in_block + shape[0]
+            first = number * blocks[name] + in_block
+            yield Piece(name, first, shape, whole, form, param.shape, stacked=count)
+            continue
+        first = taken.get(name, 0)
+        taken[name] = first + (1 if lanes else shape[0])
+        start, lane = (0, Lane(first, lanes)) if lanes else (first, Lane())
+        yield Piece(name, start, shape, whole, form, param.shape, lane)
+
+
+def part_of(piece: Piece, region: tuple[range, ...]) -> tuple[Index, tuple[slice, ...]] | None:
+    """(where in an array of that region, which part of the piece's array of ours); None: nowhere.
+
+    A region has for each dim of the parameter the indices that are wanted.
+    """
+    inside: list[int | slice] = []
+    taken: list[slice] = []
+    for index, wanted in zip(piece.at, region, strict=True):
+        if isinstance(index, int):
+            if index not in wanted:
+                return None
+            inside.append(index - wanted.start)
+        else:
+            inside.append(slice(None))
+            taken.append(slice(wanted.start, wanted.stop))
+    return tuple(inside), tuple(taken)
+
+
+def slab(both: Mapped, name: str, most: int) -> tuple[int, ...]:
+    """The shape of parts of a parameter that read whole rows of tensors, few of them at a time.
+
+    A part has at most `most` elements, unless a single row has more.
+    """
+    shape, piece = both.shapes[name], both.pieces[name][0]
+    counting, lead = _divisible(shape, piece)
+    found = [1 if dim in counting else size for dim, size in enumerate(shape)]
+    rows = max(1, most * shape[lead] // math.prod(found))  # of the lead dim
+    if piece.is_divisible:
+        found[lead] = -(-shape[lead] // -(-shape[lead] // rows))  # in parts of nearly one size
+    for dim in reversed(counting):
+        found[dim] = max(1, min(shape[dim], most // math.prod(found)))
+    return tuple(found)
+
+
+def readable(both: Mapped, name: str, chunk: Sequence[int]) -> tuple[int, ...]:
+    """The shape of parts of whole rows of tensors that reads each chunk of a parameter once."""
+    shape, piece = both.shapes[name], both.pieces[name][0]
+    counting, lead = _divisible(shape, piece)
+    return tuple(
+        chunk[dim] if dim in counting or (dim == lead and piece.is_divisible) else size
+        for dim, size in enumerate(shape)
+    )
+
+
+def _divisible(shape: tuple[int, ...], piece: Piece) -> tuple[list[int], int]:
+    """The dims that count tensors, and the outer one of a tensor's rows."""
+    counting = [dim for dim, index in enumerate(piece.at) if isinstance(index, int)]
+    return counting, len(shape) - len(piece.sizes) + piece.lead
+
+
+def count(shapes: Mapping[str, tuple[int, ...]]) -> int:
+    """Parameters of all tensors."""
+    return sum(map(math.prod, shapes.values()))

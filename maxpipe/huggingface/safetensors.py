@@ -1,0 +1,305 @@
+"""Safetensors files: headers of strangers are checked before anything is read, writing is by parts.
+
+An own reader, because a tensor is then read into one array and nothing else (the package's numpy
+interface has no bfloat16), a header with a name twice is refused, and so is one with a hole.
+
+Source of the format: https://huggingface.co/docs/safetensors.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import struct
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from maxpipe.errors import ConfigError
+from maxpipe.io.files import opened
+from maxpipe.io.typed import parse
+
+DTYPES: Mapping[str, np.dtype] = {
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+}
+"""Types of weights by their names in files."""
+
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_BITS = {
+    **{"BOOL": 8, "U8": 8, "I8": 8, "U16": 16, "I16": 16, "U32": 32, "I32": 32, "U64": 64},
+    **{"I64": 64, "F64": 64, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "C64": 64},
+    **{"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6},
+    **{name: 8 * dtype.itemsize for name, dtype in DTYPES.items()},
+}
+"""Bits of an element of every type of the format."""
+
+_LENGTH = struct.Struct("<Q")
+_MAX_HEADER_BYTES = 100_000_000  # of the format
+_MAX_DIMS = 16
+"""No weight of a published model has more than 6 dims."""
+_METADATA = "__metadata__"
+_ALIGNMENT = 8
+
+
+class Entry(NamedTuple):
+    """Where a tensor is in its file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    """First byte, counted from the end of the header."""
+    end: int
+
+
+class Reader:
+    """One file. Each read opens it again: a folder may have hundreds."""
+
+    def __init__(self, path: Path):
+        """Reads and checks the header.
+
+        Raises:
+            ConfigError: it is no such file.
+        """
+        self.path = path
+        try:
+            self._start, self.entries = _header(path)
+        except (OSError, ValueError, RecursionError) as error:
+            raise damaged(path, getattr(error, "strerror", None) or str(error)) from error
+
+    def read(
+        self,
+        name: str,
+        rows: tuple[int, int] | None = None,
+        row_shape: tuple[int, ...] | None = None,
+    ) -> np.ndarray:
+        """A tensor, or those rows of it.
+
+        Rows are entries of its first dim, or of this shape: leading dims are then counted together.
+
+        Raises:
+            ConfigError: the file ends too early, or cannot be read.
+        """
+        entry = self.entries[name]
+        dtype, shape, begin = DTYPES[entry.dtype], entry.shape, entry.begin
+        if rows is not None:
+            row_shape = shape[1:] if row_shape is None else row_shape
+            begin += rows[0] * math.prod(row_shape) * dtype.itemsize
+            shape = (rows[1] - rows[0], *row_shape)
+        found = np.empty(shape, dtype)
+        buffer = _bytes(found)
+        try:
+            with open(opened(self.path), "rb", buffering=0) as stream:
+                stream.seek(self._start + begin)
+                done = 0
+                while done < len(buffer) and (count := stream.readinto(buffer[done:])):
+                    done += count
+        except OSError as error:
+            raise damaged(self.path, error.strerror or str(error)) from error
+        if done < len(buffer):
+            raise damaged(self.path, f"ends inside the tensor {shown(name)}")
+        return found
+
+
+def damaged(path: Path, reason: str) -> ConfigError:
+    """The error for a file that is not what it should be."""
+    return ConfigError.one(
+        str(path),
+        None,
+        f"cannot be used as a safetensors file: {reason}.",
+        "Copy it again from where it came from, and compare sizes or digests there.",
+    )
+
+
+def shown(name: str) -> str:
+    """A tensor's name in a message, quoted and cut."""
+    return repr(name if len(name) <= 100 else f"{name[:97]}...")
+
+
+def _header(path: Path) -> tuple[int, dict[str, Entry]]:
+    with open(opened(path), "rb") as stream:
+        size = os.fstat(stream.fileno()).st_size
+        first = stream.read(_LENGTH.size)
+        if len(first) < _LENGTH.size:
+            raise ValueError(f"it has {size} bytes, fewer than its header")
+        (length,) = _LENGTH.unpack(first)
+        if length > _MAX_HEADER_BYTES:
+            raise ValueError(f"its header claims {length:,} bytes, at most 100 million are read")
+        if length > size - _LENGTH.size:
+            raise ValueError(f"its header claims {length:,} bytes, and the file has {size:,}")
+        text = stream.read(length)
+    start = _LENGTH.size + length
+    parse(text, dict[str, Any])  # its bounds; below only to see names that come twice
+    content = json.loads(text, object_pairs_hook=_unique)
+    metadata = content.pop(_METADATA, {})
+    if not isinstance(metadata, dict):
+        raise ValueError(f"{_METADATA} is not an object")
+    entries = {name: _entry(name, value) for name, value in content.items()}
+    _check_places(entries, size - start)
+    return start, entries
+
+
+def _unique(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"its header has {shown(name)} twice")
+        found[name] = value
+    return found
+
+
+def _entry(name: str, value: Any) -> Entry:
+    def refuse(reason: str) -> ValueError:
+        return ValueError(f"its header says of {shown(name)} {reason}")
+
+    if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
+        raise refuse("other things than dtype, shape and data_offsets")
+    dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in _BITS:
+        raise refuse(f"the unknown type {shown(str(dtype))}")
+    if isinstance(shape, list) and len(shape) > _MAX_DIMS:
+        raise refuse(f"a shape of {len(shape):,} dims, at most {_MAX_DIMS} are read")
+    if not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2:
+        raise refuse("a shape or offsets that are not lists of whole numbers from 0 to 2**63 - 1")
+    begin, end = offsets
+    bits = _BITS[dtype]
+    for size in sorted(shape):  # a size of 0 first
+        bits *= size
+        if bits >= 2**66:
+            raise refuse(f"a shape of more than 2**63 bytes, {shape}")
+    if 8 * (end - begin) != bits:
+        raise refuse(f"{end - begin} bytes, and {dtype} {shape} takes {bits / 8:g}")
+    return Entry(dtype, tuple(shape), begin, end)
+
+
+def _are_sizes(found: object) -> bool:
+    return isinstance(found, list) and all(
+        type(each) is int and 0 <= each < 2**63 for each in found
+    )
+
+
+def _check_places(entries: Mapping[str, Entry], size: int) -> None:
+    """Tensors fill the file: without overlaps, holes or ends outside."""
+    place = 0
+    for name, entry in sorted(entries.items(), key=lambda each: each[1][2:]):
+        if entry.begin != place:
+            words = "overlaps the one before" if entry.begin < place else "leaves a hole before it"
+            raise ValueError(f"the tensor {shown(name)} {words}")
+        place = entry.end
+    if place != size:
+        words = "is longer" if size > place else "ends too early"
+        raise ValueError(f"it {words}: its tensors take {place:,} bytes, and it has {size:,}")
+
+
+class Writer:
+    """One file, of which all names, types and shapes are known before; its rows in any order."""
+
+    def __init__(self, path: Path, tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]]):
+        """Makes the file in full size.
+
+        Raises:
+            OSError: there is no space for it.
+        """
+        place = 0
+        header: dict[str, Any] = {_METADATA: {"format": "pt"}}
+        self._entries: dict[str, Entry] = {}
+        for name, (dtype, shape) in tensors.items():
+            end = place + math.prod(shape) * dtype.itemsize
+            self._entries[name] = Entry(_NAMES[dtype], shape, place, end)
+            header[name] = {
+                "dtype": _NAMES[dtype],
+                "shape": list(shape),
+                "data_offsets": [place, end],
+            }
+            place = end
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % _ALIGNMENT)
+        self._start = _LENGTH.size + len(text)
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        try:
+            _reserve(self._file, self._start + place)
+            _write(self._file, _LENGTH.pack(len(text)) + text, 0)
+        except BaseException:
+            os.close(self._file)
+            raise
+
+    def dtype(self, name: str) -> np.dtype:
+        """Of a tensor."""
+        return DTYPES[self._entries[name].dtype]
+
+    def write(
+        self, name: str, values: np.ndarray, row: int = 0, number: int = 0, every: int = 1
+    ) -> None:
+        """Rows of a tensor, from `row` on.
+
+        Of their last dim each `every`-th entry, from `number` on.
+
+        Raises:
+            OSError: they cannot be written.
+        """
+        entry = self._entries[name]
+        dtype = DTYPES[entry.dtype]
+        *most, last = values.shape
+        shape = (*most, last * every)
+        assert values.dtype == dtype and shape[1:] == entry.shape[1:]
+        place = self._start + entry.begin + row * math.prod(shape[1:]) * dtype.itemsize
+        if every > 1:
+            # The other entries may have been written before.
+            there = np.empty(shape, dtype)
+            _read(self._file, _bytes(there), place)
+            there[..., number::every] = values
+            values = there
+        data = _bytes(np.ascontiguousarray(values))
+        assert place + len(data) <= self._start + entry.end
+        _write(self._file, data, place)
+
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            if error is None:
+                os.fsync(self._file)
+        finally:
+            os.close(self._file)
+
+
+def _bytes(array: np.ndarray) -> memoryview:
+    """The memory of an array without gaps."""
+    return memoryview(array.reshape(-1).view(np.uint8).data)
+
+
+def _reserve(file: int, size: int) -> None:
+    """A disk that is too small is known before anything is computed."""
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(file, 0, size)
+    else:
+        os.ftruncate(file, size)
+
+
+def _read(file: int, view: memoryview, place: int) -> None:
+    while view:
+        data = os.pread(file, len(view), place)
+        if not data:
+            raise OSError(errno.EIO, "the file has become shorter")
+        view[: len(data)] = data
+        view, place = view[len(data) :], place + len(data)
+
+
+def _write(file: int, data: bytes | memoryview, place: int) -> None:
+    view = memoryview(data)
+    while view:
+        count = os.pwrite(file, view, place)
+        view, place = view[count:], place + count

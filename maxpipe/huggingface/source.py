@@ -1,0 +1,399 @@
+"""The weights of a Hugging Face folder: which file has a tensor, and regions of our parameters.
+
+Nothing is held in memory but headers: a region is put together from the rows of tensors that it
+needs, read a block at a time.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypedDict
+
+import numpy as np
+
+from maxpipe.checkpoint.digests import num_non_finite
+from maxpipe.errors import ConfigError
+from maxpipe.huggingface import layouts, misfits, reorder
+from maxpipe.huggingface.mapping import Mapped, Piece, mapped, part_of
+from maxpipe.huggingface.safetensors import DTYPES, Reader, shown
+from maxpipe.huggingface.sections import FILE, Described, described
+from maxpipe.io.files import full, read
+from maxpipe.io.text import counted
+from maxpipe.io.typed import parse
+from maxpipe.models.config import ModelConfig
+from maxpipe.models.registry import describe
+
+HEAD, EMBEDDING = misfits.HEAD, "embedding"
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+PREFIX = "hf:"
+"""In front of a folder in `checkpoint.restore_from`."""
+
+WITHOUT_AHEAD: Mapping[str, Any] = {"heads_ahead": 0, "ahead": "projection"}
+"""Keys of a model without heads that predict further ahead."""
+
+_MAX_INDEX_BYTES = 1 << 26
+_FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}\.safetensors")
+_LACKING = 1000
+"""More tensors than these are not looked for."""
+_UNKNOWN_LENGTH = 2048
+"""Tokens of a row, where config.json does not say."""
+_VOCAB = "vocab"
+_BLOCK_ELEMENTS = 1 << 22
+
+
+class _Index(TypedDict):
+    weight_map: dict[str, str]
+
+
+def folder_of(text: str) -> str | None:
+    """The folder of `hf:DIR`; None of another address."""
+    return text.removeprefix(PREFIX) if text.startswith(PREFIX) else None
+
+
+@dataclass(frozen=True)
+class Source:
+    """A folder whose tensors are those of the model that its config.json describes."""
+
+    folder: Path
+    described: Described
+    config: ModelConfig
+    mapped: Mapped
+    left_out: tuple[str, ...]
+    """Names of tensors that are not the model's, and known not to be."""
+    without_ahead: int
+    """Layers that predict further ahead, of which config.json says and no tensor is there."""
+    _files: Mapping[str, Reader]
+    """By the table's name of a tensor."""
+    _names: Mapping[str, str]
+    """The same, the name in the file."""
+
+    @cached_property
+    def dtypes(self) -> Mapping[str, str]:
+        """Type of each tensor of an export, by its name there; copies only if they are here."""
+        both = mapped(describe(self.config), self.described.table)
+        found: dict[str, str] = {}
+        for name, pieces in both.pieces.items():
+            here = {_numbers(piece): piece.tensor for piece in self.mapped.pieces[name]}
+            for piece in pieces:
+                dtype = self._entry(here[_numbers(piece)]).dtype
+                # Of two types that one tensor will have: the one that holds the numbers of both.
+                found[piece.tensor] = dtype if found.get(piece.tensor, dtype) == dtype else "F32"
+        copies = {name: found[it] for name, it in both.originals.items() if name in self._files}
+        return found | copies
+
+    @property
+    def dtype(self) -> str:
+        """The type of most."""
+        return Counter(self.dtypes.values()).most_common(1)[0][0]
+
+    @property
+    def model_dtypes(self) -> dict[str, str]:
+        """Keys of `model`: weights are kept as they are stored; float32 is computed in that."""
+        if self.dtype == "F32":
+            return {"param_dtype": "float32", "compute_dtype": "float32"}
+        return {"param_dtype": "bfloat16" if self.dtype == "BF16" else "float32"}
+
+    @property
+    def row_tokens(self) -> int:
+        """The longest row that config.json says the model was made for."""
+        most = self.described.kept.get("max_position_embeddings")
+        return most if type(most) is int and 2 <= most < 2**31 else _UNKNOWN_LENGTH
+
+    def stored(self, name: str) -> np.dtype:
+        """The type that holds all numbers of one of our parameters."""
+        types = {DTYPES[self._entry(piece.tensor).dtype] for piece in self.mapped.pieces[name]}
+        return types.pop() if len(types) == 1 else np.dtype(np.float32)
+
+    @property
+    def num_files(self) -> int:
+        """Files that hold them."""
+        return len({reader.path for reader in self._files.values()})
+
+    def _entry(self, name: str):
+        return self._files[name].entries[self._names[name]]
+
+    def region(
+        self, name: str, dtype: np.dtype, region: Sequence[slice], vocab_size: int = 0
+    ) -> np.ndarray:
+        """That part of one of our parameters, layers stacked, in network order.
+
+        With a `vocab_size` larger than the folder's the new rows are the mean of its own.
+
+        Raises:
+            ConfigError: a file cannot be read, or a number is NaN or infinite.
+        """
+        sizes = list(self.mapped.shapes[name])
+        axes = self.mapped.params[name].axes
+        dim = axes.index(_VOCAB) if _VOCAB in axes and vocab_size else -1
+        old = sizes[dim]
+        if dim >= 0:
+            sizes[dim] = vocab_size
+        wanted = tuple(range(*each.indices(size)) for each, size in zip(region, sizes, strict=True))
+        found = np.empty([len(each) for each in wanted], dtype)
+        if dim >= 0 and wanted[dim].stop > old:
+            self._grow(name, found, wanted, dim, old)
+            wanted = tuple(
+                range(min(each.start, old), old) if at == dim else each
+                for at, each in enumerate(wanted)
+            )
+        inner = found[tuple(slice(0, len(each)) for each in wanted)]
+        for piece in self.mapped.pieces[name]:
+            if (parts := part_of(piece, wanted)) is not None and inner.size:
+                inside, taken = parts
+                self._fill(inner[inside], piece, taken)
+        return found
+
+    def _fill(self, target: np.ndarray, piece: Piece, taken: tuple[slice, ...]) -> None:
+        """Reads that part of the piece's array of ours, some rows at a time."""
+        dim = piece.lead_kept
+        wanted = taken[dim]
+        for part, ours in self._blocks(piece, wanted):
+            first, end = max(part.start, wanted.start), min(part.stop, wanted.stop)
+            there, here = [slice(None)] * target.ndim, [*taken]
+            there[dim] = slice(first - wanted.start, end - wanted.start)
+            here[dim] = slice(first - part.start, end - part.start)
+            reorder.copy(target[tuple(there)], ours[tuple(here)])
+
+    def _blocks(self, piece: Piece, part: slice) -> Iterator[tuple[slice, np.ndarray]]:
+        """(part of the lead dim, the piece's array there), as much as is good to have at a time."""
+        width = math.prod(piece.shape) // piece.sizes[piece.lead]
+        step = max(1, _BLOCK_ELEMENTS // width)
+        if not piece.is_divisible:
+            part = slice(0, step := piece.sizes[piece.lead])
+        for first in range(part.start, part.stop, step):
+            here = slice(first, min(first + step, part.stop))
+            reader, name = self._files[piece.tensor], self._names[piece.tensor]
+            rows = reader.read(name, piece.rows(here), piece.row_shape)
+            self._must_be_finite(piece.tensor, rows)
+            yield here, piece.to_ours(rows, here)
+
+    def _grow(
+        self, name: str, found: np.ndarray, wanted: tuple[range, ...], dim: int, old: int
+    ) -> None:
+        mine = self._mean(name, dim)[
+            tuple(
+                slice(None) if at == dim else slice(each.start, each.stop)
+                for at, each in enumerate(wanted)
+            )
+        ]
+        new = [slice(None)] * found.ndim
+        new[dim] = slice(max(old - wanted[dim].start, 0), None)
+        found[tuple(new)] = mine.astype(found.dtype)
+
+    def _mean(self, name: str, dim: int) -> np.ndarray:
+        """Of all entries along that dim."""
+        if name not in self._means:
+            (piece,) = self.mapped.pieces[name]
+            assert piece.lead == dim, "its rows are entries of the vocabulary"
+            total = np.zeros((), np.float64)
+            for _, ours in self._blocks(piece, slice(0, piece.sizes[piece.lead])):
+                total = total + ours.astype(np.float32).sum(dim, np.float64, keepdims=True)
+            self._means[name] = total / self.mapped.shapes[name][dim]
+        return self._means[name]
+
+    @cached_property
+    def _means(self) -> dict[str, np.ndarray]:
+        return {}
+
+    def _must_be_finite(self, name: str, tensor: np.ndarray) -> None:
+        if bad := num_non_finite(tensor):
+            raise ConfigError.one(
+                f"{self._files[name].path}: {self._names[name]}",
+                None,
+                f"holds {counted(bad, 'value')} that are NaN or infinite, with which nothing can "
+                "go on.",
+                "Copy the file again, or take the weights from before they went wrong.",
+            )
+
+    def check_copies(self) -> None:
+        """That tensors that are there twice are the same, bit for bit.
+
+        Raises:
+            ConfigError: one is another.
+        """
+        for copy, original in self.mapped.originals.items():
+            if copy in self._files and not self._is_same(copy, original):
+                raise ConfigError.one(
+                    f"{self._files[copy].path}: {self._names[copy]}",
+                    None,
+                    f"must be {self._names[original]}, bit for bit: layers that predict further "
+                    "ahead share it.",
+                    f"Set num_nextn_predict_layers to 0 in {self.folder / FILE} to leave these "
+                    "layers out.",
+                )
+        if HEAD not in self._files or HEAD in self.mapped.tensors:
+            return
+        if not self._is_same(HEAD, self.mapped.pieces[EMBEDDING][0].tensor):
+            raise ConfigError.one(
+                f"{self._files[HEAD].path}: {self._names[HEAD]}",
+                None,
+                "must be the embedding's table, bit for bit: config.json says that both are tied.",
+                f"Set tie_word_embeddings to false in {self.folder / FILE} if both are meant.",
+            )
+
+    def _is_same(self, one: str, other: str) -> bool:
+        """Whether two tensors have the same bits; both have the same shape."""
+        count, width = self.mapped.tensors[other]
+        step = max(1, _BLOCK_ELEMENTS // width)
+        for first in range(0, count, step):
+            rows = (first, min(first + step, count))
+            a, b = (self._files[name].read(self._names[name], rows) for name in (one, other))
+            if a.dtype != b.dtype or a.tobytes() != b.tobytes():
+                return False
+        return True
+
+
+def _numbers(piece: Piece) -> tuple[int, ...]:
+    """Which layer and expert a piece is of: the same in all layouts."""
+    return tuple(index for index in piece.at if isinstance(index, int))
+
+
+def opened(folder: str, where: str = "command line: DIR") -> Source:
+    """A folder, of which every header is checked. `where` names what gave it.
+
+    Raises:
+        ConfigError: it holds something else, or other tensors than its config.json says.
+    """
+    path = full(folder, where)
+    if not folder.strip() or "\0" in folder or not os.path.isdir(path):
+        raise ConfigError.one(
+            where,
+            folder or "''",
+            "must be a folder on this machine with config.json and safetensors files.",
+            "Download the model first, and give its folder.",
+        )
+    if not (path / FILE).exists() and (error := misfits.adapter(path)) is not None:
+        raise error
+    said = described(path)
+    present = _tensors(path)
+    known = {name: layouts.canonical(name) for name in present}
+    said, lacking = _without_ahead(said, known.values())
+    names: dict[str, str] = {}
+    others: list[str] = []
+    patterns = (
+        *said.table.unused,
+        *_further_behind(said, known.values()),
+        *(said.whole.others if said.whole else ()),
+    )
+    for name, mine in known.items():
+        if any(fnmatchcase(each, pattern) for pattern in patterns for each in (name, mine)):
+            others.append(name)
+            continue
+        if mine in names:
+            raise misfits.twice(path, names[mine], name)
+        names[mine] = name
+    files = {mine: present[name] for mine, name in names.items()}
+    table = layouts.arranged(said.table, names)
+    try:
+        model = mapped(describe(said.config), table, len(present) + _LACKING)
+    except ValueError as error:
+        raise misfits.far_more(path, len(present)) from error
+    wanted, copies = dict(model.tensors), {*model.originals}
+    if HEAD not in wanted:
+        wanted[HEAD] = wanted[model.pieces[EMBEDDING][0].tensor]
+        copies.add(HEAD)
+    wanted = {name: shape for name, shape in wanted.items() if name in names or name not in copies}
+    missing = [name for name in wanted if name not in names]
+    surplus = [names[name] for name in names if name not in wanted]
+    if missing or surplus:
+        raise misfits.misfit(path, said, missing, surplus)
+    _check_entries(path, wanted, files, names)
+    source = Source(path, said, said.config, model, tuple(others), lacking, files, names)
+    source.check_copies()
+    return source
+
+
+def _without_ahead(said: Described, present: Iterable[str]) -> tuple[Described, int]:
+    """What is said of a folder without layers ahead if it has none, and their number.
+
+    transformers leaves them out when it saves, and their number in config.json.
+    """
+    count, layers = said.config.heads_ahead, said.config.num_layers
+    prefixes = tuple(f"model.layers.{layers + number}." for number in range(count))
+    if not count or any(name.startswith(prefixes) for name in present):
+        return said, 0
+    return replace(said, section={**said.section, **WITHOUT_AHEAD}), count
+
+
+def _further_behind(said: Described, present: Iterable[str]) -> frozenset[str]:
+    """Patterns of the tensors of layers ahead that are there and of which config.json does not say.
+
+    A layer is one of them if it has what only they have, so that a number of layers that is too
+    small for the folder is still found.
+    """
+    first = said.config.num_layers + said.config.heads_ahead
+    found = set[str]()
+    for row in said.table.ahead:
+        prefix, suffix = map(re.escape, row.theirs.split("{layer}"))
+        pattern = re.compile(rf"({prefix}(\d{{1,9}})){suffix}")
+        matches = filter(None, map(pattern.fullmatch, present))
+        found |= {f"{match[1]}.*" for match in matches if int(match[2]) >= first}
+    return frozenset(found)
+
+
+def _tensors(folder: Path) -> dict[str, Reader]:
+    """By its name in the files."""
+    if (folder / SINGLE).exists():
+        reader = Reader(folder / SINGLE)
+        return dict.fromkeys(reader.entries, reader)
+    path = folder / INDEX
+    try:
+        content = parse(read(path, _MAX_INDEX_BYTES), _Index)
+    except FileNotFoundError as error:
+        raise misfits.weightless(folder, SINGLE, INDEX) from error
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        rule = f"must say which file has which tensor: {reason}."
+        raise ConfigError.one(str(path), None, rule, "Copy it again.") from error
+    listed = content["weight_map"]
+    for name in dict.fromkeys(listed.values()):
+        if not _FILE_NAME.fullmatch(name):
+            rule = "must name files of this folder only: NAME.safetensors."
+            action = "Do not use this folder: no tool writes such names."
+            raise ConfigError.one(str(path), shown(name), rule, action)
+        if not (folder / name).exists():
+            rule = f"names {name}, and {folder} has no such file."
+            raise ConfigError.one(str(path), None, rule, "Download the files that are missing.")
+    files = {name: Reader(folder / name) for name in dict.fromkeys(listed.values())}
+    found: dict[str, Reader] = {}
+    for name, reader in files.items():
+        for tensor in reader.entries:
+            if listed.get(tensor) != name:
+                there = f"in {listed[tensor]}" if tensor in listed else "nowhere"
+                rule = f"says that {shown(tensor)} is {there}, and {name} has it."
+                raise ConfigError.one(str(path), None, rule, "Copy the folder again, whole.")
+            found[tensor] = reader
+    if lacking := [name for name in listed if name not in found]:
+        rule = f"says that {listed[lacking[0]]} has {shown(lacking[0])}, and it does not."
+        raise ConfigError.one(str(path), None, rule, "Copy the folder again, whole.")
+    return found
+
+
+def _check_entries(
+    folder: Path,
+    wanted: Mapping[str, tuple[int, ...]],
+    files: Mapping[str, Reader],
+    names: Mapping[str, str],
+) -> None:
+    for name, shape in wanted.items():
+        reader, entry = files[name], files[name].entries[names[name]]
+        where = f"{reader.path}: {names[name]}"
+        if entry.dtype not in DTYPES:
+            rule = f"must be of type {' or '.join(DTYPES)}."
+            action = "Give weights that are not quantised."
+            raise ConfigError.one(where, entry.dtype, rule, action)
+        if entry.shape != shape:
+            raise misfits.wrong_shape(folder, where, name, entry.shape, shape)
+
+
+def num_params(source: Source) -> int:
+    """Parameters of the model, a tied table once."""
+    return sum(math.prod(shape) for shape in source.mapped.shapes.values())

@@ -1,0 +1,345 @@
+"""DeepSeek V2 (arXiv:2405.04434) and V3 (arXiv:2412.19437): latent attention, and experts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from maxpipe.errors import Finding
+from maxpipe.models import formats, generic, moe
+from maxpipe.models.bounds import Bound
+from maxpipe.models.config import ModelConfig
+from maxpipe.models.family import Family, own_keys
+from maxpipe.models.huggingface import (
+    Fixed,
+    HuggingFace,
+    Kept,
+    Key,
+    Only,
+    Ours,
+    Rotary,
+    Row,
+    Tensor,
+    Theirs,
+    Twice,
+    Unlike,
+)
+from maxpipe.models.layers.attention import Rope
+from maxpipe.models.layers.experts import Experts
+from maxpipe.models.layers.latent import LatentAttention
+from maxpipe.models.moe import RoutedConfig
+from maxpipe.models.spec import Model
+
+_EPSILON = 1e-6
+"""Of the norms of latents, whatever that of layers is: as in the released code."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeepseekConfig(RoutedConfig):
+    """Keys of DeepSeek models only. `model.head_size` is that of queries and keys, what turns
+    included.
+    """
+
+    kv_rank: int = 512
+    """Size of the vector of a token that keys and values of all heads are made of; with what turns
+    of a key it is all that is kept of the token when text is generated."""
+    query_rank: int = 0
+    """Size of the vector of a token that queries are made of. 0: of the layer's input."""
+    rope_size: int = 64
+    """Entries of a head that turn with the position, the last ones. Even. Of keys one vector is for
+    all heads."""
+    value_size: int = 128
+    """Size of a head's values."""
+    rope_scaling: float = 1.0
+    """Factor by which the context is longer than the original one (YaRN). 1: it is that one."""
+    rope_original_tokens: int = 4096
+    """Length of the original context. Read when `model.deepseek.rope_scaling` is not 1."""
+    mscale: float = 0.0
+    """With a longer context what turns gets `1 + 0.1 mscale log(rope_scaling)` times as long,
+    divided by the same of `mscale_all_dim`. If one of them is 0: with 1 for `mscale` alone."""
+    mscale_all_dim: float = 0.0
+    """With a longer context all scores are multiplied by the square of
+    `1 + 0.1 mscale_all_dim log(rope_scaling)`."""
+
+
+def describe(config: ModelConfig) -> Model:
+    """Two kinds of layers, `dense` and `experts`; without dense layers one."""
+    own = own_keys(config, DeepseekConfig)
+
+    def longer(mscale: float) -> float:
+        return 1.0 + 0.1 * mscale * math.log(own.rope_scaling)
+
+    both = own.mscale and own.mscale_all_dim
+    rope = Rope(
+        config.rope_theta,
+        own.rope_scaling,
+        "yarn",
+        own.rope_original_tokens,
+        turned=own.rope_size,
+        length=longer(own.mscale) / longer(own.mscale_all_dim) if both else longer(1.0),
+    )
+    attention = LatentAttention(
+        config.d_model,
+        config.num_heads,
+        config.head_size,
+        own.value_size,
+        own.kv_rank,
+        own.query_rank,
+        generic.residual_gain(config),
+        config.attention,
+        rope,
+        config.head_size**-0.5 * longer(own.mscale_all_dim) ** 2,
+        _EPSILON,
+    )
+    return moe.layered(config, attention)
+
+
+def _rules(config: ModelConfig) -> Iterator[Finding]:
+    own = own_keys(config, DeepseekConfig)
+    yield from moe.rules(config)
+    if config.num_kv_heads != config.num_heads:
+        yield Finding(
+            "model.num_kv_heads",
+            f"must be model.num_heads ({config.num_heads}) with model.family=deepseek: each head "
+            "has keys and values of its own.",
+            f"Set model.num_kv_heads={config.num_heads}.",
+        )
+    if own.rope_size % 2 or own.rope_size >= config.head_size:
+        largest = max(2, (config.head_size - 1) // 2 * 2)
+        yield Finding(
+            "model.deepseek.rope_size",
+            f"must be even and less than model.head_size ({config.head_size}): the last entries of "
+            "a head turn in pairs, the others do not.",
+            f"Set model.deepseek.rope_size={min(largest, max(2, own.rope_size // 2 * 2))}, or a "
+            "larger model.head_size.",
+        )
+
+
+# Hugging Face folders.
+
+
+@dataclass(frozen=True)
+class _HeadSizes:
+    """The two parts of queries and keys; further keys only say the same again."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Four."""
+        return ("qk_nope_head_dim", "qk_rope_head_dim", "qk_head_dim", "head_dim")
+
+    def read(self, theirs: Theirs, ours: Ours) -> Ours:
+        """Their sum, and what turns."""
+        rest, turned = theirs.get(self.names[0], 128), theirs.get(self.names[1], 64)
+        for name, size in zip(self.names[2:], (rest + turned, turned), strict=True):
+            if theirs.get(name, size) != size:
+                raise Unlike(name, theirs[name], f"must be {size}, as other keys say.")
+        return {"head_size": rest + turned, "deepseek.rope_size": turned}
+
+    def write(self, ours: Ours) -> Theirs:
+        """The way back."""
+        turned = ours["deepseek.rope_size"]
+        return {self.names[0]: ours["head_size"] - turned, self.names[1]: turned}
+
+
+@dataclass(frozen=True)
+class _GroupsOfV2:
+    """Groups are there by the name of the method."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Three."""
+        return ("topk_method", "n_group", "topk_group")
+
+    def read(self, theirs: Theirs, ours: Ours) -> Ours:
+        """One group for `greedy`."""
+        method = theirs.get(self.names[0]) or "greedy"
+        if method not in ("greedy", "group_limited_greedy"):
+            rule = "must be 'greedy' or 'group_limited_greedy': nothing else is computed."
+            raise Unlike(self.names[0], method, rule)
+        counts = [1, 1] if method == "greedy" else [theirs.get(name) for name in self.names[1:]]
+        if None in counts:
+            raise Unlike(self.names[1], None, "must be there, and topk_group, with groups.")
+        names = ("deepseek.num_groups", "deepseek.groups_per_token")
+        return dict(zip(names, counts, strict=True))
+
+    def write(self, ours: Ours) -> Theirs:
+        """The method follows from the number."""
+        counts = ours["deepseek.num_groups"], ours["deepseek.groups_per_token"]
+        method = "greedy" if counts[0] == 1 else "group_limited_greedy"
+        return dict(zip(self.names, (method, *counts), strict=True))
+
+
+@dataclass(frozen=True)
+class _Shared(Key):
+    """Shared experts, without which the class of transformers cannot be built."""
+
+    def write(self, ours: Ours) -> Theirs:
+        """The number."""
+        if not ours[self.ours]:
+            raise Unlike(f"model.{self.ours}", 0, "must be at least 1.")
+        return super().write(ours)
+
+
+@dataclass(frozen=True)
+class _LayersAhead:
+    """Number of layers behind the network, for training only."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of published folders, and of transformers."""
+        return ("num_nextn_predict_layers", "num_mtp_layers")
+
+    def read(self, theirs: Theirs, ours: Ours) -> Ours:
+        """Heads, of a layer each."""
+        said = (theirs.get(name) for name in self.names)
+        count = next((each for each in said if each is not None), 0)
+        return {"heads_ahead": count, "ahead": "layer" if count else "projection"}
+
+    def write(self, ours: Ours) -> Theirs:
+        """The number, unless heads are something else."""
+        count = ours["heads_ahead"] if ours["ahead"] == "layer" else 0
+        return dict.fromkeys(self.names, count)
+
+
+_YARN = (
+    Key("factor", "deepseek.rope_scaling"),
+    Key("original_max_position_embeddings", "deepseek.rope_original_tokens"),
+    Key("mscale", "deepseek.mscale", 0.0),
+    Key("mscale_all_dim", "deepseek.mscale_all_dim", 0.0),
+    *formats.YARN,
+)
+
+
+def _keys(*sizes: Row, dense: int, shared: int, width: int, scale: float) -> tuple[Row, ...]:
+    """Keys of both classes; numbers are defaults of transformers."""
+    return (
+        *(row for row in sizes if "head_dim" not in row.names),
+        _HeadSizes(),
+        Key("v_head_dim", "deepseek.value_size", 128),
+        Key("kv_lora_rank", "deepseek.kv_rank", 512),
+        formats.OrNone("q_lora_rank", "deepseek.query_rank", 1536),
+        Rotary(
+            "rope_theta",
+            10000.0,
+            {"yarn": _YARN},
+            unscaled={"deepseek.rope_scaling": 1.0},
+            chosen=lambda ours: "default" if ours["deepseek.rope_scaling"] == 1 else "yarn",
+        ),
+        Key("first_k_dense_replace", "deepseek.num_dense_layers", dense),
+        Fixed("moe_layer_freq", (1,), 1),
+        Key("moe_intermediate_size", "deepseek.d_expert", width, stands_for="d_mlp"),
+        _Shared("n_shared_experts", "deepseek.num_shared_experts", shared),
+        Key("routed_scaling_factor", "deepseek.weight_scale", scale),
+        Fixed("hidden_act", ("silu",), "silu"),
+        Fixed("attention_bias", (False,), False),
+        *map(Kept, ("ep_size", "aux_loss_alpha", "seq_aux", "output_router_logits")),
+    )
+
+
+_LAYER = "model.layers.{layer}."
+_ATTENTION, _SHARED = f"{_LAYER}self_attn.", f"{_LAYER}mlp.shared_experts."
+_TENSORS = (
+    *formats.ENDS,
+    *formats.NORMED,
+    *formats.norms(experts_norm="post_attention_layernorm"),
+    Tensor("attention.query", f"{_ATTENTION}q_proj.weight", "d n h -> (n h) d"),
+    Tensor("attention.query_down", f"{_ATTENTION}q_a_proj.weight", "d r -> r d"),
+    Tensor("attention.query_norm", f"{_ATTENTION}q_a_layernorm.weight", "r -> r"),
+    Tensor("attention.query_up", f"{_ATTENTION}q_b_proj.weight", "r n h -> (n h) r"),
+    Tensor("attention.key_value_down", f"{_ATTENTION}kv_a_proj_with_mqa.weight", "d r -> r d"),
+    Tensor("attention.rope_key", f"{_ATTENTION}kv_a_proj_with_mqa.weight", "d h -> h d"),
+    Tensor("attention.key_value_norm", f"{_ATTENTION}kv_a_layernorm.weight", "r -> r"),
+    Tensor("attention.key_value_up", f"{_ATTENTION}kv_b_proj.weight", "r n h -> (n h) r"),
+    formats.ATTENTION[-1],
+    *formats.MLP,
+    *formats.experts("mlp", router="gate", gate="gate_proj", up="up_proj", down="down_proj"),
+    Tensor("experts.router_bias", f"{_LAYER}mlp.gate.e_score_correction_bias", "e -> e"),
+    Tensor("experts.shared_gate", f"{_SHARED}gate_proj.weight", "d f -> f d"),
+    Tensor("experts.shared_up", f"{_SHARED}up_proj.weight", "d f -> f d"),
+    Tensor("experts.shared_down", f"{_SHARED}down_proj.weight", "f d -> d f"),
+)
+
+_V2 = HuggingFace(
+    "DeepseekV2ForCausalLM",
+    "deepseek_v2",
+    keys=(
+        *_keys(*formats.sizes(mlp=11008, vocab=102400), dense=0, shared=2, width=1407, scale=1.0),
+        Key("n_routed_experts", "deepseek.num_experts", 64, also="num_experts"),
+        Key("num_experts_per_tok", "deepseek.top_k"),
+        _GroupsOfV2(),
+        Only("deepseek.group_scores", "max"),
+        Fixed("scoring_func", ("softmax",), "softmax"),
+        Only("deepseek.scores", "softmax"),
+        Fixed("norm_topk_prob", (False,), False),
+        Only("deepseek.normalised_weights", False),
+        Only("deepseek.router_bias", False),
+        Fixed("mlp_bias", (False,), False),
+    ),
+    twice=(
+        Twice("num_experts", "n_routed_experts"),
+        Twice("qk_rope_head_dim", "head_dim", is_read=False, default=64),
+    ),
+    tensors=_TENSORS,
+)
+
+_V3 = HuggingFace(
+    "DeepseekV3ForCausalLM",
+    "deepseek_v3",
+    keys=(
+        *_keys(
+            *formats.sizes(layers=61, width=7168, heads=128, mlp=18432, vocab=129280),
+            dense=3,
+            shared=1,
+            width=2048,
+            scale=2.5,
+        ),
+        Key("n_routed_experts", "deepseek.num_experts", 256, also="num_local_experts"),
+        Key("num_experts_per_tok", "deepseek.top_k", 8),
+        Key("n_group", "deepseek.num_groups", 8),
+        Key("topk_group", "deepseek.groups_per_token", 4),
+        Only("deepseek.group_scores", "top2"),
+        Fixed("topk_method", ("noaux_tc",), "noaux_tc"),
+        Fixed("scoring_func", ("sigmoid",), "sigmoid"),
+        Only("deepseek.scores", "sigmoid"),
+        Key("norm_topk_prob", "deepseek.normalised_weights", True),
+        Only("deepseek.router_bias", True),
+        Fixed("rope_interleave", (True,), True),
+        _LayersAhead(),
+    ),
+    twice=(
+        Twice("num_local_experts", "n_routed_experts"),
+        Twice("num_nextn_predict_layers", "num_mtp_layers"),
+    ),
+    tensors=_TENSORS,
+    ahead=(
+        Tensor("embedding_norm.scale", f"{_LAYER}enorm.weight", "d -> d"),
+        Tensor("hidden_norm.scale", f"{_LAYER}hnorm.weight", "d -> d"),
+        Tensor("projection", f"{_LAYER}eh_proj.weight", "e d -> d e"),
+        Tensor("norm.scale", f"{_LAYER}shared_head.norm.weight", "d -> d"),
+    ),
+    copies=(
+        ("embedding", f"{_LAYER}embed_tokens.weight"),
+        ("head", f"{_LAYER}shared_head.head.weight"),
+    ),
+)
+
+FAMILY = Family(
+    "deepseek",
+    DeepseekConfig,
+    describe,
+    bounds=(
+        *moe.BOUNDS,
+        Bound("kv_rank", 512, 1, axis="latent"),
+        Bound("query_rank", 0, 0, why="0 takes the layer's input", axis="latent"),
+        Bound("rope_size", 64, 2, axis="head_size"),
+        Bound("value_size", 128, 1, axis="head_size"),
+        Bound("rope_scaling", 1.0, 1, 1e6, "1 is the original context"),
+        Bound("rope_original_tokens", 4096, 1),
+        Bound("mscale", 1.0, 0, 1e6, "0 takes 1"),
+        Bound("mscale_all_dim", 0.0, 0, 1e6, "0 leaves scores as they are"),
+    ),
+    rules=_rules,
+    reporting=(Experts,),
+    huggingface=(_V2, _V3),
+)

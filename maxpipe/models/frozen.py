@@ -1,0 +1,110 @@
+"""Parameters chosen by patterns over their names, as those that are not trained. No jax."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+
+from maxpipe.models.spec import Model, Param
+
+_LAYERS = "layers"
+
+
+def freeze(model: Model, patterns: Sequence[str]) -> Model:
+    """The model with each parameter frozen whose name one of the patterns matches.
+
+    In a pattern `*` stands for any text, dots included. One is about names in checkpoints; if it
+    matches none of those, about names of layers with or without their kind.
+    """
+    if not patterns:
+        return model
+    chosen = picked(model, patterns)
+    several = _has_several_kinds(model)
+    kinds = {
+        name: replace(
+            kind,
+            frozen=kind.frozen
+            | {key for key in kind.params if _names_in_layer(name, key, several)[0] in chosen},
+        )
+        for name, kind in model.kinds.items()
+    }
+    ends = {name for name in model.ends.params if ".".join(name) in chosen}
+    return replace(model, kinds=kinds, ends=replace(model.ends, frozen=model.ends.frozen | ends))
+
+
+def declared(model: Model) -> Mapping[str, Param]:
+    """Every parameter by its name in checkpoints; layers of one kind are one parameter."""
+    return {names[0]: param for names, param in _declared(model)}
+
+
+def trained(model: Model) -> frozenset[str]:
+    """Names of the parameters that are trained."""
+    return frozenset(name for name, param in declared(model).items() if param.trainable)
+
+
+def without_match(model: Model, patterns: Sequence[str]) -> list[str]:
+    """The patterns that no parameter's name matches."""
+    known = list(_declared(model))
+    return [pattern for pattern in patterns if not _matched(pattern, known)]
+
+
+def picked(model: Model, patterns: Sequence[str]) -> set[str]:
+    """Names in checkpoints of the parameters that some pattern matches."""
+    known = list(_declared(model))
+    return {name for pattern in patterns for name in _matched(pattern, known)}
+
+
+def chosen(model: Model, values: Sequence[tuple[str, float]]) -> dict[str, float]:
+    """The value of each parameter that some pattern matches, by its name in checkpoints.
+
+    Of several the last one counts.
+    """
+    known = list(_declared(model))
+    return {name: value for pattern, value in values for name in _matched(pattern, known)}
+
+
+def names_in_layers(model: Model, kind: str) -> Mapping[tuple[str, str], str]:
+    """(part, parameter) of a kind of layer -> its name in checkpoints."""
+    several = _has_several_kinds(model)
+    return {key: _names_in_layer(kind, key, several)[0] for key in model.kinds[kind].params}
+
+
+def suggestions(model: Model) -> list[str]:
+    """Patterns for all parameters, parts and kinds."""
+    found: dict[str, None] = {}
+    for names, _ in _declared(model):
+        for name in names:
+            parts = name.split(".")
+            found |= dict.fromkeys(
+                ".".join([*parts[:count], "*"]) for count in range(1, len(parts))
+            )
+            found[name] = None
+    return list(found)
+
+
+def _declared(model: Model) -> Iterator[tuple[tuple[str, ...], Param]]:
+    """(names, parameter), the name in checkpoints first."""
+    for name, param in model.ends.params.items():
+        yield (".".join(name),), param
+    several = _has_several_kinds(model)
+    for kind, each in model.kinds.items():
+        for key, param in each.params.items():
+            yield _names_in_layer(kind, key, several), param
+
+
+def _has_several_kinds(model: Model) -> bool:
+    return len(set(model.layers)) > 1
+
+
+def _names_in_layer(kind: str, key: tuple[str, str], several: bool) -> tuple[str, str]:
+    """In checkpoints, which name the kind where there are several, and the other way."""
+    short, long = ".".join((_LAYERS, *key)), ".".join((_LAYERS, kind, *key))
+    return (long, short) if several else (short, long)
+
+
+def _matched(pattern: str, known: Sequence[tuple[tuple[str, ...], Param]]) -> set[str]:
+    """Names in checkpoints of the parameters that a pattern means."""
+    in_checkpoints = {names[0] for names, _ in known if fnmatchcase(names[0], pattern)}
+    otherwise = (names[0] for names, _ in known if any(fnmatchcase(n, pattern) for n in names))
+    return in_checkpoints or set(otherwise)

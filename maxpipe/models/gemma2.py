@@ -1,0 +1,110 @@
+"""Gemma 2 (arXiv:2408.00118): every other layer sees a window; scores and logits are capped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from maxpipe.errors import Finding
+from maxpipe.models import formats, generic, ropes
+from maxpipe.models.bounds import LARGEST, Bound
+from maxpipe.models.config import ModelConfig
+from maxpipe.models.family import Family, own_keys
+from maxpipe.models.huggingface import Fixed, HuggingFace, Kept, Key, Twice
+from maxpipe.models.layers.norm import RMSNorm
+from maxpipe.models.ropes import RopeConfig
+from maxpipe.models.spec import Model
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gemma2Config(RopeConfig):
+    """Keys of Gemma 2 models only. The output projection is the embedding's table."""
+
+    window: int = 4096
+    """Tokens that a query of the first, third, ... layer sees, itself included; the other layers
+    see all."""
+    query_scale: float = 0.0
+    """Scores are divided by the root of this number. 0 takes `model.head_size`."""
+    score_cap: float = 50.0
+    """Scores become `cap * tanh(scores / cap)`. 0 leaves them as they are."""
+    logit_cap: float = 30.0
+    """The same of logits."""
+
+
+def describe(config: ModelConfig) -> Model:
+    """One kind of layer; the window differs by layer."""
+    own = own_keys(config, Gemma2Config)
+    attention = generic.attention(
+        config,
+        ropes.rope(config, own),
+        scale=(own.query_scale or config.head_size) ** -0.5,
+        window="window",
+        soft_cap=own.score_cap,
+    )
+    windows = tuple(float(own.window * (1 - layer % 2)) for layer in range(config.num_layers))
+    return generic.alike(
+        config,
+        attention,
+        RMSNorm(config.d_model, config.norm_epsilon, offset=1.0),
+        after=True,
+        function="gelu",
+        values={"window": windows},
+        embed_scale=config.d_model**0.5,
+        logit_cap=own.logit_cap,
+    )
+
+
+def _rules(config: ModelConfig) -> Iterator[Finding]:
+    yield from generic.embeddings_are_tied(config)
+    yield from ropes.rules(config, own_keys(config, Gemma2Config))
+
+
+_HUGGINGFACE = HuggingFace(
+    "Gemma2ForCausalLM",
+    "gemma2",
+    keys=(
+        *formats.sizes(
+            layers=26,
+            width=2304,
+            heads=8,
+            kv_heads=4,
+            head_size=256,
+            mlp=9216,
+            vocab=256000,
+            tied=True,
+        ),
+        Key("sliding_window", "gemma2.window", 4096),
+        Key("query_pre_attn_scalar", "gemma2.query_scale", 256, "head_size", whole=True),
+        formats.OrNone("attn_logit_softcapping", "gemma2.score_cap", 50.0),
+        formats.OrNone("final_logit_softcapping", "gemma2.logit_cap", 30.0),
+        ropes.row("gemma2", 8192),
+        formats.LayerTypes((formats.WINDOWED, formats.FULL)),
+        Fixed("hidden_activation", ("gelu_pytorch_tanh",), "gelu_pytorch_tanh"),
+        Kept("hidden_act"),
+        Fixed("attention_bias", (False,), False),
+        Fixed("use_bidirectional_attention", (None, False)),
+    ),
+    twice=(Twice("hidden_activation", "hidden_act", is_read=False, default="gelu_pytorch_tanh"),),
+    tensors=(
+        *formats.ENDS,
+        *formats.SANDWICH,
+        *formats.ATTENTION,
+        *formats.MLP,
+    ),
+)
+
+
+FAMILY = Family(
+    "gemma2",
+    Gemma2Config,
+    describe,
+    bounds=(
+        Bound("window", 4096, 1, 2**31 - 1, "devices count tokens in int32"),
+        Bound("query_scale", 256.0, 0, LARGEST, "0 takes model.head_size"),
+        Bound("score_cap", 50.0, 0, LARGEST, "0 leaves scores as they are"),
+        Bound("logit_cap", 30.0, 0, LARGEST, "0 leaves logits as they are"),
+        *ropes.BOUNDS,
+    ),
+    rules=_rules,
+    huggingface=(_HUGGINGFACE,),
+)

@@ -1,0 +1,152 @@
+"""Gemma 3 (arXiv:2503.19786): most layers see a window, norms on both sides of each branch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from maxpipe.models import formats, generic
+from maxpipe.models.bounds import LARGEST, Bound
+from maxpipe.models.config import ModelConfig
+from maxpipe.models.family import Family, own_keys
+from maxpipe.models.huggingface import (
+    Fixed,
+    HuggingFace,
+    Key,
+    Rotary,
+    Twice,
+    Whole,
+)
+from maxpipe.models.layers.attention import Rope
+from maxpipe.models.layers.norm import RMSNorm
+from maxpipe.models.spec import Model
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gemma3Config:
+    """Keys of Gemma 3 models only. The output projection is the embedding's table."""
+
+    window: int = 1024
+    """Tokens that a query of a local layer sees, itself included."""
+    period: int = 6
+    """Each layer whose number this divides, counted from 1, sees all tokens; the others are
+    local."""
+    local_rope_theta: float = 10000.0
+    """Base of the rotary embedding's wavelengths in local layers; `model.rope_theta` is that of the
+    others."""
+    rope_scaling: float = 1.0
+    """Factor by which all wavelengths are stretched in layers that see all tokens. 1 leaves them
+    alone."""
+    query_scale: float = 0.0
+    """Scores are divided by the root of this number. 0 takes `model.head_size`."""
+
+
+def describe(config: ModelConfig) -> Model:
+    """One kind of layer; window and wavelengths differ by layer."""
+    own = own_keys(config, Gemma3Config)
+    d, epsilon = config.d_model, config.norm_epsilon
+    norm = RMSNorm(d, epsilon, offset=1.0)
+    attention = generic.attention(
+        config,
+        Rope("rope_theta", "rope_factor"),
+        scale=(own.query_scale or config.head_size) ** -0.5,
+        window="window",
+        head_norm=RMSNorm(config.head_size, epsilon, offset=1.0),
+    )
+    sees_all = [number % own.period == 0 for number in range(1, config.num_layers + 1)]
+
+    def by_layer(of_global: float, of_local: float) -> tuple[float, ...]:
+        return tuple(of_global if each else of_local for each in sees_all)
+
+    values = {
+        "window": by_layer(0, own.window),
+        "rope_theta": by_layer(config.rope_theta, own.local_rope_theta),
+        "rope_factor": by_layer(own.rope_scaling, 1.0),
+    }
+    return generic.alike(
+        config, attention, norm, after=True, function="gelu", values=values, embed_scale=d**0.5
+    )
+
+
+_GLOBAL, _LOCAL = formats.FULL, formats.WINDOWED
+
+
+_HUGGINGFACE = HuggingFace(
+    "Gemma3ForCausalLM",
+    "gemma3_text",
+    keys=(
+        *formats.sizes(
+            layers=26,
+            width=2304,
+            heads=8,
+            kv_heads=4,
+            head_size=256,
+            mlp=9216,
+            vocab=262208,
+            tied=True,
+        ),
+        Key("sliding_window", "gemma3.window", 4096),
+        formats.Period(
+            "gemma3.period",
+            _LOCAL,
+            6,
+            "sliding_window_pattern",
+            also=("_sliding_window_pattern",),
+        ),
+        Key("query_pre_attn_scalar", "gemma3.query_scale", 256, "head_size", whole=True),
+        Rotary(
+            "rope_theta",
+            1e6,
+            {"linear": (Key("factor", "gemma3.rope_scaling"),)},
+            unscaled={"gemma3.rope_scaling": 1.0},
+            chosen=lambda ours: "default" if ours["gemma3.rope_scaling"] == 1 else "linear",
+            layers=_GLOBAL,
+        ),
+        Rotary(
+            "gemma3.local_rope_theta",
+            10000.0,
+            {},
+            unscaled={},
+            layers=_LOCAL,
+            older="rope_local_base_freq",
+        ),
+        Fixed("hidden_activation", ("gelu_pytorch_tanh",), "gelu_pytorch_tanh"),
+        Fixed("attention_bias", (False,), False),
+        Fixed("final_logit_softcapping", (None,)),
+        Fixed("attn_logit_softcapping", (None,)),
+        Fixed("use_bidirectional_attention", (False,), False),
+    ),
+    twice=(Twice("hidden_activation", "hidden_act", is_read=False, default="gelu_pytorch_tanh"),),
+    tensors=(
+        *formats.ENDS,
+        *formats.SANDWICH,
+        *formats.ATTENTION,
+        *formats.HEAD_NORMS,
+        *formats.MLP,
+    ),
+    wholes=(
+        Whole(
+            "Gemma3ForConditionalGeneration",
+            "text_config",
+            "gemma3",
+            others=(
+                *("vision_tower.*", "model.vision_tower.*"),
+                *("multi_modal_projector.*", "model.multi_modal_projector.*"),
+            ),
+        ),
+    ),
+)
+
+FAMILY = Family(
+    "gemma3",
+    Gemma3Config,
+    describe,
+    bounds=(
+        Bound("window", 1024, 1, 2**31 - 1, "devices count tokens in int32"),
+        Bound("period", 6, 1),
+        Bound("local_rope_theta", 10000.0, 1, LARGEST, "devices compute in float32", False),
+        Bound("rope_scaling", 1.0, 1, LARGEST, "wavelengths are stretched, 1 leaves them alone"),
+        Bound("query_scale", 256.0, 0, LARGEST, "0 takes model.head_size"),
+    ),
+    rules=generic.embeddings_are_tied,
+    huggingface=(_HUGGINGFACE,),
+)

@@ -1,0 +1,135 @@
+"""GPT-OSS (arXiv:2508.10925): experts with biases in all layers, every other one sees a window."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from maxpipe.errors import Finding
+from maxpipe.models import formats, generic, mixtures
+from maxpipe.models.bounds import LARGEST, Bound
+from maxpipe.models.config import ModelConfig
+from maxpipe.models.family import Family, own_keys
+from maxpipe.models.huggingface import Fixed, HuggingFace, Kept, Key, Rotary, Twice
+from maxpipe.models.layers.experts import Experts
+from maxpipe.models.layers.mlp import ClampedSilu
+from maxpipe.models.mixtures import MixtureConfig
+from maxpipe.models.spec import Model
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GptOssConfig(MixtureConfig):
+    """Keys of GPT-OSS models only."""
+
+    window: int = 128
+    """Tokens that a query of the first, third, ... layer sees, itself included; the other layers
+    see all."""
+    gate_slope: float = 1.702
+    """A gate g lets `g * sigmoid(gate_slope * g)` through."""
+    gate_limit: float = 7.0
+    """Gates are at most this, and what they are multiplied with is within this of 0."""
+    rope_scaling: float = 1.0
+    """Factor by which the context is longer than the one of the training before (YaRN). 1 is that
+    context itself."""
+    rope_original_tokens: int = 4096
+    """Length of that context. Read when `model.gpt_oss.rope_scaling` is not 1."""
+
+
+def describe(config: ModelConfig) -> Model:
+    """One kind of layer; the window differs by layer."""
+    own = own_keys(config, GptOssConfig)
+    attention = generic.attention(
+        config,
+        generic.yarn(config.rope_theta, own.rope_scaling, own.rope_original_tokens, whole=False),
+        window="window",
+        biased=("query", "key", "value", "out"),
+        sinks=True,
+    )
+    gate = ClampedSilu(own.gate_slope, own.gate_limit)
+    experts = mixtures.experts(config, own, function=gate, biased=True)
+    windows = tuple(float(own.window * (1 - layer % 2)) for layer in range(config.num_layers))
+    return mixtures.model(config, attention, experts, values={"window": windows})
+
+
+def _rules(config: ModelConfig) -> Iterator[Finding]:
+    return mixtures.rules(config, own_keys(config, GptOssConfig))
+
+
+_YARN = (
+    Key("factor", "gpt_oss.rope_scaling"),
+    Key("original_max_position_embeddings", "gpt_oss.rope_original_tokens"),
+    *formats.YARN,
+    Fixed("truncate", (False,), True),
+)
+_ABSENT = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "original_max_position_embeddings": 4096,
+    "truncate": False,
+}
+
+_HUGGINGFACE = HuggingFace(
+    "GptOssForCausalLM",
+    "gpt_oss",
+    keys=(
+        *formats.sizes(
+            layers=36,
+            width=2880,
+            heads=64,
+            kv_heads=8,
+            head_size=64,
+            mlp=2880,
+            vocab=201088,
+            epsilon=1e-5,
+        ),
+        Key("intermediate_size", "gpt_oss.d_expert", 2880, stands_for="d_mlp"),
+        Key("num_local_experts", "gpt_oss.num_experts", 128, also="num_experts"),
+        Key("num_experts_per_tok", "gpt_oss.top_k", 4, also="experts_per_token"),
+        Key("sliding_window", "gpt_oss.window", 128),
+        Key("swiglu_alpha", "gpt_oss.gate_slope", 1.702),
+        Key("swiglu_limit", "gpt_oss.gate_limit", 7.0),
+        Rotary(
+            "rope_theta",
+            150000.0,
+            {"yarn": _YARN},
+            unscaled={"gpt_oss.rope_scaling": 1.0},
+            chosen=lambda ours: "default" if ours["gpt_oss.rope_scaling"] == 1 else "yarn",
+            absent=_ABSENT,
+        ),
+        formats.LayerTypes((formats.WINDOWED, formats.FULL)),
+        Kept("initial_context_length"),
+        Fixed("hidden_act", ("silu",), "silu"),
+        Fixed("attention_bias", (True,), True),
+        *formats.BALANCED,
+    ),
+    twice=(
+        Twice("num_experts", "num_local_experts"),
+        Twice("num_experts_per_tok", "experts_per_token", is_read=False, default=4),
+    ),
+    tensors=(
+        *formats.ENDS,
+        *formats.norms(attention_norm="input_layernorm", experts_norm="post_attention_layernorm"),
+        *formats.ATTENTION,
+        *formats.BIASES,
+        *formats.SINKS,
+        *formats.JOINED_EXPERTS,
+    ),
+)
+
+
+FAMILY = Family(
+    "gpt_oss",
+    GptOssConfig,
+    describe,
+    bounds=(
+        *mixtures.BOUNDS,
+        Bound("window", 128, 1, 2**31 - 1, "devices count tokens in int32"),
+        Bound("gate_slope", 1.702, 0, LARGEST, "0 makes a gate linear"),
+        Bound("gate_limit", 7.0, 0, LARGEST, "gates of 0 train nothing", False),
+        Bound("rope_scaling", 1.0, 1, LARGEST, "1 is the original context"),
+        Bound("rope_original_tokens", 4096, 1),
+    ),
+    rules=_rules,
+    reporting=(Experts,),
+    huggingface=(_HUGGINGFACE,),
+)

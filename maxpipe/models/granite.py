@@ -1,0 +1,99 @@
+"""Granite 3: Llama with factors of the embedding, scores, branches and logits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from maxpipe.errors import Finding
+from maxpipe.models import formats, generic, ropes
+from maxpipe.models.bounds import LARGEST, Bound
+from maxpipe.models.config import ModelConfig
+from maxpipe.models.family import Family, own_keys
+from maxpipe.models.huggingface import Fixed, HuggingFace, Key, Ours, Theirs
+from maxpipe.models.layers.norm import RMSNorm
+from maxpipe.models.ropes import RopeConfig
+from maxpipe.models.spec import Model
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GraniteConfig(RopeConfig):
+    """Keys of Granite models only."""
+
+    embed_scale: float = 1.0
+    """Factor of embeddings."""
+    score_scale: float = 0.0
+    """Factor of attention's scores. 0 takes `model.head_size ** -0.5`."""
+    branch_scale: float = 1.0
+    """Factor of what attention and MLP add to the residual stream."""
+    logit_divisor: float = 1.0
+    """Logits are divided by it."""
+
+
+def describe(config: ModelConfig) -> Model:
+    """One kind of layer."""
+    own = own_keys(config, GraniteConfig)
+    rope = ropes.rope(config, own)
+    attention = generic.attention(config, rope, scale=own.score_scale or None)
+    return generic.alike(
+        config,
+        attention,
+        RMSNorm(config.d_model, config.norm_epsilon),
+        scale=own.branch_scale,
+        embed_scale=own.embed_scale,
+        logit_scale=1.0 / own.logit_divisor,
+    )
+
+
+def _rules(config: ModelConfig) -> Iterator[Finding]:
+    return ropes.rules(config, own_keys(config, GraniteConfig))
+
+
+class _Scores:
+    """`attention_multiplier`, which they always have."""
+
+    names = ("attention_multiplier",)
+
+    def read(self, theirs: Theirs, ours: Ours) -> Ours:
+        """The factor."""
+        del ours
+        found = theirs.get("attention_multiplier")
+        return {"granite.score_scale": 1.0 if found is None else found}
+
+    def write(self, ours: Ours) -> Theirs:
+        """The factor, also where ours follows from the size of a head."""
+        return {"attention_multiplier": ours["granite.score_scale"] or ours["head_size"] ** -0.5}
+
+
+_HUGGINGFACE = HuggingFace(
+    "GraniteForCausalLM",
+    "granite",
+    keys=(
+        *formats.sizes(mlp=11008),
+        Key("embedding_multiplier", "granite.embed_scale", 1.0),
+        _Scores(),
+        Key("residual_multiplier", "granite.branch_scale", 1.0),
+        Key("logits_scaling", "granite.logit_divisor", 1.0),
+        ropes.row("granite", 2048),
+        Fixed("hidden_act", ("silu",), "silu"),
+        Fixed("attention_bias", (False,), False),
+        Fixed("mlp_bias", (False,), False),
+    ),
+    tensors=formats.LLAMA,
+)
+
+
+FAMILY = Family(
+    "granite",
+    GraniteConfig,
+    describe,
+    bounds=(
+        Bound("embed_scale", 12.0, 0, LARGEST, "embeddings of 0 train nothing", False),
+        Bound("score_scale", 0.0, 0, LARGEST, "0 takes model.head_size ** -0.5"),
+        Bound("branch_scale", 0.22, 0, LARGEST, "branches of 0 train nothing", False),
+        Bound("logit_divisor", 8.0, 0, LARGEST, "logits are divided by it", False),
+        *ropes.BOUNDS,
+    ),
+    rules=_rules,
+    huggingface=(_HUGGINGFACE,),
+)

@@ -1,0 +1,92 @@
+"""The gated MLP."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from maxpipe.models.spec import Dims, Held, Matmul, Normal, Operation, Param, Part
+
+
+class ClampedSilu(NamedTuple):
+    """`g * sigmoid(slope * g) * (u + 1)` of a gate g, at most `limit`, and u within `limit` of 0.
+
+    As in the released models of arXiv:2508.10925.
+    """
+
+    slope: float
+    limit: float
+
+
+Gate = Literal["silu", "gelu"] | ClampedSilu
+"""What is done with gate and up: `f(gate) * up` by the name of f, or all of it."""
+
+
+@dataclass(frozen=True)
+class GatedMLP(Part):
+    """`(f(x W_gate) * (x W_up)) W_down`, SwiGLU and GEGLU of arXiv:2002.05202."""
+
+    d_model: int
+    d_mlp: int
+    out_gain: float
+    """Of the output projection, which writes to the residual stream."""
+    function: Gate = "silu"
+    """Of the gate; GELU by its approximation with tanh, as released models have it."""
+
+    @property
+    def params(self) -> Mapping[str, Param]:
+        """Projections."""
+        embed, mlp = (self.d_model, "embed"), (self.d_mlp, "mlp")
+        return {
+            "gate": Param((embed, mlp), Normal(self.d_model), summed=1),
+            "up": Param((embed, mlp), Normal(self.d_model), summed=1),
+            "down": Param((mlp, embed), Normal(self.d_mlp, self.out_gain), summed=1),
+        }
+
+    @property
+    def activations(self) -> Mapping[str, Dims]:
+        """Both inputs of the gate."""
+        return {"gate": self._hidden, "up": self._hidden}
+
+    @property
+    def operations(self) -> tuple[Operation, ...]:
+        """Three projections."""
+        return Matmul("gate"), Matmul("up"), Matmul("down")
+
+    @property
+    def traffic(self) -> Held:
+        """Input and output; the gate's inputs are written and read."""
+        return Held(narrow=((2.0, self._width), (4.0, self._hidden)))
+
+    @property
+    def working(self) -> Held:
+        """The gate's inputs and output, and their gradients."""
+        return Held(narrow=((6.0, self._hidden),))
+
+    @property
+    def spared(self) -> Held:
+        """Behind a barrier, gradients are there once: transposed when their inputs are gone."""
+        return Held(narrow=((2.0, self._hidden),))
+
+    @property
+    def residuals(self) -> Held:
+        """Inputs of all matmuls, and of the gate."""
+        return Held(narrow=((1.0, self._width), (3.0, self._hidden)))
+
+    def deferred(self, *, recomputed: bool, normed: bool) -> Held:
+        """Inputs of all matmuls and cotangents of their outputs.
+
+        Recomputed, the gate's output follows from its inputs once more, unless it has been needed.
+        """
+        if recomputed:
+            return Held(narrow=((1.0, self._width), (3.0 if normed else 4.0, self._hidden)))
+        return Held(narrow=((2.0, self._width), (3.0, self._hidden)))
+
+    @property
+    def _width(self) -> Dims:
+        return ((self.d_model, "embed"),)
+
+    @property
+    def _hidden(self) -> Dims:
+        return ((self.d_mlp, "mlp"),)

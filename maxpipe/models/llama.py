@@ -1,0 +1,68 @@
+"""Llama 2 and 3: attention and a gated MLP, each normed first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+from maxpipe.errors import Finding
+from maxpipe.io.fields import was
+from maxpipe.models import formats, generic, ropes
+from maxpipe.models.config import ModelConfig
+from maxpipe.models.family import Family, own_keys
+from maxpipe.models.huggingface import Fixed, HuggingFace
+from maxpipe.models.layers.norm import RMSNorm
+from maxpipe.models.ropes import RopeConfig
+from maxpipe.models.spec import Model
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LlamaConfig(RopeConfig):
+    """Keys of Llama models only."""
+
+    rope_type: Literal["linear", "dynamic", "llama3", "yarn", "longrope"] = "llama3"
+    """Method of rotary scaling. `llama3` multiplies the wavelengths that fit fewer than four times
+    into the original context (Llama 3.1). `yarn` does the same with a ramp. `linear` multiplies all
+    wavelengths by `rope_scaling`. `dynamic` (NTK) raises the base for sequences longer than
+    `rope_original_tokens`. `longrope` multiplies each wavelength by its own factor."""
+    rope_scaling: float = field(default=1.0, metadata=was("model.rope_scaling"))
+    """Ratio of the context length to the original context length. 1 disables the scaling, except
+    for `longrope`."""
+    rope_original_tokens: int = field(default=8192, metadata=was("model.rope_original_tokens"))
+    """Original context length in tokens. Ignored unless `rope_scaling` is above 1 or `rope_type` is
+    `longrope`."""
+
+
+def describe(config: ModelConfig) -> Model:
+    """One kind of layer."""
+    own = own_keys(config, LlamaConfig)
+    norm = RMSNorm(config.d_model, config.norm_epsilon)
+    return generic.alike(config, generic.attention(config, ropes.rope(config, own)), norm)
+
+
+def _rules(config: ModelConfig) -> Iterator[Finding]:
+    return ropes.rules(config, own_keys(config, LlamaConfig))
+
+
+_HUGGINGFACE = HuggingFace(
+    "LlamaForCausalLM",
+    "llama",
+    keys=(
+        *formats.sizes(mlp=11008),
+        ropes.row("llama", 2048),
+        Fixed("hidden_act", ("silu",), "silu"),
+        Fixed("attention_bias", (False,), False),
+        Fixed("mlp_bias", (False,), False),
+    ),
+    tensors=formats.LLAMA,
+)
+
+FAMILY = Family(
+    "llama",
+    LlamaConfig,
+    describe,
+    bounds=ropes.BOUNDS,
+    rules=_rules,
+    huggingface=(_HUGGINGFACE,),
+)

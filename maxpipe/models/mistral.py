@@ -1,0 +1,65 @@
+"""Mistral (arXiv:2310.06825): Llama whose first version sees a window of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from maxpipe.errors import Finding
+from maxpipe.models import formats, generic, ropes
+from maxpipe.models.bounds import Bound
+from maxpipe.models.config import ModelConfig
+from maxpipe.models.family import Family, own_keys
+from maxpipe.models.huggingface import Fixed, HuggingFace
+from maxpipe.models.layers.norm import RMSNorm
+from maxpipe.models.ropes import RopeConfig
+from maxpipe.models.spec import Model
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MistralConfig(RopeConfig):
+    """Keys of Mistral models only."""
+
+    window: int = 0
+    """Tokens that a query sees, itself included. 0: all, as from version 0.2 on."""
+
+
+def describe(config: ModelConfig) -> Model:
+    """One kind of layer."""
+    own = own_keys(config, MistralConfig)
+    values = {"window": generic.same_everywhere(config, own.window)} if own.window else {}
+    rope, window = ropes.rope(config, own), "window" * bool(own.window)
+    attention = generic.attention(config, rope, window=window)
+    return generic.alike(
+        config, attention, RMSNorm(config.d_model, config.norm_epsilon), values=values
+    )
+
+
+def _rules(config: ModelConfig) -> Iterator[Finding]:
+    return ropes.rules(config, own_keys(config, MistralConfig))
+
+
+_HUGGINGFACE = HuggingFace(
+    "MistralForCausalLM",
+    "mistral",
+    keys=(
+        *formats.sizes(kv_heads=8, mlp=14336),
+        formats.OrNone("sliding_window", "mistral.window", 4096),
+        ropes.row("mistral", 131072),
+        Fixed("hidden_act", ("silu",), "silu"),
+    ),
+    tensors=formats.LLAMA,
+)
+
+
+FAMILY = Family(
+    "mistral",
+    MistralConfig,
+    describe,
+    bounds=(
+        Bound("window", 0, 0, 2**31 - 1, "devices count tokens in int32, 0 sees all"),
+        *ropes.BOUNDS,
+    ),
+    rules=_rules,
+    huggingface=(_HUGGINGFACE,),
+)

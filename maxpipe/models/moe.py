@@ -1,0 +1,180 @@
+"""A mixture of experts: dense layers in front, then layers that send tokens to a few experts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from maxpipe.errors import Finding
+from maxpipe.models import formats, generic, mixtures, ropes
+from maxpipe.models.bounds import LARGEST, Bound
+from maxpipe.models.config import ModelConfig
+from maxpipe.models.family import Family, own_keys
+from maxpipe.models.huggingface import Fixed, HuggingFace, Key, Only, Twice
+from maxpipe.models.layers.experts import Experts, Groups
+from maxpipe.models.layers.mlp import GatedMLP
+from maxpipe.models.mixtures import MixtureConfig
+from maxpipe.models.ropes import RopeConfig
+from maxpipe.models.spec import Model, Part
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RoutedConfig(MixtureConfig):
+    """Keys of families with shared experts and groups of experts."""
+
+    num_dense_layers: int = 1
+    """Layers in front that have one MLP of width `model.d_mlp` instead of experts."""
+    num_shared_experts: int = 0
+    """Experts beside those, of the same width, that all tokens pass through."""
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    """What the router's logits become: probabilities that compete, or scores that do not."""
+    weight_scale: float = 1.0
+    """Factor of the weights of a token's experts."""
+    normalised_weights: bool = True
+    """Divide the scores of a token's experts by their sum, so that its weights add up to 1."""
+    num_groups: int = 1
+    """Groups of experts, of one size. With several a token goes to experts of a few groups only."""
+    groups_per_token: int = 1
+    """Groups that a token is sent to: those with the largest scores."""
+    group_scores: Literal["max", "top2"] = "max"
+    """What a group's score is: its largest score, or the sum of its two largest."""
+    router_bias: bool = False
+    """Add a bias to each expert's score where experts are chosen, and not where they are weighted.
+    It has no gradient: steps move it so that experts get equally many tokens, without a loss for
+    that."""
+    balance_rate: float = 0.001
+    """By how much each step moves an expert's bias: up where it got fewer tokens than the mean,
+    else down. Read with `router_bias`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MoeConfig(RoutedConfig, RopeConfig):
+    """Keys of mixtures of experts only."""
+
+
+def describe(config: ModelConfig) -> Model:
+    """Two kinds of layers, `dense` and `experts`; without dense layers one."""
+    rope = ropes.rope(config, own_keys(config, MoeConfig))
+    return layered(config, generic.attention(config, rope))
+
+
+def layered(config: ModelConfig, attention: Part) -> Model:
+    """The model with this attention, of a family that has these keys and perhaps more."""
+    own = own_keys(config, RoutedConfig)
+    shared = own.num_shared_experts * mixtures.width(config, own)
+    groups = Groups(own.num_groups, own.groups_per_token, own.group_scores)
+    experts = mixtures.experts(
+        config,
+        own,
+        scores=own.scores,
+        weight_scale=own.weight_scale,
+        shared=GatedMLP(config.d_model, shared, generic.residual_gain(config)) if shared else None,
+        normalised=own.normalised_weights,
+        groups=groups if own.num_groups > 1 else None,
+        balance_rate=own.balance_rate if own.router_bias else None,
+    )
+    return mixtures.model(config, attention, experts, (True,) * own.num_dense_layers)
+
+
+def rules(config: ModelConfig) -> Iterator[Finding]:
+    """What is wrong with these keys, in the section of the config's family."""
+    own, section = own_keys(config, RoutedConfig), f"model.{config.family}"
+    yield from mixtures.rules(config, own)
+    yield from _grouped(own, section)
+    if own.num_dense_layers >= config.num_layers:
+        yield Finding(
+            f"{section}.num_dense_layers",
+            f"must be less than model.num_layers ({config.num_layers}): the layers behind them "
+            "have the experts.",
+            f"Set {section}.num_dense_layers={min(1, config.num_layers - 1)}, or "
+            "model.family=llama for a model without experts.",
+        )
+
+
+def _rules(config: ModelConfig) -> Iterator[Finding]:
+    yield from rules(config)
+    yield from ropes.rules(config, own_keys(config, MoeConfig))
+
+
+def _grouped(own: RoutedConfig, section: str) -> Iterator[Finding]:
+    """Groups are of one size, and those of a token have experts enough."""
+    size = own.num_experts // own.num_groups
+    if own.num_experts % own.num_groups:
+        yield Finding(
+            f"{section}.num_groups",
+            f"must divide {section}.num_experts ({own.num_experts}): groups are of one size.",
+            f"Set {section}.num_groups=1, or {section}.num_experts="
+            f"{-(-own.num_experts // own.num_groups) * own.num_groups}.",
+        )
+    elif own.groups_per_token > own.num_groups:
+        yield Finding(
+            f"{section}.groups_per_token",
+            f"is more than {section}.num_groups ({own.num_groups}): a token is sent to different "
+            "groups.",
+            f"Set {section}.groups_per_token={own.num_groups}.",
+        )
+    elif own.top_k <= own.num_experts and own.groups_per_token * size < own.top_k:
+        yield Finding(
+            f"{section}.groups_per_token",
+            f"leaves a token {own.groups_per_token * size} of the {own.num_experts} experts, and "
+            f"{section}.top_k is {own.top_k}.",
+            f"Set {section}.groups_per_token={-(-own.top_k // size)}.",
+        )
+    elif own.group_scores == "top2" and own.num_groups > 1 and size < 2:
+        yield Finding(
+            f"{section}.group_scores",
+            f"asks for two experts in a group, and each of the {own.num_groups} has one.",
+            f"Set {section}.group_scores=max, or fewer groups.",
+        )
+
+
+_MIXTRAL = HuggingFace(
+    "MixtralForCausalLM",
+    "mixtral",
+    keys=(
+        *formats.sizes(kv_heads=8, mlp=14336, epsilon=1e-5),
+        Key("intermediate_size", "moe.d_expert", 14336, stands_for="d_mlp"),
+        Key("num_local_experts", "moe.num_experts", 8, also="num_experts"),
+        Key("num_experts_per_tok", "moe.top_k", 2),
+        Only("moe.num_dense_layers", 0),
+        Only("moe.num_shared_experts", 0),
+        Only("moe.scores", "softmax"),
+        Only("moe.weight_scale", 1.0),
+        Only("moe.normalised_weights", True),
+        Only("moe.num_groups", 1),
+        Only("moe.router_bias", False),
+        ropes.row("moe", 131072, 1e6),
+        Fixed("hidden_act", ("silu",), "silu"),
+        Fixed("sliding_window", (None,)),
+        *formats.BALANCED,
+    ),
+    twice=(Twice("num_experts", "num_local_experts"),),
+    tensors=(
+        *formats.ENDS,
+        *formats.norms(attention_norm="input_layernorm", experts_norm="post_attention_layernorm"),
+        *formats.ATTENTION,
+        *formats.experts("block_sparse_moe", router="gate", gate="w1", up="w3", down="w2"),
+    ),
+)
+
+BOUNDS = (
+    *mixtures.BOUNDS,
+    Bound("num_dense_layers", 1, 0),
+    Bound("num_shared_experts", 0, 0),
+    Bound("weight_scale", 1.0, 0, LARGEST, "experts with a weight of 0 train nothing", False),
+    Bound("num_groups", 1, 1),
+    Bound("groups_per_token", 1, 1),
+    Bound("balance_rate", 0.001, 0, 1, "0 leaves biases as they are"),
+)
+"""Of these keys."""
+
+FAMILY = Family(
+    "moe",
+    MoeConfig,
+    describe,
+    bounds=(*BOUNDS, *ropes.BOUNDS),
+    rules=_rules,
+    reporting=(Experts,),
+    huggingface=(_MIXTRAL,),
+)

@@ -1,0 +1,162 @@
+"""Phi-3 and Phi-4 (arXiv:2404.14219): Llama, of whose heads a part may turn."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from maxpipe.errors import Finding
+from maxpipe.models import formats, generic, ropes
+from maxpipe.models.bounds import Bound
+from maxpipe.models.config import ModelConfig
+from maxpipe.models.family import Family, own_keys
+from maxpipe.models.huggingface import Fixed, HuggingFace, Kept, Key, Ours, Rotary, Theirs, Unlike
+from maxpipe.models.layers.norm import RMSNorm
+from maxpipe.models.spec import Model
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Phi3Config:
+    """Keys of Phi-3 and Phi-4 models only."""
+
+    window: int = 0
+    """Tokens that a query sees, itself included. 0: all."""
+    rope_size: int = 0
+    """Entries of a head that turn, the first ones. Even. 0: all."""
+    rope_short: list[float] = field(default_factory=list, hash=False)  # a list has no hash
+    """Factor of the wavelength of each pair (LongRoPE, arXiv:2402.13753) in sequences of at most
+    `model.phi3.rope_original_tokens`. Empty: 1."""
+    rope_long: list[float] = field(default_factory=list, hash=False)
+    """The same in longer sequences. When text is generated: in more room than that."""
+    rope_scaling: float = 1.0
+    """Longest context of such a model as a multiple of its original one: what turns is made longer
+    by `sqrt(1 + log(rope_scaling) / log(rope_original_tokens))`."""
+    rope_original_tokens: int = 4096
+    """Length of the original context. Read when `model.phi3.rope_scaling` is not 1, or there are
+    factors."""
+
+
+def describe(config: ModelConfig) -> Model:
+    """One kind of layer."""
+    own = own_keys(config, Phi3Config)
+    rope = ropes.longrope(
+        config.rope_theta,
+        own.rope_scaling,
+        own.rope_original_tokens,
+        own.rope_short,
+        own.rope_long,
+        turned=own.rope_size,
+    )
+    attention = generic.attention(config, rope, window="window" * bool(own.window))
+    values = {"window": generic.same_everywhere(config, own.window)} if own.window else {}
+    return generic.alike(
+        config, attention, RMSNorm(config.d_model, config.norm_epsilon), values=values
+    )
+
+
+def _rules(config: ModelConfig) -> Iterator[Finding]:
+    own = own_keys(config, Phi3Config)
+    size = own.rope_size or config.head_size
+    if own.rope_size > config.head_size or own.rope_size % 2:
+        yield Finding(
+            "model.phi3.rope_size",
+            f"must be even and at most model.head_size ({config.head_size}): pairs of a head's "
+            "entries turn.",
+            "Set model.phi3.rope_size=0 to turn all.",
+        )
+        return
+    yield from ropes.factor_rules("model.phi3", own.rope_short, own.rope_long, size)
+
+
+@dataclass(frozen=True)
+class _Turned:
+    """`partial_rotary_factor`, the share of a head's entries that turn."""
+
+    inside: bool = False
+    """Whether it stands among rotary parameters: it is read there, and not written."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """One."""
+        return ("partial_rotary_factor",)
+
+    def read(self, theirs: Theirs, ours: Ours) -> Ours:
+        """The number of entries."""
+        share = theirs.get("partial_rotary_factor")
+        if share is None:
+            return {} if self.inside else {"phi3.rope_size": 0}
+        return {"phi3.rope_size": 0 if share == 1 else int(ours["head_size"] * share)}
+
+    def write(self, ours: Ours) -> Theirs:
+        """The share, of which they make the same number."""
+        if self.inside:
+            return {}
+        size, all_of_it = ours["phi3.rope_size"], ours["head_size"]
+        share = (size or all_of_it) / all_of_it
+        if int(all_of_it * share) != (size or all_of_it):
+            rule = f"is no share of {all_of_it} entries that they can say."
+            raise Unlike("model.phi3.rope_size", size, rule)
+        return {"partial_rotary_factor": share}
+
+
+def _chosen(ours: Ours) -> str:
+    if ours["phi3.rope_short"]:
+        return "longrope"
+    if ours["phi3.rope_scaling"] != 1:
+        rule = "must be 1 without model.phi3.rope_short and model.phi3.rope_long."
+        raise Unlike("model.phi3.rope_scaling", ours["phi3.rope_scaling"], rule)
+    return "default"
+
+
+_LONG = (
+    Key("short_factor", "phi3.rope_short"),
+    Key("long_factor", "phi3.rope_long"),
+    Fixed("attention_factor", (None,)),
+    _Turned(inside=True),
+)
+_TYPES = ("longrope", "su", "yarn")
+"""Names that releases have for the one type."""
+
+_HUGGINGFACE = HuggingFace(
+    "Phi3ForCausalLM",
+    "phi3",
+    keys=(
+        *formats.sizes(width=3072, mlp=8192, vocab=32064, epsilon=1e-5),
+        formats.OrNone("sliding_window", "phi3.window", 0),
+        _Turned(),
+        Rotary(
+            "rope_theta",
+            10000.0,
+            {"default": (_Turned(inside=True),), **dict.fromkeys(_TYPES, _LONG)},
+            unscaled={"phi3.rope_short": [], "phi3.rope_long": [], "phi3.rope_scaling": 1.0},
+            chosen=_chosen,
+            longest=4096,
+            original=4096,
+            older_type="type",
+            beside=dict.fromkeys(
+                _TYPES, (ropes.Longest("phi3.rope_scaling", "phi3.rope_original_tokens"),)
+            ),
+        ),
+        Kept("original_max_position_embeddings"),
+        Kept("embd_pdrop"),
+        Kept("resid_pdrop"),
+        Fixed("attention_bias", (False,), False),
+        Fixed("hidden_act", ("silu",), "silu"),
+    ),
+    tensors=(*formats.ENDS, *formats.NORMED, *formats.FUSED),
+)
+
+
+FAMILY = Family(
+    "phi3",
+    Phi3Config,
+    describe,
+    bounds=(
+        Bound("window", 0, 0, 2**31 - 1, "devices count tokens in int32, 0 sees all"),
+        Bound("rope_size", 0, 0, why="0 turns all"),
+        Bound("rope_scaling", 1.0, 1, 1e6, "1 is the original context"),
+        Bound("rope_original_tokens", 4096, 2),
+    ),
+    rules=_rules,
+    huggingface=(_HUGGINGFACE,),
+)

@@ -1,0 +1,59 @@
+"""Qwen3 (arXiv:2505.09388), dense: Llama with a norm of each query and key."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from maxpipe.errors import Finding
+from maxpipe.models import formats, generic, ropes
+from maxpipe.models.config import ModelConfig
+from maxpipe.models.family import Family, own_keys
+from maxpipe.models.huggingface import Fixed, HuggingFace, Kept
+from maxpipe.models.layers.norm import RMSNorm
+from maxpipe.models.ropes import RopeConfig
+from maxpipe.models.spec import Model
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Qwen3Config(RopeConfig):
+    """Keys of Qwen3 models only."""
+
+
+def describe(config: ModelConfig) -> Model:
+    """One kind of layer."""
+    own, epsilon = own_keys(config, Qwen3Config), config.norm_epsilon
+    rope = ropes.rope(config, own)
+    attention = generic.attention(config, rope, head_norm=RMSNorm(config.head_size, epsilon))
+    return generic.alike(config, attention, RMSNorm(config.d_model, epsilon))
+
+
+def _rules(config: ModelConfig) -> Iterator[Finding]:
+    return ropes.rules(config, own_keys(config, Qwen3Config))
+
+
+_HUGGINGFACE = HuggingFace(
+    "Qwen3ForCausalLM",
+    "qwen3",
+    keys=(
+        *formats.sizes(kv_heads=32, head_size=128, mlp=22016, vocab=151936),
+        ropes.row("qwen3", 32768),
+        formats.LayerTypes((formats.FULL,)),
+        formats.NoWindow(28),
+        Kept("sliding_window"),
+        Kept("max_window_layers"),
+        Fixed("hidden_act", ("silu",), "silu"),
+        Fixed("attention_bias", (False,), False),
+    ),
+    tensors=(*formats.LLAMA, *formats.HEAD_NORMS),
+)
+
+
+FAMILY = Family(
+    "qwen3",
+    Qwen3Config,
+    describe,
+    bounds=ropes.BOUNDS,
+    rules=_rules,
+    huggingface=(_HUGGINGFACE,),
+)

@@ -1,0 +1,115 @@
+"""Qwen3 (arXiv:2505.09388) with experts: norms of queries and keys, experts in chosen layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from maxpipe.errors import Finding
+from maxpipe.models import formats, generic, mixtures, ropes
+from maxpipe.models.bounds import Bound
+from maxpipe.models.config import ModelConfig
+from maxpipe.models.family import Family, own_keys
+from maxpipe.models.huggingface import Fixed, HuggingFace, Kept, Key, Twice
+from maxpipe.models.layers.experts import Experts
+from maxpipe.models.layers.norm import RMSNorm
+from maxpipe.models.mixtures import MixtureConfig
+from maxpipe.models.ropes import RopeConfig
+from maxpipe.models.spec import Model
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Qwen3MoeConfig(MixtureConfig, RopeConfig):
+    """Keys of Qwen3 models with experts only."""
+
+    expert_period: int = 1
+    """Each layer whose number this divides, counted from 1, has experts; the others have one MLP of
+    width `model.d_mlp`."""
+    dense_layers: list[int] = field(default_factory=list, hash=False)  # a list has no hash
+    """Layers that have an MLP whatever `expert_period` says, counted from 0."""
+    normalised_weights: bool = True
+    """Divide the probabilities of a token's experts by their sum, so that its weights add up to 1.
+    """
+
+
+def describe(config: ModelConfig) -> Model:
+    """Two kinds of layers, `dense` and `experts`, or one of them."""
+    own = own_keys(config, Qwen3MoeConfig)
+    head_norm = RMSNorm(config.head_size, config.norm_epsilon)
+    attention = generic.attention(config, ropes.rope(config, own), head_norm=head_norm)
+    experts = mixtures.experts(config, own, normalised=own.normalised_weights)
+    return mixtures.model(config, attention, experts, _dense(config, own))
+
+
+def _dense(config: ModelConfig, own: Qwen3MoeConfig) -> list[bool]:
+    """Whether each layer has an MLP."""
+    return [
+        layer in own.dense_layers or (layer + 1) % own.expert_period != 0
+        for layer in range(config.num_layers)
+    ]
+
+
+def _rules(config: ModelConfig) -> Iterator[Finding]:
+    own = own_keys(config, Qwen3MoeConfig)
+    yield from mixtures.rules(config, own)
+    yield from ropes.rules(config, own)
+    count = config.num_layers
+    if wrong := [each for each in own.dense_layers if not 0 <= each < count]:
+        left = [each for each in own.dense_layers if each not in wrong]
+        yield Finding(
+            "model.qwen3_moe.dense_layers",
+            f"holds {wrong[0]}, and layers are counted from 0 to {count - 1}.",
+            f"Set model.qwen3_moe.dense_layers=[{','.join(map(str, left))}].",
+        )
+    elif all(_dense(config, own)):
+        name = "expert_period" if own.expert_period > 1 else "dense_layers"
+        yield Finding(
+            f"model.qwen3_moe.{name}",
+            f"leaves no layer of {count} with experts.",
+            "Set model.qwen3_moe.expert_period=1 and model.qwen3_moe.dense_layers=[], or "
+            "model.family=qwen3 for a model without experts.",
+        )
+
+
+_HUGGINGFACE = HuggingFace(
+    "Qwen3MoeForCausalLM",
+    "qwen3_moe",
+    keys=(
+        *formats.sizes(layers=24, width=2048, kv_heads=4, mlp=6144, vocab=151936),
+        Key("moe_intermediate_size", "qwen3_moe.d_expert", 768, stands_for="d_mlp"),
+        Key("num_experts", "qwen3_moe.num_experts", 128, also="num_local_experts"),
+        Key("num_experts_per_tok", "qwen3_moe.top_k", 8),
+        Key("decoder_sparse_step", "qwen3_moe.expert_period", 1),
+        Key("mlp_only_layers", "qwen3_moe.dense_layers", []),
+        Key("norm_topk_prob", "qwen3_moe.normalised_weights", False),
+        ropes.row("qwen3_moe", 32768),
+        formats.NoWindow(None),
+        Kept("sliding_window"),
+        Kept("max_window_layers"),
+        Fixed("hidden_act", ("silu",), "silu"),
+        Fixed("attention_bias", (False,), False),
+        *formats.BALANCED,
+    ),
+    twice=(Twice("num_local_experts", "num_experts"),),
+    tensors=(
+        *formats.LLAMA,
+        *formats.HEAD_NORMS,
+        *formats.norms(experts_norm="post_attention_layernorm"),
+        *formats.experts("mlp", "gate", "gate_proj", "up_proj", "down_proj"),
+    ),
+)
+
+
+FAMILY = Family(
+    "qwen3_moe",
+    Qwen3MoeConfig,
+    describe,
+    bounds=(
+        *mixtures.BOUNDS,
+        *ropes.BOUNDS,
+        Bound("expert_period", 1, 1),
+    ),
+    rules=_rules,
+    reporting=(Experts,),
+    huggingface=(_HUGGINGFACE,),
+)

@@ -1,0 +1,282 @@
+"""Qwen3-Next: most layers keep a state (the gated delta rule), each fourth sees all tokens."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from maxpipe.errors import Finding
+from maxpipe.models import formats, generic, mixtures
+from maxpipe.models.bounds import LARGEST, Bound
+from maxpipe.models.config import ModelConfig
+from maxpipe.models.family import Family, own_keys
+from maxpipe.models.huggingface import (
+    Fixed,
+    HuggingFace,
+    Kept,
+    Key,
+    Only,
+    Ours,
+    Rotary,
+    Tensor,
+    Theirs,
+    Twice,
+    Unlike,
+)
+from maxpipe.models.layers.delta import GatedDelta
+from maxpipe.models.layers.experts import Experts
+from maxpipe.models.layers.mlp import GatedMLP
+from maxpipe.models.layers.norm import RMSNorm
+from maxpipe.models.mixtures import MixtureConfig
+from maxpipe.models.spec import Branch, Kind, Model
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Qwen3NextConfig(MixtureConfig):
+    """Keys of Qwen3-Next models only. `model.num_heads`, `num_kv_heads` and `head_size` are of the
+    layers with attention; every layer has experts.
+    """
+
+    attention_period: int = 4
+    """Each layer whose number this divides, counted from 1, has attention over all tokens; the
+    others have the gated delta rule."""
+    num_key_heads: int = 16
+    """Heads of queries and keys in layers with the delta rule."""
+    num_value_heads: int = 32
+    """Heads of values there, a multiple of those of keys: each has a state of its own."""
+    key_size: int = 128
+    """Entries of a query and of a key there."""
+    value_size: int = 128
+    """Entries of a value there."""
+    kernel: int = 4
+    """Tokens that the convolution of queries, keys and values sees, the token itself included."""
+    chunk: int = 64
+    """Tokens of the delta rule that are computed at once, a power of two: larger ones make larger
+    matmuls and more of them. Results differ by rounding only."""
+    rope_size: int = 0
+    """Entries of a head that turn in layers with attention, the first ones. Even. 0: all."""
+    rope_scaling: float = 1.0
+    """Factor by which the context is longer than the one of the training before (YaRN). 1 is that
+    context itself."""
+    rope_original_tokens: int = 262144
+    """Length of that context. Read when `model.qwen3_next.rope_scaling` is not 1."""
+    d_shared: int = 512
+    """Hidden width of the expert that all tokens pass through, weighted by a gate of its own."""
+    normalised_weights: bool = True
+    """Divide the probabilities of a token's experts by their sum, so that its weights add up to 1.
+    """
+
+
+def describe(config: ModelConfig) -> Model:
+    """Two kinds of layers, `delta` and `full`, or one of them."""
+    own = own_keys(config, Qwen3NextConfig)
+    epsilon, gain = config.norm_epsilon, generic.residual_gain(config)
+    norm = RMSNorm(config.d_model, epsilon, offset=1.0)
+    rope = generic.yarn(config.rope_theta, own.rope_scaling, own.rope_original_tokens)
+    attention = generic.attention(
+        config,
+        replace(rope, turned=own.rope_size),
+        head_norm=RMSNorm(config.head_size, epsilon, offset=1.0),
+        gated=True,
+    )
+    delta = GatedDelta(
+        config.d_model,
+        own.num_key_heads,
+        own.num_value_heads,
+        own.key_size,
+        own.value_size,
+        own.kernel,
+        RMSNorm(own.value_size, epsilon),
+        gain,
+        own.chunk,
+    )
+    experts = mixtures.experts(
+        config,
+        own,
+        shared=GatedMLP(config.d_model, own.d_shared, gain),
+        shared_gated=True,
+        normalised=own.normalised_weights,
+    )
+    routed = Branch("experts", experts, norm, dropout=config.dropout)
+    mixing = {
+        _DELTA: Branch("delta", delta, norm, dropout=config.dropout),
+        _FULL: Branch("attention", attention, norm, dropout=config.dropout),
+    }
+    layers = tuple(
+        _DELTA if number % own.attention_period else _FULL
+        for number in range(1, config.num_layers + 1)
+    )
+    kinds = {name: Kind((mixing[name], routed)) for name in dict.fromkeys(layers)}
+    return Model(kinds, layers, generic.ends(config, norm))
+
+
+_DELTA, _FULL = "delta", "full"
+
+
+def _rules(config: ModelConfig) -> Iterator[Finding]:
+    own = own_keys(config, Qwen3NextConfig)
+    yield from mixtures.rules(config, own)
+    if own.num_value_heads % own.num_key_heads:
+        yield Finding(
+            "model.qwen3_next.num_value_heads",
+            f"must be a multiple of model.qwen3_next.num_key_heads ({own.num_key_heads}): heads of "
+            "values share those of keys evenly.",
+            f"Set model.qwen3_next.num_value_heads={2 * own.num_key_heads}.",
+        )
+    if own.rope_size > config.head_size or own.rope_size % 2:
+        yield Finding(
+            "model.qwen3_next.rope_size",
+            f"must be even and at most model.head_size ({config.head_size}): pairs of a head's "
+            "entries turn.",
+            "Set model.qwen3_next.rope_size=0 to turn all.",
+        )
+    if own.chunk & (own.chunk - 1):
+        yield Finding(
+            "model.qwen3_next.chunk",
+            "must be a power of two: what is inside a chunk is computed by halves.",
+            f"Set model.qwen3_next.chunk={1 << own.chunk.bit_length() - 1}.",
+        )
+
+
+@dataclass(frozen=True)
+class _Turning:
+    """`partial_rotary_factor`: which share of a head turns."""
+
+    beside: bool = False
+    """Whether it is the one in `rope_parameters`, which counts where there are two."""
+    names = ("partial_rotary_factor",)
+
+    def read(self, theirs: Theirs, ours: Ours) -> Ours:
+        """Entries of a head, of either."""
+        if self.beside:
+            return {}
+        stated = theirs.get(self.names[0])
+        factor = 0.25 if stated is None else stated
+        head = ours["head_size"]
+        if type(factor) not in (int, float) or not 0 < factor <= 1 or not isinstance(head, int):
+            raise Unlike("partial_rotary_factor", factor, "must be more than 0 and at most 1.")
+        if (size := int(head * factor)) < 2 or size % 2:
+            rule = f"makes {size} of {head} entries of a head turn, which come in pairs."
+            raise Unlike("partial_rotary_factor", factor, rule)
+        return {"qwen3_next.rope_size": size}
+
+    def write(self, ours: Ours) -> Theirs:
+        """A share of which they make the same number."""
+        head = ours["head_size"]
+        size = ours["qwen3_next.rope_size"] or head
+        factor = size / head
+        if int(head * factor) < size:
+            factor = math.nextafter(factor, 1.0)
+        return {"partial_rotary_factor": factor}
+
+
+_LINEAR_ATTENTION = "model.layers.{layer}.linear_attn."
+_SHARED = "model.layers.{layer}.mlp.shared_expert"
+
+_DELTA_TENSORS = (
+    Tensor("delta.qkvz", _LINEAR_ATTENTION + "in_proj_qkvz.weight", "d k e -> (k e) d"),
+    Tensor("delta.ba", _LINEAR_ATTENTION + "in_proj_ba.weight", "d k e -> (k e) d"),
+    Tensor("delta.conv_query", _LINEAR_ATTENTION + "conv1d.weight", "k h c -> (k h) () c"),
+    Tensor("delta.conv_key", _LINEAR_ATTENTION + "conv1d.weight", "k h c -> (k h) () c"),
+    Tensor("delta.conv_value", _LINEAR_ATTENTION + "conv1d.weight", "v h c -> (v h) () c"),
+    Tensor("delta.decay", _LINEAR_ATTENTION + "A_log", "v -> v"),
+    Tensor("delta.decay_bias", _LINEAR_ATTENTION + "dt_bias", "v -> v"),
+    Tensor("delta.norm", _LINEAR_ATTENTION + "norm.weight", "h -> h"),
+    Tensor("delta.out", _LINEAR_ATTENTION + "out_proj.weight", "v h d -> d (v h)"),
+)
+"""Of each key head queries, keys, values and gates stand side by side, with them and with us."""
+
+_SHARED_EXPERT = (
+    Tensor("experts.shared_gate", _SHARED + ".gate_proj.weight", "d f -> f d"),
+    Tensor("experts.shared_up", _SHARED + ".up_proj.weight", "d f -> f d"),
+    Tensor("experts.shared_down", _SHARED + ".down_proj.weight", "f d -> d f"),
+    Tensor("experts.shared_weight", _SHARED + "_gate.weight", "d -> () d"),
+)
+
+_SCALING = "qwen3_next.rope_scaling"
+
+_HUGGINGFACE = HuggingFace(
+    "Qwen3NextForCausalLM",
+    "qwen3_next",
+    keys=(
+        *formats.sizes(
+            layers=48, width=2048, heads=16, kv_heads=2, head_size=256, mlp=5632, vocab=151936
+        ),
+        formats.Period(
+            "qwen3_next.attention_period", "linear_attention", 4, "full_attention_interval"
+        ),
+        Key("linear_num_key_heads", "qwen3_next.num_key_heads", 16),
+        Key("linear_num_value_heads", "qwen3_next.num_value_heads", 32),
+        Key("linear_key_head_dim", "qwen3_next.key_size", 128),
+        Key("linear_value_head_dim", "qwen3_next.value_size", 128),
+        Key("linear_conv_kernel_dim", "qwen3_next.kernel", 4),
+        Key("moe_intermediate_size", "qwen3_next.d_expert", 512, stands_for="d_mlp"),
+        Key("shared_expert_intermediate_size", "qwen3_next.d_shared", 512),
+        Key("num_experts", "qwen3_next.num_experts", 512, also="num_local_experts"),
+        Key("num_experts_per_tok", "qwen3_next.top_k", 10),
+        Key("norm_topk_prob", "qwen3_next.normalised_weights", True),
+        _Turning(),
+        Rotary(
+            "rope_theta",
+            10000.0,
+            {
+                "default": (_Turning(beside=True), Only(_SCALING, 1.0)),
+                "yarn": (
+                    _Turning(beside=True),
+                    Key("factor", _SCALING),
+                    Key("original_max_position_embeddings", "qwen3_next.rope_original_tokens"),
+                    *formats.YARN,
+                ),
+            },
+            unscaled={},
+            chosen=lambda ours: "default" if ours[_SCALING] == 1 else "yarn",
+        ),
+        Fixed("decoder_sparse_step", (1,), 1),
+        Fixed("mlp_only_layers", ([],), []),
+        Fixed("hidden_act", ("silu",), "silu"),
+        Fixed("attention_bias", (False,), False),
+        Kept("use_sliding_window"),
+        *formats.BALANCED,
+    ),
+    tensors=(
+        *formats.ENDS,
+        *formats.norms(
+            delta_norm="input_layernorm",
+            attention_norm="input_layernorm",
+            experts_norm="post_attention_layernorm",
+        ),
+        *_DELTA_TENSORS,
+        *formats.ATTENTION,
+        *formats.HEAD_NORMS,
+        *formats.experts("mlp", "gate", "gate_proj", "up_proj", "down_proj"),
+        *_SHARED_EXPERT,
+    ),
+    twice=(Twice("num_experts", "num_local_experts", is_read=False, default=512),),
+    # Layers that predict one token more, which transformers does not read either.
+    unused=("*.rotary_emb.inv_freq", "mtp.*"),
+)
+
+
+FAMILY = Family(
+    "qwen3_next",
+    Qwen3NextConfig,
+    describe,
+    bounds=(
+        *mixtures.BOUNDS,
+        Bound("attention_period", 4, 1),
+        Bound("num_key_heads", 16, 1, axis="kv_heads"),
+        Bound("num_value_heads", 32, 1, axis="heads"),
+        Bound("key_size", 128, 1, axis="head_size"),
+        Bound("value_size", 128, 1, axis="head_size"),
+        Bound("kernel", 4, 2, 64),
+        Bound("chunk", 64, 1, 1024),
+        Bound("rope_size", 0, 0, why="0 turns all"),
+        Bound("rope_scaling", 1.0, 1, LARGEST, "1 is the original context"),
+        Bound("rope_original_tokens", 262144, 1),
+        Bound("d_shared", 512, 1, axis="mlp"),
+    ),
+    rules=_rules,
+    reporting=(Experts,),
+    huggingface=(_HUGGINGFACE,),
+)

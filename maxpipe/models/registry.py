@@ -1,0 +1,73 @@
+"""All model families: what `model.family` may be. To add one, write its file and name it here."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+
+from maxpipe.models import (
+    deepseek,
+    gemma2,
+    gemma3,
+    gpt_oss,
+    granite,
+    llama,
+    mistral,
+    moe,
+    olmo2,
+    phi3,
+    qwen2,
+    qwen3,
+    qwen3_moe,
+    qwen3_next,
+)
+from maxpipe.models.config import ModelConfig
+from maxpipe.models.family import Family
+from maxpipe.models.frozen import freeze
+from maxpipe.models.low_rank import with_adapters
+from maxpipe.models.spec import Ahead, LayersAhead, Model, Summary
+
+FAMILIES: Mapping[str, Family] = {
+    each.FAMILY.name: each.FAMILY
+    for each in (
+        *(llama, mistral, qwen2, qwen3, gemma2, gemma3, phi3, olmo2, granite),
+        *(moe, qwen3_moe, qwen3_next, gpt_oss, deepseek),
+    )
+}
+
+
+def summaries() -> Iterator[tuple[str, Summary, list[str]]]:
+    """(tag, number, families) of what runs write of what layers return."""
+    families: dict[tuple[str, Summary], list[str]] = {}
+    for family in FAMILIES.values():
+        for part in family.reporting:
+            for found in part.summaries.items():
+                families.setdefault(found, []).append(family.name)
+    return ((*found, names) for found, names in families.items())
+
+
+@lru_cache(maxsize=64)
+def describe(config: ModelConfig) -> Model:
+    """The model of a config that satisfies every rule.
+
+    One object for equal configs, as what is counted of it is cached.
+    """
+    model = FAMILIES[config.family].describe(config)
+    if config.heads_ahead:
+        model = _with_heads_ahead(model, config)
+    if config.adapter is not None:
+        model = with_adapters(model, config.adapter)
+    return freeze(model, config.frozen)
+
+
+def _with_heads_ahead(model: Model, config: ModelConfig) -> Model:
+    heads = config.heads_ahead
+    ahead, values = Ahead(heads, config.d_model, config.ahead_loss_weight), model.values
+    if config.ahead == "layer":
+        last = model.layers[-1]
+        own = (last, model.kinds[last], model.ends.norm)
+        ahead = LayersAhead(heads, config.d_model, config.ahead_loss_weight, *own)
+        values = {name: (*each, *each[-1:] * heads) for name, each in values.items()}
+    ends = dataclasses.replace(model.ends, ahead=ahead)
+    return dataclasses.replace(model, ends=ends, values=values)

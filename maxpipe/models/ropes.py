@@ -1,0 +1,348 @@
+"""Rotary positions of a longer context than the one of the training before, as published models do.
+
+One set of keys for all families whose folders may say any of them, and one row of their tables.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from maxpipe.errors import Finding
+from maxpipe.models.bounds import LARGEST, Bound
+from maxpipe.models.config import ModelConfig
+from maxpipe.models.huggingface import Key, Only, Ours, Rotary, Row, Theirs, Unlike
+from maxpipe.models.layers.attention import Rope
+
+
+@dataclass(frozen=True, kw_only=True)  # without slots: a family may have keys of several such
+class RopeConfig:
+    """Keys of rotary positions for a longer context."""
+
+    rope_type: Literal["linear", "dynamic", "llama3", "yarn", "longrope"] = "yarn"
+    """Method of rotary scaling. `linear` multiplies all wavelengths by `rope_scaling`. `dynamic`
+    (NTK) raises the base for sequences longer than `rope_original_tokens`. `llama3` and `yarn`
+    multiply the wavelengths that do not fit the original context. `longrope` multiplies each
+    wavelength by its own factor."""
+    rope_scaling: float = 1.0
+    """Ratio of the context length to the original context length. 1 disables the scaling, except
+    for `longrope`."""
+    rope_original_tokens: int = 32768
+    """Original context length in tokens. Ignored unless `rope_scaling` is above 1 or `rope_type` is
+    `longrope`."""
+    rope_length: float = 0.0
+    """Attention factor: multiplier of rotated queries and keys, for `yarn` and `longrope`. 0 uses
+    the value from the paper, which depends on `rope_scaling`."""
+    rope_short: list[float] = field(default_factory=list, hash=False)  # a list has no hash
+    """Factors of the wavelengths, one per pair, for sequences of at most `rope_original_tokens`.
+    Ignored unless `rope_type` is `longrope`."""
+    rope_long: list[float] = field(default_factory=list, hash=False)
+    """Factors of the wavelengths, one per pair, for longer sequences, and for generation with a
+    larger cache. Ignored unless `rope_type` is `longrope`."""
+    rope_fast: float = 0.0
+    """Rotations in `rope_original_tokens` from which a wavelength is kept (`beta_fast`,
+    `high_freq_factor`). 0 uses 4 for `llama3` and 32 for `yarn`, as in the papers."""
+    rope_slow: float = 0.0
+    """Rotations in `rope_original_tokens` up to which a wavelength is multiplied by the whole
+    factor (`beta_slow`, `low_freq_factor`). 0 uses 1 for `llama3` and `yarn`, as in the papers."""
+    rope_whole: bool = True
+    """Round the boundaries of `yarn` to whole pairs (`truncate`)."""
+
+
+BOUNDS = (
+    Bound("rope_scaling", 1.0, 1, LARGEST, "wavelengths are stretched, 1 leaves them alone"),
+    Bound("rope_original_tokens", 8192, 2),
+    Bound("rope_length", 0.0, 0, LARGEST, "0 takes that of the paper"),
+    Bound("rope_fast", 0.0, 0, LARGEST, "0 takes that of the paper"),
+    Bound("rope_slow", 0.0, 0, LARGEST, "0 takes that of the paper"),
+)
+"""Of these keys."""
+
+
+def rope(config: ModelConfig, own: RopeConfig) -> Rope:
+    """As the keys say."""
+    factor, tokens = own.rope_scaling, own.rope_original_tokens
+    if own.rope_type == "longrope":
+        return longrope(
+            config.rope_theta, factor, tokens, own.rope_short, own.rope_long, own.rope_length
+        )
+    by_paper = 0.1 * math.log(factor) + 1.0 if own.rope_type == "yarn" else 1.0
+    return Rope(
+        config.rope_theta,
+        factor,
+        own.rope_type,
+        tokens,
+        length=own.rope_length or by_paper,
+        whole=own.rope_whole,
+        fast=own.rope_fast,
+        slow=own.rope_slow,
+    )
+
+
+def longrope(
+    theta: float,
+    factor: float,
+    tokens: int,
+    short: Sequence[float],
+    long: Sequence[float],
+    length: float = 0.0,
+    turned: int = 0,
+) -> Rope:
+    """A factor for each pair (arXiv:2402.13753); `factor` is by how much the context is longer."""
+    by_paper = math.sqrt(1.0 + math.log(factor) / math.log(tokens))
+    return Rope(
+        theta,
+        original_tokens=tokens,
+        turned=turned,
+        stretch=tuple(short),
+        stretch_beyond=tuple(long),
+        length=length or by_paper,
+    )
+
+
+def rules(config: ModelConfig, own: RopeConfig) -> Iterator[Finding]:
+    """What the keys of each type are."""
+    section = f"model.{config.family}"
+    fast = own.rope_fast or {"llama3": 4.0, "yarn": 32.0}.get(own.rope_type, 32.0)
+    if (own.rope_slow or 1.0) >= fast:
+        yield Finding(
+            f"{section}.rope_slow",
+            f"must be less than {section}.rope_fast ({fast:g}): slow pairs are stretched more.",
+            f"Set {section}.rope_slow=0 and {section}.rope_fast=0 for those of the paper.",
+        )
+    if own.rope_type == "longrope":
+        yield from factor_rules(section, own.rope_short, own.rope_long, config.head_size, True)
+        return
+    kind = f"is read with {section}.rope_type=longrope only, and it is {own.rope_type}."
+    for name in ("rope_short", "rope_long"):
+        if getattr(own, name):
+            yield Finding(f"{section}.{name}", kind, f"Set {section}.{name}=[].")
+    if own.rope_length and own.rope_type != "yarn":
+        yield Finding(
+            f"{section}.rope_length",
+            f"is read with {section}.rope_type=yarn or longrope only, and it is {own.rope_type}.",
+            f"Set {section}.rope_length=0.",
+        )
+    if own.rope_type == "dynamic" and config.head_size < 4:
+        yield Finding(
+            "model.head_size",
+            f"must be at least 4 with {section}.rope_type=dynamic, which spreads over all pairs "
+            "but one.",
+            f"Set model.head_size=4, or {section}.rope_type=linear.",
+        )
+
+
+def factor_rules(
+    section: str, short: Sequence[float], long: Sequence[float], size: int, wanted: bool = False
+) -> Iterator[Finding]:
+    """One factor for each pair of the `size` entries that turn; none at all unless `wanted`."""
+    none = f"{section}.rope_short=[] and {section}.rope_long=[]"
+    none = f"{section}.rope_type=yarn, {none}" if wanted else none
+    for name, factors in (("rope_short", short), ("rope_long", long)):
+        if len(factors) == size // 2 and min(factors) > 0:
+            continue
+        if wanted or short or long:
+            yield Finding(
+                f"{section}.{name}",
+                f"must be {size // 2} positive factors, one for each pair of the {size} entries of "
+                f"a head that turn, and has {len(factors)}.",
+                f"Give {size // 2}, or set {none}.",
+            )
+
+
+# Tables.
+
+
+@dataclass(frozen=True)
+class _Original:
+    """`original_max_position_embeddings`, for which they take the longest context if it lacks."""
+
+    ours: str
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """One."""
+        return ("original_max_position_embeddings",)
+
+    def read(self, theirs: Theirs, ours: Ours) -> Ours:
+        """The length."""
+        for name in ("original_max_position_embeddings", "max_position_embeddings"):
+            if theirs.get(name) is not None:
+                return {self.ours: theirs[name]}
+        raise Unlike("original_max_position_embeddings", None, "is missing, and has no default.")
+
+    def write(self, ours: Ours) -> Theirs:
+        """The length."""
+        return {"original_max_position_embeddings": ours[self.ours]}
+
+
+@dataclass(frozen=True)
+class _Length:
+    """`attention_factor`, or two numbers that it follows from (arXiv:2405.04434)."""
+
+    factor: str
+    ours: str
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Three."""
+        return ("attention_factor", "mscale", "mscale_all_dim")
+
+    def read(self, theirs: Theirs, ours: Ours) -> Ours:
+        """The factor, 0 where it is that of the paper."""
+        said, above, below = (theirs.get(name) for name in self.names)
+        if said is None and above and below:
+            more = 0.1 * math.log(max(theirs.get("factor") or 1.0, 1.0))
+            said = (above * more + 1.0) / (below * more + 1.0)
+        return {self.ours: said or 0.0}
+
+    def write(self, ours: Ours) -> Theirs:
+        """The factor, if it is not that of the paper."""
+        return {"attention_factor": ours[self.ours]} if ours[self.ours] else {}
+
+
+@dataclass(frozen=True)
+class Longest:
+    """The factor of LongRoPE: the longest context as a multiple of the original one."""
+
+    factor: str
+    original: str
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All that it may follow from."""
+        return ("factor", "original_max_position_embeddings", "max_position_embeddings")
+
+    def read(self, theirs: Theirs, ours: Ours) -> Ours:
+        """Factor and original length."""
+        found = _Original(self.original).read(theirs, ours)
+        factor = theirs.get("factor")
+        if factor is None and theirs.get("max_position_embeddings") is None:
+            raise Unlike("max_position_embeddings", None, "is missing, and has no default.")
+        if factor is None:
+            factor = theirs["max_position_embeddings"] / found[self.original]
+        return {**found, self.factor: max(factor, 1.0)}
+
+    def write(self, ours: Ours) -> Theirs:
+        """Both lengths: releases of readers take the factor from them."""
+        original = ours[self.original]
+        longest = round(original * ours[self.factor])
+        if longest / original != ours[self.factor]:
+            rule = f"must make a whole number of tokens of {original}."
+            raise Unlike(f"model.{self.factor}", ours[self.factor], rule)
+        return {
+            "original_max_position_embeddings": original,
+            "max_position_embeddings": longest,
+        }
+
+
+@dataclass(frozen=True)
+class _AttentionFactor(_Length):
+    """`attention_factor` alone, as LongRoPE reads it."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """One."""
+        return ("attention_factor",)
+
+    def read(self, theirs: Theirs, ours: Ours) -> Ours:
+        """The factor, 0 where it is that of the paper."""
+        return {self.ours: theirs.get("attention_factor") or 0.0}
+
+
+@dataclass(frozen=True)
+class Turns:
+    """A number of turns, of which 0 of ours stands for that of the paper."""
+
+    theirs: str
+    ours: str
+    paper: float
+    is_required: bool = False
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """One."""
+        return (self.theirs,)
+
+    def read(self, theirs: Theirs, ours: Ours) -> Ours:
+        """The number.
+
+        Raises:
+            Unlike: it is required and absent.
+        """
+        if self.is_required and theirs.get(self.theirs) is None:
+            raise Unlike(
+                self.theirs,
+                None,
+                "is required with rope_type = 'llama3', in transformers too.",
+                f"Set {self.theirs} to the published number, {self.paper} for Llama 3.1 to 3.3, "
+                "next to rope_type in config.json.",
+            )
+        found = theirs.get(self.theirs) or 0.0
+        return {self.ours: 0.0 if found == self.paper else found}
+
+    def write(self, ours: Ours) -> Theirs:
+        """The number, also that of the paper: Llama's class does not know it by itself."""
+        return {self.theirs: ours[self.ours] or self.paper}
+
+
+def row(family: str, longest: int, theta: float = 10000.0) -> Row:
+    """Rotary positions by the keys of a family that has all of them.
+
+    `longest` and `theta` are the defaults of transformers for `max_position_embeddings` and
+    `rope_theta`.
+    """
+    kind, factor, length = (f"{family}.rope_{name}" for name in ("type", "scaling", "length"))
+    original, short, long = (
+        f"{family}.rope_{name}" for name in ("original_tokens", "short", "long")
+    )
+    none = (Only(short, []), Only(long, []))
+    fast, slow, whole = (f"{family}.rope_{name}" for name in ("fast", "slow", "whole"))
+    paper = (Only(fast, 0.0), Only(slow, 0.0), Only(whole, True))
+    plain = (Key("factor", factor), Only(length, 0.0), *none)
+    scalings: dict[str, tuple[Row, ...]] = {
+        "linear": (*plain, *paper),
+        "dynamic": (*plain, *paper),
+        "llama3": (
+            *plain,
+            _Original(original),
+            Turns("low_freq_factor", slow, 1.0, True),
+            Turns("high_freq_factor", fast, 4.0, True),
+            Only(whole, True),
+        ),
+        "yarn": (
+            Key("factor", factor),
+            _Original(original),
+            _Length(factor, length),
+            Turns("beta_fast", fast, 32.0),
+            Turns("beta_slow", slow, 1.0),
+            Key("truncate", whole, True),
+            *none,
+        ),
+        "longrope": (
+            Key("short_factor", short),
+            Key("long_factor", long),
+            _Original(original),
+            _AttentionFactor(factor, length),
+            *paper,
+        ),
+    }
+    return Rotary(
+        "rope_theta",
+        theta,
+        {name: (Only(kind, name), *rows) for name, rows in scalings.items()},
+        unscaled={factor: 1.0, length: 0.0, short: [], long: []}
+        | {fast: 0.0, slow: 0.0, whole: True},
+        longest=longest,
+        chosen=lambda ours: (
+            ours[kind]
+            if ours[kind] == "longrope" or ours[factor] != 1 or ours[length]
+            else "default"
+        ),
+        beside={
+            "dynamic": (Key("max_position_embeddings", original, longest),),
+            "longrope": (Longest(factor, original),),
+        },
+    )

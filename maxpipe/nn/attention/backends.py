@@ -1,0 +1,17 @@
+"""The backends of attention by their names, the values of `model.attention`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from maxpipe.models.layers.attention import AUTO
+from maxpipe.nn.attention import blockwise, cudnn, splash, xla
+from maxpipe.nn.attention.interface import Attend
+
+BACKENDS: Mapping[str, Attend] = {
+    AUTO: xla.attend,  # where the device is not known
+    "xla": xla.attend,
+    "blockwise": blockwise.attend,
+    "cudnn": cudnn.attend,
+    "splash": splash.attend,
+}

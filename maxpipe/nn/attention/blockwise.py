@@ -1,0 +1,510 @@
+"""Attention by blocks of queries and keys, in plain jax: memory linear in T on every platform.
+
+Scores exist for one pair of blocks at a time. The softmax is computed as keys go by (online
+softmax, arXiv:1805.02867), and the backward computes scores again from each query's logarithm of
+the sum of exponentials (arXiv:2205.14135, algorithm 4 of arXiv:2307.08691 in the order of its
+forward). Loops turn as often as the causal band, the window and the documents of a row ask for,
+numbers that may differ by device and layer: nothing is differentiated through them. In short rows
+there are no loops: each of a few blocks of queries scores all keys up to its own end at once.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Bool, Float, Int
+
+from maxpipe.models.count import even_blocks, unrolled_blocks
+from maxpipe.models.layers.attention import LOG_SUM
+from maxpipe.nn.attention import xla
+from maxpipe.nn.attention.interface import Mask
+from maxpipe.parallel import stated
+from maxpipe.parallel.per_device import vary
+
+_HIDDEN = -1e30
+"""Score of a key that a query does not see."""
+LEAST = -1e20
+"""Below it no query's largest score is: where it sees no key, the share of each is exactly 0."""
+_OUTSIDE = -2
+"""Segment of a place behind the last key: no query has it."""
+
+
+class Options(NamedTuple):
+    """What is known when the program is made."""
+
+    scale: float
+    soft_cap: float
+    causal: bool
+    run: int
+    query_block: int
+    key_block: int
+    trips: float
+    """Blocks of keys that one of queries sees, on average of the windows, where a row is one
+    document: no more than these are computed."""
+    unrolled: tuple[tuple[int, int, int], ...] = ()
+    """Of each block of queries (the first key that it sees, where it begins, where it ends), with
+    which its keys end, too: blocks without loops. Empty: blocks in loops."""
+
+
+class Pairs(NamedTuple):
+    """What queries and keys are to each other."""
+
+    segments: Int[Array, "B T"]
+    key_segments: Int[Array, "B S"]
+    places: Int[Array, " T"]
+    window: Int[Array, ""] | None
+    """None: no layer has one."""
+
+
+def attend(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S G H"],
+    value: Float[Array, "B S G v"],
+    mask: Mask,
+    block: int = 0,
+) -> Float[Array, "B T N v"]:
+    """Attention of which no array grows with T times S. Queries that see no key get zeros.
+
+    Sums are in float32, whatever the inputs are. `block` is the most queries and keys of a block in
+    loops; 0 chooses. Behind a cache it is `xla`'s: few queries have few scores, and the order of
+    keys says nothing about what is seen.
+    """
+    if not mask.in_row:
+        return xla.attend(query, key, value, mask)
+    options, rows = arranged(query, key.shape[1], mask, block)
+    # Marked out here, their gradients are summed where an input is the same on several devices.
+    return _mixed(*vary((query, key, value, mask.sinks, rows)), options)
+
+
+def arranged(
+    query: Float[Array, "B T N H"], keys: int, mask: Mask, block: int = 0
+) -> tuple[Options, Pairs]:
+    """What a mask says, for this number of keys."""
+    tokens = query.shape[1]
+    run = mask.run or tokens
+    query_block, key_block = even_blocks(run, block), even_blocks(keys, block)
+    windows = (mask.window,) if isinstance(mask.window, int) else mask.windows or (0,)
+    ordered = mask.in_order and mask.causal and keys == tokens and not block
+    options = Options(
+        scale=query.shape[-1] ** -0.5 if mask.scale is None else mask.scale,
+        soft_cap=mask.soft_cap,
+        causal=mask.causal,
+        run=run,
+        query_block=query_block,
+        key_block=key_block,
+        trips=_mean_trips(keys, query_block, key_block, mask.causal, windows),
+        unrolled=unrolled_blocks(tokens, windows) if ordered else (),
+    )
+    windowed = not isinstance(mask.window, int) or mask.window > 0
+    rows = Pairs(
+        mask.segments,
+        mask.segments if mask.key_segments is None else mask.key_segments,
+        jnp.arange(tokens, dtype=jnp.int32) if mask.places is None else mask.places,
+        jnp.asarray(mask.window, jnp.int32) if windowed else None,
+    )
+    return options, rows
+
+
+def _mean_trips(
+    keys: int, query_block: int, key_block: int, causal: bool, windows: tuple[int, ...]
+) -> float:
+    """As `_Blocks.bounds` has them for the blocks of a whole row that is one document."""
+    first, blocks = np.arange(0, keys, query_block), -(-keys // key_block)
+    last = np.minimum(first + query_block, keys) - 1
+    end = np.minimum(last // key_block + 1, blocks) if causal else np.full(len(first), blocks)
+    begin = [np.maximum(first - size + 1, 0) // key_block * (size > 0) for size in windows]
+    return float(np.mean([end - np.minimum(each, end) for each in begin]))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _mixed(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S G H"],
+    value: Float[Array, "B S G v"],
+    sinks: Float[Array, " N"] | None,
+    rows: Pairs,
+    options: Options,
+) -> Float[Array, "B T N v"]:
+    return _forward_rule(query, key, value, sinks, rows, options)[0]
+
+
+def _forward_rule(
+    query: Array, key: Array, value: Array, sinks: Array | None, rows: Pairs, options: Options
+) -> tuple[Array, tuple[Any, ...]]:
+    """The result is named once, here: what the backward reads is what is kept."""
+    run = _forward_unrolled if options.unrolled else forward
+    mixed, log_sum = run(query, key, value, sinks, rows, options)
+    mixed = checkpoint_name(mixed.astype(query.dtype), "context")
+    log_sum = checkpoint_name(log_sum, LOG_SUM)
+    return mixed, (query, key, value, sinks, rows, mixed, log_sum)
+
+
+class _Blocks:
+    """Queries in blocks `[blocks, B, G, n, t, H]` and keys in blocks `[blocks, B, G, s, H]`.
+
+    In front, a block is one piece of memory. Runs of queries are filled up to whole blocks of their
+    own.
+    """
+
+    def __init__(self, query: Array, key: Array, rows: Pairs, options: Options):
+        self.rows, self.options = rows, options
+        self.batch, self.tokens, self.heads = query.shape[:3]
+        self.keys, self.groups = key.shape[1:3]
+        run, size = options.run, options.query_block
+        self.runs, self.per_run = self.tokens // run, -(-run // size)
+        self.num_key_blocks = -(-self.keys // options.key_block)
+        self.segments = self.of_tokens(rows.segments, _OUTSIDE - 1)
+        self.places = self._filled(rows.places, 0, edge=True).reshape(-1, size)
+        self.key_segments = self.of_keys(rows.key_segments, _OUTSIDE)
+
+    def _filled(self, x: Array, axis: int, fill: float = 0, *, edge: bool = False) -> Array:
+        """`[..., T, ...]` -> `[..., runs, blocks x block, ...]`."""
+        run = self.options.run
+        x = x.reshape(*x.shape[:axis], self.runs, run, *x.shape[axis + 1 :])
+        more = self.per_run * self.options.query_block - run
+        if not more:
+            return x
+        width = [(0, more if dim == axis + 1 else 0) for dim in range(x.ndim)]
+        return jnp.pad(x, width, "edge") if edge else jnp.pad(x, width, constant_values=fill)
+
+    def of_tokens(self, x: Array, fill: float = 0) -> Array:
+        """`[B, T, ...]` -> `[blocks, B, t, ...]`."""
+        x = self._filled(x, 1, fill)
+        shape = (self.batch, self.runs * self.per_run, self.options.query_block, *x.shape[3:])
+        return jnp.moveaxis(x.reshape(shape), 1, 0)
+
+    def of_queries(self, x: Float[Array, "B T N h"]) -> Float[Array, "i B G n t h"]:
+        """In blocks, heads by the keys that they share."""
+        x = self.of_tokens(x)
+        x = x.reshape(*x.shape[:3], self.groups, -1, x.shape[-1])
+        return x.transpose(0, 1, 3, 4, 2, 5)
+
+    def of_keys(self, x: Array, fill: float = 0) -> Array:
+        """`[B, S, ...]` -> `[blocks, B, s, ...]`."""
+        more = self.num_key_blocks * self.options.key_block - self.keys
+        width = [(0, more if dim == 1 else 0) for dim in range(x.ndim)]
+        x = jnp.pad(x, width, constant_values=fill) if more else x
+        shape = (self.batch, self.num_key_blocks, self.options.key_block, *x.shape[2:])
+        return jnp.moveaxis(x.reshape(shape), 1, 0)
+
+    def of_pairs(self, x: Float[Array, "B S G h"]) -> Float[Array, "j B G s h"]:
+        """Keys or values in blocks."""
+        return self.of_keys(x).swapaxes(2, 3)
+
+    def queries(self, x: Float[Array, "i B G n t h"]) -> Float[Array, "B T N h"]:
+        """From blocks to rows."""
+        x = x.transpose(1, 0, 4, 2, 3, 5)  # B i t G n h
+        x = x.reshape(self.batch, self.runs, -1, self.heads, x.shape[-1])
+        return x[:, :, : self.options.run].reshape(self.batch, self.tokens, *x.shape[3:])
+
+    def pairs(self, x: Float[Array, "j B G s h"]) -> Float[Array, "B S G h"]:
+        """From blocks to rows."""
+        x = x.transpose(1, 0, 3, 2, 4)
+        return x.reshape(self.batch, -1, self.groups, x.shape[-1])[:, : self.keys]
+
+    def bounds(self) -> tuple[Int[Array, " i"], Int[Array, " i"]]:
+        """Of each block of queries, the first block of keys that some see, and one past the last.
+
+        Keys of documents before the first and behind the last of a block's are outside.
+        """
+        size, window = self.options.key_block, self.rows.window
+        near = (self.segments.min(-1)[:, None] <= self.key_segments.max(-1)) & (
+            self.segments.max(-1)[:, None] >= self.key_segments.min(-1)
+        )
+        shared = near.any(-1)  # i j
+        first = jnp.argmax(shared, axis=1).astype(jnp.int32)
+        behind = jnp.argmax(shared[:, ::-1], axis=1).astype(jnp.int32)
+        last = jnp.where(shared.any(1), self.num_key_blocks - behind, 0)
+        if self.options.causal:
+            last = jnp.minimum(self.places.max(1) // size + 1, last)
+        if window is not None:
+            earliest = jnp.maximum(self.places.min(1) - window + 1, 0) // size
+            first = jnp.where(window > 0, jnp.maximum(earliest, first), first)
+        return jnp.minimum(first, last), last
+
+    def seen(
+        self, segments: Int[Array, "B t"], places: Int[Array, " t"], block: Array
+    ) -> Bool[Array, "B 1 1 t s"]:
+        """Whether queries of a block see the keys of a block."""
+        size, window = self.options.key_block, self.rows.window
+        seen = segments[:, :, None] == _at(self.key_segments, block)[:, None, :]
+        distance = places[:, None] - (block * size + jnp.arange(size, dtype=jnp.int32))
+        if self.options.causal:
+            seen &= distance >= 0
+        if window is not None:
+            seen &= (distance < window) | (window == 0)
+        return seen[:, None, None]
+
+
+def forward(
+    query: Array, key: Array, value: Array, sinks: Array | None, rows: Pairs, options: Options
+) -> tuple[Float[Array, "B T N v"], Float[Array, "B T N"]]:
+    """(result, logarithm of each query's sum of exponentials), both in float32."""
+    blocks = _Blocks(query, key, rows, options)
+    keys, values = blocks.of_pairs(key), blocks.of_pairs(value)
+    shape = (blocks.batch, blocks.groups, blocks.heads // blocks.groups, options.query_block)
+    largest, total = jnp.full(shape, LEAST), jnp.zeros(shape)
+    if sinks is not None:
+        largest = jnp.broadcast_to(_by_group(sinks, blocks.groups), shape)
+        total = jnp.ones(shape)
+    start = vary((largest, total, jnp.zeros((*shape, value.shape[-1]))))
+
+    def of_block(_: None, given: tuple[Any, ...]) -> tuple[None, tuple[Array, Array]]:
+        query, segments, places, (first, last) = given
+
+        def add(block: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+            largest, total, mixed = state
+            scores = _scores("bgnth,bgsh->bgnts", query, _at(keys, block), options)
+            scores = jnp.where(blocks.seen(segments, places, block), scores, _HIDDEN)
+            new = jnp.maximum(largest, scores.max(-1))
+            shares, shrink = jnp.exp(scores - new[..., None]), jnp.exp(largest - new)
+            part = _dot("bgnts,bgsh->bgnth", shares.astype(value.dtype), _at(values, block))
+            return new, total * shrink + shares.sum(-1), mixed * shrink[..., None] + part
+
+        with jax.named_scope(stated.trips(options.trips)):
+            largest, total, mixed = lax.fori_loop(first, last, add, start)
+        total = jnp.where(total > 0, total, 1.0)
+        mixed = mixed / total[..., None]
+        return None, (mixed, (largest + jnp.log(total))[..., None])
+
+    given = (blocks.of_queries(query), blocks.segments, blocks.places, blocks.bounds())
+    _, (mixed, log_sum) = lax.scan(of_block, None, given)
+    return blocks.queries(mixed), blocks.queries(log_sum)[..., 0]
+
+
+def _backward_rule(
+    options: Options, saved: tuple[Any, ...], d_mixed: Float[Array, "B T N v"]
+) -> tuple[Array | None, ...]:
+    query, key, value, sinks, rows, mixed, log_sum = saved
+    run = _backward_unrolled if options.unrolled else backward
+    found = run(options, query, key, value, sinks, rows, mixed, log_sum, d_mixed)
+    given = (query, key, value, sinks)
+    pairs = zip(found, given, strict=True)
+    return *(None if x is None else grad.astype(x.dtype) for grad, x in pairs), None
+
+
+def backward(
+    options: Options,
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S G H"],
+    value: Float[Array, "B S G v"],
+    sinks: Float[Array, " N"] | None,
+    rows: Pairs,
+    mixed: Float[Array, "B T N v"],
+    log_sum: Float[Array, "B T N"],
+    d_mixed: Float[Array, "B T N v"],
+) -> tuple[Array, Array, Array, Array]:
+    """Gradients of query, key, value and sinks in float32.
+
+    `mixed` and `log_sum` are those of all keys, of which these may be a part.
+    """
+    blocks = _Blocks(query, key, rows, options)
+    keys, values, log_sums = blocks.of_pairs(key), blocks.of_pairs(value), log_sum[..., None]
+    slope = (mixed.astype(jnp.float32) * d_mixed.astype(jnp.float32)).sum(-1, keepdims=True)
+
+    def of_block(
+        sums: tuple[Array, ...], given: tuple[Any, ...]
+    ) -> tuple[tuple[Array, ...], Array]:
+        query, d_mixed, log_sum, slope, segments, places, (first, last) = given
+        *of_keys, d_sinks = sums
+
+        def add(block: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+            d_query, d_keys, d_values = state
+            key, value = _at(keys, block), _at(values, block)
+            scores = _scores("bgnth,bgsh->bgnts", query, key, options)
+            seen = blocks.seen(segments, places, block)
+            shares = jnp.exp(jnp.where(seen, scores, _HIDDEN) - log_sum)
+            d_value = _dot("bgnts,bgnth->bgsh", shares.astype(value.dtype), d_mixed)
+            d_scores = shares * (_dot("bgnth,bgsh->bgnts", d_mixed, value) - slope)
+            if options.soft_cap:
+                d_scores *= 1.0 - (scores / options.soft_cap) ** 2
+            d_scores = (d_scores * options.scale).astype(query.dtype)
+            d_query = d_query + _dot("bgnts,bgsh->bgnth", d_scores, key)
+            d_key = _dot("bgnts,bgnth->bgsh", d_scores, query)
+            return d_query, _plus(d_keys, d_key, block), _plus(d_values, d_value, block)
+
+        start = (vary(jnp.zeros(query.shape)), *of_keys)
+        with jax.named_scope(stated.trips(options.trips)):
+            d_query, *found = lax.fori_loop(first, last, add, start)
+        if sinks is not None:  # among the sums, so that a split backward waits for nothing else
+            share = jnp.exp(_by_group(sinks, blocks.groups)[..., None] - log_sum)
+            d_sinks -= (share * slope).sum((0, 3, 4))
+        return (*found, d_sinks), d_query
+
+    d_sinks = jnp.zeros((blocks.groups, blocks.heads // blocks.groups))
+    sums = vary((jnp.zeros(keys.shape), jnp.zeros(values.shape), d_sinks))
+    of_tokens = tuple(map(blocks.of_queries, (query, d_mixed, log_sums, slope)))
+    given = (*of_tokens, blocks.segments, blocks.places, blocks.bounds())
+    (d_keys, d_values, d_sinks), d_query = lax.scan(of_block, sums, given)
+    of_keys = blocks.pairs(d_keys), blocks.pairs(d_values)
+    return blocks.queries(d_query), *of_keys, d_sinks.reshape(-1)
+
+
+_mixed.defvjp(_forward_rule, _backward_rule)
+
+
+# Short rows.
+
+_OF_PAIRS = "bgxh,bgsh->bgxs"
+
+
+class _Unrolled:
+    """Queries with their heads in front, and keys; what a block of queries sees.
+
+    Queries that share keys are one dim with their heads: a sum over queries is one over one dim.
+    """
+
+    def __init__(self, groups: int, rows: Pairs, options: Options):
+        self.groups, self.rows, self.options = groups, rows, options
+
+    def of_queries(self, x: Float[Array, "B T N h"]) -> Float[Array, "B G n T h"]:
+        """By the keys that they share."""
+        x = x.reshape(*x.shape[:2], self.groups, -1, x.shape[-1])
+        return x.transpose(0, 2, 3, 1, 4)
+
+    def cut(self, x: Float[Array, "B G n T h"], start: int, stop: int) -> Float[Array, "B G x h"]:
+        """A block, x = n t."""
+        x = x[:, :, :, start:stop]
+        return x.reshape(*x.shape[:2], -1, x.shape[-1])
+
+    def hidden(
+        self, scores: Float[Array, "B G x s"], block: tuple[int, int, int]
+    ) -> Float[Array, "B G x s"]:
+        """Scores of what queries see."""
+        first, start, stop = block
+        segments, keys = self.rows.segments[:, start:stop], self.rows.key_segments[:, first:stop]
+        distance = jnp.arange(start, stop)[:, None] - jnp.arange(first, stop)
+        seen = (segments[:, :, None] == keys[:, None, :]) & (distance >= 0)
+        if (window := self.rows.window) is not None:
+            seen &= (distance < window) | (window == 0)
+        wide = scores.reshape(*scores.shape[:2], -1, *seen.shape[1:])
+        return jnp.where(seen[:, None, None], wide, _HIDDEN).reshape(scores.shape)
+
+    def whole(self, blocks: list[Array]) -> Float[Array, "B T N h"]:
+        """Blocks of queries `[B, G, x, h]` put together."""
+        sizes = [stop - start for _, start, stop in self.options.unrolled]
+        pairs = zip(blocks, sizes, strict=True)
+        wide = [x.reshape(*x.shape[:2], -1, size, x.shape[-1]) for x, size in pairs]
+        found = jnp.concatenate(wide, axis=3) if len(wide) > 1 else wide[0]
+        found = found.transpose(0, 3, 1, 2, 4)
+        return found.reshape(*found.shape[:2], -1, found.shape[-1])
+
+    def summed(self, parts: list[Array]) -> Float[Array, "B S G h"]:
+        """Of gradients `[B, G, s, h]` of the keys of each block of queries the sum at each key."""
+        blocks, found = self.options.unrolled, []
+        for number, (_, start, stop) in enumerate(blocks):  # keys have the same blocks
+            seeing = zip(blocks[number:], parts[number:], strict=True)
+            found.append(
+                sum(
+                    part[:, :, start - first : stop - first]
+                    for (first, _, _), part in seeing
+                    if first <= start
+                )
+            )
+        whole = jnp.concatenate(found, axis=2) if len(found) > 1 else found[0]
+        return whole.swapaxes(1, 2)
+
+
+def _forward_unrolled(
+    query: Array, key: Array, value: Array, sinks: Array | None, rows: Pairs, options: Options
+) -> tuple[Float[Array, "B T N v"], Float[Array, "B T N"]]:
+    """As `forward`."""
+    blocks = _Unrolled(key.shape[2], rows, options)
+    queries, keys, values = blocks.of_queries(query), key.swapaxes(1, 2), value.swapaxes(1, 2)
+    found, log_sums = [], []
+    for block in options.unrolled:
+        first, start, stop = block
+        scores = _scores(
+            _OF_PAIRS, blocks.cut(queries, start, stop), keys[:, :, first:stop], options
+        )
+        scores = blocks.hidden(scores, block)
+        largest, of_heads = jnp.maximum(scores.max(-1, keepdims=True), LEAST), None
+        if sinks is not None:
+            of_heads = _beside_queries(sinks, blocks.groups, stop - start)
+            largest = jnp.maximum(largest, of_heads)
+        shares = jnp.exp(scores - largest)
+        total = shares.sum(-1, keepdims=True)
+        if of_heads is not None:
+            total += jnp.exp(of_heads - largest)
+        total = jnp.where(total > 0, total, 1.0)
+        mixed = _dot("bgxs,bgsh->bgxh", shares.astype(value.dtype), values[:, :, first:stop])
+        found.append(mixed / total)
+        log_sums.append(largest + jnp.log(total))
+    return blocks.whole(found), blocks.whole(log_sums)[..., 0]
+
+
+def _backward_unrolled(
+    options: Options,
+    query: Array,
+    key: Array,
+    value: Array,
+    sinks: Array | None,
+    rows: Pairs,
+    mixed: Array,
+    log_sum: Array,
+    d_mixed: Array,
+) -> tuple[Array, Array, Array, Array]:
+    """As `backward`."""
+    blocks = _Unrolled(key.shape[2], rows, options)
+    keys, values = key.swapaxes(1, 2), value.swapaxes(1, 2)
+    slope = (mixed.astype(jnp.float32) * d_mixed.astype(jnp.float32)).sum(-1, keepdims=True)
+    of_queries = tuple(map(blocks.of_queries, (query, d_mixed, log_sum[..., None], slope)))
+    d_queries, d_keys, d_values = [], [], []
+    d_sinks = jnp.zeros((blocks.groups, query.shape[2] // blocks.groups))
+    for block in options.unrolled:
+        first, start, stop = block
+        mine = partial(blocks.cut, start=start, stop=stop)
+        query, d_mixed, log_sum, slope = map(mine, of_queries)
+        seen_keys, seen_values = keys[:, :, first:stop], values[:, :, first:stop]
+        scores = _scores(_OF_PAIRS, query, seen_keys, options)
+        shares = jnp.exp(blocks.hidden(scores, block) - log_sum)
+        d_values.append(_dot("bgxs,bgxh->bgsh", shares.astype(value.dtype), d_mixed))
+        d_scores = shares * (_dot("bgxh,bgsh->bgxs", d_mixed, seen_values) - slope)
+        if options.soft_cap:
+            d_scores *= 1.0 - (scores / options.soft_cap) ** 2
+        d_scores = (d_scores * options.scale).astype(query.dtype)
+        d_queries.append(_dot("bgxs,bgsh->bgxh", d_scores, seen_keys))
+        d_keys.append(_dot("bgxs,bgxh->bgsh", d_scores, query))
+        if sinks is not None:
+            share = jnp.exp(_beside_queries(sinks, blocks.groups, stop - start) - log_sum)
+            lost = (share * slope).reshape(*share.shape[:2], -1, stop - start)
+            d_sinks -= lost.sum((0, 3))
+    if sinks is not None:  # beside the others, so that a split backward waits for nothing else
+        d_queries[0], d_sinks = lax.optimization_barrier((d_queries[0], d_sinks))
+    of_keys = blocks.summed(d_keys), blocks.summed(d_values)
+    return blocks.whole(d_queries), *of_keys, d_sinks.reshape(-1)
+
+
+def _beside_queries(sinks: Float[Array, " N"], groups: int, tokens: int) -> Float[Array, "G x 1"]:
+    """Of each query of a block."""
+    return jnp.repeat(_by_group(sinks, groups), tokens, axis=1)
+
+
+def _scores(form: str, query: Array, key: Array, options: Options) -> Float[Array, ...]:
+    """Of all pairs, capped, in float32."""
+    found, cap = _dot(form, query, key) * options.scale, options.soft_cap
+    return cap * jnp.tanh(found / cap) if cap else found
+
+
+def _dot(form: str, left: Array, right: Array) -> Float[Array, ...]:
+    """A product with float32 sums."""
+    return jnp.einsum(form, left, right, preferred_element_type=jnp.float32)
+
+
+def _at(blocks: Array, block: Array) -> Array:
+    return lax.dynamic_index_in_dim(blocks, block, keepdims=False)
+
+
+def _plus(blocks: Array, more: Array, block: Array) -> Array:
+    """Blocks of which one is larger."""
+    return lax.dynamic_update_index_in_dim(blocks, _at(blocks, block) + more, block, 0)
+
+
+def _by_group(sinks: Float[Array, " N"], groups: int) -> Float[Array, "G n 1"]:
+    return sinks.astype(jnp.float32).reshape(groups, -1, 1)

@@ -1,0 +1,302 @@
+"""Attention by cuDNN's fused kernels, for NVIDIA GPUs.
+
+A kernel that reads a number for each pair of tokens takes twice the time of one that knows which
+count. So data choose: where every row is one document, a kernel that knows causality alone; where
+documents stand one after the other, from Hopper on one that takes where each begins, and skips all
+pairs of different ones; the numbers elsewhere.
+
+Each device calls the kernels by itself, in a program that is written per device over all axes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
+from jaxtyping import Bool, Float, Int
+
+from maxpipe.models.count import packed_documents
+from maxpipe.models.layers.attention import LOG_SUM
+from maxpipe.nn.attention import cudnn_calls, shards, xla
+from maxpipe.nn.attention.cudnn_calls import Documents, Kernel
+from maxpipe.nn.attention.interface import Mask
+from maxpipe.nn.attention.windows import by_window
+from maxpipe.parallel import stated
+from maxpipe.parallel.per_device import on_shards, vary
+
+_BACKWARD = 2.5
+"""Products of the backward for each of the forward: the scores once more, and four gradients."""
+_PACKS = re.compile(r"\bG?[HB]\d{3}\b")
+"""Kinds of GPU whose kernels take documents: of compute capability 9.0 or 10.0."""
+_PLACES = 2**31
+"""Elements that kernels can count."""
+_HIDDEN = {"bfloat16": -(2.0**41), "float16": -(2.0**15)}
+"""Added to a score that does not count; cuDNN subtracts two of them."""
+
+
+def attend(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S G H"],
+    value: Float[Array, "B S G H"],
+    mask: Mask,
+) -> Float[Array, "B T N H"]:
+    """Attention in one kernel; what it cannot do is in `parts.attention.CANNOT`.
+
+    Behind a cache, and for rows of an odd length, in plain jax. Training has neither: a rule of the
+    config sees to it.
+    """
+    assert not mask.soft_cap and mask.sinks is None, "refused with the config"
+    tokens, keys = query.shape[1], key.shape[1]
+    if not mask.in_row or tokens % 2 or keys % 2:
+        return xla.attend(query, key, value, mask)
+    ordered = mask.in_order and mask.key_segments is None
+    call = Call(
+        windows=(mask.window,) if isinstance(mask.window, int) else mask.windows,
+        causal=mask.causal and ordered,
+        scale=key.shape[-1] ** -0.5 if mask.scale is None else mask.scale,
+    )
+    seen = None if ordered else mask.seen(0, tokens, keys, causal=mask.causal)
+    window = None if isinstance(mask.window, int) or not ordered else mask.window
+    beside = _Beside(mask.segments, window, seen)
+    key, value = (shards.for_every_shard(each, query.shape[2]) for each in (key, value))
+    # Marked out here, their gradients are summed where an input is the same on several devices.
+    return _attention(*vary((query, key, value, beside)), call)
+
+
+@dataclass(frozen=True)
+class Call:
+    """What is known when the program is made."""
+
+    windows: tuple[int, ...]
+    """Of which data choose one, where there are several."""
+    causal: bool
+    """By places in the row, of queries and keys that are the same tokens."""
+    scale: float
+
+
+class _Beside(NamedTuple):
+    """Data that tell which keys a query sees, as in `Mask`."""
+
+    segments: Int[Array, "B T"]
+    window: Int[Array, ""] | None
+    seen: Bool[Array, "B 1 T S"] | None
+    """Of queries and keys that are not in order: the whole answer."""
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _attention(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S G H"],
+    value: Float[Array, "B S G H"],
+    beside: _Beside,
+    call: Call,
+) -> Float[Array, "B T N H"]:
+    """Differentiated by rules that each enter the devices' own program: see `on_shards`."""
+    return _forward(query, key, value, beside, call)[0]
+
+
+def _forward(
+    query: Array, key: Array, value: Array, beside: _Beside, call: Call
+) -> tuple[Array, tuple[Any, ...]]:
+    arrays, sums, others = _specs(query)
+    packs = _packs()
+    run = on_shards(
+        partial(mix, call=call, packs=packs), (arrays, arrays, arrays, others), (arrays, sums)
+    )
+    mixed, log_sums = vary(run(query, key, value, beside))
+    # Both, so that who keeps what is mixed never runs the kernel again.
+    mixed, log_sums = checkpoint_name(mixed, "context"), checkpoint_name(log_sums, LOG_SUM)
+    return mixed, (query, key, value, beside, mixed, log_sums)
+
+
+def _backward(call: Call, saved: tuple[Any, ...], d_mixed: Array) -> tuple[Any, ...]:
+    arrays, sums, others = _specs(d_mixed)
+    run = on_shards(
+        partial(gradients, call=call, packs=_packs()),
+        (arrays, arrays, arrays, others, arrays, sums, arrays),
+        (arrays, arrays, arrays),
+    )
+    return *vary(run(*saved, d_mixed)), None
+
+
+_attention.defvjp(_forward, _backward)
+
+
+def _specs(query: Array) -> tuple[PartitionSpec, PartitionSpec, _Beside]:
+    """(of arrays with heads, of the sums, of what is the same for all heads)."""
+    rows, heads = shards.axes_of(query)
+    batch: Any = PartitionSpec(rows)
+    whole: Any = PartitionSpec()
+    return (
+        PartitionSpec(rows, None, heads),
+        PartitionSpec(rows, heads),
+        _Beside(batch, whole, batch),
+    )
+
+
+def _packs() -> bool:
+    """Whether the kernels of the mesh's devices take documents."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return device is not None and _PACKS.search(device.device_kind) is not None
+
+
+# On one device.
+
+
+def mix(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S G H"],
+    value: Float[Array, "B S G H"],
+    beside: _Beside,
+    *,
+    call: Call,
+    packs: bool,
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B N T"]]:
+    """What is mixed, and the logarithm of each softmax's sum in float32."""
+
+    def run(kernel: Kernel, known: _Known, query: Array, key: Array, value: Array) -> Any:
+        with jax.named_scope(stated.flops(_products(query, key, call.causal))):
+            mixed, sums = cudnn_calls.forward(kernel, query, key, value, _argument(known))
+        return mixed, known.of_tokens(sums) if isinstance(known, _Runs) else sums
+
+    return _chosen(run, beside, call, packs, (query, key, value))
+
+
+def gradients(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S G H"],
+    value: Float[Array, "B S G H"],
+    beside: _Beside,
+    mixed: Float[Array, "B T N H"],
+    sums: Float[Array, "B N T"],
+    d_mixed: Float[Array, "B T N H"],
+    *,
+    call: Call,
+    packs: bool,
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B S G H"], Float[Array, "B S G H"]]:
+    """Of queries, keys and values."""
+
+    def run(kernel: Kernel, known: _Known, *arrays: Array) -> Any:
+        query, key, value, mixed, sums, d_mixed = arrays
+        sums = known.of_documents(sums) if isinstance(known, _Runs) else sums
+        with jax.named_scope(stated.flops(_BACKWARD * _products(query, key, call.causal))):
+            return cudnn_calls.backward(
+                kernel, query, key, value, mixed, sums, d_mixed, _argument(known)
+            )
+
+    return _chosen(run, beside, call, packs, (query, key, value, mixed, sums, d_mixed))
+
+
+def _products(query: Array, key: Array, causal: bool) -> float:
+    rows, tokens, heads, size = query.shape
+    return 4 * size * rows * heads * tokens * key.shape[1] / (2 if causal else 1)
+
+
+# Which kernel.
+
+
+class _Runs(NamedTuple):
+    """Documents of rows in which they stand one after the other, and those of each token."""
+
+    documents: Documents
+    number: Int[Array, " BT"]
+    """Of each token's document, through all rows."""
+
+    @classmethod
+    def of(cls, segments: Int[Array, "B T"], packed: int) -> _Runs:
+        """Of rows that have no more than `packed` on average."""
+        rows, tokens = segments.shape
+        first = _first(segments).reshape(-1)
+        size, end = rows * packed, rows * tokens
+        starts = jnp.nonzero(first, size=rows * (packed + 1), fill_value=end)[0].astype(jnp.int32)
+        lengths = starts[1 : size + 1] - starts[:size]
+        documents = Documents(lengths.reshape(rows, -1), starts.reshape(rows, -1))
+        return cls(documents, jnp.cumsum(first, dtype=jnp.int32) - 1)
+
+    def of_tokens(self, sums: Float[Array, "D N T"]) -> Float[Array, "B N T"]:
+        """What counts tokens from the first of each document, from the first of each row."""
+        rows, tokens = self.documents.starts.shape[0], sums.shape[2]
+        places = jnp.arange(len(self.number)) - self.documents.starts.reshape(-1)[self.number]
+        return jnp.swapaxes(sums[self.number, :, places].reshape(rows, tokens, -1), 1, 2)
+
+    def of_documents(self, sums: Float[Array, "B N T"]) -> Float[Array, "D N T"]:
+        """The other way around; what is behind the end of a document is not read."""
+        _, heads, tokens = sums.shape
+        twice = jnp.pad(sums, ((0, 0), (0, 0), (0, tokens)))
+        starts = self.documents.starts.reshape(-1)[: self.documents.lengths.size]
+
+        def one(start: Array) -> Array:
+            place = start // tokens, 0, start % tokens
+            return lax.dynamic_slice(twice, place, (1, heads, tokens))[0]
+
+        return jax.vmap(one)(starts)
+
+
+_Known = _Runs | Array | None
+"""Of documents, or numbers for pairs of tokens `[B, 1, T, S]`, or nothing besides the kernel."""
+
+
+def _argument(known: _Known) -> Documents | Array | None:
+    return known.documents if isinstance(known, _Runs) else known
+
+
+def _first(segments: Int[Array, "B T"]) -> Bool[Array, "B T"]:
+    """Where something else begins."""
+    return jnp.diff(segments, axis=1, prepend=segments[:, :1] - 1) != 0
+
+
+def _chosen(
+    run: Callable[..., Any], beside: _Beside, call: Call, packs: bool, arrays: tuple[Array, ...]
+) -> Any:
+    """`run(kernel, known, *arrays)` with the fastest kernel for what queries see."""
+    query, key = arrays[:2]
+    masked = Kernel(call.causal, call.scale)
+    hidden = _HIDDEN[str(query.dtype)]
+
+    def with_numbers(seen: Bool[Array, "B 1 T S"], *arrays: Array) -> Any:
+        return vary(run(masked, jnp.where(seen, 0.0, hidden).astype(query.dtype), *arrays))
+
+    if beside.seen is not None:
+        return with_numbers(beside.seen, *arrays)
+
+    def of_window(window: int, beside: _Beside, *arrays: Array) -> Any:
+        def by_numbers(beside: _Beside, *arrays: Array) -> Any:
+            # Of causality the kernel knows.
+            mask = Mask(beside.segments, window=window)
+            seen = mask.seen(0, query.shape[1], key.shape[1], causal=False)
+            return with_numbers(seen, *arrays)
+
+        def by(packed: int) -> Callable[..., Any]:
+            kernel = Kernel(call.causal, call.scale, window, packed)
+
+            def branch(beside: _Beside, *arrays: Array) -> Any:
+                known = _Runs.of(beside.segments, packed) if packed > 1 else None
+                return vary(run(kernel, known, *arrays))
+
+            return branch
+
+        if window and not call.causal:
+            return by_numbers(beside, *arrays)
+        rows, tokens = beside.segments.shape
+        packs_here = packs and query.size < _PLACES
+        counts = (1, packed) if packs_here and (packed := packed_documents(tokens)) > 1 else (1,)
+        most = jnp.asarray([rows * count for count in counts])
+        number = jnp.sum(jnp.sum(_first(beside.segments)) > most)
+        number = jnp.where(_one_after_the_other(beside.segments), number, len(counts))
+        return lax.switch(number, [*map(by, counts), by_numbers], beside, *arrays)
+
+    return by_window(of_window, beside.window, call.windows, (beside, *arrays))
+
+
+def _one_after_the_other(segments: Int[Array, "B T"]) -> Bool[Array, ""]:
+    """Whether no document begins again behind another one: ids rise, 0, padding, comes last."""
+    last = jnp.where(segments == 0, jnp.iinfo(segments.dtype).max, segments)
+    return jnp.all(jnp.diff(last, axis=1) >= 0)

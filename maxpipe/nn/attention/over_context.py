@@ -1,0 +1,153 @@
+"""Attention of rows whose tokens are divided over the context axis, by any backend.
+
+`gather`: every device gets the keys and values of whole rows and computes its own queries; their
+pairs are as many on all devices, as tokens are in zig-zag order (arXiv:2407.21783). Where all
+layers have a window, only those get around that are in front of another device's tokens. `heads`:
+devices exchange their tokens' heads for all tokens of some heads, compute those as without the
+axis, and exchange back (arXiv:2309.14509). `ring` is in a file of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jaxtyping import Float, Int
+
+from maxpipe.models.count import tokens_before
+from maxpipe.nn.attention import ring
+from maxpipe.nn.attention.interface import Attend, Mask
+from maxpipe.parallel import context
+from maxpipe.parallel.axes import takes_heads
+from maxpipe.parallel.collectives import exchange, index_on, size_of
+from maxpipe.parallel.mesh import CONTEXT, TENSOR
+from maxpipe.parallel.sharding import AxisRules, automatic_axes
+
+_NO_SEGMENT = -1
+
+
+def attend(
+    backend: Attend,
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S G H"],
+    value: Float[Array, "B S G v"],
+    mask: Mask,
+    inputs: Mapping[str, Any],
+    rules: AxisRules,
+) -> Float[Array, "B T N v"]:
+    """Of this device's tokens; `inputs` are the microbatch's arrays, `mask` that of its tokens."""
+    if size_of(CONTEXT) == 1 or not mask.in_row:
+        return backend(query, key, value, mask)
+    segments, tokens = inputs[context.WHOLE_ROW], query.shape[1]
+    heads, kv_heads = query.shape[2], key.shape[2]
+    if takes_heads(rules.context, heads, kv_heads, size_of(CONTEXT), _tensor_shards()):
+        return _by_heads(backend, query, key, value, replace(mask, segments=segments))
+    mask = replace(
+        mask,
+        key_segments=segments,
+        places=context.own_places(tokens),
+        run=context.run_of(tokens),
+    )
+    if rules.context == "ring":
+        return ring.attend(query, key, value, mask)
+    before = tokens_before(_windows(mask), mask.run)
+    if before < mask.run:
+        return _near(backend, query, key, value, mask, before)
+    key, value = (context.whole_rows(each, 1) for each in (key, value))
+    return backend(query, key, value, mask)
+
+
+# By heads.
+
+
+def _tensor_shards() -> int:
+    mesh = jax.sharding.get_abstract_mesh()
+    return mesh.shape[TENSOR] if TENSOR in automatic_axes() else 1
+
+
+def _by_heads(
+    backend: Attend, query: Array, key: Array, value: Array, mask: Mask
+) -> Float[Array, "B T N v"]:
+    query, key, value = (_to_heads(each) for each in (query, key, value))
+    if mask.sinks is not None:
+        mask = replace(mask, sinks=_own_heads(mask.sinks))
+    return _to_tokens(backend(query, key, value, mask))
+
+
+def _to_heads(x: Float[Array, "B T N H"]) -> Float[Array, "B S n H"]:
+    """All tokens of this device's share of the heads, in order."""
+    rows, tokens, _, size = x.shape
+    count = size_of(CONTEXT)
+    # Shards over tensor stay where they are: each of them is divided.
+    apart = x.reshape(rows, tokens, _tensor_shards(), count, -1, size)
+    got = exchange(apart, CONTEXT, 3, 1)
+    return context.in_order(got, 1).reshape(rows, count * tokens, -1, size)
+
+
+def _to_tokens(x: Float[Array, "B S n H"]) -> Float[Array, "B T N H"]:
+    """The way back."""
+    rows, tokens, heads, size = x.shape
+    count = size_of(CONTEXT)
+    apart = context.by_device(x, 1).reshape(rows, tokens, _tensor_shards(), 1, -1, size)
+    got = exchange(apart, CONTEXT, 1, 3)
+    return got.reshape(rows, tokens // count, heads * count, size)
+
+
+def _own_heads(x: Float[Array, " N"]) -> Float[Array, " n"]:
+    apart = x.reshape(_tensor_shards(), size_of(CONTEXT), -1)
+    return jnp.take(apart, index_on(CONTEXT), axis=1).reshape(-1)
+
+
+# By keys nearby. A device's two pieces are as two rows, in front of each the tokens before it.
+
+
+def _windows(mask: Mask) -> tuple[int, ...]:
+    """Of all layers; 0 where there is none, or it is not known."""
+    return mask.windows or ((mask.window,) if isinstance(mask.window, int) else (0,))
+
+
+def _near(
+    backend: Attend, query: Array, key: Array, value: Array, mask: Mask, before: int
+) -> Float[Array, "B T N v"]:
+    assert mask.key_segments is not None
+    segments = jnp.pad(mask.key_segments, ((0, 0), (before, 0)), constant_values=_NO_SEGMENT)
+    starts = context.own_starts(query.shape[1])
+    near = replace(
+        mask,
+        segments=_as_rows(mask.segments),
+        key_segments=jnp.concatenate(
+            [lax.dynamic_slice_in_dim(segments, at, mask.run + before, 1) for at in starts]
+        ),
+        places=before + jnp.arange(mask.run),
+        run=mask.run,
+    )
+    key, value = (_with_tokens_before(each, before, starts) for each in (key, value))
+    found = backend(_as_rows(query), key, value, near)
+    return jnp.concatenate(jnp.split(found, 2), axis=1)
+
+
+def _as_rows(x: Array) -> Array:
+    """`[B, 2t, ...]` -> `[2B, t, ...]`."""
+    return jnp.concatenate(jnp.split(x, 2, axis=1))
+
+
+def _with_tokens_before(
+    x: Float[Array, "B T G H"], before: int, starts: tuple[Int[Array, ""], Int[Array, ""]]
+) -> Float[Array, "_ _ G H"]:
+    """Each of the two pieces behind the last tokens of the one that is before it in the row.
+
+    In front of a row's first piece is any: no query sees it.
+    """
+    pieces = jnp.split(x, 2, axis=1)
+    run = pieces[0].shape[1]
+    ends = jnp.concatenate([piece[:, run - before :] for piece in pieces], axis=1)
+    ends = context.whole_rows(ends, 1)
+    found = []
+    for piece, start in zip(pieces, starts, strict=True):
+        place = jnp.maximum(start // run - 1, 0) * before
+        found += [jnp.concatenate([lax.dynamic_slice_in_dim(ends, place, before, 1), piece], 1)]
+    return jnp.concatenate(found)

@@ -1,0 +1,390 @@
+"""Attention by jax's splash kernels, for TPUs: no score leaves the chip's fast memory.
+
+The kernels take lists of the blocks of keys that a block of queries sees, and the places of the
+queries: both may be data, so that a device can have any blocks of a row. What is asked of them here
+is pinned by tests, as jax has no public entry for their backward.
+
+Source: FlashAttention-2 (arXiv:2307.08691), as `jax.experimental.pallas.ops.tpu` has it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
+from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
+from jax.sharding import PartitionSpec
+from jaxtyping import Bool, Float, Int
+
+from maxpipe.models.layers.attention import LOG_SUM
+from maxpipe.nn.attention import shards, xla
+from maxpipe.nn.attention.interface import Mask
+from maxpipe.nn.attention.windows import by_window
+from maxpipe.parallel import stated
+from maxpipe.parallel.per_device import on_shards, vary
+
+LANES = 128
+"""Blocks of queries and keys are multiples of it."""
+_LONG = 4096
+"""Tokens from which on blocks are large: a step of the kernel has a cost of its own, and of few
+blocks a larger share is on the diagonal, of whose pairs half are hidden."""
+
+
+def attend(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S G H"],
+    value: Float[Array, "B S G v"],
+    mask: Mask,
+    *,
+    interpret: bool = False,
+) -> Float[Array, "B T N v"]:
+    """Attention in kernels; behind a cache, and for rows that are not whole blocks, in plain jax.
+
+    Training has neither: a rule of the config sees to it. `interpret` runs the kernels as jax's
+    operations, which any device can.
+    """
+    tokens, keys = query.shape[1], key.shape[1]
+    if not mask.in_row or (mask.run or tokens) % LANES or keys % LANES:
+        return xla.attend(query, key, value, mask)
+    key_segments = mask.segments if mask.key_segments is None else mask.key_segments
+    window = None if isinstance(mask.window, int) else mask.window
+    call = Call(
+        windows=(mask.window,) if isinstance(mask.window, int) else mask.windows,
+        causal=mask.causal,
+        scale=key.shape[-1] ** -0.5 if mask.scale is None else mask.scale,
+        soft_cap=mask.soft_cap,
+        run=mask.run or tokens,
+        interpret=interpret,
+    )
+    seen = _Seen(mask.segments, key_segments, mask.places, window)
+    key, value = (shards.for_every_shard(each, query.shape[2]) for each in (key, value))
+    # Marked out here, their gradients are summed where an input is the same on several devices.
+    return _attention(*vary((query, key, value, mask.sinks, seen)), call)
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a kernel is compiled for."""
+
+    windows: tuple[int, ...]
+    """Of which data choose one, where there are several."""
+    causal: bool
+    scale: float
+    soft_cap: float
+    run: int
+    """Queries that stand next to each other in the row."""
+    interpret: bool
+
+
+class _Seen(NamedTuple):
+    """Data that tell which keys a query sees, as in `Mask`."""
+
+    segments: Int[Array, "B T"]
+    key_segments: Int[Array, "B S"]
+    places: Int[Array, " T"] | None
+    window: Int[Array, ""] | None
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _attention(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S G H"],
+    value: Float[Array, "B S G v"],
+    sinks: Float[Array, " N"] | None,
+    seen: _Seen,
+    call: Call,
+) -> Float[Array, "B T N v"]:
+    """Differentiated by rules that each enter the devices' own program: see `on_shards`."""
+    return _forward(query, key, value, sinks, seen, call)[0]
+
+
+def _forward(
+    query: Array, key: Array, value: Array, sinks: Array | None, seen: _Seen, call: Call
+) -> tuple[Array, tuple[Any, ...]]:
+    arrays, heads, _, beside = _specs(query)
+    run = on_shards(
+        partial(mix, call=call),
+        (arrays, arrays, arrays, heads, beside),
+        (arrays, _heads_first(arrays)),
+    )
+    mixed, sums = run(query, key, value, sinks, seen)
+    # Both, so that who keeps what is mixed never runs the kernel again.
+    mixed, sums = checkpoint_name(mixed, "context"), checkpoint_name(sums, LOG_SUM)
+    return mixed, (query, key, value, sinks, seen, mixed, sums)
+
+
+def _backward(call: Call, saved: tuple[Any, ...], d_mixed: Array) -> tuple[Any, ...]:
+    query, key, value, sinks, seen, mixed, sums = saved
+    arrays, heads, rows, beside = _specs(query)
+
+    def run(*given: Any) -> tuple[Any, ...]:
+        d_sinks = _of_sinks(given[3], *given[5:])
+        # Here, so that a split backward keeps it, and not what it is made of.
+        d_sinks = lax.psum(d_sinks, rows) if rows and d_sinks is not None else d_sinks
+        return *gradients(*given, call=call), d_sinks
+
+    run = on_shards(
+        run,
+        (arrays, arrays, arrays, heads, beside, arrays, _heads_first(arrays), arrays),
+        (arrays, arrays, arrays, heads),
+    )
+    found = run(query, key, value, sinks, seen, mixed, sums, d_mixed)
+    return *found, None
+
+
+_attention.defvjp(_forward, _backward)
+
+
+def _of_sinks(
+    sinks: Float[Array, " N"] | None,
+    mixed: Float[Array, "B T N v"],
+    sums: Float[Array, "B N T"],
+    d_mixed: Float[Array, "B T N v"],
+) -> Float[Array, " N"] | None:
+    """A sink takes its share of each query, and adds nothing."""
+    if sinks is None:
+        return None
+    shares = jnp.exp(sinks.astype(jnp.float32)[:, None] - sums)
+    wide = mixed.astype(jnp.float32), d_mixed.astype(jnp.float32)
+    return -jnp.einsum("bnt,btnv,btnv->n", shares, *wide).astype(sinks.dtype)
+
+
+# On the mesh.
+
+
+def _specs(query: Array) -> tuple[PartitionSpec, PartitionSpec, tuple[str, ...], _Seen]:
+    """(of arrays with heads, of those for each head alone, axes of the rows, of `_Seen`)."""
+    rows, heads = shards.axes_of(query)
+    batch, whole = PartitionSpec(rows), PartitionSpec()
+    beside: Any = (batch, batch, whole, whole)
+    return PartitionSpec(rows, None, heads), PartitionSpec(heads), rows, _Seen(*beside)
+
+
+def _heads_first(spec: PartitionSpec) -> PartitionSpec:
+    return PartitionSpec(spec[0], spec[2], None)
+
+
+# On one device.
+
+
+def mix(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S G H"],
+    value: Float[Array, "B S G v"],
+    sinks: Float[Array, " N"] | None,
+    seen: _Seen,
+    *,
+    call: Call,
+) -> tuple[Float[Array, "B T N v"], Float[Array, "B N T"]]:
+    """What is mixed, and the logarithm of each softmax's sum in float32."""
+
+    def run(window: int, query: Array, key: Array, value: Array) -> tuple[Array, Array]:
+        kernel = _kernel(query, key, seen.places, window, call)
+
+        def one(
+            query: Array, key: Array, value: Array, ids: kernels.SegmentIds
+        ) -> tuple[Array, Array]:
+            mixed, (sums,) = kernel(query, key, value, segment_ids=ids, sinks=sinks)
+            return mixed, sums
+
+        scored = _scored(query, key, window, call) * (query.shape[-1] + value.shape[-1])
+        with jax.named_scope(stated.flops(2 * scored)):
+            return jax.vmap(one)(query, key, value, _ids(seen))
+
+    arrays = _scaled(_swapped(query), call), _swapped(key), _swapped(value)
+    mixed, sums = by_window(run, seen.window, call.windows, arrays)
+    return _swapped(mixed), sums
+
+
+def gradients(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S G H"],
+    value: Float[Array, "B S G v"],
+    sinks: Float[Array, " N"] | None,
+    seen: _Seen,
+    mixed: Float[Array, "B T N v"],
+    sums: Float[Array, "B N T"],
+    d_mixed: Float[Array, "B T N v"],
+    *,
+    call: Call,
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B S G H"], Float[Array, "B S G v"]]:
+    """Of queries, keys and values."""
+    del sinks  # in `sums`
+
+    def run(window: int, *arrays: Array) -> tuple[Array, Array, Array]:
+        query, key, value = arrays[:3]
+        kernel = _kernel(query, key, seen.places, window, call)
+
+        def one(ids: kernels.SegmentIds, *arrays: Array) -> tuple[Array, Array, Array]:
+            query, key, value, mixed, sums, d_mixed = arrays
+            lists = kernel.dq_mask_info, kernel.dkv_mask_info
+            saved = (query, key, value, ids, None, mixed, sums, *lists)
+            return _backward_kernels(kernel.kwargs, saved, d_mixed)
+
+        # Two kernels, one of three products for the queries and one of four: of each the half.
+        sizes = (4 * query.shape[-1] + 3 * value.shape[-1]) / 2
+        with jax.named_scope(stated.flops(2 * _scored(query, key, window, call) * sizes)):
+            return jax.vmap(one)(_ids(seen), *arrays)
+
+    arrays = _scaled(_swapped(query), call), _swapped(key), _swapped(value)
+    rest = _swapped(mixed), sums, _swapped(d_mixed)
+    d_query, d_key, d_value = by_window(run, seen.window, call.windows, (*arrays, *rest))
+    return _swapped(_scaled(d_query, call)), _swapped(d_key), _swapped(d_value)
+
+
+def _backward_kernels(
+    settings: dict[str, Any], saved: tuple[Any, ...], d_mixed: Array
+) -> tuple[Array, Array, Array]:
+    """Of one row, by the rule that jax's own function is differentiated with."""
+    found = kernels._splash_attention_bwd(  # pyright: ignore[reportPrivateUsage]
+        False,
+        settings["mask_value"],
+        settings["is_mqa"],
+        settings["block_sizes"],
+        None,
+        settings["mask_function"],
+        settings["attn_logits_soft_cap"],
+        settings["interpret"],
+        saved,
+        d_mixed,
+    )
+    return found[3:6]
+
+
+def _swapped(x: Array) -> Array:
+    """[B, T, N, H] to [B, N, T, H], and back."""
+    return jnp.swapaxes(x, 1, 2)
+
+
+def _scaled(x: Array, call: Call) -> Array:
+    """The kernels have no scale of the scores: queries take it, and their gradients."""
+    return (x.astype(jnp.float32) * call.scale).astype(x.dtype)
+
+
+def _ids(seen: _Seen) -> kernels.SegmentIds:
+    return kernels.SegmentIds(seen.segments, seen.key_segments)
+
+
+# Blocks.
+
+
+@dataclass(frozen=True)
+class Sees:
+    """Which places of a row a query sees, besides documents."""
+
+    causal: bool
+    window: int
+
+    def __call__(self, places: Any, keys: Any) -> Any:
+        """For each pair, as the kernels ask it."""
+        near = places - keys < self.window
+        if not self.causal:
+            return near
+        return (places >= keys) & near if self.window else places >= keys
+
+    def blocks(self, first: Any, size: int, first_keys: Any, size_keys: int) -> Any:
+        """Whether some query of a block sees some key of another, by where they begin."""
+        if not (self.causal or self.window):
+            return np.ones((len(first), len(first_keys)), bool)
+        first, last = first[:, None], first[:, None] + size - 1
+        near = first - (first_keys + size_keys - 1) < self.window
+        if not self.causal:
+            return near
+        return (last >= first_keys) & near if self.window else last >= first_keys
+
+
+def block_of(tokens: int, head_size: int) -> int:
+    """Size of the blocks that `tokens` in a row are cut into, of queries as of keys."""
+    most = 1024 if tokens >= _LONG and head_size <= LANES else 512
+    sizes = range(LANES, min(tokens, most) + 1, LANES)
+    return max(size for size in sizes if tokens % size == 0)
+
+
+def _blocks(query: Array, key: Array, call: Call) -> tuple[int, int]:
+    """(size of blocks of queries, of keys)."""
+    size = max(query.shape[-1], key.shape[-1])
+    return block_of(call.run, size), block_of(key.shape[-2], size)
+
+
+def _scored(query: Array, key: Array, window: int, call: Call) -> float:
+    """Pairs that a kernel scores, over all rows and heads: whole blocks.
+
+    Of queries that have places of their own, the mean over the devices.
+    """
+    rows, heads, tokens, _ = query.shape
+    size, size_keys = _blocks(query, key, call)
+    first, first_keys = np.arange(0, key.shape[-2], size), np.arange(0, key.shape[-2], size_keys)
+    seen = Sees(call.causal, window).blocks(first, size, first_keys, size_keys)
+    return rows * heads * tokens * key.shape[-2] * float(seen.mean())
+
+
+def _kernel(
+    query: Array, key: Array, places: Array | None, window: int, call: Call
+) -> kernels.SplashAttentionKernel:
+    """For queries [B, N, T, H] and keys [B, G, S, H]."""
+    size, size_keys = _blocks(query, key, call)
+    sees = Sees(call.causal, window)
+    where: Any = np.arange(query.shape[-2], dtype=np.int32) if places is None else places
+    first, first_keys = where[::size], np.arange(0, key.shape[-2], size_keys)
+    seen = sees.blocks(first, size, first_keys, size_keys)
+    most = (len(first_keys), len(first))
+    if call.causal and window:  # however blocks of queries are placed
+        most = ((size + window - 2) // size_keys + 2, (size_keys + window - 2) // size + 2)
+    plain = not (call.causal or window)  # documents alone
+    by_query, by_key = _lists(seen, most[0]), _lists(seen.T, most[1])
+    known = {"mask_next": None, "partial_mask_blocks": None}
+    known |= {"q_sequence": None if plain else where}
+    rows = MaskInfo(data_next=by_query[0][None], block_mask=by_query[1][None], **known)
+    columns = MaskInfo(data_next=by_key[0].T[None], block_mask=by_key[1].T[None], **known)
+    sizes = kernels.BlockSizes(
+        block_q=size,
+        block_kv=size_keys,
+        block_kv_compute=_part(size_keys),
+        block_q_dkv=size,
+        block_kv_dkv=size_keys,
+        block_kv_dkv_compute=_part(size_keys),
+        block_q_dq=size,
+        block_kv_dq=size_keys,
+        use_fused_bwd_kernel=False,  # it holds a gradient of the queries for each block of keys
+    )
+    return kernels.SplashAttentionKernel(
+        rows,
+        rows,
+        columns,
+        block_sizes=sizes,
+        is_mqa=False,
+        save_residuals=True,
+        mask_value=kernels.DEFAULT_MASK_VALUE,
+        attn_logits_soft_cap=call.soft_cap or None,
+        residual_checkpoint_name=None,
+        mask_function=None if plain else sees,
+        interpret=call.interpret,
+    )
+
+
+def _part(block: int) -> int:
+    """Keys of a block that are scored at a time."""
+    return block // 2 if block % (2 * LANES) == 0 and block > 512 else block
+
+
+def _lists(seen: Bool[Any, "I J"], most: int) -> tuple[Any, Any]:
+    """(numbers of the blocks that each block sees, whether there is one): int `[I, j]`.
+
+    Behind its last one a block has that again: nothing is fetched for it. At most `most` of them.
+    """
+    kind: Any = np if isinstance(seen, np.ndarray) else jnp
+    count = seen.sum(1, keepdims=True)
+    width = min(seen.shape[1], most)
+    width = int(count.max()) if kind is np else width
+    narrow = np.int8 if seen.shape[1] <= 128 else np.int16
+    place = kind.minimum(np.arange(width), kind.maximum(count - 1, 0))
+    order = kind.argsort(~seen, axis=1, stable=True)
+    numbers = kind.take_along_axis(order, place, axis=1)
+    return numbers.astype(narrow), (np.arange(width) < count).astype(np.int8)

@@ -1,0 +1,114 @@
+"""Attention in plain jax, which runs everywhere: by blocks of queries."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Bool, Float
+
+from maxpipe.models.count import query_blocks
+from maxpipe.nn.attention.interface import Mask
+
+
+def attend(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S G H"],
+    value: Float[Array, "B S G v"],
+    mask: Mask,
+    block: int = 0,
+) -> Float[Array, "B T N v"]:
+    """Attention by blocks of queries, of which each scores only the keys up to its own end.
+
+    At T = 2048 that is 9/16 of the square, and the scores are small enough to stay out of the
+    chip's main memory. `block` 0 chooses.
+    """
+    tokens = query.shape[1]
+    by_place = mask.causal and mask.in_order
+    blocks = query_blocks(tokens, block) if mask.causal and mask.in_row else [(0, tokens)]
+    parts = []
+    for start, stop in blocks:
+        keys = stop if by_place else key.shape[1]
+        part = query[:, start:stop], key[:, :keys], value[:, :keys]
+        # The first block is the square that `is_causal` is made for.
+        square = by_place and start == 0
+        seen = mask.seen(start, stop, keys, causal=mask.causal and not square)
+        # Behind a cache jax's function puts keys and values in another order first.
+        plain = mask.in_row and not mask.soft_cap and mask.sinks is None
+        if not plain or key.shape[-1] != value.shape[-1]:
+            if square:
+                seen &= jnp.tri(stop, dtype=bool)
+            parts.append(_mixed(*part, seen, mask))
+        else:
+            mixed = jax.nn.dot_product_attention(
+                *part, mask=seen, is_causal=square, scale=mask.scale, implementation="xla"
+            )
+            parts.append(mixed)
+    mixed = jnp.concatenate(parts, axis=1) if len(parts) > 1 else parts[0]
+    return checkpoint_name(mixed, "context")
+
+
+def _mixed(
+    query: Float[Array, "B t N H"],
+    key: Float[Array, "B s G H"],
+    value: Float[Array, "B s G v"],
+    seen: Bool[Array, "B 1 t s"],
+    mask: Mask,
+) -> Float[Array, "B t N v"]:
+    """With a soft cap (arXiv:2408.00118), sinks (arXiv:2309.17453) or values of another size.
+
+    jax's own function has none of these.
+    """
+    rows, tokens, heads, size = query.shape
+    groups, num_keys = key.shape[2], key.shape[1]
+    # Heads in front, as caches have them: one matmul of plain matrices for each.
+    grouped = query.reshape(rows, tokens, groups, -1, size).transpose(0, 2, 3, 1, 4)
+    grouped = grouped.reshape(rows, groups, -1, size)
+    key, value = jnp.swapaxes(key, 1, 2), jnp.swapaxes(value, 1, 2)
+    scores = jnp.einsum("bgxh,bgsh->bgxs", grouped, key, preferred_element_type=jnp.float32)
+    scores = scores.reshape(rows, groups, -1, tokens, num_keys)
+    scores *= size**-0.5 if mask.scale is None else mask.scale
+    if mask.soft_cap:
+        scores = _capped(scores, mask.soft_cap)
+    scores = jnp.where(seen[:, :, None], scores, jnp.finfo(jnp.float32).min)
+    if mask.sinks is None:
+        shares = jax.nn.softmax(scores, axis=-1)
+    else:
+        shares = _beside(scores, mask.sinks.reshape(*scores.shape[1:3], 1, 1))
+    shares = shares.astype(value.dtype).reshape(rows, groups, -1, num_keys)
+    mixed = jnp.einsum("bgxs,bgsh->bgxh", shares, value)
+    mixed = mixed.reshape(rows, groups, -1, tokens, value.shape[-1]).transpose(0, 3, 1, 2, 4)
+    return mixed.reshape(rows, tokens, heads, value.shape[-1])
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _capped(scores: Float[Array, "*pairs"], cap: float) -> Float[Array, "*pairs"]:
+    """`cap * tanh(scores / cap)`, of which its slope alone is kept.
+
+    Releases of jax differ in what they keep of a tanh: its slope, or two arrays that make it.
+    """
+    return cap * jnp.tanh(scores / cap)
+
+
+@_capped.defjvp
+def _capped_forward(
+    cap: float, scores: tuple[Array], moved: tuple[Array]
+) -> tuple[Float[Array, "*pairs"], Float[Array, "*pairs"]]:
+    bent = jnp.tanh(scores[0] / cap)
+    return cap * bent, ((1.0 - bent) * (1.0 + bent)) * moved[0]
+
+
+def _beside(
+    scores: Float[Array, "B G n t s"], sinks: Float[Array, "G n 1 1"]
+) -> Float[Array, "B G n t s"]:
+    """Softmax of the scores beside their head's sink, whose share is left out.
+
+    The scores stay as they are: one more of them in each row would be a copy of all.
+    """
+    sinks = sinks.astype(jnp.float32)
+    largest = lax.stop_gradient(jnp.maximum(scores.max(-1, keepdims=True), sinks))
+    likely = jnp.exp(scores - largest)
+    return likely / (likely.sum(-1, keepdims=True) + jnp.exp(sinks - largest))

@@ -1,0 +1,253 @@
+"""Grouped-query attention with rotary positions over packed sequences."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import Array
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Float, Int
+
+from maxpipe.models.layers import attention
+from maxpipe.nn.attention.backends import BACKENDS
+from maxpipe.nn.attention.interface import Cache, Mask
+from maxpipe.nn.attention.over_context import attend
+from maxpipe.nn.norm import rms_normed
+from maxpipe.nn.part import Context, Output, PartModule
+from maxpipe.parallel import stated
+from maxpipe.parallel.context import num_tokens
+from maxpipe.parallel.per_device import vary
+from maxpipe.parallel.sequence import TokenSplit
+from maxpipe.parallel.sharding import AxisRules, constrain
+
+# Llama 3.1: wavelengths above original/1 are fully stretched, below original/4 left alone.
+_LOW_FREQUENCY_FACTOR = 1.0
+_HIGH_FREQUENCY_FACTOR = 4.0
+# YaRN's beta: pairs that turn as often or more are left alone, those that turn once are stretched.
+_FAST_TURNS = 32.0
+_SLOW_TURNS = 1.0
+
+
+def rotary_frequencies(
+    rope: attention.Rope, head_size: int, context: Context
+) -> Float[Array, " half"]:
+    """Angle per position of each pair, float32 `[H / 2]`.
+
+    Source: arXiv:2104.09864; `llama3` follows the released Llama 3.1 models.
+    """
+    turned = rope.turned or head_size
+    exponent = jnp.arange(0, turned, 2, dtype=jnp.float32) / turned
+    theta = context.number(rope.theta)
+    if rope.scaling == "dynamic" and rope.factor != 1.0:
+        theta *= _growth(rope, turned, context)
+    frequencies = theta**-exponent
+    stretch = rope.stretch
+    if rope.stretch_beyond and _num_tokens(context) > rope.original_tokens:
+        stretch = rope.stretch_beyond
+    if stretch:
+        frequencies /= jnp.asarray(stretch, jnp.float32)
+    if rope.factor == 1.0 or rope.scaling == "dynamic":
+        return frequencies
+    factor = context.number(rope.factor)
+    if rope.scaling == "linear":
+        return frequencies / factor
+    if rope.scaling == "yarn":
+        return _yarn(rope, frequencies, context)
+    turns = rope.original_tokens * frequencies / (2 * math.pi)
+    low, high = rope.slow or _LOW_FREQUENCY_FACTOR, rope.fast or _HIGH_FREQUENCY_FACTOR
+    blend = (turns - low) / (high - low)
+    blend = jnp.clip(blend, 0.0, 1.0)
+    return frequencies * (blend + (1.0 - blend) / factor)
+
+
+def _growth(rope: attention.Rope, turned: int, context: Context) -> float | Float[Array, ""]:
+    """Of the base, so that the slowest pair is stretched as much as the row is longer."""
+    longer = max(_num_tokens(context) / rope.original_tokens, 1.0)
+    more = context.number(rope.factor) * (longer - 1.0) + 1.0
+    return more ** (turned / (turned - 2))
+
+
+def _num_tokens(context: Context) -> int:
+    """The most that a query can see: known before anything is computed, and the same for all."""
+    cache = context.cache
+    return num_tokens(context.inputs) if cache is None else cache.key.shape[1]
+
+
+def _yarn(
+    rope: attention.Rope, frequencies: Float[Array, " half"], context: Context
+) -> Float[Array, " half"]:
+    """Blended by a ramp over the pairs' numbers, which is linear in the logarithm of their turns.
+
+    The ramp begins and ends at whole numbers in most released models (arXiv:2309.00071).
+    """
+    turned, theta = 2 * len(frequencies), context.number(rope.theta)
+
+    def pair(turns: float) -> Float[Array, ""]:
+        """Number of the pair, a fraction, that turns so often in the original context."""
+        wavelength = rope.original_tokens / (turns * 2 * math.pi)
+        return turned * math.log(wavelength) / (2 * jnp.log(theta))
+
+    low, high = pair(rope.fast or _FAST_TURNS), pair(rope.slow or _SLOW_TURNS)
+    if rope.whole:
+        low, high = jnp.floor(low), jnp.ceil(high)
+    low, high = jnp.maximum(low, 0), jnp.minimum(high, turned - 1)
+    ramp = (jnp.arange(turned // 2) - low) / jnp.maximum(high - low, 1e-3)
+    stretched = jnp.clip(ramp, 0.0, 1.0)
+    return frequencies * (1.0 - stretched + stretched / context.number(rope.factor))
+
+
+@jax.named_scope(stated.part(stated.ROTARY))
+def rotate(
+    x: Float[Array, "B T N H"],
+    positions: Int[Array, "B T"],
+    frequencies: Float[Array, " half"],
+    length: float = 1.0,
+    backend: str = "xla",
+) -> Float[Array, "B T N H"]:
+    """Turns each pair (i, i + half) by its position's angle; entries behind the pairs stay.
+
+    `length` is a factor of what turns. With the `backend` of attention for TPUs the halves change
+    places in a product with a permutation: moved between lanes they take five times as long.
+    """
+    angles = positions[..., None].astype(jnp.float32) * frequencies
+    cos, sin = jnp.cos(angles)[:, :, None, :], jnp.sin(angles)[:, :, None, :]
+    if length != 1.0:
+        cos, sin = cos * length, sin * length
+    if backend == "splash":
+        return _turned_by_product(*vary((x, cos, sin)))
+    half = len(frequencies)
+    first, second, rest = jnp.split(x.astype(jnp.float32), (half, 2 * half), axis=-1)
+    turned = [first * cos - second * sin, second * cos + first * sin]
+    return jnp.concatenate([*turned, *([rest] if rest.size else [])], axis=-1).astype(x.dtype)
+
+
+@jax.custom_vjp
+def _turned_by_product(
+    x: Float[Array, "B T N H"], cos: Float[Array, "B T 1 half"], sin: Float[Array, "B T 1 half"]
+) -> Float[Array, "B T N H"]:
+    """Exact as a sum of one entry: in bfloat16 at any precision, in float32 at the highest."""
+    half, size = cos.shape[-1], x.shape[-1]
+    rest = [(0, 0)] * 3 + [(0, size - 2 * half)]
+    cos = jnp.pad(jnp.concatenate([cos, cos], axis=-1), rest, constant_values=1.0)
+    sin = jnp.pad(jnp.concatenate([-sin, sin], axis=-1), rest)
+    order = np.concatenate([np.roll(np.arange(2 * half), half), np.arange(2 * half, size)])
+    swapped = jnp.einsum(
+        "btnh,hk->btnk",
+        x,
+        np.eye(size, dtype=x.dtype)[:, order],
+        precision="highest" if x.dtype == jnp.float32 else None,
+        preferred_element_type=jnp.float32,
+    )
+    return (x.astype(jnp.float32) * cos + swapped * sin).astype(x.dtype)
+
+
+def _turned_rule(x: Array, cos: Array, sin: Array) -> tuple[Array, tuple[Array, Array]]:
+    return _turned_by_product(x, cos, sin), (cos, sin)
+
+
+def _turned_back_rule(angles: tuple[Array, Array], grad: Array) -> tuple[Array, None, None]:
+    """By the angles back: nothing is lost to a sum of gradients in low precision."""
+    cos, sin = angles
+    return _turned_by_product(grad, cos, -sin), None, None
+
+
+_turned_by_product.defvjp(_turned_rule, _turned_back_rule)
+
+
+class Attention(PartModule):
+    """Self-attention in which G key/value heads serve N query heads."""
+
+    query: nnx.Param
+    key: nnx.Param
+    value: nnx.Param
+    out: nnx.Param
+    sinks: nnx.Param
+    query_norm: nnx.Param
+    key_norm: nnx.Param
+
+    def __init__(self, part: attention.Attention, rules: AxisRules):
+        super().__init__(part)
+        self.part, self.rules = part, rules
+
+    def __call__(self, x: Float[Array, "B T D"], context: Context) -> Output:
+        """Tokens see the past of their own segment only, in a window where there is one."""
+        part, dtype, rules = self.part, x.dtype, self.rules
+        segments, positions = context.inputs["segment_ids"], context.inputs["positions"]
+        frequencies = rotary_frequencies(part.rope, part.head_size, context)
+        split = context.split(rules, attention=True)
+        query, key, value = self._projected(x, split, context.largest)
+        gate = None
+        if part.gated:
+            query, gate = jnp.split(query, 2, axis=-1)
+            gate = checkpoint_name(gate, "query_gate")
+        if part.head_norm is not None:
+            query = rms_normed(query, self.query_norm[...], part.head_norm)
+            key = rms_normed(key, self.key_norm[...], part.head_norm)
+        heads, kv_heads = (None, None, "heads", "head_size"), (None, None, "kv_heads", "head_size")
+        angles = positions, frequencies, part.rope.length
+        query = constrain(rotate(query, *angles, part.backend), heads, rules)
+        key = constrain(rotate(key, *angles, part.backend), kv_heads, rules)
+        value = constrain(value, kv_heads, rules)
+        query = checkpoint_name(query, "query")
+        key = checkpoint_name(key, "key")
+        value = checkpoint_name(value, "value")
+        mask = Mask(
+            segments,
+            window=context.count(part.window) if part.window else 0,
+            windows=context.counts(part.window) if part.window else (),
+            scale=part.scale,
+            soft_cap=part.soft_cap,
+            sinks=self.sinks[...] if part.sinks else None,
+        )
+        cache = context.cache
+        if cache is not None:
+            cache = cache.extended(key, value, segments, positions)
+            key, value = cache.key, cache.value
+            mask = replace(
+                mask,
+                positions=positions,
+                key_segments=cache.segments,
+                key_positions=cache.positions,
+            )
+        mixed = attend(BACKENDS[part.backend], query, key, value, mask, context.inputs, rules)
+        if gate is not None:
+            mixed = mixed * jax.nn.sigmoid(gate)
+        out = split.out_of(mixed, self.out[...].astype(dtype), part.params["out"].axes)
+        out = self._with_bias("out", out)
+        return Output(checkpoint_name(out, "attention_out"), cache=cache)
+
+    @staticmethod
+    def empty_cache(part: Any, rows: int, tokens: int, dtype: jnp.dtype) -> Any:
+        """Rotated keys, and values, of each key/value head."""
+        return Cache.empty((rows, tokens, part.num_kv_heads, part.head_size), dtype)
+
+    @staticmethod
+    def window(part: Any) -> str:
+        """None where the size of the cache says how long rows may become."""
+        return "" if part.rope.stretch_beyond else part.window
+
+    @staticmethod
+    def cache_axes(part: Any) -> Any:
+        """As of `Cache`."""
+        del part
+        return Cache.axes()
+
+    def _projected(
+        self, x: Float[Array, "B T D"], split: TokenSplit, largest: Float[Array, "B T 1"] | None
+    ) -> list[Float[Array, "B T N H"]]:
+        """Queries, keys and values, by their heads."""
+        names, params = ("query", "key", "value"), self.part.params
+        weights = [getattr(self, name)[...].astype(x.dtype) for name in names]
+        found = split.into(x, weights, [params[name].axes for name in names], largest)
+        return [self._with_bias(*pair) for pair in zip(names, found, strict=True)]
+
+    def _with_bias(self, name: str, x: Float[Array, "B T *dims"]) -> Float[Array, "B T *dims"]:
+        if name not in self.part.biased:
+            return x
+        return x + getattr(self, f"{name}_bias")[...].astype(x.dtype)

@@ -1,0 +1,458 @@
+"""The decoder: a description made into pure functions of parameters.
+
+Parameters are a plain nested dict, `{embedding, layers, final_norm, head, ahead}`; `layers` holds
+for each kind those of its layers, stacked in network order. `Decoder.apply` is the plain loop that
+every pipelined run is held against; `layer` and `norm` are what the pipeline runs.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jaxtyping import Float, Int, Key
+
+from maxpipe.io.tree import nested
+from maxpipe.models.config import ModelConfig
+from maxpipe.models.registry import describe
+from maxpipe.models.spec import Model, Param
+from maxpipe.nn.adapters import applied, completed
+from maxpipe.nn.block import (
+    Block,
+    cache_axes,
+    empty_cache,
+    norm_module,
+    window,
+)
+from maxpipe.nn.initial import initial
+from maxpipe.nn.part import Context, Output, low_precision
+from maxpipe.parallel.sharding import AxisRules, by_rows
+
+AHEAD = "ahead"
+"""Name of parameters, and of statistics, of heads that predict further ahead."""
+_STREAMS = {"embedding": 1, "head": 2, AHEAD: 3}
+"""Number of the key that each part of the ends is drawn with; layers have 0."""
+
+Params = dict[str, Any]
+LayerKey = Key[Array, ""] | None
+Losses = Mapping[str, Float[Array, ""]]
+Statistics = Mapping[str, Array]
+
+
+class Result(NamedTuple):
+    """What the plain loop computes of a batch."""
+
+    logits: Float[Array, "B T V"]
+    """Float32."""
+    losses: Losses
+    """Float32 sums over all layers and target tokens, by name; those of heads ahead, too, of a
+    batch with targets."""
+    statistics: Mapping[str, Statistics]
+    """By kind and name: arrays `[layers of the kind, ...]`, sums over tokens. Of a batch with
+    targets those of layers ahead `[heads, ...]`, too, under `ahead`."""
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """A model as functions of its parameters."""
+
+    config: ModelConfig
+    rules: AxisRules
+
+    @cached_property
+    def model(self) -> Model:
+        """What it computes, and its parameters."""
+        return describe(self.config)
+
+    # Parameters.
+
+    def init(self, key: Key[Array, ""]) -> Params:
+        """All parameters in network order; each layer's depend on its index alone."""
+        numbers = {kind: [] for kind in self.model.kinds}
+        for number, kind in enumerate(self.model.layers):
+            numbers[kind].append(number)
+        layers = {
+            kind: self.init_layers(kind, key, jnp.asarray(found, jnp.int32))
+            for kind, found in numbers.items()
+        }
+        return self.init_outer(key) | {"layers": layers}
+
+    def init_layers(self, kind: str, key: Key[Array, ""], layers: Int[Array, " L"]) -> Params:
+        """Parameters of a kind's layers with these indices, stacked along a new first dim."""
+        base = jax.random.fold_in(key, 0)
+        keys = jax.vmap(partial(jax.random.fold_in, base))(layers)
+        return jax.vmap(partial(self.init_layer, kind))(keys)
+
+    def init_layer(self, kind: str, key: Key[Array, ""]) -> Params:
+        """One layer's parameters."""
+        described = self.model.kinds[kind]
+        return nested(completed(described, initial(described.drawn, key, self._param_dtype)))
+
+    def init_outer(self, key: Key[Array, ""]) -> Params:
+        """Everything but the layers."""
+        found: dict[tuple[str, ...], Array] = {}
+        for name, param in self.model.ends.params.items():
+            if name[0] != AHEAD:
+                part = jax.random.fold_in(key, _STREAMS.get(name[0], 1))
+                found |= initial({name: param}, part, self._param_dtype)
+        outer = nested(found)
+        if (ahead := self.model.ends.ahead) is not None:
+            base = jax.random.fold_in(key, _STREAMS[AHEAD])
+            keys = jax.vmap(partial(jax.random.fold_in, base))(jnp.arange(ahead.num_heads))
+            draw = partial(initial, ahead.one, dtype=self._param_dtype)
+            outer[AHEAD] = nested(jax.vmap(lambda key: draw(key=key))(keys))
+        return outer
+
+    def axes(self) -> Params:
+        """Logical axes of every parameter, those of a kind's layers without the stacking axis."""
+        return self._declared(lambda param: param.axes)
+
+    def trainable(self) -> Params:
+        """Whether each parameter is trained."""
+        return self._declared(lambda param: param.trainable)
+
+    def exact(self) -> Params:
+        """Whether each parameter is of its own type, whatever those of the config."""
+        return self._declared(lambda param: bool(param.exact))
+
+    def summed(self) -> Params:
+        """Of each parameter that layers are given in 8 bits `Param.summed`, of others 0.
+
+        Where tokens are split between the matmuls of a layer, layers round weights themselves.
+        """
+        low = low_precision(self.config)
+        split = any(dict(self.rules.table).get("sequence", ()))
+        if low is None or low.scales == "block" or split:
+            return self._declared(lambda param: 0)
+        chosen = lambda param: low.attention or not param.is_of_heads  # noqa: E731
+        found = self._declared(lambda param: param.summed if chosen(param) else 0)
+        return jax.tree.map(lambda _: 0, found) | {"layers": found["layers"]}
+
+    def _declared(self, of: Callable[[Param], Any]) -> Params:
+        """In the form of the parameters, what is declared of each."""
+        ends = {name: of(param) for name, param in self.model.ends.params.items()}
+        layers = {
+            kind: nested({name: of(param) for name, param in described.params.items()})
+            for kind, described in self.model.kinds.items()
+        }
+        return nested(ends) | {"layers": layers}
+
+    @property
+    def _param_dtype(self) -> jnp.dtype:
+        return jnp.dtype(self.config.param_dtype)
+
+    @property
+    def _dtype(self) -> jnp.dtype:
+        return jnp.dtype(self.config.compute_dtype)
+
+    # Layers.
+
+    def layer(
+        self, kind: str
+    ) -> Callable[
+        [Params, Float[Array, "B T D"], Params, Int[Array, ""], LayerKey],
+        tuple[Float[Array, "B T D"], Losses, Statistics],
+    ]:
+        """The function of a layer of this kind.
+
+        It takes parameters, x, inputs, the layer's index and a key, and returns x, losses and
+        statistics. Inputs hold `segment_ids` and `positions` `[B, T]` and `example_ids` `[B]`, the
+        rows' numbers in the global batch: dropout is keyed by step (in the key), layer and
+        example, so that it is the same however the batch is cut. Without a key there is none.
+        """
+
+        def run(
+            params: Params,
+            x: Float[Array, "B T D"],
+            inputs: Params,
+            index: Int[Array, ""],
+            key: LayerKey = None,
+        ) -> tuple[Float[Array, "B T D"], Losses, Statistics]:
+            return self._layer(kind, params, x, self._context(inputs, index), key)[:3]
+
+        return run
+
+    def _layer(
+        self, kind: str, params: Params, x: Array, context: Context, key: LayerKey
+    ) -> Output:
+        if key is not None:
+            key = jax.random.fold_in(key, context.index)
+        params = applied(self.model.kinds[kind], params, x.dtype, context.inputs, key)
+        found = _with(self._blocks[kind], params)(x, context, key)
+        statistics = jax.tree.map(jax.lax.stop_gradient, found.statistics)
+        return found._replace(statistics=statistics)
+
+    def _context(self, inputs: Params, index: Array, cache: Any = None) -> Context:
+        low = low_precision(self.config)
+        return Context(inputs, index, self.model.values, cache, low)
+
+    @cached_property
+    def _blocks(self) -> Mapping[str, tuple[Any, Any]]:
+        """Graph definition and abstract state of each kind's block."""
+        return {
+            name: _split(lambda kind=kind: Block(kind, self.rules))
+            for name, kind in self.model.kinds.items()
+        }
+
+    # The ends of the network.
+
+    def embed(self, table: Float[Array, "V D"], tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+        """What the first layer is given, in the compute type."""
+        x = by_rows(table.astype(self._dtype)[tokens], self.rules)
+        scale = self.model.ends.embed_scale
+        return x if scale == 1.0 else x * jnp.asarray(scale, self._dtype)
+
+    def norm(self, params: Params, x: Float[Array, "*dims D"]) -> Float[Array, "*dims D"]:
+        """The norm between the last layer and the output projection."""
+        return _with(_split(lambda: norm_module(self.model.ends.norm)), params)(x)
+
+    def logits(self, params: Params, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
+        """Float32 logits of the last layer's output."""
+        return self._projected(params, self.norm(params["final_norm"], x))
+
+    def ahead(self, params: Params, hidden: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        """What a head ahead projects, of the final norm's output; its own parameters."""
+        transform = params["transform"].astype(hidden.dtype)
+        return hidden + jax.nn.silu(jnp.einsum("btd,de->bte", hidden, transform))
+
+    def layer_ahead(
+        self,
+        params: Params,
+        x: Float[Array, "B T D"],
+        embedded: Float[Array, "B T D"],
+        inputs: Params,
+        number: Int[Array, ""],
+        key: LayerKey = None,
+    ) -> tuple[Float[Array, "B T D"], Losses, Statistics]:
+        """What a head ahead that is a layer projects and hands to the next; losses, statistics.
+
+        `x` is what it is given, of the first head the final norm's output; `embedded` what the
+        embedding has of the tokens further on, and `number` the head's, from 0. The layer has the
+        index of one behind the network.
+        """
+        heads = self.model.ends.layers_ahead
+        assert heads is not None
+        both = self.norm(params["embedding_norm"], embedded), self.norm(params["hidden_norm"], x)
+        projection = params["projection"].astype(x.dtype)
+        x = jnp.einsum("btd,de->bte", jnp.concatenate(both, axis=-1), projection)
+        index = number + len(self.model.layers)
+        run = self.layer(heads.kind_name)
+        x, losses, statistics = run(params["layer"], x, inputs, index, key)
+        return self.norm(params["norm"], x), losses, statistics
+
+    def _losses_ahead(
+        self, params: Params, x: Array, batch: Params, key: LayerKey
+    ) -> tuple[dict[str, Array], dict[str, Array]]:
+        """Summed cross entropy in nats of each head ahead, of the last layer's output.
+
+        With those of heads that are layers the sums of their losses, and beside them their
+        statistics `[heads, ...]`.
+        """
+        losses: dict[str, Array] = {}
+        statistics: list[Statistics] = []
+        hidden, ids = self.norm(params["final_norm"], x), batch["segment_ids"]
+        for number, name in enumerate(self.model.ends.losses):
+            mine = jax.tree.map(lambda leaf, at=number: leaf[at], params[AHEAD])
+            further = number + 1
+            same = ids[:, further:] == ids[:, :-further]
+            mask = jnp.asarray(batch["loss_mask"][:, further:], jnp.float32) * same
+            if self.model.ends.layers_ahead is None:
+                own = self.ahead(mine, hidden)
+            else:
+                tokens = batch["tokens"][:, further:]
+                later = self.embed(params["embedding"], tokens) * same[..., None]
+                rest = ((0, 0), (0, further))
+                inputs = batch | {"loss_mask": jnp.pad(mask, rest)}
+                later = jnp.pad(later, (*rest, (0, 0))).astype(hidden.dtype)
+                hidden, more, counted = self.layer_ahead(
+                    mine, hidden, later, inputs, jnp.int32(number), key
+                )
+                losses |= {each: losses.get(each, 0.0) + loss for each, loss in more.items()}
+                statistics.append(counted)
+                own = hidden
+            logits = self._projected(params, own[:, :-further])
+            losses[name] = _nats(logits, batch["targets"][:, further:], mask)
+        return losses, jax.tree.map(lambda *leaves: jnp.stack(leaves), *statistics or [{}])
+
+    def _projected(self, params: Params, x: Array) -> Array:
+        head = params["embedding"].T if self.model.ends.head is None else params["head"]
+        head = head.astype(self._dtype)
+        logits = jnp.einsum("btd,dv->btv", x, head, preferred_element_type=jnp.float32)
+        scale, cap = self.model.ends.logit_scale, self.model.ends.logit_cap
+        logits = logits if scale == 1.0 else logits * scale
+        return cap * jnp.tanh(logits / cap) if cap else logits
+
+    # The whole network.
+
+    def run(self, params: Params, batch: Params, key: LayerKey = None) -> Result:
+        """The plain loop over layers, without a pipeline."""
+        x, losses, statistics = self._through(params, batch, key)
+        if "targets" in batch:
+            further, counted = self._losses_ahead(params, x, batch, key)
+            losses |= {name: losses.get(name, 0.0) + loss for name, loss in further.items()}
+            if self.model.ends.layers_ahead is not None:
+                statistics[AHEAD] = counted
+        return Result(self.logits(params, x), losses, statistics)
+
+    def hidden(self, params: Params, batch: Params) -> Float[Array, "B T D"]:
+        """The last layer's output by the plain loop, of which `logits` makes logits."""
+        return self._through(params, batch, None)[0]
+
+    def _through(
+        self, params: Params, batch: Params, key: LayerKey
+    ) -> tuple[Array, dict[str, Array], dict[str, Statistics]]:
+        """The last layer's output, and losses and statistics of all layers."""
+        x = self.embed(params["embedding"], batch["tokens"])
+        losses: dict[str, Array] = {}
+        statistics: dict[str, list[Statistics]] = {kind: [] for kind in self.model.kinds}
+        for kind, stack, numbers in self._runs(params["layers"]):
+            layer = self.layer(kind)
+
+            def body(
+                x: Array, each: tuple[Params, Array], layer: Callable[..., Any] = layer
+            ) -> tuple[Array, tuple[Losses, Statistics]]:
+                x, *rest = layer(each[0], x, batch, each[1], key)
+                return x, tuple(rest)
+
+            x, (lost, counted) = jax.lax.scan(body, x, (stack, numbers))
+            for name, loss in lost.items():
+                losses[name] = losses.get(name, 0.0) + loss.sum()
+            statistics[kind].append(counted)
+        joined = {
+            kind: jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *found)
+            for kind, found in statistics.items()
+            if found
+        }
+        return x, losses, joined
+
+    def _runs(self, layers: Params) -> Iterator[tuple[str, Params, Array]]:
+        """(kind, parameters, indices) of layers of one kind in a row."""
+        used = dict.fromkeys(self.model.kinds, 0)
+        number = 0
+        for kind, run in itertools.groupby(self.model.layers):
+            first, size = used[kind], len(list(run))
+            used[kind] += size
+            stack = layers[kind]
+            if size < self.model.layers.count(kind):
+                stack = jax.tree.map(lambda leaf, a=first, b=first + size: leaf[a:b], stack)
+            yield kind, stack, jnp.arange(number, number + size)
+            number += size
+
+    def apply(self, params: Params, batch: Params, key: LayerKey = None) -> Float[Array, "B T V"]:
+        """Float32 logits by the plain loop."""
+        return self.run(params, batch, key).logits
+
+    def loss(self, params: Params, batch: Params, key: LayerKey = None) -> Float[Array, ""]:
+        """Mean cross entropy in nats over the target tokens, by the plain loop."""
+        return cross_entropy(self.apply(params, batch, key), batch)
+
+    def objective(self, params: Params, batch: Params, key: LayerKey = None) -> Float[Array, ""]:
+        """What training makes small: cross entropy, and the other losses by their weights."""
+        return self.objective_of(self.run(params, batch, key), batch)
+
+    def objective_of(self, found: Result, batch: Params) -> Float[Array, ""]:
+        """The same of what the plain loop has found."""
+        total = cross_entropy(found.logits, batch)
+        weights = {**self.model.losses, **self.model.ends.losses}
+        for name, loss in found.losses.items():
+            total += weights[name] * loss / _targets(batch)
+        return total
+
+    # Decoding.
+
+    def by_layer(self, params: Params, split: Callable[[Array], Sequence[Array]] = list) -> Params:
+        """Parameters with those of each layer by themselves, in network order.
+
+        Decoding reads all of them for each token: a part of a stack would be copied first. `split`
+        makes a stack's leaf the layers'.
+        """
+        stacks = params["layers"]
+        if not isinstance(stacks, Mapping):
+            return params
+        layers = {}
+        for kind, stack in stacks.items():
+            leaves, form = jax.tree.flatten(stack)
+            layers[kind] = iter(map(form.unflatten, zip(*map(split, leaves), strict=True)))
+        return params | {"layers": [next(layers[kind]) for kind in self.model.layers]}
+
+    def empty_cache(self, kind: str, rows: int, tokens: int) -> Any:
+        """Room for what a layer of this kind keeps of `tokens` tokens in each row."""
+        return empty_cache(self.model.kinds[kind], rows, tokens, self._dtype)
+
+    def cache_axes(self, kind: str) -> Any:
+        """Logical axes of what `empty_cache` has, a tuple for each array."""
+        return cache_axes(self.model.kinds[kind])
+
+    def empty_caches(self, rows: int, tokens: int, piece: int = 0) -> list[Any]:
+        """Those of all layers, in network order.
+
+        With `piece`, the most tokens that follow at once, layers with a window have room for what
+        the first of these sees, and for them.
+        """
+        found = []
+        for number, kind in enumerate(self.model.layers):
+            name, places = window(self.model.kinds[kind]), tokens
+            if piece and name and (size := int(self.model.values[name][number])):
+                places = min(tokens, size - 1 + piece)
+            found.append(self.empty_cache(kind, rows, places))
+        return found
+
+    def continued(
+        self, kind: str, params: Params, x: Array, batch: Params, index: Array, cache: Any
+    ) -> tuple[Float[Array, "B t D"], Any]:
+        """x after a layer, and the layer's cache with this batch's tokens."""
+        context = self._context(batch, index, cache)
+        found = self._layer(kind, params, x, context, None)
+        return found.x, found.cache
+
+    def extend(
+        self, params: Params, batch: Params, caches: Sequence[Any], last: int = 0
+    ) -> tuple[Float[Array, "B t V"], list[Any]]:
+        """Logits of tokens that follow those in the caches, and the caches with them.
+
+        `last` asks for the logits of that many tokens at the end of each row, 0 for all.
+        """
+        x, extended = self.embed(params["embedding"], batch["tokens"]), []
+        layers = zip(self.model.layers, self.by_layer(params)["layers"], caches, strict=True)
+        for number, (kind, one, cache) in enumerate(layers):
+            x, cache = self.continued(kind, one, x, batch, jnp.asarray(number), cache)
+            extended.append(cache)
+        return self.logits(params, x[:, -last:]), extended
+
+
+def _targets(batch: Params) -> Float[Array, ""]:
+    """Number of target tokens, at least 1."""
+    return jnp.maximum(batch["loss_mask"].astype(jnp.float32).sum(), 1.0)
+
+
+def cross_entropy(logits: Float[Array, "B T V"], batch: Params) -> Float[Array, ""]:
+    """Mean over the target tokens, in nats."""
+    mask = jnp.asarray(batch["loss_mask"], jnp.float32)
+    return _nats(logits, batch["targets"], mask) / _targets(batch)
+
+
+def _nats(
+    logits: Float[Array, "B T V"], targets: Int[Array, "B T"], mask: Float[Array, "B T"]
+) -> Float[Array, ""]:
+    """Summed cross entropy of the targets that count."""
+    scores = jax.nn.log_softmax(logits)
+    picked = jnp.take_along_axis(scores, targets[..., None], axis=-1)[..., 0]
+    return -(picked * mask).sum()
+
+
+def _split(build: Callable[[], nnx.Module]) -> tuple[Any, Any]:
+    return nnx.split(nnx.eval_shape(build))
+
+
+def _with(split: tuple[Any, Any], params: Params) -> Any:
+    """The module with these parameters."""
+    graph, state = split
+    nnx.replace_by_pure_dict(state := jax.tree.map(lambda leaf: leaf, state), params)
+    return nnx.merge(graph, state)

@@ -1,0 +1,273 @@
+"""Rollouts: completions of a step's prompts by the parameters where they are, and their rewards.
+
+What is drawn follows from seed, sample and place in the completion. The number of a sample stands
+for its step, prompt and member of the group: a run that is resumed draws the same, and so does any
+layout, up to rounding.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import jax
+import numpy as np
+from jax import Array
+
+from maxpipe.config.tuning_schema import GrpoConfig
+from maxpipe.data.loader import Batch, Datasets
+from maxpipe.data.prompts import PromptRecord, PromptRows
+from maxpipe.data.stream import seed_of
+from maxpipe.errors import ConfigError
+from maxpipe.generate.completions import Completion, Limits, Prompt, complete, stops_of
+from maxpipe.generate.decoders import decoding_of, for_decoding, prepared, prepared_shardings
+from maxpipe.generate.sampling import Sampling
+from maxpipe.objectives.advantages import advantages
+from maxpipe.objectives.policy import AS_THEY_ARE
+from maxpipe.parallel.explicit import placed_on
+from maxpipe.parallel.sharding import local_rows, place_rows
+from maxpipe.pipeline.loss_head import LossHead
+from maxpipe.posttrain.reference import Reference
+from maxpipe.rewards.process import Rewards
+from maxpipe.step.step import Steps
+
+Tree = Any
+
+_STREAM = "rollouts"
+"""Their randomness has a seed of its own."""
+_NUMBERS = 1 << 31
+"""Numbers of rows are int32."""
+
+
+@dataclass(frozen=True)
+class Rewarded:
+    """A completion and what it is worth."""
+
+    prompt: PromptRecord
+    tokens: Sequence[int]
+    text: str
+    finish: str
+    reward: float
+    advantage: float
+
+
+class Rollouts:
+    """Draws, rewards and keeps the completions of `updates_per_rollout` steps at a time.
+
+    A position is the number of a batch, as `Watch.offset` counts them.
+    """
+
+    def __init__(
+        self,
+        grpo_config: GrpoConfig,
+        steps: Steps,
+        datasets: Datasets,
+        *,
+        reference: Reference | None,
+        same: Callable[[str, str], Mapping[str, Sequence[int]]],
+    ):
+        """`same` says which processes have which value, see `Link.same`."""
+        self._config, self._steps, self._loader = grpo_config, steps, datasets.train
+        self._tokenizer, self._reference, self._same = datasets.tokenizer, reference, same
+        rows = datasets.train.sequences
+        assert isinstance(rows, PromptRows)
+        self._prompts = rows.prompts
+        self._rewards = Rewards(grpo_config)
+        self._rewards.start()  # before anything is compiled
+        self.close = self._rewards.close
+        num_rows, self._length = steps.shape
+        longest = int(rows.lengths.max())
+        stops, stop_ids = stops_of(grpo_config.stop, self._tokenizer, "grpo.stop")
+        self._limits = Limits(
+            grpo_config.max_tokens,
+            self._length,
+            stops,
+            stop_ids=stop_ids,
+            batch_size=num_rows,
+            longest=longest,
+        )
+        parts = for_decoding(steps.partition)
+        self._mesh = parts.mesh
+        sampling = Sampling(temperature=grpo_config.temperature)
+        seed = seed_of(_STREAM, steps.seed) % (1 << 32)
+        self._decoding = decoding_of(parts, sampling, seed)
+        self._convert = jax.jit(
+            lambda params: prepared(parts, steps.partition.unstack(params)),
+            out_shardings=prepared_shardings(parts),
+        )
+        self._scores = None
+        self._first = -1
+        """Position of the newest rollout."""
+        self._drawn: list[list[Rewarded]] = []
+        """Of each of its steps."""
+        self._batches: list[dict[str, Array]] = []
+
+    def begins(self, position: int) -> bool:
+        """Whether a batch is the first of a rollout: what is saved before it can be resumed."""
+        return position % self._config.updates_per_rollout == 0
+
+    def roll(self, params: Tree, position: int, stops: Callable[[], bool]) -> bool:
+        """Draws the completions of the batches from `position` on; False if `stops` says so.
+
+        All processes of a run call it together.
+
+        Raises:
+            ConfigError: a completion cannot be rewarded.
+            NumbersError: the model gives numbers that are not finite.
+        """
+        assert self.begins(position)
+        self._batches.clear()
+        self._drawn.clear()
+        try:
+            converted = self._convert(placed_on(self._mesh, params))
+            for each in range(position, position + self._config.updates_per_rollout):
+                self._drawn.append(self._rewarded(self._completed(converted, each, stops)))
+                if stops():
+                    return False
+        except KeyboardInterrupt:
+            return False
+        finally:
+            converted = None
+        self._check_same_rewards()
+        self._first = position
+        self._batches = [self._placed(each) for each in self._drawn]
+        self._score(params)
+        return True
+
+    def batch(self, position: int) -> Mapping[str, Array]:
+        """Arrays of a batch of the newest rollout, on the devices."""
+        return self._batches[position - self._first]
+
+    def metrics(self, position: int) -> dict[str, float]:
+        """Of the completions of a batch."""
+        drawn = self._drawn[position - self._first]
+        rewards = np.array([each.reward for each in drawn])
+        groups = rewards.reshape(-1, self._config.group_size)
+        return {
+            "rollout/reward": float(rewards.mean()),
+            "rollout/reward_std": float(rewards.std()),
+            "rollout/flat_groups": float((groups.min(1) == groups.max(1)).mean()),
+            "rollout/tokens": float(np.mean([len(each.tokens) for each in drawn])),
+            "rollout/cut": float(np.mean([each.finish == "length" for each in drawn])),
+        }
+
+    def samples(self, position: int) -> list[Mapping[str, object]]:
+        """The first group of a batch: prompts, texts and rewards."""
+        drawn = self._drawn[position - self._first]
+        return [
+            {
+                "prompt": each.prompt.text,
+                "text": each.text,
+                "tokens": [*each.tokens],
+                "finish_reason": each.finish,
+                "reward": each.reward,
+            }
+            for each in drawn[: self._config.group_size]
+        ]
+
+    # Drawing.
+
+    def _completed(
+        self, params: Tree, position: int, stops: Callable[[], bool]
+    ) -> list[tuple[PromptRecord, Completion]]:
+        """A completion of each row of a batch."""
+        count, _ = self._steps.shape
+        records = [self._prompts[row.documents[0]] for row in self._loader.rows(position)]
+        first = position * count
+        prompts = [
+            Prompt((first + number) % _NUMBERS, each.text, each.ids.tolist())
+            for number, each in enumerate(records)
+        ]
+        found: list[Completion] = []
+        complete(
+            self._decoding,
+            params,
+            self._tokenizer,
+            prompts,
+            self._limits,
+            write=found.append,
+            stops=stops,
+        )
+        return list(zip(records, found, strict=True))
+
+    def _rewarded(self, completed: list[tuple[PromptRecord, Completion]]) -> list[Rewarded]:
+        rewards = [
+            self._rewards.of(each.text, prompt.record, prompt.where) for prompt, each in completed
+        ]
+        groups = np.reshape(rewards, (-1, self._config.group_size))
+        gains = advantages(groups, self._config.advantages).reshape(-1)
+        return [
+            Rewarded(prompt, each.tokens, each.text, cast(str, each.finish), reward, float(gain))
+            for (prompt, each), reward, gain in zip(completed, rewards, gains, strict=True)
+        ]
+
+    def _check_same_rewards(self) -> None:
+        """Every process has rewarded all completions: one that differs would train on others."""
+        values = json.dumps([[each.reward for each in drawn] for drawn in self._drawn])
+        if len(self._same("rewards", hashlib.sha256(values.encode()).hexdigest())) > 1:
+            raise ConfigError.one(
+                "grpo.reward_file",
+                self._config.reward_file,
+                "must return the same for the same completion and record; processes of this run "
+                "have got other rewards.",
+                "Take what is random or changes with time out of the function.",
+            )
+
+    # Batches.
+
+    def _placed(self, drawn: list[Rewarded]) -> dict[str, Array]:
+        names = set(self._steps.objective.arrays)
+        host = assembled(drawn, self._length, self._tokenizer.pad_id, self._config.average)
+        host |= {name: np.zeros_like(host["loss_mask"]) for name in names - host.keys()}
+        sharding, count = self._steps.batch_sharding, len(drawn)
+        rows = local_rows(sharding, count)
+        local = {name: each[rows] for name, each in host.items()}
+        return place_rows(local, rows, count, sharding)
+
+    def _score(self, params: Tree) -> None:
+        """Adds the log-probabilities of completions that a step needs beside its own.
+
+        The first step of a rollout has those of its own parameters.
+        """
+        for number, batch in enumerate(self._batches):
+            if number:
+                batch["old_logp"] = self._logp(params, batch)
+            if self._reference is not None:
+                batch["reference_logp"] = self._logp(self._reference.of(params), batch)
+
+    def _logp(self, params: Tree, batch: Mapping[str, Array]) -> Array:
+        if self._scores is None:
+            self._scores = self._steps.compile_rows(LossHead.scores)
+        (found,) = self._scores(params, batch)
+        return found
+
+
+def assembled(drawn: Sequence[Rewarded], length: int, pad_id: int, average: str) -> Batch:
+    """Arrays `[B, T]` of completions behind their prompts, a row each.
+
+    Only tokens of completions count, each as often as the mean that is asked for says.
+    """
+    shape = (len(drawn), length)
+    tokens, targets = (np.full(shape, pad_id, np.int32) for _ in range(2))
+    segments, positions = (np.zeros(shape, np.int32) for _ in range(2))
+    mask, gains = (np.zeros(shape, np.float32) for _ in range(2))
+    for row, each in enumerate(drawn):
+        ids = np.concatenate([each.prompt.ids, each.tokens])
+        end, begin = len(ids) - 1, len(each.prompt.ids) - 1
+        tokens[row, :end], targets[row, :end] = ids[:-1], ids[1:]
+        segments[row, :end], positions[row, :end] = 1, np.arange(end)
+        mask[row, begin:end] = 1 / (end - begin) if average == "sequence" else 1
+        gains[row, begin:end] = each.advantage
+    return {
+        "tokens": tokens,
+        "targets": targets,
+        "segment_ids": segments,
+        "positions": positions,
+        "loss_mask": mask,
+        "example_ids": np.arange(len(drawn), dtype=np.int32),
+        "advantages": gains,
+        "old_logp": np.full(shape, AS_THEY_ARE, np.float32),
+    }

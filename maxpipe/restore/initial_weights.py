@@ -1,0 +1,249 @@
+"""Weights that a run starts from: of another run, or of a Hugging Face folder.
+
+Whether they are of the config's model is checked before they are read.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol
+
+from maxpipe.checkpoint.address import parse
+from maxpipe.checkpoint.damage import Damaged
+from maxpipe.checkpoint.folder import Facts
+from maxpipe.checkpoint.manager import Restored
+from maxpipe.checkpoint.selection import chosen, opened
+from maxpipe.checkpoint.storage import in_bucket
+from maxpipe.config.check import where
+from maxpipe.config.keys import (
+    FAMILY,
+    KEYS,
+    MOVED,
+    before_of,
+    flat,
+    is_of_another_family,
+    section_of,
+)
+from maxpipe.config.load import Loaded, to_dict
+from maxpipe.config.rules import shown
+from maxpipe.errors import ConfigError, Problem
+from maxpipe.huggingface.import_ import WEIGHTS_ONLY, remarks
+from maxpipe.huggingface.source import PREFIX, WITHOUT_AHEAD, folder_of
+from maxpipe.huggingface.source import opened as open_folder
+from maxpipe.restore import weights
+from maxpipe.step.step import Steps
+
+KEY = "checkpoint.restore_from"
+
+_HEADS_AHEAD, _AHEAD = "model.heads_ahead", "model.ahead"
+"""The second is not read where the first is 0."""
+
+# Model keys that may change between a checkpoint and the run that resumes it.
+_FREE_MODEL_KEYS = frozenset(
+    {"model.dropout", "model.attention", "model.compute_dtype", "model.ahead_loss_weight"}
+    | {"model.matmul", "model.matmul_parts", "model.matmul_scales", "model.frozen"}
+    | {"model.matmul_weight_gradients"}
+)
+_FREE_FAMILY_KEYS = frozenset({"dispatch"})
+"""Of those in a family's section, whatever the family."""
+
+# That of the optimizer's state, too, which weights alone have none of: they are cast.
+_TYPE = "model.param_dtype"
+
+NEW_START = "checkpoint.restore_from to a run with this model, or to '' for a fresh start"
+
+
+class Says(Protocol):
+    """What a start has to say: a run's console."""
+
+    def note(self, text: str) -> None: ...
+
+    def warn(self, text: str) -> None: ...
+
+
+class Weights(NamedTuple):
+    """What was read."""
+
+    params: Any
+    """In the form of checkpoints, without adapters, on the mesh."""
+    words: str
+    """Whose they are."""
+    address: str
+    """That names them, whatever is saved later."""
+
+
+def read_weights(
+    text: str, loaded: Loaded, steps: Steps, console: Says, tokenizer: str = ""
+) -> Weights:
+    """The weights at an address of `checkpoint.restore_from`.
+
+    `tokenizer` is the fingerprint of the run's: another one is said.
+
+    Raises:
+        ConfigError: they are of another model, or there are none.
+        StorageError: they cannot be read.
+    """
+    if (folder := folder_of(text)) is not None:
+        return _of_folder(folder, loaded, steps, console)
+    config, wanted = loaded.config, steps.abstract_base
+    other = of_other(text, loaded)
+    said = other.config.get("model", {}).get("vocab_size") if other else None
+    size = said if isinstance(said, int) else config.model.vocab_size
+    grows = size < config.model.vocab_size
+
+    def accept(facts: Facts) -> None:
+        _must_be_whole(facts, text, loaded)
+        _check_weights(facts.config["model"], loaded)
+        before = facts.data["fingerprint"].get("tokenizer")
+        if before and tokenizer and before != tokenizer:
+            console.warn(
+                f"tokenizer: was {before} when step {facts.step} was saved and is {tokenizer}: "
+                "the weights know other tokens by these ids"
+            )
+
+    abstract = weights.with_tokens(wanted, size) if grows else wanted
+    found = restore_other(text, loaded, {"params": abstract}, accept)
+    params = found.state["params"]
+    if grows:
+        console.note(weights.words(size, config.model.vocab_size))
+        params = weights.grown(params, wanted)
+    source = f"{text}, step {found.step}"
+    if found.facts.data.get(WEIGHTS_ONLY):
+        source += ", which has nothing else"
+    address = parse(text, where(KEY, loaded.origins), config.run.dir).at(found.step)
+    return Weights(params, source, address if in_bucket(address) else os.path.abspath(address))
+
+
+def _of_folder(folder: str, loaded: Loaded, steps: Steps, console: Says) -> Weights:
+    """Those of a Hugging Face folder."""
+    config = loaded.config
+    source = open_folder(folder, where(KEY, loaded.origins))
+    wanted = to_dict(config)["model"]
+    decided = {**WITHOUT_AHEAD, **source.described.section}
+    if decided["heads_ahead"] and not config.model.heads_ahead:
+        console.note(
+            "model.heads_ahead=0: the folder's layers that predict further ahead are left out"
+        )
+        decided |= {**WITHOUT_AHEAD, "ahead": config.model.ahead}
+    # config.json says nothing about other keys, such as dropout.
+    own = {
+        name: {**wanted.get(name, {}), **keys}
+        for name, keys in decided.items()
+        if isinstance(keys, dict)
+    }
+    _check_weights(wanted | decided | own, loaded)
+    for line in remarks(source):
+        console.note(line)
+    if (before := source.config.vocab_size) < config.model.vocab_size:
+        console.note(weights.words(before, config.model.vocab_size))
+    params = weights.of_folder(source, steps.abstract_base)
+    return Weights(params, str(source.folder), PREFIX + os.path.abspath(source.folder))
+
+
+def _check_weights(saved: Mapping[str, Any], loaded: Loaded) -> None:
+    """Compares the `model` sections; the run may have more tokens.
+
+    Raises:
+        ConfigError: with every key that must be as it was saved.
+    """
+    wanted = to_dict(loaded.config)["model"]
+    key, before = "vocab_size", saved.get("vocab_size")
+    if isinstance(before, int) and before < wanted[key]:
+        wanted[key] = before
+    check_model(saved, wanted, loaded.origins, NEW_START, weights_alone=True)
+
+
+def _must_be_whole(facts: Facts, text: str, loaded: Loaded) -> None:
+    """Raises ConfigError for a checkpoint that holds adapters alone."""
+    if has_adapters(facts):
+        raise ConfigError.one(
+            where(KEY, loaded.origins),
+            text,
+            f"holds adapters and no whole model: step {facts.step} was trained with adapter.rank="
+            f"{facts.config['adapter']['rank']}.",
+            f"Export it (`maxpipe export {text} OUT` merges them), and set {KEY}=hf:OUT.",
+        )
+
+
+def has_adapters(facts: Facts) -> bool:
+    """Whether a checkpoint is that of adapters beside a base."""
+    return bool(facts.config.get("adapter", {}).get("rank"))
+
+
+def of_other(text: str, loaded: Loaded) -> Facts | None:
+    """The facts of the checkpoint at an address, if they can be read."""
+    address = parse(text, where(KEY, loaded.origins), loaded.config.run.dir)
+    with opened(address) as other:
+        step = chosen(other, address)
+        try:
+            return other.durable.facts(step)
+        except (Damaged, OSError):  # what restores it says so, or takes the one before
+            return None
+
+
+def restore_other(
+    text: str, loaded: Loaded, abstract: Any, accept: Callable[[Facts], None]
+) -> Restored:
+    """The checkpoint at an address, by default its run's newest good one.
+
+    Raises:
+        ConfigError: there is none, or `accept` refuses it.
+        StorageError: it cannot be read.
+    """
+    address = parse(text, where(KEY, loaded.origins), loaded.config.run.dir)
+    with opened(address) as other:
+        if address.step is None:
+            found = other.restore_newest(abstract, accept)
+            assert found is not None
+            return found
+        return other.restore(chosen(other, address), abstract, accept)
+
+
+def _is_free(key: str) -> bool:
+    section, _, name = key.rpartition(".")
+    return key in _FREE_MODEL_KEYS or (name in _FREE_FAMILY_KEYS and section != "model")
+
+
+def check_model(
+    saved: Mapping[str, Any],
+    wanted: Mapping[str, Any],
+    origins: Mapping[str, str],
+    otherwise: str = "run.name to a new name",
+    *,
+    weights_alone: bool = False,
+) -> None:
+    """Compares the `model` sections of a checkpoint and of a config.
+
+    `otherwise` is the other action for the user. With `weights_alone` they may be of another type.
+
+    Raises:
+        ConfigError: with every key that must be as it was saved.
+    """
+    then, now = as_known(saved), flat({"model": wanted})
+    problems = [
+        Problem(
+            where(key, origins),
+            shown(now.get(key, "not there")),
+            f"must be {shown(then[key])}, the value of the checkpoint's model.",
+            f"Set {key}={shown(then[key])}, or {otherwise}.",
+        )
+        for key in sorted(then)
+        if not (_is_free(key) or (weights_alone and key == _TYPE))
+        and then[key] != now.get(key)
+        and not (key == _AHEAD and not then[_HEADS_AHEAD])
+    ]
+    if problems:
+        raise ConfigError(problems)
+
+
+def as_known(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Full key to value of a saved `model` section, in the keys of this release.
+
+    A key that did not exist when it was saved has the meaning that it had then.
+    """
+    found = {MOVED.get(key, key): value for key, value in flat({"model": saved}).items()}
+    family = found.get(FAMILY, before_of(FAMILY))
+    known = (key for key in KEYS if key.startswith("model."))
+    own = (key for key in known if not is_of_another_family(section_of(key), family))
+    return {key: before_of(key) for key in own} | found

@@ -1,0 +1,324 @@
+"""The train state, and its two forms: stacked on the mesh, and in network order.
+
+On the mesh layers are stacked `[R, P, L]`, those in front of the ring `[layers]`, and the
+vocabulary is padded to divide its shards; in checkpoints everything is in network order
+without padding. `Partition` is the only place that converts, and it knows the sharding of
+both forms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from maxpipe.config.by_name import by_name
+from maxpipe.config.schema import OptimConfig
+from maxpipe.io.tree import Path, flat, nested
+from maxpipe.models.frozen import chosen, names_in_layers
+from maxpipe.models.spec import Param
+from maxpipe.nn.adapters import completed
+from maxpipe.nn.decoder import Decoder
+from maxpipe.optim.guard import GuardState
+from maxpipe.optim.kept import Kept
+from maxpipe.optim.update import OptState, Target
+from maxpipe.parallel.axes import owned_dim
+from maxpipe.parallel.explicit import left_to_compiler
+from maxpipe.parallel.mesh import DATA, STAGE, TENSOR
+from maxpipe.parallel.sharding import STACK, axes_of
+from maxpipe.pipeline.layout import Layout, pad_vocabulary, padded_vocabulary
+from maxpipe.pipeline.trainable import trained
+
+Tree = Any
+VOCABULARY: Mapping[str, int] = {"embedding": 0, "head": 1}
+"""Parameters with a dim for the vocabulary, and which one that is."""
+
+
+class TrainState(NamedTuple):
+    """Everything that a step changes. Data position and randomness follow from `step`."""
+
+    step: jax.Array
+    """int32: steps done, those whose update was not taken included."""
+    params: Tree
+    optimizer: OptState
+    guard: GuardState
+
+
+@dataclass(frozen=True)
+class Partition:
+    """A decoder's parameters, and trees that contain copies of them, on a mesh."""
+
+    decoder: Decoder
+    layout: Layout
+    mesh: Mesh
+
+    @cached_property
+    def specs(self) -> Tree:
+        """PartitionSpec of each stacked parameter."""
+        rules = self.decoder.rules
+
+        def spec(path: tuple[Any, ...], axes: tuple[str, ...]) -> PartitionSpec:
+            name = jax.tree_util.keystr(path, simple=True, separator=".")
+            stack = {"layers": STACK, "outside": STACK[-1:]}.get(name.partition(".")[0], ())
+            return rules.spec((*stack, *axes), where=name)
+
+        return jax.tree_util.tree_map_with_path(spec, self._axes, is_leaf=_is_axes)
+
+    @cached_property
+    def _axes(self) -> Tree:
+        """Logical axes of each parameter, without those of stacking."""
+        return self._by_place(self.decoder.axes())
+
+    @cached_property
+    def trainable(self) -> Tree:
+        """Whether each parameter of the stacked form is trained."""
+        return self._by_place(self.decoder.trainable())
+
+    @cached_property
+    def exact(self) -> Tree:
+        """Whether each parameter of the stacked form is used in the type in which it is stored."""
+        return self._by_place(self.decoder.exact())
+
+    @cached_property
+    def summed(self) -> Tree:
+        """`Decoder.summed` of the stacked form."""
+        return self._by_place(self.decoder.summed())
+
+    def trained(self, params: Tree) -> Tree:
+        """Of a tree in the stacked form what belongs to trained parameters: the optimizer's."""
+        return trained(params, self.trainable)
+
+    def _by_place(self, declared: Tree) -> Tree:
+        """What is declared by kind, for layers in the ring and outside it."""
+        layers, layout = declared["layers"], self.layout
+        found = declared | {"layers": {kind: layers[kind] for kind in layout.in_ring}}
+        if layout.outside:
+            found |= {"outside": {kind: layers[kind] for kind in layout.in_front}}
+        return found
+
+    @cached_property
+    def saved_specs(self) -> Tree:
+        """PartitionSpec of each parameter as saved; layers are split over stages."""
+        size = self.mesh.shape
+
+        def unpadded(spec: PartitionSpec, axes: tuple[str, ...]) -> PartitionSpec:
+            divides = self.decoder.config.vocab_size % (size[STAGE] * size[TENSOR]) == 0
+            drop = "vocab" in axes and not divides
+            return PartitionSpec(
+                *(
+                    None if drop and axis == "vocab" else entry
+                    for axis, entry in zip(axes, spec, strict=True)
+                )
+            )
+
+        specs = {
+            name: jax.tree.map(
+                lambda axes, spec: unpadded(spec, axes), subtree, self.specs[name], is_leaf=_is_axes
+            )
+            for name, subtree in self.decoder.axes().items()
+            if name != "layers"
+        }
+        specs["layers"] = self._without_one_kind(
+            {kind: self._saved_layers(kind) for kind in self.layout.stacks}
+        )
+        return specs
+
+    def _shared_over_data(self, spec: PartitionSpec, param: Param, stacked: int) -> PartitionSpec:
+        """The spec of a parameter with `stacked` dims in front, with one more dim divided."""
+        entries = list(map(axes_of, spec)) + [()] * (stacked + len(param.dims) - len(spec))
+        dim = owned_dim(param.dims, entries[stacked:], self.mesh.shape)
+        if dim is not None:
+            entries[stacked + dim] = (*entries[stacked + dim], DATA)
+        return PartitionSpec(*(each or None for each in entries))
+
+    def trained_of_saved(self, saved: Tree) -> Tree:
+        """Of a tree as checkpoints hold it what belongs to trained parameters."""
+        mask = self.decoder.trainable()
+        layers = {kind: mask["layers"][kind] for kind in self.layout.stacks}
+        return trained(saved, mask | {"layers": self._without_one_kind(layers)})
+
+    def saved_kept_specs(self, kept: Mapping[Path, Kept], targets: Mapping[Path, Target]) -> Tree:
+        """The same of what is kept of parameters, which are named by their paths when stacked."""
+        found: dict[Path, PartitionSpec] = {}
+        for path, spec in flat(self.by_kind(self.saved_specs)).items():
+            in_layers = path[0] == "layers"
+            paths = (path, ("outside", *path[1:])) if in_layers else (path,)
+            own = next((each for each in paths if each in kept), None)
+            if own is not None:
+                target, one = targets[own], kept[own]
+                # Stacked dims are one, or none; the others are divided as they are on the mesh.
+                entries = [*spec[:in_layers], *target.spec[target.stacked :]]
+                entries += [None] * (in_layers + len(target.param.dims) - len(entries))
+                if not in_layers:  # but for the vocabulary without padding
+                    vocab = target.param.axes.index("vocab") if "vocab" in target.param.axes else -1
+                    entries = [spec[n] if n == vocab else each for n, each in enumerate(entries)]
+                dropped = {in_layers + dim for dim in one.left_out}
+                kept_dims = (each for dim, each in enumerate(entries) if dim not in dropped)
+                found[path] = PartitionSpec(*kept_dims)
+        return self._as_saved(nested(found))
+
+    def _saved_layers(self, kind: str) -> Tree:
+        """PartitionSpec of the parameters of all layers of a kind, in network order."""
+        count = len(self.layout.stacks[kind].layers)
+        stage = STAGE if count % self.mesh.shape[STAGE] == 0 else None
+        ring, front = self.specs["layers"], self.specs.get("outside", {})
+        num_stacked, stacked = (3, ring[kind]) if kind in ring else (1, front[kind])
+        return jax.tree.map(
+            lambda spec: PartitionSpec(stage, *spec[num_stacked:]), stacked, is_leaf=_is_spec
+        )
+
+    def _without_one_kind(self, layers: Tree) -> Tree:
+        """Layers by kind as they are saved: without the name of the only kind.
+
+        So were all checkpoints before layers had kinds.
+        """
+        return layers if len(self.layout.stacks) > 1 else layers[next(iter(self.layout.stacks))]
+
+    def by_kind(self, saved: Tree) -> Tree:
+        """What checkpoints hold -> the same with the layers of each kind by its name."""
+        if "layers" not in saved or len(self.layout.stacks) > 1:
+            return saved
+        return saved | {"layers": {next(iter(self.layout.stacks)): saved["layers"]}}
+
+    def targets(self, optim: OptimConfig) -> dict[Path, Target]:
+        """The trained parameters, by their paths in the stacked form."""
+        model, layout = self.decoder.model, self.layout
+        rates = chosen(model, by_name(optim.rate_factors))
+        decays = chosen(model, by_name(optim.weight_decays))
+        specs, found = flat(self.specs), dict[Path, Target]()
+
+        def add(path: Path, name: str, param: Param, layers: np.ndarray | None = None) -> None:
+            decay = decays.get(name, optim.weight_decay if param.decays else 0.0)
+            if param.trainable:
+                spec = specs[path]
+                if optim.shard_over_data:
+                    spec = self._shared_over_data(spec, param, 0 if layers is None else layers.ndim)
+                found[path] = Target(param, name, rates.get(name, 1.0), decay, layers, spec)
+
+        for key, param in model.ends.params.items():
+            add(key, ".".join(key), param)
+        for kind, stack in layout.stacks.items():
+            names, params = names_in_layers(model, kind), model.kinds[kind].params
+            for key, name in names.items():
+                if kind in layout.in_ring:
+                    layers = stack.layer_at.reshape(stack.shape)
+                    add(("layers", kind, *key), name, params[key], layers)
+                if kind in layout.in_front:
+                    add(("outside", kind, *key), name, params[key], np.array(stack.in_front))
+        return found
+
+    def shardings(self, specs: Tree) -> Tree:
+        """The specs on this mesh."""
+        return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs, is_leaf=_is_spec)
+
+    def init(self, key: jax.Array) -> Tree:
+        """Stacked parameters; each layer's values depend on key and layer index alone."""
+        # Made of a key, which says nothing of how they are divided.
+        return left_to_compiler(self._drawn, self.specs)(key)
+
+    def _drawn(self, key: jax.Array) -> Tree:
+        layout, init_layers = self.layout, self.decoder.init_layers
+
+        def drawn(kind: str) -> Tree:
+            stack = layout.stacks[kind]
+            layers = jnp.asarray(stack.layer_at)
+
+            def padded(leaf: jax.Array) -> jax.Array:
+                used = (layers >= 0).reshape(-1, *(1,) * (leaf.ndim - 1))
+                return jnp.where(used, leaf, 0).reshape(*stack.shape, *leaf.shape[1:])
+
+            return jax.tree.map(padded, init_layers(kind, key, jnp.maximum(layers, 0)))
+
+        params = self._pad_vocabulary(self.decoder.init_outer(key))
+        params["layers"] = {kind: drawn(kind) for kind in layout.in_ring}
+        if layout.outside:
+            params["outside"] = {
+                kind: init_layers(kind, key, jnp.asarray(layout.stacks[kind].in_front))
+                for kind in layout.in_front
+            }
+        return params
+
+    # Adapters beside a base.
+
+    @cached_property
+    def base(self) -> Partition:
+        """That of the same model without adapters; itself if it has none."""
+        config = self.decoder.config
+        if config.adapter is None:
+            return self
+        decoder = Decoder(replace(config, adapter=None), self.decoder.rules)
+        return Partition(decoder, self.layout, self.mesh)
+
+    def with_adapters(self, base: Tree, key: jax.Array) -> Tree:
+        """The parameters of `base` with new adapters beside them; all are stacked."""
+        if self.base is self:
+            return base
+        return left_to_compiler(self._with_adapters, self.specs)(base, self.init(key))
+
+    def _with_adapters(self, base: Tree, drawn: Tree) -> Tree:
+        found = dict(base)
+        for place in {"layers", "outside"} & base.keys():
+            found[place] = {}
+            for kind, mine in base[place].items():
+                described = self.decoder.model.kinds[kind]
+                both = flat(drawn[place][kind]) | flat(mine)
+                read = {name: both[name] for name in described.drawn if name in both}
+                found[place][kind] = nested(completed(described, read))
+        return found
+
+    def stack(self, params: Tree, vocabulary: Mapping[str, int] = VOCABULARY) -> Tree:
+        """Network order, `layers {kind: [n, ...]}` -> the stacked, padded form.
+
+        Parameters may be missing in the tree here and below, as frozen ones do in the optimizer's,
+        and dims of them: `vocabulary` says which dims are that of the vocabulary.
+        """
+        stacked = self._pad_vocabulary(params, vocabulary)
+        layers, outside = self.layout.stack(stacked.pop("layers", {}))
+        places = {"layers": layers, "outside": outside}
+        return stacked | {name: tree for name, tree in places.items() if tree}
+
+    def unstack(self, params: Tree, vocabulary: Mapping[str, int] = VOCABULARY) -> Tree:
+        """The stacked form -> network order without padding."""
+        size = self.decoder.config.vocab_size
+        plain = dict(params)
+        layers = self.layout.unstack(plain.pop("layers", {}), plain.pop("outside", {}))
+        for name, dim in vocabulary.items():
+            if name in plain:
+                plain[name] = jax.lax.slice_in_dim(plain[name], 0, size, axis=dim)
+        return plain | {"layers": layers} if layers else plain
+
+    def to_saved(self, params: Tree, vocabulary: Mapping[str, int] = VOCABULARY) -> Tree:
+        """The stacked form -> what checkpoints hold: network order."""
+        return self._as_saved(self.unstack(params, vocabulary))
+
+    def _as_saved(self, plain: Tree) -> Tree:
+        if "layers" not in plain:
+            return plain
+        return plain | {"layers": self._without_one_kind(plain["layers"])}
+
+    def from_saved(self, saved: Tree, vocabulary: Mapping[str, int] = VOCABULARY) -> Tree:
+        """The way back."""
+        return self.stack(self.by_kind(saved), vocabulary)
+
+    def _pad_vocabulary(self, params: Tree, vocabulary: Mapping[str, int] = VOCABULARY) -> Tree:
+        shape = self.mesh.shape
+        size = padded_vocabulary(self.decoder.config.vocab_size, shape[STAGE] * shape[TENSOR])
+        padded = dict(params)
+        for name, dim in vocabulary.items():
+            if name in params:
+                padded[name] = pad_vocabulary(params[name], dim, size)
+        return padded
+
+
+def _is_axes(node: object) -> bool:
+    return isinstance(node, tuple) and all(isinstance(axis, str) for axis in node)
+
+
+def _is_spec(node: object) -> bool:
+    return isinstance(node, PartitionSpec)

@@ -1,0 +1,485 @@
+"""Train and eval steps: the only place where model, pipeline and sharding meet."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import Array
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Float, Int, Key
+
+from maxpipe.config.schema import (
+    GuardConfig,
+)
+from maxpipe.distributed.runtime import compiler_options
+from maxpipe.optim.guard import GuardState, assess, initial
+from maxpipe.optim.outcome import outcome
+from maxpipe.optim.update import Optimizer, OptState
+from maxpipe.parallel.explicit import left_to_compiler, on_mesh, placed, with_shardings
+from maxpipe.parallel.mesh import BATCH_AXES
+from maxpipe.parallel.sharding import BATCH_SPEC
+from maxpipe.pipeline import ahead, scopes
+from maxpipe.pipeline.executor import Engine
+from maxpipe.pipeline.loss_head import by_source
+from maxpipe.pipeline.objective import Objective
+from maxpipe.pipeline.program import Reader
+from maxpipe.pipeline.trainable import joined
+from maxpipe.schedule.catalog import forward_only
+from maxpipe.schedule.table import Schedule
+from maxpipe.step import executable
+from maxpipe.step.replicas import ReplicaCheck, digest
+from maxpipe.step.router_bias import followed
+from maxpipe.step.state import VOCABULARY, Partition, TrainState
+from maxpipe.step.summaries import summarised
+
+Tree = Any
+
+
+Metrics = dict[str, Float[Array, "*sources"] | Int[Array, ""]]
+"""By tag; losses in nats per token, in an evaluation in nats. Of a mixture there are sums of each
+source: `[sources]` under `BY_SOURCE` in training, and all of an evaluation."""
+
+
+BY_SOURCE = ("train/nats_by_source", "train/targets_by_source")
+"""Tags of the sums `[sources]` of a mixture's step; see `BySource`."""
+# One stream of keys for each use of randomness.
+_PARAMETERS, _DROPOUT = 0, 1
+
+
+@dataclass(frozen=True)
+class Steps:
+    """A partitioned model: shardings, and functions to be compiled for them."""
+
+    partition: Partition
+    optimizer: Optimizer
+    train_schedule: Schedule
+    engine: Engine
+    shape: tuple[int, int]
+    """Rows and tokens of a global batch."""
+    schedules: Callable[[int], Schedule]
+    """The schedule for another number of microbatches."""
+    seed: int
+    byte_lengths: np.ndarray
+    """Bytes of text that each token id stands for."""
+    guard: GuardConfig
+
+    @property
+    def objective(self) -> Objective:
+        """What a step minimises."""
+        return self.engine.network.objective
+
+    @property
+    def num_sources(self) -> int:
+        """Of a mixture; 0 without one."""
+        return self.engine.network.num_sources
+
+    # Shardings.
+
+    @cached_property
+    def batch_sharding(self) -> NamedSharding:
+        """Of every array of a batch."""
+        return NamedSharding(self.partition.mesh, BATCH_SPEC)
+
+    @cached_property
+    def state_sharding(self) -> TrainState:
+        """Of the stacked train state."""
+        found = self.partition.shardings(self._state_specs)
+        trees = self._where_kept(found.optimizer.trees)
+        return found._replace(optimizer=found.optimizer._replace(trees=trees))
+
+    def _where_kept(self, shardings: Tree) -> Tree:
+        """Of the optimizer's trees, in the memory in which they are kept."""
+        if not self.optimizer.config.offload_state:
+            return shardings
+        return jax.tree.map(lambda each: each.with_memory_kind("pinned_host"), shardings)
+
+    @cached_property
+    def _state_specs(self) -> TrainState:
+        specs = self.partition.specs
+        optimizer = OptState._make((PartitionSpec(), self.optimizer.specs))
+        guard = jax.tree.map(lambda _: PartitionSpec(), initial(self.guard))
+        return TrainState._make((PartitionSpec(), specs, optimizer, guard))
+
+    @cached_property
+    def saved_sharding(self) -> Tree:
+        """Of the saved form of the state, in network order."""
+        specs, trees = self._saved_part(self.partition.saved_specs), self._saved_trees_specs
+        saved = {"step": PartitionSpec(), "params": specs, "optimizer": trees}
+        found = self.partition.shardings(saved)
+        return found | {"optimizer": self._where_kept(found["optimizer"])}
+
+    @cached_property
+    def _saved_trees_specs(self) -> dict[str, Tree]:
+        kept = self.optimizer.kept
+        run = partial(self.partition.saved_kept_specs, targets=self.optimizer.targets)
+        return {name: run(those) for name, those in kept.items()}
+
+    @cached_property
+    def abstract_state(self) -> TrainState:
+        """Shapes, types and shardings of the stacked train state."""
+        return with_shardings(jax.eval_shape(self._init), self.state_sharding)
+
+    @cached_property
+    def _abstract_params(self) -> Tree:
+        return jax.eval_shape(self.partition.init, jax.random.key(0))
+
+    def of_rows(self, rows: int) -> Steps:
+        """The same for batches of fewer rows: fewer microbatches, each as large."""
+        count = rows * self.train_schedule.num_microbatches // self.shape[0]
+        if rows == self.shape[0]:
+            return self
+        return replace(self, train_schedule=self.schedules(count), shape=(rows, self.shape[1]))
+
+    # What is compiled.
+
+    def init(self) -> TrainState:
+        """A fresh state on the mesh; the values depend on seed and model only."""
+        init = self._jit(self._init, self.state_sharding).lower()
+        # On CPU, LLVM spends many seconds on the random generator of a program that runs once.
+        # Its integer arithmetic gives the same bits however it is compiled.
+        options: dict[str, Any] = {}
+        if self.partition.mesh.devices.flat[0].platform == "cpu":
+            options["xla_backend_optimization_level"] = 0
+        return init.compile(options)()
+
+    def init_params(self) -> Tree:
+        """The parameters of a fresh state alone."""
+        init = partial(self.partition.init, self._key(_PARAMETERS))
+        return self._jit(init, self.state_sharding.params)()
+
+    def compile_train(self) -> Any:
+        """(state, batch) -> (state, metrics); the state passed in is used up."""
+        return self.lower_train().compile(self.compiler_options)
+
+    def load_train(self, folder: Path, sections: Mapping[str, Mapping[str, Any]]) -> Any:
+        """A train step compiled ahead of time for the config with these sections.
+
+        Raises:
+            ConfigError: it was made for something else, or cannot be used on these devices.
+            StorageError: it cannot be read or trusted.
+        """
+        devices = list(self.partition.mesh.devices.flat)
+        lowered = self.lower_train()
+        facts = executable.facts_of(sections, lowered, devices)
+        arguments = (self.abstract_state, self.abstract_batch())
+        in_tree = jax.tree.structure((arguments, {}))
+        out_tree = jax.tree.structure(lowered.out_info)
+        return executable.load(folder, facts, in_tree, out_tree, devices)
+
+    def lower_train(self) -> Any:
+        """The train step traced and lowered, ready to be compiled."""
+        metrics = NamedSharding(self.partition.mesh, PartitionSpec())
+        step = jax.jit(
+            self._train_step,
+            donate_argnums=0,
+            in_shardings=(self.state_sharding, self.batch_sharding),
+            out_shardings=(self.state_sharding, metrics),
+        )
+        with jax.set_mesh(self.partition.mesh):
+            return step.lower(self.abstract_state, self.abstract_batch())
+
+    def compile_eval(self, rows: int = 0) -> Any:
+        """(params, batch) -> sums over the batch's target tokens.
+
+        `rows` is the size of the global batch, any multiple of the devices that split it; 0 takes
+        the training batch's. A microbatch gets at most as many rows as in training.
+        """
+        if (objective := self.objective.evaluated) is not self.objective:
+            network = replace(self.engine.network, objective=objective)
+            return replace(self, engine=replace(self.engine, network=network)).compile_eval(rows)
+        rows = rows or self.shape[0]
+        step = jax.jit(
+            partial(self._eval_step, self._eval_schedule(rows)),
+            in_shardings=(self.state_sharding.params, self.batch_sharding),
+            out_shardings=NamedSharding(self.partition.mesh, PartitionSpec()),
+        )
+        with jax.set_mesh(self.partition.mesh):
+            lowered = step.lower(self.abstract_state.params, self.abstract_batch(rows))
+            return lowered.compile(self.compiler_options)
+
+    def compile_rows(self, reader: Reader, rows: int = 0, *, everywhere: bool = False) -> Any:
+        """(params, batch) -> what a reader finds of each row, arrays `[rows, ...]`.
+
+        They are divided as the batch is, or on all devices `everywhere`; `rows` as above.
+        """
+        rows = rows or self.shape[0]
+        read = self.engine.rows(self._eval_schedule(rows), reader)
+        whole = NamedSharding(self.partition.mesh, PartitionSpec())
+        step = jax.jit(
+            lambda params, batch: read(params, batch, None),
+            in_shardings=(self.state_sharding.params, self.batch_sharding),
+            out_shardings=whole if everywhere else self.batch_sharding,
+        )
+        with jax.set_mesh(self.partition.mesh):
+            lowered = step.lower(self.abstract_state.params, self.abstract_batch(rows))
+            return lowered.compile(self.compiler_options)
+
+    def digest(self, params: Tree) -> str:
+        """Of parameters, the same under every layout."""
+        parts = self.partition
+
+        def digests(params: Tree) -> Array:
+            saved = parts.to_saved(params, vocabulary=VOCABULARY)
+            return jnp.stack([digest(leaf) for leaf in jax.tree.leaves(saved)])
+
+        everywhere = NamedSharding(parts.mesh, PartitionSpec())
+        found = self._jit(left_to_compiler(digests, PartitionSpec()), everywhere)(params)
+        return hashlib.sha256(np.asarray(found, "<u4").tobytes()).hexdigest()
+
+    @property
+    def compiler_options(self) -> dict[str, Any]:
+        """What XLA should do differently for this mesh."""
+        device = self.partition.mesh.devices.flat[0]
+        config = self.partition.decoder.config
+        return compiler_options(
+            device.platform,
+            device.device_kind,
+            d_model=config.d_model,
+            spares_memory=self.engine.keep.remat == "chunk",
+            in_8_bits=config.matmul != "default",
+        )
+
+    def _eval_schedule(self, rows: int) -> Schedule:
+        shards = math.prod(self.partition.mesh.shape[axis] for axis in BATCH_AXES)
+        largest = self.shape[0] // shards // self.train_schedule.num_microbatches
+        mine = rows // shards
+        counts = (count for count in range(1, mine + 1) if mine % count == 0)
+        count = next(count for count in counts if mine // count <= largest)
+        return forward_only(self.train_schedule.ring, count)
+
+    def buffer_shapes(self) -> dict[str, list[Any]]:
+        """On one device, of what the train step's loop carries, before compiling it."""
+        return self.engine.buffer_shapes(
+            self.train_schedule, self.abstract_state.params, self.abstract_batch()
+        )
+
+    def abstract_batch(self, rows: int = 0) -> Tree:
+        """Shapes and types of a global batch, of the training batch's size if not given."""
+        shape = (rows or self.shape[0], self.shape[1])
+        ids = partial(jax.ShapeDtypeStruct, sharding=self.batch_sharding)
+        names = ("tokens", "targets", "segment_ids", "positions")
+        by_row = ("example_ids", "source_ids") if self.num_sources else ("example_ids",)
+        return (
+            {name: ids(shape, jnp.int32) for name in names}
+            | {"loss_mask": ids(shape, jnp.float32)}
+            | {name: ids(shape[:1], jnp.int32) for name in by_row}
+            | {
+                name: ids((*shape[: 2 - extra.by_row], *extra.shape), extra.dtype)
+                for name, extra in self.objective.arrays.items()
+            }
+        )
+
+    @cached_property
+    def replica_check(self) -> ReplicaCheck:
+        """Compares the copies of the stacked train state on several devices."""
+        return ReplicaCheck(self.partition.mesh, self.abstract_state, self.state_sharding)
+
+    @cached_property
+    def to_saved(self) -> Any:
+        """state -> what a checkpoint holds: network order, no padding."""
+        return self._jit(self._to_saved, self.saved_sharding)
+
+    def _to_saved(self, state: TrainState) -> Tree:
+        parts = self.partition
+
+        # Layers of all stages are joined into one dim, and padding is cut off.
+        def unstack(tree: Tree, specs: Tree, vocabulary: Mapping[str, int] = VOCABULARY) -> Tree:
+            run = partial(parts.to_saved, vocabulary=vocabulary)
+            return left_to_compiler(run, specs)(tree)
+
+        specs, vocabulary = self._saved_trees_specs, self.optimizer.vocabulary
+        saved = {
+            name: unstack(_on_device(tree), specs[name], vocabulary[name])
+            for name, tree in state.optimizer.trees.items()
+        }
+        params = self._saved_part(unstack(state.params, parts.saved_specs))
+        return {"step": state.step, "params": params, "optimizer": saved}
+
+    def _saved_part(self, params: Tree) -> Tree:
+        """Of all parameters in the form of checkpoints those that these hold: adapters alone."""
+        parts = self.partition
+        return params if parts.base is parts else parts.trained_of_saved(params)
+
+    @cached_property
+    def from_saved(self) -> Any:
+        """(what a checkpoint holds, the guard's state, the base of adapters) -> state.
+
+        By default the guard's is a new run's, and there is no base.
+        """
+
+        def convert(
+            saved: Tree, guard: GuardState | None = None, base: Tree | None = None
+        ) -> TrainState:
+            guard = initial(self.guard) if guard is None else guard
+            step, params = saved["step"], self._stack(saved["params"], base)
+            specs, vocabulary = self.optimizer.specs, self.optimizer.vocabulary
+            trees = {}
+            for name, tree in saved["optimizer"].items():
+                run = partial(self.partition.from_saved, vocabulary=vocabulary[name])
+                trees[name] = left_to_compiler(run, specs[name])(_on_device(tree))
+            optimizer = OptState(step - guard.skipped, trees)
+            return TrainState(step, params, optimizer, jax.tree.map(jnp.asarray, guard))
+
+        return self._jit(convert, self.state_sharding)
+
+    @cached_property
+    def stack_params(self) -> Any:
+        """Parameters as a checkpoint holds them -> as the steps take them."""
+        return self._jit(self._stack, self.state_sharding.params)
+
+    @cached_property
+    def whole(self) -> Any:
+        """(base, adapters) as checkpoints hold them -> all parameters in the same form."""
+        parts, specs = self.partition, self.partition.saved_specs
+
+        def convert(base: Tree, adapters: Tree) -> Tree:
+            return left_to_compiler(parts.to_saved, specs)(self._stack(adapters, base))
+
+        return self._jit(convert, parts.shardings(specs))
+
+    def _stack(self, params: Tree, base: Tree | None = None) -> Tree:
+        """With a `base` the parameters are those beside it."""
+        # Layers are dealt out to stages, and the vocabulary is padded.
+        parts = self.partition
+        if base is None:
+            return left_to_compiler(parts.from_saved, parts.specs)(params)
+        mine = left_to_compiler(parts.from_saved, parts.trained(parts.specs))(params)
+        return joined(self._around(base), mine)
+
+    def _around(self, base: Tree) -> Tree:
+        """Stacked parameters of a base in the form of checkpoints, with new adapters."""
+        plain = self.partition.base
+        stacked = left_to_compiler(plain.from_saved, plain.specs)(base)
+        return self.partition.with_adapters(stacked, self._key(_PARAMETERS))
+
+    def _jit(self, run: Callable[..., Tree], shardings: Tree) -> Any:
+        """A jitted function with these shardings of its results."""
+        return jax.jit(on_mesh(self.partition.mesh, run), out_shardings=shardings)
+
+    def with_weights(self, params: Tree) -> TrainState:
+        """A fresh state, but for parameters in the form that a checkpoint holds.
+
+        With adapters these are the base's.
+        """
+
+        def convert(saved: Tree) -> TrainState:
+            params, guard = self._around(saved), initial(self.guard)
+            optimizer, step = self._optimizer_state(params), jnp.zeros((), jnp.int32)
+            return TrainState(step, params, optimizer, jax.tree.map(jnp.asarray, guard))
+
+        return self._jit(convert, self.state_sharding)(params)
+
+    @cached_property
+    def first_params(self) -> Any:
+        """Parameters in the form that a checkpoint holds -> those of a new run that starts from
+        them, as the steps take them; with adapters these are the base's.
+        """
+        return self._jit(self._around, self.state_sharding.params)
+
+    @cached_property
+    def abstract_saved(self) -> Tree:
+        """Shapes, types and shardings of the saved form."""
+        state = jax.eval_shape(self._init)
+        return with_shardings(jax.eval_shape(self._to_saved, state), self.saved_sharding)
+
+    @cached_property
+    def abstract_base(self) -> Tree:
+        """Of the parameters that a run starts from: without adapters."""
+        plain = self.partition.base
+        stacked = jax.eval_shape(plain.init, self._key(_PARAMETERS))
+        saved = jax.eval_shape(left_to_compiler(plain.to_saved, plain.saved_specs), stacked)
+        return with_shardings(saved, plain.shardings(plain.saved_specs))
+
+    # The computations.
+
+    def _key(self, stream: int) -> Key[Array, ""]:
+        return jax.random.fold_in(jax.random.key(self.seed), stream)
+
+    def _optimizer_state(self, params: Tree) -> Tree:
+        """The optimizer's state of a new run; frozen parameters have none."""
+        return self.optimizer.init(self.partition.trained(params))
+
+    def _init(self) -> TrainState:
+        params = self.partition.init(self._key(_PARAMETERS))
+        guard = jax.tree.map(jnp.asarray, initial(self.guard))
+        return TrainState(jnp.zeros((), jnp.int32), params, self._optimizer_state(params), guard)
+
+    def _train_step(self, state: TrainState, batch: Tree) -> tuple[TrainState, Metrics]:
+        key, model = None, self.partition.decoder.config
+        if model.dropout > 0 or (model.adapter is not None and model.adapter.dropout > 0):
+            key = jax.random.fold_in(self._key(_DROPOUT), state.step)
+        found = self.engine.value_and_grad(self.train_schedule)(state.params, batch, key)
+        loss, gradients = found.loss, found.gradients
+        norm = optax.tree.norm(gradients)
+        specs, everywhere = self.optimizer.target_specs, PartitionSpec()
+        old = placed(self.partition.trained(state.params), specs)
+        rate = jnp.asarray(self.optimizer.rate(state.step - state.guard.skipped))
+        with jax.named_scope(scopes.UPDATE):
+            taken, guard = assess(
+                self.guard,
+                self.partition.mesh,
+                state.guard,
+                loss,
+                norm,
+                partial(outcome, self.optimizer),
+                (gradients, norm, rate, old, state.optimizer, state.guard.reach),
+                (specs, everywhere, everywhere, specs, self._state_specs.optimizer, everywhere),
+            )
+            new, optimizer = self.optimizer.update(
+                gradients, state.optimizer, old, norm=norm, taken=taken
+            )
+        params = joined(state.params, new)
+        params = followed(self.partition.decoder.model, params, found.statistics, taken)
+        metrics = {
+            "train/loss": loss,
+            "train/grad_norm": norm,
+            "train/lr": rate,
+            "train/skipped": guard.skipped,
+        }
+        if self.guard.spike_sigmas:
+            metrics["train/spikes"] = guard.spikes
+        layers = found.statistics["layers"], found.statistics.get("outside", {})
+        model, layout = self.partition.decoder.model, self.partition.layout
+        metrics |= {f"train/{name}": mean for name, mean in found.reports.items()}
+        metrics |= {f"train/loss_{name}": found.losses[name] for name in model.ends.losses}
+        if found.by_source is not None:
+            metrics |= dict(zip(BY_SOURCE, found.by_source, strict=True))
+        further = {ahead.AHEAD: found.statistics.get(ahead.AHEAD, {})}
+        # Layers of all stages are joined into one dim; the numbers are few.
+        reported = left_to_compiler(layout.unstack, PartitionSpec())(*layers)
+        metrics |= summarised(model, found.losses, reported | further)
+        return TrainState(state.step + 1, params, optimizer, guard), metrics
+
+    def _eval_step(self, schedule: Schedule, params: Tree, batch: Tree) -> Metrics:
+        sums, targets = self.engine.loss(schedule)(params, batch, None)
+        found = dict(zip(("loss", *self.objective.reported), sums, strict=True))
+        if self.objective.by_segment:
+            return found | {"targets": targets}
+        lengths = jnp.asarray(self.byte_lengths, jnp.float32)
+        # Picked by index: divided as the indices are.
+        size = left_to_compiler(operator.getitem, BATCH_SPEC)(lengths, batch["targets"])
+        size = size * batch["loss_mask"]
+        if not self.num_sources:
+            return found | {"targets": targets, "bytes": size.sum()}
+
+        def summed(size: Array, sources: Array) -> Array:
+            return by_source(size, self.num_sources, sources[:, None])
+
+        summed = left_to_compiler(summed, PartitionSpec())
+        return found | {"targets": targets, "bytes": summed(size, batch["source_ids"])}
+
+
+def _on_device(tree: Tree) -> Tree:
+    """Arrays that may be in host memory, where they can be computed with."""
+    return jax.device_put(tree, jax.memory.Space.Device)

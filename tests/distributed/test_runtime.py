@@ -1,0 +1,340 @@
+"""Start and stop of a process, and what it says when the machine is not as configured."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+from jax._src.distributed import global_state
+
+from maxpipe.config.schema import RuntimeConfig
+from maxpipe.distributed import runtime
+from maxpipe.distributed.link import SIGNALS
+from maxpipe.distributed.phases import Phases
+from maxpipe.errors import AbsentError, ConfigError, MaxpipeError
+
+ROOT = Path(__file__).parents[2]
+SETTINGS: Any = jax.config
+
+
+def environment() -> dict[str, str]:
+    """Without settings of jax."""
+    kept = {
+        name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "XLA_"))
+    }
+    return kept | {"PYTHONPATH": str(ROOT)}
+
+
+def python(code: str) -> subprocess.CompletedProcess[str]:
+    """A process that starts like a user's."""
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env=environment(),
+        timeout=120,
+        check=False,
+    )
+
+
+@contextlib.contextmanager
+def background(code: str) -> Iterator[subprocess.Popen[str]]:
+    """The same, beside the test."""
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=pipe, stderr=pipe, text=True, env=environment()
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def started(config: str, cpu_devices: int = 1, then: str = "pass") -> str:
+    """Code that starts the runtime and exits as the command would."""
+    return f"""
+import json, os, sys, tempfile, time
+from pathlib import Path
+from maxpipe.distributed import runtime
+from maxpipe.distributed.phases import Phases
+from maxpipe.config.schema import RuntimeConfig
+from maxpipe.errors import MaxpipeError
+try:
+    folder = Path(tempfile.gettempdir(), 'maxpipe-runtime')
+    with runtime.joined(RuntimeConfig({config}), {cpu_devices}, Phases(), {{}}, folder) as link:
+        {then}
+except MaxpipeError as error:
+    print(error, file=sys.stderr)
+    sys.exit(error.exit_code)
+"""
+
+
+def is_explained(message: str) -> None:
+    assert "Traceback" not in message
+    where, rule, action = message.splitlines()
+    assert not where.startswith(" ") and rule.startswith("  ") and action.startswith("  ")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+# --- devices and cache -----------------------------------------------------------------------
+
+
+def test_start_gives_the_virtual_devices_and_says_nothing(tmp_path: Path):
+    config = f"platform='cpu', compilation_cache={str(tmp_path / 'new')!r}"
+    ran = python(started(config, 3, "import jax; print(json.dumps(len(jax.devices())))"))
+    assert (ran.returncode, ran.stderr, json.loads(ran.stdout)) == (0, "", 3)
+    assert not (tmp_path / "new").exists()  # several devices: no cache
+
+
+def test_one_device_has_a_cache(tmp_path: Path):
+    config = f"platform='cpu', compilation_cache={str(tmp_path / 'new')!r}"
+    ran = python(started(config, 1))
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert (tmp_path / "new").is_dir()
+
+
+@pytest.mark.parametrize("platform", ["tpu", "cuda"])
+@pytest.mark.parametrize("num_processes", [1, pytest.param(0, marks=pytest.mark.long)])
+def test_platform_that_is_not_here(platform: str, num_processes: int):
+    if jax.local_devices(backend="cpu") != jax.devices() or Path("/dev/accel0").exists():
+        pytest.skip("this machine has an accelerator")
+    if platform == "cuda" and Path("/dev/nvidiactl").exists():
+        pytest.skip("this machine has a GPU")
+    # Where jax finds the cluster it has joined it before it looks for devices.
+    joins = "import jax; jax.distributed.initialize = lambda **options: None\n"
+    config = f"platform={platform!r}, compilation_cache='', num_processes={num_processes}"
+    ran = python((joins if num_processes == 0 else "") + started(config))
+    assert ran.returncode == 2, ran.stderr
+    is_explained(ran.stderr)
+    assert ran.stderr.startswith(f"runtime.platform = {platform}\n")
+    assert "Set runtime.platform=cpu" in ran.stderr
+
+
+def test_cache_that_cannot_be_made_is_a_warning(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    folder = str(tmp_path / "file" / "cache")
+    ran = python(started(f"platform='cpu', compilation_cache={folder!r}"))
+    assert ran.returncode == 0
+    (line,) = ran.stderr.splitlines()
+    assert f"runtime.compilation_cache = {folder}" in line and "compiled again" in line
+
+
+def test_the_default_cache_without_a_home_folder_is_a_warning():
+    code = "import os, pwd\n"
+    code += "os.environ.pop('HOME', None)\n"
+    code += "def none(uid): raise KeyError(uid)\n"
+    code += "pwd.getpwuid = none\n"
+    ran = python(code + started("platform='cpu'"))
+    assert ran.returncode == 0
+    (line,) = ran.stderr.splitlines()
+    assert line.startswith("runtime.compilation_cache = ~/") and "(HOME is not set)" in line
+    ran = python(code + started("platform='cpu', compilation_cache='~/mine'"))
+    assert ran.returncode == 2
+    assert ran.stderr.startswith("runtime.compilation_cache = ~/mine\n")
+
+
+def test_libraries_do_not_print_log_records_twice():
+    code = started("platform='cpu', compilation_cache=''")
+    warn = "import logging; logging.getLogger('orbax').warning('once')"
+    ran = python(f"import orbax.checkpoint\n{code}{warn}")
+    assert ran.stderr == "once\n"
+
+
+def test_reading_commands_take_no_device_and_keep_other_handlers():
+    root, ours = logging.getLogger(), logging.NullHandler()
+    root.addHandler(ours)
+    printer = logging.StreamHandler()
+    root.addHandler(printer)
+    try:
+        runtime.use_no_devices()
+        assert ours in root.handlers and printer not in root.handlers
+        assert SETTINGS.jax_platforms == "cpu"
+    finally:
+        root.removeHandler(ours)
+
+
+# --- other processes -------------------------------------------------------------------------
+
+
+@pytest.mark.multihost
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.long)])
+def test_others_that_do_not_come(rank: int):
+    address = f"127.0.0.1:{free_port()}"
+    config = f"platform='cpu', compilation_cache='', num_processes=2, process_id={rank}"
+    config += f", coordinator={address!r}, init_timeout_seconds=2"
+    start = time.monotonic()
+    ran = python(started(config))
+    assert time.monotonic() - start < 30
+    assert ran.returncode == 71, ran.stderr
+    is_explained(ran.stderr)
+    assert ran.stderr.startswith(f"runtime.coordinator = {address}\n")
+    assert f"process {rank} of 2" in ran.stderr and "within 2 s" in ran.stderr
+    if rank:
+        assert "it has left no secret in the run's folder" in ran.stderr
+        assert "Start all with the same MAXPIPE_RUN_SECRET" in ran.stderr
+
+
+@pytest.mark.multihost
+@pytest.mark.fault("P7")
+@pytest.mark.parametrize(
+    "host", ["localhost", pytest.param(socket.gethostname(), marks=pytest.mark.long)]
+)
+def test_processes_that_are_given_no_secret_find_one_in_the_runs_folder(host: str, tmp_path: Path):
+    """It is gone when all have connected; also when process 0 is stopped before."""
+    config = "platform='cpu', compilation_cache='', num_processes=2, "
+    config += f"coordinator='{host}:{free_port()}', process_id="
+    codes = [
+        started(f"{config}{rank}", then="print(sorted(os.listdir(folder)))").replace(
+            "tempfile.gettempdir(), 'maxpipe-runtime'", repr(str(tmp_path))
+        )
+        for rank in (0, 1)
+    ]
+    with background(codes[0]) as first:
+        deadline = time.monotonic() + 60
+        while not list(tmp_path.iterdir()):
+            assert time.monotonic() < deadline and first.poll() is None
+            time.sleep(0.05)
+        first.send_signal(signal.SIGTERM)
+        assert first.wait(30) == 75
+        assert not list(tmp_path.iterdir())
+    with background(codes[0]) as first, background(codes[1]) as second:
+        outputs = [process.communicate(timeout=60) for process in (first, second)]
+    assert [first.returncode, second.returncode] == [0, 0], outputs
+    assert [out for out, _ in outputs] == ["[]\n", "[]\n"]
+
+
+def test_cluster_that_is_not_there():
+    ran = python(started("platform='cpu', compilation_cache='', num_processes=0"))
+    assert ran.returncode == 2, ran.stderr
+    is_explained(ran.stderr)
+    assert "found by jax" in ran.stderr
+
+
+@pytest.mark.parametrize(
+    ("coordinator", "names", "found"),
+    [
+        ("head-0.cluster:1234", ["10.1.2.3"], "head-0.cluster"),
+        ("[fd00::7]:1234", ["10.1.2.3"], "fd00::7"),
+        (None, ["127.0.1.1", "10.1.2.3"], "this-host"),
+        (None, ["127.0.1.1"], "127.0.0.1"),
+        (None, [], "127.0.0.1"),
+    ],
+)
+def test_own_address_on_a_host_without_a_route(
+    monkeypatch: pytest.MonkeyPatch, coordinator: str | None, names: list[str], found: str
+):
+    class NoRoute(socket.socket):
+        def connect(self, address: Any) -> None:
+            raise OSError(errno.ENETUNREACH, "Network is unreachable")
+
+    def resolve(host: str, port: None) -> list[Any]:
+        assert host == "this-host"
+        if not names:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (name, 0)) for name in names]
+
+    monkeypatch.setattr(socket, "socket", NoRoute)
+    monkeypatch.setattr(socket, "gethostname", lambda: "this-host")
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    monkeypatch.setattr(global_state, "coordinator_address", coordinator)
+    assert runtime._own_address() == found
+
+
+def test_one_process_leaves_on_its_own():
+    then = "from maxpipe.errors import StorageError; raise StorageError('full')"
+    ran = python(started("platform='cpu', compilation_cache=''", then=then))
+    assert (ran.returncode, ran.stderr) == (74, "full\n")
+
+
+# --- being asked to stop ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_is_noted_and_the_handler_put_back(number: signal.Signals, tmp_path: Path):
+    before = signal.getsignal(number)
+    with runtime.joined(RuntimeConfig(), 8, Phases(), {}, tmp_path) as link:
+        assert not link.stops_here()
+        os.kill(os.getpid(), number)
+        assert link.stops_here() and link.stops_here()
+    assert signal.getsignal(number) is before
+
+
+@pytest.mark.parametrize(
+    ("reason", "kind"),
+    [
+        ("address in use", ConfigError),
+        ("INVALID_ARGUMENT: other counts", ConfigError),
+        ("DEADLINE_EXCEEDED: Barrier timed out.", AbsentError),
+        ("UNAVAILABLE: failed to connect", AbsentError),
+    ],
+)
+def test_join_reports_jax_own_reason(
+    monkeypatch: pytest.MonkeyPatch, reason: str, kind: type[MaxpipeError]
+):
+    def refuse(**options: object) -> None:
+        raise RuntimeError(f"{reason}\nmore")
+
+    before = SETTINGS.jax_cpu_collectives_implementation
+    monkeypatch.setattr(jax.distributed, "initialize", refuse)
+    config = RuntimeConfig(num_processes=4, process_id=3, coordinator="host:1")
+    try:
+        with pytest.raises(kind, match=f"process 3 of 4: {reason}\n"):
+            runtime._initialize(config)
+    finally:
+        jax.config.update("jax_cpu_collectives_implementation", before)
+
+
+def test_a_port_that_is_taken_is_a_mistake():
+    with socket.create_server(("", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        config = f"platform='cpu', compilation_cache='', num_processes=2, coordinator={address!r}"
+        ran = python(started(config))
+    assert ran.returncode == 2, ran.stderr
+    is_explained(ran.stderr)
+    assert "cannot be used here" in ran.stderr and "name another port" in ran.stderr
+
+
+def test_compiler_options_are_for_tpus_only() -> None:
+    assert runtime.compiler_options("cpu", "cpu", d_model=8) == {}
+    assert runtime.compiler_options("gpu", "NVIDIA H100", d_model=8) == {}
+    old, new, small = (
+        runtime.compiler_options("tpu", kind, d_model=4096)
+        for kind in ("TPU v4", "TPU v5", "TPU v5 lite")
+    )
+    assert old.items() < new.items()
+    wide, below = (
+        runtime.compiler_options("tpu", "TPU v5 lite", d_model=d_model) for d_model in (8192, 8191)
+    )
+    limit = "xla_tpu_scoped_vmem_limit_kib"
+    assert below == small and int(wide[limit]) > int(small[limit]) and limit not in old
+    # Only v5e may fuse gathers with other work, and it has no sparse cores.
+    fused = "xla_tpu_enable_async_collective_fusion_fuse_all_gather"
+    assert fused in small and fused not in old.keys() | new.keys()
+    assert any("sparse_core" in name for name in new)
+    assert not any("sparse_core" in name for name in small)
+    spare = runtime.compiler_options("tpu", "TPU v5", d_model=4096, spares_memory=True)
+    # Experts' rows travel asynchronously either way.
+    assert spare.keys() & old.keys() == {"xla_tpu_enable_async_ragged_all_to_all"}
+    rounds = runtime.compiler_options("tpu", "TPU v5", d_model=4096, in_8_bits=True)
+    assert rounds.keys() - new.keys() == {"xla_tpu_allow_conv_input_fusion_with_downcast_convert"}
+    assert new.items() < rounds.items()
+    trillium = runtime.compiler_options("tpu", "TPU v6 lite", d_model=4096)
+    assert new[limit] == trillium[limit] == wide[limit]

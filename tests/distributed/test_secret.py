@@ -1,0 +1,116 @@
+"""Where the secret of a run comes from, and who may know it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from maxpipe.distributed import secret
+from maxpipe.errors import ConfigError, StorageError
+
+GOOD = "0123456789" * 4
+
+
+def refused(environment: dict[str, str]) -> str:
+    with pytest.raises(ConfigError) as caught:
+        secret.given(environment)
+    text = str(caught.value)
+    where, rule, action = text.splitlines()
+    assert where.startswith("MAXPIPE_RUN_SECRET") and rule[:2] == action[:2] == "  "
+    return text
+
+
+@pytest.mark.fault("P7")
+def test_the_environment_comes_first(tmp_path: Path) -> None:
+    assert secret.given({}) is None
+    assert secret.given({secret.VARIABLE: f" {GOOD}\n"}) == GOOD.encode()
+    for text in ("", "short", "x" * 2000):
+        said = refused({secret.VARIABLE: text})
+        assert "must have 32 to 1024 characters" in said and "openssl rand -hex 32" in said
+        assert not text or text not in said
+
+
+@pytest.mark.fault("P7")
+def test_a_file_must_be_its_owners_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "file"
+    named = {secret.FILE_VARIABLE: str(path)}
+    said = refused(named)
+    assert "No such file" in said and "openssl rand -hex 32 > FILE" in said
+    path.write_text(GOOD + "\n")
+    for mode in (0o640, 0o604, 0o620, 0o666):
+        path.chmod(mode)
+        said = refused(named)
+        assert f"its mode is {mode:o}" in said and "chmod 600" in said
+    path.chmod(0o600)
+    assert secret.given(named) == GOOD.encode()
+    assert secret.given(named | {secret.VARIABLE: GOOD[::-1]}) == GOOD[::-1].encode()
+    for text in ("", "short", "x" * 5000):
+        path.write_text(text)
+        said = refused(named)
+        assert "it must hold 32 to 1024 bytes" in said and "openssl rand -hex 32 > FILE" in said
+    me = os.geteuid()
+    path.write_text(GOOD)
+    monkeypatch.setattr(os, "geteuid", lambda: me + 1)
+    assert "it belongs to another user" in refused(named)
+    path.unlink()
+    os.mkfifo(path, 0o600)
+    assert "not a regular file" in refused(named)
+
+
+@pytest.mark.fault("P7")
+def test_process_0_leaves_a_new_one_for_as_long_as_the_others_are_waited_for(
+    tmp_path: Path,
+) -> None:
+    folder, planted = tmp_path / "runs" / "run", tmp_path / "planted"
+    assert secret.found_in(folder, 1) is None
+    with secret.left_in(folder, 1) as first:
+        assert secret.found_in(folder, 1) == first and len(first) == 64
+        assert secret.found_in(folder, 2) is None  # another run's
+        (path,) = folder.iterdir()
+        assert path.stat().st_mode & 0o777 == 0o600
+    assert not list(folder.iterdir())
+    # What a folder brought along, or a process that was killed left, is not used.
+    planted.write_text(GOOD)
+    secret.file_in(folder, 1).symlink_to(planted)
+    with secret.left_in(folder, 1) as second:
+        assert secret.found_in(folder, 1) == second not in (first, GOOD.encode())
+    assert planted.read_text() == GOOD and not list(folder.iterdir())
+    # Who is killed leaves its own, which goes when a run has the folder; another port is as likely.
+    for port in (1, 2):
+        secret.file_in(folder, port).write_text(GOOD)
+    (folder / "config.yml").touch()
+    secret.sweep(folder)
+    assert [path.name for path in folder.iterdir()] == ["config.yml"]
+
+
+@pytest.mark.fault("P7")
+def test_a_folder_that_keeps_nothing_private_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As mounts of buckets and of Windows shares are."""
+    opened = os.open
+
+    def open_for_all(path: str, flags: int, mode: int = 0o777, **more: int) -> int:
+        descriptor = opened(path, flags, mode, **more)
+        if flags & os.O_CREAT:
+            os.fchmod(descriptor, 0o666)
+        return descriptor
+
+    monkeypatch.setattr(os, "open", open_for_all)
+    rule = "and no other: its mode is 666"
+    with pytest.raises(ConfigError, match=rule) as caught, secret.left_in(tmp_path, 1):
+        pass
+    assert "set MAXPIPE_RUN_SECRET" in str(caught.value) and not list(tmp_path.iterdir())
+    secret.file_in(tmp_path, 1).write_text(GOOD)
+    secret.file_in(tmp_path, 1).chmod(0o644)
+    with pytest.raises(ConfigError, match="its mode is 644"):
+        secret.found_in(tmp_path, 1)
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    folder = tmp_path / "file"
+    with pytest.raises(StorageError, match="cannot be written"), secret.left_in(folder, 1):
+        pass

@@ -1,0 +1,501 @@
+"""Who does not know the run's secret: at the port of process 0, in its place, and in between."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import random
+import re
+import selectors
+import signal
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from maxpipe.distributed import listener
+from maxpipe.distributed.hub import FromHub, FromMember, Hub, Limits, Member, free_port
+from maxpipe.distributed.listener import Listener
+from maxpipe.distributed.wire import FROM_MEMBER_BYTES, NotOfThisRun, Wire, reach
+from maxpipe.errors import ExitCode
+from maxpipe.io.typed import parse
+from tests.distributed.test_link import (
+    SECRET,
+    again,
+    ends,
+    heard,
+    introduced,
+    members,
+    port_of,
+    proved,
+    wait_for,
+)
+from tests.strangers import Flood, measured
+
+KEY = SECRET.encode()
+
+
+def soon() -> float:
+    return time.monotonic() + 10
+
+
+# --- at the port -------------------------------------------------------------------------------
+
+
+@pytest.mark.fault("P1")
+def test_random_messages_at_the_port_end_nothing_and_cost_little() -> None:
+    with members("steps(link, 5)", count=2, started=1) as (first,):
+        wait_for(first, "linked")
+        time.sleep(0.5)
+        with measured(first.pid) as share:
+            for seed, most in enumerate((1, 7, 40)):
+                with Flood(port_of(first), seed, most) as flood:
+                    flood.send(150, 2.0)
+                    assert flood.num_messages > 50
+        assert share[0] < 0.05
+        with Flood(port_of(first), 9, 40) as flood:
+            flood.send(40, 2.0)
+            second = again(first, 1)
+            codes, printed, errors = ends([first, second])
+    assert codes == [0, 0] and "together" in printed[0]
+    assert "\x1b" not in errors[0] and "Traceback" not in errors[0]
+
+
+@pytest.mark.fault("P2")
+def test_idle_connections_keep_no_process_out_and_nothing_busy() -> None:
+    """More than this process may have files open."""
+    few = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (48, 48))"
+    with members("steps(link, 5)", count=2, started=1, before=few) as (first,):
+        wait_for(first, "linked")
+        time.sleep(0.5)
+        with contextlib.ExitStack() as stack:
+            for _ in range(200):
+                at = ("127.0.0.1", port_of(first))
+                stack.enter_context(socket.create_connection(at, timeout=5))
+            with measured(first.pid) as share:
+                time.sleep(2)
+            assert share[0] < 0.05
+            codes, _, errors = ends([first, again(first, 1)])
+    assert codes == [0, 0], errors
+
+
+@contextlib.contextmanager
+def listening(count: int = 2) -> Iterator[tuple[Listener, tuple[str, int]]]:
+    address = ("127.0.0.1", free_port())
+    opened = Listener(address, KEY, count, print)
+    try:
+        yield opened, address
+    finally:
+        opened.close()
+
+
+def looks(opened: Listener, until: Callable[[], bool]) -> list[Wire]:
+    found: list[Wire] = []
+    deadline = soon()
+    while not until():
+        assert time.monotonic() < deadline
+        found += opened.look()
+        time.sleep(0.005)
+    return found
+
+
+@pytest.mark.fault("P2")
+def test_strangers_are_few_short_of_words_and_short_lived(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listener, "_MOST_STRANGERS", 3)
+    monkeypatch.setattr(listener, "_SECONDS", 0.5)
+    with listening() as (opened, address), contextlib.ExitStack() as stack:
+        new = [stack.enter_context(socket.create_connection(address)) for _ in range(8)]
+        looks(opened, lambda: opened.num_refused == 3)
+        for sock in new[:3]:
+            assert sock.recv(10) == b""  # the oldest went
+        new[3].sendall(b"[" * 1000)
+        looks(opened, lambda: opened.num_refused == 4)  # at its first words
+        new[4].sendall(b"maxpipe1")
+        looks(opened, lambda: opened.num_refused == 8)  # the others had their time
+        assert opened.last_refused == "127.0.0.1"
+
+
+def test_the_address_with_most_strangers_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listener, "_MOST_STRANGERS", 3)
+    with listening() as (opened, address), contextlib.ExitStack() as stack:
+        other = stack.enter_context(socket.create_connection(address, 5, ("127.0.0.9", 0)))
+        looks(opened, lambda: bool(opened._strangers))
+        for _ in range(10):
+            stack.enter_context(socket.create_connection(address))
+        looks(opened, lambda: opened.num_refused == 6)
+        other.settimeout(0.1)
+        with pytest.raises(TimeoutError):
+            other.recv(1)
+
+
+@pytest.mark.fault("P3")
+def test_neither_words_of_before_nor_ones_own_are_a_proof() -> None:
+    """A challenge sent back, a greeting of this hub, and all that a member said an hour ago."""
+    with listening() as (opened, address):
+        recorded = recording(address)
+        wires: list[Wire] = []
+        thread = threading.Thread(
+            target=lambda: wires.append(reach(recorded.address, KEY, soon)), daemon=True
+        )
+        thread.start()
+        proved_wires: list[Wire] = []
+        deadline = soon()
+        while not proved_wires:
+            assert time.monotonic() < deadline
+            proved_wires += opened.look()
+            time.sleep(0.005)
+        thread.join(10)
+        wires[0].send({"stop": 75})
+        while (messages := proved_wires[0].receive(FromMember)) == []:
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+        assert messages == [{"stop": 75}]
+        said = recorded.said()
+        assert b"stop" in said and SECRET.encode() not in said
+        with socket.create_connection(address, timeout=5) as sock:
+            before = opened.num_refused
+            sock.sendall(said)
+            assert looks(opened, lambda: opened.num_refused > before) == []
+        with socket.create_connection(address, timeout=0.05) as sock:
+            sock.sendall(said[:40])
+            before, answer = opened.num_refused, b""
+            while len(answer) < 64:
+                assert opened.look() == []
+                with contextlib.suppress(TimeoutError):
+                    answer += sock.recv(64)
+            sock.sendall(answer[-32:])
+            assert looks(opened, lambda: opened.num_refused > before) == []
+        for wire in (*wires, *proved_wires):
+            wire.close()
+
+
+@pytest.mark.fault("P3")
+def test_another_secret_gets_nowhere() -> None:
+    with members("pass", count=2, started=1, limits="init_seconds=3") as (first,):
+        wait_for(first, "linked")
+        time.sleep(0.5)
+        with pytest.raises(NotOfThisRun):
+            reach(("127.0.0.1", port_of(first)), b"x" * 40, soon)
+        codes, _, errors = ends([first])
+    told = "process 1 of 2 did not come within 3 s; 1 connections did not know the run's secret"
+    assert codes == [71] and told in errors[0]
+
+
+def test_only_the_coordinators_address_is_listened_at() -> None:
+    with listening() as (_, (_, port)), pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", port), timeout=1)
+
+
+def test_a_name_that_others_may_understand_otherwise_is_listened_at_everywhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Names for 127.0.1.1, addresses of a router, names that only others know."""
+    names: dict[str, list[str]] = {
+        "localhost": ["127.0.0.1"],
+        "127.0.0.1": ["127.0.0.1"],
+        "host0": ["127.0.1.1"],
+        "outside": ["192.0.2.7"],
+        "192.0.2.7": ["192.0.2.7"],
+        "both": ["192.0.2.7", "127.0.0.1"],
+    }
+
+    def resolve(host: str, port: int, **options: Any) -> list[Any]:
+        if host not in names:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        kind = (socket.AF_INET, socket.SOCK_STREAM, 6, "")
+        return [(*kind, (address, port)) for address in names[host]]
+
+    names |= {"127.0.1.1": ["127.0.1.1"]}
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    for host, found in [
+        ("localhost", ["127.0.0.1"]),
+        ("127.0.0.1", ["127.0.0.1"]),
+        *((host, []) for host in ("host0", "outside", "both", "unknown")),
+    ]:
+        assert listener.own_addresses(host) == found, host
+    said: list[str] = []
+    port = free_port()
+    opened = Listener(("outside", port), KEY, 2, said.append)
+    try:
+        (text,) = said
+        assert text.endswith("every address: outside is no address of this machine")
+        with socket.socket() as sock:
+            sock.connect(("127.0.0.2", port))
+    finally:
+        opened.close()
+
+
+def test_a_port_that_is_taken_is_not_shared() -> None:
+    with listening() as (_, address), pytest.raises(OSError) as caught:
+        Listener(address, KEY, 2, print)
+    assert caught.value.errno == errno.EADDRINUSE
+
+
+# --- in the place of process 0 -----------------------------------------------------------------
+
+
+@pytest.mark.fault("P4")
+@pytest.mark.parametrize(
+    "says", ["nothing", pytest.param("noise", marks=pytest.mark.long), "its greeting", "welcome"]
+)
+def test_a_false_process_0_learns_nothing_and_sends_no_process_away(says: str) -> None:
+    texts = {
+        "noise": b"\xff" * 64,
+        "its greeting": None,
+        "welcome": b'{"welcome": true}\n{"leave": {"code": 0, "text": "", "stacks": false}}\n',
+    }
+    heard_by_it: list[bytes] = []
+    port = free_port()
+
+    def answer(opened: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                sock, _ = opened.accept()
+                with sock:
+                    sock.settimeout(0.5)
+                    heard_by_it.append(sock.recv(1000))
+                    if says != "nothing":
+                        sock.sendall(texts[says] or (heard_by_it[-1] * 2)[:64])
+                    with contextlib.suppress(OSError):
+                        heard_by_it.append(sock.recv(1000))
+
+    for_ever = says == "noise"
+    with member_at(port, f"init_seconds={3 if for_ever else 30}") as member:
+        with socket.create_server(("127.0.0.1", port)) as opened:
+            threading.Thread(target=answer, args=(opened,), daemon=True).start()
+            deadline = soon()
+            while len(heard_by_it) < 4:
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
+            if for_ever:
+                member.wait(20)
+            opened.shutdown(socket.SHUT_RDWR)
+        codes, _, errors = ends([member] if for_ever else [member, again(member, 0)])
+    assert codes == ([71] if for_ever else [0, 0]), errors
+    if for_ever:
+        assert f"process 0 was not found at 127.0.0.1:{port} within 3 s; what ans" in errors[0]
+        assert "does not know the secret of this run" in errors[0]
+    assert all(text[:8] in (b"maxpipe1", b"") and len(text) <= 40 for text in heard_by_it)
+
+
+@contextlib.contextmanager
+def member_at(port: int, limits: str) -> Iterator[Any]:
+    """Process 1 of two, with this port."""
+    with members("steps(link, 5)", count=2, started=1, limits=limits) as (first,):
+        first.send_signal(signal.SIGKILL)
+        first.wait()
+        arguments: list[Any] = list(first.args)  # type: ignore[arg-type]
+        arguments[-2] = str(port)
+        first.args = arguments
+        member = again(first, 1)
+        try:
+            yield member
+        finally:
+            member.kill()
+            member.communicate()
+
+
+# --- in between --------------------------------------------------------------------------------
+
+
+class Recording:
+    """A port that hands everything on to another, both ways, and remembers what members say."""
+
+    def __init__(self, target: tuple[str, int], change: Callable[[bytes], bytes]):
+        self._target, self._change = target, change
+        self._said: list[bytes] = []
+        self._opened = socket.create_server(("127.0.0.1", 0))
+        self.address: tuple[str, int] = self._opened.getsockname()
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def said(self) -> bytes:
+        return b"".join(self._said)
+
+    def _run(self) -> None:
+        while True:
+            near, _ = self._opened.accept()
+            far = socket.create_connection(self._target)
+            for source, sink, keep in ((near, far, True), (far, near, False)):
+                threading.Thread(target=self._hand, args=(source, sink, keep), daemon=True).start()
+
+    def _hand(self, source: socket.socket, sink: socket.socket, keep: bool) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                if keep:
+                    self._said.append(data)
+                    data = self._change(data)
+                sink.sendall(data)
+            sink.shutdown(socket.SHUT_WR)
+
+
+def recording(
+    target: tuple[str, int], change: Callable[[bytes], bytes] = lambda data: data
+) -> Recording:
+    return Recording(target, change)
+
+
+def cut_in(data: bytes) -> bytes:
+    text = b'{"failed": {"code": 2, "text": "false"}}'
+    return data + struct.pack(">I", len(text)) + b"\0" * 32 + text
+
+
+@pytest.mark.fault("P3")
+@pytest.mark.parametrize(
+    ("after", "change"),
+    [
+        (b"beat", cut_in),
+        (b"beat", lambda data: data.replace(b'"beat"', b'"bye!"')),
+        (b"beat", lambda data: data + data),  # once more
+        (b"hello", lambda data: data.replace(b'"10"', b'"11"')),
+    ],
+)
+def test_what_is_changed_on_its_way_is_not_believed(
+    after: bytes, change: Callable[[bytes], bytes]
+) -> None:
+    """Of the words that were let in between, none is heard; the connection is over."""
+    done: list[int] = []
+
+    def once(data: bytes) -> bytes:
+        if after not in data or done:
+            return data
+        done.append(1)
+        return change(data)
+
+    body = "steps(link, 1000)" if after == b"beat" else "steps(link, 5)"
+    with members(body, count=2, started=1, limits="init_seconds=15") as (first,):
+        wait_for(first, "linked")
+        between = recording(("127.0.0.1", port_of(first)), once)
+        with member_at(between.address[1], "init_seconds=15") as second:
+            if after == b"beat":
+                codes, _, errors = ends([first, second])
+                assert codes == [71, 71]
+                assert "process 1 (" in errors[0] and "is gone" in errors[0]
+            else:
+                codes, _, errors = ends([second])
+                assert codes == [71] and "process 0 is gone" in errors[0]
+                codes, _, errors = ends([first, again(first, 1)])
+                assert codes == [0, 0]
+    assert done and not any("false" in text for text in errors)
+
+
+# --- what those of the run may say -------------------------------------------------------------
+
+
+@pytest.mark.fault("P5")
+@pytest.mark.parametrize(
+    "message",
+    [
+        *([], 3, "hello", {"hello": 3}, {"hello": {"index": 1}}, {"beat": {"step": "x"}}),
+        {"hello": {"index": True, "count": 2, "host": "", "pid": 1, "facts": {}}},
+        {"hello": {"index": 2**70, "count": 2, "host": "", "pid": 1, "facts": {}}},
+        {"hello": {"index": 1, "count": 2, "host": "", "pid": 1, "facts": {"a": [1]}}},
+        {"stop": 75, "deep": json.loads("[" * 40 + "]" * 40)},
+        {"text": "x" * FROM_MEMBER_BYTES},
+        {"stop": 75},  # before it has said who it is
+    ],
+)
+def test_nonsense_of_a_process_ends_its_connection_only(message: Any) -> None:
+    with hub_of_one() as (hub, selector, told):
+        here, there = socket.socketpair()
+        with here, there:
+            near = Wire(here, KEY, b"nonces", is_hub=True)
+            far = Wire(there, KEY, b"nonces", is_hub=False)
+            hub._unknown[near] = time.monotonic()
+            selector.register(near, selectors.EVENT_READ)
+            far.send(message)
+            deadline = soon()
+            while near in hub._unknown:
+                assert time.monotonic() < deadline
+                far.push()
+                for key, _ in selector.select(0.05):
+                    hub.read(key.fileobj)
+            assert far.receive(FromHub) is None
+        assert told == [] and len(hub._members) == 1
+
+
+@pytest.mark.fault("P5")
+def test_random_messages_of_a_process_are_no_bug() -> None:
+    """Those that have the right types, in any order and with any numbers."""
+    chance = random.Random(5)
+    numbers = (0, 1, -1, 7, 2**62, -(2**62))
+    texts = ("", "x", "save", "\x1b[2J", "step", "\u2028" * 300)
+
+    def number() -> float:
+        return chance.choice([*numbers, 0.5, -1e308, 1e308, 1e-300])
+
+    def beat() -> dict[str, Any]:
+        words = {"phase": chance.choice(texts), "step": chance.choice(numbers)}
+        return words | {"seconds": number(), "own": number(), "waits": chance.random() < 0.5}
+
+    makes: tuple[Callable[[], dict[str, Any]], ...] = (
+        lambda: {"beat": beat()},
+        lambda: {"at": chance.choice(numbers)},
+        lambda: {"same": chance.choice(texts), "value": chance.choice(texts)},
+        lambda: {"same": chance.choice(texts)},
+        lambda: {"stop": 75},
+        lambda: {"bye": True},
+        lambda: {"value": "", "other": [None]},
+        lambda: {"failed": {"code": chance.choice(numbers), "text": chance.choice(texts)}},
+    )
+    for _ in range(40):
+        with hub_of_one() as (hub, _, told):
+            hub.join(Member(1))
+            for _ in range(50):
+                index, message = chance.randrange(2), chance.choice(makes)()
+                hub.handle(index, parse(json.dumps(message), FromMember))
+                hub.check_timeouts()
+        ended = [message["leave"]["code"] for message in told if "leave" in message]
+        assert told[0] == {"welcome": True} and all(0 < code < 256 for code in ended)
+
+
+@contextlib.contextmanager
+def hub_of_one() -> Iterator[tuple[Any, selectors.BaseSelector, list[Any]]]:
+    """Process 0 of two, without a port; and the messages to it."""
+    told: list[Any] = []
+    with selectors.DefaultSelector() as selector:
+        hub = Hub(2, Limits(), told.append, print, selector)
+        hub.join(Member(0))
+        try:
+            yield hub, selector, told
+        finally:
+            hub.close()
+
+
+@pytest.mark.fault("P5")
+@pytest.mark.parametrize(
+    "code", [0, *(pytest.param(each, marks=pytest.mark.long) for each in (-1, 256, 2**40))]
+)
+def test_whatever_a_process_says_the_run_is_not_done(code: int) -> None:
+    with (
+        members("steps(link, 1000)", count=2, started=1) as (first,),
+        introduced(first, 1, count=2) as wire,
+    ):
+        assert heard(wire, "welcome")
+        wire.send({"failed": {"code": code, "text": "\x1b]0;owned\x07done\r\n" + "x" * 9000}})
+        codes, _, errors = ends([first])
+    assert codes == [int(ExitCode.BUG)]
+    text = errors[0]
+    assert re.search(r"^process 1 \(far, pid 1\) failed first:$", text, re.M)
+    assert "\x1b" not in text and "\r" not in text and len(text) < 6000
+
+
+@pytest.mark.fault("P5")
+def test_a_peer_that_reads_nothing_holds_no_other_up() -> None:
+    here, there = socket.socketpair()
+    with here, there:
+        wire = Wire(here, KEY, b"nonces", is_hub=True)
+        begin = time.monotonic()
+        while wire.send({"refused": "x" * (1 << 20)}):
+            assert time.monotonic() - begin < 20
+        assert wire.receive(FromMember) is None
+    with (
+        members("steps(link, 5)", count=3, started=1) as (first,),
+        proved(first),  # says and reads nothing more
+    ):
+        codes, _, errors = ends([first, again(first, 1), again(first, 2)])
+    assert codes == [0, 0, 0], errors

@@ -1,0 +1,73 @@
+"""Checkpoints of adapters beside a Hugging Face folder, made without training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from maxpipe.checkpoint.manager import Checkpoints
+from maxpipe.config.load import Loaded, load, to_dict
+from maxpipe.huggingface.source import opened
+from maxpipe.parallel.mesh import build_mesh
+from maxpipe.restore.weights import of_folder
+from maxpipe.step.build import steps_of
+from maxpipe.step.step import Steps
+from maxpipe.train.resume import Start, restore_or_init
+from tests.huggingface.test_starts import Said
+from tests.pipeline.test_executor import with_changes
+
+FINGERPRINT = {"batch_size": 4}
+
+
+class Made(NamedTuple):
+    """A run with one checkpoint."""
+
+    folder: Path
+    steps: Steps
+    params: Any
+    """All of the model's, in the form of checkpoints."""
+
+
+def begun(
+    base: Path, runs: Path, *overrides: str, saved: bool = False
+) -> tuple[Loaded, Steps, Start]:
+    """A run's start; of one that has `saved` it goes on."""
+    section = {**opened(str(base)).described.section, "compute_dtype": "float32"}
+    section["param_dtype"] = "float32"
+    known = {
+        "run": {"name": "adapted", "dir": str(runs)},
+        "model": section,
+        "train": {"steps": 2, "batch_size": 4, "sequence_length": 8},
+        "tokenizer": {"kind": "huggingface", "path": "none"},
+        "checkpoint": {"restore_from": f"hf:{base}"},
+    }
+    loaded = load(list(overrides), known, "test")
+    config = loaded.config
+    mesh = build_mesh(config.mesh, jax.devices()[: config.mesh.cpu_devices])
+    steps = steps_of(config, mesh, np.zeros(config.model.vocab_size, np.int32))
+    train = SimpleNamespace(
+        fingerprint=dict(FINGERPRINT).copy, go_on=lambda fingerprint, step: False
+    )
+    datasets: Any = SimpleNamespace(train=train)
+    console: Any = Said()
+    with Checkpoints(runs / config.run.name, config.checkpoint, write=saved) as checkpoints:
+        return loaded, steps, restore_or_init(loaded, steps, checkpoints, datasets, console)
+
+
+def made(base: Path, runs: Path, *overrides: str) -> Made:
+    """Adapters that change something, saved as those of step 1."""
+    loaded, steps, start = begun(base, runs, "adapter.rank=2", "adapter.alpha=3", *overrides)
+    saved = steps.to_saved(start.state)
+    saved["params"] = with_changes(saved["params"])
+    saved["step"] = saved["step"] + 1
+    data = {"step": 1, "fingerprint": FINGERPRINT, "guard": None, "base": start.base}
+    folder = runs / loaded.config.run.name
+    with Checkpoints(folder, loaded.config.checkpoint) as checkpoints:
+        checkpoints.save(1, lambda: saved, to_dict(loaded.config), data, last=True)
+    read = of_folder(opened(str(base)), steps.abstract_base)
+    whole = steps.whole(read, saved["params"])
+    return Made(folder, steps, jax.device_get(steps.partition.by_kind(whole)))

@@ -1,0 +1,220 @@
+"""Adapters beside a folder's weights: what is saved of them, and what goes out."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxpipe.checkpoint.address import parse
+from maxpipe.checkpoint.trees import named
+from maxpipe.errors import ConfigError, StorageError
+from maxpipe.huggingface.export import export, export_adapters
+from maxpipe.huggingface.import_ import hub_id, import_folder
+from maxpipe.huggingface.peft import CONFIG, WEIGHTS
+from maxpipe.huggingface.safetensors import Reader
+from maxpipe.huggingface.source import opened
+from maxpipe.io.tree import nested
+from maxpipe.nn.decoder import Decoder
+from maxpipe.parallel.axes import MeshConfig
+from maxpipe.parallel.sharding import AxisRules
+from tests.huggingface import maker
+from tests.huggingface.adapted import Made, begun, made
+from tests.huggingface.test_oracle import PYTHON, asked, job_of, reason
+
+TOLERANCE = 1e-5
+TOKENS = np.random.default_rng(0).integers(0, maker.VOCAB, (2, 8), np.int32)
+
+
+def quiet(text: str) -> None:
+    pass
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("bases") / "llama"
+    maker.write(folder, *maker.llama("F32"))
+    return folder
+
+
+def logits(decoder: Decoder, params: Any, vocab: int = maker.VOCAB) -> np.ndarray:
+    place = np.broadcast_to(np.arange(TOKENS.shape[1], dtype=np.int32), TOKENS.shape)
+    batch = {"tokens": jnp.asarray(TOKENS % vocab), "positions": jnp.asarray(place)}
+    batch["segment_ids"] = jnp.ones_like(batch["tokens"])
+    return np.asarray(jax.jit(decoder.apply)(params, batch))
+
+
+def of_adapters(run: Made, vocab: int = maker.VOCAB) -> np.ndarray:
+    return logits(run.steps.partition.decoder, run.params, vocab)
+
+
+def of_folder(folder: Path) -> np.ndarray:
+    source = opened(str(folder))
+    names = source.mapped.shapes
+    every = {name: tuple(slice(0, size) for size in names[name]) for name in names}
+    flat = {name: source.region(name, np.dtype(np.float32), every[name]) for name in names}
+    params = nested({tuple(name.split(".")): values for name, values in flat.items()})
+    config = replace(source.config, compute_dtype="float32")
+    decoder = Decoder(config, AxisRules.from_config(MeshConfig()))
+    kinds = decoder.model.kinds
+    if len(kinds) == 1:
+        params["layers"] = {next(iter(kinds)): params["layers"]}
+    return logits(decoder, params)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        pytest.param(["adapter.kind=dora", "adapter.base=nf4"], marks=pytest.mark.layouts),
+        ["adapter.targets=['*.mlp.*']", "adapter.base=int8", "adapter.scale_by=root"],
+    ],
+    ids=str,
+)
+def test_a_merged_export_equals_adapters_on_their_base(
+    overrides: list[str], base: Path, tmp_path: Path
+) -> None:
+    run = made(base, tmp_path, *overrides)
+    export(parse(str(run.folder)), str(tmp_path / "out"), None, quiet)
+    found, wanted = of_folder(tmp_path / "out"), of_adapters(run)
+    assert np.abs(found - wanted).max() < TOLERANCE * np.abs(wanted).max()
+    assert np.abs(wanted - of_folder(base)).max() > 1e-2 * np.abs(wanted).max()
+    saved = {*named(run.steps.abstract_saved["params"])}
+    assert all("_lora_" in name for name in saved)
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_files_for_peft_are_the_change_of_a_merged_export(
+    kind: str, base: Path, tmp_path: Path
+) -> None:
+    run = made(base, tmp_path, f"adapter.kind={kind}", "adapter.targets=[layers.attention.*]")
+    export(parse(str(run.folder)), str(tmp_path / "out"), None, quiet)
+    export_adapters(parse(str(run.folder)), str(tmp_path / "alone"), None, quiet)
+    said = json.loads((tmp_path / "alone" / CONFIG).read_text())
+    assert said["target_modules"] == ["q_proj", "k_proj", "v_proj", "o_proj"]
+    assert (said["r"], said["lora_alpha"], said["use_dora"]) == (2, 3.0, kind == "dora")
+    assert said["base_model_name_or_path"] == str(base)
+    reader = Reader(tmp_path / "alone" / WEIGHTS)
+    tensors = {name: reader.read(name) for name in reader.entries}
+    before, after = maker.read(base), maker.read(tmp_path / "out")
+    for name, old in before.items():
+        module = f"base_model.model.{name.removesuffix('.weight')}"
+        if f"{module}.lora_A.weight" not in tensors:
+            assert "self_attn" not in name and (after[name] == old).all()
+            continue
+        down, up = (tensors[f"{module}.lora_{each}.weight"] for each in "AB")
+        assert (down.shape, up.shape) == ((2, old.shape[1]), (old.shape[0], 2))
+        new = old + 1.5 * up @ down
+        if kind == "dora":
+            length = tensors[f"{module}.lora_magnitude_vector"]
+            new *= (length / np.linalg.norm(new, axis=1))[:, None]
+        assert np.abs(new - after[name]).max() < TOLERANCE * np.abs(new).max()
+
+
+def test_adapters_on_an_imported_base_name_the_folder_for_peft(base: Path, tmp_path: Path) -> None:
+    import_folder(str(base), str(tmp_path / "imported"), quiet)
+    run = made(base, tmp_path, f"checkpoint.restore_from={tmp_path / 'imported'}")
+    export_adapters(parse(str(run.folder)), str(tmp_path / "alone"), None, quiet)
+    config = json.loads((tmp_path / "alone" / CONFIG).read_text())
+    assert config["base_model_name_or_path"] == str(base)
+
+
+def test_snapshots_of_the_hub_have_its_id() -> None:
+    cache = Path("/c/hub/models--meta-llama--Llama-3.2-1B/snapshots")
+    assert hub_id(cache / ("4e" * 20)) == "meta-llama/Llama-3.2-1B"
+    assert hub_id(cache / "main") is None and hub_id(Path("/models/llama")) is None
+
+
+def test_a_run_goes_on_beside_its_base_wherever_that_is(base: Path, tmp_path: Path) -> None:
+    """On another mesh, and with the folder moved; but not beside other weights."""
+    own = tmp_path / "own"
+    maker.write(own, *maker.llama("F32"))
+    run = made(own, tmp_path, "adapter.kind=dora", "adapter.base=int8")
+    again = ("adapter.rank=2", "adapter.alpha=3", "adapter.kind=dora", "adapter.base=int8")
+    staged = (
+        "mesh.cpu_devices=4",
+        "mesh.ici_stage=2",
+        "mesh.ici_fsdp=2",
+        "pipeline.microbatches=2",
+    )
+    own.rename(tmp_path / "moved")
+    with pytest.raises(ConfigError, match="must be a folder"):
+        begun(base, tmp_path, *again, f"checkpoint.restore_from=hf:{own}", saved=True)
+    _, steps, start = begun(tmp_path / "moved", tmp_path, *again, *staged, saved=True)
+    parts = steps.partition
+    found = jax.device_get(parts.by_kind(jax.jit(parts.to_saved)(start.state.params)))
+    for name, wanted in named(run.params).items():
+        np.testing.assert_array_equal(named(found)[name], wanted, err_msg=name)
+    other = (*again, f"checkpoint.restore_from={run.folder}", "run.name=next")
+    with pytest.raises(ConfigError, match="must be a folder"):  # of the base, which was moved
+        begun(base, tmp_path, *other)
+    (tmp_path / "moved").rename(own)
+    _, _, start = begun(base, tmp_path, *other)
+    assert int(start.state.step) == 1 and start.base is not None
+    assert start.base["given"] == str(run.folder) and start.base["address"] == f"hf:{own}"
+    own.rename(tmp_path / "moved")
+    config, tensors = maker.llama("F32")
+    tensors["model.norm.weight"] = tensors["model.norm.weight"] + 1e-3
+    maker.write(tmp_path / "other", config, tensors)
+    with pytest.raises(ConfigError, match="digest was"):
+        begun(tmp_path / "other", tmp_path, *again, saved=True)
+    (tmp_path / "other").rename(own)
+    with pytest.raises(ConfigError, match="digest was"):
+        export(parse(str(run.folder)), str(tmp_path / "out"), None, quiet)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_damaged_array_is_not_exported(base: Path, tmp_path: Path) -> None:
+    run = made(base, tmp_path)
+    (step,) = (path for path in (run.folder / "checkpoints").iterdir() if path.name.isdigit())
+    for path in (step / "state" / "d").iterdir():
+        path.write_bytes(bytes(reversed(path.read_bytes())))
+    with pytest.raises(StorageError, match="cannot be exported"):
+        export_adapters(parse(str(run.folder)), str(tmp_path / "alone"), None, quiet)
+    assert not (tmp_path / "alone").exists()
+
+
+def test_other_adapters_are_refused(base: Path, tmp_path: Path) -> None:
+    made(base, tmp_path)
+    for changed, words in (
+        (["adapter.rank=3"], "must be 2, which step 1 was saved with"),
+        (["adapter.alpha=4"], "must be 3"),
+        (["adapter.targets=['*.query']"], "had one"),
+        (["adapter.rank=0"], "must be 2"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            begun(base, tmp_path, "adapter.rank=2", "adapter.alpha=3", *changed, saved=True)
+    text = f"checkpoint.restore_from={tmp_path / 'adapted'}"
+    weights = (text, "checkpoint.restore=weights", "run.name=next")
+    with pytest.raises(ConfigError, match="holds adapters and no whole model"):
+        begun(base, tmp_path, *weights)
+
+
+@pytest.mark.oracle
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
+def test_peft_computes_the_same_logits(family: str, kind: str, tmp_path: Path) -> None:
+    """Of adapters that it loads beside their base, and of the merged model without it."""
+    if why := reason("peft"):
+        pytest.skip(f"no PEFT in {PYTHON}: {why}")
+    job = job_of(family, 0, tmp_path)
+    asked("make", [job], tmp_path)
+    run = made(Path(job["folder"]), tmp_path, f"adapter.kind={kind}")
+    export_adapters(parse(str(run.folder)), str(tmp_path / "alone"), None, quiet)
+    export(parse(str(run.folder)), str(tmp_path / "merged"), None, quiet)
+    np.save(tmp_path / "tokens.npy", TOKENS % job["config"]["vocab_size"])
+    asks = {"tokens": str(tmp_path / "tokens.npy"), "adapter": str(tmp_path / "alone")}
+    said = json.loads((tmp_path / "alone" / "adapter_config.json").read_text())
+    base = said["base_model_name_or_path"]
+    for action, folder in (("adapted", base), ("logits", str(tmp_path / "merged"))):
+        found = str(tmp_path / f"{action}.npy")
+        asked(action, [{**asks, "folder": folder, "logits": found}], tmp_path)
+        theirs, ours = np.load(found), of_adapters(run, job["config"]["vocab_size"])
+        assert np.abs(theirs - ours).max() < 1e-4 * np.abs(ours).max()

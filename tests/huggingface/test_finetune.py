@@ -1,0 +1,195 @@
+"""docs/finetune.md: a public model comes in, is trained with stages and fsdp, and goes out."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxpipe.huggingface.named import named
+from maxpipe.nn.decoder import Decoder
+from maxpipe.parallel.axes import MeshConfig
+from maxpipe.parallel.mesh import build_mesh
+from maxpipe.parallel.sharding import AxisRules
+from maxpipe.restore.open_model import choose
+from maxpipe.step.build import steps_of
+from tests.conftest import FAST_COMPILE
+from tests.huggingface import maker
+from tests.huggingface.test_oracle import PYTHON, asked, close, reason
+from tests.train.runs import ledger, losses
+
+PAGE = Path(__file__).parents[2] / "docs" / "finetune.md"
+TOKENIZER = Path(__file__).parents[1] / "golden" / "tokenizers" / "folder"
+VOCAB = 437
+WORDS = ("the", "sea", "was", "cold", "and", "grey", "when", "we", "sailed", "out")
+
+
+@dataclass(frozen=True)
+class Loop:
+    """What the page's commands have left, and what each block of them has printed."""
+
+    folder: Path
+    outputs: list[str]
+
+
+def loop(folder: Path) -> Loop:
+    """Runs the page in a folder that has `base`."""
+    shutil.copytree(TOKENIZER, folder / "base", dirs_exist_ok=True)
+    draw = random.Random(0)
+    (folder / "book").mkdir()
+    for number in range(12):
+        (folder / "book" / f"{number}.txt").write_text(" ".join(draw.choices(WORDS, k=160)))
+    return ran(folder, "run", FAST_COMPILE)
+
+
+def ran(folder: Path, mark: str, variables: Mapping[str, str]) -> Loop:
+    """Runs the blocks of the page that are marked so."""
+    page = PAGE.read_text(encoding="utf-8")
+    blocks = re.findall(rf"<!-- {mark} -->\n```\n(.*?)```", page, re.DOTALL)
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    done = [
+        subprocess.run(
+            ["bash", "-euc", block],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=folder,
+            env=os.environ | dict(variables) | {"PATH": path},
+        )
+        for block in blocks
+    ]
+    failed = [each.stdout for each in done if each.returncode]
+    assert not failed, failed[0]
+    return Loop(folder, [each.stdout for each in done])
+
+
+def has_learnt(done: Loop) -> None:
+    """The loss of training goes down, and so does that of the evaluation before and after."""
+    train = losses(done.folder / "runs" / "base-tuned")
+    assert train[40] < train[10] - 0.5
+    nats = [
+        float(found[1])
+        for output in done.outputs
+        if (found := re.search(r"^loss +([\d.]+) nats per token", output, re.M))
+    ]
+    before, after = nats
+    assert after < before - 0.5
+    assert "stage 2 x fsdp 2" in "".join(done.outputs)
+
+
+def logits(folder: Path, model: str, tokens: np.ndarray, vocab: int = VOCAB) -> np.ndarray:
+    """Of a checkpoint or a folder, by the plain loop in float32."""
+    chosen = choose(named(str(folder / model)), ["model.compute_dtype=float32"], one_device)
+    config = chosen.loaded.config
+    steps = steps_of(config, build_mesh(MeshConfig(), jax.devices()[:1]), np.zeros(vocab))
+    params = steps.partition.by_kind(chosen.params(steps))
+    decoder = Decoder(config.model, AxisRules.from_config(MeshConfig()))
+    rows = jnp.asarray(tokens, jnp.int32)
+    batch = {"tokens": rows, "segment_ids": jnp.ones_like(rows)}
+    batch["positions"] = jnp.broadcast_to(jnp.arange(rows.shape[1]), rows.shape)
+    with jax.default_matmul_precision("highest"):
+        return np.asarray(jax.jit(decoder.apply)(params, batch))
+
+
+def one_device(config: Any) -> dict[str, Any]:
+    return {name: config[name] for name in ("model", "tokenizer")} | {"train": {"steps": 1}}
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Loop:
+    """The loop from a folder that is written here."""
+    folder = tmp_path_factory.mktemp("finetune")
+    config, tensors = maker.llama("BF16", VOCAB, tie_word_embeddings=True)
+    small = {name: (0.3 * each).astype(each.dtype) for name, each in tensors.items()}
+    maker.write(folder / "base", config, small, files=2)
+    return loop(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_the_loop_of_the_page(written: Loop) -> None:
+    has_learnt(written)
+    tokens = np.random.default_rng(0).integers(0, VOCAB, (2, 23))
+    found = logits(written.folder, "tuned", tokens)
+    assert (found == logits(written.folder, "runs/base-tuned@best", tokens)).all()
+    assert np.abs(found - logits(written.folder, "base", tokens)).max() > 0.1
+    config = json.loads((written.folder / "tuned" / "config.json").read_text())
+    kept = json.loads((written.folder / "base" / "config.json").read_text())
+    assert config["max_position_embeddings"] == kept["max_position_embeddings"]
+    for name in ("tokenizer.json", "generation_config.json"):
+        before, after = (written.folder / each / name for each in ("base", "tuned"))
+        assert before.read_bytes() == after.read_bytes()
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_the_example_of_conversations(tmp_path: Path) -> None:
+    """A model that knows learns to answer; the run ends early, and is drawn."""
+    done = ran(tmp_path, "sft", {})
+    chat = tmp_path / "runs" / "chat"
+    accuracy = losses(chat, "eval/sums/accuracy")
+    assert accuracy[20] < 0.8 and max(accuracy.values()) == 1
+    assert [*losses(chat, "eval/loss").values()][-1] < 0.1
+    [stop] = ledger(chat, "early_stop")
+    assert accuracy[stop["best_step"]] == 1 and stop["evaluations"] == 3
+    said = done.outputs[-1]
+    assert re.search(r"^accuracy +1\.0000", said, re.M)
+    assert "3 plus 4 is 7." in said and "9 plus 8 is 17." in said
+    sampled = [json.loads(line) for line in (chat / "samples.jsonl").read_text().splitlines()]
+    assert all(each["text"] == each["answer"] for each in sampled[-1]["samples"])
+    drawn = (tmp_path / "sft.svg").read_text()
+    assert drawn.startswith("<svg") and "eval/sums/accuracy" in drawn
+    exported = tmp_path / "chat-model"
+    for name in ("tokenizer.json", "chat_template.jinja"):
+        assert (exported / name).read_bytes() == (tmp_path / "small-tokenizer" / name).read_bytes()
+
+
+@pytest.mark.oracle
+@pytest.mark.slow
+def test_the_loop_between_two_ends_of_transformers(tmp_path: Path) -> None:
+    """Made by transformers, and loaded there again as on the page."""
+    if why := reason():
+        pytest.skip(f"no transformers in {PYTHON}: {why}")
+    tokens = np.random.default_rng(0).integers(0, VOCAB, (2, 23))
+    np.save(tmp_path / "tokens.npy", tokens)
+    sizes = {"vocab_size": VOCAB, "hidden_size": 20, "intermediate_size": 38}
+    sizes |= {"num_hidden_layers": 5, "num_attention_heads": 4, "num_key_value_heads": 2}
+    job = {
+        "folder": str(tmp_path / "base"),
+        "config_class": "LlamaConfig",
+        "architecture": "LlamaForCausalLM",
+        "config": sizes | {"head_dim": 6, "tie_word_embeddings": True},
+        "seed": 3,
+        "dtype": "bfloat16",
+        "max_shard_size": "20KB",
+        "tokens": str(tmp_path / "tokens.npy"),
+        "logits": str(tmp_path / "logits.npy"),
+    }
+    asked("make", [job], tmp_path)
+    close(logits(tmp_path, "base", tokens), np.load(job["logits"]))
+    done = loop(tmp_path)
+    has_learnt(done)
+    (code,) = re.findall(
+        r"<!-- transformers -->\n```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL
+    )
+    code += "import numpy, torch\n"
+    code += "tokens = torch.from_numpy(numpy.load('tokens.npy'))\n"
+    code += "numpy.save('loaded.npy', model.eval()(tokens).logits.detach().numpy())\n"
+    run = subprocess.run(
+        [PYTHON, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    close(np.load(tmp_path / "loaded.npy"), logits(tmp_path, "runs/base-tuned@best", tokens))

@@ -1,0 +1,134 @@
+"""Numbers of the files of a Hugging Face folder that no model has."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from maxpipe.config.schema import TokenizerConfig
+from maxpipe.data.tokenizer import open_tokenizer
+from maxpipe.errors import ConfigError
+from maxpipe.huggingface.sections import described
+from maxpipe.huggingface.source import opened
+from tests.huggingface import maker
+
+GOLDEN = Path(__file__).parents[1] / "golden/tokenizers/folder"
+VALUES = {
+    "NaN": "NaN",
+    "Infinity": "Infinity",
+    "-Infinity": "-Infinity",
+    "1e308": "1e308",
+    "300 digits": "7" * 300,
+    "400 digits": "7" * 400,
+    "-400 digits": "-" + "7" * 400,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0}
+YARN |= {"original_max_position_embeddings": 64, "rope_theta": 1e4}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 |= {"original_max_position_embeddings": 64}
+OTHERS = {"rms_norm_eps": 1e-5, "max_position_embeddings": 256}
+CONFIGS: dict[str, Callable[[], dict[str, Any]]] = {
+    "llama": lambda: maker.llama(rope_scaling=LLAMA3, rope_theta=1e4, **OTHERS)[0],
+    "llama dynamic": lambda: maker.llama(
+        rope_scaling={"rope_type": "dynamic", "factor": 2.0}, rope_theta=1e4, **OTHERS
+    )[0],
+    "llama yarn": lambda: maker.llama(rope_parameters=YARN, rope_scaling=None, **OTHERS)[0],
+    "gemma3": lambda: maker.gemma3()[0] | {"query_pre_attn_scalar": 6, "rope_theta": 1e6},
+    "mixtral": lambda: maker.mixtral()[0],
+    "qwen3_next": lambda: maker.qwen3_next()[0] | {"rope_theta": 1e6},
+    "gpt_oss": lambda: maker.gpt_oss()[0],
+}
+
+
+def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Paths of the numbers in a JSON value."""
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            yield from leaves(inner, (*path, name))
+    elif isinstance(value, list):
+        for number, inner in enumerate(value[:1]):
+            yield from leaves(inner, (*path, number))
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        yield path
+
+
+def changed(content: Any, path: tuple[Any, ...], text: str) -> str:
+    content = copy.deepcopy(content)
+    inner = content
+    for name in path[:-1]:
+        inner = inner[name]
+    inner[path[-1]] = "@@"
+    return json.dumps(content).replace('"@@"', text)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_config_json(name: str, tmp_path: Path) -> None:
+    """A number that is read is an error that names the file; those of lengths are not read."""
+    path, content = tmp_path / "config.json", CONFIGS[name]()
+    path.write_text(json.dumps(content))
+    described(tmp_path)
+    accepted = set()
+    for place in leaves(content):
+        for value in ("NaN", "-Infinity", "1e308", "400 digits"):
+            path.write_text(changed(content, place, VALUES[value]))
+            try:
+                described(tmp_path)
+            except ConfigError as error:
+                lines = str(error).splitlines()
+                assert lines[0].startswith(str(path))
+                assert len(lines) % 3 == 0
+                assert max(map(len, lines)) < 1000
+            else:
+                accepted.add((place[-1] if isinstance(place[-1], str) else place[0], value))
+    assert {key for key, _ in accepted} <= {"eos_token_id", "max_position_embeddings"}
+    assert not {value for _, value in accepted} & {"400 digits"}
+
+
+@pytest.mark.parametrize("value", VALUES)
+@pytest.mark.parametrize("key", ["eos_token_id", "bos_token_id"])
+@pytest.mark.parametrize("name", ["generation_config.json", "config.json"])
+def test_ids_of_control_tokens(name: str, key: str, value: str, tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    shutil.copytree(GOLDEN, folder)
+    for each in ("generation_config.json", "config.json"):
+        (folder / each).unlink(missing_ok=True)
+    for text in (VALUES[value], f"[1, {VALUES[value]}]"):
+        (folder / name).write_text(f'{{"{key}": {text}}}')
+        with pytest.raises(ConfigError) as caught:
+            open_tokenizer(TokenizerConfig(kind="auto", path=str(folder)))
+        assert f"tokenizer.path = {folder / name}" in str(caught.value)
+        assert key in str(caught.value) or "a whole number of 400 digits" in str(caught.value)
+
+
+def test_settings_of_a_tokenizer(tmp_path: Path) -> None:
+    """`model_max_length` is not read: 1e30 as a whole number is published with many models."""
+    folder = tmp_path / "folder"
+    shutil.copytree(GOLDEN, folder)
+    path = folder / "tokenizer_config.json"
+    content = json.loads(path.read_bytes()) | {"model_max_length": int(1e30)}
+    path.write_text(json.dumps(content))
+    open_tokenizer(TokenizerConfig(kind="auto", path=str(folder)))
+    path.write_text(changed(content, ("model_max_length",), "7" * 400))
+    with pytest.raises(ConfigError) as caught:
+        open_tokenizer(TokenizerConfig(kind="auto", path=str(folder)))
+    assert str(path) in str(caught.value)
+    assert "a whole number of 400 digits" in str(caught.value)
+
+
+@pytest.mark.parametrize("value", VALUES)
+def test_index_of_tensors(value: str, tmp_path: Path) -> None:
+    config, tensors = maker.llama("F32", rope_scaling=None)
+    maker.write(tmp_path, config, tensors, 3)
+    path = tmp_path / "model.safetensors.index.json"
+    content = json.loads(path.read_bytes())
+    name = next(iter(content["weight_map"]))
+    path.write_text(changed(content, ("weight_map", name), VALUES[value]))
+    with pytest.raises(ConfigError) as caught:
+        opened(str(tmp_path))
+    assert str(caught.value).startswith(f"{path}\n")

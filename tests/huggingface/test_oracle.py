@@ -1,0 +1,471 @@
+"""Logits of imported and of exported models are those of transformers."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from maxpipe.checkpoint.address import parse
+from maxpipe.checkpoint.manager import Checkpoints
+from maxpipe.errors import ConfigError
+from maxpipe.huggingface.export import export
+from maxpipe.huggingface.import_ import import_folder
+from maxpipe.huggingface.source import opened
+
+pytestmark = [pytest.mark.oracle, pytest.mark.slow]
+
+SCRIPT = Path(__file__).with_name("oracle.py")
+PYTHON = os.environ.get("ORACLE") or sys.executable
+CASES = 3
+NUM_TOKENS = 23
+
+
+def cases(kind: str) -> int:
+    """Of Llama one for each scaling."""
+    return 6 if kind in ("llama", "phi3") else CASES
+
+
+@cache
+def reason(more: str = "") -> str:
+    """Why there is no oracle, or why it lacks one `more` package; empty if all is there."""
+    code = f"import torch, transformers{', ' * bool(more)}{more}"
+    run = subprocess.run([PYTHON, "-c", code], capture_output=True, text=True, check=False)
+    return run.stderr.strip().rpartition("\n")[2]
+
+
+def asked(action: str, jobs: list[dict[str, Any]], folder: Path) -> None:
+    listed = folder / f"{action}.json"
+    listed.write_text(json.dumps(jobs))
+    run = subprocess.run(
+        [PYTHON, SCRIPT, action, listed], capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr
+
+
+def answered(script: str, jobs: list[Any], folder: Path) -> list[Any]:
+    """What a script beside this file answers to jobs, in their order."""
+    listed, out = folder / "jobs.json", folder / "answers.json"
+    listed.write_text(json.dumps(jobs))
+    command = [PYTHON, Path(__file__).with_name(script), listed, out]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    return json.loads(out.read_text())
+
+
+def sizes(draw: random.Random) -> dict[str, Any]:
+    """Odd and unequal."""
+    kv_heads = draw.choice((1, 2, 3))
+    heads = kv_heads * draw.choice((1, 2, 3))
+    return {
+        "vocab_size": draw.randrange(131, 391, 2),
+        "hidden_size": heads * draw.choice((6, 10, 14)),
+        "intermediate_size": draw.randrange(37, 93, 2),
+        "num_hidden_layers": draw.choice((3, 5, 7)),
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": draw.choice((4, 8, 12, 18)),
+        "rms_norm_eps": draw.choice((1e-6, 1e-5)),
+    }
+
+
+def llama(draw: random.Random) -> dict[str, Any]:
+    return {"tie_word_embeddings": draw.random() < 0.5}
+
+
+def scaled(number: int, draw: random.Random, size: int) -> dict[str, Any]:
+    """Rotary positions: each scaling in turn, in rows that are longer than the original context."""
+    original, factor = draw.choice((8, 16)), draw.choice((2.0, 4.0, 32.0))
+    rope = default_rope(draw)
+    context = {"original_max_position_embeddings": original}
+    kind = ("longrope", "dynamic", "yarn", "llama3", "linear", "default")[number % 6]
+    if kind == "default":
+        return {"rope_parameters": rope}
+    rope |= {"rope_type": kind, "factor": factor}
+    if kind == "llama3":
+        rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0, **context}
+    if kind == "yarn":
+        rope |= {"original_max_position_embeddings": draw.choice((64, 256))}
+        rope |= draw.choice(
+            ({}, {"attention_factor": 1.25}, {"mscale": 0.7, "mscale_all_dim": 1.3})
+        )
+    if kind == "longrope":
+        rope |= {name: [draw.uniform(1, 8) for _ in range(size // 2)] for name in FACTORS}
+        rope |= context
+        return {"rope_parameters": rope, "max_position_embeddings": int(factor * original)}
+    return {"rope_parameters": rope} | (
+        {"max_position_embeddings": original} if kind == "dynamic" else {}
+    )
+
+
+FACTORS = ("short_factor", "long_factor")
+
+
+def gemma3(draw: random.Random) -> dict[str, Any]:
+    full = {"rope_type": "default", "rope_theta": 1e6}
+    if draw.random() < 0.5:
+        full |= {"rope_type": "linear", "factor": draw.choice((2.0, 8.0))}
+    rope = {
+        "full_attention": full,
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+    }
+    return {
+        "rope_parameters": rope,
+        "sliding_window": draw.choice((3, 5, 9)),
+        "sliding_window_pattern": draw.choice((2, 3, 6)),
+        "query_pre_attn_scalar": draw.choice((7, 24, 256)),
+    }
+
+
+def mixtral(draw: random.Random) -> dict[str, Any]:
+    return {
+        "num_local_experts": draw.choice((3, 5)),
+        "num_experts_per_tok": draw.choice((1, 2, 3)),
+        "tie_word_embeddings": draw.random() < 0.3,
+    }
+
+
+def default_rope(draw: random.Random) -> dict[str, Any]:
+    return {"rope_type": "default", "rope_theta": draw.choice((5000.0, 500000.0))}
+
+
+def yarn(draw: random.Random) -> dict[str, Any]:
+    stretched = {"rope_type": "yarn", "factor": draw.choice((2.0, 4.0))}
+    stretched |= {"original_max_position_embeddings": draw.choice((64, 256))}
+    return default_rope(draw) | (stretched if draw.random() < 0.6 else {})
+
+
+def even(config: dict[str, Any]) -> dict[str, Any]:
+    """For classes whose heads share the width: an even part of it."""
+    return {"hidden_size": 8 * config["num_attention_heads"], "head_dim": 8}
+
+
+def mistral(draw: random.Random) -> dict[str, Any]:
+    return {"sliding_window": draw.choice((None, 5, 9))}
+
+
+qwen2 = qwen3 = llama
+
+
+def qwen3_moe(draw: random.Random) -> dict[str, Any]:
+    return qwen3(draw) | {
+        "num_experts": draw.choice((3, 5, 7)),
+        "num_experts_per_tok": draw.choice((1, 2, 3)),
+        "moe_intermediate_size": draw.randrange(23, 41, 2),
+        "norm_topk_prob": draw.random() < 0.5,
+        "decoder_sparse_step": draw.choice((1, 2)),
+        "mlp_only_layers": draw.choice(([], [0], [1])),
+    }
+
+
+def qwen3_next(draw: random.Random) -> dict[str, Any]:
+    key_heads, head = draw.choice((1, 2, 3)), draw.choice((8, 12, 20))
+    factor = draw.choice((0.25, 0.5)) if head % 8 == 0 else 0.5
+    rope = yarn(draw)
+    return {
+        "head_dim": head,
+        "partial_rotary_factor": factor,
+        "rope_parameters": rope | {"partial_rotary_factor": factor},
+        "full_attention_interval": draw.choice((2, 3, 4)),
+        "linear_num_key_heads": key_heads,
+        "linear_num_value_heads": key_heads * draw.choice((1, 2, 3)),
+        "linear_key_head_dim": draw.choice((5, 6, 8)),
+        "linear_value_head_dim": draw.choice((3, 7, 10)),
+        "linear_conv_kernel_dim": draw.choice((2, 3, 4)),
+        "num_experts": draw.choice((3, 5, 7)),
+        "num_experts_per_tok": draw.choice((1, 2, 3)),
+        "moe_intermediate_size": draw.randrange(23, 41, 2),
+        "shared_expert_intermediate_size": draw.randrange(13, 41, 2),
+        "norm_topk_prob": draw.random() < 0.5,
+        "tie_word_embeddings": draw.random() < 0.5,
+    }
+
+
+def gpt_oss(draw: random.Random) -> dict[str, Any]:
+    rope = default_rope(draw)
+    if draw.random() < 0.7:
+        rope |= {"rope_type": "yarn", "factor": draw.choice((2.0, 32.0)), "truncate": False}
+        rope |= {"original_max_position_embeddings": draw.choice((64, 256))}
+    return {
+        "rope_parameters": rope,
+        "num_local_experts": draw.choice((3, 5, 7)),
+        "num_experts_per_tok": draw.choice((1, 2, 3)),
+        "sliding_window": draw.choice((3, 5, 9)),
+        "swiglu_limit": draw.choice((0.3, 7.0)),
+        "tie_word_embeddings": draw.random() < 0.3,
+    }
+
+
+def gemma2(draw: random.Random) -> dict[str, Any]:
+    return {
+        "rope_parameters": default_rope(draw),
+        "sliding_window": draw.choice((3, 5, 9)),
+        "query_pre_attn_scalar": draw.choice((7, 24)),
+        "attn_logit_softcapping": draw.choice((None, 3.0)),
+        "final_logit_softcapping": draw.choice((None, 2.0)),
+    }
+
+
+def plain(draw: random.Random) -> dict[str, Any]:
+    return {"rope_parameters": default_rope(draw), "tie_word_embeddings": draw.random() < 0.5}
+
+
+def granite(draw: random.Random) -> dict[str, Any]:
+    return plain(draw) | {
+        "embedding_multiplier": draw.choice((1.0, 12.0)),
+        "attention_multiplier": draw.choice((0.015625, 0.4)),
+        "residual_multiplier": draw.choice((1.0, 0.22)),
+        "logits_scaling": draw.choice((1.0, 8.0)),
+    }
+
+
+def phi3(draw: random.Random) -> dict[str, Any]:
+    ids = {"pad_token_id": 0, "eos_token_id": 1}  # its defaults are beyond these vocabularies
+    window, turned = draw.choice((None, 5)), draw.choice((1.0, 0.75, 0.5))
+    rope = default_rope(draw)
+    found: dict[str, Any] = ids | {"sliding_window": window, "partial_rotary_factor": turned}
+    found |= {"tie_word_embeddings": draw.random() < 0.5}
+    original = draw.choice((0, 8, 64))
+    if original:
+        factors = {
+            name: [draw.uniform(1, 8) for _ in range(int(8 * turned) // 2)] for name in FACTORS
+        }
+        rope |= {"rope_type": "longrope", **factors}
+        found["original_max_position_embeddings"] = original
+        found["max_position_embeddings"] = original * draw.choice((1, 4, 32))
+    return found | {"rope_parameters": rope}
+
+
+def deepseek(draw: random.Random) -> dict[str, Any]:
+    """Latent attention, in what both classes share."""
+    heads = draw.choice((2, 3, 5))
+    rope = yarn(draw)
+    if "factor" in rope:
+        mscale = draw.choice((0.707, 1.0))
+        rope |= {"mscale": mscale, "mscale_all_dim": draw.choice((mscale, 0.4))}
+    return {
+        "hidden_size": heads * draw.choice((6, 14)),
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "qk_nope_head_dim": draw.choice((6, 10)),
+        "qk_rope_head_dim": draw.choice((4, 8)),
+        "v_head_dim": draw.choice((7, 11)),
+        "kv_lora_rank": draw.choice((10, 14)),
+        "q_lora_rank": draw.choice((None, 11)),
+        "moe_intermediate_size": draw.choice((17, 23)),
+        "first_k_dense_replace": draw.choice((0, 1, 2)),
+        "n_shared_experts": draw.choice((1, 2)),
+        "routed_scaling_factor": draw.choice((1.0, 2.5)),
+        "n_routed_experts": 12,
+        "num_experts_per_tok": draw.choice((3, 4)),
+        "n_group": draw.choice((3, 4)),
+        "topk_group": 2,
+        "rope_parameters": rope,
+        "tie_word_embeddings": draw.random() < 0.3,
+    }
+
+
+def deepseek_v2(draw: random.Random) -> dict[str, Any]:
+    return deepseek(draw) | {"topk_method": draw.choice(("greedy", "group_limited_greedy"))}
+
+
+def deepseek_v3(draw: random.Random) -> dict[str, Any]:
+    return deepseek(draw) | {"norm_topk_prob": draw.random() < 0.5, "kv_lora_rank": 9}
+
+
+HEADS_SHARE_THE_WIDTH = {"qwen2", "olmo2", "granite", "phi3"}
+SCALED = (
+    *("llama", "mistral", "qwen2", "qwen3", "qwen3_moe"),
+    *("gemma2", "granite", "olmo2", "mixtral"),
+)
+CLASSES = {
+    "llama": (llama, "LlamaConfig", "LlamaForCausalLM"),
+    "gemma3": (gemma3, "Gemma3TextConfig", "Gemma3ForCausalLM"),
+    "mixtral": (mixtral, "MixtralConfig", "MixtralForCausalLM"),
+    "mistral": (mistral, "MistralConfig", "MistralForCausalLM"),
+    "qwen2": (qwen2, "Qwen2Config", "Qwen2ForCausalLM"),
+    "qwen3": (qwen3, "Qwen3Config", "Qwen3ForCausalLM"),
+    "qwen3_moe": (qwen3_moe, "Qwen3MoeConfig", "Qwen3MoeForCausalLM"),
+    "qwen3_next": (qwen3_next, "Qwen3NextConfig", "Qwen3NextForCausalLM"),
+    "gpt_oss": (gpt_oss, "GptOssConfig", "GptOssForCausalLM"),
+    "gemma2": (gemma2, "Gemma2Config", "Gemma2ForCausalLM"),
+    "olmo2": (plain, "Olmo2Config", "Olmo2ForCausalLM"),
+    "granite": (granite, "GraniteConfig", "GraniteForCausalLM"),
+    "deepseek_v2": (deepseek_v2, "DeepseekV2Config", "DeepseekV2ForCausalLM"),
+    "deepseek_v3": (deepseek_v3, "DeepseekV3Config", "DeepseekV3ForCausalLM"),
+    "phi3": (phi3, "Phi3Config", "Phi3ForCausalLM"),
+}
+
+
+def job_of(kind: str, number: int, base: Path, **changes: Any) -> dict[str, Any]:
+    """A model to make; `changes` are keys of its config.json."""
+    own, config_class, architecture = CLASSES[kind]
+    name = f"{kind}-{number}"
+    draw = random.Random(name)
+    config = sizes(draw) | own(draw)
+    if kind in HEADS_SHARE_THE_WIDTH:
+        config |= even(config)
+    if kind in SCALED:
+        config |= scaled(number + SCALED.index(kind), draw, config["head_dim"])
+    if kind in (*HEADS_SHARE_THE_WIDTH, "deepseek_v2", "deepseek_v3"):
+        del config["head_dim"]
+    config |= changes
+    job = {
+        "folder": str(base / name),
+        "config_class": config_class,
+        "architecture": architecture,
+        "config": config,
+        "seed": number,
+        "dtype": ("float32", "bfloat16", "float16")[number % 3],
+        "max_shard_size": "20KB" if number % 2 else "1GB",
+        "tokens": str(base / f"{name}-tokens.npy"),
+        "logits": str(base / f"{name}-logits.npy"),
+    }
+    ids = np.random.default_rng(number).integers(0, config["vocab_size"], (2, NUM_TOKENS))
+    np.save(job["tokens"], ids)
+    return job
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """Jobs by name; of each transformers has written the folder and its logits."""
+    if why := reason():
+        pytest.skip(f"no transformers in {PYTHON}: {why}")
+    base = tmp_path_factory.mktemp("oracle")
+    jobs = {
+        f"{kind}-{number}": job_of(kind, number, base)
+        for kind in CLASSES
+        for number in range(cases(kind))
+    }
+    asked("make", [*jobs.values()], base)
+    return jobs
+
+
+@pytest.fixture(scope="module")
+def exported(folders: dict[str, dict[str, Any]], tmp_path_factory: pytest.TempPathFactory):
+    """By name the checkpoint, and the job with what transformers says of its export."""
+    base = tmp_path_factory.mktemp("exported")
+    jobs = {}
+    for name, job in folders.items():
+        import_folder(job["folder"], str(base / f"{name}-checkpoint"), print)
+        address = parse(str(base / f"{name}-checkpoint"))
+        export(address, str(base / name), None, print, shard_bytes=30000)
+        logits = str(base / f"{name}-logits.npy")
+        jobs[name] = {**job, "folder": str(base / name), "logits": logits}
+    asked("logits", [*jobs.values()], base)
+    return base, jobs
+
+
+NAMES = [f"{kind}-{number}" for kind in CLASSES for number in range(cases(kind))]
+
+
+# Padding makes rows longer, and the frequencies of some cases follow a row's length.
+ATTENTION = [(name, "xla") for name in NAMES] + [
+    (f"{kind}-{number}", backend)
+    for kind in CLASSES
+    for number, backend in (
+        (0, "blockwise"),
+        (0, "blockwise in loops"),
+        ({"phi3": 3, "olmo2": 1}.get(kind, 0), "splash"),
+    )
+]
+
+
+@pytest.mark.parametrize(("name", "backend"), ATTENTION)
+def test_imported_logits_are_those_of_transformers(
+    name: str, backend: str, folders, exported, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import jax
+    import jax.numpy as jnp
+
+    from maxpipe.models.count import even_blocks, unrolled_blocks
+    from maxpipe.nn.attention import backends, blockwise, splash
+    from maxpipe.nn.decoder import Decoder
+    from maxpipe.parallel.axes import MeshConfig
+    from maxpipe.parallel.sharding import AxisRules
+
+    # Several blocks, the last not full; in loops as rows of more than 512 tokens have them.
+    backend, _, loops = backend.partition(" in ")
+    short = (lambda *_: ()) if loops else partial(unrolled_blocks, size=8)
+    monkeypatch.setattr(blockwise, "unrolled_blocks", short)
+    monkeypatch.setattr(blockwise, "even_blocks", lambda tokens, block=0: even_blocks(tokens, 8))
+    interpreted = partial(splash.attend, interpret=True)
+    monkeypatch.setitem(backends.BACKENDS, "splash", interpreted)
+    named: dict[str, Any] = {"compute_dtype": "float32", "attention": backend}
+    job = folders[name]
+    config = dataclasses.replace(opened(job["folder"]).config, **named)
+    with Checkpoints(exported[0] / f"{name}-checkpoint", write=False) as checkpoints:
+        params = checkpoints.restore(0).state["params"]
+    decoder = Decoder(config, AxisRules.from_config(MeshConfig()))
+    kinds = [*decoder.model.kinds]
+    if len(kinds) == 1:
+        params["layers"] = {kinds[0]: params["layers"]}
+    # The kernels of splash take whole blocks: behind its tokens, a row is padding.
+    padding = (0, splash.LANES - NUM_TOKENS if backend == "splash" else 0)
+    tokens = np.load(job["tokens"]).astype(np.int32)
+    batch = {
+        "tokens": jnp.pad(tokens, ((0, 0), padding)),
+        "positions": jnp.stack([jnp.arange(NUM_TOKENS + padding[1])] * 2),
+        "segment_ids": jnp.pad(np.ones_like(tokens), ((0, 0), padding)),
+        "example_ids": jnp.arange(2),
+    }
+    with jax.default_matmul_precision("highest"):
+        found = np.asarray(jax.jit(decoder.apply)(params, batch))[:, :NUM_TOKENS]
+    close(found, np.load(job["logits"]))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_exported_models_have_the_same_logits_in_transformers(name: str, folders, exported) -> None:
+    close(np.load(exported[1][name]["logits"]), np.load(folders[name]["logits"]))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_all_bits_are_the_same_again(name: str, folders, exported) -> None:
+    before, after = opened(folders[name]["folder"]), opened(exported[1][name]["folder"])
+    assert before.dtypes == after.dtypes
+    assert before.described.section == after.described.section
+    for tensor in before.mapped.tensors:
+        bits = [each._files[tensor].read(each._names[tensor]) for each in (before, after)]
+        assert bits[0].tobytes() == bits[1].tobytes()
+
+
+def test_what_is_said_of_quantised_experts_works(tmp_path: Path) -> None:
+    if why := reason():
+        pytest.skip(f"no transformers in {PYTHON}: {why}")
+    job = {
+        "folder": str(tmp_path / "DIR"),
+        "config_class": "GptOssConfig",
+        "architecture": "GptOssForCausalLM",
+        "config": {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96}
+        | {"num_local_experts": 3, "vocab_size": 131, "num_attention_heads": 2}
+        | {"num_key_value_heads": 1, "head_dim": 10, "num_experts_per_tok": 2},
+        "seed": 1,
+        "dtype": "bfloat16",
+    }
+    asked("quantise", [job], tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        opened(job["folder"])
+    (code,) = re.findall(r"python -c '(.*)'", str(caught.value))
+    run = subprocess.run(
+        [PYTHON, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    found = opened(str(tmp_path / "NEW"))
+    assert {*found.dtypes.values()} == {"BF16"}
+    gate = found.region("layers.experts.gate", np.dtype(np.float32), [slice(None)] * 4)
+    assert gate.shape == (2, 64, 3, 96) and len(np.unique(np.abs(gate))) < 100
+
+
+def close(found: np.ndarray, wanted: np.ndarray) -> None:
+    assert found.shape == wanted.shape
+    assert np.abs(found - wanted).max() <= 1e-4 * np.abs(wanted).max()

@@ -1,0 +1,114 @@
+"""Layers that predict further ahead: their logits and losses are those of transformers."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxpipe.checkpoint.address import parse
+from maxpipe.huggingface.export import export
+from maxpipe.huggingface.import_ import import_folder
+from maxpipe.huggingface.source import opened
+from maxpipe.nn.decoder import Decoder
+from maxpipe.parallel.axes import MeshConfig
+from maxpipe.parallel.sharding import AxisRules
+from maxpipe.restore.weights import by_name
+from tests.huggingface import maker
+from tests.huggingface.test_oracle import PYTHON, asked, close, job_of, reason
+
+pytestmark = [pytest.mark.oracle, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Folders with one and with two such layers, tied and not."""
+    if why := reason():
+        pytest.skip(f"no transformers in {PYTHON}: {why}")
+    base = tmp_path_factory.mktemp("ahead")
+    found = []
+    for count, tied, number in ((1, False, 0), (2, False, 3), (2, True, 6)):
+        job = job_of(
+            "deepseek_v3",
+            number,
+            base,
+            num_nextn_predict_layers=count,
+            tie_word_embeddings=tied,
+        )
+        found.append(job | {"logits": str(base / f"{number}.npz"), "max_shard_size": "1GB"})
+    for action in ("make", "add_ahead", "ahead"):
+        asked(action, [each | {"logits": each["logits"]} for each in found], base)
+    return found
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_logits_and_losses_ahead_are_those_of_transformers(
+    number: int, jobs: list[dict[str, Any]]
+) -> None:
+    job = jobs[number]
+    source = opened(job["folder"])
+    config = dataclasses.replace(source.config, compute_dtype="float32")
+    decoder = Decoder(config, AxisRules.from_config(MeshConfig()))
+    params = _params(source, decoder)
+    ids = jnp.asarray(np.load(job["tokens"]), jnp.int32)
+    tokens, targets = ids[:, :-1], ids[:, 1:]
+    batch = {
+        "tokens": tokens,
+        "targets": targets,
+        "positions": jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape),
+        "segment_ids": jnp.ones_like(tokens),
+        "loss_mask": jnp.ones(tokens.shape),
+        "example_ids": jnp.arange(2),
+    }
+    saved = np.load(job["logits"])
+    with jax.default_matmul_precision("highest"):
+        losses = jax.jit(lambda: decoder.run(params, batch).losses)()
+        hidden = decoder.norm(params["final_norm"], decoder.hidden(params, batch))
+        for head in range(config.heads_ahead):
+            mine = jax.tree.map(lambda leaf, at=head: leaf[at], params["ahead"])
+            later = decoder.embed(params["embedding"], jnp.roll(tokens, -1 - head, axis=1))
+            at = jnp.int32(head)
+            hidden, *_ = decoder.layer_ahead(mine, hidden, later, batch, at)
+            table = params["embedding"].T if config.tied_embeddings else params["head"]
+            # The oracle has been given one token more.
+            wanted = saved[f"arr_{head}"][:, :-1]
+            close(np.asarray(hidden @ table)[:, : -1 - head], wanted)
+            wide = wanted.astype(np.float64)
+            scores = wide - np.log(np.exp(wide).sum(-1, keepdims=True))
+            nats = -np.take_along_axis(scores, np.asarray(targets)[:, 1 + head :, None], -1).sum()
+            np.testing.assert_allclose(losses[f"ahead_{head + 1}"], nats, rtol=1e-4)
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_exports_have_the_same_bits_and_the_same_logits_ahead_in_transformers(
+    number: int, jobs: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    job = jobs[number]
+    import_folder(job["folder"], str(tmp_path / "checkpoint"), print)
+    out = tmp_path / "out"
+    export(parse(str(tmp_path / "checkpoint")), str(out), None, print)
+    maker.same_bits(maker.read(out), maker.read(Path(job["folder"])))
+    asked("ahead", [job | {"folder": str(out), "logits": str(tmp_path / "x.npz")}], tmp_path)
+    before, after = np.load(job["logits"]), np.load(tmp_path / "x.npz")
+    for name in before:
+        close(after[name], before[name])
+
+
+def _params(source: Any, decoder: Decoder) -> Any:
+    """All parameters of a folder, layers by kind."""
+    shapes = jax.eval_shape(decoder.init, jax.random.key(0))
+    kinds = [*shapes["layers"]]
+    if len(kinds) == 1:
+        shapes["layers"] = shapes["layers"][kinds[0]]
+
+    def read(name: str, leaf: Any) -> Any:
+        whole = [slice(None)] * leaf.ndim
+        return jnp.asarray(source.region(name, np.dtype(np.float32), whole))
+
+    params = by_name(read, shapes)
+    return params if len(kinds) > 1 else params | {"layers": {kinds[0]: params["layers"]}}

@@ -1,0 +1,202 @@
+"""Training, losses and generated tokens are those of transformers and torch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from maxpipe.checkpoint.trees import named
+from maxpipe.config.load import load
+from maxpipe.generate.decoding import Decoding, Size
+from maxpipe.generate.sampling import Sampling
+from maxpipe.huggingface.source import opened
+from maxpipe.nn.decoder import Decoder
+from maxpipe.parallel.axes import MeshConfig
+from maxpipe.parallel.mesh import build_mesh
+from maxpipe.parallel.sharding import AxisRules
+from maxpipe.restore.weights import of_folder
+from maxpipe.step.build import steps_of
+from maxpipe.step.step import Steps
+from tests.huggingface.test_oracle import CLASSES, PYTHON, asked, job_of, reason
+
+pytestmark = [pytest.mark.oracle, pytest.mark.slow]
+
+LAYERS, ROWS, TOKENS, STEPS, NEW = 5, 8, 23, 3, 64
+TRAINED = ("llama", "gemma3", "mixtral")
+STAGED = ["mesh.cpu_devices=8", "mesh.ici_stage=4", "mesh.ici_fsdp=2"]
+LAYOUTS = {"one": [], "staged": [*STAGED, "mesh.axis_rules.latent=[]"]}  # latents are of odd size
+OPTIM = {"learning_rate": 1e-3, "weight_decay": 0.1, "epsilon": 1e-8}
+BETAS = (0.9, 0.95)
+LENGTHS = (19, 5, 23, 2, 11, 13, 7, 17, 24, 3, 20, 9)
+"""Of documents; some rows hold two of them, and most end with padding."""
+
+Batch = dict[str, np.ndarray]
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """By family a folder in float32, its documents, and what is asked for."""
+    if why := reason():
+        pytest.skip(f"no transformers in {PYTHON}: {why}")
+    base = tmp_path_factory.mktemp("runs")
+    found = {kind: job_of(kind, 0, base, num_hidden_layers=LAYERS) for kind in CLASSES}
+    for job in found.values():
+        _for_short_rows(job["config"])
+    asked("make", [*found.values()], base)
+    return found
+
+
+def _for_short_rows(config: dict[str, Any]) -> None:
+    """Use frequencies that do not depend on length.
+
+    Generation here chooses them by the capacity of the cache, transformers by the tokens so far.
+    """
+    rope = config.get("rope_parameters", {})
+    if rope.get("rope_type") == "dynamic":
+        config["max_position_embeddings"] = 256
+    if rope.get("rope_type") == "longrope":
+        for keys in (config, rope):
+            if "original_max_position_embeddings" in keys:
+                keys["original_max_position_embeddings"] = 128
+        config["max_position_embeddings"] = 256
+
+
+def documents(job: dict[str, Any], step: int) -> list[list[int]]:
+    draw = np.random.default_rng(step)
+    return [draw.integers(0, job["config"]["vocab_size"], size).tolist() for size in LENGTHS]
+
+
+def packed(texts: list[list[int]]) -> Batch:
+    """Documents in rows, one behind the other; the rest of a row is padding."""
+    names = ("tokens", "targets", "segment_ids", "positions")
+    batch: Batch = {name: np.zeros((ROWS, TOKENS), np.int32) for name in names}
+    batch["loss_mask"] = np.zeros((ROWS, TOKENS), np.float32)
+    batch["example_ids"] = np.arange(ROWS, dtype=np.int32)
+    used, segments = [0] * ROWS, [0] * ROWS
+    for text in texts:
+        size = len(text) - 1
+        row = next(row for row in range(ROWS) if used[row] + size <= TOKENS)
+        place = slice(used[row], used[row] + size)
+        segments[row] += 1
+        batch["tokens"][row, place] = text[:-1]
+        batch["targets"][row, place] = text[1:]
+        batch["segment_ids"][row, place] = segments[row]
+        batch["positions"][row, place] = np.arange(size)
+        batch["loss_mask"][row, place] = 1
+        used[row] += size
+    assert max(segments) > 1 and min(used) < TOKENS
+    return batch
+
+
+def steps_at(job: dict[str, Any], layout: str) -> tuple[Steps, Any]:
+    """Steps of a run that starts from the folder, and its first state."""
+    source = opened(job["folder"])
+    section = {**source.described.section, "compute_dtype": "float32"}
+    if "moe" in section:
+        section["moe"] = {**section["moe"], "balance_weight": 0.0, "z_weight": 0.0}
+    known = {
+        "model": section,
+        "train": {"steps": STEPS, "batch_size": ROWS, "sequence_length": TOKENS},
+        "optim": {**OPTIM, "beta1": BETAS[0], "beta2": BETAS[1]}
+        | {"clip_norm": 0.0, "schedule": "constant"},
+        "pipeline": {"microbatches": 4 if LAYOUTS[layout] else 1},
+        "tokenizer": {"kind": "huggingface", "path": "none"},
+    }
+    config = load(LAYOUTS[layout], known, "test").config
+    mesh = build_mesh(config.mesh, jax.devices()[: config.mesh.cpu_devices])
+    steps = steps_of(config, mesh, np.zeros(config.model.vocab_size, np.int32))
+    return steps, steps.with_weights(of_folder(source, steps.abstract_saved["params"]))
+
+
+def close(found: np.ndarray, wanted: np.ndarray) -> None:
+    assert found.shape == wanted.shape
+    assert np.abs(found - wanted).max() <= 1e-4 * np.abs(wanted).max()
+
+
+@pytest.fixture(scope="module")
+def trained(jobs: dict[str, dict[str, Any]], tmp_path_factory: pytest.TempPathFactory):
+    """By family the folder that torch has trained."""
+    base = tmp_path_factory.mktemp("trained")
+    asking = []
+    for kind in TRAINED:
+        listed = base / f"{kind}.json"
+        listed.write_text(json.dumps([documents(jobs[kind], step) for step in range(STEPS)]))
+        asking.append(
+            {**jobs[kind], **OPTIM, "betas": BETAS}
+            | {"documents": str(listed), "trained": str(base / kind)}
+        )
+    asked("train", asking, base)
+    return base
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kind", TRAINED)
+def test_training_is_that_of_torch(kind: str, layout: str, jobs, trained: Path) -> None:
+    with jax.default_matmul_precision("highest"):
+        steps, state = steps_at(jobs[kind], layout)
+        step = steps.compile_train()
+        for number in range(STEPS):
+            batch = packed(documents(jobs[kind], number))
+            state, _ = step(state, jax.device_put(batch, steps.batch_sharding))
+    params = named(jax.device_get(steps.to_saved(state)["params"]))
+    before, after = opened(jobs[kind]["folder"]), opened(str(trained / kind))
+    for name, found in params.items():
+        whole = [slice(None)] * found.ndim
+        old, wanted = (each.region(name, np.dtype(np.float32), whole) for each in (before, after))
+        close(found, wanted)
+        assert np.abs(found - old).max() > 1e-3, name
+
+
+@pytest.fixture(scope="module")
+def answered(jobs: dict[str, dict[str, Any]], tmp_path_factory: pytest.TempPathFactory):
+    """(action, family) -> what transformers says."""
+    base = tmp_path_factory.mktemp("answered")
+    found = {}
+    for action in ("losses", "greedy"):
+        asking = []
+        for kind, job in jobs.items():
+            listed, out = base / f"{kind}-{action}.in", base / f"{kind}-{action}.out"
+            listed.write_text(json.dumps(asked_of(job, action)))
+            asking.append({**job, "documents": str(listed), "found": str(out), "count": NEW})
+        asked(action, asking, base)
+        for kind in jobs:
+            found[action, kind] = json.loads((base / f"{kind}-{action}.out").read_text())
+    return found
+
+
+def asked_of(job: dict[str, Any], action: str) -> list[list[int]]:
+    texts = documents(job, STEPS)
+    return texts if action == "losses" else texts[:3]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kind", CLASSES)
+def test_packed_and_padded_rows_have_the_losses_of_rows_apart(
+    kind: str, layout: str, jobs, answered
+) -> None:
+    texts = asked_of(jobs[kind], "losses")
+    with jax.default_matmul_precision("highest"):
+        steps, state = steps_at(jobs[kind], layout)
+        batch = jax.device_put(packed(texts), steps.batch_sharding)
+        found = jax.device_get(steps.compile_eval()(state.params, batch))
+    assert found["targets"] == sum(len(text) - 1 for text in texts)
+    assert float(found["loss"]) == pytest.approx(answered["losses", kind], rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_greedy_tokens_are_the_same(kind: str, jobs, answered) -> None:
+    prompts = asked_of(jobs[kind], "greedy")
+    with jax.default_matmul_precision("highest"):
+        steps, state = steps_at(jobs[kind], "one")
+        decoder = Decoder(steps.partition.decoder.config, AxisRules.from_config(MeshConfig()))
+        params = steps.partition.by_kind(steps.to_saved(state)["params"])
+        sampling = Sampling(temperature=0.0)
+        decoding = Decoding(decoder, steps.partition.mesh, sampling, seed=0)
+        rows = decoding.run(params, prompts, [0, 1, 2], Size(3, 32, NEW))
+        found = np.stack([tokens for tokens, _ in rows], 1)
+    assert found.tolist() == answered["greedy", kind]

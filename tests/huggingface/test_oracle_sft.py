@@ -1,0 +1,177 @@
+"""Fine-tuning on conversations is that of transformers and torch: loss and each gradient."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from maxpipe.checkpoint.trees import named
+from maxpipe.config.load import load
+from maxpipe.config.schema import Config
+from maxpipe.data.loader import build_once_through
+from maxpipe.huggingface.source import opened
+from maxpipe.parallel.mesh import build_mesh
+from maxpipe.restore.weights import of_folder
+from maxpipe.step.build import steps_of
+from tests.conftest import FAST_COMPILE
+from tests.data.conversations import CHATML, CONVERSATIONS, make_tokenizer, said, write_records
+from tests.huggingface.test_finetune import logits as _logits
+from tests.huggingface.test_oracle import PYTHON, asked, job_of, reason
+from tests.huggingface.test_oracle_runs import close
+
+pytestmark = [pytest.mark.oracle, pytest.mark.slow]
+
+ROWS, TOKENS, VOCAB = 8, 96, 407
+FAMILIES = ("llama", "gemma3", "qwen2")
+LAYOUTS = {
+    "one": [],
+    "stages": ["mesh.ici_stage=4", "mesh.ici_fsdp=2", "pipeline.microbatches=4"],
+    "tensor": [
+        *("mesh.ici_stage=2", "mesh.ici_tensor=2", "pipeline.microbatches=2"),
+        *("pipeline.schedule=zb_h1", "mesh.axis_rules={kv_heads: [], heads: [], mlp: []}"),
+    ],
+}
+RECORDS = [
+    *CONVERSATIONS,
+    *(said(("user", f"Count to {n}."), ("assistant", "word " * n)) for n in (1, 2, 7, 19)),
+    said(("user", "Say much to me, and hear little " * 3), ("assistant", "No")),
+]
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """By family a folder in float32, and what torch makes of the conversations."""
+    if why := reason():
+        pytest.skip(f"no transformers in {PYTHON}: {why}")
+    base = tmp_path_factory.mktemp("sft")
+    tokenizer = make_tokenizer(base / "tokenizer", CHATML)
+    write_records(base / "chats.jsonl", [{"messages": each} for each in RECORDS])
+    (base / "chats.json").write_text(json.dumps(RECORDS))
+    found = {
+        kind: {
+            **job_of(kind, 0, base, num_hidden_layers=4, vocab_size=VOCAB),
+            "tokenizer": str(tokenizer),
+            "documents": str(base / "chats.json"),
+            "gradients": str(base / f"{kind}-gradients"),
+            "found": str(base / f"{kind}-loss.json"),
+        }
+        for kind in FAMILIES
+    }
+    asked("make", [*found.values()], base)
+    asked("sft", [*found.values()], base)
+    return found
+
+
+def config_of(job: dict[str, Any], layout: str) -> Config:
+    base = Path(job["tokenizer"]).parent
+    known = {
+        "model": {**opened(job["folder"]).described.section, "compute_dtype": "float32"},
+        "train": {"objective": "sft", "steps": 1, "batch_size": ROWS, "sequence_length": TOKENS},
+        "data": {
+            **{"source": "jsonl", "path": str(base / "chats.jsonl"), "chat": "messages"},
+            **{"packing": "best_fit", "validation_fraction": 0.0},
+        },
+        "eval": {"batches": 0},
+        "tokenizer": {"kind": "huggingface", "path": job["tokenizer"]},
+    }
+    return load(LAYOUTS[layout], known, "test", to_train=True).config
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_loss_and_gradients_are_those_of_torch(kind: str, layout: str, jobs) -> None:
+    job, config = jobs[kind], config_of(jobs[kind], layout)
+    loader, tokenizer = build_once_through(
+        config.data,
+        config.tokenizer,
+        "all",
+        seed=0,
+        batch_size=ROWS,
+        sequence_length=TOKENS,
+    )
+    assert loader.num_batches == 1
+    batch = loader.batch(0)
+    assert batch["segment_ids"].max() > 1  # conversations share rows
+    count = {"one": 1, "stages": 8, "tensor": 4}[layout]
+    mesh = build_mesh(config.mesh, jax.devices()[:count])
+    wanted, trained = json.loads(Path(job["found"]).read_text())
+    assert batch["loss_mask"].sum() == trained
+    with jax.default_matmul_precision("highest"), jax.set_mesh(mesh):
+        steps = steps_of(config, mesh, tokenizer.byte_lengths)
+        source = opened(job["folder"])
+        state = steps.with_weights(of_folder(source, steps.abstract_saved["params"]))
+        run = jax.jit(steps.engine.value_and_grad(steps.train_schedule))
+        found = run(state.params, jax.device_put(batch, steps.batch_sharding), None)
+    assert float(found.loss) == pytest.approx(wanted, rel=1e-5)
+    gradients = jax.device_get(steps.to_saved(state._replace(params=found.gradients))["params"])
+    theirs = opened(job["gradients"])
+    for name, mine in named(gradients).items():
+        close(mine, theirs.region(name, np.dtype(np.float32), [slice(None)] * mine.ndim))
+
+
+def logits(folder: Path, model: str, tokens: np.ndarray) -> np.ndarray:
+    return _logits(folder, model, tokens, VOCAB)
+
+
+def test_from_an_import_to_an_export_that_transformers_loads(tmp_path: Path) -> None:
+    """Imported, tuned on two stages of two shards, exported; with tokenizer and template."""
+    if why := reason():
+        pytest.skip(f"no transformers in {PYTHON}: {why}")
+    tokens = np.random.default_rng(0).integers(0, VOCAB, (2, 23))
+    np.save(tmp_path / "tokens.npy", tokens)
+    job = job_of("llama", 0, tmp_path, num_hidden_layers=4, vocab_size=VOCAB)
+    asked("make", [{**job, "folder": str(tmp_path / "base")}], tmp_path)
+    make_tokenizer(tmp_path / "base", CHATML)
+    write_records(tmp_path / "chats.jsonl", [{"messages": each} for each in RECORDS * 6])
+    keys = [
+        *("train.objective=sft", "train.steps=6", "train.batch_size=8", "train.sequence_length=64"),
+        *("data.source=jsonl", "data.path=chats.jsonl", "data.chat=messages"),
+        *("data.packing=best_fit", "data.validation_fraction=0.2", "optim.learning_rate=1e-3"),
+        *("model.compute_dtype=float32", "mesh.cpu_devices=4", "mesh.ici_stage=2"),
+        *("mesh.ici_fsdp=2", "pipeline.microbatches=4", "pipeline.schedule=1f1b"),
+        *("eval.sample_every=6", "eval.sample_prompts=[]", "eval.sample_documents=2"),
+        *("run.name=tuned", "runtime.platform=cpu", "eval.batches=2"),
+    ]
+    commands = (
+        ["import", "base", "--out", "runs/base"],
+        ["train", "runs/base/config.yml", *keys],
+        ["export", "tuned", "out"],
+    )
+    for command in commands:
+        ran = subprocess.run(
+            [sys.executable, "-m", "maxpipe", *command],
+            capture_output=True,
+            text=True,
+            cwd=tmp_path,
+            env=os.environ | FAST_COMPILE | {"PYTHONPATH": str(Path(__file__).parents[2])},
+        )
+        assert ran.returncode == 0, ran.stdout + ran.stderr
+    [line] = (tmp_path / "runs/tuned/samples.jsonl").read_text().splitlines()
+    for sample in json.loads(line)["samples"]:
+        assert sample.keys() == {"prompt", "text", "tokens", "finish_reason", "answer"}
+        assert any(sample["answer"] == f"{each[-1]['content']}" for each in RECORDS)
+    code = (
+        "import numpy, torch, transformers\n"
+        "model = transformers.AutoModelForCausalLM.from_pretrained('out').eval()\n"
+        "tokenizer = transformers.AutoTokenizer.from_pretrained('out')\n"
+        "said = [{'role': 'user', 'content': 'Hi'}]\n"
+        "ids = tokenizer.apply_chat_template(said, add_generation_prompt=True, tokenize=True)\n"
+        "assert tokenizer.decode(ids['input_ids']).endswith('<|im_start|>assistant\\n')\n"
+        "tokens = torch.from_numpy(numpy.load('tokens.npy'))\n"
+        "numpy.save('loaded.npy', model(tokens).logits.detach().numpy())\n"
+    )
+    ran = subprocess.run(
+        [PYTHON, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=False
+    )
+    assert ran.returncode == 0, ran.stderr
+    found, before = (logits(tmp_path, each, tokens) for each in ("runs/tuned", "base"))
+    close(np.load(tmp_path / "loaded.npy"), found)
+    assert np.abs(found - before).max() > 1e-2 * np.abs(before).max()

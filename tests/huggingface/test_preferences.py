@@ -1,0 +1,77 @@
+"""docs/preferences.md: a model comes in, learns what is preferred, and goes out."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.conftest import FAST_COMPILE
+from tests.huggingface.test_finetune import logits
+from tests.huggingface.test_oracle import PYTHON, asked, close, reason
+from tests.train.runs import records
+
+PAGE = Path(__file__).parents[2] / "docs" / "preferences.md"
+VOCAB = 320
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    """The folder in which the page's commands ran, and what each block of them has printed."""
+    folder = tmp_path_factory.mktemp("preferences")
+    text = PAGE.read_text(encoding="utf-8")
+    blocks = re.findall(r"<!-- run -->\n```\n(.*?)```", text, re.DOTALL)
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    outputs = []
+    for block in blocks:
+        ran = subprocess.run(
+            ["bash", "-euc", block],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=folder,
+            env=os.environ | FAST_COMPILE | {"PATH": path},
+        )
+        assert ran.returncode == 0, ran.stdout
+        outputs.append(ran.stdout)
+    return folder, outputs
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_the_commands_of_the_page(written: tuple[Path, list[str]]) -> None:
+    folder, (_, trained, told) = written
+    found = records(folder / "runs" / "prefer")
+    assert found[40]["train/margin"] > found[2]["train/margin"] + 1
+    assert found[40]["eval/margin"] > found[10]["eval/margin"] > 0
+    assert found[40]["eval/accuracy"] == 1
+    # What the page shows of rows is what the command has printed.
+    shown = re.search(r"in `⟦ ⟧`:\n```\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    assert shown and shown[1] in trained
+    answers = re.findall(r"^ ?(Yes|No), it is", told, re.M)
+    assert answers == ["Yes", "No"]
+    assert re.search(r"^margin +\d", told, re.M)
+    tokens = np.random.default_rng(0).integers(0, VOCAB, (2, 23))
+    after = logits(folder, "preferred", tokens, VOCAB)
+    assert (after == logits(folder, "runs/prefer@40", tokens, VOCAB)).all()
+    assert np.abs(after - logits(folder, "base", tokens, VOCAB)).max() > 0.1
+    assert (folder / "margin.svg").read_text().startswith("<svg")
+
+
+@pytest.mark.oracle
+@pytest.mark.slow
+def test_transformers_loads_what_goes_out(written: tuple[Path, list[str]], tmp_path: Path) -> None:
+    if why := reason():
+        pytest.skip(f"no transformers in {PYTHON}: {why}")
+    folder, _ = written
+    tokens = np.random.default_rng(0).integers(0, VOCAB, (2, 23))
+    np.save(tmp_path / "tokens.npy", tokens)
+    job = {"folder": str(folder / "preferred"), "tokens": str(tmp_path / "tokens.npy")}
+    job["logits"] = str(tmp_path / "logits.npy")
+    asked("load", [job], tmp_path)
+    close(logits(folder, "preferred", tokens, VOCAB), np.load(job["logits"]))

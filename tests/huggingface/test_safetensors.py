@@ -1,0 +1,129 @@
+"""Safetensors files of strangers: read to the byte, or refused with the reason."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from maxpipe.errors import ConfigError
+from maxpipe.huggingface.safetensors import Reader, Writer
+from tests.huggingface import maker
+
+TENSORS = {
+    "a": np.arange(15, dtype=np.float32).reshape(5, 3),
+    "b": np.arange(7).astype(ml_dtypes.bfloat16),
+    "../../c": np.ones((2, 1, 2), np.float16),
+    "none": np.ones((0, 4), np.float32),
+}
+
+
+def test_tensors_are_read_whole_and_by_rows(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(maker.encoded(TENSORS))
+    reader = Reader(path)
+    assert [*reader.entries] == [*TENSORS]
+    maker.same_bits({name: reader.read(name) for name in TENSORS}, TENSORS)
+    assert (reader.read("a", (2, 4)) == TENSORS["a"][2:4]).all()
+
+
+def test_rows_are_written_in_any_order(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    with Writer(path, {n: (each.dtype, each.shape) for n, each in TENSORS.items()}) as writer:
+        for name, array in reversed(TENSORS.items()):
+            for row in reversed(range(len(array))):
+                writer.write(name, array[row : row + 1], row)
+    maker.same_bits(maker.read(tmp_path), TENSORS)
+    (length,) = struct.unpack("<Q", path.read_bytes()[:8])
+    assert length % 8 == 0  # tensors begin aligned
+
+
+def entry(dtype: object = "F32", shape: object = (1,), offsets: object = (0, 4)) -> dict:
+    return {"dtype": dtype, "shape": shape, "data_offsets": offsets}
+
+
+def made(header: object, data: bytes = b"") -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + data
+
+
+ONE = {"a": entry()}
+BAD = {
+    "empty": (b"", "0 bytes"),
+    "short": (b"\x01\0\0", "3 bytes"),
+    "huge header": (struct.pack("<Q", 2**62) + b"{}", "at most 100 million"),
+    "longer than the file": (struct.pack("<Q", 99) + b"{}", "claims 99 bytes"),
+    "no JSON": (made(b"{nothing"), "Expecting"),
+    "no text": (made(b"\xff\xfe{}"), "utf-8"),
+    "a list": (made([1]), "must be an object"),
+    "deep": (made(b'{"a":' * 5000), "deep"),
+    "twice": (made(b'{"a":1,"a":2}'), "'a' twice"),
+    "twice inside": (made(b'{"a":{"dtype":"F32","dtype":"F16"}}'), "'dtype' twice"),
+    "no entry": (made({"a": 5}), "other things"),
+    "more in an entry": (made({"a": {**entry(), "code": "x"}}), "other things"),
+    "unknown type": (made({"a": entry("object")}, b"1234"), "unknown type"),
+    "type of a list": (made({"a": entry(["F32"])}, b"1234"), "unknown type"),
+    "negative shape": (made({"a": entry(shape=[-1])}, b"1234"), "not lists of whole"),
+    "true as a size": (made({"a": entry(shape=[True])}, b"1234"), "not lists of whole"),
+    "huge shape": (made({"a": entry(shape=[2**62, 2**62])}, b"1234"), "more than 2**63 bytes"),
+    "many dims": (made({"a": entry(shape=[1] * 17)}, b"1234"), "a shape of 17 dims, at most 16"),
+    "half a million dims": (made({"a": entry(shape=[2**62] * 400_000)}), "400,000 dims"),
+    "three million dims": (made({"a": entry(shape=[1] * 3_000_000)}), "3,000,000 dims"),
+    "not whole": (made({"a": entry(shape=[1.0])}, b"1234"), "not lists of whole"),
+    "NaN": (made(b'{"a":{"dtype":"F32","shape":[NaN],"data_offsets":[0,4]}}'), "not lists of"),
+    "400 digits": (made({"a": entry(shape=[10**400])}), "whole number of 401 digits"),
+    "300 digits": (made({"a": entry(shape=[10**299])}), "not lists of whole"),
+    "6000 digits": (
+        made(b'{"a":{"dtype":"F32","shape":[%s],"data_offsets":[0,4]}}' % (b"7" * 6000)),
+        "a whole number of 6,000 digits, 777777777777..., at most 308 are read",
+    ),
+    "a name of a megabyte": (made({"n" * 1_000_000: entry(dtype="F31")}), "unknown type 'F31'"),
+    "a type of a megabyte": (made({"a": entry(dtype="F" * 1_000_000)}), "unknown type 'FFF"),
+    "huge number": (made({"a": entry(shape=[2**70])}, b"1234"), "not lists of whole"),
+    "three offsets": (made({"a": entry(offsets=[0, 4, 4])}, b"1234"), "not lists of whole"),
+    "backwards": (made({"a": entry(shape=[0], offsets=[4, 0])}, b"1234"), "takes"),
+    "other bytes": (made({"a": entry(offsets=[0, 3])}, b"123"), "3 bytes, and F32"),
+    "ends outside": (made({"a": entry()}, b"12"), "ends too early"),
+    "longer": (made({"a": entry()}, b"123456"), "is longer"),
+    "overlap": (made({**ONE, "b": entry(offsets=[2, 6])}, b"123456"), "overlaps"),
+    "same place": (made({**ONE, "b": entry()}, b"1234"), "overlaps"),
+    "hole": (made({**ONE, "b": entry(offsets=[6, 10])}, b"1234567890"), "hole"),
+    "metadata": (made({"__metadata__": 5}), "not an object"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_is_wrong_with_a_file_is_said(name: str, tmp_path: Path) -> None:
+    content, reason = BAD[name]
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError) as caught:
+        Reader(path)
+    text = str(caught.value)
+    assert text.startswith(f"{path}\n") and reason in text
+    assert len(text.splitlines()) == 3
+
+
+@pytest.mark.parametrize("odd", ["pipe", "folder", "missing"])
+def test_what_is_no_file_is_refused(odd: str, tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    if odd == "pipe":
+        os.mkfifo(path)
+    elif odd == "folder":
+        path.mkdir()
+    with pytest.raises(ConfigError, match=r"x\.safetensors"):
+        Reader(path)
+
+
+def test_a_file_that_shrinks_meanwhile_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(maker.encoded(TENSORS))
+    reader = Reader(path)
+    os.truncate(path, path.stat().st_size - 5)
+    with pytest.raises(ConfigError, match="ends inside the tensor"):
+        reader.read("../../c")

@@ -1,0 +1,135 @@
+"""Runs that start from weights alone, on any mesh."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from maxpipe.checkpoint.manager import Checkpoints
+from maxpipe.cli import main
+from maxpipe.config.load import Loaded, load
+from maxpipe.distributed import runtime
+from maxpipe.errors import ConfigError
+from maxpipe.parallel.mesh import build_mesh
+from maxpipe.step.build import steps_of
+from maxpipe.train.resume import Start, restore_or_init
+from tests.huggingface import maker
+
+VOCAB = maker.VOCAB + 18
+LAYOUTS = {"one": [], "staged": ["mesh.cpu_devices=4", "mesh.ici_stage=2", "mesh.ici_fsdp=2"]}
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Mixtral folder `hf`, and its import `ckpt`."""
+    base = tmp_path_factory.mktemp("weights")
+    maker.write(base / "hf", *maker.mixtral(), files=2)
+    assert main(["import", str(base / "hf"), "--out", str(base / "ckpt")]) == 0
+    return base
+
+
+class Said:
+    """A console."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.lines.append(text)
+
+    warn = note
+
+
+def started(weights: Path, folder: Path, *overrides: str) -> tuple[Start, Any, list[str]]:
+    """The start, parameters in the form of checkpoints, and lines."""
+    shared = [str(weights / "ckpt" / "config.yml"), "train.steps=2", f"run.dir={folder}"]
+    loaded: Loaded = load([*shared, "pipeline.microbatches=2", *overrides])
+    config, said = loaded.config, Said()
+    size = config.model.vocab_size
+    mesh = build_mesh(config.mesh, jax.devices()[: config.mesh.cpu_devices])
+    steps = steps_of(config, mesh, np.zeros(size, np.int32))
+    datasets: Any = SimpleNamespace(train=SimpleNamespace(fingerprint=lambda: {"tokenizer": "x"}))
+    console: Any = said
+    with Checkpoints(folder / config.run.name, config.checkpoint, write=False) as checkpoints:
+        start = restore_or_init(loaded, steps, checkpoints, datasets, console)
+    return start, jax.device_get(steps.to_saved(start.state)["params"]), said.lines
+
+
+@pytest.mark.parametrize(
+    ("given", "grown", "layout"),
+    [
+        ("hf", False, "one"),
+        ("hf", True, "staged"),
+        ("ckpt", True, "staged"),
+        ("ckpt-all", False, "one"),
+    ],
+)
+def test_weights_are_those_of_the_folder(
+    given: str, grown: bool, layout: str, weights: Path, tmp_path: Path
+) -> None:
+    prefix = "hf:" if given == "hf" else ""
+    overrides = [f"checkpoint.restore_from={prefix}{weights / given.removesuffix('-all')}"]
+    overrides += [f"model.vocab_size={VOCAB}"] if grown else []
+    overrides += ["checkpoint.restore=all"] if given == "ckpt-all" else []
+    start, params, lines = started(weights, tmp_path, *overrides, *LAYOUTS[layout])
+    assert "the weights of" in start.words and int(start.state.step) == 0
+    old = {name: each.astype(np.float32) for name, each in maker.read(weights / "hf").items()}
+    for name, theirs in (("embedding", "model.embed_tokens"), ("head", "lm_head")):
+        table = params[name] if name == "embedding" else params[name].T
+        wanted = old[f"{theirs}.weight"]
+        assert table.shape == (VOCAB if grown else maker.VOCAB, maker.WIDTH)
+        assert (table[: maker.VOCAB] == wanted).all()
+        assert np.allclose(table[maker.VOCAB :], wanted.mean(0), atol=1e-6)
+    query = old["model.layers.2.self_attn.q_proj.weight"]
+    assert (params["layers"]["attention"]["query"][2].reshape(maker.WIDTH, -1) == query.T).all()
+    down = old["model.layers.1.block_sparse_moe.experts.2.w2.weight"]
+    assert (params["layers"]["experts"]["down"][1, 2] == down.T).all()
+    assert any("grows from 263 to 281" in line for line in lines) == grown
+
+
+@pytest.mark.parametrize(
+    ("given", "override"),
+    [
+        ("hf:hf", "model.vocab_size=262"),
+        ("hf:hf", "model.moe.top_k=1"),
+        ("ckpt", "model.vocab_size=262"),
+    ],
+)
+def test_another_model_is_refused(given: str, override: str, weights: Path, tmp_path: Path) -> None:
+    name = given.removeprefix("hf:")
+    source = f"checkpoint.restore_from={given.removesuffix(name)}{weights / name}"
+    with pytest.raises(ConfigError, match=override.partition("=")[0]):
+        started(weights, tmp_path, source, override)
+
+
+def test_an_import_is_no_run_to_go_on_with(weights: Path) -> None:
+    with pytest.raises(ConfigError, match="holds imported weights and no run"):
+        started(weights, weights, "run.name=ckpt")
+
+
+def test_keys_that_a_folder_does_not_decide_are_free(weights: Path, tmp_path: Path) -> None:
+    source = f"checkpoint.restore_from=hf:{weights / 'hf'}"
+    start, _, _ = started(weights, tmp_path, source, "model.moe.balance_weight=0.5")
+    assert "the weights of" in start.words
+
+
+def test_text_of_a_folder_is_that_of_its_import(
+    weights: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runtime, "start", lambda *_: None)  # the devices of the tests
+    asked = ["--prompt", "ab", "--temperature", "0", "--max-tokens", "9", "--json"]
+    asked += ["tokenizer.kind=bytes", "tokenizer.path=", "mesh.ici_data=8"]
+    answers = []
+    for model in (f"hf:{weights / 'hf'}", str(weights / "hf"), str(weights / "ckpt")):
+        assert main(["generate", model, *asked, "model.compute_dtype=float32"]) == 0
+        answers.append(capsys.readouterr().out)
+    assert len({*answers}) == 1 and '"prompt": "ab"' in answers[0]
+    assert main(["generate", f"hf:{weights / 'none'}", *asked]) == 2
+    assert "must be a folder on this machine" in capsys.readouterr().err
+    assert main(["generate", str(weights / "hf"), *asked, "model.num_layers=2"]) == 2
+    assert "the value of the checkpoint's model" in capsys.readouterr().err

@@ -1,0 +1,583 @@
+"""config.json and `model`: both directions of one table, and the tensors of all parameters."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from maxpipe.cli import main
+from maxpipe.config import shipped
+from maxpipe.config.keys import flat
+from maxpipe.config.load import load
+from maxpipe.errors import ConfigError
+from maxpipe.huggingface.mapping import count, form_of, mapped, readable, slab
+from maxpipe.huggingface.sections import described, table_for, to_json, values
+from maxpipe.models.config import ModelConfig
+from maxpipe.models.count import num_params
+from maxpipe.models.registry import FAMILIES, describe
+from tests.huggingface import maker
+
+# As they are on the hub, but for keys that say nothing here.
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "llama3-1b": {
+        "architectures": ["LlamaForCausalLM"],
+        "attention_bias": False,
+        "head_dim": 64,
+        "hidden_act": "silu",
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "max_position_embeddings": 131072,
+        "mlp_bias": False,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 16,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": {
+            "factor": 32.0,
+            "high_freq_factor": 4.0,
+            "low_freq_factor": 1.0,
+            "original_max_position_embeddings": 8192,
+            "rope_type": "llama3",
+        },
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+        "vocab_size": 128256,
+    },
+    "gemma3-4b": {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "model_type": "gemma3",
+        "text_config": {
+            "hidden_size": 2560,
+            "intermediate_size": 10240,
+            "model_type": "gemma3_text",
+            "num_hidden_layers": 34,
+            "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+            "sliding_window": 1024,
+        },
+        "vision_config": {"hidden_size": 1152},
+    },
+    "gemma3-1b": {
+        "architectures": ["Gemma3ForCausalLM"],
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
+        "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_size": 1152,
+        "intermediate_size": 6912,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 26,
+        "num_key_value_heads": 1,
+        "query_pre_attn_scalar": 256,
+        "rms_norm_eps": 1e-06,
+        "rope_local_base_freq": 10000,
+        "rope_scaling": None,
+        "rope_theta": 1000000,
+        "sliding_window": 512,
+        "sliding_window_pattern": 6,
+        "vocab_size": 262144,
+    },
+    "qwen3-30b-a3b": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "attention_bias": False,
+        "decoder_sparse_step": 1,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "max_window_layers": 48,
+        "mlp_only_layers": [],
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+        "num_attention_heads": 32,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 48,
+        "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": None,
+        "rope_theta": 1000000.0,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+        "use_sliding_window": False,
+        "vocab_size": 151936,
+    },
+    "qwen3-next-80b-a3b": {
+        "architectures": ["Qwen3NextForCausalLM"],
+        "attention_bias": False,
+        "decoder_sparse_step": 1,
+        "full_attention_interval": 4,
+        "head_dim": 256,
+        "hidden_act": "silu",
+        "hidden_size": 2048,
+        "intermediate_size": 5120,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_value_head_dim": 128,
+        "mlp_only_layers": [],
+        "moe_intermediate_size": 512,
+        "norm_topk_prob": True,
+        "num_attention_heads": 16,
+        "num_experts": 512,
+        "num_experts_per_tok": 10,
+        "num_hidden_layers": 48,
+        "num_key_value_heads": 2,
+        "partial_rotary_factor": 0.25,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": None,
+        "rope_theta": 10000000,
+        "shared_expert_intermediate_size": 512,
+        "tie_word_embeddings": False,
+        "use_sliding_window": False,
+        "vocab_size": 151936,
+    },
+    "gpt-oss-20b": {
+        "architectures": ["GptOssForCausalLM"],
+        "attention_bias": True,
+        "experts_per_token": 4,
+        "head_dim": 64,
+        "hidden_act": "silu",
+        "hidden_size": 2880,
+        "initial_context_length": 4096,
+        "intermediate_size": 2880,
+        "layer_types": ["sliding_attention", "full_attention"] * 12,
+        "num_attention_heads": 64,
+        "num_experts_per_tok": 4,
+        "num_hidden_layers": 24,
+        "num_key_value_heads": 8,
+        "num_local_experts": 32,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": {
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "factor": 32.0,
+            "original_max_position_embeddings": 4096,
+            "rope_type": "yarn",
+            "truncate": False,
+        },
+        "rope_theta": 150000,
+        "router_aux_loss_coef": 0.9,
+        "sliding_window": 128,
+        "swiglu_limit": 7.0,
+        "tie_word_embeddings": False,
+        "vocab_size": 201088,
+    },
+    "deepseek-v2-lite": {
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "attention_bias": False,
+        "aux_loss_alpha": 0.001,
+        "first_k_dense_replace": 1,
+        "hidden_act": "silu",
+        "hidden_size": 2048,
+        "intermediate_size": 10944,
+        "kv_lora_rank": 512,
+        "max_position_embeddings": 163840,
+        "moe_intermediate_size": 1408,
+        "moe_layer_freq": 1,
+        "n_group": 1,
+        "n_routed_experts": 64,
+        "n_shared_experts": 2,
+        "norm_topk_prob": False,
+        "num_attention_heads": 16,
+        "num_experts_per_tok": 6,
+        "num_hidden_layers": 27,
+        "num_key_value_heads": 16,
+        "q_lora_rank": None,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": {
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "factor": 40,
+            "mscale": 0.707,
+            "mscale_all_dim": 0.707,
+            "original_max_position_embeddings": 4096,
+            "type": "yarn",
+        },
+        "rope_theta": 10000,
+        "routed_scaling_factor": 1.0,
+        "scoring_func": "softmax",
+        "topk_group": 1,
+        "topk_method": "greedy",
+        "v_head_dim": 128,
+        "vocab_size": 102400,
+    },
+    "deepseek-v2": {
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "first_k_dense_replace": 1,
+        "hidden_size": 5120,
+        "intermediate_size": 12288,
+        "moe_intermediate_size": 1536,
+        "n_group": 8,
+        "n_routed_experts": 160,
+        "num_attention_heads": 128,
+        "num_experts_per_tok": 6,
+        "num_hidden_layers": 60,
+        "num_key_value_heads": 128,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": {
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "factor": 40,
+            "mscale": 0.707,
+            "mscale_all_dim": 0.707,
+            "original_max_position_embeddings": 4096,
+            "type": "yarn",
+        },
+        "routed_scaling_factor": 16.0,
+        "topk_group": 3,
+        "topk_method": "group_limited_greedy",
+        "vocab_size": 102400,
+    },
+    "deepseek-v3": {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "ep_size": 1,
+        "first_k_dense_replace": 3,
+        "hidden_size": 7168,
+        "intermediate_size": 18432,
+        "moe_intermediate_size": 2048,
+        "n_group": 8,
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "num_attention_heads": 128,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 61,
+        "num_key_value_heads": 128,
+        "num_nextn_predict_layers": 1,
+        "q_lora_rank": 1536,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": {
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "factor": 40,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 4096,
+            "type": "yarn",
+        },
+        "routed_scaling_factor": 2.5,
+        "scoring_func": "sigmoid",
+        "topk_group": 4,
+        "topk_method": "noaux_tc",
+        "vocab_size": 129280,
+    },
+    "mixtral-8x7b": {
+        "architectures": ["MixtralForCausalLM"],
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_attention_heads": 32,
+        "num_experts_per_tok": 2,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 8,
+        "num_local_experts": 8,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 1000000.0,
+        "router_aux_loss_coef": 0.02,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+        "vocab_size": 32000,
+    },
+}
+
+
+def model(name: str) -> ModelConfig:
+    return load(
+        [name, "train.steps=1", "tokenizer.kind=huggingface", "tokenizer.path=x"]
+    ).config.model
+
+
+def said(folder: Path, content: object) -> dict[str, Any]:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(content))
+    return values(described(folder).config)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_configs_are_the_shipped_models(name: str, tmp_path: Path) -> None:
+    wanted = values(model(name))
+    for key in [*wanted]:
+        of_training = ("balance_weight", "z_weight", "capacity_factor", "balance_rate")
+        if key.rpartition(".")[2] in of_training:
+            del wanted[key]
+    assert wanted.items() <= said(tmp_path / "x", PUBLISHED[name]).items()
+
+
+@pytest.mark.parametrize("every", [7, pytest.param(1, marks=pytest.mark.long)])
+def test_all_shipped_models_come_back_from_their_config_json(every: int, tmp_path: Path) -> None:
+    names = [name for name in shipped.configs() if name not in ("quickstart", "tiny-moe")]
+    configs = {name: model(name) for name in names}
+    with_form = {n: each for n, each in configs.items() if FAMILIES[each.family].huggingface}
+    assert len(with_form) > 9
+    for name, config in [*with_form.items()][::every]:
+        table, written = table_for(config)
+        text = to_json(table, written, {}, "bfloat16", {})
+        found = said(tmp_path / "x", json.loads(text))
+        wanted = values(config)
+        # What a config.json decides; all others are choices of training.
+        decided = {*flat({"model": described(tmp_path / "x").section})}
+        for key in (each.removeprefix("model.") for each in decided):
+            assert found[key] == wanted[key], (name, key)
+        both = mapped(describe(config), table)
+        once = {tensor: s for tensor, s in both.tensors.items() if tensor not in both.originals}
+        assert count(once) == count(both.shapes) == num_params(describe(config)), name
+
+
+@pytest.mark.parametrize("most", [1, 700, 3 * 10**6, 10**12])
+def test_slabs_are_small_parts_of_whole_rows(most: int) -> None:
+    for name in ("llama3-8b", "phi4", "mixtral-8x7b"):
+        config = model(name)
+        both = mapped(describe(config), table_for(config)[0])
+        for param, shape in both.shapes.items():
+            found, piece = slab(both, param, most), both.pieces[param][0]
+            row = math.prod(piece.shape) // piece.sizes[piece.lead]
+            assert math.prod(found) <= max(most, row), (name, param)
+            if most == 10**12:
+                assert found == shape
+            assert all(1 <= part <= size for part, size in zip(found, shape, strict=True))
+            # Of as many rows as that allows, and each chunk is read once by an export.
+            assert readable(both, param, found) == found
+
+
+def test_every_parameter_of_a_family_has_a_row() -> None:
+    for family in FAMILIES.values():
+        for table in family.huggingface:
+            assert len({row.ours for row in table.tensors}) == len(table.tensors)
+            for row in table.tensors:
+                form = form_of(row.dims)
+                sizes = tuple(range(2, 2 + len(form.ours)))
+                kept = [s for name, s in zip(form.ours, sizes, strict=True) if name != form.named]
+                ours = np.arange(np.prod(kept)).reshape(kept)
+                theirs = form.to_theirs(ours)
+                assert theirs.shape == form.shape(sizes)
+                assert (form.to_ours(theirs, sizes) == ours).all()
+
+
+def test_dims_are_turned_as_the_table_says() -> None:
+    query = form_of("d n h -> (n h) d")
+    ours = np.arange(30).reshape(5, 3, 2)
+    assert (query.to_theirs(ours) == ours.reshape(5, 6).T).all()
+    experts = form_of("d expert f -> f d")
+    assert experts.named == "expert"
+    assert experts.shape((5, 7, 3)) == (3, 5)
+
+
+def test_both_spellings_of_rotary_positions_say_the_same(tmp_path: Path) -> None:
+    scaling = {"factor": 8, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    scaling["original_max_position_embeddings"] = 64
+    old, _ = maker.llama(rope_theta=7000.0, rope_scaling={"type": "llama3", **scaling})
+    new, _ = maker.llama(rope_parameters={"rope_type": "llama3", "rope_theta": 7000.0, **scaling})
+    found = said(tmp_path / "old", old)
+    assert found == said(tmp_path / "new", new)
+    assert (found["rope_theta"], found["llama.rope_scaling"]) == (7000.0, 8.0)
+    assert found["llama.rope_original_tokens"] == 64
+
+
+def test_a_scaling_without_a_length_has_that_of_the_longest_context(tmp_path: Path) -> None:
+    for kind in ("yarn", "dynamic"):
+        config, _ = maker.llama(rope_scaling={"type": kind, "factor": 4})
+        found = said(tmp_path / "x", config)
+        assert (found["llama.rope_type"], found["llama.rope_original_tokens"]) == (kind, 77)
+
+
+def test_phi_has_factors_of_pairs_and_entries_that_stay(tmp_path: Path) -> None:
+    """As config.json of Phi-3 mini 128k and of Phi-4 mini have them."""
+    factors = {"short_factor": [1, 1.25, 1.5], "long_factor": [1.5, 4, 16]}
+    config = {
+        **maker.SIZES,
+        **{"architectures": ["Phi3ForCausalLM"], "hidden_size": 32, "head_dim": None},
+        **{"max_position_embeddings": 131072, "original_max_position_embeddings": 4096},
+        **{"partial_rotary_factor": 0.75, "rope_scaling": {"type": "su", **factors}},
+    }
+    found = said(tmp_path / "x", config)
+    assert (found["phi3.rope_size"], found["phi3.rope_scaling"]) == (6, 32.0)
+    assert found["phi3.rope_long"] == [1.5, 4.0, 16.0]
+    table, written = table_for(described(tmp_path / "x").config)
+    # Releases before 5 of transformers refuse any other key in it.
+    assert written["rope_scaling"] == {"type": "longrope", **factors}
+    assert written["max_position_embeddings"] == 131072
+    assert written["original_max_position_embeddings"] == 4096
+    text = to_json(table, written, {}, "bfloat16", {"max_position_embeddings": 77})
+    assert said(tmp_path / "x", json.loads(text)) == found
+
+
+def test_defaults_are_those_of_transformers(tmp_path: Path) -> None:
+    found = said(tmp_path / "llama", {"architectures": ["LlamaForCausalLM"]})
+    assert (found["num_kv_heads"], found["head_size"], found["d_mlp"]) == (32, 128, 11008)
+    assert (found["norm_epsilon"], found["rope_theta"]) == (1e-6, 1e4)
+    found = said(tmp_path / "gemma3", {"architectures": ["Gemma3ForCausalLM"]})
+    assert (found["vocab_size"], found["gemma3.window"], found["tied_embeddings"]) == (
+        262208,
+        4096,
+        True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("method", "action"),
+    [
+        ("mxfp4", "Mxfp4Config as C"),
+        ("fp8", "FineGrainedFP8Config as C"),
+        ("compressed-tensors", "CompressedTensorsConfig as C"),
+        ("bitsandbytes", ".dequantize().save_pretrained"),
+        ("awq", "before they"),
+        ("gptq", "before they"),
+    ],
+)
+def test_quantised_weights_are_refused(method: str, action: str, tmp_path: Path) -> None:
+    config, _ = maker.gpt_oss(quantization_config={"quant_method": method})
+    with pytest.raises(ConfigError, match=f"weights are quantised by {method}") as caught:
+        said(tmp_path / "x", config)
+    assert action in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"mlp_only_layers": "0"}, "qwen3_moe.dense_layers"),
+        ({"mlp_only_layers": [0.5]}, "qwen3_moe.dense_layers"),
+        ({"mlp_only_layers": [-1]}, "counted from 0 to 2"),
+        ({"mlp_only_layers": [0, 1, 2]}, "leaves no layer"),
+        ({"decoder_sparse_step": 0}, "expert_period"),
+        ({"decoder_sparse_step": 4}, "leaves no layer"),
+        ({"num_experts": 2, "num_experts_per_tok": 3}, "different experts"),
+        ({"use_sliding_window": True}, "use_sliding_window"),
+    ],
+)
+def test_layers_with_experts_are_checked(
+    changes: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    config = {**maker.SIZES, "architectures": ["Qwen3MoeForCausalLM"]}
+    found = said(tmp_path / "x", config | {"num_local_experts": 11, "mlp_only_layers": [1]})
+    assert found["qwen3_moe.num_experts"] == 11 and found["qwen3_moe.dense_layers"] == [1]
+    with pytest.raises(ConfigError, match=re.escape(reason)):
+        said(tmp_path / "x", config | changes)
+
+
+LINEAR = ["linear_attention", "linear_attention", "full_attention"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "period", "size"),
+    [
+        ({}, 4, 2),
+        ({"full_attention_interval": 2, "partial_rotary_factor": 1.0}, 2, 8),
+        ({"layer_types": LINEAR, "rope_parameters": {"partial_rotary_factor": 0.5}}, 3, 4),
+        ({"layer_types": [*LINEAR[:2], LINEAR[0]], "partial_rotary_factor": 0.99}, 4, None),
+    ],
+)
+def test_layers_with_states_are_named_either_way(
+    changes: dict[str, Any], period: int, size: int | None, tmp_path: Path
+) -> None:
+    config = {**maker.SIZES, "head_dim": 8, "architectures": ["Qwen3NextForCausalLM"], **changes}
+    if size is None:
+        with pytest.raises(ConfigError, match="makes 7 of 8 entries of a head turn"):
+            said(tmp_path / "x", config)
+        return
+    found = said(tmp_path / "x", config)
+    assert (found["qwen3_next.attention_period"], found["qwen3_next.rope_size"]) == (period, size)
+
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "no architecture": ({"architectures": None, "model_type": "x"}, "architectures"),
+    "another architecture": ({"architectures": ["LLamaForCausalLM"]}, "LlamaForCausalLM?"),
+    "two architectures": ({"architectures": ["LlamaForCausalLM"] * 2}, "alone in a list"),
+    "architecture as a list": ({"architectures": [["x"]]}, "alone in a list"),
+    "biases": ({"attention_bias": True}, "attention_bias"),
+    "another activation": ({"hidden_act": "gelu"}, "hidden_act"),
+    "quantised": ({"quantization_config": {"bits": 4}}, "quantization_config"),
+    "another scaling": ({"rope_scaling": {"type": "axial", "factor": 4}}, "'llama3'"),
+    "a ramp that rises": (
+        {"rope_scaling": {"type": "yarn", "factor": 4, "beta_fast": 16, "beta_slow": 17}},
+        "rope_slow",
+    ),
+    "layers that differ": ({"per_layer_config": {"0": {"head_dim": 4}}}, "per_layer_config"),
+    "few factors": (
+        {"rope_scaling": {"type": "longrope", "short_factor": [1], "long_factor": [2, 2, 2]}},
+        "rope_short",
+    ),
+    "factors that are texts": (
+        {"rope_scaling": {"type": "longrope", "short_factor": "x", "long_factor": ["y"]}},
+        "rope_short",
+    ),
+    "a factor less than 1": ({"rope_scaling": {"type": "linear", "factor": 0.5}}, "rope_scaling"),
+    "a factor of text": ({"rope_scaling": {"type": "dynamic", "factor": "2"}}, "must be a number"),
+    "a length of text": (
+        {"rope_scaling": {"type": "yarn", "factor": 4, "mscale": "2", "mscale_all_dim": 1}},
+        "rope_scaling",
+    ),
+    "scaling as a list": ({"rope_scaling": []}, "must be an object"),
+    "scaling without factor": ({"rope_scaling": {"rope_type": "llama3"}}, "factor"),
+    "YaRN without factor": (
+        {"rope_scaling": {"rope_type": "yarn", "beta_fast": 8}},
+        "rope_scaling.factor = null\n  is required with rope_type = 'yarn'",
+    ),
+    "no slow turns": (
+        {"rope_scaling": {"rope_type": "llama3", "factor": 8, "high_freq_factor": 4}},
+        "low_freq_factor = null\n  is required with rope_type = 'llama3'",
+    ),
+    "no fast turns": (
+        {"rope_scaling": {"rope_type": "llama3", "factor": 8, "low_freq_factor": 1}},
+        "high_freq_factor = null\n  is required with rope_type = 'llama3'",
+    ),
+    "more in a scaling": (
+        {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+        "partial_rotary_factor",
+    ),
+    "a text as a size": ({"num_attention_heads": "4"}, "must be a whole number"),
+    "a list as a size": ({"hidden_size": [1]}, "must be a whole number"),
+    "true as a size": ({"num_hidden_layers": True}, "must be a whole number"),
+    "half a layer": ({"num_hidden_layers": 2.5}, "must be a whole number"),
+    "no heads": ({"num_attention_heads": 0, "head_dim": None}, "num_heads"),
+    "negative": ({"vocab_size": -5}, "vocab_size"),
+    "many layers": ({"num_hidden_layers": 10**15}, "at most 10000"),
+    "odd head": ({"head_dim": 7}, "head_size"),
+    "groups": ({"num_key_value_heads": 3}, "num_kv_heads"),
+    "nothing": ({"rms_norm_eps": "1e-6\x1b"}, "must be a number"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_config_with_surprises_is_refused(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changes, reason = BAD[name]
+    config, tensors = maker.llama()
+    folder = maker.write(tmp_path / "x", {**config, **changes}, tensors)
+    assert main(["import", str(folder), "--out", str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"{folder / 'config.json'}") and reason in error
+    assert len(error.splitlines()) >= 3 and "\x1b" not in error
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"{" * 9999, b"\xff", b'{"a": 1e999}', None])
+def test_what_is_no_config_is_refused(content: bytes | None, tmp_path: Path) -> None:
+    if content is not None:
+        (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        described(tmp_path)
+
+
+def test_layers_of_gemma_must_have_a_period(tmp_path: Path) -> None:
+    local, whole = "sliding_attention", "full_attention"
+    config, _ = maker.gemma3(layer_types=[local, whole, local])
+    assert said(tmp_path / "x", config)["gemma3.period"] == 2
+    for types in ([whole, local, local], [local, whole], "x", [local, "chunked", local]):
+        with pytest.raises(ConfigError, match="layer_types"):
+            said(tmp_path / "x", {**config, "layer_types": types})
+
+
+def test_a_model_without_such_a_form_is_kept(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"moe.num_dense_layers = 1"):
+        table_for(model("tiny-moe"))

@@ -1,0 +1,43 @@
+"""Files that are written whole, or not at all."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from maxpipe.io import files
+
+
+@pytest.mark.fault("L7")
+@pytest.mark.parametrize("failing", ["fsync", "replace"])
+def test_a_file_that_cannot_be_written_is_as_it_was(
+    failing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    files.write(path := tmp_path / "config.yml", "before")
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, failing, full)
+    with pytest.raises(OSError, match="No space left"):
+        files.write(path, "after")
+    assert path.read_text() == "before" and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_file_keeps_who_may_read_it(tmp_path: Path):
+    path = tmp_path / "figures.json"
+    path.touch(0o600)
+    files.write(path, "1")
+    assert (path.read_text(), path.stat().st_mode & 0o777) == ("1", 0o600)
+
+
+@pytest.mark.parametrize("name", ["file", "file.partial"])
+def test_nothing_is_written_through_a_link(name: str, tmp_path: Path):
+    (target := tmp_path / "target").write_text("other")
+    (tmp_path / name).symlink_to(target)
+    with pytest.raises(files.Unfit, match="symbolic link"):
+        files.write(tmp_path / "file", "mine")
+    assert target.read_text() == "other"

@@ -1,0 +1,247 @@
+"""Counted parameters against real trees, counted operations against the compiler."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from maxpipe.config.load import load
+from maxpipe.models import count
+from maxpipe.models.config import ModelConfig
+from maxpipe.models.registry import describe
+from maxpipe.models.spec import Model, Scores
+from maxpipe.nn.decoder import Decoder
+from maxpipe.parallel.axes import MeshConfig
+from maxpipe.parallel.sharding import AxisRules
+
+CONFIGS = Path(__file__).parents[2] / "configs" / "model"
+RULES = AxisRules.from_config(MeshConfig())
+
+
+def published(name: str) -> ModelConfig:
+    arguments = [str(CONFIGS / f"{name}.yml"), "train.steps=1"]
+    if name != "tiny":
+        arguments += ["tokenizer.kind=huggingface", "tokenizer.path=tokenizer.json"]
+    return load(arguments).config.model
+
+
+def tree_params(config: ModelConfig) -> int:
+    shapes = jax.eval_shape(Decoder(config, RULES).init, jax.random.key(0))
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("num_layers", "heads"), [(1, 0), (5, 3)])
+def test_counted_parameters_are_those_of_the_tree(tied: bool, num_layers: int, heads: int) -> None:
+    config = ModelConfig(
+        num_layers=num_layers,
+        d_model=24,
+        num_heads=6,
+        num_kv_heads=2,
+        head_size=10,
+        d_mlp=52,
+        vocab_size=77,
+        tied_embeddings=tied,
+        heads_ahead=heads,
+    )
+    model = describe(config)
+    assert count.num_params(model) == tree_params(config)
+    layers = jax.eval_shape(Decoder(config, RULES).init, jax.random.key(0))["layers"]
+    stacked = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(layers))
+    assert num_layers * count.layer_params(model.kinds[model.layers[0]]) == stacked
+
+
+@pytest.mark.parametrize(
+    ("name", "params"),
+    [
+        ("tiny", 1_051_520),
+        ("tiny-moe", 1_916_288),
+        ("mixtral-8x7b", 46_702_792_704),
+        ("deepseek-v2-lite", 15_706_484_224),
+        ("deepseek-v2", 235_741_434_880),
+        # Published as 671 B, and 685 B of a folder, with two copies of a table in its last layer.
+        ("deepseek-v3", 671_026_419_200 + 11_610_068_224),
+        ("llama3-1b", 1_235_814_400),
+        ("llama3-8b", 8_030_261_248),
+        ("llama3-70b", 70_553_706_496),
+        ("llama3-405b", 405_853_388_800),
+        ("llama3.1-8b", 8_030_261_248),
+        ("llama3.1-70b", 70_553_706_496),
+        ("llama3.1-405b", 405_853_388_800),
+        ("llama2-7b", 6_738_415_616),
+        ("llama2-13b", 13_015_864_320),
+        ("llama2-70b", 68_976_648_192),
+        ("llama3-3b", 3_212_749_824),
+        ("mistral-7b", 7_248_023_552),
+        ("qwen2.5-0.5b", 494_032_768),
+        ("qwen2.5-1.5b", 1_543_714_304),
+        ("qwen2.5-3b", 3_085_938_688),
+        ("qwen2.5-7b", 7_615_616_512),
+        ("qwen2.5-14b", 14_770_033_664),
+        ("qwen2.5-32b", 32_763_876_352),
+        ("qwen2.5-72b", 72_706_203_648),
+        ("qwen3-0.6b", 596_049_920),
+        ("qwen3-1.7b", 1_720_574_976),
+        ("qwen3-4b", 4_022_468_096),
+        ("qwen3-8b", 8_190_735_360),
+        ("qwen3-14b", 14_768_307_200),
+        ("qwen3-32b", 32_762_123_264),
+        ("qwen3-30b-a3b", 30_532_122_624),
+        ("qwen3-235b-a22b", 235_093_634_560),
+        ("qwen3-next-80b-a3b", 79_674_391_296),
+        ("gpt-oss-20b", 20_914_757_184),
+        ("gpt-oss-120b", 116_829_156_672),
+        ("gemma2-2b", 2_614_341_888),
+        ("gemma2-9b", 9_241_705_984),
+        ("gemma2-27b", 27_227_128_320),
+        ("phi3-mini", 3_821_079_552),
+        ("phi4", 14_659_507_200),
+        ("olmo2-1b", 1_484_916_736),
+        ("olmo2-7b", 7_298_617_344),
+        ("olmo2-13b", 13_716_198_400),
+        ("olmo2-32b", 32_234_279_936),
+        ("granite3-2b", 2_533_531_648),
+        ("granite3-8b", 8_170_848_256),
+        ("gemma3-270m", 268_098_176),
+        ("gemma3-1b", 999_885_952),
+        # What is published of these, less vision tower (416,866,032) and projector to the width.
+        ("gemma3-4b", 4_300_079_472 - 416_866_032 - 1_152 * (2_560 + 1)),
+        ("gemma3-12b", 12_187_325_040 - 416_866_032 - 1_152 * (3_840 + 1)),
+        ("gemma3-27b", 27_432_406_640 - 416_866_032 - 1_152 * (5_376 + 1)),
+    ],
+)
+def test_published_models_have_their_published_size(name: str, params: int) -> None:
+    config = published(name)
+    assert count.num_params(describe(config)) == tree_params(config) == params
+    header = (CONFIGS / f"{name}.yml").read_text(encoding="utf-8").split("\nmodel:")[0]
+    assert f"{params:,} parameters" in header
+
+
+# Matmuls dominate: small parts of the operations are norms, rotations and softmax.
+WIDE = ModelConfig(
+    num_layers=1,
+    d_model=256,
+    num_heads=4,
+    num_kv_heads=2,
+    head_size=64,
+    d_mlp=768,
+    vocab_size=512,
+    compute_dtype="float32",
+)
+
+
+def compiled_flops(config: ModelConfig, length: int) -> float:
+    """Of one sequence's forward pass; the compiler counts a loop's body once."""
+    assert config.num_layers == 1
+    decoder = Decoder(config, RULES)
+    row = jax.ShapeDtypeStruct((1, length), jnp.int32)
+    batch = {"tokens": row, "segment_ids": row, "positions": row}
+    params = jax.eval_shape(decoder.init, jax.random.key(0))
+    cost: Any = jax.jit(decoder.apply).lower(params, batch).compile().cost_analysis()
+    return cost["flops"]
+
+
+def computed_flops_per_token(model: Model, length: int) -> int:
+    """Of a forward pass, all scored pairs included."""
+    head = count.size(model.ends.head or model.ends.embedding)
+    return round(sum(count.layer_costs(model, length)) + 2 * head)
+
+
+@pytest.mark.parametrize(
+    ("changes", "length"),
+    [
+        ({}, 64),
+        ({}, 256),
+        ({"num_kv_heads": 4, "d_mlp": 256}, 128),
+        ({"tied_embeddings": True, "num_heads": 8, "vocab_size": 1024}, 64),
+    ],
+    ids=["short", "long", "full heads", "tied"],
+)
+def test_forward_operations_are_what_the_compiler_counts(
+    changes: dict[str, Any], length: int
+) -> None:
+    config = dataclasses.replace(WIDE, **changes)
+    counted = length * computed_flops_per_token(describe(config), length)
+    assert counted == pytest.approx(compiled_flops(config, length), rel=0.03)
+
+
+def test_operations_grow_with_layers_and_halve_with_the_causal_mask() -> None:
+    def flops(num_layers: int, length: int, causal: bool) -> int:
+        model = describe(dataclasses.replace(WIDE, num_layers=num_layers))
+        if causal:
+            return count.forward_flops_per_token(model, length)
+        return computed_flops_per_token(model, length)
+
+    one, two, five = (flops(n, 128, False) for n in (1, 2, 5))
+    assert five - two == 3 * (two - one)
+    # Scores and mixing: two matmuls over all heads, 2 operations each, per pair.
+    per_pair = 2 * 2 * WIDE.num_heads * WIDE.head_size
+    assert flops(1, 129, False) - flops(1, 128, False) == per_pair
+    assert flops(1, 128, False) - flops(1, 128, True) == 64 * per_pair
+    assert count.train_flops_per_token(describe(WIDE), 128) == 3 * flops(1, 128, True)
+
+
+def test_training_llama3_8b_takes_about_six_operations_per_parameter() -> None:
+    config = published("llama3-8b")
+    embedding = config.vocab_size * config.d_model
+    six = 6 * (count.num_params(describe(config)) - embedding)
+    train = count.train_flops_per_token(describe(config), 8192)
+    assert six < train < 1.2 * six
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_heads_ahead_count_in_a_step(tied: bool) -> None:
+    """Of each the output projection once more, and its own matrix."""
+    plain = dataclasses.replace(WIDE, tied_embeddings=tied)
+    models = (describe(dataclasses.replace(plain, heads_ahead=heads)) for heads in (0, 3))
+    without, three = (count.train_flops_per_token(model, 128) for model in models)
+    assert three - without == 6 * 3 * WIDE.d_model * (WIDE.vocab_size + WIDE.d_model)
+
+
+def test_layers_ahead_count_as_layers() -> None:
+    """Behind the network: three of them take what three layers more do, and their projections."""
+    config = dataclasses.replace(published("gemma3-270m"), num_layers=5)
+    longer = describe(dataclasses.replace(config, num_layers=6))
+    one = dataclasses.replace(config, heads_ahead=1, ahead="layer")
+    tokens, width, vocab = 4096, config.d_model, config.vocab_size
+
+    def more(frozen: list[str], counted: Callable[..., int], *arguments: int) -> int:
+        changed = (dataclasses.replace(each, frozen=frozen) for each in (config, one))
+        without, ahead = (counted(describe(each), *arguments) for each in changed)
+        return ahead - without
+
+    # The sixth layer is the first with attention to all tokens; one behind the fifth has none.
+    layer = count.forward_flops_per_token(longer, tokens)
+    layer -= count.forward_flops_per_token(describe(config), tokens)
+    heads = longer.kinds["layer"].parts["attention"].operations
+    (scores,) = (each for each in heads if isinstance(each, Scores))
+    window = longer.values[scores.window][0]
+    pairs = (tokens // 2) - (window - window**2 / (2 * tokens))
+    layer -= round(4 * scores.heads * scores.head_size * pairs)
+    projections = 2 * (2 * width**2 + width * vocab)
+    assert more([], count.forward_flops_per_token, tokens) == layer + projections
+    assert more([], count.train_flops_per_token, tokens) == 3 * (layer + projections)
+    frozen = more(["ahead.projection", "ahead.layer.mlp.*"], count.train_flops_per_token, tokens)
+    mlp = 3 * width * config.d_mlp
+    assert frozen == 3 * (layer + projections) - 2 * (2 * width**2 + mlp)
+    params = more([], count.num_params)
+    assert params == count.layer_params(longer.kinds["layer"]) + 2 * width**2 + 3 * width
+    assert count.num_params(describe(one)) == tree_params(one)
+
+
+def test_a_token_uses_some_experts_of_layers_ahead() -> None:
+    config = published("tiny-moe")
+    one = dataclasses.replace(config, heads_ahead=2, ahead="layer")
+    unused = [
+        count.num_params(model) - count.active_params(model)
+        for model in (describe(config), describe(one))
+    ]
+    layers = describe(config).layers.count("experts")
+    assert unused[1] * layers == unused[0] * (layers + 2)

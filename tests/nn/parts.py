@@ -1,0 +1,52 @@
+"""Modules of parts with values, for tests that look at one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from maxpipe.nn.attention.interface import Cache
+from maxpipe.nn.initial import initial
+from maxpipe.nn.part import Context
+from maxpipe.parallel.axes import MeshConfig
+from maxpipe.parallel.sharding import AxisRules
+
+RULES = AxisRules.from_config(MeshConfig())
+
+
+def with_values(module: Any, **values: Any) -> dict[str, np.ndarray]:
+    """Gives the module's parameters what they start from, or `values`; returns them in float64."""
+    found = initial(module.part.params, jax.random.key(0), jnp.dtype("float32")) | values
+    for name, value in found.items():
+        setattr(module, name, nnx.Param(jnp.asarray(value, jnp.float32)))
+    return {name: np.asarray(value, np.float64) for name, value in found.items()}
+
+
+def context(
+    segments: Any,
+    positions: Any,
+    index: int = 0,
+    values: Mapping[str, tuple[float, ...]] | None = None,
+    cache: Cache | None = None,
+) -> Context:
+    """Of a layer."""
+    inputs = {"segment_ids": jnp.asarray(segments), "positions": jnp.asarray(positions)}
+    return Context(inputs, jnp.asarray(index), values or {}, cache)
+
+
+def packed(lengths: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
+    """Segment ids and positions of rows that hold documents of these lengths."""
+    ids = [np.repeat(1 + np.arange(len(row)), row) for row in lengths]
+    positions = [np.concatenate([np.arange(n) for n in row]) for row in lengths]
+    return np.stack(ids), np.stack(positions)
+
+
+def assert_close(got: Any, wanted: Any) -> None:
+    """Float32: 1e-5 of the largest value."""
+    wanted = np.asarray(wanted, np.float64)
+    np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5 * np.abs(wanted).max())

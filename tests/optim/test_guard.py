@@ -1,0 +1,304 @@
+"""Bad steps and spikes as the step detects them, and what it leaves alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxpipe.config.load import from_dict
+from maxpipe.config.schema import GuardConfig
+from maxpipe.optim import rules, update
+from maxpipe.optim.guard import GuardState, assess, initial, unless_bad
+from maxpipe.parallel.axes import MeshConfig
+from maxpipe.parallel.mesh import build_mesh
+from maxpipe.plan.compile import build_steps
+from maxpipe.step import step
+from maxpipe.step.state import TrainState
+from tests.cases import OPTIM, Case, batch_of, keeping, steps_of
+
+ROWS = 8
+NAN, INF = float("nan"), float("inf")
+
+
+def run_through(
+    config: GuardConfig, numbers: list[tuple[float, float]]
+) -> tuple[list[bool], GuardState]:
+    """Which of these steps, losses and gradient norms, are taken; and the state after them."""
+    state, mesh = initial(config), build_mesh(MeshConfig(), jax.devices()[:1])
+    decide = jax.jit(lambda state, loss, norm: assess(config, mesh, state, loss, norm))
+    found = []
+    for loss, norm in numbers:
+        taken, state = decide(state, jnp.float32(loss), jnp.float32(norm))
+        found.append(bool(taken))
+    return found, state
+
+
+SPIKES = GuardConfig(spike_sigmas=4.0, spike_window=8, on_spike="skip")
+CALM = [(2.0 + 0.1 * (place % 2), 1.0 + 0.1 * (place % 3)) for place in range(8)]
+
+
+# --- the arithmetic --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("config", [GuardConfig(), SPIKES, GuardConfig(bad_steps="roll_back")])
+def test_only_finite_numbers_are_taken(config: GuardConfig) -> None:
+    numbers = [(1.0, 1.0), (NAN, 1.0), (1.0, INF), (-INF, NAN), (1.0, NAN), (1.0, 1.0)]
+    taken, state = run_through(config, numbers)
+    assert taken == [True, False, False, False, False, True]
+    assert (int(state.skipped), int(state.spikes)) == (4, 0)
+
+
+def test_spikes_are_measured_against_the_mean_and_deviation_of_recent_steps() -> None:
+    losses = np.array([loss for loss, _ in CALM])
+    limit = losses.mean() + 4 * losses.std()
+    taken, state = run_through(SPIKES, [*CALM, (limit + 0.01, 1.0), (limit - 0.01, 1.0)])
+    assert taken == [True] * 8 + [False, True]
+    assert (int(state.skipped), int(state.spikes)) == (1, 1)
+    norms = np.array([norm for _, norm in CALM])
+    limit = norms.mean() + 4 * norms.std()
+    taken, _ = run_through(SPIKES, [*CALM, (2.0, limit + 0.01), (2.0, limit - 0.01), (-9.0, 0.0)])
+    assert taken == [True] * 8 + [False, True, True]
+
+
+def test_spikes_are_looked_for_when_half_the_window_is_there() -> None:
+    assert run_through(SPIKES, [*CALM[:3], (99.0, 1.0)])[0] == [True] * 4
+    assert run_through(SPIKES, [*CALM[:4], (99.0, 1.0)])[0] == [True] * 4 + [False]
+    assert run_through(GuardConfig(on_spike="skip"), [*CALM, (99.0, 1.0)])[0] == [True] * 9
+
+
+def test_a_spike_that_is_taken_counts_as_recent_and_one_that_is_not_does_not() -> None:
+    noted = dataclasses.replace(SPIKES, on_spike="note")
+    taken, state = run_through(noted, [*CALM, (99.0, 1.0), (99.0, 1.0), (NAN, 1.0)])
+    assert taken == [True] * 10 + [False]
+    assert int(state.spikes) == 1, "the second is within four deviations of what the first left"
+    assert state.recent[0, -1] == 99.0
+    taken, state = run_through(SPIKES, [*CALM, (99.0, 1.0), (99.0, 1.0)])
+    assert taken[8:] == [False, False] and int(state.spikes) == 2
+    assert float(state.recent.max()) < 3
+
+
+def test_what_is_remembered_survives_a_checkpoint_bit_for_bit() -> None:
+    _, state = run_through(SPIKES, [(x / 3, x / 7) for x, _ in CALM[:5]] + [(NAN, 0.0)])
+    facts = json.loads(json.dumps(state.facts()))
+    again = initial(SPIKES, facts)
+    assert again.recent.dtype == state.recent.dtype
+    np.testing.assert_array_equal(again.recent, state.recent)
+    assert (int(again.skipped), int(again.spikes)) == (1, 0)
+
+
+def test_another_window_keeps_the_newest_steps() -> None:
+    _, state = run_through(SPIKES, CALM)
+    shorter = initial(dataclasses.replace(SPIKES, spike_window=4), state.facts())
+    np.testing.assert_array_equal(shorter.recent, np.asarray(state.recent)[:, 4:])
+    longer = initial(dataclasses.replace(SPIKES, spike_window=10), state.facts())
+    np.testing.assert_array_equal(longer.recent[:, 2:], state.recent)
+    assert np.isnan(longer.recent[:, :2]).all()
+    assert initial(GuardConfig(), state.facts()).recent.shape == (2, 0)
+
+
+def test_one_number_that_is_not_finite_holds_back_the_whole_update() -> None:
+    mesh = build_mesh(MeshConfig(), jax.devices()[:1])
+    one = jnp.float32(1)
+
+    def check(finite: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return finite.all(), jnp.array([3.0, 4.0])
+
+    decide = jax.jit(
+        lambda finite: assess(
+            GuardConfig(), mesh, initial(GuardConfig()), one, one, check, (finite,), (None,)
+        )
+    )
+    good, bad = jnp.ones(4, bool), jnp.array([True, True, False, True])
+    (taken, state), (not_taken, same) = decide(good), decide(bad)
+    assert taken and not not_taken
+    assert state.reach.tolist() == [3.0, 4.0] and same.reach.tolist() == [INF, INF]
+    new, old = {"w": jnp.arange(4.0), "count": jnp.int32(5)}, {"w": jnp.ones(4), "count": 4}
+    assert unless_bad(jnp.array(True), new, old)["w"].tolist() == [0.0, 1.0, 2.0, 3.0]
+    found = unless_bad(jnp.array(False), new, old)
+    assert found["w"].tolist() == [1.0] * 4 and int(found["count"]) == 4
+
+
+# --- the step --------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def steps() -> step.Steps:
+    return steps_of(Case(2, 1, 2, fsdp=2, data=2, layers=2), ROWS)
+
+
+@pytest.fixture(scope="module")
+def compiled(steps: step.Steps) -> Any:
+    return steps.compile_train()
+
+
+@pytest.fixture(scope="module")
+def on_host(steps: step.Steps) -> TrainState:
+    return jax.device_get(steps.init())
+
+
+@pytest.fixture
+def fresh(steps: step.Steps, on_host: TrainState) -> Callable[[], TrainState]:
+    """A new state; a step uses up the one it is given."""
+    return lambda: jax.device_put(on_host, steps.state_sharding)
+
+
+Fresh = Callable[[], TrainState]
+
+
+def placed(steps: step.Steps, number: int, bad_row: int | None = None) -> Any:
+    """A batch; with `bad_row`, one whose loss in that row, on one shard, is infinite."""
+    batch = batch_of(ROWS, number)
+    if bad_row is not None:
+        batch["loss_mask"][bad_row, 0] = INF
+    return jax.device_put(batch, steps.batch_sharding)
+
+
+def bits(tree: Any) -> list[bytes]:
+    """Of every array on every device."""
+    return [
+        np.asarray(shard.data).tobytes()
+        for leaf in jax.tree.leaves(tree)
+        for shard in leaf.addressable_shards
+    ]
+
+
+@pytest.mark.parametrize("bad_row", [0, ROWS - 1])
+@pytest.mark.fault("N4")
+def test_a_bad_step_on_one_shard_changes_nothing_on_any_device(
+    bad_row: int, steps: step.Steps, compiled: Any, fresh: Fresh
+) -> None:
+    state, _ = compiled(fresh(), placed(steps, 0))
+    before = bits((state.params, state.optimizer))
+    state, metrics = compiled(state, placed(steps, 1, bad_row))
+    assert not np.isfinite(float(metrics["train/loss"]))
+    assert bits((state.params, state.optimizer)) == before
+    assert (int(state.step), int(state.guard.skipped)) == (2, 1)
+    for value in (state.guard.skipped, metrics["train/skipped"]):
+        assert [int(shard.data) for shard in value.addressable_shards] == [1] * 8
+
+
+@pytest.mark.parametrize(
+    ("stored", "changes"),
+    keeping(
+        [
+            ("float32", {"name": "lion"}),
+            ("bfloat16", {"name": "adafactor"}),
+            ("bfloat16", {"name": "muon", "shard_over_data": True}),
+        ],
+        2,
+    ),
+    ids=str,
+)
+@pytest.mark.fault("N4")
+def test_a_bad_step_leaves_moments_and_averages_of_every_optimizer(
+    stored: str, changes: dict[str, Any]
+) -> None:
+    case = Case(2, 1, 2, fsdp=2, data=2, layers=2, stored=stored)
+    optim = dataclasses.replace(OPTIM, average_decay=0.5, rounding="stochastic", **changes)
+    steps = steps_of(case, ROWS, optim=optim)
+    run = steps.compile_train()
+    state, _ = run(steps.init(), placed(steps, 0))
+    before = bits((state.params, state.optimizer))
+    state, _ = run(state, placed(steps, 1, bad_row=3))
+    assert bits((state.params, state.optimizer)) == before
+    state, _ = run(state, placed(steps, 2))
+    assert (int(state.step), int(state.guard.skipped)) == (3, 1)
+    after = jax.tree.leaves((state.params, state.optimizer))
+    assert all(np.isfinite(np.asarray(leaf, np.float32)).all() for leaf in after)
+    assert bits((state.params, state.optimizer)) != before
+
+
+def test_after_a_bad_step_all_goes_on_as_if_it_had_not_been(
+    steps: step.Steps, compiled: Any, fresh: Fresh
+) -> None:
+    """The optimizer's own count included, and across a checkpoint as well."""
+
+    def run(state: TrainState, batches: list[Any]) -> tuple[TrainState, float]:
+        rate = 0.0
+        for batch in batches:
+            state, metrics = compiled(state, batch)
+            rate = float(metrics["train/lr"])
+        return state, rate
+
+    good = [placed(steps, number) for number in range(3)]
+    straight, straight_rate = run(fresh(), good)
+    wanted = bits((straight.params, straight.optimizer))
+    bad = placed(steps, 9, 3)
+    state, rate = run(fresh(), [good[0], bad, bad, good[1], good[2]])
+    assert bits((state.params, state.optimizer)) == wanted and rate == straight_rate
+    state, _ = run(fresh(), [good[0], bad, bad])
+    saved, facts = steps.to_saved(state), state.guard.facts()
+    state, rate = run(steps.from_saved(saved, initial(steps.guard, facts)), good[1:])
+    assert bits((state.params, state.optimizer)) == wanted and rate == straight_rate
+    assert (int(state.step), int(state.guard.skipped)) == (5, 2)
+
+
+def test_state_of_a_release_without_a_guard_is_restored(
+    steps: step.Steps, compiled: Any, fresh: Fresh
+) -> None:
+    state, _ = compiled(fresh(), placed(steps, 0))
+    again = steps.from_saved(steps.to_saved(state))
+    assert np.isfinite(state.guard.reach).all() and np.isinf(again.guard.reach).all()
+    assert bits(again._replace(guard=state.guard)) == bits(state)
+    assert bits(again.guard._replace(reach=state.guard.reach)) == bits(state.guard)
+
+
+def test_an_infinite_parameter_stops_all_updates_and_spoils_no_other(
+    steps: step.Steps, compiled: Any, fresh: Fresh
+) -> None:
+    state = fresh()
+    scale = state.params["final_norm"]["scale"].at[0].set(INF)
+    state = state._replace(params=state.params | {"final_norm": {"scale": scale}})
+    before = bits((state.params, state.optimizer))
+    for number in range(2):
+        state, _ = compiled(state, placed(steps, number))
+    assert bits((state.params, state.optimizer)) == before
+    assert (int(state.step), int(state.guard.skipped)) == (2, 2)
+
+
+@pytest.mark.parametrize("place", ["params", "mu", "nu"])
+@pytest.mark.fault("N6")
+def test_an_update_that_overflows_on_one_device_is_a_bad_step(
+    place: str, steps: step.Steps, compiled: Any, on_host: TrainState
+) -> None:
+    """Loss and gradients are finite; one entry of what the update would leave is not."""
+    host = jax.tree.map(np.array, on_host)
+    numbers = host.optimizer.trees
+    if place == "params":  # a finite moment, over the root of nothing
+        numbers["mu"]["embedding"][0, 0] = np.finfo(np.float32).max
+        numbers["nu"]["embedding"][0, 0] = 0
+    else:
+        numbers[place]["embedding"][0, 0] = INF
+    state = jax.device_put(host, steps.state_sharding)
+    before = bits((state.params, state.optimizer))
+    state, metrics = compiled(state, placed(steps, 0))
+    assert np.isfinite([float(metrics["train/loss"]), float(metrics["train/grad_norm"])]).all()
+    assert bits((state.params, state.optimizer)) == before
+    assert [int(shard.data) for shard in state.guard.skipped.addressable_shards] == [1] * 8
+
+
+@pytest.mark.parametrize("dtype", keeping(["float32", "bfloat16"], 0))
+def test_the_guard_takes_no_memory(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second copy of a matrix would be thousands of bytes; numbers and flags are hundreds."""
+    model = {"num_layers": 2, "vocab_size": 512, "d_model": 128, "d_mlp": 256, "num_heads": 2}
+    model |= {"num_kv_heads": 2, "head_size": 64, "param_dtype": dtype, "compute_dtype": dtype}
+    batch = {"batch_size": 4, "sequence_length": 16, "steps": 1}
+    config = from_dict({"model": model, "train": batch, "mesh": {"ici_fsdp": 2}})
+
+    def memory() -> Any:
+        return build_steps(config, jax.devices()[:2]).compile_train().memory_analysis()
+
+    guarded = memory()
+    for module in (update, rules):
+        monkeypatch.setattr(module, "unless_bad", lambda taken, new, old: new)
+    monkeypatch.setattr(step, "assess", lambda *given: assess(*given[:5]))
+    plain = memory()
+    assert guarded.temp_size_in_bytes <= plain.temp_size_in_bytes + 1024
+    assert guarded.alias_size_in_bytes == plain.alias_size_in_bytes

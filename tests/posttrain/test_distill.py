@@ -1,0 +1,417 @@
+"""Students and teachers, by the command: meshes, stored answers, stops, and what is refused."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from maxpipe.config.load import load
+from maxpipe.data.prepared.folder import JOURNAL
+from maxpipe.data.prepared.logits import MANIFEST, StoredAnswers, open_stored, read_manifest
+from maxpipe.data.tokenizer import ByteTokenizer
+from maxpipe.errors import ConfigError, StorageError
+from maxpipe.posttrain.teacher import open_teacher
+from maxpipe.step.build import devices_of
+from tests.train.runs import (
+    SAME,
+    Run,
+    Start,
+    ends,
+    forget_after,
+    is_explained,
+    losses,
+    pair,
+    records,
+    saved_digest,
+    saved_steps,
+)
+
+STEPS, EVERY, COUNT = 6, 2, 7
+CONFIG = f"""
+run: {{dir: RUNS}}
+model: {{num_layers: 3, d_model: 16, num_heads: 2, num_kv_heads: 1, head_size: 8, d_mlp: 32,
+         vocab_size: 259, compute_dtype: float32}}
+train: {{steps: {STEPS}, batch_size: 8, sequence_length: 24}}
+optim: {{learning_rate: 1.0e-2}}
+data: {{source: text, path: TEXT, validation_fraction: 0.2}}
+checkpoint: {{every: {EVERY}, keep: 10}}
+eval: {{batches: 2}}
+log: {{every: 1, tensorboard: false}}
+runtime: {{platform: cpu, compilation_cache: ''}}
+"""
+TEACHER = ("model.d_model=32", "model.num_layers=4", "run.name=teacher", "train.steps=9")
+TAUGHT = ("train.objective=distill", f"distill.top_k={COUNT}", "distill.temperature=1.5")
+STAGED = ("mesh.cpu_devices=4", "mesh.ici_stage=2", "mesh.ici_fsdp=-1", "pipeline.microbatches=2")
+LAYOUT = "distill.layout=[mesh.ici_stage=2,pipeline.microbatches=4]"
+"""Of a teacher on two devices."""
+
+
+class Place:
+    """A folder with a teacher, and the arguments of runs there."""
+
+    def __init__(self, folder: Path, run: Run):
+        self.folder, self._run = folder, run
+
+    def keys(self, name: str, *more: object) -> tuple[object, ...]:
+        """Of a student that asks its teacher."""
+        teacher = f"distill.teacher={self.folder / 'runs' / 'teacher'}@9"
+        return (self.folder / "run.yml", f"run.name={name}", *TAUGHT, teacher, *more)
+
+    def train(self, name: str, *more: object, code: int = 0) -> str:
+        return self._run("train", *self.keys(name, *more), code=code)
+
+    def prepare(self, out: Path, *more: object, code: int = 0) -> str:
+        return self._run("distill", "prepare", *self.keys("x", *more), "--out", out, code=code)
+
+    def stored(self, out: Path) -> tuple[str, ...]:
+        """Overrides of a student that reads answers."""
+        return "distill.teacher=", f"distill.stored={out}"
+
+    def losses(self, name: str) -> dict[int, float]:
+        return losses(self.folder / "runs" / name)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory, run: Run) -> Place:
+    folder, words = tmp_path_factory.mktemp("distill"), random.Random(0)
+    (folder / "text").mkdir()
+    for number in range(20):
+        letters = words.choices("etaoin shrdlu", k=words.randint(20, 300))
+        (folder / "text" / f"{number}.txt").write_text("".join(letters))
+    config = CONFIG.replace("RUNS", str(folder / "runs")).replace("TEXT", str(folder / "text"))
+    (folder / "run.yml").write_text(config)
+    run("train", folder / "run.yml", *TEACHER)
+    return Place(folder, run)
+
+
+@pytest.fixture(scope="module")
+def asked(place: Place) -> Place:
+    """With a run, `asked`, whose teacher has two devices as stages, and the student two others."""
+    place.train("asked", *STAGED, "distill.devices=2", LAYOUT)
+    return place
+
+
+@pytest.fixture(scope="module")
+def answers(place: Place) -> Path:
+    """What the same teacher says of all rows."""
+    out = place.folder / "answers"
+    said = place.prepare(out, *STAGED, "distill.devices=2", LAYOUT)
+    assert f"wrote {out}: " in said and (out / MANIFEST).exists() and not (out / JOURNAL).exists()
+    return out
+
+
+def same(found: dict[int, float], wanted: dict[int, float]) -> None:
+    assert list(found) == list(wanted) == list(range(1, STEPS + 1))
+    np.testing.assert_allclose(list(found.values()), list(wanted.values()), rtol=SAME)
+
+
+@pytest.mark.layouts
+def test_two_meshes_equal_one(asked: Place) -> None:
+    """Teacher and student on one device, and on two each, with unlike layouts."""
+    asked.train("one")
+    wanted = asked.losses("one")
+    same(asked.losses("asked"), wanted)
+    assert wanted[STEPS] < wanted[1]
+    record = records(asked.folder / "runs" / "asked")[STEPS]
+    batch = 8 * 24 * 4 * 5 + 8 * 4  # five arrays of tokens, and the numbers of rows
+    assert record["distill/transfer_bytes"] == batch + 8 * 24 * COUNT * 8
+    assert record["distill/teacher_wait_s"] <= record["perf/data_wait_s"]
+    mean = (record["train/cross_entropy"] + record["train/divergence"]) / 2
+    np.testing.assert_allclose(record["train/loss"], mean, rtol=SAME)
+
+
+@pytest.mark.layouts
+def test_teacher_and_student_take_turns_on_all_devices(asked: Place) -> None:
+    """Also where batches grow, and where all sizes are alike."""
+    asked.train("turns", *STAGED, "distill.layout=[mesh.ici_stage=4,pipeline.microbatches=2]")
+    same(asked.losses("turns"), asked.losses("asked"))
+    ramp = ("train.batch_ramp=[4 for 2 steps]", "pipeline.microbatches=2")
+    asked.train("ramp", *ramp)
+    asked.train("ramp-staged", *ramp, *STAGED, "distill.devices=2", LAYOUT)
+    same(asked.losses("ramp-staged"), asked.losses("ramp"))
+    alike = ("train.batch_size=8", "train.sequence_length=8", "distill.top_k=8")
+    asked.train("alike", *alike)
+    asked.train("alike-staged", *alike, *STAGED, "distill.devices=2", LAYOUT)
+    same(asked.losses("alike-staged"), asked.losses("alike"))
+
+
+def test_stored_answers_equal_asked_ones(asked: Place, answers: Path) -> None:
+    """Bit for bit, of a teacher with the same layout."""
+    asked.train("stored", *STAGED, "mesh.cpu_devices=2", *asked.stored(answers))
+    assert asked.losses("stored") == asked.losses("asked")
+
+
+@pytest.mark.layouts
+def test_batches_of_another_size_find_their_rows(asked: Place, answers: Path) -> None:
+    more = ("train.batch_size=4", "distill.top_k=5")
+    asked.train("half", *more, *asked.stored(answers))
+    asked.train("half-asked", *more)
+    same(asked.losses("half"), asked.losses("half-asked"))
+
+
+@pytest.mark.long
+def test_a_student_that_was_killed_goes_on_bit_for_bit(asked: Place, start: Start) -> None:
+    runs = asked.folder / "runs"
+    keys = asked.keys("killed", *STAGED, "distill.devices=2", LAYOUT)
+    process = start("train", *keys)
+    while not (runs / "killed" / "checkpoints" / str(EVERY)).exists():
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.02)
+    process.kill()
+    process.communicate()
+    forget_after(runs / "killed", EVERY)
+    assert saved_steps(runs / "killed") == [EVERY]
+    asked.train("killed", *STAGED, "distill.devices=2", LAYOUT)
+    assert saved_digest(runs / "killed") == saved_digest(runs / "asked")
+    assert asked.losses("killed") == asked.losses("asked")
+
+
+@pytest.mark.long
+def test_another_teacher_is_refused(asked: Place) -> None:
+    """When a student goes on: one that has trained on, or an earlier step of it."""
+    runs = asked.folder / "runs"
+    shutil.copytree(runs / "asked", runs / "changed")
+    forget_after(runs / "changed", EVERY)
+    other = f"distill.teacher={runs / 'teacher'}@2"
+    said = asked.train("changed", *STAGED, "distill.devices=2", LAYOUT, other, code=2)
+    is_explained(said)
+    assert "must be the teacher that step 2 was saved with" in said
+
+
+@pytest.mark.layouts
+def test_a_student_goes_on_with_its_teacher_in_another_form(asked: Place, run: Run) -> None:
+    """As a Hugging Face folder: a teacher is its parameters, wherever they are."""
+    runs, folder = asked.folder / "runs", asked.folder / "exported"
+    run("export", f"{runs / 'teacher'}@9", folder)
+    shutil.copytree(runs / "asked", runs / "moved")
+    forget_after(runs / "moved", EVERY)
+    keys = (*STAGED, "distill.devices=2", LAYOUT, f"distill.teacher=hf:{folder}")
+    assert "must be the teacher" not in asked.train("moved", *keys)
+    assert asked.losses("moved") == asked.losses("asked")
+    run("export", runs / "moved", asked.folder / "student")
+
+
+@pytest.mark.layouts
+def test_sources_of_a_mixture_find_their_rows(asked: Place) -> None:
+    """Under other shares than those that were prepared."""
+    text, out = asked.folder / "text", asked.folder / "mixed"
+    for name in ("a", "b"):
+        (asked.folder / name).mkdir()
+        for number in range(6):
+            file = f"{number + 6 * (name == 'b')}.txt"
+            shutil.copy(text / file, asked.folder / name / file)
+    mixed = tuple(
+        f"data.mixture.{name}.{key}={value}"
+        for name in ("a", "b")
+        for key, value in {"source": "text", "path": asked.folder / name}.items()
+    )
+    mixed = ("data.path=", "data.source=corpus", *mixed)
+    asked.prepare(out, *mixed, "data.mixture.a.weight=1", "data.mixture.b.weight=1")
+    shares = ("data.mixture.a.weight=1", "data.mixture.b.weight=3", "train.batch_size=4")
+    asked.train("mixed", *mixed, *shares)
+    asked.train("mixed-stored", *mixed, *shares, *asked.stored(out))
+    same(asked.losses("mixed-stored"), asked.losses("mixed"))
+
+
+REFUSED: list[tuple[tuple[str, ...], str]] = [
+    (("model.vocab_size=300",), "must have the vocabulary of the student: it has 259 ids"),
+    (("distill.top_k=260",), "must be at most model.vocab_size (259)"),
+    (
+        ("distill.devices=8",),
+        "Set distill.devices=7, or mesh.cpu_devices=16, or distill.devices=0 to take turns",
+    ),
+    (("distill.devices=2", "distill.layout=[mesh.ici_stage=3]"), "distill.layout: mesh = stage 3"),
+    (
+        ("distill.devices=2", "distill.layout=[mesh.ici_fsdp=2,pipeline.microbatches=3]"),
+        "distill.layout: train.batch_size = 8",
+    ),
+    (("distill.layout=[mesh.ici_nothing=2]",), "distill.layout: mesh.ici_nothing"),
+    (("distill.layout=[train.steps=2]",), "must hold keys of the sections mesh and pipeline"),
+    (("distill.teacher=absent",), "distill.teacher = absent"),
+    (("distill.teacher=hf:absent",), "absent"),
+    (("distill.stored=answers",), "must be empty with distill.teacher"),
+]
+
+
+@pytest.mark.parametrize(("keys", "text"), REFUSED, ids=[text[:24] for _, text in REFUSED])
+def test_what_does_not_fit_is_refused(place: Place, keys: tuple[str, ...], text: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        loaded = load([str(each) for each in place.keys("refused", *keys)])
+        devices_of(loaded.config)
+        open_teacher(loaded, ByteTokenizer())
+    assert text in str(refused.value)
+    is_explained(str(refused.value))
+
+
+def test_stored_answers_of_something_else_are_refused(
+    place: Place, answers: Path, tmp_path: Path
+) -> None:
+    found = read_manifest(str(answers))
+    for changes, text in (
+        ({"temperature": 1.0}, "distill.temperature = 1.0"),
+        ({"top_k": COUNT + 1}, "distill.top_k = 8"),
+        ({"row_tokens": 16}, "train.sequence_length = 16"),
+        ({"vocab_size": 300}, "model.vocab_size = 300"),
+        ({"sources": {"": {**found["sources"][""], "seed": 1}}}, "seed: 0 and 1"),
+        ({"sources": {"web": found["sources"][""]}}, "no rows of data.mixture.web"),
+    ):
+        sizes = {"vocab_size": 259, "temperature": 1.5, "top_k": COUNT, "row_tokens": 24}
+        given = {"sources": found["sources"], **sizes, **changes}
+        with pytest.raises(ConfigError, match="(?s)" + text):
+            open_stored(str(answers), **given)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="wrote: it has no logits.json"):
+        read_manifest(str(tmp_path))
+
+
+def opened(folder: Path) -> StoredAnswers:
+    sizes = {"vocab_size": 259, "temperature": 1.5, "top_k": 3, "row_tokens": 24}
+    return open_stored(str(folder), read_manifest(str(folder))["sources"], **sizes)
+
+
+def test_every_flipped_bit_is_found(answers: Path, tmp_path: Path, run: Run) -> None:
+    """Before the row with it is used, and by a pass over all files."""
+    draw, damaged = random.Random(1), answers
+    for number in range(40):
+        damaged = tmp_path / str(number)
+        shutil.copytree(answers, damaged)
+        file = draw.choice(sorted(damaged.iterdir()))
+        raw = bytearray(file.read_bytes())
+        raw[draw.randrange(len(raw))] ^= 1 << draw.randrange(8)
+        file.write_bytes(raw)
+        with pytest.raises((StorageError, ConfigError)) as found:
+            stored = opened(damaged)
+            for sequence in range(read_manifest(str(damaged))["sources"][""]["sequences"]):
+                with contextlib.suppress(ConfigError):  # other rows than these were asked
+                    stored.read("", sequence, NOTHING)
+        assert "is damaged" in str(found.value) and str(file) in str(found.value)
+    said = run("data", "verify", damaged, code=74)
+    assert "damaged" in said
+    assert "every byte is what was written" in run("data", "verify", answers)
+
+
+NOTHING = {name: np.zeros(24, np.int32) for name in ("tokens", "segment_ids")}
+
+
+def test_rows_that_have_changed_are_refused(answers: Path) -> None:
+    """Where names, sizes and edges of files are what they were, and a digest of the row is not."""
+    with pytest.raises(ConfigError, match="sequence 2 has other tokens"):
+        opened(answers).read("", 2, NOTHING)
+
+
+TEACHER_OF_STUDENTS = (
+    *("model.num_layers=4", "model.d_model=64", "model.num_heads=4", "model.num_kv_heads=2"),
+    *("model.head_size=16", "model.d_mlp=192", "train.steps=300", "train.batch_size=16"),
+    *("run.name=taught-well", "run.seed=7"),
+)
+LIBRARY = ("data.source=corpus", "data.path=", "train.sequence_length=64", "checkpoint.every=0")
+
+
+@pytest.mark.layouts
+def test_a_student_learns_more_than_alone(place: Place, run: Run) -> None:
+    """In equal steps, of the quickstart's text, for three seeds; `benchmarks/distill.py` has more.
+
+    By the cross entropy of documents that neither has seen.
+    """
+    file, runs = place.folder / "run.yml", place.folder / "runs"
+    library = (*LIBRARY, "eval.batches=16", "eval.batch_size=32", "optim.learning_rate=5e-3")
+    run("train", file, *library, *TEACHER_OF_STUDENTS)
+    taught = ("train.objective=distill", f"distill.teacher={runs / 'taught-well'}")
+    for seed in range(3):
+        found = {}
+        for name, keys in (("alone", ()), ("with", (*taught, "distill.weight=0.9"))):
+            keys = (*keys, *library, "train.steps=80", f"run.seed={seed}")
+            run("train", file, *keys, f"run.name={name}-{seed}")
+            (found[name],) = losses(runs / f"{name}-{seed}", "eval/loss").values()
+        assert found["with"] < found["alone"] - 0.01, found
+
+
+def stop(process: object) -> None:
+    process.send_signal(signal.SIGINT)  # type: ignore[attr-defined]
+
+
+ENDS = [stop, lambda process: process.kill()]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("end", ENDS, ids=["ctrl-c", "kill"])
+def test_preparing_goes_on_after_a_stop(
+    place: Place,
+    answers: Path,
+    start: Start,
+    tmp_path: Path,
+    end: Callable[[object], None],
+) -> None:
+    """With the same bytes; shards are small, so that some are done."""
+    out = tmp_path / "answers"
+    keys = place.keys("x", *STAGED, "distill.devices=2", LAYOUT)
+    command = ("distill", "prepare", *keys, "--out", out, "--shard-bytes", 9000)
+    process = start(*command)
+    while not (out / "shard-00001.bin").exists():
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.01)
+    end(process)
+    said, _ = process.communicate()
+    if process.returncode == 130:
+        assert "Run the same command again" in said
+    assert not (out / MANIFEST).exists()
+    with pytest.raises(ConfigError, match="has no manifest yet"):
+        read_manifest(str(out))
+    again = start(*command)
+    said = again.communicate()[0]
+    assert again.returncode == 0, said
+    assert sum(each["rows"] for each in read_manifest(str(out))["shards"]) > 0
+    assert content(out) == content(answers)
+
+
+def content(folder: Path) -> bytes:
+    """Records of all shards, joined."""
+    return b"".join(each.read_bytes() for each in sorted(folder.glob("shard-*.bin")))
+
+
+@pytest.mark.layouts
+@pytest.mark.multihost
+def test_several_processes_read_stored_answers(asked: Place, answers: Path, start: Start) -> None:
+    """Each of them those of its rows."""
+    keys = asked.keys("pair", *STAGED, "mesh.cpu_devices=2", "mesh.ici_stage=2", "mesh.ici_fsdp=2")
+    with pair(start, *keys, *asked.stored(answers)) as processes:
+        said = ends(processes)
+    assert [each.returncode for each in processes] == [0, 0], said
+    same(asked.losses("pair"), asked.losses("asked"))
+
+
+SEVERAL: list[tuple[str, tuple[str, ...]]] = [
+    # The teacher's processes have all rows, the student's half of them: it sends rows it lacks.
+    ("rows-of-one", ("mesh.ici_fsdp=2", "distill.devices=2", LAYOUT)),
+    # The student's have all rows, the teacher's half of them: it tells every device.
+    (
+        "rows-of-both",
+        (STAGED[1], "mesh.ici_fsdp=1", "pipeline.microbatches=2", "distill.devices=2"),
+    ),
+    ("turns", ("mesh.ici_stage=2", "mesh.ici_fsdp=2", "pipeline.microbatches=2")),
+]
+
+
+@pytest.mark.long
+@pytest.mark.multihost
+@pytest.mark.parametrize(("name", "keys"), SEVERAL, ids=[name for name, _ in SEVERAL])
+def test_several_processes_ask(
+    asked: Place, start: Start, name: str, keys: tuple[str, ...]
+) -> None:
+    """Each gives the teacher its last devices; both meshes lie across them.
+
+    As one process does under the same layout: under another one the last of the most likely tokens
+    may be another that is as likely.
+    """
+    asked.train(f"one-{name}", "mesh.cpu_devices=4", *keys)
+    with pair(start, *asked.keys(f"pair-{name}", "mesh.cpu_devices=2", *keys)) as processes:
+        said = ends(processes)
+    assert [each.returncode for each in processes] == [0, 0], said
+    same(asked.losses(f"pair-{name}"), asked.losses(f"one-{name}"))

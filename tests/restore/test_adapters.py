@@ -1,0 +1,110 @@
+"""Runs with adapters: the base keeps its bits, and a run goes on anywhere."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from maxpipe.checkpoint.trees import named
+from maxpipe.models.config import AdapterConfig
+from maxpipe.models.frozen import trained
+from tests.cases import TOLERANCE, Case, steps_of
+from tests.conftest import FAST_COMPILE
+from tests.step.states import ROWS, same_bits, trained_on
+from tests.train.runs import losses
+
+PAGE = Path(__file__).parents[2] / "docs" / "adapters.md"
+ADAPTER = AdapterConfig(rank=2, kind="dora", base="int8", dropout=0.2)
+HERE = Case(2, 2, 2, fsdp=2, layers=5, adapter=ADAPTER)
+ELSEWHERE = Case(3, 1, 4, schedule="zb_h1", outside=1, data=2, layers=5, adapter=ADAPTER)
+STEPS = 100
+
+
+@pytest.mark.layouts
+def test_the_base_keeps_its_bits_and_a_run_goes_on_anywhere() -> None:
+    steps = steps_of(HERE, ROWS, STEPS + 4)
+    run, names = steps.compile_train(), trained(steps.partition.decoder.model)
+    plain = steps_of(Case(2, 2, 2, fsdp=2, layers=5), ROWS)
+    base = jax.device_get(plain.to_saved(plain.init())["params"])
+    assert named(steps.abstract_base).keys() == named(base).keys()
+    begun = steps.with_weights(base)
+    before = named(jax.device_get(begun.params))
+    state, _ = trained_on(steps, run, steps.with_weights(base), 0, STEPS)
+    after = named(jax.device_get(state.params))
+    mine = {each for each in after if "_lora_" in each}
+    assert {each for each in after if not np.array_equal(before[each], after[each])} == mine
+    saved = steps.to_saved(state)
+    for tree in (saved["params"], *saved["optimizer"].values(), steps.abstract_saved["params"]):
+        assert named(tree).keys() == names
+    # What was saved and the base are all that there is: bit for bit here, elsewhere alike.
+    saved = jax.device_get(saved)
+    again = steps.from_saved(saved, state.guard, base)
+    assert not [name for name, same in same_bits(again, state).items() if not same]
+    others = steps_of(ELSEWHERE, ROWS, STEPS + 4)
+    there = others.from_saved(saved, jax.device_get(state.guard), base)
+    assert all(same_bits(others.to_saved(there), saved).values())
+    (end, wanted), (_, found) = (
+        trained_on(steps, run, state, STEPS, STEPS + 2),
+        trained_on(others, others.compile_train(), there, STEPS, STEPS + 2),
+    )
+    assert all(same_bits(trained_on(steps, run, again, STEPS, STEPS + 2)[0], end).values())
+    np.testing.assert_allclose(found, wanted, rtol=TOLERANCE)
+
+
+def test_step_0_is_the_base() -> None:
+    """Bit for bit: factors add zeros, and lengths are the norms of the base."""
+    for adapter in (AdapterConfig(rank=2), AdapterConfig(rank=2, kind="dora")):
+        plain, steps = (
+            steps_of(Case(layers=2, adapter=each), ROWS).partition.decoder
+            for each in (None, adapter)
+        )
+        key = jax.random.key(0)
+        base, whole = plain.init(key), steps.init(key)
+        assert named(base).keys() <= named(whole).keys()
+        assert all(np.array_equal(named(whole)[name], leaf) for name, leaf in named(base).items())
+        place = np.broadcast_to(np.arange(8, dtype=np.int32), (2, 8))
+        tokens = np.random.default_rng(0).integers(0, 30, (2, 8), np.int32)
+        batch = {"tokens": tokens, "positions": place, "segment_ids": np.ones_like(tokens)}
+        wanted, found = (
+            jax.jit(one.apply)(params, batch) for one, params in ((plain, base), (steps, whole))
+        )
+        np.testing.assert_array_equal(found, wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_the_page(tmp_path: Path) -> None:
+    """docs/adapters.md: an adapter learns what its base does not know."""
+    blocks = re.findall(r"<!-- run -->\n```\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    outputs = []
+    for block in blocks:
+        done = subprocess.run(
+            ["bash", "-euc", block],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=tmp_path,
+            env=os.environ | FAST_COMPILE | {"PATH": path},
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout
+        outputs.append(done.stdout)
+    found = losses(tmp_path / "runs" / "hills")
+    assert found[60] < found[10] - 1.0
+    assert "with the weights of base@newest, step 60" in outputs[1]
+    assert {each.name for each in (tmp_path / "alone").iterdir()} == {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    }
+    size = lambda run: sum(  # noqa: E731
+        each.stat().st_size for each in (tmp_path / "runs" / run / "checkpoints" / "60").rglob("*")
+    )
+    assert size("hills") < size("base")

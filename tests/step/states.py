@@ -1,0 +1,29 @@
+"""Train states in tests: some steps further, and compared bit for bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from maxpipe.checkpoint.trees import named
+from maxpipe.step.step import Steps
+from tests.cases import batch_of
+
+ROWS = 8
+
+
+def trained_on(steps: Steps, run: Any, state: Any, first: int, last: int) -> tuple[Any, list[Any]]:
+    """The state after these steps, and the losses."""
+    found = []
+    for step in range(first, last):
+        batch = jax.device_put(batch_of(ROWS, step), steps.batch_sharding)
+        state, metrics = run(state, batch)
+        found.append(float(metrics["train/loss"]))
+    return state, found
+
+
+def same_bits(first: Any, second: Any) -> dict[str, bool]:
+    a, b = named(jax.device_get(first)), named(jax.device_get(second))
+    assert a.keys() == b.keys()
+    return {name: a[name].tobytes() == b[name].tobytes() for name in a}

@@ -1,0 +1,122 @@
+"""Biases of experts that follow loads: by plain arithmetic, and the same in every layout."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxpipe.models.moe import MoeConfig
+from maxpipe.models.spec import Follows
+from maxpipe.step.router_bias import moved
+from tests.cases import Case, batch_of, keeping, steps_of
+
+RATE = 0.03
+OWN = MoeConfig(
+    num_experts=5,
+    num_dense_layers=2,
+    d_expert=12,
+    scores="sigmoid",
+    router_bias=True,
+    balance_rate=RATE,
+    balance_weight=0.0,
+)
+AHEAD: Any = {"ahead": 1, "form": "layer"}
+CASES = [
+    Case(2, 1, 4, own=replace(OWN, dispatch="all"), layers=3, schedule="1f1b", data=2, **AHEAD),
+    Case(4, 1, 8, own=OWN, layers=6, schedule="zb_h1", **AHEAD),
+    Case(2, 1, 4, own=OWN, layers=6, schedule="1f1b", data=2, outside=3, gather="visit", **AHEAD),
+]
+ROWS, STEPS = 16, 3
+
+
+def biases(saved: Any) -> np.ndarray:
+    """Of the layers with experts, and of those behind the network."""
+    params = saved["params"]
+    stacks = params["layers"]["experts"], params["ahead"]["layer"]
+    return np.concatenate([np.asarray(each["experts"]["router_bias"]) for each in stacks])
+
+
+@functools.cache
+def run(number: int) -> tuple[list[Any], Any]:
+    """What is saved after each step of a case, and the steps."""
+    case = CASES[number]
+    assert case.rows == ROWS
+    steps = steps_of(case, ROWS)
+    train, state, found = steps.compile_train(), steps.init(), []
+    batches = [batch_of(ROWS, step, case) for step in range(STEPS)]
+    for batch in batches:
+        found.append(jax.device_get(steps.to_saved(state)))
+        state, metrics = train(state, jax.device_put(batch, steps.batch_sharding))
+        assert metrics["train/skipped"] == 0
+    # A step whose loss is not a number moves nothing.
+    before = jax.device_get(steps.to_saved(state))
+    bad = batches[-1] | {"loss_mask": np.full_like(batches[-1]["loss_mask"], np.nan)}
+    state, metrics = train(state, jax.device_put(bad, steps.batch_sharding))
+    assert metrics["train/skipped"] == 1
+    after = jax.device_get(steps.to_saved(state))
+    np.testing.assert_array_equal(biases(after), biases(before))
+    # What is saved and restored goes on.
+    restored = steps.to_saved(steps.from_saved(after))
+    np.testing.assert_array_equal(biases(restored), biases(after))
+    return [*found, before], steps
+
+
+@pytest.mark.parametrize("number", keeping(range(len(CASES)), 0))
+def test_each_step_moves_biases_by_the_loads_of_its_batch(number: int) -> None:
+    case, (saved, steps) = CASES[number], run(number)
+    decoder, parts = steps.partition.decoder, steps.partition
+    plain, num_layers = jax.jit(decoder.run), case.layers - OWN.num_dense_layers
+    for step in range(STEPS):
+        batch = batch_of(ROWS, step, case)
+        params = parts.by_kind(saved[step]["params"])
+        found = plain(params, batch).statistics
+        load = np.concatenate([found[name]["load"] for name in ("experts", "ahead")])
+        assert load.shape == (num_layers + 1, 5)
+        assert load.sum() == 2 * num_counted(batch, num_layers)
+        wanted = biases(saved[step]).copy()
+        for layer, counts in enumerate(load):
+            for expert, count in enumerate(counts):
+                wanted[layer, expert] += RATE * np.sign(counts.mean() - count)
+        np.testing.assert_allclose(biases(saved[step + 1]), wanted, rtol=1e-6)
+    assert len({*np.abs(biases(saved[-1])).round(5).ravel()}) > 1
+
+
+def num_counted(batch: Any, num_layers: int) -> int:
+    """Target tokens that these layers have, and those that a head has beside them."""
+    ids, mask = batch["segment_ids"], batch["loss_mask"]
+    further = mask[:, 1:] * (ids[:, 1:] == ids[:, :-1])
+    return int(num_layers * mask.sum() + further.sum())
+
+
+@pytest.mark.layouts
+def test_layouts_give_the_same_biases() -> None:
+    (one, _), (other, _) = run(1), run(2)
+    np.testing.assert_array_equal(biases(one[-1]), biases(other[-1]))
+
+
+@pytest.mark.layouts
+def test_frozen_biases_stay_and_are_float32_whatever_the_types() -> None:
+    own = replace(OWN, dispatch="all")
+    case = Case(own=own, layers=3, dtype="bfloat16", frozen=("*router_bias",), **AHEAD)
+    steps = steps_of(case, case.rows)
+    model = steps.partition.decoder.model
+    assert not model.kinds["experts"].follows and not model.ends.follows
+    batch = jax.device_put(batch_of(case.rows, case=case), steps.batch_sharding)
+    saved = jax.device_get(steps.to_saved(steps.compile_train()(steps.init(), batch)[0]))
+    assert biases(saved).dtype == np.float32 and not biases(saved).any()
+    narrow = replace(case.model, param_dtype="bfloat16")
+    shapes = jax.eval_shape(replace(steps.partition.decoder, config=narrow).init, jax.random.key(0))
+    types = {str(leaf.dtype) for leaf in jax.tree.leaves(shapes)}
+    assert types == {"bfloat16", "float32"}
+
+
+def test_an_expert_with_the_mean_load_stays() -> None:
+    loads = jnp.asarray([[1.0, 2, 3], [0, 0, 0]])
+    found = moved(jnp.zeros((2, 3)), loads, Follows("load", 0.5))
+    np.testing.assert_array_equal(found, [[0.5, 0, -0.5], [0, 0, 0]])

@@ -1,0 +1,74 @@
+"""Numbers of what layers return, as their parts declare them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxpipe.models.layers.mlp import GatedMLP
+from maxpipe.models.registry import FAMILIES, describe, summaries
+from maxpipe.models.spec import Kind, Model, Summary
+from maxpipe.step.summaries import summarised
+from tests.cases import MODEL
+
+
+@dataclass(frozen=True)
+class Reporting(GatedMLP):
+    """An MLP that declares a loss and a statistic."""
+
+    summaries: ClassVar[Mapping[str, Summary]] = {
+        "group/size": Summary("size", "mean", "", "Size."),
+        "group/most": Summary("load", "largest", "", "Most."),
+        "group/least": Summary("load", "smallest", "", "Least."),
+    }
+
+    @property
+    def losses(self) -> dict[str, float]:
+        return {"size": 0.3}
+
+
+@pytest.fixture
+def model() -> Model:
+    """Five layers, of which three report."""
+    plain = describe(MODEL)
+    attention, mlp = plain.kinds["layer"].branches
+    part = Reporting(MODEL.d_model, MODEL.d_mlp, 1.0)
+    kinds = {"plain": plain.kinds["layer"]} | {
+        name: Kind((attention, replace(mlp, part=part))) for name in ("wide", "narrow")
+    }
+    return Model(kinds, ("plain", "wide", "wide", "plain", "narrow"), plain.ends)
+
+
+def test_numbers_are_those_of_the_declarations(model: Model) -> None:
+    wide = np.array([[1.0, 2.0, 3.0], [4.0, 4.0, 1.0]])
+    narrow = np.array([[5.0, 10.0]])
+    statistics = {"wide": {"load": jnp.asarray(wide)}, "narrow": {"load": jnp.asarray(narrow)}}
+    found = jax.jit(summarised, static_argnums=0)(model, {"size": jnp.float32(7.5)}, statistics)
+    assert {tag: float(value) for tag, value in found.items()} == pytest.approx(
+        {"group/size": 7.5 / 3, "group/most": 3.0 / 2.0, "group/least": 1.0 / 3.0}
+    )
+
+
+def test_a_layer_without_any_tokens_counts_as_nothing(model: Model) -> None:
+    statistics = {"wide": {"load": jnp.zeros((2, 3))}, "narrow": {"load": jnp.ones((1, 4))}}
+    found = summarised(model, {"size": jnp.float32(0)}, statistics)
+    assert (float(found["group/most"]), float(found["group/least"])) == (1.0, 0.0)
+
+
+def test_a_model_whose_layers_return_nothing_has_none() -> None:
+    assert summarised(describe(MODEL), {}, {}) == {}
+
+
+def test_the_list_of_all_numbers_names_families(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = list(summaries())
+    for name in ("gemma3", "llama"):
+        family = replace(FAMILIES[name], reporting=(Reporting,))
+        monkeypatch.setitem(FAMILIES, name, family)  # type: ignore[arg-type]
+    wanted = [(tag, each, ["llama", "gemma3"]) for tag, each in Reporting.summaries.items()]
+    assert [each for each in summaries() if each not in plain] == wanted

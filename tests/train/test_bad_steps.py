@@ -1,0 +1,403 @@
+"""Runs whose numbers go wrong: what they do, what they write, and where they end."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from dataclasses import fields
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from maxpipe.checkpoint.manager import open_run
+from maxpipe.checkpoint.trees import digest, leaves
+from maxpipe.config.load import load
+from maxpipe.config.schema import Config
+from maxpipe.data.loader import Loader
+from maxpipe.distributed import runtime
+from maxpipe.distributed.link import Link
+from maxpipe.errors import NumbersError, Preempted, ReplicaError
+from maxpipe.step import build
+from maxpipe.step.state import TrainState
+from maxpipe.step.step import Steps
+from maxpipe.telemetry import goodput
+from maxpipe.train import run, set_up
+from maxpipe.train.loop import train
+from tests.step.test_replicas import flipped
+from tests.train.runs import Run, Start, ends, ledger, pair, saved, saved_steps
+
+STEPS = 24
+
+
+def recorded(folder: Path) -> dict[int, dict[str, Any]]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == sorted({line["step"] for line in lines})
+    return {line["step"]: line for line in lines}
+
+
+class Crash(Exception):
+    """The process dies here."""
+
+
+class Here:
+    """Trains in this process, on eight devices, from batches some of which are spoiled."""
+
+    def __init__(self, tiny: Path, folder: Path):
+        self.folder = folder / "run"
+        self.bad: set[int] = set()
+        self.crash: int | None = None
+        self.seen: list[int] = []
+        self._arguments = [str(tiny), f"run.dir={folder}", "mesh.ici_stage=2", "mesh.ici_data=4"]
+        self._arguments += ["mesh.cpu_devices=8", "pipeline.microbatches=2", "eval.batches=0"]
+        self._arguments += ["log.every=1", "log.tensorboard=false"]
+
+    def train(self, *overrides: str) -> None:
+        train(load([*self._arguments, *overrides]))
+
+    def spoil(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        def batch(loader: Loader, step: int, rows: Any = slice(None)) -> Any:
+            if step == self.crash:
+                raise Crash
+            self.seen.append(step)
+            found = real(loader, step, rows)
+            if step in self.bad:
+                found["loss_mask"][0, 0] = np.inf
+            return found
+
+        return batch
+
+
+class CompiledOnce(Steps):
+    """The steps of all runs of this file, whose guards differ on the host only."""
+
+    def compile_train(self) -> Any:
+        return self._train
+
+    def init(self) -> TrainState:
+        return jax.device_put(self._first, self.state_sharding)
+
+    @cached_property
+    def _train(self) -> Any:
+        return super().compile_train()
+
+    @cached_property
+    def _first(self) -> TrainState:
+        return jax.device_get(super().init())
+
+
+@pytest.fixture(scope="module")
+def steps_once() -> Callable[..., Steps]:
+    made: list[Steps] = []
+
+    def steps_of(config: Config, *arguments: Any) -> Steps:
+        assert not config.guard.spike_sigmas
+        if not made:
+            steps = build.steps_of(config, *arguments)
+            made.append(CompiledOnce(**{f.name: getattr(steps, f.name) for f in fields(steps)}))
+        return made[0]
+
+    return steps_of
+
+
+@pytest.fixture
+def here(
+    tiny: Path, tmp_path: Path, steps_once: Callable[..., Steps], monkeypatch: pytest.MonkeyPatch
+) -> Here:
+    runs = Here(tiny, tmp_path)
+    monkeypatch.setattr(set_up, "steps_of", steps_once)
+    monkeypatch.setattr(Loader, "batch", runs.spoil(Loader.batch))
+    monkeypatch.setattr(runtime, "_prepare", lambda config, cpu_devices: None)
+    return runs
+
+
+def is_explained(error: BaseException) -> None:
+    where, rule, action = str(error).splitlines()
+    assert not where.startswith(" ")
+    assert rule.startswith("  ") and rule.endswith(".")
+    assert action.startswith("  ") and action.endswith(".")
+
+
+@pytest.mark.parametrize("every", [0, 2, 3])
+def test_the_last_step_is_saved_with_its_evaluation(
+    every: int, here: Here, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though it is a periodic save, too, which would be made before the evaluation at the end."""
+
+    def evaluate(training: run.Run, step: int) -> dict[str, float]:
+        metrics = {"eval/loss": 1.0 + step, "eval/nats_per_byte": 1.0}
+        training.evaluated = (step, metrics)
+        return metrics
+
+    monkeypatch.setattr(run.Run, "evaluate", evaluate)
+    here.train("train.steps=4", "checkpoint.every=2", f"eval.every={every}")
+    folder = open_run(here.folder).durable
+    metrics = {step: folder.facts(step).metrics or {} for step in folder.steps()}
+    evaluated = {step: found["eval/loss"] for step, found in metrics.items() if found}
+    assert evaluated == ({2: 3.0, 4: 5.0} if every == 2 else {4: 5.0})
+
+
+# --- stop and skip ---------------------------------------------------------------------------
+
+
+@pytest.mark.fault("N1")
+def test_a_bad_step_stops_the_run_and_its_batch_is_named(here: Here) -> None:
+    here.bad = {9}
+    with pytest.raises(NumbersError) as caught:
+        here.train()
+    is_explained(caught.value)
+    assert caught.value.exit_code == 2
+    assert f"{here.folder}: step 10: loss " in str(caught.value)
+    assert "Set guard.bad_steps=skip" in str(caught.value)
+    (event,) = ledger(here.folder, "bad_step")
+    assert (event["step"], event["batch"], event["action"]) == (10, 9, "stop")
+    assert event["loss"] is None and len(event["sequences"]) == 8 and event["documents"]
+    assert saved_steps(here.folder) == [4, 8]
+    # Started again it comes to the same step; with the batch left out it goes on.
+    with pytest.raises(NumbersError):
+        here.train()
+    here.train("guard.bad_steps=skip")
+    assert [each["step"] for each in ledger(here.folder, "start")] == [0, 8, 8]
+    assert recorded(here.folder)[STEPS]["train/skipped"] == 1
+
+
+@pytest.mark.fault("N1")
+def test_skipped_steps_are_left_out_and_counted(here: Here) -> None:
+    here.bad = {3, 9, 10, STEPS - 1}
+    here.train("guard.bad_steps=skip", "guard.max_bad_steps=2")
+    found = recorded(here.folder)
+    assert [found[step]["train/skipped"] for step in (3, 4, 9, 10, 11, 23, 24)] == [
+        *(0, 1, 1, 2, 3, 3, 4)
+    ]
+    assert {step for step, each in found.items() if each["train/loss"] is None} == {4, 10, 11, 24}
+    skipped = ledger(here.folder, "bad_step")
+    assert [(each["step"], each["action"]) for each in skipped] == [
+        (step, "skip") for step in (4, 10, 11, 24)
+    ]
+    data = saved(here.folder).facts.data
+    assert data["step"] == STEPS and data["guard"]["skipped"] == 4
+
+
+def test_a_run_with_skips_resumes_as_it_would_have_gone_on(
+    here: Here, tiny: Path, tmp_path: Path
+) -> None:
+    """Interrupted between two bad steps in a row, which together are too many."""
+    here.bad = {3, 7, 8}
+    limits = ("guard.bad_steps=skip", "guard.max_bad_steps=1")
+    with pytest.raises(NumbersError, match="is bad step 2 in a row"):
+        here.train(*limits)
+    here.crash = 8
+    here.folder = tmp_path / "again" / "run"
+    with pytest.raises(Crash):
+        here.train(*limits, f"run.dir={tmp_path / 'again'}")
+    here.crash = None
+    with pytest.raises(NumbersError, match="is bad step 2 in a row"):
+        here.train(*limits, f"run.dir={tmp_path / 'again'}")
+    assert [each["step"] for each in ledger(here.folder, "bad_step")] == [4, 8, 9]
+    assert digest(saved(here.folder, 8).state) == digest(saved(tmp_path / "run", 8).state)
+    assert saved(here.folder, 8).facts.data == saved(tmp_path / "run", 8).facts.data
+
+
+@pytest.mark.fault("N2")
+def test_too_many_bad_steps_stop_the_run_with_finite_parameters(here: Here) -> None:
+    here.bad = set(range(6, 100))
+    with pytest.raises(NumbersError) as caught:
+        here.train("guard.bad_steps=skip", "guard.max_bad_steps=3", "checkpoint.every=1")
+    is_explained(caught.value)
+    assert "step 10: " in str(caught.value) and "allows 3" in str(caught.value)
+    actions = [each["action"] for each in ledger(here.folder, "bad_step")]
+    assert actions == ["skip", "skip", "skip", "stop"]
+    last = saved(here.folder, 9)
+    assert all(np.isfinite(array).all() for _, array in leaves(last.state))
+    good = saved(here.folder, 6).state
+    assert digest(last.state["params"]) == digest(good["params"])
+    assert digest(last.state["optimizer"]) == digest(good["optimizer"])
+
+
+# --- going back ------------------------------------------------------------------------------
+
+BACK = ("guard.bad_steps=roll_back",)
+
+
+@pytest.mark.fault("N3")
+def test_a_run_goes_back_to_its_checkpoint_and_on_behind_the_bad_batch(here: Here) -> None:
+    here.bad = {9, 17}
+    here.train(*BACK)
+    rolled = ledger(here.folder, "bad_step", "roll_back")
+    # Batches 8 and 9 are left out, so that step 17 takes batch 18; 16 and 17 are 15 and 16's.
+    assert [(each["event"], each["step"], each.get("to")) for each in rolled] == [
+        ("bad_step", 10, None),
+        ("roll_back", 10, 8),
+        ("bad_step", 16, None),
+        ("roll_back", 16, 12),
+    ]
+    assert [each["batch"] for each in rolled if "batch" in each] == [9, 17]
+    found = recorded(here.folder)
+    assert list(found) == list(range(1, STEPS + 1))
+    assert all(np.isfinite(each["train/loss"]) for each in found.values())
+    spent = goodput.read(here.folder).seconds
+    assert spent["redone"] > 0 and spent["restore"] > 0
+    data = saved(here.folder).facts.data
+    assert data["step"] == STEPS + 2 + 4
+    assert data["guard"] == {
+        **{"skipped": 0, "spikes": 0, "recent": [[], []]},
+        **{"roll_backs": 2, "in_row": 0},
+    }
+
+
+@pytest.mark.long
+def test_a_run_that_went_back_resumes_bit_for_bit(here: Here, tmp_path: Path) -> None:
+    """It dies before its first save after going back, after that save, and before another."""
+    here.bad = {9, 17}
+    for crash in (11, 14, 20):
+        here.crash = crash
+        with pytest.raises(Crash):
+            here.train(*BACK)
+    here.crash = None
+    here.train(*BACK)
+    assert [each["to"] for each in ledger(here.folder, "roll_back")] == [8, 8, 12, 12]
+    unbroken = tmp_path / "unbroken"
+    here.train(*BACK, f"run.dir={unbroken}")
+    found, wanted = saved(here.folder), saved(unbroken / "run")
+    assert digest(found.state) == digest(wanted.state)
+    assert found.facts.data == wanted.facts.data
+
+
+def test_a_run_asked_to_stop_at_a_bad_step_goes_back_first(
+    here: Here, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here.bad = {9}
+    asked = iter([False] * 10 + [True] * 2)
+    monkeypatch.setattr(Link, "stops_here", lambda self: next(asked))
+    with pytest.raises(Preempted, match="stopped after step 8 of 24"):
+        here.train(*BACK)
+    assert saved_steps(here.folder) == [4, 8]
+    assert saved(here.folder, 8).facts.data["step"] == 8
+
+
+def test_a_run_without_checkpoints_goes_back_to_its_start(here: Here) -> None:
+    here.bad = {2}
+    here.train(*BACK, "checkpoint.every=0")
+    assert [each["to"] for each in ledger(here.folder, "roll_back")] == [0]
+    assert saved(here.folder).facts.data["step"] == STEPS + 3
+    assert int(saved(here.folder).state["step"]) == STEPS
+
+
+@pytest.mark.fault("N3")
+def test_a_run_goes_back_so_often_and_then_stops(here: Here) -> None:
+    here.bad = set(range(5, 100))
+    with pytest.raises(NumbersError) as caught:
+        here.train(*BACK, "guard.max_roll_backs=2")
+    is_explained(caught.value)
+    assert "asks for roll back 3; guard.max_roll_backs allows 2" in str(caught.value)
+    assert [each["to"] for each in ledger(here.folder, "roll_back")] == [4, 4]
+    batches = [each["batch"] for each in ledger(here.folder, "bad_step")]
+    assert batches == [5, 6, 7]
+
+
+# --- replicas --------------------------------------------------------------------------------
+
+
+@pytest.mark.fault("N5")
+def test_a_copy_that_differs_stops_the_run_before_anything_is_saved(
+    here: Here, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compile_train = CompiledOnce.compile_train
+
+    def faulty(steps: CompiledOnce) -> Any:
+        run = compile_train(steps)
+
+        def step(state: Any, batch: Any) -> Any:
+            state, metrics = run(state, batch)
+            if int(state.step) == 11:
+                scale = flipped(state.params["final_norm"]["scale"], device=5, index=3, bit=2)
+                state = state._replace(params=state.params | {"final_norm": {"scale": scale}})
+            return state, metrics
+
+        step.memory_analysis = run.memory_analysis  # type: ignore[attr-defined]
+        return step
+
+    here.train("guard.replica_check_every=3", "train.steps=4")
+    monkeypatch.setattr(CompiledOnce, "compile_train", faulty)
+    with pytest.raises(ReplicaError) as caught:
+        here.train("guard.replica_check_every=100")
+    is_explained(caught.value)
+    assert caught.value.exit_code == 74
+    assert "step 12: params." in str(caught.value)
+    (event,) = ledger(here.folder, "replicas_differ")
+    assert event["step"] == 12
+    assert any(
+        "params.final_norm.scale on device 5 (cpu, process 0)" in name for name in event["arrays"]
+    )
+    assert saved_steps(here.folder) == [4, 8]
+
+
+# --- as its user sees it ---------------------------------------------------------------------
+
+ALONE = ("mesh.ici_stage=1", "mesh.cpu_devices=1", "pipeline.microbatches=1")
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_parameters_that_grow_without_bounds(tiny: Path, run: Run, tmp_path: Path) -> None:
+    arguments = (*ALONE, "optim.learning_rate=1e30", "checkpoint.every=1", "eval.batches=0")
+    arguments += ("guard.bad_steps=skip", "guard.max_bad_steps=2", f"run.dir={tmp_path}")
+    output = run("train", tiny, *arguments, code=2)
+    assert "Traceback" not in output
+    where, rule, action = output.splitlines()[-3:]
+    assert where.startswith(f"{tmp_path / 'run'}: step ") and "gradient norm" in where
+    assert rule.startswith("  ") and "guard." in rule
+    assert "optim.learning_rate" in action
+    with open_run(tmp_path / "run") as checkpoints:
+        state = checkpoints.restore(checkpoints.steps()[-1]).state
+    assert all(np.isfinite(array).all() for _, array in leaves(state))
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.fault("N3")
+def test_garbage_among_the_documents_is_a_spike(tiny: Path, run: Run, tmp_path: Path) -> None:
+    """Documents of three letters and a short one of any characters: its batches are named."""
+    chance = random.Random(0)
+    documents = ["".join(chance.choices("ab ", k=300)) for _ in range(20)]
+    documents[7] = "".join(chr(chance.randint(0x4E00, 0x9FFF)) for _ in range(9))
+    text = "".join(json.dumps({"text": document}) + "\n" for document in documents)
+    (tmp_path / "documents.jsonl").write_text(text)
+    arguments = ("data.source=jsonl", f"data.path={tmp_path}/documents.jsonl", "log.every=1")
+    arguments += ("train.steps=48", "run.seed=6", "data.validation_fraction=0", "eval.batches=0")
+    arguments += ("guard.spike_sigmas=6", "guard.spike_window=16", "guard.on_spike=roll_back")
+    run("train", tiny, *ALONE, *arguments, f"run.dir={tmp_path}")
+    found = ledger(tmp_path / "run", "spike")
+    assert [(each["batch"], each["action"]) for each in found] == [
+        (39, "roll_back"),
+        (43, "roll_back"),
+    ]
+    assert all(7 in each["documents"] for each in found)
+    assert len(ledger(tmp_path / "run", "roll_back")) == 2
+    last = recorded(tmp_path / "run")[48]
+    assert last["train/loss"] < 1.3 and last["train/skipped"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.multihost
+@pytest.mark.fault("N4")
+@pytest.mark.faults
+def test_two_processes_decide_alike(start: Start, tiny: Path, tmp_path: Path) -> None:
+    """Both go back, and then stop, at the same steps."""
+    arguments = (tiny, "mesh.ici_stage=4", "mesh.ici_fsdp=2", "optim.learning_rate=1e30")
+    arguments += ("guard.bad_steps=roll_back", "guard.max_roll_backs=1", "checkpoint.every=4")
+    with pair(start, *arguments, "eval.batches=0", f"run.dir={tmp_path}") as processes:
+        outputs = ends(processes)
+    assert [process.returncode for process in processes] == [2, 2], outputs
+    for output in outputs:
+        assert "Traceback" not in output
+        assert "asks for roll back 2; guard.max_roll_backs allows 1" in output
+    assert len({output.splitlines()[-3] for output in outputs}) == 1
+    (back,) = ledger(tmp_path / "run", "roll_back")
+    bad = ledger(tmp_path / "run", "bad_step")
+    assert bad[0]["step"] == back["step"]
+    assert [each["action"] for each in bad] == ["roll_back", "stop"], "the last is recorded, too"

@@ -1,0 +1,257 @@
+"""Memory: asked for before it is filled, and explained when an allocator refuses it."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from maxpipe import cli
+from maxpipe.config.load import load
+from maxpipe.config.schema import Config
+from maxpipe.errors import ConfigError
+from maxpipe.plan.memory import memory
+from maxpipe.plan.sizes import Sizes, schedule_of
+from maxpipe.train import memory_check
+from tests.train.runs import Run, Start, wait_for, write_module
+
+GIB = 2**30
+ALONE = ("mesh.ici_stage=1", "mesh.cpu_devices=1", "pipeline.microbatches=1", "eval.batches=0")
+LARGE = (*ALONE, "model.d_model=2048", "model.d_mlp=8192", "train.steps=1")
+"""2.3 GiB of parameters and moments."""
+LARGER = ("model.d_model=4096", "model.d_mlp=16384")
+"""9 GiB, if it comes last."""
+
+
+def is_explained(text: str) -> None:
+    """Where, what is needed and there, what is largest with its keys, and what to do."""
+    where, rule, *terms, action = text.splitlines()
+    assert where == "memory" and "GiB" in rule
+    assert len(terms) > 1 and all("smaller with " in each for each in terms)
+    assert "Change one of these keys" in action
+
+
+@pytest.fixture
+def config(tiny: Path) -> Config:
+    return load([str(tiny)]).config
+
+
+@pytest.fixture
+def needed(config: Config) -> float:
+    return memory(Sizes(config), schedule_of(config), platform="cpu").total
+
+
+# --- before anything is filled ---------------------------------------------------------------
+
+
+@pytest.mark.fault("M1")
+def test_a_run_that_cannot_fit_is_refused_before_it_touches_anything(
+    tiny: Path, run: Run, tmp_path: Path
+) -> None:
+    sizes = ("model.d_model=65536", "model.d_mlp=262144", f"run.dir={tmp_path}")
+    output = run("train", tiny, *sizes, code=2)
+    assert "reading data" not in output and not list(tmp_path.iterdir())
+    is_explained(output[output.index("memory\n") :].strip())
+    assert "runtime.memory_check=warn" in output
+
+
+@pytest.mark.parametrize(
+    ("times", "check", "outcome"),
+    [
+        (2.0, "stop", "starts"),
+        (1.05, "stop", "warns"),
+        (0.9, "stop", "warns"),
+        (0.8, "stop", "stops"),
+        (0.5, "warn", "warns"),
+        (None, "stop", "starts"),
+    ],
+)
+def test_a_forecast_that_is_near_only_warns(
+    times: float | None,
+    check: str,
+    outcome: str,
+    tiny: Path,
+    needed: float,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = load([str(tiny), f"runtime.memory_check={check}"]).config
+    there = None if times is None else times * needed
+    monkeypatch.setattr(memory_check, "device_memory", lambda device: there)
+    warnings: list[str] = []
+    try:
+        memory_check.check_forecast(config, warnings.append)
+        found = "warns" if warnings else "starts"
+    except ConfigError as error:
+        found = "stops"
+        assert error.exit_code == 2
+    assert found == outcome
+    assert all("may not fit" in text and "smaller with" in text for text in warnings)
+
+
+def test_the_compilers_word_is_taken_as_it_is(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled: Any = jax.jit(lambda x: (x + 1, x @ x.T)).lower(np.ones((256, 256))).compile()
+    said = compiled.memory_analysis()
+    # The arguments are in memory already, and so no part of what a host has left.
+    needed = said.output_size_in_bytes + said.temp_size_in_bytes
+    assert needed >= 2 * 4 * 256 * 256
+    monkeypatch.setattr(memory_check, "device_memory", lambda device: needed * 0.99)
+    with pytest.raises(ConfigError, match="the compiled train step takes"):
+        memory_check.check_program(config, compiled, pytest.fail)
+    # XLA aborts where an allocation fails, so a CPU keeps a margin.
+    monkeypatch.setattr(memory_check, "device_memory", lambda device: needed / 0.95)
+    with pytest.raises(ConfigError, match="the compiled train step takes"):
+        memory_check.check_program(config, compiled, pytest.fail)
+    monkeypatch.setattr(memory_check, "device_memory", lambda device: needed * 2)
+    memory_check.check_program(config, compiled, pytest.fail)
+    monkeypatch.setattr(memory_check, "_can_map", lambda size: False)
+    with pytest.raises(ConfigError, match="the operating system refuses the memory") as refused:
+        memory_check.check_program(config, compiled, pytest.fail)
+    assert refused.value.exit_code == 2
+
+
+def test_memory_beyond_a_limit_is_not_granted() -> None:
+    assert memory_check._can_map(1 << 20) and not memory_check._can_map(1 << 60)
+
+
+# --- what there is ---------------------------------------------------------------------------
+
+
+def test_virtual_devices_share_what_the_host_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_check, "host_memory", lambda: 24.0 * GIB)
+    assert memory_check.device_memory(jax.devices()[0]) == 24.0 * GIB / len(jax.local_devices())
+
+
+@pytest.mark.parametrize(
+    ("limit", "wanted"), [("max\n", 5.0), (f"{4 * GIB}\n", 3.0), (f"{1 << 63}\n", 5.0)]
+)
+def test_the_tightest_limit_of_the_host_counts(limit: str, wanted: float, tmp_path: Path) -> None:
+    files = [tmp_path / name for name in ("meminfo", "max", "current")]
+    info = f"MemTotal: 1 kB\nMemAvailable:  {4 * GIB // 1024} kB\nSwapFree: {GIB // 1024} kB\n"
+    for path, text in zip(files, (info, limit, f"{GIB}\n"), strict=True):
+        path.write_text(text)
+    meminfo, *group = map(str, files)
+    assert memory_check.host_memory(meminfo, ((group[0], group[1]),)) == wanted * GIB
+    assert memory_check.host_memory(str(tmp_path / "none"), ()) is None
+
+
+class Accelerator:
+    platform, device_kind = "gpu", "NVIDIA H200"
+
+    def __init__(self, stats: dict[str, int] | None):
+        self.memory_stats = lambda: stats
+
+
+def test_a_devices_own_word_comes_before_published_figures() -> None:
+    assert memory_check.device_memory(Accelerator({"bytes_limit": 7 * GIB})) == 7 * GIB
+    published = memory_check.device_memory(Accelerator(None))
+    assert published is not None and published > 100 * GIB
+
+
+# --- when an allocator refuses ---------------------------------------------------------------
+
+
+@pytest.mark.fault("M2")
+def test_a_refusal_of_the_host_is_explained(
+    config: Config, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ConfigError) as caught, memory_check.explained(config):
+        np.empty(2**57)
+    assert caught.value.exit_code == 2
+    is_explained(str(caught.value))
+    assert "1.00 EiB" in str(caught.value)
+    # The same where no run is known.
+    monkeypatch.setattr(cli, "_run", lambda argv: np.empty(2**57))
+    assert cli.main([]) == 2
+    assert "Traceback" not in (shown := capsys.readouterr().err) and "ran out" in shown
+
+
+@pytest.mark.fault("M2")
+def test_a_refusal_of_a_device_is_explained(config: Config) -> None:
+    with pytest.raises(ConfigError) as caught, memory_check.explained(config):
+        jax.jit(lambda: jax.numpy.zeros((2**30, 2**25)) + 1)().block_until_ready()
+    is_explained(str(caught.value))
+    assert "RESOURCE_EXHAUSTED" in str(caught.value)
+    with pytest.raises(jax.errors.JaxRuntimeError), memory_check.explained(config):
+        raise jax.errors.JaxRuntimeError("INTERNAL: something else")
+
+
+@pytest.mark.fault("M2")
+@pytest.mark.faults
+def test_a_run_under_a_limit_ends_with_an_explanation(
+    tiny: Path, start: Start, tmp_path: Path
+) -> None:
+    """Predicted as well as found out, when parameters are to be filled."""
+    limit = f"resource.setrlimit(resource.RLIMIT_AS, ({8 * GIB}, {8 * GIB}))"
+    modules = write_module(tmp_path / "modules", f"import resource\n{limit}\n")
+
+    def ends(*overrides: str) -> str:
+        arguments = (tiny, *LARGE, *LARGER, f"run.dir={tmp_path / 'runs'}", *overrides)
+        process = start("train", *arguments, modules=modules)
+        output, _ = process.communicate(timeout=240)
+        assert process.returncode == 2 and "Traceback" not in output, output
+        is_explained(output[output.index("memory\n") :].strip())
+        return output
+
+    assert "is predicted to take" in ends()
+    assert "RESOURCE_EXHAUSTED" in ends("runtime.memory_check=warn")
+
+
+@pytest.mark.fault("M3")
+@pytest.mark.faults
+def test_asked_to_stop_while_memory_is_filled(tiny: Path, start: Start, tmp_path: Path) -> None:
+    process = start("train", tiny, *LARGE, f"run.dir={tmp_path}", "runtime.memory_check=warn")
+    try:
+        wait_for(process, "training")
+        time.sleep(1)  # parameters are drawn for ten seconds and more
+        begin = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        output, _ = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 75 and "asked to stop before the first step" in output
+    assert time.monotonic() - begin < 5
+
+
+_SHRINKS = """
+import importlib.util, sys
+
+class Finder:
+    def find_spec(self, name, path, target=None):
+        if name != "maxpipe.evals.evaluations":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        run = spec.loader.exec_module
+        def patched(module):
+            run(module)
+            from maxpipe.train import room
+            compiled = module.Evaluations.compile
+            def compile(self, steps):
+                compiled(self, steps)
+                room.device_memory = lambda device: 1e3
+            module.Evaluations.compile = compile
+        spec.loader.exec_module = patched
+        return spec
+
+sys.meta_path.insert(0, Finder())
+"""
+"""Memory is short as soon as everything is compiled."""
+
+
+def test_memory_that_went_during_set_up_stops_the_run(
+    tiny: Path, start: Start, tmp_path: Path
+) -> None:
+    modules = write_module(tmp_path / "modules", _SHRINKS)
+    small = (tiny, *ALONE, "train.steps=1", f"run.dir={tmp_path / 'runs'}")
+    process = start("train", *small, modules=modules)
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == 2 and "Traceback" not in output, output
+    assert "memory\n  the compiled train step takes, in addition to the state," in output
+    assert "step 1/1" not in output
