@@ -318,7 +318,7 @@ def _of_source(
         count = files.num_documents
         documents = statistics.of_encoded(files.__getitem__, count, tokenizer, threads)
         parts = source.source, documents, count, packer, progress.report
-        found = statistics.counted(*parts, **_chat_of(source) if talks else {})
+        found = statistics.count_source(*parts, **_chat_of(source) if talks else {})
         if isinstance(files, PreparedDocuments):
             found.unread.update(files.unread)
             found.marks.update(files.marks)
@@ -339,7 +339,7 @@ def _of_source(
     else:
         documents = statistics.of_encoded(found.encode, len(opened), tokenizer, threads)
     parts = opened.name, documents, len(opened), packer, progress.report
-    counts = statistics.counted(*parts, **_chat_of(source) if source.chat != "off" else {})
+    counts = statistics.count_source(*parts, **_chat_of(source) if source.chat != "off" else {})
     counts.advice = unread_keys.advice(counts.unread, opened, source)
     counts.columns = unread_keys.columns_not_read(opened, source)
     return counts

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 
 from maxpipe.config.data_schema import SourceConfig
 from maxpipe.config.ramp import Ramp
-from maxpipe.config.schema import DataConfig
+from maxpipe.config.data_schema import DataConfig
 from maxpipe.config.values import NAME_FORM
 
 FORM = "NAME WEIGHT NAME WEIGHT ... for N steps, or ... for N tokens"

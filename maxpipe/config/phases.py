@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-FORM = "STEPS SHAPE TO, or STEPS SHAPE FROM -> TO"
+PHASES_FORM = "STEPS SHAPE TO, or STEPS SHAPE FROM -> TO"
 EXAMPLE = "['10% linear 0 -> 1', '3 x 20% cosine 1 -> 0.1', 'rest linear 0']"
 
 
@@ -40,7 +40,7 @@ def phases(texts: Sequence[str], total_steps: int) -> list[Phase]:
     last = 1.0
     for text in texts:
         if (match := _TEXT.fullmatch(text.strip())) is None:
-            raise ValueError(f"must be phases, and {text!r} is not {FORM}.")
+            raise ValueError(f"must be phases, and {text!r} is not {PHASES_FORM}.")
         end = _fraction(match["end"], text)
         start = last if match["start"] is None else _fraction(match["start"], text)
         times = int(match["times"] or 1)

@@ -281,7 +281,7 @@ def of_encoded(
             yield from pool.map(read, range(first, min(first + _PASS_DOCUMENTS, num_documents)))
 
 
-def counted(
+def count_source(
     name: str,
     documents: Iterable[Document | Problem],
     num_documents: int,

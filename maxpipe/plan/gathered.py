@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from maxpipe.models.spec import Param
-from maxpipe.plan.sizes import BYTES, Sizes
+from maxpipe.optim.kept import BYTES
+from maxpipe.plan.sizes import Sizes
 
 
 def gathers_any(sizes: Sizes) -> bool:

@@ -18,7 +18,7 @@ _SCALE = 3
 """Pixels of a PNG for each pixel of its drawing: sharp at full size."""
 
 
-def titles(tags: Iterable[str]) -> tuple[str, ...]:
+def chart_titles(tags: Iterable[str]) -> tuple[str, ...]:
     """Titles of the charts of `CHARTS` that have data in a run with these tags."""
     tags = set(tags)
     return tuple(

@@ -206,7 +206,7 @@ class MetricWriter:
         if self._events is None or (self._charts and self._tags.issuperset(values)):
             return
         self._tags.update(values)
-        titles = board.titles(self._tags)
+        titles = board.chart_titles(self._tags)
         if titles != self._charts:
             self._charts = titles
             self._events.summary(board.charts(titles), step)

@@ -18,7 +18,7 @@ from maxpipe.config.schema import DataConfig
 from maxpipe.data import statistics
 from maxpipe.data.sequences import Packer
 from maxpipe.data.sources import open_source
-from maxpipe.data.statistics import Contents, Statistics, counted, of_texts
+from maxpipe.data.statistics import Contents, Statistics, count_source, of_texts
 from maxpipe.data.tokenizer import ByteTokenizer
 from maxpipe.errors import ConfigError
 from tests.data.conversations import CHATML, CONVERSATIONS, write_records
@@ -29,7 +29,7 @@ QUIET = lambda task, done, total: None  # noqa: E731
 
 def of(texts: list[str], sequence_length: int = 16, packing: Packing = "cut") -> Statistics:
     source, packer = Texts(texts), Packer(packing, sequence_length)
-    return counted("texts", of_texts(source, ByteTokenizer()), len(texts), packer, QUIET)
+    return count_source("texts", of_texts(source, ByteTokenizer()), len(texts), packer, QUIET)
 
 
 def texts(seed: int, count: int) -> list[str]:

@@ -24,7 +24,7 @@ from maxpipe.io.text import counted
 
 _PART_BYTES = 1 << 22
 
-Report = Callable[[str, int, int], object]
+VerifyReport = Callable[[str, int, int], object]
 """Called with a task, and how many of how many MiB are done."""
 
 
@@ -36,7 +36,7 @@ class Verified:
     summary: str
 
 
-def verify(folder: str, report: Report) -> Verified:
+def verify(folder: str, report: VerifyReport) -> Verified:
     """Reads all files of a folder or `gs://BUCKET/PATH`.
 
     Raises:
@@ -81,7 +81,7 @@ def _entries(manifest: Manifest) -> Iterator[tuple[str, FileEntry]]:
     yield SPANS, manifest["spans"]
 
 
-def _tell(report: Report, before: int, total: int, read: int) -> None:
+def _tell(report: VerifyReport, before: int, total: int, read: int) -> None:
     report("reading", (before + read) >> 20, total >> 20)
 
 
