@@ -108,7 +108,7 @@ def _compiled(name: str) -> Any:
     from maxpipe.parallel.sharding import AxisRules
 
     try:
-        from maxpipe.step.partition import partition
+        from maxpipe.step.build import partition
     except ImportError:  # where it was before
         from maxpipe.step.step import partition
 

@@ -97,8 +97,7 @@ def prompts(shape: Shape) -> np.ndarray:
 
 def ours(folder: Path, shape: Shape) -> Callable[[], tuple[float, Any]]:
     """The same of maxpipe, from the folder."""
-    from maxpipe.generate.decoding import Size
-    from maxpipe.generate.sampling import Sampling
+    from maxpipe.generate.decoding import Sampling, Size
     from maxpipe.generate.weights import open_model
 
     inputs = [

@@ -44,9 +44,8 @@ def compile_one(mesh: str) -> dict[str, Any]:
     import numpy as np
 
     from maxpipe.config.load import load
-    from maxpipe.generate.decoders import decoding_of, for_decoding, prepared, prepared_shardings
-    from maxpipe.generate.decoding import Size, abstractly
-    from maxpipe.generate.sampling import Sampling
+    from maxpipe.generate.decoding import Sampling, Size, abstractly
+    from maxpipe.generate.staged import decoding_of, for_decoding, prepared, prepared_shardings
     from maxpipe.parallel.mesh import build_mesh
     from maxpipe.step.build import steps_of
 

@@ -27,10 +27,8 @@ from maxpipe.config.schema import Config
 from maxpipe.hardware import Hardware, shipped
 from maxpipe.plan.calibrate import calibrate
 from maxpipe.plan.compile import build_steps
-from maxpipe.plan.learn import CANDIDATES
-from maxpipe.plan.recheck import run_best
+from maxpipe.plan.recheck import CANDIDATES, run_best, step_of
 from maxpipe.plan.search import Candidate, search
-from maxpipe.plan.timed_steps import step_of
 
 NUM_DEVICES = 8
 ROUNDS = 9

@@ -39,7 +39,7 @@ from maxpipe.distributed.phases import DATA, LOOP, STEP, Phases
 from maxpipe.models.count import num_params
 from maxpipe.models.registry import describe
 from maxpipe.plan.compile import build_steps
-from maxpipe.plan.timed_steps import medians, step_of
+from maxpipe.plan.recheck import medians, step_of
 from maxpipe.step.step import Steps
 from maxpipe.telemetry.records import EventLog
 
@@ -88,7 +88,7 @@ def seconds_of_guard(config: Config) -> float:
     with (
         patch("maxpipe.step.step.assess", lambda _config, _mesh, state, *_: (np.True_, state)),
         patch("maxpipe.optim.update.unless_bad", lambda _taken, new, _old: new),
-        patch("maxpipe.optim.rules.unless_bad", lambda _taken, new, _old: new),
+        patch("maxpipe.optim.update.unless_bad", lambda _taken, new, _old: new),
     ):
         without = step_of(build_steps(config, device))
         jax.block_until_ready(without())

@@ -31,7 +31,7 @@ from maxpipe.parallel.axes import MeshConfig
 from maxpipe.parallel.mesh import build_mesh
 from maxpipe.parallel.sharding import AxisRules
 from maxpipe.pipeline.executor import Differentiated
-from maxpipe.step.partition import partition
+from maxpipe.step.build import partition
 from maxpipe.step.step import Steps
 
 MODEL = ModelConfig(

@@ -20,14 +20,11 @@ from maxpipe.commands import (
     checkpoints,
     completion,
     config,
-    configs,
-    curves,
     data,
     distill,
     doctor,
     eval,
     generate,
-    goodput,
     huggingface,
     launch,
     plan,
@@ -197,14 +194,14 @@ def _parser() -> Parser:
     eval.add(commands)
     generate.add(commands)
     huggingface.add(commands)
-    goodput.add(commands)
-    curves.add(commands)
+    board.add_goodput(commands)
+    board.add_curves(commands)
     board.add(commands)
     tokenizer.add(commands)
     data.add(commands)
     distill.add(commands)
     doctor.add(commands)
-    configs.add(commands)
+    config.add_configs(commands)
     completion.add(commands, parser)
     parser.command_names = tuple(commands.choices)
     return parser

@@ -14,14 +14,14 @@ import pytest
 from maxpipe.config.rules import axis_size
 from maxpipe.config.schema import OptimConfig, PipelineConfig, TrainConfig
 from maxpipe.models.config import AdapterConfig, ModelConfig
-from maxpipe.models.layers.norm import LayerNorm
+from maxpipe.models.layers.mlp import LayerNorm
 from maxpipe.models.registry import FAMILIES
 from maxpipe.models.spec import Branch, Model, Part
 from maxpipe.parallel.axes import MESH_AXES, MeshConfig
 from maxpipe.parallel.mesh import build_mesh
 from maxpipe.parallel.sharding import AxisRules
 from maxpipe.pipeline.objective import CrossEntropy, Objective
-from maxpipe.step.partition import partition
+from maxpipe.step.build import partition
 from maxpipe.step.step import Steps
 
 TOLERANCE = 1e-5  # float32; of a gradient leaf's largest entry, relative for losses

@@ -30,11 +30,11 @@ NUM_DEVICES = 8
 CHECKED = (
     "maxpipe.nn.attention",
     "maxpipe.nn.decoder",
-    "maxpipe.nn.initial",
+    "maxpipe.nn.decoder",
     "maxpipe.nn",
     "maxpipe.pipeline.loss_head",
     "maxpipe.pipeline.outside",
-    "maxpipe.pipeline.vocabulary",
+    "maxpipe.pipeline.outside",
     "maxpipe.optim.guard",
     "maxpipe.optim",
     "maxpipe.step.step",

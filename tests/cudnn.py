@@ -8,14 +8,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from maxpipe.nn.attention import cudnn, cudnn_calls
-from maxpipe.nn.attention.cudnn_calls import Documents, Kernel
+from maxpipe.nn.attention import cudnn
+from maxpipe.nn.attention.cudnn import Documents, Kernel
 
 
 def put_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """These in place of the kernels, with room for two documents a row."""
-    monkeypatch.setattr(cudnn_calls, "forward", forward)
-    monkeypatch.setattr(cudnn_calls, "backward", backward)
+    monkeypatch.setattr(cudnn, "forward", forward)
+    monkeypatch.setattr(cudnn, "backward", backward)
     monkeypatch.setattr(cudnn, "_packs", lambda: True)
     monkeypatch.setattr(cudnn, "packed_documents", lambda tokens: 2)
     monkeypatch.setitem(cudnn._HIDDEN, "float32", -1e30)

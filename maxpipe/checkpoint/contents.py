@@ -20,11 +20,20 @@ import tensorstore
 from etils import epath
 
 from maxpipe.checkpoint import copies, digests, manifest
-from maxpipe.checkpoint.copies import Recorded
-from maxpipe.checkpoint.damage import Damaged, is_damage, outage, retried
+from maxpipe.checkpoint.copies import Recorded, named
 from maxpipe.checkpoint.digests import Sum
-from maxpipe.checkpoint.storage import exists, first_line, in_bucket, reaching, read, reading
-from maxpipe.checkpoint.trees import named
+from maxpipe.checkpoint.storage import (
+    Damaged,
+    exists,
+    first_line,
+    in_bucket,
+    is_damage,
+    outage,
+    reaching,
+    read,
+    reading,
+    retried,
+)
 from maxpipe.errors import MaxpipeError, NumbersError
 from maxpipe.io.typed import parse
 

@@ -17,14 +17,11 @@ from etils import epath
 from maxpipe.checkpoint import manifest
 from maxpipe.checkpoint.address import Address
 from maxpipe.checkpoint.contents import faults, recorded
-from maxpipe.checkpoint.damage import Damaged
-from maxpipe.checkpoint.folder import Folder, local_time
+from maxpipe.checkpoint.copies import differences, digest, leaves
+from maxpipe.checkpoint.folder import Better, Folder, Rules, Saved, kept, local_time
 from maxpipe.checkpoint.lock import RunLock
-from maxpipe.checkpoint.manager import open_run
-from maxpipe.checkpoint.retention import Better, Rules, Saved, kept
-from maxpipe.checkpoint.selection import best, better_of, chosen, opened
-from maxpipe.checkpoint.storage import FOLDER, exists, files, in_bucket
-from maxpipe.checkpoint.trees import differences, digest, leaves
+from maxpipe.checkpoint.manager import best, better_of, chosen, open_run, opened
+from maxpipe.checkpoint.storage import FOLDER, Damaged, exists, files, in_bucket
 from maxpipe.errors import ConfigError, StorageError
 from maxpipe.io.files import full
 

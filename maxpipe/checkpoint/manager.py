@@ -3,10 +3,13 @@
 It takes trees that are already in their saved form, without models or pipelines, so that a
 checkpoint fits any layout. What can be trusted, and what is read instead of what cannot:
 `maxpipe.checkpoint.reader`.
+
+From the address of a checkpoint to the checkpoint: which steps there are, and which is meant.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import logging
@@ -22,15 +25,24 @@ from typing import Any
 import jax
 from etils import epath
 
-from maxpipe.checkpoint.failures import is_fault, lasts, unusable
-from maxpipe.checkpoint.folder import Facts, Folder
+from maxpipe.checkpoint.address import Address
+from maxpipe.checkpoint.copies import num_bytes
+from maxpipe.checkpoint.folder import Better, Facts, Folder, Rules, kept
 from maxpipe.checkpoint.lock import RunLock
-from maxpipe.checkpoint.reader import Reader
-from maxpipe.checkpoint.restore import Agree, Restored, answering, first_of_all
-from maxpipe.checkpoint.retention import Rules, kept
+from maxpipe.checkpoint.reader import (
+    Agree,
+    Reader,
+    Restored,
+    answering,
+    first_of_all,
+    is_fault,
+    lasts,
+    unusable,
+)
 from maxpipe.checkpoint.run_records import check_present
 from maxpipe.checkpoint.storage import (
     FOLDER,
+    Damaged,
     exists,
     first_line,
     home,
@@ -38,8 +50,8 @@ from maxpipe.checkpoint.storage import (
     reaching,
     try_out,
 )
-from maxpipe.checkpoint.trees import num_bytes
 from maxpipe.checkpoint.writer import Save, Writer, ignore_orphans
+from maxpipe.config.rules import did_you_mean
 from maxpipe.config.schema import CheckpointConfig
 from maxpipe.errors import ConfigError, StorageError
 from maxpipe.io.files import full
@@ -410,3 +422,91 @@ def _pause(attempt: int) -> float:
 
 def _size(count: int) -> str:
     return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
+
+
+_SHOWN_STEPS = 12
+
+
+def opened(address: Address) -> Checkpoints:
+    """The checkpoints of the run, to be read only.
+
+    Raises:
+        ConfigError: there are none.
+        StorageError: they cannot be reached.
+    """
+    return open_run(address.run_dir, address.where, address.parent)
+
+
+def chosen(checkpoints: Checkpoints, address: Address) -> int:
+    """The step that is meant, by default the newest; all processes of a run get the same.
+
+    Raises:
+        ConfigError: there is none of that step, or none that was evaluated.
+    """
+    is_first = jax.process_index() == 0
+    return int(first_of_all(str(step_of(checkpoints.durable, address)) if is_first else ""))
+
+
+def step_of(folder: Folder, address: Address) -> int:
+    """The same as this process sees it, in a folder with checkpoints. Needs no devices.
+
+    Raises:
+        ConfigError: there is none of that step, or none that was evaluated.
+    """
+    steps, step = folder.steps(), address.step
+    if step == "best":
+        return best(folder, address, better_of(folder))[0]
+    if step is None or step == "newest":
+        return steps[-1]
+    if step in steps:
+        return step
+    rule = f"must be one of the saved steps: {_listed(steps)}."
+    aside = [name for name in folder.quarantined() if name.startswith(f"{step}.")]
+    if aside:
+        rule = f"was found damaged, and is {aside[-1]} now; the saved steps are {_listed(steps)}."
+    raise address.wrong(rule, f"Take {address.at(steps[-1])}, the newest.")
+
+
+def better_of(folder: Folder) -> Better:
+    """By what the run compares its checkpoints: as the newest that can be read was saved with."""
+    for step in reversed(folder.steps()):
+        with contextlib.suppress(Damaged, FileNotFoundError):
+            return Better.of(folder.facts(step).config.get("checkpoint", {}))
+    return Better()
+
+
+def best(folder: Folder, address: Address, better: Better) -> tuple[int, float]:
+    """The step with the best value of a metric, the newest of equals, and that value.
+
+    Raises:
+        ConfigError: no checkpoint has it.
+    """
+    values: dict[int, float] = {}
+    known: set[str] = set()
+    for step in folder.steps():
+        with contextlib.suppress(Damaged, FileNotFoundError):  # a run may be deleting it
+            metrics = folder.facts(step).metrics or {}
+            known |= metrics.keys()
+            if (key := better.key(metrics)) is not None:
+                values[step] = key
+    if values:
+        step = min(values, key=lambda each: (values[each], -each))
+        return step, -values[step] if better.is_largest else values[step]
+    if not known:
+        raise address.wrong(
+            "has no checkpoint that was evaluated at the step at which it was saved.",
+            "Name a step, or train with eval.every at the same number as checkpoint.every; "
+            "eval.every=0 evaluates the last step only.",
+        )
+    guess = did_you_mean(better.metric, known) or Better().metric
+    raise address.wrong(
+        f"has no checkpoint with a metric {better.metric}; they have {', '.join(sorted(known))}.",
+        f"Take --metric {guess}.",
+    )
+
+
+def _listed(steps: Sequence[int]) -> str:
+    words = [str(step) for step in steps]
+    if len(words) > _SHOWN_STEPS:
+        words = [*words[:3], f"... ({len(words)} in all)", *words[-(_SHOWN_STEPS - 4) :]]
+    return ", ".join(words)

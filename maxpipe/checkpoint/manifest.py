@@ -19,12 +19,19 @@ from typing import Any, Literal, NotRequired, TypedDict
 
 from etils import epath
 
-from maxpipe.checkpoint.damage import is_damage, retried
 from maxpipe.checkpoint.digests import Entry
-from maxpipe.checkpoint.storage import exists, files, in_bucket, open_file, read, reading
+from maxpipe.checkpoint.storage import (
+    exists,
+    files,
+    in_bucket,
+    is_damage,
+    open_file,
+    read,
+    reading,
+    retried,
+)
 from maxpipe.errors import StorageError
-from maxpipe.io.signed import opened, signed
-from maxpipe.io.typed import checked
+from maxpipe.io.typed import checked, checksummed, parse_checksummed
 
 FILE = "manifest.json"
 
@@ -163,7 +170,9 @@ def write(
     Raises:
         OSError: it cannot be written.
     """
-    text = signed({"version": _VERSION, "step": step, "files": dict(files), "arrays": dict(arrays)})
+    text = checksummed(
+        {"version": _VERSION, "step": step, "files": dict(files), "arrays": dict(arrays)}
+    )
     partial = folder / _PARTIAL
     partial.write_text(text)
     _flush(partial)
@@ -233,7 +242,7 @@ def faults(
 
 def _read(folder: epath.Path, step: int) -> _Content:
     text = retried(lambda: read(folder / FILE, _MOST_BYTES))
-    found = opened(text, dict[str, Any])
+    found = parse_checksummed(text, dict[str, Any])
     if isinstance(version := found.get("version"), int) and version > _VERSION:
         raise StorageError(
             f"{folder}: cannot be read\n"

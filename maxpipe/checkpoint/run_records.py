@@ -14,7 +14,7 @@ from typing import Literal, NotRequired, TypedDict
 from etils import epath
 
 from maxpipe.checkpoint.storage import FOLDER, exists, home_of, in_bucket
-from maxpipe.config.paths import EVENTS_FILE, METRICS_FILE
+from maxpipe.config.shipped import EVENTS_FILE, METRICS_FILE
 from maxpipe.errors import ConfigError, StorageError
 from maxpipe.io.files import records
 

@@ -1,4 +1,9 @@
-"""`maxpipe board`: TensorBoard on a folder of runs, each under its own name."""
+"""`maxpipe board`: TensorBoard on a folder of runs, each under its own name.
+
+`maxpipe curves`: the curves of runs as a picture.
+
+`maxpipe goodput`: the use of a run's time.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +17,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from maxpipe.commands.parser import Commands, port
-from maxpipe.config.paths import TENSORBOARD_FOLDER
+from maxpipe.commands.parser import RUN, Commands, add_address, port, write_file
+from maxpipe.config.shipped import TENSORBOARD_FOLDER
 from maxpipe.errors import ConfigError, ExitCode
+from maxpipe.io import redact
+from maxpipe.io.text import sentence
 
 _LOOK_SECONDS = 2.0
 
@@ -121,3 +128,97 @@ def add(commands: Commands) -> None:
     )
     parser.add_argument("--host", metavar="NAME", default="localhost", help="address to listen on")
     parser.set_defaults(command=_board)
+
+
+def _curves(options: argparse.Namespace) -> int:
+    from maxpipe.checkpoint.address import whole_run
+    from maxpipe.io import files
+    from maxpipe.telemetry import curves
+
+    paths = _paths(options, curves.FORMS)
+    tags = [tag.strip() for tag in options.tags.split(",") if tag.strip()]
+    if not tags:
+        rule = "must name a number of metrics.jsonl."
+        raise ConfigError.one("command line: --tags", options.tags, rule, "Take train/loss.")
+    found = {}
+    for given in options.run:
+        run_dir = whole_run(given).run_dir
+        found[Path(run_dir).absolute().name] = curves.read(run_dir, tags)
+    drawn = curves.picture(found)
+    for option, kind, path in paths:
+        if kind == ".png":
+            write_file(path, option, drawn.png)
+        else:
+            write_file(path, option, lambda target: files.write(target, drawn.svg()))
+        print(f"wrote {path}")
+    return ExitCode.DONE
+
+
+def _paths(options: argparse.Namespace, forms: Sequence[str]) -> list[tuple[str, str, Path]]:
+    """Return option, ending and file of each picture."""
+    found = []
+    if options.out is not None:
+        path = Path(options.out)
+        if path.suffix not in forms:
+            rule = f"must end in {' or '.join(forms)}."
+            raise ConfigError.one("command line: --out", options.out, rule, "Write curves.svg.")
+        found.append(("--out", path.suffix, path))
+    for kind in ("svg", "png"):
+        if (name := getattr(options, kind)) is not None:
+            found.append((f"--{kind}", f".{kind}", Path(name)))
+    if not found:
+        rule = "names no file for the picture."
+        raise ConfigError.one("command line", None, rule, "Add --out curves.svg.")
+    return found
+
+
+def add_curves(commands: Commands) -> None:
+    """Adds the command."""
+    about = "draw numbers of runs by step"
+    parser = commands.add_parser(
+        "curves",
+        help=about,
+        description=f"{sentence(about)}, as SVG or PNG. Tags that end alike share a panel.",
+        epilog="example: maxpipe curves quickstart --tags train/loss,eval/loss --out loss.svg",
+    )
+    parser.add_argument(
+        "run", metavar=RUN, nargs="+", help="folder of a run, or its name below runs/"
+    )
+    parser.add_argument(
+        "--tags",
+        default="train/loss,eval/loss",
+        metavar="TAG,...",
+        help="numbers of metrics.jsonl (train/loss,eval/loss)",
+    )
+    parser.add_argument("--out", metavar="FILE", help="write FILE.svg or FILE.png")
+    parser.add_argument("--svg", metavar="FILE", help="write a picture for browsers and documents")
+    parser.add_argument("--png", metavar="FILE", help="write the same picture as pixels")
+    parser.set_defaults(command=_curves)
+
+
+def add_goodput(commands: Commands) -> None:
+    """Adds the command."""
+    about = "show the share of a run's time that went into steps that count"
+    parser = commands.add_parser(
+        "goodput",
+        help=about,
+        description=f"{sentence(about)}, over all its restarts, and where the rest went.",
+        epilog="example: maxpipe goodput runs/quickstart",
+    )
+    add_address(parser, step=False)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(command=_goodput)
+
+
+def _goodput(options: argparse.Namespace) -> int:
+    from maxpipe.checkpoint.address import whole_run
+    from maxpipe.telemetry import curves
+
+    found = curves.read_goodput(whole_run(options.run).run_dir)
+    if options.json:
+        import json
+
+        print(json.dumps(curves.facts(found), indent=2))
+    else:
+        print(redact.shown(curves.page(found)))
+    return ExitCode.DONE

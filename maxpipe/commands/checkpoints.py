@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from maxpipe.commands.parser import Commands, add_address, integer, number, subcommands
 from maxpipe.commands.progress import say
-from maxpipe.config.paths import CONFIG_FILE
+from maxpipe.config.shipped import CONFIG_FILE
 from maxpipe.errors import ConfigError, ExitCode, StorageError
 from maxpipe.io.files import full
 from maxpipe.io.text import sentence
 
 if TYPE_CHECKING:
-    from maxpipe.checkpoint.retention import Rules
+    from maxpipe.checkpoint.folder import Rules
 
 DIFFERENT = 1
 """Exit code of `diff --exit-code`, as that of `config docs --check`."""
@@ -82,7 +82,7 @@ def _verify(options: argparse.Namespace) -> int:
 def _best(options: argparse.Namespace) -> int:
     from maxpipe.checkpoint import inspect
     from maxpipe.checkpoint.address import whole_run
-    from maxpipe.checkpoint.retention import Better
+    from maxpipe.checkpoint.folder import Better
 
     _use_no_devices()
     run, better = whole_run(options.run), None
@@ -115,7 +115,7 @@ def _delete(options: argparse.Namespace) -> int:
 def _prune(options: argparse.Namespace) -> int:
     from maxpipe.checkpoint import inspect
     from maxpipe.checkpoint.address import whole_run
-    from maxpipe.checkpoint.retention import Rules
+    from maxpipe.checkpoint.folder import Rules
 
     _use_no_devices()
     run_dir = whole_run(options.run).run_dir
@@ -163,7 +163,7 @@ def _use_no_devices() -> None:
 
 def _rules(run_dir: str) -> Rules | None:
     """Those of the run's own config, if it can be read. A bucket holds none."""
-    from maxpipe.checkpoint.retention import Rules
+    from maxpipe.checkpoint.folder import Rules
     from maxpipe.checkpoint.storage import in_bucket
     from maxpipe.config.load import load
 

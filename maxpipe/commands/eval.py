@@ -21,7 +21,7 @@ _REPORT_SECONDS = 10.0
 
 
 def _eval(options: argparse.Namespace) -> int:
-    from maxpipe.huggingface.named import named
+    from maxpipe.huggingface.folders import named
 
     model = named(options.checkpoint, average=options.average)
     _check(options)
@@ -51,8 +51,8 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _ask(options: argparse.Namespace, model: Address | Path) -> int:
-    from maxpipe.evals.choices import Exam, as_chats, read, summary, written
     from maxpipe.evals.requests import Requests
+    from maxpipe.evals.tasks import Exam, as_chats, read, summary, written
     from maxpipe.evals.texts import Texts
     from maxpipe.generate.weights import open_model
     from maxpipe.parallel.mesh import describe

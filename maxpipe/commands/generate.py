@@ -30,7 +30,7 @@ from maxpipe.generate.prompts import (
 
 if TYPE_CHECKING:
     from maxpipe.data.tokenizer import Tokenizer
-    from maxpipe.data.tokenizers.chat_process import ChatInput
+    from maxpipe.data.tokenizers.chat import ChatInput
     from maxpipe.generate.completions import Completion, Prompt
 
 _MAX_PROMPT_BYTES = 1 << 24
@@ -39,7 +39,7 @@ _STDIN = "-"
 
 
 def _generate(options: argparse.Namespace) -> int:
-    from maxpipe.huggingface.named import named
+    from maxpipe.huggingface.folders import named
 
     model = named(options.checkpoint, average=options.average)
     _check(options)
@@ -52,7 +52,7 @@ def _generate(options: argparse.Namespace) -> int:
         encoded_chats,
         stops_of,
     )
-    from maxpipe.generate.sampling import Sampling
+    from maxpipe.generate.decoding import Sampling
     from maxpipe.generate.weights import open_model
     from maxpipe.restore.open_model import deferred, interrupts
 
@@ -79,7 +79,7 @@ def _generate(options: argparse.Namespace) -> int:
             return printer.newest
 
         if options.interactive and options.chat:
-            from maxpipe.data.tokenizers.chat_process import ChatInput, Message
+            from maxpipe.data.tokenizers.chat import ChatInput, Message
 
             messages: list[Message] = []
 

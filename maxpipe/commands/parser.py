@@ -31,7 +31,7 @@ class Parser(argparse.ArgumentParser):
         see = f"See `{self.prog} --help`."
         choice = re.search(r"invalid choice: '(.*?)' \(", message)
         if choice and self.command_names:
-            from maxpipe.config.names import command_meant
+            from maxpipe.config.foreign_keys import command_meant
 
             guess = command_meant(choice[1], self.command_names)
             rule = f"is not a command: the commands are {', '.join(self.command_names)}."
@@ -65,8 +65,8 @@ class Parser(argparse.ArgumentParser):
 
     def _is_key(self, option: str) -> bool:
         """Whether it names a config key, and this command takes these."""
+        from maxpipe.config.foreign_keys import same_key
         from maxpipe.config.keys import KEYS
-        from maxpipe.config.names import same_key
 
         takes = any(action.dest == "inputs" for action in self._actions)
         return takes and same_key(option.lstrip("-").split("."), KEYS) is not None

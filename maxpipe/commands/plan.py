@@ -196,17 +196,17 @@ def _warn_of_copies(config: Config) -> None:
 
 def _draw(options: argparse.Namespace, candidate: Candidate, target: Topology) -> None:
     if options.draw is not None:
-        from maxpipe.plan import draw
+        from maxpipe.plan import report
 
         write_file(
-            options.draw, "--draw", lambda path: draw.write(candidate, target.hardware, path)
+            options.draw, "--draw", lambda path: report.write(candidate, target.hardware, path)
         )
 
 
 def _search(options: argparse.Namespace, loaded: Loaded, target: Topology) -> int:
     from maxpipe.config.load import to_yaml
     from maxpipe.plan import plan, report, topology
-    from maxpipe.plan.learn import CANDIDATES
+    from maxpipe.plan.recheck import CANDIDATES
     from maxpipe.plan.search import SHOWN
 
     fixed = plan.fixed_keys(loaded, options.fix)

@@ -142,7 +142,7 @@ def _schedule_names_and_sizes(options: argparse.Namespace) -> tuple[list[str], d
 
 def _unknown_schedule(where: str, name: str) -> ConfigError:
     from maxpipe.config import shipped
-    from maxpipe.config.names import value_meant
+    from maxpipe.config.foreign_keys import value_meant
     from maxpipe.config.rules import did_you_mean
     from maxpipe.schedule.catalog import FILE_PREFIX, INTERLEAVED, SCHEDULES
 

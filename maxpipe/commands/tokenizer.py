@@ -8,8 +8,7 @@ import os
 import shlex
 from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
-from maxpipe.commands.data_files import is_config, with_data_files
-from maxpipe.commands.data_look import named_inputs
+from maxpipe.commands.data_look import is_config, named_inputs, with_data_files
 from maxpipe.commands.parser import (
     OF_DATA,
     Commands,
@@ -70,9 +69,8 @@ def _train(options: argparse.Namespace) -> int:
 def _sources(options: argparse.Namespace) -> list[Source]:
     """The documents of files, or of the `data.*` keys of a config and of overrides."""
     from maxpipe.config.data import all_sources
-    from maxpipe.data.sections import in_section
-    from maxpipe.data.sources import open_source
-    from maxpipe.data.stream import seed_of
+    from maxpipe.data.mixture import seed_of
+    from maxpipe.data.sources import in_section, open_source
     from maxpipe.data.train_tokenizer import open_corpus
 
     inputs, _ = named_inputs(options.inputs)

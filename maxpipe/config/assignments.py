@@ -10,10 +10,9 @@ from typing import Any
 
 import yaml
 
-from maxpipe.config.documents import compose, entries, raw_of, shortened, syntax_problem
+from maxpipe.config.documents import Raw, compose, entries, raw_of, shortened, syntax_problem
 from maxpipe.config.keys import KEYS, MOVED, NAME, NAMED, NAMED_KEYS, SECTIONS, declared_as, parted
 from maxpipe.config.translation import MODEL, is_main_key
-from maxpipe.config.values import Raw
 from maxpipe.errors import Problem
 from maxpipe.io import redact
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from maxpipe.config.values import READERS
-from maxpipe.models.bounds import LARGEST
+from maxpipe.config.documents import READERS
+from maxpipe.models.config import LARGEST
 
 FORM = "PATTERN NUMBER"
 

@@ -30,10 +30,8 @@ from maxpipe.config import ramp
 from maxpipe.config.by_name import by_name
 from maxpipe.config.copies import meant_copies
 from maxpipe.config.keys import FAMILY, KEYS, family_section
-from maxpipe.config.phases import EXAMPLE, phases
-from maxpipe.config.ramp import Ramp
-from maxpipe.config.ranges import BOUNDS, Bound
-from maxpipe.config.rules import RULES, folder_name, rule, shown, value_of
+from maxpipe.config.ramp import EXAMPLE, Ramp, phases
+from maxpipe.config.rules import BOUNDS, RULES, Bound, folder_name, rule, shown, value_of
 from maxpipe.config.schema import Config, TrainConfig
 from maxpipe.errors import Finding, Problem
 from maxpipe.io import redact

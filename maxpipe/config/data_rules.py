@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 
-from maxpipe.config import mixture
 from maxpipe.config.data import (
     COLUMNS,
     FILES,
@@ -18,13 +17,15 @@ from maxpipe.config.data import (
     section_of,
     template_pieces,
 )
+from maxpipe.config.data import (
+    stages as mixture_stages,
+)
 from maxpipe.config.data_schema import SourceConfig
-from maxpipe.config.names import list_meant
-from maxpipe.config.ranges import BOUNDS
-from maxpipe.config.rules import did_you_mean, rule
+from maxpipe.config.foreign_keys import list_meant
+from maxpipe.config.rules import BOUNDS, did_you_mean, rule
 from maxpipe.config.schema import Config
 from maxpipe.errors import Finding
-from maxpipe.models.bounds import LARGEST
+from maxpipe.models.config import LARGEST
 
 _SOURCES = ("data.source", "data.path", "data.paths", "data.mixture")
 _NAMED = ("data.mixture", "data.validation")
@@ -259,7 +260,7 @@ def _stages_are_of_the_mixture(config: Config) -> Iterator[Finding]:
     name = sorted(data.mixture)[0]
     example = f"Set \"{key}=['{name} 1 for 1000 steps']\"."
     try:
-        stages = mixture.stages(data.mixture_stages)
+        stages = mixture_stages(data.mixture_stages)
     except ValueError as error:
         yield Finding(key, str(error), example)
         return

@@ -13,13 +13,12 @@ from typing import NamedTuple
 import yaml
 
 from maxpipe.config.assignments import Assignment, from_document, from_values
-from maxpipe.config.documents import MAX_FILE_BYTES, one_line
+from maxpipe.config.documents import MAX_FILE_BYTES, Raw, one_line
 from maxpipe.config.inputs import FOREIGN_SUFFIXES
 from maxpipe.config.keys import FAMILY, KEYS, SECTIONS
 from maxpipe.config.rules import did_you_mean
 from maxpipe.config.shipped import configs
 from maxpipe.config.translation import MODEL, Context, Translation, one_line_of, translate
-from maxpipe.config.values import Raw
 from maxpipe.errors import ConfigError, Problem
 from maxpipe.io.files import read
 from maxpipe.io.plain_yaml import compose

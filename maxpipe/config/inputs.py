@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from maxpipe.config import shipped
-from maxpipe.config.paths import CONFIG_FILE
 from maxpipe.config.rules import did_you_mean, folder_name
+from maxpipe.config.shipped import CONFIG_FILE
 from maxpipe.errors import ConfigError, Problem
 from maxpipe.io.files import read
 

@@ -30,7 +30,17 @@ from maxpipe.config.assignments import (
     to_new_key,
 )
 from maxpipe.config.check import DEFAULT, check, is_override
-from maxpipe.config.documents import one_line, read_file
+from maxpipe.config.documents import (
+    NAME_FORM,
+    READERS,
+    TooLargeError,
+    as_is,
+    one_line,
+    read_file,
+    refused,
+    texts,
+)
+from maxpipe.config.foreign_keys import because, list_meant, value_meant
 from maxpipe.config.inputs import Input, locate
 from maxpipe.config.keys import (
     FAMILY,
@@ -47,9 +57,7 @@ from maxpipe.config.keys import (
     sections_of,
 )
 from maxpipe.config.model_reference import is_reference, named_model, overridden
-from maxpipe.config.names import because, list_meant, value_meant
-from maxpipe.config.ranges import BOUNDS
-from maxpipe.config.rules import did_you_mean
+from maxpipe.config.rules import BOUNDS, did_you_mean
 from maxpipe.config.schema import Config
 from maxpipe.config.training import check_training
 from maxpipe.config.translation import (
@@ -61,7 +69,6 @@ from maxpipe.config.translation import (
     is_main_key,
     translate,
 )
-from maxpipe.config.values import NAME_FORM, READERS, TooLargeError, as_is, refused, texts
 from maxpipe.errors import ConfigError, Problem
 
 _MOST_IN_CONTEXT = 2000

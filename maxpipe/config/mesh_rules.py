@@ -9,9 +9,9 @@ import math
 from collections.abc import Iterator, Mapping
 
 from maxpipe.config.keys import FAMILY, KEYS
-from maxpipe.config.ranges import BOUNDS
 from maxpipe.config.rules import (
     BATCH_AXES,
+    BOUNDS,
     axis_keys,
     axis_size,
     batch_shards,

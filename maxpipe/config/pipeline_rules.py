@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
+from maxpipe.config.foreign_keys import value_meant
 from maxpipe.config.keys import KEYS
-from maxpipe.config.names import value_meant
 from maxpipe.config.ramp import Ramp
 from maxpipe.config.rules import (
     BATCH_AXES,

@@ -16,6 +16,8 @@ import typing
 from pathlib import Path
 from typing import Any, Literal
 
+from maxpipe.config.documents import NAME_FORM
+from maxpipe.config.foreign_keys import key_meant
 from maxpipe.config.keys import (
     KEYS,
     NAME,
@@ -28,11 +30,8 @@ from maxpipe.config.keys import (
     section_of,
 )
 from maxpipe.config.load import Loaded, to_yaml, type_name
-from maxpipe.config.names import key_meant
-from maxpipe.config.ranges import BOUNDS
-from maxpipe.config.rules import did_you_mean
+from maxpipe.config.rules import BOUNDS, did_you_mean
 from maxpipe.config.translation import MODEL
-from maxpipe.config.values import NAME_FORM
 from maxpipe.errors import ConfigError
 from maxpipe.parallel.axes import DEFAULT_AXIS_RULES, REMAPPINGS
 from maxpipe.schedule.catalog import FILE_PREFIX, SCHEDULES

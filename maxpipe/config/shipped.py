@@ -1,4 +1,7 @@
-"""The configs that come with maxpipe: `configs/` of a checkout, or their copy in the package."""
+"""The configs that come with maxpipe: `configs/` of a checkout, or their copy in the package.
+
+Names of the files and folders that a run writes into its folder.
+"""
 
 from __future__ import annotations
 
@@ -120,3 +123,11 @@ def _models() -> Mapping[str, Shipped]:
     }
     same = {_spelled(name): configs()[model] for name, model in _SAME_SHAPE.items()}
     return same | sources | {_spelled(each.name): each for each in models}
+
+
+CONFIG_FILE = "config.yml"
+METRICS_FILE = "metrics.jsonl"
+SAMPLES_FILE = "samples.jsonl"
+EVENTS_FILE = "events.jsonl"
+REFERENCE_FILE = "references.npz"
+TENSORBOARD_FOLDER = "tensorboard"

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from maxpipe.config.ranges import BYTES_VOCABULARY
-from maxpipe.config.rules import rule, value_of
+from maxpipe.config.rules import BYTES_VOCABULARY, rule, value_of
 from maxpipe.config.schema import Config
 from maxpipe.errors import Finding
 

@@ -6,12 +6,10 @@ import glob
 from collections.abc import Collection, Mapping
 
 from maxpipe.config.check import DEFAULT, where
-from maxpipe.config.data import COLUMNS, is_synthetic, paths_of, section_of
+from maxpipe.config.data import COLUMNS, is_synthetic, paths_of, section_of, sources
 from maxpipe.config.data_rules import named_sources
 from maxpipe.config.eval_rules import beside_training
-from maxpipe.config.mixture import sources
-from maxpipe.config.ranges import BYTES_VOCABULARY
-from maxpipe.config.rules import shown, value_of
+from maxpipe.config.rules import BYTES_VOCABULARY, shown, value_of
 from maxpipe.config.schema import Config
 from maxpipe.config.translation import source_of_name
 from maxpipe.errors import ConfigError, Problem

@@ -13,7 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from maxpipe.config import shipped
-from maxpipe.config.documents import one_line
+from maxpipe.config.documents import READERS, Raw, one_line
+from maxpipe.config.foreign_keys import Answer, key_meant, list_meant, same_key, same_value
 from maxpipe.config.keys import (
     FAMILY,
     KEYS,
@@ -22,11 +23,8 @@ from maxpipe.config.keys import (
     is_of_another_family,
     section_of,
 )
-from maxpipe.config.names import Answer, key_meant, list_meant, same_key, same_value
-from maxpipe.config.ranges import BOUNDS
-from maxpipe.config.rules import BATCH_AXES, axis_keys, shown, squashed
-from maxpipe.config.values import READERS, Raw
-from maxpipe.io.device_files import accelerators
+from maxpipe.config.rules import BATCH_AXES, BOUNDS, axis_keys, shown, squashed
+from maxpipe.io.files import accelerators
 from maxpipe.parallel.axes import MESH_AXES
 from maxpipe.schedule.catalog import SCHEDULES
 

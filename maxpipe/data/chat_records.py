@@ -13,9 +13,8 @@ from typing import Any
 from maxpipe.config.data import is_template, template_pieces, template_settings
 from maxpipe.config.data_schema import SourceConfig
 from maxpipe.config.rules import did_you_mean
-from maxpipe.data.formats.record_keys import chat_settings
-from maxpipe.data.formats.text_of import BadRecord, joined, shortened
-from maxpipe.data.tokenizers.chat_process import SETTINGS, ChatInput, Message
+from maxpipe.data.formats.text_of import BadRecord, chat_settings, joined, shortened
+from maxpipe.data.tokenizers.chat import SETTINGS, ChatInput, Message
 from maxpipe.io.typed import parse
 
 _MESSAGES, _SHAREGPT = "messages", "conversations"

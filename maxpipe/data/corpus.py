@@ -1,6 +1,8 @@
 """What a run reads: its sources opened and indexed, split and packed into sequences.
 
 Owns the facts by which a run knows its documents again. Batches are made in `loader.py`.
+
+Differences between two fingerprints of a run's data, in words.
 """
 
 from __future__ import annotations
@@ -14,21 +16,20 @@ from typing import Any, Literal
 
 import numpy as np
 
-from maxpipe.config.data import paths_of, section_of, validation_key, validation_sets
+from maxpipe.config import ramp as config_ramp
+from maxpipe.config.data import paths_of, section_of, sources, validation_key, validation_sets
 from maxpipe.config.data_schema import DataConfig, Packing, SourceConfig
-from maxpipe.config.mixture import sources
-from maxpipe.data.answers import AnswerSource, answers_of
-from maxpipe.data.chat import ChatDocuments, Conversations, build_chat_index, nothing_inside
-from maxpipe.data.documents import (
-    DocumentIndex,
-    Documents,
-    EncodedDocuments,
-    build_index,
-    entropy,
+from maxpipe.config.ramp import Ramp
+from maxpipe.data import mixture
+from maxpipe.data.chat import (
+    AnswerSource,
+    ChatDocuments,
+    Conversations,
+    answers_of,
+    build_chat_index,
+    nothing_inside,
 )
-from maxpipe.data.formats.digests import Digests
-from maxpipe.data.formats.reads import reading
-from maxpipe.data.long_conversations import (
+from maxpipe.data.conversation import (
     BoundedDocuments,
     BoundedFiles,
     Left,
@@ -38,20 +39,30 @@ from maxpipe.data.long_conversations import (
     num_long,
     too_long,
 )
+from maxpipe.data.documents import DocumentIndex, Documents, EncodedDocuments, build_index, entropy
+from maxpipe.data.formats.digests import Digests
+from maxpipe.data.formats.reads import reading
+from maxpipe.data.mixture import Part, seed_of
 from maxpipe.data.packing import Sequences, split_documents
 from maxpipe.data.pairs import PairDocuments, Pairs
-from maxpipe.data.prepared.manifest import CONTENT, SPAN, content_facts
-from maxpipe.data.prepared.megatron import MegatronDocuments
-from maxpipe.data.prepared.open import IDS, open_documents
-from maxpipe.data.prepared.reader import PreparedDocuments
-from maxpipe.data.prepared.windows import WindowedSequences, needs_windows, spans_of
-from maxpipe.data.remarks import Long, marks_of, remarks
-from maxpipe.data.sections import in_section
+from maxpipe.data.prepared.manifest import (
+    CONTENT,
+    SPAN,
+    changed_files,
+    content_facts,
+    short_digests,
+)
+from maxpipe.data.prepared.megatron import IDS, MegatronDocuments, open_documents
+from maxpipe.data.prepared.reader import (
+    PreparedDocuments,
+    WindowedSequences,
+    needs_windows,
+    spans_of,
+)
 from maxpipe.data.sequences import Packer
-from maxpipe.data.sources import Moved, Source, open_source
-from maxpipe.data.stream import Part, seed_of
+from maxpipe.data.sources import Moved, Source, in_section, open_source
 from maxpipe.data.tokenizer import Tokenizer
-from maxpipe.data.unread_keys import advice, columns_not_read
+from maxpipe.data.unread_keys import Long, advice, columns_not_read, marks_of, remarks
 from maxpipe.errors import ConfigError
 
 SOURCES = "sources"
@@ -424,3 +435,59 @@ def chat_records(
     if config.chat == "pairs":
         return Pairs(source, encoder, config, row_tokens)
     return Conversations(source, encoder, config)
+
+
+_WORDS = {
+    "documents": "the number of documents",
+    "tokens": "the number of tokens",
+    "order": "the order of documents",
+    "source_digest": "the digest of names, sizes and content of the files",
+    "tokenizer": "the tokenizer",
+    "chat": "the chat template, fields or roles",
+    "packing": "the packing",
+    "long_conversations": "data.long_conversations",
+    "pairs_per_row": "data.pairs_per_row",
+    "order_version": "the order of samples",
+    "group_size": "grpo.group_size",
+    "updates_per_rollout": "grpo.updates_per_rollout",
+    "reward": "the reward",
+    "batch_size": "train.batch_size",
+    "batch_ramp": "the stages of train.batch_ramp, as rows and steps,",
+}
+
+
+_UNSAID = {"packing": "cut", "long_conversations": "split"}
+"""What a fingerprint means that does not have this entry."""
+
+
+def compare(
+    saved: Mapping[str, Any], current: Mapping[str, Any], step: int | None = None
+) -> list[tuple[str, Any, Any]]:
+    """The (name, saved, current) of each entry in which two fingerprints differ, for people.
+
+    Sizes of batches do not, if all before `step` were the same: no row is lost or repeated then.
+    Nor do weights of a mixture: see `Loader.go_on`.
+    """
+    names = [*saved, *(name for name in current if name not in saved)]
+    if step is not None and Ramp.of_facts(saved).same_until(Ramp.of_facts(current), step):
+        names = [name for name in names if name not in config_ramp.FACTS]
+    of_sources = saved.get(SOURCES, {}), current.get(SOURCES, {})
+    if of_sources[0].keys() != of_sources[1].keys():
+        # All else follows from them.
+        before, now = (", ".join(each) or None for each in of_sources)
+        return [("the sources of data.mixture", before, now)]
+    found = []
+    for name in of_sources[0]:
+        inner = compare(*(each[name] for each in of_sources))
+        found += [(f"{name}: {words}", before, now) for words, before, now in inner]
+    if found:
+        # The totals follow from these.
+        names = [name for name in names if name not in ("documents", "tokens", "source_digest")]
+    names = [name for name in names if name not in (SOURCES, mixture.FACTS, CONTENT)]
+    found += [
+        (_WORDS.get(name, name), short_digests(before), short_digests(now))
+        for name in names
+        if (before := saved.get(name, _UNSAID.get(name)))
+        != (now := current.get(name, _UNSAID.get(name)))
+    ]
+    return found + changed_files(saved.get(CONTENT), current.get(CONTENT))

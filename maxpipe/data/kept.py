@@ -16,7 +16,7 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from maxpipe.data.formats.locks import locked
+from maxpipe.data.formats.cache import locked
 from maxpipe.data.sources import Moved
 from maxpipe.io.files import opened
 

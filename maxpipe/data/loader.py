@@ -28,11 +28,10 @@ from maxpipe.config.schema import DataConfig, TokenizerConfig
 from maxpipe.data import mixture
 from maxpipe.data.conversation import Conversation
 from maxpipe.data.corpus import SOURCES, Corpus, Split, open_corpus
-from maxpipe.data.mixture import Mixture
+from maxpipe.data.mixture import Mixture, Stream
 from maxpipe.data.packing import Sequences
 from maxpipe.data.pairs import PairDocuments
 from maxpipe.data.sources import Moved
-from maxpipe.data.stream import Stream
 from maxpipe.data.tokenizer import Tokenizer, open_tokenizer
 from maxpipe.errors import ConfigError
 

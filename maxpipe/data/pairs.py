@@ -33,7 +33,7 @@ from maxpipe.data.documents import DocumentIndex, Encoded
 from maxpipe.data.formats.text_of import BadRecord, shortened
 from maxpipe.data.sources import Source
 from maxpipe.data.tokenizer import Tokenizer
-from maxpipe.data.tokenizers.chat_process import ChatInput, Message
+from maxpipe.data.tokenizers.chat import ChatInput, Message
 from maxpipe.errors import ConfigError
 from maxpipe.io.text import counted
 

@@ -34,20 +34,19 @@ from maxpipe.data.chat_records import (
     unread,
 )
 from maxpipe.data.documents import Encoded
-from maxpipe.data.formats.record_keys import (
+from maxpipe.data.formats.text_of import (
     CONTEXTS,
     SYSTEMS,
+    BadRecord,
     chat_keys,
     settings_text,
     template_of_fields,
 )
-from maxpipe.data.formats.text_of import BadRecord
 from maxpipe.data.loader import Datasets, Ending, Loader
+from maxpipe.data.mixture import Part, Stream
 from maxpipe.data.packing import Permutation, Piece, assembled
-from maxpipe.data.stream import Part, Stream
 from maxpipe.data.tokenizer import Tokenizer
-from maxpipe.data.tokenizers.chat import ChatTemplate
-from maxpipe.data.tokenizers.chat_process import ChatInput
+from maxpipe.data.tokenizers.chat import ChatInput, ChatTemplate
 from maxpipe.data.tokenizers.files import naming
 from maxpipe.errors import ConfigError
 from maxpipe.io import files

@@ -18,13 +18,15 @@ import numpy as np
 from maxpipe.config.data_schema import Packing
 from maxpipe.data import kept
 from maxpipe.data.documents import Documents
-from maxpipe.data.fitting import Plan, Strategy, fitted
 from maxpipe.data.packing import (
     PackedSequences,
     Permutation,
     Piece,
+    Plan,
     Sequences,
+    Strategy,
     assembled,
+    fitted,
     targets_of,
 )
 from maxpipe.data.sources import Moved

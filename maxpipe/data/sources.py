@@ -3,21 +3,29 @@
 A source is a sequence: asking twice for document i gives the same text, in any
 thread and any process. Each format has a module in `formats/`. Tokens, splits, order
 and batches are not its concern; `documents.py` is the next step.
+
+Sections of the config that sources come from, in messages about them.
+
+A source knows its keys as those of `data`; of a source of a mixture they are those of
+`data.mixture.NAME`, and of one for evaluation those of `data.validation.NAME`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
-from dataclasses import replace
+import re
+from collections.abc import Iterator
+from dataclasses import astuple, fields, replace
 from typing import Literal
 
-from maxpipe.config.data import paths_of
+from maxpipe.config.data import paths_of, section_of
 from maxpipe.config.data_schema import SourceConfig
-from maxpipe.data.formats.array_records import ArrayRecords
+from maxpipe.data.formats.array_records import ArrayRecords, TfdsExamples
 from maxpipe.data.formats.cache import Cache
 from maxpipe.data.formats.digests import Digests
 from maxpipe.data.formats.files import File, find_files
-from maxpipe.data.formats.json_lines import JsonLines
+from maxpipe.data.formats.lines import JsonLines
 from maxpipe.data.formats.parquet import ParquetRows
 from maxpipe.data.formats.saved_dataset import SavedDataset, is_saved_dataset
 from maxpipe.data.formats.source import (
@@ -29,11 +37,9 @@ from maxpipe.data.formats.source import (
     Source,
     UnreadableRecord,
 )
-from maxpipe.data.formats.synthetic import SyntheticRecords
-from maxpipe.data.formats.text import TextFiles, open_corpus
+from maxpipe.data.formats.text import SyntheticRecords, TextFiles, open_corpus
 from maxpipe.data.formats.text_of import TextOf
-from maxpipe.data.formats.tfds import TfdsExamples
-from maxpipe.errors import ConfigError
+from maxpipe.errors import ConfigError, Problem, StorageError
 
 __all__ = [
     "File",
@@ -146,3 +152,26 @@ def source_of(path: str, where: str) -> Kind:
     rule = f"must hold files of one kind: it has {' and '.join(sorted(kinds))}."
     action = f"Name them by a pattern such as '{os.path.join(path, '*.jsonl')}'."
     raise ConfigError.one(where, path, rule, action)
+
+
+_KEYS = re.compile(rf"\bdata\.({'|'.join(each.name for each in fields(SourceConfig))})\b")
+
+
+@contextlib.contextmanager
+def in_section(name: str) -> Iterator[None]:
+    """Errors of what is done with a source name the keys of its section."""
+    try:
+        yield
+    except ConfigError as error:
+        if not name:
+            raise
+        problems = [Problem(*(_of(name, text) for text in astuple(p))) for p in error.problems]
+        raise ConfigError(problems) from error
+    except StorageError as error:
+        if not name:
+            raise
+        raise StorageError(_of(name, str(error))) from error
+
+
+def _of(name: str, text: str) -> str:
+    return _KEYS.sub(rf"{section_of(name)}.\1", text)

@@ -39,11 +39,10 @@ from maxpipe.config.load import Loaded, load, to_dict
 from maxpipe.config.rules import axis_size
 from maxpipe.config.schema import Config, RunConfig, RuntimeConfig
 from maxpipe.config.training import asks_teacher, check_training
-from maxpipe.data.answers import answers_of
+from maxpipe.data.chat import answers_of
 from maxpipe.data.corpus import chat_records
-from maxpipe.data.prepared.open import IDS, open_documents
-from maxpipe.data.sections import in_section
-from maxpipe.data.sources import open_source
+from maxpipe.data.prepared.megatron import IDS, open_documents
+from maxpipe.data.sources import in_section, open_source
 from maxpipe.data.tokenizer import Tokenizer, fitted, open_tokenizer
 from maxpipe.diagnosis import environment
 from maxpipe.distributed.hub import free_port
@@ -57,7 +56,7 @@ from maxpipe.models.count import total
 from maxpipe.models.registry import describe
 from maxpipe.optim.kept import saved_bytes
 from maxpipe.parallel.axes import MESH_AXES, MeshConfig
-from maxpipe.plan import gpu_target
+from maxpipe.plan import topology
 
 DEVICE_SECONDS = 300.0
 """Seconds for devices to start, and for one small program per mesh axis."""
@@ -160,9 +159,7 @@ def versions() -> Check:
     if wrong:
         action = "Run: pip install -c constraints/py311.txt . (py312.txt for later Pythons)"
         return Check("versions", "FAILED", f"{'; '.join(wrong)}.", action)
-    if any(map(environment.installed, gpu_target.PLUGINS)) and (
-        unfit := gpu_target.missing_compiler()
-    ):
+    if any(map(environment.installed, topology.PLUGINS)) and (unfit := topology.missing_compiler()):
         return Check("versions", "FAILED", f"jax for GPUs {unfit[0]}.", f"Run: {unfit[1]}.")
     shown = {name: version for name, version in environment.versions().items() if version}
     return Check("versions", "ok", ", ".join(f"{name} {v}" for name, v in shown.items()))

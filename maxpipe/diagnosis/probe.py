@@ -25,8 +25,7 @@ from maxpipe.config.schema import RuntimeConfig
 from maxpipe.distributed import runtime
 from maxpipe.distributed.phases import Phases
 from maxpipe.errors import ConfigError
-from maxpipe.io.device_files import accelerators
-from maxpipe.io.files import full
+from maxpipe.io.files import accelerators, full
 from maxpipe.io.text import counted
 from maxpipe.parallel.axes import MeshConfig
 from maxpipe.parallel.mesh import build_mesh, describe, divided

@@ -45,8 +45,7 @@ from maxpipe.distributed.hub import (
     from_peer,
 )
 from maxpipe.distributed.phases import WAITING, Phases
-from maxpipe.distributed.secret import VARIABLE
-from maxpipe.distributed.wire import NotOfThisRun, Wire, reach
+from maxpipe.distributed.wire import VARIABLE, NotOfThisRun, Wire, reach
 from maxpipe.errors import (
     ExitCode,
     Interrupted,

@@ -24,7 +24,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from maxpipe.config.schema import RuntimeConfig
-from maxpipe.distributed import secret
+from maxpipe.distributed import wire
 from maxpipe.distributed.hub import Limits, Trouble, free_port
 from maxpipe.distributed.link import Link
 from maxpipe.distributed.listener import own_addresses
@@ -244,7 +244,7 @@ def _open_cache(folder: str) -> None:
 
 def _gather(config: RuntimeConfig, link: Link, facts: Mapping[str, str], folder: Path) -> None:
     """Waits for the other processes, each of which has its own link."""
-    given = secret.given()
+    given = wire.given()
     with contextlib.ExitStack() as stack:
         if not config.num_processes:
             address, shared = _announced(link.index)
@@ -253,13 +253,11 @@ def _gather(config: RuntimeConfig, link: Link, facts: Mapping[str, str], folder:
             address = _address(config)
             key = given
             if key is None and link.index == 0:
-                key = stack.enter_context(secret.left_in(folder, address[1]))
+                key = stack.enter_context(wire.left_in(folder, address[1]))
                 stack.callback(setattr, link, "on_leave", link.on_leave)
-                link.on_leave = lambda code, text: secret.take_back(folder, address[1])
+                link.on_leave = lambda code, text: wire.take_back(folder, address[1])
         try:
-            trouble = link.gather(
-                address, facts, lambda: key or secret.found_in(folder, address[1])
-            )
+            trouble = link.gather(address, facts, lambda: key or wire.found_in(folder, address[1]))
         except OSError as error:
             text = f"port {address[1]} cannot be used here: {error.strerror or error}"
             action = (

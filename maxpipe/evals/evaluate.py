@@ -1,15 +1,27 @@
-"""Loss over a fixed number of validation batches, weighted by tokens."""
+"""Loss over a fixed number of validation batches, weighted by tokens.
+
+Losses of the sources of a mixture, from the sums that steps find for each.
+
+Evaluation of a run beside its training: losses of documents, and answers to questions.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import numpy as np
 
+from maxpipe.config.schema import EvalConfig
+from maxpipe.data.loader import Datasets, Loader
+from maxpipe.evals.tasks import Task, metrics_of
+from maxpipe.io.text import counted
+from maxpipe.step.step import BY_SOURCE, Steps
+from maxpipe.telemetry.console import Console
 from maxpipe.telemetry.metrics import of_source
 
 
@@ -124,3 +136,109 @@ def evaluate(
         reports,
         of_text,
     )
+
+
+class SourceSums:
+    """Sums over steps, from one record to the next: a step may have no row of a small source."""
+
+    def __init__(self, names: Sequence[str]):
+        self._names = names
+        self._sums = np.zeros((2, len(names)))
+        self._pending: Mapping[str, Any] = {}
+
+    def started(self, metrics: Mapping[str, Any]) -> None:
+        """A step was started, and the one before it is done."""
+        self._add()
+        self._pending = metrics
+
+    def take(self) -> dict[str, float]:
+        """The metrics of all steps since the last call; waits for the newest."""
+        self._add()
+        (nats, targets), self._sums = self._sums, np.zeros_like(self._sums)
+        found = {}
+        for name, lost, count in zip(self._names, nats, targets, strict=True):
+            found[of_source(name, "targets")] = float(count)
+            if count:
+                found[of_source(name, "loss")] = float(lost / count)
+        return found
+
+    def _add(self) -> None:
+        metrics, self._pending = self._pending, {}
+        if not self._names or not metrics:
+            return
+        sums = np.stack([np.asarray(metrics[tag], np.float64) for tag in BY_SOURCE])
+        # Of a step that is not finite `train/loss` tells.
+        self._sums += np.where(np.isfinite(sums).all(axis=0), sums, 0.0)
+
+
+@dataclass
+class Evaluations:
+    """What each evaluation of a run does."""
+
+    config: EvalConfig
+    datasets: Datasets
+    tasks: Sequence[Task]
+    console: Console
+    stops: Callable[[], bool]
+    """Whether all processes were asked to stop."""
+    moved: Callable[[], object]
+    """Called as it goes on."""
+    step: Any = None
+    """The compiled step, if documents are read."""
+
+    def compile(self, steps: Steps) -> None:
+        """Makes the programs for parameters of these steps."""
+        if self._loaders:
+            with self.console.stage("compiling eval step"):
+                self.step = steps.compile_eval(self.config.batch_size)
+        for task in self.tasks:
+            with self.console.stage(f"compiling task {task.name}"):
+                task.compile(steps)
+
+    @property
+    def _loaders(self) -> Mapping[str, Loader]:
+        return self.datasets.evaluated() if self.config.batches else {}
+
+    def metrics(
+        self,
+        number: int,
+        params: Any,
+        read: Callable[[Loader, int, int], AbstractContextManager[Any]],
+    ) -> dict[str, float]:
+        """Of parameters after a step; empty where there is nothing to evaluate, or it was stopped.
+
+        `read` gives batches of a loader from one to before another.
+        """
+        if (found := self._losses(params, read)) is None:
+            return {}
+        metrics = {tag: value for name in found for tag, value in found[name].named(name).items()}
+        for name, totals in found.items():
+            of = f" on {name}" if name else ""
+            self.console.note(f"validation{of} after step {number}: {totals.words}")
+        for task in self.tasks:
+            if (answered := task.answered(params, self.stops, self.moved)) is None:
+                return {}
+            metrics |= metrics_of(task.name, answered)
+            self.console.note(
+                f"task {task.name} after step {number}: accuracy {answered['accuracy']:.4f}, "
+                f"by bytes {answered['accuracy_by_bytes']:.4f}, chance {answered['chance']:.4f}, "
+                f"of {counted(answered['questions'], 'question')}"
+            )
+        return metrics
+
+    def _losses(
+        self, params: Any, read: Callable[[Loader, int, int], AbstractContextManager[Any]]
+    ) -> dict[str, Totals] | None:
+        """By the name of a set of documents; under no name those held out, or all together."""
+        found: dict[str, Totals] = {}
+        for name, loader in self._loaders.items():
+            count = min(self.config.batches, loader.num_batches)
+            with read(loader, 0, count) as batches:
+                totals = evaluate(self.step, params, batches, self.stops, loader.sources)
+            if totals is None:
+                return None
+            found[name] = totals
+        if not found:
+            return {}
+        # Without documents that are held out, the whole is that of all sets.
+        return {"": sum(found.values(), start=Totals(0.0, 0.0, 0.0)), **found}

@@ -23,7 +23,7 @@ from maxpipe.config.data import SPLITS, check_split
 from maxpipe.config.rules import batch_shards
 from maxpipe.config.schema import Config, PipelineConfig, TrainConfig
 from maxpipe.config.training import unread_path
-from maxpipe.data.fingerprints import compare
+from maxpipe.data.corpus import compare
 from maxpipe.data.loader import Loader, build_once_through
 from maxpipe.data.tokenizer import Tokenizer
 from maxpipe.distributed import runtime

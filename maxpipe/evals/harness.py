@@ -22,12 +22,12 @@ except ImportError as error:
 
 from maxpipe.config.documents import one_line
 from maxpipe.data.conversation import for_chats
-from maxpipe.data.tokenizers.chat_process import ChatInput
+from maxpipe.data.tokenizers.chat import ChatInput
 from maxpipe.errors import ConfigError, MaxpipeError
 from maxpipe.evals.requests import Requests
 from maxpipe.evals.texts import Texts
 from maxpipe.generate.weights import open_model
-from maxpipe.huggingface.named import named
+from maxpipe.huggingface.folders import named
 
 
 @register_model("maxpipe")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NotRequired, TypedDict
 
-from maxpipe.checkpoint.retention import Better
+from maxpipe.checkpoint.folder import Better
 from maxpipe.config.schema import CheckpointConfig, EvalConfig
 from maxpipe.io.text import counted
 from maxpipe.io.typed import AnyFloat

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from maxpipe.data.tokenizers.chat_process import ChatInput
+from maxpipe.data.tokenizers.chat import ChatInput
 from maxpipe.errors import ConfigError
 from maxpipe.io import files
 from maxpipe.io.typed import parse

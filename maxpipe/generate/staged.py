@@ -5,6 +5,11 @@ for another microbatch and passes the result on; what leaves the last stage beco
 enters the first stage in the next tick. No stage waits for another but while the ring fills, once
 for each piece of the prompts and once for all tokens. Each stage keeps what its own layers have
 seen; the vocabulary is divided over the stages, as in training.
+
+Parameters of training as those of decoding, on the same mesh, with its stages.
+
+The order of layers on the ring of training serves its schedule; to decode, each stage has one run
+of layers. On a mesh without stages layers are by themselves.
 """
 
 from __future__ import annotations
@@ -24,30 +29,36 @@ from jaxtyping import Bool, Float, Int
 
 from maxpipe.generate.decoding import (
     TEXT,
+    Decoding,
     Drawn,
     Refill,
     Rows,
+    Sampling,
     Size,
     abstractly,
     is_axes,
     placed,
+    row_keys,
+    sample,
     side_by_side,
 )
-from maxpipe.generate.sampling import Sampling, row_keys, sample
+from maxpipe.models.count import layer_costs
 from maxpipe.nn.decoder import Decoder
-from maxpipe.parallel.collectives import (
+from maxpipe.parallel.mesh import STAGE, TOKEN_AXES
+from maxpipe.parallel.per_device import (
     from_position,
     gather_shards,
     index_on,
     program_axes,
     shift,
+    vary,
 )
-from maxpipe.parallel.mesh import STAGE, TOKEN_AXES
-from maxpipe.parallel.per_device import vary
-from maxpipe.parallel.sharding import restrict
+from maxpipe.parallel.sharding import automatic, restrict
 from maxpipe.pipeline.layout import Layout
-from maxpipe.pipeline.vocabulary import Embedding
+from maxpipe.pipeline.outside import Embedding
 from maxpipe.pipeline.weights import WeightSharding, gather
+from maxpipe.schedule.table import Ring, balanced_cut
+from maxpipe.step.state import Partition
 
 Tree = Any
 
@@ -385,3 +396,46 @@ def _known(leaf: Array, spec: PartitionSpec) -> Array:
 
 def _each(change: Callable[[PartitionSpec], Any], specs: Tree) -> Tree:
     return jax.tree.map(change, specs, is_leaf=lambda node: isinstance(node, PartitionSpec))
+
+
+AnyDecoding = Decoding | StagedDecoding
+
+
+def for_decoding(partition: Partition) -> Partition:
+    """The same model on the same devices, with one chunk for each stage.
+
+    Caches grow and tokens are picked by index: the compiler chooses shardings.
+    """
+    decoder, stages = partition.decoder, partition.mesh.shape[STAGE]
+    cut = balanced_cut(layer_costs(decoder.model, 1), stages)
+    layout = Layout(Ring(stages, 1), tuple(cut), kinds=decoder.model.layers)
+    return Partition(decoder, layout, automatic(partition.mesh))
+
+
+def decoding_of(parts: Partition, sampling: Sampling, seed: int) -> AnyDecoding:
+    """What generates with parameters as `prepared` makes them for the same partition."""
+    if parts.mesh.shape[STAGE] == 1:
+        return Decoding(parts.decoder, parts.mesh, sampling, seed)
+    return StagedDecoding(parts.decoder, parts.layout, parts.specs, parts.mesh, sampling, seed)
+
+
+def prepared(parts: Partition, params: Tree) -> Tree:
+    """Parameters in network order, layers stacked by kind -> as `decoding_of` takes them."""
+    staged = parts.mesh.shape[STAGE] > 1
+    return parts.stack(params) if staged else parts.decoder.by_layer(params)
+
+
+def prepared_shardings(parts: Partition) -> Tree:
+    """Of what `prepared` makes."""
+    if parts.mesh.shape[STAGE] > 1:
+        return parts.shardings(parts.specs)
+    specs, layers = parts.by_kind(parts.saved_specs), {}
+    for kind, stack in specs["layers"].items():
+        one = jax.tree.map(lambda spec: PartitionSpec(*spec[1:]), stack, is_leaf=_is_spec)
+        layers[kind] = one
+    each = [layers[kind] for kind in parts.decoder.model.layers]
+    return parts.shardings(specs | {"layers": each})
+
+
+def _is_spec(node: object) -> bool:
+    return isinstance(node, PartitionSpec)

@@ -25,14 +25,14 @@ from maxpipe.config.schema import Config
 from maxpipe.data.tokenizer import Tokenizer, open_tokenizer
 from maxpipe.distributed import runtime
 from maxpipe.errors import ConfigError
-from maxpipe.generate.decoders import (
+from maxpipe.generate.decoding import Sampling
+from maxpipe.generate.staged import (
     AnyDecoding,
     decoding_of,
     for_decoding,
     prepared,
     prepared_shardings,
 )
-from maxpipe.generate.sampling import Sampling
 from maxpipe.io.text import counted
 from maxpipe.nn.decoder import Decoder
 from maxpipe.parallel.axes import MeshConfig

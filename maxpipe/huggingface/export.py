@@ -23,28 +23,24 @@ import ml_dtypes
 import numpy as np
 from etils import epath
 
-from maxpipe.checkpoint import contents, digests, manifest, slabs
+from maxpipe.checkpoint import contents, digests, manifest, writer
 from maxpipe.checkpoint.address import Address
-from maxpipe.checkpoint.damage import Damaged
 from maxpipe.checkpoint.folder import Facts, Folder
-from maxpipe.checkpoint.manager import open_run
-from maxpipe.checkpoint.restore import answering
-from maxpipe.checkpoint.selection import step_of
+from maxpipe.checkpoint.manager import open_run, step_of
+from maxpipe.checkpoint.reader import answering
 from maxpipe.checkpoint.storage import FOLDER as CHECKPOINTS
-from maxpipe.checkpoint.storage import in_bucket
+from maxpipe.checkpoint.storage import Damaged, in_bucket
 from maxpipe.config.load import load
 from maxpipe.config.schema import Config
 from maxpipe.data.conversation import Conversation, recorded
 from maxpipe.data.tokenizer import Tokenizer, open_tokenizer
 from maxpipe.errors import ConfigError, StorageError
-from maxpipe.huggingface import reorder
-from maxpipe.huggingface.beside import Beside, Readable
-from maxpipe.huggingface.beside import readable as readable_array
-from maxpipe.huggingface.folders import appearing, travel
+from maxpipe.huggingface import mapping
+from maxpipe.huggingface.folders import Bytes, Report, Say, appearing, travel, unreported
 from maxpipe.huggingface.import_ import FOLDER, ORIGIN, WEIGHTS_ONLY, Origin, hub_id
 from maxpipe.huggingface.mapping import Mapped, mapped, part_of, readable
-from maxpipe.huggingface.peft import write_adapters
-from maxpipe.huggingface.reports import Bytes, Report, Say, unreported
+from maxpipe.huggingface.peft import Beside, Readable, write_adapters
+from maxpipe.huggingface.peft import readable as readable_array
 from maxpipe.huggingface.safetensors import DTYPES, Writer
 from maxpipe.huggingface.sections import FILE, table_for, to_json
 from maxpipe.huggingface.source import INDEX, SINGLE, Source
@@ -345,7 +341,7 @@ def _write_param(
             raise Damaged(f"array {full_name} has another shape than its config says")
         found, lock = digests.Sum(str(array.dtype), shape), threading.Lock()
 
-        def put(region: slabs.Region) -> None:
+        def put(region: writer.Region) -> None:
             values = contents.understood(lambda: array.read(region))
             part = digests.Sum(found.dtype, shape)
             part.add(values, [each.start for each in region])
@@ -362,7 +358,7 @@ def _write_param(
                     writer.write(piece.tensor, cast, first, *piece.lane)
                     written.add(cast.nbytes)
 
-        slabs.each(put, slabs.regions(shape, readable(both, name, array.part)))
+        writer.each(put, writer.regions(shape, readable(both, name, array.part)))
         wrong = digests.non_finite({full_name: found})
         if full_name in expected:
             before = {full_name: expected[full_name]}
@@ -377,7 +373,7 @@ def _cast(values: np.ndarray, writer: Writer, name: str) -> np.ndarray:
     dtype = writer.dtype(name)
     cast = np.empty(values.shape, dtype)
     with np.errstate(over="ignore"):
-        reorder.copy(cast, values)
+        mapping.copy(cast, values)
     if dtype.itemsize < values.dtype.itemsize and not np.isfinite(cast).all():
         raise ConfigError.one(
             "command line: --dtype",

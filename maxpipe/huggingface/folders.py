@@ -1,8 +1,14 @@
-"""Folders that appear complete or not at all, and the files that travel with weights."""
+"""Folders that appear complete or not at all, and the files that travel with weights.
+
+What imports and exports tell their caller while they work.
+
+What a user names as a model: a run, one of its checkpoints, or a Hugging Face folder. No jax.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import fcntl
 import os
 import re
@@ -11,11 +17,13 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from maxpipe.checkpoint.address import check_outside
+from maxpipe.checkpoint.address import Address, check_outside, parse
 from maxpipe.errors import ConfigError, StorageError
+from maxpipe.huggingface.sections import FILE
+from maxpipe.huggingface.source import folder_of
 from maxpipe.io.files import full, read, scheme, write
 
 TRAVELLING = (
@@ -188,3 +196,51 @@ def vocabularies(folder: Path) -> list[str]:
     """The first few names of files of SentencePiece and tiktoken in a folder."""
     found = sorted(name for name in os.listdir(folder) if _VOCABULARY.fullmatch(name))
     return found[:_MOST_VOCABULARIES]
+
+
+Say = Callable[[str], None]
+"""Takes a line for the user."""
+
+Report = Callable[[str, int, int], None]
+"""Takes a task, and how many megabytes of how many are done."""
+
+_MEGABYTE = 10**6
+
+
+def unreported(task: str, done: int, total: int) -> None:
+    """Shows nothing."""
+
+
+class Bytes:
+    """A count of bytes to which several threads add."""
+
+    def __init__(self, task: str, total: int, report: Report):
+        self._task, self._total, self._report = task, total, report
+        self._done, self._lock = 0, threading.Lock()
+        self.add(0)
+
+    def add(self, count: int) -> None:
+        """Adds what was done."""
+        with self._lock:
+            self._done += count
+            self._report(self._task, self._done // _MEGABYTE, -(-self._total // _MEGABYTE))
+
+
+def named(text: str, *, average: bool = False, where: str = "", runs: str = "") -> Address | Path:
+    """The address of a run or checkpoint, or the path of a Hugging Face folder.
+
+    `hf:DIR` is one, and so is a folder with a config.json: that of a run is YAML. `average`: the
+    averaged parameters are meant. `where` and `runs` are those of `parse`.
+
+    Raises:
+        ConfigError: it is none of them, or a folder, which has no averages.
+    """
+    folder = folder_of(text)
+    if folder is None and os.path.isfile(os.path.join(os.path.expanduser(text), FILE)):
+        folder = text
+    if folder is None:
+        return dataclasses.replace(parse(text, where, runs), average=average)
+    if average:
+        rule = "is a Hugging Face folder, which holds no averages."
+        raise ConfigError.one("command line: --average", text, rule, "Leave --average out.")
+    return full(folder, where) if where else full(folder)

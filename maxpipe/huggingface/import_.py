@@ -9,22 +9,31 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
-from maxpipe.checkpoint import slabs
+from maxpipe.checkpoint import writer
 from maxpipe.checkpoint.contents import NotSaved
+from maxpipe.checkpoint.copies import named
 from maxpipe.checkpoint.folder import Facts, Folder
 from maxpipe.checkpoint.storage import FOLDER as CHECKPOINTS
-from maxpipe.checkpoint.trees import named
 from maxpipe.config.documents import one_line
 from maxpipe.config.load import load, to_dict
-from maxpipe.config.paths import CONFIG_FILE
 from maxpipe.config.rules import folder_name
 from maxpipe.config.schema import TokenizerConfig, TrainConfig
+from maxpipe.config.shipped import CONFIG_FILE
 from maxpipe.data.tokenizer import fitted, open_tokenizer
 from maxpipe.errors import ConfigError
 from maxpipe.huggingface import statements
-from maxpipe.huggingface.folders import TRAVELLING, appearing, travel, unwritable, vocabularies
+from maxpipe.huggingface.folders import (
+    TRAVELLING,
+    Bytes,
+    Report,
+    Say,
+    appearing,
+    travel,
+    unreported,
+    unwritable,
+    vocabularies,
+)
 from maxpipe.huggingface.mapping import slab
-from maxpipe.huggingface.reports import Bytes, Report, Say, unreported
 from maxpipe.huggingface.sections import FILE
 from maxpipe.huggingface.source import Source, num_params, opened
 from maxpipe.io.files import full
@@ -148,7 +157,7 @@ def _write(source: Source, folder: Path, facts: Facts, target: Path, report: Rep
     total = sum(one.nbytes for one in named(state).values())
     written = Bytes("writing", total, report)
     try:
-        slabs.save(Folder(folder), facts, state, written.add)
+        writer.save(Folder(folder), facts, state, written.add)
     except NotSaved as error:
         raise unwritable(target, OSError(f"{error}, when it was read back")) from error
 
@@ -163,7 +172,7 @@ def _state(source: Source) -> dict[str, Any]:
             below = below.setdefault(each, {})
         dtype = source.stored(name)
         part = slab(source.mapped, name, _SLAB_BYTES // dtype.itemsize)
-        below[last] = slabs.Slabs(shape, dtype, part, partial(source.region, name, dtype))
+        below[last] = writer.Slabs(shape, dtype, part, partial(source.region, name, dtype))
     return {"params": tree}
 
 

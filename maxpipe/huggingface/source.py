@@ -21,7 +21,7 @@ import numpy as np
 
 from maxpipe.checkpoint.digests import num_non_finite
 from maxpipe.errors import ConfigError
-from maxpipe.huggingface import layouts, misfits, reorder
+from maxpipe.huggingface import layouts, mapping
 from maxpipe.huggingface.mapping import Mapped, Piece, mapped, part_of
 from maxpipe.huggingface.safetensors import DTYPES, Reader, shown
 from maxpipe.huggingface.sections import FILE, Described, described
@@ -31,7 +31,7 @@ from maxpipe.io.typed import parse
 from maxpipe.models.config import ModelConfig
 from maxpipe.models.registry import describe
 
-HEAD, EMBEDDING = misfits.HEAD, "embedding"
+HEAD, EMBEDDING = layouts.HEAD, "embedding"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PREFIX = "hf:"
 """In front of a folder in `checkpoint.restore_from`."""
@@ -160,7 +160,7 @@ class Source:
             there, here = [slice(None)] * target.ndim, [*taken]
             there[dim] = slice(first - wanted.start, end - wanted.start)
             here[dim] = slice(first - part.start, end - part.start)
-            reorder.copy(target[tuple(there)], ours[tuple(here)])
+            mapping.copy(target[tuple(there)], ours[tuple(here)])
 
     def _blocks(self, piece: Piece, part: slice) -> Iterator[tuple[slice, np.ndarray]]:
         """(part of the lead dim, the piece's array there), as much as is good to have at a time."""
@@ -270,7 +270,7 @@ def opened(folder: str, where: str = "command line: DIR") -> Source:
             "must be a folder on this machine with config.json and safetensors files.",
             "Download the model first, and give its folder.",
         )
-    if not (path / FILE).exists() and (error := misfits.adapter(path)) is not None:
+    if not (path / FILE).exists() and (error := layouts.adapter(path)) is not None:
         raise error
     said = described(path)
     present = _tensors(path)
@@ -288,14 +288,14 @@ def opened(folder: str, where: str = "command line: DIR") -> Source:
             others.append(name)
             continue
         if mine in names:
-            raise misfits.twice(path, names[mine], name)
+            raise layouts.twice(path, names[mine], name)
         names[mine] = name
     files = {mine: present[name] for mine, name in names.items()}
     table = layouts.arranged(said.table, names)
     try:
         model = mapped(describe(said.config), table, len(present) + _LACKING)
     except ValueError as error:
-        raise misfits.far_more(path, len(present)) from error
+        raise layouts.far_more(path, len(present)) from error
     wanted, copies = dict(model.tensors), {*model.originals}
     if HEAD not in wanted:
         wanted[HEAD] = wanted[model.pieces[EMBEDDING][0].tensor]
@@ -304,7 +304,7 @@ def opened(folder: str, where: str = "command line: DIR") -> Source:
     missing = [name for name in wanted if name not in names]
     surplus = [names[name] for name in names if name not in wanted]
     if missing or surplus:
-        raise misfits.misfit(path, said, missing, surplus)
+        raise layouts.misfit(path, said, missing, surplus)
     _check_entries(path, wanted, files, names)
     source = Source(path, said, said.config, model, tuple(others), lacking, files, names)
     source.check_copies()
@@ -348,7 +348,7 @@ def _tensors(folder: Path) -> dict[str, Reader]:
     try:
         content = parse(read(path, _MAX_INDEX_BYTES), _Index)
     except FileNotFoundError as error:
-        raise misfits.weightless(folder, SINGLE, INDEX) from error
+        raise layouts.weightless(folder, SINGLE, INDEX) from error
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         rule = f"must say which file has which tensor: {reason}."
@@ -391,7 +391,7 @@ def _check_entries(
             action = "Give weights that are not quantised."
             raise ConfigError.one(where, entry.dtype, rule, action)
         if entry.shape != shape:
-            raise misfits.wrong_shape(folder, where, name, entry.shape, shape)
+            raise layouts.wrong_shape(folder, where, name, entry.shape, shape)
 
 
 def num_params(source: Source) -> int:

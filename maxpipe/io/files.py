@@ -1,15 +1,22 @@
-"""Files from outside: read up to a size limit, and never written through a link."""
+"""Files from outside: read up to a size limit, and never written through a link.
+
+Device files of TPUs and GPUs: whether a machine has accelerators, without jax.
+
+Buckets of Google Cloud Storage, `gs://BUCKET/PATH`, as fsspec gives them.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import functools
+import logging
 import os
 import re
 import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from maxpipe.errors import ConfigError, StorageError
 from maxpipe.io.typed import parse
@@ -208,3 +215,38 @@ def check_writable(folder: Path, names: Iterable[str]) -> None:
                 "  a run writes this file.\n"
                 "  Remove what is there, or move it away."
             )
+
+
+_GPUS = ("nvidia[0-9]*",)
+_ACCELERATORS = ("accel[0-9]*", "vfio/[0-9]*", *_GPUS)
+
+
+def accelerators() -> list[Path]:
+    """The device files of this machine's TPUs and GPUs."""
+    return _files(_ACCELERATORS)
+
+
+def gpus() -> list[Path]:
+    """The device files of this machine's NVIDIA GPUs."""
+    return _files(_GPUS)
+
+
+def _files(patterns: tuple[str, ...]) -> list[Path]:
+    return [path for pattern in patterns for path in sorted(Path("/dev").glob(pattern))]
+
+
+@functools.cache
+def store() -> Any:
+    """All buckets as one file system, whose paths may begin with `gs://`.
+
+    Raises:
+        ImportError: gcsfs is not installed.
+    """
+    import fsspec
+    from fsspec.config import conf
+
+    # It logs, with tracebacks, errors that it also raises or handles.
+    logging.getLogger("gcsfs").setLevel(logging.CRITICAL)
+    # Its cache of listings would miss what tensorstore and other hosts write.
+    conf.setdefault("gcs", {})["use_listings_cache"] = False
+    return fsspec.filesystem("gcs")

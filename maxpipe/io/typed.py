@@ -4,15 +4,21 @@ A type is what a signature would say: `int`, `float`, `str`, `bool`, `None`, `An
 `list[T]`, `tuple[A, B]`, `dict[str, T]`, unions of these, and a `TypedDict` for an object with
 known keys. Whole numbers fit 64 bits and floats are finite, unless the type says `AnyFloat`.
 Keys that a TypedDict lacks are kept: a later release may have written them.
+
+Metadata of config fields: former names, and what runs did before there was a key.
+
+JSON with a digest of itself: a flipped bit in it is detected.
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import math
 import re
 import types
+from collections.abc import Mapping
 from typing import (
     Annotated,
     Any,
@@ -186,3 +192,34 @@ def _as(kind: type[T], value: object, where: str, name: str) -> T:
 def _below(where: str, name: object) -> str:
     text = str(name)[:80]
     return text if where == "it" else f"{where}.{text}"
+
+
+def was(key: str) -> dict[str, str]:
+    """Metadata of a field: the full key that it had before."""
+    return {"was": key}
+
+
+def before(value: Any) -> dict[str, Any]:
+    """Metadata of a field: what runs did before there was the key, if not what its default says."""
+    return {"before": value}
+
+
+def checksummed(content: Mapping[str, Any], *, indent: int | None = 1) -> str:
+    """As JSON with a digest of itself; in one line without `indent`."""
+    return json.dumps({**content, "sha256": _own_digest(content)}, indent=indent)
+
+
+def parse_checksummed(text: str | bytes, kind: type[T]) -> T:
+    """The value that `signed` was given.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    content = parse(text, dict[str, Any])
+    if content.pop("sha256", None) != _own_digest(content):
+        raise ValueError("its content is not what was saved")
+    return parse(text, kind)
+
+
+def _own_digest(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import shlex
 
-from maxpipe.distributed.secret import FILE_VARIABLE
+from maxpipe.distributed.wire import FILE_VARIABLE
 from maxpipe.errors import ConfigError
-from maxpipe.launch.hosts import KEY, tpu_of
-from maxpipe.launch.job import CONFIG_FILE, Job, Submission, required_variables
+from maxpipe.launch.job import CONFIG_FILE, KEY, Job, Submission, required_variables, tpu_of
 
 _START, _STOP, _HOST, _SECRET = "start.sh", "stop.sh", "host.sh", "secret"
 

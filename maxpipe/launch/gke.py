@@ -17,12 +17,10 @@ import yaml
 
 from maxpipe.config.rules import value_of
 from maxpipe.config.schema import LaunchConfig
-from maxpipe.distributed.secret import VARIABLE
+from maxpipe.distributed.wire import VARIABLE
 from maxpipe.errors import ConfigError, ExitCode
-from maxpipe.launch.hosts import KEY, tpu_of
-from maxpipe.launch.job import CONFIG_FILE, Job, Submission
+from maxpipe.launch.job import CONFIG_FILE, KEY, Job, Submission, is_final, tpu_of
 from maxpipe.launch.preflight import is_remote, written
-from maxpipe.launch.restart import is_final
 
 _MANIFEST, _SUBMIT = "jobset.yml", "submit.sh"
 _CONTAINER, _SLICE = "maxpipe", "slice"

@@ -1,21 +1,117 @@
-"""A cluster job: files, and the command that submits them."""
+"""A cluster job: files, and the command that submits them.
+
+The hosts of a topology: their number and their names in clouds.
+
+Whether to restart a run that ended: by its exit code and its newest checkpoint.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import math
 import re
 import shutil
+import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypedDict
 
-from maxpipe.checkpoint.storage import run_folder
+from maxpipe.checkpoint.storage import FOLDER, run_folder
 from maxpipe.config.load import to_yaml
 from maxpipe.config.schema import Config
-from maxpipe.errors import ConfigError, StorageError
+from maxpipe.config.shipped import EVENTS_FILE
+from maxpipe.errors import ConfigError, ExitCode, StorageError
 from maxpipe.io import files
-from maxpipe.launch.hosts import Hosts
+from maxpipe.io.files import records
+from maxpipe.plan.topology import Topology
+
+KEY = "launch.topology"
+_CHIPS_PER_HOST = 4
+_SINGLE_HOST_CHIPS = {"v5e": (1, 4, 8), "v6e": (1, 4, 8)}
+"""Slices of these that are one host; all other TPU hosts have four chips."""
+_GPUS_PER_HOST = {"gb200": 4}
+"""Where a slice is more than one host."""
+
+
+@dataclass(frozen=True)
+class Tpu:
+    """Google Cloud's names of a kind of TPU; empty where it is not offered."""
+
+    runtime_version: str
+    """Image of a TPU VM."""
+    node_label: str
+    """Of the nodes of GKE."""
+
+
+_TPUS = {
+    "v2": Tpu("tpu-ubuntu2204-base", ""),
+    "v3": Tpu("tpu-ubuntu2204-base", "tpu-v3-slice"),
+    "v4": Tpu("tpu-ubuntu2204-base", "tpu-v4-podslice"),
+    "v5e": Tpu("v2-alpha-tpuv5-lite", "tpu-v5-lite-podslice"),
+    "v5p": Tpu("v2-alpha-tpuv5", "tpu-v5p-slice"),
+    "v6e": Tpu("v2-alpha-tpuv6e", "tpu-v6e-slice"),
+    "tpu7x": Tpu("", "tpu7x"),
+}
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """The hosts of every slice."""
+
+    topology: Topology
+    per_slice: int
+    chips: int
+    """TPU chips, GPUs or virtual devices of one host."""
+
+    @property
+    def count(self) -> int:
+        """Of all slices."""
+        return self.per_slice * self.topology.num_slices
+
+    @property
+    def processes(self) -> int:
+        """Of the run: one for each GPU, else one for each host."""
+        return self.count * (self.chips if self.topology.platform == "cuda" else 1)
+
+    def __str__(self) -> str:
+        return f"{self.count} hosts" if self.count > 1 else "one host"
+
+
+def hosts_of(topology: Topology) -> Hosts:
+    """The hosts that a topology stands for.
+
+    Raises:
+        ConfigError: hosts cannot be divided.
+    """
+    kind, chips = topology.hardware.topology, math.prod(topology.dims)
+    if topology.platform == "cpu":
+        return Hosts(topology, 1, chips)
+    if topology.platform == "cuda":
+        each = min(_GPUS_PER_HOST.get(kind, chips), chips)
+    else:
+        each = chips if chips in _SINGLE_HOST_CHIPS.get(kind, ()) else _CHIPS_PER_HOST
+    if chips % each:
+        rule = f"is {chips} chips a slice, and a host of {topology.hardware.name} has {each}."
+        action = f"Set {KEY} to a size that is a multiple of {each}."
+        raise ConfigError.one(KEY, topology.name, rule, action)
+    return Hosts(topology, chips // each, each)
+
+
+def tpu_of(topology: Topology) -> Tpu:
+    """Google Cloud's names of a TPU topology.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    if topology.hardware.topology not in _TPUS:
+        rule = f"must be TPUs: {', '.join(_TPUS)}."
+        action = f"Set {KEY}=v5p:2x4x4, or use `maxpipe launch slurm`."
+        raise ConfigError.one(KEY, topology.name, rule, action)
+    return _TPUS[topology.hardware.topology]
+
 
 CONFIG_FILE = "config.yml"
 
@@ -98,3 +194,105 @@ class Submission:
 def required_variables(names: Sequence[str]) -> str:
     """Lines of a shell script that end it when a variable has no value."""
     return "".join(f': "${{{name}:?must be set, it is in launch.environment}}"\n' for name in names)
+
+
+FINAL = (ExitCode.CONFIG, ExitCode.BUG, ExitCode.STORAGE, ExitCode.INTERRUPTED)
+"""Failures that another start would only repeat, and a person's Ctrl-C."""
+
+_MEANINGS = {
+    ExitCode.DONE: "done",
+    ExitCode.CONFIG: "a mistake in the config or command line",
+    ExitCode.BUG: "a bug in maxpipe",
+    ExitCode.HANG: "a hang, or another process is missing",
+    ExitCode.STORAGE: "storage or checkpoint",
+    ExitCode.PREEMPTED: "stopped and saved",
+    ExitCode.INTERRUPTED: "stopped by Ctrl-C",
+}
+
+
+def newest_step(run_dir: Path, elsewhere: str = "") -> int | None:
+    """The step of a run's newest complete checkpoint; unfinished ones are not named by a number.
+
+    Of checkpoints `elsewhere`, in `checkpoint.dir` or `checkpoint.local_dir`, the run's own records
+    say: no launcher looks into buckets.
+    """
+    if elsewhere:
+        return _recorded(run_dir)
+    try:
+        names = [path.name for path in (run_dir / FOLDER).iterdir()]
+    except OSError:
+        return None
+    return max((int(name) for name in names if name.isascii() and name.isdigit()), default=None)
+
+
+class _Record(TypedDict):
+    """A line of `events.jsonl` with a step; other lines are skipped."""
+
+    event: str
+    step: int
+
+
+def _recorded(run_dir: Path) -> int | None:
+    newest = None
+    with contextlib.suppress(OSError):
+        for record in records(run_dir / EVENTS_FILE, _Record):
+            if record["event"] in ("start", "checkpoint"):  # a start may go back to an older one
+                newest = record["step"] or None
+    return newest
+
+
+def killed(code: int) -> bool:
+    """Whether a signal ended the process: negative for Python, above 128 for a shell.
+
+    Ctrl-C does not count: a run that it stops reports it, and one that has not begun dies of it.
+    """
+    return (code < 0 or code > 128) and not interrupted(code)
+
+
+def interrupted(code: int) -> bool:
+    """Whether Ctrl-C stopped the process."""
+    return code in (ExitCode.INTERRUPTED, -signal.SIGINT)
+
+
+def is_final(code: int) -> bool:
+    """Whether another start would only repeat the failure: not after a stop, hang or kill."""
+    return code not in (ExitCode.PREEMPTED, ExitCode.HANG) and not killed(code)
+
+
+def described(code: int) -> str:
+    """Description of an exit code."""
+    if killed(code):
+        number = -code if code < 0 else code - 128
+        known = {each.value for each in signal.Signals}
+        return f"killed by {signal.Signals(number).name if number in known else number}"
+    if interrupted(code):
+        code = int(ExitCode.INTERRUPTED)
+    meaning = _MEANINGS.get(ExitCode(code)) if code in set(ExitCode) else None
+    return f"exit code {code}{f' ({meaning})' if meaning else ''}"
+
+
+class Restarts:
+    """Counts the failures in a row after which no newer checkpoint was there."""
+
+    def __init__(self, limit: int, run_dir: Path, elsewhere: str = ""):
+        self._limit, self._run_dir, self._elsewhere = limit, run_dir, elsewhere
+        self._newest = self.saved()
+        self.fruitless = 0
+
+    def saved(self) -> int | None:
+        """The newest step that another start could go on from."""
+        return newest_step(self._run_dir, self._elsewhere)
+
+    def again(self, code: int) -> bool:
+        """Whether to start again after the run ended with `code`."""
+        newest = self.saved()
+        progress = newest is not None and (self._newest is None or newest > self._newest)
+        self._newest = newest
+        if progress:
+            self.fruitless = 0
+        if code == ExitCode.PREEMPTED:
+            return True
+        if is_final(code):
+            return False
+        self.fruitless += not progress
+        return self.fruitless <= self._limit

@@ -25,8 +25,7 @@ from maxpipe.huggingface.source import folder_of
 from maxpipe.io import redact
 from maxpipe.io.files import scheme
 from maxpipe.io.text import counted
-from maxpipe.launch.hosts import KEY, Hosts, hosts_of
-from maxpipe.launch.restart import newest_step
+from maxpipe.launch.job import KEY, Hosts, hosts_of, newest_step
 from maxpipe.parallel.axes import MESH_AXES
 from maxpipe.plan.plan import placed
 from maxpipe.plan.sizes import Sizes

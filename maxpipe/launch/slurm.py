@@ -9,12 +9,10 @@ import re
 import shlex
 import signal
 
-from maxpipe.config.paths import EVENTS_FILE
-from maxpipe.distributed.secret import FILE_VARIABLE
+from maxpipe.config.shipped import EVENTS_FILE
+from maxpipe.distributed.wire import FILE_VARIABLE
 from maxpipe.errors import ConfigError, ExitCode
-from maxpipe.launch.hosts import KEY
-from maxpipe.launch.job import CONFIG_FILE, Job, Submission, required_variables
-from maxpipe.launch.restart import FINAL
+from maxpipe.launch.job import CONFIG_FILE, FINAL, KEY, Job, Submission, required_variables
 
 _JOB, _TASK = "job.sh", "task.sh"
 

@@ -1,9 +1,13 @@
-"""Settings of the model: the sections `model` and `adapter` of a config."""
+"""Settings of the model: the sections `model` and `adapter` of a config.
+
+What the range of a number in a config is.
+"""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 Dtype = Literal["float32", "bfloat16"]
 
@@ -111,3 +115,39 @@ class AdapterConfig:
     """How the frozen matrices of layers are held: in `model.param_dtype`; in `int8`, with a scale
     for each row; or in `nf4`, 4 bits with a scale for each 64 numbers (QLoRA, arXiv:2305.14314).
     They are gathered as they are held and multiplied in `model.compute_dtype`."""
+
+
+LARGEST = 3.4e38
+"""What devices compute with are float32 numbers: more is infinite."""
+SMALLEST = 1.2e-38
+"""Less is zero there."""
+
+
+class Bound(NamedTuple):
+    """A range of one number; `example` is a value inside it."""
+
+    key: str
+    example: float
+    low: float
+    high: float = math.inf
+    why: str = ""
+    low_is_inside: bool = True
+    high_is_inside: bool = True
+    axis: str = ""
+    """Logical axis of the dims of this size: it is a multiple of the devices that split them."""
+
+    def holds(self, value: float) -> bool:
+        above = self.low <= value if self.low_is_inside else self.low < value
+        below = value <= self.high if self.high_is_inside else value < self.high
+        return above and below
+
+    def __str__(self) -> str:
+        if math.isinf(self.high):
+            text = f"at least {self.low}" if self.low_is_inside else f"more than {self.low}"
+        elif not self.low_is_inside:
+            text = f"more than {self.low} and at most {self.high}"
+        elif self.high_is_inside:
+            text = f"from {self.low} to {self.high}"
+        else:
+            text = f"at least {self.low} and less than {self.high}"
+        return f"{text}{': ' + self.why if self.why else ''}"

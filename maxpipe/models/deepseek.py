@@ -8,9 +8,8 @@ from dataclasses import dataclass
 
 from maxpipe.errors import Finding
 from maxpipe.models import formats, generic, moe
-from maxpipe.models.bounds import Bound
-from maxpipe.models.config import ModelConfig
-from maxpipe.models.family import Family, own_keys
+from maxpipe.models.config import Bound, ModelConfig
+from maxpipe.models.generic import Family, own_keys
 from maxpipe.models.huggingface import (
     Fixed,
     HuggingFace,

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 
 from maxpipe.errors import Finding
 from maxpipe.models import formats, generic, ropes
-from maxpipe.models.bounds import LARGEST, Bound
-from maxpipe.models.config import ModelConfig
-from maxpipe.models.family import Family, own_keys
+from maxpipe.models.config import LARGEST, Bound, ModelConfig
+from maxpipe.models.generic import Family, own_keys
 from maxpipe.models.huggingface import Fixed, HuggingFace, Kept, Key, Twice
-from maxpipe.models.layers.norm import RMSNorm
+from maxpipe.models.layers.mlp import RMSNorm
 from maxpipe.models.ropes import RopeConfig
 from maxpipe.models.spec import Model
 

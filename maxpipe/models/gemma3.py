@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from maxpipe.models import formats, generic
-from maxpipe.models.bounds import LARGEST, Bound
-from maxpipe.models.config import ModelConfig
-from maxpipe.models.family import Family, own_keys
+from maxpipe.models.config import LARGEST, Bound, ModelConfig
+from maxpipe.models.generic import Family, own_keys
 from maxpipe.models.huggingface import (
     Fixed,
     HuggingFace,
@@ -17,7 +16,7 @@ from maxpipe.models.huggingface import (
     Whole,
 )
 from maxpipe.models.layers.attention import Rope
-from maxpipe.models.layers.norm import RMSNorm
+from maxpipe.models.layers.mlp import RMSNorm
 from maxpipe.models.spec import Model
 
 

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 from maxpipe.errors import Finding
 from maxpipe.models import formats, generic, mixtures
-from maxpipe.models.bounds import LARGEST, Bound
-from maxpipe.models.config import ModelConfig
-from maxpipe.models.family import Family, own_keys
+from maxpipe.models.config import LARGEST, Bound, ModelConfig
+from maxpipe.models.generic import Family, own_keys
 from maxpipe.models.huggingface import Fixed, HuggingFace, Kept, Key, Rotary, Twice
 from maxpipe.models.layers.experts import Experts
 from maxpipe.models.layers.mlp import ClampedSilu

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from maxpipe.errors import Finding
-from maxpipe.io.fields import was
+from maxpipe.io.typed import was
 from maxpipe.models import formats, generic, ropes
 from maxpipe.models.config import ModelConfig
-from maxpipe.models.family import Family, own_keys
+from maxpipe.models.generic import Family, own_keys
 from maxpipe.models.huggingface import Fixed, HuggingFace
-from maxpipe.models.layers.norm import RMSNorm
+from maxpipe.models.layers.mlp import RMSNorm
 from maxpipe.models.ropes import RopeConfig
 from maxpipe.models.spec import Model
 

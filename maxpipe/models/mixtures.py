@@ -8,10 +8,9 @@ from typing import Any, Literal
 
 from maxpipe.errors import Finding
 from maxpipe.models import generic
-from maxpipe.models.bounds import LARGEST, Bound
-from maxpipe.models.config import ModelConfig
+from maxpipe.models.config import LARGEST, Bound, ModelConfig
 from maxpipe.models.layers.experts import BalanceOver, Experts
-from maxpipe.models.layers.norm import RMSNorm
+from maxpipe.models.layers.mlp import RMSNorm
 from maxpipe.models.spec import Branch, Kind, Model, Part
 
 

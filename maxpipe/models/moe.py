@@ -8,9 +8,8 @@ from typing import Literal
 
 from maxpipe.errors import Finding
 from maxpipe.models import formats, generic, mixtures, ropes
-from maxpipe.models.bounds import LARGEST, Bound
-from maxpipe.models.config import ModelConfig
-from maxpipe.models.family import Family, own_keys
+from maxpipe.models.config import LARGEST, Bound, ModelConfig
+from maxpipe.models.generic import Family, own_keys
 from maxpipe.models.huggingface import Fixed, HuggingFace, Key, Only, Twice
 from maxpipe.models.layers.experts import Experts, Groups
 from maxpipe.models.layers.mlp import GatedMLP

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from maxpipe.errors import Finding
 from maxpipe.models import formats, generic, ropes
 from maxpipe.models.config import ModelConfig
-from maxpipe.models.family import Family, own_keys
+from maxpipe.models.generic import Family, own_keys
 from maxpipe.models.huggingface import Fixed, HuggingFace
-from maxpipe.models.layers.norm import RMSNorm
+from maxpipe.models.layers.mlp import RMSNorm
 from maxpipe.models.ropes import RopeConfig
 from maxpipe.models.spec import Model
 

@@ -7,12 +7,11 @@ from dataclasses import dataclass, field
 
 from maxpipe.errors import Finding
 from maxpipe.models import formats, generic, mixtures, ropes
-from maxpipe.models.bounds import Bound
-from maxpipe.models.config import ModelConfig
-from maxpipe.models.family import Family, own_keys
+from maxpipe.models.config import Bound, ModelConfig
+from maxpipe.models.generic import Family, own_keys
 from maxpipe.models.huggingface import Fixed, HuggingFace, Kept, Key, Twice
 from maxpipe.models.layers.experts import Experts
-from maxpipe.models.layers.norm import RMSNorm
+from maxpipe.models.layers.mlp import RMSNorm
 from maxpipe.models.mixtures import MixtureConfig
 from maxpipe.models.ropes import RopeConfig
 from maxpipe.models.spec import Model

@@ -8,9 +8,8 @@ from dataclasses import dataclass, replace
 
 from maxpipe.errors import Finding
 from maxpipe.models import formats, generic, mixtures
-from maxpipe.models.bounds import LARGEST, Bound
-from maxpipe.models.config import ModelConfig
-from maxpipe.models.family import Family, own_keys
+from maxpipe.models.config import LARGEST, Bound, ModelConfig
+from maxpipe.models.generic import Family, own_keys
 from maxpipe.models.huggingface import (
     Fixed,
     HuggingFace,
@@ -26,8 +25,7 @@ from maxpipe.models.huggingface import (
 )
 from maxpipe.models.layers.delta import GatedDelta
 from maxpipe.models.layers.experts import Experts
-from maxpipe.models.layers.mlp import GatedMLP
-from maxpipe.models.layers.norm import RMSNorm
+from maxpipe.models.layers.mlp import GatedMLP, RMSNorm
 from maxpipe.models.mixtures import MixtureConfig
 from maxpipe.models.spec import Branch, Kind, Model
 

@@ -23,8 +23,8 @@ from maxpipe.models import (
     qwen3_next,
 )
 from maxpipe.models.config import ModelConfig
-from maxpipe.models.family import Family
 from maxpipe.models.frozen import freeze
+from maxpipe.models.generic import Family
 from maxpipe.models.low_rank import with_adapters
 from maxpipe.models.spec import Ahead, LayersAhead, Model, Summary
 

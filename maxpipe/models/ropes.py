@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from maxpipe.errors import Finding
-from maxpipe.models.bounds import LARGEST, Bound
-from maxpipe.models.config import ModelConfig
+from maxpipe.models.config import LARGEST, Bound, ModelConfig
 from maxpipe.models.huggingface import Key, Only, Ours, Rotary, Row, Theirs, Unlike
 from maxpipe.models.layers.attention import Rope
 

@@ -18,8 +18,7 @@ from maxpipe.models.layers import attention
 from maxpipe.nn.attention.backends import BACKENDS
 from maxpipe.nn.attention.interface import Cache, Mask
 from maxpipe.nn.attention.over_context import attend
-from maxpipe.nn.norm import rms_normed
-from maxpipe.nn.part import Context, Output, PartModule
+from maxpipe.nn.part import Context, Output, PartModule, rms_normed
 from maxpipe.parallel import stated
 from maxpipe.parallel.context import num_tokens
 from maxpipe.parallel.per_device import vary

@@ -3,15 +3,19 @@
 Parameters are a plain nested dict, `{embedding, layers, final_norm, head, ahead}`; `layers` holds
 for each kind those of its layers, stacked in network order. `Decoder.apply` is the plain loop that
 every pipelined run is held against; `layer` and `norm` are what the pipeline runs.
+
+What parameters start from, as their declarations say.
+
+A layer of any kind: its residual branches, one after the other.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -21,19 +25,151 @@ from jaxtyping import Float, Int, Key
 
 from maxpipe.io.tree import nested
 from maxpipe.models.config import ModelConfig
+from maxpipe.models.layers import attention, delta, experts, latent, mlp
 from maxpipe.models.registry import describe
-from maxpipe.models.spec import Model, Param
+from maxpipe.models.spec import Branch, Constant, Entries, Kind, Made, Model, Normal, Param, Part
 from maxpipe.nn.adapters import applied, completed
-from maxpipe.nn.block import (
-    Block,
-    cache_axes,
-    empty_cache,
-    norm_module,
-    window,
-)
-from maxpipe.nn.initial import initial
-from maxpipe.nn.part import Context, Output, low_precision
+from maxpipe.nn.attention_layer import Attention
+from maxpipe.nn.delta import GatedDelta
+from maxpipe.nn.experts import Experts
+from maxpipe.nn.latent import LatentAttention
+from maxpipe.nn.mlp import GatedMLP
+from maxpipe.nn.part import Context, LayerNorm, Output, RMSNorm, low_precision
+from maxpipe.parallel import stated
+from maxpipe.parallel.adapted import dropout
+from maxpipe.parallel.context import own_places
 from maxpipe.parallel.sharding import AxisRules, by_rows
+
+_NORMS: Mapping[type, Any] = {mlp.RMSNorm: RMSNorm, mlp.LayerNorm: LayerNorm}
+_MODULES: Mapping[type, Any] = {
+    attention.Attention: Attention,
+    latent.LatentAttention: LatentAttention,
+    delta.GatedDelta: GatedDelta,
+    mlp.GatedMLP: GatedMLP,
+    experts.Experts: Experts,
+}
+"""What computes each class of part."""
+
+
+def norm_module(part: Part) -> Any:
+    """The module of a norm: x -> x."""
+    return _NORMS[type(part)](part)
+
+
+def empty_cache(kind: Kind, rows: int, tokens: int, dtype: jnp.dtype) -> Any:
+    """Of the one part of a layer that keeps something of earlier tokens; None without one."""
+    return _first(lambda module, part: module.empty_cache(part, rows, tokens, dtype), kind)
+
+
+def window(kind: Kind) -> str:
+    """The per-layer value that says what its cache may lack; empty if it may lack nothing."""
+    return _first(lambda module, part: module.window(part) or None, kind) or ""
+
+
+def cache_axes(kind: Kind) -> Any:
+    """Logical axes of each array in it."""
+    return _first(lambda module, part: module.cache_axes(part), kind)
+
+
+def _first(find: Callable[[Any, Part], Any], kind: Kind) -> Any:
+    found = (find(_MODULES[type(branch.part)], branch.part) for branch in kind.branches)
+    return next((each for each in found if each is not None), None)
+
+
+class Block(nnx.Module):
+    """A layer: `x + scale * dropout(after(part(before(x))))` for each of its branches."""
+
+    def __init__(self, kind: Kind, rules: AxisRules):
+        for branch in kind.branches:
+            for name, part in branch.parts.items():
+                inner = part is branch.part
+                module = _MODULES[type(part)](part, rules) if inner else norm_module(part)
+                setattr(self, name, module)
+        self.kind, self.rules = kind, rules
+
+    def __call__(
+        self, x: Float[Array, "B T D"], context: Context, key: Key[Array, ""] | None
+    ) -> Output:
+        """`key` is the layer's for dropout; None turns it off."""
+        branches, keys = self.kind.branches, None
+        if key is not None and any(branch.dropout for branch in branches):
+            # Keyed by example, so that dropout is the same however the batch is cut.
+            keys = jax.vmap(
+                lambda example: jax.random.split(jax.random.fold_in(key, example), len(branches))
+            )(context.inputs["example_ids"])
+        losses, statistics, cache = {}, {}, None
+        split = context.split(self.rules)
+        x = split.shards(x)
+        for number, branch in enumerate(branches):
+            found = self._branch(branch, x, context)
+            change = found.x
+            if keys is not None and branch.dropout:
+                places = own_places(x.shape[1])
+                change = dropout(change, branch.dropout, keys[:, number], places)
+            x = split.shards(x + (change if branch.scale == 1.0 else change * branch.scale))
+            losses |= found.losses
+            statistics |= found.statistics
+            cache = cache if found.cache is None else found.cache
+        return Output(x, losses, statistics, cache)
+
+    def _branch(self, branch: Branch, x: Array, context: Context) -> Output:
+        found = Output(x)
+        for name, part in branch.parts.items():
+            module = getattr(self, name)
+            inner = part is branch.part
+            with jax.named_scope(stated.part(name)):
+                if inner:
+                    found = module(found.x, context)
+                    continue
+                if context.low is not None and isinstance(module, RMSNorm):
+                    context = replace(context, largest=module.largest(found.x))
+                found = found._replace(x=module(found.x))
+        return found
+
+
+_Name = TypeVar("_Name", bound=Hashable)
+
+
+def initial(
+    params: Mapping[_Name, Param], key: Key[Array, ""], dtype: jnp.dtype
+) -> dict[_Name, Float[Array, "*dims"]]:
+    """The parameters by name; the i-th that is drawn takes the key's i-th part.
+
+    Those are left out that are made of others.
+    """
+    drawn = [name for name, param in params.items() if isinstance(param.init, Normal)]
+    keys = {name: jax.random.fold_in(key, number) for number, name in enumerate(drawn)}
+    return {
+        name: _initial(param, keys.get(name), dtype)
+        for name, param in params.items()
+        if not isinstance(param.init, Made)
+    }
+
+
+def _initial(param: Param, key: Key[Array, ""] | None, dtype: jnp.dtype) -> Float[Array, "*dims"]:
+    if isinstance(param.init, Constant):
+        return jnp.full(param.shape, param.init.value, param.exact or dtype)
+    if isinstance(param.init, Entries):
+        return jnp.asarray(param.init.values, dtype)
+    assert isinstance(param.init, Normal) and key is not None
+    stddev = param.init.gain * param.init.fan_in**-0.5
+    return normal_approximation(key, param.shape, stddev).astype(dtype)
+
+
+def normal_approximation(
+    key: Key[Array, ""], shape: Sequence[int], stddev: float
+) -> Float[Array, "*dims"]:
+    """Float32 draws of mean 0, within 3.5 standard deviations.
+
+    The sum of four uniform 16-bit integers. Integer sums and one multiplication are exact on
+    every device and however the array is sharded, which the usual inverse error function is
+    not: the same seed gives the same bits under every layout.
+    """
+    bits = jax.random.bits(key, (2, *shape), jnp.uint32)
+    halves = (bits & 0xFFFF) + (bits >> 16)
+    centred = (halves[0] + halves[1]).astype(jnp.int32) - 2 * 0xFFFF
+    return centred.astype(jnp.float32) * (stddev * (4 * (2**32 - 1) / 12) ** -0.5)
+
 
 AHEAD = "ahead"
 """Name of parameters, and of statistics, of heads that predict further ahead."""

@@ -19,8 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Bool, Float, Int
 
 from maxpipe.models.layers import delta
-from maxpipe.nn.norm import rms_normed
-from maxpipe.nn.part import Context, Output, PartModule
+from maxpipe.nn.part import Context, Output, PartModule, rms_normed
 from maxpipe.parallel.sequence import TokenSplit
 from maxpipe.parallel.sharding import AxisRules, constrain
 

@@ -1,25 +1,31 @@
-"""A mixture of experts: tokens through all experts, through their own, or those that have room."""
+"""A mixture of experts: tokens through all experts, through their own, or those that have room.
+
+Which experts each token goes to, and what a run writes of that.
+
+Tokens brought to experts on other devices of the expert axis, and what those make of them back.
+
+Every device has room for some tokens of each other one. What is sent are rows of one size, the same
+on all devices, of which the last may be empty; on TPUs only those in use travel (ragged).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import Array
+from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 
 from maxpipe.models.layers import experts
 from maxpipe.nn import grouped
-from maxpipe.nn.exchange import from_experts, to_experts
 from maxpipe.nn.mlp import gated, gated_mlp
 from maxpipe.nn.part import Context, Output, PartModule
-from maxpipe.nn.router import Routes, reported, routed
 from maxpipe.nn.rows import (
     Rows,
     row_biases,
@@ -30,12 +36,199 @@ from maxpipe.nn.rows import (
     to_tokens,
     weighted_biases,
 )
-from maxpipe.parallel.collectives import exchange, gather_shards, scatter_sum, size_of
 from maxpipe.parallel.context import WHOLE_ROW, own_part, whole_rows
 from maxpipe.parallel.low_precision import LowPrecision, rounded_einsum
 from maxpipe.parallel.mesh import CONTEXT, EXPERT
-from maxpipe.parallel.per_device import on_rows_of_device, vary
+from maxpipe.parallel.per_device import (
+    exchange,
+    gather_shards,
+    index_on,
+    on_rows_of_device,
+    over_devices,
+    scatter_sum,
+    size_of,
+    vary,
+)
 from maxpipe.parallel.sharding import AxisRules, constrain
+
+
+class Received(NamedTuple):
+    """Tokens from all devices of the axis for the experts of this one, e of them."""
+
+    x: Float[Array, "1 S D"]
+    places: Int[Array, "1 S 1"]
+    """Of this device's experts the token's; e where there is none."""
+    weights: Float[Array, "1 S e"]
+    """What the expert's output is multiplied with; 0 for the others."""
+
+
+class Sent(NamedTuple):
+    """How tokens were sent, to bring back what becomes of them."""
+
+    slots: Rows
+    counts: Int[Array, " X"]
+    """Rows in use for each device."""
+    got: Int[Array, " X"]
+    """Rows in use from each device."""
+
+
+def to_experts(
+    x: Float[Array, "B T D"],
+    places: Int[Array, "B T k"],
+    weights: Float[Array, "B T E"],
+    room: int,
+) -> tuple[Received, Sent]:
+    """Each token to the devices of its experts. `room` is that for each pair of devices.
+
+    A choice of E is one of no expert. Where more are to be sent than there is room for, first
+    choices go before second ones and earlier tokens before later ones, whichever their experts.
+    """
+    size, num_experts = size_of(EXPERT), weights.shape[-1]
+    mine = num_experts // size
+    target = places // mine
+    lengths = (target.reshape(-1, 1) == jnp.arange(size)).sum(0, dtype=jnp.int32)
+    slots = rows_in_line(target, lengths, room)
+    counts = jnp.minimum(lengths, room)
+    sent = Sent(slots, counts, exchange(counts, EXPERT, 0, 0))
+    flat, of_tokens = places.reshape(-1, places.shape[-1]), weights.reshape(-1, num_experts)
+    factors = row_weights(of_tokens, flat, slots, num_experts)
+    expert = flat.reshape(-1).at[slots.choice].get(mode="fill", fill_value=num_experts)
+    # Where a row is empty there is no expert: its number is behind those of each device.
+    expert = exchange(jnp.where(expert < num_experts, expert % mine, mine), EXPERT, 0, 0)
+    factors = exchange(factors, EXPERT, 0, 0)
+    of_mine = jnp.where(expert[:, None] == jnp.arange(mine), factors[:, None], 0)
+    rows = _travelled(to_slots(x, slots, x.shape), sent.counts, sent.got)
+    return Received(rows[None], expert[None, :, None], of_mine[None]), sent
+
+
+def from_experts(x: Float[Array, "1 S D"], sent: Sent) -> Float[Array, "n D"]:
+    """Each token's sum over the experts that it was sent to."""
+    return to_tokens(_travelled(x[0], sent.got, sent.counts), sent.slots)
+
+
+@jax.custom_vjp
+def _travelled(
+    x: Float[Array, "S D"], sent: Int[Array, " X"], got: Int[Array, " X"]
+) -> Float[Array, "S D"]:
+    """To each device its part of the rows, of which the first `sent` are in use.
+
+    Where nothing arrives is whatever was in memory: it is not read.
+    """
+    padded = lambda x, sent, got: exchange(x, EXPERT, 0, 0)  # noqa: E731
+    return lax.platform_dependent(x, sent, got, tpu=_ragged, default=padded)
+
+
+_travelled.defvjp(
+    lambda x, sent, got: (_travelled(x, sent, got), (sent, got)),
+    lambda saved, cotangent: (_travelled(cotangent, *reversed(saved)), None, None),
+)
+
+
+def _ragged(x: Array, sent: Array, got: Array) -> Array:
+    size, me = size_of(EXPERT), index_on(EXPERT)
+    room = len(x) // size
+    own, there = jnp.arange(size, dtype=jnp.int32) * room, jnp.full(size, me * room, jnp.int32)
+    # XLA would copy rows that it both sends and writes to, one tile line at a time.
+    empty = vary(lax.empty(x.shape, x.dtype))
+    return lax.ragged_all_to_all(x, empty, vary(own), sent, vary(there), got, axis_name=EXPERT)
+
+
+class Routes(NamedTuple):
+    """Where the tokens of each sequence go."""
+
+    logits: Float[Array, "B T E"]
+    """Float32."""
+    likely: Float[Array, "B T E"]
+    """Scores of all experts, float32, which add up to 1."""
+    places: Int[Array, "B T k"]
+    """Experts of each token, the best one first. Of equal scores the first counts as larger."""
+    chosen: Float[Array, "B T E"]
+    """1 for those, else 0."""
+    weights: Float[Array, "B T E"]
+    """What their outputs are multiplied with; 0 for the others."""
+
+
+def routed(
+    x: Float[Array, "B T D"],
+    router: Float[Array, "D E"],
+    part: experts.Experts,
+    bias: Float[Array, " E"] | None = None,
+    logit_bias: Float[Array, " E"] | None = None,
+) -> Routes:
+    """The experts of each token, and the weights of their outputs.
+
+    Experts are chosen by scores and `bias`, and weighted by scores alone (arXiv:2408.15664).
+    `logit_bias` counts for both.
+    """
+    router = router.astype(x.dtype)
+    logits = jnp.einsum("btd,de->bte", x, router, preferred_element_type=jnp.float32)
+    if logit_bias is not None:
+        logits += logit_bias.astype(jnp.float32)
+    shares = jax.nn.softmax(logits) if part.scores == "softmax" else jax.nn.sigmoid(logits)
+    ranks = lax.stop_gradient(shares)
+    if bias is not None:
+        ranks += lax.stop_gradient(bias.astype(jnp.float32))
+    if part.groups is not None:
+        ranks = jnp.where(_in_best_groups(ranks, part.groups), ranks, -jnp.inf)
+    _, places = lax.top_k(ranks, part.per_token)
+    chosen = jax.nn.one_hot(places, part.num_experts, dtype=jnp.float32).sum(-2)
+    weights = shares * chosen
+    if part.normalised:
+        weights /= weights.sum(-1, keepdims=True)
+    if part.weight_scale != 1.0:
+        weights *= part.weight_scale
+    likely = shares if part.scores == "softmax" else shares / shares.sum(-1, keepdims=True)
+    return Routes(logits, likely, places, chosen, weights)
+
+
+def _in_best_groups(ranks: Float[Array, "B T E"], groups: experts.Groups) -> Bool[Array, "B T E"]:
+    """Whether an expert is in one of its token's groups."""
+    within = ranks.reshape(*ranks.shape[:-1], groups.num_groups, -1)
+    best, _ = lax.top_k(within, 1 if groups.by == "max" else 2)
+    _, places = lax.top_k(best.sum(-1), groups.per_token)
+    chosen = jax.nn.one_hot(places, groups.num_groups, dtype=jnp.bool_).any(-2)
+    return jnp.repeat(chosen, within.shape[-1], axis=-1)
+
+
+def reported(
+    routes: Routes,
+    lost: Float[Array, "B T"] | None,
+    mask: Float[Array, "B T"],
+    over: experts.BalanceOver = "sequence",
+) -> tuple[Mapping[str, Float[Array, ""]], Mapping[str, Float[Array, " E"]]]:
+    """(losses, statistics) of the target tokens; `lost` is the fraction of each token's choices."""
+    counts = mask.astype(jnp.float32)
+    balance, load = _balance(routes, counts[..., None], over)
+    likely = lax.stop_gradient(routes.likely)
+    entropy = -(likely * jnp.log(jnp.maximum(likely, 1e-30))).sum(-1)
+    z = jnp.square(jax.nn.logsumexp(routes.logits, axis=-1))
+    losses = {"balance": balance, "router_z": (z * counts).sum()}
+    losses["entropy"] = (entropy * counts).sum()
+    if lost is not None:
+        losses["dropped"] = (lost.astype(jnp.float32) * counts).sum()
+    return losses, {"load": load}
+
+
+def _balance(
+    routes: Routes, counts: Float[Array, "B T 1"], over: experts.BalanceOver
+) -> tuple[Float[Array, ""], Float[Array, " E"]]:
+    """The balance loss, and the tokens of each expert.
+
+    With f the share of tokens that an expert gets, and p its mean probability, it is
+    `E / k * sum(f * p)` for each token (arXiv:2101.03961); gradients flow through p. f is that of
+    each sequence by itself, of this call's rows, or of those of all devices (arXiv:2501.11873).
+    """
+    used, likely = ((counts * each).sum(1) for each in (routes.chosen, routes.likely))
+    load = used.sum(0)
+    if over == "devices":
+        used = over_devices(load)
+    else:
+        # A sequence may be divided over devices: each adds its part of what is computed of p.
+        used = over_devices(used if over == "sequence" else load, (CONTEXT,))
+    # As many are used as tokens times k: divided by their mean they are E / k * f.
+    relative = used / jnp.maximum(used.mean(-1, keepdims=True), 1e-9)
+    return (relative * likely).sum(), load
+
 
 _PROJECTIONS = ("gate", "up", "down")
 

@@ -18,8 +18,7 @@ from maxpipe.nn.attention.backends import BACKENDS
 from maxpipe.nn.attention.interface import Cache, Mask
 from maxpipe.nn.attention.over_context import attend
 from maxpipe.nn.attention_layer import rotary_frequencies, rotate
-from maxpipe.nn.norm import rms_normed
-from maxpipe.nn.part import Context, Output, PartModule
+from maxpipe.nn.part import Context, Output, PartModule, rms_normed
 from maxpipe.parallel.adapted import Adapted, by_columns, whole
 from maxpipe.parallel.sequence import TokenSplit
 from maxpipe.parallel.sharding import AxisRules, constrain

@@ -2,15 +2,18 @@
 
 Sources: GRPO's loss and its estimate of the divergence are those of arXiv:2402.03300, the separate
 upper bound of the ratio is DAPO's (arXiv:2503.14476).
+
+How much better a completion is than the others of its group. No jax.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jaxtyping import Float
 
@@ -76,3 +79,16 @@ class PolicyNearReference(Policy):
 def divergence(logp: Float[Array, "B T"], reference: Float[Array, "B T"]) -> Float[Array, "B T"]:
     """An unbiased estimate of the KL divergence, never negative (k3 of Schulman's)."""
     return jnp.expm1(reference - logp) - (reference - logp)
+
+
+def advantages(rewards: np.ndarray, scale: Literal["std", "mean"]) -> np.ndarray:
+    """float64 `[groups, members]`: rewards minus their group's mean, with `std` by its deviation.
+
+    A group whose rewards are all the same has exactly 0: it says nothing.
+    """
+    rewards = np.asarray(rewards, np.float64)
+    flat = rewards.min(axis=1, keepdims=True) == rewards.max(axis=1, keepdims=True)
+    gain = np.where(flat, 0.0, rewards - rewards.mean(axis=1, keepdims=True))
+    if scale == "mean":
+        return gain
+    return gain / np.where(flat, 1.0, rewards.std(axis=1, keepdims=True))

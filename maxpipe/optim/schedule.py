@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import optax
 
-from maxpipe.config.phases import phases
+from maxpipe.config.ramp import phases
 from maxpipe.config.schema import OptimConfig
 
 

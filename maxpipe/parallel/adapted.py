@@ -4,6 +4,8 @@
 size, forward or backward, and W has no gradient. With lengths (DoRA) each column of the result
 is multiplied with its length over the norm of W's changed column, through which no gradient goes
 (arXiv:2402.09353, section 4.3).
+
+Dropout that is the same however the batch is cut.
 """
 
 from __future__ import annotations
@@ -16,11 +18,25 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Float, Key
+from jaxtyping import Float, Int, Key
 
 from maxpipe.parallel.context import own_places
-from maxpipe.parallel.dropout import dropout
 from maxpipe.parallel.low_precision import Rounded
+
+
+def dropout(
+    x: Float[Array, "B T *dims"], rate: float, keys: Key[Array, " B"], places: Int[Array, " T"]
+) -> Float[Array, "B T *dims"]:
+    """Zeros a fraction `rate` of `x`, with one key per example, and `places` of tokens in the row.
+
+    A key per example and token makes the mask independent of how the batch is cut or sharded.
+    """
+
+    def kept(key: Key[Array, ""], place: Int[Array, ""]) -> Array:
+        return jax.random.bernoulli(jax.random.fold_in(key, place), 1.0 - rate, x.shape[2:])
+
+    keep = jax.vmap(jax.vmap(kept, (None, 0)), (0, None))(keys, places)
+    return jnp.where(keep, x / (1.0 - rate), 0).astype(x.dtype)
 
 
 @partial(

@@ -14,9 +14,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Int
 
-from maxpipe.parallel.collectives import gather_shards, index_on, size_of
 from maxpipe.parallel.mesh import CONTEXT
-from maxpipe.parallel.per_device import vary
+from maxpipe.parallel.per_device import gather_shards, index_on, size_of, vary
 
 WHOLE_ROW = "row_segment_ids"
 """Among a microbatch's arrays `[B, S]`: segments of all tokens of its rows, when a device has some.

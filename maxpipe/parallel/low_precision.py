@@ -23,10 +23,8 @@ from jax import Array, lax
 from jaxtyping import Float
 
 from maxpipe.parallel.axes import BLOCK
-from maxpipe.parallel.collectives import max_over, size_of
-from maxpipe.parallel.memory_order import laid_out
 from maxpipe.parallel.mesh import CONTEXT
-from maxpipe.parallel.per_device import vary
+from maxpipe.parallel.per_device import laid_out, max_over, size_of, vary
 
 UNROLLED = 4
 """Rows of the batch up to which XLA adds their products up where it makes them."""

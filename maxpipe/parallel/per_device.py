@@ -1,16 +1,28 @@
-"""Pieces of a program that are written for one device, in whatever program they stand."""
+"""Pieces of a program that are written for one device, in whatever program they stand.
+
+Collectives of the per-device program, over those of its axes that have more than one device.
+
+An axis of size one stays out of the program: its collectives would be no-ops that
+compilers have tripped over. Callers name axes and need not know their sizes.
+
+Arrays whose place in a TPU's memory is said, and not left to the compiler.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
-from jax import lax
-from jax.sharding import PartitionSpec
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental.layout import Layout, with_layout_constraint
+from jax.sharding import Mesh, PartitionSpec
 
 from maxpipe.parallel.mesh import BATCH_AXES, MANUAL_AXES, TOKEN_AXES
-from maxpipe.parallel.sharding import automatic_axes
+from maxpipe.parallel.sharding import automatic_axes, restrict
 
 
 def vary(tree: Any) -> Any:
@@ -75,3 +87,137 @@ def over_devices(count: jax.Array, axes: Sequence[str] = TOKEN_AXES) -> jax.Arra
     axes = tuple(axis for axis in axes if axis in manual)
     count = lax.stop_gradient(count)
     return vary(lax.psum(count, axes)) if axes else count
+
+
+LANES = 128
+"""Elements of the last dim in a register of a TPU."""
+
+
+def program_axes(mesh: Mesh) -> tuple[str, ...]:
+    """The axes over which the program is written per device."""
+    return tuple(axis for axis in MANUAL_AXES if mesh.shape[axis] > 1)
+
+
+def _present(axes: str | Sequence[str]) -> tuple[str, ...]:
+    named = (axes,) if isinstance(axes, str) else axes
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    return tuple(axis for axis in named if axis in manual)
+
+
+def over_automatic_axes(
+    run: Callable[[jax.Array], jax.Array], entries: Sequence[Any]
+) -> Callable[[jax.Array], jax.Array]:
+    """`run` on each device's shard over the automatic axes, too.
+
+    `entries` name those axes for each dim of the array, as a PartitionSpec does. XLA's partitioner
+    keeps such a dim divided through sums and permutes, but puts it together before it gathers or
+    scatters another one: with tensor 4 that is four times the traffic, and memory.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    named = [axes if isinstance(axes, tuple) else (axes,) for axes in entries if axes]
+    divided = {axis for axes in named for axis in axes if mesh.shape[axis] > 1}
+    if not divided:
+        return run
+    spec = restrict(PartitionSpec(*entries), tuple(divided))
+    return jax.shard_map(run, in_specs=spec, out_specs=spec, axis_names=divided)
+
+
+def index_on(axis: str) -> jax.Array:
+    """This device's position on the axis."""
+    return lax.axis_index(axis) if _present(axis) else jnp.int32(0)
+
+
+def size_of(axes: str | Sequence[str]) -> int:
+    """Number of devices along the axes."""
+    shape = jax.sharding.get_abstract_mesh().shape
+    return math.prod(shape[axis] for axis in _present(axes))
+
+
+def sum_over(x: jax.Array, axes: str | Sequence[str]) -> jax.Array:
+    """The sum over all devices of these axes, the same on each."""
+    present = _present(axes)
+    return _summed(lambda x: lax.psum(x, present), x) if present else x
+
+
+def _summed(add: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+    """The sum, on CPUs in float32: XLA aborts there on bfloat16 beside an automatic axis."""
+    if x.dtype != jnp.bfloat16:
+        return add(x)
+    wide = lambda x: add(x.astype(jnp.float32)).astype(x.dtype)  # noqa: E731
+    return lax.platform_dependent(x, cpu=wide, default=add)
+
+
+def max_over(x: jax.Array, axes: str | Sequence[str]) -> jax.Array:
+    """The maximum over all devices of these axes, the same on each."""
+    present = _present(axes)
+    return lax.pmax(x, present) if present else x
+
+
+def from_position(x: jax.Array, axis: str, position: int | jax.Array) -> jax.Array:
+    """The value of the device at `position` of the axis, on all of them."""
+    return sum_over(jnp.where(index_on(axis) == position, x, 0), axis)
+
+
+def gather_shards(x: jax.Array, axes: str | Sequence[str], dim: int) -> jax.Array:
+    """Shards along `dim` put together."""
+    present = _present(axes)
+    if not present:
+        return x
+    if not dim or not _on_cpus():
+        return lax.all_gather(x, present, axis=dim, tiled=True)
+    # XLA for CPU gathers along the first dim, and puts the whole into another order for others.
+    found = lax.all_gather(jnp.moveaxis(x, dim, 0), present, axis=0, tiled=True)
+    return jnp.moveaxis(found, 0, dim)
+
+
+def _on_cpus() -> bool:
+    """Whether the program that is traced is for CPUs. Unlike a choice while it is lowered, one that
+    is made here leaves no trace in programs for other devices.
+    """
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return device is not None and device.platform == "cpu"
+
+
+def scatter_sum(x: jax.Array, axes: str | Sequence[str], dim: int) -> jax.Array:
+    """This device's shard along `dim` of the sum over the axes."""
+    present = _present(axes)
+    if not present:
+        return x
+    add = partial(lax.psum_scatter, axis_name=present, tiled=True)
+    if dim and _on_cpus():  # as above
+        first = jnp.moveaxis(x, dim, 0)
+        return jnp.moveaxis(_summed(partial(add, scatter_dimension=0), first), 0, dim)
+    # XLA for TPU makes all-reduces, twice the traffic, of those with dims of one entry, with
+    # several dims in front, or along a last dim in shards that are not whole registers.
+    size = x.shape[dim] // size_of(present)
+    own = (*x.shape[:dim], size, *x.shape[dim + 1 :])
+    after = [size for size in x.shape[dim + 1 :] if size > 1]
+    if not after and size % LANES and math.prod(own) % LANES == 0:
+        first = (size, *x.shape[:dim], *x.shape[dim + 1 :])
+        compact = jnp.moveaxis(x, dim, 0).reshape(-1, LANES)
+        found = _summed(partial(add, scatter_dimension=0), compact).reshape(first)
+        return jnp.moveaxis(found, 0, dim)
+    before = [math.prod(x.shape[:dim])] if math.prod(x.shape[:dim]) > 1 else []
+    compact = x.reshape(*before, x.shape[dim], *after)
+    return _summed(partial(add, scatter_dimension=len(before)), compact).reshape(own)
+
+
+def exchange(x: jax.Array, axes: str | Sequence[str], split: int, join: int) -> jax.Array:
+    """To each device of the axes its part along `split`; what arrives is joined along `join`."""
+    present = _present(axes)
+    return lax.all_to_all(x, present, split, join, tiled=True) if present else x
+
+
+def shift(x: jax.Array, axis: str, step: int, size: int) -> jax.Array:
+    """The value of the device `step` positions before, around the ring of `size`."""
+    if not _present(axis):
+        return x
+    return lax.ppermute(x, axis, [(place, (place + step) % size) for place in range(size)])
+
+
+def laid_out(value: Array, order: Sequence[int]) -> Array:
+    """The value, on TPUs laid out with its dims in this order, from major to minor."""
+    layout = Layout(tuple(order))
+    return lax.platform_dependent(
+        value, tpu=lambda value: with_layout_constraint(value, layout), default=lambda value: value
+    )

@@ -19,13 +19,11 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int
 
-from maxpipe.parallel.collectives import from_position, index_on, sum_over
+from maxpipe.parallel import stated
 from maxpipe.parallel.mesh import STAGE
-from maxpipe.parallel.per_device import vary
-from maxpipe.pipeline import scopes
-from maxpipe.pipeline.buffers import read, write
-from maxpipe.pipeline.slots import Reports
-from maxpipe.pipeline.vocabulary import Embedding
+from maxpipe.parallel.per_device import from_position, index_on, sum_over, vary
+from maxpipe.pipeline.outside import Embedding
+from maxpipe.pipeline.slots import Reports, read, write
 from maxpipe.pipeline.weights import LayerWeights
 
 Tree = Any
@@ -171,7 +169,7 @@ class HeadsAhead:
         `hidden` is the final norm's output; its cotangent, and that of this stage's columns, are
         the ordinary head's so far. `trips` is the number of heads as the compiler does not know it.
         """
-        with jax.named_scope(scopes.AHEAD):
+        with jax.named_scope(stated.AHEAD):
             if isinstance(self.heads, Layers):
                 state = (d_hidden, d_head, sums)
                 return self._add_layers(inputs, scale, trips, score, hidden, state)

@@ -20,13 +20,11 @@ from jax import Array
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Float
 
-from maxpipe.parallel.collectives import from_position, program_axes, sum_over
 from maxpipe.parallel.context import own_tokens, whole_rows
-from maxpipe.parallel.explicit import divided
 from maxpipe.parallel.low_precision import LowPrecision
 from maxpipe.parallel.mesh import CONTEXT, STAGE, TOKEN_AXES
-from maxpipe.parallel.per_device import vary
-from maxpipe.parallel.sharding import BATCH_SPEC, restrict
+from maxpipe.parallel.per_device import from_position, program_axes, sum_over, vary
+from maxpipe.parallel.sharding import BATCH_SPEC, divided, restrict
 from maxpipe.pipeline.ahead import AHEAD
 from maxpipe.pipeline.carry import Table
 from maxpipe.pipeline.layout import Layout
@@ -35,8 +33,7 @@ from maxpipe.pipeline.network import Network, Plan
 from maxpipe.pipeline.program import Program, Reader
 from maxpipe.pipeline.remat import RematPolicy
 from maxpipe.pipeline.slots import Idle
-from maxpipe.pipeline.trainable import joined, trained
-from maxpipe.pipeline.weights import Gather, WeightSharding
+from maxpipe.pipeline.weights import Gather, WeightSharding, joined, trained
 from maxpipe.schedule.table import Schedule
 
 Tree = Any

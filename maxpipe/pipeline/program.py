@@ -14,21 +14,17 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from maxpipe.parallel.collectives import from_position, index_on, shift, sum_over
+from maxpipe.parallel import stated
 from maxpipe.parallel.mesh import STAGE, TOKEN_AXES
-from maxpipe.parallel.per_device import vary
-from maxpipe.pipeline import ahead, scopes
+from maxpipe.parallel.per_device import from_position, index_on, shift, sum_over, vary
+from maxpipe.pipeline import ahead
 from maxpipe.pipeline.ahead import HeadsAhead
-from maxpipe.pipeline.buffers import microbatch, read, room, write
-from maxpipe.pipeline.carry import Buffers, Gradients, Row, Table
+from maxpipe.pipeline.carry import Buffers, Gradients, Row, Table, run_visits
 from maxpipe.pipeline.loss_head import LossHead
 from maxpipe.pipeline.network import Plan
-from maxpipe.pipeline.outside import OutsideLayers
-from maxpipe.pipeline.slots import LayerSlots, Reports, SlotRow, Work
-from maxpipe.pipeline.trainable import trained
-from maxpipe.pipeline.visits import run_visits
-from maxpipe.pipeline.vocabulary import Embedding
-from maxpipe.pipeline.weights import LayerWeights, owned, sum_over_batch
+from maxpipe.pipeline.outside import Embedding, OutsideLayers
+from maxpipe.pipeline.slots import LayerSlots, Reports, SlotRow, Work, microbatch, read, room, write
+from maxpipe.pipeline.weights import LayerWeights, owned, sum_over_batch, trained
 from maxpipe.schedule.table import Schedule
 
 Tree = Any
@@ -276,7 +272,7 @@ class Program:
     def _send(self, outputs: dict[str, jax.Array]) -> dict[int, jax.Array]:
         """Messages on their way, by number of the arrival."""
         ways = enumerate(self.schedule.arrivals)
-        with jax.named_scope(scopes.SEND):
+        with jax.named_scope(stated.SEND):
             return {
                 number: shift(outputs[way.port], STAGE, way.step, self.schedule.num_stages)
                 for number, way in ways
@@ -313,7 +309,7 @@ class Program:
         """The chunk's output; what the backward slot will need goes to the stash."""
         x, carry = self._enter(carry, row, read(carry.inbox, row.forward.inbox))
         work, held = self._work(row.forward), self._held(carry)
-        with jax.named_scope(scopes.FORWARD):
+        with jax.named_scope(stated.FORWARD):
             if not self.schedule.trains:
                 return self.slots.forward(held, work, x)[0], carry
             assert carry.reports is not None
@@ -326,7 +322,7 @@ class Program:
         """Both gradients of a chunk."""
         work = self._work(row.backward)
         cotangent = read(carry.inbox, row.backward.inbox)
-        with jax.named_scope(scopes.BACKWARD):
+        with jax.named_scope(stated.BACKWARD):
             d_input, totals = self.slots.backward(
                 self.pieces, self._held(carry), work, cotangent, carry.stash, self._totals(carry)
             )
@@ -336,7 +332,7 @@ class Program:
         """The gradient of a chunk's input; what its weights' gradients need is deferred."""
         work = self._work(row.backward)
         cotangent = read(carry.inbox, row.backward.inbox)
-        with jax.named_scope(scopes.INPUT_GRAD):
+        with jax.named_scope(stated.INPUT_GRAD):
             d_input, deferred = self.slots.input_grad(
                 self.pieces, self._held(carry), work, cotangent, carry.stash, carry.deferred
             )
@@ -345,7 +341,7 @@ class Program:
     def _weight_grad_slot(self, carry: Buffers, row: Row) -> Buffers:
         """The gradients of a chunk's weights, from what was deferred."""
         work = self._work(row.weight)
-        with jax.named_scope(scopes.WEIGHT_GRAD):
+        with jax.named_scope(stated.WEIGHT_GRAD):
             totals = self.slots.weight_grad(self.pieces, work, carry.deferred, self._totals(carry))
         return self._with_totals(carry, totals)
 
@@ -367,7 +363,7 @@ class Program:
         is_first = (self.stage == 0) & (row.forward.repeat == 0)
         if self.outside is not None:
             assert carry.outside is not None
-            with jax.named_scope(scopes.OUTSIDE):
+            with jax.named_scope(stated.OUTSIDE):
                 entering, outside = self.outside.enter(carry.outside, row.outside, row.embed)
             return jnp.where(is_first, entering, x), carry._replace(outside=outside)
         tokens = read(self.batch["tokens"], jnp.maximum(row.embed, 0))
@@ -375,7 +371,7 @@ class Program:
         def enter(x: jax.Array) -> jax.Array:
             return jnp.where(is_first, self.embedding.lookup(self.table, tokens), x)
 
-        with jax.named_scope(scopes.EMBED):
+        with jax.named_scope(stated.EMBED):
             return lax.cond(row.embed >= 0, enter, lambda x: x, x), carry
 
     def _embed_grad(self, carry: Buffers, row: Row, d_input: jax.Array) -> Buffers:
@@ -384,7 +380,7 @@ class Program:
         assert gradients is not None
         if self.outside is not None:
             assert carry.outside is not None
-            with jax.named_scope(scopes.OUTSIDE):
+            with jax.named_scope(stated.OUTSIDE):
                 outside, layers, embedding = self.outside.leave(
                     carry.outside,
                     row.outside,
@@ -398,7 +394,7 @@ class Program:
         if gradients.embedding is None:
             return carry
         tokens = read(self.batch["tokens"], jnp.maximum(row.embed_grad, 0))
-        with jax.named_scope(scopes.EMBED_GRAD):
+        with jax.named_scope(stated.EMBED_GRAD):
             embedding = lax.cond(
                 row.embed_grad >= 0,
                 lambda total: self.embedding.accumulate(total, tokens, d_input),
@@ -411,7 +407,7 @@ class Program:
         def work(loss: jax.Array) -> jax.Array:
             return loss + self.loss_head.loss(*self._head_inputs(row.loss, output))
 
-        with jax.named_scope(scopes.HEAD):
+        with jax.named_scope(stated.HEAD):
             return lax.cond(row.loss >= 0, work, lambda loss: loss, carry.loss)
 
     def _rows(self, carry: Buffers, row: Row, output: jax.Array, reader: Reader) -> Tree:
@@ -421,7 +417,7 @@ class Program:
             found = reader(self.loss_head, *self._head_inputs(row.loss, output))
             return jax.tree.map(lambda whole, own: write(whole, row.loss, own), rows, found)
 
-        with jax.named_scope(scopes.HEAD):
+        with jax.named_scope(stated.HEAD):
             return lax.cond(row.loss >= 0, work, lambda rows: rows, carry.rows)
 
     def _empty_rows(self, empty: jax.Array) -> Tree:
@@ -462,7 +458,7 @@ class Program:
             return jnp.zeros_like(output), loss, norm, head, sums
 
         sums = self._sums_ahead(carry, gradients)
-        with jax.named_scope(scopes.HEAD):
+        with jax.named_scope(stated.HEAD):
             cotangent, loss, norm, head, sums = lax.cond(
                 row.loss >= 0, work, rest, carry.loss, gradients.final_norm, gradients.head, sums
             )

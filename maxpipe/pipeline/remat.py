@@ -4,12 +4,22 @@ The layer is traced into a forward that also returns what its backward needs, an
 function of that. Weights and the batch's own arrays are at hand in a backward slot anyway: they and
 what is computed from weights alone are never kept, as the data flow says, whatever its shape. With
 a split backward the trace is cut in two (`split`).
+
+Cuts a traced backward in two: gradients of the input first, gradients of the weights later.
+
+Both halves come from one program, so that what they share is computed once, in the first half.
+What the second half needs of it is kept in between: a minimum cut of the data flow finds the fewest
+bytes. Cheap elementwise work may be repeated after the cut, matrix products never are.
+
+Source: partitioning the backward's jaxpr is JaxPP's way to zero-bubble schedules
+(arXiv:2412.14374); the cut is the one of arXiv:2206.11719 for recomputation.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -17,11 +27,263 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
+import numpy as np
+from scipy.sparse import coo_matrix
+from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
 from maxpipe.parallel.low_precision import is_rounded
 from maxpipe.parallel.per_device import vary
-from maxpipe.pipeline.split import Flat, split
-from maxpipe.pipeline.trainable import joined, trained
+from maxpipe.pipeline.weights import joined, trained
+
+Arrays = Sequence[Any]
+
+_CALLS = {
+    "jit",
+    "pjit",
+    "closed_call",
+    "core_call",
+    "checkpoint",
+    "remat2",
+    "custom_jvp_call",
+    "custom_vjp_call",
+}
+"""Equations that only wrap a program; they are opened, so that it can be cut."""
+
+_DEAR = {
+    "dot_general",
+    "ragged_dot",
+    "ragged_dot_general",
+    "conv_general_dilated",
+    "custom_call",
+    "pallas_call",
+    "shard_map",
+    "while",
+    "scan",
+    "cond",
+    "sort",
+    "top_k",
+    "cumsum",
+    "random_bits",
+    "threefry2x32",
+    "psum",
+    "psum_invariant",
+    "all_gather",
+    "all_to_all",
+    "ppermute",
+    "reduce_scatter",
+    "optimization_barrier",
+}
+"""Equations that are never repeated: products, loops, collectives, and what must not be undone."""
+
+
+@dataclass(frozen=True)
+class Halves:
+    """A program in two parts; `kept` is what goes from the first to the second."""
+
+    first: Callable[[Arrays], tuple[list[Any], list[Any]]]
+    """All inputs -> (first outputs, kept)."""
+    second: Callable[[Arrays, Arrays], list[Any]]
+    """(kept, free inputs) -> the other outputs."""
+    kept: tuple[Any, ...]
+    """Abstract value of each kept array."""
+
+
+def split(
+    program: jex.ClosedJaxpr, *, first_outputs: Sequence[int], free_inputs: Sequence[int]
+) -> Halves:
+    """Parts of `program`: the first computes `first_outputs`, the second all other outputs.
+
+    `free_inputs` are given to both parts and cost nothing to keep.
+    """
+    flat = Flat(program)
+    chosen = [flat.outputs[i] for i in first_outputs]
+    others = [out for i, out in enumerate(flat.outputs) if i not in set(first_outputs)]
+    early = flat.needed(chosen)
+    late = [e for e in sorted(flat.needed(others)) if e not in early]
+    free = [flat.inputs[i] for i in free_inputs]
+    kept, again = _cut(flat, early, late, others, free)
+    second = sorted({*again, *late})
+
+    def run_first(arguments: Arrays) -> tuple[list[Any], list[Any]]:
+        env = flat.environment(flat.inputs, arguments)
+        # Whatever the cut keeps is computed here, even what only the weights' gradients need.
+        flat.run(sorted(flat.needed([*chosen, *kept])), env)
+        return [env[v] for v in chosen], [env[v] for v in kept]
+
+    def run_second(values: Arrays, arguments: Arrays) -> list[Any]:
+        env = flat.environment([*kept, *free], [*values, *arguments])
+        flat.run(second, env)
+        return [env[v] for v in others]
+
+    return Halves(run_first, run_second, tuple(flat.aval[v] for v in kept))
+
+
+class Flat:
+    """A program without wrapping calls: equations over numbered values."""
+
+    def __init__(self, program: jex.ClosedJaxpr):
+        self.equations: list[tuple[jex.JaxprEqn, list[int], list[int]]] = []
+        self.aval: list[Any] = []
+        self.constants: dict[int, Any] = {}
+        self.producer: dict[int, int] = {}
+        self.inputs = [self._new(v.aval) for v in program.jaxpr.invars]
+        self.outputs = self._inline(program.jaxpr, program.consts, self.inputs)
+
+    def _new(self, aval: Any) -> int:
+        self.aval.append(aval)
+        return len(self.aval) - 1
+
+    def _constant(self, value: Any) -> int:
+        number = self._new(jax.typeof(value))
+        self.constants[number] = value
+        return number
+
+    def _inline(self, jaxpr: Any, consts: Sequence[Any], arguments: Sequence[int]) -> list[int]:
+        env: dict[Any, int] = dict(zip(jaxpr.invars, arguments, strict=True))
+        env.update(zip(jaxpr.constvars, map(self._constant, consts), strict=True))
+
+        def read(atom: Any) -> int:
+            return self._constant(atom.val) if isinstance(atom, jex.Literal) else env[atom]
+
+        for equation in jaxpr.eqns:
+            inputs = [read(atom) for atom in equation.invars]
+            inner = _inner_program(equation)
+            if inner is not None:
+                outputs = self._inline(*inner, inputs)
+            else:
+                outputs = [self._new(v.aval) for v in equation.outvars]
+                self.producer.update(dict.fromkeys(outputs, len(self.equations)))
+                self.equations.append((equation, inputs, outputs))
+            env.update(zip(equation.outvars, outputs, strict=True))
+        return [read(atom) for atom in jaxpr.outvars]
+
+    def needed(self, values: Sequence[int]) -> set[int]:
+        """Equations that these values depend on."""
+        found: set[int] = set()
+        stack = list(values)
+        while stack:
+            equation = self.producer.get(stack.pop())
+            if equation is not None and equation not in found:
+                found.add(equation)
+                stack += self.equations[equation][1]
+        return found
+
+    def between(self, have: set[int], wanted: Sequence[int]) -> list[int]:
+        """Equations on the way from values that are at hand to those that are wanted, in order."""
+        found: set[int] = set()
+        stack = [value for value in wanted if value not in have]
+        while stack:
+            equation = self.producer[stack.pop()]
+            if equation not in found:
+                found.add(equation)
+                stack += [value for value in self.equations[equation][1] if value not in have]
+        return sorted(found)
+
+    def unshaped(self, value: int) -> int:
+        """The value that this one is in another shape, itself if it is none."""
+        while (number := self.producer.get(value)) is not None:
+            equation, inputs, _ = self.equations[number]
+            if equation.primitive.name != "reshape":
+                break
+            value = inputs[0]
+        return value
+
+    def sources(self, value: int) -> set[int]:
+        """Inputs that a value depends on."""
+        read = {number for index in self.needed([value]) for number in self.equations[index][1]}
+        return {value, *read}.intersection(self.inputs)
+
+    def environment(self, names: Sequence[int], values: Arrays) -> dict[int, Any]:
+        """Values by number, constants included."""
+        return {**self.constants, **dict(zip(names, values, strict=True))}
+
+    def run(self, equations: Sequence[int], env: dict[int, Any]) -> None:
+        """Evaluate these equations in order."""
+        for index in equations:
+            equation, inputs, outputs = self.equations[index]
+            if equation.primitive.name == "pvary" and _varies(env[inputs[0]], equation):
+                env[outputs[0]] = env[inputs[0]]
+                continue
+            parameters: Any = equation.primitive.get_bind_params(equation.params)
+            # Until 0.11 sub-programs came apart from the other parameters.
+            subfuns, parameters = parameters if isinstance(parameters, tuple) else ((), parameters)
+            with equation.ctx.manager:
+                bound = equation.primitive.bind(*subfuns, *(env[v] for v in inputs), **parameters)
+            found: Any = bound if equation.primitive.multiple_results else [bound]
+            found = found.unflatten() if hasattr(found, "unflatten") else found  # 0.10's shard_map
+            env.update(zip(outputs, found, strict=True))
+
+
+def _varies(value: Any, mark: jex.JaxprEqn) -> bool:
+    """Whether a value is marked already as different on each device, as one that was kept is."""
+    kind: Any = jax.typeof(value)
+    known = kind.vma if hasattr(kind, "vma") else kind.manual_axis_type.varying
+    return set(mark.params["axes"]) <= set(known)
+
+
+def _inner_program(equation: jex.JaxprEqn) -> tuple[Any, Sequence[Any]] | None:
+    """(jaxpr, constants) that a wrapping equation calls with its own inputs."""
+    if equation.primitive.name not in _CALLS:
+        return None
+    inner = equation.params.get("jaxpr") or equation.params.get("call_jaxpr")
+    if inner is None:
+        return None
+    if isinstance(inner, jex.ClosedJaxpr):
+        return inner.jaxpr, inner.consts
+    return inner, ()
+
+
+_UNBOUNDED = 2**31 - 1
+"""The flow's numbers have 32 bits: the bytes of a whole program are scaled down to stay below."""
+
+
+def _cut(
+    flat: Flat, early: set[int], late: list[int], outputs: Sequence[int], free: Sequence[int]
+) -> tuple[list[int], list[int]]:
+    """Values to keep between the parts, and early equations to repeat after it.
+
+    Every value is an edge as wide as its bytes; cutting it means keeping it. What cannot be
+    repeated hangs on the source, what the second part reads on the sink.
+    """
+    known = {*flat.constants, *free}
+    wanted = {v for e in late for v in flat.equations[e][1]} | set(outputs)
+    made_late = {v for e in late for v in flat.equations[e][2]}
+    wanted -= known | made_late
+    if not wanted:
+        return [], []
+    source, sink = 2 * len(flat.aval), 2 * len(flat.aval) + 1
+    unit = 1 + sum(map(_bytes, flat.aval)) // _UNBOUNDED
+    edges: dict[tuple[int, int], int] = {}
+    stack, seen = list(wanted), set(wanted)
+    while stack:
+        value = stack.pop()
+        edges[2 * value, 2 * value + 1] = max(1, _bytes(flat.aval[value]) // unit)
+        equation = flat.producer.get(value)
+        if equation is None or flat.equations[equation][0].primitive.name in _DEAR:
+            edges[source, 2 * value] = _UNBOUNDED
+            continue
+        inputs = [v for v in flat.equations[equation][1] if v not in known]
+        for needed in inputs:
+            edges[2 * needed + 1, 2 * value] = _UNBOUNDED
+        new = set(inputs) - seen
+        seen |= new
+        stack += new
+    for value in wanted:
+        edges[2 * value + 1, sink] = _UNBOUNDED
+    rows, columns = zip(*edges, strict=True)
+    widths = np.array(list(edges.values()), np.int32)
+    graph = coo_matrix((widths, (rows, columns)), shape=(sink + 1, sink + 1)).tocsr()
+    residual = graph - maximum_flow(graph, source, sink).flow
+    residual.data = np.maximum(residual.data, 0)
+    residual.eliminate_zeros()
+    reached = set(breadth_first_order(residual, source, return_predecessors=False).tolist())
+    kept = sorted(v for v in seen if 2 * v in reached and 2 * v + 1 not in reached)
+    return kept, flat.between(known | set(kept), list(wanted))
+
+
+def _bytes(aval: Any) -> int:
+    return math.prod(aval.shape) * aval.dtype.itemsize
+
 
 Tree = Any
 Remat = Literal["chunk", "full", "names", "none"]

@@ -3,10 +3,16 @@
 Everything here runs inside the per-device program and is explicit: no collective
 is left to automatic differentiation. Gathers happen in the compute dtype; gradients
 accumulate in float32 and stay unreduced over `data` until the step's end.
+
+Trees of parameters without those that are not trained, and back.
+
+Gradients and all that is kept for them are nested dicts in the form of the parameters, in which
+frozen ones are missing, and so are dicts that would be empty.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, Literal
@@ -16,18 +22,43 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from maxpipe.parallel.collectives import (
+from maxpipe.parallel.low_precision import LowPrecision, is_rounded
+from maxpipe.parallel.mesh import AUTOMATIC_AXES, DATA, TOKEN_AXES
+from maxpipe.parallel.per_device import (
     gather_shards,
     over_automatic_axes,
     scatter_sum,
     size_of,
     sum_over,
+    vary,
 )
-from maxpipe.parallel.low_precision import LowPrecision, is_rounded
-from maxpipe.parallel.mesh import AUTOMATIC_AXES, DATA, TOKEN_AXES
-from maxpipe.parallel.per_device import vary
 from maxpipe.parallel.sharding import axes_of, fsdp_dim, restrict
-from maxpipe.pipeline.trainable import trained
+
+
+def trained(tree: Tree, is_trained: Tree) -> Tree:
+    """The parts of a tree where a tree of bools is true; None of a single leaf that is not.
+
+    The tree may lack frozen parts already.
+    """
+    if not isinstance(is_trained, Mapping):
+        return tree if is_trained else None
+    found = {name: trained(part, is_trained[name]) for name, part in tree.items()}
+    return {
+        name: part
+        for name, part in found.items()
+        if part is not None and not (isinstance(part, Mapping) and not part)
+    }
+
+
+def joined(tree: Tree, part: Tree) -> Tree:
+    """The whole tree, with this part of it in place of its own.
+
+    A weight in 8 bits stays, and has the gradient of what would be in its place.
+    """
+    if not isinstance(part, Mapping):
+        return replace(tree, gradient=part) if is_rounded(tree) else part
+    return {name: joined(own, part[name]) if name in part else own for name, own in tree.items()}
+
 
 Tree = Any
 Gather = Literal["iteration", "visit", "step"]

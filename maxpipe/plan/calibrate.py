@@ -31,21 +31,27 @@ from maxpipe.errors import ConfigError
 from maxpipe.hardware import Hardware, measured_file, shipped
 from maxpipe.io.text import counted
 from maxpipe.nn.decoder import Decoder
-from maxpipe.parallel.collectives import exchange, gather_shards, program_axes, scatter_sum, shift
 from maxpipe.parallel.mesh import STAGE, build_mesh
-from maxpipe.parallel.per_device import vary
+from maxpipe.parallel.per_device import (
+    exchange,
+    gather_shards,
+    program_axes,
+    scatter_sum,
+    shift,
+    vary,
+)
 from maxpipe.parallel.sharding import AxisRules
 from maxpipe.pipeline.layout import Layout
 from maxpipe.pipeline.remat import Remat
 from maxpipe.pipeline.slots import LayerSlots, SlotRow
 from maxpipe.pipeline.weights import WHOLE, LayerWeights
-from maxpipe.plan import timed_steps
-from maxpipe.plan.cost_model import CostModel
+from maxpipe.plan import recheck
+from maxpipe.plan.cost import CostModel
+from maxpipe.plan.recheck import LAYERS, medians, on_ring
 from maxpipe.plan.sizes import BYTES, Sizes
-from maxpipe.plan.timed_steps import LAYERS, medians, on_ring
 from maxpipe.plan.topology import at_hand, placed
 from maxpipe.schedule.table import Ring
-from maxpipe.step.partition import keep_of
+from maxpipe.step.build import keep_of
 
 Tree = Any
 Run = tuple[Callable[..., Tree], tuple[Tree, ...]]
@@ -141,8 +147,8 @@ def calibrate(
     sizes = Sizes(config).on(devices[0].platform)
     found = measure(sizes, devices)
     figures = applied(found, sizes, hardware, len(devices))
-    figures = timed_steps.split(config, figures, devices)
-    tick = timed_steps.tick(config, figures, devices)
+    figures = recheck.split(config, figures, devices)
+    tick = recheck.tick(config, figures, devices)
     return dataclasses.replace(figures, tick_us=1e6 * tick), found
 
 
@@ -500,7 +506,7 @@ def _fresh(mesh: Mesh) -> float:
 
     with jax.set_mesh(mesh):
         programs = [_program(mesh, partial(run, num_rows)) for num_rows in FRESH_ROWS]
-        few, many = medians([partial(each, jnp.int32(2)) for each in programs], timed_steps.SECONDS)
+        few, many = medians([partial(each, jnp.int32(2)) for each in programs], recheck.SECONDS)
     return (many - few) / (4 * FRESH_ROW * (FRESH_ROWS[1] - FRESH_ROWS[0]))
 
 
@@ -512,7 +518,7 @@ def _seconds(mesh: Mesh, runs: Sequence[Run], turns: tuple[int, int] = TURNS) ->
             for program, arguments in [(_program(mesh, run), given) for run, given in runs]
             for count in turns
         ]
-        taken = medians(calls, len(runs) * timed_steps.SECONDS)
+        taken = medians(calls, len(runs) * recheck.SECONDS)
     return [
         (many - few) / (turns[1] - turns[0])
         for few, many in zip(taken[::2], taken[1::2], strict=True)

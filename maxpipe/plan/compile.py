@@ -27,10 +27,10 @@ from maxpipe.models.count import train_flops_per_token
 from maxpipe.models.layers.attention import AUTO
 from maxpipe.models.registry import describe
 from maxpipe.models.spec import Model, Scores
+from maxpipe.parallel import stated
 from maxpipe.parallel.mesh import AXES, BATCH_AXES, build_mesh
-from maxpipe.pipeline import scopes
 from maxpipe.pipeline.layout import Layout
-from maxpipe.plan import gpu_target, memory
+from maxpipe.plan import memory
 from maxpipe.plan.advice import capacity, explain_out_of_memory, gib, largest
 from maxpipe.plan.entries import Line, lines
 from maxpipe.plan.hlo import Collective, Profile, Transfer, profile
@@ -38,24 +38,35 @@ from maxpipe.plan.hlo_text import parse
 from maxpipe.plan.nearest import nearest
 from maxpipe.plan.search import evaluate
 from maxpipe.plan.sizes import Sizes
-from maxpipe.plan.topology import WHERE, Topology, are_here, devices, other_compiler, placed
+from maxpipe.plan.topology import (
+    CUDNN,
+    INSTALL,
+    OPTIONS,
+    PLUGINS,
+    WHERE,
+    Topology,
+    are_here,
+    devices,
+    other_compiler,
+    placed,
+)
 from maxpipe.schedule.table import Schedule, Slots
 from maxpipe.step import executable
 from maxpipe.step.build import steps_of
 from maxpipe.step.step import Steps
 
 SLOTS = {
-    "F": scopes.FORWARD,
-    "B": scopes.BACKWARD,
-    "I": scopes.INPUT_GRAD,
-    "W": scopes.WEIGHT_GRAD,
+    "F": stated.FORWARD,
+    "B": stated.BACKWARD,
+    "I": stated.INPUT_GRAD,
+    "W": stated.WEIGHT_GRAD,
 }
 """Kind of slot -> scope of its layers in the program."""
 SCOPES = (
-    scopes.RECOMPUTE,
+    stated.RECOMPUTE,
     *SLOTS.values(),
-    *(scopes.HEAD, scopes.EMBED, scopes.EMBED_GRAD, scopes.SEND, scopes.GATHER, scopes.REDUCE),
-    scopes.UPDATE,
+    *(stated.HEAD, stated.EMBED, stated.EMBED_GRAD, stated.SEND, stated.GATHER, stated.REDUCE),
+    stated.UPDATE,
 )
 
 
@@ -222,7 +233,7 @@ def compile_step(
     begin("tracing the train step")
     lowered = _lowered(steps, config, topology)
     lowered_at = time.monotonic()
-    options = steps.compiler_options | (dict(gpu_target.OPTIONS) if untuned else {})
+    options = steps.compiler_options | (dict(OPTIONS) if untuned else {})
     options |= given or {}
     options = {name: value for name, value in options.items() if value != ""}
     begin("compiling the train step")
@@ -255,7 +266,7 @@ def _lowered(steps: Steps, config: Config, topology: Topology) -> Any:
         rule = f"is compiled with cuDNN, which is not here: {str(error).splitlines()[0]}"
         if config.model.attention == AUTO:
             rule += " model.attention=auto chose it, as a run on such GPUs does."
-        action = f"Run: {gpu_target.INSTALL}, which brings it; or set model.attention=blockwise."
+        action = f"Run: {INSTALL}, which brings it; or set model.attention=blockwise."
         raise ConfigError.one("model.attention", given, rule, action) from error
 
 
@@ -380,7 +391,7 @@ def _pieces(found: Profile, hardware: Hardware) -> dict[str, float]:
 def versions() -> dict[str, str]:
     """Of everything that decides what a program is compiled to."""
     found = {}
-    for name in ("maxpipe", "jax", "jaxlib", "libtpu", *gpu_target.PLUGINS, *gpu_target.CUDNN):
+    for name in ("maxpipe", "jax", "jaxlib", "libtpu", *PLUGINS, *CUDNN):
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
@@ -448,12 +459,12 @@ def executions(
     """
     schedule, layout = steps.train_schedule, steps.engine.layout
     trips: dict[str, float] = {}
-    outside, embed, embed_grad = f"/{scopes.OUTSIDE}", scopes.EMBED, scopes.EMBED_GRAD
+    outside, embed, embed_grad = f"/{stated.OUTSIDE}", stated.EMBED, stated.EMBED_GRAD
     if layout.outside:
         front, rounds = layout.front, schedule.outside
         for scope, column in (
-            (scopes.FORWARD, rounds.forward),
-            (scopes.BACKWARD, rounds.backward),
+            (stated.FORWARD, rounds.forward),
+            (stated.BACKWARD, rounds.backward),
         ):
             share = float((np.asarray(column) >= 0).mean())
             trips |= _of_kinds(f"{outside}/{scope}/", front)
@@ -463,19 +474,19 @@ def executions(
         trips |= _of_kinds(f"/{SLOTS[action]}/", layout)
         trips[_layer_loop(f"/{SLOTS[action]}/")] = turns
     if (heads := steps.partition.decoder.model.ends.layers_ahead) is not None:
-        trips[rf"/{scopes.AHEAD}/while$"] = heads.num_heads
+        trips[rf"/{stated.AHEAD}/while$"] = heads.num_heads
     visits = schedule.visits
     if weight_gather == "visit" and visits.num_window:
         turns = len(visits.gather_tick) + 1
         last = visits.gather_tick[-1]
         reduced = int(np.count_nonzero(visits.reduce_tick <= last))
-        trips[rf"/{scopes.TICKS}/while$"] = schedule.num_ticks / turns
+        trips[rf"/{stated.TICKS}/while$"] = schedule.num_ticks / turns
         for kind in layout.in_ring:
-            layers, loop = layout.stacks[kind].length, f"{scopes.REDUCE}/{scopes.of_kind(kind)}"
+            layers, loop = layout.stacks[kind].length, f"{stated.REDUCE}/{stated.of_kind(kind)}"
             trips[rf"/body/.*{loop}/while$"] = layers * reduced / turns
             trips[rf"/{loop}/while$"] = layers * (len(visits.reduce_tick) - reduced)
     shares = {
-        rf"/{scopes.HEAD}/cond$": schedule.loss_microbatch,
+        rf"/{stated.HEAD}/cond$": schedule.loss_microbatch,
         rf"/{embed}/cond$": schedule.embed_microbatch,
         rf"/{embed_grad}/cond$": schedule.embed_grad_microbatch,
     }
@@ -484,14 +495,14 @@ def executions(
             rf"{outside}/{embed}/cond$": schedule.outside.forward,
             rf"{outside}/{embed_grad}/cond$": schedule.outside.backward,
             # To the ring and back: as many microbatches leave as enter.
-            rf"{outside}/{scopes.SEND}/cond$": schedule.embed_microbatch,
+            rf"{outside}/{stated.SEND}/cond$": schedule.embed_microbatch,
         } | shares
     return trips, {name: float((np.asarray(column) >= 0).mean()) for name, column in shares.items()}
 
 
 def _layer_loop(scope: str) -> str:
     """Pattern of the loop over a chunk's layers in a scope."""
-    return rf"{scope}({scopes.RECOMPUTE}/)?while$"
+    return rf"{scope}({stated.RECOMPUTE}/)?while$"
 
 
 def _of_kinds(scope: str, layout: Layout) -> dict[str, float]:
@@ -500,7 +511,7 @@ def _of_kinds(scope: str, layout: Layout) -> dict[str, float]:
     if len(layout.in_ring) == 1:
         return {}
     return {
-        rf"{scope}.*/{scopes.of_kind(name)}/while$": float((kinds == number).mean())
+        rf"{scope}.*/{stated.of_kind(name)}/while$": float((kinds == number).mean())
         for number, name in enumerate(layout.in_ring)
     }
 

@@ -15,8 +15,13 @@ from functools import cache
 from maxpipe.models.choice import loss_block
 from maxpipe.models.low_rank import is_held
 from maxpipe.models.spec import Held, Kind, Part
-from maxpipe.plan.gathered import gathered_bytes, gathers_any
-from maxpipe.plan.optimizer import beside_gradients, optimizer_bytes, optimizer_bytes_of
+from maxpipe.plan.optimizer import (
+    beside_gradients,
+    gathered_bytes,
+    gathers_any,
+    optimizer_bytes,
+    optimizer_bytes_of,
+)
 from maxpipe.plan.sizes import BYTES, Sizes
 from maxpipe.schedule.table import Schedule
 

@@ -1,21 +1,264 @@
-"""The best layouts of a search, ranked again by the compiler's report or by measurement."""
+"""The best layouts of a search, ranked again by the compiler's report or by measurement.
+
+Bayesian choice of the next layout to measure, from those that ran.
+
+The logarithm of measured by predicted time is modelled as a sum: an error shared by all
+layouts, one of each setting (`stage=2`, `remat=names`, rows of a microbatch), and one of the layout
+itself. All are normal, and the forecast is the prior mean.
+
+Source: Bayesian optimization with a lower confidence bound (Srinivas et al., arXiv:0912.3995).
+
+Steps of a run that are timed on the devices here, and what calibration reads from them.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import gc
-from collections.abc import Callable, Sequence
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
+from maxpipe.config.check import check
 from maxpipe.config.load import Loaded
+from maxpipe.config.schema import Config, PipelineConfig
 from maxpipe.errors import ConfigError
+from maxpipe.hardware import Hardware
+from maxpipe.parallel.axes import MeshConfig
 from maxpipe.plan.compile import Report, build_steps, compile_step, unreported
-from maxpipe.plan.learn import next_to_run
+from maxpipe.plan.cost import cost
 from maxpipe.plan.search import Candidate
-from maxpipe.plan.timed_steps import medians, step_of
+from maxpipe.plan.sizes import Sizes, schedule_of
 from maxpipe.plan.topology import Topology
+from maxpipe.schedule.catalog import INTERLEAVED, ONE_FORWARD_ONE_BACKWARD
+from maxpipe.step.step import Steps
+
+Tree = Any
+LAYERS = 2
+"""Layers of a chunk that is timed."""
+SECONDS = 2.0
+"""Seconds for which each program is called repeatedly; medians count."""
+
+
+def medians(calls: Sequence[Callable[[], Tree]], seconds: float) -> list[float]:
+    """Median seconds of each call, interleaved so that disturbances hit all alike."""
+    for call in calls:
+        jax.block_until_ready(call())
+    taken: list[list[float]] = [[] for _ in calls]
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end or len(taken[0]) < 3:
+        for call, times in zip(calls, taken, strict=True):
+            start = time.perf_counter()
+            jax.block_until_ready(call())
+            times.append(time.perf_counter() - start)
+    return [statistics.median(times) for times in taken]
+
+
+def on_ring(mesh: MeshConfig, count: int) -> MeshConfig:
+    """The mesh with `count` stages and nothing else."""
+    names = [field.name for field in dataclasses.fields(mesh)]
+    sizes = {name: 1 for name in names if name.startswith(("ici_", "dcn_"))}
+    return dataclasses.replace(mesh, **sizes | {"ici_stage": count})
+
+
+def split(config: Config, hardware: Hardware, devices: Sequence[Any]) -> Hardware:
+    """With `split_cost` and `ring_cost`: what the rest of the model does not explain of split
+    layers, and of the same layers in rings.
+
+    Of steps that differ by their number of layers alone, for each number of devices that this
+    model's layers can be split over. Where there is none, both are as they were.
+    """
+    splits, ring_costs = [], []
+    for count in range(2, len(devices) + 1):
+        if len(devices) % count:
+            continue
+        pairs = [
+            _of_two_depths(count, in_rings, config, len(devices)) for in_rings in (False, True)
+        ]
+        if any(check(run, {}) for pair in pairs for run in pair):
+            continue
+        calls = [step_of(build_steps(run, devices)) for pair in pairs for run in pair]
+        few, many, few_in_rings, many_in_rings = medians(calls, len(calls) * SECONDS)
+        plain, in_rings = many - few, many_in_rings - few_in_rings
+        found = _explained("split_cost", plain, hardware, partial(_between, pairs[0]))
+        splits.append(found)
+        costly = dataclasses.replace(hardware, split_cost=max(0.0, found))
+        longer = partial(_longer_in_rings, pairs)
+        ring_costs.append(_explained("ring_cost", in_rings - plain, costly, longer))
+    if not splits:
+        return hardware
+    names = {"split_cost": splits, "ring_cost": ring_costs}
+    means = {name: max(0.0, statistics.mean(found)) for name, found in names.items()}
+    return dataclasses.replace(hardware, **means)
+
+
+def _explained(
+    name: str, measured: float, hardware: Hardware, predicted: Callable[[Hardware], float]
+) -> float:
+    """The value of a figure with which as many seconds are predicted, which grow evenly with it.
+
+    As it was where they do not depend on it: traffic takes longer than all that it hides.
+    """
+    none, one = (predicted(dataclasses.replace(hardware, **{name: each})) for each in (0.0, 1.0))
+    return (measured - none) / (one - none) if one > none else getattr(hardware, name)
+
+
+Pair = tuple[Config, Config]
+"""Runs that differ by their number of layers alone."""
+
+
+def _longer_in_rings(pairs: Sequence[Pair], hardware: Hardware) -> float:
+    plain, in_rings = (_between(pair, hardware) for pair in pairs)
+    return in_rings - plain
+
+
+def _between(pair: Pair, hardware: Hardware) -> float:
+    """Predicted seconds between steps of two numbers of layers."""
+    figures = dataclasses.replace(hardware, tick_us=0.0)
+    few, many = (cost(Sizes(run), schedule_of(run), figures).seconds for run in pair)
+    return many - few
+
+
+def _of_two_depths(split: int, in_rings: bool, config: Config, num_devices: int) -> Pair:
+    """Few layers split over `split` devices, with as many tokens on each as one has elsewhere."""
+    train = dataclasses.replace(config.train, batch_size=Sizes(config).rows * num_devices)
+    mesh = dataclasses.replace(
+        on_ring(config.mesh, 1),
+        ici_fsdp=num_devices // split,
+        ici_tensor=split,
+        sequence_parallel=True,
+        collective_matmul=in_rings,
+    )
+    pipeline = PipelineConfig(schedule=INTERLEAVED, remat="full")
+    run = dataclasses.replace(config, train=train, pipeline=pipeline, mesh=mesh)
+    few, many = (
+        dataclasses.replace(run, model=dataclasses.replace(config.model, num_layers=depth))
+        for depth in (LAYERS, 3 * LAYERS)
+    )
+    return few, many
+
+
+def tick(config: Config, hardware: Hardware, devices: Sequence[Any]) -> float:
+    """Seconds of a tick beyond the cost model's prediction.
+
+    Of steps of many ticks, one of each kind, it is what the rest of the model does not explain:
+    devices that share cores wait for each other longer than for an empty collective, in a tick's
+    layers and in the loss head that all stages share.
+    """
+    still = dataclasses.replace(hardware, tick_us=0.0)
+    calls, predicted, ticks = [], 0.0, 0
+    for repeats in (1, LAYERS):
+        run = _in_chunks(repeats, config, len(devices))
+        schedule = schedule_of(run)
+        calls.append(step_of(build_steps(run, devices)))
+        predicted += cost(Sizes(run), schedule, still).seconds
+        ticks += schedule.num_ticks
+    return max(0.0, sum(medians(calls, len(calls) * SECONDS)) - predicted) / ticks
+
+
+def _in_chunks(repeats: int, config: Config, stages: int) -> Config:
+    """A ring of all devices with LAYERS each in `repeats` chunks; a microbatch for each device."""
+    model = dataclasses.replace(config.model, num_layers=LAYERS * stages)
+    train = dataclasses.replace(config.train, batch_size=Sizes(config).rows * stages)
+    schedule = ONE_FORWARD_ONE_BACKWARD if repeats == 1 else INTERLEAVED
+    pipeline = PipelineConfig(schedule=schedule, repeats=repeats, microbatches=stages)
+    mesh = on_ring(config.mesh, stages)
+    return dataclasses.replace(config, model=model, train=train, pipeline=pipeline, mesh=mesh)
+
+
+def step_of(steps: Steps) -> Callable[[], Tree]:
+    """The train step on synthetic data, to be called repeatedly."""
+    rows, tokens = steps.shape
+    keys = jax.random.split(jax.random.key(0), 2)
+    vocabulary = steps.partition.decoder.config.vocab_size
+    ids = [jax.random.randint(key, (rows, tokens), 0, vocabulary) for key in keys]
+    batch = {
+        "tokens": ids[0],
+        "targets": ids[1],
+        "segment_ids": jnp.ones((rows, tokens), jnp.int32),
+        "positions": jnp.broadcast_to(jnp.arange(tokens), (rows, tokens)),
+        "loss_mask": jnp.ones((rows, tokens), jnp.float32),
+        "example_ids": jnp.arange(rows),
+    }
+    batch = jax.device_put(batch, steps.batch_sharding)
+    step, states = steps.compile_train(), [steps.init()]
+
+    def run() -> Tree:
+        state, metrics = step(states.pop(), batch)
+        states.append(state)
+        return metrics
+
+    return run
+
+
+CANDIDATES = 256
+"""The layouts with the best forecasts, from which the measured ones are chosen."""
+COMMON = 3.0
+"""Standard deviation of the shared error: devices may be faster or slower than their figures."""
+SETTING = 0.03
+"""The same of one setting's error."""
+OWN = 0.02
+"""The same of a layout's own error."""
+NOISE = 0.01
+"""The same of a measured median."""
+
+
+def next_to_run(candidates: Sequence[Candidate], ran: Mapping[int, float | None]) -> int:
+    """The candidate that may be the fastest: as fast as expected, less a standard error.
+
+    Args:
+        candidates: all layouts, more than ran.
+        ran: measured seconds by a candidate's index; None for one that could not run.
+    """
+    seconds = {index: taken for index, taken in ran.items() if taken is not None}
+    mean, error = expected(candidates, seconds)
+    lowest = mean * np.exp(-error)
+    held = np.array([each.memory.total for each in candidates])
+    failed = [index for index, taken in ran.items() if taken is None]
+    smaller = held < held[failed].min() if failed else np.ones(len(candidates), bool)
+    smaller[list(ran)] = False
+    if smaller.any():  # one that needs as much memory would fail, too
+        lowest[~smaller] = np.inf
+    lowest[list(ran)] = np.inf
+    return int(lowest.argmin())
+
+
+def expected(
+    candidates: Sequence[Candidate], ran: Mapping[int, float]
+) -> tuple[np.ndarray, np.ndarray]:
+    """`[N]`: median seconds of each candidate, and the standard error of their logarithm."""
+    predicted = np.array([each.cost.seconds for each in candidates])
+    prior = COMMON**2 + SETTING**2 * _shared(candidates) + OWN**2 * np.eye(len(candidates))
+    indices = list(ran)
+    seen = prior[np.ix_(indices, indices)] + NOISE**2 * np.eye(len(indices))
+    gain = np.linalg.solve(seen, prior[indices])
+    off = np.log(np.array(list(ran.values())) / predicted[indices])
+    left = prior.diagonal() - (gain * prior[indices]).sum(axis=0)
+    return predicted * np.exp(off @ gain), np.sqrt(np.maximum(left, 0.0))
+
+
+def _shared(candidates: Sequence[Candidate]) -> np.ndarray:
+    """`[N, N]`: number of settings that two layouts share."""
+    settings = [_settings(each) for each in candidates]
+    total = np.zeros((len(candidates),) * 2)
+    for key in sorted({key for each in settings for key in each}):
+        codes: dict[Any, int] = {}
+        column = np.array([codes.setdefault(each.get(key), len(codes)) for each in settings])
+        total += column[:, None] == column
+    return total
+
+
+def _settings(candidate: Candidate) -> dict[str, Any]:
+    """The layout's keys, and the rows of a microbatch that follow from them."""
+    return {**candidate.changes, "rows": Sizes(candidate.config).rows}
+
 
 COMPUTE = ("layers", "bubble", "outside", "head", "update", "ticks")
 """Parts of a forecast that the compiler's estimate of cycles replaces."""

@@ -33,8 +33,8 @@ from maxpipe.io.text import counted
 from maxpipe.parallel.axes import MESH_AXES
 from maxpipe.plan.advice import ROOM
 from maxpipe.plan.cost import Cost, cost
-from maxpipe.plan.gathered import gathers_any
 from maxpipe.plan.memory import Memory, memory
+from maxpipe.plan.optimizer import gathers_any
 from maxpipe.plan.sizes import Sizes, schedule_of
 from maxpipe.schedule.catalog import INTERLEAVED, SCHEDULES, build
 from maxpipe.schedule.table import Schedule

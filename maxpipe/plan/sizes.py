@@ -1,6 +1,10 @@
 """What a config means for one device: shards, rows, chunks and their bytes. No jax.
 
 Parameters and activations are those that the model's description declares, by kind of layer.
+
+What reaches other devices: keys for attention over rows that are divided, and experts' rows.
+
+No jax.
 """
 
 from __future__ import annotations
@@ -10,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from typing import Literal, NamedTuple
 
 from maxpipe.config.pipeline_rules import activations
 from maxpipe.config.schema import Config
@@ -23,16 +28,60 @@ from maxpipe.models.count import (
     packed_documents,
     scored_keys,
     scored_pairs,
+    tokens_before,
 )
+from maxpipe.models.layers.experts import Experts
 from maxpipe.models.low_rank import residuals_of_changes
 from maxpipe.models.registry import describe
 from maxpipe.models.spec import Dims, Held, Kind, Model, Param, Part, Products, Scores
 from maxpipe.optim.kept import BYTES
-from maxpipe.parallel.axes import MESH_AXES, with_tokens
-from maxpipe.plan.reach import Reach, reach, with_rows_of_experts
-from maxpipe.schedule.balance import balanced_cut
+from maxpipe.parallel.axes import MESH_AXES, MeshConfig, takes_heads, with_tokens
 from maxpipe.schedule.catalog import build
-from maxpipe.schedule.table import Schedule
+from maxpipe.schedule.table import Schedule, balanced_cut
+
+
+class Reach(NamedTuple):
+    """Of one attention."""
+
+    method: Literal["own", "heads", "ring", "near", "gather"]
+    """`own`: a device has all tokens of its rows."""
+    share: float = 0.0
+    """Of its keys and values what a device sends to all others at once."""
+    far: float = 0.0
+    """Keys and values of other devices that it holds then, as a multiple of its own."""
+
+
+def reach(
+    mesh: MeshConfig, model: Model, scores: Scores, context: int, tensor: int, run: int
+) -> Reach:
+    """As `model.attention.over_context` chooses; `run` tokens stand next to each other."""
+    if context == 1:
+        return Reach("own")
+    kv_heads = scores.keys[0][0][0]
+    if takes_heads(mesh.context_attention, scores.heads, kv_heads, context, tensor):
+        return Reach("heads")
+    if mesh.context_attention == "ring":
+        return Reach("ring")
+    windows = map(int, model.values[scores.window]) if scores.window else ()
+    before = tokens_before(windows, run)
+    if before < run:
+        return Reach("near", before / run, before / run)
+    return Reach("gather", 1.0, context - 1.0)
+
+
+@lru_cache(maxsize=64)
+def with_rows_of_experts(model: Model, shards: int, rows: int, tokens: int, whole: int) -> Model:
+    """The model with its experts on `shards` devices.
+
+    Each device has `tokens` of the `whole` tokens of `rows` rows. One object for equal arguments,
+    as what is counted of it is cached.
+    """
+
+    def divided(part: Part) -> Part:
+        return part.over(shards, rows, tokens, whole) if isinstance(part, Experts) else part
+
+    return model.with_parts(divided)
+
 
 BETWEEN_MATMULS = frozenset({"embed", "norm", "latent"})
 """Logical axes of what is between the matmuls that tensor splits."""

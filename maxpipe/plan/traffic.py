@@ -17,9 +17,8 @@ from maxpipe.models.layers.experts import Experts
 from maxpipe.models.spec import Param, Scores
 from maxpipe.optim.kept import is_orthogonalised, matrix_of
 from maxpipe.parallel.axes import axis_table
-from maxpipe.plan.gathered import gathered_size
 from maxpipe.plan.memory import loss_blocks
-from maxpipe.plan.optimizer import shared_over_data
+from maxpipe.plan.optimizer import gathered_size, shared_over_data
 from maxpipe.plan.sizes import BYTES, Sizes
 from maxpipe.schedule.table import Schedule
 

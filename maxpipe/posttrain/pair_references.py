@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
 
-from maxpipe.config.paths import REFERENCE_FILE
+from maxpipe.config.shipped import REFERENCE_FILE
 from maxpipe.data.loader import Loader
 from maxpipe.data.pairs import PairDocuments
 from maxpipe.distributed.link import Link

@@ -19,7 +19,6 @@ import numpy as np
 from maxpipe.config.load import Loaded
 from maxpipe.data.datasets import datasets_of
 from maxpipe.data.loader import Batch, Loader
-from maxpipe.data.prepared.folder import check_folder, locked, stops
 from maxpipe.data.prepared.logits import (
     MANIFEST,
     Answers,
@@ -32,11 +31,12 @@ from maxpipe.data.prepared.logits import (
     read_manifest,
     spec_of,
 )
+from maxpipe.data.prepared.manifest import check_folder, locked, stops
 from maxpipe.distributed import runtime
 from maxpipe.errors import ConfigError, StorageError
 from maxpipe.io.text import counted
 from maxpipe.objectives.distill import TEACHER_IDS, TEACHER_LOGPROBS
-from maxpipe.posttrain.teacher import Answer, Teacher, open_teacher
+from maxpipe.posttrain.distill import Answer, Teacher, open_teacher
 
 Report = Callable[[str, int, int, str], object]
 """Called with a task, what is done of it, its total, and a remark about its rate."""

@@ -3,6 +3,11 @@
 What is drawn follows from seed, sample and place in the completion. The number of a sample stands
 for its step, prompt and member of the group: a run that is resumed draws the same, and so does any
 layout, up to rounding.
+
+The reference of a run: the parameters that it began with, beside those that it trains.
+
+Frozen parameters are the same in both and are there once. A checkpoint has a digest of the
+reference and not the reference, which is read again from where the run began.
 """
 
 from __future__ import annotations
@@ -14,25 +19,53 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
 from maxpipe.config.tuning_schema import GrpoConfig
 from maxpipe.data.loader import Batch, Datasets
+from maxpipe.data.mixture import seed_of
 from maxpipe.data.prompts import PromptRecord, PromptRows
-from maxpipe.data.stream import seed_of
 from maxpipe.errors import ConfigError
 from maxpipe.generate.completions import Completion, Limits, Prompt, complete, stops_of
-from maxpipe.generate.decoders import decoding_of, for_decoding, prepared, prepared_shardings
-from maxpipe.generate.sampling import Sampling
-from maxpipe.objectives.advantages import advantages
-from maxpipe.objectives.policy import AS_THEY_ARE
-from maxpipe.parallel.explicit import placed_on
-from maxpipe.parallel.sharding import local_rows, place_rows
+from maxpipe.generate.decoding import Sampling
+from maxpipe.generate.staged import decoding_of, for_decoding, prepared, prepared_shardings
+from maxpipe.objectives.policy import AS_THEY_ARE, advantages
+from maxpipe.parallel.sharding import local_rows, place_rows, placed_on
 from maxpipe.pipeline.loss_head import LossHead
-from maxpipe.posttrain.reference import Reference
+from maxpipe.pipeline.weights import joined
 from maxpipe.rewards.process import Rewards
 from maxpipe.step.step import Steps
+
+
+class Reference:
+    """Copies of the trained parameters, divided over devices as they are.
+
+    `saved_digest` is that of a checkpoint, if the run goes on from one.
+
+    Raises:
+        ConfigError: these are not the parameters that the run has begun with.
+    """
+
+    def __init__(self, steps: Steps, params: Tree, saved_digest: str | None, where: str):
+        mine = steps.partition.trained(params)
+        self._copies = jax.tree.map(jnp.copy, mine)  # a step uses its own up
+        self.digest = steps.digest(mine)
+        if saved_digest not in (None, self.digest):
+            raise ConfigError.one(
+                where,
+                None,
+                "must lead to the weights that this run has begun with, which are the reference "
+                "of grpo.kl: other weights are there now.",
+                "Put them back, name the step that they are of with RUN@STEP, or set run.name to a "
+                "new name.",
+            )
+
+    def of(self, params: Tree) -> Tree:
+        """The parameters of the reference, `params` being those that are trained."""
+        return joined(params, self._copies)
+
 
 Tree = Any
 

@@ -1,38 +1,132 @@
 """Weights that a run starts from: of another run, or of a Hugging Face folder.
 
 Whether they are of the config's model is checked before they are read.
+
+A start from weights alone: of a Hugging Face folder, and with more tokens than there were.
+
+Arrays are in the form of checkpoints: network order, without padding.
+
+Runs with adapters: their checkpoints hold these alone, and say which base they belong to.
+
+The base stays where it is: a Hugging Face folder, or a checkpoint of another run. Its content is
+compared by a digest each time it is read.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
 from maxpipe.checkpoint.address import parse
-from maxpipe.checkpoint.damage import Damaged
-from maxpipe.checkpoint.folder import Facts
-from maxpipe.checkpoint.manager import Restored
-from maxpipe.checkpoint.selection import chosen, opened
-from maxpipe.checkpoint.storage import in_bucket
+from maxpipe.checkpoint.copies import by_name
+from maxpipe.checkpoint.folder import BASE, Base, Facts
+from maxpipe.checkpoint.manager import Restored, chosen, opened
+from maxpipe.checkpoint.reader import content_digest
+from maxpipe.checkpoint.storage import Damaged, in_bucket
 from maxpipe.config.check import where
 from maxpipe.config.keys import (
     FAMILY,
     KEYS,
     MOVED,
     before_of,
+    default_of,
     flat,
     is_of_another_family,
+    names_in,
     section_of,
 )
 from maxpipe.config.load import Loaded, to_dict
 from maxpipe.config.rules import shown
-from maxpipe.errors import ConfigError, Problem
+from maxpipe.errors import ConfigError, Problem, StorageError
 from maxpipe.huggingface.import_ import WEIGHTS_ONLY, remarks
-from maxpipe.huggingface.source import PREFIX, WITHOUT_AHEAD, folder_of
+from maxpipe.huggingface.source import PREFIX, WITHOUT_AHEAD, Source, folder_of
 from maxpipe.huggingface.source import opened as open_folder
-from maxpipe.restore import weights
+from maxpipe.io.typed import checked
+from maxpipe.models.config import AdapterConfig, ModelConfig
+from maxpipe.models.registry import describe
+from maxpipe.step.state import VOCABULARY
 from maxpipe.step.step import Steps
+
+Tree = Any
+
+
+def of_folder(source: Source, abstract: Tree) -> Tree:
+    """A folder's parameters, placed like `abstract`.
+
+    Each process reads what its devices hold, one device's part of one parameter at a time.
+
+    Raises:
+        ConfigError: a file cannot be read, or holds NaN or infinity.
+    """
+    size = _vocabulary(abstract)
+
+    def read(name: str, leaf: Any) -> jax.Array:
+        places: dict[str, list[Any]] = {}  # copies on several devices are read once
+        regions = leaf.sharding.addressable_devices_indices_map(leaf.shape)
+        for device, region in regions.items():
+            places.setdefault(str(region), []).append(device)
+        shards = {}
+        for devices in places.values():
+            values = source.region(name, np.dtype(leaf.dtype), regions[devices[0]], size)
+            for device in devices:
+                shards[device] = jax.device_put(values, device)
+            jax.block_until_ready(shards[devices[-1]])  # `values` are then free
+        return jax.make_array_from_single_device_arrays(
+            leaf.shape, leaf.sharding, [shards[device] for device in regions]
+        )
+
+    return by_name(read, abstract)
+
+
+def _vocabulary(params: Tree) -> int:
+    return params["embedding"].shape[0]
+
+
+def with_tokens(abstract: Tree, size: int) -> Tree:
+    """The same with another vocabulary, which is not divided over devices."""
+    found = dict(abstract)
+    for name, dim in VOCABULARY.items():
+        if name in abstract:
+            leaf = abstract[name]
+            shape, spec = list(leaf.shape), [*leaf.sharding.spec, None, None][: leaf.ndim]
+            shape[dim], spec[dim] = size, None
+            sharding = NamedSharding(leaf.sharding.mesh, PartitionSpec(*spec))
+            found[name] = jax.ShapeDtypeStruct(tuple(shape), leaf.dtype, sharding=sharding)
+    return found
+
+
+def grown(params: Tree, abstract: Tree) -> Tree:
+    """The parameters with the vocabulary of `abstract`: new rows are the mean of the old ones."""
+    found = dict(params)
+    for name, dim in VOCABULARY.items():
+        if name in params:
+            wanted = abstract[name]
+
+            def grow(table: jax.Array, dim: int = dim, wanted: Any = wanted) -> jax.Array:
+                mean = table.astype(jnp.float32).mean(dim, keepdims=True).astype(table.dtype)
+                shape = list(table.shape)
+                shape[dim] = wanted.shape[dim] - table.shape[dim]
+                return jnp.concatenate([table, jnp.broadcast_to(mean, shape)], dim)
+
+            found[name] = jax.jit(grow, out_shardings=wanted.sharding)(params[name])
+    return found
+
+
+def words(before: int, now: int) -> str:
+    """The line that says what was added."""
+    assert now > before
+    return (
+        f"the vocabulary grows from {before:,} to {now:,} tokens: each new row of the embedding"
+        " and of the output projection is the mean of the old ones"
+    )
+
 
 KEY = "checkpoint.restore_from"
 
@@ -102,12 +196,12 @@ def read_weights(
                 "the weights know other tokens by these ids"
             )
 
-    abstract = weights.with_tokens(wanted, size) if grows else wanted
+    abstract = with_tokens(wanted, size) if grows else wanted
     found = restore_other(text, loaded, {"params": abstract}, accept)
     params = found.state["params"]
     if grows:
-        console.note(weights.words(size, config.model.vocab_size))
-        params = weights.grown(params, wanted)
+        console.note(words(size, config.model.vocab_size))
+        params = grown(params, wanted)
     source = f"{text}, step {found.step}"
     if found.facts.data.get(WEIGHTS_ONLY):
         source += ", which has nothing else"
@@ -136,8 +230,8 @@ def _of_folder(folder: str, loaded: Loaded, steps: Steps, console: Says) -> Weig
     for line in remarks(source):
         console.note(line)
     if (before := source.config.vocab_size) < config.model.vocab_size:
-        console.note(weights.words(before, config.model.vocab_size))
-    params = weights.of_folder(source, steps.abstract_base)
+        console.note(words(before, config.model.vocab_size))
+    params = of_folder(source, steps.abstract_base)
     return Weights(params, str(source.folder), PREFIX + os.path.abspath(source.folder))
 
 
@@ -247,3 +341,96 @@ def as_known(saved: Mapping[str, Any]) -> dict[str, Any]:
     known = (key for key in KEYS if key.startswith("model."))
     own = (key for key in known if not is_of_another_family(section_of(key), family))
     return {key: before_of(key) for key in own} | found
+
+
+_SECTION = "adapter"
+_FREE = frozenset({"dropout", "targets"})
+"""Keys that may change: what targets mean is compared by itself."""
+
+
+def said_of(found: Weights, given: str) -> Base:
+    """What checkpoints say of a base that was read."""
+    return {"address": found.address, "given": given, "digest": content_digest(found.params)}
+
+
+def read_base(
+    facts: Facts, loaded: Loaded, steps: Steps, console: Says, *, own: bool = True
+) -> tuple[Any, Base]:
+    """The base of a checkpoint's adapters in the form of checkpoints, and what is said of it.
+
+    Of a run's `own` checkpoint it is read from where `checkpoint.restore_from` says if that has
+    changed; else that key names the checkpoint.
+
+    Raises:
+        ConfigError: there is no such base, or its weights have changed.
+        StorageError: it cannot be read, or the checkpoint does not say which it is.
+    """
+    try:
+        said = checked(facts.data[BASE], Base)
+    except (ValueError, KeyError) as error:
+        raise StorageError(
+            f"step {facts.step}: does not say which base its adapters belong to\n"
+            f"  {error}.\n  Take another step."
+        ) from error
+    given = loaded.config.checkpoint.restore_from
+    moved = own and given not in ("", said["given"])
+    found = read_weights(given if moved else said["address"], loaded, steps, console)
+    now = said_of(found, said["given"] if own and not moved else given)
+    if now["digest"] != said["digest"]:
+        raise ConfigError.one(
+            where(KEY, loaded.origins),
+            found.address,
+            f"must hold the weights that the adapters of step {facts.step} were trained beside: "
+            f"their digest was {said['digest'][:16]}, and this is {now['digest'][:16]}.",
+            f"Bring the base back as it was, or set {KEY} to where it is now.",
+        )
+    return found.params, now
+
+
+def check_adapter(facts: Facts, loaded: Loaded, *, own: bool) -> None:
+    """A run goes on with the adapters that it has.
+
+    Raises:
+        ConfigError: the checkpoint's are other ones than the config's, or only one of both has any.
+    """
+    saved, now = facts.config.get(_SECTION, {}), loaded.config.adapter
+    names = [name for name in names_in(_SECTION) if name not in _FREE]
+    then = {name: saved.get(name, default_of(f"{_SECTION}.{name}")) for name in names}
+    if not then["rank"] and not now.rank:
+        return
+    action = "run.name to a new name" if own else f"checkpoint.restore=weights, or {KEY}=''"
+    for name, before in then.items():
+        if before != getattr(now, name):
+            key = f"{_SECTION}.{name}"
+            raise ConfigError.one(
+                where(key, loaded.origins),
+                shown(getattr(now, name)),
+                f"must be {shown(before)}, which step {facts.step} was saved with: its parameters "
+                "are those of its own adapters.",
+                f"Set {key}={shown(before)}, or {action}.",
+            )
+    targets = checked(saved.get("targets", []), list[str])
+    before, after = (_adapted(loaded.config.model, each) for each in (targets, now.targets))
+    if before != after:
+        key = f"{_SECTION}.targets"
+        changes = [f"{', '.join(sorted(before - after))} had one"] if before - after else []
+        changes += [f"{', '.join(sorted(after - before))} had none"] if after - before else []
+        raise ConfigError.one(
+            where(key, loaded.origins),
+            shown(now.targets),
+            f"must match the matrices that had an adapter when step {facts.step} was saved: "
+            f"{'; '.join(changes)}.",
+            f"Set {key}=[{','.join(targets)}], or {action}.",
+        )
+
+
+def _adapted(model: ModelConfig, targets: list[str]) -> frozenset[str]:
+    adapter = model.adapter
+    assert isinstance(adapter, AdapterConfig)
+    kinds = describe(replace(model, adapter=replace(adapter, targets=targets))).kinds
+    several = len(kinds) > 1
+    return frozenset(
+        ".".join((*([kind] if several else []), *key))
+        for kind, each in kinds.items()
+        for key in each.adapters
+    )

@@ -13,11 +13,9 @@ from typing import Any
 import jax
 
 from maxpipe.checkpoint.address import Address
-from maxpipe.checkpoint.damage import Damaged
 from maxpipe.checkpoint.folder import Facts, Folder
-from maxpipe.checkpoint.manager import Checkpoints, open_run
-from maxpipe.checkpoint.selection import step_of
-from maxpipe.checkpoint.storage import FOLDER, first_line
+from maxpipe.checkpoint.manager import Checkpoints, open_run, step_of
+from maxpipe.checkpoint.storage import FOLDER, Damaged, first_line
 from maxpipe.config.check import DEFAULT, where
 from maxpipe.config.load import Loaded, load, to_dict
 from maxpipe.data.conversation import Conversation, recorded, speaking
@@ -26,10 +24,8 @@ from maxpipe.errors import ConfigError, Problem, StorageError
 from maxpipe.huggingface.source import WITHOUT_AHEAD, opened
 from maxpipe.huggingface.statements import lines
 from maxpipe.optim.kept import AVERAGE
-from maxpipe.pipeline.trainable import joined
-from maxpipe.restore.adapters import check_adapter, read_base
-from maxpipe.restore.initial_weights import check_model
-from maxpipe.restore.weights import of_folder
+from maxpipe.pipeline.weights import joined
+from maxpipe.restore.initial_weights import check_adapter, check_model, of_folder, read_base
 from maxpipe.step.step import Steps
 
 _OF_ITS_PROCESSES = ("num_processes", "process_id", "coordinator", "executable")

@@ -15,8 +15,16 @@ from typing import NamedTuple
 import numpy as np
 
 from maxpipe.io.text import counted
-from maxpipe.schedule.canvas import OVERVIEW_WIDTH, Area, Box, Canvas, Label, text_width
-from maxpipe.schedule.draw import EQUAL_COSTS, summary
+from maxpipe.schedule.draw import (
+    EQUAL_COSTS,
+    OVERVIEW_WIDTH,
+    Area,
+    Box,
+    Canvas,
+    Label,
+    summary,
+    text_width,
+)
 from maxpipe.schedule.table import Costs, Kind, Schedule
 
 _NAMES: dict[Kind, str] = {

@@ -29,11 +29,10 @@ from maxpipe.optim.guard import GuardState
 from maxpipe.optim.kept import Kept
 from maxpipe.optim.update import OptState, Target
 from maxpipe.parallel.axes import owned_dim
-from maxpipe.parallel.explicit import left_to_compiler
 from maxpipe.parallel.mesh import DATA, STAGE, TENSOR
-from maxpipe.parallel.sharding import STACK, axes_of
+from maxpipe.parallel.sharding import STACK, axes_of, left_to_compiler
 from maxpipe.pipeline.layout import Layout, pad_vocabulary, padded_vocabulary
-from maxpipe.pipeline.trainable import trained
+from maxpipe.pipeline.weights import trained
 
 Tree = Any
 VOCABULARY: Mapping[str, int] = {"embedding": 0, "head": 1}

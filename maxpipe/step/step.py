@@ -1,4 +1,12 @@
-"""Train and eval steps: the only place where model, pipeline and sharding meet."""
+"""Train and eval steps: the only place where model, pipeline and sharding meet.
+
+Parameters that a step moves without a gradient, by what the layers have reported of it.
+
+Statistics are sums over all rows, in the form in which parameters are stacked: the update is entry
+by entry, and the same under every mesh, schedule and number of microbatches.
+
+Numbers of what layers return besides their output, as their parts declare them.
+"""
 
 from __future__ import annotations
 
@@ -17,31 +25,115 @@ import numpy as np
 import optax
 from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Float, Int, Key
+from jaxtyping import Bool, Float, Int, Key
 
-from maxpipe.config.schema import (
-    GuardConfig,
-)
+from maxpipe.config.schema import GuardConfig
 from maxpipe.distributed.runtime import compiler_options
-from maxpipe.optim.guard import GuardState, assess, initial
+from maxpipe.models.spec import Follows, Model
+from maxpipe.nn.decoder import AHEAD
+from maxpipe.optim.guard import GuardState, assess, initial, unless_bad
 from maxpipe.optim.outcome import outcome
 from maxpipe.optim.update import Optimizer, OptState
-from maxpipe.parallel.explicit import left_to_compiler, on_mesh, placed, with_shardings
+from maxpipe.parallel import stated
 from maxpipe.parallel.mesh import BATCH_AXES
-from maxpipe.parallel.sharding import BATCH_SPEC
-from maxpipe.pipeline import ahead, scopes
+from maxpipe.parallel.sharding import (
+    BATCH_SPEC,
+    divided_like,
+    left_to_compiler,
+    on_mesh,
+    placed,
+    with_shardings,
+)
+from maxpipe.pipeline import ahead
 from maxpipe.pipeline.executor import Engine
 from maxpipe.pipeline.loss_head import by_source
 from maxpipe.pipeline.objective import Objective
 from maxpipe.pipeline.program import Reader
-from maxpipe.pipeline.trainable import joined
+from maxpipe.pipeline.weights import joined
 from maxpipe.schedule.catalog import forward_only
 from maxpipe.schedule.table import Schedule
 from maxpipe.step import executable
 from maxpipe.step.replicas import ReplicaCheck, digest
-from maxpipe.step.router_bias import followed
 from maxpipe.step.state import VOCABULARY, Partition, TrainState
-from maxpipe.step.summaries import summarised
+
+
+def summarised(
+    model: Model,
+    losses: Mapping[str, Float[Array, ""]],
+    statistics: Mapping[str, Mapping[str, Array]],
+) -> dict[str, Float[Array, ""]]:
+    """The numbers by tag.
+
+    `losses` are sums over layers, for each target token; `statistics` are by kind and name arrays
+    `[layers of the kind, ...]`. Layers of heads ahead count as others do, for their own targets.
+    """
+    found: dict[str, Array] = {}
+    for tag, summary in model.summaries.items():
+        if summary.take == "mean":
+            layers = sum(summary.of in model.kinds[kind].losses for kind in model.all_layers)
+            if layers:
+                found[tag] = losses[summary.of] / layers
+            continue
+        arrays = [each[summary.of] for each in statistics.values() if summary.of in each]
+        largest = summary.take == "largest"
+        extremes = [_of_each_layer(array, largest=largest) for array in arrays]
+        found[tag] = (jnp.max if largest else jnp.min)(jnp.concatenate(extremes))
+    return found
+
+
+def _of_each_layer(array: Float[Array, "L ..."], *, largest: bool) -> Float[Array, " L"]:
+    """A layer's largest or smallest entry as a multiple of their mean; 0 where all are 0."""
+    entries = jax.lax.reshape(array, (len(array), array[0].size))
+    extreme = (entries.max if largest else entries.min)(axis=1)
+    mean = entries.mean(axis=1)
+    return jnp.where(mean == 0, 0.0, extreme / jnp.where(mean == 0, 1.0, mean))
+
+
+def followed(
+    model: Model,
+    params: Tree,
+    statistics: Mapping[str, Mapping[str, Any]],
+    taken: Bool[Array, ""] | bool,
+) -> Tree:
+    """The parameters after a step, with those that follow statistics moved if it is taken.
+
+    `statistics` are by place (`layers` and `outside`), kind and name; those of layers ahead by
+    name, under `ahead`.
+    """
+    found = dict(params)
+
+    def move(layers: Tree, follows: Mapping[tuple[str, str], Follows], reported: Tree) -> Tree:
+        for (part, name), how in follows.items():
+            old, own = layers[part][name], layers[part]
+            new = unless_bad(taken, moved(old, reported[how.statistic], how), old)
+            layers = layers | {part: own | {name: new}}
+        return layers
+
+    for place, kinds in statistics.items():
+        if place == AHEAD:
+            heads = found[place]
+            found[place] = heads | {"layer": move(heads["layer"], model.ends.follows, kinds)}
+            continue
+        layers = dict(found.get(place, {}))
+        for kind, reported in kinds.items():
+            layers[kind] = move(layers[kind], model.kinds[kind].follows, reported)
+        if layers:
+            found[place] = layers
+    return found
+
+
+def moved(
+    param: Float[Array, "*layers E"], statistic: Float[Array, "*layers E"], how: Follows
+) -> Float[Array, "*layers E"]:
+    """Each entry up where the statistic is below its mean, down where it is above.
+
+    In padding of a stack, whose statistics are 0, nothing moves.
+    """
+    mean = statistic.mean(-1, keepdims=True)
+    # Each device has the statistics of all experts, and of the parameter maybe only its own.
+    direction = divided_like(jnp.sign(mean - statistic), param)
+    return param + how.rate * direction.astype(param.dtype)
+
 
 Tree = Any
 
@@ -425,7 +517,7 @@ class Steps:
         specs, everywhere = self.optimizer.target_specs, PartitionSpec()
         old = placed(self.partition.trained(state.params), specs)
         rate = jnp.asarray(self.optimizer.rate(state.step - state.guard.skipped))
-        with jax.named_scope(scopes.UPDATE):
+        with jax.named_scope(stated.UPDATE):
             taken, guard = assess(
                 self.guard,
                 self.partition.mesh,

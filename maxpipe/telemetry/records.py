@@ -3,6 +3,11 @@
 Nothing here may stop a run: a full disk loses records, never steps. The run's folder is made by
 the code that starts the run, never here. `ours` is called before each record: where the
 folder is no longer the run's, nothing is written.
+
+Summaries for TensorBoard beyond scalars, made without TensorFlow.
+
+Each function returns `Summary` protocol buffers, which `telemetry.MetricWriter` puts into the
+run's event file. tensorboard is imported inside: it takes half a second.
 """
 
 from __future__ import annotations
@@ -12,18 +17,89 @@ import json
 import logging
 import math
 import os
+import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from io import BytesIO
 from pathlib import Path
 from typing import Any, TypedDict
 
-from maxpipe.config.paths import EVENTS_FILE, METRICS_FILE, SAMPLES_FILE, TENSORBOARD_FOLDER
+from maxpipe.config.shipped import EVENTS_FILE, METRICS_FILE, SAMPLES_FILE, TENSORBOARD_FOLDER
 from maxpipe.io import files, redact
 from maxpipe.io.typed import parse
-from maxpipe.telemetry import board
+from maxpipe.schedule.draw import Canvas
+from maxpipe.telemetry.metrics import CHARTS
+
+_SCALE = 3
+"""Pixels of a PNG for each pixel of its drawing: sharp at full size."""
+
+
+def chart_titles(tags: Iterable[str]) -> tuple[str, ...]:
+    """Titles of the charts of `CHARTS` that have data in a run with these tags."""
+    tags = set(tags)
+    return tuple(
+        title
+        for title, shown in CHARTS
+        if any(re.fullmatch(_pattern(each), tag) for each in shown for tag in tags)
+    )
+
+
+def charts(chosen: Collection[str]) -> Any:
+    """The charts of `CHARTS` with these titles, for the tab "Custom Scalars".
+
+    TensorBoard uses the newest layout of a run, and joins those of several runs. A chart keeps
+    tags that have no data yet, so that it is the same chart in every run.
+    """
+    from tensorboard.plugins.custom_scalar import layout_pb2, metadata
+
+    layout: Any = layout_pb2
+    category = layout.Category(title="training")
+    for title, tags in CHARTS:
+        if title in chosen:
+            content = layout.MultilineChartContent(tag=[f"^{_pattern(tag)}$" for tag in tags])
+            category.chart.append(layout.Chart(title=title, multiline=content))
+    text = layout.Layout(category=[category]).SerializeToString()
+    return _tensor(metadata.CONFIG_SUMMARY_TAG, metadata.create_summary_metadata(), [text])
+
+
+def _pattern(tag: str) -> str:
+    """The regular expression of a tag, in which NAME is any name."""
+    return tag.replace("NAME", "[^/]+")
+
+
+def hyperparameters(values: Mapping[str, bool | float | str], run: str) -> Any:
+    """The session of a run for the tab "HParams"."""
+    from tensorboard.plugins.hparams import summary_v2
+
+    return summary_v2.hparams_pb(dict(values), trial_id=run)
+
+
+def image(tag: str, drawing: Canvas, description: str = "") -> Any:
+    """A picture for the tab "Images"; TensorBoard shows its description next to the tag."""
+    from tensorboard.plugins.image import metadata
+
+    file = BytesIO()
+    drawing.png(file, _SCALE)
+    size = [str(round(_SCALE * each)).encode() for each in (drawing.width, drawing.height)]
+    about = metadata.create_summary_metadata(display_name=tag, description=description)
+    return _tensor(tag, about, [*size, file.getvalue()])
+
+
+def _tensor(tag: str, metadata: Any, values: Sequence[bytes]) -> Any:
+    from tensorboard.compat.proto import summary_pb2, tensor_pb2, tensor_shape_pb2, types_pb2
+
+    modules: Any = (summary_pb2, tensor_pb2, tensor_shape_pb2, types_pb2)
+    summaries, tensors, shapes, types = modules
+    shape = shapes.TensorShapeProto()
+    if len(values) > 1:
+        shape.dim.add(size=len(values))
+    tensor = tensors.TensorProto(dtype=types.DT_STRING, string_val=list(values), tensor_shape=shape)
+    summary = summaries.Summary()
+    summary.value.add(tag=tag, metadata=metadata, tensor=tensor)
+    return summary
+
 
 _log = logging.getLogger("maxpipe")
 
@@ -206,10 +282,10 @@ class MetricWriter:
         if self._events is None or (self._charts and self._tags.issuperset(values)):
             return
         self._tags.update(values)
-        titles = board.chart_titles(self._tags)
+        titles = chart_titles(self._tags)
         if titles != self._charts:
             self._charts = titles
-            self._events.summary(board.charts(titles), step)
+            self._events.summary(charts(titles), step)
 
     def samples(self, step: int, samples: Sequence[Mapping[str, object]]) -> None:
         """Record what the model made of prompts after `step`, each with `prompt` and `text`."""

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from maxpipe.config.paths import EVENTS_FILE
+from maxpipe.config.shipped import EVENTS_FILE
 from maxpipe.distributed.link import Link
 from maxpipe.errors import ConfigError
 from maxpipe.io.files import records

@@ -12,9 +12,9 @@ from maxpipe.checkpoint.storage import home, run_folder
 from maxpipe.config.load import to_yaml
 from maxpipe.config.schema import Config
 from maxpipe.data.loader import Datasets, Loader
+from maxpipe.data.mixture import Part
 from maxpipe.data.packing import efficiency_of
 from maxpipe.data.prompts import PromptRows
-from maxpipe.data.stream import Part
 from maxpipe.errors import StorageError
 from maxpipe.io import files, redact
 from maxpipe.io.text import counted, millions

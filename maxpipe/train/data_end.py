@@ -1,11 +1,21 @@
-"""Where the data of a run ends, and what that means for its steps."""
+"""Where the data of a run ends, and what that means for its steps.
+
+Names the source and the file that a run waits for, when batches do not come in time.
+"""
 
 from __future__ import annotations
 
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+
 from maxpipe.config.check import total_steps, where
 from maxpipe.config.load import Loaded
+from maxpipe.data.formats import reads
 from maxpipe.data.loader import Loader
-from maxpipe.data.sections import section_of
+from maxpipe.data.sources import section_of
+from maxpipe.distributed.phases import DATA, Phases
 from maxpipe.errors import ConfigError
 from maxpipe.io.text import counted
 from maxpipe.telemetry.console import Console
@@ -60,3 +70,86 @@ def checked(loaded: Loaded, train: Loader, offset: int, first: int, console: Con
             f"learning rate is planned for {counted(length, 'step')}"
         )
     return last
+
+
+_PERIOD_SECONDS = 1.0
+_SLOW_SECONDS = 10.0
+"""Of reading a document that is named; and again whenever it has taken twice as long."""
+_WINDOW_SECONDS, _SHARE = 10.0, 0.5
+"""Steps that are looked at together, and what of their time they wait for data if that is named."""
+_QUIET_SECONDS = 600.0
+"""Between two warnings of it."""
+
+
+class SlowData:
+    """Warns of documents whose reading takes long, and of steps that mostly wait for data.
+
+    With `with` its thread runs, which also tells `phases` what is read: stall reports have it.
+    """
+
+    def __init__(self, phases: Phases, warn: Callable[[str], object], threads: int):
+        """`threads` read."""
+        self._phases, self._warn, self._threads = phases, warn, threads
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="slow data", daemon=True)
+        self._named, self._again = (0.0, ""), 0.0
+        self._waited = self._seconds = 0.0
+        self._has_begun = False
+        self._quiet_until = 0.0
+
+    def __enter__(self) -> SlowData:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._closed.set()
+
+    def _watch(self) -> None:
+        while not self._closed.wait(_PERIOD_SECONDS):
+            self._look(time.monotonic())
+
+    def _look(self, now: float) -> None:
+        read = reads.longest()
+        seconds = 0.0 if read is None else now - read.begun
+        if read is None or seconds < _SLOW_SECONDS:
+            self._phases.detail = ""
+            return
+        if self._named[0] != read.begun:
+            self._named, self._again = (read.begun, str(read)), 0.0
+        self._phases.detail = self._named[1]
+        if read.verb != "reading" or seconds < self._again:
+            return
+        self._again = 2 * seconds
+        waits = " and the run waits for it:" if self._phases.where().phase == DATA else ""
+        self._warn(
+            f"{self._named[1]}, has taken {seconds:.0f} s so far,{waits} its disk, bucket or host "
+            "is slow or gone, or the document is long and should be several"
+        )
+
+    def stepped(self, waited: float, seconds: float) -> None:
+        """Steps have taken these `seconds`, and have waited for data in `waited` of them."""
+        if not self._has_begun:  # the first batches take longer
+            self._has_begun = True
+            reads.take()
+            return
+        self._waited, self._seconds = self._waited + waited, self._seconds + seconds
+        if self._seconds < _WINDOW_SECONDS:
+            return
+        share, whole, spent = self._waited / self._seconds, self._seconds, reads.take()
+        self._waited = self._seconds = 0.0
+        now = time.monotonic()
+        if share < _SHARE or now < self._quiet_until or spent.slowest is None:
+            return
+        self._quiet_until = now + _QUIET_SECONDS
+        source = max(spent.sources, key=lambda name: spent.sources[name], default="data")
+        self._warn(
+            f"steps waited for data for {share:.0%} of the last {whole:.0f} s: reading {source} "
+            f"took {spent.sources.get(source, 0.0):.1f} s of {self._threads} threads, and "
+            f"{spent.slowest} {spent.seconds:.2f} s of it. Prepare the documents with `maxpipe "
+            "data prepare`, or set data.threads to more."
+        )

@@ -22,7 +22,7 @@ from maxpipe.config.load import Loaded
 from maxpipe.distributed import runtime
 from maxpipe.distributed.phases import DATA, EVAL, LOOP, ROLLOUT, SAVE, STEP, Phases
 from maxpipe.errors import ExitCode
-from maxpipe.evals.by_source import SourceSums
+from maxpipe.evals.evaluate import SourceSums
 from maxpipe.hardware import peak_flops
 from maxpipe.io.text import counted
 from maxpipe.models.count import train_flops_per_token

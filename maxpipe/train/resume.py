@@ -14,11 +14,10 @@ from functools import partial
 from typing import Any, NamedTuple, NotRequired, TypedDict
 
 from maxpipe.checkpoint.contents import FACTS
-from maxpipe.checkpoint.damage import Damaged
 from maxpipe.checkpoint.folder import Base, Facts, Folder
 from maxpipe.checkpoint.manager import Checkpoints
 from maxpipe.checkpoint.run_records import check_saved
-from maxpipe.checkpoint.storage import FOLDER, home, home_of, in_bucket, run_folder
+from maxpipe.checkpoint.storage import FOLDER, Damaged, home, home_of, in_bucket, run_folder
 from maxpipe.config.check import total_steps, where
 from maxpipe.config.data import paths_of
 from maxpipe.config.keys import (
@@ -30,7 +29,7 @@ from maxpipe.config.keys import (
 from maxpipe.config.load import Loaded, to_dict
 from maxpipe.config.rules import shown
 from maxpipe.config.schema import Config
-from maxpipe.data.fingerprints import compare
+from maxpipe.data.corpus import compare
 from maxpipe.data.loader import Datasets
 from maxpipe.data.prepared.logits import TeacherEntry
 from maxpipe.errors import ConfigError
@@ -42,16 +41,18 @@ from maxpipe.io.typed import AnyFloat, checked
 from maxpipe.models.frozen import trained
 from maxpipe.models.registry import describe
 from maxpipe.optim.guard import initial
-from maxpipe.posttrain.reference import Reference
-from maxpipe.restore.adapters import check_adapter, read_base, said_of
+from maxpipe.posttrain.rollouts import Reference
 from maxpipe.restore.initial_weights import (
     NEW_START,
     as_known,
+    check_adapter,
     check_model,
     has_adapters,
     of_other,
+    read_base,
     read_weights,
     restore_other,
+    said_of,
 )
 from maxpipe.step.state import TrainState
 from maxpipe.step.step import Steps

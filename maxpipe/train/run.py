@@ -13,25 +13,24 @@ from maxpipe.checkpoint.folder import BASE, Base
 from maxpipe.checkpoint.manager import Checkpoints
 from maxpipe.checkpoint.storage import run_folder
 from maxpipe.config.load import to_dict
-from maxpipe.config.paths import (
+from maxpipe.config.schema import Config
+from maxpipe.config.shipped import (
     CONFIG_FILE,
     EVENTS_FILE,
     METRICS_FILE,
     REFERENCE_FILE,
     SAMPLES_FILE,
 )
-from maxpipe.config.schema import Config
 from maxpipe.data.conversation import KEY as CONVERSATION
 from maxpipe.data.loader import Batches, Datasets, Loader
 from maxpipe.distributed.link import Link
 from maxpipe.distributed.phases import RESTORE, Phases
 from maxpipe.errors import ReplicaError
-from maxpipe.evals.evaluations import Evaluations
+from maxpipe.evals.evaluate import Evaluations
 from maxpipe.evals.patience import Patience
 from maxpipe.io import redact
 from maxpipe.posttrain.distill import Taught
-from maxpipe.posttrain.reference import Reference
-from maxpipe.posttrain.rollouts import Rollouts
+from maxpipe.posttrain.rollouts import Reference, Rollouts
 from maxpipe.step.build import batches
 from maxpipe.step.replicas import explain
 from maxpipe.step.state import TrainState
@@ -40,9 +39,9 @@ from maxpipe.telemetry.console import Console
 from maxpipe.telemetry.records import EventLog, MetricWriter
 from maxpipe.train import data_end
 from maxpipe.train.bad_steps import Watch
+from maxpipe.train.data_end import SlowData
 from maxpipe.train.resume import Start
 from maxpipe.train.samples import Samples
-from maxpipe.train.slow_data import SlowData
 
 _RECORDS = (METRICS_FILE, f"{METRICS_FILE}.new", SAMPLES_FILE, f"{SAMPLES_FILE}.new", EVENTS_FILE)
 

@@ -25,10 +25,10 @@ from maxpipe.generate.completions import (
     encoded,
     encoded_chats,
 )
-from maxpipe.generate.decoders import decoding_of, for_decoding, prepared, prepared_shardings
+from maxpipe.generate.decoding import Sampling
 from maxpipe.generate.prompts import read, read_conversations, said
-from maxpipe.generate.sampling import Sampling
-from maxpipe.parallel.explicit import placed_on
+from maxpipe.generate.staged import decoding_of, for_decoding, prepared, prepared_shardings
+from maxpipe.parallel.sharding import placed_on
 from maxpipe.step.state import Partition
 
 

@@ -23,26 +23,25 @@ from maxpipe.checkpoint.manager import Checkpoints, local_folder
 from maxpipe.checkpoint.storage import home, run_folder
 from maxpipe.config.check import cautions, total_steps
 from maxpipe.config.load import Loaded, to_dict
-from maxpipe.config.paths import (
+from maxpipe.config.schema import Config
+from maxpipe.config.shipped import (
     CONFIG_FILE,
 )
-from maxpipe.config.schema import Config
 from maxpipe.data.datasets import check_overlap, datasets_of, spoken_in_run
 from maxpipe.data.loader import Datasets
 from maxpipe.data.turns import held_out
-from maxpipe.distributed import secret
+from maxpipe.distributed import wire
 from maxpipe.distributed.link import Link
 from maxpipe.distributed.phases import COMPILE, DATA_SET_UP, RESTORE, Phases
 from maxpipe.errors import ConfigError, ExitCode, Preempted
-from maxpipe.evals.evaluations import Evaluations
+from maxpipe.evals.evaluate import Evaluations
 from maxpipe.evals.patience import Patience
 from maxpipe.evals.tasks import Task, tasks_of
 from maxpipe.io.files import check_writable, full
 from maxpipe.parallel.mesh import build_mesh
 from maxpipe.posttrain import pair_references
 from maxpipe.posttrain.distill import taught_by
-from maxpipe.posttrain.reference import Reference
-from maxpipe.posttrain.rollouts import Rollouts
+from maxpipe.posttrain.rollouts import Reference, Rollouts
 from maxpipe.step.build import devices_of, steps_of
 from maxpipe.step.step import Steps
 from maxpipe.telemetry.console import Console
@@ -50,11 +49,11 @@ from maxpipe.telemetry.records import EventLog, MetricWriter
 from maxpipe.train import attention_check, data_end
 from maxpipe.train.bad_steps import Watch
 from maxpipe.train.banner import facts_of, write_config
+from maxpipe.train.data_end import SlowData
 from maxpipe.train.memory_check import check_program
 from maxpipe.train.resume import Start, reference_of, restore_or_init
 from maxpipe.train.run import WRITTEN_FILES, Run
 from maxpipe.train.samples import Samples
-from maxpipe.train.slow_data import SlowData
 from maxpipe.train.tensorboard import show
 
 _log = logging.getLogger("maxpipe")
@@ -263,7 +262,7 @@ def _locks(config: Config, stack: contextlib.ExitStack, console: Console) -> lis
     if local_dir := config.checkpoint.local_dir:
         locks.append(RunLock(local_folder(local_dir, run_dir), key="checkpoint.local_dir"))
     held = [stack.enter_context(lock) for lock in locks]
-    secret.sweep(run_dir)
+    wire.sweep(run_dir)
     for note in filter(None, (lock.note for lock in held)):
         console.warn(note)
     return held

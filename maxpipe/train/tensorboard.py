@@ -1,4 +1,7 @@
-"""Settings, texts and pictures of a run for TensorBoard."""
+"""Settings, texts and pictures of a run for TensorBoard.
+
+The memory and the sharding of a run, for TensorBoard.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +19,79 @@ from maxpipe.config.load import to_dict, to_yaml
 from maxpipe.config.schema import Config
 from maxpipe.io import redact
 from maxpipe.io.text import counted
-from maxpipe.schedule.draw import summary
+from maxpipe.schedule.draw import OVERVIEW_WIDTH, Box, Canvas, Label, summary
 from maxpipe.schedule.pictures import overview
 from maxpipe.schedule.table import Schedule
 from maxpipe.step.state import TrainState
 from maxpipe.step.step import Steps
-from maxpipe.telemetry import board
+from maxpipe.telemetry import records
 from maxpipe.telemetry.records import MetricWriter
-from maxpipe.train import pictures
+
+_INK, _PALE, _COLOUR = "#1d2633", "#e8ecf1", "#4f7cac"
+_MARGIN, _LINE, _TITLE, _TEXT = 16.0, 46.0, 20, 18
+_MOST_ROWS = 200
+
+MEMORY = (
+    "Memory of the train step on one device, as compiled. arguments: parameters, optimizer state "
+    "and batch; temporary: activations, gradients and gathered weights; results: those that do not "
+    "replace an argument."
+)
+"""The description of the picture of `memory`."""
+
+
+def memory(program: Any) -> Canvas:
+    """Draw the compiled memory of one device's part of the step, a bar for each use.
+
+    Its text is legible where TensorBoard shows it 300 pixels wide.
+    """
+    stats = program.memory_analysis()
+    sizes = {
+        "arguments": stats.argument_size_in_bytes,
+        "temporary": stats.temp_size_in_bytes,
+        "results": stats.output_size_in_bytes - stats.alias_size_in_bytes,
+        "program": stats.generated_code_size_in_bytes,
+    }
+    longest = max(1, *sizes.values())
+    width = OVERVIEW_WIDTH - 2 * _MARGIN
+    title = f"memory of a device: {sum(sizes.values()) / 2**20:,.1f} MiB"
+    canvas = Canvas(labels=[Label(_MARGIN, 30, title, _TITLE, _INK, "l", bold=True)])
+    y = 42.0
+    for name, size in sizes.items():
+        about = f"{name} {size / 2**20:,.1f} MiB"
+        canvas.labels.append(Label(_MARGIN, y + _TEXT, about, _TEXT, _INK, "l"))
+        canvas.boxes.append(Box(_MARGIN, y + 25, width, 13, _PALE))
+        canvas.boxes.append(Box(_MARGIN, y + 25, width * max(0, size) / longest, 13, _COLOUR))
+        y += _LINE
+    canvas.width, canvas.height = OVERVIEW_WIDTH, y + 8
+    return canvas
+
+
+def sharding(params: Any) -> list[tuple[str, str, str, str]]:
+    """Return name, shape, shape on one device and splitting axes of each parameter.
+
+    The first row has the titles.
+    """
+    rows = [("parameter", "shape", "on a device", "split over")]
+    for path, array in jax.tree_util.tree_leaves_with_path(params):
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        mesh = array.sharding.mesh.shape
+        axes = [_words(axis, mesh) for axis in array.sharding.spec]
+        part = array.sharding.shard_shape(array.shape)
+        rows.append((name, _pictures_shape(array.shape), _pictures_shape(part), ", ".join(axes)))
+    if len(rows) > _MOST_ROWS:
+        rows = [*rows[:_MOST_ROWS], (f"and {len(rows) - _MOST_ROWS} more", "", "", "")]
+    return rows
+
+
+def _words(axis: str | Sequence[str] | None, mesh: Mapping[str, int]) -> str:
+    """The axes that really split this dim."""
+    axes = (axis,) if isinstance(axis, str) else axis or ()
+    return " x ".join(f"{each} {mesh[each]}" for each in axes if mesh[each] > 1) or "-"
+
+
+def _pictures_shape(shape: Sequence[int]) -> str:
+    return " x ".join(map(str, shape)) or "scalar"
+
 
 _log = logging.getLogger("maxpipe")
 _HYPERPARAMETERS = (
@@ -108,12 +176,12 @@ def _draw(
         if key.partition(".")[0] in _HYPERPARAMETERS
     }
     try:
-        writer.show(lambda: board.hyperparameters(chosen, config.run.name))
-        writer.text("run/sharding", _table(pictures.sharding(params)))
+        writer.show(lambda: records.hyperparameters(chosen, config.run.name))
+        writer.text("run/sharding", _table(sharding(params)))
         timeline, about = overview(schedule), summary(schedule)
-        writer.show(lambda: board.image("run/timeline", timeline, about))
+        writer.show(lambda: records.image("run/timeline", timeline, about))
         if program is not None:
-            bars = pictures.memory(program)
-            writer.show(lambda: board.image("run/memory", bars, pictures.MEMORY))
+            bars = memory(program)
+            writer.show(lambda: records.image("run/memory", bars, MEMORY))
     except Exception as error:  # a failed picture must not stop the run
         _log.warning("TensorBoard lacks a picture of this run: %s", error)

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from maxpipe.checkpoint import lock as locks
+from maxpipe.checkpoint.copies import digest
 from maxpipe.checkpoint.lock import FILE, RunLock
 from maxpipe.checkpoint.manager import FOLDER, Checkpoints, open_run
-from maxpipe.checkpoint.trees import digest
 from maxpipe.cli import main
 from maxpipe.config.schema import CheckpointConfig
 from maxpipe.errors import ConfigError, StorageError

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from maxpipe.checkpoint.damage import Damaged, is_damage, outage, retried
-from maxpipe.checkpoint.storage import first_line, remedy
+from maxpipe.checkpoint.storage import Damaged, first_line, is_damage, outage, remedy, retried
 from maxpipe.errors import causes
 
 
@@ -55,7 +54,7 @@ def test_damage_is_reported_from_trouble(error: BaseException, damaged: bool):
 
 
 def test_only_trouble_is_tried_again(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("maxpipe.checkpoint.damage.PAUSE_SECONDS", 0)
+    monkeypatch.setattr("maxpipe.checkpoint.storage.PAUSE_SECONDS", 0)
     left: list[BaseException] = [OSError(errno.EIO, "once"), OSError(errno.EIO, "twice")]
 
     def call() -> int:

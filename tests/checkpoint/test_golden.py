@@ -17,9 +17,9 @@ import pytest
 
 import maxpipe
 from maxpipe.checkpoint import contents, manifest
+from maxpipe.checkpoint.copies import digest
 from maxpipe.checkpoint.folder import FORMAT, Folder
 from maxpipe.checkpoint.manager import FOLDER, open_run
-from maxpipe.checkpoint.trees import digest
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "checkpoints"
 RUNS = sorted(path.name for path in GOLDEN.iterdir())

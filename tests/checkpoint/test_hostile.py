@@ -19,9 +19,9 @@ from maxpipe import hardware
 from maxpipe.checkpoint.storage import FOLDER, files, home_of
 from maxpipe.cli import main
 from maxpipe.errors import MaxpipeError
-from maxpipe.launch.logs import Log
-from maxpipe.launch.restart import newest_step
-from maxpipe.telemetry import goodput
+from maxpipe.launch.job import newest_step
+from maxpipe.launch.local import Log
+from maxpipe.telemetry import curves
 from maxpipe.telemetry.records import EventLog, MetricWriter
 
 Capture = pytest.CaptureFixture[str]
@@ -282,11 +282,11 @@ def test_bad_records_are_left_out_and_good_ones_count(tmp_path: Path):
     ]
     lines = [json.dumps({"time": TIME} | record).encode() + b"\n" for record in good]
     (tmp_path / "events.jsonl").write_bytes(b"".join(lines))
-    expected = goodput.facts(goodput.read(tmp_path))
+    expected = curves.facts(curves.read_goodput(tmp_path))
     bad = b"".join(text.rstrip(b"\n") + b"\n" for text in TEXTS.values())
     (tmp_path / "events.jsonl").write_bytes(bad.join(lines))
-    assert goodput.facts(goodput.read(tmp_path)) == expected
-    assert re.search(r"steps that count", goodput.page(goodput.read(tmp_path)))
+    assert curves.facts(curves.read_goodput(tmp_path)) == expected
+    assert re.search(r"steps that count", curves.page(curves.read_goodput(tmp_path)))
 
 
 def test_a_year_of_records_takes_seconds(tmp_path: Path):
@@ -297,4 +297,4 @@ def test_a_year_of_records_takes_seconds(tmp_path: Path):
             record = {"time": TIME, "event": "time", "step": step, "seconds": {"step": 1.0}}
             file.write(json.dumps(record) + "\n")
     with at_most(20):
-        assert goodput.read(tmp_path).seconds[goodput.PRODUCTIVE] == 20_000
+        assert curves.read_goodput(tmp_path).seconds[curves.PRODUCTIVE] == 20_000

@@ -18,15 +18,15 @@ import pytest
 from etils import epath
 from orbax.checkpoint._src.serialization import replica_slices
 
-from maxpipe.checkpoint import contents, copies, damage, manager, manifest, storage, writer
+from maxpipe.checkpoint import contents, copies, manager, manifest, storage, writer
 from maxpipe.checkpoint.address import parse
+from maxpipe.checkpoint.copies import digest
 from maxpipe.checkpoint.folder import Facts, Folder
 from maxpipe.checkpoint.inspect import verified
 from maxpipe.checkpoint.manager import FOLDER, Checkpoints
-from maxpipe.checkpoint.trees import digest
 from maxpipe.config.schema import CheckpointConfig
 from maxpipe.errors import ExitCode, NumbersError, StorageError
-from maxpipe.io.signed import signed
+from maxpipe.io.typed import checksummed
 from tests.checkpoint.cases import abstract, config, data, put, save, tree
 
 Tree = dict[str, Any]
@@ -37,7 +37,7 @@ Damage = Callable[[Path], object]
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(manager, "_FIRST_PAUSE_SECONDS", 0.0)
-    monkeypatch.setattr(damage, "PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(storage, "PAUSE_SECONDS", 0.0)
 
 
 def names(run_dir: Path) -> list[str]:
@@ -406,7 +406,7 @@ def as_version_1(step: Path) -> None:
     content = json.loads((step / "manifest.json").read_text())
     files = {n: one for n, one in content["files"].items() if not n.startswith("digests/")}
     old = {"version": 1, "step": content["step"], "files": files}
-    (step / "manifest.json").write_text(signed(old))
+    (step / "manifest.json").write_text(checksummed(old))
 
 
 # --- the command ----------------------------------------------------------------------------
@@ -458,7 +458,7 @@ def test_an_error_of_orbax_about_its_own_metadata_is_a_failed_save(
 def test_a_step_whose_metadata_no_run_saves_is_skipped(copy: Path, caplog: Logs):
     def accept(facts: Facts) -> None:
         if facts.step == 6:
-            raise damage.Damaged("facts/metadata does not describe a run")
+            raise storage.Damaged("facts/metadata does not describe a run")
 
     with Checkpoints(copy) as checkpoints:
         found = checkpoints.restore_newest(abstract(), accept)

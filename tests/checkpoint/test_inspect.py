@@ -17,9 +17,9 @@ import pytest
 
 from maxpipe.checkpoint import inspect
 from maxpipe.checkpoint.address import parse
+from maxpipe.checkpoint.copies import differences, digest, other_shapes
 from maxpipe.checkpoint.lock import RunLock
 from maxpipe.checkpoint.manager import FOLDER, Checkpoints
-from maxpipe.checkpoint.trees import differences, digest, other_shapes
 from maxpipe.cli import main
 from maxpipe.config.schema import CheckpointConfig
 from maxpipe.errors import StorageError

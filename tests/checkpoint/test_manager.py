@@ -16,14 +16,14 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from maxpipe.checkpoint import contents, damage, manager, manifest, writer
+from maxpipe.checkpoint import contents, manager, manifest, storage, writer
 from maxpipe.checkpoint.address import parse
-from maxpipe.checkpoint.damage import Damaged
+from maxpipe.checkpoint.copies import digest, leaves
 from maxpipe.checkpoint.folder import FORMAT, Folder
 from maxpipe.checkpoint.inspect import listed, shown
 from maxpipe.checkpoint.lock import RunLock
 from maxpipe.checkpoint.manager import FOLDER, Checkpoints, open_run
-from maxpipe.checkpoint.trees import digest, leaves
+from maxpipe.checkpoint.storage import Damaged
 from maxpipe.config.schema import CheckpointConfig
 from maxpipe.errors import ConfigError, StorageError
 from tests.checkpoint.cases import abstract, config, data, files, put, restore, save, tree
@@ -267,7 +267,7 @@ def fails(monkeypatch: pytest.MonkeyPatch, error: OSError, times: int) -> None:
         return true(path, *options)
 
     monkeypatch.setattr(manifest, "_digest", digest_of)
-    monkeypatch.setattr(damage, "PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(storage, "PAUSE_SECONDS", 0.0)
 
 
 def test_storage_that_does_not_answer_is_no_damage(copy: Path, monkeypatch: pytest.MonkeyPatch):

@@ -14,7 +14,7 @@ from etils import epath
 
 from maxpipe.checkpoint import contents, manifest
 from maxpipe.errors import StorageError
-from maxpipe.io.signed import signed
+from maxpipe.io.typed import checksummed
 from tests.checkpoint.cases import files
 
 STEP = 6
@@ -144,7 +144,7 @@ def test_a_list_that_is_not_complete_is_refused(cut: Cut, told: str | None, step
     content = json.loads(path.read_text())
     del content["sha256"]
     cut(content)
-    path.write_text(signed(content))
+    path.write_text(checksummed(content))
     found = faults(step)
     if told is None:  # only who knows the arrays can say
         expected = contents.recorded(epath.Path(step), STEP)
@@ -160,6 +160,6 @@ def _array_file(content: dict[str, Any]) -> str:
 def test_a_manifest_of_a_later_release_is_no_damage(step: Path):
     content = json.loads((step / "manifest.json").read_text()) | {"version": 3}
     del content["sha256"]
-    (step / "manifest.json").write_text(signed(content))
+    (step / "manifest.json").write_text(checksummed(content))
     with pytest.raises(StorageError, match="Use the release of maxpipe that has saved it"):
         faults(step)

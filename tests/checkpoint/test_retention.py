@@ -7,7 +7,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from maxpipe.checkpoint.retention import Better, Rules, Saved, kept
+from maxpipe.checkpoint.folder import Better, Rules, Saved, kept
 from maxpipe.config.schema import CheckpointConfig
 
 HOUR = 3600.0

@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 from etils import epath
 
-from maxpipe.checkpoint import contents, damage, manifest, slabs
+from maxpipe.checkpoint import contents, manifest, storage, writer
 from maxpipe.checkpoint.folder import Facts, Folder
-from maxpipe.checkpoint.restore import restore
+from maxpipe.checkpoint.reader import restore
 from maxpipe.errors import NumbersError
 from tests.checkpoint.test_injected import DAMAGES
 
@@ -33,7 +33,7 @@ SLABS = {"a": (2, 4, 9), "b": (11,), "c": (1, 1)}
 def state(arrays: dict[str, np.ndarray] = ARRAYS, **changes: Any) -> dict[str, Any]:
     return {
         "params": {
-            name: slabs.Slabs(
+            name: writer.Slabs(
                 array.shape, array.dtype, SLABS[name], changes.get(name, array.__getitem__)
             )
             for name, array in arrays.items()
@@ -52,7 +52,7 @@ FACTS = Facts(4, {"model": {}}, {"step": 4})
 
 def test_the_arrays_are_those_of_the_slabs(folder: Folder) -> None:
     counts: list[int] = []
-    slabs.save(folder, FACTS, state(), counts.append)
+    writer.save(folder, FACTS, state(), counts.append)
     assert folder.steps() == [4]
     assert sum(counts) == sum(array.nbytes for array in ARRAYS.values()) and len(counts) == 10
     found = restore(folder, 4, None)
@@ -64,7 +64,7 @@ def test_the_arrays_are_those_of_the_slabs(folder: Folder) -> None:
 
 
 def test_they_are_restored_in_the_type_that_is_asked_for(folder: Folder) -> None:
-    slabs.save(folder, FACTS, state())
+    writer.save(folder, FACTS, state())
     place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     wanted = {
         name: jax.ShapeDtypeStruct(array.shape, np.float32, sharding=place)
@@ -80,13 +80,13 @@ def test_they_are_restored_in_the_type_that_is_asked_for(folder: Folder) -> None
 def test_an_error_of_reading_is_raised_as_it_was(folder: Folder, kind: type) -> None:
     begun = threading.active_count()
 
-    def read(region: slabs.Region) -> np.ndarray:
+    def read(region: writer.Region) -> np.ndarray:
         if region[0].start:
             raise kind("while it was read")
         return ARRAYS["a"][region]
 
     with pytest.raises(kind, match="while it was read"):
-        slabs.save(folder, FACTS, state(a=read))
+        writer.save(folder, FACTS, state(a=read))
     assert not folder.steps()
     assert threading.active_count() <= begun + 1  # nothing writes any more
 
@@ -94,7 +94,7 @@ def test_an_error_of_reading_is_raised_as_it_was(folder: Folder, kind: type) -> 
 def test_numbers_that_are_none_are_refused(folder: Folder) -> None:
     bad = {**ARRAYS, "b": ARRAYS["b"] + np.float16(np.inf)}
     with pytest.raises(NumbersError, match=r"params\.b holds 11 values"):
-        slabs.save(folder, FACTS, state(bad))
+        writer.save(folder, FACTS, state(bad))
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_numbers_that_are_none_are_refused(folder: Folder) -> None:
 )
 def test_regions_cover_all_once(shape: tuple[int, ...], slab: tuple[int, ...], count: int) -> None:
     seen = np.zeros(shape, int)
-    found = [*slabs.regions(shape, slab)]
+    found = [*writer.regions(shape, slab)]
     for region in found:
         seen[region] += 1
     assert (seen == 1).all() and len(found) == count
@@ -118,7 +118,7 @@ def test_the_first_error_ends_the_work() -> None:
             raise ValueError("three")
 
     with pytest.raises(ValueError, match="three"):
-        slabs.each(work, range(1000))
+        writer.each(work, range(1000))
     assert len(done) < 20
 
 
@@ -148,8 +148,8 @@ def test_files_are_digested_once_before_all_are_written(
         return contents.seal(*arguments)
 
     monkeypatch.setattr(manifest, "_digest", digest)
-    monkeypatch.setattr(slabs, "seal", sealed)
-    slabs.save(folder, FACTS, state())
+    monkeypatch.setattr(writer, "seal", sealed)
+    writer.save(folder, FACTS, state())
     data = {path.name for path in (folder / 4 / "state" / "ocdbt.process_0" / "d").iterdir()}
     assert len(early) == len({*early}) > 5 and {*early} <= data
     assert all(later.count(name) == 1 for name in early)
@@ -169,9 +169,9 @@ def test_what_turns_after_its_digest_is_never_sealed(
         DAMAGES[name](Path(step))
         return contents.seal(step, number, ahead)
 
-    monkeypatch.setattr(slabs, "seal", seal)
+    monkeypatch.setattr(writer, "seal", seal)
     with pytest.raises(contents.NotSaved):
-        slabs.save(folder, FACTS, state())
+        writer.save(folder, FACTS, state())
     assert not manifest.is_in(folder / 4)
 
 
@@ -191,7 +191,7 @@ def test_a_bit_that_turns_in_an_early_digest_is_noticed(
 
     monkeypatch.setattr(manifest, "_digest", digest)
     with pytest.raises(contents.NotSaved, match="other content than was saved"):
-        slabs.save(folder, FACTS, state())
+        writer.save(folder, FACTS, state())
     assert not manifest.is_in(folder / 4)
 
 
@@ -202,7 +202,7 @@ def test_a_disk_that_fails_while_others_are_written_ends_the_save(
 ) -> None:
     """A second fsync would succeed: the kernel reports what it could not write once."""
     begun, failed = threading.active_count(), [0]
-    real, most = getattr(manifest, name), damage.ATTEMPTS if name == "_digest" else 1
+    real, most = getattr(manifest, name), storage.ATTEMPTS if name == "_digest" else 1
 
     def fail(*arguments: Any) -> Any:
         failed[0] += 1
@@ -211,9 +211,9 @@ def test_a_disk_that_fails_while_others_are_written_ends_the_save(
         return real(*arguments)
 
     monkeypatch.setattr(manifest, name, fail)
-    monkeypatch.setattr(damage, "PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(storage, "PAUSE_SECONDS", 0.0)
     with pytest.raises(OSError, match="Input/output error"):
-        slabs.save(folder, FACTS, state({"c": ARRAYS["c"]}))
+        writer.save(folder, FACTS, state({"c": ARRAYS["c"]}))
     assert failed[0] >= most and not folder.steps()
     assert threading.active_count() <= begun + 1
 

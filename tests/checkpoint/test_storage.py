@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from maxpipe.checkpoint import storage
+from maxpipe.checkpoint.copies import digest
 from maxpipe.checkpoint.manager import FOLDER, Checkpoints, open_run
 from maxpipe.checkpoint.storage import files, home, home_of, in_bucket, located
-from maxpipe.checkpoint.trees import digest
 from maxpipe.cli import main
 from maxpipe.config.schema import CheckpointConfig
 from maxpipe.errors import ConfigError, StorageError

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from maxpipe.config import check, rules
 from maxpipe.config.keys import KEYS, section_of
 from maxpipe.config.load import load
-from maxpipe.config.ranges import BOUNDS
+from maxpipe.config.rules import BOUNDS
 from maxpipe.config.schema import Config, TrainConfig
 from maxpipe.errors import ConfigError, Problem
 from maxpipe.models.frozen import declared

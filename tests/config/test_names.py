@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from maxpipe.config.foreign_features import ABSENT_KEY
-from maxpipe.config.foreign_keys import SAME_KEY
-from maxpipe.config.foreign_values import VALUES
+from maxpipe.config.foreign_keys import SAME_KEY, VALUES
 from maxpipe.config.keys import KEYS, SECTIONS
 from maxpipe.config.load import load
 from maxpipe.config.rules import did_you_mean, squashed

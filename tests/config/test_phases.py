@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from maxpipe.config.load import load
-from maxpipe.config.phases import EXAMPLE, Phase, phases
+from maxpipe.config.ramp import EXAMPLE, Phase, phases
 from maxpipe.errors import ConfigError
 
 

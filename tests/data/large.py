@@ -8,20 +8,22 @@ from typing import Any
 
 import numpy as np
 
-from maxpipe.data.prepared.indexed import BIN, IDX, index_of
 from maxpipe.data.prepared.manifest import (
+    BIN,
     CRC_FILE,
     FILE,
+    IDX,
     META,
     META_FILE,
     SPAN,
     SPANS,
+    index_of,
     shard_name,
 )
 from maxpipe.data.prepared.ranges import BLOCK_BYTES
 from maxpipe.data.prepared.writer import SignedFile
 from maxpipe.data.tokenizer import ByteTokenizer
-from maxpipe.io.signed import signed
+from maxpipe.io.typed import checksummed
 
 SHARDS, DOCUMENTS, TOKENS = 100, 1_000_000, 500
 """Of 100 GB: 50 billion tokens of two bytes each."""
@@ -87,7 +89,7 @@ def write_sparse(folder: Path) -> None:
         "shards": [shard] * SHARDS,
         "spans": spans.close(),
     }
-    (folder / FILE).write_text(signed(manifest))
+    (folder / FILE).write_text(checksummed(manifest))
 
 
 MEASURED = """
@@ -96,7 +98,7 @@ import numpy
 begin = time.perf_counter()
 from maxpipe.config.schema import DataConfig, TokenizerConfig
 from maxpipe.data.loader import build
-from maxpipe.data.overlap import overlaps
+from maxpipe.data.datasets import overlaps
 data = DataConfig(source="tokens", path=sys.argv[1])
 found = build(data, TokenizerConfig(), seed=0, batch_size=8, sequence_length=2048)
 assert overlaps(*found.corpora, large=False) == []  # as a run does at its start

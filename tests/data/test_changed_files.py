@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from maxpipe.config.schema import DataConfig, TokenizerConfig
-from maxpipe.data.fingerprints import compare
+from maxpipe.data.corpus import compare
 from maxpipe.data.formats import digests as digests_module
 from maxpipe.data.formats import files as files_module
 from maxpipe.data.formats.digests import Digests, Pass

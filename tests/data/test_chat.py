@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from maxpipe.data.tokenizers import chat, render_chat
-from maxpipe.data.tokenizers.chat import ChatTemplate
-from maxpipe.data.tokenizers.chat_process import ChatInput
+from maxpipe.data.tokenizers.chat import ChatInput, ChatTemplate
 from maxpipe.errors import ConfigError
 from maxpipe.io import worker_process
 

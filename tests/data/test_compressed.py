@@ -22,8 +22,8 @@ import pytest
 
 from maxpipe.config.schema import DataConfig
 from maxpipe.data.documents import build_index
-from maxpipe.data.formats import lines, locks, text_of
-from maxpipe.data.formats.locks import locked
+from maxpipe.data.formats import cache, lines, text_of
+from maxpipe.data.formats.cache import locked
 from maxpipe.data.sources import Source, open_source
 from maxpipe.data.tokenizer import ByteTokenizer
 from maxpipe.errors import ConfigError, StorageError
@@ -376,7 +376,7 @@ def test_a_copy_is_made_without_locks(
             aside.rename(folder)
         raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
 
-    monkeypatch.setattr(locks.fcntl, "flock", no_lock)
+    monkeypatch.setattr(cache.fcntl, "flock", no_lock)
     documents = source(file, tmp_path)
     assert [documents[i] for i in range(2)] == ["a", "b"] and folder.is_dir()
     assert aside.exists() != is_made

@@ -9,8 +9,7 @@ import pytest
 from maxpipe.config.data_schema import SourceConfig
 from maxpipe.data.chat_records import conversation_of
 from maxpipe.data.formats.text_of import BadRecord
-from maxpipe.data.tokenizers.chat import ChatTemplate
-from maxpipe.data.tokenizers.chat_process import ChatInput, Masking, Rendered, RenderError
+from maxpipe.data.tokenizers.chat import ChatInput, ChatTemplate, Masking, Rendered, RenderError
 
 CONFIG = SourceConfig(chat="messages")
 TEMPLATES = {

@@ -16,7 +16,7 @@ from maxpipe.config.data_schema import MixedSourceConfig
 from maxpipe.config.load import load
 from maxpipe.config.ramp import Ramp
 from maxpipe.config.schema import DataConfig, TokenizerConfig
-from maxpipe.data.fingerprints import compare
+from maxpipe.data.corpus import compare
 from maxpipe.data.loader import Loader, build
 from maxpipe.data.mixture import BLOCK, Mixture, Stage, quotas
 from maxpipe.errors import ConfigError

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from maxpipe.data import fitting
-from maxpipe.data.fitting import Plan, Strategy, fitted
+from maxpipe.data import packing
+from maxpipe.data.packing import Plan, Strategy, fitted
 
 STRATEGIES = get_args(Strategy)
 LENGTHS = st.lists(st.integers(0, 60), max_size=60).map(lambda each: np.array(each, np.int64))
@@ -115,7 +115,7 @@ def test_first_fit_is_the_loop_over_open_rows(
 ) -> None:
     order = shuffled(lengths)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fitting, "OPEN_ROWS", most)
+        patch.setattr(packing, "OPEN_ROWS", most)
         plan = fitted(lengths, order, sequence_length, "first_fit")
     expected = first_fit(whole_pieces(lengths, order, sequence_length), sequence_length + 1, most)
     rows = rows_of(plan, lengths, sequence_length)

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from maxpipe.config.schema import DataConfig, TokenizerConfig
-from maxpipe.data.fingerprints import compare
+from maxpipe.data.corpus import compare
 from maxpipe.data.loader import Batch, Datasets, Loader, build
 from maxpipe.errors import ConfigError
 from tests.data.test_sources import write_records

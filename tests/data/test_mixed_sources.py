@@ -17,7 +17,7 @@ from maxpipe.config.load import load
 from maxpipe.config.schema import DataConfig, TokenizerConfig
 from maxpipe.data.datasets import datasets_of
 from maxpipe.data.loader import Datasets, build
-from maxpipe.data.stream import seed_of
+from maxpipe.data.mixture import seed_of
 from maxpipe.errors import ConfigError
 from tests.data.conversations import write_records
 from tests.data.texts import write_texts

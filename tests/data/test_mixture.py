@@ -14,14 +14,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from maxpipe.config.data import shares, stages
 from maxpipe.config.data_schema import MixedSourceConfig
 from maxpipe.config.load import from_dict, load, to_dict, to_yaml
-from maxpipe.config.mixture import shares, stages
 from maxpipe.config.ramp import Ramp
 from maxpipe.config.ramp import Stage as Batches
 from maxpipe.config.render import explain, json_schema
 from maxpipe.config.schema import DataConfig, TokenizerConfig
-from maxpipe.data.fingerprints import compare
+from maxpipe.data.corpus import compare
 from maxpipe.data.loader import Loader, build
 from maxpipe.data.mixture import BLOCK, Mixture, Stage, once, quotas
 from maxpipe.errors import ConfigError

@@ -14,11 +14,11 @@ from maxpipe.cli import main
 from maxpipe.config.data_schema import MixedSourceConfig, SourceConfig
 from maxpipe.config.schema import DataConfig, TokenizerConfig
 from maxpipe.data.corpus import Corpus
+from maxpipe.data.datasets import Overlap, left_out, overlaps
 from maxpipe.data.documents import build_index
 from maxpipe.data.loader import Datasets, build
-from maxpipe.data.overlap import Overlap, left_out, overlaps
 from maxpipe.data.prepared.prepare import Plan, prepare
-from maxpipe.data.prepared.windows import WINDOW_SPANS
+from maxpipe.data.prepared.reader import WINDOW_SPANS
 from maxpipe.data.tokenizer import ByteTokenizer
 from tests.data.texts import Texts
 
@@ -117,7 +117,7 @@ def test_documents_in_windows_are_compared(tmp_path: Path, monkeypatch: pytest.M
     many = [f"{i}" for i in range(3000)]
     folder = prepared(lines(tmp_path / "a.jsonl", many), tmp_path / "ids")
     assert WINDOW_SPANS > 2
-    monkeypatch.setattr("maxpipe.data.prepared.windows.WINDOW_SPANS", 2)
+    monkeypatch.setattr("maxpipe.data.prepared.reader.WINDOW_SPANS", 2)
     sets = {"some": lines(tmp_path / "some", ["5", "x", "2999"])}
     datasets = opened(folder, validation=sets, validation_fraction=0)
     assert found(datasets) == {"some": (2, 3)}

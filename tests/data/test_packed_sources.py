@@ -15,12 +15,12 @@ from maxpipe.config.data_schema import MixedSourceConfig, Packing
 from maxpipe.config.load import load
 from maxpipe.config.schema import DataConfig, TokenizerConfig
 from maxpipe.data import sequences
-from maxpipe.data.fingerprints import compare
+from maxpipe.data.corpus import compare
 from maxpipe.data.loader import Batch, Datasets, Loader, build
+from maxpipe.data.mixture import seed_of
 from maxpipe.data.packing import efficiency_of
-from maxpipe.data.prepared import windows
+from maxpipe.data.prepared import reader
 from maxpipe.data.prepared.manifest import SPAN
-from maxpipe.data.stream import seed_of
 from maxpipe.errors import ConfigError
 from tests.data.conversations import write_records
 from tests.data.test_megatron import write
@@ -181,7 +181,7 @@ def test_each_source_of_a_mixture_has_its_own(here: Path) -> None:
 def test_many_documents_in_windows(
     packing: Packing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(windows, "WINDOW_SPANS", 2)
+    monkeypatch.setattr(reader, "WINDOW_SPANS", 2)
     monkeypatch.setattr(sequences, "_KEPT_DOCUMENTS", 100)
     count = 4 * SPAN + 300
     write_records(tmp_path / "a.jsonl", [{"text": "x" * (n % 37)} for n in range(count)])

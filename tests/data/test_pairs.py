@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from maxpipe.cli import main
 from maxpipe.config.schema import DataConfig, TokenizerConfig
-from maxpipe.data import fingerprints, loader
+from maxpipe.data import corpus, loader
 from maxpipe.data.documents import Encoded
-from maxpipe.data.fitting import fitted
+from maxpipe.data.packing import fitted
 from maxpipe.data.pairs import DROPPED, SAME, TRUNCATED, Pairs
 from maxpipe.data.tokenizer import ByteTokenizer
 from maxpipe.errors import ConfigError
@@ -290,7 +290,7 @@ def test_what_decides_a_pair_is_in_the_fingerprint(tmp_path: Path) -> None:
     changes: list[dict[str, Any]] = [{"long_pairs": "drop"}, {"pairs_per_row": 4}]
     for keys in changes:
         other = datasets(tmp_path, **keys).train.fingerprint()
-        assert fingerprints.compare(one, other)
+        assert corpus.compare(one, other)
 
 
 def test_long_pairs_are_counted(tmp_path: Path) -> None:

@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 
 from maxpipe.config.schema import DataConfig
-from maxpipe.data.formats import files
 from maxpipe.data.sources import Source, find_files, open_source, source_of
 from maxpipe.errors import ConfigError
-from maxpipe.io import buckets
+from maxpipe.io import files as files_io
 from tests.bucket import Bucket
 
 
@@ -108,13 +107,13 @@ def test_only_what_is_needed_is_fetched(filled: Bucket, monkeypatch: pytest.Monk
     filled.put("large.jsonl", lines(*(f"{i:04}" * 250 for i in range(1000))))
     found = opened("gs://bucket/large.jsonl")
     asked: list[tuple[int, int]] = []
-    whole = buckets.store().cat_file
+    whole = files_io.store().cat_file
 
     def noted(path: str, start: int, end: int) -> bytes:
         asked.append((start, end))
         return whole(path, start=start, end=end)
 
-    monkeypatch.setattr(buckets.store(), "cat_file", noted)
+    monkeypatch.setattr(files_io.store(), "cat_file", noted)
     assert found[999] == "0999" * 250 and found[3] == "0003" * 250
     assert [end - start for start, end in asked] == [1013, 1013]
 
@@ -147,7 +146,7 @@ def test_gcsfs_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     def without() -> None:
         raise ImportError("No module named 'gcsfs'")
 
-    monkeypatch.setattr(files.buckets, "store", without)
+    monkeypatch.setattr(files_io, "store", without)
     with pytest.raises(ConfigError, match="maxpipe\\[gcs\\]"):
         find_files("gs://bucket/a", ())
 

@@ -22,8 +22,8 @@ from maxpipe.config.schema import DataConfig, TokenizerConfig
 from maxpipe.data.formats import lines as lines_module
 from maxpipe.data.formats.source import RecordSource
 from maxpipe.data.loader import build
-from maxpipe.data.prepared import encode
 from maxpipe.data.prepared import prepare as prepare_module
+from maxpipe.data.prepared import writer
 from maxpipe.data.prepared.manifest import FILE, JOURNAL
 from maxpipe.data.prepared.prepare import Plan, prepare
 from maxpipe.data.sources import open_source
@@ -93,7 +93,7 @@ def test_a_source_is_sent_to_processes(kind: str, tmp_path: Path) -> None:
     data = formatted(kind, TEXTS, tmp_path)
     source = open_source(data, 0)
     source[0]
-    sent = encode.sendable(source)
+    sent = writer.sendable(source)
     assert sent is not None
     there = pickle.loads(ForkingPickler.dumps(sent).tobytes())
     assert [there[number] for number in range(len(there))] == TEXTS
@@ -227,9 +227,9 @@ def test_large_documents_come_one_by_one(tmp_path: Path, monkeypatch: pytest.Mon
     texts = ["a" * size for size in (5, 900, 30, 2000, 2000, 2000, *[10] * 200, 1500, 1)]
     write(tmp_path / "a.jsonl", texts)
     prepare(plan(str(tmp_path / "a.jsonl"), tmp_path / "expected"), silent)
-    monkeypatch.setattr(encode, "_MOST_CHARACTERS", 1000)
+    monkeypatch.setattr(writer, "_MOST_CHARACTERS", 1000)
     source = open_source(DataConfig(source="jsonl", path=str(tmp_path / "a.jsonl")), 0)
-    encoder = encode.encoder_of(source, ByteTokenizer(), None)
+    encoder = writer.encoder_of(source, ByteTokenizer(), None)
     counts, first = [], 0
     while first < len(texts):
         found = encoder.piece(first, min(first + 64, len(texts)))
@@ -249,7 +249,7 @@ class Here:
     """Pieces in this process, when they are asked for."""
 
     def __init__(self, workers: int, *, initargs: tuple[Any, ...], **_: Any):
-        encode._Worker.encoder = encode.encoder_of(initargs[3], ByteTokenizer(), None)
+        writer._Worker.encoder = writer.encoder_of(initargs[3], ByteTokenizer(), None)
 
     def submit(self, call: Any, *args: Any) -> Any:
         class Done:

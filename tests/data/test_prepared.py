@@ -22,16 +22,14 @@ from maxpipe.cli import main
 from maxpipe.config.schema import DataConfig, TokenizerConfig
 from maxpipe.data.loader import build, build_once_through
 from maxpipe.data.prepared import ranges
-from maxpipe.data.prepared.indexed import BIN, IDX
-from maxpipe.data.prepared.manifest import FILE, JOURNAL, read_manifest
-from maxpipe.data.prepared.prepare import Plan, prepare
+from maxpipe.data.prepared.manifest import BIN, FILE, IDX, JOURNAL, read_manifest
+from maxpipe.data.prepared.prepare import Plan, prepare, verify
 from maxpipe.data.prepared.reader import PreparedDocuments
-from maxpipe.data.prepared.verify import verify
 from maxpipe.data.prepared.writer import SignedFile
 from maxpipe.data.sources import open_source
 from maxpipe.data.tokenizer import ByteTokenizer, open_tokenizer
 from maxpipe.errors import ConfigError, ExitCode, StorageError
-from maxpipe.io.signed import signed
+from maxpipe.io.typed import checksummed
 from tests.bucket import served, variables
 
 SHARD_TOKENS = 4000
@@ -168,7 +166,7 @@ def test_killed_and_started_again(lines: str, tokens: Path, tmp_path: Path) -> N
         "import importlib.abc, sys\n"
         "def slow():\n"
         "    import time\n"
-        "    from maxpipe.data.formats.json_lines import JsonLines\n"
+        "    from maxpipe.data.formats.lines import JsonLines\n"
         "    read = JsonLines.read\n"
         "    def later(self, *args):\n"
         "        time.sleep(0.004)\n"
@@ -258,11 +256,11 @@ def test_a_journal_that_was_cut(lines: str, tokens: Path, tmp_path: Path) -> Non
     manifest = read_manifest(str(folder))
     (folder / FILE).unlink()
     spec = {key: manifest[key] for key in ("format", "source", "tokenizer", "shard_tokens")}
-    (folder / JOURNAL).write_text(signed(spec, indent=None) + '\n{"shard": {"docu')
+    (folder / JOURNAL).write_text(checksummed(spec, indent=None) + '\n{"shard": {"docu')
     prepare(plan(lines, folder, workers=2), silent)
     assert digests(folder) == digests(tokens)
     (folder / FILE).unlink()
-    (folder / JOURNAL).write_text(signed({**spec, "shard_tokens": 17}, indent=None) + "\n")
+    (folder / JOURNAL).write_text(checksummed({**spec, "shard_tokens": 17}, indent=None) + "\n")
     with pytest.raises(ConfigError, match="shard_tokens: 17 and 4000"):
         prepare(plan(lines, folder), silent)
     assert len(journal(folder)) == 1
@@ -430,7 +428,7 @@ def test_a_bucket_gives_the_same(tokens: Path, monkeypatch: pytest.MonkeyPatch) 
             "import sys\n"
             "from pathlib import Path\n"
             "from tests.data.test_prepared import all_ids, silent\n"
-            "from maxpipe.data.prepared.verify import verify\n"
+            "from maxpipe.data.prepared.prepare import verify\n"
             "from maxpipe.errors import StorageError\n"
             "local = all_ids(Path(sys.argv[1]))\n"
             "assert all_ids('gs://bucket/tokens') == local\n"
@@ -494,7 +492,7 @@ def changed(tokens: Path, folder: Path, keys: tuple[Any, ...], value: Any) -> No
     for key in keys[:-1]:
         inner = inner[key]
     inner[keys[-1]] = value
-    (folder / FILE).write_text(signed(manifest))
+    (folder / FILE).write_text(checksummed(manifest))
 
 
 NUMBERS = [
@@ -575,7 +573,7 @@ def test_an_index_that_points_elsewhere(pointer: int, tokens: Path, tmp_path: Pa
         (tmp_path / f"shard-00000{suffix}").write_bytes(raw)
         entry = {"bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}
         shard["files"][suffix] = entry
-    (tmp_path / FILE).write_text(signed(manifest))
+    (tmp_path / FILE).write_text(checksummed(manifest))
     documents = PreparedDocuments(str(tmp_path), ByteTokenizer())
     documents[3]
     with pytest.raises(StorageError, match="document 5 is at bytes"):
@@ -609,7 +607,7 @@ def test_verify_of_a_manifest_with_a_million_missing_files_is_short(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    from maxpipe.data.prepared import verify as module
+    from maxpipe.data.prepared import prepare as module
 
     folder = Path(shutil.copytree(tokens, tmp_path / "many"))
     real, entry = module._entries, {"bytes": 1, "sha256": "0" * 64}

@@ -19,19 +19,18 @@ from maxpipe.cli import main
 from maxpipe.config.schema import DataConfig, TokenizerConfig
 from maxpipe.data import corpus
 from maxpipe.data.chat import Conversations
-from maxpipe.data.fingerprints import compare
+from maxpipe.data.conversation import BoundedFiles
+from maxpipe.data.corpus import compare
 from maxpipe.data.loader import Datasets, build
-from maxpipe.data.long_conversations import BoundedFiles
-from maxpipe.data.prepared import encode
 from maxpipe.data.prepared import prepare as prepare_module
+from maxpipe.data.prepared import writer
 from maxpipe.data.prepared.manifest import FILE, MASK_FILE, read_manifest
-from maxpipe.data.prepared.prepare import Plan, prepare
+from maxpipe.data.prepared.prepare import Plan, prepare, verify
 from maxpipe.data.prepared.reader import PreparedDocuments
-from maxpipe.data.prepared.verify import verify
 from maxpipe.data.sources import open_source
 from maxpipe.data.tokenizer import ByteTokenizer
 from maxpipe.errors import ConfigError, StorageError
-from maxpipe.io.signed import signed
+from maxpipe.io.typed import checksummed
 from tests.data.conversations import TEMPLATES, said, without_blocks, write_records
 from tests.data.test_prepared import digests, silent
 
@@ -167,7 +166,7 @@ def test_files_do_not_depend_on_processes_nor_on_a_stop(
         with pytest.raises(Stopped):
             prepare(plan(data, tmp_path / "again"), silent)
     assert not (tmp_path / "again" / FILE).exists()
-    monkeypatch.setattr(encode, "_MOST_TOKENS", 50)  # pieces of one or two conversations
+    monkeypatch.setattr(writer, "_MOST_TOKENS", 50)  # pieces of one or two conversations
     prepare(plan(data, tmp_path / "again"), silent)
     assert digests(tmp_path / "again") == digests(tokens)
 
@@ -240,7 +239,7 @@ def test_manifests_that_lie_about_masks(tokens: Path) -> None:
             found = json.loads(before)
             del found["sha256"]
             change(found)
-            path.write_text(signed(found))
+            path.write_text(checksummed(found))
             with pytest.raises((StorageError, ConfigError), match=words):
                 read_manifest(str(tokens))
     finally:
@@ -304,7 +303,7 @@ def test_ctrl_c_is_not_for_the_process_of_a_template(records: Path) -> None:
     code = (
         "import os, signal, sys\n"
         "from maxpipe.data.tokenizers.chat import ChatTemplate\n"
-        "from maxpipe.data.tokenizers.chat_process import ChatInput\n"
+        "from maxpipe.data.tokenizers.chat import ChatInput\n"
         "process = ChatTemplate('{{ messages[0].content }}', 'x.jinja', {}).process()\n"
         "signal.signal(signal.SIGINT, lambda *_: None)\n"
         "os.killpg(0, signal.SIGINT)\n"

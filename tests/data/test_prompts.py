@@ -13,7 +13,7 @@ from maxpipe.config.schema import DataConfig
 from maxpipe.config.tuning_schema import GrpoConfig
 from maxpipe.data import prompts as prompts_module
 from maxpipe.data.chat import spoken
-from maxpipe.data.fingerprints import compare
+from maxpipe.data.corpus import compare
 from maxpipe.data.loader import Datasets
 from maxpipe.data.prompts import build_prompts
 from maxpipe.data.tokenizer import ByteTokenizer

@@ -15,7 +15,7 @@ from maxpipe.config.check import total_steps
 from maxpipe.config.load import load
 from maxpipe.config.ramp import Ramp, Stage
 from maxpipe.config.schema import DataConfig, TokenizerConfig, TrainConfig
-from maxpipe.data.fingerprints import compare
+from maxpipe.data.corpus import compare
 from maxpipe.data.loader import Loader, build
 from maxpipe.errors import ConfigError
 

@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from maxpipe.config.data_schema import Packing
-from maxpipe.data import fitting, sequences
+from maxpipe.data import packing as packing_module
+from maxpipe.data import sequences
 from maxpipe.data.documents import Encoded
 from maxpipe.data.packing import Sequences
 from maxpipe.data.sequences import Packer
@@ -151,9 +152,9 @@ def small(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(sequences, "_KEPT_DOCUMENTS", 10)
     planned = []
 
-    def recorded(*arguments: Any) -> fitting.Plan:
+    def recorded(*arguments: Any) -> packing_module.Plan:
         planned.append(arguments[3])
-        return fitting.fitted(*arguments)
+        return packing_module.fitted(*arguments)
 
     monkeypatch.setattr(sequences, "fitted", recorded)
     return planned

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from maxpipe.config.load import load
-from maxpipe.config.paths import EVENTS_FILE
 from maxpipe.config.schema import DataConfig, TokenizerConfig
+from maxpipe.config.shipped import EVENTS_FILE
 from maxpipe.data import chat
 from maxpipe.data.chat import ChatDocuments, Conversations, build_chat_index
 from maxpipe.data.datasets import datasets_of, spoken_in_run

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from maxpipe.data.tokenizers.growth import check_growth, growth
-from maxpipe.data.tokenizers.huggingface import HuggingFaceTokenizer
+from maxpipe.data.tokenizers.huggingface import HuggingFaceTokenizer, check_growth, growth
 from maxpipe.errors import ConfigError
 
 

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from maxpipe.config.schema import TokenizerConfig
 from maxpipe.data.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer, stream
 from maxpipe.data.tokenizers import sentencepiece, tiktoken
-from maxpipe.data.tokenizers.chat_process import ChatInput
+from maxpipe.data.tokenizers.chat import ChatInput
 from maxpipe.data.tokenizers.tiktoken_presets import PRESETS
 from maxpipe.errors import ConfigError
 

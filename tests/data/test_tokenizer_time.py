@@ -16,7 +16,7 @@ import pytest
 from maxpipe.config.data_schema import SourceConfig
 from maxpipe.data.documents import build_index
 from maxpipe.data.sources import open_source
-from maxpipe.data.tokenizers import time_limit
+from maxpipe.data.tokenizers import files
 from maxpipe.data.tokenizers.byte_bpe import PUBLISHED
 from maxpipe.data.tokenizers.huggingface import HuggingFaceTokenizer
 from maxpipe.errors import ConfigError
@@ -67,8 +67,8 @@ def write(folder: Path, **parts: Any) -> str:
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
-    monkeypatch.setattr(time_limit, "SECONDS", 0.2)
-    monkeypatch.setattr(time_limit, "_ALONE_SECONDS", 0.2)
+    monkeypatch.setattr(files, "SECONDS", 0.2)
+    monkeypatch.setattr(files, "_ALONE_SECONDS", 0.2)
     yield
     for each in threading.enumerate():  # what is given up uses the time of the next test
         if each.name == "tokenizer":
@@ -166,13 +166,13 @@ def test_limited_and_unlimited_ids_are_the_same(tmp_path: Path) -> None:
     ],
 )
 def test_what_needs_a_limit(part: Any, expected: bool) -> None:
-    assert time_limit.needs_limit(part) is expected
+    assert files.needs_limit(part) is expected
 
 
 def test_time_without_work_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """A suspended process, or one that waits for a processor, loses no time of its limit."""
     monkeypatch.setattr(time, "process_time", lambda: 0.0)
-    assert time_limit.within(lambda: time.sleep(0.5) or 7, seconds=0.2) == 7
+    assert files.within(lambda: time.sleep(0.5) or 7, seconds=0.2) == 7
 
 
 def test_the_command_ends(tmp_path: Path) -> None:

@@ -15,9 +15,9 @@ from maxpipe.config.data_schema import MixedSourceConfig, Packing
 from maxpipe.config.schema import DataConfig, TokenizerConfig
 from maxpipe.data.documents import Encoded
 from maxpipe.data.loader import Datasets, build
-from maxpipe.data.prepared import windows
+from maxpipe.data.prepared import reader
 from maxpipe.data.prepared.manifest import SPAN
-from maxpipe.data.prepared.windows import WindowedSequences, spans_of
+from maxpipe.data.prepared.reader import WindowedSequences, spans_of
 from maxpipe.data.sequences import Packer
 from tests.data.large import DOCUMENTS, MEASURED, SHARDS, write_sparse
 from tests.data.texts import write_texts
@@ -52,7 +52,7 @@ class Numbers:
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two spans a window."""
-    monkeypatch.setattr(windows, "WINDOW_SPANS", 2)
+    monkeypatch.setattr(reader, "WINDOW_SPANS", 2)
 
 
 def opened(

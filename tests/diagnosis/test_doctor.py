@@ -22,7 +22,7 @@ from maxpipe.config.load import load
 from maxpipe.config.schema import RuntimeConfig
 from maxpipe.diagnosis import doctor, environment
 from maxpipe.diagnosis.doctor import Check, Target
-from maxpipe.plan import gpu_target
+from maxpipe.plan import topology
 from tests.bucket import Bucket
 
 ROOT = Path(__file__).parents[2]
@@ -127,11 +127,11 @@ def test_versions(present: dict[str, str | None], words: str, monkeypatch: pytes
 def test_a_plugin_for_gpus_of_another_jax_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     right = environment.installed
     monkeypatch.setattr(
-        environment, "installed", lambda name: "0.9" if name in gpu_target.PLUGINS else right(name)
+        environment, "installed", lambda name: "0.9" if name in topology.PLUGINS else right(name)
     )
-    monkeypatch.setattr(gpu_target, "missing_compiler", lambda: ("needs another", "pip install x"))
+    monkeypatch.setattr(topology, "missing_compiler", lambda: ("needs another", "pip install x"))
     explained(doctor.versions(), "jax for GPUs needs another")
-    monkeypatch.setattr(gpu_target, "missing_compiler", lambda: None)
+    monkeypatch.setattr(topology, "missing_compiler", lambda: None)
     assert doctor.versions().status == "ok"
 
 

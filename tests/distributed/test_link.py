@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from maxpipe.distributed import secret
+from maxpipe.distributed import wire
 from maxpipe.distributed.hub import FromHub, Hub, Limits, Member, free_port
 from maxpipe.distributed.link import Link
 from maxpipe.distributed.phases import Phases
@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[2]
 
 TEN = ("10",) * 4
 SECRET = "0123456789" * 4
-ENVIRONMENT = {"PYTHONPATH": str(ROOT), secret.VARIABLE: SECRET}
+ENVIRONMENT = {"PYTHONPATH": str(ROOT), wire.VARIABLE: SECRET}
 MEMBER = """
 import sys, time
 from maxpipe.distributed import secret

@@ -12,8 +12,8 @@ import pytest
 
 from maxpipe.cli import main
 from maxpipe.errors import ConfigError, StorageError
-from maxpipe.evals.choices import Exam, Question, Result, read, summary, written
 from maxpipe.evals.requests import Requests
+from maxpipe.evals.tasks import Exam, Question, Result, read, summary, written
 from maxpipe.evals.texts import Texts
 from tests.evals.model import BYTES, logprobs, weights
 from tests.train.runs import SAME, is_explained

@@ -25,7 +25,7 @@ from maxpipe.nn.decoder import Decoder
 from maxpipe.parallel.axes import MeshConfig
 from maxpipe.parallel.mesh import build_mesh
 from maxpipe.parallel.sharding import AxisRules
-from maxpipe.step.partition import partition
+from maxpipe.step.build import partition
 from maxpipe.step.step import Steps
 from tests.cases import keeping
 

@@ -12,11 +12,11 @@ import pytest
 
 from maxpipe.distributed import runtime
 from maxpipe.errors import ConfigError
-from maxpipe.evals.choices import Exam, read, summary
 from maxpipe.evals.requests import Requests
+from maxpipe.evals.tasks import Exam, read, summary
 from maxpipe.evals.texts import Texts
 from maxpipe.generate.weights import open_model
-from maxpipe.huggingface.named import named
+from maxpipe.huggingface.folders import named
 from tests.huggingface import maker
 from tests.train.runs import SAME
 

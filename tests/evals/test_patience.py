@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from maxpipe.checkpoint.retention import Better
+from maxpipe.checkpoint.folder import Better
 from maxpipe.config.schema import CheckpointConfig, EvalConfig
 from maxpipe.evals.patience import Patience
 from tests.train.runs import Run, events, forget_after, ledger, records, saved, saved_digest

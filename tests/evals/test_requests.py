@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from maxpipe.errors import ConfigError, NumbersError
-from maxpipe.evals.requests import Requests
-from maxpipe.evals.rows import Scorer
+from maxpipe.evals.requests import Requests, Scorer
 from maxpipe.evals.texts import Row, Texts
 from maxpipe.generate.weights import Weights
 from tests.evals.model import BYTES, followed, logprobs, weights

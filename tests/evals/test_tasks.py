@@ -13,9 +13,8 @@ import pytest
 from maxpipe.config.load import load
 from maxpipe.data.tokenizer import ByteTokenizer
 from maxpipe.errors import ConfigError
-from maxpipe.evals.choices import Question
-from maxpipe.evals.rows import dropless
-from maxpipe.evals.tasks import Task, tasks_of
+from maxpipe.evals.requests import dropless
+from maxpipe.evals.tasks import Question, Task, tasks_of
 from maxpipe.parallel.mesh import build_mesh
 from maxpipe.step.build import steps_of
 from tests.cases import TOLERANCE, keeping

@@ -12,8 +12,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from maxpipe.generate.completions import Extends
-from maxpipe.generate.decoding import Decoding, Size, is_axes, padded
-from maxpipe.generate.sampling import Sampling
+from maxpipe.generate.decoding import Decoding, Sampling, Size, is_axes, padded
 from maxpipe.models.config import ModelConfig
 from maxpipe.models.deepseek import DeepseekConfig
 from maxpipe.models.gemma3 import Gemma3Config

@@ -13,7 +13,7 @@ import pytest
 
 from maxpipe.config.schema import TokenizerConfig
 from maxpipe.data.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer
-from maxpipe.data.tokenizers.chat_process import ChatInput
+from maxpipe.data.tokenizers.chat import ChatInput
 from maxpipe.errors import ConfigError, NumbersError
 from maxpipe.generate.completions import Completion, Limits, complete, encoded, encoded_chats
 from maxpipe.generate.decoding import Decoding, Refill, Size

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxpipe.generate.sampling import Sampling, filtered, penalised, row_keys, sample
+from maxpipe.generate.decoding import Sampling, filtered, penalised, row_keys, sample
 
 ROWS, VOCABULARY = 5, 23
 LOGITS = np.random.default_rng(3).normal(0, 2, (ROWS, VOCABULARY)).astype(np.float32)

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from maxpipe.generate.sampling import Sampling
+from maxpipe.generate.decoding import Sampling
 from maxpipe.generate.staged import StagedDecoding
 from maxpipe.models.config import ModelConfig
 from maxpipe.nn.decoder import Decoder

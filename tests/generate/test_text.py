@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from maxpipe.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer
-from maxpipe.generate.text import Characters, Stops, Writing
+from maxpipe.generate.completions import Characters, Stops, Writing
 
 TEXT = "Zwölf 漢字 🎉\n𝄞 né"
 BYTES = ByteTokenizer()

@@ -13,7 +13,7 @@ from maxpipe.checkpoint.manager import Checkpoints
 from maxpipe.config.load import Loaded, load, to_dict
 from maxpipe.huggingface.source import opened
 from maxpipe.parallel.mesh import build_mesh
-from maxpipe.restore.weights import of_folder
+from maxpipe.restore.initial_weights import of_folder
 from maxpipe.step.build import steps_of
 from maxpipe.step.step import Steps
 from maxpipe.train.resume import Start, restore_or_init

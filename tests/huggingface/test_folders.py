@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from maxpipe.checkpoint import manifest, slabs
+from maxpipe.checkpoint import manifest, writer
 from maxpipe.checkpoint.address import parse
 from maxpipe.checkpoint.folder import Folder
 from maxpipe.cli import main
@@ -360,7 +360,7 @@ def test_a_second_ctrl_c_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_a_save_that_was_stopped_does_not_begin() -> None:
     """orbax may call the handler after Ctrl-C, in a thread of its own."""
-    handler = slabs._Handler(lambda count: None)
+    handler = writer._Handler(lambda count: None)
     handler.stop()
     with pytest.raises(InterruptedError):
         asyncio.run(handler.serialize([], []))

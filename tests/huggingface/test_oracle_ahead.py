@@ -18,7 +18,7 @@ from maxpipe.huggingface.source import opened
 from maxpipe.nn.decoder import Decoder
 from maxpipe.parallel.axes import MeshConfig
 from maxpipe.parallel.sharding import AxisRules
-from maxpipe.restore.weights import by_name
+from maxpipe.restore.initial_weights import by_name
 from tests.huggingface import maker
 from tests.huggingface.test_oracle import PYTHON, asked, close, job_of, reason
 

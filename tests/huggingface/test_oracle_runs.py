@@ -10,16 +10,15 @@ import jax
 import numpy as np
 import pytest
 
-from maxpipe.checkpoint.trees import named
+from maxpipe.checkpoint.copies import named
 from maxpipe.config.load import load
-from maxpipe.generate.decoding import Decoding, Size
-from maxpipe.generate.sampling import Sampling
+from maxpipe.generate.decoding import Decoding, Sampling, Size
 from maxpipe.huggingface.source import opened
 from maxpipe.nn.decoder import Decoder
 from maxpipe.parallel.axes import MeshConfig
 from maxpipe.parallel.mesh import build_mesh
 from maxpipe.parallel.sharding import AxisRules
-from maxpipe.restore.weights import of_folder
+from maxpipe.restore.initial_weights import of_folder
 from maxpipe.step.build import steps_of
 from maxpipe.step.step import Steps
 from tests.huggingface.test_oracle import CLASSES, PYTHON, asked, job_of, reason

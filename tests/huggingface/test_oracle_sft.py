@@ -13,13 +13,13 @@ import jax
 import numpy as np
 import pytest
 
-from maxpipe.checkpoint.trees import named
+from maxpipe.checkpoint.copies import named
 from maxpipe.config.load import load
 from maxpipe.config.schema import Config
 from maxpipe.data.loader import build_once_through
 from maxpipe.huggingface.source import opened
 from maxpipe.parallel.mesh import build_mesh
-from maxpipe.restore.weights import of_folder
+from maxpipe.restore.initial_weights import of_folder
 from maxpipe.step.build import steps_of
 from tests.conftest import FAST_COMPILE
 from tests.data.conversations import CHATML, CONVERSATIONS, make_tokenizer, said, write_records

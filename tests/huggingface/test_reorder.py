@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from maxpipe.huggingface import reorder
+from maxpipe.huggingface import mapping
 
 SHAPES = [(5,), (300,), (5, 7), (300, 513), (3, 260, 5, 2), (1, 270, 1, 259), (0, 4)]
 
@@ -26,11 +26,11 @@ def test_every_order_gives_the_same_values(shape: tuple[int, ...], dtype: type) 
             np.empty(shape, dtype),
             np.zeros([size + 2 for size in shape], dtype)[whole],  # with gaps
         ):
-            reorder.copy(target, source)
+            mapping.copy(target, source)
             assert (target == wanted.astype(dtype)).all()
 
 
 def test_around_the_target_nothing_is_written() -> None:
     around = np.zeros((5, 9), np.float32)
-    reorder.copy(around[1:4, 2:6], np.ones((4, 3), np.float32).T)
+    mapping.copy(around[1:4, 2:6], np.ones((4, 3), np.float32).T)
     assert around.sum() == around[1:4, 2:6].sum() == 12

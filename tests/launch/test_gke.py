@@ -15,7 +15,7 @@ import yaml
 
 from maxpipe.cli import main
 from maxpipe.config.load import load
-from maxpipe.launch.restart import Restarts
+from maxpipe.launch.job import Restarts
 from tests.launch.conftest import QUICKSTART, Write
 
 Capture = pytest.CaptureFixture[str]

@@ -9,7 +9,7 @@ import pytest
 from maxpipe.config.load import load, to_dict
 from maxpipe.errors import ConfigError
 from maxpipe.hardware import known
-from maxpipe.launch.hosts import hosts_of, tpu_of
+from maxpipe.launch.job import hosts_of, tpu_of
 from maxpipe.plan.topology import parse
 from tests.launch.conftest import QUICKSTART
 

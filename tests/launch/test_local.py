@@ -16,7 +16,7 @@ import pytest
 
 from maxpipe.cli import main
 from maxpipe.launch import local
-from maxpipe.launch.logs import Log
+from maxpipe.launch.local import Log
 from tests.launch.conftest import QUICKSTART
 from tests.train.runs import Start
 

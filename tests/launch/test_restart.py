@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from maxpipe.launch.restart import Restarts, described, newest_step
+from maxpipe.launch.job import Restarts, described, newest_step
 
 
 def save(run_dir: Path, step: int) -> None:

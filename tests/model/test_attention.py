@@ -15,7 +15,7 @@ import pytest
 from maxpipe.config.keys import KEYS
 from maxpipe.models.layers.attention import CANNOT, Rope
 from maxpipe.models.layers.attention import Attention as Part
-from maxpipe.models.layers.norm import RMSNorm
+from maxpipe.models.layers.mlp import RMSNorm
 from maxpipe.nn.attention.backends import BACKENDS
 from maxpipe.nn.attention.interface import Cache, Mask
 from maxpipe.nn.attention.xla import attend

@@ -15,8 +15,8 @@ from jax._src.interpreters import mlir
 from jax._src.lib.mlir import ir  # pyright: ignore[reportPrivateImportUsage]
 from jax.sharding import PartitionSpec
 
-from maxpipe.nn.attention import cudnn, cudnn_calls, xla
-from maxpipe.nn.attention.cudnn_calls import Documents, Kernel
+from maxpipe.nn.attention import cudnn, xla
+from maxpipe.nn.attention.cudnn import Documents, Kernel
 from maxpipe.nn.attention.interface import Mask
 from maxpipe.parallel import stated
 from maxpipe.parallel.axes import MeshConfig
@@ -24,7 +24,7 @@ from maxpipe.parallel.mesh import MANUAL_AXES, build_mesh
 from tests.cases import TOLERANCE, Case, batch_of, keeping, steps_of
 from tests.cudnn import backward, forward, put_in_place
 
-CALLS = cudnn_calls.forward, cudnn_calls.backward
+CALLS = cudnn.forward, cudnn.backward
 """Before others are put in their place."""
 
 
@@ -113,7 +113,7 @@ def test_data_choose_the_kernel(
         jax.debug.callback(lambda: ran.append(None if numbers else kernel))
         return forward(kernel, *arrays)
 
-    monkeypatch.setattr(cudnn_calls, "forward", spied)
+    monkeypatch.setattr(cudnn, "forward", spied)
     draw = jax.random.split(jax.random.key(0), 4)
     query, key, value, weight = (
         jax.random.normal(each, (2, 8, count, 4))
@@ -172,8 +172,8 @@ def test_each_device_calls_the_kernel_by_itself_and_states_its_work() -> None:
         program, mesh=mesh, axis_names=set(MANUAL_AXES), in_specs=spec, out_specs=spec
     )
     with jax.set_mesh(mesh), pytest.MonkeyPatch.context() as patched:
-        patched.setattr(cudnn_calls, "forward", spied(forward))
-        patched.setattr(cudnn_calls, "backward", spied(backward))
+        patched.setattr(cudnn, "forward", spied(forward))
+        patched.setattr(cudnn, "backward", spied(backward))
         lowered = jax.jit(run).lower(jnp.ones((2, 8, 4, 6)))
     # Of each direction three kernels, between which data choose.
     assert seen == [(set(mesh.axis_names), (1, 8, 2, 6))] * 6
@@ -194,7 +194,7 @@ def test_odd_rows_and_caches_are_left_to_plain_attention(
         mask = dataclasses.replace(
             mask, positions=places, key_positions=places, key_segments=segments
         )
-    monkeypatch.setattr(cudnn_calls, "forward", None)  # is not called
+    monkeypatch.setattr(cudnn, "forward", None)  # is not called
     arrays = query, query[:, :, :2], query[:, :, 2:]
     close(cudnn.attend(*arrays, mask), xla.attend(*arrays, mask))
 
@@ -226,7 +226,7 @@ def test_kernels_are_asked_for_as_jax_does(kernel: Kernel, mask: str, is_backwar
             fused_attention_stablehlo.AttentionLayout.BTNH.value,
             *(kernel.window, kernel.packed, False, is_backward),
         )
-    mine = cudnn_calls._config(kernel, query, key, is_backward)
+    mine = cudnn._config(kernel, query, key, is_backward)
     assert part_of(mine, json.loads(theirs))
 
 

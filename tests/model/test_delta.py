@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from maxpipe.models.layers import delta
-from maxpipe.models.layers.norm import RMSNorm
+from maxpipe.models.layers.mlp import RMSNorm
 from maxpipe.nn import delta as module
 from maxpipe.nn.delta import GatedDelta
 from tests.nn.parts import RULES, assert_close, context, packed, with_values

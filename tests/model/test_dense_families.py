@@ -15,13 +15,12 @@ from maxpipe.models.config import ModelConfig
 from maxpipe.models.gemma2 import Gemma2Config
 from maxpipe.models.granite import GraniteConfig
 from maxpipe.models.layers.attention import Attention, Rope
-from maxpipe.models.layers.norm import RMSNorm
+from maxpipe.models.layers.mlp import RMSNorm
 from maxpipe.models.mistral import MistralConfig
 from maxpipe.models.registry import describe
 from maxpipe.nn.attention_layer import rotary_frequencies, rotate
 from maxpipe.nn.decoder import Decoder
-from maxpipe.nn.norm import rms_normed
-from maxpipe.nn.part import Context
+from maxpipe.nn.part import Context, rms_normed
 from tests.nn.parts import RULES, assert_close
 
 CONFIG = ModelConfig(

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from maxpipe.models.layers import mlp, norm
+from maxpipe.models.layers import mlp
 from maxpipe.models.spec import Constant, Normal, Param
-from maxpipe.nn.initial import initial, normal_approximation
+from maxpipe.nn.decoder import initial, normal_approximation
 from maxpipe.nn.mlp import GatedMLP, gated, in_8_bits
-from maxpipe.nn.norm import LayerNorm, RMSNorm
-from maxpipe.parallel.dropout import dropout
+from maxpipe.nn.part import LayerNorm, RMSNorm
+from maxpipe.parallel.adapted import dropout
 from maxpipe.parallel.low_precision import LowPrecision, products
 from tests.nn.parts import RULES, assert_close, context, with_values
 
@@ -30,7 +30,7 @@ def rms_normed(x: np.ndarray, scale: np.ndarray, epsilon: float) -> np.ndarray:
 
 @pytest.mark.parametrize("offset", [0.0, 1.0])
 def test_rms_norm_divides_by_the_root_mean_square(offset: float) -> None:
-    module = RMSNorm(norm.RMSNorm(16, 1e-3, offset))
+    module = RMSNorm(mlp.RMSNorm(16, 1e-3, offset))
     np.testing.assert_array_equal(with_values(module)["scale"] + offset, np.ones(16))
     scale = np.linspace(-0.5, 2.0, 16)
     with_values(module, scale=scale)
@@ -43,7 +43,7 @@ def test_rms_norm_divides_by_the_root_mean_square(offset: float) -> None:
 def test_rms_norm_measures_half_precision_in_float32(offset: float) -> None:
     # 16 * 200 ** 2 needs more bits than bfloat16 has.
     x = (200 + jnp.arange(16.0)).astype(jnp.bfloat16)[None, None]
-    module = RMSNorm(norm.RMSNorm(16, 1e-3, offset))
+    module = RMSNorm(mlp.RMSNorm(16, 1e-3, offset))
     with_values(module)
     got = module(x)
     assert got.dtype == jnp.bfloat16
@@ -53,7 +53,7 @@ def test_rms_norm_measures_half_precision_in_float32(offset: float) -> None:
 
 @pytest.mark.parametrize("offset", [0.0, 1.0])
 def test_rms_norm_knows_the_largest_number_of_each_token(offset: float) -> None:
-    module = RMSNorm(norm.RMSNorm(16, 1e-3, offset))
+    module = RMSNorm(mlp.RMSNorm(16, 1e-3, offset))
     with_values(module, scale=np.linspace(-2.5, 2.0, 16))
     x = jax.random.normal(jax.random.key(0), (2, 3, 16)) * jnp.arange(3.0)[:, None]
     assert_close(module.largest(x), np.abs(np.asarray(module(x))).max(-1, keepdims=True))
@@ -65,7 +65,7 @@ def test_rms_norm_knows_the_largest_number_of_each_token(offset: float) -> None:
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_layer_norm_follows_its_formula(bias: bool) -> None:
-    module = LayerNorm(norm.LayerNorm(16, 1e-3, bias))
+    module = LayerNorm(mlp.LayerNorm(16, 1e-3, bias))
     started = with_values(module)
     np.testing.assert_array_equal(started.pop("scale"), np.ones(16))
     assert {name: leaf.any() for name, leaf in started.items()} == ({"bias": False} if bias else {})

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from maxpipe.models.layers.experts import Experts, Groups
-from maxpipe.nn.router import routed
+from maxpipe.nn.experts import routed
 
 EXPERTS, CHOICES = 12, 3
 

@@ -25,7 +25,7 @@ _MOST_SECONDS = 180
 _MOST_ADDRESSES = 24 << 30
 """So that a run that takes all memory is a finding, and not the end of the machine."""
 _IMPORTED = ("jax", "orbax.checkpoint", "maxpipe.cli", "maxpipe.commands.eval")
-_IMPORTED += ("maxpipe.generate.text", "maxpipe.train.loop")
+_IMPORTED += ("maxpipe.generate.completions", "maxpipe.train.loop")
 MOST_OUTPUT = 200_000
 """Bytes that a person is expected to scroll through."""
 

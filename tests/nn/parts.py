@@ -11,7 +11,7 @@ import numpy as np
 from flax import nnx
 
 from maxpipe.nn.attention.interface import Cache
-from maxpipe.nn.initial import initial
+from maxpipe.nn.decoder import initial
 from maxpipe.nn.part import Context
 from maxpipe.parallel.axes import MeshConfig
 from maxpipe.parallel.sharding import AxisRules

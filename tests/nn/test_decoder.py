@@ -18,7 +18,8 @@ from maxpipe.models.config import ModelConfig
 from maxpipe.models.layers.mlp import GatedMLP
 from maxpipe.models.registry import describe
 from maxpipe.models.spec import Kind, Model
-from maxpipe.nn import block, mlp
+from maxpipe.nn import decoder as decoder_module
+from maxpipe.nn import mlp
 from maxpipe.nn.decoder import Decoder
 from maxpipe.nn.part import Context, Output
 from maxpipe.parallel.axes import MeshConfig
@@ -294,8 +295,8 @@ class _CountingModule(mlp.GatedMLP):
 
 def test_kinds_run_in_network_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """Against layers run one by one; losses are added up, statistics stay apart by layer."""
-    table = {**block._MODULES, _Counting: _CountingModule}
-    monkeypatch.setattr(block, "_MODULES", table)
+    table = {**decoder_module._MODULES, _Counting: _CountingModule}
+    monkeypatch.setattr(decoder_module, "_MODULES", table)
     decoder, plain = decoder_with(num_layers=5), describe(SMALL)
     first, second = plain.kinds["layer"].branches
     counting = Kind((first, dataclasses.replace(second, part=_Counting(16, 20, 0.5))))

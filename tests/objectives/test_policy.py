@@ -9,8 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxpipe.objectives.advantages import advantages
-from maxpipe.objectives.policy import AS_THEY_ARE, Policy, PolicyNearReference, divergence
+from maxpipe.objectives.policy import (
+    AS_THEY_ARE,
+    Policy,
+    PolicyNearReference,
+    advantages,
+    divergence,
+)
 
 
 def test_advantages_of_groups() -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from maxpipe.config.load import from_dict
 from maxpipe.config.schema import GuardConfig
-from maxpipe.optim import rules, update
+from maxpipe.optim import kept, update
 from maxpipe.optim.guard import GuardState, assess, initial, unless_bad
 from maxpipe.parallel.axes import MeshConfig
 from maxpipe.parallel.mesh import build_mesh
@@ -296,7 +296,7 @@ def test_the_guard_takes_no_memory(dtype: str, monkeypatch: pytest.MonkeyPatch) 
         return build_steps(config, jax.devices()[:2]).compile_train().memory_analysis()
 
     guarded = memory()
-    for module in (update, rules):
+    for module in (update, kept):
         monkeypatch.setattr(module, "unless_bad", lambda taken, new, old: new)
     monkeypatch.setattr(step, "assess", lambda *given: assess(*given[:5]))
     plain = memory()

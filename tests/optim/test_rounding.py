@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxpipe.optim.rounding import draws, rounded
+from maxpipe.optim.update import draws, rounded
 
 DRAWS = 10_000
 

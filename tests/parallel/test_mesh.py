@@ -13,7 +13,6 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from maxpipe.errors import ConfigError
 from maxpipe.parallel.axes import MeshConfig
-from maxpipe.parallel.explicit import automatic, placed_on
 from maxpipe.parallel.mesh import (
     AXES,
     BATCH_AXES,
@@ -23,6 +22,7 @@ from maxpipe.parallel.mesh import (
     divided,
     resolve,
 )
+from maxpipe.parallel.sharding import automatic, placed_on
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from maxpipe.models.count import num_trained, size
 from maxpipe.models.low_rank import DOWN, LENGTH, UP
 from maxpipe.nn.decoder import Decoder
 from maxpipe.parallel.sharding import AxisRules
-from maxpipe.pipeline.trainable import joined, trained
+from maxpipe.pipeline.weights import joined, trained
 from maxpipe.plan.memory import buffers, memory, state
 from maxpipe.plan.sizes import Sizes
 from tests.cases import TOLERANCE, Case, batch_of, buffer_bytes, keeping

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from maxpipe.nn import exchange
-from maxpipe.parallel import collectives, mesh
+from maxpipe.nn import experts
+from maxpipe.parallel import mesh, per_device
 from tests.cases import Case, keeping
 from tests.pipeline.test_executor import check_gradients
 from tests.pipeline.test_families import (
@@ -74,7 +74,7 @@ def test_experts_over_several_devices(case: Case) -> None:
 def _with_gaps(x: jax.Array, sent: jax.Array, got: jax.Array) -> jax.Array:
     """An exchange as TPUs have it: where nothing arrives is what was in memory."""
     used = jnp.arange(len(x) // len(got)) < got[:, None]
-    return jnp.where(used.reshape(-1, 1), collectives.exchange(x, mesh.EXPERT, 0, 0), jnp.nan)
+    return jnp.where(used.reshape(-1, 1), per_device.exchange(x, mesh.EXPERT, 0, 0), jnp.nan)
 
 
 @pytest.mark.parametrize(
@@ -96,5 +96,5 @@ def test_nothing_reads_rows_that_were_not_sent(case: Case, monkeypatch: pytest.M
         lambda x, sent, got: (_with_gaps(x, sent, got), (sent, got)),
         lambda saved, cotangent: (_with_gaps(cotangent, *reversed(saved)), None, None),
     )
-    monkeypatch.setattr(exchange, "_travelled", gaps)
+    monkeypatch.setattr(experts, "_travelled", gaps)
     check_gradients(case)

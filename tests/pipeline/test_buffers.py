@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from maxpipe.pipeline.buffers import layout_order, read_all, write_all
+from maxpipe.pipeline.slots import layout_order, read_all, write_all
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxpipe.checkpoint.trees import by_name
+from maxpipe.checkpoint.copies import by_name
 from maxpipe.models.low_rank import LENGTH, UP
 from maxpipe.nn.decoder import Decoder, cross_entropy
-from maxpipe.pipeline.trainable import joined, trained
+from maxpipe.pipeline.weights import joined, trained
 from maxpipe.schedule.catalog import SCHEDULES
 from maxpipe.schedule.notation import read_orders
 from tests.cases import TOLERANCE, Case, batch_of, keeping, steps_of

@@ -25,8 +25,8 @@ from maxpipe.pipeline.executor import Engine
 from maxpipe.pipeline.layout import Layout
 from maxpipe.pipeline.network import Network
 from maxpipe.pipeline.remat import RematPolicy
-from maxpipe.schedule.balance import balanced_cut
 from maxpipe.schedule.catalog import build
+from maxpipe.schedule.table import balanced_cut
 from tests.cases import TOLERANCE, keeping
 
 D, V, T = 6, 12, 5

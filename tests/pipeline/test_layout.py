@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from maxpipe.pipeline.layout import ONE_KIND, Layout, pad_vocabulary, padded_vocabulary
-from maxpipe.schedule.balance import balanced_cut
-from maxpipe.schedule.table import Ring
+from maxpipe.schedule.table import Ring, balanced_cut
 
 
 def even(layers: int, stages: int, repeats: int, shape: str = "loop", outside: int = 0) -> Layout:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from maxpipe.models.choice import BLOCK_TOKENS, loss_block
-from maxpipe.pipeline.blocks import by_blocks
+from maxpipe.pipeline.loss_head import by_blocks
 from tests.cases import TOLERANCE, Case, batch_of, keeping, steps_of
 from tests.pipeline.test_executor import check_gradients
 from tests.pipeline.test_families import GEMMA2, GRANITE, GROUPED, NEXT, V3

@@ -15,7 +15,7 @@ import pytest
 from maxpipe.config.load import from_dict
 from maxpipe.hardware import shipped
 from maxpipe.plan.compile import build_steps, read
-from maxpipe.plan.cost_model import CostModel
+from maxpipe.plan.cost import CostModel
 from maxpipe.plan.memory import buffers
 from maxpipe.plan.sizes import Sizes
 from maxpipe.plan.traffic import traffic

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxpipe.pipeline.split import Flat, split
+from maxpipe.pipeline.remat import Flat, split
 
 
 def halves_of(function: Any, *arguments: Any, first: list[int], free: list[int] | None = None):

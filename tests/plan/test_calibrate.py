@@ -21,14 +21,13 @@ from maxpipe.config.schema import Config
 from maxpipe.errors import ConfigError, StorageError
 from maxpipe.hardware import known, shipped
 from maxpipe.parallel.sharding import AxisRules
-from maxpipe.plan import calibrate, timed_steps
+from maxpipe.plan import calibrate, recheck
 from maxpipe.plan.calibrate import Measured, applied
 from maxpipe.plan.compile import build_steps
-from maxpipe.plan.cost import cost
-from maxpipe.plan.cost_model import CostModel
+from maxpipe.plan.cost import CostModel, cost
 from maxpipe.plan.memory import memory
+from maxpipe.plan.recheck import step_of
 from maxpipe.plan.sizes import Sizes, schedule_of
-from maxpipe.plan.timed_steps import step_of
 from maxpipe.plan.topology import parse
 from maxpipe.plan.traffic import tensor_sums
 
@@ -166,7 +165,7 @@ def test_a_layer_is_timed_as_runs_compute_it(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(
         calibrate, "Decoder", lambda model, rules: asked.append(rules) or decoder(model, rules)
     )
-    monkeypatch.setattr(timed_steps, "SECONDS", 0.0)
+    monkeypatch.setattr(recheck, "SECONDS", 0.0)
     config, devices = config_of(fsdp=NUM_DEVICES), jax.devices()[:NUM_DEVICES]
     sizes = Sizes(config).on(devices[0].platform)
     calibrate._layers([(sizes, "F", "full")], calibrate._ring(config, devices))
@@ -234,7 +233,7 @@ def again(measure: Callable[[], T]) -> T:
 
 @pytest.mark.timing
 def test_pieces_are_measured_on_the_devices_at_hand(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timed_steps, "SECONDS", 0.2)
+    monkeypatch.setattr(recheck, "SECONDS", 0.2)
     devices = jax.devices()[:NUM_DEVICES]
     # Weights' gradients are a difference, and have to be more than what scores vary by.
     sizes = [Sizes(config_of(tokens=tokens, d_mlp=512)) for tokens in (32, 256)]
@@ -252,14 +251,14 @@ def test_pieces_are_measured_on_the_devices_at_hand(monkeypatch: pytest.MonkeyPa
 @pytest.mark.timing
 def test_a_calibrated_model_predicts_the_step_it_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Within a factor: what was measured is not the step that is predicted."""
-    monkeypatch.setattr(timed_steps, "SECONDS", 0.2)
+    monkeypatch.setattr(recheck, "SECONDS", 0.2)
     devices = jax.devices()[:NUM_DEVICES]
     config = config_of(fsdp=NUM_DEVICES, tokens=256)
     after, found = again(lambda: calibrate.calibrate(config, shipped()["cpu"], devices))
     assert after.shared_by > 0 and after.fresh_gb_per_second == pytest.approx(1e-9 / found.fresh)
     assert found.forward > found.forward_alone  # virtual devices share cores
     assert after.measured and after.bf16_tflops == shipped()["cpu"].bf16_tflops
-    (taken,) = timed_steps.medians([step_of(build_steps(config, devices))], 0.2)
+    (taken,) = recheck.medians([step_of(build_steps(config, devices))], 0.2)
     predicted = cost(Sizes(config), schedule_of(config), after).seconds
     assert 1 / 3 < predicted / taken < 3
 

@@ -8,9 +8,9 @@ import pytest
 
 from maxpipe.hardware import shipped
 from maxpipe.plan.advice import TERMS
-from maxpipe.plan.draw import COLOURS, picture, write
+from maxpipe.plan.report import COLOURS, picture, write
 from maxpipe.plan.search import Candidate, evaluate
-from maxpipe.schedule.canvas import Canvas
+from maxpipe.schedule.draw import Canvas
 from tests.plan.test_search import STAGED, config_of
 
 V5P = shipped()["v5p"]

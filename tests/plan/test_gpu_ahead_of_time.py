@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from maxpipe.plan.gpu_target import INSTALL, has_cudnn, missing_compiler
+from maxpipe.plan.topology import INSTALL, has_cudnn, missing_compiler
 
 pytestmark = [
     pytest.mark.slow,

@@ -15,9 +15,8 @@ from maxpipe.config.load import load
 from maxpipe.errors import ConfigError
 from maxpipe.hardware import shipped
 from maxpipe.plan import compile as compiling
-from maxpipe.plan import gpu_target, topology
-from maxpipe.plan.gpu_target import CARDS, missing_compiler, target_config
-from maxpipe.plan.topology import parse
+from maxpipe.plan import topology
+from maxpipe.plan.topology import CARDS, missing_compiler, parse, target_config
 
 GPUS = [kind for kind, hardware in shipped().items() if hardware.platform == "cuda"]
 
@@ -82,7 +81,7 @@ ONE_DEVICE = ["quickstart", "mesh.ici_stage=1", "mesh.ici_fsdp=1"]
 def absent(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """A machine without GPUs and without their compiler."""
     monkeypatch.setattr(topology, "gpus", list)
-    monkeypatch.setattr(gpu_target, "missing_compiler", lambda: ("needs it", "pip install it"))
+    monkeypatch.setattr(topology, "missing_compiler", lambda: ("needs it", "pip install it"))
     return monkeypatch
 
 

@@ -17,8 +17,7 @@ from maxpipe.models.layers.mlp import GatedMLP
 from maxpipe.models.registry import describe
 from maxpipe.models.spec import Branch, Dims, Kind, Matmul, Model, Operation
 from maxpipe.plan import sizes as sizes_module
-from maxpipe.plan.cost import cost
-from maxpipe.plan.cost_model import CostModel
+from maxpipe.plan.cost import CostModel, cost
 from maxpipe.plan.memory import buffers, memory, state
 from maxpipe.plan.optimizer import optimizer_bytes
 from maxpipe.plan.sizes import Sizes, schedule_of

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from maxpipe.plan import recheck
-from maxpipe.plan.learn import NOISE, expected, next_to_run
 from maxpipe.plan.plan import best_layouts
+from maxpipe.plan.recheck import NOISE, expected, next_to_run
 from maxpipe.plan.search import Candidate
 from maxpipe.plan.topology import parse
 from tests.plan.test_search import config_of

@@ -29,7 +29,7 @@ from maxpipe.plan import sizes as sizes_module
 from maxpipe.plan.compile import build_steps, executions
 from maxpipe.plan.memory import WORKSPACE, buffers, memory, state
 from maxpipe.plan.sizes import Sizes, schedule_of
-from maxpipe.step.partition import keep_of
+from maxpipe.step.build import keep_of
 from maxpipe.step.step import Steps
 from tests.cases import buffer_bytes, keeping, thinned, with_attention, with_layer_norms
 

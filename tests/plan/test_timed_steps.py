@@ -10,7 +10,7 @@ import pytest
 from maxpipe.config.load import from_dict
 from maxpipe.config.schema import Config
 from maxpipe.hardware import shipped
-from maxpipe.plan import timed_steps
+from maxpipe.plan import recheck
 from maxpipe.plan.cost import cost
 from maxpipe.plan.sizes import Sizes, schedule_of
 
@@ -33,17 +33,17 @@ def test_split_layers_take_what_their_steps_took(monkeypatch: pytest.MonkeyPatch
     of 0.3 for each further part of a ring."""
     config, devices = config_of(), jax.devices()[:NUM_DEVICES]
     costly = dataclasses.replace(shipped()["cpu"], split_cost=0.2, ring_cost=0.3, tick_us=0.0)
-    monkeypatch.setattr(timed_steps, "build_steps", lambda run, _: run)
-    monkeypatch.setattr(timed_steps, "step_of", lambda run: run)
+    monkeypatch.setattr(recheck, "build_steps", lambda run, _: run)
+    monkeypatch.setattr(recheck, "step_of", lambda run: run)
     built: list[Config] = []
 
     def taken(runs: list[Config], seconds: float) -> list[float]:
         built.extend(runs)
         return [cost(Sizes(run), schedule_of(run), costly).seconds for run in runs]
 
-    monkeypatch.setattr(timed_steps, "medians", taken)
+    monkeypatch.setattr(recheck, "medians", taken)
     cheap = dataclasses.replace(costly, split_cost=0.0, ring_cost=0.0)
-    found = timed_steps.split(config, cheap, devices)
+    found = recheck.split(config, cheap, devices)
     assert (found.split_cost, found.ring_cost) == pytest.approx((0.2, 0.3))
     # Two heads: two devices can have one each, four cannot.
     assert {run.mesh.ici_tensor for run in built} == {2}
@@ -52,35 +52,35 @@ def test_split_layers_take_what_their_steps_took(monkeypatch: pytest.MonkeyPatch
     # A model that cannot be split keeps the figure.
     one = dataclasses.replace(config.model, num_heads=1, num_kv_heads=1)
     alone = dataclasses.replace(config, model=one)
-    assert timed_steps.split(alone, costly, devices) == costly
+    assert recheck.split(alone, costly, devices) == costly
 
 
 def test_rings_that_hide_all_their_work_keep_the_figure(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a small model on devices whose links are slow beside their matrix units."""
     config, devices = config_of(), jax.devices()[:NUM_DEVICES]
     slow = dataclasses.replace(shipped()["h100"], link_gb_per_second=1e-6)
-    monkeypatch.setattr(timed_steps, "build_steps", lambda run, _: run)
-    monkeypatch.setattr(timed_steps, "step_of", lambda run: run)
+    monkeypatch.setattr(recheck, "build_steps", lambda run, _: run)
+    monkeypatch.setattr(recheck, "step_of", lambda run: run)
 
     def taken(runs: list[Config], seconds: float) -> list[float]:
         del seconds
         return [cost(Sizes(run), schedule_of(run), slow).seconds for run in runs]
 
-    monkeypatch.setattr(timed_steps, "medians", taken)
-    assert timed_steps.split(config, slow, devices).ring_cost == pytest.approx(slow.ring_cost)
+    monkeypatch.setattr(recheck, "medians", taken)
+    assert recheck.split(config, slow, devices).ring_cost == pytest.approx(slow.ring_cost)
 
 
 def test_ticks_take_what_is_left_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     config, devices = config_of(), jax.devices()[:NUM_DEVICES]
     slow = dataclasses.replace(shipped()["cpu"], tick_us=700.0)
-    monkeypatch.setattr(timed_steps, "build_steps", lambda run, _: run)
-    monkeypatch.setattr(timed_steps, "step_of", lambda run: run)
+    monkeypatch.setattr(recheck, "build_steps", lambda run, _: run)
+    monkeypatch.setattr(recheck, "step_of", lambda run: run)
 
     def taken(runs: list[Config], seconds: float) -> list[float]:
         del seconds
         return [cost(Sizes(run), schedule_of(run), slow).seconds for run in runs]
 
-    monkeypatch.setattr(timed_steps, "medians", taken)
-    assert timed_steps.tick(config, shipped()["cpu"], devices) == pytest.approx(700e-6)
+    monkeypatch.setattr(recheck, "medians", taken)
+    assert recheck.tick(config, shipped()["cpu"], devices) == pytest.approx(700e-6)
     fast = dataclasses.replace(slow, tick_us=0.0, memory_gb_per_second=1e-6)
-    assert timed_steps.tick(config, fast, devices) == 0.0
+    assert recheck.tick(config, fast, devices) == 0.0

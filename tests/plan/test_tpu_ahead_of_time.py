@@ -26,7 +26,7 @@ from maxpipe.plan.hlo import profile
 from maxpipe.plan.hlo_text import parse
 from maxpipe.parallel.mesh import build_mesh
 from maxpipe.parallel.sharding import AxisRules
-from maxpipe.step.partition import partition
+from maxpipe.step.build import partition
 
 MICROBATCHES, WIDTH, FSDP = 6, 256, 4
 given, mesh, TOKENS = json.loads(sys.argv[1]), json.loads(sys.argv[2]), int(sys.argv[3])

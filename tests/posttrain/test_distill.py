@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 
 from maxpipe.config.load import load
-from maxpipe.data.prepared.folder import JOURNAL
 from maxpipe.data.prepared.logits import MANIFEST, StoredAnswers, open_stored, read_manifest
+from maxpipe.data.prepared.manifest import JOURNAL
 from maxpipe.data.tokenizer import ByteTokenizer
 from maxpipe.errors import ConfigError, StorageError
-from maxpipe.posttrain.teacher import open_teacher
+from maxpipe.posttrain.distill import open_teacher
 from maxpipe.step.build import devices_of
 from tests.train.runs import (
     SAME,

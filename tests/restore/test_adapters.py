@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 
-from maxpipe.checkpoint.trees import named
+from maxpipe.checkpoint.copies import named
 from maxpipe.models.config import AdapterConfig
 from maxpipe.models.frozen import trained
 from tests.cases import TOLERANCE, Case, steps_of

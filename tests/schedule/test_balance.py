@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from maxpipe.schedule.balance import balanced_cut
+from maxpipe.schedule.table import balanced_cut
 
 
 def all_cuts(num_layers: int, num_chunks: int) -> list[tuple[int, ...]]:

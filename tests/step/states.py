@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from maxpipe.checkpoint.trees import named
+from maxpipe.checkpoint.copies import named
 from maxpipe.step.step import Steps
 from tests.cases import batch_of
 

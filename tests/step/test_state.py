@@ -21,8 +21,7 @@ from maxpipe.parallel.axes import MeshConfig
 from maxpipe.parallel.mesh import build_mesh
 from maxpipe.parallel.sharding import AxisRules
 from maxpipe.pipeline.layout import Layout
-from maxpipe.schedule.balance import balanced_cut
-from maxpipe.schedule.table import Ring
+from maxpipe.schedule.table import Ring, balanced_cut
 from maxpipe.step.state import Partition
 from tests.cases import keeping
 

@@ -12,8 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from maxpipe.checkpoint.copies import digest
 from maxpipe.checkpoint.manager import open_run
-from maxpipe.checkpoint.trees import digest
 from maxpipe.distributed.hub import free_port
 
 Run = Callable[..., str]

@@ -24,12 +24,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from maxpipe.checkpoint import damage, manager
+from maxpipe.checkpoint import manager, storage
+from maxpipe.checkpoint.copies import digest
 from maxpipe.checkpoint.lock import FILE as LOCK
 from maxpipe.checkpoint.lock import RunLock
 from maxpipe.checkpoint.manager import Checkpoints, open_run
 from maxpipe.checkpoint.storage import FOLDER
-from maxpipe.checkpoint.trees import digest
 from maxpipe.cli import main
 from maxpipe.config.schema import CheckpointConfig
 from maxpipe.errors import MaxpipeError
@@ -210,7 +210,7 @@ def attempt(what: Any) -> tuple[int, str]:
 
 def hurry() -> None:
     """Attempts again without the pauses between them."""
-    manager._FIRST_PAUSE_SECONDS = damage.PAUSE_SECONDS = 0.01
+    manager._FIRST_PAUSE_SECONDS = storage.PAUSE_SECONDS = 0.01
 
 
 def begin(folder: Path, first: int, count: int) -> None:

@@ -15,7 +15,7 @@ from maxpipe.models.gemma2 import Gemma2Config
 from maxpipe.models.gpt_oss import GptOssConfig
 from maxpipe.models.registry import describe
 from maxpipe.models.spec import Model
-from maxpipe.nn.attention import blockwise, cudnn_calls
+from maxpipe.nn.attention import blockwise, cudnn
 from maxpipe.nn.attention.backends import BACKENDS
 from maxpipe.train.attention_check import check_attention, what_is_checked
 from tests.cases import MODEL
@@ -107,7 +107,7 @@ def test_each_kernel_of_a_gpu_is_checked(monkeypatch: pytest.MonkeyPatch) -> Non
         mixed, sums = forward(kernel, *arrays)
         return mixed * (1.25 if named(kernel, arrays[-1]) in wrong else 1.0), sums
 
-    monkeypatch.setattr(cudnn_calls, "forward", spied)
+    monkeypatch.setattr(cudnn, "forward", spied)
     right = check_attention(model, "float32", 1024)
     assert right is not None and right.ok
     for each in ("packed 1", "packed 2", "numbers"):

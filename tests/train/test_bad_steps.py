@@ -14,8 +14,8 @@ import jax
 import numpy as np
 import pytest
 
+from maxpipe.checkpoint.copies import digest, leaves
 from maxpipe.checkpoint.manager import open_run
-from maxpipe.checkpoint.trees import digest, leaves
 from maxpipe.config.load import load
 from maxpipe.config.schema import Config
 from maxpipe.data.loader import Loader
@@ -25,7 +25,7 @@ from maxpipe.errors import NumbersError, Preempted, ReplicaError
 from maxpipe.step import build
 from maxpipe.step.state import TrainState
 from maxpipe.step.step import Steps
-from maxpipe.telemetry import goodput
+from maxpipe.telemetry import curves
 from maxpipe.train import run, set_up
 from maxpipe.train.loop import train
 from tests.step.test_replicas import flipped
@@ -239,7 +239,7 @@ def test_a_run_goes_back_to_its_checkpoint_and_on_behind_the_bad_batch(here: Her
     found = recorded(here.folder)
     assert list(found) == list(range(1, STEPS + 1))
     assert all(np.isfinite(each["train/loss"]) for each in found.values())
-    spent = goodput.read(here.folder).seconds
+    spent = curves.read_goodput(here.folder).seconds
     assert spent["redone"] > 0 and spent["restore"] > 0
     data = saved(here.folder).facts.data
     assert data["step"] == STEPS + 2 + 4

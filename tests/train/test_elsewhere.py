@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from maxpipe.checkpoint.storage import entries, located
-from maxpipe.launch.restart import newest_step
+from maxpipe.launch.job import newest_step
 from tests.bucket import Bucket
 from tests.train.runs import Run, Start, ledger, saved_digest, wait_for
 

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from maxpipe.checkpoint.trees import named
+from maxpipe.checkpoint.copies import named
 from maxpipe.models.frozen import declared, trained
 from maxpipe.models.registry import describe
 from tests.cases import TOLERANCE, Case, steps_of

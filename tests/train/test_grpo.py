@@ -15,7 +15,7 @@ from maxpipe.data.prompts import PromptRecord
 from maxpipe.objectives.policy import AS_THEY_ARE
 from maxpipe.pipeline.loss_head import LossHead
 from maxpipe.posttrain.rollouts import Rewarded, assembled
-from maxpipe.step.objectives import policy_of
+from maxpipe.step.build import policy_of
 from tests.cases import TOLERANCE, Case, keeping, steps_of
 
 Tree = Any

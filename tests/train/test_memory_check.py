@@ -224,7 +224,7 @@ import importlib.util, sys
 
 class Finder:
     def find_spec(self, name, path, target=None):
-        if name != "maxpipe.evals.evaluations":
+        if name != "maxpipe.evals.evaluate":
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)

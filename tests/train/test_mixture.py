@@ -14,8 +14,7 @@ import pytest
 
 from maxpipe.commands.data_look import opened
 from maxpipe.config.load import load
-from maxpipe.evals.by_source import SourceSums
-from maxpipe.evals.evaluate import evaluate
+from maxpipe.evals.evaluate import SourceSums, evaluate
 from maxpipe.step.step import BY_SOURCE
 from tests.train.runs import (
     SAME,

@@ -17,7 +17,7 @@ from maxpipe.config import keys
 from maxpipe.config import load as load_module
 from maxpipe.config.load import load, to_dict
 from maxpipe.errors import ConfigError
-from maxpipe.io.fields import before
+from maxpipe.io.typed import before
 from maxpipe.models.llama import LlamaConfig
 from maxpipe.train.resume import check_model
 from tests.conftest import FAST_COMPILE

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 
-from maxpipe.checkpoint.trees import named
+from maxpipe.checkpoint.copies import named
 from maxpipe.config.schema import OptimConfig
 from maxpipe.huggingface.safetensors import Reader
 from tests.cases import OPTIM, TOLERANCE, Case, keeping, steps_of

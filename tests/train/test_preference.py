@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from maxpipe.config.paths import REFERENCE_FILE
+from maxpipe.config.shipped import REFERENCE_FILE
 from maxpipe.posttrain.pair_references import load, save
 from tests.data.conversations import write_records
 from tests.train.runs import (

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from maxpipe.checkpoint.copies import digest
 from maxpipe.checkpoint.manager import open_run
-from maxpipe.checkpoint.trees import digest
 from tests.train.runs import Run, Start, events, saved_digest, wait_for, write_module
 
 STEPS = 16

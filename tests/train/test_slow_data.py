@@ -12,8 +12,8 @@ import pytest
 from maxpipe.data.formats import reads
 from maxpipe.data.formats.reads import reading
 from maxpipe.distributed.phases import DATA, LOOP, Phases
-from maxpipe.train import slow_data
-from maxpipe.train.slow_data import SlowData
+from maxpipe.train import data_end
+from maxpipe.train.data_end import SlowData
 from tests.train.runs import Start, ends, pair, write_module
 from tests.waiting import wait_until
 
@@ -74,7 +74,7 @@ def test_steps_that_mostly_wait_for_data(
     assert "waited for data for 67% of the last 12 s: reading data.mixture.web took 0.0 s" in text
     assert "of 2 threads, and reading data.mixture.web, a.jsonl: record 7 0.02 s of it" in text
     # Not again for a while, and not where steps wait for less.
-    for quiet, waited in ((slow_data._QUIET_SECONDS, 9.0), (0.0, 4.0)):
+    for quiet, waited in ((data_end._QUIET_SECONDS, 9.0), (0.0, 4.0)):
         monkeypatch.setattr(found, "_quiet_until", 0.0 if not quiet else found._quiet_until)
         with reading("data"), reading(lambda: "a"):
             pass

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple, TypedDict
 
+from maxpipe.data.formats.cache import locked
 from maxpipe.data.formats.files import (
     SETTLED_SECONDS,
     File,
@@ -28,12 +29,11 @@ from maxpipe.data.formats.files import (
     reaching,
     version_of,
 )
-from maxpipe.data.formats.locks import locked
 from maxpipe.data.formats.source import Moved, Progress
 from maxpipe.io import files
 from maxpipe.io.files import opened
-from maxpipe.io.signed import opened as verified
-from maxpipe.io.signed import signed
+from maxpipe.io.typed import checksummed
+from maxpipe.io.typed import parse_checksummed as verified
 
 _LOG = logging.getLogger(__name__)
 
@@ -194,7 +194,7 @@ class Digests:
         content = {name: (*entry.stat, entry.sha256) for name, entry in stored.items()}
         try:
             os.makedirs(os.path.dirname(path), exist_ok=True)
-            files.write(path, signed({"files": content}, indent=None))
+            files.write(path, checksummed({"files": content}, indent=None))
         except OSError as error:
             _LOG.warning("%s cannot be written (%s): the next start reads all files", path, error)
 

@@ -1,16 +1,22 @@
-"""The files of a source: what paths name, reading parts of them, and what identifies them."""
+"""The files of a source: what paths name, reading parts of them, and what identifies them.
+
+The content of compressed files, in pieces of bounded size.
+"""
 
 from __future__ import annotations
 
+import bz2
 import contextlib
 import glob
 import hashlib
 import io
 import json
+import lzma
 import os
 import posixpath
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO, NamedTuple, cast
 
@@ -18,7 +24,7 @@ from maxpipe.config.inputs import broken_link
 from maxpipe.config.rules import did_you_mean
 from maxpipe.config.shipped import is_hub_id
 from maxpipe.errors import ConfigError
-from maxpipe.io import buckets
+from maxpipe.io import files
 from maxpipe.io.files import opened, scheme
 
 _EDGE_BYTES = 1 << 16
@@ -169,7 +175,7 @@ def _in_bucket(path: str, suffixes: tuple[str, ...]) -> list[File]:
 
 def _objects(path: str, suffixes: tuple[str, ...]) -> dict[str, Any]:
     """The objects of one, a folder or a pattern, by their names with the bucket's in front."""
-    store = buckets.store()
+    store = files.store()
     if any(letter in path for letter in "*?["):
         found = store.glob(path, detail=True)
     else:
@@ -203,7 +209,7 @@ def version_of(path: str) -> str:
         ConfigError: it cannot be reached.
     """
     with reaching(path):
-        return _version(buckets.store().info(path))
+        return _version(files.store().info(path))
 
 
 def _fits(name: str, suffixes: tuple[str, ...]) -> bool:
@@ -305,7 +311,7 @@ def read(file: File, start: int = 0, stop: int | None = None) -> bytes:
         return b""
     with reaching(file.path):
         if file.in_bucket:
-            content = buckets.store().cat_file(file.path, start=start, end=stop)
+            content = files.store().cat_file(file.path, start=start, end=stop)
         else:
             with open(opened(file.path), "rb") as stream:
                 check_size(file, os.fstat(stream.fileno()).st_size)
@@ -347,7 +353,7 @@ def stream(file: File) -> BinaryIO:
     if not file.in_bucket:
         return open(opened(file.path), "rb")
     options = {"block_size": _AHEAD_BYTES, "cache_type": "readahead"}
-    return cast(BinaryIO, io.BufferedReader(buckets.store().open(file.path, "rb", **options)))
+    return cast(BinaryIO, io.BufferedReader(files.store().open(file.path, "rb", **options)))
 
 
 def edges(file: File) -> str:
@@ -372,3 +378,131 @@ def common_folder(files: Sequence[File]) -> str:
     if any(file.in_bucket for file in files):
         return files[0].path
     return os.path.commonpath([os.path.abspath(file.path) for file in files])
+
+
+PIECE_BYTES = 1 << 20
+"""The largest piece of content, but of zstd's."""
+
+_READ_BYTES = 1 << 18
+_ZSTD_READ_BYTES = 1 << 10
+"""Of a few bytes zstd makes a block of 128 KiB, and its package all blocks of what it is given."""
+_WINDOW_BYTES = 1 << 27
+"""The most memory that a decompressor may ask for; `zstd --long=27` and `xz -9` take as much."""
+
+
+class _Gzip:
+    """zlib with the methods of the decompressors of bz2 and lzma."""
+
+    def __init__(self) -> None:
+        self._zlib = zlib.decompressobj(zlib.MAX_WBITS | 16)
+        self._is_full = False
+
+    @property
+    def eof(self) -> bool:
+        return self._zlib.eof
+
+    @property
+    def needs_input(self) -> bool:
+        return not self._zlib.unconsumed_tail and not self._is_full
+
+    @property
+    def unused_data(self) -> bytes:
+        return self._zlib.unused_data
+
+    def decompress(self, data: bytes, max_length: int) -> bytes:
+        piece = self._zlib.decompress(self._zlib.unconsumed_tail + data, max_length)
+        self._is_full = len(piece) == max_length  # zlib may hold more without more input
+        return piece
+
+
+class _Zstd:
+    """The package zstandard with the same methods."""
+
+    needs_input = True
+
+    def __init__(self) -> None:
+        import zstandard
+
+        self._frame = zstandard.ZstdDecompressor(max_window_size=_WINDOW_BYTES).decompressobj()
+
+    @property
+    def eof(self) -> bool:
+        return self._frame.eof
+
+    @property
+    def unused_data(self) -> bytes:
+        return self._frame.unused_data
+
+    def decompress(self, data: bytes, max_length: int) -> bytes:
+        return self._frame.decompress(data)
+
+
+_DECOMPRESSORS: dict[str, Callable[[], Any]] = {
+    ".gz": _Gzip,
+    ".bz2": bz2.BZ2Decompressor,
+    ".xz": lambda: lzma.LZMADecompressor(lzma.FORMAT_XZ, memlimit=_WINDOW_BYTES),
+    ".zst": _Zstd,
+}
+SUFFIXES = tuple(_DECOMPRESSORS)
+"""Names of compressed files end with one of them."""
+
+
+def unpacked(file: File) -> Iterator[bytes]:
+    """The content, of all members and frames one after another.
+
+    Raises:
+        ConfigError: the file is cut or damaged, or cannot be read.
+    """
+    suffix = next(each for each in SUFFIXES if file.path.endswith(each))
+    size = _ZSTD_READ_BYTES if suffix == ".zst" else _READ_BYTES
+    with reaching(file.path), stream(file) as packed:
+        try:
+            yield from _contents(_DECOMPRESSORS[suffix], packed, size)
+        except ImportError as error:
+            raise ConfigError.one(
+                "data.path",
+                file.path,
+                f"needs the package zstandard: {error}.",
+                "Run: pip install 'maxpipe[zstandard]'",
+            ) from error
+        except EOFError as error:
+            raise _damaged(file, suffix, "it ends in the middle") from error
+        except Exception as error:
+            if isinstance(error, ConfigError) or not _is_of_a_decompressor(error):
+                raise
+            raise _damaged(file, suffix, str(error)) from error
+
+
+def _is_of_a_decompressor(error: Exception) -> bool:
+    if isinstance(error, (zlib.error, lzma.LZMAError, EOFError, ValueError)):
+        return True
+    # bz2 has no error of its own: its OSErrors are without a number.
+    is_bz2 = isinstance(error, OSError) and error.errno is None
+    return is_bz2 or type(error).__name__ == "ZstdError"
+
+
+def _contents(new: Callable[[], Any], packed: BinaryIO, size: int) -> Iterator[bytes]:
+    decompressor, data, begun, whole = new(), b"", False, False
+    while data := data or packed.read(size):
+        if not begun and not (data := data.lstrip(b"\0")):  # padding behind a member
+            continue
+        begun = True
+        piece, data = decompressor.decompress(data, PIECE_BYTES), b""
+        while piece or not (decompressor.eof or decompressor.needs_input):
+            yield piece
+            if decompressor.eof or decompressor.needs_input:
+                break
+            piece = decompressor.decompress(b"", PIECE_BYTES)
+        if decompressor.eof:
+            data, decompressor, begun, whole = decompressor.unused_data, new(), False, True
+    if begun or not whole:
+        raise EOFError
+
+
+def _damaged(file: File, suffix: str, how: str) -> ConfigError:
+    return ConfigError.one(
+        "data.path",
+        file.path,
+        f"must be a whole {suffix} file: {how}.",
+        "Copy it again from where it is whole, or leave it out of data.path.",
+    )

@@ -1,24 +1,44 @@
-"""Where the lines of a file start; of a compressed one in an unpacked copy of it."""
+"""Where the lines of a file start; of a compressed one in an unpacked copy of it.
+
+JSON lines, compressed or not: one object a line.
+"""
 
 from __future__ import annotations
 
 import codecs
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import BinaryIO
 
 import numpy as np
 
 from maxpipe.data.formats.cache import Cache, Make
-from maxpipe.data.formats.compressed import SUFFIXES, unpacked
 from maxpipe.data.formats.digests import Digests, Pass, settle
-from maxpipe.data.formats.files import File, check_size, digest, edges, reaching, stream
-from maxpipe.data.formats.source import Moved, Progress
-from maxpipe.data.formats.text_of import MOST_RECORD_BYTES
+from maxpipe.data.formats.files import (
+    SUFFIXES,
+    File,
+    check_size,
+    digest,
+    edges,
+    identities,
+    reaching,
+    read,
+    stream,
+    unpacked,
+)
+from maxpipe.data.formats.source import Moved, Progress, Record
+from maxpipe.data.formats.text_of import (
+    MOST_RECORD_BYTES,
+    BadRecord,
+    check_length,
+    from_json,
+    shortened,
+)
 from maxpipe.errors import ConfigError, StorageError
 from maxpipe.io.files import opened
 from maxpipe.io.files import read as read_file
+from maxpipe.io.text import counted
 
 _PIECE_BYTES = 1 << 20
 _KEPT_FROM_BYTES = 1 << 26
@@ -288,3 +308,75 @@ def _unusable(folder: str, why: str) -> StorageError:
     return StorageError(
         f"{folder}: cannot be used\n  {why}.\n  Delete this folder: the next start makes it again."
     )
+
+
+class JsonLines:
+    """One document per line. Holds where lines start, not what is in them."""
+
+    name = "jsonl"
+
+    def __init__(
+        self,
+        files: Sequence[File],
+        cache: Cache,
+        digests: Digests,
+        most_bytes: int,
+        moved: Moved | None = None,
+    ):
+        self.files = files
+        self._cache = cache  # what it made may end with it
+        self._lines: list[Lines] = []
+        digests.load(files)
+        if any(map(is_compressed, files)):
+            digests.of(files, moved)
+        for file in files:
+            if file.path.endswith((".zip", ".tar", ".7z", ".rar", ".lz4", ".br", ".Z")):
+                raise ConfigError.one(
+                    "data.path",
+                    file.path,
+                    f"must be JSON lines as they are, or compressed as {' or '.join(SUFFIXES)}.",
+                    "Unpack it and set data.path to the unpacked file.",
+                )
+            lines, unpacked_bytes = find_lines(file, cache, digests, most_bytes, moved)
+            most_bytes -= unpacked_bytes
+            self._lines.append(lines)
+        # Document numbers at which each file ends.
+        self._ends = np.cumsum([len(lines) for lines in self._lines])
+        if not len(self):
+            raise ConfigError.one(
+                "data.path",
+                files[0].path,
+                "must hold JSON objects, one per line: "
+                f"{counted(len(files), 'file')} without lines.",
+                "Set data.path to a file with lines, or data.source=corpus.",
+            )
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def _place(self, index: int) -> tuple[Lines, int]:
+        """The file of a line, and its number among those that are not blank."""
+        which = int(np.searchsorted(self._ends, index, side="right"))
+        lines = self._lines[which]
+        return lines, index - int(self._ends[which]) + len(lines)
+
+    def read(self, index: int, columns: list[str] | None = None) -> Record:
+        lines, number = self._place(index)
+        start, stop = lines.starts.pair(number)
+        check_length(stop - start)
+        line = read(lines.content, start, stop).partition(b"\n")[0]  # blank lines follow
+        try:
+            return from_json(line)
+        except ValueError as error:
+            raise BadRecord(
+                shortened(line),
+                f"must be a JSON object: {error}.",
+                'Write each document as an object such as {"text": "..."}, or remove the line.',
+            ) from error
+
+    def where(self, index: int) -> str:
+        lines, number = self._place(index)
+        return f"{lines.file.path}:{lines.number(number)}"
+
+    def fingerprint(self, chosen: str) -> str:
+        return digest([chosen, *identities(self.files)])

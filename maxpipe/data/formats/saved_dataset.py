@@ -11,7 +11,6 @@ from typing import Any, NamedTuple, NotRequired, TypedDict
 
 import numpy as np
 
-from maxpipe.data.formats.arrow import import_pyarrow, row_of, wanted
 from maxpipe.data.formats.files import (
     File,
     described,
@@ -20,6 +19,7 @@ from maxpipe.data.formats.files import (
     reaching,
     read,
 )
+from maxpipe.data.formats.parquet import import_pyarrow, row_of, wanted
 from maxpipe.data.formats.source import Record
 from maxpipe.data.formats.text_of import BadRecord, shortened
 from maxpipe.errors import ConfigError

@@ -16,16 +16,21 @@ from typing import Any, BinaryIO, NamedTuple, TypedDict
 
 import numpy as np
 
-from maxpipe.data.prepared.folder import OUT, bring_to_disk, elsewhere, enter, resume
-from maxpipe.data.prepared.indexed import BIN, dtype_for
 from maxpipe.data.prepared.manifest import (
+    BIN,
     CONTENT,
     CRC_FILE,
     JOURNAL,
+    OUT,
     FileEntry,
     Folders,
+    bring_to_disk,
     differences,
+    dtype_for,
+    elsewhere,
+    enter,
     read_signed,
+    resume,
     shard_name,
 )
 from maxpipe.data.prepared.ranges import (
@@ -40,7 +45,7 @@ from maxpipe.data.prepared.reader import read_whole
 from maxpipe.data.prepared.writer import SignedFile
 from maxpipe.errors import ConfigError, StorageError
 from maxpipe.io import files
-from maxpipe.io.signed import opened, signed
+from maxpipe.io.typed import checksummed, parse_checksummed
 
 MANIFEST = "logits.json"
 _FORMAT = 1
@@ -155,8 +160,8 @@ class Writer:
         self._rows = 0
         begun = resume(
             journal,
-            lambda line: check_same(folder, opened(line, Spec), spec),
-            lambda line: self._shards.append(self._on_disk(opened(line, ShardEntry))),
+            lambda line: check_same(folder, parse_checksummed(line, Spec), spec),
+            lambda line: self._shards.append(self._on_disk(parse_checksummed(line, ShardEntry))),
         )
         if not begun:
             enter(journal, spec)
@@ -194,7 +199,7 @@ class Writer:
         if self._file is not None:
             self._close()
         manifest: Manifest = {**self._spec, "shards": self._shards}
-        files.write(self._folder / MANIFEST, signed(manifest))
+        files.write(self._folder / MANIFEST, checksummed(manifest))
         bring_to_disk(self._folder)
         (self._folder / JOURNAL).unlink(missing_ok=True)
         return manifest

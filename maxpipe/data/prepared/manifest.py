@@ -4,26 +4,231 @@ A shard is `shard-00000.bin` and `.idx` in Megatron's format, `.meta` with `META
 of conversations `.mask` with a bit for each token, whether it is trained, and `.crc` with a CRC of
 each block of these. `spans` holds, as int64, the number of tokens before each `SPAN`-th document,
 and after the last one. The manifest is written last.
+
+A folder that a command fills file by file; after a stop the same command goes on.
+
+A file that is on the disk is entered in a journal; what is behind the last entry is done again.
+
+Megatron's index of a file of token ids: what it holds, and where.
+
+magic, version, type of an id, number of sequences and of bounds       34 bytes
+lengths    int32 [sequences]    ids of each
+pointers   int64 [sequences]    byte of the .bin at which each begins
+bounds     int64 [documents + 1]   the sequence at which each document begins, and the end
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import fcntl
 import os
 import re
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, NotRequired, TypedDict, TypeVar
+import signal
+import struct
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple, NotRequired, TypedDict, TypeVar
 
 import numpy as np
 
+from maxpipe.checkpoint.address import check_outside
 from maxpipe.config.data_schema import SourceConfig
 from maxpipe.config.schema import TokenizerConfig
-from maxpipe.data.prepared.indexed import BIN, IDX
 from maxpipe.data.prepared.ranges import damaged, joined, open_ranges
 from maxpipe.data.sources import Source
 from maxpipe.data.tokenizer import Tokenizer
-from maxpipe.errors import ConfigError, StorageError
-from maxpipe.io.signed import opened
+from maxpipe.errors import ConfigError, Interrupted, Preempted, StorageError
+from maxpipe.io import files
+from maxpipe.io.typed import checksummed, parse_checksummed
+
+BIN, IDX = ".bin", ".idx"
+
+_HEADER = struct.Struct("<9sQBQQ")
+HEADER_BYTES = _HEADER.size
+_MAGIC, _VERSION = b"MMIDIDX\x00\x00", 1
+_OLD_MAGIC = b"TNTIDX\x00\x00"
+# Their number of a type of ids; 6 and 7 are floats.
+_TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+_FLOATS = (6, 7)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The type of the ids, and the tables of an index. `num_bounds` is documents + 1."""
+
+    dtype: np.dtype
+    num_sequences: int
+    num_bounds: int
+
+    @property
+    def lengths_at(self) -> int:
+        return HEADER_BYTES
+
+    @property
+    def pointers_at(self) -> int:
+        return self.lengths_at + 4 * self.num_sequences
+
+    @property
+    def bounds_at(self) -> int:
+        return self.pointers_at + 8 * self.num_sequences
+
+    @property
+    def end(self) -> int:
+        return self.bounds_at + 8 * self.num_bounds
+
+
+def dtype_for(vocab_size: int) -> np.dtype:
+    """The smallest type of Megatron's that holds the ids of a vocabulary."""
+    return np.dtype("<u2" if vocab_size <= 1 << 16 else "<i4")
+
+
+def parse(raw: bytes, size: int) -> Layout:
+    """The layout that the first bytes of an index of `size` bytes describe.
+
+    Raises:
+        ValueError: it is no index, is cut, or is of a kind that is not read; the text says what.
+    """
+    if raw.startswith(_OLD_MAGIC):
+        raise ValueError("it is of the kind before MMIDIDX, TNTIDX")
+    if len(raw) < HEADER_BYTES or not raw.startswith(_MAGIC):
+        raise ValueError(f"it has no header of {HEADER_BYTES} bytes that begins with MMIDIDX")
+    _, version, code, num_sequences, num_bounds = _HEADER.unpack(raw[:HEADER_BYTES])
+    if version != _VERSION:
+        raise ValueError(f"it is of version {version}, and {_VERSION} is read")
+    if code in _FLOATS:
+        raise ValueError(f"its ids are floats, type {code}")
+    if code not in _TYPES:
+        raise ValueError(f"its ids are of the unknown type {code}")
+    found = Layout(np.dtype(_TYPES[code]), num_sequences, num_bounds)
+    # Indexes of several kinds of text have a byte more for each sequence, which is not read.
+    if size not in (found.end, found.end + num_sequences):
+        raise ValueError(
+            f"it says {num_sequences} sequences and {num_bounds} bounds, which take {found.end} "
+            f"bytes, and has {size}"
+        )
+    return found
+
+
+def index_of(lengths: np.ndarray, dtype: np.dtype) -> Iterator[bytes]:
+    """The parts of an index of documents of one sequence each; `lengths` int64 [documents]."""
+    code = next(code for code, name in _TYPES.items() if np.dtype(name) == dtype)
+    yield _HEADER.pack(_MAGIC, _VERSION, code, len(lengths), len(lengths) + 1)
+    yield lengths.astype("<i4").tobytes()
+    yield ((np.cumsum(lengths) - lengths) * dtype.itemsize).astype("<i8").tobytes()
+    yield np.arange(len(lengths) + 1, dtype="<i8").tobytes()
+
+
+OUT = "command line: --out"
+_LONGEST_LINE = 1 << 24
+
+
+def check_folder(folder: Path, manifest: str) -> None:
+    """Raises ConfigError if something else is there than what has, or will have, this manifest."""
+    check_outside(folder, OUT)
+    if not os.path.lexists(folder):
+        return
+    action = f"Name another folder, such as --out {other(folder)}."
+    if not folder.is_dir():
+        raise ConfigError.one(OUT, folder, "is there already, and is no folder.", action)
+    names = os.listdir(folder)
+    if names and manifest not in names and JOURNAL not in names:
+        rule = f"must be new or empty, or prepared by this command: it has {sorted(names)[0]}."
+        raise ConfigError.one(OUT, folder, rule, action)
+
+
+def other(folder: Path) -> str:
+    """The name of another folder, for advice."""
+    return f"{folder}-2" if folder.name not in ("", "..") else "tokens"
+
+
+def elsewhere(folder: Path) -> str:
+    """What to do about a folder that holds something else."""
+    return f"Name another folder, such as --out {other(folder)}, or remove this one."
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[BinaryIO]:
+    """The journal, for one process at a time."""
+    with open(files.opened(folder / JOURNAL, os.O_RDWR | os.O_CREAT), "r+b") as journal:
+        try:
+            fcntl.flock(journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            rule = "is being prepared by another process."
+            action = "Wait for it, or name another folder with --out."
+            raise ConfigError.one(OUT, folder, rule, action) from error
+        yield journal
+
+
+def resume(
+    journal: BinaryIO, begin: Callable[[bytes], object], add: Callable[[bytes], object]
+) -> bool:
+    """Whether the journal has begun; `begin` takes its first line, and `add` each other one.
+
+    Ends it in front of a line for which they raise OSError or ValueError.
+    """
+    end = 0
+    while line := journal.readline(_LONGEST_LINE):
+        # A kill or a power failure leaves half a line, or files that have lost their end.
+        try:
+            if not line.endswith(b"\n"):
+                break
+            add(line) if end else begin(line)
+        except (OSError, ValueError):
+            break
+        end += len(line)
+    journal.truncate(end)
+    return bool(end)
+
+
+def enter(journal: BinaryIO, line: Mapping[str, Any]) -> None:
+    """Appends a line, and brings it to the disk."""
+    journal.seek(0, os.SEEK_END)
+    journal.write(checksummed(line, indent=None).encode() + b"\n")
+    journal.flush()
+    os.fsync(journal.fileno())
+
+
+class _Terminated(BaseException):
+    """SIGTERM or SIGHUP. Nothing takes it for a failure of what it interrupts."""
+
+
+@contextlib.contextmanager
+def stops(folder: Path) -> Iterator[None]:
+    """Turns SIGTERM, SIGHUP and Ctrl-C into errors that say how to go on."""
+    words = f"{folder}: preparing was stopped\n  Shards that are complete are kept.\n"
+    words += "  Run the same command again: it goes on behind them."
+
+    def stop(number: int, frame: object) -> None:
+        raise _Terminated
+
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            # An ignored signal stays ignored: that of a closed terminal, by `nohup`.
+            if number == signal.SIGTERM or signal.getsignal(number) != signal.SIG_IGN:
+                before[number] = signal.signal(number, stop)
+    try:
+        yield
+    except _Terminated:
+        raise Preempted(words) from None
+    except KeyboardInterrupt:
+        raise Interrupted(words) from None
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def bring_to_disk(folder: Path) -> None:
+    """The names of its files."""
+    number = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
+
 
 FILE = "manifest.json"
 JOURNAL = "unfinished"
@@ -282,7 +487,7 @@ def read_signed(kind: Folders, folder: str, form: type[T], check: Callable[[T], 
     if file.size > _LARGEST_BYTES:
         raise damaged(path, f"it has {file.size} bytes, at most {_LARGEST_BYTES} are read")
     try:
-        found = opened(file.read(0, file.size), form)
+        found = parse_checksummed(file.read(0, file.size), form)
         if (number := found["format"]) in kind.formats:  # type: ignore[index]
             check(found)
     except ValueError as error:

@@ -3,6 +3,8 @@
 They have neither digests nor the name of their tokenizer, so that all of an index is looked
 through when it is opened, and the ids of a document when it is read. A run computes digests of the
 files before it reads them.
+
+The documents that `data.source=tokens` and `data.source=megatron` name.
 """
 
 from __future__ import annotations
@@ -18,13 +20,22 @@ from typing import Any
 
 import numpy as np
 
+from maxpipe.config.data_schema import SourceConfig
 from maxpipe.data.documents import Encoded
 from maxpipe.data.formats.digests import Digests
 from maxpipe.data.formats.files import File, Stat, changed, described
 from maxpipe.data.formats.source import Moved
-from maxpipe.data.prepared.indexed import BIN, HEADER_BYTES, IDX, Layout, parse
-from maxpipe.data.prepared.manifest import SPAN, content_facts
+from maxpipe.data.prepared.manifest import (
+    BIN,
+    HEADER_BYTES,
+    IDX,
+    SPAN,
+    Layout,
+    content_facts,
+    parse,
+)
 from maxpipe.data.prepared.ranges import Ranges, open_ranges
+from maxpipe.data.prepared.reader import PreparedDocuments
 from maxpipe.data.tokenizer import Tokenizer, check_rows
 from maxpipe.errors import ConfigError, StorageError
 from maxpipe.io.files import scheme
@@ -338,3 +349,26 @@ def _check_bounds(pair: _Pair) -> None:
 
 def _refuse(path: str, number: Any, words: str, what: str = "sequence") -> None:
     raise _wrong(f"{path}: {what} {number}", f"cannot be: it {words}.")
+
+
+IDS = ("tokens", "megatron")
+"""Values of `data.source` whose documents are ids already."""
+
+
+def open_documents(
+    config: SourceConfig,
+    tokenizer: Tokenizer,
+    digests: Digests | None = None,
+    moved: Moved | None = None,
+) -> PreparedDocuments | MegatronDocuments:
+    """The documents as ids of the tokenizer.
+
+    `digests` are for files that have none of their own: see `MegatronDocuments`.
+
+    Raises:
+        ConfigError: no such files, or of another tokenizer.
+        StorageError: files that are damaged or cannot be read.
+    """
+    if config.source == "megatron":
+        return MegatronDocuments(config.path, tokenizer, digests, moved)
+    return PreparedDocuments(config.path, tokenizer)

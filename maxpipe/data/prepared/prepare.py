@@ -3,11 +3,14 @@
 Processes encode pieces of consecutive documents, and one writes them in order: each byte follows
 from the documents, the tokenizer and the size of a shard. A shard that is on the disk is entered in
 a journal; after a stop everything behind the last entry is done again.
+
+`maxpipe data verify`: every byte of a prepared folder against the digests in its manifest.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import multiprocessing
 import os
 import signal
@@ -17,6 +20,7 @@ from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -24,47 +28,49 @@ import numpy as np
 
 from maxpipe.config.data_schema import SourceConfig
 from maxpipe.config.schema import TokenizerConfig
-from maxpipe.data.answers import answers_of
-from maxpipe.data.chat import nothing_inside, nothing_trained
-from maxpipe.data.prepared import encode
-from maxpipe.data.prepared.folder import (
-    OUT,
-    bring_to_disk,
-    check_folder,
-    elsewhere,
-    enter,
-    locked,
-    other,
-    resume,
-    stops,
-)
-from maxpipe.data.prepared.indexed import HEADER_BYTES, IDX, dtype_for, parse
+from maxpipe.data.chat import answers_of, nothing_inside, nothing_trained
+from maxpipe.data.prepared import logits, writer
 from maxpipe.data.prepared.manifest import (
     CONTENT,
     FILE,
+    HEADER_BYTES,
+    IDX,
     JOURNAL,
+    OUT,
     SPAN,
     SPANS,
+    FileEntry,
     Manifest,
     ShardEntry,
     Spec,
+    bring_to_disk,
     changed_files,
+    check_folder,
     differences,
+    dtype_for,
+    elsewhere,
+    enter,
     has_masks,
+    locked,
+    other,
+    parse,
     read_manifest,
+    resume,
     shard_name,
     spec_of,
+    stops,
 )
+from maxpipe.data.prepared.ranges import joined, open_ranges
 from maxpipe.data.prepared.reader import Shard, notes_of
 from maxpipe.data.prepared.writer import Finished, Piece, ShardWriter, SignedFile
-from maxpipe.data.remarks import remarks
 from maxpipe.data.sources import Source, open_source
 from maxpipe.data.tokenizer import open_tokenizer
-from maxpipe.data.unread_keys import advice, columns_not_read
+from maxpipe.data.unread_keys import advice, columns_not_read, remarks
 from maxpipe.errors import AbsentError, ConfigError, StorageError
 from maxpipe.io import files
-from maxpipe.io.signed import opened, signed
+from maxpipe.io.files import scheme
 from maxpipe.io.text import counted
+from maxpipe.io.typed import checksummed, parse_checksummed
 
 _DOCUMENTS = ("name", "fingerprint", CONTENT, "documents", "chat")
 """Entries of a source that say which documents it has."""
@@ -140,10 +146,10 @@ def prepare(plan: Plan, report: Report) -> str:
         )
         source = answers_of(source, plan.data, plan.cache_dir, keep=plan.cache_dir is not None)
         tokenizer = open_tokenizer(plan.tokenizer)
-        talks = encode.conversations_of(plan.data, source, tokenizer)
+        talks = writer.conversations_of(plan.data, source, tokenizer)
         chat, day = ("", "") if talks is None else (talks.fingerprint(), talks.day)
         parts = plan.data, plan.seed, source, plan.tokenizer, tokenizer, plan.shard_tokens
-        spec, encoder = spec_of(*parts, chat, day), encode.encoder_of(source, tokenizer, talks)
+        spec, encoder = spec_of(*parts, chat, day), writer.encoder_of(source, tokenizer, talks)
         try:
             check_folder(plan.folder, FILE)
             return _complete(plan, spec) or _prepared(plan, source, encoder, spec, report)
@@ -166,7 +172,7 @@ def _complete(plan: Plan, spec: Spec) -> str:
 
 
 def _prepared(
-    plan: Plan, source: Source, encoder: encode.Encoder, spec: Spec, report: Report
+    plan: Plan, source: Source, encoder: writer.Encoder, spec: Spec, report: Report
 ) -> str:
     """Writes what is missing; as `prepare`."""
     plan.folder.mkdir(parents=True, exist_ok=True)
@@ -180,7 +186,7 @@ def _prepared(
         if not done.has_digests:
             _check_unchanged(plan.folder, source, encoder, done)
         start, begun = time.monotonic(), done.tokens
-        sent, day = encode.sendable(source), spec["source"].get("day", "")
+        sent, day = writer.sendable(source), spec["source"].get("day", "")
         pieces = _encoded(plan, sent, done.documents, len(source), day)
         with contextlib.closing(pieces):
             _write(plan, source, pieces, done, journal, report)
@@ -242,7 +248,7 @@ def _resumed(folder: Path, journal: BinaryIO, spec: Spec) -> _Done:
     done = _Done()
 
     def check(line: bytes) -> None:
-        found = opened(line, Spec)
+        found = parse_checksummed(line, Spec)
         _check_same(folder, found, spec)
         done.has_digests = CONTENT in found["source"]
         done.day = found["source"].get("day", "")
@@ -250,14 +256,16 @@ def _resumed(folder: Path, journal: BinaryIO, spec: Spec) -> _Done:
     begun = resume(
         journal,
         check,
-        lambda line: done.add(_on_disk(folder, opened(line, Finished), len(done.shards))),
+        lambda line: done.add(
+            _on_disk(folder, parse_checksummed(line, Finished), len(done.shards))
+        ),
     )
     if not begun:
         enter(journal, spec)
     return done
 
 
-def _check_unchanged(folder: Path, source: Source, encoder: encode.Encoder, done: _Done) -> None:
+def _check_unchanged(folder: Path, source: Source, encoder: writer.Encoder, done: _Done) -> None:
     """Compares some of the documents that are done with those of the source.
 
     The journal of an earlier release has no digests of files.
@@ -321,7 +329,7 @@ def _encoded(
         pool = ProcessPoolExecutor(
             workers,
             mp_context=multiprocessing.get_context("spawn"),
-            initializer=encode.start,
+            initializer=writer.start,
             initargs=(plan.data, plan.tokenizer, plan.seed, source, day),
         )
     waiting: deque[tuple[range, Future[Any]]] = deque()
@@ -329,7 +337,7 @@ def _encoded(
 
     def submit(begin: int, end: int) -> tuple[range, Future[Any]]:
         with _held():  # the first one starts processes, which ignore signals a while later
-            return range(begin, end), pool.submit(encode.encode, begin, end)
+            return range(begin, end), pool.submit(writer.encode, begin, end)
 
     try:
         while True:
@@ -457,7 +465,7 @@ def _finish(folder: Path, spec: Spec, done: _Done) -> Manifest:
         "shards": done.shards,
         "spans": spans.close(),
     }
-    files.write(folder / FILE, signed(manifest))
+    files.write(folder / FILE, checksummed(manifest))
     bring_to_disk(folder)
     (folder / JOURNAL).unlink(missing_ok=True)  # another process may have seen the manifest
     return manifest
@@ -477,3 +485,85 @@ def _span_starts(folder: Path, done: _Done) -> np.ndarray:
         first += shard["documents"]
         tokens += shard["tokens"]
     return np.concatenate([*starts, [tokens]])
+
+
+_PART_BYTES = 1 << 22
+
+VerifyReport = Callable[[str, int, int], object]
+"""Called with a task, and how many of how many MiB are done."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """A line for each damaged file, and one for the whole."""
+
+    damage: tuple[str, ...]
+    summary: str
+
+
+def verify(folder: str, report: VerifyReport) -> Verified:
+    """Reads all files of a folder or `gs://BUCKET/PATH`.
+
+    Raises:
+        ConfigError: it is no prepared folder.
+        StorageError: the manifest is damaged, so that nothing can be compared.
+    """
+    if logits.is_there(folder):
+        own, entries = logits.MANIFEST, dict(logits.entries(logits.read_manifest(folder)))
+    else:
+        own, entries = FILE, dict(_entries(read_manifest(folder)))
+    total = sum(entry["bytes"] for entry in entries.values())
+    done, damage = 0, []
+    present = _present(folder)
+    for name, entry in entries.items():
+        path = joined(folder, name)
+        if present is not None and name not in present:
+            damage.append(f"{path}: it is missing")
+            done += entry["bytes"]
+            continue
+        try:
+            if words := _compared(path, entry, partial(_tell, report, done, total)):
+                damage.append(f"{path}: {words}")
+        except StorageError as error:
+            damage.append(str(error))
+        done += entry["bytes"]
+    whole = f"{counted(len(entries), 'file')}, {total / 1e6:.1f} MB"
+    if damage:
+        summary = f"{folder}: {len(damage)} of {whole} damaged: copy or prepare them again"
+    else:
+        summary = f"{folder}: {whole}, every byte is what was written"
+    if others := sorted((present or set()) - {own, *entries}):
+        summary += (
+            f"\n{counted(len(others), 'other file')} there, not read: {', '.join(others[:4])}"
+        )
+    return Verified(tuple(damage), summary)
+
+
+def _entries(manifest: Manifest) -> Iterator[tuple[str, FileEntry]]:
+    for number, shard in enumerate(manifest["shards"]):
+        for suffix, entry in sorted(shard["files"].items()):
+            yield shard_name(number, suffix), entry
+    yield SPANS, manifest["spans"]
+
+
+def _tell(report: VerifyReport, before: int, total: int, read: int) -> None:
+    report("reading", (before + read) >> 20, total >> 20)
+
+
+def _compared(path: str, entry: FileEntry, report: Callable[[int], object]) -> str:
+    """What is wrong with a file; empty if nothing is."""
+    file = open_ranges(path)
+    if file.size != entry["bytes"]:
+        return f"it has {file.size} bytes, and {entry['bytes']} were written"
+    found = hashlib.sha256()
+    for start in range(0, file.size, _PART_BYTES):
+        found.update(file.read(start, min(start + _PART_BYTES, file.size)))
+        report(start)
+    return "" if found.hexdigest() == entry["sha256"] else "its content is not what was written"
+
+
+def _present(folder: str) -> set[str] | None:
+    """The names in a folder, from one listing; None for a bucket."""
+    if scheme(folder):
+        return None
+    return set(os.listdir(os.path.expanduser(folder)))

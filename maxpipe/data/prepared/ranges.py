@@ -17,8 +17,7 @@ import numpy as np
 
 from maxpipe.data.formats.files import Stat
 from maxpipe.errors import ConfigError, StorageError
-from maxpipe.io.buckets import store
-from maxpipe.io.files import opened, scheme
+from maxpipe.io.files import opened, scheme, store
 
 BLOCK_BYTES = 1 << 16
 """Bytes that share a CRC."""

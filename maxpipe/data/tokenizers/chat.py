@@ -3,19 +3,180 @@
 A template is a program that comes with a model, from strangers. It runs in jinja2's sandbox, in a
 process of its own that has nothing but the messages, and that ends when it takes too long or too
 much memory: the sandbox alone bounds neither.
+
+A process of its own for a chat template, asked for one conversation after the other.
+
+It has neither the environment's variables, which may hold secrets, nor this process' files. One
+that takes too long, writes too much or ends is gone, and the conversation that it had is known.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
+import os
+import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple, TypedDict
 
-from maxpipe.data.tokenizers.chat_process import ChatInput, ChatProcess, RenderError
+from maxpipe.data.tokenizers import render_chat
 from maxpipe.errors import ConfigError
 from maxpipe.io.text import counted
+from maxpipe.io.typed import parse
+from maxpipe.io.worker_process import AskedProcess
+
+_START_SECONDS = 60.0
+"""For a machine that is busy; the processor's time is what a template is given."""
+_MOST_REQUEST_BYTES = 1 << 24
+_MOST_ANSWER_BYTES = 1 << 28
+
+SETTINGS = "chat_template_kwargs"
+"""Name of the field of a record with names and values that its template is given."""
+
+Message = dict[str, Any]
+"""`role` and `content`, and whatever else a template reads."""
+
+
+class ChatInput(NamedTuple):
+    """What a chat template is given."""
+
+    messages: Sequence[Message]
+    tools: Sequence[Any] | None = None
+    settings: Mapping[str, Any] = {}
+    """Further names of the template, such as `enable_thinking`."""
+    trained: Sequence[int] = ()
+    """Numbers of the messages that are trained, from 0."""
+    unread: tuple[str, ...] = ()
+    """Fields of the record that are in nothing above."""
+
+    def up_to(self, number: int) -> ChatInput:
+        """The conversation that ends with a trained message, which alone is trained."""
+        return self._replace(messages=self.messages[: number + 1], trained=[number])
+
+
+class Masking(NamedTuple):
+    """How the trained parts of a text are found."""
+
+    by_blocks: bool
+    """Whether the template's generation blocks, if any, say what assistants' messages are."""
+    skips_rewritten: bool
+    """Whether messages that the template rewrites later are left out; otherwise they are errors."""
+
+
+class Rendered(NamedTuple):
+    """The text of a conversation."""
+
+    text: str
+    spans: list[tuple[int, int]]
+    """Characters that are trained."""
+    rewritten: int
+    """Messages that would be trained, and are not because the template rewrites them later."""
+    unread: tuple[str, ...]
+    """What the conversation has and the template does not read."""
+
+
+class _Answer(TypedDict, total=False):
+    """A line of the process; that to its settings is empty."""
+
+    text: str
+    spans: list[tuple[int, int]]
+    rewritten: int
+    unread: list[str]
+    error: str
+    kind: str
+
+
+class RenderError(Exception):
+    """A template, or a conversation, that gives no text.
+
+    `kind` is `package` if there is no jinja2, and `prefix` if messages cannot be told apart.
+    """
+
+    def __init__(self, text: str, kind: str = ""):
+        super().__init__(text[:300].rstrip("."))
+        self.kind = kind
+
+
+class ChatProcess:
+    """One template; not for several threads at a time.
+
+    Raises:
+        RenderError: the template is none, or there is no jinja2.
+    """
+
+    def __init__(self, template: str, tokens: Mapping[str, str], cpu_seconds: int):
+        paths = os.pathsep.join(path for path in sys.path if path)
+        self._process = AskedProcess(
+            [sys.executable, "-P", render_chat.__file__],
+            {"PYTHONPATH": paths},
+            most_answer_bytes=_MOST_ANSWER_BYTES,
+            own_session=True,  # Ctrl-C is for the one that asks, which saves and ends it
+        )
+        self.close = self._process.close
+        """Ends the process; also when nothing refers to this any more."""
+        self._seconds = cpu_seconds + _START_SECONDS
+        settings = {"template": template, "tokens": dict(tokens), "cpu_seconds": cpu_seconds}
+        try:
+            self._ask(settings)
+        except RenderError:
+            self.close()
+            raise
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it can be asked again."""
+        return self._process.is_alive
+
+    def render(
+        self,
+        conversation: ChatInput,
+        *,
+        add_generation_prompt: bool = False,
+        masking: Masking | None = None,
+        day: str = "",
+    ) -> Rendered:
+        """The text of a conversation; with `masking` also the spans of its trained messages.
+
+        `day`, as 2026-01-31, is the one that the template reads as the current date; empty is now.
+
+        Raises:
+            RenderError: the template fails, refuses the messages, or takes too much.
+        """
+        answer = self._ask(
+            {
+                "messages": conversation.messages,
+                "tools": conversation.tools,
+                "settings": dict(conversation.settings),
+                "add_generation_prompt": add_generation_prompt,
+                "day": day,
+                "trained": None if masking is None else list(conversation.trained),
+                **({} if masking is None else masking._asdict()),
+            }
+        )
+        found = answer.get("spans", []), answer.get("rewritten", 0), answer.get("unread", [])
+        return Rendered(answer.get("text", ""), *found[:2], unread=tuple(found[2]))
+
+    def _ask(self, request: Mapping[str, Any]) -> _Answer:
+        raw = json.dumps(request).encode() + b"\n"
+        if len(raw) > _MOST_REQUEST_BYTES:
+            raise RenderError(f"they take {len(raw)} bytes, at most {_MOST_REQUEST_BYTES} are read")
+        try:
+            answer = parse(self._process.ask(raw, self._seconds), _Answer)
+        except TimeoutError:
+            self.close()
+            raise RenderError("it takes too long") from None
+        except (OSError, ValueError):
+            code = self._process.code
+            self.close()
+            ended = code is None or code < 0
+            text = "it takes too long or too much memory" if ended else "it ends its process"
+            raise RenderError(text) from None
+        if "error" in answer:
+            raise RenderError(answer["error"], answer.get("kind", ""))
+        return answer
+
 
 _LOG = logging.getLogger(__name__)
 

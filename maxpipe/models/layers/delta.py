@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from maxpipe.models.layers.norm import RMSNorm
+from maxpipe.models.layers.mlp import RMSNorm
 from maxpipe.models.spec import (
     Dims,
     Entries,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from maxpipe.models.layers.attention import CANNOT, Rope, kept_with_context, stands
-from maxpipe.models.layers.norm import RMSNorm
+from maxpipe.models.layers.mlp import RMSNorm
 from maxpipe.models.spec import Dims, Held, Matmul, Normal, Operation, Param, Part, Scores
 
 

@@ -1,15 +1,28 @@
-"""What attention is asked for: which keys a query sees, and how scores become shares."""
+"""What attention is asked for: which keys a query sees, and how scores become shares.
+
+How attention is divided over axes that the pipeline's program leaves to the compiler.
+
+A kernel is a program for one device: what calls it enters the devices' own programs
+(`per_device.on_shards`), heads over tensor, and rows where the program is automatic throughout.
+
+A kernel for each size of window, where layers differ in it and data say which one it is.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int
+
+from maxpipe.parallel import stated
+from maxpipe.parallel.mesh import BATCH_AXES, TENSOR
 
 
 @dataclass(frozen=True)
@@ -160,3 +173,47 @@ def _put(old: Array, new: Array, axis: int, start: Int[Array, ""]) -> Array:
     turned = jnp.take(new, jnp.minimum(number, count - 1), axis)
     is_new = (number < count).reshape([-1 if dim == axis else 1 for dim in range(old.ndim)])
     return jnp.where(is_new, turned, old)
+
+
+def axes_of(query: Float[Array, "B T N H"]) -> tuple[tuple[str, ...], str | None]:
+    """(axes over which rows are divided here, that of the heads)."""
+    mesh = jax.sharding.get_abstract_mesh()
+    rest = [axis for axis in mesh.axis_names if axis not in mesh.manual_axes]
+    rows = tuple(axis for axis in BATCH_AXES if axis in rest)
+    if query.shape[0] % math.prod(mesh.shape[axis] for axis in rows):
+        rows = ()
+    return rows, TENSOR if _head_shards(query.shape[2]) > 1 else None
+
+
+def for_every_shard(x: Float[Array, "B S G h"], num_heads: int) -> Float[Array, "B S g h"]:
+    """Key/value heads, some repeated where there are fewer than shards of the query heads."""
+    count, shards = x.shape[2], _head_shards(num_heads)
+    return jnp.repeat(x, math.lcm(count, shards) // count, axis=2) if count % shards else x
+
+
+def _head_shards(num_heads: int) -> int:
+    """Devices over which heads are split here."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if TENSOR not in mesh.axis_names or TENSOR in mesh.manual_axes:
+        return 1
+    size = mesh.shape[TENSOR]
+    return 1 if num_heads % size else size
+
+
+def by_window(
+    run: Callable[..., Any], window: Int[Array, ""] | None, sizes: Sequence[int], arrays: Any
+) -> Any:
+    """`run(size, *arrays)` with the size that is asked for, None for the only one."""
+    if window is None or len(sizes) == 1:
+        return run(sizes[0], *arrays)
+    number = sum((window > size).astype(jnp.int32) for size in sizes[:-1])
+    with jax.named_scope(stated.WINDOWS):
+        return lax.switch(number, [_named(run, size) for size in sizes], *arrays)
+
+
+def _named(run: Callable[..., Any], window: int) -> Callable[..., Any]:
+    def branch(*arrays: Any) -> Any:
+        with jax.named_scope(stated.window(window)):
+            return run(window, *arrays)
+
+    return branch

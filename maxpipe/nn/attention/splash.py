@@ -24,9 +24,8 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Bool, Float, Int
 
 from maxpipe.models.layers.attention import LOG_SUM
-from maxpipe.nn.attention import shards, xla
-from maxpipe.nn.attention.interface import Mask
-from maxpipe.nn.attention.windows import by_window
+from maxpipe.nn.attention import interface, xla
+from maxpipe.nn.attention.interface import Mask, by_window
 from maxpipe.parallel import stated
 from maxpipe.parallel.per_device import on_shards, vary
 
@@ -64,7 +63,7 @@ def attend(
         interpret=interpret,
     )
     seen = _Seen(mask.segments, key_segments, mask.places, window)
-    key, value = (shards.for_every_shard(each, query.shape[2]) for each in (key, value))
+    key, value = (interface.for_every_shard(each, query.shape[2]) for each in (key, value))
     # Marked out here, their gradients are summed where an input is the same on several devices.
     return _attention(*vary((query, key, value, mask.sinks, seen)), call)
 
@@ -161,7 +160,7 @@ def _of_sinks(
 
 def _specs(query: Array) -> tuple[PartitionSpec, PartitionSpec, tuple[str, ...], _Seen]:
     """(of arrays with heads, of those for each head alone, axes of the rows, of `_Seen`)."""
-    rows, heads = shards.axes_of(query)
+    rows, heads = interface.axes_of(query)
     batch, whole = PartitionSpec(rows), PartitionSpec()
     beside: Any = (batch, batch, whole, whole)
     return PartitionSpec(rows, None, heads), PartitionSpec(heads), rows, _Seen(*beside)
