@@ -96,7 +96,7 @@ def config_of(layout: Layout) -> Config:
     from maxpipe.config.load import load
     from maxpipe.plan import topology
 
-    return topology.placed(load(layout.arguments), topology.parse(TOPOLOGY))
+    return topology.resolve_config(load(layout.arguments), topology.parse_topology(TOPOLOGY))
 
 
 class Compiled(NamedTuple):
@@ -122,13 +122,13 @@ def compile_one(layout: Layout, keep: Path | None) -> Compiled:
     """Compiles and reads one program. Runs in a process of its own."""
     from maxpipe.plan import topology
 
-    target = topology.parse(TOPOLOGY)
+    target = topology.parse_topology(TOPOLOGY)
     topology.prepare(target)
 
-    from maxpipe.plan.compile import build_steps, kernel_cycles, read
+    from maxpipe.plan.compile import build_steps, kernel_cycles, profile_step
 
     config = config_of(layout)
-    steps = build_steps(config, topology.devices(target))
+    steps = build_steps(config, topology.topology_devices(target))
     compiled = steps.compile_train()
     memory = compiled.memory_analysis()
     text = compiled.as_text()
@@ -137,7 +137,7 @@ def compile_one(layout: Layout, keep: Path | None) -> Compiled:
         name = "-".join(map(str, layout)) + ".hlo.gz"
         with gzip.open(keep / name, "wt", encoding="utf-8") as file:
             file.write(text)
-    _, busiest = read(text, steps, config.pipeline.weight_gather)
+    _, busiest = profile_step(text, steps, config.pipeline.weight_gather)
     clock = target.hardware.clock_ghz * 1e9
     regions: dict[str, float] = defaultdict(float)
     for each in busiest.entries:
@@ -160,9 +160,9 @@ def exposed(found: Profile, hardware: Hardware) -> tuple[float, dict[str, list[f
     from maxpipe.plan import entries
 
     rows: dict[str, list[float]] = defaultdict(lambda: [0.0] * 4)
-    for each, seconds in entries.exposed(found, hardware):
+    for each, seconds in entries.exposed_collectives(found, hardware):
         row = rows[f"{each.kind} {each.region} {len(each.group)} {'async' * each.is_async}"]
-        whole = (1.0, each.num_bytes / 2**30, entries.travels(each, hardware))
+        whole = (1.0, each.num_bytes / 2**30, entries.collective_seconds(each, hardware))
         added = (*(each.count * one for one in whole), seconds)
         row[:] = [old + new for old, new in zip(row, added, strict=True)]
     return sum(row[3] for row in rows.values()), dict(rows)
@@ -214,9 +214,9 @@ class Row(NamedTuple):
 def forecast(layout: Layout) -> tuple[float, dict[str, float]]:
     """(seconds of a step, by cause)."""
     from maxpipe.plan.search import evaluate
-    from maxpipe.plan.topology import parse
+    from maxpipe.plan.topology import parse_topology
 
-    cost = evaluate(config_of(layout), parse(TOPOLOGY).hardware).cost
+    cost = evaluate(config_of(layout), parse_topology(TOPOLOGY).hardware).cost
     return cost.seconds, cost.parts
 
 

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxpipe.nn.attention import blockwise, xla
-from maxpipe.nn.attention.interface import Attend, Mask
+from maxpipe.nn.attention.interface import AttentionBackend, Mask
 
 HEADS, KV_HEADS, SIZE, TURNS = 8, 4, 64, 9
 TOKENS = (128, 256, 512, 1024, 2048, 4096)
@@ -33,7 +33,7 @@ DOCUMENTS = (500, 0)
 """Tokens of a document, on average; 0 for one in a row."""
 
 
-def program(attend: Attend, tokens: int, document: int) -> tuple[Callable[[], None], int]:
+def program(attend: AttentionBackend, tokens: int, document: int) -> tuple[Callable[[], None], int]:
     """(one run of value and gradients, its temporary bytes)."""
     keys = jax.random.split(jax.random.key(0), 3)
     query = jax.random.normal(keys[0], (1, tokens, HEADS, SIZE))
@@ -62,7 +62,9 @@ class Found(NamedTuple):
     mib: float
 
 
-def side_by_side(attends: dict[str, Attend], tokens: int, document: int) -> dict[str, Found]:
+def side_by_side(
+    attends: dict[str, AttentionBackend], tokens: int, document: int
+) -> dict[str, Found]:
     """By name what was measured."""
     programs = {name: program(attend, tokens, document) for name, attend in attends.items()}
     clocks = (time.process_time, time.perf_counter)
@@ -98,7 +100,7 @@ def main() -> None:
     options = parser.parse_args()
     lengths = []
     for tokens, document in itertools.product(TOKENS, DOCUMENTS):
-        attends: dict[str, Attend] = {"xla": xla.attend, "blockwise": blockwise.attend}
+        attends: dict[str, AttentionBackend] = {"xla": xla.attend, "blockwise": blockwise.attend}
         plain, own = side_by_side(attends, tokens, document).values()
         lengths.append(
             (

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tpu_ahead_of_time import TOPOLOGY, Mode, result
 
-from maxpipe.nn.attention.splash import block_of
+from maxpipe.nn.attention.splash import attention_block_size
 
 ROWS = [
     (Mode("step", "full"), 16),
@@ -29,7 +29,7 @@ ROWS = [
 
 def hidden_share(tokens: int) -> float:
     """Of the pairs of query and key that kernels compute in whole blocks, those that are hidden."""
-    size = block_of(tokens, 128)
+    size = attention_block_size(tokens, 128)
     count = tokens // size
     return 1 - (tokens + 1) * tokens / (count * (count + 1) * size**2)
 

@@ -35,13 +35,13 @@ def compile_one(fsdp: int, tensor: int, tokens: int, switches: dict[str, bool]) 
     """Compiles and reads one program. Runs in a process of its own."""
     from maxpipe.plan import topology
 
-    target = topology.parse(TOPOLOGY)
+    target = topology.parse_topology(TOPOLOGY)
     topology.prepare(target)
 
     from maxpipe.config.load import from_dict
-    from maxpipe.plan.compile import build_steps, read
-    from maxpipe.plan.memory import memory
-    from maxpipe.plan.sizes import Sizes, schedule_of
+    from maxpipe.plan.compile import build_steps, profile_step
+    from maxpipe.plan.memory import predict_memory
+    from maxpipe.plan.sizes import Sizes, build_schedule
 
     config = from_dict(
         {
@@ -60,10 +60,10 @@ def compile_one(fsdp: int, tensor: int, tokens: int, switches: dict[str, bool]) 
             "train": {"batch_size": MICROBATCHES * fsdp, "sequence_length": tokens, "steps": 10},
         }
     )
-    steps = build_steps(config, topology.devices(target))
+    steps = build_steps(config, topology.topology_devices(target))
     compiled = steps.compile_train()
     held = compiled.memory_analysis()
-    average, busiest = read(compiled.as_text(), steps, "iteration")
+    average, busiest = profile_step(compiled.as_text(), steps, "iteration")
     sent: dict[str, float] = defaultdict(float)
     exposed = 0.0
     for each in average.collectives:
@@ -71,7 +71,7 @@ def compile_one(fsdp: int, tensor: int, tokens: int, switches: dict[str, bool]) 
             sent[each.kind] += each.total_bytes / GIB
             cycles = each.num_bytes / LINK_BYTES_PER_CYCLE
             exposed += each.count * max(0.0, cycles - each.cycles_between)
-    predicted = memory(Sizes(config), schedule_of(config), platform="tpu")
+    predicted = predict_memory(Sizes(config), build_schedule(config), platform="tpu")
     return {
         "sent": sent,
         "stage": average.bytes_moved("collective-permute", group_size=STAGES) / GIB

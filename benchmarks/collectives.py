@@ -23,10 +23,10 @@ import jax
 from maxpipe.config.load import from_dict
 from maxpipe.config.schema import Config
 from maxpipe.parallel.axes import MESH_AXES
-from maxpipe.plan.compile import build_steps, read
-from maxpipe.plan.compile import traffic as of_program
+from maxpipe.plan.compile import build_steps, profile_step
+from maxpipe.plan.compile import collective_traffic as of_program
 from maxpipe.plan.sizes import Sizes
-from maxpipe.plan.traffic import collectives, traffic
+from maxpipe.plan.traffic import count_collectives, step_traffic
 
 NUMBERS = 1100
 """Bytes of losses, statistics and norms, at most, in a step: left out."""
@@ -102,7 +102,7 @@ def rows_of(run: Run) -> list[list[str]]:
     config = run.config
     count = math.prod(getattr(config.mesh, f"ici_{axis}") for axis in MESH_AXES)
     steps = build_steps(config, jax.devices()[:count])
-    profile, _ = read(steps.compile_train().as_text(), steps, config.pipeline.weight_gather)
+    profile, _ = profile_step(steps.compile_train().as_text(), steps, config.pipeline.weight_gather)
     found: dict[str, float] = defaultdict(float)
     kinds: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for each in of_program(profile.collectives, steps.partition.mesh):
@@ -110,8 +110,8 @@ def rows_of(run: Run) -> list[list[str]]:
             found[each.axes] += each.total_bytes
             kinds[each.axes][each.kind] += each.count
     run_of = Sizes(config).on("cpu"), steps.train_schedule, float(config.pipeline.remat != "none")
-    wanted = {axes: sent for (axes, _), sent in traffic(*run_of).items()}
-    counts, rows = collectives(*run_of), []
+    wanted = {axes: sent for (axes, _), sent in step_traffic(*run_of).items()}
+    counts, rows = count_collectives(*run_of), []
     for axes in sorted(found.keys() | wanted.keys()):
         sent, form = found.get(axes, 0.0), wanted.get(axes, 0.0)
         count = sum(n for kind, n in kinds[axes].items() if kind != "all-reduce")

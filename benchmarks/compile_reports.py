@@ -15,7 +15,7 @@ from pathlib import Path
 from predicted_memory import CACHE, GIB, ROWS, Row, compiled
 
 from maxpipe.plan import report
-from maxpipe.plan.compile import Report
+from maxpipe.plan.compile import CompileReport
 
 RUNS = {
     "8B on 32 chips": (
@@ -52,7 +52,7 @@ def page(name: str, row: Row, cache: Path) -> str:
     assert values is not None, f"{row.name} was not compiled"
     took = f"{values['wall_seconds']:.0f} s, {values['process_bytes'] / GIB:.1f} GiB of host memory"
     command = " ".join(["maxpipe compile", *row.arguments])
-    text = report.compiled(Report.from_json(values))
+    text = report.format_compile_report(CompileReport.from_json(values))
     return f"## {name}\n\n```\n{command}\n{text}\n```\nTook {took}.\n"
 
 

@@ -106,15 +106,11 @@ def _compiled(name: str) -> Any:
     from maxpipe.parallel.axes import MeshConfig
     from maxpipe.parallel.mesh import build_mesh
     from maxpipe.parallel.sharding import AxisRules
-
-    try:
-        from maxpipe.step.build import partition
-    except ImportError:  # where it was before
-        from maxpipe.step.step import partition
+    from maxpipe.step.build import build_steps
 
     mesh, pipeline, _ = LAYOUTS[name]
     sizes, vocab = MeshConfig(**mesh), MODEL["vocab_size"]
-    steps = partition(
+    steps = build_steps(
         build_mesh(sizes, jax.devices()),
         model=ModelConfig(**MODEL),
         pipeline=PipelineConfig(**{"microbatches": 1} | pipeline),

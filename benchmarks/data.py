@@ -142,10 +142,10 @@ def start(folder: Path) -> list[str]:
 INPUT = """
 import json, sys, time
 from maxpipe.config.load import load
-from maxpipe.config.ramp import Ramp
-from maxpipe.data.loader import build
+from maxpipe.config.ramp import BatchRamp
+from maxpipe.data.loader import build_loaders
 config = load(["quickstart", *sys.argv[1:]]).config
-found = build(config.data, config.tokenizer, seed=0, batch_size=config.train.batch_size,
+found = build_loaders(config.data, config.tokenizer, seed=0, batch_size=config.train.batch_size,
               sequence_length=config.train.sequence_length)
 with found.train.batches(0, stop_step=3000) as batches:
     for _ in range(500):

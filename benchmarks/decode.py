@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from maxpipe.io.text import counted
+from maxpipe.io.text import pluralize
 
 ROWS, PROMPT, MORE = 8, 32, 128
 REPEATS = 5
@@ -97,7 +97,7 @@ def prompts(shape: Shape) -> np.ndarray:
 
 def ours(folder: Path, shape: Shape) -> Callable[[], tuple[float, Any]]:
     """The same of maxpipe, from the folder."""
-    from maxpipe.generate.decoding import Sampling, Size
+    from maxpipe.generate.decoding import DecodeShape, Sampling
     from maxpipe.generate.weights import open_model
 
     inputs = [
@@ -108,7 +108,7 @@ def ours(folder: Path, shape: Shape) -> Callable[[], tuple[float, Any]]:
     ]
     opened, greedy = open_model(folder, inputs), Sampling(temperature=0.0)
     decoding, params = opened.decoding(lambda text: None, greedy, seed=0)
-    ids, size = prompts(shape).tolist(), Size(ROWS, PROMPT, MORE)
+    ids, size = prompts(shape).tolist(), DecodeShape(ROWS, PROMPT, MORE)
 
     def generate() -> tuple[float, Any]:
         start = time.perf_counter()
@@ -146,7 +146,7 @@ def main() -> None:
         print(lines[-1], file=sys.stderr)
     page = "\n".join([*lines, ""])
     print(page)
-    preamble = PREAMBLE.replace("CORES", counted(options.cores, "core"))
+    preamble = PREAMBLE.replace("CORES", pluralize(options.cores, "core"))
     if options.write:
         Path(__file__).with_suffix(".md").write_text(preamble + page, encoding="utf-8")
 

@@ -37,31 +37,36 @@ def compile_one(mesh: str) -> dict[str, Any]:
     """Compiles one program. Runs in a process of its own."""
     from maxpipe.plan import topology
 
-    target = topology.parse(TOPOLOGY)
+    target = topology.parse_topology(TOPOLOGY)
     topology.prepare(target)
 
     import jax
     import numpy as np
 
     from maxpipe.config.load import load
-    from maxpipe.generate.decoding import Sampling, Size, abstractly
-    from maxpipe.generate.staged import decoding_of, for_decoding, prepared, prepared_shardings
+    from maxpipe.generate.decoding import DecodeShape, Sampling, with_shardings
+    from maxpipe.generate.staged import (
+        build_decode_engine,
+        decode_param_layout,
+        decode_param_shardings,
+        to_decode_params,
+    )
     from maxpipe.parallel.mesh import build_mesh
-    from maxpipe.step.build import steps_of
+    from maxpipe.step.build import steps_from_config
 
     given = [f"mesh.{each}" for each in mesh.split()]
     sizes = ["train.steps=1", "train.batch_size=512", f"train.sequence_length={ROOM}"]
     types = ["model.param_dtype=bfloat16", "model.compute_dtype=bfloat16"]
     tokenizer = ["tokenizer.kind=huggingface", "tokenizer.path=none"]
     config = load([MODEL, *given, *sizes, *types, *tokenizer]).config
-    devices = topology.devices(target)
-    steps = steps_of(config, build_mesh(config.mesh, devices), np.zeros(0, np.int32))
-    parts = for_decoding(steps.partition)
+    devices = topology.topology_devices(target)
+    steps = steps_from_config(config, build_mesh(config.mesh, devices), np.zeros(0, np.int32))
+    parts = decode_param_layout(steps.partition)
     key = jax.random.key(0)
-    shapes = jax.eval_shape(lambda key: prepared(parts, parts.decoder.init(key)), key)
-    params = abstractly(shapes, prepared_shardings(parts))
-    decoding = decoding_of(parts, Sampling(), 0)
-    lowered = decoding.lower_step(params, Size(ROWS, PROMPT, ROOM - PROMPT))
+    shapes = jax.eval_shape(lambda key: to_decode_params(parts, parts.decoder.init(key)), key)
+    params = with_shardings(shapes, decode_param_shardings(parts))
+    decoding = build_decode_engine(parts, Sampling(), 0)
+    lowered = decoding.lower_step(params, DecodeShape(ROWS, PROMPT, ROOM - PROMPT))
     start = time.perf_counter()
     compiled = lowered.compile()
     memory = compiled.memory_analysis()

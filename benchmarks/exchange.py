@@ -32,9 +32,9 @@ from pathlib import Path
 import numpy as np
 
 from maxpipe.config.load import load
-from maxpipe.huggingface.export import SHARD_BYTES, sharded
-from maxpipe.huggingface.mapping import mapped
-from maxpipe.huggingface.safetensors import Writer
+from maxpipe.huggingface.export import SHARD_BYTES, shard_tensors
+from maxpipe.huggingface.mapping import map_tensors
+from maxpipe.huggingface.safetensors import SafetensorsWriter
 from maxpipe.huggingface.sections import FILE, table_for, to_json
 from maxpipe.huggingface.source import INDEX
 from maxpipe.models.registry import describe
@@ -59,13 +59,13 @@ def make(model: str, folder: Path) -> None:
     values = {"train.steps": 1, "tokenizer.kind": "huggingface", "tokenizer.path": "none"}
     config = load([model, *(f"{key}={value}" for key, value in values.items())]).config.model
     table, said = table_for(config)
-    both = mapped(describe(config), table)
-    files = sharded(both, dict.fromkeys(both.tensors, "BF16"), SHARD_BYTES)
+    both = map_tensors(describe(config), table)
+    files = shard_tensors(both, dict.fromkeys(both.tensors, "BF16"), SHARD_BYTES)
     folder.mkdir()
     draw = np.random.default_rng(17)
     pool = (draw.standard_normal(_POOL, np.float32) * 0.02).astype("bfloat16")
     for name, tensors in files.items():
-        with Writer(folder / name, tensors) as writer:
+        with SafetensorsWriter(folder / name, tensors) as writer:
             for tensor, (_, shape) in tensors.items():
                 width = int(np.prod(shape[1:]))
                 step = max(1, _POOL // 2 // width)

@@ -49,7 +49,7 @@ def measure(shape: Shape, form: str) -> dict[str, Any]:
     """Compiles one layer. Runs in a process of its own."""
     from maxpipe.plan import topology
 
-    target = topology.parse(TOPOLOGY)
+    target = topology.parse_topology(TOPOLOGY)
     topology.prepare(target)
 
     import jax
@@ -60,14 +60,14 @@ def measure(shape: Shape, form: str) -> dict[str, Any]:
     from maxpipe.models.layers import experts, mlp
     from maxpipe.nn.experts import Experts
     from maxpipe.nn.mlp import GatedMLP
-    from maxpipe.nn.part import Context
+    from maxpipe.nn.part import LayerContext
     from maxpipe.parallel.axes import MeshConfig
     from maxpipe.parallel.mesh import build_mesh
     from maxpipe.parallel.sharding import AxisRules
-    from maxpipe.plan.hlo import profile
-    from maxpipe.plan.hlo_text import parse
+    from maxpipe.plan.hlo import profile_program
+    from maxpipe.plan.hlo_text import parse_hlo
 
-    devices = topology.devices(target)
+    devices = topology.topology_devices(target)
     mesh = build_mesh(MeshConfig(ici_data=len(devices)), devices)
     rules = AxisRules.from_config(MeshConfig())
     options: dict[str, Any] = {"dispatch": form} if form in ("grouped", "all") else {}
@@ -84,7 +84,7 @@ def measure(shape: Shape, form: str) -> dict[str, Any]:
         for name, weight in weights.items():
             getattr(module, name)[...] = weight
         inputs = {"segment_ids": ids, "positions": ids}
-        return module(x, Context(inputs, jnp.int32(0))).x
+        return module(x, LayerContext(inputs, jnp.int32(0))).x
 
     def run(weights: Any, x: Any, ids: Any, turns: Any) -> Any:
         def turn(_: Any, carry: Any) -> Any:
@@ -114,9 +114,9 @@ def measure(shape: Shape, form: str) -> dict[str, Any]:
             run, in_specs=(jax.P(), spec, spec, spec), out_specs=spec, axis_names={"data"}
         )
         compiled = jax.jit(body).lower(*arguments).compile(settings)
-    module = parse(compiled.as_text() or "")
+    module = parse_hlo(compiled.as_text() or "")
     loops = [each for each in module.computations[module.entry].values() if each.opcode == "while"]
-    found = profile(replace(module, entry=loops[-1].computation("body") or ""))
+    found = profile_program(replace(module, entry=loops[-1].computation("body") or ""))
     gathered = sum(
         2 * np.prod(dims) * 2
         for computation in module.computations.values()

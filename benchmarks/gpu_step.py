@@ -158,8 +158,8 @@ def prepared(
     from maxpipe.plan.search import evaluate
 
     loaded = load([MODEL, *size, *row.keys])
-    target = topology.at_hand(loaded.config.runtime, 1)
-    config = topology.placed(loaded, target)
+    target = topology.local_topology(loaded.config.runtime, 1)
+    config = topology.resolve_config(loaded, target)
     steps = build_steps(config, jax.devices())
     start = time.perf_counter()
     compiled = steps.lower_train().compile(steps.compiler_options | xla)
@@ -245,7 +245,7 @@ def with_torch(row: Row, size: list[str], kernels: int) -> dict[str, Any]:
     import transformers  # pyright: ignore[reportMissingImports]
 
     from maxpipe.config.load import load
-    from maxpipe.hardware import of_device
+    from maxpipe.hardware import hardware_of_device
     from maxpipe.models.count import train_flops_per_token
     from maxpipe.models.registry import describe
 
@@ -294,7 +294,9 @@ def with_torch(row: Row, size: list[str], kernels: int) -> dict[str, Any]:
     compiling = time.perf_counter() - start
     seconds, losses = timed(step)
     name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
-    known = of_device(name if device == "cpu" else f"NVIDIA {name.removeprefix('NVIDIA ')}")
+    known = hardware_of_device(
+        name if device == "cpu" else f"NVIDIA {name.removeprefix('NVIDIA ')}"
+    )
     assert known is not None, name
     found: dict[str, Any] = {
         "seconds": seconds,

@@ -24,10 +24,10 @@ import jax
 
 from maxpipe.config.load import from_dict
 from maxpipe.config.schema import Config
-from maxpipe.hardware import Hardware, shipped
+from maxpipe.hardware import Hardware, published_hardware
 from maxpipe.plan.calibrate import calibrate
 from maxpipe.plan.compile import build_steps
-from maxpipe.plan.recheck import CANDIDATES, run_best, step_of
+from maxpipe.plan.recheck import CANDIDATES, build_synthetic_step, rerank_by_measurement
 from maxpipe.plan.search import Candidate, search
 
 NUM_DEVICES = 8
@@ -86,7 +86,7 @@ def measured(found: list[Candidate]) -> list[float]:
 def _serve(asked: Connection, config: Config) -> None:
     """Steps of this config, one whenever it is asked for."""
     _on_virtual_devices()
-    step = step_of(build_steps(config, jax.devices()))
+    step = build_synthetic_step(build_steps(config, jax.devices()))
     for _ in range(2):
         jax.block_until_ready(step())
     asked.send(True)
@@ -107,7 +107,7 @@ def calibrated(config: Config) -> Hardware:
     train = replace(config.train, batch_size=rows)
     mesh = replace(config.mesh, ici_data=NUM_DEVICES)
     probe = replace(config, train=train, mesh=mesh)
-    return calibrate(probe, shipped()["cpu"], jax.devices())[0]
+    return calibrate(probe, published_hardware()["cpu"], jax.devices())[0]
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ def table(name: str) -> tuple[str, Ranking]:
     config = config_of(name)
     hardware = calibrated(config)
     ranked = search(config, hardware, num_devices=NUM_DEVICES, keep=CANDIDATES)
-    ran = run_best(ranked.best, MEASURED, jax.devices(), print)
+    ran = rerank_by_measurement(ranked.best, MEASURED, jax.devices(), print)
     tried = {ranked.best.index(each.candidate) + 1 for each in ran if each.fits}
     choice = ranked.best.index(ran[0].candidate) + 1
     ranks = sorted(tried | {rank for rank in RANKS if rank <= len(ranked.best)})

@@ -29,7 +29,7 @@ MEASURED = """
 import json, resource, sys, time
 import numpy as np
 from maxpipe.data.sequences import Packer
-from maxpipe.data.statistics import _Lengths
+from maxpipe.data.statistics import _DocumentLengths
 name, packing, tokens = sys.argv[1], sys.argv[2], int(sys.argv[3])
 if name == "library":
     import sysconfig
@@ -42,7 +42,7 @@ else:
 order = np.random.default_rng(1).permutation(len(lengths))
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 before, start = peak(), time.process_time()
-found = Packer(packing, tokens)(_Lengths(lengths), order)
+found = Packer(packing, tokens)(_DocumentLengths(lengths), order)
 seconds, memory = time.process_time() - start, peak() - before
 short = lengths <= tokens + 1
 torn = 0

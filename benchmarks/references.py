@@ -24,16 +24,21 @@ from jax.sharding import Mesh, PartitionSpec
 
 from maxpipe.nn.decoder import Decoder
 from maxpipe.parallel.mesh import BATCH_AXES, STAGE, TOKEN_AXES
-from maxpipe.parallel.per_device import program_axes, sum_over
-from maxpipe.parallel.sharding import BATCH_SPEC, restrict
-from maxpipe.pipeline.layout import Layout
-from maxpipe.pipeline.weights import WeightSharding, gather
+from maxpipe.parallel.per_device import manual_axes_of, sum_over
+from maxpipe.parallel.sharding import BATCH_SPEC, restrict_spec
+from maxpipe.pipeline.layout import LayerLayout
+from maxpipe.pipeline.weights import WeightSharding, gather_weight
 
 Tree = Any
 
 
 def circular_loss(
-    decoder: Decoder, layout: Layout, mesh: Mesh, num_microbatches: int, params: Tree, batch: Tree
+    decoder: Decoder,
+    layout: LayerLayout,
+    mesh: Mesh,
+    num_microbatches: int,
+    params: Tree,
+    batch: Tree,
 ) -> jax.Array:
     """Mean loss over the target tokens; `params` are stacked `[R, P, L]`."""
     dtype = jnp.dtype(decoder.config.compute_dtype)
@@ -67,8 +72,8 @@ def sharded_loss(decoder: Decoder, mesh: Mesh, specs: Tree, params: Tree, batch:
     """Mean loss over the target tokens; `params` are stacked `[1, 1, L]`, divided by `specs`."""
     is_spec = lambda node: isinstance(node, PartitionSpec)  # noqa: E731
     divisions = jax.tree.map(WeightSharding.of, specs, is_leaf=is_spec)
-    axes = program_axes(mesh)
-    mine = lambda spec: restrict(spec, axes)  # noqa: E731
+    axes = manual_axes_of(mesh)
+    mine = lambda spec: restrict_spec(spec, axes)  # noqa: E731
     run = jax.shard_map(
         partial(_of_own_rows, decoder, divisions),
         mesh=mesh,
@@ -81,14 +86,14 @@ def sharded_loss(decoder: Decoder, mesh: Mesh, specs: Tree, params: Tree, batch:
 
 def _of_own_rows(decoder: Decoder, divisions: Tree, params: Tree, batch: Tree) -> jax.Array:
     dtype = jnp.dtype(decoder.config.compute_dtype)
-    whole = lambda name: gather(params[name], divisions[name], dtype)  # noqa: E731
+    whole = lambda name: gather_weight(params[name], divisions[name], dtype)  # noqa: E731
     layers = jax.tree.map(lambda leaf: leaf[0, 0], _of_one_kind(decoder, params))
     of_layer = jax.tree.map(lambda each: each.of_one(3), _of_one_kind(decoder, divisions))
     run = decoder.layer(*decoder.model.kinds)
 
     @partial(jax.checkpoint, prevent_cse=False)  # forward and backward are different loops
     def body(x: jax.Array, layer: Tree) -> tuple[jax.Array, None]:
-        weights = jax.tree.map(lambda leaf, each: gather(leaf, each, dtype), layer, of_layer)
+        weights = jax.tree.map(lambda leaf, each: gather_weight(leaf, each, dtype), layer, of_layer)
         return run(weights, x, batch, jnp.int32(0))[0], None
 
     x, _ = lax.scan(body, whole("embedding")[batch["tokens"]], layers)
@@ -108,7 +113,7 @@ def _spread(x: jax.Array, dim: int) -> jax.Array:
 
 def _ring(
     decoder: Decoder,
-    layout: Layout,
+    layout: LayerLayout,
     num_microbatches: int,
     layers: Tree,
     embedded: jax.Array,

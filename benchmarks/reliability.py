@@ -28,18 +28,18 @@ import numpy as np
 from etils import epath
 
 from maxpipe.checkpoint import contents, manifest
-from maxpipe.checkpoint.digests import of_array
-from maxpipe.checkpoint.manager import Checkpoints
+from maxpipe.checkpoint.digests import digest_array
+from maxpipe.checkpoint.manager import CheckpointManager
 from maxpipe.config.load import from_dict
 from maxpipe.config.schema import CheckpointConfig, Config
-from maxpipe.data.loader import build
-from maxpipe.distributed.hub import Limits
-from maxpipe.distributed.link import Link
+from maxpipe.data.loader import build_loaders
+from maxpipe.distributed.hub import Timeouts
+from maxpipe.distributed.link import ControlChannel
 from maxpipe.distributed.phases import DATA, LOOP, STEP, Phases
 from maxpipe.models.count import num_params
 from maxpipe.models.registry import describe
 from maxpipe.plan.compile import build_steps
-from maxpipe.plan.recheck import medians, step_of
+from maxpipe.plan.recheck import build_synthetic_step, median_seconds
 from maxpipe.step.step import Steps
 from maxpipe.telemetry.records import EventLog
 
@@ -57,7 +57,7 @@ SHORT = {"batch_size": 1, "sequence_length": 64, "steps": 1}
 def host_seconds(folder: Path) -> float:
     """Of a step: phases entered and left, the link asked, a tenth of a ledger's record."""
     phases, events = Phases(), EventLog(folder)
-    with Link(phases, Limits()) as link, phases.enter(LOOP):
+    with ControlChannel(phases, Timeouts()) as link, phases.enter(LOOP):
 
         def step() -> None:
             with phases.enter(DATA):
@@ -86,13 +86,13 @@ def seconds_of_guard(config: Config) -> float:
     """What the guard adds to a step."""
     device = jax.devices()[:1]
     with (
-        patch("maxpipe.step.step.assess", lambda _config, _mesh, state, *_: (np.True_, state)),
-        patch("maxpipe.optim.update.unless_bad", lambda _taken, new, _old: new),
-        patch("maxpipe.optim.update.unless_bad", lambda _taken, new, _old: new),
+        patch("maxpipe.step.step.check_step", lambda _config, _mesh, state, *_: (np.True_, state)),
+        patch("maxpipe.optim.update.select_update", lambda _taken, new, _old: new),
+        patch("maxpipe.optim.update.select_update", lambda _taken, new, _old: new),
     ):
-        without = step_of(build_steps(config, device))
+        without = build_synthetic_step(build_steps(config, device))
         jax.block_until_ready(without())
-    guarded = step_of(build_steps(config, device))
+    guarded = build_synthetic_step(build_steps(config, device))
     jax.block_until_ready(guarded())
     added = []
     for turn in range(PAIRS):  # each comes first as often as second
@@ -115,7 +115,7 @@ def first_batches(config: Config) -> list[float]:
     """Seconds to the first batch of a run that goes on after each of `FAR`."""
     seconds, train = [], config.train
     sizes = {"batch_size": train.batch_size, "sequence_length": train.sequence_length}
-    with contextlib.closing(build(config.data, config.tokenizer, seed=0, **sizes)) as data:
+    with contextlib.closing(build_loaders(config.data, config.tokenizer, seed=0, **sizes)) as data:
         for step in FAR * ROUNDS:
             start = time.perf_counter()
             with data.train.batches(step) as batches:
@@ -139,7 +139,7 @@ def seconds_of_saves(steps: Steps, folder: Path) -> tuple[float, float, Digestin
         copies[:] = [steps.to_saved(state)]
         return copies[0]
 
-    with Checkpoints(folder, CheckpointConfig(keep=1)) as checkpoints:
+    with CheckpointManager(folder, CheckpointConfig(keep=1)) as checkpoints:
         for number in range(1, ROUNDS + 1):
             start = time.perf_counter()
             checkpoints.save(number, copied, {"run": {}}, {"step": number})
@@ -169,10 +169,10 @@ class Digesting:
 def _digesting(state: Any, step: epath.Path) -> Digesting:
     arrays = [np.asarray(leaf) for leaf in jax.tree.leaves(state)]
     calls = (
-        lambda: [of_array(array) for array in arrays],
+        lambda: [digest_array(array) for array in arrays],
         lambda: [hashlib.sha256(array).digest() for array in arrays],
-        lambda: manifest.faults(step, ROUNDS),
-        lambda: contents.decoded(step),
+        lambda: manifest.verify_files(step, ROUNDS),
+        lambda: contents.compute_stored_digests(step),
     )
     taken: list[list[float]] = [[] for _ in calls]
     for _ in range(ROUNDS):
@@ -190,7 +190,7 @@ def table() -> str:
         folder = Path(name)
         host = host_seconds(folder)
         blocking, whole, digests = seconds_of_saves(build_steps(config, jax.devices()[:1]), folder)
-    (step,) = medians([step_of(build_steps(config, jax.devices()[:1]))], 0.0)
+    (step,) = median_seconds([build_synthetic_step(build_steps(config, jax.devices()[:1]))], 0.0)
     guard = seconds_of_guard(from_dict(CONFIG | {"train": SHORT}))
     near, far = first_batches(config)
     everything = host + max(0.0, guard)

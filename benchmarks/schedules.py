@@ -30,8 +30,8 @@ from maxpipe.models.config import ModelConfig
 from maxpipe.parallel.axes import MeshConfig
 from maxpipe.parallel.mesh import build_mesh
 from maxpipe.parallel.sharding import AxisRules
-from maxpipe.pipeline.executor import Differentiated
-from maxpipe.step.build import partition
+from maxpipe.pipeline.executor import StepGradients
+from maxpipe.step.build import build_steps
 from maxpipe.step.step import Steps
 
 MODEL = ModelConfig(
@@ -97,7 +97,7 @@ class Program:
 def steps_for(choice: Choice, microbatches: int) -> Steps:
     sizes = MeshConfig(ici_stage=choice.stages, ici_fsdp=STAGES * FSDP // choice.stages)
     mesh = build_mesh(sizes, jax.devices())
-    return partition(
+    return build_steps(
         mesh,
         model=MODEL,
         pipeline=PipelineConfig(
@@ -144,7 +144,7 @@ def program(choice: Choice, microbatches: int) -> Program:
 
 
 def _loss_and_gradients(
-    run: Callable[..., Differentiated], params: Any, batch: dict[str, jax.Array]
+    run: Callable[..., StepGradients], params: Any, batch: dict[str, jax.Array]
 ) -> tuple[jax.Array, Any]:
     found = run(params, batch, None)
     return found.loss, found.gradients

@@ -71,11 +71,11 @@ def compile_one(mode: Mode, microbatches: int) -> dict[str, Any]:
     """Compiles and reads one program. Runs in a process of its own."""
     from maxpipe.plan import topology
 
-    target = topology.parse(TOPOLOGY)
+    target = topology.parse_topology(TOPOLOGY)
     topology.prepare(target)
 
     from maxpipe.config.load import from_dict
-    from maxpipe.plan.compile import build_steps, kernel_cycles, read
+    from maxpipe.plan.compile import build_steps, kernel_cycles, profile_step
 
     config = from_dict(
         {
@@ -98,10 +98,10 @@ def compile_one(mode: Mode, microbatches: int) -> dict[str, Any]:
             },
         }
     )
-    steps = build_steps(config, topology.devices(target))
+    steps = build_steps(config, topology.topology_devices(target))
     compiled = steps.compile_train()
     memory = compiled.memory_analysis()
-    average, busiest = read(compiled.as_text(), steps, mode.weight_gather)
+    average, busiest = profile_step(compiled.as_text(), steps, mode.weight_gather)
     large = [each for each in average.collectives if each.total_bytes >= ACTIVATION]
     permutes = [each for each in large if each.kind == "collective-permute"]
     sends = [each for each in permutes if len(each.group) == STAGES]

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from maxpipe.plan import entries
-from maxpipe.plan.compile import Report
+from maxpipe.plan.compile import CompileReport
 
 GIB = 2**30
 OLD, NEW = "0.0.42", "0.0.50"
@@ -98,7 +98,7 @@ HOST = [
 ]
 
 
-def report_of(row: Row, cache: Path) -> Report | None:
+def report_of(row: Row, cache: Path) -> CompileReport | None:
     """From the cache or a fresh process; None, with the reason on stderr, if there is none."""
     key = hashlib.sha256(repr(row).encode()).hexdigest()[:24]
     path = cache / f"{key}.json"
@@ -117,16 +117,16 @@ def report_of(row: Row, cache: Path) -> Report | None:
             print(f"left out: {row.name}: {reason[-1][:300]}", file=sys.stderr)
             return None
         path.write_text(run.stdout, encoding="utf-8")
-    return Report.from_json(json.loads(path.read_text(encoding="utf-8")))
+    return CompileReport.from_json(json.loads(path.read_text(encoding="utf-8")))
 
 
-def exposed(report: Report) -> float:
+def exposed(report: CompileReport) -> float:
     """Cycles in which the step waits for collectives."""
     waits = ("waited for", "left over")
     return sum(each.cycles for each in report.entries if each.kind.endswith(waits))
 
 
-def figures(report: Report) -> list[str]:
+def figures(report: CompileReport) -> list[str]:
     """Cells of a table."""
     hidden = [each for each in report.collectives if each.asynchronous]
     sent = sum(each.total_bytes for each in report.collectives)
@@ -165,7 +165,7 @@ def page(cache: Path, number: int) -> str:
                 *(each.kind, each.place, f"{each.cycles / 1e6:.0f}"),
                 *(f"{each.cycles / whole:.1%}", f"{each.of_peak:.0%}" if each.flops else ""),
             ]
-            for each in entries.by_kind(found.entries)[:number]
+            for each in entries.sum_by_kind(found.entries)[:number]
         ]
         head = ["kind", "place", "Mcycles", "share", "of the peak"]
         lines += [f"### {row.name}", "", *table(head, sums)]

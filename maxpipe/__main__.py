@@ -9,9 +9,9 @@ import signal
 import sys
 from types import FrameType
 
-_DROPS_ERRORS = {"_xla_gc_callback", "__del__"}
+_SUPPRESSED_CALLBACKS = {"_xla_gc_callback", "__del__"}
 """Python calls these between any two lines, and drops what they raise."""
-_ENDS_IN = ("<frozen importlib", os.path.join("jax", "_src", "compiler.py"))
+_UNSAFE_CODE = ("<frozen importlib", os.path.join("jax", "_src", "compiler.py"))
 """Code in which an exception crashes Python: imports of native modules, and the compiler of jax,
 whose half-made programs crash when a traceback lets go of them."""
 _RESUMABLE = (["train"], ["data", "prepare"])
@@ -24,18 +24,18 @@ def main() -> int:
     ends: list[int] = []
     atexit.register(_end_now, ends)  # the first of these functions runs last
     if signal.getsignal(signal.SIGINT) == signal.default_int_handler:  # else it is ignored
-        signal.signal(signal.SIGINT, interrupted)
+        signal.signal(signal.SIGINT, handle_interrupt)
     if any(sys.argv[1 : 1 + len(words)] == words for words in _RESUMABLE):
         for number in (signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) == signal.SIG_DFL:  # else it is ignored
-                signal.signal(number, stopped)
+                signal.signal(number, handle_stop)
     try:
         from maxpipe import cli
 
         code = cli.main()
     except KeyboardInterrupt:
         pass
-    if signal.getsignal(signal.SIGINT) == interrupted:
+    if signal.getsignal(signal.SIGINT) == handle_interrupt:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # or Python prints a traceback
     if code == 128 + signal.SIGINT:
         ends.append(code)
@@ -51,7 +51,7 @@ def _end_now(codes: list[int]) -> None:
         os._exit(codes[0])
 
 
-def stopped(number: int, frame: FrameType | None) -> None:
+def handle_stop(number: int, frame: FrameType | None) -> None:
     """Ends the process with the code of a stop: nothing is begun yet, or all is done.
 
     In between the command has handlers of its own.
@@ -62,7 +62,7 @@ def stopped(number: int, frame: FrameType | None) -> None:
     os._exit(75)  # `ExitCode.PREEMPTED`, which is perhaps not imported yet
 
 
-def interrupted(number: int, frame: FrameType | None) -> None:
+def handle_interrupt(number: int, frame: FrameType | None) -> None:
     """Raises KeyboardInterrupt where that propagates; elsewhere it ends the process.
 
     A native module that is being imported turns the exception into an ImportError, or crashes.
@@ -70,7 +70,10 @@ def interrupted(number: int, frame: FrameType | None) -> None:
     """
     while frame is not None:
         code = frame.f_code
-        if any(each in code.co_filename for each in _ENDS_IN) or code.co_name in _DROPS_ERRORS:
+        if (
+            any(each in code.co_filename for each in _UNSAFE_CODE)
+            or code.co_name in _SUPPRESSED_CALLBACKS
+        ):
             os._exit(128 + number)
         frame = frame.f_back
     raise KeyboardInterrupt

@@ -31,28 +31,28 @@ from maxpipe.commands import (
     schedule,
     tokenizer,
 )
-from maxpipe.commands.parser import Parser, add_inputs, show_remarks, subcommands
-from maxpipe.errors import ExitCode, MaxpipeError, out_of_memory
+from maxpipe.commands.parser import Parser, add_inputs, print_notes, subcommands
+from maxpipe.errors import ExitCode, MaxpipeError, out_of_memory_error
 from maxpipe.io import redact
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code of the process."""
     argv = sys.argv[1:] if argv is None else list(argv)
-    redact.learn(argv)
+    redact.register_secrets(argv)
     _open_streams()
     try:
-        return _flushed(_explained(argv))
+        return _flush_output(_run_and_report(argv))
     except SystemExit as leaving:  # argparse, after --help
-        raise SystemExit(_flushed(leaving.code)) from None
+        raise SystemExit(_flush_output(leaving.code)) from None
 
 
-def _explained(argv: list[str]) -> int:
+def _run_and_report(argv: list[str]) -> int:
     """The exit code; errors are printed."""
     try:
         return _run(argv)
     except MaxpipeError as error:
-        _complain(redact.shown(str(error)))
+        _complain(redact.redact_for_terminal(str(error)))
         return int(error.exit_code)
     except KeyboardInterrupt:
         return int(ExitCode.INTERRUPTED)
@@ -61,12 +61,12 @@ def _explained(argv: list[str]) -> int:
     except SystemExit:
         raise
     except MemoryError as error:
-        _complain(redact.shown(str(out_of_memory(error))))
+        _complain(redact.redact_for_terminal(str(out_of_memory_error(error))))
         return int(ExitCode.CONFIG)
     except BaseException as error:  # a panic in Rust code raises one that is no Exception
-        if isinstance(error, OSError) and (trouble := _trouble(sys.stdout, "\n")):
-            return _no_output(trouble)
-        _complain(redact.text(traceback.format_exc()).rstrip("\n"))
+        if isinstance(error, OSError) and (trouble := _flush_error(sys.stdout, "\n")):
+            return _report_write_error(trouble)
+        _complain(redact.redact_text(traceback.format_exc()).rstrip("\n"))
         _complain(
             f"maxpipe {maxpipe.__version__}: this is a bug in maxpipe. The lines above say where."
         )
@@ -89,7 +89,7 @@ def _complain(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
-def _trouble(stream: TextIO, text: str = "") -> Exception | None:
+def _flush_error(stream: TextIO, text: str = "") -> Exception | None:
     """The error that keeps this, and buffered output, from being written."""
     try:
         stream.write(text)
@@ -99,7 +99,7 @@ def _trouble(stream: TextIO, text: str = "") -> Exception | None:
     return None
 
 
-def _no_output(trouble: Exception) -> int:
+def _report_write_error(trouble: Exception) -> int:
     _complain(
         f"standard output: cannot be written\n  {getattr(trouble, 'strerror', None) or trouble}.\n"
         "  Free space there, or redirect the output."
@@ -107,13 +107,13 @@ def _no_output(trouble: Exception) -> int:
     return int(ExitCode.STORAGE)
 
 
-def _flushed(code: object) -> Any:
+def _flush_output(code: object) -> Any:
     """The exit code, after all output is flushed; Python would report a failure again."""
     for stream in (sys.stdout, sys.stderr):
-        if trouble := _trouble(stream):
+        if trouble := _flush_error(stream):
             _discard(stream)
             if stream is sys.stdout and not code and not isinstance(trouble, BrokenPipeError):
-                code = _no_output(trouble)
+                code = _report_write_error(trouble)
     return code
 
 
@@ -151,11 +151,11 @@ def _train(options: argparse.Namespace) -> int:
     from maxpipe.config.load import load
 
     loaded = load(options.inputs, to_train=True)
-    show_remarks(loaded)
+    print_notes(loaded)
     from maxpipe.train.loop import train
 
     code = train(loaded)
-    if _trouble(sys.stdout):  # a lost console is no failure of the run
+    if _flush_error(sys.stdout):  # a lost console is no failure of the run
         _discard(sys.stdout)
     return code
 

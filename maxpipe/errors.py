@@ -25,14 +25,14 @@ class ExitCode(enum.IntEnum):
     INTERRUPTED = 130
 
 
-MAX_GIVEN = 500
+MAX_VALUE_CHARS = 500
 """Characters of a given value in a message."""
 _MAX_WHERE, _MAX_PROSE, _MAX_TABLE = 1000, 4000, 60_000
 _MAX_PROBLEMS = 120
 """Problems in one message."""
 
 
-def bounded(text: str, limit: int) -> str:
+def truncate_middle(text: str, limit: int) -> str:
     """Return `text`, or both ends and the length of one with more than `limit` characters."""
     if len(text) <= limit:
         return text
@@ -52,12 +52,12 @@ class Problem:
     action: str
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "where", bounded(self.where, _MAX_WHERE))
-        object.__setattr__(self, "given", bounded(self.given, MAX_GIVEN))
-        object.__setattr__(self, "rule", bounded(self.rule, _MAX_PROSE))
+        object.__setattr__(self, "where", truncate_middle(self.where, _MAX_WHERE))
+        object.__setattr__(self, "given", truncate_middle(self.given, MAX_VALUE_CHARS))
+        object.__setattr__(self, "rule", truncate_middle(self.rule, _MAX_PROSE))
         # An action of several lines is a translated file.
         longest = _MAX_TABLE if "\n" in self.action else _MAX_PROSE
-        object.__setattr__(self, "action", bounded(self.action, longest))
+        object.__setattr__(self, "action", truncate_middle(self.action, longest))
 
     def __str__(self) -> str:
         heading = f"{self.where} = {self.given}" if self.given else self.where
@@ -71,7 +71,7 @@ class Problem:
         return " ".join(filter(None, (heading, self.rule, self.action)))
 
 
-class Finding(NamedTuple):
+class RuleViolation(NamedTuple):
     """A broken rule: the key to blame, the rule with its numbers, and what to do."""
 
     key: str
@@ -79,7 +79,7 @@ class Finding(NamedTuple):
     action: str
 
 
-def printable(text: str) -> str:
+def escape_control_chars(text: str) -> str:
     """`text` without control characters; line breaks are kept."""
     return "".join(
         each if each.isprintable() or each == "\n" else each.encode("unicode_escape").decode()
@@ -87,7 +87,7 @@ def printable(text: str) -> str:
     )
 
 
-def causes(error: BaseException) -> Iterator[BaseException]:
+def exception_chain(error: BaseException) -> Iterator[BaseException]:
     """The error and its causes, once each: some libraries make cyclic chains."""
     seen: set[int] = set()
     found: BaseException | None = error
@@ -121,7 +121,7 @@ class ConfigError(MaxpipeError):
         return cls([Problem(where, "" if given is None else str(given), rule, action)])
 
 
-def out_of_memory(error: MemoryError) -> ConfigError:
+def out_of_memory_error(error: MemoryError) -> ConfigError:
     """The error for host memory, without further details."""
     return ConfigError.one(
         "memory",
@@ -131,7 +131,7 @@ def out_of_memory(error: MemoryError) -> ConfigError:
     )
 
 
-class AbsentError(MaxpipeError):
+class UnreachableError(MaxpipeError):
     """Processes of a run did not connect in time or cannot be reached; a restart may help."""
 
     exit_code = ExitCode.HANG
@@ -149,7 +149,7 @@ class StorageError(MaxpipeError):
         return cls(f"{where}: cannot be written\n  {error.strerror or error}.\n  {action}")
 
 
-class NumbersError(MaxpipeError):
+class DivergenceError(MaxpipeError):
     """Loss or gradients with which the config does not let the run go on.
 
     A run is deterministic: started again, it would fail again. So the exit code is
@@ -165,13 +165,13 @@ class ReplicaError(MaxpipeError):
     exit_code = ExitCode.STORAGE
 
 
-class Preempted(MaxpipeError):
+class Preemption(MaxpipeError):
     """The run was asked to stop, has saved its state, and can be restarted."""
 
     exit_code = ExitCode.PREEMPTED
 
 
-class Interrupted(Preempted):
+class UserInterrupt(Preemption):
     """The same by Ctrl-C: a person wants it to stay stopped."""
 
     exit_code = ExitCode.INTERRUPTED

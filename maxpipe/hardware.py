@@ -18,7 +18,7 @@ import yaml
 from maxpipe.config.shipped import folder
 from maxpipe.errors import ConfigError, StorageError
 from maxpipe.io import files, plain_yaml
-from maxpipe.io.typed import checked
+from maxpipe.io.typed import check_type
 
 MIB, GIB = 2**20, 2**30
 _MAX_BYTES = 1 << 20
@@ -143,7 +143,7 @@ class Hardware:
 
 
 @cache
-def shipped() -> Mapping[str, Hardware]:
+def published_hardware() -> Mapping[str, Hardware]:
     """Published figures of every kind, by the name that its topologies begin with."""
     found = {}
     for path in sorted((folder() / "hardware").glob("*.yml")):
@@ -153,7 +153,7 @@ def shipped() -> Mapping[str, Hardware]:
 
 
 @cache
-def known() -> Mapping[str, Hardware]:
+def known_hardware() -> Mapping[str, Hardware]:
     """Every kind that has a file, by the name that its topologies begin with.
 
     Figures that were measured on this machine stand in for published ones.
@@ -161,7 +161,7 @@ def known() -> Mapping[str, Hardware]:
     Raises:
         ConfigError: a file of measured figures cannot be read.
     """
-    found = dict(shipped())
+    found = dict(published_hardware())
     paths = sorted(measured_folder().glob("*.yml")) if files.has_home() else ()
     for path in paths:
         each = _read_measured(path)
@@ -182,21 +182,21 @@ def measured_file(topology: str) -> Path:
     """
     if not files.has_home():
         missing = OSError("HOME is not set")
-        raise StorageError.unwritable(f"{_MEASURED}/{topology}.yml", missing, _ELSEWHERE)
+        raise StorageError.unwritable(f"{_MEASURED}/{topology}.yml", missing, _WRITE_ACTION)
     path = measured_folder() / f"{topology}.yml"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        files.check_place(path)
+        files.check_can_write(path)
     except OSError as error:
-        raise StorageError.unwritable(path, error, _ELSEWHERE) from error
+        raise StorageError.unwritable(path, error, _WRITE_ACTION) from error
     return path
 
 
 _MEASURED = "~/.cache/maxpipe/hardware"
-_ELSEWHERE = "Free space there, or set HOME to a folder that can be written."
+_WRITE_ACTION = "Free space there, or set HOME to a folder that can be written."
 
 
-def keep_measured(hardware: Hardware) -> Path:
+def save_measured(hardware: Hardware) -> Path:
     """Writes figures that were measured here; `known` gives them from then on.
 
     Raises:
@@ -208,25 +208,25 @@ def keep_measured(hardware: Hardware) -> Path:
     try:
         files.write(path, text)
     except OSError as error:
-        raise StorageError.unwritable(path, error, _ELSEWHERE) from error
-    known.cache_clear()
+        raise StorageError.unwritable(path, error, _WRITE_ACTION) from error
+    known_hardware.cache_clear()
     return path
 
 
-_RENAMED = {"names_replay": "names_recomputed"}
+_FORMER_NAMES = {"names_replay": "names_recomputed"}
 """Figures that an earlier release wrote under another name."""
-_WRONG = (OSError, KeyError, TypeError, ValueError, RecursionError, re.error, yaml.YAMLError)
+_PARSE_ERRORS = (OSError, KeyError, TypeError, ValueError, RecursionError, re.error, yaml.YAMLError)
 """Raised by text of another kind."""
 
 
-_DIVIDES = {
+_NONZERO_FIELDS = {
     *("bf16_tflops", "memory_gib", "memory_gb_per_second", "link_gb_per_second"),
     *("network_gb_per_second", "largest_slice", "matmul_efficiency", "kernel_efficiency"),
     *("copy_efficiency", "exchange_rate", "tokens_rate"),
 }
 """Figures that are not 0."""
 _TORUS_DIMS = {0, 2, 3}
-_LEAST, _MOST = 1e-9, 1e12
+_MIN_FIGURE, _MAX_FIGURE = 1e-9, 1e12
 """Beyond what any device has, in the units of all figures."""
 
 
@@ -235,7 +235,9 @@ def _check_figures(figures: Mapping[str, object]) -> None:
     for name, value in figures.items():
         if not isinstance(value, int | float):
             continue
-        if not (_LEAST <= value <= _MOST or (value == 0 and name not in _DIVIDES)):
+        if not (
+            _MIN_FIGURE <= value <= _MAX_FIGURE or (value == 0 and name not in _NONZERO_FIELDS)
+        ):
             raise ValueError(f"{name} is {value}")
     if figures.get("torus_dims") not in _TORUS_DIMS:
         raise ValueError(f"torus_dims is {figures.get('torus_dims')}, and not 0, 2 or 3")
@@ -245,14 +247,16 @@ def _read_measured(path: Path) -> Hardware:
     try:
         content = plain_yaml.load(files.read(path, _MAX_BYTES))
         kinds = typing.get_type_hints(Hardware)
-        figures = {_RENAMED.get(str(name), str(name)): each for name, each in dict(content).items()}
-        found = {name: checked(each, kinds[name]) for name, each in figures.items()}
+        figures = {
+            _FORMER_NAMES.get(str(name), str(name)): each for name, each in dict(content).items()
+        }
+        found = {name: check_type(each, kinds[name]) for name, each in figures.items()}
         _check_figures(found)
         if found["topology"] != path.stem:
             raise ValueError(f"topology is {found['topology']!r}, and not the file's name")
         re.compile(found["device_kind"])
         return Hardware(**found)
-    except _WRONG as error:
+    except _PARSE_ERRORS as error:
         raise ConfigError.one(
             str(path),
             None,
@@ -261,11 +265,11 @@ def _read_measured(path: Path) -> Hardware:
         ) from error
 
 
-def of_device(device_kind: str) -> Hardware | None:
+def hardware_of_device(device_kind: str) -> Hardware | None:
     """The hardware of jax's device kind; None without a file, and for a part of a GPU."""
     if "MIG" in device_kind:
         return None
-    for each in known().values():
+    for each in known_hardware().values():
         if re.fullmatch(each.device_kind, device_kind, re.IGNORECASE):
             return each
     return None
@@ -273,5 +277,5 @@ def of_device(device_kind: str) -> Hardware | None:
 
 def peak_flops(device_kind: str) -> float | None:
     """The bf16 FLOP/s one device can do; None where no figure is known."""
-    found = None if device_kind == "cpu" else of_device(device_kind)
+    found = None if device_kind == "cpu" else hardware_of_device(device_kind)
     return found and found.flops

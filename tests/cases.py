@@ -21,7 +21,7 @@ from maxpipe.parallel.axes import MESH_AXES, MeshConfig
 from maxpipe.parallel.mesh import build_mesh
 from maxpipe.parallel.sharding import AxisRules
 from maxpipe.pipeline.objective import CrossEntropy, Objective
-from maxpipe.step.build import partition
+from maxpipe.step.build import build_steps
 from maxpipe.step.step import Steps
 
 TOLERANCE = 1e-5  # float32; of a gradient leaf's largest entry, relative for losses
@@ -220,7 +220,7 @@ def steps_of(
     config = case.model
     mesh = case.mesh
     size = math.prod(axis_size(mesh, axis) or 1 for axis in MESH_AXES)
-    return partition(
+    return build_steps(
         build_mesh(mesh, jax.devices()[:size]),
         model=config,
         pipeline=PipelineConfig(

@@ -146,12 +146,12 @@ def golden(update_golden: bool) -> Callable[[str, str], None]:
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty home folder, where no figures of hardware were measured."""
-    from maxpipe.hardware import known
+    from maxpipe.hardware import known_hardware
 
     monkeypatch.setenv("HOME", str(tmp_path))
-    known.cache_clear()
+    known_hardware.cache_clear()
     yield tmp_path
-    known.cache_clear()
+    known_hardware.cache_clear()
 
 
 @pytest.fixture(scope="session")

@@ -9,16 +9,16 @@ import jax.numpy as jnp
 import pytest
 
 from maxpipe.nn.attention import cudnn
-from maxpipe.nn.attention.cudnn import Documents, Kernel
+from maxpipe.nn.attention.cudnn import DocumentOffsets, Kernel
 
 
 def put_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """These in place of the kernels, with room for two documents a row."""
     monkeypatch.setattr(cudnn, "forward", forward)
     monkeypatch.setattr(cudnn, "backward", backward)
-    monkeypatch.setattr(cudnn, "_packs", lambda: True)
+    monkeypatch.setattr(cudnn, "_supports_packing", lambda: True)
     monkeypatch.setattr(cudnn, "packed_documents", lambda tokens: 2)
-    monkeypatch.setitem(cudnn._HIDDEN, "float32", -1e30)
+    monkeypatch.setitem(cudnn._MASK_VALUE, "float32", -1e30)
 
 
 def scores(
@@ -31,7 +31,7 @@ def scores(
     distance = jnp.arange(tokens)[:, None] - jnp.arange(key.shape[1])
     seen = distance >= 0 if kernel.causal else distance == distance
     seen &= (distance < kernel.window) | (kernel.window == 0)
-    if not isinstance(beside, Documents):
+    if not isinstance(beside, DocumentOffsets):
         assert kernel.packed == 1
         return jnp.where(seen, found if beside is None else found + beside, -1e30), None
     assert beside.lengths.shape == (rows, kernel.packed)

@@ -15,7 +15,13 @@ import yaml
 import maxpipe
 from maxpipe.cli import main
 from maxpipe.config.load import load, to_yaml
-from maxpipe.errors import Interrupted, MaxpipeError, Preempted, StorageError, out_of_memory
+from maxpipe.errors import (
+    MaxpipeError,
+    Preemption,
+    StorageError,
+    UserInterrupt,
+    out_of_memory_error,
+)
 
 ROOT = Path(__file__).parents[1]
 TINY = str(ROOT / "configs/model/tiny.yml")
@@ -418,10 +424,10 @@ def test_train_returns_what_the_loop_returns(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize(
     ("error", "code"),
     [
-        (Preempted("saved"), 75),
+        (Preemption("saved"), 75),
         (StorageError("disk is full"), 74),
         (MaxpipeError("odd"), 70),
-        (Interrupted("saved"), 130),
+        (UserInterrupt("saved"), 130),
         (KeyboardInterrupt(), 130),
     ],
 )
@@ -631,5 +637,5 @@ def test_home_folder_that_does_not_exist(
 
 
 def test_a_memory_error_without_words_is_explained() -> None:
-    assert "ran out: no more memory." in str(out_of_memory(MemoryError()))
-    assert "ran out: 3 GiB." in str(out_of_memory(MemoryError("3 GiB")))
+    assert "ran out: no more memory." in str(out_of_memory_error(MemoryError()))
+    assert "ran out: 3 GiB." in str(out_of_memory_error(MemoryError("3 GiB")))

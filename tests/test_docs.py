@@ -17,12 +17,12 @@ import pytest
 
 from maxpipe.cli import main
 from maxpipe.config.schema import Config
-from maxpipe.evals.evaluate import Totals
-from maxpipe.evals.tasks import metrics_of
+from maxpipe.evals.evaluate import EvalTotals
+from maxpipe.evals.tasks import task_metrics
 from maxpipe.models.registry import summaries
 from maxpipe.models.spec import Ahead
 from maxpipe.objectives.distill import Distill
-from maxpipe.objectives.policy import PolicyNearReference
+from maxpipe.objectives.policy import KlPolicyGradient
 from maxpipe.objectives.preference import Preference
 from maxpipe.plan.advice import TERMS
 from maxpipe.step.step import BY_SOURCE
@@ -144,11 +144,11 @@ def test_every_metric_that_is_written_is_declared() -> None:
     written -= set(BY_SOURCE)  # of which losses are made
     written |= {f"train/{name}" for name in Distill.reported}
     written |= {f"train/loss_{name}" for name in Ahead(1, 1, 1.0).losses}
-    written |= set(Totals(1.0, 1.0, 1.0).named("NAME"))
+    written |= set(EvalTotals(1.0, 1.0, 1.0).named("NAME"))
     written |= {f"{when}/{name}" for when in ("train", "eval") for name in Preference.reported}
-    written |= {f"train/{name}" for name in PolicyNearReference.reported}
+    written |= {f"train/{name}" for name in KlPolicyGradient.reported}
     accuracies: Any = {"accuracy": 1.0, "accuracy_by_bytes": 1.0}
-    written |= set(metrics_of("NAME", accuracies))
+    written |= set(task_metrics("NAME", accuracies))
     assert written | {tag for tag, *_ in summaries()} == set(declared)
     assert {tag for _, tags in metrics.CHARTS for tag in tags} <= set(declared)
 

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from maxpipe.errors import ConfigError, Problem, bounded
+from maxpipe.errors import ConfigError, Problem, truncate_middle
 
 
 def test_a_short_text_is_unchanged() -> None:
-    assert bounded("x" * 500, 500) == "x" * 500
+    assert truncate_middle("x" * 500, 500) == "x" * 500
 
 
 def test_a_long_text_keeps_both_ends_and_names_its_length() -> None:
     text = "a" * 600 + "z" * 400
     expected = "a" * 375 + "... (1,000 characters) ..." + "z" * 125
-    assert bounded(text, 500) == expected
+    assert truncate_middle(text, 500) == expected
 
 
 def test_every_part_of_a_problem_is_bounded() -> None:

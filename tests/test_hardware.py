@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from maxpipe.hardware import of_device, peak_flops, shipped
+from maxpipe.hardware import hardware_of_device, peak_flops, published_hardware
 
 FOLDER = Path(__file__).parents[1] / "configs" / "hardware"
 
@@ -46,11 +46,11 @@ def test_peak_flops_is_known_or_absent(kind: str, peak: float | None):
 def test_every_file_names_its_source(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     assert re.search(r"^# Sources?: ", text, re.MULTILINE)
-    found = shipped()[yaml.safe_load(text)["topology"]]
+    found = published_hardware()[yaml.safe_load(text)["topology"]]
     assert found.flops > 0 and found.memory_bytes > 0
 
 
 def test_jax_names_of_devices_find_their_file() -> None:
-    found = of_device("TPU v5 lite")
+    found = hardware_of_device("TPU v5 lite")
     assert found is not None and found.topology == "v5e"
-    assert of_device("cpu") is not None and peak_flops("cpu") is None
+    assert hardware_of_device("cpu") is not None and peak_flops("cpu") is None

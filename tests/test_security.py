@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 
 from maxpipe import hardware
-from maxpipe.checkpoint.manager import Checkpoints, open_run
+from maxpipe.checkpoint.manager import CheckpointManager, open_run
 from maxpipe.cli import main
 from maxpipe.config.documents import MAX_FILE_BYTES
 from maxpipe.config.load import load
@@ -323,7 +323,7 @@ def state(step: int) -> dict[str, Any]:
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run folder with steps 3 and 6. Not to be changed."""
     folder = tmp_path_factory.mktemp("saved")
-    with Checkpoints(folder, CheckpointConfig(keep=5)) as checkpoints:
+    with CheckpointManager(folder, CheckpointConfig(keep=5)) as checkpoints:
         for step in (3, 6):
             checkpoints.save(step, partial(state, step), {"run": {}}, {"step": step})
     return folder
@@ -375,7 +375,7 @@ def test_a_link_among_checkpoints_is_not_followed_to_delete(copy: Path, tmp_path
     (copy / "checkpoints" / "2").symlink_to(outside)
     before = sorted(path.name for path in outside.rglob("*"))
     try:
-        with Checkpoints(copy, CheckpointConfig(keep=1)) as checkpoints:
+        with CheckpointManager(copy, CheckpointConfig(keep=1)) as checkpoints:
             checkpoints.save(9, partial(state, 9), {"run": {}}, {"step": 9})
     except StorageError as error:
         assert "checkpoints" in str(error)
@@ -427,7 +427,7 @@ def test_a_run_does_not_write_through_a_link(name: str, tmp_path: Path):
     folder.mkdir(parents=True)
     (folder / name).symlink_to(mine)
     with pytest.raises(StorageError) as caught:
-        files.check_writable(folder, WRITTEN_FILES)
+        files.check_regular_files(folder, WRITTEN_FILES)
     where, rule, action = str(caught.value).splitlines()
     assert where.startswith(f"{folder / name}: is a symbolic link to {mine}")
     assert rule.endswith("never through a link.") and action.startswith("  Remove the link")
@@ -486,11 +486,13 @@ def test_hostile_yaml_as_measured_hardware(
 ):
     (tmp_path / "x.yml").write_text(HOSTILE_YAML[kind])
     monkeypatch.setattr(hardware, "measured_folder", lambda: tmp_path)
-    hardware.known.cache_clear()
+    hardware.known_hardware.cache_clear()
     try:
-        assert "is not a file that `maxpipe plan --calibrate` wrote" in refused(hardware.known)
+        assert "is not a file that `maxpipe plan --calibrate` wrote" in refused(
+            hardware.known_hardware
+        )
     finally:
-        hardware.known.cache_clear()
+        hardware.known_hardware.cache_clear()
 
 
 def test_files_that_are_read_whole_have_a_largest_size(tmp_path: Path):

@@ -16,18 +16,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NoReturn
 
-from maxpipe.checkpoint.storage import FOLDER, home_of, in_bucket
+from maxpipe.checkpoint.storage import CHECKPOINTS_FOLDER, find_checkpoint_home, in_bucket
 from maxpipe.config.rules import did_you_mean
 from maxpipe.config.schema import RunConfig
 from maxpipe.config.shipped import CONFIG_FILE, EVENTS_FILE, METRICS_FILE
 from maxpipe.errors import ConfigError
-from maxpipe.io.files import full
+from maxpipe.io.files import expand_path
 
 Step = int | Literal["newest", "best"] | None
 
 _SUFFIX = re.compile(r"(?P<run>.+)@(?P<step>[^@/]*)", re.DOTALL)
 _NUMBER = re.compile(r"[0-9]{1,18}")
-_MARKS = (CONFIG_FILE, EVENTS_FILE, METRICS_FILE, FOLDER)
+_MARKS = (CONFIG_FILE, EVENTS_FILE, METRICS_FILE, CHECKPOINTS_FOLDER)
 """The folder of a run has at least one of these."""
 _SHOWN_RUNS = 8
 
@@ -60,7 +60,7 @@ class Address:
         Raises:
             ConfigError: only the run's config.yml could tell, and it cannot be read.
         """
-        return self.parent or home_of(self.run_dir, self.where or "path")
+        return self.parent or find_checkpoint_home(self.run_dir, self.where or "path")
 
     def at(self, step: int) -> str:
         """The address of another step of this run."""
@@ -71,7 +71,7 @@ class Address:
         return _wrong(self.given, self.where, rule, action)
 
 
-def parse(text: str, where: str = "", runs: str = "", begin: Path = Path()) -> Address:
+def parse_address(text: str, where: str = "", runs: str = "", begin: Path = Path()) -> Address:
     """What `text` names. `where` is the config key that gave it, `runs` the parent folder of all
     runs, and `begin` the base of relative paths.
 
@@ -91,7 +91,8 @@ def parse(text: str, where: str = "", runs: str = "", begin: Path = Path()) -> A
     if found and run and _step(step) is not None:
         finder.refuse(
             f"is both the folder {found.run_dir} and step {step} of {run.run_dir}.",
-            f"Write {text}@newest for the first, {before}/{FOLDER}/{step} for the second.",
+            f"Write {text}@newest for the first, {before}/{CHECKPOINTS_FOLDER}/{step} for the "
+            "second.",
         )
     if found:
         return found
@@ -100,13 +101,13 @@ def parse(text: str, where: str = "", runs: str = "", begin: Path = Path()) -> A
     return finder.with_step(run, step, before)
 
 
-def whole_run(text: str) -> Address:
+def parse_run_address(text: str) -> Address:
     """The same for a command that takes a run and no step.
 
     Raises:
         ConfigError: as `parse`, or a step is named.
     """
-    found = parse(text)
+    found = parse_address(text)
     if found.step is not None:
         rule = "names a step, and this command takes a whole run."
         raise found.wrong(rule, f"Give {found.run_dir}.")
@@ -118,7 +119,7 @@ def is_run(path: Path) -> bool:
     return any(os.path.exists(path / name) for name in _MARKS)
 
 
-def check_outside(path: str | Path, option: str) -> None:
+def check_outside_checkpoints(path: str | Path, option: str) -> None:
     """Checks that an output is not inside the folder of a run's checkpoints.
 
     There it would be taken for damage of a checkpoint, or be deleted with one.
@@ -142,7 +143,7 @@ def check_outside(path: str | Path, option: str) -> None:
 
 def _holds_checkpoints(folder: Path) -> bool:
     """Whether it is the folder of the checkpoints of a run, or of an import."""
-    if folder.name != FOLDER:
+    if folder.name != CHECKPOINTS_FOLDER:
         return False
     if any(os.path.exists(folder.parent / name) for name in (EVENTS_FILE, METRICS_FILE)):
         return True
@@ -168,7 +169,7 @@ def run_names(folder: str | Path) -> list[str]:
 
 def _has_begun(path: Path) -> bool:
     """Whether there is more than what a start that failed leaves behind."""
-    checkpoints = path / FOLDER
+    checkpoints = path / CHECKPOINTS_FOLDER
     if any(os.path.exists(path / name) for name in (CONFIG_FILE, METRICS_FILE)):
         return True
     return checkpoints.is_dir() and any(checkpoints.iterdir())
@@ -217,9 +218,9 @@ class _Finder:
         return None
 
     def _candidates(self, text: str) -> Iterator[Path]:
-        yield self.begin / full(text, self.where or "path")
+        yield self.begin / expand_path(text, self.where or "path")
         if _is_name(text):
-            yield self.begin / full(self.runs, "run.dir") / text
+            yield self.begin / expand_path(self.runs, "run.dir") / text
 
     def _address(self, path: Path) -> Address:
         def inside(parent: Path, step: Step) -> Address:
@@ -227,7 +228,7 @@ class _Finder:
 
         if not is_run(path):
             whole = path.absolute()
-            if whole.name == FOLDER:
+            if whole.name == CHECKPOINTS_FOLDER:
                 return inside(_above(path, 1), None)
             if _is_in_checkpoints(path):
                 return inside(_above(path, 2), int(whole.name))
@@ -271,7 +272,7 @@ def _is_name(text: str) -> bool:
 
 def _is_in_checkpoints(path: Path) -> bool:
     whole = path.absolute()
-    is_step = _NUMBER.fullmatch(whole.name) and whole.parent.name == FOLDER
+    is_step = _NUMBER.fullmatch(whole.name) and whole.parent.name == CHECKPOINTS_FOLDER
     return bool(is_step) and os.path.isdir(whole.parent)
 
 
@@ -287,7 +288,7 @@ def _in_bucket(text: str, where: str) -> Address:
     plain, step = text.rstrip("/"), None
     if (suffix := _SUFFIX.fullmatch(plain)) and (found := _step(suffix["step"])) is not None:
         plain, step = suffix["run"].rstrip("/"), found
-    inside = re.fullmatch(rf"(.+)/{FOLDER}(?:/({_NUMBER.pattern}))?", plain)
+    inside = re.fullmatch(rf"(.+)/{CHECKPOINTS_FOLDER}(?:/({_NUMBER.pattern}))?", plain)
     if inside is None:
         return Address(text, plain, step, "", where)
     if inside[2] and step is not None:

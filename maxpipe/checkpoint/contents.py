@@ -20,39 +20,39 @@ import tensorstore
 from etils import epath
 
 from maxpipe.checkpoint import copies, digests, manifest
-from maxpipe.checkpoint.copies import Recorded, named
-from maxpipe.checkpoint.digests import Sum
+from maxpipe.checkpoint.copies import RecordedDigests, leaves_by_name
+from maxpipe.checkpoint.digests import ArrayDigest
 from maxpipe.checkpoint.storage import (
-    Damaged,
+    DamagedError,
+    call_with_retries,
     exists,
-    first_line,
     in_bucket,
     is_damage,
     outage,
-    reaching,
     read,
-    reading,
-    retried,
+    root_cause_text,
+    translate_bucket_errors,
+    translate_read_errors,
 )
-from maxpipe.errors import MaxpipeError, NumbersError
-from maxpipe.io.typed import parse
+from maxpipe.errors import DivergenceError, MaxpipeError
+from maxpipe.io.typed import parse_json
 
 Tree = Any
 
-STATE, FACTS = "state", "facts"
+STATE_ITEM, METADATA_ITEM = "state", "facts"
 """Names of the items inside a step's folder, as they are passed to orbax."""
 
-MOST_FACTS_BYTES = 1 << 24
+MAX_METADATA_BYTES = 1 << 24
 
 # In parallel: each may be as large as one process' part of an array.
 _NUM_THREADS = 2
 
 
-class NotSaved(ValueError):
+class SaveVerificationError(ValueError):
     """What was written is not what was in memory; the text is file or array, and reason."""
 
 
-def shapes(folder: epath.Path) -> Tree:
+def read_shapes(folder: epath.Path) -> Tree:
     """Shapes and types of a step's arrays.
 
     Raises:
@@ -61,14 +61,14 @@ def shapes(folder: epath.Path) -> Tree:
     """
 
     def read() -> Tree:
-        check_plain(folder / STATE)
-        found = ocp.StandardCheckpointHandler().metadata(folder / STATE)
+        check_regular_files(folder / STATE_ITEM)
+        found = ocp.StandardCheckpointHandler().metadata(folder / STATE_ITEM)
         return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), found.tree)
 
-    return understood(read)
+    return call_detecting_damage(read)
 
 
-def check_plain(folder: epath.Path) -> None:
+def check_regular_files(folder: epath.Path) -> None:
     """Checks that orbax will open files and folders only, as a pipe would block, and no huge index.
 
     Raises:
@@ -80,12 +80,12 @@ def check_plain(folder: epath.Path) -> None:
         for name in (*folders, *names):
             path = os.path.join(above, name)
             if os.path.islink(path) or not (os.path.isfile(path) or os.path.isdir(path)):
-                raise Damaged(f"{name} is neither a file nor a folder")
+                raise DamagedError(f"{name} is neither a file nor a folder")
             if name == _INDEX:
                 _check_index(path)
 
 
-def understood(read: Any) -> Any:
+def call_detecting_damage(read: Any) -> Any:
     """The result of a call that reads arrays.
 
     Raises:
@@ -94,7 +94,7 @@ def understood(read: Any) -> Any:
         Exception: what has nothing to do with storage, as it is.
     """
     try:
-        return retried(read)
+        return call_with_retries(read)
     except MaxpipeError:
         raise
     except Exception as error:  # orbax raises this class for damaged arrays, too
@@ -102,10 +102,10 @@ def understood(read: Any) -> Any:
             raise failure from error
         if not is_damage(error) and type(error) is not Exception:
             raise  # memory that is full, for instance
-        raise Damaged(f"{STATE} cannot be read: {first_line(error)}") from error
+        raise DamagedError(f"{STATE_ITEM} cannot be read: {root_cause_text(error)}") from error
 
 
-def recorded(folder: epath.Path, step: int) -> Recorded | None:
+def read_expected_digests(folder: epath.Path, step: int) -> RecordedDigests | None:
     """The digests of memory when the step was saved; None for older releases without them.
 
     Raises:
@@ -113,19 +113,24 @@ def recorded(folder: epath.Path, step: int) -> Recorded | None:
         OSError: it cannot be reached.
     """
     try:
-        if manifest.is_in(folder) and (listed := manifest.arrays(folder, step)) is not None:
-            return Recorded({name: Sum.of_entry(one) for name, one in listed.items()})
-        if not exists(folder / copies.ITEM):
+        if (
+            manifest.has_manifest(folder)
+            and (listed := manifest.read_arrays(folder, step)) is not None
+        ):
+            return RecordedDigests(
+                {name: ArrayDigest.of_entry(one) for name, one in listed.items()}
+            )
+        if not exists(folder / copies.DIGEST_ITEM):
             return None
-        with reading(folder):
-            return retried(lambda: copies.recorded(folder, step))
+        with translate_read_errors(folder):
+            return call_with_retries(lambda: copies.read_digest_item(folder, step))
     except (OSError, ValueError) as error:
         if is_damage(error):
-            raise Damaged(first_line(error)) from error
+            raise DamagedError(root_cause_text(error)) from error
         raise
 
 
-def decoded(folder: epath.Path) -> dict[str, Sum]:
+def compute_stored_digests(folder: epath.Path) -> dict[str, ArrayDigest]:
     """Digests of a step's arrays as they are on disk.
 
     Raises:
@@ -133,14 +138,16 @@ def decoded(folder: epath.Path) -> dict[str, Sum]:
         OSError: they cannot be reached.
     """
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
-        return understood(lambda: dict(_decoded(folder, named(shapes(folder)), pool)))
+        return call_detecting_damage(
+            lambda: dict(_iter_stored_digests(folder, leaves_by_name(read_shapes(folder)), pool))
+        )
 
 
-def stored(folder: epath.Path, name: str) -> Any:
+def open_array(folder: epath.Path, name: str) -> Any:
     """One array of a step as it is on disk, to be read in parts: `array[...].read().result()`."""
-    base: Any = f"{folder / STATE}/"
+    base: Any = f"{folder / STATE_ITEM}/"
     if not in_bucket(folder):
-        _check_index(f"{folder / STATE / _INDEX}")
+        _check_index(f"{folder / STATE_ITEM / _INDEX}")
         base = {"driver": "file", "path": base}
     kvstore = {"driver": "ocdbt", "base": base, "path": f"{name}/"}
     spec = {"driver": "zarr", "kvstore": kvstore}
@@ -158,22 +165,22 @@ def _check_index(path: str) -> None:
     """
     size = os.stat(path).st_size if os.path.isfile(path) else 0
     if size > _MAX_INDEX_BYTES:
-        raise Damaged(f"{STATE}/{_INDEX} has {size} bytes, more than any index of arrays")
+        raise DamagedError(f"{STATE_ITEM}/{_INDEX} has {size} bytes, more than any index of arrays")
 
 
-def _decoded(
+def _iter_stored_digests(
     folder: epath.Path, leaves: Mapping[str, Any], pool: ThreadPoolExecutor
-) -> Iterator[tuple[str, Sum]]:
+) -> Iterator[tuple[str, ArrayDigest]]:
     for name in leaves:
-        array = stored(folder, name)
-        found = Sum(str(array.dtype.numpy_dtype), tuple(array.shape))
+        array = open_array(folder, name)
+        found = ArrayDigest(str(array.dtype.numpy_dtype), tuple(array.shape))
 
         chunk: tuple[Any, ...] = array.chunk_layout.read_chunk.shape or ()  # a scalar has none
 
-        def part(start: tuple[int, ...], array: Any = array, chunk: Any = chunk) -> Sum:
+        def part(start: tuple[int, ...], array: Any = array, chunk: Any = chunk) -> ArrayDigest:
             ends = map(min, array.shape, map(operator.add, start, chunk))
             values = array[tuple(map(slice, start, ends))].read().result()
-            one = Sum(str(values.dtype), tuple(array.shape))
+            one = ArrayDigest(str(values.dtype), tuple(array.shape))
             one.add(values, start)
             return one
 
@@ -188,39 +195,43 @@ def _starts(shape: tuple[int, ...], chunk: tuple[int, ...]) -> Iterator[tuple[in
     return itertools.product(*ranges)
 
 
-def faults(folder: epath.Path, step: int, expected: Recorded | None) -> list[str]:
+def verify_arrays(folder: epath.Path, step: int, expected: RecordedDigests | None) -> list[str]:
     """The differences of a step's arrays and facts on disk from what was saved.
 
     Raises:
         OSError: they cannot be reached.
     """
     try:
-        found = decoded(folder)
+        found = compute_stored_digests(folder)
         if expected is None:
-            return digests.non_finite(found)
-        wrong = digests.differences(expected.arrays, found) or digests.non_finite(found)
-        return wrong + facts_faults(folder, expected)
-    except Damaged as damage:
+            return digests.describe_non_finite(found)
+        wrong = digests.diff_digests(expected.arrays, found) or digests.describe_non_finite(found)
+        return wrong + verify_metadata(folder, expected)
+    except DamagedError as damage:
         return [str(damage)]
 
 
-def facts_faults(folder: epath.Path, expected: Recorded) -> list[str]:
+def verify_metadata(folder: epath.Path, expected: RecordedDigests) -> list[str]:
     """What is wrong with the facts, if their digest is known without a manifest."""
     if not expected.facts:
         return []
-    path = folder / FACTS / "metadata"
+    path = folder / METADATA_ITEM / "metadata"
     try:
-        content = parse(retried(lambda: read(path, MOST_FACTS_BYTES)), dict[str, Any])
+        content = parse_json(
+            call_with_retries(lambda: read(path, MAX_METADATA_BYTES)), dict[str, Any]
+        )
     except (OSError, ValueError) as error:
         if not is_damage(error):
             raise
-        return [f"{FACTS}/metadata cannot be read: {first_line(error)}"]
-    if copies.facts_digest(content) != expected.facts:
-        return [f"{FACTS}/metadata has other content than was saved"]
+        return [f"{METADATA_ITEM}/metadata cannot be read: {root_cause_text(error)}"]
+    if copies.metadata_digest(content) != expected.facts:
+        return [f"{METADATA_ITEM}/metadata has other content than was saved"]
     return []
 
 
-def seal(folder: epath.Path, step: int, ahead: Mapping[str, manifest.File] | None = None) -> int:
+def verify_and_write_manifest(
+    folder: epath.Path, step: int, ahead: Mapping[str, manifest.ManifestFile] | None = None
+) -> int:
     """Read a step back, compare it with what was in memory, and write its manifest.
 
     `ahead` has digests of files that are on the disk, and not in the page cache.
@@ -233,48 +244,48 @@ def seal(folder: epath.Path, step: int, ahead: Mapping[str, manifest.File] | Non
         NumbersError: it holds NaN or infinity, and so is no state to go on from.
         OSError: it cannot be read, or the manifest cannot be written.
     """
-    with reaching(folder):
+    with translate_bucket_errors(folder):
         try:
-            expected = recorded(folder, step)
-        except Damaged as damage:
-            raise NotSaved(str(damage)) from damage
+            expected = read_expected_digests(folder, step)
+        except DamagedError as damage:
+            raise SaveVerificationError(str(damage)) from damage
         if expected is None:
-            raise NotSaved(f"{copies.ITEM} is missing")
-        if bad := digests.non_finite(expected.arrays):
+            raise SaveVerificationError(f"{copies.DIGEST_ITEM} is missing")
+        if bad := digests.describe_non_finite(expected.arrays):
             raise _not_finite(folder, bad)
-        files = manifest.listed(folder, ahead)
+        files = manifest.digest_files(folder, ahead)
         with ThreadPoolExecutor(1) as pool:
             # After the files, so that all is read from the disk, not from the page cache.
-            again = pool.submit(manifest.changed, folder, files)
-            wrong = faults(folder, step, expected)
+            again = pool.submit(manifest.find_changed_files, folder, files)
+            wrong = verify_arrays(folder, step, expected)
             wrong += again.result()
         entries = {name: one.entry() for name, one in expected.arrays.items()}
         if wrong := wrong or manifest.write(folder, step, files, entries):
-            raise NotSaved("; ".join(wrong[:3]))
+            raise SaveVerificationError("; ".join(wrong[:3]))
         return sum(file["bytes"] for file in files.values())
 
 
-def adopt(folder: epath.Path, step: int) -> None:
+def write_missing_manifest(folder: epath.Path, step: int) -> None:
     """Write the manifest of a step that was saved without one, and was read completely.
 
     Raises:
         NotSaved: it is not what was in memory, as far as that was recorded.
         OSError: it cannot be read, or the manifest cannot be written.
     """
-    if exists(folder / copies.ITEM):
-        seal(folder, step)
+    if exists(folder / copies.DIGEST_ITEM):
+        verify_and_write_manifest(folder, step)
         return
-    with reaching(folder):
-        files = manifest.listed(folder)
-        entries = {name: one.entry() for name, one in decoded(folder).items()}
-        wrong = manifest.changed(folder, files)
+    with translate_bucket_errors(folder):
+        files = manifest.digest_files(folder)
+        entries = {name: one.entry() for name, one in compute_stored_digests(folder).items()}
+        wrong = manifest.find_changed_files(folder, files)
         if wrong := wrong or manifest.write(folder, step, files, entries):
-            raise NotSaved("; ".join(wrong[:3]))
+            raise SaveVerificationError("; ".join(wrong[:3]))
 
 
-def _not_finite(folder: epath.Path, bad: list[str]) -> NumbersError:
+def _not_finite(folder: epath.Path, bad: list[str]) -> DivergenceError:
     more = f", and {len(bad) - 3} more arrays" if len(bad) > 3 else ""
-    return NumbersError(
+    return DivergenceError(
         f"{folder}: is not saved\n"
         f"  {'; '.join(bad[:3])}{more}; a run cannot go on from such a state.\n"
         "  Lower optim.learning_rate, or go back further with checkpoint.restore_from; the "

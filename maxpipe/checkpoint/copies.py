@@ -27,12 +27,12 @@ from orbax.checkpoint import future
 from orbax.checkpoint._src.serialization import replica_slices
 
 from maxpipe.checkpoint import digests
-from maxpipe.checkpoint.digests import PartEntry, Sum
+from maxpipe.checkpoint.digests import ArrayDigest, PartEntry
 from maxpipe.checkpoint.storage import read
-from maxpipe.io.typed import checksummed, parse_checksummed
+from maxpipe.io.typed import dump_checksummed, parse_checksummed
 
 
-def named(tree: Tree) -> dict[str, Any]:
+def leaves_by_name(tree: Tree) -> dict[str, Any]:
     """Dotted name to leaf, in the order of the names."""
     found = jax.tree_util.tree_leaves_with_path(tree)
     return dict(
@@ -42,7 +42,7 @@ def named(tree: Tree) -> dict[str, Any]:
     )
 
 
-def by_name(change: Callable[[str, Any], Any], tree: Tree) -> Tree:
+def map_named_leaves(change: Callable[[str, Any], Any], tree: Tree) -> Tree:
     """The tree with what `change(dotted name, leaf)` makes of each leaf."""
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: change(jax.tree_util.keystr(path, simple=True, separator="."), leaf),
@@ -50,19 +50,19 @@ def by_name(change: Callable[[str, Any], Any], tree: Tree) -> Tree:
     )
 
 
-def leaves(tree: Tree) -> Iterator[tuple[str, np.ndarray]]:
+def iter_named_arrays(tree: Tree) -> Iterator[tuple[str, np.ndarray]]:
     """Dotted name and array of every leaf, in the order of their names."""
-    for name, leaf in named(tree).items():
+    for name, leaf in leaves_by_name(tree).items():
         yield name, np.asarray(leaf)
 
 
-def digest(tree: Tree) -> str:
+def tree_digest(tree: Tree) -> str:
     """SHA-256 over names, types, shapes and bytes of all leaves.
 
     On trees in their saved form it does not depend on mesh, stages or schedule.
     """
     total = hashlib.sha256()
-    for name, array in leaves(tree):
+    for name, array in iter_named_arrays(tree):
         total.update(f"{name} {array.dtype} {array.shape}\n".encode())
         total.update(np.ascontiguousarray(array).tobytes())
     return total.hexdigest()
@@ -73,9 +73,9 @@ def num_bytes(tree: Tree) -> int:
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
-def other_shapes(saved: Tree, wanted: Tree) -> list[str]:
+def diff_shapes(saved: Tree, wanted: Tree) -> list[str]:
     """One line for each leaf that only one of the trees has, or that has another shape."""
-    before, now = named(saved), named(wanted)
+    before, now = leaves_by_name(saved), leaves_by_name(wanted)
     lines = []
     for name in sorted(before.keys() | now.keys()):
         if name not in now:
@@ -89,10 +89,10 @@ def other_shapes(saved: Tree, wanted: Tree) -> list[str]:
     return lines
 
 
-def differences(first: Tree, second: Tree) -> list[str]:
+def diff_trees(first: Tree, second: Tree) -> list[str]:
     """One line for each leaf that is not the same, bit for bit, in both trees."""
     lines = []
-    left, right = dict(leaves(first)), dict(leaves(second))
+    left, right = dict(iter_named_arrays(first)), dict(iter_named_arrays(second))
     for name in sorted(left.keys() | right.keys()):
         if name not in left or name not in right:
             lines.append(f"{name}  only in the {'first' if name in left else 'second'}")
@@ -116,16 +116,16 @@ def _shape(leaf: Any) -> str:
 
 
 Tree = Any
-Copies = dict[str, list[tuple[np.ndarray, tuple[int, ...]]]]
+HostCopies = dict[str, list[tuple[np.ndarray, tuple[int, ...]]]]
 """By array: this process' parts and the index of the first element of each."""
 
-ITEM = "digests"
-_MOST_BYTES = 1 << 26
+DIGEST_ITEM = "digests"
+_MAX_BYTES = 1 << 26
 
 _VERSION = 1
 
 
-class _Content(TypedDict):
+class _DigestFile(TypedDict):
     version: Literal[1]
     step: int
     processes: int
@@ -135,13 +135,13 @@ class _Content(TypedDict):
 
 
 @contextlib.contextmanager
-def tapped(state: Tree) -> Iterator[Copies]:
+def capture_host_copies(state: Tree) -> Iterator[HostCopies]:
     """The host copies that orbax makes. It has no interface for them, so its copying is wrapped."""
-    arrays = named(state)
+    arrays = leaves_by_name(state)
     names: dict[int, list[str]] = {}
     for name, leaf in arrays.items():
         names.setdefault(id(leaf), []).append(name)
-    copies: Copies = {}
+    copies: HostCopies = {}
     copy = replica_slices.transfer_arrays_to_host
 
     def copy_and_note(values: Any, *args: Any, **options: Any) -> Any:
@@ -163,33 +163,33 @@ def tapped(state: Tree) -> Iterator[Copies]:
     assert copies.keys() == arrays.keys(), "orbax copied arrays in another way"
 
 
-def sums(state: Tree, copies: Copies) -> dict[str, Sum]:
+def digest_host_copies(state: Tree, copies: HostCopies) -> dict[str, ArrayDigest]:
     """Of this process' parts of all arrays."""
     found = {}
-    for name, leaf in named(state).items():
-        found[name] = Sum(str(leaf.dtype), tuple(leaf.shape))
+    for name, leaf in leaves_by_name(state).items():
+        found[name] = ArrayDigest(str(leaf.dtype), tuple(leaf.shape))
         for part, start in copies[name]:
             found[name].add(part, start)
     return found
 
 
-def awaited_sums(state: Tree, copied: Future[Copies | None]) -> dict[str, Sum] | None:
+def await_digests(state: Tree, copied: Future[HostCopies | None]) -> dict[str, ArrayDigest] | None:
     """The same, once the copies are made; None without any."""
     copies = copied.result()
     if copies is None:
         return None
-    found = sums(state, copies)
+    found = digest_host_copies(state, copies)
     copies.clear()  # orbax may hold on to this save until the next
     return found
 
 
-def local_sums(state: Tree) -> dict[str, Sum]:
+def digest_local_shards(state: Tree) -> dict[str, ArrayDigest]:
     """Of the parts that this process holds of arrays on devices, each part in one process only.
 
     An array of numpy, which every process holds, counts in process 0.
     """
-    copies: Copies = {}
-    for name, leaf in named(state).items():
+    copies: HostCopies = {}
+    for name, leaf in leaves_by_name(state).items():
         if isinstance(leaf, jax.Array):
             copies[name] = [
                 (np.asarray(shard.data), tuple(index.start or 0 for index in shard.index))
@@ -199,50 +199,50 @@ def local_sums(state: Tree) -> dict[str, Sum]:
         else:
             whole = [(leaf, (0,) * leaf.ndim)]
             copies[name] = whole if jax.process_index() == 0 else []
-    return sums(state, copies)
+    return digest_host_copies(state, copies)
 
 
-def facts_digest(facts: Mapping[str, Any]) -> str:
+def metadata_digest(facts: Mapping[str, Any]) -> str:
     """Of config, data position and the rest, however they are laid out as text."""
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
-class Handler(ocp.AsyncCheckpointHandler):
+class DigestHandler(ocp.AsyncCheckpointHandler):
     """Writes the digests of one process' parts."""
 
     async def async_save(  # type: ignore[override]
-        self, directory: epath.Path, args: Save
+        self, directory: epath.Path, args: DigestSaveArgs
     ) -> list[future.Future]:
         writing = _write(directory, args)
-        return [future.CommitFutureAwaitingContractedSignals(writing, name=ITEM)]
+        return [future.CommitFutureAwaitingContractedSignals(writing, name=DIGEST_ITEM)]
 
-    def save(self, directory: epath.Path, args: Save) -> None:
+    def save(self, directory: epath.Path, args: DigestSaveArgs) -> None:
         raise NotImplementedError("the host copies come while orbax saves in the background")
 
     def restore(self, directory: epath.Path, args: Any = None) -> None:
         raise NotImplementedError("they are read by `recorded`")
 
 
-@ocp.args.register_with_handler(Handler, for_save=True, for_restore=True)
+@ocp.args.register_with_handler(DigestHandler, for_save=True, for_restore=True)
 @dataclasses.dataclass
-class Save(ocp.args.CheckpointArgs):
+class DigestSaveArgs(ocp.args.CheckpointArgs):
     """`sums` waits for the digests of this process' parts; None: the save has failed before."""
 
     step: int
     facts: Mapping[str, Any]
-    sums: Callable[[], dict[str, Sum] | None]
+    sums: Callable[[], dict[str, ArrayDigest] | None]
 
 
-async def _write(directory: epath.Path, args: Save) -> None:
+async def _write(directory: epath.Path, args: DigestSaveArgs) -> None:
     found = args.sums()
     if found is None:
         return
-    text = checksummed(
+    text = dump_checksummed(
         {
             "version": _VERSION,
             "step": args.step,
             "processes": jax.process_count(),
-            "facts": facts_digest(args.facts) if jax.process_index() == 0 else "",
+            "facts": metadata_digest(args.facts) if jax.process_index() == 0 else "",
             "arrays": {name: one.part_entry() for name, one in found.items()},
         }
     )
@@ -250,29 +250,31 @@ async def _write(directory: epath.Path, args: Save) -> None:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Recorded:
+class RecordedDigests:
     """Digests of memory when a step was saved; older releases lack the facts' digest."""
 
-    arrays: dict[str, Sum]
+    arrays: dict[str, ArrayDigest]
     facts: str = ""
 
 
-def recorded(folder: epath.Path, step: int) -> Recorded:
+def read_digest_item(folder: epath.Path, step: int) -> RecordedDigests:
     """The digests that all processes have written into a step.
 
     Raises:
         ValueError: it is not what they wrote, or not all of it.
         OSError: it cannot be read.
     """
-    parts: list[dict[str, Sum]] = []
+    parts: list[dict[str, ArrayDigest]] = []
     number, count, facts = 0, 1, ""
     while number < count:
-        name = f"{ITEM}/{number}.json"
+        name = f"{DIGEST_ITEM}/{number}.json"
         try:
             content = parse_checksummed(
-                read(folder / ITEM / f"{number}.json", _MOST_BYTES), _Content
+                read(folder / DIGEST_ITEM / f"{number}.json", _MAX_BYTES), _DigestFile
             )
-            parts.append({n: Sum.of_part_entry(one) for n, one in content["arrays"].items()})
+            parts.append(
+                {n: ArrayDigest.of_part_entry(one) for n, one in content["arrays"].items()}
+            )
         except ValueError as error:
             raise ValueError(f"{name} cannot be used: {error}") from error
         if content["step"] != step:
@@ -282,4 +284,4 @@ def recorded(folder: epath.Path, step: int) -> Recorded:
         elif content["processes"] != count:
             raise ValueError(f"{name} is of another save")
         number += 1
-    return Recorded(digests.joined(parts), facts)
+    return RecordedDigests(digests.merge_digests(parts), facts)

@@ -33,7 +33,7 @@ _EXPONENTS = {
 }
 
 
-class Entry(TypedDict):
+class ArrayEntry(TypedDict):
     """A whole array, as it is listed in JSON; the digest has 16 hexadecimal digits."""
 
     dtype: str
@@ -41,7 +41,7 @@ class Entry(TypedDict):
     digest: str
 
 
-class PartEntry(Entry):
+class PartEntry(ArrayEntry):
     """A part of one: how many of its elements, and how many of these are NaN or infinite."""
 
     elements: int
@@ -49,7 +49,7 @@ class PartEntry(Entry):
 
 
 @dataclass(slots=True)
-class Sum:
+class ArrayDigest:
     """Of the parts of one array that were added so far."""
 
     dtype: str
@@ -66,7 +66,7 @@ class Sum:
         self.non_finite += num_non_finite(part)
         self.value = (self.value + _sum(*_words(part, first))) % _MODULO
 
-    def join(self, other: Sum) -> None:
+    def join(self, other: ArrayDigest) -> None:
         """Add the parts of another sum of the same array."""
         assert (self.dtype, self.shape) == (other.dtype, other.shape)
         self.value = (self.value + other.value) % _MODULO
@@ -78,7 +78,7 @@ class Sum:
         """Whether as many elements were added as the array has."""
         return self.elements == math.prod(self.shape)
 
-    def entry(self) -> Entry:
+    def entry(self) -> ArrayEntry:
         """Of a whole array."""
         return {"dtype": self.dtype, "shape": list(self.shape), "digest": f"{self.value:016x}"}
 
@@ -87,7 +87,7 @@ class Sum:
         return {**self.entry(), "elements": self.elements, "non_finite": self.non_finite}
 
     @classmethod
-    def of_entry(cls, entry: Entry) -> Sum:
+    def of_entry(cls, entry: ArrayEntry) -> ArrayDigest:
         """Of a whole array, as it was listed.
 
         Raises:
@@ -97,7 +97,7 @@ class Sum:
         return cls(entry["dtype"], shape, int(entry["digest"], 16), math.prod(shape))
 
     @classmethod
-    def of_part_entry(cls, entry: PartEntry) -> Sum:
+    def of_part_entry(cls, entry: PartEntry) -> ArrayDigest:
         """Of a part, as it was listed. Raises as `of_entry`."""
         found = cls.of_entry(entry)
         found.elements, found.non_finite = entry["elements"], entry["non_finite"]
@@ -117,14 +117,16 @@ def num_non_finite(array: np.ndarray) -> int:
     return found
 
 
-def of_array(array: np.ndarray) -> Sum:
+def digest_array(array: np.ndarray) -> ArrayDigest:
     """The sum of a whole array."""
-    found = Sum(str(array.dtype), array.shape)
+    found = ArrayDigest(str(array.dtype), array.shape)
     found.add(array)
     return found
 
 
-def differences(expected: Mapping[str, Sum], found: Mapping[str, Sum]) -> list[str]:
+def diff_digests(
+    expected: Mapping[str, ArrayDigest], found: Mapping[str, ArrayDigest]
+) -> list[str]:
     """One line for each array, by name, that is not what it was, or that only one side has."""
     lines = []
     for name in sorted(expected.keys() | found.keys()):
@@ -144,7 +146,7 @@ def differences(expected: Mapping[str, Sum], found: Mapping[str, Sum]) -> list[s
     return lines
 
 
-def non_finite(sums: Mapping[str, Sum]) -> list[str]:
+def describe_non_finite(sums: Mapping[str, ArrayDigest]) -> list[str]:
     """One line for each array, by name, that holds NaN or infinity."""
     return [
         f"array {name} holds {one.non_finite:,} values that are NaN or infinite"
@@ -153,16 +155,16 @@ def non_finite(sums: Mapping[str, Sum]) -> list[str]:
     ]
 
 
-def joined(parts: Iterable[Mapping[str, Sum]]) -> dict[str, Sum]:
+def merge_digests(parts: Iterable[Mapping[str, ArrayDigest]]) -> dict[str, ArrayDigest]:
     """The sums of several holders of parts.
 
     Raises:
         ValueError: they differ in an array's type or shape, or what they hold is not the whole.
     """
-    total: dict[str, Sum] = {}
+    total: dict[str, ArrayDigest] = {}
     for part in parts:
         for name, one in part.items():
-            mine = total.setdefault(name, Sum(one.dtype, one.shape))
+            mine = total.setdefault(name, ArrayDigest(one.dtype, one.shape))
             if (mine.dtype, mine.shape) != (one.dtype, one.shape):
                 raise ValueError(f"processes differ in the type or shape of {name}")
             mine.join(one)
@@ -173,7 +175,7 @@ def joined(parts: Iterable[Mapping[str, Sum]]) -> dict[str, Sum]:
     return total
 
 
-def _size(one: Sum) -> str:
+def _size(one: ArrayDigest) -> str:
     return " x ".join(map(str, one.shape)) or "scalar"
 
 

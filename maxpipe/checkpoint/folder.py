@@ -28,34 +28,34 @@ from etils import epath
 
 from maxpipe.checkpoint import manifest
 from maxpipe.checkpoint.contents import (
-    FACTS,
-    MOST_FACTS_BYTES,
-    STATE,
-    check_plain,
-    shapes,
-    understood,
+    MAX_METADATA_BYTES,
+    METADATA_ITEM,
+    STATE_ITEM,
+    call_detecting_damage,
+    check_regular_files,
+    read_shapes,
 )
 from maxpipe.checkpoint.storage import (
-    Damaged,
+    DamagedError,
+    call_with_retries,
     entries,
     exists,
-    first_line,
     in_bucket,
     is_damage,
-    located,
     read,
-    retried,
+    root_cause_text,
+    to_epath,
 )
 from maxpipe.config.schema import CheckpointConfig
 from maxpipe.errors import StorageError
-from maxpipe.io.text import counted
-from maxpipe.io.typed import AnyFloat, parse
+from maxpipe.io.text import pluralize
+from maxpipe.io.typed import AnyFloat, parse_json
 
 _HOUR_SECONDS = 3600
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
+class CheckpointInfo:
     """The rules' view of a checkpoint: `time` in seconds, `metrics` of its evaluation."""
 
     step: int
@@ -64,14 +64,14 @@ class Saved:
 
 
 @dataclass(frozen=True, slots=True)
-class Better:
+class BestMetric:
     """Which of two evaluations is better."""
 
     metric: str = "eval/loss"
     is_largest: bool = False
 
     @classmethod
-    def of(cls, section: Mapping[str, Any] | CheckpointConfig) -> Better:
+    def of(cls, section: Mapping[str, Any] | CheckpointConfig) -> BestMetric:
         """As a section `checkpoint` says; that of a saved config may have no such keys."""
         if isinstance(section, CheckpointConfig):
             return cls(section.best_metric, section.best_is == "largest")
@@ -92,7 +92,7 @@ class Better:
 
 
 @dataclass(frozen=True, slots=True)
-class Rules:
+class RetentionRules:
     """A checkpoint that one of these asks for is kept; 0 asks for none.
 
     `newest` many; the steps that `every_steps` divides; the first in each period of
@@ -103,30 +103,30 @@ class Rules:
     every_steps: int = 0
     every_hours: float = 0
     best: int = 0
-    better: Better = field(default_factory=Better)
+    better: BestMetric = field(default_factory=BestMetric)
 
     @classmethod
-    def of(cls, config: CheckpointConfig) -> Rules:
+    def of(cls, config: CheckpointConfig) -> RetentionRules:
         """The rules that a config states."""
         periods = config.keep_every_steps, config.keep_every_hours
-        return cls(config.keep, *periods, config.keep_best, Better.of(config))
+        return cls(config.keep, *periods, config.keep_best, BestMetric.of(config))
 
 
-def kept(saved: Sequence[Saved], rules: Rules) -> dict[int, str]:
+def select_retained(saved: Sequence[CheckpointInfo], rules: RetentionRules) -> dict[int, str]:
     """Step to the reason why it stays, for each of `saved` that does."""
     ordered = sorted(saved, key=lambda one: one.step)
     reasons: dict[int, list[str]] = {}
 
-    def keep(one: Saved, reason: str) -> None:
+    def keep(one: CheckpointInfo, reason: str) -> None:
         reasons.setdefault(one.step, []).append(reason)
 
     for one in ordered[-rules.newest :] if rules.newest else []:
         keep(one, "newest")
     for one in ordered:
         if rules.every_steps and one.step and one.step % rules.every_steps == 0:
-            keep(one, f"every {counted(rules.every_steps, 'step')}")
+            keep(one, f"every {pluralize(rules.every_steps, 'step')}")
     if rules.every_hours:
-        periods: dict[float, Saved] = {}
+        periods: dict[float, CheckpointInfo] = {}
         for one in ordered:
             period = one.time // (rules.every_hours * _HOUR_SECONDS)
             periods.setdefault(period, one)
@@ -149,7 +149,7 @@ _UNFINISHED = re.compile(r".*\.orbax-checkpoint-tmp.*|[0-9]+\.deleting")
 _COMMITTED = "commit_success.txt"
 
 
-class _Said(TypedDict):
+class _MetadataFile(TypedDict):
     """Facts on disk. The readers of `config` and `data` check their content."""
 
     format: int
@@ -164,7 +164,7 @@ BASE = "base"
 """Of what a checkpoint of adapters says about data: which base they belong to."""
 
 
-class Base(TypedDict):
+class AdapterBase(TypedDict):
     """Which base adapters belong to."""
 
     address: str
@@ -176,7 +176,7 @@ class Base(TypedDict):
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class CheckpointMetadata:
     """What a checkpoint says besides its arrays. `metrics` are those of its evaluation."""
 
     step: int
@@ -197,11 +197,11 @@ class Facts:
         }
 
 
-class Folder:
+class CheckpointFolder:
     """One folder of checkpoints, in a file system or in a bucket. `key` of the config led to it."""
 
     def __init__(self, path: epath.PathLike, key: str = "run.dir"):
-        self.path, self.key = located(path), key
+        self.path, self.key = to_epath(path), key
 
     def __truediv__(self, step: int) -> epath.Path:
         return self.path / str(step)
@@ -211,7 +211,7 @@ class Folder:
         return sorted(
             int(entry.name)
             for entry in entries(self.path)
-            if _is_step(entry.name) and _holds(entry)
+            if _is_step(entry.name) and _is_complete(entry)
         )
 
     def quarantined(self) -> list[str]:
@@ -223,7 +223,7 @@ class Folder:
         return [
             f"{entry}: is ignored, it holds no complete checkpoint"
             for entry in entries(self.path)
-            if _is_odd(entry) and not in_bucket(entry)
+            if _is_incomplete_step(entry) and not in_bucket(entry)
         ]
 
     def unfinished(self) -> list[str]:
@@ -234,7 +234,8 @@ class Folder:
         return [
             entry.name
             for entry in entries(self.path)
-            if _UNFINISHED.fullmatch(entry.name) or (in_bucket(entry) and _is_odd(entry))
+            if _UNFINISHED.fullmatch(entry.name)
+            or (in_bucket(entry) and _is_incomplete_step(entry))
         ]
 
     def clean(self) -> list[str]:
@@ -248,7 +249,7 @@ class Folder:
         """Free space of the file system; None of a bucket."""
         return None if in_bucket(self.path) else shutil.disk_usage(self.path).free
 
-    def facts(self, step: int) -> Facts:
+    def facts(self, step: int) -> CheckpointMetadata:
         """Config, data position and the rest, without the arrays.
 
         Raises:
@@ -256,9 +257,11 @@ class Folder:
             OSError: they cannot be reached, which says nothing about their content.
             StorageError: they were saved by a later release.
         """
-        path = self / step / FACTS / "metadata"
+        path = self / step / METADATA_ITEM / "metadata"
         try:
-            content = parse(retried(lambda: read(path, MOST_FACTS_BYTES)), _Said)
+            content = parse_json(
+                call_with_retries(lambda: read(path, MAX_METADATA_BYTES)), _MetadataFile
+            )
             number, found = content["format"], content["step"]
             if number not in range(1, FORMAT + 1):
                 raise StorageError(
@@ -266,7 +269,7 @@ class Folder:
                     f"  it has format {number}, and this release reads 1 to {FORMAT}.\n"
                     "  Use the release of maxpipe that has saved it, or a later one."
                 )
-            facts = Facts(
+            facts = CheckpointMetadata(
                 step,
                 content["config"],
                 content["data"],
@@ -276,24 +279,26 @@ class Folder:
         except (OSError, ValueError) as error:
             if not is_damage(error):
                 raise
-            raise Damaged(f"{FACTS}/metadata cannot be read: {first_line(error)}") from error
+            raise DamagedError(
+                f"{METADATA_ITEM}/metadata cannot be read: {root_cause_text(error)}"
+            ) from error
         if found != step:
-            raise Damaged(f"it holds step {found}: the folder's name must be the step inside")
+            raise DamagedError(f"it holds step {found}: the folder's name must be the step inside")
         return facts
 
-    def saved(self, step: int) -> Saved | None:
+    def saved(self, step: int) -> CheckpointInfo | None:
         """The input of the retention rules; None for a step that is gone.
 
         For damaged facts, the folder's time.
         """
         try:
             facts = self.facts(step)
-        except (Damaged, StorageError):
+        except (DamagedError, StorageError):
             try:
-                return Saved(step, (self / step).stat().mtime)
+                return CheckpointInfo(step, (self / step).stat().mtime)
             except FileNotFoundError:
                 return None
-        return Saved(step, facts.time, facts.metrics or {})
+        return CheckpointInfo(step, facts.time, facts.metrics or {})
 
     def arrays(self, step: int, abstract: Tree | None = None) -> Tree:
         """The saved arrays, placed like `abstract`, by default as numpy arrays.
@@ -304,18 +309,18 @@ class Folder:
             Damaged: they cannot be read.
             OSError: they cannot be reached.
         """
-        saved = shapes(self / step) if abstract is None else None
+        saved = read_shapes(self / step) if abstract is None else None
 
         def read_them() -> Tree:
-            check_plain(self / step / STATE)
+            check_regular_files(self / step / STATE_ITEM)
             wanted = abstract
             if wanted is None:  # a shape may say more than any memory has
                 wanted = jax.tree.map(lambda leaf: np.empty(leaf.shape, leaf.dtype), saved)
             places = ocp.checkpoint_utils.construct_restore_args(wanted)
             arguments = ocp.args.PyTreeRestore(wanted, places, partial_restore=True)
-            return ocp.PyTreeCheckpointHandler().restore(self / step / STATE, args=arguments)
+            return ocp.PyTreeCheckpointHandler().restore(self / step / STATE_ITEM, args=arguments)
 
-        return understood(read_them)
+        return call_detecting_damage(read_them)
 
     def quarantine(self, step: int, why: str = "corrupt") -> str:
         """Rename a step, so that it is no longer a checkpoint; returns its new name."""
@@ -342,12 +347,12 @@ def _is_step(name: str) -> bool:
     return name.isascii() and name.isdigit() and name == str(int(name))
 
 
-def _holds(entry: epath.Path) -> bool:
-    return manifest.is_in(entry) or exists(entry / _COMMITTED)
+def _is_complete(entry: epath.Path) -> bool:
+    return manifest.has_manifest(entry) or exists(entry / _COMMITTED)
 
 
-def _is_odd(entry: epath.Path) -> bool:
-    return _is_step(entry.name) and not _holds(entry)
+def _is_incomplete_step(entry: epath.Path) -> bool:
+    return _is_step(entry.name) and not _is_complete(entry)
 
 
 def _delete(entry: epath.Path) -> None:

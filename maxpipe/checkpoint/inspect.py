@@ -16,17 +16,30 @@ from etils import epath
 
 from maxpipe.checkpoint import manifest
 from maxpipe.checkpoint.address import Address
-from maxpipe.checkpoint.contents import faults, recorded
-from maxpipe.checkpoint.copies import differences, digest, leaves
-from maxpipe.checkpoint.folder import Better, Folder, Rules, Saved, kept, local_time
+from maxpipe.checkpoint.contents import read_expected_digests, verify_arrays
+from maxpipe.checkpoint.copies import diff_trees, iter_named_arrays, tree_digest
+from maxpipe.checkpoint.folder import (
+    BestMetric,
+    CheckpointFolder,
+    CheckpointInfo,
+    RetentionRules,
+    local_time,
+    select_retained,
+)
 from maxpipe.checkpoint.lock import RunLock
-from maxpipe.checkpoint.manager import best, better_of, chosen, open_run, opened
-from maxpipe.checkpoint.storage import FOLDER, Damaged, exists, files, in_bucket
+from maxpipe.checkpoint.manager import (
+    find_best_step,
+    open_address,
+    open_run,
+    read_best_metric,
+    resolve_step_on_all,
+)
+from maxpipe.checkpoint.storage import CHECKPOINTS_FOLDER, DamagedError, exists, files, in_bucket
 from maxpipe.errors import ConfigError, StorageError
-from maxpipe.io.files import full
+from maxpipe.io.files import expand_path
 
 
-class Listed(TypedDict):
+class CheckpointListEntry(TypedDict):
     """One checkpoint; `kept` is empty if no rule keeps it, or there are no rules."""
 
     step: int
@@ -39,19 +52,19 @@ class Listed(TypedDict):
     path: str
 
 
-class Listing(TypedDict):
+class CheckpointList(TypedDict):
     """The content of a folder of checkpoints, oldest first."""
 
     folder: str
-    checkpoints: list[Listed]
+    checkpoints: list[CheckpointListEntry]
     damaged: list[str]
     """Names of quarantined checkpoints, which are not used."""
     unfinished: list[str]
 
 
-def listing(address: Address, rules: Rules | None) -> Listing:
+def list_checkpoints(address: Address, rules: RetentionRules | None) -> CheckpointList:
     """The checkpoints of a run as plain values."""
-    folder = opened(address).durable
+    folder = open_address(address).durable
     return {
         "folder": str(folder.path),
         "checkpoints": [
@@ -59,7 +72,7 @@ def listing(address: Address, rules: Rules | None) -> Listing:
                 "step": one.step,
                 "saved": datetime.fromtimestamp(one.time, UTC).isoformat(timespec="seconds"),
                 "bytes": size,
-                "manifest": manifest.is_in(folder / one.step),
+                "manifest": manifest.has_manifest(folder / one.step),
                 "metrics": _metrics(folder, one.step),
                 "kept": reason,
                 "path": str(folder / one.step),
@@ -71,10 +84,10 @@ def listing(address: Address, rules: Rules | None) -> Listing:
     }
 
 
-def listed(address: Address, rules: Rules | None) -> Iterator[str]:
+def format_checkpoint_list(address: Address, rules: RetentionRules | None) -> Iterator[str]:
     """One line per checkpoint: step, time, size, manifest, loss, and why it stays."""
-    folder = opened(address).durable
-    metric = better_of(folder).metric
+    folder = open_address(address).durable
+    metric = read_best_metric(folder).metric
     name = metric.removeprefix("eval/")
     width = max(8, len(name))
     yield f"{'step':>10}  {'saved':19}  {'size':>10}  manifest    {name:>{width}}" + (
@@ -83,7 +96,7 @@ def listed(address: Address, rules: Rules | None) -> Iterator[str]:
     for one, size, reason in _saved(folder, rules):
         value = one.metrics.get(metric)
         loss = "" if value is None else f"{value:.4f}"
-        has = "yes" if manifest.is_in(folder / one.step) else "no"
+        has = "yes" if manifest.has_manifest(folder / one.step) else "no"
         line = (
             f"{one.step:>10}  {local_time(one.time)}  {size / 2**20:>6.1f} MiB  "
             f"{has:8}    {loss:>{width}}  {reason}"
@@ -96,33 +109,35 @@ def listed(address: Address, rules: Rules | None) -> Iterator[str]:
     yield from folder.oddities()
 
 
-def _saved(folder: Folder, rules: Rules | None) -> Iterator[tuple[Saved, int, str]]:
+def _saved(
+    folder: CheckpointFolder, rules: RetentionRules | None
+) -> Iterator[tuple[CheckpointInfo, int, str]]:
     """Each checkpoint with its bytes, and why it stays."""
     saved = [one for step in folder.steps() if (one := folder.saved(step))]
-    reasons = kept(saved, rules) if rules else {}
+    reasons = select_retained(saved, rules) if rules else {}
     for one in saved:
         if (size := _num_bytes(folder / one.step)) is not None:  # else its run is deleting it
             yield one, size, reasons.get(one.step, "")
 
 
-def _metrics(folder: Folder, step: int) -> dict[str, float]:
+def _metrics(folder: CheckpointFolder, step: int) -> dict[str, float]:
     try:
         return dict(folder.facts(step).metrics or {})
-    except (Damaged, StorageError, FileNotFoundError):
+    except (DamagedError, StorageError, FileNotFoundError):
         return {}
 
 
-def shown(address: Address) -> Iterator[str]:
+def describe_checkpoint(address: Address) -> Iterator[str]:
     """The arrays of one checkpoint, and digests that do not depend on the layout.
 
     Raises:
         ConfigError: there is no checkpoint of that step.
     """
-    checkpoints = opened(address)
-    found = checkpoints.restore(chosen(checkpoints, address))
-    for name, array in leaves(found.state):
+    checkpoints = open_address(address)
+    found = checkpoints.restore(resolve_step_on_all(checkpoints, address))
+    for name, array in iter_named_arrays(found.state):
         yield f"{name:44} {array.dtype!s:9} {' x '.join(map(str, array.shape)) or 'scalar'}"
-    count = sum(array.size for _, array in leaves(found.state["params"]))
+    count = sum(array.size for _, array in iter_named_arrays(found.state["params"]))
     position = json.dumps(found.facts.data, sort_keys=True)
     yield f"\nstep       {found.step}"
     yield f"saved      {local_time(found.facts.time)}"
@@ -130,25 +145,25 @@ def shown(address: Address) -> Iterator[str]:
         yield f"{tag:10} {value:.6g}"
     yield f"parameters {count:,}"
     for name, value in (
-        ("params", digest(found.state["params"])),
-        ("optimizer", digest(found.state["optimizer"])),
+        ("params", tree_digest(found.state["params"])),
+        ("optimizer", tree_digest(found.state["optimizer"])),
         ("data", hashlib.sha256(position.encode()).hexdigest()),
-        ("all", hashlib.sha256((digest(found.state) + position).encode()).hexdigest()),
+        ("all", hashlib.sha256((tree_digest(found.state) + position).encode()).hexdigest()),
     ):
         yield f"sha256     {name:10} {value}"
 
 
-def verified(address: Address) -> Iterator[str]:
+def verify_checkpoints(address: Address) -> Iterator[str]:
     """One line per checkpoint, or for the one that is named, after reading all its bytes.
 
     Raises:
         StorageError: at the end, when one is damaged.
     """
-    checkpoints, damaged = opened(address), []
+    checkpoints, damaged = open_address(address), []
     folder = checkpoints.durable
     steps = checkpoints.steps()
     if address.step is not None:
-        steps = [chosen(checkpoints, address)]
+        steps = [resolve_step_on_all(checkpoints, address)]
     for one in steps:
         path = folder / one
         wrong, sealed = _faults(folder, one)
@@ -170,22 +185,28 @@ def verified(address: Address) -> Iterator[str]:
         )
 
 
-def _faults(folder: Folder, step: int) -> tuple[list[str], bool]:
+def _faults(folder: CheckpointFolder, step: int) -> tuple[list[str], bool]:
     """What is wrong with a step's files, arrays and facts, and whether it has a manifest."""
     path = folder / step
     if not exists(path):
         return [], False
-    wrong = manifest.faults(path, step) if (sealed := manifest.is_in(path)) else []
+    wrong = manifest.verify_files(path, step) if (sealed := manifest.has_manifest(path)) else []
     try:
         folder.facts(step)
-        wrong += [line for line in faults(path, step, recorded(path, step)) if line not in wrong]
-    except Damaged as damage:
+        wrong += [
+            line
+            for line in verify_arrays(path, step, read_expected_digests(path, step))
+            if line not in wrong
+        ]
+    except DamagedError as damage:
         if str(damage) not in wrong:
             wrong.append(str(damage))
     return wrong, sealed
 
 
-def pruned(run_dir: str, rules: Rules, *, dry_run: bool, elsewhere: bool = False) -> Iterator[str]:
+def prune_checkpoints(
+    run_dir: str, rules: RetentionRules, *, dry_run: bool, elsewhere: bool = False
+) -> Iterator[str]:
     """Deletes what no rule keeps, one line per checkpoint. The newest intact one stays.
 
     Raises:
@@ -196,13 +217,13 @@ def pruned(run_dir: str, rules: Rules, *, dry_run: bool, elsewhere: bool = False
     if not elsewhere:
         check_own(run_dir, folder)
     if dry_run:
-        yield from _pruned(folder, rules, dry_run=True)
+        yield from _prune(folder, rules, dry_run=True)
     else:
         with RunLock(folder.path.parent, to_free=True):
-            yield from _pruned(folder, rules, dry_run=False)
+            yield from _prune(folder, rules, dry_run=False)
 
 
-def check_own(run_dir: str, folder: Folder) -> None:
+def check_own(run_dir: str, folder: CheckpointFolder) -> None:
     """Checks that the checkpoints to delete are in the run's own folder.
 
     A folder from another user may lead, by its config.yml or by a link, to the checkpoints
@@ -213,9 +234,9 @@ def check_own(run_dir: str, folder: Folder) -> None:
     """
     if in_bucket(run_dir):
         return
-    own = os.path.join(full(run_dir), FOLDER)
+    own = os.path.join(expand_path(run_dir), CHECKPOINTS_FOLDER)
     real = folder.path if in_bucket(folder.path) else os.path.realpath(folder.path)
-    if os.fspath(real) != os.path.join(os.path.realpath(full(run_dir)), FOLDER):
+    if os.fspath(real) != os.path.join(os.path.realpath(expand_path(run_dir)), CHECKPOINTS_FOLDER):
         by = "is a link" if os.path.islink(own) else "its config.yml has checkpoint.dir"
         raise ConfigError.one(
             f"run folder {run_dir}",
@@ -225,9 +246,9 @@ def check_own(run_dir: str, folder: Folder) -> None:
         )
 
 
-def _pruned(folder: Folder, rules: Rules, *, dry_run: bool) -> Iterator[str]:
+def _prune(folder: CheckpointFolder, rules: RetentionRules, *, dry_run: bool) -> Iterator[str]:
     saved = [one for step in folder.steps() if (one := folder.saved(step))]
-    reasons = kept(saved, rules)
+    reasons = select_retained(saved, rules)
     newest = next((step for step in reversed(folder.steps()) if _is_right(folder, step)), None)
     if newest is not None:
         reasons.setdefault(newest, "newest that is as it was saved")
@@ -243,7 +264,7 @@ def _pruned(folder: Folder, rules: Rules, *, dry_run: bool) -> Iterator[str]:
     yield f"{freed / 2**20:.1f} MiB {'would be freed' if dry_run else 'freed'}"
 
 
-def deleted(address: Address, *, force: bool, elsewhere: bool = False) -> Iterator[str]:
+def delete_checkpoint(address: Address, *, force: bool, elsewhere: bool = False) -> Iterator[str]:
     """Deletes one checkpoint, but the newest intact one only with `force`.
 
     Raises:
@@ -253,14 +274,14 @@ def deleted(address: Address, *, force: bool, elsewhere: bool = False) -> Iterat
     """
     if address.step is None:
         raise address.wrong("names no step to delete.", f"Give {address.given}@STEP.")
-    checkpoints = opened(address)
+    checkpoints = open_address(address)
     folder = checkpoints.durable
     if not elsewhere:
         check_own(address.parent or address.run_dir, folder)
     with RunLock(folder.path.parent, to_free=True):
-        step = chosen(checkpoints, address)
+        step = resolve_step_on_all(checkpoints, address)
         newer = [each for each in folder.steps() if each > step]
-        is_good = not manifest.is_in(folder / step) or _is_right(folder, step)
+        is_good = not manifest.has_manifest(folder / step) or _is_right(folder, step)
         if not force and is_good and not any(_is_right(folder, each) for each in reversed(newer)):
             only = "only" if len(folder.steps()) == 1 else "newest"
             raise address.wrong(
@@ -273,35 +294,37 @@ def deleted(address: Address, *, force: bool, elsewhere: bool = False) -> Iterat
     yield f"{step:>10}  deleted, {size / 2**20:.1f} MiB freed"
 
 
-def best_of(address: Address, better: Better | None) -> tuple[str, int, str, float]:
+def find_best_checkpoint(
+    address: Address, better: BestMetric | None
+) -> tuple[str, int, str, float]:
     """Address, step, metric and value of the best checkpoint, by default as its run compares them.
 
     Raises:
         ConfigError: no checkpoint has it.
     """
-    folder = opened(address).durable
-    better = better or better_of(folder)
-    step, value = best(folder, address, better)
+    folder = open_address(address).durable
+    better = better or read_best_metric(folder)
+    step, value = find_best_step(folder, address, better)
     return address.at(step), step, better.metric, value
 
 
-def compared_by(run_dir: str) -> Better:
+def best_metric_of_run(run_dir: str) -> BestMetric:
     """Which of a run's checkpoints is better.
 
     Raises:
         ConfigError: there are none.
     """
-    return better_of(open_run(run_dir).durable)
+    return read_best_metric(open_run(run_dir).durable)
 
 
-def compared(first: Address, second: Address) -> list[str]:
+def diff_checkpoints(first: Address, second: Address) -> list[str]:
     """The differences between two checkpoints; empty if they are the same."""
     found = []
     for address in (first, second):
-        checkpoints = opened(address)
-        found.append(checkpoints.restore(chosen(checkpoints, address)))
+        checkpoints = open_address(address)
+        found.append(checkpoints.restore(resolve_step_on_all(checkpoints, address)))
     left, right = found
-    lines = differences(left.state, right.state)
+    lines = diff_trees(left.state, right.state)
     for words, a, b in (
         ("config", left.facts.config, right.facts.config),
         ("data", left.facts.data, right.facts.data),
@@ -313,7 +336,7 @@ def compared(first: Address, second: Address) -> list[str]:
     return lines
 
 
-def _is_right(folder: Folder, step: int) -> bool:
+def _is_right(folder: CheckpointFolder, step: int) -> bool:
     """Whether all bytes and arrays of a checkpoint are known to be those that were saved."""
     wrong, sealed = _faults(folder, step)
     return sealed and not wrong

@@ -37,10 +37,17 @@ from typing import NotRequired, TypedDict, cast
 
 from etils import epath
 
-from maxpipe.checkpoint.storage import create, first_line, in_bucket, located, reaching, remedy
+from maxpipe.checkpoint.storage import (
+    create,
+    in_bucket,
+    remedy,
+    root_cause_text,
+    to_epath,
+    translate_bucket_errors,
+)
 from maxpipe.errors import StorageError
-from maxpipe.io.files import check_writable, read
-from maxpipe.io.typed import parse
+from maxpipe.io.files import check_regular_files, read
+from maxpipe.io.typed import parse_json
 
 FILE = "lock.json"
 BEAT_SECONDS = 30.0
@@ -50,13 +57,13 @@ STALE_SECONDS = 150.0
 _LOG = logging.getLogger(__name__)
 _CLAIM_SECONDS = 60.0
 _ATTEMPTS, _PAUSE_SECONDS = 20, 0.05
-_MOST_BYTES = 1 << 20
-_MOST_WORDS = 100
+_MAX_BYTES = 1 << 20
+_MAX_SHOWN_CHARS = 100
 _LARGEST_PID = 2**31 - 1
 _GONE = (FileNotFoundError, NotADirectoryError)
 
 
-class Content(TypedDict):
+class LockContent(TypedDict):
     """The content of `lock.json`."""
 
     token: str
@@ -68,14 +75,14 @@ class Content(TypedDict):
     started: NotRequired[str]
 
 
-_VOID: Content = {"token": ""}
+_UNREADABLE: LockContent = {"token": ""}
 """The content of a lock that is not readable as one."""
 
 
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 
 
-class _NoLock(OSError):
+class _NotALockError(OSError):
     """The file with the name of a lock cannot be one."""
 
 
@@ -96,7 +103,7 @@ class RunLock:
         beat_seconds: float = BEAT_SECONDS,
         stale_seconds: float = STALE_SECONDS,
     ):
-        folder = located(run_dir)
+        folder = to_epath(run_dir)
         # In a bucket it has the methods of a Path that are used here, except for those below.
         self.path = cast(Path, folder) / FILE if in_bucket(folder) else Path(folder) / FILE
         self._key, self._to_free = key, to_free
@@ -110,7 +117,7 @@ class RunLock:
 
     def __enter__(self) -> RunLock:
         try:
-            with reaching(self.path):
+            with translate_bucket_errors(self.path):
                 if not in_bucket(self.path):
                     self._open_folder()
                 try:
@@ -119,16 +126,16 @@ class RunLock:
                     if not (self._to_free and error.errno in _FULL and self._is_free()):
                         raise
                     return self
-        except _NoLock as error:
+        except _NotALockError as error:
             self._close_folder()
             raise StorageError(
                 f"{self.path}: is not the lock of a run\n"
-                f"  {first_line(error)}.\n"
+                f"  {root_cause_text(error)}.\n"
                 "  Remove it if no run uses the folder, and start again."
             ) from error
         except OSError as error:
             self._close_folder()
-            said = OSError(first_line(error))
+            said = OSError(root_cause_text(error))
             action = remedy(self.path, self._key)
             raise StorageError.unwritable(self.path, said, action) from error
         except BaseException:
@@ -141,7 +148,7 @@ class RunLock:
         self._released.set()
         if self._heart.ident is not None:
             self._heart.join()
-            with contextlib.suppress(OSError), reaching(self.path):
+            with contextlib.suppress(OSError), translate_bucket_errors(self.path):
                 # A folder that is not ours is left alone: a claim, too, would be written there.
                 if self.held():
                     self._release()
@@ -163,13 +170,13 @@ class RunLock:
             holder = _read(self.path)
         except FileNotFoundError:
             return True
-        return _is_here(holder) and bool(_why_dead_here(holder))
+        return _is_on_this_host(holder) and bool(_dead_reason_on_this_host(holder))
 
     def _open_folder(self) -> None:
         """Make the folder, for the last time in this run, and remember which it is."""
         folder = self.path.parent
         folder.mkdir(parents=True, exist_ok=True)
-        check_writable(folder, [FILE])
+        check_regular_files(folder, [FILE])
         self._folder = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self._identity = _identity(os.fstat(self._folder))
 
@@ -184,7 +191,7 @@ class RunLock:
         A short failure of storage says nothing about that. A lost lock stays lost.
         """
         if not self.lost:
-            with contextlib.suppress(OSError), reaching(self.path):
+            with contextlib.suppress(OSError), translate_bucket_errors(self.path):
                 self.lost = self._why_lost()
         return not self.lost
 
@@ -217,17 +224,17 @@ class RunLock:
                 "  Leave it to the run that it belongs to. Start the same command again to go on "
                 "from the newest checkpoint."
             )
-        except _NoLock as error:
+        except _NotALockError as error:
             return self._why_folder_lost() or (
                 f"{self.path}: is not this run's lock any more\n"
-                f"  {first_line(error)}. The run has written nothing more.\n"
+                f"  {root_cause_text(error)}. The run has written nothing more.\n"
                 "  Remove it, and start the same command again to go on from the newest checkpoint."
             )
         if (why := self._why_folder_lost()) or _token(holder) == self._token:
             return why
         return (
             f"{self.path}: was taken over by another run\n"
-            f"  it is held by {_words(holder)} now; this one sent no heartbeat for more "
+            f"  it is held by {_describe_holder(holder)} now; this one sent no heartbeat for more "
             f"than {self._stale_seconds:.0f} s, or its lock was removed.\n"
             "  Let that run go on, or stop it and start this one again."
         )
@@ -278,10 +285,10 @@ class RunLock:
             return False
         finally:
             mine.unlink(missing_ok=True)
-        self.note = f"{self.path} was left behind by {_words(holder)}: {reason}"
+        self.note = f"{self.path} was left behind by {_describe_holder(holder)}: {reason}"
         return True
 
-    def _why_dead(self, holder: Content, mine: Path) -> str:
+    def _why_dead(self, holder: LockContent, mine: Path) -> str:
         """The reason, empty when another process has the lock now. `mine` gives the time.
 
         Waits while it is unknown whether the holder is alive.
@@ -289,17 +296,17 @@ class RunLock:
         Raises:
             StorageError: the holder is alive.
         """
-        sign, told, begin = _sign(self.path), False, time.monotonic()
-        age = before = max(0.0, _beaten(mine) - sign[0])
+        sign, told, begin = _heartbeat_stamp(self.path), False, time.monotonic()
+        age = before = max(0.0, _last_heartbeat(mine) - sign[0])
         while True:
-            if _is_here(holder):
-                if reason := _why_dead_here(holder):
+            if _is_on_this_host(holder):
+                if reason := _dead_reason_on_this_host(holder):
                     return reason
                 break
             if _token(_read(self.path)) != _token(holder):
                 return ""
             # Read before the clock, which goes on while this process is stopped.
-            if _sign(self.path) != sign:
+            if _heartbeat_stamp(self.path) != sign:
                 age = 0.0
                 break
             if age > self._stale_seconds:
@@ -310,7 +317,7 @@ class RunLock:
                     "%s is held by %s, last heartbeat %.0f s ago; waiting for the next one, or "
                     "%.0f s without one",
                     self.path,
-                    _words(holder),
+                    _describe_holder(holder),
                     age,
                     self._stale_seconds,
                 )
@@ -318,7 +325,7 @@ class RunLock:
             age = before + time.monotonic() - begin
         raise StorageError(
             f"{self.path.parent}: is in use by another run\n"
-            f"  {_words(holder)}; last heartbeat {age:.0f} s ago.\n"
+            f"  {_describe_holder(holder)}; last heartbeat {age:.0f} s ago.\n"
             "  Stop that run, or set run.name to a new name."
         )
 
@@ -326,7 +333,7 @@ class RunLock:
         while not self._released.wait(self._beat_seconds):
             # A lock that was taken over is not refreshed.
             if self.held():
-                with contextlib.suppress(OSError), reaching(self.path):
+                with contextlib.suppress(OSError), translate_bucket_errors(self.path):
                     _touch(self.path)
 
 
@@ -359,10 +366,10 @@ def _touch(path: Path) -> None:
     if in_bucket(path):  # whose time is that of the last write
         path.write_text(path.read_text())
         return
-    before = _sign(path)
+    before = _heartbeat_stamp(path)
     with contextlib.suppress(OSError):  # not every file system lets a time be set
         os.utime(path)
-    if _sign(path) == before:  # the size changes instead: JSON may end with blanks
+    if _heartbeat_stamp(path) == before:  # the size changes instead: JSON may end with blanks
         descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
         try:
             os.write(descriptor, b"\n")
@@ -370,7 +377,7 @@ def _touch(path: Path) -> None:
             os.close(descriptor)
 
 
-def _sign(path: Path) -> tuple[float, int]:
+def _heartbeat_stamp(path: Path) -> tuple[float, int]:
     """What every heartbeat changes: time of change, and size."""
     if in_bucket(path):
         found = epath.Path(path).stat()
@@ -379,9 +386,9 @@ def _sign(path: Path) -> tuple[float, int]:
     return stat.st_mtime, stat.st_size
 
 
-def _beaten(path: Path) -> float:
+def _last_heartbeat(path: Path) -> float:
     """When the file was last touched, by the clock of its file system."""
-    return _sign(path)[0]
+    return _heartbeat_stamp(path)[0]
 
 
 def _identity(stat: os.stat_result) -> tuple[int, int]:
@@ -395,7 +402,7 @@ def _replace(mine: Path, path: Path) -> None:
         os.replace(mine, path)
 
 
-def _read(path: Path) -> Content:
+def _read(path: Path) -> LockContent:
     """What a lock says; `_VOID`, of one that is not readable as a lock.
 
     Raises:
@@ -403,37 +410,37 @@ def _read(path: Path) -> Content:
         OSError: it cannot be read.
     """
     try:
-        return parse(_bytes(path), Content)
+        return parse_json(_bytes(path), LockContent)
     except ValueError:
-        return _VOID
+        return _UNREADABLE
 
 
 def _bytes(path: Path) -> bytes:
     try:
         if not in_bucket(path):
-            return read(path, _MOST_BYTES)
+            return read(path, _MAX_BYTES)
         with path.open("rb") as file:
-            return file.read(_MOST_BYTES)
+            return file.read(_MAX_BYTES)
     except OSError as error:
         if error.errno in (errno.EINVAL, errno.EFBIG, errno.EISDIR, errno.ELOOP, errno.ENXIO):
-            raise _NoLock(error.errno, error.strerror) from error
+            raise _NotALockError(error.errno, error.strerror) from error
         raise
 
 
-def _token(holder: Content) -> str:
+def _token(holder: LockContent) -> str:
     token = holder["token"]
-    return token if token.isalnum() and len(token) <= _MOST_WORDS else "unknown"
+    return token if token.isalnum() and len(token) <= _MAX_SHOWN_CHARS else "unknown"
 
 
-def _words(holder: Content) -> str:
+def _describe_holder(holder: LockContent) -> str:
     def one(key: str) -> str:
-        text = str(holder.get(key, "?"))[:_MOST_WORDS]
+        text = str(holder.get(key, "?"))[:_MAX_SHOWN_CHARS]
         return "".join(letter if letter.isprintable() else "?" for letter in text)
 
     return f"run {one('run')} on host {one('host')}, process {one('pid')}, started {one('started')}"
 
 
-def _is_here(holder: Content) -> bool:
+def _is_on_this_host(holder: LockContent) -> bool:
     """Whether the lock's process id is valid on this machine."""
     return (
         0 < holder.get("pid", 0) <= _LARGEST_PID
@@ -442,10 +449,10 @@ def _is_here(holder: Content) -> bool:
     )
 
 
-def _why_dead_here(holder: Content) -> str:
+def _dead_reason_on_this_host(holder: LockContent) -> str:
     pid = holder.get("pid", 0)
     start = _process_start(pid)
-    if start == "" or (start is None and not _lives(pid)):
+    if start == "" or (start is None and not _is_alive(pid)):
         return "that process is dead"
     if start != holder.get("process_start"):
         return "that process is dead, and another one has its id"
@@ -473,7 +480,7 @@ def _process_start(pid: int) -> str | None:
     return "" if fields[0] in "ZX" else fields[19]
 
 
-def _lives(pid: int) -> bool:
+def _is_alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -483,12 +490,12 @@ def _lives(pid: int) -> bool:
     return True
 
 
-def _now_at(lock: Path) -> float:
+def _file_system_time(lock: Path) -> float:
     """The time by the file system's clock: those of hosts need not agree."""
     probe = lock.with_name(f"{FILE}.time-{secrets.token_hex(8)}")
     _write(probe, "now")
     try:
-        return _beaten(probe)
+        return _last_heartbeat(probe)
     finally:
         probe.unlink()
 
@@ -501,7 +508,7 @@ def _claim(lock: Path, token: str) -> Iterator[bool]:
         with contextlib.suppress(FileNotFoundError):
             # A process that claims is done in milliseconds, or dead. A claim of the future was made
             # before the clock of the file system was set back.
-            if abs(_now_at(lock) - _beaten(path)) > _CLAIM_SECONDS:
+            if abs(_file_system_time(lock) - _last_heartbeat(path)) > _CLAIM_SECONDS:
                 path.unlink()
         _write(path, token)
     except FileExistsError:

@@ -27,43 +27,49 @@ from etils import epath
 
 from maxpipe.checkpoint.address import Address
 from maxpipe.checkpoint.copies import num_bytes
-from maxpipe.checkpoint.folder import Better, Facts, Folder, Rules, kept
+from maxpipe.checkpoint.folder import (
+    BestMetric,
+    CheckpointFolder,
+    CheckpointMetadata,
+    RetentionRules,
+    select_retained,
+)
 from maxpipe.checkpoint.lock import RunLock
 from maxpipe.checkpoint.reader import (
     Agree,
-    Reader,
-    Restored,
-    answering,
-    first_of_all,
+    CheckpointReader,
+    RestoredCheckpoint,
+    first_nonempty_text,
     is_fault,
-    lasts,
-    unusable,
+    is_permanent,
+    translate_storage_errors,
+    unwritable_error,
 )
 from maxpipe.checkpoint.run_records import check_present
 from maxpipe.checkpoint.storage import (
-    FOLDER,
-    Damaged,
+    CHECKPOINTS_FOLDER,
+    DamagedError,
+    checkpoint_home,
     exists,
-    first_line,
-    home,
-    home_of,
-    reaching,
-    try_out,
+    find_checkpoint_home,
+    probe_writable,
+    root_cause_text,
+    translate_bucket_errors,
 )
-from maxpipe.checkpoint.writer import Save, Writer, ignore_orphans
+from maxpipe.checkpoint.writer import CheckpointWriter, SaveResult, ignore_orphaned_errors
 from maxpipe.config.rules import did_you_mean
 from maxpipe.config.schema import CheckpointConfig
 from maxpipe.errors import ConfigError, StorageError
-from maxpipe.io.files import full
+from maxpipe.io.files import expand_path
 
 Tree = Any
-Record = Callable[..., None]
+EventRecorder = Callable[..., None]
 
 _LOG = logging.getLogger(__name__)
 _FIRST_PAUSE_SECONDS = 1.0
 
 
-class Checkpoints:
+class CheckpointManager:
     """The checkpoints of one run.
 
     `record(event, step=..., ...)` receives events. `agree` gives all processes the same
@@ -77,39 +83,43 @@ class Checkpoints:
         config: CheckpointConfig | None = None,
         *,
         write: bool = True,
-        record: Record = lambda event, **fields: None,
-        agree: Agree = first_of_all,
+        record: EventRecorder = lambda event, **fields: None,
+        agree: Agree = first_nonempty_text,
         locks: Sequence[RunLock] = (),
     ):
         self._config = config or CheckpointConfig()
         self._record, self._agree, self._locks = record, agree, locks
         self._primary, self._alone = jax.process_index() == 0, jax.process_count() == 1
         key = "checkpoint.dir" if self._config.dir else "run.dir"
-        self.durable = Folder(os.path.join(home(run_dir, self._config), FOLDER), key)
+        self.durable = CheckpointFolder(
+            os.path.join(checkpoint_home(run_dir, self._config), CHECKPOINTS_FOLDER), key
+        )
         self._folders = [self.durable]
         self._failures = 0  # in a row
         self._retry_at: float | None = None
-        self._writer: Writer | None = None
-        ignore_orphans()
+        self._writer: CheckpointWriter | None = None
+        ignore_orphaned_errors()
         if write and self._config.local_dir:
             local = local_folder(self._config.local_dir, run_dir)
-            self._folders.append(Folder(local, "checkpoint.local_dir"))
+            self._folders.append(CheckpointFolder(local, "checkpoint.local_dir"))
         if write:
             if self._primary and not self._config.dir:
                 check_present(run_dir, self.durable.path)
             for folder in self._folders:
                 _prepare(folder, self._primary)
                 self._must_be_shared(folder)
-            self._writer = Writer(self._prune, self._check_locks)
-        self._reader = Reader(run_dir, self._folders, writes=write, record=record, agree=agree)
+            self._writer = CheckpointWriter(self._prune, self._check_locks)
+        self._reader = CheckpointReader(
+            run_dir, self._folders, writes=write, record=record, agree=agree
+        )
         self._newest_folder = self.durable
         # Of the steps, the newest that is known to exist; -1 for a new run.
         self._newest = -1
         for folder in self._folders:
-            with answering(folder.path):
+            with translate_storage_errors(folder.path):
                 self._newest = max([self._newest, *folder.steps()])
 
-    def _must_be_shared(self, folder: Folder) -> None:
+    def _must_be_shared(self, folder: CheckpointFolder) -> None:
         """A process that sees another folder would miss checkpoints and write its part of them
         where no other process finds it.
         """
@@ -120,7 +130,7 @@ class Checkpoints:
             (folder.path / sign).write_text("all processes must see this")
         self._agree("there" if self._primary else "")
         process = f"process {jax.process_index()} on {platform.node()}"
-        missing = self._agree("" if _comes(folder.path / sign) else process)
+        missing = self._agree("" if _wait_until_exists(folder.path / sign) else process)
         if self._primary:
             (folder.path / sign).unlink()
         if missing:
@@ -138,8 +148,8 @@ class Checkpoints:
         return self.durable.steps()
 
     def restore_newest(
-        self, abstract: Tree, accept: Callable[[Facts], None] = lambda facts: None
-    ) -> Restored | None:
+        self, abstract: Tree, accept: Callable[[CheckpointMetadata], None] = lambda facts: None
+    ) -> RestoredCheckpoint | None:
         """The newest intact checkpoint; None if there never was one. See `Reader`."""
         found = self._reader.newest(abstract, accept)
         if found is not None:
@@ -153,8 +163,8 @@ class Checkpoints:
         self,
         step: int,
         abstract: Tree | None = None,
-        accept: Callable[[Facts], None] = lambda facts: None,
-    ) -> Restored:
+        accept: Callable[[CheckpointMetadata], None] = lambda facts: None,
+    ) -> RestoredCheckpoint:
         """One checkpoint of the run's folder. See `Reader`."""
         return self._reader.step(step, abstract, accept)
 
@@ -166,7 +176,7 @@ class Checkpoints:
             return True
         return self._target(step) is not None
 
-    def _target(self, step: int) -> Folder | None:
+    def _target(self, step: int) -> CheckpointFolder | None:
         """Where a periodic save of this step goes."""
         every, often = self._config.every, self._config.local_every
         if every and step % every == 0:
@@ -202,7 +212,7 @@ class Checkpoints:
                 f"  a checkpoint of step {self._newest} is there already.\n"
                 "  Set run.name to a new name, or move the folder away."
             )
-        facts = Facts(step, dict(config), dict(data), time.time(), dict(metrics or {}))
+        facts = CheckpointMetadata(step, dict(config), dict(data), time.time(), dict(metrics or {}))
         folder = self.durable if last else self._target(step) or self.durable
         attempt = 0
         while step != self._newest or (last and self._newest_folder is not self.durable):
@@ -219,7 +229,7 @@ class Checkpoints:
                 save.error = self._agree_on(save.error)
             else:
                 again = False
-            if save.error is None or lasts(save.error) or not again:
+            if save.error is None or is_permanent(save.error) or not again:
                 self._settle(save, final=True)
             else:
                 self._tell_failure(save, f"another attempt in {_pause(attempt):g} s")
@@ -248,23 +258,23 @@ class Checkpoints:
         if self._writer is not None:
             self._settle(self._writer.outcome(wait=True), final=True)
 
-    def _start(self, folder: Folder, state: Tree, facts: Facts) -> None:
+    def _start(self, folder: CheckpointFolder, state: Tree, facts: CheckpointMetadata) -> None:
         assert self._writer is not None
         self._check_locks()
         trouble = None
         if self._primary:
             try:
-                with reaching(folder.path):
-                    _make_room(folder, facts.step, num_bytes(state))
+                with translate_bucket_errors(folder.path):
+                    _check_free_space(folder, facts.step, num_bytes(state))
             except OSError as error:
                 trouble = error
         trouble = self._agree_on(trouble)
         if trouble is None:
             self._writer.start(folder, state, facts)
         else:
-            self._writer.refuse(Save(folder, facts.step, error=trouble))
+            self._writer.refuse(SaveResult(folder, facts.step, error=trouble))
 
-    def _check_locks(self, folder: Folder | None = None) -> None:
+    def _check_locks(self, folder: CheckpointFolder | None = None) -> None:
         """Those of the run, or what holds one folder of checkpoints."""
         for lock in self._locks:
             if folder is None or f"{folder.path}/".startswith(f"{lock.path.parent}/"):
@@ -275,13 +285,13 @@ class Checkpoints:
         if self._alone:
             return error
         number = getattr(error, "errno", None) or 0
-        text = self._agree("" if error is None else f"{number} {first_line(error)}")
+        text = self._agree("" if error is None else f"{number} {root_cause_text(error)}")
         if not text or error is not None:
             return error
         number, _, reason = text.partition(" ")
         return OSError(int(number), reason) if number != "0" else OSError(reason)
 
-    def _settle(self, save: Save | None, *, final: bool = False) -> None:
+    def _settle(self, save: SaveResult | None, *, final: bool = False) -> None:
         """Handle a save that is over."""
         if save is None:
             return
@@ -300,28 +310,28 @@ class Checkpoints:
             raise save.error
         self._failures += 1
         if not final and self._alone:
-            if self._failures <= self._config.retries and not lasts(save.error):
+            if self._failures <= self._config.retries and not is_permanent(save.error):
                 pause = _pause(self._failures)
                 self._retry_at = time.monotonic() + pause
                 return self._tell_failure(save, f"another attempt after {pause:g} s")
             if self._config.on_failure == "go_on":
                 return self._tell_failure(save, "training goes on until the next is due")
         self._tell_failure(save, "")
-        raise unusable(save.folder, save.error, save.folder / save.step) from save.error
+        raise unwritable_error(save.folder, save.error, save.folder / save.step) from save.error
 
-    def _tell_failure(self, save: Save, then: str) -> None:
+    def _tell_failure(self, save: SaveResult, then: str) -> None:
         assert save.error is not None
-        reason = first_line(save.error)
+        reason = root_cause_text(save.error)
         self._record("checkpoint_failed", step=save.step, reason=reason, failures=self._failures)
         if then:
             _LOG.warning("%s was not saved: %s. %s", save.folder / save.step, reason, then)
 
-    def _prune(self, save: Save) -> None:
+    def _prune(self, save: SaveResult) -> None:
         """Delete what no rule keeps. The step of `save` was verified a moment ago."""
         folder = save.folder
-        rules = Rules.of(self._config) if folder is self.durable else Rules(1)
+        rules = RetentionRules.of(self._config) if folder is self.durable else RetentionRules(1)
         saved = [one for step in folder.steps() if (one := folder.saved(step))]
-        stay = kept(saved, rules).keys() | {save.step}
+        stay = select_retained(saved, rules).keys() | {save.step}
         for one in saved:
             if one.step not in stay:
                 folder.remove(one.step)
@@ -336,7 +346,7 @@ class Checkpoints:
             if self._writer is not None:
                 self._writer.close()
 
-    def __enter__(self) -> Checkpoints:
+    def __enter__(self) -> CheckpointManager:
         return self
 
     def __exit__(
@@ -353,7 +363,7 @@ class Checkpoints:
                 raise
 
 
-def open_run(run_dir: epath.PathLike, where: str = "", parent: str = "") -> Checkpoints:
+def open_run(run_dir: epath.PathLike, where: str = "", parent: str = "") -> CheckpointManager:
     """The checkpoints of a run that is only read. `where` names what gave the folder; `place` holds
     their folder if that is not for the run's config to say.
 
@@ -361,12 +371,15 @@ def open_run(run_dir: epath.PathLike, where: str = "", parent: str = "") -> Chec
         ConfigError: there are none.
         StorageError: they cannot be reached.
     """
-    checkpoints = Checkpoints(parent or home_of(run_dir, where or "path"), write=False)
+    checkpoints = CheckpointManager(
+        parent or find_checkpoint_home(run_dir, where or "path"), write=False
+    )
     if not checkpoints.steps():
         raise ConfigError.one(
             where or f"run folder {run_dir}",
             run_dir if where else None,
-            f"must have a folder {FOLDER!r} in which one checkpoint is complete; there is none in "
+            f"must have a folder {CHECKPOINTS_FOLDER!r} in which one checkpoint is complete; "
+            "there is none in "
             f"{checkpoints.durable.path}.",
             "Give the folder of a run, by default runs/<run.name>.",
         )
@@ -378,28 +391,28 @@ def local_folder(local_dir: str, run_dir: epath.PathLike) -> Path:
 
     Below the folder for all runs, named by the run's whole path: names may be used twice.
     """
-    run = full(os.fspath(run_dir)).absolute()
+    run = expand_path(os.fspath(run_dir)).absolute()
     path = hashlib.sha256(os.fsencode(run)).hexdigest()[:12]
-    return full(local_dir, "checkpoint.local_dir").absolute() / f"{run.name}-{path}"
+    return expand_path(local_dir, "checkpoint.local_dir").absolute() / f"{run.name}-{path}"
 
 
-def _comes(path: epath.Path) -> bool:
+def _wait_until_exists(path: epath.Path) -> bool:
     """Whether it exists, or soon does: network file systems may show files late."""
     return any(exists(path) or time.sleep(1.0) for _ in range(5))
 
 
-def _prepare(folder: Folder, primary: bool) -> None:
+def _prepare(folder: CheckpointFolder, primary: bool) -> None:
     """Fail now, not at the first save, if nothing can be written."""
     try:
-        with reaching(folder.path):
-            try_out(folder.path)
+        with translate_bucket_errors(folder.path):
+            probe_writable(folder.path)
             for name in folder.clean() if primary else ():
                 _LOG.warning("%s is removed: it was never finished", folder.path / name)
     except OSError as error:
-        raise unusable(folder, error) from error
+        raise unwritable_error(folder, error) from error
 
 
-def _make_room(folder: Folder, step: int, needed: int) -> None:
+def _check_free_space(folder: CheckpointFolder, step: int, needed: int) -> None:
     """Raises OSError when there is no space for a save of this size."""
     free = folder.free_bytes()
     if free is not None and free < needed:
@@ -427,7 +440,7 @@ def _size(count: int) -> str:
 _SHOWN_STEPS = 12
 
 
-def opened(address: Address) -> Checkpoints:
+def open_address(address: Address) -> CheckpointManager:
     """The checkpoints of the run, to be read only.
 
     Raises:
@@ -437,17 +450,19 @@ def opened(address: Address) -> Checkpoints:
     return open_run(address.run_dir, address.where, address.parent)
 
 
-def chosen(checkpoints: Checkpoints, address: Address) -> int:
+def resolve_step_on_all(checkpoints: CheckpointManager, address: Address) -> int:
     """The step that is meant, by default the newest; all processes of a run get the same.
 
     Raises:
         ConfigError: there is none of that step, or none that was evaluated.
     """
     is_first = jax.process_index() == 0
-    return int(first_of_all(str(step_of(checkpoints.durable, address)) if is_first else ""))
+    return int(
+        first_nonempty_text(str(resolve_step(checkpoints.durable, address)) if is_first else "")
+    )
 
 
-def step_of(folder: Folder, address: Address) -> int:
+def resolve_step(folder: CheckpointFolder, address: Address) -> int:
     """The same as this process sees it, in a folder with checkpoints. Needs no devices.
 
     Raises:
@@ -455,27 +470,32 @@ def step_of(folder: Folder, address: Address) -> int:
     """
     steps, step = folder.steps(), address.step
     if step == "best":
-        return best(folder, address, better_of(folder))[0]
+        return find_best_step(folder, address, read_best_metric(folder))[0]
     if step is None or step == "newest":
         return steps[-1]
     if step in steps:
         return step
-    rule = f"must be one of the saved steps: {_listed(steps)}."
+    rule = f"must be one of the saved steps: {_format_steps(steps)}."
     aside = [name for name in folder.quarantined() if name.startswith(f"{step}.")]
     if aside:
-        rule = f"was found damaged, and is {aside[-1]} now; the saved steps are {_listed(steps)}."
+        rule = (
+            f"was found damaged, and is {aside[-1]} now; the saved steps are "
+            f"{_format_steps(steps)}."
+        )
     raise address.wrong(rule, f"Take {address.at(steps[-1])}, the newest.")
 
 
-def better_of(folder: Folder) -> Better:
+def read_best_metric(folder: CheckpointFolder) -> BestMetric:
     """By what the run compares its checkpoints: as the newest that can be read was saved with."""
     for step in reversed(folder.steps()):
-        with contextlib.suppress(Damaged, FileNotFoundError):
-            return Better.of(folder.facts(step).config.get("checkpoint", {}))
-    return Better()
+        with contextlib.suppress(DamagedError, FileNotFoundError):
+            return BestMetric.of(folder.facts(step).config.get("checkpoint", {}))
+    return BestMetric()
 
 
-def best(folder: Folder, address: Address, better: Better) -> tuple[int, float]:
+def find_best_step(
+    folder: CheckpointFolder, address: Address, better: BestMetric
+) -> tuple[int, float]:
     """The step with the best value of a metric, the newest of equals, and that value.
 
     Raises:
@@ -484,7 +504,7 @@ def best(folder: Folder, address: Address, better: Better) -> tuple[int, float]:
     values: dict[int, float] = {}
     known: set[str] = set()
     for step in folder.steps():
-        with contextlib.suppress(Damaged, FileNotFoundError):  # a run may be deleting it
+        with contextlib.suppress(DamagedError, FileNotFoundError):  # a run may be deleting it
             metrics = folder.facts(step).metrics or {}
             known |= metrics.keys()
             if (key := better.key(metrics)) is not None:
@@ -498,14 +518,14 @@ def best(folder: Folder, address: Address, better: Better) -> tuple[int, float]:
             "Name a step, or train with eval.every at the same number as checkpoint.every; "
             "eval.every=0 evaluates the last step only.",
         )
-    guess = did_you_mean(better.metric, known) or Better().metric
+    guess = did_you_mean(better.metric, known) or BestMetric().metric
     raise address.wrong(
         f"has no checkpoint with a metric {better.metric}; they have {', '.join(sorted(known))}.",
         f"Take --metric {guess}.",
     )
 
 
-def _listed(steps: Sequence[int]) -> str:
+def _format_steps(steps: Sequence[int]) -> str:
     words = [str(step) for step in steps]
     if len(words) > _SHOWN_STEPS:
         words = [*words[:3], f"... ({len(words)} in all)", *words[-(_SHOWN_STEPS - 4) :]]

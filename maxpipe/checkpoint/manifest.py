@@ -19,49 +19,49 @@ from typing import Any, Literal, NotRequired, TypedDict
 
 from etils import epath
 
-from maxpipe.checkpoint.digests import Entry
+from maxpipe.checkpoint.digests import ArrayEntry
 from maxpipe.checkpoint.storage import (
+    call_with_retries,
     exists,
     files,
     in_bucket,
     is_damage,
     open_file,
     read,
-    reading,
-    retried,
+    translate_read_errors,
 )
 from maxpipe.errors import StorageError
-from maxpipe.io.typed import checked, checksummed, parse_checksummed
+from maxpipe.io.typed import check_type, dump_checksummed, parse_checksummed
 
 FILE = "manifest.json"
 
 _VERSION = 2
 _PARTIAL = f"{FILE}.partial"
-_OWN = (FILE, _PARTIAL)
-_LOOK_EVERY = 8
+_MANIFEST_FILES = (FILE, _PARTIAL)
+_SCAN_EVERY = 8
 """Writers that end, before new files are looked for."""
-_MOST_BYTES = 1 << 26
+_MAX_BYTES = 1 << 26
 # Reading dominates, on network file systems most of all.
 _NUM_THREADS = 16
 # Required in every checkpoint, whatever the list says.
-_ALWAYS = ("facts/metadata", "state/_METADATA", "state/manifest.ocdbt")
+_REQUIRED_FILES = ("facts/metadata", "state/_METADATA", "state/manifest.ocdbt")
 
 
-class File(TypedDict):
+class ManifestFile(TypedDict):
     """One file, as it is listed."""
 
     bytes: int
     sha256: str
 
 
-class _Content(TypedDict):
+class _ManifestContent(TypedDict):
     version: Literal[1, 2]
     step: int
-    files: dict[str, File]
-    arrays: NotRequired[dict[str, Entry]]
+    files: dict[str, ManifestFile]
+    arrays: NotRequired[dict[str, ArrayEntry]]
 
 
-class Ahead:
+class BackgroundDigester:
     """Digests of the files of a folder on a local disk, taken while others are still written.
 
     Each file must be written by one call, inside `writing`; several threads may be there at once.
@@ -75,9 +75,9 @@ class Ahead:
         self._ended = 0
         self._seen: list[tuple[list[str], set[object]]] = []
         """Names, and the writers that have to end before these files are whole."""
-        self._found: dict[str, Future[File]] = {}
+        self._found: dict[str, Future[ManifestFile]] = {}
 
-    def __enter__(self) -> Ahead:
+    def __enter__(self) -> BackgroundDigester:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -102,14 +102,14 @@ class Ahead:
             writers.discard(writer)
         while self._seen and not self._seen[0][1]:
             for name in self._seen.pop(0)[0]:
-                self._found[name] = self._pool.submit(_on_disk, self._folder / name)
-        if self._ended % _LOOK_EVERY == 0:
+                self._found[name] = self._pool.submit(_flush_and_digest, self._folder / name)
+        if self._ended % _SCAN_EVERY == 0:
             known = {name for names, _ in self._seen for name in names} | self._found.keys()
             # Names with a dot are of files that get another name when they are whole.
-            new = [name for name in _whole(self._folder) if name not in known]
+            new = [name for name in _complete_files(self._folder) if name not in known]
             self._seen.append((new, set(self._writers)))
 
-    def listed(self) -> dict[str, File]:
+    def listed(self) -> dict[str, ManifestFile]:
         """Size and digest by name; some files are not among them.
 
         Raises:
@@ -121,19 +121,21 @@ class Ahead:
         return found
 
 
-def _whole(folder: epath.Path) -> list[str]:
+def _complete_files(folder: epath.Path) -> list[str]:
     # Names with a dot are of files that get another one when they are whole.
     return [name for name in os.listdir(folder) if "." not in name] if folder.is_dir() else []
 
 
-def _on_disk(path: epath.Path) -> File:
+def _flush_and_digest(path: epath.Path) -> ManifestFile:
     _flush(path)
-    found = retried(lambda: _digest(path, False))
+    found = call_with_retries(lambda: _digest(path, False))
     _drop(path)
     return found
 
 
-def listed(folder: epath.Path, ahead: Mapping[str, File] | None = None) -> dict[str, File]:
+def digest_files(
+    folder: epath.Path, ahead: Mapping[str, ManifestFile] | None = None
+) -> dict[str, ManifestFile]:
     """Size and digest of each file of `folder`, all of which are on the disk then.
 
     Those of `ahead` are, and are not read.
@@ -151,7 +153,7 @@ def listed(folder: epath.Path, ahead: Mapping[str, File] | None = None) -> dict[
     return found
 
 
-def changed(folder: epath.Path, files: Mapping[str, File]) -> list[str]:
+def find_changed_files(folder: epath.Path, files: Mapping[str, ManifestFile]) -> list[str]:
     """What is wrong with the files that were listed, which are read once more.
 
     A bit that flipped while they were listed would make a good checkpoint look damaged for ever.
@@ -163,14 +165,17 @@ def changed(folder: epath.Path, files: Mapping[str, File]) -> list[str]:
 
 
 def write(
-    folder: epath.Path, step: int, files: Mapping[str, File], arrays: Mapping[str, Entry]
+    folder: epath.Path,
+    step: int,
+    files: Mapping[str, ManifestFile],
+    arrays: Mapping[str, ArrayEntry],
 ) -> list[str]:
     """Write the manifest of files that have not changed; returns what is wrong with it.
 
     Raises:
         OSError: it cannot be written.
     """
-    text = checksummed(
+    text = dump_checksummed(
         {"version": _VERSION, "step": step, "files": dict(files), "arrays": dict(arrays)}
     )
     partial = folder / _PARTIAL
@@ -182,12 +187,12 @@ def write(
     return []
 
 
-def is_in(folder: epath.Path) -> bool:
+def has_manifest(folder: epath.Path) -> bool:
     """Whether `folder` has a manifest."""
     return exists(folder / FILE)
 
 
-def arrays(folder: epath.Path, step: int) -> dict[str, Entry] | None:
+def read_arrays(folder: epath.Path, step: int) -> dict[str, ArrayEntry] | None:
     """The arrays that are listed; None of a manifest of version 1.
 
     Raises:
@@ -198,7 +203,7 @@ def arrays(folder: epath.Path, step: int) -> dict[str, Entry] | None:
     return _read(folder, step).get("arrays")
 
 
-def faults(
+def verify_files(
     folder: epath.Path,
     step: int,
     share: tuple[int, int] = (0, 1),
@@ -216,7 +221,9 @@ def faults(
     """
     try:
         expected = _read(folder, step)["files"]
-        present = {name: size for name, size in files(folder).items() if name not in _OWN}
+        present = {
+            name: size for name, size in files(folder).items() if name not in _MANIFEST_FILES
+        }
     except OSError as error:
         if not is_damage(error):
             raise
@@ -240,8 +247,8 @@ def faults(
     return wrong + _changed(folder, names, expected, stopped)
 
 
-def _read(folder: epath.Path, step: int) -> _Content:
-    text = retried(lambda: read(folder / FILE, _MOST_BYTES))
+def _read(folder: epath.Path, step: int) -> _ManifestContent:
+    text = call_with_retries(lambda: read(folder / FILE, _MAX_BYTES))
     found = parse_checksummed(text, dict[str, Any])
     if isinstance(version := found.get("version"), int) and version > _VERSION:
         raise StorageError(
@@ -249,10 +256,10 @@ def _read(folder: epath.Path, step: int) -> _Content:
             f"  its {FILE} has version {version}, and this release reads 1 to {_VERSION}.\n"
             "  Use the release of maxpipe that has saved it, or a later one."
         )
-    content = checked(found, _Content)
+    content = check_type(found, _ManifestContent)
     if content["step"] != step:
         raise ValueError(f"it is of step {content['step']}")
-    if lacking := [name for name in _ALWAYS if name not in content["files"]]:
+    if lacking := [name for name in _REQUIRED_FILES if name not in content["files"]]:
         raise ValueError(f"it does not list {lacking[0]}")
     if content["version"] > 1 and not content.get("arrays"):
         raise ValueError("it lists no arrays")
@@ -261,13 +268,13 @@ def _read(folder: epath.Path, step: int) -> _Content:
 
 def _names(folder: epath.Path) -> list[str]:
     """Names below `folder` of all files but the manifest, sorted."""
-    return [name for name in sorted(files(folder)) if name not in _OWN]
+    return [name for name in sorted(files(folder)) if name not in _MANIFEST_FILES]
 
 
 def _changed(
     folder: epath.Path,
     names: list[str],
-    expected: Mapping[str, File],
+    expected: Mapping[str, ManifestFile],
     stopped: Callable[[], bool] = lambda: False,
 ) -> list[str]:
     wrong = []
@@ -290,19 +297,19 @@ def _digests(
     stopped: Callable[[], bool] = lambda: False,
     *,
     flush: bool = False,
-) -> list[File | OSError]:
+) -> list[ManifestFile | OSError]:
     """Size and SHA-256 of each file, or what went wrong.
 
     With `flush` the file is brought to the disk before, and read from there.
     """
 
-    def one(name: str) -> File | OSError:
+    def one(name: str) -> ManifestFile | OSError:
         if stopped():
             return InterruptedError(errno.EINTR, os.strerror(errno.EINTR))
         try:
             if flush:
                 _flush(folder / name)
-            return retried(lambda: _digest(folder / name, flush))
+            return call_with_retries(lambda: _digest(folder / name, flush))
         except OSError as error:
             return error
 
@@ -310,9 +317,9 @@ def _digests(
         return list(pool.map(one, names))
 
 
-def _digest(path: epath.Path, drop: bool) -> File:
+def _digest(path: epath.Path, drop: bool) -> ManifestFile:
     """Size and SHA-256; with `drop`, of the content on disk, not of the page cache."""
-    with reading(path):
+    with translate_read_errors(path):
         if drop:
             _drop(path)
         with open_file(path) as file:

@@ -37,25 +37,47 @@ from etils import epath
 from jax.experimental import multihost_utils
 
 from maxpipe.checkpoint import contents, copies, digests, manifest
-from maxpipe.checkpoint.contents import NotSaved, adopt
-from maxpipe.checkpoint.copies import ITEM, Recorded, by_name, named, other_shapes
-from maxpipe.checkpoint.digests import Sum
-from maxpipe.checkpoint.folder import Facts, Folder
-from maxpipe.checkpoint.storage import Damaged, exists, first_line, in_bucket, reaching, remedy
-from maxpipe.errors import StorageError, causes
+from maxpipe.checkpoint.contents import SaveVerificationError, write_missing_manifest
+from maxpipe.checkpoint.copies import (
+    DIGEST_ITEM,
+    RecordedDigests,
+    diff_shapes,
+    leaves_by_name,
+    map_named_leaves,
+)
+from maxpipe.checkpoint.digests import ArrayDigest
+from maxpipe.checkpoint.folder import CheckpointFolder, CheckpointMetadata
+from maxpipe.checkpoint.storage import (
+    DamagedError,
+    exists,
+    in_bucket,
+    remedy,
+    root_cause_text,
+    translate_bucket_errors,
+)
+from maxpipe.errors import StorageError, exception_chain
 
 # Failures that a retry would meet again. Orbax passes on a system call's message, not its number.
-_LASTING = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM}
-_LASTING |= {errno.ENOTDIR, errno.EISDIR}
-_LASTING_WORDS = ("No space left", "quota", "File too large", "Read-only", "ermission denied")
-_LASTING_WORDS += ("Forbidden", "PERMISSION_DENIED")  # of a bucket
+_PERMANENT_ERRNOS = {
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EFBIG,
+    errno.EROFS,
+    errno.EACCES,
+    errno.EPERM,
+}
+_PERMANENT_ERRNOS |= {errno.ENOTDIR, errno.EISDIR}
+_PERMANENT_MESSAGES = ("No space left", "quota", "File too large", "Read-only", "ermission denied")
+_PERMANENT_MESSAGES += ("Forbidden", "PERMISSION_DENIED")  # of a bucket
 # Errors of orbax and tensorstore for a folder or file with unexpected content, which a flipped bit
 # in their own metadata turns into values of any type. A save runs no code of the user.
 _FAULTS = (OSError, ValueError, LookupError, TypeError, AttributeError, AssertionError)
 _FAULTS += (ArithmeticError, EOFError, RuntimeError, StorageError)  # RuntimeError: RecursionError
 
 
-def unusable(folder: Folder, error: BaseException, what: epath.Path | None = None) -> StorageError:
+def unwritable_error(
+    folder: CheckpointFolder, error: BaseException, what: epath.Path | None = None
+) -> StorageError:
     """The error that ends the run: `what`, by default the folder, cannot be written."""
     newest: list[int] = []
     with contextlib.suppress(OSError, StorageError):
@@ -69,7 +91,7 @@ def unusable(folder: Folder, error: BaseException, what: epath.Path | None = Non
     resumes = f"from step {newest[0]}" if newest else "from its newest complete checkpoint"
     return StorageError(
         f"{what or folder.path}: cannot be written\n"
-        f"  {first_line(error)}.\n"
+        f"  {root_cause_text(error)}.\n"
         f"  {remedy(folder.path, folder.key)} Started again, the run resumes {resumes}."
     )
 
@@ -79,21 +101,21 @@ def is_fault(error: BaseException) -> bool:
 
     An error of jax itself is not: a lost process fails the saves of the others.
     """
-    by_jax = any(isinstance(cause, jax.errors.JaxRuntimeError) for cause in causes(error))
+    by_jax = any(isinstance(cause, jax.errors.JaxRuntimeError) for cause in exception_chain(error))
     return isinstance(error, _FAULTS) and not by_jax
 
 
-def lasts(error: BaseException) -> bool:
+def is_permanent(error: BaseException) -> bool:
     """Whether another attempt would fail, too."""
     return any(
-        (isinstance(cause, OSError) and cause.errno in _LASTING)
-        or any(word in str(cause) for word in _LASTING_WORDS)
-        for cause in causes(error)
+        (isinstance(cause, OSError) and cause.errno in _PERMANENT_ERRNOS)
+        or any(word in str(cause) for word in _PERMANENT_MESSAGES)
+        for cause in exception_chain(error)
     )
 
 
 Tree = Any
-Record = Callable[..., None]
+EventRecorder = Callable[..., None]
 
 _LOG = logging.getLogger(__name__)
 _TOO_MANY = 2
@@ -104,12 +126,12 @@ _TOO_MANY = 2
 class _Skipped:
     """A checkpoint that looks damaged."""
 
-    folder: Folder
+    folder: CheckpointFolder
     step: int
     reason: str
 
 
-class Reader:
+class CheckpointReader:
     """Reads what the folders of one run hold, the durable one first.
 
     `record` and `agree` are those of `Checkpoints`. Unless it `writes`, nothing is renamed, and no
@@ -119,10 +141,10 @@ class Reader:
     def __init__(
         self,
         run_dir: epath.PathLike,
-        folders: Sequence[Folder],
+        folders: Sequence[CheckpointFolder],
         *,
         writes: bool,
-        record: Record,
+        record: EventRecorder,
         agree: Agree,
     ):
         self._run_dir, self._folders, self._writes = os.fspath(run_dir), folders, writes
@@ -130,8 +152,8 @@ class Reader:
         self._primary = jax.process_index() == 0
 
     def newest(
-        self, abstract: Tree, accept: Callable[[Facts], None] = lambda facts: None
-    ) -> Restored | None:
+        self, abstract: Tree, accept: Callable[[CheckpointMetadata], None] = lambda facts: None
+    ) -> RestoredCheckpoint | None:
         """The newest intact checkpoint; None if there never was one.
 
         What `abstract` leaves out is not read. `accept` may raise before the arrays are read.
@@ -147,7 +169,7 @@ class Reader:
             folder, step = candidate
             try:
                 found = self._read(folder, step, abstract, accept)
-            except Damaged as damage:
+            except DamagedError as damage:
                 skipped.append(_Skipped(folder, step, str(damage)))
                 if len(skipped) == _TOO_MANY:
                     raise self._distrusted(skipped) from damage
@@ -187,8 +209,8 @@ class Reader:
         self,
         step: int,
         abstract: Tree | None = None,
-        accept: Callable[[Facts], None] = lambda facts: None,
-    ) -> Restored:
+        accept: Callable[[CheckpointMetadata], None] = lambda facts: None,
+    ) -> RestoredCheckpoint:
         """One checkpoint of the run's folder, as arrays placed like `abstract`, or numpy arrays.
 
         What `abstract` leaves out is not read. `accept` may raise before any array is.
@@ -198,7 +220,7 @@ class Reader:
         """
         try:
             return self._read(self._folders[0], step, abstract, accept)
-        except Damaged as damage:
+        except DamagedError as damage:
             older = [str(other) for other in self._folders[0].steps() if other < step]
             raise StorageError(
                 f"{self._folders[0] / step}: cannot be restored\n"
@@ -210,11 +232,11 @@ class Reader:
                 )
             ) from damage
 
-    def _candidate(self, num_skipped: int) -> tuple[Folder, int] | None:
+    def _candidate(self, num_skipped: int) -> tuple[CheckpointFolder, int] | None:
         """The newest that is left, as process 0 sees it; of equal steps the durable one."""
         found = []
         for index, folder in enumerate(self._folders):
-            with answering(folder.path):
+            with translate_storage_errors(folder.path):
                 found += [(-step, index) for step in folder.steps()]
         found = sorted(found)[num_skipped:]
         mine = f"{found[0][1]} {-found[0][0]}" if found else "none"
@@ -225,17 +247,21 @@ class Reader:
         return self._folders[index], step
 
     def _read(
-        self, folder: Folder, step: int, abstract: Tree | None, accept: Callable[[Facts], None]
-    ) -> Restored:
+        self,
+        folder: CheckpointFolder,
+        step: int,
+        abstract: Tree | None,
+        accept: Callable[[CheckpointMetadata], None],
+    ) -> RestoredCheckpoint:
         found = restore(folder, step, abstract, accept=accept, agree=self._agree)
-        with answering(folder / step):
-            if self._primary and not manifest.is_in(folder / step):
+        with translate_storage_errors(folder / step):
+            if self._primary and not manifest.has_manifest(folder / step):
                 self._adopt(folder, step)
         return found
 
-    def _adopt(self, folder: Folder, step: int) -> None:
+    def _adopt(self, folder: CheckpointFolder, step: int) -> None:
         """Give a step a manifest that has none."""
-        if exists(folder / step / ITEM):
+        if exists(folder / step / DIGEST_ITEM):
             words = "it was read completely, and is what its run had in memory"
         else:
             words = "it was read completely, but whether its bytes are those that were saved "
@@ -243,10 +269,10 @@ class Reader:
         _LOG.warning("%s has no %s: %s", folder / step, manifest.FILE, words)
         if self._writes:
             try:
-                with reaching(folder.path):
-                    adopt(folder / step, step)
-            except (OSError, NotSaved) as error:
-                _LOG.warning("%s: %s", folder / step / manifest.FILE, first_line(error))
+                with translate_bucket_errors(folder.path):
+                    write_missing_manifest(folder / step, step)
+            except (OSError, SaveVerificationError) as error:
+                _LOG.warning("%s: %s", folder / step / manifest.FILE, root_cause_text(error))
 
     def _skip(self, skipped: _Skipped) -> None:
         """Report why a step is not used, and quarantine it."""
@@ -255,10 +281,10 @@ class Reader:
             renamed = ""
             if self._writes:
                 try:
-                    with reaching(folder.path):
+                    with translate_bucket_errors(folder.path):
                         renamed = f", renamed {folder.quarantine(step)}"
                 except OSError as error:
-                    raise unusable(folder, error, folder / step) from error
+                    raise unwritable_error(folder, error, folder / step) from error
             _LOG.warning("%s is skipped%s: %s", folder / step, renamed, reason)
             self._record("checkpoint_skipped", step=step, reason=reason)
         self._agree("done" if self._primary else "")  # renamed before any process lists again
@@ -271,10 +297,10 @@ _TEXT_BYTES = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Restored:
+class RestoredCheckpoint:
     """One checkpoint's content, and where it was."""
 
-    facts: Facts
+    facts: CheckpointMetadata
     state: Tree
     folder: epath.Path
 
@@ -283,21 +309,21 @@ class Restored:
         return self.facts.step
 
 
-def first_of_all(text: str) -> str:
+def first_nonempty_text(text: str) -> str:
     """The first text, by process, that is not empty; every process has to ask."""
     if jax.process_count() == 1:
         return text
     mine = np.zeros(_TEXT_BYTES, np.uint8)
     encoded = text.encode()[:_TEXT_BYTES]
     mine[: len(encoded)] = np.frombuffer(encoded, np.uint8)
-    for row in _gathered(mine):
+    for row in _allgather(mine):
         if row.any():
             return row.tobytes().rstrip(b"\0").decode(errors="ignore")
     return ""
 
 
 @contextlib.contextmanager
-def answering(path: epath.PathLike) -> Iterator[None]:
+def translate_storage_errors(path: epath.PathLike) -> Iterator[None]:
     """A failure of storage inside ends the run: no decision is based on it.
 
     Raises:
@@ -308,19 +334,19 @@ def answering(path: epath.PathLike) -> Iterator[None]:
     except OSError as error:
         raise StorageError(
             f"{path}: cannot be reached\n"
-            f"  {first_line(error)}. It is left as it is.\n"
+            f"  {root_cause_text(error)}. It is left as it is.\n"
             "  Start again when the storage answers."
         ) from error
 
 
 def restore(
-    folder: Folder,
+    folder: CheckpointFolder,
     step: int,
     abstract: Tree | None,
     *,
-    accept: Callable[[Facts], None] = lambda facts: None,
-    agree: Agree = first_of_all,
-) -> Restored:
+    accept: Callable[[CheckpointMetadata], None] = lambda facts: None,
+    agree: Agree = first_nonempty_text,
+) -> RestoredCheckpoint:
     """A checkpoint as arrays placed like `abstract`, by default as numpy arrays.
 
     `accept` may raise before the arrays are read: `Damaged` for metadata that no run saves.
@@ -331,7 +357,7 @@ def restore(
     """
     try:
         return _restore(folder, step, abstract, accept, agree)
-    except Damaged as damage:
+    except DamagedError as damage:
         first = str(damage)
     found = _restore(folder, step, abstract, accept, agree)
     if jax.process_index() == 0:
@@ -345,74 +371,78 @@ def restore(
 
 
 def _restore(
-    folder: Folder,
+    folder: CheckpointFolder,
     step: int,
     abstract: Tree | None,
-    accept: Callable[[Facts], None],
+    accept: Callable[[CheckpointMetadata], None],
     agree: Agree,
-) -> Restored:
+) -> RestoredCheckpoint:
     path = folder / step
-    with answering(path):
-        fault, facts, expected = _before_arrays(folder, step)
-    _all_agree(agree, fault)
+    with translate_storage_errors(path):
+        fault, facts, expected = _check_files_and_metadata(folder, step)
+    _raise_if_any_fault(agree, fault)
     assert facts is not None
     try:
         accept(facts)
-    except Damaged as damage:
+    except DamagedError as damage:
         fault = str(damage)
-    _all_agree(agree, fault)
+    _raise_if_any_fault(agree, fault)
     state: Tree = None
-    found: dict[str, Sum] = {}
+    found: dict[str, ArrayDigest] = {}
     try:
-        with answering(path):
-            stored = abstract if abstract is None else _as_stored(path, abstract)
+        with translate_storage_errors(path):
+            stored = abstract if abstract is None else _with_stored_dtypes(path, abstract)
             state = folder.arrays(step, stored)
-        found = copies.local_sums(state)
+        found = copies.digest_local_shards(state)
         if "step" in state and int(state["step"]) != step:
             fault = f"its state is that of step {int(state['step'])}"
-    except Damaged as damage:
+    except DamagedError as damage:
         fault = str(damage)
-    _all_agree(agree, fault)
-    total = _over_processes(found)
-    wrong = digests.differences(_of(expected.arrays, total), total) if expected else []
-    if wrong := wrong or digests.non_finite(total):
-        raise Damaged("; ".join(wrong[:3]))
-    return Restored(facts, state if abstract is None else _cast(state, abstract), path)
+    _raise_if_any_fault(agree, fault)
+    total = _sum_over_processes(found)
+    wrong = (
+        digests.diff_digests(_select_sections(expected.arrays, total), total) if expected else []
+    )
+    if wrong := wrong or digests.describe_non_finite(total):
+        raise DamagedError("; ".join(wrong[:3]))
+    return RestoredCheckpoint(facts, state if abstract is None else _cast(state, abstract), path)
 
 
-def _before_arrays(folder: Folder, step: int) -> tuple[str, Facts | None, Recorded | None]:
+def _check_files_and_metadata(
+    folder: CheckpointFolder, step: int
+) -> tuple[str, CheckpointMetadata | None, RecordedDigests | None]:
     """The faults of the files, the facts, and the expected digests of the arrays."""
     path = folder / step
     try:
-        if manifest.is_in(path):
+        if manifest.has_manifest(path):
             share = (jax.process_index(), jax.process_count())
-            if wrong := manifest.faults(path, step, share):
+            if wrong := manifest.verify_files(path, step, share):
                 return "; ".join(wrong[:3]), None, None
         facts = folder.facts(step)
-        expected = contents.recorded(path, step)
-        wrong = contents.facts_faults(path, expected) if expected else []
+        expected = contents.read_expected_digests(path, step)
+        wrong = contents.verify_metadata(path, expected) if expected else []
         return "; ".join(wrong), facts, expected
-    except Damaged as damage:
+    except DamagedError as damage:
         return str(damage), None, None
 
 
-def _all_agree(agree: Agree, fault: str) -> None:
+def _raise_if_any_fault(agree: Agree, fault: str) -> None:
     if fault := agree(fault):
-        raise Damaged(fault)
+        raise DamagedError(fault)
 
 
-def _as_stored(path: epath.Path, abstract: Tree) -> Tree:
+def _with_stored_dtypes(path: epath.Path, abstract: Tree) -> Tree:
     """The same in the types of the checkpoint, whose digests are of these.
 
     Raises:
         StorageError: the checkpoint has other arrays.
     """
-    saved = contents.shapes(path)
+    saved = contents.read_shapes(path)
     saved = {name: saved[name] for name in saved if name in abstract}
     if "step" not in abstract and "optimizer" in saved:  # some of its trees alone
         trees = saved["optimizer"]
         saved["optimizer"] = {each: trees[each] for each in abstract["optimizer"] if each in trees}
-    lines = other_shapes(saved, abstract)
+    lines = diff_shapes(saved, abstract)
     if lines:
         more = f" and {len(lines) - 3} more" if len(lines) > 3 else ""
         raise StorageError(
@@ -421,14 +451,14 @@ def _as_stored(path: epath.Path, abstract: Tree) -> Tree:
             "  Train with the model and optimizer that it was saved with, or set run.name to "
             "a new name."
         )
-    types = {name: leaf.dtype for name, leaf in named(saved).items()}
+    types = {name: leaf.dtype for name, leaf in leaves_by_name(saved).items()}
 
     def as_stored(name: str, leaf: Any) -> Any:
         if leaf.dtype == types[name]:
             return leaf
         return jax.ShapeDtypeStruct(leaf.shape, types[name], sharding=leaf.sharding)
 
-    return by_name(as_stored, abstract)
+    return map_named_leaves(as_stored, abstract)
 
 
 def _cast(state: Tree, abstract: Tree) -> Tree:
@@ -446,7 +476,9 @@ def _cast(state: Tree, abstract: Tree) -> Tree:
     return jax.tree.map(cast, state, abstract)
 
 
-def _of(expected: Mapping[str, Sum], restored: Mapping[str, Sum]) -> dict[str, Sum]:
+def _select_sections(
+    expected: Mapping[str, ArrayDigest], restored: Mapping[str, ArrayDigest]
+) -> dict[str, ArrayDigest]:
     """Those of the sections of the state that were asked for: evaluation leaves out moments."""
 
     def section(name: str) -> str:
@@ -457,20 +489,20 @@ def _of(expected: Mapping[str, Sum], restored: Mapping[str, Sum]) -> dict[str, S
     return {name: one for name, one in expected.items() if section(name) in sections}
 
 
-def _over_processes(sums: dict[str, Sum]) -> dict[str, Sum]:
+def _sum_over_processes(sums: dict[str, ArrayDigest]) -> dict[str, ArrayDigest]:
     """Of whole arrays, from those of each process' parts."""
     if jax.process_count() > 1:
         mine = np.array(
             [(one.value, one.elements, one.non_finite) for one in sums.values()], np.uint64
         )
-        rows = _gathered(mine.view(np.uint32))
+        rows = _allgather(mine.view(np.uint32))
         total = rows.view(np.uint64).sum(axis=0, dtype=np.uint64)  # modulo 2**64
         for one, (value, elements, non_finite) in zip(sums.values(), total, strict=True):
             one.value, one.elements, one.non_finite = int(value), int(elements), int(non_finite)
     return sums
 
 
-def _gathered(mine: np.ndarray) -> np.ndarray:
+def _allgather(mine: np.ndarray) -> np.ndarray:
     """`[processes, ...]`: every process' array."""
     # XLA for CPUs runs programs of a device in their order, and those of several devices in theirs,
     # but both at once, so that their messages get mixed. All that were begun end before this does.
@@ -480,10 +512,10 @@ def _gathered(mine: np.ndarray) -> np.ndarray:
 
 def content_digest(tree: Tree) -> str:
     """One digest of all arrays on devices, by their names, which depends on no layout."""
-    return digest_of(_over_processes(copies.local_sums(tree)))
+    return combine_digests(_sum_over_processes(copies.digest_local_shards(tree)))
 
 
-def digest_of(sums: Mapping[str, Sum]) -> str:
+def combine_digests(sums: Mapping[str, ArrayDigest]) -> str:
     """The same from the sums of all arrays."""
     entries = {name: one.entry() for name, one in sums.items()}
     return hashlib.sha256(json.dumps(entries, sort_keys=True).encode()).hexdigest()

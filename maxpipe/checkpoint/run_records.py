@@ -13,10 +13,10 @@ from typing import Literal, NotRequired, TypedDict
 
 from etils import epath
 
-from maxpipe.checkpoint.storage import FOLDER, exists, home_of, in_bucket
+from maxpipe.checkpoint.storage import CHECKPOINTS_FOLDER, exists, find_checkpoint_home, in_bucket
 from maxpipe.config.shipped import EVENTS_FILE, METRICS_FILE
 from maxpipe.errors import ConfigError, StorageError
-from maxpipe.io.files import records
+from maxpipe.io.files import read_json_lines
 
 
 class _Step(TypedDict):
@@ -40,12 +40,12 @@ def check_present(run_dir: epath.PathLike, folder: epath.Path) -> None:
     if in_bucket(run_dir) or in_bucket(folder) or exists(folder):
         return
     with contextlib.suppress(ConfigError):
-        if os.path.isdir(os.path.join(home_of(run_dir), FOLDER)):
+        if os.path.isdir(os.path.join(find_checkpoint_home(run_dir), CHECKPOINTS_FOLDER)):
             return  # where `checkpoint.dir` led before: its error names that folder
     for name in (EVENTS_FILE, METRICS_FILE):
         if step := _last(Path(run_dir) / name, _Step)[0]:
             rule = f"{Path(run_dir) / name} has records up to step {step}"
-            raise _lost(run_dir, folder, "is missing", rule)
+            raise _lost_checkpoints_error(run_dir, folder, "is missing", rule)
 
 
 def check_saved(run_dir: epath.PathLike, folder: epath.Path) -> None:
@@ -60,12 +60,12 @@ def check_saved(run_dir: epath.PathLike, folder: epath.Path) -> None:
     step, saved_in = _last(events, _Saved)
     if step and _is_same(saved_in, folder):
         rule = f"{events} records that step {step} was saved there"
-        raise _lost(run_dir, folder, "holds no checkpoint", rule)
+        raise _lost_checkpoints_error(run_dir, folder, "holds no checkpoint", rule)
     if step:
         rule = f"{events} records that step {step} was saved in {saved_in}"
         above = _setting(saved_in, run_dir)
         action = f"Set checkpoint.dir={above}, or copy that folder to {folder}."
-        raise _lost(run_dir, folder, "holds no checkpoint", rule, action)
+        raise _lost_checkpoints_error(run_dir, folder, "holds no checkpoint", rule, action)
 
 
 def _last(path: Path, kind: type[_Step] | type[_Saved]) -> tuple[int, str]:
@@ -75,9 +75,11 @@ def _last(path: Path, kind: type[_Step] | type[_Saved]) -> tuple[int, str]:
     """
     last, where = 0, ""
     with contextlib.suppress(OSError):
-        for each in records(path, kind):
+        for each in read_json_lines(path, kind):
             saved_in = each.get("folder", "")
-            is_durable = not saved_in or os.path.basename(saved_in.rstrip("/")) == FOLDER
+            is_durable = (
+                not saved_in or os.path.basename(saved_in.rstrip("/")) == CHECKPOINTS_FOLDER
+            )
             if is_durable and each["step"] >= last:
                 last, where = each["step"], saved_in
     return last, where
@@ -85,10 +87,10 @@ def _last(path: Path, kind: type[_Step] | type[_Saved]) -> tuple[int, str]:
 
 def _is_same(saved_in: str, folder: epath.Path) -> bool:
     """Whether a recorded folder, which is empty in records of earlier releases, is this one."""
-    return not saved_in or _whole(saved_in) == _whole(os.fspath(folder))
+    return not saved_in or _real_path(saved_in) == _real_path(os.fspath(folder))
 
 
-def _whole(path: str) -> str:
+def _real_path(path: str) -> str:
     if not in_bucket(path):
         return os.path.realpath(path)
     bucket, _, rest = path.partition("://")
@@ -98,10 +100,10 @@ def _whole(path: str) -> str:
 def _setting(saved_in: str, run_dir: epath.PathLike) -> str:
     """Return the value of `checkpoint.dir` that leads to a recorded folder."""
     home = os.path.dirname(saved_in.rstrip("/"))
-    return "''" if _whole(home) == _whole(os.fspath(run_dir)) else os.path.dirname(home)
+    return "''" if _real_path(home) == _real_path(os.fspath(run_dir)) else os.path.dirname(home)
 
 
-def _lost(
+def _lost_checkpoints_error(
     run_dir: epath.PathLike, folder: epath.Path, what: str, rule: str, action: str = ""
 ) -> StorageError:
     action = action or "Bring it back, or mount what holds it."

@@ -29,8 +29,8 @@ from etils import epath
 from maxpipe.config.load import load
 from maxpipe.config.schema import CheckpointConfig, RunConfig
 from maxpipe.config.shipped import CONFIG_FILE
-from maxpipe.errors import ConfigError, MaxpipeError, StorageError, causes
-from maxpipe.io.files import Unfit, full, opened, scheme, store
+from maxpipe.errors import ConfigError, MaxpipeError, StorageError, exception_chain
+from maxpipe.io.files import UnsafeFileError, expand_path, gcs_filesystem, open_regular, url_scheme
 
 T = TypeVar("T")
 
@@ -49,7 +49,7 @@ _OUTAGE = re.compile(
 )
 
 
-class Damaged(Exception):
+class DamagedError(Exception):
     """The content on disk is not what was saved; the text is file or array, and reason."""
 
 
@@ -64,9 +64,13 @@ def outage(error: BaseException) -> OSError | None:
     """The failure of the storage that an error of reading stands for, a new one that may be raised
     from it; None of any other.
     """
-    for cause in causes(error):
+    for cause in exception_chain(error):
         if isinstance(cause, OSError):
-            return None if isinstance(cause, Unfit) or cause.errno in _DAMAGE else copy(cause)
+            return (
+                None
+                if isinstance(cause, UnsafeFileError) or cause.errno in _DAMAGE
+                else copy(cause)
+            )
         words = str(cause)
         if found := _SYSTEM_CALL.search(words):
             number = int(found[1])
@@ -76,7 +80,7 @@ def outage(error: BaseException) -> OSError | None:
     return None
 
 
-def retried(call: Callable[[], T]) -> T:
+def call_with_retries(call: Callable[[], T]) -> T:
     """The result of the call, which is retried a few times while the storage fails.
 
     Raises:
@@ -93,7 +97,7 @@ def retried(call: Callable[[], T]) -> T:
     return call()
 
 
-FOLDER = "checkpoints"
+CHECKPOINTS_FOLDER = "checkpoints"
 """Name of the folder inside a run's folder, or inside its home in `checkpoint.dir`."""
 
 _BUCKET = "gs://"
@@ -102,43 +106,45 @@ _OPEN_FILES = "/proc/self/fd"
 
 def run_folder(config: RunConfig) -> Path:
     """The folder of what a run writes, except checkpoints with a folder of their own."""
-    return full(config.dir, "run.dir") / config.name
+    return expand_path(config.dir, "run.dir") / config.name
 
 
-def home(run_dir: epath.PathLike, config: CheckpointConfig) -> str:
+def checkpoint_home(run_dir: epath.PathLike, config: CheckpointConfig) -> str:
     """The parent of the folder of a run's checkpoints, with this config."""
     if not config.dir:
         return os.fspath(run_dir)
-    above = config.dir if in_bucket(config.dir) else full(config.dir, "checkpoint.dir")
+    above = config.dir if in_bucket(config.dir) else expand_path(config.dir, "checkpoint.dir")
     return os.path.join(above, os.path.basename(run_dir))
 
 
-def home_of(run_dir: epath.PathLike, where: str = "path") -> str:
+def find_checkpoint_home(run_dir: epath.PathLike, where: str = "path") -> str:
     """The same for an existing run, by its config.yml. `where` names what gave the folder.
 
     Raises:
         ConfigError: that cannot be read, and the run's folder holds no checkpoints itself.
     """
     path = os.fspath(run_dir)
-    if in_bucket(path) or not os.path.exists(file := full(path, where) / CONFIG_FILE):
+    if in_bucket(path) or not os.path.exists(file := expand_path(path, where) / CONFIG_FILE):
         return path
     try:
         config = load([str(file)]).config
     except ConfigError:
-        if (file.parent / FOLDER).is_dir():
+        if (file.parent / CHECKPOINTS_FOLDER).is_dir():
             return path
         raise
     if not config.checkpoint.dir:
         return path
-    return home(config.run.name, config.checkpoint)  # the folder may be a copy, or renamed
+    return checkpoint_home(
+        config.run.name, config.checkpoint
+    )  # the folder may be a copy, or renamed
 
 
 def in_bucket(path: epath.PathLike) -> bool:
     """Whether a path is in a bucket, not in a file system."""
-    return scheme(path) != ""
+    return url_scheme(path) != ""
 
 
-def located(path: epath.PathLike) -> epath.Path:
+def to_epath(path: epath.PathLike) -> epath.Path:
     """The path for epath, absolute.
 
     Raises:
@@ -146,12 +152,12 @@ def located(path: epath.PathLike) -> epath.Path:
         StorageError: what reaches buckets is not installed.
     """
     if not in_bucket(path):
-        return epath.Path("/") / full(os.fspath(path)).absolute()
+        return epath.Path("/") / expand_path(os.fspath(path)).absolute()
     if not os.fspath(path).startswith(_BUCKET):
         rule = "must be a folder, or a path in a bucket of Google Cloud Storage."
         raise ConfigError.one(os.fspath(path), None, rule, "Give gs://BUCKET/PATH or a folder.")
     try:
-        store()
+        gcs_filesystem()
     except ImportError as error:
         raise StorageError(
             f"{path}: cannot be reached\n"
@@ -162,7 +168,7 @@ def located(path: epath.PathLike) -> epath.Path:
 
 
 @contextlib.contextmanager
-def reaching(path: epath.PathLike) -> Iterator[None]:
+def translate_bucket_errors(path: epath.PathLike) -> Iterator[None]:
     """Turns any error of a bucket inside into an OSError, as for a disk."""
     try:
         yield
@@ -175,14 +181,14 @@ def reaching(path: epath.PathLike) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def reading(path: epath.PathLike) -> Iterator[None]:
+def translate_read_errors(path: epath.PathLike) -> Iterator[None]:
     """An object is whole or missing: other failures to read one say nothing about it.
 
     Raises:
         StorageError: of a bucket. A disk's OSError stays what it is.
     """
     try:
-        with reaching(path):
+        with translate_bucket_errors(path):
             yield
     except FileNotFoundError:
         raise
@@ -191,7 +197,7 @@ def reading(path: epath.PathLike) -> Iterator[None]:
             raise
         raise StorageError(
             f"{path}: cannot be read\n"
-            f"  {first_line(error)}.\n"
+            f"  {root_cause_text(error)}.\n"
             "  Look after this machine's network and its account's rights, then start again."
         ) from error
 
@@ -202,10 +208,10 @@ def create(path: epath.PathLike, text: str) -> None:
     Raises:
         FileExistsError: it is there.
     """
-    store().pipe_file(os.fspath(path), text.encode(), mode="create")
+    gcs_filesystem().pipe_file(os.fspath(path), text.encode(), mode="create")
 
 
-class Pinned:
+class PinnedFolder:
     """A folder that is kept open: `path` refers to that folder wherever it is moved, and
     to nothing once it is deleted. By its name, the writer of arrays would create it again.
 
@@ -224,7 +230,7 @@ class Pinned:
 
     def named(self, error: BaseException) -> BaseException:
         """The error, which speaks of the folder's name."""
-        for cause in causes(error):
+        for cause in exception_chain(error):
             cause.args = tuple(self._by_name(each) for each in cause.args)
             if isinstance(cause, OSError) and cause.filename is not None:
                 cause.filename = self._by_name(cause.filename)
@@ -240,13 +246,13 @@ class Pinned:
             os.close(self._open)
 
 
-def try_out(folder: epath.Path) -> None:
+def probe_writable(folder: epath.Path) -> None:
     """Write a file there and delete it. A missing folder is made.
 
     Raises:
         OSError: that is not possible.
     """
-    with reaching(folder):
+    with translate_bucket_errors(folder):
         if in_bucket(folder):
             probe = folder / f"{secrets.token_hex(8)}.probe"
             probe.write_text("checks whether this can be written")
@@ -263,10 +269,10 @@ def exists(path: epath.Path) -> bool:
         OSError: that is unknown.
     """
     if not in_bucket(path):
-        return retried(lambda: _stat(path)) is not None
-    with reading(path):
+        return call_with_retries(lambda: _stat(path)) is not None
+    with translate_read_errors(path):
         try:
-            store().info(os.fspath(path))
+            gcs_filesystem().info(os.fspath(path))
         except FileNotFoundError:
             return False
     return True
@@ -280,13 +286,13 @@ def entries(folder: epath.Path) -> list[epath.Path]:
     """
     if not in_bucket(folder):
         try:
-            names = retried(lambda: os.listdir(folder))
+            names = call_with_retries(lambda: os.listdir(folder))
         except (FileNotFoundError, NotADirectoryError):
             return []
         return [folder / name for name in sorted(names)]
-    with reading(folder):
+    with translate_read_errors(folder):
         try:
-            names = store().ls(os.fspath(folder), detail=False)
+            names = gcs_filesystem().ls(os.fspath(folder), detail=False)
         except FileNotFoundError:
             return []
     return [folder / os.path.basename(name) for name in names]
@@ -300,7 +306,7 @@ def open_file(path: epath.Path) -> BufferedIOBase:
     """
     if in_bucket(path):
         return cast(BufferedIOBase, path.open("rb"))
-    return os.fdopen(opened(path), "rb")
+    return os.fdopen(open_regular(path), "rb")
 
 
 def read(path: epath.Path, most: int) -> bytes:
@@ -309,20 +315,20 @@ def read(path: epath.Path, most: int) -> bytes:
     Raises:
         OSError: it cannot be read, or is larger.
     """
-    with reading(path), open_file(path) as file:
+    with translate_read_errors(path), open_file(path) as file:
         large = not in_bucket(path) and os.fstat(file.fileno()).st_size > most
         content = b"" if large else file.read(most + 1)
     if large or len(content) > most:
-        raise Unfit(errno.EFBIG, f"it is larger than {most} bytes", os.fspath(path))
+        raise UnsafeFileError(errno.EFBIG, f"it is larger than {most} bytes", os.fspath(path))
     return content
 
 
 def files(folder: epath.Path) -> dict[str, int]:
     """Names below `folder` of all files, and their bytes."""
     if not in_bucket(folder):
-        return retried(lambda: dict(_walk(folder)))
-    with reading(folder):
-        found = store().find(os.fspath(folder), detail=True)
+        return call_with_retries(lambda: dict(_walk(folder)))
+    with translate_read_errors(folder):
+        found = gcs_filesystem().find(os.fspath(folder), detail=True)
     begin = len(os.fspath(folder)) - len(_BUCKET) + 1
     return {name[begin:]: info["size"] for name, info in found.items() if name[-1] != "/"}
 
@@ -385,9 +391,9 @@ def _lost_link(path: epath.PathLike) -> str:
     return ""
 
 
-def first_line(error: BaseException) -> str:
+def root_cause_text(error: BaseException) -> str:
     """The first cause: orbax wraps it in its own messages."""
-    *_, error = causes(error)
+    *_, error = exception_chain(error)
     if isinstance(error, FileExistsError) and (link := _lost_link(error.filename or "")):
         return f"{link} is a link to {os.readlink(link)}, which does not exist"
     if isinstance(error, OSError) and error.strerror:

@@ -35,12 +35,22 @@ import tensorstore
 from orbax.checkpoint import future
 
 from maxpipe.checkpoint import copies, manifest
-from maxpipe.checkpoint.contents import FACTS, STATE, NotSaved, seal
-from maxpipe.checkpoint.copies import named
-from maxpipe.checkpoint.digests import Sum
-from maxpipe.checkpoint.folder import Facts, Folder
-from maxpipe.checkpoint.storage import Pinned, exists, first_line, reaching
-from maxpipe.errors import NumbersError, StorageError
+from maxpipe.checkpoint.contents import (
+    METADATA_ITEM,
+    STATE_ITEM,
+    SaveVerificationError,
+    verify_and_write_manifest,
+)
+from maxpipe.checkpoint.copies import leaves_by_name
+from maxpipe.checkpoint.digests import ArrayDigest
+from maxpipe.checkpoint.folder import CheckpointFolder, CheckpointMetadata
+from maxpipe.checkpoint.storage import (
+    PinnedFolder,
+    exists,
+    root_cause_text,
+    translate_bucket_errors,
+)
+from maxpipe.errors import DivergenceError, StorageError
 
 Region = tuple[slice, ...]
 
@@ -54,7 +64,7 @@ NUM_THREADS = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Slabs:
+class LazySlabArray:
     """An array. `read` gives a region of it, and is called by several threads at once."""
 
     shape: tuple[int, ...]
@@ -70,7 +80,10 @@ class Slabs:
 
 
 def save(
-    folder: Folder, facts: Facts, state: Tree, written: Callable[[int], None] = lambda count: None
+    folder: CheckpointFolder,
+    facts: CheckpointMetadata,
+    state: Tree,
+    written: Callable[[int], None] = lambda count: None,
 ) -> None:
     """Writes a step whose state is a tree of `Slabs`, as one process, and its manifest.
 
@@ -82,31 +95,31 @@ def save(
         OSError: it cannot be written.
         Exception: one of `Slabs.read`.
     """
-    needed = sum(one.nbytes for one in named(state).values())
+    needed = sum(one.nbytes for one in leaves_by_name(state).values())
     if (free := folder.free_bytes()) is not None and free < needed:
         words = f"it needs {needed:,} bytes and {free:,} are free"
         raise OSError(errno.ENOSPC, words)
-    ignore_orphans()
+    ignore_orphaned_errors()
     handler = _Handler(written)
     content = facts.to_json()
     checkpointer = ocp.Checkpointer(
         ocp.CompositeCheckpointHandler(
             **{
-                STATE: ocp.PyTreeCheckpointHandler(
+                STATE_ITEM: ocp.PyTreeCheckpointHandler(
                     type_handler_registry=ocp.type_handlers.create_type_handler_registry(
-                        (Slabs, handler)
+                        (LazySlabArray, handler)
                     )
                 ),
-                FACTS: ocp.JsonCheckpointHandler(),
-                copies.ITEM: copies.Handler(),
+                METADATA_ITEM: ocp.JsonCheckpointHandler(),
+                copies.DIGEST_ITEM: copies.DigestHandler(),
             }
         )
     )
     items = ocp.args.Composite(
         **{
-            STATE: ocp.args.PyTreeSave(state),
-            FACTS: ocp.args.JsonSave(content),
-            copies.ITEM: copies.Save(facts.step, content, handler.sums),
+            STATE_ITEM: ocp.args.PyTreeSave(state),
+            METADATA_ITEM: ocp.args.JsonSave(content),
+            copies.DIGEST_ITEM: copies.DigestSaveArgs(facts.step, content, handler.sums),
         }
     )
     try:
@@ -116,11 +129,11 @@ def save(
         if handler.error is not None:
             raise handler.error from None
         if isinstance(error, Exception):
-            raise OSError(first_line(error)) from error
+            raise OSError(root_cause_text(error)) from error
         raise
     finally:
         checkpointer.close()
-    seal(folder / facts.step, facts.step, handler.ahead)
+    verify_and_write_manifest(folder / facts.step, facts.step, handler.ahead)
 
 
 class _Handler(ocp.type_handlers.TypeHandler):
@@ -128,18 +141,18 @@ class _Handler(ocp.type_handlers.TypeHandler):
 
     def __init__(self, written: Callable[[int], None]):
         self._written = written
-        self._sums: Future[dict[str, Sum] | None] = Future()
+        self._sums: Future[dict[str, ArrayDigest] | None] = Future()
         self._turn, self._begun, self._stopped = threading.Lock(), False, False
         self.error: BaseException | None = None
         """Of `Slabs.read`, as it was raised."""
-        self.ahead: dict[str, manifest.File] = {}
+        self.ahead: dict[str, manifest.ManifestFile] = {}
         """Digests of files, by their names in the step's folder."""
 
     def typestr(self) -> str:
         """As arrays of numpy are called."""
         return "np.ndarray"
 
-    def sums(self) -> dict[str, Sum] | None:
+    def sums(self) -> dict[str, ArrayDigest] | None:
         """The digests of what was read, when all is written; None if it was not."""
         return self._sums.result()
 
@@ -161,20 +174,22 @@ class _Handler(ocp.type_handlers.TypeHandler):
         writing = self._write(values, infos)
         return [future.CommitFutureAwaitingContractedSignals(writing, name="slabs")]
 
-    async def _write(self, values: Sequence[Slabs], infos: Sequence[Any]) -> None:
+    async def _write(self, values: Sequence[LazySlabArray], infos: Sequence[Any]) -> None:
         sums, lock, found = {}, threading.Lock(), None
         try:
             arrays = {
-                info.name: (one, _created(one, info))
+                info.name: (one, _create_array(one, info))
                 for one, info in zip(values, infos, strict=True)
             }
-            sums = {name: Sum(str(one.dtype), one.shape) for name, (one, _) in arrays.items()}
+            sums = {
+                name: ArrayDigest(str(one.dtype), one.shape) for name, (one, _) in arrays.items()
+            }
 
             def put(task: tuple[str, Region]) -> None:
                 name, region = task
                 one, target = arrays[name]
                 values = self._read(one, region)
-                part = Sum(str(one.dtype), one.shape)
+                part = ArrayDigest(str(one.dtype), one.shape)
                 part.add(values, [each.start for each in region])
                 with lock:
                     sums[name].join(part)
@@ -189,17 +204,17 @@ class _Handler(ocp.type_handlers.TypeHandler):
                 for name, (one, _) in arrays.items()
                 for region in regions(one.shape, one.slab)
             )
-            with manifest.Ahead(infos[0].parent_dir / _DATA) as ahead:
-                each(put, itertools.takewhile(lambda _: not self._stopped, tasks))
+            with manifest.BackgroundDigester(infos[0].parent_dir / _DATA) as ahead:
+                run_in_threads(put, itertools.takewhile(lambda _: not self._stopped, tasks))
                 if self._stopped:
                     raise InterruptedError(errno.EINTR, os.strerror(errno.EINTR))
                 files = ahead.listed()
-            self.ahead = {f"{STATE}/{_DATA}/{name}": one for name, one in files.items()}
+            self.ahead = {f"{STATE_ITEM}/{_DATA}/{name}": one for name, one in files.items()}
             found = sums
         finally:
             self._sums.set_result(found)
 
-    def _read(self, one: Slabs, region: Region) -> np.ndarray:
+    def _read(self, one: LazySlabArray, region: Region) -> np.ndarray:
         try:
             return one.read(region)
         except BaseException as error:
@@ -213,7 +228,7 @@ class _Handler(ocp.type_handlers.TypeHandler):
         raise NotImplementedError("they are read as arrays of numpy")
 
 
-def _created(one: Slabs, info: Any) -> Any:
+def _create_array(one: LazySlabArray, info: Any) -> Any:
     """The array's place, below which orbax expects that of process 0."""
     spec = ocp.type_handlers.get_json_tspec_write(
         info,
@@ -240,7 +255,7 @@ def regions(shape: Sequence[int], slab: Sequence[int]) -> Iterator[Region]:
         yield tuple(map(slice, start, ends))
 
 
-def each(work: Callable[[T], object], tasks: Iterable[T]) -> None:
+def run_in_threads(work: Callable[[T], object], tasks: Iterable[T]) -> None:
     """Calls it with each, in a few threads, which have ended when this returns or raises.
 
     Raises:
@@ -269,17 +284,17 @@ _LOG = logging.getLogger(__name__)
 _LIMIT_SECONDS = 3600
 _ATTEMPTS, _PAUSE_SECONDS = 5, 0.1
 
-_REPORTED_BY_US = ("exception was never retrieved", "Commit callback in background save thread")
-_REPORTED_BY_US += ("_SignalingThread.run() raised an exception",)
+_IGNORED_MESSAGES = ("exception was never retrieved", "Commit callback in background save thread")
+_IGNORED_MESSAGES += ("_SignalingThread.run() raised an exception",)
 # Of `maxpipe.checkpoint.writer`, which has none.
-_REPORTED_BY_US += ("No jax.Array in TypeHandlerRegistry",)
+_IGNORED_MESSAGES += ("No jax.Array in TypeHandlerRegistry",)
 
 
 @dataclass(slots=True)
-class Save:
+class SaveResult:
     """One save. The other fields are set when it is over; `error` is None if it succeeded."""
 
-    folder: Folder
+    folder: CheckpointFolder
     step: int
     blocking_seconds: float = 0.0
     seconds: float = 0.0
@@ -311,23 +326,25 @@ def _chunks(state: Tree) -> Tree:
     return jax.tree_util.tree_map_with_path(chunk, state)
 
 
-class Writer:
+class CheckpointWriter:
     """`then(save)` runs in the background after a save succeeded, on process 0.
 
     `check(folder)` raises StorageError when it is not the run's any more.
     """
 
-    def __init__(self, then: Callable[[Save], None], check: Callable[[Folder], None]):
-        ignore_orphans()
+    def __init__(
+        self, then: Callable[[SaveResult], None], check: Callable[[CheckpointFolder], None]
+    ):
+        ignore_orphaned_errors()
         self._then, self._check = then, check
         self._thread: threading.Thread | None = None
-        self._save: Save | None = None
+        self._save: SaveResult | None = None
         self._checkpointer = ocp.AsyncCheckpointer(
             ocp.CompositeCheckpointHandler(
                 **{
-                    STATE: ocp.StandardCheckpointHandler(),
-                    FACTS: ocp.JsonCheckpointHandler(),
-                    copies.ITEM: copies.Handler(),
+                    STATE_ITEM: ocp.StandardCheckpointHandler(),
+                    METADATA_ITEM: ocp.JsonCheckpointHandler(),
+                    copies.DIGEST_ITEM: copies.DigestHandler(),
                 }
             ),
             # In the background, a folder that cannot be made would be reported after minutes.
@@ -336,29 +353,29 @@ class Writer:
             ),
         )
 
-    def start(self, folder: Folder, state: Tree, facts: Facts) -> None:
+    def start(self, folder: CheckpointFolder, state: Tree, facts: CheckpointMetadata) -> None:
         """Start a save; the arrays may be changed as soon as this returns.
 
         `outcome` must have returned the one before. Fails as that does.
         """
         assert self._save is None
         begin = time.monotonic()
-        save, pinned = Save(folder, facts.step), None
-        copied: Future[copies.Copies | None] = Future()
+        save, pinned = SaveResult(folder, facts.step), None
+        copied: Future[copies.HostCopies | None] = Future()
         shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state)
         content = facts.to_json()
         items = ocp.args.Composite(
             **{
-                STATE: ocp.args.StandardSave(state, _chunks(state)),
-                FACTS: ocp.args.JsonSave(content),
-                copies.ITEM: copies.Save(
-                    facts.step, content, functools.partial(copies.awaited_sums, shapes, copied)
+                STATE_ITEM: ocp.args.StandardSave(state, _chunks(state)),
+                METADATA_ITEM: ocp.args.JsonSave(content),
+                copies.DIGEST_ITEM: copies.DigestSaveArgs(
+                    facts.step, content, functools.partial(copies.await_digests, shapes, copied)
                 ),
             }
         )
         try:
-            with reaching(folder.path), copies.tapped(state) as found:
-                pinned = Pinned(folder.path)
+            with translate_bucket_errors(folder.path), copies.capture_host_copies(state) as found:
+                pinned = PinnedFolder(folder.path)
                 self._checkpointer.save(pinned.path / str(facts.step), args=items)
             copied.set_result(found)
         except Exception as error:
@@ -371,20 +388,22 @@ class Writer:
         )
         self._thread.start()
 
-    def refuse(self, save: Save) -> None:
+    def refuse(self, save: SaveResult) -> None:
         """Make a save that never started the next outcome."""
         assert self._save is None
         self._save = save
 
-    def _finish(self, save: Save, begin: float, pinned: Pinned | None) -> None:
+    def _finish(self, save: SaveResult, begin: float, pinned: PinnedFolder | None) -> None:
         is_primary = jax.process_index() == 0
         try:
             if save.error is None:
-                with reaching(save.folder.path):
+                with translate_bucket_errors(save.folder.path):
                     self._checkpointer.wait_until_finished()
                     self._check(save.folder)  # the folder is used by its name from here on
                     if is_primary:
-                        save.num_bytes = seal(save.folder / save.step, save.step)
+                        save.num_bytes = verify_and_write_manifest(
+                            save.folder / save.step, save.step
+                        )
         except Exception as error:
             save.error = pinned.named(error) if pinned else error
         if pinned:
@@ -393,14 +412,14 @@ class Writer:
         if is_primary:
             self._tidy(save)
 
-    def _tidy(self, save: Save) -> None:
+    def _tidy(self, save: SaveResult) -> None:
         try:
             self._check(save.folder)
         except StorageError:  # reported elsewhere; the folder is left alone
             return
         for attempt in range(_ATTEMPTS):
             try:
-                with reaching(save.folder.path):
+                with translate_bucket_errors(save.folder.path):
                     if save.error is None:
                         self._then(save)
                     else:
@@ -408,15 +427,15 @@ class Writer:
                 return
             except (OSError, StorageError) as error:  # only costs space
                 if attempt == _ATTEMPTS - 1:
-                    reason = first_line(error)
+                    reason = root_cause_text(error)
                     _LOG.warning("%s: cannot be tidied up: %s", save.folder.path, reason)
                 # Writes that had started when another one failed go on for a moment.
                 time.sleep(_PAUSE_SECONDS)
 
-    def _take_back(self, save: Save) -> None:
+    def _take_back(self, save: SaveResult) -> None:
         """Delete what a failed save has left: unfinished files, or files that are wrong."""
         save.folder.clean()
-        is_wrong = isinstance(save.error, NotSaved | NumbersError)
+        is_wrong = isinstance(save.error, SaveVerificationError | DivergenceError)
         if is_wrong and exists(save.folder / save.step):
             save.folder.remove(save.step)
 
@@ -425,7 +444,7 @@ class Writer:
         """Whether a save is under way."""
         return self._thread is not None and self._thread.is_alive()
 
-    def outcome(self, *, wait: bool) -> Save | None:
+    def outcome(self, *, wait: bool) -> SaveResult | None:
         """The save that has ended since the last call; None if there is none."""
         if self._thread is not None:
             if self.busy and not wait:
@@ -444,7 +463,7 @@ class Writer:
 
 
 @functools.cache
-def ignore_orphans() -> None:
+def ignore_orphaned_errors() -> None:
     """Drop errors of reads and writes that were under way when orbax raised for another one.
 
     They end in a closed event loop, or are never waited for, and each would be a traceback.
@@ -459,7 +478,7 @@ def ignore_orphans() -> None:
 
     def is_wanted(record: logging.LogRecord) -> bool:
         message = record.getMessage()
-        return not any(words in message for words in _REPORTED_BY_US)
+        return not any(words in message for words in _IGNORED_MESSAGES)
 
     sys.unraisablehook = hook
     for name in ("asyncio", "absl"):

@@ -21,9 +21,9 @@ from maxpipe.commands.parser import RUN, Commands, add_address, port, write_file
 from maxpipe.config.shipped import TENSORBOARD_FOLDER
 from maxpipe.errors import ConfigError, ExitCode
 from maxpipe.io import redact
-from maxpipe.io.text import sentence
+from maxpipe.io.text import capitalize_first
 
-_LOOK_SECONDS = 2.0
+_POLL_SECONDS = 2.0
 
 
 def link(folder: Path, links: Path) -> int:
@@ -68,8 +68,8 @@ def _board(options: argparse.Namespace) -> int:
             print(f"no runs in {folder} yet: they will be shown once they are there")
         command = [sys.executable, "-m", "tensorboard.main", "--logdir", name]
         command += ["--port", str(options.port), "--host", options.host]
-        signal.signal(signal.SIGTERM, _leave)
-        with _started(command) as process:
+        signal.signal(signal.SIGTERM, _exit_on_signal)
+        with _start_tensorboard(command) as process:
             try:
                 code = _watch(process, folder, links)
             except KeyboardInterrupt:
@@ -82,7 +82,7 @@ def _board(options: argparse.Namespace) -> int:
     return ExitCode.DONE
 
 
-def _started(command: Sequence[str]) -> subprocess.Popen[bytes]:
+def _start_tensorboard(command: Sequence[str]) -> subprocess.Popen[bytes]:
     """A process that ignores Ctrl-C, since an ignored signal stays ignored at an exec.
 
     The terminal tells every process of its foreground; this one would print a traceback.
@@ -97,13 +97,13 @@ def _started(command: Sequence[str]) -> subprocess.Popen[bytes]:
 def _watch(process: subprocess.Popen[bytes], folder: Path, links: Path) -> int:
     while True:
         try:
-            return process.wait(_LOOK_SECONDS)
+            return process.wait(_POLL_SECONDS)
         except subprocess.TimeoutExpired:
             with contextlib.suppress(OSError):  # the folder may be moved meanwhile
                 link(folder, links)
 
 
-def _leave(*_: object) -> NoReturn:
+def _exit_on_signal(*_: object) -> NoReturn:
     raise SystemExit(128 + signal.SIGTERM)
 
 
@@ -131,7 +131,7 @@ def add(commands: Commands) -> None:
 
 
 def _curves(options: argparse.Namespace) -> int:
-    from maxpipe.checkpoint.address import whole_run
+    from maxpipe.checkpoint.address import parse_run_address
     from maxpipe.io import files
     from maxpipe.telemetry import curves
 
@@ -142,9 +142,9 @@ def _curves(options: argparse.Namespace) -> int:
         raise ConfigError.one("command line: --tags", options.tags, rule, "Take train/loss.")
     found = {}
     for given in options.run:
-        run_dir = whole_run(given).run_dir
+        run_dir = parse_run_address(given).run_dir
         found[Path(run_dir).absolute().name] = curves.read(run_dir, tags)
-    drawn = curves.picture(found)
+    drawn = curves.draw_curves(found)
     for option, kind, path in paths:
         if kind == ".png":
             write_file(path, option, drawn.png)
@@ -178,7 +178,7 @@ def add_curves(commands: Commands) -> None:
     parser = commands.add_parser(
         "curves",
         help=about,
-        description=f"{sentence(about)}, as SVG or PNG. Tags that end alike share a panel.",
+        description=f"{capitalize_first(about)}, as SVG or PNG. Tags that end alike share a panel.",
         epilog="example: maxpipe curves quickstart --tags train/loss,eval/loss --out loss.svg",
     )
     parser.add_argument(
@@ -202,7 +202,7 @@ def add_goodput(commands: Commands) -> None:
     parser = commands.add_parser(
         "goodput",
         help=about,
-        description=f"{sentence(about)}, over all its restarts, and where the rest went.",
+        description=f"{capitalize_first(about)}, over all its restarts, and where the rest went.",
         epilog="example: maxpipe goodput runs/quickstart",
     )
     add_address(parser, step=False)
@@ -211,14 +211,14 @@ def add_goodput(commands: Commands) -> None:
 
 
 def _goodput(options: argparse.Namespace) -> int:
-    from maxpipe.checkpoint.address import whole_run
+    from maxpipe.checkpoint.address import parse_run_address
     from maxpipe.telemetry import curves
 
-    found = curves.read_goodput(whole_run(options.run).run_dir)
+    found = curves.read_goodput(parse_run_address(options.run).run_dir)
     if options.json:
         import json
 
-        print(json.dumps(curves.facts(found), indent=2))
+        print(json.dumps(curves.goodput_to_dict(found), indent=2))
     else:
-        print(redact.shown(curves.page(found)))
+        print(redact.redact_for_terminal(curves.format_goodput(found)))
     return ExitCode.DONE

@@ -10,14 +10,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from maxpipe.commands.parser import Commands, add_address, integer, number, subcommands
-from maxpipe.commands.progress import say
+from maxpipe.commands.progress import print_line
 from maxpipe.config.shipped import CONFIG_FILE
 from maxpipe.errors import ConfigError, ExitCode, StorageError
-from maxpipe.io.files import full
-from maxpipe.io.text import sentence
+from maxpipe.io.files import expand_path
+from maxpipe.io.text import capitalize_first
 
 if TYPE_CHECKING:
-    from maxpipe.checkpoint.folder import Rules
+    from maxpipe.checkpoint.folder import RetentionRules
 
 DIFFERENT = 1
 """Exit code of `diff --exit-code`, as that of `config docs --check`."""
@@ -26,22 +26,22 @@ DIFFERENT = 1
 def _print(lines: Iterable[str]) -> int:
     remaining = iter(lines)
     while True:
-        with _explained():  # of the storage, not of the output
+        with _storage_errors():  # of the storage, not of the output
             line = next(remaining, None)
         if line is None:
             return ExitCode.DONE
-        say(line)
+        print_line(line)
 
 
 def _print_json(values: Callable[[], Mapping[str, Any]]) -> int:
-    with _explained():
+    with _storage_errors():
         found = values()
     print(json.dumps(found, indent=2))
     return ExitCode.DONE
 
 
 @contextlib.contextmanager
-def _explained() -> Iterator[None]:
+def _storage_errors() -> Iterator[None]:
     try:
         yield
     except OSError as error:
@@ -54,46 +54,46 @@ def _explained() -> Iterator[None]:
 
 def _list(options: argparse.Namespace) -> int:
     from maxpipe.checkpoint import inspect
-    from maxpipe.checkpoint.address import whole_run
+    from maxpipe.checkpoint.address import parse_run_address
 
-    _use_no_devices()
-    run = whole_run(options.run)
+    _use_cpu_only()
+    run = parse_run_address(options.run)
     if options.json:
-        return _print_json(lambda: inspect.listing(run, _rules(run.run_dir)))
-    return _print(inspect.listed(run, _rules(run.run_dir)))
+        return _print_json(lambda: inspect.list_checkpoints(run, _rules(run.run_dir)))
+    return _print(inspect.format_checkpoint_list(run, _rules(run.run_dir)))
 
 
 def _show(options: argparse.Namespace) -> int:
     from maxpipe.checkpoint import inspect
-    from maxpipe.checkpoint.address import parse
+    from maxpipe.checkpoint.address import parse_address
 
-    _use_no_devices()
-    return _print(inspect.shown(parse(options.checkpoint)))
+    _use_cpu_only()
+    return _print(inspect.describe_checkpoint(parse_address(options.checkpoint)))
 
 
 def _verify(options: argparse.Namespace) -> int:
     from maxpipe.checkpoint import inspect
-    from maxpipe.checkpoint.address import parse
+    from maxpipe.checkpoint.address import parse_address
 
-    _use_no_devices()
-    return _print(inspect.verified(parse(options.checkpoint)))
+    _use_cpu_only()
+    return _print(inspect.verify_checkpoints(parse_address(options.checkpoint)))
 
 
 def _best(options: argparse.Namespace) -> int:
     from maxpipe.checkpoint import inspect
-    from maxpipe.checkpoint.address import whole_run
-    from maxpipe.checkpoint.folder import Better
+    from maxpipe.checkpoint.address import parse_run_address
+    from maxpipe.checkpoint.folder import BestMetric
 
-    _use_no_devices()
-    run, better = whole_run(options.run), None
+    _use_cpu_only()
+    run, better = parse_run_address(options.run), None
     if options.metric is not None:
-        better = Better(options.metric, options.largest)
+        better = BestMetric(options.metric, options.largest)
     elif options.largest:
         rule = "goes with --metric: a run knows of its own metric which value is the best."
         raise ConfigError.one("command line: --largest", None, rule, "Leave --largest out.")
 
     def found() -> dict[str, Any]:
-        address, step, metric, value = inspect.best_of(run, better)
+        address, step, metric, value = inspect.find_best_checkpoint(run, better)
         return {"checkpoint": address, "step": step, "metric": metric, "value": value}
 
     if options.json:
@@ -103,23 +103,23 @@ def _best(options: argparse.Namespace) -> int:
 
 def _delete(options: argparse.Namespace) -> int:
     from maxpipe.checkpoint import inspect
-    from maxpipe.checkpoint.address import parse
+    from maxpipe.checkpoint.address import parse_address
 
-    _use_no_devices()
-    lines = inspect.deleted(
-        parse(options.checkpoint), force=options.force, elsewhere=options.elsewhere
+    _use_cpu_only()
+    lines = inspect.delete_checkpoint(
+        parse_address(options.checkpoint), force=options.force, elsewhere=options.elsewhere
     )
     return _print(lines)
 
 
 def _prune(options: argparse.Namespace) -> int:
     from maxpipe.checkpoint import inspect
-    from maxpipe.checkpoint.address import whole_run
-    from maxpipe.checkpoint.folder import Rules
+    from maxpipe.checkpoint.address import parse_run_address
+    from maxpipe.checkpoint.folder import RetentionRules
 
-    _use_no_devices()
-    run_dir = whole_run(options.run).run_dir
-    given = {name: getattr(options, name) for name in Rules.__slots__ if name != "better"}
+    _use_cpu_only()
+    run_dir = parse_run_address(options.run).run_dir
+    given = {name: getattr(options, name) for name in RetentionRules.__slots__ if name != "better"}
     for name, value in given.items():
         if value is not None and not value >= 0:
             option = "--keep" if name == "newest" else f"--keep-{name.replace('_', '-')}"
@@ -129,8 +129,8 @@ def _prune(options: argparse.Namespace) -> int:
     if any(value is not None for value in given.values()):
         if given["newest"] is None:
             given["newest"] = 1
-        better = inspect.compared_by(run_dir)
-        rules = Rules(**{name: value or 0 for name, value in given.items()}, better=better)
+        better = inspect.best_metric_of_run(run_dir)
+        rules = RetentionRules(**{name: value or 0 for name, value in given.items()}, better=better)
     else:
         rules = _rules(run_dir)
     if rules is None:
@@ -140,38 +140,42 @@ def _prune(options: argparse.Namespace) -> int:
             "cannot be used, and it has the rules.",
             "Give the rules: --keep 3, for instance.",
         )
-    lines = inspect.pruned(run_dir, rules, dry_run=options.dry_run, elsewhere=options.elsewhere)
+    lines = inspect.prune_checkpoints(
+        run_dir, rules, dry_run=options.dry_run, elsewhere=options.elsewhere
+    )
     return _print(lines)
 
 
 def _diff(options: argparse.Namespace) -> int:
     from maxpipe.checkpoint import inspect
-    from maxpipe.checkpoint.address import parse
+    from maxpipe.checkpoint.address import parse_address
 
-    _use_no_devices()
-    with _explained():
-        lines = inspect.compared(parse(options.first), parse(options.second))
+    _use_cpu_only()
+    with _storage_errors():
+        lines = inspect.diff_checkpoints(
+            parse_address(options.first), parse_address(options.second)
+        )
     _print(lines or ["same"])
     return DIFFERENT if lines and options.exit_code else ExitCode.DONE
 
 
-def _use_no_devices() -> None:
+def _use_cpu_only() -> None:
     from maxpipe.distributed import runtime
 
-    runtime.use_no_devices()
+    runtime.use_cpu_only()
 
 
-def _rules(run_dir: str) -> Rules | None:
+def _rules(run_dir: str) -> RetentionRules | None:
     """Those of the run's own config, if it can be read. A bucket holds none."""
-    from maxpipe.checkpoint.folder import Rules
+    from maxpipe.checkpoint.folder import RetentionRules
     from maxpipe.checkpoint.storage import in_bucket
     from maxpipe.config.load import load
 
     if in_bucket(run_dir):
         return None
-    path = full(run_dir) / CONFIG_FILE
+    path = expand_path(run_dir) / CONFIG_FILE
     try:
-        return Rules.of(load([str(path)]).config.checkpoint)
+        return RetentionRules.of(load([str(path)]).config.checkpoint)
     except ConfigError:
         return None
 
@@ -182,7 +186,7 @@ def add(commands: Commands) -> None:
     parser = commands.add_parser(
         "checkpoints",
         help=about,
-        description=f"{sentence(about)}. A run is named by its\n"
+        description=f"{capitalize_first(about)}. A run is named by its\n"
         "folder, by its name below runs/, or by gs://BUCKET/PATH; one of its checkpoints by\n"
         "RUN@STEP, RUN@newest, RUN@best (its checkpoint.best_metric), or the path to its folder.",
     )

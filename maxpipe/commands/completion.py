@@ -20,7 +20,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from maxpipe.commands.parser import CHECKPOINT, OF_DATA, OF_RUN, RUN, STEP, Commands, Parser
+from maxpipe.commands.parser import (
+    CHECKPOINT,
+    DATA_PREFIX,
+    RUN,
+    RUN_OR_FILE,
+    STEP,
+    Commands,
+    Parser,
+)
 from maxpipe.config import shipped
 from maxpipe.errors import ExitCode
 
@@ -43,7 +51,7 @@ class Word:
 
 
 @dataclass(slots=True)
-class Line:
+class CommandLine:
     """A line up to the cursor."""
 
     line: str
@@ -65,7 +73,7 @@ class Line:
         return ("~" if is_home else "") + "".join(map(_escaped, rest[is_home:]))
 
 
-def read(line: str) -> Line:
+def read(line: str) -> CommandLine:
     """The words of a simple command; the last one is empty after a space. Nothing is expanded."""
     words: list[Word] = []
     quotes: list[str] = []
@@ -83,7 +91,7 @@ def read(line: str) -> Line:
             words[-1].ends += [after] * len(text)
             quotes += [before] * (after - position)
         position = after
-    return Line(line, words if inside else [*words, Word()], [*quotes, quote])
+    return CommandLine(line, words if inside else [*words, Word()], [*quotes, quote])
 
 
 def _next(line: str, position: int, quote: str) -> tuple[str, str, int]:
@@ -102,12 +110,12 @@ def _next(line: str, position: int, quote: str) -> tuple[str, str, int]:
     elif quote == _DOUBLE and character == "\\" and (not follows or follows in '\\"$`\n'):
         return quote, follows.replace("\n", ""), after + len(follows)
     elif quote == _ANSI and character == "\\":
-        text, after = _of_ansi(line, after)
+        text, after = _decode_ansi_escape(line, after)
         return quote, text, after
     return quote, character, after
 
 
-def _of_ansi(line: str, position: int) -> tuple[str, int]:
+def _decode_ansi_escape(line: str, position: int) -> tuple[str, int]:
     """The text of an escape in `$'...'`, and where it ends. Bytes above 127 come one by one."""
     content, after = bytearray(), position
     while True:
@@ -155,7 +163,7 @@ def _is_shown(character: str) -> bool:
     return character.isprintable()
 
 
-ASK = "--answer"
+REQUEST_OPTION = "--answer"
 """Hidden option, by which a shell calls the command: `zsh WORD...` and `fish WORD...` with the
 words so far, without quotes, the one to complete last; `bash LINE TEXT` with the line up to the
 cursor, and the end of it that is replaced.
@@ -226,23 +234,23 @@ def candidates(parser: Parser, words: Sequence[str]) -> list[str]:
     command, arguments = _command(parser, before)
     choices = _choices(command)
     if choices:
-        return _beginning(current, (f"{name} " for name in choices))
+        return _filter_prefix(current, (f"{name} " for name in choices))
     option = _option(command, arguments[-1]) if arguments else None
     if option is not None and option.nargs != 0:
-        if known := option.choices or _named(option):
-            return _beginning(current, (f"{each} " for each in known))
+        if known := option.choices or _metavar_choices(option):
+            return _filter_prefix(current, (f"{each} " for each in known))
         return _paths(current, ())
     if current.startswith("-"):
         names = (name for each in command._actions for name in each.option_strings)
-        shown = (name for name in names if name.startswith("--") and name != ASK)
-        return _beginning(current, (f"{name} " for name in shown))
+        shown = (name for name in names if name.startswith("--") and name != REQUEST_OPTION)
+        return _filter_prefix(current, (f"{name} " for name in shown))
     found: list[str] = []
     for each in _expected(command, arguments):
         found += _values(each, current)
     return sorted(set(found))
 
 
-def _answers(parser: Parser, shell: str, words: Sequence[str]) -> list[str]:
+def _shell_replies(parser: Parser, shell: str, words: Sequence[str]) -> list[str]:
     """What a shell inserts, or in its way: see `ASK`."""
     if shell != "bash":
         found = candidates(parser, words)
@@ -283,7 +291,7 @@ def _option(parser: argparse.ArgumentParser, word: str) -> argparse.Action | Non
     return parser._option_string_actions.get(word)
 
 
-def _named(option: argparse.Action) -> list[str]:
+def _metavar_choices(option: argparse.Action) -> list[str]:
     """The words that help shows in place of a value, `one|two|NAME`, but for names."""
     words = str(option.metavar or "").split("|")
     return [each for each in words if each.islower()] if len(words) > 1 else []
@@ -313,26 +321,26 @@ def _values(action: argparse.Action, current: str) -> list[str]:
     """Completions of an argument, by its metavar."""
     shown = str(action.metavar or "")
     if action.choices:
-        return _beginning(current, (f"{each} " for each in action.choices))
+        return _filter_prefix(current, (f"{each} " for each in action.choices))
     if shown in (RUN, CHECKPOINT, STEP):
         return _runs(current, with_step=shown != RUN)
     if shown == "KEY":
         from maxpipe.config.keys import KEYS, SECTIONS
 
-        return _beginning(current, (f"{each} " for each in (*SECTIONS, *KEYS)))
+        return _filter_prefix(current, (f"{each} " for each in (*SECTIONS, *KEYS)))
     if shown == "NAME":
-        return _beginning(current, _shipped())
-    if shown == OF_RUN or shown.endswith("section.key=value"):
+        return _filter_prefix(current, _bundled_names())
+    if shown == RUN_OR_FILE or shown.endswith("section.key=value"):
         # Data files, which have any name, are accepted in place of a config.
-        endings = () if shown.startswith(OF_DATA) else _FILES
-        shown = shown.removeprefix(OF_DATA)
-        keys = [] if shown == OF_RUN else _assignments(current)
-        runs = _runs(current, with_step=False) if shown.startswith(OF_RUN) else []
-        return [*keys, *runs, *_beginning(current, _shipped()), *_paths(current, endings)]
+        endings = () if shown.startswith(DATA_PREFIX) else _FILES
+        shown = shown.removeprefix(DATA_PREFIX)
+        keys = [] if shown == RUN_OR_FILE else _assignments(current)
+        runs = _runs(current, with_step=False) if shown.startswith(RUN_OR_FILE) else []
+        return [*keys, *runs, *_filter_prefix(current, _bundled_names()), *_paths(current, endings)]
     return _paths(current, ())
 
 
-def _shipped() -> Iterator[str]:
+def _bundled_names() -> Iterator[str]:
     return (f"{name} " for name in shipped.configs())
 
 
@@ -343,13 +351,13 @@ def _assignments(current: str) -> list[str]:
     key, sign, value = current.partition("=")
     if not sign:
         if "." not in current:
-            return _beginning(current, (f"{each}." for each in SECTIONS if "." not in each))
-        return _beginning(current, (f"{name}=" for name in KEYS))
+            return _filter_prefix(current, (f"{each}." for each in SECTIONS if "." not in each))
+        return _filter_prefix(current, (f"{name}=" for name in KEYS))
     hint = KEYS.get(key)
     if hint is bool:
-        return _beginning(current, (f"{key}={word} " for word in ("true", "false")))
+        return _filter_prefix(current, (f"{key}={word} " for word in ("true", "false")))
     if typing.get_origin(hint) is typing.Literal:
-        return _beginning(current, (f"{key}={word} " for word in typing.get_args(hint)))
+        return _filter_prefix(current, (f"{key}={word} " for word in typing.get_args(hint)))
     if key == "checkpoint.restore_from":
         if value.startswith("hf:"):
             folders = _paths(value.removeprefix("hf:"), (), folders=True)
@@ -371,21 +379,21 @@ def _runs(current: str, *, with_step: bool) -> list[str]:
         folders = [Path(run), below / run] if "/" not in run else [Path(run)]
         steps = [name for each in folders for name in _numbers(each / "checkpoints")]
         numbered = (f"{run}@{each} " for each in ("newest", "best", *steps))
-        found = _beginning(current, numbered) if any(map(os.path.isdir, folders)) else []
-    names = [name for name in _numbers_or_names(below) if name[0] not in "-~"]  # by path only
+        found = _filter_prefix(current, numbered) if any(map(os.path.isdir, folders)) else []
+    names = [name for name in _visible_folders(below) if name[0] not in "-~"]  # by path only
     return [
         *found,
-        *_beginning(current, (f"{name} " for name in names)),
+        *_filter_prefix(current, (f"{name} " for name in names)),
         *_paths(current, (), folders=True),
     ]
 
 
 def _numbers(folder: Path) -> list[str]:
-    found = (name for name in _numbers_or_names(folder) if name.isascii() and name.isdigit())
+    found = (name for name in _visible_folders(folder) if name.isascii() and name.isdigit())
     return sorted(found, key=int)[-_MOST_STEPS:]
 
 
-def _numbers_or_names(folder: Path) -> list[str]:
+def _visible_folders(folder: Path) -> list[str]:
     """Names of the folders in one, but for hidden ones."""
     try:
         with os.scandir(folder) as entries:
@@ -412,7 +420,7 @@ def _paths(current: str, suffixes: tuple[str, ...], *, folders: bool = False) ->
     return found
 
 
-def _beginning(current: str, words: typing.Iterable[str]) -> list[str]:
+def _filter_prefix(current: str, words: typing.Iterable[str]) -> list[str]:
     return [word for word in words if word.startswith(current)]
 
 
@@ -422,7 +430,7 @@ def add(commands: Commands, root: Parser) -> None:
     def command(options: argparse.Namespace) -> int:
         if options.answer:
             shell, *words = options.answer
-            for each in _answers(root, shell, words):
+            for each in _shell_replies(root, shell, words):
                 sys.stdout.buffer.write(os.fsencode(each) + b"\0")
         elif options.shell is None:
             parser.error("the following arguments are required: SHELL")
@@ -439,5 +447,5 @@ def add(commands: Commands, root: Parser) -> None:
         "fish: maxpipe completion fish > ~/.config/fish/completions/maxpipe.fish",
     )
     parser.add_argument("shell", nargs="?", choices=tuple(_SCRIPTS), metavar="SHELL")
-    parser.add_argument(ASK, nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    parser.add_argument(REQUEST_OPTION, nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     parser.set_defaults(command=command)

@@ -16,8 +16,8 @@ from maxpipe.commands.parser import Commands, add_inputs, read_config, subcomman
 from maxpipe.config import shipped
 from maxpipe.errors import ConfigError, ExitCode, StorageError
 from maxpipe.io import redact
-from maxpipe.io.files import full
-from maxpipe.io.text import sentence
+from maxpipe.io.files import expand_path
+from maxpipe.io.text import capitalize_first
 
 _DOCS_FILE = Path("docs/config.md")
 
@@ -25,7 +25,7 @@ _DOCS_FILE = Path("docs/config.md")
 def _config_print(options: argparse.Namespace) -> int:
     from maxpipe.config import render
 
-    loaded = redact.within(read_config(options.inputs))
+    loaded = redact.redact_value(read_config(options.inputs))
     print(render.print_config(loaded, origin=options.origin), end="")
     return ExitCode.DONE
 
@@ -73,7 +73,7 @@ def _config_docs(options: argparse.Namespace) -> int:
 def add(commands: Commands) -> None:
     """Adds the command."""
     about = "print, explain and document config values"
-    parser = commands.add_parser("config", help=about, description=f"{sentence(about)}.")
+    parser = commands.add_parser("config", help=about, description=f"{capitalize_first(about)}.")
     actions = subcommands(parser)
 
     show = actions.add_parser(
@@ -122,12 +122,12 @@ def _list(options: argparse.Namespace) -> int:
 
 
 def _show(options: argparse.Namespace) -> int:
-    print(_named(options.name).text, end="")
+    print(_find_bundled(options.name).text, end="")
     return ExitCode.DONE
 
 
 def _copy(options: argparse.Namespace) -> int:
-    found = _named(options.name)
+    found = _find_bundled(options.name)
     path = _printable_path(options.file or f"{found.name}{shipped.SUFFIX}", "command line: FILE")
     if os.path.isdir(path):
         path /= f"{found.name}{shipped.SUFFIX}"
@@ -141,7 +141,7 @@ def _copy(options: argparse.Namespace) -> int:
 
 
 def _init(options: argparse.Namespace) -> int:
-    from maxpipe.config.first_run import text
+    from maxpipe.config.first_run import render_first_config
     from maxpipe.config.rules import folder_name
 
     folder = _printable_path(options.folder, "command line: DIR")
@@ -154,7 +154,7 @@ def _init(options: argparse.Namespace) -> int:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise _unwritable(folder, error) from error
-    _write(path, text(name, _train(path)), overwrite=False)
+    _write(path, render_first_config(name, _train(path)), overwrite=False)
     print(f"wrote {path}")
     print(f"check it: maxpipe doctor {shlex.quote(str(path))}")
     print(f"train it: {_train(path)}")
@@ -166,7 +166,7 @@ def _printable_path(given: str, where: str) -> Path:
     if not given or not given.isprintable():
         rule = "must be a path of characters that can be printed."
         raise ConfigError.one(where, ascii(given), rule, "Name another one.")
-    return full(given, where)
+    return expand_path(given, where)
 
 
 def _train(path: Path) -> str:
@@ -174,7 +174,7 @@ def _train(path: Path) -> str:
     return f"maxpipe train {shlex.quote(str(path))}"
 
 
-def _named(name: str) -> shipped.Shipped:
+def _find_bundled(name: str) -> shipped.BundledConfig:
     from maxpipe.config.rules import did_you_mean
 
     known = shipped.configs()
@@ -225,7 +225,7 @@ def add_configs(commands: Commands) -> None:
     parser = commands.add_parser(
         "configs",
         help=about,
-        description=f"{sentence(about)}: runs that train as they are, and\n"
+        description=f"{capitalize_first(about)}: runs that train as they are, and\n"
         "models. Every command that takes a config file takes their names, too.",
     )
     actions = subcommands(parser)

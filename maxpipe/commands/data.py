@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, Any
 from maxpipe.commands.data_look import (
     DATA_HELP,
     RUN_HELP,
-    add_look,
+    add_inspect,
     batch_of_step,
-    named_inputs,
-    opened,
+    expand_data_files,
+    open_datasets,
+    resolve_run_inputs,
     step_number,
-    with_data_files,
 )
 from maxpipe.commands.parser import (
-    OF_DATA,
+    DATA_PREFIX,
     Commands,
     add_inputs,
     count,
@@ -31,11 +31,11 @@ from maxpipe.commands.parser import (
     read_data_config,
     subcommands,
 )
-from maxpipe.commands.progress import Progress
+from maxpipe.commands.progress import ProgressBar
 from maxpipe.errors import ConfigError, ExitCode
 from maxpipe.io import redact
-from maxpipe.io.files import full, scheme
-from maxpipe.io.text import counted
+from maxpipe.io.files import expand_path, url_scheme
+from maxpipe.io.text import pluralize
 
 if TYPE_CHECKING:
     from maxpipe.config.data_schema import DataConfig
@@ -46,7 +46,7 @@ def _mixture(options: argparse.Namespace) -> int:
     from maxpipe.config.check import total_steps
     from maxpipe.config.training import check_length
 
-    inputs, folder = named_inputs(options.inputs)
+    inputs, folder = resolve_run_inputs(options.inputs)
     loaded = read_config(inputs)
     config = loaded.config
     check_length(config, loaded.origins)
@@ -57,21 +57,25 @@ def _mixture(options: argparse.Namespace) -> int:
             "must have a source: without a mixture all rows are of data.source.",
             "Set data.mixture.NAME.source and data.mixture.NAME.path of each source.",
         )
-    datasets = opened(config, folder)
+    datasets = open_datasets(config, folder)
     try:
         train, steps = datasets.train, total_steps(config.train)
-        found: dict[str, Any] = {"stages": stages(train)}
-        found["sources"] = sources(train, min(steps, train.last_batch))
+        found: dict[str, Any] = {"stages": mixture_stage_table(train)}
+        found["sources"] = source_table(train, min(steps, train.last_batch))
         if options.step is not None:
             batch = batch_of_step(folder, options.step)
-            found["step"] = {"step": options.step, **rows(train, batch)}
+            found["step"] = {"step": options.step, **sequence_sources(train, batch)}
     finally:
         datasets.close()
-    print(json.dumps(found, indent=2) if options.json else redact.shown("\n".join(_page(found))))
+    print(
+        json.dumps(found, indent=2)
+        if options.json
+        else redact.redact_for_terminal("\n".join(_page(found)))
+    )
     return ExitCode.DONE
 
 
-def stages(train: Loader) -> list[dict[str, Any]]:
+def mixture_stage_table(train: Loader) -> list[dict[str, Any]]:
     """Shares of the sources by the first step that they hold for: its first row may be another's.
 
     Behind the last one there is nothing if it has no shares.
@@ -87,7 +91,7 @@ def stages(train: Loader) -> list[dict[str, Any]]:
     return found
 
 
-def sources(train: Loader, steps: float) -> list[dict[str, Any]]:
+def source_table(train: Loader, steps: float) -> list[dict[str, Any]]:
     """What a run of this length reads of each source."""
     samples = train.stream.counts(train.ramp.before(int(steps)))
     return [
@@ -101,7 +105,7 @@ def sources(train: Loader, steps: float) -> list[dict[str, Any]]:
     ]
 
 
-def rows(train: Loader, batch: int) -> dict[str, Any]:
+def sequence_sources(train: Loader, batch: int) -> dict[str, Any]:
     """Where each row of a batch comes from."""
     found = [{"source": row.source, "sequence": row.sequence} for row in train.rows(batch)]
     return {"batch": batch, "rows": found}
@@ -113,7 +117,7 @@ def _page(found: dict[str, Any]) -> Iterator[str]:
         yield f"from step {each['first_step']}: {shares or 'nothing, all sources have ended'}"
     width = max(len(each["source"]) for each in found["sources"])
     for each in found["sources"]:
-        samples, sequences = (counted(each[key], key[:-1]) for key in ("samples", "sequences"))
+        samples, sequences = (pluralize(each[key], key[:-1]) for key in ("samples", "sequences"))
         yield f"{each['source']:{width}}  {samples} of {sequences}, {each['epochs']:.2f} epochs"
     if "step" not in found:
         return
@@ -150,38 +154,38 @@ _OUT = "command line: --out"
 def _prepare(options: argparse.Namespace) -> int:
     from maxpipe.config.data import all_sources
     from maxpipe.data.mixture import seed_of
-    from maxpipe.data.prepared.prepare import Plan, prepare
-    from maxpipe.data.sources import in_section
+    from maxpipe.data.prepared.prepare import PrepareJob, prepare
+    from maxpipe.data.sources import wrap_section_errors
 
-    config = read_data_config(with_data_files(options.inputs)).config
-    if scheme(options.out):
+    config = read_data_config(expand_data_files(options.inputs)).config
+    if url_scheme(options.out):
         rule = "must be a folder on this machine: files are written as documents are read."
         action = "Name a folder here, and copy it to the bucket afterwards, with `gcloud storage "
         raise ConfigError.one(_OUT, options.out, rule, f"{action}cp -r`.")
     if not options.out:
         rule = "must name a folder: it is empty."
         raise ConfigError.one(_OUT, '""', rule, "Give --out tokens.")
-    name = _chosen(config.data, options.source)
-    plan = Plan(
+    name = _source_to_prepare(config.data, options.source)
+    plan = PrepareJob(
         data=all_sources(config.data)[name],
         tokenizer=config.tokenizer,
         seed=seed_of(name, config.run.seed),
-        folder=full(options.out, _OUT),
-        cache_dir=str(full(config.run.dir, "run.dir") / ".index"),
+        folder=expand_path(options.out, _OUT),
+        cache_dir=str(expand_path(config.run.dir, "run.dir") / ".index"),
         workers=options.workers,
         shard_tokens=options.shard_tokens,
     )
-    progress = Progress()
+    progress = ProgressBar()
     try:
-        with in_section(name):
+        with wrap_section_errors(name):
             done = prepare(plan, progress.report)
     finally:
         progress.close()
-    print(redact.shown(done))
+    print(redact.redact_for_terminal(done))
     return ExitCode.DONE
 
 
-def _chosen(data: DataConfig, given: str | None) -> str:
+def _source_to_prepare(data: DataConfig, given: str | None) -> str:
     """The name of the source that is prepared; empty without a mixture."""
     from maxpipe.config.data import validation_sets
 
@@ -203,16 +207,16 @@ _MOST_DAMAGE = 10
 def _verify(options: argparse.Namespace) -> int:
     from maxpipe.data.prepared.prepare import verify
 
-    progress = Progress(" MiB")
+    progress = ProgressBar(" MiB")
     try:
         found = verify(options.folder, progress.report)
     finally:
         progress.close()
     for line in found.damage[:_MOST_DAMAGE]:
-        print(redact.shown(line), file=sys.stderr)
+        print(redact.redact_for_terminal(line), file=sys.stderr)
     if (more := len(found.damage) - _MOST_DAMAGE) > 0:
-        print(f"and {counted(more, 'more damaged file')}", file=sys.stderr)
-    print(redact.shown(found.summary))
+        print(f"and {pluralize(more, 'more damaged file')}", file=sys.stderr)
+    print(redact.redact_for_terminal(found.summary))
     return ExitCode.STORAGE if found.damage else ExitCode.DONE
 
 
@@ -227,7 +231,7 @@ def add(commands: Commands) -> None:
     actions = subcommands(parser)
     _add_prepare(actions)
     _add_verify(actions)
-    add_look(actions)
+    add_inspect(actions)
     add_mixture(actions)
     parser.command_names = tuple(actions.choices)
 
@@ -242,7 +246,7 @@ def _add_prepare(actions: Commands) -> None:
         epilog="example: maxpipe data prepare my-run.yml '*.jsonl' --out tokens\n"
         "then:    maxpipe train my-run.yml data.source=tokens data.path=tokens",
     )
-    add_inputs(prepare, OF_DATA, DATA_HELP)
+    add_inputs(prepare, DATA_PREFIX, DATA_HELP)
     prepare.add_argument("--out", required=True, metavar="DIR", help="folder to write")
     prepare.add_argument(
         "--source",

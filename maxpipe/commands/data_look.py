@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from maxpipe.commands.parser import (
+    DATA_PREFIX,
     INPUTS_HELP,
-    OF_DATA,
-    OF_RUN,
+    RUN_OR_FILE,
     Commands,
     add_inputs,
     count,
@@ -28,18 +28,18 @@ from maxpipe.commands.parser import (
     read_data_config,
     write_file,
 )
-from maxpipe.commands.progress import Progress
+from maxpipe.commands.progress import ProgressBar
 from maxpipe.errors import ConfigError, ExitCode
 from maxpipe.io import redact
-from maxpipe.io.files import full, scheme
-from maxpipe.io.text import counted
+from maxpipe.io.files import expand_path, url_scheme
+from maxpipe.io.text import pluralize
 
 if TYPE_CHECKING:
     from maxpipe.config.data_schema import SourceConfig
     from maxpipe.config.schema import Config
     from maxpipe.data.loader import Datasets, Loader
-    from maxpipe.data.look import Piece, Segment, Shown
-    from maxpipe.data.statistics import Document, Statistics
+    from maxpipe.data.look import InspectedSequence, Segment, TextSpan
+    from maxpipe.data.statistics import DocumentStatistics, Statistics
     from maxpipe.data.tokenizer import Tokenizer
     from maxpipe.errors import Problem
 
@@ -48,7 +48,7 @@ _OF_TEMPLATES = ("tokenizer.", "data.chat_template")
 """Beginnings of keys that may bring a chat template."""
 
 
-def with_data_files(inputs: Sequence[str]) -> list[str]:
+def expand_data_files(inputs: Sequence[str]) -> list[str]:
     """Return the inputs with the keys that read the data files among them in place of their paths.
 
     The keys are printed to stderr. The source follows from the names of the files. Conversations
@@ -82,13 +82,17 @@ def with_data_files(inputs: Sequence[str]) -> list[str]:
     if any(key.startswith("tokenizer.") for key in keys):
         chosen = {key: chosen[key] for key in chosen if not key.startswith("tokenizer.")}
     shown = " ".join(map(shlex.quote, overrides(chosen)))
-    print(redact.shown(f"{', '.join(paths)}: read with {shown}"), file=sys.stderr, flush=True)
+    print(
+        redact.redact_for_terminal(f"{', '.join(paths)}: read with {shown}"),
+        file=sys.stderr,
+        flush=True,
+    )
     if has_config:
-        chosen = _CLEARED | chosen
+        chosen = _CLEARED_KEYS | chosen
     return [*others, *overrides(chosen)]
 
 
-_CLEARED: dict[str, Any] = {
+_CLEARED_KEYS: dict[str, Any] = {
     "data.path": "",
     "data.paths": [],
     "data.mixture": {},
@@ -100,9 +104,11 @@ _CLEARED: dict[str, Any] = {
 
 def overrides(keys: Mapping[str, Any]) -> list[str]:
     """Return `key=value` of each key."""
-    from maxpipe.config.documents import one_line
+    from maxpipe.config.documents import to_yaml_line
 
-    texts = {key: each if isinstance(each, str) else one_line(each) for key, each in keys.items()}
+    texts = {
+        key: each if isinstance(each, str) else to_yaml_line(each) for key, each in keys.items()
+    }
     return [f"{key}={text}" for key, text in texts.items()]
 
 
@@ -114,7 +120,7 @@ def is_config(argument: str) -> bool:
 
     if argument.startswith("-") or is_override(argument):
         return True
-    return Path(argument).suffix in SUFFIXES or shipped.meant(argument) is not None
+    return Path(argument).suffix in SUFFIXES or shipped.find_config(argument) is not None
 
 
 def _is_data(argument: str) -> bool:
@@ -123,7 +129,7 @@ def _is_data(argument: str) -> bool:
 
     if not argument or is_config(argument):
         return False
-    if scheme(argument) or _names_data(argument):
+    if url_scheme(argument) or _names_data(argument):
         return True
     path = os.path.expanduser(argument)
     if os.path.isdir(path):
@@ -141,9 +147,9 @@ def _names_data(path: str) -> bool:
 
 def _source(paths: Sequence[str]) -> dict[str, Any]:
     from maxpipe.config.data import ONE_PATH
-    from maxpipe.data.sources import source_of
+    from maxpipe.data.sources import infer_source
 
-    kinds = {path: source_of(path, "command line: FILE") for path in paths}
+    kinds = {path: infer_source(path, "command line: FILE") for path in paths}
     kind = kinds[paths[0]]
     other = next((path for path in paths if kinds[path] != kind), None)
     if other is not None:
@@ -177,8 +183,8 @@ def _conversation(
     from maxpipe.config.data import COLUMNS, paths_of
     from maxpipe.config.data_schema import SourceConfig
     from maxpipe.data.formats.text_of import (
-        changed,
         chat_keys,
+        drop_default_keys,
         settings_text,
         text_template,
     )
@@ -194,13 +200,13 @@ def _conversation(
     found = chat_keys(record, with_template=with_template)
     template = "" if with_template else text_template(record)
     if template and found.get("data.chat") == "prompt":
-        settings = settings_text(changed(found))
+        settings = settings_text(drop_default_keys(found))
         line = f"with a chat template (tokenizer.* or data.chat_template): {settings}"
-        print(redact.shown(f"{paths_of(config)[0]}: {line}"), file=sys.stderr)
+        print(redact.redact_for_terminal(f"{paths_of(config)[0]}: {line}"), file=sys.stderr)
         return {"data.template": template}
     if with_defaults or found.get("data.messages_field") == "conversations":
         return found
-    return changed(found)
+    return drop_default_keys(found)
 
 
 _GREY, _CONTROL, _HEAD, _PLAIN = "\x1b[90m", "\x1b[36m", "\x1b[1m", "\x1b[0m"
@@ -210,34 +216,34 @@ RUN_HELP = "a run, by its folder or its name below runs/, which means its own co
 # What is read.
 
 
-def named_inputs(inputs: Sequence[str]) -> tuple[list[str], str]:
+def resolve_run_inputs(inputs: Sequence[str]) -> tuple[list[str], str]:
     """The inputs with the config of a run in place of its name, and the folder of the run.
 
     A name that is a config's is that config: a run of the same name is given by its folder.
     """
     if not inputs or "=" in inputs[0]:
         return list(inputs), ""
-    from maxpipe.checkpoint.address import is_run, whole_run
+    from maxpipe.checkpoint.address import is_run, parse_run_address
     from maxpipe.config import shipped
     from maxpipe.config.shipped import CONFIG_FILE
 
     first = inputs[0]
-    is_file = os.path.isfile(os.path.expanduser(first)) or shipped.meant(first) is not None
+    is_file = os.path.isfile(os.path.expanduser(first)) or shipped.find_config(first) is not None
     if is_file or not (is_run(Path(first)) or is_run(Path("runs") / first)):
         return list(inputs), ""
-    folder = whole_run(first).run_dir
+    folder = parse_run_address(first).run_dir
     return [os.path.join(folder, CONFIG_FILE), *inputs[1:]], folder
 
 
-def opened(config: Config, folder: str) -> Datasets:
+def open_datasets(config: Config, folder: str) -> Datasets:
     """What a config reads; of a run, by its folder, with the shares that it had at each step."""
-    from maxpipe.data.datasets import datasets_of
+    from maxpipe.data.datasets import build_datasets
     from maxpipe.data.mixture import Mixture
     from maxpipe.telemetry.batches import mixture_of
 
-    progress = Progress()
+    progress = ProgressBar()
     try:
-        found = datasets_of(config, lambda: progress.report("reading documents", 0, 0))
+        found = build_datasets(config, lambda: progress.report("reading documents", 0, 0))
     finally:
         progress.close()
     dealt = mixture_of(folder) if folder and config.data.mixture else None
@@ -259,21 +265,21 @@ def batch_of_step(folder: str, step: int) -> int:
 
 
 def _show(options: argparse.Namespace) -> int:
-    inputs, folder = named_inputs(options.inputs)
-    config = read_data_config(with_data_files(inputs)).config
-    from maxpipe.data.look import shown
+    inputs, folder = resolve_run_inputs(options.inputs)
+    config = read_data_config(expand_data_files(inputs)).config
+    from maxpipe.data.look import inspect_sequence
 
-    datasets = opened(config, folder)
+    datasets = open_datasets(config, folder)
     try:
         loader = _split(datasets, options.split)
         for remark in datasets.remarks:
-            print(redact.shown(f"note: {remark}"), file=sys.stderr)
+            print(redact.redact_for_terminal(f"note: {remark}"), file=sys.stderr)
         is_train = options.split == "train"
         batch = batch_of_step(folder, options.step) if is_train else options.step - 1
         number = options.n or (3 if options.row is None else 1)
         coloured = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-        for at, row in _rows(loader, batch, options.row or 0, number):
-            found = shown(loader, datasets.tokenizer, at, row)
+        for at, row in _iter_sequences(loader, batch, options.row or 0, number):
+            found = inspect_sequence(loader, datasets.tokenizer, at, row)
             print("\n".join(_page(found, options.step + at - batch, coloured)), flush=True)
     finally:
         datasets.close()
@@ -298,7 +304,7 @@ def _split(datasets: Datasets, name: str) -> Loader:
     return datasets.validation
 
 
-def _rows(loader: Loader, batch: int, row: int, number: int) -> Iterator[tuple[int, int]]:
+def _iter_sequences(loader: Loader, batch: int, row: int, number: int) -> Iterator[tuple[int, int]]:
     """(batch, row) of `number` rows from one on; the first must be there, others may end."""
     for given in range(number):
         yield batch, row
@@ -310,40 +316,40 @@ def _rows(loader: Loader, batch: int, row: int, number: int) -> Iterator[tuple[i
             return
 
 
-def _page(found: Shown, step: int, coloured: bool) -> Iterator[str]:
+def _page(found: InspectedSequence, step: int, coloured: bool) -> Iterator[str]:
     tokens = sum(each.num_tokens for each in found.segments)
     trained = sum(each.num_trained for each in found.segments)
     source = f" of {found.source}" if found.source else ""
     parts = [
         f"step {step} row {found.row}: sequence {found.sequence}{source}",
-        _counted_documents(found.segments),
-        f"{trained} of {counted(tokens, 'token')} trained",
+        _count_documents(found.segments),
+        f"{trained} of {pluralize(tokens, 'token')} trained",
     ]
     parts += [f"{found.num_padding} of padding"] if found.num_padding else []
     yield _styled(f"=== {', '.join(parts)}", _HEAD, coloured)
     for each in found.segments:
-        yield _styled(f"--- {_head(each)}", _HEAD, coloured)
-        yield "".join(_marked(piece, coloured) for piece in each.pieces)
+        yield _styled(f"--- {_segment_header(each)}", _HEAD, coloured)
+        yield "".join(_mark_trained(piece, coloured) for piece in each.pieces)
 
 
-def _counted_documents(segments: Sequence[Segment]) -> str:
+def _count_documents(segments: Sequence[Segment]) -> str:
     halves = sum(1 for each in segments if each.half)
-    return counted(halves // 2, "pair") if halves else counted(len(segments), "document")
+    return pluralize(halves // 2, "pair") if halves else pluralize(len(segments), "document")
 
 
-def _head(segment: Segment) -> str:
+def _segment_header(segment: Segment) -> str:
     part = "" if segment.num_tokens >= segment.of_tokens else f" of its {segment.of_tokens}"
     tokens = f"{segment.num_tokens}{part} tokens, {segment.num_trained} trained"
     half = f" {segment.half}" if segment.half else ""
-    return _in_one(f"document {segment.document}{half}, {tokens}: {segment.where}")
+    return _to_single_line(f"document {segment.document}{half}, {tokens}: {segment.where}")
 
 
-def _in_one(line: str) -> str:
+def _to_single_line(line: str) -> str:
     """A line, also where the name of a file would make it several."""
-    return redact.shown(line).replace("\n", "\\n")
+    return redact.redact_for_terminal(line).replace("\n", "\\n")
 
 
-def _marked(piece: Piece, coloured: bool) -> str:
+def _mark_trained(piece: TextSpan, coloured: bool) -> str:
     """A document's text, safe for a terminal, in a form that says whether it is trained."""
     text = "".join(
         each if each in "\n\t" or each.isprintable() else _escape(each) for each in piece.text
@@ -367,9 +373,9 @@ def _styled(text: str, style: str, coloured: bool) -> str:
 
 
 def _find(options: argparse.Namespace) -> int:
-    inputs, folder = named_inputs([options.config, *options.inputs])
+    inputs, folder = resolve_run_inputs([options.config, *options.inputs])
     config = read_config(inputs).config
-    datasets = opened(config, folder)
+    datasets = open_datasets(config, folder)
     try:
         batch = batch_of_step(folder, options.step)
         found = _documents(datasets, batch, options.row)
@@ -385,14 +391,14 @@ def _find(options: argparse.Namespace) -> int:
         half = f" {each['half']}" if "half" in each else ""
         line = f"document {each['document']}{half}, tokens {first} to {last} of the row: "
         line += each["where"]
-        print(_in_one(line))
+        print(_to_single_line(line))
     return ExitCode.DONE
 
 
 def _documents(datasets: Datasets, batch: int, row: int) -> dict[str, Any]:
-    from maxpipe.data.look import shown
+    from maxpipe.data.look import inspect_sequence
 
-    found = shown(datasets.train, datasets.tokenizer, batch, row)
+    found = inspect_sequence(datasets.train, datasets.tokenizer, batch, row)
     documents = [
         {
             "document": each.document,
@@ -414,11 +420,11 @@ def _documents(datasets: Datasets, batch: int, row: int) -> dict[str, Any]:
 def _stats(options: argparse.Namespace) -> int:
     if options.out is not None:
         _check_form(options.out)
-    inputs, _ = named_inputs(options.inputs)
-    config = read_data_config(with_data_files(inputs)).config
+    inputs, _ = resolve_run_inputs(options.inputs)
+    config = read_data_config(expand_data_files(inputs)).config
     from maxpipe.data import statistics
 
-    found = list(_counted(config))
+    found = list(_compute_statistics(config))
     if options.out is not None:
         write_file(options.out, "--out", lambda path: statistics.draw(found, path))
     if options.json:
@@ -429,44 +435,44 @@ def _stats(options: argparse.Namespace) -> int:
             [facts] = facts
         print(json.dumps(facts, indent=2))
     else:
-        print(redact.shown("\n\n".join(map(statistics.text, found))))
+        print(redact.redact_for_terminal("\n\n".join(map(statistics.text, found))))
     return ExitCode.DONE
 
 
 def _check_form(path: str) -> None:
-    from maxpipe.data.statistics import FORMS
+    from maxpipe.data.statistics import PICTURE_SUFFIXES
 
-    if Path(path).suffix not in FORMS:
-        rule = f"must end with {' or '.join(FORMS)}."
+    if Path(path).suffix not in PICTURE_SUFFIXES:
+        rule = f"must end with {' or '.join(PICTURE_SUFFIXES)}."
         raise ConfigError.one("command line: --out", path, rule, "Give --out stats.html.")
 
 
-def _counted(config: Config) -> Iterator[Statistics]:
+def _compute_statistics(config: Config) -> Iterator[Statistics]:
     """Of each source, in the order of their names."""
     from maxpipe.config.data import all_sources
     from maxpipe.data.mixture import seed_of
-    from maxpipe.data.sources import in_section
+    from maxpipe.data.sources import wrap_section_errors
     from maxpipe.data.tokenizer import open_tokenizer
 
-    progress = Progress()
+    progress = ProgressBar()
     try:
         tokenizer = open_tokenizer(config.tokenizer)
         for name, each in all_sources(config.data).items():
-            with in_section(name):
+            with wrap_section_errors(name):
                 seed = seed_of(name, config.run.seed)
-                found = _of_source(config, each, seed, tokenizer, progress)
+                found = _source_statistics(config, each, seed, tokenizer, progress)
             found.name = f"{name}: {found.name}" if name else found.name
             yield found
     finally:
         progress.close()
 
 
-def _of_source(
-    config: Config, source: SourceConfig, seed: int, tokenizer: Tokenizer, progress: Progress
+def _source_statistics(
+    config: Config, source: SourceConfig, seed: int, tokenizer: Tokenizer, progress: ProgressBar
 ) -> Statistics:
     from maxpipe.data import statistics, unread_keys
-    from maxpipe.data.chat import answers_of
-    from maxpipe.data.corpus import chat_records, packing_of
+    from maxpipe.data.chat import expand_trained_messages
+    from maxpipe.data.corpus import build_chat_encoder, packing_of
     from maxpipe.data.prepared.megatron import IDS, open_documents
     from maxpipe.data.prepared.reader import PreparedDocuments
     from maxpipe.data.sequences import Packer
@@ -474,15 +480,15 @@ def _of_source(
 
     threads, tokens = config.data.threads, config.train.sequence_length
     most_pairs = config.data.pairs_per_row if source.chat == "pairs" else 0
-    documents: Iterator[Document | Problem]
+    documents: Iterator[DocumentStatistics | Problem]
     if source.source in IDS:
         files = open_documents(source, tokenizer)
         talks = files.has_conversations
         packer = Packer(packing_of(source, has_conversations=talks), tokens)
         count = files.num_documents
-        documents = statistics.of_encoded(files.__getitem__, count, tokenizer, threads)
+        documents = statistics.measure_encoded(files.__getitem__, count, tokenizer, threads)
         parts = source.source, documents, count, packer, progress.report
-        found = statistics.count_source(*parts, **_chat_of(source) if talks else {})
+        found = statistics.compute_statistics(*parts, **_chat_of(source) if talks else {})
         if isinstance(files, PreparedDocuments):
             found.unread.update(files.unread)
             found.marks.update(files.marks)
@@ -490,21 +496,23 @@ def _of_source(
     packer = Packer(
         packing_of(source, has_conversations=source.chat != "off"), tokens, most_pairs=most_pairs
     )
-    cache_dir = str(full(config.run.dir, "run.dir") / ".index")
+    cache_dir = str(expand_path(config.run.dir, "run.dir") / ".index")
     opened = open_source(
         dataclasses.replace(source, unreadable="stop"),  # each is counted, however many
         seed,
         lambda: progress.report("opening", 0, 0),
         cache_dir=cache_dir,
     )
-    opened = answers_of(opened, source, cache_dir, keep=True)
-    if (found := chat_records(opened, tokenizer, source, tokens)) is None:
-        documents = statistics.of_texts(opened, tokenizer)
+    opened = expand_trained_messages(opened, source, cache_dir, keep=True)
+    if (found := build_chat_encoder(opened, tokenizer, source, tokens)) is None:
+        documents = statistics.measure_texts(opened, tokenizer)
     else:
-        documents = statistics.of_encoded(found.encode, len(opened), tokenizer, threads)
+        documents = statistics.measure_encoded(found.encode, len(opened), tokenizer, threads)
     parts = opened.name, documents, len(opened), packer, progress.report
-    counts = statistics.count_source(*parts, **_chat_of(source) if source.chat != "off" else {})
-    counts.advice = unread_keys.advice(counts.unread, opened, source)
+    counts = statistics.compute_statistics(
+        *parts, **_chat_of(source) if source.chat != "off" else {}
+    )
+    counts.advice = unread_keys.suggest_settings(counts.unread, opened, source)
     counts.columns = unread_keys.columns_not_read(opened, source)
     return counts
 
@@ -519,7 +527,7 @@ def _chat_of(source: SourceConfig) -> dict[str, Any]:
 # Arguments.
 
 
-def add_look(actions: Commands) -> None:
+def add_inspect(actions: Commands) -> None:
     """Adds the commands."""
     _add_show(actions)
     _add_stats(actions)
@@ -536,7 +544,7 @@ def _add_show(actions: Commands) -> None:
         epilog="examples:\n  maxpipe data show docs.jsonl\n  maxpipe data show my-run.yml -n 3\n"
         "  maxpipe data show runs/my-run --step 1200 --row 7",
     )
-    add_inputs(show, f"{OF_DATA}RUN|", DATA_HELP + RUN_HELP)
+    add_inputs(show, f"{DATA_PREFIX}RUN|", DATA_HELP + RUN_HELP)
     show.add_argument("-n", type=count, metavar="N", help="rows; default 3, or 1 with --row")
     show.add_argument("--step", type=step_number, default=1, metavar="K", help="counted from 1 (1)")
     show.add_argument("--row", type=_natural, metavar="R", help="of the step's batch, from 0 (0)")
@@ -559,7 +567,7 @@ def _add_stats(actions: Commands) -> None:
         epilog="examples:\n  maxpipe data stats docs.jsonl\n"
         "  maxpipe data stats my-run.yml --out stats.html",
     )
-    add_inputs(stats, f"{OF_DATA}RUN|", DATA_HELP + RUN_HELP)
+    add_inputs(stats, f"{DATA_PREFIX}RUN|", DATA_HELP + RUN_HELP)
     stats.add_argument("--json", action="store_true", help="print one JSON object")
     stats.add_argument("--out", metavar="FILE", help="write a picture: FILE.html or FILE.png")
     stats.set_defaults(command=_stats)
@@ -574,7 +582,7 @@ def _add_find(actions: Commands) -> None:
         epilog="examples:\n  maxpipe data find runs/my-run 1200 7\n"
         "  maxpipe data find my-run.yml 1200 7 data.path='*.jsonl'",
     )
-    find.add_argument("config", metavar=OF_RUN, help=f"{RUN_HELP}{INPUTS_HELP}")
+    find.add_argument("config", metavar=RUN_OR_FILE, help=f"{RUN_HELP}{INPUTS_HELP}")
     find.add_argument(
         "step", type=step_number, metavar="STEP", help="counted from 1, as in the log"
     )
@@ -586,11 +594,11 @@ def _add_find(actions: Commands) -> None:
 
 def step_number(text: str) -> int:
     """The type of an argument that is a step."""
-    from maxpipe.config.rules import MOST_STEPS
+    from maxpipe.config.rules import MAX_STEPS
 
     found = count(text)
-    if found > MOST_STEPS:
-        raise argparse.ArgumentTypeError(f"{text} is not at most {MOST_STEPS}")
+    if found > MAX_STEPS:
+        raise argparse.ArgumentTypeError(f"{text} is not at most {MAX_STEPS}")
     return found
 
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 import argparse
 
 from maxpipe.commands.parser import Commands, add_inputs, count, read_config, subcommands
-from maxpipe.commands.progress import Progress
+from maxpipe.commands.progress import ProgressBar
 from maxpipe.errors import ConfigError, ExitCode
 from maxpipe.io import redact
-from maxpipe.io.files import full, scheme
+from maxpipe.io.files import expand_path, url_scheme
 
 _OUT = "command line: --out"
 
 
 def _prepare(options: argparse.Namespace) -> int:
     loaded = read_config(options.inputs, to_train=True)
-    if scheme(options.out):
+    if url_scheme(options.out):
         rule = "must be a folder on this machine: files are written as rows are computed."
         action = "Name a folder here, and copy it to the bucket afterwards, with `gcloud storage "
         raise ConfigError.one(_OUT, options.out, rule, f"{action}cp -r`.")
@@ -23,15 +23,15 @@ def _prepare(options: argparse.Namespace) -> int:
         rule = "must be distill, with distill.teacher: it names the model that is asked."
         action = "Set train.objective=distill and distill.teacher=RUN@newest, and no distill.stored"
         raise ConfigError.one("train.objective", loaded.config.train.objective, rule, f"{action}.")
-    from maxpipe.posttrain.prepare_answers import prepare
+    from maxpipe.posttrain.prepare_answers import prepare_teacher_logits
 
-    progress = Progress()
+    progress = ProgressBar()
     try:
-        folder, size = full(options.out, _OUT), options.shard_bytes
-        done = prepare(loaded, folder, progress.report, shard_bytes=size)
+        folder, size = expand_path(options.out, _OUT), options.shard_bytes
+        done = prepare_teacher_logits(loaded, folder, progress.report, shard_bytes=size)
     finally:
         progress.close()
-    print(redact.shown(done))
+    print(redact.redact_for_terminal(done))
     return ExitCode.DONE
 
 

@@ -14,7 +14,7 @@ def _env(options: argparse.Namespace) -> int:
 
     from maxpipe.diagnosis import doctor, environment
 
-    found = environment.report() | {"devices": doctor.kinds()}
+    found = environment.report() | {"devices": doctor.count_device_kinds()}
     if options.json:
         print(json.dumps(found, indent=2))
     else:
@@ -44,7 +44,7 @@ def _doctor(options: argparse.Namespace) -> int:
             print(check, flush=True)
     if options.json:
         print(json.dumps(doctor.report(options.inputs, checks), indent=2))
-    return ExitCode.DONE if doctor.is_well(checks) else ExitCode.CONFIG
+    return ExitCode.DONE if doctor.all_passed(checks) else ExitCode.CONFIG
 
 
 def add(commands: Commands) -> None:

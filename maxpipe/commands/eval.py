@@ -9,28 +9,28 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from maxpipe.commands.parser import Commands, add_address, add_average, add_inputs, count
+from maxpipe.commands.parser import Commands, add_address, add_ema_option, add_inputs, count
 from maxpipe.errors import ConfigError, ExitCode
-from maxpipe.io.text import counted
+from maxpipe.io.text import pluralize
 
 if TYPE_CHECKING:
     from maxpipe.checkpoint.address import Address
-    from maxpipe.evals.evaluation import Report
+    from maxpipe.evals.evaluation import EvalReport
 
 _REPORT_SECONDS = 10.0
 
 
 def _eval(options: argparse.Namespace) -> int:
-    from maxpipe.huggingface.folders import named
+    from maxpipe.huggingface.folders import resolve_model
 
-    model = named(options.checkpoint, average=options.average)
+    model = resolve_model(options.checkpoint, average=options.average)
     _check(options)
     if options.choices is not None:
-        return _ask(options, model)
+        return _eval_choices(options, model)
     inputs = [*options.inputs, *_documents(options)]
     from maxpipe.evals.evaluation import evaluate_model
 
-    found = evaluate_model(model, inputs, options.split, _say)
+    found = evaluate_model(model, inputs, options.split, _print_status)
     if found is not None:
         print(json.dumps(found, indent=2) if options.json else _page(found))
     return ExitCode.DONE
@@ -50,41 +50,49 @@ def _check(options: argparse.Namespace) -> None:
             raise ConfigError.one(f"command line: {option}", given, rule, f"Leave {option} out.")
 
 
-def _ask(options: argparse.Namespace, model: Address | Path) -> int:
-    from maxpipe.evals.requests import Requests
-    from maxpipe.evals.tasks import Exam, as_chats, read, summary, written
-    from maxpipe.evals.texts import Texts
+def _eval_choices(options: argparse.Namespace, model: Address | Path) -> int:
+    from maxpipe.evals.requests import LanguageModel
+    from maxpipe.evals.tasks import (
+        MultipleChoice,
+        apply_chat_template,
+        read_questions,
+        result_writer,
+        summarize_results,
+    )
+    from maxpipe.evals.texts import ScoringTokenizer
     from maxpipe.generate.weights import open_model
-    from maxpipe.parallel.mesh import describe
-    from maxpipe.restore.open_model import deferred, interrupts
+    from maxpipe.parallel.mesh import describe_mesh
+    from maxpipe.restore.open_model import defer_interrupt, detect_interrupt
 
     path, batch_size = options.choices, options.batch_size or 16
     chat, separator = bool(options.chat), options.separator
     separator = ("" if chat else " ") if separator is None else separator
-    exam = Exam(read(path, "command line: --choices"), separator)
-    with interrupts():
+    exam = MultipleChoice(read_questions(path, "command line: --choices"), separator)
+    with detect_interrupt():
         opened = open_model(model, options.inputs)
         tokenizer, where = opened.tokenizer, "command line: --chat"
         if chat:
-            exam.questions = as_chats(exam.questions, tokenizer.chat, where, "Leave --chat out")
-        texts = Texts(tokenizer, opened.room, is_chat=chat, as_written=chat)
+            exam.questions = apply_chat_template(
+                exam.questions, tokenizer.chat, where, "Leave --chat out"
+            )
+        texts = ScoringTokenizer(tokenizer, opened.room, is_chat=chat, as_written=chat)
         exam.check(texts, path)
-        with written(options.jsonl, "command line: --jsonl") as write:
-            weights = opened.load(_say)
+        with result_writer(options.jsonl, "command line: --jsonl") as write:
+            weights = opened.load(_print_status)
             total = sum(len(question.choices) for question in exam.questions)
             results = []
-            with deferred() as asked:
-                requests = Requests(weights, texts, batch_size, asked)
-                for result in exam.results(requests, _Progress(total).update):
+            with defer_interrupt() as asked:
+                requests = LanguageModel(weights, texts, batch_size, asked)
+                for result in exam.results(requests, _ChoiceProgress(total).update):
                     write(result)
                     results.append(result)
-    found = {"checkpoint": opened.name, "choices": path, **summary(results)}
-    found["mesh"] = describe(weights.mesh)
+    found = {"checkpoint": opened.name, "choices": path, **summarize_results(results)}
+    found["mesh"] = describe_mesh(weights.mesh)
     print(json.dumps(found, indent=2) if options.json else _choices_page(found))
     return ExitCode.DONE
 
 
-class _Progress:
+class _ChoiceProgress:
     """Lines about rows that are done, some seconds apart."""
 
     def __init__(self, total: int):
@@ -95,13 +103,13 @@ class _Progress:
         now = time.monotonic()
         if now - self._last > _REPORT_SECONDS:
             self._last, left = now, (now - self._begin) / done * (self._total - done)
-            _say(f"choice {done} of {self._total}, {left:.0f} s left")
+            _print_status(f"choice {done} of {self._total}, {left:.0f} s left")
 
 
 def _choices_page(found: dict[str, Any]) -> str:
     rows = [
         f"checkpoint  {found['checkpoint']}",
-        f"choices     {found['choices']}, {counted(found['questions'], 'question')}",
+        f"choices     {found['choices']}, {pluralize(found['questions'], 'question')}",
         f"mesh        {found['mesh']}",
     ]
     for name, label in (("accuracy", "accuracy"), ("accuracy_by_bytes", "  by bytes")):
@@ -112,7 +120,7 @@ def _choices_page(found: dict[str, Any]) -> str:
 def _documents(options: argparse.Namespace) -> list[str]:
     """The overrides that say to read the files of `--data`."""
     from maxpipe.config.data import COLUMNS
-    from maxpipe.data.sources import source_of
+    from maxpipe.data.sources import infer_source
 
     path, where = options.data, "command line: --data"
     if path is None:
@@ -121,7 +129,7 @@ def _documents(options: argparse.Namespace) -> list[str]:
         if each.startswith(("data.source=", "data.path=")):
             rule = f"says which documents to take, and {each} says it, too."
             raise ConfigError.one(where, path, rule, "Leave one of them out.")
-    source = source_of(path, where)
+    source = infer_source(path, where)
     found = [f"data.source={source}", f"data.path={path}", "data.paths=[]"]
     found += ["data.mixture={}", "data.mixture_stages=[]", "data.mixture_temperature=1"]
     without = ["data.template=", "data.chat=off", "data.chat_template="]
@@ -129,17 +137,17 @@ def _documents(options: argparse.Namespace) -> list[str]:
     return found if source in COLUMNS else [*found, *without]
 
 
-def _say(text: str) -> None:
+def _print_status(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _page(found: Report) -> str:
+def _page(found: EvalReport) -> str:
     what = f"{found['pairs']:,} pairs" if "pairs" in found else f"{found['tokens']:,} tokens"
     head = [
         f"checkpoint  {found['checkpoint']}",
         f"data        {found['source']}, {found['split']} documents, {found['batches']} of "
-        f"{counted(found['all_batches'], 'batch')}, {what}",
-        f"            in rows of {counted(found['sequence_length'], 'token')}",
+        f"{pluralize(found['all_batches'], 'batch')}, {what}",
+        f"            in rows of {pluralize(found['sequence_length'], 'token')}",
         f"mesh        {found['mesh']}",
     ]
     if "pairs" in found:
@@ -175,7 +183,7 @@ def add(commands: Commands) -> None:
         "  maxpipe eval ~/models/Llama-3.2-1B --data articles.jsonl",
     )
     add_address(parser, about="a run, RUN@STEP, RUN@best, or a Hugging Face folder")
-    add_average(parser)
+    add_ema_option(parser)
     add_inputs(parser)
     parser.add_argument(
         "--data",

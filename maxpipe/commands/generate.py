@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from maxpipe.commands.parser import (
     Commands,
     add_address,
-    add_average,
+    add_ema_option,
     add_inputs,
     count,
     integer,
@@ -21,11 +21,11 @@ from maxpipe.commands.parser import (
 from maxpipe.errors import ConfigError, ExitCode
 from maxpipe.generate.prompts import (
     MAX_BYTES,
-    one,
-    parsed,
-    read,
+    parse_prompt,
+    parse_prompts,
     read_conversations,
-    said,
+    read_prompts,
+    user_chat,
 )
 
 if TYPE_CHECKING:
@@ -39,42 +39,42 @@ _STDIN = "-"
 
 
 def _generate(options: argparse.Namespace) -> int:
-    from maxpipe.huggingface.folders import named
+    from maxpipe.huggingface.folders import resolve_model
 
-    model = named(options.checkpoint, average=options.average)
+    model = resolve_model(options.checkpoint, average=options.average)
     _check(options)
     texts = _conversations(options) if options.chat else _prompts(options)
-    from maxpipe.data.conversation import for_chats
+    from maxpipe.data.conversation import add_end_of_turn_ids
     from maxpipe.generate.completions import (
-        Limits,
+        GenerationLimits,
         complete,
-        encoded,
-        encoded_chats,
-        stops_of,
+        encode_chats,
+        encode_prompts,
+        parse_stops,
     )
     from maxpipe.generate.decoding import Sampling
     from maxpipe.generate.weights import open_model
-    from maxpipe.restore.open_model import deferred, interrupts
+    from maxpipe.restore.open_model import defer_interrupt, detect_interrupt
 
     names = ("repetition_penalty", "temperature", "top_k", "top_p", "min_p")
     sampling = Sampling(**{name: getattr(options, name) for name in names})
-    with interrupts():
+    with detect_interrupt():
         opened = open_model(model, options.inputs)
         room = opened.room
-        tokenizer = for_chats(opened.tokenizer) if options.chat else opened.tokenizer
-        stops, ids = stops_of(options.stop, tokenizer, "command line: --stop")
-        limits = Limits(options.max_tokens, room, stops, options.batch_size, stop_ids=ids)
-        encode: Any = partial(encoded, tokenizer=tokenizer, room=room)
+        tokenizer = add_end_of_turn_ids(opened.tokenizer) if options.chat else opened.tokenizer
+        stops, ids = parse_stops(options.stop, tokenizer, "command line: --stop")
+        limits = GenerationLimits(options.max_tokens, room, stops, options.batch_size, stop_ids=ids)
+        encode: Any = partial(encode_prompts, tokenizer=tokenizer, room=room)
         if options.chat:
             chat = tokenizer.chat and tokenizer.chat.with_settings(opened.template_settings)
-            encode = partial(encoded_chats, tokenizer=tokenizer, room=room, chat=chat)
+            encode = partial(encode_chats, tokenizer=tokenizer, room=room, chat=chat)
         prompts = encode(texts)
-        decoding, params = opened.decoding(_say, sampling, options.seed)
+        decoding, params = opened.decoding(_print_status, sampling, options.seed)
 
         def answer(prompts: list[Prompt]) -> str:
             printer = _Printer(options, tokenizer, is_alone=len(prompts) == 1)
             given = (decoding, params, tokenizer, prompts, limits)
-            with deferred() as asked:
+            with defer_interrupt() as asked:
                 complete(*given, write=printer.write, stream=printer.stream, stops=asked)
             return printer.newest
 
@@ -85,7 +85,7 @@ def _generate(options: argparse.Namespace) -> int:
 
             def reply(text: str, number: int) -> None:
                 """To all that was said before, and to this."""
-                asked = [*messages, *said(text).messages]
+                asked = [*messages, *user_chat(text).messages]
                 told = answer(encode([ChatInput(asked)], first=number))
                 messages[:] = [*asked, {"role": "assistant", "content": told}]
 
@@ -97,7 +97,7 @@ def _generate(options: argparse.Namespace) -> int:
     return ExitCode.DONE
 
 
-def _say(text: str) -> None:
+def _print_status(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
@@ -113,13 +113,13 @@ def _prompts(options: argparse.Namespace) -> list[str]:
         if len(raw) > MAX_BYTES:
             rule = f"must be at most {MAX_BYTES} bytes."
             raise ConfigError.one(where, None, rule, "Give it in parts.")
-        return parsed(raw, where)
-    return read(options.prompts, where)
+        return parse_prompts(raw, where)
+    return read_prompts(options.prompts, where)
 
 
 def _conversations(options: argparse.Namespace) -> list[ChatInput]:
     if options.prompts is None or options.prompts == _STDIN:
-        return [said(text) for text in _prompts(options)]
+        return [user_chat(text) for text in _prompts(options)]
     return read_conversations(options.prompts, f"command line: --prompts {options.prompts}")
 
 
@@ -135,12 +135,12 @@ def _converse(answer: Callable[[str, int], object]) -> None:
         if not line.strip():
             continue
         try:
-            answer(one(line.rstrip(b"\r\n"), f"prompt {number + 1}"), number)
+            answer(parse_prompt(line.rstrip(b"\r\n"), f"prompt {number + 1}"), number)
         except ConfigError as error:
-            _say(str(error))
+            _print_status(str(error))
         number += 1
     if asks:
-        _say("")
+        _print_status("")
 
 
 # Output.
@@ -158,12 +158,12 @@ class _Printer:
 
     def stream(self, text: str) -> None:
         if self._streams and text:
-            _put(_shown(text))
+            _write_now(_escape_control(text))
 
     def write(self, done: Completion) -> None:
         self.newest = done.text
         if self._json:
-            _put(json.dumps(self._record(done)) + "\n")
+            _write_now(json.dumps(self._record(done)) + "\n")
             return
         parts = [] if self._streams else [f"--- {done.prompt.number + 1}: {done.prompt.text}\n"]
         parts += [] if self._streams else [done.text]
@@ -173,7 +173,7 @@ class _Printer:
                 f"{logprob:10.4f} {token:8d}  {self._tokenizer.decode([token])!r}\n"
                 for token, logprob in zip(done.tokens, done.logprobs, strict=True)
             ]
-        _put(_shown("".join(parts)))
+        _write_now(_escape_control("".join(parts)))
 
     def _record(self, done: Completion) -> dict[str, Any]:
         found = {"prompt": done.prompt.text, "text": done.text, "tokens": done.tokens}
@@ -182,13 +182,13 @@ class _Printer:
         return found | {"finish_reason": done.finish}
 
 
-def _put(text: str) -> None:
+def _write_now(text: str) -> None:
     """Writes at once: a reader may wait for it, and an interrupt must not lose it."""
     sys.stdout.write(text)
     sys.stdout.flush()
 
 
-def _shown(text: str) -> str:
+def _escape_control(text: str) -> str:
     """The text as standard output can show it: a terminal obeys control characters."""
     if sys.stdout.isatty():
         text = "".join(each for each in text if each.isprintable() or each in "\n\t")
@@ -257,7 +257,7 @@ def add(commands: Commands) -> None:
         "  maxpipe generate quickstart --prompt Once mesh.cpu_devices=2 mesh.ici_tensor=2",
     )
     add_address(parser, about="a run, RUN@STEP, RUN@best, or a Hugging Face folder")
-    add_average(parser)
+    add_ema_option(parser)
     add_inputs(parser)
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--prompt", action="append", metavar="TEXT", help="may be given again")

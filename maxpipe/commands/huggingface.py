@@ -6,8 +6,8 @@ import argparse
 import contextlib
 import dataclasses
 
-from maxpipe.commands.parser import Commands, add_address, add_average
-from maxpipe.commands.progress import Progress, say
+from maxpipe.commands.parser import Commands, add_address, add_ema_option
+from maxpipe.commands.progress import ProgressBar, print_line
 from maxpipe.errors import ExitCode
 
 _TYPES = ("float32", "bfloat16", "float16")
@@ -16,28 +16,28 @@ _TYPES = ("float32", "bfloat16", "float16")
 def _import(options: argparse.Namespace) -> int:
     from maxpipe.distributed import runtime
 
-    runtime.use_no_devices()
+    runtime.use_cpu_only()
     from maxpipe.huggingface.import_ import import_folder
 
-    with contextlib.closing(Progress(" MB")) as progress:
-        import_folder(options.folder, options.out, say, progress.report)
+    with contextlib.closing(ProgressBar(" MB")) as progress:
+        import_folder(options.folder, options.out, print_line, progress.report)
     return ExitCode.DONE
 
 
 def _export(options: argparse.Namespace) -> int:
-    from maxpipe.checkpoint.address import parse
+    from maxpipe.checkpoint.address import parse_address
 
-    address = dataclasses.replace(parse(options.checkpoint), average=options.average)
+    address = dataclasses.replace(parse_address(options.checkpoint), average=options.average)
     from maxpipe.distributed import runtime
 
-    runtime.use_no_devices()
+    runtime.use_cpu_only()
     from maxpipe.huggingface.export import export, export_adapters
 
     if options.adapter:
-        export_adapters(address, options.out, options.dtype, say)
+        export_adapters(address, options.out, options.dtype, print_line)
         return ExitCode.DONE
-    with contextlib.closing(Progress(" MB")) as progress:
-        export(address, options.out, options.dtype, say, report=progress.report)
+    with contextlib.closing(ProgressBar(" MB")) as progress:
+        export(address, options.out, options.dtype, print_line, report=progress.report)
     return ExitCode.DONE
 
 
@@ -70,7 +70,7 @@ def add(commands: Commands) -> None:
         epilog="example: maxpipe export quickstart@best --format hf exported --dtype bfloat16",
     )
     add_address(outgoing)
-    add_average(outgoing)
+    add_ema_option(outgoing)
     outgoing.add_argument("out", metavar="OUT", help="folder to make; it must not exist")
     outgoing.add_argument("--format", choices=("hf",), default="hf", help="hf: Hugging Face")
     outgoing.add_argument(

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 from maxpipe.commands.parser import Commands, Parser, add_inputs, integer, read_config, subcommands
 from maxpipe.errors import ConfigError, ExitCode
-from maxpipe.io.files import full
-from maxpipe.io.text import sentence
+from maxpipe.io.files import expand_path
+from maxpipe.io.text import capitalize_first
 
 if TYPE_CHECKING:
-    from maxpipe.config.load import Loaded
+    from maxpipe.config.load import LoadedConfig
     from maxpipe.launch.job import Job, Submission
 
 _CLUSTERS = {
@@ -44,13 +44,13 @@ def _local(options: argparse.Namespace) -> int:
 
 
 def _cluster(options: argparse.Namespace) -> int:
-    from maxpipe.launch.preflight import located
+    from maxpipe.launch.preflight import add_origins
 
     loaded = read_config(options.inputs, to_train=True)
     try:
-        report, job, submission = _written(options, loaded)
+        report, job, submission = _create_submission(options, loaded)
     except ConfigError as error:
-        raise located(error, loaded.origins) from error
+        raise add_origins(error, loaded.origins) from error
     print(report, file=sys.stderr, flush=True)
     if options.write or options.submit:
         submission.write(job.folder)
@@ -66,7 +66,9 @@ def _cluster(options: argparse.Namespace) -> int:
     return ExitCode.DONE
 
 
-def _written(options: argparse.Namespace, loaded: Loaded) -> tuple[str, Job, Submission]:
+def _create_submission(
+    options: argparse.Namespace, loaded: LoadedConfig
+) -> tuple[str, Job, Submission]:
     """The report of the preflight, the job, and its files."""
     from maxpipe.checkpoint.storage import run_folder
     from maxpipe.launch import gcloud, gke, slurm
@@ -81,7 +83,7 @@ def _written(options: argparse.Namespace, loaded: Loaded) -> tuple[str, Job, Sub
         workdir = workdir.absolute()  # the job looks at the run's folder from inside
     config, hosts, report = check_hosts(loaded, workdir, shared=shared)
     folder = (
-        full(options.write, "command line: --write")
+        expand_path(options.write, "command line: --write")
         if options.write
         else run_folder(config.run) / "launch"
     )
@@ -93,7 +95,7 @@ def _written(options: argparse.Namespace, loaded: Loaded) -> tuple[str, Job, Sub
 def add(commands: Commands) -> None:
     """Adds the command."""
     about = "run in several processes here, or on SLURM, TPU VMs or GKE"
-    parser = commands.add_parser("launch", help=about, description=f"{sentence(about)}.")
+    parser = commands.add_parser("launch", help=about, description=f"{capitalize_first(about)}.")
     actions = subcommands(parser)
     _add_local(actions)
     for name, (help_text, description, example) in _CLUSTERS.items():

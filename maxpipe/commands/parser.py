@@ -31,9 +31,9 @@ class Parser(argparse.ArgumentParser):
         see = f"See `{self.prog} --help`."
         choice = re.search(r"invalid choice: '(.*?)' \(", message)
         if choice and self.command_names:
-            from maxpipe.config.foreign_keys import command_meant
+            from maxpipe.config.foreign_keys import match_command
 
-            guess = command_meant(choice[1], self.command_names)
+            guess = match_command(choice[1], self.command_names)
             rule = f"is not a command: the commands are {', '.join(self.command_names)}."
             action = guess.action or see
             action = f"Did you mean `{self.prog} {guess.name}`?" if guess.name else action
@@ -56,7 +56,10 @@ class Parser(argparse.ArgumentParser):
             name, _, value = option.partition("=")
             kind = f"--{Path(value).suffix.removeprefix('.')}"
             guess = "" if self._is_key(name) else did_you_mean(name, known)
-            guess = next((each for each in known if _plain(each) == _plain(name)), guess)
+            guess = next(
+                (each for each in known if _normalize_option(each) == _normalize_option(name)),
+                guess,
+            )
             guess = kind if name in _OUTPUTS and kind in known else guess
             if guess:
                 where, rule = f"command line: {name}", f"is not an option of `{self.prog}`."
@@ -65,11 +68,11 @@ class Parser(argparse.ArgumentParser):
 
     def _is_key(self, option: str) -> bool:
         """Whether it names a config key, and this command takes these."""
-        from maxpipe.config.foreign_keys import same_key
+        from maxpipe.config.foreign_keys import match_exact_key
         from maxpipe.config.keys import KEYS
 
         takes = any(action.dest == "inputs" for action in self._actions)
-        return takes and same_key(option.lstrip("-").split("."), KEYS) is not None
+        return takes and match_exact_key(option.lstrip("-").split("."), KEYS) is not None
 
     def with_files(self, argv: Sequence[str]) -> list[str]:
         """The arguments with `--config FILE` as FILE, of a command that takes config files."""
@@ -103,7 +106,7 @@ class Parser(argparse.ArgumentParser):
         return parts
 
 
-def _plain(option: str) -> str:
+def _normalize_option(option: str) -> str:
     """The name without what some write and others leave out."""
     return re.sub("[-_]", "", option).lower()
 
@@ -112,7 +115,7 @@ _OUTPUTS = ("--write", "--output", "--out", "--save", "--file", "-o")
 """Other names for an option that writes a file; here each kind of file has its own."""
 
 if TYPE_CHECKING:
-    from maxpipe.config.load import Loaded
+    from maxpipe.config.load import LoadedConfig
 
     Commands = argparse._SubParsersAction[Parser]
 else:  # it has no parameters at run time
@@ -138,7 +141,7 @@ def read_config(
     *,
     to_train: bool = False,
     saved: Mapping[str, Any] | None = None,
-) -> Loaded:
+) -> LoadedConfig:
     """The config that arguments describe (`load`), with `saved` values where they give none; its
     cautions are printed to stderr.
 
@@ -148,28 +151,28 @@ def read_config(
     from maxpipe.config.load import load
 
     loaded = load(inputs, saved, to_train=to_train)
-    show_remarks(loaded)
+    print_notes(loaded)
     for each in loaded.cautions:
-        print(redact.shown(f"warning: {each.line}"), file=sys.stderr, flush=True)
+        print(redact.redact_for_terminal(f"warning: {each.line}"), file=sys.stderr, flush=True)
     return loaded
 
 
-def show_remarks(loaded: Loaded) -> None:
+def print_notes(loaded: LoadedConfig) -> None:
     """Prints to stderr where the model comes from, if several files set it."""
     for note in loaded.notes:
-        print(redact.shown(note), file=sys.stderr, flush=True)
+        print(redact.redact_for_terminal(note), file=sys.stderr, flush=True)
 
 
-def read_data_config(inputs: Sequence[str]) -> Loaded:
+def read_data_config(inputs: Sequence[str]) -> LoadedConfig:
     """The same for a command that reads documents alone: neither model nor steps must be named.
 
     Raises:
         ConfigError: with every mistake.
     """
-    return read_config(inputs, saved={"model": _STAND_IN, "train": {"steps": 1}})
+    return read_config(inputs, saved={"model": _PLACEHOLDER_MODEL, "train": {"steps": 1}})
 
 
-_STAND_IN = {
+_PLACEHOLDER_MODEL = {
     **{"num_layers": 1, "d_model": 128, "num_heads": 1, "num_kv_heads": 1, "head_size": 128},
     **{"d_mlp": 128, "vocab_size": 1 << 30},
 }
@@ -177,9 +180,9 @@ _STAND_IN = {
 
 RUN, CHECKPOINT, STEP = "RUN", "RUN[@STEP]", "RUN@STEP"
 """Metavar of an argument that `maxpipe.checkpoint.address` parses."""
-OF_RUN = "RUN|FILE"
+RUN_OR_FILE = "RUN|FILE"
 """Metavar of an argument that is a run, for its config, or a config."""
-OF_DATA = "DATA|"
+DATA_PREFIX = "DATA|"
 """Beginning of the metavar of inputs that may be data files in place of a config."""
 
 
@@ -202,7 +205,7 @@ def add_address(
     )
 
 
-def add_average(parser: argparse.ArgumentParser) -> None:
+def add_ema_option(parser: argparse.ArgumentParser) -> None:
     """An option that means the averages that a run has kept of its parameters."""
     parser.add_argument(
         "--average",
@@ -247,7 +250,7 @@ def check_place(path: str | Path, option: str) -> None:
     """Refuses a file that `write_file` could not write, before what it will hold is computed."""
     _check_outside(path, option)
     try:
-        files.check_place(path)
+        files.check_can_write(path)
     except OSError as error:
         raise _unwritable(path, option, error) from error
 
@@ -262,9 +265,9 @@ def write_file(path: str | Path, option: str, writer: Callable[[Path], object]) 
 
 
 def _check_outside(path: str | Path, option: str) -> None:
-    from maxpipe.checkpoint.address import check_outside
+    from maxpipe.checkpoint.address import check_outside_checkpoints
 
-    check_outside(path, f"command line: {option}")
+    check_outside_checkpoints(path, f"command line: {option}")
 
 
 def _unwritable(path: str | Path, option: str, error: OSError) -> StorageError:

@@ -15,20 +15,20 @@ from maxpipe.commands.parser import (
     read_config,
     write_file,
 )
-from maxpipe.commands.progress import PhaseProgress, Progress
+from maxpipe.commands.progress import PhaseProgress, ProgressBar
 from maxpipe.errors import ConfigError, ExitCode
 from maxpipe.io import redact
-from maxpipe.io.files import full
+from maxpipe.io.files import expand_path
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from maxpipe.config.load import Loaded
+    from maxpipe.config.load import LoadedConfig
     from maxpipe.config.schema import Config
     from maxpipe.plan.search import Candidate
     from maxpipe.plan.topology import Topology
 
-OF_A_SEARCH = ("compile", "measure", "fix", "write")
+SEARCH_ONLY_OPTIONS = ("compile", "measure", "fix", "write")
 """Options for the results of a search."""
 DRAWINGS = (".svg", ".png")
 """Kinds of files that --draw writes."""
@@ -44,14 +44,14 @@ def _compile(options: argparse.Namespace) -> int:
     from maxpipe.plan import topology
 
     loaded = read_config(options.inputs)
-    target = topology.parse(options.topology, options.slices or 1)
+    target = topology.parse_topology(options.topology, options.slices or 1)
     folder = _folder(options, loaded)
     given = _compiler_options(options)
     with PhaseProgress("compile") as progress:
         progress.begin("starting jax")
         topology.prepare(target)
         from maxpipe.plan.compile import compile_step
-        from maxpipe.plan.report import compiled
+        from maxpipe.plan.report import format_compile_report
 
         report = compile_step(loaded, target, folder, given, progress.begin)
     if options.json:
@@ -59,20 +59,20 @@ def _compile(options: argparse.Namespace) -> int:
 
         print(json.dumps(report.to_json(), indent=2))
     else:
-        print(compiled(report, options.entries))
+        print(format_compile_report(report, options.entries))
         if folder is not None:
             print(f"wrote {folder}: train with runtime.executable={folder}")
     return ExitCode.DONE
 
 
-def _folder(options: argparse.Namespace, loaded: Loaded) -> Path | None:
+def _folder(options: argparse.Namespace, loaded: LoadedConfig) -> Path | None:
     """Where the step is kept, if it is."""
     if options.save is None:
         return None
     from maxpipe.config.training import check_length
 
     where = "command line: --save"
-    folder = full(options.save, where)
+    folder = expand_path(options.save, where)
     check_length(loaded.config, loaded.origins)
     if loaded.config.train.batch_ramp:
         rule = "keeps one train step, and with train.batch_ramp there is one for each size."
@@ -115,10 +115,10 @@ def _target(options: argparse.Namespace, config: Config) -> Topology:
     from maxpipe.plan import topology
 
     if options.topology is not None:
-        return topology.parse(options.topology, options.slices or 1)
+        return topology.parse_topology(options.topology, options.slices or 1)
     if options.devices is not None:
-        return topology.at_hand(config.runtime, options.devices, options.devices)
-    return topology.at_hand(config.runtime, config.mesh.cpu_devices)
+        return topology.local_topology(config.runtime, options.devices, options.devices)
+    return topology.local_topology(config.runtime, config.mesh.cpu_devices)
 
 
 def _check_options(options: argparse.Namespace) -> None:
@@ -133,7 +133,7 @@ def _check_options(options: argparse.Namespace) -> None:
         ),
         *(
             (name, not options.search, "is read by a search only", "Add --search.")
-            for name in OF_A_SEARCH
+            for name in SEARCH_ONLY_OPTIONS
         ),
         ("shardings", options.search, "shows one layout, not those of a search", "Leave it out."),
         ("draw", options.shardings, "draws a prediction, not shardings", "Leave it out."),
@@ -142,7 +142,7 @@ def _check_options(options: argparse.Namespace) -> None:
         rule, action = "is not read while devices are measured", "Leave it out."
         unread = [
             (name, True, rule, action)
-            for name in ("search", "shardings", "json", "draw", "slices", *OF_A_SEARCH)
+            for name in ("search", "shardings", "json", "draw", "slices", *SEARCH_ONLY_OPTIONS)
         ]
     for name, ignored, rule, action in unread:
         if ignored and getattr(options, name):
@@ -155,43 +155,43 @@ def _check_options(options: argparse.Namespace) -> None:
             check_place(path, f"--{name}")
 
 
-def _forecast(options: argparse.Namespace, loaded: Loaded, target: Topology) -> int:
+def _forecast(options: argparse.Namespace, loaded: LoadedConfig, target: Topology) -> int:
     from maxpipe.plan import plan, report
 
-    layout = plan.layout(loaded, target)
-    _warn_of_copies(layout.config)
+    layout = plan.forecast_layout(loaded, target)
+    _warn_replicated_weights(layout.config)
     _draw(options, layout, target)
-    values, nearest = plan.forecast(layout, target)
+    values, nearest = plan.forecast_values(layout, target)
     if options.json:
         import json
 
         print(json.dumps(values, indent=2))
     else:
-        print(report.planned(values, nearest))
+        print(report.format_plan(values, nearest))
     return ExitCode.DONE
 
 
-def _shardings(options: argparse.Namespace, loaded: Loaded, target: Topology) -> int:
+def _shardings(options: argparse.Namespace, loaded: LoadedConfig, target: Topology) -> int:
     from maxpipe.plan import shardings, topology
 
-    config = topology.placed(loaded, target)
-    _warn_of_copies(config)
-    found = shardings.shardings(config)
+    config = topology.resolve_config(loaded, target)
+    _warn_replicated_weights(config)
+    found = shardings.compute_shardings(config)
     if options.json:
         import json
 
         print(json.dumps(found.to_json(), indent=2))
     else:
-        print(shardings.text(found))
+        print(shardings.format_shardings(found))
     return ExitCode.DONE
 
 
-def _warn_of_copies(config: Config) -> None:
+def _warn_replicated_weights(config: Config) -> None:
     """Of large weights that a rule of the user keeps whole."""
-    from maxpipe.config.copies import meant_copies
+    from maxpipe.config.copies import replication_warnings
 
-    for each in meant_copies(config):
-        print(redact.shown(f"warning: {each.line}"), file=sys.stderr, flush=True)
+    for each in replication_warnings(config):
+        print(redact.redact_for_terminal(f"warning: {each.line}"), file=sys.stderr, flush=True)
 
 
 def _draw(options: argparse.Namespace, candidate: Candidate, target: Topology) -> None:
@@ -203,59 +203,63 @@ def _draw(options: argparse.Namespace, candidate: Candidate, target: Topology) -
         )
 
 
-def _search(options: argparse.Namespace, loaded: Loaded, target: Topology) -> int:
+def _search(options: argparse.Namespace, loaded: LoadedConfig, target: Topology) -> int:
     from maxpipe.config.load import to_yaml
     from maxpipe.plan import plan, report, topology
     from maxpipe.plan.recheck import CANDIDATES
-    from maxpipe.plan.search import SHOWN
+    from maxpipe.plan.search import NUM_RESULTS
 
-    fixed = plan.fixed_keys(loaded, options.fix)
-    present = topology.all_here(target) if options.measure else ()
-    keep = max(CANDIDATES, options.measure) if options.measure else max(SHOWN, options.compile or 0)
-    with contextlib.closing(Progress(" layouts")) as progress:
+    fixed = plan.parse_fixed_keys(loaded, options.fix)
+    present = topology.local_devices(target) if options.measure else ()
+    keep = (
+        max(CANDIDATES, options.measure)
+        if options.measure
+        else max(NUM_RESULTS, options.compile or 0)
+    )
+    with contextlib.closing(ProgressBar(" layouts")) as progress:
         found = plan.best_layouts(loaded.config, target, fixed, keep, report=progress.report)
     if not options.json:
-        print(report.searched(found, target.hardware), flush=True)
+        print(report.format_search(found, target.hardware), flush=True)
     tell = lambda line: print(line, file=sys.stderr, flush=True)  # noqa: E731
     compiled, measured = [], []
     if options.compile:
         topology.prepare(target)
-        from maxpipe.plan.recheck import recheck
+        from maxpipe.plan.recheck import rerank_by_compiler
 
         with PhaseProgress("compile") as phases:
-            compiled = recheck(found.best[: options.compile], target, tell, phases.begin)
+            compiled = rerank_by_compiler(found.best[: options.compile], target, tell, phases.begin)
     elif options.measure:
-        from maxpipe.plan.recheck import run_best
+        from maxpipe.plan.recheck import rerank_by_measurement
 
-        measured = run_best(found.best, options.measure, present, tell)
+        measured = rerank_by_measurement(found.best, options.measure, present, tell)
     checked = [*compiled, *measured]
     if options.json:
         import json
 
-        values = report.search_facts(found, target.hardware, compiled, measured)
+        values = report.search_values(found, target.hardware, compiled, measured)
         print(json.dumps(values, indent=2))
     elif checked:
-        print(report.rechecked(checked, ran=bool(options.measure)))
+        print(report.format_ranking(checked, ran=bool(options.measure)))
     if checked and not checked[0].fits:
         rule = f"found that none of the {len(checked)} best layouts fits."
         raise ConfigError.one("command line: --search", None, rule, "Check more of them.")
     best = checked[0].candidate if checked else found.best[0]
     _draw(options, best, target)
     if options.write is not None:
-        text = to_yaml(redact.within(best.config))
+        text = to_yaml(redact.redact_value(best.config))
         write_file(options.write, "--write", lambda path: path.write_text(text, encoding="utf-8"))
         print(f"wrote {options.write}", file=sys.stderr if options.json else sys.stdout)
     return ExitCode.DONE
 
 
-def _calibrate(loaded: Loaded) -> int:
-    from maxpipe.hardware import keep_measured
+def _calibrate(loaded: LoadedConfig) -> int:
+    from maxpipe.hardware import save_measured
     from maxpipe.plan import report
     from maxpipe.plan.calibrate import calibrate_here
 
     before, after, found = calibrate_here(loaded)
-    print(report.calibrated(found, before, after))
-    print(f"wrote {keep_measured(after)}: plans use it from now on; delete it to undo that")
+    print(report.format_calibration(found, before, after))
+    print(f"wrote {save_measured(after)}: plans use it from now on; delete it to undo that")
     return ExitCode.DONE
 
 

@@ -15,14 +15,14 @@ _LINE_SECONDS = 5.0
 _PHASE_SECONDS = 10.0
 
 
-def say(text: str) -> None:
+def print_line(text: str) -> None:
     """Print a line of a command that works on, even after the reader of its output has gone.
 
     Raises:
         StorageError: standard output is on a full disk, for instance.
     """
     try:
-        print(redact.shown(text), flush=True)
+        print(redact.redact_for_terminal(text), flush=True)
     except BrokenPipeError:
         pass  # `head`, perhaps, has seen enough; the work is still wanted
     except OSError as error:
@@ -30,7 +30,7 @@ def say(text: str) -> None:
         raise StorageError.unwritable("standard output", error, action) from error
 
 
-class Progress:
+class ProgressBar:
     """A bar on a terminal, elsewhere lines a few seconds apart; both on standard error."""
 
     def __init__(self, unit: str = "") -> None:

@@ -38,28 +38,32 @@ def _schedule(options: argparse.Namespace) -> int:
             own["group"] = 0
         if options.compare is not None:
             own["repeats"] = _usual_repeats(name) or sizes["repeats"]
-        schedules.append(catalog.build(name, **own))
+        schedules.append(catalog.make_schedule(name, **own))
     if options.compare is not None:
         written = _write_drawings(options, schedules, costs)
-        print(draw.comparison(schedules, costs), *(f"wrote {path}" for path in written), sep="\n")
+        print(
+            draw.comparison_table(schedules, costs),
+            *(f"wrote {path}" for path in written),
+            sep="\n",
+        )
     elif _drawings(options):
         written = _write_drawings(options, schedules, costs)
         print(draw.summary(schedules[0], costs), *(f"wrote {path}" for path in written), sep="\n")
     else:
-        print(draw.text(schedules[0], costs, width=shutil.get_terminal_size().columns))
+        print(draw.draw_timeline(schedules[0], costs, width=shutil.get_terminal_size().columns))
     return ExitCode.DONE
 
 
 def _check_size(sizes: dict[str, Any]) -> None:
-    from maxpipe.schedule.catalog import MOST_FORWARDS
+    from maxpipe.schedule.catalog import MAX_FORWARDS
 
     parts = [f"{name}={sizes[name]:,}" for name in ("stages", "repeats", "microbatches")]
     count = sizes["stages"] * sizes["repeats"] * sizes["microbatches"]
-    if count > MOST_FORWARDS:
+    if count > MAX_FORWARDS:
         raise ConfigError.one(
             "command line",
             " ".join(parts),
-            f"has {count:,} forwards, and at most {MOST_FORWARDS:,} are placed here.",
+            f"has {count:,} forwards, and at most {MAX_FORWARDS:,} are placed here.",
             "Make one of them smaller: the picture of a schedule repeats itself.",
         )
 
@@ -101,12 +105,12 @@ def _write_drawings(
     schedule = schedules[0]
     writers: dict[str, Callable[[Path], object]] = {
         "svg": lambda path: path.write_text(
-            pictures.drawings(schedules, costs).svg(), encoding="utf-8"
+            pictures.draw_schedules(schedules, costs).svg(), encoding="utf-8"
         ),
-        "png": lambda path: pictures.drawings(schedules, costs).png(path),
+        "png": lambda path: pictures.draw_schedules(schedules, costs).png(path),
         "csv": lambda path: path.write_text(notation.to_csv(schedule), encoding="utf-8"),
         "perfetto": lambda path: path.write_text(
-            pictures.perfetto(schedule, costs), encoding="utf-8"
+            pictures.perfetto_trace(schedule, costs), encoding="utf-8"
         ),
     }
     drawings = _drawings(options)
@@ -117,19 +121,19 @@ def _write_drawings(
 
 def _schedule_names_and_sizes(options: argparse.Namespace) -> tuple[list[str], dict[str, Any]]:
     """Names and sizes of schedules: options, then files, then an example that fits a screen."""
-    from maxpipe.config.shipped import meant
+    from maxpipe.config.shipped import find_config
     from maxpipe.schedule.catalog import FILE_PREFIX, INTERLEAVED, SCHEDULES
 
     inputs = list(options.inputs)
     named = bool(inputs) and (inputs[0] in SCHEDULES or inputs[0].startswith(FILE_PREFIX))
     names = [inputs.pop(0)] if named else []
     if options.compare is not None:
-        _check_alone(options, names)
+        _check_compare_options(options, names)
         names = [name.strip() for name in options.compare.split(",")]
         for name in names:
             if name not in SCHEDULES and not name.startswith(FILE_PREFIX):
                 raise _unknown_schedule(f"command line: --compare {name}", name)
-    elif inputs and re.fullmatch(r"\w+|[^=]*\.csv", inputs[0]) and not meant(inputs[0]):
+    elif inputs and re.fullmatch(r"\w+|[^=]*\.csv", inputs[0]) and not find_config(inputs[0]):
         raise _unknown_schedule(f"command line: {inputs[0]}", inputs[0])
     if inputs:
         names, sizes = _sizes_of_config(options, inputs, names)
@@ -142,12 +146,14 @@ def _schedule_names_and_sizes(options: argparse.Namespace) -> tuple[list[str], d
 
 def _unknown_schedule(where: str, name: str) -> ConfigError:
     from maxpipe.config import shipped
-    from maxpipe.config.foreign_keys import value_meant
+    from maxpipe.config.foreign_keys import value_action
     from maxpipe.config.rules import did_you_mean
     from maxpipe.schedule.catalog import FILE_PREFIX, INTERLEAVED, SCHEDULES
 
     rule = f"is not a schedule: the schedules are {', '.join(SCHEDULES)} and {FILE_PREFIX}PATH."
-    found = value_meant("pipeline.schedule", name, SCHEDULES).removeprefix("Set pipeline.schedule=")
+    found = value_action("pipeline.schedule", name, SCHEDULES).removeprefix(
+        "Set pipeline.schedule="
+    )
     guess = found.rstrip(".")
     if found and guess not in SCHEDULES:  # several are possible
         return ConfigError.one(where, None, rule, f"Write {found}")
@@ -163,7 +169,7 @@ def _unknown_schedule(where: str, name: str) -> ConfigError:
     return ConfigError.one(where, None, rule, action)
 
 
-def _check_alone(options: argparse.Namespace, names: list[str]) -> None:
+def _check_compare_options(options: argparse.Namespace, names: list[str]) -> None:
     """`--compare` names the schedules; its drawings are pictures."""
     others = [f"{names[0]} names a schedule too"] if names else []
     single = [kind for kind in _drawings(options) if kind not in ("svg", "png")]

@@ -8,19 +8,19 @@ import os
 import shlex
 from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
-from maxpipe.commands.data_look import is_config, named_inputs, with_data_files
+from maxpipe.commands.data_look import expand_data_files, is_config, resolve_run_inputs
 from maxpipe.commands.parser import (
-    OF_DATA,
+    DATA_PREFIX,
     Commands,
     add_inputs,
     count,
     read_data_config,
     subcommands,
 )
-from maxpipe.commands.progress import Progress
+from maxpipe.commands.progress import ProgressBar
 from maxpipe.errors import ConfigError, ExitCode
 from maxpipe.io import redact
-from maxpipe.io.files import full
+from maxpipe.io.files import expand_path
 
 if TYPE_CHECKING:
     from maxpipe.config.data_schema import SourceConfig
@@ -32,19 +32,23 @@ _SAMPLE = "The quick brown fox jumps over 12345 lazy dogs.\n    naïve 語 😀"
 
 
 def _train(options: argparse.Namespace) -> int:
-    from maxpipe.checkpoint.address import check_outside
+    from maxpipe.checkpoint.address import check_outside_checkpoints
     from maxpipe.data import train_tokenizer
     from maxpipe.data.tokenizer import open_tokenizer
 
-    size, smallest, largest = options.vocab_size, train_tokenizer.SMALLEST, train_tokenizer.LARGEST
+    size, smallest, largest = (
+        options.vocab_size,
+        train_tokenizer.MIN_VOCAB_SIZE,
+        train_tokenizer.MAX_VOCAB_SIZE,
+    )
     if not smallest <= size <= largest:
         rule = f"must be between {smallest}, the bytes and three control tokens, and {largest}."
         raise ConfigError.one("command line: --vocab-size", size, rule, "Set --vocab-size 32768.")
-    folder = full(options.out, "command line: --out")
-    check_outside(folder, "command line: --out")
+    folder = expand_path(options.out, "command line: --out")
+    check_outside_checkpoints(folder, "command line: --out")
     train_tokenizer.check_free(folder)
     sources = _sources(options)
-    progress = Progress()
+    progress = ProgressBar()
     try:
         content = train_tokenizer.train(sources, options.kind, size, progress.report)
     except KeyboardInterrupt:
@@ -57,12 +61,12 @@ def _train(options: argparse.Namespace) -> int:
     from maxpipe.config.schema import TokenizerConfig
 
     made = open_tokenizer(TokenizerConfig(kind="huggingface", path=str(folder)))
-    print(redact.shown(f"wrote {folder}: {made.vocab_size} ids"))
+    print(redact.redact_for_terminal(f"wrote {folder}: {made.vocab_size} ids"))
     if made.vocab_size < size:
         print(f"the corpus has no more than these; {size} were asked for")
     where = shlex.quote(f"tokenizer.path={folder}")
     shown = f"tokenizer.kind=huggingface {where} model.vocab_size={made.vocab_size}"
-    print(redact.shown(f"train with it: {shown}"))
+    print(redact.redact_for_terminal(f"train with it: {shown}"))
     return ExitCode.DONE
 
 
@@ -70,22 +74,22 @@ def _sources(options: argparse.Namespace) -> list[Source]:
     """The documents of files, or of the `data.*` keys of a config and of overrides."""
     from maxpipe.config.data import all_sources
     from maxpipe.data.mixture import seed_of
-    from maxpipe.data.sources import in_section, open_source
-    from maxpipe.data.train_tokenizer import open_corpus
+    from maxpipe.data.sources import open_source, wrap_section_errors
+    from maxpipe.data.train_tokenizer import open_training_files
 
-    inputs, _ = named_inputs(options.inputs)
+    inputs, _ = resolve_run_inputs(options.inputs)
     if not inputs:
         rule = "must name files, a config or data.* keys."
         action = "Name a file, such as `maxpipe tokenizer train docs.jsonl`."
         raise ConfigError.one("command line: FILE", None, rule, action)
     if not any(map(is_config, inputs)):
-        return open_corpus(inputs, options.field or "text")
+        return open_training_files(inputs, options.field or "text")
     given = [f"data.field={options.field}"] if options.field else []
-    config = read_data_config([*with_data_files(inputs), *given]).config
-    index = str(full(config.run.dir, "run.dir") / ".index")
+    config = read_data_config([*expand_data_files(inputs), *given]).config
+    index = str(expand_path(config.run.dir, "run.dir") / ".index")
     found = []
     for name, source in all_sources(config.data).items():
-        with in_section(name):
+        with wrap_section_errors(name):
             _check_texts(source)
             seed = seed_of(name, config.run.seed)
             found.append(open_source(source, seed, cache_dir=index))
@@ -106,18 +110,18 @@ def _show(options: argparse.Namespace) -> int:
 
     config = TokenizerConfig(kind=options.kind, path=options.path, preset=options.preset)
     kind, path = locate(config)
-    found = _facts(open_tokenizer(config), options.text)
+    found = _tokenizer_info(open_tokenizer(config), options.text)
     found = {"kind": kind, "file": path, **found}
     if options.json:
         print(json.dumps(found, indent=2))
         return ExitCode.DONE
     width = max(map(len, found))
     for name, value in found.items():
-        print(redact.shown(f"{name.replace('_', ' '):<{width}}  {_line(value)}"))
+        print(redact.redact_for_terminal(f"{name.replace('_', ' '):<{width}}  {_line(value)}"))
     return ExitCode.DONE
 
 
-def _facts(tokenizer: Tokenizer, text: str) -> dict[str, Any]:
+def _tokenizer_info(tokenizer: Tokenizer, text: str) -> dict[str, Any]:
     names = {i: name for name, i in tokenizer.special_tokens.items()}
 
     def named(i: int) -> str:
@@ -169,7 +173,7 @@ def add(commands: Commands) -> None:
         "     or: maxpipe tokenizer train my-run.yml --vocab-size 32768 --out mine\n"
         "then:    maxpipe train my-run.yml tokenizer.kind=huggingface tokenizer.path=mine",
     )
-    add_inputs(train, OF_DATA, "files, folders or glob patterns of data; or a run, or ")
+    add_inputs(train, DATA_PREFIX, "files, folders or glob patterns of data; or a run, or ")
     train.add_argument("--vocab-size", type=count, required=True, metavar="N", help="ids at most")
     train.add_argument("--out", required=True, metavar="DIR", help="folder to write; must be free")
     train.add_argument("--kind", choices=("bpe", "unigram"), default="bpe", help="default bpe")

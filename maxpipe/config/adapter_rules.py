@@ -9,7 +9,7 @@ from dataclasses import replace
 from maxpipe.config.keys import KEYS, default_of
 from maxpipe.config.rules import axis_keys, axis_size, did_you_mean, rule
 from maxpipe.config.schema import Config
-from maxpipe.errors import Finding
+from maxpipe.errors import RuleViolation
 from maxpipe.models.frozen import declared, suggestions
 from maxpipe.models.low_rank import (
     block_size,
@@ -27,12 +27,12 @@ _MAX_FINDINGS = 8
 
 
 @rule(*(key for key in KEYS if key.startswith("adapter.")))
-def _something_reads_them(config: Config) -> Iterator[Finding]:
+def _adapter_keys_need_a_rank(config: Config) -> Iterator[RuleViolation]:
     if config.adapter.rank:
         return
     for key in ("targets", "dropout", "base", "kind"):
         if getattr(config.adapter, key) != default_of(f"adapter.{key}"):
-            yield Finding(
+            yield RuleViolation(
                 f"adapter.{key}",
                 "is not read with adapter.rank = 0: the whole model is trained.",
                 f"Set adapter.rank=16, or leave adapter.{key} out.",
@@ -40,13 +40,13 @@ def _something_reads_them(config: Config) -> Iterator[Finding]:
 
 
 @rule(*_KEYS)
-def _targets_can_have_one(config: Config) -> Iterator[Finding]:
+def _targets_support_adapters(config: Config) -> Iterator[RuleViolation]:
     if not config.adapter.rank:
         return
     model, targets = describe(replace(config.model, adapter=None)), config.adapter.targets
     can = names_of_adaptable(model)
     if not can:
-        yield Finding(
+        yield RuleViolation(
             "adapter.rank",
             f"must be 0: no layer of model.family={config.model.family} has a matrix that can have "
             "an adapter.",
@@ -62,7 +62,7 @@ def _targets_can_have_one(config: Config) -> Iterator[Finding]:
         guess = guess if picked(model, [guess]) & {*can} else ""
         what = "which is the name of no parameter" if wrong in unknown else "which can have none"
         kept = ",".join([*good, *filter(None, [guess])])
-        yield Finding(
+        yield RuleViolation(
             "adapter.targets",
             f"holds {wrong!r}, {what}: adapters are for {', '.join(can)}.",
             f"Set adapter.targets=[{kept}]" + ("." if kept else " for all of these."),
@@ -70,7 +70,7 @@ def _targets_can_have_one(config: Config) -> Iterator[Finding]:
 
 
 @rule(*_KEYS)
-def _rank_is_low(config: Config) -> Iterator[Finding]:
+def _rank_fits_the_matrices(config: Config) -> Iterator[RuleViolation]:
     adapter = config.adapter
     if not adapter.rank:
         return
@@ -78,7 +78,7 @@ def _rank_is_low(config: Config) -> Iterator[Finding]:
         sides = param.dims[: summed(param)], param.dims[summed(param) :]
         small = min(math.prod(size for size, _ in side) for side in sides)
         if adapter.rank > small:
-            yield Finding(
+            yield RuleViolation(
                 "adapter.rank",
                 f"must be at most {small}, the smaller side of {name}: a matrix has no higher "
                 "rank.",
@@ -88,9 +88,9 @@ def _rank_is_low(config: Config) -> Iterator[Finding]:
 
 
 @rule("adapter.rank", "model.heads_ahead")
-def _no_heads_ahead(config: Config) -> Iterator[Finding]:
+def _no_mtp_with_adapters(config: Config) -> Iterator[RuleViolation]:
     if config.adapter.rank and config.model.heads_ahead:
-        yield Finding(
+        yield RuleViolation(
             "model.heads_ahead",
             "must be 0 with adapters: heads that predict further ahead have none.",
             "Set model.heads_ahead=0; weights that have such heads are read without them.",
@@ -98,9 +98,9 @@ def _no_heads_ahead(config: Config) -> Iterator[Finding]:
 
 
 @rule("adapter.rank", "adapter.kind", "model.matmul")
-def _lengths_need_plain_products(config: Config) -> Iterator[Finding]:
+def _dora_needs_default_matmul(config: Config) -> Iterator[RuleViolation]:
     if config.adapter.rank and config.adapter.kind == "dora" and config.model.matmul != "default":
-        yield Finding(
+        yield RuleViolation(
             "adapter.kind",
             f"dora norms columns of the weights, of which model.matmul={config.model.matmul} "
             "multiplies rounded ones.",
@@ -109,7 +109,7 @@ def _lengths_need_plain_products(config: Config) -> Iterator[Finding]:
 
 
 @rule(*_KEYS, *axis_keys("tensor"))
-def _numbers_divide_over_tensor(config: Config) -> Iterator[Finding]:
+def _nf4_blocks_divide_over_tensor(config: Config) -> Iterator[RuleViolation]:
     """Two numbers of 4 bits are in one byte, and 64 have one scale: neither is cut."""
     if not config.adapter.rank or config.adapter.base != "nf4":
         return
@@ -120,7 +120,7 @@ def _numbers_divide_over_tensor(config: Config) -> Iterator[Finding]:
             parts = shards if axis == "mlp" else 1
             piece = max(block_size(size), 2)
             if size % (piece * parts):
-                yield Finding(
+                yield RuleViolation(
                     "adapter.base",
                     f"nf4 holds {name} in pieces of {piece} numbers of its dim {axis} ({size}), "
                     f"which {parts} devices of mesh axis tensor cannot share evenly."

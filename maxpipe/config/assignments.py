@@ -10,8 +10,17 @@ from typing import Any
 
 import yaml
 
-from maxpipe.config.documents import Raw, compose, entries, raw_of, shortened, syntax_problem
-from maxpipe.config.keys import KEYS, MOVED, NAME, NAMED, NAMED_KEYS, SECTIONS, declared_as, parted
+from maxpipe.config.documents import Raw, compose, entries, format_raw, raw_of, syntax_problem
+from maxpipe.config.keys import (
+    KEYS,
+    NAME,
+    NAMED_KEYS,
+    NAMED_SECTIONS,
+    RENAMED_KEYS,
+    SECTIONS,
+    declared_key,
+    split_key,
+)
 from maxpipe.config.translation import MODEL, is_main_key
 from maxpipe.errors import Problem
 from maxpipe.io import redact
@@ -39,10 +48,10 @@ class Assignment:
     def problem(self, rule: str, action: str, *, given: bool = True) -> Problem:
         """What is wrong with it; secrets are not shown."""
         is_secret = self.path[:2] == ("launch", "environment")
-        raw = redact.variables(self.raw) if is_secret else self.raw
+        raw = redact.redact_variable_names(self.raw) if is_secret else self.raw
         if is_secret and len(self.path) > 2:
             raw = redact.REDACTED
-        text = shortened(raw) if given else ""
+        text = format_raw(raw) if given else ""
         return Problem(f"{self.place}: {'.'.join(self.path)}", text, rule, action)
 
 
@@ -105,9 +114,9 @@ def _as_raw(value: Any) -> Raw:
 def from_override(arg: str, problems: list[Problem]) -> Iterator[Assignment]:
     """What `section.key=value` says."""
     key, _, text = arg.partition("=")
-    section, rest = parted(key.split("."))
+    section, rest = split_key(key.split("."))
     # The entry of a mapping may have dots of its own.
-    path = (*section.split("."), *_parts(section, rest)) if rest else (section,)
+    path = (*section.split("."), *_key_path(section, rest)) if rest else (section,)
     if arg.startswith("-"):
         path = tuple(key.lstrip("-").split("."))
         yield Assignment(path, text if "=" in arg else None, arg, "command line", option=arg)
@@ -116,11 +125,11 @@ def from_override(arg: str, problems: list[Problem]) -> Iterator[Assignment]:
     elif key in SECTIONS:
         rule = "is a section: an override is `section.key=value`."
         action = f"Run `maxpipe config explain {key}` for its keys."
-        problems.append(Problem(f"command line: {key}", shortened(text), rule, action))
+        problems.append(Problem(f"command line: {key}", format_raw(text), rule, action))
     elif not all(path):
         rule = "names no section: an override is `section.key=value`."
         action = "Write section.key=value."
-        problems.append(Problem(f"command line: {key}", shortened(text), rule, action))
+        problems.append(Problem(f"command line: {key}", format_raw(text), rule, action))
     elif not _is_collection(_hint(path)):
         yield Assignment(path, text, arg, "command line")
     else:
@@ -131,7 +140,7 @@ def from_override(arg: str, problems: list[Problem]) -> Iterator[Assignment]:
             return
         raw = raw_of(node) if node else None
         if isinstance(raw, dict) and (
-            ".".join(path) in KEYS or declared_as(".".join(path)) in NAMED
+            ".".join(path) in KEYS or declared_key(".".join(path)) in NAMED_SECTIONS
         ):
             # The whole mapping is replaced; a single entry (a.b.c=...) is added.
             yield Assignment(path, {}, arg, "command line")
@@ -141,25 +150,25 @@ def from_override(arg: str, problems: list[Problem]) -> Iterator[Assignment]:
 def _split(path: tuple[str, ...], raw: Raw, origin: str, place: str) -> Iterator[Assignment]:
     """One assignment, or one for each entry of a mapping, so that files merge by entry."""
     key = ".".join(path)
-    if isinstance(raw, dict) and (is_mapping(KEYS.get(key)) or declared_as(key) in NAMED):
+    if isinstance(raw, dict) and (is_mapping(KEYS.get(key)) or declared_key(key) in NAMED_SECTIONS):
         for name, value in raw.items():
             yield from _split((*path, name), value, origin, place)
-        if not raw and declared_as(key) in NAMED:
+        if not raw and declared_key(key) in NAMED_SECTIONS:
             yield Assignment(path, None, origin, place)
     else:
         yield Assignment(path, raw, origin, place)
 
 
-def _parts(section: str, rest: Sequence[str]) -> tuple[str, ...]:
+def _key_path(section: str, rest: Sequence[str]) -> tuple[str, ...]:
     """Key, and entry or name and key, of what stands behind a section."""
-    holds_sections = f"{section}.{rest[0]}.{NAME}" in NAMED
+    holds_sections = f"{section}.{rest[0]}.{NAME}" in NAMED_SECTIONS
     return tuple(".".join(rest).split(".", 2 if holds_sections else 1))
 
 
 def _hint(path: Sequence[str]) -> Any:
     """The type of what an override sets, that of the mapping for an entry of one."""
-    section, rest = parted(path)
-    key = declared_as(".".join(path))
+    section, rest = split_key(path)
+    key = declared_key(".".join(path))
     return NAMED_KEYS[key] if key in NAMED_KEYS else KEYS.get(".".join([section, *rest[:1]]))
 
 
@@ -172,25 +181,25 @@ def _is_collection(hint: Any) -> bool:
     return typing.get_origin(hint) in (dict, list)
 
 
-def cautions_about(assignments: Iterable[Assignment], saved_as: str) -> Iterator[Problem]:
+def former_key_warnings(assignments: Iterable[Assignment], saved_as: str) -> Iterator[Problem]:
     """What is written with a key of an earlier release, and not by one."""
     for each in assignments:
-        new = MOVED.get(".".join(each.path))
+        new = RENAMED_KEYS.get(".".join(each.path))
         if new and each.origin != saved_as:
             yield each.problem(f"is called {new} now.", f"Write {new} in its place.")
 
 
-def set_twice(assignments: Sequence[Assignment]) -> Iterator[Problem]:
+def duplicate_settings(assignments: Sequence[Assignment]) -> Iterator[Problem]:
     """What one file sets by the name of an earlier release and by today's."""
     known = {(each.origin, ".".join(each.path)): each.place for each in assignments}
     for each in assignments:
-        new = MOVED.get(".".join(each.path), "")
+        new = RENAMED_KEYS.get(".".join(each.path), "")
         if place := known.get((each.origin, new)):
             rule = f"is the earlier name of {new}, which is set as well: {place}."
             yield each.problem(rule, f"Keep {new}.")
 
 
-def to_new_key(assignment: Assignment) -> Assignment:
+def rename_former_key(assignment: Assignment) -> Assignment:
     """The same for the name that its key has today."""
-    new = MOVED.get(".".join(assignment.path))
+    new = RENAMED_KEYS.get(".".join(assignment.path))
     return dataclasses.replace(assignment, path=tuple(new.split("."))) if new else assignment

@@ -10,7 +10,7 @@ from maxpipe.models.config import LARGEST
 FORM = "PATTERN NUMBER"
 
 
-def by_name(texts: Sequence[str]) -> list[tuple[str, float]]:
+def parse_param_values(texts: Sequence[str]) -> list[tuple[str, float]]:
     """(pattern over names of parameters, number) of each text.
 
     Raises:

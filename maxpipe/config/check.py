@@ -27,16 +27,16 @@ import maxpipe.config.pipeline_rules
 import maxpipe.config.preference_rules
 import maxpipe.config.tokenizer_rules  # noqa: F401  all ten register their rules
 from maxpipe.config import ramp
-from maxpipe.config.by_name import by_name
-from maxpipe.config.copies import meant_copies
+from maxpipe.config.by_name import parse_param_values
+from maxpipe.config.copies import replication_warnings
 from maxpipe.config.keys import FAMILY, KEYS, family_section
-from maxpipe.config.ramp import EXAMPLE, Ramp, phases
-from maxpipe.config.rules import BOUNDS, RULES, Bound, folder_name, rule, shown, value_of
+from maxpipe.config.ramp import EXAMPLE, BatchRamp, parse_phases
+from maxpipe.config.rules import BOUNDS, RULES, Bound, folder_name, format_value, rule, value_of
 from maxpipe.config.schema import Config, TrainConfig
-from maxpipe.errors import Finding, Problem
+from maxpipe.errors import Problem, RuleViolation
 from maxpipe.io import redact
-from maxpipe.io.files import scheme
-from maxpipe.io.text import counted, divisors, up
+from maxpipe.io.files import url_scheme
+from maxpipe.io.text import format_divisors, pluralize, round_up
 from maxpipe.models.layers.attention import Attention
 from maxpipe.models.layers.latent import LatentAttention
 from maxpipe.models.registry import FAMILIES, describe
@@ -50,7 +50,7 @@ def is_override(argument: str) -> bool:
     return "=" in argument.partition("/")[0]
 
 
-def where(key: str, origins: Mapping[str, str]) -> str:
+def error_location(key: str, origins: Mapping[str, str]) -> str:
     """First part of an error message: who set the key, and the key."""
     origin = origins.get(key) or origins.get(key.rpartition(".")[0], DEFAULT)
     return f"{'command line' if is_override(origin) else origin}: {key}"
@@ -58,7 +58,7 @@ def where(key: str, origins: Mapping[str, str]) -> str:
 
 def total_steps(train: TrainConfig) -> int:
     """Optimizer steps of the whole run."""
-    return train.steps or Ramp.of(train).batches(-(-train.tokens // train.sequence_length))
+    return train.steps or BatchRamp.of(train).batches(-(-train.tokens // train.sequence_length))
 
 
 def check(config: Config, origins: Mapping[str, str], skip: Collection[str] = ()) -> list[Problem]:
@@ -76,39 +76,41 @@ def check(config: Config, origins: Mapping[str, str], skip: Collection[str] = ()
             wrong.update(key for key, *_ in findings)
         for key, text, action in findings:
             value = value_of(config, key)
-            given = shown(redact.variables(value) if key == "launch.environment" else value)
-            problems.append(Problem(where(key, origins), given, text, action))
+            given = format_value(
+                redact.redact_variable_names(value) if key == "launch.environment" else value
+            )
+            problems.append(Problem(error_location(key, origins), given, text, action))
     return problems
 
 
-def cautions(config: Config) -> Iterator[Problem]:
+def find_warnings(config: Config) -> Iterator[Problem]:
     """What can be trained but is hardly meant."""
     warmup, steps = config.optim.warmup_steps, total_steps(config.train)
     if warmup >= steps > 0:
         yield Problem(
             "optim.warmup_steps",
             str(warmup),
-            f"is the whole run of {counted(steps, 'step')}: the rate never reaches its peak.",
+            f"is the whole run of {pluralize(steps, 'step')}: the rate never reaches its peak.",
             f"Set optim.warmup_steps={steps // 10}, or a longer run.",
         )
     yield from _phases_beyond_the_run(config)
     yield from _decays_past_zero(config)
-    yield from _moves_nothing(config)
+    yield from _updates_too_small(config)
     yield from _rate_is_large(config)
-    yield from meant_copies(config)
+    yield from replication_warnings(config)
 
 
 def _phases_beyond_the_run(config: Config) -> Iterator[Problem]:
     texts, steps, end, late = config.optim.phases, total_steps(config.train), 0, 0
-    for phase in phases(texts, steps):
+    for phase in parse_phases(texts, steps):
         late += end >= steps
         end += phase.steps
     if late and steps:
         yield Problem(
             "optim.phases",
             f"[{', '.join(texts)}]",
-            f"has {counted(end, 'step')} and the run {steps}: its end comes before the last "
-            f"{counted(late, 'phase')}.",
+            f"has {pluralize(end, 'step')} and the run {steps}: its end comes before the last "
+            f"{pluralize(late, 'phase')}.",
             "Make those in front shorter: shares such as '10%' that leave some of the run.",
         )
 
@@ -116,9 +118,9 @@ def _phases_beyond_the_run(config: Config) -> Iterator[Problem]:
 def _decays_past_zero(config: Config) -> Iterator[Problem]:
     optim = config.optim
     decays = [("weight_decay", optim.weight_decay)]
-    decays += [("weight_decays", decay) for _, decay in by_name(optim.weight_decays)]
+    decays += [("weight_decays", decay) for _, decay in parse_param_values(optim.weight_decays)]
     key, decay = max(decays, key=operator.itemgetter(1))
-    rates = [1.0, *(rate for _, rate in by_name(optim.rate_factors))]
+    rates = [1.0, *(rate for _, rate in parse_param_values(optim.rate_factors))]
     if (taken := optim.learning_rate * max(rates) * decay) > 1:
         yield Problem(
             f"optim.{key}",
@@ -143,7 +145,7 @@ def _rate_is_large(config: Config) -> Iterator[Problem]:
         )
 
 
-def _moves_nothing(config: Config) -> Iterator[Problem]:
+def _updates_too_small(config: Config) -> Iterator[Problem]:
     optim = config.optim
     if optim.learning_rate < 1e-10:  # an update is about as large; parameters are some 0.01
         yield Problem(
@@ -176,19 +178,21 @@ _LENGTH = (
 """What `total_steps` reads."""
 
 
-_ONE = 1 - 2.0**-25
+_ROUNDS_TO_ONE = 1 - 2.0**-25
 """What float32 rounds to 1, and all above it."""
 
 
 @rule("train.batch_ramp", "train.batch_size", "train.sequence_length", is_first=True)
-def _ramp_can_be_read(config: Config) -> Iterator[Finding]:
+def _ramp_can_be_read(config: Config) -> Iterator[RuleViolation]:
     try:
-        Ramp.of(config.train)
+        BatchRamp.of(config.train)
     except ValueError as error:
-        yield Finding("train.batch_ramp", str(error), f'Set "train.batch_ramp={_ramp(config)}".')
+        yield RuleViolation(
+            "train.batch_ramp", str(error), f'Set "train.batch_ramp={_example_ramp(config)}".'
+        )
 
 
-def _ramp(config: Config) -> str:
+def _example_ramp(config: Config) -> str:
     """One that this run can have: half of its rows for a tenth of it; `[]` where that breaks a
     rule.
     """
@@ -204,23 +208,25 @@ def _ramp(config: Config) -> str:
 
 
 @rule(*_LENGTH)
-def _ramp_grows_and_ends(config: Config) -> Iterator[Finding]:
-    found, steps = Ramp.of(config.train), total_steps(config.train)
+def _ramp_grows_and_ends(config: Config) -> Iterator[RuleViolation]:
+    found, steps = BatchRamp.of(config.train), total_steps(config.train)
     if wrong := ramp.check_order(found):
-        yield Finding("train.batch_ramp", wrong, "Set train.batch_ramp=[] for batches of one size.")
+        yield RuleViolation(
+            "train.batch_ramp", wrong, "Set train.batch_ramp=[] for batches of one size."
+        )
     elif found.stages and found.steps >= steps > 0:
-        yield Finding(
+        yield RuleViolation(
             "train.batch_ramp",
-            f"has {counted(found.steps, 'step')}, and the whole run {steps}: no batch has "
+            f"has {pluralize(found.steps, 'step')}, and the whole run {steps}: no batch has "
             f"train.batch_size ({found.rows}) rows.",
             f"Set train.steps={2 * found.steps}, or train.batch_ramp to shorter stages.",
         )
 
 
 @rule("train.batch_ramp", "runtime.executable")
-def _ramp_is_compiled_here(config: Config) -> Iterator[Finding]:
+def _ramp_needs_no_executable(config: Config) -> Iterator[RuleViolation]:
     if config.train.batch_ramp and config.runtime.executable:
-        yield Finding(
+        yield RuleViolation(
             "runtime.executable",
             "holds one train step, and with train.batch_ramp there is one for each size.",
             "Set runtime.executable='' to compile them here, or train.batch_ramp=[].",
@@ -228,58 +234,62 @@ def _ramp_is_compiled_here(config: Config) -> Iterator[Finding]:
 
 
 @rule("optim.name", "optim.beta1", "optim.beta2", "optim.epsilon")
-def _moments_can_be_computed(config: Config) -> Iterator[Finding]:
+def _moments_can_be_computed(config: Config) -> Iterator[RuleViolation]:
     optim = config.optim
     if optim.name not in ("adamw", "muon"):
         return
     # Moments that start at 0 are divided by 1 - beta^updates. A device cannot look alone at what
     # Muon's update would leave: its bound has to be finite.
-    limit, shown = (1 - 1e-6, "0.999999") if optim.name == "muon" else (_ONE, f"{_ONE:.8f}")
+    limit, shown = (
+        (1 - 1e-6, "0.999999")
+        if optim.name == "muon"
+        else (_ROUNDS_TO_ONE, f"{_ROUNDS_TO_ONE:.8f}")
+    )
     if optim.name == "muon" and optim.epsilon <= 1e-30:
         rule = "must be more than 1e-30 with optim.name=muon, as float32 may lose less beside it."
-        yield Finding("optim.epsilon", rule, "Set optim.epsilon=1e-8.")
+        yield RuleViolation("optim.epsilon", rule, "Set optim.epsilon=1e-8.")
     for field, usual in (("beta1", 0.9), ("beta2", 0.95)):
         if getattr(optim, field) >= limit:
             rule = f"must be less than {shown} with optim.name={optim.name}: float32 may take it"
-            yield Finding(f"optim.{field}", f"{rule} for 1.", f"Set optim.{field}={usual}.")
+            yield RuleViolation(f"optim.{field}", f"{rule} for 1.", f"Set optim.{field}={usual}.")
 
 
 @rule("optim.phases", "optim.warmup_steps", *_LENGTH)
-def _phases_can_be_read(config: Config) -> Iterator[Finding]:
+def _phases_can_be_read(config: Config) -> Iterator[RuleViolation]:
     texts, steps = config.optim.phases, total_steps(config.train)
     if not texts:
         return
     try:
-        found = phases(texts, steps)
+        found = parse_phases(texts, steps)
     except ValueError as error:
-        yield Finding("optim.phases", str(error), f'Set "optim.phases={EXAMPLE}".')
+        yield RuleViolation("optim.phases", str(error), f'Set "optim.phases={EXAMPLE}".')
         return
     if config.optim.warmup_steps:
-        yield Finding(
+        yield RuleViolation(
             "optim.warmup_steps",
             "must be 0 with optim.phases, which hold the warm-up.",
             f"Set optim.warmup_steps=0, and '{config.optim.warmup_steps} linear 0 -> 1' as the "
             "first of the phases.",
         )
     if steps and all(phase.start == phase.end == 0 for phase in found if phase.steps):
-        yield Finding(
+        yield RuleViolation(
             "optim.phases",
             "must leave a rate above 0: nothing would be learned.",
             f'Set "optim.phases={EXAMPLE}".',
         )
 
 
-def _in_bound(bound: Bound) -> None:
+def _add_range_rule(bound: Bound) -> None:
     @rule(bound.key)
-    def find(config: Config) -> Iterator[Finding]:
+    def find(config: Config) -> Iterator[RuleViolation]:
         if not bound.holds(value_of(config, bound.key)):
-            yield Finding(
-                bound.key, f"must be {bound}.", f"Set {bound.key}={shown(bound.example)}."
+            yield RuleViolation(
+                bound.key, f"must be {bound}.", f"Set {bound.key}={format_value(bound.example)}."
             )
 
 
 for _bound in BOUNDS.values():
-    _in_bound(_bound)
+    _add_range_rule(_bound)
 
 
 MAX_NAME = 200
@@ -287,58 +297,60 @@ MAX_NAME = 200
 
 
 @rule("run.name")
-def _name_is_a_folder(config: Config) -> Iterator[Finding]:
+def _name_is_a_folder(config: Config) -> Iterator[RuleViolation]:
     name = config.run.name
     if name in (".", "..") or not re.fullmatch(rf"[A-Za-z0-9._-]{{1,{MAX_NAME}}}", name):
-        yield Finding(
+        yield RuleViolation(
             "run.name",
             f"must be a folder name of at most {MAX_NAME} letters, digits, `.`, `_` and `-`.",
             f"Set run.name={folder_name(name)}.",
         )
 
 
-def _not_empty(key: str) -> None:
+def _add_nonempty_rule(key: str) -> None:
     @rule(key)
-    def find(config: Config) -> Iterator[Finding]:
+    def find(config: Config) -> Iterator[RuleViolation]:
         if not value_of(config, key):
             section, name = key.split(".")
             schema = {f.name: f.default for f in dataclasses.fields(getattr(config, section))}
-            yield Finding(key, "must not be empty.", f"Set {key}={schema[name]}.")
+            yield RuleViolation(key, "must not be empty.", f"Set {key}={schema[name]}.")
 
 
-_not_empty("run.dir")
+_add_nonempty_rule("run.dir")
 for _key in ("field", "messages_field", "response_field"):
-    _not_empty(f"data.{_key}")
+    _add_nonempty_rule(f"data.{_key}")
 
 
 @rule("data.prompt_field", "data.chat")
-def _prompt_field_is_named(config: Config) -> Iterator[Finding]:
+def _prompt_field_is_named(config: Config) -> Iterator[RuleViolation]:
     # Both responses of a pair may be whole conversations.
     if not config.data.prompt_field and config.data.chat != "pairs":
-        yield Finding("data.prompt_field", "must not be empty.", "Set data.prompt_field=prompt.")
+        yield RuleViolation(
+            "data.prompt_field", "must not be empty.", "Set data.prompt_field=prompt."
+        )
 
 
 # Model.
 
 
 @rule("model.num_heads", "model.num_kv_heads")
-def _heads_share_kv_heads(config: Config) -> Iterator[Finding]:
+def _heads_share_kv_heads(config: Config) -> Iterator[RuleViolation]:
     heads, kv_heads = config.model.num_heads, config.model.num_kv_heads
     if heads % kv_heads:
-        yield Finding(
+        yield RuleViolation(
             "model.num_heads",
             f"must be a multiple of model.num_kv_heads ({kv_heads}): query heads share "
             "key/value heads evenly.",
-            f"Set model.num_heads={up(heads, kv_heads)}, or model.num_kv_heads to "
-            f"{divisors(heads)}.",
+            f"Set model.num_heads={round_up(heads, kv_heads)}, or model.num_kv_heads to "
+            f"{format_divisors(heads)}.",
         )
 
 
 @rule("model.head_size")
-def _head_size_is_even(config: Config) -> Iterator[Finding]:
+def _head_size_is_even(config: Config) -> Iterator[RuleViolation]:
     size = config.model.head_size
     if size % 2:
-        yield Finding(
+        yield RuleViolation(
             "model.head_size",
             "must be even: rotary embedding turns pairs.",
             f"Set model.head_size={size + 1}.",
@@ -349,29 +361,29 @@ def _head_size_is_even(config: Config) -> Iterator[Finding]:
     *("model.attention", "model.compute_dtype", "model.head_size"),
     *("runtime.platform", "train.sequence_length"),
 )
-def _cudnn_runs_there(config: Config) -> Iterator[Finding]:
+def _cudnn_runs_there(config: Config) -> Iterator[RuleViolation]:
     if config.model.attention != "cudnn":
         return
     if config.runtime.platform in ("cpu", "tpu"):
-        yield Finding(
+        yield RuleViolation(
             "model.attention",
             f"needs an NVIDIA GPU, and runtime.platform is {config.runtime.platform}.",
             "Set model.attention=xla.",
         )
     if config.model.compute_dtype == "float32":
-        yield Finding(
+        yield RuleViolation(
             "model.compute_dtype",
             "must be bfloat16 with model.attention=cudnn, which has no float32 kernel.",
             "Set model.compute_dtype=bfloat16, or model.attention=xla.",
         )
     if (tokens := config.train.sequence_length) % 2:
-        yield Finding(
+        yield RuleViolation(
             "train.sequence_length",
             "must be even with model.attention=cudnn, whose backward takes no odd numbers.",
             f"Set train.sequence_length={tokens + 1}, or model.attention=xla.",
         )
     if (size := config.model.head_size) % 8 or size > 256:
-        yield Finding(
+        yield RuleViolation(
             "model.head_size",
             "must be a multiple of 8 and at most 256 with model.attention=cudnn, whose kernels "
             "take no other.",
@@ -383,31 +395,32 @@ _MODEL_KEYS = tuple(key for key in KEYS if key.startswith("model."))
 
 
 @rule(*_MODEL_KEYS, is_first=True)  # what it refuses cannot be described
-def _family_agrees(config: Config) -> Iterator[Finding]:
+def _family_rules(config: Config) -> Iterator[RuleViolation]:
     yield from FAMILIES[config.model.family].rules(config.model)
 
 
 @rule(*_MODEL_KEYS)
-def _backend_computes_it(config: Config) -> Iterator[Finding]:
+def _attention_backend_supports_model(config: Config) -> Iterator[RuleViolation]:
     section = family_section(config.model.family)
     parts = [part for kind in describe(config.model).kinds.values() for part in kind.parts.values()]
     mixing = [part for part in parts if isinstance(part, Attention | LatentAttention)]
     options = {option for part in mixing for option in part.unsupported}
     for option in sorted(options):
         key = f"{section}.{option}" if f"{section}.{option}" in KEYS else FAMILY
-        yield Finding(
+        yield RuleViolation(
             "model.attention",
-            f"has no {option.replace('_', ' ')}, which {key} = {shown(value_of(config, key))} "
+            f"has no {option.replace('_', ' ')}, which {key} = "
+            f"{format_value(value_of(config, key))} "
             "asks for.",
             "Set model.attention=xla.",
         )
 
 
 @rule("model.heads_ahead", "train.sequence_length")
-def _rows_reach_ahead(config: Config) -> Iterator[Finding]:
+def _mtp_fits_sequence_length(config: Config) -> Iterator[RuleViolation]:
     heads, tokens = config.model.heads_ahead, config.train.sequence_length
     if heads >= tokens:
-        yield Finding(
+        yield RuleViolation(
             "model.heads_ahead",
             f"must be less than train.sequence_length ({tokens}): no token of a sequence is "
             "further ahead.",
@@ -418,41 +431,43 @@ def _rows_reach_ahead(config: Config) -> Iterator[Finding]:
 # Checkpoints.
 
 
-def _is_a_folder(key: str, action: str) -> None:
+def _add_local_folder_rule(key: str, action: str) -> None:
     @rule(key)
-    def find(config: Config) -> Iterator[Finding]:
-        if scheme(value_of(config, key)):
-            yield Finding(key, "must be a folder of a file system.", action)
+    def find(config: Config) -> Iterator[RuleViolation]:
+        if url_scheme(value_of(config, key)):
+            yield RuleViolation(key, "must be a folder of a file system.", action)
 
 
-_is_a_folder("run.dir", "Set run.dir=runs, and checkpoint.dir=gs://my-bucket/runs for checkpoints.")
-_is_a_folder(
+_add_local_folder_rule(
+    "run.dir", "Set run.dir=runs, and checkpoint.dir=gs://my-bucket/runs for checkpoints."
+)
+_add_local_folder_rule(
     "checkpoint.local_dir", "Set checkpoint.local_dir=/tmp/runs, or another folder on a fast disk."
 )
 
 
-def _is_a_folder_or_bucket(key: str) -> None:
+def _add_folder_or_bucket_rule(key: str) -> None:
     @rule(key)
-    def find(config: Config) -> Iterator[Finding]:
-        found = scheme(value_of(config, key))
+    def find(config: Config) -> Iterator[RuleViolation]:
+        found = url_scheme(value_of(config, key))
         if found not in ("", "gs"):
-            yield Finding(
+            yield RuleViolation(
                 key,
                 f"must be a folder or gs://BUCKET/PATH: {found}:// is not known.",
                 f"Set {key}=gs://my-bucket/runs, or mount that store and name its folder.",
             )
         elif found and not re.match(r"gs://[a-z0-9]", value_of(config, key)):
-            yield Finding(key, "must name a bucket.", f"Set {key}=gs://my-bucket/runs.")
+            yield RuleViolation(key, "must name a bucket.", f"Set {key}=gs://my-bucket/runs.")
 
 
-_is_a_folder_or_bucket("checkpoint.dir")
-_is_a_folder_or_bucket("checkpoint.restore_from")
+_add_folder_or_bucket_rule("checkpoint.dir")
+_add_folder_or_bucket_rule("checkpoint.restore_from")
 
 
 @rule("checkpoint.keep_best", "eval.every", "eval.batches")
-def _best_is_evaluated(config: Config) -> Iterator[Finding]:
+def _best_is_evaluated(config: Config) -> Iterator[RuleViolation]:
     if config.checkpoint.keep_best and not (config.eval.every and config.eval.batches):
-        yield Finding(
+        yield RuleViolation(
             "checkpoint.keep_best",
             "needs evaluations: eval.every and eval.batches must be more than 0.",
             f"Set eval.every={config.checkpoint.every or 1000}, or checkpoint.keep_best=0.",
@@ -460,17 +475,17 @@ def _best_is_evaluated(config: Config) -> Iterator[Finding]:
 
 
 @rule("checkpoint.local_dir", "checkpoint.local_every")
-def _local_has_folder_and_period(config: Config) -> Iterator[Finding]:
+def _local_has_folder_and_period(config: Config) -> Iterator[RuleViolation]:
     local_dir, every = config.checkpoint.local_dir, config.checkpoint.local_every
     if local_dir and not every:
-        yield Finding(
+        yield RuleViolation(
             "checkpoint.local_every",
             "must be more than 0 with checkpoint.local_dir.",
             "Set checkpoint.local_every=100, or checkpoint.local_dir='' to save in the run's "
             "folder only.",
         )
     elif every and not local_dir:
-        yield Finding(
+        yield RuleViolation(
             "checkpoint.local_dir",
             f"must name a folder with checkpoint.local_every={every}.",
             "Set checkpoint.local_dir to a folder on a fast disk, or checkpoint.local_every=0.",
@@ -481,10 +496,10 @@ def _local_has_folder_and_period(config: Config) -> Iterator[Finding]:
 
 
 @rule("runtime.process_id", "runtime.num_processes")
-def _process_is_one_of_all(config: Config) -> Iterator[Finding]:
+def _process_id_is_in_range(config: Config) -> Iterator[RuleViolation]:
     process, processes = config.runtime.process_id, config.runtime.num_processes
     if processes and process >= processes:
-        yield Finding(
+        yield RuleViolation(
             "runtime.process_id",
             f"must be less than runtime.num_processes ({processes}): ranks start at 0.",
             f"Set runtime.process_id={processes - 1} or less, or "
@@ -505,13 +520,13 @@ def _is_host(text: str) -> bool:
 
 
 @rule("runtime.coordinator", "runtime.num_processes")
-def _coordinator_is_an_address(config: Config) -> Iterator[Finding]:
+def _coordinator_is_an_address(config: Config) -> Iterator[RuleViolation]:
     processes, address = config.runtime.num_processes, config.runtime.coordinator
     if processes <= 1:
         return
     host, _, port = address.rpartition(":")
     if not _is_host(host) or not re.fullmatch(r"[0-9]{1,5}", port) or not 0 < int(port) < 2**16:
-        yield Finding(
+        yield RuleViolation(
             "runtime.coordinator",
             f"must be host:port of process 0 when runtime.num_processes is {processes}.",
             "Set runtime.coordinator=localhost:12345 on one machine, or the address of process 0.",
@@ -521,20 +536,20 @@ def _coordinator_is_an_address(config: Config) -> Iterator[Finding]:
 # Launching.
 
 
-def _is_a_word(key: str, pattern: str, words: str, example: str) -> None:
+def _add_word_rule(key: str, pattern: str, words: str, example: str) -> None:
     """Values that become part of scripts and manifests hold nothing that means something there."""
 
     @rule(key)
-    def find(config: Config) -> Iterator[Finding]:
+    def find(config: Config) -> Iterator[RuleViolation]:
         text = value_of(config, key)
         if len(text) > _LONGEST_WORD:
             rule = f"must have at most {_LONGEST_WORD} characters; this value has {len(text)}."
-            yield Finding(key, rule, f"Set {key}={example}.")
+            yield RuleViolation(key, rule, f"Set {key}={example}.")
         elif not re.fullmatch(pattern, text):
-            yield Finding(key, f"must be {words}.", f"Set {key}={example}.")
+            yield RuleViolation(key, f"must be {words}.", f"Set {key}={example}.")
         elif any(len(name) > _LONGEST_NAME for name in text.split("/")):
             rule = f"must have at most {_LONGEST_NAME} characters between slashes."
-            yield Finding(key, rule, f"Set {key}={example}.")
+            yield RuleViolation(key, rule, f"Set {key}={example}.")
 
 
 _LONGEST_WORD, _LONGEST_NAME = 1024, 255
@@ -545,27 +560,27 @@ _PATH, _PATH_WORDS = (
     r"[A-Za-z0-9_/.][A-Za-z0-9_/.,+@:-]*",
     "a path of letters, digits and `/._,+@:-`",
 )
-_is_a_word("launch.project", _NAME, _NAME_WORDS, "my-project")
-_is_a_word("launch.zone", _NAME, _NAME_WORDS, "us-east5-a")
-_is_a_word("launch.cluster", _NAME, _NAME_WORDS, "my-cluster")
-_is_a_word("launch.queue", _NAME, _NAME_WORDS, "multislice-queue")
-_is_a_word("launch.image", f"({_PATH})?", _PATH_WORDS, "us-docker.pkg.dev/mine/maxpipe:0.1")
-_is_a_word("launch.volume", f"({_PATH})?", _PATH_WORDS, "gs://my-bucket")
-_is_a_word("launch.workdir", f"({_PATH})?", _PATH_WORDS, "/shared/runs")
-_is_a_word("launch.program", _PATH, _PATH_WORDS, "/shared/venv/bin/maxpipe")
+_add_word_rule("launch.project", _NAME, _NAME_WORDS, "my-project")
+_add_word_rule("launch.zone", _NAME, _NAME_WORDS, "us-east5-a")
+_add_word_rule("launch.cluster", _NAME, _NAME_WORDS, "my-cluster")
+_add_word_rule("launch.queue", _NAME, _NAME_WORDS, "multislice-queue")
+_add_word_rule("launch.image", f"({_PATH})?", _PATH_WORDS, "us-docker.pkg.dev/mine/maxpipe:0.1")
+_add_word_rule("launch.volume", f"({_PATH})?", _PATH_WORDS, "gs://my-bucket")
+_add_word_rule("launch.workdir", f"({_PATH})?", _PATH_WORDS, "/shared/runs")
+_add_word_rule("launch.program", _PATH, _PATH_WORDS, "/shared/venv/bin/maxpipe")
 
 
 @rule("launch.environment")
-def _environment_has_names(config: Config) -> Iterator[Finding]:
+def _environment_has_names(config: Config) -> Iterator[RuleViolation]:
     names = config.launch.environment
     if not all(re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name) for name in names):
-        yield Finding(
+        yield RuleViolation(
             "launch.environment",
             "must be names of environment variables, without values.",
             "Write the names only, such as launch.environment=[MY_TOKEN].",
         )
     elif len(names) > _MOST_VARIABLES or any(len(name) > _LONGEST_NAME for name in names):
-        yield Finding(
+        yield RuleViolation(
             "launch.environment",
             f"must be at most {_MOST_VARIABLES} names of at most {_LONGEST_NAME} characters.",
             "Write fewer or shorter names, such as launch.environment=[MY_TOKEN].",

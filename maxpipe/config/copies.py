@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from maxpipe.config.keys import KEYS
-from maxpipe.config.rules import axis_keys, axis_size, rule, shown
+from maxpipe.config.rules import axis_keys, axis_size, format_value, rule
 from maxpipe.config.schema import Config
-from maxpipe.errors import Finding, Problem
+from maxpipe.errors import Problem, RuleViolation
 from maxpipe.models.registry import describe
 from maxpipe.models.spec import Param
 from maxpipe.parallel.axes import DEFAULT_AXIS_RULES, MESH_AXES, axis_table
@@ -24,7 +24,7 @@ _MODEL_KEYS = tuple(key for key in KEYS if key.startswith("model."))
 
 
 @dataclass(frozen=True)
-class Copy:
+class ReplicatedWeight:
     """A weight that is the same on several devices, layers of a stage together."""
 
     name: str
@@ -44,7 +44,7 @@ class Copy:
         return f"all {math.prod(self.over.values())} devices along {axes} hold the same copy"
 
 
-def copies(config: Config) -> Iterator[Copy]:
+def find_replicated_weights(config: Config) -> Iterator[ReplicatedWeight]:
     """Those larger than `mesh.largest_copy_bytes`; an axis whose size is not known yet counts 1."""
     sizes = {axis: axis_size(config.mesh, axis) or 1 for axis in MESH_AXES}
     shards = [axis for axis in _SHARDS if sizes[axis] > 1]
@@ -65,7 +65,7 @@ def copies(config: Config) -> Iterator[Copy]:
             if logical in rules and not over.keys().isdisjoint(DEFAULT_AXIS_RULES[logical])
         ]
         is_meant = not divided.isdisjoint(shards) or any(not rules[each] for each in moved)
-        yield Copy(name, size, over, next(iter(moved), ""), is_meant)
+        yield ReplicatedWeight(name, size, over, next(iter(moved), ""), is_meant)
 
 
 def _weights(config: Config, stages: int) -> Iterator[tuple[str, Param, int]]:
@@ -83,15 +83,15 @@ def _weights(config: Config, stages: int) -> Iterator[tuple[str, Param, int]]:
 
 
 @rule(LIMIT, "mesh.axis_rules", "pipeline.layers_outside", *axis_keys(*MESH_AXES), *_MODEL_KEYS)
-def _large_weights_are_divided(config: Config) -> Iterator[Finding]:
-    found = [each for each in copies(config) if not each.is_meant]
+def _large_weights_are_divided(config: Config) -> Iterator[RuleViolation]:
+    found = [each for each in find_replicated_weights(config) if not each.is_meant]
     for logical in dict.fromkeys(each.logical for each in found):
         largest = max(
             (each for each in found if each.logical == logical), key=lambda each: each.num_bytes
         )
         key = f"mesh.axis_rules.{logical}" if logical else LIMIT
-        default = shown(list(DEFAULT_AXIS_RULES.get(logical, ()))).replace(" ", "")
-        yield Finding(
+        default = format_value(list(DEFAULT_AXIS_RULES.get(logical, ()))).replace(" ", "")
+        yield RuleViolation(
             key,
             f"leaves {largest.name} whole, {largest.num_bytes:,} bytes: {largest.words}, more than "
             f"{LIMIT} ({config.mesh.largest_copy_bytes:,}) and by no rule that says so.",
@@ -100,16 +100,16 @@ def _large_weights_are_divided(config: Config) -> Iterator[Finding]:
         )
 
 
-def meant_copies(config: Config) -> Iterator[Problem]:
+def replication_warnings(config: Config) -> Iterator[Problem]:
     """Cautions: a rule of the user keeps a large weight whole."""
-    found = [each for each in copies(config) if each.is_meant and each.logical]
+    found = [each for each in find_replicated_weights(config) if each.is_meant and each.logical]
     for logical in dict.fromkeys(each.logical for each in found):
         mine = [each for each in found if each.logical == logical]
         largest = max(mine, key=lambda each: each.num_bytes)
         more = f", and {len(mine) - 1} more weights" if len(mine) > 1 else ""
         yield Problem(
             f"mesh.axis_rules.{logical}",
-            shown(list(config.mesh.axis_rules[logical])),
+            format_value(list(config.mesh.axis_rules[logical])),
             f"keeps {largest.name} ({largest.num_bytes:,} bytes a device{more}) on several "
             f"devices: {largest.words}, moments and gradient too.",
             f"Leave it as it is if that is meant, or set {LIMIT}=0 to hear no more of it.",

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 from maxpipe.config.data_schema import DataConfig, SourceConfig
 from maxpipe.config.documents import NAME_FORM
-from maxpipe.config.ramp import Ramp
+from maxpipe.config.ramp import BatchRamp
 from maxpipe.config.rules import did_you_mean
 from maxpipe.errors import ConfigError
 
@@ -21,7 +21,7 @@ FORM = "NAME WEIGHT NAME WEIGHT ... for N steps, or ... for N tokens"
 _TEXT = re.compile(r"(.+?)\s+for\s+(\d(?:_?\d){0,17})\s+(steps|tokens)", re.ASCII)
 
 
-class Stage(NamedTuple):
+class MixtureStage(NamedTuple):
     """A part of the run with weights of its own."""
 
     weights: dict[str, float]
@@ -30,7 +30,7 @@ class Stage(NamedTuple):
     unit: Literal["steps", "tokens"]
 
 
-def stages(texts: Sequence[str]) -> list[Stage]:
+def parse_mixture_stages(texts: Sequence[str]) -> list[MixtureStage]:
     """The stages of a config.
 
     Raises:
@@ -39,7 +39,7 @@ def stages(texts: Sequence[str]) -> list[Stage]:
     return [_stage(text) for text in texts]
 
 
-def _stage(text: str) -> Stage:
+def _stage(text: str) -> MixtureStage:
     if (match := _TEXT.fullmatch(text.strip())) is None:
         raise ValueError(f"must be stages, and {text!r} is not {FORM}.")
     words = match[1].split()
@@ -53,7 +53,7 @@ def _stage(text: str) -> Stage:
     count = int(match[2].replace("_", ""))
     if not count or not any(weights.values()):
         raise ValueError(f"must be stages of some length with a weight above 0; {text!r} is not.")
-    return Stage(weights, count, match[3])  # type: ignore[arg-type]
+    return MixtureStage(weights, count, match[3])  # type: ignore[arg-type]
 
 
 def _weight(text: str, stage: str) -> float:
@@ -66,7 +66,7 @@ def _weight(text: str, stage: str) -> float:
     return value
 
 
-def ends(found: Sequence[Stage], ramp: Ramp, sequence_length: int) -> list[int]:
+def stage_ends(found: Sequence[MixtureStage], ramp: BatchRamp, sequence_length: int) -> list[int]:
     """The rows in front of the first batch behind each stage; a stage ends with a whole batch."""
     batch, edges = 0, []
     for stage in found:
@@ -78,7 +78,7 @@ def ends(found: Sequence[Stage], ramp: Ramp, sequence_length: int) -> list[int]:
     return edges
 
 
-def sources(data: DataConfig) -> Mapping[str, SourceConfig]:
+def train_sources(data: DataConfig) -> Mapping[str, SourceConfig]:
     """What training reads, by name, in an order that does not depend on the config's.
 
     Without a mixture it is `data` itself, under no name.
@@ -86,7 +86,7 @@ def sources(data: DataConfig) -> Mapping[str, SourceConfig]:
     return {name: data.mixture[name] for name in sorted(data.mixture)} or {"": data}
 
 
-def shares(weights: Mapping[str, float], temperature: float) -> dict[str, float]:
+def mixture_shares(weights: Mapping[str, float], temperature: float) -> dict[str, float]:
     """The part of the sequences that each source has; weights are raised to 1 / temperature."""
     largest = max(weights.values())
     flat = {
@@ -125,7 +125,7 @@ def validation_key(name: str) -> str:
 
 def all_sources(data: DataConfig) -> dict[str, SourceConfig]:
     """What is read for training or for evaluation, by name."""
-    return {**sources(data), **validation_sets(data)}
+    return {**train_sources(data), **validation_sets(data)}
 
 
 def check_split(name: str, known: Sequence[str]) -> None:
@@ -138,7 +138,7 @@ def check_split(name: str, known: Sequence[str]) -> None:
 
 def is_synthetic(data: DataConfig) -> bool:
     """Whether no text is trained on."""
-    return all(each.source == "synthetic" for each in sources(data).values())
+    return all(each.source == "synthetic" for each in train_sources(data).values())
 
 
 def section_of(name: str) -> str:
@@ -153,12 +153,12 @@ def paths_of(config: SourceConfig) -> list[str]:
     return [config.path] if config.path else list(config.paths)
 
 
-def template_settings(given: Mapping[str, str]) -> dict[str, Any]:
+def parse_template_kwargs(given: Mapping[str, str]) -> dict[str, Any]:
     """The values of `data.chat_template_kwargs`: JSON where it is such, else texts."""
-    return {name: _setting(text) for name, text in given.items()}
+    return {name: _parse_template_kwarg(text) for name, text in given.items()}
 
 
-def _setting(text: str) -> Any:
+def _parse_template_kwarg(text: str) -> Any:
     words = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
     if text.strip().lower() in words:
         return words[text.strip().lower()]
@@ -175,7 +175,7 @@ def is_template(field: str) -> bool:
     return "{" in field
 
 
-def template_pieces(template: str) -> list[tuple[str, str]]:
+def split_template(template: str) -> list[tuple[str, str]]:
     r"""A template in pieces: fixed text, and the column that follows; the last piece has none.
 
     `{name}` stands for a column, `{{` and `}}` for braces, `\n` and `\t` for a line break and a

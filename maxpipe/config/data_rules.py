@@ -15,16 +15,14 @@ from maxpipe.config.data import (
     is_template,
     paths_of,
     section_of,
-    template_pieces,
+    split_template,
 )
-from maxpipe.config.data import (
-    stages as mixture_stages,
-)
+from maxpipe.config.data import parse_mixture_stages as mixture_stages
 from maxpipe.config.data_schema import SourceConfig
-from maxpipe.config.foreign_keys import list_meant
+from maxpipe.config.foreign_keys import list_action
 from maxpipe.config.rules import BOUNDS, did_you_mean, rule
 from maxpipe.config.schema import Config
-from maxpipe.errors import Finding
+from maxpipe.errors import RuleViolation
 from maxpipe.models.config import LARGEST
 
 _SOURCES = ("data.source", "data.path", "data.paths", "data.mixture")
@@ -35,7 +33,7 @@ _JOINED = ("system", "prompt", "response", "chosen", "rejected")
 """Fields of `data.chat` that may be templates."""
 _WITHOUT_FIELDS = ("corpus", "text", "tokens", "megatron", "synthetic")
 
-_Find = Callable[[str, SourceConfig], Iterator[Finding]]
+_Find = Callable[[str, SourceConfig], Iterator[RuleViolation]]
 
 
 def named_sources(config: Config) -> Iterator[tuple[str, SourceConfig]]:
@@ -44,102 +42,102 @@ def named_sources(config: Config) -> Iterator[tuple[str, SourceConfig]]:
         yield section_of(name), each
 
 
-def _of_each(*keys: str) -> Callable[[_Find], None]:
+def _source_rule(*keys: str) -> Callable[[_Find], None]:
     """Registers a rule on these keys of each source."""
 
     def register(find: _Find) -> None:
         @rule("data.source", *_NAMED, *(f"data.{key}" for key in keys))
-        def _(config: Config) -> Iterator[Finding]:
+        def _(config: Config) -> Iterator[RuleViolation]:
             for section, each in named_sources(config):
                 yield from find(section, each)
 
     return register
 
 
-@_of_each()
-def _numbers(section: str, source: SourceConfig) -> Iterator[Finding]:
+@_source_rule()
+def _numbers(section: str, source: SourceConfig) -> Iterator[RuleViolation]:
     if section == "data":
         return  # each has a rule of its own
     for field in dataclasses.fields(SourceConfig):
         bound = BOUNDS.get(f"data.{field.name}")
         if bound is not None and not bound.holds(getattr(source, field.name)):
             key = f"{section}.{field.name}"
-            yield Finding(key, f"must be {bound}.", f"Set {key}={bound.example}.")
+            yield RuleViolation(key, f"must be {bound}.", f"Set {key}={bound.example}.")
 
 
-@_of_each("path", "paths")
-def _paths(section: str, source: SourceConfig) -> Iterator[Finding]:
+@_source_rule("path", "paths")
+def _paths(section: str, source: SourceConfig) -> Iterator[RuleViolation]:
     kind, path = source.source, source.path
     if kind in (*FILES, *ONE_PATH) and not paths_of(source):
         examples = {"tfds": "c4/en:3.1.0", "text": "data/*.txt", "huggingface": "saved"}
         examples |= {"tokens": "data/tokens", "megatron": "data/*.idx"}
-        yield Finding(
+        yield RuleViolation(
             f"{section}.path",
             f"must not be empty with {section}.source={kind}.",
             f"Set {section}.path={examples.get(kind, f'data/*.{kind}')} (your own), or "
             f"{section}.source=corpus.",
         )
     if path.startswith("[") and path.endswith("]") and "," in path:
-        yield Finding(
+        yield RuleViolation(
             f"{section}.path",
             "must be one path, not a list.",
-            list_meant("data.path").replace("data.path", f"{section}.path"),
+            list_action("data.path").replace("data.path", f"{section}.path"),
         )
     if source.paths and path:
-        yield Finding(
+        yield RuleViolation(
             f"{section}.paths",
             f"must be empty when {section}.path ({path}) is set: it takes the place of one path.",
             f"Add that path to {section}.paths, and leave {section}.path out.",
         )
     if source.paths and kind in ONE_PATH:
-        yield Finding(
+        yield RuleViolation(
             f"{section}.paths",
             f"is not read with {section}.source={kind}, which has one path.",
             f"Name it in {section}.path.",
         )
 
 
-@_of_each("template")
-def _template(section: str, source: SourceConfig) -> Iterator[Finding]:
+@_source_rule("template")
+def _template(section: str, source: SourceConfig) -> Iterator[RuleViolation]:
     key = f"{section}.template"
     if not source.template:
         return
     if source.source not in COLUMNS:
-        yield Finding(
+        yield RuleViolation(
             key,
             f"is not read with {section}.source={source.source}, whose documents have no columns.",
             f"Leave it out, or set {section}.source to one of {', '.join(COLUMNS)}.",
         )
     example = f"Write columns in braces, such as {key}='{{title}}: {{text}}'"
     try:
-        pieces = template_pieces(source.template)
+        pieces = split_template(source.template)
     except ValueError as error:
-        yield Finding(key, f"cannot be read: {error}.", f"{example}; {{{{ is a brace.")
+        yield RuleViolation(key, f"cannot be read: {error}.", f"{example}; {{{{ is a brace.")
         return
     if len(pieces) == 1:
         rule = "names no column: all documents would be the same."
-        yield Finding(key, rule, f"{example}.")
+        yield RuleViolation(key, rule, f"{example}.")
 
 
-@_of_each(*(f"{each}_field" for each in _JOINED))
-def _field_templates(section: str, source: SourceConfig) -> Iterator[Finding]:
+@_source_rule(*(f"{each}_field" for each in _JOINED))
+def _field_templates(section: str, source: SourceConfig) -> Iterator[RuleViolation]:
     for each in _JOINED:
         field = getattr(source, f"{each}_field")
         if not is_template(field):
             continue
         try:
-            template_pieces(field)
+            split_template(field)
         except ValueError as error:
             example = f"{section}.{each}_field='{{instruction}}\\n{{input}}'"
             action = f"Write columns in braces, such as {example}; {{{{ is a brace."
-            yield Finding(f"{section}.{each}_field", f"cannot be read: {error}.", action)
+            yield RuleViolation(f"{section}.{each}_field", f"cannot be read: {error}.", action)
 
 
-@_of_each("chat", "chat_template", "unreadable")
-def _chat(section: str, source: SourceConfig) -> Iterator[Finding]:
+@_source_rule("chat", "chat_template", "unreadable")
+def _chat(section: str, source: SourceConfig) -> Iterator[RuleViolation]:
     if source.chat == "off":
         if source.chat_template:
-            yield Finding(
+            yield RuleViolation(
                 f"{section}.chat_template",
                 f"is not read with {section}.chat=off.",
                 f"Set {section}.chat=messages or {section}.chat=prompt, or leave "
@@ -147,50 +145,50 @@ def _chat(section: str, source: SourceConfig) -> Iterator[Finding]:
             )
         return
     if source.source in _WITHOUT_FIELDS:
-        yield Finding(
+        yield RuleViolation(
             f"{section}.chat",
             f"must be off with {section}.source={source.source}, whose documents have no fields.",
             f"Set {section}.source=jsonl and {section}.path to records of conversations, or "
             f"{section}.chat=off.",
         )
     if source.unreadable == "skip":
-        yield Finding(
+        yield RuleViolation(
             f"{section}.unreadable",
             f"must be stop with {section}.chat: a conversation without messages is not skipped.",
             f"Set {section}.unreadable=stop, and correct or remove the records that it names.",
         )
 
 
-@_of_each("chat", "packing")
-def _pairs_are_whole(section: str, source: SourceConfig) -> Iterator[Finding]:
+@_source_rule("chat", "packing")
+def _pairs_are_not_split(section: str, source: SourceConfig) -> Iterator[RuleViolation]:
     if source.chat == "pairs" and source.packing == "cut":
-        yield Finding(
+        yield RuleViolation(
             f"{section}.packing",
             f"must not be cut with {section}.chat=pairs: a pair is in one sequence, whole.",
             f"Set {section}.packing=best_fit.",
         )
 
 
-@_of_each("chat", "chosen_field", "rejected_field")
-def _halves_are_two(section: str, source: SourceConfig) -> Iterator[Finding]:
+@_source_rule("chat", "chosen_field", "rejected_field")
+def _pair_fields_differ(section: str, source: SourceConfig) -> Iterator[RuleViolation]:
     if source.chat == "pairs" and source.chosen_field == source.rejected_field:
         key = f"{section}.rejected_field"
         rule = f"must be another field than {section}.chosen_field: a pair is of two responses."
-        yield Finding(key, rule, f"Set {key}=rejected.")
+        yield RuleViolation(key, rule, f"Set {key}=rejected.")
 
 
-@_of_each("chat_roles", "trained_roles")
-def _roles(section: str, source: SourceConfig) -> Iterator[Finding]:
+@_source_rule("chat_roles", "trained_roles")
+def _roles(section: str, source: SourceConfig) -> Iterator[RuleViolation]:
     roles, trained = source.chat_roles, source.trained_roles
     key, known = f"{section}.trained_roles", f"{section}.chat_roles"
     if not trained:
-        yield Finding(
+        yield RuleViolation(
             key,
             "must name a role: without one no token is trained on.",
             f"Set {key}=[assistant].",
         )
     elif others := [role for role in trained if role not in roles]:
-        yield Finding(
+        yield RuleViolation(
             key,
             f"must be of {known} ({', '.join(roles) or 'none'}): {others[0]} is not.",
             f"Set {known}=[{', '.join([*roles, *others])}], or leave {others[0]} out.",
@@ -198,9 +196,9 @@ def _roles(section: str, source: SourceConfig) -> Iterator[Finding]:
 
 
 @rule(*_SOURCES)
-def _one_source_or_a_mixture(config: Config) -> Iterator[Finding]:
+def _one_source_or_a_mixture(config: Config) -> Iterator[RuleViolation]:
     if config.data.mixture and paths_of(config.data):
-        yield Finding(
+        yield RuleViolation(
             "data.path" if config.data.path else "data.paths",
             f"is not read with data.mixture, which has {', '.join(sorted(config.data.mixture))}.",
             "Leave it out, or give it a name of its own there: data.mixture.mine.path=...",
@@ -208,11 +206,11 @@ def _one_source_or_a_mixture(config: Config) -> Iterator[Finding]:
 
 
 @rule("data.packing", "data.mixture")
-def _packing_is_of_a_source(config: Config) -> Iterator[Finding]:
+def _packing_is_set_per_source(config: Config) -> Iterator[RuleViolation]:
     data = config.data
     if data.mixture and data.packing != "auto":
         name = sorted(data.mixture)[0]
-        yield Finding(
+        yield RuleViolation(
             "data.packing",
             "is not read with data.mixture, of which each source has its own.",
             f"Set data.mixture.{name}.packing={data.packing}, and so on.",
@@ -220,7 +218,7 @@ def _packing_is_of_a_source(config: Config) -> Iterator[Finding]:
 
 
 @rule("data.mixture", is_first=True)
-def _weights_or_epochs(config: Config) -> Iterator[Finding]:
+def _weights_or_epochs(config: Config) -> Iterator[RuleViolation]:
     found = config.data.mixture
     for name, each in found.items():
         for key, value, most in (
@@ -229,18 +227,18 @@ def _weights_or_epochs(config: Config) -> Iterator[Finding]:
         ):
             if not 0 <= value <= most:
                 full = f"data.mixture.{name}.{key}"
-                yield Finding(full, f"must be from 0 to {most:.2g}.", f"Set {full}=1.")
+                yield RuleViolation(full, f"must be from 0 to {most:.2g}.", f"Set {full}=1.")
     with_weight = [name for name, each in found.items() if each.weight]
     with_epochs = [name for name, each in found.items() if each.epochs]
     if with_weight and with_epochs:
-        yield Finding(
+        yield RuleViolation(
             f"data.mixture.{with_epochs[0]}.epochs",
             f"cannot stand beside data.mixture.{with_weight[0]}.weight: shares follow from weights "
             "or from epochs.",
             "Give all sources a weight, or all of them epochs.",
         )
     elif with_epochs and (without := [name for name in found if name not in with_epochs]):
-        yield Finding(
+        yield RuleViolation(
             f"data.mixture.{without[0]}.epochs",
             "must be more than 0 where other sources have epochs.",
             f"Set data.mixture.{without[0]}.epochs=1, or leave the source out.",
@@ -248,35 +246,35 @@ def _weights_or_epochs(config: Config) -> Iterator[Finding]:
 
 
 @rule("data.mixture", "data.mixture_stages", "data.mixture_temperature")
-def _stages_are_of_the_mixture(config: Config) -> Iterator[Finding]:
+def _stages_are_of_the_mixture(config: Config) -> Iterator[RuleViolation]:
     data, key = config.data, "data.mixture_stages"
     if not data.mixture:
         if data.mixture_stages:
-            yield Finding(key, "is read with data.mixture only.", f"Set {key}=[].")
+            yield RuleViolation(key, "is read with data.mixture only.", f"Set {key}=[].")
         if data.mixture_temperature != 1:
             key = "data.mixture_temperature"
-            yield Finding(key, "is read with data.mixture only.", f"Set {key}=1.")
+            yield RuleViolation(key, "is read with data.mixture only.", f"Set {key}=1.")
         return
     name = sorted(data.mixture)[0]
     example = f"Set \"{key}=['{name} 1 for 1000 steps']\"."
     try:
         stages = mixture_stages(data.mixture_stages)
     except ValueError as error:
-        yield Finding(key, str(error), example)
+        yield RuleViolation(key, str(error), example)
         return
     for other in dict.fromkeys(name for stage in stages for name in stage.weights):
         if other not in data.mixture:
             guess = did_you_mean(other, data.mixture)
             action = f"Did you mean {guess}?" if guess else example
             known = ", ".join(sorted(data.mixture))
-            yield Finding(key, f"names {other}, and data.mixture has {known}.", action)
+            yield RuleViolation(key, f"names {other}, and data.mixture has {known}.", action)
 
 
 @rule(*_SOURCES, "data.validation", "data.validation_fraction", "eval.batches")
-def _validation_has_documents(config: Config) -> Iterator[Finding]:
+def _validation_has_documents(config: Config) -> Iterator[RuleViolation]:
     data, batches = config.data, config.eval.batches
     if data.validation and not batches:
-        yield Finding(
+        yield RuleViolation(
             "eval.batches",
             f"must be more than 0 with data.validation, which has {', '.join(data.validation)}: "
             "nothing is evaluated without batches.",
@@ -285,7 +283,7 @@ def _validation_has_documents(config: Config) -> Iterator[Finding]:
         return
     has_documents = data.validation_fraction or data.validation or is_synthetic(data)
     if batches and not has_documents:
-        yield Finding(
+        yield RuleViolation(
             "data.validation_fraction",
             f"must be more than 0 when eval.batches is {batches}: evaluation reads documents that "
             "training never sees.",
@@ -295,10 +293,10 @@ def _validation_has_documents(config: Config) -> Iterator[Finding]:
 
 
 @rule("data.validation")
-def _sets_have_names_of_their_own(config: Config) -> Iterator[Finding]:
+def _validation_names_are_unreserved(config: Config) -> Iterator[RuleViolation]:
     for name in SPLITS:
         if name in config.data.validation:
-            yield Finding(
+            yield RuleViolation(
                 f"data.validation.{name}",
                 f"must have another name: {', '.join(SPLITS)} are parts of the training's own "
                 "documents.",

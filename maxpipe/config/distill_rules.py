@@ -6,25 +6,25 @@ from collections.abc import Iterator
 
 from maxpipe.config.rules import rule
 from maxpipe.config.schema import Config
-from maxpipe.errors import Finding
+from maxpipe.errors import RuleViolation
 
 _OBJECTIVE = "train.objective"
 
 
 @rule(_OBJECTIVE, "distill.teacher", "distill.stored")
-def _teacher_is_named(config: Config) -> Iterator[Finding]:
+def _teacher_is_named(config: Config) -> Iterator[RuleViolation]:
     if config.train.objective != "distill":
         return
     own = config.distill
     if not (own.teacher or own.stored):
-        yield Finding(
+        yield RuleViolation(
             "distill.teacher",
             "must name the model that teaches, with train.objective=distill.",
             "Set distill.teacher=RUN@newest or hf:DIR, or distill.stored to a folder of "
             "`maxpipe distill prepare`.",
         )
     elif own.teacher and own.stored:
-        yield Finding(
+        yield RuleViolation(
             "distill.stored",
             "must be empty with distill.teacher: a teacher is asked, or what it has said is read.",
             "Set distill.teacher='' to read the folder, or distill.stored=''.",
@@ -32,10 +32,10 @@ def _teacher_is_named(config: Config) -> Iterator[Finding]:
 
 
 @rule(_OBJECTIVE, "distill.top_k", "model.vocab_size")
-def _top_k_is_in_the_vocabulary(config: Config) -> Iterator[Finding]:
+def _top_k_is_in_the_vocabulary(config: Config) -> Iterator[RuleViolation]:
     most = config.model.vocab_size
     if config.train.objective == "distill" and config.distill.top_k > most:
-        yield Finding(
+        yield RuleViolation(
             "distill.top_k",
             f"must be at most model.vocab_size ({most}): there are no more tokens.",
             f"Set distill.top_k={most}, or less.",
@@ -43,14 +43,14 @@ def _top_k_is_in_the_vocabulary(config: Config) -> Iterator[Finding]:
 
 
 @rule(_OBJECTIVE, "distill.stored", "distill.devices", "distill.layout")
-def _stored_needs_no_devices(config: Config) -> Iterator[Finding]:
+def _stored_logits_need_no_devices(config: Config) -> Iterator[RuleViolation]:
     own = config.distill
     if config.train.objective != "distill" or not own.stored:
         return
     for name, value in (("devices", own.devices), ("layout", own.layout)):
         if value:
             empty = "0" if name == "devices" else "[]"
-            yield Finding(
+            yield RuleViolation(
                 f"distill.{name}",
                 "has no effect with distill.stored: no teacher runs.",
                 f"Set distill.{name}={empty}.",
@@ -58,17 +58,17 @@ def _stored_needs_no_devices(config: Config) -> Iterator[Finding]:
 
 
 @rule("distill.layout")
-def _layout_is_of_two_sections(config: Config) -> Iterator[Finding]:
+def _layout_is_of_two_sections(config: Config) -> Iterator[RuleViolation]:
     for text in config.distill.layout:
         key = text.partition("=")[0]
         if "=" not in text or not key.startswith(("mesh.", "pipeline.")):
-            yield Finding(
+            yield RuleViolation(
                 "distill.layout",
                 f"must hold keys of the sections mesh and pipeline with values, and has {text!r}.",
                 "Set distill.layout=[mesh.ici_stage=2,pipeline.microbatches=4].",
             )
         elif key == "mesh.cpu_devices":
-            yield Finding(
+            yield RuleViolation(
                 "distill.layout",
                 "must leave out mesh.cpu_devices: devices are those of the whole run.",
                 "Set mesh.cpu_devices itself, and distill.devices.",

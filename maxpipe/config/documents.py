@@ -18,7 +18,7 @@ from typing import Any
 
 import yaml
 
-from maxpipe.config.inputs import Input, broken_link, nearby
+from maxpipe.config.inputs import ConfigFile, broken_link, missing_file_action
 from maxpipe.errors import ConfigError, Problem
 from maxpipe.io.files import read
 from maxpipe.io.plain_yaml import compose
@@ -30,7 +30,7 @@ Raw = str | None | list["Raw"] | dict[str, "Raw"]
 """A value before the schema gave it a type: scalars are text, None is YAML's null."""
 
 
-def refused(text: str) -> tuple[str, str] | None:
+def find_invalid_text(text: str) -> tuple[str, str] | None:
     """(rule, action) for text that is refused in every value."""
     if "${" in text:
         return "holds `${`: nothing is substituted in a value.", "Write the value itself."
@@ -112,12 +112,12 @@ def _scalar(raw: Raw) -> str:
     return raw.strip()
 
 
-def as_is(raw: Raw) -> Raw:
+def read_unchanged(raw: Raw) -> Raw:
     """Strings, choices and mappings, whose types OmegaConf checks."""
     return raw
 
 
-def _each(read: Callable[[Raw], Any]) -> Callable[[Raw], list[Any]]:
+def _list_reader(read: Callable[[Raw], Any]) -> Callable[[Raw], list[Any]]:
     def read_list(raw: Raw) -> list[Any]:
         if not isinstance(raw, list):
             raise ValueError(raw)
@@ -130,8 +130,8 @@ READERS: dict[Any, Callable[[Raw], Any]] = {
     int: _read_int,
     float: _read_float,
     bool: _read_bool,
-    list[int]: _each(_read_int),
-    list[float]: _each(_read_float),
+    list[int]: _list_reader(_read_int),
+    list[float]: _list_reader(_read_float),
 }
 """Parsers by type; they raise ValueError or OverflowError."""
 
@@ -139,13 +139,17 @@ READERS: dict[Any, Callable[[Raw], Any]] = {
 MAX_FILE_BYTES = 1 << 20
 
 
-def read_file(file: Input, problems: list[Problem]) -> yaml.MappingNode | None:
+def read_file(file: ConfigFile, problems: list[Problem]) -> yaml.MappingNode | None:
     """The sections of a file. None, and a problem, if it is no such file."""
     arg, path = file.origin, file.path
     try:
         root = compose(text := _read_text(path))
     except OSError as error:
-        action = nearby(path) if not os.path.lexists(path) else "Give a file that can be read."
+        action = (
+            missing_file_action(path)
+            if not os.path.lexists(path)
+            else "Give a file that can be read."
+        )
         what = broken_link(path)
         reason = f"cannot be read: {f'it is {what}' if what else error.strerror or error}."
         problems.append(Problem(arg, "", reason, action))
@@ -164,7 +168,7 @@ def read_file(file: Input, problems: list[Problem]) -> yaml.MappingNode | None:
             return root
         rule = "must hold sections, such as `model:`, with keys below them."
         action = "See `maxpipe configs show quickstart` for an example."
-        problems.append(Problem(arg, shortened(raw_of(root)), rule, action))
+        problems.append(Problem(arg, format_raw(raw_of(root)), rule, action))
     return None
 
 
@@ -209,7 +213,7 @@ def entries(
             problems.append(
                 Problem(
                     f"{file}:{line}: {prefix}{key}",
-                    shortened(raw_of(value)),
+                    format_raw(raw_of(value)),
                     f"appears twice in this file, first on line {first[key]}.",
                     "Keep one of the two.",
                 )
@@ -231,7 +235,7 @@ def raw_of(node: yaml.Node) -> Raw:
     return None if node.tag == "tag:yaml.org,2002:null" else node.value
 
 
-def one_line(value: Any) -> str:
+def to_yaml_line(value: Any) -> str:
     """A value as a config file holds it behind its key."""
     text = yaml.safe_dump(value, default_flow_style=True, width=math.inf, allow_unicode=True)
     text = text.removesuffix("\n").removesuffix("\n...")
@@ -241,7 +245,7 @@ def one_line(value: Any) -> str:
     return text.removesuffix("\n")
 
 
-def shortened(raw: Raw) -> str:
+def format_raw(raw: Raw) -> str:
     """What was given, for a message."""
     if raw is None:
         return "null"

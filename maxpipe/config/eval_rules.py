@@ -8,21 +8,21 @@ from typing import Literal
 from maxpipe.config.data import all_sources, is_synthetic
 from maxpipe.config.rules import did_you_mean, rule
 from maxpipe.config.schema import Config
-from maxpipe.errors import Finding
+from maxpipe.errors import RuleViolation
 
 LOSS = "eval/loss"
-Best = Literal["smallest", "largest"]
+BestMode = Literal["smallest", "largest"]
 
 
-def metrics_of(config: Config) -> dict[str, Best]:
+def metrics_of(config: Config) -> dict[str, BestMode]:
     """Tags of what an evaluation of this config writes, and which value of each is the best."""
-    data, found = config.data, dict[str, Best]()
+    data, found = config.data, dict[str, BestMode]()
     has_documents = data.validation_fraction or data.validation or is_synthetic(data)
     if config.eval.batches and has_documents and config.train.objective != "grpo":
         pairs = config.train.objective == "preference"
         losses = _LOSSES[:1] if pairs else _LOSSES
-        best: dict[str, Best] = dict.fromkeys(losses, "smallest")
-        best |= OF_PAIRS if pairs else {}
+        best: dict[str, BestMode] = dict.fromkeys(losses, "smallest")
+        best |= PAIR_METRICS if pairs else {}
         for inner in ("eval/", *(f"eval/{name}/" for name in sorted(data.validation))):
             found |= {inner + what: value for what, value in best.items()}
         for name in sorted(data.mixture):
@@ -32,7 +32,7 @@ def metrics_of(config: Config) -> dict[str, Best]:
     return found
 
 
-OF_PAIRS: dict[str, Best] = {
+PAIR_METRICS: dict[str, BestMode] = {
     "margin": "largest",
     "accuracy": "largest",
     "reward_chosen": "largest",
@@ -45,26 +45,26 @@ _LOSSES, _ACCURACIES = ("loss", "nats_per_byte"), ("accuracy", "accuracy_by_byte
 
 
 @rule("eval.tasks")
-def _tasks_have_files(config: Config) -> Iterator[Finding]:
+def _tasks_have_files(config: Config) -> Iterator[RuleViolation]:
     for name, task in config.eval.tasks.items():
         if not task.path:
             key = f"eval.tasks.{name}.path"
-            yield Finding(key, "must name a file of questions.", f"Set {key}={name}.jsonl.")
+            yield RuleViolation(key, "must name a file of questions.", f"Set {key}={name}.jsonl.")
 
 
 @rule("eval.sample_every", "eval.sample_prompts", "eval.sample_file", "eval.sample_documents")
-def _samples_have_prompts(config: Config) -> Iterator[Finding]:
+def _samples_have_prompts(config: Config) -> Iterator[RuleViolation]:
     given = config.eval
     prompts = given.sample_prompts or given.sample_file or given.sample_documents
     if given.sample_every and not prompts:
-        yield Finding(
+        yield RuleViolation(
             "eval.sample_prompts",
             "must have a prompt when eval.sample_every is more than 0.",
             "Set eval.sample_prompts=['Once upon a time'], or eval.sample_every=0.",
         )
 
 
-def beside_training(config: Config) -> Iterator[Finding]:
+def check_eval_during_training(config: Config) -> Iterator[RuleViolation]:
     """What training could not evaluate, compare or continue.
 
     No rules of a config: `maxpipe eval` reads the same section with other documents.
@@ -72,27 +72,29 @@ def beside_training(config: Config) -> Iterator[Finding]:
     given, best = config.eval, config.checkpoint
     if given.patience > 0 and not given.every:
         rule = f"must be more than 0 with eval.patience={given.patience}, which counts evaluations."
-        yield Finding("eval.every", rule, "Set eval.every=100, or eval.patience=0.")
+        yield RuleViolation("eval.every", rule, "Set eval.every=100, or eval.patience=0.")
     if given.patience > 0 or (best.best_metric, best.best_is) != (LOSS, "smallest"):
-        yield from _compared(config)
+        yield from _check_best_metric(config)
     chats = [each for each in all_sources(config.data).values() if each.chat != "off"]
     if given.sample_documents and not chats:
         rule = "needs conversations: no source has data.chat."
         action = "Set eval.sample_documents=0, or data.chat=messages."
-        yield Finding("eval.sample_documents", rule, action)
+        yield RuleViolation("eval.sample_documents", rule, action)
 
 
-def _compared(config: Config) -> Iterator[Finding]:
+def _check_best_metric(config: Config) -> Iterator[RuleViolation]:
     metric, known = config.checkpoint.best_metric, metrics_of(config)
     if metric not in known:
         key, guess = "checkpoint.best_metric", did_you_mean(metric, known)
         if not known:
             rule = "is of an evaluation, and nothing is evaluated (eval.batches=0)."
-            yield Finding(key, rule, "Set eval.batches=8, or eval.tasks.mine.path=questions.jsonl.")
+            yield RuleViolation(
+                key, rule, "Set eval.batches=8, or eval.tasks.mine.path=questions.jsonl."
+            )
             return
         rule = f"must be what an evaluation of this run writes: {', '.join(known)}."
-        yield Finding(key, rule, f"Set {key}={guess or next(iter(known))}.")
+        yield RuleViolation(key, rule, f"Set {key}={guess or next(iter(known))}.")
     elif config.checkpoint.best_is != known[metric]:
         key = "checkpoint.best_is"
         rule = f"must be {known[metric]} with checkpoint.best_metric={metric}."
-        yield Finding(key, rule, f"Set {key}={known[metric]}.")
+        yield RuleViolation(key, rule, f"Set {key}={known[metric]}.")

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Mapping
 from typing import Any
 
-from maxpipe.config.documents import one_line
+from maxpipe.config.documents import to_yaml_line
 from maxpipe.config.render import field_docs
 
 _WIDTH = 88
@@ -50,7 +50,7 @@ _NAMED = (
 )
 
 
-def text(name: str, train: str) -> str:
+def render_first_config(name: str, train: str) -> str:
     """The file of a run of this name, which the command `train` trains."""
     pad = " " * max(2, len(f"{train} train.steps=600  ") - len("maxpipe board"))
     head = _HEAD.format(train=train, pad=pad)
@@ -65,7 +65,7 @@ def text(name: str, train: str) -> str:
             full = f"{section}.{key}"
             lines += _comment(f"{field_docs()[full]} {_MORE.get(full, '')}".strip(), "  ")
             shown = name if full == "run.name" else value
-            lines.append(f"  {key}: {one_line(shown)}")
+            lines.append(f"  {key}: {to_yaml_line(shown)}")
     return "\n".join([*lines, ""])
 
 

@@ -13,16 +13,22 @@ from typing import NamedTuple
 import yaml
 
 from maxpipe.config.assignments import Assignment, from_document, from_values
-from maxpipe.config.documents import MAX_FILE_BYTES, Raw, one_line
+from maxpipe.config.documents import MAX_FILE_BYTES, Raw, to_yaml_line
 from maxpipe.config.inputs import FOREIGN_SUFFIXES
 from maxpipe.config.keys import FAMILY, KEYS, SECTIONS
 from maxpipe.config.rules import did_you_mean
 from maxpipe.config.shipped import configs
-from maxpipe.config.translation import MODEL, Context, Translation, one_line_of, translate
+from maxpipe.config.translation import (
+    MODEL,
+    Translation,
+    TranslationContext,
+    translate,
+    yaml_line_of_text,
+)
 from maxpipe.errors import ConfigError, Problem
 from maxpipe.io.files import read
 from maxpipe.io.plain_yaml import compose
-from maxpipe.io.text import counted
+from maxpipe.io.text import pluralize
 
 SUFFIXES = FOREIGN_SUFFIXES
 
@@ -74,7 +80,7 @@ _CONFIG_FILE = ("job.config_file", "job_config_file", "config_file")
 """Names of the config file in command lines of torchtitan, which may be written to a file."""
 
 
-def config_named(assignments: Iterable[Assignment]) -> tuple[str, str] | None:
+def find_config_file_key(assignments: Iterable[Assignment]) -> tuple[str, str] | None:
     """The key of a file that names another trainer's config file, and that file's path."""
     for assignment in assignments:
         for path, raw in leaves(assignment):
@@ -83,7 +89,7 @@ def config_named(assignments: Iterable[Assignment]) -> tuple[str, str] | None:
     return None
 
 
-def is_foreign(unknown: Sequence[Assignment], context: Context) -> bool:
+def is_foreign(unknown: Sequence[Assignment], context: TranslationContext) -> bool:
     """Whether a file is one of another trainer, by its keys that do not exist here."""
     known = 0
     for assignment in unknown:
@@ -120,7 +126,7 @@ def _is_misplaced(path: Sequence[str]) -> bool:
 _OWN_NAMES = frozenset(key.rpartition(".")[2] for key in KEYS)
 
 
-class Report(NamedTuple):
+class TranslationReport(NamedTuple):
     """The translation of a file of another trainer."""
 
     problem: Problem
@@ -141,17 +147,17 @@ class Report(NamedTuple):
 class OtherTrainerError(Exception):
     """Some files are configs of other trainers."""
 
-    def __init__(self, reports: dict[str, Report]):
+    def __init__(self, reports: dict[str, TranslationReport]):
         super().__init__()
         self.reports = reports
 
 
-def reports(
+def translate_files(
     unknown: Sequence[Assignment],
     known: Sequence[Assignment],
     foreign: Collection[str],
-    context: Context,
-) -> dict[str, Report]:
+    context: TranslationContext,
+) -> dict[str, TranslationReport]:
     """Origin to the translation of each file of another trainer.
 
     `foreign` are origins that are such files by their form.
@@ -162,11 +168,13 @@ def reports(
         # Values of a published config.json have its path as origin, and sections of this trainer.
         if origin in foreign or is_foreign(theirs[:_MOST_TRANSLATED], context):
             mine = [each for each in known if each.origin == origin]
-            found[origin] = report(origin, [*mine, *theirs], context)
+            found[origin] = translate_file(origin, [*mine, *theirs], context)
     return found
 
 
-def report(origin: str, assignments: Sequence[Assignment], context: Context) -> Report:
+def translate_file(
+    origin: str, assignments: Sequence[Assignment], context: TranslationContext
+) -> TranslationReport:
     """All keys of a file of another trainer, with the lines to put in their place."""
     lines: dict[str, tuple[str, str]] = {}
     absent: dict[str, list[str]] = {}
@@ -194,43 +202,45 @@ def report(origin: str, assignments: Sequence[Assignment], context: Context) -> 
             reason = f"read with model.family={settings[FAMILY]} only."
             absent.setdefault(reason, []).append(name)
         elif found.settings:
-            remark = _given(name, raw, found)
+            remark = _original_setting(name, raw, found)
             lines |= {key: (text, remark) for key, text in found.settings}
             if found.action:
                 absent.setdefault(found.action, []).append(name)
         else:
             absent.setdefault(_reason(found), []).append(name)
-    config = config_named(assignments)
+    config = find_config_file_key(assignments)
     if config and not lines:
-        return Report(_of_a_launcher(origin, *config), origin, "", names_config=True)
+        return TranslationReport(_launcher_problem(origin, *config), origin, "", names_config=True)
     text = [*_yaml(lines), *_remarks(absent)]
     body = "\n".join(f"    {line}".rstrip() for line in text)
     named = sum(bool(remark) for _, remark in lines.values())
     rule = (
-        f"holds {counted(count, 'key')} of another trainer; {named} of them have a name here. "
+        f"holds {pluralize(count, 'key')} of another trainer; {named} of them have a name here. "
         "A config is YAML with sections, and keys below them."
     )
     action = f"Write these lines to a .yml file, and give that in place of {origin}:\n{body}"
     problem = Problem(origin, "", rule, action)
-    return Report(problem, origin, "\n".join(text) + "\n", names_config=config is not None)
+    return TranslationReport(
+        problem, origin, "\n".join(text) + "\n", names_config=config is not None
+    )
 
 
-_OF_ACCELERATE = ("distributed_type", "compute_environment")
+_ACCELERATE_KEYS = ("distributed_type", "compute_environment")
 
 
 def _unambiguous(path: tuple[str, ...], names: Mapping[str, Raw]) -> tuple[str, ...]:
     """A key by another name where other keys of the file show that it has another meaning."""
-    if path == ("num_processes",) and any(each in names for each in _OF_ACCELERATE):
+    if path == ("num_processes",) and any(each in names for each in _ACCELERATE_KEYS):
         return ("num_gpus",)
     return path
 
 
-def _of_a_launcher(origin: str, name: str, file: str) -> Problem:
+def _launcher_problem(origin: str, name: str, file: str) -> Problem:
     rule = f"holds options of another trainer's command: {name} names the config, {file}."
     return Problem(origin, "", rule, f"Give {file} in place of {origin}.")
 
 
-def _family(given: Sequence[tuple[tuple[str, ...], Raw]], context: Context) -> str:
+def _family(given: Sequence[tuple[tuple[str, ...], Raw]], context: TranslationContext) -> str:
     """The model's family as the file itself names it; empty if it does not."""
     for path, raw in given:
         if ".".join(path) == FAMILY and isinstance(raw, str):
@@ -242,10 +252,10 @@ def _family(given: Sequence[tuple[tuple[str, ...], Raw]], context: Context) -> s
 
 
 def _text(raw: Raw) -> str:
-    return raw if isinstance(raw, str) else "null" if raw is None else one_line(raw)
+    return raw if isinstance(raw, str) else "null" if raw is None else to_yaml_line(raw)
 
 
-def _given(name: str, raw: Raw, found: Translation) -> str:
+def _original_setting(name: str, raw: Raw, found: Translation) -> str:
     """The setting as it was in the file; its value only where that is another one here."""
     text = _text(raw)
     same = any(value.lower() == text.lower() for _, value in found.settings)
@@ -260,7 +270,7 @@ def _yaml(lines: dict[str, tuple[str, str]]) -> Iterator[str]:
     """The settings as a config file, with their names elsewhere as comments."""
     reference = lines.pop(MODEL, None)
     if reference:
-        yield f"model: {one_line_of(reference[0])}  # {reference[1]}"
+        yield f"model: {yaml_line_of_text(reference[0])}  # {reference[1]}"
         if kept := [key for key in lines if key.startswith("model.")]:
             yield from _wrapped(f"the named model sets or defaults: {', '.join(kept)}")
         lines = {key: value for key, value in lines.items() if not key.startswith("model.")}
@@ -275,7 +285,7 @@ def _yaml(lines: dict[str, tuple[str, str]]) -> Iterator[str]:
             yield f"{'  ' * depth}{sections[depth]}:"
         written = sections
         text, remark = lines[key]
-        line = f"{'  ' * len(sections)}{name}: {one_line_of(text)}"
+        line = f"{'  ' * len(sections)}{name}: {yaml_line_of_text(text)}"
         yield f"{line}  # {remark}" if remark else line
 
 

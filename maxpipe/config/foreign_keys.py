@@ -21,7 +21,7 @@ from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 from maxpipe.config.foreign_features import ABSENT_KEY
-from maxpipe.config.rules import did_you_mean, squashed
+from maxpipe.config.rules import did_you_mean, normalize_name
 
 SAME_KEY = {
     "run.name": "run_name experiment experiment_name exp_name job_name",
@@ -456,7 +456,7 @@ _PREFERRED = "model.moe."
 """Of keys that several families have, where none is of the family of the config."""
 
 
-class Answer(NamedTuple):
+class NameMatch(NamedTuple):
     """The entry for a name from elsewhere: one of name and action is empty."""
 
     name: str = ""
@@ -467,43 +467,43 @@ class Answer(NamedTuple):
     """Whether an entry says so, and not the resemblance of two names."""
 
 
-def key_meant(path: Sequence[str], keys: Collection[str]) -> Answer:
+def match_key(path: Sequence[str], keys: Collection[str]) -> NameMatch:
     """The key meant by one that does not exist; `path` is its section, if any, and name."""
-    guess = Answer(_resembling(path, keys), is_exact=False)
-    return same_key(path, keys) or guess
+    guess = NameMatch(_similar_key(path, keys), is_exact=False)
+    return match_exact_key(path, keys) or guess
 
 
-def same_key(path: Sequence[str], keys: Collection[str]) -> Answer | None:
+def match_exact_key(path: Sequence[str], keys: Collection[str]) -> NameMatch | None:
     """The entry for exactly this name, without guesses."""
-    full, tail = squashed("".join(path)), squashed(path[-1])
+    full, tail = normalize_name("".join(path)), normalize_name(path[-1])
     if full in _foreign_keys():
         return _foreign_keys()[full]
-    if found := [key for key in keys if squashed(key) == full]:
-        return Answer(found[0])
-    if len(path) > 1 and (answer := _of_pattern(path)):
+    if found := [key for key in keys if normalize_name(key) == full]:
+        return NameMatch(found[0])
+    if len(path) > 1 and (answer := _match_pattern(path)):
         return answer
-    if found := [key for key in keys if squashed(key.rpartition(".")[2]) == tail]:
+    if found := [key for key in keys if normalize_name(key.rpartition(".")[2]) == tail]:
         # A key of the section that was meant comes before those of others.
         found = [key for key in found if key.startswith(f"{path[0]}.")] or found
         found.sort(key=lambda key: (key.count(".") > 1, not key.startswith(_PREFERRED)))
-        return Answer(found[0])
-    for part in (tail, squashed(path[0])):
+        return NameMatch(found[0])
+    for part in (tail, normalize_name(path[0])):
         if part in _foreign_keys():
             return _foreign_keys()[part]
-    return _of_pattern(path[-1:])
+    return _match_pattern(path[-1:])
 
 
-def _of_pattern(path: Sequence[str]) -> Answer | None:
+def _match_pattern(path: Sequence[str]) -> NameMatch | None:
     word = re.sub(r"[^a-z0-9]+", "_", ".".join(path).lower())
     return next((found for each, found in _patterns() if fnmatchcase(word, each)), None)
 
 
-def because(rule: str, why: str) -> str:
+def join_reason(rule: str, why: str) -> str:
     """The rule with its reason, if there is one."""
     return f"{rule.removesuffix('.')}: {why}" if why else rule
 
 
-def _resembling(path: Sequence[str], keys: Collection[str]) -> str:
+def _similar_key(path: Sequence[str], keys: Collection[str]) -> str:
     """Choices of the same section if it is known: its keys resemble each other."""
     if len(path) > 1:
         prefix = f"{path[0]}."
@@ -513,44 +513,48 @@ def _resembling(path: Sequence[str], keys: Collection[str]) -> str:
     return did_you_mean(".".join(path), keys)
 
 
-def same_value(key: str, value: str, choices: Iterable[str]) -> str:
+def match_exact_value(key: str, value: str, choices: Iterable[str]) -> str:
     """The choice meant by a value, or an action for it; empty if no entry says so."""
-    exact = [choice for choice in choices if squashed(choice) == squashed(value)]
-    return exact[0] if exact else _foreign_values(key).get(squashed(value), "")
+    exact = [choice for choice in choices if normalize_name(choice) == normalize_name(value)]
+    return exact[0] if exact else _foreign_values(key).get(normalize_name(value), "")
 
 
-def value_meant(key: str, value: str, choices: Iterable[str]) -> str:
+def value_action(key: str, value: str, choices: Iterable[str]) -> str:
     """The action for a value that is none of the choices; empty if there is none."""
     choices = list(choices)
-    found = same_value(key, value, choices) or did_you_mean(value, choices)
+    found = match_exact_value(key, value, choices) or did_you_mean(value, choices)
     return f"Set {key}={found}." if found in choices else found.replace("KEY", key)
 
 
-def list_meant(key: str) -> str:
+def list_action(key: str) -> str:
     """The action for a list in place of one text; empty if there is none."""
     return LISTS.get(key, "")
 
 
-def command_meant(word: str, commands: Collection[str]) -> Answer:
+def match_command(word: str, commands: Collection[str]) -> NameMatch:
     """The command meant by one that does not exist."""
-    if exact := [command for command in commands if squashed(command) == squashed(word)]:
-        return Answer(exact[0])
+    if exact := [
+        command for command in commands if normalize_name(command) == normalize_name(word)
+    ]:
+        return NameMatch(exact[0])
     for command, names in COMMANDS.items():
-        if command in commands and squashed(word) in map(squashed, names.split()):
-            return Answer(command)
+        if command in commands and normalize_name(word) in map(normalize_name, names.split()):
+            return NameMatch(command)
     for names, action in NO_COMMAND.items():
-        if squashed(word) in map(squashed, names.split()):
-            return Answer(action=action)
-    return Answer(did_you_mean(word, commands))
+        if normalize_name(word) in map(normalize_name, names.split()):
+            return NameMatch(action=action)
+    return NameMatch(did_you_mean(word, commands))
 
 
 @functools.cache
-def _foreign_keys() -> dict[str, Answer]:
+def _foreign_keys() -> dict[str, NameMatch]:
     same = {
-        squashed(name): Answer(key) for key, names in SAME_KEY.items() for name in names.split()
+        normalize_name(name): NameMatch(key)
+        for key, names in SAME_KEY.items()
+        for name in names.split()
     }
     return same | {
-        squashed(name): Answer("", *said)
+        normalize_name(name): NameMatch("", *said)
         for names, said in ABSENT_KEY.items()
         for name in names.split()
         if "*" not in name
@@ -558,9 +562,9 @@ def _foreign_keys() -> dict[str, Answer]:
 
 
 @functools.cache
-def _patterns() -> list[tuple[str, Answer]]:
+def _patterns() -> list[tuple[str, NameMatch]]:
     return [
-        (name, Answer("", *said))
+        (name, NameMatch("", *said))
         for names, said in ABSENT_KEY.items()
         for name in names.split()
         if "*" in name
@@ -570,4 +574,4 @@ def _patterns() -> list[tuple[str, Answer]]:
 @functools.cache
 def _foreign_values(key: str) -> dict[str, str]:
     table = VALUES.get(key, {})
-    return {squashed(name): found for names, found in table.items() for name in names.split()}
+    return {normalize_name(name): found for names, found in table.items() for name in names.split()}

@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from maxpipe.config.ramp import Ramp
-from maxpipe.config.rules import rule, shown, value_of
+from maxpipe.config.ramp import BatchRamp
+from maxpipe.config.rules import format_value, rule, value_of
 from maxpipe.config.schema import Config
-from maxpipe.errors import Finding
-from maxpipe.io.text import listed, up
+from maxpipe.errors import RuleViolation
+from maxpipe.io.text import format_choices, round_up
 
 _OBJECTIVE = "train.objective"
 _GROUP, _UPDATES, _FILE = "grpo.group_size", "grpo.updates_per_rollout", "grpo.reward_file"
@@ -21,14 +21,14 @@ _LENGTH = (
 """What the number of steps depends on."""
 
 
-def _trains(config: Config) -> bool:
+def _is_grpo(config: Config) -> bool:
     return config.train.objective == "grpo"
 
 
 @rule(_PROMPTS, _OBJECTIVE)
-def _there_are_prompts(config: Config) -> Iterator[Finding]:
-    if _trains(config) and not config.grpo.prompts:
-        yield Finding(
+def _there_are_prompts(config: Config) -> Iterator[RuleViolation]:
+    if _is_grpo(config) and not config.grpo.prompts:
+        yield RuleViolation(
             _PROMPTS,
             "must name a file of prompts with train.objective=grpo.",
             'Set grpo.prompts=prompts.jsonl, with lines such as {"prompt": "3+4=", "answer": "7"}.',
@@ -36,22 +36,22 @@ def _there_are_prompts(config: Config) -> Iterator[Finding]:
 
 
 @rule(_GROUP, "train.batch_size", _OBJECTIVE)
-def _groups_fill_a_batch(config: Config) -> Iterator[Finding]:
+def _groups_fill_a_batch(config: Config) -> Iterator[RuleViolation]:
     size, rows = config.grpo.group_size, config.train.batch_size
-    if _trains(config) and rows % size:
-        yield Finding(
+    if _is_grpo(config) and rows % size:
+        yield RuleViolation(
             _GROUP,
             f"must divide train.batch_size ({rows}): a step has whole groups.",
-            f"Set train.batch_size={up(rows, size)}, or grpo.group_size to "
-            f"{listed(each for each in range(2, rows + 1) if rows % each == 0) or 2}.",
+            f"Set train.batch_size={round_up(rows, size)}, or grpo.group_size to "
+            f"{format_choices(each for each in range(2, rows + 1) if rows % each == 0) or 2}.",
         )
 
 
 @rule("grpo.max_tokens", "train.sequence_length", _OBJECTIVE)
-def _completions_fit(config: Config) -> Iterator[Finding]:
+def _completions_fit(config: Config) -> Iterator[RuleViolation]:
     most, tokens = config.grpo.max_tokens, config.train.sequence_length
-    if _trains(config) and most >= tokens:
-        yield Finding(
+    if _is_grpo(config) and most >= tokens:
+        yield RuleViolation(
             "grpo.max_tokens",
             f"must be less than train.sequence_length ({tokens}): a row has prompt and completion.",
             f"Set grpo.max_tokens={tokens // 2}, or train.sequence_length={2 * most}.",
@@ -59,25 +59,25 @@ def _completions_fit(config: Config) -> Iterator[Finding]:
 
 
 @rule(_FILE, _CODE, _OBJECTIVE)
-def _code_is_allowed(config: Config) -> Iterator[Finding]:
+def _code_is_allowed(config: Config) -> Iterator[RuleViolation]:
     given = config.grpo.reward_file
-    if not given or not _trains(config):
+    if not given or not _is_grpo(config):
         return
     if not re.fullmatch(r".+\.py:[A-Za-z_]\w*", given):
-        yield Finding(
+        yield RuleViolation(
             _FILE,
             "must name a Python file and a function in it.",
             "Set grpo.reward_file=rewards.py:reward.",
         )
     elif not config.grpo.allow_code:
-        yield Finding(
+        yield RuleViolation(
             _FILE,
             "is code, which the run would execute with your rights, and grpo.allow_code is false.",
             "Read the file, and set grpo.allow_code=true if you trust it.",
         )
 
 
-_MEANINGLESS = {
+_REQUIRED_VALUES = {
     "train.batch_ramp": ([], "a rollout has one size"),
     "data.mixture": ({}, "prompts come from grpo.prompts"),
     "data.validation": ({}, "it reads prompts, and evaluates no documents"),
@@ -88,26 +88,26 @@ _MEANINGLESS = {
 """Keys and their values with this objective, and why."""
 
 
-def _must_be(key: str, wanted: object, why: str) -> None:
+def _add_required_value_rule(key: str, wanted: object, why: str) -> None:
     @rule(key, _OBJECTIVE)
-    def find(config: Config) -> Iterator[Finding]:
-        if _trains(config) and value_of(config, key) != wanted:
-            value = shown(wanted)
-            yield Finding(
+    def find(config: Config) -> Iterator[RuleViolation]:
+        if _is_grpo(config) and value_of(config, key) != wanted:
+            value = format_value(wanted)
+            yield RuleViolation(
                 key, f"must be {value} with train.objective=grpo: {why}.", f"Set {key}={value}."
             )
 
 
-for _key, (_wanted, _why) in _MEANINGLESS.items():
-    _must_be(_key, _wanted, _why)
+for _key, (_wanted, _why) in _REQUIRED_VALUES.items():
+    _add_required_value_rule(_key, _wanted, _why)
 
 
 @rule(_UPDATES, *_LENGTH, "checkpoint.every", "checkpoint.local_every", _OBJECTIVE)
-def _rollouts_are_whole(config: Config) -> Iterator[Finding]:
+def _rollouts_are_whole(config: Config) -> Iterator[RuleViolation]:
     updates = config.grpo.updates_per_rollout
-    if not _trains(config):
+    if not _is_grpo(config):
         return
-    steps = config.train.steps or Ramp.of(config.train).batches(
+    steps = config.train.steps or BatchRamp.of(config.train).batches(
         -(-config.train.tokens // config.train.sequence_length)
     )
     periods = {
@@ -117,9 +117,9 @@ def _rollouts_are_whole(config: Config) -> Iterator[Finding]:
     }
     for key, period in periods.items():
         if period % updates:
-            value = f"train.steps={up(steps, updates)}"
-            value = value if key.startswith("train") else f"{key}={up(period, updates)}"
-            yield Finding(
+            value = f"train.steps={round_up(steps, updates)}"
+            value = value if key.startswith("train") else f"{key}={round_up(period, updates)}"
+            yield RuleViolation(
                 key,
                 f"must be a multiple of grpo.updates_per_rollout ({updates}): a run is saved "
                 "behind whole rollouts, so that it resumes with the same completions.",
@@ -128,9 +128,9 @@ def _rollouts_are_whole(config: Config) -> Iterator[Finding]:
 
 
 @rule(_UPDATES, "guard.bad_steps", "guard.on_spike", "guard.spike_sigmas", _OBJECTIVE)
-def _no_way_back_into_a_rollout(config: Config) -> Iterator[Finding]:
+def _no_rollback_within_a_rollout(config: Config) -> Iterator[RuleViolation]:
     guard, updates = config.guard, config.grpo.updates_per_rollout
-    if not _trains(config) or updates == 1:
+    if not _is_grpo(config) or updates == 1:
         return
     if guard.bad_steps == "roll_back":
         key = "guard.bad_steps"
@@ -138,7 +138,7 @@ def _no_way_back_into_a_rollout(config: Config) -> Iterator[Finding]:
         key = "guard.on_spike"
     else:
         return
-    yield Finding(
+    yield RuleViolation(
         key,
         f"must not be roll_back with grpo.updates_per_rollout ({updates}) above 1: the step that "
         "a run goes on with would be in the middle of a rollout.",

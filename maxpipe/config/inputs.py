@@ -24,7 +24,7 @@ _LIST = "`maxpipe configs list` shows the configs that maxpipe ships"
 
 
 @dataclass(frozen=True, slots=True)
-class Input:
+class ConfigFile:
     """A config file, which may not exist."""
 
     path: Path
@@ -39,7 +39,7 @@ class Input:
         return folder_name(self.path.stem)
 
 
-def locate(argument: str, keys: Collection[str]) -> Input:
+def locate(argument: str, keys: Collection[str]) -> ConfigFile:
     """The file that an argument which is no override means. `keys` are all keys of a config.
 
     Raises:
@@ -47,17 +47,17 @@ def locate(argument: str, keys: Collection[str]) -> Input:
     """
     path = Path(argument)
     if path.suffix in SUFFIXES:
-        return Input(path, argument)
-    if found := shipped.meant(argument):
-        _refuse_two_meanings(found)
+        return ConfigFile(path, argument)
+    if found := shipped.find_config(argument):
+        _check_ambiguous_name(found)
         by_hub = argument if "/" in argument else ""
-        return Input(found.path, f"shipped config {found.name}", by_hub)
+        return ConfigFile(found.path, f"shipped config {found.name}", by_hub)
     if path.suffix in FOREIGN_SUFFIXES and not os.path.isdir(argument):
-        return Input(path, argument)
-    raise ConfigError([_not_a_file(argument, keys)])
+        return ConfigFile(path, argument)
+    raise ConfigError([_missing_config_problem(argument, keys)])
 
 
-def _refuse_two_meanings(found: shipped.Shipped) -> None:
+def _check_ambiguous_name(found: shipped.BundledConfig) -> None:
     """Refuses a name that is also a file with other content: either may be meant."""
     here = Path(f"{found.name}{shipped.SUFFIX}")
     try:
@@ -73,7 +73,7 @@ def _refuse_two_meanings(found: shipped.Shipped) -> None:
     )
 
 
-def _not_a_file(argument: str, keys: Collection[str]) -> Problem:
+def _missing_config_problem(argument: str, keys: Collection[str]) -> Problem:
     where = f"command line: {argument}" if argument else "command line: an empty argument"
     if argument in keys:
         return Problem(where, "", "has no value.", f"Write {argument}=VALUE without spaces.")
@@ -98,14 +98,14 @@ def _not_a_file(argument: str, keys: Collection[str]) -> Problem:
         return Problem(where, "", f"{rule} It is a Hugging Face folder.", action)
     if shipped.is_hub_id(argument) and not os.path.lexists(argument):
         rule += " It looks like a model of the Hugging Face Hub: nothing is downloaded."
-        return Problem(where, "", rule, _folder_of_hub(argument))
+        return Problem(where, "", rule, _hub_model_action(argument))
     if guess := did_you_mean(os.path.basename(argument).lower(), shipped.configs()):
         return Problem(where, "", rule, f"Did you mean {guess}? {_LIST}.")
     action = f"{_LIST}, `maxpipe config explain` sections and keys."
     return Problem(where, "", rule, action)
 
 
-def _folder_of_hub(argument: str) -> str:
+def _hub_model_action(argument: str) -> str:
     guess = did_you_mean(os.path.basename(argument).lower(), shipped.configs())
     similar = f"Write {guess} for a similar shape, or run" if guess else "Run"
     return (
@@ -140,7 +140,7 @@ def _similar_folder(path: Path) -> Path | None:
     return above / guess / path.name if guess else None
 
 
-def nearby(path: Path) -> str:
+def missing_file_action(path: Path) -> str:
     """Action for a missing file: a config of that name, a similar file, or the missing folder."""
     if found := shipped.configs().get(path.stem):
         return (

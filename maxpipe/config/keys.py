@@ -45,34 +45,34 @@ NAME = "NAME"
 """Stands for any name in what is declared."""
 
 
-def _declared_by(hint: Any) -> list[type]:
+def _named_section_types(hint: Any) -> list[type]:
     """The dataclass of the sections that a key of this type holds by name, if it holds any."""
     inner = typing.get_args(hint)[-1] if typing.get_origin(hint) is dict else None
     return [inner] if dataclasses.is_dataclass(inner) and isinstance(inner, type) else []
 
 
-NAMED: dict[str, type] = {
-    f"{key}.{NAME}": inner for key, hint in KEYS.items() for inner in _declared_by(hint)
+NAMED_SECTIONS: dict[str, type] = {
+    f"{key}.{NAME}": inner for key, hint in KEYS.items() for inner in _named_section_types(hint)
 }
 """Sections that a key holds under names of the user's choice, to the dataclass of each."""
 
 NAMED_KEYS: dict[str, Any] = {
     f"{section}.{name}": hint
-    for section, declared in NAMED.items()
+    for section, declared in NAMED_SECTIONS.items()
     for name, hint in typing.get_type_hints(declared).items()
 }
 """Full key, with `NAME` for the name, to its type."""
 
 
-def declared_as(key: str) -> str:
+def declared_key(key: str) -> str:
     """The key, or section, by which this one is declared: itself, or with `NAME` for its name."""
-    section, rest = parted(key.split("."))
-    if len(rest) < 2 or f"{section}.{rest[0]}.{NAME}" not in NAMED:
+    section, rest = split_key(key.split("."))
+    if len(rest) < 2 or f"{section}.{rest[0]}.{NAME}" not in NAMED_SECTIONS:
         return key
     return ".".join([section, rest[0], NAME, *rest[2:]])
 
 
-MOVED: dict[str, str] = {
+RENAMED_KEYS: dict[str, str] = {
     field.metadata["was"]: f"{section}.{field.name}"
     for section, declared in SECTIONS.items()
     for field in dataclasses.fields(declared)
@@ -81,7 +81,7 @@ MOVED: dict[str, str] = {
 """Full key of an earlier release to that of this one."""
 
 
-def parted(path: Sequence[str]) -> tuple[str, tuple[str, ...]]:
+def split_key(path: Sequence[str]) -> tuple[str, tuple[str, ...]]:
     """(section, the rest) of the parts of a dotted name."""
     inner = ".".join(path[:2])
     return (inner, tuple(path[2:])) if inner in SECTIONS else (path[0], tuple(path[1:]))
@@ -89,19 +89,19 @@ def parted(path: Sequence[str]) -> tuple[str, tuple[str, ...]]:
 
 def section_of(key: str) -> str:
     """The section of a full key."""
-    return key.rpartition(".")[0] if key in NAMED_KEYS else parted(key.split("."))[0]
+    return key.rpartition(".")[0] if key in NAMED_KEYS else split_key(key.split("."))[0]
 
 
 def names_in(section: str) -> list[str]:
     """Names of a section's keys."""
-    keys = NAMED_KEYS if section in NAMED else KEYS
+    keys = NAMED_KEYS if section in NAMED_SECTIONS else KEYS
     return [key.rpartition(".")[2] for key in keys if key.rpartition(".")[0] == section]
 
 
 def field_of(key: str) -> dataclasses.Field[Any]:
     """The declaration of a full key."""
     section, _, name = key.rpartition(".")
-    of_section: Any = SECTIONS.get(section) or NAMED[section]
+    of_section: Any = SECTIONS.get(section) or NAMED_SECTIONS[section]
     return next(each for each in dataclasses.fields(of_section) if each.name == name)
 
 
@@ -113,7 +113,7 @@ def default_of(key: str) -> Any:
     return field.default
 
 
-def before_of(key: str) -> Any:
+def legacy_value_of(key: str) -> Any:
     """What runs did that did not know the key."""
     return field_of(key).metadata.get("before", default_of(key))
 
@@ -139,7 +139,7 @@ def sections_of(config: Config) -> dict[str, Any]:
     return found
 
 
-def flat(nested: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+def flatten(nested: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Full key to value, of nested dicts such as a config or a checkpoint holds.
 
     Sections by name are taken apart, too; where there are none, the key that holds them is left.
@@ -148,8 +148,12 @@ def flat(nested: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     for section, values in nested.items():
         for name, value in values.items():
             key = f"{section}.{name}"
-            if key in SECTIONS or declared_as(key) in NAMED or (f"{key}.{NAME}" in NAMED and value):
-                found |= flat({key: value})
+            if (
+                key in SECTIONS
+                or declared_key(key) in NAMED_SECTIONS
+                or (f"{key}.{NAME}" in NAMED_SECTIONS and value)
+            ):
+                found |= flatten({key: value})
             else:
                 found[key] = value
     return found
@@ -166,9 +170,9 @@ OWN_KEYS = frozenset(
 
 def may_differ(key: str) -> bool:
     """Whether processes may have other values of a full key, one of a section by name included."""
-    outer, _, inner = declared_as(key).rpartition(".")
+    outer, _, inner = declared_key(key).rpartition(".")
     return (
         key.partition(".")[0] in OWN_SECTIONS
         or key in OWN_KEYS
-        or (outer in NAMED and f"data.{inner}" in OWN_KEYS)
+        or (outer in NAMED_SECTIONS and f"data.{inner}" in OWN_KEYS)
     )

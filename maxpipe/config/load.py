@@ -21,50 +21,50 @@ from omegaconf import OmegaConf
 from maxpipe.config import foreign_files, shipped
 from maxpipe.config.assignments import (
     Assignment,
-    cautions_about,
+    duplicate_settings,
+    former_key_warnings,
     from_document,
     from_override,
     from_values,
     is_mapping,
-    set_twice,
-    to_new_key,
+    rename_former_key,
 )
 from maxpipe.config.check import DEFAULT, check, is_override
 from maxpipe.config.documents import (
     NAME_FORM,
     READERS,
     TooLargeError,
-    as_is,
-    one_line,
+    find_invalid_text,
     read_file,
-    refused,
+    read_unchanged,
     texts,
+    to_yaml_line,
 )
-from maxpipe.config.foreign_keys import because, list_meant, value_meant
-from maxpipe.config.inputs import Input, locate
+from maxpipe.config.foreign_keys import join_reason, list_action, value_action
+from maxpipe.config.inputs import ConfigFile, locate
 from maxpipe.config.keys import (
     FAMILY,
     KEYS,
     NAME,
-    NAMED,
     NAMED_KEYS,
+    NAMED_SECTIONS,
     SECTIONS,
     family_section,
     is_of_another_family,
     names_in,
-    parted,
     section_of,
     sections_of,
+    split_key,
 )
-from maxpipe.config.model_reference import is_reference, named_model, overridden
+from maxpipe.config.model_reference import is_reference, resolve_model, shape_override_notes
 from maxpipe.config.rules import BOUNDS, did_you_mean
 from maxpipe.config.schema import Config
 from maxpipe.config.training import check_training
 from maxpipe.config.translation import (
     CONTEXT_KEYS,
-    Context,
     Translation,
-    fit,
+    TranslationContext,
+    convert_value,
     is_accumulation,
     is_main_key,
     translate,
@@ -77,7 +77,7 @@ _MAX_PROBLEMS = 100
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class LoadedConfig:
     """A config that satisfies every rule, and who set each value."""
 
     config: Config
@@ -97,7 +97,7 @@ def load(
     origin: str = "",
     *,
     to_train: bool = False,
-) -> Loaded:
+) -> LoadedConfig:
     """The config that files and `section.key=value` overrides describe.
 
     Files merge left to right onto what was `saved` (`to_dict`, by the name of `origin`), and
@@ -109,44 +109,44 @@ def load(
             another trainer it contains the translation, and the mistakes that remain in it.
     """
     try:
-        return _loaded(args, saved, origin, {}, to_train=to_train)
+        return _load_translated(args, saved, origin, {}, to_train=to_train)
     except foreign_files.OtherTrainerError as error:
         reports = error.reports
     remaining: tuple[Problem, ...] = ()
     try:
         if any(each.text for each in reports.values()):
-            _loaded(args, saved, origin, reports, to_train=to_train)
+            _load_translated(args, saved, origin, reports, to_train=to_train)
     except ConfigError as error:
         remaining = error.problems
     raise ConfigError([*(each.problem for each in reports.values()), *remaining])
 
 
-def _loaded(
+def _load_translated(
     args: Sequence[str],
     saved: Mapping[str, Any] | None,
     origin: str,
-    translated: Mapping[str, foreign_files.Report],
+    translated: Mapping[str, foreign_files.TranslationReport],
     *,
     to_train: bool,
-) -> Loaded:
+) -> LoadedConfig:
     """See `load`; `translated` are files of other trainers, by their origin."""
     problems: list[Problem] = []
     assignments = list(from_values(saved or {}, origin))
     overrides = [arg for arg in args if is_override(arg) or arg.startswith("-")]
     files = [arg for arg in args if arg not in overrides]
-    located = [_located(arg, problems) for arg in files]
+    located = [_locate_or_report(arg, problems) for arg in files]
     read = [file and _read(file, translated, problems) for file in located]
     in_files = [assignment for each in read if each for assignment in each]
     from_overrides = [each for arg in overrides for each in from_override(arg, problems)]
-    model = named_model(in_files, from_overrides, problems, is_saved=bool(saved and origin))
+    model = resolve_model(in_files, from_overrides, problems, is_saved=bool(saved and origin))
     given = [*model.before, *in_files, *model.after, *from_overrides]
     assignments += [each for each in given if not is_reference(each)]
-    cautions = tuple(cautions_about(assignments, saved_as=origin))
-    problems += set_twice(assignments)
-    assignments = [to_new_key(assignment) for assignment in assignments]
-    named = _named_like(located[-1]) if located and located[-1] else None
+    cautions = tuple(former_key_warnings(assignments, saved_as=origin))
+    problems += duplicate_settings(assignments)
+    assignments = [rename_former_key(assignment) for assignment in assignments]
+    named = _default_run_name(located[-1]) if located and located[-1] else None
     # Another trainer's config file that an option names may set the missing keys.
-    is_complete = None not in read and foreign_files.config_named(given) is None
+    is_complete = None not in read and foreign_files.find_config_file_key(given) is None
     is_complete = is_complete and not any(each.names_config for each in translated.values())
     foreign = [each.origin for each in located if each and _is_foreign(each)]
     foreign = [each for each in foreign if each not in translated]
@@ -154,7 +154,11 @@ def _loaded(
         assignments, problems, named, is_complete=is_complete, to_train=to_train, foreign=foreign
     )
     foreign_names = [file.argument for file in located if file and file.argument]
-    notes = (*model.notes, *overridden(assignments), *map(_shape_only, foreign_names))
+    notes = (
+        *model.notes,
+        *shape_override_notes(assignments),
+        *map(_shape_only_note, foreign_names),
+    )
     return dataclasses.replace(built, cautions=cautions, notes=notes)
 
 
@@ -170,14 +174,14 @@ def to_dict(config: Config) -> dict[str, dict[str, Any]]:
         outer, _, inner = section.partition(".")
         below = nested.setdefault(outer, {})
         below = below.setdefault(inner, {}) if inner else below
-        below |= {name: _plain(getattr(values, name)) for name in names_in(section)}
+        below |= {name: _to_plain_value(getattr(values, name)) for name in names_in(section)}
     return nested
 
 
-def _plain(value: Any) -> Any:
+def _to_plain_value(value: Any) -> Any:
     """A value of its own, with sections by name as dicts."""
     if isinstance(value, dict):
-        return {name: _plain(each) for name, each in value.items()}
+        return {name: _to_plain_value(each) for name, each in value.items()}
     return dataclasses.asdict(value) if dataclasses.is_dataclass(value) else copy.deepcopy(value)  # type: ignore[arg-type]
 
 
@@ -192,14 +196,14 @@ def to_yaml(config: Config, comment: Callable[[str], str] | None = None) -> str:
         indent = "  " * len(outer)
         lines.append(f"{indent}{inner}:")
         for name in names_in(section):
-            line = f"{indent}  {name}: {one_line(_plain(getattr(values, name)))}"
+            line = f"{indent}  {name}: {to_yaml_line(_to_plain_value(getattr(values, name)))}"
             remark = comment(f"{section}.{name}") if comment else ""
             remark = "".join(character for character in remark if character.isprintable())
             lines.append(f"{line}  # {remark}" if remark else line)
     return "\n".join([*lines, ""])
 
 
-def value_of(text: str) -> tuple[str, Any]:
+def parse_setting(text: str) -> tuple[str, Any]:
     """(full key, value) of `section.key=value`, of the type that the schema declares.
 
     Raises:
@@ -213,7 +217,7 @@ def value_of(text: str) -> tuple[str, Any]:
             problems.append(problem)
     if problems:
         raise ConfigError(problems)
-    section, (name, *_) = parted(paths[0])
+    section, (name, *_) = split_key(paths[0])
     value = nodes[section][name]
     return f"{section}.{name}", OmegaConf.to_object(value) if OmegaConf.is_config(value) else value
 
@@ -221,7 +225,7 @@ def value_of(text: str) -> tuple[str, Any]:
 # From assignments to values.
 
 
-def _located(arg: str, problems: list[Problem]) -> Input | None:
+def _locate_or_report(arg: str, problems: list[Problem]) -> ConfigFile | None:
     """The file that an argument means. None, and a problem, if it means none."""
     try:
         return locate(arg, KEYS)
@@ -231,7 +235,9 @@ def _located(arg: str, problems: list[Problem]) -> Input | None:
 
 
 def _read(
-    file: Input, translated: Mapping[str, foreign_files.Report], problems: list[Problem]
+    file: ConfigFile,
+    translated: Mapping[str, foreign_files.TranslationReport],
+    problems: list[Problem],
 ) -> list[Assignment] | None:
     """The settings of a file. None, and a problem, if it cannot be read."""
     if report := translated.get(file.origin):
@@ -246,17 +252,17 @@ def _read(
     return list(from_document(document, file.origin, problems)) if document else None
 
 
-def _is_foreign(file: Input) -> bool:
+def _is_foreign(file: ConfigFile) -> bool:
     """Whether a file has the format of another trainer."""
     return file.path.suffix in foreign_files.SUFFIXES
 
 
-def _shape_only(argument: str) -> str:
-    name = getattr(shipped.model_meant(argument), "name", argument)
+def _shape_only_note(argument: str) -> str:
+    name = getattr(shipped.find_model(argument), "name", argument)
     return f"model: {name}, the shape of {argument}; its weights are not loaded"
 
 
-def _named_like(file: Input) -> Assignment:
+def _default_run_name(file: ConfigFile) -> Assignment:
     """The name of a run that is given none: two files are two runs."""
     origin = f"the name of {file.origin}"
     return Assignment(("run", "name"), file.run_name, origin, file.origin)
@@ -270,7 +276,7 @@ def _build(
     is_complete: bool,
     to_train: bool = False,
     foreign: Collection[str] = (),
-) -> Loaded:
+) -> LoadedConfig:
     nodes = copy.deepcopy(_unset())
     origins = dict.fromkeys(KEYS, DEFAULT)
     if named is not None:
@@ -291,7 +297,7 @@ def _build(
             problems.append(problem)
             wrong.update(_prefixes(assignment.path))
     context = _context(unknown, nodes)
-    if reports := foreign_files.reports(unknown, assignments, foreign, context):
+    if reports := foreign_files.translate_files(unknown, assignments, foreign, context):
         raise foreign_files.OtherTrainerError(reports)
     for done, problem in enumerate(_unknown_problem(each, context) for each in unknown):
         if len(problems) >= _MAX_PROBLEMS:
@@ -300,10 +306,10 @@ def _build(
             raise ConfigError(problems)
         problems.append(problem)
     wrong.update(prefix for each in unknown for prefix in _prefixes(each.path))
-    unset = [key for key in _meant_keys(unknown, nodes) if origins.get(key) == DEFAULT]
+    unset = [key for key in _translated_keys(unknown, nodes) if origins.get(key) == DEFAULT]
     wrong.update(unset)
     family = nodes["model"]["family"]
-    for problem in _of_other_families(assignments, family):
+    for problem in _other_family_problems(assignments, family):
         problems.append(problem)
         wrong.add(problem.where.rpartition(": ")[2])
     nodes = {name: node for name, node in nodes.items() if not is_of_another_family(name, family)}
@@ -329,7 +335,7 @@ def _build(
     problems += [p for p in broken if is_complete or not p.where.startswith(f"{DEFAULT}: ")]
     if problems:
         raise ConfigError(problems)
-    return Loaded(config, origins)
+    return LoadedConfig(config, origins)
 
 
 @functools.cache
@@ -341,11 +347,11 @@ def _unset() -> dict[str, Any]:
     return nodes
 
 
-def _of_other_families(assignments: Iterable[Assignment], family: str) -> Iterator[Problem]:
+def _other_family_problems(assignments: Iterable[Assignment], family: str) -> Iterator[Problem]:
     """Keys that the model's family does not read; of each the last assignment."""
     last = {assignment.path: assignment for assignment in assignments}
     for path, assignment in last.items():
-        section, rest = parted(path)
+        section, rest = split_key(path)
         if rest and ".".join([section, rest[0]]) in KEYS and is_of_another_family(section, family):
             other = section.rpartition(".")[2]
             yield assignment.problem(
@@ -372,12 +378,12 @@ def _missing_problem(keys: Sequence[str], assignments: Sequence[Assignment]) -> 
 
 def _is_unknown(assignment: Assignment) -> bool:
     """Whether there is no such key."""
-    section, (name, *entry) = (lambda at: (at[0], at[1] or (".",)))(parted(assignment.path))
+    section, (name, *entry) = (lambda at: (at[0], at[1] or (".",)))(split_key(assignment.path))
     hint = KEYS.get(f"{section}.{name}") if "." not in name else None
     return hint is None or bool(entry and not is_mapping(hint)) or bool(assignment.option)
 
 
-def _meant_keys(unknown: Sequence[Assignment], nodes: Mapping[str, Any]) -> Iterator[str]:
+def _translated_keys(unknown: Sequence[Assignment], nodes: Mapping[str, Any]) -> Iterator[str]:
     """Keys that names of other trainers stand for: they are set once the advice is followed."""
     context = _context(unknown, nodes)
     for assignment in unknown[:_MOST_IN_CONTEXT]:
@@ -387,46 +393,46 @@ def _meant_keys(unknown: Sequence[Assignment], nodes: Mapping[str, Any]) -> Iter
                 yield from (key for key, _ in found.settings)
 
 
-def _context(unknown: Sequence[Assignment], nodes: Mapping[str, Any]) -> Context:
+def _context(unknown: Sequence[Assignment], nodes: Mapping[str, Any]) -> TranslationContext:
     """The settings so far, with those that names of other trainers stand for."""
     values: dict[str, Any] = {
         key: nodes[section_of(key)][key.rpartition(".")[2]] for key in CONTEXT_KEYS
     }
-    context = Context(values)
+    context = TranslationContext(values)
     for assignment in unknown[:_MOST_IN_CONTEXT]:
         for path, raw in foreign_files.leaves(assignment):
             if is_accumulation(path):
-                accumulation = fit("pipeline.microbatches", raw)[0]
+                accumulation = convert_value("pipeline.microbatches", raw)[0]
                 context = dataclasses.replace(context, accumulation=int(accumulation or 1))
                 continue
             found = translate(path, raw, context)
             for key, text in found.settings:
                 if key in values and key == found.key:  # not the family of a key
-                    values[key] = READERS.get(KEYS[key], as_is)(text)
+                    values[key] = READERS.get(KEYS[key], read_unchanged)(text)
     return context
 
 
 def _assign(nodes: Mapping[str, Any], assignment: Assignment) -> Problem | None:
     """Put the value into its section; the problem if that cannot be done."""
-    section, rest = parted(assignment.path)
+    section, rest = split_key(assignment.path)
     name, *entry = rest or (".",)
     if _is_unknown(assignment):
         return _unknown_problem(assignment, _context((), nodes))
     hint = KEYS[f"{section}.{name}"]
     for text in texts(assignment.raw):
-        refusal = refused(text)
+        refusal = find_invalid_text(text)
         if refusal:
             return assignment.problem(*refusal)
     node = nodes[section]
-    if (of_name := NAMED.get(f"{section}.{name}.{NAME}")) is not None:
-        within = _within_named(node, assignment, of_name, name, entry)
+    if (of_name := NAMED_SECTIONS.get(f"{section}.{name}.{NAME}")) is not None:
+        within = _locate_in_named_section(node, assignment, of_name, name, entry)
         if isinstance(within, Problem):
             return within
         if within is None:
             return None
         node, (name, hint), entry = *within, []
     try:
-        value = READERS.get(hint, as_is)(assignment.raw)
+        value = READERS.get(hint, read_unchanged)(assignment.raw)
         if typing.get_origin(hint) is Literal and value not in typing.get_args(hint):
             raise ValueError(value)
         if entry:
@@ -440,7 +446,7 @@ def _assign(nodes: Mapping[str, Any], assignment: Assignment) -> Problem | None:
     return None
 
 
-def _within_named(
+def _locate_in_named_section(
     node: Any, assignment: Assignment, of_name: type, key: str, entry: Sequence[str]
 ) -> tuple[Any, tuple[str, Any]] | Problem | None:
     """Where the key of a section by name is put, its name and its type; None: nothing is left."""
@@ -454,7 +460,7 @@ def _within_named(
             name = entry[0] if entry else "web"
             return assignment.problem(rule, f"Set {full}.{name}.path='web/*.txt'.")
         if entry:
-            node[key][entry[0]] = _made(of_name)
+            node[key][entry[0]] = _empty_section(of_name)
         else:
             node[key] = {}
         return None
@@ -473,12 +479,12 @@ def _within_named(
             f"Set {full}.web.{field}=... (a name of your own).",
         )
     if name not in node[key]:
-        node[key][name] = _made(of_name)
+        node[key][name] = _empty_section(of_name)
     OmegaConf.set_readonly(node[key][name], False)
     return node[key][name], (field, hint)
 
 
-def _made(declared: type) -> Any:
+def _empty_section(declared: type) -> Any:
     """A section before anything is set."""
     node = OmegaConf.structured(declared)
     OmegaConf.set_readonly(node, False)
@@ -515,7 +521,7 @@ def _type_problem(assignment: Assignment, hint: Any) -> Problem:
     key = ".".join(assignment.path)
     if typing.get_origin(hint) is Literal:
         choices = typing.get_args(hint)
-        action = value_meant(key, str(assignment.raw), choices) or f"Set {key}={choices[0]}."
+        action = value_action(key, str(assignment.raw), choices) or f"Set {key}={choices[0]}."
         return assignment.problem(f"must be {type_name(hint)}.", action)
     if is_mapping(hint):
         example = f"Set {key}=[tensor]" if len(assignment.path) > 2 else f"Set {key}={{}}"
@@ -525,7 +531,7 @@ def _type_problem(assignment: Assignment, hint: Any) -> Problem:
         is_name = hint == list[str] and isinstance(assignment.raw, str)
         example = f"[{assignment.raw}]" if is_name else _LISTS[hint][1]
         return assignment.problem(f"must be a {type_name(hint)}.", f"Set {key}={example}.")
-    if hint is str and isinstance(assignment.raw, list) and (action := list_meant(key)):
+    if hint is str and isinstance(assignment.raw, list) and (action := list_action(key)):
         return assignment.problem("must be one text, not a list.", action)
     if hint is str:
         return assignment.problem("must be text.", f"Write {key} = '...', or leave the key out.")
@@ -538,8 +544,8 @@ def _type_problem(assignment: Assignment, hint: Any) -> Problem:
     return assignment.problem(f"must be {article}.", f"Write a value such as {key}={example}.")
 
 
-def _unknown_problem(assignment: Assignment, context: Context) -> Problem:
-    section, rest = parted(assignment.path)
+def _unknown_problem(assignment: Assignment, context: TranslationContext) -> Problem:
+    section, rest = split_key(assignment.path)
     key = ".".join(assignment.path)
     is_text = isinstance(assignment.raw, str) and is_main_key(section, assignment.raw)
     if section in SECTIONS and not rest and not is_text and not assignment.option:
@@ -553,12 +559,12 @@ def _unknown_problem(assignment: Assignment, context: Context) -> Problem:
     rule, show = _rule(assignment)
     if isinstance(assignment.raw, dict) and not rest and (close := did_you_mean(section, SECTIONS)):
         return assignment.problem(rule, f"Did you mean {close}? {show}", given=False)
-    found = _translated(assignment, context)
+    found = _translate_unknown(assignment, context)
     action = found.act(in_file=assignment.is_in_file)
     if found.key and not found.is_exact:
         action = f"Did you mean {found.key}? {show}"
     problem = assignment.problem(
-        because(rule, found.why),
+        join_reason(rule, found.why),
         action or show,
         given=bool(assignment.option) or bool(rest) or not isinstance(assignment.raw, dict),
     )
@@ -569,7 +575,7 @@ def _unknown_problem(assignment: Assignment, context: Context) -> Problem:
 
 def _rule(assignment: Assignment) -> tuple[str, str]:
     """The rule that a key breaks that does not exist, and where those are listed that do."""
-    section, rest = parted(assignment.path)
+    section, rest = split_key(assignment.path)
     if assignment.option:
         return "is not an option of this command.", "See the command's --help."
     if section in SECTIONS and rest:
@@ -580,7 +586,7 @@ def _rule(assignment: Assignment) -> tuple[str, str]:
     return "names no section: an override is `section.key=value`.", "Write section.key=value."
 
 
-def _translated(assignment: Assignment, context: Context) -> Translation:
+def _translate_unknown(assignment: Assignment, context: TranslationContext) -> Translation:
     """The translation; of an option or key that is one here already the same without dashes."""
     key = ".".join(assignment.path)
     if key in KEYS:

@@ -12,28 +12,28 @@ from maxpipe.config.keys import FAMILY, KEYS
 from maxpipe.config.rules import (
     BATCH_AXES,
     BOUNDS,
+    applies_to_family,
     axis_keys,
     axis_size,
     batch_shards,
     did_you_mean,
-    is_read,
+    format_value,
     rule,
-    shown,
     value_of,
 )
 from maxpipe.config.schema import Config
-from maxpipe.errors import Finding
-from maxpipe.io.text import divisors, up
+from maxpipe.errors import RuleViolation
+from maxpipe.io.text import format_divisors, round_up
 from maxpipe.models.layers.delta import GatedDelta
 from maxpipe.models.layers.experts import Experts
 from maxpipe.models.layers.latent import LatentAttention
 from maxpipe.models.registry import describe
 from maxpipe.models.spec import Part
 from maxpipe.parallel.axes import (
+    ALLOWED_AXIS_RULES,
     DEFAULT_AXIS_RULES,
     LOGICAL_AXES,
     MESH_AXES,
-    REMAPPINGS,
     axis_table,
 )
 
@@ -51,34 +51,34 @@ def has_experts(config: Config) -> bool:
     return any(isinstance(part, Experts) for part in _parts(config))
 
 
-def reads_tokens_in_order(config: Config) -> bool:
+def has_sequential_layers(config: Config) -> bool:
     """Whether something besides attention reads other tokens of a sequence: all on one device."""
     delta = any(isinstance(part, GatedDelta) for part in _parts(config))
     return delta or bool(config.model.heads_ahead)
 
 
-def _size_is_a_count(key: str) -> None:
+def _add_axis_size_rule(key: str) -> None:
     @rule(key)
-    def find(config: Config) -> Iterator[Finding]:
+    def find(config: Config) -> Iterator[RuleViolation]:
         size = value_of(config, key)
         if size < 1 and size != -1:
-            yield Finding(
+            yield RuleViolation(
                 key, "must be at least 1, or -1 for the devices that are left.", f"Set {key}=1."
             )
 
 
 for _key in (f"mesh.{_link}_{_axis}" for _link in ("ici", "dcn") for _axis in MESH_AXES):
-    _size_is_a_count(_key)
+    _add_axis_size_rule(_key)
 
 
-def _one_rest(link: str) -> None:
+def _add_single_inferred_axis_rule(link: str) -> None:
     keys = tuple(f"mesh.{link}_{axis}" for axis in MESH_AXES)
 
     @rule(*keys)
-    def find(config: Config) -> Iterator[Finding]:
+    def find(config: Config) -> Iterator[RuleViolation]:
         first, *others = [key for key in keys if value_of(config, key) == -1] or [""]
         for key in others:
-            yield Finding(
+            yield RuleViolation(
                 key,
                 f"is the second -1 among mesh.{link}_* ({first} is -1): only one size can be "
                 "what is left.",
@@ -86,18 +86,18 @@ def _one_rest(link: str) -> None:
             )
 
 
-_one_rest("ici")
-_one_rest("dcn")
+_add_single_inferred_axis_rule("ici")
+_add_single_inferred_axis_rule("dcn")
 
 
 @rule(*axis_keys("expert"), *_MODEL_KEYS)
-def _experts_divide(config: Config) -> Iterator[Finding]:
+def _experts_divide(config: Config) -> Iterator[RuleViolation]:
     size = axis_size(config.mesh, "expert") or 1
     key = next((key for key in axis_keys("expert") if value_of(config, key) != 1), "")
     if size == 1:
         return
     if not has_experts(config):
-        yield Finding(
+        yield RuleViolation(
             key,
             f"must be 1: layers of {FAMILY} = {config.model.family} have no experts.",
             f"Set {key}=1, and mesh.ici_fsdp or mesh.ici_tensor for the devices.",
@@ -105,31 +105,31 @@ def _experts_divide(config: Config) -> Iterator[Finding]:
 
 
 @rule(*axis_keys("context"), "train.sequence_length")
-def _rows_are_cut_evenly(config: Config) -> Iterator[Finding]:
+def _context_divides_sequence_length(config: Config) -> Iterator[RuleViolation]:
     size, tokens = axis_size(config.mesh, "context") or 1, config.train.sequence_length
     if size > 1 and tokens % (2 * size):
-        yield Finding(
+        yield RuleViolation(
             "train.sequence_length",
             f"must be a multiple of 2 x context ({size}) = {2 * size}: each device gets two pieces "
             "of a sequence, an early and a late one, so that all have as much to do.",
-            f"Set train.sequence_length={up(tokens, 2 * size)}, or the context size to 1.",
+            f"Set train.sequence_length={round_up(tokens, 2 * size)}, or the context size to 1.",
         )
 
 
 @rule(*axis_keys("context"), *_MODEL_KEYS)
-def _layers_read_other_tokens_by_attention(config: Config) -> Iterator[Finding]:
+def _context_is_supported_by_layers(config: Config) -> Iterator[RuleViolation]:
     if (axis_size(config.mesh, "context") or 1) == 1:
         return
     key = next(key for key in axis_keys("context") if value_of(config, key) != 1)
     if any(isinstance(part, GatedDelta) for part in _parts(config)):
-        yield Finding(
+        yield RuleViolation(
             key,
             f"must be 1 with {FAMILY} = {config.model.family}: its linear attention reads a "
             "sequence from its first token to its last, on one device.",
             f"Set {key}=1, and mesh.ici_fsdp or mesh.ici_tensor for the devices.",
         )
     if config.model.heads_ahead:
-        yield Finding(
+        yield RuleViolation(
             key,
             f"must be 1 with model.heads_ahead = {config.model.heads_ahead}: tokens further ahead "
             "are on other devices.",
@@ -138,14 +138,14 @@ def _layers_read_other_tokens_by_attention(config: Config) -> Iterator[Finding]:
 
 
 @rule("train.sequence_length", "mesh.sequence_parallel", *axis_keys("context", "tensor"))
-def _tokens_divide(config: Config) -> Iterator[Finding]:
+def _tokens_divide(config: Config) -> Iterator[RuleViolation]:
     tokens, mesh = config.train.sequence_length, config.mesh
     context, tensor = axis_size(mesh, "context") or 1, axis_size(mesh, "tensor") or 1
     if mesh.sequence_parallel and tokens % (context * tensor):
         # Half as long pieces as the context axis has devices: its own rule.
-        more = up(tokens, math.lcm(context * tensor, 2 * context if context > 1 else 1))
+        more = round_up(tokens, math.lcm(context * tensor, 2 * context if context > 1 else 1))
         sizes = f"context ({context}) x tensor ({tensor})" if context > 1 else f"tensor ({tensor})"
-        yield Finding(
+        yield RuleViolation(
             "train.sequence_length",
             f"must be a multiple of {sizes} with mesh.sequence_parallel=true: each device has the "
             "same number of tokens between matmuls.",
@@ -154,9 +154,9 @@ def _tokens_divide(config: Config) -> Iterator[Finding]:
 
 
 @rule("mesh.collective_matmul", "mesh.sequence_parallel")
-def _rings_have_tokens(config: Config) -> Iterator[Finding]:
+def _collective_matmul_needs_sequence_parallel(config: Config) -> Iterator[RuleViolation]:
     if config.mesh.collective_matmul and not config.mesh.sequence_parallel:
-        yield Finding(
+        yield RuleViolation(
             "mesh.collective_matmul",
             "is read with mesh.sequence_parallel=true only, and it is false: without split tokens "
             "nothing is gathered for a matmul.",
@@ -165,11 +165,11 @@ def _rings_have_tokens(config: Config) -> Iterator[Finding]:
 
 
 @rule("mesh.collective_matmul", "pipeline.idle", *axis_keys("stage", "tensor"))
-def _rings_turn_alike(config: Config) -> Iterator[Finding]:
+def _collective_matmul_needs_idle_compute(config: Config) -> Iterator[RuleViolation]:
     mesh = config.mesh
     alone = axis_size(mesh, "stage") == 1 or axis_size(mesh, "tensor") == 1
     if mesh.collective_matmul and config.pipeline.idle == "skip" and not alone:
-        yield Finding(
+        yield RuleViolation(
             "mesh.collective_matmul",
             "needs pipeline.idle=compute with more than one stage, and it is skip: devices wait "
             "for all others in a ring, and stages that skip a slot would never come.",
@@ -178,36 +178,36 @@ def _rings_turn_alike(config: Config) -> Iterator[Finding]:
 
 
 @rule("mesh.axis_rules")
-def _axis_rules_are_known(config: Config) -> Iterator[Finding]:
+def _axis_rules_are_known(config: Config) -> Iterator[RuleViolation]:
     for name, axes in config.mesh.axis_rules.items():
         key = f"mesh.axis_rules.{name}"
-        if name not in REMAPPINGS:
-            guess = did_you_mean(name, REMAPPINGS)
+        if name not in ALLOWED_AXIS_RULES:
+            guess = did_you_mean(name, ALLOWED_AXIS_RULES)
             owned = name in LOGICAL_AXES
-            yield Finding(
+            yield RuleViolation(
                 key,
                 "cannot be changed: the pipeline owns it."
                 if owned
-                else f"is not a logical axis that can be placed: {', '.join(REMAPPINGS)}.",
+                else f"is not a logical axis that can be placed: {', '.join(ALLOWED_AXIS_RULES)}.",
                 "Set mesh.axis_rules={} for the default table"
                 f"{f', or rename {name} to {guess}' if guess and not owned else ''}.",
             )
-        elif tuple(axes) not in REMAPPINGS[name]:
-            allowed = [shown(list(choice)) for choice in REMAPPINGS[name]]
-            yield Finding(
+        elif tuple(axes) not in ALLOWED_AXIS_RULES[name]:
+            allowed = [format_value(list(choice)) for choice in ALLOWED_AXIS_RULES[name]]
+            yield RuleViolation(
                 key,
                 f"must be {' or '.join(allowed)}.",
-                f"Set {key}={shown(list(DEFAULT_AXIS_RULES[name])).replace(' ', '')}.",
+                f"Set {key}={format_value(list(DEFAULT_AXIS_RULES[name])).replace(' ', '')}.",
             )
 
 
 @rule("mesh.axis_rules")
-def _one_split_per_weight(config: Config) -> Iterator[Finding]:
+def _one_split_per_weight(config: Config) -> Iterator[RuleViolation]:
     rules = config.mesh.axis_rules
     table = axis_table(config.mesh)
     split = [name for name in ("heads", "kv_heads") if "tensor" in table[name]]
     if rules.get("head_size") == ["tensor"] and split:
-        yield Finding(
+        yield RuleViolation(
             "mesh.axis_rules.head_size",
             f"splits over tensor, and so does {' and '.join(split)}: a weight that has both dims "
             "can be split over an axis once.",
@@ -216,7 +216,7 @@ def _one_split_per_weight(config: Config) -> Iterator[Finding]:
 
 
 @rule("mesh.context_attention", *axis_keys("context", "tensor"), *_MODEL_KEYS)
-def _heads_divide_over_context(config: Config) -> Iterator[Finding]:
+def _heads_divide_over_context(config: Config) -> Iterator[RuleViolation]:
     context, tensor = (axis_size(config.mesh, axis) or 1 for axis in ("context", "tensor"))
     if config.mesh.context_attention != "heads" or context == 1:
         return
@@ -225,7 +225,7 @@ def _heads_divide_over_context(config: Config) -> Iterator[Finding]:
     keys = ("num_heads",) if is_latent else ("num_heads", "num_kv_heads")
     for key in keys:
         if (size := getattr(model, key)) % (context * tensor):
-            yield Finding(
+            yield RuleViolation(
                 "mesh.context_attention",
                 f"needs model.{key} ({size}) to be a multiple of context ({context}) x tensor "
                 f"({tensor}): each device gets whole sequences of as many heads.",
@@ -234,11 +234,11 @@ def _heads_divide_over_context(config: Config) -> Iterator[Finding]:
 
 
 @rule("mesh.context_attention", "pipeline.idle", *axis_keys("context", "stage"))
-def _stages_turn_alike_around_a_ring(config: Config) -> Iterator[Finding]:
+def _ring_attention_needs_idle_compute(config: Config) -> Iterator[RuleViolation]:
     context, stages = (axis_size(config.mesh, axis) for axis in ("context", "stage"))
     rings = config.mesh.context_attention == "ring" and context != 1
     if rings and stages != 1 and config.pipeline.idle != "compute":
-        yield Finding(
+        yield RuleViolation(
             "pipeline.idle",
             "must be compute with mesh.context_attention=ring and several stages: devices pass "
             "keys on in each layer, and wait for ever for a stage that has fewer layers to do.",
@@ -247,10 +247,10 @@ def _stages_turn_alike_around_a_ring(config: Config) -> Iterator[Finding]:
 
 
 @rule("model.attention", "mesh.context_attention", *axis_keys("context"))
-def _rings_score_by_blocks(config: Config) -> Iterator[Finding]:
+def _ring_attention_needs_blockwise(config: Config) -> Iterator[RuleViolation]:
     rings = config.mesh.context_attention == "ring" and axis_size(config.mesh, "context") != 1
     if rings and config.model.attention not in ("auto", "blockwise"):
-        yield Finding(
+        yield RuleViolation(
             "model.attention",
             "must be blockwise, or auto, with mesh.context_attention=ring: scores are computed "
             "part by part as keys come around, by blocks on every device.",
@@ -258,7 +258,7 @@ def _rings_score_by_blocks(config: Config) -> Iterator[Finding]:
         )
 
 
-_WITHOUT_ROWS = tuple(axis for axis in MESH_AXES if axis not in ("stage", "data"))
+_WEIGHT_AXES = tuple(axis for axis in MESH_AXES if axis not in ("stage", "data"))
 """Axes that split weights."""
 
 
@@ -271,42 +271,44 @@ def _sizes_over(config: Config, logical: str) -> dict[str, int]:
     return {axis: axis_size(config.mesh, axis) or 1 for axis in axes}
 
 
-def _splits_evenly(logical: str, key: str, partners: Mapping[str, str] = _NONE) -> None:
+def _add_divisibility_rule(logical: str, key: str, partners: Mapping[str, str] = _NONE) -> None:
     """The size behind `key` is a multiple of the mesh axes that split it.
 
     The suggested size is a multiple of the partners' sizes, too, as other findings change them:
     `partners` are keys with their logical axes.
     """
 
-    @rule(key, *partners, "mesh.axis_rules", *axis_keys(*_WITHOUT_ROWS))
-    def find(config: Config) -> Iterator[Finding]:
-        if not is_read(config, key):
+    @rule(key, *partners, "mesh.axis_rules", *axis_keys(*_WEIGHT_AXES))
+    def find(config: Config) -> Iterator[RuleViolation]:
+        if not applies_to_family(config, key):
             return
         sizes = _sizes_over(config, logical)
         shards, axes = math.prod(sizes.values()), [axis for axis in sizes if sizes[axis] > 1]
         size = value_of(config, key)
         if size % shards:
             others = (
-                up(value_of(config, partner), math.prod(_sizes_over(config, axis).values()))
+                round_up(value_of(config, partner), math.prod(_sizes_over(config, axis).values()))
                 for partner, axis in partners.items()
             )
             factor, rest = math.lcm(shards, *others), shards // sizes[axes[0]]
             whole = f", or mesh.axis_rules.{logical}=[] to keep a whole copy"
-            whole *= () in REMAPPINGS.get(logical, ())
-            smaller = f", or the {axes[0]} size to {divisors(size // rest)}" * (size % rest == 0)
-            yield Finding(
+            whole *= () in ALLOWED_AXIS_RULES.get(logical, ())
+            smaller = f", or the {axes[0]} size to {format_divisors(size // rest)}" * (
+                size % rest == 0
+            )
+            yield RuleViolation(
                 key,
                 f"must be a multiple of the {' x '.join(axes)} size ({shards}): mesh.axis_rules "
                 f"splits {logical} over it.",
-                f"Set {key}={up(size, factor)}{whole}{smaller}.",
+                f"Set {key}={round_up(size, factor)}{whole}{smaller}.",
             )
 
 
-_splits_evenly("embed", "model.d_model")
+_add_divisibility_rule("embed", "model.d_model")
 
 
-@rule("mesh.axis_rules", *axis_keys(*_WITHOUT_ROWS), *_MODEL_KEYS)
-def _rows_of_experts_split_evenly(config: Config) -> Iterator[Finding]:
+@rule("mesh.axis_rules", *axis_keys(*_WEIGHT_AXES), *_MODEL_KEYS)
+def _rows_of_experts_split_evenly(config: Config) -> Iterator[RuleViolation]:
     size = config.model.d_model
     ways = {name: _sizes_over(config, name) for name in ("embed", "expert_embed")}
     shards = {name: math.prod(sizes.values()) for name, sizes in ways.items()}
@@ -314,32 +316,32 @@ def _rows_of_experts_split_evenly(config: Config) -> Iterator[Finding]:
     # Where model.d_model is no multiple for other weights, that is reported.
     if is_read and size % shards["embed"] == 0 and size % shards["expert_embed"]:
         axes = [axis for axis, count in ways["expert_embed"].items() if count > 1]
-        yield Finding(
+        yield RuleViolation(
             "model.d_model",
             f"must be a multiple of the {' x '.join(axes)} size ({shards['expert_embed']}): "
             "mesh.axis_rules splits expert_embed, rows of each expert's weights, over it.",
-            f"Set model.d_model={up(size, math.lcm(*shards.values()))}, or "
+            f"Set model.d_model={round_up(size, math.lcm(*shards.values()))}, or "
             "mesh.axis_rules.expert_embed=[] to keep them whole.",
         )
 
 
-_splits_evenly("heads", "model.num_heads", {"model.num_kv_heads": "kv_heads"})
-_splits_evenly("kv_heads", "model.num_kv_heads")
-_splits_evenly("head_size", "model.head_size")
-_splits_evenly("mlp", "model.d_mlp")
+_add_divisibility_rule("heads", "model.num_heads", {"model.num_kv_heads": "kv_heads"})
+_add_divisibility_rule("kv_heads", "model.num_kv_heads")
+_add_divisibility_rule("head_size", "model.head_size")
+_add_divisibility_rule("mlp", "model.d_mlp")
 for _bound in BOUNDS.values():
     if _bound.axis:
-        _splits_evenly(_bound.axis, _bound.key)
+        _add_divisibility_rule(_bound.axis, _bound.key)
 
 
 @rule("eval.batch_size", *axis_keys(*BATCH_AXES))
-def _eval_batch_divides(config: Config) -> Iterator[Finding]:
+def _eval_batch_divides(config: Config) -> Iterator[RuleViolation]:
     size = config.eval.batch_size
     shards, sizes = batch_shards(config.mesh)
     if size % shards:
-        yield Finding(
+        yield RuleViolation(
             "eval.batch_size",
             f"must be a multiple of {' x '.join(sizes)} = {shards}: each device gets the same "
             "number of sequences.",
-            f"Set eval.batch_size={up(size, shards)}, or 0 for train.batch_size.",
+            f"Set eval.batch_size={round_up(size, shards)}, or 0 for train.batch_size.",
         )

@@ -9,12 +9,12 @@ from typing import NamedTuple
 from maxpipe.config import shipped
 from maxpipe.config.assignments import Assignment, from_document
 from maxpipe.config.documents import read_file
-from maxpipe.config.inputs import Input
+from maxpipe.config.inputs import ConfigFile
 from maxpipe.config.keys import KEYS, default_of
 from maxpipe.config.rules import did_you_mean
 from maxpipe.config.translation import MODEL
 from maxpipe.errors import Problem
-from maxpipe.io.text import counted
+from maxpipe.io.text import pluralize
 
 _NOT_SHAPE = ("attention", "compute_dtype", "param_dtype", "dropout", "frozen")
 """Keys of the model, and those that begin with `matmul`, that leave its parameters as they are."""
@@ -29,7 +29,7 @@ _SHAPE = tuple(
 _REQUIRED = frozenset(key for key in _SHAPE if default_of(key) is dataclasses.MISSING)
 
 
-class NamedModel(NamedTuple):
+class ModelReference(NamedTuple):
     """The settings of a model that a file or an override names."""
 
     before: list[Assignment]
@@ -44,13 +44,13 @@ def is_reference(assignment: Assignment) -> bool:
     return assignment.path == (MODEL,) and isinstance(assignment.raw, str)
 
 
-def named_model(
+def resolve_model(
     in_files: Sequence[Assignment],
     from_overrides: Sequence[Assignment],
     problems: list[Problem],
     *,
     is_saved: bool,
-) -> NamedModel:
+) -> ModelReference:
     """The settings of the model named in files or overrides.
 
     The name in a file is a default: a file that sets a whole shape takes its place. An override
@@ -60,9 +60,9 @@ def named_model(
     in_file = [each for each in in_files if is_reference(each)]
     models = _models(in_files)
     if overrides:
-        return NamedModel([], _settings(overrides[-1], problems), ())
+        return ModelReference([], _settings(overrides[-1], problems), ())
     if not in_file:
-        return NamedModel([], [], ())
+        return ModelReference([], [], ())
     last = in_file[-1]
     found = _settings(last, problems)
     if models or is_saved:
@@ -70,8 +70,8 @@ def named_model(
             f"model: {_short(name)} in place of {last.raw}, the default of {last.origin}"
             for name in models[-1:]
         ]
-        return NamedModel([], [], tuple(notes) if found else ())
-    return NamedModel(found, [], ())
+        return ModelReference([], [], tuple(notes) if found else ())
+    return ModelReference(found, [], ())
 
 
 def _models(assignments: Sequence[Assignment]) -> list[str]:
@@ -84,14 +84,14 @@ def _models(assignments: Sequence[Assignment]) -> list[str]:
 
 def _settings(reference: Assignment, problems: list[Problem]) -> list[Assignment]:
     name = str(reference.raw)
-    found = shipped.model_meant(name)
+    found = shipped.find_model(name)
     if found is None:
         models = [each.name for each in shipped.configs().values() if each.kind == MODEL]
         guess = did_you_mean(name.lower(), models)
         action = f"Write model: {guess}." if guess and reference.is_in_file else ""
         action = action or (f"Write model={guess}." if guess else "")
         if not guess and shipped.is_hub_id(name):
-            action = shipped.from_hub(name)
+            action = shipped.hub_download_action(name)
         rule = (
             "is neither a section, with keys below it, nor a model that maxpipe ships "
             "(`maxpipe configs list`)."
@@ -99,13 +99,13 @@ def _settings(reference: Assignment, problems: list[Problem]) -> list[Assignment
         action = action or "Write model: tiny, or the keys of a model below `model:`."
         problems.append(reference.problem(rule, action))
         return []
-    document = read_file(Input(found.path, f"shipped config {found.name}"), problems)
+    document = read_file(ConfigFile(found.path, f"shipped config {found.name}"), problems)
     return (
         list(from_document(document, f"shipped config {found.name}", problems)) if document else []
     )
 
 
-def overridden(assignments: Sequence[Assignment]) -> Iterator[str]:
+def shape_override_notes(assignments: Sequence[Assignment]) -> Iterator[str]:
     """Notes about files that change the shape of a model from an earlier file."""
     shape = set(_SHAPE)
     # Values without an origin stand in for a model that is not needed.
@@ -124,7 +124,7 @@ def overridden(assignments: Sequence[Assignment]) -> Iterator[str]:
             if before != each.raw:
                 changed.setdefault(each.origin, []).append(key)
         for origin, keys in changed.items():
-            count = counted(len(dict.fromkeys(keys)), "key")
+            count = pluralize(len(dict.fromkeys(keys)), "key")
             yield f"model: {_short(model)}, {count} overridden by {_short(origin)}"
 
 

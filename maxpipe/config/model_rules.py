@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from maxpipe.config.by_name import by_name
+from maxpipe.config.by_name import parse_param_values
 from maxpipe.config.keys import KEYS
 from maxpipe.config.rules import axis_keys, axis_size, did_you_mean, rule
 from maxpipe.config.schema import Config
-from maxpipe.errors import Finding
-from maxpipe.io.text import up
+from maxpipe.errors import RuleViolation
+from maxpipe.io.text import round_up
 from maxpipe.models.frozen import chosen, declared, suggestions, trained, without_match
 from maxpipe.models.registry import describe
-from maxpipe.parallel.axes import BLOCK
+from maxpipe.parallel.axes import QUANTIZATION_BLOCK
 
 _KEY = "model.frozen"
 _MAX_FINDINGS = 8
@@ -21,13 +21,13 @@ _MODEL_KEYS = tuple(key for key in KEYS if key.startswith("model."))
 
 
 @rule(*_MODEL_KEYS)
-def _frozen_parameters_exist(config: Config) -> Iterator[Finding]:
+def _frozen_parameters_exist(config: Config) -> Iterator[RuleViolation]:
     patterns, model = config.model.frozen, describe(config.model)
     wrong = without_match(model, patterns)
     others = [each for each in patterns if each not in wrong]
     for pattern in wrong[:_MAX_FINDINGS]:
         guess = did_you_mean(pattern, suggestions(model))
-        yield Finding(
+        yield RuleViolation(
             _KEY,
             f"holds {pattern!r}, which is the name of no parameter: {', '.join(declared(model))}.",
             f"Set {_KEY}=[{','.join([*others, *filter(None, [guess])])}].",
@@ -35,19 +35,19 @@ def _frozen_parameters_exist(config: Config) -> Iterator[Finding]:
 
 
 @rule(*_MODEL_KEYS, "adapter.rank")
-def _something_is_trained(config: Config) -> Iterator[Finding]:
+def _something_is_trained(config: Config) -> Iterator[RuleViolation]:
     model = describe(config.model)
     wanted = config.adapter.rank and not any(kind.adapters for kind in model.kinds.values())
     if trained(model) or wanted:
         return
     if config.adapter.rank:
-        yield Finding(
+        yield RuleViolation(
             _KEY,
             "freezes all adapters; their base is frozen anyway.",
             f"Set {_KEY}=[], or {_KEY}=['*_lora_a'] to train the second factor of each alone.",
         )
     else:
-        yield Finding(
+        yield RuleViolation(
             _KEY,
             "freezes every parameter: nothing would be trained.",
             f"Set {_KEY}=[layers.*] to train what is around the layers, or {_KEY}=[] for all.",
@@ -55,14 +55,16 @@ def _something_is_trained(config: Config) -> Iterator[Finding]:
 
 
 @rule("optim.rate_factors", "optim.weight_decays", *_MODEL_KEYS)
-def _numbers_by_name_are_of_parameters(config: Config) -> Iterator[Finding]:
+def _param_values_match_parameters(config: Config) -> Iterator[RuleViolation]:
     model, names = describe(config.model), ", ".join(declared(describe(config.model)))
     for field in ("rate_factors", "weight_decays"):
         key, texts = f"optim.{field}", getattr(config.optim, field)
         try:
-            pairs = by_name(texts)
+            pairs = parse_param_values(texts)
         except ValueError as error:
-            yield Finding(key, str(error), f"Set {key}=['embedding 0.1'], or {key}=[] for none.")
+            yield RuleViolation(
+                key, str(error), f"Set {key}=['embedding 0.1'], or {key}=[] for none."
+            )
             continue
         unknown = without_match(model, [pattern for pattern, _ in pairs])
         for wrong in unknown[:_MAX_FINDINGS]:
@@ -70,12 +72,12 @@ def _numbers_by_name_are_of_parameters(config: Config) -> Iterator[Finding]:
             named = ((guess if name == wrong else name, number) for name, number in pairs)
             kept = [f"{name} {number:g}" for name, number in named if name and name not in unknown]
             rule = f"holds {wrong!r}, which is the name of no parameter: {names}."
-            yield Finding(key, rule, f"Set {key}=[{', '.join(map(repr, kept))}].")
+            yield RuleViolation(key, rule, f"Set {key}=[{', '.join(map(repr, kept))}].")
         if field == "rate_factors" and trained(model):
             rates = chosen(model, pairs)
             if all(rates.get(name) == 0 for name in trained(model)):
                 rule = "leaves every parameter that is trained a rate of 0: nothing is learned."
-                yield Finding(key, rule, f"Set {key}=[] for the same rate everywhere.")
+                yield RuleViolation(key, rule, f"Set {key}=[] for the same rate everywhere.")
 
 
 _LONGEST_SUM = (2**31 - 1) // 127**2
@@ -83,13 +85,13 @@ _LONGEST_SUM = (2**31 - 1) // 127**2
 
 
 @rule("model.matmul", "model.matmul_scales", "model.d_mlp")
-def _sums_of_integers_fit(config: Config) -> Iterator[Finding]:
+def _int8_sums_fit(config: Config) -> Iterator[RuleViolation]:
     model = config.model
     if model.matmul != "int8" or model.matmul_scales == "block":
         return
     if model.d_mlp > _LONGEST_SUM:
         rule = f"must be at most {_LONGEST_SUM} with model.matmul=int8, whose sums have 32 bits."
-        yield Finding("model.d_mlp", rule, "Set model.matmul=fp8.")
+        yield RuleViolation("model.d_mlp", rule, "Set model.matmul=fp8.")
 
 
 @rule(
@@ -99,7 +101,7 @@ def _sums_of_integers_fit(config: Config) -> Iterator[Finding]:
     "train.sequence_length",
     *axis_keys("context"),
 )
-def _sums_over_tokens_fit(config: Config) -> Iterator[Finding]:
+def _int8_weight_gradient_sums_fit(config: Config) -> Iterator[RuleViolation]:
     model, tokens = config.model, config.train.sequence_length
     if model.matmul_weight_gradients == "default" or model.matmul != "int8":
         return
@@ -110,13 +112,13 @@ def _sums_over_tokens_fit(config: Config) -> Iterator[Finding]:
             f"{_LONGEST_SUM} products of 8-bit integers."
         )
         action = "Set model.matmul_weight_gradients=default."
-        yield Finding("model.matmul_weight_gradients", rule, action)
+        yield RuleViolation("model.matmul_weight_gradients", rule, action)
 
 
 @rule(
     "mesh.sequence_parallel", *axis_keys("tensor", "context"), *_MODEL_KEYS, "train.sequence_length"
 )
-def _blocks_are_not_cut(config: Config) -> Iterator[Finding]:
+def _scale_blocks_are_not_sharded(config: Config) -> Iterator[RuleViolation]:
     """A block on two devices would be two, and the loss another one than on one device."""
     model, mesh, tokens = config.model, config.mesh, config.train.sequence_length
     if model.matmul == "default" or model.matmul_scales != "block":
@@ -134,9 +136,9 @@ def _blocks_are_not_cut(config: Config) -> Iterator[Finding]:
         pieces = 2 * shards if shards > 1 else 1  # early and late tokens of a row are one device's
         cut.append((tokens, f"tokens ({tokens})", "context", pieces))
     for size, words, axis, pieces in cut:
-        block = math.gcd(size, BLOCK)
+        block = math.gcd(size, QUANTIZATION_BLOCK)
         if size % (pieces * block):
-            yield Finding(
+            yield RuleViolation(
                 "model.matmul_scales",
                 f"has one scale for {block} {words}, which {pieces} pieces over mesh axis {axis} "
                 "would cut: losses would depend on the layout.",
@@ -149,11 +151,11 @@ _SPLASH_BLOCK = 128
 
 
 @rule("model.attention", "runtime.platform", "train.sequence_length", *axis_keys("context"))
-def _splash_runs_there(config: Config) -> Iterator[Finding]:
+def _splash_runs_there(config: Config) -> Iterator[RuleViolation]:
     if config.model.attention != "splash":
         return
     if config.runtime.platform in ("cpu", "cuda"):
-        yield Finding(
+        yield RuleViolation(
             "model.attention",
             f"needs a TPU, and runtime.platform is {config.runtime.platform}.",
             "Set model.attention=xla.",
@@ -162,10 +164,10 @@ def _splash_runs_there(config: Config) -> Iterator[Finding]:
     pieces = 2 * shards if shards > 1 else 1  # early and late tokens of a row are one device's
     if tokens % (pieces * _SPLASH_BLOCK):
         each = f", in each of {pieces} pieces of a sequence" if pieces > 1 else ""
-        yield Finding(
+        yield RuleViolation(
             "train.sequence_length",
             f"must be a multiple of {pieces * _SPLASH_BLOCK} with model.attention=splash, whose "
             f"kernels take blocks of {_SPLASH_BLOCK} tokens{each}.",
-            f"Set train.sequence_length={up(tokens, pieces * _SPLASH_BLOCK)}, or "
+            f"Set train.sequence_length={round_up(tokens, pieces * _SPLASH_BLOCK)}, or "
             "model.attention=xla.",
         )

@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from maxpipe.config.foreign_keys import value_meant
+from maxpipe.config.foreign_keys import value_action
 from maxpipe.config.keys import KEYS
-from maxpipe.config.ramp import Ramp
+from maxpipe.config.ramp import BatchRamp
 from maxpipe.config.rules import (
     BATCH_AXES,
     RULES,
@@ -19,15 +19,15 @@ from maxpipe.config.rules import (
     rule,
 )
 from maxpipe.config.schema import Config
-from maxpipe.errors import Finding
-from maxpipe.io.text import counted, divisors, up
+from maxpipe.errors import RuleViolation
+from maxpipe.io.text import format_divisors, pluralize, round_up
 from maxpipe.models.config import ModelConfig
 from maxpipe.models.registry import describe
 from maxpipe.schedule.catalog import (
     CIRCULAR,
     FILE_PREFIX,
     INTERLEAVED,
-    MOST_FORWARDS,
+    MAX_FORWARDS,
     SCHEDULES,
     repeats_rule,
 )
@@ -40,23 +40,23 @@ def activations(names: Iterable[str], model: ModelConfig) -> tuple[str, ...]:
 
 
 @rule("pipeline.schedule")
-def _schedule_is_known(config: Config) -> Iterator[Finding]:
+def _schedule_is_known(config: Config) -> Iterator[RuleViolation]:
     name = config.pipeline.schedule
     if name not in SCHEDULES and not name.startswith(FILE_PREFIX):
-        yield Finding(
+        yield RuleViolation(
             "pipeline.schedule",
             f"must be one of {', '.join(SCHEDULES)}, or {FILE_PREFIX}PATH.",
-            value_meant("pipeline.schedule", name, SCHEDULES)
+            value_action("pipeline.schedule", name, SCHEDULES)
             or f"Set pipeline.schedule={INTERLEAVED}.",
         )
 
 
 @rule("pipeline.repeats", "pipeline.schedule")
-def _repeats_fit_the_schedule(config: Config) -> Iterator[Finding]:
+def _repeats_fit_the_schedule(config: Config) -> Iterator[RuleViolation]:
     spec = SCHEDULES.get(config.pipeline.schedule)
     if spec and spec.repeats and spec.repeats != config.pipeline.repeats:
         free = CIRCULAR if spec.repeats == 1 else INTERLEAVED
-        yield Finding(
+        yield RuleViolation(
             "pipeline.repeats",
             repeats_rule(config.pipeline.schedule, spec),
             f"Set pipeline.schedule={free}, or pipeline.repeats={spec.repeats}.",
@@ -64,11 +64,11 @@ def _repeats_fit_the_schedule(config: Config) -> Iterator[Finding]:
 
 
 @rule("pipeline.delayed_forwarding", "pipeline.schedule")
-def _delay_is_read(config: Config) -> Iterator[Finding]:
+def _schedule_uses_delayed_forwarding(config: Config) -> Iterator[RuleViolation]:
     schedule = config.pipeline.schedule
     readers = [name for name, spec in SCHEDULES.items() if spec.delays]
     if config.pipeline.delayed_forwarding and schedule in SCHEDULES and schedule not in readers:
-        yield Finding(
+        yield RuleViolation(
             "pipeline.delayed_forwarding",
             f"is read by pipeline.schedule {', '.join(readers)} and {FILE_PREFIX}PATH only, and "
             f"the schedule is {schedule}.",
@@ -83,7 +83,7 @@ def _delay_is_read(config: Config) -> Iterator[Finding]:
     "model.num_layers",
     *axis_keys("stage"),
 )
-def _cut_covers_the_layers(config: Config) -> Iterator[Finding]:
+def _layers_per_chunk_sum_matches(config: Config) -> Iterator[RuleViolation]:
     cut, outside = config.pipeline.cut, config.pipeline.layers_outside
     layers = config.model.num_layers - outside
     if not cut:
@@ -95,7 +95,7 @@ def _cut_covers_the_layers(config: Config) -> Iterator[Finding]:
     wanted = f"model.num_layers ({config.model.num_layers})"
     if outside:
         wanted += f" - pipeline.layers_outside ({outside}) = {layers}"
-    yield Finding(
+    yield RuleViolation(
         "pipeline.cut",
         f"must hold {chunks} numbers of at least 1 (stages x repeats) that add up to "
         f"{wanted}: here are {len(cut)} that add up to {sum(cut)}.",
@@ -105,14 +105,14 @@ def _cut_covers_the_layers(config: Config) -> Iterator[Finding]:
 
 def _names_are_known(key: str) -> None:
     @rule(key, *(each for each in KEYS if each.startswith("model.")))
-    def find(config: Config) -> Iterator[Finding]:
+    def find(config: Config) -> Iterator[RuleViolation]:
         choices = describe(config.model).activations
         presets = [name for name, found in choices.items() if name not in found]
         single = [name for name in choices if name not in presets]
         for name in getattr(config.pipeline, key.removeprefix("pipeline.")):
             if name not in choices:
                 guess = did_you_mean(name, choices) or "matmuls"
-                yield Finding(
+                yield RuleViolation(
                     key,
                     f"holds {name!r}, which is neither an activation of this model "
                     f"({', '.join(single)}) nor a preset ({', '.join(presets)}).",
@@ -125,9 +125,9 @@ _names_are_known("pipeline.offloaded_names")
 
 
 @rule("pipeline.offloaded_names", "pipeline.remat")
-def _offloaded_names_are_read(config: Config) -> Iterator[Finding]:
+def _offloaded_names_are_read(config: Config) -> Iterator[RuleViolation]:
     if config.pipeline.offloaded_names and config.pipeline.remat != "names":
-        yield Finding(
+        yield RuleViolation(
             "pipeline.offloaded_names",
             f"is read with pipeline.remat=names only, and it is {config.pipeline.remat}.",
             "Set pipeline.offloaded_names=[], or pipeline.remat=names.",
@@ -135,33 +135,33 @@ def _offloaded_names_are_read(config: Config) -> Iterator[Finding]:
 
 
 @rule("pipeline.repeats", "model.num_layers", *axis_keys("stage"))
-def _each_chunk_has_a_layer(config: Config) -> Iterator[Finding]:
+def _each_chunk_has_a_layer(config: Config) -> Iterator[RuleViolation]:
     stages = axis_size(config.mesh, "stage")
     layers, repeats = config.model.num_layers, config.pipeline.repeats
     if stages is None or stages * repeats <= layers:
         return
     rule = (
-        f"needs at least {counted(stages * repeats, 'layer')} (stages {stages} x repeats "
+        f"needs at least {pluralize(stages * repeats, 'layer')} (stages {stages} x repeats "
         f"{repeats}), and model.num_layers is {layers}: each chunk holds at least one."
     )
     more = f"model.num_layers={stages * repeats} or more"
     if layers >= stages:
-        yield Finding(
+        yield RuleViolation(
             "pipeline.repeats", rule, f"Set pipeline.repeats={layers // stages}, or {more}."
         )
     else:
-        fewer = f"or at most {counted(layers, 'stage')} with pipeline.repeats=1"
-        yield Finding("mesh.ici_stage", rule, f"Set {more}, {fewer}.")
+        fewer = f"or at most {pluralize(layers, 'stage')} with pipeline.repeats=1"
+        yield RuleViolation("mesh.ici_stage", rule, f"Set {more}, {fewer}.")
 
 
 @rule("pipeline.layers_outside", "pipeline.repeats", "model.num_layers", *axis_keys("stage"))
-def _the_ring_keeps_its_layers(config: Config) -> Iterator[Finding]:
+def _prologue_leaves_a_layer_per_chunk(config: Config) -> Iterator[RuleViolation]:
     stages = axis_size(config.mesh, "stage")
     layers, repeats = config.model.num_layers, config.pipeline.repeats
     most = layers - (stages or 1) * repeats
     if stages is None or not 0 <= most < config.pipeline.layers_outside:
         return
-    yield Finding(
+    yield RuleViolation(
         "pipeline.layers_outside",
         f"must be at most {most}, that is model.num_layers ({layers}) - stages ({stages}) x "
         f"repeats ({repeats}): each chunk of the ring holds at least one layer.",
@@ -174,10 +174,10 @@ def _reads_group(schedule: str) -> bool:
 
 
 @rule("pipeline.group", "pipeline.schedule")
-def _group_is_read(config: Config) -> Iterator[Finding]:
+def _group_is_read(config: Config) -> Iterator[RuleViolation]:
     schedule = config.pipeline.schedule
     if config.pipeline.group and not _reads_group(schedule):
-        yield Finding(
+        yield RuleViolation(
             "pipeline.group",
             f"is read by pipeline.schedule={INTERLEAVED} only, and the schedule is {schedule}.",
             f"Set pipeline.group=0, or pipeline.schedule={INTERLEAVED}.",
@@ -185,14 +185,14 @@ def _group_is_read(config: Config) -> Iterator[Finding]:
 
 
 @rule("pipeline.group", "pipeline.schedule", "pipeline.microbatches", *axis_keys("stage"))
-def _group_fills_the_ring(config: Config) -> Iterator[Finding]:
+def _group_is_in_range(config: Config) -> Iterator[RuleViolation]:
     group, microbatches = config.pipeline.group, config.pipeline.microbatches
     stages = axis_size(config.mesh, "stage")
     low = min(stages or 1, microbatches)
     if not _reads_group(config.pipeline.schedule) or not group or low <= group <= microbatches:
         return
     known = f"the stages ({stages})" if stages else "1"
-    yield Finding(
+    yield RuleViolation(
         "pipeline.group",
         f"must be 0, or lie between {known} and the microbatches ({microbatches}): a shorter "
         "group would stall the ring.",
@@ -201,33 +201,33 @@ def _group_fills_the_ring(config: Config) -> Iterator[Finding]:
 
 
 @rule("pipeline.microbatches", "pipeline.repeats", *axis_keys("stage"))
-def _schedule_has_an_end(config: Config) -> Iterator[Finding]:
+def _schedule_has_an_end(config: Config) -> Iterator[RuleViolation]:
     repeats, microbatches = config.pipeline.repeats, config.pipeline.microbatches
     stages = axis_size(config.mesh, "stage") or 1
-    if (count := stages * repeats * microbatches) <= MOST_FORWARDS:
+    if (count := stages * repeats * microbatches) <= MAX_FORWARDS:
         return
-    most = MOST_FORWARDS // (stages * repeats)
+    most = MAX_FORWARDS // (stages * repeats)
     # One that divides the batch as this number does.
     fewer = next((n for n in range(most, 0, -1) if microbatches % n == 0), 1)
-    yield Finding(
+    yield RuleViolation(
         "pipeline.microbatches",
         f"makes {count:,} forwards with stages ({stages}) x repeats ({repeats}), and at most "
-        f"{MOST_FORWARDS:,} are placed in a schedule.",
+        f"{MAX_FORWARDS:,} are placed in a schedule.",
         f"Set pipeline.microbatches={fewer}.",
     )
 
 
 @rule("train.batch_size", "pipeline.microbatches", *axis_keys(*BATCH_AXES))
-def _batch_divides(config: Config) -> Iterator[Finding]:
+def _batch_divides(config: Config) -> Iterator[RuleViolation]:
     batch, microbatches = config.train.batch_size, config.pipeline.microbatches
     shards, sizes = batch_shards(config.mesh)
     if batch % (microbatches * shards) == 0:
         return
     sizes = [f"pipeline.microbatches ({microbatches})", *sizes]
-    action = f"Set train.batch_size={up(batch, microbatches * shards)}"
+    action = f"Set train.batch_size={round_up(batch, microbatches * shards)}"
     if batch % shards == 0:
-        action += f", or pipeline.microbatches to {divisors(batch // shards)}"
-    yield Finding(
+        action += f", or pipeline.microbatches to {format_divisors(batch // shards)}"
+    yield RuleViolation(
         "train.batch_size",
         f"must be a multiple of {' x '.join(sizes)} = {microbatches * shards}: each device gets "
         "the same number of sequences of each microbatch.",
@@ -236,24 +236,24 @@ def _batch_divides(config: Config) -> Iterator[Finding]:
 
 
 _MICROBATCHES = "pipeline.microbatches"
-_ON_MICROBATCHES = [each for each in RULES if _MICROBATCHES in each.keys]
+_MICROBATCH_RULES = [each for each in RULES if _MICROBATCHES in each.keys]
 """Rules that a smaller batch has to keep, too: it has fewer microbatches."""
 
 
-@rule("train.batch_ramp", *{key: None for each in _ON_MICROBATCHES for key in each.keys})
-def _ramp_has_whole_microbatches(config: Config) -> Iterator[Finding]:
+@rule("train.batch_ramp", *{key: None for each in _MICROBATCH_RULES for key in each.keys})
+def _ramp_has_whole_microbatches(config: Config) -> Iterator[RuleViolation]:
     key, train, pipeline = "train.batch_ramp", config.train, config.pipeline
     if train.batch_size % pipeline.microbatches:
         return
-    each, stages = train.batch_size // pipeline.microbatches, Ramp.of(train).stages
+    each, stages = train.batch_size // pipeline.microbatches, BatchRamp.of(train).stages
     more = train.batch_size // math.gcd(each, *(rows for rows, _ in stages))
     for rows, _ in stages:
         if rows >= train.batch_size:
             continue  # refused as such
         if rows % each:
-            larger = up(rows, each)
+            larger = round_up(rows, each)
             take = f"Take {larger}" if larger < train.batch_size else f"Leave {rows} out"
-            yield Finding(
+            yield RuleViolation(
                 key,
                 f"must have multiples of {each} rows, those of a microbatch (train.batch_size "
                 f"({train.batch_size}) / {_MICROBATCHES} ({pipeline.microbatches})), and {rows} is "
@@ -266,6 +266,6 @@ def _ramp_has_whole_microbatches(config: Config) -> Iterator[Finding]:
             train=replace(train, batch_size=rows),
             pipeline=replace(pipeline, microbatches=rows // each),
         )
-        for finding in (found for one in _ON_MICROBATCHES for found in one.find(fewer)):
+        for finding in (found for one in _MICROBATCH_RULES for found in one.find(fewer)):
             text = f"has batches of {rows} rows, with which {finding.key} {finding.rule}"
-            yield Finding(key, text, f"Leave {rows} out, or: {finding.action}")
+            yield RuleViolation(key, text, f"Leave {rows} out, or: {finding.action}")

@@ -7,23 +7,23 @@ from collections.abc import Iterator
 from maxpipe.config.data_rules import named_sources
 from maxpipe.config.rules import rule
 from maxpipe.config.schema import Config
-from maxpipe.errors import Finding
+from maxpipe.errors import RuleViolation
 
 
 @rule("train.objective", "data.source", "data.chat", "data.mixture", "data.validation")
-def _pairs_for_preferences(config: Config) -> Iterator[Finding]:
+def _pairs_for_preferences(config: Config) -> Iterator[RuleViolation]:
     wants_pairs = config.train.objective == "preference"
     for section, each in named_sources(config):
         key, has_pairs = f"{section}.chat", each.chat == "pairs"
         if wants_pairs and not has_pairs:
-            yield Finding(
+            yield RuleViolation(
                 key,
                 "must be pairs with train.objective=preference: it compares two responses.",
                 f"Set {key}=pairs and {section}.packing=best_fit, with {section}.source=jsonl and "
                 f"{section}.path to records of prompt, chosen and rejected.",
             )
         if has_pairs and not wants_pairs:
-            yield Finding(
+            yield RuleViolation(
                 key,
                 f"must not be pairs with train.objective={config.train.objective}, which would "
                 "learn rejected responses, too.",
@@ -33,9 +33,9 @@ def _pairs_for_preferences(config: Config) -> Iterator[Finding]:
 
 
 @rule("train.objective", "model.heads_ahead")
-def _no_heads_ahead(config: Config) -> Iterator[Finding]:
+def _no_mtp_with_preferences(config: Config) -> Iterator[RuleViolation]:
     if config.train.objective == "preference" and config.model.heads_ahead:
-        yield Finding(
+        yield RuleViolation(
             "model.heads_ahead",
             "must be 0 with train.objective=preference: they would learn rejected responses.",
             "Set model.heads_ahead=0.",
@@ -43,10 +43,10 @@ def _no_heads_ahead(config: Config) -> Iterator[Finding]:
 
 
 @rule("preference.loss", "preference.length_normalised")
-def _odds_are_of_means(config: Config) -> Iterator[Finding]:
+def _orpo_needs_length_normalisation(config: Config) -> Iterator[RuleViolation]:
     section = config.preference
     if section.loss == "orpo" and section.length_normalised == "off":
-        yield Finding(
+        yield RuleViolation(
             "preference.length_normalised",
             "must not be off with preference.loss=orpo: the odds of a whole response are next to "
             "nothing.",
@@ -55,10 +55,10 @@ def _odds_are_of_means(config: Config) -> Iterator[Finding]:
 
 
 @rule("preference.loss", "preference.label_smoothing")
-def _smoothed_labels(config: Config) -> Iterator[Finding]:
+def _smoothed_labels(config: Config) -> Iterator[RuleViolation]:
     section = config.preference
     if section.loss != "dpo" and section.label_smoothing:
-        yield Finding(
+        yield RuleViolation(
             "preference.label_smoothing",
             f"is not read with preference.loss={section.loss}.",
             "Set preference.label_smoothing=0, or preference.loss=dpo.",

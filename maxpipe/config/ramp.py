@@ -16,25 +16,25 @@ FORM = "ROWS for N steps, or ROWS for N tokens"
 _TEXT = re.compile(r"(\d{1,8})\s+for\s+(\d(?:_?\d){0,17})\s+(steps|tokens)", re.ASCII)
 
 
-class Stage(NamedTuple):
+class RampStage(NamedTuple):
     """Steps with batches of one size."""
 
     rows: int
     steps: int
 
 
-class Ramp(NamedTuple):
+class BatchRamp(NamedTuple):
     """The rows of each batch, by the batch's number from 0: a pure function of it.
 
     Batches follow each other in the data without gaps: the rows in front of one are its position.
     """
 
-    stages: tuple[Stage, ...]
+    stages: tuple[RampStage, ...]
     rows: int
     """Of every batch behind the stages."""
 
     @classmethod
-    def of(cls, train: TrainConfig) -> Ramp:
+    def of(cls, train: TrainConfig) -> BatchRamp:
         """That of a config.
 
         Raises:
@@ -76,7 +76,7 @@ class Ramp(NamedTuple):
         left = [s.rows for s, end in zip(self.stages, ends, strict=True) if end > start]
         return list(dict.fromkeys([*left, self.rows]))
 
-    def same_until(self, other: Ramp, number: int) -> bool:
+    def same_until(self, other: BatchRamp, number: int) -> bool:
         """Whether all batches before this one are the same rows in both."""
         edges = {p[0] for ramp in (self, other) for p in ramp.pieces()} | {number}
         return all(self.before(edge) == other.before(edge) for edge in edges if 0 <= edge <= number)
@@ -90,17 +90,17 @@ class Ramp(NamedTuple):
         return {"batch_size": self.rows} | ({"batch_ramp": ramp} if ramp else {})
 
     @classmethod
-    def of_facts(cls, facts: Any) -> Ramp:
+    def of_facts(cls, facts: Any) -> BatchRamp:
         """The ramp of a fingerprint."""
-        stages = (Stage(*map(int, stage)) for stage in facts.get("batch_ramp", ()))
+        stages = (RampStage(*map(int, stage)) for stage in facts.get("batch_ramp", ()))
         return cls(tuple(stages), int(facts["batch_size"]))
 
 
-FACTS = ("batch_size", "batch_ramp")
+METADATA_KEYS = ("batch_size", "batch_ramp")
 """Names of `Ramp.facts`."""
 
 
-def _stage(text: str, sequence_length: int) -> Stage:
+def _stage(text: str, sequence_length: int) -> RampStage:
     if (match := _TEXT.fullmatch(text.strip())) is None:
         raise ValueError(f"must be stages, and {text!r} is not {FORM}.")
     rows, count = int(match[1]), int(match[2].replace("_", ""))
@@ -109,10 +109,10 @@ def _stage(text: str, sequence_length: int) -> Stage:
     # Rows without tokens are refused as such.
     tokens = rows * max(1, sequence_length)
     steps = count if match[3] == "steps" else -(-count // tokens)
-    return Stage(rows, steps)
+    return RampStage(rows, steps)
 
 
-def check_order(ramp: Ramp) -> str:
+def check_order(ramp: BatchRamp) -> str:
     """The rule that sizes break that do not grow; else nothing."""
     sizes: Sequence[int] = [stage.rows for stage in ramp.stages] + [ramp.rows]
     for small, large in itertools.pairwise(sizes):
@@ -128,7 +128,7 @@ PHASES_FORM = "STEPS SHAPE TO, or STEPS SHAPE FROM -> TO"
 EXAMPLE = "['10% linear 0 -> 1', '3 x 20% cosine 1 -> 0.1', 'rest linear 0']"
 
 
-class Phase(NamedTuple):
+class LRPhase(NamedTuple):
     """Steps in which the rate goes from one fraction of its peak to another."""
 
     steps: int
@@ -143,7 +143,7 @@ _PHASES_TEXT = re.compile(
 )
 
 
-def phases(texts: Sequence[str], total_steps: int) -> list[Phase]:
+def parse_phases(texts: Sequence[str], total_steps: int) -> list[LRPhase]:
     """The phases of a run of this many steps.
 
     A phase has a number of steps, a share of the run (`10%`), or the `rest` of it; `3 x` in front
@@ -173,7 +173,7 @@ def phases(texts: Sequence[str], total_steps: int) -> list[Phase]:
         raise ValueError(f"must have one phase that is the rest, and {open_ended} are.")
     rest = max(0, total_steps - sum(steps or 0 for steps, *_ in found))
     return [
-        Phase(rest if steps is None else steps, match["shape"], start, end)  # type: ignore[arg-type]
+        LRPhase(rest if steps is None else steps, match["shape"], start, end)  # type: ignore[arg-type]
         for steps, match, start, end in found
     ]
 

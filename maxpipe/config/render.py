@@ -17,23 +17,23 @@ from pathlib import Path
 from typing import Any, Literal
 
 from maxpipe.config.documents import NAME_FORM
-from maxpipe.config.foreign_keys import key_meant
+from maxpipe.config.foreign_keys import match_key
 from maxpipe.config.keys import (
     KEYS,
     NAME,
-    NAMED,
     NAMED_KEYS,
+    NAMED_SECTIONS,
     SECTIONS,
-    declared_as,
+    declared_key,
     default_of,
     names_in,
     section_of,
 )
-from maxpipe.config.load import Loaded, to_yaml, type_name
+from maxpipe.config.load import LoadedConfig, to_yaml, type_name
 from maxpipe.config.rules import BOUNDS, did_you_mean
 from maxpipe.config.translation import MODEL
 from maxpipe.errors import ConfigError
-from maxpipe.parallel.axes import DEFAULT_AXIS_RULES, REMAPPINGS
+from maxpipe.parallel.axes import ALLOWED_AXIS_RULES, DEFAULT_AXIS_RULES
 from maxpipe.schedule.catalog import FILE_PREFIX, SCHEDULES
 
 _WIDTH = 88
@@ -45,14 +45,14 @@ _SCHEDULE = "pipeline.schedule"
 def field_docs() -> dict[str, str]:
     """Section or full key to its documentation, on one line."""
     docs: dict[str, str] = {}
-    for section, declared in (SECTIONS | NAMED).items():
+    for section, declared in (SECTIONS | NAMED_SECTIONS).items():
         for each in reversed(declared.__mro__[:-1]):  # those whose keys it has, too
             node = _classes(inspect.getfile(each))[each.__name__]
             docs[section] = _paragraph(ast.get_docstring(node) or "")
             for statement, after in zip(node.body, node.body[1:], strict=False):
                 if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
                     docs[f"{section}.{statement.target.id}"] = _paragraph(_string(after))
-    known = {*SECTIONS, *KEYS, *NAMED, *NAMED_KEYS}
+    known = {*SECTIONS, *KEYS, *NAMED_SECTIONS, *NAMED_KEYS}
     return {name: doc for name, doc in docs.items() if name in known}
 
 
@@ -79,11 +79,11 @@ def explain(key: str) -> str:
     """
     if not key:
         return _list_sections()
-    if (known := declared_as(key)) in SECTIONS or known in NAMED:
+    if (known := declared_key(key)) in SECTIONS or known in NAMED_SECTIONS:
         return _explain_section(known)
     if known in KEYS or known in NAMED_KEYS:
         return _explain_key(known)
-    answer = key_meant(key.split("."), KEYS)
+    answer = match_key(key.split("."), KEYS)
     guess = "" if "." in key else did_you_mean(key, SECTIONS)
     guess = guess or answer.name
     action = f"Did you mean `maxpipe config explain {guess}`?" if guess else answer.action
@@ -124,7 +124,7 @@ def _explain_key(key: str) -> str:
         lines.append(f"  range    {BOUNDS[key]}")
     lines.append(f"  default  {_default_text(key).removeprefix('default ')}")
     lines += _labelled("section", f"{section}: {field_docs()[section]}")
-    if f"{key}.{NAME}" in NAMED:
+    if f"{key}.{NAME}" in NAMED_SECTIONS:
         inner = ", ".join(names_in(f"{key}.{NAME}"))
         lines += _labelled("keys", f"{key}.{NAME}. and one of {inner}; {NAME} is a name of yours")
     if key == _AXIS_RULES:
@@ -144,7 +144,7 @@ def _axis_rows() -> list[tuple[str, str, str]]:
         (
             name,
             ", ".join(axes) or "none",
-            " or ".join(f"[{', '.join(choice)}]" for choice in REMAPPINGS.get(name, ())),
+            " or ".join(f"[{', '.join(choice)}]" for choice in ALLOWED_AXIS_RULES.get(name, ())),
         )
         for name, axes in DEFAULT_AXIS_RULES.items()
     ]
@@ -203,7 +203,7 @@ def _in_order() -> list[str]:
     """All sections, each followed by those that it holds by name."""
     found = []
     for section in SECTIONS:
-        found += [section, *(name for name in NAMED if section_of(name) == section)]
+        found += [section, *(name for name in NAMED_SECTIONS if section_of(name) == section)]
     return found
 
 
@@ -242,7 +242,7 @@ def _section_schema(section: str) -> dict[str, Any]:
 
 def _key_schema(key: str) -> dict[str, Any]:
     result = {"description": field_docs()[key], **_type_schema({**KEYS, **NAMED_KEYS}[key])}
-    if f"{key}.{NAME}" in NAMED:
+    if f"{key}.{NAME}" in NAMED_SECTIONS:
         result["additionalProperties"] = _section_schema(f"{key}.{NAME}")
         result["propertyNames"] = {"pattern": f"^{NAME_FORM.pattern}$"}
     if default_of(key) is not dataclasses.MISSING:
@@ -255,14 +255,14 @@ def _key_schema(key: str) -> dict[str, Any]:
     if key == _SCHEDULE:
         result["anyOf"] = [{"enum": list(SCHEDULES)}, {"pattern": f"^{FILE_PREFIX}"}]
     if key == _AXIS_RULES:
-        result["propertyNames"] = {"enum": list(REMAPPINGS)}
+        result["propertyNames"] = {"enum": list(ALLOWED_AXIS_RULES)}
     return result
 
 
 def _type_schema(hint: Any) -> dict[str, Any]:
     if typing.get_origin(hint) is Literal:
         return {"enum": list(typing.get_args(hint))}
-    if hint in (dict[str, each] for each in NAMED.values()):
+    if hint in (dict[str, each] for each in NAMED_SECTIONS.values()):
         return {"type": "object"}
     if typing.get_origin(hint) is dict:
         names = {"type": "array", "items": {"type": "string"}}
@@ -272,6 +272,6 @@ def _type_schema(hint: Any) -> dict[str, Any]:
     return {"type": {int: "integer", float: "number", bool: "boolean", str: "string"}[hint]}
 
 
-def print_config(loaded: Loaded, *, origin: bool) -> str:
+def print_config(loaded: LoadedConfig, *, origin: bool) -> str:
     """The whole config as a file; with `origin`, a comment says who set each value."""
     return to_yaml(loaded.config, loaded.origins.__getitem__ if origin else None)

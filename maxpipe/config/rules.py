@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, is_dataclass
 from typing import Any
 
-from maxpipe.config.keys import NAMED, declared_as, default_of, parted, sections_of
+from maxpipe.config.keys import NAMED_SECTIONS, declared_key, default_of, sections_of, split_key
 from maxpipe.config.schema import Config
-from maxpipe.errors import Finding
+from maxpipe.errors import RuleViolation
 from maxpipe.models.config import LARGEST, SMALLEST, Bound
 from maxpipe.models.registry import FAMILIES
 from maxpipe.parallel.axes import DEFAULT_AXIS_RULES, MeshConfig
@@ -26,20 +26,20 @@ from maxpipe.parallel.axes import DEFAULT_AXIS_RULES, MeshConfig
 
 def value_of(config: Config, key: str) -> Any:
     """The value of a full key, or of one entry of a mapping; a default of another family's key."""
-    if (outer := declared_as(key).rpartition(".")[0]) in NAMED:
+    if (outer := declared_key(key).rpartition(".")[0]) in NAMED_SECTIONS:
         section, name, each, inner = key.split(".")
         assert outer.startswith(f"{section}.{name}.")
         return getattr(getattr(getattr(config, section), name)[each], inner)
-    section, (name, *entry) = parted(key.split(".", 2))
+    section, (name, *entry) = split_key(key.split(".", 2))
     is_own = "." in section
     values = sections_of(config).get(section) if is_own else getattr(config, section)
     value = default_of(key) if values is None else getattr(values, name)
     return value[entry[0]] if entry else value
 
 
-def is_read(config: Config, key: str) -> bool:
+def applies_to_family(config: Config, key: str) -> bool:
     """Whether the key is not one of another model family."""
-    section, _ = parted(key.split(".", 2))
+    section, _ = split_key(key.split(".", 2))
     return "." not in section or section in sections_of(config)
 
 
@@ -48,7 +48,7 @@ class Rule:
     """`find` yields what is wrong; it reads no other keys than these."""
 
     keys: tuple[str, ...]
-    find: Callable[[Config], Iterator[Finding]]
+    find: Callable[[Config], Iterator[RuleViolation]]
     is_first: bool = False
     """Whether other relations mean nothing with the keys that it finds wrong."""
 
@@ -61,10 +61,10 @@ _NAME_CHARACTERS = 100
 
 def rule(
     *keys: str, is_first: bool = False
-) -> Callable[[Callable[[Config], Iterator[Finding]]], None]:
+) -> Callable[[Callable[[Config], Iterator[RuleViolation]]], None]:
     """Registers a function as the rule on these keys."""
 
-    def register(find: Callable[[Config], Iterator[Finding]]) -> None:
+    def register(find: Callable[[Config], Iterator[RuleViolation]]) -> None:
         RULES.append(Rule(keys, find, is_first))
 
     return register
@@ -86,15 +86,15 @@ def did_you_mean(word: str, choices: Iterable[str]) -> str:
     known = list(choices)
     if len(word) > _MAX_WORD:
         return ""  # difflib needs quadratic time
-    wanted = squashed(word)
-    same = [choice for choice in known if squashed(choice) == wanted]
+    wanted = normalize_name(word)
+    same = [choice for choice in known if normalize_name(choice) == wanted]
     lower = {choice.lower(): choice for choice in known}
     close = difflib.get_close_matches(word.lower(), list(lower), n=1)
     return next(iter(same or [lower[each] for each in close]), "")
 
 
 @functools.lru_cache(maxsize=8192)
-def squashed(name: str) -> str:
+def normalize_name(name: str) -> str:
     """Letters and digits of a name, in lower case."""
     return "".join(each for each in name.lower() if each.isalnum())
 
@@ -127,7 +127,7 @@ def batch_shards(mesh: MeshConfig) -> tuple[int, list[str]]:
 # Words for messages.
 
 
-def shown(value: object) -> str:
+def format_value(value: object) -> str:
     """A value as it is written in a config file, shortened when long."""
     if is_dataclass(value):
         return ""  # a whole section: the key says which
@@ -147,7 +147,7 @@ BYTES_VOCABULARY = 259
 
 _SHARE_LEFT = "1 would leave nothing"
 _INT32 = 2**31 - 1
-MOST_STEPS = 10**11
+MAX_STEPS = 10**11
 """Of a run: the numbers of its rows have 63 bits."""
 _RANGES = (
     Bound("run.seed", 0, 0, 2**32 - 1, "the random generator takes 32 bits"),
@@ -174,7 +174,7 @@ _RANGES = (
     Bound("pipeline.group", 0, 0, why="0 means the number of stages"),
     Bound("pipeline.layers_outside", 0, 0),
     Bound("pipeline.loss_block_tokens", -1, -1, why="-1 takes blocks where logits are large"),
-    Bound("train.steps", 100, 0, MOST_STEPS, "0 takes the length from train.tokens"),
+    Bound("train.steps", 100, 0, MAX_STEPS, "0 takes the length from train.tokens"),
     Bound("train.tokens", 1000000, 0, 10**18, "0 takes the length from train.steps"),
     Bound("train.batch_size", 8, 1, 2**24, "a step lists its rows"),
     Bound(

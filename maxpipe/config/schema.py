@@ -16,7 +16,7 @@ from typing import Literal
 from maxpipe.config.data_schema import DataConfig
 from maxpipe.config.eval_schema import EvalConfig
 from maxpipe.config.tuning_schema import DistillConfig, GrpoConfig, PreferenceConfig
-from maxpipe.io.typed import before
+from maxpipe.io.typed import legacy_value
 from maxpipe.models.config import AdapterConfig, ModelConfig
 from maxpipe.parallel.axes import MeshConfig
 
@@ -82,7 +82,7 @@ class PipelineConfig:
     idle: Literal["skip", "compute"] = "skip"
     """What a stage does in an empty slot: `skip` branches around the work, `compute` runs it on
     zeros and discards the result (no control flow that differs between stages)."""
-    loss_block_tokens: int = field(default=-1, metadata=before(0))
+    loss_block_tokens: int = field(default=-1, metadata=legacy_value(0))
     """Tokens of a device whose logits are in memory at once, of each microbatch in turn. 0: all of
     them. -1: all, but 2048 where the logits of all would take more than 512 MiB, as with long
     sequences or few stages. Changes memory, and the loss in its last digits."""

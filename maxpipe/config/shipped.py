@@ -21,7 +21,7 @@ _FOLDERS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Shipped:
+class BundledConfig:
     """A config that can be named instead of a file."""
 
     name: str
@@ -55,12 +55,12 @@ def folder() -> Path:
 
 
 @cache
-def configs() -> Mapping[str, Shipped]:
+def configs() -> Mapping[str, BundledConfig]:
     """By name: runs first, then models by size, then runs that fine-tune them."""
-    runs = [Shipped(path.stem, "run", path) for path in sorted(folder().glob(f"*{SUFFIX}"))]
+    runs = [BundledConfig(path.stem, "run", path) for path in sorted(folder().glob(f"*{SUFFIX}"))]
     found = {
         kind: [
-            Shipped(path.stem, kind, path)
+            BundledConfig(path.stem, kind, path)
             for path in sorted((folder() / kind).glob(f"*{SUFFIX}"), key=_by_number)
         ]
         for kind in ("model", "sft")
@@ -73,18 +73,18 @@ def _by_number(path: Path) -> list[str]:
     return [part.zfill(9) if part.isdecimal() else part for part in re.split(r"(\d+)", path.stem)]
 
 
-def meant(argument: str) -> Shipped | None:
+def find_config(argument: str) -> BundledConfig | None:
     """The config that an argument names; None when it names none, or a file that is here."""
     if os.path.isfile(argument):
         return None
-    return configs().get(argument) or (None if os.path.lexists(argument) else model_meant(argument))
+    return configs().get(argument) or (None if os.path.lexists(argument) else find_model(argument))
 
 
-def model_meant(text: str) -> Shipped | None:
+def find_model(text: str) -> BundledConfig | None:
     """The model of a name in any spelling, such as `Llama-3.1-8B` or `meta-llama/Llama-3.1-8B`."""
     if found := configs().get(text):
         return found if found.kind == "model" else None
-    return _models().get(_spelled(text))
+    return _models().get(_normalize_model_name(text))
 
 
 def is_hub_id(text: str) -> bool:
@@ -93,13 +93,13 @@ def is_hub_id(text: str) -> bool:
     return re.fullmatch(form, text) is not None and not os.path.lexists(text.partition("/")[0])
 
 
-def from_hub(text: str) -> str:
+def hub_download_action(text: str) -> str:
     """The action for the name of a model on the Hub, of which the files are needed."""
     folder = text.rpartition("/")[2]
     return f"Run `hf download {text} --local-dir {folder}`, and give the folder {folder}."
 
 
-def _spelled(text: str) -> str:
+def _normalize_model_name(text: str) -> str:
     """Letters and digits of a model's name, without its owner and the kind of its tuning."""
     words = re.split(r"[^a-z0-9]+", text.rpartition("/")[2].lower().removesuffix(SUFFIX))
     return "".join(word for word in words if word not in _TUNED)
@@ -113,16 +113,16 @@ _SAME_SHAPE = {"Llama-3.3-70B": "llama3.1-70b"}
 
 
 @cache
-def _models() -> Mapping[str, Shipped]:
+def _models() -> Mapping[str, BundledConfig]:
     """Models by the spelling of their name, and of the model that the file names as its source."""
     models = [each for each in configs().values() if each.kind == "model"]
     sources = {
-        _spelled(source): each
+        _normalize_model_name(source): each
         for each in models
         for source in re.findall(r"config\.json of\s+(?:#\s*)?(\S+/\S*[A-Za-z0-9])", each.text)
     }
-    same = {_spelled(name): configs()[model] for name, model in _SAME_SHAPE.items()}
-    return same | sources | {_spelled(each.name): each for each in models}
+    same = {_normalize_model_name(name): configs()[model] for name, model in _SAME_SHAPE.items()}
+    return same | sources | {_normalize_model_name(each.name): each for each in models}
 
 
 CONFIG_FILE = "config.yml"

@@ -5,13 +5,13 @@ from __future__ import annotations
 import glob
 from collections.abc import Collection, Mapping
 
-from maxpipe.config.check import DEFAULT, where
-from maxpipe.config.data import COLUMNS, is_synthetic, paths_of, section_of, sources
+from maxpipe.config.check import DEFAULT, error_location
+from maxpipe.config.data import COLUMNS, is_synthetic, paths_of, section_of, train_sources
 from maxpipe.config.data_rules import named_sources
-from maxpipe.config.eval_rules import beside_training
-from maxpipe.config.rules import BYTES_VOCABULARY, shown, value_of
+from maxpipe.config.eval_rules import check_eval_during_training
+from maxpipe.config.rules import BYTES_VOCABULARY, format_value, value_of
 from maxpipe.config.schema import Config
-from maxpipe.config.translation import source_of_name
+from maxpipe.config.translation import infer_source
 from maxpipe.errors import ConfigError, Problem
 
 LARGEST_FOR_BYTES = 4096
@@ -19,7 +19,7 @@ LARGEST_FOR_BYTES = 4096
 be even. Vocabularies of public models begin at 30,000."""
 
 
-def asks_teacher(config: Config) -> bool:
+def runs_teacher(config: Config) -> bool:
     """Whether a run has a teacher beside it, and not what one has said."""
     return config.train.objective == "distill" and bool(config.distill.teacher)
 
@@ -32,46 +32,53 @@ def check_training(
     Forecasts and compiled steps need neither text nor tokenizer.
     """
     wrong = not {"data.source", "data.mixture", "data.validation"}.isdisjoint(skip)
-    problems = [] if wrong else unread_path(config, origins)
-    problems += [] if wrong else _answers_to_learn(config, origins)
-    problems += _evaluated(config, origins, skip)
-    problems += _without_base(config, origins, skip)
+    problems = [] if wrong else find_unused_path(config, origins)
+    problems += [] if wrong else _check_sft_data(config, origins)
+    problems += _check_evaluation(config, origins, skip)
+    problems += _check_adapter_base(config, origins, skip)
     if {"train.steps", "train.tokens"}.isdisjoint(skip):
-        problems += without_length(config, origins)
-    return problems + _built_in_for_a_public_model(config, origins, skip)
+        problems += find_missing_length(config, origins)
+    return problems + _check_vocabulary(config, origins, skip)
 
 
-def without_length(config: Config, origins: Mapping[str, str]) -> list[Problem]:
+def find_missing_length(config: Config, origins: Mapping[str, str]) -> list[Problem]:
     """The problem of a run that ends at no step, which forecasts and data pages do not need."""
     if config.train.steps or config.train.tokens:
         return []
     rule = "must be more than 0 when train.tokens is 0: one of them is the length of the run."
     return [
-        Problem(where("train.steps", origins), "0", rule, "Set train.steps=100, or train.tokens.")
+        Problem(
+            error_location("train.steps", origins),
+            "0",
+            rule,
+            "Set train.steps=100, or train.tokens.",
+        )
     ]
 
 
 def check_length(config: Config, origins: Mapping[str, str]) -> None:
     """Raises ConfigError for a run that ends at no step."""
-    if problems := without_length(config, origins):
+    if problems := find_missing_length(config, origins):
         raise ConfigError(problems)
 
 
-def _evaluated(config: Config, origins: Mapping[str, str], skip: Collection[str]) -> list[Problem]:
+def _check_evaluation(
+    config: Config, origins: Mapping[str, str], skip: Collection[str]
+) -> list[Problem]:
     if not {"eval.tasks", "eval.batches", "data.mixture", "data.validation"}.isdisjoint(skip):
         return []
     return [
-        Problem(where(key, origins), shown(value_of(config, key)), text, action)
-        for key, text, action in beside_training(config)
+        Problem(error_location(key, origins), format_value(value_of(config, key)), text, action)
+        for key, text, action in check_eval_during_training(config)
     ]
 
 
-def _answers_to_learn(config: Config, origins: Mapping[str, str]) -> list[Problem]:
+def _check_sft_data(config: Config, origins: Mapping[str, str]) -> list[Problem]:
     """Documents that do not say what is trained, for an objective that is about nothing else."""
     if config.train.objective != "sft":
         return []
     problems = []
-    for name, each in sources(config.data).items():
+    for name, each in train_sources(config.data).items():
         if each.chat == "off":
             section = section_of(name)
             rule = "must be messages or prompt with train.objective=sft, which trains on answers: "
@@ -82,11 +89,13 @@ def _answers_to_learn(config: Config, origins: Mapping[str, str]) -> list[Proble
             records = "" if each.source in COLUMNS else records
             action = f"Set {records}{section}.chat=messages, or train.objective=pretrain to train "
             action += "on all tokens."
-            problems.append(Problem(where(f"{section}.chat", origins), "off", rule, action))
+            problems.append(
+                Problem(error_location(f"{section}.chat", origins), "off", rule, action)
+            )
     return problems
 
 
-def _without_base(
+def _check_adapter_base(
     config: Config, origins: Mapping[str, str], skip: Collection[str]
 ) -> list[Problem]:
     """Adapters beside random weights learn nothing of use, and could not be used without them."""
@@ -95,10 +104,10 @@ def _without_base(
         return []
     rule = f"must name the weights that adapters (adapter.rank={config.adapter.rank}) belong to."
     action = f"Set {key}=hf:DIR, the folder of a public model, or RUN@STEP."
-    return [Problem(where(key, origins), "''", rule, action)]
+    return [Problem(error_location(key, origins), "''", rule, action)]
 
 
-def unread_path(config: Config, origins: Mapping[str, str]) -> list[Problem]:
+def find_unused_path(config: Config, origins: Mapping[str, str]) -> list[Problem]:
     """A path that the source does not read: the run would be on other text than the user's."""
     problems = []
     for section, each in named_sources(config):
@@ -108,7 +117,7 @@ def unread_path(config: Config, origins: Mapping[str, str]) -> list[Problem]:
             missing = [path for path in paths if "://" not in path and not glob.glob(path)]
             if missing:
                 rule = f"does not exist: {missing[0]}. It {rule}"
-            kinds = {source_of_name(path) for path in paths}
+            kinds = {infer_source(path) for path in paths}
             source = kinds.pop() if len(kinds) == 1 else ""
             source = source or ("text" if missing else "")
             action = f"Set {section}.source={source}, or leave {key} out."
@@ -118,11 +127,11 @@ def unread_path(config: Config, origins: Mapping[str, str]) -> list[Problem]:
             elif not source:
                 action = f"Name files of one kind in {key}, such as '*.jsonl' with "
                 action += f"{section}.source=jsonl, or leave {key} out."
-            problems.append(Problem(where(key, origins), ", ".join(paths), rule, action))
+            problems.append(Problem(error_location(key, origins), ", ".join(paths), rule, action))
     return problems
 
 
-def _built_in_for_a_public_model(
+def _check_vocabulary(
     config: Config, origins: Mapping[str, str], skip: Collection[str]
 ) -> list[Problem]:
     """A model with its own vocabulary on the built-in text or tokenizer would waste its time."""
@@ -136,7 +145,7 @@ def _built_in_for_a_public_model(
     if config.tokenizer.kind == "bytes":
         problems.append(
             Problem(
-                where("tokenizer.kind", origins),
+                error_location("tokenizer.kind", origins),
                 "bytes",
                 f"has {BYTES_VOCABULARY} ids, and model.vocab_size is {vocabulary}: a model with "
                 "such a vocabulary needs its tokenizer.",
@@ -147,7 +156,7 @@ def _built_in_for_a_public_model(
     if not prompts and origins.get("data.source", DEFAULT) == DEFAULT and not config.data.mixture:
         problems.append(
             Problem(
-                where("data.source", origins),
+                error_location("data.source", origins),
                 config.data.source,
                 "is text for first tries, the source files of Python's library, and was not "
                 f"chosen for this model, whose vocabulary has {vocabulary} ids.",

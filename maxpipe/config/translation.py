@@ -13,8 +13,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from maxpipe.config import shipped
-from maxpipe.config.documents import READERS, Raw, one_line
-from maxpipe.config.foreign_keys import Answer, key_meant, list_meant, same_key, same_value
+from maxpipe.config.documents import READERS, Raw, to_yaml_line
+from maxpipe.config.foreign_keys import (
+    NameMatch,
+    list_action,
+    match_exact_key,
+    match_exact_value,
+    match_key,
+)
 from maxpipe.config.keys import (
     FAMILY,
     KEYS,
@@ -23,7 +29,7 @@ from maxpipe.config.keys import (
     is_of_another_family,
     section_of,
 )
-from maxpipe.config.rules import BATCH_AXES, BOUNDS, axis_keys, shown, squashed
+from maxpipe.config.rules import BATCH_AXES, BOUNDS, axis_keys, format_value, normalize_name
 from maxpipe.io.files import accelerators
 from maxpipe.parallel.axes import MESH_AXES
 from maxpipe.schedule.catalog import SCHEDULES
@@ -56,31 +62,33 @@ class Translation(NamedTuple):
 
 def _as_lines(key: str, text: str) -> str:
     *sections, name = key.split(".")
-    line = f"`{name}: {one_line_of(text)}`"
+    line = f"`{name}: {yaml_line_of_text(text)}`"
     below = " below ".join(f"`{each}:`" for each in reversed(sections))
     return f"{line} below {below}" if below else line
 
 
-def one_line_of(text: str) -> str:
+def yaml_line_of_text(text: str) -> str:
     """The text of a value as YAML holds it behind its key."""
     return (
         text
         if text.startswith("[")
-        else one_line(text).strip("'")
-        if _plain(text)
-        else one_line(text)
+        else to_yaml_line(text).strip("'")
+        if _needs_no_quotes(text)
+        else to_yaml_line(text)
     )
 
 
-def _plain(text: str) -> bool:
+def _needs_no_quotes(text: str) -> bool:
     """Whether quotes are only there because YAML would take the text for a number."""
     return (
-        one_line(text) == f"'{text}'" and not set(text) & set(":#{}[],&*!|>%@`\"' ") and bool(text)
+        to_yaml_line(text) == f"'{text}'"
+        and not set(text) & set(":#{}[],&*!|>%@`\"' ")
+        and bool(text)
     )
 
 
 @dataclasses.dataclass(frozen=True)
-class Context:
+class TranslationContext:
     """The settings that a translation depends on."""
 
     values: Mapping[str, Any]
@@ -131,31 +139,31 @@ CONTEXT_KEYS = (
 """Keys that a `Context` holds."""
 
 
-def translate(path: Sequence[str], raw: Raw, context: Context) -> Translation:
+def translate(path: Sequence[str], raw: Raw, context: TranslationContext) -> Translation:
     """The translation of a key that does not exist, by its section, if any, and name."""
-    for name in (squashed("".join(path)), squashed(path[-1])):
+    for name in (normalize_name("".join(path)), normalize_name(path[-1])):
         if name in _COMPUTED:
             return _COMPUTED[name](raw, context)
     if len(path) == 1 and isinstance(raw, str) and is_main_key(path[0], raw):
-        return _fitted(_MAIN_KEY[path[0]], raw, context)
-    answer = _meant(path, context.family)
+        return _translate_value(_MAIN_KEY[path[0]], raw, context)
+    answer = _match_family_key(path, context.family)
     if not answer.name:
         text = raw if isinstance(raw, str) else "VALUE"
         action = answer.action.replace("{value}", text or "VALUE")
         return Translation((), answer.why, action, answer.is_exact and bool(action))
-    return _fitted(answer.name, raw, context)._replace(is_exact=answer.is_exact)
+    return _translate_value(answer.name, raw, context)._replace(is_exact=answer.is_exact)
 
 
-def _meant(path: Sequence[str], family: str) -> Answer:
+def _match_family_key(path: Sequence[str], family: str) -> NameMatch:
     """The key meant by one that does not exist: of keys with one name that of this family."""
     mine = [key for key in KEYS if not is_of_another_family(section_of(key), family)]
-    answer = same_key(path, mine) or key_meant(path, KEYS)
+    answer = match_exact_key(path, mine) or match_key(path, KEYS)
     own = f"{family_section(family)}.{answer.name.rpartition('.')[2]}"
     other = own in KEYS and is_of_another_family(section_of(answer.name), family)
     return answer._replace(name=own) if other else answer
 
 
-def _fitted(key: str, raw: Raw, context: Context) -> Translation:
+def _translate_value(key: str, raw: Raw, context: TranslationContext) -> Translation:
     """The setting of a key here, if it accepts the value."""
     if key == "run.dir" and isinstance(raw, str) and "://" in raw:
         return Translation((("run.dir", "runs"), ("checkpoint.dir", raw)), key=key)
@@ -163,8 +171,8 @@ def _fitted(key: str, raw: Raw, context: Context) -> Translation:
         return Translation((("data.paths", _joined(raw)),), key=key)
     is_word = isinstance(raw, str) and re.fullmatch(r"\w+", raw) is not None
     if key == "data.path" and is_word and not os.path.lexists(str(raw)):
-        return Translation((), *_to_save(str(raw)), key=key)
-    text, action = fit(key, raw)
+        return Translation((), *_unsaved_dataset_problem(str(raw)), key=key)
+    text, action = convert_value(key, raw)
     if key.endswith(".num_experts") and text == "1":
         return Translation((), "one expert is a dense layer.", "Leave it out.", key=key)
     if text is None:
@@ -178,7 +186,7 @@ def _fitted(key: str, raw: Raw, context: Context) -> Translation:
     return Translation(settings, key=key)
 
 
-def fit(key: str, raw: Raw) -> tuple[str | None, str]:
+def convert_value(key: str, raw: Raw) -> tuple[str | None, str]:
     """The text that a key accepts for a value elsewhere; or None, and the action."""
     hint = KEYS[key]
     if isinstance(raw, dict):
@@ -187,22 +195,22 @@ def fit(key: str, raw: Raw) -> tuple[str | None, str]:
         if typing.get_origin(hint) is list:
             return _joined([_element(key, each) for each in raw]), ""
         if len(raw) != 1 or not isinstance(raw[0], str):
-            return None, list_meant(key) or _leave_out(key)
+            return None, list_action(key) or _leave_out(key)
         raw = raw[0]
     choices = typing.get_args(hint) if typing.get_origin(hint) is Literal else ()
     choices = tuple(SCHEDULES) if key == "pipeline.schedule" else choices
     text = "" if raw is None else raw.strip()
-    found = text if text in choices else same_value(key, text, choices) if text else ""
+    found = text if text in choices else match_exact_value(key, text, choices) if text else ""
     if found and " " in found:
         return None, found.replace("KEY", key)
     if found:
         return found, ""
-    if squashed(text) in ("", "none", "null"):
+    if normalize_name(text) in ("", "none", "null"):
         return None, _leave_out(key)
-    if squashed(text) in ("auto", "alllinear") and "auto" not in choices:
+    if normalize_name(text) in ("auto", "alllinear") and "auto" not in choices:
         return None, _leave_out(key)
     if choices and not text.startswith("file:"):
-        example = shown(default_of(key))
+        example = format_value(default_of(key))
         return None, f"Set {key}={example}, or another of {', '.join(map(str, choices))}."
     if typing.get_origin(hint) is list:
         return f"[{text}]", ""
@@ -222,9 +230,9 @@ def _read(key: str, text: str) -> tuple[str | None, str]:
         kind = {int: "an integer", float: "a number", bool: "true or false"}.get(
             KEYS[key], "a list"
         )
-        return None, f"Set {key}={shown(example)}: the value must be {kind}."
+        return None, f"Set {key}={format_value(example)}: the value must be {kind}."
     if bound and not bound.holds(value):
-        return None, _leave_out(key) if value < 0 else f"Set {key}={shown(example)}."
+        return None, _leave_out(key) if value < 0 else f"Set {key}={format_value(example)}."
     return str(value) if KEYS[key] is int else text, ""
 
 
@@ -234,12 +242,12 @@ def _leave_out(key: str) -> str:
         return f"Leave it out: the model sets {key}."
     if default in ("", [], {}):
         return f"Leave it out: {key} is not set by default."
-    return f"Leave it out: {key} is {shown(default)} by default."
+    return f"Leave it out: {key} is {format_value(default)} by default."
 
 
 def _element(key: str, raw: Raw) -> Raw:
     """An element of a list of names, as the key here has it."""
-    return (same_value(key, raw, ()) or raw) if isinstance(raw, str) else raw
+    return (match_exact_value(key, raw, ()) or raw) if isinstance(raw, str) else raw
 
 
 def _joined(raw: list[Raw]) -> str:
@@ -256,13 +264,13 @@ def _number(raw: Raw) -> float | None:
         return None
 
 
-def _times_devices(
+def _per_device_batch(
     key: str, axes: Sequence[str] = MESH_AXES
-) -> Callable[[Raw, Context], Translation]:
+) -> Callable[[Raw, TranslationContext], Translation]:
     """A number of sequences per device, counted over all devices and accumulated batches."""
     accumulates = key == "train.batch_size"
 
-    def translated(raw: Raw, context: Context) -> Translation:
+    def translated(raw: Raw, context: TranslationContext) -> Translation:
         why = f"{key} counts the sequences of all devices."
         number, devices = _number(raw), context.devices(axes)
         if number is None or number <= 0:
@@ -278,7 +286,7 @@ def _times_devices(
     return translated
 
 
-def _example(key: str, number: float, axes: Sequence[str], context: Context) -> str:
+def _example(key: str, number: float, axes: Sequence[str], context: TranslationContext) -> str:
     """Return an example of the number of sequences, for one size of the mesh axis with size -1."""
     sizes = context.sizes()
     left = [axis for axis, size in sizes.items() if size < 1]
@@ -291,7 +299,7 @@ def _example(key: str, number: float, axes: Sequence[str], context: Context) -> 
     return ""
 
 
-def _share_of_steps(raw: Raw, context: Context) -> Translation:
+def _share_of_steps(raw: Raw, context: TranslationContext) -> Translation:
     key, why, number = "optim.warmup_steps", "the warm-up is in steps.", _number(raw)
     if number is None:
         return Translation((), why, _leave_out(key), key=key)
@@ -308,7 +316,7 @@ def _share_of_steps(raw: Raw, context: Context) -> Translation:
     )
 
 
-def _share_of_rate(raw: Raw, context: Context) -> Translation:
+def _share_of_rate(raw: Raw, context: TranslationContext) -> Translation:
     key, why, number = "optim.final_fraction", "the last rate is a share of the peak.", _number(raw)
     share = math.inf if number is None else number / float(context.values["optim.learning_rate"])
     if not 0 <= share <= 1:
@@ -316,10 +324,12 @@ def _share_of_rate(raw: Raw, context: Context) -> Translation:
     return Translation(((key, f"{share:.4g}"),), why, key=key)
 
 
-def _switch(key: str, when_true: str, when_false: str) -> Callable[[Raw, Context], Translation]:
+def _switch(
+    key: str, when_true: str, when_false: str
+) -> Callable[[Raw, TranslationContext], Translation]:
     """A key that is true or false elsewhere and has values here; empty where it is left out."""
 
-    def translated(raw: Raw, context: Context) -> Translation:
+    def translated(raw: Raw, context: TranslationContext) -> Translation:
         try:
             value = when_true if READERS[bool](raw) else when_false
         except ValueError:
@@ -330,7 +340,7 @@ def _switch(key: str, when_true: str, when_false: str) -> Callable[[Raw, Context
     return translated
 
 
-def _eval_steps(raw: Raw, context: Context) -> Translation:
+def _eval_steps(raw: Raw, context: TranslationContext) -> Translation:
     number = _number(raw)
     why = "trainers use the name for two things."
     if number is None or number < 1:
@@ -342,20 +352,22 @@ def _eval_steps(raw: Raw, context: Context) -> Translation:
     return Translation((), why, action)
 
 
-def _base_model(raw: Raw, context: Context) -> Translation:
+def _base_model(raw: Raw, context: TranslationContext) -> Translation:
     """The model whose weights training starts from, with its tokenizer."""
-    found = _model_named(raw, context)
+    found = _model_name(raw, context)
     if not found.settings or not shipped.is_hub_id(str(raw)):
         return found
     folder = str(raw).rpartition("/")[2]
     settings = (("checkpoint.restore_from", f"hf:{folder}"),)
     settings += (("tokenizer.kind", "auto"), ("tokenizer.path", folder))
-    return found._replace(settings=(*found.settings, *settings), action=shipped.from_hub(str(raw)))
+    return found._replace(
+        settings=(*found.settings, *settings), action=shipped.hub_download_action(str(raw))
+    )
 
 
-def _adapter(raw: Raw, context: Context) -> Translation:
+def _adapter(raw: Raw, context: TranslationContext) -> Translation:
     """A kind of adapter as a text."""
-    kind = squashed(raw) if isinstance(raw, str) else ""
+    kind = normalize_name(raw) if isinstance(raw, str) else ""
     if kind in ("qlora", "dora"):
         key, value = ("adapter.base", "nf4") if kind == "qlora" else ("adapter.kind", "dora")
         return Translation(((key, value),), key=key)
@@ -363,13 +375,13 @@ def _adapter(raw: Raw, context: Context) -> Translation:
     return Translation((), why, "Leave it out, or set adapter.rank=16.")
 
 
-def _bits(base: str) -> Callable[[Raw, Context], Translation]:
+def _bits(base: str) -> Callable[[Raw, TranslationContext], Translation]:
     return _switch("adapter.base", base, "")
 
 
-def _rl(raw: Raw, context: Context) -> Translation:
+def _rl(raw: Raw, context: TranslationContext) -> Translation:
     """An objective as Axolotl names it."""
-    name = squashed(raw) if isinstance(raw, str) else ""
+    name = normalize_name(raw) if isinstance(raw, str) else ""
     if name in ("dpo", "ipo", "orpo", "simpo"):
         settings = (("train.objective", "preference"), ("data.chat", "pairs"))
         return Translation(settings, key="train.objective")
@@ -379,10 +391,10 @@ def _rl(raw: Raw, context: Context) -> Translation:
     return Translation((), why, "Leave it out, or set train.objective.")
 
 
-def _offloaded(raw: Raw, context: Context) -> Translation:
+def _offloaded(raw: Raw, context: TranslationContext) -> Translation:
     """The device that DeepSpeed offloads optimizer state to."""
     key = "optim.offload_state"
-    if isinstance(raw, str) and squashed(raw) in ("cpu", "nvme"):
+    if isinstance(raw, str) and normalize_name(raw) in ("cpu", "nvme"):
         return Translation(((key, "true"),), key=key)
     return Translation((), "", _leave_out(key), key=key)
 
@@ -391,7 +403,7 @@ _MESSAGES = ("chattemplate", "sharegpt", "messages", "sharegptvcs")
 _PAIRS = ("chatml", "llama3", "dpo", "orpo", "ipo", "chosenrejected")
 
 
-def _to_save(name: str) -> tuple[str, str]:
+def _unsaved_dataset_problem(name: str) -> tuple[str, str]:
     """Rule and action for the name of a dataset that is not a file."""
     return (
         "nothing is downloaded: data are files.",
@@ -400,7 +412,7 @@ def _to_save(name: str) -> tuple[str, str]:
     )
 
 
-def _datasets(raw: Raw, context: Context) -> Translation:
+def _datasets(raw: Raw, context: TranslationContext) -> Translation:
     """A list of data sets with a path and a type."""
     entries = [each for each in raw if isinstance(each, dict)] if isinstance(raw, list) else []
     paths = [str(each.get("data_files") or each.get("path") or "") for each in entries]
@@ -412,18 +424,18 @@ def _datasets(raw: Raw, context: Context) -> Translation:
         action = f"Set {settings}, and source, weight and chat of each part."
         return Translation((), why, action)
     [entry] = entries
-    source = source_of_name(paths[0])
+    source = infer_source(paths[0])
     if not source:
-        return Translation((), *_to_save(paths[0]))
+        return Translation((), *_unsaved_dataset_problem(paths[0]))
     settings = [("data.source", source), ("data.path", paths[0])]
     kind = str(entry.get("type") or "").partition(".")[0]
     field = entry.get("field_messages") or entry.get("field")
-    if squashed(kind) in _MESSAGES:
+    if normalize_name(kind) in _MESSAGES:
         settings += [("train.objective", "sft"), ("data.chat", "messages")]
         settings += [("data.messages_field", field)] if isinstance(field, str) else []
-    elif squashed(kind) in _PAIRS:
+    elif normalize_name(kind) in _PAIRS:
         settings += [("train.objective", "preference"), ("data.chat", "pairs")]
-    elif squashed(kind).startswith("alpaca"):
+    elif normalize_name(kind).startswith("alpaca"):
         settings += [("train.objective", "sft"), ("data.chat", "prompt")]
         settings += [("data.prompt_field", r"{instruction}\n{input}")]
         settings += [("data.response_field", "output")]
@@ -441,7 +453,7 @@ SOURCE_OF = {".jsonl": "jsonl", ".parquet": "parquet", ".txt": "text", ".md": "t
 """The end of a file's name to the source that reads it."""
 
 
-def source_of_name(path: str) -> str:
+def infer_source(path: str) -> str:
     """The source for a path, by the ends of file names; empty where they do not decide it."""
     folder = os.path.expanduser(path)
     if os.path.isfile(os.path.join(folder, "dataset_info.json")):
@@ -460,26 +472,28 @@ def source_of_name(path: str) -> str:
     return kinds.pop() if len(kinds) == 1 else ""
 
 
-def _model_named(raw: Raw, context: Context) -> Translation:
-    if isinstance(raw, str) and (model := shipped.model_meant(raw)):
+def _model_name(raw: Raw, context: TranslationContext) -> Translation:
+    if isinstance(raw, str) and (model := shipped.find_model(raw)):
         return Translation(((MODEL, model.name),), key=MODEL)
     if isinstance(raw, str) and shipped.is_hub_id(raw):
-        return Translation((), "nothing is downloaded.", shipped.from_hub(raw))
-    answer = same_key(["model_name"], ())
+        return Translation((), "nothing is downloaded.", shipped.hub_download_action(raw))
+    answer = match_exact_key(["model_name"], ())
     assert answer is not None
     return Translation((), answer.why, answer.action)
 
 
-def _table() -> dict[str, Callable[[Raw, Context], Translation]]:
+def _table() -> dict[str, Callable[[Raw, TranslationContext], Translation]]:
     named = {
-        "per_device_batch_size per_device_train_batch_size device_batch_size": _times_devices(
+        "per_device_batch_size per_device_train_batch_size device_batch_size": _per_device_batch(
             "train.batch_size"
         ),
-        "micro_batch_size local_batch_size train_micro_batch_size_per_gpu": _times_devices(
+        "micro_batch_size local_batch_size train_micro_batch_size_per_gpu": _per_device_batch(
             "train.batch_size", BATCH_AXES
         ),
-        "per_device_eval_batch_size eval_per_device_batch_size": _times_devices("eval.batch_size"),
-        "validation_local_batch_size": _times_devices("eval.batch_size", BATCH_AXES),
+        "per_device_eval_batch_size eval_per_device_batch_size": _per_device_batch(
+            "eval.batch_size"
+        ),
+        "validation_local_batch_size": _per_device_batch("eval.batch_size", BATCH_AXES),
         "warmup_ratio warmup_fraction warmup_steps_fraction lr_warmup_fraction": _share_of_steps,
         "min_lr final_lr end_lr": _share_of_rate,
         "disable_tqdm": _switch("log.progress", "plain", "live"),
@@ -494,10 +508,10 @@ def _table() -> dict[str, Callable[[Raw, Context], Translation]]:
         "datasets pretraining_dataset": _datasets,
         "rl": _rl,
         "zero_optimization_offload_optimizer_device offload_optimizer_device": _offloaded,
-        "model_name model_name_or_path pretrained_model_name_or_path hf_model": _model_named,
+        "model_name model_name_or_path pretrained_model_name_or_path hf_model": _model_name,
         "base_model": _base_model,
     }
-    return {squashed(name): each for names, each in named.items() for name in names.split()}
+    return {normalize_name(name): each for names, each in named.items() for name in names.split()}
 
 
 _COMPUTED = _table()
@@ -510,7 +524,7 @@ _MAIN_KEY = {
 }
 """The key that a text in place of a section means."""
 
-_ACCUMULATION = {squashed(n) for n in ("gradient_accumulation_steps", "grad_accum_steps")}
+_ACCUMULATION = {normalize_name(n) for n in ("gradient_accumulation_steps", "grad_accum_steps")}
 
 
 def is_main_key(section: str, text: str) -> bool:
@@ -518,10 +532,12 @@ def is_main_key(section: str, text: str) -> bool:
     return (
         section in _MAIN_KEY
         and re.fullmatch(r"(?i)[a-z][\w./-]*", text) is not None
-        and (squashed(text) not in ("true", "false", "none", "null", "yes", "no", "on", "off"))
+        and (
+            normalize_name(text) not in ("true", "false", "none", "null", "yes", "no", "on", "off")
+        )
     )
 
 
 def is_accumulation(path: Sequence[str]) -> bool:
     """Whether a name is that of gradient accumulation, which multiplies the batch."""
-    return squashed(path[-1]) in _ACCUMULATION
+    return normalize_name(path[-1]) in _ACCUMULATION

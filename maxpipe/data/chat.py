@@ -21,41 +21,41 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from maxpipe.config.data import all_sources, template_settings
+from maxpipe.config.data import all_sources, parse_template_kwargs
 from maxpipe.config.data_schema import DataConfig, SourceConfig
 from maxpipe.config.shipped import EVENTS_FILE
 from maxpipe.data import kept
 from maxpipe.data.chat_records import conversation_of
 from maxpipe.data.documents import (
     DocumentIndex,
-    Encoded,
+    EncodedDocument,
     EncodedDocuments,
     digest_of,
-    kept_index,
+    load_or_build_index,
     mask_digest,
-    unchanged,
+    verify_unchanged,
 )
-from maxpipe.data.formats.reads import reading
+from maxpipe.data.formats.reads import track_read
 from maxpipe.data.formats.text_of import BadRecord
-from maxpipe.data.kept import Words, made_once
-from maxpipe.data.sources import Moved, Progress, Source, UnreadableRecord
+from maxpipe.data.kept import CacheMessages, load_or_compute
+from maxpipe.data.sources import Heartbeat, Progress, Source, UnreadableRecord
 from maxpipe.data.tokenizer import Tokenizer
 from maxpipe.data.tokenizers.chat import ChatInput, ChatProcess, ChatTemplate, Masking, RenderError
-from maxpipe.data.tokenizers.files import naming
-from maxpipe.data.tokenizers.offsets import touched
+from maxpipe.data.tokenizers.files import wrap_text_errors
+from maxpipe.data.tokenizers.offsets import mask_of_spans
 from maxpipe.errors import ConfigError, Problem
 from maxpipe.io import files
-from maxpipe.io.text import counted
+from maxpipe.io.text import pluralize
 
 _ANSWERS_VERSION = 1
-_WORDS = kept.Words(
+_CACHE_MESSAGES = kept.CacheMessages(
     "counting trained messages",
     "counting trained messages again",
     "the next start counts trained messages again",
 )
 
 
-class Answer(NamedTuple):
+class TrainedMessage(NamedTuple):
     """A trained message of a record."""
 
     record: Any
@@ -63,7 +63,7 @@ class Answer(NamedTuple):
     """Among the trained messages of the record."""
 
 
-class AnswerSource:
+class TrainedMessageSource:
     """The records of a source once for each of their trained messages; see `Source`."""
 
     def __init__(self, source: Source, counts: np.ndarray):
@@ -93,7 +93,7 @@ class AnswerSource:
 
     def record(self, index: int) -> Any:
         record, number = self._place(index)
-        return Answer(self._source.record(record), number)
+        return TrainedMessage(self._source.record(record), number)
 
     def where(self, index: int) -> str:
         record, number = self._place(index)
@@ -104,18 +104,18 @@ class AnswerSource:
         digest.update(b"each_turn" + self.ends.astype("<i8").tobytes())
         return digest.hexdigest()
 
-    def content(self, moved: Moved | None = None) -> Mapping[str, str]:
+    def content(self, moved: Heartbeat | None = None) -> Mapping[str, str]:
         return self._source.content(moved)
 
-    def check_unchanged(self, moved: Moved | None = None) -> None:
+    def check_unchanged(self, moved: Heartbeat | None = None) -> None:
         self._source.check_unchanged(moved)
 
 
-def answers_of(
+def expand_trained_messages(
     source: Source,
     config: SourceConfig,
     cache_dir: str | None = None,
-    moved: Moved | None = None,
+    moved: Heartbeat | None = None,
     *,
     keep: bool = False,
 ) -> Source:
@@ -127,7 +127,7 @@ def answers_of(
     if config.rewritten_history != "each_turn" or config.chat not in ("messages", "prompt"):
         return source
 
-    def make(moved: Moved | None) -> _Counts:
+    def make(moved: Heartbeat | None) -> _MessageCounts:
         counts = np.zeros(len(source), np.int64)
         progress = Progress(f"counting trained messages of {source.name}", len(source), moved)
         for number in range(len(source)):
@@ -138,12 +138,12 @@ def answers_of(
                 raise UnreadableRecord([problem]) from error
             progress.update(number + 1)
         source.check_unchanged(moved)
-        return _Counts(counts)
+        return _MessageCounts(counts)
 
-    def of(arrays: kept.Arrays) -> _Counts:
+    def of(arrays: kept.Arrays) -> _MessageCounts:
         if arrays["counts"].shape != (len(source),):
             raise ValueError("an array of another shape")
-        return _Counts(arrays["counts"])
+        return _MessageCounts(arrays["counts"])
 
     if cache_dir is None:
         found = make(moved)
@@ -155,17 +155,17 @@ def answers_of(
         key += [config.system_field] if config.system_field else []
         name = hashlib.sha256(repr(key).encode()).hexdigest()[:32]
         path = os.path.join(os.path.expanduser(cache_dir), f"answers-{name}.npz")
-        found = kept.made_once(
-            path, of, make, lambda made: made._asdict(), _WORDS, keep=keep, moved=moved
+        found = kept.load_or_compute(
+            path, of, make, lambda made: made._asdict(), _CACHE_MESSAGES, keep=keep, moved=moved
         )
-    return AnswerSource(source, found.counts) if found.counts.any() else source
+    return TrainedMessageSource(source, found.counts) if found.counts.any() else source
 
 
-class _Counts(NamedTuple):
+class _MessageCounts(NamedTuple):
     counts: np.ndarray
 
 
-_MOST_TEMPLATE_BYTES = 1 << 24
+_MAX_TEMPLATE_BYTES = 1 << 24
 _PASS_RECORDS = 256
 _VERSION = 2
 """Increased whenever the same records give other ids or masks than before."""
@@ -174,16 +174,16 @@ REWRITTEN = 8
 once others follow."""
 
 
-def template_of(config: SourceConfig, tokenizer: Tokenizer) -> ChatTemplate:
+def load_chat_template(config: SourceConfig, tokenizer: Tokenizer) -> ChatTemplate:
     """The template of `data.chat_template`, or of the tokenizer's folder.
 
     Raises:
         ConfigError: it cannot be read, or there is none.
     """
-    path, settings = config.chat_template, template_settings(config.chat_template_kwargs)
+    path, settings = config.chat_template, parse_template_kwargs(config.chat_template_kwargs)
     if path:
         try:
-            text = files.read(path, _MOST_TEMPLATE_BYTES).decode()
+            text = files.read(path, _MAX_TEMPLATE_BYTES).decode()
         except (OSError, ValueError) as error:
             rule = f"must be a file of UTF-8 text: {getattr(error, 'strerror', None) or error}."
             action = "Set data.chat_template to the file of a Jinja template."
@@ -205,7 +205,7 @@ def today() -> str:
     return datetime.date.today().isoformat()
 
 
-def spoken(data: DataConfig, tokenizer: Tokenizer) -> ChatTemplate | None:
+def resolve_chat_template(data: DataConfig, tokenizer: Tokenizer) -> ChatTemplate | None:
     """The template of a run's conversations, or where it has none that of the tokenizer's folder.
 
     Raises:
@@ -213,24 +213,24 @@ def spoken(data: DataConfig, tokenizer: Tokenizer) -> ChatTemplate | None:
     """
     chats = [each for each in all_sources(data).values() if each.chat != "off"]
     if chats:
-        return template_of(chats[0], tokenizer)
-    settings = template_settings(data.chat_template_kwargs)
+        return load_chat_template(chats[0], tokenizer)
+    settings = parse_template_kwargs(data.chat_template_kwargs)
     return None if tokenizer.chat is None else tokenizer.chat.with_settings(settings)
 
 
-def first_day(run: str, cache_dir: str) -> str:
+def load_start_date(run: str, cache_dir: str) -> str:
     """The date of a run's first start, kept in `cache_dir`; `run` is the path of its folder."""
     name = hashlib.sha256(run.encode()).hexdigest()[:32]
     path = os.path.join(cache_dir, f"day-{name}.npz")
     if not os.path.exists(os.path.join(run, EVENTS_FILE)):
         with contextlib.suppress(OSError):
             os.unlink(path)  # of an earlier run in the same folder
-    words = Words(
+    words = CacheMessages(
         "reading the date of the run's first start",
         "prompts have the current date",
         "prompts have another date when the run resumes on another day",
     )
-    return made_once(
+    return load_or_compute(
         path,
         lambda arrays: datetime.date.fromisoformat(str(arrays["day"][0])).isoformat(),
         lambda _: today(),
@@ -242,17 +242,17 @@ def first_day(run: str, cache_dir: str) -> str:
 
 
 @contextlib.contextmanager
-def named(source: Source, document: int) -> Iterator[None]:
+def wrap_record_errors(source: Source, document: int) -> Iterator[None]:
     """A record that is at fault is named, as `UnreadableRecord`."""
     try:
-        with naming(lambda _: source.where(document)):
+        with wrap_text_errors(lambda _: source.where(document)):
             yield
     except BadRecord as error:
         problem = Problem(source.where(document), error.given, error.rule, error.action)
         raise UnreadableRecord([problem]) from error
 
 
-class Counted(NamedTuple):
+class CountedConversation(NamedTuple):
     """A conversation as ids, with what is counted of it."""
 
     ids: np.ndarray
@@ -267,32 +267,32 @@ class Counted(NamedTuple):
     """See `Encoded.unread`."""
 
 
-class Conversations:
+class ConversationEncoder:
     """The records of a source, encoded. Safe in threads: each takes a process of its own."""
 
     def __init__(self, source: Source, tokenizer: Tokenizer, config: SourceConfig):
         self.source = source
         self.tokenizer = tokenizer
-        self.template = template_of(config, tokenizer)
+        self.template = load_chat_template(config, tokenizer)
         self.day = today() if self.template.reads_date else ""
         """Current date of the template, the same for all records; empty if it reads none."""
         self._config = config
         self._idle: list[ChatProcess] = []
 
-    def encode(self, document: int) -> Encoded:
+    def encode(self, document: int) -> EncodedDocument:
         """The ids of a record and which of them are trained.
 
         Raises:
             UnreadableRecord: it has no messages or the template fails with them.
         """
-        with named(self.source, document):
+        with wrap_record_errors(self.source, document):
             record = self.source.record(document)
-            if isinstance(record, Answer):
+            if isinstance(record, TrainedMessage):
                 found = conversation_of(record.record, self._config)
                 return self.encoded(found.up_to(found.trained[record.number]))
             return self.encoded(conversation_of(record, self._config))
 
-    def encoded(self, conversation: ChatInput) -> Encoded:
+    def encoded(self, conversation: ChatInput) -> EncodedDocument:
         """The same of a conversation.
 
         Raises:
@@ -316,7 +316,7 @@ class Conversations:
             raise BadRecord("", rule, "Remove the record, or correct the template.")
         marks = REWRITTEN if found.rewritten else 0
         unread = (*conversation.unread, *found.unread)
-        return Encoded(ids, touched(offsets, found.spans), marks=marks, unread=unread)
+        return EncodedDocument(ids, mask_of_spans(offsets, found.spans), marks=marks, unread=unread)
 
     def check(self, index: DocumentIndex) -> None:
         """Checks that some token is trained.
@@ -326,7 +326,7 @@ class Conversations:
         """
         if index.trained is None or index.trained.any():
             return
-        raise nothing_trained(self.template.path, len(self.source))
+        raise no_trained_tokens_error(self.template.path, len(self.source))
 
     @contextlib.contextmanager
     def _process(self) -> Iterator[ChatProcess]:
@@ -372,7 +372,7 @@ class Conversations:
         return [*found, template.template, sorted(template.tokens.items())]
 
 
-class ChatRecords(Protocol):
+class ChatEncoder(Protocol):
     """Records that are encoded as a whole; see `Conversations`. Safe in threads."""
 
     @property
@@ -389,7 +389,7 @@ class ChatRecords(Protocol):
     @day.setter
     def day(self, day: str) -> None: ...
 
-    def encode(self, document: int) -> Encoded: ...
+    def encode(self, document: int) -> EncodedDocument: ...
 
     def check(self, index: DocumentIndex) -> None: ...
 
@@ -399,13 +399,13 @@ class ChatRecords(Protocol):
 class ChatDocuments(EncodedDocuments):
     """Token ids of conversations; keeps those read last. Safe in threads."""
 
-    def __init__(self, conversations: ChatRecords, index: DocumentIndex):
+    def __init__(self, conversations: ChatEncoder, index: DocumentIndex):
         super().__init__(conversations.source, conversations.tokenizer, index)
         self._conversations, self._masks = conversations, index.masks
         # Documents are those of the day on which they were indexed, whenever a run resumes.
         conversations.day = index.day
 
-    def _read(self, document: int) -> Encoded:
+    def _read(self, document: int) -> EncodedDocument:
         found = self._conversations.encode(document)
         assert found.trained is not None and self._masks is not None
         if ids_digest(found.ids) != self._digests[document]:
@@ -416,9 +416,9 @@ class ChatDocuments(EncodedDocuments):
 
 
 def build_chat_index(
-    conversations: ChatRecords,
+    conversations: ChatEncoder,
     cache_dir: str | None,
-    moved: Moved | None = None,
+    moved: Heartbeat | None = None,
     *,
     threads: int = 1,
     keep: bool = True,
@@ -432,11 +432,13 @@ def build_chat_index(
     parts = [source.fingerprint(), source.content(moved)]
     parts += [tokenizer.fingerprint(), conversations.fingerprint()]
     parts += ["day"] if conversations.day else []  # indices of earlier releases have none
-    index = kept_index(
+    index = load_or_build_index(
         ["chat", 3, *parts],
         len(source),
         cache_dir,
-        lambda moved: unchanged(source, moved, _read_all(conversations, moved, threads)),
+        lambda moved: verify_unchanged(
+            source, moved, _index_conversations(conversations, moved, threads)
+        ),
         keep=keep,
         moved=moved,
         task=f"rendering conversations of {source.name}",
@@ -445,39 +447,43 @@ def build_chat_index(
     return index
 
 
-def nothing_inside(path: str | None, documents: int, chat: str) -> ConfigError:
+def empty_documents_error(path: str | None, documents: int, chat: str) -> ConfigError:
     """The error for documents of which none has a character that would be trained on."""
-    rule = f"must hold text: {counted(documents, 'document')} with nothing inside."
+    rule = f"must hold text: {pluralize(documents, 'document')} with nothing inside."
     action = "Set data.path to documents with text, or data.field to the field that holds it."
     if chat in ("messages", "prompt"):
-        rule = f"must hold trained text: trained messages of {counted(documents, 'conversation')} "
+        rule = (
+            f"must hold trained text: trained messages of {pluralize(documents, 'conversation')} "
+        )
         rule += "are empty."
         action = "Write their content, or set data.trained_roles to roles whose messages have text."
     if chat == "pairs":
-        rule = f"must hold responses: those of {counted(documents, 'pair')} are empty."
+        rule = f"must hold responses: those of {pluralize(documents, 'pair')} are empty."
         action = "Set data.chosen_field and data.rejected_field to the fields that hold them."
     return ConfigError.one("data.path", path, rule, action)
 
 
-def nothing_trained(template: str, count: int) -> ConfigError:
+def no_trained_tokens_error(template: str, count: int) -> ConfigError:
     """The error for conversations of which no token is trained."""
     return ConfigError.one(
         template,
         None,
-        f"must mark what is trained: none of {counted(count, 'conversation')} has any.",
+        f"must mark what is trained: none of {pluralize(count, 'conversation')} has any.",
         "Set data.trained_roles to roles that speak there, correct `weight` and `train` of their "
         "messages, or the template's {% generation %} blocks.",
     )
 
 
-def count(conversations: ChatRecords, document: int) -> Counted:
+def encode_and_count(conversations: ChatEncoder, document: int) -> CountedConversation:
     """A record as `encode` has it, with what is counted of it; raises as that does."""
-    with reading(partial(conversations.source.where, document)):
+    with track_read(partial(conversations.source.where, document)):
         found = conversations.encode(document)
     assert found.trained is not None
     text = conversations.tokenizer.decode(found.ids[found.trained].tolist())
     digest = ids_digest(found.ids)
-    return Counted(found.ids, found.trained, text.encode(), digest, found.marks, found.unread)
+    return CountedConversation(
+        found.ids, found.trained, text.encode(), digest, found.marks, found.unread
+    )
 
 
 def first_target(trained: np.ndarray) -> int:
@@ -490,7 +496,9 @@ def ids_digest(ids: np.ndarray) -> int:
     return digest_of(ids.astype("<i8").tobytes())
 
 
-def _read_all(conversations: ChatRecords, moved: Moved | None, threads: int) -> DocumentIndex:
+def _index_conversations(
+    conversations: ChatEncoder, moved: Heartbeat | None, threads: int
+) -> DocumentIndex:
     source = conversations.source
     lengths, trained = np.zeros(len(source), np.int64), np.zeros(len(source), np.int64)
     byte_counts, digests = np.zeros(256, np.int64), np.zeros(len(source), np.uint64)
@@ -501,7 +509,7 @@ def _read_all(conversations: ChatRecords, moved: Moved | None, threads: int) -> 
     with ThreadPoolExecutor(max(1, threads), "conversations") as pool:
         for first in range(0, len(source), _PASS_RECORDS):
             numbers = range(first, min(first + _PASS_RECORDS, len(source)))
-            read = pool.map(partial(count, conversations), numbers)
+            read = pool.map(partial(encode_and_count, conversations), numbers)
             for document, found in zip(numbers, read, strict=True):
                 lengths[document], trained[document] = len(found.ids), int(found.trained.sum())
                 digests[document], marks[document] = found.digest, found.marks

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from maxpipe.config.data import is_template, template_pieces, template_settings
+from maxpipe.config.data import is_template, parse_template_kwargs, split_template
 from maxpipe.config.data_schema import SourceConfig
 from maxpipe.config.rules import did_you_mean
-from maxpipe.data.formats.text_of import BadRecord, chat_settings, joined, shortened
+from maxpipe.data.formats.text_of import BadRecord, chat_settings, fill_template, shorten
 from maxpipe.data.tokenizers.chat import SETTINGS, ChatInput, Message
-from maxpipe.io.typed import parse
+from maxpipe.io.typed import parse_json
 
 _MESSAGES, _SHAREGPT = "messages", "conversations"
 """The default of `data.messages_field`, and the name that ShareGPT records use for it."""
@@ -29,7 +29,13 @@ _SHAREGPT_ROLES = {
     "system": "system",
     "developer": "developer",
 }
-_SAYS = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
+_CALL_AND_REASONING_KEYS = (
+    "tool_calls",
+    "function_call",
+    "reasoning_content",
+    "reasoning",
+    "thinking",
+)
 """Keys of a message that may take the place of `content`."""
 _TEXTS = ("content", "value", "tool_calls")
 _MEDIA = ("image", "image_url", "input_image", "audio", "audio_url", "input_audio", "video")
@@ -39,8 +45,8 @@ _FLAGS = ("weight", "train", "training")
 """Keys that say whether a message is trained; no template sees them."""
 _RESERVED = (_MESSAGES, "tools", "documents", "add_generation_prompt")
 _ARGUMENTS = "arguments"
-_DEPTH = 256
-_TURNS = ("user", "assistant")
+_MAX_JSON_DEPTH = 256
+_TURN_ROLES = ("user", "assistant")
 _PAIR = {"input", "output"}
 """Keys of an object that holds what a user says and what an assistant answers."""
 _ANYTHING: Any = Any
@@ -52,22 +58,24 @@ def conversation_of(record: object, config: SourceConfig) -> ChatInput:
     Raises:
         BadRecord: a field is missing or of another type, or a role is none of `data.chat_roles`.
     """
-    fields = with_fields(record, config)
+    fields = check_mapping(record, config)
     if config.chat == "messages":
-        name = messages_name(fields, config.messages_field)
+        name = messages_field_name(fields, config.messages_field)
         names, key = [name], "data.messages_field"
-        messages = listed(turns_of(column(fields, name, key)), key)
+        messages = parse_messages(turns_of(read_field(fields, name, key)), key)
     else:
         given = config.prompt_field, config.response_field
         names = [each for name in given for each in columns_of(fields, name)]
-        asked = said_or_listed(fields, given[0], "data.prompt_field", "user")
-        messages = asked + said_or_listed(fields, given[1], "data.response_field", "assistant")
+        asked = parse_text_or_messages(fields, given[0], "data.prompt_field", "user")
+        messages = asked + parse_text_or_messages(
+            fields, given[1], "data.response_field", "assistant"
+        )
     if not messages:
         raise BadRecord("", "must have a message: it has none.", "Remove the record.")
     # Columnar sources have nulls for the arguments of other calls.
     values = [fields.get(each) for each in names]
     nulls = null_arguments(values) if config.source == "jsonl" else ()
-    first, more = system_of(fields, messages, config, is_sharegpt=names == [_SHAREGPT])
+    first, more = parse_system_message(fields, messages, config, is_sharegpt=names == [_SHAREGPT])
     messages, names = [*first, *messages], [*names, *more]
     trained = [
         number
@@ -75,11 +83,11 @@ def conversation_of(record: object, config: SourceConfig) -> ChatInput:
         if is_trained(message, config, f"message {number + 1}")
     ]
     tools, settings = tools_and_settings(fields, config)
-    keys = (*unread(fields, names, config), *nulls)
+    keys = (*unread_field_names(fields, names, config), *nulls)
     return ChatInput(messages, tools, settings, trained, keys)
 
 
-def system_of(
+def parse_system_message(
     fields: Mapping[str, Any],
     messages: Sequence[Message],
     config: SourceConfig,
@@ -97,13 +105,13 @@ def system_of(
     names = columns_of(fields, name) if name else []
     if not any(has_value(fields.get(each)) for each in names):
         return [], names
-    value = column(fields, name, "data.system_field")
+    value = read_field(fields, name, "data.system_field")
     if not isinstance(value, str):
         if not config.system_field:
             return [], []
         rule = f"must have a text in data.system_field; it is of type {type(value).__name__}."
         action = "Set data.system_field to a field of texts, or leave it out."
-        raise BadRecord(shortened(str(value)), rule, action)
+        raise BadRecord(shorten(str(value)), rule, action)
     if messages and messages[0].get("role") in (_SYSTEM, "developer"):
         return [], names if messages[0].get("content") == value else []
     return [{"role": _SYSTEM, "content": value}], names
@@ -119,10 +127,10 @@ def tools_and_settings(
         BadRecord: they are of another type.
     """
     found = tools_of(fields, config.tools_field)
-    return found, {**template_settings(config.chat_template_kwargs), **settings_of(fields)}
+    return found, {**parse_template_kwargs(config.chat_template_kwargs), **settings_of(fields)}
 
 
-def unread(
+def unread_field_names(
     fields: Mapping[str, Any], names: Sequence[str], config: SourceConfig
 ) -> tuple[str, ...]:
     """Fields of a record with a value that are neither of `names` nor read by all conversations."""
@@ -138,16 +146,16 @@ def has_value(value: Any) -> bool:
 # Fields.
 
 
-def with_fields(record: object, config: SourceConfig) -> Mapping[str, Any]:
+def check_mapping(record: object, config: SourceConfig) -> Mapping[str, Any]:
     """The record. Raises BadRecord if it has no fields."""
     if not isinstance(record, Mapping):
         rule = f"must have fields, for data.chat={config.chat}; it is of type "
         rule += f"{type(record).__name__}."
-        raise BadRecord(shortened(str(record)), rule, "Set data.chat=off if these are texts.")
+        raise BadRecord(shorten(str(record)), rule, "Set data.chat=off if these are texts.")
     return record
 
 
-def messages_name(fields: Mapping[str, Any], name: str) -> str:
+def messages_field_name(fields: Mapping[str, Any], name: str) -> str:
     """The name of the field of messages: by default also that of ShareGPT records."""
     is_absent = name == _MESSAGES and fields.get(name) is None
     return _SHAREGPT if is_absent and fields.get(_SHAREGPT) is not None else name
@@ -160,10 +168,10 @@ def columns_of(record: Mapping[str, Any], name: str) -> list[str]:
 
 def fields_of(name: str) -> list[str]:
     """The fields of a template, or the one of this name."""
-    return [each for _, each in template_pieces(name) if each] if is_template(name) else [name]
+    return [each for _, each in split_template(name) if each] if is_template(name) else [name]
 
 
-def column(record: Mapping[str, Any], name: str, key: str) -> Any:
+def read_field(record: Mapping[str, Any], name: str, key: str) -> Any:
     """The value of the field that `key` names, or the text of its template over several fields.
 
     Raises:
@@ -172,7 +180,7 @@ def column(record: Mapping[str, Any], name: str, key: str) -> Any:
     if name in record:
         return record[name]
     if is_template(name):
-        return joined(record, name, key)
+        return fill_template(record, name, key)
     names = [str(each) for each in record]
     guess = did_you_mean(name, names) or (names[0] if len(names) == 1 else "")
     settings = f"{key}={guess}" if guess else f"{key} to the field that has it"
@@ -180,7 +188,7 @@ def column(record: Mapping[str, Any], name: str, key: str) -> Any:
     if "data.chat=pairs" in chat or key not in ("data.chosen_field", "data.rejected_field"):
         settings = chat or settings
     raise BadRecord(
-        shortened(f"fields {', '.join(names) or 'none'}"),
+        shorten(f"fields {', '.join(names) or 'none'}"),
         f"must have the field of {key} ({name}).",
         f"Set {settings}.",
     )
@@ -194,7 +202,7 @@ def turns_of(value: Any) -> Any:
     if not isinstance(value, list | tuple) or not value:
         return value
     if len(value) > 1 and all(isinstance(each, str) for each in value):
-        return [said(each, _TURNS[i % 2])[0] for i, each in enumerate(value)]
+        return [message_of_text(each, _TURN_ROLES[i % 2])[0] for i, each in enumerate(value)]
     if not all(isinstance(each, Mapping) for each in value):
         return value
     found = []
@@ -202,42 +210,44 @@ def turns_of(value: Any) -> Any:
         if "role" in each or "from" in each or not {*each} >= _PAIR:
             return value
         others = {key: item for key, item in each.items() if key not in _PAIR}
-        found.append({"role": _TURNS[0], "content": each["input"]})
+        found.append({"role": _TURN_ROLES[0], "content": each["input"]})
         if each["output"] is not None:
-            found.append({"role": _TURNS[1], "content": each["output"], **others})
+            found.append({"role": _TURN_ROLES[1], "content": each["output"], **others})
     return found
 
 
-def said(text: str, role: str) -> list[Message]:
+def message_of_text(text: str, role: str) -> list[Message]:
     """A text as the only message."""
     return [{"role": role, "content": text}]
 
 
-def said_or_listed(fields: Mapping[str, Any], name: str, key: str, role: str) -> list[Message]:
+def parse_text_or_messages(
+    fields: Mapping[str, Any], name: str, key: str, role: str
+) -> list[Message]:
     """A field that holds a text, or messages. Raises BadRecord if it holds something else."""
-    value = column(fields, name, key)
-    return said(value, role) if isinstance(value, str) else listed(value, key)
+    value = read_field(fields, name, key)
+    return message_of_text(value, role) if isinstance(value, str) else parse_messages(value, key)
 
 
-def listed(value: object, key: str, what: str = "a list") -> list[Message]:
+def parse_messages(value: object, key: str, what: str = "a list") -> list[Message]:
     """The messages in a field, or the only one. Raises BadRecord if it has something else."""
     if isinstance(value, Mapping) and ("role" in value or "from" in value):
         value = [value]
     if isinstance(value, list | tuple) and all(isinstance(each, Mapping) for each in value):
         return [message_of(each) for each in value]
     raise BadRecord(
-        shortened(str(value)),
+        shorten(str(value)),
         f"must have {what} of objects in {key}; it is of type {type(value).__name__}.",
         'Write it as [{"role": "user", "content": "..."}, ...].',
     )
 
 
-def without_nulls(value: Any) -> Any:
+def drop_nulls(value: Any) -> Any:
     """A value without the null keys of its objects, at any depth."""
     if isinstance(value, Mapping):
-        return {key: without_nulls(each) for key, each in value.items() if each is not None}
+        return {key: drop_nulls(each) for key, each in value.items() if each is not None}
     if isinstance(value, list | tuple):
-        return [without_nulls(each) for each in value]
+        return [drop_nulls(each) for each in value]
     return value
 
 
@@ -267,7 +277,7 @@ def message_of(value: Mapping[str, Any]) -> Message:
     Raises:
         BadRecord: a call of a function is not the JSON of one.
     """
-    message = without_nulls(value)
+    message = drop_nulls(value)
     if isinstance(message.get("refusal"), str) and not any(map(message.get, _TEXTS)):
         message["content"] = message.pop("refusal")  # as OpenAI's records have it
     if "role" in message or "from" not in message:
@@ -285,13 +295,17 @@ def _calls(text: object) -> Iterator[dict[str, Any]]:
     rule = "must hold the JSON of a call with `name` and `arguments` in a message of function_call"
     action = 'Write {"name": "...", "arguments": {...}}, or use the role gpt for plain text.'
     try:
-        found = parse(text, _ANYTHING, most_depth=_DEPTH) if isinstance(text, str) else text
+        found = (
+            parse_json(text, _ANYTHING, most_depth=_MAX_JSON_DEPTH)
+            if isinstance(text, str)
+            else text
+        )
         for each in found if isinstance(found, list) else [found]:
             if not isinstance(each, dict) or "name" not in each:
                 raise ValueError("it has no name")
-            yield {"type": "function", "function": without_nulls(each)}
+            yield {"type": "function", "function": drop_nulls(each)}
     except ValueError as error:
-        raise BadRecord(shortened(str(text)), f"{rule}: {error}.", action) from error
+        raise BadRecord(shorten(str(text)), f"{rule}: {error}.", action) from error
 
 
 def is_trained(message: Message, config: SourceConfig, which: str) -> bool:
@@ -306,7 +320,7 @@ def is_trained(message: Message, config: SourceConfig, which: str) -> bool:
     flags = {key: message.pop(key) for key in _FLAGS if key in message}
     for key, value in flags.items():
         if value not in (0, 1) or isinstance(value, str):
-            rule = f"must have a {key} of 0 or 1, or false or true: it has {shortened(str(value))}."
+            rule = f"must have a {key} of 0 or 1, or false or true: it has {shorten(str(value))}."
             raise BadRecord(which, rule, "Write 1 for a message that is trained, 0 for others.")
     if len({bool(value) for value in flags.values()}) > 1:
         given = ", ".join(f"{key} {value}" for key, value in flags.items())
@@ -324,7 +338,7 @@ def check_message(message: Message, config: SourceConfig, which: str) -> None:
     if role not in roles:
         guess = did_you_mean(role, roles) if isinstance(role, str) else ""
         raise BadRecord(
-            shortened(f"role {role} of {which}" if "role" in message else f"{which} without role"),
+            shorten(f"role {role} of {which}" if "role" in message else f"{which} without role"),
             f"must have a role of data.chat_roles: {', '.join(roles)}.",
             f"{f'Write {guess}' if guess else 'Correct it'}, or add the role to data.chat_roles.",
         )
@@ -339,7 +353,8 @@ def check_content(message: Message, which: str) -> None:
             rule = f"must have texts as content; it has a part of type {part['type']}, and models "
             raise BadRecord(which, f"{rule}here read text only.", "Remove the record or the part.")
     if isinstance(content, str | list) or (
-        "content" not in message and any(has_value(message.get(each)) for each in _SAYS)
+        "content" not in message
+        and any(has_value(message.get(each)) for each in _CALL_AND_REASONING_KEYS)
     ):
         return
     raise BadRecord(
@@ -365,13 +380,13 @@ def tools_of(fields: Mapping[str, Any], name: str) -> list[Any] | None:
         tools = [_from_json(each) for each in found]
         if all(isinstance(each, Mapping) for each in tools):
             return [
-                tool if isinstance(each, str) else without_nulls(tool)
+                tool if isinstance(each, str) else drop_nulls(tool)
                 for tool, each in zip(tools, found, strict=True)
             ]
     elif found is None:
         return None
     raise BadRecord(
-        shortened(str(fields[name])),
+        shorten(str(fields[name])),
         f"must have a list of objects in {name}, or its JSON.",
         'Write it as [{"type": "function", "function": {"name": "...", ...}}, ...].',
     )
@@ -387,11 +402,11 @@ def settings_of(fields: Mapping[str, Any]) -> dict[str, Any]:
     if found is None:
         return {}
     if isinstance(found, Mapping):
-        settings = without_nulls(found)
+        settings = drop_nulls(found)
         if not any(each in settings for each in _RESERVED):
             return settings
     raise BadRecord(
-        shortened(str(fields[SETTINGS])),
+        shorten(str(fields[SETTINGS])),
         f"must have an object in {SETTINGS}, without {', '.join(_RESERVED)}.",
         'Write it as {"enable_thinking": false}.',
     )
@@ -402,6 +417,6 @@ def _from_json(value: Any) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        return parse(value, _ANYTHING, most_depth=_DEPTH) if value.strip() else None
+        return parse_json(value, _ANYTHING, most_depth=_MAX_JSON_DEPTH) if value.strip() else None
     except ValueError:
         return value

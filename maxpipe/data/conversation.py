@@ -19,19 +19,19 @@ from typing import Any, Literal, NamedTuple, TypedDict
 
 import numpy as np
 
-from maxpipe.config.data import sources as sources_of
+from maxpipe.config.data import train_sources as sources_of
 from maxpipe.config.data_schema import SourceConfig
 from maxpipe.config.schema import DataConfig
-from maxpipe.data.chat import spoken, template_of
-from maxpipe.data.documents import Documents, Encoded
+from maxpipe.data.chat import load_chat_template, resolve_chat_template
+from maxpipe.data.documents import Documents, EncodedDocument
 from maxpipe.data.prepared.reader import TokenFiles
-from maxpipe.data.sources import Moved, Progress
+from maxpipe.data.sources import Heartbeat, Progress
 from maxpipe.data.tokenizer import Tokenizer
 from maxpipe.data.tokenizers.chat import ChatInput, ChatTemplate
 from maxpipe.data.tokenizers.control import Framing
 from maxpipe.errors import ConfigError
-from maxpipe.io.text import counted
-from maxpipe.io.typed import checked
+from maxpipe.io.text import pluralize
+from maxpipe.io.typed import check_type
 
 KEY = "conversation"
 """Name of the entry in the data position of a checkpoint."""
@@ -43,7 +43,7 @@ _DOCUMENTS = 32
 """Conversations of a source that are looked at."""
 
 
-class Conversation(TypedDict):
+class ChatSpec(TypedDict):
     """What a checkpoint of a run that reads conversations records of them."""
 
     template: str | None
@@ -54,7 +54,7 @@ class Conversation(TypedDict):
     """Tokens that close an answer."""
 
 
-def closing_ids(
+def end_of_turn_ids(
     chat: ChatTemplate,
     tokenizer: Tokenizer,
     answering: str = "assistant",
@@ -82,7 +82,7 @@ def closing_ids(
     return []
 
 
-def closing_of(documents: Documents, tokenizer: Tokenizer) -> list[int]:
+def infer_end_of_turn_ids(documents: Documents, tokenizer: Tokenizer) -> list[int]:
     """The same from the first of these conversations, by the tokens that are trained."""
     tails = []
     # The lengths of a folder that is read in windows are never read as a whole.
@@ -95,7 +95,7 @@ def closing_of(documents: Documents, tokenizer: Tokenizer) -> list[int]:
     return [max(tails[0], key=lambda i: counts[i])] if tails else []
 
 
-def _tail(document: Encoded, tokenizer: Tokenizer) -> list[int]:
+def _tail(document: EncodedDocument, tokenizer: Tokenizer) -> list[int]:
     """The control tokens with which the last trained message ends."""
     if document.trained is None or not document.trained.any():
         return []
@@ -111,9 +111,9 @@ def _tail(document: Encoded, tokenizer: Tokenizer) -> list[int]:
     return found[::-1] or following
 
 
-def conversation_record(
+def build_chat_spec(
     data: DataConfig, tokenizer: Tokenizer, documents: Iterable[Documents] = ()
-) -> Conversation | None:
+) -> ChatSpec | None:
     """The record of a run that reads these sources; None if they hold no conversations.
 
     `documents` are the conversations of the training.
@@ -126,15 +126,19 @@ def conversation_record(
     masked = list(documents)
     if not chats and not masked:
         return None
-    chat = spoken(data, tokenizer) if chats and _has_template(chats[0], tokenizer) else None
+    chat = (
+        resolve_chat_template(data, tokenizer)
+        if chats and _has_template(chats[0], tokenizer)
+        else None
+    )
     ends = [  # every source may have a template of its own
         i
         for each in chats
         if _has_template(each, tokenizer)
-        for i in closing_ids(template_of(each, tokenizer), tokenizer, *_roles(each))
+        for i in end_of_turn_ids(load_chat_template(each, tokenizer), tokenizer, *_roles(each))
     ]
     if not ends:
-        ends = [i for each in masked for i in closing_of(each, tokenizer)]
+        ends = [i for each in masked for i in infer_end_of_turn_ids(each, tokenizer)]
     is_all = bool(chats) and len(chats) == len(sources)
     begin = tokenizer.control.published.before if is_all else (tokenizer.begin_id,)
     return {
@@ -157,28 +161,28 @@ def _roles(config: SourceConfig) -> tuple[str, list[str]]:
     return answering, sorted(others, key=lambda role: role != "user")
 
 
-def of_prompts(chat: ChatTemplate | None, tokenizer: Tokenizer) -> Conversation | None:
+def chat_spec_of_prompts(chat: ChatTemplate | None, tokenizer: Tokenizer) -> ChatSpec | None:
     """The record of a run whose prompts `chat` renders; None without a template."""
     if chat is None:
         return None
     return {
         "template": chat.template,
         "begin_ids": [tokenizer.begin_id],
-        "end_ids": closing_ids(chat, tokenizer),
+        "end_ids": end_of_turn_ids(chat, tokenizer),
     }
 
 
-def recorded(position: Mapping[str, Any]) -> Conversation | None:
+def parse_chat_spec(position: Mapping[str, Any]) -> ChatSpec | None:
     """What the data position of a checkpoint says.
 
     Raises:
         ValueError: it is damaged.
     """
     found = position.get(KEY)
-    return None if found is None else checked(found, Conversation)
+    return None if found is None else check_type(found, ChatSpec)
 
 
-def speaking(tokenizer: Tokenizer, conversation: Conversation | None) -> Tokenizer:
+def apply_chat_spec(tokenizer: Tokenizer, conversation: ChatSpec | None) -> Tokenizer:
     """The tokenizer with which text ends, and prompts begin, as in these conversations.
 
     Its template is theirs.
@@ -193,29 +197,29 @@ def speaking(tokenizer: Tokenizer, conversation: Conversation | None) -> Tokeniz
     return tokenizer.with_control(end_ids=tuple(sorted(ends)), framing=framing, chat=chat)
 
 
-def for_chats(tokenizer: Tokenizer) -> Tokenizer:
+def add_end_of_turn_ids(tokenizer: Tokenizer) -> Tokenizer:
     """The tokenizer with which text ends where its own template closes an answer."""
     if tokenizer.chat is None:
         return tokenizer
-    ends = {*tokenizer.end_ids, *closing_ids(tokenizer.chat, tokenizer)}
+    ends = {*tokenizer.end_ids, *end_of_turn_ids(tokenizer.chat, tokenizer)}
     return tokenizer.with_control(end_ids=tuple(sorted(ends)))
 
 
-Policy = Literal["truncate", "drop", "split", "error"]
+LongConversationPolicy = Literal["truncate", "drop", "split", "error"]
 
 _KEY = "data.long_conversations"
 _PART = 1 << 20
 """Documents whose lengths are counted at a time."""
 
 
-class Left(NamedTuple):
+class RemainingCounts(NamedTuple):
     """Numbers of conversations, int64 []: with tokens left, and without any."""
 
     with_tokens: np.ndarray
     left_out: np.ndarray
 
 
-class BoundedDocuments:
+class LengthLimitedDocuments:
     """Conversations of as many tokens as a sequence has, or fewer; see `Documents`.
 
     With `truncate` one of which no trained token is left has no tokens, as with `drop`.
@@ -225,7 +229,7 @@ class BoundedDocuments:
         self,
         documents: Documents,
         sequence_length: int,
-        policy: Policy,
+        policy: LongConversationPolicy,
         trains: Callable[[int, int], bool] | None = None,
     ):
         """`trains` says of a document's number and a count whether any of its first tokens trains;
@@ -235,7 +239,7 @@ class BoundedDocuments:
         self._documents = documents
         self._most = sequence_length + 1
         """T inputs, and the target of the last one."""
-        self._policy: Policy = policy
+        self._policy: LongConversationPolicy = policy
         self._trains = trains or self._reads
         self._lengths: np.ndarray | None = None
 
@@ -245,14 +249,14 @@ class BoundedDocuments:
             self._lengths = self._bounded(self._documents.lengths, 0)
         return self._lengths
 
-    def counts(self, moved: Moved | None = None) -> Left:
+    def counts(self, moved: Heartbeat | None = None) -> RemainingCounts:
         """Count the conversations that had tokens; `moved` is called for each part of them."""
         return self._counted(self._documents.lengths, self.lengths)
 
     @staticmethod
-    def _counted(before: np.ndarray, after: np.ndarray) -> Left:
+    def _counted(before: np.ndarray, after: np.ndarray) -> RemainingCounts:
         num_left = np.count_nonzero(after)
-        return Left(np.array(num_left), np.array(np.count_nonzero(before) - num_left))
+        return RemainingCounts(np.array(num_left), np.array(np.count_nonzero(before) - num_left))
 
     def _reads(self, document: int, count: int) -> bool:
         trained = self._documents[document].trained
@@ -270,7 +274,7 @@ class BoundedDocuments:
         is_left = self._policy == "truncate" and self._trains(document, self._most)
         return self._most if is_left else 0
 
-    def __getitem__(self, document: int) -> Encoded:
+    def __getitem__(self, document: int) -> EncodedDocument:
         found = self._documents[document]
         if len(found.ids) <= self._most:
             return found
@@ -284,10 +288,10 @@ class BoundedDocuments:
         return self._documents.where(document)
 
 
-class BoundedFiles(BoundedDocuments):
+class LengthLimitedTokenFiles(LengthLimitedDocuments):
     """Bounded conversations of a prepared folder that is read in windows; see `TokenFiles`."""
 
-    def __init__(self, documents: TokenFiles, sequence_length: int, policy: Policy):
+    def __init__(self, documents: TokenFiles, sequence_length: int, policy: LongConversationPolicy):
         super().__init__(documents, sequence_length, policy)
         self._files = documents
         self.num_documents, self.num_tokens = documents.num_documents, documents.num_tokens
@@ -299,7 +303,7 @@ class BoundedFiles(BoundedDocuments):
         """int64 tokens of the documents from `first` to before `stop`."""
         return self._bounded(self._files.lengths_between(first, stop), first)
 
-    def counts(self, moved: Moved | None = None) -> Left:
+    def counts(self, moved: Heartbeat | None = None) -> RemainingCounts:
         progress = Progress("counting long conversations", self.num_documents, moved)
         with_tokens = left_out = np.array(0)
         for first in range(0, self.num_documents, _PART):
@@ -308,16 +312,19 @@ class BoundedFiles(BoundedDocuments):
             part = self._counted(lengths, self._bounded(lengths, first))
             with_tokens, left_out = with_tokens + part.with_tokens, left_out + part.left_out
             progress.update(stop)
-        return Left(np.array(with_tokens), np.array(left_out))
+        return RemainingCounts(np.array(with_tokens), np.array(left_out))
 
 
-def bounded(
-    documents: Documents, sequence_length: int, policy: Policy, first_targets: np.ndarray
+def limit_lengths(
+    documents: Documents,
+    sequence_length: int,
+    policy: LongConversationPolicy,
+    first_targets: np.ndarray,
 ) -> Documents:
     """Return conversations as the policy leaves them; see `DocumentIndex.first_targets`."""
     if policy not in ("truncate", "drop"):
         return documents
-    return BoundedDocuments(
+    return LengthLimitedDocuments(
         documents,
         sequence_length,
         policy,
@@ -325,31 +332,33 @@ def bounded(
     )
 
 
-def long_ones(lengths: np.ndarray, sequence_length: int) -> np.ndarray:
+def find_long_documents(lengths: np.ndarray, sequence_length: int) -> np.ndarray:
     """Numbers of the documents that no sequence of this length holds whole."""
     return np.flatnonzero(lengths > sequence_length + 1)
 
 
-def num_long(documents: TokenFiles, sequence_length: int) -> tuple[int, int]:
+def count_long_documents(documents: TokenFiles, sequence_length: int) -> tuple[int, int]:
     """How many documents are longer than a sequence, and the number of the first one, or 0."""
     count = first = 0
     for begin in range(0, documents.num_documents, _PART):
         lengths = documents.lengths_between(begin, min(begin + _PART, documents.num_documents))
-        found = long_ones(lengths, sequence_length)
+        found = find_long_documents(lengths, sequence_length)
         if len(found) and not count:
             first = begin + int(found[0])
         count += len(found)
     return count, first
 
 
-def too_long(count: int, where: str, sequence_length: int) -> ConfigError:
+def long_conversation_error(count: int, where: str, sequence_length: int) -> ConfigError:
     """The error for `error`; `where` names the first of `count` conversations."""
     rule = f"ends the run where a conversation is longer than a sequence of {sequence_length}: "
-    rule += f"{counted(count, 'conversation')}, the first one {where}."
+    rule += f"{pluralize(count, 'conversation')}, the first one {where}."
     return _wrong("error", rule, "data.long_conversations=truncate")
 
 
-def check_left(left: Left, num_documents: int, sequence_length: int, policy: Policy) -> None:
+def check_remaining(
+    left: RemainingCounts, num_documents: int, sequence_length: int, policy: LongConversationPolicy
+) -> None:
     """Checks that the policy leaves conversations to train on, of `num_documents`.
 
     Raises:
@@ -357,7 +366,7 @@ def check_left(left: Left, num_documents: int, sequence_length: int, policy: Pol
     """
     if left.with_tokens:
         return
-    all_of = f"each of {counted(num_documents, 'conversation')}"
+    all_of = f"each of {pluralize(num_documents, 'conversation')}"
     sequence = f"a sequence of {sequence_length}"
     if policy == "drop":
         rule = f"leaves nothing: {all_of} is longer than {sequence}."

@@ -17,39 +17,39 @@ from typing import Any, Literal
 import numpy as np
 
 from maxpipe.config import ramp as config_ramp
-from maxpipe.config.data import paths_of, section_of, sources, validation_key, validation_sets
+from maxpipe.config.data import paths_of, section_of, train_sources, validation_key, validation_sets
 from maxpipe.config.data_schema import DataConfig, Packing, SourceConfig
-from maxpipe.config.ramp import Ramp
+from maxpipe.config.ramp import BatchRamp
 from maxpipe.data import mixture
 from maxpipe.data.chat import (
-    AnswerSource,
     ChatDocuments,
-    Conversations,
-    answers_of,
+    ConversationEncoder,
+    TrainedMessageSource,
     build_chat_index,
-    nothing_inside,
+    empty_documents_error,
+    expand_trained_messages,
 )
 from maxpipe.data.conversation import (
-    BoundedDocuments,
-    BoundedFiles,
-    Left,
-    bounded,
-    check_left,
-    long_ones,
-    num_long,
-    too_long,
+    LengthLimitedDocuments,
+    LengthLimitedTokenFiles,
+    RemainingCounts,
+    check_remaining,
+    count_long_documents,
+    find_long_documents,
+    limit_lengths,
+    long_conversation_error,
 )
 from maxpipe.data.documents import DocumentIndex, Documents, EncodedDocuments, build_index, entropy
 from maxpipe.data.formats.digests import Digests
-from maxpipe.data.formats.reads import reading
-from maxpipe.data.mixture import Part, seed_of
+from maxpipe.data.formats.reads import track_read
+from maxpipe.data.mixture import SourceSequences, seed_of
 from maxpipe.data.packing import Sequences, split_documents
-from maxpipe.data.pairs import PairDocuments, Pairs
+from maxpipe.data.pairs import PairDocuments, PairEncoder
 from maxpipe.data.prepared.manifest import (
-    CONTENT,
-    SPAN,
+    CONTENT_KEY,
+    SPAN_DOCUMENTS,
     changed_files,
-    content_facts,
+    content_metadata,
     short_digests,
 )
 from maxpipe.data.prepared.megatron import IDS, MegatronDocuments, open_documents
@@ -57,12 +57,18 @@ from maxpipe.data.prepared.reader import (
     PreparedDocuments,
     WindowedSequences,
     needs_windows,
-    spans_of,
+    split_spans,
 )
 from maxpipe.data.sequences import Packer
-from maxpipe.data.sources import Moved, Source, in_section, open_source
+from maxpipe.data.sources import Heartbeat, Source, open_source, wrap_section_errors
 from maxpipe.data.tokenizer import Tokenizer
-from maxpipe.data.unread_keys import Long, advice, columns_not_read, marks_of, remarks
+from maxpipe.data.unread_keys import (
+    LongConversations,
+    columns_not_read,
+    marks_of,
+    remarks,
+    suggest_settings,
+)
 from maxpipe.errors import ConfigError
 
 SOURCES = "sources"
@@ -75,7 +81,7 @@ _PART = 2**20
 
 
 @dataclass(frozen=True, slots=True)
-class Indexed:
+class IndexedSource:
     """Documents of a source whose lengths are known, before they are packed."""
 
     name: str
@@ -105,7 +111,7 @@ class Indexed:
         Raises:
             ConfigError: none of its documents has a target.
         """
-        with in_section(self.name):
+        with wrap_section_errors(self.name):
             found = self._packed(split, fraction, packer)
             if found is not None and not len(found):
                 raise ConfigError.one(
@@ -118,8 +124,8 @@ class Indexed:
 
     def _packed(self, split: Split, fraction: float, packer: Packer) -> Sequences | None:
         documents = self.documents
-        if (windowed := _in_windows(documents)) is not None:
-            spans = spans_of(windowed, split, fraction, self.seed)
+        if (windowed := _windowed_documents(documents)) is not None:
+            spans = split_spans(windowed, split, fraction, self.seed)
             seed = None if split == "all" else self.seed
             return WindowedSequences(windowed, spans, packer, seed) if len(spans) else None
         order = self._order(split, fraction)
@@ -128,25 +134,25 @@ class Indexed:
     @property
     def is_large(self) -> bool:
         """Whether there are too many documents to shuffle them as a whole."""
-        return _in_windows(self.documents) is not None
+        return _windowed_documents(self.documents) is not None
 
     def numbers(self, split: Split, fraction: float) -> Iterator[np.ndarray]:
         """Numbers of the documents of a split, in parts of bounded size, near to each other."""
-        if (windowed := _in_windows(self.documents)) is None:
+        if (windowed := _windowed_documents(self.documents)) is None:
             order = np.sort(self._order(split, fraction))
             yield from np.split(order, range(_PART, len(order), _PART))
             return
-        spans = np.sort(spans_of(windowed, split, fraction, self.seed))
-        edges = np.arange(0, len(windowed.span_tokens), _PART // SPAN)[1:]
+        spans = np.sort(split_spans(windowed, split, fraction, self.seed))
+        edges = np.arange(0, len(windowed.span_tokens), _PART // SPAN_DOCUMENTS)[1:]
         for each in np.split(spans, np.searchsorted(spans, edges)):
-            numbers = (each[:, None] * SPAN + np.arange(SPAN)).ravel()
+            numbers = (each[:, None] * SPAN_DOCUMENTS + np.arange(SPAN_DOCUMENTS)).ravel()
             yield numbers[numbers < windowed.num_documents]
 
     def _order(self, split: Split, fraction: float) -> np.ndarray:
         count = len(self.documents.lengths)
         if split == "all":
             return np.arange(count)
-        with in_section(self.name):
+        with wrap_section_errors(self.name):
             if self.ends is None:
                 return split_documents(count, fraction, self.seed)[split == "validation"]
             # Of many samples of one record none tells of another one that is held out.
@@ -156,11 +162,13 @@ class Indexed:
             return np.concatenate([np.zeros(0, np.int64), *(np.arange(*each) for each in edges)])
 
 
-def _in_windows(
+def _windowed_documents(
     documents: Documents,
-) -> PreparedDocuments | MegatronDocuments | BoundedFiles | None:
+) -> PreparedDocuments | MegatronDocuments | LengthLimitedTokenFiles | None:
     """The documents, if there are too many to shuffle them as a whole."""
-    prepared = isinstance(documents, PreparedDocuments | MegatronDocuments | BoundedFiles)
+    prepared = isinstance(
+        documents, PreparedDocuments | MegatronDocuments | LengthLimitedTokenFiles
+    )
     return documents if prepared and needs_windows(documents) else None
 
 
@@ -171,12 +179,12 @@ class Corpus:
     data: DataConfig
     mixed: Sequence[str]
     """Names of the sources of the run's mixture, whether these are them or not."""
-    indexed: Sequence[Indexed]
+    indexed: Sequence[IndexedSource]
     tokenizer: Tokenizer
     seed: int
     sequence_length: int
     cache_dir: str | None
-    moved: Moved | None
+    moved: Heartbeat | None
     keep: bool
     """Whether plans of sequences are written to `cache_dir`."""
 
@@ -206,7 +214,7 @@ class Corpus:
             all_facts = {each.name: each.facts for each in self.indexed}
             # Digests of content are compared one by one; earlier releases have none.
             bare = {
-                name: {key: value for key, value in each.items() if key != CONTENT}
+                name: {key: value for key, value in each.items() if key != CONTENT_KEY}
                 for name, each in all_facts.items()
             }
             digest = hashlib.sha256(json.dumps(bare, sort_keys=True).encode()).hexdigest()
@@ -227,16 +235,16 @@ class Corpus:
             **more,
         }
 
-    def parts(self, split: Split) -> list[Part]:
+    def parts(self, split: Split) -> list[SourceSequences]:
         """Sequences of each source; none of one that has no documents in the split."""
         fraction = self.data.validation_fraction
         return [
-            Part(each.name, sequences, each.seed, each.packing)
+            SourceSequences(each.name, sequences, each.seed, each.packing)
             for each in self.indexed
             if (sequences := each.sequences(split, fraction, self._packer(each))) is not None
         ]
 
-    def _packer(self, of: Indexed) -> Packer:
+    def _packer(self, of: IndexedSource) -> Packer:
         return Packer(
             of.packing,
             self.sequence_length,
@@ -256,7 +264,7 @@ def open_corpus(
     seed: int,
     sequence_length: int,
     cache_dir: str | None,
-    moved: Moved | None,
+    moved: Heartbeat | None,
     keep: bool = True,
 ) -> Corpus:
     """Opens and indexes all sources of the training, or that of `data.validation` with this name.
@@ -264,7 +272,7 @@ def open_corpus(
     Raises:
         ConfigError: anything the user has to change in `data`, or such a tokenizer.
     """
-    chosen, mixed = sources(data), tuple(sorted(data.mixture))
+    chosen, mixed = train_sources(data), tuple(sorted(data.mixture))
     if name is not None:
         key = validation_key(name)
         chosen = {key: validation_sets(data)[key]}
@@ -272,12 +280,14 @@ def open_corpus(
     opening = {"cache_dir": cache_dir, "moved": moved, "keep": keep, "row_tokens": sequence_length}
     indexed = []
     for each, config in chosen.items():
-        with in_section(each), reading(section_of(each)):
+        with wrap_section_errors(each), track_read(section_of(each)):
             mine = seed_of(each, seed)
             if config.source in IDS:
-                indexed.append(_of_ids(each, config, tokenizer, mine, **opening))
+                indexed.append(_index_token_source(each, config, tokenizer, mine, **opening))
             else:
-                opened = _of_text(each, config, tokenizer, mine, threads=data.threads, **opening)
+                opened = _index_text_source(
+                    each, config, tokenizer, mine, threads=data.threads, **opening
+                )
                 indexed.append(opened)
     return Corpus(data, mixed, indexed, tokenizer, seed, sequence_length, cache_dir, moved, keep)
 
@@ -289,68 +299,70 @@ def packing_of(config: SourceConfig, *, has_conversations: bool) -> Packing:
     return "best_fit" if has_conversations else "cut"
 
 
-def _of_ids(
+def _index_token_source(
     name: str,
     config: SourceConfig,
     encoder: Tokenizer,
     seed: int,
     *,
     cache_dir: str | None,
-    moved: Moved | None,
+    moved: Heartbeat | None,
     keep: bool,
     row_tokens: int,
-) -> Indexed:
+) -> IndexedSource:
     documents = open_documents(config, encoder, Digests(cache_dir, keep=keep), moved)
     packing = packing_of(config, has_conversations=documents.has_conversations)
-    facts = {**documents.facts(), **_packing_facts(packing)}
+    facts = {**documents.facts(), **_packing_metadata(packing)}
     if needs_windows(documents):
         facts["order"] = "windows"
     counts, unreadable = documents.byte_counts, documents.unreadable
     if not isinstance(documents, PreparedDocuments):
-        return Indexed(name, documents, seed, facts, counts, None, unreadable, packing)
+        return IndexedSource(name, documents, seed, facts, counts, None, unreadable, packing)
     digests = documents.digests
     if not documents.has_conversations:
-        return Indexed(name, documents, seed, facts, counts, digests, unreadable, packing)
+        return IndexedSource(name, documents, seed, facts, counts, digests, unreadable, packing)
     policy = config.long_conversations
-    facts.update(_long_facts(config))
-    count, first = num_long(documents, row_tokens)
+    facts.update(_long_conversation_metadata(config))
+    count, first = count_long_documents(documents, row_tokens)
     if count and policy == "error":
-        raise too_long(count, documents.where(first), row_tokens)
-    found: Documents | BoundedFiles = documents
-    long = Long(policy, count)
+        raise long_conversation_error(count, documents.where(first), row_tokens)
+    found: Documents | LengthLimitedTokenFiles = documents
+    long = LongConversations(policy, count)
     if count and policy != "split":
         is_large = needs_windows(documents)
-        found = (BoundedFiles if is_large else BoundedDocuments)(documents, row_tokens, policy)
+        found = (LengthLimitedTokenFiles if is_large else LengthLimitedDocuments)(
+            documents, row_tokens, policy
+        )
         key = json.dumps([facts, encoder.fingerprint()])
         packer = Packer(packing, row_tokens, cache_dir, keep if is_large else False, key, moved)
-        left = packer.remembered("left", [policy], _left_of, found.counts)
-        check_left(left, documents.num_documents, row_tokens, policy)
+        left = packer.remembered("left", [policy], _remaining_counts_of, found.counts)
+        check_remaining(left, documents.num_documents, row_tokens, policy)
         long = long._replace(left_out=int(left.left_out))
     told = documents.num_documents, documents.unread, documents.marks, long, packing
     lines = remarks("conversation", *told)
     parts = (name, found, seed, facts, counts, digests, unreadable, packing, lines)
-    return Indexed(*parts, is_chat=True)
+    return IndexedSource(*parts, is_chat=True)
 
 
-def _left_of(arrays: Mapping[str, np.ndarray]) -> Left:
-    left = Left(**{name: arrays[name] for name in Left._fields})
+def _remaining_counts_of(arrays: Mapping[str, np.ndarray]) -> RemainingCounts:
+    left = RemainingCounts(**{name: arrays[name] for name in RemainingCounts._fields})
     if any(each.shape for each in left):
         raise ValueError("arrays of another shape")
     return left
 
 
-def _packing_facts(packing: Packing) -> dict[str, str]:
+def _packing_metadata(packing: Packing) -> dict[str, str]:
     """None of what earlier releases did, who said nothing of it."""
     return {} if packing == "cut" else {"packing": packing}
 
 
-def _long_facts(config: SourceConfig) -> dict[str, str]:
+def _long_conversation_metadata(config: SourceConfig) -> dict[str, str]:
     """Likewise."""
     policy = config.long_conversations
     return {} if policy == "split" else {"long_conversations": policy}
 
 
-def _of_text(
+def _index_text_source(
     name: str,
     config: SourceConfig,
     encoder: Tokenizer,
@@ -358,43 +370,43 @@ def _of_text(
     *,
     threads: int,
     cache_dir: str | None,
-    moved: Moved | None,
+    moved: Heartbeat | None,
     keep: bool,
     row_tokens: int,
-) -> Indexed:
+) -> IndexedSource:
     """Documents of texts, conversations or pairs."""
     source = open_source(config, seed, moved, cache_dir=cache_dir, keep=keep)
-    source = answers_of(source, config, cache_dir, moved, keep=keep)
-    found = chat_records(source, encoder, config, row_tokens)
+    source = expand_trained_messages(source, config, cache_dir, moved, keep=keep)
+    found = build_chat_encoder(source, encoder, config, row_tokens)
     if found is None:
         index = build_index(source, encoder, cache_dir, moved, keep=keep)
     else:
         index = build_chat_index(found, cache_dir, moved, threads=threads, keep=keep)
     if not index.byte_counts.any():
-        raise nothing_inside(", ".join(paths_of(config)), len(source), config.chat)
+        raise empty_documents_error(", ".join(paths_of(config)), len(source), config.chat)
     packing = packing_of(config, has_conversations=found is not None)
     facts = {
         "source": source.name,
         "documents": len(source),
         "tokens": int(index.lengths.sum()),
         "source_digest": source.fingerprint(),
-        **content_facts(source.content(moved)),
-        **_packing_facts(packing),
+        **content_metadata(source.content(moved)),
+        **_packing_metadata(packing),
     }
     if found is not None:
         facts["chat"] = found.fingerprint()
     long = None
     if found is None:
         documents: Documents = EncodedDocuments(source, encoder, index)
-    elif isinstance(found, Pairs):
+    elif isinstance(found, PairEncoder):
         documents = PairDocuments(found, index)
     else:
-        facts.update(_long_facts(config))
-        documents, long = _bounded(ChatDocuments(found, index), index, config, row_tokens)
+        facts.update(_long_conversation_metadata(config))
+        documents, long = _apply_long_policy(ChatDocuments(found, index), index, config, row_tokens)
     what = "pair" if config.chat == "pairs" else "conversation"
-    action = advice(index.unread, source, config)
+    action = suggest_settings(index.unread, source, config)
     noted = (index.unread, marks_of(index.marks), long, packing if found else "", action)
-    return Indexed(
+    return IndexedSource(
         name,
         documents,
         seed,
@@ -404,40 +416,42 @@ def _of_text(
         unreadable=len(index.unreadable),
         packing=packing,
         remarks=[*columns_not_read(source, config), *remarks(what, len(source), *noted)],
-        ends=source.ends if isinstance(source, AnswerSource) else None,
+        ends=source.ends if isinstance(source, TrainedMessageSource) else None,
         is_chat=found is not None,
     )
 
 
-def _bounded(
+def _apply_long_policy(
     documents: ChatDocuments, index: DocumentIndex, config: SourceConfig, sequence_length: int
-) -> tuple[Documents, Long]:
+) -> tuple[Documents, LongConversations]:
     """Conversations as `data.long_conversations` says, and how many it concerns."""
     policy = config.long_conversations
-    numbers = long_ones(index.lengths, sequence_length)
+    numbers = find_long_documents(index.lengths, sequence_length)
     if not len(numbers) or policy == "split":
-        return documents, Long(policy, len(numbers))
+        return documents, LongConversations(policy, len(numbers))
     if policy == "error":
-        raise too_long(len(numbers), documents.where(int(numbers[0])), sequence_length)
-    found = bounded(documents, sequence_length, policy, index.first_targets)
-    assert isinstance(found, BoundedDocuments)
+        raise long_conversation_error(
+            len(numbers), documents.where(int(numbers[0])), sequence_length
+        )
+    found = limit_lengths(documents, sequence_length, policy, index.first_targets)
+    assert isinstance(found, LengthLimitedDocuments)
     left = found.counts()
-    check_left(left, len(index.lengths), sequence_length, policy)
-    return found, Long(policy, len(numbers), int(left.left_out))
+    check_remaining(left, len(index.lengths), sequence_length, policy)
+    return found, LongConversations(policy, len(numbers), int(left.left_out))
 
 
-def chat_records(
+def build_chat_encoder(
     source: Source, encoder: Tokenizer, config: SourceConfig, row_tokens: int
-) -> Conversations | Pairs | None:
+) -> ConversationEncoder | PairEncoder | None:
     """Records that are encoded as a whole; None if they are texts."""
     if config.chat == "off":
         return None
     if config.chat == "pairs":
-        return Pairs(source, encoder, config, row_tokens)
-    return Conversations(source, encoder, config)
+        return PairEncoder(source, encoder, config, row_tokens)
+    return ConversationEncoder(source, encoder, config)
 
 
-_WORDS = {
+_FINGERPRINT_LABELS = {
     "documents": "the number of documents",
     "tokens": "the number of tokens",
     "order": "the order of documents",
@@ -456,11 +470,11 @@ _WORDS = {
 }
 
 
-_UNSAID = {"packing": "cut", "long_conversations": "split"}
+_FINGERPRINT_DEFAULTS = {"packing": "cut", "long_conversations": "split"}
 """What a fingerprint means that does not have this entry."""
 
 
-def compare(
+def compare_fingerprints(
     saved: Mapping[str, Any], current: Mapping[str, Any], step: int | None = None
 ) -> list[tuple[str, Any, Any]]:
     """The (name, saved, current) of each entry in which two fingerprints differ, for people.
@@ -469,8 +483,8 @@ def compare(
     Nor do weights of a mixture: see `Loader.go_on`.
     """
     names = [*saved, *(name for name in current if name not in saved)]
-    if step is not None and Ramp.of_facts(saved).same_until(Ramp.of_facts(current), step):
-        names = [name for name in names if name not in config_ramp.FACTS]
+    if step is not None and BatchRamp.of_facts(saved).same_until(BatchRamp.of_facts(current), step):
+        names = [name for name in names if name not in config_ramp.METADATA_KEYS]
     of_sources = saved.get(SOURCES, {}), current.get(SOURCES, {})
     if of_sources[0].keys() != of_sources[1].keys():
         # All else follows from them.
@@ -478,16 +492,16 @@ def compare(
         return [("the sources of data.mixture", before, now)]
     found = []
     for name in of_sources[0]:
-        inner = compare(*(each[name] for each in of_sources))
+        inner = compare_fingerprints(*(each[name] for each in of_sources))
         found += [(f"{name}: {words}", before, now) for words, before, now in inner]
     if found:
         # The totals follow from these.
         names = [name for name in names if name not in ("documents", "tokens", "source_digest")]
-    names = [name for name in names if name not in (SOURCES, mixture.FACTS, CONTENT)]
+    names = [name for name in names if name not in (SOURCES, mixture.MIXTURE_KEY, CONTENT_KEY)]
     found += [
-        (_WORDS.get(name, name), short_digests(before), short_digests(now))
+        (_FINGERPRINT_LABELS.get(name, name), short_digests(before), short_digests(now))
         for name in names
-        if (before := saved.get(name, _UNSAID.get(name)))
-        != (now := current.get(name, _UNSAID.get(name)))
+        if (before := saved.get(name, _FINGERPRINT_DEFAULTS.get(name)))
+        != (now := current.get(name, _FINGERPRINT_DEFAULTS.get(name)))
     ]
-    return found + changed_files(saved.get(CONTENT), current.get(CONTENT))
+    return found + changed_files(saved.get(CONTENT_KEY), current.get(CONTENT_KEY))

@@ -12,23 +12,28 @@ from functools import partial
 import numpy as np
 
 from maxpipe.config.data import section_of
-from maxpipe.config.ramp import Ramp
+from maxpipe.config.ramp import BatchRamp
 from maxpipe.config.schema import Config
-from maxpipe.data.chat import first_day, spoken
-from maxpipe.data.conversation import Conversation, conversation_record, of_prompts, speaking
-from maxpipe.data.corpus import Corpus, Indexed, Split
+from maxpipe.data.chat import load_start_date, resolve_chat_template
+from maxpipe.data.conversation import (
+    ChatSpec,
+    apply_chat_spec,
+    build_chat_spec,
+    chat_spec_of_prompts,
+)
+from maxpipe.data.corpus import Corpus, IndexedSource, Split
 from maxpipe.data.documents import digest_of
-from maxpipe.data.loader import Datasets, build
+from maxpipe.data.loader import Datasets, build_loaders
 from maxpipe.data.prompts import build_prompts
-from maxpipe.data.tokenizer import Tokenizer, fitted, open_tokenizer
+from maxpipe.data.tokenizer import Tokenizer, fit_tokenizer, open_tokenizer
 from maxpipe.data.tokenizers.chat import ChatTemplate
 from maxpipe.errors import ConfigError, Problem
-from maxpipe.io.files import full
-from maxpipe.rewards.process import Rewards, check
+from maxpipe.io.files import expand_path
+from maxpipe.rewards.process import RewardFunction, check
 
-Moved = Callable[[], object]
+Heartbeat = Callable[[], object]
 
-_Part = tuple[Indexed, np.ndarray, np.ndarray]
+_DigestChunk = tuple[IndexedSource, np.ndarray, np.ndarray]
 _EMPTY = np.uint64(digest_of(b""))
 
 
@@ -47,8 +52,8 @@ class Overlap:
     """That of the same text in the training."""
 
 
-def overlaps(
-    train: Corpus, sets: Mapping[str, Corpus], *, large: bool, moved: Moved = lambda: None
+def find_overlaps(
+    train: Corpus, sets: Mapping[str, Corpus], *, large: bool, moved: Heartbeat = lambda: None
 ) -> list[Overlap]:
     """Of the held-out documents of a corpus, and of other sets by name.
 
@@ -62,13 +67,13 @@ def overlaps(
     parts = [digests for each in found.values() for _, _, digests in each]
     if not parts:
         return []
-    trained = _Trained(np.unique(np.concatenate(parts)))
+    trained = _TrainingDigests(np.unique(np.concatenate(parts)))
     for part in _digests(train, "train", large, moved):
         trained.add(*part)
-    return [each for name in found if (each := _of_set(name, found[name], trained)).count]
+    return [each for name in found if (each := _overlap_of_set(name, found[name], trained)).count]
 
 
-def left_out(corpora: Iterable[Corpus], *, large: bool) -> Iterator[tuple[str, str]]:
+def uncompared_sources(corpora: Iterable[Corpus], *, large: bool) -> Iterator[tuple[str, str]]:
     """(section, why) of each source that is not compared."""
     for corpus in corpora:
         for indexed in corpus.indexed:
@@ -78,17 +83,17 @@ def left_out(corpora: Iterable[Corpus], *, large: bool) -> Iterator[tuple[str, s
                 yield section_of(indexed.name), "it has too many documents to read all at the start"
 
 
-class _Trained:
+class _TrainingDigests:
     """Which of some digests the training has, and where."""
 
     def __init__(self, known: np.ndarray):
         """`known` uint64, sorted."""
         self._known = known
-        self._sources: list[Indexed] = []
+        self._sources: list[IndexedSource] = []
         self._source_of = np.full(len(known), -1, np.int32)
         self._number_of = np.zeros(len(known), np.int64)
 
-    def add(self, indexed: Indexed, numbers: np.ndarray, digests: np.ndarray) -> None:
+    def add(self, indexed: IndexedSource, numbers: np.ndarray, digests: np.ndarray) -> None:
         """Documents that are trained on."""
         if not self._sources or self._sources[-1] is not indexed:
             self._sources.append(indexed)
@@ -112,7 +117,7 @@ class _Trained:
         return places, self._known[places] == digests
 
 
-def _of_set(name: str, parts: Sequence[_Part], trained: _Trained) -> Overlap:
+def _overlap_of_set(name: str, parts: Sequence[_DigestChunk], trained: _TrainingDigests) -> Overlap:
     count, total, first, copy = 0, 0, "", ""
     for indexed, numbers, digests in parts:
         total += len(numbers)
@@ -124,7 +129,7 @@ def _of_set(name: str, parts: Sequence[_Part], trained: _Trained) -> Overlap:
     return Overlap(name, count, total, first, copy)
 
 
-def _digests(corpus: Corpus, split: Split, large: bool, moved: Moved) -> Iterator[_Part]:
+def _digests(corpus: Corpus, split: Split, large: bool, moved: Heartbeat) -> Iterator[_DigestChunk]:
     """(source, numbers, digests) of parts of a split; documents without text are left out."""
     for indexed in corpus.indexed:
         if indexed.digests is None or (indexed.is_large and not large):
@@ -140,40 +145,40 @@ def _digests(corpus: Corpus, split: Split, large: bool, moved: Moved) -> Iterato
                 yield indexed, numbers[with_text], digests[with_text]
 
 
-def datasets_of(config: Config, moved: Callable[[], object]) -> Datasets:
+def build_datasets(config: Config, moved: Callable[[], object]) -> Datasets:
     """The documents that a config names, and its tokenizer; `moved` is called during reading.
 
     Raises:
         ConfigError: they cannot be used, or have ids that the model does not know.
     """
     if config.train.objective == "grpo":
-        return _prompts(config)
-    datasets = build(
+        return _build_prompt_datasets(config)
+    datasets = build_loaders(
         config.data,
         config.tokenizer,
         seed=config.run.seed,
         batch_size=config.train.batch_size,
-        batch_ramp=Ramp.of(config.train),
+        batch_ramp=BatchRamp.of(config.train),
         sequence_length=config.train.sequence_length,
         eval_batch_size=config.eval.batch_size,
         cache_dir=_index_folder(config),
         moved=moved,
-        fit=partial(fitted, rows=config.model.vocab_size),
+        fit=partial(fit_tokenizer, rows=config.model.vocab_size),
     )
     assert datasets.corpora is not None
     train, _ = datasets.corpora
     chats = [each.documents for each in train.indexed if each.is_chat]
-    return _speaking(datasets, conversation_record(config.data, datasets.tokenizer, chats))
+    return _with_chat_spec(datasets, build_chat_spec(config.data, datasets.tokenizer, chats))
 
 
-def _speaking(datasets: Datasets, conversation: Conversation | None) -> Datasets:
-    tokenizer = speaking(datasets.tokenizer, conversation)
+def _with_chat_spec(datasets: Datasets, conversation: ChatSpec | None) -> Datasets:
+    tokenizer = apply_chat_spec(datasets.tokenizer, conversation)
     return replace(datasets, tokenizer=tokenizer, conversation=conversation)
 
 
-def _prompts(config: Config) -> Datasets:
-    tokenizer = fitted(open_tokenizer(config.tokenizer), config.model.vocab_size)
-    template = spoken_in_run(config, tokenizer)
+def _build_prompt_datasets(config: Config) -> Datasets:
+    tokenizer = fit_tokenizer(open_tokenizer(config.tokenizer), config.model.vocab_size)
+    template = load_run_chat_template(config, tokenizer)
     found = build_prompts(
         config.grpo,
         config.data,
@@ -182,28 +187,30 @@ def _prompts(config: Config) -> Datasets:
         batch_size=config.train.batch_size,
         sequence_length=config.train.sequence_length,
         check=partial(check, config.grpo),
-        reward=Rewards(config.grpo).fingerprint(),
+        reward=RewardFunction(config.grpo).fingerprint(),
         template=template,
     )
-    return _speaking(found, of_prompts(template, tokenizer))
+    return _with_chat_spec(found, chat_spec_of_prompts(template, tokenizer))
 
 
-def spoken_in_run(config: Config, tokenizer: Tokenizer) -> ChatTemplate | None:
+def load_run_chat_template(config: Config, tokenizer: Tokenizer) -> ChatTemplate | None:
     """The template of prompts, samples and questions; its date is that of the first start.
 
     Raises:
         ConfigError: its file cannot be read.
     """
-    template = spoken(config.data, tokenizer)
+    template = resolve_chat_template(config.data, tokenizer)
     if template is None or not template.reads_date:
         return template
     return template.on(
-        first_day(str(full(config.run.dir, "run.dir") / config.run.name), _index_folder(config))
+        load_start_date(
+            str(expand_path(config.run.dir, "run.dir") / config.run.name), _index_folder(config)
+        )
     )
 
 
 def _index_folder(config: Config) -> str:
-    return str(full(config.run.dir, "run.dir") / ".index")
+    return str(expand_path(config.run.dir, "run.dir") / ".index")
 
 
 def check_overlap(
@@ -227,7 +234,7 @@ def check_overlap(
     train, sets = datasets.corpora
     large = how == "stop"
     problems = []
-    for each in overlaps(train, sets, large=large, moved=moved):
+    for each in find_overlaps(train, sets, large=large, moved=moved):
         key = f"data.validation.{each.name}" if each.name else "data.validation_fraction"
         rule = (
             f"has documents that are also trained on, {each.count} of {each.total}: the first is "
@@ -239,7 +246,7 @@ def check_overlap(
         raise ConfigError(problems)
     for each in problems:
         warn(f"{each.where}: {each.rule} {each.action}")
-    for section, why in left_out([train, *sets.values()], large=large):
+    for section, why in uncompared_sources([train, *sets.values()], large=large):
         warn(
             f"{section}: documents for evaluation are not compared with these: {why}. Set "
             f"data.validation_overlap={'ignore' if large else 'stop to compare them, or ignore'}."

@@ -22,10 +22,10 @@ from typing import Protocol
 import numpy as np
 
 from maxpipe.data import kept
-from maxpipe.data.formats.reads import reading
-from maxpipe.data.sources import Moved, Progress, Source
+from maxpipe.data.formats.reads import track_read
+from maxpipe.data.sources import Heartbeat, Progress, Source
 from maxpipe.data.tokenizer import Tokenizer
-from maxpipe.data.tokenizers.files import naming
+from maxpipe.data.tokenizers.files import wrap_text_errors
 from maxpipe.errors import StorageError
 
 _LOG = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ _PASS_CHARACTERS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Encoded:
+class EncodedDocument:
     """A document with its begin and end ids."""
 
     ids: np.ndarray
@@ -61,7 +61,7 @@ class Documents(Protocol):
     @property
     def pad_id(self) -> int: ...
 
-    def __getitem__(self, document: int) -> Encoded: ...
+    def __getitem__(self, document: int) -> EncodedDocument: ...
 
     def where(self, document: int) -> str:
         """The file of a document and its place in it, for people."""
@@ -140,7 +140,7 @@ def build_index(
     source: Source,
     tokenizer: Tokenizer,
     cache_dir: str | None,
-    moved: Moved | None = None,
+    moved: Heartbeat | None = None,
     *,
     keep: bool = True,
 ) -> DocumentIndex:
@@ -151,11 +151,11 @@ def build_index(
     The index does not depend on seed, split or sequence length.
     """
     content = source.content(moved)
-    index = kept_index(
+    index = load_or_build_index(
         [3, source.fingerprint(), content, tokenizer.fingerprint(), len(source)],
         len(source),
         cache_dir,
-        lambda moved: unchanged(source, moved, _read_all(source, tokenizer, moved)),
+        lambda moved: verify_unchanged(source, moved, _index_texts(source, tokenizer, moved)),
         keep=keep,
         moved=moved,
         task=f"indexing documents of {source.name}",
@@ -165,7 +165,9 @@ def build_index(
     return index
 
 
-def unchanged(source: Source, moved: Moved | None, index: DocumentIndex) -> DocumentIndex:
+def verify_unchanged(
+    source: Source, moved: Heartbeat | None, index: DocumentIndex
+) -> DocumentIndex:
     """The index, if no file has changed while all documents were read for it.
 
     Raises:
@@ -175,26 +177,28 @@ def unchanged(source: Source, moved: Moved | None, index: DocumentIndex) -> Docu
     return index
 
 
-def kept_index(
+def load_or_build_index(
     key: Sequence[object],
     num_documents: int,
     cache_dir: str | None,
-    read: Callable[[Moved | None], DocumentIndex],
+    read: Callable[[Heartbeat | None], DocumentIndex],
     *,
     keep: bool,
-    moved: Moved | None,
+    moved: Heartbeat | None,
     task: str,
 ) -> DocumentIndex:
     """What `cache_dir` has for a key of JSON values, or what `read` returns; see `build_index`."""
     if cache_dir is None:
         return read(moved)
     name = hashlib.sha256(json.dumps(list(key)).encode()).hexdigest()[:32]
-    return kept.made_once(
+    return kept.load_or_compute(
         os.path.join(os.path.expanduser(cache_dir), f"index-{name}.npz"),
         lambda arrays: _index_of(arrays, num_documents),
         read,
         _arrays_of,
-        kept.Words(task, "reading all documents again", "the next start reads all documents"),
+        kept.CacheMessages(
+            task, "reading all documents again", "the next start reads all documents"
+        ),
         keep=keep,
         moved=moved,
     )
@@ -205,7 +209,7 @@ def _arrays_of(index: DocumentIndex) -> dict[str, np.ndarray]:
     return {name: each for name, each in arrays.items() if each is not None}
 
 
-def _read_all(source: Source, tokenizer: Tokenizer, moved: Moved | None) -> DocumentIndex:
+def _index_texts(source: Source, tokenizer: Tokenizer, moved: Heartbeat | None) -> DocumentIndex:
     lengths = np.zeros(len(source), np.int64)
     digests = np.zeros(len(source), np.uint64)
     byte_counts = np.zeros(256, np.int64)
@@ -213,7 +217,7 @@ def _read_all(source: Source, tokenizer: Tokenizer, moved: Moved | None) -> Docu
     texts: list[str] = []
     characters = 0
     for i in range(len(source)):
-        with reading(partial(source.where, i)):
+        with track_read(partial(source.where, i)):
             text = source[i]
         texts.append(text)
         characters += len(text)
@@ -222,7 +226,7 @@ def _read_all(source: Source, tokenizer: Tokenizer, moved: Moved | None) -> Docu
         byte_counts += np.bincount(np.frombuffer(raw, np.uint8), minlength=256)
         if characters >= _PASS_CHARACTERS or i + 1 == len(source):
             first = i + 1 - len(texts)
-            with naming(lambda number, first=first: source.where(first + number)):
+            with wrap_text_errors(lambda number, first=first: source.where(first + number)):
                 lengths[first : i + 1] = tokenizer.count(texts)
             texts, characters = [], 0
             progress.update(i + 1)
@@ -259,7 +263,7 @@ class EncodedDocuments:
         self.lengths = index.lengths
         self._source, self._digests = source, index.digests
         self._dtype = np.min_scalar_type(tokenizer.vocab_size - 1)
-        self._cached: OrderedDict[int, Encoded] = OrderedDict()
+        self._cached: OrderedDict[int, EncodedDocument] = OrderedDict()
         self._cached_bytes = 0
         self._lock = threading.Lock()
         largest = int(index.lengths.argmax())
@@ -276,7 +280,7 @@ class EncodedDocuments:
     def pad_id(self) -> int:
         return self.tokenizer.pad_id
 
-    def __getitem__(self, document: int) -> Encoded:
+    def __getitem__(self, document: int) -> EncodedDocument:
         with self._lock:
             if document in self._cached:
                 self._cached.move_to_end(document)
@@ -294,7 +298,7 @@ class EncodedDocuments:
     def where(self, document: int) -> str:
         return self._source.where(document)
 
-    def _encode(self, document: int) -> Encoded:
+    def _encode(self, document: int) -> EncodedDocument:
         found = self._read(document)
         if len(found.ids) != self.lengths[document]:
             raise self._changed(
@@ -311,10 +315,10 @@ class EncodedDocuments:
             "  Restore the file, or start a new run with the changed one."
         )
 
-    def _read(self, document: int) -> Encoded:
+    def _read(self, document: int) -> EncodedDocument:
         tokenizer, text = self.tokenizer, self._source[document]
         if digest_of(text.encode()) != self._digests[document]:
             raise self._changed(document)
-        with naming(lambda _: self._source.where(document)):
+        with wrap_text_errors(lambda _: self._source.where(document)):
             ids = tokenizer.encode(text)
-        return Encoded(np.concatenate([[tokenizer.begin_id], ids, [tokenizer.end_id]]))
+        return EncodedDocument(np.concatenate([[tokenizer.begin_id], ids, [tokenizer.end_id]]))

@@ -16,19 +16,19 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from maxpipe.data.formats.cache import locked
-from maxpipe.data.sources import Moved
-from maxpipe.io.files import opened
+from maxpipe.data.formats.cache import lock_file
+from maxpipe.data.sources import Heartbeat
+from maxpipe.io.files import open_regular
 
 _LOG = logging.getLogger(__name__)
 
-_PART = ".tmp"
+_TEMPORARY_SUFFIX = ".tmp"
 
-Made = TypeVar("Made")
+Value = TypeVar("Value")
 Arrays = Mapping[str, np.ndarray]
 
 
-class Words(NamedTuple):
+class CacheMessages(NamedTuple):
     """What is said of arrays, and of having to make them again."""
 
     task: str
@@ -39,16 +39,16 @@ class Words(NamedTuple):
     """And if they cannot be written."""
 
 
-def made_once(
+def load_or_compute(
     path: str,
-    made_of: Callable[[Arrays], Made],
-    make: Callable[[Moved | None], Made],
-    arrays_of: Callable[[Made], Arrays],
-    words: Words,
+    made_of: Callable[[Arrays], Value],
+    make: Callable[[Heartbeat | None], Value],
+    arrays_of: Callable[[Value], Arrays],
+    words: CacheMessages,
     *,
     keep: bool,
-    moved: Moved | None,
-) -> Made:
+    moved: Heartbeat | None,
+) -> Value:
     """What is made of the arrays of a file, or else what `make` makes; with `keep` these are kept.
 
     Processes that want the same file wait for the one that makes it; if it is killed, the next one
@@ -63,7 +63,7 @@ def made_once(
     with contextlib.ExitStack() as stack:
         try:
             os.makedirs(os.path.dirname(path), exist_ok=True)
-            moved = stack.enter_context(locked(f"{path}.lock", words.task, moved, removes=True))
+            moved = stack.enter_context(lock_file(f"{path}.lock", words.task, moved, removes=True))
         except OSError as error:
             # It is made all the same; if nothing can be written here, `save` says so.
             _LOG.info("%s cannot be locked (%s)", path, error)
@@ -72,7 +72,7 @@ def made_once(
                 found = load(path, made_of, words.again)
                 if found is not None:
                     return found
-            _remove_parts(path)
+            _remove_temporary_files(path)
         made = make(moved)
         save(path, arrays_of(made), words.next_start)
     return made
@@ -87,25 +87,28 @@ def _state(path: str) -> tuple[int, int] | None:
     return found.st_ino, found.st_mtime_ns
 
 
-def _remove_parts(path: str) -> None:
+def _remove_temporary_files(path: str) -> None:
     """What processes that were killed have left of a file."""
-    for part in glob.glob(f"{glob.escape(path)}.*{_PART}"):
+    for part in glob.glob(f"{glob.escape(path)}.*{_TEMPORARY_SUFFIX}"):
         with contextlib.suppress(OSError):
             os.unlink(part)
 
 
 def load(
     path: str,
-    made_of: Callable[[Arrays], Made],
+    made_of: Callable[[Arrays], Value],
     otherwise: str,
-) -> Made | None:
+) -> Value | None:
     """What is made of a file's arrays; None, and a warning, if they cannot be read or used.
 
     `made_of` raises ValueError or KeyError for arrays that it cannot use.
     """
     try:
         # Opened here, because numpy leaves a damaged file open.
-        with open(opened(path), "rb") as stream, np.load(stream, allow_pickle=False) as arrays:
+        with (
+            open(open_regular(path), "rb") as stream,
+            np.load(stream, allow_pickle=False) as arrays,
+        ):
             return made_of(arrays)
     except FileNotFoundError:
         return None
@@ -121,7 +124,7 @@ def save(
 ) -> None:
     """Written to a temporary name and renamed, so that no process reads half a file."""
     # A file of the module tempfile could not be read by other users of the folder.
-    temporary = f"{path}.{secrets.token_hex(8)}{_PART}"
+    temporary = f"{path}.{secrets.token_hex(8)}{_TEMPORARY_SUFFIX}"
     try:
         os.makedirs(os.path.dirname(path), exist_ok=True)
         with open(temporary, "xb") as stream:

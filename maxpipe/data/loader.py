@@ -23,15 +23,15 @@ import numpy as np
 
 from maxpipe.config import ramp as config_ramp
 from maxpipe.config.data import section_of
-from maxpipe.config.ramp import Ramp
+from maxpipe.config.ramp import BatchRamp
 from maxpipe.config.schema import DataConfig, TokenizerConfig
 from maxpipe.data import mixture
-from maxpipe.data.conversation import Conversation
+from maxpipe.data.conversation import ChatSpec
 from maxpipe.data.corpus import SOURCES, Corpus, Split, open_corpus
 from maxpipe.data.mixture import Mixture, Stream
 from maxpipe.data.packing import Sequences
 from maxpipe.data.pairs import PairDocuments
-from maxpipe.data.sources import Moved
+from maxpipe.data.sources import Heartbeat
 from maxpipe.data.tokenizer import Tokenizer, open_tokenizer
 from maxpipe.errors import ConfigError
 
@@ -39,19 +39,26 @@ from maxpipe.errors import ConfigError
 _ORDER, _ORDER_VERSION = "order_version", 1
 
 Batch = dict[str, np.ndarray]
-Rows = Sequence[int] | slice
-RowsOf = Callable[[int], Rows | np.ndarray]
+BatchIndices = Sequence[int] | slice
+SelectIndices = Callable[[int], BatchIndices | np.ndarray]
 """Of the number of a batch's rows those that are wanted."""
-Made = Callable[[Batch, int], Any]
+TransformBatch = Callable[[Batch, int], Any]
 """(a batch's wanted rows, the number of all) -> what is made of them."""
-Fit = Callable[[Tokenizer], Tokenizer]
+FitTokenizer = Callable[[Tokenizer], Tokenizer]
 """Returns a tokenizer as the model needs it; raises ConfigError where none does."""
 
 
 class Batches(Iterator[Any]):
     """Batches of consecutive steps, read ahead by threads until `close`."""
 
-    def __init__(self, loader: Loader, start_step: int, stop_step: int, rows: RowsOf, made: Made):
+    def __init__(
+        self,
+        loader: Loader,
+        start_step: int,
+        stop_step: int,
+        rows: SelectIndices,
+        made: TransformBatch,
+    ):
         # Not at the top: it imports jax when that is installed, and loading a config must not.
         import grain
 
@@ -88,7 +95,7 @@ class Batches(Iterator[Any]):
         self.close()
 
 
-class Row(NamedTuple):
+class SequenceOrigin(NamedTuple):
     """Where a row of a batch comes from."""
 
     source: str
@@ -98,7 +105,7 @@ class Row(NamedTuple):
     """Numbers of the documents of the source that have a token in it, in their order there."""
 
 
-class Ending(NamedTuple):
+class StreamEnd(NamedTuple):
     """What is read of a stream that repeats before it has ended, and what happens then."""
 
     policy: Literal["repeat", "stop", "fail"]
@@ -119,12 +126,12 @@ class Loader:
         self,
         stream: Stream,
         *,
-        ramp: Ramp,
+        ramp: BatchRamp,
         threads: int,
         prefetch_batches: int,
         fingerprint: Mapping[str, Any],
         mixed: Sequence[str] = (),
-        ending: Ending | None = None,
+        ending: StreamEnd | None = None,
         pairs: Mapping[str, PairDocuments] | None = None,
     ):
         """`mixed` are the names of all sources of the run's mixture; `ending` says how what a
@@ -180,7 +187,7 @@ class Loader:
             found += [(after - 1, name)] if after is not None else []
         return min(found)
 
-    def batch(self, step: int, rows: Rows | np.ndarray = slice(None)) -> Batch:
+    def batch(self, step: int, rows: BatchIndices | np.ndarray = slice(None)) -> Batch:
         """The given rows of the global batch of one step.
 
         Arrays of a sequence, each [rows, T], and `example_ids` int32 [rows]: the rows. With a
@@ -196,7 +203,7 @@ class Loader:
             batch["source_ids"] = self._source_ids[sources]
         return {**batch, "example_ids": rows}
 
-    def rows(self, step: int) -> list[Row]:
+    def rows(self, step: int) -> list[SequenceOrigin]:
         """Where each row of one step's batch comes from; without those that are padding."""
         front, count = self.ramp.place(step)
         sources, sequences = self.stream.places(front + np.arange(count, dtype=np.int64))
@@ -204,7 +211,9 @@ class Loader:
         for source, sequence in zip(sources.tolist(), sequences.tolist(), strict=True):
             if sequence >= 0:
                 part = self.stream.parts[source]
-                found.append(Row(part.name, sequence, part.sequences.documents(sequence)))
+                found.append(
+                    SequenceOrigin(part.name, sequence, part.sequences.documents(sequence))
+                )
         return found
 
     def where(self, source: str, document: int) -> str:
@@ -235,12 +244,12 @@ class Loader:
 
         From there on it is the loader's own. Each source goes on with the sample behind its last.
         """
-        planned, before = self.ending and self.ending.planned, saved.get(mixture.FACTS)
+        planned, before = self.ending and self.ending.planned, saved.get(mixture.MIXTURE_KEY)
         if planned is None or before is None or saved.get(SOURCES) != self._fingerprint[SOURCES]:
             return False
         was, position = Mixture.of_facts(before, planned.seed), self.ramp.before(step)
         self.follow(was.changed(planned, position), position)
-        return self._fingerprint[mixture.FACTS] != was.facts()
+        return self._fingerprint[mixture.MIXTURE_KEY] != was.facts()
 
     def follow(self, found: Mixture, since: int = 0) -> None:
         """Deal samples out so; sources end, if they do, from sample `since` on."""
@@ -252,21 +261,21 @@ class Loader:
     def use(self, found: Mixture) -> None:
         """Deal samples out exactly so."""
         self.stream.mixture, self.stream.end = found, found.end
-        self._fingerprint[mixture.FACTS] = found.facts()
+        self._fingerprint[mixture.MIXTURE_KEY] = found.facts()
 
     def mixed(self) -> dict[str, Any]:
         """JSON values that say how samples are dealt out to the sources of a mixture, if any."""
         if self.stream.mixture is None:
             return {}
-        return {"sources": self.sources, mixture.FACTS: self.stream.mixture.facts()}
+        return {"sources": self.sources, mixture.MIXTURE_KEY: self.stream.mixture.facts()}
 
     def batches(
         self,
         start_step: int,
-        rows: Rows | RowsOf = slice(None),
+        rows: BatchIndices | SelectIndices = slice(None),
         *,
         stop_step: int | None = None,
-        made: Made = lambda batch, _: batch,
+        made: TransformBatch = lambda batch, _: batch,
     ) -> Batches:
         """Batches of steps `start_step`, `start_step` + 1, ..., and what threads make of them,
         ready ahead of time.
@@ -290,7 +299,7 @@ class Loader:
         Not what decides their order, or how many are in a batch.
         """
         facts, common = self.fingerprint(), {}
-        for name in (_ORDER, *config_ramp.FACTS, mixture.FACTS):
+        for name in (_ORDER, *config_ramp.METADATA_KEYS, mixture.MIXTURE_KEY):
             facts.pop(name, None)
         for name in ("tokenizer", "seed", "validation_fraction", "sequence_length"):
             common[name] = facts.pop(name)
@@ -330,7 +339,7 @@ class Datasets:
     """Those of `data.validation` by name."""
     corpora: tuple[Corpus, Mapping[str, Corpus]] | None
     """The documents themselves, of the training and of each set; None if it reads prompts."""
-    conversation: Conversation | None = None
+    conversation: ChatSpec | None = None
     """How its conversations are written, if it reads any."""
 
     @property
@@ -348,7 +357,7 @@ class Datasets:
 
     def all_once(self, rows: int) -> list[Loader]:
         """All documents of the training and those of each set, each once, in batches of `rows`."""
-        loaders = [_once(corpus, "all", rows) for corpus in self._all]
+        loaders = [_build_single_pass_loader(corpus, "all", rows) for corpus in self._all]
         return [loader for loader in loaders if loader is not None]
 
     @property
@@ -371,44 +380,46 @@ class Datasets:
             each.close()
 
 
-def _train(corpus: Corpus, ramp: Ramp) -> Loader:
+def _train(corpus: Corpus, ramp: BatchRamp) -> Loader:
     """With the shares that the config gives its sources, up to the end that it gives them."""
     data, parts, mixed = corpus.data, corpus.parts("train"), None
     sizes = {part.name: len(part.sequences) for part in parts}
     ends = sizes
     if data.mixture:
-        mixed = mixture.planned(data, sizes, ramp, corpus.sequence_length, corpus.seed)
-        ends = mixture.limits(data.mixture, sizes)
+        mixed = mixture.build_mixture(data, sizes, ramp, corpus.sequence_length, corpus.seed)
+        ends = mixture.sample_limits(data.mixture, sizes)
     end = ends[""] if data.end == "stop" and mixed is None else None
     stream = Stream(parts, repeat=True, mixture=mixed, end=end)
-    loader = _loader(corpus, stream, ramp, _facts(corpus, ramp), Ending(data.end, ends, mixed))
+    loader = _loader(
+        corpus, stream, ramp, _loader_fingerprint(corpus, ramp), StreamEnd(data.end, ends, mixed)
+    )
     if mixed is not None:
         loader.follow(mixed)
     return loader
 
 
-def _once(corpus: Corpus, split: Split, rows: int) -> Loader | None:
+def _build_single_pass_loader(corpus: Corpus, split: Split, rows: int) -> Loader | None:
     """Each sequence of a split once; None without sequences. Of a set, which holds nothing out,
     `train` is all of it in a shuffled order, so that its first batches are a sample of the rest.
     """
     if not (parts := corpus.parts(split)):
         return None
-    sizes, ramp = [len(part.sequences) for part in parts], Ramp((), rows)
-    mixed = mixture.once(sizes, corpus.seed) if len(parts) > 1 else None
+    sizes, ramp = [len(part.sequences) for part in parts], BatchRamp((), rows)
+    mixed = mixture.single_pass_mixture(sizes, corpus.seed) if len(parts) > 1 else None
     stream = Stream(parts, repeat=False, mixture=mixed)
-    return _loader(corpus, stream, ramp, _facts(corpus, ramp))
+    return _loader(corpus, stream, ramp, _loader_fingerprint(corpus, ramp))
 
 
-def _facts(corpus: Corpus, ramp: Ramp) -> dict[str, Any]:
+def _loader_fingerprint(corpus: Corpus, ramp: BatchRamp) -> dict[str, Any]:
     return {_ORDER: _ORDER_VERSION, **corpus.fingerprint(), **ramp.facts()}
 
 
 def _loader(
     corpus: Corpus,
     stream: Stream,
-    ramp: Ramp,
+    ramp: BatchRamp,
     facts: Mapping[str, Any],
-    ending: Ending | None = None,
+    ending: StreamEnd | None = None,
 ) -> Loader:
     return Loader(
         stream,
@@ -422,18 +433,18 @@ def _loader(
     )
 
 
-def build(
+def build_loaders(
     data: DataConfig,
     tokenizer: TokenizerConfig,
     *,
     seed: int,
     batch_size: int,
     sequence_length: int,
-    batch_ramp: Ramp | None = None,
+    batch_ramp: BatchRamp | None = None,
     eval_batch_size: int = 0,
     cache_dir: str | None = None,
-    moved: Moved | None = None,
-    fit: Fit = lambda tokenizer: tokenizer,
+    moved: Heartbeat | None = None,
+    fit: FitTokenizer = lambda tokenizer: tokenizer,
 ) -> Datasets:
     """Opens sources and tokenizer, indexes the documents and splits them.
 
@@ -445,7 +456,7 @@ def build(
     Raises:
         ConfigError: anything the user has to change in `data` or `tokenizer`.
     """
-    ramp, rows = batch_ramp or Ramp((), batch_size), eval_batch_size or batch_size
+    ramp, rows = batch_ramp or BatchRamp((), batch_size), eval_batch_size or batch_size
     opened = partial(
         open_corpus,
         data,
@@ -456,10 +467,10 @@ def build(
         moved=moved,
     )
     corpus, sets = opened(), {name: opened(name=name) for name in sorted(data.validation)}
-    loaders = {name: _once(each, "train", rows) for name, each in sets.items()}
+    loaders = {name: _build_single_pass_loader(each, "train", rows) for name, each in sets.items()}
     return Datasets(
         train=_train(corpus, ramp),
-        validation=_once(corpus, "validation", rows),
+        validation=_build_single_pass_loader(corpus, "validation", rows),
         tokenizer=corpus.tokenizer,
         unigram_entropy=corpus.unigram_entropy,
         unreadable=corpus.unreadable,
@@ -468,7 +479,7 @@ def build(
     )
 
 
-def build_once_through(
+def build_single_pass(
     data: DataConfig,
     tokenizer: TokenizerConfig,
     split: str,
@@ -478,8 +489,8 @@ def build_once_through(
     sequence_length: int,
     eval_batch_size: int = 0,
     cache_dir: str | None = None,
-    moved: Moved | None = None,
-    fit: Fit = lambda tokenizer: tokenizer,
+    moved: Heartbeat | None = None,
+    fit: FitTokenizer = lambda tokenizer: tokenizer,
 ) -> tuple[Loader, Tokenizer]:
     """Every sequence of a split once, in a fixed order, in batches as `build` makes for validation.
 
@@ -504,7 +515,7 @@ def build_once_through(
         keep=False,
     )
     rows = eval_batch_size or batch_size
-    loader = _once(corpus, "train" if is_set else cast(Split, split), rows)
+    loader = _build_single_pass_loader(corpus, "train" if is_set else cast(Split, split), rows)
     if loader is None:
         raise ConfigError.one(
             "data.validation_fraction",

@@ -11,12 +11,12 @@ import numpy as np
 from maxpipe.data.loader import Loader
 from maxpipe.data.pairs import HALVES
 from maxpipe.data.sequences import PAIRS
-from maxpipe.data.tokenizer import Tokenizer, stream
+from maxpipe.data.tokenizer import Tokenizer, open_text_stream
 from maxpipe.errors import ConfigError
-from maxpipe.io.text import counted
+from maxpipe.io.text import pluralize
 
 
-class Piece(NamedTuple):
+class TextSpan(NamedTuple):
     """Tokens in a row that are alike, as text."""
 
     text: str
@@ -37,12 +37,12 @@ class Segment(NamedTuple):
     of_tokens: int
     """Tokens of the whole document: the others are in other rows."""
     num_trained: int
-    pieces: list[Piece]
+    pieces: list[TextSpan]
     half: str = ""
     """Which one of a pair: `chosen` or `rejected`."""
 
 
-class Shown(NamedTuple):
+class InspectedSequence(NamedTuple):
     """A row of a step's batch."""
 
     batch: int
@@ -54,7 +54,9 @@ class Shown(NamedTuple):
     segments: list[Segment]
 
 
-def shown(loader: Loader, tokenizer: Tokenizer, batch: int, row: int) -> Shown:
+def inspect_sequence(
+    loader: Loader, tokenizer: Tokenizer, batch: int, row: int
+) -> InspectedSequence:
     """A row of the batch with this number, counted from 0, from the arrays that a step gets.
 
     The last target is part of it where it is of the last document: the model predicts it.
@@ -68,13 +70,13 @@ def shown(loader: Loader, tokenizer: Tokenizer, batch: int, row: int) -> Shown:
         rule += f"batch {loader.num_batches}."
         raise ConfigError.one("command line: step", None, rule, "Give a smaller one.")
     if row >= len(rows):
-        rule = f"must be below the rows of the batch: {counted(len(rows), 'row')} with text."
+        rule = f"must be below the rows of the batch: {pluralize(len(rows), 'row')} with text."
         raise ConfigError.one("command line: row", row, rule, "Give a smaller one.")
     place = rows[row]
     arrays = {name: each[0] for name, each in loader.batch(batch, [row]).items()}
     segments = list(_segments(loader, tokenizer, place.source, place.documents, arrays))
     padding = int((arrays["segment_ids"] == 0).sum())
-    return Shown(batch, row, place.source, place.sequence, padding, segments)
+    return InspectedSequence(batch, row, place.source, place.sequence, padding, segments)
 
 
 def _segments(
@@ -101,16 +103,18 @@ def _segments(
             num_tokens=len(tokens),
             of_tokens=len(tokens) if half else loader.size(source, document),
             num_trained=int(trained.sum()),
-            pieces=list(pieces(tokenizer, tokens, trained)),
+            pieces=list(iterate_text_spans(tokenizer, tokens, trained)),
             half=half,
         )
 
 
-def pieces(tokenizer: Tokenizer, ids: np.ndarray, trained: np.ndarray) -> Iterator[Piece]:
+def iterate_text_spans(
+    tokenizer: Tokenizer, ids: np.ndarray, trained: np.ndarray
+) -> Iterator[TextSpan]:
     """The text of ids [tokens], cut where `trained` bool [tokens] changes."""
     names = {i: name for name, i in tokenizer.special_tokens.items()}
-    text = stream(tokenizer)
-    held = Piece("", is_trained=False)
+    text = open_text_stream(tokenizer)
+    held = TextSpan("", is_trained=False)
     for i, is_trained in zip(ids.tolist(), trained.tolist(), strict=True):
         if is_control := i in tokenizer.special_ids:
             held = held._replace(text=held.text + text.finish())
@@ -122,7 +126,7 @@ def pieces(tokenizer: Tokenizer, ids: np.ndarray, trained: np.ndarray) -> Iterat
             continue
         if held.text:
             yield held
-        held = Piece(added, is_trained, is_control)
+        held = TextSpan(added, is_trained, is_control)
     held = held._replace(text=held.text + text.finish())
     if held.text:
         yield held

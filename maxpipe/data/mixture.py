@@ -26,23 +26,23 @@ import numpy as np
 from maxpipe.config import data as texts
 from maxpipe.config.data import section_of
 from maxpipe.config.data_schema import DataConfig, MixedSourceConfig
-from maxpipe.config.ramp import Ramp
-from maxpipe.data.formats.reads import reading
+from maxpipe.config.ramp import BatchRamp
+from maxpipe.data.formats.reads import track_read
 from maxpipe.data.packing import Permutation, Sequences
-from maxpipe.data.sources import in_section
+from maxpipe.data.sources import wrap_section_errors
 from maxpipe.errors import ConfigError
 
 BLOCK = 1 << 16
 _MIXTURE_ORDER = 2
 """First word of the keys of a permutation, beside those of documents and sequences."""
 _CACHED_BLOCKS = 8
-_MOST = 1 << 61
+_MAX_SAMPLES = 1 << 61
 """Samples that are numbered."""
-FACTS = "mixture"
+MIXTURE_KEY = "mixture"
 """Name of `Mixture.facts` in a fingerprint."""
 
 
-class Stage(NamedTuple):
+class QuotaStage(NamedTuple):
     """Samples that are dealt out alike."""
 
     first: int
@@ -54,7 +54,7 @@ class Stage(NamedTuple):
 class Mixture:
     """Sources of samples by stages; the first one begins with sample 0."""
 
-    def __init__(self, stages: Sequence[Stage], seed: int):
+    def __init__(self, stages: Sequence[QuotaStage], seed: int):
         assert stages[0].first == 0 and all(sum(each.quotas) in (0, BLOCK) for each in stages)
         self.stages = tuple(stages)
         self.seed = seed
@@ -129,11 +129,13 @@ class Mixture:
                 ]
                 if not any(left):
                     break
-                found = self._then(found, Stage(here, quotas([each / sum(left) for each in left])))
+                found = self._then(
+                    found, QuotaStage(here, compute_quotas([each / sum(left) for each in left]))
+                )
                 here = min(stop, found._next_end(limits))
-        return self._then(found, Stage(here, (0,) * len(limits)))
+        return self._then(found, QuotaStage(here, (0,) * len(limits)))
 
-    def _then(self, found: Mixture | None, stage: Stage) -> Mixture:
+    def _then(self, found: Mixture | None, stage: QuotaStage) -> Mixture:
         """A mixture with one more stage, unless that is as the one before."""
         if found is None:
             return Mixture([stage], self.seed)
@@ -160,7 +162,7 @@ class Mixture:
         kept = [stage for stage in self.stages if stage.first < number] or [to.stages[0]]
         last = [stage for stage in to.stages if stage.first <= number][-1]
         if last.quotas != kept[-1].quotas:
-            kept.append(Stage(number, last.quotas))
+            kept.append(QuotaStage(number, last.quotas))
         return Mixture([*kept, *(s for s in to.stages if s.first > number)], self.seed)
 
     def facts(self) -> list[list[Any]]:
@@ -170,7 +172,9 @@ class Mixture:
     @classmethod
     def of_facts(cls, facts: Any, seed: int) -> Mixture:
         """The mixture of a fingerprint."""
-        return cls([Stage(int(first), tuple(map(int, quotas))) for first, quotas in facts], seed)
+        return cls(
+            [QuotaStage(int(first), tuple(map(int, quotas))) for first, quotas in facts], seed
+        )
 
     def _within(self, stage: int, count: int) -> np.ndarray:
         """Samples of each source among the first ones of a stage."""
@@ -182,11 +186,11 @@ class Mixture:
         return found
 
     def _block(self, stage: int, block: int) -> tuple[np.ndarray, np.ndarray]:
-        return _dealt(self.seed, self.stages[stage], block)
+        return _assign_block(self.seed, self.stages[stage], block)
 
 
 @functools.lru_cache(_CACHED_BLOCKS)
-def _dealt(seed: int, stage: Stage, block: int) -> tuple[np.ndarray, np.ndarray]:
+def _assign_block(seed: int, stage: QuotaStage, block: int) -> tuple[np.ndarray, np.ndarray]:
     """Of a block's samples their sources, uint16, and ranks among its source's, int32."""
     order = Permutation(BLOCK, seed, _MIXTURE_ORDER, stage.first, block)(np.arange(BLOCK))
     counts = np.array(stage.quotas)
@@ -198,7 +202,7 @@ def _dealt(seed: int, stage: Stage, block: int) -> tuple[np.ndarray, np.ndarray]
     return dealt, ranks
 
 
-def quotas(shares: Sequence[float]) -> tuple[int, ...]:
+def compute_quotas(shares: Sequence[float]) -> tuple[int, ...]:
     """The samples of a block divided by these shares, whole numbers by largest remainders."""
     exact = np.array(shares) * BLOCK
     found = np.floor(exact).astype(int)
@@ -207,15 +211,15 @@ def quotas(shares: Sequence[float]) -> tuple[int, ...]:
     return tuple(found.tolist())
 
 
-def once(sizes: Sequence[int], seed: int) -> Mixture:
+def single_pass_mixture(sizes: Sequence[int], seed: int) -> Mixture:
     """Each sample of sources of these sizes once, in proportion to the sizes."""
     total = sum(sizes)
-    dealt = [max(1, quota) for quota in quotas([size / total for size in sizes])]
+    dealt = [max(1, quota) for quota in compute_quotas([size / total for size in sizes])]
     dealt[dealt.index(max(dealt))] -= sum(dealt) - BLOCK
-    return Mixture([Stage(0, tuple(dealt))], seed).ended(sizes, 0)
+    return Mixture([QuotaStage(0, tuple(dealt))], seed).ended(sizes, 0)
 
 
-def last_weights(
+def final_weights(
     mixture: Mapping[str, MixedSourceConfig], sizes: Mapping[str, int]
 ) -> dict[str, float]:
     """Weights behind the last stage, of a mixture of sources of these sizes."""
@@ -226,38 +230,40 @@ def last_weights(
     return {name: float(size) for name, size in sizes.items()}
 
 
-def limits(mixture: Mapping[str, MixedSourceConfig], sizes: Mapping[str, int]) -> dict[str, int]:
+def sample_limits(
+    mixture: Mapping[str, MixedSourceConfig], sizes: Mapping[str, int]
+) -> dict[str, int]:
     """Samples with which sources of these sizes end: as often as their `epochs` say, else once."""
     with_epochs = any(each.epochs for each in mixture.values())
     return {
-        name: max(1, min(round(mixture[name].epochs * size), _MOST)) if with_epochs else size
+        name: max(1, min(round(mixture[name].epochs * size), _MAX_SAMPLES)) if with_epochs else size
         for name, size in sizes.items()
     }
 
 
-def planned(
-    data: DataConfig, sizes: Mapping[str, int], ramp: Ramp, sequence_length: int, seed: int
+def build_mixture(
+    data: DataConfig, sizes: Mapping[str, int], ramp: BatchRamp, sequence_length: int, seed: int
 ) -> Mixture:
     """The mixture that a config describes, of sources of these numbers of sequences.
 
     Raises:
         ConfigError: a source has a share too small to be dealt out, or a stage is too long.
     """
-    stages = texts.stages(data.mixture_stages)
+    stages = texts.parse_mixture_stages(data.mixture_stages)
     weights = [{name: stage.weights.get(name, 0.0) for name in sizes} for stage in stages]
-    weights.append(last_weights(data.mixture, sizes))
-    found: list[Stage] = []
-    firsts = [0, *texts.ends(stages, ramp, sequence_length)]
-    if firsts[-1] > _MOST:
+    weights.append(final_weights(data.mixture, sizes))
+    found: list[QuotaStage] = []
+    firsts = [0, *texts.stage_ends(stages, ramp, sequence_length)]
+    if firsts[-1] > _MAX_SAMPLES:
         raise ConfigError.one(
             "data.mixture_stages",
             None,
-            f"must end before {_MOST} sequences are read: they end after {firsts[-1]}.",
+            f"must end before {_MAX_SAMPLES} sequences are read: they end after {firsts[-1]}.",
             "Make the stages shorter.",
         )
     for first, each in zip(firsts, weights, strict=True):
-        shares = texts.shares(each, data.mixture_temperature)
-        dealt = quotas(list(shares.values()))
+        shares = texts.mixture_shares(each, data.mixture_temperature)
+        dealt = compute_quotas(list(shares.values()))
         for (name, share), quota in zip(shares.items(), dealt, strict=True):
             if share and not quota:
                 raise ConfigError.one(
@@ -267,7 +273,7 @@ def planned(
                     "Give it a larger weight, or join the path of a small source to another's.",
                 )
         if not found or found[-1].quotas != dealt:
-            found.append(Stage(first, dealt))
+            found.append(QuotaStage(first, dealt))
     return Mixture(found, seed)
 
 
@@ -276,11 +282,11 @@ _SEQUENCE_ORDER = 1
 
 
 Arrays = Mapping[str, np.ndarray]
-Beside = Callable[[str, int, Arrays], Arrays]
+ExtraArrays = Callable[[str, int, Arrays], Arrays]
 """(name of a source, number of a sequence in it, its arrays) -> further arrays of the sequence."""
 
 
-class Part(NamedTuple):
+class SourceSequences(NamedTuple):
     """The sequences of one source."""
 
     name: str
@@ -309,7 +315,7 @@ class Stream:
 
     def __init__(
         self,
-        parts: Sequence[Part],
+        parts: Sequence[SourceSequences],
         *,
         repeat: bool,
         mixture: Mixture | None = None,
@@ -319,13 +325,13 @@ class Stream:
         self.parts = tuple(parts)
         self.repeat = repeat
         self.mixture = mixture
-        self.beside: Beside | None = None
+        self.beside: ExtraArrays | None = None
         """What there is of sequences beside documents. The sequence of padding is -1."""
         self._length = sum(len(part.sequences) for part in parts)
         self.end = end if repeat else self._length
         """Samples that there are; None if there is no end."""
 
-    def part(self, name: str) -> Part:
+    def part(self, name: str) -> SourceSequences:
         """A source by its name."""
         return next(each for each in self.parts if each.name == name)
 
@@ -352,7 +358,7 @@ class Stream:
         sequences = np.full_like(samples, -1)
         for source in np.unique(sources[sources >= 0]):
             mine = sources == source
-            sequences[mine] = _shuffled(self.parts[source], samples[mine])
+            sequences[mine] = _shuffle_samples(self.parts[source], samples[mine])
         return sources, sequences
 
     def read(self, source: int, sequence: int) -> Arrays:
@@ -361,7 +367,7 @@ class Stream:
         if sequence < 0:
             found = part.sequences.padding()
         else:
-            with in_section(part.name), reading(section_of(part.name)):
+            with wrap_section_errors(part.name), track_read(section_of(part.name)):
                 found = part.sequences[sequence]
         if self.beside is None:
             return found
@@ -374,7 +380,7 @@ class Stream:
         return {part.name: count for part, count in zip(self.parts, found, strict=True)}
 
 
-def _shuffled(part: Part, samples: np.ndarray) -> np.ndarray:
+def _shuffle_samples(part: SourceSequences, samples: np.ndarray) -> np.ndarray:
     count = len(part.sequences)
     epochs, within = np.divmod(samples, count)
     for epoch in np.unique(epochs):

@@ -25,7 +25,7 @@ from typing import Literal, NamedTuple, Protocol
 import numpy as np
 
 from maxpipe.data.documents import Documents
-from maxpipe.data.formats.reads import reading
+from maxpipe.data.formats.reads import track_read
 from maxpipe.errors import ConfigError
 
 _FEISTEL_ROUNDS = 8
@@ -100,7 +100,7 @@ def split_documents(
     return order[num_validation:], order[:num_validation]
 
 
-class Piece(NamedTuple):
+class TokenSpan(NamedTuple):
     """Tokens of a document in a row."""
 
     document: int
@@ -149,18 +149,18 @@ class Sequences(Protocol):
         ...
 
 
-def efficiency_of(sequences: Sequences) -> float:
+def packing_efficiency(sequences: Sequences) -> float:
     """The part of all positions that has a target of its document."""
     return sequences.num_targets / (len(sequences) * sequences.sequence_length)
 
 
-def targets_of(lengths: np.ndarray) -> int:
+def count_targets(lengths: np.ndarray) -> int:
     """Tokens that follow another one of their document, of documents of these lengths."""
     return int(lengths.sum() - np.count_nonzero(lengths))
 
 
-def assembled(
-    documents: Documents, pieces: Iterable[Piece], sequence_length: int
+def assemble_sequence(
+    documents: Documents, pieces: Iterable[TokenSpan], sequence_length: int
 ) -> dict[str, np.ndarray]:
     """The arrays of a row that pieces of documents fill from its begin: T inputs and the target of
     the last one, T + 1 tokens at most. Halves of a pair are segments of their own.
@@ -172,7 +172,7 @@ def assembled(
     positions = np.zeros(size, np.int32)
     at = segment = 0
     for number, begin, end in pieces:
-        with reading(partial(documents.where, number)):
+        with track_read(partial(documents.where, number)):
             document = documents[number]
         here, inside = slice(at, at + end - begin), slice(begin, end)
         window[here] = document.ids[inside]
@@ -194,7 +194,7 @@ def assembled(
     }
 
 
-class PackedSequences:
+class ConcatenatedSequences:
     """Sequences of T tokens, cut from the concatenation of documents.
 
     Sequence i covers tokens i*T to i*T + T of the stream: T inputs and the same
@@ -208,7 +208,7 @@ class PackedSequences:
         lengths = documents.lengths[order]
         self._starts = np.concatenate([[0], np.cumsum(lengths)])
         self.num_tokens = int(self._starts[-1])
-        self.num_targets = targets_of(lengths)
+        self.num_targets = count_targets(lengths)
 
     def __len__(self) -> int:
         # The last token of the stream is only ever a target: it starts no sequence.
@@ -217,13 +217,13 @@ class PackedSequences:
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         if not 0 <= index < len(self):
             raise IndexError(index)
-        return assembled(self._documents, self._pieces(index), self.sequence_length)
+        return assemble_sequence(self._documents, self._pieces(index), self.sequence_length)
 
     def shuffled(self, *key: int) -> Permutation:
         return Permutation(len(self), *key)
 
     def padding(self) -> dict[str, np.ndarray]:
-        return assembled(self._documents, (), self.sequence_length)
+        return assemble_sequence(self._documents, (), self.sequence_length)
 
     def documents(self, index: int) -> list[int]:
         first = index * self.sequence_length
@@ -237,26 +237,26 @@ class PackedSequences:
     def size(self, document: int) -> int:
         return int(self._documents.lengths[document])
 
-    def _pieces(self, index: int) -> Iterator[Piece]:
+    def _pieces(self, index: int) -> Iterator[TokenSpan]:
         at = index * self.sequence_length
         last = min(at + self.sequence_length + 1, self.num_tokens)
         position = int(np.searchsorted(self._starts, at, side="right")) - 1
         while at < last:
             begin, end = self._starts[position : position + 2].tolist()
             end = min(end, last)
-            yield Piece(int(self._order[position]), at - begin, end - begin)
+            yield TokenSpan(int(self._order[position]), at - begin, end - begin)
             at, position = end, position + 1
 
 
 Strategy = Literal["first_fit", "best_fit", "pad"]
 
-OPEN_ROWS = 1024
+MAX_OPEN_SEQUENCES = 1024
 """Rows that `first_fit` looks at; more than these are never open."""
-_ROW_ORDER = 4
+_PACKED_ORDER = 4
 """Second word of the key of a permutation, beside those of documents, sequences and mixtures."""
 
 
-class Plan(NamedTuple):
+class PackingPlan(NamedTuple):
     """Pieces of documents by row. Piece p is of `documents[p]`, from its token `begins[p]`."""
 
     starts: np.ndarray
@@ -267,41 +267,41 @@ class Plan(NamedTuple):
     """Likewise."""
 
 
-def fitted(
+def pack_documents(
     lengths: np.ndarray,
     order: np.ndarray,
     sequence_length: int,
     strategy: Strategy,
     most_pieces: int = 0,
-) -> Plan:
+) -> PackingPlan:
     """Rows of the documents that `order` int64 [documents] numbers, of `lengths` int64 [all].
 
     The same for the same arguments, everywhere. Pieces of a row are in the order of documents. A
     row has `most_pieces` of them at most, if that is not 0: shorter ones take as much room as that
     number leaves each.
     """
-    documents, begins = _pieces(lengths[order], order, sequence_length)
+    documents, begins = _split_into_spans(lengths[order], order, sequence_length)
     capacity = sequence_length + 1
     sizes = np.minimum(lengths[documents] - begins, capacity)
     if most_pieces:
         sizes = np.maximum(sizes, -(-capacity // most_pieces))
-    documents, begins = _small(documents), _small(begins)
+    documents, begins = _to_smallest_dtype(documents), _to_smallest_dtype(begins)
     if strategy == "pad":
-        return Plan(np.arange(len(sizes) + 1), documents, begins)
+        return PackingPlan(np.arange(len(sizes) + 1), documents, begins)
     rows = _best_fit(sizes, capacity) if strategy == "best_fit" else _first_fit(sizes, capacity)
     num_rows = int(rows.max(initial=-1)) + 1
     # Rows of like documents, or filled at the end, are next to each other: not so in the plan.
-    rows = Permutation(num_rows, 0, _ROW_ORDER)(np.arange(num_rows))[rows]
+    rows = Permutation(num_rows, 0, _PACKED_ORDER)(np.arange(num_rows))[rows]
     by_row = np.argsort(rows, kind="stable")
     starts = np.concatenate([[0], np.cumsum(np.bincount(rows))])
-    return Plan(starts, documents[by_row], begins[by_row])
+    return PackingPlan(starts, documents[by_row], begins[by_row])
 
 
-def _small(numbers: np.ndarray) -> np.ndarray:
+def _to_smallest_dtype(numbers: np.ndarray) -> np.ndarray:
     return numbers.astype(np.min_scalar_type(int(numbers.max(initial=0))))
 
 
-def _pieces(
+def _split_into_spans(
     lengths: np.ndarray, order: np.ndarray, sequence_length: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """(document, begin) of each piece, document by document."""
@@ -317,8 +317,8 @@ def _first_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:
     of more than `OPEN_ROWS` the fullest is closed, the first of those that are as full.
     """
     row_of = np.empty(len(sizes), np.int64)
-    rooms = np.zeros(OPEN_ROWS, np.int64)
-    opened = np.zeros(OPEN_ROWS, np.int64)
+    rooms = np.zeros(MAX_OPEN_SEQUENCES, np.int64)
+    opened = np.zeros(MAX_OPEN_SEQUENCES, np.int64)
     rows = 0
     for piece, size in enumerate(sizes.tolist()):
         has_room = rooms >= size
@@ -346,7 +346,7 @@ def _best_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:
     by_size = np.argsort(rests, kind="stable")  # of 16 bits by radix
     counts = np.bincount(rests)
     row_of = np.empty(len(sizes), np.int64)  # of the pieces as `by_size` has them
-    opened, rows, placed = _Opened(capacity), 0, 0
+    opened, rows, placed = _OpenSequences(capacity), 0, 0
     for rest in np.flatnonzero(counts).tolist():
         size, count = capacity - rest, int(counts[rest])
         opened.shrink(size)
@@ -372,7 +372,7 @@ def _best_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:
     return found_rows
 
 
-class _Opened:
+class _OpenSequences:
     """Rows that are not full: ranges of consecutive ones with the same room."""
 
     def __init__(self, capacity: int):

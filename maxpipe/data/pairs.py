@@ -16,45 +16,45 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from maxpipe.config.data_schema import SourceConfig
-from maxpipe.data.chat import ChatDocuments, Conversations, named
+from maxpipe.data.chat import ChatDocuments, ConversationEncoder, wrap_record_errors
 from maxpipe.data.chat_records import (
-    column,
+    check_mapping,
     columns_of,
     is_trained,
-    listed,
-    messages_name,
-    said,
-    system_of,
+    message_of_text,
+    messages_field_name,
+    parse_messages,
+    parse_system_message,
+    read_field,
     tools_and_settings,
-    unread,
-    with_fields,
+    unread_field_names,
 )
-from maxpipe.data.documents import DocumentIndex, Encoded
-from maxpipe.data.formats.text_of import BadRecord, shortened
+from maxpipe.data.documents import DocumentIndex, EncodedDocument
+from maxpipe.data.formats.text_of import BadRecord, shorten
 from maxpipe.data.sources import Source
 from maxpipe.data.tokenizer import Tokenizer
 from maxpipe.data.tokenizers.chat import ChatInput, Message
 from maxpipe.errors import ConfigError
-from maxpipe.io.text import counted
+from maxpipe.io.text import pluralize
 
-TRUNCATED, DROPPED, SAME = 1, 2, 4
+TRUNCATED, DROPPED, IDENTICAL = 1, 2, 4
 """Marks of a pair: it was too long and lost its ends, or is left out; both halves are the same."""
 HALVES = ("chosen", "rejected")
 
-Text = str | list[Message]
+TextOrMessages = str | list[Message]
 
 
-class Pair(NamedTuple):
+class PreferencePair(NamedTuple):
     """A prompt and two responses: all of them texts, or lists of messages."""
 
-    prompt: Text
-    chosen: Text
-    rejected: Text
+    prompt: TextOrMessages
+    chosen: TextOrMessages
+    rejected: TextOrMessages
     given: ChatInput
     """Tools, settings of the template, and the fields of the record that are not read."""
 
 
-class Pairs:
+class PairEncoder:
     """The records of a source, encoded. Safe in threads."""
 
     def __init__(
@@ -66,7 +66,7 @@ class Pairs:
         self._room = sequence_length + 1
         """Tokens of a row, with the target of the last one."""
         has_template = bool(config.chat_template) or tokenizer.chat is not None
-        self._chat = Conversations(source, tokenizer, config) if has_template else None
+        self._chat = ConversationEncoder(source, tokenizer, config) if has_template else None
 
     @property
     def day(self) -> str:
@@ -78,13 +78,13 @@ class Pairs:
         if self._chat is not None:
             self._chat.day = day
 
-    def encode(self, document: int) -> Encoded:
+    def encode(self, document: int) -> EncodedDocument:
         """The ids of both halves, and which of them are trained; none of a pair that is dropped.
 
         Raises:
             UnreadableRecord: it has no prompt with two responses, or the template fails with them.
         """
-        with named(self.source, document):
+        with wrap_record_errors(self.source, document):
             pair = pair_of(self.source.record(document), self._config)
             halves = [self._half(pair, each) for each in (pair.chosen, pair.rejected)]
             for name, half in zip(HALVES, halves, strict=True):
@@ -94,7 +94,7 @@ class Pairs:
                     raise BadRecord("", rule, action)
             return self._joined(halves)
 
-    def _half(self, pair: Pair, response: Text) -> Encoded:
+    def _half(self, pair: PreferencePair, response: TextOrMessages) -> EncodedDocument:
         prompt, given = pair.prompt, pair.given
         if isinstance(prompt, str) and isinstance(response, str):
             asked, answered = self.tokenizer.encode_batch([_text(prompt), _text(response)])
@@ -102,7 +102,7 @@ class Pairs:
             ids = np.concatenate([begin, asked, answered, end]).astype(np.int32)
             names = (self._config.tools_field if given.tools else "", *given.settings)
             keys = (*given.unread, *filter(None, names))
-            return Encoded(ids, np.arange(len(ids)) > len(asked), unread=keys)
+            return EncodedDocument(ids, np.arange(len(ids)) > len(asked), unread=keys)
         if self._chat is None:
             rule = "must be texts, or have a chat template: the tokenizer's folder has none."
             action = "Set data.chat_template to a Jinja file, or tokenizer.kind=auto and "
@@ -119,7 +119,7 @@ class Pairs:
         ]
         return self._chat.encoded(given._replace(messages=[*first, *last], trained=trained))
 
-    def _joined(self, halves: Sequence[Encoded]) -> Encoded:
+    def _joined(self, halves: Sequence[EncodedDocument]) -> EncodedDocument:
         """Both halves in one, shortened to a row as `data.long_pairs` says."""
         sizes, marks = [len(each.ids) for each in halves], halves[0].marks | halves[1].marks
         unread = tuple(sorted({*halves[0].unread, *halves[1].unread}))
@@ -131,16 +131,17 @@ class Pairs:
                     "Set data.long_pairs to truncate or drop, or a larger train.sequence_length.",
                 )
             halves = [
-                _shortened(each, size) for each, size in zip(halves, self._kept(sizes), strict=True)
+                _truncate_half(each, size)
+                for each, size in zip(halves, self._kept(sizes), strict=True)
             ]
             if self._config.long_pairs == "drop" or not all(map(_has_target, halves)):
                 empty = np.zeros(0, np.int32), np.zeros(0, bool)
-                return Encoded(*empty, marks=DROPPED, unread=unread)
+                return EncodedDocument(*empty, marks=DROPPED, unread=unread)
             marks |= TRUNCATED
-        marks |= SAME if np.array_equal(halves[0].ids, halves[1].ids) else 0
+        marks |= IDENTICAL if np.array_equal(halves[0].ids, halves[1].ids) else 0
         ids = np.concatenate([each.ids for each in halves])
         trained = np.concatenate([each.trained for each in halves])  # type: ignore[arg-type]
-        return Encoded(ids, trained, border=len(halves[0].ids), marks=marks, unread=unread)
+        return EncodedDocument(ids, trained, border=len(halves[0].ids), marks=marks, unread=unread)
 
     def _kept(self, sizes: Sequence[int]) -> tuple[int, int]:
         """Tokens of each half that stay of a pair that is too long."""
@@ -156,7 +157,7 @@ class Pairs:
         """
         if index.lengths.any():
             return
-        pairs, row = counted(len(self.source), "pair"), f"a row of {self._room} tokens"
+        pairs, row = pluralize(len(self.source), "pair"), f"a row of {self._room} tokens"
         rule = f"leaves nothing: each of {pairs} is longer than {row}."
         action = "Set a larger train.sequence_length, or data.long_pairs=truncate."
         if self._config.long_pairs == "truncate":
@@ -176,26 +177,26 @@ class Pairs:
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
-def pair_of(record: object, config: SourceConfig) -> Pair:
+def pair_of(record: object, config: SourceConfig) -> PreferencePair:
     """The pair of a record.
 
     Raises:
         BadRecord: a field is missing or of another type.
     """
-    fields = with_fields(record, config)
+    fields = check_mapping(record, config)
     keys = ("data.chosen_field", "data.rejected_field")
     given = [config.chosen_field, config.rejected_field]
-    values = [column(fields, name, key) for name, key in zip(given, keys, strict=True)]
+    values = [read_field(fields, name, key) for name, key in zip(given, keys, strict=True)]
     names = [each for name in given for each in columns_of(fields, name)]
     if config.prompt_field:
         name = config.prompt_field
         if name == "prompt" and name not in fields:  # as ShareGPT's records have it
-            other = messages_name(fields, "messages")
+            other = messages_field_name(fields, "messages")
             name = other if other in fields else name
         names += columns_of(fields, name)
         prompt = _column_of_prompt(fields, name)
     else:
-        prompt, values = _divided(values)
+        prompt, values = _split_common_prefix(values)
     found: list[Any] = [prompt, *values]
     system, more = _system(fields, found, config)
     names += more
@@ -203,10 +204,12 @@ def pair_of(record: object, config: SourceConfig) -> Pair:
         roles = ("user", "assistant", "assistant")
         keys = ("data.prompt_field", *keys)
         found = [
-            said(value, role) if isinstance(value, str) else listed(value, key, "a text or a list")
+            message_of_text(value, role)
+            if isinstance(value, str)
+            else parse_messages(value, key, "a text or a list")
             for value, role, key in zip(found, roles, keys, strict=True)
         ]
-        found = _without_prompt(found)
+        found = _strip_repeated_prompt(found)
         found[0] = [*system, *found[0]]
         for name, messages in zip(("prompt", *HALVES), found, strict=True):
             for number, message in enumerate(messages, 1):
@@ -217,8 +220,8 @@ def pair_of(record: object, config: SourceConfig) -> Pair:
                 raise BadRecord("", rule, "Remove the record.")
     first, second, third = found
     tools, settings = tools_and_settings(fields, config)
-    given = ChatInput([], tools, settings, (), unread(fields, names, config))
-    return Pair(first, second, third, given)
+    given = ChatInput([], tools, settings, (), unread_field_names(fields, names, config))
+    return PreferencePair(first, second, third, given)
 
 
 def _system(
@@ -228,10 +231,12 @@ def _system(
     if not config.system_field:
         return [], []
     first: Any = next((each for each in found if not isinstance(each, str) and each), [])
-    return system_of(fields, listed(first, "data.prompt_field") if first else [], config)
+    return parse_system_message(
+        fields, parse_messages(first, "data.prompt_field") if first else [], config
+    )
 
 
-def _without_prompt(found: list[list[Message]]) -> list[list[Message]]:
+def _strip_repeated_prompt(found: list[list[Message]]) -> list[list[Message]]:
     """Prompt and responses, of which some records have the prompt again in both responses.
 
     Raises:
@@ -241,11 +246,11 @@ def _without_prompt(found: list[list[Message]]) -> list[list[Message]]:
     size = len(prompt)
     if size and all(len(each) > size and each[:size] == prompt for each in responses):
         return [prompt, *(each[size:] for each in responses)]
-    alike = min(_alike(*responses), *(len(each) - 1 for each in responses))
+    alike = min(_common_prefix_length(*responses), *(len(each) - 1 for each in responses))
     if size == 1 and any(_is_same(prompt[0], each) for each in responses[0][: max(0, alike)]):
         rule = "must have responses to the prompt: both are whole conversations, which have more "
         rule += "in front of their responses than the prompt."
-        raise BadRecord(shortened(str(prompt[0])), rule, "Set data.prompt_field=''.")
+        raise BadRecord(shorten(str(prompt[0])), rule, "Set data.prompt_field=''.")
     return found
 
 
@@ -259,13 +264,13 @@ def _is_same(one: Message, other: Message) -> bool:
 
 def _column_of_prompt(fields: Any, name: str) -> Any:
     try:
-        return column(fields, name, "data.prompt_field")
+        return read_field(fields, name, "data.prompt_field")
     except BadRecord as error:
         action = f"{error.action} Set data.prompt_field='' if both responses are whole "
         raise BadRecord(error.given, error.rule, f"{action}conversations.") from error
 
 
-def _divided(values: list[Any]) -> tuple[Any, list[Any]]:
+def _split_common_prefix(values: list[Any]) -> tuple[Any, list[Any]]:
     """What two whole conversations begin with alike, and the rest of each."""
     one, other = values
     if isinstance(one, str) and isinstance(other, str):
@@ -273,23 +278,25 @@ def _divided(values: list[Any]) -> tuple[Any, list[Any]]:
             rule = "must have two responses: both texts are the same, and which part of them is "
             rule += "the prompt cannot be told."
             raise BadRecord("", rule, "Remove the record.")
-        alike = _alike(one, other)
+        alike = _common_prefix_length(one, other)
         # A space belongs to the word behind it, as tokenizers have it.
         alike -= alike > 0 and one[alike - 1] == " "
         return one[:alike], [one[alike:], other[alike:]]
-    lists = [listed(value, f"data.{HALVES[number]}_field") for number, value in enumerate(values)]
-    alike = max(0, min(_alike(*lists), len(lists[0]) - 1, len(lists[1]) - 1))
+    lists = [
+        parse_messages(value, f"data.{HALVES[number]}_field") for number, value in enumerate(values)
+    ]
+    alike = max(0, min(_common_prefix_length(*lists), len(lists[0]) - 1, len(lists[1]) - 1))
     return lists[0][:alike], [each[alike:] for each in lists]
 
 
-def _alike(one: Sequence[Any], other: Sequence[Any]) -> int:
+def _common_prefix_length(one: Sequence[Any], other: Sequence[Any]) -> int:
     """How many of the first elements are the same."""
     pairs = zip(one, other, strict=False)
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
-def _messages(text: Text, role: str) -> list[Message]:
-    return said(text, role) if isinstance(text, str) else text
+def _messages(text: TextOrMessages, role: str) -> list[Message]:
+    return message_of_text(text, role) if isinstance(text, str) else text
 
 
 def _text(value: str) -> str:
@@ -297,12 +304,12 @@ def _text(value: str) -> str:
     return value.encode("utf-8", "replace").decode()
 
 
-def _shortened(half: Encoded, size: int) -> Encoded:
+def _truncate_half(half: EncodedDocument, size: int) -> EncodedDocument:
     assert half.trained is not None
-    return Encoded(half.ids[:size], half.trained[:size])
+    return EncodedDocument(half.ids[:size], half.trained[:size])
 
 
-def _has_target(half: Encoded) -> bool:
+def _has_target(half: EncodedDocument) -> bool:
     """Whether a token is trained that another one is in front of."""
     assert half.trained is not None
     return bool(half.trained[1:].any())
@@ -317,7 +324,7 @@ class PairDocuments(ChatDocuments):
     """float32 [documents, 2]: log-probabilities of the halves' responses under the weights that a
     run starts from, once they are known; see `PairSequences`."""
 
-    def __init__(self, pairs: Pairs, index: DocumentIndex):
+    def __init__(self, pairs: PairEncoder, index: DocumentIndex):
         super().__init__(pairs, index)
         source, parts = pairs.source, [pairs.tokenizer.fingerprint(), pairs.fingerprint()]
         parts = [source.fingerprint(), source.content(), *parts]

@@ -18,22 +18,22 @@ import numpy as np
 
 from maxpipe.config.data import is_template
 from maxpipe.config.data_schema import SourceConfig
-from maxpipe.config.ramp import Ramp
+from maxpipe.config.ramp import BatchRamp
 from maxpipe.config.schema import DataConfig
 from maxpipe.config.tuning_schema import GrpoConfig
 from maxpipe.data.chat_records import (
     check_content,
-    column,
     fields_of,
     has_value,
-    listed,
-    messages_name,
-    said,
-    system_of,
+    message_of_text,
+    messages_field_name,
+    parse_messages,
+    parse_system_message,
+    read_field,
     tools_and_settings,
-    unread,
+    unread_field_names,
 )
-from maxpipe.data.documents import Encoded
+from maxpipe.data.documents import EncodedDocument
 from maxpipe.data.formats.text_of import (
     CONTEXTS,
     SYSTEMS,
@@ -42,16 +42,16 @@ from maxpipe.data.formats.text_of import (
     settings_text,
     template_of_fields,
 )
-from maxpipe.data.loader import Datasets, Ending, Loader
-from maxpipe.data.mixture import Part, Stream
-from maxpipe.data.packing import Permutation, Piece, assembled
+from maxpipe.data.loader import Datasets, Loader, StreamEnd
+from maxpipe.data.mixture import SourceSequences, Stream
+from maxpipe.data.packing import Permutation, TokenSpan, assemble_sequence
 from maxpipe.data.tokenizer import Tokenizer
 from maxpipe.data.tokenizers.chat import ChatInput, ChatTemplate
-from maxpipe.data.tokenizers.files import naming
+from maxpipe.data.tokenizers.files import wrap_text_errors
 from maxpipe.errors import ConfigError
 from maxpipe.io import files
-from maxpipe.io.text import counted
-from maxpipe.io.typed import parse
+from maxpipe.io.text import pluralize
+from maxpipe.io.typed import parse_json
 
 _LOG = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ class PromptRecord:
     """File and line."""
 
 
-class PromptRows:
+class PromptSequences:
     """Each prompt `group_size` times in a row, one in each sequence: see `Sequences`."""
 
     def __init__(
@@ -96,8 +96,8 @@ class PromptRows:
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         number = index // self.group_size
-        piece = Piece(number, 0, self.size(number))
-        return assembled(_Untrained(self), [piece], self.sequence_length)
+        piece = TokenSpan(number, 0, self.size(number))
+        return assemble_sequence(_PromptDocuments(self), [piece], self.sequence_length)
 
     def shuffled(self, *key: int) -> Callable[[np.ndarray], np.ndarray]:
         """Groups in another order, each with its members as they are."""
@@ -105,7 +105,7 @@ class PromptRows:
         return lambda indices: order(indices // size) * size + indices % size
 
     def padding(self) -> dict[str, np.ndarray]:
-        return assembled(_Untrained(self), (), self.sequence_length)
+        return assemble_sequence(_PromptDocuments(self), (), self.sequence_length)
 
     def documents(self, index: int) -> list[int]:
         return [index // self.group_size]
@@ -117,16 +117,16 @@ class PromptRows:
         return int(self.lengths[document])
 
 
-class _Untrained:
+class _PromptDocuments:
     """The prompts as documents of which no token counts."""
 
-    def __init__(self, rows: PromptRows):
+    def __init__(self, rows: PromptSequences):
         self._rows = rows
         self.lengths, self.pad_id, self.where = rows.lengths, rows.pad_id, rows.where
 
-    def __getitem__(self, document: int) -> Encoded:
+    def __getitem__(self, document: int) -> EncodedDocument:
         ids = self._rows.prompts[document].ids
-        return Encoded(ids, np.zeros(len(ids), bool))
+        return EncodedDocument(ids, np.zeros(len(ids), bool))
 
 
 def build_prompts(
@@ -151,10 +151,10 @@ def build_prompts(
     """
     content = _content(config.prompts)
     records = _records(content, config.prompts, check, data)
-    prompts = _encoded(records, tokenizer, template)
-    _check_room(prompts, config, sequence_length)
-    rows = PromptRows(prompts, config.group_size, sequence_length, tokenizer.pad_id)
-    ramp = Ramp((), batch_size)
+    prompts = _encode_prompts(records, tokenizer, template)
+    _check_lengths(prompts, config, sequence_length)
+    rows = PromptSequences(prompts, config.group_size, sequence_length, tokenizer.pad_id)
+    ramp = BatchRamp((), batch_size)
     facts = {
         "source": "prompts",
         "documents": len(prompts),
@@ -166,16 +166,16 @@ def build_prompts(
         "group_size": config.group_size,
         "updates_per_rollout": config.updates_per_rollout,
         "reward": reward,
-        **_field_facts(data),
+        **_field_metadata(data),
         **ramp.facts(),
     }
     loader = Loader(
-        Stream([Part("", rows, seed)], repeat=True),
+        Stream([SourceSequences("", rows, seed)], repeat=True),
         ramp=ramp,
         threads=data.threads,
         prefetch_batches=data.prefetch_batches,
         fingerprint=facts,
-        ending=Ending("repeat", {"": len(rows)}, None),
+        ending=StreamEnd("repeat", {"": len(rows)}, None),
     )
     return Datasets(
         train=loader,
@@ -188,7 +188,7 @@ def build_prompts(
     )
 
 
-def _field_facts(data: SourceConfig) -> dict[str, str]:
+def _field_metadata(data: SourceConfig) -> dict[str, str]:
     """The fields of prompts; none of `prompt` alone, as earlier releases read them."""
     fields = {"prompt_field": data.prompt_field, "system_field": data.system_field}
     return {key: value for key, value in fields.items() if value not in ("", _PROMPT)}
@@ -206,7 +206,7 @@ def _content(path: str) -> bytes:
         ) from error
 
 
-class _Parsed(NamedTuple):
+class _PromptLine(NamedTuple):
     """A line that is not blank."""
 
     where: str
@@ -228,14 +228,14 @@ class _Parsed(NamedTuple):
         return [each if isinstance(each, str) else json.dumps(each) for each in found]
 
 
-def _records(content: bytes, path: str, check: Check, data: SourceConfig) -> list[_Parsed]:
-    found: list[_Parsed] = []
+def _records(content: bytes, path: str, check: Check, data: SourceConfig) -> list[_PromptLine]:
+    found: list[_PromptLine] = []
     for number, line in enumerate(content.splitlines(), 1):
         if not line.strip():
             continue
         try:
-            record = parse(line, dict[str, Any])
-            parsed = _Parsed(f"{path}, line {number}", record, prompt_of(record, data))
+            record = parse_json(line, dict[str, Any])
+            parsed = _PromptLine(f"{path}, line {number}", record, prompt_of(record, data))
             for each in parsed.said:
                 each.encode()  # a JSON string may hold half of a surrogate pair
             check(record)
@@ -251,12 +251,12 @@ def _records(content: bytes, path: str, check: Check, data: SourceConfig) -> lis
         raise ConfigError.one(
             _KEY, path, "holds no prompt: each line that is not blank is one.", "Write some."
         )
-    if remark := _left_out([each.record for each in found], data):
+    if remark := _unread_fields_remark([each.record for each in found], data):
         _LOG.warning("%s: %s", path, remark)
     return found
 
 
-def _left_out(records: Sequence[Mapping[str, Any]], data: SourceConfig) -> str:
+def _unread_fields_remark(records: Sequence[Mapping[str, Any]], data: SourceConfig) -> str:
     """A line with the texts that usually belong to a prompt and are in none, and their settings."""
     read = {each for name in (data.prompt_field, data.system_field) for each in fields_of(name)}
     names = dict.fromkeys(name for record in records for name in record if name not in read)
@@ -276,7 +276,7 @@ def _left_out(records: Sequence[Mapping[str, Any]], data: SourceConfig) -> str:
     if not settings:
         return ""
     shown = ", ".join(f"{name} (in {counts[name]})" for name in (*systems[:1], *contexts))
-    total = counted(len(records), "record")
+    total = pluralize(len(records), "record")
     action = f"Set {settings_text(settings)} if they belong to the prompt."
     return f"keys that are not in the prompts, of {total}: {shown}. {action}"
 
@@ -290,13 +290,13 @@ def prompt_of(record: Mapping[str, Any], data: SourceConfig) -> str | ChatInput:
     name, value = data.prompt_field or _PROMPT, record.get(_PROMPT)
     try:
         if name != _PROMPT:
-            value = column(record, name, "data.prompt_field")
+            value = read_field(record, name, "data.prompt_field")
             others = ("messages", "conversations")
             record = {key: each for key, each in record.items() if key not in others}
             record = {**record, _PROMPT: value}
-        messages = said(value, "user") if isinstance(value, str) else None
+        messages = message_of_text(value, "user") if isinstance(value, str) else None
         chat = chat_of(record) if messages is None else None
-        first, _ = system_of(record, chat.messages if chat else [], data)
+        first, _ = parse_system_message(record, chat.messages if chat else [], data)
         if chat is not None:
             return chat._replace(messages=[*first, *chat.messages]) if first else chat
         if not first:
@@ -315,7 +315,7 @@ def chat_of(record: Mapping[str, Any]) -> ChatInput:
         ValueError: it has none.
     """
     config = SourceConfig(chat="messages")
-    name = messages_name(record, "messages")
+    name = messages_field_name(record, "messages")
     if "prompt" in record and record.get(name) is None:
         name = "prompt"
         if not isinstance(record[name], list):
@@ -329,8 +329,10 @@ def chat_of(record: Mapping[str, Any]) -> ChatInput:
         names = ", ".join(map(str, record)) or "no key"
         raise ValueError(f"{rule}, but {names}{setting}")
     try:
-        messages = listed(record[name], name)
-        first, _ = system_of(record, messages, config, is_sharegpt=name == "conversations")
+        messages = parse_messages(record[name], name)
+        first, _ = parse_system_message(
+            record, messages, config, is_sharegpt=name == "conversations"
+        )
         messages = [*first, *messages]
         for number, message in enumerate(messages, 1):
             if not isinstance(message.get("role"), str):
@@ -339,11 +341,11 @@ def chat_of(record: Mapping[str, Any]) -> ChatInput:
         tools, settings = tools_and_settings(record, config)
     except BadRecord as error:
         raise ValueError(" ".join(filter(None, (error.given, error.rule)))) from error
-    return ChatInput(messages, tools, settings, (), unread(record, [name], config))
+    return ChatInput(messages, tools, settings, (), unread_field_names(record, [name], config))
 
 
-def _encoded(
-    records: list[_Parsed], tokenizer: Tokenizer, template: ChatTemplate | None
+def _encode_prompts(
+    records: list[_PromptLine], tokenizer: Tokenizer, template: ChatTemplate | None
 ) -> list[PromptRecord]:
     texts = [each.prompt for each in records if isinstance(each.prompt, str)]
     # A reward may read any other key of a record.
@@ -358,7 +360,7 @@ def _encoded(
             "tokenizer.path=FOLDER.",
         )
     places = [each.where for each in records if each.chat is None]
-    with naming(lambda number: places[number]):
+    with wrap_text_errors(lambda number: places[number]):
         plain = iter(tokenizer.encode_batch(texts))
     rendered = iter(template.render(chats) if chats and template else ())
     found = []
@@ -366,7 +368,7 @@ def _encoded(
         if each.chat is None:
             ids = np.append(tokenizer.begin_id, next(plain))
         else:
-            with naming(lambda _, where=each.where: where):
+            with wrap_text_errors(lambda _, where=each.where: where):
                 ids = tokenizer.encode_chat(next(rendered))
         if not len(ids):
             rule = "must be messages of which the chat template makes a text, and it makes none."
@@ -375,7 +377,7 @@ def _encoded(
     return found
 
 
-def _check_room(prompts: list[PromptRecord], config: GrpoConfig, sequence_length: int) -> None:
+def _check_lengths(prompts: list[PromptRecord], config: GrpoConfig, sequence_length: int) -> None:
     longest = max(prompts, key=lambda each: len(each.ids))
     size = len(longest.ids)
     if size + config.max_tokens > sequence_length:

@@ -19,23 +19,23 @@ from maxpipe.config.data_schema import Packing
 from maxpipe.data import kept
 from maxpipe.data.documents import Documents
 from maxpipe.data.packing import (
-    PackedSequences,
+    ConcatenatedSequences,
+    PackingPlan,
     Permutation,
-    Piece,
-    Plan,
     Sequences,
     Strategy,
-    assembled,
-    fitted,
-    targets_of,
+    TokenSpan,
+    assemble_sequence,
+    count_targets,
+    pack_documents,
 )
-from maxpipe.data.sources import Moved
+from maxpipe.data.sources import Heartbeat
 
-_KEPT_DOCUMENTS = 1 << 17
+_MIN_CACHED_DOCUMENTS = 1 << 17
 """Plans of fewer documents are made again, in about the time that reading them takes."""
 _PLAN_VERSION = 1
 
-_WORDS = kept.Words(
+_CACHE_MESSAGES = kept.CacheMessages(
     "planning rows of documents",
     "planning the rows again",
     "the next start plans the rows again",
@@ -48,22 +48,24 @@ class _Tuple(Protocol):
     def _asdict(self) -> dict[str, Any]: ...
 
 
-Kept = TypeVar("Kept", bound=_Tuple)
+TupleT = TypeVar("TupleT", bound=_Tuple)
 
 
 PAIRS, REFERENCE, RESPONSE_TOKENS = "pairs", "reference", "response_tokens"
 """Names of the arrays of a row of pairs, which have no dim of tokens."""
 
 
-class FittedSequences:
+class BinPackedSequences:
     """Rows of whole documents, padded behind them. `fitting.py` says what is in a row."""
 
-    def __init__(self, documents: Documents, order: np.ndarray, plan: Plan, sequence_length: int):
+    def __init__(
+        self, documents: Documents, order: np.ndarray, plan: PackingPlan, sequence_length: int
+    ):
         """`plan` is of the documents that `order` int64 [documents] numbers."""
         lengths = documents.lengths[order]
         self.sequence_length = sequence_length
         self.num_tokens = int(lengths.sum())
-        self.num_targets = targets_of(lengths)
+        self.num_targets = count_targets(lengths)
         self._documents = documents
         self._plan = plan
 
@@ -73,13 +75,13 @@ class FittedSequences:
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         if not 0 <= index < len(self):
             raise IndexError(index)
-        return assembled(self._documents, self._pieces(index), self.sequence_length)
+        return assemble_sequence(self._documents, self._pieces(index), self.sequence_length)
 
     def shuffled(self, *key: int) -> Callable[[np.ndarray], np.ndarray]:
         return Permutation(len(self), *key)
 
     def padding(self) -> dict[str, np.ndarray]:
-        return assembled(self._documents, (), self.sequence_length)
+        return assemble_sequence(self._documents, (), self.sequence_length)
 
     def documents(self, index: int) -> list[int]:
         return [piece.document for piece in self._pieces(index)]
@@ -90,15 +92,17 @@ class FittedSequences:
     def size(self, document: int) -> int:
         return int(self._documents.lengths[document])
 
-    def _pieces(self, index: int) -> Iterator[Piece]:
+    def _pieces(self, index: int) -> Iterator[TokenSpan]:
         plan = self._plan
         first, end = plan.starts[index : index + 2].tolist()
         pieces = plan.documents[first:end].tolist(), plan.begins[first:end].tolist()
         for document, begin in zip(*pieces, strict=True):
-            yield Piece(document, begin, min(begin + self.sequence_length + 1, self.size(document)))
+            yield TokenSpan(
+                document, begin, min(begin + self.sequence_length + 1, self.size(document))
+            )
 
 
-class PairSequences(FittedSequences):
+class PairSequences(BinPackedSequences):
     """Rows of whole pairs: the halves of the i-th one are the segments 2i + 1 and 2i + 2.
 
     A row has three more arrays, float32: `pairs` [N], 1 where there is one; `response_tokens` [2N],
@@ -109,7 +113,7 @@ class PairSequences(FittedSequences):
         self,
         documents: Documents,
         order: np.ndarray,
-        plan: Plan,
+        plan: PackingPlan,
         sequence_length: int,
         most_pairs: int,
     ):
@@ -150,7 +154,7 @@ class Packer:
     """Whether it is written there."""
     key: str = ""
     """Which documents these are, for what is kept of them."""
-    moved: Moved | None = None
+    moved: Heartbeat | None = None
     """Called for each part of what takes long."""
     most_pairs: int = 0
     """The most pairs of a row; 0 of documents that are no pairs."""
@@ -158,19 +162,19 @@ class Packer:
     def __call__(self, documents: Documents, order: np.ndarray) -> Sequences:
         """The sequences of the documents that `order` int64 [documents] numbers."""
         if self.packing == "cut":
-            return PackedSequences(documents, order, self.sequence_length)
+            return ConcatenatedSequences(documents, order, self.sequence_length)
         assert self.packing != "auto", "a source says what it means"
         plan = self._plan(documents.lengths, order, self.packing)
         given = (documents, order, plan, self.sequence_length)
         if self.most_pairs:
             return PairSequences(*given, self.most_pairs)
-        return FittedSequences(*given)
+        return BinPackedSequences(*given)
 
-    def _plan(self, lengths: np.ndarray, order: np.ndarray, strategy: Strategy) -> Plan:
-        def make(moved: Moved | None = None) -> Plan:
-            return fitted(lengths, order, self.sequence_length, strategy, self.most_pairs)
+    def _plan(self, lengths: np.ndarray, order: np.ndarray, strategy: Strategy) -> PackingPlan:
+        def make(moved: Heartbeat | None = None) -> PackingPlan:
+            return pack_documents(lengths, order, self.sequence_length, strategy, self.most_pairs)
 
-        if len(order) < _KEPT_DOCUMENTS or strategy == "pad":
+        if len(order) < _MIN_CACHED_DOCUMENTS or strategy == "pad":
             return make()
         digest = hashlib.sha256()
         for part in (order, lengths[order]):
@@ -182,9 +186,9 @@ class Packer:
         self,
         name: str,
         key: Iterable[object],
-        of: Callable[[kept.Arrays], Kept],
-        make: Callable[[Moved | None], Kept],
-    ) -> Kept:
+        of: Callable[[kept.Arrays], TupleT],
+        make: Callable[[Heartbeat | None], TupleT],
+    ) -> TupleT:
         """What `of` makes of the arrays kept for a key of JSON values, or else what `make` does.
 
         Only numpy arrays are in it. `of` raises ValueError or KeyError for arrays of another shape.
@@ -193,19 +197,19 @@ class Packer:
             return make(self.moved)
         facts = [_PLAN_VERSION, self.packing, self.sequence_length, self.key, *key]
         digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
-        return kept.made_once(
+        return kept.load_or_compute(
             os.path.join(os.path.expanduser(self.cache_dir), f"{name}-{digest}.npz"),
             of,
             make,
             lambda made: made._asdict(),
-            _WORDS,
+            _CACHE_MESSAGES,
             keep=self.keep,
             moved=self.moved,
         )
 
 
-def _plan_of(arrays: kept.Arrays) -> Plan:
-    plan = Plan(**{name: arrays[name] for name in Plan._fields})
+def _plan_of(arrays: kept.Arrays) -> PackingPlan:
+    plan = PackingPlan(**{name: arrays[name] for name in PackingPlan._fields})
     if not len(plan.documents) == len(plan.begins) == plan.starts[-1]:
         raise ValueError("arrays of another shape")
     return plan

@@ -22,14 +22,14 @@ from typing import Literal
 from maxpipe.config.data import paths_of, section_of
 from maxpipe.config.data_schema import SourceConfig
 from maxpipe.data.formats.array_records import ArrayRecords, TfdsExamples
-from maxpipe.data.formats.cache import Cache
+from maxpipe.data.formats.cache import FolderCache
 from maxpipe.data.formats.digests import Digests
 from maxpipe.data.formats.files import File, find_files
 from maxpipe.data.formats.lines import JsonLines
 from maxpipe.data.formats.parquet import ParquetRows
 from maxpipe.data.formats.saved_dataset import SavedDataset, is_saved_dataset
 from maxpipe.data.formats.source import (
-    Moved,
+    Heartbeat,
     Progress,
     Record,
     Records,
@@ -37,30 +37,30 @@ from maxpipe.data.formats.source import (
     Source,
     UnreadableRecord,
 )
-from maxpipe.data.formats.text import SyntheticRecords, TextFiles, open_corpus
-from maxpipe.data.formats.text_of import TextOf
+from maxpipe.data.formats.text import SyntheticRecords, TextFiles, open_stdlib_corpus
+from maxpipe.data.formats.text_of import TextExtractor
 from maxpipe.errors import ConfigError, Problem, StorageError
 
 __all__ = [
     "File",
-    "Moved",
+    "Heartbeat",
     "Progress",
     "Record",
     "Source",
     "UnreadableRecord",
     "find_files",
+    "infer_source",
     "open_source",
-    "source_of",
 ]
 
-Kind = Literal["text", "jsonl", "parquet", "arrayrecord", "huggingface", "tokens", "megatron"]
+SourceKind = Literal["text", "jsonl", "parquet", "arrayrecord", "huggingface", "tokens", "megatron"]
 """Sources whose files tell what they are by their names."""
 
 
 def open_source(
     config: SourceConfig,
     seed: int,
-    moved: Moved | None = None,
+    moved: Heartbeat | None = None,
     *,
     cache_dir: str | None = None,
     keep: bool = True,
@@ -74,8 +74,8 @@ def open_source(
         ConfigError: a path that is missing, empty or not readable as `data.source`.
         StorageError: there is no room to unpack a file.
     """
-    text = TextOf(config.field, config.template)
-    cache, digests = Cache(cache_dir, keep=keep), Digests(cache_dir, keep=keep)
+    text = TextExtractor(config.field, config.template)
+    cache, digests = FolderCache(cache_dir, keep=keep), Digests(cache_dir, keep=keep)
     records = _open_records(config, seed, text, cache, digests, moved)
     skipped = config.unreadable_limit if config.unreadable == "skip" else 0
     return RecordSource(records, text, skipped, digests)
@@ -84,15 +84,15 @@ def open_source(
 def _open_records(
     config: SourceConfig,
     seed: int,
-    text: TextOf,
-    cache: Cache,
+    text: TextExtractor,
+    cache: FolderCache,
     digests: Digests,
-    moved: Moved | None,
+    moved: Heartbeat | None,
 ) -> Records:
     paths = config.path if config.path or not config.paths else config.paths
     match config.source:
         case "corpus":
-            return open_corpus()
+            return open_stdlib_corpus()
         case "text":
             return TextFiles("text", find_files(paths, ()))
         case "jsonl":
@@ -117,18 +117,18 @@ def _open_records(
             )
 
 
-ENDINGS: dict[str, Kind] = {".jsonl": "jsonl", ".parquet": "parquet", ".array": "arrayrecord"}
+ENDINGS: dict[str, SourceKind] = {".jsonl": "jsonl", ".parquet": "parquet", ".array": "arrayrecord"}
 """Parts of file names that tell their source; any other file is text."""
 
 
-def _kind_of(name: str) -> Kind:
+def _kind_of(name: str) -> SourceKind:
     for part, kind in ENDINGS.items():
         if part in name:
             return kind
     return "text"
 
 
-def source_of(path: str, where: str) -> Kind:
+def infer_source(path: str, where: str) -> SourceKind:
     """The `data.source` of files by their names; `where` names what gave the path.
 
     Raises:
@@ -146,7 +146,7 @@ def source_of(path: str, where: str) -> Kind:
         action = "Name a file, a folder or a pattern that is there."
         problems = [replace(each, where=where, action=action) for each in error.problems]
         raise ConfigError(problems) from None
-    kinds: set[Kind] = {_kind_of(name) for name in names}
+    kinds: set[SourceKind] = {_kind_of(name) for name in names}
     if len(kinds) == 1:
         return kinds.pop()
     rule = f"must hold files of one kind: it has {' and '.join(sorted(kinds))}."
@@ -158,20 +158,22 @@ _KEYS = re.compile(rf"\bdata\.({'|'.join(each.name for each in fields(SourceConf
 
 
 @contextlib.contextmanager
-def in_section(name: str) -> Iterator[None]:
+def wrap_section_errors(name: str) -> Iterator[None]:
     """Errors of what is done with a source name the keys of its section."""
     try:
         yield
     except ConfigError as error:
         if not name:
             raise
-        problems = [Problem(*(_of(name, text) for text in astuple(p))) for p in error.problems]
+        problems = [
+            Problem(*(_qualify_keys(name, text) for text in astuple(p))) for p in error.problems
+        ]
         raise ConfigError(problems) from error
     except StorageError as error:
         if not name:
             raise
-        raise StorageError(_of(name, str(error))) from error
+        raise StorageError(_qualify_keys(name, str(error))) from error
 
 
-def _of(name: str, text: str) -> str:
+def _qualify_keys(name: str, text: str) -> str:
     return _KEYS.sub(rf"{section_of(name)}.\1", text)

@@ -20,20 +20,20 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from maxpipe.data.chat import first_target
-from maxpipe.data.conversation import Policy, bounded, long_ones
-from maxpipe.data.documents import Documents, Encoded, digest_of
-from maxpipe.data.packing import targets_of
+from maxpipe.data.conversation import LongConversationPolicy, find_long_documents, limit_lengths
+from maxpipe.data.documents import Documents, EncodedDocument, digest_of
+from maxpipe.data.packing import count_targets
 from maxpipe.data.sequences import Packer
 from maxpipe.data.sources import Source, UnreadableRecord
 from maxpipe.data.tokenizer import Tokenizer
-from maxpipe.data.tokenizers.files import naming
-from maxpipe.data.unread_keys import Long, remarks
+from maxpipe.data.tokenizers.files import wrap_text_errors
+from maxpipe.data.unread_keys import LongConversations, remarks
 from maxpipe.errors import Problem
 from maxpipe.io import redact
-from maxpipe.io.text import counted
+from maxpipe.io.text import pluralize
 from maxpipe.schedule.draw import Box, Canvas, Label
 
-FORMS = (".html", ".png")
+PICTURE_SUFFIXES = (".html", ".png")
 _BAR = 40
 """Characters of the longest bar of the text."""
 _INK, _PALE = "#1f2933", "#7b8794"
@@ -43,45 +43,45 @@ _WIDTH, _ROW, _LEFT, _ROOM = 760, 22, 150, 210
 
 def lines(found: Statistics) -> list[str]:
     """Each with its name."""
-    return [f"{name:<12}{text}" for name, text in rows(found)]
+    return [f"{name:<12}{text}" for name, text in summary_items(found)]
 
 
-def rows(found: Statistics) -> list[tuple[str, str]]:
+def summary_items(found: Statistics) -> list[tuple[str, str]]:
     """Names and what is said of them."""
     count, tokens = len(found.lengths), found.tokens
     notes = [f"{found.empty} empty"] if found.empty else []
     if found.replaced:
         notes.append(f"{found.replaced} with U+FFFD for bytes that are not UTF-8")
-    shown = [("source", found.name), ("documents", _with(f"{count:,}", notes))]
+    shown = [("source", found.name), ("documents", _append_notes(f"{count:,}", notes))]
     if found.unreadable:
         first = found.first_unreadable
         words = f"the first one {first.line}" if first else "empty since they were prepared"
         shown.append(("unreadable", f"{found.unreadable:,}, {words}"))
     share = f"{found.trained / tokens:.1%} trained" if tokens else ""
     all_trained = found.trained == tokens
-    shown.append(("tokens", _with(f"{tokens:,}", [] if all_trained else [share])))
+    shown.append(("tokens", _append_notes(f"{tokens:,}", [] if all_trained else [share])))
     per_token = f"{found.num_bytes / tokens:.2f} per token" if tokens else ""
-    shown.append(("bytes", _with(f"{found.num_bytes:,}", [per_token])))
+    shown.append(("bytes", _append_notes(f"{found.num_bytes:,}", [per_token])))
     about = f"estimated from one in {found.compared} contents" if found.compared > 1 else ""
-    repeated = _statistics_page_counted(found.repeated, "document")
+    repeated = _format_count(found.repeated, "document")
     part = f"{found.repeated_tokens / tokens:.2%} of the tokens" if tokens else ""
-    shown.append(("duplicates", _with(repeated, [part, about])))
+    shown.append(("duplicates", _append_notes(repeated, [part, about])))
     quantiles = ", ".join(f"{name} {each:,}" for name, each in found.quantiles().items())
     shown.append(("lengths", f"in tokens: {quantiles}" if quantiles else "none"))
-    sequences = f"{found.packing}, {_statistics_page_counted(found.num_sequences, 'sequence')} of "
+    sequences = f"{found.packing}, {_format_count(found.num_sequences, 'sequence')} of "
     sequences += f"{found.sequence_length:,}"
     shown.append(("packing", f"{sequences}, {found.efficiency:.2%} of positions with a target"))
     if found.too_long:
-        shown.append(("too long", f"{counted(found.too_long, 'document')} for one sequence"))
+        shown.append(("too long", f"{pluralize(found.too_long, 'document')} for one sequence"))
     shown += [("note", remark) for remark in found.remarks]
     return shown
 
 
-def _statistics_page_counted(count: int, noun: str) -> str:
-    return counted(count, noun).replace(str(count), f"{count:,}", 1)
+def _format_count(count: int, noun: str) -> str:
+    return pluralize(count, noun).replace(str(count), f"{count:,}", 1)
 
 
-def _with(text: str, notes: Sequence[str]) -> str:
+def _append_notes(text: str, notes: Sequence[str]) -> str:
     notes = [each for each in notes if each]
     return f"{text} ({', '.join(notes)})" if notes else text
 
@@ -117,8 +117,8 @@ def draw(all_of: Sequence[Statistics], path: Path) -> None:
 
 def _table(found: Statistics) -> str:
     inside = "\n".join(
-        f"<tr><td>{escape(name)}</td><td>{escape(redact.shown(each))}</td></tr>"
-        for name, each in rows(found)
+        f"<tr><td>{escape(name)}</td><td>{escape(redact.redact_for_terminal(each))}</td></tr>"
+        for name, each in summary_items(found)
     )
     return f"<table>\n{inside}\n</table>\n"
 
@@ -126,8 +126,8 @@ def _table(found: Statistics) -> str:
 def _picture(found: Statistics) -> Canvas:
     """Documents and tokens by the length of the document."""
     canvas, bars = Canvas(width=_WIDTH), found.histogram()
-    title = f"{found.name}: {counted(len(found.lengths), 'document')}, {found.tokens:,} tokens"
-    canvas.labels.append(Label(16, 26, redact.shown(title), 15, _INK, "l", bold=True))
+    title = f"{found.name}: {pluralize(len(found.lengths), 'document')}, {found.tokens:,} tokens"
+    canvas.labels.append(Label(16, 26, redact.redact_for_terminal(title), 15, _INK, "l", bold=True))
     for x, head, colour in (
         (_LEFT, "documents by tokens", _DOCUMENTS),
         (_LEFT + _ROOM + 90, "tokens in them", _TOKENS),
@@ -147,28 +147,28 @@ def _picture(found: Statistics) -> Canvas:
                 canvas.boxes.append(Box(x, y + 3, width, _ROW - 6, colour, title=f"{value:,}"))
             canvas.labels.append(Label(x + width + 6, y + 15, f"{value:,}", 11, _INK, "l"))
         y += _ROW
-    for name, each in rows(found)[1:]:
+    for name, each in summary_items(found)[1:]:
         y += 18
-        line = f"{name}: {redact.shown(each)}"
-        canvas.labels.append(Label(16, y, _shortened(line), 11, _INK, "l"))
+        line = f"{name}: {redact.redact_for_terminal(each)}"
+        canvas.labels.append(Label(16, y, _shorten(line), 11, _INK, "l"))
     canvas.height = y + 24
     return canvas
 
 
-def _shortened(line: str, most: int = 120) -> str:
+def _shorten(line: str, most: int = 120) -> str:
     return line if len(line) <= most else f"{line[: most - 3]}..."
 
 
 _PASS_CHARACTERS = 1 << 20
 _PASS_DOCUMENTS = 1024
-_MOST_CONTENTS = 1 << 23
+_MAX_DIGESTS = 1 << 23
 QUANTILES = (0.0, 0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 1.0)
 
-Report = Callable[[str, int, int], object]
+ProgressCallback = Callable[[str, int, int], object]
 """Called with a task, what is done of it and its total."""
 
 
-class Document(NamedTuple):
+class DocumentStatistics(NamedTuple):
     """What is counted of a document."""
 
     digest: int
@@ -187,13 +187,13 @@ class Document(NamedTuple):
     """Of a conversation, see `DocumentIndex.first_targets`."""
 
 
-class Contents:
+class DuplicateCounter:
     """Digests of contents; when there are too many, of one in 2, 4, 8 ... contents.
 
     Which are kept follows from the digest, so that duplicates of a kept one are kept, too.
     """
 
-    def __init__(self, most: int = _MOST_CONTENTS):
+    def __init__(self, most: int = _MAX_DIGESTS):
         self.shift = 0
         """Of 2**shift contents one is kept."""
         self._most = most
@@ -253,7 +253,7 @@ class Statistics:
     """Positions of the sequences with a target of their document."""
     chat: str = "off"
     """`conversation` or `pair` if documents are such."""
-    policy: Policy | None = None
+    policy: LongConversationPolicy | None = None
     """`data.long_conversations`, of conversations."""
     unread: Counter[str] = field(default_factory=Counter)
     """How many documents have each key that nothing reads."""
@@ -263,7 +263,7 @@ class Statistics:
     """Lines about columns of texts that are not read."""
     marks: Counter[int] = field(default_factory=Counter)
     """How many documents have each mark, see `Encoded.marks`."""
-    _contents: Contents = field(default_factory=Contents, repr=False)
+    _contents: DuplicateCounter = field(default_factory=DuplicateCounter, repr=False)
 
     @property
     def tokens(self) -> int:
@@ -279,12 +279,12 @@ class Statistics:
     @property
     def too_long(self) -> int:
         """Documents that no sequence holds whole."""
-        return len(long_ones(self.lengths, self.sequence_length))
+        return len(find_long_documents(self.lengths, self.sequence_length))
 
     @property
     def remarks(self) -> list[str]:
         """Lines about documents that are not trained on as they are."""
-        long = Long(self.policy, self.too_long, self.left_out) if self.policy else None
+        long = LongConversations(self.policy, self.too_long, self.left_out) if self.policy else None
         what = "document" if self.chat == "off" else self.chat
         count = len(self.lengths)
         found = remarks(what, count, self.unread, self.marks, long, action=self.advice)
@@ -340,15 +340,15 @@ class Statistics:
         }
 
 
-def of_texts(source: Source, tokenizer: Tokenizer) -> Iterator[Document | Problem]:
+def measure_texts(source: Source, tokenizer: Tokenizer) -> Iterator[DocumentStatistics | Problem]:
     """What is counted of each text, or why it cannot be read, in their order."""
     held: list[str | Problem] = []
     characters = 0
 
-    def count(stop: int) -> list[Document | Problem]:
+    def count(stop: int) -> list[DocumentStatistics | Problem]:
         numbers = [i for i, each in enumerate(held, stop - len(held)) if isinstance(each, str)]
-        with naming(lambda number: source.where(numbers[number])):
-            return _counted(held, tokenizer)
+        with wrap_text_errors(lambda number: source.where(numbers[number])):
+            return _measure_texts(held, tokenizer)
 
     for i in range(len(source)):
         try:
@@ -364,15 +364,17 @@ def of_texts(source: Source, tokenizer: Tokenizer) -> Iterator[Document | Proble
     yield from count(len(source))
 
 
-def _counted(held: Sequence[str | Problem], tokenizer: Tokenizer) -> list[Document | Problem]:
-    found: list[Document | Problem] = []
+def _measure_texts(
+    held: Sequence[str | Problem], tokenizer: Tokenizer
+) -> list[DocumentStatistics | Problem]:
+    found: list[DocumentStatistics | Problem] = []
     counts = iter(tokenizer.count([each for each in held if isinstance(each, str)]))
     for text in held:
         if not isinstance(text, str):
             found.append(text)
             continue
         raw, tokens = text.encode(), next(counts) + 2
-        document = Document(
+        document = DocumentStatistics(
             digest=digest_of(raw),
             tokens=tokens,
             trained=tokens,
@@ -384,20 +386,20 @@ def _counted(held: Sequence[str | Problem], tokenizer: Tokenizer) -> list[Docume
     return found
 
 
-def of_encoded(
-    encode: Callable[[int], Encoded], num_documents: int, tokenizer: Tokenizer, threads: int
-) -> Iterator[Document | Problem]:
+def measure_encoded(
+    encode: Callable[[int], EncodedDocument], num_documents: int, tokenizer: Tokenizer, threads: int
+) -> Iterator[DocumentStatistics | Problem]:
     """The same of documents that are ids; bytes are those that the tokens stand for."""
     widths = tokenizer.byte_lengths
 
-    def read(i: int) -> Document | Problem:
+    def read(i: int) -> DocumentStatistics | Problem:
         try:
             found = encode(i)
         except UnreadableRecord as error:
             return error.problems[0]
         ids, mask = found.ids.astype(np.int64), found.trained
         text = tokenizer.decode(ids.tolist())
-        return Document(
+        return DocumentStatistics(
             digest=digest_of(ids.tobytes()),
             tokens=len(ids),
             trained=len(ids) if mask is None else int(mask.sum()),
@@ -414,15 +416,15 @@ def of_encoded(
             yield from pool.map(read, range(first, min(first + _PASS_DOCUMENTS, num_documents)))
 
 
-def count_source(
+def compute_statistics(
     name: str,
-    documents: Iterable[Document | Problem],
+    documents: Iterable[DocumentStatistics | Problem],
     num_documents: int,
     packer: Packer,
-    report: Report,
+    report: ProgressCallback,
     *,
     chat: str = "off",
-    policy: Policy | None = None,
+    policy: LongConversationPolicy | None = None,
 ) -> Statistics:
     """The statistics of a source's documents, and of the sequences made of them.
 
@@ -449,16 +451,18 @@ def count_source(
     found.repeated, found.repeated_tokens = found._contents.repeated()
     found.compared = 1 << found._contents.shift
     found.packing, found.sequence_length = packer.packing, packer.sequence_length
-    documents_left: Documents = _Lengths(found.lengths)
+    documents_left: Documents = _DocumentLengths(found.lengths)
     if policy is not None:
-        documents_left = bounded(documents_left, packer.sequence_length, policy, firsts[:number])
+        documents_left = limit_lengths(
+            documents_left, packer.sequence_length, policy, firsts[:number]
+        )
     whole = documents_left.lengths
     found.left_out = int(np.count_nonzero(found.lengths)) - int(np.count_nonzero(whole))
-    found.targets, found.num_sequences = targets_of(whole), _sequences(whole, packer)
+    found.targets, found.num_sequences = count_targets(whole), _sequences(whole, packer)
     return found
 
 
-class _Lengths:
+class _DocumentLengths:
     """Documents of which nothing but the length is known."""
 
     pad_id = 0
@@ -466,7 +470,7 @@ class _Lengths:
     def __init__(self, lengths: np.ndarray):
         self.lengths = lengths
 
-    def __getitem__(self, document: int) -> Encoded:
+    def __getitem__(self, document: int) -> EncodedDocument:
         raise NotImplementedError(document)
 
     def where(self, document: int) -> str:
@@ -475,4 +479,6 @@ class _Lengths:
 
 def _sequences(lengths: np.ndarray, packer: Packer) -> int:
     """What training makes of documents of these lengths in one epoch."""
-    return len(packer(_Lengths(lengths), np.arange(len(lengths)))) if lengths.sum() > 1 else 0
+    return (
+        len(packer(_DocumentLengths(lengths), np.arange(len(lengths)))) if lengths.sum() > 1 else 0
+    )

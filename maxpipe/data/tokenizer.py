@@ -17,7 +17,7 @@ import numpy as np
 
 from maxpipe.config.schema import TokenizerConfig
 from maxpipe.data.tokenizers.chat import ChatTemplate
-from maxpipe.data.tokenizers.control import Control, Controlled, Framing
+from maxpipe.data.tokenizers.control import ControlTokenMixin, ControlTokens, Framing
 from maxpipe.data.tokenizers.files import locate
 from maxpipe.data.tokenizers.huggingface import HuggingFaceTokenizer
 from maxpipe.data.tokenizers.offsets import of_widths
@@ -27,10 +27,10 @@ from maxpipe.data.tokenizers.tokenizer_class import FILE_AS_IT_IS
 from maxpipe.errors import ConfigError
 
 _CONTEXT = 4
-_BROKEN = "\ufffd"
-_MOST_INCOMPLETE = 3
+_REPLACEMENT_CHARACTER = "\ufffd"
+_MAX_INCOMPLETE = 3
 """A character has up to four bytes: three may have come."""
-_MOST_HELD = 64
+_MAX_PENDING_IDS = 64
 
 
 class TextStream:
@@ -54,9 +54,9 @@ class TextStream:
             return ""
         self._ids.append(token)
         text = complete = self._decode(self._ids)
-        for _ in range(_MOST_INCOMPLETE):
-            complete = complete.removesuffix(_BROKEN)
-        if len(self._ids) > _MOST_HELD:  # of bytes that are no text any number may come
+        for _ in range(_MAX_INCOMPLETE):
+            complete = complete.removesuffix(_REPLACEMENT_CHARACTER)
+        if len(self._ids) > _MAX_PENDING_IDS:  # of bytes that are no text any number may come
             complete = text
         added = complete[self._given :]
         self._given = max(self._given, len(complete))
@@ -74,17 +74,17 @@ class TextStream:
         """Drops ids that are not needed any more; never between the bytes of a character."""
         for first in range(len(self._ids) - _CONTEXT, 0, -1):
             tail = self._decode(self._ids[first:])
-            if tail and _BROKEN not in tail and text.endswith(tail):
+            if tail and _REPLACEMENT_CHARACTER not in tail and text.endswith(tail):
                 self._ids, self._given = self._ids[first:], len(tail)
                 return
-        if len(self._ids) > _MOST_HELD:
+        if len(self._ids) > _MAX_PENDING_IDS:
             self._ids, self._given = [], 0
 
 
 class Tokenizer(Protocol):
     """Ids are below `vocab_size`. `encode` adds no control ids and never returns one."""
 
-    control: Control
+    control: ControlTokens
 
     @property
     def vocab_size(self) -> int: ...
@@ -210,12 +210,12 @@ def open_tokenizer(config: TokenizerConfig) -> Tokenizer:
             return TiktokenTokenizer(replace(config, path=path))
 
 
-def stream(tokenizer: Tokenizer) -> TextStream:
+def open_text_stream(tokenizer: Tokenizer) -> TextStream:
     """Text of ids that come one at a time, without halves of characters."""
     return TextStream(tokenizer.decode, tokenizer.special_ids)
 
 
-def fitted(tokenizer: Tokenizer, rows: int, *, model: str = "") -> Tokenizer:
+def fit_tokenizer(tokenizer: Tokenizer, rows: int, *, model: str = "") -> Tokenizer:
     """The tokenizer for a model whose embedding has `rows` rows.
 
     `model` names one that has its weights: its rows are what they are.
@@ -242,7 +242,7 @@ def fitted(tokenizer: Tokenizer, rows: int, *, model: str = "") -> Tokenizer:
     )
 
 
-def check_rows(where: str, ids: np.ndarray, tokenizer: Tokenizer) -> None:
+def check_token_ids(where: str, ids: np.ndarray, tokenizer: Tokenizer) -> None:
     """Check that the model's embedding has a row for each stored id of a document.
 
     Raises:
@@ -261,7 +261,7 @@ def check_rows(where: str, ids: np.ndarray, tokenizer: Tokenizer) -> None:
     )
 
 
-def action_on_other(tokenizer: Tokenizer, fingerprint: str, action: str) -> str:
+def suggest_tokenizer_action(tokenizer: Tokenizer, fingerprint: str, action: str) -> str:
     """The action about ids that were made with another fingerprint than the tokenizer's.
 
     It is `action`, unless they were made with the same `tokenizer.json`, used as it is.
@@ -278,10 +278,10 @@ def action_on_other(tokenizer: Tokenizer, fingerprint: str, action: str) -> str:
 _BYTES_CONTROL = re.compile("(<begin>|<end>|<pad>)")
 
 
-class ByteTokenizer(Controlled):
+class ByteTokenizer(ControlTokenMixin):
     """The 256 bytes of UTF-8 text, then begin, end and padding."""
 
-    control = Control(
+    control = ControlTokens(
         begin_id=256,
         end_id=257,
         pad_id=258,

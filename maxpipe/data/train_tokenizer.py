@@ -18,14 +18,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from maxpipe.config.schema import DataConfig
-from maxpipe.data.sources import Source, open_source, source_of
-from maxpipe.data.tokenizers.files import missing
+from maxpipe.data.sources import Source, infer_source, open_source
+from maxpipe.data.tokenizers.files import missing_package_error
 from maxpipe.data.tokenizers.tiktoken_presets import LLAMA3
 from maxpipe.errors import ConfigError, StorageError
 
-Kind = Literal["bpe", "unigram"]
-SMALLEST = 256 + 3
-LARGEST = 1 << 20
+VocabularyKind = Literal["bpe", "unigram"]
+MIN_VOCAB_SIZE = 256 + 3
+MAX_VOCAB_SIZE = 1 << 20
 
 _ROLES = {
     "bos_token": "<|begin_of_text|>",
@@ -36,23 +36,25 @@ _FILE = "command line: FILE"
 _THREADS = 2
 _LONGEST_WORD_BYTES = 1 << 20
 
-Report = Callable[[str, int, int], object]
+ProgressCallback = Callable[[str, int, int], object]
 """Called with a task, what is done of it and its total; 0 as total if it is not known."""
 
 
-def open_corpus(paths: Sequence[str], field: str) -> list[Source]:
+def open_training_files(paths: Sequence[str], field: str) -> list[Source]:
     """The documents of files, folders and patterns: text, or JSON lines and ArrayRecord by name.
 
     Raises:
         ConfigError: a path without files, or with files of several kinds.
     """
     return [
-        open_source(DataConfig(source=source_of(path, _FILE), path=path, field=field), 0)
+        open_source(DataConfig(source=infer_source(path, _FILE), path=path, field=field), 0)
         for path in paths
     ]
 
 
-def train(sources: Sequence[Source], kind: Kind, vocab_size: int, report: Report) -> str:
+def train(
+    sources: Sequence[Source], kind: VocabularyKind, vocab_size: int, report: ProgressCallback
+) -> str:
     """The content of a tokenizer.json with at most `vocab_size` ids: a small corpus gives fewer.
 
     Raises:
@@ -64,7 +66,7 @@ def train(sources: Sequence[Source], kind: Kind, vocab_size: int, report: Report
 
     def work() -> None:
         try:
-            done["text"] = _LEARN[kind](_watched(texts, stopped), vocab_size)
+            done["text"] = _LEARN[kind](_stop_when_set(texts, stopped), vocab_size)
         except BaseException as error:
             done["error"] = error
 
@@ -82,14 +84,14 @@ def train(sources: Sequence[Source], kind: Kind, vocab_size: int, report: Report
     return done["text"]
 
 
-def _watched(texts: Iterator[str], stopped: threading.Event) -> Iterator[str]:
+def _stop_when_set(texts: Iterator[str], stopped: threading.Event) -> Iterator[str]:
     for text in texts:
         if stopped.is_set():
             return
         yield text
 
 
-def _texts(sources: Sequence[Source], report: Report) -> Iterator[str]:
+def _texts(sources: Sequence[Source], report: ProgressCallback) -> Iterator[str]:
     total, number, characters = sum(map(len, sources)), 0, 0
     for source in sources:
         for i in range(len(source)):
@@ -123,7 +125,7 @@ def _learn_bpe(texts: Iterator[str], vocab_size: int) -> str:
     try:
         from tokenizers import models, pre_tokenizers, trainers
     except ImportError as error:
-        raise missing("huggingface", error) from error
+        raise missing_package_error("huggingface", error) from error
     found = _byte_level(models.BPE())
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
@@ -140,11 +142,11 @@ def _learn_unigram(texts: Iterator[str], vocab_size: int) -> str:
     try:
         from tokenizers import models, pre_tokenizers
     except ImportError as error:
-        raise missing("huggingface", error) from error
+        raise missing_package_error("huggingface", error) from error
     try:
         import sentencepiece
     except ImportError as error:
-        raise missing("sentencepiece", error) from error
+        raise missing_package_error("sentencepiece", error) from error
     splitter = _byte_level(models.Unigram()).pre_tokenizer
     words: collections.Counter[str] = collections.Counter()
     for text in texts:
@@ -187,7 +189,7 @@ def _learn_unigram(texts: Iterator[str], vocab_size: int) -> str:
     return found.to_str(pretty=True)
 
 
-_LEARN: dict[Kind, Callable[[Iterator[str], int], str]] = {
+_LEARN: dict[VocabularyKind, Callable[[Iterator[str], int], str]] = {
     "bpe": _learn_bpe,
     "unigram": _learn_unigram,
 }

@@ -7,12 +7,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from maxpipe.data.documents import Encoded
+from maxpipe.data.documents import EncodedDocument
 from maxpipe.data.loader import Datasets
 from maxpipe.data.tokenizer import Tokenizer
 
 
-class Turn(NamedTuple):
+class ValidationPrompt(NamedTuple):
     """A conversation up to its last trained message."""
 
     ids: list[int]
@@ -23,7 +23,7 @@ class Turn(NamedTuple):
     """The last trained message."""
 
 
-def last_turn(document: Encoded, tokenizer: Tokenizer) -> Turn | None:
+def last_turn(document: EncodedDocument, tokenizer: Tokenizer) -> ValidationPrompt | None:
     """None of a conversation in which nothing is trained, or nothing stands before it."""
     if document.trained is None:
         return None
@@ -36,10 +36,12 @@ def last_turn(document: Encoded, tokenizer: Tokenizer) -> Turn | None:
     ids = document.ids.astype(int)
     end = begin + int(np.argmin(np.append(document.trained[begin:], False)))
     before, said = ids[:begin].tolist(), ids[begin:end].tolist()
-    return Turn(before, tokenizer.decode(before), tokenizer.decode(said))
+    return ValidationPrompt(before, tokenizer.decode(before), tokenizer.decode(said))
 
 
-def held_out(datasets: Datasets, fraction: float, count: int, room: int) -> list[Turn]:
+def load_validation_prompts(
+    datasets: Datasets, fraction: float, count: int, room: int
+) -> list[ValidationPrompt]:
     """The last turns of the first conversations for validation that leave room for an answer.
 
     Of those held out of the training, or where there are none, of the other sets.
@@ -54,7 +56,7 @@ def held_out(datasets: Datasets, fraction: float, count: int, room: int) -> list
     return found
 
 
-def _documents(datasets: Datasets, fraction: float) -> Iterator[Encoded]:
+def _documents(datasets: Datasets, fraction: float) -> Iterator[EncodedDocument]:
     if datasets.corpora is None:
         return
     train, sets = datasets.corpora

@@ -16,31 +16,31 @@ import numpy as np
 
 from maxpipe.config.data import COLUMNS, is_template
 from maxpipe.config.data_schema import SourceConfig
-from maxpipe.data.chat import REWRITTEN, Answer
+from maxpipe.data.chat import REWRITTEN, TrainedMessage
 from maxpipe.data.chat_records import conversation_of, has_value
 from maxpipe.data.formats.text_of import (
     CONTEXTS,
     RESPONSES,
     SYSTEMS,
     BadRecord,
-    TextOf,
-    changed,
+    TextExtractor,
     chat_keys,
     chat_settings,
+    drop_default_keys,
     has_words,
     settings_text,
     template_of_fields,
 )
-from maxpipe.data.pairs import DROPPED, SAME, TRUNCATED, pair_of
+from maxpipe.data.pairs import DROPPED, IDENTICAL, TRUNCATED, pair_of
 from maxpipe.data.sources import Source
 from maxpipe.data.tokenizers.chat import ChatInput, unread_remarks
 from maxpipe.errors import ConfigError
-from maxpipe.io.text import counted
+from maxpipe.io.text import pluralize
 
 _RECORDS = 32
 """The first records of a source, on which settings are tried."""
 _NAMED = 20
-_MOST_JOINED = 4
+_MAX_JOINED = 4
 _TOOLS = ("tools", "functions")
 _OF_TEMPLATE = ("message.tool_calls", "message.reasoning_content", "message.thinking")
 """What only a chat template can read."""
@@ -67,20 +67,20 @@ def first_records(source: Source) -> list[Fields]:
             record: Any = source.record(number)
         except ConfigError:  # it is named where all are read
             continue
-        record = record.record if isinstance(record, Answer) else record
+        record = record.record if isinstance(record, TrainedMessage) else record
         found += [record] if isinstance(record, Mapping) else []
     return found
 
 
-def advice(unread: Collection[str], source: Source, config: SourceConfig) -> str:
+def suggest_settings(unread: Collection[str], source: Source, config: SourceConfig) -> str:
     """Settings that read keys of conversations or pairs; empty if there are none."""
     if not unread or config.chat == "off":
         return ""
     records = first_records(source)
     found = [
-        f"{_shown(each.settings)} to read {' and '.join(each.names)} {each.how}"
+        f"{_format_data_settings(each.settings)} to read {' and '.join(each.names)} {each.how}"
         for each in _trials(unread, records, config)
-        if _reads(each, records, config)
+        if _reads_keys(each, records, config)
     ]
     if {"chosen", "rejected"} <= {*unread} and (pairs := _pairs_of(records)):
         found.append(f"{pairs} to read chosen and rejected as pairs")
@@ -97,8 +97,10 @@ def columns_not_read(source: Source, config: SourceConfig) -> list[str]:
     if config.chat != "off" or config.source not in COLUMNS:
         return []
     records = first_records(source)
-    text = TextOf(config.field, config.template)
-    names = dict.fromkeys(name for record in records for name in _others(record, text.columns))
+    text = TextExtractor(config.field, config.template)
+    names = dict.fromkeys(
+        name for record in records for name in _unread_fields(record, text.columns)
+    )
     if not names:
         return []
     columns = "this column is" if len(names) == 1 else "these columns are"
@@ -110,7 +112,7 @@ def columns_not_read(source: Source, config: SourceConfig) -> list[str]:
 
 
 def _templates(
-    names: Collection[str], records: Sequence[Fields], text: TextOf, config: SourceConfig
+    names: Collection[str], records: Sequence[Fields], text: TextExtractor, config: SourceConfig
 ) -> Iterator[str]:
     """A template that adds texts to those that are read."""
     try:
@@ -127,11 +129,11 @@ def _templates(
         )
     ]
     first = config.template or _as_template(config.field)
-    more = template_of_fields(joined[:_MOST_JOINED])
+    more = template_of_fields(joined[:_MAX_JOINED])
     template = rf"{first}\n{more}"
     if not (first and more and _can_be_joined(template, records)):
         return
-    shown = " and ".join(joined[:_MOST_JOINED])
+    shown = " and ".join(joined[:_MAX_JOINED])
     yield f"data.template={shlex.quote(template)} to read {shown}"
 
 
@@ -145,13 +147,14 @@ def _chats(
     }
     try:
         if not fields or all(
-            {*names} <= {*_read(record, replace(config, **fields)).unread} for record in records
+            {*names} <= {*_parse_record(record, replace(config, **fields)).unread}
+            for record in records
         ):
             return
     except (BadRecord, ValueError):
         return
     kind = "pairs" if keys["data.chat"] == "pairs" else "conversations"
-    yield f"{settings_text(changed(keys))} to read {kind}"
+    yield f"{settings_text(drop_default_keys(keys))} to read {kind}"
 
 
 def _labels(names: Collection[str], records: Sequence[Fields]) -> list[str]:
@@ -162,7 +165,7 @@ def _labels(names: Collection[str], records: Sequence[Fields]) -> list[str]:
     return ["Responses with label false are trained too: remove these records."]
 
 
-def _others(record: Fields, read: Sequence[str]) -> Iterator[str]:
+def _unread_fields(record: Fields, read: Sequence[str]) -> Iterator[str]:
     """Fields with a value that are not read; those of an object of which a part is."""
     for name, value in record.items():
         if name in read or not has_value(value):
@@ -178,7 +181,7 @@ def _others(record: Fields, read: Sequence[str]) -> Iterator[str]:
 def _can_be_joined(template: str, records: Sequence[Fields]) -> bool:
     try:
         for record in records:
-            TextOf(template=template)(record)
+            TextExtractor(template=template)(record)
     except BadRecord:
         return False
     return True
@@ -197,7 +200,7 @@ def _trials(
         elif name.lower() in _TOOLS and name != config.tools_field:
             yield Trial({"tools_field": name}, [name], "as tools")
     texts = [each for each in names if each.lower() not in SYSTEMS and _is_content(each, records)]
-    texts = [each for each in texts if not _is_said(each, records, config)]
+    texts = [each for each in texts if not _is_in_messages(each, records, config)]
     if config.chat == "messages":
         contexts = [each for each in texts if each.lower() in CONTEXTS and not config.system_field]
         if contexts:
@@ -205,7 +208,7 @@ def _trials(
         return
     thoughts = [each for each in texts if each.lower() in _REASONING]
     responses = [each for each in texts if each.lower() in RESPONSES]
-    others = [each for each in texts if each not in (*thoughts, *responses)][:_MOST_JOINED]
+    others = [each for each in texts if each not in (*thoughts, *responses)][:_MAX_JOINED]
     if others and config.prompt_field:
         template = rf"{_as_template(config.prompt_field)}\n{template_of_fields(others)}"
         yield Trial({"prompt_field": template}, others, "in the prompt")
@@ -228,13 +231,15 @@ def _is_content(name: str, records: Sequence[Fields]) -> bool:
     return name.lower() in (*CONTEXTS, *_REASONING) or any(map(has_words, texts))
 
 
-def _is_said(name: str, records: Sequence[Fields], config: SourceConfig) -> bool:
+def _is_in_messages(name: str, records: Sequence[Fields], config: SourceConfig) -> bool:
     """Whether all messages of a record have the text of a field already."""
     for record in records:
         if not has_value(record.get(name)):
             continue
         try:
-            text = "\n".join(str(each.get("content")) for each in _read(record, config).messages)
+            text = "\n".join(
+                str(each.get("content")) for each in _parse_record(record, config).messages
+            )
         except BadRecord:
             return False
         if record[name].strip() not in text:
@@ -242,7 +247,7 @@ def _is_said(name: str, records: Sequence[Fields], config: SourceConfig) -> bool
     return True
 
 
-def _read(record: Fields, config: SourceConfig) -> ChatInput:
+def _parse_record(record: Fields, config: SourceConfig) -> ChatInput:
     """The messages of a record, with its unread fields."""
     if config.chat != "pairs":
         return conversation_of(record, config)
@@ -256,10 +261,10 @@ def _read(record: Fields, config: SourceConfig) -> ChatInput:
     return pair.given._replace(messages=messages)
 
 
-def _reads(trial: Trial, records: Sequence[Fields], config: SourceConfig) -> bool:
+def _reads_keys(trial: Trial, records: Sequence[Fields], config: SourceConfig) -> bool:
     """Whether settings read keys of the first records."""
     try:
-        found = [_read(record, replace(config, **trial.settings)) for record in records]
+        found = [_parse_record(record, replace(config, **trial.settings)) for record in records]
     except (BadRecord, ValueError):
         return False
     return not any(name in each.unread for each in found for name in trial.names)
@@ -271,25 +276,25 @@ def _pairs_of(records: Sequence[Fields]) -> str:
     return found.pop() if len(found) == 1 and "data.chat=pairs" in min(found) else ""
 
 
-def _shown(settings: Mapping[str, str]) -> str:
+def _format_data_settings(settings: Mapping[str, str]) -> str:
     return " ".join(f"data.{key}={shlex.quote(value)}" for key, value in settings.items())
 
 
-_MARKS = {
+_MARK_REMARKS = {
     TRUNCATED: "are longer than a row and lose their ends: see data.long_pairs",
     DROPPED: "are longer than a row and are left out: see data.long_pairs",
-    SAME: "have the same response twice: they teach nothing",
+    IDENTICAL: "have the same response twice: they teach nothing",
     REWRITTEN: "have earlier answers that the chat template rewrites once others follow: these "
     "are read and not trained, see data.rewritten_history",
 }
-_LONG = {
+_POLICY_REMARKS = {
     "truncate": "truncated to one",
     "drop": "dropped",
     "split": "split across sequences, where an answer may be trained without its question",
 }
 
 
-class Long(NamedTuple):
+class LongConversations(NamedTuple):
     """Conversations that are longer than a sequence."""
 
     policy: str
@@ -303,7 +308,7 @@ def marks_of(marks: np.ndarray | None) -> dict[int, int]:
     """How many documents have each mark; `marks` uint8 [documents] are `Encoded.marks`."""
     if marks is None:
         return {}
-    return {mark: int(np.count_nonzero(marks & mark)) for mark in _MARKS}
+    return {mark: int(np.count_nonzero(marks & mark)) for mark in _MARK_REMARKS}
 
 
 def remarks(
@@ -311,7 +316,7 @@ def remarks(
     num_documents: int,
     unread: Mapping[str, int],
     marks: Mapping[int, int],
-    long: Long | None = None,
+    long: LongConversations | None = None,
     packing: str = "",
     action: str = "",
 ) -> list[str]:
@@ -319,11 +324,15 @@ def remarks(
 
     `action` names settings that read keys of `unread`.
     """
-    total = counted(num_documents, what)
+    total = pluralize(num_documents, what)
     found = unread_remarks(unread, total, action)
-    found += [f"{marks[each]} of {total} {_MARKS[each]}" for each in _MARKS if marks.get(each)]
-    if long is not None and long.number and long.policy in _LONG:
-        words = f"{long.number} of {total} longer than a sequence, {_LONG[long.policy]}"
+    found += [
+        f"{marks[each]} of {total} {_MARK_REMARKS[each]}"
+        for each in _MARK_REMARKS
+        if marks.get(each)
+    ]
+    if long is not None and long.number and long.policy in _POLICY_REMARKS:
+        words = f"{long.number} of {total} longer than a sequence, {_POLICY_REMARKS[long.policy]}"
         if long.left_out and long.policy != "drop":
             words += f"; {long.left_out} of these dropped, as no trained token is left"
         found.append(f"{words}: see data.long_conversations")

@@ -20,37 +20,37 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from maxpipe.checkpoint.address import parse
+from maxpipe.checkpoint.address import parse_address
 from maxpipe.checkpoint.storage import (
-    FOLDER,
+    CHECKPOINTS_FOLDER,
+    checkpoint_home,
     entries,
-    first_line,
-    home,
     in_bucket,
-    located,
+    probe_writable,
     remedy,
+    root_cause_text,
     run_folder,
-    try_out,
+    to_epath,
 )
-from maxpipe.config.check import cautions
+from maxpipe.config.check import find_warnings
 from maxpipe.config.data import all_sources, section_of
 from maxpipe.config.data_schema import SourceConfig
-from maxpipe.config.load import Loaded, load, to_dict
+from maxpipe.config.load import LoadedConfig, load, to_dict
 from maxpipe.config.rules import axis_size
 from maxpipe.config.schema import Config, RunConfig, RuntimeConfig
-from maxpipe.config.training import asks_teacher, check_training
-from maxpipe.data.chat import answers_of
-from maxpipe.data.corpus import chat_records
+from maxpipe.config.training import check_training, runs_teacher
+from maxpipe.data.chat import expand_trained_messages
+from maxpipe.data.corpus import build_chat_encoder
 from maxpipe.data.prepared.megatron import IDS, open_documents
-from maxpipe.data.sources import in_section, open_source
-from maxpipe.data.tokenizer import Tokenizer, fitted, open_tokenizer
+from maxpipe.data.sources import open_source, wrap_section_errors
+from maxpipe.data.tokenizer import Tokenizer, fit_tokenizer, open_tokenizer
 from maxpipe.diagnosis import environment
 from maxpipe.distributed.hub import free_port
 from maxpipe.errors import ConfigError, StorageError
-from maxpipe.huggingface.source import folder_of, opened
+from maxpipe.huggingface.source import folder_of, open_folder
 from maxpipe.io import redact
-from maxpipe.io.files import full, has_home
-from maxpipe.io.text import counted
+from maxpipe.io.files import expand_path, has_home
+from maxpipe.io.text import pluralize
 from maxpipe.models.choice import Divided, words
 from maxpipe.models.count import total
 from maxpipe.models.registry import describe
@@ -69,7 +69,7 @@ _FIRST_YEAR = 2025
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
+class CheckResult:
     """One finding; `action` says what to do when it is not ok."""
 
     name: str
@@ -78,11 +78,13 @@ class Check:
     action: str = ""
 
     def __str__(self) -> str:
-        return redact.text(f"{self.status:8} {self.name:24} {self.text} {self.action}".rstrip())
+        return redact.redact_text(
+            f"{self.status:8} {self.name:24} {self.text} {self.action}".rstrip()
+        )
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class CheckTarget:
     """The config under test, or its defaults without one."""
 
     config: Config | None = None
@@ -93,76 +95,80 @@ class Target:
     """Devices that are not the mesh's."""
 
     @classmethod
-    def of(cls, loaded: Loaded) -> Target:
+    def of(cls, loaded: LoadedConfig) -> CheckTarget:
         """The target of a loaded config."""
         config = loaded.config
-        others = config.distill.devices if asks_teacher(config) else 0
+        others = config.distill.devices if runs_teacher(config) else 0
         return cls(config, config.run, config.mesh, config.runtime, others)
 
 
-def examine(inputs: Sequence[str]) -> Iterator[Check]:
+def examine(inputs: Sequence[str]) -> Iterator[CheckResult]:
     """Every check, as soon as it is done. Without inputs, those that need no config."""
-    yield versions()
-    target = Target()
+    yield check_versions()
+    target = CheckTarget()
     if inputs:
         try:
             loaded = load(inputs)
-            target = Target.of(loaded)
+            target = CheckTarget.of(loaded)
             yield from (
-                Check("config", "warning", f"{each.where} = {each.given} {each.rule}", each.action)
-                for each in (*loaded.cautions, *cautions(loaded.config))
+                CheckResult(
+                    "config", "warning", f"{each.where} = {each.given} {each.rule}", each.action
+                )
+                for each in (*loaded.cautions, *find_warnings(loaded.config))
             )
-            yield Check("config", "ok", f"read from {counted(len(inputs), 'argument')}")
+            yield CheckResult("config", "ok", f"read from {pluralize(len(inputs), 'argument')}")
             if unsaid := check_training(loaded.config, loaded.origins):
-                yield from _explained("training", ConfigError(unsaid))
+                yield from _config_error_checks("training", ConfigError(unsaid))
         except ConfigError as error:
-            yield from _explained("config", error)
-    yield from folders(target)
+            yield from _config_error_checks("config", error)
+    yield from check_folders(target)
     if target.config is not None:
-        yield from source(target.config)
-        yield from data(target.config)
-    yield clock()
-    yield from devices(target)
-    yield loopback()
+        yield from check_restore_source(target.config)
+        yield from check_data(target.config)
+    yield check_clock()
+    yield from check_devices(target)
+    yield check_loopback()
 
 
-def report(inputs: Sequence[str], checks: Sequence[Check]) -> dict[str, Any]:
+def report(inputs: Sequence[str], checks: Sequence[CheckResult]) -> dict[str, Any]:
     """Checks, environment and config as JSON values, without secrets."""
     try:
         config = to_dict(load(inputs).config) if inputs else None
     except ConfigError:
         config = None  # a check says why
     found = {
-        "well": is_well(checks),
+        "well": all_passed(checks),
         "checks": [dataclasses.asdict(check) for check in checks],
         "environment": environment.report(),
         "config": config,
     }
-    return redact.within(found)
+    return redact.redact_value(found)
 
 
-def is_well(checks: Sequence[Check]) -> bool:
+def all_passed(checks: Sequence[CheckResult]) -> bool:
     """Whether no check failed."""
     return all(check.status != "FAILED" for check in checks)
 
 
-def versions() -> Check:
+def check_versions() -> CheckResult:
     """Python and packages against the ranges in pyproject.toml."""
     wrong = []
     for package, lowest, is_needed in environment.requirements():
         present = environment.versions()["python"] if package == "python" else None
-        present = present or environment.installed(package)
+        present = present or environment.installed_version(package)
         if present is None and is_needed:
             wrong.append(f"{package} is missing (at least {lowest})")
         elif present is not None and _numbers(present) < _numbers(lowest):
             wrong.append(f"{package} {present} is older than {lowest}")
     if wrong:
         action = "Run: pip install -c constraints/py311.txt . (py312.txt for later Pythons)"
-        return Check("versions", "FAILED", f"{'; '.join(wrong)}.", action)
-    if any(map(environment.installed, topology.PLUGINS)) and (unfit := topology.missing_compiler()):
-        return Check("versions", "FAILED", f"jax for GPUs {unfit[0]}.", f"Run: {unfit[1]}.")
+        return CheckResult("versions", "FAILED", f"{'; '.join(wrong)}.", action)
+    if any(map(environment.installed_version, topology.PLUGINS)) and (
+        unfit := topology.missing_compiler()
+    ):
+        return CheckResult("versions", "FAILED", f"jax for GPUs {unfit[0]}.", f"Run: {unfit[1]}.")
     shown = {name: version for name, version in environment.versions().items() if version}
-    return Check("versions", "ok", ", ".join(f"{name} {v}" for name, v in shown.items()))
+    return CheckResult("versions", "ok", ", ".join(f"{name} {v}" for name, v in shown.items()))
 
 
 def _numbers(version: str) -> tuple[int, ...]:
@@ -174,100 +180,104 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(numbers)
 
 
-def _explained(name: str, error: ConfigError) -> Iterator[Check]:
+def _config_error_checks(name: str, error: ConfigError) -> Iterator[CheckResult]:
     for problem in error.problems:
         given = f" = {problem.given}" if problem.given else ""
-        yield Check(name, "FAILED", f"{problem.where}{given} {problem.rule}", problem.action)
+        yield CheckResult(name, "FAILED", f"{problem.where}{given} {problem.rule}", problem.action)
 
 
 # Folders.
 
 
-def folders(target: Target) -> Iterator[Check]:
+def check_folders(target: CheckTarget) -> Iterator[CheckResult]:
     """Whether the folders of a run can be written and have space."""
     run_dir, config = run_folder(target.run), target.config
     if config is None or not config.checkpoint.dir:
         yield _folder("run folder", run_dir, config)
     else:
         yield _folder("run folder", run_dir)
-        yield _checkpoints(home(run_dir, config.checkpoint), config)
+        yield _checkpoints(checkpoint_home(run_dir, config.checkpoint), config)
     if target.runtime.compilation_cache:
         yield _cache(target.runtime.compilation_cache)
 
 
-def _cache(folder: str) -> Check:
+def _cache(folder: str) -> CheckResult:
     name = "compilation cache"
     action = "Set runtime.compilation_cache to a folder that can be written."
     if folder == RuntimeConfig().compilation_cache and not has_home():
-        return Check(name, "warning", f"{folder} cannot be used: HOME is not set.", action)
-    found = _folder(name, full(folder, "runtime.compilation_cache"))
+        return CheckResult(name, "warning", f"{folder} cannot be used: HOME is not set.", action)
+    found = _folder(name, expand_path(folder, "runtime.compilation_cache"))
     if found.status == "FAILED":  # a run can do without it
         return dataclasses.replace(found, status="warning", action=action)
     return found
 
 
-def source(config: Config) -> Iterator[Check]:
+def check_restore_source(config: Config) -> Iterator[CheckResult]:
     """Whether the checkpoint exists from which a new run starts."""
     name, given = "restore from", config.checkpoint.restore_from
     if not given:
         return
     try:
-        if _steps(home(run_folder(config.run), config.checkpoint)):
+        if _steps(checkpoint_home(run_folder(config.run), config.checkpoint)):
             text = f"{given} is not read: the run has checkpoints of its own"
-            yield Check(name, "ok", text)
+            yield CheckResult(name, "ok", text)
             return
         if (folder := folder_of(given)) is not None:
-            model = opened(folder, "checkpoint.restore_from").described.table.architecture
-            yield Check(name, "ok", f"{folder}, {model}, weights of it")
+            model = open_folder(folder, "checkpoint.restore_from").described.table.architecture
+            yield CheckResult(name, "ok", f"{folder}, {model}, weights of it")
             return
-        found = parse(given, "checkpoint.restore_from", config.run.dir)
+        found = parse_address(given, "checkpoint.restore_from", config.run.dir)
         steps = _steps(found.home)
     except ConfigError as error:
-        yield from _explained(name, error)
+        yield from _config_error_checks(name, error)
         return
     except (StorageError, OSError) as error:
-        reason = first_line(error) if isinstance(error, OSError) else str(error).splitlines()[0]
+        reason = (
+            root_cause_text(error) if isinstance(error, OSError) else str(error).splitlines()[0]
+        )
         action = "Check the storage, and this account's rights there."
-        yield Check(name, "FAILED", f"{given} cannot be read: {reason}.", action)
+        yield CheckResult(name, "FAILED", f"{given} cannot be read: {reason}.", action)
         return
     if not steps or (isinstance(found.step, int) and found.step not in steps):
         has = f"has steps {', '.join(map(str, steps))}" if steps else "has no checkpoint"
         action = "Set checkpoint.restore_from to one that is there, such as RUN@newest."
-        yield Check(name, "FAILED", f"{given} is not there: {found.home} {has}.", action)
+        yield CheckResult(name, "FAILED", f"{given} is not there: {found.home} {has}.", action)
         return
     which = found.step if found.step is not None else "newest"
-    yield Check(name, "ok", f"{found.home}, step {which}, {config.checkpoint.restore} of it")
+    yield CheckResult(name, "ok", f"{found.home}, step {which}, {config.checkpoint.restore} of it")
 
 
 def _steps(path: str) -> list[int]:
-    names = [entry.name for entry in entries(located(os.path.join(path, FOLDER)))]
+    names = [entry.name for entry in entries(to_epath(os.path.join(path, CHECKPOINTS_FOLDER)))]
     return sorted(int(name) for name in names if re.fullmatch(r"[0-9]{1,18}", name))
 
 
-def _checkpoints(path: str, config: Config) -> Check:
+def _checkpoints(path: str, config: Config) -> CheckResult:
     """The folder or bucket of `checkpoint.dir`."""
     name = "checkpoint folder"
     if not in_bucket(path):
         return _folder(name, Path(path), config, key="checkpoint.dir")
     try:
-        try_out(located(path))
+        probe_writable(to_epath(path))
     except StorageError as error:
         where, rule, action = (line.strip() for line in str(error).splitlines())
-        return Check(name, "FAILED", f"{where}: {rule}", action)
+        return CheckResult(name, "FAILED", f"{where}: {rule}", action)
     except OSError as error:
-        text = f"{path} cannot be written: {first_line(error)}."
-        return Check(name, "FAILED", text, remedy(path, "checkpoint.dir"))
-    return Check(name, "ok", f"{path} can be written")
+        text = f"{path} cannot be written: {root_cause_text(error)}."
+        return CheckResult(name, "FAILED", text, remedy(path, "checkpoint.dir"))
+    return CheckResult(name, "ok", f"{path} can be written")
 
 
-def _folder(name: str, path: Path, config: Config | None = None, *, key: str = "run.dir") -> Check:
+def _folder(
+    name: str, path: Path, config: Config | None = None, *, key: str = "run.dir"
+) -> CheckResult:
     there = next(each for each in (path, *path.absolute().parents) if os.path.exists(each))
     try:
-        late = _write_into(there)
+        late = _measure_clock_skew(there)
         free = shutil.disk_usage(there).free
     except OSError as error:
         text = f"{path} cannot be written: {error.strerror or error}."
-        return Check(name, "FAILED", text, f"Set {key} to a folder that can be written.")
+        return CheckResult(name, "FAILED", text, f"Set {key} to a folder that can be written.")
     words = f"{path} can be written, {_size(free)} free"
     if config is not None:
         model, keep = config.model, config.checkpoint.keep
@@ -279,14 +289,14 @@ def _folder(name: str, path: Path, config: Config | None = None, *, key: str = "
             status = "FAILED" if free < one else "warning"
             action = f"Free {_size(one * (keep + 1) - free)}, or set {key} to another disk."
             text = f"{words}, {keep} are kept while one more is written."
-            return Check(name, status, text, action)
+            return CheckResult(name, status, text, action)
     if abs(late) > _CLOCK_SECONDS:
         text = f"{words}; its file server's clock differs from this machine's by {late:.1f} s."
-        return Check(name, "warning", text, "Start NTP (chrony, systemd-timesyncd) on both.")
-    return Check(name, "ok", words)
+        return CheckResult(name, "warning", text, "Start NTP (chrony, systemd-timesyncd) on both.")
+    return CheckResult(name, "ok", words)
 
 
-def _write_into(folder: Path) -> float:
+def _measure_clock_skew(folder: Path) -> float:
     """Writes and deletes a file; returns the seconds by which its time is late."""
     with tempfile.TemporaryFile(dir=folder) as file:
         file.write(bytes(_WRITTEN_BYTES))
@@ -306,91 +316,93 @@ def _size(count: float) -> str:
 # Data.
 
 
-def data(config: Config) -> Iterator[Check]:
+def check_data(config: Config) -> Iterator[CheckResult]:
     """Whether documents can be read and turned into tokens that the model has."""
     document, found = "text", all_sources(config.data)
-    kept = str(full(config.run.dir, "run.dir") / ".index")
+    kept = str(expand_path(config.run.dir, "run.dir") / ".index")
     for name, each in found.items():
         if each.source in IDS or each.chat != "off":
             continue  # these need the tokenizer
         try:
-            with in_section(name):
+            with wrap_section_errors(name):
                 source = open_source(each, config.run.seed, cache_dir=kept)
                 document = source[0]
         except ConfigError as error:
-            yield from _explained(section_of(name), error)
+            yield from _config_error_checks(section_of(name), error)
             continue
         except StorageError as error:  # there is no room to unpack a file, say
-            yield _stored(section_of(name), error)
+            yield _storage_error_check(section_of(name), error)
             continue
-        text = f"{source.name}, {counted(len(source), 'document')}, the first of "
-        text += counted(len(document), "character")
-        yield Check(section_of(name), "ok", text)
+        text = f"{source.name}, {pluralize(len(source), 'document')}, the first of "
+        text += pluralize(len(document), "character")
+        yield CheckResult(section_of(name), "ok", text)
     try:
-        tokenizer = fitted(open_tokenizer(config.tokenizer), config.model.vocab_size)
+        tokenizer = fit_tokenizer(open_tokenizer(config.tokenizer), config.model.vocab_size)
     except ConfigError as error:
-        yield from _explained("tokenizer", error)
+        yield from _config_error_checks("tokenizer", error)
         return
     tokens = tokenizer.encode(document)
     text = f"{config.tokenizer.kind}, {tokenizer.vocab_size} ids, {len(tokens)} for {len(document)}"
-    yield Check("tokenizer", "ok", f"{text} characters")
+    yield CheckResult("tokenizer", "ok", f"{text} characters")
     for name, each in found.items():
         if each.source in IDS:
-            yield from _prepared(name, each, tokenizer)
+            yield from _check_prepared_tokens(name, each, tokenizer)
         elif each.chat != "off":
             yield from _conversations(name, each, tokenizer, kept, config.train.sequence_length)
 
 
-def _stored(name: str, error: StorageError) -> Check:
+def _storage_error_check(name: str, error: StorageError) -> CheckResult:
     where, *words = str(error).splitlines()
     text = " ".join([where, *map(str.strip, words[:-1])])
-    return Check(name, "FAILED", text, words[-1].strip())
+    return CheckResult(name, "FAILED", text, words[-1].strip())
 
 
 def _conversations(
     name: str, config: SourceConfig, tokenizer: Tokenizer, kept: str, row_tokens: int
-) -> Iterator[Check]:
+) -> Iterator[CheckResult]:
     """Whether records can be read as conversations, or pairs."""
     section = section_of(name)
     try:
-        with in_section(name):
+        with wrap_section_errors(name):
             source = open_source(config, 0, cache_dir=kept)
-            source = answers_of(source, config, kept)
-            records = chat_records(source, tokenizer, config, row_tokens)
+            source = expand_trained_messages(source, config, kept)
+            records = build_chat_encoder(source, tokenizer, config, row_tokens)
             assert records is not None
             first = records.encode(0)
     except ConfigError as error:
-        yield from _explained(section, error)
+        yield from _config_error_checks(section, error)
         return
     assert first.trained is not None
     what = "pair" if config.chat == "pairs" else "conversation"
-    text = f"{source.name}, {counted(len(source), what)}, the first of "
-    text += f"{counted(len(first.ids), 'token')}, {int(first.trained.sum())} of them trained"
-    yield Check(section, "ok", text)
+    text = f"{source.name}, {pluralize(len(source), what)}, the first of "
+    text += f"{pluralize(len(first.ids), 'token')}, {int(first.trained.sum())} of them trained"
+    yield CheckResult(section, "ok", text)
 
 
-def _prepared(name: str, config: SourceConfig, tokenizer: Tokenizer) -> Iterator[Check]:
+def _check_prepared_tokens(
+    name: str, config: SourceConfig, tokenizer: Tokenizer
+) -> Iterator[CheckResult]:
     """Whether ids of documents can be read, and are those of the tokenizer."""
     section = section_of(name)
     try:
-        with in_section(name):
+        with wrap_section_errors(name):
             documents = open_documents(config, tokenizer)
-            first = counted(len(documents[0].ids), "token")
+            first = pluralize(len(documents[0].ids), "token")
     except ConfigError as error:
-        yield from _explained(section, error)
+        yield from _config_error_checks(section, error)
         return
     except StorageError as error:
-        yield _stored(section, error)
+        yield _storage_error_check(section, error)
         return
-    text = f"{config.source}, {counted(documents.num_documents, 'document')}, "
-    text += f"{counted(documents.num_tokens, 'token')}, the first document has {first}"
-    yield Check(section, "ok", f"{text}; {documents.remark}")
+    text = f"{config.source}, {pluralize(documents.num_documents, 'document')}, "
+    text += f"{pluralize(documents.num_tokens, 'token')}, the first document has {first}"
+    yield CheckResult(section, "ok", f"{text}; {documents.remark}")
 
 
 # Clocks.
 
 
-def clock() -> Check:
+def check_clock() -> CheckResult:
     """Whether this machine's clock is set and advances."""
     zone = os.environ.get("TZ", "").lstrip(":")
     wall, steady = time.time(), time.monotonic()
@@ -400,15 +412,17 @@ def clock() -> Check:
     words = f"{now:%Y-%m-%d %H:%M:%S}, time zone {now:%Z (UTC%z)}"
     if steady <= 0 or abs(wall - steady) > 0.5:
         text = f"in {steady:.2f} s the time of day moved by {wall:.2f} s."
-        return Check("clock", "FAILED", text, "Let NTP correct the clock slowly, without jumps.")
+        return CheckResult(
+            "clock", "FAILED", text, "Let NTP correct the clock slowly, without jumps."
+        )
     if now.astimezone(UTC).year < _FIRST_YEAR:
-        return Check("clock", "warning", f"{words}: it was never set.", "Set it, with NTP.")
+        return CheckResult("clock", "warning", f"{words}: it was never set.", "Set it, with NTP.")
     if zone and not _is_zone(zone):
         text = f"{words}: TZ={zone} is no time zone, so that UTC is used."
-        return Check(
+        return CheckResult(
             "clock", "warning", text, "Set TZ to a name such as Europe/Zurich, or unset it."
         )
-    return Check("clock", "ok", words)
+    return CheckResult("clock", "ok", words)
 
 
 def _is_zone(name: str) -> bool:
@@ -424,7 +438,7 @@ def _is_zone(name: str) -> bool:
 # Devices.
 
 
-def devices(target: Target) -> Iterator[Check]:
+def check_devices(target: CheckTarget) -> Iterator[CheckResult]:
     """The devices of the run, its mesh, and every collective along every axis."""
     seconds = DEVICE_SECONDS
     if target.runtime.num_processes != 1:
@@ -436,7 +450,7 @@ def devices(target: Target) -> Iterator[Check]:
         [_spec(runtime, target.mesh, folder, target.teacher_devices)], seconds
     )
     for record in records:
-        found = Check(**{name: record.get(name, "") for name in Check.__slots__})
+        found = CheckResult(**{name: record.get(name, "") for name in CheckResult.__slots__})
         if found.status == "FAILED" and not found.action:
             action = "End other programs that hold the devices, or set runtime.platform=cpu."
             found = dataclasses.replace(found, action=action)
@@ -445,15 +459,15 @@ def devices(target: Target) -> Iterator[Check]:
             yield from _attention(target.config, platform)
 
 
-def _attention(config: Config, platform: str) -> Iterator[Check]:
+def _attention(config: Config, platform: str) -> Iterator[CheckResult]:
     """The backend that `auto` is on such devices."""
     sizes = {axis: axis_size(config.mesh, axis) or 1 for axis in MESH_AXES}
     divided = Divided.by(config.mesh, sizes)
     if chosen := words(config.model, platform, config.train.sequence_length, divided):
-        yield Check("attention", "ok", chosen)
+        yield CheckResult("attention", "ok", chosen)
 
 
-def kinds() -> dict[str, int] | str:
+def count_device_kinds() -> dict[str, int] | str:
     """Number of devices of each kind, or why they cannot be used."""
     (records,) = environment.probe([_spec(RuntimeConfig(), MeshConfig())], LOOPBACK_SECONDS)
     for record in records:
@@ -462,7 +476,7 @@ def kinds() -> dict[str, int] | str:
     return records[-1]["text"]
 
 
-def loopback() -> Check:
+def check_loopback() -> CheckResult:
     """Two processes of this machine that find each other and compute together, on CPU."""
     name = "two processes"
     begin = time.monotonic()
@@ -484,9 +498,9 @@ def loopback() -> Check:
         for record in records:
             if record["status"] == "FAILED":
                 action = "Allow connections to 127.0.0.1; with a proxy set no_proxy=127.0.0.1."
-                return Check(name, "FAILED", f"process {rank}: {record['text']}", action)
+                return CheckResult(name, "FAILED", f"process {rank}: {record['text']}", action)
     words = f"found each other on 127.0.0.1 and computed together, in {seconds:.0f} s"
-    return Check(name, "ok", words)
+    return CheckResult(name, "ok", words)
 
 
 def _spec(

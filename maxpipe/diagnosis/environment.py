@@ -50,10 +50,10 @@ def versions() -> dict[str, str | None]:
     """Of python, maxpipe and `PACKAGES`; None for what is not installed."""
     found: dict[str, str | None] = {"python": platform.python_version()}
     found["maxpipe"] = maxpipe.__version__
-    return found | {name: installed(name) for name in PACKAGES}
+    return found | {name: installed_version(name) for name in PACKAGES}
 
 
-def installed(package: str) -> str | None:
+def installed_version(package: str) -> str | None:
     """The version of a package, None if it is not there."""
     try:
         return metadata.version(package)
@@ -94,7 +94,7 @@ def _memory_limit() -> float:
 def variables() -> dict[str, str]:
     """Environment variables that affect jax and XLA, without secrets."""
     found = {name: value for name, value in os.environ.items() if _VARIABLES.fullmatch(name)}
-    return redact.within(dict(sorted(found.items())))
+    return redact.redact_value(dict(sorted(found.items())))
 
 
 def commit() -> str | None:
@@ -158,7 +158,7 @@ def _records(
 ) -> list[dict[str, Any]]:
     try:
         code = process.wait(max(0.0, end - time.monotonic()))
-        reason = f"its process ended with {code}: {_last_words(err)}"
+        reason = f"its process ended with {code}: {_last_error_line(err)}"
     except subprocess.TimeoutExpired:
         code, reason = -1, f"no answer within {seconds:.0f} s"
     out.seek(0)
@@ -169,21 +169,21 @@ def _records(
     return found
 
 
-def _last_words(err: IO[bytes]) -> str:
+def _last_error_line(err: IO[bytes]) -> str:
     """The last error message of a process, on one line."""
     err.seek(0)
     lines = err.read().decode(errors="replace").splitlines()[-3:]
-    return redact.text(" ".join(line.strip() for line in lines)) or "it printed nothing"
+    return redact.redact_text(" ".join(line.strip() for line in lines)) or "it printed nothing"
 
 
 def report() -> dict[str, Any]:
     """All of it, without secrets, as JSON values."""
-    return redact.within(
+    return redact.redact_value(
         {
             "versions": versions(),
             "commit": commit(),
             "machine": machine(),
-            "command_line": redact.arguments(sys.argv[1:]),
+            "command_line": redact.redact_argv(sys.argv[1:]),
             "variables": variables(),
         }
     )

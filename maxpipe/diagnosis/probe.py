@@ -25,10 +25,10 @@ from maxpipe.config.schema import RuntimeConfig
 from maxpipe.distributed import runtime
 from maxpipe.distributed.phases import Phases
 from maxpipe.errors import ConfigError
-from maxpipe.io.files import accelerators, full
-from maxpipe.io.text import counted
+from maxpipe.io.files import accelerators, expand_path
+from maxpipe.io.text import pluralize
 from maxpipe.parallel.axes import MeshConfig
-from maxpipe.parallel.mesh import build_mesh, describe, divided
+from maxpipe.parallel.mesh import build_mesh, describe_mesh, partition_devices
 
 COLLECTIVES = ("psum", "all_gather", "psum_scatter", "ppermute", "all_to_all")
 
@@ -41,20 +41,22 @@ def main(text: str) -> int:
     spec = json.loads(text)
     config, mesh_config = RuntimeConfig(**spec["runtime"]), MeshConfig(**spec["mesh"])
     try:
-        folder = full(spec["folder"], "run.dir")
-        with runtime.joined(config, mesh_config.cpu_devices, Phases(), {}, folder):
-            _look(config, mesh_config, spec.get("teacher_devices", 0))
+        folder = expand_path(spec["folder"], "run.dir")
+        with runtime.join_processes(config, mesh_config.cpu_devices, Phases(), {}, folder):
+            _check_mesh(config, mesh_config, spec.get("teacher_devices", 0))
     except ConfigError as error:
         for problem in error.problems:
-            _say("devices", "FAILED", f"{problem.where}: {problem.rule}", problem.action)
+            _print_check("devices", "FAILED", f"{problem.where}: {problem.rule}", problem.action)
         return int(error.exit_code)
     return 0
 
 
-def _look(config: RuntimeConfig, mesh_config: MeshConfig, teacher_devices: int) -> None:
+def _check_mesh(config: RuntimeConfig, mesh_config: MeshConfig, teacher_devices: int) -> None:
     _devices(config)
-    mesh = build_mesh(mesh_config, divided(jax.devices(), teacher_devices, "distill.devices")[0])
-    _say("mesh", "ok", describe(mesh), platform=mesh.devices.flat[0].platform)
+    mesh = build_mesh(
+        mesh_config, partition_devices(jax.devices(), teacher_devices, "distill.devices")[0]
+    )
+    _print_check("mesh", "ok", describe_mesh(mesh), platform=mesh.devices.flat[0].platform)
     for axis, size in mesh.shape.items():
         if size > 1:
             _collectives(mesh, axis)
@@ -62,7 +64,7 @@ def _look(config: RuntimeConfig, mesh_config: MeshConfig, teacher_devices: int) 
         _clocks()
 
 
-def _say(name: str, status: str, text: str, action: str = "", **more: Any) -> None:
+def _print_check(name: str, status: str, text: str, action: str = "", **more: Any) -> None:
     record = {"name": name, "status": status, "text": text, "action": action} | more
     print(json.dumps(record), flush=True)
 
@@ -73,25 +75,29 @@ def _devices(config: RuntimeConfig) -> None:
         doubled = jax.device_put(np.arange(8.0, dtype=np.float32), device) * 2
         if np.asarray(doubled).tolist() != [2.0 * i for i in range(8)]:
             action = "Run without it, and have it checked."
-            _say("devices", "FAILED", f"{device} does not double numbers correctly.", action)
+            _print_check(
+                "devices", "FAILED", f"{device} does not double numbers correctly.", action
+            )
     kinds = collections.Counter(device.device_kind for device in jax.devices())
     words = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
-    words += f" in {counted(jax.process_count(), 'process')}"
+    words += f" in {pluralize(jax.process_count(), 'process')}"
     there = accelerators()
     if config.platform == "auto" and jax.default_backend() == "cpu" and there:
         action = "Run: pip install 'maxpipe[tpu]' or 'maxpipe[cuda]', or set runtime.platform=cpu."
-        _say("devices", "warning", f"{words}, though {there[0]} is there.", action, kinds=kinds)
+        _print_check(
+            "devices", "warning", f"{words}, though {there[0]} is there.", action, kinds=kinds
+        )
     else:
-        _say("devices", "ok", words, kinds=kinds)
+        _print_check("devices", "ok", words, kinds=kinds)
 
 
 def _collectives(mesh: Mesh, axis: str) -> None:
     name, wrong = f"collectives over {axis}", _wrong_collectives(mesh, axis)
     if wrong:
         action = "Check the links between these devices, XLA_FLAGS and LIBTPU_INIT_ARGS."
-        _say(name, "FAILED", f"wrong values from {', '.join(wrong)}.", action)
+        _print_check(name, "FAILED", f"wrong values from {', '.join(wrong)}.", action)
     else:
-        _say(name, "ok", f"{', '.join(COLLECTIVES)} give the right values")
+        _print_check(name, "ok", f"{', '.join(COLLECTIVES)} give the right values")
 
 
 def _wrong_collectives(mesh: Mesh, axis: str) -> list[str]:
@@ -135,13 +141,13 @@ def _clocks() -> None:
         seconds = read[:, 0] * 1000 + read[:, 1] / 1e6
         differences.append(float(seconds.max() - seconds.min()))
     least = min(differences)
-    words = f"those of {counted(jax.process_count(), 'process')} differ by at most {least:.2f} s"
+    words = f"those of {pluralize(jax.process_count(), 'process')} differ by at most {least:.2f} s"
     if least > _CLOCK_SECONDS:
-        _say(
+        _print_check(
             "clocks", "warning", f"{words}.", "Start NTP (chrony, systemd-timesyncd) on all hosts."
         )
     else:
-        _say("clocks", "ok", words)
+        _print_check("clocks", "ok", words)
 
 
 if __name__ == "__main__":

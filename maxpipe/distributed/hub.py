@@ -19,19 +19,21 @@ from typing import Any, Literal, NotRequired, TypedDict
 
 from maxpipe.distributed.listener import Listener
 from maxpipe.distributed.phases import SAVE, UNTIMED
-from maxpipe.distributed.wire import Wire
-from maxpipe.errors import ExitCode, printable
-from maxpipe.io.text import counted
+from maxpipe.distributed.wire import AuthenticatedConnection
+from maxpipe.errors import ExitCode, escape_control_chars
+from maxpipe.io.text import pluralize
 
 _STRAGGLER_STEPS = 20
 """Steps between comparisons of the processes' own times."""
 _STRAGGLER_SECONDS, _STRAGGLER_SHARE = 0.005, 0.05
 """A step's delay that is reported: at least these seconds, and this share of the step."""
-_SAY_EVERY_SECONDS = 10.0
-_BEHIND_SECONDS = 0.05
+_REPORT_EVERY_SECONDS = 10.0
+_RESEND_SECONDS = 0.05
 """Seconds after which a partly sent message is continued."""
 _AGAIN = "  Start the same command again: it resumes from the newest checkpoint, if there is one."
-NOTHING_NEW = f"asked to stop before the first step\n  There is nothing new to save.\n{_AGAIN}"
+STOPPED_BEFORE_FIRST_STEP = (
+    f"asked to stop before the first step\n  There is nothing new to save.\n{_AGAIN}"
+)
 
 
 def free_port() -> int:
@@ -47,7 +49,7 @@ def free_port() -> int:
 
 
 @dataclass(frozen=True)
-class Limits:
+class Timeouts:
     """Time limits after which a process gives up the others, or the run."""
 
     init_seconds: float = 300.0
@@ -60,7 +62,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Trouble:
+class JoinFailure:
     """Why processes cannot run together."""
 
     text: str
@@ -80,7 +82,7 @@ class Hello(TypedDict):
     facts: dict[str, str]
 
 
-class Beat(TypedDict):
+class Heartbeat(TypedDict):
     """Its progress, about once a second."""
 
     phase: str
@@ -91,7 +93,7 @@ class Beat(TypedDict):
     detail: NotRequired[str]
 
 
-class Failed(TypedDict):
+class FailureMessage(TypedDict):
     """Why it leaves."""
 
     code: int
@@ -102,12 +104,12 @@ StopCode = Literal[75, 130]
 """`ExitCode.PREEMPTED` or `ExitCode.INTERRUPTED`: the exit code of all after a stop."""
 
 
-class FromMember(TypedDict):
+class MemberMessage(TypedDict):
     """One of these messages from a process to the hub."""
 
     hello: NotRequired[Hello]
-    beat: NotRequired[Beat]
-    failed: NotRequired[Failed]
+    beat: NotRequired[Heartbeat]
+    failed: NotRequired[FailureMessage]
     bye: NotRequired[Literal[True]]
     stop: NotRequired[StopCode]
     at: NotRequired[int]
@@ -115,7 +117,7 @@ class FromMember(TypedDict):
     value: NotRequired[str]
 
 
-class Leave(TypedDict):
+class ExitMessage(TypedDict):
     """That all leave."""
 
     code: int
@@ -123,7 +125,7 @@ class Leave(TypedDict):
     stacks: bool
 
 
-class FromHub(TypedDict):
+class CoordinatorMessage(TypedDict):
     """One of these messages from the hub to a process."""
 
     welcome: NotRequired[Literal[True]]
@@ -134,15 +136,15 @@ class FromHub(TypedDict):
     stop_at: NotRequired[int]
     agreed: NotRequired[str]
     values: NotRequired[list[tuple[str, list[int]]]]
-    leave: NotRequired[Leave]
+    leave: NotRequired[ExitMessage]
 
 
-def from_peer(text: str, most: int) -> str:
+def sanitize_peer_text(text: str, most: int) -> str:
     """A peer's text for display: its end, without terminal control characters."""
-    return printable(text[-most:])
+    return escape_control_chars(text[-most:])
 
 
-def code_from_peer(code: int) -> int:
+def sanitize_exit_code(code: int) -> int:
     """An exit code from a peer. It never means "done" for a run that is ended."""
     return code if 0 < code < 256 else int(ExitCode.BUG)
 
@@ -154,7 +156,7 @@ class Member:
     index: int
     host: str = ""
     pid: int = 0
-    wire: Wire | None = None
+    wire: AuthenticatedConnection | None = None
     """None for the hub's own process."""
     facts: dict[str, str] = field(default_factory=dict)
     heard: float = 0.0
@@ -168,7 +170,7 @@ class Member:
         return f"process {self.index} ({self.host}, pid {self.pid})"
 
 
-class Hub:
+class Coordinator:
     """The processes of a run, as process 0 sees them.
 
     Args:
@@ -182,8 +184,8 @@ class Hub:
     def __init__(
         self,
         count: int,
-        limits: Limits,
-        tell_self: Callable[[FromHub], None],
+        limits: Timeouts,
+        tell_self: Callable[[CoordinatorMessage], None],
         say: Callable[[str], None],
         selector: selectors.BaseSelector,
     ):
@@ -191,7 +193,7 @@ class Hub:
         self._members = {0: Member(0)} if count == 1 else {}
         self._listener: Listener | None = None
         self._selector = selector
-        self._unknown: dict[Wire, float] = {}
+        self._unknown: dict[AuthenticatedConnection, float] = {}
         """Proved connections and their times; their hello is still to come."""
         self._refusal = ""
         self._lock = threading.RLock()
@@ -226,7 +228,7 @@ class Hub:
         for wire in list(self._unknown):
             self._let_go(wire)
 
-    def _selector_drops(self, source: Listener | Wire) -> None:
+    def _selector_drops(self, source: Listener | AuthenticatedConnection) -> None:
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(source)
 
@@ -236,7 +238,7 @@ class Hub:
         behind = [wire for wire in wires if wire and wire.waits]
         for wire in behind:
             wire.push()
-        soon = _BEHIND_SECONDS if behind else math.inf
+        soon = _RESEND_SECONDS if behind else math.inf
         if self._listener is None:
             return soon
         if (rest := self._listener.rests_until - time.monotonic()) > 0:
@@ -263,8 +265,8 @@ class Hub:
         for wire in [wire for wire, since in self._unknown.items() if since < limit]:
             self._let_go(wire)
 
-    def _hear(self, wire: Wire) -> None:
-        messages = wire.receive(FromMember)
+    def _hear(self, wire: AuthenticatedConnection) -> None:
+        messages = wire.receive(MemberMessage)
         member = next((each for each in self._members.values() if each.wire is wire), None)
         for message in messages or ():
             if member is not None:
@@ -279,15 +281,17 @@ class Hub:
                 with self._goodbye:
                     self._goodbye.notify_all()
 
-    def _let_go(self, wire: Wire) -> None:
+    def _let_go(self, wire: AuthenticatedConnection) -> None:
         self._unknown.pop(wire, None)
         self._selector_drops(wire)
         wire.close()
 
-    def _admit(self, wire: Wire, hello: Hello) -> Member | None:
+    def _admit(self, wire: AuthenticatedConnection, hello: Hello) -> Member | None:
         """Admits a process by its hello, unless its settings are wrong."""
         index, count = hello["index"], hello["count"]
-        came = Member(index, from_peer(hello["host"], 255), hello["pid"], wire, hello["facts"])
+        came = Member(
+            index, sanitize_peer_text(hello["host"], 255), hello["pid"], wire, hello["facts"]
+        )
         if count != self._count or not 0 < index < self._count:
             told = f"has num_processes={count}, process 0 has {self._count}"
             return self._refuse(came, f"{came} {told}")
@@ -306,14 +310,14 @@ class Hub:
         self._refusal = f"; {text}"
         self._say(f"refused: {text}")
 
-    def refuse_for_the_missing(self) -> Trouble:
+    def refuse_for_the_missing(self) -> JoinFailure:
         """Tells those that connected which are missing; returns the same text."""
         with self._lock:
             missing = f"{self._named(self._missing())} of {self._count}"
             text = f"{missing} did not come within {self._limits.init_seconds:g} s"
             text += self._refusal + (f"; {strangers}" if (strangers := self._strangers()) else "")
             self._tell({"refused": text, "late": True})
-        return Trouble(text, late=True)
+        return JoinFailure(text, late=True)
 
     def close(self) -> None:
         """Closes every connection; peers have read `bye` or will see the end of the stream."""
@@ -341,7 +345,7 @@ class Hub:
             while selector.get_map() and (left := end - time.monotonic()) > 0:
                 for key, _ in selector.select(min(left, self.tend())):
                     wire: Any = key.fileobj
-                    if wire.receive(FromMember) is None:
+                    if wire.receive(MemberMessage) is None:
                         selector.unregister(wire)
 
     # Messages.
@@ -353,7 +357,7 @@ class Hub:
             self._members[member.index] = member
             self._welcome()
 
-    def handle(self, index: int, message: FromMember) -> None:
+    def handle(self, index: int, message: MemberMessage) -> None:
         """A message of a process."""
         with self._lock:
             member = self._members.get(index)
@@ -363,13 +367,13 @@ class Hub:
             if "beat" in message:
                 member.beat = {**message["beat"]}
                 member.num_beats += 1
-                member.beat["phase"] = from_peer(member.beat["phase"], 40)
-                member.beat["detail"] = from_peer(member.beat.get("detail", ""), 300)
+                member.beat["phase"] = sanitize_peer_text(member.beat["phase"], 40)
+                member.beat["detail"] = sanitize_peer_text(member.beat.get("detail", ""), 300)
                 if member.wire is not None:
                     member.wire.send({"heard": True})
             elif "failed" in message:
-                code = code_from_peer(message["failed"]["code"])
-                text = from_peer(message["failed"]["text"], 4000)
+                code = sanitize_exit_code(message["failed"]["code"])
+                text = sanitize_peer_text(message["failed"]["text"], 4000)
                 self._end(code, f"{member} failed first:\n{text}", but=index)
             elif "bye" in message:
                 member.left = True
@@ -380,7 +384,7 @@ class Hub:
                 if self._welcomed:
                     self._tell({"ask": self._stop_code})
                 else:  # none has begun, and those that did not connect yet cannot answer
-                    self._end(self._stop_code, NOTHING_NEW)
+                    self._end(self._stop_code, STOPPED_BEFORE_FIRST_STEP)
             elif "at" in message:
                 self._answers[index] = message["at"]
                 if len(self._answers) == self._count:
@@ -399,11 +403,11 @@ class Hub:
         """The step at which all stop: after any that was started."""
         furthest = max(self._answers.values())
         if furthest == 0:
-            self._end(self._stop_code, NOTHING_NEW)
+            self._end(self._stop_code, STOPPED_BEFORE_FIRST_STEP)
         else:
             self._tell({"stop_at": furthest + 1})
 
-    def _tell(self, message: FromHub, but: int = -1) -> None:
+    def _tell(self, message: CoordinatorMessage, but: int = -1) -> None:
         """To all, this process last."""
         for member in sorted(self._members.values(), key=lambda each: -each.index):
             if member.index == but:
@@ -420,7 +424,7 @@ class Hub:
         for member in self._members.values():
             for name, value in first.items():
                 if member.facts.get(name) != value:
-                    theirs = from_peer(member.facts.get(name, "unknown"), 500)
+                    theirs = sanitize_peer_text(member.facts.get(name, "unknown"), 500)
                     text = f"{name} is {value} in process 0 and {theirs} in {member}"
                     self._tell({"refused": text})
                     return
@@ -467,7 +471,7 @@ class Hub:
 
     def _say_who_is_missing(self) -> None:
         now = time.monotonic()
-        if now - self._said < _SAY_EVERY_SECONDS:
+        if now - self._said < _REPORT_EVERY_SECONDS:
             return
         self._said = now
         missing = self._missing()
@@ -582,7 +586,7 @@ class Hub:
             slow = here[own.index(max(own))]
             self._say(
                 f"{slow} holds the others up: {1e3 * delay:.0f} ms in each of the last "
-                f"{counted(min(steps), 'step')}, of {1e3 * seconds:.0f} ms a step"
+                f"{pluralize(min(steps), 'step')}, of {1e3 * seconds:.0f} ms a step"
             )
 
     def _end(self, code: int, text: str, *, but: int = -1, stacks: bool = False) -> None:

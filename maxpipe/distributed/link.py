@@ -31,38 +31,43 @@ from types import FrameType
 from typing import Any
 
 from maxpipe.distributed.hub import (
-    NOTHING_NEW,
-    Beat,
-    FromHub,
-    FromMember,
+    STOPPED_BEFORE_FIRST_STEP,
+    Coordinator,
+    CoordinatorMessage,
+    Heartbeat,
     Hello,
-    Hub,
-    Limits,
+    JoinFailure,
     Member,
+    MemberMessage,
     StopCode,
-    Trouble,
-    code_from_peer,
-    from_peer,
+    Timeouts,
+    sanitize_exit_code,
+    sanitize_peer_text,
 )
 from maxpipe.distributed.phases import WAITING, Phases
-from maxpipe.distributed.wire import VARIABLE, NotOfThisRun, Wire, reach
+from maxpipe.distributed.wire import (
+    VARIABLE,
+    AuthenticatedConnection,
+    PeerAuthenticationError,
+    connect,
+)
 from maxpipe.errors import (
+    DivergenceError,
     ExitCode,
-    Interrupted,
     MaxpipeError,
-    NumbersError,
-    Preempted,
+    Preemption,
     ReplicaError,
+    UserInterrupt,
 )
 from maxpipe.io import redact
 
 _AGAIN = "  Start the same command again: it resumes from the newest checkpoint, if there is one."
-_HUB_GONE = f"process 0 is gone\n  Its own output says why.\n{_AGAIN}"
+_COORDINATOR_GONE = f"process 0 is gone\n  Its own output says why.\n{_AGAIN}"
 _NO_TIME = (
     "the time to save is over\n"
     f"  runtime.stop_grace_seconds have passed since it was asked to stop.\n{_AGAIN}"
 )
-_ASKED_TWICE = f"asked twice to stop\n  Left at once; nothing more is saved.\n{_AGAIN}"
+_STOPPED_TWICE = f"asked twice to stop\n  Left at once; nothing more is saved.\n{_AGAIN}"
 _ONE_REQUEST_SECONDS = 1.0
 """Shells, launchers and `timeout` signal a process, and then its group with the process in it."""
 _ONE_KEY_SECONDS = 0.25
@@ -78,17 +83,17 @@ _SAME_SECRET = (
     f"Start all with the same {VARIABLE}, or without it and with run.dir in a folder that all "
     "hosts see."
 )
-_BEHIND_SECONDS = 0.05
-_LONGEST_TEXT = 8000
-_LONGEST_DETAIL = 300
+_RESEND_SECONDS = 0.05
+_MAX_TEXT = 8000
+_MAX_DETAIL = 300
 
 
 @dataclass
-class Told:
+class CoordinatorState:
     """What the hub has sent to this process; guarded by the link's condition."""
 
     welcome: bool = False
-    refused: Trouble | None = None
+    refused: JoinFailure | None = None
     asked: bool = False
     """A process was asked to stop, and the hub collects how far each one is."""
     code: StopCode = 75
@@ -98,7 +103,7 @@ class Told:
     """Name of what was compared -> value -> processes that have it."""
 
 
-class Link:
+class ControlChannel:
     """This process's end. `with link:` runs its thread and catches `SIGNALS`.
 
     Args:
@@ -112,7 +117,7 @@ class Link:
     def __init__(
         self,
         phases: Phases,
-        limits: Limits,
+        limits: Timeouts,
         *,
         index: int = 0,
         count: int = 1,
@@ -127,10 +132,12 @@ class Link:
         self._selector = selectors.DefaultSelector()
         self._hub = None
         if index == 0:
-            self._hub = Hub(count, limits, self._hear, lambda text: self.say(text), self._selector)
-        self._wire: Wire | None = None
+            self._hub = Coordinator(
+                count, limits, self._hear, lambda text: self.say(text), self._selector
+            )
+        self._wire: AuthenticatedConnection | None = None
         self._heard = 0.0
-        self._told, self._changed = Told(), threading.Condition()
+        self._told, self._changed = CoordinatorState(), threading.Condition()
         self._answered = 0
         self._failing = self._closed = self._comparing = False
         self._asked_at = 0.0
@@ -141,7 +148,7 @@ class Link:
 
     # Start and end.
 
-    def __enter__(self) -> Link:
+    def __enter__(self) -> ControlChannel:
         self._wakes.setblocking(False)
         self._wake.setblocking(False)
         self._selector.register(self._wake, selectors.EVENT_READ)
@@ -193,7 +200,7 @@ class Link:
         address: tuple[str, int],
         facts: Mapping[str, str],
         secret: Callable[[], bytes | None],
-    ) -> Trouble | None:
+    ) -> JoinFailure | None:
         """Waits until all processes have come; returns why they cannot run together, or None.
 
         Args:
@@ -215,9 +222,9 @@ class Link:
             self._hub.listen(address, key)
         else:
             found = self._reach(address, hello, secret)
-            if isinstance(found, Trouble):
+            if isinstance(found, JoinFailure):
                 if self._asked_at:
-                    self._go(self._asked_code, NOTHING_NEW)
+                    self._go(self._asked_code, STOPPED_BEFORE_FIRST_STEP)
                 return found
             self._heard, self._wire = time.monotonic(), found
             self._selector.register(found, selectors.EVENT_READ)
@@ -233,12 +240,12 @@ class Link:
             if self._told.welcome or self._told.refused:
                 return self._told.refused
         if self._hub is None:
-            return Trouble("process 0 went silent", late=True)
+            return JoinFailure("process 0 went silent", late=True)
         return self._hub.refuse_for_the_missing()
 
     def _reach(
         self, address: tuple[str, int], hello: Hello, secret: Callable[[], bytes | None]
-    ) -> Wire | Trouble:
+    ) -> AuthenticatedConnection | JoinFailure:
         """The wire to process 0, or why there is none. Any other program learns nothing."""
         begin = told = time.monotonic()
         where = f"{address[0]}:{address[1]}"
@@ -253,9 +260,9 @@ class Link:
                 if (key := secret()) is None:  # or removed, since process 0 has left
                     raise ConnectionRefusedError
                 reason = "" if reason == _NO_SECRET else reason
-                wire = reach(address, key, end)
+                wire = connect(address, key, end)
             except OSError as error:
-                if isinstance(error, NotOfThisRun):
+                if isinstance(error, PeerAuthenticationError):
                     reason = _OTHER_SECRET
                 elif isinstance(error, socket.gaierror):
                     reason = f"; no address is known here for that name: {error.strerror}"
@@ -270,7 +277,7 @@ class Link:
         limit = f"within {self._limits.init_seconds:g} s"
         text = f"process 0 was not found at {where} {limit}{reason}"
         about_secret = reason in (_NO_SECRET, _OTHER_SECRET)
-        return Trouble(text, late=True, action=_SAME_SECRET if about_secret else "")
+        return JoinFailure(text, late=True, action=_SAME_SECRET if about_secret else "")
 
     # What the run asks.
 
@@ -282,10 +289,10 @@ class Link:
             self._answered += 1
             return self._told.stop_at is not None and self._answered >= self._told.stop_at
 
-    def stopped(self, text: str) -> Preempted:
+    def stopped(self, text: str) -> Preemption:
         """The end of a run that was asked to stop, and has saved."""
         interrupted = self._told.code == ExitCode.INTERRUPTED
-        return Interrupted(text) if interrupted else Preempted(text)
+        return UserInterrupt(text) if interrupted else Preemption(text)
 
     def same(self, name: str, value: str) -> dict[str, list[int]]:
         """Value -> processes that have it; one entry when all agree. All must ask."""
@@ -302,10 +309,10 @@ class Link:
         """When the body fails here, the others get the reason and leave with the same code."""
         try:
             yield
-        except Preempted:  # agreed by all
+        except Preemption:  # agreed by all
             raise
         except BaseException as error:
-            if isinstance(error, NumbersError | ReplicaError) and self.index != 0:
+            if isinstance(error, DivergenceError | ReplicaError) and self.index != 0:
                 # All decide alike, and process 0 records why.
                 time.sleep(_VERDICT_SECONDS)
             if isinstance(error, Exception) and not isinstance(error, MaxpipeError):
@@ -314,13 +321,13 @@ class Link:
             code = error.exit_code if isinstance(error, MaxpipeError) else ExitCode.BUG
             if isinstance(error, KeyboardInterrupt):
                 code = 128 + signal.SIGINT
-            self.fail(int(code), _last_words(error))
+            self.fail(int(code), _format_error(error))
             raise
 
     def fail(self, code: int, text: str) -> None:
         """Reports to all others that this process fails; it ends independently of jax."""
         self._failing = True
-        self._send({"failed": {"code": code, "text": redact.text(text)[-4000:]}})
+        self._send({"failed": {"code": code, "text": redact.redact_text(text)[-4000:]}})
         if self.count == 1:
             return
         if self._hub is not None:  # jax ends a process at once that loses process 0
@@ -363,7 +370,7 @@ class Link:
         if self._wire is None or not self._wire.waits:
             return math.inf
         self._wire.push()
-        return _BEHIND_SECONDS
+        return _RESEND_SECONDS
 
     def _check_hub(self, now: float) -> None:
         """Only this link watches process 0."""
@@ -374,7 +381,7 @@ class Link:
         text += f"  It was stopped, or its host is down or cannot be reached.\n{_AGAIN}"
         self._go(ExitCode.HANG, text)
 
-    def _beat(self) -> Beat:
+    def _beat(self) -> Heartbeat:
         """Sends this process's state to the hub, about once a second."""
         where = self._phases.where()
         return {
@@ -383,7 +390,7 @@ class Link:
             "seconds": where.seconds,
             "own": where.own_seconds,
             "waits": self._comparing or where.phase in WAITING,
-            "detail": where.detail[:_LONGEST_DETAIL],
+            "detail": where.detail[:_MAX_DETAIL],
         }
 
     def _read(self, source: Any) -> None:
@@ -392,13 +399,13 @@ class Link:
                 if number in self._before:
                     self._on_signal(signal.Signals(number))
         elif self._wire is not None and source is self._wire:
-            messages = self._wire.receive(FromHub)
+            messages = self._wire.receive(CoordinatorMessage)
             if messages is None:
                 self._selector.unregister(self._wire)
                 if not (self._closed or self._failing or self._told.refused):
                     if self._asked_at and not self._told.welcome:
-                        self._go(self._asked_code, NOTHING_NEW)
-                    self._go(ExitCode.HANG, _HUB_GONE)
+                        self._go(self._asked_code, STOPPED_BEFORE_FIRST_STEP)
+                    self._go(ExitCode.HANG, _COORDINATOR_GONE)
                 return
             self._heard = time.monotonic()
             for message in messages:
@@ -419,23 +426,23 @@ class Link:
             again = "press Ctrl-C again" if by_key else f"send {number.name} again"
             self.tell(f"stopping after this step, and saving; {again} to leave at once")
         elif now - self._asked_at > (_ONE_KEY_SECONDS if by_key else _ONE_REQUEST_SECONDS):
-            self._go(ExitCode.INTERRUPTED if by_key else ExitCode.PREEMPTED, _ASKED_TWICE)
+            self._go(ExitCode.INTERRUPTED if by_key else ExitCode.PREEMPTED, _STOPPED_TWICE)
 
-    def _send(self, message: FromMember) -> None:
+    def _send(self, message: MemberMessage) -> None:
         if self._hub is not None:
             self._hub.handle(0, message)
         elif self._wire is not None:
             self._wire.send(message)
 
-    def _hear(self, message: FromHub) -> None:
+    def _hear(self, message: CoordinatorMessage) -> None:
         """A message of the hub."""
         with self._changed:
             at = self._answered
             if "welcome" in message:
                 self._told.welcome = True
             elif "refused" in message:
-                text = from_peer(message["refused"], _LONGEST_TEXT)
-                self._told.refused = Trouble(text, message.get("late", False))
+                text = sanitize_peer_text(message["refused"], _MAX_TEXT)
+                self._told.refused = JoinFailure(text, message.get("late", False))
             elif "ask" in message:
                 self._told.asked, self._told.code = True, message["ask"]
             elif "stop_at" in message:
@@ -448,8 +455,8 @@ class Link:
         elif "leave" in message and not self._failing and not self._closed:
             if message["leave"]["stacks"]:
                 self._show_stacks()
-            text = from_peer(message["leave"]["text"], _LONGEST_TEXT)
-            self._go(code_from_peer(message["leave"]["code"]), text)
+            text = sanitize_peer_text(message["leave"]["text"], _MAX_TEXT)
+            self._go(sanitize_exit_code(message["leave"]["code"]), text)
 
     def _show_stacks(self) -> None:
         where = self._phases.where()
@@ -477,7 +484,7 @@ class Link:
                 if self._hub is not None:
                     self._hub.wait_for_leaving(_GOODBYE_SECONDS / 2)
             with contextlib.suppress(OSError, ValueError):
-                _print(redact.text(text))
+                _print(redact.redact_text(text))
                 sys.stdout.flush()
         finally:
             os._exit(int(code))
@@ -488,7 +495,7 @@ def _print(text: str) -> None:
     print(f"{text}\n", end="", file=sys.stderr, flush=True)
 
 
-def _last_words(error: BaseException) -> str:
+def _format_error(error: BaseException) -> str:
     if isinstance(error, MaxpipeError):
         return str(error)
     return "".join(traceback.format_exception(error)).rstrip()

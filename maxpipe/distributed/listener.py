@@ -17,13 +17,13 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from maxpipe.distributed.wire import Stranger, Wire
+from maxpipe.distributed.wire import AuthenticatedConnection, UnauthenticatedPeer
 
-_MOST_STRANGERS, _SECONDS = 64, 10.0
+_MAX_UNAUTHENTICATED, _SECONDS = 64, 10.0
 """Unproved connections at a time, besides one per process; seconds that each has for its proof."""
 _ACCEPTS = 16
 """Connections accepted in one look."""
-_REST, _SHORTEST_REST_SECONDS = 30.0, 0.01
+_PAUSE_FACTOR, _MIN_PAUSE_SECONDS = 30.0, 0.01
 """The next look is delayed by this multiple of the last one's CPU time."""
 _BACKLOG = 512
 _OUT_OF_SOCKETS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
@@ -32,22 +32,22 @@ _OUT_OF_SOCKETS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 def own_addresses(host: str) -> list[str]:
     """The addresses of this machine that `host` resolves to; empty if it does not resolve here."""
     try:
-        found = list(dict.fromkeys(str(each[4][0]) for each in _resolved(host, 0)))
+        found = list(dict.fromkeys(str(each[4][0]) for each in _resolve(host, 0)))
     except socket.gaierror:  # other hosts may resolve it, or this one later
         return []
     is_name = host not in found and host != "localhost"
     if is_name and any(ipaddress.ip_address(each.partition("%")[0]).is_loopback for each in found):
         return []  # many hosts name themselves 127.0.1.1, which other hosts cannot reach
-    return [each for each in found if _is_here(each)]
+    return [each for each in found if _is_local_address(each)]
 
 
-def _resolved(host: str, port: int) -> list[Any]:
+def _resolve(host: str, port: int) -> list[Any]:
     return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
 
 
-def _is_here(address: str) -> bool:
+def _is_local_address(address: str) -> bool:
     """False behind a router or a cluster's service, whose address no interface has."""
-    family, kind, _, _, where = _resolved(address, 0)[0]
+    family, kind, _, _, where = _resolve(address, 0)[0]
     try:
         with socket.socket(family, kind) as probe:
             probe.bind(where)
@@ -74,8 +74,8 @@ class Listener:
     def __init__(
         self, address: tuple[str, int], secret: bytes, count: int, say: Callable[[str], None]
     ):
-        self._secret, self._most = secret, _MOST_STRANGERS + count
-        self._strangers: dict[Stranger, None] = {}  # the oldest first
+        self._secret, self._most = secret, _MAX_UNAUTHENTICATED + count
+        self._strangers: dict[UnauthenticatedPeer, None] = {}  # the oldest first
         self._opened: list[socket.socket] = []
         self._selector = selectors.DefaultSelector()
         self.num_refused, self.last_refused = 0, ""
@@ -105,7 +105,7 @@ class Listener:
         """Readable when a connection is waiting."""
         return self._selector.fileno()
 
-    def look(self) -> list[Wire]:
+    def look(self) -> list[AuthenticatedConnection]:
         """The processes that have proved themselves, once each. Empty before `rests_until`."""
         now, begin = time.monotonic(), time.thread_time()
         if now < self.rests_until:
@@ -120,7 +120,7 @@ class Listener:
         for stranger in [each for each in self._strangers if now - each.since > _SECONDS]:
             self._send_away(stranger)
         worked = time.thread_time() - begin
-        self.rests_until = time.monotonic() + max(_SHORTEST_REST_SECONDS, _REST * worked)
+        self.rests_until = time.monotonic() + max(_MIN_PAUSE_SECONDS, _PAUSE_FACTOR * worked)
         return proved
 
     def _accept(self, opened: socket.socket) -> None:
@@ -133,7 +133,7 @@ class Listener:
                 return
             if len(self._strangers) >= self._most:
                 self._make_room()
-            stranger = Stranger(sock, str(address[0]))
+            stranger = UnauthenticatedPeer(sock, str(address[0]))
             self._strangers[stranger] = None
             self._selector.register(stranger, selectors.EVENT_READ)
 
@@ -142,7 +142,7 @@ class Listener:
         ((busiest, _),) = Counter(each.address for each in self._strangers).most_common(1)
         self._send_away(next(each for each in self._strangers if each.address == busiest))
 
-    def _hear(self, stranger: Stranger) -> list[Wire]:
+    def _hear(self, stranger: UnauthenticatedPeer) -> list[AuthenticatedConnection]:
         try:
             wire = stranger.advance(self._secret)
         except OSError:
@@ -154,7 +154,7 @@ class Listener:
         del self._strangers[stranger]
         return [wire]
 
-    def _send_away(self, stranger: Stranger) -> None:
+    def _send_away(self, stranger: UnauthenticatedPeer) -> None:
         self.num_refused, self.last_refused = self.num_refused + 1, stranger.address
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(stranger)

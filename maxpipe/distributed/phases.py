@@ -24,7 +24,7 @@ UNTIMED = (COMPILE,)
 
 
 @dataclass(frozen=True, slots=True)
-class Where:
+class PhaseStatus:
     """What a process is doing."""
 
     phase: str
@@ -73,12 +73,12 @@ class Phases:
             self._progressed = self._clock()
             self.step = self.step if step is None else step
 
-    def where(self) -> Where:
+    def where(self) -> PhaseStatus:
         """What the process is doing now."""
         with self._lock:
             self._pass()
             idle = self._clock() - self._progressed
-            return Where(self._open[-1], self.step, idle, self._own, self.detail)
+            return PhaseStatus(self._open[-1], self.step, idle, self._own, self.detail)
 
     def take(self) -> dict[str, float]:
         """Seconds by phase since the last call."""

@@ -25,19 +25,19 @@ from jax.experimental import multihost_utils
 
 from maxpipe.config.schema import RuntimeConfig
 from maxpipe.distributed import wire
-from maxpipe.distributed.hub import Limits, Trouble, free_port
-from maxpipe.distributed.link import Link
+from maxpipe.distributed.hub import JoinFailure, Timeouts, free_port
+from maxpipe.distributed.link import ControlChannel
 from maxpipe.distributed.listener import own_addresses
 from maxpipe.distributed.phases import Phases
-from maxpipe.errors import AbsentError, ConfigError, MaxpipeError, Problem
+from maxpipe.errors import ConfigError, MaxpipeError, Problem, UnreachableError
 from maxpipe.io import redact
-from maxpipe.io.files import full, has_home
+from maxpipe.io.files import expand_path, has_home
 
 _LOG = logging.getLogger(__name__)
 
 # jax ends a process with SIGABRT when others do not connect or are lost; our limits come first.
 _JAX_LIMIT_SECONDS = 60
-_ANNOUNCED_SECRET = 32
+_SECRET_BYTES = 32
 _UNREACHED = ("ABORTED", "CANCELLED", "DEADLINE_EXCEEDED", "UNAVAILABLE")
 """Prefixes of jax's errors about other processes that are missing or lost."""
 
@@ -54,13 +54,13 @@ def start(config: RuntimeConfig, cpu_devices: int) -> None:
 
 
 @contextlib.contextmanager
-def joined(
+def join_processes(
     config: RuntimeConfig,
     cpu_devices: int,
     phases: Phases,
     facts: Mapping[str, str],
     folder: Path,
-) -> Iterator[Link]:
+) -> Iterator[ControlChannel]:
     """The same as one process of a run, and a link to the others; SIGTERM is caught inside.
 
     Args:
@@ -84,13 +84,13 @@ def joined(
         index, count = jax.process_index(), jax.process_count()
     else:
         index, count = config.process_id, config.num_processes
-    limits = Limits(
+    limits = Timeouts(
         config.init_timeout_seconds,
         config.heartbeat_timeout_seconds,
         config.stall_timeout_seconds,
         config.stop_grace_seconds,
     )
-    with Link(phases, limits, index=index, count=count) as link:
+    with ControlChannel(phases, limits, index=index, count=count) as link:
         if count > 1:
             _gather(config, link, facts, folder)
             if config.num_processes:
@@ -137,13 +137,13 @@ def _use_devices(config: RuntimeConfig) -> None:
         _keep_stdout_for_python()
 
 
-_EXCHANGE = {"xla_tpu_enable_async_ragged_all_to_all": "true"}
+_ASYNC_ALL_TO_ALL = {"xla_tpu_enable_async_ragged_all_to_all": "true"}
 """Shared experts, and weights' gradients, are computed while rows of experts travel."""
 _BY_FUSIONS = {
     # Both together: a gather that is issued early travels behind a loop, and takes memory there.
     "xla_enable_async_all_gather": "true",
     "xla_tpu_enable_async_collective_fusion_fuse_all_gather": "true",
-    **_EXCHANGE,
+    **_ASYNC_ALL_TO_ALL,
 }
 """Gathers travel step by step inside of other work's fusions. libtpu 0.0.50 refuses it anywhere but
 on v5e, as it might hang or compute something else there."""
@@ -153,26 +153,26 @@ _BY_SPARSE_CORES = {
     "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter": "true",
     "xla_tpu_use_tc_device_shape_on_sc": "true",
     "xla_sc_disable_megacore_partitioning": "true",
-    **_EXCHANGE,
+    **_ASYNC_ALL_TO_ALL,
 }
 """Sums, and from libtpu 0.0.50 on gathers, are left to the chip's sparse cores meanwhile."""
-_ASYNCHRONOUS = {
+_ASYNC_OPTIONS = {
     "TPU v5 lite": _BY_FUSIONS,
     "TPU v5": _BY_SPARSE_CORES,
     "TPU v6 lite": _BY_SPARSE_CORES,
     "TPU7x": _BY_SPARSE_CORES,
 }
 """By kind of device; others have neither."""
-_SPARING = _EXCHANGE | {"xla_jf_bf16_propagation": "false"}
+_LOW_MEMORY_OPTIONS = _ASYNC_ALL_TO_ALL | {"xla_jf_bf16_propagation": "false"}
 """Else XLA keeps a bfloat16 copy of every weight's shard throughout the step."""
-_ROUNDED_WHERE_READ = {"xla_tpu_allow_conv_input_fusion_with_downcast_convert": "true"}
+_FUSED_DOWNCAST = {"xla_tpu_allow_conv_input_fusion_with_downcast_convert": "true"}
 """A product in 8 bits may round its operand itself. Where numbers are for several products,
 `parallel.low_precision` says that they are written."""
 _VMEM = "xla_tpu_scoped_vmem_limit_kib"
 """Working memory of a fusion. A decoder's layers take 3 to 5% fewer cycles with more of it than the
 compiler gives, and a third to two thirds longer to compile."""
 _LARGE_VMEM_KINDS = ("TPU v5", "TPU v5 lite", "TPU v6 lite", "TPU7x")
-_WIDE, _MOST_VMEM_KINDS = 8192, ("TPU v5", "TPU v6 lite")
+_WIDE, _MAX_VMEM_KINDS = 8192, ("TPU v5", "TPU v6 lite")
 """`model.d_model` from which on 32 MiB take 2% fewer cycles than 24 (70B, 405B). On these kinds
 they do so with 4096, too: 1 to 2% on v5p, none with experts (`benchmarks/tpu_step.md`), 13% on v6e
 (`benchmarks/low_precision.md`)."""
@@ -193,15 +193,15 @@ def compiler_options(
     """
     if platform != "tpu":
         return {}
-    options = _SPARING if spares_memory else _ASYNCHRONOUS.get(kind, _EXCHANGE)
-    options = options | (_ROUNDED_WHERE_READ if in_8_bits else {})
+    options = _LOW_MEMORY_OPTIONS if spares_memory else _ASYNC_OPTIONS.get(kind, _ASYNC_ALL_TO_ALL)
+    options = options | (_FUSED_DOWNCAST if in_8_bits else {})
     if kind not in _LARGE_VMEM_KINDS:
         return options
-    more = d_model >= _WIDE or kind in _MOST_VMEM_KINDS
+    more = d_model >= _WIDE or kind in _MAX_VMEM_KINDS
     return options | {_VMEM: "32768" if more else "24576"}
 
 
-def use_no_devices() -> None:
+def use_cpu_only() -> None:
     """For commands that read files only, perhaps beside a run that holds the devices."""
     _remove_log_printers()
     jax.config.update("jax_platforms", "cpu")
@@ -232,41 +232,45 @@ def _open_cache(folder: str) -> None:
     if folder == RuntimeConfig().compilation_cache and not has_home():
         _LOG.warning(unusable, folder, "HOME is not set")
         return
-    path = full(folder, "runtime.compilation_cache")
+    path = expand_path(folder, "runtime.compilation_cache")
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        _LOG.warning(unusable, redact.text(folder), error.strerror)
+        _LOG.warning(unusable, redact.redact_text(folder), error.strerror)
         return
     jax.config.update("jax_compilation_cache_dir", str(path))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 
-def _gather(config: RuntimeConfig, link: Link, facts: Mapping[str, str], folder: Path) -> None:
+def _gather(
+    config: RuntimeConfig, link: ControlChannel, facts: Mapping[str, str], folder: Path
+) -> None:
     """Waits for the other processes, each of which has its own link."""
-    given = wire.given()
+    given = wire.secret_from_environment()
     with contextlib.ExitStack() as stack:
         if not config.num_processes:
-            address, shared = _announced(link.index)
+            address, shared = _broadcast_address(link.index)
             key = hmac.digest(given or b"", shared, "sha256")
         else:
             address = _address(config)
             key = given
             if key is None and link.index == 0:
-                key = stack.enter_context(wire.left_in(folder, address[1]))
+                key = stack.enter_context(wire.publish_secret(folder, address[1]))
                 stack.callback(setattr, link, "on_leave", link.on_leave)
-                link.on_leave = lambda code, text: wire.take_back(folder, address[1])
+                link.on_leave = lambda code, text: wire.remove_secret(folder, address[1])
         try:
-            trouble = link.gather(address, facts, lambda: key or wire.found_in(folder, address[1]))
+            trouble = link.gather(
+                address, facts, lambda: key or wire.read_published_secret(folder, address[1])
+            )
         except OSError as error:
             text = f"port {address[1]} cannot be used here: {error.strerror or error}"
             action = (
                 "End what listens there, perhaps an earlier start of this run; or name another "
             )
             action += "port in runtime.coordinator of every process."
-            trouble = Trouble(text, action=action)
+            trouble = JoinFailure(text, action=action)
     if trouble:
-        raise _not_together(config, trouble)
+        raise _join_error(config, trouble)
 
 
 def _address(config: RuntimeConfig) -> tuple[str, int]:
@@ -274,16 +278,16 @@ def _address(config: RuntimeConfig) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def _announced(index: int) -> tuple[tuple[str, int], bytes]:
+def _broadcast_address(index: int) -> tuple[tuple[str, int], bytes]:
     """Host and a free port of process 0, and a new secret, broadcast over the devices."""
-    word = np.zeros(_ANNOUNCED_SECRET + 300, np.uint8)  # a name has at most 253
+    word = np.zeros(_SECRET_BYTES + 300, np.uint8)  # a name has at most 253
     if index == 0:
-        text = secrets.token_bytes(_ANNOUNCED_SECRET)
+        text = secrets.token_bytes(_SECRET_BYTES)
         text += f"{_own_address()}:{free_port()}".encode()
         word[: len(text)] = np.frombuffer(text, np.uint8)
     sent = bytes(np.asarray(multihost_utils.broadcast_one_to_all(word), np.uint8))
-    host, _, port = sent[_ANNOUNCED_SECRET:].rstrip(b"\0").decode().rpartition(":")
-    return (host, int(port)), sent[:_ANNOUNCED_SECRET]
+    host, _, port = sent[_SECRET_BYTES:].rstrip(b"\0").decode().rpartition(":")
+    return (host, int(port)), sent[:_SECRET_BYTES]
 
 
 def _own_address() -> str:
@@ -313,31 +317,31 @@ def _initialize(config: RuntimeConfig) -> None:
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     from_cluster = config.num_processes == 0
     limit = config.init_timeout_seconds
-    late = _not_together(config, Trouble(f"the others did not come within {limit} s.", late=True))
+    late = _join_error(config, JoinFailure(f"the others did not come within {limit} s.", late=True))
     try:
         with _deadline(limit, late.exit_code, str(late)):
             jax.distributed.initialize(
                 coordinator_address=None if from_cluster else config.coordinator,
                 num_processes=None if from_cluster else config.num_processes,
                 process_id=None if from_cluster else config.process_id,
-                coordinator_bind_address=None if from_cluster else _bound(config),
+                coordinator_bind_address=None if from_cluster else _bind_address(config),
                 initialization_timeout=limit + _JAX_LIMIT_SECONDS,
                 heartbeat_timeout_seconds=config.heartbeat_timeout_seconds + _JAX_LIMIT_SECONDS,
             )
     except (RuntimeError, ValueError) as error:
         reason = str(error).splitlines()[0]
-        trouble = Trouble(reason, late=reason.startswith(_UNREACHED))
-        raise _not_together(config, trouble) from error
+        trouble = JoinFailure(reason, late=reason.startswith(_UNREACHED))
+        raise _join_error(config, trouble) from error
 
 
-def _bound(config: RuntimeConfig) -> str | None:
+def _bind_address(config: RuntimeConfig) -> str | None:
     """The address of jax's own service, by default every address of this host."""
     if os.environ.get("JAX_COORDINATOR_BIND_ADDRESS"):
         return None
     return config.coordinator if own_addresses(_address(config)[0]) else None
 
 
-def _not_together(config: RuntimeConfig, trouble: Trouble) -> MaxpipeError:
+def _join_error(config: RuntimeConfig, trouble: JoinFailure) -> MaxpipeError:
     rank = f"process {config.process_id} of {config.num_processes}"
     if trouble.action:
         action = trouble.action
@@ -358,7 +362,7 @@ def _not_together(config: RuntimeConfig, trouble: Trouble) -> MaxpipeError:
         f"{trouble.text}",
         action,
     )
-    return AbsentError(str(problem)) if trouble.late else ConfigError([problem])
+    return UnreachableError(str(problem)) if trouble.late else ConfigError([problem])
 
 
 @contextlib.contextmanager
@@ -366,7 +370,7 @@ def _deadline(seconds: float, code: int, message: str) -> Iterator[None]:
     """Ends the process when the body, perhaps a call that nothing interrupts, takes longer."""
 
     def leave() -> None:
-        print(f"{redact.text(message)}\n", end="", file=sys.stderr, flush=True)
+        print(f"{redact.redact_text(message)}\n", end="", file=sys.stderr, flush=True)
         os._exit(code)
 
     timer = threading.Timer(seconds, leave)

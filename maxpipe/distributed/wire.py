@@ -39,11 +39,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from maxpipe.errors import ConfigError, StorageError
-from maxpipe.io.typed import parse
+from maxpipe.io.typed import parse_json
 
 _T = TypeVar("_T")
 
-FROM_MEMBER_BYTES, FROM_HUB_BYTES = 1 << 18, 1 << 24
+MAX_MEMBER_MESSAGE_BYTES, MAX_COORDINATOR_MESSAGE_BYTES = 1 << 18, 1 << 24
 """The longest messages: a member sends its own state, the hub that of all."""
 PIECE_BYTES = 1 << 16
 
@@ -51,12 +51,12 @@ _NAME = b"maxpipe1"
 _NONCE, _DIGEST = 32, 32
 _HELLO, _CHALLENGE = len(_NAME) + _NONCE, _NONCE + _DIGEST
 _HEAD = struct.Struct(f">I{_DIGEST}s")
-_MOST_UNSENT = 1 << 25
+_MAX_UNSENT_BYTES = 1 << 25
 _CONNECT_SECONDS, _ANSWER_SECONDS, _LOOK_SECONDS = 5.0, 15.0, 0.2
-_MOST_DRAINED = 64
+_MAX_DRAINED_READS = 64
 
 
-class NotOfThisRun(ConnectionError):
+class PeerAuthenticationError(ConnectionError):
     """The peer does not know the run's secret."""
 
 
@@ -65,14 +65,14 @@ def _digest(key: bytes, *parts: bytes) -> bytes:
     return hmac.digest(key, b"\0".join(parts), "sha256")
 
 
-class Wire:
+class AuthenticatedConnection:
     """Messages over a socket whose other end has proved itself."""
 
     def __init__(self, sock: socket.socket, key: bytes, nonces: bytes, *, is_hub: bool):
         self._socket, self._lock = sock, threading.Lock()
         out, back = (b"from hub", b"from member")[:: 1 if is_hub else -1]
         self._key_out, self._key_in = (_digest(key, name, nonces) for name in (out, back))
-        self._longest = FROM_MEMBER_BYTES if is_hub else FROM_HUB_BYTES
+        self._longest = MAX_MEMBER_MESSAGE_BYTES if is_hub else MAX_COORDINATOR_MESSAGE_BYTES
         self._unsent, self._unread = bytearray(), bytearray()
         self._num_sent = self._num_received = 0
         sock.setblocking(False)
@@ -104,7 +104,7 @@ class Wire:
                 while self._unsent:
                     del self._unsent[: self._socket.send(self._unsent)]
             except BlockingIOError:
-                if len(self._unsent) <= _MOST_UNSENT:
+                if len(self._unsent) <= _MAX_UNSENT_BYTES:
                     return True
                 self._end()
                 return False
@@ -148,7 +148,7 @@ class Wire:
             try:
                 if not hmac.compare_digest(proof, _digest(self._key_in, number, text)):
                     raise ValueError("not of the peer")
-                found.append(parse(text, kind))
+                found.append(parse_json(text, kind))
             except ValueError:
                 self._end()
                 break
@@ -164,13 +164,15 @@ class Wire:
         """Closes the socket. What was sent arrives."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
-            for _ in range(_MOST_DRAINED):  # unread bytes would make the network drop the others
+            for _ in range(
+                _MAX_DRAINED_READS
+            ):  # unread bytes would make the network drop the others
                 if not self._socket.recv(PIECE_BYTES):
                     break
         self._socket.close()
 
 
-class Stranger:
+class UnauthenticatedPeer:
     """A connection whose other end has not proved that it is of this run."""
 
     def __init__(self, sock: socket.socket, address: str):
@@ -182,7 +184,7 @@ class Stranger:
         """For a selector."""
         return self._socket.fileno()
 
-    def advance(self, secret: bytes) -> Wire | None:
+    def advance(self, secret: bytes) -> AuthenticatedConnection | None:
         """Reads what has arrived; the wire, once it has proved to be of the run.
 
         Raises:
@@ -195,7 +197,7 @@ class Stranger:
             return None
         self._read += piece
         if not piece or not (self._nonces or _is_beginning(self._read)):
-            raise NotOfThisRun
+            raise PeerAuthenticationError
         if len(self._read) < wanted:
             return None
         said, self._read = self._read, b""
@@ -205,8 +207,8 @@ class Stranger:
             self._socket.sendall(own + _digest(secret, b"hub", self._nonces))
             return None
         if not hmac.compare_digest(said, _digest(secret, b"member", self._nonces)):
-            raise NotOfThisRun
-        return Wire(self._socket, secret, self._nonces, is_hub=True)
+            raise PeerAuthenticationError
+        return AuthenticatedConnection(self._socket, secret, self._nonces, is_hub=True)
 
     def close(self) -> None:
         """Closes the socket."""
@@ -217,7 +219,9 @@ def _is_beginning(text: bytes) -> bool:
     return text[: len(_NAME)] == _NAME[: len(text)]
 
 
-def reach(address: tuple[str, int], secret: bytes, end: Callable[[], float]) -> Wire:
+def connect(
+    address: tuple[str, int], secret: bytes, end: Callable[[], float]
+) -> AuthenticatedConnection:
     """A member's wire to the hub at this host and port.
 
     Args:
@@ -247,9 +251,9 @@ def reach(address: tuple[str, int], secret: bytes, end: Callable[[], float]) -> 
                 answer += piece
         nonces = own + answer[:_NONCE]
         if not hmac.compare_digest(answer[_NONCE:], _digest(secret, b"hub", nonces)):
-            raise NotOfThisRun("it does not know the run's secret")
+            raise PeerAuthenticationError("it does not know the run's secret")
         sock.sendall(_digest(secret, b"member", nonces))
-        return Wire(sock, secret, nonces, is_hub=False)
+        return AuthenticatedConnection(sock, secret, nonces, is_hub=False)
     except BaseException:
         sock.close()
         raise
@@ -258,8 +262,8 @@ def reach(address: tuple[str, int], secret: bytes, end: Callable[[], float]) -> 
 VARIABLE = "MAXPIPE_RUN_SECRET"
 FILE_VARIABLE = "MAXPIPE_RUN_SECRET_FILE"
 
-_LEFT = ".secret-"
-_SHORTEST, _LONGEST = 32, 1024
+_SECRET_PREFIX = ".secret-"
+_MIN_SECRET_BYTES, _MAX_SECRET_BYTES = 32, 1024
 """Bytes. One recorded greeting is enough to try short secrets offline."""
 _ACTION = (
     f"Run `openssl rand -hex 32` once, and set {VARIABLE} to what it prints in the environment of "
@@ -267,12 +271,12 @@ _ACTION = (
 )
 
 
-def new() -> str:
+def generate_secret() -> str:
     """A new random one."""
     return secrets.token_hex(32)
 
 
-def given(environment: Mapping[str, str] = os.environ) -> bytes | None:
+def secret_from_environment(environment: Mapping[str, str] = os.environ) -> bytes | None:
     """The secret that the environment holds or names; None where it does neither.
 
     Raises:
@@ -280,8 +284,11 @@ def given(environment: Mapping[str, str] = os.environ) -> bytes | None:
     """
     if (text := environment.get(VARIABLE)) is not None:
         found = os.fsencode(text).strip()
-        if not _SHORTEST <= len(found) <= _LONGEST:
-            rule = f"must have {_SHORTEST} to {_LONGEST} characters, it has {len(found)}."
+        if not _MIN_SECRET_BYTES <= len(found) <= _MAX_SECRET_BYTES:
+            rule = (
+                f"must have {_MIN_SECRET_BYTES} to {_MAX_SECRET_BYTES} characters, it has "
+                f"{len(found)}."
+            )
             raise ConfigError.one(VARIABLE, None, rule, _ACTION)
         return found
     if (path := environment.get(FILE_VARIABLE)) is None:
@@ -300,20 +307,20 @@ def given(environment: Mapping[str, str] = os.environ) -> bytes | None:
         raise ConfigError.one(FILE_VARIABLE, None, rule, action) from error
 
 
-def file_in(folder: Path, port: int) -> Path:
+def secret_path(folder: Path, port: int) -> Path:
     """Where process 0 leaves a secret for those that come to this port."""
-    return folder / f"{_LEFT}{port}"
+    return folder / f"{_SECRET_PREFIX}{port}"
 
 
 @contextlib.contextmanager
-def left_in(folder: Path, port: int) -> Iterator[bytes]:
+def publish_secret(folder: Path, port: int) -> Iterator[bytes]:
     """Writes a new secret for the other processes; it exists until the block ends.
 
     Raises:
         StorageError: the folder cannot be written.
         ConfigError: its file system does not keep files private.
     """
-    path, text = file_in(folder, port), new()
+    path, text = secret_path(folder, port), generate_secret()
     draft = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -327,35 +334,35 @@ def left_in(folder: Path, port: int) -> Iterator[bytes]:
             draft.unlink()
         raise StorageError.unwritable(folder, error) from error
     try:
-        found_in(folder, port)  # or else the others would be refused
+        read_published_secret(folder, port)  # or else the others would be refused
         yield text.encode()
     finally:
-        take_back(folder, port)
+        remove_secret(folder, port)
 
 
-def take_back(folder: Path, port: int) -> None:
+def remove_secret(folder: Path, port: int) -> None:
     """Removes the file, if it exists."""
     with contextlib.suppress(OSError):
-        file_in(folder, port).unlink()
+        secret_path(folder, port).unlink()
 
 
-def sweep(folder: Path) -> None:
+def remove_stale_secrets(folder: Path) -> None:
     """Removes the files of processes that were killed while they waited, at any port.
 
     For the holder of the folder's lock: all processes of its run have connected.
     """
-    for path in folder.glob(f"{_LEFT}*"):
+    for path in folder.glob(f"{_SECRET_PREFIX}*"):
         with contextlib.suppress(OSError):
             path.unlink()
 
 
-def found_in(folder: Path, port: int) -> bytes | None:
+def read_published_secret(folder: Path, port: int) -> bytes | None:
     """The secret that process 0 wrote; None before that.
 
     Raises:
         ConfigError: others than the user of this process could have read it.
     """
-    path = file_in(folder, port)
+    path = secret_path(folder, port)
     try:
         os.listdir(folder)  # else NFS may cache for a minute that there is no such file
         return _read(path)
@@ -384,7 +391,9 @@ def _read(path: Path) -> bytes:
         if status.st_mode & 0o077:
             mode = stat.S_IMODE(status.st_mode)
             raise PermissionError(errno.EPERM, f"its mode is {mode:o}, others may use it")
-        content = stream.read(_LONGEST + 1).strip()
-    if not _SHORTEST <= len(content) <= _LONGEST:
-        raise OSError(errno.EINVAL, f"it must hold {_SHORTEST} to {_LONGEST} bytes")
+        content = stream.read(_MAX_SECRET_BYTES + 1).strip()
+    if not _MIN_SECRET_BYTES <= len(content) <= _MAX_SECRET_BYTES:
+        raise OSError(
+            errno.EINVAL, f"it must hold {_MIN_SECRET_BYTES} to {_MAX_SECRET_BYTES} bytes"
+        )
     return content

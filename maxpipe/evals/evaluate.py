@@ -18,21 +18,21 @@ import numpy as np
 
 from maxpipe.config.schema import EvalConfig
 from maxpipe.data.loader import Datasets, Loader
-from maxpipe.evals.tasks import Task, metrics_of
-from maxpipe.io.text import counted
+from maxpipe.evals.tasks import Task, task_metrics
+from maxpipe.io.text import pluralize
 from maxpipe.step.step import BY_SOURCE, Steps
 from maxpipe.telemetry.console import Console
-from maxpipe.telemetry.metrics import of_source
+from maxpipe.telemetry.metrics import source_tag
 
 
 @dataclass(frozen=True, slots=True)
-class Totals:
+class EvalTotals:
     """Sums over batches: `loss` in nats, `targets` tokens, `bytes` of text they stand for."""
 
     loss: float
     targets: float
     bytes: float
-    of_sources: Mapping[str, Totals] = field(default_factory=dict)
+    of_sources: Mapping[str, EvalTotals] = field(default_factory=dict)
     """Those of each source of a mixture, by name."""
     reports: Mapping[str, float] = field(default_factory=dict)
     """What the objective reports beside its loss, by name."""
@@ -53,9 +53,9 @@ class Totals:
             found[f"eval/{name}"] = report / self.targets if self.targets else math.nan
         for name, each in self.of_sources.items():
             if each.targets:
-                found[of_source(name, "eval_loss")] = each.loss / each.targets
+                found[source_tag(name, "eval_loss")] = each.loss / each.targets
                 if self.of_text:
-                    found[of_source(name, "eval_nats_per_byte")] = each.loss / max(each.bytes, 1.0)
+                    found[source_tag(name, "eval_nats_per_byte")] = each.loss / max(each.bytes, 1.0)
         return found
 
     @property
@@ -75,9 +75,9 @@ class Totals:
         inner = f"eval/{name}/" if name else "eval/"
         return {tag.replace("eval/", inner): value for tag, value in self.metrics.items()}
 
-    def __add__(self, other: Totals) -> Totals:
+    def __add__(self, other: EvalTotals) -> EvalTotals:
         names = dict.fromkeys([*self.reports, *other.reports])
-        return Totals(
+        return EvalTotals(
             self.loss + other.loss,
             self.targets + other.targets,
             self.bytes + other.bytes,
@@ -94,7 +94,7 @@ def evaluate(
     batches: Iterable[Any],
     stops: Callable[[], bool] = lambda: False,
     sources: Sequence[str] = (),
-) -> Totals | None:
+) -> EvalTotals | None:
     """Sums over the batches. Nothing if `stops`, which is asked after each batch, says so.
 
     `sources` are those of a mixture, of which the step has sums for each; none where the documents
@@ -124,11 +124,11 @@ def evaluate(
     loss, targets, of_text = total.pop("loss"), total.pop("targets"), "bytes" in total or not total
     num_bytes = total.pop("bytes", np.zeros_like(loss))
     of_sources = {
-        name: Totals(float(loss[number]), float(targets[number]), float(num_bytes[number]))
+        name: EvalTotals(float(loss[number]), float(targets[number]), float(num_bytes[number]))
         for number, name in enumerate(sources)
     }
     reports = {name: float(value.sum()) for name, value in total.items()}
-    return Totals(
+    return EvalTotals(
         float(loss.sum()),
         float(targets.sum()),
         float(num_bytes.sum()),
@@ -157,9 +157,9 @@ class SourceSums:
         (nats, targets), self._sums = self._sums, np.zeros_like(self._sums)
         found = {}
         for name, lost, count in zip(self._names, nats, targets, strict=True):
-            found[of_source(name, "targets")] = float(count)
+            found[source_tag(name, "targets")] = float(count)
             if count:
-                found[of_source(name, "loss")] = float(lost / count)
+                found[source_tag(name, "loss")] = float(lost / count)
         return found
 
     def _add(self) -> None:
@@ -172,7 +172,7 @@ class SourceSums:
 
 
 @dataclass
-class Evaluations:
+class Evaluator:
     """What each evaluation of a run does."""
 
     config: EvalConfig
@@ -218,19 +218,19 @@ class Evaluations:
         for task in self.tasks:
             if (answered := task.answered(params, self.stops, self.moved)) is None:
                 return {}
-            metrics |= metrics_of(task.name, answered)
+            metrics |= task_metrics(task.name, answered)
             self.console.note(
                 f"task {task.name} after step {number}: accuracy {answered['accuracy']:.4f}, "
                 f"by bytes {answered['accuracy_by_bytes']:.4f}, chance {answered['chance']:.4f}, "
-                f"of {counted(answered['questions'], 'question')}"
+                f"of {pluralize(answered['questions'], 'question')}"
             )
         return metrics
 
     def _losses(
         self, params: Any, read: Callable[[Loader, int, int], AbstractContextManager[Any]]
-    ) -> dict[str, Totals] | None:
+    ) -> dict[str, EvalTotals] | None:
         """By the name of a set of documents; under no name those held out, or all together."""
-        found: dict[str, Totals] = {}
+        found: dict[str, EvalTotals] = {}
         for name, loader in self._loaders.items():
             count = min(self.config.batches, loader.num_batches)
             with read(loader, 0, count) as batches:
@@ -241,4 +241,4 @@ class Evaluations:
         if not found:
             return {}
         # Without documents that are held out, the whole is that of all sets.
-        return {"": sum(found.values(), start=Totals(0.0, 0.0, 0.0)), **found}
+        return {"": sum(found.values(), start=EvalTotals(0.0, 0.0, 0.0)), **found}

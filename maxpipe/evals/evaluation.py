@@ -22,36 +22,48 @@ from maxpipe.config.check import check
 from maxpipe.config.data import SPLITS, check_split
 from maxpipe.config.rules import batch_shards
 from maxpipe.config.schema import Config, PipelineConfig, TrainConfig
-from maxpipe.config.training import unread_path
-from maxpipe.data.corpus import compare
-from maxpipe.data.loader import Loader, build_once_through
+from maxpipe.config.training import find_unused_path
+from maxpipe.data.corpus import compare_fingerprints
+from maxpipe.data.loader import Loader, build_single_pass
 from maxpipe.data.tokenizer import Tokenizer
 from maxpipe.distributed import runtime
 from maxpipe.distributed.phases import COMPILE, DATA_SET_UP, EVAL, RESTORE, Phases
-from maxpipe.errors import ConfigError, NumbersError, Preempted
-from maxpipe.evals.evaluate import Totals, evaluate
-from maxpipe.io.files import full
-from maxpipe.io.text import counted
+from maxpipe.errors import ConfigError, DivergenceError, Preemption
+from maxpipe.evals.evaluate import EvalTotals, evaluate
+from maxpipe.io.files import expand_path
+from maxpipe.io.text import pluralize
 from maxpipe.parallel.axes import MeshConfig
-from maxpipe.parallel.mesh import build_mesh, describe
+from maxpipe.parallel.mesh import build_mesh, describe_mesh
 from maxpipe.posttrain import pair_references
-from maxpipe.restore.open_model import Chosen, choose, deferred, interrupts
-from maxpipe.step.build import batches, fit_to_devices, shared_facts, steps_of
+from maxpipe.restore.open_model import (
+    OpenedModel,
+    defer_interrupt,
+    detect_interrupt,
+    open_address_or_folder,
+)
+from maxpipe.step.build import load_batches, resolve_mesh, shared_metadata, steps_from_config
 
-Say = Callable[[str], None]
+MessageCallback = Callable[[str], None]
 
 # Settings of the run that do not change the loss of its parameters.
-_LEFT_OUT = ("checkpoint", "guard", "launch", "log")
-_SOURCE = (
+_EXCLUDED_SECTIONS = ("checkpoint", "guard", "launch", "log")
+_SOURCE_KEYS = (
     *("data.source", "data.path", "data.paths", "data.tfds_dir", "data.field", "data.template"),
     "data.mixture.",
 )
-_ORDER = ("order_version", "source", "documents", "source_digest", "seed", "validation_fraction")
+_ORDER_FIELDS = (
+    "order_version",
+    "source",
+    "documents",
+    "source_digest",
+    "seed",
+    "validation_fraction",
+)
 """Entries of a fingerprint that decide which documents are for validation."""
 _REPORT_SECONDS = 10.0
 
 
-class _Evaluated(TypedDict):
+class _ReportHeader(TypedDict):
     """What was evaluated."""
 
     checkpoint: str
@@ -66,7 +78,7 @@ class _Evaluated(TypedDict):
     mesh: str
 
 
-class TextReport(_Evaluated):
+class TextReport(_ReportHeader):
     """The result. Losses are means over target `tokens`, or over `bytes` of their text."""
 
     tokens: int
@@ -77,7 +89,7 @@ class TextReport(_Evaluated):
     perplexity: float
 
 
-class PairReport(_Evaluated):
+class PairReport(_ReportHeader):
     """The result with `train.objective=preference`."""
 
     pairs: int
@@ -85,12 +97,12 @@ class PairReport(_Evaluated):
     """Mean loss over pairs, and what the objective reports."""
 
 
-Report = TextReport | PairReport
+EvalReport = TextReport | PairReport
 
 
 def evaluate_model(
-    named: Address | Path, inputs: Sequence[str], split: str | None, say: Say
-) -> Report | None:
+    named: Address | Path, inputs: Sequence[str], split: str | None, say: MessageCallback
+) -> EvalReport | None:
     """Loss of a model, by default of its run's own evaluation; None in all processes but one.
 
     `inputs` are files and overrides that change the model's own config. `split` says which
@@ -104,74 +116,76 @@ def evaluate_model(
         NumbersError: the loss is not finite.
         Preempted: the processes were asked to stop.
     """
-    chosen = choose(named, inputs, _folder if isinstance(named, Path) else _saved)
+    chosen = open_address_or_folder(
+        named, inputs, _folder if isinstance(named, Path) else _checkpoint_config
+    )
     _check_documents(chosen)
-    is_other = chosen.is_given(*_SOURCE)
+    is_other = chosen.is_given(*_SOURCE_KEYS)
     phases = Phases()
-    with _processes(chosen.loaded.config, phases) as stops:
+    with _start_processes(chosen.loaded.config, phases) as stops:
         if jax.process_index():
-            say = _silent
+            say = _ignore_progress
         for each in chosen.loaded.cautions:
             say(f"warning: {each.line}")
-        config = _fitted(chosen, say)
+        config = _fit_mesh(chosen, say)
         split = split or ("all" if is_other else "validation")
         with phases.enter(DATA_SET_UP):
             loader, tokenizer = _documents(chosen, config, split, phases)
         with contextlib.closing(loader):
             if not is_other:
-                _tell_other_documents(chosen, loader, say)
-            steps = steps_of(config, build_mesh(config.mesh), tokenizer.byte_lengths)
+                _warn_changed_documents(chosen, loader, say)
+            steps = steps_from_config(config, build_mesh(config.mesh), tokenizer.byte_lengths)
             with phases.enter(RESTORE):
                 say(f"restoring the parameters of {chosen.name}")
                 params = steps.stack_params(chosen.params(steps))
-            if pair_references.are_needed(steps):
+            if pair_references.needs_references(steps):
                 run_dir = Path(named.run_dir) if isinstance(named, Address) else named
-                pair_references.attach_stored(run_dir, loader)
+                pair_references.attach_stored_references(run_dir, loader)
             with phases.enter(COMPILE):
                 say("compiling")
                 step = steps.compile_eval(config.eval.batch_size)
             count = loader.num_batches
             if not is_other or chosen.is_given("eval.batches"):
                 count = min(config.eval.batches or count, count)
-            ready = batches(steps.batch_sharding, loader, 0, count)
-            with phases.enter(EVAL), ready as source, _in_batches(config, stops) as stops:
-                reported = _reported(source, count, phases, say)
+            ready = load_batches(steps.batch_sharding, loader, 0, count)
+            with phases.enter(EVAL), ready as source, _deferred_stop(config, stops) as stops:
+                reported = _with_progress(source, count, phases, say)
                 totals = evaluate(step, params, reported, stops, loader.sources)
     if totals is None:
-        raise _stopped(chosen)
-    mesh = describe(steps.partition.mesh)
+        raise _stop_error(chosen)
+    mesh = describe_mesh(steps.partition.mesh)
     found = _report(chosen, totals, loader, split, count, mesh)
     return None if jax.process_index() else found
 
 
-def _check_documents(chosen: Chosen) -> None:
+def _check_documents(chosen: OpenedModel) -> None:
     """Raises ConfigError where no documents are named, or such as are not read."""
     loaded = chosen.loaded
-    if not chosen.is_given(*_SOURCE) and not chosen.is_trained:
+    if not chosen.is_given(*_SOURCE_KEYS) and not chosen.is_trained:
         raise ConfigError.one(
             "data",
             None,
             f"must be named: {chosen.name} has weights alone, and no documents for validation.",
             "Give text with --data FILE_OR_FOLDER, or with data.source and data.path.",
         )
-    if chosen.is_given("data.path") and (found := unread_path(loaded.config, loaded.origins)):
+    if chosen.is_given("data.path") and (found := find_unused_path(loaded.config, loaded.origins)):
         raise ConfigError(found)
 
 
-def _stopped(chosen: Chosen) -> BaseException:
+def _stop_error(chosen: OpenedModel) -> BaseException:
     """What to raise when the processes were asked to stop."""
     if chosen.loaded.config.runtime.num_processes == 1:
         return KeyboardInterrupt()
-    return Preempted(
+    return Preemption(
         f"{chosen.name}: evaluation was asked to stop\n"
         "  Nothing was changed.\n"
         "  Start the same command again."
     )
 
 
-def _saved(config: Mapping[str, Any]) -> dict[str, Any]:
+def _checkpoint_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """What of a checkpoint's config says how it is evaluated."""
-    found = {section: keys for section, keys in config.items() if section not in _LEFT_OUT}
+    found = {section: keys for section, keys in config.items() if section not in _EXCLUDED_SECTIONS}
     if isinstance(train := found.get("train"), Mapping):
         # Smaller batches of the training do not bind the microbatches that evaluation has here.
         found["train"] = {key: value for key, value in train.items() if key != "batch_ramp"}
@@ -185,38 +199,40 @@ def _folder(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _in_batches(config: Config, stops: Callable[[], bool]) -> Iterator[Callable[[], bool]]:
+def _deferred_stop(config: Config, stops: Callable[[], bool]) -> Iterator[Callable[[], bool]]:
     """How to know whether to stop while devices compute: Python must not end then."""
     if config.runtime.num_processes > 1:
         yield stops
     else:
-        with deferred() as asked:
+        with defer_interrupt() as asked:
             yield lambda: asked() or stops()
 
 
 @contextlib.contextmanager
-def _processes(config: Config, phases: Phases) -> Iterator[Callable[[], bool]]:
+def _start_processes(config: Config, phases: Phases) -> Iterator[Callable[[], bool]]:
     """Devices, and other processes if there are any; tells whether all were asked to stop."""
     if config.runtime.num_processes == 1:
-        with interrupts() as asked:
+        with detect_interrupt() as asked:
             runtime.start(config.runtime, config.mesh.cpu_devices)
             yield asked
     else:
-        facts = shared_facts(config)
+        facts = shared_metadata(config)
         where = run_folder(config.run)
-        joined = runtime.joined(config.runtime, config.mesh.cpu_devices, phases, facts, where)
+        joined = runtime.join_processes(
+            config.runtime, config.mesh.cpu_devices, phases, facts, where
+        )
         with joined as link:
             yield link.stops_here
 
 
-def _silent(text: str) -> None:
+def _ignore_progress(text: str) -> None:
     """Progress messages of processes other than the first are dropped."""
 
 
-def _fitted(chosen: Chosen, say: Say) -> Config:
+def _fit_mesh(chosen: OpenedModel, say: MessageCallback) -> Config:
     """The config with a mesh that the devices here allow: the run's own, or all on one axis."""
     try:
-        return fit_to_devices(chosen.loaded).config
+        return resolve_mesh(chosen.loaded).config
     except ConfigError:
         if chosen.is_given("mesh.ici_", "mesh.dcn_", "pipeline."):
             raise
@@ -227,7 +243,7 @@ def _fitted(chosen: Chosen, say: Say) -> Config:
             config, train=dataclasses.replace(config.train, batch_size=rows)
         )
     own = " x ".join(f"{axis} {size}" for axis, size in _sizes(config.mesh).items() if size != 1)
-    simple = [_on_one_axis(config, axis, count) for axis in ("fsdp", "data")]
+    simple = [_single_axis_config(config, axis, count) for axis in ("fsdp", "data")]
     problems = [check(each, chosen.loaded.origins) for each in simple]
     axis = next((axis for axis, found in enumerate(problems) if not found), None)
     if axis is None:
@@ -235,14 +251,14 @@ def _fitted(chosen: Chosen, say: Say) -> Config:
         raise ConfigError.one(
             "mesh",
             own or "one device",
-            f"is the run's and does not fit the {counted(count, 'device')} here, nor does fsdp "
+            f"is the run's and does not fit the {pluralize(count, 'device')} here, nor does fsdp "
             f"{count}: {first.where.rpartition(': ')[2]} {first.rule}",
             "Give a mesh for these devices, and a pipeline that fits it: mesh.ici_fsdp=..., "
             "pipeline.microbatches=1, eval.batch_size=...",
         )
     if chosen.is_trained:
         say(
-            f"the run's mesh ({own or 'one device'}) does not fit the {counted(count, 'device')} "
+            f"the run's mesh ({own or 'one device'}) does not fit the {pluralize(count, 'device')} "
             f"here: evaluating with {('fsdp', 'data')[axis]} {count}, without a pipeline"
         )
     return simple[axis]
@@ -254,7 +270,7 @@ def _sizes(mesh: MeshConfig) -> dict[str, int]:
     return {key: size for key, size in values.items() if key.startswith(("ici_", "dcn_"))}
 
 
-def _on_one_axis(config: Config, axis: str, count: int) -> Config:
+def _single_axis_config(config: Config, axis: str, count: int) -> Config:
     """The config on one stage, with microbatches no larger than before."""
     shards, _ = batch_shards(config.mesh)
     largest = max(1, config.train.batch_size // (shards * config.pipeline.microbatches))
@@ -271,10 +287,10 @@ def _on_one_axis(config: Config, axis: str, count: int) -> Config:
 
 
 def _documents(
-    chosen: Chosen, config: Config, split: str, phases: Phases
+    chosen: OpenedModel, config: Config, split: str, phases: Phases
 ) -> tuple[Loader, Tokenizer]:
     check_split(split, (*SPLITS, *config.data.validation))
-    return build_once_through(
+    return build_single_pass(
         config.data,
         config.tokenizer,
         split,
@@ -282,22 +298,24 @@ def _documents(
         batch_size=config.train.batch_size,
         sequence_length=config.train.sequence_length,
         eval_batch_size=config.eval.batch_size,
-        cache_dir=str(full(config.run.dir, "run.dir") / ".index"),
+        cache_dir=str(expand_path(config.run.dir, "run.dir") / ".index"),
         moved=phases.progress,
         fit=chosen.fitted,
     )
 
 
-def _tell_other_documents(chosen: Chosen, loader: Loader, say: Say) -> None:
-    for name, before, now in compare(chosen.fingerprint, loader.fingerprint()):
-        if name in _ORDER:
+def _warn_changed_documents(chosen: OpenedModel, loader: Loader, say: MessageCallback) -> None:
+    for name, before, now in compare_fingerprints(chosen.fingerprint, loader.fingerprint()):
+        if name in _ORDER_FIELDS:
             say(
                 f"warning: data: {name} was {before!r} when step {chosen.step} was saved and "
                 f"is {now!r}: documents of the training may be among those for validation"
             )
 
 
-def _reported(source: Iterator[Any], count: int, phases: Phases, say: Say) -> Iterator[Any]:
+def _with_progress(
+    source: Iterator[Any], count: int, phases: Phases, say: MessageCallback
+) -> Iterator[Any]:
     """The same batches, with progress messages."""
     begin = last = time.monotonic()
     for number, batch in enumerate(source):
@@ -310,8 +328,8 @@ def _reported(source: Iterator[Any], count: int, phases: Phases, say: Say) -> It
 
 
 def _report(
-    chosen: Chosen, totals: Totals, loader: Loader, split: str, count: int, mesh: str
-) -> Report:
+    chosen: OpenedModel, totals: EvalTotals, loader: Loader, split: str, count: int, mesh: str
+) -> EvalReport:
     metrics = totals.metrics
     loss = metrics["eval/loss"]
     if not totals.targets:
@@ -322,12 +340,12 @@ def _report(
             "Give documents with text, or a larger train.sequence_length.",
         )
     if not math.isfinite(loss):
-        raise NumbersError(
+        raise DivergenceError(
             f"{chosen.name}: the loss is {loss}\n"
             "  its parameters give numbers that are not finite.\n"
             "  Evaluate an earlier step, or with model.compute_dtype=float32."
         )
-    found: _Evaluated = {
+    found: _ReportHeader = {
         "checkpoint": chosen.name,
         "step": chosen.step,
         "source": loader.fingerprint()["source"],

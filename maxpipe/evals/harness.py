@@ -20,14 +20,14 @@ except ImportError as error:
     print(f"lm_eval\n  must be installed: {error}.\n  Run: pip install 'maxpipe[harness]'")
     sys.exit(2)
 
-from maxpipe.config.documents import one_line
-from maxpipe.data.conversation import for_chats
+from maxpipe.config.documents import to_yaml_line
+from maxpipe.data.conversation import add_end_of_turn_ids
 from maxpipe.data.tokenizers.chat import ChatInput
 from maxpipe.errors import ConfigError, MaxpipeError
-from maxpipe.evals.requests import Requests
-from maxpipe.evals.texts import Texts
+from maxpipe.evals.requests import LanguageModel
+from maxpipe.evals.texts import ScoringTokenizer
 from maxpipe.generate.weights import open_model
-from maxpipe.huggingface.folders import named
+from maxpipe.huggingface.folders import resolve_model
 
 
 @register_model("maxpipe")
@@ -56,12 +56,12 @@ class HarnessModel(LM):
             StorageError: the checkpoint is damaged.
         """
         super().__init__()
-        inputs = [f"{key}={one_line(value)}" for key, value in overrides.items()]
-        opened = open_model(named(pretrained), inputs)
+        inputs = [f"{key}={to_yaml_line(value)}" for key, value in overrides.items()]
+        opened = open_model(resolve_model(pretrained), inputs)
         self._tokenizer, self._name = opened.tokenizer, opened.name
-        self._texts = Texts(opened.tokenizer, opened.room)
+        self._texts = ScoringTokenizer(opened.tokenizer, opened.room)
         rows = 16 if str(batch_size).startswith("auto") else int(batch_size)
-        self._requests = Requests(opened.load(_say), self._texts, rows)
+        self._requests = LanguageModel(opened.load(_say), self._texts, rows)
 
     # Requests. The harness may keep answers: its hook is called with each.
 
@@ -114,7 +114,7 @@ class HarnessModel(LM):
                 "Leave it out.",
             )
         if not self._texts.is_chat:
-            self._texts.is_chat, self._texts.tokenizer = True, for_chats(self._tokenizer)
+            self._texts.is_chat, self._texts.tokenizer = True, add_end_of_turn_ids(self._tokenizer)
         (text,) = self._tokenizer.chat.render(
             [ChatInput([dict(each) for each in chat_history])],
             add_generation_prompt=add_generation_prompt,

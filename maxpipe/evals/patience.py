@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NotRequired, TypedDict
 
-from maxpipe.checkpoint.folder import Better
+from maxpipe.checkpoint.folder import BestMetric
 from maxpipe.config.schema import CheckpointConfig, EvalConfig
-from maxpipe.io.text import counted
+from maxpipe.io.text import pluralize
 from maxpipe.io.typed import AnyFloat
 
 
-class Waited(TypedDict):
+class EarlyStoppingState(TypedDict):
     """What a checkpoint keeps."""
 
     metric: str
@@ -28,7 +28,7 @@ class Waited(TypedDict):
     best_step: NotRequired[int]
 
 
-class Patience:
+class EarlyStopping:
     """Counts the evaluations that `eval.every` asks for."""
 
     def __init__(
@@ -38,7 +38,7 @@ class Patience:
         facts: Mapping[str, Any] | None = None,
     ):
         """`facts` are those of a checkpoint; of another metric they are not read."""
-        self._config, self._better = config, Better.of(checkpoint)
+        self._config, self._better = config, BestMetric.of(checkpoint)
         self._waited = self._counted = 0
         self._best: float | None = None
         self._best_step = 0
@@ -82,11 +82,11 @@ class Patience:
         best = -self._best if self._better.is_largest else self._best
         return key < best - self._config.min_gain
 
-    def facts(self) -> dict[str, Waited]:
+    def facts(self) -> dict[str, EarlyStoppingState]:
         """What a checkpoint keeps beside the data position."""
         if not self._config.patience:
             return {}
-        found = Waited(
+        found = EarlyStoppingState(
             metric=self._better.metric,
             is_largest=self._better.is_largest,
             waited=self._waited,
@@ -109,6 +109,6 @@ class Patience:
             best = f"the best was {self._best:.6g} after step {self._best_step}"
         return (
             f"stopped early after step {self._counted}: {self._better.metric} has not become "
-            f"better{gain} in {counted(self._waited, 'evaluation')} (eval.patience="
+            f"better{gain} in {pluralize(self._waited, 'evaluation')} (eval.patience="
             f"{self._config.patience}); {best}"
         )

@@ -23,17 +23,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from maxpipe.errors import ConfigError, NumbersError
-from maxpipe.evals.texts import Row, Score, Texts, laid_out
-from maxpipe.generate.completions import Completion, Limits, Prompt, complete, stops_of
-from maxpipe.generate.decoding import Decoding, Sampling, padded
-from maxpipe.generate.weights import Weights
+from maxpipe.errors import ConfigError, DivergenceError
+from maxpipe.evals.texts import Score, ScoringSequence, ScoringTokenizer, right_pad
+from maxpipe.generate.completions import Completion, GenerationLimits, Prompt, complete, parse_stops
+from maxpipe.generate.decoding import DecodeEngine, Sampling, padded_length
+from maxpipe.generate.weights import LoadedModel
 from maxpipe.models.config import ModelConfig
 from maxpipe.nn.decoder import Decoder
 from maxpipe.parallel.mesh import BATCH_AXES
 from maxpipe.parallel.sharding import BATCH_SPEC
 
-_LOGITS = 1 << 26
+_MAX_LOGITS = 1 << 26
 """Most logits that are in memory at a time, over all devices."""
 
 
@@ -41,12 +41,12 @@ _LOGITS = 1 << 26
 class Scorer:
     """A model on a mesh without stages that scores rows."""
 
-    weights: Weights
+    weights: LoadedModel
     batch_size: int = 16
 
     def score(
         self,
-        rows: Sequence[Row],
+        rows: Sequence[ScoringSequence],
         *,
         stops: Callable[[], bool] = lambda: False,
         moved: Callable[[int], object] = lambda done: None,
@@ -72,11 +72,11 @@ class Scorer:
                 raise KeyboardInterrupt
         return [score for score in found if score is not None]
 
-    def _batch(self, rows: Sequence[Row], most: int) -> list[Score]:
+    def _batch(self, rows: Sequence[ScoringSequence], most: int) -> list[Score]:
         mesh = self.weights.mesh
         shards = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
         count = math.ceil(min(self.batch_size, most) / shards) * shards
-        batch = laid_out(rows, count, padded(max(row.length for row in rows)))
+        batch = right_pad(rows, count, padded_length(max(row.length for row in rows)))
         with jax.set_mesh(mesh):
             placed = jax.device_put(batch, NamedSharding(mesh, BATCH_SPEC))
             logprobs, best = jax.device_get(self._program(self.weights.params, placed))
@@ -86,10 +86,12 @@ class Scorer:
     def _program(self) -> Any:
         """(parameters, batch) -> log-probabilities of targets, and whether they are the best."""
         rows = NamedSharding(self.weights.mesh, BATCH_SPEC)
-        return jax.jit(partial(_scored, dropless(self.weights.decoder)), out_shardings=rows)
+        return jax.jit(
+            partial(_score_batch, dropless_decoder(self.weights.decoder)), out_shardings=rows
+        )
 
 
-def dropless(decoder: Decoder) -> Decoder:
+def dropless_decoder(decoder: Decoder) -> Decoder:
     """The model with room for all tokens in each expert, as in generation."""
     config: ModelConfig = decoder.config
     own: Any = config.own
@@ -99,11 +101,11 @@ def dropless(decoder: Decoder) -> Decoder:
     return dataclasses.replace(decoder, config=config)
 
 
-def _scored(decoder: Decoder, params: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
+def _score_batch(decoder: Decoder, params: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
     hidden = decoder.hidden(params, batch)
     count, width, _ = hidden.shape
     block = width
-    while block % 2 == 0 and count * block * decoder.config.vocab_size > _LOGITS:
+    while block % 2 == 0 and count * block * decoder.config.vocab_size > _MAX_LOGITS:
         block //= 2
 
     def of_block(each: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -120,11 +122,11 @@ def _scored(decoder: Decoder, params: Any, batch: Any) -> tuple[jax.Array, jax.A
     return tuple(jnp.moveaxis(each, 0, 1).reshape(count, width) for each in found)  # pyright: ignore[reportReturnType]
 
 
-def _score(row: Row, logprobs: np.ndarray, best: np.ndarray) -> Score:
+def _score(row: ScoringSequence, logprobs: np.ndarray, best: np.ndarray) -> Score:
     mine = row.predicting
     logprob = float(logprobs[mine].sum(dtype=np.float64))
     if not math.isfinite(logprob):
-        raise NumbersError(
+        raise DivergenceError(
             f"a text of {row.length} tokens has the log-probability {logprob}\n"
             "  the model's parameters give numbers that are not finite.\n"
             "  Take an earlier step, or set model.compute_dtype=float32."
@@ -133,21 +135,28 @@ def _score(row: Row, logprobs: np.ndarray, best: np.ndarray) -> Score:
 
 
 _MAX_TOKENS = 256
-_DRAWING = ("top_k", "top_p", "min_p")
-_TAKEN = {"until", "max_gen_toks", "do_sample", "temperature", "repetition_penalty", *_DRAWING}
+_SAMPLING_SETTINGS = ("top_k", "top_p", "min_p")
+_KNOWN_SETTINGS = {
+    "until",
+    "max_gen_toks",
+    "do_sample",
+    "temperature",
+    "repetition_penalty",
+    *_SAMPLING_SETTINGS,
+}
 
 
 @dataclass
-class Requests:
+class LanguageModel:
     """A model that answers requests."""
 
-    weights: Weights
-    texts: Texts
+    weights: LoadedModel
+    texts: ScoringTokenizer
     batch_size: int = 16
     stops: Callable[[], bool] = lambda: False
     """Whether to end with KeyboardInterrupt, asked when no device computes."""
     _scorer: Scorer = field(init=False)
-    _decodings: dict[Sampling, Decoding] = field(default_factory=dict, init=False)
+    _decodings: dict[Sampling, DecodeEngine] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         self._scorer = Scorer(self.weights, self.batch_size)
@@ -195,7 +204,7 @@ class Requests:
             NumbersError: the model gives numbers that are not finite.
         """
         found = [""] * len(requests)
-        groups: dict[tuple[Sampling, Limits], list[Prompt]] = {}
+        groups: dict[tuple[Sampling, GenerationLimits], list[Prompt]] = {}
         for number, (context, settings) in enumerate(requests):
             sampling, limits = self._settings(settings)
             ids = self.texts.encoded(context)
@@ -209,7 +218,7 @@ class Requests:
         for (sampling, limits), prompts in groups.items():
             if sampling not in self._decodings:
                 decoder, _, mesh = self.weights
-                self._decodings[sampling] = Decoding(decoder, mesh, sampling, seed=0)
+                self._decodings[sampling] = DecodeEngine(decoder, mesh, sampling, seed=0)
             given = (self._decodings[sampling], self._by_layer, self.texts.tokenizer, prompts)
             complete(*given, limits, write=write, stops=self.stops)
         return found
@@ -219,15 +228,17 @@ class Requests:
         """The parameters as decoding reads them: a part of a stack would be copied per token."""
         return self.weights.decoder.by_layer(self.weights.params)
 
-    def _settings(self, settings: Mapping[str, Any]) -> tuple[Sampling, Limits]:
+    def _settings(self, settings: Mapping[str, Any]) -> tuple[Sampling, GenerationLimits]:
         where = "generation settings"
-        unknown = [name for name in settings if name not in _TAKEN]
+        unknown = [name for name in settings if name not in _KNOWN_SETTINGS]
         if unknown:
-            rule = f"has what is not known here: known are {', '.join(sorted(_TAKEN))}."
+            rule = f"has what is not known here: known are {', '.join(sorted(_KNOWN_SETTINGS))}."
             raise ConfigError.one(where, ", ".join(unknown), rule, "Leave it out.")
         samples = settings.get("do_sample") is not False
         temperature = float(settings.get("temperature") or 0.0) if samples else 0.0
-        taken = (*_DRAWING, "repetition_penalty") if temperature else ("repetition_penalty",)
+        taken = (
+            (*_SAMPLING_SETTINGS, "repetition_penalty") if temperature else ("repetition_penalty",)
+        )
         chosen = {name: settings[name] for name in taken if name in settings}
         most = int(settings.get("max_gen_toks", _MAX_TOKENS))
         if not 1 <= most < self.texts.room:
@@ -236,6 +247,6 @@ class Requests:
         until = settings.get("until") or ()
         until = (until,) if isinstance(until, str) else tuple(until)
         texts = [text for text in until if text]
-        stops, ids = stops_of(texts, self.texts.tokenizer, f"{where}: until")
-        limits = Limits(most, self.texts.room, stops, self.batch_size, stop_ids=ids)
+        stops, ids = parse_stops(texts, self.texts.tokenizer, f"{where}: until")
+        limits = GenerationLimits(most, self.texts.room, stops, self.batch_size, stop_ids=ids)
         return Sampling(temperature=temperature, **chosen), limits

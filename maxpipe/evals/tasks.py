@@ -24,23 +24,23 @@ from maxpipe.config.check import check
 from maxpipe.config.eval_schema import TaskConfig
 from maxpipe.config.rules import batch_shards, did_you_mean
 from maxpipe.config.schema import Config
-from maxpipe.data.datasets import spoken_in_run
+from maxpipe.data.datasets import load_run_chat_template
 from maxpipe.data.tokenizer import Tokenizer
 from maxpipe.data.tokenizers.chat import ChatInput, ChatTemplate
 from maxpipe.errors import ConfigError, Problem, StorageError
-from maxpipe.evals.texts import Row, Score, Texts, laid_out
+from maxpipe.evals.texts import Score, ScoringSequence, ScoringTokenizer, right_pad
 from maxpipe.io import files
-from maxpipe.io.text import up
-from maxpipe.io.typed import parse
-from maxpipe.parallel.sharding import local_rows, place_rows
-from maxpipe.step.build import steps_of
+from maxpipe.io.text import round_up
+from maxpipe.io.typed import parse_json
+from maxpipe.parallel.sharding import local_sequences, make_global_batch
+from maxpipe.step.build import steps_from_config
 from maxpipe.step.step import Steps
 
 _MAX_FILE_BYTES = 1 << 28
 _MAX_LINE_BYTES = 1 << 24
-_MOST_PROBLEMS = 20
-_CONTEXTS = ("context", "prompt")
-_AT_ONCE = 64
+_MAX_PROBLEMS = 20
+_CONTEXT_FIELDS = ("context", "prompt")
+_BATCHES_PER_CALL = 64
 """Batches of rows whose results are written together."""
 
 
@@ -55,7 +55,7 @@ class Question(NamedTuple):
     """From 0."""
 
 
-class Result(TypedDict):
+class QuestionResult(TypedDict):
     """What becomes of a line; one object a line of the output."""
 
     line: int
@@ -70,7 +70,7 @@ class Result(TypedDict):
     """Of each choice, as the file has it."""
 
 
-class Summary(TypedDict):
+class TaskSummary(TypedDict):
     """What becomes of a file."""
 
     questions: int
@@ -85,7 +85,7 @@ class Summary(TypedDict):
     """The share that is expected of choosing blindly."""
 
 
-def read(path: str, where: str) -> list[Question]:
+def read_questions(path: str, where: str) -> list[Question]:
     """The questions of a file; `where` names what gave the path.
 
     Raises:
@@ -109,7 +109,7 @@ def read(path: str, where: str) -> list[Question]:
                 action = f"Correct the line, or take it out. One looks like {_EXAMPLE}."
                 problems.append(Problem(f"{path}:{number}", given, f"{error}.", action))
     if problems:
-        raise ConfigError(problems[:_MOST_PROBLEMS])
+        raise ConfigError(problems[:_MAX_PROBLEMS])
     if not found:
         rule = "holds no question: each line that is not blank is one."
         raise ConfigError.one(where, path, rule, f"Write lines such as {_EXAMPLE}.")
@@ -122,12 +122,12 @@ _EXAMPLE = '{"context": "2 + 2 =", "choices": ["4", "5"], "answer": 0}'
 def _question(number: int, line: bytes) -> Question:
     """Raises ValueError with the rule."""
     try:
-        record = parse(line, dict[str, Any])
+        record = parse_json(line, dict[str, Any])
     except ValueError as error:
         raise ValueError(f"must be a JSON object in UTF-8: {error}") from error
-    context = [record[name] for name in _CONTEXTS if name in record]
+    context = [record[name] for name in _CONTEXT_FIELDS if name in record]
     if len(context) != 1 or not isinstance(context[0], str):
-        guess = did_you_mean(next(iter(record), ""), _CONTEXTS) if not context else ""
+        guess = did_you_mean(next(iter(record), ""), _CONTEXT_FIELDS) if not context else ""
         more = f"; did you mean {guess} by {next(iter(record))!r}?" if guess else ""
         raise ValueError(f"must have one text `context` (or `prompt`){more}".rstrip("?"))
     choices = record.get("choices")
@@ -146,7 +146,7 @@ def _question(number: int, line: bytes) -> Question:
     return Question(number, context[0], tuple(choices), answer)
 
 
-class Model(Protocol):
+class LoglikelihoodModel(Protocol):
     """What answers questions: `Requests`, or during training `Tasks`."""
 
     batch_size: int
@@ -159,7 +159,7 @@ class Model(Protocol):
         ...
 
 
-def as_chats(
+def apply_chat_template(
     questions: Sequence[Question], chat: ChatTemplate | None, where: str, remedy: str
 ) -> list[Question]:
     """The questions with contexts that are what a user says, as a chat template writes them.
@@ -178,7 +178,7 @@ def as_chats(
 
 
 @dataclass
-class Exam:
+class MultipleChoice:
     """Questions, and how they are put to a model."""
 
     questions: Sequence[Question]
@@ -194,7 +194,7 @@ class Exam:
             for each in question.choices
         ]
 
-    def check(self, texts: Texts, path: str) -> None:
+    def check(self, texts: ScoringTokenizer, path: str) -> None:
         """Raises ConfigError for questions that are longer than a row of the model."""
         problems = []
         for question in self.questions:
@@ -205,11 +205,11 @@ class Exam:
                 action = f"Shorten it, or set train.sequence_length={longest} to go beyond that."
                 problems.append(Problem(f"{path}:{question.line}", "", rule, action))
         if problems:
-            raise ConfigError(problems[:_MOST_PROBLEMS])
+            raise ConfigError(problems[:_MAX_PROBLEMS])
 
     def results(
-        self, model: Model, moved: Callable[[int], object] = lambda done: None
-    ) -> Iterator[Result]:
+        self, model: LoglikelihoodModel, moved: Callable[[int], object] = lambda done: None
+    ) -> Iterator[QuestionResult]:
         """The result of each question, in order; `moved` is called with the number of rows done.
 
         Raises:
@@ -220,7 +220,7 @@ class Exam:
         for number, question in enumerate(self.questions, 1):
             waiting.append(question)
             rows += len(question.choices)
-            if rows < _AT_ONCE * model.batch_size and number < len(self.questions):
+            if rows < _BATCHES_PER_CALL * model.batch_size and number < len(self.questions):
                 continue
             pairs = [pair for each in waiting for pair in self.continuations(each)]
             before = done
@@ -231,7 +231,7 @@ class Exam:
             waiting, rows = [], 0
 
 
-def _result(question: Question, logprobs: list[float]) -> Result:
+def _result(question: Question, logprobs: list[float]) -> QuestionResult:
     sizes = [len(each.encode()) for each in question.choices]
     by_bytes = [logprob / size for logprob, size in zip(logprobs, sizes, strict=True)]
     return {
@@ -244,7 +244,7 @@ def _result(question: Question, logprobs: list[float]) -> Result:
     }
 
 
-def summary(results: Sequence[Result]) -> Summary:
+def summarize_results(results: Sequence[QuestionResult]) -> TaskSummary:
     """Of at least one result."""
     count = len(results)
     shares = [
@@ -263,7 +263,7 @@ def summary(results: Sequence[Result]) -> Summary:
 
 
 @contextlib.contextmanager
-def written(path: str | None, where: str) -> Iterator[Callable[[Result], None]]:
+def result_writer(path: str | None, where: str) -> Iterator[Callable[[QuestionResult], None]]:
     """Writes results to a file as they come, a JSON object a line; without a path nowhere.
 
     Results that are there are replaced, and nothing else.
@@ -281,16 +281,16 @@ def written(path: str | None, where: str) -> Iterator[Callable[[Result], None]]:
         return StorageError.unwritable(f"{where} = {path}", error, action)
 
     try:
-        if not _is_free(path):
+        if not _is_replaceable(path):
             rule = "is there already, and holds other things than results of questions."
             raise ConfigError.one(where, path, rule, "Name another file, or delete it first.")
-        descriptor = files.opened(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        descriptor = files.open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     except OSError as error:
         raise unwritable(error) from error
     # Without a buffer: what a full disk refused would be tried again, and fail again, at the end.
     with open(descriptor, "wb", buffering=0) as stream:
 
-        def write(result: Result) -> None:
+        def write(result: QuestionResult) -> None:
             line = memoryview(f"{json.dumps(result)}\n".encode())
             try:
                 while line:
@@ -301,23 +301,23 @@ def written(path: str | None, where: str) -> Iterator[Callable[[Result], None]]:
         yield write
 
 
-def _is_free(path: str) -> bool:
+def _is_replaceable(path: str) -> bool:
     """Whether nothing is there, or an empty file, or results of before.
 
     Raises:
         OSError: it cannot be read.
     """
     try:
-        with open(files.opened(path), "rb") as stream:
+        with open(files.open_regular(path), "rb") as stream:
             first = stream.readline(_MAX_LINE_BYTES)
     except FileNotFoundError:
         return True
     with contextlib.suppress(ValueError):
-        return not first or bool(parse(first, Result))
+        return not first or bool(parse_json(first, QuestionResult))
     return False
 
 
-_ROWS = 64
+_MAX_BATCH_SIZE = 64
 """Rows at a time at most, as far as devices divide them: each row's sum reads all of them."""
 
 
@@ -331,20 +331,25 @@ class Task:
     def __init__(self, name: str, task: TaskConfig, config: Config, tokenizer: Tokenizer):
         key = f"eval.tasks.{name}"
         self.name = name
-        self._questions = read(task.path, f"{key}.path")
+        self._questions = read_questions(task.path, f"{key}.path")
         self._task, self._config, self._tokenizer = task, config, tokenizer
-        self._texts = Texts(
+        self._texts = ScoringTokenizer(
             tokenizer, config.train.sequence_length, is_chat=task.chat, as_written=task.chat
         )
         questions: Sequence[Question] = self._questions
         if task.chat:
-            questions = as_chats(
-                questions, spoken_in_run(config, tokenizer), f"{key}.chat", f"Set {key}.chat=false"
+            questions = apply_chat_template(
+                questions,
+                load_run_chat_template(config, tokenizer),
+                f"{key}.chat",
+                f"Set {key}.chat=false",
             )
-        self._exam = Exam(questions, "" if task.chat else task.separator)
+        self._exam = MultipleChoice(questions, "" if task.chat else task.separator)
         self._exam.check(self._texts, task.path)
         shards, _ = batch_shards(config.mesh)
-        self.batch_size = min(config.eval.batch_size or config.train.batch_size, up(_ROWS, shards))
+        self.batch_size = min(
+            config.eval.batch_size or config.train.batch_size, round_up(_MAX_BATCH_SIZE, shards)
+        )
         self._params: Any = None
         self._stops: Callable[[], bool] = lambda: False
 
@@ -374,12 +379,12 @@ class Task:
         )
         fitting = (
             each
-            for tokens in _shorter(config.train.sequence_length)
-            if tokens >= longest and not check(each := _of_length(config, tokens), {})
+            for tokens in _halved_lengths(config.train.sequence_length)
+            if tokens >= longest and not check(each := _with_sequence_length(config, tokens), {})
         )
-        whole = _of_length(config, config.train.sequence_length)
+        whole = _with_sequence_length(config, config.train.sequence_length)
         mesh, lengths = steps.partition.mesh, self._tokenizer.byte_lengths
-        return steps_of(next(fitting, whole), mesh, lengths, num_sources=self.batch_size)
+        return steps_from_config(next(fitting, whole), mesh, lengths, num_sources=self.batch_size)
 
     # What an exam asks for.
 
@@ -402,21 +407,21 @@ class Task:
                 raise StoppedError
         return found
 
-    def _batch(self, rows: Sequence[Row]) -> dict[str, Any]:
+    def _batch(self, rows: Sequence[ScoringSequence]) -> dict[str, Any]:
         count, tokens = self.batch_size, self._scoring.shape[1]
-        batch, mask = laid_out(rows, count, tokens), np.zeros((count, tokens), np.float32)
+        batch, mask = right_pad(rows, count, tokens), np.zeros((count, tokens), np.float32)
         for number, row in enumerate(rows):
             mask[number, row.predicting] = 1
         numbers = np.arange(count, dtype=np.int32)
         batch |= {"loss_mask": mask, "example_ids": numbers, "source_ids": numbers}
         sharding = self._scoring.batch_sharding
-        mine = local_rows(sharding, count)
+        mine = local_sequences(sharding, count)
         host = {name: each[mine] for name, each in batch.items()}
-        return place_rows(host, mine, count, sharding)
+        return make_global_batch(host, mine, count, sharding)
 
     def answered(
         self, params: Any, stops: Callable[[], bool], moved: Callable[[], object]
-    ) -> Summary | None:
+    ) -> TaskSummary | None:
         """How well parameters answer; nothing if `stops`, asked after each batch, says so.
 
         All processes of a run call it together.
@@ -428,7 +433,7 @@ class Task:
             return None
         finally:
             self._params = None
-        found = summary(results)
+        found = summarize_results(results)
         if not all(math.isfinite(each) for one in results for each in one["loglikelihoods"]):
             found["accuracy"] = found["accuracy_by_bytes"] = math.nan
         return found
@@ -438,7 +443,7 @@ class StoppedError(Exception):
     """The processes were asked to stop."""
 
 
-def metrics_of(name: str, found: Summary) -> dict[str, float]:
+def task_metrics(name: str, found: TaskSummary) -> dict[str, float]:
     """By tag."""
     return {
         f"eval/{name}/accuracy": found["accuracy"],
@@ -446,7 +451,7 @@ def metrics_of(name: str, found: Summary) -> dict[str, float]:
     }
 
 
-def tasks_of(config: Config, tokenizer: Tokenizer) -> list[Task]:
+def open_tasks(config: Config, tokenizer: Tokenizer) -> list[Task]:
     """Those of `eval.tasks`, by name.
 
     Raises:
@@ -456,7 +461,7 @@ def tasks_of(config: Config, tokenizer: Tokenizer) -> list[Task]:
     return [Task(name, task, config, tokenizer) for name, task in tasks]
 
 
-def _shorter(tokens: int) -> list[int]:
+def _halved_lengths(tokens: int) -> list[int]:
     """`tokens` and what halving makes of them, the shortest first."""
     found = [tokens]
     while found[-1] % 2 == 0:
@@ -464,7 +469,7 @@ def _shorter(tokens: int) -> list[int]:
     return found[::-1]
 
 
-def _of_length(config: Config, tokens: int) -> Config:
+def _with_sequence_length(config: Config, tokens: int) -> Config:
     train = dataclasses.replace(
         config.train, objective="pretrain", sequence_length=tokens, batch_ramp=[]
     )

@@ -13,7 +13,7 @@ from maxpipe.data.tokenizer import Tokenizer
 from maxpipe.errors import ConfigError
 
 
-class Row(NamedTuple):
+class ScoringSequence(NamedTuple):
     """Tokens to look at, and tokens that follow them."""
 
     context: Sequence[int]
@@ -40,7 +40,7 @@ class Score(NamedTuple):
     """Whether each of its tokens is the most likely one."""
 
 
-def laid_out(rows: Sequence[Row], count: int, width: int) -> dict[str, np.ndarray]:
+def right_pad(rows: Sequence[ScoringSequence], count: int, width: int) -> dict[str, np.ndarray]:
     """Arrays int32 [count, width] of a batch: rows from the left on, and padding behind them."""
     names = ("tokens", "targets", "segment_ids", "positions")
     batch: dict[str, np.ndarray] = {name: np.zeros((count, width), np.int32) for name in names}
@@ -54,7 +54,7 @@ def laid_out(rows: Sequence[Row], count: int, width: int) -> dict[str, np.ndarra
 
 
 @dataclass
-class Texts:
+class ScoringTokenizer:
     """Texts as rows of tokens. They begin as the tokenizer's framing begins prompts."""
 
     tokenizer: Tokenizer
@@ -84,7 +84,7 @@ class Texts:
         kept = len(before) if list(ids[: len(before)]) == before else 0
         return [*ids[:kept], *ids[kept + over :]]
 
-    def row(self, context: str, continuation: str) -> Row:
+    def row(self, context: str, continuation: str) -> ScoringSequence:
         """The tokens of a continuation, and of what is before it.
 
         A token that has text of both is the continuation's.
@@ -94,10 +94,10 @@ class Texts:
         same = (mine == other for mine, other in zip(before, whole, strict=False))
         shared = sum(itertools.takewhile(bool, same))
         if not shared:  # a row needs a token to look at
-            return Row([self.tokenizer.begin_id], whole)
-        return Row(whole[:shared], whole[shared:])
+            return ScoringSequence([self.tokenizer.begin_id], whole)
+        return ScoringSequence(whole[:shared], whole[shared:])
 
-    def fitted(self, row: Row) -> Row:
+    def fitted(self, row: ScoringSequence) -> ScoringSequence:
         """The row without what of its context exceeds the room, after the begin tokens.
 
         Raises:
@@ -113,9 +113,9 @@ class Texts:
                 f"must fit into a row of {self.room} tokens (train.sequence_length).",
                 "Set a larger train.sequence_length, if the model can do more.",
             )
-        return Row(self.without(row.context, over), row.target)
+        return ScoringSequence(self.without(row.context, over), row.target)
 
-    def windows(self, text: str) -> list[Row]:
+    def windows(self, text: str) -> list[ScoringSequence]:
         """Rows in which each token of a text is predicted once, the last with most context."""
         ids = self.encoded(text)
         if not self._before:
@@ -124,5 +124,5 @@ class Texts:
         for first in range(1, len(ids), self.room):
             end = min(first + self.room, len(ids))
             begin = max(end - self.room - 1, 0)
-            found.append(Row(ids[begin:first], ids[first:end]))
+            found.append(ScoringSequence(ids[begin:first], ids[first:end]))
         return found

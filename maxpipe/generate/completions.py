@@ -16,16 +16,16 @@ import numpy as np
 
 from maxpipe.data.tokenizer import Tokenizer
 from maxpipe.data.tokenizers.chat import ChatInput, ChatTemplate
-from maxpipe.errors import ConfigError, NumbersError
-from maxpipe.generate.decoding import NewRow, Refill, Size, padded
+from maxpipe.errors import ConfigError, DivergenceError
+from maxpipe.generate.decoding import DecodeShape, Refill, RefillPrompt, padded_length
 
-_BROKEN = "\ufffd"
+_REPLACEMENT_CHARACTER = "\ufffd"
 """What a tokenizer makes of bytes that are no character, or not yet."""
-_MOST_WAITING = 3
+_MAX_PENDING_BYTES = 3
 """Bytes that an incomplete character of UTF-8 has at most."""
 
 
-class Characters:
+class IncrementalDetokenizer:
     """Text of a row of tokens, without characters that later tokens may complete.
 
     Text is the difference of two decodings, with and without the newest tokens, as in
@@ -47,8 +47,8 @@ class Characters:
         text, is_whole = self._behind()
         if not is_whole:
             return ""
-        certain = text.rstrip(_BROKEN)
-        certain = text[: max(len(certain), len(text) - _MOST_WAITING)]
+        certain = text.rstrip(_REPLACEMENT_CHARACTER)
+        certain = text[: max(len(certain), len(text) - _MAX_PENDING_BYTES)]
         new = certain[self._given :]
         self._given = max(self._given, len(certain))
         if text and len(certain) == len(text):
@@ -70,7 +70,7 @@ class Characters:
         return whole[len(before) :], whole.startswith(before)
 
 
-class Stops:
+class StopStringMatcher:
     """Text up to the first stop string, without what may become one."""
 
     def __init__(self, stops: Sequence[str]):
@@ -87,7 +87,7 @@ class Stops:
             self.found = True
             before, self._waiting = self._waiting[: min(starts)], ""
             return before
-        begun = max((_begun(self._waiting, stop) for stop in self._stops), default=0)
+        begun = max((_stop_prefix_length(self._waiting, stop) for stop in self._stops), default=0)
         end = len(self._waiting) - begun
         certain, self._waiting = self._waiting[:end], self._waiting[end:]
         return certain
@@ -98,17 +98,20 @@ class Stops:
         return waited
 
 
-def _begun(text: str, stop: str) -> int:
+def _stop_prefix_length(text: str, stop: str) -> int:
     """Characters at the end of the text with which the stop string may begin."""
     most = min(len(stop) - 1, len(text))
     return next((size for size in range(most, 0, -1) if stop.startswith(text[-size:])), 0)
 
 
-class Writing:
+class CompletionText:
     """The text of one row: `add` for each token, `end` when it is over."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stops: Sequence[str]):
-        self._characters, self._stops = Characters(tokenizer, prompt), Stops(stops)
+        self._characters, self._stops = (
+            IncrementalDetokenizer(tokenizer, prompt),
+            StopStringMatcher(stops),
+        )
         self._parts: list[str] = []
 
     @property
@@ -137,7 +140,7 @@ class Writing:
         return text
 
 
-Finish = Literal["end", "stop", "length", "room", "interrupted"]
+FinishReason = Literal["end", "stop", "length", "room", "interrupted"]
 """Why a row is over: the end token, a stop string, `--max-tokens`, the tokens that the model was
 trained to see, Ctrl-C."""
 
@@ -153,7 +156,7 @@ class Prompt(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Limits:
+class GenerationLimits:
     """How far rows go."""
 
     max_tokens: int
@@ -172,11 +175,11 @@ class Completion:
     """What a prompt became. Tokens have the end token; the text has no stop string."""
 
     prompt: Prompt
-    writing: Writing
+    writing: CompletionText
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     """In nats, of each token."""
-    finish: Finish | None = None
+    finish: FinishReason | None = None
 
     @property
     def text(self) -> str:
@@ -184,7 +187,7 @@ class Completion:
         return self.writing.text
 
 
-class Extends(Protocol):
+class DecodeEngineProtocol(Protocol):
     """What extends rows: `Decoding`, or with stages `StagedDecoding`."""
 
     @property
@@ -202,14 +205,14 @@ class Extends(Protocol):
         params: Any,
         prompts: Sequence[Sequence[int]],
         numbers: Sequence[int],
-        size: Size,
+        size: DecodeShape,
         refill: Refill | None = None,
     ) -> Generator[tuple[np.ndarray, np.ndarray]]:
         """Tokens and log-probabilities `[B]` that follow, one of each row at a time."""
         ...
 
 
-def stops_of(
+def parse_stops(
     texts: Sequence[str], tokenizer: Tokenizer, where: str
 ) -> tuple[tuple[str, ...], frozenset[int]]:
     """Stop strings, and ids of those that are control tokens.
@@ -231,7 +234,9 @@ def stops_of(
     return tuple(text for text in texts if text not in special), frozenset(ids)
 
 
-def encoded(texts: Sequence[str], tokenizer: Tokenizer, room: int, first: int = 0) -> list[Prompt]:
+def encode_prompts(
+    texts: Sequence[str], tokenizer: Tokenizer, room: int, first: int = 0
+) -> list[Prompt]:
     """The prompts' tokens, with those of the tokenizer's framing around them.
 
     Raises:
@@ -240,7 +245,7 @@ def encoded(texts: Sequence[str], tokenizer: Tokenizer, room: int, first: int = 
     found = []
     for number, text in enumerate(texts, first):
         _check_text(number, text)
-        found.append(_with_room(Prompt(number, text, tokenizer.encode_prompt(text)), room))
+        found.append(_check_length(Prompt(number, text, tokenizer.encode_prompt(text)), room))
     return found
 
 
@@ -260,7 +265,7 @@ def _check_text(number: int, text: str) -> None:
         ) from error
 
 
-def encoded_chats(
+def encode_chats(
     conversations: Sequence[ChatInput],
     tokenizer: Tokenizer,
     room: int,
@@ -298,11 +303,11 @@ def encoded_chats(
                 f"must make a text of messages, and makes none of prompt {number + 1}.",
                 f"Correct the template, or leave {where.rpartition(' ')[2]} out.",
             )
-        found.append(_with_room(Prompt(number, said, ids), room))
+        found.append(_check_length(Prompt(number, said, ids), room))
     return found
 
 
-def _with_room(prompt: Prompt, room: int) -> Prompt:
+def _check_length(prompt: Prompt, room: int) -> Prompt:
     text, size = prompt.text, len(prompt.ids)
     if size >= room:
         raise ConfigError.one(
@@ -316,11 +321,11 @@ def _with_room(prompt: Prompt, room: int) -> Prompt:
 
 
 def complete(
-    decoding: Extends,
+    decoding: DecodeEngineProtocol,
     params: Any,
     tokenizer: Tokenizer,
     prompts: Sequence[Prompt],
-    limits: Limits,
+    limits: GenerationLimits,
     *,
     write: Callable[[Completion], object],
     stream: Callable[[str], object] = lambda text: None,
@@ -337,8 +342,10 @@ def complete(
         NumbersError: the model gives numbers that are not finite.
         KeyboardInterrupt: after the rows under way were written.
     """
-    size = size_of(prompts, limits, decoding.shards)
-    every = [Completion(each, Writing(tokenizer, each.ids, limits.stops)) for each in prompts]
+    size = batch_shape(prompts, limits, decoding.shards)
+    every = [
+        Completion(each, CompletionText(tokenizer, each.ids, limits.stops)) for each in prompts
+    ]
     waiting, unwritten = deque(every), deque(every)
     try:
         while waiting:
@@ -357,21 +364,21 @@ def complete(
         raise
 
 
-def size_of(prompts: Sequence[Prompt], limits: Limits, shards: int) -> Size:
+def batch_shape(prompts: Sequence[Prompt], limits: GenerationLimits, shards: int) -> DecodeShape:
     """The size of all batches."""
     rows = min(limits.batch_size, len(prompts))
     longest = max(limits.longest, *(len(prompt.ids) for prompt in prompts))
     more = min(limits.max_tokens, limits.room)
-    return Size(math.ceil(rows / shards) * shards, padded(longest), more)
+    return DecodeShape(math.ceil(rows / shards) * shards, padded_length(longest), more)
 
 
 def _steps(
-    decoding: Extends,
+    decoding: DecodeEngineProtocol,
     params: Any,
     tokenizer: Tokenizer,
     waiting: deque[Completion],
-    limits: Limits,
-    size: Size,
+    limits: GenerationLimits,
+    size: DecodeShape,
     stream: Callable[[str], object],
 ) -> Generator[None]:
     """Extends the rows of a batch by a token at a time, until all are over.
@@ -379,9 +386,9 @@ def _steps(
     Rows are taken from those that wait.
     """
     batch = [waiting.popleft() for _ in range(min(size.rows, len(waiting)))]
-    new: list[NewRow] = []
+    new: list[RefillPrompt] = []
 
-    def refill() -> list[NewRow]:
+    def refill() -> list[RefillPrompt]:
         given = new.copy()
         new.clear()
         return given
@@ -393,19 +400,19 @@ def _steps(
             for row, each in enumerate(batch):
                 if each.finish is not None:
                     continue
-                _extended(each, int(tokens[row]), float(logprobs[row]), tokenizer, stream)
-                if (why := _over(each, tokenizer, limits)) is None:
+                _append_token(each, int(tokens[row]), float(logprobs[row]), tokenizer, stream)
+                if (why := _finish_reason(each, tokenizer, limits)) is None:
                     continue
                 _finish(each, why, stream)
                 if more is not None and waiting:
                     batch[row] = waiting.popleft()
-                    new.append(NewRow(row, batch[row].prompt.ids, batch[row].prompt.number))
+                    new.append(RefillPrompt(row, batch[row].prompt.ids, batch[row].prompt.number))
             yield
             if all(each.finish is not None for each in batch):
                 return
 
 
-def _extended(
+def _append_token(
     row: Completion,
     token: int,
     logprob: float,
@@ -413,7 +420,7 @@ def _extended(
     stream: Callable[[str], object],
 ) -> None:
     if not math.isfinite(logprob):
-        raise NumbersError(
+        raise DivergenceError(
             f"prompt {row.prompt.number + 1}: token {len(row.tokens) + 1} has the "
             f"log-probability {logprob}\n"
             "  the model's parameters give numbers that are not finite.\n"
@@ -425,7 +432,9 @@ def _extended(
         stream(row.writing.add(token))
 
 
-def _over(row: Completion, tokenizer: Tokenizer, limits: Limits) -> Finish | None:
+def _finish_reason(
+    row: Completion, tokenizer: Tokenizer, limits: GenerationLimits
+) -> FinishReason | None:
     if row.tokens[-1] in tokenizer.end_ids:
         return "end"
     if row.writing.stopped or row.tokens[-1] in limits.stop_ids:
@@ -437,6 +446,6 @@ def _over(row: Completion, tokenizer: Tokenizer, limits: Limits) -> Finish | Non
     return None
 
 
-def _finish(row: Completion, why: Finish, stream: Callable[[str], object]) -> None:
+def _finish(row: Completion, why: FinishReason, stream: Callable[[str], object]) -> None:
     stream(row.writing.end())
     row.finish = "stop" if row.writing.stopped else why

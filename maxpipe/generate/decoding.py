@@ -45,7 +45,7 @@ class Sampling:
     """Only tokens at least this times as likely as the most likely one (arXiv:2407.01082)."""
 
 
-class Choice(NamedTuple):
+class SampleOutput(NamedTuple):
     """A token of each row."""
 
     tokens: Int[Array, " B"]
@@ -59,20 +59,20 @@ def sample(
     seen: Bool[Array, "B V"] | None,
     keys: Key[Array, " B"],
     sampling: Sampling,
-) -> Choice:
+) -> SampleOutput:
     """A token of each row, which depends on the row's logits, seen tokens and key alone."""
     logits = logits.astype(jnp.float32)
     scores = logits
     if sampling.repetition_penalty != 1.0:
         assert seen is not None, "a penalty needs the tokens that it is for"
-        scores = penalised(scores, seen, sampling.repetition_penalty)
+        scores = apply_repetition_penalty(scores, seen, sampling.repetition_penalty)
     if sampling.temperature == 0.0:
         tokens = most_likely(scores)
     else:
-        scores = filtered(tempered(scores, sampling.temperature), sampling)
+        scores = filter_logits(apply_temperature(scores, sampling.temperature), sampling)
         tokens = jax.vmap(jax.random.categorical)(keys, scores)
     taken = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0]
-    return Choice(tokens.astype(jnp.int32), taken - jax.nn.logsumexp(logits, axis=-1))
+    return SampleOutput(tokens.astype(jnp.int32), taken - jax.nn.logsumexp(logits, axis=-1))
 
 
 def most_likely(scores: Float[Array, "B V"]) -> Int[Array, " B"]:
@@ -86,7 +86,7 @@ def most_likely(scores: Float[Array, "B V"]) -> Int[Array, " B"]:
     return jnp.where(is_best, jnp.arange(last + 1), last).min(axis=-1)
 
 
-def tempered(scores: Float[Array, "B V"], temperature: float) -> Float[Array, "B V"]:
+def apply_temperature(scores: Float[Array, "B V"], temperature: float) -> Float[Array, "B V"]:
     """Scores divided by the temperature, counted from the highest, which is 0.
 
     So a tiny temperature, which may be 0 in float32, leaves the highest, and none overflows.
@@ -95,7 +95,7 @@ def tempered(scores: Float[Array, "B V"], temperature: float) -> Float[Array, "B
     return jnp.where(below == 0, 0.0, below / temperature)
 
 
-def penalised(
+def apply_repetition_penalty(
     logits: Float[Array, "B V"], seen: Bool[Array, "B V"], penalty: float
 ) -> Float[Array, "B V"]:
     """Logits with those of seen tokens made less likely by a penalty above 1."""
@@ -103,7 +103,7 @@ def penalised(
     return jnp.where(seen, less, logits)
 
 
-def filtered(scores: Float[Array, "B V"], sampling: Sampling) -> Float[Array, "B V"]:
+def filter_logits(scores: Float[Array, "B V"], sampling: Sampling) -> Float[Array, "B V"]:
     """Scores with `-inf` for tokens that top-k, top-p or min-p exclude; each looks at what the
     one before has left. The most likely token always stays.
     """
@@ -138,14 +138,14 @@ def row_keys(seed: int, rows: Int[Array, " B"], positions: Int[Array, " B"]) -> 
 
 Tree = Any
 
-_LARGEST_PIECE = 512
+_MAX_PREFILL_CHUNK = 512
 """Tokens of a prompt that are computed at once: scores are this times the cache's room."""
-_SMALLEST_PIECE = 16
+_MIN_PREFILL_CHUNK = 16
 _PADDING, TEXT = 0, 1
 """Segments."""
 
 
-class Kept(NamedTuple):
+class DecodeState(NamedTuple):
     """What the next token needs of all before it."""
 
     caches: Tree
@@ -153,7 +153,7 @@ class Kept(NamedTuple):
     """Tokens of each row, where a repetition penalty asks for them."""
 
 
-class Drawn(NamedTuple):
+class SampledTokens(NamedTuple):
     """The newest token of each row; with stages, of the rows of each microbatch."""
 
     tokens: Int[Array, "*rows"]
@@ -161,7 +161,7 @@ class Drawn(NamedTuple):
     positions: Int[Array, "*rows"]
 
 
-class Rows(NamedTuple):
+class TokenBatch(NamedTuple):
     """Prompts side by side, int32 `[B, T]`."""
 
     tokens: Any
@@ -169,7 +169,7 @@ class Rows(NamedTuple):
     positions: Any
 
 
-class Size(NamedTuple):
+class DecodeShape(NamedTuple):
     """Sizes that a batch is compiled for."""
 
     rows: int
@@ -181,10 +181,10 @@ class Size(NamedTuple):
     @property
     def piece(self) -> int:
         """Tokens of prompts that are computed at once."""
-        return min(self.prompt, _LARGEST_PIECE)
+        return min(self.prompt, _MAX_PREFILL_CHUNK)
 
 
-class NewRow(NamedTuple):
+class RefillPrompt(NamedTuple):
     """A prompt that takes the place of a row that is over."""
 
     row: int
@@ -192,19 +192,19 @@ class NewRow(NamedTuple):
     number: int
 
 
-Refill = Callable[[], Sequence[NewRow]]
+Refill = Callable[[], Sequence[RefillPrompt]]
 
 
-def padded(longest: int) -> int:
+def padded_length(longest: int) -> int:
     """The size of prompts for a longest one: a power of two, or a multiple of the largest piece."""
-    if longest > _LARGEST_PIECE:
-        return -(-longest // _LARGEST_PIECE) * _LARGEST_PIECE
-    return max(_SMALLEST_PIECE, 1 << (longest - 1).bit_length())
+    if longest > _MAX_PREFILL_CHUNK:
+        return -(-longest // _MAX_PREFILL_CHUNK) * _MAX_PREFILL_CHUNK
+    return max(_MIN_PREFILL_CHUNK, 1 << (longest - 1).bit_length())
 
 
-def side_by_side(prompts: Sequence[Sequence[int]], rows: int, width: int) -> Rows:
+def left_pad(prompts: Sequence[Sequence[int]], rows: int, width: int) -> TokenBatch:
     """The prompts at the right end of their rows; rows without a prompt are padding."""
-    found = Rows(*(np.zeros((rows, width), np.int32) for _ in Rows._fields))
+    found = TokenBatch(*(np.zeros((rows, width), np.int32) for _ in TokenBatch._fields))
     for row, prompt in enumerate(prompts):
         start = width - len(prompt)
         found.tokens[row, start:] = prompt
@@ -213,18 +213,18 @@ def side_by_side(prompts: Sequence[Sequence[int]], rows: int, width: int) -> Row
     return found
 
 
-def placed(array: np.ndarray, sharding: NamedSharding) -> Array:
+def place_replicated(array: np.ndarray, sharding: NamedSharding) -> Array:
     """The array, which every process has, on the devices."""
     return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
 
 
-def abstractly(shapes: Tree, shardings: Tree) -> Tree:
+def with_shardings(shapes: Tree, shardings: Tree) -> Tree:
     """Shapes with the shardings that arrays of them have."""
     return jax.tree.map(lambda leaf, at: leaf.update(sharding=at), shapes, shardings)
 
 
 @dataclass(frozen=True)
-class Decoding:
+class DecodeEngine:
     """A model's rows on a mesh without stages: rows over the batch axes, heads over tensor."""
 
     decoder: Decoder
@@ -245,7 +245,7 @@ class Decoding:
         params: Tree,
         prompts: Sequence[Sequence[int]],
         numbers: Sequence[int],
-        size: Size,
+        size: DecodeShape,
         refill: Refill | None = None,
     ) -> Generator[tuple[np.ndarray, np.ndarray]]:
         """Tokens and log-probabilities `[B]` that follow, one of each row at a time.
@@ -280,15 +280,15 @@ class Decoding:
     def _begun(
         self,
         params: Tree,
-        kept: Kept,
+        kept: DecodeState,
         named: Int[Array, " B"],
         prompts: Sequence[Sequence[int]],
-        size: Size,
-    ) -> tuple[Kept, Drawn]:
+        size: DecodeShape,
+    ) -> tuple[DecodeState, SampledTokens]:
         """What is kept with the prompts, and the tokens behind them."""
-        rows, drawn = side_by_side(prompts, size.rows, size.prompt), None
+        rows, drawn = left_pad(prompts, size.rows, size.prompt), None
         for start in range(0, size.prompt, size.piece):
-            piece = Rows(*(self._place(each[:, start : start + size.piece]) for each in rows))
+            piece = TokenBatch(*(self._place(each[:, start : start + size.piece]) for each in rows))
             kept, drawn = self._extend(params, kept, named, piece)
         assert drawn is not None
         return kept, drawn
@@ -296,25 +296,25 @@ class Decoding:
     def _refilled(
         self,
         params: Tree,
-        kept: Kept,
-        drawn: Drawn,
+        kept: DecodeState,
+        drawn: SampledTokens,
         named: Int[Array, " B"],
-        new: NewRow,
-        size: Size,
-    ) -> tuple[Kept, Drawn, Int[Array, " B"]]:
+        new: RefillPrompt,
+        size: DecodeShape,
+    ) -> tuple[DecodeState, SampledTokens, Int[Array, " B"]]:
         """With another prompt in a row.
 
         It is computed in caches of its own, which end at the same place.
         """
-        width, rows = padded(len(new.prompt)), self.shards
+        width, rows = padded_length(len(new.prompt)), self.shards
         beside = self._beside(size._replace(rows=rows), kept, np.int32(width))
         number = self._place(np.full(rows, new.number, np.int32))
         prompts = [new.prompt] * rows
-        found = self._begun(params, beside, number, prompts, Size(rows, width, 0))
+        found = self._begun(params, beside, number, prompts, DecodeShape(rows, width, 0))
         return self._joined(kept, drawn, named, *found, np.int32(new.row), np.int32(new.number))
 
     def _place(self, rows: np.ndarray) -> Array:
-        return placed(rows, NamedSharding(self.mesh, BATCH_SPEC))
+        return place_replicated(rows, NamedSharding(self.mesh, BATCH_SPEC))
 
     # The programs.
 
@@ -333,16 +333,16 @@ class Decoding:
         """(size) -> room for the batch, on the mesh."""
         return jax.jit(self._fresh, static_argnums=0, out_shardings=self._shardings[0])
 
-    def _fresh(self, size: Size) -> Kept:
+    def _fresh(self, size: DecodeShape) -> DecodeState:
         caches = self.decoder.empty_caches(size.rows, size.prompt + size.more, size.piece)
         shape = (size.rows, self.decoder.config.vocab_size)
-        return Kept(caches, jnp.zeros(shape, bool) if self._penalises else None)
+        return DecodeState(caches, jnp.zeros(shape, bool) if self._penalises else None)
 
     @cached_property
     def _beside(self) -> Any:
         """(size, kept, tokens) -> room for rows that end where `kept` does, after these."""
 
-        def build(size: Size, kept: Kept, tokens: Int[Array, ""]) -> Kept:
+        def build(size: DecodeShape, kept: DecodeState, tokens: Int[Array, ""]) -> DecodeState:
             mine = self._fresh(size)
 
             def begun(leaf: Array, other: Array) -> Array:
@@ -359,8 +359,14 @@ class Decoding:
         """
 
         def join(
-            kept: Kept, drawn: Drawn, named: Array, new: Kept, first: Drawn, row: Array, at: Array
-        ) -> tuple[Kept, Drawn, Array]:
+            kept: DecodeState,
+            drawn: SampledTokens,
+            named: Array,
+            new: DecodeState,
+            first: SampledTokens,
+            row: Array,
+            at: Array,
+        ) -> tuple[DecodeState, SampledTokens, Array]:
             def taken(old: Array, new: Array) -> Array:
                 return old.at[row].set(new[0]) if old.ndim else old
 
@@ -381,33 +387,35 @@ class Decoding:
         caches = jax.tree.map(sharding, axes, is_leaf=is_axes)
         rows: Any = NamedSharding(self.mesh, BATCH_SPEC)
         whole: Any = NamedSharding(self.mesh, PartitionSpec())  # each process reads all of it
-        return Kept(caches, rows if self._penalises else None), Drawn(whole, whole, rows)
+        return DecodeState(caches, rows if self._penalises else None), SampledTokens(
+            whole, whole, rows
+        )
 
     @property
     def _penalises(self) -> bool:
         return self.sampling.repetition_penalty != 1.0
 
-    def lower_step(self, params: Tree, size: Size) -> jax.stages.Lowered:
+    def lower_step(self, params: Tree, size: DecodeShape) -> jax.stages.Lowered:
         """The program of a token for devices that need not be there; parameters are abstract."""
         kept, drawn = self._shardings
         rows = NamedSharding(self.mesh, BATCH_SPEC)
         given = jax.ShapeDtypeStruct((size.rows,), jnp.int32, sharding=rows)
-        types = Drawn._make((given, given.update(dtype=jnp.float32), given))
-        drawn = abstractly(types, drawn)
+        types = SampledTokens._make((given, given.update(dtype=jnp.float32), given))
+        drawn = with_shardings(types, drawn)
         with jax.set_mesh(self.mesh):
-            abstract = abstractly(self._empty.eval_shape(size), kept)
+            abstract = with_shardings(self._empty.eval_shape(size), kept)
             return self._step.lower(params, abstract, given, drawn)
 
     def _next(
-        self, params: Tree, kept: Kept, numbers: Int[Array, " B"], drawn: Drawn
-    ) -> tuple[Kept, Drawn]:
+        self, params: Tree, kept: DecodeState, numbers: Int[Array, " B"], drawn: SampledTokens
+    ) -> tuple[DecodeState, SampledTokens]:
         tokens, positions = drawn.tokens[:, None], drawn.positions[:, None]
-        piece: Any = Rows._make((tokens, jnp.full_like(tokens, TEXT), positions))
+        piece: Any = TokenBatch._make((tokens, jnp.full_like(tokens, TEXT), positions))
         return self._advance(params, kept, numbers, piece)
 
     def _advance(
-        self, params: Tree, kept: Kept, numbers: Int[Array, " B"], piece: Any
-    ) -> tuple[Kept, Drawn]:
+        self, params: Tree, kept: DecodeState, numbers: Int[Array, " B"], piece: Any
+    ) -> tuple[DecodeState, SampledTokens]:
         logits, caches = self.decoder.extend(params, piece._asdict(), kept.caches, last=1)
         # Whole rows of the vocabulary: what is drawn does not depend on how it is split.
         logits = jax.lax.with_sharding_constraint(logits[:, -1], PartitionSpec(BATCH_AXES, None))
@@ -418,7 +426,7 @@ class Decoding:
         positions = piece.positions[:, -1] + 1
         keys = row_keys(self.seed, numbers, positions)
         choice = sample(logits, seen, keys, self.sampling)
-        return Kept(caches, seen), Drawn(choice.tokens, choice.logprobs, positions)
+        return DecodeState(caches, seen), SampledTokens(choice.tokens, choice.logprobs, positions)
 
 
 def is_axes(node: object) -> bool:

@@ -8,20 +8,20 @@ from typing import Any
 from maxpipe.data.tokenizers.chat import ChatInput
 from maxpipe.errors import ConfigError
 from maxpipe.io import files
-from maxpipe.io.typed import parse
+from maxpipe.io.typed import parse_json
 
 MAX_BYTES = 1 << 28
 """Of a file."""
 _JSON = (".jsonl", ".json", ".ndjson")
 
 
-def read(path: str | Path, where: str) -> list[str]:
+def read_prompts(path: str | Path, where: str) -> list[str]:
     """The prompts in a file; `where` names it in errors.
 
     Raises:
         ConfigError: it cannot be read, or holds none, or a line is not a prompt.
     """
-    return parsed(_content(path, where), where, is_json=str(path).endswith(_JSON))
+    return parse_prompts(_read_file(path, where), where, is_json=str(path).endswith(_JSON))
 
 
 def read_conversations(path: str | Path, where: str) -> list[ChatInput]:
@@ -30,24 +30,24 @@ def read_conversations(path: str | Path, where: str) -> list[ChatInput]:
     Raises:
         ConfigError: as `read`, and where a line's messages are none.
     """
-    raw = _content(path, where)
+    raw = _read_file(path, where)
     if not str(path).endswith(_JSON):
-        return [said(text) for text in parsed(raw, where)]
+        return [user_chat(text) for text in parse_prompts(raw, where)]
     return [_conversation(line, f"{where}, line {place}") for place, line in _lines(raw, where)]
 
 
-def said(text: str) -> ChatInput:
+def user_chat(text: str) -> ChatInput:
     """A conversation that begins with this."""
     return ChatInput([{"role": "user", "content": text}])
 
 
 def _conversation(line: bytes, where: str) -> ChatInput:
     try:
-        found = parse(line, dict[str, Any])
+        found = parse_json(line, dict[str, Any])
         from maxpipe.data.prompts import chat_of  # numpy: not for every command line
 
         if "messages" not in found and isinstance(found.get("prompt"), str):
-            found = {**found, "prompt": [*said(found["prompt"]).messages]}
+            found = {**found, "prompt": [*user_chat(found["prompt"]).messages]}
         return chat_of(found)
     except ValueError as error:
         raise ConfigError.one(
@@ -58,7 +58,7 @@ def _conversation(line: bytes, where: str) -> ChatInput:
         ) from error
 
 
-def _content(path: str | Path, where: str) -> bytes:
+def _read_file(path: str | Path, where: str) -> bytes:
     try:
         return files.read(path, MAX_BYTES)
     except OSError as error:
@@ -70,10 +70,10 @@ def _content(path: str | Path, where: str) -> bytes:
         ) from error
 
 
-def parsed(raw: bytes, where: str, *, is_json: bool = False) -> list[str]:
+def parse_prompts(raw: bytes, where: str, *, is_json: bool = False) -> list[str]:
     """The prompts in the content of a file; see `read`."""
     lines = _lines(raw, where)
-    return [one(line, f"{where}, line {place}", is_json=is_json) for place, line in lines]
+    return [parse_prompt(line, f"{where}, line {place}", is_json=is_json) for place, line in lines]
 
 
 def _lines(raw: bytes, where: str) -> list[tuple[int, bytes]]:
@@ -85,12 +85,12 @@ def _lines(raw: bytes, where: str) -> list[tuple[int, bytes]]:
     return lines
 
 
-def one(line: bytes, where: str, *, is_json: bool = False) -> str:
+def parse_prompt(line: bytes, where: str, *, is_json: bool = False) -> str:
     """The prompt in a line; see `read`."""
     try:
         if not is_json:
             return line.decode()
-        found = parse(line, dict[str, Any]).get("prompt")
+        found = parse_json(line, dict[str, Any]).get("prompt")
         if isinstance(found, str):
             return found
         raise ValueError("it has no text `prompt`")

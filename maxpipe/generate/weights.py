@@ -19,37 +19,37 @@ from jax.sharding import Mesh
 
 from maxpipe.checkpoint.address import Address
 from maxpipe.config.check import check
-from maxpipe.config.data import template_settings
-from maxpipe.config.load import Loaded
+from maxpipe.config.data import parse_template_kwargs
+from maxpipe.config.load import LoadedConfig
 from maxpipe.config.schema import Config
 from maxpipe.data.tokenizer import Tokenizer, open_tokenizer
 from maxpipe.distributed import runtime
 from maxpipe.errors import ConfigError
 from maxpipe.generate.decoding import Sampling
 from maxpipe.generate.staged import (
-    AnyDecoding,
-    decoding_of,
-    for_decoding,
-    prepared,
-    prepared_shardings,
+    AnyDecodeEngine,
+    build_decode_engine,
+    decode_param_layout,
+    decode_param_shardings,
+    to_decode_params,
 )
-from maxpipe.io.text import counted
+from maxpipe.io.text import pluralize
 from maxpipe.nn.decoder import Decoder
 from maxpipe.parallel.axes import MeshConfig
-from maxpipe.parallel.mesh import STAGE, build_mesh, describe
-from maxpipe.restore.open_model import choose, is_given
-from maxpipe.step.build import fit_to_devices, steps_of
-from maxpipe.step.state import Partition
+from maxpipe.parallel.mesh import STAGE, build_mesh, describe_mesh
+from maxpipe.restore.open_model import is_overridden, open_address_or_folder
+from maxpipe.step.build import resolve_mesh, steps_from_config
+from maxpipe.step.state import ParamLayout
 from maxpipe.step.step import Steps
 
-Say = Callable[[str], None]
+MessageCallback = Callable[[str], None]
 
-_TAKEN = ("run", "model", "adapter", "tokenizer", "runtime")
-_ANY_COUNT = 16 * math.lcm(*range(1, 17))
+_USED_SECTIONS = ("run", "model", "adapter", "tokenizer", "runtime")
+_DIVISIBLE_BATCH_SIZE = 16 * math.lcm(*range(1, 17))
 """A batch that the rules of training allow on every mesh: generation has rows of its own."""
 
 
-class Weights(NamedTuple):
+class LoadedModel(NamedTuple):
     """A model that is ready."""
 
     decoder: Decoder
@@ -58,7 +58,7 @@ class Weights(NamedTuple):
     mesh: Mesh
 
 
-class Opened(Protocol):
+class LazyModel(Protocol):
     """A model before its parameters are read: mistakes in prompts are found first."""
 
     @property
@@ -77,16 +77,18 @@ class Opened(Protocol):
         """Values of `data.chat_template_kwargs` of the model's config."""
         ...
 
-    def load(self, say: Say) -> Weights:
+    def load(self, say: MessageCallback) -> LoadedModel:
         """Starts the devices and reads the parameters; `say` is called with progress messages."""
         ...
 
-    def decoding(self, say: Say, sampling: Sampling, seed: int) -> tuple[AnyDecoding, Any]:
+    def decoding(
+        self, say: MessageCallback, sampling: Sampling, seed: int
+    ) -> tuple[AnyDecodeEngine, Any]:
         """The same, to generate with: the parameters are as the decoding takes them."""
         ...
 
 
-def open_model(named: Address | Path, inputs: Sequence[str]) -> Opened:
+def open_model(named: Address | Path, inputs: Sequence[str]) -> LazyModel:
     """A checkpoint or a Hugging Face folder, for its parameters alone.
 
     `inputs` are files and overrides that change its own config: `mesh` for the devices,
@@ -96,7 +98,7 @@ def open_model(named: Address | Path, inputs: Sequence[str]) -> Opened:
         ConfigError: there is no such model, or the inputs do not fit it or its tokenizer.
         StorageError: the checkpoint is damaged.
     """
-    chosen = choose(named, inputs, _saved)
+    chosen = open_address_or_folder(named, inputs, _generation_config)
     _check_processes(chosen.loaded.config)
     tokenizer = chosen.prompting(open_tokenizer(chosen.loaded.config.tokenizer))
     return _Model(chosen.name, chosen.loaded, tokenizer, chosen.params)
@@ -107,20 +109,20 @@ class _Model:
     """One with a config."""
 
     name: str
-    loaded: Loaded
+    loaded: LoadedConfig
     tokenizer: Tokenizer
     params: Callable[[Steps], Any]
     """In the form of checkpoints."""
 
     @property
     def template_settings(self) -> Mapping[str, Any]:
-        return template_settings(self.loaded.config.data.chat_template_kwargs)
+        return parse_template_kwargs(self.loaded.config.data.chat_template_kwargs)
 
     @property
     def room(self) -> int:
         return self.loaded.config.train.sequence_length
 
-    def load(self, say: Say) -> Weights:
+    def load(self, say: MessageCallback) -> LoadedModel:
         """Starts the devices and reads the parameters.
 
         Raises:
@@ -129,34 +131,38 @@ class _Model:
         """
         _check_no_stages(self.loaded.config)
         parts, params = self._read(say)
-        return Weights(parts.decoder, params, parts.mesh)
+        return LoadedModel(parts.decoder, params, parts.mesh)
 
-    def decoding(self, say: Say, sampling: Sampling, seed: int) -> tuple[AnyDecoding, Any]:
+    def decoding(
+        self, say: MessageCallback, sampling: Sampling, seed: int
+    ) -> tuple[AnyDecodeEngine, Any]:
         """The same for generation, on any mesh."""
         parts, params = self._read(say)
         if parts.mesh.shape[STAGE] == 1:
-            params = _by_layer(parts.decoder, params)
+            params = _unstack_layers(parts.decoder, params)
         else:
-            stack = jax.jit(partial(prepared, parts), out_shardings=prepared_shardings(parts))
+            stack = jax.jit(
+                partial(to_decode_params, parts), out_shardings=decode_param_shardings(parts)
+            )
             params = stack(params)
-        return decoding_of(parts, sampling, seed), params
+        return build_decode_engine(parts, sampling, seed), params
 
-    def _read(self, say: Say) -> tuple[Partition, Any]:
+    def _read(self, say: MessageCallback) -> tuple[ParamLayout, Any]:
         """The parameters in network order, layers stacked by kind."""
         config = self.loaded.config
         for each in self.loaded.cautions:
             say(f"warning: {each.line}")
         runtime.start(config.runtime, config.mesh.cpu_devices)
-        config = _fitted(self.loaded, self.name, say)
+        config = _fit_mesh(self.loaded, self.name, say)
         # Programs that generate and score leave shardings to the compiler.
         mesh = build_mesh(dataclasses.replace(config.mesh, shard_mode="auto"))
-        steps = steps_of(config, mesh, self.tokenizer.byte_lengths)
+        steps = steps_from_config(config, mesh, self.tokenizer.byte_lengths)
         say(f"restoring the parameters of {self.name}")
         params = steps.partition.by_kind(self.params(steps))
-        return for_decoding(steps.partition), params
+        return decode_param_layout(steps.partition), params
 
 
-def _by_layer(decoder: Decoder, params: Any) -> Any:
+def _unstack_layers(decoder: Decoder, params: Any) -> Any:
     """`Decoder.by_layer`, a stack at a time: each is freed when its layers are by themselves."""
     copied = jax.jit(list)
 
@@ -168,15 +174,15 @@ def _by_layer(decoder: Decoder, params: Any) -> Any:
     return decoder.by_layer(params, split)
 
 
-def _saved(config: Mapping[str, Any]) -> dict[str, Any]:
+def _generation_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """What of a checkpoint's config counts here: mesh and pipeline were for training."""
     train = {
         "steps": 1,
-        "batch_size": _ANY_COUNT,
+        "batch_size": _DIVISIBLE_BATCH_SIZE,
         "sequence_length": config["train"]["sequence_length"],
     }
     rules = config.get("mesh", {}).get("axis_rules", {})
-    taken = {name: config[name] for name in _TAKEN if name in config}
+    taken = {name: config[name] for name in _USED_SECTIONS if name in config}
     return taken | {"train": train, "mesh": {"axis_rules": rules}}
 
 
@@ -201,10 +207,10 @@ def _check_processes(config: Config) -> None:
         )
 
 
-def _fitted(loaded: Loaded, name: str, say: Say) -> Config:
+def _fit_mesh(loaded: LoadedConfig, name: str, say: MessageCallback) -> Config:
     """The config with the user's mesh, or with all devices here on one axis."""
-    if is_given(loaded, name, "mesh.ici_", "mesh.dcn_") or jax.device_count() == 1:
-        return fit_to_devices(loaded).config
+    if is_overridden(loaded, name, "mesh.ici_", "mesh.dcn_") or jax.device_count() == 1:
+        return resolve_mesh(loaded).config
     config, count = loaded.config, jax.device_count()
     rules = config.mesh.axis_rules
     whole = rules | {"kv_heads": []}
@@ -215,11 +221,11 @@ def _fitted(loaded: Loaded, name: str, say: Say) -> Config:
     ):
         fitted = dataclasses.replace(config, mesh=mesh)
         if not check(fitted, loaded.origins):
-            say(f"generating on {counted(count, 'device')}: {describe(build_mesh(mesh))}")
+            say(f"generating on {pluralize(count, 'device')}: {describe_mesh(build_mesh(mesh))}")
             return fitted
     raise ConfigError.one(
         "mesh",
-        f"{counted(count, 'device')}",
+        f"{pluralize(count, 'device')}",
         "does not follow from the model: neither tensor nor fsdp divides its sizes.",
         f"Set mesh.ici_data={count}, or sizes of axes that multiply to {count}.",
     )

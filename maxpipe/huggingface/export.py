@@ -25,30 +25,37 @@ from etils import epath
 
 from maxpipe.checkpoint import contents, digests, manifest, writer
 from maxpipe.checkpoint.address import Address
-from maxpipe.checkpoint.folder import Facts, Folder
-from maxpipe.checkpoint.manager import open_run, step_of
-from maxpipe.checkpoint.reader import answering
-from maxpipe.checkpoint.storage import FOLDER as CHECKPOINTS
-from maxpipe.checkpoint.storage import Damaged, in_bucket
+from maxpipe.checkpoint.folder import CheckpointFolder, CheckpointMetadata
+from maxpipe.checkpoint.manager import open_run, resolve_step
+from maxpipe.checkpoint.reader import translate_storage_errors
+from maxpipe.checkpoint.storage import CHECKPOINTS_FOLDER as CHECKPOINTS
+from maxpipe.checkpoint.storage import DamagedError, in_bucket
 from maxpipe.config.load import load
 from maxpipe.config.schema import Config
-from maxpipe.data.conversation import Conversation, recorded
+from maxpipe.data.conversation import ChatSpec, parse_chat_spec
 from maxpipe.data.tokenizer import Tokenizer, open_tokenizer
 from maxpipe.errors import ConfigError, StorageError
 from maxpipe.huggingface import mapping
-from maxpipe.huggingface.folders import Bytes, Report, Say, appearing, travel, unreported
+from maxpipe.huggingface.folders import (
+    ByteProgress,
+    MessageCallback,
+    ProgressCallback,
+    atomic_folder,
+    copy_tokenizer_files,
+    ignore_progress,
+)
 from maxpipe.huggingface.import_ import FOLDER, ORIGIN, WEIGHTS_ONLY, Origin, hub_id
-from maxpipe.huggingface.mapping import Mapped, mapped, part_of, readable
-from maxpipe.huggingface.peft import Beside, Readable, write_adapters
-from maxpipe.huggingface.peft import readable as readable_array
-from maxpipe.huggingface.safetensors import DTYPES, Writer
+from maxpipe.huggingface.mapping import TensorMapping, export_slab_shape, intersect, map_tensors
+from maxpipe.huggingface.peft import CheckpointAdapters, LazyArray, write_adapters
+from maxpipe.huggingface.peft import open_lazy_array as readable_array
+from maxpipe.huggingface.safetensors import DTYPES, SafetensorsWriter
 from maxpipe.huggingface.sections import FILE, table_for, to_json
-from maxpipe.huggingface.source import INDEX, SINGLE, Source
-from maxpipe.io.files import full, read, write
-from maxpipe.io.text import counted
-from maxpipe.io.typed import checked, parse
+from maxpipe.huggingface.source import INDEX, SINGLE, HuggingFaceFolder
+from maxpipe.io.files import expand_path, read, write
+from maxpipe.io.text import pluralize
+from maxpipe.io.typed import check_type, parse_json
 from maxpipe.models.registry import describe
-from maxpipe.optim.kept import AVERAGE
+from maxpipe.optim.kept import EMA
 
 TYPES: Mapping[str, str] = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 """Values of `--dtype`, and what files call them."""
@@ -59,29 +66,29 @@ SHARD_BYTES = 5 * 10**9
 _Tensors = dict[str, tuple[np.dtype, tuple[int, ...]]]
 """Types and shapes by name."""
 
-_PARAMS, _AVERAGES = "params.", f"optimizer.{AVERAGE}."
-BEGIN, END, PAD = "bos_token_id", "eos_token_id", "pad_token_id"
+_PARAMS, _EMA_PREFIX = "params.", f"optimizer.{EMA}."
+BOS_KEY, EOS_KEY, PAD_KEY = "bos_token_id", "eos_token_id", "pad_token_id"
 _SETTINGS, _GENERATION = "tokenizer_config.json", "generation_config.json"
 _TEMPLATE, _TEMPLATE_JSON = "chat_template.jinja", "chat_template.json"
 _MAX_BYTES = 1 << 24
 
 
 @dataclass(frozen=True)
-class _Chosen:
+class _ExportedCheckpoint:
     """A checkpoint, and its run's config."""
 
     name: str
     path: epath.Path
-    facts: Facts
+    facts: CheckpointMetadata
     config: Config
     average: bool
     """Whether its averages are meant."""
     beside: tuple[Path, ...]
     """Folders that may hold tokenizer and generation files, the first wins."""
-    adapters: Beside | None
+    adapters: CheckpointAdapters | None
     """Of a checkpoint of adapters these and their base."""
 
-    def array(self, name: str, full_name: str, shape: tuple[int, ...]) -> Readable:
+    def array(self, name: str, full_name: str, shape: tuple[int, ...]) -> LazyArray:
         """One of the parameters of the whole model; in the checkpoint it has its full name."""
         if self.adapters is not None:
             return self.adapters.array(name, shape)
@@ -92,9 +99,9 @@ def export(
     address: Address,
     out: str,
     dtype: str | None,
-    say: Say,
+    say: MessageCallback,
     shard_bytes: int = SHARD_BYTES,
-    report: Report = unreported,
+    report: ProgressCallback = ignore_progress,
 ) -> None:
     """Writes config.json, safetensors files, and the tokenizer's files if there are any.
 
@@ -105,53 +112,53 @@ def export(
         ConfigError: the model has no such form, or `out` is there.
         StorageError: the checkpoint is damaged, or `out` cannot be written.
     """
-    chosen = _choose(address)
+    chosen = _open_checkpoint(address)
     model = chosen.config.model
     table, said = table_for(model)
-    both = mapped(describe(replace(model, adapter=None)), table)
+    both = map_tensors(describe(replace(model, adapter=None)), table)
     if model.heads_ahead and not any(name.startswith("ahead.") for name in both.pieces):
         say("left out: the heads that predict further ahead, which only training uses")
     types = _types(chosen, both, dtype)
     say(f"{chosen.name}: {table.architecture}, checking its files")
-    target = full(out, _OUT).absolute()
-    with appearing(out, _OUT) as here, _checking(chosen):
-        names = _write_tensors(chosen, both, sharded(both, types, shard_bytes), here, report)
-        kept, trained = _kept(chosen.beside), _trained(chosen, say)
-        most = next(name for name, short in TYPES.items() if short == _most(types))
-        kept |= trained.in_config(kept) if END in kept else {}
+    target = expand_path(out, _OUT).absolute()
+    with atomic_folder(out, _OUT) as here, _verify_files_in_background(chosen):
+        names = _write_tensors(chosen, both, shard_tensors(both, types, shard_bytes), here, report)
+        kept, trained = _imported_config(chosen.beside), _trained_tokenizer(chosen, say)
+        most = next(name for name, short in TYPES.items() if short == _most_common_dtype(types))
+        kept |= trained.in_config(kept) if EOS_KEY in kept else {}
         text = to_json(table, said, kept, most, _defaults(chosen.config, kept, trained))
         (here / FILE).write_text(text, encoding="utf-8")
         copied: list[str] = []
         for folder in chosen.beside:
-            copied += travel(folder, here)
+            copied += copy_tokenizer_files(folder, here)
         trained.write(here, copied, say)
     if not copied:
         say("no tokenizer files: the run's tokenizer is built in, or is not on this machine")
-    say(f"wrote {target}: {counted(len(names), 'file')} of weights in {most}")
+    say(f"wrote {target}: {pluralize(len(names), 'file')} of weights in {most}")
 
 
-def export_adapters(address: Address, out: str, dtype: str | None, say: Say) -> None:
+def export_adapters(address: Address, out: str, dtype: str | None, say: MessageCallback) -> None:
     """Writes the adapters of a checkpoint alone, in PEFT's format.
 
     Raises:
         ConfigError: it has none, or the format has none like them, or `out` is there.
         StorageError: the checkpoint is damaged, or `out` cannot be written.
     """
-    chosen = _choose(address)
+    chosen = _open_checkpoint(address)
     if chosen.adapters is None:
         rule = "has no adapters: its run trained a whole model."
         raise address.wrong(rule, "Leave --adapter out.")
     model = chosen.config.model
     table, _ = table_for(model)
-    both = mapped(describe(replace(model, adapter=None)), table)
-    target, short = full(out, _OUT).absolute(), TYPES[dtype or model.param_dtype]
+    both = map_tensors(describe(replace(model, adapter=None)), table)
+    target, short = expand_path(out, _OUT).absolute(), TYPES[dtype or model.param_dtype]
     try:
-        with appearing(out, _OUT) as here, _checking(chosen):
-            base = _loadable(chosen.adapters)
+        with atomic_folder(out, _OUT) as here, _verify_files_in_background(chosen):
+            base = _loadable_base(chosen.adapters)
             modules = write_adapters(chosen.adapters, describe(model), both, here, short, base)
-    except Damaged as damage:
+    except DamagedError as damage:
         raise _damaged(chosen.path, str(damage)) from damage
-    say(f"wrote {target}: adapters of {counted(len(modules), 'module')} in PEFT's format")
+    say(f"wrote {target}: adapters of {pluralize(len(modules), 'module')} in PEFT's format")
     if base is None:
         address_of_base = chosen.adapters.said["address"]
         say(
@@ -160,46 +167,48 @@ def export_adapters(address: Address, out: str, dtype: str | None, say: Say) -> 
         )
 
 
-def _loadable(adapters: Beside) -> str | None:
+def _loadable_base(adapters: CheckpointAdapters) -> str | None:
     """Return the folder or hub id of the base that PEFT loads, None if there is none."""
     base = adapters.base
-    if isinstance(base, Source):
+    if isinstance(base, HuggingFaceFolder):
         return hub_id(base.folder) or str(base.folder.absolute())
-    with answering(base):
-        data = Folder(str(base.parent)).facts(int(base.name)).data
+    with translate_storage_errors(base):
+        data = CheckpointFolder(str(base.parent)).facts(int(base.name)).data
     if not data.get(WEIGHTS_ONLY) or ORIGIN not in data:
         return None
-    return checked(data[ORIGIN], Origin).get("folder")
+    return check_type(data[ORIGIN], Origin).get("folder")
 
 
 _OUT = "command line: OUT"
 
 
-def _choose(address: Address) -> _Chosen:
-    folder = Folder(os.path.join(address.home, CHECKPOINTS))
+def _open_checkpoint(address: Address) -> _ExportedCheckpoint:
+    folder = CheckpointFolder(os.path.join(address.home, CHECKPOINTS))
     if not folder.steps():
         open_run(address.run_dir, address.where, address.parent)  # says so
-    step = step_of(folder, address)
+    step = resolve_step(folder, address)
     path = folder / step
     try:
-        with answering(path):
+        with translate_storage_errors(path):
             facts = folder.facts(step)
         address.check_average(facts.config.get("optim"))
         saved = {name: facts.config[name] for name in ("model", "tokenizer", "train")}
         saved["train"] = {**saved["train"], "objective": "pretrain"}  # others need their documents
         saved["adapter"] = facts.config.get("adapter", {})
         config = load([], saved, address.at(step)).config
-        prefix = _AVERAGES if address.average else _PARAMS
+        prefix = _EMA_PREFIX if address.average else _PARAMS
         has_any = config.adapter.rank > 0
-        adapters = Beside.of(path, prefix, config, facts.data) if has_any else None
-    except (Damaged, KeyError, ValueError) as damage:
+        adapters = CheckpointAdapters.of(path, prefix, config, facts.data) if has_any else None
+    except (DamagedError, KeyError, ValueError) as damage:
         raise _damaged(path, str(damage)) from damage
-    beside = [] if in_bucket(address.run_dir) else [full(address.run_dir) / FOLDER]
+    beside = [] if in_bucket(address.run_dir) else [expand_path(address.run_dir) / FOLDER]
     if config.tokenizer.path:
-        given = full(config.tokenizer.path, "tokenizer.path")
+        given = expand_path(config.tokenizer.path, "tokenizer.path")
         beside.insert(0, given if given.is_dir() else given.parent)
     present = tuple(each for each in dict.fromkeys(beside) if each.is_dir())
-    return _Chosen(address.at(step), path, facts, config, address.average, present, adapters)
+    return _ExportedCheckpoint(
+        address.at(step), path, facts, config, address.average, present, adapters
+    )
 
 
 def _damaged(path: epath.Path, reason: str) -> StorageError:
@@ -211,7 +220,7 @@ def _damaged(path: epath.Path, reason: str) -> StorageError:
 
 
 @contextlib.contextmanager
-def _checking(chosen: _Chosen) -> Iterator[None]:
+def _verify_files_in_background(chosen: _ExportedCheckpoint) -> Iterator[None]:
     """Meanwhile every byte is checked, where there is a manifest.
 
     What is decoded is compared with what was saved in any case.
@@ -223,15 +232,15 @@ def _checking(chosen: _Chosen) -> Iterator[None]:
 
     def check() -> list[str]:
         step = chosen.facts.step
-        if not manifest.is_in(chosen.path):
+        if not manifest.has_manifest(chosen.path):
             return []
-        return manifest.faults(chosen.path, step, stopped=over.is_set)
+        return manifest.verify_files(chosen.path, step, stopped=over.is_set)
 
     with ThreadPoolExecutor(1) as pool:
         found = pool.submit(check)
         try:
             yield
-            with answering(chosen.path):
+            with translate_storage_errors(chosen.path):
                 wrong = found.result()
         finally:
             over.set()
@@ -239,7 +248,7 @@ def _checking(chosen: _Chosen) -> Iterator[None]:
         raise _damaged(chosen.path, "; ".join(wrong[:3]))
 
 
-def _types(chosen: _Chosen, both: Mapped, dtype: str | None) -> dict[str, str]:
+def _types(chosen: _ExportedCheckpoint, both: TensorMapping, dtype: str | None) -> dict[str, str]:
     """Type of each tensor, as files call it."""
     exact = {
         piece.tensor: TYPES["float32"]
@@ -253,7 +262,7 @@ def _types(chosen: _Chosen, both: Mapped, dtype: str | None) -> dict[str, str]:
     if (said := chosen.facts.data.get(ORIGIN)) is None:
         return stored
     try:
-        origin = checked(said, Origin)
+        origin = check_type(said, Origin)
         if not {origin["dtype"], *origin["dtypes"].values()} <= DTYPES.keys():
             raise ValueError("it has an unknown type")
     except ValueError as error:
@@ -261,12 +270,14 @@ def _types(chosen: _Chosen, both: Mapped, dtype: str | None) -> dict[str, str]:
     return {name: origin["dtypes"].get(name, origin["dtype"]) for name in both.tensors}
 
 
-def _most(types: Mapping[str, str]) -> str:
+def _most_common_dtype(types: Mapping[str, str]) -> str:
     values = list(types.values())
     return max(dict.fromkeys(values), key=values.count)
 
 
-def sharded(both: Mapped, types: Mapping[str, str], shard_bytes: int) -> dict[str, _Tensors]:
+def shard_tensors(
+    both: TensorMapping, types: Mapping[str, str], shard_bytes: int
+) -> dict[str, _Tensors]:
     """Tensors by file, in network order."""
     groups: list[_Tensors] = [{}]
     size = 0
@@ -288,7 +299,11 @@ def sharded(both: Mapped, types: Mapping[str, str], shard_bytes: int) -> dict[st
 
 
 def _write_tensors(
-    chosen: _Chosen, both: Mapped, files: Mapping[str, _Tensors], here: Path, report: Report
+    chosen: _ExportedCheckpoint,
+    both: TensorMapping,
+    files: Mapping[str, _Tensors],
+    here: Path,
+    report: ProgressCallback,
 ) -> list[str]:
     """Writes all weights, and the index if they are in several files; returns the files' names."""
     total = sum(
@@ -296,13 +311,14 @@ def _write_tensors(
         for group in files.values()
         for dtype, shape in group.values()
     )
-    written = Bytes("writing", total, report)
+    written = ByteProgress("writing", total, report)
     place = {tensor: name for name, group in files.items() for tensor in group}
     with contextlib.ExitStack() as stack:
         writers = {
-            name: stack.enter_context(Writer(here / name, group)) for name, group in files.items()
+            name: stack.enter_context(SafetensorsWriter(here / name, group))
+            for name, group in files.items()
         }
-        expected = _recorded(chosen)
+        expected = _expected_digests(chosen)
         for name, shape in both.shapes.items():
             _write_param(chosen, both, name, shape, expected, place, writers, written)
     if chosen.adapters is not None:
@@ -313,43 +329,43 @@ def _write_tensors(
     return list(files)
 
 
-def _recorded(chosen: _Chosen) -> Mapping[str, digests.Sum]:
+def _expected_digests(chosen: _ExportedCheckpoint) -> Mapping[str, digests.ArrayDigest]:
     try:
-        with answering(chosen.path):
-            found = contents.recorded(chosen.path, chosen.facts.step)
-    except Damaged as damage:
+        with translate_storage_errors(chosen.path):
+            found = contents.read_expected_digests(chosen.path, chosen.facts.step)
+    except DamagedError as damage:
         raise _damaged(chosen.path, str(damage)) from damage
     return found.arrays if found else {}
 
 
 def _write_param(
-    chosen: _Chosen,
-    both: Mapped,
+    chosen: _ExportedCheckpoint,
+    both: TensorMapping,
     name: str,
     shape: tuple[int, ...],
-    expected: Mapping[str, digests.Sum],
+    expected: Mapping[str, digests.ArrayDigest],
     place: Mapping[str, str],
-    writers: Mapping[str, Writer],
-    written: Bytes,
+    writers: Mapping[str, SafetensorsWriter],
+    written: ByteProgress,
 ) -> None:
     """One of our parameters into the files of its tensors, and compared with what was saved."""
     averaged = chosen.average and both.params[name].trainable
-    full_name = f"{_AVERAGES if averaged else _PARAMS}{name}"
+    full_name = f"{_EMA_PREFIX if averaged else _PARAMS}{name}"
     try:
-        array = contents.understood(lambda: chosen.array(name, full_name, shape))
+        array = contents.call_detecting_damage(lambda: chosen.array(name, full_name, shape))
         if array.shape != shape:
-            raise Damaged(f"array {full_name} has another shape than its config says")
-        found, lock = digests.Sum(str(array.dtype), shape), threading.Lock()
+            raise DamagedError(f"array {full_name} has another shape than its config says")
+        found, lock = digests.ArrayDigest(str(array.dtype), shape), threading.Lock()
 
         def put(region: writer.Region) -> None:
-            values = contents.understood(lambda: array.read(region))
-            part = digests.Sum(found.dtype, shape)
+            values = contents.call_detecting_damage(lambda: array.read(region))
+            part = digests.ArrayDigest(found.dtype, shape)
             part.add(values, [each.start for each in region])
             with lock:
                 found.join(part)
             wanted = tuple(range(each.start, each.stop) for each in region)
             for piece in (*both.pieces[name], *both.copies.get(name, ())):
-                if (parts := part_of(piece, wanted)) is not None:
+                if (parts := intersect(piece, wanted)) is not None:
                     inside, taken = parts
                     tensor = piece.form.to_theirs(values[inside])
                     writer = writers[place[piece.tensor]]
@@ -358,18 +374,18 @@ def _write_param(
                     writer.write(piece.tensor, cast, first, *piece.lane)
                     written.add(cast.nbytes)
 
-        writer.each(put, writer.regions(shape, readable(both, name, array.part)))
-        wrong = digests.non_finite({full_name: found})
+        writer.run_in_threads(put, writer.regions(shape, export_slab_shape(both, name, array.part)))
+        wrong = digests.describe_non_finite({full_name: found})
         if full_name in expected:
             before = {full_name: expected[full_name]}
-            wrong += digests.differences(before, {full_name: found})
+            wrong += digests.diff_digests(before, {full_name: found})
         if wrong:
-            raise Damaged("; ".join(wrong))
-    except Damaged as damage:
+            raise DamagedError("; ".join(wrong))
+    except DamagedError as damage:
         raise _damaged(chosen.path, str(damage)) from damage
 
 
-def _cast(values: np.ndarray, writer: Writer, name: str) -> np.ndarray:
+def _cast(values: np.ndarray, writer: SafetensorsWriter, name: str) -> np.ndarray:
     dtype = writer.dtype(name)
     cast = np.empty(values.shape, dtype)
     with np.errstate(over="ignore"):
@@ -385,11 +401,11 @@ def _cast(values: np.ndarray, writer: Writer, name: str) -> np.ndarray:
     return cast
 
 
-def _kept(folders: tuple[Path, ...]) -> dict[str, Any]:
+def _imported_config(folders: tuple[Path, ...]) -> dict[str, Any]:
     """The imported config.json, of which some keys travel along."""
     for folder in folders:
         with contextlib.suppress(OSError, ValueError):
-            return parse(read(folder / FILE, _MAX_BYTES), dict[str, Any])
+            return parse_json(read(folder / FILE, _MAX_BYTES), dict[str, Any])
     return {}
 
 
@@ -397,7 +413,7 @@ def _kept(folders: tuple[Path, ...]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainedTokenizer:
     """What a run was trained with.
 
     `tokenizer` is None where it cannot be opened, and `is_run` is False of weights that were
@@ -405,7 +421,7 @@ class Trained:
     """
 
     tokenizer: Tokenizer | None
-    conversation: Conversation | None
+    conversation: ChatSpec | None
     is_run: bool
 
     def in_config(self, content: Mapping[str, Any]) -> dict[str, Any]:
@@ -414,19 +430,19 @@ class Trained:
         if not self.is_run or tokenizer is None:
             return {}
         found: dict[str, Any] = {}
-        said = content.get(END)
+        said = content.get(EOS_KEY)
         before = said if isinstance(said, list) else [] if said is None else [said]
         ends = [tokenizer.end_id]
         if self.conversation is not None:
             ends += self.conversation["end_ids"]
         after = [*dict.fromkeys([*before, *ends])]
         if after != before:
-            found[END] = after if len(after) > 1 else after[0]
-        if content.get(PAD) is None and tokenizer.pad_id != tokenizer.end_id:
-            found[PAD] = tokenizer.pad_id
+            found[EOS_KEY] = after if len(after) > 1 else after[0]
+        if content.get(PAD_KEY) is None and tokenizer.pad_id != tokenizer.end_id:
+            found[PAD_KEY] = tokenizer.pad_id
         return found
 
-    def write(self, here: Path, copied: Sequence[str], say: Say) -> None:
+    def write(self, here: Path, copied: Sequence[str], say: MessageCallback) -> None:
         """Changes the files in an export's folder.
 
         Raises:
@@ -434,10 +450,10 @@ class Trained:
             OSError: one cannot be written.
         """
         has_generation = _GENERATION in copied
-        content = _object(here / _GENERATION) if has_generation else {}
+        content = _read_json(here / _GENERATION) if has_generation else {}
         changed = self.in_config(content)
         if changed and (has_generation or (self.conversation and self.conversation["end_ids"])):
-            _put(here / _GENERATION, content | changed)
+            _write_json(here / _GENERATION, content | changed)
         if self.conversation is None or (template := self.conversation["template"]) is None:
             return
         if not copied:
@@ -448,7 +464,7 @@ class Trained:
         write(here / _TEMPLATE, template.encode())
         for name in (_SETTINGS, _TEMPLATE_JSON):  # readers of earlier releases look there
             if name in copied:
-                _put(here / name, _object(here / name) | {"chat_template": template})
+                _write_json(here / name, _read_json(here / name) | {"chat_template": template})
         say(f"{_TEMPLATE}: the chat template that the run was trained with")
 
     def _has(self, template: str) -> bool:
@@ -457,24 +473,24 @@ class Trained:
         return chat is not None and chat.template == template
 
 
-def _object(path: Path) -> dict[str, Any]:
+def _read_json(path: Path) -> dict[str, Any]:
     try:
-        return parse(read(path, _MAX_BYTES), dict[str, Any])
+        return parse_json(read(path, _MAX_BYTES), dict[str, Any])
     except (OSError, ValueError) as error:
         rule = f"must be a JSON object: {getattr(error, 'strerror', None) or error}."
         raise ConfigError.one(path.name, None, rule, "Correct it beside tokenizer.path.") from error
 
 
-def _put(path: Path, content: Mapping[str, Any]) -> None:
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
     text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
     write(path, text.encode("utf-8", "surrogatepass"))
 
 
-def _trained(chosen: _Chosen, say: Say) -> Trained:
+def _trained_tokenizer(chosen: _ExportedCheckpoint, say: MessageCallback) -> TrainedTokenizer:
     """What the run was trained with, as its checkpoint records it."""
     data = chosen.facts.data
     try:
-        conversation = recorded(data)
+        conversation = parse_chat_spec(data)
     except ValueError as error:
         raise _damaged(chosen.path, f"its record of conversations is wrong: {error}") from error
     try:
@@ -484,18 +500,18 @@ def _trained(chosen: _Chosen, say: Say) -> Trained:
     except ConfigError as error:
         say(f"{FILE} has no ids of control tokens: {error.problems[0].rule}")
         tokenizer = None
-    return Trained(tokenizer, conversation, is_run="source" in data.get("fingerprint", {}))
+    return TrainedTokenizer(tokenizer, conversation, is_run="source" in data.get("fingerprint", {}))
 
 
-def _defaults(config: Config, kept: Mapping[str, Any], trained: Trained) -> dict[str, Any]:
+def _defaults(config: Config, kept: Mapping[str, Any], trained: TrainedTokenizer) -> dict[str, Any]:
     """What the imported config.json does not say, or where there was none.
 
     Length of training, and ids of the tokenizer.
     """
     length = {"max_position_embeddings": config.train.sequence_length}
-    if END in kept:
+    if EOS_KEY in kept:
         return length
     if (tokenizer := trained.tokenizer) is None:
-        return {**length, **dict.fromkeys((BEGIN, END, PAD))}
-    ids = {BEGIN: tokenizer.begin_id, END: tokenizer.end_id, PAD: tokenizer.pad_id}
+        return {**length, **dict.fromkeys((BOS_KEY, EOS_KEY, PAD_KEY))}
+    ids = {BOS_KEY: tokenizer.begin_id, EOS_KEY: tokenizer.end_id, PAD_KEY: tokenizer.pad_id}
     return {**length, **ids, **trained.in_config(ids)}

@@ -20,13 +20,13 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from maxpipe.checkpoint.address import Address, check_outside, parse
+from maxpipe.checkpoint.address import Address, check_outside_checkpoints, parse_address
 from maxpipe.errors import ConfigError, StorageError
 from maxpipe.huggingface.sections import FILE
 from maxpipe.huggingface.source import folder_of
-from maxpipe.io.files import full, read, scheme, write
+from maxpipe.io.files import expand_path, read, url_scheme, write
 
-TRAVELLING = (
+TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("tokenizer.model", "vocab.json", "vocab.txt", "merges.txt"),
     *("chat_template.jinja", "chat_template.json", "generation_config.json"),
@@ -36,14 +36,14 @@ TRAVELLING = (
 _VOCABULARY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}\.(model|tiktoken)")
 """Of SentencePiece and tiktoken, which have no fixed names."""
 
-_MOST_VOCABULARIES = 8
+_MAX_VOCABULARIES = 8
 _MAX_BYTES = 1 << 28
 _SUFFIX = ".partial"
-_PATIENCE_SECONDS = 3.0
+_REMOVE_TIMEOUT_SECONDS = 3.0
 
 
 @contextlib.contextmanager
-def appearing(path: str, option: str) -> Iterator[Path]:
+def atomic_folder(path: str, option: str) -> Iterator[Path]:
     """A new folder beside `path`, which gets that name when all that is done has succeeded.
 
     After an error or Ctrl-C it is removed; after a kill the next command for this path does that.
@@ -52,12 +52,12 @@ def appearing(path: str, option: str) -> Iterator[Path]:
         ConfigError: there is something with that name.
         StorageError: nothing can be written there.
     """
-    given = full(path, option)
-    if not path.strip() or "\0" in path or scheme(path):
+    given = expand_path(path, option)
+    if not path.strip() or "\0" in path or url_scheme(path):
         rule = "must be a folder on this machine that does not exist yet."
         raise ConfigError.one(option, path or "''", rule, "Name one, such as ./model.")
     where = given.absolute()
-    check_outside(where, option)
+    check_outside_checkpoints(where, option)
     if os.path.lexists(where):
         rule = "is there already, and nothing is overwritten."
         raise ConfigError.one(option, path, rule, "Give another name, or delete it first.")
@@ -67,7 +67,7 @@ def appearing(path: str, option: str) -> Iterator[Path]:
         _remove_leftovers(where.parent, prefix)
         partial, held = _new_partial(where.parent, prefix)
     except OSError as error:
-        raise unwritable(where, error) from error
+        raise unwritable_error(where, error) from error
     try:
         yield partial
         umask = os.umask(0)
@@ -79,7 +79,7 @@ def appearing(path: str, option: str) -> Iterator[Path]:
             raise ConfigError.one(option, path, rule, "Give another name, or delete it first.")
         partial.rename(where)
     except OSError as error:
-        raise unwritable(where, error) from error
+        raise unwritable_error(where, error) from error
     finally:
         os.close(held)
         _remove(partial)
@@ -103,8 +103,8 @@ def _remove(folder: Path) -> None:
 
     A second Ctrl-C does not end it.
     """
-    end = time.monotonic() + _PATIENCE_SECONDS
-    with _uninterrupted():
+    end = time.monotonic() + _REMOVE_TIMEOUT_SECONDS
+    with _ignore_interrupts():
         shutil.rmtree(folder, ignore_errors=True)
         while os.path.lexists(folder) and time.monotonic() < end:
             time.sleep(0.02)
@@ -112,7 +112,7 @@ def _remove(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def _uninterrupted() -> Iterator[None]:
+def _ignore_interrupts() -> Iterator[None]:
     """Ctrl-C has no effect inside; only the main thread is interrupted at all."""
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -124,7 +124,7 @@ def _uninterrupted() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def unwritable(where: Path, error: OSError) -> StorageError:
+def unwritable_error(where: Path, error: OSError) -> StorageError:
     """The error for a folder that cannot be written. Nothing of it is left."""
     return StorageError.unwritable(
         where, error, "Free space, or name a folder that can be written. Nothing was left behind."
@@ -151,7 +151,9 @@ def _remove_leftovers(folder: Path, prefix: str) -> None:
                 os.close(held)
 
 
-def travel(source: Path, target: Path, names: tuple[str, ...] = TRAVELLING) -> list[str]:
+def copy_tokenizer_files(
+    source: Path, target: Path, names: tuple[str, ...] = TOKENIZER_FILES
+) -> list[str]:
     """Copies those of these files that are there, and vocabularies; returns their names.
 
     What is in `target` already is left as it is.
@@ -195,26 +197,26 @@ def _check_inside(folder: Path, path: Path) -> None:
 def vocabularies(folder: Path) -> list[str]:
     """The first few names of files of SentencePiece and tiktoken in a folder."""
     found = sorted(name for name in os.listdir(folder) if _VOCABULARY.fullmatch(name))
-    return found[:_MOST_VOCABULARIES]
+    return found[:_MAX_VOCABULARIES]
 
 
-Say = Callable[[str], None]
+MessageCallback = Callable[[str], None]
 """Takes a line for the user."""
 
-Report = Callable[[str, int, int], None]
+ProgressCallback = Callable[[str, int, int], None]
 """Takes a task, and how many megabytes of how many are done."""
 
 _MEGABYTE = 10**6
 
 
-def unreported(task: str, done: int, total: int) -> None:
+def ignore_progress(task: str, done: int, total: int) -> None:
     """Shows nothing."""
 
 
-class Bytes:
+class ByteProgress:
     """A count of bytes to which several threads add."""
 
-    def __init__(self, task: str, total: int, report: Report):
+    def __init__(self, task: str, total: int, report: ProgressCallback):
         self._task, self._total, self._report = task, total, report
         self._done, self._lock = 0, threading.Lock()
         self.add(0)
@@ -226,7 +228,9 @@ class Bytes:
             self._report(self._task, self._done // _MEGABYTE, -(-self._total // _MEGABYTE))
 
 
-def named(text: str, *, average: bool = False, where: str = "", runs: str = "") -> Address | Path:
+def resolve_model(
+    text: str, *, average: bool = False, where: str = "", runs: str = ""
+) -> Address | Path:
     """The address of a run or checkpoint, or the path of a Hugging Face folder.
 
     `hf:DIR` is one, and so is a folder with a config.json: that of a run is YAML. `average`: the
@@ -239,8 +243,8 @@ def named(text: str, *, average: bool = False, where: str = "", runs: str = "") 
     if folder is None and os.path.isfile(os.path.join(os.path.expanduser(text), FILE)):
         folder = text
     if folder is None:
-        return dataclasses.replace(parse(text, where, runs), average=average)
+        return dataclasses.replace(parse_address(text, where, runs), average=average)
     if average:
         rule = "is a Hugging Face folder, which holds no averages."
         raise ConfigError.one("command line: --average", text, rule, "Leave --average out.")
-    return full(folder, where) if where else full(folder)
+    return expand_path(folder, where) if where else expand_path(folder)

@@ -10,34 +10,34 @@ from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
 from maxpipe.checkpoint import writer
-from maxpipe.checkpoint.contents import NotSaved
-from maxpipe.checkpoint.copies import named
-from maxpipe.checkpoint.folder import Facts, Folder
-from maxpipe.checkpoint.storage import FOLDER as CHECKPOINTS
-from maxpipe.config.documents import one_line
+from maxpipe.checkpoint.contents import SaveVerificationError
+from maxpipe.checkpoint.copies import leaves_by_name
+from maxpipe.checkpoint.folder import CheckpointFolder, CheckpointMetadata
+from maxpipe.checkpoint.storage import CHECKPOINTS_FOLDER as CHECKPOINTS
+from maxpipe.config.documents import to_yaml_line
 from maxpipe.config.load import load, to_dict
 from maxpipe.config.rules import folder_name
 from maxpipe.config.schema import TokenizerConfig, TrainConfig
 from maxpipe.config.shipped import CONFIG_FILE
-from maxpipe.data.tokenizer import fitted, open_tokenizer
+from maxpipe.data.tokenizer import fit_tokenizer, open_tokenizer
 from maxpipe.errors import ConfigError
 from maxpipe.huggingface import statements
 from maxpipe.huggingface.folders import (
-    TRAVELLING,
-    Bytes,
-    Report,
-    Say,
-    appearing,
-    travel,
-    unreported,
-    unwritable,
+    TOKENIZER_FILES,
+    ByteProgress,
+    MessageCallback,
+    ProgressCallback,
+    atomic_folder,
+    copy_tokenizer_files,
+    ignore_progress,
+    unwritable_error,
     vocabularies,
 )
-from maxpipe.huggingface.mapping import slab
+from maxpipe.huggingface.mapping import import_slab_shape
 from maxpipe.huggingface.sections import FILE
-from maxpipe.huggingface.source import Source, num_params, opened
-from maxpipe.io.files import full
-from maxpipe.io.text import counted
+from maxpipe.huggingface.source import HuggingFaceFolder, num_params, open_folder
+from maxpipe.io.files import expand_path
+from maxpipe.io.text import pluralize
 
 FOLDER = "huggingface"
 """Folder beside the checkpoint with config.json and the files that travel along."""
@@ -69,7 +69,9 @@ def hub_id(folder: Path) -> str | None:
     return f"{found[1]}/{found[2]}" if found else None
 
 
-def import_folder(folder: str, out: str, say: Say, report: Report = unreported) -> None:
+def import_folder(
+    folder: str, out: str, say: MessageCallback, report: ProgressCallback = ignore_progress
+) -> None:
     """Writes `<out>/checkpoints/0`, a config.yml that starts from it, and what travels along.
 
     `say` is called with lines for the user, `report` with megabytes.
@@ -78,15 +80,15 @@ def import_folder(folder: str, out: str, say: Say, report: Report = unreported) 
         ConfigError: the folder cannot be used, or `out` is there.
         StorageError: `out` cannot be written.
     """
-    source = opened(folder)
-    for line in remarks(source):
+    source = open_folder(folder)
+    for line in describe_source(source):
         say(line)
-    target = full(out, _OUT).absolute()
+    target = expand_path(out, _OUT).absolute()
     length = min(source.row_tokens, TrainConfig().sequence_length)
-    with appearing(out, _OUT) as here:
+    with atomic_folder(out, _OUT) as here:
         beside = here / FOLDER
         beside.mkdir()
-        copied = travel(source.folder, beside, (FILE, *TRAVELLING))
+        copied = copy_tokenizer_files(source.folder, beside, (FILE, *TOKENIZER_FILES))
         rows = source.described.config.vocab_size
         tokenizer, fingerprint = _tokenizer(beside, target / FOLDER, copied, rows, say)
         saved = load(
@@ -110,7 +112,11 @@ def import_folder(folder: str, out: str, say: Say, report: Report = unreported) 
             ORIGIN: origin,
         }
         _write(
-            source, here / CHECKPOINTS, Facts(0, to_dict(saved), data, time.time()), target, report
+            source,
+            here / CHECKPOINTS,
+            CheckpointMetadata(0, to_dict(saved), data, time.time()),
+            target,
+            report,
         )
         section = to_dict(saved)["model"]
         del section["param_dtype"]  # that of runs
@@ -124,13 +130,13 @@ def import_folder(folder: str, out: str, say: Say, report: Report = unreported) 
 _OUT = "command line: --out"
 
 
-def remarks(source: Source) -> list[str]:
+def describe_source(source: HuggingFaceFolder) -> list[str]:
     """What a user should know of a folder that is used."""
     table = source.described.table
     types = ", ".join(sorted(set(source.dtypes.values())))
     lines = [
         f"{source.folder}: {table.architecture}, {num_params(source):,} parameters in {types}, "
-        f"{counted(source.num_files, 'file')}"
+        f"{pluralize(source.num_files, 'file')}"
     ]
     if source.left_out:
         names = ", ".join(source.left_out[:3])
@@ -138,7 +144,7 @@ def remarks(source: Source) -> list[str]:
         lines.append(f"left out, as this model does not use them: {names}{more}")
     if source.without_ahead:
         lines.append(
-            f"{FILE} says of {counted(source.without_ahead, 'layer')} to predict further ahead, "
+            f"{FILE} says of {pluralize(source.without_ahead, 'layer')} to predict further ahead, "
             "and the folder has none: the model starts without (model.heads_ahead=0)"
         )
     lines += statements.lines(source.described.differences)
@@ -150,19 +156,25 @@ def remarks(source: Source) -> list[str]:
     return lines
 
 
-def _write(source: Source, folder: Path, facts: Facts, target: Path, report: Report) -> None:
+def _write(
+    source: HuggingFaceFolder,
+    folder: Path,
+    facts: CheckpointMetadata,
+    target: Path,
+    report: ProgressCallback,
+) -> None:
     """The checkpoint. `target` is where it will be."""
     folder.mkdir()
     state = _state(source)
-    total = sum(one.nbytes for one in named(state).values())
-    written = Bytes("writing", total, report)
+    total = sum(one.nbytes for one in leaves_by_name(state).values())
+    written = ByteProgress("writing", total, report)
     try:
-        writer.save(Folder(folder), facts, state, written.add)
-    except NotSaved as error:
-        raise unwritable(target, OSError(f"{error}, when it was read back")) from error
+        writer.save(CheckpointFolder(folder), facts, state, written.add)
+    except SaveVerificationError as error:
+        raise unwritable_error(target, OSError(f"{error}, when it was read back")) from error
 
 
-def _state(source: Source) -> dict[str, Any]:
+def _state(source: HuggingFaceFolder) -> dict[str, Any]:
     """The parameters as a checkpoint holds them, in the types of the files."""
     tree: dict[str, Any] = {}
     for name, shape in source.mapped.shapes.items():
@@ -171,13 +183,13 @@ def _state(source: Source) -> dict[str, Any]:
         for each in outer:
             below = below.setdefault(each, {})
         dtype = source.stored(name)
-        part = slab(source.mapped, name, _SLAB_BYTES // dtype.itemsize)
-        below[last] = writer.Slabs(shape, dtype, part, partial(source.region, name, dtype))
+        part = import_slab_shape(source.mapped, name, _SLAB_BYTES // dtype.itemsize)
+        below[last] = writer.LazySlabArray(shape, dtype, part, partial(source.region, name, dtype))
     return {"params": tree}
 
 
 def _tokenizer(
-    here: Path, later: Path, copied: list[str], rows: int, say: Say
+    here: Path, later: Path, copied: list[str], rows: int, say: MessageCallback
 ) -> tuple[dict[str, str], dict[str, str]]:
     """The tokenizer's section, and its entry in a fingerprint of data."""
     section = {"kind": "auto", "path": str(later)}
@@ -187,7 +199,7 @@ def _tokenizer(
         return section, {}
     try:
         config = TokenizerConfig(kind="auto", path=str(here))
-        return section, {"tokenizer": fitted(open_tokenizer(config), rows).fingerprint()}
+        return section, {"tokenizer": fit_tokenizer(open_tokenizer(config), rows).fingerprint()}
     except ConfigError as error:
         say(f"the tokenizer was copied, and cannot be used yet: {error.problems[0].rule}")
         return section, {}
@@ -202,17 +214,17 @@ def _config(section: dict[str, Any], tokenizer: dict[str, str], target: Path) ->
     own = section.pop(family, {})
     return "\n".join(
         [
-            f"# A run that starts from the weights in {one_line(str(target))}.",
+            f"# A run that starts from the weights in {to_yaml_line(str(target))}.",
             "run:",
-            f"  name: {one_line(f'{folder_name(target.name)}-tuned')}",
+            f"  name: {to_yaml_line(f'{folder_name(target.name)}-tuned')}",
             "model:",
-            *(f"  {name}: {one_line(value)}" for name, value in section.items()),
+            *(f"  {name}: {to_yaml_line(value)}" for name, value in section.items()),
             *([f"  {family}:"] if own else []),
-            *(f"    {name}: {one_line(value)}" for name, value in own.items()),
+            *(f"    {name}: {to_yaml_line(value)}" for name, value in own.items()),
             "tokenizer:",
-            *(f"  {name}: {one_line(value)}" for name, value in tokenizer.items()),
+            *(f"  {name}: {to_yaml_line(value)}" for name, value in tokenizer.items()),
             "checkpoint:",
-            f"  restore_from: {one_line(str(target))}",
+            f"  restore_from: {to_yaml_line(str(target))}",
             "  restore: weights",
             "",
         ]

@@ -15,9 +15,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from maxpipe.errors import ConfigError
-from maxpipe.huggingface.safetensors import shown
-from maxpipe.huggingface.sections import FILE, Described
-from maxpipe.io.text import counted
+from maxpipe.huggingface.safetensors import quote_name
+from maxpipe.huggingface.sections import FILE, ModelDescription
+from maxpipe.io.text import pluralize
 from maxpipe.models.huggingface import HuggingFace, Tensor
 
 _WRAPPERS = re.compile(
@@ -44,7 +44,7 @@ _STACKED = (
 )
 """Parameters of experts, and tensors that have those of all experts: `[E, 2F, D]`, `[E, D, F]`."""
 
-_MOVED = ((".block_sparse_moe.", ".mlp."),)
+_RENAMED_MODULES = ((".block_sparse_moe.", ".mlp."),)
 """Modules that transformers 5 has renamed."""
 
 
@@ -58,11 +58,11 @@ def canonical(name: str) -> str:
     return name
 
 
-def arranged(table: HuggingFace, names: Iterable[str]) -> HuggingFace:
+def adapt_table(table: HuggingFace, names: Iterable[str]) -> HuggingFace:
     """Return the table with the rows of those tensors that `names` holds in another layout."""
     present = {_pattern(name) for name in names}
     rows = {row.ours: row for row in table.tensors}
-    rows |= _moved(rows, present)
+    rows |= _renamed_rows(rows, present)
     for other in (*_stacked(rows), *_fused(rows)):
         rows |= _if_present(rows, other, present)
     return replace(table, tensors=tuple(rows.values()))
@@ -83,8 +83,8 @@ def _if_present(rows: _Rows, other: _Rows, present: set[str]) -> _Rows:
     return other if wanted <= present and not replaced & present else {}
 
 
-def _moved(rows: _Rows, present: set[str]) -> _Rows:
-    for old, new in _MOVED:
+def _renamed_rows(rows: _Rows, present: set[str]) -> _Rows:
+    for old, new in _RENAMED_MODULES:
         if any(old in name for name in present):
             continue
         if any(f"{new}experts." in name for name in present):
@@ -135,9 +135,9 @@ _LAYER = re.compile(r"model\.layers\.(\d{1,9})\..*", re.DOTALL)
 ADAPTER_CONFIG = "adapter_config.json"
 HEAD = "lm_head.weight"
 
-_OF_TRANSFORMERS = "Give the folder of the same model that transformers reads."
+_TRANSFORMERS_ACTION = "Give the folder of the same model that transformers reads."
 
-_KNOWN: Sequence[tuple[str, str, str]] = (
+_KNOWN_MISMATCHES: Sequence[tuple[str, str, str]] = (
     (
         r"\.(lora_[AB]|lora_embedding_[AB]|lora_magnitude_vector|base_layer|modules_to_save)\.",
         "has adapters of PEFT that are not merged into the weights",
@@ -159,18 +159,18 @@ _KNOWN: Sequence[tuple[str, str, str]] = (
         r"(^|\.)(tok_embeddings\.|attention\.w[qkvo]\.|feed_forward\.w[123]\.)",
         "has the names of Meta's and Mistral's own releases, whose queries and keys are ordered "
         "differently",
-        _OF_TRANSFORMERS,
+        _TRANSFORMERS_ACTION,
     ),
     (
         r"^(blk\.\d+\.|token_embd\.)",
         "has the names of a GGUF file",
-        _OF_TRANSFORMERS,
+        _TRANSFORMERS_ACTION,
     ),
     (
         r"(query_key_value|linear_qkv|\.wqkv|\.c_attn)\.",
         "has queries, keys and values of each group of heads in one tensor, as Megatron and GPT-2 "
         "have them",
-        _OF_TRANSFORMERS,
+        _TRANSFORMERS_ACTION,
     ),
     (
         r"^(score|classifier)\.",
@@ -187,13 +187,13 @@ _KNOWN: Sequence[tuple[str, str, str]] = (
 """Names that show what a folder is, what to say of it, and what to do."""
 
 
-def misfit(
-    folder: Path, said: Described, missing: Sequence[str], surplus: Sequence[str]
+def tensor_mismatch_error(
+    folder: Path, said: ModelDescription, missing: Sequence[str], surplus: Sequence[str]
 ) -> ConfigError:
     """Return the error for tensors that are missing or too many; `surplus` are names in files."""
-    for pattern, rule, action in _KNOWN:
+    for pattern, rule, action in _KNOWN_MISMATCHES:
         if names := [name for name in surplus if re.search(pattern, name)]:
-            return _error(folder, f"{rule}: {listed(names)}.", action)
+            return _error(folder, f"{rule}: {format_names(names)}.", action)
     config = folder / FILE
     if [*missing] == [HEAD] and not surplus:
         rule = f"has no {HEAD}, and {FILE} says tie_word_embeddings = false."
@@ -205,11 +205,13 @@ def misfit(
     if error := _layers(folder, said, missing, surplus):
         return error
     name = said.table.architecture
-    parts = [f"lacks {counted(len(missing), 'tensor')}: {listed(missing)}"] if missing else []
+    parts = (
+        [f"lacks {pluralize(len(missing), 'tensor')}: {format_names(missing)}"] if missing else []
+    )
     action = f"Save the model again, with all tensors of {name}: no file here has these."
     if surplus:
-        of = f"has {counted(len(surplus), 'tensor')} that {FILE} does not describe"
-        parts.append(f"{of}: {listed(surplus)}")
+        of = f"has {pluralize(len(surplus), 'tensor')} that {FILE} does not describe"
+        parts.append(f"{of}: {format_names(surplus)}")
         action = f"Give the {FILE} that was saved with these weights: this one is of another model."
     if missing and surplus:
         action = (
@@ -221,7 +223,7 @@ def misfit(
 
 
 def _layers(
-    folder: Path, said: Described, missing: Sequence[str], surplus: Sequence[str]
+    folder: Path, said: ModelDescription, missing: Sequence[str], surplus: Sequence[str]
 ) -> ConfigError | None:
     """Return the error if whole layers at the end are missing or too many, and nothing else."""
     numbers = [int(m[1]) if (m := _LAYER.fullmatch(name)) else -1 for name in (*missing, *surplus)]
@@ -241,25 +243,25 @@ def _layers(
         if min(numbers) < said_count or len(surplus) < 4 * (count - said_count):
             return None
     rule = (
-        f"has {counted(count, 'layer')} of weights, and {FILE} says num_hidden_layers = "
+        f"has {pluralize(count, 'layer')} of weights, and {FILE} says num_hidden_layers = "
         f"{said_count}."
     )
     return _error(folder, rule, f"Set num_hidden_layers to {count} in {folder / FILE}.")
 
 
-def twice(folder: Path, first: str, second: str) -> ConfigError:
+def duplicate_tensor_error(folder: Path, first: str, second: str) -> ConfigError:
     """Return the error for two names of one tensor."""
-    rule = f"has {shown(first)} and {shown(second)}, which are the same tensor."
+    rule = f"has {quote_name(first)} and {quote_name(second)}, which are the same tensor."
     return _error(folder, rule, "Save the model again without one of them.")
 
 
-def far_more(folder: Path, count: int) -> ConfigError:
+def missing_tensors_error(folder: Path, count: int) -> ConfigError:
     """Return the error for a config.json of a much larger model."""
-    rule = f"has {counted(count, 'tensor')}, and {FILE} describes a model of far more."
+    rule = f"has {pluralize(count, 'tensor')}, and {FILE} describes a model of far more."
     return _error(folder, rule, f"Give the {FILE} that was saved with these weights.")
 
 
-def adapter(folder: Path) -> ConfigError | None:
+def adapter_error(folder: Path) -> ConfigError | None:
     """Return the error for a folder with an adapter of PEFT instead of a model."""
     if not (folder / ADAPTER_CONFIG).exists():
         return None
@@ -274,9 +276,9 @@ def adapter(folder: Path) -> ConfigError | None:
     )
 
 
-def weightless(folder: Path, single: str, index: str) -> ConfigError:
+def missing_weights_error(folder: Path, single: str, index: str) -> ConfigError:
     """Return the error for a folder without the files that hold weights."""
-    if (error := adapter(folder)) is not None:
+    if (error := adapter_error(folder)) is not None:
         return error
     names = sorted(each.name for each in folder.iterdir())
     rule = f"must hold {single}, or {index} and the files that it names."
@@ -288,7 +290,7 @@ def weightless(folder: Path, single: str, index: str) -> ConfigError:
         rule += f" {others[0]} has another name."
         action = f"Rename it to {single}, or download {index} too."
     elif others:
-        rule += f" {others[0]} and {counted(len(others) - 1, 'other file')} are there."
+        rule += f" {others[0]} and {pluralize(len(others) - 1, 'other file')} are there."
         action = f"Download {index}, too."
     elif pickled:
         rule += f" {pickled[0]} is pickled: reading it can run any code, so maxpipe does not."
@@ -302,10 +304,10 @@ def weightless(folder: Path, single: str, index: str) -> ConfigError:
     return _error(folder, rule, action)
 
 
-def listed(names: Sequence[str]) -> str:
+def format_names(names: Sequence[str]) -> str:
     """Return the first few names, quoted, and how many more there are."""
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(map(shown, names[:_SHOWN])) + more
+    return ", ".join(map(quote_name, names[:_SHOWN])) + more
 
 
 def wrong_shape(

@@ -25,7 +25,7 @@ Index = tuple[int | slice, ...]
 
 
 @dataclass(frozen=True)
-class Form:
+class AxisMapping:
     """How the dims of an array of ours lie in a tensor of theirs, and which is in its name."""
 
     ours: tuple[str, ...]
@@ -64,14 +64,14 @@ class Form:
 
 
 @lru_cache
-def form_of(text: str) -> Form:
+def parse_axis_mapping(text: str) -> AxisMapping:
     """Of `d n h -> (n h) d`."""
     left, _, right = text.partition("->")
     groups = re.findall(r"\(([^)]*)\)|(\S+)", right)
-    return Form(tuple(left.split()), tuple(tuple((a or b).split()) for a, b in groups))
+    return AxisMapping(tuple(left.split()), tuple(tuple((a or b).split()) for a, b in groups))
 
 
-class Lane(NamedTuple):
+class InterleavedSlice(NamedTuple):
     """Of a tensor's last dim each `every`-th entry, from `number` on."""
 
     number: int = 0
@@ -82,7 +82,7 @@ class Lane(NamedTuple):
         return tensor[..., self.number :: self.every]
 
 
-class Piece(NamedTuple):
+class TensorSlice(NamedTuple):
     """Rows of a tensor of theirs, which are one part of a parameter of ours."""
 
     tensor: str
@@ -92,10 +92,10 @@ class Piece(NamedTuple):
     """Of these rows."""
     at: Index
     """Of the parameter as it is in checkpoints."""
-    form: Form
+    form: AxisMapping
     sizes: tuple[int, ...]
     """Of the parameter's dims, layers left out."""
-    lane: Lane = Lane()
+    lane: InterleavedSlice = InterleavedSlice()
     stacked: int = 0
     """How many blocks of rows the tensor has along a leading dim of its own; 0 without that dim."""
 
@@ -142,10 +142,10 @@ class Piece(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Mapped:
+class TensorMapping:
     """Both sides of a model."""
 
-    pieces: Mapping[str, tuple[Piece, ...]]
+    pieces: Mapping[str, tuple[TensorSlice, ...]]
     """By our name, as in checkpoints."""
     shapes: Mapping[str, tuple[int, ...]]
     """By our name, layers of a kind stacked."""
@@ -153,7 +153,7 @@ class Mapped:
     """By our name, without the layers' dim."""
     tensors: Mapping[str, tuple[int, ...]]
     """Shapes by their name, in network order, copies included."""
-    copies: Mapping[str, tuple[Piece, ...]]
+    copies: Mapping[str, tuple[TensorSlice, ...]]
     """By our name pieces that the tensors have once more; an import may lack them."""
 
     @property
@@ -166,11 +166,11 @@ class Mapped:
         }
 
 
-_MOST_PIECES = 100_000
+_MAX_SLICES = 100_000
 """Of a parameter: layers, times experts."""
 
 
-def mapped(model: Model, table: HuggingFace, most: int | None = None) -> Mapped:
+def map_tensors(model: Model, table: HuggingFace, most: int | None = None) -> TensorMapping:
     """The parameters of a model, but for heads that predict further ahead and are not in the table.
 
     Raises:
@@ -178,7 +178,7 @@ def mapped(model: Model, table: HuggingFace, most: int | None = None) -> Mapped:
     """
     names = {row.ours for row in table.tensors}
     assert len(names) == len(table.tensors), f"{table.architecture} maps a parameter twice"
-    pieces: dict[str, list[Piece]] = {}
+    pieces: dict[str, list[TensorSlice]] = {}
     params: dict[str, Param] = {}
     lanes = Counter(row.theirs for row in table.tensors if row.interleaved)
     sizes: dict[str, int] = {}  # rows or lanes of a tensor, or of a block of it, that are taken
@@ -189,9 +189,9 @@ def mapped(model: Model, table: HuggingFace, most: int | None = None) -> Mapped:
         params[name] = param
         if place >= 0:
             stacks[name] = place + 1
-        for piece in _pieces(param, row, layer, place, sizes, lanes[row.theirs], blocks):
+        for piece in _iter_slices(param, row, layer, place, sizes, lanes[row.theirs], blocks):
             pieces.setdefault(name, []).append(piece)
-            if most is not None and (count := len(pieces[name])) > _MOST_PIECES:
+            if most is not None and (count := len(pieces[name])) > _MAX_SLICES:
                 raise ValueError(f"one parameter is in more than {count} matrices")
             found[piece.tensor] = piece.tensor_shape(sizes[piece.tensor])
             if most is not None and len(found) > most:
@@ -200,10 +200,10 @@ def mapped(model: Model, table: HuggingFace, most: int | None = None) -> Mapped:
         name: (*([stacks[name]] if name in stacks else []), *param.shape)
         for name, param in params.items()
     }
-    copies = {name: tuple(each) for name, each in _copies(model, table, pieces).items()}
+    copies = {name: tuple(each) for name, each in _copied_slices(model, table, pieces).items()}
     found |= {piece.tensor: piece.shape for each in copies.values() for piece in each}
     pieces_of = {name: tuple(each) for name, each in pieces.items()}
-    return Mapped(pieces_of, shapes, params, found, copies)
+    return TensorMapping(pieces_of, shapes, params, found, copies)
 
 
 def _blocks(model: Model, table: HuggingFace) -> Counter[str]:
@@ -212,29 +212,31 @@ def _blocks(model: Model, table: HuggingFace) -> Counter[str]:
     if any(_is_stacked(row) for row in table.tensors):
         for _, param, row, layer, _ in _in_network_order(model, table):
             if _is_stacked(row):
-                found[row.theirs.format(layer=layer)] += form_of(row.dims).shape(param.shape)[0]
+                found[row.theirs.format(layer=layer)] += parse_axis_mapping(row.dims).shape(
+                    param.shape
+                )[0]
     return found
 
 
 def _is_stacked(row: Tensor) -> bool:
     """Whether the dim that other layouts have in the name is a leading one of the tensor."""
-    return bool(form_of(row.dims).named) and "{expert}" not in row.theirs
+    return bool(parse_axis_mapping(row.dims).named) and "{expert}" not in row.theirs
 
 
-_LAYERS, _AHEAD = "layers.", "ahead."
+_LAYERS, _MTP_PREFIX = "layers.", "ahead."
 
 
-def _heads(model: Model, table: HuggingFace) -> LayersAhead | None:
+def _mtp_layers(model: Model, table: HuggingFace) -> LayersAhead | None:
     """Heads ahead that the table has."""
     return model.ends.layers_ahead if table.ahead else None
 
 
-def _copies(
-    model: Model, table: HuggingFace, pieces: Mapping[str, Sequence[Piece]]
-) -> dict[str, list[Piece]]:
+def _copied_slices(
+    model: Model, table: HuggingFace, pieces: Mapping[str, Sequence[TensorSlice]]
+) -> dict[str, list[TensorSlice]]:
     """Copies by our name; of a tied table those of both its uses."""
-    found: dict[str, list[Piece]] = {}
-    heads = _heads(model, table)
+    found: dict[str, list[TensorSlice]] = {}
+    heads = _mtp_layers(model, table)
     for number in range(heads.num_heads if heads else 0):
         for name, theirs in table.copies:
             of = name if name in pieces else _EMBEDDING
@@ -261,21 +263,21 @@ def _in_network_order(
         prefix = f"{_LAYERS}{kind}." if several else _LAYERS
         for name, param, row in _of_layer(model.kinds[kind], rows):
             yield f"{prefix}{name}", param, row, layer, place
-    if (heads := _heads(model, table)) is not None:
+    if (heads := _mtp_layers(model, table)) is not None:
         for place in range(heads.num_heads):
             layer = len(model.layers) + place
             for row in table.ahead:
                 yield (
-                    f"{_AHEAD}{row.ours}",
+                    f"{_MTP_PREFIX}{row.ours}",
                     heads.one[tuple(row.ours.split("."))],
                     row,
                     layer,
                     place,
                 )
             for name, param, row in _of_layer(heads.kind, rows):
-                yield f"{_AHEAD}layer.{name}", param, row, layer, place
+                yield f"{_MTP_PREFIX}layer.{name}", param, row, layer, place
     for name, param in ends.items():
-        if not name.startswith(_AHEAD):
+        if not name.startswith(_MTP_PREFIX):
             yield name, param, rows[name], 0, -1
 
 
@@ -288,7 +290,7 @@ def _of_layer(kind: Kind, rows: Mapping[str, Tensor]) -> Iterator[tuple[str, Par
     assert not left, f"the table lacks {', '.join(left)}"
 
 
-def _pieces(
+def _iter_slices(
     param: Param,
     row: Tensor,
     layer: int,
@@ -296,8 +298,8 @@ def _pieces(
     taken: dict[str, int],
     lanes: int,
     blocks: Mapping[str, int],
-) -> Iterator[Piece]:
-    form = form_of(row.dims)
+) -> Iterator[TensorSlice]:
+    form = parse_axis_mapping(row.dims)
     shape = form.shape(param.shape)
     stacked: Index = () if place < 0 else (place,)
     at = form.ours.index(form.named) if form.named else -1
@@ -312,15 +314,17 @@ def _pieces(
         if name in blocks:
             taken[name] = in_block + shape[0]
             first = number * blocks[name] + in_block
-            yield Piece(name, first, shape, whole, form, param.shape, stacked=count)
+            yield TensorSlice(name, first, shape, whole, form, param.shape, stacked=count)
             continue
         first = taken.get(name, 0)
         taken[name] = first + (1 if lanes else shape[0])
-        start, lane = (0, Lane(first, lanes)) if lanes else (first, Lane())
-        yield Piece(name, start, shape, whole, form, param.shape, lane)
+        start, lane = (0, InterleavedSlice(first, lanes)) if lanes else (first, InterleavedSlice())
+        yield TensorSlice(name, start, shape, whole, form, param.shape, lane)
 
 
-def part_of(piece: Piece, region: tuple[range, ...]) -> tuple[Index, tuple[slice, ...]] | None:
+def intersect(
+    piece: TensorSlice, region: tuple[range, ...]
+) -> tuple[Index, tuple[slice, ...]] | None:
     """(where in an array of that region, which part of the piece's array of ours); None: nowhere.
 
     A region has for each dim of the parameter the indices that are wanted.
@@ -338,7 +342,7 @@ def part_of(piece: Piece, region: tuple[range, ...]) -> tuple[Index, tuple[slice
     return tuple(inside), tuple(taken)
 
 
-def slab(both: Mapped, name: str, most: int) -> tuple[int, ...]:
+def import_slab_shape(both: TensorMapping, name: str, most: int) -> tuple[int, ...]:
     """The shape of parts of a parameter that read whole rows of tensors, few of them at a time.
 
     A part has at most `most` elements, unless a single row has more.
@@ -354,7 +358,7 @@ def slab(both: Mapped, name: str, most: int) -> tuple[int, ...]:
     return tuple(found)
 
 
-def readable(both: Mapped, name: str, chunk: Sequence[int]) -> tuple[int, ...]:
+def export_slab_shape(both: TensorMapping, name: str, chunk: Sequence[int]) -> tuple[int, ...]:
     """The shape of parts of whole rows of tensors that reads each chunk of a parameter once."""
     shape, piece = both.shapes[name], both.pieces[name][0]
     counting, lead = _divisible(shape, piece)
@@ -364,7 +368,7 @@ def readable(both: Mapped, name: str, chunk: Sequence[int]) -> tuple[int, ...]:
     )
 
 
-def _divisible(shape: tuple[int, ...], piece: Piece) -> tuple[list[int], int]:
+def _divisible(shape: tuple[int, ...], piece: TensorSlice) -> tuple[list[int], int]:
     """The dims that count tensors, and the outer one of a tensor's rows."""
     counting = [dim for dim, index in enumerate(piece.at) if isinstance(index, int)]
     return counting, len(shape) - len(piece.sizes) + piece.lead
@@ -386,7 +390,7 @@ def copy(target: np.ndarray, source: np.ndarray) -> None:
         # Plain numbers: of other types numpy keeps other threads waiting.
         plain = np.dtype(f"u{target.dtype.itemsize}")
         target, source = target.view(plain), source.view(plain)
-    target, source = _merged(target, source)
+    target, source = _merge_contiguous_dims(target, source)
     fast = _fastest(target), _fastest(source)
     if fast[0] == fast[1]:
         np.copyto(target, source, casting="unsafe")
@@ -404,7 +408,7 @@ def _transpose(target: np.ndarray, source: np.ndarray) -> None:
             target[column : column + _BLOCK, row : row + _BLOCK] = block.T
 
 
-def _merged(target: np.ndarray, source: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _merge_contiguous_dims(target: np.ndarray, source: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Both with the dims in one that lie behind each other in both, and at least two."""
     sizes: list[int] = []
     steps: list[tuple[int, int]] = []

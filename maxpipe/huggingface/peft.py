@@ -24,28 +24,28 @@ import numpy as np
 from etils import epath
 
 from maxpipe.checkpoint import contents, digests
-from maxpipe.checkpoint.address import parse
-from maxpipe.checkpoint.folder import BASE, Base, Folder
-from maxpipe.checkpoint.manager import step_of
-from maxpipe.checkpoint.reader import digest_of
-from maxpipe.checkpoint.storage import FOLDER as CHECKPOINTS
+from maxpipe.checkpoint.address import parse_address
+from maxpipe.checkpoint.folder import BASE, AdapterBase, CheckpointFolder
+from maxpipe.checkpoint.manager import resolve_step
+from maxpipe.checkpoint.reader import combine_digests
+from maxpipe.checkpoint.storage import CHECKPOINTS_FOLDER as CHECKPOINTS
 from maxpipe.checkpoint.writer import Region
 from maxpipe.config.schema import Config
 from maxpipe.errors import ConfigError
-from maxpipe.huggingface.mapping import Mapped, Piece
-from maxpipe.huggingface.safetensors import DTYPES, Writer
-from maxpipe.huggingface.source import Source, folder_of, opened
-from maxpipe.io.typed import checked
+from maxpipe.huggingface.mapping import TensorMapping, TensorSlice
+from maxpipe.huggingface.safetensors import DTYPES, SafetensorsWriter
+from maxpipe.huggingface.source import HuggingFaceFolder, folder_of, open_folder
+from maxpipe.io.typed import check_type
 from maxpipe.models.config import AdapterConfig
 from maxpipe.models.frozen import names_in_layers
 from maxpipe.models.low_rank import DOWN, LENGTH, UP, is_held
 from maxpipe.models.registry import describe
 from maxpipe.models.spec import Kind, Model
-from maxpipe.nn.adapters import held_and_back
-from maxpipe.parallel.adapted import Adapted
+from maxpipe.nn.adapters import quantize_dequantize
+from maxpipe.parallel.adapted import LoraWeight
 
 
-class Readable(NamedTuple):
+class LazyArray(NamedTuple):
     """An array on disk, or one that is made of several."""
 
     shape: tuple[int, ...]
@@ -55,32 +55,32 @@ class Readable(NamedTuple):
     read: Callable[[Region], np.ndarray]
 
 
-def readable(path: epath.Path, name: str) -> Readable:
+def open_lazy_array(path: epath.Path, name: str) -> LazyArray:
     """An array of a checkpoint."""
-    array = contents.stored(path, name)
+    array = contents.open_array(path, name)
     shape = tuple(array.shape)
     part = tuple(array.chunk_layout.read_chunk.shape or shape)
-    return Readable(
+    return LazyArray(
         shape, array.dtype.numpy_dtype, part, lambda region: array[region].read().result()
     )
 
 
-def whole(array: Readable) -> np.ndarray:
+def read_all(array: LazyArray) -> np.ndarray:
     """All of it."""
     return array.read(tuple(slice(0, size) for size in array.shape))
 
 
-class Place(NamedTuple):
+class MatrixLocation(NamedTuple):
     """Of a matrix: its kind of layer, and (part, name) there."""
 
     kind: Kind
     key: tuple[str, str]
 
 
-def places(model: Model) -> dict[str, Place]:
+def matrix_locations(model: Model) -> dict[str, MatrixLocation]:
     """By their names in checkpoints the matrices of layers, as they are without adapters."""
     return {
-        name: Place(kind, key)
+        name: MatrixLocation(kind, key)
         for each, kind in model.kinds.items()
         for key, name in names_in_layers(model, each).items()
         if key in kind.declared
@@ -88,7 +88,7 @@ def places(model: Model) -> dict[str, Place]:
 
 
 @dataclass(frozen=True)
-class Beside:
+class CheckpointAdapters:
     """Adapters of a checkpoint, and the base that they belong to."""
 
     path: epath.Path
@@ -96,28 +96,30 @@ class Beside:
     prefix: str
     """Of the names of its trained parameters."""
     config: Config
-    said: Base
-    _sums: dict[str, digests.Sum] = field(default_factory=dict)
+    said: AdapterBase
+    _sums: dict[str, digests.ArrayDigest] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @classmethod
-    def of(cls, path: epath.Path, prefix: str, config: Config, data: Mapping[str, Any]) -> Beside:
+    def of(
+        cls, path: epath.Path, prefix: str, config: Config, data: Mapping[str, Any]
+    ) -> CheckpointAdapters:
         """Raises ValueError or KeyError: the checkpoint does not say which base it belongs to."""
-        return cls(path, prefix, config, checked(data[BASE], Base))
+        return cls(path, prefix, config, check_type(data[BASE], AdapterBase))
 
     @cached_property
     def _model(self) -> Model:
         return describe(self.config.model)
 
     @cached_property
-    def base(self) -> Source | epath.Path:
+    def base(self) -> HuggingFaceFolder | epath.Path:
         """A Hugging Face folder, or that of a step."""
         address = self.said["address"]
         if (folder := folder_of(address)) is not None:
-            return opened(folder, "base")
-        found = parse(address)
-        steps = Folder(os.path.join(found.home, CHECKPOINTS))
-        return steps / step_of(steps, found)
+            return open_folder(folder, "base")
+        found = parse_address(address)
+        steps = CheckpointFolder(os.path.join(found.home, CHECKPOINTS))
+        return steps / resolve_step(steps, found)
 
     def factor(self, name: str, end: str) -> np.ndarray:
         """Of the matrix of that name, for all layers.
@@ -126,35 +128,37 @@ class Beside:
             Damaged: it cannot be decoded.
         """
         full_name = f"{self.prefix}{name}{end}"
-        return contents.understood(lambda: whole(readable(self.path, full_name)))
+        return contents.call_detecting_damage(
+            lambda: read_all(open_lazy_array(self.path, full_name))
+        )
 
-    def _base(self, name: str, shape: tuple[int, ...]) -> Readable:
+    def _base(self, name: str, shape: tuple[int, ...]) -> LazyArray:
         """One of the base's arrays in the type of training, whose sum is taken while it is read."""
-        source, place = self.base, places(self._model).get(name)
+        source, place = self.base, matrix_locations(self._model).get(name)
         exact = place.kind.declared[place.key].exact if place else ""
         dtype = jnp.dtype(exact or self.config.model.param_dtype)
-        if isinstance(source, Source):
+        if isinstance(source, HuggingFaceFolder):
             size = self.config.model.vocab_size
             read, part = lambda region: source.region(name, dtype, region, size), shape
         else:
-            array = readable(source, f"params.{name}")
+            array = open_lazy_array(source, f"params.{name}")
             read, part, shape = array.read, array.part, array.shape
-        total = digests.Sum(str(dtype), shape)
+        total = digests.ArrayDigest(str(dtype), shape)
         self._sums[name] = total
 
         def counted(region: Region) -> np.ndarray:
             values = np.asarray(read(region)).astype(dtype)
-            mine = digests.Sum(total.dtype, total.shape)
+            mine = digests.ArrayDigest(total.dtype, total.shape)
             mine.add(values, [each.start for each in region])
             with self._lock:
                 total.join(mine)
             return values
 
-        return Readable(shape, dtype, part, counted)
+        return LazyArray(shape, dtype, part, counted)
 
-    def array(self, name: str, shape: tuple[int, ...]) -> Readable:
+    def array(self, name: str, shape: tuple[int, ...]) -> LazyArray:
         """One of the parameters of the model that both are."""
-        base, place = self._base(name, shape), places(self._model).get(name)
+        base, place = self._base(name, shape), matrix_locations(self._model).get(name)
         if place is None or not (is_held(*place) or place.key in place.kind.adapters):
             return base
         kind, key = place
@@ -167,7 +171,7 @@ class Beside:
             found = np.empty(every.shape, np.float32)
             for number, each in enumerate(every):
                 weight = jnp.asarray(each)
-                weight = held_and_back(kind, key, weight) if is_held(kind, key) else weight
+                weight = quantize_dequantize(kind, key, weight) if is_held(kind, key) else weight
                 found[number] = weight.astype(jnp.float32)
                 if ends:
                     found[number] = self._merged(
@@ -175,20 +179,24 @@ class Beside:
                     )
             return found[(slice(None), *rest)]
 
-        return Readable(base.shape, np.dtype(np.float32), (1, *base.shape[1:]), read)
+        return LazyArray(base.shape, np.dtype(np.float32), (1, *base.shape[1:]), read)
 
     def _merged(
-        self, place: Place, factors: Mapping[str, np.ndarray], layer: int, weight: np.ndarray
+        self,
+        place: MatrixLocation,
+        factors: Mapping[str, np.ndarray],
+        layer: int,
+        weight: np.ndarray,
     ) -> Any:
         adapter = place.kind.adapters[place.key]
         down, up = (jnp.asarray(factors[end][layer]) for end in (DOWN, UP))
         lengths = jnp.asarray(factors[LENGTH][layer]) if LENGTH in factors else None
         scale, summed = adapter.scale, adapter.summed
-        return Adapted(jnp.asarray(weight), down, up, lengths, None, scale, 0.0, summed).merged()
+        return LoraWeight(jnp.asarray(weight), down, up, lengths, None, scale, 0.0, summed).merged()
 
     def check(self) -> None:
         """Raises ConfigError if what was read of the base is not what adapters were trained on."""
-        if (found := digest_of(self._sums)) != self.said["digest"]:
+        if (found := combine_digests(self._sums)) != self.said["digest"]:
             raise ConfigError.one(
                 "base",
                 self.said["address"],
@@ -200,7 +208,7 @@ class Beside:
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX, _WEIGHT = "base_model.model.", ".weight"
-_ENDS = {DOWN: "lora_A.weight", UP: "lora_B.weight", LENGTH: "lora_magnitude_vector"}
+_PEFT_SUFFIXES = {DOWN: "lora_A.weight", UP: "lora_B.weight", LENGTH: "lora_magnitude_vector"}
 
 
 class _Matrix(NamedTuple):
@@ -209,12 +217,17 @@ class _Matrix(NamedTuple):
     name: str
     module: str
     layer: int
-    piece: Piece
-    place: Place
+    piece: TensorSlice
+    place: MatrixLocation
 
 
 def write_adapters(
-    adapters: Beside, model: Model, both: Mapped, here: Path, dtype: str, base: str | None
+    adapters: CheckpointAdapters,
+    model: Model,
+    both: TensorMapping,
+    here: Path,
+    dtype: str,
+    base: str | None,
 ) -> list[str]:
     """Writes both files, and returns the modules that have an adapter.
 
@@ -226,7 +239,7 @@ def write_adapters(
     """
     matrices = list(_matrices(model, both))
     tensors = {name: (DTYPES[dtype], values.shape) for name, values in _tensors(adapters, matrices)}
-    with Writer(here / WEIGHTS, tensors) as writer:
+    with SafetensorsWriter(here / WEIGHTS, tensors) as writer:
         for name, values in _tensors(adapters, matrices):
             writer.write(name, values.astype(DTYPES[dtype]))
     config, modules = adapters.config.adapter, [each.module for each in matrices]
@@ -235,16 +248,20 @@ def write_adapters(
     return modules
 
 
-def _matrices(model: Model, both: Mapped) -> Iterator[_Matrix]:
+def _matrices(model: Model, both: TensorMapping) -> Iterator[_Matrix]:
     shared: dict[str, int] = {}
     for pieces in both.pieces.values():
         for piece in pieces:
             shared[piece.tensor] = shared.get(piece.tensor, 0) + 1
-    for name, place in places(model).items():
+    for name, place in matrix_locations(model).items():
         if place.key not in place.kind.adapters:
             continue
         for layer, piece in enumerate(both.pieces[name]):
-            if shared[piece.tensor] > 1 or piece.lane.every > 1 or not _is_product(place, piece):
+            if (
+                shared[piece.tensor] > 1
+                or piece.lane.every > 1
+                or not _is_plain_matmul(place, piece)
+            ):
                 raise ConfigError.one(
                     "command line: --adapter",
                     None,
@@ -256,25 +273,31 @@ def _matrices(model: Model, both: Mapped) -> Iterator[_Matrix]:
             yield _Matrix(name, module, layer, piece, place)
 
 
-def _sides(place: Place, piece: Piece) -> tuple[list[int], list[int], bool]:
+def _input_output_dims(
+    place: MatrixLocation, piece: TensorSlice
+) -> tuple[list[int], list[int], bool]:
     """Our dims in the order of theirs, of what goes in and of what comes out."""
     summed, ours = place.kind.adapters[place.key].summed, piece.form.ours
     outer, inner = ([ours.index(each) for each in group] for group in piece.form.theirs)
     return inner, outer, set(inner) == set(range(summed))
 
 
-def _is_product(place: Place, piece: Piece) -> bool:
-    return len(piece.form.theirs) == 2 and not piece.form.named and _sides(place, piece)[2]
+def _is_plain_matmul(place: MatrixLocation, piece: TensorSlice) -> bool:
+    return (
+        len(piece.form.theirs) == 2 and not piece.form.named and _input_output_dims(place, piece)[2]
+    )
 
 
-def _tensors(adapters: Beside, matrices: list[_Matrix]) -> Iterator[tuple[str, np.ndarray]]:
+def _tensors(
+    adapters: CheckpointAdapters, matrices: list[_Matrix]
+) -> Iterator[tuple[str, np.ndarray]]:
     known: dict[str, dict[str, np.ndarray]] = {}
     for name, module, layer, piece, place in matrices:
         part, own = place.key
         if name not in known:
-            ends = [end for end in _ENDS if (part, own + end) in place.kind.stored]
+            ends = [end for end in _PEFT_SUFFIXES if (part, own + end) in place.kind.stored]
             known[name] = {end: adapters.factor(name, end) for end in ends}
-        inner, outer, _ = _sides(place, piece)
+        inner, outer, _ = _input_output_dims(place, piece)
         for end, values in known[name].items():
             mine = np.asarray(values[layer])
             if end == DOWN:
@@ -285,11 +308,11 @@ def _tensors(adapters: Beside, matrices: list[_Matrix]) -> Iterator[tuple[str, n
                 order = [each + len(first) for each in rest]
                 turned = mine.transpose([*order, *first])
                 turned = turned.reshape(-1, *mine.shape[:1] if first else ())
-            yield f"{_PREFIX}{module}.{_ENDS[end]}", turned
+            yield f"{_PREFIX}{module}.{_PEFT_SUFFIXES[end]}", turned
 
 
 def _config(
-    config: AdapterConfig, base: str, modules: list[str], both: Mapped
+    config: AdapterConfig, base: str, modules: list[str], both: TensorMapping
 ) -> Mapping[str, Any]:
     return {
         "peft_type": "LORA",
@@ -307,7 +330,7 @@ def _config(
     }
 
 
-def _names(modules: list[str], both: Mapped) -> list[str]:
+def _names(modules: list[str], both: TensorMapping) -> list[str]:
     """Last parts of the modules' names where all that have one are meant, else whole names."""
     last = lambda name: name.rpartition(".")[2]  # noqa: E731
     every = [name.removesuffix(_WEIGHT) for name in both.tensors if name.endswith(_WEIGHT)]

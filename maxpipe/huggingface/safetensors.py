@@ -22,8 +22,8 @@ import ml_dtypes
 import numpy as np
 
 from maxpipe.errors import ConfigError
-from maxpipe.io.files import opened
-from maxpipe.io.typed import parse
+from maxpipe.io.files import open_regular
+from maxpipe.io.typed import parse_json
 
 DTYPES: Mapping[str, np.dtype] = {
     "F32": np.dtype(np.float32),
@@ -49,7 +49,7 @@ _METADATA = "__metadata__"
 _ALIGNMENT = 8
 
 
-class Entry(NamedTuple):
+class TensorEntry(NamedTuple):
     """Where a tensor is in its file."""
 
     dtype: str
@@ -59,7 +59,7 @@ class Entry(NamedTuple):
     end: int
 
 
-class Reader:
+class SafetensorsReader:
     """One file. Each read opens it again: a folder may have hundreds."""
 
     def __init__(self, path: Path):
@@ -72,7 +72,9 @@ class Reader:
         try:
             self._start, self.entries = _header(path)
         except (OSError, ValueError, RecursionError) as error:
-            raise damaged(path, getattr(error, "strerror", None) or str(error)) from error
+            raise damaged_file_error(
+                path, getattr(error, "strerror", None) or str(error)
+            ) from error
 
     def read(
         self,
@@ -96,19 +98,19 @@ class Reader:
         found = np.empty(shape, dtype)
         buffer = _bytes(found)
         try:
-            with open(opened(self.path), "rb", buffering=0) as stream:
+            with open(open_regular(self.path), "rb", buffering=0) as stream:
                 stream.seek(self._start + begin)
                 done = 0
                 while done < len(buffer) and (count := stream.readinto(buffer[done:])):
                     done += count
         except OSError as error:
-            raise damaged(self.path, error.strerror or str(error)) from error
+            raise damaged_file_error(self.path, error.strerror or str(error)) from error
         if done < len(buffer):
-            raise damaged(self.path, f"ends inside the tensor {shown(name)}")
+            raise damaged_file_error(self.path, f"ends inside the tensor {quote_name(name)}")
         return found
 
 
-def damaged(path: Path, reason: str) -> ConfigError:
+def damaged_file_error(path: Path, reason: str) -> ConfigError:
     """The error for a file that is not what it should be."""
     return ConfigError.one(
         str(path),
@@ -118,13 +120,13 @@ def damaged(path: Path, reason: str) -> ConfigError:
     )
 
 
-def shown(name: str) -> str:
+def quote_name(name: str) -> str:
     """A tensor's name in a message, quoted and cut."""
     return repr(name if len(name) <= 100 else f"{name[:97]}...")
 
 
-def _header(path: Path) -> tuple[int, dict[str, Entry]]:
-    with open(opened(path), "rb") as stream:
+def _header(path: Path) -> tuple[int, dict[str, TensorEntry]]:
+    with open(open_regular(path), "rb") as stream:
         size = os.fstat(stream.fileno()).st_size
         first = stream.read(_LENGTH.size)
         if len(first) < _LENGTH.size:
@@ -136,7 +138,7 @@ def _header(path: Path) -> tuple[int, dict[str, Entry]]:
             raise ValueError(f"its header claims {length:,} bytes, and the file has {size:,}")
         text = stream.read(length)
     start = _LENGTH.size + length
-    parse(text, dict[str, Any])  # its bounds; below only to see names that come twice
+    parse_json(text, dict[str, Any])  # its bounds; below only to see names that come twice
     content = json.loads(text, object_pairs_hook=_unique)
     metadata = content.pop(_METADATA, {})
     if not isinstance(metadata, dict):
@@ -150,20 +152,20 @@ def _unique(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in pairs:
         if name in found:
-            raise ValueError(f"its header has {shown(name)} twice")
+            raise ValueError(f"its header has {quote_name(name)} twice")
         found[name] = value
     return found
 
 
-def _entry(name: str, value: Any) -> Entry:
+def _entry(name: str, value: Any) -> TensorEntry:
     def refuse(reason: str) -> ValueError:
-        return ValueError(f"its header says of {shown(name)} {reason}")
+        return ValueError(f"its header says of {quote_name(name)} {reason}")
 
     if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
         raise refuse("other things than dtype, shape and data_offsets")
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
     if not isinstance(dtype, str) or dtype not in _BITS:
-        raise refuse(f"the unknown type {shown(str(dtype))}")
+        raise refuse(f"the unknown type {quote_name(str(dtype))}")
     if isinstance(shape, list) and len(shape) > _MAX_DIMS:
         raise refuse(f"a shape of {len(shape):,} dims, at most {_MAX_DIMS} are read")
     if not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2:
@@ -176,7 +178,7 @@ def _entry(name: str, value: Any) -> Entry:
             raise refuse(f"a shape of more than 2**63 bytes, {shape}")
     if 8 * (end - begin) != bits:
         raise refuse(f"{end - begin} bytes, and {dtype} {shape} takes {bits / 8:g}")
-    return Entry(dtype, tuple(shape), begin, end)
+    return TensorEntry(dtype, tuple(shape), begin, end)
 
 
 def _are_sizes(found: object) -> bool:
@@ -185,20 +187,20 @@ def _are_sizes(found: object) -> bool:
     )
 
 
-def _check_places(entries: Mapping[str, Entry], size: int) -> None:
+def _check_places(entries: Mapping[str, TensorEntry], size: int) -> None:
     """Tensors fill the file: without overlaps, holes or ends outside."""
     place = 0
     for name, entry in sorted(entries.items(), key=lambda each: each[1][2:]):
         if entry.begin != place:
             words = "overlaps the one before" if entry.begin < place else "leaves a hole before it"
-            raise ValueError(f"the tensor {shown(name)} {words}")
+            raise ValueError(f"the tensor {quote_name(name)} {words}")
         place = entry.end
     if place != size:
         words = "is longer" if size > place else "ends too early"
         raise ValueError(f"it {words}: its tensors take {place:,} bytes, and it has {size:,}")
 
 
-class Writer:
+class SafetensorsWriter:
     """One file, of which all names, types and shapes are known before; its rows in any order."""
 
     def __init__(self, path: Path, tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]]):
@@ -209,10 +211,10 @@ class Writer:
         """
         place = 0
         header: dict[str, Any] = {_METADATA: {"format": "pt"}}
-        self._entries: dict[str, Entry] = {}
+        self._entries: dict[str, TensorEntry] = {}
         for name, (dtype, shape) in tensors.items():
             end = place + math.prod(shape) * dtype.itemsize
-            self._entries[name] = Entry(_NAMES[dtype], shape, place, end)
+            self._entries[name] = TensorEntry(_NAMES[dtype], shape, place, end)
             header[name] = {
                 "dtype": _NAMES[dtype],
                 "shape": list(shape),
@@ -260,7 +262,7 @@ class Writer:
         assert place + len(data) <= self._start + entry.end
         _write(self._file, data, place)
 
-    def __enter__(self) -> Writer:
+    def __enter__(self) -> SafetensorsWriter:
         return self
 
     def __exit__(

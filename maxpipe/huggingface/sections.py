@@ -12,20 +12,20 @@ from maxpipe.config.keys import KEYS, family_section, names_in
 from maxpipe.config.load import load
 from maxpipe.config.rules import did_you_mean
 from maxpipe.errors import ConfigError
-from maxpipe.huggingface.statements import settled
+from maxpipe.huggingface.statements import normalize
 from maxpipe.io.files import read
-from maxpipe.io.typed import parse
+from maxpipe.io.typed import parse_json
 from maxpipe.models.config import ModelConfig
 from maxpipe.models.huggingface import HuggingFace, Kept, Ours, Unlike, Whole, written
 from maxpipe.models.registry import FAMILIES
 
 FILE = "config.json"
 _MAX_BYTES = 1 << 24
-_MOST_LAYERS = 10_000
+_MAX_LAYERS = 10_000
 _DTYPES = ("dtype", "torch_dtype")
 
 # Of every config.json of transformers; they say nothing about the logits of the model itself.
-_ABOUT_FILES = frozenset(
+_IGNORED_KEYS = frozenset(
     {"architectures", "model_type", "transformers_version", "_name_or_path", *_DTYPES}
     | {"auto_map", "_attn_implementation_autoset", "attn_implementation", "is_llama_config"}
     | {"return_dict", "output_hidden_states", "output_attentions", "chunk_size_feed_forward"}
@@ -36,7 +36,7 @@ _ABOUT_FILES = frozenset(
 
 
 @dataclass(frozen=True)
-class Described:
+class ModelDescription:
     """What a config.json describes."""
 
     table: HuggingFace
@@ -57,7 +57,7 @@ class Described:
         return model_of(self.section, FILE)
 
 
-def described(folder: Path) -> Described:
+def read_description(folder: Path) -> ModelDescription:
     """What a folder's config.json describes.
 
     Raises:
@@ -65,7 +65,7 @@ def described(folder: Path) -> Described:
     """
     path = folder / FILE
     try:
-        content = parse(read(path, _MAX_BYTES), dict[str, Any])
+        content = parse_json(read(path, _MAX_BYTES), dict[str, Any])
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise ConfigError.one(
@@ -81,19 +81,19 @@ def described(folder: Path) -> Described:
             rule = f"must be an object: {whole.architecture} has its language model's config there."
             raise ConfigError.one(f"{path}: {whole.section}", json.dumps(inner), rule, _COPY)
     try:
-        found = settled(content, table, whole)
+        found = normalize(content, table, whole)
     except Unlike as unlike:
-        raise _refused(str(path), table, unlike) from unlike
+        raise _conversion_error(str(path), table, unlike) from unlike
     content = found.content
     ours = _read(path, table, content)
     section: dict[str, Any] = {"family": family, family: {}}
     for name, value in ours.items():
         *outer, key = name.split(".")
         (section[family] if outer else section)[key] = value
-    if ours["num_layers"] > _MOST_LAYERS:
-        rule = f"must be at most {_MOST_LAYERS}: no model has more layers."
+    if ours["num_layers"] > _MAX_LAYERS:
+        rule = f"must be at most {_MAX_LAYERS}: no model has more layers."
         raise ConfigError.one(f"{path}: num_hidden_layers", ours["num_layers"], rule, _COPY)
-    known = table.names() | _ABOUT_FILES
+    known = table.names() | _IGNORED_KEYS
     kept = {
         row.theirs: content[row.theirs]
         for row in table.keys
@@ -101,7 +101,7 @@ def described(folder: Path) -> Described:
     }
     unknown = (*(name for name in content if name not in known), *found.unread)
     model_of(section, str(path))  # every rule about a model
-    return Described(table, section, kept, unknown, whole, tuple(found.differences))
+    return ModelDescription(table, section, kept, unknown, whole, tuple(found.differences))
 
 
 def model_of(section: Mapping[str, Any], where: str) -> ModelConfig:
@@ -156,9 +156,9 @@ def _read(path: Path, table: HuggingFace, content: Mapping[str, Any]) -> dict[st
     for row in table.keys:
         try:
             for name, value in row.read(content, ours).items():
-                ours[name] = _typed(f"model.{name}", value)
+                ours[name] = _coerce(f"model.{name}", value)
         except Unlike as unlike:
-            raise _refused(str(path), table, unlike) from unlike
+            raise _conversion_error(str(path), table, unlike) from unlike
         except (TypeError, ZeroDivisionError, OverflowError) as error:
             given = {name: content.get(name) for name in row.names}
             rule = f"must be as {table.architecture} writes it: {error}."
@@ -166,7 +166,7 @@ def _read(path: Path, table: HuggingFace, content: Mapping[str, Any]) -> dict[st
     return ours
 
 
-def _refused(where: str, table: HuggingFace, unlike: Unlike) -> ConfigError:
+def _conversion_error(where: str, table: HuggingFace, unlike: Unlike) -> ConfigError:
     return ConfigError.one(
         f"{where}: {unlike.key}",
         json.dumps(unlike.given)[:200],
@@ -177,7 +177,7 @@ def _refused(where: str, table: HuggingFace, unlike: Unlike) -> ConfigError:
     )
 
 
-def _typed(key: str, value: Any) -> Any:
+def _coerce(key: str, value: Any) -> Any:
     """The value in the type of our key: a whole number may stand for a float."""
     kind = KEYS[key]
     if kind is float and type(value) is int:
@@ -228,11 +228,11 @@ def table_for(config: ModelConfig) -> tuple[HuggingFace, dict[str, Any]]:
         "model.family",
         config.family,
         "has no Hugging Face form.",
-        f"Families that have one: {', '.join(_with_form())}.",
+        f"Families that have one: {', '.join(_exportable_families())}.",
     )
 
 
-def _with_form() -> Iterator[str]:
+def _exportable_families() -> Iterator[str]:
     return (each.name for each in FAMILIES.values() if each.huggingface)
 
 

@@ -22,12 +22,12 @@ import numpy as np
 from maxpipe.checkpoint.digests import num_non_finite
 from maxpipe.errors import ConfigError
 from maxpipe.huggingface import layouts, mapping
-from maxpipe.huggingface.mapping import Mapped, Piece, mapped, part_of
-from maxpipe.huggingface.safetensors import DTYPES, Reader, shown
-from maxpipe.huggingface.sections import FILE, Described, described
-from maxpipe.io.files import full, read
-from maxpipe.io.text import counted
-from maxpipe.io.typed import parse
+from maxpipe.huggingface.mapping import TensorMapping, TensorSlice, intersect, map_tensors
+from maxpipe.huggingface.safetensors import DTYPES, SafetensorsReader, quote_name
+from maxpipe.huggingface.sections import FILE, ModelDescription, read_description
+from maxpipe.io.files import expand_path, read
+from maxpipe.io.text import pluralize
+from maxpipe.io.typed import parse_json
 from maxpipe.models.config import ModelConfig
 from maxpipe.models.registry import describe
 
@@ -36,12 +36,12 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PREFIX = "hf:"
 """In front of a folder in `checkpoint.restore_from`."""
 
-WITHOUT_AHEAD: Mapping[str, Any] = {"heads_ahead": 0, "ahead": "projection"}
+WITHOUT_MTP: Mapping[str, Any] = {"heads_ahead": 0, "ahead": "projection"}
 """Keys of a model without heads that predict further ahead."""
 
 _MAX_INDEX_BYTES = 1 << 26
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}\.safetensors")
-_LACKING = 1000
+_MAX_MISSING_TENSORS = 1000
 """More tensors than these are not looked for."""
 _UNKNOWN_LENGTH = 2048
 """Tokens of a row, where config.json does not say."""
@@ -59,18 +59,18 @@ def folder_of(text: str) -> str | None:
 
 
 @dataclass(frozen=True)
-class Source:
+class HuggingFaceFolder:
     """A folder whose tensors are those of the model that its config.json describes."""
 
     folder: Path
-    described: Described
+    described: ModelDescription
     config: ModelConfig
-    mapped: Mapped
+    mapped: TensorMapping
     left_out: tuple[str, ...]
     """Names of tensors that are not the model's, and known not to be."""
     without_ahead: int
     """Layers that predict further ahead, of which config.json says and no tensor is there."""
-    _files: Mapping[str, Reader]
+    _files: Mapping[str, SafetensorsReader]
     """By the table's name of a tensor."""
     _names: Mapping[str, str]
     """The same, the name in the file."""
@@ -78,12 +78,12 @@ class Source:
     @cached_property
     def dtypes(self) -> Mapping[str, str]:
         """Type of each tensor of an export, by its name there; copies only if they are here."""
-        both = mapped(describe(self.config), self.described.table)
+        both = map_tensors(describe(self.config), self.described.table)
         found: dict[str, str] = {}
         for name, pieces in both.pieces.items():
-            here = {_numbers(piece): piece.tensor for piece in self.mapped.pieces[name]}
+            here = {_layer_and_expert(piece): piece.tensor for piece in self.mapped.pieces[name]}
             for piece in pieces:
-                dtype = self._entry(here[_numbers(piece)]).dtype
+                dtype = self._entry(here[_layer_and_expert(piece)]).dtype
                 # Of two types that one tensor will have: the one that holds the numbers of both.
                 found[piece.tensor] = dtype if found.get(piece.tensor, dtype) == dtype else "F32"
         copies = {name: found[it] for name, it in both.originals.items() if name in self._files}
@@ -146,12 +146,12 @@ class Source:
             )
         inner = found[tuple(slice(0, len(each)) for each in wanted)]
         for piece in self.mapped.pieces[name]:
-            if (parts := part_of(piece, wanted)) is not None and inner.size:
+            if (parts := intersect(piece, wanted)) is not None and inner.size:
                 inside, taken = parts
                 self._fill(inner[inside], piece, taken)
         return found
 
-    def _fill(self, target: np.ndarray, piece: Piece, taken: tuple[slice, ...]) -> None:
+    def _fill(self, target: np.ndarray, piece: TensorSlice, taken: tuple[slice, ...]) -> None:
         """Reads that part of the piece's array of ours, some rows at a time."""
         dim = piece.lead_kept
         wanted = taken[dim]
@@ -162,7 +162,7 @@ class Source:
             here[dim] = slice(first - part.start, end - part.start)
             mapping.copy(target[tuple(there)], ours[tuple(here)])
 
-    def _blocks(self, piece: Piece, part: slice) -> Iterator[tuple[slice, np.ndarray]]:
+    def _blocks(self, piece: TensorSlice, part: slice) -> Iterator[tuple[slice, np.ndarray]]:
         """(part of the lead dim, the piece's array there), as much as is good to have at a time."""
         width = math.prod(piece.shape) // piece.sizes[piece.lead]
         step = max(1, _BLOCK_ELEMENTS // width)
@@ -208,7 +208,7 @@ class Source:
             raise ConfigError.one(
                 f"{self._files[name].path}: {self._names[name]}",
                 None,
-                f"holds {counted(bad, 'value')} that are NaN or infinite, with which nothing can "
+                f"holds {pluralize(bad, 'value')} that are NaN or infinite, with which nothing can "
                 "go on.",
                 "Copy the file again, or take the weights from before they went wrong.",
             )
@@ -251,18 +251,18 @@ class Source:
         return True
 
 
-def _numbers(piece: Piece) -> tuple[int, ...]:
+def _layer_and_expert(piece: TensorSlice) -> tuple[int, ...]:
     """Which layer and expert a piece is of: the same in all layouts."""
     return tuple(index for index in piece.at if isinstance(index, int))
 
 
-def opened(folder: str, where: str = "command line: DIR") -> Source:
+def open_folder(folder: str, where: str = "command line: DIR") -> HuggingFaceFolder:
     """A folder, of which every header is checked. `where` names what gave it.
 
     Raises:
         ConfigError: it holds something else, or other tensors than its config.json says.
     """
-    path = full(folder, where)
+    path = expand_path(folder, where)
     if not folder.strip() or "\0" in folder or not os.path.isdir(path):
         raise ConfigError.one(
             where,
@@ -270,17 +270,17 @@ def opened(folder: str, where: str = "command line: DIR") -> Source:
             "must be a folder on this machine with config.json and safetensors files.",
             "Download the model first, and give its folder.",
         )
-    if not (path / FILE).exists() and (error := layouts.adapter(path)) is not None:
+    if not (path / FILE).exists() and (error := layouts.adapter_error(path)) is not None:
         raise error
-    said = described(path)
+    said = read_description(path)
     present = _tensors(path)
     known = {name: layouts.canonical(name) for name in present}
-    said, lacking = _without_ahead(said, known.values())
+    said, lacking = _without_mtp(said, known.values())
     names: dict[str, str] = {}
     others: list[str] = []
     patterns = (
         *said.table.unused,
-        *_further_behind(said, known.values()),
+        *_undeclared_mtp_patterns(said, known.values()),
         *(said.whole.others if said.whole else ()),
     )
     for name, mine in known.items():
@@ -288,14 +288,14 @@ def opened(folder: str, where: str = "command line: DIR") -> Source:
             others.append(name)
             continue
         if mine in names:
-            raise layouts.twice(path, names[mine], name)
+            raise layouts.duplicate_tensor_error(path, names[mine], name)
         names[mine] = name
     files = {mine: present[name] for mine, name in names.items()}
-    table = layouts.arranged(said.table, names)
+    table = layouts.adapt_table(said.table, names)
     try:
-        model = mapped(describe(said.config), table, len(present) + _LACKING)
+        model = map_tensors(describe(said.config), table, len(present) + _MAX_MISSING_TENSORS)
     except ValueError as error:
-        raise layouts.far_more(path, len(present)) from error
+        raise layouts.missing_tensors_error(path, len(present)) from error
     wanted, copies = dict(model.tensors), {*model.originals}
     if HEAD not in wanted:
         wanted[HEAD] = wanted[model.pieces[EMBEDDING][0].tensor]
@@ -304,14 +304,14 @@ def opened(folder: str, where: str = "command line: DIR") -> Source:
     missing = [name for name in wanted if name not in names]
     surplus = [names[name] for name in names if name not in wanted]
     if missing or surplus:
-        raise layouts.misfit(path, said, missing, surplus)
+        raise layouts.tensor_mismatch_error(path, said, missing, surplus)
     _check_entries(path, wanted, files, names)
-    source = Source(path, said, said.config, model, tuple(others), lacking, files, names)
+    source = HuggingFaceFolder(path, said, said.config, model, tuple(others), lacking, files, names)
     source.check_copies()
     return source
 
 
-def _without_ahead(said: Described, present: Iterable[str]) -> tuple[Described, int]:
+def _without_mtp(said: ModelDescription, present: Iterable[str]) -> tuple[ModelDescription, int]:
     """What is said of a folder without layers ahead if it has none, and their number.
 
     transformers leaves them out when it saves, and their number in config.json.
@@ -320,10 +320,10 @@ def _without_ahead(said: Described, present: Iterable[str]) -> tuple[Described, 
     prefixes = tuple(f"model.layers.{layers + number}." for number in range(count))
     if not count or any(name.startswith(prefixes) for name in present):
         return said, 0
-    return replace(said, section={**said.section, **WITHOUT_AHEAD}), count
+    return replace(said, section={**said.section, **WITHOUT_MTP}), count
 
 
-def _further_behind(said: Described, present: Iterable[str]) -> frozenset[str]:
+def _undeclared_mtp_patterns(said: ModelDescription, present: Iterable[str]) -> frozenset[str]:
     """Patterns of the tensors of layers ahead that are there and of which config.json does not say.
 
     A layer is one of them if it has what only they have, so that a number of layers that is too
@@ -339,16 +339,16 @@ def _further_behind(said: Described, present: Iterable[str]) -> frozenset[str]:
     return frozenset(found)
 
 
-def _tensors(folder: Path) -> dict[str, Reader]:
+def _tensors(folder: Path) -> dict[str, SafetensorsReader]:
     """By its name in the files."""
     if (folder / SINGLE).exists():
-        reader = Reader(folder / SINGLE)
+        reader = SafetensorsReader(folder / SINGLE)
         return dict.fromkeys(reader.entries, reader)
     path = folder / INDEX
     try:
-        content = parse(read(path, _MAX_INDEX_BYTES), _Index)
+        content = parse_json(read(path, _MAX_INDEX_BYTES), _Index)
     except FileNotFoundError as error:
-        raise layouts.weightless(folder, SINGLE, INDEX) from error
+        raise layouts.missing_weights_error(folder, SINGLE, INDEX) from error
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         rule = f"must say which file has which tensor: {reason}."
@@ -358,21 +358,21 @@ def _tensors(folder: Path) -> dict[str, Reader]:
         if not _FILE_NAME.fullmatch(name):
             rule = "must name files of this folder only: NAME.safetensors."
             action = "Do not use this folder: no tool writes such names."
-            raise ConfigError.one(str(path), shown(name), rule, action)
+            raise ConfigError.one(str(path), quote_name(name), rule, action)
         if not (folder / name).exists():
             rule = f"names {name}, and {folder} has no such file."
             raise ConfigError.one(str(path), None, rule, "Download the files that are missing.")
-    files = {name: Reader(folder / name) for name in dict.fromkeys(listed.values())}
-    found: dict[str, Reader] = {}
+    files = {name: SafetensorsReader(folder / name) for name in dict.fromkeys(listed.values())}
+    found: dict[str, SafetensorsReader] = {}
     for name, reader in files.items():
         for tensor in reader.entries:
             if listed.get(tensor) != name:
                 there = f"in {listed[tensor]}" if tensor in listed else "nowhere"
-                rule = f"says that {shown(tensor)} is {there}, and {name} has it."
+                rule = f"says that {quote_name(tensor)} is {there}, and {name} has it."
                 raise ConfigError.one(str(path), None, rule, "Copy the folder again, whole.")
             found[tensor] = reader
     if lacking := [name for name in listed if name not in found]:
-        rule = f"says that {listed[lacking[0]]} has {shown(lacking[0])}, and it does not."
+        rule = f"says that {listed[lacking[0]]} has {quote_name(lacking[0])}, and it does not."
         raise ConfigError.one(str(path), None, rule, "Copy the folder again, whole.")
     return found
 
@@ -380,7 +380,7 @@ def _tensors(folder: Path) -> dict[str, Reader]:
 def _check_entries(
     folder: Path,
     wanted: Mapping[str, tuple[int, ...]],
-    files: Mapping[str, Reader],
+    files: Mapping[str, SafetensorsReader],
     names: Mapping[str, str],
 ) -> None:
     for name, shape in wanted.items():
@@ -394,6 +394,6 @@ def _check_entries(
             raise layouts.wrong_shape(folder, where, name, entry.shape, shape)
 
 
-def num_params(source: Source) -> int:
+def num_params(source: HuggingFaceFolder) -> int:
     """Parameters of the model, a tied table once."""
     return sum(math.prod(shape) for shape in source.mapped.shapes.values())

@@ -15,7 +15,7 @@ from maxpipe.models.huggingface import HuggingFace, Rotary, Theirs, Twice, Unlik
 
 _LENGTH, _ORIGINAL = "max_position_embeddings", "original_max_position_embeddings"
 _TYPES = Twice("dtype", "torch_dtype")
-_STRETCHING = ("llama3", "yarn", "longrope", "su")
+_LENGTH_SCALING_TYPES = ("llama3", "yarn", "longrope", "su")
 """Types of rotary positions that read the original length."""
 
 _HETEROGENEOUS = "per_layer_config"
@@ -23,7 +23,7 @@ _HETEROGENEOUS = "per_layer_config"
 
 
 @dataclass
-class Settled:
+class NormalizedConfig:
     """A config.json in which each value is stated once."""
 
     content: dict[str, Any]
@@ -55,15 +55,15 @@ class Settled:
             )
 
 
-def settled(content: Theirs, table: HuggingFace, whole: Whole | None = None) -> Settled:
+def normalize(content: Theirs, table: HuggingFace, whole: Whole | None = None) -> NormalizedConfig:
     """Return the content of a config.json with each value in the place where rows read it.
 
     Raises:
         Unlike: it states something that no family computes.
     """
-    found = Settled(dict(content))
+    found = NormalizedConfig(dict(content))
     if whole is not None:
-        _inner(found, content, table, whole)
+        _select_language_model(found, content, table, whole)
     if found.content.get(_HETEROGENEOUS):
         raise Unlike(
             _HETEROGENEOUS,
@@ -71,7 +71,7 @@ def settled(content: Theirs, table: HuggingFace, whole: Whole | None = None) -> 
             "must be null: layers that differ so are not computed.",
         )
     for twice in (_TYPES, *table.twice):
-        _once(found, twice)
+        _merge_duplicate(found, twice)
     for row in table.keys:
         if isinstance(row, Period) and (other := row.restated(found.content)) is not None:
             found.unread_if_other("layer_types", found.content["layer_types"], *other)
@@ -88,7 +88,9 @@ def settled(content: Theirs, table: HuggingFace, whole: Whole | None = None) -> 
     return found
 
 
-def _inner(found: Settled, content: Theirs, table: HuggingFace, whole: Whole) -> None:
+def _select_language_model(
+    found: NormalizedConfig, content: Theirs, table: HuggingFace, whole: Whole
+) -> None:
     """Take the section of the language model, whose keys count; embeddings are tied outside."""
     inner = dict(content[whole.section])
     for name in sorted(table.names() & content.keys() & inner.keys() - {_TIED}):
@@ -102,7 +104,7 @@ def _inner(found: Settled, content: Theirs, table: HuggingFace, whole: Whole) ->
 _TIED = "tie_word_embeddings"
 
 
-def _once(found: Settled, twice: Twice) -> None:
+def _merge_duplicate(found: NormalizedConfig, twice: Twice) -> None:
     used, other = (found.content.get(name) for name in (twice.used, twice.other))
     if twice.is_read:
         value = found.first((twice.used, used), (twice.other, other))
@@ -115,18 +117,18 @@ def _once(found: Settled, twice: Twice) -> None:
             found.content[twice.other] = value
 
 
-def _rotary(found: Settled, row: Rotary) -> dict[str, Any]:
+def _rotary(found: NormalizedConfig, row: Rotary) -> dict[str, Any]:
     """Return the parameters of rotary positions, with base, type and lengths among them."""
     content = found.content
     scaling, where = an_object(content, "rope_scaling"), "rope_parameters"
     if row.layers:
-        said, where = _of_layers(found, row, scaling)
+        said, where = _rope_of_layer_type(found, row, scaling)
     else:
-        said = _stated(an_object(content, "rope_parameters"))
+        said = _drop_nulls(an_object(content, "rope_parameters"))
         if content.get("rope_parameters") is None and not scaling:
             said = dict(row.absent)
         if scaling:
-            said, where = _of_scaling(found, _stated(scaling), said), "rope_scaling"
+            said, where = _rope_from_scaling(found, _drop_nulls(scaling), said), "rope_scaling"
     kind = found.first(
         (f"{where}.rope_type", said.get("rope_type")),
         (f"{where}.type", said.pop("type", None)),
@@ -145,23 +147,23 @@ def _rotary(found: Settled, row: Rotary) -> dict[str, Any]:
         said[_SHARE] = content[_SHARE] = share
     if isinstance(kind, str) and not row.layers:
         _lengths(found, row, said, where, kind)
-    _read_by(found, row, said, where, kind)
+    _drop_unread(found, row, said, where, kind)
     return said
 
 
 _SHARE = "partial_rotary_factor"
 
 
-def _stated(said: Theirs) -> dict[str, Any]:
+def _drop_nulls(said: Theirs) -> dict[str, Any]:
     return {name: value for name, value in said.items() if value is not None}
 
 
-def _of_scaling(
-    found: Settled, scaling: dict[str, Any], parameters: Mapping[str, Any]
+def _rope_from_scaling(
+    found: NormalizedConfig, scaling: dict[str, Any], parameters: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return `rope_scaling`, which counts as a whole; base and type may be stated in both."""
     mine = {**scaling, "rope_type": scaling.get("rope_type", scaling.get("type"))}
-    outside = {"rope_theta": found.content.get("rope_theta")} | _stated(mine)
+    outside = {"rope_theta": found.content.get("rope_theta")} | _drop_nulls(mine)
     for name, value in parameters.items():
         used = outside.get(name)
         path = f"rope_scaling.{name}" if name in mine else name
@@ -171,11 +173,17 @@ def _of_scaling(
     return scaling
 
 
-def _of_layers(found: Settled, row: Rotary, scaling: Theirs) -> tuple[dict[str, Any], str]:
+def _rope_of_layer_type(
+    found: NormalizedConfig, row: Rotary, scaling: Theirs
+) -> tuple[dict[str, Any], str]:
     """Return the parameters of one type of layers; those of `rope_scaling` count before them."""
     parameters = an_object(found.content, "rope_parameters")
     inner = parameters.get(row.layers)
-    said = {"rope_type": "default"} if inner is None else _stated(an_object(parameters, row.layers))
+    said = (
+        {"rope_type": "default"}
+        if inner is None
+        else _drop_nulls(an_object(parameters, row.layers))
+    )
     where = f"rope_parameters.{row.layers}"
     found.unread += [
         f"rope_parameters.{name}"
@@ -183,7 +191,7 @@ def _of_layers(found: Settled, row: Rotary, scaling: Theirs) -> tuple[dict[str, 
         if value is not None and not isinstance(value, dict)
     ]
     if row.scalings:
-        for name, value in _stated(scaling).items():
+        for name, value in _drop_nulls(scaling).items():
             if inner is not None:
                 found.first((f"rope_scaling.{name}", value), (f"{where}.{name}", said.get(name)))
             said[name] = value
@@ -191,11 +199,13 @@ def _of_layers(found: Settled, row: Rotary, scaling: Theirs) -> tuple[dict[str, 
     return said, where
 
 
-def _lengths(found: Settled, row: Rotary, said: dict[str, Any], where: str, kind: str) -> None:
+def _lengths(
+    found: NormalizedConfig, row: Rotary, said: dict[str, Any], where: str, kind: str
+) -> None:
     """The original length, and a factor that follows from two lengths."""
     content = found.content
     length = content.get(_LENGTH) or row.longest or None
-    if kind not in _STRETCHING:
+    if kind not in _LENGTH_SCALING_TYPES:
         return
     stated = said.get(_ORIGINAL)
     outside = content.get(_ORIGINAL) or row.original or None
@@ -205,7 +215,7 @@ def _lengths(found: Settled, row: Rotary, said: dict[str, Any], where: str, kind
     if original is None:
         return
     said[_ORIGINAL] = original
-    _factor_is_there(content, kind, where)
+    _check_yarn_factor(content, kind, where)
     if kind == "llama3" or length is None or not _are_numbers(length, original):
         return
     ratio = length / original
@@ -216,7 +226,7 @@ def _lengths(found: Settled, row: Rotary, said: dict[str, Any], where: str, kind
         found.unread_if_other(f"{where}.factor", said["factor"], path, ratio)
 
 
-def _factor_is_there(content: Theirs, kind: str, where: str) -> None:
+def _check_yarn_factor(content: Theirs, kind: str, where: str) -> None:
     """Raise Unlike if YaRN's factor is absent: transformers computes it only where it is null."""
     objects = [content.get(name) or {} for name in ("rope_scaling", "rope_parameters")]
     if kind == "yarn" and any(objects) and not any("factor" in said for said in objects):
@@ -232,7 +242,9 @@ def _are_numbers(*values: Any) -> bool:
     return all(type(value) in (int, float) and value > 0 for value in values)
 
 
-def _read_by(found: Settled, row: Rotary, said: dict[str, Any], where: str, kind: Any) -> None:
+def _drop_unread(
+    found: NormalizedConfig, row: Rotary, said: dict[str, Any], where: str, kind: Any
+) -> None:
     """Drop what the type does not read. Raises Unlike if that turns another part of a head."""
     rows = (*row.scalings.get(kind, ()), *row.beside.get(kind, ())) if _is_name(kind) else ()
     if _is_name(kind) and kind != "default" and kind not in row.scalings:
@@ -242,12 +254,12 @@ def _read_by(found: Settled, row: Rotary, said: dict[str, Any], where: str, kind
         rule = f"must be 1 in this model with rope_type = {kind!r}: whole heads turn."
         raise Unlike(f"{where}.{_SHARE}", said[_SHARE], rule)
     for name in said.keys() - known:
-        if name != _SHARE and name not in _PLACED:
+        if name != _SHARE and name not in _ALWAYS_SET:
             found.unread.append(f"{where}.{name}")
         del said[name]
 
 
-_PLACED = (_ORIGINAL, "factor")
+_ALWAYS_SET = (_ORIGINAL, "factor")
 """Set here for all types that stretch, read by some."""
 
 

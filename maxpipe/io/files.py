@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from maxpipe.errors import ConfigError, StorageError
-from maxpipe.io.typed import parse
+from maxpipe.io.typed import parse_json
 
 T = TypeVar("T")
 
 
-def scheme(path: str | os.PathLike[str]) -> str:
+def url_scheme(path: str | os.PathLike[str]) -> str:
     """`gs` of `gs://bucket/name`; empty of a path in a file system.
 
     A `://` elsewhere is part of a name.
@@ -33,7 +33,7 @@ def scheme(path: str | os.PathLike[str]) -> str:
     return found[1] if found else ""
 
 
-def full(path: str | Path, where: str = "path") -> Path:
+def expand_path(path: str | Path, where: str = "path") -> Path:
     """The path with `~` or `~name` in front as the home folder that it stands for.
 
     `where` names what gave the path: a key or an option.
@@ -56,11 +56,11 @@ def has_home() -> bool:
     return os.path.expanduser("~") != "~"
 
 
-class Unfit(OSError):
+class UnsafeFileError(OSError):
     """A file that is not read or written here: not a regular one, too large, or a link."""
 
 
-def opened(path: str | os.PathLike[str], flags: int = os.O_RDONLY, mode: int = 0o666) -> int:
+def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY, mode: int = 0o666) -> int:
     """A descriptor of a regular file; what is written is never reached through a link.
 
     Raises:
@@ -74,20 +74,20 @@ def opened(path: str | os.PathLike[str], flags: int = os.O_RDONLY, mode: int = 0
         # Truncated only after the check.
         descriptor = os.open(os.path.expanduser(path), flags & ~os.O_TRUNC, mode)
     except ValueError as error:
-        raise Unfit(errno.EINVAL, "it is not a path", repr(path)) from error
+        raise UnsafeFileError(errno.EINVAL, "it is not a path", repr(path)) from error
     except OSError as error:
         if writes and error.errno == errno.ELOOP:
             words = "it is a symbolic link, and nothing is written through one"
-            raise Unfit(errno.ELOOP, words, str(path)) from error
+            raise UnsafeFileError(errno.ELOOP, words, str(path)) from error
         if error.errno == errno.ENXIO:  # a pipe without a reader
-            raise Unfit(errno.EINVAL, "it is not a regular file", str(path)) from error
+            raise UnsafeFileError(errno.EINVAL, "it is not a regular file", str(path)) from error
         raise
     try:
         kind = os.fstat(descriptor).st_mode
         if stat.S_ISDIR(kind):
-            raise Unfit(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+            raise UnsafeFileError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
         if not stat.S_ISREG(kind):
-            raise Unfit(errno.EINVAL, "it is not a regular file", str(path))
+            raise UnsafeFileError(errno.EINVAL, "it is not a regular file", str(path))
         if flags & os.O_TRUNC:
             os.ftruncate(descriptor, 0)
     except OSError:
@@ -103,15 +103,15 @@ def read(path: str | os.PathLike[str], most: int) -> bytes:
         Unfit: it is larger, which must not fill the memory, or no regular file.
         OSError: it cannot be read.
     """
-    with open(opened(path), "rb") as stream:
+    with open(open_regular(path), "rb") as stream:
         large = os.fstat(stream.fileno()).st_size > most
         content = b"" if large else stream.read(most + 1)
     if large or len(content) > most:
-        raise Unfit(errno.EFBIG, f"it is larger than {most} bytes", str(path))
+        raise UnsafeFileError(errno.EFBIG, f"it is larger than {most} bytes", str(path))
     return content
 
 
-def check_place(path: str | os.PathLike[str]) -> None:
+def check_can_write(path: str | os.PathLike[str]) -> None:
     """Whether a file can be written there, as far as that is known before; nothing is changed.
 
     Raises:
@@ -136,17 +136,20 @@ def write(path: str | os.PathLike[str], content: str | bytes) -> None:
     data = content.encode() if isinstance(content, str) else content
     path = os.path.expanduser(path)
     partial, mode = f"{path}.partial", None
-    with contextlib.suppress(FileNotFoundError), open(opened(path, os.O_WRONLY), "wb") as before:
+    with (
+        contextlib.suppress(FileNotFoundError),
+        open(open_regular(path, os.O_WRONLY), "wb") as before,
+    ):
         mode = stat.S_IMODE(os.fstat(before.fileno()).st_mode)
     try:
-        with open(opened(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as stream:
+        with open(open_regular(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as stream:
             stream.write(data)
             stream.flush()
             os.fsync(stream.fileno())
             if mode is not None:
                 os.fchmod(stream.fileno(), mode)
         os.replace(partial, path)
-    except Unfit:
+    except UnsafeFileError:
         raise
     except OSError:
         with contextlib.suppress(OSError):
@@ -154,7 +157,7 @@ def write(path: str | os.PathLike[str], content: str | bytes) -> None:
         raise
 
 
-def lines(
+def read_lines(
     path: str | os.PathLike[str], *, longest: int = 1 << 20, most: int = 1 << 32
 ) -> Iterator[tuple[int, bytes]]:
     """Offset and content of each line with its end, but of none longer than `longest` bytes.
@@ -163,9 +166,9 @@ def lines(
         Unfit: it has more than `most` bytes, or is no regular file.
         OSError: it cannot be read.
     """
-    with open(opened(path), "rb") as stream:
+    with open(open_regular(path), "rb") as stream:
         if os.fstat(stream.fileno()).st_size > most:
-            raise Unfit(errno.EFBIG, f"it is larger than {most} bytes", str(path))
+            raise UnsafeFileError(errno.EFBIG, f"it is larger than {most} bytes", str(path))
         offset, too_long = 0, False
         while line := stream.readline(longest):
             ends = line.endswith(b"\n")
@@ -175,7 +178,7 @@ def lines(
             offset += len(line)
 
 
-def records(path: str | os.PathLike[str], kind: type[T]) -> Iterator[T]:
+def read_json_lines(path: str | os.PathLike[str], kind: type[T]) -> Iterator[T]:
     """The JSON values of a file with one a line; other lines are left out.
 
     A kill or a full disk leaves half a line, another release may write other records.
@@ -183,14 +186,14 @@ def records(path: str | os.PathLike[str], kind: type[T]) -> Iterator[T]:
     Raises:
         OSError: it cannot be read.
     """
-    for _, line in lines(path):
+    for _, line in read_lines(path):
         try:
-            yield parse(line, kind)
+            yield parse_json(line, kind)
         except ValueError:
             continue
 
 
-def check_writable(folder: Path, names: Iterable[str]) -> None:
+def check_regular_files(folder: Path, names: Iterable[str]) -> None:
     """Checks that those of these files that exist are regular: no links, no pipes.
 
     A folder that was copied or unpacked may hold one; what follows a link writes to its target.
@@ -236,7 +239,7 @@ def _files(patterns: tuple[str, ...]) -> list[Path]:
 
 
 @functools.cache
-def store() -> Any:
+def gcs_filesystem() -> Any:
     """All buckets as one file system, whose paths may begin with `gs://`.
 
     Raises:

@@ -21,13 +21,13 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
-from maxpipe.errors import printable
+from maxpipe.errors import escape_control_chars
 
 REDACTED = "<redacted>"
 
 _T = TypeVar("_T")
 
-_FORMS = re.compile(
+_SECRET_FORMS = re.compile(
     r"""
     -----BEGIN[ A-Z]*PRIVATE[ ]KEY-----.*?(?:-----END[ A-Z]*PRIVATE[ ]KEY-----|\Z)
     | \bhf_[A-Za-z0-9]{16,}
@@ -43,114 +43,114 @@ _FORMS = re.compile(
 )
 """Secrets by their form. A path loses one of a URL's slashes."""
 
-_NAME = (
+_SECRET_NAME = (
     r"pass(?:word|wd|phrase)|secret|api[_-]?key|access[_-]?key|private[_-]?key|credential"
     r"|authorization|signature|(?:access|api|auth|bearer|id|refresh|session)-?token"
     r"|(?<![A-Za-z])(?<!bos_|eos_|pad_|unk_|sep_|cls_|per_)(?<!mask_)token(?![A-Za-z])"
 )
 """Part of a secret's name: `HF_TOKEN` is one, `eos_token`, `experts_per_token`, `train.tokens` and
 `tokenizer` are not."""
-_NAMES = re.compile(_NAME, re.IGNORECASE)
-_GIVEN = re.compile(
-    rf"""((?<![\w.-])[\w.-]*(?:{_NAME})[\w.-]*(?:[ ]?=[ ]?|["']\s*[:=]\s*)"""
+_SECRET_NAME_PATTERN = re.compile(_SECRET_NAME, re.IGNORECASE)
+_NAMED_SECRET = re.compile(
+    rf"""((?<![\w.-])[\w.-]*(?:{_SECRET_NAME})[\w.-]*(?:[ ]?=[ ]?|["']\s*[:=]\s*)"""
     r"""|\bauthorization:\s*(?:\w+\s+)?|\bbearer\s+|[?&]sig=)"""
     r"""("[^"]*"|'[^']*'|[^\s"'&,;]+)""",
     re.IGNORECASE,
 )
 """A secret that follows its name, as in `--api-key=...`, `?token=...`, `Authorization: ...`."""
 
-_SHORTEST = 8
+_MIN_ENVIRONMENT_CHARS = 8
 """Characters of an environment variable's value below which it is no secret but a word."""
-_SHORTEST_GIVEN = 4
+_MIN_ARGUMENT_CHARS = 4
 """The same of a value on the command line."""
 
-_given: tuple[str, ...] = ()
+_registered_secrets: tuple[str, ...] = ()
 """Secrets of this process's command line."""
 
 
 @functools.lru_cache(4096)
 def is_secret_name(name: str) -> bool:
     """Whether the value of this name is a secret."""
-    return _NAMES.search(name) is not None
+    return _SECRET_NAME_PATTERN.search(name) is not None
 
 
-def text(given: str) -> str:
+def redact_text(given: str) -> str:
     """`given` without secrets."""
     left, end = [], 0
-    for start, stop in sorted(_secrets(given)):
+    for start, stop in sorted(_secret_spans(given)):
         if start >= end:
             left += [given[end:start], REDACTED]
         end = max(end, stop)
     return "".join([*left, given[end:]])
 
 
-def _secrets(given: str) -> Iterator[tuple[int, int]]:
+def _secret_spans(given: str) -> Iterator[tuple[int, int]]:
     """Spans of the secrets: all found in the same text, since one may be part of another."""
-    for value in (*_given, *_held_by_environment()):
+    for value in (*_registered_secrets, *_environment_secrets()):
         for each in {value, value.replace("\n", "\\n")}:  # an error's heading is one line
             start = given.find(each)
             while start >= 0:
                 yield start, start + len(each)
                 start = given.find(each, start + 1)
-    for found in _FORMS.finditer(given):
+    for found in _SECRET_FORMS.finditer(given):
         slash = found["slash"] if found["slash"] is not None else found["more"]
         is_address = slash is not None
         yield found.start() + len(slash or ""), found.end() - is_address
-    for found in _GIVEN.finditer(given):
+    for found in _NAMED_SECRET.finditer(given):
         yield found.span(2)
 
 
-def shown(given: str) -> str:
+def redact_for_terminal(given: str) -> str:
     """The text for a terminal: without secrets and without control characters.
 
     It may come from a file or another process; line breaks are kept.
     """
-    return printable(text(given))
+    return escape_control_chars(redact_text(given))
 
 
-def within(value: _T, name: str = "") -> _T:
+def redact_value(value: _T, name: str = "") -> _T:
     """`value`, made of mappings, sequences and dataclasses, without secrets. `name` is its key."""
-    return _within(value, name)
+    return _redact(value, name)
 
 
-def _within(value: Any, name: str) -> Any:
+def _redact(value: Any, name: str) -> Any:
     if isinstance(value, str):
-        return REDACTED if value and is_secret_name(name) else text(value)
+        return REDACTED if value and is_secret_name(name) else redact_text(value)
     if isinstance(value, Mapping):
-        return {key: _within(item, str(key)) for key, item in value.items()}
+        return {key: _redact(item, str(key)) for key, item in value.items()}
     if name == "environment" and isinstance(value, list):
-        return [_within(item, "") for item in variables(value)]
+        return [_redact(item, "") for item in redact_variable_names(value)]
     if isinstance(value, list | tuple):
-        return type(value)([_within(item, name) for item in value])
+        return type(value)([_redact(item, name) for item in value])
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-        return dataclasses.replace(value, **_within(fields, name))
+        return dataclasses.replace(value, **_redact(fields, name))
     return value
 
 
-def learn(argv: Sequence[str]) -> None:
+def register_secrets(argv: Sequence[str]) -> None:
     """Registers the secrets of this command line, for redaction wherever a message repeats them.
 
     Of `run.name=password=X` a hint would say `Set run.name=password-X`.
     """
     global _given
-    found = [value for _, value in _GIVEN.findall("\n".join(argv))]
+    found = [value for _, value in _NAMED_SECRET.findall("\n".join(argv))]
     found += [value for name, value in itertools.pairwise(argv) if _is_secret_option(name)]
     for arg in argv:  # the values must be names, but may hold anything
         if arg.startswith("launch.environment"):
             found += re.findall(r"[=:]\s*([^\s\[\]{},=:]*[^\s\[\]{},=:A-Z0-9_][^\s\[\]{},]*)", arg)
     values = {value.strip("\"'") for value in found}
-    _given = tuple(each for each in values if len(each) >= _SHORTEST_GIVEN)
+    _given = tuple(each for each in values if len(each) >= _MIN_ARGUMENT_CHARS)
 
 
 def _is_secret_option(arg: str) -> bool:
     return arg.startswith("-") and "=" not in arg and is_secret_name(arg)
 
 
-def variables(names: Any) -> Any:
+def redact_variable_names(names: Any) -> Any:
     """A list that should hold names of variables only: anything else in it counts as secret."""
     if isinstance(names, list | tuple):
-        return [variables(each) for each in names]
+        return [redact_variable_names(each) for each in names]
     if isinstance(names, Mapping):
         return dict.fromkeys(names, REDACTED)
     if not isinstance(names, str) or re.fullmatch(r"[A-Za-z_]\w*", names):
@@ -159,12 +159,12 @@ def variables(names: Any) -> Any:
     return f"{name[0] if name else ''}={REDACTED}".removeprefix("=")
 
 
-def arguments(argv: Sequence[str]) -> list[str]:
+def redact_argv(argv: Sequence[str]) -> list[str]:
     """A command line without secrets: also `--token VALUE`, where name and value are two."""
     names = ["", *(arg if arg.startswith("-") and "=" not in arg else "" for arg in argv)]
-    return [within(arg, name) for name, arg in zip(names, argv, strict=False)]
+    return [redact_value(arg, name) for name, arg in zip(names, argv, strict=False)]
 
 
-def _held_by_environment() -> set[str]:
+def _environment_secrets() -> set[str]:
     held = {value for name, value in os.environ.items() if is_secret_name(name)}
-    return {value for value in held if len(value) >= _SHORTEST}
+    return {value for value in held if len(value) >= _MIN_ENVIRONMENT_CHARS}

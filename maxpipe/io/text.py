@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 
-def counted(number: int, noun: str) -> str:
+def pluralize(number: int, noun: str) -> str:
     """`1 slice`, `2 slices`, `3 batches`."""
     plural = "es" if noun.endswith(("s", "x", "ch", "sh")) else "s"
     return f"{number} {noun}{'' if number == 1 else plural}"
@@ -14,7 +14,7 @@ def counted(number: int, noun: str) -> str:
 _PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
-def scaled(number: float, unit: str) -> str:
+def format_si(number: float, unit: str) -> str:
     """A number with four digits, and its unit with a prefix: `21.35 GFLOP`."""
     for size, prefix in _PREFIXES:
         if abs(number) >= size * (1 - 5e-5):  # 999,960 is 1 M in four digits, not 1000 k
@@ -22,7 +22,7 @@ def scaled(number: float, unit: str) -> str:
     return f"{number:.4g} {unit}"
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """A time with three digits: `1.51 s`, `86.2 ms`, `99.7 us`."""
     for size, unit in ((1.0, "s"), (1e-3, "ms")):
         if seconds >= size * (1 - 5e-4):  # 0.9996 s is 1 s in three digits, not 1e+03 ms
@@ -30,7 +30,7 @@ def duration(seconds: float) -> str:
     return f"{seconds * 1e6:.3g} us"
 
 
-def millions(count: float) -> str:
+def format_count(count: float) -> str:
     """A number of parameters or tokens: `8.03 B`, `0.852 M`, `9,216`."""
     if count < 1e4:
         return f"{count:,.0f}"
@@ -38,22 +38,22 @@ def millions(count: float) -> str:
     return f"{count / size:.3g} {unit}" if count < 1e12 else f"{count / size:,.0f} {unit}"
 
 
-def sentence(text: str) -> str:
+def capitalize_first(text: str) -> str:
     """The text with its first letter as a capital; other letters are kept, as in TPU."""
     return text[:1].upper() + text[1:]
 
 
-def up(value: int, factor: int) -> int:
+def round_up(value: int, factor: int) -> int:
     """The next multiple of `factor`."""
     return max(1, -(-value // factor)) * factor
 
 
-def divisors(value: int) -> str:
+def format_divisors(value: int) -> str:
     """Divisors that a user would choose, at most 4096."""
-    return listed(d for d in range(1, min(value, 4096) + 1) if value % d == 0)
+    return format_choices(d for d in range(1, min(value, 4096) + 1) if value % d == 0)
 
 
-def listed(numbers: Iterable[int]) -> str:
+def format_choices(numbers: Iterable[int]) -> str:
     """`1, 2, 4 or 8`; of many, the first few and the last."""
     words = [str(number) for number in numbers]
     if len(words) > 8:

@@ -5,21 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-Path = tuple[str, ...]
+KeyPath = tuple[str, ...]
 
 
-def flat(tree: Mapping[str, Any]) -> dict[Path, Any]:
+def flatten(tree: Mapping[str, Any]) -> dict[KeyPath, Any]:
     """`{"a": {"b": x}}` as `{("a", "b"): x}`; dicts without leaves are left out."""
-    found: dict[Path, Any] = {}
+    found: dict[KeyPath, Any] = {}
     for name, part in tree.items():
         if isinstance(part, Mapping):
-            found |= {(name, *path): leaf for path, leaf in flat(part).items()}
+            found |= {(name, *path): leaf for path, leaf in flatten(part).items()}
         else:
             found[(name,)] = part
     return found
 
 
-def nested(leaves: Mapping[Path, Any]) -> dict[str, Any]:
+def unflatten(leaves: Mapping[KeyPath, Any]) -> dict[str, Any]:
     """The way back."""
     tree: dict[str, Any] = {}
     for (*folders, name), leaf in leaves.items():

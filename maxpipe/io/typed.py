@@ -41,18 +41,18 @@ AnyFloat = Annotated[float, "any"]
 MAX_DEPTH = 32
 """Deepest nesting of brackets; maxpipe writes fewer than ten levels."""
 
-_LARGEST = 2**63
-_MOST_DIGITS = 308
+_MAX_INT = 2**63
+_MAX_DIGITS = 308
 """With these a whole number has a float."""
 _STRIDE = 30
-_DIGITS = re.compile(rf"[0-9]{{{_MOST_DIGITS // _STRIDE}}}")
+_DIGITS = re.compile(rf"[0-9]{{{_MAX_DIGITS // _STRIDE}}}")
 """Of every 30th character: a longer number has that many digits among them. The expression is
 slower than the parser itself where it reads all characters."""
 _STRING_OR_BRACKET = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"?|[\[\]{}]', re.DOTALL)
-_NAMES = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
+_TYPE_NAMES = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
 
 
-def parse(text: str | bytes, kind: type[T], *, most_depth: int = MAX_DEPTH) -> T:
+def parse_json(text: str | bytes, kind: type[T], *, most_depth: int = MAX_DEPTH) -> T:
     """JSON text as a value of `kind`.
 
     Raises:
@@ -66,20 +66,20 @@ def parse(text: str | bytes, kind: type[T], *, most_depth: int = MAX_DEPTH) -> T
         raise ValueError(f"it has brackets {depth} deep, at most {most_depth} are read")
     # A function for each number is slow, and Python's own limit depends on its settings.
     may_be_long = _DIGITS.search(text[::_STRIDE])
-    value = json.loads(text, parse_int=_whole) if may_be_long else json.loads(text)
-    return checked(value, kind)
+    value = json.loads(text, parse_int=_parse_int) if may_be_long else json.loads(text)
+    return check_type(value, kind)
 
 
-def _whole(digits: str) -> int:
-    if len(digits.lstrip("-")) > _MOST_DIGITS:
+def _parse_int(digits: str) -> int:
+    if len(digits.lstrip("-")) > _MAX_DIGITS:
         raise ValueError(
             f"it has a whole number of {len(digits.lstrip('-')):,} digits, {digits[:12]}..., at "
-            f"most {_MOST_DIGITS} are read"
+            f"most {_MAX_DIGITS} are read"
         )
     return int(digits)
 
 
-def checked(value: object, kind: type[T]) -> T:
+def check_type(value: object, kind: type[T]) -> T:
     """The value, which is of `kind`.
 
     Raises:
@@ -120,13 +120,13 @@ def _check(value: object, kind: Any, where: str) -> None:
     elif is_typeddict(kind):
         _check_object(value, kind, where)
     elif origin is dict:
-        for name, each in _as(dict, value, where, "an object").items():
-            _check(each, args[1], _below(where, name))
+        for name, each in _require_type(dict, value, where, "an object").items():
+            _check(each, args[1], _child_path(where, name))
     elif origin is list:
-        for number, each in enumerate(_as(list, value, where, "a list")):
+        for number, each in enumerate(_require_type(list, value, where, "a list")):
             _check(each, args[0], f"{where}[{number}]")
     elif origin is tuple:
-        items = _as(list, value, where, "a list")
+        items = _require_type(list, value, where, "a list")
         if len(items) != len(args):
             raise ValueError(f"{where} must have {len(args)} entries, it has {len(items)}")
         for number, (each, of) in enumerate(zip(items, args, strict=True)):
@@ -146,13 +146,13 @@ def _check_union(value: object, kinds: tuple[Any, ...], where: str) -> None:
 
 
 def _check_object(value: object, kind: Any, where: str) -> None:
-    found = _as(dict, value, where, "an object")
+    found = _require_type(dict, value, where, "an object")
     keys, required = _keys(kind)
     if missing := sorted(required - found.keys()):
         raise ValueError(f"{where} lacks {', '.join(missing)}")
     for name, of in keys.items():
         if name in found:
-            _check(found[name], of, _below(where, name))
+            _check(found[name], of, _child_path(where, name))
 
 
 @functools.cache
@@ -176,37 +176,37 @@ def _check_scalar(value: object, kind: Any, where: str) -> None:
         return
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not (is_number if kind is float else type(value) is kind):
-        raise ValueError(f"{where} must be {_NAMES[kind]}")
-    if isinstance(value, int) and abs(value) >= _LARGEST:
+        raise ValueError(f"{where} must be {_TYPE_NAMES[kind]}")
+    if isinstance(value, int) and abs(value) >= _MAX_INT:
         raise ValueError(f"{where} must be below 2**63")
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"{where} must be finite")
 
 
-def _as(kind: type[T], value: object, where: str, name: str) -> T:
+def _require_type(kind: type[T], value: object, where: str, name: str) -> T:
     if not isinstance(value, kind):
         raise ValueError(f"{where} must be {name}")
     return value
 
 
-def _below(where: str, name: object) -> str:
+def _child_path(where: str, name: object) -> str:
     text = str(name)[:80]
     return text if where == "it" else f"{where}.{text}"
 
 
-def was(key: str) -> dict[str, str]:
+def renamed_from(key: str) -> dict[str, str]:
     """Metadata of a field: the full key that it had before."""
     return {"was": key}
 
 
-def before(value: Any) -> dict[str, Any]:
+def legacy_value(value: Any) -> dict[str, Any]:
     """Metadata of a field: what runs did before there was the key, if not what its default says."""
     return {"before": value}
 
 
-def checksummed(content: Mapping[str, Any], *, indent: int | None = 1) -> str:
+def dump_checksummed(content: Mapping[str, Any], *, indent: int | None = 1) -> str:
     """As JSON with a digest of itself; in one line without `indent`."""
-    return json.dumps({**content, "sha256": _own_digest(content)}, indent=indent)
+    return json.dumps({**content, "sha256": _digest(content)}, indent=indent)
 
 
 def parse_checksummed(text: str | bytes, kind: type[T]) -> T:
@@ -215,11 +215,11 @@ def parse_checksummed(text: str | bytes, kind: type[T]) -> T:
     Raises:
         ValueError: it is something else.
     """
-    content = parse(text, dict[str, Any])
-    if content.pop("sha256", None) != _own_digest(content):
+    content = parse_json(text, dict[str, Any])
+    if content.pop("sha256", None) != _digest(content):
         raise ValueError("its content is not what was saved")
-    return parse(text, kind)
+    return parse_json(text, kind)
 
 
-def _own_digest(content: Mapping[str, Any]) -> str:
+def _digest(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -13,10 +13,10 @@ import time
 import weakref
 from collections.abc import Mapping, Sequence
 
-_PART_BYTES = 1 << 16
+_READ_BYTES = 1 << 16
 
 
-class AskedProcess:
+class WorkerProcess:
     """Not for several threads at a time; it ends when nothing refers to it any more."""
 
     def __init__(
@@ -39,7 +39,7 @@ class AskedProcess:
             env=None if environment is None else dict(environment),
             start_new_session=own_session,
         )
-        self.close = weakref.finalize(self, _end, self._process)
+        self.close = weakref.finalize(self, _terminate, self._process)
         """Ends the process."""
         assert self._process.stdin is not None and self._process.stdout is not None
         self._in, self._out = self._process.stdin.fileno(), self._process.stdout.fileno()
@@ -75,11 +75,11 @@ class AskedProcess:
                     raise TimeoutError
                 for key, _ in events:
                     if key.fd == self._in:
-                        left = left[os.write(self._in, left[:_PART_BYTES]) :]
+                        left = left[os.write(self._in, left[:_READ_BYTES]) :]
                         if not left:
                             ready.unregister(self._in)
                         continue
-                    part = os.read(self._out, _PART_BYTES)
+                    part = os.read(self._out, _READ_BYTES)
                     size += len(part)
                     if not part:
                         raise OSError("it has ended")
@@ -90,7 +90,7 @@ class AskedProcess:
                         return b"".join(parts)
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _terminate(process: subprocess.Popen[bytes]) -> None:
     process.kill()
     for stream in (process.stdin, process.stdout):
         if stream is not None:

@@ -13,7 +13,7 @@ from maxpipe.launch.job import CONFIG_FILE, KEY, Job, Submission, required_varia
 
 _START, _STOP, _HOST, _SECRET = "start.sh", "stop.sh", "host.sh", "secret"
 
-_PATIENCE = 10
+_MAX_FAILED_QUERIES = 10
 """Queries without an answer, half a minute apart, before giving up."""
 _SETTINGS = """\
 name={name}
@@ -124,7 +124,7 @@ nohup {program} launch local "$here/{config}" >>"$here/output.log" 2>&1 </dev/nu
 """
 
 
-def submission(job: Job) -> Submission:
+def create_submission(job: Job) -> Submission:
     """The scripts.
 
     Raises:
@@ -148,7 +148,7 @@ def submission(job: Job) -> Submission:
         "run": job.config.run.name,
         "topology": topology,
         "settings": _SETTINGS.format(name=job.name, location=" ".join(location)),
-        "patience": _PATIENCE,
+        "patience": _MAX_FAILED_QUERIES,
         "request": _request(job, tpu.runtime_version),
         "nodes": " ".join(nodes),
         "config": CONFIG_FILE,

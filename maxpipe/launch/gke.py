@@ -20,7 +20,7 @@ from maxpipe.config.schema import LaunchConfig
 from maxpipe.distributed.wire import VARIABLE
 from maxpipe.errors import ConfigError, ExitCode
 from maxpipe.launch.job import CONFIG_FILE, KEY, Job, Submission, is_final, tpu_of
-from maxpipe.launch.preflight import is_remote, written
+from maxpipe.launch.preflight import is_remote, output_paths
 
 _MANIFEST, _SUBMIT = "jobset.yml", "submit.sh"
 _CONTAINER, _SLICE = "maxpipe", "slice"
@@ -41,7 +41,7 @@ _RULES = (
 )
 """(name, what the JobSet does, which pods) in order. All other failures count as restarts: kills,
 and 71, with which pods leave at once when a node dies, long before its own pod is known as lost."""
-_IN_ALL = 10
+_TOTAL_RESTARTS_FACTOR = 10
 """A JobSet counts restarts over the whole run, not those in a row without a newer checkpoint."""
 
 
@@ -97,7 +97,7 @@ _Dumper.add_representer(str, _Dumper.represent_str)
 _Dumper.add_representer(list, _Dumper.represent_list)
 
 
-def submission(job: Job) -> Submission:
+def create_submission(job: Job) -> Submission:
     """The manifest, and the script that submits it.
 
     Raises:
@@ -148,7 +148,7 @@ def _check(job: Job) -> None:
         rule = "must be an absolute path: the volume is mounted there."
         action = f"Set launch.workdir={DEFAULT_WORKDIR}."
         raise ConfigError.one("launch.workdir", launch.workdir, rule, action)
-    for key, path in written(job.config).items():
+    for key, path in output_paths(job.config).items():
         folder = mount / path
         if is_remote(path) or (folder.is_relative_to(mount) and ".." not in folder.parts):
             continue
@@ -215,7 +215,7 @@ def _jobset(job: Job) -> dict[str, Any]:
         "metadata": metadata,
         "spec": {
             "failurePolicy": {
-                "maxRestarts": launch.restarts * _IN_ALL,
+                "maxRestarts": launch.restarts * _TOTAL_RESTARTS_FACTOR,
                 "restartStrategy": "BlockingRecreate",
                 "rules": [
                     _jobset_rule(index, name, action)

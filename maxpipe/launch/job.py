@@ -19,13 +19,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypedDict
 
-from maxpipe.checkpoint.storage import FOLDER, run_folder
+from maxpipe.checkpoint.storage import CHECKPOINTS_FOLDER, run_folder
 from maxpipe.config.load import to_yaml
 from maxpipe.config.schema import Config
 from maxpipe.config.shipped import EVENTS_FILE
 from maxpipe.errors import ConfigError, ExitCode, StorageError
 from maxpipe.io import files
-from maxpipe.io.files import records
+from maxpipe.io.files import read_json_lines
 from maxpipe.plan.topology import Topology
 
 KEY = "launch.topology"
@@ -196,7 +196,7 @@ def required_variables(names: Sequence[str]) -> str:
     return "".join(f': "${{{name}:?must be set, it is in launch.environment}}"\n' for name in names)
 
 
-FINAL = (ExitCode.CONFIG, ExitCode.BUG, ExitCode.STORAGE, ExitCode.INTERRUPTED)
+FINAL_EXIT_CODES = (ExitCode.CONFIG, ExitCode.BUG, ExitCode.STORAGE, ExitCode.INTERRUPTED)
 """Failures that another start would only repeat, and a person's Ctrl-C."""
 
 _MEANINGS = {
@@ -217,61 +217,61 @@ def newest_step(run_dir: Path, elsewhere: str = "") -> int | None:
     say: no launcher looks into buckets.
     """
     if elsewhere:
-        return _recorded(run_dir)
+        return _newest_recorded_step(run_dir)
     try:
-        names = [path.name for path in (run_dir / FOLDER).iterdir()]
+        names = [path.name for path in (run_dir / CHECKPOINTS_FOLDER).iterdir()]
     except OSError:
         return None
     return max((int(name) for name in names if name.isascii() and name.isdigit()), default=None)
 
 
-class _Record(TypedDict):
+class _StepEvent(TypedDict):
     """A line of `events.jsonl` with a step; other lines are skipped."""
 
     event: str
     step: int
 
 
-def _recorded(run_dir: Path) -> int | None:
+def _newest_recorded_step(run_dir: Path) -> int | None:
     newest = None
     with contextlib.suppress(OSError):
-        for record in records(run_dir / EVENTS_FILE, _Record):
+        for record in read_json_lines(run_dir / EVENTS_FILE, _StepEvent):
             if record["event"] in ("start", "checkpoint"):  # a start may go back to an older one
                 newest = record["step"] or None
     return newest
 
 
-def killed(code: int) -> bool:
+def is_killed(code: int) -> bool:
     """Whether a signal ended the process: negative for Python, above 128 for a shell.
 
     Ctrl-C does not count: a run that it stops reports it, and one that has not begun dies of it.
     """
-    return (code < 0 or code > 128) and not interrupted(code)
+    return (code < 0 or code > 128) and not is_interrupted(code)
 
 
-def interrupted(code: int) -> bool:
+def is_interrupted(code: int) -> bool:
     """Whether Ctrl-C stopped the process."""
     return code in (ExitCode.INTERRUPTED, -signal.SIGINT)
 
 
 def is_final(code: int) -> bool:
     """Whether another start would only repeat the failure: not after a stop, hang or kill."""
-    return code not in (ExitCode.PREEMPTED, ExitCode.HANG) and not killed(code)
+    return code not in (ExitCode.PREEMPTED, ExitCode.HANG) and not is_killed(code)
 
 
-def described(code: int) -> str:
+def describe_exit_code(code: int) -> str:
     """Description of an exit code."""
-    if killed(code):
+    if is_killed(code):
         number = -code if code < 0 else code - 128
         known = {each.value for each in signal.Signals}
         return f"killed by {signal.Signals(number).name if number in known else number}"
-    if interrupted(code):
+    if is_interrupted(code):
         code = int(ExitCode.INTERRUPTED)
     meaning = _MEANINGS.get(ExitCode(code)) if code in set(ExitCode) else None
     return f"exit code {code}{f' ({meaning})' if meaning else ''}"
 
 
-class Restarts:
+class RestartPolicy:
     """Counts the failures in a row after which no newer checkpoint was there."""
 
     def __init__(self, limit: int, run_dir: Path, elsewhere: str = ""):

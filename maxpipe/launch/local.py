@@ -29,12 +29,12 @@ from types import FrameType
 from typing import BinaryIO
 
 from maxpipe.checkpoint.storage import run_folder
-from maxpipe.config.load import Loaded
+from maxpipe.config.load import LoadedConfig
 from maxpipe.distributed import wire
 from maxpipe.distributed.hub import free_port
 from maxpipe.errors import ExitCode, StorageError
 from maxpipe.io import files, redact
-from maxpipe.launch.job import Restarts, described
+from maxpipe.launch.job import RestartPolicy, describe_exit_code
 from maxpipe.launch.preflight import check_local
 
 _MAX_LINES = 40
@@ -42,11 +42,11 @@ _MOST_BYTES = 1 << 28
 _TRACEBACK = re.compile(
     r"^Traceback \(most recent call last\):\n(?:[ \t].*\n|\n)*\S.*$", re.MULTILINE
 )
-_EXPLAINED = re.compile(r"(?:^\S.*\n(?:  \S.*\n){2,})+", re.MULTILINE)
+_MAXPIPE_ERROR = re.compile(r"(?:^\S.*\n(?:  \S.*\n){2,})+", re.MULTILINE)
 """Errors of four parts in three lines: where and what, rule, action."""
 
 
-class Log:
+class ProcessLog:
     """One process's file; the newest attempt begins at its header."""
 
     def __init__(self, path: Path):
@@ -61,7 +61,9 @@ class Log:
         """
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            file = os.fdopen(files.opened(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab")
+            file = os.fdopen(
+                files.open_regular(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab"
+            )
             self._start = file.tell()
             header = f"=== {datetime.now():%Y-%m-%d %H:%M:%S} attempt {attempt}: {command}\n"
             file.write(header.encode())
@@ -73,7 +75,7 @@ class Log:
 
     def text(self) -> str:
         """The output of the newest attempt."""
-        with open(files.opened(self.path), "rb") as file:
+        with open(files.open_regular(self.path), "rb") as file:
             file.seek(self._start)
             return file.read(_MOST_BYTES).decode(errors="replace")
 
@@ -81,7 +83,7 @@ class Log:
         """The first traceback or explained error of the newest attempt, else its last lines."""
         text = self.text()
         found = min(
-            filter(None, (_TRACEBACK.search(text), _EXPLAINED.search(text))),
+            filter(None, (_TRACEBACK.search(text), _MAXPIPE_ERROR.search(text))),
             key=lambda match: match.start(),
             default=None,
         )
@@ -90,16 +92,16 @@ class Log:
             lines = [*lines[: _MAX_LINES // 2], "  ...", *lines[-_MAX_LINES // 2 :]]
         return "\n".join(lines)
 
-    def follow(self) -> Follower:
+    def follow(self) -> LogFollower:
         """Shows the output of the newest attempt."""
-        return Follower(self.path, self._start)
+        return LogFollower(self.path, self._start)
 
 
-class Follower:
+class LogFollower:
     """Copies what is appended to a file to this process's stdout."""
 
     def __init__(self, path: Path, start: int):
-        self._file = os.fdopen(files.opened(path), "rb")
+        self._file = os.fdopen(files.open_regular(path), "rb")
         self._file.seek(start)
         self._decode = codecs.getincrementaldecoder("utf-8")(errors="replace").decode
 
@@ -135,7 +137,7 @@ class Failure:
     code: int
 
 
-def launch(loaded: Loaded, inputs: Sequence[str], processes: int) -> int:
+def launch(loaded: LoadedConfig, inputs: Sequence[str], processes: int) -> int:
     """Runs `maxpipe train` with these inputs in `processes` processes; the exit code.
 
     Raises:
@@ -148,13 +150,13 @@ def launch(loaded: Loaded, inputs: Sequence[str], processes: int) -> int:
     # One process of a run on many hosts shares its folder with theirs.
     alone = processes == 1 and config.runtime.num_processes != 1
     names = [socket.gethostname()] if alone else [str(rank) for rank in range(processes)]
-    logs = [Log(folder / "logs" / f"process-{name}.log") for name in names]
+    logs = [ProcessLog(folder / "logs" / f"process-{name}.log") for name in names]
     elsewhere = config.checkpoint.dir or config.checkpoint.local_dir
-    restarts = Restarts(config.launch.restarts, folder, elsewhere)
+    restarts = RestartPolicy(config.launch.restarts, folder, elsewhere)
     attempt = 0
     # Processes that agreed to stop leave at a barrier, which gives up after this time.
     patience = float(config.runtime.heartbeat_timeout_seconds)
-    with _Requests() as requests:
+    with _StopSignals() as requests:
         while True:
             attempt += 1
             commands = _commands(inputs, processes, config.mesh.cpu_devices)
@@ -182,7 +184,7 @@ def _commands(inputs: Sequence[str], processes: int, devices: int) -> list[list[
     return [[*train, *shared, f"runtime.process_id={rank}"] for rank in range(processes)]
 
 
-class _Requests:
+class _StopSignals:
     """Counts the signals that ask to stop instead of ending on them."""
 
     def __init__(self) -> None:
@@ -191,7 +193,7 @@ class _Requests:
         """The newest."""
         self._before: dict[int, object] = {}
 
-    def __enter__(self) -> _Requests:
+    def __enter__(self) -> _StopSignals:
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
             if number == signal.SIGTERM or signal.getsignal(number) != signal.SIG_IGN:
                 self._before[number] = signal.signal(number, self._receive)
@@ -216,20 +218,20 @@ class _Requests:
 
 def _attempt(
     commands: Sequence[Sequence[str]],
-    logs: Sequence[Log],
+    logs: Sequence[ProcessLog],
     attempt: int,
-    requests: _Requests,
+    requests: _StopSignals,
     patience: float,
 ) -> Failure | None:
     """Starts the processes and returns when all have ended; None when all is done."""
     with (
-        _started(commands, logs, attempt) as processes,
+        _start_processes(commands, logs, attempt) as processes,
         contextlib.closing(logs[0].follow()) as out,
     ):
         # Waiting threads, not polling: the order of the ends says who failed first.
         ends: queue.SimpleQueue[int] = queue.SimpleQueue()
         for rank, process in enumerate(processes):
-            wait = _then(process.wait, ends, rank)
+            wait = _report_exit(process.wait, ends, rank)
             threading.Thread(target=wait, daemon=True).start()
         running, passed_on = set(range(len(processes))), 0
         failure, deadline = None, float("inf")
@@ -240,7 +242,9 @@ def _attempt(
                 if passed_on == 1:
                     by_key = requests.number == signal.SIGINT
                     again = "press Ctrl-C again" if by_key else "signal again"
-                    _say(f"stopping after this step, and saving; {again} to kill all processes")
+                    _print_status(
+                        f"stopping after this step, and saving; {again} to kill all processes"
+                    )
             with contextlib.suppress(queue.Empty):
                 rank = ends.get(timeout=_POLL_SECONDS)
                 running.discard(rank)
@@ -258,15 +262,15 @@ def _attempt(
 
 
 @contextlib.contextmanager
-def _started(
-    commands: Sequence[Sequence[str]], logs: Sequence[Log], attempt: int
+def _start_processes(
+    commands: Sequence[Sequence[str]], logs: Sequence[ProcessLog], attempt: int
 ) -> Iterator[list[subprocess.Popen[bytes]]]:
     """The processes; none of them outlives the block."""
     processes: list[subprocess.Popen[bytes]] = []
     variables = _variables(len(commands))
     try:
         for command, log in zip(commands, logs, strict=True):
-            shown = shlex.join(["maxpipe", *redact.arguments(command[3:])])
+            shown = shlex.join(["maxpipe", *redact.redact_argv(command[3:])])
             with log.begin(attempt, shown) as file:
                 processes.append(
                     subprocess.Popen(
@@ -294,8 +298,8 @@ def _variables(processes: int) -> dict[str, str]:
     must have the same.
     """
     found = {"PYTHONUNBUFFERED": "1"}
-    if processes > 1 and wire.given() is None:
-        found[wire.VARIABLE] = wire.new()
+    if processes > 1 and wire.secret_from_environment() is None:
+        found[wire.VARIABLE] = wire.generate_secret()
     return found
 
 
@@ -305,7 +309,9 @@ def _stop_with_parent() -> None:
         ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGTERM)
 
 
-def _then(wait: Callable[[], int], ends: queue.SimpleQueue[int], rank: int) -> Callable[[], None]:
+def _report_exit(
+    wait: Callable[[], int], ends: queue.SimpleQueue[int], rank: int
+) -> Callable[[], None]:
     def report() -> None:
         wait()
         ends.put(rank)
@@ -318,37 +324,40 @@ def _send(number: signal.Signals, processes: Sequence[subprocess.Popen[bytes]]) 
         process.send_signal(number)  # no effect when it has ended
 
 
-def _stopped(failure: Failure, requests: _Requests, step: int | None) -> int:
+def _stopped(failure: Failure, requests: _StopSignals, step: int | None) -> int:
     """The exit code of a launcher that was asked to stop."""
     saved = "nothing is saved yet" if step is None else f"step {step} is saved"
     if requests.count > 1:
-        _say(f"killed: {saved}")
+        _print_status(f"killed: {saved}")
         return requests.code
     # A process that is still starting has nothing to save, and ends by the signal itself.
     if failure.code in (ExitCode.PREEMPTED, ExitCode.INTERRUPTED, -requests.number):
-        _say(f"stopped: {saved}; start the same command again to go on")
+        _print_status(f"stopped: {saved}; start the same command again to go on")
         return requests.code
-    _say(f"process {failure.process} did not stop as asked: {described(failure.code)}; {saved}")
+    _print_status(
+        f"process {failure.process} did not stop as asked: "
+        f"{describe_exit_code(failure.code)}; {saved}"
+    )
     return 128 - failure.code if failure.code < 0 else failure.code
 
 
 def _report(
     failure: Failure,
-    logs: Sequence[Log],
+    logs: Sequence[ProcessLog],
     again: bool,
     attempt: int,
-    restarts: Restarts,
+    restarts: RestartPolicy,
 ) -> None:
     log, step = logs[failure.process], restarts.saved()
     point = "the beginning" if step is None else f"step {step}"
-    what = f"process {failure.process} of {len(logs)}: {described(failure.code)}"
+    what = f"process {failure.process} of {len(logs)}: {describe_exit_code(failure.code)}"
     if again:
-        _say(f"{what}\nlaunch: starting again from {point}, attempt {attempt + 1}")
+        _print_status(f"{what}\nlaunch: starting again from {point}, attempt {attempt + 1}")
         return
     if restarts.fruitless:
         what += f"; {restarts.fruitless} times in a row without a newer checkpoint than {point}"
-    _say(f"{what}\nlaunch: it failed first; its log is {log.path}\n{log.first_error()}")
+    _print_status(f"{what}\nlaunch: it failed first; its log is {log.path}\n{log.first_error()}")
 
 
-def _say(text: str) -> None:
+def _print_status(text: str) -> None:
     print(f"launch: {text}", file=sys.stderr, flush=True)

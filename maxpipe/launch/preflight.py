@@ -11,25 +11,25 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from maxpipe.checkpoint import address
-from maxpipe.checkpoint.storage import home, run_folder
-from maxpipe.config.check import where
+from maxpipe.checkpoint.storage import checkpoint_home, run_folder
+from maxpipe.config.check import error_location
 from maxpipe.config.data import FILES, paths_of
 from maxpipe.config.data_rules import named_sources
 from maxpipe.config.data_schema import SourceConfig
-from maxpipe.config.load import Loaded, to_dict
+from maxpipe.config.load import LoadedConfig, to_dict
 from maxpipe.config.rules import value_of
 from maxpipe.config.schema import Config
 from maxpipe.errors import ConfigError, Problem
-from maxpipe.hardware import known
+from maxpipe.hardware import known_hardware
 from maxpipe.huggingface.source import folder_of
 from maxpipe.io import redact
-from maxpipe.io.files import scheme
-from maxpipe.io.text import counted
+from maxpipe.io.files import url_scheme
+from maxpipe.io.text import pluralize
 from maxpipe.launch.job import KEY, Hosts, hosts_of, newest_step
 from maxpipe.parallel.axes import MESH_AXES
-from maxpipe.plan.plan import placed
+from maxpipe.plan.plan import resolve_config
 from maxpipe.plan.sizes import Sizes
-from maxpipe.plan.topology import CPU_DEVICES, Topology, parse
+from maxpipe.plan.topology import CPU_DEVICES, Topology, parse_topology
 
 
 @dataclasses.dataclass
@@ -47,7 +47,7 @@ class Preflight:
         self.lines.append(f"  unchecked  {text}")
 
     def wrong(self, key: str, given: object, rule: str, action: str) -> None:
-        self.problems.append(Problem(where(key, self.origins), str(given), rule, action))
+        self.problems.append(Problem(error_location(key, self.origins), str(given), rule, action))
 
     def finish(self) -> str:
         """The report, without secrets.
@@ -57,13 +57,13 @@ class Preflight:
         """
         if self.problems:
             raise ConfigError(self.problems)
-        return redact.text("\n".join(["preflight", *self.lines]))
+        return redact.redact_text("\n".join(["preflight", *self.lines]))
 
 
-def located(error: ConfigError, origins: Mapping[str, str]) -> ConfigError:
+def add_origins(error: ConfigError, origins: Mapping[str, str]) -> ConfigError:
     """The error with the origins of its keys, where they are missing."""
     known_keys = (
-        dataclasses.replace(each, where=where(each.where, origins))
+        dataclasses.replace(each, where=error_location(each.where, origins))
         if each.where in origins
         else each
         for each in error.problems
@@ -73,10 +73,10 @@ def located(error: ConfigError, origins: Mapping[str, str]) -> ConfigError:
 
 def is_remote(path: str) -> bool:
     """Whether a path names a bucket or another store that this machine does not mount."""
-    return scheme(path) != ""
+    return url_scheme(path) != ""
 
 
-def check_local(loaded: Loaded, processes: int) -> str:
+def check_local(loaded: LoadedConfig, processes: int) -> str:
     """Checks a run of `processes` processes on this machine; the report.
 
     Raises:
@@ -105,15 +105,15 @@ def check_local(loaded: Loaded, processes: int) -> str:
         )
     elif config.runtime.platform == "cpu" and config.runtime.num_processes == 1:
         try:
-            axes = _axes(placed(loaded, _here(config)))
+            axes = _axes(resolve_config(loaded, _here(config)))
             found.ok(
-                f"mesh: {axes} = {counted(total, 'device')} of {counted(processes, 'process')}"
+                f"mesh: {axes} = {pluralize(total, 'device')} of {pluralize(processes, 'process')}"
             )
         except ConfigError as error:
             found.problems += error.problems
     else:
         found.unchecked(f"mesh: fits the {config.runtime.platform} devices that the run finds")
-    _check_written(config, found)
+    _check_output_paths(config, found)
     for key, path in _paths(config, Path()):
         if is_remote(path):
             found.unchecked(f"{key} = {path}: is read when the run starts")
@@ -125,7 +125,7 @@ def check_local(loaded: Loaded, processes: int) -> str:
     return found.finish()
 
 
-def check_hosts(loaded: Loaded, workdir: Path, *, shared: bool) -> tuple[Config, Hosts, str]:
+def check_hosts(loaded: LoadedConfig, workdir: Path, *, shared: bool) -> tuple[Config, Hosts, str]:
     """Checks a run on other hosts; the config with its mesh resolved, the hosts, the report.
 
     `workdir` is where relative paths begin there. `shared`: paths mean the same on this machine.
@@ -138,8 +138,10 @@ def check_hosts(loaded: Loaded, workdir: Path, *, shared: bool) -> tuple[Config,
     if not config.launch.topology:
         rule = "must name the kind of device and the size of one slice."
         action = f"Set {KEY}=v5p:2x4x4, h100:8 or another that `maxpipe plan` takes."
-        raise ConfigError.one(where(KEY, loaded.origins), "''", rule, action)
-    topology = parse(config.launch.topology, config.launch.slices, where(KEY, loaded.origins))
+        raise ConfigError.one(error_location(KEY, loaded.origins), "''", rule, action)
+    topology = parse_topology(
+        config.launch.topology, config.launch.slices, error_location(KEY, loaded.origins)
+    )
     hosts = hosts_of(topology)
     if config.runtime.platform not in ("auto", topology.platform):
         found.wrong(
@@ -149,13 +151,13 @@ def check_hosts(loaded: Loaded, workdir: Path, *, shared: bool) -> tuple[Config,
             f"Set runtime.platform={topology.platform}.",
         )
         found.finish()
-    config = placed(loaded, topology)
+    config = resolve_config(loaded, topology)
     devices = topology.num_devices // hosts.processes
     found.ok(
-        f"mesh: {_axes(config)} = {topology}, {hosts}, {counted(hosts.processes, 'process')} of "
+        f"mesh: {_axes(config)} = {topology}, {hosts}, {pluralize(hosts.processes, 'process')} of "
         f"{devices} each"
     )
-    for path in written(config).values():
+    for path in output_paths(config).values():
         folder = workdir / path
         if is_remote(path) or not shared or not folder.is_absolute():
             shown = path if is_remote(path) else folder
@@ -173,15 +175,15 @@ def check_hosts(loaded: Loaded, workdir: Path, *, shared: bool) -> tuple[Config,
     return config, hosts, found.finish()
 
 
-def _refuse_secrets(loaded: Loaded) -> None:
+def _refuse_secrets(loaded: LoadedConfig) -> None:
     """The config of the hosts is a file, and they would need the real value in it."""
     rule = "must not hold a secret: it would be in the files of a cluster's job."
     action = "Take it out; hosts get it in a variable that launch.environment names."
     problems = [
-        Problem(where(f"{section}.{key}", loaded.origins), str(shown), rule, action)
+        Problem(error_location(f"{section}.{key}", loaded.origins), str(shown), rule, action)
         for section, values in to_dict(loaded.config).items()
         for key, value in values.items()
-        if (shown := redact.within(value, key)) != value
+        if (shown := redact.redact_value(value, key)) != value
     ]
     if problems:
         raise ConfigError(problems)
@@ -199,20 +201,20 @@ def _here(config: Config) -> Topology:
     slices = math.prod(size for size in across if size > 1)
     if total % slices:
         slices = 1
-    return Topology(known()["cpu"], (total // slices,), slices, given=CPU_DEVICES)
+    return Topology(known_hardware()["cpu"], (total // slices,), slices, given=CPU_DEVICES)
 
 
-def written(config: Config) -> dict[str, str]:
+def output_paths(config: Config) -> dict[str, str]:
     """What a run writes into, by the key that leads there."""
     found = {"run.dir": str(run_folder(config.run))}
     if config.checkpoint.dir:
-        found["checkpoint.dir"] = home(run_folder(config.run), config.checkpoint)
+        found["checkpoint.dir"] = checkpoint_home(run_folder(config.run), config.checkpoint)
     return found
 
 
-def _check_written(config: Config, found: Preflight) -> None:
+def _check_output_paths(config: Config, found: Preflight) -> None:
     """Creates the folders, into one of which the launcher itself writes logs."""
-    for key, path in written(config).items():
+    for key, path in output_paths(config).items():
         if is_remote(path):
             found.unchecked(f"{path}: is written when the run starts")
             continue
@@ -244,7 +246,7 @@ def _paths(config: Config, workdir: Path) -> Iterator[tuple[str, str]]:
     }
     folder, source = workdir / run_folder(config.run), config.checkpoint.restore_from
     if source and newest_step(folder, config.checkpoint.dir) is None:  # else it is not read
-        named["checkpoint.restore_from"] = _run_of(source, config.run.dir, workdir)
+        named["checkpoint.restore_from"] = _restore_run_path(source, config.run.dir, workdir)
     of_data = [
         given for section, each in named_sources(config) for given in _paths_of(section, each)
     ]
@@ -262,7 +264,7 @@ def _paths_of(section: str, source: SourceConfig) -> Iterator[tuple[str, str]]:
         yield f"{section}.tfds_dir", source.tfds_dir
 
 
-def _run_of(source: str, runs: str, workdir: Path) -> str:
+def _restore_run_path(source: str, runs: str, workdir: Path) -> str:
     """Absolute path of the run that `checkpoint.restore_from` names; itself if there is none.
 
     Or of a Hugging Face folder.
@@ -270,7 +272,7 @@ def _run_of(source: str, runs: str, workdir: Path) -> str:
     if (folder := folder_of(source)) is not None:
         return os.path.abspath(workdir / os.path.expanduser(folder))
     try:
-        found = address.parse(source, "checkpoint.restore_from", runs, workdir)
+        found = address.parse_address(source, "checkpoint.restore_from", runs, workdir)
     except ConfigError:
         return source
     run = found.parent or found.run_dir

@@ -12,7 +12,14 @@ import signal
 from maxpipe.config.shipped import EVENTS_FILE
 from maxpipe.distributed.wire import FILE_VARIABLE
 from maxpipe.errors import ConfigError, ExitCode
-from maxpipe.launch.job import CONFIG_FILE, FINAL, KEY, Job, Submission, required_variables
+from maxpipe.launch.job import (
+    CONFIG_FILE,
+    FINAL_EXIT_CODES,
+    KEY,
+    Job,
+    Submission,
+    required_variables,
+)
 
 _JOB, _TASK = "job.sh", "task.sh"
 
@@ -97,7 +104,7 @@ exit "$code"
 """
 
 
-def submission(job: Job) -> Submission:
+def create_submission(job: Job) -> Submission:
     """The job's files.
 
     Raises:
@@ -124,7 +131,7 @@ def submission(job: Job) -> Submission:
         "folder": job.folder,
         "variables": required_variables(launch.environment),
         "task": _TASK,
-        "final": " | ".join(str(int(code)) for code in FINAL),
+        "final": " | ".join(str(int(code)) for code in FINAL_EXIT_CODES),
         "preempted": int(ExitCode.PREEMPTED),
         "terminated": 128 + signal.SIGTERM,
         "hang": int(ExitCode.HANG),

@@ -13,7 +13,7 @@ from maxpipe.models.config import ModelConfig
 from maxpipe.models.layers.attention import AUTO, CANNOT, Attention
 from maxpipe.models.layers.latent import LatentAttention
 from maxpipe.models.registry import describe
-from maxpipe.parallel.axes import MeshConfig, takes_heads
+from maxpipe.parallel.axes import MeshConfig, exchanges_heads
 
 _LONG = {"cpu": 256, "tpu": 4096, "gpu": 4096}
 """Tokens of a row from which on `blockwise` is taken. On CPUs it is faster from 64 on
@@ -125,7 +125,8 @@ def _refuses(
         yield f"is for {_LONG[device]:,} tokens or more"
     context, tensor, method = divided
     whole = context == 1 or all(
-        takes_heads(method, part.num_heads, _key_heads(part), context, tensor) for part in mixing
+        exchanges_heads(method, part.num_heads, _key_heads(part), context, tensor)
+        for part in mixing
     )
     run = tokens if whole else tokens // (2 * context)  # a device has two pieces of a row
     if backend == "splash" and run % _SPLASH_TOKENS:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from maxpipe.errors import Finding
+from maxpipe.errors import RuleViolation
 from maxpipe.models import formats, generic, moe
 from maxpipe.models.config import Bound, ModelConfig
 from maxpipe.models.generic import Family, own_keys
@@ -94,11 +94,11 @@ def describe(config: ModelConfig) -> Model:
     return moe.layered(config, attention)
 
 
-def _rules(config: ModelConfig) -> Iterator[Finding]:
+def _rules(config: ModelConfig) -> Iterator[RuleViolation]:
     own = own_keys(config, DeepseekConfig)
     yield from moe.rules(config)
     if config.num_kv_heads != config.num_heads:
-        yield Finding(
+        yield RuleViolation(
             "model.num_kv_heads",
             f"must be model.num_heads ({config.num_heads}) with model.family=deepseek: each head "
             "has keys and values of its own.",
@@ -106,7 +106,7 @@ def _rules(config: ModelConfig) -> Iterator[Finding]:
         )
     if own.rope_size % 2 or own.rope_size >= config.head_size:
         largest = max(2, (config.head_size - 1) // 2 * 2)
-        yield Finding(
+        yield RuleViolation(
             "model.deepseek.rope_size",
             f"must be even and less than model.head_size ({config.head_size}): the last entries of "
             "a head turn in pairs, the others do not.",

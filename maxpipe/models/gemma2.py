@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from maxpipe.errors import Finding
+from maxpipe.errors import RuleViolation
 from maxpipe.models import formats, generic, ropes
 from maxpipe.models.config import LARGEST, Bound, ModelConfig
 from maxpipe.models.generic import Family, own_keys
@@ -53,7 +53,7 @@ def describe(config: ModelConfig) -> Model:
     )
 
 
-def _rules(config: ModelConfig) -> Iterator[Finding]:
+def _rules(config: ModelConfig) -> Iterator[RuleViolation]:
     yield from generic.embeddings_are_tied(config)
     yield from ropes.rules(config, own_keys(config, Gemma2Config))
 

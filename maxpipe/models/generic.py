@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
-from maxpipe.errors import Finding
+from maxpipe.errors import RuleViolation
 from maxpipe.models.config import Bound, ModelConfig
 from maxpipe.models.huggingface import HuggingFace
 from maxpipe.models.layers.attention import Attention, Rope
@@ -96,10 +96,10 @@ def same_everywhere(config: ModelConfig, value: float) -> tuple[float, ...]:
     return (value,) * config.num_layers
 
 
-def embeddings_are_tied(config: ModelConfig) -> Iterator[Finding]:
+def embeddings_are_tied(config: ModelConfig) -> Iterator[RuleViolation]:
     """The rule of families whose released models all share one table."""
     if not config.tied_embeddings:
-        yield Finding(
+        yield RuleViolation(
             "model.tied_embeddings",
             f"must be true with model.family={config.family}: its output projection is the "
             "embedding's table.",
@@ -119,7 +119,7 @@ class Family:
     """The model of a config that satisfies every rule."""
     bounds: tuple[Bound, ...] = ()
     """Ranges of the numbers in its section."""
-    rules: Callable[[ModelConfig], Iterable[Finding]] = lambda _: ()
+    rules: Callable[[ModelConfig], Iterable[RuleViolation]] = lambda _: ()
     """What is wrong with a config of which each number is within its range."""
     reporting: tuple[type[Part], ...] = ()
     """Classes of its parts with `summaries`, for the list of all that runs write."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from maxpipe.errors import Finding
+from maxpipe.errors import RuleViolation
 from maxpipe.models import formats, generic, mixtures
 from maxpipe.models.config import LARGEST, Bound, ModelConfig
 from maxpipe.models.generic import Family, own_keys
@@ -50,7 +50,7 @@ def describe(config: ModelConfig) -> Model:
     return mixtures.model(config, attention, experts, values={"window": windows})
 
 
-def _rules(config: ModelConfig) -> Iterator[Finding]:
+def _rules(config: ModelConfig) -> Iterator[RuleViolation]:
     return mixtures.rules(config, own_keys(config, GptOssConfig))
 
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from maxpipe.errors import Finding
-from maxpipe.io.typed import was
+from maxpipe.errors import RuleViolation
+from maxpipe.io.typed import renamed_from
 from maxpipe.models import formats, generic, ropes
 from maxpipe.models.config import ModelConfig
 from maxpipe.models.generic import Family, own_keys
@@ -26,10 +26,12 @@ class LlamaConfig(RopeConfig):
     into the original context (Llama 3.1). `yarn` does the same with a ramp. `linear` multiplies all
     wavelengths by `rope_scaling`. `dynamic` (NTK) raises the base for sequences longer than
     `rope_original_tokens`. `longrope` multiplies each wavelength by its own factor."""
-    rope_scaling: float = field(default=1.0, metadata=was("model.rope_scaling"))
+    rope_scaling: float = field(default=1.0, metadata=renamed_from("model.rope_scaling"))
     """Ratio of the context length to the original context length. 1 disables the scaling, except
     for `longrope`."""
-    rope_original_tokens: int = field(default=8192, metadata=was("model.rope_original_tokens"))
+    rope_original_tokens: int = field(
+        default=8192, metadata=renamed_from("model.rope_original_tokens")
+    )
     """Original context length in tokens. Ignored unless `rope_scaling` is above 1 or `rope_type` is
     `longrope`."""
 
@@ -41,7 +43,7 @@ def describe(config: ModelConfig) -> Model:
     return generic.alike(config, generic.attention(config, ropes.rope(config, own)), norm)
 
 
-def _rules(config: ModelConfig) -> Iterator[Finding]:
+def _rules(config: ModelConfig) -> Iterator[RuleViolation]:
     return ropes.rules(config, own_keys(config, LlamaConfig))
 
 

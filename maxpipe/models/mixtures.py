@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from maxpipe.errors import Finding
+from maxpipe.errors import RuleViolation
 from maxpipe.models import generic
 from maxpipe.models.config import LARGEST, Bound, ModelConfig
 from maxpipe.models.layers.experts import BalanceOver, Experts
@@ -112,11 +112,11 @@ def model(
     return Model(kinds, layers, generic.ends(config, norm), values or {})
 
 
-def rules(config: ModelConfig, own: MixtureConfig) -> Iterator[Finding]:
+def rules(config: ModelConfig, own: MixtureConfig) -> Iterator[RuleViolation]:
     """A token goes to different experts, by one way."""
     section = f"model.{config.family}"
     if own.capacity_factor and own.dispatch != "auto":
-        yield Finding(
+        yield RuleViolation(
             f"{section}.dispatch",
             f"has no meaning with {section}.capacity_factor={own.capacity_factor:g}: tokens pass "
             "through the experts that have room for them.",
@@ -124,7 +124,7 @@ def rules(config: ModelConfig, own: MixtureConfig) -> Iterator[Finding]:
             "room for all.",
         )
     if own.top_k > own.num_experts:
-        yield Finding(
+        yield RuleViolation(
             f"{section}.top_k",
             f"is more than {section}.num_experts ({own.num_experts}): a token is sent to different "
             "experts.",

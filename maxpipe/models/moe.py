@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from maxpipe.errors import Finding
+from maxpipe.errors import RuleViolation
 from maxpipe.models import formats, generic, mixtures, ropes
 from maxpipe.models.config import LARGEST, Bound, ModelConfig
 from maxpipe.models.generic import Family, own_keys
@@ -76,13 +76,13 @@ def layered(config: ModelConfig, attention: Part) -> Model:
     return mixtures.model(config, attention, experts, (True,) * own.num_dense_layers)
 
 
-def rules(config: ModelConfig) -> Iterator[Finding]:
+def rules(config: ModelConfig) -> Iterator[RuleViolation]:
     """What is wrong with these keys, in the section of the config's family."""
     own, section = own_keys(config, RoutedConfig), f"model.{config.family}"
     yield from mixtures.rules(config, own)
     yield from _grouped(own, section)
     if own.num_dense_layers >= config.num_layers:
-        yield Finding(
+        yield RuleViolation(
             f"{section}.num_dense_layers",
             f"must be less than model.num_layers ({config.num_layers}): the layers behind them "
             "have the experts.",
@@ -91,37 +91,37 @@ def rules(config: ModelConfig) -> Iterator[Finding]:
         )
 
 
-def _rules(config: ModelConfig) -> Iterator[Finding]:
+def _rules(config: ModelConfig) -> Iterator[RuleViolation]:
     yield from rules(config)
     yield from ropes.rules(config, own_keys(config, MoeConfig))
 
 
-def _grouped(own: RoutedConfig, section: str) -> Iterator[Finding]:
+def _grouped(own: RoutedConfig, section: str) -> Iterator[RuleViolation]:
     """Groups are of one size, and those of a token have experts enough."""
     size = own.num_experts // own.num_groups
     if own.num_experts % own.num_groups:
-        yield Finding(
+        yield RuleViolation(
             f"{section}.num_groups",
             f"must divide {section}.num_experts ({own.num_experts}): groups are of one size.",
             f"Set {section}.num_groups=1, or {section}.num_experts="
             f"{-(-own.num_experts // own.num_groups) * own.num_groups}.",
         )
     elif own.groups_per_token > own.num_groups:
-        yield Finding(
+        yield RuleViolation(
             f"{section}.groups_per_token",
             f"is more than {section}.num_groups ({own.num_groups}): a token is sent to different "
             "groups.",
             f"Set {section}.groups_per_token={own.num_groups}.",
         )
     elif own.top_k <= own.num_experts and own.groups_per_token * size < own.top_k:
-        yield Finding(
+        yield RuleViolation(
             f"{section}.groups_per_token",
             f"leaves a token {own.groups_per_token * size} of the {own.num_experts} experts, and "
             f"{section}.top_k is {own.top_k}.",
             f"Set {section}.groups_per_token={-(-own.top_k // size)}.",
         )
     elif own.group_scores == "top2" and own.num_groups > 1 and size < 2:
-        yield Finding(
+        yield RuleViolation(
             f"{section}.group_scores",
             f"asks for two experts in a group, and each of the {own.num_groups} has one.",
             f"Set {section}.group_scores=max, or fewer groups.",

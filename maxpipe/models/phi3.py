@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from maxpipe.errors import Finding
+from maxpipe.errors import RuleViolation
 from maxpipe.models import formats, generic, ropes
 from maxpipe.models.config import Bound, ModelConfig
 from maxpipe.models.generic import Family, own_keys
@@ -53,11 +53,11 @@ def describe(config: ModelConfig) -> Model:
     )
 
 
-def _rules(config: ModelConfig) -> Iterator[Finding]:
+def _rules(config: ModelConfig) -> Iterator[RuleViolation]:
     own = own_keys(config, Phi3Config)
     size = own.rope_size or config.head_size
     if own.rope_size > config.head_size or own.rope_size % 2:
-        yield Finding(
+        yield RuleViolation(
             "model.phi3.rope_size",
             f"must be even and at most model.head_size ({config.head_size}): pairs of a head's "
             "entries turn.",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from maxpipe.errors import Finding
+from maxpipe.errors import RuleViolation
 from maxpipe.models import formats, generic, ropes
 from maxpipe.models.config import ModelConfig
 from maxpipe.models.generic import Family, own_keys
@@ -28,7 +28,7 @@ def describe(config: ModelConfig) -> Model:
     return generic.alike(config, attention, RMSNorm(config.d_model, config.norm_epsilon))
 
 
-def _rules(config: ModelConfig) -> Iterator[Finding]:
+def _rules(config: ModelConfig) -> Iterator[RuleViolation]:
     return ropes.rules(config, own_keys(config, Qwen2Config))
 
 

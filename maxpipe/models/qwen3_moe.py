@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from maxpipe.errors import Finding
+from maxpipe.errors import RuleViolation
 from maxpipe.models import formats, generic, mixtures, ropes
 from maxpipe.models.config import Bound, ModelConfig
 from maxpipe.models.generic import Family, own_keys
@@ -48,21 +48,21 @@ def _dense(config: ModelConfig, own: Qwen3MoeConfig) -> list[bool]:
     ]
 
 
-def _rules(config: ModelConfig) -> Iterator[Finding]:
+def _rules(config: ModelConfig) -> Iterator[RuleViolation]:
     own = own_keys(config, Qwen3MoeConfig)
     yield from mixtures.rules(config, own)
     yield from ropes.rules(config, own)
     count = config.num_layers
     if wrong := [each for each in own.dense_layers if not 0 <= each < count]:
         left = [each for each in own.dense_layers if each not in wrong]
-        yield Finding(
+        yield RuleViolation(
             "model.qwen3_moe.dense_layers",
             f"holds {wrong[0]}, and layers are counted from 0 to {count - 1}.",
             f"Set model.qwen3_moe.dense_layers=[{','.join(map(str, left))}].",
         )
     elif all(_dense(config, own)):
         name = "expert_period" if own.expert_period > 1 else "dense_layers"
-        yield Finding(
+        yield RuleViolation(
             f"model.qwen3_moe.{name}",
             f"leaves no layer of {count} with experts.",
             "Set model.qwen3_moe.expert_period=1 and model.qwen3_moe.dense_layers=[], or "

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from maxpipe.errors import Finding
+from maxpipe.errors import RuleViolation
 from maxpipe.models import formats, generic, mixtures
 from maxpipe.models.config import LARGEST, Bound, ModelConfig
 from maxpipe.models.generic import Family, own_keys
@@ -112,25 +112,25 @@ def describe(config: ModelConfig) -> Model:
 _DELTA, _FULL = "delta", "full"
 
 
-def _rules(config: ModelConfig) -> Iterator[Finding]:
+def _rules(config: ModelConfig) -> Iterator[RuleViolation]:
     own = own_keys(config, Qwen3NextConfig)
     yield from mixtures.rules(config, own)
     if own.num_value_heads % own.num_key_heads:
-        yield Finding(
+        yield RuleViolation(
             "model.qwen3_next.num_value_heads",
             f"must be a multiple of model.qwen3_next.num_key_heads ({own.num_key_heads}): heads of "
             "values share those of keys evenly.",
             f"Set model.qwen3_next.num_value_heads={2 * own.num_key_heads}.",
         )
     if own.rope_size > config.head_size or own.rope_size % 2:
-        yield Finding(
+        yield RuleViolation(
             "model.qwen3_next.rope_size",
             f"must be even and at most model.head_size ({config.head_size}): pairs of a head's "
             "entries turn.",
             "Set model.qwen3_next.rope_size=0 to turn all.",
         )
     if own.chunk & (own.chunk - 1):
-        yield Finding(
+        yield RuleViolation(
             "model.qwen3_next.chunk",
             "must be a power of two: what is inside a chunk is computed by halves.",
             f"Set model.qwen3_next.chunk={1 << own.chunk.bit_length() - 1}.",

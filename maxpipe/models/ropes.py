@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from maxpipe.errors import Finding
+from maxpipe.errors import RuleViolation
 from maxpipe.models.config import LARGEST, Bound, ModelConfig
 from maxpipe.models.huggingface import Key, Only, Ours, Rotary, Row, Theirs, Unlike
 from maxpipe.models.layers.attention import Rope
@@ -101,12 +101,12 @@ def longrope(
     )
 
 
-def rules(config: ModelConfig, own: RopeConfig) -> Iterator[Finding]:
+def rules(config: ModelConfig, own: RopeConfig) -> Iterator[RuleViolation]:
     """What the keys of each type are."""
     section = f"model.{config.family}"
     fast = own.rope_fast or {"llama3": 4.0, "yarn": 32.0}.get(own.rope_type, 32.0)
     if (own.rope_slow or 1.0) >= fast:
-        yield Finding(
+        yield RuleViolation(
             f"{section}.rope_slow",
             f"must be less than {section}.rope_fast ({fast:g}): slow pairs are stretched more.",
             f"Set {section}.rope_slow=0 and {section}.rope_fast=0 for those of the paper.",
@@ -117,15 +117,15 @@ def rules(config: ModelConfig, own: RopeConfig) -> Iterator[Finding]:
     kind = f"is read with {section}.rope_type=longrope only, and it is {own.rope_type}."
     for name in ("rope_short", "rope_long"):
         if getattr(own, name):
-            yield Finding(f"{section}.{name}", kind, f"Set {section}.{name}=[].")
+            yield RuleViolation(f"{section}.{name}", kind, f"Set {section}.{name}=[].")
     if own.rope_length and own.rope_type != "yarn":
-        yield Finding(
+        yield RuleViolation(
             f"{section}.rope_length",
             f"is read with {section}.rope_type=yarn or longrope only, and it is {own.rope_type}.",
             f"Set {section}.rope_length=0.",
         )
     if own.rope_type == "dynamic" and config.head_size < 4:
-        yield Finding(
+        yield RuleViolation(
             "model.head_size",
             f"must be at least 4 with {section}.rope_type=dynamic, which spreads over all pairs "
             "but one.",
@@ -135,7 +135,7 @@ def rules(config: ModelConfig, own: RopeConfig) -> Iterator[Finding]:
 
 def factor_rules(
     section: str, short: Sequence[float], long: Sequence[float], size: int, wanted: bool = False
-) -> Iterator[Finding]:
+) -> Iterator[RuleViolation]:
     """One factor for each pair of the `size` entries that turn; none at all unless `wanted`."""
     none = f"{section}.rope_short=[] and {section}.rope_long=[]"
     none = f"{section}.rope_type=yarn, {none}" if wanted else none
@@ -143,7 +143,7 @@ def factor_rules(
         if len(factors) == size // 2 and min(factors) > 0:
             continue
         if wanted or short or long:
-            yield Finding(
+            yield RuleViolation(
                 f"{section}.{name}",
                 f"must be {size // 2} positive factors, one for each pair of the {size} entries of "
                 f"a head that turn, and has {len(factors)}.",

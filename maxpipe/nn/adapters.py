@@ -21,7 +21,7 @@ from jaxtyping import Key as RandomKey
 
 from maxpipe.models.low_rank import DOWN, LENGTH, SCALE, UP, Key, dim_of_scales, is_held
 from maxpipe.models.spec import Kind
-from maxpipe.parallel.adapted import Adapted, column_norms
+from maxpipe.parallel.adapted import LoraWeight, column_norms
 
 _LEVELS = (
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
@@ -32,7 +32,7 @@ _LEVELS = (
 """What 4 bits stand for, as multiples of a block's largest number: table of the paper."""
 
 
-def held(weight: Array, dtype: str, dim: int, blocks: int) -> tuple[Array, Array]:
+def quantize(weight: Array, dtype: str, dim: int, blocks: int) -> tuple[Array, Array]:
     """A matrix' numbers in `int8`, or in 4 bits as `uint8`, and their scales in float32.
 
     `dim` is counted from the end (-1 is the last), and has `blocks` scales.
@@ -52,7 +52,7 @@ def held(weight: Array, dtype: str, dim: int, blocks: int) -> tuple[Array, Array
     return jnp.moveaxis(pairs[..., 0] | pairs[..., 1] << 4, -1, dim), scales
 
 
-def restored(numbers: Array, scales: Array, dim: int, dtype: jnp.dtype) -> Array:
+def dequantize(numbers: Array, scales: Array, dim: int, dtype: jnp.dtype) -> Array:
     """What they stand for."""
     if numbers.dtype == jnp.uint8:
         pairs = jnp.moveaxis(numbers, dim, -1)
@@ -76,7 +76,7 @@ _STREAM = np.uint32(2**32 - 1)
 """Of dropout's randomness, beside the numbers of examples, which are far smaller."""
 
 
-def completed(kind: Kind, found: Mapping[Key, Array]) -> dict[Key, Array]:
+def complete_params(kind: Kind, found: Mapping[Key, Array]) -> dict[Key, Array]:
     """All parameters of layers from those that are drawn or read: the base's and factors.
 
     There may be dims of stacking in front. Lengths are those of the base as it is held, so that a
@@ -86,9 +86,9 @@ def completed(kind: Kind, found: Mapping[Key, Array]) -> dict[Key, Array]:
     for key, weight in found.items():
         part, name = key
         if is_held(kind, key):
-            numbers, scales = _held(kind, key, weight)
+            numbers, scales = _quantize_param(kind, key, weight)
             stored[key], stored[part, name + SCALE] = numbers, scales
-            base[key] = restored(numbers, scales, _dim(kind, key), weight.dtype)
+            base[key] = dequantize(numbers, scales, _scale_dim(kind, key), weight.dtype)
     for (part, name), adapter in kind.adapters.items():
         if (length := (part, name + LENGTH)) in kind.stored:
             weight = base[part, name]
@@ -100,17 +100,17 @@ def completed(kind: Kind, found: Mapping[Key, Array]) -> dict[Key, Array]:
     return {name: stored[name] if name in stored else found[name] for name in kind.params}
 
 
-def held_and_back(kind: Kind, key: Key, weight: Array) -> Array:
+def quantize_dequantize(kind: Kind, key: Key, weight: Array) -> Array:
     """What a matrix that is held in few bits stands for."""
-    return restored(*_held(kind, key, weight), _dim(kind, key), weight.dtype)
+    return dequantize(*_quantize_param(kind, key, weight), _scale_dim(kind, key), weight.dtype)
 
 
-def _held(kind: Kind, key: Key, weight: Array) -> tuple[Array, Array]:
-    scales, dim = kind.stored[key[0], key[1] + SCALE], _dim(kind, key)
-    return held(weight, kind.stored[key].exact, dim, scales.shape[dim])
+def _quantize_param(kind: Kind, key: Key, weight: Array) -> tuple[Array, Array]:
+    scales, dim = kind.stored[key[0], key[1] + SCALE], _scale_dim(kind, key)
+    return quantize(weight, kind.stored[key].exact, dim, scales.shape[dim])
 
 
-def applied(
+def apply_adapters(
     kind: Kind,
     params: Params,
     dtype: jnp.dtype,
@@ -130,14 +130,14 @@ def applied(
     for part, name in kind.declared:
         if is_held(kind, (part, name)):
             numbers, scales = params[part][name], params[part][name + SCALE]
-            found[part][name] = restored(numbers, scales, _dim(kind, (part, name)), dtype)
+            found[part][name] = dequantize(numbers, scales, _scale_dim(kind, (part, name)), dtype)
     for number, ((part, name), adapter) in enumerate(kind.adapters.items()):
         keys = None
         if key is not None and adapter.dropout:
             own = jax.random.fold_in(jax.random.fold_in(key, _STREAM), number)
             keys = jax.vmap(jax.random.fold_in, (None, 0))(own, inputs["example_ids"])
         mine = params[part]
-        found[part][name] = Adapted(
+        found[part][name] = LoraWeight(
             found[part][name],
             mine[name + DOWN],
             mine[name + UP],
@@ -150,7 +150,7 @@ def applied(
     return found
 
 
-def _dim(kind: Kind, key: Key) -> int:
+def _scale_dim(kind: Kind, key: Key) -> int:
     """Of a matrix that is held in few bits that of its scales, counted from the end."""
     declared = kind.declared[key]
     dim = dim_of_scales(declared)

@@ -16,13 +16,13 @@ from jaxtyping import Float, Int
 
 from maxpipe.models.layers import attention
 from maxpipe.nn.attention.backends import BACKENDS
-from maxpipe.nn.attention.interface import Cache, Mask
+from maxpipe.nn.attention.interface import KVCache, Mask
 from maxpipe.nn.attention.over_context import attend
-from maxpipe.nn.part import Context, Output, PartModule, rms_normed
+from maxpipe.nn.part import LayerContext, Output, SpecModule, rms_norm
 from maxpipe.parallel import stated
-from maxpipe.parallel.context import num_tokens
-from maxpipe.parallel.per_device import vary
-from maxpipe.parallel.sequence import TokenSplit
+from maxpipe.parallel.context import full_sequence_length
+from maxpipe.parallel.per_device import mark_varying
+from maxpipe.parallel.sequence import SequenceParallel
 from maxpipe.parallel.sharding import AxisRules, constrain
 
 # Llama 3.1: wavelengths above original/1 are fully stretched, below original/4 left alone.
@@ -34,7 +34,7 @@ _SLOW_TURNS = 1.0
 
 
 def rotary_frequencies(
-    rope: attention.Rope, head_size: int, context: Context
+    rope: attention.Rope, head_size: int, context: LayerContext
 ) -> Float[Array, " half"]:
     """Angle per position of each pair, float32 `[H / 2]`.
 
@@ -44,10 +44,10 @@ def rotary_frequencies(
     exponent = jnp.arange(0, turned, 2, dtype=jnp.float32) / turned
     theta = context.number(rope.theta)
     if rope.scaling == "dynamic" and rope.factor != 1.0:
-        theta *= _growth(rope, turned, context)
+        theta *= _ntk_base_factor(rope, turned, context)
     frequencies = theta**-exponent
     stretch = rope.stretch
-    if rope.stretch_beyond and _num_tokens(context) > rope.original_tokens:
+    if rope.stretch_beyond and _max_visible_tokens(context) > rope.original_tokens:
         stretch = rope.stretch_beyond
     if stretch:
         frequencies /= jnp.asarray(stretch, jnp.float32)
@@ -65,21 +65,23 @@ def rotary_frequencies(
     return frequencies * (blend + (1.0 - blend) / factor)
 
 
-def _growth(rope: attention.Rope, turned: int, context: Context) -> float | Float[Array, ""]:
+def _ntk_base_factor(
+    rope: attention.Rope, turned: int, context: LayerContext
+) -> float | Float[Array, ""]:
     """Of the base, so that the slowest pair is stretched as much as the row is longer."""
-    longer = max(_num_tokens(context) / rope.original_tokens, 1.0)
+    longer = max(_max_visible_tokens(context) / rope.original_tokens, 1.0)
     more = context.number(rope.factor) * (longer - 1.0) + 1.0
     return more ** (turned / (turned - 2))
 
 
-def _num_tokens(context: Context) -> int:
+def _max_visible_tokens(context: LayerContext) -> int:
     """The most that a query can see: known before anything is computed, and the same for all."""
     cache = context.cache
-    return num_tokens(context.inputs) if cache is None else cache.key.shape[1]
+    return full_sequence_length(context.inputs) if cache is None else cache.key.shape[1]
 
 
 def _yarn(
-    rope: attention.Rope, frequencies: Float[Array, " half"], context: Context
+    rope: attention.Rope, frequencies: Float[Array, " half"], context: LayerContext
 ) -> Float[Array, " half"]:
     """Blended by a ramp over the pairs' numbers, which is linear in the logarithm of their turns.
 
@@ -119,7 +121,7 @@ def rotate(
     if length != 1.0:
         cos, sin = cos * length, sin * length
     if backend == "splash":
-        return _turned_by_product(*vary((x, cos, sin)))
+        return _rotate_by_matmul(*mark_varying((x, cos, sin)))
     half = len(frequencies)
     first, second, rest = jnp.split(x.astype(jnp.float32), (half, 2 * half), axis=-1)
     turned = [first * cos - second * sin, second * cos + first * sin]
@@ -127,7 +129,7 @@ def rotate(
 
 
 @jax.custom_vjp
-def _turned_by_product(
+def _rotate_by_matmul(
     x: Float[Array, "B T N H"], cos: Float[Array, "B T 1 half"], sin: Float[Array, "B T 1 half"]
 ) -> Float[Array, "B T N H"]:
     """Exact as a sum of one entry: in bfloat16 at any precision, in float32 at the highest."""
@@ -146,20 +148,20 @@ def _turned_by_product(
     return (x.astype(jnp.float32) * cos + swapped * sin).astype(x.dtype)
 
 
-def _turned_rule(x: Array, cos: Array, sin: Array) -> tuple[Array, tuple[Array, Array]]:
-    return _turned_by_product(x, cos, sin), (cos, sin)
+def _rotate_forward(x: Array, cos: Array, sin: Array) -> tuple[Array, tuple[Array, Array]]:
+    return _rotate_by_matmul(x, cos, sin), (cos, sin)
 
 
-def _turned_back_rule(angles: tuple[Array, Array], grad: Array) -> tuple[Array, None, None]:
+def _rotate_backward(angles: tuple[Array, Array], grad: Array) -> tuple[Array, None, None]:
     """By the angles back: nothing is lost to a sum of gradients in low precision."""
     cos, sin = angles
-    return _turned_by_product(grad, cos, -sin), None, None
+    return _rotate_by_matmul(grad, cos, -sin), None, None
 
 
-_turned_by_product.defvjp(_turned_rule, _turned_back_rule)
+_rotate_by_matmul.defvjp(_rotate_forward, _rotate_backward)
 
 
-class Attention(PartModule):
+class Attention(SpecModule):
     """Self-attention in which G key/value heads serve N query heads."""
 
     query: nnx.Param
@@ -174,7 +176,7 @@ class Attention(PartModule):
         super().__init__(part)
         self.part, self.rules = part, rules
 
-    def __call__(self, x: Float[Array, "B T D"], context: Context) -> Output:
+    def __call__(self, x: Float[Array, "B T D"], context: LayerContext) -> Output:
         """Tokens see the past of their own segment only, in a window where there is one."""
         part, dtype, rules = self.part, x.dtype, self.rules
         segments, positions = context.inputs["segment_ids"], context.inputs["positions"]
@@ -186,8 +188,8 @@ class Attention(PartModule):
             query, gate = jnp.split(query, 2, axis=-1)
             gate = checkpoint_name(gate, "query_gate")
         if part.head_norm is not None:
-            query = rms_normed(query, self.query_norm[...], part.head_norm)
-            key = rms_normed(key, self.key_norm[...], part.head_norm)
+            query = rms_norm(query, self.query_norm[...], part.head_norm)
+            key = rms_norm(key, self.key_norm[...], part.head_norm)
         heads, kv_heads = (None, None, "heads", "head_size"), (None, None, "kv_heads", "head_size")
         angles = positions, frequencies, part.rope.length
         query = constrain(rotate(query, *angles, part.backend), heads, rules)
@@ -224,7 +226,7 @@ class Attention(PartModule):
     @staticmethod
     def empty_cache(part: Any, rows: int, tokens: int, dtype: jnp.dtype) -> Any:
         """Rotated keys, and values, of each key/value head."""
-        return Cache.empty((rows, tokens, part.num_kv_heads, part.head_size), dtype)
+        return KVCache.empty((rows, tokens, part.num_kv_heads, part.head_size), dtype)
 
     @staticmethod
     def window(part: Any) -> str:
@@ -235,10 +237,13 @@ class Attention(PartModule):
     def cache_axes(part: Any) -> Any:
         """As of `Cache`."""
         del part
-        return Cache.axes()
+        return KVCache.axes()
 
     def _projected(
-        self, x: Float[Array, "B T D"], split: TokenSplit, largest: Float[Array, "B T 1"] | None
+        self,
+        x: Float[Array, "B T D"],
+        split: SequenceParallel,
+        largest: Float[Array, "B T 1"] | None,
     ) -> list[Float[Array, "B T N H"]]:
         """Queries, keys and values, by their heads."""
         names, params = ("query", "key", "value"), self.part.params

@@ -23,22 +23,22 @@ from flax import nnx
 from jax import Array
 from jaxtyping import Float, Int, Key
 
-from maxpipe.io.tree import nested
+from maxpipe.io.tree import unflatten
 from maxpipe.models.config import ModelConfig
 from maxpipe.models.layers import attention, delta, experts, latent, mlp
 from maxpipe.models.registry import describe
 from maxpipe.models.spec import Branch, Constant, Entries, Kind, Made, Model, Normal, Param, Part
-from maxpipe.nn.adapters import applied, completed
+from maxpipe.nn.adapters import apply_adapters, complete_params
 from maxpipe.nn.attention_layer import Attention
 from maxpipe.nn.delta import GatedDelta
 from maxpipe.nn.experts import Experts
 from maxpipe.nn.latent import LatentAttention
 from maxpipe.nn.mlp import GatedMLP
-from maxpipe.nn.part import Context, LayerNorm, Output, RMSNorm, low_precision
+from maxpipe.nn.part import LayerContext, LayerNorm, Output, RMSNorm, make_quantizer
 from maxpipe.parallel import stated
 from maxpipe.parallel.adapted import dropout
-from maxpipe.parallel.context import own_places
-from maxpipe.parallel.sharding import AxisRules, by_rows
+from maxpipe.parallel.context import local_positions
+from maxpipe.parallel.sharding import AxisRules, shard_embeddings_by_batch
 
 _NORMS: Mapping[type, Any] = {mlp.RMSNorm: RMSNorm, mlp.LayerNorm: LayerNorm}
 _MODULES: Mapping[type, Any] = {
@@ -61,7 +61,7 @@ def empty_cache(kind: Kind, rows: int, tokens: int, dtype: jnp.dtype) -> Any:
     return _first(lambda module, part: module.empty_cache(part, rows, tokens, dtype), kind)
 
 
-def window(kind: Kind) -> str:
+def cache_window(kind: Kind) -> str:
     """The per-layer value that says what its cache may lack; empty if it may lack nothing."""
     return _first(lambda module, part: module.window(part) or None, kind) or ""
 
@@ -88,7 +88,7 @@ class Block(nnx.Module):
         self.kind, self.rules = kind, rules
 
     def __call__(
-        self, x: Float[Array, "B T D"], context: Context, key: Key[Array, ""] | None
+        self, x: Float[Array, "B T D"], context: LayerContext, key: Key[Array, ""] | None
     ) -> Output:
         """`key` is the layer's for dropout; None turns it off."""
         branches, keys = self.kind.branches, None
@@ -104,7 +104,7 @@ class Block(nnx.Module):
             found = self._branch(branch, x, context)
             change = found.x
             if keys is not None and branch.dropout:
-                places = own_places(x.shape[1])
+                places = local_positions(x.shape[1])
                 change = dropout(change, branch.dropout, keys[:, number], places)
             x = split.shards(x + (change if branch.scale == 1.0 else change * branch.scale))
             losses |= found.losses
@@ -112,7 +112,7 @@ class Block(nnx.Module):
             cache = cache if found.cache is None else found.cache
         return Output(x, losses, statistics, cache)
 
-    def _branch(self, branch: Branch, x: Array, context: Context) -> Output:
+    def _branch(self, branch: Branch, x: Array, context: LayerContext) -> Output:
         found = Output(x)
         for name, part in branch.parts.items():
             module = getattr(self, name)
@@ -130,7 +130,7 @@ class Block(nnx.Module):
 _Name = TypeVar("_Name", bound=Hashable)
 
 
-def initial(
+def init_params(
     params: Mapping[_Name, Param], key: Key[Array, ""], dtype: jnp.dtype
 ) -> dict[_Name, Float[Array, "*dims"]]:
     """The parameters by name; the i-th that is drawn takes the key's i-th part.
@@ -140,13 +140,15 @@ def initial(
     drawn = [name for name, param in params.items() if isinstance(param.init, Normal)]
     keys = {name: jax.random.fold_in(key, number) for number, name in enumerate(drawn)}
     return {
-        name: _initial(param, keys.get(name), dtype)
+        name: _init_param(param, keys.get(name), dtype)
         for name, param in params.items()
         if not isinstance(param.init, Made)
     }
 
 
-def _initial(param: Param, key: Key[Array, ""] | None, dtype: jnp.dtype) -> Float[Array, "*dims"]:
+def _init_param(
+    param: Param, key: Key[Array, ""] | None, dtype: jnp.dtype
+) -> Float[Array, "*dims"]:
     if isinstance(param.init, Constant):
         return jnp.full(param.shape, param.init.value, param.exact or dtype)
     if isinstance(param.init, Entries):
@@ -171,9 +173,9 @@ def normal_approximation(
     return centred.astype(jnp.float32) * (stddev * (4 * (2**32 - 1) / 12) ** -0.5)
 
 
-AHEAD = "ahead"
+MTP = "ahead"
 """Name of parameters, and of statistics, of heads that predict further ahead."""
-_STREAMS = {"embedding": 1, "head": 2, AHEAD: 3}
+_STREAMS = {"embedding": 1, "head": 2, MTP: 3}
 """Number of the key that each part of the ends is drawn with; layers have 0."""
 
 Params = dict[str, Any]
@@ -182,7 +184,7 @@ Losses = Mapping[str, Float[Array, ""]]
 Statistics = Mapping[str, Array]
 
 
-class Result(NamedTuple):
+class DecoderOutput(NamedTuple):
     """What the plain loop computes of a batch."""
 
     logits: Float[Array, "B T V"]
@@ -229,21 +231,23 @@ class Decoder:
     def init_layer(self, kind: str, key: Key[Array, ""]) -> Params:
         """One layer's parameters."""
         described = self.model.kinds[kind]
-        return nested(completed(described, initial(described.drawn, key, self._param_dtype)))
+        return unflatten(
+            complete_params(described, init_params(described.drawn, key, self._param_dtype))
+        )
 
     def init_outer(self, key: Key[Array, ""]) -> Params:
         """Everything but the layers."""
         found: dict[tuple[str, ...], Array] = {}
         for name, param in self.model.ends.params.items():
-            if name[0] != AHEAD:
+            if name[0] != MTP:
                 part = jax.random.fold_in(key, _STREAMS.get(name[0], 1))
-                found |= initial({name: param}, part, self._param_dtype)
-        outer = nested(found)
+                found |= init_params({name: param}, part, self._param_dtype)
+        outer = unflatten(found)
         if (ahead := self.model.ends.ahead) is not None:
-            base = jax.random.fold_in(key, _STREAMS[AHEAD])
+            base = jax.random.fold_in(key, _STREAMS[MTP])
             keys = jax.vmap(partial(jax.random.fold_in, base))(jnp.arange(ahead.num_heads))
-            draw = partial(initial, ahead.one, dtype=self._param_dtype)
-            outer[AHEAD] = nested(jax.vmap(lambda key: draw(key=key))(keys))
+            draw = partial(init_params, ahead.one, dtype=self._param_dtype)
+            outer[MTP] = unflatten(jax.vmap(lambda key: draw(key=key))(keys))
         return outer
 
     def axes(self) -> Params:
@@ -263,7 +267,7 @@ class Decoder:
 
         Where tokens are split between the matmuls of a layer, layers round weights themselves.
         """
-        low = low_precision(self.config)
+        low = make_quantizer(self.config)
         split = any(dict(self.rules.table).get("sequence", ()))
         if low is None or low.scales == "block" or split:
             return self._declared(lambda param: 0)
@@ -275,10 +279,10 @@ class Decoder:
         """In the form of the parameters, what is declared of each."""
         ends = {name: of(param) for name, param in self.model.ends.params.items()}
         layers = {
-            kind: nested({name: of(param) for name, param in described.params.items()})
+            kind: unflatten({name: of(param) for name, param in described.params.items()})
             for kind, described in self.model.kinds.items()
         }
-        return nested(ends) | {"layers": layers}
+        return unflatten(ends) | {"layers": layers}
 
     @property
     def _param_dtype(self) -> jnp.dtype:
@@ -316,18 +320,18 @@ class Decoder:
         return run
 
     def _layer(
-        self, kind: str, params: Params, x: Array, context: Context, key: LayerKey
+        self, kind: str, params: Params, x: Array, context: LayerContext, key: LayerKey
     ) -> Output:
         if key is not None:
             key = jax.random.fold_in(key, context.index)
-        params = applied(self.model.kinds[kind], params, x.dtype, context.inputs, key)
-        found = _with(self._blocks[kind], params)(x, context, key)
+        params = apply_adapters(self.model.kinds[kind], params, x.dtype, context.inputs, key)
+        found = _merge_module(self._blocks[kind], params)(x, context, key)
         statistics = jax.tree.map(jax.lax.stop_gradient, found.statistics)
         return found._replace(statistics=statistics)
 
-    def _context(self, inputs: Params, index: Array, cache: Any = None) -> Context:
-        low = low_precision(self.config)
-        return Context(inputs, index, self.model.values, cache, low)
+    def _context(self, inputs: Params, index: Array, cache: Any = None) -> LayerContext:
+        low = make_quantizer(self.config)
+        return LayerContext(inputs, index, self.model.values, cache, low)
 
     @cached_property
     def _blocks(self) -> Mapping[str, tuple[Any, Any]]:
@@ -341,13 +345,13 @@ class Decoder:
 
     def embed(self, table: Float[Array, "V D"], tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         """What the first layer is given, in the compute type."""
-        x = by_rows(table.astype(self._dtype)[tokens], self.rules)
+        x = shard_embeddings_by_batch(table.astype(self._dtype)[tokens], self.rules)
         scale = self.model.ends.embed_scale
         return x if scale == 1.0 else x * jnp.asarray(scale, self._dtype)
 
     def norm(self, params: Params, x: Float[Array, "*dims D"]) -> Float[Array, "*dims D"]:
         """The norm between the last layer and the output projection."""
-        return _with(_split(lambda: norm_module(self.model.ends.norm)), params)(x)
+        return _merge_module(_split(lambda: norm_module(self.model.ends.norm)), params)(x)
 
     def logits(self, params: Params, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """Float32 logits of the last layer's output."""
@@ -395,7 +399,7 @@ class Decoder:
         statistics: list[Statistics] = []
         hidden, ids = self.norm(params["final_norm"], x), batch["segment_ids"]
         for number, name in enumerate(self.model.ends.losses):
-            mine = jax.tree.map(lambda leaf, at=number: leaf[at], params[AHEAD])
+            mine = jax.tree.map(lambda leaf, at=number: leaf[at], params[MTP])
             further = number + 1
             same = ids[:, further:] == ids[:, :-further]
             mask = jnp.asarray(batch["loss_mask"][:, further:], jnp.float32) * same
@@ -414,7 +418,7 @@ class Decoder:
                 statistics.append(counted)
                 own = hidden
             logits = self._projected(params, own[:, :-further])
-            losses[name] = _nats(logits, batch["targets"][:, further:], mask)
+            losses[name] = _summed_cross_entropy(logits, batch["targets"][:, further:], mask)
         return losses, jax.tree.map(lambda *leaves: jnp.stack(leaves), *statistics or [{}])
 
     def _projected(self, params: Params, x: Array) -> Array:
@@ -427,15 +431,15 @@ class Decoder:
 
     # The whole network.
 
-    def run(self, params: Params, batch: Params, key: LayerKey = None) -> Result:
+    def run(self, params: Params, batch: Params, key: LayerKey = None) -> DecoderOutput:
         """The plain loop over layers, without a pipeline."""
         x, losses, statistics = self._through(params, batch, key)
         if "targets" in batch:
             further, counted = self._losses_ahead(params, x, batch, key)
             losses |= {name: losses.get(name, 0.0) + loss for name, loss in further.items()}
             if self.model.ends.layers_ahead is not None:
-                statistics[AHEAD] = counted
-        return Result(self.logits(params, x), losses, statistics)
+                statistics[MTP] = counted
+        return DecoderOutput(self.logits(params, x), losses, statistics)
 
     def hidden(self, params: Params, batch: Params) -> Float[Array, "B T D"]:
         """The last layer's output by the plain loop, of which `logits` makes logits."""
@@ -493,7 +497,7 @@ class Decoder:
         """What training makes small: cross entropy, and the other losses by their weights."""
         return self.objective_of(self.run(params, batch, key), batch)
 
-    def objective_of(self, found: Result, batch: Params) -> Float[Array, ""]:
+    def objective_of(self, found: DecoderOutput, batch: Params) -> Float[Array, ""]:
         """The same of what the plain loop has found."""
         total = cross_entropy(found.logits, batch)
         weights = {**self.model.losses, **self.model.ends.losses}
@@ -534,7 +538,7 @@ class Decoder:
         """
         found = []
         for number, kind in enumerate(self.model.layers):
-            name, places = window(self.model.kinds[kind]), tokens
+            name, places = cache_window(self.model.kinds[kind]), tokens
             if piece and name and (size := int(self.model.values[name][number])):
                 places = min(tokens, size - 1 + piece)
             found.append(self.empty_cache(kind, rows, places))
@@ -571,10 +575,10 @@ def _targets(batch: Params) -> Float[Array, ""]:
 def cross_entropy(logits: Float[Array, "B T V"], batch: Params) -> Float[Array, ""]:
     """Mean over the target tokens, in nats."""
     mask = jnp.asarray(batch["loss_mask"], jnp.float32)
-    return _nats(logits, batch["targets"], mask) / _targets(batch)
+    return _summed_cross_entropy(logits, batch["targets"], mask) / _targets(batch)
 
 
-def _nats(
+def _summed_cross_entropy(
     logits: Float[Array, "B T V"], targets: Int[Array, "B T"], mask: Float[Array, "B T"]
 ) -> Float[Array, ""]:
     """Summed cross entropy of the targets that count."""
@@ -587,7 +591,7 @@ def _split(build: Callable[[], nnx.Module]) -> tuple[Any, Any]:
     return nnx.split(nnx.eval_shape(build))
 
 
-def _with(split: tuple[Any, Any], params: Params) -> Any:
+def _merge_module(split: tuple[Any, Any], params: Params) -> Any:
     """The module with these parameters."""
     graph, state = split
     nnx.replace_by_pure_dict(state := jax.tree.map(lambda leaf: leaf, state), params)

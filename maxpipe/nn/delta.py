@@ -19,20 +19,20 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Bool, Float, Int
 
 from maxpipe.models.layers import delta
-from maxpipe.nn.part import Context, Output, PartModule, rms_normed
-from maxpipe.parallel.sequence import TokenSplit
+from maxpipe.nn.part import LayerContext, Output, SpecModule, rms_norm
+from maxpipe.parallel.sequence import SequenceParallel
 from maxpipe.parallel.sharding import AxisRules, constrain
 
 _EPSILON = 1e-6
 """Added to the squared length of queries and keys."""
-_NOWHERE = -1
+_EMPTY_SEGMENT = -1
 """Segment in front of a row."""
 _NAMES = ("conv_query", "conv_key", "conv_value", "decay", "decay_bias", "norm")
 
 Weights = Mapping[str, Array]
 
 
-class Cache(NamedTuple):
+class GatedDeltaCache(NamedTuple):
     """What a layer keeps of earlier tokens: as much however many there were."""
 
     tail: Float[Array, "B w K E"]
@@ -44,11 +44,11 @@ class Cache(NamedTuple):
 
     def extended(
         self, mixed: Float[Array, "B T K E"], segments: Int[Array, "B T"], state: Array
-    ) -> Cache:
+    ) -> GatedDeltaCache:
         """With T tokens more, behind which the state is this."""
         width = self.segments.shape[1]
         tail, of = self.row(mixed, segments)
-        return Cache(tail[:, -width:], of[:, -width:], state)
+        return GatedDeltaCache(tail[:, -width:], of[:, -width:], state)
 
     def row(
         self, mixed: Float[Array, "B T K E"], segments: Int[Array, "B T"]
@@ -80,7 +80,7 @@ class Chunk(NamedTuple):
     """Of what is read, in the compute type."""
 
 
-class GatedDelta(PartModule):
+class GatedDelta(SpecModule):
     """Linear attention with a state of one size (arXiv:2412.06464)."""
 
     qkvz: nnx.Param
@@ -97,16 +97,16 @@ class GatedDelta(PartModule):
         super().__init__(part)
         self.part, self.rules = part, rules
 
-    def __call__(self, x: Float[Array, "B T D"], context: Context) -> Output:
+    def __call__(self, x: Float[Array, "B T D"], context: LayerContext) -> Output:
         """Tokens see the past of their own segment only; a segment is tokens side by side."""
         part, rules, dtype = self.part, self.rules, x.dtype
         split = context.split(rules)
         x = split.whole(x)
         qkvz, ba = (self._projected(name, x, split) for name in ("qkvz", "ba"))
-        before = _empty(part, qkvz) if context.cache is None else context.cache
+        before = _empty_cache(part, qkvz) if context.cache is None else context.cache
         segments = context.inputs["segment_ids"]
         weights = {name: getattr(self, name)[...] for name in _NAMES}
-        found: Any = _read(part, weights, qkvz, ba, segments, before)
+        found: Any = _delta_rule(part, weights, qkvz, ba, segments, before)
         read, state = found
         read = checkpoint_name(constrain(read, (None, None, "heads", None), rules), "read")
         out = split.summed(split.on_own(read, self.out[...].astype(dtype), 2))
@@ -115,7 +115,7 @@ class GatedDelta(PartModule):
         return Output(checkpoint_name(out, "delta_out"), cache=cache)
 
     def _projected(
-        self, name: str, x: Float[Array, "B T D"], split: TokenSplit
+        self, name: str, x: Float[Array, "B T D"], split: SequenceParallel
     ) -> Float[Array, "B T K E"]:
         """By key heads."""
         weight = getattr(self, name)[...].astype(x.dtype)
@@ -126,55 +126,55 @@ class GatedDelta(PartModule):
     def empty_cache(part: Any, rows: int, tokens: int, dtype: jnp.dtype) -> Any:
         """The same for any number of tokens."""
         del tokens
-        return _empty(part, jnp.zeros((rows, 0, part.num_key_heads, 0), dtype))
+        return _empty_cache(part, jnp.zeros((rows, 0, part.num_key_heads, 0), dtype))
 
     @staticmethod
     def cache_axes(part: Any) -> Any:
         """As of `Cache`."""
         del part
         tail, state = ("batch", None, "kv_heads", None), ("batch", "kv_heads", None, None, None)
-        return Cache(tail, ("batch", None), state)  # type: ignore[arg-type]
+        return GatedDeltaCache(tail, ("batch", None), state)  # type: ignore[arg-type]
 
 
-def _empty(part: delta.GatedDelta, like: Float[Array, "B T K E"]) -> Cache:
+def _empty_cache(part: delta.GatedDelta, like: Float[Array, "B T K E"]) -> GatedDeltaCache:
     """In front of rows like these."""
     rows, _, heads, _ = like.shape
     width = part.kernel - 1
     state = (rows, heads, part.group, part.key_size, part.value_size)
-    return Cache(
+    return GatedDeltaCache(
         lax.full_like(like, 0, shape=(rows, width, heads, part.mixed_size)),
-        lax.full_like(like, _NOWHERE, jnp.int32, shape=(rows, width)),
+        lax.full_like(like, _EMPTY_SEGMENT, jnp.int32, shape=(rows, width)),
         lax.full_like(like, 0, jnp.float32, shape=state),
     )
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _read(
+def _delta_rule(
     part: delta.GatedDelta,
     weights: Weights,
     qkvz: Float[Array, "B T K E"],
     ba: Float[Array, "B T K e"],
     segments: Int[Array, "B T"],
-    before: Cache,
+    before: GatedDeltaCache,
 ) -> tuple[Float[Array, "B T V dv"], Float[Array, "B K r dk dv"]]:
     """What the queries read, normed and gated, and the state behind the last token."""
     chunks = _chunks(part, weights, qkvz, ba, segments, before)
-    state, read = lax.scan(partial(_through, part, weights["norm"]), before.state, chunks)
-    return _side_by_side(read, qkvz.shape[1]), state
+    state, read = lax.scan(partial(_chunk_step, part, weights["norm"]), before.state, chunks)
+    return _merge_chunks(read, qkvz.shape[1]), state
 
 
-def _read_forward(part: delta.GatedDelta, *given: Any) -> tuple[Any, Any]:
+def _delta_rule_forward(part: delta.GatedDelta, *given: Any) -> tuple[Any, Any]:
     chunks, (weights, qkvz, *_, before) = _chunks(part, *given), given
 
     def through(state: Array, chunk: Chunk) -> tuple[Array, tuple[Array, Array]]:
-        after, read = _through(part, weights["norm"], state, chunk)
+        after, read = _chunk_step(part, weights["norm"], state, chunk)
         return after, (read, state)
 
     state, (read, states) = lax.scan(through, before.state, chunks)
-    return (_side_by_side(read, qkvz.shape[1]), state), (given, states)
+    return (_merge_chunks(read, qkvz.shape[1]), state), (given, states)
 
 
-def _read_backward(part: delta.GatedDelta, saved: Any, cotangents: Any) -> Any:
+def _delta_rule_backward(part: delta.GatedDelta, saved: Any, cotangents: Any) -> Any:
     (weights, qkvz, ba, segments, before), states = saved
 
     def again(weights: Weights, qkvz: Array, ba: Array, tail: Array) -> Chunk:
@@ -187,7 +187,7 @@ def _read_backward(part: delta.GatedDelta, saved: Any, cotangents: Any) -> Any:
 
     def back(carry: tuple[Array, Array], each: Any) -> tuple[tuple[Array, Array], Chunk]:
         (d_state, d_norm), (state, chunk, d_read) = carry, each
-        _, pull = jax.vjp(partial(_through, part), weights["norm"], state, chunk)
+        _, pull = jax.vjp(partial(_chunk_step, part), weights["norm"], state, chunk)
         more, d_state, d_chunk = pull((d_state, d_read))
         return (d_state, d_norm + more.astype(jnp.float32)), d_chunk
 
@@ -198,13 +198,13 @@ def _read_backward(part: delta.GatedDelta, saved: Any, cotangents: Any) -> Any:
     d_weights["norm"] += d_norm.astype(d_weights["norm"].dtype)
     # A split backward keeps these small gradients, instead of all that they are made of.
     d_weights, d_qkvz, d_ba = lax.optimization_barrier((d_weights, d_qkvz, d_ba))
-    return d_weights, d_qkvz, d_ba, None, Cache(d_tail, None, d_state)  # type: ignore[arg-type]
+    return d_weights, d_qkvz, d_ba, None, GatedDeltaCache(d_tail, None, d_state)  # type: ignore[arg-type]
 
 
-_read.defvjp(_read_forward, _read_backward)
+_delta_rule.defvjp(_delta_rule_forward, _delta_rule_backward)
 
 
-def _through(
+def _chunk_step(
     part: delta.GatedDelta,
     norm: Float[Array, " dv"],
     state: Float[Array, "B K r dk dv"],
@@ -215,7 +215,7 @@ def _through(
     read = chunk.query @ state + chunk.mixing @ written
     state = chunk.keep[..., None, None] * state + chunk.key.swapaxes(-1, -2) @ written
     dtype = chunk.gate.dtype
-    read = rms_normed(read.astype(dtype), norm, part.norm).astype(jnp.float32)
+    read = rms_norm(read.astype(dtype), norm, part.norm).astype(jnp.float32)
     return state, (read * jax.nn.silu(chunk.gate.astype(jnp.float32))).astype(dtype)
 
 
@@ -225,7 +225,7 @@ def _chunks(
     qkvz: Float[Array, "B T K E"],
     ba: Float[Array, "B T K e"],
     segments: Int[Array, "B T"],
-    before: Cache,
+    before: GatedDeltaCache,
 ) -> Chunk:
     """All chunks of the rows, along a new first dim.
 
@@ -235,7 +235,7 @@ def _chunks(
     size = min(part.chunk, 1 << (tokens - 1).bit_length())
     by_value = (*qkvz.shape[:3], part.group, part.value_size)
     mixed, gate = jnp.split(qkvz, (part.mixed_size,), axis=-1)
-    query, key, value = _convolved(part, weights, mixed, segments, before)
+    query, key, value = _causal_convolution(part, weights, mixed, segments, before)
     key = _cut(key, size)
     query = _cut(query * part.key_size**-0.5, size)
     value = _cut(value.reshape(by_value), size)
@@ -247,7 +247,7 @@ def _chunks(
     document = document[:, :, :, None]
     within = document[..., :, None] == document[..., None, :]
     within &= jnp.tri(size, dtype=bool)
-    total = _summed(within, _cut(forget[..., None], size))
+    total = _cumulative_log_decay(within, _cut(forget[..., None], size))
     decay = jnp.exp(jnp.where(within, total[..., :, None] - total[..., None, :], -jnp.inf))
     since = jnp.where(document == 0, jnp.exp(total), 0.0)[..., None]
     until = jnp.where(document == document[..., -1:], total[..., -1:] - total, -jnp.inf)
@@ -267,7 +267,7 @@ def _chunks(
     )
 
 
-def _summed(
+def _cumulative_log_decay(
     within: Bool[Array, "N B 1 1 C C"], forget: Float[Array, "N B K r C 1"]
 ) -> Float[Array, "N B K r C"]:
     """Logarithms of decay since the chunk's start, or that of a token's document.
@@ -279,12 +279,12 @@ def _summed(
     return jnp.einsum("nbcj,nbkrj->nbkrc", factors, each, precision=lax.Precision.HIGHEST)
 
 
-def _convolved(
+def _causal_convolution(
     part: delta.GatedDelta,
     weights: Weights,
     mixed: Float[Array, "B T K E"],
     segments: Int[Array, "B T"],
-    before: Cache,
+    before: GatedDeltaCache,
 ) -> tuple[Float[Array, "B T K dk"], Float[Array, "B T K dk"], Float[Array, "B T K rdv"]]:
     """Queries and keys of length 1, and values, after the convolution."""
     row, of = before.row(mixed, segments)
@@ -303,10 +303,10 @@ def _convolved(
         total += jnp.where(seen, row[:, there], 0).astype(jnp.float32) * kernel[..., at]
     cut = (part.key_size, 2 * part.key_size)
     query, key, value = jnp.split(jax.nn.silu(total), cut, axis=-1)
-    return _of_length_1(query), _of_length_1(key), value
+    return _l2_normalize(query), _l2_normalize(key), value
 
 
-def _of_length_1(x: Float[Array, "*dims d"]) -> Float[Array, "*dims d"]:
+def _l2_normalize(x: Float[Array, "*dims d"]) -> Float[Array, "*dims d"]:
     return x * lax.rsqrt(jnp.square(x).sum(-1, keepdims=True) + _EPSILON)
 
 
@@ -331,7 +331,7 @@ def _cut(x: Array, size: int) -> Array:
     return jnp.moveaxis(jnp.moveaxis(x, 1, 0), 2, -2)
 
 
-def _side_by_side(x: Float[Array, "N B K r C d"], tokens: int) -> Float[Array, "B T V d"]:
+def _merge_chunks(x: Float[Array, "N B K r C d"], tokens: int) -> Float[Array, "B T V d"]:
     """The way back, for value heads."""
     x = jnp.moveaxis(jnp.moveaxis(x, -2, 2), 0, 1)
     rows, count, size, heads, group, width = x.shape

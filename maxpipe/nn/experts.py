@@ -24,35 +24,35 @@ from jaxtyping import Bool, Float, Int
 
 from maxpipe.models.layers import experts
 from maxpipe.nn import grouped
-from maxpipe.nn.mlp import gated, gated_mlp
-from maxpipe.nn.part import Context, Output, PartModule
+from maxpipe.nn.mlp import gated_activation, gated_mlp
+from maxpipe.nn.part import LayerContext, Output, SpecModule
 from maxpipe.nn.rows import (
-    Rows,
+    TokenPermutation,
+    assign_capacity_slots,
+    permute_tokens,
     row_biases,
     row_weights,
-    rows_in_line,
-    sorted_rows,
-    to_slots,
-    to_tokens,
+    sort_by_expert,
+    unpermute_tokens,
     weighted_biases,
 )
-from maxpipe.parallel.context import WHOLE_ROW, own_part, whole_rows
-from maxpipe.parallel.low_precision import LowPrecision, rounded_einsum
+from maxpipe.parallel.context import FULL_SEGMENT_IDS, gather_sequences, local_shard
+from maxpipe.parallel.low_precision import MatmulQuantizer, quantized_einsum
 from maxpipe.parallel.mesh import CONTEXT, EXPERT
 from maxpipe.parallel.per_device import (
-    exchange,
-    gather_shards,
-    index_on,
-    on_rows_of_device,
-    over_devices,
-    scatter_sum,
-    size_of,
-    vary,
+    all_gather,
+    all_to_all,
+    axis_index,
+    axis_size,
+    map_batch_shards,
+    mark_varying,
+    reduce_scatter,
+    sum_count,
 )
 from maxpipe.parallel.sharding import AxisRules, constrain
 
 
-class Received(NamedTuple):
+class ReceivedTokens(NamedTuple):
     """Tokens from all devices of the axis for the experts of this one, e of them."""
 
     x: Float[Array, "1 S D"]
@@ -62,78 +62,80 @@ class Received(NamedTuple):
     """What the expert's output is multiplied with; 0 for the others."""
 
 
-class Sent(NamedTuple):
+class SentTokens(NamedTuple):
     """How tokens were sent, to bring back what becomes of them."""
 
-    slots: Rows
+    slots: TokenPermutation
     counts: Int[Array, " X"]
     """Rows in use for each device."""
     got: Int[Array, " X"]
     """Rows in use from each device."""
 
 
-def to_experts(
+def dispatch_tokens(
     x: Float[Array, "B T D"],
     places: Int[Array, "B T k"],
     weights: Float[Array, "B T E"],
     room: int,
-) -> tuple[Received, Sent]:
+) -> tuple[ReceivedTokens, SentTokens]:
     """Each token to the devices of its experts. `room` is that for each pair of devices.
 
     A choice of E is one of no expert. Where more are to be sent than there is room for, first
     choices go before second ones and earlier tokens before later ones, whichever their experts.
     """
-    size, num_experts = size_of(EXPERT), weights.shape[-1]
+    size, num_experts = axis_size(EXPERT), weights.shape[-1]
     mine = num_experts // size
     target = places // mine
     lengths = (target.reshape(-1, 1) == jnp.arange(size)).sum(0, dtype=jnp.int32)
-    slots = rows_in_line(target, lengths, room)
+    slots = assign_capacity_slots(target, lengths, room)
     counts = jnp.minimum(lengths, room)
-    sent = Sent(slots, counts, exchange(counts, EXPERT, 0, 0))
+    sent = SentTokens(slots, counts, all_to_all(counts, EXPERT, 0, 0))
     flat, of_tokens = places.reshape(-1, places.shape[-1]), weights.reshape(-1, num_experts)
     factors = row_weights(of_tokens, flat, slots, num_experts)
     expert = flat.reshape(-1).at[slots.choice].get(mode="fill", fill_value=num_experts)
     # Where a row is empty there is no expert: its number is behind those of each device.
-    expert = exchange(jnp.where(expert < num_experts, expert % mine, mine), EXPERT, 0, 0)
-    factors = exchange(factors, EXPERT, 0, 0)
+    expert = all_to_all(jnp.where(expert < num_experts, expert % mine, mine), EXPERT, 0, 0)
+    factors = all_to_all(factors, EXPERT, 0, 0)
     of_mine = jnp.where(expert[:, None] == jnp.arange(mine), factors[:, None], 0)
-    rows = _travelled(to_slots(x, slots, x.shape), sent.counts, sent.got)
-    return Received(rows[None], expert[None, :, None], of_mine[None]), sent
+    rows = _all_to_all(permute_tokens(x, slots, x.shape), sent.counts, sent.got)
+    return ReceivedTokens(rows[None], expert[None, :, None], of_mine[None]), sent
 
 
-def from_experts(x: Float[Array, "1 S D"], sent: Sent) -> Float[Array, "n D"]:
+def combine_tokens(x: Float[Array, "1 S D"], sent: SentTokens) -> Float[Array, "n D"]:
     """Each token's sum over the experts that it was sent to."""
-    return to_tokens(_travelled(x[0], sent.got, sent.counts), sent.slots)
+    return unpermute_tokens(_all_to_all(x[0], sent.got, sent.counts), sent.slots)
 
 
 @jax.custom_vjp
-def _travelled(
+def _all_to_all(
     x: Float[Array, "S D"], sent: Int[Array, " X"], got: Int[Array, " X"]
 ) -> Float[Array, "S D"]:
     """To each device its part of the rows, of which the first `sent` are in use.
 
     Where nothing arrives is whatever was in memory: it is not read.
     """
-    padded = lambda x, sent, got: exchange(x, EXPERT, 0, 0)  # noqa: E731
+    padded = lambda x, sent, got: all_to_all(x, EXPERT, 0, 0)  # noqa: E731
     return lax.platform_dependent(x, sent, got, tpu=_ragged, default=padded)
 
 
-_travelled.defvjp(
-    lambda x, sent, got: (_travelled(x, sent, got), (sent, got)),
-    lambda saved, cotangent: (_travelled(cotangent, *reversed(saved)), None, None),
+_all_to_all.defvjp(
+    lambda x, sent, got: (_all_to_all(x, sent, got), (sent, got)),
+    lambda saved, cotangent: (_all_to_all(cotangent, *reversed(saved)), None, None),
 )
 
 
 def _ragged(x: Array, sent: Array, got: Array) -> Array:
-    size, me = size_of(EXPERT), index_on(EXPERT)
+    size, me = axis_size(EXPERT), axis_index(EXPERT)
     room = len(x) // size
     own, there = jnp.arange(size, dtype=jnp.int32) * room, jnp.full(size, me * room, jnp.int32)
     # XLA would copy rows that it both sends and writes to, one tile line at a time.
-    empty = vary(lax.empty(x.shape, x.dtype))
-    return lax.ragged_all_to_all(x, empty, vary(own), sent, vary(there), got, axis_name=EXPERT)
+    empty = mark_varying(lax.empty(x.shape, x.dtype))
+    return lax.ragged_all_to_all(
+        x, empty, mark_varying(own), sent, mark_varying(there), got, axis_name=EXPERT
+    )
 
 
-class Routes(NamedTuple):
+class Routing(NamedTuple):
     """Where the tokens of each sequence go."""
 
     logits: Float[Array, "B T E"]
@@ -148,13 +150,13 @@ class Routes(NamedTuple):
     """What their outputs are multiplied with; 0 for the others."""
 
 
-def routed(
+def route_tokens(
     x: Float[Array, "B T D"],
     router: Float[Array, "D E"],
     part: experts.Experts,
     bias: Float[Array, " E"] | None = None,
     logit_bias: Float[Array, " E"] | None = None,
-) -> Routes:
+) -> Routing:
     """The experts of each token, and the weights of their outputs.
 
     Experts are chosen by scores and `bias`, and weighted by scores alone (arXiv:2408.15664).
@@ -178,7 +180,7 @@ def routed(
     if part.weight_scale != 1.0:
         weights *= part.weight_scale
     likely = shares if part.scores == "softmax" else shares / shares.sum(-1, keepdims=True)
-    return Routes(logits, likely, places, chosen, weights)
+    return Routing(logits, likely, places, chosen, weights)
 
 
 def _in_best_groups(ranks: Float[Array, "B T E"], groups: experts.Groups) -> Bool[Array, "B T E"]:
@@ -190,8 +192,8 @@ def _in_best_groups(ranks: Float[Array, "B T E"], groups: experts.Groups) -> Boo
     return jnp.repeat(chosen, within.shape[-1], axis=-1)
 
 
-def reported(
-    routes: Routes,
+def compute_router_metrics(
+    routes: Routing,
     lost: Float[Array, "B T"] | None,
     mask: Float[Array, "B T"],
     over: experts.BalanceOver = "sequence",
@@ -210,7 +212,7 @@ def reported(
 
 
 def _balance(
-    routes: Routes, counts: Float[Array, "B T 1"], over: experts.BalanceOver
+    routes: Routing, counts: Float[Array, "B T 1"], over: experts.BalanceOver
 ) -> tuple[Float[Array, ""], Float[Array, " E"]]:
     """The balance loss, and the tokens of each expert.
 
@@ -221,10 +223,10 @@ def _balance(
     used, likely = ((counts * each).sum(1) for each in (routes.chosen, routes.likely))
     load = used.sum(0)
     if over == "devices":
-        used = over_devices(load)
+        used = sum_count(load)
     else:
         # A sequence may be divided over devices: each adds its part of what is computed of p.
-        used = over_devices(used if over == "sequence" else load, (CONTEXT,))
+        used = sum_count(used if over == "sequence" else load, (CONTEXT,))
     # As many are used as tokens times k: divided by their mean they are E / k * f.
     relative = used / jnp.maximum(used.mean(-1, keepdims=True), 1e-9)
     return (relative * likely).sum(), load
@@ -233,7 +235,7 @@ def _balance(
 _PROJECTIONS = ("gate", "up", "down")
 
 
-class Experts(PartModule):
+class Experts(SpecModule):
     """The sum of a token's experts, weighted by what the router makes of it (arXiv:2401.04088)."""
 
     router: nnx.Param
@@ -254,7 +256,7 @@ class Experts(PartModule):
         super().__init__(part)
         self.part, self.rules = part, rules
 
-    def __call__(self, x: Float[Array, "B T D"], context: Context) -> Output:
+    def __call__(self, x: Float[Array, "B T D"], context: LayerContext) -> Output:
         """Returns losses and statistics where there is a `loss_mask`.
 
         No token is dropped in decoding: how many there are in a call says nothing about the model.
@@ -263,7 +265,7 @@ class Experts(PartModule):
         x = split.whole(x)
         bias = None if part.balance_rate is None else self.router_bias[...]
         logit_bias = self.logit_bias[...] if part.biased else None
-        routes = routed(x, self.router[...], part, bias, logit_bias)
+        routes = route_tokens(x, self.router[...], part, bias, logit_bias)
         out, lost = self._mixed(x, routes, context)
         out = split.summed(out)
         if self.part.shared is not None:
@@ -275,14 +277,14 @@ class Experts(PartModule):
         mask = context.inputs.get("loss_mask")
         if mask is None:
             return Output(out)
-        return Output(out, *reported(routes, lost, mask, part.balance_over))
+        return Output(out, *compute_router_metrics(routes, lost, mask, part.balance_over))
 
     def _mixed(
-        self, x: Float[Array, "B T D"], routes: Routes, context: Context
+        self, x: Float[Array, "B T D"], routes: Routing, context: LayerContext
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B T"] | None]:
         """Weighted sums of experts, and of each token the fraction of its choices that are lost."""
         limited = bool(self.part.capacity) and context.cache is None
-        apart, divided = size_of(EXPERT) > 1, size_of(CONTEXT) > 1
+        apart, divided = axis_size(EXPERT) > 1, axis_size(CONTEXT) > 1
         if limited and not (apart or divided):
             slots = self._slots(routes.places, context.inputs["segment_ids"])
             return self._with_room(x, routes, slots, context.low), slots.lost.reshape(x.shape[:2])
@@ -293,7 +295,7 @@ class Experts(PartModule):
             return self._exchanged(x, places, routes.weights, context)
         if by_group:
             run = partial(self._by_group, complete=not limited, low=context.low)
-            return on_rows_of_device(run, (x, places, routes.weights), self._params(x)), lost
+            return map_batch_shards(run, (x, places, routes.weights), self._params(x)), lost
         return self._all_of_axis(x, routes.weights, context.low), lost
 
     def _exchanged(
@@ -301,33 +303,33 @@ class Experts(PartModule):
         x: Float[Array, "B T D"],
         places: Int[Array, "B T k"],
         weights: Float[Array, "B T E"],
-        context: Context,
+        context: LayerContext,
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B T"] | None]:
         """`_mixed` where experts are on the devices of an axis."""
         rows, tokens = x.shape[:2]
         part, segments = self.part, context.inputs["segment_ids"]
         if context.cache is not None:
             part = replace(part, capacity=0.0, exchange=0.0)
-        room = part.room_between(size_of(EXPERT), rows, tokens, tokens * size_of(CONTEXT))
+        room = part.room_between(axis_size(EXPERT), rows, tokens, tokens * axis_size(CONTEXT))
         # Padding would take room of tokens that count.
         places = jnp.where((segments > 0)[..., None], places, part.num_experts)
-        received, sent = to_experts(x, places, weights, room)
-        filled = part.per_token * rows * tokens / (room * size_of(EXPERT))
+        received, sent = dispatch_tokens(x, places, weights, room)
+        filled = part.per_token * rows * tokens / (room * axis_size(EXPERT))
         found = self._by_group(received, self._params(x), filled=min(filled, 1.0), low=context.low)
         lost = sent.slots.lost.reshape(x.shape[:2]) if self.part.loses else None
-        return from_experts(found, sent).reshape(x.shape), lost
+        return combine_tokens(found, sent).reshape(x.shape), lost
 
     def _params(self, x: Array) -> dict[str, Array]:
         """Those of the experts, in the type of `x`."""
         names = [*_PROJECTIONS, *(f"{name}_bias" for name in _PROJECTIONS if self.part.biased)]
         return {name: getattr(self, name)[...].astype(x.dtype) for name in names}
 
-    def _groups(self, x: Float[Array, "B T D"], context: Context) -> bool:
+    def _groups(self, x: Float[Array, "B T D"], context: LayerContext) -> bool:
         """As declared. In decoding, where a call may have few tokens, if less is computed."""
         tokens = x.shape[0] * x.shape[1]
         if context.cache is None:
             return self.part.grouped
-        visited = grouped.num_visited(tokens * self.part.per_token, self.part.num_experts)
+        visited = grouped.num_multiplied_rows(tokens * self.part.per_token, self.part.num_experts)
         return visited < tokens * self.part.num_experts
 
     def _by_group(
@@ -337,7 +339,7 @@ class Experts(PartModule):
         *,
         complete: bool = True,
         filled: float = 1.0,
-        low: LowPrecision | None,
+        low: MatmulQuantizer | None,
     ) -> Float[Array, "B T D"]:
         """Of tokens through their own experts, of which `params` are.
 
@@ -347,49 +349,57 @@ class Experts(PartModule):
         x, *routes = tokens
         places, weights = (each.reshape(-1, each.shape[-1]) for each in routes)
         num_experts = weights.shape[-1]
-        rows, sizes = sorted_rows(places, num_experts)
-        spread = grouped.Spread(grouped.split_over(self.rules), complete, low, filled)
-        gate, up = grouped.expanded(x, (params["gate"], params["up"]), rows, sizes, spread)
+        rows, sizes = sort_by_expert(places, num_experts)
+        spread = grouped.GroupedMatmulOptions(
+            grouped.expert_width_axes(self.rules), complete, low, filled
+        )
+        gate, up = grouped.up_projection(x, (params["gate"], params["up"]), rows, sizes, spread)
         if self.part.biased:
             gate += row_biases(params["gate_bias"], places, rows)
             up += row_biases(params["up_bias"], places, rows)
         gate, up = checkpoint_name(gate, "expert_gate"), checkpoint_name(up, "expert_up")
         of_rows = row_weights(weights, places, rows, num_experts).astype(x.dtype)
-        hidden = constrain(gated(gate, up, self.part.function, of_rows), (None, "mlp"), self.rules)
-        out = grouped.contracted(hidden, params["down"], rows, sizes, spread)
+        hidden = constrain(
+            gated_activation(gate, up, self.part.function, of_rows), (None, "mlp"), self.rules
+        )
+        out = grouped.down_projection(hidden, params["down"], rows, sizes, spread)
         if self.part.biased:
             out += weighted_biases(weights.astype(x.dtype), params["down_bias"])
         return out.reshape(x.shape)
 
     def _all_of_axis(
-        self, x: Float[Array, "B T D"], weights: Float[Array, "B T E"], low: LowPrecision | None
+        self, x: Float[Array, "B T D"], weights: Float[Array, "B T E"], low: MatmulQuantizer | None
     ) -> Float[Array, "B T D"]:
         """Of all tokens through all experts, those of other devices of the axis, too."""
-        whole = gather_shards(x, EXPERT, 0)
-        return scatter_sum(self._all(whole, exchange(weights, EXPERT, 2, 0), low), EXPERT, 0)
+        whole = all_gather(x, EXPERT, 0)
+        return reduce_scatter(self._all(whole, all_to_all(weights, EXPERT, 2, 0), low), EXPERT, 0)
 
     def _all(
-        self, x: Float[Array, "B T D"], weights: Float[Array, "B T E"], low: LowPrecision | None
+        self, x: Float[Array, "B T D"], weights: Float[Array, "B T E"], low: MatmulQuantizer | None
     ) -> Float[Array, "B T D"]:
         """Of all tokens through all experts that are here."""
-        gate = _multiplied("btd,def->btef", x, self.gate, low)
-        up = _multiplied("btd,def->btef", x, self.up, low)
+        gate = _expert_matmul("btd,def->btef", x, self.gate, low)
+        up = _expert_matmul("btd,def->btef", x, self.up, low)
         gate, up = self._with_bias("gate", gate), self._with_bias("up", up)
         gate, up = checkpoint_name(gate, "expert_gate"), checkpoint_name(up, "expert_up")
         weights = weights.astype(x.dtype)
-        hidden = gated(gate, up, self.part.function, weights)
+        hidden = gated_activation(gate, up, self.part.function, weights)
         hidden = constrain(hidden, (None, None, "experts", "mlp"), self.rules)
-        out = _multiplied("btef,efd->btd", hidden, self.down, low)
+        out = _expert_matmul("btef,efd->btd", hidden, self.down, low)
         return self._with_bias("down", out, lambda bias: jnp.einsum("bte,ed->btd", weights, bias))
 
     def _with_room(
-        self, x: Float[Array, "B T D"], routes: Routes, slots: Rows, low: LowPrecision | None
+        self,
+        x: Float[Array, "B T D"],
+        routes: Routing,
+        slots: TokenPermutation,
+        low: MatmulQuantizer | None,
     ) -> Float[Array, "B T D"]:
         """Of tokens through the experts that have room for them."""
         num_experts = self.part.num_experts
-        inside = to_slots(x, slots, x.shape).reshape(num_experts, -1, x.shape[-1])
-        gate = _multiplied("end,def->enf", inside, self.gate, low)
-        up = _multiplied("end,def->enf", inside, self.up, low)
+        inside = permute_tokens(x, slots, x.shape).reshape(num_experts, -1, x.shape[-1])
+        gate = _expert_matmul("end,def->enf", inside, self.gate, low)
+        up = _expert_matmul("end,def->enf", inside, self.up, low)
         gate, up = (
             self._with_bias(name, each, lambda bias: bias[:, None])
             for name, each in (("gate", gate), ("up", up))
@@ -400,11 +410,11 @@ class Experts(PartModule):
         )
         weights = row_weights(weights, places, slots, num_experts).reshape(num_experts, -1)
         weights = weights.astype(x.dtype)
-        hidden = gated(gate, up, self.part.function, weights)
+        hidden = gated_activation(gate, up, self.part.function, weights)
         hidden = constrain(hidden, ("experts", None, "mlp"), self.rules)
-        out = _multiplied("enf,efd->end", hidden, self.down, low)
+        out = _expert_matmul("enf,efd->end", hidden, self.down, low)
         out = self._with_bias("down", out, lambda bias: weights[..., None] * bias[:, None])
-        return to_tokens(out.reshape(-1, x.shape[-1]), slots).reshape(x.shape)
+        return unpermute_tokens(out.reshape(-1, x.shape[-1]), slots).reshape(x.shape)
 
     def _with_bias(
         self, name: str, x: Array, spread: Callable[[Array], Array] = lambda bias: bias
@@ -421,12 +431,12 @@ class Experts(PartModule):
 
         Who has room follows from whole rows, of which this device may have some tokens.
         """
-        whole = vary(whole_rows(places, 1))
-        slots = self._slots(whole, inputs.get(WHOLE_ROW, inputs["segment_ids"]))
+        whole = mark_varying(gather_sequences(places, 1))
+        slots = self._slots(whole, inputs.get(FULL_SEGMENT_IDS, inputs["segment_ids"]))
         has_room = (slots.row < len(slots.choice)).reshape(whole.shape)
-        return jnp.where(own_part(has_room, 1), places, self.part.num_experts)
+        return jnp.where(local_shard(has_room, 1), places, self.part.num_experts)
 
-    def _slots(self, places: Int[Array, "B T k"], segments: Int[Array, "B T"]) -> Rows:
+    def _slots(self, places: Int[Array, "B T k"], segments: Int[Array, "B T"]) -> TokenPermutation:
         """The room of all experts as rows: of each expert that for each sequence.
 
         Padding, of segment 0, takes no room.
@@ -438,9 +448,9 @@ class Experts(PartModule):
         queue = jnp.where(counts, queue, queues)
         asks = (places[..., None] == jnp.arange(self.part.num_experts)) & counts[..., None]
         lengths = asks.sum((1, 2), dtype=jnp.int32).T.reshape(-1)
-        return rows_in_line(queue, lengths, self.part.room(tokens))
+        return assign_capacity_slots(queue, lengths, self.part.room(tokens))
 
 
-def _multiplied(form: str, x: Array, param: nnx.Param, low: LowPrecision | None) -> Array:
+def _expert_matmul(form: str, x: Array, param: nnx.Param, low: MatmulQuantizer | None) -> Array:
     weight = param[...].astype(x.dtype)
-    return jnp.einsum(form, x, weight) if low is None else rounded_einsum(form, x, weight, low)
+    return jnp.einsum(form, x, weight) if low is None else quantized_einsum(form, x, weight, low)

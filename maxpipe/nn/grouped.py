@@ -20,21 +20,26 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Float, Int
 
-from maxpipe.nn.rows import Rows, by_token, own_vjp, tokens_of
+from maxpipe.nn.rows import (
+    TokenPermutation,
+    custom_vjp_with_static,
+    gather_tokens,
+    sum_rows_by_token,
+)
 from maxpipe.parallel import stated
-from maxpipe.parallel.low_precision import LowPrecision
-from maxpipe.parallel.per_device import on_shards, vary
-from maxpipe.parallel.sharding import AxisRules, automatic_axes
+from maxpipe.parallel.low_precision import MatmulQuantizer
+from maxpipe.parallel.per_device import map_shards, mark_varying
+from maxpipe.parallel.sharding import AxisRules, auto_axes
 
 
-class Spread(NamedTuple):
+class GroupedMatmulOptions(NamedTuple):
     """How products are computed."""
 
     axes: tuple[str, ...]
     """Those over which the width of an expert is split."""
     complete: bool = True
     """Whether every choice has a row."""
-    low: LowPrecision | None = None
+    low: MatmulQuantizer | None = None
     """Of which form operands are; kernels multiply what these stand for."""
     filled: float = 1.0
     """Share of the rows that experts have, on average: kernels visit no others."""
@@ -59,37 +64,39 @@ class Spread(NamedTuple):
 # up behind those over a token's rows, so that what travels has the size of the tokens.
 
 
-@own_vjp(static=4)
-def expanded(
+@custom_vjp_with_static(static=4)
+def up_projection(
     x: Float[Array, "B T D"],
     weights: tuple[Float[Array, "D E F"], ...],
-    rows: Rows,
+    rows: TokenPermutation,
     sizes: Int[Array, " E"],
-    spread: Spread,
+    spread: GroupedMatmulOptions,
 ) -> tuple[Float[Array, "N F"], ...]:
     """The token in each row times the weights of its expert, for each of the weights."""
 
     def run(tokens: Array, weights: tuple[Array, ...], sizes: Array) -> tuple[Array, ...]:
         tokens = spread.of_rows(tokens)
         return tuple(
-            _product(tokens, spread.of_weights(weight, 1), sizes, spread, dim=1)
+            _grouped_matmul(tokens, spread.of_weights(weight, 1), sizes, spread, dim=1)
             for weight in weights
         )
 
     split = PartitionSpec(None, spread.axes)
-    run = on_shards(run, (_WHOLE, PartitionSpec(None, None, spread.axes), _WHOLE), split)
-    return run(tokens_of(x, rows), weights, sizes)
+    run = map_shards(run, (_WHOLE, PartitionSpec(None, None, spread.axes), _WHOLE), split)
+    return run(gather_tokens(x, rows), weights, sizes)
 
 
-def _expanded_backward(
-    spread: Spread, saved: tuple[Any, ...], cotangents: tuple[Float[Array, "N F"], ...]
+def _up_projection_backward(
+    spread: GroupedMatmulOptions,
+    saved: tuple[Any, ...],
+    cotangents: tuple[Float[Array, "N F"], ...],
 ) -> tuple[Any, ...]:
     x, weights, rows, sizes = saved
     split, of_weights = PartitionSpec(None, spread.axes), PartitionSpec(None, None, spread.axes)
 
     def to_tokens(cotangents: Any, weights: Any, row: Array, sizes: Array) -> Array:
         found = [
-            _product(
+            _grouped_matmul(
                 spread.of_rows(each, divided=True, gradient=True),
                 spread.of_weights(weight, 1),
                 sizes,
@@ -99,50 +106,50 @@ def _expanded_backward(
             )
             for each, weight in zip(cotangents, weights, strict=True)
         ]
-        return by_token(found, row, complete=spread.complete)[None]
+        return sum_rows_by_token(found, row, complete=spread.complete)[None]
 
     def to_weights(tokens: Array, cotangents: Any, sizes: Array) -> tuple[Array, ...]:
         return tuple(_outer(tokens, each, sizes, spread, dim=1) for each in cotangents)
 
-    to_tokens = on_shards(
+    to_tokens = map_shards(
         to_tokens, (split, of_weights, _WHOLE, _WHOLE), PartitionSpec(spread.axes)
     )
-    to_weights = on_shards(to_weights, (_WHOLE, split, _WHOLE), of_weights)
+    to_weights = map_shards(to_weights, (_WHOLE, split, _WHOLE), of_weights)
     d_x = to_tokens(cotangents, weights, rows.row, sizes).sum(0).reshape(x.shape)
-    return d_x, to_weights(tokens_of(x, rows), cotangents, sizes), None, None
+    return d_x, to_weights(gather_tokens(x, rows), cotangents, sizes), None, None
 
 
-expanded.defvjp(
+up_projection.defvjp(
     lambda x, weights, rows, sizes, spread: (
-        expanded(x, weights, rows, sizes, spread),
+        up_projection(x, weights, rows, sizes, spread),
         (x, weights, rows, sizes),
     ),
-    _expanded_backward,
+    _up_projection_backward,
 )
 
 
-@own_vjp(static=4)
-def contracted(
+@custom_vjp_with_static(static=4)
+def down_projection(
     hidden: Float[Array, "N F"],
     weight: Float[Array, "E F D"],
-    rows: Rows,
+    rows: TokenPermutation,
     sizes: Int[Array, " E"],
-    spread: Spread,
+    spread: GroupedMatmulOptions,
 ) -> Float[Array, "n D"]:
     """The sum over each token's rows of the row times the weights of its expert."""
 
     def run(hidden: Array, weight: Array, row: Array, sizes: Array) -> Array:
         hidden, weight = spread.of_rows(hidden, divided=True), spread.of_weights(weight, 0)
-        found = _product(hidden, weight, sizes, spread, dim=0)
-        return by_token([found], row, complete=spread.complete)[None]
+        found = _grouped_matmul(hidden, weight, sizes, spread, dim=0)
+        return sum_rows_by_token([found], row, complete=spread.complete)[None]
 
     split = PartitionSpec(None, spread.axes)
-    run = on_shards(run, (split, split, _WHOLE, _WHOLE), PartitionSpec(spread.axes))
+    run = map_shards(run, (split, split, _WHOLE, _WHOLE), PartitionSpec(spread.axes))
     return run(hidden, weight, rows.row, sizes).sum(0)
 
 
-def _contracted_backward(
-    spread: Spread, saved: tuple[Any, ...], cotangent: Float[Array, "n D"]
+def _down_projection_backward(
+    spread: GroupedMatmulOptions, saved: tuple[Any, ...], cotangent: Float[Array, "n D"]
 ) -> tuple[Any, ...]:
     hidden, weight, rows, sizes = saved
     split = PartitionSpec(None, spread.axes)
@@ -150,57 +157,57 @@ def _contracted_backward(
     def to_hidden(cotangents: Array, weight: Array, sizes: Array) -> Array:
         cotangents = spread.of_rows(cotangents, gradient=True)
         weight = spread.of_weights(weight, 0)
-        return _product(cotangents, weight, sizes, spread, dim=0, transposed=True)
+        return _grouped_matmul(cotangents, weight, sizes, spread, dim=0, transposed=True)
 
-    to_hidden = on_shards(to_hidden, (_WHOLE, split, _WHOLE), split)
-    to_weight = on_shards(
+    to_hidden = map_shards(to_hidden, (_WHOLE, split, _WHOLE), split)
+    to_weight = map_shards(
         lambda hidden, cotangents, sizes: _outer(hidden, cotangents, sizes, spread, dim=0),
         (split, _WHOLE, _WHOLE),
         split,
     )
-    cotangents = tokens_of(cotangent, rows)
+    cotangents = gather_tokens(cotangent, rows)
     d_hidden = to_hidden(cotangents, weight, sizes)
     return d_hidden, to_weight(hidden, cotangents, sizes), None, None
 
 
-contracted.defvjp(
+down_projection.defvjp(
     lambda hidden, weight, rows, sizes, spread: (
-        contracted(hidden, weight, rows, sizes, spread),
+        down_projection(hidden, weight, rows, sizes, spread),
         (hidden, weight, rows, sizes),
     ),
-    _contracted_backward,
+    _down_projection_backward,
 )
 
 _WHOLE = PartitionSpec()
 
 
-def split_over(rules: AxisRules) -> tuple[str, ...]:
+def expert_width_axes(rules: AxisRules) -> tuple[str, ...]:
     """Axes over which the width of an expert is split, and which are the compiler's here."""
-    automatic = automatic_axes()
+    automatic = auto_axes()
     return tuple(axis for axis in dict(rules.table).get("mlp", ()) if axis in automatic)
 
 
 # On one device. Weights have the dim of experts at `dim`, 0 or 1.
 
 
-def _product(
+def _grouped_matmul(
     rows: Float[Array, "N K"],
     weights: Float[Array, "_ _ _"],
     sizes: Int[Array, " E"],
-    spread: Spread,
+    spread: GroupedMatmulOptions,
     *,
     dim: int,
     transposed: bool = False,
 ) -> Float[Array, "N J"]:
     """Each row times the weights of its expert, or times their transpose."""
-    loop = partial(product_by_blocks, dim=dim, transposed=transposed)
+    loop = partial(grouped_matmul_loop, dim=dim, transposed=transposed)
     first, second = _without(weights.shape, dim)
     dims = (second, first) if transposed else (first, second)
-    tiles = product_tiles(len(rows), len(sizes), *dims, rows.dtype)
+    tiles = grouped_matmul_tiles(len(rows), len(sizes), *dims, rows.dtype)
     if tiles is None:
         return loop(rows, weights, sizes)
     kernel = partial(
-        product_by_kernel, dim=dim, transposed=transposed, tiles=tiles, filled=spread.filled
+        grouped_matmul_kernel, dim=dim, transposed=transposed, tiles=tiles, filled=spread.filled
     )
     return lax.platform_dependent(rows, weights, sizes, tpu=kernel, default=loop)
 
@@ -209,7 +216,7 @@ def _outer(
     rows: Float[Array, "N K"],
     cotangents: Float[Array, "N J"],
     sizes: Int[Array, " E"],
-    spread: Spread,
+    spread: GroupedMatmulOptions,
     *,
     dim: int,
 ) -> Float[Array, "_ _ _"]:
@@ -227,7 +234,7 @@ Tiles = tuple[int, int, int]
 """Of rows and of an expert's weights; where rows are multiplied, of the dim summed over first."""
 
 
-def product_by_kernel(
+def grouped_matmul_kernel(
     rows: Array,
     weights: Array,
     sizes: Array,
@@ -282,7 +289,7 @@ _VMEM_BYTES = 12 * 2**20
 """Of the tiles of a kernel; 16 MiB is what a kernel is given."""
 
 
-def product_tiles(
+def grouped_matmul_tiles(
     num_rows: int, num_experts: int, contracted: int, width: int, dtype: Any
 ) -> Tiles | None:
     """Tiles of rows, of the dim that is summed over, and of that of the result.
@@ -293,7 +300,7 @@ def product_tiles(
     """
     rows = _rows_tile(num_rows, num_experts)
     ways = [(contracted, 1024), (contracted, 512), (contracted, 256), (1024, 1024), (512, 512)]
-    return _first_that_fits(
+    return _select_tiles(
         [(rows, _divisor(contracted, most), _divisor(width, wide)) for most, wide in ways],
         lambda m, k, n: m * n,
         dtype,
@@ -305,7 +312,7 @@ def outer_tiles(
 ) -> Tiles | None:
     """Tiles of rows, which are summed over, and of both dims of the result; None as above."""
     rows = _rows_tile(num_rows, num_experts)
-    return _first_that_fits(
+    return _select_tiles(
         [(rows, _divisor(first, most), _divisor(second, most)) for most in (1024, 512)],
         lambda m, k, n: k * n,
         dtype,
@@ -314,10 +321,10 @@ def outer_tiles(
 
 def _rows_tile(num_rows: int, num_experts: int) -> int:
     """Smaller than a block of a loop: turns of a kernel cost less."""
-    return _divisor(num_rows, max(_LANES, block_of(num_rows, num_experts) // 2))
+    return _divisor(num_rows, max(_LANES, row_block_size(num_rows, num_experts) // 2))
 
 
-def _first_that_fits(
+def _select_tiles(
     tries: Sequence[Tiles], sums: Callable[[int, int, int], int], dtype: Any
 ) -> Tiles | None:
     """Each tile is there twice, to be computed with and to be moved; `sums` are in float32."""
@@ -340,7 +347,7 @@ def _without(shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
     return shape[:dim] + shape[dim + 1 :]
 
 
-class _Visits(NamedTuple):
+class _BlockSteps(NamedTuple):
     """What a loop over blocks of rows does in each turn."""
 
     expert: Int[Array, " V"]
@@ -351,7 +358,7 @@ class _Visits(NamedTuple):
     stop: Int[Array, " V"]
 
 
-def block_of(num_rows: int, num_experts: int) -> int:
+def row_block_size(num_rows: int, num_experts: int) -> int:
     """Rows of a block: at most a quarter of what experts get on average, as they share blocks."""
     quarter = max(1, num_rows // num_experts // 4)
     power = 1 << quarter.bit_length() - 1
@@ -361,69 +368,71 @@ def block_of(num_rows: int, num_experts: int) -> int:
 _SMALLEST_BLOCK, _LARGEST_BLOCK = 8, 512
 
 
-def num_visits(num_rows: int, num_experts: int) -> int:
+def num_block_steps(num_rows: int, num_experts: int) -> int:
     """Turns of a loop over blocks: each expert but the first may begin inside of a block."""
-    blocks = -(-num_rows // block_of(num_rows, num_experts))
+    blocks = -(-num_rows // row_block_size(num_rows, num_experts))
     return blocks + min(num_experts, num_rows) - 1
 
 
-def num_visited(num_rows: int, num_experts: int) -> int:
+def num_multiplied_rows(num_rows: int, num_experts: int) -> int:
     """Rows that a loop over blocks multiplies."""
-    return num_visits(num_rows, num_experts) * block_of(num_rows, num_experts)
+    return num_block_steps(num_rows, num_experts) * row_block_size(num_rows, num_experts)
 
 
-def _visits(sizes: Int[Array, " E"], num_rows: int) -> _Visits:
+def _make_block_steps(sizes: Int[Array, " E"], num_rows: int) -> _BlockSteps:
     """Turns that are left over visit no row."""
-    block = block_of(num_rows, len(sizes))
+    block = row_block_size(num_rows, len(sizes))
     stops = jnp.cumsum(sizes)
     firsts = stops - sizes
     blocks = jnp.where(sizes > 0, (stops - 1) // block - firsts // block + 1, 0)
     ends = jnp.cumsum(blocks)
-    turns = jnp.arange(num_visits(num_rows, len(sizes)))
+    turns = jnp.arange(num_block_steps(num_rows, len(sizes)))
     expert = (turns[:, None] >= ends).sum(1)  # the number of experts in turns that are left over
     expert, left = jnp.minimum(expert, len(sizes) - 1), expert < len(sizes)
     number = firsts[expert] // block + turns - (ends - blocks)[expert]
     # The last block ends with the rows, and begins in the one before.
     start = jnp.clip(number * block, 0, num_rows - block)
     first = jnp.maximum(firsts[expert], number * block)
-    return _Visits(expert, start, first, jnp.where(left, stops[expert], 0))
+    return _BlockSteps(expert, start, first, jnp.where(left, stops[expert], 0))
 
 
-def _rows_of(visit: _Visits, block: int) -> Array:
+def _expert_row_mask(visit: _BlockSteps, block: int) -> Array:
     """Which rows of a block are the expert's, and are in no block before `[b, 1]`."""
     row = visit.start + jnp.arange(block)
     return ((row >= visit.first) & (row < visit.stop))[:, None]
 
 
-def product_by_blocks(
+def grouped_matmul_loop(
     rows: Array, weights: Array, sizes: Array, *, dim: int, transposed: bool
 ) -> Array:
     """`_product` anywhere."""
-    num_rows, block = len(rows), block_of(len(rows), len(sizes))
+    num_rows, block = len(rows), row_block_size(len(rows), len(sizes))
     width = _without(weights.shape, dim)[0 if transposed else 1]
 
-    def turn(found: Array, visit: _Visits) -> tuple[Array, None]:
+    def turn(found: Array, visit: _BlockSteps) -> tuple[Array, None]:
         mine = lax.dynamic_slice_in_dim(rows, visit.start, block)
         weight = lax.dynamic_index_in_dim(weights, visit.expert, dim, keepdims=False)
         new = mine @ (weight.T if transposed else weight)
         old = lax.dynamic_slice_in_dim(found, visit.start, block)
-        new = jnp.where(_rows_of(visit, block), new, old)
+        new = jnp.where(_expert_row_mask(visit, block), new, old)
         return lax.dynamic_update_slice_in_dim(found, new, visit.start, 0), None
 
-    empty = vary(jnp.zeros((num_rows, width), rows.dtype))
-    return lax.scan(turn, empty, _visits(sizes, num_rows))[0]
+    empty = mark_varying(jnp.zeros((num_rows, width), rows.dtype))
+    return lax.scan(turn, empty, _make_block_steps(sizes, num_rows))[0]
 
 
 def outer_by_blocks(rows: Array, cotangents: Array, sizes: Array, *, dim: int) -> Array:
     """`_outer` anywhere, added up in float32."""
-    num_rows, block = len(rows), block_of(len(rows), len(sizes))
+    num_rows, block = len(rows), row_block_size(len(rows), len(sizes))
 
-    def turn(found: Array, visit: _Visits) -> tuple[Array, None]:
+    def turn(found: Array, visit: _BlockSteps) -> tuple[Array, None]:
         mine, theirs = (
             lax.dynamic_slice_in_dim(each, visit.start, block) for each in (rows, cotangents)
         )
         # Both: rows of no expert may hold anything.
-        mine, theirs = (jnp.where(_rows_of(visit, block), each, 0) for each in (mine, theirs))
+        mine, theirs = (
+            jnp.where(_expert_row_mask(visit, block), each, 0) for each in (mine, theirs)
+        )
         added = jnp.einsum("bk,bj->kj", mine, theirs, preferred_element_type=jnp.float32)
         old = lax.dynamic_slice_in_dim(found, visit.expert, 1, dim)
         new = old + jnp.expand_dims(added, dim)
@@ -431,5 +440,5 @@ def outer_by_blocks(rows: Array, cotangents: Array, sizes: Array, *, dim: int) -
 
     shape = [rows.shape[1], cotangents.shape[1]]
     shape.insert(dim, len(sizes))
-    empty = vary(jnp.zeros(shape, jnp.float32))
-    return lax.scan(turn, empty, _visits(sizes, num_rows))[0].astype(rows.dtype)
+    empty = mark_varying(jnp.zeros(shape, jnp.float32))
+    return lax.scan(turn, empty, _make_block_steps(sizes, num_rows))[0].astype(rows.dtype)

@@ -15,18 +15,18 @@ from jaxtyping import Float
 
 from maxpipe.models.layers import latent
 from maxpipe.nn.attention.backends import BACKENDS
-from maxpipe.nn.attention.interface import Cache, Mask
+from maxpipe.nn.attention.interface import KVCache, Mask
 from maxpipe.nn.attention.over_context import attend
 from maxpipe.nn.attention_layer import rotary_frequencies, rotate
-from maxpipe.nn.part import Context, Output, PartModule, rms_normed
-from maxpipe.parallel.adapted import Adapted, by_columns, whole
-from maxpipe.parallel.sequence import TokenSplit
+from maxpipe.nn.part import LayerContext, Output, SpecModule, rms_norm
+from maxpipe.parallel.adapted import LoraWeight, map_columns, merge_lora
+from maxpipe.parallel.sequence import SequenceParallel
 from maxpipe.parallel.sharding import AxisRules, constrain
 
 _HEADS = (None, None, "heads", "head_size")
 
 
-class LatentAttention(PartModule):
+class LatentAttention(SpecModule):
     """Self-attention of N heads whose keys and values are projections of one latent per token.
 
     Inside, what turns is in front of a head's other entries, pairs as (i, i + half): rotation is
@@ -48,7 +48,7 @@ class LatentAttention(PartModule):
         super().__init__(part)
         self.part, self.rules = part, rules
 
-    def __call__(self, x: Float[Array, "B T D"], context: Context) -> Output:
+    def __call__(self, x: Float[Array, "B T D"], context: LayerContext) -> Output:
         """Tokens see the past of their own segment only."""
         part, dtype, positions = self.part, x.dtype, context.inputs["positions"]
         split = context.split(self.rules, attention=True)
@@ -57,8 +57,8 @@ class LatentAttention(PartModule):
         query = rotate(self._query(x, split), *angles)
         query = checkpoint_name(constrain(query, _HEADS, self.rules), "query")
         down = split.on_own(x, self.key_value_down[...].astype(dtype))
-        small = rms_normed(checkpoint_name(down, "latent"), self.key_value_norm[...], part.norm)
-        weight = by_columns(_halves, self.rope_key[...].astype(dtype))
+        small = rms_norm(checkpoint_name(down, "latent"), self.key_value_norm[...], part.norm)
+        weight = map_columns(_deinterleave_pairs, self.rope_key[...].astype(dtype))
         turned = split.whole(split.on_own(x, weight))[:, :, None]
         turned = rotate(turned, *angles)
         mask = Mask(context.inputs["segment_ids"], scale=part.scale)
@@ -73,7 +73,7 @@ class LatentAttention(PartModule):
     @staticmethod
     def empty_cache(part: Any, rows: int, tokens: int, dtype: jnp.dtype) -> Any:
         """What turned of a key, and the latent behind it; values are latents."""
-        both = Cache.empty((rows, tokens, 1, part.rope_size + part.rank), dtype)
+        both = KVCache.empty((rows, tokens, 1, part.rope_size + part.rank), dtype)
         return both._replace(values=both.values[..., :0])
 
     @staticmethod
@@ -81,22 +81,22 @@ class LatentAttention(PartModule):
         """Whole on every device: all heads read it."""
         del part
         whole = ("batch", None, None, None)
-        return Cache.axes()._replace(keys=whole, values=whole)
+        return KVCache.axes()._replace(keys=whole, values=whole)
 
-    def _query(self, x: Float[Array, "B T D"], split: TokenSplit) -> Float[Array, "B T N H"]:
+    def _query(self, x: Float[Array, "B T D"], split: SequenceParallel) -> Float[Array, "B T N H"]:
         """Not rotated yet; what will be is in front."""
         part = self.part
-        turned_first = partial(_turning_first, turned=part.rope_size)
+        turned_first = partial(_rotary_dims_first, turned=part.rope_size)
         if not part.query_rank:
-            weight = by_columns(turned_first, self.query[...].astype(x.dtype))
+            weight = map_columns(turned_first, self.query[...].astype(x.dtype))
             return split.into(x, [weight], [part.params["query"].axes])[0]
         down = split.on_own(x, self.query_down[...].astype(x.dtype))
         down = checkpoint_name(down, "query_latent")
-        normed = rms_normed(down, self.query_norm[...], part.query_norm)
-        weight = by_columns(turned_first, self.query_up[...].astype(x.dtype))
+        normed = rms_norm(down, self.query_norm[...], part.query_norm)
+        weight = map_columns(turned_first, self.query_up[...].astype(x.dtype))
         return split.into(normed, [weight], [part.params["query_up"].axes])[0]
 
-    def _up(self, dtype: jnp.dtype) -> tuple[Array | Adapted, Array | Adapted]:
+    def _up(self, dtype: jnp.dtype) -> tuple[Array | LoraWeight, Array | LoraWeight]:
         """From latents to keys without what turns `[r, N, h]`, and to values `[r, N, v]`."""
         weight, rest = self.key_value_up[...].astype(dtype), self.part.rest_size
         return weight[..., :rest], weight[..., rest:]
@@ -108,7 +108,7 @@ class LatentAttention(PartModule):
         turned: Float[Array, "B T 1 h"],
         mask: Mask,
         inputs: Mapping[str, Any],
-        split: TokenSplit,
+        split: SequenceParallel,
     ) -> Float[Array, "B T N v"]:
         """With keys and values of each head."""
         axes = self.part.params["key_value_up"].axes
@@ -126,12 +126,12 @@ class LatentAttention(PartModule):
         turned: Float[Array, "B T 1 h"],
         mask: Mask,
         positions: Array,
-        cache: Cache,
-    ) -> tuple[Float[Array, "B T N v"], Cache]:
+        cache: KVCache,
+    ) -> tuple[Float[Array, "B T N v"], KVCache]:
         """With latents for keys and values: what projects them up is applied to the queries
         instead, and to what is mixed.
         """
-        up_key, up_value = map(whole, self._up(query.dtype))
+        up_key, up_value = map(merge_lora, self._up(query.dtype))
         front, rest = jnp.split(query, (self.part.rope_size,), axis=-1)
         rest = jnp.einsum("btnh,rnh->btnr", rest, up_key)
         query = jnp.concatenate([front, rest], axis=-1)
@@ -148,13 +148,13 @@ class LatentAttention(PartModule):
         return jnp.einsum("btnr,rnh->btnh", mixed, up_value), cache
 
 
-def _halves(weight: Float[Array, "*dims h"]) -> Float[Array, "*dims h"]:
+def _deinterleave_pairs(weight: Float[Array, "*dims h"]) -> Float[Array, "*dims h"]:
     """Pairs (2i, 2i + 1) as (i, i + half)."""
     pairs = weight.reshape(*weight.shape[:-1], -1, 2)
     return pairs.swapaxes(-1, -2).reshape(weight.shape)
 
 
-def _turning_first(weight: Float[Array, "*dims H"], turned: int) -> Float[Array, "*dims H"]:
+def _rotary_dims_first(weight: Float[Array, "*dims H"], turned: int) -> Float[Array, "*dims H"]:
     """The last entries of a head, which turn, in front of the others."""
     rest, last = jnp.split(weight, (weight.shape[-1] - turned,), axis=-1)
-    return jnp.concatenate([_halves(last), rest], axis=-1)
+    return jnp.concatenate([_deinterleave_pairs(last), rest], axis=-1)

@@ -13,16 +13,16 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Float
 
 from maxpipe.models.layers import mlp
-from maxpipe.nn.part import Context, Output, PartModule
+from maxpipe.nn.part import LayerContext, Output, SpecModule
 from maxpipe.parallel import low_precision
-from maxpipe.parallel.low_precision import LowPrecision, Weight, kept, largest_of
-from maxpipe.parallel.sequence import TokenSplit
+from maxpipe.parallel.low_precision import MatmulQuantizer, Weight, compute_max_abs, weight_residual
+from maxpipe.parallel.sequence import SequenceParallel
 from maxpipe.parallel.sharding import AxisRules, constrain
 
 _FUNCTIONS = {"silu": jax.nn.silu, "gelu": partial(jax.nn.gelu, approximate=True)}
 
 
-def gated(
+def gated_activation(
     gate: Float[Array, "*rows F"],
     up: Float[Array, "*rows F"],
     function: mlp.Gate,
@@ -36,39 +36,43 @@ def gated(
     pass as a producer that is computed again and again: a tenth of a layer's cycles. Where matmuls
     are `in_8_bits` it writes what it rounds, and looks for the largest numbers where it makes them.
     """
-    return _written(function, in_8_bits, gate, up, *(() if weights is None else (weights,)))
+    return _gated_activation(
+        function, in_8_bits, gate, up, *(() if weights is None else (weights,))
+    )
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _written(function: mlp.Gate, in_8_bits: bool, *arrays: Array) -> Array:
+def _gated_activation(function: mlp.Gate, in_8_bits: bool, *arrays: Array) -> Array:
     del in_8_bits
-    return _gated(function, *arrays)
+    return _compute_gate(function, *arrays)
 
 
-def _gated(function: mlp.Gate, gate: Array, up: Array, weights: Array | None = None) -> Array:
+def _compute_gate(
+    function: mlp.Gate, gate: Array, up: Array, weights: Array | None = None
+) -> Array:
     if isinstance(function, mlp.ClampedSilu):
-        found = _clamped(function, gate, up)
+        found = _clamped_silu(function, gate, up)
     else:
         found = _FUNCTIONS[function](gate) * up
     return found if weights is None else found * weights[..., None]
 
 
-def _clamped(function: mlp.ClampedSilu, gate: Array, up: Array) -> Array:
+def _clamped_silu(function: mlp.ClampedSilu, gate: Array, up: Array) -> Array:
     gate = jnp.minimum(gate, function.limit)
     up = jnp.clip(up, -function.limit, function.limit)
     return gate * jax.nn.sigmoid(function.slope * gate) * (up + 1)
 
 
-def _gated_forward(
+def _gated_activation_forward(
     function: mlp.Gate, in_8_bits: bool, *arrays: Array
 ) -> tuple[Array, tuple[Array, ...]]:
-    return _barrier(_gated(function, *arrays), in_8_bits), arrays
+    return _barrier(_compute_gate(function, *arrays), in_8_bits), arrays
 
 
-def _gated_backward(
+def _gated_activation_backward(
     function: mlp.Gate, in_8_bits: bool, saved: tuple[Array, ...], cotangent: Array
 ) -> tuple[Array, ...]:
-    _, vjp = jax.vjp(partial(_gated, function), *saved)
+    _, vjp = jax.vjp(partial(_compute_gate, function), *saved)
     return _barrier(vjp(_barrier(cotangent, in_8_bits)), in_8_bits)
 
 
@@ -76,14 +80,14 @@ def _barrier(tree: Any, in_8_bits: bool) -> Any:
     return tree if in_8_bits else jax.lax.optimization_barrier(tree)
 
 
-_written.defvjp(_gated_forward, _gated_backward)
+_gated_activation.defvjp(_gated_activation_forward, _gated_activation_backward)
 
 
 def gated_mlp(
     x: Float[Array, "B T D"],
-    module: PartModule,
+    module: SpecModule,
     function: mlp.Gate,
-    split: TokenSplit,
+    split: SequenceParallel,
     prefix: str = "",
     largest: Float[Array, "B T 1"] | None = None,
 ) -> Float[Array, "B T D"]:
@@ -92,15 +96,17 @@ def gated_mlp(
         getattr(module, f"{prefix}{name}")[...].astype(x.dtype) for name in ("gate", "up", "down")
     )
     if split.low is not None and split.is_free((gate, up, down)):
-        return in_8_bits(x, largest, (gate, up, down), function, split.low, split.rules, prefix)
-    gate, up = split.into(x, (gate, up), (_INTO, _INTO), largest)
+        return quantized_gated_mlp(
+            x, largest, (gate, up, down), function, split.low, split.rules, prefix
+        )
+    gate, up = split.into(x, (gate, up), (_UP_AXES, _UP_AXES), largest)
     gate, up = checkpoint_name(gate, f"{prefix}gate"), checkpoint_name(up, f"{prefix}up")
-    hidden = gated(gate, up, function, in_8_bits=split.low is not None)
+    hidden = gated_activation(gate, up, function, in_8_bits=split.low is not None)
     hidden = constrain(hidden, (None, None, "mlp"), split.rules)
-    return split.out_of(hidden, down, _INTO[::-1])
+    return split.out_of(hidden, down, _UP_AXES[::-1])
 
 
-_INTO = ("embed", "mlp")
+_UP_AXES = ("embed", "mlp")
 """Logical axes of the projections into a gated MLP; of that out of it, the other way round."""
 
 
@@ -108,38 +114,38 @@ _INTO = ("embed", "mlp")
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6))
-def in_8_bits(
+def quantized_gated_mlp(
     x: Float[Array, "B T D"],
     largest: Float[Array, "B T 1"] | None,
     weights: tuple[Weight, ...],
     function: mlp.Gate,
-    low: LowPrecision,
+    low: MatmulQuantizer,
     rules: AxisRules,
     prefix: str,
 ) -> Float[Array, "B T D"]:
     """A gated MLP; `largest` is the largest number of each token, if that is known."""
-    return _in_8_bits_forward(x, largest, weights, function, low, rules, prefix)[0]
+    return _quantized_gated_mlp_forward(x, largest, weights, function, low, rules, prefix)[0]
 
 
-def _in_8_bits_forward(
+def _quantized_gated_mlp_forward(
     x: Array,
     largest: Array | None,
     weights: tuple[Weight, ...],
     function: mlp.Gate,
-    low: LowPrecision,
+    low: MatmulQuantizer,
     rules: AxisRules,
     prefix: str,
 ) -> Any:
-    (gate, up), down = low_precision.products(x, largest, weights[:2], 1, low, True), weights[2]
+    (gate, up), down = low_precision.matmuls(x, largest, weights[:2], 1, low, True), weights[2]
     gate, up = checkpoint_name(gate, f"{prefix}gate"), checkpoint_name(up, f"{prefix}up")
-    hidden = constrain(_gated(function, gate, up), (None, None, "mlp"), rules)
-    (out,) = low_precision.products(hidden, None, (down,), 1, low, False)
-    return out, (x, largest, gate, up, tuple(map(kept, weights)))
+    hidden = constrain(_compute_gate(function, gate, up), (None, None, "mlp"), rules)
+    (out,) = low_precision.matmuls(hidden, None, (down,), 1, low, False)
+    return out, (x, largest, gate, up, tuple(map(weight_residual, weights)))
 
 
-def _in_8_bits_backward(
+def _quantized_gated_mlp_backward(
     function: mlp.Gate,
-    low: LowPrecision,
+    low: MatmulQuantizer,
     rules: AxisRules,
     prefix: str,
     saved: Any,
@@ -155,14 +161,14 @@ def _in_8_bits_backward(
     barrier = jax.lax.optimization_barrier
 
     def inside(d_hidden: Array, gate: Array, up: Array) -> tuple[Array, ...]:
-        hidden, vjp = jax.vjp(partial(_gated, function), gate, up)
+        hidden, vjp = jax.vjp(partial(_compute_gate, function), gate, up)
         return hidden, *vjp(d_hidden)
 
     theirs = barrier(low.tokens(cotangent, gradient=True))
     d_hidden = low.back(theirs, of_down, 1).whole().astype(x.dtype)
     d_hidden = constrain(d_hidden, (None, None, "mlp"), rules)
     made = d_hidden, gate, up
-    made, most = barrier((made, [largest_of(each, (2,)) for each in inside(*made)]))
+    made, most = barrier((made, [compute_max_abs(each, (2,)) for each in inside(*made)]))
     again = inside(*made)
     hidden, d_gate, d_up = barrier(
         [low.tokens(*pair, gradient=n > 0) for n, pair in enumerate(zip(again, most, strict=True))]
@@ -174,18 +180,18 @@ def _in_8_bits_backward(
     if not low.weight_gradients:
         hidden, d_gate, d_up = again
     makes = [
-        partial(low_precision.outer, x, d_gate, low, into=True, most=largest),
-        partial(low_precision.outer, x, d_up, low, into=True, most=largest),
-        partial(low_precision.outer, hidden, cotangent, low, into=False),
+        partial(low_precision.weight_grad, x, d_gate, low, into=True, most=largest),
+        partial(low_precision.weight_grad, x, d_up, low, into=True, most=largest),
+        partial(low_precision.weight_grad, hidden, cotangent, low, into=False),
     ]
     d_weights = (each.gradient(make, x.dtype) for each, make in zip(weights, makes, strict=True))
     return d_x[0] + d_x[1], None, tuple(d_weights)
 
 
-in_8_bits.defvjp(_in_8_bits_forward, _in_8_bits_backward)
+quantized_gated_mlp.defvjp(_quantized_gated_mlp_forward, _quantized_gated_mlp_backward)
 
 
-class GatedMLP(PartModule):
+class GatedMLP(SpecModule):
     """SwiGLU or GEGLU (arXiv:2002.05202)."""
 
     gate: nnx.Param
@@ -196,7 +202,7 @@ class GatedMLP(PartModule):
         super().__init__(part)
         self.part, self.rules = part, rules
 
-    def __call__(self, x: Float[Array, "B T D"], context: Context) -> Output:
+    def __call__(self, x: Float[Array, "B T D"], context: LayerContext) -> Output:
         """`[B, T, D] -> [B, T, D]`."""
         how = self.part.function, context.split(self.rules)
         return Output(gated_mlp(x, self, *how, largest=context.largest))

@@ -17,13 +17,13 @@ from jaxtyping import Float, Int
 from maxpipe.models.config import ModelConfig
 from maxpipe.models.layers import mlp
 from maxpipe.models.spec import Number, Part
-from maxpipe.parallel.low_precision import LowPrecision
-from maxpipe.parallel.sequence import TokenSplit
+from maxpipe.parallel.low_precision import MatmulQuantizer
+from maxpipe.parallel.sequence import SequenceParallel
 from maxpipe.parallel.sharding import AxisRules
 
 
 @dataclass(frozen=True)
-class Context:
+class LayerContext:
     """What a layer knows besides its parameters and its input."""
 
     inputs: Mapping[str, Any]
@@ -36,7 +36,7 @@ class Context:
     cache: Any = None
     """Of earlier tokens, when decoding: what its one part that keeps some has made of
     `empty_cache`."""
-    low: LowPrecision | None = None
+    low: MatmulQuantizer | None = None
     """How products with weights are computed, if not in compute type."""
     largest: Float[Array, "B T 1"] | None = None
     """The largest number of each token that a part is given, where products are in 8 bits and the
@@ -56,13 +56,17 @@ class Context:
         """The numbers that a value has in any layer, in ascending order."""
         return tuple(sorted({int(value) for value in self.values[name]}))
 
-    def split(self, rules: AxisRules, *, attention: bool = False) -> TokenSplit:
+    def split(self, rules: AxisRules, *, attention: bool = False) -> SequenceParallel:
         """How tokens are split between matmuls, those of `attention` or others.
 
         In decoding they are not.
         """
         low = None if attention and self.low and not self.low.attention else self.low
-        return TokenSplit.of(rules, low) if self.cache is None else TokenSplit(rules, low=low)
+        return (
+            SequenceParallel.of(rules, low)
+            if self.cache is None
+            else SequenceParallel(rules, low=low)
+        )
 
 
 class Output(NamedTuple):
@@ -77,7 +81,7 @@ class Output(NamedTuple):
     """With this step's tokens, when decoding."""
 
 
-class PartModule(nnx.Module):
+class SpecModule(nnx.Module):
     """A module with the parameters of a part, as attributes of the names that it declares."""
 
     def __init__(self, part: Part):
@@ -108,15 +112,15 @@ class PartModule(nnx.Module):
         del part
 
 
-def low_precision(config: ModelConfig) -> LowPrecision | None:
+def make_quantizer(config: ModelConfig) -> MatmulQuantizer | None:
     """Returns the 8-bit form of matmuls, or None where they are in the compute type."""
     if config.matmul == "default":
         return None
     own, everywhere = config.matmul_weight_gradients == "same", config.matmul_parts == "all"
-    return LowPrecision(config.matmul, config.matmul_scales, own, everywhere)
+    return MatmulQuantizer(config.matmul, config.matmul_scales, own, everywhere)
 
 
-class RMSNorm(PartModule):
+class RMSNorm(SpecModule):
     """Scales by the root mean square (arXiv:1910.07467)."""
 
     scale: nnx.Param
@@ -127,7 +131,7 @@ class RMSNorm(PartModule):
 
     def __call__(self, x: Float[Array, "*dims D"]) -> Float[Array, "*dims D"]:
         """Same dtype."""
-        return rms_normed(x, self.scale[...], self.part)
+        return rms_norm(x, self.scale[...], self.part)
 
     def largest(self, x: Float[Array, "*dims D"]) -> Float[Array, "*dims 1"]:
         """Of what it makes of each token, float32, up to how that is rounded; not differentiated.
@@ -137,10 +141,10 @@ class RMSNorm(PartModule):
         wide, scale = x.astype(jnp.float32), self.scale[...].astype(jnp.float32)
         scaled = wide * ((self.part.offset or 0.0) + scale)
         most = jnp.max(jnp.abs(scaled), axis=-1, keepdims=True)
-        return lax.stop_gradient(most * _by_mean_square(wide, (-1,), self.part))
+        return lax.stop_gradient(most * _inverse_rms(wide, (-1,), self.part))
 
 
-def rms_normed(
+def rms_norm(
     x: Float[Array, "*dims"], scale: Float[Array, "*over"], part: mlp.RMSNorm
 ) -> Float[Array, "*dims"]:
     """Over as many of the last dims as the scale has.
@@ -148,20 +152,20 @@ def rms_normed(
     Measured in float32. With an offset it is scaled there, too, as released models do.
     """
     wide, over = x.astype(jnp.float32), tuple(range(-scale.ndim, 0))
-    normed = wide * _by_mean_square(wide, over, part)
+    normed = wide * _inverse_rms(wide, over, part)
     if part.offset:
         return (normed * (part.offset + scale.astype(jnp.float32))).astype(x.dtype)
     return normed.astype(x.dtype) * scale.astype(x.dtype)
 
 
-def _by_mean_square(
+def _inverse_rms(
     wide: Float[Array, "*dims"], over: tuple[int, ...], part: mlp.RMSNorm
 ) -> Float[Array, ...]:
     mean_square = jnp.mean(jnp.square(wide), axis=over, keepdims=True)
     return lax.rsqrt(mean_square + part.epsilon)
 
 
-class LayerNorm(PartModule):
+class LayerNorm(SpecModule):
     """Subtracts the mean, and scales by the standard deviation (arXiv:1607.06450)."""
 
     scale: nnx.Param

@@ -14,10 +14,10 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int
 
-from maxpipe.parallel.per_device import vary
+from maxpipe.parallel.per_device import mark_varying
 
 
-class Rows(NamedTuple):
+class TokenPermutation(NamedTuple):
     """Which choice of which token stands where. n tokens have k choices each."""
 
     choice: Int[Array, " N"]
@@ -31,19 +31,23 @@ class Rows(NamedTuple):
         return (self.row == len(self.choice)).mean(-1)
 
 
-def sorted_rows(places: Int[Array, "n k"], num_experts: int) -> tuple[Rows, Int[Array, " E"]]:
+def sort_by_expert(
+    places: Int[Array, "n k"], num_experts: int
+) -> tuple[TokenPermutation, Int[Array, " E"]]:
     """A row for each choice, sorted by the experts of each token; and how many each expert has.
 
     A choice of `num_experts` is one of no expert: it has no row.
     """
     flat = places.reshape(-1)
-    choice = sorting(flat, num_experts)
+    choice = stable_argsort(flat, num_experts)
     sizes = (flat[:, None] == jnp.arange(num_experts)).sum(0, dtype=jnp.int32)
-    row = jnp.where(flat < num_experts, inverse(choice), len(flat))
-    return Rows(choice, row.reshape(places.shape)), sizes
+    row = jnp.where(flat < num_experts, invert_permutation(choice), len(flat))
+    return TokenPermutation(choice, row.reshape(places.shape)), sizes
 
 
-def rows_in_line(queue: Int[Array, "B T k"], lengths: Int[Array, " Q"], room: int) -> Rows:
+def assign_capacity_slots(
+    queue: Int[Array, "B T k"], lengths: Int[Array, " Q"], room: int
+) -> TokenPermutation:
     """Room for some choices of each queue as rows, the first queue's first.
 
     First choices go before second ones, earlier tokens before later ones (arXiv:2006.16668). Of the
@@ -52,18 +56,18 @@ def rows_in_line(queue: Int[Array, "B T k"], lengths: Int[Array, " Q"], room: in
     chosen, num_queues = queue.shape[-1], len(lengths)
     queue = queue.transpose(2, 0, 1).reshape(-1)  # all first choices, then all second ones
     first = jnp.cumsum(lengths) - lengths
-    in_line = sorting(queue, num_queues)
-    before = inverse(in_line) - first.at[queue].get(mode="clip")
+    in_line = stable_argsort(queue, num_queues)
+    before = invert_permutation(in_line) - first.at[queue].get(mode="clip")
     none, num_choices = num_queues * room, len(queue)
     row = jnp.where((queue < num_queues) & (before < room), queue * room + before, none)
     number, num_tokens = jnp.arange(room), num_choices // chosen
     found = in_line.at[first[:, None] + number].get(mode="clip")
     choice = found % num_tokens * chosen + found // num_tokens
     choice = jnp.where(number < lengths[:, None], choice, num_choices)
-    return Rows(choice.reshape(-1), row.reshape(chosen, -1).T)
+    return TokenPermutation(choice.reshape(-1), row.reshape(chosen, -1).T)
 
 
-def sorting(keys: Int[Array, " N"], largest: int) -> Int[Array, " N"]:
+def stable_argsort(keys: Int[Array, " N"], largest: int) -> Int[Array, " N"]:
     """The order that sorts keys from 0 to `largest`, equal ones as they were."""
     # Sorting one word for key and place takes XLA for TPU a second to compile, sorting two, or
     # keeping the order of equal ones, five; a layer has several of these sorts.
@@ -72,22 +76,25 @@ def sorting(keys: Int[Array, " N"], largest: int) -> Int[Array, " N"]:
         words = lax.sort(keys.astype(jnp.uint32) << bits | numbers, is_stable=False)
         return (words & (2**bits - 1)).astype(jnp.int32)
     # `argsort` would call the order the same on all devices, as what it sorts along with them is.
-    return lax.sort((keys, vary(numbers.astype(jnp.int32))), num_keys=1, is_stable=True)[1]
+    return lax.sort((keys, mark_varying(numbers.astype(jnp.int32))), num_keys=1, is_stable=True)[1]
 
 
-def inverse(order: Int[Array, " N"]) -> Int[Array, " N"]:
+def invert_permutation(order: Int[Array, " N"]) -> Int[Array, " N"]:
     """Where each element of a permutation stands in it."""
-    return sorting(order, len(order) - 1)
+    return stable_argsort(order, len(order) - 1)
 
 
-def own_vjp(static: int) -> Callable[[Callable[..., Any]], Any]:
+def custom_vjp_with_static(static: int) -> Callable[[Callable[..., Any]], Any]:
     """`jax.custom_vjp` of a function of which one argument, given by its place, is no array."""
     return lambda run: jax.custom_vjp(run, nondiff_argnums=(static,))
 
 
-@own_vjp(static=3)
+@custom_vjp_with_static(static=3)
 def row_weights(
-    weights: Float[Array, "n E"], places: Int[Array, "n k"], rows: Rows, num_experts: int
+    weights: Float[Array, "n E"],
+    places: Int[Array, "n k"],
+    rows: TokenPermutation,
+    num_experts: int,
 ) -> Float[Array, " N"]:
     """Of all experts' weights for each token those of its choices, by row; 0 in other rows."""
     picked = jnp.where(_is_choice(places, num_experts), weights[:, None], 0).sum(-1)
@@ -119,13 +126,15 @@ row_weights.defvjp(
 
 @jax.custom_vjp
 def row_biases(
-    biases: Float[Array, "E F"], places: Int[Array, "n k"], rows: Rows
+    biases: Float[Array, "E F"], places: Int[Array, "n k"], rows: TokenPermutation
 ) -> Float[Array, "N F"]:
     """Those of each row's expert. As a matmul: its gradient is one, and is not scattered."""
-    return _experts_of(places, rows, biases) @ biases
+    return _one_hot_experts(places, rows, biases) @ biases
 
 
-def _experts_of(places: Int[Array, "n k"], rows: Rows, like: Array) -> Float[Array, "N E"]:
+def _one_hot_experts(
+    places: Int[Array, "n k"], rows: TokenPermutation, like: Array
+) -> Float[Array, "N E"]:
     expert = places.reshape(-1).at[rows.choice].get(mode="clip")
     return jax.nn.one_hot(expert, len(like), dtype=like.dtype)
 
@@ -134,7 +143,7 @@ def _row_biases_backward(
     saved: tuple[Any, ...], cotangent: Float[Array, "N F"]
 ) -> tuple[Float[Array, "E F"], None, None]:
     places, rows, biases = saved
-    experts = _experts_of(places, rows, biases)
+    experts = _one_hot_experts(places, rows, biases)
     # Rows of no expert may hold anything: times 0 that would be no number.
     cotangent = jnp.where(experts.any(1, keepdims=True), cotangent, 0)
     found = jnp.einsum("ne,nf->ef", experts, cotangent, preferred_element_type=jnp.float32)
@@ -171,13 +180,13 @@ weighted_biases.defvjp(
 )
 
 
-def tokens_of(x: Float[Array, "*tokens D"], rows: Rows) -> Float[Array, "N D"]:
+def gather_tokens(x: Float[Array, "*tokens D"], rows: TokenPermutation) -> Float[Array, "N D"]:
     """The token in each row; any in a row without one."""
     index = rows.choice // rows.row.shape[1]
     return x.reshape(-1, x.shape[-1]).at[index].get(mode="clip")
 
 
-def by_token(
+def sum_rows_by_token(
     arrays: Sequence[Float[Array, "N D"]], row: Int[Array, "n k"], *, complete: bool = True
 ) -> Float[Array, "n D"]:
     """Each token's sum over its rows of all arrays. `complete`: all choices have a row."""
@@ -194,27 +203,29 @@ def by_token(
 # weight is 0, and so is all that comes of it.
 
 
-@own_vjp(static=2)
-def to_slots(x: Float[Array, "B T D"], slots: Rows, shape: tuple[int, ...]) -> Float[Array, "S D"]:
+@custom_vjp_with_static(static=2)
+def permute_tokens(
+    x: Float[Array, "B T D"], slots: TokenPermutation, shape: tuple[int, ...]
+) -> Float[Array, "S D"]:
     """Each slot's token; `shape` is that of `x`."""
     assert x.shape == shape
-    return tokens_of(x, slots)
+    return gather_tokens(x, slots)
 
 
 @jax.custom_vjp
-def to_tokens(x: Float[Array, "S D"], slots: Rows) -> Float[Array, "n D"]:
+def unpermute_tokens(x: Float[Array, "S D"], slots: TokenPermutation) -> Float[Array, "n D"]:
     """Each token's sum over its slots."""
-    return by_token([x], slots.row, complete=False)
+    return sum_rows_by_token([x], slots.row, complete=False)
 
 
-to_slots.defvjp(
-    lambda x, slots, shape: (to_slots(x, slots, shape), slots.row),
+permute_tokens.defvjp(
+    lambda x, slots, shape: (permute_tokens(x, slots, shape), slots.row),
     lambda shape, row, cotangent: (
-        by_token([cotangent], row, complete=False).reshape(shape),
+        sum_rows_by_token([cotangent], row, complete=False).reshape(shape),
         None,
     ),
 )
-to_tokens.defvjp(
-    lambda x, slots: (to_tokens(x, slots), slots),
-    lambda slots, cotangent: (tokens_of(cotangent, slots), None),
+unpermute_tokens.defvjp(
+    lambda x, slots: (unpermute_tokens(x, slots), slots),
+    lambda slots, cotangent: (gather_tokens(cotangent, slots), None),
 )

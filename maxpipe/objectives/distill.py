@@ -20,7 +20,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float
 
-from maxpipe.pipeline.objective import CrossEntropy, Extra, Objective, Read, Scores
+from maxpipe.pipeline.objective import BatchArraySpec, CrossEntropy, LogProbSpec, Objective, Scores
 
 TEACHER_IDS, TEACHER_LOGPROBS = "teacher_ids", "teacher_logprobs"
 """Arrays of a batch `[B, T, K]`: the teacher's most likely tokens, the most likely first, and the
@@ -47,15 +47,18 @@ class Distill(Objective):
     reported: ClassVar[tuple[str, ...]] = ("cross_entropy", "divergence")
 
     @property
-    def reads(self) -> tuple[Read, ...]:
+    def reads(self) -> tuple[LogProbSpec, ...]:
         """The student's log-probabilities of the text, and of the teacher's tokens."""
-        return Read("targets"), Read(TEACHER_IDS, self.temperature)
+        return LogProbSpec("targets"), LogProbSpec(TEACHER_IDS, self.temperature)
 
     @property
-    def arrays(self) -> Mapping[str, Extra]:
+    def arrays(self) -> Mapping[str, BatchArraySpec]:
         """What the teacher says of each token."""
         shape = (self.top_k,)
-        return {TEACHER_IDS: Extra(shape, jnp.int32), TEACHER_LOGPROBS: Extra(shape, jnp.float32)}
+        return {
+            TEACHER_IDS: BatchArraySpec(shape, jnp.int32),
+            TEACHER_LOGPROBS: BatchArraySpec(shape, jnp.float32),
+        }
 
     @property
     def evaluated(self) -> Objective:
@@ -65,22 +68,22 @@ class Distill(Objective):
     def __call__(self, scores: Scores, inputs: Mapping[str, Array]) -> tuple[Array, Scores]:
         """Nats of each token; the cross entropy and the divergence of which they are the mean."""
         found, student = scores
-        divergence = divergence_of(student, inputs[TEACHER_LOGPROBS], self.direction)
+        divergence = kl_divergence(student, inputs[TEACHER_LOGPROBS], self.direction)
         divergence, entropy = self.temperature**2 * divergence, -found
         lost = self.weight * divergence + (1.0 - self.weight) * entropy
         return lost, (entropy, divergence)
 
 
-def divergence_of(
+def kl_divergence(
     student: Float[Array, "*tokens K"], teacher: Float[Array, "*tokens K"], direction: Direction
 ) -> Float[Array, "*tokens"]:
     """KL over K + 1 buckets, from log-probabilities of the same K tokens."""
-    student, teacher = with_rest(student), with_rest(teacher)
+    student, teacher = append_remainder(student), append_remainder(teacher)
     given, other = (teacher, student) if direction == "forward" else (student, teacher)
     return (jnp.exp(given) * (given - other)).sum(axis=-1)
 
 
-def with_rest(scores: Float[Array, "*tokens K"]) -> Float[Array, "*tokens buckets"]:
+def append_remainder(scores: Float[Array, "*tokens K"]) -> Float[Array, "*tokens buckets"]:
     """The same, and the logarithm of what is left of 1."""
     total = jnp.minimum(jax.nn.logsumexp(scores, axis=-1), -_LEAST)
     return jnp.concatenate([scores, log1mexp(total)[..., None]], axis=-1)

@@ -17,9 +17,9 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Float
 
-from maxpipe.pipeline.objective import Extra, Objective, Read, Scores
+from maxpipe.pipeline.objective import BatchArraySpec, LogProbSpec, Objective, Scores
 
-AS_THEY_ARE = 1.0
+ON_POLICY = 1.0
 """In place of a log-probability, which is never positive: that of the weights that are trained. So
 the ratio is exactly 1 where they have drawn the token themselves."""
 
@@ -37,14 +37,14 @@ class Policy(Objective):
     reported: ClassVar[tuple[str, ...]] = ("entropy", "clipped")
 
     @property
-    def reads(self) -> tuple[Read, ...]:
+    def reads(self) -> tuple[LogProbSpec, ...]:
         """Of tokens that were drawn."""
-        return (Read("targets", self.temperature),)
+        return (LogProbSpec("targets", self.temperature),)
 
     @property
-    def arrays(self) -> Mapping[str, Extra]:
+    def arrays(self) -> Mapping[str, BatchArraySpec]:
         """Of each token."""
-        return {name: Extra((), jnp.float32) for name in ("old_logp", "advantages")}
+        return {name: BatchArraySpec((), jnp.float32) for name in ("old_logp", "advantages")}
 
     def __call__(self, scores: Scores, inputs: Mapping[str, Array]) -> tuple[Array, Scores]:
         """Loss of each token; the entropy, estimated from what was drawn; whether it is clipped."""
@@ -57,7 +57,7 @@ class Policy(Objective):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PolicyNearReference(Policy):
+class KlPolicyGradient(Policy):
     """The same, held near a reference: a batch has its log-probabilities, `reference_logp`."""
 
     kl: float
@@ -65,18 +65,18 @@ class PolicyNearReference(Policy):
     reported: ClassVar[tuple[str, ...]] = (*Policy.reported, "kl")
 
     @property
-    def arrays(self) -> Mapping[str, Extra]:
+    def arrays(self) -> Mapping[str, BatchArraySpec]:
         """Of each token."""
-        return {**super().arrays, "reference_logp": Extra((), jnp.float32)}
+        return {**super().arrays, "reference_logp": BatchArraySpec((), jnp.float32)}
 
     def __call__(self, scores: Scores, inputs: Mapping[str, Array]) -> tuple[Array, Scores]:
         """The divergence is reported, too."""
         lost, reports = super().__call__(scores, inputs)
-        apart = divergence(scores[0], inputs["reference_logp"])
+        apart = kl_estimate(scores[0], inputs["reference_logp"])
         return lost + self.kl * apart, (*reports, apart)
 
 
-def divergence(logp: Float[Array, "B T"], reference: Float[Array, "B T"]) -> Float[Array, "B T"]:
+def kl_estimate(logp: Float[Array, "B T"], reference: Float[Array, "B T"]) -> Float[Array, "B T"]:
     """An unbiased estimate of the KL divergence, never negative (k3 of Schulman's)."""
     return jnp.expm1(reference - logp) - (reference - logp)
 

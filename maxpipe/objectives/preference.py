@@ -21,13 +21,13 @@ from jaxtyping import Float
 
 from maxpipe.config.tuning_schema import PreferenceConfig
 from maxpipe.data.sequences import PAIRS, REFERENCE, RESPONSE_TOKENS
-from maxpipe.pipeline.objective import Extra, Objective, Scores
+from maxpipe.pipeline.objective import BatchArraySpec, Objective, Scores
 
 _CERTAIN = -1e-7
 """Odds of a response that is likelier than this are taken to be those of this log-probability."""
 
 
-class Halves(NamedTuple):
+class PairValues(NamedTuple):
     """A number of the chosen and of the rejected response of each pair."""
 
     chosen: Float[Array, "B N"]
@@ -57,9 +57,9 @@ class Preference(Objective):
     """Whether the log-probability of a response is the mean over its tokens."""
 
     @property
-    def arrays(self) -> Mapping[str, Extra]:
+    def arrays(self) -> Mapping[str, BatchArraySpec]:
         """Where a row has pairs; of each half the reference, and the tokens that count."""
-        by_row = partial(Extra, dtype=jnp.float32, by_row=True)
+        by_row = partial(BatchArraySpec, dtype=jnp.float32, by_row=True)
         halves = by_row((2 * self.most_pairs,))
         return {PAIRS: by_row((self.most_pairs,)), REFERENCE: halves, RESPONSE_TOKENS: halves}
 
@@ -68,18 +68,18 @@ class Preference(Objective):
         tokens = jnp.maximum(inputs[RESPONSE_TOKENS], 1.0)
         # A place without a pair has numbers of no response, of which nothing must be infinite.
         is_half = jnp.repeat(inputs[PAIRS], 2, axis=1) > 0
-        means = _halves(jnp.where(is_half, scores[0] / tokens, -1.0))
-        of = _halves(scores[0] / tokens if self.by_length else scores[0])
+        means = _split_pairs(jnp.where(is_half, scores[0] / tokens, -1.0))
+        of = _split_pairs(scores[0] / tokens if self.by_length else scores[0])
         reference = inputs[REFERENCE] / tokens if self.by_length else inputs[REFERENCE]
-        lost, rewards = self.lost(of, _halves(reference), means)
+        lost, rewards = self.lost(of, _split_pairs(reference), means)
         better = (rewards.chosen > rewards.rejected).astype(jnp.float32)
         reports = (*rewards, rewards.difference, better, -means.chosen, -means.rejected)
         return lost, jax.lax.stop_gradient(reports)
 
     @abstractmethod
     def lost(
-        self, policy: Halves, reference: Halves, means: Halves
-    ) -> tuple[Float[Array, "B N"], Halves]:
+        self, policy: PairValues, reference: PairValues, means: PairValues
+    ) -> tuple[Float[Array, "B N"], PairValues]:
         """Losses, and rewards of the responses, of log-probabilities and their means by token."""
 
 
@@ -91,8 +91,8 @@ class Dpo(Preference):
     label_smoothing: float = 0.0
 
     def lost(
-        self, policy: Halves, reference: Halves, means: Halves
-    ) -> tuple[Float[Array, "B N"], Halves]:
+        self, policy: PairValues, reference: PairValues, means: PairValues
+    ) -> tuple[Float[Array, "B N"], PairValues]:
         """As the base says."""
         del means
         rewards = _rewards(self.beta, policy, reference)
@@ -110,8 +110,8 @@ class Ipo(Preference):
     beta: float = 0.1
 
     def lost(
-        self, policy: Halves, reference: Halves, means: Halves
-    ) -> tuple[Float[Array, "B N"], Halves]:
+        self, policy: PairValues, reference: PairValues, means: PairValues
+    ) -> tuple[Float[Array, "B N"], PairValues]:
         """As the base says."""
         del means
         gap = policy.difference - reference.difference
@@ -126,16 +126,16 @@ class Orpo(Preference):
     odds_weight: float = 0.1
 
     def lost(
-        self, policy: Halves, reference: Halves, means: Halves
-    ) -> tuple[Float[Array, "B N"], Halves]:
+        self, policy: PairValues, reference: PairValues, means: PairValues
+    ) -> tuple[Float[Array, "B N"], PairValues]:
         """As the base says."""
         del policy, reference
-        odds = Halves(*(each - _log_of_rest(each) for each in means))
+        odds = PairValues(*(each - _log_complement(each) for each in means))
         lost = -means.chosen - self.odds_weight * jax.nn.log_sigmoid(odds.difference)
-        return lost, Halves(*(self.odds_weight * each for each in means))
+        return lost, PairValues(*(self.odds_weight * each for each in means))
 
 
-def of_config(config: PreferenceConfig, most_pairs: int) -> Preference:
+def make_preference(config: PreferenceConfig, most_pairs: int) -> Preference:
     """The objective of a config's section."""
     named = config.length_normalised
     by_length = config.loss != "dpo" if named == "auto" else named == "on"
@@ -148,15 +148,15 @@ def of_config(config: PreferenceConfig, most_pairs: int) -> Preference:
             return Orpo(most_pairs, by_length, config.odds_weight)
 
 
-def _halves(values: Float[Array, "B S"]) -> Halves:
-    return Halves(values[:, ::2], values[:, 1::2])
+def _split_pairs(values: Float[Array, "B S"]) -> PairValues:
+    return PairValues(values[:, ::2], values[:, 1::2])
 
 
-def _rewards(beta: float, policy: Halves, reference: Halves) -> Halves:
+def _rewards(beta: float, policy: PairValues, reference: PairValues) -> PairValues:
     pairs = zip(policy, reference, strict=True)
-    return Halves(*(beta * (mine - other) for mine, other in pairs))
+    return PairValues(*(beta * (mine - other) for mine, other in pairs))
 
 
-def _log_of_rest(log_probability: Float[Array, "B N"]) -> Float[Array, "B N"]:
+def _log_complement(log_probability: Float[Array, "B N"]) -> Float[Array, "B N"]:
     """log(1 - p), of log(p)."""
     return jnp.log(-jnp.expm1(jnp.minimum(log_probability, _CERTAIN)))

@@ -50,7 +50,7 @@ class GuardState(NamedTuple):
         }
 
 
-def initial(config: GuardConfig, facts: Mapping[str, Any] | None = None) -> GuardState:
+def init_guard_state(config: GuardConfig, facts: Mapping[str, Any] | None = None) -> GuardState:
     """The state of a new run, or one with these facts, as numpy arrays."""
     facts = facts or {"skipped": 0, "spikes": 0, "recent": [[], []]}
     window = config.spike_window if config.spike_sigmas else 0
@@ -61,7 +61,7 @@ def initial(config: GuardConfig, facts: Mapping[str, Any] | None = None) -> Guar
     return GuardState._make((skipped, spikes, recent[:, recent.shape[1] - window :], reach))
 
 
-def assess(
+def check_step(
     config: GuardConfig,
     mesh: Mesh,
     state: GuardState,
@@ -79,15 +79,15 @@ def assess(
     """
     seen = jnp.stack([loss, grad_norm]).astype(jnp.float32)
     flags = jnp.stack([~jnp.isfinite(seen).all(), _is_spike(config, state.recent, seen)])
-    broken, spike, reach = _anywhere(mesh, flags, check, operands, specs)
+    broken, spike, reach = _reduce_over_devices(mesh, flags, check, operands, specs)
     spike = spike & ~broken
     taken = ~broken & ~(spike & (config.on_spike != "note"))
     newer = jnp.concatenate([state.recent, seen[:, None]], axis=1)[:, 1:]
-    recent, reach = unless_bad(taken, (newer, reach), (state.recent, state.reach))
+    recent, reach = select_update(taken, (newer, reach), (state.recent, state.reach))
     return taken, GuardState(state.skipped + ~taken, state.spikes + spike, recent, reach)
 
 
-def unless_bad(taken: Bool[Array, ""] | bool, new: Tree, old: Tree) -> Tree:
+def select_update(taken: Bool[Array, ""] | bool, new: Tree, old: Tree) -> Tree:
     """`new` where the update is taken, else `old`.
 
     The choice, entry by entry, is fused into the arithmetic that makes `new`: where `old` has no
@@ -110,7 +110,7 @@ def _is_spike(
     return ((2 * count >= window) & (seen > limit)).any()
 
 
-def _anywhere(
+def _reduce_over_devices(
     mesh: Mesh, flags: Bool[Array, " 2"], check: Check, operands: Tree, specs: Tree
 ) -> tuple[Bool[Array, ""], Bool[Array, ""], Float[Array, " 2"]]:
     """(broken, spike, reach): the largest of all devices, on every device.

@@ -13,7 +13,7 @@ Arrays = dict[str, Array]
 _HOST, _DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 
 
-class Layer(NamedTuple):
+class LayerSlice(NamedTuple):
     """A part of arrays of which a dim is looped over."""
 
     place: Int[Array, ""] | int = 0
@@ -34,11 +34,11 @@ class Layer(NamedTuple):
         return jax.lax.dynamic_update_slice_in_dim(into, part, self.place, self.dim)
 
 
-WHOLE = Layer()
+ALL_LAYERS = LayerSlice()
 
 
-def by_layer(
-    run: Callable[[Layer, Arrays], Mapping[str, Array]], arrays: Arrays, dim: int | None
+def map_layers(
+    run: Callable[[LayerSlice, Arrays], Mapping[str, Array]], arrays: Arrays, dim: int | None
 ) -> Arrays:
     """The arrays with what `run` makes of each layer's parts in their places.
 
@@ -53,15 +53,15 @@ def by_layer(
     """
 
     def turn(number: Int[Array, ""] | int, have: Arrays) -> Arrays:
-        layer, new = Layer(number, dim), dict(have)
+        layer, new = LayerSlice(number, dim), dict(have)
         parts = {name: layer.of(x) for name, x in have.items()}
         # Directly behind the slice: what is between them is computed with all of the array.
         parts = {
-            name: jax.device_put(x, _DEVICE) if _is_away(x) else x for name, x in parts.items()
+            name: jax.device_put(x, _DEVICE) if _is_on_host(x) else x for name, x in parts.items()
         }
         for name, part in run(layer, parts).items():
             into = have[name]
-            new[name] = layer.put(into, jax.device_put(part, _HOST) if _is_away(into) else part)
+            new[name] = layer.put(into, jax.device_put(part, _HOST) if _is_on_host(into) else part)
         return new
 
     if dim is None:
@@ -70,5 +70,5 @@ def by_layer(
     return jax.lax.fori_loop(0, count, turn, arrays)
 
 
-def _is_away(x: Array) -> bool:
+def _is_on_host(x: Array) -> bool:
     return jax.typeof(x).memory_space == _HOST

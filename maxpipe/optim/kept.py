@@ -13,12 +13,12 @@ from typing import NamedTuple
 from maxpipe.config.schema import OptimConfig
 from maxpipe.models.spec import Dims, Normal, Param
 
-AVERAGE = "average"
+EMA = "average"
 """Name of the tree of averaged parameters, which no update reads."""
 BYTES = {"float32": 4, "bfloat16": 2, "int8": 1, "uint8": 1}
 
 
-class Kept(NamedTuple):
+class StateArray(NamedTuple):
     """One array that is kept for a parameter."""
 
     dims: Dims
@@ -28,10 +28,10 @@ class Kept(NamedTuple):
     """Numbers of those that it has not."""
 
 
-Matrix = tuple[tuple[int, ...], tuple[int, ...]]
+MatrixDims = tuple[tuple[int, ...], tuple[int, ...]]
 
 
-def matrix_of(param: Param) -> Matrix | None:
+def matrix_dims(param: Param) -> MatrixDims | None:
     """Numbers of the dims that a product with activations sums over, and of those it makes.
 
     Further dims number matrices, as that of experts does. None: it is no matrix. A table that is
@@ -48,7 +48,7 @@ def matrix_of(param: Param) -> Matrix | None:
     return None
 
 
-def kept(config: OptimConfig, param: Param, param_dtype: str) -> Mapping[str, Kept]:
+def state_arrays(config: OptimConfig, param: Param, param_dtype: str) -> Mapping[str, StateArray]:
     """What the config's optimizer keeps of a parameter, by the name of its tree in checkpoints.
 
     `mu` and `nu` are means of gradients and of their squares; `rows` and `columns` means of squares
@@ -57,18 +57,18 @@ def kept(config: OptimConfig, param: Param, param_dtype: str) -> Mapping[str, Ke
     if not param.trainable:
         return {}
     dtype = param_dtype if config.state_dtype == "same" else config.state_dtype
-    found = {name: Kept(param.dims, dtype) for name in _whole(config, param)}
-    if config.name == "adafactor" and (matrix := matrix_of(param)) is not None:
+    found = {name: StateArray(param.dims, dtype) for name in _full_size_arrays(config, param)}
+    if config.name == "adafactor" and (matrix := matrix_dims(param)) is not None:
         inputs, outputs = matrix
         for name, left_out in (("rows", outputs), ("columns", inputs)):
             dims = tuple(each for n, each in enumerate(param.dims) if n not in left_out)
-            found[name] = Kept(dims, "float32", left_out)
+            found[name] = StateArray(dims, "float32", left_out)
     if config.average_decay:
-        found[AVERAGE] = Kept(param.dims, "float32")
+        found[EMA] = StateArray(param.dims, "float32")
     return found
 
 
-def _whole(config: OptimConfig, param: Param) -> tuple[str, ...]:
+def _full_size_arrays(config: OptimConfig, param: Param) -> tuple[str, ...]:
     """Names of the arrays with all of the parameter's dims."""
     match config.name:
         case "adamw":
@@ -76,14 +76,14 @@ def _whole(config: OptimConfig, param: Param) -> tuple[str, ...]:
         case "lion":
             return ("mu",)
         case "adafactor":
-            return () if matrix_of(param) is not None else ("nu",)
+            return () if matrix_dims(param) is not None else ("nu",)
         case "muon":
             return ("mu",) if is_orthogonalised(config, param) else ("mu", "nu")
 
 
 def is_orthogonalised(config: OptimConfig, param: Param) -> bool:
     """Whether a parameter's updates are Muon's: a matrix, but no table of the vocabulary."""
-    return config.name == "muon" and matrix_of(param) is not None and "vocab" not in param.axes
+    return config.name == "muon" and matrix_dims(param) is not None and "vocab" not in param.axes
 
 
 def saved_bytes(
@@ -95,6 +95,6 @@ def saved_bytes(
     """
     if trained_only and not param.trainable:
         return 0.0
-    own = Kept(param.dims, param.exact or param_dtype)
-    held = (own, *kept(config, param, param_dtype).values())
+    own = StateArray(param.dims, param.exact or param_dtype)
+    held = (own, *state_arrays(config, param, param_dtype).values())
     return sum(math.prod(size for size, _ in each.dims) * BYTES[each.dtype] for each in held)

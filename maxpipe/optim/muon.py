@@ -24,13 +24,13 @@ from jax import Array, lax
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Float, Int
 
-from maxpipe.io.tree import Path
+from maxpipe.io.tree import KeyPath
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 ITERATIONS = 5
-SIZE = 0.2
+UPDATE_RMS = 0.2
 """Root of the mean square of an update's entries, for matrices of full rank."""
-LARGEST = 2.0
+MAX_SINGULAR_VALUE = 2.0
 """Above what any singular value, and with it any entry, of an orthogonalised matrix is."""
 
 
@@ -50,12 +50,12 @@ class Matrices(NamedTuple):
         return tuple(a for e in found if e for a in (e if isinstance(e, tuple) else (e,)))
 
 
-def factor(rows: int, columns: int) -> float:
+def update_scale(rows: int, columns: int) -> float:
     """Of an orthogonalised matrix, to make it an update."""
-    return SIZE * math.sqrt(max(rows, columns))
+    return UPDATE_RMS * math.sqrt(max(rows, columns))
 
 
-def orthogonalised(x: Float[Array, "I O"]) -> Float[Array, "I O"]:
+def orthogonalize(x: Float[Array, "I O"]) -> Float[Array, "I O"]:
     """The matrix with the singular vectors of this one, and singular values from about 0.7 to 1.2.
 
     Of a matrix of zeros, zeros. I is at most O, or the products are larger than they need be.
@@ -70,9 +70,9 @@ def orthogonalised(x: Float[Array, "I O"]) -> Float[Array, "I O"]:
     return x
 
 
-def updates(
-    arrays: Mapping[Path, Array], declared: Mapping[Path, Matrices], mesh: Mesh
-) -> dict[Path, Array]:
+def compute_updates(
+    arrays: Mapping[KeyPath, Array], declared: Mapping[KeyPath, Matrices], mesh: Mesh
+) -> dict[KeyPath, Array]:
     """Each matrix of the arrays orthogonalised and scaled.
 
     Args:
@@ -81,13 +81,15 @@ def updates(
         mesh: of the devices.
     """
 
-    def on_device(shards: dict[Path, Array]) -> dict[Path, Array]:
+    def on_device(shards: dict[KeyPath, Array]) -> dict[KeyPath, Array]:
         # Matrices that are alike travel together: their number has to divide by that of devices.
         groups: dict[tuple[object, ...], list[_Flat]] = defaultdict(list)
         for path, shard in shards.items():
             found = _Flat.of(path, shard, declared[path], mesh)
             groups[(found.matrices.shape[1:], found.axes)].append(found)
-        return {path: x for group in groups.values() for path, x in _of_group(group, mesh)}
+        return {
+            path: x for group in groups.values() for path, x in _orthogonalize_group(group, mesh)
+        }
 
     if mesh.size == 1 or not arrays:
         return on_device(dict(arrays))
@@ -99,7 +101,7 @@ def updates(
 class _Flat(NamedTuple):
     """A shard as matrices, the shorter side of whole ones being their rows."""
 
-    path: Path
+    path: KeyPath
     matrices: Float[Array, "K i o"]
     axes: tuple[tuple[str, ...], tuple[str, ...]]
     """Mesh axes that divide rows, and columns."""
@@ -110,7 +112,7 @@ class _Flat(NamedTuple):
     is_turned: bool
 
     @classmethod
-    def of(cls, path: Path, shard: Array, matrices: Matrices, mesh: Mesh) -> _Flat:
+    def of(cls, path: KeyPath, shard: Array, matrices: Matrices, mesh: Mesh) -> _Flat:
         """The way there. Where several dims make up a side, devices may order its entries as they
         like: the singular vectors' entries have the same order.
         """
@@ -131,18 +133,18 @@ class _Flat(NamedTuple):
         return x.transpose(sorted(range(x.ndim), key=self.order.__getitem__))
 
 
-def _of_group(group: Sequence[_Flat], mesh: Mesh) -> Iterator[tuple[Path, Array]]:
+def _orthogonalize_group(group: Sequence[_Flat], mesh: Mesh) -> Iterator[tuple[KeyPath, Array]]:
     axes = group[0].axes
     x = jnp.concatenate([each.matrices for each in group])
     count, ways = len(x), math.prod(_ways(mesh, each) for each in axes)
     x = jnp.pad(x, ((0, -count % ways), (0, 0), (0, 0)))
     split = [(over, dim) for over, dim in zip(axes, (1, 2), strict=True) if _ways(mesh, over) > 1]
     for over, dim in split:
-        x = _dealt(x, over, dim, _ways(mesh, over))
+        x = _deal_matrices(x, over, dim, _ways(mesh, over))
     # One after the other, in its place: what the iteration needs is there once.
-    x = factor(*x.shape[1:]) * lax.fori_loop(0, len(x), _in_place, x)
+    x = update_scale(*x.shape[1:]) * lax.fori_loop(0, len(x), _orthogonalize_at, x)
     for over, dim in reversed(split):
-        x = _collected(x, over, dim, _ways(mesh, over))
+        x = _return_matrices(x, over, dim, _ways(mesh, over))
     start = 0
     for each in group:
         end = start + len(each.matrices)
@@ -150,12 +152,12 @@ def _of_group(group: Sequence[_Flat], mesh: Mesh) -> Iterator[tuple[Path, Array]
         start = end
 
 
-def _in_place(number: Int[Array, ""], x: Float[Array, "K I O"]) -> Float[Array, "K I O"]:
-    found = orthogonalised(lax.dynamic_index_in_dim(x, number, keepdims=False))
+def _orthogonalize_at(number: Int[Array, ""], x: Float[Array, "K I O"]) -> Float[Array, "K I O"]:
+    found = orthogonalize(lax.dynamic_index_in_dim(x, number, keepdims=False))
     return lax.dynamic_update_index_in_dim(x, found, number, 0)
 
 
-def _dealt(x: Array, axes: tuple[str, ...], dim: int, ways: int) -> Array:
+def _deal_matrices(x: Array, axes: tuple[str, ...], dim: int, ways: int) -> Array:
     """Of each matrix all parts along a dim, on the one device it falls to.
 
     The exchange is along a dim of its own: XLA for CPU fails where it cuts one dim and joins
@@ -167,7 +169,7 @@ def _dealt(x: Array, axes: tuple[str, ...], dim: int, ways: int) -> Array:
     return x.reshape(*x.shape[:dim], -1, *x.shape[dim + 2 :])
 
 
-def _collected(x: Array, axes: tuple[str, ...], dim: int, ways: int) -> Array:
+def _return_matrices(x: Array, axes: tuple[str, ...], dim: int, ways: int) -> Array:
     """The way back."""
     x = jnp.moveaxis(x.reshape(*x.shape[:dim], ways, -1, *x.shape[dim + 1 :]), dim, 0)
     x = lax.all_to_all(x, axes, split_axis=0, concat_axis=0, tiled=True)

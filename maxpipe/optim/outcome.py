@@ -16,7 +16,7 @@ from maxpipe.optim.update import Optimizer, OptState
 Tree = Any
 
 
-def outcome(
+def check_update(
     optimizer: Optimizer,
     gradients: Tree,
     norm: Float[jax.Array, ""],
@@ -47,7 +47,7 @@ def outcome(
         after = optimizer.reach_after(sizes, norm, rate)
         if not optimizer.is_by_entry:
             return jnp.isfinite(after).all(), after
-        return _stays_finite(optimizer, gradients, norm, params, state), after
+        return _is_finite_after_update(optimizer, gradients, norm, params, state), after
 
     known = jnp.isfinite(bound).all()
     return jax.lax.cond(known, lambda: (known, bound), by_looking)
@@ -59,7 +59,7 @@ def _largest(tree: Tree) -> Float[jax.Array, ""]:
     return jnp.stack(found).max() if found else jnp.zeros(())
 
 
-def _stays_finite(
+def _is_finite_after_update(
     optimizer: Optimizer,
     gradients: Tree,
     norm: Float[jax.Array, ""],

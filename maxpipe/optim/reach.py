@@ -12,16 +12,16 @@ from jaxtyping import Float
 from maxpipe.config.schema import OptimConfig
 from maxpipe.models.spec import Param
 from maxpipe.optim import muon
-from maxpipe.optim.kept import is_orthogonalised, matrix_of
+from maxpipe.optim.kept import is_orthogonalised, matrix_dims
 
-_ROUNDED = 1.05
+_ROUNDING_FACTOR = 1.05
 """How much larger rounding makes a result: some steps of bfloat16, each at most 1/256."""
 
 MOMENTUM = "mu"
 """Name of the averaged gradients, whose size bounds the next update."""
 
 
-def reach_after(
+def bound_update(
     config: OptimConfig,
     reach: Float[Array, " 2"],
     norm: Float[Array, ""],
@@ -49,16 +49,16 @@ def reach_after(
     """
     params, moment = reach
     gradient = jnp.minimum(norm, config.clip_norm) if config.clip_norm else norm
-    divides, shares = config.name in ("adamw", "muon"), _shares(config)
-    moments = [_ROUNDED * (share * moment + (1 - share) * gradient) for share in shares]
+    divides, shares = config.name in ("adamw", "muon"), _moment_decays(config)
+    moments = [_ROUNDING_FACTOR * (share * moment + (1 - share) * gradient) for share in shares]
     update = jnp.full((), largest, jnp.float32)
     corrected = jnp.maximum(moment, gradient)
     if divides:
-        own = _ROUNDED * (config.beta1 * moment + (1 - config.beta1) * gradient)
+        own = _ROUNDING_FACTOR * (config.beta1 * moment + (1 - config.beta1) * gradient)
         corrected = own / (1 - config.beta1)
         update = jnp.maximum(update, corrected / config.epsilon)
     update = update + decay * params
-    after = _ROUNDED * (params + jnp.abs(rate) * update)
+    after = _ROUNDING_FACTOR * (params + jnp.abs(rate) * update)
     moment = jnp.stack(moments).max() if moments else jnp.zeros(())
     bounds = jnp.stack([after, moment]).astype(jnp.float32)
     # Smaller numbers may be rounded to 0, as divisors or beside 1.
@@ -68,7 +68,7 @@ def reach_after(
     return jnp.where(is_bounded & within, bounds, jnp.inf)
 
 
-def _shares(config: OptimConfig) -> tuple[float, ...]:
+def _moment_decays(config: OptimConfig) -> tuple[float, ...]:
     """Of a first moment in the next one, for each kind of first moment."""
     match config.name:
         case "adamw":
@@ -81,15 +81,15 @@ def _shares(config: OptimConfig) -> tuple[float, ...]:
             return ()
 
 
-def largest_update(config: OptimConfig, params: Iterable[Param]) -> float:
+def max_direction(config: OptimConfig, params: Iterable[Param]) -> float:
     """Limit of an entry of a direction where no second moment is divided by, without decay."""
     found = [1.0 if config.name == "lion" else 0.0]
     for param in params:
         if is_orthogonalised(config, param):
-            matrix = matrix_of(param)
+            matrix = matrix_dims(param)
             assert matrix is not None
             sides = (math.prod(param.shape[dim] for dim in dims) for dims in matrix)
-            found.append(muon.LARGEST * muon.factor(*sides))
+            found.append(muon.MAX_SINGULAR_VALUE * muon.update_scale(*sides))
         elif config.name == "adafactor":  # all of the mean square in one entry
             found.append(math.sqrt(math.prod(param.shape)))
     return max(found)

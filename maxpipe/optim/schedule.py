@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import optax
 
-from maxpipe.config.ramp import phases
+from maxpipe.config.ramp import parse_phases
 from maxpipe.config.schema import OptimConfig
 
 
 def learning_rate(config: OptimConfig, total_steps: int) -> optax.Schedule:
     """Learning rate by step: a warm-up, then the configured shape until `total_steps`."""
     if config.phases:
-        return _by_phases(config, total_steps)
+        return _phase_schedule(config, total_steps)
     peak = config.learning_rate
     end = peak * config.final_fraction
     after = max(1, total_steps - config.warmup_steps)
@@ -35,10 +35,10 @@ def learning_rate(config: OptimConfig, total_steps: int) -> optax.Schedule:
     return optax.join_schedules([rise, shape], [config.warmup_steps])
 
 
-def _by_phases(config: OptimConfig, total_steps: int) -> optax.Schedule:
+def _phase_schedule(config: OptimConfig, total_steps: int) -> optax.Schedule:
     """The phases one after the other; each reaches its end with the step behind its last."""
     peak, shapes, borders = config.learning_rate, [], []
-    for phase in phases(config.phases, total_steps):
+    for phase in parse_phases(config.phases, total_steps):
         start, end = peak * phase.start, peak * phase.end
         steps = max(1, phase.steps)
         if phase.shape == "cosine" and start != end:
@@ -48,5 +48,5 @@ def _by_phases(config: OptimConfig, total_steps: int) -> optax.Schedule:
             shapes.append(optax.linear_schedule(start, end, steps))
         last = borders[-1] if borders else 0
         borders.append(min(last + phase.steps, 2**31 - 1))  # steps are int32
-    final = optax.constant_schedule(peak * phases(config.phases, total_steps)[-1].end)
+    final = optax.constant_schedule(peak * parse_phases(config.phases, total_steps)[-1].end)
     return optax.join_schedules([*shapes, final], borders)

@@ -39,20 +39,20 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Bool, Float, Int
 
 from maxpipe.config.schema import OptimConfig
-from maxpipe.io.tree import Path, flat, nested
+from maxpipe.io.tree import KeyPath, flatten, unflatten
 from maxpipe.models.spec import Param
 from maxpipe.optim import muon
-from maxpipe.optim.guard import unless_bad
-from maxpipe.optim.host import WHOLE, Layer, by_layer
-from maxpipe.optim.kept import AVERAGE, Kept, is_orthogonalised, kept, matrix_of
-from maxpipe.optim.reach import MOMENTUM, largest_update, reach_after
-from maxpipe.parallel.sharding import left_to_compiler
+from maxpipe.optim.guard import select_update
+from maxpipe.optim.host import ALL_LAYERS, LayerSlice, map_layers
+from maxpipe.optim.kept import EMA, StateArray, is_orthogonalised, matrix_dims, state_arrays
+from maxpipe.optim.reach import MOMENTUM, bound_update, max_direction
+from maxpipe.parallel.sharding import auto_sharded
 
 Arrays = dict[str, Array]
 """What is kept of one parameter, by name."""
 Taken = Bool[Array, ""] | bool
 
-STEEP = 0.8
+DECAY_EXPONENT = 0.8
 """Adafactor's second moments at step t have the decay `1 - t**-0.8`."""
 SQUARE = 1e-30
 """What Adafactor adds to means of squares where they are used: what is padding stays 0."""
@@ -60,25 +60,25 @@ HUGE = 1e15
 """Limit of a gradient divided by the root of its mean square; its own square is within float32."""
 
 
-class Corrections(NamedTuple):
+class BiasCorrections(NamedTuple):
     """What moments that start at 0 are divided by; of all parameters the same."""
 
     mu: Float[Array, ""]
     nu: Float[Array, ""]
 
     @classmethod
-    def after(cls, config: OptimConfig, count: Int[Array, ""]) -> Corrections:
+    def after(cls, config: OptimConfig, count: Int[Array, ""]) -> BiasCorrections:
         """This number of updates."""
         return cls(1 - config.beta1**count, 1 - config.beta2**count)
 
 
 def adam(
-    config: OptimConfig, gradient: Array, old: Arrays, by: Corrections, taken: Taken
+    config: OptimConfig, gradient: Array, old: Arrays, by: BiasCorrections, taken: Taken
 ) -> tuple[Array, Arrays]:
     """arXiv:1412.6980; in float32 optax's, bit for bit."""
     mu = optax.tree.update_moment(gradient, old["mu"], config.beta1, 1)
     nu = optax.tree.update_moment_per_elem_norm(gradient, old["nu"], config.beta2, 2)
-    new = unless_bad(taken, {"mu": mu, "nu": nu}, old)
+    new = select_update(taken, {"mu": mu, "nu": nu}, old)
     return new["mu"] / by.mu / (jnp.sqrt(new["nu"] / by.nu) + config.epsilon), new
 
 
@@ -87,7 +87,7 @@ def lion(config: OptimConfig, gradient: Array, old: Arrays, taken: Taken) -> tup
     # Of the gradient and the moment before it, as both are read to make the one after it.
     sign = jnp.sign((1 - config.beta1) * gradient + config.beta1 * old["mu"])
     mu = optax.tree.update_moment(gradient, old["mu"], config.beta2, 1)
-    return sign, unless_bad(taken, {"mu": mu}, old)
+    return sign, select_update(taken, {"mu": mu}, old)
 
 
 def momentum(
@@ -96,11 +96,11 @@ def momentum(
     """Nesterov's, as Muon takes it: what `muon.updates` makes an update of."""
     share = config.momentum
     mu = optax.tree.update_moment(gradient, old["mu"], share, 1)
-    new = unless_bad(taken, {"mu": mu}, old)
+    new = select_update(taken, {"mu": mu}, old)
     return share * new["mu"] + (1 - share) * gradient, new
 
 
-class Sides(NamedTuple):
+class FactoredDims(NamedTuple):
     """Dims of an array over which Adafactor takes means."""
 
     inputs: tuple[int, ...]
@@ -113,14 +113,14 @@ class Sides(NamedTuple):
 
 
 def adafactor(
-    gradient: Array, old: Arrays, count: Int[Array, ""], sides: Sides, taken: Taken
+    gradient: Array, old: Arrays, count: Int[Array, ""], sides: FactoredDims, taken: Taken
 ) -> tuple[Array, Arrays]:
     """arXiv:1804.04235 without momentum, and without the parameters' own size in the rate.
 
     The second moments of a matrix are the product of those of its rows and of its columns. The root
     of the mean square of each parameter's direction is at most 1.
     """
-    decay = 1.0 - jnp.maximum(count, 1).astype(jnp.float32) ** -STEEP
+    decay = 1.0 - jnp.maximum(count, 1).astype(jnp.float32) ** -DECAY_EXPONENT
     squares, inputs, outputs = jnp.square(gradient), sides.inputs, sides.outputs
     if outputs:
         means = {
@@ -130,7 +130,7 @@ def adafactor(
     else:
         means = {"nu": squares}
     new = {name: decay * old[name] + (1 - decay) * mean for name, mean in means.items()}
-    new = unless_bad(taken, new, old)
+    new = select_update(taken, new, old)
     if outputs:
         rows = jnp.expand_dims(new["rows"], outputs)
         mean = rows.sum(inputs, keepdims=True) / sides.num_inputs
@@ -150,24 +150,24 @@ def _inverse_root(x: Array) -> Array:
     return jnp.minimum(x**-0.5, HUGE)
 
 
-def sides_of(
+def factored_dims(
     matrix: tuple[tuple[int, ...], tuple[int, ...]] | None, shape: tuple[int, ...], stacked: int
-) -> Sides:
+) -> FactoredDims:
     """Of a parameter of this shape with further dims in front of it."""
     inputs, outputs = matrix or (tuple(range(len(shape))), ())
     counts = [math.prod(shape[dim] for dim in dims) for dims in (inputs, outputs)]
     moved = [tuple(stacked + dim for dim in dims) for dims in (inputs, outputs)]
-    return Sides(moved[0], moved[1], counts[0], counts[1])
+    return FactoredDims(moved[0], moved[1], counts[0], counts[1])
 
 
-def mixed(x: Array) -> Array:
+def hash_bits(x: Array) -> Array:
     """Each number of a uint32 array by one that looks drawn, all different."""
     x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
     x = (x ^ (x >> 15)) * jnp.uint32(0x846CA68B)
     return x ^ (x >> 16)
 
 
-def draws(
+def random_bits(
     seed: int,
     name: str,
     step: Int[Array, ""],
@@ -187,20 +187,20 @@ def draws(
         shape: of the whole array.
     """
     base = zlib.crc32(f"{seed} {name}".encode())
-    key = mixed(jnp.uint32(base) + mixed(step.astype(jnp.uint32)))
+    key = hash_bits(jnp.uint32(base) + hash_bits(step.astype(jnp.uint32)))
     stacked = 0 if layers is None else layers.ndim
     if layers is not None:
         numbers = jnp.asarray(layers.astype(np.uint32).reshape(*layers.shape, *(1,) * len(sizes)))
-        key = mixed(key ^ mixed(numbers + jnp.uint32(1)))
+        key = hash_bits(key ^ hash_bits(numbers + jnp.uint32(1)))
     place, stride = jnp.zeros(shape, jnp.uint32), 1
     for dim in reversed(range(len(sizes))):
         along = jax.lax.broadcasted_iota(jnp.uint32, shape, stacked + dim)
         place += along * jnp.uint32(stride % 2**32)
         stride *= sizes[dim]
-    return mixed(place ^ key)
+    return hash_bits(place ^ key)
 
 
-def rounded(x: Array, drawn: Array) -> Array:
+def round_stochastically(x: Array, drawn: Array) -> Array:
     """Float32 numbers in bfloat16, up or down by the upper half of what is drawn for each.
 
     What is exact in bfloat16 stays, and so do infinities and NaN.
@@ -227,12 +227,12 @@ class OptState(NamedTuple):
     """By the names of `kept`; nested dicts in the form of the parameters, of those that have it."""
 
 
-class _Now(NamedTuple):
+class _UpdateContext(NamedTuple):
     """Of an update what is the same for all parameters."""
 
     updates: Int[Array, ""]
     """So far, with this one."""
-    by: Corrections
+    by: BiasCorrections
     taken: Taken
     clip: Callable[[Array], Array]
     draw: bool
@@ -241,7 +241,7 @@ class _Now(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Target:
+class TrainableParam:
     """A trained parameter in the stacked form, and how it is updated."""
 
     param: Param
@@ -261,17 +261,17 @@ class Target:
         """Dims in front of the parameter's own."""
         return 0 if self.layers is None else self.layers.ndim
 
-    def shape_of(self, one: Kept, shape: tuple[int, ...]) -> tuple[int, ...]:
+    def shape_of(self, one: StateArray, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Of what is kept of an array of the parameter that has this shape."""
         return tuple(size for dim, size in enumerate(shape) if not self._lacks(one, dim))
 
-    def spec_of(self, one: Kept) -> PartitionSpec:
+    def spec_of(self, one: StateArray) -> PartitionSpec:
         """Of what is kept of it."""
         dims = range(self.stacked + len(self.param.dims))
         entries = (*self.spec, *(None,) * (len(dims) - len(self.spec)))
         return PartitionSpec(*(entries[dim] for dim in dims if not self._lacks(one, dim)))
 
-    def _lacks(self, one: Kept, dim: int) -> bool:
+    def _lacks(self, one: StateArray, dim: int) -> bool:
         return dim - self.stacked in one.left_out
 
 
@@ -281,38 +281,38 @@ class Optimizer:
 
     config: OptimConfig
     rate: optax.Schedule
-    targets: Mapping[Path, Target]
+    targets: Mapping[KeyPath, TrainableParam]
     """By the path in trees of trained parameters."""
     param_dtype: str = "float32"
     seed: int = 0
     mesh: Mesh = field(default_factory=lambda: Mesh(np.array(jax.devices()[:1]), ("stage",)))
 
     @cached_property
-    def kept(self) -> dict[str, dict[Path, Kept]]:
+    def kept(self) -> dict[str, dict[KeyPath, StateArray]]:
         """What there is of each parameter, by the name of its tree."""
-        found: dict[str, dict[Path, Kept]] = {}
+        found: dict[str, dict[KeyPath, StateArray]] = {}
         for path, target in self.targets.items():
-            for name, one in kept(self.config, target.param, self.param_dtype).items():
+            for name, one in state_arrays(self.config, target.param, self.param_dtype).items():
                 found.setdefault(name, {})[path] = one
         return found
 
-    def _each(self, of: Callable[[str, Path, Kept], Any]) -> dict[str, Tree]:
+    def _each(self, of: Callable[[str, KeyPath, StateArray], Any]) -> dict[str, Tree]:
         """A tree for each name, of something for each array."""
         return {
-            name: nested({path: of(name, path, one) for path, one in those.items()})
+            name: unflatten({path: of(name, path, one) for path, one in those.items()})
             for name, those in self.kept.items()
         }
 
     def init(self, params: Tree) -> OptState:
         """The state of a new run: zeros, and averages that start as the parameters."""
-        given = flat(params)
+        given = flatten(params)
 
-        def first(name: str, path: Path, one: Kept) -> Array:
-            if name == AVERAGE:
+        def first(name: str, path: KeyPath, one: StateArray) -> Array:
+            if name == EMA:
                 return given[path].astype(one.dtype)
             target = self.targets[path]
             shape = target.shape_of(one, given[path].shape)
-            return left_to_compiler(lambda: jnp.zeros(shape, one.dtype), target.spec_of(one))()
+            return auto_sharded(lambda: jnp.zeros(shape, one.dtype), target.spec_of(one))()
 
         return OptState(jnp.zeros((), jnp.int32), self._each(first))
 
@@ -335,19 +335,19 @@ class Optimizer:
     ) -> Float[Array, " 2"]:
         """A bound on what `update` leaves: see `reach.reach_after`. `rate`: the learning rate."""
         targets = self.targets.values()
-        return reach_after(
+        return bound_update(
             self.config,
             reach,
             norm,
             rate * max((each.rate for each in targets), default=1.0),
             decay=max((each.decay for each in targets), default=0.0),
-            largest=largest_update(self.config, (each.param for each in targets)),
+            largest=max_direction(self.config, (each.param for each in targets)),
         )
 
     @cached_property
     def target_specs(self) -> Tree:
         """Of gradients, and of parameters where they are updated."""
-        return nested({path: target.spec for path, target in self.targets.items()})
+        return unflatten({path: target.spec for path, target in self.targets.items()})
 
     @cached_property
     def specs(self) -> dict[str, Tree]:
@@ -375,11 +375,11 @@ class Optimizer:
             draw: whether to round as the config says; else to the nearest number.
         """
         now = self._now(gradients, state, norm=norm, taken=taken, draw=draw)
-        slopes, given = flat(gradients), flat(params)
-        before = {name: flat(tree) for name, tree in state.trees.items()}
-        after: dict[str, dict[Path, Array]] = {name: {} for name in before}
-        moved: dict[Path, Array] = {}
-        found: dict[Path, Array] = {}
+        slopes, given = flatten(gradients), flatten(params)
+        before = {name: flatten(tree) for name, tree in state.trees.items()}
+        after: dict[str, dict[KeyPath, Array]] = {name: {} for name in before}
+        moved: dict[KeyPath, Array] = {}
+        found: dict[KeyPath, Array] = {}
         for path in self._matrices:
             # In place of the gradient is the direction then, which is in float32.
             slope = slopes[path].astype(jnp.float32) if self.config.offload_state else slopes[path]
@@ -389,7 +389,7 @@ class Optimizer:
             found[path] = new.pop(_GRADIENT)
             for name in self._names(path):
                 after[name][path] = new[name]
-        found = muon.updates(found, self._matrices, self.mesh)
+        found = muon.compute_updates(found, self._matrices, self.mesh)
         now = now._replace(rate=jnp.asarray(self.rate(state.updates)))
         for path in self.targets:
             names = [name for name in before if path in before[name] and path not in after[name]]
@@ -399,8 +399,8 @@ class Optimizer:
             moved[path] = new[_PARAMETER]
             for name in names:
                 after[name][path] = new[name]
-        trees = {name: nested(tree) for name, tree in after.items()}
-        return nested(moved), OptState(now.updates, trees)
+        trees = {name: unflatten(tree) for name, tree in after.items()}
+        return unflatten(moved), OptState(now.updates, trees)
 
     def stays_finite(
         self, gradients: Tree, norm: Float[Array, ""], params: Tree, state: OptState
@@ -408,13 +408,13 @@ class Optimizer:
         """Whether an update by entries leaves all finite, computed by layers and not kept."""
         now = self._now(gradients, state, norm=norm, taken=True, draw=False)
         now = now._replace(rate=jnp.asarray(self.rate(state.updates)))
-        slopes, given, finite = flat(gradients), flat(params), jnp.ones((), bool)
-        before = {name: flat(tree) for name, tree in state.trees.items()}
+        slopes, given, finite = flatten(gradients), flatten(params), jnp.ones((), bool)
+        before = {name: flatten(tree) for name, tree in state.trees.items()}
         for path in self.targets:
             have = {_GRADIENT: slopes[path], _PARAMETER: given[path], _FINITE: finite}
             have |= {name: those[path] for name, those in before.items()}
 
-            def look(layer: Layer, have: Arrays, path: Path = path) -> Arrays:
+            def look(layer: LayerSlice, have: Arrays, path: KeyPath = path) -> Arrays:
                 new = self._moved(path, now, layer, have).values()
                 return {
                     _FINITE: reduce(operator.and_, map(jnp.isfinite, new)).all() & have[_FINITE]
@@ -426,36 +426,40 @@ class Optimizer:
     def largest_of(self, tree: Tree) -> Float[Array, ""]:
         """Of all entries of what is kept, by layers."""
         largest = jnp.zeros(())
-        for path, x in flat(tree).items():
+        for path, x in flatten(tree).items():
 
-            def look(_: Layer, have: Arrays) -> Arrays:
+            def look(_: LayerSlice, have: Arrays) -> Arrays:
                 found = jnp.abs(have[MOMENTUM]).max().astype(jnp.float32)
                 return {_LARGEST: jnp.maximum(found, have[_LARGEST])}
 
             largest = self.by_layer(path, look, {MOMENTUM: x, _LARGEST: largest})[_LARGEST]
         return largest
 
-    def by_layer(self, path: Path, run: Callable[[Layer, Arrays], Arrays], have: Arrays) -> Arrays:
+    def by_layer(
+        self, path: KeyPath, run: Callable[[LayerSlice, Arrays], Arrays], have: Arrays
+    ) -> Arrays:
         """What `run` makes of a parameter and what belongs to it; at once, if all is on the device.
 
         Layers that mesh axes divide, those of stages, are computed together.
         """
         if not self.config.offload_state:
-            return run(WHOLE, have)
+            return run(ALL_LAYERS, have)
         target = self.targets[path]
         entries = (*target.spec, *(None,) * (target.stacked - len(target.spec)))
         shape = next(x.shape for x in have.values() if x.ndim)
         dims = [dim for dim in range(target.stacked) if entries[dim] is None and shape[dim] > 1]
-        return by_layer(run, have, max(dims, key=lambda dim: shape[dim], default=None))
+        return map_layers(run, have, max(dims, key=lambda dim: shape[dim], default=None))
 
     def _now(
         self, gradients: Tree, state: OptState, *, norm: Array | None, taken: Taken, draw: bool
-    ) -> _Now:
+    ) -> _UpdateContext:
         count = jnp.where(taken, optax.safe_increment(state.updates), state.updates)
         clip = self._clip(gradients, norm, taken)
-        return _Now(count, Corrections.after(self.config, count), taken, clip, draw)
+        return _UpdateContext(count, BiasCorrections.after(self.config, count), taken, clip, draw)
 
-    def _turned(self, path: Path, now: _Now, dtype: np.dtype, layer: Layer, have: Arrays) -> Arrays:
+    def _turned(
+        self, path: KeyPath, now: _UpdateContext, dtype: np.dtype, layer: LayerSlice, have: Arrays
+    ) -> Arrays:
         """The direction, in place of the gradient of this type, and what is kept."""
         old = {name: have[name].astype(jnp.float32) for name in self._names(path)}
         slope = now.clip(have[_GRADIENT].astype(dtype))
@@ -465,7 +469,7 @@ class Optimizer:
             kept[name] = self._stored(path, name, x, self.kept[name][path], now, layer)
         return {_GRADIENT: found} | kept
 
-    def _moved(self, path: Path, now: _Now, layer: Layer, have: Arrays) -> Arrays:
+    def _moved(self, path: KeyPath, now: _UpdateContext, layer: LayerSlice, have: Arrays) -> Arrays:
         """The parameter and all that is kept of it, by the gradient or Muon's direction."""
         target, new = self.targets[path], {_GRADIENT: have[_GRADIENT]}
         if path not in self._matrices:
@@ -476,18 +480,18 @@ class Optimizer:
             update = update + target.decay * param
         step = jnp.asarray(-now.rate * target.rate if target.rate != 1.0 else -now.rate)
         moved = param + step.astype(jnp.float32) * update
-        whole = Kept(target.param.dims, have[_PARAMETER].dtype.name)
+        whole = StateArray(target.param.dims, have[_PARAMETER].dtype.name)
         moved = self._stored(path, _PARAMETER, moved, whole, now, layer)
-        new[_PARAMETER] = moved = unless_bad(now.taken, moved, have[_PARAMETER])
-        if AVERAGE in have:
-            share, mean = self.config.average_decay, have[AVERAGE]
+        new[_PARAMETER] = moved = select_update(now.taken, moved, have[_PARAMETER])
+        if EMA in have:
+            share, mean = self.config.average_decay, have[EMA]
             newer = share * mean + (1 - share) * moved.astype(jnp.float32)
-            new[AVERAGE] = unless_bad(now.taken, newer, mean)
+            new[EMA] = select_update(now.taken, newer, mean)
         return new
 
-    def _names(self, path: Path) -> Iterator[str]:
+    def _names(self, path: KeyPath) -> Iterator[str]:
         """Of what a parameter's update reads."""
-        return (name for name, those in self.kept.items() if path in those and name != AVERAGE)
+        return (name for name, those in self.kept.items() if path in those and name != EMA)
 
     def _clip(
         self, gradients: Tree, norm: Float[Array, ""] | None, taken: Taken
@@ -509,11 +513,11 @@ class Optimizer:
 
     def _direction(
         self,
-        path: Path,
+        path: KeyPath,
         gradient: Array,
         old: Arrays,
         count: Int[Array, ""],
-        by: Corrections,
+        by: BiasCorrections,
         taken: Taken,
     ) -> tuple[Array, Arrays]:
         """Which way a parameter goes, before weight decay and rate, and what is kept then."""
@@ -526,26 +530,34 @@ class Optimizer:
             return adam(config, gradient, old, by, taken)
         # Means over dims that are divided: in types there is more than one way.
         specs = {name: target.spec_of(self.kept[name][path]) for name in old}
-        sides = sides_of(matrix_of(target.param), target.param.shape, target.stacked)
-        run = left_to_compiler(
+        sides = factored_dims(matrix_dims(target.param), target.param.shape, target.stacked)
+        run = auto_sharded(
             lambda gradient, old, count, taken: adafactor(gradient, old, count, sides, taken),
             (target.spec, specs),
         )
         return run(gradient, old, count, jnp.asarray(taken))
 
     @cached_property
-    def _matrices(self) -> dict[Path, muon.Matrices]:
+    def _matrices(self) -> dict[KeyPath, muon.Matrices]:
         """Muon's."""
-        declared: dict[Path, muon.Matrices] = {}
+        declared: dict[KeyPath, muon.Matrices] = {}
         for path, target in self.targets.items():
             if is_orthogonalised(self.config, target.param):
-                matrix = matrix_of(target.param)
+                matrix = matrix_dims(target.param)
                 assert matrix is not None
                 inputs, outputs = (tuple(target.stacked + dim for dim in dims) for dims in matrix)
                 declared[path] = muon.Matrices(inputs, outputs, target.spec)
         return declared
 
-    def _stored(self, path: Path, name: str, x: Array, one: Kept, now: _Now, layer: Layer) -> Array:
+    def _stored(
+        self,
+        path: KeyPath,
+        name: str,
+        x: Array,
+        one: StateArray,
+        now: _UpdateContext,
+        layer: LayerSlice,
+    ) -> Array:
         """In the type in which it is kept."""
         if not (now.draw and one.dtype == "bfloat16" and self.config.rounding == "stochastic"):
             return x.astype(one.dtype)
@@ -555,7 +567,7 @@ class Optimizer:
             layers = layer.of(jnp.asarray(layers))
         sizes = [n for dim, n in enumerate(target.param.shape) if dim not in one.left_out]
         drawn = partial(
-            draws, self.seed, f"{target.name} {name}", now.updates, layers, sizes, x.shape
+            random_bits, self.seed, f"{target.name} {name}", now.updates, layers, sizes, x.shape
         )
         # Made of places alone, which say nothing of how they are divided.
-        return rounded(x, left_to_compiler(drawn, target.spec_of(one))())
+        return round_stochastically(x, auto_sharded(drawn, target.spec_of(one))())

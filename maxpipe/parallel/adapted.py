@@ -20,8 +20,8 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int, Key
 
-from maxpipe.parallel.context import own_places
-from maxpipe.parallel.low_precision import Rounded
+from maxpipe.parallel.context import local_positions
+from maxpipe.parallel.low_precision import QuantizedWeight
 
 
 def dropout(
@@ -45,7 +45,7 @@ def dropout(
     meta_fields=("scale", "rate", "summed"),
 )
 @dataclass(frozen=True)
-class Adapted:
+class LoraWeight:
     """A weight `[*K, *N]`, of which products sum over `*K`."""
 
     weight: Any
@@ -73,16 +73,16 @@ class Adapted:
         """Of the weight."""
         return self.weight.shape
 
-    def astype(self, dtype: Any) -> Adapted:
+    def astype(self, dtype: Any) -> LoraWeight:
         """Lengths stay in float32."""
         weight, down, up = (each.astype(dtype) for each in (self.weight, self.down, self.up))
         return replace(self, weight=weight, down=down, up=up)
 
-    def __getitem__(self, key: Any) -> Adapted:
+    def __getitem__(self, key: Any) -> LoraWeight:
         """Some of its columns: `[..., part of the last dim]`."""
         return self if key is ... else self.by_columns(lambda columns: columns[key])
 
-    def by_columns(self, change: Callable[[Array], Array]) -> Adapted:
+    def by_columns(self, change: Callable[[Array], Array]) -> LoraWeight:
         """With what `change` makes of the last dim of all that has columns."""
         lengths = None if self.lengths is None else change(self.lengths)
         return replace(self, weight=change(self.weight), up=change(self.up), lengths=lengths)
@@ -91,14 +91,14 @@ class Adapted:
         """What the change is given."""
         if self.keys is None:
             return x
-        return dropout(x, self.rate, self.keys, own_places(x.shape[1]))
+        return dropout(x, self.rate, self.keys, local_positions(x.shape[1]))
 
     def joined(
         self, product: Float[Array, "B T *N"], change: Float[Array, "B T *N"]
     ) -> Float[Array, "B T *N"]:
         """The result, from products with the weight and with its change's factors."""
         found = product + (change * self.scale).astype(product.dtype)
-        return found if self.lengths is None else _stretched(found, self._stretch())
+        return found if self.lengths is None else _scale_columns(found, self._stretch())
 
     def _stretch(self) -> Float[Array, "*N"]:
         assert self.lengths is not None
@@ -106,7 +106,7 @@ class Adapted:
         return self.lengths / jnp.where(norms == 0, 1.0, norms)  # of padding they are 0
 
     def _sum(self) -> Float[Array, "*K *N"]:
-        assert not isinstance(self.weight, Rounded)
+        assert not isinstance(self.weight, QuantizedWeight)
         factors = self.down.astype(jnp.float32), self.up.astype(jnp.float32)
         return self.weight.astype(jnp.float32) + self.scale * jnp.tensordot(*factors, 1)
 
@@ -118,11 +118,11 @@ class Adapted:
 
 
 @jax.custom_vjp
-def _stretched(x: Float[Array, "B T *N"], by: Float[Array, "*N"]) -> Float[Array, "B T *N"]:
+def _scale_columns(x: Float[Array, "B T *N"], by: Float[Array, "*N"]) -> Float[Array, "B T *N"]:
     return (x * by).astype(x.dtype)
 
 
-def _stretched_backward(
+def _scale_columns_backward(
     saved: tuple[Array, Array], cotangent: Float[Array, "B T *N"]
 ) -> tuple[Array, Array]:
     """Both gradients at once, so that a split backward makes the lengths' where `x` is at hand.
@@ -135,7 +135,7 @@ def _stretched_backward(
     return jax.lax.optimization_barrier((d_x, d_by))
 
 
-_stretched.defvjp(lambda x, by: (_stretched(x, by), (x, by)), _stretched_backward)
+_scale_columns.defvjp(lambda x, by: (_scale_columns(x, by), (x, by)), _scale_columns_backward)
 
 
 def column_norms(weight: Float[Array, "*K *N"], summed: int) -> Float[Array, "*N"]:
@@ -143,16 +143,16 @@ def column_norms(weight: Float[Array, "*K *N"], summed: int) -> Float[Array, "*N
     return jnp.sqrt(jnp.square(weight.astype(jnp.float32)).sum(tuple(range(summed))))
 
 
-def by_columns(change: Callable[[Array], Array], weight: Any) -> Any:
+def map_columns(change: Callable[[Array], Array], weight: Any) -> Any:
     """What `change` makes of a weight's last dim, with one that has a change or without."""
-    return weight.by_columns(change) if isinstance(weight, Adapted) else change(weight)
+    return weight.by_columns(change) if isinstance(weight, LoraWeight) else change(weight)
 
 
-def whole(weight: Any) -> Any:
+def merge_lora(weight: Any) -> Any:
     """One array, where there is more to do with a weight than a product."""
-    return weight.merged() if isinstance(weight, Adapted) else weight
+    return weight.merged() if isinstance(weight, LoraWeight) else weight
 
 
-def plain(weights: Sequence[Any]) -> list[Any]:
+def base_weights(weights: Sequence[Any]) -> list[Any]:
     """The weights without changes."""
-    return [each.weight if isinstance(each, Adapted) else each for each in weights]
+    return [each.weight if isinstance(each, LoraWeight) else each for each in weights]

@@ -41,7 +41,7 @@ DEFAULT_AXIS_RULES: dict[str, tuple[str, ...]] = {
 }
 """Mesh axes over which each logical axis is split, before `mesh.axis_rules`."""
 
-REMAPPINGS: dict[str, tuple[tuple[str, ...], ...]] = {
+ALLOWED_AXIS_RULES: dict[str, tuple[tuple[str, ...], ...]] = {
     "embed": ((), ("fsdp",), ("fsdp", "expert", "context")),
     "expert_embed": ((), ("fsdp",), ("fsdp", "context")),
     "latent": ((), ("fsdp",), ("fsdp", "expert", "context")),
@@ -54,7 +54,7 @@ REMAPPINGS: dict[str, tuple[tuple[str, ...], ...]] = {
 """What `mesh.axis_rules` may say. The pipeline owns the stage axis and the batch."""
 
 
-def takes_heads(method: str, heads: int, kv_heads: int, context: int, tensor: int) -> bool:
+def exchanges_heads(method: str, heads: int, kv_heads: int, context: int, tensor: int) -> bool:
     """Whether attention over the context axis exchanges heads, by `mesh.context_attention`.
 
     `auto` does where every device gets as many heads, and key/value heads, of each tensor shard.
@@ -63,7 +63,7 @@ def takes_heads(method: str, heads: int, kv_heads: int, context: int, tensor: in
     return method == "heads" or (method == "auto" and divide)
 
 
-def owned_dim(
+def find_zero1_dim(
     dims: Sequence[tuple[int, str]], over: Sequence[Sequence[str]], axes: Mapping[str, int]
 ) -> int | None:
     """The dim of a parameter that the devices of the data axis divide for the optimizer.
@@ -92,22 +92,22 @@ def axis_table(mesh: MeshConfig) -> dict[str, tuple[str, ...]]:
     return DEFAULT_AXIS_RULES | {name: tuple(axes) for name, axes in mesh.axis_rules.items()}
 
 
-def with_tokens(mesh: MeshConfig) -> dict[str, tuple[str, ...]]:
+def axis_table_with_sequence(mesh: MeshConfig) -> dict[str, tuple[str, ...]]:
     """The same, and over which axes tokens are split between the matmuls of a layer."""
     return axis_table(mesh) | {"sequence": ("tensor",) if mesh.sequence_parallel else ()}
 
 
-def resolved(mesh: MeshConfig, num_devices: int, num_slices: int) -> MeshConfig:
+def infer_axis_sizes(mesh: MeshConfig, num_devices: int, num_slices: int) -> MeshConfig:
     """The mesh with -1 replaced by the slices, and inside a slice by the devices, that are left.
 
     The sizes need not multiply to the number of devices: the caller checks that.
     """
-    sizes = _filled("dcn", mesh, num_slices)
+    sizes = _infer_link_sizes("dcn", mesh, num_slices)
     inside = num_devices // math.prod(sizes.values())
-    return dataclasses.replace(mesh, **sizes, **_filled("ici", mesh, inside))
+    return dataclasses.replace(mesh, **sizes, **_infer_link_sizes("ici", mesh, inside))
 
 
-def _filled(link: str, mesh: MeshConfig, available: int) -> dict[str, int]:
+def _infer_link_sizes(link: str, mesh: MeshConfig, available: int) -> dict[str, int]:
     sizes = {f"{link}_{axis}": getattr(mesh, f"{link}_{axis}") for axis in MESH_AXES}
     rest = math.prod(size for size in sizes.values() if size != -1)
     return {key: max(1, available // rest) if size == -1 else size for key, size in sizes.items()}
@@ -175,6 +175,6 @@ class MeshConfig:
     is an error, and one that a rule keeps whole is reported. 0: no limit."""
 
 
-BLOCK = 128
+QUANTIZATION_BLOCK = 128
 """Numbers of a dim that share a scale with `model.matmul_scales=block`, if their count can be
 divided so; else the largest power of two that divides it."""

@@ -15,61 +15,61 @@ from jax import Array, lax
 from jaxtyping import Int
 
 from maxpipe.parallel.mesh import CONTEXT
-from maxpipe.parallel.per_device import gather_shards, index_on, size_of, vary
+from maxpipe.parallel.per_device import all_gather, axis_index, axis_size, mark_varying
 
-WHOLE_ROW = "row_segment_ids"
+FULL_SEGMENT_IDS = "row_segment_ids"
 """Among a microbatch's arrays `[B, S]`: segments of all tokens of its rows, when a device has some.
 """
-_BY_ROW = ("example_ids", "source_ids")
+_PER_SEQUENCE_ARRAYS = ("example_ids", "source_ids")
 """Arrays of a batch that have no dim of tokens."""
 
 
-def own_tokens(batch: Mapping[str, Any], by_row: Sequence[str] = ()) -> Mapping[str, Any]:
+def shard_tokens(batch: Mapping[str, Any], by_row: Sequence[str] = ()) -> Mapping[str, Any]:
     """Of a batch with whole rows what this device has; and the segments of whole rows.
 
     Arrays named `by_row` have no dim of tokens either.
     """
-    if size_of(CONTEXT) == 1:
+    if axis_size(CONTEXT) == 1:
         return batch
-    whole = (*_BY_ROW, *by_row)
-    mine = {name: own_part(x, dim=1) for name, x in batch.items() if name not in whole}
-    return {**batch, **mine, WHOLE_ROW: batch["segment_ids"]}
+    whole = (*_PER_SEQUENCE_ARRAYS, *by_row)
+    mine = {name: local_shard(x, dim=1) for name, x in batch.items() if name not in whole}
+    return {**batch, **mine, FULL_SEGMENT_IDS: batch["segment_ids"]}
 
 
-def own_places(tokens: int) -> Int[Array, " T"]:
+def local_positions(tokens: int) -> Int[Array, " T"]:
     """Places of this device's `tokens` tokens in their row."""
-    return own_part(vary(jnp.arange(tokens * size_of(CONTEXT))), dim=0)
+    return local_shard(mark_varying(jnp.arange(tokens * axis_size(CONTEXT))), dim=0)
 
 
-def run_of(tokens: int) -> int:
+def contiguous_length(tokens: int) -> int:
     """How many of this device's `tokens` tokens stand next to each other in the row."""
-    return tokens if size_of(CONTEXT) == 1 else tokens // 2
+    return tokens if axis_size(CONTEXT) == 1 else tokens // 2
 
 
-def own_starts(tokens: int) -> tuple[Int[Array, ""], Int[Array, ""]]:
+def local_starts(tokens: int) -> tuple[Int[Array, ""], Int[Array, ""]]:
     """Places of the first tokens of this device's two pieces, of `tokens` tokens together."""
-    return starts_of(index_on(CONTEXT), tokens)
+    return shard_starts(axis_index(CONTEXT), tokens)
 
 
-def starts_of(device: Int[Array, ""], tokens: int) -> tuple[Int[Array, ""], Int[Array, ""]]:
+def shard_starts(device: Int[Array, ""], tokens: int) -> tuple[Int[Array, ""], Int[Array, ""]]:
     """The same of any device of the axis."""
-    run = run_of(tokens)
-    return device * run, (2 * size_of(CONTEXT) - 1 - device) * run
+    run = contiguous_length(tokens)
+    return device * run, (2 * axis_size(CONTEXT) - 1 - device) * run
 
 
-def num_tokens(inputs: Mapping[str, Any]) -> int:
+def full_sequence_length(inputs: Mapping[str, Any]) -> int:
     """S, tokens of whole rows, of a microbatch's arrays."""
-    return inputs.get(WHOLE_ROW, inputs["positions"]).shape[1]
+    return inputs.get(FULL_SEGMENT_IDS, inputs["positions"]).shape[1]
 
 
-def whole_rows(x: Array, dim: int) -> Array:
+def gather_sequences(x: Array, dim: int) -> Array:
     """All tokens of the rows, in order, from each device's own along `dim`."""
-    return in_order(gather_shards(x, CONTEXT, dim), dim)
+    return undo_zigzag(all_gather(x, CONTEXT, dim), dim)
 
 
-def in_order(x: Array, dim: int) -> Array:
+def undo_zigzag(x: Array, dim: int) -> Array:
     """Tokens of whole rows in order, from those of one device after the other."""
-    size = size_of(CONTEXT)
+    size = axis_size(CONTEXT)
     if size == 1:
         return x
     pieces = x.reshape(*x.shape[:dim], size, 2, -1, *x.shape[dim + 1 :])
@@ -77,9 +77,9 @@ def in_order(x: Array, dim: int) -> Array:
     return jnp.concatenate([first, jnp.flip(last, dim)], axis=dim).reshape(x.shape)
 
 
-def by_device(x: Array, dim: int) -> Array:
+def apply_zigzag(x: Array, dim: int) -> Array:
     """The way back: tokens of one device after the other."""
-    size = size_of(CONTEXT)
+    size = axis_size(CONTEXT)
     if size == 1:
         return x
     pieces = x.reshape(*x.shape[:dim], 2, size, -1, *x.shape[dim + 1 :])
@@ -87,9 +87,9 @@ def by_device(x: Array, dim: int) -> Array:
     return jnp.stack([first, jnp.flip(last, dim)], axis=dim + 1).reshape(x.shape)
 
 
-def own_part(rows: Array, dim: int) -> Array:
+def local_shard(rows: Array, dim: int) -> Array:
     """This device's two pieces of whole rows."""
-    size, place = size_of(CONTEXT), index_on(CONTEXT)
+    size, place = axis_size(CONTEXT), axis_index(CONTEXT)
     if size == 1:
         return rows
     pieces = rows.reshape(*rows.shape[:dim], 2 * size, -1, *rows.shape[dim + 1 :])

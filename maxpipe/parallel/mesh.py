@@ -16,8 +16,8 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
 from maxpipe.errors import ConfigError
-from maxpipe.io.text import counted, divisors, up
-from maxpipe.parallel.axes import MESH_AXES, MeshConfig, resolved
+from maxpipe.io.text import format_divisors, pluralize, round_up
+from maxpipe.parallel.axes import MESH_AXES, MeshConfig, infer_axis_sizes
 
 STAGE, DATA, FSDP = "stage", "data", "fsdp"
 EXPERT, CONTEXT, TENSOR = "expert", "context", "tensor"
@@ -46,26 +46,28 @@ class Device(Protocol):
     def process_index(self) -> int: ...
 
 
-def resolve(config: MeshConfig, devices: Sequence[Device]) -> MeshConfig:
+def resolve_mesh_config(config: MeshConfig, devices: Sequence[Device]) -> MeshConfig:
     """The config with each -1 replaced by the devices that are left.
 
     Raises:
         ConfigError: the sizes do not multiply to the number of devices or of slices.
     """
     slices, given = _num_slices(devices), config
-    config = resolved(config, len(devices), slices)
+    config = infer_axis_sizes(config, len(devices), slices)
     ici, dcn = _sizes(config)
     _check_slices(dcn, slices, devices[0].platform)
     total = math.prod(ici) * math.prod(dcn)
     if total != len(devices):
         wanted = " x ".join(f"{axis} {i * d}" for axis, i, d in zip(AXES, ici, dcn, strict=True))
         kind = devices[0].platform
-        if rest := next((key for key in _INSIDE if getattr(given, key) == -1), ""):
-            raise _nothing_left(given, rest, math.prod(dcn), devices)
+        if rest := next((key for key in _ICI_KEYS if getattr(given, key) == -1), ""):
+            raise _remainder_error(given, rest, math.prod(dcn), devices)
         processes = len({device.process_index for device in devices})
         if kind == "cpu" and total % processes == 0:
             each = total // processes
-            action = f"Start it on {counted(total, 'accelerator')}, or set mesh.cpu_devices={each} "
+            action = (
+                f"Start it on {pluralize(total, 'accelerator')}, or set mesh.cpu_devices={each} "
+            )
             action += "for virtual devices of this CPU, or another size for an axis."
         elif len(devices) % (total // config.ici_data) == 0:
             action = "Set mesh.ici_data=-1 to use what is left, or another size for an axis."
@@ -81,27 +83,27 @@ def resolve(config: MeshConfig, devices: Sequence[Device]) -> MeshConfig:
     return config
 
 
-_INSIDE = tuple(f"ici_{axis}" for axis in AXES)
+_ICI_KEYS = tuple(f"ici_{axis}" for axis in AXES)
 
 
-def _nothing_left(
+def _remainder_error(
     given: MeshConfig, rest: str, slices: int, devices: Sequence[Device]
 ) -> ConfigError:
     """The error for a -1 with sizes that do not divide the devices."""
     count, kind = len(devices), devices[0].platform
-    inside = {key: size for key in _INSIDE if (size := getattr(given, key)) > 1}
+    inside = {key: size for key in _ICI_KEYS if (size := getattr(given, key)) > 1}
     fixed = math.prod(inside.values()) * slices
     sizes = [f"mesh.{key}={size}" for key, size in inside.items()]
     sizes += [f"mesh.dcn_* {slices}"] if slices > 1 else []
     processes = len({device.process_index for device in devices})
-    enough = up(count, math.lcm(fixed, processes))
+    enough = round_up(count, math.lcm(fixed, processes))
     more = f"mesh.cpu_devices={enough // processes}, or " if kind == "cpu" else ""
     return ConfigError.one(
         f"mesh.{rest}",
         "-1",
-        f"is what is left of {counted(count, f'{kind} device')}, and the other sizes "
+        f"is what is left of {pluralize(count, f'{kind} device')}, and the other sizes "
         f"({', '.join(sizes)}) multiply to {fixed}, which does not divide {count}.",
-        f"Set {more}the other sizes so that they multiply to {divisors(count)}.",
+        f"Set {more}the other sizes so that they multiply to {format_divisors(count)}.",
     )
 
 
@@ -112,13 +114,15 @@ def build_mesh(config: MeshConfig, devices: Sequence[Device] | None = None) -> M
         ConfigError: the sizes do not multiply to the number of devices or of slices.
     """
     devices = list(jax.devices() if devices is None else devices)
-    config = resolve(config, devices)
+    config = resolve_mesh_config(config, devices)
     grid = _arrange(devices, *_sizes(config))
-    types = [_type_of(axis, size, config) for axis, size in zip(AXES, grid.shape, strict=True)]
+    types = [_axis_type(axis, size, config) for axis, size in zip(AXES, grid.shape, strict=True)]
     return Mesh(grid, AXES, axis_types=tuple(types))
 
 
-def divided(devices: Sequence[Device], count: int, key: str) -> tuple[list[Device], list[Device]]:
+def partition_devices(
+    devices: Sequence[Device], count: int, key: str
+) -> tuple[list[Device], list[Device]]:
     """All devices but the last `count`, and these. Of 0: all, twice.
 
     Each process keeps some and gives as many as the others, so that both have devices everywhere.
@@ -141,7 +145,7 @@ def divided(devices: Sequence[Device], count: int, key: str) -> tuple[list[Devic
                 f"must be a multiple of {processes}, as many of each process, and leave "
                 f"devices to the rest of the run in each: there are {len(devices)}."
             )
-        fits = [f"{key}={min(most, up(count, processes))}"] if most else []
+        fits = [f"{key}={min(most, round_up(count, processes))}"] if most else []
         if devices[0].platform == "cpu" and not rest:
             fits.append(f"mesh.cpu_devices={2 * each}")
         action = f"Set {', or '.join([*fits, f'{key}=0 to take turns on all'])}."
@@ -151,7 +155,7 @@ def divided(devices: Sequence[Device], count: int, key: str) -> tuple[list[Devic
     return kept, given
 
 
-def _type_of(axis: str, size: int, config: MeshConfig) -> AxisType:
+def _axis_type(axis: str, size: int, config: MeshConfig) -> AxisType:
     # The pipeline's program is manual over explicit axes. Those of one device stay out of it, and
     # tensor is automatic in it.
     explicit = config.shard_mode == "explicit" and axis in MANUAL_AXES and size > 1
@@ -177,7 +181,7 @@ def _check_slices(dcn: list[int], slices: int, kind: str) -> None:
             "mesh",
             " x ".join(f"dcn_{axis} {size}" for axis, size in zip(AXES, dcn, strict=True)),
             f"must multiply to the number of slices: it is {total}, and the {kind} devices are "
-            f"in {counted(slices, 'slice')}.",
+            f"in {pluralize(slices, 'slice')}.",
             f"Set mesh.dcn_data={slices} and every other mesh.dcn_* to 1, or another split.",
         )
 
@@ -204,7 +208,7 @@ def _arrange(devices: list[Device], ici: list[int], dcn: list[int]) -> np.ndarra
     return grid.transpose(order).reshape([i * d for i, d in zip(ici, dcn, strict=True)])
 
 
-def describe(mesh: Mesh) -> str:
+def describe_mesh(mesh: Mesh) -> str:
     """Axes larger than one, e.g. `stage 4 x fsdp 2`."""
     sizes = [f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1]
     return " x ".join(sizes) or "one device"

@@ -24,34 +24,34 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Float
 
 from maxpipe.parallel import collective_matmul, low_precision
-from maxpipe.parallel.adapted import Adapted, plain
-from maxpipe.parallel.collective_matmul import TOKENS
-from maxpipe.parallel.low_precision import LowPrecision, Product, Rounded, Weight
+from maxpipe.parallel.adapted import LoraWeight, base_weights
+from maxpipe.parallel.collective_matmul import TOKEN_DIM
+from maxpipe.parallel.low_precision import MatmulQuantizer, QuantizedWeight, ScaledMatmul, Weight
 from maxpipe.parallel.mesh import CONTEXT, TOKEN_AXES
-from maxpipe.parallel.per_device import on_shards
-from maxpipe.parallel.sharding import AxisRules, automatic_axes, restrict
+from maxpipe.parallel.per_device import map_shards
+from maxpipe.parallel.sharding import AxisRules, auto_axes, restrict_spec
 
-Axes = Sequence[str | None]
+LogicalAxes = Sequence[str | None]
 """Logical axes of a weight's dims."""
 
 
 @dataclass(frozen=True)
-class TokenSplit:
+class SequenceParallel:
     """How tokens are split between the matmuls of a layer, if they are."""
 
     rules: AxisRules
     axis: str = ""
     """The mesh axis; empty where every device has all tokens."""
-    low: LowPrecision | None = None
+    low: MatmulQuantizer | None = None
     """How products with weights are computed, if not in compute type."""
 
     @classmethod
-    def of(cls, rules: AxisRules, low: LowPrecision | None = None) -> TokenSplit:
+    def of(cls, rules: AxisRules, low: MatmulQuantizer | None = None) -> SequenceParallel:
         """What the table says of programs that see the tokens of one device.
 
         In programs that are automatic throughout rows have any length, down to one token.
         """
-        automatic = automatic_axes()
+        automatic = auto_axes()
         if not automatic.isdisjoint(TOKEN_AXES):
             return cls(rules, low=low)
         axes = dict(rules.table).get("sequence", ())
@@ -59,36 +59,36 @@ class TokenSplit:
 
     def shards(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """The same, with its tokens split; so is its cotangent."""
-        return _placed(x, self.axis) if self.axis else x
+        return _constrain_tokens(x, self.axis) if self.axis else x
 
     def whole(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """The same, with all tokens on every device; its cotangent is split again."""
-        return _whole(x, self.axis) if self.axis else x
+        return _gather_tokens(x, self.axis) if self.axis else x
 
     def summed(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """The transpose of `whole`: of parts of a sum on each device, its shard of the tokens."""
-        return _summed(x, self.axis) if self.axis else x
+        return _reduce_scatter_tokens(x, self.axis) if self.axis else x
 
-    def is_free(self, weights: Sequence[Weight | Adapted]) -> bool:
+    def is_free(self, weights: Sequence[Weight | LoraWeight]) -> bool:
         """Whether a part may round for all products with these weights by itself."""
         if self.axis or self.low is None or self.low.scales == "block":
             return False
-        return not any(isinstance(each, Adapted) for each in weights)
+        return not any(isinstance(each, LoraWeight) for each in weights)
 
     def into(
         self,
         x: Float[Array, "B T D"],
-        weights: Sequence[Weight | Adapted],
-        axes: Sequence[Axes],
+        weights: Sequence[Weight | LoraWeight],
+        axes: Sequence[LogicalAxes],
         largest: Float[Array, "B T 1"] | None = None,
     ) -> list[Float[Array, "B T *dims"]]:
         """Times each of the weights, which share what is gathered.
 
         `largest` is the largest number of each token, if that is known.
         """
-        found = self._into(x, plain(weights), axes, largest)
+        found = self._into(x, base_weights(weights), axes, largest)
         for number, each in enumerate(weights):
-            if isinstance(each, Adapted):
+            if isinstance(each, LoraWeight):
                 how, (first, *rest) = replace(self, low=None), axes[number]
                 (inner,) = how._into(each.dropped(x), [each.down], [(first, None)])
                 (change,) = how._into(inner, [each.up], [(None, *rest)])
@@ -99,7 +99,7 @@ class TokenSplit:
         self,
         x: Float[Array, "B T D"],
         weights: Sequence[Any],
-        axes: Sequence[Axes],
+        axes: Sequence[LogicalAxes],
         largest: Float[Array, "B T 1"] | None = None,
     ) -> list[Float[Array, "B T *dims"]]:
         specs = tuple(map(self._spec, axes))
@@ -107,8 +107,10 @@ class TokenSplit:
         if not self.axis or not split:
             return self._products(x, weights, into=True, most=largest)
         chosen = tuple(specs[number] for number in split)
-        how = _How(self.axis, self.rules.by_ring, chosen, self.low)
-        found = dict(zip(split, _into(x, tuple(weights[i] for i in split), how), strict=True))
+        how = _ShardedMatmul(self.axis, self.rules.by_ring, chosen, self.low)
+        found = dict(
+            zip(split, _column_parallel(x, tuple(weights[i] for i in split), how), strict=True)
+        )
         # What every device has whole is multiplied with the tokens of each.
         return [
             found[number] if number in found else self._products(x, [weight], into=True)[0]
@@ -116,28 +118,30 @@ class TokenSplit:
         ]
 
     def out_of(
-        self, x: Float[Array, "B T *dims"], weight: Weight | Adapted, axes: Axes
+        self, x: Float[Array, "B T *dims"], weight: Weight | LoraWeight, axes: LogicalAxes
     ) -> Float[Array, "B T D"]:
         """Times the weight, summed over devices that have a part of `dims` each."""
-        if not isinstance(weight, Adapted):
+        if not isinstance(weight, LoraWeight):
             return self._out_of(x, weight, axes)
         how, found = replace(self, low=None), self._out_of(x, weight.weight, axes)
         inner = how._out_of(weight.dropped(x), weight.down, (*axes[:-1], None))
         return weight.joined(found, how._products(inner, [weight.up], into=False)[0])
 
     def on_own(
-        self, x: Float[Array, "B T *K"], weight: Array | Adapted, dims: int = 1
+        self, x: Float[Array, "B T *K"], weight: Array | LoraWeight, dims: int = 1
     ) -> Float[Array, "B T *N"]:
         """Times a weight whose first `dims` are summed over, in compute type, token by token."""
-        if not isinstance(weight, Adapted):
+        if not isinstance(weight, LoraWeight):
             return jnp.tensordot(x, weight, dims)
         inner = jnp.tensordot(weight.dropped(x), weight.down, dims)
         return weight.joined(self.on_own(x, weight.weight, dims), self.on_own(inner, weight.up))
 
-    def _out_of(self, x: Array, weight: Any, axes: Axes) -> Float[Array, "B T D"]:
+    def _out_of(self, x: Array, weight: Any, axes: LogicalAxes) -> Float[Array, "B T D"]:
         spec = self._spec(axes)
         if self.axis and any(spec):
-            return _out_of(x, weight, _How(self.axis, self.rules.by_ring, (spec,), self.low))
+            return _row_parallel(
+                x, weight, _ShardedMatmul(self.axis, self.rules.by_ring, (spec,), self.low)
+            )
         return self.shards(self._products(x, [weight], weight.ndim - 1, into=False)[0])
 
     def _products(
@@ -151,20 +155,20 @@ class TokenSplit:
     ) -> list[Array]:
         """On tokens of which every device has all, or the compiler knows which."""
         if self.low is not None:
-            return low_precision.products(x, most, weights, dims, self.low, into)
-        arrays = [each for each in weights if not isinstance(each, Rounded)]
+            return low_precision.matmuls(x, most, weights, dims, self.low, into)
+        arrays = [each for each in weights if not isinstance(each, QuantizedWeight)]
         assert len(arrays) == len(weights)
         # Tokens that are divided would have to move to be in one dim with rows.
-        divided = self.axis or CONTEXT in automatic_axes()
+        divided = self.axis or CONTEXT in auto_axes()
         if self.rules.joins_tokens and not divided:
-            return _by_matrices(x, arrays, dims)
+            return _flattened_matmuls(x, arrays, dims)
         return [jnp.tensordot(x, weight, dims) for weight in arrays]
 
-    def _spec(self, axes: Axes) -> PartitionSpec:
-        return restrict(self.rules.spec(axes), (self.axis,))
+    def _spec(self, axes: LogicalAxes) -> PartitionSpec:
+        return restrict_spec(self.rules.spec(axes), (self.axis,))
 
 
-def _by_matrices(
+def _flattened_matmuls(
     x: Float[Array, "B T *inside"], weights: Sequence[Float[Array, "*dims"]], summed: int
 ) -> list[Float[Array, "B T *outside"]]:
     """Products over the weights' first `summed` dims, with rows and tokens as one dim.
@@ -175,17 +179,17 @@ def _by_matrices(
     """
     rows, inside = x.shape[:2], math.prod(x.shape[2:])
     matrices = tuple(weight.reshape(inside, -1) for weight in weights)
-    found = _products(x.reshape(math.prod(rows), inside), matrices)
+    found = _matmuls(x.reshape(math.prod(rows), inside), matrices)
     outside = (weight.shape[summed:] for weight in weights)
     return [each.reshape(*rows, *dims) for each, dims in zip(found, outside, strict=True)]
 
 
 @jax.custom_vjp
-def _products(x: Float[Array, "t A"], matrices: tuple[Array, ...]) -> tuple[Array, ...]:
+def _matmuls(x: Float[Array, "t A"], matrices: tuple[Array, ...]) -> tuple[Array, ...]:
     return tuple(x @ matrix for matrix in matrices)
 
 
-def _products_backward(
+def _matmuls_backward(
     saved: tuple[Array, tuple[Array, ...]], cotangents: tuple[Array, ...]
 ) -> tuple[Array, tuple[Array, ...]]:
     """Gradients of matrices by products over the inner dims, as XLA for CPU multiplies fastest.
@@ -205,36 +209,36 @@ def _products_backward(
     return sum(parts[1:], parts[0]), tuple(map(gradient, matrices, cotangents))
 
 
-_products.defvjp(lambda x, matrices: (_products(x, matrices), (x, matrices)), _products_backward)
+_matmuls.defvjp(lambda x, matrices: (_matmuls(x, matrices), (x, matrices)), _matmuls_backward)
 
 
-def _placed(x: Array, axis: str) -> Array:
-    return lax.with_sharding_constraint(x, _tokens(axis, x.ndim))
+def _constrain_tokens(x: Array, axis: str) -> Array:
+    return lax.with_sharding_constraint(x, _token_spec(axis, x.ndim))
 
 
-def _tokens(axis: str, ndim: int) -> PartitionSpec:
-    return PartitionSpec(*(axis if dim == TOKENS else None for dim in range(ndim)))
+def _token_spec(axis: str, ndim: int) -> PartitionSpec:
+    return PartitionSpec(*(axis if dim == TOKEN_DIM else None for dim in range(ndim)))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _whole(x: Array, axis: str) -> Array:
+def _gather_tokens(x: Array, axis: str) -> Array:
     return lax.with_sharding_constraint(x, PartitionSpec(*[None] * x.ndim))
 
 
-_whole.defvjp(
-    lambda x, axis: (_whole(x, axis), None),
-    lambda axis, _, cotangent: (_placed(cotangent, axis),),
+_gather_tokens.defvjp(
+    lambda x, axis: (_gather_tokens(x, axis), None),
+    lambda axis, _, cotangent: (_constrain_tokens(cotangent, axis),),
 )
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _summed(x: Array, axis: str) -> Array:
-    return _placed(x, axis)
+def _reduce_scatter_tokens(x: Array, axis: str) -> Array:
+    return _constrain_tokens(x, axis)
 
 
-_summed.defvjp(
-    lambda x, axis: (_summed(x, axis), None),
-    lambda axis, _, cotangent: (_whole(cotangent, axis),),
+_reduce_scatter_tokens.defvjp(
+    lambda x, axis: (_reduce_scatter_tokens(x, axis), None),
+    lambda axis, _, cotangent: (_gather_tokens(cotangent, axis),),
 )
 
 
@@ -242,12 +246,12 @@ _summed.defvjp(
 
 
 @dataclass(frozen=True)
-class _How:
+class _ShardedMatmul:
     axis: str
     by_ring: bool
     specs: tuple[PartitionSpec, ...]
     """Of the weights, over that axis alone."""
-    low: LowPrecision | None = None
+    low: MatmulQuantizer | None = None
 
     @property
     def tokens(self) -> PartitionSpec:
@@ -273,7 +277,7 @@ class _How:
             return jnp.tensordot(x, jnp.moveaxis(weight, -1, 0) if gradient else weight, 1)
 
         if self.by_ring:
-            return collective_matmul.gathered_products(x, weights, self.axis, multiply)
+            return collective_matmul.all_gather_matmul(x, weights, self.axis, multiply)
         x = self._gathered(x)
         return [multiply(x, weight) for weight in weights]
 
@@ -293,16 +297,16 @@ class _How:
         else:
             turned = [jnp.moveaxis(each, 0, -1) if gradient else each for each in weights]
             moving, sums = list(arrays), jnp.float32 if self.by_ring else dtype
-            product = partial(collective_matmul.product, dtype=sums)
+            product = partial(collective_matmul.matmul, dtype=sums)
             multiplies = [partial(product, weight=weight) for weight in turned]
         if self.by_ring:
-            return collective_matmul.scattered_product(moving, multiplies, self.axis, dtype)
+            return collective_matmul.matmul_reduce_scatter(moving, multiplies, self.axis, dtype)
         found: list[Array] = [
             multiply(x).astype(dtype) for x, multiply in zip(moving, multiplies, strict=True)
         ]
-        return _scattered(sum(found[1:], found[0]), self.axis)
+        return _psum_scatter_tokens(sum(found[1:], found[0]), self.axis)
 
-    def _in_8_bits(self, x: Array, weight: Array, *, divided: bool, gradient: bool) -> Product:
+    def _in_8_bits(self, x: Array, weight: Array, *, divided: bool, gradient: bool) -> ScaledMatmul:
         assert self.low is not None
         axis, rest = (self.axis,), weight.ndim - 1
         multiply = self.low.back if gradient else self.low.product
@@ -313,40 +317,42 @@ class _How:
         self, moving: Array, arrays: Sequence[Array], dtype: Any, *, first: bool
     ) -> tuple[Array, ...]:
         """On one device. `first`: what moves are a layer's inputs, else cotangents."""
-        moving, outer = self._gathered(moving), collective_matmul.outer
+        moving, outer = self._gathered(moving), collective_matmul.outer_product
         if self.low is not None:
-            outer = partial(low_precision.outer, how=self.low, into=first, over=(self.axis,))
+            outer = partial(low_precision.weight_grad, how=self.low, into=first, over=(self.axis,))
         found = [outer(moving, each) if first else outer(each, moving) for each in arrays]
         return tuple(each.astype(dtype) for each in found)
 
     def _gathered(self, x: Array) -> Array:
         if self.by_ring:
-            return collective_matmul.gathered(x, self.axis)
-        return lax.all_gather(x, self.axis, axis=TOKENS, tiled=True)
+            return collective_matmul.ring_all_gather(x, self.axis)
+        return lax.all_gather(x, self.axis, axis=TOKEN_DIM, tiled=True)
 
 
-def _scattered(x: Array, axis: str) -> Array:
+def _psum_scatter_tokens(x: Array, axis: str) -> Array:
     """This device's tokens of the sum over the axis.
 
     XLA for TPU scatters matrices, and makes an all-reduce of all dims of an array like `x`.
     """
     rows, tokens, width = x.shape
-    matrix = jnp.moveaxis(x, TOKENS, 0).reshape(tokens * rows, width)
+    matrix = jnp.moveaxis(x, TOKEN_DIM, 0).reshape(tokens * rows, width)
     found = lax.psum_scatter(matrix, axis, scatter_dimension=0, tiled=True)
-    return jnp.moveaxis(found.reshape(-1, rows, width), 0, TOKENS)
+    return jnp.moveaxis(found.reshape(-1, rows, width), 0, TOKEN_DIM)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _into(x: Array, weights: tuple[Array, ...], how: _How) -> tuple[Array, ...]:
+def _column_parallel(
+    x: Array, weights: tuple[Array, ...], how: _ShardedMatmul
+) -> tuple[Array, ...]:
     def run(x: Array, weights: tuple[Array, ...]) -> tuple[Array, ...]:
         return tuple(how.gathered_products(x, weights))
 
     inside = tuple(how.inside(spec, first=True) for spec in how.specs)
-    return on_shards(run, (how.tokens, how.specs), inside)(x, weights)
+    return map_shards(run, (how.tokens, how.specs), inside)(x, weights)
 
 
-def _into_backward(
-    how: _How, saved: tuple[Array, tuple[Array, ...]], cotangents: tuple[Array, ...]
+def _column_parallel_backward(
+    how: _ShardedMatmul, saved: tuple[Array, tuple[Array, ...]], cotangents: tuple[Array, ...]
 ) -> tuple[Array, tuple[Array, ...]]:
     x, weights = saved
     inside = tuple(how.inside(spec, first=True) for spec in how.specs)
@@ -357,22 +363,25 @@ def _into_backward(
     def to_weights(x: Array, cotangents: tuple[Array, ...]) -> tuple[Array, ...]:
         return how.gathered_outer(x, cotangents, x.dtype, first=True)
 
-    d_x = on_shards(to_x, (inside, how.specs), how.tokens)(cotangents, weights)
-    return d_x, on_shards(to_weights, (how.tokens, inside), how.specs)(x, cotangents)
+    d_x = map_shards(to_x, (inside, how.specs), how.tokens)(cotangents, weights)
+    return d_x, map_shards(to_weights, (how.tokens, inside), how.specs)(x, cotangents)
 
 
-_into.defvjp(lambda x, weights, how: (_into(x, weights, how), (x, weights)), _into_backward)
+_column_parallel.defvjp(
+    lambda x, weights, how: (_column_parallel(x, weights, how), (x, weights)),
+    _column_parallel_backward,
+)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _out_of(x: Array, weight: Array, how: _How) -> Array:
+def _row_parallel(x: Array, weight: Array, how: _ShardedMatmul) -> Array:
     (spec,) = how.specs
     run = lambda x, weight: how.scattered_product([x], [weight])  # noqa: E731
-    return on_shards(run, (how.inside(spec, first=False), spec), how.tokens)(x, weight)
+    return map_shards(run, (how.inside(spec, first=False), spec), how.tokens)(x, weight)
 
 
-def _out_of_backward(
-    how: _How, saved: tuple[Array, Array], cotangent: Array
+def _row_parallel_backward(
+    how: _ShardedMatmul, saved: tuple[Array, Array], cotangent: Array
 ) -> tuple[Array, Array]:
     x, weight = saved
     (spec,) = how.specs
@@ -384,8 +393,10 @@ def _out_of_backward(
     def to_weight(x: Array, cotangent: Array) -> Array:
         return how.gathered_outer(cotangent, [x], x.dtype, first=False)[0]
 
-    d_x = on_shards(to_x, (how.tokens, spec), inside)(cotangent, weight)
-    return d_x, on_shards(to_weight, (inside, how.tokens), spec)(x, cotangent)
+    d_x = map_shards(to_x, (how.tokens, spec), inside)(cotangent, weight)
+    return d_x, map_shards(to_weight, (inside, how.tokens), spec)(x, cotangent)
 
 
-_out_of.defvjp(lambda x, weight, how: (_out_of(x, weight, how), (x, weight)), _out_of_backward)
+_row_parallel.defvjp(
+    lambda x, weight, how: (_row_parallel(x, weight, how), (x, weight)), _row_parallel_backward
+)

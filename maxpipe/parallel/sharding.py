@@ -21,7 +21,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from maxpipe.errors import ConfigError
-from maxpipe.parallel.axes import MeshConfig, with_tokens
+from maxpipe.parallel.axes import MeshConfig, axis_table_with_sequence
 from maxpipe.parallel.mesh import BATCH_AXES, FSDP, STAGE
 
 Tree = Any
@@ -32,7 +32,7 @@ def explicit_axes() -> tuple[str, ...]:
     return tuple(jax.sharding.get_abstract_mesh().explicit_axes)
 
 
-def left_to_compiler(run: Callable[..., Tree], specs: Tree) -> Callable[..., Tree]:
+def auto_sharded(run: Callable[..., Tree], specs: Tree) -> Callable[..., Tree]:
     """`run` with shardings that the compiler chooses, but for those of its results.
 
     For what has no one answer in types: dims that are joined or cut, entries picked by index, and
@@ -41,37 +41,37 @@ def left_to_compiler(run: Callable[..., Tree], specs: Tree) -> Callable[..., Tre
     axes = explicit_axes()
     if not axes:
         return run
-    wanted = jax.tree.map(lambda spec: restrict(spec, axes), specs, is_leaf=_is_spec)
+    wanted = jax.tree.map(lambda spec: restrict_spec(spec, axes), specs, is_leaf=_is_spec)
     return jax.sharding.auto_axes(run, axes=axes, out_sharding=wanted)
 
 
-def divided(tree: Tree, specs: Tree) -> Tree:
+def reshard_explicit(tree: Tree, specs: Tree) -> Tree:
     """Arrays, divided over the explicit axes as the specs of the same form say."""
     if not (axes := explicit_axes()):
         return tree
     return jax.tree.map(
-        lambda leaf, spec: jax.sharding.reshard(leaf, restrict(spec, axes)), tree, specs
+        lambda leaf, spec: jax.sharding.reshard(leaf, restrict_spec(spec, axes)), tree, specs
     )
 
 
-def placed(tree: Tree, specs: Tree) -> Tree:
+def reshard(tree: Tree, specs: Tree) -> Tree:
     """Arrays divided as the specs of the same form say, whatever the axes of the mesh are."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.size == 1:
         return tree
     if mesh.explicit_axes:
-        return divided(tree, specs)
+        return reshard_explicit(tree, specs)
     return jax.tree.map(jax.lax.with_sharding_constraint, tree, specs)
 
 
-def divided_like(x: jax.Array, other: jax.Array) -> jax.Array:
+def reshard_like(x: jax.Array, other: jax.Array) -> jax.Array:
     """The array, divided over the explicit axes as another one of its shape is."""
     if not explicit_axes():
         return x
     return jax.sharding.reshard(x, jax.typeof(other).sharding.spec)
 
 
-def on_mesh(mesh: Mesh, run: Callable[..., Tree]) -> Callable[..., Tree]:
+def trace_on_mesh(mesh: Mesh, run: Callable[..., Tree]) -> Callable[..., Tree]:
     """`run`, traced for this mesh: of arrays in a jitted function's arguments alone jax would not
     know in which one to place a result.
     """
@@ -83,14 +83,14 @@ def on_mesh(mesh: Mesh, run: Callable[..., Tree]) -> Callable[..., Tree]:
     return traced
 
 
-def automatic(mesh: Mesh) -> Mesh:
+def auto_mesh(mesh: Mesh) -> Mesh:
     """The same devices under automatic axes, for programs that leave all shardings to jax."""
     if not mesh.abstract_mesh.explicit_axes:
         return mesh
     return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
 
 
-def placed_on(mesh: Mesh, tree: Tree) -> Tree:
+def rebind_mesh(mesh: Mesh, tree: Tree) -> Tree:
     """The same arrays, not copied, seen as arrays of a mesh of the same devices."""
 
     def seen(array: jax.Array) -> jax.Array:
@@ -117,7 +117,7 @@ def _is_spec(node: object) -> bool:
     return isinstance(node, PartitionSpec)
 
 
-STACK = ("repeat", "stage", "layer")
+STACKED_AXES = ("repeat", "stage", "layer")
 """Logical axes in front of a parameter that is stacked over layers."""
 
 
@@ -136,7 +136,7 @@ class AxisRules:
     @classmethod
     def from_config(cls, config: MeshConfig) -> AxisRules:
         """The default table with the changes of `mesh.axis_rules`."""
-        table = {**with_tokens(config), "stage": (STAGE,)}
+        table = {**axis_table_with_sequence(config), "stage": (STAGE,)}
         return cls(tuple(table.items()), config.context_attention, config.collective_matmul)
 
     def on(self, platform: str) -> AxisRules:
@@ -165,35 +165,35 @@ class AxisRules:
                     )
                 owner[axis] = str(name)
             dims.append(axes)
-        return PartitionSpec(*(_entry(axes) for axes in dims))
+        return PartitionSpec(*(_spec_entry(axes) for axes in dims))
 
 
-def _entry(axes: Sequence[str]) -> str | tuple[str, ...] | None:
+def _spec_entry(axes: Sequence[str]) -> str | tuple[str, ...] | None:
     return None if not axes else axes[0] if len(axes) == 1 else tuple(axes)
 
 
-def axes_of(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
+def entry_axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
     """Mesh axes of one dim in a spec."""
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
-def restrict(spec: PartitionSpec, axes: Sequence[str]) -> PartitionSpec:
+def restrict_spec(spec: PartitionSpec, axes: Sequence[str]) -> PartitionSpec:
     """The spec with only these mesh axes."""
     return PartitionSpec(
-        *(_entry([axis for axis in axes_of(entry) if axis in axes]) for entry in spec)
+        *(_spec_entry([axis for axis in entry_axes(entry) if axis in axes]) for entry in spec)
     )
 
 
 def fsdp_dim(spec: PartitionSpec) -> int | None:
     """The dim that is sharded over fsdp, and maybe over more axes beside it, if any."""
-    return next((dim for dim, entry in enumerate(spec) if FSDP in axes_of(entry)), None)
+    return next((dim for dim, entry in enumerate(spec) if FSDP in entry_axes(entry)), None)
 
 
 BATCH_SPEC = PartitionSpec(BATCH_AXES)
 """Of every array of a batch: rows over the batch axes, the same for all stages."""
 
 
-def rows_by_process(sharding: NamedSharding, num_rows: int) -> dict[int, np.ndarray]:
+def sequences_by_process(sharding: NamedSharding, num_rows: int) -> dict[int, np.ndarray]:
     """Numbers of the rows of a batch that each process' devices hold, ascending."""
     found: dict[int, list[np.ndarray]] = {}
     for device, index in sharding.devices_indices_map((num_rows,)).items():
@@ -201,12 +201,12 @@ def rows_by_process(sharding: NamedSharding, num_rows: int) -> dict[int, np.ndar
     return {process: np.unique(np.concatenate(rows)) for process, rows in found.items()}
 
 
-def local_rows(sharding: NamedSharding, num_rows: int) -> np.ndarray:
+def local_sequences(sharding: NamedSharding, num_rows: int) -> np.ndarray:
     """Numbers of the rows of a batch that this process' devices hold, ascending."""
-    return rows_by_process(sharding, num_rows)[jax.process_index()]
+    return sequences_by_process(sharding, num_rows)[jax.process_index()]
 
 
-def place_rows(
+def make_global_batch(
     host: Mapping[str, np.ndarray], rows: np.ndarray, num_rows: int, sharding: NamedSharding
 ) -> dict[str, jax.Array]:
     """Global arrays `[num_rows, ...]` from the rows that this process holds."""
@@ -222,7 +222,7 @@ def place_rows(
     return {name: place(array) for name, array in host.items()}
 
 
-def placed_again(arrays: Mapping[str, jax.Array], sharding: NamedSharding) -> dict[str, jax.Array]:
+def reshard_batch(arrays: Mapping[str, jax.Array], sharding: NamedSharding) -> dict[str, jax.Array]:
     """Arrays `[B, ...]` of another mesh, split over the rows alone, on the mesh of `sharding`.
 
     Each process takes the rows that its devices need from those that they hold, which must be
@@ -235,8 +235,8 @@ def placed_again(arrays: Mapping[str, jax.Array], sharding: NamedSharding) -> di
         parts = {shard.index[0].indices(len(array))[0]: shard for shard in array.addressable_shards}
         mine = [np.asarray(parts[first].data) for first in sorted(parts)]
         assert isinstance(array.sharding, NamedSharding)
-        rows = local_rows(array.sharding, len(array))
-        found |= place_rows({name: np.concatenate(mine)}, rows, len(array), sharding)
+        rows = local_sequences(array.sharding, len(array))
+        found |= make_global_batch({name: np.concatenate(mine)}, rows, len(array), sharding)
     return found
 
 
@@ -247,27 +247,27 @@ def constrain(x: jax.Array, logical: Sequence[str | None], rules: AxisRules) -> 
     automatic ones (tensor, context, expert) are named. In a program that is automatic throughout,
     dims without a name stay as they are: rows are split over the batch axes there.
     """
-    automatic = automatic_axes()
+    automatic = auto_axes()
     if not automatic:
         return x
     spec = rules.spec(logical)
     dims: list[Any] = [
-        _entry([axis for axis in axes_of(entry) if axis in automatic]) for entry in spec
+        _spec_entry([axis for axis in entry_axes(entry) if axis in automatic]) for entry in spec
     ]
     if not automatic.isdisjoint(BATCH_AXES):
         dims = [PartitionSpec.UNCONSTRAINED if entry is None else entry for entry in dims]
     return jax.lax.with_sharding_constraint(x, PartitionSpec(*dims))
 
 
-def by_rows(x: jax.Array, rules: AxisRules) -> jax.Array:
+def shard_embeddings_by_batch(x: jax.Array, rules: AxisRules) -> jax.Array:
     """Rows of an embedding table `[B, T, D]`, split over the batch axes along B and not along D.
 
     They come split along D as the table is. Of axes that go over to B, and context, which does not,
     XLA makes a copy of everything on each device; one after the other, an all-to-all and an
     all-gather. A no-op but in programs that are automatic throughout, over such axes.
     """
-    automatic, (entry,) = automatic_axes(), rules.spec(("embed",))
-    rest = tuple(axis for axis in axes_of(entry) if axis in automatic and axis not in BATCH_AXES)
+    automatic, (entry,) = auto_axes(), rules.spec(("embed",))
+    rest = tuple(axis for axis in entry_axes(entry) if axis in automatic and axis not in BATCH_AXES)
     if not rest or automatic.isdisjoint(BATCH_AXES):
         return x
     for dim in (rest, None):
@@ -275,7 +275,7 @@ def by_rows(x: jax.Array, rules: AxisRules) -> jax.Array:
     return x
 
 
-def automatic_axes() -> set[str]:
+def auto_axes() -> set[str]:
     """Mesh axes of more than one device that are left to the compiler here."""
     mesh = jax.sharding.get_abstract_mesh()
     return {axis for axis in mesh.auto_axes if mesh.shape[axis] > 1}

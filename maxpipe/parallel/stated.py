@@ -31,7 +31,7 @@ def trips(mean: float) -> str:
     return f"trips_{mean:.4f}"
 
 
-def flops_of(op_name: str) -> float | None:
+def parse_flops(op_name: str) -> float | None:
     """Operations of one execution of a kernel, as the innermost scope states them."""
     found = _FLOPS.findall(op_name)
     if not found:
@@ -40,7 +40,7 @@ def flops_of(op_name: str) -> float | None:
     return float(backward if transposed and backward else forward)
 
 
-def trips_of(op_name: str) -> float | None:
+def parse_trips(op_name: str) -> float | None:
     """Mean trips of a loop, as the scope right around it states them."""
     found = _TRIPS.search(op_name)
     return float(found.group(1)) if found else None
@@ -56,14 +56,14 @@ def part(name: str) -> str:
     return f"part_{name}"
 
 
-def part_of(op_name: str) -> str:
+def parse_part(op_name: str) -> str:
     """The innermost part that an operation belongs to; empty outside of layers."""
     found = _PART.findall(op_name)
     return found[-1] if found else ""
 
 
 _WINDOW = re.compile(r"\bwindow_(\d+)\b")
-WINDOWS = "windows"
+WINDOW_SWITCH = "windows"
 """Scope of a choice between branches for windows of several sizes."""
 
 
@@ -72,12 +72,12 @@ def window(size: int) -> str:
     return f"window_{size}"
 
 
-def is_choice_of_windows(op_name: str) -> bool:
+def is_window_switch(op_name: str) -> bool:
     """Whether a conditional is the one right in that scope."""
-    return re.search(rf"\b{WINDOWS}\)*/cond$", op_name) is not None
+    return re.search(rf"\b{WINDOW_SWITCH}\)*/cond$", op_name) is not None
 
 
-def window_of(op_name: str) -> int | None:
+def parse_window(op_name: str) -> int | None:
     """The size that an operation is for."""
     found = _WINDOW.findall(op_name)
     return int(found[-1]) if found else None
@@ -88,10 +88,10 @@ INPUT_GRAD, WEIGHT_GRAD = "input_grad", "weight_grad"
 RECOMPUTE = "recompute"
 """A chunk's forward that is run again, inside a backward."""
 EMBED, EMBED_GRAD, HEAD = "embed", "embed_grad", "head"
-AHEAD = "ahead"
+MTP = "ahead"
 """Heads that predict further ahead, inside the head."""
 SEND = "send"
-OUTSIDE = "outside"
+PROLOGUE = "outside"
 """Around what the layers outside the ring do."""
 GATHER, REDUCE, TICKS = "gather", "reduce", "ticks"
 """Between two gathers of `visit`: the next gather, reductions that are due, and the ticks."""
@@ -99,6 +99,6 @@ UPDATE = "update"
 """Outside of the per-device program: what follows the gradients."""
 
 
-def of_kind(kind: str) -> str:
+def layer_type(kind: str) -> str:
     """Of one kind of layers, where there are several."""
     return f"kind_{kind}"

@@ -16,17 +16,17 @@ from jax.sharding import PartitionSpec
 
 from maxpipe.parallel import stated
 from maxpipe.parallel.mesh import STAGE
-from maxpipe.pipeline.ahead import Found
-from maxpipe.pipeline.layout import Layout
-from maxpipe.pipeline.outside import OutsideBuffers, OutsideRow
-from maxpipe.pipeline.slots import Idle, LayerSlots, Reports, SlotRow, read
+from maxpipe.pipeline.ahead import MtpResults
+from maxpipe.pipeline.layout import LayerLayout
+from maxpipe.pipeline.outside import PrologueBuffers, PrologueRow
+from maxpipe.pipeline.slots import Idle, LayerSlots, Reports, SlotRow, read_slot
 from maxpipe.pipeline.weights import LayerWeights
-from maxpipe.schedule.table import Schedule, Slots
+from maxpipe.schedule.table import Schedule, SlotColumns
 
 Tree = Any
 
 
-class Row(NamedTuple):
+class TickRow(NamedTuple):
     """One tick of the table as one stage sees it; arrays of all ticks before the loop."""
 
     forward: SlotRow
@@ -37,29 +37,29 @@ class Row(NamedTuple):
     embed: Any
     loss: Any
     embed_grad: Any
-    outside: OutsideRow
+    outside: PrologueRow
 
 
-class Table(NamedTuple):
+class TickTable(NamedTuple):
     """The table as arrays: `[K, P]` or `[K]` for ticks, `[E, P]` or `[E]` for visits."""
 
-    rows: Row
+    rows: TickRow
     gather_repeat: Any
     gather_slot: Any
     reduce_repeat: Any
     reduce_slot: Any
 
     @classmethod
-    def of(cls, schedule: Schedule, layout: Layout, idle: Idle) -> Table:
+    def of(cls, schedule: Schedule, layout: LayerLayout, idle: Idle) -> TickTable:
         """What the program reads of a schedule."""
         names = [name for name in SlotRow._fields if not name.startswith("any_")]
 
-        def columns(slots: Slots) -> SlotRow:
+        def columns(slots: SlotColumns) -> SlotRow:
             found = {name: getattr(slots, name) for name in names}
-            kinds = _any_kind(slots, layout) if idle == "compute" else None
+            kinds = _layer_types_at(slots, layout) if idle == "compute" else None
             return SlotRow(**found, any_work=slots.active.any(axis=1), any_kind=kinds)  # type: ignore[arg-type]
 
-        rows = Row(
+        rows = TickRow(
             columns(schedule.forward),
             columns(schedule.backward),
             columns(schedule.weight),
@@ -67,27 +67,27 @@ class Table(NamedTuple):
             schedule.embed_microbatch,
             schedule.loss_microbatch,
             schedule.embed_grad_microbatch,
-            OutsideRow(*(getattr(schedule.outside, name) for name in OutsideRow._fields)),
+            PrologueRow(*(getattr(schedule.outside, name) for name in PrologueRow._fields)),
         )
         visits = schedule.visits
         events = (visits.gather_repeat, visits.gather_slot)
         table = cls(rows, *events, visits.reduce_repeat, visits.reduce_slot)
         return jax.tree.map(lambda column: np.asarray(column, np.int32), table)
 
-    def specs(self) -> Table:
+    def specs(self) -> TickTable:
         """Partition of the table: each stage has its column."""
         return jax.tree.map(
             lambda column: PartitionSpec(None, STAGE) if column.ndim == 2 else PartitionSpec(), self
         )
 
-    def of_this_stage(self) -> Table:
+    def of_this_stage(self) -> TickTable:
         """Columns that arrived as `[K, 1]`, a stage's part of `[K, P]`, as `[K]`."""
         return jax.tree.map(
             lambda column: column.reshape(len(column)) if column.ndim == 2 else column, self
         )
 
 
-def _any_kind(slots: Slots, layout: Layout) -> np.ndarray | None:
+def _layer_types_at(slots: SlotColumns, layout: LayerLayout) -> np.ndarray | None:
     """bool `[K, L, kinds]`: at which position of its chunk any stage has a layer of a kind."""
     if len(layout.in_ring) == 1:
         return None
@@ -123,7 +123,7 @@ class Buffers(NamedTuple):
     """Whole chunks of weights, by kind `[slots * L, ...]`, when gathered by visit."""
     partial: Tree
     """Their gradients, not yet reduced."""
-    outside: OutsideBuffers | None
+    outside: PrologueBuffers | None
     gradients: Gradients | None
     reports: Reports | None
     """What layers of the ring return besides their output."""
@@ -131,11 +131,11 @@ class Buffers(NamedTuple):
     """Sums of the objective's loss and reports `[R]`, of each source if there are several."""
     rows: Tree
     """What is read of rows in place of losses: arrays `[M, B, ...]`."""
-    ahead: Found | None
+    ahead: MtpResults | None
     """What heads ahead find."""
 
 
-class Ticks(Protocol):
+class TickProgram(Protocol):
     """What the loop needs of a program."""
 
     schedule: Schedule
@@ -146,10 +146,10 @@ class Ticks(Protocol):
 
     def buffers(self) -> Buffers: ...
 
-    def tick(self, carry: Buffers, row: Row) -> Buffers: ...
+    def tick(self, carry: Buffers, row: TickRow) -> Buffers: ...
 
 
-def run_visits(program: Ticks, table: Table) -> Buffers:
+def run_weight_windows(program: TickProgram, table: TickTable) -> Buffers:
     """All ticks of a program, from one gather to the next."""
     visits, weights, slots = program.schedule.visits, program.weights, program.slots
     # Turn i runs the ticks between gathers i - 1 and i while gather i is on its way. Of the
@@ -170,9 +170,9 @@ def run_visits(program: Ticks, table: Table) -> Buffers:
             event, layer = number // length, number % length
             layers, sums = weights[kind].reduce(
                 gradients.layers[kind],
-                length * read(table.reduce_repeat, event) + layer,
+                length * read_slot(table.reduce_repeat, event) + layer,
                 carry.partial[kind],
-                length * read(table.reduce_slot, event) + layer,
+                length * read_slot(table.reduce_slot, event) + layer,
             )
             return carry._replace(
                 partial=carry.partial | {kind: sums},
@@ -185,12 +185,12 @@ def run_visits(program: Ticks, table: Table) -> Buffers:
         if not program.schedule.trains:
             return carry
         for kind in weights:
-            with jax.named_scope(stated.REDUCE), jax.named_scope(stated.of_kind(kind)):
+            with jax.named_scope(stated.REDUCE), jax.named_scope(stated.layer_type(kind)):
                 carry = reduce_kind(kind, first, last, carry)
         return carry
 
     def one_tick(tick: jax.Array, carry: Buffers) -> Buffers:
-        return program.tick(carry, jax.tree.map(lambda leaf: read(leaf, tick), table.rows))
+        return program.tick(carry, jax.tree.map(lambda leaf: read_slot(leaf, tick), table.rows))
 
     def one_turn(carry: Buffers, turn: tuple[jax.Array, ...]) -> tuple[Buffers, None]:
         start, stop, first_due, last_due, repeat, slot = turn

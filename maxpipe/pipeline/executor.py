@@ -20,26 +20,26 @@ from jax import Array
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Float
 
-from maxpipe.parallel.context import own_tokens, whole_rows
-from maxpipe.parallel.low_precision import LowPrecision
+from maxpipe.parallel.context import gather_sequences, shard_tokens
+from maxpipe.parallel.low_precision import MatmulQuantizer
 from maxpipe.parallel.mesh import CONTEXT, STAGE, TOKEN_AXES
-from maxpipe.parallel.per_device import from_position, program_axes, sum_over, vary
-from maxpipe.parallel.sharding import BATCH_SPEC, divided, restrict
-from maxpipe.pipeline.ahead import AHEAD
-from maxpipe.pipeline.carry import Table
-from maxpipe.pipeline.layout import Layout
-from maxpipe.pipeline.loss_head import by_source, of_one_device
-from maxpipe.pipeline.network import Network, Plan
-from maxpipe.pipeline.program import Program, Reader
+from maxpipe.parallel.per_device import broadcast_from, manual_axes_of, mark_varying, sum_over
+from maxpipe.parallel.sharding import BATCH_SPEC, reshard_explicit, restrict_spec
+from maxpipe.pipeline.ahead import MTP
+from maxpipe.pipeline.carry import TickTable
+from maxpipe.pipeline.layout import LayerLayout
+from maxpipe.pipeline.loss_head import mask_other_devices, sum_by_source
+from maxpipe.pipeline.network import Network, PipelinePlan
+from maxpipe.pipeline.program import OutputReader, StepProgram
 from maxpipe.pipeline.remat import RematPolicy
 from maxpipe.pipeline.slots import Idle
-from maxpipe.pipeline.weights import Gather, WeightSharding, joined, trained
+from maxpipe.pipeline.weights import GatherMode, WeightSharding, replace_subtree, select_trainable
 from maxpipe.schedule.table import Schedule
 
 Tree = Any
 
 
-class BySource(NamedTuple):
+class PerSourceSums(NamedTuple):
     """Sums over the rows of each source."""
 
     nats: Float[Array, " sources"]
@@ -48,7 +48,7 @@ class BySource(NamedTuple):
     """What it is divided by: target tokens."""
 
 
-class Differentiated(NamedTuple):
+class StepGradients(NamedTuple):
     """What a step finds; what it minimises is `loss` and the weighted sum of `losses`."""
 
     loss: Float[Array, ""]
@@ -63,7 +63,7 @@ class Differentiated(NamedTuple):
     statistics: dict[str, Tree]
     """What the layers report, summed over all rows: by kind `[R, P, L, ...]` under `layers`, and
     `[layers, ...]` under `outside`; of layers ahead `[heads, ...]` under `ahead`."""
-    by_source: BySource | None = None
+    by_source: PerSourceSums | None = None
     """If rows are of several sources."""
 
 
@@ -72,11 +72,11 @@ class Engine:
     """A network on a mesh: builds the functions that run it by a schedule."""
 
     network: Network
-    layout: Layout
+    layout: LayerLayout
     mesh: Mesh
     specs: Tree
     """PartitionSpec of every parameter, stacked dims included."""
-    weight_gather: Gather
+    weight_gather: GatherMode
     keep: RematPolicy
     idle: Idle
     trainable: Tree = None
@@ -86,14 +86,14 @@ class Engine:
     summed: Tree = None
     """For each parameter how many of its first dims its product sums over, if layers are given it
     in 8 bits; 0 if they are not. None: none."""
-    low: LowPrecision | None = None
+    low: MatmulQuantizer | None = None
     """How these are rounded."""
     gradients: Tree = None
     """PartitionSpec of the gradient of each parameter that has one. None: as the parameters'."""
     reduced: str = "float32"
     """Type in which gradients are sent to be summed over devices."""
 
-    def value_and_grad(self, schedule: Schedule) -> Callable[..., Differentiated]:
+    def value_and_grad(self, schedule: Schedule) -> Callable[..., StepGradients]:
         """(params, batch, key) -> what a step found.
 
         `batch` is a dict of global arrays `[rows, ...]` with `tokens`, `targets`, `loss_mask`
@@ -101,13 +101,15 @@ class Engine:
         """
         ring, everywhere = PartitionSpec(None, STAGE), PartitionSpec()
         statistics = {"layers": ring} | ({"outside": everywhere} if self.layout.outside else {})
-        statistics |= {AHEAD: everywhere} if self.network.has_layers_ahead else {}
+        statistics |= {MTP: everywhere} if self.network.has_layers_ahead else {}
         gradients = (
-            trained(self.specs, self._trainable) if self.gradients is None else self.gradients
+            select_trainable(self.specs, self._trainable)
+            if self.gradients is None
+            else self.gradients
         )
-        sources = BySource(everywhere, everywhere) if self.network.num_sources else None  # type: ignore[arg-type]
+        sources = PerSourceSums(everywhere, everywhere) if self.network.num_sources else None  # type: ignore[arg-type]
         sums = (everywhere, everywhere, everywhere)
-        found = Differentiated(*sums, gradients, statistics, sources)  # type: ignore[arg-type]
+        found = StepGradients(*sums, gradients, statistics, sources)  # type: ignore[arg-type]
         return self._shard_map(_train, schedule, found)
 
     def loss(self, schedule: Schedule) -> Callable[..., tuple[jax.Array, jax.Array]]:
@@ -117,13 +119,13 @@ class Engine:
         """
         return self._shard_map(_evaluate, schedule, (PartitionSpec(), PartitionSpec()))
 
-    def rows(self, schedule: Schedule, reader: Reader) -> Callable[..., Tree]:
+    def rows(self, schedule: Schedule, reader: OutputReader) -> Callable[..., Tree]:
         """(params, batch, None) -> what a reader finds of each row, forward only.
 
         Arrays `[rows, ...]`, sharded as the batch is: `LossHead.scores`, or `LossHead.top` with
         its two numbers.
         """
-        return self._shard_map(partial(_read, reader=reader), schedule, BATCH_SPEC)
+        return self._shard_map(partial(_read_outputs, reader=reader), schedule, BATCH_SPEC)
 
     def buffer_shapes(self, schedule: Schedule, params: Tree, batch: Tree) -> dict[str, list[Any]]:
         """Shapes on one device of each buffer that the loop over ticks carries.
@@ -132,9 +134,11 @@ class Engine:
         """
         found: dict[str, list[Any]] = {}
 
-        def measure(plan: Plan, schedule: Schedule, params: Tree, batch: Tree, *_: Any):
-            scale = vary(jnp.float32(1)) if schedule.trains else None
-            buffers = Program(plan, schedule, params, batch, None, scale, by_token=scale).buffers()
+        def measure(plan: PipelinePlan, schedule: Schedule, params: Tree, batch: Tree, *_: Any):
+            scale = mark_varying(jnp.float32(1)) if schedule.trains else None
+            buffers = StepProgram(
+                plan, schedule, params, batch, None, scale, by_token=scale
+            ).buffers()
             found.update((name, jax.tree.leaves(tree)) for name, tree in buffers._asdict().items())
             return jnp.float32(0)
 
@@ -161,15 +165,15 @@ class Engine:
 
     def _per_device(self, specs: Tree) -> Tree:
         """The specs as the per-device program sees them."""
-        axes = program_axes(self.mesh)
-        return jax.tree.map(lambda spec: restrict(spec, axes), specs, is_leaf=_is_spec)
+        axes = manual_axes_of(self.mesh)
+        return jax.tree.map(lambda spec: restrict_spec(spec, axes), specs, is_leaf=_is_spec)
 
     def _shard_map(self, program: Callable, schedule: Schedule, out_specs: Tree) -> Callable:
         assert schedule.num_stages == self.mesh.shape[STAGE]
         assert schedule.ring == self.layout.ring
         exact = self._everywhere(False) if self.exact is None else self.exact
         summed = self._everywhere(0) if self.summed is None else self.summed
-        gradients = joined(self.specs, self.gradients or {})
+        gradients = replace_subtree(self.specs, self.gradients or {})
         divisions = jax.tree.map(
             partial(WeightSharding.of, reduced=self.reduced, low=self.low),
             self.specs,
@@ -179,20 +183,22 @@ class Engine:
             summed,
             is_leaf=_is_spec,
         )
-        plan = Plan(self.network, self.layout, self.weight_gather, self.keep, self.idle, divisions)
-        table = Table.of(schedule, self.layout, self.idle)
-        run, axes = partial(program, plan, schedule), program_axes(self.mesh)
+        plan = PipelinePlan(
+            self.network, self.layout, self.weight_gather, self.keep, self.idle, divisions
+        )
+        table = TickTable.of(schedule, self.layout, self.idle)
+        run, axes = partial(program, plan, schedule), manual_axes_of(self.mesh)
         if axes:
             in_specs = (self.specs, BATCH_SPEC, PartitionSpec(), table.specs())
             run = jax.shard_map(
-                partial(_of_own_tokens, run, self._by_row),
+                partial(_run_on_local_tokens, run, self._by_row),
                 mesh=self.mesh,
                 axis_names=set(axes),
                 in_specs=self._per_device(in_specs),
                 out_specs=self._per_device(out_specs),
             )
         # Constants, of which types say that each device has the whole.
-        columns = partial(divided, table, table.specs())
+        columns = partial(reshard_explicit, table, table.specs())
         return lambda params, batch, key: run(params, batch, key, columns())
 
 
@@ -200,92 +206,108 @@ def _is_spec(node: object) -> bool:
     return isinstance(node, PartitionSpec)
 
 
-def _of_own_tokens(
+def _run_on_local_tokens(
     run: Callable[..., Any],
     by_row: tuple[str, ...],
     params: Tree,
     batch: Tree,
     key: jax.Array | None,
-    table: Table,
+    table: TickTable,
 ) -> Any:
     """`run` on this device's tokens of its rows."""
-    return run(params, own_tokens(batch, by_row), key, table)
+    return run(params, shard_tokens(batch, by_row), key, table)
 
 
 def _train(
-    plan: Plan, schedule: Schedule, params: Tree, batch: Tree, key: jax.Array | None, table: Table
-) -> Differentiated:
-    targets = sum_over(_targets(plan, batch), TOKEN_AXES)
-    count = jnp.maximum(_total(targets), 1.0)
-    tokens = count
-    if plan.network.objective.by_segment:
-        tokens = jnp.maximum(sum_over(batch["loss_mask"].sum(), TOKEN_AXES), 1.0)
-    program = Program(
-        plan, schedule, params, batch, key, vary(1.0 / count), by_token=vary(1.0 / tokens)
-    )
-    carry = program.run(table)
-    assert carry.gradients is not None
-    total = sum_over(_of_one_stage(carry.loss), TOKEN_AXES)
-    reports = program.finish_reports(carry)
-    sums = dict(reports.losses)
-    if carry.ahead is not None:
-        assert plan.network.ahead is not None
-        ahead = sum_over(_of_one_stage(carry.ahead.losses), TOKEN_AXES)
-        sums |= zip(plan.network.ahead.loss_weights, ahead, strict=True)
-    losses = {name: found / tokens for name, found in sums.items()}
-    gradients = program.finish(carry.gradients)
-    sources = BySource(total[0], targets) if plan.network.num_sources else None
-    mean = [_total(each) / count for each in total]
-    reported = dict(zip(plan.network.objective.reported, mean[1:], strict=True))
-    return Differentiated(mean[0], reported, losses, gradients, reports.statistics, sources)
-
-
-def _evaluate(
-    plan: Plan, schedule: Schedule, params: Tree, batch: Tree, key: jax.Array | None, table: Table
-) -> tuple[jax.Array, jax.Array]:
-    carry = Program(plan, schedule, params, batch, key, None).run(table)
-    sums = jnp.concatenate([_of_one_stage(carry.loss), _targets(plan, batch)[None]])
-    sums = sum_over(sums, TOKEN_AXES)
-    return sums[:-1], sums[-1]
-
-
-def _read(
-    plan: Plan,
+    plan: PipelinePlan,
     schedule: Schedule,
     params: Tree,
     batch: Tree,
     key: jax.Array | None,
-    table: Table,
+    table: TickTable,
+) -> StepGradients:
+    targets = sum_over(_count_targets(plan, batch), TOKEN_AXES)
+    count = jnp.maximum(_sum_sources(targets), 1.0)
+    tokens = count
+    if plan.network.objective.by_segment:
+        tokens = jnp.maximum(sum_over(batch["loss_mask"].sum(), TOKEN_AXES), 1.0)
+    program = StepProgram(
+        plan,
+        schedule,
+        params,
+        batch,
+        key,
+        mark_varying(1.0 / count),
+        by_token=mark_varying(1.0 / tokens),
+    )
+    carry = program.run(table)
+    assert carry.gradients is not None
+    total = sum_over(_from_first_stage(carry.loss), TOKEN_AXES)
+    reports = program.finish_reports(carry)
+    sums = dict(reports.losses)
+    if carry.ahead is not None:
+        assert plan.network.ahead is not None
+        ahead = sum_over(_from_first_stage(carry.ahead.losses), TOKEN_AXES)
+        sums |= zip(plan.network.ahead.loss_weights, ahead, strict=True)
+    losses = {name: found / tokens for name, found in sums.items()}
+    gradients = program.finish(carry.gradients)
+    sources = PerSourceSums(total[0], targets) if plan.network.num_sources else None
+    mean = [_sum_sources(each) / count for each in total]
+    reported = dict(zip(plan.network.objective.reported, mean[1:], strict=True))
+    return StepGradients(mean[0], reported, losses, gradients, reports.statistics, sources)
+
+
+def _evaluate(
+    plan: PipelinePlan,
+    schedule: Schedule,
+    params: Tree,
+    batch: Tree,
+    key: jax.Array | None,
+    table: TickTable,
+) -> tuple[jax.Array, jax.Array]:
+    carry = StepProgram(plan, schedule, params, batch, key, None).run(table)
+    sums = jnp.concatenate([_from_first_stage(carry.loss), _count_targets(plan, batch)[None]])
+    sums = sum_over(sums, TOKEN_AXES)
+    return sums[:-1], sums[-1]
+
+
+def _read_outputs(
+    plan: PipelinePlan,
+    schedule: Schedule,
+    params: Tree,
+    batch: Tree,
+    key: jax.Array | None,
+    table: TickTable,
     *,
-    reader: Reader,
+    reader: OutputReader,
 ) -> Tree:
-    carry = Program(plan, schedule, params, batch, key, None, reader).run(table)
+    carry = StepProgram(plan, schedule, params, batch, key, None, reader).run(table)
     num_tokens = batch["tokens"].shape[1]
 
     def of_rows(found: jax.Array) -> jax.Array:
-        found = _of_one_stage(found.reshape(-1, *found.shape[2:]))
+        found = _from_first_stage(found.reshape(-1, *found.shape[2:]))
         # Of tokens a device has its own, of segments the whole.
         if not plan.network.objective.by_segment:
             assert found.shape[1] == num_tokens
-            found = whole_rows(found, 1)
-        return from_position(found, CONTEXT, 0)
+            found = gather_sequences(found, 1)
+        return broadcast_from(found, CONTEXT, 0)
 
     return jax.tree.map(of_rows, carry.rows)
 
 
-def _targets(plan: Plan, batch: Tree) -> jax.Array:
+def _count_targets(plan: PipelinePlan, batch: Tree) -> jax.Array:
     """What losses of this device's rows are divided by, of each source if there are several."""
     objective, sources = plan.network.objective, plan.network.num_sources
     counts = batch[objective.normaliser].astype(jnp.float32)
-    counts = of_one_device(counts) if objective.by_segment else counts
-    return by_source(counts, sources, batch["source_ids"][:, None]) if sources else counts.sum()
+    counts = mask_other_devices(counts) if objective.by_segment else counts
+    return sum_by_source(counts, sources, batch["source_ids"][:, None]) if sources else counts.sum()
 
 
-def _total(sums: jax.Array) -> jax.Array:
+def _sum_sources(sums: jax.Array) -> jax.Array:
     """Of all sources, if there are several."""
     return sums.sum() if sums.ndim else sums
 
 
-def _of_one_stage(loss: jax.Array) -> jax.Array:
+def _from_first_stage(loss: jax.Array) -> jax.Array:
     """The loss of this device's rows: every stage computed the same, one counts."""
-    return from_position(loss, STAGE, 0)
+    return broadcast_from(loss, STAGE, 0)

@@ -21,12 +21,12 @@ from maxpipe.schedule.table import Ring
 Tree = Any
 
 
-ONE_KIND = "layer"
+SINGLE_LAYER_TYPE = "layer"
 """The kind of all layers of a network whose layers are alike."""
 
 
 @dataclass(frozen=True)
-class Layout:
+class LayerLayout:
     """Layers cut into chunks, and the ring on which the chunks lie.
 
     Parameters, and all that is kept per layer, are stacked by kind of layer: memory is the sum of
@@ -56,12 +56,12 @@ class Layout:
     def kind_of(self) -> tuple[str, ...]:
         """The kind of each layer of the network, in order."""
         assert len(self.kinds) in (0, self.num_layers)
-        return self.kinds or (ONE_KIND,) * self.num_layers
+        return self.kinds or (SINGLE_LAYER_TYPE,) * self.num_layers
 
     @cached_property
-    def stacks(self) -> dict[str, KindStack]:
+    def stacks(self) -> dict[str, LayerTypeStack]:
         """Where the layers of each kind are, in the order in which kinds appear."""
-        return {kind: KindStack.of(self, kind) for kind in dict.fromkeys(self.kind_of)}
+        return {kind: LayerTypeStack.of(self, kind) for kind in dict.fromkeys(self.kind_of)}
 
     @property
     def in_ring(self) -> tuple[str, ...]:
@@ -74,9 +74,9 @@ class Layout:
         return tuple(kind for kind, stack in self.stacks.items() if stack.outside)
 
     @property
-    def front(self) -> Layout:
+    def front(self) -> LayerLayout:
         """The layers outside the ring, as one chunk of one stage."""
-        return Layout(Ring(1, 1), (self.outside,), kinds=self.kind_of[: self.outside])
+        return LayerLayout(Ring(1, 1), (self.outside,), kinds=self.kind_of[: self.outside])
 
     @cached_property
     def _chunk_at(self) -> np.ndarray:
@@ -151,7 +151,7 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class KindStack:
+class LayerTypeStack:
     """Where the layers of one kind are: in the stacks of the ring, and in front of it."""
 
     layers: tuple[int, ...]
@@ -164,7 +164,7 @@ class KindStack:
     """int32 `[R * P * L]`: the network's layer at each stacked position, -1 for padding."""
 
     @classmethod
-    def of(cls, layout: Layout, kind: str) -> KindStack:
+    def of(cls, layout: LayerLayout, kind: str) -> LayerTypeStack:
         """The layers of this kind in a layout."""
         layers = tuple(n for n, name in enumerate(layout.kind_of) if name == kind)
         mine = set(layers)
@@ -230,6 +230,6 @@ def pad_vocabulary(table: jax.Array, dim: int, size: int) -> jax.Array:
     return jnp.pad(table, widths) if size > table.shape[dim] else table
 
 
-def padded_vocabulary(vocab_size: int, num_shards: int) -> int:
+def padded_vocab_size(vocab_size: int, num_shards: int) -> int:
     """The smallest multiple of `num_shards` that holds the vocabulary."""
     return -(-vocab_size // num_shards) * num_shards

@@ -22,31 +22,31 @@ from jaxtyping import Float, Int
 
 from maxpipe.parallel.mesh import CONTEXT, STAGE
 from maxpipe.parallel.per_device import (
-    from_position,
-    gather_shards,
-    index_on,
+    all_gather,
+    axis_index,
+    axis_size,
+    broadcast_from,
+    mark_varying,
     max_over,
-    size_of,
     sum_over,
-    vary,
 )
 from maxpipe.pipeline.objective import (
     CrossEntropy,
+    LogProbSpec,
     Objective,
-    Read,
     Scores,
+    broadcast_segments,
     segment_sums,
-    to_tokens,
 )
 
 Tree = Any
-OfTokens = Callable[..., tuple[Tree, Tree]]
+TokenFn = Callable[..., tuple[Tree, Tree]]
 """(activations, which count, more arrays) -> what is summed over tokens, and arrays
 `[B, T, ...]`."""
 
 
-def by_blocks(
-    run: OfTokens,
+def map_token_blocks(
+    run: TokenFn,
     size: int,
     x: Float[Array, "B T D"],
     mask: Float[Array, "B T"],
@@ -86,26 +86,26 @@ def by_blocks(
         sums, wholes = state
         return jax.tree.map(jnp.add, sums, found), jax.tree.map(put, wholes, arrays)
 
-    sums, arrays = jax.eval_shape(lambda number: run(*block(number)[0]), vary(jnp.int32(0)))
+    sums, arrays = jax.eval_shape(lambda number: run(*block(number)[0]), mark_varying(jnp.int32(0)))
     start = (
         jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), sums),
         jax.tree.map(lambda a: lax.empty((1, total, *a.shape[2:]), a.dtype), arrays),
     )
-    sums, arrays = lax.fori_loop(0, count, one, vary(start))
+    sums, arrays = lax.fori_loop(0, count, one, mark_varying(start))
     return sums, jax.tree.map(lambda a: a.reshape(rows, length, *a.shape[2:]), arrays)
 
 
 _COTANGENTS = "cotangents"
 """Beside a microbatch's arrays, those of each token's scores, if they are known."""
 
-Given = Mapping[str, Any]
+TokenArrays = Mapping[str, Any]
 """Arrays of each token `[B, T, ...]`: those that the objective reads, and the row's source."""
-CotangentsOf = Callable[[Scores, Array, Given], tuple[Array | None, Scores]]
+CotangentFn = Callable[[Scores, Array, TokenArrays], tuple[Array | None, Scores]]
 """(scores, which tokens count, what is given) -> sums, if they were not found before, and the
 cotangents of the scores."""
 
 
-class Loss(NamedTuple):
+class LossGradients(NamedTuple):
     """Summed losses of one microbatch and their gradients."""
 
     sums: Float[Array, "*sums"]
@@ -167,12 +167,12 @@ class LossHead(NamedTuple):
             scores = self._of_all(norm_params, head, *self._blocks_of(output, inputs))
             return self._of_segments(scores, inputs, None)[0]
 
-        def of_block(output: Array, mask: Array, given: Given) -> tuple[Array, None]:
+        def of_block(output: Array, mask: Array, given: TokenArrays) -> tuple[Array, None]:
             logits = self._logits(self.norm(norm_params, output), head)
             scores, _ = self._read(logits, self.objective.reads, given)
             return self._of_tokens(self.objective, None, scores, mask, given)[0], None
 
-        return by_blocks(of_block, self.block_tokens, *self._blocks_of(output, inputs))[0]
+        return map_token_blocks(of_block, self.block_tokens, *self._blocks_of(output, inputs))[0]
 
     def scores(
         self,
@@ -197,19 +197,19 @@ class LossHead(NamedTuple):
     ) -> tuple[Float[Array, "B T K"], Int[Array, "B T K"]]:
         """The largest log-probabilities of each token, in descending order, and their ids."""
 
-        def of_block(output: Array, mask: Array, given: Given) -> tuple[None, Scores]:
+        def of_block(output: Array, mask: Array, given: TokenArrays) -> tuple[None, Scores]:
             del mask, given
             logits = self._logits(self.norm(norm_params, output), head)
             _, log = _softmax(logits.values / temperature)
             # Of equal ones those with smaller ids, however columns are divided.
             mine, at = jax.lax.top_k(logits.values, min(count, logits.values.shape[-1]))
             ids = jnp.take(logits.column, at)
-            all_mine, all_ids = (gather_shards(each, STAGE, 2) for each in (mine, ids))
+            all_mine, all_ids = (all_gather(each, STAGE, 2) for each in (mine, ids))
             largest, at = jax.lax.top_k(all_mine, count)
             ids = jnp.take_along_axis(all_ids, at, axis=2)
-            return None, vary((largest / temperature - log[..., None], ids))
+            return None, mark_varying((largest / temperature - log[..., None], ids))
 
-        return by_blocks(of_block, self.block_tokens, *self._blocks_of(output, inputs))[1]
+        return map_token_blocks(of_block, self.block_tokens, *self._blocks_of(output, inputs))[1]
 
     # With gradients.
 
@@ -221,14 +221,14 @@ class LossHead(NamedTuple):
         inputs: Any,
         scale: Float[Array, ""],
         ahead: Callable[..., Any] | None = None,
-    ) -> tuple[Loss, Any]:
+    ) -> tuple[LossGradients, Any]:
         """The loss and the gradients of `scale` times it.
 
         `output` is read from the last stage, `head` is this stage's part, `inputs` are the
         microbatch's arrays. Heads ahead add to both gradients, and what else they have found is
         returned: see `HeadsAhead.add`.
         """
-        norm_params = vary(norm_params)
+        norm_params = mark_varying(norm_params)
         output, mask, given = self._blocks_of(output, inputs)
         of_segments, cotangents_of = None, partial(self._of_tokens, self.objective, scale)
         if self.objective.by_segment and not 0 < self.block_tokens < mask.size:
@@ -237,9 +237,9 @@ class LossHead(NamedTuple):
             # All sums come before the first cotangent: logits of each block are computed again.
             scores = self._of_all(norm_params, head, output, mask, given)
             of_segments, known = self._of_segments(scores, inputs, scale)
-            given, cotangents_of = given | {_COTANGENTS: known}, _as_known
+            given, cotangents_of = given | {_COTANGENTS: known}, _known_cotangents
 
-        def of_block(output: Array, mask: Array, given: Given) -> tuple[Any, Array]:
+        def of_block(output: Array, mask: Array, given: TokenArrays) -> tuple[Any, Array]:
             hidden, norm_vjp = jax.vjp(self.norm, norm_params, output)
             total, d_hidden, d_head = self._differentiated(
                 self.objective.reads, cotangents_of, head, hidden, mask, given
@@ -248,15 +248,17 @@ class LossHead(NamedTuple):
             if ahead is not None:
                 score = partial(self._cross_entropy, head)  # of all rows together
                 d_hidden, d_head, sums = ahead(score, hidden, d_hidden, d_head)
-            d_hidden = vary(sum_over(d_hidden, STAGE)).astype(hidden.dtype)
+            d_hidden = mark_varying(sum_over(d_hidden, STAGE)).astype(hidden.dtype)
             d_norm, d_output = norm_vjp(d_hidden)
             return (total, d_norm, d_head, sums), d_output
 
         # Heads ahead read tokens of other blocks: only logits are by blocks then.
         size = self.block_tokens if ahead is None else 0
-        (total, d_norm, d_head, sums), d_output = by_blocks(of_block, size, output, mask, given)
+        (total, d_norm, d_head, sums), d_output = map_token_blocks(
+            of_block, size, output, mask, given
+        )
         total = total if of_segments is None else of_segments
-        return Loss(total, d_output, d_norm, d_head), sums
+        return LossGradients(total, d_output, d_norm, d_head), sums
 
     def _cross_entropy(
         self,
@@ -281,28 +283,32 @@ class LossHead(NamedTuple):
 
     def _differentiated(
         self,
-        reads: tuple[Read, ...],
-        cotangents_of: CotangentsOf,
+        reads: tuple[LogProbSpec, ...],
+        cotangents_of: CotangentFn,
         head: Float[Array, "D v"],
         hidden: Float[Array, "B T D"],
         mask: Float[Array, "B T"],
-        given: Given,
+        given: TokenArrays,
     ) -> tuple[Float[Array, "*sums"] | None, Float[Array, "B T D"], Float[Array, "D v"]]:
         """Sums, and gradients by this stage's columns: of `hidden`, and of the columns."""
 
-        def of_block(hidden: Array, mask: Array, given: Given) -> tuple[Any, Array]:
+        def of_block(hidden: Array, mask: Array, given: TokenArrays) -> tuple[Any, Array]:
             logits = self._logits(hidden, head)
             scores, softmaxes = self._read(logits, reads, given)
             total, cotangents = cotangents_of(scores, mask, given)
             found = zip(reads, softmaxes, cotangents, strict=True)
-            errors = [_error(logits, softmax, read, given, ct) for read, softmax, ct in found]
+            errors = [
+                _logits_cotangent(logits, softmax, read, given, ct) for read, softmax, ct in found
+            ]
             error = sum(errors[1:], start=errors[0])
             error = error if logits.slope is None else error * logits.slope
             error = error.astype(hidden.dtype)
-            d_head = _product("btd,btv->dv", hidden, error)
-            return (total, d_head), _product("btv,dv->btd", error, head)
+            d_head = _einsum_float32("btd,btv->dv", hidden, error)
+            return (total, d_head), _einsum_float32("btv,dv->btd", error, head)
 
-        (total, d_head), d_hidden = by_blocks(of_block, self.block_tokens, hidden, mask, given)
+        (total, d_head), d_hidden = map_token_blocks(
+            of_block, self.block_tokens, hidden, mask, given
+        )
         return total, d_hidden, d_head
 
     # Scores.
@@ -315,31 +321,33 @@ class LossHead(NamedTuple):
         mask = inputs["loss_mask"]
         if self.num_sources:
             given["source_ids"] = jnp.broadcast_to(inputs["source_ids"][:, None], mask.shape)
-        return vary(from_position(output, STAGE, self.last_stage)), mask, given
+        return mark_varying(broadcast_from(output, STAGE, self.last_stage)), mask, given
 
     def _logits(self, hidden: Float[Array, "B T D"], head: Float[Array, "D v"]) -> _Logits:
         num_columns = head.shape[1]
-        logits, slope = _product("btd,dv->btv", hidden, head), None
+        logits, slope = _einsum_float32("btd,dv->btv", hidden, head), None
         if self.logit_scale != 1.0:
             logits, slope = logits * self.logit_scale, self.logit_scale
         if self.logit_cap:
             bent = jnp.tanh(logits / self.logit_cap)
             logits, slope = self.logit_cap * bent, (1.0 - bent * bent) * self.logit_scale
-        column = index_on(STAGE) * num_columns + jnp.arange(num_columns)
+        column = axis_index(STAGE) * num_columns + jnp.arange(num_columns)
         logits = jnp.where(column < self.vocab_size, logits, jnp.finfo(jnp.float32).min)
         return _Logits(logits, slope, column)
 
     def _read(
-        self, logits: _Logits, reads: tuple[Read, ...], given: Given
+        self, logits: _Logits, reads: tuple[LogProbSpec, ...], given: TokenArrays
     ) -> tuple[Scores, tuple[_Softmax, ...]]:
         """Log-probabilities of what is read, and the softmax of each temperature read at."""
         scores, softmaxes, known = [], [], {}
         for read in reads:
             if read.temperature not in known:
-                known[read.temperature] = _softmax(_over(logits.values, read.temperature))
+                known[read.temperature] = _softmax(
+                    _apply_temperature(logits.values, read.temperature)
+                )
             softmax, log = known[read.temperature]
             ids = given[read.ids]
-            picked = _over(_picked(logits, ids), read.temperature)
+            picked = _apply_temperature(_gather_logits(logits, ids), read.temperature)
             scores.append(picked - (log if ids.ndim == 2 else log[..., None]))
             softmaxes.append(softmax)
         return tuple(scores), tuple(softmaxes)
@@ -350,23 +358,23 @@ class LossHead(NamedTuple):
         head: Float[Array, "D v"],
         output: Float[Array, "B T D"],
         mask: Float[Array, "B T"],
-        given: Given,
+        given: TokenArrays,
     ) -> Scores:
         """What the objective reads of each token."""
 
-        def of_block(output: Array, mask: Array, given: Given) -> tuple[None, Scores]:
+        def of_block(output: Array, mask: Array, given: TokenArrays) -> tuple[None, Scores]:
             del mask
             logits = self._logits(self.norm(norm_params, output), head)
             return None, self._read(logits, self.objective.reads, given)[0]
 
-        return by_blocks(of_block, self.block_tokens, output, mask, given)[1]
+        return map_token_blocks(of_block, self.block_tokens, output, mask, given)[1]
 
     def _by_segment(self, scores: Scores, inputs: Any) -> Scores:
         """Sums over the tokens of each segment `[B, S]`, on all devices that have some."""
         mask, ids = inputs["loss_mask"], inputs["segment_ids"]
         count = self.objective.by_segment * inputs[self.objective.normaliser].shape[1]
         of_rows = (segment_sums(each * mask, ids, count) for each in scores)
-        return tuple(vary(sum_over(each, CONTEXT)) for each in of_rows)
+        return tuple(mark_varying(sum_over(each, CONTEXT)) for each in of_rows)
 
     def _of_tokens(
         self,
@@ -374,7 +382,7 @@ class LossHead(NamedTuple):
         scale: Float[Array, ""] | None,
         scores: Scores,
         mask: Float[Array, "B T"],
-        given: Given,
+        given: TokenArrays,
     ) -> tuple[Float[Array, "*sums"], Scores]:
         """Sums, and cotangents of the scores for `scale` times the loss."""
         lost, cotangents, reports = _value_and_grad(objective, scores, given, mask, scale)
@@ -388,35 +396,37 @@ class LossHead(NamedTuple):
         lost, cotangents, reports = _value_and_grad(self.objective, rows, inputs, weight, scale)
         sources = inputs["source_ids"][:, None] if self.num_sources else None
         mask, ids = inputs["loss_mask"], inputs["segment_ids"]
-        of_tokens = tuple(to_tokens(each, ids) * mask for each in cotangents)
-        return self._summed((lost, *reports), of_one_device(weight), sources), of_tokens
+        of_tokens = tuple(broadcast_segments(each, ids) * mask for each in cotangents)
+        return self._summed((lost, *reports), mask_other_devices(weight), sources), of_tokens
 
     def _summed(
         self, values: Scores, weight: Float[Array, "B N"], sources: Int[Array, "B _"] | None
     ) -> Float[Array, "*sums"]:
         weighted = [each * weight for each in values]
         if sources is None:
-            return vary(jnp.stack([each.sum() for each in weighted]))
-        return vary(jnp.stack([by_source(each, self.num_sources, sources) for each in weighted]))
+            return mark_varying(jnp.stack([each.sum() for each in weighted]))
+        return mark_varying(
+            jnp.stack([sum_by_source(each, self.num_sources, sources) for each in weighted])
+        )
 
 
-def _as_known(scores: Scores, mask: Array, given: Given) -> tuple[None, Scores]:
+def _known_cotangents(scores: Scores, mask: Array, given: TokenArrays) -> tuple[None, Scores]:
     """Cotangents that were found before, of the tokens of a block that count."""
     del scores
     return None, tuple(jnp.where(mask != 0, each, 0) for each in given[_COTANGENTS])
 
 
-def of_one_device(values: Float[Array, "B N"]) -> Float[Array, "B N"]:
+def mask_other_devices(values: Float[Array, "B N"]) -> Float[Array, "B N"]:
     """What rows have, on one of the devices that have their tokens; 0 on others."""
-    if size_of(CONTEXT) == 1:
+    if axis_size(CONTEXT) == 1:
         return values
-    return jnp.where(index_on(CONTEXT) == 0, values, 0)
+    return jnp.where(axis_index(CONTEXT) == 0, values, 0)
 
 
 def _value_and_grad(
     objective: Objective,
     scores: Scores,
-    inputs: Given,
+    inputs: TokenArrays,
     weight: Array,
     scale: Float[Array, ""] | None,
 ) -> tuple[Array, Scores, Scores]:
@@ -429,7 +439,7 @@ def _value_and_grad(
         lost, reports = run(scores)
         return lost, (), reports
     # Of scores that are known to be the same on devices jax would sum the cotangents over these.
-    lost, vjp, reports = jax.vjp(run, vary(scores), has_aux=True)
+    lost, vjp, reports = jax.vjp(run, mark_varying(scores), has_aux=True)
     return lost, vjp(weight * scale)[0], reports
 
 
@@ -443,40 +453,40 @@ def _softmax(
     return _Softmax(exponent, normaliser), jnp.log(normaliser) + largest
 
 
-def _over(values: Array, temperature: float) -> Array:
+def _apply_temperature(values: Array, temperature: float) -> Array:
     return values if temperature == 1.0 else values / temperature
 
 
-def _picked(logits: _Logits, ids: Int[Array, "B T *K"]) -> Float[Array, "B T *K"]:
+def _gather_logits(logits: _Logits, ids: Int[Array, "B T *K"]) -> Float[Array, "B T *K"]:
     """Logits of these ids, of which each stage has some."""
     if ids.ndim == 2:
         is_target = logits.column == ids[..., None]
         return sum_over(jnp.where(is_target, logits.values, 0.0).sum(axis=-1), STAGE)
-    place, mine = _places(logits, ids)
+    place, mine = _local_columns(logits, ids)
     found = jnp.take_along_axis(logits.values, jnp.where(mine, place, 0), axis=-1)
     return sum_over(jnp.where(mine, found, 0.0), STAGE)
 
 
-def _places(logits: _Logits, ids: Array) -> tuple[Array, Array]:
+def _local_columns(logits: _Logits, ids: Array) -> tuple[Array, Array]:
     """Of each id its place among this stage's columns, and whether it has one."""
     place = ids - logits.column[0]
     return place, (place >= 0) & (place < logits.column.shape[0])
 
 
-def _error(
+def _logits_cotangent(
     logits: _Logits,
     softmax: _Softmax,
-    read: Read,
-    given: Given,
+    read: LogProbSpec,
+    given: TokenArrays,
     cotangent: Float[Array, "B T *K"],
 ) -> Float[Array, "B T v"]:
     """The cotangent of logits, of that of log-probabilities."""
     ids, share = given[read.ids], softmax.exponent / softmax.normaliser[..., None]
-    cotangent = _over(cotangent, read.temperature)
+    cotangent = _apply_temperature(cotangent, read.temperature)
     if ids.ndim == 2:
         is_target = (logits.column == ids[..., None]).astype(jnp.float32)
         return (share - is_target) * -cotangent[..., None]
-    place, mine = _places(logits, ids)
+    place, mine = _local_columns(logits, ids)
     place = jnp.where(mine, place, logits.column.shape[0])  # out of range: dropped
     rows, tokens = (jnp.arange(size) for size in ids.shape[:2])
     error = -share * cotangent.sum(-1, keepdims=True)
@@ -484,7 +494,7 @@ def _error(
     return error.at[where].add(cotangent, mode="drop")
 
 
-def by_source(
+def sum_by_source(
     values: Float[Array, "B T"], num_sources: int, sources: Int[Array, "B _"]
 ) -> Float[Array, " sources"]:
     """Sums over the tokens of each source."""
@@ -493,7 +503,7 @@ def by_source(
     return jnp.where(mine, values, 0.0).sum((1, 2))
 
 
-def _product(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
+def _einsum_float32(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
     """The einsum, summed in float32. XLA for CPU lacks some such products of bfloat16."""
     multiply = partial(jnp.einsum, equation, preferred_element_type=jnp.float32)
     if a.dtype != jnp.bfloat16:

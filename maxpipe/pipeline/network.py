@@ -10,12 +10,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from maxpipe.pipeline.ahead import Heads, Layers
-from maxpipe.pipeline.layout import Layout
+from maxpipe.pipeline.ahead import MtpFns, MtpLayerFns
+from maxpipe.pipeline.layout import LayerLayout
 from maxpipe.pipeline.objective import CrossEntropy, Objective
 from maxpipe.pipeline.remat import LayerFn, RematPolicy
 from maxpipe.pipeline.slots import Idle
-from maxpipe.pipeline.weights import Gather
+from maxpipe.pipeline.weights import GatherMode
 from maxpipe.schedule.table import Schedule
 
 Tree = Any
@@ -47,7 +47,7 @@ class Network:
     """Scaled logits become `cap * tanh(logits / cap)`. 0: as they are."""
     loss_block_tokens: int = 0
     """Tokens on a device whose logits are in memory at once. 0: those of a microbatch."""
-    ahead: Heads | None = None
+    ahead: MtpFns | None = None
     """Heads for tokens further ahead, which only training computes."""
     num_sources: int = 0
     """Sources of rows of which each has a loss of its own; `source_ids` of a batch say which each
@@ -65,16 +65,16 @@ class Network:
     @property
     def has_layers_ahead(self) -> bool:
         """Whether they are layers, which report what layers do."""
-        return isinstance(self.ahead, Layers)
+        return isinstance(self.ahead, MtpLayerFns)
 
 
 @dataclass(frozen=True)
-class Plan:
+class PipelinePlan:
     """How a network runs on a ring of stages."""
 
     network: Network
-    layout: Layout
-    weight_gather: Gather
+    layout: LayerLayout
+    weight_gather: GatherMode
     keep: RematPolicy
     idle: Idle
     divisions: Tree
@@ -86,7 +86,7 @@ class Plan:
         return jax.tree.map(lambda division: division.trainable, self.divisions)
 
     @property
-    def gather_outside_ring(self) -> Gather:
+    def gather_outside_ring(self) -> GatherMode:
         """When weights outside the ring are gathered: no window holds them."""
         return "step" if self.weight_gather == "visit" else self.weight_gather
 

@@ -19,7 +19,7 @@ from jaxtyping import Float, Int
 Scores = tuple[Array, ...]
 
 
-class Read(NamedTuple):
+class LogProbSpec(NamedTuple):
     """Log-probabilities of tokens, `log softmax(logits / temperature)`, float32."""
 
     ids: str
@@ -27,7 +27,7 @@ class Read(NamedTuple):
     temperature: float = 1.0
 
 
-class Extra(NamedTuple):
+class BatchArraySpec(NamedTuple):
     """An array of a batch that an objective needs, beside those that all batches have."""
 
     shape: tuple[int, ...]
@@ -54,12 +54,12 @@ class Objective(ABC):
     """Names of what is returned beside losses."""
 
     @property
-    def reads(self) -> tuple[Read, ...]:
+    def reads(self) -> tuple[LogProbSpec, ...]:
         """What it is given of each token."""
-        return (Read("targets"),)
+        return (LogProbSpec("targets"),)
 
     @property
-    def arrays(self) -> Mapping[str, Extra]:
+    def arrays(self) -> Mapping[str, BatchArraySpec]:
         """What a batch has for it."""
         return {}
 
@@ -86,25 +86,29 @@ def segment_sums(
     values: Float[Array, "B T"], segment_ids: Int[Array, "B T"], count: int
 ) -> Float[Array, "B S"]:
     """Sums over the tokens of segments 1 to `count`."""
-    return jnp.einsum("bt,bts->bs", values, _of_segment(segment_ids, count))
+    return jnp.einsum("bt,bts->bs", values, _segment_one_hot(segment_ids, count))
 
 
-def to_tokens(values: Float[Array, "B S"], segment_ids: Int[Array, "B T"]) -> Float[Array, "B T"]:
+def broadcast_segments(
+    values: Float[Array, "B S"], segment_ids: Int[Array, "B T"]
+) -> Float[Array, "B T"]:
     """To each token the value of its segment, 0 to those of none: the transpose of the sums."""
-    return jnp.einsum("bs,bts->bt", values, _of_segment(segment_ids, values.shape[1]))
+    return jnp.einsum("bs,bts->bt", values, _segment_one_hot(segment_ids, values.shape[1]))
 
 
-def _of_segment(segment_ids: Int[Array, "B T"], count: int) -> Float[Array, "B T S"]:
+def _segment_one_hot(segment_ids: Int[Array, "B T"], count: int) -> Float[Array, "B T S"]:
     return (segment_ids[..., None] == jnp.arange(1, count + 1)).astype(jnp.float32)
 
 
-def plain_loss(
+def reference_loss(
     objective: Objective, logits: Float[Array, "B T V"], batch: Mapping[str, Array]
 ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
     """The mean loss and reports of whole logits: what every pipelined run is held against."""
     mask = jnp.asarray(batch["loss_mask"], jnp.float32)
     weight = jnp.asarray(batch[objective.normaliser], jnp.float32)
-    scores = tuple(_plain(logits, batch[each.ids], each.temperature) for each in objective.reads)
+    scores = tuple(
+        _reference_log_probs(logits, batch[each.ids], each.temperature) for each in objective.reads
+    )
     if objective.by_segment:
         ids, count = batch["segment_ids"], objective.by_segment * weight.shape[1]
         scores = tuple(segment_sums(score * mask, ids, count) for score in scores)
@@ -114,7 +118,7 @@ def plain_loss(
     return means[0], dict(zip(objective.reported, means[1:], strict=True))
 
 
-def _plain(logits: Array, ids: Array, temperature: float) -> Array:
+def _reference_log_probs(logits: Array, ids: Array, temperature: float) -> Array:
     scores = jax.nn.log_softmax(logits / temperature)
     if ids.ndim == 3:
         return jnp.take_along_axis(scores, ids, axis=-1)

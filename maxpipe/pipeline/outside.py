@@ -31,17 +31,26 @@ from jaxtyping import Bool, Float, Int
 from maxpipe.parallel import stated
 from maxpipe.parallel.mesh import STAGE
 from maxpipe.parallel.per_device import (
-    exchange,
-    from_position,
-    gather_shards,
-    index_on,
-    scatter_sum,
-    size_of,
+    all_gather,
+    all_to_all,
+    axis_index,
+    axis_size,
+    broadcast_from,
+    mark_varying,
+    reduce_scatter,
     sum_over,
-    vary,
 )
-from maxpipe.pipeline.slots import LayerSlots, Reports, SlotRow, Work, microbatch, read, room, write
-from maxpipe.pipeline.weights import WeightSharding, gather, scatter, sum_over_batch
+from maxpipe.pipeline.slots import (
+    LayerSlots,
+    Reports,
+    SlotRow,
+    SlotWork,
+    empty_slots,
+    read_slot,
+    select_microbatch,
+    write_slot,
+)
+from maxpipe.pipeline.weights import WeightSharding, gather_weight, scatter_gradient, sum_gradient
 from maxpipe.schedule.table import IDLE, Schedule
 
 
@@ -60,7 +69,11 @@ class Embedding(NamedTuple):
 
     def hold(self, shard: Float[Array, "v shard"], dtype: jnp.dtype) -> Float[Array, "v d"]:
         """What `lookup` reads."""
-        return vary(shard.astype(dtype)) if self.by_column else gather(shard, self.division, dtype)
+        return (
+            mark_varying(shard.astype(dtype))
+            if self.by_column
+            else gather_weight(shard, self.division, dtype)
+        )
 
     def lookup(
         self, table: Float[Array, "v d"], tokens: Int[Array, "B T"]
@@ -72,7 +85,7 @@ class Embedding(NamedTuple):
         self, table: Float[Array, "v d"], tokens: Int[Array, "P B T"]
     ) -> Float[Array, "B T D"]:
         """The same, to each stage that of its own microbatch."""
-        return self._to_rows(scatter_sum(self._found(table, tokens), STAGE, 0)[0])
+        return self._to_rows(reduce_scatter(self._found(table, tokens), STAGE, 0)[0])
 
     def accumulate(
         self,
@@ -81,7 +94,9 @@ class Embedding(NamedTuple):
         cotangent: Float[Array, "B T D"],
     ) -> Float[Array, "v d"]:
         """Adds stage 0's cotangent to the gradient of what is held, float32."""
-        return self._add(total, tokens, self._to_columns(vary(from_position(cotangent, STAGE, 0))))
+        return self._add(
+            total, tokens, self._to_columns(mark_varying(broadcast_from(cotangent, STAGE, 0)))
+        )
 
     def accumulate_parts(
         self,
@@ -90,7 +105,7 @@ class Embedding(NamedTuple):
         cotangent: Float[Array, "B T D"],
     ) -> Float[Array, "v d"]:
         """Adds a cotangent of which every stage has a part, their sum."""
-        return self._add(total, tokens, self._to_columns(vary(sum_over(cotangent, STAGE))))
+        return self._add(total, tokens, self._to_columns(mark_varying(sum_over(cotangent, STAGE))))
 
     def accumulate_own(
         self,
@@ -100,12 +115,12 @@ class Embedding(NamedTuple):
     ) -> Float[Array, "v d"]:
         """Adds every stage's own cotangent, of its microbatch among all stages' tokens."""
         columns = self._to_columns(cotangent)[None]
-        return self._add(total, tokens, gather_shards(columns, STAGE, 0))
+        return self._add(total, tokens, all_gather(columns, STAGE, 0))
 
     def finish(self, total: Float[Array, "v d"]) -> Float[Array, "v shard"]:
         """Summed over devices, in the form of the stored shard."""
-        total = total if self.by_column else scatter(total, self.division)
-        return sum_over_batch(total, self.division)
+        total = total if self.by_column else scatter_gradient(total, self.division)
+        return sum_gradient(total, self.division)
 
     def _found(
         self, table: Float[Array, "v d"], tokens: Int[Array, "*dims T"]
@@ -121,11 +136,11 @@ class Embedding(NamedTuple):
         row, mine = self._own_rows(tokens, total.shape[0])
         row = jnp.where(mine, row, total.shape[0])  # out of range: dropped
         cotangent = self._scaled(cotangent.astype(total.dtype), cotangent.dtype)
-        return total.at[row].add(vary(cotangent), mode="drop")
+        return total.at[row].add(mark_varying(cotangent), mode="drop")
 
     def _to_rows(self, x: jax.Array) -> jax.Array:
         """This device's columns of all shards' tokens -> all columns of its own tokens."""
-        return exchange(x, self.division.axes, 0, 2) if self.by_column else x
+        return all_to_all(x, self.division.axes, 0, 2) if self.by_column else x
 
     def _to_columns(self, x: jax.Array) -> jax.Array:
         """All columns of this device's tokens -> its own columns of all shards' tokens."""
@@ -133,22 +148,22 @@ class Embedding(NamedTuple):
             return x
         # XLA for TPU takes five times as long to exchange from dim 2 to dim 0.
         axes = self.division.axes
-        return exchange(jnp.concatenate(jnp.split(x, size_of(axes), axis=2)), axes, 0, 0)
+        return all_to_all(jnp.concatenate(jnp.split(x, axis_size(axes), axis=2)), axes, 0, 0)
 
     def _own_rows(
         self, tokens: Int[Array, "*dims T"], num_rows: int
     ) -> tuple[Int[Array, "*found T"], Bool[Array, "*found T"]]:
         """Row of every token that is looked up here, and whether it is held here."""
         if self.by_column:
-            tokens = gather_shards(tokens, self.division.axes, tokens.ndim - 2)
-        row = tokens - index_on(STAGE) * num_rows
+            tokens = all_gather(tokens, self.division.axes, tokens.ndim - 2)
+        row = tokens - axis_index(STAGE) * num_rows
         return jnp.clip(row, 0, num_rows - 1), (row >= 0) & (row < num_rows)
 
 
 Tree = Any
 
 
-class OutsideRow(NamedTuple):
+class PrologueRow(NamedTuple):
     """One tick as all stages see it; columns of `table.Outside`."""
 
     forward: Any
@@ -157,7 +172,7 @@ class OutsideRow(NamedTuple):
     backward_slot: Any
 
 
-class OutsideBuffers(NamedTuple):
+class PrologueBuffers(NamedTuple):
     """What rounds leave between their forward and their backward."""
 
     waiting: Float[Array, "slots B T D"]
@@ -169,7 +184,7 @@ class OutsideBuffers(NamedTuple):
 
 
 @dataclass(frozen=True)
-class OutsideLayers:
+class PrologueLayers:
     """Runs the layers in front of the ring."""
 
     slots: LayerSlots
@@ -186,21 +201,21 @@ class OutsideLayers:
     table: Float[Array, "v d"]
     """What the embedding looks up."""
 
-    def buffers(self, like: Float[Array, "B T D"]) -> OutsideBuffers:
+    def buffers(self, like: Float[Array, "B T D"]) -> PrologueBuffers:
         """Empty slots for rounds, `like` one activation."""
         count = self.schedule.outside.num_slots
         trains = self.schedule.trains
         stash = self.slots.empty_stash(self.pieces, count, like) if trains else []
         reports = self.slots.empty_reports(self.pieces) if trains else None
-        return OutsideBuffers(room(count, like), stash, reports)
+        return PrologueBuffers(empty_slots(count, like), stash, reports)
 
     def zeros(self) -> Tree:
         """Empty gradient accumulators of the layers."""
         return {kind: each.zeros(self.held[kind]) for kind, each in self.slots.weights.items()}
 
     def enter(
-        self, buffers: OutsideBuffers, row: OutsideRow, entering: Int[Array, ""]
-    ) -> tuple[Float[Array, "B T D"], OutsideBuffers]:
+        self, buffers: PrologueBuffers, row: PrologueRow, entering: Int[Array, ""]
+    ) -> tuple[Float[Array, "B T D"], PrologueBuffers]:
         """The microbatch that enters the ring, after the round that starts with it.
 
         `entering` is its number, or negative for none.
@@ -211,7 +226,7 @@ class OutsideLayers:
             tokens = self.batch["tokens"][self._members(row.forward)]
             x = lax.cond(
                 starts,
-                lambda: vary(self.embedding.lookup_own(self.table, tokens)),
+                lambda: mark_varying(self.embedding.lookup_own(self.table, tokens)),
                 lambda: nothing,
             )
         work = self._work(row.forward, row.forward_slot)
@@ -228,21 +243,21 @@ class OutsideLayers:
         with jax.named_scope(stated.SEND):
             output = lax.cond(
                 entering >= 0,
-                lambda mine: vary(from_position(mine, STAGE, self._owner(entering))),
+                lambda mine: mark_varying(broadcast_from(mine, STAGE, self._owner(entering))),
                 lambda mine: nothing,
-                read(waiting, row.forward_slot),
+                read_slot(waiting, row.forward_slot),
             )
-        return output, OutsideBuffers(waiting, stash, reports)
+        return output, PrologueBuffers(waiting, stash, reports)
 
     def leave(
         self,
-        buffers: OutsideBuffers,
-        row: OutsideRow,
+        buffers: PrologueBuffers,
+        row: PrologueRow,
         returning: Int[Array, ""],
         cotangent: Float[Array, "B T D"],
         totals: Tree,
         embedding: Float[Array, "v d"] | None,
-    ) -> tuple[OutsideBuffers, Tree, Float[Array, "v d"] | None]:
+    ) -> tuple[PrologueBuffers, Tree, Float[Array, "v d"] | None]:
         """Takes stage 0's cotangent of the microbatch that is back, and the round it completes.
 
         `totals` and `embedding` are the gradients of the layers and of the embedding so far, None
@@ -251,15 +266,15 @@ class OutsideLayers:
         with jax.named_scope(stated.SEND):
             arrived = lax.cond(
                 returning >= 0,
-                lambda cotangent: vary(from_position(cotangent, STAGE, 0)),
+                lambda cotangent: mark_varying(broadcast_from(cotangent, STAGE, 0)),
                 jnp.zeros_like,
                 cotangent,
             )
-        mine = (returning >= 0) & (index_on(STAGE) == self._owner(returning))
+        mine = (returning >= 0) & (axis_index(STAGE) == self._owner(returning))
         waiting = _put(buffers.waiting, row.backward_slot, arrived, mine)
         work = self._work(row.backward, row.backward_slot)
         assert work.exists is not None
-        d_output = jnp.where(work.exists, read(waiting, row.backward_slot), 0)
+        d_output = jnp.where(work.exists, read_slot(waiting, row.backward_slot), 0)
         with jax.named_scope(stated.BACKWARD):
             d_input, totals = self.slots.backward(
                 self.pieces, self.held, work, d_output, buffers.stash, totals
@@ -270,7 +285,7 @@ class OutsideLayers:
         with jax.named_scope(stated.EMBED_GRAD):
             embedding = lax.cond(
                 row.backward >= 0,
-                lambda total: vary(self.embedding.accumulate_own(total, tokens, d_input)),
+                lambda total: mark_varying(self.embedding.accumulate_own(total, tokens, d_input)),
                 lambda total: total,
                 embedding,
             )
@@ -287,7 +302,7 @@ class OutsideLayers:
 
     def _own(self, number: jax.Array) -> jax.Array:
         """This stage's microbatch of a round."""
-        return jnp.maximum(number, 0) * self.schedule.num_stages + index_on(STAGE)
+        return jnp.maximum(number, 0) * self.schedule.num_stages + axis_index(STAGE)
 
     def _members(self, number: jax.Array) -> jax.Array:
         """int `[P]`: microbatches of a round; where it is short, the last one again."""
@@ -295,26 +310,26 @@ class OutsideLayers:
         members = first + jnp.arange(self.schedule.num_stages)
         return jnp.minimum(members, self.schedule.num_microbatches - 1)
 
-    def _work(self, number: jax.Array, slot: jax.Array) -> Work:
+    def _work(self, number: jax.Array, slot: jax.Array) -> SlotWork:
         """A round on this stage; every stage does the same.
 
         The last round may be short: what has no microbatch works on another one's for nothing.
         """
         own = jnp.minimum(self._own(number), self.schedule.num_microbatches - 1)
         exists = self._own(number) < self.schedule.num_microbatches
-        none, runs, layout = vary(jnp.int32(0)), number >= 0, self.slots.layout
+        none, runs, layout = mark_varying(jnp.int32(0)), number >= 0, self.slots.layout
         row = SlotRow(jnp.where(runs, own, IDLE), none, none, slot, none, none, none, any_work=runs)
         size = jnp.where(runs, layout.layers_per_chunk, 0)
-        return Work(
+        return SlotWork(
             row,
             chunk=none,
             gradient=none,
             first=none,
             size=size,
             trips=size,
-            inputs=microbatch(self.batch, own),
-            kinds=vary(jnp.asarray(layout.kind_at[0, 0])),
-            places=vary(jnp.asarray(layout.place_at[0, 0])),
+            inputs=select_microbatch(self.batch, own),
+            kinds=mark_varying(jnp.asarray(layout.kind_at[0, 0])),
+            places=mark_varying(jnp.asarray(layout.place_at[0, 0])),
             seeds=jax.tree.map(lambda seed: jnp.where(exists, seed, 0), self.seeds),
             exists=exists,
         )
@@ -322,4 +337,4 @@ class OutsideLayers:
 
 def _put(buffer: jax.Array, slot: jax.Array, value: jax.Array, counts: jax.Array) -> jax.Array:
     """The buffer with the value in a slot, where it counts."""
-    return write(buffer, slot, jnp.where(counts, value, read(buffer, slot)))
+    return write_slot(buffer, slot, jnp.where(counts, value, read_slot(buffer, slot)))

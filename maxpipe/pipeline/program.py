@@ -16,35 +16,50 @@ from jax import lax
 
 from maxpipe.parallel import stated
 from maxpipe.parallel.mesh import STAGE, TOKEN_AXES
-from maxpipe.parallel.per_device import from_position, index_on, shift, sum_over, vary
+from maxpipe.parallel.per_device import (
+    axis_index,
+    broadcast_from,
+    mark_varying,
+    ring_shift,
+    sum_over,
+)
 from maxpipe.pipeline import ahead
-from maxpipe.pipeline.ahead import HeadsAhead
-from maxpipe.pipeline.carry import Buffers, Gradients, Row, Table, run_visits
+from maxpipe.pipeline.ahead import MtpLossHeads
+from maxpipe.pipeline.carry import Buffers, Gradients, TickRow, TickTable, run_weight_windows
 from maxpipe.pipeline.loss_head import LossHead
-from maxpipe.pipeline.network import Plan
-from maxpipe.pipeline.outside import Embedding, OutsideLayers
-from maxpipe.pipeline.slots import LayerSlots, Reports, SlotRow, Work, microbatch, read, room, write
-from maxpipe.pipeline.weights import LayerWeights, owned, sum_over_batch, trained
+from maxpipe.pipeline.network import PipelinePlan
+from maxpipe.pipeline.outside import Embedding, PrologueLayers
+from maxpipe.pipeline.slots import (
+    LayerSlots,
+    Reports,
+    SlotRow,
+    SlotWork,
+    empty_slots,
+    read_slot,
+    select_microbatch,
+    write_slot,
+)
+from maxpipe.pipeline.weights import LayerWeights, select_trainable, sum_gradient, zero1_shard
 from maxpipe.schedule.table import Schedule
 
 Tree = Any
-Reader = Callable[[LossHead, Tree, Any, jax.Array, Tree], Tree]
+OutputReader = Callable[[LossHead, Tree, Any, jax.Array, Tree], Tree]
 """(loss head, final norm, its columns, output of the last layer, microbatch) -> arrays `[B, ...]`.
 """
 
 
-class Program:
+class StepProgram:
     """One step on one device."""
 
     def __init__(
         self,
-        plan: Plan,
+        plan: PipelinePlan,
         schedule: Schedule,
         params: Tree,
         batch: Tree,
         key: jax.Array | None,
         scale: jax.Array | None,
-        reader: Reader | None = None,
+        reader: OutputReader | None = None,
         by_token: jax.Array | None = None,
     ):
         """`scale` multiplies the gradients, `by_token` those of losses of the layers, which are
@@ -59,12 +74,14 @@ class Program:
             else {name: weight * by_token for name, weight in plan.network.loss_weights.items()}
         )
         self.plan, self.schedule, self.network = plan, schedule, plan.network
-        self.stage = index_on(STAGE)
-        self.batch = jax.tree.map(partial(_cut, schedule.num_microbatches), vary(batch))
+        self.stage = axis_index(STAGE)
+        self.batch = jax.tree.map(
+            partial(_split_microbatches, schedule.num_microbatches), mark_varying(batch)
+        )
         # A window that has room for all chunks is never refilled: every chunk stays.
         self.by_visit = schedule.visits.num_window > 0 and plan.weight_gather == "visit"
         self._hold_ends(params)
-        key = None if key is None else vary(key)
+        key = None if key is None else mark_varying(key)
         self.ahead = self._ahead(params["ahead"], key) if plan.has_heads_ahead(schedule) else None
         self._hold_layers(params["layers"], key)
         self.outside = self._outside(params["outside"], key) if "outside" in params else None
@@ -74,7 +91,9 @@ class Program:
         table, of_table = params["embedding"], divisions["embedding"]
         self.embedding = Embedding(of_table, self.network.embed_scale)
         self.table = self.embedding.hold(table, dtype)
-        self.final_norm = jax.tree.map(lambda leaf: vary(leaf.astype(dtype)), params["final_norm"])
+        self.final_norm = jax.tree.map(
+            lambda leaf: mark_varying(leaf.astype(dtype)), params["final_norm"]
+        )
         self.tied = "head" not in params
         head, of_head = (
             (table.T, of_table.turned) if self.tied else (params["head"], divisions["head"])
@@ -95,12 +114,12 @@ class Program:
             network.num_sources,
         )
 
-    def _ahead(self, params: Tree, key: jax.Array | None) -> HeadsAhead:
+    def _ahead(self, params: Tree, key: jax.Array | None) -> MtpLossHeads:
         plan, network = self.plan, self.network
-        divisions = _of_one_layer(plan.divisions["ahead"], num_stacked=1)
+        divisions = _unstacked_shardings(plan.divisions["ahead"], num_stacked=1)
         weights = LayerWeights(plan.gather_outside_ring, divisions, network.compute_dtype)
         assert network.ahead is not None
-        return HeadsAhead(
+        return MtpLossHeads(
             network.ahead,
             weights,
             weights.hold(params),
@@ -116,7 +135,7 @@ class Program:
         mode = "step" if mode == "visit" and not self.by_visit else mode
         # Stacked dims [R, 1, L] of this stage become one.
         self.weights = {
-            kind: LayerWeights(mode, _of_one_layer(divisions, num_stacked=3), dtype)
+            kind: LayerWeights(mode, _unstacked_shardings(divisions, num_stacked=3), dtype)
             for kind, divisions in plan.divisions["layers"].items()
         }
         flat = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[3:]), params)
@@ -136,12 +155,12 @@ class Program:
             halves = self.schedule.mixed
             self.pieces = self.slots.pieces(held, like, inputs, self.seeds, halves=halves)
 
-    def _outside(self, params: Tree, key: jax.Array | None) -> OutsideLayers:
+    def _outside(self, params: Tree, key: jax.Array | None) -> PrologueLayers:
         """The layers in front of the ring: one chunk that every stage holds."""
         plan, trains = self.plan, self.schedule.trains
         mode, dtype = plan.gather_outside_ring, self.network.compute_dtype
         weights = {
-            kind: LayerWeights(mode, _of_one_layer(divisions, num_stacked=1), dtype)
+            kind: LayerWeights(mode, _unstacked_shardings(divisions, num_stacked=1), dtype)
             for kind, divisions in plan.divisions["outside"].items()
         }
         held = {kind: weights[kind].hold(params[kind]) for kind in params}
@@ -152,7 +171,7 @@ class Program:
             like, inputs = self._activation(), self._first_inputs()
             pieces = slots.pieces(held, like, inputs, self.seeds, halves=False)
         ends = (self.embedding, self.table)
-        return OutsideLayers(slots, held, self.schedule, self.batch, pieces, self.seeds, *ends)
+        return PrologueLayers(slots, held, self.schedule, self.batch, pieces, self.seeds, *ends)
 
     def _window(self, num_chunks: int) -> Tree:
         return {
@@ -169,11 +188,11 @@ class Program:
     def _activation(self) -> jax.Array:
         """An empty message `[B, T, D]`."""
         like = jax.eval_shape(self.embedding.lookup, self.table, self.batch["tokens"][0])
-        return vary(lax.empty(like.shape, like.dtype))
+        return mark_varying(lax.empty(like.shape, like.dtype))
 
     def _first_inputs(self) -> Tree:
         """The arrays of a microbatch, where their shapes are read."""
-        return microbatch(self.batch, vary(jnp.int32(0)))
+        return select_microbatch(self.batch, mark_varying(jnp.int32(0)))
 
     def buffers(self) -> Buffers:
         """Everything empty, at the sizes that the table declares."""
@@ -192,22 +211,24 @@ class Program:
             gradients = Gradients(
                 wide(self.table) if self.embedding.division.trainable else None,
                 {kind: weights.zeros(self.held[kind]) for kind, weights in self.weights.items()},
-                jax.tree.map(wide, trained(self.final_norm, self.plan.trainable["final_norm"])),
+                jax.tree.map(
+                    wide, select_trainable(self.final_norm, self.plan.trainable["final_norm"])
+                ),
                 self.head_weights.zeros(self.head),
                 self.outside and self.outside.zeros(),
                 self.ahead and self.ahead.zeros(),
             )
         return Buffers(
-            inbox=room(schedule.num_inbox, empty),
+            inbox=empty_slots(schedule.num_inbox, empty),
             stash=stash,
             deferred=deferred,
             sent=dict.fromkeys(self._ports_between_ticks(), empty),
             window=self._window(visits.num_window) if self.by_visit else None,
             partial=sums,
             outside=self.outside and self.outside.buffers(empty),
-            gradients=vary(gradients),
+            gradients=mark_varying(gradients),
             reports=reports,
-            loss=vary(jnp.zeros(self.network.sums_shape)),
+            loss=mark_varying(jnp.zeros(self.network.sums_shape)),
             rows=self._empty_rows(empty),
             ahead=self.ahead and self.ahead.nothing_found(empty, self._first_inputs()),
         )
@@ -222,11 +243,11 @@ class Program:
 
     # A tick.
 
-    def tick(self, carry: Buffers, row: Row) -> Buffers:
+    def tick(self, carry: Buffers, row: TickRow) -> Buffers:
         """One tick."""
         return self._mixed_tick(carry, row) if self.schedule.mixed else self._typed_tick(carry, row)
 
-    def _typed_tick(self, carry: Buffers, row: Row) -> Buffers:
+    def _typed_tick(self, carry: Buffers, row: TickRow) -> Buffers:
         """Forward slot, loss head, backward slot.
 
         The cotangent sent in the last tick travels while the forward slot computes, the activation
@@ -252,7 +273,7 @@ class Program:
         carry = self._receive(carry, row, self._stay(sent), "FB")
         return carry._replace(sent={port: sent[port] for port in carry.sent})
 
-    def _mixed_tick(self, carry: Buffers, row: Row) -> Buffers:
+    def _mixed_tick(self, carry: Buffers, row: TickRow) -> Buffers:
         """One action of any kind; all that joins the stages stands before or after it."""
         delayed = self.schedule.delayed
         travelling = self._send(carry.sent) if delayed else {}
@@ -274,7 +295,7 @@ class Program:
         ways = enumerate(self.schedule.arrivals)
         with jax.named_scope(stated.SEND):
             return {
-                number: shift(outputs[way.port], STAGE, way.step, self.schedule.num_stages)
+                number: ring_shift(outputs[way.port], STAGE, way.step, self.schedule.num_stages)
                 for number, way in ways
                 if way.step and way.port in outputs
             }
@@ -288,26 +309,26 @@ class Program:
         }
 
     def _receive(
-        self, carry: Buffers, row: Row, messages: dict[int, jax.Array], ports: str
+        self, carry: Buffers, row: TickRow, messages: dict[int, jax.Array], ports: str
     ) -> Buffers:
         """Puts the messages of these ports into the inbox."""
         inbox = carry.inbox
         for number, message in messages.items():
             if self.schedule.arrivals[number].port in ports:
-                inbox = write(inbox, row.arrivals[number], message)
+                inbox = write_slot(inbox, row.arrivals[number], message)
         return carry._replace(inbox=inbox)
 
     # Slots.
 
-    def _work(self, row: SlotRow) -> Work:
+    def _work(self, row: SlotRow) -> SlotWork:
         return self.slots.work(row, self.batch, self.seeds)
 
     def _held(self, carry: Buffers) -> Tree:
         return carry.window if self.by_visit else self.held
 
-    def _forward_slot(self, carry: Buffers, row: Row) -> tuple[jax.Array, Buffers]:
+    def _forward_slot(self, carry: Buffers, row: TickRow) -> tuple[jax.Array, Buffers]:
         """The chunk's output; what the backward slot will need goes to the stash."""
-        x, carry = self._enter(carry, row, read(carry.inbox, row.forward.inbox))
+        x, carry = self._enter(carry, row, read_slot(carry.inbox, row.forward.inbox))
         work, held = self._work(row.forward), self._held(carry)
         with jax.named_scope(stated.FORWARD):
             if not self.schedule.trains:
@@ -318,27 +339,27 @@ class Program:
             )
         return x, carry._replace(stash=stash, reports=reports)
 
-    def _backward_slot(self, carry: Buffers, row: Row) -> tuple[jax.Array, Buffers]:
+    def _backward_slot(self, carry: Buffers, row: TickRow) -> tuple[jax.Array, Buffers]:
         """Both gradients of a chunk."""
         work = self._work(row.backward)
-        cotangent = read(carry.inbox, row.backward.inbox)
+        cotangent = read_slot(carry.inbox, row.backward.inbox)
         with jax.named_scope(stated.BACKWARD):
             d_input, totals = self.slots.backward(
                 self.pieces, self._held(carry), work, cotangent, carry.stash, self._totals(carry)
             )
         return d_input, self._with_totals(carry, totals)
 
-    def _input_grad_slot(self, carry: Buffers, row: Row) -> tuple[jax.Array, Buffers]:
+    def _input_grad_slot(self, carry: Buffers, row: TickRow) -> tuple[jax.Array, Buffers]:
         """The gradient of a chunk's input; what its weights' gradients need is deferred."""
         work = self._work(row.backward)
-        cotangent = read(carry.inbox, row.backward.inbox)
+        cotangent = read_slot(carry.inbox, row.backward.inbox)
         with jax.named_scope(stated.INPUT_GRAD):
             d_input, deferred = self.slots.input_grad(
                 self.pieces, self._held(carry), work, cotangent, carry.stash, carry.deferred
             )
         return d_input, carry._replace(deferred=deferred)
 
-    def _weight_grad_slot(self, carry: Buffers, row: Row) -> Buffers:
+    def _weight_grad_slot(self, carry: Buffers, row: TickRow) -> Buffers:
         """The gradients of a chunk's weights, from what was deferred."""
         work = self._work(row.weight)
         with jax.named_scope(stated.WEIGHT_GRAD):
@@ -358,15 +379,15 @@ class Program:
 
     # The two ends of the network.
 
-    def _enter(self, carry: Buffers, row: Row, x: jax.Array) -> tuple[jax.Array, Buffers]:
+    def _enter(self, carry: Buffers, row: TickRow, x: jax.Array) -> tuple[jax.Array, Buffers]:
         """`x`, or in the first chunk the microbatch that enters the network."""
         is_first = (self.stage == 0) & (row.forward.repeat == 0)
         if self.outside is not None:
             assert carry.outside is not None
-            with jax.named_scope(stated.OUTSIDE):
+            with jax.named_scope(stated.PROLOGUE):
                 entering, outside = self.outside.enter(carry.outside, row.outside, row.embed)
             return jnp.where(is_first, entering, x), carry._replace(outside=outside)
-        tokens = read(self.batch["tokens"], jnp.maximum(row.embed, 0))
+        tokens = read_slot(self.batch["tokens"], jnp.maximum(row.embed, 0))
 
         def enter(x: jax.Array) -> jax.Array:
             return jnp.where(is_first, self.embedding.lookup(self.table, tokens), x)
@@ -374,13 +395,13 @@ class Program:
         with jax.named_scope(stated.EMBED):
             return lax.cond(row.embed >= 0, enter, lambda x: x, x), carry
 
-    def _embed_grad(self, carry: Buffers, row: Row, d_input: jax.Array) -> Buffers:
+    def _embed_grad(self, carry: Buffers, row: TickRow, d_input: jax.Array) -> Buffers:
         """Adds the gradients of what is in front of the first chunk."""
         gradients = carry.gradients
         assert gradients is not None
         if self.outside is not None:
             assert carry.outside is not None
-            with jax.named_scope(stated.OUTSIDE):
+            with jax.named_scope(stated.PROLOGUE):
                 outside, layers, embedding = self.outside.leave(
                     carry.outside,
                     row.outside,
@@ -393,7 +414,7 @@ class Program:
             return carry._replace(outside=outside, gradients=gradients)
         if gradients.embedding is None:
             return carry
-        tokens = read(self.batch["tokens"], jnp.maximum(row.embed_grad, 0))
+        tokens = read_slot(self.batch["tokens"], jnp.maximum(row.embed_grad, 0))
         with jax.named_scope(stated.EMBED_GRAD):
             embedding = lax.cond(
                 row.embed_grad >= 0,
@@ -403,19 +424,19 @@ class Program:
             )
         return carry._replace(gradients=gradients._replace(embedding=embedding))
 
-    def _loss(self, carry: Buffers, row: Row, output: jax.Array) -> jax.Array:
+    def _loss(self, carry: Buffers, row: TickRow, output: jax.Array) -> jax.Array:
         def work(loss: jax.Array) -> jax.Array:
             return loss + self.loss_head.loss(*self._head_inputs(row.loss, output))
 
         with jax.named_scope(stated.HEAD):
             return lax.cond(row.loss >= 0, work, lambda loss: loss, carry.loss)
 
-    def _rows(self, carry: Buffers, row: Row, output: jax.Array, reader: Reader) -> Tree:
+    def _rows(self, carry: Buffers, row: TickRow, output: jax.Array, reader: OutputReader) -> Tree:
         """With what is read of the leaving microbatch."""
 
         def work(rows: Tree) -> Tree:
             found = reader(self.loss_head, *self._head_inputs(row.loss, output))
-            return jax.tree.map(lambda whole, own: write(whole, row.loss, own), rows, found)
+            return jax.tree.map(lambda whole, own: write_slot(whole, row.loss, own), rows, found)
 
         with jax.named_scope(stated.HEAD):
             return lax.cond(row.loss >= 0, work, lambda rows: rows, carry.rows)
@@ -426,21 +447,21 @@ class Program:
         like = jax.eval_shape(
             lambda: reader(self.loss_head, *self._head_inputs(jnp.int32(0), empty))
         )
-        return jax.tree.map(lambda leaf: room(self.schedule.num_microbatches, leaf), like)
+        return jax.tree.map(lambda leaf: empty_slots(self.schedule.num_microbatches, leaf), like)
 
     def _head_inputs(
         self, number: jax.Array, output: jax.Array
     ) -> tuple[Tree, Any, jax.Array, Tree]:
-        inputs = microbatch(self.batch, number)
+        inputs = select_microbatch(self.batch, number)
         head = self.head_weights.layer(self.head, 0)
         return self.final_norm, head, output, inputs
 
-    def _loss_and_grad(self, carry: Buffers, row: Row, output: jax.Array) -> Buffers:
+    def _loss_and_grad(self, carry: Buffers, row: TickRow, output: jax.Array) -> Buffers:
         """Adds the leaving microbatch's loss; its cotangent goes to the inbox."""
         gradients, scale = carry.gradients, self.scale
         assert gradients is not None and scale is not None
 
-        def work(loss: jax.Array, norm: Tree, head: jax.Array, sums: ahead.Sums | None):
+        def work(loss: jax.Array, norm: Tree, head: jax.Array, sums: ahead.MtpTotals | None):
             given = self._head_inputs(row.loss, output)
             add = None
             if self.ahead is not None and sums is not None:
@@ -449,12 +470,12 @@ class Program:
             found, sums = self.loss_head.loss_and_grad(*given, scale, add)
             # Of what is frozen nothing reads the gradient: it is not computed.
             norm = jax.tree.map(
-                jnp.add, norm, trained(found.norm, self.plan.trainable["final_norm"])
+                jnp.add, norm, select_trainable(found.norm, self.plan.trainable["final_norm"])
             )
             head = self.head_weights.accumulate(head, 0, found.head)
             return found.output, loss + found.sums, norm, head, sums
 
-        def rest(loss: jax.Array, norm: Tree, head: jax.Array, sums: ahead.Sums | None):
+        def rest(loss: jax.Array, norm: Tree, head: jax.Array, sums: ahead.MtpTotals | None):
             return jnp.zeros_like(output), loss, norm, head, sums
 
         sums = self._sums_ahead(carry, gradients)
@@ -471,25 +492,25 @@ class Program:
         return carry._replace(
             loss=loss,
             gradients=gradients._replace(final_norm=norm, head=head),
-            inbox=write(carry.inbox, row.arrivals[place], cotangent),
+            inbox=write_slot(carry.inbox, row.arrivals[place], cotangent),
         )
 
-    def _sums_ahead(self, carry: Buffers, gradients: Gradients) -> ahead.Sums | None:
+    def _sums_ahead(self, carry: Buffers, gradients: Gradients) -> ahead.MtpTotals | None:
         if self.ahead is None:
             return None
         assert carry.ahead is not None
         table = gradients.embedding if self.ahead.reads_embedding else None
-        return ahead.Sums(carry.ahead, gradients.ahead, table)
+        return ahead.MtpTotals(carry.ahead, gradients.ahead, table)
 
     # Ticks in order.
 
-    def run(self, table: Table) -> Buffers:
+    def run(self, table: TickTable) -> Buffers:
         """All ticks."""
         table = table.of_this_stage()
         if self.by_visit:
-            return run_visits(self, table)
+            return run_weight_windows(self, table)
 
-        def body(carry: Buffers, row: Row) -> tuple[Buffers, None]:
+        def body(carry: Buffers, row: TickRow) -> tuple[Buffers, None]:
             return self.tick(carry, row), None
 
         return lax.scan(body, self.buffers(), table.rows)[0]
@@ -501,9 +522,9 @@ class Program:
             for kind, weights in self.weights.items()
         }
         # Every stage computed the same gradient of the final norm; one counts.
-        divisions = trained(self.plan.divisions, self.plan.trainable)
+        divisions = select_trainable(self.plan.divisions, self.plan.trainable)
         final_norm = jax.tree.map(
-            lambda leaf, division: sum_over_batch(from_position(leaf, STAGE, 0), division),
+            lambda leaf, division: sum_gradient(broadcast_from(leaf, STAGE, 0), division),
             gradients.final_norm,
             divisions.get("final_norm", {}),
         )
@@ -518,7 +539,7 @@ class Program:
             head = self.head_weights.finish(gradients.head)[0]
             name = "embedding" if self.tied else "head"
             found[name] = found[name] + head.T if self.tied else head
-        return jax.tree.map(owned, trained(found, self.plan.trainable), divisions)
+        return jax.tree.map(zero1_shard, select_trainable(found, self.plan.trainable), divisions)
 
     def finish_reports(self, carry: Buffers) -> Reports:
         """Losses of all layers and rows; statistics of each layer, summed over all rows.
@@ -541,7 +562,7 @@ class Program:
             )
             for name, loss in front.losses.items():
                 losses[name] = losses.get(name, 0.0) + sum_over(loss, STAGE)
-        found = ahead.joined(Reports(losses, statistics), carry.ahead)
+        found = ahead.merge_reports(Reports(losses, statistics), carry.ahead)
         return jax.tree.map(lambda leaf: sum_over(leaf, TOKEN_AXES), found)
 
     def _stacked(self, kind: str, tree: Tree) -> Tree:
@@ -550,11 +571,11 @@ class Program:
         return jax.tree.map(lambda leaf: leaf.reshape(repeats, 1, length, *leaf.shape[1:]), tree)
 
 
-def _of_one_layer(divisions: Tree, *, num_stacked: int) -> Tree:
+def _unstacked_shardings(divisions: Tree, *, num_stacked: int) -> Tree:
     """Divisions of one layer's weights, from those of weights with `num_stacked` dims in front."""
     return jax.tree.map(lambda division: division.of_one(num_stacked), divisions)
 
 
-def _cut(num_microbatches: int, rows: jax.Array) -> jax.Array:
+def _split_microbatches(num_microbatches: int, rows: jax.Array) -> jax.Array:
     """This device's rows `[M * B, ...]` as microbatches `[M, B, ...]`."""
     return rows.reshape(num_microbatches, -1, *rows.shape[1:])

@@ -31,13 +31,13 @@ import numpy as np
 from scipy.sparse import coo_matrix
 from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
-from maxpipe.parallel.low_precision import is_rounded
-from maxpipe.parallel.per_device import vary
-from maxpipe.pipeline.weights import joined, trained
+from maxpipe.parallel.low_precision import is_quantized_weight
+from maxpipe.parallel.per_device import mark_varying
+from maxpipe.pipeline.weights import replace_subtree, select_trainable
 
 Arrays = Sequence[Any]
 
-_CALLS = {
+_CALL_PRIMITIVES = {
     "jit",
     "pjit",
     "closed_call",
@@ -49,7 +49,7 @@ _CALLS = {
 }
 """Equations that only wrap a program; they are opened, so that it can be cut."""
 
-_DEAR = {
+_EXPENSIVE_PRIMITIVES = {
     "dot_general",
     "ragged_dot",
     "ragged_dot_general",
@@ -77,7 +77,7 @@ _DEAR = {
 
 
 @dataclass(frozen=True)
-class Halves:
+class SplitProgram:
     """A program in two parts; `kept` is what goes from the first to the second."""
 
     first: Callable[[Arrays], tuple[list[Any], list[Any]]]
@@ -88,20 +88,20 @@ class Halves:
     """Abstract value of each kept array."""
 
 
-def split(
+def split_program(
     program: jex.ClosedJaxpr, *, first_outputs: Sequence[int], free_inputs: Sequence[int]
-) -> Halves:
+) -> SplitProgram:
     """Parts of `program`: the first computes `first_outputs`, the second all other outputs.
 
     `free_inputs` are given to both parts and cost nothing to keep.
     """
-    flat = Flat(program)
+    flat = FlatJaxpr(program)
     chosen = [flat.outputs[i] for i in first_outputs]
     others = [out for i, out in enumerate(flat.outputs) if i not in set(first_outputs)]
     early = flat.needed(chosen)
     late = [e for e in sorted(flat.needed(others)) if e not in early]
     free = [flat.inputs[i] for i in free_inputs]
-    kept, again = _cut(flat, early, late, others, free)
+    kept, again = _min_cut(flat, early, late, others, free)
     second = sorted({*again, *late})
 
     def run_first(arguments: Arrays) -> tuple[list[Any], list[Any]]:
@@ -115,10 +115,10 @@ def split(
         flat.run(second, env)
         return [env[v] for v in others]
 
-    return Halves(run_first, run_second, tuple(flat.aval[v] for v in kept))
+    return SplitProgram(run_first, run_second, tuple(flat.aval[v] for v in kept))
 
 
-class Flat:
+class FlatJaxpr:
     """A program without wrapping calls: equations over numbered values."""
 
     def __init__(self, program: jex.ClosedJaxpr):
@@ -201,7 +201,7 @@ class Flat:
         """Evaluate these equations in order."""
         for index in equations:
             equation, inputs, outputs = self.equations[index]
-            if equation.primitive.name == "pvary" and _varies(env[inputs[0]], equation):
+            if equation.primitive.name == "pvary" and _is_marked_varying(env[inputs[0]], equation):
                 env[outputs[0]] = env[inputs[0]]
                 continue
             parameters: Any = equation.primitive.get_bind_params(equation.params)
@@ -214,7 +214,7 @@ class Flat:
             env.update(zip(outputs, found, strict=True))
 
 
-def _varies(value: Any, mark: jex.JaxprEqn) -> bool:
+def _is_marked_varying(value: Any, mark: jex.JaxprEqn) -> bool:
     """Whether a value is marked already as different on each device, as one that was kept is."""
     kind: Any = jax.typeof(value)
     known = kind.vma if hasattr(kind, "vma") else kind.manual_axis_type.varying
@@ -223,7 +223,7 @@ def _varies(value: Any, mark: jex.JaxprEqn) -> bool:
 
 def _inner_program(equation: jex.JaxprEqn) -> tuple[Any, Sequence[Any]] | None:
     """(jaxpr, constants) that a wrapping equation calls with its own inputs."""
-    if equation.primitive.name not in _CALLS:
+    if equation.primitive.name not in _CALL_PRIMITIVES:
         return None
     inner = equation.params.get("jaxpr") or equation.params.get("call_jaxpr")
     if inner is None:
@@ -233,12 +233,12 @@ def _inner_program(equation: jex.JaxprEqn) -> tuple[Any, Sequence[Any]] | None:
     return inner, ()
 
 
-_UNBOUNDED = 2**31 - 1
+_INFINITE_CAPACITY = 2**31 - 1
 """The flow's numbers have 32 bits: the bytes of a whole program are scaled down to stay below."""
 
 
-def _cut(
-    flat: Flat, early: set[int], late: list[int], outputs: Sequence[int], free: Sequence[int]
+def _min_cut(
+    flat: FlatJaxpr, early: set[int], late: list[int], outputs: Sequence[int], free: Sequence[int]
 ) -> tuple[list[int], list[int]]:
     """Values to keep between the parts, and early equations to repeat after it.
 
@@ -252,24 +252,24 @@ def _cut(
     if not wanted:
         return [], []
     source, sink = 2 * len(flat.aval), 2 * len(flat.aval) + 1
-    unit = 1 + sum(map(_bytes, flat.aval)) // _UNBOUNDED
+    unit = 1 + sum(map(_bytes, flat.aval)) // _INFINITE_CAPACITY
     edges: dict[tuple[int, int], int] = {}
     stack, seen = list(wanted), set(wanted)
     while stack:
         value = stack.pop()
         edges[2 * value, 2 * value + 1] = max(1, _bytes(flat.aval[value]) // unit)
         equation = flat.producer.get(value)
-        if equation is None or flat.equations[equation][0].primitive.name in _DEAR:
-            edges[source, 2 * value] = _UNBOUNDED
+        if equation is None or flat.equations[equation][0].primitive.name in _EXPENSIVE_PRIMITIVES:
+            edges[source, 2 * value] = _INFINITE_CAPACITY
             continue
         inputs = [v for v in flat.equations[equation][1] if v not in known]
         for needed in inputs:
-            edges[2 * needed + 1, 2 * value] = _UNBOUNDED
+            edges[2 * needed + 1, 2 * value] = _INFINITE_CAPACITY
         new = set(inputs) - seen
         seen |= new
         stack += new
     for value in wanted:
-        edges[2 * value + 1, sink] = _UNBOUNDED
+        edges[2 * value + 1, sink] = _INFINITE_CAPACITY
     rows, columns = zip(*edges, strict=True)
     widths = np.array(list(edges.values()), np.int32)
     graph = coo_matrix((widths, (rows, columns)), shape=(sink + 1, sink + 1)).tocsr()
@@ -327,7 +327,7 @@ class RematPolicy:
         return jax.checkpoint(layer, policy=policy, prevent_cse=False)
 
 
-class Kept(NamedTuple):
+class SavedArray(NamedTuple):
     """An array that waits between slots."""
 
     shape: tuple[int, ...]
@@ -335,12 +335,12 @@ class Kept(NamedTuple):
     on_host: bool
 
     @classmethod
-    def of(cls, aval: Any) -> Kept:
+    def of(cls, aval: Any) -> SavedArray:
         """The form of arrays with this abstract value."""
         return cls(aval.shape, aval.dtype, aval.memory_space == jax.memory.Space.Host)
 
 
-class Constants(NamedTuple):
+class LayerConstants(NamedTuple):
     """What a layer reads besides weights and input. Nothing in it has a gradient."""
 
     inputs: Tree
@@ -357,27 +357,29 @@ class Constants(NamedTuple):
 class LayerVJP:
     """The pieces of one layer, differentiated."""
 
-    forward: Callable[[Tree, jax.Array, Constants], tuple[jax.Array, list[jax.Array], Tree, Tree]]
+    forward: Callable[
+        [Tree, jax.Array, LayerConstants], tuple[jax.Array, list[jax.Array], Tree, Tree]
+    ]
     """(weights, x, constants) -> (output, saved, losses, statistics)."""
-    backward: Callable[[Tree, list[jax.Array], Constants, jax.Array], tuple[Tree, jax.Array]]
+    backward: Callable[[Tree, list[jax.Array], LayerConstants, jax.Array], tuple[Tree, jax.Array]]
     """(weights, saved, constants, cotangent) -> (weight gradients, input gradient)."""
     input_grad: Callable[..., tuple[jax.Array, list[jax.Array]]]
     """(weights, saved, constants, cotangent) -> (input gradient, deferred)."""
-    weight_grad: Callable[[list[jax.Array], Constants], Tree]
+    weight_grad: Callable[[list[jax.Array], LayerConstants], Tree]
     """(deferred, constants) -> weight gradients."""
-    saved: tuple[Kept, ...]
-    deferred: tuple[Kept, ...]
+    saved: tuple[SavedArray, ...]
+    deferred: tuple[SavedArray, ...]
     losses: tuple[str, ...]
     statistics: dict[str, tuple[int, ...]]
     """Shapes by name."""
 
 
-def differentiate(
+def differentiate_layer(
     layer: LayerFn,
     keep: RematPolicy,
     weights: Tree,
     x: jax.Array,
-    constants: Constants,
+    constants: LayerConstants,
     *,
     halves: bool,
     trainable: Tree = None,
@@ -391,13 +393,15 @@ def differentiate(
     wrapped = keep.wrap(layer)
     trainable = jax.tree.map(lambda _: True, weights) if trainable is None else trainable
 
-    def run(weights: Tree, x: jax.Array, constants: Constants) -> tuple[Any, list[jax.Array]]:
+    def run(weights: Tree, x: jax.Array, constants: LayerConstants) -> tuple[Any, list[jax.Array]]:
         def differentiable(mine: Tree, x: jax.Array) -> tuple[tuple[jax.Array, Tree], Tree]:
-            output, losses, statistics = wrapped(joined(weights, mine), x, *constants[:3])
+            output, losses, statistics = wrapped(replace_subtree(weights, mine), x, *constants[:3])
             return (output, losses), statistics
 
         mine = jax.tree.map(
-            partial(_variable, x.dtype), trained(weights, trainable), is_leaf=is_rounded
+            partial(_differentiable_weight, x.dtype),
+            select_trainable(weights, trainable),
+            is_leaf=is_quantized_weight,
         )
         (output, losses), pullback, statistics = jax.vjp(differentiable, mine, x, has_aux=True)
         leaves, tree = jax.tree.flatten(pullback)
@@ -406,14 +410,14 @@ def differentiate(
 
     traced, (of_outputs, _) = jax.make_jaxpr(run, return_shape=True)(weights, x, constants)
     outputs = jax.tree.structure(of_outputs)
-    flat = Flat(traced)
-    sources = _Sources.of(flat, len(jax.tree.leaves(weights)))
+    flat = FlatJaxpr(traced)
+    sources = _ValueSources.of(flat, len(jax.tree.leaves(weights)))
     leaves = flat.outputs[outputs.num_leaves :]
     # Several shapes of an array are one to keep.
     stored = [v for v in dict.fromkeys(map(flat.unshaped, leaves)) if sources.must_wait(v)]
 
     def forward(
-        weights: Tree, x: jax.Array, constants: Constants
+        weights: Tree, x: jax.Array, constants: LayerConstants
     ) -> tuple[jax.Array, list[jax.Array], Tree, Tree]:
         found = jex.jaxpr_as_fun(traced)(*jax.tree.leaves((weights, x, constants)))
         output, losses, statistics = outputs.unflatten(found[: outputs.num_leaves])
@@ -422,7 +426,7 @@ def differentiate(
         return output, saved, losses, statistics
 
     def backward(
-        weights: Tree, saved: list[jax.Array], constants: Constants, cotangent: jax.Array
+        weights: Tree, saved: list[jax.Array], constants: LayerConstants, cotangent: jax.Array
     ) -> tuple[Tree, jax.Array]:
         known = [*jax.tree.leaves(weights), *saved, *jax.tree.leaves(constants)]
         values = flat.environment([*sources.weights, *stored, *sources.constants], known)
@@ -434,32 +438,32 @@ def differentiate(
     pieces = LayerVJP(
         forward,
         backward,
-        _whole,
-        _whole,
-        saved=tuple(Kept.of(jax.typeof(leaf)) for leaf in saved),
+        _raise_not_split,
+        _raise_not_split,
+        saved=tuple(SavedArray.of(jax.typeof(leaf)) for leaf in saved),
         deferred=(),
         losses=tuple(losses),
         statistics={name: leaf.shape for name, leaf in statistics.items()},
     )
-    return _with_halves(pieces, weights, saved, constants, output) if halves else pieces
+    return _split_backward(pieces, weights, saved, constants, output) if halves else pieces
 
 
-def _variable(dtype: jnp.dtype, weight: Tree) -> jax.Array:
+def _differentiable_weight(dtype: jnp.dtype, weight: Tree) -> jax.Array:
     """What has the gradient: a weight, or zeros of its shape in place of one in 8 bits."""
-    return vary(jnp.zeros(weight.shape, dtype)) if is_rounded(weight) else weight
+    return mark_varying(jnp.zeros(weight.shape, dtype)) if is_quantized_weight(weight) else weight
 
 
 @dataclass(frozen=True)
-class _Sources:
+class _ValueSources:
     """Where the values of a layer's forward come from, by their numbers in the flat program."""
 
-    flat: Flat
+    flat: FlatJaxpr
     weights: list[int]
     x: int
     constants: list[int]
 
     @classmethod
-    def of(cls, flat: Flat, num_weights: int) -> _Sources:
+    def of(cls, flat: FlatJaxpr, num_weights: int) -> _ValueSources:
         weights, (x, *constants) = flat.inputs[:num_weights], flat.inputs[num_weights:]
         return cls(flat, weights, x, constants)
 
@@ -477,11 +481,11 @@ class _Sources:
         return bool(sources) and sources.isdisjoint(self.weights) and value not in self.constants
 
 
-def _with_halves(
+def _split_backward(
     pieces: LayerVJP,
     weights: Tree,
     saved: list[jax.Array],
-    constants: Constants,
+    constants: LayerConstants,
     like: jax.Array,
 ) -> LayerVJP:
     """The backward cut in two."""
@@ -490,7 +494,7 @@ def _with_halves(
     )
     sizes = [len(jax.tree.leaves(tree)) for tree in (weights, saved, constants)]
     first_constant = sizes[0] + sizes[1]
-    parts = split(
+    parts = split_program(
         traced,
         first_outputs=[len(traced.out_avals) - 1],
         free_inputs=range(first_constant, first_constant + sizes[2]),
@@ -498,21 +502,21 @@ def _with_halves(
     structure = jax.tree.structure(d_weights)
 
     def input_grad(
-        weights: Tree, saved: list[jax.Array], constants: Constants, cotangent: jax.Array
+        weights: Tree, saved: list[jax.Array], constants: LayerConstants, cotangent: jax.Array
     ) -> tuple[jax.Array, list[jax.Array]]:
         (found,), kept = parts.first(jax.tree.leaves((weights, saved, constants, cotangent)))
         return found, kept
 
-    def weight_grad(deferred: list[jax.Array], constants: Constants) -> Tree:
+    def weight_grad(deferred: list[jax.Array], constants: LayerConstants) -> Tree:
         return structure.unflatten(parts.second(deferred, jax.tree.leaves(constants)))
 
     return dataclasses.replace(
         pieces,
         input_grad=input_grad,
         weight_grad=weight_grad,
-        deferred=tuple(map(Kept.of, parts.kept)),
+        deferred=tuple(map(SavedArray.of, parts.kept)),
     )
 
 
-def _whole(*_: Any) -> Any:
+def _raise_not_split(*_: Any) -> Any:
     raise AssertionError("this layer's backward was not cut in two")

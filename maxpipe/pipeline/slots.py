@@ -22,9 +22,16 @@ from jax import lax
 
 from maxpipe.parallel import stated
 from maxpipe.parallel.mesh import STAGE
-from maxpipe.parallel.per_device import index_on, laid_out, vary
-from maxpipe.pipeline.layout import Layout
-from maxpipe.pipeline.remat import Constants, Kept, LayerFn, LayerVJP, RematPolicy, differentiate
+from maxpipe.parallel.per_device import axis_index, mark_varying, with_layout
+from maxpipe.pipeline.layout import LayerLayout
+from maxpipe.pipeline.remat import (
+    LayerConstants,
+    LayerFn,
+    LayerVJP,
+    RematPolicy,
+    SavedArray,
+    differentiate_layer,
+)
 from maxpipe.pipeline.weights import LayerWeights
 
 LANES = 128
@@ -32,34 +39,34 @@ LANES = 128
 _HOST, _DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 
 
-def room(count: int, like: Any) -> jax.Array:
+def empty_slots(count: int, like: Any) -> jax.Array:
     """Slots for arrays like this one, where it is kept; their contents are undefined."""
-    empty = vary(lax.empty((count, *like.shape), like.dtype))
-    return jax.device_put(empty, _HOST) if isinstance(like, Kept) and like.on_host else empty
+    empty = mark_varying(lax.empty((count, *like.shape), like.dtype))
+    return jax.device_put(empty, _HOST) if isinstance(like, SavedArray) and like.on_host else empty
 
 
-def read(buffer: jax.Array, slot: jax.Array) -> jax.Array:
+def read_slot(buffer: jax.Array, slot: jax.Array) -> jax.Array:
     """The contents of a slot."""
     return lax.dynamic_index_in_dim(buffer, slot, 0, keepdims=False)
 
 
-def write(buffer: jax.Array, slot: jax.Array, value: jax.Array) -> jax.Array:
+def write_slot(buffer: jax.Array, slot: jax.Array, value: jax.Array) -> jax.Array:
     """The buffer with the value in a slot."""
     return lax.dynamic_update_index_in_dim(buffer, value, slot, 0)
 
 
-def microbatch(batch: Tree, index: jax.Array) -> Tree:
+def select_microbatch(batch: Tree, index: jax.Array) -> Tree:
     """The batch's arrays of one microbatch, of microbatch 0 when idle."""
-    return jax.tree.map(lambda leaf: read(leaf, jnp.maximum(index, 0)), batch)
+    return jax.tree.map(lambda leaf: read_slot(leaf, jnp.maximum(index, 0)), batch)
 
 
-def read_all(buffers: Sequence[jax.Array], slot: jax.Array, *, pinned: bool) -> list[jax.Array]:
+def read_slots(buffers: Sequence[jax.Array], slot: jax.Array, *, pinned: bool) -> list[jax.Array]:
     """What each buffer has in a slot; `pinned` as it was written."""
-    values = [read(buffer, slot) for buffer in buffers]
-    return [_pinned(value) for value in values] if pinned else values
+    values = [read_slot(buffer, slot) for buffer in buffers]
+    return [_pin_layout(value) for value in values] if pinned else values
 
 
-def write_all(
+def write_slots(
     buffers: Sequence[jax.Array],
     slot: jax.Array,
     values: Sequence[jax.Array],
@@ -79,18 +86,18 @@ def write_all(
         if used is not None:
             # Nothing is computed in host memory: what is kept there comes and goes.
             space = jax.typeof(buffer).memory_space
-            new, old = (jax.device_put(a, _DEVICE) for a in (value, read(buffer, slot)))
+            new, old = (jax.device_put(a, _DEVICE) for a in (value, read_slot(buffer, slot)))
             value = jax.device_put(jnp.where(used, new, old), space)
-        return write(buffer, slot, _pinned(value) if pinned else value)
+        return write_slot(buffer, slot, _pin_layout(value) if pinned else value)
 
     return [put(*pair) for pair in zip(buffers, values, strict=True)]
 
 
-def _pinned(value: jax.Array) -> jax.Array:
+def _pin_layout(value: jax.Array) -> jax.Array:
     """The value, on TPUs laid out by its shape alone; what is in host memory stays as it is."""
     if value.ndim < 2 or jax.typeof(value).memory_space == _HOST:
         return value
-    return laid_out(value, layout_order(value.shape))
+    return with_layout(value, layout_order(value.shape))
 
 
 def layout_order(shape: Sequence[int]) -> tuple[int, ...]:
@@ -133,7 +140,7 @@ class SlotRow(NamedTuple):
     all stages turn alike and there is more than one kind."""
 
 
-class Work(NamedTuple):
+class SlotWork(NamedTuple):
     """What one slot does, as scalars that differ between stages."""
 
     row: SlotRow
@@ -177,7 +184,7 @@ class LayerSlots:
     """
 
     layers: dict[str, LayerFn]
-    layout: Layout
+    layout: LayerLayout
     weights: dict[str, LayerWeights]
     keep: RematPolicy
     idle: Idle
@@ -207,10 +214,10 @@ class LayerSlots:
         keep = RematPolicy("full") if self.keep.remat == "chunk" else self.keep
 
         def trace(held: Tree, x: jax.Array, inputs: Tree, seeds: Tree, index: jax.Array):
-            constants = Constants(inputs, index, self.key, seeds)
+            constants = LayerConstants(inputs, index, self.key, seeds)
             for kind in self.kinds:
                 weights = self.weights[kind].layer(held[kind], index)
-                found[kind] = differentiate(
+                found[kind] = differentiate_layer(
                     self.layers[kind],
                     keep,
                     weights,
@@ -221,22 +228,22 @@ class LayerSlots:
                 )
             return index
 
-        jax.eval_shape(trace, held, x, inputs, seeds, vary(jnp.int32(0)))
+        jax.eval_shape(trace, held, x, inputs, seeds, mark_varying(jnp.int32(0)))
         return found
 
     def empty_stash(self, pieces: dict[str, LayerVJP], count: int, like: jax.Array) -> Tree:
         """Room for what `count` chunks keep for their backward."""
         if self.keep.remat == "chunk":
-            return [room(count, like)]
+            return [empty_slots(count, like)]
         return self._rooms(count, {kind: pieces[kind].saved for kind in self.kinds})
 
     def empty_deferred(self, pieces: dict[str, LayerVJP], count: int) -> Tree:
         """Room for what `count` chunks keep for their weights' gradients."""
         return self._rooms(count, {kind: pieces[kind].deferred for kind in self.kinds})
 
-    def _rooms(self, count: int, kept: dict[str, tuple[Kept, ...]]) -> Tree:
+    def _rooms(self, count: int, kept: dict[str, tuple[SavedArray, ...]]) -> Tree:
         return {
-            kind: [room(count * self.length(kind), leaf) for leaf in leaves]
+            kind: [empty_slots(count * self.length(kind), leaf) for leaf in leaves]
             for kind, leaves in kept.items()
         }
 
@@ -246,10 +253,10 @@ class LayerSlots:
         repeats = self.layout.ring.num_repeats
 
         def zeros(kind: str, shape: tuple[int, ...]) -> jax.Array:
-            return vary(jnp.zeros((repeats * self.length(kind), *shape), jnp.float32))
+            return mark_varying(jnp.zeros((repeats * self.length(kind), *shape), jnp.float32))
 
         return Reports(
-            {name: vary(jnp.float32(0)) for name in sorted(losses)},
+            {name: mark_varying(jnp.float32(0)) for name in sorted(losses)},
             {
                 kind: {name: zeros(kind, shape) for name, shape in pieces[kind].statistics.items()}
                 for kind in self.kinds
@@ -257,19 +264,21 @@ class LayerSlots:
             },
         )
 
-    def work(self, row: SlotRow, batch: Tree, seeds: Tree) -> Work:
+    def work(self, row: SlotRow, batch: Tree, seeds: Tree) -> SlotWork:
         """What this slot does on this stage."""
-        mine = lambda table: read(read(vary(jnp.asarray(table)), row.repeat), index_on(STAGE))  # noqa: E731
+        mine = lambda table: read_slot(  # noqa: E731
+            read_slot(mark_varying(jnp.asarray(table)), row.repeat), axis_index(STAGE)
+        )
         size = jnp.where(row.microbatch >= 0, mine(self.layout.chunk_sizes), 0)
         skips, longest = self.idle == "skip", self.layout.layers_per_chunk
-        return Work(
+        return SlotWork(
             row,
             chunk=row.window if self.by_visit else row.repeat,
             gradient=row.gradient if self.by_visit else row.repeat,
             first=mine(self.layout.first_layer),
             size=size,
             trips=size if skips else jnp.where(row.any_work > 0, longest, 0),
-            inputs=microbatch(batch, row.microbatch),
+            inputs=select_microbatch(batch, row.microbatch),
             kinds=mine(self.layout.kind_at),
             places=mine(self.layout.place_at),
             seeds=seeds,
@@ -279,7 +288,7 @@ class LayerSlots:
 
     def _each(
         self,
-        work: Work,
+        work: SlotWork,
         run: Callable[[str, jax.Array, jax.Array, jax.Array | None, State], State],
         state: State,
         *,
@@ -297,18 +306,18 @@ class LayerSlots:
             used = step < work.size if computes else None
             if not self.unlike:
                 return run(self.kinds[0], step, step, used, state)
-            mine, place = read(work.kinds, step), read(work.places, step)
+            mine, place = read_slot(work.kinds, step), read_slot(work.places, step)
             for kind, name in enumerate(self.kinds):
                 is_mine = mine == kind
                 if computes:
                     is_mine &= step < work.size
-                here = read(work.row.any_kind, step)[kind] > 0 if computes else is_mine
+                here = read_slot(work.row.any_kind, step)[kind] > 0 if computes else is_mine
 
                 def inner(extra: jax.Array, state: State, name=name, is_mine=is_mine) -> State:
                     used = is_mine if computes else None
                     return run(name, step, place + extra, used, state)
 
-                with jax.named_scope(stated.of_kind(name)):
+                with jax.named_scope(stated.layer_type(name)):
                     state = lax.fori_loop(0, here.astype(jnp.int32), inner, state)
             return state
 
@@ -318,9 +327,9 @@ class LayerSlots:
         """Where the stacks of chunk `number` begin, by kind."""
         return {kind: self.length(kind) * number for kind in self.kinds}
 
-    def _constants(self, work: Work, step: jax.Array) -> Constants:
+    def _constants(self, work: SlotWork, step: jax.Array) -> LayerConstants:
         """What a layer reads besides weights and input."""
-        return Constants(work.inputs, work.first + step, self.key, work.seeds)
+        return LayerConstants(work.inputs, work.first + step, self.key, work.seeds)
 
     def _reported(
         self,
@@ -340,7 +349,7 @@ class LayerSlots:
             return total + (found if counts is None else jnp.where(counts, found, 0))
 
         def add_at(totals: jax.Array, found: jax.Array) -> jax.Array:
-            return write(totals, index, add(read(totals, index), found))
+            return write_slot(totals, index, add(read_slot(totals, index), found))
 
         all_losses = reports.losses | {
             name: add(reports.losses[name], found) for name, found in losses.items()
@@ -351,7 +360,7 @@ class LayerSlots:
         return Reports(all_losses, reports.statistics | {kind: mine})
 
     def forward(
-        self, held: Tree, work: Work, x: jax.Array, reports: Reports | None = None
+        self, held: Tree, work: SlotWork, x: jax.Array, reports: Reports | None = None
     ) -> tuple[jax.Array, Reports | None]:
         """The chunk's output and nothing else, and the reports with its own."""
         bases, of_reports = self._bases(work.chunk), self._bases(work.row.repeat)
@@ -362,7 +371,7 @@ class LayerSlots:
             constants = self._constants(work, step)
             y, *found = self.layers[kind](weights, x, *constants[:3])
             if reports is not None:
-                counts = _both(used, work.exists)
+                counts = _logical_and(used, work.exists)
                 reports = self._reported(reports, kind, of_reports[kind] + place, found, counts)
             return _pick(used, y, x), reports
 
@@ -372,7 +381,7 @@ class LayerSlots:
         self,
         pieces: dict[str, LayerVJP],
         held: Tree,
-        work: Work,
+        work: SlotWork,
         x: jax.Array,
         stash: Tree,
         reports: Reports,
@@ -381,16 +390,16 @@ class LayerSlots:
         if self.keep.remat != "chunk":
             bases = self._bases(work.row.stash)
             return self._keep_layers(pieces, held, work, x, stash, bases, reports)
-        kept = jnp.where(work.row.microbatch >= 0, x, read(stash[0], work.row.stash))
+        kept = jnp.where(work.row.microbatch >= 0, x, read_slot(stash[0], work.row.stash))
         x, found = self.forward(held, work, x, reports)
         assert found is not None
-        return x, [write(stash[0], work.row.stash, kept)], found
+        return x, [write_slot(stash[0], work.row.stash, kept)], found
 
     def _keep_layers(
         self,
         pieces: dict[str, LayerVJP],
         held: Tree,
-        work: Work,
+        work: SlotWork,
         x: jax.Array,
         stash: Tree,
         stash_bases: dict[str, jax.Array],
@@ -404,16 +413,16 @@ class LayerSlots:
             weights = self.weights[kind].layer(held[kind], bases[kind] + place)
             y, saved, *found = pieces[kind].forward(weights, x, self._constants(work, step))
             if reports is not None:
-                counts = _both(used, work.exists)
+                counts = _logical_and(used, work.exists)
                 reports = self._reported(reports, kind, of_reports[kind] + place, found, counts)
             slot = stash_bases[kind] + place
-            mine = write_all(stash[kind], slot, saved, used, pinned=self.unlike)
+            mine = write_slots(stash[kind], slot, saved, used, pinned=self.unlike)
             return _pick(used, y, x), stash | {kind: mine}, reports
 
         return self._each(work, run, (x, stash, reports))
 
     def _kept(
-        self, pieces: dict[str, LayerVJP], held: Tree, work: Work, stash: Tree
+        self, pieces: dict[str, LayerVJP], held: Tree, work: SlotWork, stash: Tree
     ) -> tuple[Tree, dict[str, jax.Array]]:
         """What the layers kept, and where each kind begins; `chunk` recomputes the chunk for it."""
         if self.keep.remat != "chunk":
@@ -421,14 +430,14 @@ class LayerSlots:
         scratch = self._rooms(1, {kind: pieces[kind].saved for kind in self.kinds})
         bases = self._bases(jnp.zeros_like(work.row.stash))
         with jax.named_scope(stated.RECOMPUTE):
-            x = read(stash[0], work.row.stash)
+            x = read_slot(stash[0], work.row.stash)
             return self._keep_layers(pieces, held, work, x, scratch, bases, None)[1], bases
 
     def backward(
         self,
         pieces: dict[str, LayerVJP],
         held: Tree,
-        work: Work,
+        work: SlotWork,
         cotangent: jax.Array,
         stash: Tree,
         totals: Tree,
@@ -440,7 +449,7 @@ class LayerSlots:
         def run(kind: str, step: Any, place: Any, used: Any, state: Any) -> Any:
             cotangent, totals = state
             weights = self.weights[kind].layer(held[kind], bases[kind] + place)
-            values = read_all(kept[kind], kept_bases[kind] + place, pinned=self.unlike)
+            values = read_slots(kept[kind], kept_bases[kind] + place, pinned=self.unlike)
             constants = self._constants(work, step)
             d_weights, d_x = pieces[kind].backward(weights, values, constants, cotangent)
             totals = self._accumulate(totals, kind, of_totals[kind] + place, d_weights, used)
@@ -452,7 +461,7 @@ class LayerSlots:
         self,
         pieces: dict[str, LayerVJP],
         held: Tree,
-        work: Work,
+        work: SlotWork,
         cotangent: jax.Array,
         stash: Tree,
         deferred: Tree,
@@ -464,23 +473,23 @@ class LayerSlots:
         def run(kind: str, step: Any, place: Any, used: Any, state: Any) -> Any:
             cotangent, deferred = state
             weights = self.weights[kind].layer(held[kind], bases[kind] + place)
-            values = read_all(kept[kind], kept_bases[kind] + place, pinned=self.unlike)
+            values = read_slots(kept[kind], kept_bases[kind] + place, pinned=self.unlike)
             constants = self._constants(work, step)
             d_x, later = pieces[kind].input_grad(weights, values, constants, cotangent)
             slot = of_deferred[kind] + place
-            mine = write_all(deferred[kind], slot, later, used, pinned=self.unlike)
+            mine = write_slots(deferred[kind], slot, later, used, pinned=self.unlike)
             return _pick(used, d_x, cotangent), deferred | {kind: mine}
 
         return self._each(work, run, (cotangent, deferred), last_first=True)
 
     def weight_grad(
-        self, pieces: dict[str, LayerVJP], work: Work, deferred: Tree, totals: Tree
+        self, pieces: dict[str, LayerVJP], work: SlotWork, deferred: Tree, totals: Tree
     ) -> Tree:
         """The totals with the gradients of a chunk's weights, from what was deferred."""
         of_deferred, of_totals = self._bases(work.row.deferred), self._bases(work.gradient)
 
         def run(kind: str, step: Any, place: Any, used: Any, totals: Tree) -> Tree:
-            later = read_all(deferred[kind], of_deferred[kind] + place, pinned=self.unlike)
+            later = read_slots(deferred[kind], of_deferred[kind] + place, pinned=self.unlike)
             d_weights = pieces[kind].weight_grad(later, self._constants(work, step))
             return self._accumulate(totals, kind, of_totals[kind] + place, d_weights, used)
 
@@ -495,7 +504,7 @@ class LayerSlots:
         return totals | {kind: mine}
 
 
-def _both(one: jax.Array | None, other: jax.Array | None) -> jax.Array | None:
+def _logical_and(one: jax.Array | None, other: jax.Array | None) -> jax.Array | None:
     return other if one is None else one if other is None else one & other
 
 

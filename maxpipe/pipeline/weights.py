@@ -22,27 +22,27 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from maxpipe.parallel.low_precision import LowPrecision, is_rounded
+from maxpipe.parallel.low_precision import MatmulQuantizer, is_quantized_weight
 from maxpipe.parallel.mesh import AUTOMATIC_AXES, DATA, TOKEN_AXES
 from maxpipe.parallel.per_device import (
-    gather_shards,
-    over_automatic_axes,
-    scatter_sum,
-    size_of,
+    all_gather,
+    axis_size,
+    map_auto_axes,
+    mark_varying,
+    reduce_scatter,
     sum_over,
-    vary,
 )
-from maxpipe.parallel.sharding import axes_of, fsdp_dim, restrict
+from maxpipe.parallel.sharding import entry_axes, fsdp_dim, restrict_spec
 
 
-def trained(tree: Tree, is_trained: Tree) -> Tree:
+def select_trainable(tree: Tree, is_trained: Tree) -> Tree:
     """The parts of a tree where a tree of bools is true; None of a single leaf that is not.
 
     The tree may lack frozen parts already.
     """
     if not isinstance(is_trained, Mapping):
         return tree if is_trained else None
-    found = {name: trained(part, is_trained[name]) for name, part in tree.items()}
+    found = {name: select_trainable(part, is_trained[name]) for name, part in tree.items()}
     return {
         name: part
         for name, part in found.items()
@@ -50,18 +50,21 @@ def trained(tree: Tree, is_trained: Tree) -> Tree:
     }
 
 
-def joined(tree: Tree, part: Tree) -> Tree:
+def replace_subtree(tree: Tree, part: Tree) -> Tree:
     """The whole tree, with this part of it in place of its own.
 
     A weight in 8 bits stays, and has the gradient of what would be in its place.
     """
     if not isinstance(part, Mapping):
-        return replace(tree, gradient=part) if is_rounded(tree) else part
-    return {name: joined(own, part[name]) if name in part else own for name, own in tree.items()}
+        return replace(tree, gradient=part) if is_quantized_weight(tree) else part
+    return {
+        name: replace_subtree(own, part[name]) if name in part else own
+        for name, own in tree.items()
+    }
 
 
 Tree = Any
-Gather = Literal["iteration", "visit", "step"]
+GatherMode = Literal["iteration", "visit", "step"]
 NOT_SHARDED = -1
 """Stands for "no dim is gathered"."""
 
@@ -88,7 +91,7 @@ class WeightSharding:
     end of a step; `NOT_SHARDED` if each gets all. Stacked dims count."""
     reduced: str = "float32"
     """Type in which gradients are sent to be summed."""
-    low: LowPrecision | None = None
+    low: MatmulQuantizer | None = None
     """How it is rounded, and gathered in 8 bits; None if it is not."""
     summed: int = 0
     """How many of its first dims its product sums over; stacked ones, `stack`, do not count."""
@@ -104,15 +107,15 @@ class WeightSharding:
         summed: int = 0,
         *,
         reduced: str = "float32",
-        low: LowPrecision | None = None,
+        low: MatmulQuantizer | None = None,
     ) -> WeightSharding:
         """From the spec of the whole parameter, and that of its gradient if it is another."""
         dim = NOT_SHARDED if (found := fsdp_dim(spec)) is None else found
-        by_dim = [axes_of(entry) for entry in restrict(spec, TOKEN_AXES)]
+        by_dim = [entry_axes(entry) for entry in restrict_spec(spec, TOKEN_AXES)]
         axes = () if dim == NOT_SHARDED else by_dim.pop(dim)
         kept = tuple(axis for others in by_dim for axis in others)
-        automatic = tuple(restrict(spec, AUTOMATIC_AXES))
-        over = [axes_of(entry) for entry in gradient or ()]
+        automatic = tuple(restrict_spec(spec, AUTOMATIC_AXES))
+        over = [entry_axes(entry) for entry in gradient or ()]
         owned = next((n for n, those in enumerate(over) if DATA in those), NOT_SHARDED)
         low = low if summed else None
         return cls(dim, axes, kept, automatic, trainable, exact, owned, reduced, low, summed)
@@ -145,22 +148,22 @@ class WeightSharding:
         return replace(self, dim=dim, automatic=(columns, rows))
 
 
-WHOLE = WeightSharding(NOT_SHARDED)
+REPLICATED = WeightSharding(NOT_SHARDED)
 """Every device has all of it."""
 
 
-def gather(shard: jax.Array, division: WeightSharding, dtype: jnp.dtype) -> jax.Array:
+def gather_weight(shard: jax.Array, division: WeightSharding, dtype: jnp.dtype) -> jax.Array:
     """The whole weight in the compute dtype, or in 8 bits, from this device's shard."""
     shard = shard if division.exact else shard.astype(dtype)
     if division.low is not None:
-        return _gathered_rounded(division.low, shard, division)
+        return _gather_quantized(division.low, shard, division)
     if division.dim == NOT_SHARDED:
-        return vary(shard)
-    run = partial(gather_shards, axes=division.axes, dim=division.dim)
-    return vary(over_automatic_axes(run, division.automatic)(shard))
+        return mark_varying(shard)
+    run = partial(all_gather, axes=division.axes, dim=division.dim)
+    return mark_varying(map_auto_axes(run, division.automatic)(shard))
 
 
-def _gathered_rounded(low: LowPrecision, shard: jax.Array, division: WeightSharding) -> Tree:
+def _gather_quantized(low: MatmulQuantizer, shard: jax.Array, division: WeightSharding) -> Tree:
     """Rounded as the whole weight would be."""
     dim, sharded = division.dim, division.dim != NOT_SHARDED
     over = division.axes if sharded else ()
@@ -168,26 +171,26 @@ def _gathered_rounded(low: LowPrecision, shard: jax.Array, division: WeightShard
 
     def whole(leaf: jax.Array) -> jax.Array:
         if not sharded or leaf.shape[dim] == 1 != shard.shape[dim]:
-            return vary(leaf)  # a scale for all of that dim
+            return mark_varying(leaf)  # a scale for all of that dim
         entries = [*division.automatic, *[None] * leaf.ndim][: leaf.ndim]
         entries = [
             axes if size > 1 else None for axes, size in zip(entries, leaf.shape, strict=True)
         ]
-        run = partial(gather_shards, axes=division.axes, dim=dim)
-        return vary(over_automatic_axes(run, entries)(leaf))
+        run = partial(all_gather, axes=division.axes, dim=dim)
+        return mark_varying(map_auto_axes(run, entries)(leaf))
 
     return jax.tree.map(whole, rounded)
 
 
-def scatter(gradient: jax.Array, division: WeightSharding) -> jax.Array:
+def scatter_gradient(gradient: jax.Array, division: WeightSharding) -> jax.Array:
     """This device's shard of the gradient, summed over the axes of the shards; unsharded ones stay
     unsummed.
     """
     if division.dim == NOT_SHARDED:
         return gradient
-    run = partial(scatter_sum, axes=division.axes, dim=division.dim)
+    run = partial(reduce_scatter, axes=division.axes, dim=division.dim)
     sent = gradient.astype(division.reduced)
-    return vary(over_automatic_axes(run, division.automatic)(sent)).astype(gradient.dtype)
+    return mark_varying(map_auto_axes(run, division.automatic)(sent)).astype(gradient.dtype)
 
 
 @dataclass(frozen=True)
@@ -199,7 +202,7 @@ class LayerWeights:
     trainable weights: totals and sums lack the others.
     """
 
-    mode: Gather
+    mode: GatherMode
     divisions: Tree
     """For each leaf the `WeightSharding` of one layer's weight."""
     dtype: jnp.dtype
@@ -212,14 +215,14 @@ class LayerWeights:
     @cached_property
     def _with_gradient(self) -> Tree:
         """Divisions of those."""
-        return trained(self.divisions, self.trainable)
+        return select_trainable(self.divisions, self.trainable)
 
     def hold(self, shards: Tree) -> Tree:
         """What the tick loop reads weights from; in `visit` the shards that fill the window."""
         if self.mode != "step":
-            return vary(shards)
+            return mark_varying(shards)
         return jax.tree.map(
-            lambda shard, division: gather(shard, division.stacked, self.dtype),
+            lambda shard, division: gather_weight(shard, division.stacked, self.dtype),
             shards,
             self.divisions,
         )
@@ -230,23 +233,25 @@ class LayerWeights:
         if self.mode != "iteration":
             return picked
         return jax.tree.map(
-            lambda leaf, division: gather(leaf, division, self.dtype), picked, self.divisions
+            lambda leaf, division: gather_weight(leaf, division, self.dtype), picked, self.divisions
         )
 
     def zeros(self, held: Tree) -> Tree:
         """Empty float32 accumulators in the form of what is held."""
-        mine = trained(held, self.trainable)
-        zeros = lambda leaf: vary(jnp.zeros(leaf.shape, jnp.float32))  # noqa: E731
-        return jax.tree.map(zeros, mine, is_leaf=is_rounded)
+        mine = select_trainable(held, self.trainable)
+        zeros = lambda leaf: mark_varying(jnp.zeros(leaf.shape, jnp.float32))  # noqa: E731
+        return jax.tree.map(zeros, mine, is_leaf=is_quantized_weight)
 
     def accumulate(self, totals: Tree, index: jax.Array | int, gradient: Tree) -> Tree:
         """Adds one layer's gradient in place."""
 
         def add(total: jax.Array, part: jax.Array, division: WeightSharding) -> jax.Array:
             part = part.astype(jnp.float32)
-            return _add(total, index, scatter(part, division) if self.mode == "iteration" else part)
+            return _add(
+                total, index, scatter_gradient(part, division) if self.mode == "iteration" else part
+            )
 
-        mine = trained(gradient, self.trainable)
+        mine = select_trainable(gradient, self.trainable)
         return jax.tree.map(add, totals, mine, self._with_gradient)
 
     def finish(self, totals: Tree) -> Tree:
@@ -254,8 +259,8 @@ class LayerWeights:
 
         def reduce(total: jax.Array, division: WeightSharding) -> jax.Array:
             if self.mode == "step":
-                total = scatter(total, division.stacked)
-            return sum_over_batch(total, division)
+                total = scatter_gradient(total, division.stacked)
+            return sum_gradient(total, division)
 
         return jax.tree.map(reduce, totals, self._with_gradient)
 
@@ -269,13 +274,13 @@ class LayerWeights:
             if (low := division.low) is None:
                 return whole
             form = jax.eval_shape(lambda x: low.rounds(x, 1, division.summed), whole)
-            return vary(jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), form))
+            return mark_varying(jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), form))
 
         return jax.tree.map(held, found, self.divisions)
 
     def sums(self, shards: Tree, num_layers: int) -> Tree:
         """Zeros for the gradients of this many whole layers, float32."""
-        mine = trained(shards, self.trainable)
+        mine = select_trainable(shards, self.trainable)
         return self._whole(mine, self._with_gradient, num_layers, jnp.float32)
 
     def _whole(self, shards: Tree, divisions: Tree, num_layers: int, dtype: Any) -> Tree:
@@ -283,8 +288,8 @@ class LayerWeights:
         def empty(shard: jax.Array, division: WeightSharding) -> jax.Array:
             shape = [num_layers, *shard.shape[1:]]
             if division.dim != NOT_SHARDED:
-                shape[1 + division.dim] *= size_of(division.axes)
-            return vary(jnp.zeros(shape, shard.dtype if division.exact else dtype))
+                shape[1 + division.dim] *= axis_size(division.axes)
+            return mark_varying(jnp.zeros(shape, shard.dtype if division.exact else dtype))
 
         return jax.tree.map(empty, shards, divisions)
 
@@ -292,7 +297,7 @@ class LayerWeights:
         """Whole weights of the layers from `first` on."""
         cut = partial(lax.dynamic_slice_in_dim, start_index=first, slice_size=length)
         return jax.tree.map(
-            lambda shard, division: gather(cut(shard), division.stacked, self.dtype),
+            lambda shard, division: gather_weight(cut(shard), division.stacked, self.dtype),
             shards,
             self.divisions,
         )
@@ -304,10 +309,10 @@ class LayerWeights:
 
         def add(total: jax.Array, sums: jax.Array, division: WeightSharding) -> jax.Array:
             part = lax.dynamic_index_in_dim(sums, place, 0, False)
-            return _add(total, index, scatter(part, division))
+            return _add(total, index, scatter_gradient(part, division))
 
         def clear(sums: jax.Array) -> jax.Array:
-            zeros = vary(jnp.zeros(sums.shape[1:], sums.dtype))
+            zeros = mark_varying(jnp.zeros(sums.shape[1:], sums.dtype))
             return lax.dynamic_update_index_in_dim(sums, zeros, place, 0)
 
         totals = jax.tree.map(add, totals, partial_sums, self._with_gradient)
@@ -322,16 +327,16 @@ def _add(totals: jax.Array, index: jax.Array | int, part: jax.Array) -> jax.Arra
     return lax.dynamic_update_slice_in_dim(totals, old + part[None], index, 0)
 
 
-def sum_over_batch(gradient: jax.Array, division: WeightSharding) -> jax.Array:
+def sum_gradient(gradient: jax.Array, division: WeightSharding) -> jax.Array:
     """Sums over the devices with other tokens that `scatter` has not summed over."""
     sent = gradient.astype(division.reduced)
     return sum_over(sent, division.summed_over).astype(gradient.dtype)
 
 
-def owned(gradient: jax.Array, division: WeightSharding) -> jax.Array:
+def zero1_shard(gradient: jax.Array, division: WeightSharding) -> jax.Array:
     """Of the gradient of a whole parameter the part that this device updates."""
     if division.owned == NOT_SHARDED:
         return gradient
-    run = partial(scatter_sum, axes=(DATA,), dim=division.owned)
+    run = partial(reduce_scatter, axes=(DATA,), dim=division.owned)
     sent = gradient.astype(division.reduced)
-    return over_automatic_axes(run, division.automatic)(sent).astype(gradient.dtype)
+    return map_auto_axes(run, division.automatic)(sent).astype(gradient.dtype)

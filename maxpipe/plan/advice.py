@@ -95,14 +95,14 @@ TERMS: dict[str, Term] = {
 }
 
 
-ROOM = 0.92
+USABLE_MEMORY_FRACTION = 0.92
 """Share of a device's memory that a forecast may take. The rest is for the program itself, for what
 the allocator leaves free between buffers, and for the forecast's error."""
 
 
 def verdict(predicted: float, memory: float) -> str:
     """Whether a step that is predicted to take `predicted` bytes fits a device."""
-    if predicted <= ROOM * memory:
+    if predicted <= USABLE_MEMORY_FRACTION * memory:
         return "fits"
     return "may not fit" if predicted <= memory else "does not fit"
 
@@ -124,12 +124,12 @@ def explain_out_of_memory(
     found = _allocations(message)
     total: dict[str, float] = {}
     for size, shape, origin in found:
-        name = _term_of(shape, origin, buffers, tensor)
+        name = _classify_allocation(shape, origin, buffers, tensor)
         total[name] = total.get(name, 0.0) + size
-    return largest(total)
+    return describe_largest(total)
 
 
-def largest(terms: Mapping[str, float]) -> str:
+def describe_largest(terms: Mapping[str, float]) -> str:
     """The four largest terms, and which keys make them smaller."""
     ordered = sorted(terms.items(), key=lambda item: -item[1])[:4]
     return "\n".join(
@@ -138,7 +138,7 @@ def largest(terms: Mapping[str, float]) -> str:
     )
 
 
-def capacity(message: str) -> tuple[float, float] | None:
+def parse_out_of_memory(message: str) -> tuple[float, float] | None:
     """(bytes needed, bytes there are) in a compiler's out-of-memory message."""
     number = r"([\d.]+)([KMGT]?)"
     found = re.search(rf"[Uu]sed {number} of {number}", message) or re.search(
@@ -164,7 +164,7 @@ def _allocations(message: str) -> list[tuple[float, tuple[int, ...], str]]:
     return found
 
 
-def _term_of(
+def _classify_allocation(
     dims: tuple[int, ...],
     origin: str,
     buffers: Mapping[str, tuple[tuple[int, ...], ...]],

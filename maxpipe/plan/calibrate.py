@@ -25,36 +25,36 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from maxpipe.config.load import Loaded
+from maxpipe.config.load import LoadedConfig
 from maxpipe.config.schema import Config
 from maxpipe.errors import ConfigError
-from maxpipe.hardware import Hardware, measured_file, shipped
-from maxpipe.io.text import counted
+from maxpipe.hardware import Hardware, measured_file, published_hardware
+from maxpipe.io.text import pluralize
 from maxpipe.nn.decoder import Decoder
 from maxpipe.parallel.mesh import STAGE, build_mesh
 from maxpipe.parallel.per_device import (
-    exchange,
-    gather_shards,
-    program_axes,
-    scatter_sum,
-    shift,
-    vary,
+    all_gather,
+    all_to_all,
+    manual_axes_of,
+    mark_varying,
+    reduce_scatter,
+    ring_shift,
 )
 from maxpipe.parallel.sharding import AxisRules
-from maxpipe.pipeline.layout import Layout
+from maxpipe.pipeline.layout import LayerLayout
 from maxpipe.pipeline.remat import Remat
 from maxpipe.pipeline.slots import LayerSlots, SlotRow
-from maxpipe.pipeline.weights import WHOLE, LayerWeights
+from maxpipe.pipeline.weights import REPLICATED, LayerWeights
 from maxpipe.plan import recheck
 from maxpipe.plan.cost import CostModel
-from maxpipe.plan.recheck import LAYERS, medians, on_ring
+from maxpipe.plan.recheck import LAYERS, median_seconds, ring_mesh_config
 from maxpipe.plan.sizes import BYTES, Sizes
-from maxpipe.plan.topology import at_hand, placed
+from maxpipe.plan.topology import local_topology, resolve_config
 from maxpipe.schedule.table import Ring
-from maxpipe.step.build import keep_of
+from maxpipe.step.build import make_remat_policy
 
 Tree = Any
-Run = tuple[Callable[..., Tree], tuple[Tree, ...]]
+TimedProgram = tuple[Callable[..., Tree], tuple[Tree, ...]]
 """A program on one device, and its arguments but for the last."""
 PROGRAMS: tuple[tuple[str, Remat], ...] = (
     ("F", "full"),
@@ -65,25 +65,25 @@ PROGRAMS: tuple[tuple[str, Remat], ...] = (
     ("FB", "none"),
 )
 """Slots that are timed one after another, and what waits between them."""
-OF_SIZES = PROGRAMS[4]
+SIZED_PROGRAM = PROGRAMS[4]
 """The one that is timed with microbatches of several sizes."""
 SIZES = (0.25, 0.5, 1, 2)
 """Rows of microbatches that a layer is timed with, beside those of the config."""
-TURNS, TURNS_OF_LAYERS = (2, 10), (1, 5)
+LOOP_COUNTS, LAYER_LOOP_COUNTS = (2, 10), (1, 5)
 """Repetitions inside a program: the difference is free of the overhead of a call."""
 FRESH_ROW, FRESH_ROWS = 2**16, (16, 272)
 """Elements of a row, and rows, of two programs' buffers: 4 and 68 MiB."""
-STREAMED = 2**25
+NUM_STREAMED_PARAMS = 2**25
 """Parameters whose update is timed, 512 MiB with their moments and gradients: of each device, or of
 all that share a machine's memory. More than caches hold."""
-_MOST_MEMORY = 0.9
+_MAX_MEMORY_SHARE = 0.9
 """Largest share of a layer's time that memory traffic can take."""
-_CONTENDED = 1.5
+_CONTENTION_THRESHOLD = 1.5
 """A slowdown above this means that devices share cores."""
 
 
 @dataclass(frozen=True)
-class Measured:
+class Measurements:
     """Seconds on one device while all devices work."""
 
     forward: float
@@ -120,23 +120,23 @@ class Measured:
     """A byte that is read or written in between."""
 
 
-def calibrate_here(loaded: Loaded) -> tuple[Hardware, Hardware, Measured]:
+def calibrate_here(loaded: LoadedConfig) -> tuple[Hardware, Hardware, Measurements]:
     """(published figures, figures of the devices here, the measurements). Starts jax.
 
     Raises:
         ConfigError: the config does not fit the devices, or their kind is unknown.
     """
     config = loaded.config
-    target = at_hand(config.runtime, config.mesh.cpu_devices)
+    target = local_topology(config.runtime, config.mesh.cpu_devices)
     devices = jax.devices()
-    published = shipped()[target.hardware.topology]
+    published = published_hardware()[target.hardware.topology]
     measured_file(published.topology)  # which can be written: what follows takes minutes
-    return published, *calibrate(placed(loaded, target), published, devices)
+    return published, *calibrate(resolve_config(loaded, target), published, devices)
 
 
 def calibrate(
     config: Config, hardware: Hardware, devices: Sequence[Any]
-) -> tuple[Hardware, Measured]:
+) -> tuple[Hardware, Measurements]:
     """(figures of these devices, the measurements).
 
     Args:
@@ -146,20 +146,24 @@ def calibrate(
     """
     sizes = Sizes(config).on(devices[0].platform)
     found = measure(sizes, devices)
-    figures = applied(found, sizes, hardware, len(devices))
-    figures = recheck.split(config, figures, devices)
-    tick = recheck.tick(config, figures, devices)
+    figures = fit_hardware(found, sizes, hardware, len(devices))
+    figures = recheck.fit_split_costs(config, figures, devices)
+    tick = recheck.measure_tick(config, figures, devices)
     return dataclasses.replace(figures, tick_us=1e6 * tick), found
 
 
-def applied(found: Measured, sizes: Sizes, hardware: Hardware, num_devices: int) -> Hardware:
+def fit_hardware(
+    found: Measurements, sizes: Sizes, hardware: Hardware, num_devices: int
+) -> Hardware:
     """The figures with which the cost model reproduces the measurements."""
     contention = found.forward / found.forward_alone
-    shared_by = num_devices / contention if contention > _CONTENDED else 0.0
+    shared_by = num_devices / contention if contention > _CONTENTION_THRESHOLD else 0.0
     by_size: dict[str, float] = {}
     if len(found.by_size) > 1:
-        flat = applied(dataclasses.replace(found, by_size=()), sizes, hardware, num_devices)
-        by_size = _by_size(found.by_size, [_of_row(each, flat) for each in _sizes(sizes)])
+        flat = fit_hardware(dataclasses.replace(found, by_size=()), sizes, hardware, num_devices)
+        by_size = _fit_size_figures(
+            found.by_size, [_predict_row_seconds(each, flat) for each in _sizes(sizes)]
+        )
     # All that follows is of a layer at the size that is the fastest.
     sized = dataclasses.replace(hardware, **by_size)
     scale = 1 / CostModel(sizes, sized).usual.by_size
@@ -174,7 +178,7 @@ def applied(found: Measured, sizes: Sizes, hardware: Hardware, num_devices: int)
         known = dataclasses.replace(known, memory_gb_per_second=rate)
     memory = _memory_rate(found, sizes, known)
     endless = dataclasses.replace(memory, matmul_efficiency=1e12)
-    through_memory = _through_memory(CostModel(sizes, endless))
+    through_memory = _memory_seconds(CostModel(sizes, endless))
     matmuls = found.forward_alone - through_memory
     sums = scale * CostModel(sizes, endless).usual.accumulation / found.forward_alone
     at_peak = dataclasses.replace(memory, matmul_efficiency=1.0, memory_gb_per_second=math.inf)
@@ -189,7 +193,7 @@ def applied(found: Measured, sizes: Sizes, hardware: Hardware, num_devices: int)
         **by_size,
         "shared_by": shared_by,
         "fresh_gb_per_second": 0.0,
-        "measured": f"{datetime.date.today():%Y-%m-%d}, {counted(num_devices, 'device')}, "
+        "measured": f"{datetime.date.today():%Y-%m-%d}, {pluralize(num_devices, 'device')}, "
         f"{platform.node()}",
     }
     if shared_by:
@@ -218,7 +222,7 @@ def applied(found: Measured, sizes: Sizes, hardware: Hardware, num_devices: int)
     return dataclasses.replace(hardware, **figures)
 
 
-def _by_size(
+def _fit_size_figures(
     measured: Sequence[tuple[float, float]], predicted: Sequence[float]
 ) -> dict[str, float]:
     """Figures of how a token's time depends on the microbatch's size, beside what is predicted of
@@ -239,9 +243,9 @@ def _by_size(
     }
 
 
-def _of_row(sizes: Sizes, figures: Hardware) -> float:
+def _predict_row_seconds(sizes: Sizes, figures: Hardware) -> float:
     """Predicted seconds of `OF_SIZES` for one row of a microbatch."""
-    kinds, remat = OF_SIZES
+    kinds, remat = SIZED_PROGRAM
     pipeline = dataclasses.replace(sizes.config.pipeline, remat=remat, weight_gather="step")
     config = dataclasses.replace(sizes.config, pipeline=pipeline)
     model = CostModel(dataclasses.replace(sizes, config=config), figures)
@@ -249,7 +253,7 @@ def _of_row(sizes: Sizes, figures: Hardware) -> float:
 
 
 def _exchange_rate(
-    found: Measured, sizes: Sizes, hardware: Hardware, num_devices: int, rate: float
+    found: Measurements, sizes: Sizes, hardware: Hardware, num_devices: int, rate: float
 ) -> float:
     """Of an all-to-all beside this many bytes a second; as it was where that is not determined."""
     if found.exchange <= 1.5 * found.latency:
@@ -259,7 +263,7 @@ def _exchange_rate(
 
 
 def _tokens_rate(
-    found: Measured, sizes: Sizes, hardware: Hardware, num_devices: int, rate: float
+    found: Measurements, sizes: Sizes, hardware: Hardware, num_devices: int, rate: float
 ) -> float:
     """The same of split tokens."""
     if found.tokens <= 1.5 * found.latency:
@@ -269,7 +273,7 @@ def _tokens_rate(
     return sent / (found.tokens - found.latency) / rate
 
 
-def _memory_rate(found: Measured, sizes: Sizes, hardware: Hardware) -> Hardware:
+def _memory_rate(found: Measurements, sizes: Sizes, hardware: Hardware) -> Hardware:
     """With a faster memory if at the published rate it would take nearly all the measured time.
 
     Caches can hold a small layer. Memory and matmuls are then faster by the same factor.
@@ -277,8 +281,8 @@ def _memory_rate(found: Measured, sizes: Sizes, hardware: Hardware) -> Hardware:
     weights = found.forward_alone * found.weight_grad / found.forward
     model = CostModel(sizes, hardware).usual
     endless = CostModel(sizes, dataclasses.replace(hardware, matmul_efficiency=1e12)).usual
-    most = _MOST_MEMORY * found.forward_alone
-    if endless.seconds <= most and endless.accumulation <= _MOST_MEMORY * weights:
+    most = _MAX_MEMORY_SHARE * found.forward_alone
+    if endless.seconds <= most and endless.accumulation <= _MAX_MEMORY_SHARE * weights:
         return hardware
     both = hardware.weight_grad_cost * model.seconds + model.accumulation
     factor = max(model.seconds / found.forward_alone, both / weights)
@@ -286,12 +290,12 @@ def _memory_rate(found: Measured, sizes: Sizes, hardware: Hardware) -> Hardware:
     return dataclasses.replace(hardware, memory_gb_per_second=rate)
 
 
-def _through_memory(endless: CostModel) -> float:
+def _memory_seconds(endless: CostModel) -> float:
     """Seconds of a layer's forward besides its matmuls, of a model whose matmuls take none."""
     return endless.usual.score_seconds if endless.hides else endless.usual.seconds
 
 
-def measure(sizes: Sizes, devices: Sequence[Any]) -> Measured:
+def measure(sizes: Sizes, devices: Sequence[Any]) -> Measurements:
     """Times of the pieces of a run; with one device, of its layers only.
 
     Raises:
@@ -301,16 +305,16 @@ def measure(sizes: Sizes, devices: Sequence[Any]) -> Measured:
     together, alone = _ring(config, devices), _ring(config, devices[:1])
     of_sizes = _sizes(sizes)
     others = [each for each in of_sizes if each.rows != sizes.rows]
-    runs = [(sizes, *each) for each in PROGRAMS] + [(other, *OF_SIZES) for other in others]
+    runs = [(sizes, *each) for each in PROGRAMS] + [(other, *SIZED_PROGRAM) for other in others]
     taken = _layers(runs, together)
     forward, and_inputs, in_halves, whole, named, kept = taken[: len(PROGRAMS)]
-    input_grad = and_inputs - forward - _share_again(sizes) * forward
+    input_grad = and_inputs - forward - _recomputed_share(sizes) * forward
     times = {
         "forward": forward,
         "input_grad": input_grad,
         "weight_grad": in_halves - and_inputs,
         "forward_alone": _layers(runs[:1], alone)[0] if len(devices) > 1 else forward,
-        "streamed": _streamed(together),
+        "streamed": _time_update(together),
     }
     deferred = max(0.0, in_halves - whole)
     plain = forward + input_grad + times["weight_grad"] - deferred
@@ -321,13 +325,17 @@ def measure(sizes: Sizes, devices: Sequence[Any]) -> Measured:
         weights = jnp.zeros((-(-elements // count) * count,), dtype)
         split = jnp.zeros(_token_shard(sizes, count), dtype)
         times |= {
-            "hop": _moved(together, message, lambda x, _: shift(x, STAGE, 1, count)),
-            "gather": _moved(together, weights[: weights.size // count], _gathered),
-            "scatter": _moved(together, weights.astype(jnp.float32), _scattered),
-            "exchange": _moved(together, message[: message.size // count * count], _exchanged),
-            "tokens": _moved(together, split, _joined_and_split) / 2,
-            "latency": _moved(together, message[:8], lambda x, _: shift(x, STAGE, 1, count)),
-            "fresh": _fresh(together),
+            "hop": _time_collective(together, message, lambda x, _: ring_shift(x, STAGE, 1, count)),
+            "gather": _time_collective(together, weights[: weights.size // count], _gather),
+            "scatter": _time_collective(together, weights.astype(jnp.float32), _reduce_scatter),
+            "exchange": _time_collective(
+                together, message[: message.size // count * count], _all_to_all
+            ),
+            "tokens": _time_collective(together, split, _gather_and_scatter) / 2,
+            "latency": _time_collective(
+                together, message[:8], lambda x, _: ring_shift(x, STAGE, 1, count)
+            ),
+            "fresh": _time_allocation(together),
         }
     for name, seconds in times.items():
         if seconds <= 0:
@@ -346,10 +354,10 @@ def measure(sizes: Sizes, devices: Sequence[Any]) -> Measured:
     rows = [each.rows for each in others]
     of_rows = {sizes.rows: named} | dict(zip(rows, taken[len(PROGRAMS) :], strict=True))
     by_size = tuple(
-        (CostModel(each, shipped()["cpu"]).usual.moved, of_rows[each.rows] / each.rows)
+        (CostModel(each, published_hardware()["cpu"]).usual.moved, of_rows[each.rows] / each.rows)
         for each in of_sizes
     )
-    return Measured(**times, **more, by_size=by_size)
+    return Measurements(**times, **more, by_size=by_size)
 
 
 def _sizes(sizes: Sizes) -> list[Sizes]:
@@ -363,16 +371,16 @@ def _sizes(sizes: Sizes) -> list[Sizes]:
     return found
 
 
-def _share_again(sizes: Sizes) -> float:
+def _recomputed_share(sizes: Sizes) -> float:
     """Of a layer's forward, what a backward runs again that kept the layer's input alone."""
     pipeline = dataclasses.replace(sizes.config.pipeline, remat="full")
     full = dataclasses.replace(sizes, config=dataclasses.replace(sizes.config, pipeline=pipeline))
-    layer = CostModel(full, shipped()["cpu"]).usual
+    layer = CostModel(full, published_hardware()["cpu"]).usual
     return layer.again / layer.forward
 
 
 def _ring(config: Config, devices: Sequence[Any]) -> Mesh:
-    return build_mesh(on_ring(config.mesh, len(devices)), devices)
+    return build_mesh(ring_mesh_config(config.mesh, len(devices)), devices)
 
 
 # Programs.
@@ -381,10 +389,10 @@ def _ring(config: Config, devices: Sequence[Any]) -> Mesh:
 def _layers(runs: Sequence[tuple[Sizes, str, Remat]], mesh: Mesh) -> list[float]:
     """Seconds of one layer in slots of some kinds, one after another, for each program."""
     programs = [_layer(*run, mesh) for run in runs]
-    return [seconds / LAYERS for seconds in _seconds(mesh, programs, TURNS_OF_LAYERS)]
+    return [seconds / LAYERS for seconds in _seconds(mesh, programs, LAYER_LOOP_COUNTS)]
 
 
-def _layer(sizes: Sizes, kinds: str, remat: Remat, mesh: Mesh) -> Run:
+def _layer(sizes: Sizes, kinds: str, remat: Remat, mesh: Mesh) -> TimedProgram:
     config = sizes.config
     rules = AxisRules.from_config(config.mesh).on(mesh.devices.flat[0].platform)
     decoder = Decoder(config.model, rules)
@@ -392,8 +400,8 @@ def _layer(sizes: Sizes, kinds: str, remat: Remat, mesh: Mesh) -> Run:
     kind = Counter(decoder.model.layers).most_common(1)[0][0]
     init = jax.jit(lambda key: decoder.init_layers(kind, key, jnp.arange(LAYERS)))
     weights = {kind: jax.tree.map(lambda leaf: leaf.astype(dtype), init(jax.random.key(0)))}
-    held = LayerWeights("step", jax.tree.map(lambda _: WHOLE, weights[kind]), dtype)
-    layout = Layout(Ring(1, 1), (LAYERS,), kinds=(kind,) * LAYERS)
+    held = LayerWeights("step", jax.tree.map(lambda _: REPLICATED, weights[kind]), dtype)
+    layout = LayerLayout(Ring(1, 1), (LAYERS,), kinds=(kind,) * LAYERS)
     pipeline = dataclasses.replace(config.pipeline, offloaded_names=[], remat=remat)
     shape = (sizes.rows, config.train.sequence_length)
     inputs = {
@@ -403,12 +411,12 @@ def _layer(sizes: Sizes, kinds: str, remat: Remat, mesh: Mesh) -> Run:
     }
 
     def run(weights: Tree, x: jax.Array, inputs: Tree, turns: jax.Array) -> Tree:
-        keep = keep_of(pipeline, config.model)
+        keep = make_remat_policy(pipeline, config.model)
         layers = {kind: decoder.layer(kind)}
         slots = LayerSlots(layers, layout, {kind: held}, keep, "skip", None, by_visit=False)
-        weights, x, inputs, zero = vary((weights, x, inputs, jnp.int32(0)))
+        weights, x, inputs, zero = mark_varying((weights, x, inputs, jnp.int32(0)))
         row = SlotRow(*(zero,) * (len(SlotRow._fields) - 1))
-        seeds = dict.fromkeys(decoder.model.losses, vary(jnp.float32(1)))
+        seeds = dict.fromkeys(decoder.model.losses, mark_varying(jnp.float32(1)))
         work = slots.work(row, jax.tree.map(lambda leaf: leaf[None], inputs), seeds)
         halves = "I" in kinds
         pieces = slots.pieces(weights, x, inputs, seeds, halves=halves)
@@ -434,23 +442,27 @@ def _layer(sizes: Sizes, kinds: str, remat: Remat, mesh: Mesh) -> Run:
     return run, (weights, x, inputs)
 
 
-def _moved(mesh: Mesh, x: jax.Array, move: Callable[[jax.Array, jax.Array], jax.Array]) -> float:
+def _time_collective(
+    mesh: Mesh, x: jax.Array, move: Callable[[jax.Array, jax.Array], jax.Array]
+) -> float:
     """Seconds of a collective that keeps the shape of `x`."""
 
     def run(x: jax.Array, turns: jax.Array) -> jax.Array:
-        return lax.fori_loop(0, turns, lambda turn, x: vary(move(x, turn)), vary(x)).sum()
+        return lax.fori_loop(
+            0, turns, lambda turn, x: mark_varying(move(x, turn)), mark_varying(x)
+        ).sum()
 
     return _seconds(mesh, [(run, (x,))])[0]
 
 
-def _gathered(shard: jax.Array, turn: jax.Array) -> jax.Array:
-    whole = gather_shards(shard, STAGE, 0)
+def _gather(shard: jax.Array, turn: jax.Array) -> jax.Array:
+    whole = all_gather(shard, STAGE, 0)
     return lax.dynamic_slice_in_dim(whole, turn, len(shard))
 
 
-def _exchanged(x: jax.Array, turn: jax.Array) -> jax.Array:
+def _all_to_all(x: jax.Array, turn: jax.Array) -> jax.Array:
     del turn
-    return exchange(x, STAGE, 0, 0)
+    return all_to_all(x, STAGE, 0, 0)
 
 
 def _token_shard(sizes: Sizes, shards: int) -> tuple[int, int, int]:
@@ -459,20 +471,20 @@ def _token_shard(sizes: Sizes, shards: int) -> tuple[int, int, int]:
     return sizes.rows, max(1, tokens // shards), sizes.config.model.d_model
 
 
-def _joined_and_split(share: jax.Array, turn: jax.Array) -> jax.Array:
+def _gather_and_scatter(share: jax.Array, turn: jax.Array) -> jax.Array:
     del turn
     whole = lax.all_gather(share, STAGE, axis=1, tiled=True)
     # As between a layer's matmuls: summed in the order of tokens, and put back in that of rows.
-    part = scatter_sum(jnp.moveaxis(whole, 1, 0), STAGE, 0)
+    part = reduce_scatter(jnp.moveaxis(whole, 1, 0), STAGE, 0)
     return jnp.moveaxis(part, 0, 1)
 
 
-def _scattered(whole: jax.Array, turn: jax.Array) -> jax.Array:
-    part = scatter_sum(whole, STAGE, 0)
+def _reduce_scatter(whole: jax.Array, turn: jax.Array) -> jax.Array:
+    part = reduce_scatter(whole, STAGE, 0)
     return lax.dynamic_update_slice_in_dim(whole, part, turn, 0)
 
 
-def _streamed(mesh: Mesh) -> float:
+def _time_update(mesh: Mesh) -> float:
     """Seconds for a byte that an update of parameters moves through memory."""
 
     def run(parameters: jax.Array, gradients: jax.Array, turns: jax.Array) -> jax.Array:
@@ -482,22 +494,22 @@ def _streamed(mesh: Mesh) -> float:
             second = 0.9 * second + 0.1 * gradients * gradients
             return parameters - 1e-3 * first * lax.rsqrt(1 + second), first, second
 
-        state = vary((parameters, gradients, gradients))
+        state = mark_varying((parameters, gradients, gradients))
         return lax.fori_loop(0, turns, body, state)[0].sum()
 
     on_cpus = mesh.devices.flat[0].platform == "cpu"
-    count = STREAMED // (mesh.size if on_cpus else 1)
+    count = NUM_STREAMED_PARAMS // (mesh.size if on_cpus else 1)
     zeros, ones = jnp.zeros((count,), jnp.float32), jnp.ones((count,), jnp.float32)
     moved = 4 * (3 + 1 + 3) * count
-    return _seconds(mesh, [(run, (zeros, ones))], TURNS_OF_LAYERS)[0] / moved
+    return _seconds(mesh, [(run, (zeros, ones))], LAYER_LOOP_COUNTS)[0] / moved
 
 
-def _fresh(mesh: Mesh) -> float:
+def _time_allocation(mesh: Mesh) -> float:
     """Seconds for a byte of a program's temporary memory, cleared and partly written."""
 
     def run(num_rows: int, turns: jax.Array) -> jax.Array:
-        buffer = vary(jnp.zeros((num_rows, FRESH_ROW), jnp.float32))
-        row = vary(jnp.ones((1, FRESH_ROW), jnp.float32))
+        buffer = mark_varying(jnp.zeros((num_rows, FRESH_ROW), jnp.float32))
+        row = mark_varying(jnp.ones((1, FRESH_ROW), jnp.float32))
 
         def body(turn: jax.Array, buffer: jax.Array) -> jax.Array:
             return lax.dynamic_update_slice_in_dim(buffer, row * turn, turn, 0)
@@ -506,11 +518,15 @@ def _fresh(mesh: Mesh) -> float:
 
     with jax.set_mesh(mesh):
         programs = [_program(mesh, partial(run, num_rows)) for num_rows in FRESH_ROWS]
-        few, many = medians([partial(each, jnp.int32(2)) for each in programs], recheck.SECONDS)
+        few, many = median_seconds(
+            [partial(each, jnp.int32(2)) for each in programs], recheck.PROGRAM_SECONDS
+        )
     return (many - few) / (4 * FRESH_ROW * (FRESH_ROWS[1] - FRESH_ROWS[0]))
 
 
-def _seconds(mesh: Mesh, runs: Sequence[Run], turns: tuple[int, int] = TURNS) -> list[float]:
+def _seconds(
+    mesh: Mesh, runs: Sequence[TimedProgram], turns: tuple[int, int] = LOOP_COUNTS
+) -> list[float]:
     """Seconds of one iteration of each program's loop; the count is its last argument."""
     with jax.set_mesh(mesh):
         calls = [
@@ -518,7 +534,7 @@ def _seconds(mesh: Mesh, runs: Sequence[Run], turns: tuple[int, int] = TURNS) ->
             for program, arguments in [(_program(mesh, run), given) for run, given in runs]
             for count in turns
         ]
-        taken = medians(calls, len(runs) * recheck.SECONDS)
+        taken = median_seconds(calls, len(runs) * recheck.PROGRAM_SECONDS)
     return [
         (many - few) / (turns[1] - turns[0])
         for few, many in zip(taken[::2], taken[1::2], strict=True)
@@ -531,7 +547,7 @@ def _program(mesh: Mesh, run: Callable[..., Tree]) -> Callable[..., Tree]:
     def on_each(*given: Tree) -> Tree:
         return jax.tree.map(lambda leaf: leaf[None], run(*given))
 
-    if not (axes := program_axes(mesh)):
+    if not (axes := manual_axes_of(mesh)):
         return jax.jit(on_each)
     everywhere = PartitionSpec()
     return jax.jit(

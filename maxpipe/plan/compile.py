@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from maxpipe.config.load import Loaded, to_dict
+from maxpipe.config.load import LoadedConfig, to_dict
 from maxpipe.config.schema import Config
 from maxpipe.errors import ConfigError
 from maxpipe.hardware import Hardware
@@ -29,30 +29,30 @@ from maxpipe.models.registry import describe
 from maxpipe.models.spec import Model, Scores
 from maxpipe.parallel import stated
 from maxpipe.parallel.mesh import AXES, BATCH_AXES, build_mesh
-from maxpipe.pipeline.layout import Layout
+from maxpipe.pipeline.layout import LayerLayout
 from maxpipe.plan import memory
-from maxpipe.plan.advice import capacity, explain_out_of_memory, gib, largest
-from maxpipe.plan.entries import Line, lines
-from maxpipe.plan.hlo import Collective, Profile, Transfer, profile
-from maxpipe.plan.hlo_text import parse
-from maxpipe.plan.nearest import nearest
+from maxpipe.plan.advice import describe_largest, explain_out_of_memory, gib, parse_out_of_memory
+from maxpipe.plan.entries import ProfileLine, profile_lines
+from maxpipe.plan.hlo import Collective, HostTransfer, Profile, profile_program
+from maxpipe.plan.hlo_text import parse_hlo
+from maxpipe.plan.nearest import suggest_changes
 from maxpipe.plan.search import evaluate
 from maxpipe.plan.sizes import Sizes
 from maxpipe.plan.topology import (
     CUDNN,
     INSTALL,
-    OPTIONS,
     PLUGINS,
-    WHERE,
+    TOPOLOGY_OPTION,
+    UNTUNED_GPU_OPTIONS,
     Topology,
-    are_here,
-    devices,
-    other_compiler,
-    placed,
+    are_local,
+    compiler_version_error,
+    resolve_config,
+    topology_devices,
 )
-from maxpipe.schedule.table import Schedule, Slots
+from maxpipe.schedule.table import Schedule, SlotColumns
 from maxpipe.step import executable
-from maxpipe.step.build import steps_of
+from maxpipe.step.build import steps_from_config
 from maxpipe.step.step import Steps
 
 SLOTS = {
@@ -71,7 +71,7 @@ SCOPES = (
 
 
 @dataclass(frozen=True)
-class Traffic:
+class CollectiveTraffic:
     """Collectives of one kind over the same axes."""
 
     kind: str
@@ -91,7 +91,7 @@ class Traffic:
 
 
 @dataclass(frozen=True)
-class Report:
+class CompileReport:
     """What the compiler says of a train step; bytes and operations are of one device."""
 
     topology: str
@@ -133,8 +133,8 @@ class Report:
     """Share of the peak at which these are counted."""
     seconds: float
     """The same as time."""
-    collectives: list[Traffic]
-    transfers: list[Traffic]
+    collectives: list[CollectiveTraffic]
+    transfers: list[CollectiveTraffic]
     """To host memory, and from there."""
     copies: int
     """Buffers copied inside loops."""
@@ -143,7 +143,7 @@ class Report:
     beside_bytes: int = 0
     """What a device has while the step runs that is no argument of it: the reference of rollouts,
     by arithmetic."""
-    entries: list[Line] = field(default_factory=list)
+    entries: list[ProfileLine] = field(default_factory=list)
     """What the busiest stages' cycles are spent on, most first; none without estimates."""
     unknown_loops: list[str] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
@@ -167,12 +167,12 @@ class Report:
         return self.total_bytes + self.beside_bytes <= self.memory_bytes
 
     @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Report:
+    def from_json(cls, values: Mapping[str, Any]) -> CompileReport:
         """From `to_json`'s values; others among them are left alone."""
         own = {field.name: values[field.name] for field in dataclasses.fields(cls)}
         for name in ("collectives", "transfers"):
-            own[name] = [Traffic(**each) for each in values[name]]
-        own["entries"] = [Line(**each) for each in values["entries"]]
+            own[name] = [CollectiveTraffic(**each) for each in values[name]]
+        own["entries"] = [ProfileLine(**each) for each in values["entries"]]
         return cls(**own)
 
     def to_json(self) -> dict[str, Any]:
@@ -195,20 +195,20 @@ def build_steps(config: Config, present: Sequence[Any]) -> Steps:
     """
     # Only evaluation reads lengths of tokens, and it is not compiled here.
     lengths = np.ones(config.model.vocab_size, np.int32)
-    return steps_of(config, build_mesh(config.mesh, present), lengths)
+    return steps_from_config(config, build_mesh(config.mesh, present), lengths)
 
 
-def unreported(phase: str) -> None:
+def ignore_phase(phase: str) -> None:
     """Report no phase."""
 
 
 def compile_step(
-    loaded: Loaded,
+    loaded: LoadedConfig,
     topology: Topology,
     save: Path | None = None,
     given: Mapping[str, str] | None = None,
-    begin: Callable[[str], None] = unreported,
-) -> Report:
+    begin: Callable[[str], None] = ignore_phase,
+) -> CompileReport:
     """Compiles the train step of a config for a topology; `save` is a folder to keep it in.
 
     `given` are options of the compiler in place of those of a run, which are left out where the
@@ -223,17 +223,17 @@ def compile_step(
         count, where = topology.num_devices, "command line: --save"
         action = "Leave out --save; of steps for CPUs only that of one device can be kept, cpu:1."
         executable.check_devices(topology.platform, count, where, save, action)
-    present = devices(topology)
-    config = placed(loaded, topology)
+    present = topology_devices(topology)
+    config = resolve_config(loaded, topology)
     steps = build_steps(config, present)
-    untuned = topology.platform == "cuda" and not are_here(present)
+    untuned = topology.platform == "cuda" and not are_local(present)
     if untuned and save is not None:
-        raise _only_a_report(save)
+        raise _save_error(save)
     start = time.monotonic()
     begin("tracing the train step")
-    lowered = _lowered(steps, config, topology)
+    lowered = _lower(steps, config, topology)
     lowered_at = time.monotonic()
-    options = steps.compiler_options | (dict(OPTIONS) if untuned else {})
+    options = steps.compiler_options | (dict(UNTUNED_GPU_OPTIONS) if untuned else {})
     options |= given or {}
     options = {name: value for name, value in options.items() if value != ""}
     begin("compiling the train step")
@@ -241,22 +241,24 @@ def compile_step(
         compiled = lowered.compile(options)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" in str(error):
-            raise _out_of_memory(str(error), config, steps, topology) from error
-        refused = _option_refused(str(error), given or {}) or other_compiler(topology, error)
+            raise _out_of_memory_error(str(error), config, steps, topology) from error
+        refused = _option_error(str(error), given or {}) or compiler_version_error(topology, error)
         raise refused or error from error
     done = time.monotonic()
     begin("reading the compiled program")
     if save is not None:
-        facts = executable.facts_of(to_dict(config), lowered, present)
+        facts = executable.program_metadata(to_dict(config), lowered, present)
         executable.save(compiled, save, facts)
-    report = report_of(config, topology, steps, compiled)
+    report = build_report(config, topology, steps, compiled)
     seconds = {"lower_seconds": lowered_at - start, "compile_seconds": done - lowered_at}
     if untuned:
-        report = dataclasses.replace(report, unknown=_unknown(report.attention, config, topology))
+        report = dataclasses.replace(
+            report, unknown=_unknown_figures(report.attention, config, topology)
+        )
     return dataclasses.replace(report, **seconds)
 
 
-def _lowered(steps: Steps, config: Config, topology: Topology) -> Any:
+def _lower(steps: Steps, config: Config, topology: Topology) -> Any:
     try:
         return steps.lower_train()
     except RuntimeError as error:
@@ -270,14 +272,14 @@ def _lowered(steps: Steps, config: Config, topology: Topology) -> Any:
         raise ConfigError.one("model.attention", given, rule, action) from error
 
 
-def _only_a_report(save: Path) -> ConfigError:
+def _save_error(save: Path) -> ConfigError:
     rule = "cannot keep a step for GPUs that are not here: XLA chooses a run's kernels by timing "
     rule += "them, and this one would be slower."
     action = "Leave out --save, or compile on a machine with these GPUs."
     return ConfigError.one("command line: --save", save, rule, action)
 
 
-def _unknown(attention: str, config: Config, topology: Topology) -> list[str]:
+def _unknown_figures(attention: str, config: Config, topology: Topology) -> list[str]:
     """What a compiler without a GPU leaves open."""
     found = [
         "time: it estimates no cycles for GPUs",
@@ -286,7 +288,7 @@ def _unknown(attention: str, config: Config, topology: Topology) -> list[str]:
         "memory outside of the program: CUDA's, NCCL's",
     ]
     if attention == "cudnn":
-        most = gib(memory.worked_in(Sizes(config).on(topology.platform)))
+        most = gib(memory.attention_workspace_bytes(Sizes(config).on(topology.platform)))
         found.append(
             f"memory that cuDNN's attention works in: by arithmetic {most}, less where it takes "
             "the room of other temporaries"
@@ -294,7 +296,7 @@ def _unknown(attention: str, config: Config, topology: Topology) -> list[str]:
     return found
 
 
-def _option_refused(message: str, given: Mapping[str, str]) -> ConfigError | None:
+def _option_error(message: str, given: Mapping[str, str]) -> ConfigError | None:
     """What to say where the compiler does not know an option that is given, or its value."""
     name = next((name for name in given if name in message), None)
     if name is None or not message.startswith("INVALID_ARGUMENT"):
@@ -306,37 +308,39 @@ def _option_refused(message: str, given: Mapping[str, str]) -> ConfigError | Non
     return ConfigError.one("command line: --xla", f"{name}={given[name]}", rule, action)
 
 
-def _out_of_memory(message: str, config: Config, steps: Steps, topology: Topology) -> ConfigError:
+def _out_of_memory_error(
+    message: str, config: Config, steps: Steps, topology: Topology
+) -> ConfigError:
     shapes = {
         name: tuple(leaf.shape for leaf in leaves) for name, leaves in steps.buffer_shapes().items()
     }
     predicted = evaluate(config, topology.hardware)
-    held = capacity(message)
+    held = parse_out_of_memory(message)
     needed = f"needs {gib(held[0])}" if held else "does not fit"
     there = held[1] if held else topology.hardware.memory_bytes
     listed = explain_out_of_memory(message, shapes, steps.partition.mesh.shape["tensor"])
     terms = f"The compiler's largest allocations:\n{listed}"
     if not listed:
-        terms = f"Largest, by arithmetic:\n{largest(predicted.memory.terms)}"
-    changes = nearest(predicted, topology)
+        terms = f"Largest, by arithmetic:\n{describe_largest(predicted.memory.terms)}"
+    changes = suggest_changes(predicted, topology)
     action = "Name more devices, or a shorter train.sequence_length."
     if changes:
         action = f"Set {changes[0].partition(':')[0]}, or see `maxpipe plan` for other changes."
     rule = f"has {gib(there)} on a device, and the step {needed}. {terms}"
-    return ConfigError.one(WHERE, topology.name, rule, action)
+    return ConfigError.one(TOPOLOGY_OPTION, topology.name, rule, action)
 
 
-def report_of(config: Config, topology: Topology, steps: Steps, compiled: Any) -> Report:
+def build_report(config: Config, topology: Topology, steps: Steps, compiled: Any) -> CompileReport:
     """What the compiler says of a compiled train step; how long that took is left at 0."""
     mesh, stated = steps.partition.mesh, compiled.memory_analysis()
     on_host = stated.host_temp_size_in_bytes + stated.host_argument_size_in_bytes
-    found, busiest = read(compiled.as_text(), steps, config.pipeline.weight_gather)
+    found, busiest = profile_step(compiled.as_text(), steps, config.pipeline.weight_gather)
     rows, tokens = steps.shape
     clock = topology.hardware.clock_ghz * 1e9
     needed = train_flops_per_token(describe(config.model), tokens) * rows * tokens / mesh.size
     cycles = busiest.cycles + kernel_cycles(busiest, topology.hardware)
     sizes = Sizes(config).on(topology.platform)
-    return Report(
+    return CompileReport(
         topology=topology.name,
         num_devices=topology.num_devices,
         num_slices=topology.num_slices,
@@ -357,18 +361,18 @@ def report_of(config: Config, topology: Topology, steps: Steps, compiled: Any) -
         flops=found.flops,
         model_flops=needed,
         cycles=cycles,
-        pieces=_pieces(busiest, topology.hardware),
+        pieces=_cycles_by_region(busiest, topology.hardware),
         kernel_flops=found.kernel_flops,
         kernel_efficiency=topology.hardware.kernel_efficiency,
         seconds=cycles / clock if clock else 0.0,
-        collectives=traffic(found.collectives, mesh),
+        collectives=collective_traffic(found.collectives, mesh),
         transfers=host_traffic(found.transfers),
         copies=len(found.copies),
         buffers={
             name: round(held) for name, held in memory.buffers(sizes, steps.train_schedule).items()
         },
         beside_bytes=round(memory.reference(sizes)),
-        entries=lines(busiest, topology.hardware),
+        entries=profile_lines(busiest, topology.hardware),
         unknown_loops=found.unknown_loops,
     )
 
@@ -379,7 +383,7 @@ def kernel_cycles(found: Profile, hardware: Hardware) -> float:
     return seconds * hardware.clock_ghz * 1e9
 
 
-def _pieces(found: Profile, hardware: Hardware) -> dict[str, float]:
+def _cycles_by_region(found: Profile, hardware: Hardware) -> dict[str, float]:
     """Cycles by region, kernels' as above."""
     cycles: dict[str, float] = {}
     for name in sorted({each.region for each in found.entries if each.region}):
@@ -399,18 +403,18 @@ def versions() -> dict[str, str]:
     return found
 
 
-def read(text: str, steps: Steps, weight_gather: str) -> tuple[Profile, Profile]:
+def profile_step(text: str, steps: Steps, weight_gather: str) -> tuple[Profile, Profile]:
     """Costs of a compiled train step: of the average stage, and along the busiest ones.
 
     Work and traffic are the first's; time is the second's, because stages wait for each other.
     """
-    module = parse(text)
+    module = parse_hlo(text)
 
     windows = window_shares(steps.partition.decoder.model)
 
     def costs(average: bool) -> Profile:
         trips, shares = executions(steps, weight_gather, average=average)
-        return profile(
+        return profile_program(
             module,
             trips=trips,
             shares=shares,
@@ -459,7 +463,7 @@ def executions(
     """
     schedule, layout = steps.train_schedule, steps.engine.layout
     trips: dict[str, float] = {}
-    outside, embed, embed_grad = f"/{stated.OUTSIDE}", stated.EMBED, stated.EMBED_GRAD
+    outside, embed, embed_grad = f"/{stated.PROLOGUE}", stated.EMBED, stated.EMBED_GRAD
     if layout.outside:
         front, rounds = layout.front, schedule.outside
         for scope, column in (
@@ -467,14 +471,14 @@ def executions(
             (stated.BACKWARD, rounds.backward),
         ):
             share = float((np.asarray(column) >= 0).mean())
-            trips |= _of_kinds(f"{outside}/{scope}/", front)
+            trips |= _layer_type_trips(f"{outside}/{scope}/", front)
             trips[_layer_loop(f"{outside}/{scope}/")] = layout.outside * share
     per_tick = _layers_per_tick(schedule, layout.chunk_sizes, average)
     for action, turns in per_tick.items():
-        trips |= _of_kinds(f"/{SLOTS[action]}/", layout)
+        trips |= _layer_type_trips(f"/{SLOTS[action]}/", layout)
         trips[_layer_loop(f"/{SLOTS[action]}/")] = turns
     if (heads := steps.partition.decoder.model.ends.layers_ahead) is not None:
-        trips[rf"/{stated.AHEAD}/while$"] = heads.num_heads
+        trips[rf"/{stated.MTP}/while$"] = heads.num_heads
     visits = schedule.visits
     if weight_gather == "visit" and visits.num_window:
         turns = len(visits.gather_tick) + 1
@@ -482,7 +486,7 @@ def executions(
         reduced = int(np.count_nonzero(visits.reduce_tick <= last))
         trips[rf"/{stated.TICKS}/while$"] = schedule.num_ticks / turns
         for kind in layout.in_ring:
-            layers, loop = layout.stacks[kind].length, f"{stated.REDUCE}/{stated.of_kind(kind)}"
+            layers, loop = layout.stacks[kind].length, f"{stated.REDUCE}/{stated.layer_type(kind)}"
             trips[rf"/body/.*{loop}/while$"] = layers * reduced / turns
             trips[rf"/{loop}/while$"] = layers * (len(visits.reduce_tick) - reduced)
     shares = {
@@ -505,13 +509,13 @@ def _layer_loop(scope: str) -> str:
     return rf"{scope}({stated.RECOMPUTE}/)?while$"
 
 
-def _of_kinds(scope: str, layout: Layout) -> dict[str, float]:
+def _layer_type_trips(scope: str, layout: LayerLayout) -> dict[str, float]:
     """Mean trips of the loops inside it that run a layer, or none, of one kind."""
     kinds = layout.kind_at[layout.layer_at >= 0]
     if len(layout.in_ring) == 1:
         return {}
     return {
-        rf"{scope}.*/{stated.of_kind(name)}/while$": float((kinds == number).mean())
+        rf"{scope}.*/{stated.layer_type(name)}/while$": float((kinds == number).mean())
         for number, name in enumerate(layout.in_ring)
     }
 
@@ -520,7 +524,7 @@ def _layers_per_tick(schedule: Schedule, sizes: np.ndarray, average: bool) -> di
     """Mean turns of the loop over layers in each kind of slot."""
     stages = np.arange(schedule.num_stages)
 
-    def layers(slots: Slots) -> np.ndarray:
+    def layers(slots: SlotColumns) -> np.ndarray:
         found = np.where(slots.active, sizes[np.maximum(slots.repeat, 0), stages], 0)
         return found.mean(axis=1) if average else found.max(axis=1)
 
@@ -537,11 +541,11 @@ _LENGTH = {"F": 1.0, "I": 1.3, "W": 1.0}
 """How long a layer takes in the kinds of slots of a mixed tick, roughly: only the order counts."""
 
 
-def traffic(found: Sequence[Collective], mesh: Any) -> list[Traffic]:
+def collective_traffic(found: Sequence[Collective], mesh: Any) -> list[CollectiveTraffic]:
     """Collectives by kind, axes and link, most bytes first."""
     placed = list(mesh.devices.flat)
     place_of = {device.id: place for place, device in enumerate(placed)}
-    slices = np.array([_slice_of(device) for device in placed])
+    slices = np.array([_slice_index(device) for device in placed])
     grouped: dict[tuple[str, str, str, bool], list[Collective]] = {}
     for each in found:
         group = [place_of[member] for member in each.group] if each.between_slices else each.group
@@ -553,7 +557,7 @@ def traffic(found: Sequence[Collective], mesh: Any) -> list[Traffic]:
         link = "dcn" if len(set(slices[members])) > 1 else "ici"
         grouped.setdefault((each.kind, "+".join(axes), link, each.is_async), []).append(each)
     result = [
-        Traffic(
+        CollectiveTraffic(
             *key,
             count=sum(each.count for each in group),
             total_bytes=sum(each.total_bytes for each in group),
@@ -565,7 +569,7 @@ def traffic(found: Sequence[Collective], mesh: Any) -> list[Traffic]:
     return sorted(result, key=lambda each: -each.total_bytes)
 
 
-def host_traffic(found: Sequence[Transfer]) -> list[Traffic]:
+def host_traffic(found: Sequence[HostTransfer]) -> list[CollectiveTraffic]:
     """What goes to host memory and what comes from there; cycles that several share count once."""
     result = []
     for kind in dict.fromkeys(each.kind for each in found):
@@ -574,7 +578,7 @@ def host_traffic(found: Sequence[Transfer]) -> list[Traffic]:
             name: cycles * each.count for each in group for name, cycles in each.cycles_of.items()
         }
         result.append(
-            Traffic(
+            CollectiveTraffic(
                 kind,
                 axes="",
                 link="host",
@@ -587,7 +591,7 @@ def host_traffic(found: Sequence[Transfer]) -> list[Traffic]:
     return result
 
 
-def _slice_of(device: Any) -> int:
+def _slice_index(device: Any) -> int:
     """Of GPUs that are not here each slice is a process of its own."""
     if getattr(device, "platform", "") == "gpu":
         return device.process_index

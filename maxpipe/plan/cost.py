@@ -25,25 +25,25 @@ from maxpipe.hardware import MIB, Hardware
 from maxpipe.models.count import train_flops_per_token
 from maxpipe.models.layers.mlp import GatedMLP
 from maxpipe.models.spec import Kind, Scores
-from maxpipe.plan.memory import Memory, loss_blocks, memory, state
+from maxpipe.plan.memory import Memory, loss_blocks, predict_memory, state
 from maxpipe.plan.sizes import BYTES, Sizes
 from maxpipe.plan.traffic import (
+    CommVolume,
     HeadTraffic,
     LayerTraffic,
-    Sent,
-    at_the_end,
-    joined,
+    layer_executions,
     lookup,
+    loss_head_traffic,
+    merge_by_axes,
     message,
-    regathered,
-    scored,
+    regather_traffic,
+    step_end_traffic,
+    step_traffic,
     tensor_sums,
-    traffic,
-    turns,
 )
-from maxpipe.schedule.table import Schedule, Slots
+from maxpipe.schedule.table import Schedule, SlotColumns
 
-RECOMPUTED = {"none": 0.0, "full": 1.0, "chunk": 2.0}
+RECOMPUTED_FORWARDS = {"none": 0.0, "full": 1.0, "chunk": 2.0}
 """Forwards that a layer's backward runs again; with names that depends on the device. What follows
 the last array that a backward reads is left out by compilers: see `LayerCost.again`."""
 SCORE_TRAFFIC = 12
@@ -51,7 +51,7 @@ SCORE_TRAFFIC = 12
 fitted to the TPU compiler's cycles at 2048 and 8192 tokens."""
 ACTIONS = "FBIW"
 """Kinds of slots: forward, backward, and its halves for inputs and for weights."""
-HIDDEN = {"iteration": 0.5, "visit": 0.0, "step": 0.0}
+OVERLAPPED_SHARE = {"iteration": 0.5, "visit": 0.0, "step": 0.0}
 """Share of a layer's work behind which its gather travels."""
 KERNEL_BACKWARD = {"tpu": 3.5}
 """Products of an attention kernel's backward, in forwards, 2.5 where none is named: on TPUs two
@@ -83,7 +83,7 @@ class CostModel:
         """Bytes of a number in compute type."""
         return BYTES[self.sizes.config.model.compute_dtype]
 
-    def move(self, sent: Sent) -> float:
+    def move(self, sent: CommVolume) -> float:
         """Seconds to send this from every device at once."""
         if not sent.axes or not sent.num_bytes:
             return 0.0
@@ -101,11 +101,11 @@ class CostModel:
             latency += sent.rounds * hardware.network_latency_us * 1e-6
         return seconds + latency
 
-    def moves(self, sent: Iterable[Sent]) -> float:
+    def moves(self, sent: Iterable[CommVolume]) -> float:
         """The same of several, one after the other."""
         return sum(map(self.move, sent))
 
-    def scatters(self, sent: Iterable[Sent]) -> float:
+    def scatters(self, sent: Iterable[CommVolume]) -> float:
         """Seconds of sums to shards.
 
         XLA for TPU makes one over all devices an all-reduce, of which each keeps a shard. Measured
@@ -152,12 +152,12 @@ class CostModel:
     def recomputed(self) -> float:
         """Forwards run again in a backward."""
         remat = self.sizes.config.pipeline.remat
-        return (RECOMPUTED | {"names": self.hardware.names_recomputed})[remat]
+        return (RECOMPUTED_FORWARDS | {"names": self.hardware.names_recomputed})[remat]
 
     @cached_property
     def hop(self) -> float:
         """A message to the next stage."""
-        return self.move(Sent(self.sizes.present(["stage"]), 2 * message(self.sizes), 2))
+        return self.move(CommVolume(self.sizes.present(["stage"]), 2 * message(self.sizes), 2))
 
     @cached_property
     def head(self) -> float:
@@ -176,7 +176,7 @@ class CostModel:
             # Inside a conditional, in which compilers start nothing early.
             weights = HeadTraffic(sizes)
             gathers = self.moves(weights.gathered) + self.scatters(weights.scattered)
-        return work + gathers + self.move(scored(sizes)) + self.embed + self.layers_ahead
+        return work + gathers + self.move(loss_head_traffic(sizes)) + self.embed + self.layers_ahead
 
     @property
     def layers_ahead(self) -> float:
@@ -399,7 +399,7 @@ class LayerCost:
         own = {"F": self.forward, "B": both, "I": inputs, "W": weights}[action]
         own += self._kept(action)
         if not self._in_rings:
-            again = regathered(model.sizes, self.name, action, model.recomputed)
+            again = regather_traffic(model.sizes, self.name, action, model.recomputed)
             own += model.move(again) / model.contention
         exchanged = self.exchanged(action)
         if pipeline.weight_gather != "iteration":
@@ -412,7 +412,7 @@ class LayerCost:
             own += scatter  # which XLA for TPU waits for: `benchmarks/compile_reports.md`
         else:
             traffic += scatter
-        left = model.behind(traffic / model.contention, HIDDEN["iteration"] * own)
+        left = model.behind(traffic / model.contention, OVERLAPPED_SHARE["iteration"] * own)
         return own + exchanged + left
 
     @cached_property
@@ -469,7 +469,9 @@ class Cost:
         return self.model_flops / self.seconds / self.peak_flops
 
 
-def cost(sizes: Sizes, schedule: Schedule, hardware: Hardware, held: Memory | None = None) -> Cost:
+def predict_cost(
+    sizes: Sizes, schedule: Schedule, hardware: Hardware, held: Memory | None = None
+) -> Cost:
     """What a step of this run costs; `held` is its memory, where that is known already."""
     sizes = sizes.on(hardware.platform)
     model = CostModel(sizes, hardware)
@@ -478,21 +480,21 @@ def cost(sizes: Sizes, schedule: Schedule, hardware: Hardware, held: Memory | No
     exposed = np.maximum(0.0, hop - behind * model.hides)
     work = float(ticks.sum())
     ideal = min(work, _ideal(model, schedule))
-    exchanged = min(ideal, _exchanged(model, schedule))
+    exchanged = min(ideal, _exchange_seconds(model, schedule))
     loss = np.asarray(schedule.loss_microbatch) >= 0
     train = sizes.config.train
     parts = {
         "layers": ideal - exchanged,
         "exchange": exchanged,
         "bubble": work - ideal,
-        "outside": _outside(model, schedule),
+        "outside": _prologue_seconds(model, schedule),
         "head": float(loss.sum()) * model.head,
         "messages": float(exposed.sum()),
         "gathers": _gathers(model, schedule),
         "reductions": _reductions(model, schedule),
         "update": model.contention * _update(model),
         "ticks": schedule.num_ticks * hardware.tick_us * 1e-6,
-        "memory": _fresh(model, schedule, held),
+        "memory": _allocation_seconds(model, schedule, held),
     }
     tokens = train.batch_size * train.sequence_length
     needed = train_flops_per_token(sizes.model, train.sequence_length) * tokens
@@ -500,7 +502,7 @@ def cost(sizes: Sizes, schedule: Schedule, hardware: Hardware, held: Memory | No
         {name: seconds for name, seconds in parts.items() if seconds},
         needed / sizes.num_devices,
         hardware.flops,
-        traffic(sizes, schedule, model.recomputed),
+        step_traffic(sizes, schedule, model.recomputed),
     )
 
 
@@ -510,7 +512,7 @@ def _ticks(model: CostModel, schedule: Schedule) -> tuple[np.ndarray, np.ndarray
     total = np.zeros(schedule.num_ticks)
     everyone = np.zeros((schedule.num_ticks, sizes.stages))
     for action, slots in schedule.kinds:
-        spent = _in_slots(model, schedule, action, slots, computes=computes)
+        spent = _slot_seconds(model, schedule, action, slots, computes=computes)
         everyone += spent
         if not schedule.mixed:
             total += spent.max(axis=1)
@@ -523,8 +525,8 @@ def _ticks(model: CostModel, schedule: Schedule) -> tuple[np.ndarray, np.ndarray
     return total, total if schedule.mixed or schedule.delayed else total / 2
 
 
-def _in_slots(
-    model: CostModel, schedule: Schedule, action: str, slots: Slots, *, computes: bool
+def _slot_seconds(
+    model: CostModel, schedule: Schedule, action: str, slots: SlotColumns, *, computes: bool
 ) -> np.ndarray:
     """`[K, P]`: seconds of each stage's layers in slots of one kind.
 
@@ -555,7 +557,7 @@ def _ideal(model: CostModel, schedule: Schedule) -> float:
     return sizes.microbatches * layers / sizes.stages * model.contention
 
 
-def _exchanged(model: CostModel, schedule: Schedule) -> float:
+def _exchange_seconds(model: CostModel, schedule: Schedule) -> float:
     """Of these, seconds of what tokens exchange between devices."""
     actions = [action for action, _ in schedule.kinds]
     exchanged = lambda layer: sum(map(layer.exchanged, actions))  # noqa: E731
@@ -563,7 +565,7 @@ def _exchanged(model: CostModel, schedule: Schedule) -> float:
     return model.sizes.microbatches * layers / model.sizes.stages * model.contention
 
 
-def _outside(model: CostModel, schedule: Schedule) -> float:
+def _prologue_seconds(model: CostModel, schedule: Schedule) -> float:
     """Seconds of the layers outside the ring: all stages run them at once, a round at a time."""
     rounds, layers = schedule.outside, model.sizes.outside
     columns = (("F", rounds.forward), ("B", rounds.backward))
@@ -576,16 +578,16 @@ def _gathers(model: CostModel, schedule: Schedule) -> float:
     """Of weights, where that is not done layer by layer."""
     if model.sizes.config.pipeline.weight_gather == "iteration":
         return 0.0
-    layers = model.total(turns(model.sizes, schedule).gathered, attrgetter("gather"))
+    layers = model.total(layer_executions(model.sizes, schedule).gathered, attrgetter("gather"))
     return layers + model.moves(HeadTraffic(model.sizes).gathered)
 
 
 def _reductions(model: CostModel, schedule: Schedule) -> float:
     """Of gradients, to shards where it is not done layer by layer, and over what they leave."""
-    sizes, found = model.sizes, model.moves(joined(at_the_end(model.sizes)))
+    sizes, found = model.sizes, model.moves(merge_by_axes(step_end_traffic(model.sizes)))
     if sizes.config.pipeline.weight_gather == "iteration":
         return found
-    found += model.total(turns(sizes, schedule).scattered, attrgetter("scatter"))
+    found += model.total(layer_executions(sizes, schedule).scattered, attrgetter("scatter"))
     return found + model.scatters(HeadTraffic(sizes).scattered)
 
 
@@ -595,12 +597,12 @@ def _update(model: CostModel) -> float:
     return moved / (model.hardware.memory_gb_per_second * 1e9)
 
 
-def _fresh(model: CostModel, schedule: Schedule, held: Memory | None) -> float:
+def _allocation_seconds(model: CostModel, schedule: Schedule, held: Memory | None) -> float:
     """To be given the memory of a step, on devices that give it back after each."""
     rate = model.hardware.fresh_gb_per_second
     if not rate:
         return 0.0
-    held = held or memory(model.sizes, schedule, platform=model.hardware.platform)
+    held = held or predict_memory(model.sizes, schedule, platform=model.hardware.platform)
     share, kept = 1.0, model.hardware.fresh_from_mib * MIB
     if kept:
         share = min(1.0, max(0.0, held.temporary / kept - 1.0)) ** 2

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from maxpipe.hardware import Hardware
 from maxpipe.parallel import stated
-from maxpipe.plan.hlo import Collective, Entry, Profile
+from maxpipe.plan.hlo import Collective, InstructionCost, Profile
 
 _KINDS = (
     ("sort", {"sort"}),
@@ -35,7 +35,7 @@ _MOVING = frozenset().union(*(opcodes for _, opcodes in _MOVES)) | {
 
 
 @dataclass(frozen=True)
-class Line:
+class ProfileLine:
     """An entry, or the sum of several."""
 
     kind: str
@@ -63,18 +63,18 @@ class Line:
         return " ".join(filter(None, (self.region, self.part))) or "-"
 
 
-def lines(found: Profile, hardware: Hardware) -> list[Line]:
+def profile_lines(found: Profile, hardware: Hardware) -> list[ProfileLine]:
     """Every entry, most cycles first; none where the compiler estimates no cycles."""
     clock = hardware.clock_ghz * 1e9
     if not found.cycles or not clock:
         return []
     peak = hardware.flops / clock
-    listed = [_of_work(each, peak, hardware.kernel_efficiency) for each in found.entries]
+    listed = [_work_line(each, peak, hardware.kernel_efficiency) for each in found.entries]
     listed += [
-        Line(
+        ProfileLine(
             f"{each.kind}, {'left over' if each.is_async else 'waited for'}",
             each.region,
-            stated.part_of(each.op_name),
+            stated.parse_part(each.op_name),
             each.name,
             f"{each.num_bytes / 2**20:.1f} MiB in a group of {len(each.group)}",
             each.count,
@@ -82,20 +82,20 @@ def lines(found: Profile, hardware: Hardware) -> list[Line]:
             flops=0.0,
             of_peak=0.0,
         )
-        for each, seconds in exposed(found, hardware)
+        for each, seconds in exposed_collectives(found, hardware)
         if seconds
     ]
     return sorted(listed, key=lambda each: -each.cycles)
 
 
-def _of_work(entry: Entry, peak: float, kernels: float) -> Line:
+def _work_line(entry: InstructionCost, peak: float, kernels: float) -> ProfileLine:
     """`peak` operations in a cycle, of which kernels reach a share."""
     flops = entry.flops * entry.count
     cycles = entry.cycles or flops / (peak * kernels)
-    return Line(
-        kind_of(entry),
+    return ProfileLine(
+        instruction_kind(entry),
         entry.region,
-        stated.part_of(entry.instruction.op_name),
+        stated.parse_part(entry.instruction.op_name),
         entry.instruction.name,
         _short(entry.instruction.shape),
         entry.count,
@@ -105,13 +105,13 @@ def _of_work(entry: Entry, peak: float, kernels: float) -> Line:
     )
 
 
-def by_kind(listed: Iterable[Line]) -> list[Line]:
+def sum_by_kind(listed: Iterable[ProfileLine]) -> list[ProfileLine]:
     """Sums over kind and place, most cycles first."""
-    grouped: dict[tuple[str, str, str], list[Line]] = defaultdict(list)
+    grouped: dict[tuple[str, str, str], list[ProfileLine]] = defaultdict(list)
     for each in listed:
         grouped[each.kind, each.region, each.part].append(each)
     sums = [
-        Line(
+        ProfileLine(
             *key,
             name="",
             shape="",
@@ -125,7 +125,7 @@ def by_kind(listed: Iterable[Line]) -> list[Line]:
     return sorted(sums, key=lambda each: -each.cycles)
 
 
-def kind_of(entry: Entry) -> str:
+def instruction_kind(entry: InstructionCost) -> str:
     """What an instruction does; of a fusion, the most that is in it.
 
     A fusion with a product is a `matmul`, whatever it computes besides. Without arithmetic it is
@@ -146,7 +146,7 @@ def kind_of(entry: Entry) -> str:
     return "elementwise"
 
 
-def exposed(found: Profile, hardware: Hardware) -> Iterator[tuple[Collective, float]]:
+def exposed_collectives(found: Profile, hardware: Hardware) -> Iterator[tuple[Collective, float]]:
     """Each collective, with the seconds of all its executions that nothing hides.
 
     No two collectives of one group hide behind the same cycles.
@@ -156,7 +156,7 @@ def exposed(found: Profile, hardware: Hardware) -> Iterator[tuple[Collective, fl
     for each in found.collectives:
         if len(each.group) < 2:
             continue
-        seconds = travels(each, hardware)
+        seconds = collective_seconds(each, hardware)
         hidden, free = 0.0, left[each.group]
         for name, cycles in each.cycles_of.items():
             unused = free.get(name, cycles / clock)
@@ -165,7 +165,7 @@ def exposed(found: Profile, hardware: Hardware) -> Iterator[tuple[Collective, fl
         yield each, each.count * (seconds - hidden)
 
 
-def travels(each: Collective, hardware: Hardware) -> float:
+def collective_seconds(each: Collective, hardware: Hardware) -> float:
     """Seconds of one collective at the links' rate, which is published."""
     if each.between_slices:
         rate, latency = hardware.network_gb_per_second * 1e9, hardware.network_latency_us
@@ -181,27 +181,27 @@ def _short(shape: str) -> str:
     return " ".join(dict.fromkeys(arrays[:3])) + (" ..." if len(set(arrays)) > 3 else "")
 
 
-def table(listed: Sequence[Line], number: int) -> list[str]:
+def table(listed: Sequence[ProfileLine], number: int) -> list[str]:
     """Sums by kind and place, and the largest entries, as lines of a report."""
     if not listed:
         return ["no entries: the compiler estimates no cycles for these devices"]
     whole = sum(each.cycles for each in listed)
 
-    def row(each: Line) -> tuple[str, ...]:
+    def row(each: ProfileLine) -> tuple[str, ...]:
         rate = f"{each.of_peak:.0%}" if each.flops else ""
         cycles = (f"{each.cycles / 1e6:.1f}", f"{each.cycles / whole:.1%}")
         return each.kind, each.place, *cycles, f"{each.count:.0f}", rate
 
     head = ("kind", "place", "Mcycles", "share", "times", "of the peak")
-    sums = by_kind(listed)
+    sums = sum_by_kind(listed)
     found = [f"cycles of a step by kind and place, {whole / 1e9:.3g} G with traffic in the open:"]
-    found += aligned(head, [row(each) for each in sums[:number]])
+    found += align_columns(head, [row(each) for each in sums[:number]])
     found += ["", "largest entries:"]
     rows = [(*row(each), each.name, each.shape) for each in listed[:number]]
-    return found + aligned((*head, "instruction", "result"), rows)
+    return found + align_columns((*head, "instruction", "result"), rows)
 
 
-def aligned(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+def align_columns(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     """Columns as wide as their longest cell."""
     every = [head, *rows]
     widths = [max(len(row[column]) for row in every) for column in range(len(head))]

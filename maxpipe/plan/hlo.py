@@ -51,7 +51,7 @@ TO_HOST, FROM_HOST = "to host", "from host"
 
 
 @dataclass(frozen=True)
-class Entry:
+class InstructionCost:
     """An instruction and how often it runs."""
 
     instruction: Instruction
@@ -120,7 +120,7 @@ class Collective:
 
 
 @dataclass(frozen=True)
-class Transfer:
+class HostTransfer:
     """What goes to host memory, or comes from there, beside other work."""
 
     kind: str
@@ -138,11 +138,11 @@ class Transfer:
 class Profile:
     """What one run of a program costs one device."""
 
-    entries: list[Entry] = field(default_factory=list)
+    entries: list[InstructionCost] = field(default_factory=list)
     collectives: list[Collective] = field(default_factory=list)
-    copies: list[Entry] = field(default_factory=list)
+    copies: list[InstructionCost] = field(default_factory=list)
     """Buffers that are copied or transposed inside a loop."""
-    transfers: list[Transfer] = field(default_factory=list)
+    transfers: list[HostTransfer] = field(default_factory=list)
     unknown_loops: list[str] = field(default_factory=list)
     """`op_name` of loops whose trip counts neither caller, name nor text gives; counted once."""
 
@@ -161,7 +161,7 @@ class Profile:
         """Of them, those of kernels."""
         return sum(entry.flops * entry.count for entry in self.entries if entry.is_kernel)
 
-    def largest(self, number: int) -> list[Entry]:
+    def largest(self, number: int) -> list[InstructionCost]:
         """The entries with the most cycles over all executions."""
         return sorted(self.entries, key=lambda entry: -entry.cycles)[:number]
 
@@ -174,7 +174,7 @@ class Profile:
         )
 
 
-def profile(
+def profile_program(
     module: Module,
     *,
     trips: Mapping[str, float] | None = None,
@@ -229,13 +229,13 @@ class _Walk:
         flops = self._flops(each, computation)
         if each.cycles or flops:
             inside = self._inside(each) if each.opcode == "fusion" else {}
-            self.profile.entries.append(Entry(each, region, count, flops, inside))
+            self.profile.entries.append(InstructionCost(each, region, count, flops, inside))
         if found := self._collective(each, computation):
             self.profile.collectives.append(replace(found, region=region, count=count))
         if moved := self._transfer(each, computation):
             self.profile.transfers.append(replace(moved, region=region, count=count))
         if depth and self._is_copy(each) and max(array_bytes(each.shape)) >= self.copy_bytes:
-            self.profile.copies.append(Entry(each, region, count))
+            self.profile.copies.append(InstructionCost(each, region, count))
 
     def _region(self, each: Instruction) -> str:
         return next((k for k, v in self.regions.items() if re.search(v, each.op_name)), "")
@@ -247,7 +247,7 @@ class _Walk:
         if each.opcode == "while":
             trips = self._known_trips(each)
             yield each.computation("body") or "", 1.0 if trips is None else trips
-        elif each.opcode == "conditional" and stated.is_choice_of_windows(each.op_name):
+        elif each.opcode == "conditional" and stated.is_window_switch(each.op_name):
             # In whatever order the compiler has put the branches.
             sizes = [self._window(name) for name in each.branches]
             known = {size: self.windows.get(size or 0, 0.0) for size in sizes}
@@ -266,14 +266,14 @@ class _Walk:
     def _window(self, branch: str) -> int | None:
         """The size of which a branch states that it is for it."""
         found = (
-            stated.window_of(each.op_name) for each in self.module.computations[branch].values()
+            stated.parse_window(each.op_name) for each in self.module.computations[branch].values()
         )
         return next((size for size in found if size is not None), None)
 
     def _known_trips(self, loop: Instruction) -> float | None:
         if (given := _first_match(self.trips, loop.op_name, -1.0)) >= 0:
             return given
-        if (named := stated.trips_of(loop.op_name)) is not None:
+        if (named := stated.parse_trips(loop.op_name)) is not None:
             return named
         if known := re.search(r"known_trip_count\W+n\W+(\d+)", loop.attributes):
             return float(known.group(1))
@@ -331,7 +331,7 @@ class _Walk:
             own = [other for other in inside.values() if other.opcode != "custom-call"]
             return sum(self._flops(other, inside) for other in own)
         if each.opcode == "custom-call":
-            if (named := stated.flops_of(each.op_name)) is not None:
+            if (named := stated.parse_flops(each.op_name)) is not None:
                 return named
             if _is_gemm(each):
                 return 2.0 * _products(each, array_dims(computation[each.operands[0]].shape)[0])
@@ -373,7 +373,7 @@ class _Walk:
             region="",
             count=0.0,
             group=group,
-            num_bytes=_sent(kind, size, len(group)),
+            num_bytes=_sent_bytes(kind, size, len(group)),
             is_async=is_async,
             between=tuple(other.name for other in between),
             cycles_between=cycles,
@@ -403,7 +403,7 @@ class _Walk:
             region="",
             count=0.0,
             group=group,
-            num_bytes=_sent(kind, computation[send.operands[0]].num_bytes, len(group)),
+            num_bytes=_sent_bytes(kind, computation[send.operands[0]].num_bytes, len(group)),
             is_async=True,
             between=tuple(other.name for other in between),
             cycles_between=cycles,
@@ -412,7 +412,7 @@ class _Walk:
             between_slices=True,
         )
 
-    def _transfer(self, each: Instruction, computation: Computation) -> Transfer | None:
+    def _transfer(self, each: Instruction, computation: Computation) -> HostTransfer | None:
         """Of whole arrays, or of a slot of a buffer in host memory."""
         if each.opcode not in _MOVES:
             return None
@@ -424,7 +424,7 @@ class _Walk:
         names = list(computation)
         between = names[names.index(each.name) + 1 : names.index(done.name)]
         work = [computation[name] for name in between if computation[name].opcode in _COMPUTE]
-        return Transfer(
+        return HostTransfer(
             kind=TO_HOST if to_host else FROM_HOST,
             name=each.name,
             region="",
@@ -546,7 +546,7 @@ def _first_match(table: Mapping[str, float], text: str, default: float) -> float
     return next((value for key, value in table.items() if re.search(key, text)), default)
 
 
-def _sent(kind: str, operand_bytes: int, size: int) -> float:
+def _sent_bytes(kind: str, operand_bytes: int, size: int) -> float:
     """Bytes each device of a ring sends, from the bytes it puts in."""
     around = (size - 1) / size
     match kind:

@@ -99,7 +99,7 @@ _END = re.compile(r"^\}(?:, execution_thread=.*)?$")
 _DEVICES = re.compile(r"\b(?:num_partitions|replica_count)=(\d+)")
 
 
-def parse(text: str) -> Module:
+def parse_hlo(text: str) -> Module:
     """Reads `compiled.as_text()`.
 
     Raises:

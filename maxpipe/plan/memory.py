@@ -16,11 +16,11 @@ from maxpipe.models.choice import loss_block
 from maxpipe.models.low_rank import is_held
 from maxpipe.models.spec import Held, Kind, Part
 from maxpipe.plan.optimizer import (
-    beside_gradients,
     gathered_bytes,
-    gathers_any,
+    gathers_weights,
+    gradient_copy_bytes,
     optimizer_bytes,
-    optimizer_bytes_of,
+    optimizer_layer_bytes,
 )
 from maxpipe.plan.sizes import BYTES, Sizes
 from maxpipe.schedule.table import Schedule
@@ -65,29 +65,29 @@ class Memory:
         return [(name, size) for name, size in ordered if size > 0.001 * self.total]
 
 
-def memory(sizes: Sizes, schedule: Schedule, *, platform: str) -> Memory:
+def predict_memory(sizes: Sizes, schedule: Schedule, *, platform: str) -> Memory:
     """What the train step of a config takes on devices of a platform, as jax names it."""
     sizes = sizes.on(platform)
-    if not gathers_any(sizes):  # all modes are one, but for the buffers of visits
+    if not gathers_weights(sizes):  # all modes are one, but for the buffers of visits
         pipeline = sizes.config.pipeline
         mode = "visit" if pipeline.weight_gather == "visit" else "step"
         pipeline = replace(pipeline, weight_gather=mode)
         sizes = replace(sizes, config=replace(sizes.config, pipeline=pipeline))
     terms = state(sizes) | {REFERENCE: reference(sizes)} | buffers(sizes, schedule)
-    terms |= _gathered(sizes, schedule)
+    terms |= _gathered_weights(sizes, schedule)
     working = sizes
     if platform == "tpu":
         terms["copies"] = _copies(sizes)
     if platform not in ("cpu", "tpu"):
-        terms["turned"] = _turned(sizes, schedule)
+        terms["turned"] = _transposed_shards(sizes, schedule)
     if platform == "cpu":
-        narrow, older = sizes.config.model.compute_dtype != "float32", _is_older_on_cpu()
+        narrow, older = sizes.config.model.compute_dtype != "float32", _has_older_cpu_compiler()
         if narrow and older:
-            working = _in_float32(sizes)
-            terms["widened"] = _widened(sizes, working, schedule)
+            working = _with_float32(sizes)
+            terms["widened"] = _float32_copies(sizes, working, schedule)
         else:
-            terms["window"] += _refilled_on_cpu(sizes, schedule, narrow=narrow)
-        spared = CPU_SPARED * (sizes.token_shards == 1) if older else 1.0
+            terms["window"] += _weight_window_on_cpu(sizes, schedule, narrow=narrow)
+        spared = CPU_BARRIER_COPIES * (sizes.token_shards == 1) if older else 1.0
         layer = _layer_on_cpu(working, score_bytes=4, spared=spared)
         moments = {"layer": layer, "held": _gathering_on_cpu(working, schedule)}
     else:
@@ -95,14 +95,14 @@ def memory(sizes: Sizes, schedule: Schedule, *, platform: str) -> Memory:
         if platform != "tpu":  # the larger of the two
             size = BYTES[sizes.config.model.compute_dtype]
             layer = max(layer, _layer_on_cpu(sizes, score_bytes=size, spared=0.0))
-        moments = {"layer": layer, "window": _arriving(sizes, schedule)}
+        moments = {"layer": layer, "window": _arriving_bytes(sizes, schedule)}
     moments["logits"] = _logits(working, platform)
     fullest = max(moments, key=moments.__getitem__)
     terms[fullest] = terms.get(fullest, 0.0) + moments[fullest]
     if platform not in ("cpu", "tpu"):
         terms[fullest] += WORKSPACE
     free = sum(size for name, size in terms.items() if name not in (*ARGUMENTS, "gradients"))
-    terms["update"] = max(0.0, beside_gradients(sizes) - free)
+    terms["update"] = max(0.0, gradient_copy_bytes(sizes) - free)
     on_host = optimizer_bytes(sizes) if _on_host(sizes) else 0.0
     on_host += schedule.num_stash * sum(
         length * sizes.kept_bytes(kind)[1] for kind, length in sizes.per_chunk.items()
@@ -134,7 +134,7 @@ def reference(sizes: Sizes) -> float:
     return _parameters(sizes.trained) if is_kept else 0.0
 
 
-def worked_in(sizes: Sizes) -> float:
+def attention_workspace_bytes(sizes: Sizes) -> float:
     """What a kernel of attention works in at most, of which XLA does not know without a GPU."""
     parts = [part for kind in sizes.model.kinds.values() for part in kind.parts.values()]
     own = (Held(documents=part.working.documents) for part in parts)
@@ -145,11 +145,11 @@ def _parameters(sizes: Sizes) -> float:
     """All of one device, as they are stored."""
     ends = sizes.norm_elements + sizes.embedding_elements() + sizes.ahead_elements()
     ends += 0 if sizes.model.ends.head is None else sizes.head_elements()
-    layers = _stored(sizes, sizes.layer_slots) + _stored(sizes, sizes.outside)
+    layers = _stored_bytes(sizes, sizes.layer_slots) + _stored_bytes(sizes, sizes.outside)
     return layers + BYTES[sizes.config.model.param_dtype] * ends
 
 
-def _stored(sizes: Sizes, layers: Mapping[str, int]) -> float:
+def _stored_bytes(sizes: Sizes, layers: Mapping[str, int]) -> float:
     """Parameters of this number of layers of each kind on one device, as they are stored."""
     return float(
         sum(
@@ -168,7 +168,7 @@ def buffers(sizes: Sizes, schedule: Schedule) -> dict[str, float]:
     pipeline, model = sizes.config.pipeline, sizes.config.model
     size, by_chunk = BYTES[model.compute_dtype], pipeline.remat == "chunk"
     message = float(size * sizes.activation)
-    visits, by_visit = schedule.visits, _by_visit(sizes, schedule)
+    visits, by_visit = schedule.visits, _uses_weight_window(sizes, schedule)
     # What a chunk keeps that has as many layers of each kind as any.
     kept = sum(length * sizes.kept_bytes(kind)[0] for kind, length in sizes.per_chunk.items())
     found = {
@@ -200,40 +200,40 @@ def buffers(sizes: Sizes, schedule: Schedule) -> dict[str, float]:
     return found
 
 
-def outside(sizes: Sizes, schedule: Schedule) -> float:
+def prologue_bytes(sizes: Sizes, schedule: Schedule) -> float:
     """Of all terms what the layers outside the ring take: state, gradients, whole weights, buffers.
 
     What one layer's backward needs besides is not theirs alone, and left out.
     """
     once = sizes.config.pipeline.weight_gather != "iteration"
-    found = _stored(sizes, sizes.outside)
-    found += optimizer_bytes_of(sizes, sizes.outside)
+    found = _stored_bytes(sizes, sizes.outside)
+    found += optimizer_layer_bytes(sizes, sizes.outside)
     found += 4.0 * sizes.trained.outside_elements(whole=once)
     if once:
         found += gathered_bytes(sizes, sizes.outside)
     return found + buffers(sizes, schedule)["outside"]
 
 
-def _by_visit(sizes: Sizes, schedule: Schedule) -> bool:
+def _uses_weight_window(sizes: Sizes, schedule: Schedule) -> bool:
     return sizes.config.pipeline.weight_gather == "visit" and schedule.visits.num_window > 0
 
 
-def _by_step(sizes: Sizes, schedule: Schedule) -> bool:
+def _gathers_per_step(sizes: Sizes, schedule: Schedule) -> bool:
     mode = sizes.config.pipeline.weight_gather
-    return mode == "step" or (mode == "visit" and not _by_visit(sizes, schedule))
+    return mode == "step" or (mode == "visit" and not _uses_weight_window(sizes, schedule))
 
 
 def _gradient_elements(sizes: Sizes, schedule: Schedule) -> int:
     pipeline = sizes.config.pipeline
     once = pipeline.weight_gather != "iteration"
-    layers = sizes.held_elements(whole=_by_step(sizes, schedule))
+    layers = sizes.held_elements(whole=_gathers_per_step(sizes, schedule))
     layers += sizes.outside_elements(whole=once)
     ends = sizes.embedding_elements(whole=not sizes.splits_columns)
     heads = sizes.head_elements(whole=once) + sizes.ahead_elements(whole=once)
     return layers + ends + heads + sizes.norm_elements
 
 
-def _gathered(sizes: Sizes, schedule: Schedule) -> dict[str, float]:
+def _gathered_weights(sizes: Sizes, schedule: Schedule) -> dict[str, float]:
     """Whole weights that are held from start to end."""
     if sizes.config.pipeline.weight_gather == "iteration":
         return {"held": 0.0}
@@ -246,7 +246,7 @@ def _gathered(sizes: Sizes, schedule: Schedule) -> dict[str, float]:
     head = sizes if sizes.model.ends.head is None else held
     found = float(size * (head.head_elements(whole=True) + held.ahead_elements(whole=True)))
     found += gathered_bytes(held, sizes.outside)
-    if _by_step(sizes, schedule):
+    if _gathers_per_step(sizes, schedule):
         found += gathered_bytes(held, sizes.layer_slots)
     return {"held": found}
 
@@ -258,7 +258,7 @@ def _read_in_place(sizes: Sizes) -> bool:
     """
     model = sizes.config.model
     is_right = model.param_dtype == model.compute_dtype and model.matmul == "default"
-    return is_right and not gathers_any(sizes)
+    return is_right and not gathers_weights(sizes)
 
 
 ARRIVING = 0.8
@@ -266,8 +266,12 @@ ARRIVING = 0.8
 fitted."""
 
 
-def _arriving(sizes: Sizes, schedule: Schedule) -> float:
-    return ARRIVING * gathered_bytes(sizes, sizes.per_chunk) if _by_visit(sizes, schedule) else 0.0
+def _arriving_bytes(sizes: Sizes, schedule: Schedule) -> float:
+    return (
+        ARRIVING * gathered_bytes(sizes, sizes.per_chunk)
+        if _uses_weight_window(sizes, schedule)
+        else 0.0
+    )
 
 
 def _copies(sizes: Sizes) -> float:
@@ -295,22 +299,22 @@ WORKSPACE = 32.0 * 2**20
 """Of matmuls by cuBLAS, on GPUs of the Hopper generation; on others less."""
 
 
-def _turned(sizes: Sizes, schedule: Schedule) -> float:
+def _transposed_shards(sizes: Sizes, schedule: Schedule) -> float:
     """Shards of layers that XLA for GPUs keeps transposed throughout the step, as they are stored.
 
     It gathers over the first dim only, and takes the transposition of the others out of the loops.
     """
-    stays = not _by_step(sizes, schedule)
+    stays = not _gathers_per_step(sizes, schedule)
     return float(stays * BYTES[sizes.config.model.param_dtype] * sizes.turned_elements)
 
 
-def _in_float32(sizes: Sizes) -> Sizes:
+def _with_float32(sizes: Sizes) -> Sizes:
     config = sizes.config
     return Sizes(replace(config, model=replace(config.model, compute_dtype="float32")))
 
 
 @cache
-def _is_older_on_cpu() -> bool:
+def _has_older_cpu_compiler() -> bool:
     """Whether the jax at hand has an older compiler for CPUs; jax is not imported for it."""
     try:
         major, minor, *_ = importlib.metadata.version("jax").split(".")
@@ -324,45 +328,47 @@ _NEWER_ON_CPU = (0, 12)
 optimization barriers until it has fused; 0.10 did neither."""
 
 
-def _widened(sizes: Sizes, wide: Sizes, schedule: Schedule) -> float:
+def _float32_copies(sizes: Sizes, wide: Sizes, schedule: Schedule) -> float:
     """Older XLA for CPU computes in float32: it widens gathered weights and copies of buffers."""
     both = (sizes, wide)
-    held, held_wide = (sum(_gathered(each, schedule).values()) for each in both)
+    held, held_wide = (sum(_gathered_weights(each, schedule).values()) for each in both)
     carried, carried_wide = (sum(buffers(each, schedule).values()) for each in both)
     # A float32 copy is twice what its original would grow by.
     return held_wide - held + 2 * (carried_wide - carried)
 
 
-WEIGHTS = {"iteration": 2.0, "visit": 0.8, "step": 0.8}
+WEIGHT_COPIES = {"iteration": 2.0, "visit": 0.8, "step": 0.8}
 """Copies in compute type of a layer's whole weights that its backward holds, gathered ones and
 gradients together. These and the next two: on TPUs, fitted."""
-SCORES = 2.9 / 2
+SCORE_COPIES = 2.9 / 2
 """The same of each pair of query and key that is scored, for each copy that is declared: all blocks
 of attention are there at once."""
-SUMMED = 1.2
+REDUCED_COPIES = 1.2
 """The same of whole activations that are on their way to be summed over tensor beside scores."""
 
 
-FAR = 2.0
+REMOTE_KEY_COPIES = 2.0
 """Of keys and values of other devices' tokens: gathered, and their gradients."""
 
 
 def _layer_on_tpu(sizes: Sizes, schedule: Schedule) -> float:
     """The backward of the largest layer, whose parts take the memory in turn."""
     size = BYTES[sizes.config.model.compute_dtype]
-    mode = "step" if _by_step(sizes, schedule) else sizes.config.pipeline.weight_gather
+    mode = "step" if _gathers_per_step(sizes, schedule) else sizes.config.pipeline.weight_gather
 
     def needed(name: str, kind: Kind) -> float:
-        weights = WEIGHTS[mode] * (gathered_bytes(sizes, {name: 1}) + _restored(sizes, kind))
+        weights = WEIGHT_COPIES[mode] * (
+            gathered_bytes(sizes, {name: 1}) + _dequantized_bytes(sizes, kind)
+        )
         return weights + max(_part_on_tpu(sizes, part) for part in kind.parts.values())
 
     ring = max(needed(*kind) for kind in sizes.model.kinds.items()) + _chunk_inputs(sizes)
-    kinds, waiting = sizes.model.kinds, size * (AHEAD_WAITS + 2 * sizes.heads_ahead)
+    kinds, waiting = sizes.model.kinds, size * (MTP_PENDING_ACTIVATIONS + 2 * sizes.heads_ahead)
     behind = [needed(name, kinds[name]) for name in sizes.layers_ahead]
     return max([ring, *(each + waiting * sizes.activation for each in behind)])
 
 
-def _restored(sizes: Sizes, kind: Kind) -> float:
+def _dequantized_bytes(sizes: Sizes, kind: Kind) -> float:
     """Matrices of a layer that are held in few bits, in compute type."""
     held = [param for key, param in kind.declared.items() if is_held(kind, key)]
     size = BYTES[sizes.config.model.compute_dtype]
@@ -373,10 +379,10 @@ def _part_on_tpu(sizes: Sizes, part: Part) -> float:
     """The backward of a part at its fullest moment, besides weights."""
     size, held = BYTES[sizes.config.model.compute_dtype], part.working
     narrow, wide, other = held.pairs
-    found = (wide * 4 + narrow * SCORES * size + other) * sizes.held_scores(part)
-    found += FAR * size * sizes.far_keys(part)
+    found = (wide * 4 + narrow * SCORE_COPIES * size + other) * sizes.held_scores(part)
+    found += REMOTE_KEY_COPIES * size * sizes.far_keys(part)
     if found and sizes.tensor > 1:
-        found += SUMMED * size * sizes.whole_activation
+        found += REDUCED_COPIES * size * sizes.whole_activation
     return found + sizes.held_bytes(part, replace(held, pairs=(0.0, 0.0, 0.0)))
 
 
@@ -389,7 +395,7 @@ CPU_KEPT, CPU_RECOMPUTED = 5 / 6, 1.25
 again."""
 CPU_SCORES, CPU_SCORES_ALONE = 0.95, 1.6
 """The same of pairs: beside those arrays, and while attention's backward is at work."""
-CPU_SPARED = 0.6
+CPU_BARRIER_COPIES = 0.6
 """Of arrays that barriers spare, where the compiler drops barriers: operands of matmuls by matrices
 are in the right order, unless tokens are split between them. Fitted."""
 CPU_GATHERING = 2 / 3
@@ -400,14 +406,14 @@ have been gathered when the first is converted. Fitted."""
 def _gathering_on_cpu(sizes: Sizes, schedule: Schedule) -> float:
     """Collectives are in float32: of weights that are held for the step, what is not held then."""
     narrow = sizes.config.model.compute_dtype != "float32"
-    if not (narrow and _by_step(sizes, schedule) and gathers_any(sizes)):
+    if not (narrow and _gathers_per_step(sizes, schedule) and gathers_weights(sizes)):
         return 0.0
     return CPU_GATHERING * 4 * sizes.held_elements(whole=True)
 
 
-def _refilled_on_cpu(sizes: Sizes, schedule: Schedule, *, narrow: bool) -> float:
+def _weight_window_on_cpu(sizes: Sizes, schedule: Schedule, *, narrow: bool) -> float:
     """A copy of the window, beside it a chunk in float32, and shards that are not in float32."""
-    if not _by_visit(sizes, schedule):
+    if not _uses_weight_window(sizes, schedule):
         return 0.0
     chunk = sizes.chunk_elements()
     window = BYTES[sizes.config.model.compute_dtype] * schedule.visits.num_window * chunk
@@ -432,7 +438,7 @@ def _layer_on_cpu(sizes: Sizes, *, score_bytes: int, spared: float) -> float:
         pairs = sum(sum(part.working.pairs) * sizes.held_scores(part) for part in parts)
         pairs *= score_bytes / size
         arrays = sum(map(arrays_of, parts))
-        alive = FAR * sum(map(sizes.far_keys, parts))
+        alive = REMOTE_KEY_COPIES * sum(map(sizes.far_keys, parts))
         alive += max(CPU_SCORES_ALONE * pairs, CPU_SCORES * pairs + arrays)
         alive += CPU_ACTIVATIONS * len(parts) * sizes.activation
         alive += CPU_GATHERED * (sizes.token_shards > 1) * sizes.whole_activation
@@ -441,29 +447,29 @@ def _layer_on_cpu(sizes: Sizes, *, score_bytes: int, spared: float) -> float:
     ring = size * max(needed(*kind) for kind in sizes.model.kinds.items()) + _chunk_inputs(sizes)
     kinds = sizes.model.kinds
     behind = [size * needed(name, kinds[name]) for name in sizes.layers_ahead]
-    return max([ring, *(each + _beside_layer_ahead(sizes) for each in behind)])
+    return max([ring, *(each + _mtp_layer_bytes(sizes) for each in behind)])
 
 
-CPU_AHEAD = 28.0
+CPU_MTP_ACTIVATIONS = 28.0
 """Activations beside those of a layer that is a head ahead: projection, norms, embeddings, and what
 waits for other heads; fitted as above."""
 
 
-def _beside_layer_ahead(sizes: Sizes) -> float:
+def _mtp_layer_bytes(sizes: Sizes) -> float:
     size = BYTES[sizes.config.model.compute_dtype]
-    return size * (CPU_AHEAD + 2 * sizes.heads_ahead) * sizes.activation
+    return size * (CPU_MTP_ACTIVATIONS + 2 * sizes.heads_ahead) * sizes.activation
 
 
-AHEAD_WAITS = 8.0
+MTP_PENDING_ACTIVATIONS = 8.0
 """Activations that wait beside logits of heads that are layers, besides two for each."""
 
 
-def _waiting_ahead(sizes: Sizes) -> float:
+def _mtp_pending_bytes(sizes: Sizes) -> float:
     """Beside logits where layers predict further ahead: the matrix's gradient, once more."""
     if not sizes.layers_ahead:
         return 0.0
     size = BYTES[sizes.config.model.compute_dtype]
-    waiting = size * (AHEAD_WAITS + 2 * sizes.heads_ahead) * sizes.activation
+    waiting = size * (MTP_PENDING_ACTIVATIONS + 2 * sizes.heads_ahead) * sizes.activation
     return waiting + 2 * 4.0 * sizes.trained.head_elements(whole=True)
 
 
@@ -509,4 +515,4 @@ def _logits(sizes: Sizes, platform: str) -> float:
         # What blocks are cut from, and what they give; sums, also those over heads.
         sums = (platform != "tpu") + (sizes.heads_ahead > 0)
         most += gradient * sums + 2 * size * sizes.whole_activation
-    return most + size * matrix * gathers + _waiting_ahead(sizes)
+    return most + size * matrix * gathers + _mtp_pending_bytes(sizes)

@@ -9,15 +9,15 @@ from typing import Any
 from maxpipe.config.check import check
 from maxpipe.config.schema import Config
 from maxpipe.errors import ConfigError
-from maxpipe.plan.advice import ROOM
+from maxpipe.plan.advice import USABLE_MEMORY_FRACTION
 from maxpipe.plan.search import Candidate, evaluate
 from maxpipe.plan.topology import Topology
 from maxpipe.schedule.catalog import INTERLEAVED, ONE_FORWARD_ONE_BACKWARD
 
 
-def nearest(candidate: Candidate, topology: Topology) -> list[str]:
+def suggest_changes(candidate: Candidate, topology: Topology) -> list[str]:
     """Single changes, then pairs, after which the run fits; the fastest first."""
-    limit, hits = ROOM * topology.hardware.memory_bytes, []
+    limit, hits = USABLE_MEMORY_FRACTION * topology.hardware.memory_bytes, []
     singles = list(_changes(candidate.config))
     for changes in (*([one] for one in singles), *_pairs(singles)):
         if hits and len(changes) > 1:

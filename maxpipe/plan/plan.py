@@ -5,31 +5,39 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from maxpipe.config.load import Loaded, value_of
+from maxpipe.config.load import LoadedConfig, parse_setting
 from maxpipe.config.schema import Config
 from maxpipe.errors import ConfigError
-from maxpipe.plan.nearest import nearest
-from maxpipe.plan.report import facts
-from maxpipe.plan.search import SHOWN, Candidate, Report, Search, evaluate, search, silent
-from maxpipe.plan.topology import Topology, placed
+from maxpipe.plan.nearest import suggest_changes
+from maxpipe.plan.report import plan_values
+from maxpipe.plan.search import (
+    NUM_RESULTS,
+    Candidate,
+    ProgressCallback,
+    SearchResult,
+    evaluate,
+    ignore_progress,
+    search,
+)
+from maxpipe.plan.topology import Topology, resolve_config
 
 
-def layout(loaded: Loaded, topology: Topology) -> Candidate:
+def forecast_layout(loaded: LoadedConfig, topology: Topology) -> Candidate:
     """The forecast for a config on a topology.
 
     Raises:
         ConfigError: the config does not fit the topology.
     """
-    return evaluate(placed(loaded, topology), topology.hardware)
+    return evaluate(resolve_config(loaded, topology), topology.hardware)
 
 
-def forecast(candidate: Candidate, topology: Topology) -> tuple[dict[str, Any], list[str]]:
+def forecast_values(candidate: Candidate, topology: Topology) -> tuple[dict[str, Any], list[str]]:
     """(facts, the smallest changes after which it fits, if it does not)."""
-    values = facts(candidate, topology.hardware)
-    return values, [] if values["fits"] else nearest(candidate, topology)
+    values = plan_values(candidate, topology.hardware)
+    return values, [] if values["fits"] else suggest_changes(candidate, topology)
 
 
-def fixed_keys(loaded: Loaded, texts: Sequence[str]) -> dict[str, Any]:
+def parse_fixed_keys(loaded: LoadedConfig, texts: Sequence[str]) -> dict[str, Any]:
     """The values of `section.key=value` that a search keeps.
 
     Raises:
@@ -47,7 +55,7 @@ def fixed_keys(loaded: Loaded, texts: Sequence[str]) -> dict[str, Any]:
                 "must be a key of mesh or pipeline with its value.",
                 "Write --fix mesh.ici_stage=4.",
             )
-        _, found[key] = value_of(text)
+        _, found[key] = parse_setting(text)
         size_of_axis = key.startswith(("mesh.ici_", "mesh.dcn_"))
         if size_of_axis and found[key] < 1:
             raise ConfigError.one(
@@ -63,9 +71,9 @@ def best_layouts(
     config: Config,
     topology: Topology,
     fixed: Mapping[str, Any],
-    keep: int = SHOWN,
-    report: Report = silent,
-) -> Search:
+    keep: int = NUM_RESULTS,
+    report: ProgressCallback = ignore_progress,
+) -> SearchResult:
     """The `keep` fastest layouts of a config on a topology; `report` is that of `search`."""
     return search(
         config,

@@ -27,15 +27,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxpipe.config.check import check
-from maxpipe.config.load import Loaded
+from maxpipe.config.load import LoadedConfig
 from maxpipe.config.schema import Config, PipelineConfig
 from maxpipe.errors import ConfigError
 from maxpipe.hardware import Hardware
 from maxpipe.parallel.axes import MeshConfig
-from maxpipe.plan.compile import Report, build_steps, compile_step, unreported
-from maxpipe.plan.cost import cost
+from maxpipe.plan.compile import CompileReport, build_steps, compile_step, ignore_phase
+from maxpipe.plan.cost import predict_cost
 from maxpipe.plan.search import Candidate
-from maxpipe.plan.sizes import Sizes, schedule_of
+from maxpipe.plan.sizes import Sizes, build_schedule
 from maxpipe.plan.topology import Topology
 from maxpipe.schedule.catalog import INTERLEAVED, ONE_FORWARD_ONE_BACKWARD
 from maxpipe.step.step import Steps
@@ -43,11 +43,11 @@ from maxpipe.step.step import Steps
 Tree = Any
 LAYERS = 2
 """Layers of a chunk that is timed."""
-SECONDS = 2.0
+PROGRAM_SECONDS = 2.0
 """Seconds for which each program is called repeatedly; medians count."""
 
 
-def medians(calls: Sequence[Callable[[], Tree]], seconds: float) -> list[float]:
+def median_seconds(calls: Sequence[Callable[[], Tree]], seconds: float) -> list[float]:
     """Median seconds of each call, interleaved so that disturbances hit all alike."""
     for call in calls:
         jax.block_until_ready(call())
@@ -61,14 +61,14 @@ def medians(calls: Sequence[Callable[[], Tree]], seconds: float) -> list[float]:
     return [statistics.median(times) for times in taken]
 
 
-def on_ring(mesh: MeshConfig, count: int) -> MeshConfig:
+def ring_mesh_config(mesh: MeshConfig, count: int) -> MeshConfig:
     """The mesh with `count` stages and nothing else."""
     names = [field.name for field in dataclasses.fields(mesh)]
     sizes = {name: 1 for name in names if name.startswith(("ici_", "dcn_"))}
     return dataclasses.replace(mesh, **sizes | {"ici_stage": count})
 
 
-def split(config: Config, hardware: Hardware, devices: Sequence[Any]) -> Hardware:
+def fit_split_costs(config: Config, hardware: Hardware, devices: Sequence[Any]) -> Hardware:
     """With `split_cost` and `ring_cost`: what the rest of the model does not explain of split
     layers, and of the same layers in rings.
 
@@ -79,19 +79,17 @@ def split(config: Config, hardware: Hardware, devices: Sequence[Any]) -> Hardwar
     for count in range(2, len(devices) + 1):
         if len(devices) % count:
             continue
-        pairs = [
-            _of_two_depths(count, in_rings, config, len(devices)) for in_rings in (False, True)
-        ]
+        pairs = [_depth_pair(count, in_rings, config, len(devices)) for in_rings in (False, True)]
         if any(check(run, {}) for pair in pairs for run in pair):
             continue
-        calls = [step_of(build_steps(run, devices)) for pair in pairs for run in pair]
-        few, many, few_in_rings, many_in_rings = medians(calls, len(calls) * SECONDS)
+        calls = [build_synthetic_step(build_steps(run, devices)) for pair in pairs for run in pair]
+        few, many, few_in_rings, many_in_rings = median_seconds(calls, len(calls) * PROGRAM_SECONDS)
         plain, in_rings = many - few, many_in_rings - few_in_rings
-        found = _explained("split_cost", plain, hardware, partial(_between, pairs[0]))
+        found = _fit_figure("split_cost", plain, hardware, partial(_predict_difference, pairs[0]))
         splits.append(found)
         costly = dataclasses.replace(hardware, split_cost=max(0.0, found))
-        longer = partial(_longer_in_rings, pairs)
-        ring_costs.append(_explained("ring_cost", in_rings - plain, costly, longer))
+        longer = partial(_predict_ring_overhead, pairs)
+        ring_costs.append(_fit_figure("ring_cost", in_rings - plain, costly, longer))
     if not splits:
         return hardware
     names = {"split_cost": splits, "ring_cost": ring_costs}
@@ -99,7 +97,7 @@ def split(config: Config, hardware: Hardware, devices: Sequence[Any]) -> Hardwar
     return dataclasses.replace(hardware, **means)
 
 
-def _explained(
+def _fit_figure(
     name: str, measured: float, hardware: Hardware, predicted: Callable[[Hardware], float]
 ) -> float:
     """The value of a figure with which as many seconds are predicted, which grow evenly with it.
@@ -114,23 +112,23 @@ Pair = tuple[Config, Config]
 """Runs that differ by their number of layers alone."""
 
 
-def _longer_in_rings(pairs: Sequence[Pair], hardware: Hardware) -> float:
-    plain, in_rings = (_between(pair, hardware) for pair in pairs)
+def _predict_ring_overhead(pairs: Sequence[Pair], hardware: Hardware) -> float:
+    plain, in_rings = (_predict_difference(pair, hardware) for pair in pairs)
     return in_rings - plain
 
 
-def _between(pair: Pair, hardware: Hardware) -> float:
+def _predict_difference(pair: Pair, hardware: Hardware) -> float:
     """Predicted seconds between steps of two numbers of layers."""
     figures = dataclasses.replace(hardware, tick_us=0.0)
-    few, many = (cost(Sizes(run), schedule_of(run), figures).seconds for run in pair)
+    few, many = (predict_cost(Sizes(run), build_schedule(run), figures).seconds for run in pair)
     return many - few
 
 
-def _of_two_depths(split: int, in_rings: bool, config: Config, num_devices: int) -> Pair:
+def _depth_pair(split: int, in_rings: bool, config: Config, num_devices: int) -> Pair:
     """Few layers split over `split` devices, with as many tokens on each as one has elsewhere."""
     train = dataclasses.replace(config.train, batch_size=Sizes(config).rows * num_devices)
     mesh = dataclasses.replace(
-        on_ring(config.mesh, 1),
+        ring_mesh_config(config.mesh, 1),
         ici_fsdp=num_devices // split,
         ici_tensor=split,
         sequence_parallel=True,
@@ -145,7 +143,7 @@ def _of_two_depths(split: int, in_rings: bool, config: Config, num_devices: int)
     return few, many
 
 
-def tick(config: Config, hardware: Hardware, devices: Sequence[Any]) -> float:
+def measure_tick(config: Config, hardware: Hardware, devices: Sequence[Any]) -> float:
     """Seconds of a tick beyond the cost model's prediction.
 
     Of steps of many ticks, one of each kind, it is what the rest of the model does not explain:
@@ -155,25 +153,25 @@ def tick(config: Config, hardware: Hardware, devices: Sequence[Any]) -> float:
     still = dataclasses.replace(hardware, tick_us=0.0)
     calls, predicted, ticks = [], 0.0, 0
     for repeats in (1, LAYERS):
-        run = _in_chunks(repeats, config, len(devices))
-        schedule = schedule_of(run)
-        calls.append(step_of(build_steps(run, devices)))
-        predicted += cost(Sizes(run), schedule, still).seconds
+        run = _chunked_config(repeats, config, len(devices))
+        schedule = build_schedule(run)
+        calls.append(build_synthetic_step(build_steps(run, devices)))
+        predicted += predict_cost(Sizes(run), schedule, still).seconds
         ticks += schedule.num_ticks
-    return max(0.0, sum(medians(calls, len(calls) * SECONDS)) - predicted) / ticks
+    return max(0.0, sum(median_seconds(calls, len(calls) * PROGRAM_SECONDS)) - predicted) / ticks
 
 
-def _in_chunks(repeats: int, config: Config, stages: int) -> Config:
+def _chunked_config(repeats: int, config: Config, stages: int) -> Config:
     """A ring of all devices with LAYERS each in `repeats` chunks; a microbatch for each device."""
     model = dataclasses.replace(config.model, num_layers=LAYERS * stages)
     train = dataclasses.replace(config.train, batch_size=Sizes(config).rows * stages)
     schedule = ONE_FORWARD_ONE_BACKWARD if repeats == 1 else INTERLEAVED
     pipeline = PipelineConfig(schedule=schedule, repeats=repeats, microbatches=stages)
-    mesh = on_ring(config.mesh, stages)
+    mesh = ring_mesh_config(config.mesh, stages)
     return dataclasses.replace(config, model=model, train=train, pipeline=pipeline, mesh=mesh)
 
 
-def step_of(steps: Steps) -> Callable[[], Tree]:
+def build_synthetic_step(steps: Steps) -> Callable[[], Tree]:
     """The train step on synthetic data, to be called repeatedly."""
     rows, tokens = steps.shape
     keys = jax.random.split(jax.random.key(0), 2)
@@ -200,17 +198,17 @@ def step_of(steps: Steps) -> Callable[[], Tree]:
 
 CANDIDATES = 256
 """The layouts with the best forecasts, from which the measured ones are chosen."""
-COMMON = 3.0
+COMMON_ERROR = 3.0
 """Standard deviation of the shared error: devices may be faster or slower than their figures."""
-SETTING = 0.03
+SETTING_ERROR = 0.03
 """The same of one setting's error."""
-OWN = 0.02
+LAYOUT_ERROR = 0.02
 """The same of a layout's own error."""
 NOISE = 0.01
 """The same of a measured median."""
 
 
-def next_to_run(candidates: Sequence[Candidate], ran: Mapping[int, float | None]) -> int:
+def choose_next(candidates: Sequence[Candidate], ran: Mapping[int, float | None]) -> int:
     """The candidate that may be the fastest: as fast as expected, less a standard error.
 
     Args:
@@ -218,7 +216,7 @@ def next_to_run(candidates: Sequence[Candidate], ran: Mapping[int, float | None]
         ran: measured seconds by a candidate's index; None for one that could not run.
     """
     seconds = {index: taken for index, taken in ran.items() if taken is not None}
-    mean, error = expected(candidates, seconds)
+    mean, error = posterior_seconds(candidates, seconds)
     lowest = mean * np.exp(-error)
     held = np.array([each.memory.total for each in candidates])
     failed = [index for index, taken in ran.items() if taken is None]
@@ -230,12 +228,16 @@ def next_to_run(candidates: Sequence[Candidate], ran: Mapping[int, float | None]
     return int(lowest.argmin())
 
 
-def expected(
+def posterior_seconds(
     candidates: Sequence[Candidate], ran: Mapping[int, float]
 ) -> tuple[np.ndarray, np.ndarray]:
     """`[N]`: median seconds of each candidate, and the standard error of their logarithm."""
     predicted = np.array([each.cost.seconds for each in candidates])
-    prior = COMMON**2 + SETTING**2 * _shared(candidates) + OWN**2 * np.eye(len(candidates))
+    prior = (
+        COMMON_ERROR**2
+        + SETTING_ERROR**2 * _num_shared_settings(candidates)
+        + LAYOUT_ERROR**2 * np.eye(len(candidates))
+    )
     indices = list(ran)
     seen = prior[np.ix_(indices, indices)] + NOISE**2 * np.eye(len(indices))
     gain = np.linalg.solve(seen, prior[indices])
@@ -244,7 +246,7 @@ def expected(
     return predicted * np.exp(off @ gain), np.sqrt(np.maximum(left, 0.0))
 
 
-def _shared(candidates: Sequence[Candidate]) -> np.ndarray:
+def _num_shared_settings(candidates: Sequence[Candidate]) -> np.ndarray:
     """`[N, N]`: number of settings that two layouts share."""
     settings = [_settings(each) for each in candidates]
     total = np.zeros((len(candidates),) * 2)
@@ -267,11 +269,11 @@ MEASURED_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
-class Checked:
+class RankedCandidate:
     """A layout that was compiled or run."""
 
     candidate: Candidate
-    report: Report | None = None
+    report: CompileReport | None = None
     """The compiler's report; None if it was not compiled, or needs too much memory."""
     measured: float | None = None
     """Seconds of a step on the devices."""
@@ -293,12 +295,12 @@ class Checked:
         return self.report.seconds + traffic
 
 
-def recheck(
+def rerank_by_compiler(
     best: Sequence[Candidate],
     topology: Topology,
     tell: Callable[[str], None],
-    begin: Callable[[str], None] = unreported,
-) -> list[Checked]:
+    begin: Callable[[str], None] = ignore_phase,
+) -> list[RankedCandidate]:
     """Compiles each layout; those that fit come first, the fastest in front.
 
     Args:
@@ -311,17 +313,17 @@ def recheck(
     for number, candidate in enumerate(best, 1):
         tell(_line("compiling", number, len(best), candidate))
         try:
-            report = compile_step(Loaded(candidate.config, {}), topology, None, None, begin)
+            report = compile_step(LoadedConfig(candidate.config, {}), topology, None, None, begin)
         except ConfigError as error:
             tell(str(error))
             report = None
-        checked.append(Checked(candidate, report))
+        checked.append(RankedCandidate(candidate, report))
     return _ranked(checked)
 
 
-def run_best(
+def rerank_by_measurement(
     candidates: Sequence[Candidate], count: int, devices: Sequence[Any], tell: Callable[[str], None]
-) -> list[Checked]:
+) -> list[RankedCandidate]:
     """Runs steps of `count` layouts on synthetic data; the fastest come first, failures last.
 
     The first is the best by forecast. Each result corrects the forecasts of similar layouts, which
@@ -336,20 +338,22 @@ def run_best(
     ran: dict[int, float | None] = {}
     count = min(count, len(candidates))
     while len(ran) < count:
-        index = next_to_run(candidates, ran)
+        index = choose_next(candidates, ran)
         tell(_line("measuring", len(ran) + 1, count, candidates[index]))
-        ran[index] = _measured(candidates[index], devices, tell)
-    return _ranked([Checked(candidates[index], measured=taken) for index, taken in ran.items()])
+        ran[index] = _measure_step(candidates[index], devices, tell)
+    return _ranked(
+        [RankedCandidate(candidates[index], measured=taken) for index, taken in ran.items()]
+    )
 
 
-def _measured(
+def _measure_step(
     candidate: Candidate, devices: Sequence[Any], tell: Callable[[str], None]
 ) -> float | None:
     """Seconds of its step; None if a device has too little memory."""
     seconds = None
     try:
-        step = step_of(build_steps(candidate.config, devices))
-        (seconds,) = medians([step], MEASURED_SECONDS)
+        step = build_synthetic_step(build_steps(candidate.config, devices))
+        (seconds,) = median_seconds([step], MEASURED_SECONDS)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
@@ -363,5 +367,5 @@ def _line(doing: str, number: int, count: int, candidate: Candidate) -> str:
     return f"{doing} {number} of {count}: {candidate.words}"
 
 
-def _ranked(checked: Sequence[Checked]) -> list[Checked]:
+def _ranked(checked: Sequence[RankedCandidate]) -> list[RankedCandidate]:
     return sorted(checked, key=lambda each: (not each.fits, each.seconds))

@@ -11,30 +11,30 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from maxpipe.config.check import total_steps
-from maxpipe.config.ramp import Ramp, Stage
+from maxpipe.config.ramp import BatchRamp, RampStage
 from maxpipe.config.schema import Config
 from maxpipe.hardware import Hardware
-from maxpipe.io.text import counted, duration, millions, scaled
+from maxpipe.io.text import format_count, format_duration, format_si, pluralize
 from maxpipe.models.choice import Divided, words
 from maxpipe.models.count import active_params, num_params, num_trained, total
 from maxpipe.optim.kept import saved_bytes
 from maxpipe.plan import entries
 from maxpipe.plan.advice import TERMS, gib, verdict
 from maxpipe.plan.cost import CostModel
-from maxpipe.plan.memory import REFERENCE, outside
-from maxpipe.plan.search import SHOWN, Candidate, Search, short_schedules
+from maxpipe.plan.memory import REFERENCE, prologue_bytes
+from maxpipe.plan.search import NUM_RESULTS, Candidate, SearchResult, short_schedules
 from maxpipe.plan.sizes import Sizes
 from maxpipe.schedule import pictures
 from maxpipe.schedule.draw import Box, Canvas, Label, text_width
 from maxpipe.schedule.table import Costs
 
 if TYPE_CHECKING:
-    from maxpipe.plan.calibrate import Measured
-    from maxpipe.plan.compile import Report, Traffic
-    from maxpipe.plan.recheck import Checked
+    from maxpipe.plan.calibrate import Measurements
+    from maxpipe.plan.compile import CollectiveTraffic, CompileReport
+    from maxpipe.plan.recheck import RankedCandidate
 
 
-def compiled(report: Report, num_entries: int = 0) -> str:
+def format_compile_report(report: CompileReport, num_entries: int = 0) -> str:
     """A page for a terminal, with this number of the largest entries of the program."""
     mesh = " x ".join(f"{axis} {size}" for axis, size in report.mesh.items()) or "one device"
     mesh += f", attention {report.attention}"
@@ -43,7 +43,8 @@ def compiled(report: Report, num_entries: int = 0) -> str:
     fits = "fits" if report.fits else "does not fit"
     share = report.total_bytes / report.memory_bytes
     lines = [
-        f"compiled for {slices}{report.topology}: {counted(report.num_devices, 'device')}, {mesh}",
+        f"compiled for {slices}{report.topology}: {pluralize(report.num_devices, 'device')}, "
+        f"{mesh}",
         f"  with {versions}; traced in {report.lower_seconds:.1f} s, compiled in "
         f"{report.compile_seconds:.1f} s",
         "",
@@ -61,19 +62,23 @@ def compiled(report: Report, num_entries: int = 0) -> str:
     held = {name: size for name, size in report.buffers.items() if size > 2**10}
     ordered = sorted(held.items(), key=lambda item: -item[1])
     lines.append("  of the temporary: " + ", ".join(f"{name} {gib(s)}" for name, s in ordered))
-    lines += ["", f"operations: {scaled(report.flops, 'FLOP')} in a step, the model needs "]
-    lines[-1] += f"{scaled(report.model_flops, 'FLOP')} ({report.flops / report.model_flops:.2f} x)"
+    lines += ["", f"operations: {format_si(report.flops, 'FLOP')} in a step, the model needs "]
+    lines[-1] += (
+        f"{format_si(report.model_flops, 'FLOP')} ({report.flops / report.model_flops:.2f} x)"
+    )
     if report.cycles:
         busy = f"{report.cycles / 1e9:.3g} Gcycles"
-        lines.append(f"compute: {busy} by the compiler's estimate, {duration(report.seconds)}")
+        lines.append(
+            f"compute: {busy} by the compiler's estimate, {format_duration(report.seconds)}"
+        )
         if report.kernel_flops:
             lines.append(
-                f"  with kernels, for which it has none: {scaled(report.kernel_flops, 'FLOP')}, "
+                f"  with kernels, for which it has none: {format_si(report.kernel_flops, 'FLOP')}, "
                 f"counted at {report.kernel_efficiency:.0%} of the peak (an assumption)"
             )
     lines += ["", *_table([*report.collectives, *report.transfers])]
     if report.transfers and report.seconds:
-        lines += _hidden(report)
+        lines += _hidden_transfers(report)
     if report.copies:
         lines.append(f"copies of whole buffers inside loops: {report.copies}")
     if report.unknown_loops:
@@ -85,7 +90,7 @@ def compiled(report: Report, num_entries: int = 0) -> str:
     return "\n".join(lines)
 
 
-def _table(found: Sequence[Traffic]) -> list[str]:
+def _table(found: Sequence[CollectiveTraffic]) -> list[str]:
     if not found:
         return ["no collectives"]
     head = ("collective", "axes", "link", "times", "sent", "asynchronous", "behind")
@@ -97,14 +102,14 @@ def _table(found: Sequence[Traffic]) -> list[str]:
             f"{each.count:.0f}",
             gib(each.total_bytes),
             "yes" if each.asynchronous else "no",
-            _behind(each),
+            _overlapped_work(each),
         )
         for each in found
     ]
-    return entries.aligned(head, rows)
+    return entries.align_columns(head, rows)
 
 
-def _hidden(report: Report) -> list[str]:
+def _hidden_transfers(report: CompileReport) -> list[str]:
     """The rate of the link to the host from which on its transfers cost no time."""
     found = []
     for each in report.transfers:
@@ -115,14 +120,14 @@ def _hidden(report: Report) -> list[str]:
     return found
 
 
-def _behind(each: Traffic) -> str:
+def _overlapped_work(each: CollectiveTraffic) -> str:
     """What is computed meanwhile: operations where no cycles are estimated."""
     if each.cycles_behind:
         return f"{each.cycles_behind / 1e6:.0f} Mcycles"
-    return scaled(each.flops_behind, "FLOP") if each.flops_behind else "-"
+    return format_si(each.flops_behind, "FLOP") if each.flops_behind else "-"
 
 
-def facts(candidate: Candidate, hardware: Hardware) -> dict[str, Any]:
+def plan_values(candidate: Candidate, hardware: Hardware) -> dict[str, Any]:
     """A plan as plain values."""
     config, schedule = candidate.config, candidate.schedule
     sizes = Sizes(config).on(hardware.platform)
@@ -164,7 +169,7 @@ def facts(candidate: Candidate, hardware: Hardware) -> dict[str, Any]:
         "stages": per_stage,
         "outside": {
             "layers": config.pipeline.layers_outside,
-            "bytes": outside(sizes, schedule),
+            "bytes": prologue_bytes(sizes, schedule),
             "seconds": candidate.cost.parts.get("outside", 0.0),
         },
         "ticks": schedule.num_ticks,
@@ -182,8 +187,8 @@ def facts(candidate: Candidate, hardware: Hardware) -> dict[str, Any]:
 
 def _ramp(config: Config) -> list[dict[str, int]]:
     """Stages of `train.batch_ramp`, and what is left of the run behind them; none without."""
-    train, ramp = config.train, Ramp.of(config.train)
-    last = Stage(ramp.rows, max(0, total_steps(train) - ramp.steps))
+    train, ramp = config.train, BatchRamp.of(config.train)
+    last = RampStage(ramp.rows, max(0, total_steps(train) - ramp.steps))
     return [
         {
             "rows": rows,
@@ -195,14 +200,14 @@ def _ramp(config: Config) -> list[dict[str, int]]:
     ]
 
 
-def planned(values: dict[str, Any], nearest: Sequence[str] = ()) -> str:
+def format_plan(values: dict[str, Any], nearest: Sequence[str] = ()) -> str:
     """A page for a terminal, from `facts`."""
     layout = " ".join(f"{key}={value}" for key, value in values["layout"].items())
     slices = f" in {values['num_slices']} slices" if values["num_slices"] > 1 else ""
     measured = f", measured {values['measured']}" if values["measured"] else ""
     parts = (("active_parameters", "for each token"), ("trained_parameters", "trained"))
     fewer = ", ".join(
-        f"{millions(values[name])} {words}"
+        f"{format_count(values[name])} {words}"
         for name, words in parts
         if values[name] < values["parameters"]
     )
@@ -210,17 +215,18 @@ def planned(values: dict[str, Any], nearest: Sequence[str] = ()) -> str:
     share = values["total_bytes"] / values["memory_bytes"]
     fits = verdict(values["total_bytes"], values["memory_bytes"])
     lines = [
-        f"{counted(values['num_devices'], 'device')} of {values['hardware']}{slices}{measured}",
+        f"{pluralize(values['num_devices'], 'device')} of {values['hardware']}{slices}{measured}",
         f"  {layout or 'one device'}",
         "",
-        f"{millions(values['parameters'])} parameters{of_them}, "
+        f"{format_count(values['parameters'])} parameters{of_them}, "
         f"{values['tokens_per_step']:,} tokens and "
-        f"{scaled(values['flops_per_step'], 'FLOP')} in a step, checkpoints of "
+        f"{format_si(values['flops_per_step'], 'FLOP')} in a step, checkpoints of "
         f"{gib(values['checkpoint_bytes'])}",
         *(f"  {note}" for note in values["notes"]),
         *(
-            f"  {counted(stage['steps'], 'step')} with batches of {counted(stage['rows'], 'row')}, "
-            f"{counted(stage['microbatches'], 'microbatch')}: {stage['tokens']:,} tokens"
+            f"  {pluralize(stage['steps'], 'step')} with batches of "
+            f"{pluralize(stage['rows'], 'row')}, "
+            f"{pluralize(stage['microbatches'], 'microbatch')}: {stage['tokens']:,} tokens"
             for stage in values["ramp"]
         ),
         "",
@@ -238,10 +244,10 @@ def planned(values: dict[str, Any], nearest: Sequence[str] = ()) -> str:
     lines += [
         "",
         f"stages: layers {layers}{more}; chunks in flight {depth}{more}",
-        *_outside(values),
+        *_prologue_line(values),
         f"ticks: {values['ticks']}, of which a stage idles {values['bubble']:.1%}",
         "",
-        f"step: {duration(values['seconds'])} predicted, "
+        f"step: {format_duration(values['seconds'])} predicted, "
         f"{values['tokens_per_second']:,.0f} tokens/s, MFU {values['mfu']:.1%}",
         "  "
         + ", ".join(
@@ -260,27 +266,27 @@ def planned(values: dict[str, Any], nearest: Sequence[str] = ()) -> str:
     return "\n".join(lines)
 
 
-def _outside(values: dict[str, Any]) -> list[str]:
+def _prologue_line(values: dict[str, Any]) -> list[str]:
     """A line on the layers outside the ring, if there are any."""
     found = values["outside"]
     if not found["layers"]:
         return []
     return [
-        f"outside the ring, on every stage: the first {counted(found['layers'], 'layer')}, with "
+        f"outside the ring, on every stage: the first {pluralize(found['layers'], 'layer')}, with "
         f"{gib(found['bytes'])} ({found['bytes'] / values['total_bytes']:.1%}) of the memory and "
         f"{found['seconds'] / values['seconds']:.1%} of the step"
     ]
 
 
-def search_facts(
-    found: Search,
+def search_values(
+    found: SearchResult,
     hardware: Hardware,
-    compiled: Sequence[Checked] = (),
-    measured: Sequence[Checked] = (),
+    compiled: Sequence[RankedCandidate] = (),
+    measured: Sequence[RankedCandidate] = (),
 ) -> dict[str, Any]:
     """A search as plain values; what was compiled or run is ranked again."""
     by_compiler = [
-        facts(each.candidate, hardware)
+        plan_values(each.candidate, hardware)
         | {
             "compiled_fits": each.fits,
             "compiled_seconds": each.seconds,
@@ -289,27 +295,28 @@ def search_facts(
         for each in compiled
     ]
     by_devices = [
-        facts(each.candidate, hardware) | {"measured_seconds": each.measured} for each in measured
+        plan_values(each.candidate, hardware) | {"measured_seconds": each.measured}
+        for each in measured
     ]
     return {
         "considered": found.considered,
         "computed": found.computed,
         "too_large": found.too_large,
-        "best": [facts(each, hardware) for each in found.best[:SHOWN]],
+        "best": [plan_values(each, hardware) for each in found.best[:NUM_RESULTS]],
         "compiled": by_compiler,
         "measured": by_devices,
     }
 
 
-def rechecked(found: Sequence[Checked], *, ran: bool = False) -> str:
+def format_ranking(found: Sequence[RankedCandidate], *, ran: bool = False) -> str:
     """The best layouts by the compiler's report, or by measurement if they `ran`."""
     lines = ["", "measured:" if ran else "by the compiler:"]
     for rank, each in enumerate(found, 1):
         predicted = f"{gib(each.candidate.memory.total)} predicted"
         if each.measured is not None:
-            forecast = f"{duration(each.candidate.cost.seconds)} predicted"
+            forecast = f"{format_duration(each.candidate.cost.seconds)} predicted"
             lines += [
-                f"{rank:>2}. {duration(each.measured)} ({forecast})",
+                f"{rank:>2}. {format_duration(each.measured)} ({forecast})",
                 f"    {each.candidate.words}",
             ]
             continue
@@ -319,13 +326,13 @@ def rechecked(found: Sequence[Checked], *, ran: bool = False) -> str:
         fits = "fits" if each.fits else "does not fit"
         needed = f"{gib(each.report.total_bytes)} ({predicted})"
         lines += [
-            f"{rank:>2}. {duration(each.seconds)}, {needed}: {fits}",
+            f"{rank:>2}. {format_duration(each.seconds)}, {needed}: {fits}",
             f"    {each.candidate.words}",
         ]
     return "\n".join(lines)
 
 
-def calibrated(found: Measured, before: Hardware, after: Hardware) -> str:
+def format_calibration(found: Measurements, before: Hardware, after: Hardware) -> str:
     """The measurements, and the figures that they change."""
     times = {
         "a layer's forward": found.forward,
@@ -376,7 +383,7 @@ FIGURES = (
 """The figures that a calibration replaces."""
 
 
-def searched(found: Search, hardware: Hardware) -> str:
+def format_search(found: SearchResult, hardware: Hardware) -> str:
     """The best layouts, two lines each, with the parts of their time."""
     some = found.computed < found.considered
     computed = f"{found.computed:,} were computed, and of these " if some else ""
@@ -385,11 +392,11 @@ def searched(found: Search, hardware: Hardware) -> str:
         f"{hardware.memory_gib:g} GiB",
         "",
     ]
-    for rank, each in enumerate(found.best[:SHOWN], 1):
+    for rank, each in enumerate(found.best[:NUM_RESULTS], 1):
         parts = sorted(each.cost.parts.items(), key=lambda item: -item[1])
         spent = ", ".join(f"{name} {s / each.cost.seconds:.0%}" for name, s in parts[:4])
         lines += [
-            f"{rank:>2}. {duration(each.cost.seconds)}, MFU {each.cost.mfu:.1%}, "
+            f"{rank:>2}. {format_duration(each.cost.seconds)}, MFU {each.cost.mfu:.1%}, "
             f"{gib(each.memory.total)}: {spent}",
             f"    {each.words}",
         ]
@@ -420,7 +427,7 @@ COLOURS = {
 }
 _INK, _GREY, _PALE, _LIMIT = "#1d2633", "#667085", "#eff1f5", "#c4314b"
 _LEFT, _BAR, _BAR_WIDTH, _LINE = 68.0, 34.0, 880.0, 22.0
-_MOST_TICKS = 160
+_MAX_TICKS = 160
 """Ticks of a timeline; of a longer step the first groups are drawn."""
 
 
@@ -470,7 +477,7 @@ def _timeline(candidate: Candidate, hardware: Hardware) -> Canvas:
     sizes = Sizes(candidate.config).on(hardware.platform)
     slots = partial(CostModel(sizes, hardware).slots, layers=sizes.ring)
     schedule = candidate.schedule
-    if schedule.num_ticks > _MOST_TICKS:
+    if schedule.num_ticks > _MAX_TICKS:
         schedule = short_schedules(candidate.config)[0]
     forward = slots("F")
     if schedule.mixed:
@@ -478,7 +485,7 @@ def _timeline(candidate: Candidate, hardware: Hardware) -> Canvas:
     else:
         later = [slots("B") / forward / 2] * 2
     costs = Costs(1.0, *(round(cost, 2) for cost in later))
-    canvas = pictures.drawing(schedule, costs)
+    canvas = pictures.draw_schedule(schedule, costs)
     parts = sorted(candidate.cost.parts.items(), key=lambda item: -item[1])
     shares = ", ".join(f"{name} {part / candidate.cost.seconds:.1%}" for name, part in parts[:5])
     text = f"step: {candidate.cost.seconds:.3g} s, MFU {candidate.cost.mfu:.1%} ({shares})"

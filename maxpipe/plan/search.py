@@ -25,32 +25,32 @@ from typing import Any, NamedTuple
 
 from maxpipe.config.check import check
 from maxpipe.config.keys import default_of
-from maxpipe.config.mesh_rules import has_experts, reads_tokens_in_order
+from maxpipe.config.mesh_rules import has_experts, has_sequential_layers
 from maxpipe.config.schema import Config
 from maxpipe.errors import ConfigError
 from maxpipe.hardware import Hardware
-from maxpipe.io.text import counted
+from maxpipe.io.text import pluralize
 from maxpipe.parallel.axes import MESH_AXES
-from maxpipe.plan.advice import ROOM
-from maxpipe.plan.cost import Cost, cost
-from maxpipe.plan.memory import Memory, memory
-from maxpipe.plan.optimizer import gathers_any
-from maxpipe.plan.sizes import Sizes, schedule_of
-from maxpipe.schedule.catalog import INTERLEAVED, SCHEDULES, build
+from maxpipe.plan.advice import USABLE_MEMORY_FRACTION
+from maxpipe.plan.cost import Cost, predict_cost
+from maxpipe.plan.memory import Memory, predict_memory
+from maxpipe.plan.optimizer import gathers_weights
+from maxpipe.plan.sizes import Sizes, build_schedule
+from maxpipe.schedule.catalog import INTERLEAVED, SCHEDULES, make_schedule
 from maxpipe.schedule.table import Schedule
 
-TOKENS = ("sequence_parallel", "collective_matmul")
+TOKEN_SPLIT_KEYS = ("sequence_parallel", "collective_matmul")
 """Keys of `mesh` that say how tokens lie along tensor."""
 REPEATS = (1, 2, 3, 4, 6, 8)
 GATHERS = ("iteration", "visit", "step")
 REMATS = ("none", "names", "full", "chunk")
-EXHAUSTIVE = 20_000
+MAX_EXHAUSTIVE = 20_000
 """Layouts up to which all are computed: a minute."""
-SAMPLED, HALVING = 12, 4
+SAMPLES_PER_MESH, HALVING = 12, 4
 """Of each mesh, to begin with; by how much meshes become fewer, and their samples larger."""
 TIE = 0.005
 """Relative difference of two predicted steps that is less than the error of the forecasts."""
-SHOWN = 10
+NUM_RESULTS = 10
 """Layouts that a search returns by default, and that are printed."""
 
 _LAYOUT = (
@@ -83,7 +83,7 @@ class Candidate:
             size = getattr(mesh, f"{link}_{axis}")
             if size > 1:
                 found[f"mesh.{link}_{axis}"] = size
-        for name in TOKENS:
+        for name in TOKEN_SPLIT_KEYS:
             if getattr(mesh, name):
                 found[f"mesh.{name}"] = True
         over_context = mesh.ici_context * mesh.dcn_context > 1
@@ -103,15 +103,15 @@ class Candidate:
         return " ".join(f"{key}={value}" for key, value in self.changes.items())
 
 
-Report = Callable[[str, int, int], None]
+ProgressCallback = Callable[[str, int, int], None]
 
 
-def silent(task: str, done: int, total: int) -> None:
+def ignore_progress(task: str, done: int, total: int) -> None:
     """Nothing is said."""
 
 
 @dataclass(frozen=True)
-class Search:
+class SearchResult:
     """What a search found."""
 
     considered: int
@@ -129,9 +129,9 @@ def search(
     num_devices: int,
     num_slices: int = 1,
     fixed: Mapping[str, Any] | None = None,
-    keep: int = SHOWN,
-    report: Report = silent,
-) -> Search:
+    keep: int = NUM_RESULTS,
+    report: ProgressCallback = ignore_progress,
+) -> SearchResult:
     """The layouts with the shortest predicted steps.
 
     Args:
@@ -147,7 +147,7 @@ def search(
         ConfigError: nothing fits, or no layout has what is fixed.
     """
     fixed, considered, computed, too_large = fixed or {}, 0, 0, 0
-    config = _with_fixed(config, fixed)
+    config = _apply_fixed(config, fixed)
     contexts = _contexts(config, num_devices // num_slices)
     passes = [contexts[:1], contexts[1:]]
     if config.train.batch_size < num_devices or "mesh.ici_context" in fixed:
@@ -155,15 +155,15 @@ def search(
     best: list[Candidate] = []
     for some in filter(None, passes):
         space = list(_spaces(config, num_devices, num_slices, fixed, some))
-        found = _best(space, hardware, keep, report)
+        found = _find_best(space, hardware, keep, report)
         considered, too_large = considered + found.considered, too_large + found.too_large
         computed += found.computed
-        best = ordered([*best, *found.best])[:keep]
+        best = rank_candidates([*best, *found.best])[:keep]
         if best and found.too_large <= found.computed / 2:
             break
     if best:
-        return Search(considered, too_large, best, computed)
-    devices = f"{counted(num_devices, 'device')} of {hardware.name}"
+        return SearchResult(considered, too_large, best, computed)
+    devices = f"{pluralize(num_devices, 'device')} of {hardware.name}"
     if not considered:
         raise ConfigError.one(
             "command line: maxpipe plan --search",
@@ -181,7 +181,7 @@ def search(
     )
 
 
-def ordered(candidates: Sequence[Candidate]) -> list[Candidate]:
+def rank_candidates(candidates: Sequence[Candidate]) -> list[Candidate]:
     """The fastest first; of those within `TIE` of the fastest that is left, the simplest."""
     left = sorted(candidates, key=lambda each: each.cost.seconds)
     complexities, found = [_complexity(each) for each in left], []
@@ -200,7 +200,7 @@ def _complexity(candidate: Candidate) -> tuple[int, ...]:
     return (*(axes[name] for name in ("stage", "tensor", "context", "expert")), pipeline.repeats)
 
 
-def _with_fixed(config: Config, fixed: Mapping[str, Any]) -> Config:
+def _apply_fixed(config: Config, fixed: Mapping[str, Any]) -> Config:
     """The config with what is fixed; of what a search never varies no other layout has it."""
     varied = {"pipeline": {"cut": [], "delayed_forwarding": False}}
     for section in ("mesh", "pipeline"):
@@ -215,7 +215,7 @@ def _with_fixed(config: Config, fixed: Mapping[str, Any]) -> Config:
 
 
 @dataclass(frozen=True)
-class _Space:
+class _MeshLayouts:
     """The layouts of one mesh."""
 
     on_mesh: Config
@@ -227,7 +227,7 @@ class _Space:
         return dataclasses.replace(self.on_mesh, pipeline=section)
 
 
-class _Found(NamedTuple):
+class _LayoutScore(NamedTuple):
     """Of a layout: the faster is the better, and of those that do not fit the smaller."""
 
     seconds: float
@@ -235,35 +235,35 @@ class _Found(NamedTuple):
     num_bytes: float
 
 
-def _computed(layout: Config, hardware: Hardware) -> _Found:
+def _score_layout(layout: Config, hardware: Hardware) -> _LayoutScore:
     """From short tables."""
     short, long = short_schedules(layout)
-    held = memory(Sizes(layout), long or short, platform=hardware.platform).total
-    fits = held <= ROOM * hardware.memory_bytes
-    return _Found(_seconds(layout, short, long, hardware) if fits else math.inf, held)
+    held = predict_memory(Sizes(layout), long or short, platform=hardware.platform).total
+    fits = held <= USABLE_MEMORY_FRACTION * hardware.memory_bytes
+    return _LayoutScore(_seconds(layout, short, long, hardware) if fits else math.inf, held)
 
 
-def _ranked(
-    spaces: Sequence[_Space], hardware: Hardware, report: Report
-) -> dict[tuple[int, int], _Found]:
+def _rank_layouts(
+    spaces: Sequence[_MeshLayouts], hardware: Hardware, report: ProgressCallback
+) -> dict[tuple[int, int], _LayoutScore]:
     """(mesh, layout of it) -> what was computed, the best first; of many layouts not of all."""
-    found: dict[tuple[int, int], _Found] = {}
-    left, drawn, sampled = list(range(len(spaces))), random.Random(0), SAMPLED
+    found: dict[tuple[int, int], _LayoutScore] = {}
+    left, drawn, sampled = list(range(len(spaces))), random.Random(0), SAMPLES_PER_MESH
 
-    def compute(task: str, chosen: Mapping[int, Collection[int]]) -> dict[int, _Found]:
+    def compute(task: str, chosen: Mapping[int, Collection[int]]) -> dict[int, _LayoutScore]:
         """Of each mesh the best of its chosen layouts."""
         done, total = 0, sum(map(len, chosen.values()))
         for number, places in chosen.items():
             for place in places:
                 report(task, done := done + 1, total)
                 if (number, place) not in found:
-                    found[number, place] = _computed(spaces[number].layout(place), hardware)
+                    found[number, place] = _score_layout(spaces[number].layout(place), hardware)
         return {number: min(found[number, each] for each in chosen[number]) for number in chosen}
 
-    while len(left) > 1 and sum(len(spaces[number].pipelines) for number in left) > EXHAUSTIVE:
+    while len(left) > 1 and sum(len(spaces[number].pipelines) for number in left) > MAX_EXHAUSTIVE:
         places = {number: range(len(spaces[number].pipelines)) for number in left}
         best = compute(
-            f"predicting samples of {counted(len(left), 'mesh')}",
+            f"predicting samples of {pluralize(len(left), 'mesh')}",
             {n: drawn.sample(every, min(sampled, len(every))) for n, every in places.items()},
         )
         left = sorted(left, key=best.__getitem__)[: max(1, len(left) // HALVING)]
@@ -272,9 +272,11 @@ def _ranked(
     return dict(sorted(found.items(), key=lambda pair: pair[1]))
 
 
-def _best(spaces: Sequence[_Space], hardware: Hardware, keep: int, report: Report) -> Search:
+def _find_best(
+    spaces: Sequence[_MeshLayouts], hardware: Hardware, keep: int, report: ProgressCallback
+) -> SearchResult:
     """The `keep` fastest of some layouts that fit."""
-    ranked, best = _ranked(spaces, hardware, report), []
+    ranked, best = _rank_layouts(spaces, hardware, report), []
     too_large = sum(math.isinf(each.seconds) for each in ranked.values())
     for number, place in ranked:
         if len(best) == keep or math.isinf(ranked[number, place].seconds):
@@ -283,19 +285,19 @@ def _best(spaces: Sequence[_Space], hardware: Hardware, keep: int, report: Repor
         if check(layout, {}):
             continue
         candidate = evaluate(layout, hardware)
-        if candidate.memory.total <= ROOM * hardware.memory_bytes:
+        if candidate.memory.total <= USABLE_MEMORY_FRACTION * hardware.memory_bytes:
             best.append(candidate)
         else:
             too_large += 1
     considered = sum(len(space.pipelines) for space in spaces)
-    return Search(considered, too_large, best, len(ranked))
+    return SearchResult(considered, too_large, best, len(ranked))
 
 
 def evaluate(config: Config, hardware: Hardware) -> Candidate:
     """Forecasts from the layout's own table."""
-    sizes, schedule = Sizes(config), schedule_of(config)
-    held = memory(sizes, schedule, platform=hardware.platform)
-    return Candidate(config, schedule, held, cost(sizes, schedule, hardware, held))
+    sizes, schedule = Sizes(config), build_schedule(config)
+    held = predict_memory(sizes, schedule, platform=hardware.platform)
+    return Candidate(config, schedule, held, predict_cost(sizes, schedule, hardware, held))
 
 
 # Layouts.
@@ -319,7 +321,7 @@ def _spaces(
     num_slices: int,
     fixed: Mapping[str, Any],
     contexts: Sequence[int],
-) -> Iterator[_Space]:
+) -> Iterator[_MeshLayouts]:
     """The same by meshes."""
     across = [axis for axis in MESH_AXES if fixed.get(f"mesh.dcn_{axis}", 1) > 1]
     whole = {f"{link}_{axis}": 1 for link in ("ici", "dcn") for axis in MESH_AXES}
@@ -346,12 +348,12 @@ def _spaces(
                 if all(pipeline.get(name, value) == value for name, value in kept.items())
             ]
         if pipelines:
-            yield _Space(on_mesh, pipelines)
+            yield _MeshLayouts(on_mesh, pipelines)
 
 
 def _contexts(config: Config, inside: int) -> list[int]:
     """Devices over which rows may be divided, as many tokens on each as on any."""
-    if reads_tokens_in_order(config):
+    if has_sequential_layers(config):
         return [1]
     tokens = config.train.sequence_length
     return [1, *(size for size in _divisors(inside)[1:] if tokens % (2 * size) == 0)]
@@ -370,10 +372,10 @@ def _meshes(
         across = ("data",)
     elif not across:
         across = ["data", "fsdp", "stage", *(["expert"] if has_experts(config) else [])]
-        if config.train.batch_size < num_devices and not reads_tokens_in_order(config):
+        if config.train.batch_size < num_devices and not has_sequential_layers(config):
             across.append("context")
     tokens = config.train.sequence_length
-    for sizes, axis in itertools.product(_inside(config, inside, contexts), across):
+    for sizes, axis in itertools.product(_slice_meshes(config, inside, contexts), across):
         total = sizes | {axis: sizes[axis] * num_slices}
         shards = total["data"] * total["fsdp"] * total["expert"]
         if total["stage"] > config.model.num_layers or config.train.batch_size % shards:
@@ -385,10 +387,10 @@ def _meshes(
         mesh = {f"ici_{name}": size for name, size in sizes.items()}
         mesh |= {f"dcn_{axis}": num_slices} if num_slices > 1 else {}
         for split, rings in _token_splits(config, sizes):
-            yield mesh | dict(zip(TOKENS, (split, rings), strict=True))
+            yield mesh | dict(zip(TOKEN_SPLIT_KEYS, (split, rings), strict=True))
 
 
-def _inside(config: Config, inside: int, contexts: Sequence[int]) -> Iterator[dict[str, int]]:
+def _slice_meshes(config: Config, inside: int, contexts: Sequence[int]) -> Iterator[dict[str, int]]:
     """Sizes of the axes in a slice."""
     given, experts = Sizes(config), has_experts(config)
     for tensor in _divisors(inside):
@@ -427,17 +429,17 @@ def _pipelines(config: Config) -> tuple[Mapping[str, Any], ...]:
     """Ways to run a mesh's stages: as many meshes have the same ones, they share them."""
     sizes = Sizes(config)
     in_ring = config.mesh.context_attention == "ring" and sizes.axes["context"] > 1
-    return _ways(
+    return _pipeline_options(
         sizes.stages,
         config.model.num_layers - config.pipeline.layers_outside,
         sizes.rows_per_device,
-        gathers=gathers_any(sizes),
+        gathers=gathers_weights(sizes),
         rings=config.mesh.collective_matmul or in_ring,
     )
 
 
 @cache
-def _ways(
+def _pipeline_options(
     stages: int, layers: int, rows: int, *, gathers: bool, rings: bool
 ) -> tuple[Mapping[str, Any], ...]:
     found: list[Mapping[str, Any]] = []
@@ -504,7 +506,9 @@ def _divisors(number: int) -> tuple[int, ...]:
 
 @cache
 def _table(name: str, stages: int, repeats: int, microbatches: int, group: int) -> Schedule:
-    return build(name, stages=stages, repeats=repeats, microbatches=microbatches, group=group)
+    return make_schedule(
+        name, stages=stages, repeats=repeats, microbatches=microbatches, group=group
+    )
 
 
 def short_schedules(config: Config) -> tuple[Schedule, Schedule | None]:
@@ -512,11 +516,11 @@ def short_schedules(config: Config) -> tuple[Schedule, Schedule | None]:
     pipeline, stages = config.pipeline, Sizes(config).stages
     turn = pipeline.group or stages
     if pipeline.microbatches <= 4 * turn:
-        return _of(config, pipeline.microbatches), None
-    return _of(config, 2 * turn), _of(config, 3 * turn)
+        return _schedule_with(config, pipeline.microbatches), None
+    return _schedule_with(config, 2 * turn), _schedule_with(config, 3 * turn)
 
 
-def _of(config: Config, microbatches: int) -> Schedule:
+def _schedule_with(config: Config, microbatches: int) -> Schedule:
     pipeline = config.pipeline
     return _table(
         pipeline.schedule, Sizes(config).stages, pipeline.repeats, microbatches, pipeline.group
@@ -525,17 +529,17 @@ def _of(config: Config, microbatches: int) -> Schedule:
 
 def _seconds(config: Config, short: Schedule, long: Schedule | None, hardware: Hardware) -> float:
     sizes = Sizes(config)
-    few = cost(_with(config, sizes, short), short, hardware).seconds
+    few = predict_cost(_with_microbatches(config, sizes, short), short, hardware).seconds
     if long is None:
         return few
-    more = cost(_with(config, sizes, long), long, hardware).seconds
+    more = predict_cost(_with_microbatches(config, sizes, long), long, hardware).seconds
     turns = (config.pipeline.microbatches - long.num_microbatches) / (
         long.num_microbatches - short.num_microbatches
     )
     return more + turns * (more - few)
 
 
-def _with(config: Config, sizes: Sizes, schedule: Schedule) -> Sizes:
+def _with_microbatches(config: Config, sizes: Sizes, schedule: Schedule) -> Sizes:
     """The same microbatches, only as many as the table has."""
     count = schedule.num_microbatches
     if count == config.pipeline.microbatches:

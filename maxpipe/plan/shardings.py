@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from maxpipe.config.schema import Config
-from maxpipe.io.text import counted
+from maxpipe.io.text import pluralize
 from maxpipe.models.spec import Dims, Param
-from maxpipe.parallel.axes import MESH_AXES, axis_table, with_tokens
+from maxpipe.parallel.axes import MESH_AXES, axis_table, axis_table_with_sequence
 from maxpipe.plan.advice import gib
 from maxpipe.plan.optimizer import optimizer_bytes
 from maxpipe.plan.sizes import BETWEEN_MATMULS, BYTES, Sizes
@@ -22,7 +22,7 @@ BATCH, TOKENS = "batch", "tokens"
 
 
 @dataclass(frozen=True)
-class Sharding:
+class ArraySharding:
     """One array on the mesh."""
 
     name: str
@@ -54,10 +54,10 @@ class Shardings:
 
     mesh: dict[str, int]
     """Axes with more than one device."""
-    parameters: tuple[Sharding, ...]
+    parameters: tuple[ArraySharding, ...]
     optimizer_bytes: int
     """Of what the optimizer keeps of them, on one device."""
-    activations: tuple[Sharding, ...]
+    activations: tuple[ArraySharding, ...]
     """Of one microbatch in one layer, on the stage that has it."""
 
     @property
@@ -70,7 +70,7 @@ class Shardings:
         return dataclasses.asdict(self) | {"state_bytes": self.state_bytes}
 
 
-def shardings(config: Config) -> Shardings:
+def compute_shardings(config: Config) -> Shardings:
     """Of a config whose mesh is resolved."""
     sizes = Sizes(config)
     on = _Mesh(sizes)
@@ -88,7 +88,7 @@ class _Mesh:
 
     def place(
         self, name: str, dims: Dims, spec: Sequence[tuple[str, ...]], dtype: str, ignored: str = ""
-    ) -> Sharding:
+    ) -> ArraySharding:
         """An array with these dims; its replicas along the axis `ignored` do not count."""
         size = self.sizes.axes
         shard = tuple(
@@ -97,7 +97,7 @@ class _Mesh:
         )
         used = {axis for axes in spec for axis in axes} | {ignored}
         same = tuple(axis for axis in MESH_AXES if size[axis] > 1 and axis not in used)
-        return Sharding(
+        return ArraySharding(
             name,
             tuple(logical for _, logical in dims),
             tuple(spec),
@@ -109,19 +109,19 @@ class _Mesh:
         )
 
 
-def _parameters(on: _Mesh) -> Iterator[Sharding]:
+def _parameters(on: _Mesh) -> Iterator[ArraySharding]:
     sizes, model = on.sizes, on.sizes.model
     dtype = sizes.config.model.param_dtype
     table = axis_table(sizes.config.mesh) | {"stage": ("stage",)}
 
-    def parameter(name: str, param: Param, stacked: Dims = ()) -> Sharding:
+    def parameter(name: str, param: Param, stacked: Dims = ()) -> ArraySharding:
         dims = (*stacked, *sizes.padded(param.dims))
         placed = on.place(
             name, dims, [table.get(logical, ()) for _, logical in dims], param.exact or dtype
         )
         return dataclasses.replace(placed, frozen=not param.trainable)
 
-    def of_end(first: str) -> Iterator[Sharding]:
+    def of_end(first: str) -> Iterator[ArraySharding]:
         for name, param in model.ends.params.items():
             if name[0] == first:
                 yield parameter(".".join(name), param)
@@ -139,13 +139,13 @@ def _parameters(on: _Mesh) -> Iterator[Sharding]:
         yield from of_end(first)
 
 
-def _activations(on: _Mesh) -> Iterator[Sharding]:
+def _activations(on: _Mesh) -> Iterator[ArraySharding]:
     sizes, config = on.sizes, on.sizes.config
-    table = with_tokens(config.mesh)
+    table = axis_table_with_sequence(config.mesh)
     rows = sizes.rows * math.prod(sizes.axes[axis] for axis in table[BATCH])
     tokens: Dims = ((rows, BATCH), (config.train.sequence_length, TOKENS))
 
-    def activation(name: str, dims: Dims) -> Sharding:
+    def activation(name: str, dims: Dims) -> ArraySharding:
         between = {logical for _, logical in dims} <= BETWEEN_MATMULS
         # Dims of activations are split over tensor only: along fsdp lie rows.
         spec = [
@@ -166,7 +166,7 @@ def _activations(on: _Mesh) -> Iterator[Sharding]:
 # Text.
 
 
-def text(found: Shardings) -> str:
+def format_shardings(found: Shardings) -> str:
     """A page for a terminal."""
     mesh = " x ".join(f"{axis} {size}" for axis, size in found.mesh.items()) or "one device"
     lines = [
@@ -181,7 +181,7 @@ def text(found: Shardings) -> str:
     return "\n".join(lines)
 
 
-def _table(mesh: Mapping[str, int], rows: Sequence[Sharding]) -> list[str]:
+def _table(mesh: Mapping[str, int], rows: Sequence[ArraySharding]) -> list[str]:
     """Lines; of axes those of the mesh with more than one device are named."""
     head = ("name", "axes", "split over", "whole", "on a device", "bytes", "replicated over")
     cells = [
@@ -192,7 +192,7 @@ def _table(mesh: Mapping[str, int], rows: Sequence[Sharding]) -> list[str]:
             _shape(each.shape),
             _shape(each.shard),
             gib(each.num_bytes),
-            f"{' x '.join(each.replicated)}: {counted(each.copies, 'device')}"
+            f"{' x '.join(each.replicated)}: {pluralize(each.copies, 'device')}"
             if each.copies > 1
             else "-",
         )

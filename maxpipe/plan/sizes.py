@@ -35,12 +35,12 @@ from maxpipe.models.low_rank import residuals_of_changes
 from maxpipe.models.registry import describe
 from maxpipe.models.spec import Dims, Held, Kind, Model, Param, Part, Products, Scores
 from maxpipe.optim.kept import BYTES
-from maxpipe.parallel.axes import MESH_AXES, MeshConfig, takes_heads, with_tokens
-from maxpipe.schedule.catalog import build
-from maxpipe.schedule.table import Schedule, balanced_cut
+from maxpipe.parallel.axes import MESH_AXES, MeshConfig, axis_table_with_sequence, exchanges_heads
+from maxpipe.schedule.catalog import make_schedule
+from maxpipe.schedule.table import Schedule, balance_layers
 
 
-class Reach(NamedTuple):
+class ContextMethod(NamedTuple):
     """Of one attention."""
 
     method: Literal["own", "heads", "ring", "near", "gather"]
@@ -51,26 +51,26 @@ class Reach(NamedTuple):
     """Keys and values of other devices that it holds then, as a multiple of its own."""
 
 
-def reach(
+def choose_context_method(
     mesh: MeshConfig, model: Model, scores: Scores, context: int, tensor: int, run: int
-) -> Reach:
+) -> ContextMethod:
     """As `model.attention.over_context` chooses; `run` tokens stand next to each other."""
     if context == 1:
-        return Reach("own")
+        return ContextMethod("own")
     kv_heads = scores.keys[0][0][0]
-    if takes_heads(mesh.context_attention, scores.heads, kv_heads, context, tensor):
-        return Reach("heads")
+    if exchanges_heads(mesh.context_attention, scores.heads, kv_heads, context, tensor):
+        return ContextMethod("heads")
     if mesh.context_attention == "ring":
-        return Reach("ring")
+        return ContextMethod("ring")
     windows = map(int, model.values[scores.window]) if scores.window else ()
     before = tokens_before(windows, run)
     if before < run:
-        return Reach("near", before / run, before / run)
-    return Reach("gather", 1.0, context - 1.0)
+        return ContextMethod("near", before / run, before / run)
+    return ContextMethod("gather", 1.0, context - 1.0)
 
 
 @lru_cache(maxsize=64)
-def with_rows_of_experts(model: Model, shards: int, rows: int, tokens: int, whole: int) -> Model:
+def with_expert_shards(model: Model, shards: int, rows: int, tokens: int, whole: int) -> Model:
     """The model with its experts on `shards` devices.
 
     Each device has `tokens` of the `whole` tokens of `rows` rows. One object for equal arguments,
@@ -199,14 +199,14 @@ class Sizes:
         if not self.present(("expert", "context")):
             return found
         whole, shards = self.config.train.sequence_length, self.axes["expert"]
-        return with_rows_of_experts(found, shards, self.rows, self.tokens_of_row, whole)
+        return with_expert_shards(found, shards, self.rows, self.tokens_of_row, whole)
 
     @cached_property
     def cut(self) -> tuple[int, ...]:
         """Layers of each chunk."""
         pipeline, tokens = self.config.pipeline, self.config.train.sequence_length
         costs = layer_costs(describe(self.config.model), tokens)[pipeline.layers_outside :]
-        return tuple(pipeline.cut) or _even_cut(costs, self.stages * self.repeats)
+        return tuple(pipeline.cut) or _balanced_partition(costs, self.stages * self.repeats)
 
     @cached_property
     def chunks(self) -> tuple[Counter[str], ...]:
@@ -255,7 +255,7 @@ class Sizes:
 
     @cached_property
     def _table(self) -> Mapping[str, tuple[str, ...]]:
-        return with_tokens(self.config.mesh)
+        return axis_table_with_sequence(self.config.mesh)
 
     def elements(self, dims: Dims, *, whole: bool = False) -> int:
         """Of an array's shard on one device; `whole`: gathered over fsdp and the axes beside it."""
@@ -496,10 +496,10 @@ class Sizes:
             return 2 * round(self.run**2 * (1 + before))
         return scored_pairs(tokens, by_blocks=in_blocks) // context
 
-    def reach(self, scores: Scores) -> Reach:
+    def reach(self, scores: Scores) -> ContextMethod:
         """How attention reaches tokens of other devices."""
         sizes = self.axes["context"], self.tensor, self.run
-        return reach(self.config.mesh, self.model, scores, *sizes)
+        return choose_context_method(self.config.mesh, self.model, scores, *sizes)
 
     def far_keys(self, part: Part) -> float:
         """Keys and values of other devices' tokens that attention holds, in elements."""
@@ -633,13 +633,13 @@ class Sizes:
 
 
 # A search asks for the same cuts again and again.
-_even_cut = lru_cache(maxsize=256)(balanced_cut)
+_balanced_partition = lru_cache(maxsize=256)(balance_layers)
 
 
-def schedule_of(config: Config) -> Schedule:
+def build_schedule(config: Config) -> Schedule:
     """The table of a config whose mesh is resolved."""
     pipeline = config.pipeline
-    return build(
+    return make_schedule(
         pipeline.schedule,
         stages=Sizes(config).stages,
         repeats=pipeline.repeats,

@@ -26,17 +26,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from maxpipe.config.check import check
-from maxpipe.config.load import Loaded
+from maxpipe.config.load import LoadedConfig
 from maxpipe.config.rules import did_you_mean
 from maxpipe.config.schema import Config, RuntimeConfig
 from maxpipe.errors import ConfigError
-from maxpipe.hardware import Hardware, known, of_device
+from maxpipe.hardware import Hardware, hardware_of_device, known_hardware
 from maxpipe.io.files import gpus
-from maxpipe.io.text import counted
-from maxpipe.parallel.axes import MeshConfig, resolved
+from maxpipe.io.text import pluralize
+from maxpipe.parallel.axes import MeshConfig, infer_axis_sizes
 from maxpipe.plan.sizes import Sizes
 
-OPTIONS: Mapping[str, Any] = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
+UNTUNED_GPU_OPTIONS: Mapping[str, Any] = {
+    "xla_gpu_autotune_level": 0,
+    "xla_gpu_enable_triton_gemm": False,
+}
 """For XLA: kernels are chosen without running any. Matmuls are cuBLAS' then, as a run's large ones
 mostly are; Triton's need a tiling that only measurements give."""
 PLUGINS = ("jax-cuda12-pjrt", "jax-cuda13-pjrt")
@@ -50,7 +53,7 @@ _PER_BLOCK = 48 * _KIB
 
 
 @dataclass(frozen=True)
-class Card:
+class GpuSpec:
     """One kind of GPU."""
 
     name: str
@@ -69,22 +72,22 @@ class Card:
     """Of a core."""
 
 
-CARDS: Mapping[str, Card] = {
-    "a100": Card("NVIDIA A100-SXM4-80GB", (8, 0), 108, 1.41, 40 << 20, 164 * _KIB, lanes=64),
-    "l4": Card("NVIDIA L4", (8, 9), 58, 2.04, 48 << 20, 100 * _KIB, threads=1536),
-    "l40s": Card("NVIDIA L40S", (8, 9), 142, 2.52, 96 << 20, 100 * _KIB, threads=1536),
-    "h100": Card("NVIDIA H100 80GB HBM3", (9, 0), 132, 1.98, 50 << 20),
-    "h100-pcie": Card("NVIDIA H100 PCIe", (9, 0), 114, 1.755, 50 << 20),
-    "h200": Card("NVIDIA H200", (9, 0), 132, 1.98, 50 << 20),
-    "b200": Card("NVIDIA B200", (10, 0), 148, 1.965, 132_644_864),
-    "gb200": Card("NVIDIA GB200", (10, 0), 152, 2.062, 135_528_448),
+GPU_SPECS: Mapping[str, GpuSpec] = {
+    "a100": GpuSpec("NVIDIA A100-SXM4-80GB", (8, 0), 108, 1.41, 40 << 20, 164 * _KIB, lanes=64),
+    "l4": GpuSpec("NVIDIA L4", (8, 9), 58, 2.04, 48 << 20, 100 * _KIB, threads=1536),
+    "l40s": GpuSpec("NVIDIA L40S", (8, 9), 142, 2.52, 96 << 20, 100 * _KIB, threads=1536),
+    "h100": GpuSpec("NVIDIA H100 80GB HBM3", (9, 0), 132, 1.98, 50 << 20),
+    "h100-pcie": GpuSpec("NVIDIA H100 PCIe", (9, 0), 114, 1.755, 50 << 20),
+    "h200": GpuSpec("NVIDIA H200", (9, 0), 132, 1.98, 50 << 20),
+    "b200": GpuSpec("NVIDIA B200", (10, 0), 148, 1.965, 132_644_864),
+    "gb200": GpuSpec("NVIDIA GB200", (10, 0), 152, 2.062, 135_528_448),
 }
 """By the name that topologies begin with."""
 
 
 def target_config(hardware: Hardware) -> str:
     """A `stream_executor.GpuTargetConfigProto` in text format; the card must be in `CARDS`."""
-    card = CARDS[hardware.topology]
+    card = GPU_SPECS[hardware.topology]
     major, minor = card.capability
     capability: dict[str, Any] = {"major": major, "minor": minor}
     if major >= 9:  # instructions that only this generation has, as on the card itself
@@ -138,7 +141,7 @@ def missing_compiler() -> tuple[str, str] | None:
     found = {name: version for name in PLUGINS if (version := _version(name))}
     if not found:
         return "needs XLA's compiler for GPUs, which is not installed (no GPU is needed)", INSTALL
-    wanted = _wanted(jax)
+    wanted = _required_plugin_version(jax)
     for name, version in found.items():
         if wanted and version != wanted:
             plugin = name.replace("-pjrt", "-plugin")
@@ -147,7 +150,7 @@ def missing_compiler() -> tuple[str, str] | None:
     return None
 
 
-def _wanted(jax: str) -> str:
+def _required_plugin_version(jax: str) -> str:
     """The version of the compiler that this jax names, its own if it names none."""
     needed = importlib.metadata.requires("jax") or ()
     found = (re.match(r"jax-cuda\d+-plugin\S*?<=([\w.]+)", each) for each in needed)
@@ -166,13 +169,13 @@ def _version(package: str) -> str:
         return ""
 
 
-WHERE = "command line: --topology"
+TOPOLOGY_OPTION = "command line: --topology"
 CPU_DEVICES = "mesh.cpu_devices"
 _CORES_PER_CHIP = {"v2": 2, "v3": 2, "v4": 2, "v5p": 2}
 """Accelerator types of these count cores; of later ones, chips."""
 _DEVICES_PER_CHIP = {"v2": 2, "v3": 2, "tpu7x": 2}
 _ACCELERATORS = {"v5e": "v5litepod"}
-_GENERAL = {"gpu": "h100", "cuda": "h100", "nvidia": "h100", "tpu": "v5p"}
+_GENERIC_NAMES = {"gpu": "h100", "cuda": "h100", "nvidia": "h100", "tpu": "v5p"}
 """Generic names, and a kind for each."""
 _CHIP_OPTIONS = {"v4": {"chip_config_name": "megacore"}}
 """Both cores of a chip are one jax device unless one asks otherwise; libtpu's default is two."""
@@ -218,20 +221,20 @@ class Topology:
 
     def __str__(self) -> str:
         slices = f"{self.num_slices} slices of " if self.num_slices > 1 else ""
-        return f"{slices}{self.name}, {counted(self.num_devices, 'device')}"
+        return f"{slices}{self.name}, {pluralize(self.num_devices, 'device')}"
 
 
-def parse(text: str, num_slices: int = 1, where: str = WHERE) -> Topology:
+def parse_topology(text: str, num_slices: int = 1, where: str = TOPOLOGY_OPTION) -> Topology:
     """The topology that `KIND:AxBxC` names; `where` is what gave the name.
 
     Raises:
         ConfigError: no such kind, or not a size that it can have.
     """
     kind, _, sizes = text.partition(":")
-    kinds = known()
+    kinds = known_hardware()
     if kind not in kinds:
         rule = f"is not a kind of device: the kinds are {', '.join(kinds)}."
-        raise ConfigError.one(where, text, rule, f"Did you mean {_meant(text, kinds)}?")
+        raise ConfigError.one(where, text, rule, f"Did you mean {_suggest_topology(text, kinds)}?")
     hardware = kinds[kind]
     example = {0: "8", 2: "4x4", 3: "2x4x4"}[hardware.torus_dims]
     if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", sizes):
@@ -241,17 +244,19 @@ def parse(text: str, num_slices: int = 1, where: str = WHERE) -> Topology:
     if len(dims) != max(1, hardware.torus_dims):
         shape = f"{hardware.torus_dims} numbers" if hardware.torus_dims else "one number"
         rule = f"must have {shape}, as {hardware.name} devices are joined."
-        raise ConfigError.one(where, text, rule, f"Write {_shaped(hardware, math.prod(dims))}.")
+        raise ConfigError.one(
+            where, text, rule, f"Write {_topology_name(hardware, math.prod(dims))}."
+        )
     found = Topology(hardware, dims, num_slices)
     if found.devices_per_slice > hardware.largest_slice:
-        rule = f"is {counted(found.devices_per_slice, 'device')}; the links of {hardware.name} "
+        rule = f"is {pluralize(found.devices_per_slice, 'device')}; the links of {hardware.name} "
         rule += f"join at most {hardware.largest_slice}."
         action = f"Name a smaller slice, such as {kind}:{example}, and more than one of them."
         raise ConfigError.one(where, text, rule, action)
     return found
 
 
-def _meant(text: str, kinds: Mapping[str, Hardware]) -> str:
+def _suggest_topology(text: str, kinds: Mapping[str, Hardware]) -> str:
     """The topology that is meant: `h100x8`, `8xH100` and `v5p-64` are ways to write one."""
     name = text.lower().replace("v5litepod", "v5e").removeprefix("tpu-")
     if first := re.fullmatch(r"(\d+)[ x*-]*(\D.*)", name):
@@ -260,7 +265,7 @@ def _meant(text: str, kinds: Mapping[str, Hardware]) -> str:
     kind = max(same, key=len, default="")
     if not kind:
         kind = name.partition(":")[0]
-        kind = _GENERAL.get(kind) or did_you_mean(kind, kinds) or "v5p"
+        kind = _GENERIC_NAMES.get(kind) or did_you_mean(kind, kinds) or "v5p"
         name = kind + name[name.find(":") :] if ":" in name else kind
     sizes = [int(size) for size in re.findall(r"\d+", name.removeprefix(kind))]
     sizes = [size for size in sizes if size]
@@ -268,10 +273,10 @@ def _meant(text: str, kinds: Mapping[str, Hardware]) -> str:
         return f"{kind}:{'x'.join(map(str, sizes))}"
     # Google Cloud's names of accelerators, such as v5p-64, count cores.
     cores = _CORES_PER_CHIP.get(kind, 1) if name.startswith(f"{kind}-") else 1
-    return _shaped(kinds[kind], math.prod(sizes) // cores if sizes else 8)
+    return _topology_name(kinds[kind], math.prod(sizes) // cores if sizes else 8)
 
 
-def _shaped(hardware: Hardware, count: int) -> str:
+def _topology_name(hardware: Hardware, count: int) -> str:
     """`count` devices in the shape of their torus, at most the largest slice."""
     count = max(1, min(count, _most(hardware)))
     return f"{hardware.topology}:{'x'.join(map(str, _cube(count, max(1, hardware.torus_dims))))}"
@@ -282,7 +287,7 @@ def _most(hardware: Hardware) -> int:
     return hardware.largest_slice // _DEVICES_PER_CHIP.get(hardware.topology, 1)
 
 
-def at_hand(runtime: RuntimeConfig, cpu_devices: int, count: int = 0) -> Topology:
+def local_topology(runtime: RuntimeConfig, cpu_devices: int, count: int = 0) -> Topology:
     """`count` devices like those of this machine, or all that it has, in one slice. Starts jax.
 
     Args:
@@ -300,7 +305,7 @@ def at_hand(runtime: RuntimeConfig, cpu_devices: int, count: int = 0) -> Topolog
 
     present = jax.devices()
     kind = present[0].device_kind
-    hardware = of_device(kind)
+    hardware = hardware_of_device(kind)
     if hardware is None:
         rule = "has no file in configs/hardware, and plans need its peak, memory and links."
         raise ConfigError.one("command line", kind, rule, "Name a kind with --topology.")
@@ -308,7 +313,7 @@ def at_hand(runtime: RuntimeConfig, cpu_devices: int, count: int = 0) -> Topolog
     return Topology(hardware, dims, given="--devices" if count else CPU_DEVICES)
 
 
-def all_here(topology: Topology) -> Sequence[Any]:
+def local_devices(topology: Topology) -> Sequence[Any]:
     """jax's devices of this machine, as many as the topology has.
 
     Raises:
@@ -334,7 +339,7 @@ def _cube(count: int, num_dims: int) -> tuple[int, ...]:
     return (side, *_cube(count // side, num_dims - 1))
 
 
-def _way_to_fill(mesh: MeshConfig, sizes: Sizes, topology: Topology) -> str:
+def _mesh_advice(mesh: MeshConfig, sizes: Sizes, topology: Topology) -> str:
     """The action for a mesh that does not use all devices of a topology."""
     others = sizes.num_devices // sizes.axes["data"] * mesh.dcn_data  # without ici_data
     if others and topology.num_devices % others == 0 and sizes.num_slices == topology.num_slices:
@@ -350,14 +355,14 @@ def _way_to_fill(mesh: MeshConfig, sizes: Sizes, topology: Topology) -> str:
         other = ""
     else:
         each = wanted // topology.num_slices
-        other = f"cpu:{each}" if kind == "cpu" else f"a topology of {counted(each, 'device')}"
+        other = f"cpu:{each}" if kind == "cpu" else f"a topology of {pluralize(each, 'device')}"
         other = f", or name {other}"
     return f"Set sizes of axes so that {here}{other}."
 
 
-def placed(loaded: Loaded, topology: Topology) -> Config:
+def resolve_config(loaded: LoadedConfig, topology: Topology) -> Config:
     """The config with its mesh resolved for a topology."""
-    mesh = resolved(loaded.config.mesh, topology.num_devices, topology.num_slices)
+    mesh = infer_axis_sizes(loaded.config.mesh, topology.num_devices, topology.num_slices)
     config = dataclasses.replace(loaded.config, mesh=mesh)
     sizes = Sizes(config)
     # On other devices than TPUs ici sizes may ignore where slices end.
@@ -368,8 +373,8 @@ def placed(loaded: Loaded, topology: Topology) -> Config:
             "mesh",
             wanted or "one device",
             f"must multiply to the devices of the topology: it is {sizes.num_devices} in "
-            f"{counted(sizes.num_slices, 'slice')}, and there are {topology}.",
-            _way_to_fill(mesh, sizes, topology),
+            f"{pluralize(sizes.num_slices, 'slice')}, and there are {topology}.",
+            _mesh_advice(mesh, sizes, topology),
         )
     problems = check(config, loaded.origins)
     if problems:
@@ -388,7 +393,7 @@ def prepare(topology: Topology) -> None:
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
         if not gpus():
             _check_compiler(topology)
-            with _quiet():
+            with _suppress_stderr():
                 import jax  # noqa: F401 - loads the plugin
     if topology.platform != "tpu":
         return
@@ -402,7 +407,7 @@ def prepare(topology: Topology) -> None:
     os.environ.setdefault("TPU_MIN_LOG_LEVEL", "3")
 
 
-def devices(topology: Topology) -> Sequence[Any]:
+def topology_devices(topology: Topology) -> Sequence[Any]:
     """jax's devices of the topology; those that are not here can be compiled for, not run on.
 
     Raises:
@@ -411,22 +416,22 @@ def devices(topology: Topology) -> Sequence[Any]:
     import jax
 
     if topology.platform == "cuda":
-        return _gpus_here(topology) or _described(topology)
+        return _local_gpus(topology) or _compile_only_devices(topology)
     if topology.platform == "tpu":
-        return _described(topology)
+        return _compile_only_devices(topology)
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", topology.num_devices)
     return jax.devices()[: topology.num_devices]
 
 
-def are_here(found: Sequence[Any]) -> bool:
+def are_local(found: Sequence[Any]) -> bool:
     """Whether programs can be run on these devices."""
     import jax
 
     return found[0].client is jax.devices()[0].client
 
 
-def _gpus_here(topology: Topology) -> Sequence[Any]:
+def _local_gpus(topology: Topology) -> Sequence[Any]:
     """As many of this machine's GPUs, if they are of the kind; none otherwise."""
     import jax
 
@@ -437,12 +442,12 @@ def _gpus_here(topology: Topology) -> Sequence[Any]:
         present = jax.devices()
     except (RuntimeError, AssertionError):  # AssertionError: no plugin
         return ()
-    kind = of_device(present[0].device_kind)
+    kind = hardware_of_device(present[0].device_kind)
     same = kind is not None and kind.topology == topology.hardware.topology
     return present[: topology.num_devices] if same and len(present) >= topology.num_devices else ()
 
 
-def _described(topology: Topology) -> Sequence[Any]:
+def _compile_only_devices(topology: Topology) -> Sequence[Any]:
     """Devices that a compiler describes, which need not be there."""
     import jax
     from jax.experimental import topologies
@@ -460,26 +465,26 @@ def _described(topology: Topology) -> Sequence[Any]:
         options["topology"] = f"{topology.num_slices}x1x{topology.devices_per_slice}"
         options["target_config"] = target_config(hardware)
     try:
-        with _quiet() if topology.platform == "cuda" else contextlib.nullcontext():
+        with _suppress_stderr() if topology.platform == "cuda" else contextlib.nullcontext():
             found = topologies.get_topology_desc(platform=topology.platform, **options)
     except (RuntimeError, ValueError, NotImplementedError, ImportError) as error:
-        raise _no_topology(topology, error) from error
+        raise _topology_error(topology, error) from error
     return found.devices
 
 
 def _check_compiler(topology: Topology) -> None:
     kind = topology.hardware.topology
-    if kind not in CARDS:
+    if kind not in GPU_SPECS:
         rule = "is not a kind of GPU whose compiler settings are known: these are "
         action = "Name one of them, or compile where such GPUs are."
-        raise ConfigError.one(WHERE, topology.name, rule + ", ".join(CARDS), action)
+        raise ConfigError.one(TOPOLOGY_OPTION, topology.name, rule + ", ".join(GPU_SPECS), action)
     if missing := missing_compiler():
         reason, command = missing
-        raise ConfigError.one(WHERE, topology.name, f"{reason}.", f"Run: {command}.")
+        raise ConfigError.one(TOPOLOGY_OPTION, topology.name, f"{reason}.", f"Run: {command}.")
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def _suppress_stderr() -> Iterator[None]:
     """Keeps off stderr that there is no driver, as the CUDA plugin reports whenever it is loaded.
 
     It does so before any level of messages applies.
@@ -495,7 +500,7 @@ def _quiet() -> Iterator[None]:
         os.close(kept)
 
 
-def other_compiler(topology: Topology, error: Exception) -> ConfigError | None:
+def compiler_version_error(topology: Topology, error: Exception) -> ConfigError | None:
     """What to say of a failed compilation if the compiler is not one that this jax was made for."""
     if topology.platform != "tpu":
         return None
@@ -509,7 +514,7 @@ def other_compiler(topology: Topology, error: Exception) -> ConfigError | None:
         return None
     reason = (str(error).splitlines() or [type(error).__name__])[0][:300]
     return ConfigError.one(
-        WHERE,
+        TOPOLOGY_OPTION,
         topology.name,
         f"cannot be compiled for: jax {importlib.metadata.version('jax')} was made for libtpu "
         f"{pattern}, and this is {version}. It said: {reason}",
@@ -517,11 +522,11 @@ def other_compiler(topology: Topology, error: Exception) -> ConfigError | None:
     )
 
 
-def _no_topology(topology: Topology, error: Exception) -> ConfigError:
+def _topology_error(topology: Topology, error: Exception) -> ConfigError:
     reason = (str(error).splitlines() or [type(error).__name__])[0][:300]
     extra = {"tpu": "tpu", "cuda": "gpu-aot"}[topology.platform]
     return ConfigError.one(
-        WHERE,
+        TOPOLOGY_OPTION,
         topology.name,
         f"cannot be compiled for on this machine: {reason}",
         f"Install the compiler, pip install 'maxpipe[{extra}]', or name a size that exists.",

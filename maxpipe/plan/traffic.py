@@ -15,19 +15,19 @@ from typing import NamedTuple
 from maxpipe.models.count import matrices_ahead
 from maxpipe.models.layers.experts import Experts
 from maxpipe.models.spec import Param, Scores
-from maxpipe.optim.kept import is_orthogonalised, matrix_of
+from maxpipe.optim.kept import is_orthogonalised, matrix_dims
 from maxpipe.parallel.axes import axis_table
 from maxpipe.plan.memory import loss_blocks
-from maxpipe.plan.optimizer import gathered_size, shared_over_data
+from maxpipe.plan.optimizer import gathered_itemsize, zero1_dim
 from maxpipe.plan.sizes import BYTES, Sizes
 from maxpipe.schedule.table import Schedule
 
 INTEGER = 4
 """Bytes of a token, of an expert's number, and of a number in float32."""
-WIDE = 4
+FLOAT32_BYTES = 4
 
 
-class Sent(NamedTuple):
+class CommVolume(NamedTuple):
     """By one device, along mesh axes that are more than one device together."""
 
     axes: tuple[str, ...]
@@ -41,21 +41,21 @@ class Sent(NamedTuple):
     of_tokens: bool = False
     """Whether they are split tokens, along a dim that is not the first: to gather or to sum."""
 
-    def __mul__(self, times: float) -> Sent:  # type: ignore[override]
+    def __mul__(self, times: float) -> CommVolume:  # type: ignore[override]
         return self._replace(num_bytes=times * self.num_bytes)
 
 
-class Exchange(NamedTuple):
+class TokenExchange(NamedTuple):
     """What a layer sends of its tokens, on the way to others and back."""
 
-    forward: Sent
-    again: Sent
+    forward: CommVolume
+    again: CommVolume
     """Of a forward that is run again for a backward, which does not need all of it."""
-    backward: Sent
+    backward: CommVolume
     hides: bool = False
     """Whether it travels behind the work that it is for."""
 
-    def in_slot(self, action: str, remat: str) -> list[Sent]:
+    def in_slot(self, action: str, remat: str) -> list[CommVolume]:
         """In a slot of a schedule: `F`, `B`, `I` or `W`."""
         if action in "FW":
             return [self.forward] if action == "F" else []
@@ -75,88 +75,90 @@ class LayerTraffic:
         return self.sizes.model.kinds[self.name].params.values()
 
     @cached_property
-    def gathered(self) -> tuple[Sent, ...]:
+    def gathered(self) -> tuple[CommVolume, ...]:
         """For its weights."""
-        return _gathered(self.sizes, self._params)
+        return _gather_traffic(self.sizes, self._params)
 
     @cached_property
-    def scattered(self) -> tuple[Sent, ...]:
+    def scattered(self) -> tuple[CommVolume, ...]:
         """To sum its gradient, as shards."""
-        return _gathered(self.sizes.trained, self._params, size=sent_bytes(self.sizes))
+        return _gather_traffic(self.sizes.trained, self._params, size=gradient_itemsize(self.sizes))
 
     @cached_property
-    def summed(self) -> tuple[Sent, ...]:
+    def summed(self) -> tuple[CommVolume, ...]:
         """To sum its gradient at the end of a step over what is left."""
-        return _summed(self.sizes.trained, self._params)
+        return _reduction_traffic(self.sizes.trained, self._params)
 
     @cached_property
-    def exchanges(self) -> tuple[Exchange, ...]:
+    def exchanges(self) -> tuple[TokenExchange, ...]:
         """Of its parts."""
         found = []
         for part in self.sizes.model.kinds[self.name].parts.values():
             if isinstance(part, Experts):
-                found += _between_experts(self.sizes, part)
+                found += _expert_exchanges(self.sizes, part)
             for each in part.operations:
                 if isinstance(each, Scores):
-                    found += _between_tokens(self.sizes, each)
+                    found += _context_exchanges(self.sizes, each)
         return tuple(found)
 
 
-def joined(sent: Iterable[Sent]) -> tuple[Sent, ...]:
+def merge_by_axes(sent: Iterable[CommVolume]) -> tuple[CommVolume, ...]:
     """What goes along the same axes at once."""
     found: dict[tuple[str, ...], float] = defaultdict(float)
     for each in sent:
         found[each.axes] += each.num_bytes
-    return tuple(Sent(axes, num_bytes) for axes, num_bytes in found.items())
+    return tuple(CommVolume(axes, num_bytes) for axes, num_bytes in found.items())
 
 
-def _gathered(sizes: Sizes, params: Iterable[Param], size: int = 0) -> tuple[Sent, ...]:
+def _gather_traffic(sizes: Sizes, params: Iterable[Param], size: int = 0) -> tuple[CommVolume, ...]:
     """To gather shards of parameters, or to scatter whole ones; those with the same axes as one."""
-    found: dict[tuple[str, ...], Sent] = {}
+    found: dict[tuple[str, ...], CommVolume] = {}
     for param in params:
         if sizes.counts(param) and (axes := sizes.gathered_over(param.dims)):
-            entry = size or gathered_size(sizes, param)
+            entry = size or gathered_itemsize(sizes, param)
             whole = entry * sizes.elements(param.dims, whole=True)
-            before = found.get(axes, Sent(axes, 0.0, 0))
+            before = found.get(axes, CommVolume(axes, 0.0, 0))
             sent = before.num_bytes + sizes.around(axes) * whole
-            found[axes] = Sent(axes, sent, before.rounds + 1)
+            found[axes] = CommVolume(axes, sent, before.rounds + 1)
     return tuple(found.values())
 
 
-def _summed(sizes: Sizes, params: Iterable[Param]) -> tuple[Sent, ...]:
+def _reduction_traffic(sizes: Sizes, params: Iterable[Param]) -> tuple[CommVolume, ...]:
     """To sum gradients, each over the axes that its shards leave."""
-    return tuple(sent for param in filter(sizes.counts, params) for sent in _settled(sizes, param))
+    return tuple(
+        sent for param in filter(sizes.counts, params) for sent in _param_reductions(sizes, param)
+    )
 
 
-def _settled(sizes: Sizes, param: Param) -> Iterator[Sent]:
-    axes, size = sizes.summed_over(param.dims), sent_bytes(sizes)
+def _param_reductions(sizes: Sizes, param: Param) -> Iterator[CommVolume]:
+    axes, size = sizes.summed_over(param.dims), gradient_itemsize(sizes)
     elements, data = sizes.elements(param.dims), sizes.present(["data"])
-    if data and shared_over_data(sizes, param) is not None:
+    if data and zero1_dim(sizes, param) is not None:
         # To the part that a device updates; what is updated goes to all.
         axes = tuple(axis for axis in axes if axis not in data)
         stored = BYTES[sizes.config.model.param_dtype]
-        yield Sent(data, sizes.around(data) * size * elements)
-        yield Sent(data, sizes.around(data) * stored * elements)
+        yield CommVolume(data, sizes.around(data) * size * elements)
+        yield CommVolume(data, sizes.around(data) * stored * elements)
     if axes:
-        yield Sent(axes, 2 * sizes.around(axes) * size * elements, is_sum=True)
+        yield CommVolume(axes, 2 * sizes.around(axes) * size * elements, is_sum=True)
     if is_orthogonalised(sizes.config.optim, param):
-        yield from _dealt(sizes, param)
+        yield from _muon_traffic(sizes, param)
 
 
-def _dealt(sizes: Sizes, param: Param) -> Iterator[Sent]:
+def _muon_traffic(sizes: Sizes, param: Param) -> Iterator[CommVolume]:
     """Of Muon's matrices, to whole ones and back; their number may be padded (`optim.muon`)."""
-    matrix, table = matrix_of(param), axis_table(sizes.config.mesh)
+    matrix, table = matrix_dims(param), axis_table(sizes.config.mesh)
     assert matrix is not None
-    dim, data = shared_over_data(sizes, param), sizes.present(["data"])
-    shard = WIDE * sizes.elements(param.dims) / (1 if dim is None else sizes.shards(data))
+    dim, data = zero1_dim(sizes, param), sizes.present(["data"])
+    shard = FLOAT32_BYTES * sizes.elements(param.dims) / (1 if dim is None else sizes.shards(data))
     for side in matrix:
         over = {axis for each in side for axis in table.get(param.axes[each], ())}
         axes = sizes.present(over | ({*data} if dim in side else set()))
         if axes:
-            yield Sent(axes, 2 * sizes.around(axes) * shard, 2, to_each=True)
+            yield CommVolume(axes, 2 * sizes.around(axes) * shard, 2, to_each=True)
 
 
-def sent_bytes(sizes: Sizes) -> int:
+def gradient_itemsize(sizes: Sizes) -> int:
     """Of an entry of a gradient on its way to be summed."""
     return BYTES[sizes.config.optim.reduce_dtype]
 
@@ -164,7 +166,7 @@ def sent_bytes(sizes: Sizes) -> int:
 # Tokens of rows that are divided over the context axis.
 
 
-def _between_tokens(sizes: Sizes, scores: Scores) -> Iterator[Exchange]:
+def _context_exchanges(sizes: Sizes, scores: Scores) -> Iterator[TokenExchange]:
     if not (axes := sizes.present(["context"])):
         return
     context, size = sizes.axes["context"], BYTES[sizes.config.model.compute_dtype]
@@ -172,68 +174,68 @@ def _between_tokens(sizes: Sizes, scores: Scores) -> Iterator[Exchange]:
     found = sizes.reach(scores)
     if found.method == "heads":
         all_heads = keys + sizes.activated(scores.query) + sizes.activated(scores.mixed)
-        once = Sent(axes, sizes.around(axes) * size * all_heads, 4, to_each=True)
-        yield Exchange(once, once, once)
+        once = CommVolume(axes, sizes.around(axes) * size * all_heads, 4, to_each=True)
+        yield TokenExchange(once, once, once)
     elif found.method == "ring":
         # Gradients go around with keys and values, in float32.
         hops = context * len(scores.keys)
-        around = Sent(axes, context * keys * size, hops)
-        back = Sent(axes, context * keys * (size + WIDE), 2 * hops)
+        around = CommVolume(axes, context * keys * size, hops)
+        back = CommVolume(axes, context * keys * (size + FLOAT32_BYTES), 2 * hops)
         kept = {"context"} <= sizes.kept_names and sizes.config.pipeline.remat == "names"
-        yield Exchange(around, around * (not kept), back, hides=True)
+        yield TokenExchange(around, around * (not kept), back, hides=True)
     else:
         sent = (context - 1) * found.share * size * keys
-        once = Sent(axes, sent, len(scores.keys))
-        yield Exchange(once, once, once)
+        once = CommVolume(axes, sent, len(scores.keys))
+        yield TokenExchange(once, once, once)
 
 
 # Rows of experts that are divided over the expert axis.
 
 
-def _between_experts(sizes: Sizes, part: Experts) -> Iterator[Exchange]:
+def _expert_exchanges(sizes: Sizes, part: Experts) -> Iterator[TokenExchange]:
     context = sizes.present(["context"])
     if part.capacity and context:
         # Who has room follows from whole rows.
         choices = INTEGER * sizes.tokens * part.per_token
-        places = Sent(context, (sizes.axes["context"] - 1) * choices)
-        yield Exchange(places, places, Sent(context, 0.0, 0))
+        places = CommVolume(context, (sizes.axes["context"] - 1) * choices)
+        yield TokenExchange(places, places, CommVolume(context, 0.0, 0))
     if not (axes := sizes.present(["expert"])):
         return
     size, around = BYTES[sizes.config.model.compute_dtype], sizes.around(axes)
     if part.places_tokens:
         # Padded, or on TPUs only what is in use.
         rows = sizes.tokens * (part.per_token if sizes.platform == "tpu" else part.received or 0.0)
-        width, routes = around * size * rows * part.d_model, around * rows * WIDE
+        width, routes = around * size * rows * part.d_model, around * rows * FLOAT32_BYTES
         # How many are sent is known where not all are, and kept where everything is.
         ragged = sizes.platform == "tpu"
         counted = ragged or sizes.config.pipeline.remat == "none"
-        yield Exchange(
-            Sent(axes, 2 * width + 2 * routes, 4 + counted, to_each=True),
-            Sent(axes, width + 2 * routes, 3 + ragged, to_each=True),
-            Sent(axes, 2 * width + routes, 3, to_each=True),
+        yield TokenExchange(
+            CommVolume(axes, 2 * width + 2 * routes, 4 + counted, to_each=True),
+            CommVolume(axes, width + 2 * routes, 3 + ragged, to_each=True),
+            CommVolume(axes, 2 * width + routes, 3, to_each=True),
         )
         return
     # All tokens of the axis through all experts: gathered, and what becomes of them summed.
     width = around * size * sizes.axes["expert"] * sizes.whole_activation
-    weights = around * WIDE * sizes.tokens * part.num_experts
-    once = Sent(axes, 2 * width + weights, 3)
-    yield Exchange(once, Sent(axes, width + weights, 2), once)
+    weights = around * FLOAT32_BYTES * sizes.tokens * part.num_experts
+    once = CommVolume(axes, 2 * width + weights, 3)
+    yield TokenExchange(once, CommVolume(axes, width + weights, 2), once)
 
 
 # Tokens split over the tensor axis, or what is summed over it.
 
 
-def tensor_sums(sizes: Sizes, kind: str) -> Sent:
+def tensor_sums(sizes: Sizes, kind: str) -> CommVolume:
     """Of a layer's forward: of each branch's output, or to gather and scatter its tokens."""
     axes = sizes.present(["tensor"])
     whole = BYTES[sizes.config.model.compute_dtype] * sizes.whole_activation
     branches = len(sizes.model.kinds[kind].branches)
     sent, gathers = branches * 2 * sizes.around(axes) * whole, sizes.token_shards > 1
     rounds = 2 * branches if gathers else branches
-    return Sent(axes, sent, rounds, is_sum=not gathers, of_tokens=gathers)
+    return CommVolume(axes, sent, rounds, is_sum=not gathers, of_tokens=gathers)
 
 
-def regathered(sizes: Sizes, kind: str, action: str, recomputed: float) -> Sent:
+def regather_traffic(sizes: Sizes, kind: str, action: str, recomputed: float) -> CommVolume:
     """To gather split tokens again, in a slot of this kind, for weight gradients.
 
     A whole backward gathers cotangents once, and inputs with the forward that it runs again.
@@ -252,27 +254,29 @@ def message(sizes: Sizes) -> float:
     return float(BYTES[sizes.config.model.compute_dtype] * sizes.activation)
 
 
-def lookup(sizes: Sizes) -> list[Sent]:
+def lookup(sizes: Sizes) -> list[CommVolume]:
     """Of a microbatch's embedding, and of its gradient."""
     stage, columns = sizes.present(["stage"]), sizes.gathered_over(sizes.model.ends.embedding.dims)
     rows = float(BYTES[sizes.config.model.compute_dtype] * sizes.whole_activation)
-    ids = Sent(columns, INTEGER * sizes.tokens * (sizes.shards(columns) - 1.0))
-    travelled = Sent(columns, sizes.around(columns) * rows, to_each=True)
-    summed = Sent(stage, 2 * sizes.around(stage) * rows, is_sum=True)
+    ids = CommVolume(columns, INTEGER * sizes.tokens * (sizes.shards(columns) - 1.0))
+    travelled = CommVolume(columns, sizes.around(columns) * rows, to_each=True)
+    summed = CommVolume(stage, 2 * sizes.around(stage) * rows, is_sum=True)
     once = [ids, travelled, summed]
     if sizes.outside:  # each stage looks up its own microbatch, and hands it on when its turn comes
         part = 1 / sizes.stages
-        own = Sent(stage, sizes.around(stage) * rows, part)
+        own = CommVolume(stage, sizes.around(stage) * rows, part)
         once = [ids._replace(rounds=part), travelled._replace(rounds=part) * part, own, summed]
     return once * (2 if sizes.trained.embedding_elements() else 1)
 
 
-def scored(sizes: Sizes) -> Sent:
+def loss_head_traffic(sizes: Sizes) -> CommVolume:
     """Of a microbatch's loss head: output, cotangent in float32 and three sums over logits."""
     stage, size = sizes.present(["stage"]), BYTES[sizes.config.model.compute_dtype]
-    numbers = WIDE * 3 * (1 + sizes.heads_ahead) * sizes.tokens
-    sent = (size + WIDE) * sizes.activation + numbers
-    return Sent(stage, 2 * sizes.around(stage) * sent, 1 + 4 * loss_blocks(sizes), is_sum=True)
+    numbers = FLOAT32_BYTES * 3 * (1 + sizes.heads_ahead) * sizes.tokens
+    sent = (size + FLOAT32_BYTES) * sizes.activation + numbers
+    return CommVolume(
+        stage, 2 * sizes.around(stage) * sent, 1 + 4 * loss_blocks(sizes), is_sum=True
+    )
 
 
 @dataclass(frozen=True)
@@ -292,28 +296,28 @@ class HeadTraffic:
         return (replace(own, dims=sizes.padded(own.dims)), *ahead)
 
     @cached_property
-    def gathered(self) -> tuple[Sent, ...]:
+    def gathered(self) -> tuple[CommVolume, ...]:
         """For weights."""
-        return _gathered(self.sizes, self._params)
+        return _gather_traffic(self.sizes, self._params)
 
     @cached_property
-    def scattered(self) -> tuple[Sent, ...]:
+    def scattered(self) -> tuple[CommVolume, ...]:
         """To sum gradients, as shards."""
-        return _gathered(self.sizes.trained, self._params, size=sent_bytes(self.sizes))
+        return _gather_traffic(self.sizes.trained, self._params, size=gradient_itemsize(self.sizes))
 
     @cached_property
-    def summed(self) -> tuple[Sent, ...]:
+    def summed(self) -> tuple[CommVolume, ...]:
         """To sum gradients at the end of a step over what is left: with the embedding's."""
         sizes, ends = self.sizes.trained, self.sizes.model.ends
         embedding = replace(ends.params["embedding",], dims=sizes.padded(ends.embedding.dims))
         norms = [param for (name, *_), param in ends.params.items() if name == "final_norm"]
-        return _summed(sizes, (*self._params, embedding, *norms))
+        return _reduction_traffic(sizes, (*self._params, embedding, *norms))
 
 
 # All of a step.
 
 
-class Turns(NamedTuple):
+class LayerExecutions(NamedTuple):
     """How often a device does something with a layer of each kind in a step."""
 
     run: Mapping[str, float]
@@ -326,7 +330,7 @@ class Turns(NamedTuple):
     """In how many gathers, and scatters, that happens; None: each layer by itself."""
 
 
-def turns(sizes: Sizes, schedule: Schedule) -> Turns:
+def layer_executions(sizes: Sizes, schedule: Schedule) -> LayerExecutions:
     """By the mode in which weights are gathered."""
     pipeline = sizes.config.pipeline
     # Every stage runs the heads ahead of all microbatches.
@@ -337,22 +341,22 @@ def turns(sizes: Sizes, schedule: Schedule) -> Turns:
     if pipeline.weight_gather == "iteration":
         times = 3 if pipeline.remat == "chunk" else 2
         gathered = {kind: times * count for kind, count in run.items()}
-        return Turns(run, gathered, run, sizes.microbatches)
+        return LayerExecutions(run, gathered, run, sizes.microbatches)
     once = sizes.outside + Counter(sizes.layers_ahead)
     if pipeline.weight_gather == "step" or not schedule.visits.num_window:
         held = once + Counter(sizes.layer_slots)
         stacks = (sizes.layer_slots, sizes.outside, sizes.layers_ahead)
         together = {kind: float(sum(kind in stack for stack in stacks)) for kind in held}
-        return Turns(run, held, held, 1.0, together)
+        return LayerExecutions(run, held, held, 1.0, together)
     ticks = (schedule.visits.gather_tick, schedule.visits.reduce_tick)
     chunk = Counter(sizes.per_chunk)
     gathered, scattered = (
         once + Counter({kind: len(column) * chunk[kind] for kind in chunk}) for column in ticks
     )
-    return Turns(run, gathered, scattered, 1.0)
+    return LayerExecutions(run, gathered, scattered, 1.0)
 
 
-def at_the_end(sizes: Sizes) -> Iterator[Sent]:
+def step_end_traffic(sizes: Sizes) -> Iterator[CommVolume]:
     """To sum gradients over the devices that still have parts of them."""
     held = Counter(sizes.layer_slots) + sizes.outside + Counter(sizes.layers_ahead)
     for kind, count in held.items():
@@ -360,7 +364,7 @@ def at_the_end(sizes: Sizes) -> Iterator[Sent]:
     yield from HeadTraffic(sizes).summed
     stage, trained = sizes.present(["stage"]), sizes.trained
     elements = trained.outside_elements() + trained.ahead_elements() + trained.norm_elements
-    yield Sent(stage, 2 * sizes.around(stage) * WIDE * elements, is_sum=True)
+    yield CommVolume(stage, 2 * sizes.around(stage) * FLOAT32_BYTES * elements, is_sum=True)
 
 
 def link(sizes: Sizes, axes: Iterable[str]) -> str:
@@ -368,21 +372,25 @@ def link(sizes: Sizes, axes: Iterable[str]) -> str:
     return "dcn" if any(getattr(sizes.config.mesh, f"dcn_{axis}") > 1 for axis in axes) else "ici"
 
 
-def collectives(sizes: Sizes, schedule: Schedule, recomputed: float) -> dict[str, float]:
+def count_collectives(sizes: Sizes, schedule: Schedule, recomputed: float) -> dict[str, float]:
     """How many a device takes part in in a step, by axes (`fsdp+context`); all-reduces left out."""
     found: dict[str, float] = defaultdict(float)
-    for sent, times, together in _everything(sizes, schedule, recomputed):
+    for sent, times, together in _all_traffic(sizes, schedule, recomputed):
         if sent.axes and sent.num_bytes and not sent.is_sum:
             found["+".join(sent.axes)] += sent.rounds * (times if together is None else together)
     return dict(found)
 
 
-def traffic(sizes: Sizes, schedule: Schedule, recomputed: float) -> dict[tuple[str, str], float]:
+def step_traffic(
+    sizes: Sizes, schedule: Schedule, recomputed: float
+) -> dict[tuple[str, str], float]:
     """Bytes that a device sends in a step, by axes (`fsdp+context`) and link.
 
     `recomputed` are the forwards that a backward runs again.
     """
-    found = joined(sent * times for sent, times, _ in _everything(sizes, schedule, recomputed))
+    found = merge_by_axes(
+        sent * times for sent, times, _ in _all_traffic(sizes, schedule, recomputed)
+    )
     return {
         ("+".join(each.axes), link(sizes, each.axes)): each.num_bytes
         for each in found
@@ -390,11 +398,11 @@ def traffic(sizes: Sizes, schedule: Schedule, recomputed: float) -> dict[tuple[s
     }
 
 
-def _everything(
+def _all_traffic(
     sizes: Sizes, schedule: Schedule, recomputed: float
-) -> Iterator[tuple[Sent, float, float | None]]:
+) -> Iterator[tuple[CommVolume, float, float | None]]:
     """What is sent at once, how often, and in how many collectives if not in as many."""
-    of, remat = turns(sizes, schedule), sizes.config.pipeline.remat
+    of, remat = layer_executions(sizes, schedule), sizes.config.pipeline.remat
     for kind in sizes.model.kinds:
         layer, run = LayerTraffic(sizes, kind), of.run.get(kind, 0.0)
         once = None if of.together is None else of.together.get(kind, 0.0)
@@ -405,11 +413,11 @@ def _everything(
                 (sent, run, None) for action in "FB" for sent in each.in_slot(action, remat)
             )
         yield tensor_sums(sizes, kind), (2 + recomputed) * run, None
-        yield regathered(sizes, kind, "W" if schedule.mixed else "B", recomputed), run, None
+        yield regather_traffic(sizes, kind, "W" if schedule.mixed else "B", recomputed), run, None
     head, lookups = HeadTraffic(sizes), sizes.microbatches * (2 if sizes.layers_ahead else 1)
     yield from ((sent, of.of_head, None) for sent in (*head.gathered, *head.scattered))
     yield from ((sent, lookups, None) for sent in lookup(sizes))
-    yield scored(sizes), sizes.microbatches, None
+    yield loss_head_traffic(sizes), sizes.microbatches, None
     ways = sum(1 for way in schedule.arrivals if way.step)
-    yield Sent(sizes.present(["stage"]), message(sizes)), schedule.num_ticks * ways, None
-    yield from ((sent, 1.0, None) for sent in at_the_end(sizes))
+    yield CommVolume(sizes.present(["stage"]), message(sizes)), schedule.num_ticks * ways, None
+    yield from ((sent, 1.0, None) for sent in step_end_traffic(sizes))

@@ -20,32 +20,37 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from maxpipe.config.check import check, where
-from maxpipe.config.load import Loaded, to_dict
+from maxpipe.config.check import check, error_location
+from maxpipe.config.load import LoadedConfig, to_dict
 from maxpipe.config.schema import Config, TokenizerConfig
 from maxpipe.data.loader import Batch, Datasets, Loader
 from maxpipe.data.mixture import Arrays
-from maxpipe.data.prepared.logits import StoredAnswers, TeacherEntry, open_stored
+from maxpipe.data.prepared.logits import LogitsReader, TeacherEntry, open_logits
 from maxpipe.data.tokenizer import Tokenizer, open_tokenizer
 from maxpipe.distributed.phases import STEP, Phases
 from maxpipe.errors import ConfigError, Problem
-from maxpipe.huggingface.folders import named
+from maxpipe.huggingface.folders import resolve_model
 from maxpipe.huggingface.source import folder_of
-from maxpipe.io.files import full, scheme
+from maxpipe.io.files import expand_path, url_scheme
 from maxpipe.objectives.distill import TEACHER_IDS, TEACHER_LOGPROBS
-from maxpipe.parallel.mesh import Device, build_mesh, describe, resolve
-from maxpipe.parallel.sharding import local_rows, place_rows, placed_again, rows_by_process
+from maxpipe.parallel.mesh import Device, build_mesh, describe_mesh, resolve_mesh_config
+from maxpipe.parallel.sharding import (
+    local_sequences,
+    make_global_batch,
+    reshard_batch,
+    sequences_by_process,
+)
 from maxpipe.pipeline.loss_head import LossHead
-from maxpipe.restore.open_model import Chosen, choose
-from maxpipe.step.build import devices_of, steps_of
+from maxpipe.restore.open_model import OpenedModel, open_address_or_folder
+from maxpipe.step.build import split_devices, steps_from_config
 from maxpipe.step.step import Steps
 
-KEY, _LAYOUT = "distill.teacher", "distill.layout"
+KEY, _LAYOUT_KEY = "distill.teacher", "distill.layout"
 _PROBE = "The sea is wide; 1234.5 = x_i + {y}?\n\tNaïve façade, größer, 東京, Привет 🙂"
 """Text of which tokenizers with other tokens make other ids."""
-_OF_LAYOUT = ("mesh.", "pipeline.", "train.")
+_LAYOUT_SECTIONS = ("mesh.", "pipeline.", "train.")
 
-Answer = dict[str, jax.Array]
+TeacherLogits = dict[str, jax.Array]
 """Arrays of `Distill.arrays` for a batch."""
 
 
@@ -70,7 +75,7 @@ class Teacher:
     @property
     def mesh(self) -> str:
         """In words."""
-        return describe(self.steps.partition.mesh)
+        return describe_mesh(self.steps.partition.mesh)
 
     @property
     def sharding(self) -> NamedSharding:
@@ -94,16 +99,16 @@ class Teacher:
 
     def _lacks(self, wanted: NamedSharding, count: int) -> bool:
         """Whether any process has other rows here than it needs."""
-        held = rows_by_process(self.sharding, count)
-        needed = rows_by_process(wanted, count)
+        held = sequences_by_process(self.sharding, count)
+        needed = sequences_by_process(wanted, count)
         return any(not np.isin(rows, held[process]).all() for process, rows in needed.items())
 
     def place(self, host: Batch, rows: np.ndarray, count: int) -> dict[str, jax.Array]:
         """What it reads of a batch of `count` rows, of which these are in `host`."""
         given = {name: host[name] for name in self._reads}
-        return place_rows(given, rows, count, self.sharding)
+        return make_global_batch(given, rows, count, self.sharding)
 
-    def ask(self, batch: Mapping[str, jax.Array]) -> Answer:
+    def ask(self, batch: Mapping[str, jax.Array]) -> TeacherLogits:
         """Begins to compute what it says of a batch; that is on its own mesh."""
         count = len(batch["tokens"])
         logprobs, ids = self._programs[count](self.params, batch)
@@ -113,7 +118,7 @@ class Teacher:
 # Opening one.
 
 
-def open_teacher(loaded: Loaded, tokenizer: Tokenizer) -> Teacher:
+def open_teacher(loaded: LoadedConfig, tokenizer: Tokenizer) -> Teacher:
     """The teacher that the config names, with its parameters on its devices.
 
     Raises:
@@ -121,18 +126,20 @@ def open_teacher(loaded: Loaded, tokenizer: Tokenizer) -> Teacher:
         StorageError: it is damaged.
     """
     config = loaded.config
-    key = where(KEY, loaded.origins)
-    students, devices = devices_of(config)
-    chosen = _chosen(loaded, key, same=len(devices) == len(students))
+    key = error_location(KEY, loaded.origins)
+    students, devices = split_devices(config)
+    chosen = _resolve_teacher(loaded, key, same=len(devices) == len(students))
     _check_vocabulary(loaded, chosen, tokenizer)
-    with_mesh = _fitted(chosen.loaded, devices)
-    steps = steps_of(with_mesh, build_mesh(with_mesh.mesh, devices), tokenizer.byte_lengths)
+    with_mesh = _fit_mesh(chosen.loaded, devices)
+    steps = steps_from_config(
+        with_mesh, build_mesh(with_mesh.mesh, devices), tokenizer.byte_lengths
+    )
     params = jax.block_until_ready(steps.stack_params(chosen.params(steps)))
     own, digest = config.distill, steps.digest(params)
     return Teacher(chosen.name, steps, params, digest, own.top_k, own.temperature)
 
 
-def _chosen(loaded: Loaded, key: str, *, same: bool) -> Chosen:
+def _resolve_teacher(loaded: LoadedConfig, key: str, *, same: bool) -> OpenedModel:
     """The model, with rows as the student's, and mesh and pipeline as `distill.layout` says."""
     config = loaded.config
 
@@ -144,11 +151,11 @@ def _chosen(loaded: Loaded, key: str, *, same: bool) -> Chosen:
         found["tokenizer"] = to_dict(config)["tokenizer"]
         return {**found, **_layout(config, same=same)}
 
-    model = named(config.distill.teacher, where=key, runs=config.run.dir)
+    model = resolve_model(config.distill.teacher, where=key, runs=config.run.dir)
     try:
-        return choose(model, config.distill.layout, section)
+        return open_address_or_folder(model, config.distill.layout, section)
     except ConfigError as error:
-        raise _in_layout(error) from error
+        raise _layout_error(error) from error
 
 
 def _layout(config: Config, *, same: bool) -> dict[str, Any]:
@@ -163,39 +170,39 @@ def _layout(config: Config, *, same: bool) -> dict[str, Any]:
     return {"mesh": mesh, "pipeline": {"microbatches": config.pipeline.microbatches}}
 
 
-def _fitted(loaded: Loaded, devices: Sequence[Device]) -> Config:
+def _fit_mesh(loaded: LoadedConfig, devices: Sequence[Device]) -> Config:
     """The config on these devices.
 
     Raises:
         ConfigError: the mesh does not fit them, or a rule that depends on it.
     """
     try:
-        mesh = resolve(loaded.config.mesh, devices)
+        mesh = resolve_mesh_config(loaded.config.mesh, devices)
         config = dataclasses.replace(loaded.config, mesh=mesh)
         if problems := check(config, loaded.origins):
             raise ConfigError(problems)
     except ConfigError as error:
-        raise _in_layout(error) from error
+        raise _layout_error(error) from error
     return config
 
 
-def _in_layout(error: ConfigError) -> ConfigError:
+def _layout_error(error: ConfigError) -> ConfigError:
     """The same where it is about the teacher's layout: its keys are those of other sections."""
 
     def placed(problem: Problem) -> Problem:
         key = problem.where.rpartition(": ")[2]
-        if not f"{key}.".startswith(_OF_LAYOUT):
+        if not f"{key}.".startswith(_LAYOUT_SECTIONS):
             return problem
         _, given, rule, action = astuple(problem)
-        return Problem(f"{_LAYOUT}: {key}", given, rule, f"For the teacher alone: {action}")
+        return Problem(f"{_LAYOUT_KEY}: {key}", given, rule, f"For the teacher alone: {action}")
 
     return ConfigError([placed(problem) for problem in error.problems])
 
 
-def _check_vocabulary(loaded: Loaded, chosen: Chosen, own: Tokenizer) -> None:
+def _check_vocabulary(loaded: LoadedConfig, chosen: OpenedModel, own: Tokenizer) -> None:
     """Raises ConfigError unless both have the same ids for the same tokens."""
     mine, its = (each.config.model.vocab_size for each in (loaded, chosen.loaded))
-    key = where(KEY, loaded.origins)
+    key = error_location(KEY, loaded.origins)
     if mine != its:
         raise ConfigError.one(
             key,
@@ -220,11 +227,11 @@ def _check_vocabulary(loaded: Loaded, chosen: Chosen, own: Tokenizer) -> None:
         )
 
 
-Stage = Callable[[str], contextlib.AbstractContextManager[object]]
+ProgressStage = Callable[[str], contextlib.AbstractContextManager[object]]
 """Shows, by these words, what takes a while."""
 
 
-class Lessons:
+class TeacherLoader:
     """Asks the teacher one batch ahead, so that it works while the student does.
 
     Only token batches go to the teacher's devices, and answers `[B, T, K]` to the student's.
@@ -243,19 +250,19 @@ class Lessons:
         """Global batches of the steps from `start` to before `stop`, read ahead."""
         held = self._sharding, self.teacher.sharding
         rows = {
-            count: reduce(np.union1d, (local_rows(each, count) for each in held))
+            count: reduce(np.union1d, (local_sequences(each, count) for each in held))
             for count in loader.ramp.sizes(start)
         }
 
         def placed(host: Batch, count: int) -> tuple[Any, Any]:
             mine = rows[count]
             teachers = self.teacher.place(host, mine, count)
-            return place_rows(host, mine, count, self._sharding), teachers
+            return make_global_batch(host, mine, count, self._sharding), teachers
 
         source = loader.batches(start, rows.__getitem__, stop_step=stop, made=placed)
 
         def taught() -> Generator[Any]:
-            asked: tuple[Any, Answer, int] | None = None
+            asked: tuple[Any, TeacherLogits, int] | None = None
             try:
                 with source:
                     for batch, read in source:
@@ -270,7 +277,7 @@ class Lessons:
 
         return contextlib.closing(taught())
 
-    def _answered(self, batch: Any, answer: Answer, sent: int) -> Any:
+    def _answered(self, batch: Any, answer: TeacherLogits, sent: int) -> Any:
         """The batch with the answer; `sent` are the bytes that went to the teacher."""
         begin = time.perf_counter()
         with self._phases.enter(STEP):
@@ -278,7 +285,7 @@ class Lessons:
         self._waited += time.perf_counter() - begin
         self._count += 1
         self._bytes += sent + sum(each.nbytes for each in answer.values())
-        return batch | placed_again(answer, self._sharding)
+        return batch | reshard_batch(answer, self._sharding)
 
     def take(self) -> dict[str, float]:
         """Metrics of a step, means since the last call."""
@@ -292,11 +299,11 @@ class Lessons:
 
 
 @dataclass(frozen=True)
-class Taught:
+class TeacherSource:
     """Where what a teacher says comes from; nothing without one."""
 
     teacher: TeacherEntry | None = None
-    lessons: Lessons | None = None
+    lessons: TeacherLoader | None = None
     """Of a teacher that is asked. What is stored comes with the rows."""
     words: Sequence[tuple[str, str]] = ()
     """For people."""
@@ -306,7 +313,7 @@ class Taught:
         """What a checkpoint keeps."""
         return {} if self.teacher is None else {"teacher": self.teacher}
 
-    def compile(self, sizes: Iterable[int], stage: Stage) -> None:
+    def compile(self, sizes: Iterable[int], stage: ProgressStage) -> None:
         """Compiles the teacher for batches of these sizes."""
         if self.lessons is not None:
             with stage("compiling the teacher"):
@@ -318,13 +325,13 @@ class Taught:
         return {} if self.lessons is None else self.lessons.take()
 
 
-def taught_by(
-    loaded: Loaded,
+def open_teacher_source(
+    loaded: LoadedConfig,
     datasets: Datasets,
     steps: Steps,
     phases: Phases,
-    stage: Stage,
-) -> Taught:
+    stage: ProgressStage,
+) -> TeacherSource:
     """What the config says of a teacher.
 
     Raises:
@@ -333,20 +340,20 @@ def taught_by(
     """
     config = loaded.config
     if config.train.objective != "distill":
-        return Taught()
+        return TeacherSource()
     told = f"{config.distill.top_k} most likely tokens"
     if config.distill.stored:
-        stored = read_stored(config, datasets.train)
+        stored = attach_stored_logits(config, datasets.train)
         words = f"{stored.teacher['name']}, its {told}, stored in {config.distill.stored}"
-        return Taught(stored.teacher, words=[("teacher", words)])
+        return TeacherSource(stored.teacher, words=[("teacher", words)])
     with stage(f"opening the teacher {config.distill.teacher}"):
         teacher = open_teacher(loaded, datasets.tokenizer)
     words = f"{teacher.name}, its {told}, on {teacher.mesh}"
-    lessons = Lessons(teacher, steps.batch_sharding, phases)
-    return Taught(teacher.entry, lessons, [("teacher", words)])
+    lessons = TeacherLoader(teacher, steps.batch_sharding, phases)
+    return TeacherSource(teacher.entry, lessons, [("teacher", words)])
 
 
-def read_stored(config: Config, loader: Loader) -> StoredAnswers:
+def attach_stored_logits(config: Config, loader: Loader) -> LogitsReader:
     """Lets each sequence of training come with the answer that is stored for it.
 
     Raises:
@@ -354,8 +361,10 @@ def read_stored(config: Config, loader: Loader) -> StoredAnswers:
         StorageError: it is damaged, or cannot be read.
     """
     own = config.distill
-    folder = own.stored if scheme(own.stored) else str(full(own.stored, "distill.stored"))
-    stored = open_stored(
+    folder = (
+        own.stored if url_scheme(own.stored) else str(expand_path(own.stored, "distill.stored"))
+    )
+    stored = open_logits(
         folder,
         loader.facts_of_rows(),
         vocab_size=config.model.vocab_size,

@@ -21,15 +21,15 @@ import numpy as np
 from maxpipe.config.shipped import REFERENCE_FILE
 from maxpipe.data.loader import Loader
 from maxpipe.data.pairs import PairDocuments
-from maxpipe.distributed.link import Link
+from maxpipe.distributed.link import ControlChannel
 from maxpipe.distributed.phases import COMPILE, EVAL, Phases
-from maxpipe.errors import ConfigError, NumbersError, StorageError
+from maxpipe.errors import ConfigError, DivergenceError, StorageError
 from maxpipe.io import files
-from maxpipe.io.text import counted
-from maxpipe.io.typed import parse
+from maxpipe.io.text import pluralize
+from maxpipe.io.typed import parse_json
 from maxpipe.objectives.preference import Preference
 from maxpipe.pipeline.loss_head import LossHead
-from maxpipe.step.build import batches
+from maxpipe.step.build import load_batches
 from maxpipe.step.step import Steps
 from maxpipe.telemetry.console import Console
 
@@ -41,7 +41,7 @@ Values = dict[str, np.ndarray]
 not known."""
 
 
-class _Facts(TypedDict):
+class _ReferenceMetadata(TypedDict):
     version: int
     weights: str
     """Digest of the weights."""
@@ -49,7 +49,7 @@ class _Facts(TypedDict):
     """Name of each source, and digest of its pairs."""
 
 
-class _Row(NamedTuple):
+class _PairSequence(NamedTuple):
     """What is found of a row."""
 
     source: str
@@ -59,7 +59,7 @@ class _Row(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredReferences:
     """What the file of a run has."""
 
     weights: str
@@ -72,7 +72,7 @@ class Stored:
         return self.values[name] if self.digests.get(name) == documents.digest else None
 
 
-def are_needed(steps: Steps) -> bool:
+def needs_references(steps: Steps) -> bool:
     """Whether the objective of a run reads them."""
     objective = steps.objective
     return isinstance(objective, Preference) and objective.needs_reference
@@ -87,7 +87,7 @@ class PairReferences:
         steps: Steps,
         loaders: list[Loader],
         console: Console,
-        link: Link,
+        link: ControlChannel,
         phases: Phases,
     ):
         """`loaders` have every pair once."""
@@ -124,9 +124,9 @@ class PairReferences:
         for name, documents in self._documents.items():
             documents.reference = self._values[name]
 
-    def _stored(self, is_new: bool) -> Stored | None:
+    def _stored(self, is_new: bool) -> StoredReferences | None:
         try:
-            return load(self._path)
+            return load_references(self._path)
         except (OSError, ValueError) as error:
             if not is_new:
                 raise self._gone(self._missing(), f"{error}; ") from error
@@ -137,7 +137,7 @@ class PairReferences:
         return sum(int(np.isnan(each).any(1).sum()) for each in self._values.values())
 
     def _gone(self, missing: int, reason: str = "") -> StorageError:
-        what = counted(missing, "pair") if missing else "the pairs"
+        what = pluralize(missing, "pair") if missing else "the pairs"
         return StorageError(
             f"{self._path}: lacks the reference log-probabilities of {what}\n"
             f"  {reason}the run goes on from a checkpoint, and they are of the weights that it has "
@@ -165,7 +165,7 @@ class PairReferences:
             step = self._steps.compile_rows(
                 LossHead.scores, self._loaders[0].ramp.rows, everywhere=True
             )
-        words = f"finding reference log-probabilities of {counted(missing, 'pair')}"
+        words = f"finding reference log-probabilities of {pluralize(missing, 'pair')}"
         words += f" of {total}" if missing < total else ""
         # From the first question on, a request to stop is answered and does not end the process.
         if self._link.stops_here():
@@ -183,18 +183,20 @@ class PairReferences:
                     raise self._stopped(total)
             self._save()
 
-    def _found(self, step: Callable[[Any, Any], Any], params: Any) -> Iterator[list[_Row]]:
+    def _found(self, step: Callable[[Any, Any], Any], params: Any) -> Iterator[list[_PairSequence]]:
         """The rows of each batch that has a pair which is not known."""
         for loader in self._loaders:
             first = next(filter(self._lacks(loader), range(loader.num_batches)), None)
             if first is None:
                 continue
-            ready = batches(self._steps.batch_sharding, loader, first, loader.num_batches)
+            ready = load_batches(self._steps.batch_sharding, loader, first, loader.num_batches)
             with ready as source:
                 for number, batch in enumerate(source, first):
                     halves = np.asarray(step(params, batch)[0])
                     yield [
-                        _Row(row.source, row.documents, halves[at, : 2 * len(row.documents)])
+                        _PairSequence(
+                            row.source, row.documents, halves[at, : 2 * len(row.documents)]
+                        )
                         for at, row in enumerate(loader.rows(number))
                     ]
 
@@ -204,11 +206,11 @@ class PairReferences:
             np.isnan(self._values[row.source][row.documents]).any() for row in loader.rows(number)
         )
 
-    def _take(self, rows: list[_Row]) -> None:
+    def _take(self, rows: list[_PairSequence]) -> None:
         for source, documents, halves in rows:
             if not np.isfinite(halves).all():
                 where = self._documents[source].where(documents[0])
-                raise NumbersError(
+                raise DivergenceError(
                     f"{where}: its log-probability is not finite\n"
                     "  the weights that the run starts from give NaN or infinity.\n"
                     "  Start from other weights, or set model.compute_dtype=float32."
@@ -219,7 +221,7 @@ class PairReferences:
         done = total - self._missing()
         return self._link.stopped(
             f"{self._path}: stopped with the reference log-probabilities of {done} of "
-            f"{counted(total, 'pair')}\n"
+            f"{pluralize(total, 'pair')}\n"
             "  They are saved.\n"
             "  Start the same command again to go on."
         )
@@ -227,10 +229,10 @@ class PairReferences:
     def _save(self) -> None:
         if self._link.index == 0:
             digests = {name: each.digest for name, each in self._documents.items()}
-            save(self._path, Stored(self._weights, digests, self._values))
+            save_references(self._path, StoredReferences(self._weights, digests, self._values))
 
 
-def save(path: Path, stored: Stored) -> None:
+def save_references(path: Path, stored: StoredReferences) -> None:
     """Writes a file as a whole.
 
     Raises:
@@ -238,7 +240,7 @@ def save(path: Path, stored: Stored) -> None:
     """
     names = sorted(stored.values)
     sources = [(name, stored.digests[name]) for name in names]
-    facts: _Facts = {"version": _VERSION, "weights": stored.weights, "sources": sources}
+    facts: _ReferenceMetadata = {"version": _VERSION, "weights": stored.weights, "sources": sources}
     arrays = {f"values_{number}": stored.values[name] for number, name in enumerate(names)}
     stream = io.BytesIO()
     np.savez(stream, facts=np.frombuffer(json.dumps(facts).encode(), np.uint8), **arrays)  # type: ignore[arg-type]
@@ -248,7 +250,7 @@ def save(path: Path, stored: Stored) -> None:
         raise StorageError.unwritable(path, error) from error
 
 
-def load(path: Path) -> Stored | None:
+def load_references(path: Path) -> StoredReferences | None:
     """What a file has; None without one.
 
     Raises:
@@ -257,8 +259,11 @@ def load(path: Path) -> Stored | None:
     """
     try:
         # Opened here, because numpy leaves a damaged file open.
-        with open(files.opened(path), "rb") as file, np.load(file, allow_pickle=False) as arrays:
-            facts = parse(arrays["facts"].tobytes(), _Facts)
+        with (
+            open(files.open_regular(path), "rb") as file,
+            np.load(file, allow_pickle=False) as arrays,
+        ):
+            facts = parse_json(arrays["facts"].tobytes(), _ReferenceMetadata)
             if facts["version"] != _VERSION:
                 raise ValueError("it is of another release")
             values = {name: arrays[f"values_{n}"] for n, (name, _) in enumerate(facts["sources"])}
@@ -268,10 +273,10 @@ def load(path: Path) -> Stored | None:
         raise ValueError(f"it is damaged: {error}") from error
     if any(each.dtype != np.float32 or each.shape[1:] != (2,) for each in values.values()):
         raise ValueError("arrays of another shape")
-    return Stored(facts["weights"], dict(facts["sources"]), values)
+    return StoredReferences(facts["weights"], dict(facts["sources"]), values)
 
 
-def attach_stored(run_dir: Path, loader: Loader) -> None:
+def attach_stored_references(run_dir: Path, loader: Loader) -> None:
     """Gives the documents of a loader what a run has found for them.
 
     Raises:
@@ -280,7 +285,7 @@ def attach_stored(run_dir: Path, loader: Loader) -> None:
     """
     path = run_dir / REFERENCE_FILE
     try:
-        stored = load(path)
+        stored = load_references(path)
     except (OSError, ValueError) as error:
         action = "Bring the file back."
         raise StorageError(f"{path}: cannot be read\n  {error}.\n  {action}") from error

@@ -16,33 +16,35 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from maxpipe.config.load import Loaded
-from maxpipe.data.datasets import datasets_of
+from maxpipe.config.load import LoadedConfig
+from maxpipe.data.datasets import build_datasets
 from maxpipe.data.loader import Batch, Loader
 from maxpipe.data.prepared.logits import (
     MANIFEST,
-    Answers,
-    Manifest,
-    Spec,
-    Writer,
+    LogitsBatch,
+    LogitsManifest,
+    LogitsSpec,
+    LogitsWriter,
     check_same,
-    digest_of,
-    num_rows,
+    num_sequences,
     read_manifest,
+    sequence_digest,
     spec_of,
 )
-from maxpipe.data.prepared.manifest import check_folder, locked, stops
+from maxpipe.data.prepared.manifest import check_folder, convert_signals, lock_journal
 from maxpipe.distributed import runtime
 from maxpipe.errors import ConfigError, StorageError
-from maxpipe.io.text import counted
+from maxpipe.io.text import pluralize
 from maxpipe.objectives.distill import TEACHER_IDS, TEACHER_LOGPROBS
-from maxpipe.posttrain.distill import Answer, Teacher, open_teacher
+from maxpipe.posttrain.distill import Teacher, TeacherLogits, open_teacher
 
-Report = Callable[[str, int, int, str], object]
+ProgressCallback = Callable[[str, int, int, str], object]
 """Called with a task, what is done of it, its total, and a remark about its rate."""
 
 
-def prepare(loaded: Loaded, folder: Path, report: Report, *, shard_bytes: int) -> str:
+def prepare_teacher_logits(
+    loaded: LoadedConfig, folder: Path, report: ProgressCallback, *, shard_bytes: int
+) -> str:
     """Writes the folder, or what is missing of it. Returns a line that says what was done.
 
     Raises:
@@ -56,11 +58,11 @@ def prepare(loaded: Loaded, folder: Path, report: Report, *, shard_bytes: int) -
         raise ConfigError.one(
             "runtime.num_processes", config.runtime.num_processes, rule, "Leave it out."
         )
-    with stops(folder):
+    with convert_signals(folder):
         check_folder(folder, MANIFEST)
         report("opening documents and teacher", 0, 0, "")
         runtime.start(config.runtime, config.mesh.cpu_devices)
-        datasets = datasets_of(config, lambda: report("", 0, 0, ""))
+        datasets = build_datasets(config, lambda: report("", 0, 0, ""))
         with contextlib.closing(datasets):
             teacher = open_teacher(loaded, datasets.tokenizer)
             spec = spec_of(
@@ -73,7 +75,7 @@ def prepare(loaded: Loaded, folder: Path, report: Report, *, shard_bytes: int) -
                 shard_bytes=shard_bytes,
             )
             try:
-                return _complete(folder, spec) or _prepared(
+                return _describe_if_complete(folder, spec) or _write_missing(
                     folder, spec, teacher, datasets.train, config.train.batch_size, report
                 )
             except OSError as error:
@@ -81,38 +83,43 @@ def prepare(loaded: Loaded, folder: Path, report: Report, *, shard_bytes: int) -
                 raise StorageError.unwritable(error.filename or folder, error, action) from error
 
 
-def _complete(folder: Path, spec: Spec) -> str:
+def _describe_if_complete(folder: Path, spec: LogitsSpec) -> str:
     """A line that says what is there already; empty if that is not the whole."""
     if not (folder / MANIFEST).exists():
         return ""
     found = read_manifest(str(folder))
     check_same(folder, found, spec)
-    return f"{folder} is complete: {_counts(found)}"
+    return f"{folder} is complete: {_describe_counts(found)}"
 
 
-def _counts(found: Manifest) -> str:
+def _describe_counts(found: LogitsManifest) -> str:
     size = sum(file["bytes"] for shard in found["shards"] for file in shard["files"].values())
-    rows, tokens = counted(num_rows(found), "row"), found["row_tokens"]
-    shards = counted(len(found["shards"]), "shard")
+    rows, tokens = pluralize(num_sequences(found), "row"), found["row_tokens"]
+    shards = pluralize(len(found["shards"]), "shard")
     return f"{rows} of {tokens} tokens, the {found['top_k']} most likely next ones of each, " + (
         f"{shards} of {size / 1e6:.1f} MB"
     )
 
 
-def _prepared(
-    folder: Path, spec: Spec, teacher: Teacher, loader: Loader, batch_size: int, report: Report
+def _write_missing(
+    folder: Path,
+    spec: LogitsSpec,
+    teacher: Teacher,
+    loader: Loader,
+    batch_size: int,
+    report: ProgressCallback,
 ) -> str:
     """Writes what is missing; as `prepare`."""
     folder.mkdir(parents=True, exist_ok=True)
-    with locked(folder) as journal:
-        if found := _complete(folder, spec):  # by a process that had the lock before
+    with lock_journal(folder) as journal:
+        if found := _describe_if_complete(folder, spec):  # by a process that had the lock before
             return found
-        writer, start = Writer(folder, journal, spec), time.monotonic()
+        writer, start = LogitsWriter(folder, journal, spec), time.monotonic()
         teacher.compile(batch_size)
-        begun, total = writer.done, num_rows(spec)
+        begun, total = writer.done, num_sequences(spec)
         try:
-            with _asked_to_stop() as asked:
-                for answers, done in _answers(spec, teacher, loader, batch_size, begun):
+            with _deferred_signals() as asked:
+                for answers, done in _compute_logits(spec, teacher, loader, batch_size, begun):
                     writer.add(answers)
                     rate = (done - begun) / max(time.monotonic() - start, 1e-9)
                     words = f"{rate * spec['row_tokens'] / 1e3:.2f} k tokens/s"
@@ -125,17 +132,17 @@ def _prepared(
         finally:
             writer.abandon()
     seconds = time.monotonic() - start
-    return f"wrote {folder}: {_counts(manifest)}, in {seconds:.1f} s"
+    return f"wrote {folder}: {_describe_counts(manifest)}, in {seconds:.1f} s"
 
 
-class _Place(NamedTuple):
+class _SequenceIndex(NamedTuple):
     source: int
     sequence: int
 
 
-def _answers(
-    spec: Spec, teacher: Teacher, loader: Loader, size: int, begun: int
-) -> Iterator[tuple[Answers, int]]:
+def _compute_logits(
+    spec: LogitsSpec, teacher: Teacher, loader: Loader, size: int, begun: int
+) -> Iterator[tuple[LogitsBatch, int]]:
     """What the teacher says of the rows from `begun` on, and how many are done then.
 
     It computes while the rows of the next batch are read. No device computes when this is closed:
@@ -145,45 +152,47 @@ def _answers(
     counts = [(parts[name], facts["sequences"]) for name, facts in spec["sources"].items()]
     ends = np.cumsum([count for _, count in counts])
 
-    def place(row: int) -> _Place:
+    def place(row: int) -> _SequenceIndex:
         at = int(np.searchsorted(ends, row, side="right"))
         number, count = counts[at]
-        return _Place(number, row - int(ends[at]) + count)
+        return _SequenceIndex(number, row - int(ends[at]) + count)
 
     total = int(ends[-1])
-    asked: tuple[range, list[int], Answer] | None = None
+    asked: tuple[range, list[int], TeacherLogits] | None = None
     try:
         for first in range(begun - begun % size, total, size):
             rows = range(first, min(first + size, total))
-            digests, batch = _read(loader, [place(row) for row in rows], size)
+            digests, batch = _read_batch(loader, [place(row) for row in rows], size)
             answer = teacher.ask(teacher.place(batch, np.arange(size), size))
             before, asked = asked, (rows, digests, answer)
             if before is not None:
-                yield _taken(*before, begun)
+                yield _select_missing(*before, begun)
         if asked is not None:
-            yield _taken(*asked, begun)
+            yield _select_missing(*asked, begun)
     finally:
         jax.block_until_ready(asked and asked[-1])
 
 
-def _read(loader: Loader, places: list[_Place], size: int) -> tuple[list[int], Batch]:
+def _read_batch(loader: Loader, places: list[_SequenceIndex], size: int) -> tuple[list[int], Batch]:
     """Rows, with digests of them; a batch that is not full repeats the last one."""
     rows = [loader.stream.read(*place) for place in places]
-    digests = [digest_of(row) for row in rows]
+    digests = [sequence_digest(row) for row in rows]
     rows += rows[-1:] * (size - len(rows))
     batch = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
     return digests, {**batch, "example_ids": np.arange(size, dtype=np.int32)}
 
 
-def _taken(rows: range, digests: list[int], answer: Answer, begun: int) -> tuple[Answers, int]:
+def _select_missing(
+    rows: range, digests: list[int], answer: TeacherLogits, begun: int
+) -> tuple[LogitsBatch, int]:
     """Of an answer the rows that are not done yet."""
     mine = slice(max(begun - rows.start, 0), len(rows))
     ids, logprobs = (np.asarray(answer[name])[mine] for name in (TEACHER_IDS, TEACHER_LOGPROBS))
-    return Answers(digests[mine], ids, logprobs), rows.stop
+    return LogitsBatch(digests[mine], ids, logprobs), rows.stop
 
 
 @contextlib.contextmanager
-def _asked_to_stop() -> Iterator[Callable[[], int]]:
+def _deferred_signals() -> Iterator[Callable[[], int]]:
     """The number of a signal that asks the process to end, 0 before; it interrupts nothing."""
     found = 0
 

@@ -26,20 +26,25 @@ from jax import Array
 from maxpipe.config.tuning_schema import GrpoConfig
 from maxpipe.data.loader import Batch, Datasets
 from maxpipe.data.mixture import seed_of
-from maxpipe.data.prompts import PromptRecord, PromptRows
+from maxpipe.data.prompts import PromptRecord, PromptSequences
 from maxpipe.errors import ConfigError
-from maxpipe.generate.completions import Completion, Limits, Prompt, complete, stops_of
+from maxpipe.generate.completions import Completion, GenerationLimits, Prompt, complete, parse_stops
 from maxpipe.generate.decoding import Sampling
-from maxpipe.generate.staged import decoding_of, for_decoding, prepared, prepared_shardings
-from maxpipe.objectives.policy import AS_THEY_ARE, advantages
-from maxpipe.parallel.sharding import local_rows, place_rows, placed_on
+from maxpipe.generate.staged import (
+    build_decode_engine,
+    decode_param_layout,
+    decode_param_shardings,
+    to_decode_params,
+)
+from maxpipe.objectives.policy import ON_POLICY, advantages
+from maxpipe.parallel.sharding import local_sequences, make_global_batch, rebind_mesh
 from maxpipe.pipeline.loss_head import LossHead
-from maxpipe.pipeline.weights import joined
-from maxpipe.rewards.process import Rewards
+from maxpipe.pipeline.weights import replace_subtree
+from maxpipe.rewards.process import RewardFunction
 from maxpipe.step.step import Steps
 
 
-class Reference:
+class ReferenceParams:
     """Copies of the trained parameters, divided over devices as they are.
 
     `saved_digest` is that of a checkpoint, if the run goes on from one.
@@ -64,19 +69,19 @@ class Reference:
 
     def of(self, params: Tree) -> Tree:
         """The parameters of the reference, `params` being those that are trained."""
-        return joined(params, self._copies)
+        return replace_subtree(params, self._copies)
 
 
 Tree = Any
 
 _STREAM = "rollouts"
 """Their randomness has a seed of its own."""
-_NUMBERS = 1 << 31
+_NUM_ROW_IDS = 1 << 31
 """Numbers of rows are int32."""
 
 
 @dataclass(frozen=True)
-class Rewarded:
+class RewardedCompletion:
     """A completion and what it is worth."""
 
     prompt: PromptRecord
@@ -99,22 +104,22 @@ class Rollouts:
         steps: Steps,
         datasets: Datasets,
         *,
-        reference: Reference | None,
+        reference: ReferenceParams | None,
         same: Callable[[str, str], Mapping[str, Sequence[int]]],
     ):
         """`same` says which processes have which value, see `Link.same`."""
         self._config, self._steps, self._loader = grpo_config, steps, datasets.train
         self._tokenizer, self._reference, self._same = datasets.tokenizer, reference, same
         rows = datasets.train.sequences
-        assert isinstance(rows, PromptRows)
+        assert isinstance(rows, PromptSequences)
         self._prompts = rows.prompts
-        self._rewards = Rewards(grpo_config)
+        self._rewards = RewardFunction(grpo_config)
         self._rewards.start()  # before anything is compiled
         self.close = self._rewards.close
         num_rows, self._length = steps.shape
         longest = int(rows.lengths.max())
-        stops, stop_ids = stops_of(grpo_config.stop, self._tokenizer, "grpo.stop")
-        self._limits = Limits(
+        stops, stop_ids = parse_stops(grpo_config.stop, self._tokenizer, "grpo.stop")
+        self._limits = GenerationLimits(
             grpo_config.max_tokens,
             self._length,
             stops,
@@ -122,19 +127,19 @@ class Rollouts:
             batch_size=num_rows,
             longest=longest,
         )
-        parts = for_decoding(steps.partition)
+        parts = decode_param_layout(steps.partition)
         self._mesh = parts.mesh
         sampling = Sampling(temperature=grpo_config.temperature)
         seed = seed_of(_STREAM, steps.seed) % (1 << 32)
-        self._decoding = decoding_of(parts, sampling, seed)
+        self._decoding = build_decode_engine(parts, sampling, seed)
         self._convert = jax.jit(
-            lambda params: prepared(parts, steps.partition.unstack(params)),
-            out_shardings=prepared_shardings(parts),
+            lambda params: to_decode_params(parts, steps.partition.unstack(params)),
+            out_shardings=decode_param_shardings(parts),
         )
         self._scores = None
         self._first = -1
         """Position of the newest rollout."""
-        self._drawn: list[list[Rewarded]] = []
+        self._drawn: list[list[RewardedCompletion]] = []
         """Of each of its steps."""
         self._batches: list[dict[str, Array]] = []
 
@@ -155,7 +160,7 @@ class Rollouts:
         self._batches.clear()
         self._drawn.clear()
         try:
-            converted = self._convert(placed_on(self._mesh, params))
+            converted = self._convert(rebind_mesh(self._mesh, params))
             for each in range(position, position + self._config.updates_per_rollout):
                 self._drawn.append(self._rewarded(self._completed(converted, each, stops)))
                 if stops():
@@ -211,7 +216,7 @@ class Rollouts:
         records = [self._prompts[row.documents[0]] for row in self._loader.rows(position)]
         first = position * count
         prompts = [
-            Prompt((first + number) % _NUMBERS, each.text, each.ids.tolist())
+            Prompt((first + number) % _NUM_ROW_IDS, each.text, each.ids.tolist())
             for number, each in enumerate(records)
         ]
         found: list[Completion] = []
@@ -226,14 +231,18 @@ class Rollouts:
         )
         return list(zip(records, found, strict=True))
 
-    def _rewarded(self, completed: list[tuple[PromptRecord, Completion]]) -> list[Rewarded]:
+    def _rewarded(
+        self, completed: list[tuple[PromptRecord, Completion]]
+    ) -> list[RewardedCompletion]:
         rewards = [
             self._rewards.of(each.text, prompt.record, prompt.where) for prompt, each in completed
         ]
         groups = np.reshape(rewards, (-1, self._config.group_size))
         gains = advantages(groups, self._config.advantages).reshape(-1)
         return [
-            Rewarded(prompt, each.tokens, each.text, cast(str, each.finish), reward, float(gain))
+            RewardedCompletion(
+                prompt, each.tokens, each.text, cast(str, each.finish), reward, float(gain)
+            )
             for (prompt, each), reward, gain in zip(completed, rewards, gains, strict=True)
         ]
 
@@ -251,14 +260,14 @@ class Rollouts:
 
     # Batches.
 
-    def _placed(self, drawn: list[Rewarded]) -> dict[str, Array]:
+    def _placed(self, drawn: list[RewardedCompletion]) -> dict[str, Array]:
         names = set(self._steps.objective.arrays)
-        host = assembled(drawn, self._length, self._tokenizer.pad_id, self._config.average)
+        host = assemble_batch(drawn, self._length, self._tokenizer.pad_id, self._config.average)
         host |= {name: np.zeros_like(host["loss_mask"]) for name in names - host.keys()}
         sharding, count = self._steps.batch_sharding, len(drawn)
-        rows = local_rows(sharding, count)
+        rows = local_sequences(sharding, count)
         local = {name: each[rows] for name, each in host.items()}
-        return place_rows(local, rows, count, sharding)
+        return make_global_batch(local, rows, count, sharding)
 
     def _score(self, params: Tree) -> None:
         """Adds the log-probabilities of completions that a step needs beside its own.
@@ -278,7 +287,9 @@ class Rollouts:
         return found
 
 
-def assembled(drawn: Sequence[Rewarded], length: int, pad_id: int, average: str) -> Batch:
+def assemble_batch(
+    drawn: Sequence[RewardedCompletion], length: int, pad_id: int, average: str
+) -> Batch:
     """Arrays `[B, T]` of completions behind their prompts, a row each.
 
     Only tokens of completions count, each as often as the mean that is asked for says.
@@ -302,5 +313,5 @@ def assembled(drawn: Sequence[Rewarded], length: int, pad_id: int, average: str)
         "loss_mask": mask,
         "example_ids": np.arange(len(drawn), dtype=np.int32),
         "advantages": gains,
-        "old_logp": np.full(shape, AS_THEY_ARE, np.float32),
+        "old_logp": np.full(shape, ON_POLICY, np.float32),
     }

@@ -24,31 +24,31 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from maxpipe.checkpoint.address import parse
-from maxpipe.checkpoint.copies import by_name
-from maxpipe.checkpoint.folder import BASE, Base, Facts
-from maxpipe.checkpoint.manager import Restored, chosen, opened
+from maxpipe.checkpoint.address import parse_address
+from maxpipe.checkpoint.copies import map_named_leaves
+from maxpipe.checkpoint.folder import BASE, AdapterBase, CheckpointMetadata
+from maxpipe.checkpoint.manager import RestoredCheckpoint, open_address, resolve_step_on_all
 from maxpipe.checkpoint.reader import content_digest
-from maxpipe.checkpoint.storage import Damaged, in_bucket
-from maxpipe.config.check import where
+from maxpipe.checkpoint.storage import DamagedError, in_bucket
+from maxpipe.config.check import error_location
 from maxpipe.config.keys import (
     FAMILY,
     KEYS,
-    MOVED,
-    before_of,
+    RENAMED_KEYS,
     default_of,
-    flat,
+    flatten,
     is_of_another_family,
+    legacy_value_of,
     names_in,
     section_of,
 )
-from maxpipe.config.load import Loaded, to_dict
-from maxpipe.config.rules import shown
+from maxpipe.config.load import LoadedConfig, to_dict
+from maxpipe.config.rules import format_value
 from maxpipe.errors import ConfigError, Problem, StorageError
-from maxpipe.huggingface.import_ import WEIGHTS_ONLY, remarks
-from maxpipe.huggingface.source import PREFIX, WITHOUT_AHEAD, Source, folder_of
-from maxpipe.huggingface.source import opened as open_folder
-from maxpipe.io.typed import checked
+from maxpipe.huggingface.import_ import WEIGHTS_ONLY, describe_source
+from maxpipe.huggingface.source import PREFIX, WITHOUT_MTP, HuggingFaceFolder, folder_of
+from maxpipe.huggingface.source import open_folder as open_folder
+from maxpipe.io.typed import check_type
 from maxpipe.models.config import AdapterConfig, ModelConfig
 from maxpipe.models.registry import describe
 from maxpipe.step.state import VOCABULARY
@@ -57,7 +57,7 @@ from maxpipe.step.step import Steps
 Tree = Any
 
 
-def of_folder(source: Source, abstract: Tree) -> Tree:
+def read_folder_params(source: HuggingFaceFolder, abstract: Tree) -> Tree:
     """A folder's parameters, placed like `abstract`.
 
     Each process reads what its devices hold, one device's part of one parameter at a time.
@@ -82,14 +82,14 @@ def of_folder(source: Source, abstract: Tree) -> Tree:
             leaf.shape, leaf.sharding, [shards[device] for device in regions]
         )
 
-    return by_name(read, abstract)
+    return map_named_leaves(read, abstract)
 
 
 def _vocabulary(params: Tree) -> int:
     return params["embedding"].shape[0]
 
 
-def with_tokens(abstract: Tree, size: int) -> Tree:
+def with_vocab_size(abstract: Tree, size: int) -> Tree:
     """The same with another vocabulary, which is not divided over devices."""
     found = dict(abstract)
     for name, dim in VOCABULARY.items():
@@ -102,7 +102,7 @@ def with_tokens(abstract: Tree, size: int) -> Tree:
     return found
 
 
-def grown(params: Tree, abstract: Tree) -> Tree:
+def grow_vocabulary(params: Tree, abstract: Tree) -> Tree:
     """The parameters with the vocabulary of `abstract`: new rows are the mean of the old ones."""
     found = dict(params)
     for name, dim in VOCABULARY.items():
@@ -119,7 +119,7 @@ def grown(params: Tree, abstract: Tree) -> Tree:
     return found
 
 
-def words(before: int, now: int) -> str:
+def vocabulary_growth_note(before: int, now: int) -> str:
     """The line that says what was added."""
     assert now > before
     return (
@@ -130,7 +130,7 @@ def words(before: int, now: int) -> str:
 
 KEY = "checkpoint.restore_from"
 
-_HEADS_AHEAD, _AHEAD = "model.heads_ahead", "model.ahead"
+_MTP_HEADS_KEY, _MTP_KIND_KEY = "model.heads_ahead", "model.ahead"
 """The second is not read where the first is 0."""
 
 # Model keys that may change between a checkpoint and the run that resumes it.
@@ -148,7 +148,7 @@ _TYPE = "model.param_dtype"
 NEW_START = "checkpoint.restore_from to a run with this model, or to '' for a fresh start"
 
 
-class Says(Protocol):
+class Notifier(Protocol):
     """What a start has to say: a run's console."""
 
     def note(self, text: str) -> None: ...
@@ -156,7 +156,7 @@ class Says(Protocol):
     def warn(self, text: str) -> None: ...
 
 
-class Weights(NamedTuple):
+class InitialWeights(NamedTuple):
     """What was read."""
 
     params: Any
@@ -168,8 +168,8 @@ class Weights(NamedTuple):
 
 
 def read_weights(
-    text: str, loaded: Loaded, steps: Steps, console: Says, tokenizer: str = ""
-) -> Weights:
+    text: str, loaded: LoadedConfig, steps: Steps, console: Notifier, tokenizer: str = ""
+) -> InitialWeights:
     """The weights at an address of `checkpoint.restore_from`.
 
     `tokenizer` is the fingerprint of the run's: another one is said.
@@ -179,15 +179,15 @@ def read_weights(
         StorageError: they cannot be read.
     """
     if (folder := folder_of(text)) is not None:
-        return _of_folder(folder, loaded, steps, console)
+        return _read_folder_weights(folder, loaded, steps, console)
     config, wanted = loaded.config, steps.abstract_base
-    other = of_other(text, loaded)
+    other = read_other_metadata(text, loaded)
     said = other.config.get("model", {}).get("vocab_size") if other else None
     size = said if isinstance(said, int) else config.model.vocab_size
     grows = size < config.model.vocab_size
 
-    def accept(facts: Facts) -> None:
-        _must_be_whole(facts, text, loaded)
+    def accept(facts: CheckpointMetadata) -> None:
+        _check_not_adapters(facts, text, loaded)
         _check_weights(facts.config["model"], loaded)
         before = facts.data["fingerprint"].get("tokenizer")
         if before and tokenizer and before != tokenizer:
@@ -196,30 +196,36 @@ def read_weights(
                 "the weights know other tokens by these ids"
             )
 
-    abstract = with_tokens(wanted, size) if grows else wanted
+    abstract = with_vocab_size(wanted, size) if grows else wanted
     found = restore_other(text, loaded, {"params": abstract}, accept)
     params = found.state["params"]
     if grows:
-        console.note(words(size, config.model.vocab_size))
-        params = grown(params, wanted)
+        console.note(vocabulary_growth_note(size, config.model.vocab_size))
+        params = grow_vocabulary(params, wanted)
     source = f"{text}, step {found.step}"
     if found.facts.data.get(WEIGHTS_ONLY):
         source += ", which has nothing else"
-    address = parse(text, where(KEY, loaded.origins), config.run.dir).at(found.step)
-    return Weights(params, source, address if in_bucket(address) else os.path.abspath(address))
+    address = parse_address(text, error_location(KEY, loaded.origins), config.run.dir).at(
+        found.step
+    )
+    return InitialWeights(
+        params, source, address if in_bucket(address) else os.path.abspath(address)
+    )
 
 
-def _of_folder(folder: str, loaded: Loaded, steps: Steps, console: Says) -> Weights:
+def _read_folder_weights(
+    folder: str, loaded: LoadedConfig, steps: Steps, console: Notifier
+) -> InitialWeights:
     """Those of a Hugging Face folder."""
     config = loaded.config
-    source = open_folder(folder, where(KEY, loaded.origins))
+    source = open_folder(folder, error_location(KEY, loaded.origins))
     wanted = to_dict(config)["model"]
-    decided = {**WITHOUT_AHEAD, **source.described.section}
+    decided = {**WITHOUT_MTP, **source.described.section}
     if decided["heads_ahead"] and not config.model.heads_ahead:
         console.note(
             "model.heads_ahead=0: the folder's layers that predict further ahead are left out"
         )
-        decided |= {**WITHOUT_AHEAD, "ahead": config.model.ahead}
+        decided |= {**WITHOUT_MTP, "ahead": config.model.ahead}
     # config.json says nothing about other keys, such as dropout.
     own = {
         name: {**wanted.get(name, {}), **keys}
@@ -227,15 +233,15 @@ def _of_folder(folder: str, loaded: Loaded, steps: Steps, console: Says) -> Weig
         if isinstance(keys, dict)
     }
     _check_weights(wanted | decided | own, loaded)
-    for line in remarks(source):
+    for line in describe_source(source):
         console.note(line)
     if (before := source.config.vocab_size) < config.model.vocab_size:
-        console.note(words(before, config.model.vocab_size))
-    params = of_folder(source, steps.abstract_base)
-    return Weights(params, str(source.folder), PREFIX + os.path.abspath(source.folder))
+        console.note(vocabulary_growth_note(before, config.model.vocab_size))
+    params = read_folder_params(source, steps.abstract_base)
+    return InitialWeights(params, str(source.folder), PREFIX + os.path.abspath(source.folder))
 
 
-def _check_weights(saved: Mapping[str, Any], loaded: Loaded) -> None:
+def _check_weights(saved: Mapping[str, Any], loaded: LoadedConfig) -> None:
     """Compares the `model` sections; the run may have more tokens.
 
     Raises:
@@ -248,11 +254,11 @@ def _check_weights(saved: Mapping[str, Any], loaded: Loaded) -> None:
     check_model(saved, wanted, loaded.origins, NEW_START, weights_alone=True)
 
 
-def _must_be_whole(facts: Facts, text: str, loaded: Loaded) -> None:
+def _check_not_adapters(facts: CheckpointMetadata, text: str, loaded: LoadedConfig) -> None:
     """Raises ConfigError for a checkpoint that holds adapters alone."""
     if has_adapters(facts):
         raise ConfigError.one(
-            where(KEY, loaded.origins),
+            error_location(KEY, loaded.origins),
             text,
             f"holds adapters and no whole model: step {facts.step} was trained with adapter.rank="
             f"{facts.config['adapter']['rank']}.",
@@ -260,38 +266,38 @@ def _must_be_whole(facts: Facts, text: str, loaded: Loaded) -> None:
         )
 
 
-def has_adapters(facts: Facts) -> bool:
+def has_adapters(facts: CheckpointMetadata) -> bool:
     """Whether a checkpoint is that of adapters beside a base."""
     return bool(facts.config.get("adapter", {}).get("rank"))
 
 
-def of_other(text: str, loaded: Loaded) -> Facts | None:
+def read_other_metadata(text: str, loaded: LoadedConfig) -> CheckpointMetadata | None:
     """The facts of the checkpoint at an address, if they can be read."""
-    address = parse(text, where(KEY, loaded.origins), loaded.config.run.dir)
-    with opened(address) as other:
-        step = chosen(other, address)
+    address = parse_address(text, error_location(KEY, loaded.origins), loaded.config.run.dir)
+    with open_address(address) as other:
+        step = resolve_step_on_all(other, address)
         try:
             return other.durable.facts(step)
-        except (Damaged, OSError):  # what restores it says so, or takes the one before
+        except (DamagedError, OSError):  # what restores it says so, or takes the one before
             return None
 
 
 def restore_other(
-    text: str, loaded: Loaded, abstract: Any, accept: Callable[[Facts], None]
-) -> Restored:
+    text: str, loaded: LoadedConfig, abstract: Any, accept: Callable[[CheckpointMetadata], None]
+) -> RestoredCheckpoint:
     """The checkpoint at an address, by default its run's newest good one.
 
     Raises:
         ConfigError: there is none, or `accept` refuses it.
         StorageError: it cannot be read.
     """
-    address = parse(text, where(KEY, loaded.origins), loaded.config.run.dir)
-    with opened(address) as other:
+    address = parse_address(text, error_location(KEY, loaded.origins), loaded.config.run.dir)
+    with open_address(address) as other:
         if address.step is None:
             found = other.restore_newest(abstract, accept)
             assert found is not None
             return found
-        return other.restore(chosen(other, address), abstract, accept)
+        return other.restore(resolve_step_on_all(other, address), abstract, accept)
 
 
 def _is_free(key: str) -> bool:
@@ -314,33 +320,33 @@ def check_model(
     Raises:
         ConfigError: with every key that must be as it was saved.
     """
-    then, now = as_known(saved), flat({"model": wanted})
+    then, now = upgrade_model_section(saved), flatten({"model": wanted})
     problems = [
         Problem(
-            where(key, origins),
-            shown(now.get(key, "not there")),
-            f"must be {shown(then[key])}, the value of the checkpoint's model.",
-            f"Set {key}={shown(then[key])}, or {otherwise}.",
+            error_location(key, origins),
+            format_value(now.get(key, "not there")),
+            f"must be {format_value(then[key])}, the value of the checkpoint's model.",
+            f"Set {key}={format_value(then[key])}, or {otherwise}.",
         )
         for key in sorted(then)
         if not (_is_free(key) or (weights_alone and key == _TYPE))
         and then[key] != now.get(key)
-        and not (key == _AHEAD and not then[_HEADS_AHEAD])
+        and not (key == _MTP_KIND_KEY and not then[_MTP_HEADS_KEY])
     ]
     if problems:
         raise ConfigError(problems)
 
 
-def as_known(saved: Mapping[str, Any]) -> dict[str, Any]:
+def upgrade_model_section(saved: Mapping[str, Any]) -> dict[str, Any]:
     """Full key to value of a saved `model` section, in the keys of this release.
 
     A key that did not exist when it was saved has the meaning that it had then.
     """
-    found = {MOVED.get(key, key): value for key, value in flat({"model": saved}).items()}
-    family = found.get(FAMILY, before_of(FAMILY))
+    found = {RENAMED_KEYS.get(key, key): value for key, value in flatten({"model": saved}).items()}
+    family = found.get(FAMILY, legacy_value_of(FAMILY))
     known = (key for key in KEYS if key.startswith("model."))
     own = (key for key in known if not is_of_another_family(section_of(key), family))
-    return {key: before_of(key) for key in own} | found
+    return {key: legacy_value_of(key) for key in own} | found
 
 
 _SECTION = "adapter"
@@ -348,14 +354,19 @@ _FREE = frozenset({"dropout", "targets"})
 """Keys that may change: what targets mean is compared by itself."""
 
 
-def said_of(found: Weights, given: str) -> Base:
+def base_record(found: InitialWeights, given: str) -> AdapterBase:
     """What checkpoints say of a base that was read."""
     return {"address": found.address, "given": given, "digest": content_digest(found.params)}
 
 
 def read_base(
-    facts: Facts, loaded: Loaded, steps: Steps, console: Says, *, own: bool = True
-) -> tuple[Any, Base]:
+    facts: CheckpointMetadata,
+    loaded: LoadedConfig,
+    steps: Steps,
+    console: Notifier,
+    *,
+    own: bool = True,
+) -> tuple[Any, AdapterBase]:
     """The base of a checkpoint's adapters in the form of checkpoints, and what is said of it.
 
     Of a run's `own` checkpoint it is read from where `checkpoint.restore_from` says if that has
@@ -366,7 +377,7 @@ def read_base(
         StorageError: it cannot be read, or the checkpoint does not say which it is.
     """
     try:
-        said = checked(facts.data[BASE], Base)
+        said = check_type(facts.data[BASE], AdapterBase)
     except (ValueError, KeyError) as error:
         raise StorageError(
             f"step {facts.step}: does not say which base its adapters belong to\n"
@@ -375,10 +386,10 @@ def read_base(
     given = loaded.config.checkpoint.restore_from
     moved = own and given not in ("", said["given"])
     found = read_weights(given if moved else said["address"], loaded, steps, console)
-    now = said_of(found, said["given"] if own and not moved else given)
+    now = base_record(found, said["given"] if own and not moved else given)
     if now["digest"] != said["digest"]:
         raise ConfigError.one(
-            where(KEY, loaded.origins),
+            error_location(KEY, loaded.origins),
             found.address,
             f"must hold the weights that the adapters of step {facts.step} were trained beside: "
             f"their digest was {said['digest'][:16]}, and this is {now['digest'][:16]}.",
@@ -387,7 +398,7 @@ def read_base(
     return found.params, now
 
 
-def check_adapter(facts: Facts, loaded: Loaded, *, own: bool) -> None:
+def check_adapter(facts: CheckpointMetadata, loaded: LoadedConfig, *, own: bool) -> None:
     """A run goes on with the adapters that it has.
 
     Raises:
@@ -403,28 +414,31 @@ def check_adapter(facts: Facts, loaded: Loaded, *, own: bool) -> None:
         if before != getattr(now, name):
             key = f"{_SECTION}.{name}"
             raise ConfigError.one(
-                where(key, loaded.origins),
-                shown(getattr(now, name)),
-                f"must be {shown(before)}, which step {facts.step} was saved with: its parameters "
+                error_location(key, loaded.origins),
+                format_value(getattr(now, name)),
+                f"must be {format_value(before)}, which step {facts.step} was saved with: its "
+                "parameters "
                 "are those of its own adapters.",
-                f"Set {key}={shown(before)}, or {action}.",
+                f"Set {key}={format_value(before)}, or {action}.",
             )
-    targets = checked(saved.get("targets", []), list[str])
-    before, after = (_adapted(loaded.config.model, each) for each in (targets, now.targets))
+    targets = check_type(saved.get("targets", []), list[str])
+    before, after = (
+        _adapted_matrices(loaded.config.model, each) for each in (targets, now.targets)
+    )
     if before != after:
         key = f"{_SECTION}.targets"
         changes = [f"{', '.join(sorted(before - after))} had one"] if before - after else []
         changes += [f"{', '.join(sorted(after - before))} had none"] if after - before else []
         raise ConfigError.one(
-            where(key, loaded.origins),
-            shown(now.targets),
+            error_location(key, loaded.origins),
+            format_value(now.targets),
             f"must match the matrices that had an adapter when step {facts.step} was saved: "
             f"{'; '.join(changes)}.",
             f"Set {key}=[{','.join(targets)}], or {action}.",
         )
 
 
-def _adapted(model: ModelConfig, targets: list[str]) -> frozenset[str]:
+def _adapted_matrices(model: ModelConfig, targets: list[str]) -> frozenset[str]:
     adapter = model.adapter
     assert isinstance(adapter, AdapterConfig)
     kinds = describe(replace(model, adapter=replace(adapter, targets=targets))).kinds

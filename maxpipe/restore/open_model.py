@@ -13,42 +13,47 @@ from typing import Any
 import jax
 
 from maxpipe.checkpoint.address import Address
-from maxpipe.checkpoint.folder import Facts, Folder
-from maxpipe.checkpoint.manager import Checkpoints, open_run, step_of
-from maxpipe.checkpoint.storage import FOLDER, Damaged, first_line
-from maxpipe.config.check import DEFAULT, where
-from maxpipe.config.load import Loaded, load, to_dict
-from maxpipe.data.conversation import Conversation, recorded, speaking
-from maxpipe.data.tokenizer import Tokenizer, action_on_other, fitted
+from maxpipe.checkpoint.folder import CheckpointFolder, CheckpointMetadata
+from maxpipe.checkpoint.manager import CheckpointManager, open_run, resolve_step
+from maxpipe.checkpoint.storage import CHECKPOINTS_FOLDER, DamagedError, root_cause_text
+from maxpipe.config.check import DEFAULT, error_location
+from maxpipe.config.load import LoadedConfig, load, to_dict
+from maxpipe.data.conversation import ChatSpec, apply_chat_spec, parse_chat_spec
+from maxpipe.data.tokenizer import Tokenizer, fit_tokenizer, suggest_tokenizer_action
 from maxpipe.errors import ConfigError, Problem, StorageError
-from maxpipe.huggingface.source import WITHOUT_AHEAD, opened
+from maxpipe.huggingface.source import WITHOUT_MTP, open_folder
 from maxpipe.huggingface.statements import lines
-from maxpipe.optim.kept import AVERAGE
-from maxpipe.pipeline.weights import joined
-from maxpipe.restore.initial_weights import check_adapter, check_model, of_folder, read_base
+from maxpipe.optim.kept import EMA
+from maxpipe.pipeline.weights import replace_subtree
+from maxpipe.restore.initial_weights import (
+    check_adapter,
+    check_model,
+    read_base,
+    read_folder_params,
+)
 from maxpipe.step.step import Steps
 
-_OF_ITS_PROCESSES = ("num_processes", "process_id", "coordinator", "executable")
+_PROCESS_KEYS = ("num_processes", "process_id", "coordinator", "executable")
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
+class OpenedModel:
     """A model and its own config, changed by what the user gave."""
 
     name: str
-    loaded: Loaded
+    loaded: LoadedConfig
     step: int | None
     """Of a checkpoint."""
     fingerprint: Mapping[str, Any]
     """Of the data that it was trained on, as far as that is known."""
-    read: Callable[[Loaded, Steps], Any]
+    read: Callable[[LoadedConfig, Steps], Any]
     """See `params`."""
-    conversation: Conversation | None = None
+    conversation: ChatSpec | None = None
     """How the conversations that it was trained on are written."""
 
     def is_given(self, *prefixes: str) -> bool:
         """Whether the user gave a key that begins so."""
-        return is_given(self.loaded, self.name, *prefixes)
+        return is_overridden(self.loaded, self.name, *prefixes)
 
     @property
     def is_trained(self) -> bool:
@@ -65,7 +70,7 @@ class Chosen:
         """
         tokenizer = self.fitted(tokenizer)
         if self.conversation is not None:
-            return speaking(tokenizer, self.conversation)
+            return apply_chat_spec(tokenizer, self.conversation)
         if self.is_trained:
             return tokenizer
         return tokenizer.with_control(framing=tokenizer.control.published)
@@ -77,7 +82,7 @@ class Chosen:
             ConfigError: it was trained with another one, or text would give ids without a row.
         """
         self.must_have(tokenizer)
-        return fitted(tokenizer, self.loaded.config.model.vocab_size, model=self.name)
+        return fit_tokenizer(tokenizer, self.loaded.config.model.vocab_size, model=self.name)
 
     def must_have(self, tokenizer: Tokenizer) -> None:
         """Raises ConfigError unless it was trained with this tokenizer."""
@@ -88,7 +93,7 @@ class Chosen:
                 config.path or config.kind,
                 f"must be the one that {self.name} was trained with: it was {saved}, and this is "
                 f"{tokenizer.fingerprint()}.",
-                action_on_other(
+                suggest_tokenizer_action(
                     tokenizer, saved, "Set tokenizer.kind and tokenizer.path to that of the run."
                 ),
             )
@@ -103,7 +108,7 @@ class Chosen:
         return self.read(self.loaded, steps)
 
 
-def is_given(loaded: Loaded, name: str, *prefixes: str) -> bool:
+def is_overridden(loaded: LoadedConfig, name: str, *prefixes: str) -> bool:
     """Whether the user gave a key that begins so; `name` is that of the checkpoint's config."""
     return any(
         key.startswith(prefixes) and origin not in (DEFAULT, name)
@@ -111,11 +116,11 @@ def is_given(loaded: Loaded, name: str, *prefixes: str) -> bool:
     )
 
 
-def choose(
+def open_address_or_folder(
     named: Address | Path,
     inputs: Sequence[str],
     saved_of: Callable[[Mapping[str, Any]], dict[str, Any]],
-) -> Chosen:
+) -> OpenedModel:
     """Opens a checkpoint, or a Hugging Face folder, before any device is used: its config says
     which.
 
@@ -126,25 +131,25 @@ def choose(
         StorageError: it is damaged, or cannot be reached.
     """
     if isinstance(named, Path):
-        return _choose_folder(named, inputs, saved_of)
-    return _choose_checkpoint(named, inputs, saved_of)
+        return _open_folder(named, inputs, saved_of)
+    return _open_checkpoint(named, inputs, saved_of)
 
 
-def _choose_checkpoint(
+def _open_checkpoint(
     address: Address,
     inputs: Sequence[str],
     saved_of: Callable[[Mapping[str, Any]], dict[str, Any]],
-) -> Chosen:
+) -> OpenedModel:
     home = address.home
-    folder = Folder(os.path.join(home, FOLDER))
+    folder = CheckpointFolder(os.path.join(home, CHECKPOINTS_FOLDER))
     if not folder.steps():
         open_run(address.run_dir, address.where, address.parent)  # says so
-    step = step_of(folder, address)
+    step = resolve_step(folder, address)
     try:
         facts = folder.facts(step)
         address.check_average(facts.config.get("optim"))
         conversation = _conversation(facts)
-    except Damaged as damage:
+    except DamagedError as damage:
         others = [str(each) for each in folder.steps() if each != step]
         other = f"Take {address.at(int(others[-1]))}, or bring" if others else "Bring"
         raise StorageError(
@@ -153,16 +158,16 @@ def _choose_checkpoint(
     except OSError as error:
         raise StorageError(
             f"{folder / step}: cannot be reached\n"
-            f"  {first_line(error)}.\n"
+            f"  {root_cause_text(error)}.\n"
             "  Try again when the storage answers."
         ) from error
-    saved = saved_of(_untaught(facts.config))
+    saved = saved_of(_without_teacher(facts.config))
     if isinstance(own := saved.get("runtime"), Mapping):
-        saved["runtime"] = {key: own[key] for key in own if key not in _OF_ITS_PROCESSES}
+        saved["runtime"] = {key: own[key] for key in own if key not in _PROCESS_KEYS}
     name = address.at(step)
 
-    def params(loaded: Loaded, steps: Steps) -> Any:
-        def accept(facts: Facts) -> None:
+    def params(loaded: LoadedConfig, steps: Steps) -> Any:
+        def accept(facts: CheckpointMetadata) -> None:
             wanted, saved = to_dict(loaded.config)["model"], facts.config["model"]
             check_model(saved, wanted, loaded.origins, "leave it out", weights_alone=True)
             check_adapter(facts, loaded, own=True)
@@ -173,35 +178,35 @@ def _choose_checkpoint(
             averages = steps.partition.trained_of_saved(params)
             is_all = jax.tree.structure(averages) == jax.tree.structure(params)
             wanted = {} if is_all else wanted
-            wanted["optimizer"] = {AVERAGE: averages}
-        with Checkpoints(home, write=False) as checkpoints:
+            wanted["optimizer"] = {EMA: averages}
+        with CheckpointManager(home, write=False) as checkpoints:
             found = checkpoints.restore(step, wanted, accept).state
         if loaded.config.adapter.rank:
-            base, _ = read_base(facts, loaded, steps, _Quiet())
-            mine = found["optimizer"][AVERAGE] if address.average else found["params"]
+            base, _ = read_base(facts, loaded, steps, _SilentNotifier())
+            mine = found["optimizer"][EMA] if address.average else found["params"]
             return steps.whole(base, mine)
         if not address.average:
             return found["params"]
-        averages = found["optimizer"][AVERAGE]
-        return joined(found["params"], averages) if "params" in found else averages
+        averages = found["optimizer"][EMA]
+        return replace_subtree(found["params"], averages) if "params" in found else averages
 
     fingerprint = facts.data.get("fingerprint", {})
-    return Chosen(name, load(inputs, saved, name), step, fingerprint, params, conversation)
+    return OpenedModel(name, load(inputs, saved, name), step, fingerprint, params, conversation)
 
 
-def _conversation(facts: Facts) -> Conversation | None:
+def _conversation(facts: CheckpointMetadata) -> ChatSpec | None:
     """Raises Damaged if what the checkpoint records is not that."""
     try:
-        return recorded(facts.data)
+        return parse_chat_spec(facts.data)
     except ValueError as error:
-        raise Damaged(f"its record of conversations is wrong: {error}") from error
+        raise DamagedError(f"its record of conversations is wrong: {error}") from error
 
 
 _TEACHING = ("distill", "grpo")
 """Sections, each with the objective of its name, that evaluation and generation do not read."""
 
 
-def _untaught(config: Mapping[str, Any]) -> dict[str, Any]:
+def _without_teacher(config: Mapping[str, Any]) -> dict[str, Any]:
     """The config of a run without its teacher or rewards: what a model has learned from does not
     matter.
     """
@@ -211,15 +216,15 @@ def _untaught(config: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _choose_folder(
+def _open_folder(
     folder: Path,
     inputs: Sequence[str],
     saved_of: Callable[[Mapping[str, Any]], dict[str, Any]],
-) -> Chosen:
+) -> OpenedModel:
     """The same of a Hugging Face folder, which has a model, a tokenizer and a length of rows."""
-    source = opened(str(folder))
+    source = open_folder(str(folder))
     # Heads ahead are for training: they are not read.
-    model = {**source.model_dtypes, **source.described.section, **WITHOUT_AHEAD}
+    model = {**source.model_dtypes, **source.described.section, **WITHOUT_MTP}
     known = {
         "model": model,
         "tokenizer": {"kind": "auto", "path": str(source.folder)},
@@ -230,20 +235,20 @@ def _choose_folder(
     if rank := loaded.config.adapter.rank:
         rule = f"must be 0: {name} holds a whole model, and no adapters beside it."
         action = "Leave it out, or name the run of the adapters."
-        raise ConfigError.one(where("adapter.rank", loaded.origins), rank, rule, action)
+        raise ConfigError.one(error_location("adapter.rank", loaded.origins), rank, rule, action)
     wanted = to_dict(loaded.config)["model"]
     check_model(model, wanted, loaded.origins, "leave it out", weights_alone=True)
 
     twice = [Problem(name, "", line, "") for line in lines(source.described.differences)]
     loaded = replace(loaded, cautions=(*loaded.cautions, *twice))
 
-    def params(loaded: Loaded, steps: Steps) -> Any:
-        return of_folder(source, steps.abstract_base)
+    def params(loaded: LoadedConfig, steps: Steps) -> Any:
+        return read_folder_params(source, steps.abstract_base)
 
-    return Chosen(name, loaded, None, {}, params)
+    return OpenedModel(name, loaded, None, {}, params)
 
 
-class _Quiet:
+class _SilentNotifier:
     """Says nothing: a base was talked about when adapters were trained beside it."""
 
     def note(self, text: str) -> None:
@@ -254,7 +259,7 @@ class _Quiet:
 
 
 @contextlib.contextmanager
-def interrupts() -> Iterator[Callable[[], bool]]:
+def detect_interrupt() -> Iterator[Callable[[], bool]]:
     """Tells whether Ctrl-C came: where C++ calls Python, the exception is lost."""
     asked = False
 
@@ -271,7 +276,7 @@ def interrupts() -> Iterator[Callable[[], bool]]:
 
 
 @contextlib.contextmanager
-def deferred() -> Iterator[Callable[[], bool]]:
+def defer_interrupt() -> Iterator[Callable[[], bool]]:
     """Tells whether Ctrl-C came, which raises nothing inside but at the second time.
 
     Python that ends while devices compute may crash: the caller waits for them first.

@@ -19,7 +19,7 @@ Reward = Callable[[str, Record], float]
 FIELDS = {"exact": "answer", "regex": "pattern", "arithmetic": "expression"}
 """Which field of a record each of them reads, unless told otherwise."""
 
-_MOST_CHARACTERS = 1000
+_MAX_CHARACTERS = 1000
 """Of an expression or a number."""
 _NUMBER = re.compile(r"[+-]?\d+(\.\d+)?(/\d+)?", re.ASCII)
 _IN_EXPRESSION = re.compile(r"\d+(\.\d*)?", re.ASCII)
@@ -35,20 +35,20 @@ _OPERATORS: dict[type, Callable[..., Any]] = {
 _SIGNS = str.maketrans("×÷−", "*/-")
 
 
-def named(kind: str, field: str) -> Reward:
+def builtin_reward(kind: str, field: str) -> Reward:
     """The reward of this name, which reads a field: 1 for a right answer, else 0.
 
     It raises ValueError for a record that lacks what it needs.
     """
     field = field or FIELDS[kind]
     if kind == "exact":
-        return lambda text, record: float(text.strip() == text_of(record, field).strip())
+        return lambda text, record: float(text.strip() == read_text(record, field).strip())
     if kind == "regex":
-        return lambda text, record: float(pattern_of(record, field).search(text) is not None)
-    return lambda text, record: float(number(text) == expected(record, field))
+        return lambda text, record: float(read_pattern(record, field).search(text) is not None)
+    return lambda text, record: float(number(text) == expected_value(record, field))
 
 
-def text_of(record: Record, field: str) -> str:
+def read_text(record: Record, field: str) -> str:
     """The text, or number, in a field of a record."""
     found = record.get(field)
     if isinstance(found, bool) or not isinstance(found, str | int | float):
@@ -56,33 +56,33 @@ def text_of(record: Record, field: str) -> str:
     return str(found)
 
 
-def pattern_of(record: Record, field: str) -> re.Pattern[str]:
+def read_pattern(record: Record, field: str) -> re.Pattern[str]:
     """The regular expression in a field of a record."""
     try:
-        return re.compile(text_of(record, field))
+        return re.compile(read_text(record, field))
     except (re.error, OverflowError, RecursionError, MemoryError) as error:
         reason = "it is nested too deep" if isinstance(error, RecursionError) else error
         raise ValueError(f"its `{field}` is no regular expression: {reason}") from error
 
 
-def expected(record: Record, field: str) -> Fraction:
+def expected_value(record: Record, field: str) -> Fraction:
     """The value of the expression in a field of a record, or in the last line of its prompt.
 
     There it is what stands before the last `=`.
     """
     if field in record:
-        return value(text_of(record, field))
+        return evaluate_expression(read_text(record, field))
     before, equals, _ = str(record.get("prompt", "")).rpartition("=")
     if not equals:
         raise ValueError(f"it has no `{field}`, and no = in its prompt")
-    return value(before.rpartition("\n")[2])
+    return evaluate_expression(before.rpartition("\n")[2])
 
 
-def value(expression: str) -> Fraction:
+def evaluate_expression(expression: str) -> Fraction:
     """The exact value of numbers, `+ - * /` and parentheses."""
     text = expression.strip().translate(_SIGNS)
-    if len(text) > _MOST_CHARACTERS:
-        raise ValueError(f"its expression has more than {_MOST_CHARACTERS} characters")
+    if len(text) > _MAX_CHARACTERS:
+        raise ValueError(f"its expression has more than {_MAX_CHARACTERS} characters")
     try:
         return _value(ast.parse(text, mode="eval").body, text)
     except (SyntaxError, RecursionError, MemoryError) as error:
@@ -106,7 +106,7 @@ def _value(node: ast.expr, text: str) -> Fraction:
 def number(text: str) -> Fraction | None:
     """The number that a text is: whole, decimal or a fraction; None if it is none."""
     text = text.strip().translate(_SIGNS)
-    if len(text) > _MOST_CHARACTERS or not _NUMBER.fullmatch(text):
+    if len(text) > _MAX_CHARACTERS or not _NUMBER.fullmatch(text):
         return None
     top, _, bottom = text.partition("/")
     below = int(bottom or 1)

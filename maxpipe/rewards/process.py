@@ -15,40 +15,40 @@ from typing import Any, TypedDict
 from maxpipe.config.tuning_schema import GrpoConfig
 from maxpipe.errors import ConfigError
 from maxpipe.io import files
-from maxpipe.io.typed import parse
-from maxpipe.io.worker_process import AskedProcess
+from maxpipe.io.typed import parse_json
+from maxpipe.io.worker_process import WorkerProcess
 from maxpipe.rewards import builtin, worker
 
 _KEY = "grpo.reward_file"
 _START_SECONDS = 60.0
 """In which a file with a function is loaded, and all that it imports."""
-_MOST_ANSWER_BYTES = 1 << 20
-_MOST_FILE_BYTES = 1 << 24
-_SHOWN = 60
+_MAX_REPLY_BYTES = 1 << 20
+_MAX_FILE_BYTES = 1 << 24
+_MAX_SHOWN = 60
 
 
-class _Answer(TypedDict, total=False):
+class _RewardReply(TypedDict, total=False):
     """A line of the process; that to its settings is empty."""
 
     reward: float
     error: str
 
 
-class Rewards:
+class RewardFunction:
     """What completions are worth, by the function that the config names."""
 
     def __init__(self, config: GrpoConfig):
         assert config.allow_code or not config.reward_file, "a rule of the config asks for this"
         self._config = config
         self._path, _, self._function = config.reward_file.rpartition(":")
-        self._process: AskedProcess | None = None
+        self._process: WorkerProcess | None = None
 
     def fingerprint(self) -> str:
         """Which function it is: for a file, with its digest."""
         if not self._config.reward_file:
             return f"{self._config.reward} {self._config.reward_field}".strip()
         try:
-            content = files.read(self._path, _MOST_FILE_BYTES)
+            content = files.read(self._path, _MAX_FILE_BYTES)
         except OSError as error:
             rule = f"must be a Python file that can be read: {error.strerror or error}."
             raise self._wrong(rule) from error
@@ -66,10 +66,10 @@ class Rewards:
         try:
             answer = self._asked(process, request, self._config.reward_seconds)
             if "reward" not in answer:
-                raise _FailedError("it gave none")
+                raise _RewardError("it gave none")
             return answer["reward"]
-        except _FailedError as error:
-            shown = completion if len(completion) <= _SHOWN else f"{completion[:_SHOWN]}..."
+        except _RewardError as error:
+            shown = completion if len(completion) <= _MAX_SHOWN else f"{completion[:_MAX_SHOWN]}..."
             rule = (
                 f"must give a finite number within {self._config.reward_seconds:g} seconds for "
                 f"each completion; of {where} and the completion {shown!r} {error}."
@@ -82,7 +82,7 @@ class Rewards:
             self._process.close()
             self._process = None
 
-    def start(self) -> AskedProcess:
+    def start(self) -> WorkerProcess:
         """The process, started if it is not yet.
 
         Raises:
@@ -91,10 +91,10 @@ class Rewards:
         if self._process is not None:
             return self._process
         paths = os.pathsep.join(path for path in sys.path if path)
-        process = self._process = AskedProcess(
+        process = self._process = WorkerProcess(
             [sys.executable, "-P", "-m", worker.__name__],
             os.environ | {"PYTHONPATH": paths},
-            most_answer_bytes=_MOST_ANSWER_BYTES,
+            most_answer_bytes=_MAX_REPLY_BYTES,
             shows_errors=True,
             own_session=True,  # Ctrl-C is for the run, which ends it
         )
@@ -109,22 +109,26 @@ class Rewards:
         }
         try:
             self._asked(process, settings, _START_SECONDS)
-        except _FailedError as error:
+        except _RewardError as error:
             rule = f"must be a Python file with this function, and cannot be loaded: {error}."
             raise self._wrong(rule) from None
         return process
 
-    def _asked(self, process: AskedProcess, request: Mapping[str, Any], seconds: float) -> _Answer:
+    def _asked(
+        self, process: WorkerProcess, request: Mapping[str, Any], seconds: float
+    ) -> _RewardReply:
         try:
-            answer = parse(process.ask(json.dumps(request).encode() + b"\n", seconds), _Answer)
+            answer = parse_json(
+                process.ask(json.dumps(request).encode() + b"\n", seconds), _RewardReply
+            )
         except TimeoutError:
             self.close()
-            raise _FailedError("it took longer") from None
+            raise _RewardError("it took longer") from None
         except (OSError, ValueError):
             self.close()
-            raise _FailedError("it ended its process") from None
+            raise _RewardError("it ended its process") from None
         if "error" in answer:
-            raise _FailedError(answer["error"])
+            raise _RewardError(answer["error"])
         return answer
 
     def _wrong(self, rule: str) -> ConfigError:
@@ -135,7 +139,7 @@ class Rewards:
         return ConfigError.one(_KEY, self._config.reward_file, rule, action)
 
 
-class _FailedError(Exception):
+class _RewardError(Exception):
     """What the process or its function did, in words."""
 
 
@@ -145,8 +149,8 @@ def check(config: GrpoConfig, record: Mapping[str, Any]) -> None:
         return
     field = config.reward_field or builtin.FIELDS[config.reward]
     if config.reward == "regex":
-        builtin.pattern_of(record, field)
+        builtin.read_pattern(record, field)
     elif config.reward == "arithmetic":
-        builtin.expected(record, field)
+        builtin.expected_value(record, field)
     else:
-        builtin.text_of(record, field)
+        builtin.read_text(record, field)

@@ -17,7 +17,7 @@ from typing import Any
 
 from maxpipe.rewards import builtin
 
-_SHOWN = 80
+_MAX_SHOWN = 80
 _LARGEST = 3.4e38
 _MARGIN_SECONDS = 10.0
 """The process that asks ends this one first; where it is gone, this one ends itself."""
@@ -37,25 +37,25 @@ def main() -> None:
         answers.flush()
 
     try:
-        with _limited(float(settings["start_seconds"])):
+        with _time_limit(float(settings["start_seconds"])):
             reward = _function(settings)
     except BaseException as error:
-        answer({"error": _said(error)})
+        answer({"error": _describe_error(error)})
         return
     answer({})
     for line in asked:
         request = json.loads(line)
         try:
-            with _limited(seconds):
+            with _time_limit(seconds):
                 found = reward(request["completion"], request["record"])
             answer({"reward": _number(found)})
         except BaseException as error:
-            answer({"error": _said(error)})
+            answer({"error": _describe_error(error)})
 
 
 def _function(settings: dict[str, Any]) -> Any:
     if not settings.get("file"):
-        return builtin.named(settings["kind"], settings["field"])
+        return builtin.builtin_reward(settings["kind"], settings["field"])
     path, name = settings["file"], settings["function"]
     sys.path.insert(0, os.path.dirname(os.path.abspath(path)))
     spec = importlib.util.spec_from_file_location("reward_file", path)
@@ -72,7 +72,7 @@ def _function(settings: dict[str, Any]) -> Any:
 
 def _number(found: Any) -> float:
     if isinstance(found, str | bytes) or not hasattr(found, "__float__"):
-        raise TypeError(f"it returned {_short(repr(found))}, which is no number")
+        raise TypeError(f"it returned {_shorten(repr(found))}, which is no number")
     number = float(found)
     if not abs(number) <= _LARGEST:
         raise ValueError(f"it returned {number:g}, which is not finite in float32")
@@ -80,7 +80,7 @@ def _number(found: Any) -> float:
 
 
 @contextlib.contextmanager
-def _limited(seconds: float) -> Iterator[None]:
+def _time_limit(seconds: float) -> Iterator[None]:
     """The operating system ends this process if that takes longer, whatever it is doing."""
     if hasattr(signal, "setitimer"):
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
@@ -92,15 +92,15 @@ def _limited(seconds: float) -> Iterator[None]:
             signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-def _said(error: BaseException) -> str:
+def _describe_error(error: BaseException) -> str:
     if isinstance(error, TypeError | ValueError) and str(error).startswith("it returned"):
         return str(error)
-    return f"it raised {type(error).__name__}: {_short(str(error))}".rstrip(": ")
+    return f"it raised {type(error).__name__}: {_shorten(str(error))}".rstrip(": ")
 
 
-def _short(text: str) -> str:
+def _shorten(text: str) -> str:
     line = " ".join(text.split())
-    return line if len(line) <= _SHOWN else f"{line[:_SHOWN]}..."
+    return line if len(line) <= _MAX_SHOWN else f"{line[:_MAX_SHOWN]}..."
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from typing import Literal
 from maxpipe.errors import ConfigError
 from maxpipe.schedule import orders
 from maxpipe.schedule.notation import read_orders
-from maxpipe.schedule.placement import place
+from maxpipe.schedule.placement import place_orders
 from maxpipe.schedule.table import Orders, Ring, Schedule
 from maxpipe.schedule.verify import verify
 
@@ -23,7 +23,7 @@ FILE_PREFIX = "file:"
 ONE_FORWARD_ONE_BACKWARD, CIRCULAR, INTERLEAVED = "1f1b", "circular", "interleaved"
 """The schedules that messages and forecasts suggest: plain 1F1B, and those with free repeats."""
 
-MOST_FORWARDS = 300_000
+MAX_FORWARDS = 300_000
 """Of stages x repeats x microbatches: placing them takes about half a minute, and 1 GiB."""
 
 
@@ -54,11 +54,11 @@ class ScheduleSpec:
         return self.group == "chosen"
 
 
-def _fill(stages: int, repeats: int, microbatches: int) -> float:
+def _bubble_fraction(stages: int, repeats: int, microbatches: int) -> float:
     return (stages - 1) / (microbatches * repeats + stages - 1)
 
 
-def _first_fill(stages: int, repeats: int, microbatches: int) -> float:
+def _zero_bubble_fraction(stages: int, repeats: int, microbatches: int) -> float:
     return (stages - 1) / (3 * microbatches + stages - 1)
 
 
@@ -69,33 +69,33 @@ SCHEDULES: dict[str, ScheduleSpec] = {
         repeats=1,
         dominated=True,
         delays=True,
-        idle=_fill,
+        idle=_bubble_fraction,
     ),
     CIRCULAR: ScheduleSpec(
         orders.forward_then_backward,
         "forward sweep over all repeats, then backward",
         dominated=True,
         delays=True,
-        idle=_fill,
+        idle=_bubble_fraction,
     ),
     ONE_FORWARD_ONE_BACKWARD: ScheduleSpec(
         orders.one_forward_one_backward,
         "one forward, one backward; groups of P",
         group="stages",
         usual_repeats=1,
-        idle=_fill,
+        idle=_bubble_fraction,
     ),
     INTERLEAVED: ScheduleSpec(
         orders.one_forward_one_backward,
         "1F1B with a chosen group, by default P",
         group="chosen",
-        idle=_fill,
+        idle=_bubble_fraction,
     ),
     "breadth_first": ScheduleSpec(
         orders.one_forward_one_backward,
         "one group, backward as early as possible",
         dominated=True,
-        idle=_fill,
+        idle=_bubble_fraction,
     ),
     "zb_h1": ScheduleSpec(
         orders.zero_bubble_h1,
@@ -108,7 +108,7 @@ SCHEDULES: dict[str, ScheduleSpec] = {
         "split backward, twice the memory, no bubble but the first fill",
         repeats=1,
         split=True,
-        idle=_first_fill,
+        idle=_zero_bubble_fraction,
     ),
     "zb_v": ScheduleSpec(
         orders.zero_bubble_v,
@@ -142,7 +142,7 @@ SCHEDULES: dict[str, ScheduleSpec] = {
 }
 
 
-def build(
+def make_schedule(
     name: str,
     *,
     stages: int,
@@ -172,19 +172,19 @@ def build(
         largest = max(orders.group_sizes(microbatches, stages, largest))
         if spec.idle is not None and microbatches >= stages and not delayed:
             closed_form = spec.idle(stages, repeats, microbatches)
-    schedule = place(
+    schedule = place_orders(
         name, ring, order, num_microbatches=microbatches, group=largest, delayed=delayed
     )
     verify(schedule, idle=closed_form)
     return schedule
 
 
-def forward_only(ring: Ring, microbatches: int) -> Schedule:
+def make_forward_schedule(ring: Ring, microbatches: int) -> Schedule:
     """A forward sweep over the ring, for evaluation: any number of microbatches."""
     group = min(ring.num_stages, microbatches)
     order = orders.forward_sweep(ring, microbatches, group)
     largest = max(orders.group_sizes(microbatches, ring.num_stages, group))
-    schedule = place("forward", ring, order, num_microbatches=microbatches, group=largest)
+    schedule = place_orders("forward", ring, order, num_microbatches=microbatches, group=largest)
     verify(schedule)
     return schedule
 

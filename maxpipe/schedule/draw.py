@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO, NamedTuple
 from xml.sax.saxutils import escape
 
-from maxpipe.io.text import counted
+from maxpipe.io.text import pluralize
 from maxpipe.schedule.table import Costs, Schedule
 
 EQUAL_COSTS = Costs()
@@ -26,9 +26,9 @@ _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 def summary(schedule: Schedule, costs: Costs = EQUAL_COSTS) -> str:
     """Two lines: the schedule's sizes, and its time and memory."""
-    kept = counted(schedule.num_stash, "saved chunk") if schedule.trains else "no saved chunks"
+    kept = pluralize(schedule.num_stash, "saved chunk") if schedule.trains else "no saved chunks"
     if schedule.mixed:
-        kept += f" and {counted(schedule.num_deferred, 'deferred weight gradient')}"
+        kept += f" and {pluralize(schedule.num_deferred, 'deferred weight gradient')}"
     shape = " in a V" if schedule.ring.shape == "v" else ""
     delayed = ", messages delayed" if schedule.delayed else ""
     idle = f"{schedule.idle_fraction():.1%}"
@@ -36,14 +36,14 @@ def summary(schedule: Schedule, costs: Costs = EQUAL_COSTS) -> str:
         idle += f" ({schedule.idle_fraction(costs):.1%} at {_ratio(costs)})"
     return (
         f"{schedule.name}: {schedule.sizes()}{shape}, "
-        f"{counted(schedule.num_microbatches, 'microbatch')} in groups of {schedule.group}"
+        f"{pluralize(schedule.num_microbatches, 'microbatch')} in groups of {schedule.group}"
         f"{delayed}\n"
-        f"{counted(schedule.num_ticks, 'tick')}, idle {idle}, "
-        f"at most {kept} on a stage, {counted(schedule.num_inbox, 'message')} waiting"
+        f"{pluralize(schedule.num_ticks, 'tick')}, idle {idle}, "
+        f"at most {kept} on a stage, {pluralize(schedule.num_inbox, 'message')} waiting"
     )
 
 
-def text(
+def draw_timeline(
     schedule: Schedule,
     costs: Costs = EQUAL_COSTS,
     *,
@@ -85,7 +85,7 @@ def _rows(schedule: Schedule, mark: tuple[int, int, str] | None) -> list[tuple[s
     for stage in range(schedule.num_stages):
         if schedule.mixed:
             cells = [_mixed_cell(schedule, tick, stage) for tick in ticks]
-            rows.append((f"stage {stage:2d}", _marked(cells, mark, stage)))
+            rows.append((f"stage {stage:2d}", _mark_cell(cells, mark, stage)))
             continue
         for kind, slots in schedule.kinds:
             cells = [
@@ -93,7 +93,9 @@ def _rows(schedule: Schedule, mark: tuple[int, int, str] | None) -> list[tuple[s
                 for tick in ticks
             ]
             title = f"stage {stage:2d} F" if kind == "F" else f"         {kind}"
-            rows.append((title, _marked(cells, mark if mark and mark[2] == kind else None, stage)))
+            rows.append(
+                (title, _mark_cell(cells, mark if mark and mark[2] == kind else None, stage))
+            )
     if schedule.trains:
         rows.append(("kept", [str(depth) for depth in schedule.stash_depth().max(axis=1)]))
     return rows
@@ -116,13 +118,13 @@ def _mixed_cell(schedule: Schedule, tick: int, stage: int) -> str:
     return "."
 
 
-def _marked(cells: list[str], mark: tuple[int, int, str] | None, stage: int) -> list[str]:
+def _mark_cell(cells: list[str], mark: tuple[int, int, str] | None, stage: int) -> list[str]:
     if mark and mark[1] == stage:
         cells[mark[0]] = f"[{cells[mark[0]]}]"
     return cells
 
 
-def comparison(schedules: Sequence[Schedule], costs: Costs) -> str:
+def comparison_table(schedules: Sequence[Schedule], costs: Costs) -> str:
     """One line per schedule: its time, and its memory on each stage."""
     rows = [
         ["", "", "", "idle", "idle", "saved", "", "in", "", "", ""],
@@ -144,7 +146,7 @@ def comparison(schedules: Sequence[Schedule], costs: Costs) -> str:
                 f"{deferred}",
                 f"{(saved + deferred) / schedule.num_repeats:.4g}",
                 f"{schedule.num_inbox}",
-                f"{_messages(schedule)}",
+                f"{_max_sent_messages(schedule)}",
                 f"{visits / schedule.num_repeats:.4g}" if visits else "1",
             ]
         )
@@ -156,11 +158,13 @@ def comparison(schedules: Sequence[Schedule], costs: Costs) -> str:
         for row in rows
     ]
     first = schedules[0]
-    sizes = f"{counted(first.num_stages, 'stage')}, {counted(first.num_microbatches, 'microbatch')}"
-    return "\n".join([sizes, *lines, *_equal(rows[1:]), "", *_LEGEND])
+    sizes = (
+        f"{pluralize(first.num_stages, 'stage')}, {pluralize(first.num_microbatches, 'microbatch')}"
+    )
+    return "\n".join([sizes, *lines, *_identical_schedules(rows[1:]), "", *_LEGEND])
 
 
-def _equal(rows: Sequence[Sequence[str]]) -> list[str]:
+def _identical_schedules(rows: Sequence[Sequence[str]]) -> list[str]:
     """Names schedules that are the same at these sizes."""
     names: dict[tuple[str, ...], list[str]] = {}
     for name, *numbers in rows:
@@ -184,7 +188,7 @@ _LEGEND = (
 )
 
 
-def _messages(schedule: Schedule) -> int:
+def _max_sent_messages(schedule: Schedule) -> int:
     """Messages in a step from the stage that sends most of them to other stages."""
     ring = schedule.ring
     sent = [0] * ring.num_stages

@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 from maxpipe.errors import ConfigError
 from maxpipe.io import files
-from maxpipe.io.text import counted
-from maxpipe.schedule.table import Action, Kind, Orders, Ring, Schedule
+from maxpipe.io.text import pluralize
+from maxpipe.schedule.table import Action, ActionKind, Orders, Ring, Schedule
 
 _MAX_BYTES = 1 << 26
 _ACTION = re.compile(r"([0-9]{1,9})([FBIW])([0-9]{1,9})")
@@ -71,11 +71,11 @@ def read_orders(
     return ring, _orders(lines, ring)
 
 
-class _Cell(NamedTuple):
+class _CsvCell(NamedTuple):
     """An action of the file and its column."""
 
     chunk: int
-    kind: Kind
+    kind: ActionKind
     microbatch: int
     column: int
 
@@ -83,16 +83,16 @@ class _Cell(NamedTuple):
         return f"{self.chunk}{self.kind}{self.microbatch}"
 
     @property
-    def parts(self) -> tuple[Kind, ...]:
+    def parts(self) -> tuple[ActionKind, ...]:
         """A whole backward is I and W."""
         return ("I", "W") if self.kind == "B" else (self.kind,)
 
 
-class _Line(NamedTuple):
+class _CsvLine(NamedTuple):
     """The actions of a stage and the number of its line in the file."""
 
     number: int
-    cells: list[_Cell]
+    cells: list[_CsvCell]
 
 
 def _read(path: Path) -> str:
@@ -110,8 +110,8 @@ def _read(path: Path) -> str:
     raise ConfigError.one("pipeline.schedule", f"file:{path}", rule, action)
 
 
-def _parse(text: str, path: Path) -> list[_Line]:
-    lines: list[_Line] = []
+def _parse(text: str, path: Path) -> list[_CsvLine]:
+    lines: list[_CsvLine] = []
     reader = csv.reader(io.StringIO(text, newline=""), skipinitialspace=True)
     try:
         for row in reader:
@@ -121,7 +121,7 @@ def _parse(text: str, path: Path) -> list[_Line]:
                 if cell.strip()
             ]
             if cells:
-                lines.append(_Line(reader.line_num, cells))
+                lines.append(_CsvLine(reader.line_num, cells))
     except csv.Error as error:
         where = f"{path}: line {reader.line_num}"
         action = "Write one line per stage, such as 0F0,0B0."
@@ -132,7 +132,7 @@ def _parse(text: str, path: Path) -> list[_Line]:
     return lines
 
 
-def _parse_cell(text: str, where: str, column: int) -> _Cell:
+def _parse_cell(text: str, where: str, column: int) -> _CsvCell:
     match = _ACTION.fullmatch(text)
     if match is None:
         shown = ascii(text)[1:-1]
@@ -143,17 +143,17 @@ def _parse_cell(text: str, where: str, column: int) -> _Cell:
             "of at most 9 digits.",
             "Write 2F0 for the forward of chunk 2 and microbatch 0, or leave it empty.",
         )
-    return _Cell(int(match[1]), match[2], int(match[3]), column)  # type: ignore[arg-type]
+    return _CsvCell(int(match[1]), match[2], int(match[3]), column)  # type: ignore[arg-type]
 
 
-def _ring_of(lines: list[_Line], path: Path) -> Ring:
+def _ring_of(lines: list[_CsvLine], path: Path) -> Ring:
     """The ring on which every chunk is where the file runs it."""
     num_chunks = 1 + max(cell.chunk for line in lines for cell in line.cells)
     repeats, rest = divmod(num_chunks, len(lines))
     if rest:
         raise ConfigError.one(
             f"{path}",
-            f"{counted(num_chunks, 'chunk')} on {counted(len(lines), 'line')}",
+            f"{pluralize(num_chunks, 'chunk')} on {pluralize(len(lines), 'line')}",
             "the number of chunks must be a multiple of the number of lines: a line is a stage, "
             "and each stage runs as many chunks.",
             "Add the missing lines, or chunks up to a multiple.",
@@ -178,15 +178,15 @@ def _ring_of(lines: list[_Line], path: Path) -> Ring:
             f"{path}: line {line.number}, cell {cell.column}",
             cell,
             f"chunk {cell.chunk} of {num_chunks} is on line {home} in a {shape} over "
-            f"{counted(len(lines), 'stage')}, which this file comes closest to.",
+            f"{pluralize(len(lines), 'stage')}, which this file comes closest to.",
             f"Move it to line {home}.",
         )
     return ring
 
 
-def _check_line(line: _Line, ring: Ring, count: int, path: Path) -> None:
+def _check_line(line: _CsvLine, ring: Ring, count: int, path: Path) -> None:
     """Each microbatch has F, and B or I and W, of each chunk of the line exactly once."""
-    done: dict[tuple[int, int, Kind], _Cell] = {}
+    done: dict[tuple[int, int, ActionKind], _CsvCell] = {}
     for cell in line.cells:
         for part in cell.parts:
             other = done.setdefault((cell.chunk, cell.microbatch, part), cell)
@@ -214,13 +214,14 @@ def _check_line(line: _Line, ring: Ring, count: int, path: Path) -> None:
     raise ConfigError.one(
         f"{path}: line {line.number}",
         f"no {name}",
-        f"each of {counted(count, 'microbatch')} (0 to {count - 1}) needs F and B, or F, I and W, "
-        f"of each of the line's {counted(ring.num_repeats, 'chunk')}.",
+        f"each of {pluralize(count, 'microbatch')} (0 to {count - 1}) needs F and B, or F, I "
+        "and W, "
+        f"of each of the line's {pluralize(ring.num_repeats, 'chunk')}.",
         f"Add {name} to the line" + (", or its I and W." if backward else "."),
     )
 
 
-def _orders(lines: list[_Line], ring: Ring) -> Orders:
+def _orders(lines: list[_CsvLine], ring: Ring) -> Orders:
     """A file that splits some backwards splits them all: B becomes I and then W."""
     split = any(cell.kind in "IW" for line in lines for cell in line.cells)
     return [

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from maxpipe.schedule.table import Action, Kind, Orders, Ring
+from maxpipe.schedule.table import Action, ActionKind, Orders, Ring
 
 
 def group_sizes(num_microbatches: int, num_stages: int, group: int) -> list[int]:
@@ -26,7 +26,7 @@ def group_sizes(num_microbatches: int, num_stages: int, group: int) -> list[int]
     return [short + 1] * longer + [short] * (count - longer)
 
 
-def _ring_sequence(sizes: Sequence[int], num_repeats: int, kind: Kind) -> list[Action]:
+def _ring_sequence(sizes: Sequence[int], num_repeats: int, kind: ActionKind) -> list[Action]:
     """Order in which every stage of a loop computes (microbatch, repeat)."""
     repeats = range(num_repeats)
     sequence: list[Action] = []
@@ -85,7 +85,7 @@ def zero_bubble_h1(ring: Ring, num_microbatches: int, group: int) -> Orders:
     Source: ZB-H1 (arXiv:2401.10241).
     """
     stages = ring.num_stages
-    return _greedy(ring, num_microbatches, live=stages, pending=max(1, stages - 1))
+    return _greedy_orders(ring, num_microbatches, live=stages, pending=max(1, stages - 1))
 
 
 def zero_bubble_h2(ring: Ring, num_microbatches: int, group: int) -> Orders:
@@ -94,7 +94,7 @@ def zero_bubble_h2(ring: Ring, num_microbatches: int, group: int) -> Orders:
     Source: ZB-H2 (arXiv:2401.10241).
     """
     stages = ring.num_stages
-    return _greedy(ring, num_microbatches, live=2 * stages - 1, pending=stages)
+    return _greedy_orders(ring, num_microbatches, live=2 * stages - 1, pending=stages)
 
 
 def zero_bubble_v(ring: Ring, num_microbatches: int, group: int) -> Orders:
@@ -103,7 +103,7 @@ def zero_bubble_v(ring: Ring, num_microbatches: int, group: int) -> Orders:
     Source: ZB-V (arXiv:2401.10241, arXiv:2405.15362).
     """
     live = 2 * ring.num_stages
-    return _greedy(ring, num_microbatches, live=live, pending=live)
+    return _greedy_orders(ring, num_microbatches, live=live, pending=live)
 
 
 def v_half(ring: Ring, num_microbatches: int, group: int) -> Orders:
@@ -160,7 +160,7 @@ def dualpipe_v(ring: Ring, num_microbatches: int, group: int) -> Orders:
 # Greedy searches that the generators above share.
 
 
-class _Greedy:
+class _GreedyScheduler:
     """Each tick, each stage takes I before F before W, of the chunk furthest in the network.
 
     At most `live` chunks are kept on a stage from F to W, at most `pending` of them between I and
@@ -221,8 +221,8 @@ class _Greedy:
             self.waiting[stage].append(action._replace(kind="W"))
 
 
-def _greedy(ring: Ring, num_microbatches: int, *, live: int, pending: int) -> Orders:
-    return _Greedy(ring, num_microbatches, live=live, pending=pending).run()
+def _greedy_orders(ring: Ring, num_microbatches: int, *, live: int, pending: int) -> Orders:
+    return _GreedyScheduler(ring, num_microbatches, live=live, pending=pending).run()
 
 
 _INTERVAL = 6  # ticks per microbatch: F, I and W of two chunks
@@ -242,7 +242,7 @@ def _repeated_block(
     stages = ring.num_stages
     starts = _block_starts(stages, offsets)
     slopes = (offsets[0], -offsets[1], offsets[2], -offsets[3])
-    parts: tuple[tuple[Kind, int], ...] = (("F", 0), ("F", 1), ("I", 1), ("I", 0))
+    parts: tuple[tuple[ActionKind, int], ...] = (("F", 0), ("F", 1), ("I", 1), ("I", 0))
     orders: Orders = []
     for stage in range(stages):
         times: dict[int, Action] = {}

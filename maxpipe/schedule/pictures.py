@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from maxpipe.io.text import counted
+from maxpipe.io.text import pluralize
 from maxpipe.schedule.draw import (
     EQUAL_COSTS,
     OVERVIEW_WIDTH,
@@ -25,9 +25,9 @@ from maxpipe.schedule.draw import (
     summary,
     text_width,
 )
-from maxpipe.schedule.table import Costs, Kind, Schedule
+from maxpipe.schedule.table import ActionKind, Costs, Schedule
 
-_NAMES: dict[Kind, str] = {
+_KIND_NAMES: dict[ActionKind, str] = {
     "F": "forward",
     "B": "backward",
     "I": "input gradient",
@@ -37,41 +37,41 @@ _NAMES: dict[Kind, str] = {
 
 def svg(schedule: Schedule, costs: Costs = EQUAL_COSTS) -> str:
     """The picture as an SVG document; a box shows its chunk and tick under the pointer."""
-    return drawing(schedule, costs).svg()
+    return draw_schedule(schedule, costs).svg()
 
 
 def png(schedule: Schedule, path: Path, costs: Costs = EQUAL_COSTS) -> None:
     """Write the picture as PNG."""
-    drawing(schedule, costs).png(path)
+    draw_schedule(schedule, costs).png(path)
 
 
-def drawing(schedule: Schedule, costs: Costs = EQUAL_COSTS) -> Canvas:
+def draw_schedule(schedule: Schedule, costs: Costs = EQUAL_COSTS) -> Canvas:
     """The picture, to be written or put below another one."""
     return _Picture(schedule, costs).canvas
 
 
-def drawings(schedules: Sequence[Schedule], costs: Costs = EQUAL_COSTS) -> Canvas:
+def draw_schedules(schedules: Sequence[Schedule], costs: Costs = EQUAL_COSTS) -> Canvas:
     """Return the pictures of several schedules below each other."""
-    canvas = drawing(schedules[0], costs)
+    canvas = draw_schedule(schedules[0], costs)
     for schedule in schedules[1:]:
-        canvas.put(drawing(schedule, costs), canvas.height)
+        canvas.put(draw_schedule(schedule, costs), canvas.height)
     return canvas
 
 
-def overview(schedule: Schedule) -> Canvas:
+def draw_overview(schedule: Schedule) -> Canvas:
     """Draw the lanes of the first ticks, with text that is legible at a width of 300 pixels.
 
     All slots of a long schedule are in `drawing`. The numbers of microbatches are small, for a
     look at full size.
     """
-    times, canvas = _Times(schedule, EQUAL_COSTS), Canvas()
+    times, canvas = _Timeline(schedule, EQUAL_COSTS), Canvas()
     ticks = min(schedule.num_ticks, _OVERVIEW_TICKS)
     left, right, lane = 36.0, 12.0, max(4.0, min(30.0, 400.0 / schedule.num_stages - 2))
     unit = (OVERVIEW_WIDTH - left - right) / float(times.ticks[ticks])
     some = "" if ticks == schedule.num_ticks else f"first {ticks} of "
     lines = (
         (schedule.name, 20, _INK),
-        (f"{schedule.sizes()}, {counted(schedule.num_microbatches, 'microbatch')}", 18, _INK),
+        (f"{schedule.sizes()}, {pluralize(schedule.num_microbatches, 'microbatch')}", 18, _INK),
         (f"bubble {schedule.idle_fraction():.1%}, {some}{schedule.num_ticks} ticks", 18, _INK),
     )
     y = 0.0
@@ -98,7 +98,7 @@ def overview(schedule: Schedule) -> Canvas:
     y = top + schedule.num_stages * (lane + 2) + 8
     x = 12.0
     for kind, _ in schedule.kinds:
-        shade, name = _shade(kind, 0), _NAMES[kind]
+        shade, name = _shade(kind, 0), _KIND_NAMES[kind]
         if x + 24 + text_width(name, 18) > OVERVIEW_WIDTH:
             x, y = 12.0, y + 26
         canvas.boxes.append(Box(x, y, 18, 18, shade.fill, shade.line))
@@ -111,13 +111,13 @@ def overview(schedule: Schedule) -> Canvas:
     return canvas
 
 
-def perfetto(schedule: Schedule, costs: Costs = EQUAL_COSTS) -> str:
+def perfetto_trace(schedule: Schedule, costs: Costs = EQUAL_COSTS) -> str:
     """A trace for ui.perfetto.dev or chrome://tracing, where a cost of 1 is a millisecond.
 
     Stages are threads, slots are slices, messages between stages are arrows, and how many chunks'
     activations a stage keeps is a counter.
     """
-    times = _Times(schedule, costs)
+    times = _Timeline(schedule, costs)
     about = {"name": summary(schedule).splitlines()[0]}
     events: list[dict[str, object]] = [
         {"ph": "M", "pid": 0, "tid": 0, "name": "process_name", "args": about}
@@ -135,7 +135,7 @@ def perfetto(schedule: Schedule, costs: Costs = EQUAL_COSTS) -> str:
                 "pid": 0,
                 "tid": work.stage,
                 "name": f"{work.chunk}{work.kind}{work.microbatch}",
-                "cat": _NAMES[work.kind],
+                "cat": _KIND_NAMES[work.kind],
                 "ts": _microseconds(times.start(work)),
                 "dur": _microseconds(costs.of(work.kind)),
                 "args": {
@@ -171,7 +171,7 @@ def perfetto(schedule: Schedule, costs: Costs = EQUAL_COSTS) -> str:
 class _Work(NamedTuple):
     """The work of a stage in one slot."""
 
-    kind: Kind
+    kind: ActionKind
     tick: int
     stage: int
     microbatch: int
@@ -199,14 +199,14 @@ def _messages(schedule: Schedule) -> Iterator[tuple[_Work, _Work]]:
                 yield work, receiver
 
 
-class _Times:
+class _Timeline:
     """Start times of ticks and slots, in lockstep."""
 
     def __init__(self, schedule: Schedule, costs: Costs):
         spent = schedule.tick_costs(costs)
         self.ticks = np.concatenate([[0.0], np.cumsum(spent)])
         """Start of each tick, and the end of the last one."""
-        self.slots: dict[Kind, np.ndarray] = {}
+        self.slots: dict[ActionKind, np.ndarray] = {}
         start = self.ticks[:-1]
         for kind, slots in schedule.kinds:
             self.slots[kind] = start
@@ -230,7 +230,7 @@ class _Shade(NamedTuple):
     line: str | None = None
 
 
-_INK, _GREY, _PALE, _RULE, _KEPT = "#1d2633", "#667085", "#eff1f5", "#dfe3e9", "#b4bdcb"
+_INK, _GREY, _PALE, _RULE, _SAVED = "#1d2633", "#667085", "#eff1f5", "#dfe3e9", "#b4bdcb"
 # For each repeat, then again from the start: light, dark, pale.
 _COLOURS = (
     ("#8fb8f4", "#2456a6", "#dfeafc"),
@@ -252,7 +252,7 @@ _WIDTH = 1500.0
 _MIN_UNIT, _MAX_UNIT, _MAX_WIDTH = 13.0, 30.0, 16000.0
 
 
-def _shade(kind: Kind, repeat: int) -> _Shade:
+def _shade(kind: ActionKind, repeat: int) -> _Shade:
     light, dark, pale = _COLOURS[repeat % len(_COLOURS)]
     if kind == "F":
         return _Shade(light, _INK)
@@ -264,7 +264,7 @@ class _Picture:
 
     def __init__(self, schedule: Schedule, costs: Costs):
         self.schedule, self.costs = schedule, costs
-        self.times = _Times(schedule, costs)
+        self.times = _Timeline(schedule, costs)
         self.canvas = Canvas()
         self.boxes, self.areas = self.canvas.boxes, self.canvas.areas
         self.labels = self.canvas.labels
@@ -301,7 +301,7 @@ class _Picture:
 
     def _legend(self, y: float) -> float:
         """Draws the legend; returns the y of the next line."""
-        kinds: list[Kind] = [kind for kind, _ in self.schedule.kinds]
+        kinds: list[ActionKind] = [kind for kind, _ in self.schedule.kinds]
         x = _LEFT
         for repeat in range(min(self.schedule.num_repeats, len(_COLOURS))):
             last = repeat + 1 == len(_COLOURS) < self.schedule.num_repeats
@@ -312,7 +312,7 @@ class _Picture:
                 self._chip(x + 19 * column, y, kind, _shade(kind, repeat))
             self.labels.append(Label(x + 19 * len(kinds) + 5, y + 12, text, 12, _INK, "l"))
             x += width
-        notes = [f"{kind} {_NAMES[kind]}" for kind in kinds]
+        notes = [f"{kind} {_KIND_NAMES[kind]}" for kind in kinds]
         notes += ["box: microbatch"] + ["grey: saved chunks"] * self.schedule.trains
         width = sum(text_width(note, 12) + 16 for note in notes)
         x, y = (x, y) if x + width <= self.width else (_LEFT, y + _LEGEND_LINE)
@@ -321,7 +321,7 @@ class _Picture:
             x += text_width(note, 12) + 16
         return y + _LEGEND_LINE
 
-    def _chip(self, x: float, y: float, kind: Kind, shade: _Shade) -> None:
+    def _chip(self, x: float, y: float, kind: ActionKind, shade: _Shade) -> None:
         self.boxes.append(Box(x, y, 17, 16, shade.fill, shade.line, 3))
         self.labels.append(Label(x + 8.5, y + 12, kind, 11, shade.text))
 
@@ -346,7 +346,7 @@ class _Picture:
     def _slots(self) -> None:
         """The slots; a number that does not fit is left out."""
         longest = str(self.schedule.num_microbatches - 1)
-        size: dict[Kind, int] = {
+        size: dict[ActionKind, int] = {
             kind: max([8, *(s for s in range(9, 13) if self._fits(longest, s, kind))])
             for kind, _ in self.schedule.kinds
         }
@@ -357,7 +357,7 @@ class _Picture:
             gap = min(0.75, width / 8)
             text = str(work.microbatch)
             title = (
-                f"{_NAMES[work.kind]} of microbatch {work.microbatch}, chunk {work.chunk} "
+                f"{_KIND_NAMES[work.kind]} of microbatch {work.microbatch}, chunk {work.chunk} "
                 f"(repeat {work.repeat}), stage {work.stage}, tick {work.tick}"
             )
             inside = 0.5 if shade.line else 0.0  # a line is drawn half outside
@@ -378,7 +378,7 @@ class _Picture:
                 label = Label(x + width / 2, baseline, text, size[work.kind], shade.text)
                 self.labels.append(label)
 
-    def _fits(self, text: str, size: int, kind: Kind) -> bool:
+    def _fits(self, text: str, size: int, kind: ActionKind) -> bool:
         return text_width(text, size) + 2 <= self.costs.of(kind) * self.unit
 
     def _kept(self) -> None:
@@ -397,6 +397,6 @@ class _Picture:
                         (self._x(ticks[tick]), height),
                     ]
             points += [(self.end, points[-1][1]), (self.end, floor)]
-            self.areas.append(Area(points, _KEPT))
+            self.areas.append(Area(points, _SAVED))
             most = f"{int(depths[:, stage].max())}"
             self.labels.append(Label(self.end + 8, floor - 2, most, 11, _GREY, "l"))

@@ -20,14 +20,14 @@ from maxpipe.errors import ConfigError, Problem
 from maxpipe.schedule.table import (
     IDLE,
     Action,
+    ActionKind,
     Arrival,
-    Kind,
     Orders,
-    Outside,
+    PrologueRounds,
     Ring,
     Schedule,
-    Slots,
-    Visits,
+    SlotColumns,
+    WeightWindow,
 )
 
 WINDOW_REPEATS = 2
@@ -38,7 +38,7 @@ class OrderError(ConfigError):
     """Orders with a deadlock: every stage waits for another one."""
 
 
-def place(
+def place_orders(
     name: str,
     ring: Ring,
     orders: Orders,
@@ -61,7 +61,7 @@ def place(
         columns = slots["I" if action.kind == "B" else action.kind]
         columns.microbatch[cell] = action.microbatch
         columns.repeat[cell] = action.repeat
-    buffers = _Buffers(ring, at, slots, num_ticks, mixed=mixed, delayed=delayed)
+    buffers = _BufferAllocator(ring, at, slots, num_ticks, mixed=mixed, delayed=delayed)
     arrivals, num_inbox = buffers.inbox()
     return Schedule(
         name=name,
@@ -78,15 +78,15 @@ def place(
         num_inbox=num_inbox,
         num_stash=buffers.stash(),
         num_deferred=buffers.deferred(),
-        visits=_visits(ring, slots, num_ticks, mixed=mixed),
-        outside=_outside(ring, slots["F"].at_first_chunk, slots["I"].at_first_chunk),
+        visits=_weight_window(ring, slots, num_ticks, mixed=mixed),
+        outside=_prologue_rounds(ring, slots["F"].at_first_chunk, slots["I"].at_first_chunk),
     )
 
 
-def _empty_slots(num_ticks: int, num_stages: int) -> Slots:
+def _empty_slots(num_ticks: int, num_stages: int) -> SlotColumns:
     zeros = lambda: np.zeros((num_ticks, num_stages), np.int32)  # noqa: E731
     idle = np.full((num_ticks, num_stages), IDLE, np.int32)
-    return Slots(idle, *(zeros() for _ in range(6)))
+    return SlotColumns(idle, *(zeros() for _ in range(6)))
 
 
 # Ticks.
@@ -101,7 +101,7 @@ def _earliest_ticks(name: str, ring: Ring, orders: Orders, *, mixed: bool, delay
     at: _Ticks = {}
     position = [0] * ring.num_stages
     remaining = sum(map(len, orders))
-    slots: tuple[set[Kind], ...] = ({"F", "I", "W"},) if mixed else ({"F"}, {"B"})
+    slots: tuple[set[ActionKind], ...] = ({"F", "I", "W"},) if mixed else ({"F"}, {"B"})
     tick, last_progress = 0, 0
     while remaining:
         for kinds in slots:
@@ -118,7 +118,7 @@ def _earliest_ticks(name: str, ring: Ring, orders: Orders, *, mixed: bool, delay
                     remaining -= 1
                     last_progress = tick
         if tick > last_progress + 2:
-            raise _stuck(name, ring, orders, position)
+            raise _deadlock_error(name, ring, orders, position)
         tick += 1
     return at
 
@@ -145,7 +145,7 @@ def _inputs(
         yield own_forward, 1 if mixed else 0
 
 
-def _stuck(name: str, ring: Ring, orders: Orders, position: list[int]) -> OrderError:
+def _deadlock_error(name: str, ring: Ring, orders: Orders, position: list[int]) -> OrderError:
     waiting = [
         f"stage {stage} with {ring.chunk(stage, action.repeat)}{action.kind}{action.microbatch}"
         for stage, (order, place) in enumerate(zip(orders, position, strict=True))
@@ -191,17 +191,17 @@ def _colour(intervals: Iterable[_Interval]) -> int:
 
 # The phases of a tick, in the order in which the engine accesses buffers.
 _LOSS_MIXED, _FORWARD, _LOSS, _EARLY, _BACKWARD, _WEIGHT, _END = range(7)
-_MOMENTS = 8
+_PHASES_PER_TICK = 8
 
 
-class _Buffers:
+class _BufferAllocator:
     """Intervals of every value that waits, by stage."""
 
     def __init__(
         self,
         ring: Ring,
         at: _Ticks,
-        slots: dict[str, Slots],
+        slots: dict[str, SlotColumns],
         num_ticks: int,
         *,
         mixed: bool,
@@ -209,13 +209,15 @@ class _Buffers:
     ):
         self.ring, self.at, self.slots, self.num_ticks = ring, at, slots, num_ticks
         self.mixed, self.delayed = mixed, delayed
-        self.backward: Kind = "I" if mixed else "B"
+        self.backward: ActionKind = "I" if mixed else "B"
 
     def _per_stage(self, intervals: dict[int, list[_Interval]]) -> int:
         """Slots of a buffer: the most that any stage needs, and at least one."""
         return max([1, *map(_colour, intervals.values())])
 
-    def _spans(self, first: Kind, last: Kind) -> Iterator[tuple[Action, int, _Cell, _Cell]]:
+    def _spans(
+        self, first: ActionKind, last: ActionKind
+    ) -> Iterator[tuple[Action, int, _Cell, _Cell]]:
         """Each action of kind `first` with the action of kind `last` on the same data."""
         for (action, stage), cell in self.at.items():
             if action.kind == first:
@@ -228,7 +230,7 @@ class _Buffers:
         found: dict[int, list[_Interval]] = {}
         f, b = self.slots["F"].stash, self.slots["I"].stash
         for _, stage, start, end in self._spans("F", self.backward):
-            span = (_MOMENTS * start[0] + _FORWARD, _MOMENTS * end[0] + _BACKWARD)
+            span = (_PHASES_PER_TICK * start[0] + _FORWARD, _PHASES_PER_TICK * end[0] + _BACKWARD)
             found.setdefault(stage, []).append(_Interval(*span, [(f, start), (b, end)]))
         return self._per_stage(found)
 
@@ -237,7 +239,7 @@ class _Buffers:
         found: dict[int, list[_Interval]] = {}
         i, w = self.slots["I"].deferred, self.slots["W"].deferred
         for _, stage, start, end in self._spans("I", "W"):
-            span = (_MOMENTS * start[0] + _BACKWARD, _MOMENTS * end[0] + _WEIGHT)
+            span = (_PHASES_PER_TICK * start[0] + _BACKWARD, _PHASES_PER_TICK * end[0] + _WEIGHT)
             found.setdefault(stage, []).append(_Interval(*span, [(i, start), (w, end)]))
         return self._per_stage(found)
 
@@ -254,12 +256,12 @@ class _Buffers:
         readers: dict[tuple[tuple[str, int], _Cell], list[tuple[np.ndarray, _Cell]]] = {}
         for way, arrival, reader, kind in self._messages():
             moment = _FORWARD if kind == "F" else _BACKWARD
-            ends[way][arrival] = _MOMENTS * reader[0] + moment
+            ends[way][arrival] = _PHASES_PER_TICK * reader[0] + moment
             readers[way, arrival] = [(self.slots["F" if kind == "F" else "I"].inbox, reader)]
         found: dict[int, list[_Interval]] = {stage: [] for stage in range(self.ring.num_stages)}
         for way, column in columns.items():
             for cell in np.ndindex(shape):
-                start = _MOMENTS * cell[0] + self._moment_of(way)
+                start = _PHASES_PER_TICK * cell[0] + self._moment_of(way)
                 end = max(start, int(ends[way][cell]))
                 cells = [(column, cell), *readers.get((way, cell), [])]
                 found[cell[1]].append(_Interval(start, end, cells))
@@ -291,7 +293,7 @@ class _Buffers:
         # What a B slot sent in the last tick comes before this tick's B slot.
         return _EARLY if port == "B" and step and not self.delayed else _END
 
-    def _messages(self) -> Iterator[tuple[tuple[str, int], _Cell, _Cell, Kind]]:
+    def _messages(self) -> Iterator[tuple[tuple[str, int], _Cell, _Cell, ActionKind]]:
         """(way, cell of arrival, cell of the reader, the reader's kind) of every message."""
         ring = self.ring
         for (action, stage), (tick, _) in self.at.items():
@@ -326,7 +328,7 @@ class _Run(NamedTuple):
     stage: int
 
 
-def _runs(slots: Slots, column: np.ndarray) -> list[list[_Run]]:
+def _runs(slots: SlotColumns, column: np.ndarray) -> list[list[_Run]]:
     """By stage, its maximal runs of one repeat in slots of one kind."""
     found: list[list[_Run]] = []
     for stage in range(column.shape[1]):
@@ -341,13 +343,13 @@ def _runs(slots: Slots, column: np.ndarray) -> list[list[_Run]]:
     return found
 
 
-def _aligned(runs: list[list[_Run]]) -> list[list[_Run]]:
+def _align_runs(runs: list[list[_Run]]) -> list[list[_Run]]:
     """The e-th runs of all stages, for every e."""
     longest = max(map(len, runs), default=0)
     return [[per_stage[e] for per_stage in runs if e < len(per_stage)] for e in range(longest)]
 
 
-def _merged(events: list[list[_Run]]) -> list[list[_Run]]:
+def _merge_events(events: list[list[_Run]]) -> list[list[_Run]]:
     """Events in order; one that asks for the chunks of the one before it extends that one."""
     merged: list[list[_Run]] = []
     for runs in events:
@@ -359,33 +361,37 @@ def _merged(events: list[list[_Run]]) -> list[list[_Run]]:
     return merged
 
 
-def _visits(ring: Ring, slots: dict[str, Slots], num_ticks: int, *, mixed: bool) -> Visits:
+def _weight_window(
+    ring: Ring, slots: dict[str, SlotColumns], num_ticks: int, *, mixed: bool
+) -> WeightWindow:
     """Gathers and reductions, at the same tick on all stages: control flow is uniform."""
     empty = np.zeros((0, ring.num_stages), np.int32)
     if ring.num_repeats <= WINDOW_REPEATS:
         none = np.zeros(0, np.int32)
-        return Visits(none, empty, empty, 0, none, empty, empty, 0)
-    forward = _aligned(_runs(slots["F"], slots["F"].window))
-    backward = _aligned(_runs(slots["I"], slots["I"].window))
-    events = _merged(sorted(forward + backward, key=lambda runs: min(run.first for run in runs)))
+        return WeightWindow(none, empty, empty, 0, none, empty, empty, 0)
+    forward = _align_runs(_runs(slots["F"], slots["F"].window))
+    backward = _align_runs(_runs(slots["I"], slots["I"].window))
+    events = _merge_events(
+        sorted(forward + backward, key=lambda runs: min(run.first for run in runs))
+    )
     gather_tick = np.array([min(run.first for run in runs) for runs in events], np.int32)
-    starts = [_MOMENTS * int(tick) - 1 for tick in gather_tick]
-    ends = [[_MOMENTS * run.last + _BACKWARD for run in runs] for runs in events]
+    starts = [_PHASES_PER_TICK * int(tick) - 1 for tick in gather_tick]
+    ends = [[_PHASES_PER_TICK * run.last + _BACKWARD for run in runs] for runs in events]
     gathered = _event_slots(ring, events, starts, ends)
 
     trained = slots["W" if mixed else "I"]
-    events = _aligned(_runs(trained, trained.gradient))
+    events = _align_runs(_runs(trained, trained.gradient))
     # A reduction waits for the next gather, so that both can be issued together.
     boundaries = np.append(gather_tick, num_ticks)
     done = [1 + max(run.last for run in runs) for runs in events]
     reduce_tick = boundaries[np.searchsorted(boundaries, done)].astype(np.int32)
     ends = [
-        [_MOMENTS * int(tick) - 1] * len(runs)
+        [_PHASES_PER_TICK * int(tick) - 1] * len(runs)
         for tick, runs in zip(reduce_tick, events, strict=True)
     ]
-    starts = [min((_MOMENTS * run.first for run in runs), default=0) for runs in events]
+    starts = [min((_PHASES_PER_TICK * run.first for run in runs), default=0) for runs in events]
     reduced = _event_slots(ring, events, starts, ends)
-    return Visits(gather_tick, *gathered, reduce_tick, *reduced)
+    return WeightWindow(gather_tick, *gathered, reduce_tick, *reduced)
 
 
 def _event_slots(
@@ -412,7 +418,7 @@ def _event_slots(
 # Layers outside the ring.
 
 
-def _outside(ring: Ring, entering: np.ndarray, returning: np.ndarray) -> Outside:
+def _prologue_rounds(ring: Ring, entering: np.ndarray, returning: np.ndarray) -> PrologueRounds:
     """Rounds of the microbatches `[K]` that enter the ring, and of those that come back."""
     forward, backward = (np.full(len(entering), IDLE, np.int32) for _ in range(2))
     forward_slot, backward_slot = np.zeros_like(forward), np.zeros_like(backward)
@@ -427,11 +433,11 @@ def _outside(ring: Ring, entering: np.ndarray, returning: np.ndarray) -> Outside
     found = []
     for number, ticks in by_round(entering).items():
         forward[ticks[0]] = number
-        start, end = (_MOMENTS * tick + _FORWARD for tick in (ticks[0], ticks[-1]))
+        start, end = (_PHASES_PER_TICK * tick + _FORWARD for tick in (ticks[0], ticks[-1]))
         cells = [(forward_slot, tick) for tick in ticks]
         if number in back:
             backward[back[number][-1]] = number
-            end = _MOMENTS * back[number][-1] + _END
+            end = _PHASES_PER_TICK * back[number][-1] + _END
             cells += [(backward_slot, tick) for tick in back[number]]
         found.append(_Interval(start, end, cells))
-    return Outside(forward, forward_slot, backward, backward_slot, _colour(found))
+    return PrologueRounds(forward, forward_slot, backward, backward_slot, _colour(found))

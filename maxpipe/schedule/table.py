@@ -24,18 +24,18 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from maxpipe.io.text import counted
+from maxpipe.io.text import pluralize
 
 IDLE = -1
 
-Kind = Literal["F", "B", "I", "W"]
+ActionKind = Literal["F", "B", "I", "W"]
 """Forward; whole backward; input gradients; weight gradients."""
 
 
 class Action(NamedTuple):
     """One chunk's work of one kind for one microbatch."""
 
-    kind: Kind
+    kind: ActionKind
     microbatch: int
     repeat: int
 
@@ -99,7 +99,7 @@ class Ring:
 
 
 @dataclass(frozen=True, slots=True)
-class Slots:
+class SlotColumns:
     """The slots of one kind as arrays `[K, P]`; buffer columns are always legal indices."""
 
     microbatch: np.ndarray
@@ -144,7 +144,7 @@ class Arrival:
 
 
 @dataclass(frozen=True, slots=True)
-class Visits:
+class WeightWindow:
     """When whole chunks are gathered into the window, and their gradients reduced out of it.
 
     Event e gathers `gather_repeat[e, p]` on stage p, all stages at once, while the ticks before
@@ -163,7 +163,7 @@ class Visits:
 
 
 @dataclass(frozen=True, slots=True)
-class Outside:
+class PrologueRounds:
     """When layers outside the ring run, if there are any; arrays `[K]`, the same for all stages.
 
     They run for a round of P microbatches at a time: of round i, stage p has microbatch i*P + p.
@@ -197,17 +197,17 @@ class Schedule:
     """A message takes two ticks instead of one."""
     trains: bool
     """Has a backward; else forward only, for evaluation."""
-    forward: Slots
-    backward: Slots
+    forward: SlotColumns
+    backward: SlotColumns
     """B when typed, I when mixed."""
-    weight: Slots
+    weight: SlotColumns
     """W when mixed; else never active."""
     arrivals: tuple[Arrival, ...]
     num_inbox: int
     num_stash: int
     num_deferred: int
-    visits: Visits
-    outside: Outside
+    visits: WeightWindow
+    outside: PrologueRounds
 
     @property
     def num_stages(self) -> int:
@@ -225,7 +225,7 @@ class Schedule:
         return self.forward.microbatch.shape[0]
 
     @property
-    def kinds(self) -> tuple[tuple[Kind, Slots], ...]:
+    def kinds(self) -> tuple[tuple[ActionKind, SlotColumns], ...]:
         """The kinds of slots that this schedule has, in the order of a tick."""
         if not self.trains:
             return (("F", self.forward),)
@@ -264,7 +264,7 @@ class Schedule:
 
     def sizes(self) -> str:
         """`4 stages x 2 repeats`."""
-        return f"{counted(self.num_stages, 'stage')} x {counted(self.num_repeats, 'repeat')}"
+        return f"{pluralize(self.num_stages, 'stage')} x {pluralize(self.num_repeats, 'repeat')}"
 
     def idle_fraction(self, costs: Costs | None = None) -> float:
         """Share of the step in which a stage waits."""
@@ -296,12 +296,12 @@ class Costs(NamedTuple):
         """Time of a whole backward."""
         return self.input + self.weight
 
-    def of(self, kind: Kind) -> float:
+    def of(self, kind: ActionKind) -> float:
         """Time of a slot of this kind."""
         return {"F": self.forward, "I": self.input, "W": self.weight, "B": self.backward}[kind]
 
 
-def balanced_cut(
+def balance_layers(
     costs: Sequence[float], num_chunks: int, *, first: float = 0.0, last: float = 0.0
 ) -> tuple[int, ...]:
     """Layers of each chunk, at least one, such that the costliest chunk is as cheap as possible.

@@ -14,7 +14,7 @@ import numpy as np
 
 from maxpipe.errors import MaxpipeError
 from maxpipe.schedule import draw
-from maxpipe.schedule.table import IDLE, Kind, Schedule, Slots
+from maxpipe.schedule.table import IDLE, ActionKind, Schedule, SlotColumns
 
 IDLE_TOLERANCE = 1e-3
 """How far idle time may be from the closed form of the schedule's spec."""
@@ -26,7 +26,7 @@ class ScheduleError(MaxpipeError):
     def __init__(self, schedule: Schedule, tick: int, stage: int, kind: str, reason: str):
         self.tick, self.stage, self.kind = tick, stage, kind
         where = f"schedule {schedule.name}: {kind} slot of stage {stage} in tick {tick}"
-        grid = draw.text(schedule, mark=(tick, stage, kind))
+        grid = draw.draw_timeline(schedule, mark=(tick, stage, kind))
         super().__init__(f"{where}: {reason}\n{grid}")
 
 
@@ -37,11 +37,11 @@ def verify(schedule: Schedule, *, idle: float | None = None) -> None:
         ScheduleError: the first cell that is wrong, with the grid around it.
     """
     _check_columns(schedule)
-    _check_visits(schedule)
+    _check_weight_window(schedule)
     _check_kinds(schedule)
     _check_completeness(schedule)
     _Simulation(schedule).run()
-    _Rounds(schedule).run()
+    _PrologueSimulation(schedule).run()
     found = schedule.idle_fraction()
     if idle is not None and abs(found - idle) > IDLE_TOLERANCE:
         reason = f"the table idles {found:.2%} of the time, and its closed form is {idle:.2%}."
@@ -78,7 +78,7 @@ def _check_range(
         raise ScheduleError(schedule, tick, stage, kind, reason)
 
 
-def _check_visits(schedule: Schedule) -> None:
+def _check_weight_window(schedule: Schedule) -> None:
     """Gathers and reductions are in range, and use every slot of the window they declare."""
     visits, last = schedule.visits, schedule.num_ticks - 1
     for column, high in (
@@ -158,9 +158,9 @@ class _Message(NamedTuple):
     step: int | None
 
 
-_DEAD = "nothing"
-_NO_MESSAGE = _Message(_DEAD, None)
-_Row = list[_Message]
+_EMPTY = "nothing"
+_NO_MESSAGE = _Message(_EMPTY, None)
+_StageMessages = list[_Message]
 """One message per stage."""
 
 
@@ -173,12 +173,12 @@ class _Simulation:
         # Lists are read much faster than arrays, one number at a time.
         self.arrivals = [(a.port, a.step, a.slot.tolist()) for a in schedule.arrivals]
         self.visited = {*visits.gather_tick.tolist(), *visits.reduce_tick.tolist()}
-        self.inbox = [[_DEAD] * schedule.num_inbox for _ in stages]
+        self.inbox = [[_EMPTY] * schedule.num_inbox for _ in stages]
         self.unread: list[set[int]] = [set() for _ in stages]
         # By stage, what is in each slot that is in use.
         self.stash: list[dict[int, str]] = [{} for _ in stages]
         self.deferred: list[dict[int, str]] = [{} for _ in stages]
-        self.window = [[_DEAD] * visits.num_window for _ in stages]
+        self.window = [[_EMPTY] * visits.num_window for _ in stages]
         # (chunk, microbatch) of the terms in each gradient accumulator.
         self.partial: list[list[list[tuple[int, int]]]] = [
             [[] for _ in range(visits.num_gradient)] for _ in stages
@@ -192,7 +192,7 @@ class _Simulation:
         """Simulate every tick; at the end nothing that was saved may be left unread."""
         schedule = self.schedule
         nothing = [_NO_MESSAGE] * schedule.num_stages
-        before: dict[str, _Row] = {"F": nothing, "B": nothing, "X": nothing}
+        before: dict[str, _StageMessages] = {"F": nothing, "B": nothing, "X": nothing}
         for tick in range(schedule.num_ticks):
             self._visit(tick)
             before = self._mixed(tick, before) if schedule.mixed else self._typed(tick, before)
@@ -201,7 +201,7 @@ class _Simulation:
 
     # A tick.
 
-    def _typed(self, tick: int, before: dict[str, _Row]) -> dict[str, _Row]:
+    def _typed(self, tick: int, before: dict[str, _StageMessages]) -> dict[str, _StageMessages]:
         schedule = self.schedule
         stages = range(schedule.num_stages)
         sent = {"F": [self._forward(tick, stage) for stage in stages]}
@@ -212,10 +212,10 @@ class _Simulation:
         self._arrive(tick, before if schedule.delayed else {"F": sent["F"]}, sent)
         return sent
 
-    def _mixed(self, tick: int, before: dict[str, _Row]) -> dict[str, _Row]:
+    def _mixed(self, tick: int, before: dict[str, _StageMessages]) -> dict[str, _StageMessages]:
         schedule = self.schedule
         self._arrive(tick, {}, {"loss": self._loss(tick)})
-        output: _Row = []
+        output: _StageMessages = []
         for stage in range(schedule.num_stages):
             forward = self._forward(tick, stage)
             backward = self._backward(tick, stage, "I")
@@ -225,7 +225,9 @@ class _Simulation:
         self._arrive(tick, before if schedule.delayed else sent, sent)
         return sent
 
-    def _arrive(self, tick: int, travelling: dict[str, _Row], staying: dict[str, _Row]) -> None:
+    def _arrive(
+        self, tick: int, travelling: dict[str, _StageMessages], staying: dict[str, _StageMessages]
+    ) -> None:
         """Store the messages of these ports at one phase of the tick."""
         schedule = self.schedule
         for stage in range(schedule.num_stages):
@@ -249,7 +251,7 @@ class _Simulation:
                 if not unwanted:
                     self.unread[stage].add(slot)
 
-    def _loss(self, tick: int) -> _Row:
+    def _loss(self, tick: int) -> _StageMessages:
         """Cotangents from the loss head, on the last stage."""
         ring, microbatch = self.schedule.ring, int(self.schedule.loss_microbatch[tick])
         row = [_NO_MESSAGE] * ring.num_stages
@@ -273,7 +275,7 @@ class _Simulation:
         way = self._way(stage, chunk, backward=False)
         return _Message(f"output {chunk} of {microbatch}", way)
 
-    def _backward(self, tick: int, stage: int, kind: Kind) -> _Message:
+    def _backward(self, tick: int, stage: int, kind: ActionKind) -> _Message:
         slots = self.schedule.backward
         work = self._take(kind, slots, tick, stage)
         if work is None:
@@ -300,7 +302,9 @@ class _Simulation:
         self._free("deferred", int(slots.deferred[tick, stage]), kept, tick, stage, "W")
         self._add_gradient(slots, chunk, microbatch, tick, stage, "W")
 
-    def _take(self, kind: Kind, slots: Slots, tick: int, stage: int) -> tuple[int, int] | None:
+    def _take(
+        self, kind: ActionKind, slots: SlotColumns, tick: int, stage: int
+    ) -> tuple[int, int] | None:
         """(chunk, microbatch) of the slot; its weights must be in the window."""
         microbatch = int(slots.microbatch[tick, stage])
         if microbatch == IDLE:
@@ -321,7 +325,7 @@ class _Simulation:
 
     # Buffers.
 
-    def _expect(self, found: str, wanted: str, tick: int, stage: int, kind: Kind) -> None:
+    def _expect(self, found: str, wanted: str, tick: int, stage: int, kind: ActionKind) -> None:
         if found != wanted:
             reason = f"needs {wanted} and finds {found}."
             raise ScheduleError(self.schedule, tick, stage, kind, reason)
@@ -330,24 +334,36 @@ class _Simulation:
         if used > self.peaks[buffer][0]:
             self.peaks[buffer] = (used, tick, stage)
 
-    def _read_inbox(self, slots: Slots, wanted: str, tick: int, stage: int, kind: Kind) -> None:
+    def _read_inbox(
+        self, slots: SlotColumns, wanted: str, tick: int, stage: int, kind: ActionKind
+    ) -> None:
         slot = int(slots.inbox[tick, stage])
         self._expect(self.inbox[stage][slot], wanted, tick, stage, kind)
         self.unread[stage].discard(slot)
 
-    def _keep(self, buffer: str, slot: int, value: str, tick: int, stage: int, kind: Kind) -> None:
+    def _keep(
+        self, buffer: str, slot: int, value: str, tick: int, stage: int, kind: ActionKind
+    ) -> None:
         held: dict[int, str] = getattr(self, buffer)[stage]
-        self._expect(held.get(slot, _DEAD), _DEAD, tick, stage, kind)
+        self._expect(held.get(slot, _EMPTY), _EMPTY, tick, stage, kind)
         held[slot] = value
         self._count(buffer, len(held), tick, stage)
 
-    def _free(self, buffer: str, slot: int, value: str, tick: int, stage: int, kind: Kind) -> None:
+    def _free(
+        self, buffer: str, slot: int, value: str, tick: int, stage: int, kind: ActionKind
+    ) -> None:
         held: dict[int, str] = getattr(self, buffer)[stage]
-        self._expect(held.get(slot, _DEAD), value, tick, stage, kind)
+        self._expect(held.get(slot, _EMPTY), value, tick, stage, kind)
         del held[slot]
 
     def _add_gradient(
-        self, slots: Slots, chunk: int, microbatch: int, tick: int, stage: int, kind: Kind
+        self,
+        slots: SlotColumns,
+        chunk: int,
+        microbatch: int,
+        tick: int,
+        stage: int,
+        kind: ActionKind,
     ) -> None:
         if self.partial[stage]:
             held = self.partial[stage][slots.gradient[tick, stage]]
@@ -355,7 +371,7 @@ class _Simulation:
             held.append((chunk, microbatch))
 
     def _expect_gradients(
-        self, held: list[tuple[int, int]], chunk: int, tick: int, stage: int, kind: Kind
+        self, held: list[tuple[int, int]], chunk: int, tick: int, stage: int, kind: ActionKind
     ) -> None:
         for other, _ in held:
             wanted, found = f"gradients of chunk {chunk}", f"gradients of chunk {other}"
@@ -400,7 +416,7 @@ class _Simulation:
                 raise ScheduleError(schedule, tick, stage, "F", reason)
 
 
-class _Rounds:
+class _PrologueSimulation:
     """Simulates the layers outside the ring: one slot holds one round from end to end."""
 
     def __init__(self, schedule: Schedule):
@@ -431,7 +447,7 @@ class _Rounds:
             reason = f"rounds have {outside.num_slots} slots and need {needed}."
             self._fail(tick, "F", reason)
 
-    def _fail(self, tick: int, kind: Kind, reason: str) -> None:
+    def _fail(self, tick: int, kind: ActionKind, reason: str) -> None:
         raise ScheduleError(self.schedule, tick, 0, kind, f"outside the ring, {reason}")
 
     def _forward(self, tick: int) -> None:
@@ -446,7 +462,7 @@ class _Rounds:
         if len(self.held) > self.peak[0]:
             self.peak = (len(self.held), tick)
 
-    def _pass(self, tick: int, kind: Kind, microbatch: int) -> None:
+    def _pass(self, tick: int, kind: ActionKind, microbatch: int) -> None:
         """A microbatch enters, or its cotangent is back."""
         if microbatch == IDLE:
             return

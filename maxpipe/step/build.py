@@ -24,11 +24,11 @@ from jax.sharding import Mesh, NamedSharding
 
 import maxpipe
 from maxpipe.config.check import check, total_steps
-from maxpipe.config.keys import flat, may_differ
-from maxpipe.config.load import Loaded, to_dict
+from maxpipe.config.keys import flatten, may_differ
+from maxpipe.config.load import LoadedConfig, to_dict
 from maxpipe.config.pipeline_rules import activations
 from maxpipe.config.schema import Config, GuardConfig, OptimConfig, PipelineConfig, TrainConfig
-from maxpipe.config.training import asks_teacher
+from maxpipe.config.training import runs_teacher
 from maxpipe.config.tuning_schema import GrpoConfig
 from maxpipe.data.loader import Batch, Batches, Loader
 from maxpipe.errors import ConfigError
@@ -37,23 +37,31 @@ from maxpipe.models.choice import Divided, loss_block, resolved
 from maxpipe.models.config import ModelConfig
 from maxpipe.models.count import layer_costs
 from maxpipe.nn.decoder import Decoder
-from maxpipe.nn.part import low_precision
+from maxpipe.nn.part import make_quantizer
 from maxpipe.objectives import preference
 from maxpipe.objectives.distill import Distill
-from maxpipe.objectives.policy import Policy, PolicyNearReference
+from maxpipe.objectives.policy import KlPolicyGradient, Policy
 from maxpipe.optim.schedule import learning_rate
 from maxpipe.optim.update import Optimizer
-from maxpipe.parallel.mesh import BATCH_AXES, CONTEXT, STAGE, TENSOR, Device, divided, resolve
-from maxpipe.parallel.sharding import AxisRules, local_rows, place_rows
+from maxpipe.parallel.mesh import (
+    BATCH_AXES,
+    CONTEXT,
+    STAGE,
+    TENSOR,
+    Device,
+    partition_devices,
+    resolve_mesh_config,
+)
+from maxpipe.parallel.sharding import AxisRules, local_sequences, make_global_batch
 from maxpipe.pipeline import ahead
 from maxpipe.pipeline.executor import Engine
-from maxpipe.pipeline.layout import Layout
+from maxpipe.pipeline.layout import LayerLayout
 from maxpipe.pipeline.network import Network
 from maxpipe.pipeline.objective import CrossEntropy, Objective
 from maxpipe.pipeline.remat import RematPolicy
-from maxpipe.schedule.catalog import build
-from maxpipe.schedule.table import Schedule, balanced_cut
-from maxpipe.step.state import Partition
+from maxpipe.schedule.catalog import make_schedule
+from maxpipe.schedule.table import Schedule, balance_layers
+from maxpipe.step.state import ParamLayout
 from maxpipe.step.step import Steps
 
 
@@ -63,7 +71,7 @@ def objective_of(config: Config) -> Objective:
         case "pretrain" | "sft":
             return CrossEntropy()
         case "preference":
-            return preference.of_config(config.preference, config.data.pairs_per_row)
+            return preference.make_preference(config.preference, config.data.pairs_per_row)
         case "distill":
             distill = config.distill
             return Distill(distill.direction, distill.temperature, distill.top_k, distill.weight)
@@ -76,10 +84,10 @@ def policy_of(grpo_config: GrpoConfig) -> Policy:
     clip = grpo_config.clip, grpo_config.clip_high or grpo_config.clip
     if not grpo_config.kl:
         return Policy(*clip, grpo_config.temperature)
-    return PolicyNearReference(*clip, grpo_config.temperature, kl=grpo_config.kl)
+    return KlPolicyGradient(*clip, grpo_config.temperature, kl=grpo_config.kl)
 
 
-def partition(
+def build_steps(
     mesh: Mesh,
     *,
     model: ModelConfig,
@@ -112,9 +120,9 @@ def partition(
     ring = schedule.ring
     # Embedding and loss head are spread over all stages: only layers weigh on the cut.
     outside, costs = pipeline.layers_outside, layer_costs(decoder.model, train.sequence_length)
-    cut = pipeline.cut or balanced_cut(costs[outside:], ring.num_chunks)
-    layout = Layout(ring, tuple(cut), outside, decoder.model.layers)
-    parts = Partition(decoder, layout, mesh)
+    cut = pipeline.cut or balance_layers(costs[outside:], ring.num_chunks)
+    layout = LayerLayout(ring, tuple(cut), outside, decoder.model.layers)
+    parts = ParamLayout(decoder, layout, mesh)
     ends = decoder.model.ends
     network = Network(
         {kind: decoder.layer(kind) for kind in decoder.model.kinds},
@@ -126,7 +134,7 @@ def partition(
         ends.logit_scale,
         ends.logit_cap,
         _loss_block(mesh, model, pipeline, train),
-        _heads_ahead(decoder),
+        _make_mtp(decoder),
         num_sources,
         objective,
     )
@@ -144,12 +152,12 @@ def partition(
             mesh,
             parts.specs,
             weight_gather=pipeline.weight_gather,
-            keep=keep_of(pipeline, model),
+            keep=make_remat_policy(pipeline, model),
             idle=pipeline.idle,
             trainable=parts.trainable,
             exact=parts.exact,
             summed=parts.summed,
-            low=low_precision(model),
+            low=make_quantizer(model),
             gradients=optimizer.target_specs,
             reduced=optim.reduce_dtype,
         ),
@@ -162,7 +170,7 @@ def partition(
 
 
 def _schedule(pipeline: PipelineConfig, stages: int, microbatches: int) -> Schedule:
-    return build(
+    return make_schedule(
         pipeline.schedule,
         stages=stages,
         repeats=pipeline.repeats,
@@ -182,14 +190,14 @@ def _loss_block(
     return loss_block(pipeline.loss_block_tokens, tokens, vocabulary)
 
 
-def _heads_ahead(decoder: Decoder) -> ahead.Heads | None:
+def _make_mtp(decoder: Decoder) -> ahead.MtpFns | None:
     ends = decoder.model.ends
     if ends.layers_ahead is not None:
-        return ahead.Layers(decoder.layer_ahead, dict(ends.losses))
-    return None if ends.ahead is None else ahead.Projections(decoder.ahead, dict(ends.losses))
+        return ahead.MtpLayerFns(decoder.layer_ahead, dict(ends.losses))
+    return None if ends.ahead is None else ahead.MtpProjectionFns(decoder.ahead, dict(ends.losses))
 
 
-def keep_of(pipeline: PipelineConfig, model: ModelConfig) -> RematPolicy:
+def make_remat_policy(pipeline: PipelineConfig, model: ModelConfig) -> RematPolicy:
     """What the engine keeps for backward slots, as the config says."""
     if pipeline.remat != "names":
         return RematPolicy(pipeline.remat)
@@ -197,14 +205,14 @@ def keep_of(pipeline: PipelineConfig, model: ModelConfig) -> RematPolicy:
     return RematPolicy("names", activations(saved, model), activations(offloaded, model))
 
 
-def steps_of(
+def steps_from_config(
     config: Config, mesh: Mesh, byte_lengths: np.ndarray, *, num_sources: int | None = None
 ) -> Steps:
     """The steps that a config describes on a mesh; see `partition`.
 
     There is a sum for each source of the mixture, or for `num_sources`.
     """
-    return partition(
+    return build_steps(
         mesh,
         model=config.model,
         pipeline=config.pipeline,
@@ -220,29 +228,29 @@ def steps_of(
     )
 
 
-def batches(sharding: NamedSharding, loader: Loader, start: int, stop: int) -> Batches:
+def load_batches(sharding: NamedSharding, loader: Loader, start: int, stop: int) -> Batches:
     """Global batches of the steps from `start` to before `stop`, read ahead."""
-    rows = {count: local_rows(sharding, count) for count in loader.ramp.sizes(start)}
+    rows = {count: local_sequences(sharding, count) for count in loader.ramp.sizes(start)}
 
     def placed(host: Batch, count: int) -> dict[str, jax.Array]:
-        return place_rows(host, rows[count], count, sharding)
+        return make_global_batch(host, rows[count], count, sharding)
 
     return loader.batches(start, rows.__getitem__, stop_step=stop, made=placed)
 
 
-def devices_of(config: Config) -> tuple[list[Device], list[Device]]:
+def split_devices(config: Config) -> tuple[list[Device], list[Device]]:
     """Those of the student, and those of its teacher: the same, or others.
 
     Raises:
         ConfigError: there are not enough, or processes would have unlike ones.
     """
-    count = config.distill.devices if asks_teacher(config) else 0
-    return divided(jax.devices(), count, "distill.devices")
+    count = config.distill.devices if runs_teacher(config) else 0
+    return partition_devices(jax.devices(), count, "distill.devices")
 
 
-def fit_to_devices(loaded: Loaded) -> Loaded:
+def resolve_mesh(loaded: LoadedConfig) -> LoadedConfig:
     """The config with the mesh's -1 resolved, and the rules that depend on it checked."""
-    mesh = resolve(loaded.config.mesh, devices_of(loaded.config)[0])
+    mesh = resolve_mesh_config(loaded.config.mesh, split_devices(loaded.config)[0])
     config = dataclasses.replace(loaded.config, mesh=mesh)
     problems = check(config, loaded.origins)
     if problems:
@@ -252,10 +260,10 @@ def fit_to_devices(loaded: Loaded) -> Loaded:
     return dataclasses.replace(loaded, config=config, filled=filled)
 
 
-def shared_facts(config: Config) -> dict[str, str]:
+def shared_metadata(config: Config) -> dict[str, str]:
     """Values that must be the same in all processes, by name."""
     facts = {"maxpipe": maxpipe.__version__, "jax": jax.__version__}
-    for key, value in flat(to_dict(redact.within(config))).items():
+    for key, value in flatten(to_dict(redact.redact_value(config))).items():
         if not may_differ(key):
             facts[key] = json.dumps(value)
     return facts

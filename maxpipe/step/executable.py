@@ -20,14 +20,14 @@ from jax.experimental import serialize_executable
 
 from maxpipe.errors import ConfigError, StorageError
 from maxpipe.io import files, redact
-from maxpipe.io.typed import parse
+from maxpipe.io.typed import parse_json
 
 PROGRAM, PROVENANCE = "program.bin", "provenance.json"
-WHERE = "runtime.executable"
+CONFIG_KEY = "runtime.executable"
 _MAX_PROVENANCE_BYTES = 1 << 20
-DECIDING = ("model", "mesh", "pipeline", "train", "optim")
+PROGRAM_SECTIONS = ("model", "mesh", "pipeline", "train", "optim")
 """Config sections that determine the program."""
-DECIDING_KEYS = ("run.seed", "guard.spike_sigmas", "guard.spike_window", "guard.on_spike")
+PROGRAM_KEYS = ("run.seed", "guard.spike_sigmas", "guard.spike_window", "guard.on_spike")
 """Keys of other sections that determine it."""
 
 
@@ -54,7 +54,7 @@ def save(compiled: Any, folder: Path, facts: Mapping[str, str]) -> None:
             path = folder / name
             path.unlink(missing_ok=True)
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-            with open(files.opened(path, flags, 0o600), "wb") as file:
+            with open(files.open_regular(path, flags, 0o600), "wb") as file:
                 file.write(content)
     except OSError as error:
         raise StorageError.unwritable(folder, error, "Name another folder with --save.") from error
@@ -71,29 +71,29 @@ def load(
     """
     try:
         _check_private(folder, folder.stat())
-        record = parse(_read_private(folder / PROVENANCE, _MAX_PROVENANCE_BYTES), Provenance)
+        record = parse_json(_read_private(folder / PROVENANCE, _MAX_PROVENANCE_BYTES), Provenance)
         payload = _read_private(folder / PROGRAM)
         made_of, digest = record["facts"], record["sha256"]
     except OSError as error:
         raise StorageError(
-            f"{WHERE} = {folder}\n  cannot be read: {error.strerror}.\n"
-            f"  Make it with `maxpipe compile ... --save {folder}`, or leave out {WHERE}."
+            f"{CONFIG_KEY} = {folder}\n  cannot be read: {error.strerror}.\n"
+            f"  Make it with `maxpipe compile ... --save {folder}`, or leave out {CONFIG_KEY}."
         ) from error
     except ValueError as error:
-        raise _damaged(folder) from error
+        raise _damage_error(folder) from error
     for name in dict.fromkeys((*facts, *made_of)):
         mine, its = facts.get(name), made_of.get(name)
         if mine != its:
             raise ConfigError.one(
-                WHERE,
+                CONFIG_KEY,
                 folder,
                 f"was compiled for {name} = {its}, and this run has {mine}.",
-                f"Compile it again with `maxpipe compile ... --save`, or leave out {WHERE}.",
+                f"Compile it again with `maxpipe compile ... --save`, or leave out {CONFIG_KEY}.",
             )
-    action = f"Leave out {WHERE}, or train on one CPU device."
-    check_devices(devices[0].platform, len(devices), WHERE, folder, action)
+    action = f"Leave out {CONFIG_KEY}, or train on one CPU device."
+    check_devices(devices[0].platform, len(devices), CONFIG_KEY, folder, action)
     if hashlib.sha256(payload).hexdigest() != digest:
-        raise _damaged(folder)
+        raise _damage_error(folder)
     return serialize_executable.deserialize_and_load(
         payload, in_tree, out_tree, backend=devices[0].client, execution_devices=list(devices)
     )
@@ -110,16 +110,16 @@ def check_devices(platform: str, count: int, where: str, folder: Path, action: s
         raise ConfigError.one(where, folder, f"{rule}of a loaded program meet.", action)
 
 
-def _damaged(folder: Path) -> StorageError:
+def _damage_error(folder: Path) -> StorageError:
     return StorageError(
-        f"{WHERE} = {folder}\n  is damaged: its digest is not that of its program.\n"
+        f"{CONFIG_KEY} = {folder}\n  is damaged: its digest is not that of its program.\n"
         "  Compile it again with `maxpipe compile ... --save`."
     )
 
 
 def _read_private(path: Path, most: int = -1) -> bytes:
     """At most `most` bytes of a file, of the very file that was checked."""
-    with open(files.opened(path), "rb") as stream:
+    with open(files.open_regular(path), "rb") as stream:
         _check_private(path, os.fstat(stream.fileno()))
         return stream.read(most)
 
@@ -127,12 +127,12 @@ def _read_private(path: Path, most: int = -1) -> bytes:
 def _check_private(path: Path, found: os.stat_result) -> None:
     if found.st_uid != os.geteuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise StorageError(
-            f"{WHERE} = {path}\n  can be written by others, and a program is code.\n"
+            f"{CONFIG_KEY} = {path}\n  can be written by others, and a program is code.\n"
             f"  chown it to yourself and chmod 700 the folder, if you trust its content."
         )
 
 
-def facts_of(
+def program_metadata(
     sections: Mapping[str, Mapping[str, Any]], lowered: Any, devices: Sequence[Any]
 ) -> dict[str, str]:
     """The facts of a train step: config, devices, compiler, and the program itself.
@@ -141,10 +141,10 @@ def facts_of(
     """
     values = {
         f"{section}.{key}": json.dumps(value)
-        for section in DECIDING
-        for key, value in redact.within(sections[section]).items()
+        for section in PROGRAM_SECTIONS
+        for key, value in redact.redact_value(sections[section]).items()
     }
-    for key in DECIDING_KEYS:
+    for key in PROGRAM_KEYS:
         section, name = key.split(".")
         values[key] = json.dumps(sections[section][name])
     values.pop("mesh.cpu_devices")

@@ -36,7 +36,7 @@ class Difference:
         return f"{self.name} on device {self.device.id} ({kind}, process {process})"
 
 
-def explain(found: Sequence[Difference], where: str) -> str:
+def format_differences(found: Sequence[Difference], where: str) -> str:
     """The error message for these differences."""
     more = f", and {len(found) - 1} more copies differ" if found[1:] else ""
     return (

@@ -18,21 +18,21 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from maxpipe.config.by_name import by_name
+from maxpipe.config.by_name import parse_param_values
 from maxpipe.config.schema import OptimConfig
-from maxpipe.io.tree import Path, flat, nested
+from maxpipe.io.tree import KeyPath, flatten, unflatten
 from maxpipe.models.frozen import chosen, names_in_layers
 from maxpipe.models.spec import Param
-from maxpipe.nn.adapters import completed
+from maxpipe.nn.adapters import complete_params
 from maxpipe.nn.decoder import Decoder
 from maxpipe.optim.guard import GuardState
-from maxpipe.optim.kept import Kept
-from maxpipe.optim.update import OptState, Target
-from maxpipe.parallel.axes import owned_dim
+from maxpipe.optim.kept import StateArray
+from maxpipe.optim.update import OptState, TrainableParam
+from maxpipe.parallel.axes import find_zero1_dim
 from maxpipe.parallel.mesh import DATA, STAGE, TENSOR
-from maxpipe.parallel.sharding import STACK, axes_of, left_to_compiler
-from maxpipe.pipeline.layout import Layout, pad_vocabulary, padded_vocabulary
-from maxpipe.pipeline.weights import trained
+from maxpipe.parallel.sharding import STACKED_AXES, auto_sharded, entry_axes
+from maxpipe.pipeline.layout import LayerLayout, pad_vocabulary, padded_vocab_size
+from maxpipe.pipeline.weights import select_trainable
 
 Tree = Any
 VOCABULARY: Mapping[str, int] = {"embedding": 0, "head": 1}
@@ -50,11 +50,11 @@ class TrainState(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Partition:
+class ParamLayout:
     """A decoder's parameters, and trees that contain copies of them, on a mesh."""
 
     decoder: Decoder
-    layout: Layout
+    layout: LayerLayout
     mesh: Mesh
 
     @cached_property
@@ -64,7 +64,9 @@ class Partition:
 
         def spec(path: tuple[Any, ...], axes: tuple[str, ...]) -> PartitionSpec:
             name = jax.tree_util.keystr(path, simple=True, separator=".")
-            stack = {"layers": STACK, "outside": STACK[-1:]}.get(name.partition(".")[0], ())
+            stack = {"layers": STACKED_AXES, "outside": STACKED_AXES[-1:]}.get(
+                name.partition(".")[0], ()
+            )
             return rules.spec((*stack, *axes), where=name)
 
         return jax.tree_util.tree_map_with_path(spec, self._axes, is_leaf=_is_axes)
@@ -91,7 +93,7 @@ class Partition:
 
     def trained(self, params: Tree) -> Tree:
         """Of a tree in the stacked form what belongs to trained parameters: the optimizer's."""
-        return trained(params, self.trainable)
+        return select_trainable(params, self.trainable)
 
     def _by_place(self, declared: Tree) -> Tree:
         """What is declared by kind, for layers in the ring and outside it."""
@@ -130,8 +132,8 @@ class Partition:
 
     def _shared_over_data(self, spec: PartitionSpec, param: Param, stacked: int) -> PartitionSpec:
         """The spec of a parameter with `stacked` dims in front, with one more dim divided."""
-        entries = list(map(axes_of, spec)) + [()] * (stacked + len(param.dims) - len(spec))
-        dim = owned_dim(param.dims, entries[stacked:], self.mesh.shape)
+        entries = list(map(entry_axes, spec)) + [()] * (stacked + len(param.dims) - len(spec))
+        dim = find_zero1_dim(param.dims, entries[stacked:], self.mesh.shape)
         if dim is not None:
             entries[stacked + dim] = (*entries[stacked + dim], DATA)
         return PartitionSpec(*(each or None for each in entries))
@@ -140,12 +142,14 @@ class Partition:
         """Of a tree as checkpoints hold it what belongs to trained parameters."""
         mask = self.decoder.trainable()
         layers = {kind: mask["layers"][kind] for kind in self.layout.stacks}
-        return trained(saved, mask | {"layers": self._without_one_kind(layers)})
+        return select_trainable(saved, mask | {"layers": self._without_one_kind(layers)})
 
-    def saved_kept_specs(self, kept: Mapping[Path, Kept], targets: Mapping[Path, Target]) -> Tree:
+    def saved_kept_specs(
+        self, kept: Mapping[KeyPath, StateArray], targets: Mapping[KeyPath, TrainableParam]
+    ) -> Tree:
         """The same of what is kept of parameters, which are named by their paths when stacked."""
-        found: dict[Path, PartitionSpec] = {}
-        for path, spec in flat(self.by_kind(self.saved_specs)).items():
+        found: dict[KeyPath, PartitionSpec] = {}
+        for path, spec in flatten(self.by_kind(self.saved_specs)).items():
             in_layers = path[0] == "layers"
             paths = (path, ("outside", *path[1:])) if in_layers else (path,)
             own = next((each for each in paths if each in kept), None)
@@ -160,7 +164,7 @@ class Partition:
                 dropped = {in_layers + dim for dim in one.left_out}
                 kept_dims = (each for dim, each in enumerate(entries) if dim not in dropped)
                 found[path] = PartitionSpec(*kept_dims)
-        return self._as_saved(nested(found))
+        return self._as_saved(unflatten(found))
 
     def _saved_layers(self, kind: str) -> Tree:
         """PartitionSpec of the parameters of all layers of a kind, in network order."""
@@ -185,20 +189,20 @@ class Partition:
             return saved
         return saved | {"layers": {next(iter(self.layout.stacks)): saved["layers"]}}
 
-    def targets(self, optim: OptimConfig) -> dict[Path, Target]:
+    def targets(self, optim: OptimConfig) -> dict[KeyPath, TrainableParam]:
         """The trained parameters, by their paths in the stacked form."""
         model, layout = self.decoder.model, self.layout
-        rates = chosen(model, by_name(optim.rate_factors))
-        decays = chosen(model, by_name(optim.weight_decays))
-        specs, found = flat(self.specs), dict[Path, Target]()
+        rates = chosen(model, parse_param_values(optim.rate_factors))
+        decays = chosen(model, parse_param_values(optim.weight_decays))
+        specs, found = flatten(self.specs), dict[KeyPath, TrainableParam]()
 
-        def add(path: Path, name: str, param: Param, layers: np.ndarray | None = None) -> None:
+        def add(path: KeyPath, name: str, param: Param, layers: np.ndarray | None = None) -> None:
             decay = decays.get(name, optim.weight_decay if param.decays else 0.0)
             if param.trainable:
                 spec = specs[path]
                 if optim.shard_over_data:
                     spec = self._shared_over_data(spec, param, 0 if layers is None else layers.ndim)
-                found[path] = Target(param, name, rates.get(name, 1.0), decay, layers, spec)
+                found[path] = TrainableParam(param, name, rates.get(name, 1.0), decay, layers, spec)
 
         for key, param in model.ends.params.items():
             add(key, ".".join(key), param)
@@ -219,7 +223,7 @@ class Partition:
     def init(self, key: jax.Array) -> Tree:
         """Stacked parameters; each layer's values depend on key and layer index alone."""
         # Made of a key, which says nothing of how they are divided.
-        return left_to_compiler(self._drawn, self.specs)(key)
+        return auto_sharded(self._drawn, self.specs)(key)
 
     def _drawn(self, key: jax.Array) -> Tree:
         layout, init_layers = self.layout, self.decoder.init_layers
@@ -246,19 +250,19 @@ class Partition:
     # Adapters beside a base.
 
     @cached_property
-    def base(self) -> Partition:
+    def base(self) -> ParamLayout:
         """That of the same model without adapters; itself if it has none."""
         config = self.decoder.config
         if config.adapter is None:
             return self
         decoder = Decoder(replace(config, adapter=None), self.decoder.rules)
-        return Partition(decoder, self.layout, self.mesh)
+        return ParamLayout(decoder, self.layout, self.mesh)
 
     def with_adapters(self, base: Tree, key: jax.Array) -> Tree:
         """The parameters of `base` with new adapters beside them; all are stacked."""
         if self.base is self:
             return base
-        return left_to_compiler(self._with_adapters, self.specs)(base, self.init(key))
+        return auto_sharded(self._with_adapters, self.specs)(base, self.init(key))
 
     def _with_adapters(self, base: Tree, drawn: Tree) -> Tree:
         found = dict(base)
@@ -266,9 +270,9 @@ class Partition:
             found[place] = {}
             for kind, mine in base[place].items():
                 described = self.decoder.model.kinds[kind]
-                both = flat(drawn[place][kind]) | flat(mine)
+                both = flatten(drawn[place][kind]) | flatten(mine)
                 read = {name: both[name] for name in described.drawn if name in both}
-                found[place][kind] = nested(completed(described, read))
+                found[place][kind] = unflatten(complete_params(described, read))
         return found
 
     def stack(self, params: Tree, vocabulary: Mapping[str, int] = VOCABULARY) -> Tree:
@@ -307,7 +311,7 @@ class Partition:
 
     def _pad_vocabulary(self, params: Tree, vocabulary: Mapping[str, int] = VOCABULARY) -> Tree:
         shape = self.mesh.shape
-        size = padded_vocabulary(self.decoder.config.vocab_size, shape[STAGE] * shape[TENSOR])
+        size = padded_vocab_size(self.decoder.config.vocab_size, shape[STAGE] * shape[TENSOR])
         padded = dict(params)
         for name, dim in vocabulary.items():
             if name in params:

@@ -30,34 +30,34 @@ from jaxtyping import Bool, Float, Int, Key
 from maxpipe.config.schema import GuardConfig
 from maxpipe.distributed.runtime import compiler_options
 from maxpipe.models.spec import Follows, Model
-from maxpipe.nn.decoder import AHEAD
-from maxpipe.optim.guard import GuardState, assess, initial, unless_bad
-from maxpipe.optim.outcome import outcome
+from maxpipe.nn.decoder import MTP
+from maxpipe.optim.guard import GuardState, check_step, init_guard_state, select_update
+from maxpipe.optim.outcome import check_update
 from maxpipe.optim.update import Optimizer, OptState
 from maxpipe.parallel import stated
 from maxpipe.parallel.mesh import BATCH_AXES
 from maxpipe.parallel.sharding import (
     BATCH_SPEC,
-    divided_like,
-    left_to_compiler,
-    on_mesh,
-    placed,
+    auto_sharded,
+    reshard,
+    reshard_like,
+    trace_on_mesh,
     with_shardings,
 )
 from maxpipe.pipeline import ahead
 from maxpipe.pipeline.executor import Engine
-from maxpipe.pipeline.loss_head import by_source
+from maxpipe.pipeline.loss_head import sum_by_source
 from maxpipe.pipeline.objective import Objective
-from maxpipe.pipeline.program import Reader
-from maxpipe.pipeline.weights import joined
-from maxpipe.schedule.catalog import forward_only
+from maxpipe.pipeline.program import OutputReader
+from maxpipe.pipeline.weights import replace_subtree
+from maxpipe.schedule.catalog import make_forward_schedule
 from maxpipe.schedule.table import Schedule
 from maxpipe.step import executable
 from maxpipe.step.replicas import ReplicaCheck, digest
-from maxpipe.step.state import VOCABULARY, Partition, TrainState
+from maxpipe.step.state import VOCABULARY, ParamLayout, TrainState
 
 
-def summarised(
+def compute_layer_metrics(
     model: Model,
     losses: Mapping[str, Float[Array, ""]],
     statistics: Mapping[str, Mapping[str, Array]],
@@ -76,12 +76,12 @@ def summarised(
             continue
         arrays = [each[summary.of] for each in statistics.values() if summary.of in each]
         largest = summary.take == "largest"
-        extremes = [_of_each_layer(array, largest=largest) for array in arrays]
+        extremes = [_extreme_per_layer(array, largest=largest) for array in arrays]
         found[tag] = (jnp.max if largest else jnp.min)(jnp.concatenate(extremes))
     return found
 
 
-def _of_each_layer(array: Float[Array, "L ..."], *, largest: bool) -> Float[Array, " L"]:
+def _extreme_per_layer(array: Float[Array, "L ..."], *, largest: bool) -> Float[Array, " L"]:
     """A layer's largest or smallest entry as a multiple of their mean; 0 where all are 0."""
     entries = jax.lax.reshape(array, (len(array), array[0].size))
     extreme = (entries.max if largest else entries.min)(axis=1)
@@ -89,7 +89,7 @@ def _of_each_layer(array: Float[Array, "L ..."], *, largest: bool) -> Float[Arra
     return jnp.where(mean == 0, 0.0, extreme / jnp.where(mean == 0, 1.0, mean))
 
 
-def followed(
+def apply_balance_updates(
     model: Model,
     params: Tree,
     statistics: Mapping[str, Mapping[str, Any]],
@@ -105,12 +105,12 @@ def followed(
     def move(layers: Tree, follows: Mapping[tuple[str, str], Follows], reported: Tree) -> Tree:
         for (part, name), how in follows.items():
             old, own = layers[part][name], layers[part]
-            new = unless_bad(taken, moved(old, reported[how.statistic], how), old)
+            new = select_update(taken, balance_step(old, reported[how.statistic], how), old)
             layers = layers | {part: own | {name: new}}
         return layers
 
     for place, kinds in statistics.items():
-        if place == AHEAD:
+        if place == MTP:
             heads = found[place]
             found[place] = heads | {"layer": move(heads["layer"], model.ends.follows, kinds)}
             continue
@@ -122,7 +122,7 @@ def followed(
     return found
 
 
-def moved(
+def balance_step(
     param: Float[Array, "*layers E"], statistic: Float[Array, "*layers E"], how: Follows
 ) -> Float[Array, "*layers E"]:
     """Each entry up where the statistic is below its mean, down where it is above.
@@ -131,7 +131,7 @@ def moved(
     """
     mean = statistic.mean(-1, keepdims=True)
     # Each device has the statistics of all experts, and of the parameter maybe only its own.
-    direction = divided_like(jnp.sign(mean - statistic), param)
+    direction = reshard_like(jnp.sign(mean - statistic), param)
     return param + how.rate * direction.astype(param.dtype)
 
 
@@ -153,7 +153,7 @@ _PARAMETERS, _DROPOUT = 0, 1
 class Steps:
     """A partitioned model: shardings, and functions to be compiled for them."""
 
-    partition: Partition
+    partition: ParamLayout
     optimizer: Optimizer
     train_schedule: Schedule
     engine: Engine
@@ -200,7 +200,7 @@ class Steps:
     def _state_specs(self) -> TrainState:
         specs = self.partition.specs
         optimizer = OptState._make((PartitionSpec(), self.optimizer.specs))
-        guard = jax.tree.map(lambda _: PartitionSpec(), initial(self.guard))
+        guard = jax.tree.map(lambda _: PartitionSpec(), init_guard_state(self.guard))
         return TrainState._make((PartitionSpec(), specs, optimizer, guard))
 
     @cached_property
@@ -263,7 +263,7 @@ class Steps:
         """
         devices = list(self.partition.mesh.devices.flat)
         lowered = self.lower_train()
-        facts = executable.facts_of(sections, lowered, devices)
+        facts = executable.program_metadata(sections, lowered, devices)
         arguments = (self.abstract_state, self.abstract_batch())
         in_tree = jax.tree.structure((arguments, {}))
         out_tree = jax.tree.structure(lowered.out_info)
@@ -300,7 +300,7 @@ class Steps:
             lowered = step.lower(self.abstract_state.params, self.abstract_batch(rows))
             return lowered.compile(self.compiler_options)
 
-    def compile_rows(self, reader: Reader, rows: int = 0, *, everywhere: bool = False) -> Any:
+    def compile_rows(self, reader: OutputReader, rows: int = 0, *, everywhere: bool = False) -> Any:
         """(params, batch) -> what a reader finds of each row, arrays `[rows, ...]`.
 
         They are divided as the batch is, or on all devices `everywhere`; `rows` as above.
@@ -326,7 +326,7 @@ class Steps:
             return jnp.stack([digest(leaf) for leaf in jax.tree.leaves(saved)])
 
         everywhere = NamedSharding(parts.mesh, PartitionSpec())
-        found = self._jit(left_to_compiler(digests, PartitionSpec()), everywhere)(params)
+        found = self._jit(auto_sharded(digests, PartitionSpec()), everywhere)(params)
         return hashlib.sha256(np.asarray(found, "<u4").tobytes()).hexdigest()
 
     @property
@@ -348,7 +348,7 @@ class Steps:
         mine = rows // shards
         counts = (count for count in range(1, mine + 1) if mine % count == 0)
         count = next(count for count in counts if mine // count <= largest)
-        return forward_only(self.train_schedule.ring, count)
+        return make_forward_schedule(self.train_schedule.ring, count)
 
     def buffer_shapes(self) -> dict[str, list[Any]]:
         """On one device, of what the train step's loop carries, before compiling it."""
@@ -388,7 +388,7 @@ class Steps:
         # Layers of all stages are joined into one dim, and padding is cut off.
         def unstack(tree: Tree, specs: Tree, vocabulary: Mapping[str, int] = VOCABULARY) -> Tree:
             run = partial(parts.to_saved, vocabulary=vocabulary)
-            return left_to_compiler(run, specs)(tree)
+            return auto_sharded(run, specs)(tree)
 
         specs, vocabulary = self._saved_trees_specs, self.optimizer.vocabulary
         saved = {
@@ -413,13 +413,13 @@ class Steps:
         def convert(
             saved: Tree, guard: GuardState | None = None, base: Tree | None = None
         ) -> TrainState:
-            guard = initial(self.guard) if guard is None else guard
+            guard = init_guard_state(self.guard) if guard is None else guard
             step, params = saved["step"], self._stack(saved["params"], base)
             specs, vocabulary = self.optimizer.specs, self.optimizer.vocabulary
             trees = {}
             for name, tree in saved["optimizer"].items():
                 run = partial(self.partition.from_saved, vocabulary=vocabulary[name])
-                trees[name] = left_to_compiler(run, specs[name])(_on_device(tree))
+                trees[name] = auto_sharded(run, specs[name])(_on_device(tree))
             optimizer = OptState(step - guard.skipped, trees)
             return TrainState(step, params, optimizer, jax.tree.map(jnp.asarray, guard))
 
@@ -436,7 +436,7 @@ class Steps:
         parts, specs = self.partition, self.partition.saved_specs
 
         def convert(base: Tree, adapters: Tree) -> Tree:
-            return left_to_compiler(parts.to_saved, specs)(self._stack(adapters, base))
+            return auto_sharded(parts.to_saved, specs)(self._stack(adapters, base))
 
         return self._jit(convert, parts.shardings(specs))
 
@@ -445,19 +445,19 @@ class Steps:
         # Layers are dealt out to stages, and the vocabulary is padded.
         parts = self.partition
         if base is None:
-            return left_to_compiler(parts.from_saved, parts.specs)(params)
-        mine = left_to_compiler(parts.from_saved, parts.trained(parts.specs))(params)
-        return joined(self._around(base), mine)
+            return auto_sharded(parts.from_saved, parts.specs)(params)
+        mine = auto_sharded(parts.from_saved, parts.trained(parts.specs))(params)
+        return replace_subtree(self._around(base), mine)
 
     def _around(self, base: Tree) -> Tree:
         """Stacked parameters of a base in the form of checkpoints, with new adapters."""
         plain = self.partition.base
-        stacked = left_to_compiler(plain.from_saved, plain.specs)(base)
+        stacked = auto_sharded(plain.from_saved, plain.specs)(base)
         return self.partition.with_adapters(stacked, self._key(_PARAMETERS))
 
     def _jit(self, run: Callable[..., Tree], shardings: Tree) -> Any:
         """A jitted function with these shardings of its results."""
-        return jax.jit(on_mesh(self.partition.mesh, run), out_shardings=shardings)
+        return jax.jit(trace_on_mesh(self.partition.mesh, run), out_shardings=shardings)
 
     def with_weights(self, params: Tree) -> TrainState:
         """A fresh state, but for parameters in the form that a checkpoint holds.
@@ -466,7 +466,7 @@ class Steps:
         """
 
         def convert(saved: Tree) -> TrainState:
-            params, guard = self._around(saved), initial(self.guard)
+            params, guard = self._around(saved), init_guard_state(self.guard)
             optimizer, step = self._optimizer_state(params), jnp.zeros((), jnp.int32)
             return TrainState(step, params, optimizer, jax.tree.map(jnp.asarray, guard))
 
@@ -490,7 +490,7 @@ class Steps:
         """Of the parameters that a run starts from: without adapters."""
         plain = self.partition.base
         stacked = jax.eval_shape(plain.init, self._key(_PARAMETERS))
-        saved = jax.eval_shape(left_to_compiler(plain.to_saved, plain.saved_specs), stacked)
+        saved = jax.eval_shape(auto_sharded(plain.to_saved, plain.saved_specs), stacked)
         return with_shardings(saved, plain.shardings(plain.saved_specs))
 
     # The computations.
@@ -504,7 +504,7 @@ class Steps:
 
     def _init(self) -> TrainState:
         params = self.partition.init(self._key(_PARAMETERS))
-        guard = jax.tree.map(jnp.asarray, initial(self.guard))
+        guard = jax.tree.map(jnp.asarray, init_guard_state(self.guard))
         return TrainState(jnp.zeros((), jnp.int32), params, self._optimizer_state(params), guard)
 
     def _train_step(self, state: TrainState, batch: Tree) -> tuple[TrainState, Metrics]:
@@ -515,24 +515,26 @@ class Steps:
         loss, gradients = found.loss, found.gradients
         norm = optax.tree.norm(gradients)
         specs, everywhere = self.optimizer.target_specs, PartitionSpec()
-        old = placed(self.partition.trained(state.params), specs)
+        old = reshard(self.partition.trained(state.params), specs)
         rate = jnp.asarray(self.optimizer.rate(state.step - state.guard.skipped))
         with jax.named_scope(stated.UPDATE):
-            taken, guard = assess(
+            taken, guard = check_step(
                 self.guard,
                 self.partition.mesh,
                 state.guard,
                 loss,
                 norm,
-                partial(outcome, self.optimizer),
+                partial(check_update, self.optimizer),
                 (gradients, norm, rate, old, state.optimizer, state.guard.reach),
                 (specs, everywhere, everywhere, specs, self._state_specs.optimizer, everywhere),
             )
             new, optimizer = self.optimizer.update(
                 gradients, state.optimizer, old, norm=norm, taken=taken
             )
-        params = joined(state.params, new)
-        params = followed(self.partition.decoder.model, params, found.statistics, taken)
+        params = replace_subtree(state.params, new)
+        params = apply_balance_updates(
+            self.partition.decoder.model, params, found.statistics, taken
+        )
         metrics = {
             "train/loss": loss,
             "train/grad_norm": norm,
@@ -547,10 +549,10 @@ class Steps:
         metrics |= {f"train/loss_{name}": found.losses[name] for name in model.ends.losses}
         if found.by_source is not None:
             metrics |= dict(zip(BY_SOURCE, found.by_source, strict=True))
-        further = {ahead.AHEAD: found.statistics.get(ahead.AHEAD, {})}
+        further = {ahead.MTP: found.statistics.get(ahead.MTP, {})}
         # Layers of all stages are joined into one dim; the numbers are few.
-        reported = left_to_compiler(layout.unstack, PartitionSpec())(*layers)
-        metrics |= summarised(model, found.losses, reported | further)
+        reported = auto_sharded(layout.unstack, PartitionSpec())(*layers)
+        metrics |= compute_layer_metrics(model, found.losses, reported | further)
         return TrainState(state.step + 1, params, optimizer, guard), metrics
 
     def _eval_step(self, schedule: Schedule, params: Tree, batch: Tree) -> Metrics:
@@ -560,15 +562,15 @@ class Steps:
             return found | {"targets": targets}
         lengths = jnp.asarray(self.byte_lengths, jnp.float32)
         # Picked by index: divided as the indices are.
-        size = left_to_compiler(operator.getitem, BATCH_SPEC)(lengths, batch["targets"])
+        size = auto_sharded(operator.getitem, BATCH_SPEC)(lengths, batch["targets"])
         size = size * batch["loss_mask"]
         if not self.num_sources:
             return found | {"targets": targets, "bytes": size.sum()}
 
         def summed(size: Array, sources: Array) -> Array:
-            return by_source(size, self.num_sources, sources[:, None])
+            return sum_by_source(size, self.num_sources, sources[:, None])
 
-        summed = left_to_compiler(summed, PartitionSpec())
+        summed = auto_sharded(summed, PartitionSpec())
         return found | {"targets": targets, "bytes": summed(size, batch["source_ids"])}
 
 

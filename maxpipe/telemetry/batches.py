@@ -12,10 +12,10 @@ from typing import Any, NotRequired, TypedDict
 
 from maxpipe.config.shipped import EVENTS_FILE
 from maxpipe.errors import StorageError
-from maxpipe.io.files import full, records
+from maxpipe.io.files import expand_path, read_json_lines
 
 
-class _Record(TypedDict):
+class _BatchEvent(TypedDict):
     event: str
     step: NotRequired[int]
     to: NotRequired[int]
@@ -42,11 +42,11 @@ def mixture_of(run_dir: str | Path) -> tuple[list[str], list[list[Any]]] | None:
     return (found[-1].get("sources", []), found[-1].get("mixture", [])) if found else None
 
 
-def _events(run_dir: str | Path) -> list[_Record]:
+def _events(run_dir: str | Path) -> list[_BatchEvent]:
     """All records; none of a run that has not begun."""
-    path = full(run_dir) / EVENTS_FILE
+    path = expand_path(run_dir) / EVENTS_FILE
     try:
-        return list(records(path, _Record))
+        return list(read_json_lines(path, _BatchEvent))
     except FileNotFoundError:
         return []
     except OSError as error:
@@ -56,7 +56,7 @@ def _events(run_dir: str | Path) -> list[_Record]:
         ) from error
 
 
-def offset(events: Iterable[_Record], step: int) -> int:
+def offset(events: Iterable[_BatchEvent], step: int) -> int:
     """The batches left out before a step."""
     # (step, offset of the steps behind it), in the order of steps.
     found = [(0, 0)]

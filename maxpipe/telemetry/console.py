@@ -60,7 +60,7 @@ class Console:
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[None]:
         """Show that `name`, e.g. "compiling train step", goes on, and how long it took."""
-        start, name = time.monotonic(), redact.text(name)
+        start, name = time.monotonic(), redact.redact_text(name)
         if self._view is not None:
             self._view.stage = (name, start)
             self._view.start()
@@ -120,7 +120,7 @@ class Console:
     def _print(self, text: str, every_process: bool = False) -> None:
         if self._process_index != 0 and not every_process:
             return
-        text = redact.shown(text)
+        text = redact.redact_for_terminal(text)
         # A terminal that went away (EIO, EPIPE, a closed stream) must not end the run.
         with contextlib.suppress(OSError, ValueError):
             if self._view is not None:

@@ -22,15 +22,15 @@ from maxpipe.config.rules import did_you_mean
 from maxpipe.config.shipped import EVENTS_FILE, METRICS_FILE
 from maxpipe.distributed.phases import DATA, EVAL, LOOP, ROLLOUT, SAVE, SET_UP, STEP
 from maxpipe.errors import ConfigError, StorageError
-from maxpipe.io.files import full, lines, records
-from maxpipe.io.text import counted
-from maxpipe.io.typed import checked, parse
+from maxpipe.io.files import expand_path, read_json_lines, read_lines
+from maxpipe.io.text import pluralize
+from maxpipe.io.typed import check_type, parse_json
 from maxpipe.schedule.draw import Box, Canvas, Label, text_width
 from maxpipe.schedule.draw import Curve as Line
 from maxpipe.telemetry.console import duration
 
 FORMS = (".svg", ".png")
-LARGEST = 1e300
+MAX_VALUE = 1e300
 """Magnitude of a value above which no axis is drawn: no run records it, damaged records do."""
 _log = logging.getLogger("maxpipe")
 _SHOWN_NAMES = 30
@@ -53,15 +53,15 @@ def read(run_dir: str | Path, tags: Sequence[str]) -> dict[str, Curve]:
         ConfigError: the run has none of them.
         StorageError: its records cannot be read.
     """
-    path = full(run_dir) / METRICS_FILE
+    path = expand_path(run_dir) / METRICS_FILE
     found: dict[str, Curve] = {tag: [] for tag in tags}
     left_out = dict.fromkeys(tags, 0)
     known: set[str] = set()
     damaged = 0
     try:
-        for _, line in lines(path):
+        for _, line in read_lines(path):
             try:
-                record = parse(line, dict[str, Any])
+                record = parse_json(line, dict[str, Any])
             except ValueError:
                 damaged += bool(line.strip())
                 continue
@@ -70,7 +70,7 @@ def read(run_dir: str | Path, tags: Sequence[str]) -> dict[str, Curve]:
                 step, value = record.get("step"), record.get(tag)
                 if not (_is_number(step) and _is_number(value)):
                     continue  # null: the run recorded a value that was not finite
-                if _is_step(step) and -LARGEST <= value <= LARGEST:
+                if _is_step(step) and -MAX_VALUE <= value <= MAX_VALUE:
                     curve.append((step, float(value)))
                 else:
                     left_out[tag] += 1
@@ -80,14 +80,14 @@ def read(run_dir: str | Path, tags: Sequence[str]) -> dict[str, Curve]:
             "  Give the folder of a run, by default runs/<run.name>, as `maxpipe train` left it."
         ) from error
     if damaged:
-        what = counted(damaged, "line")
+        what = pluralize(damaged, "line")
         _log.warning("%s: left out %s that cannot be read as JSON", path, what)
     for tag, count in left_out.items():
         if count:
             _log.warning(
                 "%s: %s has %s that cannot be drawn: a value must be finite and at most %g, "
                 "and its step a whole number from 0 to 2**63 - 1",
-                *(path, tag, counted(count, "record"), LARGEST),
+                *(path, tag, pluralize(count, "record"), MAX_VALUE),
             )
     found = {tag: curve for tag, curve in found.items() if curve}
     if not found:
@@ -106,12 +106,12 @@ def _is_number(value: object) -> TypeGuard[int | float]:
 
 def _is_step(value: object) -> TypeGuard[int]:
     try:
-        return checked(value, int) >= 0
+        return check_type(value, int) >= 0
     except ValueError:
         return False
 
 
-def picture(runs: Mapping[str, Mapping[str, Curve]]) -> Canvas:
+def draw_curves(runs: Mapping[str, Mapping[str, Curve]]) -> Canvas:
     """The curves of some runs by name, one panel below the other."""
     canvas = Canvas()
     ends = dict.fromkeys(tag.rpartition("/")[2] for curves in runs.values() for tag in curves)
@@ -167,7 +167,7 @@ def _range(values: Sequence[float]) -> tuple[float, float]:
     low, high = min(values), max(values)
     spread = high - low
     # The logarithm of a step between ticks is not defined near the smallest double.
-    room = 0.05 * spread if spread > 1 / LARGEST else max(abs(high), 1.0) * 0.05
+    room = 0.05 * spread if spread > 1 / MAX_VALUE else max(abs(high), 1.0) * 0.05
     return (0.0 if 0 <= low < (high - low) else low - room), high + room
 
 
@@ -195,13 +195,13 @@ CAUSES = {
 }
 
 
-_OF_STEPS = (STEP, LOOP, ROLLOUT)
+_STEP_PHASES = (STEP, LOOP, ROLLOUT)
 """Phases of steps: what a step trains on may be drawn for it."""
-_LONGEST_SECONDS = 1e10
+_MAX_DURATION_SECONDS = 1e10
 """Three hundred years, a limit for damaged records."""
 
 
-class Record(TypedDict):
+class EventRecord(TypedDict):
     """A line of `events.jsonl`; which of the last three it has depends on the event."""
 
     time: str
@@ -213,7 +213,7 @@ class Record(TypedDict):
 
 
 @dataclass
-class Stretch:
+class StepInterval:
     """Steps and their time, from one record."""
 
     first: int
@@ -236,7 +236,7 @@ class Attempt:
     uptime: float = 0.0
     """Seconds to the last record."""
     set_up: dict[str, float] = field(default_factory=dict)
-    stretches: list[Stretch] = field(default_factory=list)
+    stretches: list[StepInterval] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -265,9 +265,9 @@ def read_goodput(run_dir: str | Path) -> Goodput:
         ConfigError: there are no records.
         StorageError: they cannot be read.
     """
-    path, attempts = full(run_dir) / EVENTS_FILE, []
+    path, attempts = expand_path(run_dir) / EVENTS_FILE, []
     try:
-        attempts = _attempts(records(path, Record))
+        attempts = _attempts(read_json_lines(path, EventRecord))
     except (FileNotFoundError, NotADirectoryError):
         pass
     except OSError as error:
@@ -285,7 +285,7 @@ def read_goodput(run_dir: str | Path) -> Goodput:
     return Goodput(attempts, _by_cause(attempts))
 
 
-def _attempts(found: Iterable[Record]) -> list[Attempt]:
+def _attempts(found: Iterable[EventRecord]) -> list[Attempt]:
     attempts: list[Attempt] = []
     for record in found:
         try:
@@ -295,7 +295,7 @@ def _attempts(found: Iterable[Record]) -> list[Attempt]:
     return attempts
 
 
-def _add(record: Record, attempts: list[Attempt]) -> None:
+def _add(record: EventRecord, attempts: list[Attempt]) -> None:
     """Adds a record to the attempt that it is of.
 
     Raises:
@@ -305,7 +305,7 @@ def _add(record: Record, attempts: list[Attempt]) -> None:
     if time.tzinfo is None:
         time = time.replace(tzinfo=UTC)
     seconds = record.get("seconds", {})
-    if not all(0 <= each <= _LONGEST_SECONDS for each in (uptime, *seconds.values())):
+    if not all(0 <= each <= _MAX_DURATION_SECONDS for each in (uptime, *seconds.values())):
         raise ValueError("a duration above the limit")
     event = record["event"]
     if event == "begin":
@@ -318,7 +318,7 @@ def _add(record: Record, attempts: list[Attempt]) -> None:
             attempt.first = attempt.last = step
             attempt.set_up = seconds
         case "time" if step is not None:
-            attempt.stretches.append(Stretch(attempt.last, step, seconds))
+            attempt.stretches.append(StepInterval(attempt.last, step, seconds))
             attempt.last = step
         case "roll_back" if to is not None:
             attempt.last = to
@@ -344,9 +344,9 @@ def _by_cause(attempts: list[Attempt]) -> dict[str, float]:
             begun_later = min(begun_later, stretch.first)
             for phase, seconds in stretch.seconds.items():
                 told += seconds
-                if phase in _OF_STEPS and attempt.first == attempt.last:
+                if phase in _STEP_PHASES and attempt.first == attempt.last:
                     total[SET_UP[0]] += seconds  # a finished run was started again
-                elif phase in _OF_STEPS:
+                elif phase in _STEP_PHASES:
                     total[PRODUCTIVE] += share * seconds
                     total[REDONE] += (1 - share) * seconds
                 else:
@@ -360,7 +360,7 @@ def _by_cause(attempts: list[Attempt]) -> dict[str, float]:
     return {cause: seconds for cause, seconds in total.items() if seconds > 0}
 
 
-def facts(found: Goodput) -> dict[str, Any]:
+def goodput_to_dict(found: Goodput) -> dict[str, Any]:
     """Plain values."""
     return {
         "seconds": found.total,
@@ -379,7 +379,7 @@ def facts(found: Goodput) -> dict[str, Any]:
     }
 
 
-def page(found: Goodput) -> str:
+def format_goodput(found: Goodput) -> str:
     """The same for a terminal."""
     count = len(found.attempts)
     lines = [

@@ -25,7 +25,7 @@ _DISTILLED = "with `train.objective=distill`"
 _EVALUATED, _MIXED = "after an evaluation", "with `data.mixture`"
 _GRPO = "with `train.objective=grpo`"
 _PREFERENCE = "with `train.objective=preference`"
-_OF_PAIRS = {
+_PREFERENCE_METRICS = {
     "reward_chosen": (
         "",
         "What the chosen response gained beside the reference, times `preference.beta`; of `orpo` "
@@ -40,7 +40,7 @@ _OF_PAIRS = {
 """What preferences report: unit and meaning."""
 
 
-def of_source(name: str, what: str) -> str:
+def source_tag(name: str, what: str) -> str:
     """The tag of a number that each source of a mixture has."""
     return f"source/{name}/{what}"
 
@@ -150,10 +150,10 @@ METRICS = (
         "Divergence from the reference, estimated from the tokens that were drawn.",
         "with `grpo.kl`",
     ),
-    *(Metric(f"train/{name}", *each, _PREFERENCE) for name, each in _OF_PAIRS.items()),
+    *(Metric(f"train/{name}", *each, _PREFERENCE) for name, each in _PREFERENCE_METRICS.items()),
     *(
         Metric(f"eval/{name}", unit, f"`train/{name}` of validation documents.", _PREFERENCE)
-        for name, (unit, _) in _OF_PAIRS.items()
+        for name, (unit, _) in _PREFERENCE_METRICS.items()
     ),
     Metric("train/epochs", "", "How often the documents were read.", "without `data.mixture`"),
     Metric(

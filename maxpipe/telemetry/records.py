@@ -28,7 +28,7 @@ from typing import Any, TypedDict
 
 from maxpipe.config.shipped import EVENTS_FILE, METRICS_FILE, SAMPLES_FILE, TENSORBOARD_FOLDER
 from maxpipe.io import files, redact
-from maxpipe.io.typed import parse
+from maxpipe.io.typed import parse_json
 from maxpipe.schedule.draw import Canvas
 from maxpipe.telemetry.metrics import CHARTS
 
@@ -104,7 +104,7 @@ def _tensor(tag: str, metadata: Any, values: Sequence[bytes]) -> Any:
 _log = logging.getLogger("maxpipe")
 
 _WARN_EVERY_SECONDS = 60.0
-Ours = Callable[[], bool]
+OwnershipCheck = Callable[[], bool]
 
 
 def _always() -> bool:
@@ -119,7 +119,7 @@ class _SafeFile:
     and what is written later stays readable. Threads may write one after another.
     """
 
-    def __init__(self, path: Path, ours: Ours = _always):
+    def __init__(self, path: Path, ours: OwnershipCheck = _always):
         self.path, self._ours, self._lock = path, ours, threading.Lock()
         self._warned_at = -math.inf
 
@@ -131,7 +131,7 @@ class _SafeFile:
         if not self._ours():
             return -1
         with self.guard(), self._lock:
-            descriptor = files.opened(self.path, os.O_RDWR | os.O_CREAT)
+            descriptor = files.open_regular(self.path, os.O_RDWR | os.O_CREAT)
             try:
                 return _write_at(descriptor, data, at)
             finally:
@@ -196,7 +196,7 @@ class EventLog:
         run_dir: Path,
         process_index: int = 0,
         since: float | None = None,
-        ours: Ours = _always,
+        ours: OwnershipCheck = _always,
     ):
         self._file = _SafeFile(run_dir / EVENTS_FILE, ours) if process_index == 0 else None
         self._since = time.monotonic() if since is None else since
@@ -208,7 +208,7 @@ class EventLog:
         if self._file is not None:
             record: dict[str, object] = {"time": _now()}
             record |= {"uptime": round(time.monotonic() - self._since, 3), "event": event}
-            self._file.append(_json_line(redact.within(record | fields)))
+            self._file.append(_json_line(redact.redact_value(record | fields)))
 
 
 def _now() -> str:
@@ -218,7 +218,7 @@ def _now() -> str:
 
 def _ends_inside_a_line(path: Path) -> bool:
     try:
-        with open(files.opened(path), "rb") as file:
+        with open(files.open_regular(path), "rb") as file:
             file.seek(-1, os.SEEK_END)
             return file.read(1) != b"\n"
     except OSError:  # missing or empty
@@ -240,7 +240,7 @@ class MetricWriter:
         tensorboard: bool,
         resume_step: int,
         process_index: int = 0,
-        ours: Ours = _always,
+        ours: OwnershipCheck = _always,
     ):
         self._file: _SafeFile | None = None
         self._events: _TensorBoardFile | None = None
@@ -255,8 +255,8 @@ class MetricWriter:
         with self._file.guard():
             if not ours():
                 return
-            self._last = _drop_after(self._file.path, resume_step, self._tags)
-            _drop_after(self._samples.path, resume_step)
+            self._last = _truncate_after_step(self._file.path, resume_step, self._tags)
+            _truncate_after_step(self._samples.path, resume_step)
         if tensorboard:
             self._events = _TensorBoardFile(run_dir / TENSORBOARD_FOLDER, resume_step, ours)
 
@@ -292,7 +292,7 @@ class MetricWriter:
         if self._file is None:
             return
         record = {"step": step, "time": _now(), "samples": [*samples]}
-        self._samples.append(_json_line(redact.within(record)))
+        self._samples.append(_json_line(redact.redact_value(record)))
         for number, each in enumerate(samples):
             both = f"{each['prompt']}{each['text']}"
             # Indented it is shown as it is, whatever of Markdown it has.
@@ -302,7 +302,7 @@ class MetricWriter:
     def text(self, tag: str, markdown: str, step: int = 0) -> None:
         """Show a text in TensorBoard, e.g. the resolved config."""
         if self._events is not None:
-            self._events.text(tag, redact.text(markdown), step)
+            self._events.text(tag, redact.redact_text(markdown), step)
 
     def show(self, summary: Callable[[], Any]) -> None:
         """Show the result of `make` in TensorBoard; without TensorBoard it is not called."""
@@ -315,13 +315,13 @@ class MetricWriter:
         self._file = self._events = None
 
 
-class _Record(TypedDict):
+class _MetricRecord(TypedDict):
     """A line of `metrics.jsonl`; the other keys are tags."""
 
     step: int
 
 
-def _drop_after(
+def _truncate_after_step(
     path: Path, step: int, tags: set[str] | None = None
 ) -> tuple[int, int, dict[str, object]] | None:
     """Replace the file by one without later steps, doubled steps and torn lines.
@@ -333,9 +333,9 @@ def _drop_after(
     """Where the newest record of each step begins and ends."""
     size = 0
     try:
-        for offset, line in files.lines(path):
+        for offset, line in files.read_lines(path):
             with contextlib.suppress(ValueError):
-                record = parse(line, _Record)
+                record = parse_json(line, _MetricRecord)
                 if (recorded := record["step"]) <= step and line.endswith(b"\n"):
                     kept[recorded] = offset, offset + len(line)
                     if tags is not None:
@@ -345,21 +345,21 @@ def _drop_after(
         return None
     spans = list(kept.values())
     if sorted(spans) != spans or sum(end - begin for begin, end in spans) != size:
-        spans = _keep(path, spans)
+        spans = _rewrite_spans(path, spans)
     if not kept:
         return None
-    with open(files.opened(path), "rb") as file:
+    with open(files.open_regular(path), "rb") as file:
         begin, end = spans[-1]
         file.seek(begin)
         return list(kept)[-1], begin, json.loads(file.read(end - begin))
 
 
-def _keep(path: Path, spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+def _rewrite_spans(path: Path, spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     """Replace the file by these parts of it, in this order; returns where they are then."""
     beside, moved, offset = path.with_name(path.name + ".new"), [], 0
     with (
-        open(files.opened(path), "rb") as old,
-        open(files.opened(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as new,
+        open(files.open_regular(path), "rb") as old,
+        open(files.open_regular(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as new,
     ):
         for begin, end in spans:
             old.seek(begin)
@@ -377,7 +377,7 @@ class _TensorBoardFile:
     it, and it imports TensorFlow where that is installed.
     """
 
-    def __init__(self, folder: Path, resume_step: int, ours: Ours):
+    def __init__(self, folder: Path, resume_step: int, ours: OwnershipCheck):
         # 0.4 s to import: paid by a run that writes, not by the command line.
         from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2, types_pb2
         from tensorboard.summary.writer.record_writer import RecordWriter

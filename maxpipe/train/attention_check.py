@@ -19,14 +19,14 @@ import numpy as np
 from jax import Array
 
 from maxpipe.config.shipped import EVENTS_FILE
-from maxpipe.distributed.link import Link
+from maxpipe.distributed.link import ControlChannel
 from maxpipe.errors import ConfigError
-from maxpipe.io.files import records
+from maxpipe.io.files import read_json_lines
 from maxpipe.models.layers.attention import AUTO, Attention
 from maxpipe.models.layers.latent import LatentAttention
 from maxpipe.models.spec import Model
 from maxpipe.nn.attention.backends import BACKENDS
-from maxpipe.nn.attention.interface import Attend, Mask
+from maxpipe.nn.attention.interface import AttentionBackend, Mask
 from maxpipe.parallel.axes import MeshConfig
 from maxpipe.parallel.mesh import build_mesh
 from maxpipe.step.step import Steps
@@ -40,21 +40,21 @@ _TOKENS, _GROUPS, _SHARED = 256, 2, 4
 _DOCUMENTS = 3
 _CUDNN_TOKENS, _CUDNN_DOCUMENTS = 1024, (1, 2, 5)
 """In its slice documents choose between three kernels."""
-_TIMES = 4.0
+_TOLERANCE_FACTOR = 4.0
 """By how much a backend may be further from exact results than plain attention."""
-_ROUNDING = {"float32": 1e-5, "bfloat16": 2.0**-6}
+_MIN_TOLERANCE = {"float32": 1e-5, "bfloat16": 2.0**-6}
 """Distance that is allowed in any case, of an array's largest entry."""
 
-Mixing = Attention | LatentAttention
+AttentionPart = Attention | LatentAttention
 
 
-class _Checked(TypedDict):
+class _CheckEvent(TypedDict):
     event: Literal["attention_checked"]
     what: str
 
 
 @dataclass(frozen=True)
-class Found:
+class AttentionDeviation:
     """Distances from exact results, each of the array's largest entry."""
 
     backend: str
@@ -74,7 +74,9 @@ class Found:
         )
 
 
-def check(run_dir: Path, steps: Steps, link: Link, console: Console, events: EventLog) -> None:
+def check_run_attention(
+    run_dir: Path, steps: Steps, link: ControlChannel, console: Console, events: EventLog
+) -> None:
     """Checks the model's attention on hardware that the run has not met.
 
     Raises:
@@ -82,27 +84,27 @@ def check(run_dir: Path, steps: Steps, link: Link, console: Console, events: Eve
     """
     decoder, (_, tokens), found = steps.partition.decoder, steps.shape, None
     model, dtype = decoder.model, decoder.config.compute_dtype
-    what = what_is_checked(model, dtype, tokens)
+    what = check_description(model, dtype, tokens)
     if what and not _was_checked(run_dir, what):
         with console.stage("checking attention"):
             found = check_attention(model, dtype, tokens)
     # A process that knows its hardware asks as well: all leave if one of them has to.
     verdicts = link.same("attention", "" if found is None or found.ok else str(found))
     if wrong := max(verdicts):
-        raise _refusal(wrong)
+        raise _mismatch_error(wrong)
     if found is not None:
         console.note(f"attention: {found}")
         events.write(_EVENT, what=what, result=found.result, gradients=found.gradients)
 
 
-def check_attention(model: Model, dtype: str, tokens: int) -> Found | None:
+def check_attention(model: Model, dtype: str, tokens: int) -> AttentionDeviation | None:
     """The worst of the model's kinds of attention on a device here; None if all are plain."""
     with jax.set_mesh(build_mesh(MeshConfig(), jax.local_devices()[:1])):
-        found = [each for case in _cases(model, tokens) for each in _compared(*case, dtype)]
+        found = [each for case in _cases(model, tokens) for each in _compare_backend(*case, dtype)]
     return max(found, key=lambda each: (not each.ok, each.gradients), default=None)
 
 
-def what_is_checked(model: Model, dtype: str, tokens: int) -> str:
+def check_description(model: Model, dtype: str, tokens: int) -> str:
     """Device, release, backend and sizes: all on which the outcome depends; "" for nothing."""
     cases = [f"{part.backend} {_shape(part, rows)}" for part, rows, _ in _cases(model, tokens)]
     where = f"{jax.local_devices()[0].device_kind}, jax {jax.__version__}, {dtype}"
@@ -112,12 +114,14 @@ def what_is_checked(model: Model, dtype: str, tokens: int) -> str:
 def _was_checked(run_dir: Path, what: str) -> bool:
     """Whether the run's events say so."""
     try:
-        return any(each["what"] == what for each in records(run_dir / EVENTS_FILE, _Checked))
+        return any(
+            each["what"] == what for each in read_json_lines(run_dir / EVENTS_FILE, _CheckEvent)
+        )
     except OSError:
         return False
 
 
-def _refusal(text: str) -> ConfigError:
+def _mismatch_error(text: str) -> ConfigError:
     """The error for a backend that is wrong, by what was found of it."""
     return ConfigError.one(
         "model.attention",
@@ -128,12 +132,12 @@ def _refusal(text: str) -> ConfigError:
     )
 
 
-def _cases(model: Model, tokens: int) -> Iterator[tuple[Mixing, int, tuple[int, ...]]]:
+def _cases(model: Model, tokens: int) -> Iterator[tuple[AttentionPart, int, tuple[int, ...]]]:
     """(part, tokens of the slice, sizes of its windows), unlike ones only."""
     seen: set[str] = set()
     for kind in model.kinds.values():
         for part in kind.parts.values():
-            if not isinstance(part, Mixing) or part.backend in (AUTO, "xla"):
+            if not isinstance(part, AttentionPart) or part.backend in (AUTO, "xla"):
                 continue
             rows = min(tokens, _CUDNN_TOKENS if part.backend == "cudnn" else _TOKENS)
             if (shape := _shape(part, rows)) not in seen:
@@ -143,12 +147,12 @@ def _cases(model: Model, tokens: int) -> Iterator[tuple[Mixing, int, tuple[int, 
                 yield part, rows, tuple(sorted(sizes))
 
 
-def _documents(part: Mixing) -> tuple[int, ...]:
+def _documents(part: AttentionPart) -> tuple[int, ...]:
     """Of the slice's row, each time it is checked."""
     return _CUDNN_DOCUMENTS if part.backend == "cudnn" else (_DOCUMENTS,)
 
 
-def _shape(part: Mixing, tokens: int) -> str:
+def _shape(part: AttentionPart, tokens: int) -> str:
     """Its sizes and options."""
     groups, shared, values = _heads(part)
     more = [*sorted(part.options), *(["window"] if getattr(part, "window", "") else [])]
@@ -157,7 +161,7 @@ def _shape(part: Mixing, tokens: int) -> str:
     )
 
 
-def _heads(part: Mixing) -> tuple[int, int, int]:
+def _heads(part: AttentionPart) -> tuple[int, int, int]:
     """(key/value heads, query heads for each, size of a value) of the slice."""
     if isinstance(part, LatentAttention):
         return min(part.num_heads, _GROUPS), 1, part.value_size
@@ -165,7 +169,9 @@ def _heads(part: Mixing) -> tuple[int, int, int]:
     return min(part.num_kv_heads, _GROUPS), shared, part.head_size
 
 
-def _compared(part: Mixing, tokens: int, windows: tuple[int, ...], dtype: str) -> Iterator[Found]:
+def _compare_backend(
+    part: AttentionPart, tokens: int, windows: tuple[int, ...], dtype: str
+) -> Iterator[AttentionDeviation]:
     """Of one slice, with the largest window, for each number of documents."""
     groups, shared, values = _heads(part)
     heads, random = groups * shared, np.random.default_rng(0)
@@ -175,7 +181,7 @@ def _compared(part: Mixing, tokens: int, windows: tuple[int, ...], dtype: str) -
     query, key, value, cotangent = (jnp.asarray(each, dtype) for each in drawn)
 
     def run(
-        attend: Attend, given: Any, cotangent: Array, window: Array, segments: Array
+        attend: AttentionBackend, given: Any, cotangent: Array, window: Array, segments: Array
     ) -> list[Array]:
         def mixed(query: Array, key: Array, value: Array, sinks: Array | None) -> Array:
             mask = Mask(
@@ -206,8 +212,8 @@ def _compared(part: Mixing, tokens: int, windows: tuple[int, ...], dtype: str) -
         of_plain, of_own = (
             [_distance(*pair) for pair in zip(each, exact, strict=True)] for each in (plain, own)
         )
-        limit = max(_ROUNDING[dtype], _TIMES * max(of_plain))
-        yield Found(part.backend, of_own[0], max(of_own[1:]), limit)
+        limit = max(_MIN_TOLERANCE[dtype], _TOLERANCE_FACTOR * max(of_plain))
+        yield AttentionDeviation(part.backend, of_own[0], max(of_own[1:]), limit)
 
 
 def _distance(found: Any, exact: Any) -> float:

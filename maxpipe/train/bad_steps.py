@@ -14,7 +14,7 @@ from typing import Any
 
 from maxpipe.config.schema import GuardConfig
 from maxpipe.data.loader import Loader
-from maxpipe.errors import NumbersError
+from maxpipe.errors import DivergenceError
 from maxpipe.telemetry.console import Console
 from maxpipe.telemetry.records import EventLog
 
@@ -27,7 +27,7 @@ class RollBack(Exception):
         self.step = step
 
 
-class Watch:
+class BadStepMonitor:
     """Reads the outcome of each step, and decides how the run continues."""
 
     def __init__(
@@ -143,7 +143,7 @@ class Watch:
             numbers += f", learning rate {rate:.4g}: the update is not finite"
         if refusal:
             rule, remedy = refusal
-            raise NumbersError(f"{self._run_dir}: step {step}: {numbers}\n  {rule}\n  {remedy}")
+            raise DivergenceError(f"{self._run_dir}: step {step}: {numbers}\n  {rule}\n  {remedy}")
         if action == "roll_back":
             raise RollBack(step)
         done = f"update left out, {self._in_row} in a row" if action == "skip" else "a spike"

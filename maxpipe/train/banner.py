@@ -8,20 +8,20 @@ from pathlib import Path
 import jax
 
 from maxpipe.checkpoint.lock import RunLock
-from maxpipe.checkpoint.storage import home, run_folder
+from maxpipe.checkpoint.storage import checkpoint_home, run_folder
 from maxpipe.config.load import to_yaml
 from maxpipe.config.schema import Config
 from maxpipe.data.loader import Datasets, Loader
-from maxpipe.data.mixture import Part
-from maxpipe.data.packing import efficiency_of
-from maxpipe.data.prompts import PromptRows
+from maxpipe.data.mixture import SourceSequences
+from maxpipe.data.packing import packing_efficiency
+from maxpipe.data.prompts import PromptSequences
 from maxpipe.errors import StorageError
 from maxpipe.io import files, redact
-from maxpipe.io.text import counted, millions
+from maxpipe.io.text import format_count, pluralize
 from maxpipe.models import choice, registry
 from maxpipe.models.count import active_params, num_params, num_trained
 from maxpipe.models.spec import Model
-from maxpipe.parallel.mesh import describe
+from maxpipe.parallel.mesh import describe_mesh
 from maxpipe.step.step import Steps
 
 
@@ -29,8 +29,8 @@ def _parameters(model: Model) -> str:
     """All of them; those that one token uses, and those that are trained, where they are fewer."""
     count = num_params(model)
     parts = ((active_params(model), "for each token"), (num_trained(model), "trained"))
-    fewer = ", ".join(f"{millions(some)} {words}" for some, words in parts if some < count)
-    return f"{millions(count)} parameters" + (f" ({fewer})" if fewer else "")
+    fewer = ", ".join(f"{format_count(some)} {words}" for some, words in parts if some < count)
+    return f"{format_count(count)} parameters" + (f" ({fewer})" if fewer else "")
 
 
 def write_config(path: Path, config: Config, locks: Sequence[RunLock]) -> None:
@@ -38,17 +38,17 @@ def write_config(path: Path, config: Config, locks: Sequence[RunLock]) -> None:
     for lock in locks:
         lock.check()
     try:
-        files.write(path, to_yaml(redact.within(config)))
+        files.write(path, to_yaml(redact.redact_value(config)))
     except OSError as error:
         raise StorageError.unwritable(path, error) from error
 
 
 def _sources(train: Loader, length: int) -> Iterator[tuple[str, str]]:
     """How each source fills its sequences; of a mixture its share of the run, too."""
-    if isinstance(train.sequences, PromptRows):
+    if isinstance(train.sequences, PromptSequences):
         return
     if train.stream.mixture is None:
-        yield "packing", _packed(train.stream.parts[0])
+        yield "packing", _describe_packing(train.stream.parts[0])
         return
     rows = train.ramp.before(length)
     counts = train.stream.counts(rows)
@@ -59,29 +59,29 @@ def _sources(train: Loader, length: int) -> Iterator[tuple[str, str]]:
         yield (
             "",
             f"{part.name:{width}}  {share:.1f}%, {epochs:.2f} epochs of "
-            f"{counted(size, 'sequence')}, {_packed(part)}",
+            f"{pluralize(size, 'sequence')}, {_describe_packing(part)}",
         )
 
 
-def _packed(part: Part) -> str:
-    return f"{part.packing}, {efficiency_of(part.sequences):.2%} of positions with a target"
+def _describe_packing(part: SourceSequences) -> str:
+    return f"{part.packing}, {packing_efficiency(part.sequences):.2%} of positions with a target"
 
 
-def facts_of(
+def banner_lines(
     config: Config, steps: Steps, datasets: Datasets, length: int
 ) -> list[tuple[str, str]]:
     """What the banner says of a run: names and values."""
     mesh, schedule = steps.partition.mesh, steps.train_schedule
     tokens = config.train.sequence_length
     ramp = datasets.train.ramp
-    sizes = [f"{rows * tokens:,} for {counted(each, 'step')}" for rows, each in ramp.stages]
+    sizes = [f"{rows * tokens:,} for {pluralize(each, 'step')}" for rows, each in ramp.stages]
     sizes.append(f"{ramp.rows * tokens:,}")
-    device, processes = mesh.devices.flat[0], counted(jax.process_count(), "process")
-    documents = counted(datasets.train.fingerprint()["documents"], "document")
+    device, processes = mesh.devices.flat[0], pluralize(jax.process_count(), "process")
+    documents = pluralize(datasets.train.fingerprint()["documents"], "document")
     if datasets.unreadable:
         documents += f" of which {datasets.unreadable} cannot be read and are empty"
     model, described = config.model, registry.describe(config.model)
-    saved_in = home(run_folder(config.run), config.checkpoint)
+    saved_in = checkpoint_home(run_folder(config.run), config.checkpoint)
     divided = choice.Divided.by(config.mesh, mesh.shape)
     chosen = choice.words(model, device.platform, config.train.sequence_length, divided)
     return [
@@ -91,11 +91,11 @@ def facts_of(
             "devices",
             f"{mesh.size} x {device.device_kind} in {processes}",
         ),
-        ("mesh", describe(mesh)),
+        ("mesh", describe_mesh(mesh)),
         (
             "model",
             f"{_parameters(described)}, "
-            f"{counted(model.num_layers, 'layer')}, "
+            f"{pluralize(model.num_layers, 'layer')}, "
             f"{model.compute_dtype} compute, {model.param_dtype} parameters",
         ),
         *(("layers", note) for note in described.notes),
@@ -103,8 +103,9 @@ def facts_of(
         (
             "pipeline",
             f"{schedule.name}, {schedule.sizes()}, "
-            f"{counted(schedule.num_microbatches, 'microbatch')}, bubble "
-            f"{100 * schedule.idle_fraction():.1f}%, {counted(schedule.num_stash, 'saved chunk')}",
+            f"{pluralize(schedule.num_microbatches, 'microbatch')}, bubble "
+            f"{100 * schedule.idle_fraction():.1f}%, "
+            f"{pluralize(schedule.num_stash, 'saved chunk')}",
         ),
         (
             "data",
@@ -114,7 +115,7 @@ def facts_of(
         *_sources(datasets.train, length),
         (
             "training",
-            f"{counted(length, 'step')} of {', '.join(sizes)} tokens, "
-            f"{millions(ramp.before(length) * tokens)} tokens",
+            f"{pluralize(length, 'step')} of {', '.join(sizes)} tokens, "
+            f"{format_count(ramp.before(length) * tokens)} tokens",
         ),
     ]

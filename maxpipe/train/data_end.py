@@ -10,14 +10,14 @@ import time
 from collections.abc import Callable
 from types import TracebackType
 
-from maxpipe.config.check import total_steps, where
-from maxpipe.config.load import Loaded
+from maxpipe.config.check import error_location, total_steps
+from maxpipe.config.load import LoadedConfig
 from maxpipe.data.formats import reads
 from maxpipe.data.loader import Loader
 from maxpipe.data.sources import section_of
 from maxpipe.distributed.phases import DATA, Phases
 from maxpipe.errors import ConfigError
-from maxpipe.io.text import counted
+from maxpipe.io.text import pluralize
 from maxpipe.telemetry.console import Console
 
 
@@ -29,7 +29,7 @@ def last_step(train: Loader, length: int, offset: int, first: int) -> int:
     return int(max(first, min(length, train.last_batch - offset)))
 
 
-def must_suffice(train: Loader, length: int, offset: int) -> None:
+def check_enough_data(train: Loader, length: int, offset: int) -> None:
     """Raises ConfigError if `data.end` is `fail` and the data ends before the run."""
     if train.ending is None or train.ending.policy != "fail":
         return
@@ -40,13 +40,15 @@ def must_suffice(train: Loader, length: int, offset: int) -> None:
     raise ConfigError.one(
         "data.end",
         "fail",
-        f"must be repeat or stop for {counted(length, 'step')}: {section_of(name)} has documents "
+        f"must be repeat or stop for {pluralize(length, 'step')}: {section_of(name)} has documents "
         f"for {max(0, steps)}.",
         f"Set train.steps={max(1, steps)}, data.end=stop to end there, or data.end=repeat.",
     )
 
 
-def checked(loaded: Loaded, train: Loader, offset: int, first: int, console: Console) -> int:
+def resolve_last_step(
+    loaded: LoadedConfig, train: Loader, offset: int, first: int, console: Console
+) -> int:
     """The last step of a run that has done `first`; says so if the data ends before it.
 
     Raises:
@@ -56,18 +58,18 @@ def checked(loaded: Loaded, train: Loader, offset: int, first: int, console: Con
     length = total_steps(config.train)
     if first > length:
         raise ConfigError.one(
-            where("train.steps" if config.train.steps else "train.tokens", loaded.origins),
+            error_location("train.steps" if config.train.steps else "train.tokens", loaded.origins),
             config.train.steps or config.train.tokens,
-            f"is {counted(length, 'step')}; must be at least {first}, the step that this "
+            f"is {pluralize(length, 'step')}; must be at least {first}, the step that this "
             "run starts from.",
             f"Set train.steps={first} or more, or run.name to a new name.",
         )
-    must_suffice(train, length, offset)
+    check_enough_data(train, length, offset)
     last = last_step(train, length, offset, first)
     if last < length:
         console.note(
             f"data: ends with step {last} of {length}, and the run with it (data.end=stop); the "
-            f"learning rate is planned for {counted(length, 'step')}"
+            f"learning rate is planned for {pluralize(length, 'step')}"
         )
     return last
 
@@ -75,13 +77,13 @@ def checked(loaded: Loaded, train: Loader, offset: int, first: int, console: Con
 _PERIOD_SECONDS = 1.0
 _SLOW_SECONDS = 10.0
 """Of reading a document that is named; and again whenever it has taken twice as long."""
-_WINDOW_SECONDS, _SHARE = 10.0, 0.5
+_WINDOW_SECONDS, _WAIT_SHARE = 10.0, 0.5
 """Steps that are looked at together, and what of their time they wait for data if that is named."""
 _QUIET_SECONDS = 600.0
 """Between two warnings of it."""
 
 
-class SlowData:
+class SlowDataMonitor:
     """Warns of documents whose reading takes long, and of steps that mostly wait for data.
 
     With `with` its thread runs, which also tells `phases` what is read: stall reports have it.
@@ -97,7 +99,7 @@ class SlowData:
         self._has_begun = False
         self._quiet_until = 0.0
 
-    def __enter__(self) -> SlowData:
+    def __enter__(self) -> SlowDataMonitor:
         self._thread.start()
         return self
 
@@ -114,7 +116,7 @@ class SlowData:
             self._look(time.monotonic())
 
     def _look(self, now: float) -> None:
-        read = reads.longest()
+        read = reads.longest_active_read()
         seconds = 0.0 if read is None else now - read.begun
         if read is None or seconds < _SLOW_SECONDS:
             self._phases.detail = ""
@@ -135,15 +137,15 @@ class SlowData:
         """Steps have taken these `seconds`, and have waited for data in `waited` of them."""
         if not self._has_begun:  # the first batches take longer
             self._has_begun = True
-            reads.take()
+            reads.take_read_times()
             return
         self._waited, self._seconds = self._waited + waited, self._seconds + seconds
         if self._seconds < _WINDOW_SECONDS:
             return
-        share, whole, spent = self._waited / self._seconds, self._seconds, reads.take()
+        share, whole, spent = self._waited / self._seconds, self._seconds, reads.take_read_times()
         self._waited = self._seconds = 0.0
         now = time.monotonic()
-        if share < _SHARE or now < self._quiet_until or spent.slowest is None:
+        if share < _WAIT_SHARE or now < self._quiet_until or spent.slowest is None:
             return
         self._quiet_until = now + _QUIET_SECONDS
         source = max(spent.sources, key=lambda name: spent.sources[name], default="data")

@@ -18,27 +18,27 @@ from typing import Any
 import jax
 
 from maxpipe.checkpoint.storage import run_folder
-from maxpipe.config.load import Loaded
+from maxpipe.config.load import LoadedConfig
 from maxpipe.distributed import runtime
 from maxpipe.distributed.phases import DATA, EVAL, LOOP, ROLLOUT, SAVE, STEP, Phases
 from maxpipe.errors import ExitCode
 from maxpipe.evals.evaluate import SourceSums
 from maxpipe.hardware import peak_flops
-from maxpipe.io.text import counted
+from maxpipe.io.text import pluralize
 from maxpipe.models.count import train_flops_per_token
 from maxpipe.models.registry import describe
-from maxpipe.step.build import fit_to_devices, shared_facts
+from maxpipe.step.build import resolve_mesh, shared_metadata
 from maxpipe.step.step import BY_SOURCE
 from maxpipe.telemetry.console import Console
-from maxpipe.telemetry.metrics import of_source
+from maxpipe.telemetry.metrics import source_tag
 from maxpipe.train.bad_steps import RollBack
-from maxpipe.train.memory_check import check_forecast, explained
-from maxpipe.train.required_files import missing_files, reported_with
+from maxpipe.train.memory_check import check_forecast, explain_allocation_errors
+from maxpipe.train.required_files import merge_problems, missing_files
 from maxpipe.train.run import Run
 from maxpipe.train.set_up import set_up
 
 
-def train(loaded: Loaded) -> int:
+def train(loaded: LoadedConfig) -> int:
     """Train or resume the run; returns the process' exit code.
 
     Raises:
@@ -52,20 +52,20 @@ def train(loaded: Loaded) -> int:
     with contextlib.ExitStack() as stack:
         phases = Phases()
         link = stack.enter_context(
-            runtime.joined(
+            runtime.join_processes(
                 config.runtime,
                 config.mesh.cpu_devices,
                 phases,
-                shared_facts(config),
+                shared_metadata(config),
                 run_folder(config.run),
             )
         )
-        with reported_with(missing_files(loaded)):
-            loaded = fit_to_devices(loaded)
+        with merge_problems(missing_files(loaded)):
+            loaded = resolve_mesh(loaded)
             console = stack.enter_context(Console(config.log.progress, process_index=link.index))
             link.say, link.tell = console.warn, console.tell
             check_forecast(loaded.config, console.warn)
-        with explained(loaded.config):
+        with explain_allocation_errors(loaded.config):
             run = set_up(loaded, console, link, phases, stack)
             with phases.enter(LOOP):
                 _run_loop(run)
@@ -76,16 +76,16 @@ def _run_loop(run: Run) -> None:
     """Trains to the end, however often the guard goes back."""
     while True:
         try:
-            return _train_on(run)
+            return _train_steps(run)
         except RollBack as bad:
             step = bad.step
         run.roll_back(step)
 
 
-def _train_on(run: Run) -> None:
+def _train_steps(run: Run) -> None:
     """The loop."""
     config, first = run.config, run.first
-    meter = Meter(run)
+    meter = ThroughputMeter(run)
     evaluated: dict[str, float] = {}
     if run.patience.lacks(first) and first:  # the run was asked to stop meanwhile
         with meter.paused(EVAL):
@@ -94,12 +94,12 @@ def _train_on(run: Run) -> None:
     checked = config.guard.replica_check_every
     run.console.begin(first, last)
     if run.link.stops_here() and first < last:
-        _leave(run, first)
+        _save_and_stop(run, first)
     position = run.watch.offset
     with run.train_batches(first + position, last + position) as batches:
         for step in range(first + 1, last + 1):
             if not meter.rolled_out(step):
-                _leave(run, step - 1)
+                _save_and_stop(run, step - 1)
             batch = meter.wait_for(batches)
             run.phases.progress(step)
             with run.phases.enter(STEP):
@@ -124,7 +124,7 @@ def _train_on(run: Run) -> None:
                     with meter.paused(SAVE):
                         run.save(step)
                 if run.link.stops_here():
-                    _leave(run, step)
+                    _save_and_stop(run, step)
             if step == last:
                 break
     run.watch.settle()
@@ -132,13 +132,13 @@ def _train_on(run: Run) -> None:
         with meter.paused(EVAL):
             evaluated = run.evaluate(last)
     if run.link.stops_here():
-        _leave(run, last)
+        _save_and_stop(run, last)
     _save_and_wait(run, last)
     run.events.write("done", step=last)
-    run.console.note(_closing_words(run, evaluated))
+    run.console.note(_closing_message(run, evaluated))
 
 
-def _leave(run: Run, step: int) -> None:
+def _save_and_stop(run: Run, step: int) -> None:
     run.console.note(f"asked to stop: saving step {step}")
     _save_and_wait(run, step)
     run.events.write("preempted", step=step)
@@ -155,8 +155,8 @@ def _save_and_wait(run: Run, step: int) -> None:
     run.events.write("time", step=step, seconds=run.phases.take())
 
 
-def _closing_words(run: Run, evaluated: dict[str, float]) -> str:
-    lines = [f"done: {counted(run.total_steps, 'step')}, files in {run_folder(run.config.run)}"]
+def _closing_message(run: Run, evaluated: dict[str, float]) -> str:
+    lines = [f"done: {pluralize(run.total_steps, 'step')}, files in {run_folder(run.config.run)}"]
     if run.patience.is_over:
         lines.append(run.patience.words())
     elif run.total_steps < run.length:
@@ -190,12 +190,12 @@ def _read(run: Run, step: int, row_tokens: int) -> dict[str, float]:
         epochs = count / len(stream.part(name).sequences)
         if not name:
             return {"train/epochs": epochs}
-        found[of_source(name, "epochs")] = epochs
-        found[of_source(name, "tokens")] = float(count * row_tokens)
+        found[source_tag(name, "epochs")] = epochs
+        found[source_tag(name, "tokens")] = float(count * row_tokens)
     return found
 
 
-class Meter:
+class ThroughputMeter:
     """Time and throughput between reports."""
 
     def __init__(self, run: Run):

@@ -17,12 +17,12 @@ import jax
 
 from maxpipe.config.schema import Config
 from maxpipe.errors import ConfigError
-from maxpipe.hardware import of_device
-from maxpipe.plan.advice import ROOM, gib, largest
-from maxpipe.plan.memory import Memory, memory
-from maxpipe.plan.sizes import Sizes, schedule_of
+from maxpipe.hardware import hardware_of_device
+from maxpipe.plan.advice import USABLE_MEMORY_FRACTION, describe_largest, gib
+from maxpipe.plan.memory import Memory, predict_memory
+from maxpipe.plan.sizes import Sizes, build_schedule
 
-SURE = 1.2
+CERTAIN_FACTOR = 1.2
 """A forecast of this multiple of the memory is not wrong enough for the run to fit."""
 _KEY = "runtime.memory_check"
 _OVERRIDE = f"{_KEY}=warn starts it anyway"
@@ -38,8 +38,15 @@ def check_forecast(config: Config, warn: Callable[[str], None]) -> None:
     Raises:
         ConfigError: it surely does not fit.
     """
-    predicted = _predicted(config)
-    _check(config, predicted.total, predicted, "the train step is predicted to take", SURE, warn)
+    predicted = _predict_memory(config)
+    _check(
+        config,
+        predicted.total,
+        predicted,
+        "the train step is predicted to take",
+        CERTAIN_FACTOR,
+        warn,
+    )
 
 
 def check_program(config: Config, compiled: Any, warn: Callable[[str], None]) -> None:
@@ -54,7 +61,7 @@ def check_program(config: Config, compiled: Any, warn: Callable[[str], None]) ->
     said = compiled.memory_analysis()
     if said is None or jax.local_devices()[0].platform == "tpu":
         return  # the compiler for TPUs has refused what does not fit
-    predicted = _predicted(config)
+    predicted = _predict_memory(config)
     needed = said.output_size_in_bytes - said.alias_size_in_bytes + said.temp_size_in_bytes
     if jax.local_devices()[0].platform != "cpu":  # total known, not the free part
         needed += said.argument_size_in_bytes + predicted.beside
@@ -63,7 +70,7 @@ def check_program(config: Config, compiled: Any, warn: Callable[[str], None]) ->
     words = "the compiled train step takes, in addition to the state,"
     # Where some virtual devices get their memory and others do not, the former wait for the latter
     # in a collective, and XLA ends the process after 40 s. So nothing above ROOM is tried.
-    _check(config, needed, predicted, words, ROOM, warn)
+    _check(config, needed, predicted, words, USABLE_MEMORY_FRACTION, warn)
     if not _can_map(needed * len(jax.local_devices())):
         words = f"the operating system refuses the memory that {words.rstrip(',')}:"
         _check(config, needed, predicted, words, 0.0, warn, refused=True)
@@ -81,14 +88,14 @@ def _can_map(num_bytes: int) -> bool:
 
 
 @contextlib.contextmanager
-def explained(config: Config) -> Iterator[None]:
+def explain_allocation_errors(config: Config) -> Iterator[None]:
     """Turns a failed allocation inside into an error of the config."""
     try:
         yield
     except (MemoryError, jax.errors.JaxRuntimeError) as error:
         if not is_out_of_memory(error):
             raise
-        raise _refused(config, error) from error
+        raise _allocation_error(config, error) from error
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -107,7 +114,7 @@ def device_memory(device: Any) -> float | None:
     stats = device.memory_stats() or {}
     if limit := stats.get("bytes_limit"):
         return float(limit)
-    known = of_device(device.device_kind)
+    known = hardware_of_device(device.device_kind)
     return known and known.memory_bytes
 
 
@@ -122,11 +129,11 @@ def host_memory(
     for limit, used in groups:
         with contextlib.suppress(OSError, ValueError):  # "max" is no number: no limit
             found.append(float(int(Path(limit).read_text()) - int(Path(used).read_text())))
-    found += [left for left in [_left_of_address_space()] if left is not None]
+    found += [left for left in [_free_address_space()] if left is not None]
     return max(0.0, min(found)) if found else None
 
 
-def _left_of_address_space() -> float | None:
+def _free_address_space() -> float | None:
     """Under `ulimit -v`."""
     try:
         import resource
@@ -153,13 +160,13 @@ def _check(
 ) -> None:
     device = jax.local_devices()[0]
     there = device_memory(device)
-    if there is None or (needed <= ROOM * there and not refused):
+    if there is None or (needed <= USABLE_MEMORY_FRACTION * there and not refused):
         return
     what = f"{words} {gib(needed)} on each device, which has {gib(there)}"
     if device.platform == "cpu":
         count = len(jax.local_devices())
         what += f", its part of the {gib(count * there)} that this host has left for {count}"
-    terms = f"Largest, as predicted:\n{largest(predicted.terms)}"
+    terms = f"Largest, as predicted:\n{describe_largest(predicted.terms)}"
     if needed <= sure * there or config.runtime.memory_check == "warn":
         warn(f"memory: {what}: it may not fit. {terms}")
         return
@@ -171,12 +178,12 @@ def _check(
     )
 
 
-def _predicted(config: Config) -> Memory:
+def _predict_memory(config: Config) -> Memory:
     platform = jax.local_devices()[0].platform
-    return memory(Sizes(config), schedule_of(config), platform=platform)
+    return predict_memory(Sizes(config), build_schedule(config), platform=platform)
 
 
-def _refused(config: Config, error: BaseException) -> ConfigError:
+def _allocation_error(config: Config, error: BaseException) -> ConfigError:
     """The error: the allocation, the memory, and the keys that make it smaller."""
     asked = (str(error).splitlines() or [""])[0][:300] or "no more memory"
     device = jax.local_devices()[0]
@@ -184,7 +191,7 @@ def _refused(config: Config, error: BaseException) -> ConfigError:
     there = host_memory() if of_host else device_memory(device)
     whose = "this host has" if of_host else f"a device ({device.device_kind}) has"
     has = "" if there is None else f"; {whose} {gib(there)}{' left' if of_host else ''}"
-    listed = largest(_predicted(config).terms)
+    listed = describe_largest(_predict_memory(config).terms)
     return ConfigError.one(
         "memory",
         None,

@@ -10,22 +10,28 @@ import glob
 import os
 from collections.abc import Iterator, Mapping, Sequence
 
-from maxpipe.checkpoint.storage import FOLDER, entries, home, located, run_folder
+from maxpipe.checkpoint.storage import (
+    CHECKPOINTS_FOLDER,
+    checkpoint_home,
+    entries,
+    run_folder,
+    to_epath,
+)
 from maxpipe.config import shipped
-from maxpipe.config.check import where
+from maxpipe.config.check import error_location
 from maxpipe.config.data import FILES, paths_of
 from maxpipe.config.data_rules import named_sources
-from maxpipe.config.load import Loaded
+from maxpipe.config.load import LoadedConfig
 from maxpipe.config.schema import Config
 from maxpipe.errors import ConfigError, Problem
-from maxpipe.io.files import scheme
+from maxpipe.io.files import url_scheme
 
 _MODEL = "hf:"
 _RESTORE, _TEACHER, _TOKENIZER = "checkpoint.restore_from", "distill.teacher", "tokenizer.path"
 _PREPARED = ("tokens", "megatron")
 
 
-def missing_files(loaded: Loaded) -> list[Problem]:
+def missing_files(loaded: LoadedConfig) -> list[Problem]:
     """Return a problem for each named local file or folder that does not exist."""
     config, origins = loaded.config, loaded.origins
     folders = _model_folders(config)
@@ -48,7 +54,7 @@ def missing_files(loaded: Loaded) -> list[Problem]:
 
 
 @contextlib.contextmanager
-def reported_with(problems: Sequence[Problem]) -> Iterator[None]:
+def merge_problems(problems: Sequence[Problem]) -> Iterator[None]:
     """Raise these problems, followed by those of a ConfigError that is raised inside."""
     try:
         yield
@@ -71,9 +77,11 @@ def _model_folders(config: Config) -> dict[str, str]:
 
 def _has_checkpoint(config: Config) -> bool:
     """Return whether the run resumes, so that `checkpoint.restore_from` is not read."""
-    place = os.path.join(home(run_folder(config.run), config.checkpoint), FOLDER)
+    place = os.path.join(
+        checkpoint_home(run_folder(config.run), config.checkpoint), CHECKPOINTS_FOLDER
+    )
     try:
-        return any(entry.name.isdecimal() for entry in entries(located(place)))
+        return any(entry.name.isdecimal() for entry in entries(to_epath(place)))
     except OSError:
         return True  # the storage reports its own fault later
 
@@ -93,7 +101,7 @@ def _model_problem(
         settings += f" and {_TOKENIZER}=DIR"
     action = f"Download the model into it (`hf download NAME --local-dir {folder}`), or set "
     action += f"{settings} to the folder of the model that you have."
-    return Problem(where(key, origins), f"{_MODEL}{folder}", rule, action)
+    return Problem(error_location(key, origins), f"{_MODEL}{folder}", rule, action)
 
 
 def _is_inside(path: str, folder: str) -> bool:
@@ -122,13 +130,13 @@ def _problem(key: str, path: str, origins: Mapping[str, str]) -> Iterator[Proble
         action = f"Set {key} to the path of yours."
         if key == "tokenizer.path" and shipped.is_hub_id(path):
             rule += " Nothing is downloaded."
-            action = f"{shipped.from_hub(path).removesuffix('.')} as {key}."
-        yield Problem(where(key, origins), path, rule, action)
+            action = f"{shipped.hub_download_action(path).removesuffix('.')} as {key}."
+        yield Problem(error_location(key, origins), path, rule, action)
 
 
 def _exists(path: str) -> bool:
     """Return whether a local path or pattern names something; true for a bucket's."""
     expanded = os.path.expanduser(path)
-    if scheme(path) or os.path.lexists(expanded):
+    if url_scheme(path) or os.path.lexists(expanded):
         return True  # the reader of a broken link reports what is wrong with it
     return next(glob.iglob(expanded, recursive=True), None) is not None

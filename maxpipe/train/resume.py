@@ -13,53 +13,55 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, NotRequired, TypedDict
 
-from maxpipe.checkpoint.contents import FACTS
-from maxpipe.checkpoint.folder import Base, Facts, Folder
-from maxpipe.checkpoint.manager import Checkpoints
+from maxpipe.checkpoint.contents import METADATA_ITEM
+from maxpipe.checkpoint.folder import AdapterBase, CheckpointFolder, CheckpointMetadata
+from maxpipe.checkpoint.manager import CheckpointManager
 from maxpipe.checkpoint.run_records import check_saved
-from maxpipe.checkpoint.storage import FOLDER, Damaged, home, home_of, in_bucket, run_folder
-from maxpipe.config.check import total_steps, where
-from maxpipe.config.data import paths_of
-from maxpipe.config.keys import (
-    MOVED,
-    before_of,
-    flat,
-    may_differ,
+from maxpipe.checkpoint.storage import (
+    CHECKPOINTS_FOLDER,
+    DamagedError,
+    checkpoint_home,
+    find_checkpoint_home,
+    in_bucket,
+    run_folder,
 )
-from maxpipe.config.load import Loaded, to_dict
-from maxpipe.config.rules import shown
+from maxpipe.config.check import error_location, total_steps
+from maxpipe.config.data import paths_of
+from maxpipe.config.keys import RENAMED_KEYS, flatten, legacy_value_of, may_differ
+from maxpipe.config.load import LoadedConfig, to_dict
+from maxpipe.config.rules import format_value
 from maxpipe.config.schema import Config
-from maxpipe.data.corpus import compare
+from maxpipe.data.corpus import compare_fingerprints
 from maxpipe.data.loader import Datasets
 from maxpipe.data.prepared.logits import TeacherEntry
 from maxpipe.errors import ConfigError
-from maxpipe.evals.patience import Waited
+from maxpipe.evals.patience import EarlyStoppingState
 from maxpipe.huggingface.import_ import WEIGHTS_ONLY
 from maxpipe.huggingface.source import folder_of
 from maxpipe.io import redact
-from maxpipe.io.typed import AnyFloat, checked
+from maxpipe.io.typed import AnyFloat, check_type
 from maxpipe.models.frozen import trained
 from maxpipe.models.registry import describe
-from maxpipe.optim.guard import initial
-from maxpipe.posttrain.rollouts import Reference
+from maxpipe.optim.guard import init_guard_state
+from maxpipe.posttrain.rollouts import ReferenceParams
 from maxpipe.restore.initial_weights import (
     NEW_START,
-    as_known,
+    base_record,
     check_adapter,
     check_model,
     has_adapters,
-    of_other,
     read_base,
+    read_other_metadata,
     read_weights,
     restore_other,
-    said_of,
+    upgrade_model_section,
 )
 from maxpipe.step.state import TrainState
 from maxpipe.step.step import Steps
 from maxpipe.telemetry.console import Console
 
 _FROZEN = "model.frozen"
-_OPTIMIZER, _STATE_TYPE, _AVERAGE = "optim.name", "optim.state_dtype", "optim.average_decay"
+_OPTIMIZER, _STATE_TYPE, _EMA_DECAY = "optim.name", "optim.state_dtype", "optim.average_decay"
 # Settings that may change of a finished run: how often it is saved and evaluated, its name, its
 # machine, and the key that gives its length.
 _FREE_WHEN_DONE = frozenset({"checkpoint", "eval"})
@@ -69,7 +71,7 @@ _FREE_KEYS_WHEN_DONE = frozenset(
 )
 
 
-class Guarded(TypedDict):
+class GuardCounts(TypedDict):
     """The guard's counts when a checkpoint was saved."""
 
     skipped: int
@@ -85,13 +87,13 @@ class Position(TypedDict):
 
     step: int
     fingerprint: dict[str, Any]
-    guard: NotRequired[Guarded | None]
+    guard: NotRequired[GuardCounts | None]
     teacher: NotRequired[TeacherEntry]
     reference: NotRequired[str]
-    patience: NotRequired[Waited | None]
+    patience: NotRequired[EarlyStoppingState | None]
 
 
-class Start(NamedTuple):
+class RunStart(NamedTuple):
     """The start of a run, or of its continuation."""
 
     state: TrainState
@@ -104,20 +106,20 @@ class Start(NamedTuple):
     """Digest of the parameters that a run which goes on began with, if it has kept one."""
     goes_on: bool = False
     """Whether these parameters are other ones than those."""
-    base: Base | None = None
+    base: AdapterBase | None = None
     """Of adapters."""
     waited: Mapping[str, Any] | None = None
     """What `Patience` has counted."""
 
 
 def restore_or_init(
-    loaded: Loaded,
+    loaded: LoadedConfig,
     steps: Steps,
-    checkpoints: Checkpoints,
+    checkpoints: CheckpointManager,
     datasets: Datasets,
     console: Console,
     teacher: TeacherEntry | None = None,
-) -> Start:
+) -> RunStart:
     """The state to continue from; `teacher` is that of the run.
 
     Raises:
@@ -126,35 +128,38 @@ def restore_or_init(
     """
     config = loaded.config
 
-    def accept(facts: Facts, *, own: bool = True) -> None:
+    def accept(facts: CheckpointMetadata, *, own: bool = True) -> None:
         if own and facts.data.get(WEIGHTS_ONLY):
-            raise _not_its_own(loaded)
+            raise _imported_folder_error(loaded)
         try:
-            data = checked(facts.data, Position)
+            data = check_type(facts.data, Position)
             model = facts.config["model"]
-            frozen = checked(as_known(model)[_FROZEN], list[str])
+            frozen = check_type(upgrade_model_section(model)[_FROZEN], list[str])
             if data["step"] < 0:
                 raise ValueError(f"its data position is step {data['step']}")
         except (ValueError, LookupError, TypeError, AttributeError) as error:
-            raise Damaged(
-                f"{FACTS}/metadata does not describe the model and data of a run: {error!s:.300}"
+            raise DamagedError(
+                f"{METADATA_ITEM}/metadata does not describe the model and data of a run: "
+                f"{error!s:.300}"
             ) from error
         otherwise = "run.name to a new name" if own else NEW_START
         check_model(model, to_dict(config)["model"], loaded.origins, otherwise)
         check_adapter(facts, loaded, own=own)
-        _check_trained(frozen, loaded, facts.step, own=own)
+        _check_frozen(frozen, loaded, facts.step, own=own)
         _check_optimizer(facts, loaded, own=own)
         _check_teacher(data.get("teacher"), teacher, loaded, facts.step, own=own)
         if not own:
             _check_objective(facts, loaded)
         if own and facts.step == total_steps(config.train):
             _check_finished(facts, loaded)
-        others = compare(data["fingerprint"], datasets.train.fingerprint(), data["step"])
+        others = compare_fingerprints(
+            data["fingerprint"], datasets.train.fingerprint(), data["step"]
+        )
         before, now = _data_path(facts.config), ", ".join(paths_of(config.data))
         if others and before != now:
             others = [("data.path", before or "''", now or "''"), *others]
         if others and own and not config.data.allow_change:
-            raise _other_data(others, facts.step)
+            raise _changed_data_error(others, facts.step)
         words = f"when step {facts.step} was saved"
         for name, before, now in others:
             console.warn(f"data: {name} was {before} {words} and is {now}")
@@ -170,12 +175,12 @@ def restore_or_init(
         if config.checkpoint.restore_from:
             words += ": its own checkpoints come before checkpoint.restore_from"
     else:
-        _must_be_new(loaded, checkpoints)
+        _check_new_run(loaded, checkpoints)
         if not (text := config.checkpoint.restore_from):
-            return Start(steps.init(), f"starting a new run in {run_folder(config.run)}")
-        if _takes_weights(loaded):
+            return RunStart(steps.init(), f"starting a new run in {run_folder(config.run)}")
+        if _restores_weights_only(loaded):
             tokenizer = datasets.train.fingerprint().get("tokenizer", "")
-            return _with_weights(loaded, steps, console, tokenizer)
+            return _start_from_weights(loaded, steps, console, tokenizer)
         found = restore_other(text, loaded, steps.abstract_saved, partial(accept, own=False))
         words = f"starting from {text} after step {found.step}"
     data = found.facts.data
@@ -185,16 +190,16 @@ def restore_or_init(
     params, base = None, None
     if config.adapter.rank:
         params, base = read_base(found.facts, loaded, steps, console, own=goes_on)
-    state = steps.from_saved(found.state, initial(config.guard, guarded), params)
+    state = steps.from_saved(found.state, init_guard_state(config.guard, guarded), params)
     offset = data["step"] - found.step
     # Another run may have had enough, and this one has not; nor is its reference that one's.
     waited, reference = (data.get("patience"), data.get("reference")) if goes_on else (None, None)
-    return Start(state, words, offset, guarded, reference, goes_on, base, waited)
+    return RunStart(state, words, offset, guarded, reference, goes_on, base, waited)
 
 
-def reference_of(
-    loaded: Loaded, steps: Steps, datasets: Datasets, console: Console, begin: Start
-) -> Reference | None:
+def build_reference(
+    loaded: LoadedConfig, steps: Steps, datasets: Datasets, console: Console, begin: RunStart
+) -> ReferenceParams | None:
     """The parameters that the run has begun with, where it is held near them.
 
     Raises:
@@ -211,11 +216,11 @@ def reference_of(
             params = steps.first_params(found.params)
         else:
             params = steps.init_params()
-    key = where("checkpoint.restore_from", loaded.origins)
-    return Reference(steps, params, begin.reference, key)
+    key = error_location("checkpoint.restore_from", loaded.origins)
+    return ReferenceParams(steps, params, begin.reference, key)
 
 
-def _takes_weights(loaded: Loaded) -> bool:
+def _restores_weights_only(loaded: LoadedConfig) -> bool:
     """Whether of `checkpoint.restore_from` weights alone are taken; adapters begin beside them,
     unless they are those of the checkpoint.
     """
@@ -223,28 +228,30 @@ def _takes_weights(loaded: Loaded) -> bool:
     text = config.checkpoint.restore_from
     if config.checkpoint.restore == "weights" or folder_of(text) is not None:
         return True
-    if (other := of_other(text, loaded)) is None:
+    if (other := read_other_metadata(text, loaded)) is None:
         return False
     return bool(other.data.get(WEIGHTS_ONLY)) or (
         config.adapter.rank > 0 and not has_adapters(other)
     )
 
 
-def _with_weights(loaded: Loaded, steps: Steps, console: Console, tokenizer: str) -> Start:
+def _start_from_weights(
+    loaded: LoadedConfig, steps: Steps, console: Console, tokenizer: str
+) -> RunStart:
     """A new run, but for its parameters, which are those of another one or of a folder."""
     config = loaded.config
     text = config.checkpoint.restore_from
     found = read_weights(text, loaded, steps, console, tokenizer)
-    base = said_of(found, text) if config.adapter.rank else None
+    base = base_record(found, text) if config.adapter.rank else None
     words = f"starting a new run in {run_folder(config.run)} with the weights of {found.words}"
-    return Start(steps.with_weights(found.params), words, base=base)
+    return RunStart(steps.with_weights(found.params), words, base=base)
 
 
-def _not_its_own(loaded: Loaded) -> ConfigError:
+def _imported_folder_error(loaded: LoadedConfig) -> ConfigError:
     """The run's folder is that of an import."""
     folder = run_folder(loaded.config.run)
     return ConfigError.one(
-        where("run.name", loaded.origins),
+        error_location("run.name", loaded.origins),
         loaded.config.run.name,
         f"names {folder}, which holds imported weights and no run.",
         f"Set run.name to a new name, and checkpoint.restore_from={folder}.",
@@ -256,19 +263,19 @@ def _data_path(saved: Mapping[str, Mapping[str, Any]]) -> str:
     return str(data.get("path", "")) or ", ".join(map(str, data.get("paths", ())))
 
 
-def _must_be_new(loaded: Loaded, checkpoints: Checkpoints) -> None:
+def _check_new_run(loaded: LoadedConfig, checkpoints: CheckpointManager) -> None:
     """Raises ConfigError or StorageError for a run that has saved checkpoints: they are where
     `checkpoint.dir` led before, or lost.
     """
     run_dir = run_folder(loaded.config.run)
     homes = [str(run_dir)]
     with contextlib.suppress(ConfigError):
-        homes.append(home_of(run_dir))
+        homes.append(find_checkpoint_home(run_dir))
     for each in homes:
-        folder = Folder(os.path.join(each, FOLDER))
+        folder = CheckpointFolder(os.path.join(each, CHECKPOINTS_FOLDER))
         if folder.path != checkpoints.durable.path and (saved := folder.steps()):
             raise ConfigError.one(
-                where("checkpoint.dir", loaded.origins),
+                error_location("checkpoint.dir", loaded.origins),
                 loaded.config.checkpoint.dir or "''",
                 f"leads to {checkpoints.durable.path}, which is empty; this run has checkpoints "
                 f"up to step {saved[-1]} in {folder.path}.",
@@ -277,7 +284,7 @@ def _must_be_new(loaded: Loaded, checkpoints: Checkpoints) -> None:
     check_saved(run_dir, checkpoints.durable.path)
 
 
-def _check_trained(frozen: list[str], loaded: Loaded, step: int, *, own: bool) -> None:
+def _check_frozen(frozen: list[str], loaded: LoadedConfig, step: int, *, own: bool) -> None:
     """A run goes on with the parameters that it has trained: of these it has optimizer state.
 
     Raises:
@@ -292,17 +299,17 @@ def _check_trained(frozen: list[str], loaded: Loaded, step: int, *, own: bool) -
     more, fewer = (", ".join(sorted(some)) for some in (now - then, then - now))
     changes = [f"{fewer} now frozen"] if fewer else []
     changes += [f"{more} now trained"] if more else []
-    action = _from_weights(loaded, own=own)
+    action = _restart_advice(loaded, own=own)
     raise ConfigError.one(
-        where(_FROZEN, loaded.origins),
-        shown(model.frozen),
+        error_location(_FROZEN, loaded.origins),
+        format_value(model.frozen),
         f"must freeze what was frozen when step {step} was saved, as the optimizer's state is of "
         f"what was trained then: {'; '.join(changes)}.",
         f"Set {_FROZEN}=[{','.join(frozen)}], or {action}.",
     )
 
 
-def _check_optimizer(facts: Facts, loaded: Loaded, *, own: bool) -> None:
+def _check_optimizer(facts: CheckpointMetadata, loaded: LoadedConfig, *, own: bool) -> None:
     """A run goes on with its optimizer: another one keeps other things of each parameter.
 
     Raises:
@@ -310,25 +317,31 @@ def _check_optimizer(facts: Facts, loaded: Loaded, *, own: bool) -> None:
     """
     saved, optim = facts.config.get("optim", {}), loaded.config.optim
     param_dtype = loaded.config.model.param_dtype  # the checkpoint's, too
-    for key in (_OPTIMIZER, _STATE_TYPE, _AVERAGE):
+    for key in (_OPTIMIZER, _STATE_TYPE, _EMA_DECAY):
         field = key.partition(".")[2]
-        then, now = saved.get(field, before_of(key)), getattr(optim, field)
-        if key == _AVERAGE and bool(then) == bool(now):
+        then, now = saved.get(field, legacy_value_of(key)), getattr(optim, field)
+        if key == _EMA_DECAY and bool(then) == bool(now):
             continue  # what it is averaged with may change
         if (then, now) in (("same", param_dtype), (param_dtype, "same")):
             continue  # the same type by another name
         if then != now:
             raise ConfigError.one(
-                where(key, loaded.origins),
-                shown(now),
-                f"must be {shown(then)}, which step {facts.step} was saved with: the optimizer's "
+                error_location(key, loaded.origins),
+                format_value(now),
+                f"must be {format_value(then)}, which step {facts.step} was saved with: the "
+                "optimizer's "
                 "state is of its own kind.",
-                f"Set {key}={shown(then)}, or {_from_weights(loaded, own=own)}.",
+                f"Set {key}={format_value(then)}, or {_restart_advice(loaded, own=own)}.",
             )
 
 
 def _check_teacher(
-    before: TeacherEntry | None, now: TeacherEntry | None, loaded: Loaded, step: int, *, own: bool
+    before: TeacherEntry | None,
+    now: TeacherEntry | None,
+    loaded: LoadedConfig,
+    step: int,
+    *,
+    own: bool,
 ) -> None:
     """A student goes on with its teacher.
 
@@ -339,33 +352,33 @@ def _check_teacher(
         return
     key = "distill.teacher" if loaded.config.distill.teacher else "distill.stored"
     raise ConfigError.one(
-        where(key, loaded.origins),
+        error_location(key, loaded.origins),
         now["name"],
         f"must be the teacher that step {step} was saved with, {before['name']}: this one has "
         "other parameters.",
-        f"Bring that one back, or set {_from_weights(loaded, own=own)}.",
+        f"Bring that one back, or set {_restart_advice(loaded, own=own)}.",
     )
 
 
-def _check_objective(facts: Facts, loaded: Loaded) -> None:
+def _check_objective(facts: CheckpointMetadata, loaded: LoadedConfig) -> None:
     """A run that goes on where another one was learns the same.
 
     Raises:
         ConfigError: it does not.
     """
     key, now = "train.objective", loaded.config.train.objective
-    then = facts.config.get("train", {}).get("objective", before_of(key))
+    then = facts.config.get("train", {}).get("objective", legacy_value_of(key))
     if then != now:
         raise ConfigError.one(
-            where("checkpoint.restore", loaded.origins),
+            error_location("checkpoint.restore", loaded.origins),
             "all",
             f"goes on with optimizer state, step and data position of a run with {key}={then}, and "
             f"this one has {key}={now}.",
-            f"Set {_from_weights(loaded, own=False)}.",
+            f"Set {_restart_advice(loaded, own=False)}.",
         )
 
 
-def _from_weights(loaded: Loaded, *, own: bool) -> str:
+def _restart_advice(loaded: LoadedConfig, *, own: bool) -> str:
     """What to set to start a run from the parameters of a checkpoint alone."""
     action = "checkpoint.restore=weights to start from its parameters alone"
     if not own:
@@ -374,7 +387,7 @@ def _from_weights(loaded: Loaded, *, own: bool) -> str:
     return f"run.name to a new name, checkpoint.restore_from={run} and {action}"
 
 
-def _other_data(differences: Sequence[tuple[str, Any, Any]], step: int) -> ConfigError:
+def _changed_data_error(differences: Sequence[tuple[str, Any, Any]], step: int) -> ConfigError:
     listed = "; ".join(f"{name} was {before} and is {now}" for name, before, now in differences)
     return ConfigError.one(
         "data",
@@ -386,14 +399,14 @@ def _other_data(differences: Sequence[tuple[str, Any, Any]], step: int) -> Confi
 
 def _changed_keys(saved: Mapping[str, Any], config: Config) -> Iterator[tuple[str, Any, Any]]:
     """(key, saved, now) of settings that a run may change while it is stopped."""
-    then = {MOVED.get(key, key): value for key, value in flat(saved).items()}
-    for key, now in flat(to_dict(redact.within(config))).items():
+    then = {RENAMED_KEYS.get(key, key): value for key, value in flatten(saved).items()}
+    for key, now in flatten(to_dict(redact.redact_value(config))).items():
         before = then.get(key, now)
         if before != now and not may_differ(key):
             yield key, before, now
 
 
-def _check_finished(facts: Facts, loaded: Loaded) -> None:
+def _check_finished(facts: CheckpointMetadata, loaded: LoadedConfig) -> None:
     """Refuses a finished run with other settings: a new run is meant.
 
     Raises:
@@ -409,7 +422,9 @@ def _check_finished(facts: Facts, loaded: Loaded) -> None:
     if not changed:
         return
     train = config.train
-    listed = "; ".join(f"{key} was {shown(old)} and is {shown(new)}" for key, old, new in changed)
+    listed = "; ".join(
+        f"{key} was {format_value(old)} and is {format_value(new)}" for key, old, new in changed
+    )
     more = f"train.steps={2 * train.steps}" if train.steps else f"train.tokens={2 * train.tokens}"
     raise ConfigError.one(
         str(run_folder(config.run)),
@@ -426,7 +441,7 @@ def _free_name(config: Config) -> str:
     for number in itertools.count(2):
         named = dataclasses.replace(config.run, name=f"{config.run.name}-{number}")
         folder = run_folder(named)
-        saved = home(folder, config.checkpoint)
+        saved = checkpoint_home(folder, config.checkpoint)
         if not os.path.lexists(folder) and (in_bucket(saved) or not os.path.lexists(saved)):
             return named.name
     raise AssertionError("numbers end")

@@ -9,8 +9,8 @@ from typing import Any
 
 import jax
 
-from maxpipe.checkpoint.folder import BASE, Base
-from maxpipe.checkpoint.manager import Checkpoints
+from maxpipe.checkpoint.folder import BASE, AdapterBase
+from maxpipe.checkpoint.manager import CheckpointManager
 from maxpipe.checkpoint.storage import run_folder
 from maxpipe.config.load import to_dict
 from maxpipe.config.schema import Config
@@ -23,25 +23,25 @@ from maxpipe.config.shipped import (
 )
 from maxpipe.data.conversation import KEY as CONVERSATION
 from maxpipe.data.loader import Batches, Datasets, Loader
-from maxpipe.distributed.link import Link
+from maxpipe.distributed.link import ControlChannel
 from maxpipe.distributed.phases import RESTORE, Phases
 from maxpipe.errors import ReplicaError
-from maxpipe.evals.evaluate import Evaluations
-from maxpipe.evals.patience import Patience
+from maxpipe.evals.evaluate import Evaluator
+from maxpipe.evals.patience import EarlyStopping
 from maxpipe.io import redact
-from maxpipe.posttrain.distill import Taught
-from maxpipe.posttrain.rollouts import Reference, Rollouts
-from maxpipe.step.build import batches
-from maxpipe.step.replicas import explain
+from maxpipe.posttrain.distill import TeacherSource
+from maxpipe.posttrain.rollouts import ReferenceParams, Rollouts
+from maxpipe.step.build import load_batches
+from maxpipe.step.replicas import format_differences
 from maxpipe.step.state import TrainState
 from maxpipe.step.step import Steps
 from maxpipe.telemetry.console import Console
 from maxpipe.telemetry.records import EventLog, MetricWriter
 from maxpipe.train import data_end
-from maxpipe.train.bad_steps import Watch
-from maxpipe.train.data_end import SlowData
-from maxpipe.train.resume import Start
-from maxpipe.train.samples import Samples
+from maxpipe.train.bad_steps import BadStepMonitor
+from maxpipe.train.data_end import SlowDataMonitor
+from maxpipe.train.resume import RunStart
+from maxpipe.train.samples import SampleGenerator
 
 _RECORDS = (METRICS_FILE, f"{METRICS_FILE}.new", SAMPLES_FILE, f"{SAMPLES_FILE}.new", EVENTS_FILE)
 
@@ -57,31 +57,31 @@ class Run:
     length: int
     """Steps that the config wants."""
     console: Console
-    link: Link
+    link: ControlChannel
     phases: Phases
     events: EventLog
     writer: MetricWriter
     open_writer: Callable[..., MetricWriter]
     """The same from another `resume_step` on."""
-    checkpoints: Checkpoints
+    checkpoints: CheckpointManager
     datasets: Datasets
     steps: Steps
     state: TrainState
     train_steps: Mapping[int, Any]
     """Compiled, by the rows of a batch."""
-    evaluations: Evaluations
-    watch: Watch
-    patience: Patience
-    restore: Callable[[], Start]
-    samples: Samples | None
-    taught: Taught
+    evaluations: Evaluator
+    watch: BadStepMonitor
+    patience: EarlyStopping
+    restore: Callable[[], RunStart]
+    samples: SampleGenerator | None
+    taught: TeacherSource
     """What a teacher says of batches, if there is one."""
     rollouts: Rollouts | None
     """What steps train on, with prompts in place of documents."""
-    reference: Reference | None
-    base: Base | None
+    reference: ReferenceParams | None
+    base: AdapterBase | None
     """Of adapters."""
-    slow_data: SlowData
+    slow_data: SlowDataMonitor
     compared: int = -1
     """The last step after which replicas were compared."""
     evaluated: tuple[int, dict[str, float]] = (0, {})
@@ -122,7 +122,7 @@ class Run:
 
     def batches(self, loader: Loader, start: int, stop: int) -> Batches:
         """Those of any documents from `start` to before `stop`, read ahead."""
-        return batches(self.steps.batch_sharding, loader, start, stop)
+        return load_batches(self.steps.batch_sharding, loader, start, stop)
 
     def can_stop_behind(self, step: int) -> bool:
         """Whether the run can be saved after `step`: what it goes on with is not half used."""
@@ -146,7 +146,7 @@ class Run:
         self.checkpoints.save(
             step,
             lambda: self.steps.to_saved(self.state),
-            to_dict(redact.within(self.config)),
+            to_dict(redact.redact_value(self.config)),
             data,
             self.evaluated[1] if self.evaluated[0] == step else {},
             last=last,
@@ -187,7 +187,9 @@ class Run:
         self.compared = step
         if found := self.steps.replica_check.differences(self.state):
             self.events.write("replicas_differ", step=step, arrays=list(map(str, found)))
-            raise ReplicaError(explain(found, f"{run_folder(self.config.run)}: step {step}"))
+            raise ReplicaError(
+                format_differences(found, f"{run_folder(self.config.run)}: step {step}")
+            )
 
     def roll_back(self, bad_step: int) -> None:
         """Return to the newest checkpoint; the batches from there to the bad step are left out."""
@@ -198,8 +200,8 @@ class Run:
             start = self.restore()
         self.state, first = start.state, int(start.state.step)
         self.watch.went_back(bad_step, first, start.offset, start.facts)
-        self.patience = Patience(self.config.eval, self.config.checkpoint, start.waited)
-        data_end.must_suffice(self.datasets.train, self.length, self.watch.offset)
+        self.patience = EarlyStopping(self.config.eval, self.config.checkpoint, start.waited)
+        data_end.check_enough_data(self.datasets.train, self.length, self.watch.offset)
         self.compared = -1
         self.writer.close()
         self.writer = self.open_writer(resume_step=first)

@@ -12,27 +12,32 @@ from typing import Any
 import jax
 
 from maxpipe.config.schema import EvalConfig
-from maxpipe.data.conversation import for_chats
+from maxpipe.data.conversation import add_end_of_turn_ids
 from maxpipe.data.tokenizer import Tokenizer
 from maxpipe.data.tokenizers.chat import ChatTemplate
-from maxpipe.data.turns import Turn
+from maxpipe.data.turns import ValidationPrompt
 from maxpipe.errors import ConfigError
 from maxpipe.generate.completions import (
     Completion,
-    Limits,
+    GenerationLimits,
     Prompt,
     complete,
-    encoded,
-    encoded_chats,
+    encode_chats,
+    encode_prompts,
 )
 from maxpipe.generate.decoding import Sampling
-from maxpipe.generate.prompts import read, read_conversations, said
-from maxpipe.generate.staged import decoding_of, for_decoding, prepared, prepared_shardings
-from maxpipe.parallel.sharding import placed_on
-from maxpipe.step.state import Partition
+from maxpipe.generate.prompts import read_conversations, read_prompts, user_chat
+from maxpipe.generate.staged import (
+    build_decode_engine,
+    decode_param_layout,
+    decode_param_shardings,
+    to_decode_params,
+)
+from maxpipe.parallel.sharding import rebind_mesh
+from maxpipe.step.state import ParamLayout
 
 
-class Samples:
+class SampleGenerator:
     """What a model makes of the prompts of `eval.sample_prompts` or `eval.sample_file`, and of
     `held_out` conversations.
 
@@ -44,15 +49,15 @@ class Samples:
     def __init__(
         self,
         eval_config: EvalConfig,
-        partition: Partition,
+        partition: ParamLayout,
         tokenizer: Tokenizer,
-        held_out: Sequence[Turn] = (),
+        held_out: Sequence[ValidationPrompt] = (),
         chat: ChatTemplate | None = None,
         *,
         room: int,
         seed: int,
     ):
-        tokenizer = for_chats(tokenizer) if eval_config.sample_chat else tokenizer
+        tokenizer = add_end_of_turn_ids(tokenizer) if eval_config.sample_chat else tokenizer
         prompts = _prompts(eval_config, tokenizer, room, chat)
         first, self._answers = len(prompts), [turn.answer for turn in held_out]
         for number, turn in enumerate(held_out, first):
@@ -68,14 +73,14 @@ class Samples:
             )
         self._tokenizer, self._prompts, self._first = tokenizer, prompts, first
         tokens = min(eval_config.sample_tokens, room)
-        self._limits = Limits(tokens, room, batch_size=len(prompts))
-        parts = for_decoding(partition)
+        self._limits = GenerationLimits(tokens, room, batch_size=len(prompts))
+        parts = decode_param_layout(partition)
         self._mesh = parts.mesh
         sampling = Sampling(temperature=eval_config.sample_temperature)
-        self._decoding = decoding_of(parts, sampling, seed)
+        self._decoding = build_decode_engine(parts, sampling, seed)
         self._convert = jax.jit(
-            lambda params: prepared(parts, partition.unstack(params)),
-            out_shardings=prepared_shardings(parts),
+            lambda params: to_decode_params(parts, partition.unstack(params)),
+            out_shardings=decode_param_shardings(parts),
         )
 
     def take(self, params: Any) -> list[Mapping[str, object]]:
@@ -89,7 +94,7 @@ class Samples:
             NumbersError: the model gives numbers that are not finite.
         """
         found: list[Completion] = []
-        converted = self._convert(placed_on(self._mesh, params))
+        converted = self._convert(rebind_mesh(self._mesh, params))
         tokenizer = self._tokenizer
         complete(
             self._decoding, converted, tokenizer, self._prompts, self._limits, write=found.append
@@ -116,6 +121,6 @@ def _prompts(
     path, texts = config.sample_file, list(config.sample_prompts)
     where = f"eval.sample_file: {path}"
     if config.sample_chat:
-        chats = read_conversations(path, where) if path else [said(each) for each in texts]
-        return encoded_chats(chats, tokenizer, room, where="eval.sample_chat", chat=chat)
-    return encoded(read(path, where) if path else texts, tokenizer, room)
+        chats = read_conversations(path, where) if path else [user_chat(each) for each in texts]
+        return encode_chats(chats, tokenizer, room, where="eval.sample_chat", chat=chat)
+    return encode_prompts(read_prompts(path, where) if path else texts, tokenizer, room)

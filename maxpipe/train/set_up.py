@@ -19,48 +19,52 @@ import jax
 
 import maxpipe
 from maxpipe.checkpoint.lock import RunLock
-from maxpipe.checkpoint.manager import Checkpoints, local_folder
-from maxpipe.checkpoint.storage import home, run_folder
-from maxpipe.config.check import cautions, total_steps
-from maxpipe.config.load import Loaded, to_dict
+from maxpipe.checkpoint.manager import CheckpointManager, local_folder
+from maxpipe.checkpoint.storage import checkpoint_home, run_folder
+from maxpipe.config.check import find_warnings, total_steps
+from maxpipe.config.load import LoadedConfig, to_dict
 from maxpipe.config.schema import Config
 from maxpipe.config.shipped import (
     CONFIG_FILE,
 )
-from maxpipe.data.datasets import check_overlap, datasets_of, spoken_in_run
+from maxpipe.data.datasets import build_datasets, check_overlap, load_run_chat_template
 from maxpipe.data.loader import Datasets
-from maxpipe.data.turns import held_out
+from maxpipe.data.turns import load_validation_prompts
 from maxpipe.distributed import wire
-from maxpipe.distributed.link import Link
+from maxpipe.distributed.link import ControlChannel
 from maxpipe.distributed.phases import COMPILE, DATA_SET_UP, RESTORE, Phases
-from maxpipe.errors import ConfigError, ExitCode, Preempted
-from maxpipe.evals.evaluate import Evaluations
-from maxpipe.evals.patience import Patience
-from maxpipe.evals.tasks import Task, tasks_of
-from maxpipe.io.files import check_writable, full
+from maxpipe.errors import ConfigError, ExitCode, Preemption
+from maxpipe.evals.evaluate import Evaluator
+from maxpipe.evals.patience import EarlyStopping
+from maxpipe.evals.tasks import Task, open_tasks
+from maxpipe.io.files import check_regular_files, expand_path
 from maxpipe.parallel.mesh import build_mesh
 from maxpipe.posttrain import pair_references
-from maxpipe.posttrain.distill import taught_by
-from maxpipe.posttrain.rollouts import Reference, Rollouts
-from maxpipe.step.build import devices_of, steps_of
+from maxpipe.posttrain.distill import open_teacher_source
+from maxpipe.posttrain.rollouts import ReferenceParams, Rollouts
+from maxpipe.step.build import split_devices, steps_from_config
 from maxpipe.step.step import Steps
 from maxpipe.telemetry.console import Console
 from maxpipe.telemetry.records import EventLog, MetricWriter
 from maxpipe.train import attention_check, data_end
-from maxpipe.train.bad_steps import Watch
-from maxpipe.train.banner import facts_of, write_config
-from maxpipe.train.data_end import SlowData
+from maxpipe.train.bad_steps import BadStepMonitor
+from maxpipe.train.banner import banner_lines, write_config
+from maxpipe.train.data_end import SlowDataMonitor
 from maxpipe.train.memory_check import check_program
-from maxpipe.train.resume import Start, reference_of, restore_or_init
+from maxpipe.train.resume import RunStart, build_reference, restore_or_init
 from maxpipe.train.run import WRITTEN_FILES, Run
-from maxpipe.train.samples import Samples
-from maxpipe.train.tensorboard import show
+from maxpipe.train.samples import SampleGenerator
+from maxpipe.train.tensorboard import write_run_summary
 
 _log = logging.getLogger("maxpipe")
 
 
 def set_up(
-    loaded: Loaded, console: Console, link: Link, phases: Phases, stack: contextlib.ExitStack
+    loaded: LoadedConfig,
+    console: Console,
+    link: ControlChannel,
+    phases: Phases,
+    stack: contextlib.ExitStack,
 ) -> Run:
     """Everything that the loop needs; `stack` closes it.
 
@@ -70,20 +74,20 @@ def set_up(
     """
     config = loaded.config
     run_dir, process, length = run_folder(config.run), link.index, total_steps(config.train)
-    check_writable(run_dir, WRITTEN_FILES)
+    check_regular_files(run_dir, WRITTEN_FILES)
     locks = _locks(config, stack, console) if process == 0 else []
     ours = locks[0].held if locks else lambda: False  # process 0 alone writes records
-    events = _ledger(config, link, phases, stack, ours)
+    events = _open_event_log(config, link, phases, stack, ours)
     checkpoints = stack.enter_context(
-        Checkpoints(run_dir, config.checkpoint, record=events.write, locks=locks)
+        CheckpointManager(run_dir, config.checkpoint, record=events.write, locks=locks)
     )
     datasets, slow_data = _datasets(config, console, phases, stack)
     steps = _steps(config, datasets)
     with phases.enter(RESTORE):
-        taught = taught_by(loaded, datasets, steps, phases, console.stage)
-    console.banner(banner := [*facts_of(config, steps, datasets, length), *taught.words])
+        taught = open_teacher_source(loaded, datasets, steps, phases, console.stage)
+    console.banner(banner := [*banner_lines(config, steps, datasets, length), *taught.words])
     if process == 0:
-        _warn(loaded, datasets, console, phases)
+        _print_warnings(loaded, datasets, console, phases)
     evaluations = _evaluations(config, datasets, console, link, phases)
     samples = _samples(config, steps, datasets)
     parts = loaded, steps, checkpoints, datasets, console
@@ -93,23 +97,23 @@ def set_up(
     # All leaves: on CPUs, waiting for one array of a state that failed to allocate never ends.
     jax.block_until_ready(begin.state)
     phases.progress(first := int(begin.state.step))
-    patience = Patience(config.eval, config.checkpoint, begin.waited)
+    patience = EarlyStopping(config.eval, config.checkpoint, begin.waited)
     last = _last_step(loaded, datasets, begin, patience, console)
-    reference = reference_of(loaded, steps, datasets, console, begin)
+    reference = build_reference(loaded, steps, datasets, console, begin)
     rollouts = _rollouts(config, steps, datasets, reference, link, stack)
     if first < last:
-        attention_check.check(run_dir, steps, link, console, events)
-        _refer(config, steps, datasets, begin, console, link, phases)
+        attention_check.check_run_attention(run_dir, steps, link, console, events)
+        _attach_references(config, steps, datasets, begin, console, link, phases)
     with phases.enter(COMPILE):
-        train_steps = _programs(config, steps, datasets, console, begin, last)
+        train_steps = _compile_train_steps(config, steps, datasets, console, begin, last)
         taught.compile(train_steps, console.stage)
         evaluations.compile(steps)
     _check_memory(config, train_steps)
-    events.write("start", step=first, **_begun(datasets, phases))
+    events.write("start", step=first, **_start_event(datasets, phases))
     writes = {"process_index": process, "ours": ours}
     open_writer = partial(MetricWriter, run_dir, config.log.tensorboard, **writes)
     writer, program = open_writer(resume_step=first), train_steps.get(steps.shape[0])
-    show(writer, config, steps, begin.state, program, stack, dict(banner))
+    write_run_summary(writer, config, steps, begin.state, program, stack, dict(banner))
     if process == 0:
         write_config(run_dir / CONFIG_FILE, config, locks)
     run = Run(
@@ -127,7 +131,7 @@ def set_up(
         state=begin.state,
         train_steps=train_steps,
         evaluations=evaluations,
-        watch=_watch(config, datasets, events, console, begin),
+        watch=_build_bad_step_monitor(config, datasets, events, console, begin),
         patience=patience,
         restore=restore,
         samples=samples,
@@ -143,16 +147,16 @@ def set_up(
 
 def _steps(config: Config, datasets: Datasets) -> Steps:
     """On the devices that are not a teacher's."""
-    mesh = build_mesh(config.mesh, devices_of(config)[0])
-    return steps_of(config, mesh, datasets.tokenizer.byte_lengths)
+    mesh = build_mesh(config.mesh, split_devices(config)[0])
+    return steps_from_config(config, mesh, datasets.tokenizer.byte_lengths)
 
 
 def _rollouts(
     config: Config,
     steps: Steps,
     datasets: Datasets,
-    reference: Reference | None,
-    link: Link,
+    reference: ReferenceParams | None,
+    link: ControlChannel,
     stack: contextlib.ExitStack,
 ) -> Rollouts | None:
     """What steps train on, if that is drawn and not read."""
@@ -163,27 +167,27 @@ def _rollouts(
     return found
 
 
-def _refer(
+def _attach_references(
     config: Config,
     steps: Steps,
     datasets: Datasets,
-    begin: Start,
+    begin: RunStart,
     console: Console,
-    link: Link,
+    link: ControlChannel,
     phases: Phases,
 ) -> None:
     """Gives pairs their reference log-probabilities, if steps read these."""
-    if pair_references.are_needed(steps):
+    if pair_references.needs_references(steps):
         loaders = datasets.all_once(config.eval.batch_size or config.train.batch_size)
         given = run_folder(config.run), steps, loaders, console, link, phases
         found = pair_references.PairReferences(*given)
         found.attach(begin.state.params, is_new=not begin.goes_on)
 
 
-def _watch(
-    config: Config, datasets: Datasets, events: EventLog, console: Console, begin: Start
-) -> Watch:
-    return Watch(
+def _build_bad_step_monitor(
+    config: Config, datasets: Datasets, events: EventLog, console: Console, begin: RunStart
+) -> BadStepMonitor:
+    return BadStepMonitor(
         config.guard,
         run_dir=str(run_folder(config.run)),
         loader=datasets.train,
@@ -196,21 +200,25 @@ def _watch(
 
 def _datasets(
     config: Config, console: Console, phases: Phases, stack: contextlib.ExitStack
-) -> tuple[Datasets, SlowData]:
+) -> tuple[Datasets, SlowDataMonitor]:
     """What is read, and what says so if that is slow."""
-    slow_data = stack.enter_context(SlowData(phases, console.warn, config.data.threads))
+    slow_data = stack.enter_context(SlowDataMonitor(phases, console.warn, config.data.threads))
     with phases.enter(DATA_SET_UP), console.stage("reading data"):
-        datasets = datasets_of(config, phases.progress)
+        datasets = build_datasets(config, phases.progress)
     stack.callback(datasets.close)
     return datasets, slow_data
 
 
 def _last_step(
-    loaded: Loaded, datasets: Datasets, begin: Start, patience: Patience, console: Console
+    loaded: LoadedConfig,
+    datasets: Datasets,
+    begin: RunStart,
+    patience: EarlyStopping,
+    console: Console,
 ) -> int:
     """Of a run that begins so; says how it begins, and whether it has ended already."""
     first = int(begin.state.step)
-    last = data_end.checked(loaded, datasets.train, begin.offset, first, console)
+    last = data_end.resolve_last_step(loaded, datasets.train, begin.offset, first, console)
     console.note(begin.words)
     if not patience.is_over:
         return last
@@ -218,8 +226,10 @@ def _last_step(
     return first
 
 
-def _warn(loaded: Loaded, datasets: Datasets, console: Console, phases: Phases) -> None:
-    for each in (*loaded.cautions, *cautions(loaded.config)):
+def _print_warnings(
+    loaded: LoadedConfig, datasets: Datasets, console: Console, phases: Phases
+) -> None:
+    for each in (*loaded.cautions, *find_warnings(loaded.config)):
         console.warn(each.line)
     for remark in datasets.remarks:
         console.warn(remark)
@@ -227,49 +237,51 @@ def _warn(loaded: Loaded, datasets: Datasets, console: Console, phases: Phases) 
         check_overlap(loaded.config, datasets, console.warn, phases.progress)
 
 
-def _begun(datasets: Datasets, phases: Phases) -> dict[str, Any]:
+def _start_event(datasets: Datasets, phases: Phases) -> dict[str, Any]:
     """What the event of a start says; of a mixture also how samples are dealt out."""
     return {"devices": jax.device_count(), "seconds": phases.take(), **datasets.train.mixed()}
 
 
 def _evaluations(
-    config: Config, datasets: Datasets, console: Console, link: Link, phases: Phases
-) -> Evaluations:
+    config: Config, datasets: Datasets, console: Console, link: ControlChannel, phases: Phases
+) -> Evaluator:
     """What an evaluation does, of documents and questions that all processes have."""
-    tasks = tasks_of(config, datasets.tokenizer)
+    tasks = open_tasks(config, datasets.tokenizer)
     _check_same_data(link, datasets, tasks)
-    return Evaluations(config.eval, datasets, tasks, console, link.stops_here, phases.progress)
+    return Evaluator(config.eval, datasets, tasks, console, link.stops_here, phases.progress)
 
 
-def _samples(config: Config, steps: Steps, datasets: Datasets) -> Samples | None:
+def _samples(config: Config, steps: Steps, datasets: Datasets) -> SampleGenerator | None:
     """What samples are taken with, if any are."""
     if not config.eval.sample_every or config.train.objective == "grpo":
         return None
     room, tokenizer = config.train.sequence_length, datasets.tokenizer
-    turns = held_out(datasets, config.data.validation_fraction, config.eval.sample_documents, room)
-    chat = spoken_in_run(config, tokenizer)
+    turns = load_validation_prompts(
+        datasets, config.data.validation_fraction, config.eval.sample_documents, room
+    )
+    chat = load_run_chat_template(config, tokenizer)
     given = config.eval, steps.partition, tokenizer, turns, chat
-    return Samples(*given, room=room, seed=config.run.seed)
+    return SampleGenerator(*given, room=room, seed=config.run.seed)
 
 
 def _locks(config: Config, stack: contextlib.ExitStack, console: Console) -> list[RunLock]:
     """Locks of the run's folder, and of the folder of its checkpoints if that is elsewhere."""
     run_dir = run_folder(config.run)
     locks = [RunLock(run_dir)]
-    other = RunLock(home(run_dir, config.checkpoint), key="checkpoint.dir")
+    other = RunLock(checkpoint_home(run_dir, config.checkpoint), key="checkpoint.dir")
     if other.path != locks[0].path:
         locks.append(other)
     if local_dir := config.checkpoint.local_dir:
         locks.append(RunLock(local_folder(local_dir, run_dir), key="checkpoint.local_dir"))
     held = [stack.enter_context(lock) for lock in locks]
-    wire.sweep(run_dir)
+    wire.remove_stale_secrets(run_dir)
     for note in filter(None, (lock.note for lock in held)):
         console.warn(note)
     return held
 
 
-def _programs(
-    config: Config, steps: Steps, datasets: Datasets, console: Console, begin: Start, last: int
+def _compile_train_steps(
+    config: Config, steps: Steps, datasets: Datasets, console: Console, begin: RunStart, last: int
 ) -> dict[int, Any]:
     """The compiled train steps by rows; none that the run does not need.
 
@@ -280,7 +292,7 @@ def _programs(
     if first >= last:
         console.note(f"all {last} steps are done: nothing is left to train")
     elif config.runtime.executable:
-        folder = full(config.runtime.executable, "runtime.executable")
+        folder = expand_path(config.runtime.executable, "runtime.executable")
         with console.stage(f"loading train step from {folder}"):
             train_steps[steps.shape[0]] = steps.load_train(folder, to_dict(config))
     else:
@@ -300,9 +312,9 @@ def _check_memory(config: Config, train_steps: Mapping[int, Any]) -> None:
             check_program(config, program, lambda _: None)
 
 
-def _ledger(
+def _open_event_log(
     config: Config,
-    link: Link,
+    link: ControlChannel,
     phases: Phases,
     stack: contextlib.ExitStack,
     ours: Callable[[], bool],
@@ -314,7 +326,7 @@ def _ledger(
     events.write("begin", host=host, pid=pid, processes=link.count, version=version)
 
     def ends(kind: Any, error: BaseException | None, trace: Any) -> None:
-        if error is not None and not isinstance(error, Preempted):
+        if error is not None and not isinstance(error, Preemption):
             events.write("failed", error=type(error).__name__, text=str(error)[:1000])
 
     stack.push(ends)
@@ -329,7 +341,7 @@ def _ledger(
     return events
 
 
-def _check_same_data(link: Link, datasets: Datasets, tasks: Sequence[Task]) -> None:
+def _check_same_data(link: ControlChannel, datasets: Datasets, tasks: Sequence[Task]) -> None:
     """Checks that all processes have the same documents and questions."""
     facts = datasets.fingerprint() | {each.name: each.digest() for each in tasks}
     fingerprint = json.dumps(facts, sort_keys=True)

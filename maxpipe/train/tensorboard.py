@@ -14,13 +14,13 @@ from typing import Any
 import jax
 
 import maxpipe
-from maxpipe.config.keys import flat
+from maxpipe.config.keys import flatten
 from maxpipe.config.load import to_dict, to_yaml
 from maxpipe.config.schema import Config
 from maxpipe.io import redact
-from maxpipe.io.text import counted
+from maxpipe.io.text import pluralize
 from maxpipe.schedule.draw import OVERVIEW_WIDTH, Box, Canvas, Label, summary
-from maxpipe.schedule.pictures import overview
+from maxpipe.schedule.pictures import draw_overview
 from maxpipe.schedule.table import Schedule
 from maxpipe.step.state import TrainState
 from maxpipe.step.step import Steps
@@ -29,7 +29,7 @@ from maxpipe.telemetry.records import MetricWriter
 
 _INK, _PALE, _COLOUR = "#1d2633", "#e8ecf1", "#4f7cac"
 _MARGIN, _LINE, _TITLE, _TEXT = 16.0, 46.0, 20, 18
-_MOST_ROWS = 200
+_MAX_ROWS = 200
 
 MEMORY = (
     "Memory of the train step on one device, as compiled. arguments: parameters, optimizer state "
@@ -39,7 +39,7 @@ MEMORY = (
 """The description of the picture of `memory`."""
 
 
-def memory(program: Any) -> Canvas:
+def draw_memory(program: Any) -> Canvas:
     """Draw the compiled memory of one device's part of the step, a bar for each use.
 
     Its text is legible where TensorBoard shows it 300 pixels wide.
@@ -66,7 +66,7 @@ def memory(program: Any) -> Canvas:
     return canvas
 
 
-def sharding(params: Any) -> list[tuple[str, str, str, str]]:
+def sharding_table(params: Any) -> list[tuple[str, str, str, str]]:
     """Return name, shape, shape on one device and splitting axes of each parameter.
 
     The first row has the titles.
@@ -75,21 +75,21 @@ def sharding(params: Any) -> list[tuple[str, str, str, str]]:
     for path, array in jax.tree_util.tree_leaves_with_path(params):
         name = jax.tree_util.keystr(path, simple=True, separator=".")
         mesh = array.sharding.mesh.shape
-        axes = [_words(axis, mesh) for axis in array.sharding.spec]
+        axes = [_describe_axes(axis, mesh) for axis in array.sharding.spec]
         part = array.sharding.shard_shape(array.shape)
-        rows.append((name, _pictures_shape(array.shape), _pictures_shape(part), ", ".join(axes)))
-    if len(rows) > _MOST_ROWS:
-        rows = [*rows[:_MOST_ROWS], (f"and {len(rows) - _MOST_ROWS} more", "", "", "")]
+        rows.append((name, _image_shape(array.shape), _image_shape(part), ", ".join(axes)))
+    if len(rows) > _MAX_ROWS:
+        rows = [*rows[:_MAX_ROWS], (f"and {len(rows) - _MAX_ROWS} more", "", "", "")]
     return rows
 
 
-def _words(axis: str | Sequence[str] | None, mesh: Mapping[str, int]) -> str:
+def _describe_axes(axis: str | Sequence[str] | None, mesh: Mapping[str, int]) -> str:
     """The axes that really split this dim."""
     axes = (axis,) if isinstance(axis, str) else axis or ()
     return " x ".join(f"{each} {mesh[each]}" for each in axes if mesh[each] > 1) or "-"
 
 
-def _pictures_shape(shape: Sequence[int]) -> str:
+def _image_shape(shape: Sequence[int]) -> str:
     return " x ".join(map(str, shape)) or "scalar"
 
 
@@ -107,7 +107,7 @@ _HYPERPARAMETERS = (
 )
 
 
-def show(
+def write_run_summary(
     writer: MetricWriter,
     config: Config,
     steps: Steps,
@@ -120,8 +120,8 @@ def show(
 
     A thread of its own writes pictures: the first take a second. `facts` are those of the banner.
     """
-    writer.text("about", _table([("run", config.run.name), *essentials(config, facts)]))
-    writer.text("config", f"```yaml\n{to_yaml(redact.within(config))}```")
+    writer.text("about", _table([("run", config.run.name), *key_settings(config, facts)]))
+    writer.text("config", f"```yaml\n{to_yaml(redact.redact_value(config))}```")
     if jax.process_index() == 0 and config.log.tensorboard:
         shapes = jax.tree.map(_shape, state.params)
         arguments = (writer, config, steps.train_schedule, shapes, program)
@@ -130,7 +130,7 @@ def show(
         stack.callback(drawing.join)
 
 
-def essentials(config: Config, facts: Mapping[str, str]) -> list[tuple[str, str]]:
+def key_settings(config: Config, facts: Mapping[str, str]) -> list[tuple[str, str]]:
     """Return the ten settings that tell runs apart: names and values.
 
     TensorBoard sorts texts by tag: `about` is before `config`.
@@ -138,7 +138,7 @@ def essentials(config: Config, facts: Mapping[str, str]) -> list[tuple[str, str]
     train, optim = config.train, config.optim
     tokens = train.batch_size * train.sequence_length
     ramp = ", smaller in the first steps (train.batch_ramp)" if train.batch_ramp else ""
-    rate = f"{optim.learning_rate:g}, {optim.schedule}, {counted(optim.warmup_steps, 'step')}"
+    rate = f"{optim.learning_rate:g}, {optim.schedule}, {pluralize(optim.warmup_steps, 'step')}"
     trained = f"{train.objective}, adapters of rank {config.adapter.rank}"
     return [
         ("model", f"{config.model.family}, {facts['model']}"),
@@ -169,7 +169,7 @@ def _draw(
     writer: MetricWriter, config: Config, schedule: Schedule, params: Any, program: Any
 ) -> None:
     """Settings, the table of shardings, and pictures."""
-    values = flat(to_dict(redact.within(config)))
+    values = flatten(to_dict(redact.redact_value(config)))
     chosen = {
         key: value if isinstance(value, bool | int | float | str) else str(value)
         for key, value in values.items()
@@ -177,11 +177,11 @@ def _draw(
     }
     try:
         writer.show(lambda: records.hyperparameters(chosen, config.run.name))
-        writer.text("run/sharding", _table(sharding(params)))
-        timeline, about = overview(schedule), summary(schedule)
+        writer.text("run/sharding", _table(sharding_table(params)))
+        timeline, about = draw_overview(schedule), summary(schedule)
         writer.show(lambda: records.image("run/timeline", timeline, about))
         if program is not None:
-            bars = memory(program)
+            bars = draw_memory(program)
             writer.show(lambda: records.image("run/memory", bars, MEMORY))
     except Exception as error:  # a failed picture must not stop the run
         _log.warning("TensorBoard lacks a picture of this run: %s", error)

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from maxpipe.checkpoint.manager import Checkpoints, open_run
+from maxpipe.checkpoint.manager import CheckpointManager, open_run
 from maxpipe.config.schema import CheckpointConfig
 
 Tree = dict[str, Any]
@@ -40,14 +40,14 @@ def data(step: int) -> dict[str, Any]:
 
 
 def put(
-    checkpoints: Checkpoints, step: int, *, last: bool = False, loss: float | None = None
+    checkpoints: CheckpointManager, step: int, *, last: bool = False, loss: float | None = None
 ) -> None:
     values = {} if loss is None else {"eval/loss": loss}
     checkpoints.save(step, lambda: tree(step), config(step), data(step), values, last=last)
 
 
 def save(run_dir: Path, *steps: int, keep: int = 5) -> Path:
-    with Checkpoints(run_dir, CheckpointConfig(keep=keep)) as checkpoints:
+    with CheckpointManager(run_dir, CheckpointConfig(keep=keep)) as checkpoints:
         for step in steps:
             put(checkpoints, step)
     return run_dir

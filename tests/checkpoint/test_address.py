@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from maxpipe.checkpoint.address import Address, Step, parse, run_names, whole_run
+from maxpipe.checkpoint.address import Address, Step, parse_address, parse_run_address, run_names
 from maxpipe.cli import main
 from maxpipe.errors import ConfigError
-from maxpipe.huggingface.folders import appearing
+from maxpipe.huggingface.folders import atomic_folder
 
 
 @pytest.fixture(autouse=True)
@@ -24,14 +24,14 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def named(text: str) -> tuple[str, Step, str]:
-    found = parse(text)
+    found = parse_address(text)
     assert found.given == text
     return found.run_dir, found.step, found.parent
 
 
 def refused(text: str, where: str = "", runs: str = "") -> list[str]:
     with pytest.raises(ConfigError) as error:
-        parse(text, where, runs)
+        parse_address(text, where, runs)
     lines = str(error.value).splitlines()
     assert len(lines) == 3
     return [line.strip() for line in lines]
@@ -130,7 +130,7 @@ def test_unknown_runs_are_guessed(here: Path):
     for number in range(20):
         (here / f"many/{number}/checkpoints/4").mkdir(parents=True)
     assert refused("zzz", "key", "many")[2].endswith(" and 12 more.")
-    assert parse("17", "key", "many").run_dir == "many/17"
+    assert parse_address("17", "key", "many").run_dir == "many/17"
 
 
 @pytest.mark.parametrize(
@@ -159,14 +159,14 @@ def test_what_names_nothing(text: str, rule: str, here: Path):
 
 
 def test_some_commands_take_a_whole_run():
-    assert whole_run("quick").run_dir == "runs/quick"
+    assert parse_run_address("quick").run_dir == "runs/quick"
     for text in ("quick@120", "runs/quick/checkpoints/120"):
         with pytest.raises(ConfigError, match=r"takes a whole run.\n  Give runs/quick\."):
-            whole_run(text)
+            parse_run_address(text)
 
 
 def test_addresses_of_other_steps():
-    assert parse("quick@120").at(7) == "runs/quick@7"
+    assert parse_address("quick@120").at(7) == "runs/quick@7"
     assert Address("x", "runs/a", parent="/saved/a").at(7) == "/saved/a@7"
     assert run_names("nowhere") == []
 
@@ -198,7 +198,7 @@ def test_nothing_is_written_among_checkpoints(
     for out in outs:
         given = [each.replace("OUT", out) for each in command]
         if command[0] == "export":
-            with pytest.raises(ConfigError) as refused, appearing(out, "command line: OUT"):
+            with pytest.raises(ConfigError) as refused, atomic_folder(out, "command line: OUT"):
                 pass
             told = str(refused.value)
         else:

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from maxpipe.checkpoint import lock as locks
-from maxpipe.checkpoint.copies import digest
+from maxpipe.checkpoint.copies import tree_digest
 from maxpipe.checkpoint.lock import FILE, RunLock
-from maxpipe.checkpoint.manager import FOLDER, Checkpoints, open_run
+from maxpipe.checkpoint.manager import CHECKPOINTS_FOLDER, CheckpointManager, open_run
 from maxpipe.cli import main
 from maxpipe.config.schema import CheckpointConfig
 from maxpipe.errors import ConfigError, StorageError
@@ -42,16 +42,16 @@ def saved(empty: Bucket) -> str:
 
 
 def save(run_dir: str, *steps: int, **keys: Any) -> str:
-    with Checkpoints(run_dir, CheckpointConfig(**keys)) as checkpoints:
+    with CheckpointManager(run_dir, CheckpointConfig(**keys)) as checkpoints:
         for step in steps:
             put(checkpoints, step)
     return run_dir
 
 
 def newest(run_dir: str, **options: Any) -> int | None:
-    with Checkpoints(run_dir, **options) as checkpoints:
+    with CheckpointManager(run_dir, **options) as checkpoints:
         found = checkpoints.restore_newest(abstract())
-        assert found is None or digest(found.state) == digest(tree(found.step))
+        assert found is None or tree_digest(found.state) == tree_digest(tree(found.step))
         return found and found.step
 
 
@@ -61,7 +61,7 @@ def flip(bucket: Bucket, beginning: str) -> None:
     bucket.objects[name] = content[:-1] + bytes([content[-1] ^ 1])
 
 
-def names(bucket: Bucket, folder: str = f"runs/a/{FOLDER}/") -> set[str]:
+def names(bucket: Bucket, folder: str = f"runs/a/{CHECKPOINTS_FOLDER}/") -> set[str]:
     found = [name[len(folder) :] for name in bucket.objects if name.startswith(folder)]
     return {name.partition("/")[0] for name in found}
 
@@ -73,9 +73,12 @@ def test_restored_is_what_was_saved(saved: str, empty: Bucket):
     with open_run(saved) as checkpoints:
         assert checkpoints.steps() == [3, 6]
         for step in (3, 6):
-            assert digest(checkpoints.restore(step).state) == digest(tree(step))
+            assert tree_digest(checkpoints.restore(step).state) == tree_digest(tree(step))
     assert newest(saved) == 6
-    assert names(empty) == {"3", "6"} and f"runs/a/{FOLDER}/6/manifest.json" in empty.objects
+    assert (
+        names(empty) == {"3", "6"}
+        and f"runs/a/{CHECKPOINTS_FOLDER}/6/manifest.json" in empty.objects
+    )
 
 
 @pytest.mark.long
@@ -95,21 +98,21 @@ def test_rules_delete_what_they_do_not_keep(saved: str, empty: Bucket):
 def test_flipped_bit_is_found_and_the_step_before_taken(
     what: str, saved: str, empty: Bucket, caplog: Logs
 ):
-    flip(empty, f"runs/a/{FOLDER}/6/{what}")
+    flip(empty, f"runs/a/{CHECKPOINTS_FOLDER}/6/{what}")
     assert newest(saved) == 3
     assert names(empty) == {"3", "6.corrupt"} and "renamed 6.corrupt" in caplog.text
 
 
 @pytest.mark.long
 def test_missing_object_is_damage(saved: str, empty: Bucket):
-    del empty.objects[f"runs/a/{FOLDER}/6/facts/metadata"]
+    del empty.objects[f"runs/a/{CHECKPOINTS_FOLDER}/6/facts/metadata"]
     assert newest(saved) == 3
 
 
 @pytest.mark.long
 def test_unfinished_save_is_removed(saved: str, empty: Bucket, caplog: Logs):
     for name in ("manifest.json", "commit_success.txt"):
-        del empty.objects[f"runs/a/{FOLDER}/6/{name}"]
+        del empty.objects[f"runs/a/{CHECKPOINTS_FOLDER}/6/{name}"]
     with open_run(saved) as checkpoints:
         assert checkpoints.steps() == [3] and names(empty) == {"3", "6"}
     assert newest(saved) == 3 and names(empty) == {"3"}
@@ -118,9 +121,9 @@ def test_unfinished_save_is_removed(saved: str, empty: Bucket, caplog: Logs):
 
 @pytest.mark.long
 def test_step_without_manifest_gets_one(saved: str, empty: Bucket):
-    del empty.objects[f"runs/a/{FOLDER}/6/manifest.json"]
+    del empty.objects[f"runs/a/{CHECKPOINTS_FOLDER}/6/manifest.json"]
     assert newest(saved) == 6
-    assert f"runs/a/{FOLDER}/6/manifest.json" in empty.objects
+    assert f"runs/a/{CHECKPOINTS_FOLDER}/6/manifest.json" in empty.objects
 
 
 # --- faults ---------------------------------------------------------------------------------
@@ -130,14 +133,14 @@ def test_bucket_that_cannot_be_written_is_reported_at_once(saved: str, empty: Bu
     empty.refused.add("POST")
     for begin in (
         lambda: RunLock(saved, key="checkpoint.dir").__enter__(),
-        lambda: Checkpoints(saved),
+        lambda: CheckpointManager(saved),
     ):
         with pytest.raises(StorageError) as refused:
             begin()
         where, rule, action = str(refused.value).splitlines()
         assert where.startswith(saved) and where.endswith(": cannot be written")
         assert "Forbidden" in rule and "Object User there" in action
-    assert names(empty) == {"3", "6"} and names(empty, "runs/a/") == {FOLDER}
+    assert names(empty) == {"3", "6"} and names(empty, "runs/a/") == {CHECKPOINTS_FOLDER}
 
 
 @pytest.mark.long
@@ -171,14 +174,14 @@ def test_commands(saved: str, empty: Bucket, capsys: Capture):
     assert "step       6" in run("show", saved)
     assert run("diff", f"{saved}@6", f"{saved}@6") == "same\n"
     assert run("verify", saved).count("as it was saved") == 2
-    flip(empty, f"runs/a/{FOLDER}/6/state/d/")
+    flip(empty, f"runs/a/{CHECKPOINTS_FOLDER}/6/state/d/")
     assert "has other content than was saved" in run("verify", saved, code=74)
     assert "Give the rules: --keep 3" in run("prune", saved, code=2)
     with RunLock(saved):
         assert "is in use by another run" in run("prune", saved, "--keep", "1", code=74)
     save(saved, 9)
     run("prune", saved, "--keep", "1")
-    assert names(empty) == {"9"} and names(empty, "runs/a/") == {FOLDER}
+    assert names(empty) == {"9"} and names(empty, "runs/a/") == {CHECKPOINTS_FOLDER}
 
 
 # --- one run per place ----------------------------------------------------------------------
@@ -272,7 +275,10 @@ def test_of_many_that_find_a_dead_lock_one_gets_it(empty: Bucket):
 @pytest.mark.long
 def test_run_that_lost_its_lock_saves_nothing(saved: str, empty: Bucket, tmp_path: Path):
     config = CheckpointConfig(dir="gs://bucket/runs")
-    with RunLock(saved) as lock, Checkpoints(tmp_path / "a", config, locks=[lock]) as checkpoints:
+    with (
+        RunLock(saved) as lock,
+        CheckpointManager(tmp_path / "a", config, locks=[lock]) as checkpoints,
+    ):
         empty.put(f"runs/a/{FILE}", b'{"token": "other"}')
         with pytest.raises(StorageError, match="was taken over"):
             put(checkpoints, 9)

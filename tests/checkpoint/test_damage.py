@@ -8,8 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from maxpipe.checkpoint.storage import Damaged, first_line, is_damage, outage, remedy, retried
-from maxpipe.errors import causes
+from maxpipe.checkpoint.storage import (
+    DamagedError,
+    call_with_retries,
+    is_damage,
+    outage,
+    remedy,
+    root_cause_text,
+)
+from maxpipe.errors import exception_chain
 
 
 def chained(*errors: BaseException) -> BaseException:
@@ -22,10 +29,10 @@ def chained(*errors: BaseException) -> BaseException:
 @pytest.mark.fault("L2")
 def test_errors_raised_from_each_other_come_to_an_end():
     first, second = ValueError("first"), ValueError("second")
-    assert list(causes(chained(first, second, first))) == [first, second]
-    assert first_line(first) == "second" and outage(first) is None
+    assert list(exception_chain(chained(first, second, first))) == [first, second]
+    assert root_cause_text(first) == "second" and outage(first) is None
     itself = OSError(errno.EIO, "Input/output error")
-    assert first_line(chained(itself, itself)) == "Input/output error"
+    assert root_cause_text(chained(itself, itself)) == "Input/output error"
 
 
 @pytest.mark.fault("L2")
@@ -34,8 +41,8 @@ def test_a_failure_may_be_raised_from_what_showed_it():
     for error in (cause, chained(ValueError("no metadata"), cause)):
         failure = outage(error)
         assert isinstance(failure, OSError) and failure.filename == "file"
-        assert list(causes(chained(failure, error))) == [failure, *causes(error)]
-        assert first_line(failure) == "Stale file handle: file"
+        assert list(exception_chain(chained(failure, error))) == [failure, *exception_chain(error)]
+        assert root_cause_text(failure) == "Stale file handle: file"
 
 
 @pytest.mark.parametrize(
@@ -62,10 +69,10 @@ def test_only_trouble_is_tried_again(monkeypatch: pytest.MonkeyPatch):
             raise left.pop()
         return len(left)
 
-    assert retried(call) == 0
-    left.append(Damaged("a"))
-    with pytest.raises(Damaged):
-        retried(call)
+    assert call_with_retries(call) == 0
+    left.append(DamagedError("a"))
+    with pytest.raises(DamagedError):
+        call_with_retries(call)
     assert not left
 
 
@@ -75,7 +82,7 @@ def test_a_link_that_leads_nowhere_is_named(tmp_path: Path):
     with pytest.raises(FileExistsError) as caught:
         link.mkdir(exist_ok=True)
     reason = f"{link} is a link to {tmp_path}/nowhere, which does not exist"
-    assert first_line(caught.value) == reason
+    assert root_cause_text(caught.value) == reason
     for path in (link, link / "checkpoints"):
         assert f"Create the target of {link}," in remedy(path, "run.dir")
     assert "Free space" in remedy(tmp_path / "new", "run.dir")

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from maxpipe.checkpoint import digests
-from maxpipe.checkpoint.copies import local_sums
-from maxpipe.checkpoint.digests import Sum, differences, joined, of_array
+from maxpipe.checkpoint.copies import digest_local_shards
+from maxpipe.checkpoint.digests import ArrayDigest, diff_digests, digest_array, merge_digests
 
 CASES = [
     ((), "int32"),
@@ -38,9 +38,9 @@ def values(shape: tuple[int, ...], dtype: str, seed: int = 0) -> np.ndarray:
 @pytest.mark.parametrize(("shape", "dtype"), CASES)
 def test_parts_add_up_to_the_whole(shape: tuple[int, ...], dtype: str):
     array, chance = values(shape, dtype), np.random.default_rng(1)
-    whole = of_array(array)
+    whole = digest_array(array)
     for _ in range(3):
-        parts = Sum(whole.dtype, whole.shape)
+        parts = ArrayDigest(whole.dtype, whole.shape)
         cuts = [sorted({0, size, *chance.integers(0, size + 1, 2)}) for size in shape]
         boxes = itertools.product(*(list(itertools.pairwise(places)) for places in cuts))
         for box in boxes:
@@ -51,40 +51,40 @@ def test_parts_add_up_to_the_whole(shape: tuple[int, ...], dtype: str):
 
 def test_the_block_in_which_it_is_computed_does_not_matter(monkeypatch: pytest.MonkeyPatch):
     arrays = [values(shape, dtype) for shape, dtype in CASES]
-    before = [of_array(array) for array in arrays]
+    before = [digest_array(array) for array in arrays]
     for block in (1, 7, 1000):
         monkeypatch.setattr(digests, "_BLOCK", block)
         arrays = [array for array in arrays if array.size < 3000]
-        after = [of_array(array) for array in arrays]
+        after = [digest_array(array) for array in arrays]
         assert [one for one in before if one in after] == after
 
 
 def test_digests_are_those_of_other_releases():
     """They are compared with those in old manifests."""
     array = np.arange(24, dtype=np.float32).reshape(2, 3, 4)
-    assert f"{of_array(array).value:016x}" == "d077fd947d000000"
-    assert f"{of_array(np.array([2**40 + 1])).value:016x}" == "7363a95f44a83a8f"
+    assert f"{digest_array(array).value:016x}" == "d077fd947d000000"
+    assert f"{digest_array(np.array([2**40 + 1])).value:016x}" == "7363a95f44a83a8f"
 
 
 @pytest.mark.fault("K1")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int64"])
 def test_every_flipped_bit_changes_it(dtype: str):
     array = values((13, 17), dtype)
-    before, size = of_array(array).value, array.dtype.itemsize * 8
+    before, size = digest_array(array).value, array.dtype.itemsize * 8
     found = {before}
     places = set(np.random.default_rng(2).integers(0, array.size, 40).tolist())
     for place in places:
         for bit in range(size):
             words = array.reshape(-1).view(np.uint8).copy()
             words[place * size // 8 + bit // 8] ^= 1 << bit % 8
-            found.add(of_array(words.view(array.dtype).reshape(array.shape)).value)
+            found.add(digest_array(words.view(array.dtype).reshape(array.shape)).value)
     assert len(found) == 1 + size * len(places)
 
 
 @pytest.mark.fault("K1")
 def test_what_is_exchanged_zeroed_or_flipped_together_changes_it():
     array = values((64, 48), "float32")
-    before = of_array(array).value
+    before = digest_array(array).value
     changed: list[np.ndarray] = []
     for i, j in itertools.combinations(range(0, 48, 5), 2):
         for axis in (0, 1):
@@ -104,8 +104,8 @@ def test_what_is_exchanged_zeroed_or_flipped_together_changes_it():
     wide = values((8, 8), "float64")
     signs = wide.copy()
     signs[0, 1], signs[3, 2] = -signs[0, 1], -signs[3, 2]
-    assert of_array(signs) != of_array(wide), "not even where the sign is the 64th bit"
-    assert before not in [of_array(each).value for each in changed]
+    assert digest_array(signs) != digest_array(wide), "not even where the sign is the 64th bit"
+    assert before not in [digest_array(each).value for each in changed]
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
@@ -117,31 +117,37 @@ def test_what_is_not_finite_is_counted(dtype: str):
         .astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
     )
     array[0, 0] = ml_dtypes.finfo(array.dtype).max
-    assert of_array(array).non_finite == 0
+    assert digest_array(array).non_finite == 0
     array[1, 3], array[2, 39], array[0, 7] = np.nan, np.inf, -np.inf
-    assert of_array(array).non_finite == 3
-    assert of_array(np.full(3, np.inf, "float32").view("int32")).non_finite == 0
+    assert digest_array(array).non_finite == 3
+    assert digest_array(np.full(3, np.inf, "float32").view("int32")).non_finite == 0
 
 
 def test_what_is_not_the_whole_is_refused():
     array = values((6, 4), "float32")
-    parts = [{"a": Sum("float32", (6, 4))} for _ in range(2)]
+    parts = [{"a": ArrayDigest("float32", (6, 4))} for _ in range(2)]
     parts[0]["a"].add(array[:2], (0, 0))
     with pytest.raises(ValueError, match="8 of 24 elements of a were digested"):
-        joined(parts)
+        merge_digests(parts)
     parts[1]["a"].add(array[2:], (2, 0))
-    assert joined(parts)["a"] == of_array(array)
+    assert merge_digests(parts)["a"] == digest_array(array)
     with pytest.raises(ValueError, match="differ in the type or shape of a"):
-        joined([{"a": of_array(array)}, {"a": of_array(array[:2])}])
+        merge_digests([{"a": digest_array(array)}, {"a": digest_array(array[:2])}])
 
 
 def test_differences_name_the_array():
-    one = {"a": of_array(np.zeros(3, np.float32)), "b": of_array(np.ones((2, 2), np.float32))}
-    other = {"b": of_array(np.ones((2, 2), np.float32)), "c": of_array(np.zeros(1))}
-    assert differences(one, one) == []
-    assert differences(one, other) == ["array a is missing", "array c was never saved"]
-    other = one | {"a": of_array(np.ones(3, np.float32)), "b": of_array(np.ones(4, np.float32))}
-    assert differences(one, other) == [
+    one = {
+        "a": digest_array(np.zeros(3, np.float32)),
+        "b": digest_array(np.ones((2, 2), np.float32)),
+    }
+    other = {"b": digest_array(np.ones((2, 2), np.float32)), "c": digest_array(np.zeros(1))}
+    assert diff_digests(one, one) == []
+    assert diff_digests(one, other) == ["array a is missing", "array c was never saved"]
+    other = one | {
+        "a": digest_array(np.ones(3, np.float32)),
+        "b": digest_array(np.ones(4, np.float32)),
+    }
+    assert diff_digests(one, other) == [
         "array a has other content than was saved",
         "array b is float32 4, not the float32 2 x 2 that was saved",
     ]
@@ -149,10 +155,10 @@ def test_differences_name_the_array():
 
 def test_it_is_the_same_on_any_mesh(devices: list[Any]):
     array = values((24, 16), "int32")
-    expected = of_array(array)
+    expected = digest_array(array)
     mesh = jax.make_mesh((4, 2), ("x", "y"), devices=devices[:8])
     spec = jax.sharding.PartitionSpec
     for parts in (spec(), spec("x"), spec("y", "x"), spec(("x", "y")), spec(None, "y")):
         placed = jax.device_put(array, jax.sharding.NamedSharding(mesh, parts))
-        assert local_sums({"a": placed}) == {"a": expected}
-    assert local_sums({"a": array}) == {"a": expected}
+        assert digest_local_shards({"a": placed}) == {"a": expected}
+    assert digest_local_shards({"a": array}) == {"a": expected}

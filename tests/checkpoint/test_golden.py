@@ -17,9 +17,9 @@ import pytest
 
 import maxpipe
 from maxpipe.checkpoint import contents, manifest
-from maxpipe.checkpoint.copies import digest
-from maxpipe.checkpoint.folder import FORMAT, Folder
-from maxpipe.checkpoint.manager import FOLDER, open_run
+from maxpipe.checkpoint.copies import tree_digest
+from maxpipe.checkpoint.folder import FORMAT, CheckpointFolder
+from maxpipe.checkpoint.manager import CHECKPOINTS_FOLDER, open_run
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "checkpoints"
 RUNS = sorted(path.name for path in GOLDEN.iterdir())
@@ -44,7 +44,7 @@ def test_checkpoint_of_a_release_is_read(name: str, caplog: pytest.LogCaptureFix
     with open_run(GOLDEN / name) as checkpoints:
         assert checkpoints.steps() == [STEP]
         found = checkpoints.restore(STEP)
-    assert digest(found.state) == (GOLDEN / name / "digest.txt").read_text().strip()
+    assert tree_digest(found.state) == (GOLDEN / name / "digest.txt").read_text().strip()
     assert found.facts.data["step"] == STEP
     assert found.facts.config["model"]["d_model"] == 4
     is_unknown = [line for line in caplog.messages if "has no manifest.json" in line]
@@ -56,9 +56,9 @@ def test_this_release_has_one(request: pytest.FixtureRequest):
     if request.config.getoption("--update-golden") and not golden.exists():
         _make(golden)
     assert golden.exists(), "run pytest with --update-golden"
-    path = Folder(golden / FOLDER) / STEP
-    assert manifest.faults(path, STEP) == []
-    assert contents.faults(path, STEP, contents.recorded(path, STEP)) == []
+    path = CheckpointFolder(golden / CHECKPOINTS_FOLDER) / STEP
+    assert manifest.verify_files(path, STEP) == []
+    assert contents.verify_arrays(path, STEP, contents.read_expected_digests(path, STEP)) == []
 
 
 def _make(golden: Path) -> None:
@@ -71,7 +71,7 @@ def _make(golden: Path) -> None:
             env=os.environ | {"PYTHONPATH": str(Path(maxpipe.__file__).parents[1])},
             check=True,
         )
-        shutil.copytree(Path(folder) / "golden" / FOLDER, golden / FOLDER)
+        shutil.copytree(Path(folder) / "golden" / CHECKPOINTS_FOLDER, golden / CHECKPOINTS_FOLDER)
         shutil.copy(Path(folder) / "golden" / "config.yml", golden)
     with open_run(golden) as checkpoints:
-        (golden / "digest.txt").write_text(digest(checkpoints.restore(STEP).state) + "\n")
+        (golden / "digest.txt").write_text(tree_digest(checkpoints.restore(STEP).state) + "\n")

@@ -16,11 +16,11 @@ from pathlib import Path
 import pytest
 
 from maxpipe import hardware
-from maxpipe.checkpoint.storage import FOLDER, files, home_of
+from maxpipe.checkpoint.storage import CHECKPOINTS_FOLDER, files, find_checkpoint_home
 from maxpipe.cli import main
 from maxpipe.errors import MaxpipeError
 from maxpipe.launch.job import newest_step
-from maxpipe.launch.local import Log
+from maxpipe.launch.local import ProcessLog
 from maxpipe.telemetry import curves
 from maxpipe.telemetry.records import EventLog, MetricWriter
 
@@ -127,29 +127,29 @@ def test_commands_on_configs(kind: str, tmp_path: Path, capsys: Capture):
     run(capsys, "schedule", f"file:{path}")
     run(capsys, "plan", path, "--topology", "v5p:2x2x1")
     with contextlib.suppress(MaxpipeError):
-        home_of(tmp_path)
+        find_checkpoint_home(tmp_path)
 
 
 @pytest.mark.fault("H1")
 @pytest.mark.parametrize("name", ["config.yml", "manifest.json", "facts/metadata"])
 @pytest.mark.parametrize("kind", SOME_FIRST)
 def test_commands_on_checkpoints(name: str, kind: str, copy: Path, capsys: Capture):
-    plant(copy / name if name == "config.yml" else copy / FOLDER / "6" / name, kind)
+    plant(copy / name if name == "config.yml" else copy / CHECKPOINTS_FOLDER / "6" / name, kind)
     run(capsys, "checkpoints", "list", copy)
     run(capsys, "checkpoints", "verify", copy)
     run(capsys, "checkpoints", "show", copy, "--step", 6)
     run(capsys, "checkpoints", "diff", f"{copy}@3", f"{copy}@6")
     run(capsys, "checkpoints", "prune", copy, "--keep", 1)
-    assert (copy / FOLDER / "3").is_dir() or name == "config.yml"
+    assert (copy / CHECKPOINTS_FOLDER / "3").is_dir() or name == "config.yml"
 
 
 @pytest.mark.fault("H1")
 @pytest.mark.parametrize("kind", ["empty", "deep", "binary", "pipe", "lists", "gigantic"])
 def test_a_checkpoint_without_manifest(kind: str, copy: Path, capsys: Capture):
     """Nothing vouches for its files, and orbax reads them."""
-    (copy / FOLDER / "6" / "manifest.json").unlink()
-    (copy / FOLDER / "6" / "commit_success.txt").touch()
-    plant(copy / FOLDER / "6" / "state" / "_METADATA", kind)
+    (copy / CHECKPOINTS_FOLDER / "6" / "manifest.json").unlink()
+    (copy / CHECKPOINTS_FOLDER / "6" / "commit_success.txt").touch()
+    plant(copy / CHECKPOINTS_FOLDER / "6" / "state" / "_METADATA", kind)
     run(capsys, "checkpoints", "show", copy)
     run(capsys, "checkpoints", "list", copy)
 
@@ -157,7 +157,7 @@ def test_a_checkpoint_without_manifest(kind: str, copy: Path, capsys: Capture):
 @pytest.mark.parametrize("has_manifest", [True, False])
 def test_an_index_of_arrays_that_is_gigantic(has_manifest: bool, copy: Path) -> None:
     """A failed allocation of tensorstore would end the process with SIGABRT."""
-    step = copy / FOLDER / "6"
+    step = copy / CHECKPOINTS_FOLDER / "6"
     if not has_manifest:
         (step / "manifest.json").unlink()
         (step / "commit_success.txt").touch()
@@ -186,12 +186,12 @@ def test_what_a_start_reads(kind: str, tmp_path: Path):
 def test_measured_figures(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     plant(tmp_path / "x.yml", kind)
     monkeypatch.setattr(hardware, "measured_folder", lambda: tmp_path)
-    hardware.known.cache_clear()
+    hardware.known_hardware.cache_clear()
     try:
         with at_most(20), pytest.raises(MaxpipeError):
-            hardware.known()
+            hardware.known_hardware()
     finally:
-        hardware.known.cache_clear()
+        hardware.known_hardware.cache_clear()
 
 
 @pytest.mark.fault("H1")
@@ -216,20 +216,20 @@ def test_logs_are_not_written_through_what_is_there(kind: str, tmp_path: Path):
     else:
         plant(log, kind)
     with at_most(10), pytest.raises(MaxpipeError, match="process-0.log: cannot be written"):
-        Log(log).begin(1, "maxpipe train")
+        ProcessLog(log).begin(1, "maxpipe train")
     assert mine.read_text() == "mine\n" and not (log.parent / "nowhere").exists()
 
 
 def _by_config(own: Path, other: Path) -> None:
-    shutil.rmtree(own / FOLDER)
+    shutil.rmtree(own / CHECKPOINTS_FOLDER)
     text = f"checkpoint: {{dir: {other.parent}}}\nrun: {{name: {other.name}}}\ntrain: {{steps: 1}}"
     tiny = Path(__file__).parents[2] / "configs/model/tiny.yml"
     (own / "config.yml").write_text(f"{tiny.read_text()}\n{text}\n")
 
 
 def _by_link(own: Path, other: Path) -> None:
-    shutil.rmtree(own / FOLDER)
-    (own / FOLDER).symlink_to(other / FOLDER)
+    shutil.rmtree(own / CHECKPOINTS_FOLDER)
+    (own / CHECKPOINTS_FOLDER).symlink_to(other / CHECKPOINTS_FOLDER)
 
 
 @pytest.mark.fault("H3")
@@ -243,30 +243,30 @@ def test_prune_stays_in_the_folder_that_was_named(
     lead(copy, other)
     for dry in ([], ["--dry-run"]):
         said = run(capsys, "checkpoints", "prune", copy, "--keep", 1, *dry)
-        assert f"they are in {other / FOLDER}" in said and "add --elsewhere" in said
-    assert sorted(os.listdir(other / FOLDER)) == ["3", "6"]
+        assert f"they are in {other / CHECKPOINTS_FOLDER}" in said and "add --elsewhere" in said
+    assert sorted(os.listdir(other / CHECKPOINTS_FOLDER)) == ["3", "6"]
     run(capsys, "checkpoints", "prune", copy, "--keep", 1, "--elsewhere")
-    assert os.listdir(other / FOLDER) == ["6"]
+    assert os.listdir(other / CHECKPOINTS_FOLDER) == ["6"]
 
 
 @pytest.mark.fault("H3")
 def test_prune_deletes_a_link_and_not_what_it_leads_to(copy: Path, tmp_path: Path, capsys: Capture):
-    outside = Path(shutil.copytree(copy / FOLDER / "3", tmp_path / "outside"))
+    outside = Path(shutil.copytree(copy / CHECKPOINTS_FOLDER / "3", tmp_path / "outside"))
     before = sorted(outside.rglob("*"))
-    shutil.rmtree(copy / FOLDER / "3")
-    (copy / FOLDER / "3").symlink_to(outside)
+    shutil.rmtree(copy / CHECKPOINTS_FOLDER / "3")
+    (copy / CHECKPOINTS_FOLDER / "3").symlink_to(outside)
     run(capsys, "checkpoints", "prune", copy, "--keep", 1)
     assert sorted(outside.rglob("*")) == before
-    assert os.listdir(copy / FOLDER) == ["6"]
+    assert os.listdir(copy / CHECKPOINTS_FOLDER) == ["6"]
 
 
 @pytest.mark.fault("H1")
 def test_links_that_lead_into_themselves_are_not_walked(copy: Path, capsys: Capture):
     """Two of them made 2 to the 40 paths."""
     for name in ("a", "b"):
-        (copy / FOLDER / "6" / name).symlink_to(copy / FOLDER / "6")
+        (copy / CHECKPOINTS_FOLDER / "6" / name).symlink_to(copy / CHECKPOINTS_FOLDER / "6")
     with at_most(10):
-        assert len(files(copy / FOLDER / "6")) < 100  # type: ignore[arg-type]
+        assert len(files(copy / CHECKPOINTS_FOLDER / "6")) < 100  # type: ignore[arg-type]
         run(capsys, "checkpoints", "list", copy)
 
 
@@ -282,11 +282,11 @@ def test_bad_records_are_left_out_and_good_ones_count(tmp_path: Path):
     ]
     lines = [json.dumps({"time": TIME} | record).encode() + b"\n" for record in good]
     (tmp_path / "events.jsonl").write_bytes(b"".join(lines))
-    expected = curves.facts(curves.read_goodput(tmp_path))
+    expected = curves.goodput_to_dict(curves.read_goodput(tmp_path))
     bad = b"".join(text.rstrip(b"\n") + b"\n" for text in TEXTS.values())
     (tmp_path / "events.jsonl").write_bytes(bad.join(lines))
-    assert curves.facts(curves.read_goodput(tmp_path)) == expected
-    assert re.search(r"steps that count", curves.page(curves.read_goodput(tmp_path)))
+    assert curves.goodput_to_dict(curves.read_goodput(tmp_path)) == expected
+    assert re.search(r"steps that count", curves.format_goodput(curves.read_goodput(tmp_path)))
 
 
 def test_a_year_of_records_takes_seconds(tmp_path: Path):

@@ -19,14 +19,14 @@ from etils import epath
 from orbax.checkpoint._src.serialization import replica_slices
 
 from maxpipe.checkpoint import contents, copies, manager, manifest, storage, writer
-from maxpipe.checkpoint.address import parse
-from maxpipe.checkpoint.copies import digest
-from maxpipe.checkpoint.folder import Facts, Folder
-from maxpipe.checkpoint.inspect import verified
-from maxpipe.checkpoint.manager import FOLDER, Checkpoints
+from maxpipe.checkpoint.address import parse_address
+from maxpipe.checkpoint.copies import tree_digest
+from maxpipe.checkpoint.folder import CheckpointFolder, CheckpointMetadata
+from maxpipe.checkpoint.inspect import verify_checkpoints
+from maxpipe.checkpoint.manager import CHECKPOINTS_FOLDER, CheckpointManager
 from maxpipe.config.schema import CheckpointConfig
-from maxpipe.errors import ExitCode, NumbersError, StorageError
-from maxpipe.io.typed import checksummed
+from maxpipe.errors import DivergenceError, ExitCode, StorageError
+from maxpipe.io.typed import dump_checksummed
 from tests.checkpoint.cases import abstract, config, data, put, save, tree
 
 Tree = dict[str, Any]
@@ -41,7 +41,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def names(run_dir: Path) -> list[str]:
-    return sorted(path.name for path in (run_dir / FOLDER).iterdir())
+    return sorted(path.name for path in (run_dir / CHECKPOINTS_FOLDER).iterdir())
 
 
 def arrays(step: Path) -> Path:
@@ -61,9 +61,9 @@ def resume(run_dir: Path) -> tuple[int, list[str]]:
     def record(event: str, **fields: object) -> None:
         told.append(f"{event} {fields['step']}: {fields['reason']}")
 
-    with Checkpoints(run_dir, record=record) as checkpoints:
+    with CheckpointManager(run_dir, record=record) as checkpoints:
         found = checkpoints.restore_newest(abstract())
-    assert found is not None and digest(found.state) == digest(tree(found.step))
+    assert found is not None and tree_digest(found.state) == tree_digest(tree(found.step))
     return found.step, told
 
 
@@ -102,7 +102,7 @@ DAMAGES: dict[str, Damage] = {
 
 def before_seal(monkeypatch: pytest.MonkeyPatch, harm: Damage, times: int = 1) -> list[int]:
     """Files are harmed after orbax has committed them and before they are compared."""
-    real, tried = contents.seal, []
+    real, tried = contents.verify_and_write_manifest, []
 
     def seal(folder: epath.Path, step: int) -> int:
         tried.append(step)
@@ -110,7 +110,7 @@ def before_seal(monkeypatch: pytest.MonkeyPatch, harm: Damage, times: int = 1) -
             harm(Path(folder))
         return real(folder, step)
 
-    monkeypatch.setattr(writer, "seal", seal)
+    monkeypatch.setattr(writer, "verify_and_write_manifest", seal)
     return tried
 
 
@@ -122,7 +122,7 @@ def test_what_turns_between_memory_and_disk_makes_the_save_fail(
     """It is tried again, and what was wrong is gone."""
     tried, told = before_seal(monkeypatch, harm), list[str]()
     record = lambda event, **fields: told.append(event)  # noqa: E731
-    with Checkpoints(copy, record=record) as checkpoints:
+    with CheckpointManager(copy, record=record) as checkpoints:
         put(checkpoints, 9, last=True)
     assert tried == [9, 9] and told == ["checkpoint_failed", "checkpoint"]
     assert names(copy) == ["3", "6", "9"]
@@ -132,11 +132,11 @@ def test_what_turns_between_memory_and_disk_makes_the_save_fail(
 @pytest.mark.fault("K1")
 def test_what_is_wrong_each_time_is_never_sealed(copy: Path, monkeypatch: pytest.MonkeyPatch):
     before_seal(monkeypatch, DAMAGES["flipped"], 99)
-    with Checkpoints(copy) as checkpoints, pytest.raises(StorageError, match="9: cannot be"):
+    with CheckpointManager(copy) as checkpoints, pytest.raises(StorageError, match="9: cannot be"):
         put(checkpoints, 9, last=True)
     assert names(copy) == ["3", "6"]
     go_on = CheckpointConfig(every=1, on_failure="go_on", retries=0)
-    with Checkpoints(copy, go_on) as checkpoints:
+    with CheckpointManager(copy, go_on) as checkpoints:
         put(checkpoints, 9)
         checkpoints._settle(checkpoints._writer and checkpoints._writer.outcome(wait=True))
     assert names(copy) == ["3", "6"] and resume(copy) == (6, [])
@@ -147,9 +147,9 @@ def test_host_copies_that_turn_while_they_are_written_are_noticed(
     copy: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """The digest is of what orbax was given; what it writes differs in one bit, once."""
-    real, left = copies.sums, [1]
+    real, left = copies.digest_host_copies, [1]
 
-    def sums(state: Tree, taken: copies.Copies) -> Any:
+    def sums(state: Tree, taken: copies.HostCopies) -> Any:
         if left[0]:
             left[0] -= 1
             part, start = taken["params.embedding"][0]
@@ -159,8 +159,10 @@ def test_host_copies_that_turn_while_they_are_written_are_noticed(
         return real(state, taken)
 
     told: list[str] = []
-    monkeypatch.setattr(copies, "sums", sums)
-    with Checkpoints(copy, record=lambda event, **f: told.append(str(f.get("reason")))) as some:
+    monkeypatch.setattr(copies, "digest_host_copies", sums)
+    with CheckpointManager(
+        copy, record=lambda event, **f: told.append(str(f.get("reason")))
+    ) as some:
         put(some, 9, last=True)
     assert told == ["array params.embedding has other content than was saved", "None"]
     assert resume(copy) == (9, [])
@@ -173,7 +175,7 @@ def test_a_bit_that_turns_while_files_are_listed_is_noticed(
     """Else a good checkpoint would look damaged for ever."""
     real, left = manifest._digest, [1]
 
-    def digest_of(path: Any, drop: bool) -> manifest.File:
+    def digest_of(path: Any, drop: bool) -> manifest.ManifestFile:
         found = real(path, drop)
         if drop and left[0]:
             left[0] -= 1
@@ -182,7 +184,7 @@ def test_a_bit_that_turns_while_files_are_listed_is_noticed(
 
     monkeypatch.setattr(manifest, "_digest", digest_of)
     told: list[str] = []
-    with Checkpoints(copy, record=lambda event, **f: told.append(event)) as checkpoints:
+    with CheckpointManager(copy, record=lambda event, **f: told.append(event)) as checkpoints:
         put(checkpoints, 9, last=True)
     assert told == ["checkpoint_failed", "checkpoint"] and resume(copy) == (9, [])
 
@@ -191,19 +193,19 @@ def test_there_is_one_host_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     """Digests are of the arrays that orbax writes, not of others like them."""
     written: list[Any] = []
     seen: list[Any] = []
-    transfer, sums = replica_slices.transfer_arrays_to_host, copies.sums
+    transfer, sums = replica_slices.transfer_arrays_to_host, copies.digest_host_copies
 
     def transfer_and_note(*args: Any, **options: Any) -> Any:
         found = transfer(*args, **options)
         written.extend(part.data() for slices in found for part in slices.replica_slices)
         return found
 
-    def note(state: Tree, taken: copies.Copies) -> Any:
+    def note(state: Tree, taken: copies.HostCopies) -> Any:
         seen.extend(part for parts in taken.values() for part, _ in parts)
         return sums(state, taken)
 
     monkeypatch.setattr(replica_slices, "transfer_arrays_to_host", transfer_and_note)
-    monkeypatch.setattr(copies, "sums", note)
+    monkeypatch.setattr(copies, "digest_host_copies", note)
     save(tmp_path, 1)
     assert len(seen) == 7 and {id(part) for part in seen} == {id(part) for part in written}
     assert replica_slices.transfer_arrays_to_host is transfer_and_note
@@ -214,18 +216,18 @@ def test_there_is_one_host_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.fault("K7")
 def test_a_step_that_lacks_its_manifest_is_compared_with_memory(copy: Path, caplog: Logs):
-    step = copy / FOLDER / "6"
+    step = copy / CHECKPOINTS_FOLDER / "6"
     (step / "manifest.json").unlink()
     assert resume(copy) == (6, [])
     assert "it was read completely, and is what its run had in memory" in caplog.text
-    assert manifest.is_in(Folder(copy / FOLDER) / 6)
+    assert manifest.has_manifest(CheckpointFolder(copy / CHECKPOINTS_FOLDER) / 6)
     for harm in ("flipped", "facts", "digests"):
         shutil.copytree(step, copy / "kept")
         (step / "manifest.json").unlink()
         DAMAGES[harm](step)
         number, (told,) = resume(copy)
         assert number == 3 and told.startswith("checkpoint_skipped 6: ")
-        shutil.rmtree(copy / FOLDER / "6.corrupt")
+        shutil.rmtree(copy / CHECKPOINTS_FOLDER / "6.corrupt")
         (copy / "kept").rename(step)
 
 
@@ -238,16 +240,16 @@ def test_a_bit_that_turns_on_its_way_into_memory_is_noticed(
     times: int, copy: Path, monkeypatch: pytest.MonkeyPatch, caplog: Logs
 ):
     """Once, it is read again. Twice, the step is not what was saved."""
-    real, left = Folder.arrays, [times]
+    real, left = CheckpointFolder.arrays, [times]
 
-    def read(self: Folder, step: int, wanted: Tree | None = None) -> Tree:
+    def read(self: CheckpointFolder, step: int, wanted: Tree | None = None) -> Tree:
         state = real(self, step, wanted)
         if step == 6 and left[0]:
             left[0] -= 1
             state["optimizer"]["mu"]["embedding"] = -state["optimizer"]["mu"]["embedding"]
         return state
 
-    monkeypatch.setattr(Folder, "arrays", read)
+    monkeypatch.setattr(CheckpointFolder, "arrays", read)
     reason = "array optimizer.mu.embedding has other content than was saved"
     if times == 1:
         assert resume(copy) == (6, []) and names(copy) == ["3", "6"]
@@ -260,7 +262,7 @@ def test_a_bit_that_turns_on_its_way_into_memory_is_noticed(
 def test_a_file_that_is_read_wrong_once_is_no_damage(copy: Path, monkeypatch: pytest.MonkeyPatch):
     real, left = manifest._digest, [1]
 
-    def digest_of(path: Any, *options: bool) -> manifest.File:
+    def digest_of(path: Any, *options: bool) -> manifest.ManifestFile:
         found = real(path, *options)
         if "/6/state/d/" in str(path) and left[0]:
             left[0] -= 1
@@ -278,7 +280,7 @@ NUMBERS = [errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENXIO, errno.EAGAIN, 
 # (what reads, what of its first argument makes it fail)
 READERS = {
     "a file": (manifest, "_digest", "/6/state"),
-    "a folder": (os, "listdir", FOLDER),
+    "a folder": (os, "listdir", CHECKPOINTS_FOLDER),
     "the files of a step": (storage, "_walk", "/6"),
     "whether there is a manifest": (storage, "_stat", "/6/manifest.json"),
     "the manifest": (storage, "opened", "/6/manifest.json"),
@@ -334,13 +336,13 @@ def test_one_damaged_step_of_several_is_renamed_two_are_not(tmp_path: Path):
     save(tmp_path, 1, 2, 3)
     before = digests_of_files(tmp_path)
     for step in ("2", "3"):
-        flip(arrays(tmp_path / FOLDER / step))
+        flip(arrays(tmp_path / CHECKPOINTS_FOLDER / step))
     for _ in range(2):
         with pytest.raises(StorageError, match="newest 2 checkpoints both look") as refused:
             resume(tmp_path)
         assert "the run resumes from step 1." in str(refused.value)
         assert names(tmp_path) == ["1", "2", "3"]
-    flip(arrays(tmp_path / FOLDER / "2"))  # back
+    flip(arrays(tmp_path / CHECKPOINTS_FOLDER / "2"))  # back
     assert resume(tmp_path)[0] == 2
     assert names(tmp_path) == ["1", "2", "3.corrupt"]
     assert {k: v for k, v in digests_of_files(tmp_path).items() if k[0] in "12"} == {
@@ -349,7 +351,7 @@ def test_one_damaged_step_of_several_is_renamed_two_are_not(tmp_path: Path):
 
 
 def digests_of_files(run_dir: Path) -> dict[str, bytes]:
-    folder = run_dir / FOLDER
+    folder = run_dir / CHECKPOINTS_FOLDER
     return {
         str(path.relative_to(folder)): path.read_bytes()
         for path in folder.rglob("*")
@@ -372,12 +374,15 @@ def spoiled(step: int, value: float = np.nan) -> Tree:
 @pytest.mark.parametrize("last", [True, False])
 def test_a_state_that_is_not_finite_is_never_saved(value: float, last: bool, copy: Path):
     settings = CheckpointConfig(on_failure="go_on")
-    with pytest.raises(NumbersError) as refused, Checkpoints(copy, settings) as checkpoints:
+    with (
+        pytest.raises(DivergenceError) as refused,
+        CheckpointManager(copy, settings) as checkpoints,
+    ):
         checkpoints.save(9, lambda: spoiled(9, value), config(9), data(9), last=last)
         checkpoints.wait()
     assert refused.value.exit_code == ExitCode.CONFIG
     where, rule, _ = str(refused.value).splitlines()
-    assert where == f"{copy / FOLDER / '9'}: is not saved"
+    assert where == f"{copy / CHECKPOINTS_FOLDER / '9'}: is not saved"
     assert "array optimizer.nu.layers.scale holds 1 values that are NaN or infinite" in rule
     assert names(copy) == ["3", "6"] and resume(copy) == (6, [])
 
@@ -388,11 +393,11 @@ def test_a_checkpoint_that_is_not_finite_is_damaged(
     release: str, copy: Path, monkeypatch: pytest.MonkeyPatch
 ):
     with monkeypatch.context() as patch:
-        patch.setattr("maxpipe.checkpoint.digests.non_finite", lambda sums: [])
-        with Checkpoints(copy) as checkpoints:
+        patch.setattr("maxpipe.checkpoint.digests.describe_non_finite", lambda sums: [])
+        with CheckpointManager(copy) as checkpoints:
             checkpoints.save(9, lambda: spoiled(9), config(9), data(9), last=True)
     if release == "older":
-        as_version_1(copy / FOLDER / "9")
+        as_version_1(copy / CHECKPOINTS_FOLDER / "9")
     (found,) = (line for line in collected(copy) if "damaged" in line)
     assert found.startswith("         9  damaged: array optimizer.nu.layers.scale holds 1 values")
     step, (told,) = resume(copy)
@@ -406,7 +411,7 @@ def as_version_1(step: Path) -> None:
     content = json.loads((step / "manifest.json").read_text())
     files = {n: one for n, one in content["files"].items() if not n.startswith("digests/")}
     old = {"version": 1, "step": content["step"], "files": files}
-    (step / "manifest.json").write_text(checksummed(old))
+    (step / "manifest.json").write_text(dump_checksummed(old))
 
 
 # --- the command ----------------------------------------------------------------------------
@@ -415,21 +420,21 @@ def as_version_1(step: Path) -> None:
 def collected(run_dir: Path) -> list[str]:
     found: list[str] = []
     with contextlib.suppress(StorageError):
-        for line in verified(parse(str(run_dir))):
+        for line in verify_checkpoints(parse_address(str(run_dir))):
             found.append(line)
     return found
 
 
 @pytest.mark.fault("K9")
 def test_verify_decodes_and_names_the_array(copy: Path):
-    step = copy / FOLDER / "6"
-    other = save(copy.parent / "other", 7) / FOLDER / "7"
+    step = copy / CHECKPOINTS_FOLDER / "6"
+    other = save(copy.parent / "other", 7) / CHECKPOINTS_FOLDER / "7"
     shutil.rmtree(step / "state")
     shutil.copytree(other / "state", step / "state")
     folder = epath.Path(step)
-    listed = manifest.arrays(folder, 6)
-    assert listed and not manifest.write(folder, 6, manifest.listed(folder), listed)
-    assert manifest.faults(folder, 6) == [], "the files are what the manifest says"
+    listed = manifest.read_arrays(folder, 6)
+    assert listed and not manifest.write(folder, 6, manifest.digest_files(folder), listed)
+    assert manifest.verify_files(folder, 6) == [], "the files are what the manifest says"
     found = collected(copy)
     assert found[0].startswith("         3  as it was saved")
     assert found[1:] == [
@@ -446,21 +451,24 @@ def test_an_error_of_orbax_about_its_own_metadata_is_a_failed_save(
         raise kind("of a flipped bit")
 
     tried = before_seal(monkeypatch, harm)
-    with Checkpoints(copy) as checkpoints:
+    with CheckpointManager(copy) as checkpoints:
         put(checkpoints, 9, last=True)
     assert tried == [9, 9] and resume(copy) == (9, [])
     before_seal(monkeypatch, harm, 99)
-    with Checkpoints(copy) as checkpoints, pytest.raises(StorageError, match="cannot be written"):
+    with (
+        CheckpointManager(copy) as checkpoints,
+        pytest.raises(StorageError, match="cannot be written"),
+    ):
         put(checkpoints, 12, last=True)
     assert resume(copy) == (12, [])  # complete: only its manifest could not be written
 
 
 def test_a_step_whose_metadata_no_run_saves_is_skipped(copy: Path, caplog: Logs):
-    def accept(facts: Facts) -> None:
+    def accept(facts: CheckpointMetadata) -> None:
         if facts.step == 6:
-            raise storage.Damaged("facts/metadata does not describe a run")
+            raise storage.DamagedError("facts/metadata does not describe a run")
 
-    with Checkpoints(copy) as checkpoints:
+    with CheckpointManager(copy) as checkpoints:
         found = checkpoints.restore_newest(abstract(), accept)
     assert found is not None and found.step == 3
     assert "6 is skipped, renamed 6.corrupt: facts/metadata does not describe a run" in caplog.text

@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 
 from maxpipe.checkpoint import inspect
-from maxpipe.checkpoint.address import parse
-from maxpipe.checkpoint.copies import differences, digest, other_shapes
+from maxpipe.checkpoint.address import parse_address
+from maxpipe.checkpoint.copies import diff_shapes, diff_trees, tree_digest
 from maxpipe.checkpoint.lock import RunLock
-from maxpipe.checkpoint.manager import FOLDER, Checkpoints
+from maxpipe.checkpoint.manager import CHECKPOINTS_FOLDER, CheckpointManager
 from maxpipe.cli import main
 from maxpipe.config.schema import CheckpointConfig
 from maxpipe.errors import StorageError
@@ -37,18 +37,18 @@ def run(capsys: Capture, *args: object, code: int = 0) -> list[str]:
 
 
 def steps(run_dir: Path) -> list[str]:
-    return sorted(path.name for path in (run_dir / FOLDER).iterdir())
+    return sorted(path.name for path in (run_dir / CHECKPOINTS_FOLDER).iterdir())
 
 
 def damage(run_dir: Path, step: int) -> None:
-    (run_dir / FOLDER / str(step) / "facts" / "metadata").write_text("{}")
+    (run_dir / CHECKPOINTS_FOLDER / str(step) / "facts" / "metadata").write_text("{}")
 
 
 @pytest.fixture(scope="module")
 def evaluated(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Steps 1 to 6, of which the even ones were evaluated, 4 as the best. Not to be changed."""
     run_dir = tmp_path_factory.mktemp("evaluated")
-    with Checkpoints(run_dir, CheckpointConfig(keep=9)) as checkpoints:
+    with CheckpointManager(run_dir, CheckpointConfig(keep=9)) as checkpoints:
         for step in range(1, 7):
             put(checkpoints, step, loss=None if step % 2 else abs(step - 4) + 1.5)
     return run_dir
@@ -60,15 +60,15 @@ def six(evaluated: Path, tmp_path: Path) -> Path:
 
 
 def test_a_step_that_its_run_deletes_meanwhile(six: Path):
-    found = inspect.listed(parse(str(six)), None)
+    found = inspect.format_checkpoint_list(parse_address(str(six)), None)
     lines = [next(found)]
-    shutil.rmtree(six / FOLDER / "2")
+    shutil.rmtree(six / CHECKPOINTS_FOLDER / "2")
     lines += found
     assert [line.split()[0] for line in lines[1:]] == ["1", "3", "4", "5", "6"]
-    found = inspect.verified(parse(str(six)))
+    found = inspect.verify_checkpoints(parse_address(str(six)))
     lines = [next(found)]
-    shutil.rmtree(six / FOLDER / "3")
-    (six / FOLDER / "4" / "facts" / "metadata").unlink()
+    shutil.rmtree(six / CHECKPOINTS_FOLDER / "3")
+    (six / CHECKPOINTS_FOLDER / "4" / "facts" / "metadata").unlink()
     with pytest.raises(StorageError, match="1 of 5 damaged"):
         lines += found
     assert "as it was saved" in lines[0]
@@ -82,10 +82,10 @@ def test_list_has_a_line_for_each_step(six: Path, capsys: Capture):
     assert head.split() == ["step", "saved", "size", "manifest", "loss"]
     assert [line.split()[0] for line in lines] == ["1", "2", "3", "4", "5", "6"]
     assert re.fullmatch(r" +4  20\d\d-\d\d-\d\d \d\d:\d\d:\d\d +0.0 MiB  yes +1.5000", lines[3])
-    (six / FOLDER / "6" / "manifest.json").unlink()
-    (six / FOLDER / "5").rename(six / FOLDER / "5.corrupt")
-    (six / FOLDER / "7.orbax-checkpoint-tmp").mkdir()
-    (six / FOLDER / "8").mkdir()
+    (six / CHECKPOINTS_FOLDER / "6" / "manifest.json").unlink()
+    (six / CHECKPOINTS_FOLDER / "5").rename(six / CHECKPOINTS_FOLDER / "5.corrupt")
+    (six / CHECKPOINTS_FOLDER / "7.orbax-checkpoint-tmp").mkdir()
+    (six / CHECKPOINTS_FOLDER / "8").mkdir()
     lines = run(capsys, "list", six)
     assert re.search(r"MiB  no +3.5000$", lines[-4])
     assert lines[-3] == "5.corrupt: was found damaged and is not used"
@@ -109,13 +109,13 @@ def test_list_says_why_each_stays(six: Path, capsys: Capture):
 
 
 def test_list_as_json_says_the_same(six: Path, capsys: Capture):
-    (six / FOLDER / "5").rename(six / FOLDER / "5.corrupt")
-    (six / FOLDER / "3" / "manifest.json").unlink()
-    (six / FOLDER / "7.orbax-checkpoint-tmp").mkdir()
+    (six / CHECKPOINTS_FOLDER / "5").rename(six / CHECKPOINTS_FOLDER / "5.corrupt")
+    (six / CHECKPOINTS_FOLDER / "3" / "manifest.json").unlink()
+    (six / CHECKPOINTS_FOLDER / "7.orbax-checkpoint-tmp").mkdir()
     lines = run(capsys, "list", six)
     found = json.loads("\n".join(run(capsys, "list", six, "--json")))
     assert [each["step"] for each in found["checkpoints"]] == [1, 2, 3, 4, 6]
-    assert found["folder"] == str(six / FOLDER)
+    assert found["folder"] == str(six / CHECKPOINTS_FOLDER)
     assert found["damaged"] == ["5.corrupt"] and found["unfinished"] == ["7.orbax-checkpoint-tmp"]
     for each, line in zip(found["checkpoints"], lines[1:6], strict=True):
         assert (Path(each["path"]) / "facts").is_dir()
@@ -135,9 +135,9 @@ def test_show_prints_arrays_and_digests(saved: Path, capsys: Capture):
     assert any(re.fullmatch(r"params\.layers\.scale +bfloat16 +4 x 8", line) for line in newest)
     assert any(re.fullmatch(r"step +int32 +scalar", line) for line in newest)
     assert f"parameters {30 * 8 + 4 * 8}" in newest
-    assert f"sha256     params     {digest(tree(6)['params'])}" in newest
+    assert f"sha256     params     {tree_digest(tree(6)['params'])}" in newest
     assert run(capsys, "show", f"{saved}@6") == newest
-    assert any(digest(tree(3)["params"]) in line for line in run(capsys, "show", f"{saved}@3"))
+    assert any(tree_digest(tree(3)["params"]) in line for line in run(capsys, "show", f"{saved}@3"))
     where, rule, action = run(capsys, "show", f"{saved}@4", code=2)
     assert where == f"command line: {saved}@4" and "3, 6" in rule
     assert action.startswith(f"  Take {saved}@6")
@@ -150,13 +150,13 @@ def test_verify_tells_each_damaged_file(six: Path, capsys: Capture):
     lines = run(capsys, "verify", six)
     assert [line.split("  as it was")[0].strip() for line in lines] == list("123456")
     damage(six, 4)
-    (six / FOLDER / "4" / "commit_success.txt").unlink()
-    (six / FOLDER / "2" / "manifest.json").unlink()
+    (six / CHECKPOINTS_FOLDER / "4" / "commit_success.txt").unlink()
+    (six / CHECKPOINTS_FOLDER / "2" / "manifest.json").unlink()
     lines = run(capsys, "verify", six, code=74)
     assert lines[1] == f"{2:>10}  unknown: it has no manifest.json"
     assert lines[3] == f"{4:>10}  damaged: commit_success.txt is missing"
     assert re.fullmatch(r" +4  damaged: facts/metadata has 2 bytes, not the \d+ that.*", lines[4])
-    assert lines[-3] == f"{six / FOLDER}: 1 of 6 damaged"
+    assert lines[-3] == f"{six / CHECKPOINTS_FOLDER}: 1 of 6 damaged"
     assert len(run(capsys, "verify", f"{six}@5")) == 1
     assert run(capsys, "verify", f"{six}@4", code=74)[-3].endswith("1 of 1 damaged")
     run(capsys, "verify", f"{six}@40", code=2)
@@ -200,7 +200,7 @@ def test_prune_needs_rules_and_a_folder_without_a_run(six: Path, capsys: Capture
 def test_delete_takes_one_step_away(six: Path, capsys: Capture):
     (line,) = run(capsys, "delete", f"{six}@3")
     assert re.fullmatch(r" +3  deleted, \d+\.\d MiB freed", line)
-    run(capsys, "delete", six / FOLDER / "1")
+    run(capsys, "delete", six / CHECKPOINTS_FOLDER / "1")
     run(capsys, "delete", f"{six}@best")
     assert steps(six) == ["2", "5", "6"] and not (six / "lock.json").exists()
     where, rule, _ = run(capsys, "delete", f"{six}@3", code=2)
@@ -216,7 +216,7 @@ def test_delete_refuses_the_newest_good_checkpoint(six: Path, capsys: Capture):
     damage(six, 6)
     assert "the newest checkpoint" in run(capsys, "delete", f"{six}@5", code=2)[1]
     run(capsys, "delete", f"{six}@newest")  # the damaged one is no loss
-    (six / FOLDER / "5" / "manifest.json").unlink()
+    (six / CHECKPOINTS_FOLDER / "5" / "manifest.json").unlink()
     run(capsys, "delete", f"{six}@5", code=2)  # may be good: it is unknown
     assert steps(six) == list("12345")
     run(capsys, "delete", f"{six}@5", "--force")
@@ -235,10 +235,10 @@ def test_delete_stays_in_the_run_s_folder(six: Path, tmp_path: Path, capsys: Cap
     model = (Path(__file__).parents[2] / "configs/model/tiny.yml").read_text()
     leads = f"checkpoint: {{dir: {six.parent}}}\nrun: {{name: six}}\ntrain: {{steps: 6}}\n"
     (foreign / "config.yml").write_text(f"{model}\n{leads}")
-    (linked / FOLDER).symlink_to(six / FOLDER)
+    (linked / CHECKPOINTS_FOLDER).symlink_to(six / CHECKPOINTS_FOLDER)
     for folder in (foreign, linked):
         where, rule, action = run(capsys, "delete", f"{folder}@1", code=2)
-        assert where == f"run folder {folder}" and str(six / FOLDER) in rule
+        assert where == f"run folder {folder}" and str(six / CHECKPOINTS_FOLDER) in rule
         assert action.endswith("add --elsewhere.")
     assert steps(six) == list("123456")
     run(capsys, "delete", f"{foreign}@1", "--elsewhere")
@@ -269,7 +269,7 @@ def test_best_is_the_smallest_loss(six: Path, saved: Path, capsys: Capture):
 
 
 def test_a_step_that_was_found_damaged_is_said_to_be(six: Path, capsys: Capture):
-    (six / FOLDER / "5").rename(six / FOLDER / "5.corrupt")
+    (six / CHECKPOINTS_FOLDER / "5").rename(six / CHECKPOINTS_FOLDER / "5.corrupt")
     _, rule, action = run(capsys, "verify", f"{six}@5", code=2)
     assert "was found damaged, and is 5.corrupt now" in rule and f"{six}@6" in action
 
@@ -281,11 +281,11 @@ def test_a_path_into_a_folder_is_that_folder(six: Path, tmp_path: Path, capsys: 
     (six / "config.yml").write_text(f"{model}\n{elsewhere}train: {{steps: 6}}\n")
     save(tmp_path / "elsewhere" / "six", 4)
     assert len(run(capsys, "verify", six)) == 1
-    assert len(run(capsys, "verify", six / FOLDER)) == 6
-    run(capsys, "show", six / FOLDER / "3")
+    assert len(run(capsys, "verify", six / CHECKPOINTS_FOLDER)) == 6
+    run(capsys, "show", six / CHECKPOINTS_FOLDER / "3")
     run(capsys, "show", f"{six}@3", code=2)
-    assert "1, 2, 3" in run(capsys, "show", six / FOLDER / "9", code=2)[1]
-    run(capsys, "delete", six / FOLDER / "4")
+    assert "1, 2, 3" in run(capsys, "show", six / CHECKPOINTS_FOLDER / "9", code=2)[1]
+    run(capsys, "delete", six / CHECKPOINTS_FOLDER / "4")
     assert "4" not in steps(six) and steps(tmp_path / "elsewhere" / "six") == ["4"]
 
 
@@ -320,20 +320,20 @@ LEAVES = ("embedding", "layers.scale")
 
 def test_differences_see_shapes_types_bits_and_names():
     ones = np.ones((2, 3), np.float32)
-    assert differences({"a": ones}, {"a": jax.numpy.ones((2, 3))}) == []
-    assert differences({"a": ones}, {"b": ones}) == [
+    assert diff_trees({"a": ones}, {"a": jax.numpy.ones((2, 3))}) == []
+    assert diff_trees({"a": ones}, {"b": ones}) == [
         "a  only in the first",
         "b  only in the second",
     ]
-    assert differences({"a": ones}, {"a": ones[:1]}) == ["a  float32 2 x 3, and float32 1 x 3"]
-    assert "int32" in differences({"a": ones}, {"a": ones.astype(np.int32)})[0]
+    assert diff_trees({"a": ones}, {"a": ones[:1]}) == ["a  float32 2 x 3, and float32 1 x 3"]
+    assert "int32" in diff_trees({"a": ones}, {"a": ones.astype(np.int32)})[0]
     zero = np.zeros(2, np.float32)
-    assert differences({"a": zero}, {"a": -zero}) == ["a  2, 0% of its values differ, by at most 0"]
-    assert other_shapes({"a": ones}, {"a": ones.astype(np.int32)}) == []
+    assert diff_trees({"a": zero}, {"a": -zero}) == ["a  2, 0% of its values differ, by at most 0"]
+    assert diff_shapes({"a": ones}, {"a": ones.astype(np.int32)}) == []
 
 
 def test_facts_are_plain_json(saved: Path):
-    facts = json.loads((saved / FOLDER / "6" / "facts" / "metadata").read_text())
+    facts = json.loads((saved / CHECKPOINTS_FOLDER / "6" / "facts" / "metadata").read_text())
     assert sorted(facts) == ["config", "data", "format", "metrics", "step", "time"]
 
 

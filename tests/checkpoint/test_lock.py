@@ -180,14 +180,14 @@ def test_a_clock_that_jumps_while_a_start_waits_kills_no_run(
     """The file system's time is an hour ahead all at once; then the holder gives a sign."""
     path = leave_behind(tmp_path, host="other")
     threading.Timer(0.3, os.utime, [path]).start()
-    real = module._sign
+    real = module._heartbeat_stamp
     begin = time.monotonic()
 
     def ahead(file: Path) -> tuple[float, int]:
         at, size = real(file)
         return (at + 3600 * (file.name != FILE and time.monotonic() - begin > 0.1)), size
 
-    monkeypatch.setattr(module, "_sign", ahead)
+    monkeypatch.setattr(module, "_heartbeat_stamp", ahead)
     with (
         pytest.raises(StorageError, match="is in use"),
         RunLock(tmp_path, beat_seconds=0.02, stale_seconds=30.0),
@@ -227,13 +227,13 @@ def test_a_heart_beats_where_times_cannot_be_set(
             raise PermissionError(1, "Operation not permitted")
 
     monkeypatch.setattr(module.os, "utime", set_time)
-    real = module._sign
-    monkeypatch.setattr(module, "_sign", lambda path: (1000.0, real(path)[1]))
+    real = module._heartbeat_stamp
+    monkeypatch.setattr(module, "_heartbeat_stamp", lambda path: (1000.0, real(path)[1]))
     with RunLock(tmp_path, beat_seconds=0.02) as held:
         size = held.path.stat().st_size
         wait_until(lambda: held.path.stat().st_size > size + 2)
         assert held.held() and json.loads(held.path.read_text())["pid"] == os.getpid()
-        monkeypatch.setattr(module, "_is_here", lambda holder: False)
+        monkeypatch.setattr(module, "_is_on_this_host", lambda holder: False)
         with (
             pytest.raises(StorageError, match="is in use"),
             RunLock(tmp_path, beat_seconds=0.02, stale_seconds=20.0),

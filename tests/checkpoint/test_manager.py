@@ -17,13 +17,13 @@ import orbax.checkpoint as ocp
 import pytest
 
 from maxpipe.checkpoint import contents, manager, manifest, storage, writer
-from maxpipe.checkpoint.address import parse
-from maxpipe.checkpoint.copies import digest, leaves
-from maxpipe.checkpoint.folder import FORMAT, Folder
-from maxpipe.checkpoint.inspect import listed, shown
+from maxpipe.checkpoint.address import parse_address
+from maxpipe.checkpoint.copies import iter_named_arrays, tree_digest
+from maxpipe.checkpoint.folder import FORMAT, CheckpointFolder
+from maxpipe.checkpoint.inspect import describe_checkpoint, format_checkpoint_list
 from maxpipe.checkpoint.lock import RunLock
-from maxpipe.checkpoint.manager import FOLDER, Checkpoints, open_run
-from maxpipe.checkpoint.storage import Damaged
+from maxpipe.checkpoint.manager import CHECKPOINTS_FOLDER, CheckpointManager, open_run
+from maxpipe.checkpoint.storage import DamagedError
 from maxpipe.config.schema import CheckpointConfig
 from maxpipe.errors import ConfigError, StorageError
 from tests.checkpoint.cases import abstract, config, data, files, put, restore, save, tree
@@ -43,8 +43,8 @@ def test_restored_is_what_was_saved(saved: Path):
             assert found.step == step
             assert found.facts.config == config(step) and found.facts.data == data(step)
             assert time.time() - 600 < found.facts.time < time.time() + 600
-            assert digest(found.state) == digest(tree(step))
-            for _, array in leaves(found.state):
+            assert tree_digest(found.state) == tree_digest(tree(step))
+            for _, array in iter_named_arrays(found.state):
                 assert isinstance(array, np.ndarray)
 
 
@@ -63,17 +63,17 @@ def test_large_arrays_are_cut_into_chunks_of_one_layer(
         },
     }
     state = {"params": jax.tree.map(jax.numpy.asarray, params)}
-    with Checkpoints(tmp_path) as checkpoints:
+    with CheckpointManager(tmp_path) as checkpoints:
         checkpoints.save(1, lambda: state, config(1), data(1), {}, last=True)
-    step = Folder(tmp_path / FOLDER) / 1
+    step = CheckpointFolder(tmp_path / CHECKPOINTS_FOLDER) / 1
     chunks = {
-        name: contents.stored(step, f"params.{name}").chunk_layout.read_chunk.shape
+        name: contents.open_array(step, f"params.{name}").chunk_layout.read_chunk.shape
         for name in ("embedding", "odd", "layers.gate", "layers.scale")
     }
     assert chunks["odd"] == (521, 64) and chunks["layers.scale"] == (6, 64)
     assert chunks["embedding"] == (64, 64) and chunks["layers.gate"] == (1, 64, 48)
-    assert not contents.faults(step, 1, contents.recorded(step, 1))
-    assert digest(restore(tmp_path, 1)) == digest(state)
+    assert not contents.verify_arrays(step, 1, contents.read_expected_digests(step, 1))
+    assert tree_digest(restore(tmp_path, 1)) == tree_digest(state)
 
 
 def test_chunks_are_parts_of_what_a_device_holds(
@@ -84,13 +84,13 @@ def test_chunks_are_parts_of_what_a_device_holds(
     place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x", None, "y"))
     gate = jax.device_put(np.random.default_rng(6).normal(size=(6, 64, 96)), place)
     state = {"params": {"layers": {"gate": gate}}}
-    with Checkpoints(tmp_path) as checkpoints:
+    with CheckpointManager(tmp_path) as checkpoints:
         checkpoints.save(1, lambda: state, config(1), data(1), {}, last=True)
-    step = Folder(tmp_path / FOLDER) / 1
-    stored = contents.stored(step, "params.layers.gate")
+    step = CheckpointFolder(tmp_path / CHECKPOINTS_FOLDER) / 1
+    stored = contents.open_array(step, "params.layers.gate")
     assert stored.chunk_layout.read_chunk.shape == (1, 64, 8)
-    assert not contents.faults(step, 1, contents.recorded(step, 1))
-    assert digest(restore(tmp_path, 1)) == digest(state)
+    assert not contents.verify_arrays(step, 1, contents.read_expected_digests(step, 1))
+    assert tree_digest(restore(tmp_path, 1)) == tree_digest(state)
 
 
 def test_restored_is_placed_as_the_reader_asks(saved: Path, devices: list[Any]):
@@ -106,64 +106,66 @@ def test_restored_is_placed_as_the_reader_asks(saved: Path, devices: list[Any]):
     )
     state = restore(saved, 6, wanted)
     assert state["params"]["embedding"].sharding == split
-    assert digest(state) == digest(tree(6))
+    assert tree_digest(state) == tree_digest(tree(6))
 
 
 def test_state_may_change_as_soon_as_save_returns(tmp_path: Path):
     state = tree(1)
-    with Checkpoints(tmp_path) as checkpoints:
+    with CheckpointManager(tmp_path) as checkpoints:
         checkpoints.save(1, lambda: state, config(1), data(1))
         jax.tree.map(lambda leaf: leaf.delete(), state)
-    assert digest(restore(tmp_path, 1)) == digest(tree(1))
+    assert tree_digest(restore(tmp_path, 1)) == tree_digest(tree(1))
 
 
 def test_only_the_newest_are_kept_and_a_later_start_goes_on(tmp_path: Path):
     save(tmp_path, 1, 2, 3, keep=2)
-    assert sorted(path.name for path in (tmp_path / FOLDER).iterdir()) == ["2", "3"]
+    assert sorted(path.name for path in (tmp_path / CHECKPOINTS_FOLDER).iterdir()) == ["2", "3"]
     save(tmp_path, 4, keep=2)
-    assert sorted(path.name for path in (tmp_path / FOLDER).iterdir()) == ["3", "4"]
-    assert digest(restore(tmp_path, 3)) == digest(tree(3))
+    assert sorted(path.name for path in (tmp_path / CHECKPOINTS_FOLDER).iterdir()) == ["3", "4"]
+    assert tree_digest(restore(tmp_path, 3)) == tree_digest(tree(3))
 
 
 def test_due_counts_from_the_first_step(tmp_path: Path):
-    with Checkpoints(tmp_path / "some", CheckpointConfig(every=3)) as checkpoints:
+    with CheckpointManager(tmp_path / "some", CheckpointConfig(every=3)) as checkpoints:
         assert [step for step in range(1, 10) if checkpoints.due(step)] == [3, 6, 9]
-    with Checkpoints(tmp_path / "none", CheckpointConfig(every=0)) as checkpoints:
+    with CheckpointManager(tmp_path / "none", CheckpointConfig(every=0)) as checkpoints:
         assert not any(checkpoints.due(step) for step in range(1, 10))
 
 
 def test_run_that_is_stopped_before_its_first_step_is_saved(tmp_path: Path):
-    with Checkpoints(tmp_path) as checkpoints:
+    with CheckpointManager(tmp_path) as checkpoints:
         assert checkpoints.restore_newest(abstract()) is None
         put(checkpoints, 0, last=True)
     assert resume(tmp_path) == (0, [])
 
 
 def test_saved_step_is_never_overwritten(copy: Path):
-    with Checkpoints(copy) as checkpoints:
+    with CheckpointManager(copy) as checkpoints:
         with pytest.raises(StorageError, match="step 3 was not saved"):
             checkpoints.save(3, lambda: tree(99), config(99), data(99))
         checkpoints.save(6, lambda: tree(99), config(99), data(99), last=True)
     for step in (3, 6):
-        assert digest(restore(copy, step)) == digest(tree(step))
+        assert tree_digest(restore(copy, step)) == tree_digest(tree(step))
 
 
 @pytest.mark.fault("F2")
 def test_unfinished_save_is_no_checkpoint(copy: Path, caplog: Logs):
-    unfinished = copy / FOLDER / "9.orbax-checkpoint-tmp"
-    shutil.copytree(copy / FOLDER / "6", unfinished)
+    unfinished = copy / CHECKPOINTS_FOLDER / "9.orbax-checkpoint-tmp"
+    shutil.copytree(copy / CHECKPOINTS_FOLDER / "6", unfinished)
     with open_run(copy) as checkpoints:
         assert checkpoints.steps() == [3, 6]
     assert unfinished.exists(), "a reader changes nothing"
     save(copy, 9)
     assert not unfinished.exists()
     assert f"{unfinished} is removed: it was never finished" in caplog.messages
-    assert digest(restore(copy, 9)) == digest(tree(9))
+    assert tree_digest(restore(copy, 9)) == tree_digest(tree(9))
 
 
 def test_reader_leaves_no_trace(saved: Path, tmp_path: Path, capsys: Capture):
     before = {path: path.stat().st_mtime_ns for path in saved.rglob("*")}
-    assert list(listed(parse(str(saved)), None)) and list(shown(parse(str(saved))))
+    assert list(format_checkpoint_list(parse_address(str(saved)), None)) and list(
+        describe_checkpoint(parse_address(str(saved)))
+    )
     assert {path: path.stat().st_mtime_ns for path in saved.rglob("*")} == before
     assert capsys.readouterr().err == ""
     for missing in (tmp_path / "nothing", tmp_path):
@@ -177,7 +179,7 @@ def test_reader_leaves_no_trace(saved: Path, tmp_path: Path, capsys: Capture):
 
 def test_every_damaged_file_is_noticed(copy: Path, saved: Path):
     """Each file of the newest step is removed, cut in half and emptied, in turn."""
-    step = copy / FOLDER / "6"
+    step = copy / CHECKPOINTS_FOLDER / "6"
     for name in files(step)[:-1]:
         content = (step / name).read_bytes()
         for left in (None, content[: len(content) // 2], b""):
@@ -190,12 +192,12 @@ def test_every_damaged_file_is_noticed(copy: Path, saved: Path):
             assert where == f"{step}: cannot be restored" and rule.startswith(f"  {name} ")
             assert "step 3" in action
             (step / name).write_bytes(content)
-    assert digest(restore(copy, 6)) == digest(tree(6))
+    assert tree_digest(restore(copy, 6)) == tree_digest(tree(6))
 
 
 def test_oldest_checkpoint_damaged(tmp_path: Path):
     save(tmp_path, 2)
-    shutil.rmtree(tmp_path / FOLDER / "2" / "state")
+    shutil.rmtree(tmp_path / CHECKPOINTS_FOLDER / "2" / "state")
     with pytest.raises(StorageError, match="It is the oldest"):
         restore(tmp_path, 2)
 
@@ -205,7 +207,7 @@ def test_other_shape_than_saved(copy: Path):
     wanted = abstract()
     wanted["params"]["embedding"] = jax.ShapeDtypeStruct((30, 16), "float32")
     del wanted["optimizer"]["nu"]
-    with Checkpoints(copy) as checkpoints, pytest.raises(StorageError) as refused:
+    with CheckpointManager(copy) as checkpoints, pytest.raises(StorageError) as refused:
         checkpoints.restore_newest(wanted)
     assert "params.embedding is 30 x 8 in the checkpoint, not 30 x 16" in str(refused.value)
     assert "optimizer.nu.embedding is in the checkpoint only" in str(refused.value)
@@ -214,32 +216,32 @@ def test_other_shape_than_saved(copy: Path):
 
 def test_checkpoint_of_a_later_release(copy: Path):
     """No damage either: going back to an older step would lose work."""
-    facts = copy / FOLDER / "6" / "facts" / "metadata"
+    facts = copy / CHECKPOINTS_FOLDER / "6" / "facts" / "metadata"
     facts.write_text(facts.read_text().replace(f'"format": {FORMAT}', '"format": 7'))
     reseal(copy, 6)
-    with Checkpoints(copy) as checkpoints, pytest.raises(StorageError, match="format 7"):
+    with CheckpointManager(copy) as checkpoints, pytest.raises(StorageError, match="format 7"):
         checkpoints.restore_newest(abstract())
     assert names(copy) == ["3", "6"]
 
 
 def test_folder_that_cannot_be_written_is_reported_at_once(tmp_path: Path):
-    (tmp_path / FOLDER).write_text("in the way")
+    (tmp_path / CHECKPOINTS_FOLDER).write_text("in the way")
     with pytest.raises(StorageError, match="cannot be written"):
-        Checkpoints(tmp_path)
+        CheckpointManager(tmp_path)
 
 
 # --- going without a damaged one ------------------------------------------------------------
 
 
 def names(run_dir: Path) -> list[str]:
-    return sorted(path.name for path in (run_dir / FOLDER).iterdir())
+    return sorted(path.name for path in (run_dir / CHECKPOINTS_FOLDER).iterdir())
 
 
 def reseal(run_dir: Path, step: int) -> None:
     """As if the step had been saved as it is now."""
-    folder = Folder(run_dir / FOLDER) / step
-    arrays = manifest.arrays(folder, step)
-    assert arrays and not manifest.write(folder, step, manifest.listed(folder), arrays)
+    folder = CheckpointFolder(run_dir / CHECKPOINTS_FOLDER) / step
+    arrays = manifest.read_arrays(folder, step)
+    assert arrays and not manifest.write(folder, step, manifest.digest_files(folder), arrays)
 
 
 def resume(run_dir: Path, **options: Any) -> tuple[int, list[str]]:
@@ -249,9 +251,9 @@ def resume(run_dir: Path, **options: Any) -> tuple[int, list[str]]:
     def record(event: str, **fields: object) -> None:
         told.append(f"{event} {fields['step']}: {fields['reason']}")
 
-    with Checkpoints(run_dir, CheckpointConfig(**options), record=record) as checkpoints:
+    with CheckpointManager(run_dir, CheckpointConfig(**options), record=record) as checkpoints:
         found = checkpoints.restore_newest(abstract())
-    assert found is not None and digest(found.state) == digest(tree(found.step))
+    assert found is not None and tree_digest(found.state) == tree_digest(tree(found.step))
     assert found.facts.data == data(found.step)
     return found.step, told
 
@@ -260,7 +262,7 @@ def fails(monkeypatch: pytest.MonkeyPatch, error: OSError, times: int) -> None:
     """Reading an array file of step 6 does, so often; as a server does that comes back."""
     true, left = manifest._digest, [times]
 
-    def digest_of(path: Any, *options: bool) -> manifest.File:
+    def digest_of(path: Any, *options: bool) -> manifest.ManifestFile:
         if "/6/state/d/" in str(path) and left[0] > 0:
             left[0] -= 1
             raise error
@@ -272,7 +274,7 @@ def fails(monkeypatch: pytest.MonkeyPatch, error: OSError, times: int) -> None:
 
 def test_storage_that_does_not_answer_is_no_damage(copy: Path, monkeypatch: pytest.MonkeyPatch):
     fails(monkeypatch, OSError(errno.ESTALE, "Stale file handle"), 1000)
-    with Checkpoints(copy) as checkpoints, pytest.raises(StorageError) as told:
+    with CheckpointManager(copy) as checkpoints, pytest.raises(StorageError) as told:
         checkpoints.restore_newest(abstract())
     assert "6: cannot be reached\n  Stale file handle. It is left as it is." in str(told.value)
     assert names(copy) == ["3", "6"]
@@ -287,39 +289,46 @@ def test_a_sealed_step_that_cannot_be_decoded_is_damaged(
     copy: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """Its files are what an older release has listed, after a bit had turned."""
-    real = contents.shapes
+    real = contents.read_shapes
 
     def shapes(folder: Any) -> Tree:
         if folder.name == "6":
-            raise Damaged("state cannot be read: DATA_LOSS")
+            raise DamagedError("state cannot be read: DATA_LOSS")
         return real(folder)
 
-    monkeypatch.setattr(contents, "shapes", shapes)
+    monkeypatch.setattr(contents, "read_shapes", shapes)
     assert resume(copy) == (3, ["checkpoint_skipped 6: state cannot be read: DATA_LOSS"])
     assert names(copy) == ["3", "6.corrupt"]
 
 
 @pytest.mark.fault("F11")
 def test_damaged_step_is_quarantined_and_the_one_before_taken(copy: Path, caplog: Logs):
-    arrays = next((copy / FOLDER / "6" / "state" / "d").iterdir())
+    arrays = next((copy / CHECKPOINTS_FOLDER / "6" / "state" / "d").iterdir())
     content = bytearray(arrays.read_bytes())
     content[len(content) // 2] ^= 4
     arrays.write_bytes(content)
     reason = f"state/d/{arrays.name} has other content than was saved"
     assert resume(copy) == (3, [f"checkpoint_skipped 6: {reason}"])
-    assert f"{copy / FOLDER}/6 is skipped, renamed 6.corrupt: {reason}" in caplog.messages
+    assert (
+        f"{copy / CHECKPOINTS_FOLDER}/6 is skipped, renamed 6.corrupt: {reason}" in caplog.messages
+    )
     assert names(copy) == ["3", "6.corrupt"]
-    assert bytes(content) == (copy / FOLDER / "6.corrupt/state/d" / arrays.name).read_bytes()
+    assert (
+        bytes(content)
+        == (copy / CHECKPOINTS_FOLDER / "6.corrupt/state/d" / arrays.name).read_bytes()
+    )
     # The run comes by that step again, is damaged again, and nothing is lost or confused.
     save(copy, 6)
-    (copy / FOLDER / "6" / "commit_success.txt").unlink()
+    (copy / CHECKPOINTS_FOLDER / "6" / "commit_success.txt").unlink()
     assert resume(copy) == (3, ["checkpoint_skipped 6: commit_success.txt is missing"])
     assert names(copy) == ["3", "6.corrupt", "6.corrupt-2"]
-    assert ocp.CheckpointManager(copy / FOLDER).all_steps() == [3], "orbax sees them, too"
+    assert ocp.CheckpointManager(copy / CHECKPOINTS_FOLDER).all_steps() == [3], (
+        "orbax sees them, too"
+    )
 
 
 def test_reader_goes_without_a_damaged_step_and_leaves_it(copy: Path):
-    (copy / FOLDER / "6" / "_CHECKPOINT_METADATA").write_text("{}")
+    (copy / CHECKPOINTS_FOLDER / "6" / "_CHECKPOINT_METADATA").write_text("{}")
     with open_run(copy) as checkpoints:
         found = checkpoints.restore_newest(abstract())
     assert found is not None and found.step == 3
@@ -331,9 +340,9 @@ def test_reader_goes_without_a_damaged_step_and_leaves_it(copy: Path):
 def test_all_damaged_is_never_a_new_start(steps: list[str], copy: Path):
     """Nor is any of them renamed: several at once are trouble of the storage."""
     for step in ("3", "6"):
-        shutil.rmtree(copy / FOLDER / step / ("facts" if step in steps else "."))
+        shutil.rmtree(copy / CHECKPOINTS_FOLDER / step / ("facts" if step in steps else "."))
     for _ in range(2):
-        with Checkpoints(copy) as checkpoints, pytest.raises(StorageError) as refused:
+        with CheckpointManager(copy) as checkpoints, pytest.raises(StorageError) as refused:
             checkpoints.restore_newest(abstract())
         message = str(refused.value)
         assert "6: facts/" in message
@@ -345,45 +354,48 @@ def test_all_damaged_is_never_a_new_start(steps: list[str], copy: Path):
             assert f"`maxpipe checkpoints verify {copy}`" in message
         assert names(copy) == steps
     for step in steps:
-        (copy / FOLDER / step).rename(copy / FOLDER / f"{step}.corrupt")
-    with Checkpoints(copy) as checkpoints, pytest.raises(StorageError, match="start from scratch"):
+        (copy / CHECKPOINTS_FOLDER / step).rename(copy / CHECKPOINTS_FOLDER / f"{step}.corrupt")
+    with (
+        CheckpointManager(copy) as checkpoints,
+        pytest.raises(StorageError, match="start from scratch"),
+    ):
         checkpoints.restore_newest(abstract())
-    with Checkpoints(copy / "new") as checkpoints:
+    with CheckpointManager(copy / "new") as checkpoints:
         assert checkpoints.restore_newest(abstract()) is None
 
 
 @pytest.mark.fault("F13")
 def test_step_under_another_number_is_damaged(copy: Path):
-    (copy / FOLDER / "6").rename(copy / FOLDER / "9")
+    (copy / CHECKPOINTS_FOLDER / "6").rename(copy / CHECKPOINTS_FOLDER / "9")
     step, (told,) = resume(copy)
     assert step == 3 and "checkpoint_skipped 9: manifest.json cannot be used: it is of st" in told
     # Without a manifest its facts tell, and without those the state.
-    (copy / FOLDER / "9.corrupt").rename(copy / FOLDER / "8")
-    (copy / FOLDER / "8" / "manifest.json").unlink()
+    (copy / CHECKPOINTS_FOLDER / "9.corrupt").rename(copy / CHECKPOINTS_FOLDER / "8")
+    (copy / CHECKPOINTS_FOLDER / "8" / "manifest.json").unlink()
     step, (told,) = resume(copy)
     assert step == 3 and "8: it holds step 6: the folder's name must be the step inside" in told
-    facts = copy / FOLDER / "8.corrupt" / "facts" / "metadata"
+    facts = copy / CHECKPOINTS_FOLDER / "8.corrupt" / "facts" / "metadata"
     facts.write_text(facts.read_text().replace('"step": 6', '"step": 8'))
-    (copy / FOLDER / "8.corrupt").rename(copy / FOLDER / "8")
+    (copy / CHECKPOINTS_FOLDER / "8.corrupt").rename(copy / CHECKPOINTS_FOLDER / "8")
     step, (told,) = resume(copy)
     assert step == 3 and "8: digests/0.json is of step 6" in told
-    shutil.rmtree(copy / FOLDER / "8.corrupt" / "digests")
-    (copy / FOLDER / "8.corrupt").rename(copy / FOLDER / "8")
+    shutil.rmtree(copy / CHECKPOINTS_FOLDER / "8.corrupt" / "digests")
+    (copy / CHECKPOINTS_FOLDER / "8.corrupt").rename(copy / CHECKPOINTS_FOLDER / "8")
     step, (told,) = resume(copy)
     assert step == 3 and "8: its state is that of step 6" in told
 
 
 def test_step_without_manifest_is_read_completely_and_gets_one(copy: Path, caplog: Logs):
     """A kill between orbax's commit and ours."""
-    (copy / FOLDER / "6" / "manifest.json").unlink()
+    (copy / CHECKPOINTS_FOLDER / "6" / "manifest.json").unlink()
     assert resume(copy) == (6, [])
     assert any("6 has no manifest.json: it was read completely" in line for line in caplog.messages)
-    assert manifest.is_in(Folder(copy / FOLDER) / 6)
+    assert manifest.has_manifest(CheckpointFolder(copy / CHECKPOINTS_FOLDER) / 6)
     caplog.clear()
     assert resume(copy) == (6, []) and caplog.messages == []
     # One that cannot be read is quarantined as any other.
-    (copy / FOLDER / "6" / "manifest.json").unlink()
-    for path in (copy / FOLDER / "6" / "state").rglob("d/*"):
+    (copy / CHECKPOINTS_FOLDER / "6" / "manifest.json").unlink()
+    for path in (copy / CHECKPOINTS_FOLDER / "6" / "state").rglob("d/*"):
         path.write_bytes(b"")
     step, (told,) = resume(copy)
     assert step == 3 and told.startswith("checkpoint_skipped 6: state cannot be read: ")
@@ -391,7 +403,7 @@ def test_step_without_manifest_is_read_completely_and_gets_one(copy: Path, caplo
 
 @pytest.mark.fault("F13")
 def test_what_is_no_checkpoint_is_ignored(copy: Path, caplog: Logs):
-    folder = copy / FOLDER
+    folder = copy / CHECKPOINTS_FOLDER
     for name in ("30", "40/notes", "007", "best", "50.orbax-checkpoint-tmp/state", "20.deleting"):
         (folder / name).mkdir(parents=True)
     (folder / "60").write_text("a file")
@@ -402,7 +414,7 @@ def test_what_is_no_checkpoint_is_ignored(copy: Path, caplog: Logs):
     assert names(copy) == ["007", "3", "30", "40", "6", "60", "best"]
     # When the run comes by, its own checkpoint takes the place, and nothing is lost.
     save(copy, 30, 40)
-    assert digest(restore(copy, 40)) == digest(tree(40))
+    assert tree_digest(restore(copy, 40)) == tree_digest(tree(40))
     assert (folder / "40.foreign" / "notes" / "a.txt").read_text() == "mine"
     assert "40.foreign" in names(copy) and "30.foreign" in names(copy)
 
@@ -416,7 +428,7 @@ def test_processes_agree_with_the_one_that_finds_damage(copy: Path):
         # Twice: what looks damaged is read again.
         return "state/x has other content than was saved" if len(asked) in (3, 5) else text
 
-    with Checkpoints(copy, agree=agree) as checkpoints:
+    with CheckpointManager(copy, agree=agree) as checkpoints:
         found = checkpoints.restore_newest(abstract())
     assert found is not None and found.step == 3
     assert names(copy) == ["3", "6.corrupt"]
@@ -427,7 +439,7 @@ def test_config_is_looked_at_before_anything_is_read(copy: Path):
     def accept(facts: Any) -> None:
         raise ConfigError.one("model.d_model", 3, "must be 4.", "Set it.")
 
-    with Checkpoints(copy) as checkpoints, pytest.raises(ConfigError):
+    with CheckpointManager(copy) as checkpoints, pytest.raises(ConfigError):
         checkpoints.restore_newest(abstract(), accept)
     assert names(copy) == ["3", "6"]
 
@@ -439,7 +451,7 @@ def test_config_is_looked_at_before_anything_is_read(copy: Path):
 def broken_writes(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[int]]:
     """`broken_writes(error, count)`: the next `count` saves fail in the background."""
     monkeypatch.setattr(manager, "_FIRST_PAUSE_SECONDS", 0.0)
-    real = contents.seal
+    real = contents.verify_and_write_manifest
 
     def set_up(error: OSError, count: int) -> list[int]:
         tried: list[int] = []
@@ -451,13 +463,13 @@ def broken_writes(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[int]]:
                 raise error
             return real(folder, step)
 
-        monkeypatch.setattr(writer, "seal", seal)
+        monkeypatch.setattr(writer, "verify_and_write_manifest", seal)
         return tried
 
     return set_up
 
 
-def train(checkpoints: Checkpoints, steps: range) -> None:
+def train(checkpoints: CheckpointManager, steps: range) -> None:
     """A loop that saves what is due, as slow as saving is."""
     for step in steps:
         checkpoints.poll()
@@ -474,26 +486,28 @@ FULL = OSError(28, "No space left on device")
 
 def test_checkpoints_that_were_moved_are_asked_back(tmp_path: Path):
     """The same command needs them, so nothing else may be suggested."""
-    with Checkpoints(tmp_path, CheckpointConfig(every=4, retries=0)) as checkpoints:
+    with CheckpointManager(tmp_path, CheckpointConfig(every=4, retries=0)) as checkpoints:
         train(checkpoints, range(1, 5))
         checkpoints.wait()
-        (tmp_path / FOLDER).rename(tmp_path / "away")
+        (tmp_path / CHECKPOINTS_FOLDER).rename(tmp_path / "away")
         with pytest.raises(StorageError) as refused:
             put(checkpoints, 8, last=True)
     where, _, action = str(refused.value).splitlines()
-    assert where == f"{tmp_path / FOLDER}: was moved or deleted while the run was using it"
+    assert (
+        where == f"{tmp_path / CHECKPOINTS_FOLDER}: was moved or deleted while the run was using it"
+    )
     assert action == "  Put the folder back, then start the same command again."
     assert (tmp_path / "away" / "4").is_dir()
 
 
 def test_failure_is_reported_at_the_next_step(tmp_path: Path, broken_writes: Any):
     broken_writes(FULL, 9)
-    with Checkpoints(tmp_path, CheckpointConfig(every=4)) as checkpoints:
+    with CheckpointManager(tmp_path, CheckpointConfig(every=4)) as checkpoints:
         train(checkpoints, range(1, 5))
         with pytest.raises(StorageError, match="No space left") as refused:
             checkpoints.poll()
     where, rule, action = str(refused.value).splitlines()
-    assert where == f"{tmp_path / FOLDER / '4'}: cannot be written"
+    assert where == f"{tmp_path / CHECKPOINTS_FOLDER / '4'}: cannot be written"
     assert rule == "  No space left on device." and action.startswith("  Free space")
 
 
@@ -501,19 +515,19 @@ def test_failure_is_reported_at_the_next_step(tmp_path: Path, broken_writes: Any
 def test_passing_failure_is_tried_again_at_the_next_steps(tmp_path: Path, broken_writes: Any):
     tried, told = broken_writes(IO_ERROR, 2), []
     record = lambda event, **fields: told.append((event, fields["step"]))  # noqa: E731
-    with Checkpoints(tmp_path, CheckpointConfig(every=4), record=record) as checkpoints:
+    with CheckpointManager(tmp_path, CheckpointConfig(every=4), record=record) as checkpoints:
         train(checkpoints, range(1, 9))
     assert tried == [4, 5, 6, 8]
     assert told[:2] == [("checkpoint_failed", 4), ("checkpoint_failed", 5)]
     assert told[2:] == [("checkpoint", 6), ("checkpoint", 8)]
-    assert digest(restore(tmp_path, 8)) == digest(tree(8))
+    assert tree_digest(restore(tmp_path, 8)) == tree_digest(tree(8))
 
 
 def test_lasting_failure_stops_after_its_attempts(tmp_path: Path, broken_writes: Any):
     tried = broken_writes(IO_ERROR, 99)
     settings = CheckpointConfig(every=4, retries=2)
     refused = pytest.raises(StorageError, match="Input/output error")
-    with Checkpoints(tmp_path, settings) as checkpoints, refused:
+    with CheckpointManager(tmp_path, settings) as checkpoints, refused:
         train(checkpoints, range(1, 30))
     assert len(tried) == 3
 
@@ -522,7 +536,7 @@ def test_training_may_go_on_without_checkpoints(tmp_path: Path, broken_writes: A
     tried, told = broken_writes(FULL, 2), []
     record = lambda event, **fields: told.append((event, fields["step"]))  # noqa: E731
     settings = CheckpointConfig(every=4, on_failure="go_on")
-    with Checkpoints(tmp_path, settings, record=record) as checkpoints:
+    with CheckpointManager(tmp_path, settings, record=record) as checkpoints:
         train(checkpoints, range(1, 13))
     assert tried == [4, 8, 12]
     assert told == [("checkpoint_failed", 4), ("checkpoint_failed", 8), ("checkpoint", 12)]
@@ -531,13 +545,16 @@ def test_training_may_go_on_without_checkpoints(tmp_path: Path, broken_writes: A
 @pytest.mark.fault("F6")
 def test_last_save_is_tried_again_at_once_and_must_succeed(tmp_path: Path, broken_writes: Any):
     tried = broken_writes(IO_ERROR, 3)
-    with Checkpoints(tmp_path / "a", CheckpointConfig(on_failure="go_on")) as checkpoints:
+    with CheckpointManager(tmp_path / "a", CheckpointConfig(on_failure="go_on")) as checkpoints:
         put(checkpoints, 7, last=True)
         assert checkpoints.steps() == [7]
     assert tried == [7, 7, 7, 7]
     broken_writes(IO_ERROR, 99)
     refused = pytest.raises(StorageError, match="Input/output error")
-    with Checkpoints(tmp_path / "b", CheckpointConfig(on_failure="go_on")) as checkpoints, refused:
+    with (
+        CheckpointManager(tmp_path / "b", CheckpointConfig(on_failure="go_on")) as checkpoints,
+        refused,
+    ):
         put(checkpoints, 7, last=True)
 
 
@@ -554,7 +571,7 @@ def test_last_save_that_failed_in_another_process_is_tried_again_here(
     def record(event: str, **fields: object) -> None:
         told.append(f"{event} {fields['step']} {fields.get('reason', '')}".strip())
 
-    with Checkpoints(copy, record=record, agree=agree) as checkpoints:
+    with CheckpointManager(copy, record=record, agree=agree) as checkpoints:
         monkeypatch.setattr(checkpoints, "_alone", False)
         put(checkpoints, 9, last=True)
     assert told == ["checkpoint_failed 9 Input/output error", "checkpoint 9"]
@@ -575,7 +592,7 @@ def test_a_file_that_is_not_on_the_disk_is_never_asked_for_again(
         real(number)
 
     monkeypatch.setattr(os, "fsync", fsync)
-    with Checkpoints(copy, record=lambda event, **fields: told.append(event)) as checkpoints:
+    with CheckpointManager(copy, record=lambda event, **fields: told.append(event)) as checkpoints:
         put(checkpoints, 9, last=True)
     assert told == ["checkpoint_failed", "checkpoint"]
     assert resume(copy) == (9, [])
@@ -595,7 +612,7 @@ def test_a_process_that_is_gone_is_no_trouble_of_the_storage(
     told: list[str] = []
     with (
         pytest.raises(jax.errors.JaxRuntimeError) as caught,
-        Checkpoints(copy, record=lambda event, **fields: told.append(event)) as checkpoints,
+        CheckpointManager(copy, record=lambda event, **fields: told.append(event)) as checkpoints,
     ):
         put(checkpoints, 9, last=True)
     assert caught.value is lost and not told
@@ -613,7 +630,7 @@ def test_attempt_whose_manifest_failed_is_replaced(copy: Path, monkeypatch: pyte
         real(path)
 
     monkeypatch.setattr(manifest, "_flush", flush)
-    with Checkpoints(copy) as checkpoints:
+    with CheckpointManager(copy) as checkpoints:
         put(checkpoints, 9, last=True)
     assert names(copy) == ["3", "6", "9"] and len(tried) == 2
     assert resume(copy) == (9, [])
@@ -622,9 +639,9 @@ def test_attempt_whose_manifest_failed_is_replaced(copy: Path, monkeypatch: pyte
 def test_too_little_space_is_known_before_anything_is_written(
     copy: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(Folder, "free_bytes", lambda folder: 1000)
-    needed = sum(array.nbytes for _, array in leaves(tree(9)))
-    with Checkpoints(copy) as checkpoints, pytest.raises(StorageError) as refused:
+    monkeypatch.setattr(CheckpointFolder, "free_bytes", lambda folder: 1000)
+    needed = sum(array.nbytes for _, array in iter_named_arrays(tree(9)))
+    with CheckpointManager(copy) as checkpoints, pytest.raises(StorageError) as refused:
         put(checkpoints, 9, last=True)
     assert f"({needed:,} bytes) and 0.0 MiB (1,000) are free." in str(refused.value)
     assert "resumes from step 6." in str(refused.value)
@@ -638,7 +655,7 @@ def test_failed_save_leaves_nothing_behind(copy: Path, monkeypatch: pytest.Monke
     big = tree(9) | {"big": jax.numpy.asarray(np.random.default_rng(0).normal(size=50_000))}
     resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, before[1]))
     try:
-        with Checkpoints(copy) as checkpoints, pytest.raises(StorageError, match="too large"):
+        with CheckpointManager(copy) as checkpoints, pytest.raises(StorageError, match="too large"):
             checkpoints.save(9, lambda: big, config(9), data(9), last=True)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -648,15 +665,15 @@ def test_failed_save_leaves_nothing_behind(copy: Path, monkeypatch: pytest.Monke
 
 @pytest.mark.fault("F18")
 def test_saving_does_not_wait_for_the_digests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    go_on, real = threading.Event(), contents.seal
+    go_on, real = threading.Event(), contents.verify_and_write_manifest
 
     def slow(folder: Any, step: int) -> int:
         assert threading.current_thread() is not threading.main_thread()
         assert go_on.wait(30)
         return real(folder, step)
 
-    monkeypatch.setattr(writer, "seal", slow)
-    with Checkpoints(tmp_path) as checkpoints:
+    monkeypatch.setattr(writer, "verify_and_write_manifest", slow)
+    with CheckpointManager(tmp_path) as checkpoints:
         put(checkpoints, 1)
         checkpoints.poll()
         go_on.set()
@@ -665,7 +682,7 @@ def test_saving_does_not_wait_for_the_digests(tmp_path: Path, monkeypatch: pytes
 
 
 def test_run_that_lost_its_lock_saves_nothing(tmp_path: Path):
-    with RunLock(tmp_path) as lock, Checkpoints(tmp_path, locks=[lock]) as checkpoints:
+    with RunLock(tmp_path) as lock, CheckpointManager(tmp_path, locks=[lock]) as checkpoints:
         put(checkpoints, 1, last=True)
         lock.path.write_text("{}")
         with pytest.raises(StorageError, match="was taken over"):
@@ -679,7 +696,7 @@ def test_run_that_lost_its_lock_saves_nothing(tmp_path: Path):
 
 def test_rules_and_the_best_by_loss(tmp_path: Path):
     settings = CheckpointConfig(keep=1, keep_every_steps=4, keep_best=1)
-    with Checkpoints(tmp_path, settings) as checkpoints:
+    with CheckpointManager(tmp_path, settings) as checkpoints:
         for step, loss in ((2, 3.0), (3, 1.0), (4, 2.0), (5, 2.5), (6, 2.5)):
             put(checkpoints, step, loss=loss)
     assert names(tmp_path) == ["3", "4", "6"]
@@ -688,7 +705,7 @@ def test_rules_and_the_best_by_loss(tmp_path: Path):
 def test_deletion_that_was_interrupted_leaves_no_half_checkpoint(
     copy: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    folder = Folder(copy / FOLDER)
+    folder = CheckpointFolder(copy / CHECKPOINTS_FOLDER)
     monkeypatch.setattr("maxpipe.checkpoint.folder._delete", lambda entry: None)
     folder.remove(3)
     monkeypatch.undo()
@@ -699,7 +716,7 @@ def test_deletion_that_was_interrupted_leaves_no_half_checkpoint(
 def test_newest_of_both_tiers_is_taken(tmp_path: Path):
     run, local = tmp_path / "runs" / "run", tmp_path / "fast"
     options: dict[str, Any] = {"every": 6, "local_dir": str(local), "local_every": 2}
-    with Checkpoints(run, CheckpointConfig(**options)) as checkpoints:
+    with CheckpointManager(run, CheckpointConfig(**options)) as checkpoints:
         assert [step for step in range(1, 13) if checkpoints.due(step)] == [2, 4, 6, 8, 10, 12]
         for step in (2, 4, 6, 8, 10):
             put(checkpoints, step)
@@ -707,12 +724,12 @@ def test_newest_of_both_tiers_is_taken(tmp_path: Path):
     assert names(run) == ["6"] and [path.name for path in mine.iterdir()] == ["10"]
     assert resume(run, **options) == (10, [])
     # Another run with the same name has its own.
-    with Checkpoints(tmp_path / "other" / "run", CheckpointConfig(**options)) as other:
+    with CheckpointManager(tmp_path / "other" / "run", CheckpointConfig(**options)) as other:
         assert other.restore_newest(abstract()) is None
     (mine / "10" / "commit_success.txt").write_text("")
     step, (told,) = resume(run, **options)
     assert step == 6 and told.startswith("checkpoint_skipped 10: commit_success.txt has 0 bytes")
-    with Checkpoints(run, CheckpointConfig(**options)) as checkpoints:
+    with CheckpointManager(run, CheckpointConfig(**options)) as checkpoints:
         checkpoints.restore_newest(abstract())
         put(checkpoints, 8)
         checkpoints.wait()

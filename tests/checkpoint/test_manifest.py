@@ -14,7 +14,7 @@ from etils import epath
 
 from maxpipe.checkpoint import contents, manifest
 from maxpipe.errors import StorageError
-from maxpipe.io.typed import checksummed
+from maxpipe.io.typed import dump_checksummed
 from tests.checkpoint.cases import files
 
 STEP = 6
@@ -26,11 +26,11 @@ def step(saved: Path, tmp_path: Path) -> Path:
 
 
 def faults(step: Path, number: int = STEP) -> list[str]:
-    return manifest.faults(epath.Path(step), number)
+    return manifest.verify_files(epath.Path(step), number)
 
 
 def test_what_was_saved_has_no_faults(step: Path):
-    assert manifest.is_in(epath.Path(step))
+    assert manifest.has_manifest(epath.Path(step))
     assert faults(step) == []
     content = json.loads((step / "manifest.json").read_text())
     listed = content["files"]
@@ -50,7 +50,7 @@ def test_every_damaged_file_is_named(damage: str, step: Path):
         if damage != "deleted":
             (step / name).write_bytes(left[damage])
         if damage == "deleted" and name.name == "manifest.json":
-            assert not manifest.is_in(epath.Path(step))
+            assert not manifest.has_manifest(epath.Path(step))
         else:
             (fault,) = faults(step)
             assert fault.startswith(f"{name} ")
@@ -99,7 +99,7 @@ def test_shares_of_several_readers_are_the_whole(step: Path):
     for name in files(step)[:-1]:
         content = (step / name).read_bytes()
         (step / name).write_bytes(bytes(len(content)))
-        found = [manifest.faults(epath.Path(step), STEP, (i, 3)) for i in range(3)]
+        found = [manifest.verify_files(epath.Path(step), STEP, (i, 3)) for i in range(3)]
         assert sorted(map(len, found)) == [0, 0, 1]
         (step / name).write_bytes(content)
 
@@ -112,10 +112,10 @@ def test_a_manifest_that_cannot_be_finished_is_none(step: Path, monkeypatch: pyt
 
     monkeypatch.setattr(manifest, "_flush", full)
     with pytest.raises(OSError, match="No space"):
-        contents.seal(epath.Path(step), STEP)
-    assert not manifest.is_in(epath.Path(step))
+        contents.verify_and_write_manifest(epath.Path(step), STEP)
+    assert not manifest.has_manifest(epath.Path(step))
     monkeypatch.undo()
-    contents.seal(epath.Path(step), STEP)
+    contents.verify_and_write_manifest(epath.Path(step), STEP)
     assert faults(step) == [] and not list(step.glob("*.partial"))
 
 
@@ -144,11 +144,11 @@ def test_a_list_that_is_not_complete_is_refused(cut: Cut, told: str | None, step
     content = json.loads(path.read_text())
     del content["sha256"]
     cut(content)
-    path.write_text(checksummed(content))
+    path.write_text(dump_checksummed(content))
     found = faults(step)
     if told is None:  # only who knows the arrays can say
-        expected = contents.recorded(epath.Path(step), STEP)
-        found = contents.faults(epath.Path(step), STEP, expected)
+        expected = contents.read_expected_digests(epath.Path(step), STEP)
+        found = contents.verify_arrays(epath.Path(step), STEP, expected)
         told = "array params.embedding was never saved"
     assert len(found) == 1 and told in found[0]
 
@@ -160,6 +160,6 @@ def _array_file(content: dict[str, Any]) -> str:
 def test_a_manifest_of_a_later_release_is_no_damage(step: Path):
     content = json.loads((step / "manifest.json").read_text()) | {"version": 3}
     del content["sha256"]
-    (step / "manifest.json").write_text(checksummed(content))
+    (step / "manifest.json").write_text(dump_checksummed(content))
     with pytest.raises(StorageError, match="Use the release of maxpipe that has saved it"):
         faults(step)

@@ -17,9 +17,9 @@ import pytest
 from etils import epath
 
 from maxpipe.checkpoint import contents, manifest, storage, writer
-from maxpipe.checkpoint.folder import Facts, Folder
+from maxpipe.checkpoint.folder import CheckpointFolder, CheckpointMetadata
 from maxpipe.checkpoint.reader import restore
-from maxpipe.errors import NumbersError
+from maxpipe.errors import DivergenceError
 from tests.checkpoint.test_injected import DAMAGES
 
 ARRAYS = {
@@ -33,7 +33,7 @@ SLABS = {"a": (2, 4, 9), "b": (11,), "c": (1, 1)}
 def state(arrays: dict[str, np.ndarray] = ARRAYS, **changes: Any) -> dict[str, Any]:
     return {
         "params": {
-            name: writer.Slabs(
+            name: writer.LazySlabArray(
                 array.shape, array.dtype, SLABS[name], changes.get(name, array.__getitem__)
             )
             for name, array in arrays.items()
@@ -42,15 +42,15 @@ def state(arrays: dict[str, np.ndarray] = ARRAYS, **changes: Any) -> dict[str, A
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Folder:
+def folder(tmp_path: Path) -> CheckpointFolder:
     (tmp_path / "checkpoints").mkdir()
-    return Folder(tmp_path / "checkpoints")
+    return CheckpointFolder(tmp_path / "checkpoints")
 
 
-FACTS = Facts(4, {"model": {}}, {"step": 4})
+FACTS = CheckpointMetadata(4, {"model": {}}, {"step": 4})
 
 
-def test_the_arrays_are_those_of_the_slabs(folder: Folder) -> None:
+def test_the_arrays_are_those_of_the_slabs(folder: CheckpointFolder) -> None:
     counts: list[int] = []
     writer.save(folder, FACTS, state(), counts.append)
     assert folder.steps() == [4]
@@ -60,10 +60,10 @@ def test_the_arrays_are_those_of_the_slabs(folder: Folder) -> None:
     for name, array in ARRAYS.items():
         assert found.state["params"][name].dtype == array.dtype
         assert found.state["params"][name].tobytes() == array.tobytes()
-    assert not contents.faults(folder / 4, 4, contents.recorded(folder / 4, 4))
+    assert not contents.verify_arrays(folder / 4, 4, contents.read_expected_digests(folder / 4, 4))
 
 
-def test_they_are_restored_in_the_type_that_is_asked_for(folder: Folder) -> None:
+def test_they_are_restored_in_the_type_that_is_asked_for(folder: CheckpointFolder) -> None:
     writer.save(folder, FACTS, state())
     place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     wanted = {
@@ -77,7 +77,7 @@ def test_they_are_restored_in_the_type_that_is_asked_for(folder: Folder) -> None
 
 
 @pytest.mark.parametrize("kind", [ValueError, OSError, KeyboardInterrupt])
-def test_an_error_of_reading_is_raised_as_it_was(folder: Folder, kind: type) -> None:
+def test_an_error_of_reading_is_raised_as_it_was(folder: CheckpointFolder, kind: type) -> None:
     begun = threading.active_count()
 
     def read(region: writer.Region) -> np.ndarray:
@@ -91,9 +91,9 @@ def test_an_error_of_reading_is_raised_as_it_was(folder: Folder, kind: type) -> 
     assert threading.active_count() <= begun + 1  # nothing writes any more
 
 
-def test_numbers_that_are_none_are_refused(folder: Folder) -> None:
+def test_numbers_that_are_none_are_refused(folder: CheckpointFolder) -> None:
     bad = {**ARRAYS, "b": ARRAYS["b"] + np.float16(np.inf)}
-    with pytest.raises(NumbersError, match=r"params\.b holds 11 values"):
+    with pytest.raises(DivergenceError, match=r"params\.b holds 11 values"):
         writer.save(folder, FACTS, state(bad))
 
 
@@ -118,7 +118,7 @@ def test_the_first_error_ends_the_work() -> None:
             raise ValueError("three")
 
     with pytest.raises(ValueError, match="three"):
-        writer.each(work, range(1000))
+        writer.run_in_threads(work, range(1000))
     assert len(done) < 20
 
 
@@ -127,62 +127,62 @@ def test_the_first_error_ends_the_work() -> None:
 
 @pytest.fixture
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(manifest, "_LOOK_EVERY", 1)
+    monkeypatch.setattr(manifest, "_SCAN_EVERY", 1)
 
 
 @pytest.mark.usefixtures("often")
 def test_files_are_digested_once_before_all_are_written(
-    folder: Folder, monkeypatch: pytest.MonkeyPatch
+    folder: CheckpointFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And then once more, as each file is."""
     real, early, later = manifest._digest, list[str](), list[str]()
     done = False
 
-    def digest(path: Any, drop: bool) -> manifest.File:
+    def digest(path: Any, drop: bool) -> manifest.ManifestFile:
         (later if done else early).append(path.name)
         return real(path, drop)
 
     def sealed(*arguments: Any) -> int:
         nonlocal done
         done = True
-        return contents.seal(*arguments)
+        return contents.verify_and_write_manifest(*arguments)
 
     monkeypatch.setattr(manifest, "_digest", digest)
-    monkeypatch.setattr(writer, "seal", sealed)
+    monkeypatch.setattr(writer, "verify_and_write_manifest", sealed)
     writer.save(folder, FACTS, state())
     data = {path.name for path in (folder / 4 / "state" / "ocdbt.process_0" / "d").iterdir()}
     assert len(early) == len({*early}) > 5 and {*early} <= data
     assert all(later.count(name) == 1 for name in early)
-    assert not manifest.faults(folder / 4, 4)
+    assert not manifest.verify_files(folder / 4, 4)
 
 
 @pytest.mark.usefixtures("often")
 @pytest.mark.fault("K1")
 @pytest.mark.parametrize("name", [name for name in DAMAGES if name != "names"])
 def test_what_turns_after_its_digest_is_never_sealed(
-    name: str, folder: Folder, monkeypatch: pytest.MonkeyPatch
+    name: str, folder: CheckpointFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """But for a damage to names that are not here."""
 
     def seal(step: Any, number: int, ahead: Any) -> int:
         assert ahead
         DAMAGES[name](Path(step))
-        return contents.seal(step, number, ahead)
+        return contents.verify_and_write_manifest(step, number, ahead)
 
-    monkeypatch.setattr(writer, "seal", seal)
-    with pytest.raises(contents.NotSaved):
+    monkeypatch.setattr(writer, "verify_and_write_manifest", seal)
+    with pytest.raises(contents.SaveVerificationError):
         writer.save(folder, FACTS, state())
-    assert not manifest.is_in(folder / 4)
+    assert not manifest.has_manifest(folder / 4)
 
 
 @pytest.mark.usefixtures("often")
 @pytest.mark.fault("K1")
 def test_a_bit_that_turns_in_an_early_digest_is_noticed(
-    folder: Folder, monkeypatch: pytest.MonkeyPatch
+    folder: CheckpointFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real, left = manifest._digest, [1]
 
-    def digest(path: Any, drop: bool) -> manifest.File:
+    def digest(path: Any, drop: bool) -> manifest.ManifestFile:
         found = real(path, drop)
         if left[0]:
             left[0] -= 1
@@ -190,15 +190,15 @@ def test_a_bit_that_turns_in_an_early_digest_is_noticed(
         return found
 
     monkeypatch.setattr(manifest, "_digest", digest)
-    with pytest.raises(contents.NotSaved, match="other content than was saved"):
+    with pytest.raises(contents.SaveVerificationError, match="other content than was saved"):
         writer.save(folder, FACTS, state())
-    assert not manifest.is_in(folder / 4)
+    assert not manifest.has_manifest(folder / 4)
 
 
 @pytest.mark.usefixtures("often")
 @pytest.mark.parametrize("name", ["_flush", "_digest", "_drop", "_flush_folder"])
 def test_a_disk_that_fails_while_others_are_written_ends_the_save(
-    name: str, folder: Folder, monkeypatch: pytest.MonkeyPatch
+    name: str, folder: CheckpointFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A second fsync would succeed: the kernel reports what it could not write once."""
     begun, failed = threading.active_count(), [0]
@@ -220,7 +220,10 @@ def test_a_disk_that_fails_while_others_are_written_ends_the_save(
 
 @pytest.mark.usefixtures("often")
 def test_a_file_is_digested_when_who_may_write_it_has_ended(tmp_path: Path) -> None:
-    with manifest.Ahead(epath.Path(tmp_path)) as ahead, contextlib.ExitStack() as first:
+    with (
+        manifest.BackgroundDigester(epath.Path(tmp_path)) as ahead,
+        contextlib.ExitStack() as first,
+    ):
         first.enter_context(ahead.writing())
         (tmp_path / "a").write_bytes(b"half")
         (tmp_path / "b.__lock").write_bytes(b"half")

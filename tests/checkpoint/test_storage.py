@@ -10,9 +10,15 @@ from typing import Any
 import pytest
 
 from maxpipe.checkpoint import storage
-from maxpipe.checkpoint.copies import digest
-from maxpipe.checkpoint.manager import FOLDER, Checkpoints, open_run
-from maxpipe.checkpoint.storage import files, home, home_of, in_bucket, located
+from maxpipe.checkpoint.copies import tree_digest
+from maxpipe.checkpoint.manager import CHECKPOINTS_FOLDER, CheckpointManager, open_run
+from maxpipe.checkpoint.storage import (
+    checkpoint_home,
+    files,
+    find_checkpoint_home,
+    in_bucket,
+    to_epath,
+)
 from maxpipe.cli import main
 from maxpipe.config.schema import CheckpointConfig
 from maxpipe.errors import ConfigError, StorageError
@@ -23,7 +29,7 @@ from tests.checkpoint.cases import put, tree
 def run_dir(tmp_path: Path) -> Path:
     """The folder of run `a`, which has saved steps 3 and 6 elsewhere."""
     run_dir, config = tmp_path / "runs" / "a", CheckpointConfig(dir=str(tmp_path / "saved"))
-    with Checkpoints(run_dir, config) as checkpoints:
+    with CheckpointManager(run_dir, config) as checkpoints:
         for step in (3, 6):
             put(checkpoints, step)
     run_dir.mkdir(parents=True)
@@ -37,50 +43,52 @@ def run_dir(tmp_path: Path) -> Path:
 
 
 def test_config_leads_to_them(run_dir: Path, tmp_path: Path):
-    assert home_of(run_dir) == str(tmp_path / "saved" / "a")
-    assert sorted(os.listdir(tmp_path / "saved" / "a" / FOLDER)) == ["3", "6"]
-    assert not (run_dir / FOLDER).exists()
+    assert find_checkpoint_home(run_dir) == str(tmp_path / "saved" / "a")
+    assert sorted(os.listdir(tmp_path / "saved" / "a" / CHECKPOINTS_FOLDER)) == ["3", "6"]
+    assert not (run_dir / CHECKPOINTS_FOLDER).exists()
     copied = shutil.copytree(run_dir, tmp_path / "copied")
     for folder in (run_dir, copied, tmp_path / "saved" / "a"):
         with open_run(folder) as checkpoints:
-            assert digest(checkpoints.restore(6).state) == digest(tree(6))
+            assert tree_digest(checkpoints.restore(6).state) == tree_digest(tree(6))
 
 
 def test_commands_follow_the_config(run_dir: Path, tmp_path: Path, capsys: Any):
-    kept = tmp_path / "saved" / "a" / FOLDER
+    kept = tmp_path / "saved" / "a" / CHECKPOINTS_FOLDER
     assert main(["checkpoints", "verify", str(run_dir)]) == 0
     assert main(["checkpoints", "diff", f"{run_dir}@3", f"{tmp_path}/saved/a@3"]) == 0
     assert capsys.readouterr().out.endswith("same\n")
     assert main(["checkpoints", "prune", str(run_dir), "--keep", "1"]) == 2
     assert "add --elsewhere" in capsys.readouterr().err
     assert main(["checkpoints", "prune", str(run_dir), "--keep", "1", "--elsewhere"]) == 0
-    assert os.listdir(kept) == ["6"] and os.listdir(kept.parent) == [FOLDER]
+    assert os.listdir(kept) == ["6"] and os.listdir(kept.parent) == [CHECKPOINTS_FOLDER]
 
 
 def test_broken_config_is_reported_where_it_is_needed(run_dir: Path):
     (run_dir / "config.yml").write_text("run: [")
     with pytest.raises(ConfigError, match=r"config\.yml"):
         open_run(run_dir)
-    (run_dir / FOLDER).mkdir()
-    assert home_of(run_dir) == str(run_dir)
+    (run_dir / CHECKPOINTS_FOLDER).mkdir()
+    assert find_checkpoint_home(run_dir) == str(run_dir)
 
 
 def test_home():
-    assert home("runs/a", CheckpointConfig()) == "runs/a"
-    assert home("runs/a", CheckpointConfig(dir="gs://b/c/")) == "gs://b/c/a"
-    assert home(Path("runs/a"), CheckpointConfig(dir="~/c")) == os.path.expanduser("~/c/a")
+    assert checkpoint_home("runs/a", CheckpointConfig()) == "runs/a"
+    assert checkpoint_home("runs/a", CheckpointConfig(dir="gs://b/c/")) == "gs://b/c/a"
+    assert checkpoint_home(Path("runs/a"), CheckpointConfig(dir="~/c")) == os.path.expanduser(
+        "~/c/a"
+    )
 
 
 def test_what_cannot_be_reached_is_reported(monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(ConfigError, match="Google Cloud Storage"):
-        located("s3://bucket/run")
+        to_epath("s3://bucket/run")
 
     def without_gcsfs() -> None:
         raise ImportError
 
-    monkeypatch.setattr(storage, "store", without_gcsfs)
+    monkeypatch.setattr(storage, "gcs_filesystem", without_gcsfs)
     with pytest.raises(StorageError) as refused:
-        located("gs://bucket/run")
+        to_epath("gs://bucket/run")
     where, rule, action = str(refused.value).splitlines()
     assert where == "gs://bucket/run: cannot be reached" and "gcsfs" in rule
     assert action == "  Run: pip install 'maxpipe[gcs]'"
@@ -89,7 +97,7 @@ def test_what_cannot_be_reached_is_reported(monkeypatch: pytest.MonkeyPatch):
 def test_names_that_look_like_a_bucket_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     assert not in_bucket("runs/x://y") and not in_bucket("/gs://y")
-    assert str(located("x")) == str(tmp_path / "x")
+    assert str(to_epath("x")) == str(tmp_path / "x")
     (tmp_path / "x" / "y").mkdir(parents=True)
     (tmp_path / "x" / "y" / "z").write_bytes(bytes(5))
-    assert files(located("x")) == {"y/z": 5} and not storage.entries(located("nothing"))
+    assert files(to_epath("x")) == {"y/z": 5} and not storage.entries(to_epath("nothing"))

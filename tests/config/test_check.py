@@ -499,13 +499,13 @@ def test_following_the_actions_ends_in_a_config_that_loads(values: dict[str, obj
 )
 def test_a_run_that_cannot_learn_is_reported(overrides: list[str], key: str | None):
     config = load([BASE[0], "train.steps=1", *overrides]).config
-    assert [each.where for each in check.cautions(config)] == ([key] if key else [])
+    assert [each.where for each in check.find_warnings(config)] == ([key] if key else [])
 
 
 @pytest.mark.parametrize(("warmup", "is_reported"), [(99, False), (100, True), (5000, True)])
 def test_a_warm_up_longer_than_the_run_is_reported(warmup: int, is_reported: bool):
     config = load([BASE[0], "train.steps=100", f"optim.warmup_steps={warmup}"]).config
-    told = [each for each in check.cautions(config) if each.where == "optim.warmup_steps"]
+    told = [each for each in check.find_warnings(config) if each.where == "optim.warmup_steps"]
     assert bool(told) == is_reported
     if told:
         assert "the whole run of 100 steps" in told[0].rule
@@ -605,7 +605,7 @@ def test_moments_that_float32_never_starts_are_refused(key: str) -> None:
     ],
 )
 def test_phases_that_never_begin_are_reported(texts: str, words: str | None) -> None:
-    found = list(check.cautions(load([*BASE, f"optim.phases={texts}"]).config))
+    found = list(check.find_warnings(load([*BASE, f"optim.phases={texts}"]).config))
     assert [words in each.rule for each in found if words] == ([True] if words else [])
     assert len(found) == bool(words)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from maxpipe.cli import main
-from maxpipe.config.check import cautions
-from maxpipe.config.copies import copies
+from maxpipe.config.check import find_warnings
+from maxpipe.config.copies import find_replicated_weights
 from maxpipe.config.load import load
 from maxpipe.config.shipped import configs
 from maxpipe.errors import ConfigError
@@ -22,7 +22,7 @@ TINY = "mesh.largest_copy_bytes=1000"
 
 def told(*given: str) -> list[str]:
     """Keys of the cautions of a config that loads."""
-    return [each.where for each in cautions(load([*SMALL, *given]).config)]
+    return [each.where for each in find_warnings(load([*SMALL, *given]).config)]
 
 
 def test_sizes_that_leave_a_divided_weight_whole_are_an_error() -> None:
@@ -70,4 +70,4 @@ def test_the_plan_reports_it(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("name", [name for name, each in configs().items() if each.kind == "model"])
 def test_no_shipped_model_is_refused(name: str) -> None:
     config = load([name, "train.steps=1", "mesh.ici_fsdp=2", "train.batch_size=2"]).config
-    assert list(copies(config)) == []
+    assert list(find_replicated_weights(config)) == []

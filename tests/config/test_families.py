@@ -10,7 +10,7 @@ import pytest
 
 from maxpipe.cli import main
 from maxpipe.config import render
-from maxpipe.config.keys import KEYS, SECTIONS, flat
+from maxpipe.config.keys import KEYS, SECTIONS, flatten
 from maxpipe.config.load import from_dict, load, to_dict, to_yaml
 from maxpipe.errors import ConfigError
 from maxpipe.models.gemma3 import Gemma3Config
@@ -118,6 +118,6 @@ def test_every_list_of_keys_has_those_of_all_families(capsys: pytest.CaptureFixt
 
 
 def test_flat_names_each_value_by_its_key() -> None:
-    values = flat(to_dict(load([*GEMMA, "mesh.axis_rules.mlp=[]"]).config))
+    values = flatten(to_dict(load([*GEMMA, "mesh.axis_rules.mlp=[]"]).config))
     assert values["model.gemma3.window"] == 512 and values["mesh.axis_rules"] == {"mlp": []}
     assert set(values) <= set(KEYS)

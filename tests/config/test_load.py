@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from maxpipe.config.documents import MAX_FILE_BYTES
-from maxpipe.config.keys import KEYS, flat, sections_of
+from maxpipe.config.keys import KEYS, flatten, sections_of
 from maxpipe.config.load import from_dict, load, to_dict, to_yaml
 from maxpipe.errors import ConfigError
 
@@ -350,7 +350,7 @@ def test_the_written_file_is_complete_and_deterministic():
     config = load([*VALID, "mesh.axis_rules.mlp=[]"]).config
     text = to_yaml(config)
     assert text == to_yaml(dataclasses.replace(config))
-    assert text.count("\n") == len(flat(to_dict(config))) + len(sections_of(config))
+    assert text.count("\n") == len(flatten(to_dict(config))) + len(sections_of(config))
     assert "  axis_rules: {mlp: []}\n" in text
 
 

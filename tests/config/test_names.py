@@ -12,8 +12,8 @@ from maxpipe.config.foreign_features import ABSENT_KEY
 from maxpipe.config.foreign_keys import SAME_KEY, VALUES
 from maxpipe.config.keys import KEYS, SECTIONS
 from maxpipe.config.load import load
-from maxpipe.config.rules import did_you_mean, squashed
-from maxpipe.config.translation import fit
+from maxpipe.config.rules import did_you_mean, normalize_name
+from maxpipe.config.translation import convert_value
 from maxpipe.errors import ConfigError
 from maxpipe.schedule.catalog import SCHEDULES
 
@@ -121,21 +121,25 @@ def test_values_lead_to_values() -> None:
         choices = SCHEDULES if key == "pipeline.schedule" else typing.get_args(KEYS[key])
         choices = () if KEYS[key] == list[str] else choices
         for found in table.values():
-            accepted = found in choices if choices else fit(key, found)[0] in (found, f"[{found}]")
+            accepted = (
+                found in choices
+                if choices
+                else convert_value(key, found)[0] in (found, f"[{found}]")
+            )
             assert accepted or " " in found, (key, found)
 
 
 def test_no_name_stands_twice_or_is_one_of_ours() -> None:
     tables = [SAME_KEY.values(), ABSENT_KEY]
     written = [
-        squashed(name)
+        normalize_name(name)
         for table in tables
         for entry in table
         for name in entry.split()
         if "*" not in name
     ]
     assert len(written) == len(set(written)), {n for n in written if written.count(n) > 1}
-    ours = {squashed(key.rpartition(".")[2]) for key in KEYS}
+    ours = {normalize_name(key.rpartition(".")[2]) for key in KEYS}
     assert ours & set(written) == {"project"}  # of trackers, and of Google Cloud
 
 

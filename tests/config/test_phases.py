@@ -5,22 +5,22 @@ from __future__ import annotations
 import pytest
 
 from maxpipe.config.load import load
-from maxpipe.config.ramp import EXAMPLE, Phase, phases
+from maxpipe.config.ramp import EXAMPLE, LRPhase, parse_phases
 from maxpipe.errors import ConfigError
 
 
 def test_steps_are_numbers_shares_and_the_rest() -> None:
-    found = phases(["5% linear 0->1", "2 x 10 cosine 0.1", " rest  linear 0 "], 100)
+    found = parse_phases(["5% linear 0->1", "2 x 10 cosine 0.1", " rest  linear 0 "], 100)
     first, *bends, last = found
-    assert first == Phase(5, "linear", 0.0, 1.0)
+    assert first == LRPhase(5, "linear", 0.0, 1.0)
     # Without a beginning of its own, a phase that is done again goes on where it has ended.
-    assert bends == [Phase(10, "cosine", 1.0, 0.1), Phase(10, "cosine", 0.1, 0.1)]
-    assert last == Phase(75, "linear", 0.1, 0.0)
+    assert bends == [LRPhase(10, "cosine", 1.0, 0.1), LRPhase(10, "cosine", 0.1, 0.1)]
+    assert last == LRPhase(75, "linear", 0.1, 0.0)
 
 
 def test_restarts_begin_again() -> None:
-    wanted = [Phase(20, "cosine", 1.0, 0.1)] * 3
-    assert phases(["3 x 20% cosine 1 -> 0.1"], 100) == wanted
+    wanted = [LRPhase(20, "cosine", 1.0, 0.1)] * 3
+    assert parse_phases(["3 x 20% cosine 1 -> 0.1"], 100) == wanted
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_restarts_begin_again() -> None:
 )
 def test_what_cannot_be_read_is_explained(text: str, rule: str) -> None:
     with pytest.raises(ValueError, match=rule):
-        phases([text], 100)
+        parse_phases([text], 100)
     with pytest.raises(ConfigError, match=rule) as caught:
         load(["tiny", "train.steps=50", f"optim.phases=['{text}']"])
     assert f'Set "optim.phases={EXAMPLE}".' in str(caught.value)

@@ -113,7 +113,7 @@ def test_the_doctor_says_so(monkeypatch: pytest.MonkeyPatch):
 
     for name in ("devices", "folders"):
         monkeypatch.setattr(doctor, name, lambda patient: iter(()))
-    monkeypatch.setattr(doctor, "loopback", doctor.clock)
+    monkeypatch.setattr(doctor, "check_loopback", doctor.check_clock)
     found = [check for check in doctor.examine(["llama3-8b", STEPS]) if check.name == "training"]
     assert [check.status for check in found] == ["FAILED", "FAILED"]
     assert "tokenizer.path=tokenizer.json" in found[0].action

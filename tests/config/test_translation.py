@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from maxpipe.config import translation
-from maxpipe.config.keys import FAMILY, KEYS, flat
-from maxpipe.config.load import load, to_dict, value_of
-from maxpipe.config.translation import CONTEXT_KEYS, Context, Translation, translate
+from maxpipe.config.keys import FAMILY, KEYS, flatten
+from maxpipe.config.load import load, parse_setting, to_dict
+from maxpipe.config.translation import CONTEXT_KEYS, Translation, TranslationContext, translate
 from maxpipe.errors import ConfigError, Problem
 
 TRAINERS: dict[str, dict[str, str]] = json.loads(
@@ -35,9 +35,9 @@ def _no_accelerators(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(translation, "accelerators", list)
 
 
-def context() -> Context:
-    values = flat(to_dict(load(BASE).config))
-    return Context({key: values[key] for key in CONTEXT_KEYS})
+def context() -> TranslationContext:
+    values = flatten(to_dict(load(BASE).config))
+    return TranslationContext({key: values[key] for key in CONTEXT_KEYS})
 
 
 def follow(found: Translation) -> None:
@@ -145,7 +145,7 @@ def test_values_are_computed(given: list[str], settings: str):
     with pytest.raises(ConfigError) as caught:
         load([*BASE, *given])
     assert any(problem.action == f"Write {settings}." for problem in caught.value.problems)
-    assert settings.startswith("model=") or value_of(settings)
+    assert settings.startswith("model=") or parse_setting(settings)
 
 
 @pytest.mark.parametrize(

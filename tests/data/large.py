@@ -11,19 +11,19 @@ import numpy as np
 from maxpipe.data.prepared.manifest import (
     BIN,
     CRC_FILE,
-    FILE,
     IDX,
+    MANIFEST_FILE,
     META,
     META_FILE,
-    SPAN,
+    SPAN_DOCUMENTS,
     SPANS,
-    index_of,
+    encode_index,
     shard_name,
 )
 from maxpipe.data.prepared.ranges import BLOCK_BYTES
-from maxpipe.data.prepared.writer import SignedFile
+from maxpipe.data.prepared.writer import ChecksummedWriter
 from maxpipe.data.tokenizer import ByteTokenizer
-from maxpipe.io.typed import checksummed
+from maxpipe.io.typed import dump_checksummed
 
 SHARDS, DOCUMENTS, TOKENS = 100, 1_000_000, 500
 """Of 100 GB: 50 billion tokens of two bytes each."""
@@ -34,7 +34,7 @@ def write_sparse(folder: Path) -> None:
     entries: dict[str, Any] = {}
 
     def written(suffix: str, parts: Any) -> list[int]:
-        file = SignedFile(folder / shard_name(0, suffix))
+        file = ChecksummedWriter(folder / shard_name(0, suffix))
         for part in parts:
             file.write(part)
         entries[suffix] = file.close()
@@ -44,21 +44,23 @@ def write_sparse(folder: Path) -> None:
     size = DOCUMENTS * TOKENS * 2
     with open(folder / shard_name(0, BIN), "wb") as file:
         file.truncate(size)
-    zeros = SignedFile(folder / "zeros")
+    zeros = ChecksummedWriter(folder / "zeros")
     zeros.write(bytes(BLOCK_BYTES + size % BLOCK_BYTES))
     zeros.close()
     (folder / "zeros").unlink()
     blocks = [zeros.crcs[0]] * (size // BLOCK_BYTES) + list(zeros.crcs[1:])
     entries[BIN] = {"bytes": size, "sha256": "0" * 64}
-    index = written(IDX, index_of(lengths, np.dtype("<u2")))
+    index = written(IDX, encode_index(lengths, np.dtype("<u2")))
     meta = written(META_FILE, [bytes(DOCUMENTS * META.itemsize)])
     written(CRC_FILE, [np.array([*blocks, *index, *meta], "<u4").tobytes()])
     for number in range(1, SHARDS):
         for suffix in entries:
             os.link(folder / shard_name(0, suffix), folder / shard_name(number, suffix))
-    spans = SignedFile(folder / SPANS)
+    spans = ChecksummedWriter(folder / SPANS)
     total = SHARDS * DOCUMENTS
-    spans.write((np.append(np.arange(0, total, SPAN), total) * TOKENS).astype("<i8").tobytes())
+    spans.write(
+        (np.append(np.arange(0, total, SPAN_DOCUMENTS), total) * TOKENS).astype("<i8").tobytes()
+    )
     shard = {
         "documents": DOCUMENTS,
         "unreadable": 0,
@@ -89,7 +91,7 @@ def write_sparse(folder: Path) -> None:
         "shards": [shard] * SHARDS,
         "spans": spans.close(),
     }
-    (folder / FILE).write_text(checksummed(manifest))
+    (folder / MANIFEST_FILE).write_text(dump_checksummed(manifest))
 
 
 MEASURED = """
@@ -97,11 +99,11 @@ import json, sys, time
 import numpy
 begin = time.perf_counter()
 from maxpipe.config.schema import DataConfig, TokenizerConfig
-from maxpipe.data.loader import build
-from maxpipe.data.datasets import overlaps
+from maxpipe.data.loader import build_loaders
+from maxpipe.data.datasets import find_overlaps
 data = DataConfig(source="tokens", path=sys.argv[1])
-found = build(data, TokenizerConfig(), seed=0, batch_size=8, sequence_length=2048)
-assert overlaps(*found.corpora, large=False) == []  # as a run does at its start
+found = build_loaders(data, TokenizerConfig(), seed=0, batch_size=8, sequence_length=2048)
+assert find_overlaps(*found.corpora, large=False) == []  # as a run does at its start
 opened = time.perf_counter()
 sizes = [found.train.batch(0)["tokens"].shape]
 first = time.perf_counter()

@@ -14,14 +14,14 @@ import numpy as np
 import pytest
 
 from maxpipe.config.schema import DataConfig, TokenizerConfig
-from maxpipe.data.corpus import compare
+from maxpipe.data.corpus import compare_fingerprints
 from maxpipe.data.formats import digests as digests_module
 from maxpipe.data.formats import files as files_module
-from maxpipe.data.formats.digests import Digests, Pass
-from maxpipe.data.formats.files import File, described, find_files
-from maxpipe.data.loader import Datasets, build
+from maxpipe.data.formats.digests import ContentHasher, Digests
+from maxpipe.data.formats.files import File, find_files, stat_files
+from maxpipe.data.loader import Datasets, build_loaders
 from maxpipe.data.prepared import prepare as prepare_module
-from maxpipe.data.prepared.prepare import Plan, prepare
+from maxpipe.data.prepared.prepare import PrepareJob, prepare
 from maxpipe.data.sources import open_source
 from maxpipe.errors import ConfigError, MaxpipeError, StorageError
 from tests.data import test_megatron
@@ -39,7 +39,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def opened(data: DataConfig, tmp_path: Path) -> Datasets:
-    return build(
+    return build_loaders(
         dataclasses.replace(data, validation_fraction=0.0),
         TokenizerConfig(),
         seed=0,
@@ -81,9 +81,9 @@ def test_every_byte_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
             if change is not None:
                 content[change] ^= 1 << draw.randrange(8)
             path.write_bytes(content)
-            [file] = described([str(path)], str(tmp_path))
+            [file] = stat_files([str(path)], str(tmp_path))
             [sha256] = Digests(None, keep=False).of([file])
-            passed, at = Pass(file), 0
+            passed, at = ContentHasher(file), 0
             pieces = []
             while at < size:
                 step = draw.randrange(1, 200)
@@ -179,7 +179,7 @@ def test_a_change_anywhere_is_another_content(kind: str, tmp_path: Path) -> None
     """Also with the size and the time of before. The index of a new run is made again."""
     data = formatted(kind, TEXTS, tmp_path / "data")
     before = opened(data, tmp_path).train.fingerprint()
-    assert compare(before, opened(data, tmp_path).train.fingerprint()) == []
+    assert compare_fingerprints(before, opened(data, tmp_path).train.fingerprint()) == []
     paths = sorted(path for path in (tmp_path / "data").iterdir() if path.suffix != ".json")
     draw = random.Random(kind)
     for number in range(6):
@@ -192,12 +192,12 @@ def test_a_change_anywhere_is_another_content(kind: str, tmp_path: Path) -> None
         except MaxpipeError as error:
             assert str(tmp_path) in str(error) or "data.field" in str(error)
         else:
-            names = [name for name, *_ in compare(before, now)]
+            names = [name for name, *_ in compare_fingerprints(before, now)]
             # Many files of text are compared by groups.
             expected = "the content of " if kind == "text" else f"the content of {path.name}"
             assert any(name.startswith(expected) for name in names), at
         flip(path, at)
-    assert compare(before, opened(data, tmp_path).train.fingerprint()) == []
+    assert compare_fingerprints(before, opened(data, tmp_path).train.fingerprint()) == []
 
 
 def test_a_stale_index_is_made_again(tmp_path: Path) -> None:
@@ -292,7 +292,7 @@ def test_a_prepared_block_is_compared_after_each_write(tmp_path: Path) -> None:
 
 
 def test_a_kept_list_of_lines_that_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("maxpipe.data.formats.lines._KEPT_FROM_BYTES", 1)
+    monkeypatch.setattr("maxpipe.data.formats.lines._MIN_CACHED_BYTES", 1)
     data = formatted("jsonl", TEXTS, tmp_path / "data")
     found = opened(data, tmp_path)
     reads_all(found)
@@ -307,8 +307,8 @@ def test_a_kept_list_of_lines_that_is_cut(tmp_path: Path, monkeypatch: pytest.Mo
 # Prepared documents.
 
 
-def plan(data: DataConfig, folder: Path) -> Plan:
-    return Plan(
+def plan(data: DataConfig, folder: Path) -> PrepareJob:
+    return PrepareJob(
         data=data,
         tokenizer=TokenizerConfig(),
         seed=0,
@@ -326,7 +326,9 @@ def test_only_shards_of_unchanged_files_are_sealed(
     data = formatted("jsonl", TEXTS, tmp_path / "data")
     entered: list[int] = []
 
-    def enter(journal: object, line: dict, before: Callable = prepare_module.enter) -> None:
+    def enter(
+        journal: object, line: dict, before: Callable = prepare_module.append_journal
+    ) -> None:
         before(journal, line)
         entered.append(len(entered))
         if len(entered) == 2:  # after the first shard
@@ -335,7 +337,7 @@ def test_only_shards_of_unchanged_files_are_sealed(
                 path, path.read_bytes().index(b"document 1 ")
             )
 
-    monkeypatch.setattr(prepare_module, "enter", enter)
+    monkeypatch.setattr(prepare_module, "append_journal", enter)
     if change == "touch":
         assert "wrote" in prepare(plan(data, tmp_path / "out"), silent)
         return
@@ -357,22 +359,24 @@ def test_a_folder_that_was_prepared_again_is_other_data(tmp_path: Path) -> None:
     tokens = DataConfig(source="tokens", path=str(tmp_path / "out"))
     prepare(plan(data, tmp_path / "out"), silent)
     before = opened(tokens, tmp_path).train.fingerprint()
-    assert compare(opened(data, tmp_path).train.fingerprint(), before) == []
+    assert compare_fingerprints(opened(data, tmp_path).train.fingerprint(), before) == []
     overwrite(Path(data.path), Path(data.path).read_bytes().index(b"document 150"), b"DOCUMENT")
     shutil.rmtree(tmp_path / "out")
     prepare(plan(data, tmp_path / "out"), silent)
-    [found] = compare(before, opened(tokens, tmp_path).train.fingerprint())
+    [found] = compare_fingerprints(before, opened(tokens, tmp_path).train.fingerprint())
     assert found[0] == "the content of a.jsonl"
 
 
 def test_checkpoints_of_earlier_releases_have_no_digests(tmp_path: Path) -> None:
     now = opened(formatted("jsonl", TEXTS, tmp_path / "data"), tmp_path).train.fingerprint()
     before = {name: value for name, value in now.items() if name != "content"}
-    assert compare(before, now) == compare(now, before) == []
+    assert compare_fingerprints(before, now) == compare_fingerprints(now, before) == []
     object_of_a_bucket = {**now, "content": {"a.jsonl": "crc32c:AAAA=="}}
-    assert compare(object_of_a_bucket, now) == []
+    assert compare_fingerprints(object_of_a_bucket, now) == []
     other = {**now, "content": {"a.jsonl": "crc32c:BBBB=="}}
-    assert [name for name, *_ in compare(object_of_a_bucket, other)] == ["the content of a.jsonl"]
+    assert [name for name, *_ in compare_fingerprints(object_of_a_bucket, other)] == [
+        "the content of a.jsonl"
+    ]
 
 
 def megatron(tmp_path: Path) -> tuple[Path, DataConfig]:
@@ -386,12 +390,12 @@ def megatron(tmp_path: Path) -> tuple[Path, DataConfig]:
 def test_a_change_of_megatron_files_between_save_and_resume(tmp_path: Path) -> None:
     path, data = megatron(tmp_path)
     before = opened(data, tmp_path).train.fingerprint()
-    assert not compare(before, opened(data, tmp_path).train.fingerprint())
+    assert not compare_fingerprints(before, opened(data, tmp_path).train.fingerprint())
     flip(path, path.stat().st_size // 2)
-    found = compare(before, opened(data, tmp_path).train.fingerprint())
+    found = compare_fingerprints(before, opened(data, tmp_path).train.fingerprint())
     assert any("a.bin" in str(each) for each in found)
     flip(path, path.stat().st_size // 2)
-    assert not compare(before, opened(data, tmp_path).train.fingerprint())
+    assert not compare_fingerprints(before, opened(data, tmp_path).train.fingerprint())
 
 
 def test_a_change_of_megatron_files_while_they_are_read(tmp_path: Path) -> None:
@@ -408,5 +412,7 @@ def test_a_change_of_megatron_files_while_they_are_read(tmp_path: Path) -> None:
 def test_megatron_files_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _, data = megatron(tmp_path)
     opened(data, tmp_path)
-    monkeypatch.setattr(digests_module, "hashed", lambda files, moved: [] if not files else 1 / 0)
+    monkeypatch.setattr(
+        digests_module, "hash_files", lambda files, moved: [] if not files else 1 / 0
+    )
     opened(data, tmp_path)

@@ -13,8 +13,8 @@ from maxpipe.cli import main
 from maxpipe.config.schema import DataConfig, TokenizerConfig
 from maxpipe.data.chat_records import conversation_of
 from maxpipe.data.formats.text_of import BadRecord
-from maxpipe.data.loader import Datasets, build
-from maxpipe.data.pairs import Pairs
+from maxpipe.data.loader import Datasets, build_loaders
+from maxpipe.data.pairs import PairEncoder
 from maxpipe.data.prompts import chat_of
 from maxpipe.data.tokenizer import ByteTokenizer
 from maxpipe.data.tokenizers.chat import ChatTemplate
@@ -173,7 +173,7 @@ def opened(path: Path, tmp_path: Path, length: int = 200, **settings: Any) -> Da
             **settings,
         },
     )
-    return build(data, TokenizerConfig(), seed=0, batch_size=2, sequence_length=length)
+    return build_loaders(data, TokenizerConfig(), seed=0, batch_size=2, sequence_length=length)
 
 
 def test_keys_that_are_not_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -202,7 +202,7 @@ def test_keys_that_are_not_read(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert main(["data", "prepare", *keys, "--out", str(out), "--workers", "1"]) == 0
     assert line in capsys.readouterr().out
     data = DataConfig(source="tokens", path=str(out), validation_fraction=0)
-    found = build(data, TokenizerConfig(), seed=0, batch_size=2, sequence_length=200)
+    found = build_loaders(data, TokenizerConfig(), seed=0, batch_size=2, sequence_length=200)
     assert found.remarks == [bare]  # the records are not there any more
     assert found.train.fingerprint() == opened(path, tmp_path).train.fingerprint()
 
@@ -249,7 +249,7 @@ def test_pairs_have_tools(tmp_path: Path) -> None:
     whole["rejected"] = [*prompt, *said(("assistant", "no"))]
     path = str(tmp_path / "template.jinja")
     config = DataConfig(chat="pairs", chat_template=path, packing="best_fit")
-    made = Pairs(Listed([record, whole]), ByteTokenizer(), config, 900)
+    made = PairEncoder(Listed([record, whole]), ByteTokenizer(), config, 900)
     found, other = made.encode(0), made.encode(1)
     assert found.ids.tolist() == other.ids.tolist() and found.unread == ("id",)
     assert "".join(trained_text(found)) == "".join(

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from maxpipe.config.schema import DataConfig, TokenizerConfig
-from maxpipe.data.chat import Conversations
-from maxpipe.data.documents import Encoded
+from maxpipe.data.chat import ConversationEncoder
+from maxpipe.data.documents import EncodedDocument
 from maxpipe.data.sources import UnreadableRecord, open_source
 from maxpipe.data.tokenizer import Tokenizer, open_tokenizer
 from tests.data.conversations import make_tokenizer, write_records
@@ -125,13 +125,13 @@ KINDS: dict[str, Callable[[list[Any], Path], dict[str, str]]] = {
 
 def encoded(
     section: dict[str, str], template: str, tokenizer: Tokenizer, folder: Path
-) -> list[Encoded | None]:
+) -> list[EncodedDocument | None]:
     """Each conversation of a source; None where the template refuses it."""
     path = folder / "template.jinja"
     path.write_text(template)
     config = DataConfig(**{**section, "chat": "messages", "chat_template": str(path)})  # type: ignore[arg-type]
-    made = Conversations(open_source(config, 0), tokenizer, config)
-    found: list[Encoded | None] = []
+    made = ConversationEncoder(open_source(config, 0), tokenizer, config)
+    found: list[EncodedDocument | None] = []
     for number in range(len(made.source)):
         try:
             found.append(made.encode(number))
@@ -140,7 +140,7 @@ def encoded(
     return found
 
 
-def same(one: Encoded | None, other: Encoded | None) -> bool:
+def same(one: EncodedDocument | None, other: EncodedDocument | None) -> bool:
     if one is None or other is None:
         return one is other
     assert one.trained is not None and other.trained is not None

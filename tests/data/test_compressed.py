@@ -23,7 +23,7 @@ import pytest
 from maxpipe.config.schema import DataConfig
 from maxpipe.data.documents import build_index
 from maxpipe.data.formats import cache, lines, text_of
-from maxpipe.data.formats.cache import locked
+from maxpipe.data.formats.cache import lock_file
 from maxpipe.data.sources import Source, open_source
 from maxpipe.data.tokenizer import ByteTokenizer
 from maxpipe.errors import ConfigError, StorageError
@@ -92,9 +92,11 @@ def test_pieces_of_any_size_give_the_same_lines(size: int, tmp_path: Path) -> No
     file.write_bytes(content)
     pieces = [content[i : i + size] for i in range(0, len(content), size)]
     file_of = lines.File("a", str(file), len(content))
-    starts, skips = lines._scanned(lines._gathered(pieces), file_of, None)
+    starts, skips = lines._scan_lines(lines._merge_small_pieces(pieces), file_of, None)
     assert starts.tolist() == [5, 10, 21, 23] and skips
-    starts, _ = lines._scanned([content[:5], *pieces[5:]] if size == 1 else pieces, file_of, None)
+    starts, _ = lines._scan_lines(
+        [content[:5], *pieces[5:]] if size == 1 else pieces, file_of, None
+    )
     assert size < 3 or starts.tolist() == [5, 10, 21, 23]
 
 
@@ -105,7 +107,7 @@ def test_an_unpacked_copy_is_made_once_and_found_again(
     file.write_bytes(gzip.compress(json_lines(["a", "b"])))
     first = source(file, tmp_path)
     [folder] = (tmp_path / ".index").glob("unpacked-*[!k]")
-    monkeypatch.setattr(lines, "unpacked", lambda file: pytest.fail("unpacked again"))
+    monkeypatch.setattr(lines, "decompress", lambda file: pytest.fail("unpacked again"))
     assert [source(file, tmp_path)[i] for i in range(2)] == [first[0], first[1]] == ["a", "b"]
     monkeypatch.undo()
     # Other content under the same name is another copy.
@@ -174,8 +176,8 @@ def test_a_process_waits_for_the_one_that_unpacks(tmp_path: Path) -> None:
         first.close()
 
     first = contextlib.ExitStack()
-    first.enter_context(locked(folder, "unpacking a.jsonl.gz", None))
-    with locked(folder, "unpacking a.jsonl.gz", moved):
+    first.enter_context(lock_file(folder, "unpacking a.jsonl.gz", None))
+    with lock_file(folder, "unpacking a.jsonl.gz", moved):
         assert moves == [1]
 
 
@@ -223,7 +225,7 @@ def test_a_flipped_bit_never_gives_other_documents(kind: str, tmp_path: Path) ->
 def test_a_bomb_stops_at_its_bound(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lines, "MOST_RECORD_BYTES", 1 << 24)
+    monkeypatch.setattr(lines, "MAX_RECORD_BYTES", 1 << 24)
     file = tmp_path / f"bomb.jsonl.{kind}"
     packed = {
         "gz": lambda data: gzip.compress(data, 9),
@@ -281,11 +283,11 @@ def test_zip_is_refused(tmp_path: Path) -> None:
 def test_lines_of_a_large_file_are_found_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lines, "_KEPT_FROM_BYTES", 1)
+    monkeypatch.setattr(lines, "_MIN_CACHED_BYTES", 1)
     file = tmp_path / "a.jsonl"
     file.write_bytes(json_lines(["a", "b"]))
     assert source(file, tmp_path)[1] == "b"
-    monkeypatch.setattr(lines, "_scanned", lambda *_: pytest.fail("read again"))
+    monkeypatch.setattr(lines, "_scan_lines", lambda *_: pytest.fail("read again"))
     assert source(file, tmp_path)[1] == "b"
 
 
@@ -307,7 +309,7 @@ def test_a_line_without_end_is_not_read_to_its_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A sparse file of 4 TB costs nothing to make, and hours to read."""
-    monkeypatch.setattr(lines, "MOST_RECORD_BYTES", 1 << 24)
+    monkeypatch.setattr(lines, "MAX_RECORD_BYTES", 1 << 24)
     file = tmp_path / "a.jsonl"
     file.write_bytes(b'\n{"text": "a"}\n\n')
     os.truncate(file, 1 << 42)
@@ -321,7 +323,7 @@ def test_a_line_without_end_is_not_read_to_its_end(
 def test_a_record_beyond_the_bound_is_not_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(text_of, "MOST_RECORD_BYTES", 1000)
+    monkeypatch.setattr(text_of, "MAX_RECORD_BYTES", 1000)
     file = tmp_path / "a.jsonl"
     file.write_bytes(json_lines(["a", "b" * 1000, "c"]))
     found = source(file)

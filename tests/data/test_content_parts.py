@@ -9,7 +9,7 @@ import pytest
 from maxpipe.config.data_schema import SourceConfig
 from maxpipe.data.chat_records import conversation_of
 from maxpipe.data.formats.text_of import BadRecord
-from maxpipe.data.tokenizers.chat import ChatInput, ChatTemplate, Masking, Rendered, RenderError
+from maxpipe.data.tokenizers.chat import ChatInput, ChatTemplate, Masking, RenderedChat, RenderError
 
 CONFIG = SourceConfig(chat="messages")
 TEMPLATES = {
@@ -29,7 +29,7 @@ def parts(*texts: str, kind: str = "text") -> list[dict[str, str]]:
     return [{"type": kind, "text": text} for text in texts]
 
 
-def rendered(template: str, messages: list[dict[str, Any]]) -> Rendered:
+def rendered(template: str, messages: list[dict[str, Any]]) -> RenderedChat:
     found: ChatInput = conversation_of({"messages": messages}, CONFIG)
     asked = "{% if add_generation_prompt %}<assistant>{% endif %}"
     process = ChatTemplate(template + asked, "t.jinja", {}).process()
@@ -39,7 +39,7 @@ def rendered(template: str, messages: list[dict[str, Any]]) -> Rendered:
         process.close()
 
 
-def trained(found: Rendered) -> list[str]:
+def trained(found: RenderedChat) -> list[str]:
     return [found.text[begin:end] for begin, end in found.spans]
 
 

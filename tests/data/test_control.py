@@ -11,18 +11,18 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from maxpipe.config.data_schema import DataConfig, MixedSourceConfig
 from maxpipe.config.schema import TokenizerConfig
-from maxpipe.data.chat import spoken
+from maxpipe.data.chat import resolve_chat_template
 from maxpipe.data.conversation import (
-    closing_ids,
-    conversation_record,
-    for_chats,
-    of_prompts,
-    speaking,
+    add_end_of_turn_ids,
+    apply_chat_spec,
+    build_chat_spec,
+    chat_spec_of_prompts,
+    end_of_turn_ids,
 )
 from maxpipe.data.tokenizer import Tokenizer as Opened
-from maxpipe.data.tokenizer import fitted, open_tokenizer
+from maxpipe.data.tokenizer import fit_tokenizer, open_tokenizer
 from maxpipe.errors import ConfigError
-from maxpipe.generate.completions import stops_of
+from maxpipe.generate.completions import parse_stops
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -114,32 +114,32 @@ def test_control_tokens_without_a_row(tmp_path: Path) -> None:
     rows = tokenizer.vocab_size - 1
     assert tokenizer.min_rows == rows
     assert tokenizer.encode_chat("<image>").tolist() == [rows]
-    small = fitted(tokenizer, rows)
+    small = fit_tokenizer(tokenizer, rows)
     assert small.encode_chat("<image>").tolist() == tokenizer.encode("<image>").tolist()
     assert max(small.encode_chat("<|im_end|><image>")) < rows
-    assert fitted(tokenizer, rows + 1).encode_chat("<image>").tolist() == [rows]
+    assert fit_tokenizer(tokenizer, rows + 1).encode_chat("<image>").tolist() == [rows]
     with pytest.raises(ConfigError, match=f"model.vocab_size = {rows - 1}"):
-        fitted(tokenizer, rows - 1)
+        fit_tokenizer(tokenizer, rows - 1)
     with pytest.raises(ConfigError, match="Name the tokenizer of this model"):
-        fitted(tokenizer, rows - 1, model="run@3")
+        fit_tokenizer(tokenizer, rows - 1, model="run@3")
 
 
 def test_the_token_that_closes_an_answer_ends_a_text(tmp_path: Path) -> None:
     settings = {**EOS, "chat_template": CHATML}
     tokenizer = folder(tmp_path, tokenizer_config=settings, generation_config={"eos_token_id": 0})
     assert tokenizer.chat is not None and tokenizer.end_ids == (0,)
-    assert closing_ids(tokenizer.chat, tokenizer) == [2]
-    assert for_chats(tokenizer).end_ids == (0, 2)
-    run = speaking(tokenizer, {"template": "other", "begin_ids": [], "end_ids": [2]})
+    assert end_of_turn_ids(tokenizer.chat, tokenizer) == [2]
+    assert add_end_of_turn_ids(tokenizer).end_ids == (0, 2)
+    run = apply_chat_spec(tokenizer, {"template": "other", "begin_ids": [], "end_ids": [2]})
     assert run.end_ids == (0, 2) and run.chat is not None and run.chat.template == "other"
     assert run.encode_prompt("the sea") == tokenizer.encode("the sea").tolist()
 
 
 def test_stop_strings_of_control_tokens(tmp_path: Path) -> None:
     tokenizer = folder(tmp_path, tokenizer_config=EOS)
-    assert stops_of(["sea", "<|im_end|>"], tokenizer, "--stop") == (("sea",), frozenset({2}))
+    assert parse_stops(["sea", "<|im_end|>"], tokenizer, "--stop") == (("sea",), frozenset({2}))
     with pytest.raises(ConfigError, match="never matches: <|im_end|>".replace("|", r"\|")):
-        stops_of(["<|im_end|>\n"], tokenizer, "--stop")
+        parse_stops(["<|im_end|>\n"], tokenizer, "--stop")
 
 
 def test_each_source_of_a_mixture_ends_texts_by_its_own_template(tmp_path: Path) -> None:
@@ -153,7 +153,7 @@ def test_each_source_of_a_mixture_ends_texts_by_its_own_template(tmp_path: Path)
     }
     for first, second in (("a", "b"), ("b", "a")):
         data = DataConfig(mixture={"first": sources[first], "second": sources[second]})
-        record = conversation_record(data, tokenizer)
+        record = build_chat_spec(data, tokenizer)
         assert record is not None and record["end_ids"] == [2, 3]
         assert record["template"] == (CHATML if first == "a" else other.read_text())
 
@@ -164,6 +164,6 @@ def test_prompts_of_rollouts_record_the_template_of_the_run(tmp_path: Path) -> N
     other = tmp_path / "other.jinja"
     other.write_text(CHATML.replace("<|im_end|>", "<|bos|>"))
     data = DataConfig(chat="messages", chat_template=str(other))
-    record = of_prompts(spoken(data, tokenizer), tokenizer)
+    record = chat_spec_of_prompts(resolve_chat_template(data, tokenizer), tokenizer)
     assert record is not None
     assert (record["template"], record["end_ids"]) == (other.read_text(), [3])

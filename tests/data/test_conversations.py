@@ -14,8 +14,8 @@ import pytest
 
 from maxpipe.config.schema import DataConfig, TokenizerConfig
 from maxpipe.data import loader
-from maxpipe.data.chat import REWRITTEN, ChatDocuments, Conversations, build_chat_index
-from maxpipe.data.documents import Encoded
+from maxpipe.data.chat import REWRITTEN, ChatDocuments, ConversationEncoder, build_chat_index
+from maxpipe.data.documents import EncodedDocument
 from maxpipe.data.packing import split_documents
 from maxpipe.data.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer
 from maxpipe.data.tokenizers import chat
@@ -54,18 +54,18 @@ def conversations(
     tmp_path: Path,
     tokenizer: Tokenizer | None = None,
     **settings: Any,
-) -> Conversations:
+) -> ConversationEncoder:
     path = tmp_path / "template.jinja"
     path.write_text(template)
     config = DataConfig(**{"chat": "messages", "chat_template": str(path), **settings})
-    return Conversations(Listed(records), tokenizer or ByteTokenizer(), config)
+    return ConversationEncoder(Listed(records), tokenizer or ByteTokenizer(), config)
 
 
 def records_of(messages: list[Any]) -> list[Any]:
     return [{"messages": each} for each in messages]
 
 
-def trained_text(found: Encoded) -> list[str]:
+def trained_text(found: EncodedDocument) -> list[str]:
     """The text of each run of trained bytes, control tokens by their first letter."""
     assert found.trained is not None
     names = {256: "<begin>", 257: "<end>"}
@@ -369,14 +369,14 @@ def test_a_block_inside_a_macro(tmp_path: Path) -> None:
 
 def test_without_a_template() -> None:
     with pytest.raises(ConfigError) as error:
-        Conversations(Listed([]), ByteTokenizer(), DataConfig(chat="messages"))
+        ConversationEncoder(Listed([]), ByteTokenizer(), DataConfig(chat="messages"))
     assert error.value.problems[0].where == "data.chat"
 
 
 def test_a_template_that_cannot_be_read(tmp_path: Path) -> None:
     config = DataConfig(chat="messages", chat_template=str(tmp_path / "none.jinja"))
     with pytest.raises(ConfigError) as error:
-        Conversations(Listed([]), ByteTokenizer(), config)
+        ConversationEncoder(Listed([]), ByteTokenizer(), config)
     assert error.value.problems[0].where == "data.chat_template"
 
 
@@ -424,7 +424,9 @@ def test_sequences_of_conversations(tmp_path: Path) -> None:
         long_conversations="split",
     )
     length, seed = 50, 3
-    found = loader.build(config, TokenizerConfig(), seed=seed, batch_size=2, sequence_length=length)
+    found = loader.build_loaders(
+        config, TokenizerConfig(), seed=seed, batch_size=2, sequence_length=length
+    )
     made = conversations(CHATML, records, tmp_path)
     documents = ChatDocuments(made, build_chat_index(made, None))
     order = split_documents(len(records), 0, seed)[0].tolist()

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 
 from maxpipe.config.data_schema import MixedSourceConfig
 from maxpipe.config.load import load
-from maxpipe.config.ramp import Ramp
+from maxpipe.config.ramp import BatchRamp
 from maxpipe.config.schema import DataConfig, TokenizerConfig
-from maxpipe.data.corpus import compare
-from maxpipe.data.loader import Loader, build
-from maxpipe.data.mixture import BLOCK, Mixture, Stage, quotas
+from maxpipe.data.corpus import compare_fingerprints
+from maxpipe.data.loader import Loader, build_loaders
+from maxpipe.data.mixture import BLOCK, Mixture, QuotaStage, compute_quotas
 from maxpipe.errors import ConfigError
-from maxpipe.train.data_end import last_step, must_suffice
+from maxpipe.train.data_end import check_enough_data, last_step
 from tests.data.test_mixture import LENGTH, NAMES, RAMPS, folders, taken
 
 assert folders  # a fixture
@@ -34,16 +34,16 @@ SHARES = st.lists(st.integers(0, 9), min_size=3, max_size=3).filter(any)
 
 
 def quotas_of(weights: list[int]) -> tuple[int, ...]:
-    return quotas([weight / sum(weights) for weight in weights])
+    return compute_quotas([weight / sum(weights) for weight in weights])
 
 
 def mixture_of(all_weights: list[list[int]], lengths: list[int]) -> Mixture:
     """Stages that differ from the one before."""
     firsts = itertools.accumulate([0, *lengths])
-    stages: list[Stage] = []
+    stages: list[QuotaStage] = []
     for first, weights in zip(firsts, all_weights, strict=False):
         if not stages or stages[-1].quotas != quotas_of(weights):
-            stages.append(Stage(first, quotas_of(weights)))
+            stages.append(QuotaStage(first, quotas_of(weights)))
     return Mixture(stages, 7)
 
 
@@ -131,7 +131,7 @@ def test_more_epochs_behind_the_end(
 
 
 def test_what_a_source_leaves_is_shared_by_weights() -> None:
-    mixture = Mixture([Stage(0, quotas_of([8, 6, 2]))], 7)
+    mixture = Mixture([QuotaStage(0, quotas_of([8, 6, 2]))], 7)
     found = mixture.ended([3 * BLOCK, 4 * BLOCK, 5 * BLOCK], 0)
     assert found.end == 12 * BLOCK
     assert [stage.quotas for stage in found.stages] == [
@@ -142,7 +142,7 @@ def test_what_a_source_leaves_is_shared_by_weights() -> None:
     ]
 
 
-def loader_of(folders: dict[str, str], ramp: Ramp, **keys: Any) -> Loader:
+def loader_of(folders: dict[str, str], ramp: BatchRamp, **keys: Any) -> Loader:
     """Of a mixture with these keys by source, or of the text of one source."""
     mixture = {
         name: MixedSourceConfig(
@@ -157,9 +157,9 @@ def loader_of(folders: dict[str, str], ramp: Ramp, **keys: Any) -> Loader:
     return built(data, ramp)
 
 
-def built(data: DataConfig, ramp: Ramp) -> Loader:
+def built(data: DataConfig, ramp: BatchRamp) -> Loader:
     sizes = {"batch_size": ramp.rows, "batch_ramp": ramp, "sequence_length": LENGTH}
-    return build(data, TokenizerConfig(), seed=0, **sizes).train
+    return build_loaders(data, TokenizerConfig(), seed=0, **sizes).train
 
 
 @settings(max_examples=30, deadline=None)
@@ -173,7 +173,7 @@ def built(data: DataConfig, ramp: Ramp) -> Loader:
 )
 def test_a_run_reads_each_source_to_its_end(
     folders: dict[str, str],
-    ramp: Ramp,
+    ramp: BatchRamp,
     attempts: list[tuple[int, list[int]]],
     epochs: tuple[float, ...],
     stages: list[str],
@@ -190,7 +190,7 @@ def test_a_run_reads_each_source_to_its_end(
         given = {"epochs": epochs} if epochs else {"weight": weights}
         loader = loader_of(folders, ramp, **given, **more)
         if saved is not None:
-            assert compare(saved, loader.fingerprint(), at) == []
+            assert compare_fingerprints(saved, loader.fingerprint(), at) == []
             loader.go_on(saved, at)
         last = loader.num_batches if stop is None else min(stop, loader.num_batches)
         for step in range(at, last):
@@ -218,7 +218,7 @@ def test_a_run_reads_each_source_to_its_end(
 def test_one_source_is_read_once(folders: dict[str, str]) -> None:
     def opened(end: Any) -> Loader:
         data = DataConfig(source="text", path=folders["web"], validation_fraction=0.2, end=end)
-        return built(data, Ramp((), 7))
+        return built(data, BatchRamp((), 7))
 
     repeated, stopped = opened("repeat"), opened("stop")
     size = len(repeated.sequences)
@@ -252,11 +252,11 @@ def test_the_last_step() -> None:
 def test_too_little_data_is_refused(mixed: bool, folders: dict[str, str]) -> None:
     """By the first step that would read a sequence again, and not one step before."""
     if mixed:
-        loader = loader_of(folders, Ramp((), 4), weight=(3, 1, 1), end="fail")
+        loader = loader_of(folders, BatchRamp((), 4), weight=(3, 1, 1), end="fail")
         section = "data.mixture.books"
     else:
         data = DataConfig(source="text", path=folders["web"], validation_fraction=0, end="fail")
-        loader, section = built(data, Ramp((), 4)), "data"
+        loader, section = built(data, BatchRamp((), 4)), "data"
     seen = set[tuple[str, int]]()
     steps = 0
     while True:
@@ -265,15 +265,15 @@ def test_too_little_data_is_refused(mixed: bool, folders: dict[str, str]) -> Non
             break
         seen |= set(found)
         steps += 1
-    must_suffice(loader, steps, 0)
+    check_enough_data(loader, steps, 0)
     with pytest.raises(ConfigError) as caught:
-        must_suffice(loader, steps + 1, 0)
+        check_enough_data(loader, steps + 1, 0)
     [problem] = caught.value.problems
     assert f"{section} has documents for {steps}." in problem.rule
     assert f"train.steps={steps}," in problem.action
-    must_suffice(loader, steps - 2, 2)
+    check_enough_data(loader, steps - 2, 2)
     with pytest.raises(ConfigError):
-        must_suffice(loader, steps - 1, 2)
+        check_enough_data(loader, steps - 1, 2)
 
 
 def test_the_key() -> None:
@@ -286,7 +286,7 @@ def test_the_key() -> None:
 def test_shares_until_the_first_end(folders: dict[str, str], epochs: tuple[float, ...]) -> None:
     """With epochs all sources end at about the same time: shares are in proportion to them."""
     given = {"epochs": epochs} if epochs else {"weight": (1, 1, 1)}
-    stopped = loader_of(folders, Ramp((), 4), **given, end="stop")
+    stopped = loader_of(folders, BatchRamp((), 4), **given, end="stop")
     assert stopped.stream.mixture is not None and stopped.ending is not None
     first = stopped.stream.mixture.stages[1].first if len(stopped.stream.mixture.stages) > 1 else 0
     total = sum(stopped.ending.limits.values())
@@ -301,7 +301,7 @@ def test_a_folder_of_tokens_ends_too(folders: dict[str, str], tmp_path: Path) ->
     assert main(["data", "prepare", *given, "--out", str(tmp_path / "ids")]) == 0
     text = DataConfig(source="text", path=folders["web"], end="stop")
     ids = DataConfig(source="tokens", path=str(tmp_path / "ids"), end="stop")
-    one, other = built(text, Ramp((), 5)), built(ids, Ramp((), 5))
+    one, other = built(text, BatchRamp((), 5)), built(ids, BatchRamp((), 5))
     assert one.num_batches == other.num_batches
     for step in range(one.num_batches):
         pair = one.batch(step), other.batch(step)

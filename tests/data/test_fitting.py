@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from maxpipe.data import packing
-from maxpipe.data.packing import Plan, Strategy, fitted
+from maxpipe.data.packing import PackingPlan, Strategy, pack_documents
 
 STRATEGIES = get_args(Strategy)
 LENGTHS = st.lists(st.integers(0, 60), max_size=60).map(lambda each: np.array(each, np.int64))
@@ -21,7 +21,7 @@ SEQUENCE_LENGTH = st.integers(1, 25)
 Piece = tuple[int, int, int]
 
 
-def rows_of(plan: Plan, lengths: np.ndarray, sequence_length: int) -> list[list[Piece]]:
+def rows_of(plan: PackingPlan, lengths: np.ndarray, sequence_length: int) -> list[list[Piece]]:
     """(document, begin, end) of each row's pieces."""
     found = []
     for first, last in zip(plan.starts[:-1], plan.starts[1:], strict=True):
@@ -86,7 +86,7 @@ def shuffled(lengths: np.ndarray) -> np.ndarray:
 def test_every_target_is_in_one_row(
     strategy: Strategy, lengths: np.ndarray, sequence_length: int
 ) -> None:
-    plan = fitted(lengths, shuffled(lengths), sequence_length, strategy)
+    plan = pack_documents(lengths, shuffled(lengths), sequence_length, strategy)
     rows = rows_of(plan, lengths, sequence_length)
     targets = Counter((d, i) for row in rows for d, b, e in row for i in range(b + 1, e))
     assert targets == Counter((d, i) for d, length in enumerate(lengths) for i in range(1, length))
@@ -104,7 +104,9 @@ def test_every_target_is_in_one_row(
 @given(lengths=LENGTHS, sequence_length=SEQUENCE_LENGTH)
 def test_best_fit_is_the_loop_over_all_rows(lengths: np.ndarray, sequence_length: int) -> None:
     order = shuffled(lengths)
-    rows = rows_of(fitted(lengths, order, sequence_length, "best_fit"), lengths, sequence_length)
+    rows = rows_of(
+        pack_documents(lengths, order, sequence_length, "best_fit"), lengths, sequence_length
+    )
     expected = best_fit(whole_pieces(lengths, order, sequence_length), sequence_length + 1)
     assert sorted(map(sorted, rows)) == sorted(map(sorted, expected))
 
@@ -115,8 +117,8 @@ def test_first_fit_is_the_loop_over_open_rows(
 ) -> None:
     order = shuffled(lengths)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(packing, "OPEN_ROWS", most)
-        plan = fitted(lengths, order, sequence_length, "first_fit")
+        patch.setattr(packing, "MAX_OPEN_SEQUENCES", most)
+        plan = pack_documents(lengths, order, sequence_length, "first_fit")
     expected = first_fit(whole_pieces(lengths, order, sequence_length), sequence_length + 1, most)
     rows = rows_of(plan, lengths, sequence_length)
     assert sorted(map(sorted, rows)) == sorted(map(sorted, expected))
@@ -125,7 +127,7 @@ def test_first_fit_is_the_loop_over_open_rows(
 @given(lengths=LENGTHS, sequence_length=SEQUENCE_LENGTH)
 def test_padded_rows_are_the_pieces(lengths: np.ndarray, sequence_length: int) -> None:
     order = shuffled(lengths)
-    rows = rows_of(fitted(lengths, order, sequence_length, "pad"), lengths, sequence_length)
+    rows = rows_of(pack_documents(lengths, order, sequence_length, "pad"), lengths, sequence_length)
     assert rows == [[each] for each in whole_pieces(lengths, order, sequence_length)]
 
 
@@ -134,7 +136,7 @@ def test_documents_of_a_row_are_in_their_order(strategy: Strategy) -> None:
     lengths = np.random.default_rng(1).integers(2, 40, 500)
     order = shuffled(lengths)
     place = np.argsort(order)
-    for row in rows_of(fitted(lengths, order, 64, strategy), lengths, 64):
+    for row in rows_of(pack_documents(lengths, order, 64, strategy), lengths, 64):
         places = [place[document] for document, _, _ in row]
         assert places == sorted(places)
 
@@ -147,7 +149,7 @@ def lengths_like_text(count: int) -> np.ndarray:
 @pytest.mark.parametrize("strategy", ["first_fit", "best_fit"])
 def test_rows_are_full(strategy: Strategy) -> None:
     lengths = lengths_like_text(100_000)
-    rows = len(fitted(lengths, shuffled(lengths), 2048, strategy).starts) - 1
+    rows = len(pack_documents(lengths, shuffled(lengths), 2048, strategy).starts) - 1
     tokens = sum(e - b for _, b, e in whole_pieces(lengths, np.arange(len(lengths)), 2048))
     fewest = -(-tokens // 2049)
     assert fewest <= rows <= fewest * (1.0005 if strategy == "best_fit" else 1.01)
@@ -157,7 +159,7 @@ def test_rows_are_full(strategy: Strategy) -> None:
 def test_long_and_short_documents_are_anywhere(strategy: Strategy) -> None:
     """The first rows of a plan, all of an evaluation of few batches, are like the others."""
     lengths = lengths_like_text(50_000)
-    plan = fitted(lengths, shuffled(lengths), 1024, strategy)
+    plan = pack_documents(lengths, shuffled(lengths), 1024, strategy)
     pieces = np.diff(plan.starts)
     tenths = [each.mean() for each in np.array_split(pieces, 10)]
     # The standard error of a tenth's mean, five times.
@@ -168,7 +170,7 @@ def test_the_plan_is_the_same_in_every_version() -> None:
     """A position in a checkpoint names a row: what these were made of may never change."""
     lengths = np.array([9, 2, 5, 30, 3, 3, 4, 8, 1, 0, 6])
     order = np.array([4, 1, 10, 8, 0, 3, 9, 2, 7, 6, 5])
-    found = {each: fitted(lengths, order, 9, each) for each in STRATEGIES}
+    found = {each: pack_documents(lengths, order, 9, each) for each in STRATEGIES}
     assert {name: [part.tolist() for part in plan] for name, plan in found.items()} == GOLDEN
 
 
@@ -202,5 +204,5 @@ def test_a_million_documents_take_seconds(strategy: Strategy) -> None:
     lengths = lengths_like_text(1_000_000)
     order = shuffled(lengths)
     begin = time.process_time()
-    fitted(lengths, order, 4096, strategy)
+    pack_documents(lengths, order, 4096, strategy)
     assert time.process_time() - begin < 30

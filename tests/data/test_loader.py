@@ -18,8 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from maxpipe.config.schema import DataConfig, TokenizerConfig
-from maxpipe.data.corpus import compare
-from maxpipe.data.loader import Batch, Datasets, Loader, build
+from maxpipe.data.corpus import compare_fingerprints
+from maxpipe.data.loader import Batch, Datasets, Loader, build_loaders
 from maxpipe.errors import ConfigError
 from tests.data.test_sources import write_records
 
@@ -36,7 +36,9 @@ def datasets(folder: str) -> Iterator[Datasets]:
 
 def open_folder(folder: str, *, seed: int = 0, **changes: Any) -> Datasets:
     data = DataConfig(source="text", path=folder, validation_fraction=0.2, **changes)
-    return build(data, TokenizerConfig(), seed=seed, batch_size=BATCH, sequence_length=LENGTH)
+    return build_loaders(
+        data, TokenizerConfig(), seed=seed, batch_size=BATCH, sequence_length=LENGTH
+    )
 
 
 def equal(a: Batch, b: Batch) -> bool:
@@ -133,7 +135,7 @@ def test_each_epoch_sees_every_sequence_once_in_an_order_of_its_own(datasets: Da
 
 def test_batch_that_is_larger_than_the_split(folder: str) -> None:
     data = DataConfig(source="text", path=f"{folder}/0[0-1].txt", validation_fraction=0.5)
-    datasets = build(data, TokenizerConfig(), seed=0, batch_size=40, sequence_length=LENGTH)
+    datasets = build_loaders(data, TokenizerConfig(), seed=0, batch_size=40, sequence_length=LENGTH)
     count = len(datasets.train.sequences)
     assert count < 20
     tokens = datasets.train.batch(0)["tokens"]
@@ -165,7 +167,7 @@ def test_splits_share_no_text(folder: str, datasets: Datasets) -> None:
     train, validation = documents(datasets.train), documents(datasets.validation)
     assert not train & validation and len(train | validation) == 24 and len(validation) == 5
     assert open_folder(folder, seed=3).validation is not None
-    without = build(
+    without = build_loaders(
         DataConfig(source="text", path=folder, validation_fraction=0.0),
         TokenizerConfig(),
         seed=0,
@@ -233,7 +235,7 @@ def test_close_ends_the_threads(folder: str) -> None:
 def test_mistake_in_the_data_reaches_the_reader(tmp_path: Path) -> None:
     for name in "abc":
         (tmp_path / f"{name}.txt").write_text(name * 50)
-    datasets = build(
+    datasets = build_loaders(
         DataConfig(source="text", path=str(tmp_path), validation_fraction=0),
         TokenizerConfig(),
         seed=0,
@@ -258,7 +260,7 @@ def test_documents_without_any_text(source: Any, tmp_path: Path) -> None:
     data = DataConfig(source=source, path=str(path))
     for _ in range(2):  # the second time from the index that is kept
         with pytest.raises(ConfigError) as error:
-            build(
+            build_loaders(
                 data,
                 TokenizerConfig(),
                 seed=0,
@@ -275,10 +277,10 @@ def test_documents_without_any_text(source: Any, tmp_path: Path) -> None:
 SCRIPT = """
 import sys
 from maxpipe.config.schema import DataConfig, TokenizerConfig
-from maxpipe.data.loader import build
+from maxpipe.data.loader import build_loaders
 assert not {"jax", "grain"} & sys.modules.keys(), "imported before they are needed"
 data = DataConfig(source="text", path=sys.argv[1])
-datasets = build(data, TokenizerConfig(), seed=0, batch_size=4, sequence_length=16)
+datasets = build_loaders(data, TokenizerConfig(), seed=0, batch_size=4, sequence_length=16)
 batches = datasets.train.batches(0)
 next(batches)
 if sys.argv[2] == "close":
@@ -305,7 +307,7 @@ def test_reading_tells_that_it_moves(tmp_path: Path) -> None:
 
     def moves_of_a_build() -> int:
         moves.clear()
-        build(
+        build_loaders(
             data,
             TokenizerConfig(),
             seed=0,
@@ -325,24 +327,24 @@ def test_state_and_fingerprint(folder: str, datasets: Datasets) -> None:
     state = datasets.train.state(12)
     assert state == {"step": 12, "fingerprint": datasets.train.fingerprint()}
     assert json.loads(json.dumps(state)) == state
-    assert compare(state["fingerprint"], open_folder(folder).train.fingerprint()) == []
-    other = build(
+    assert compare_fingerprints(state["fingerprint"], open_folder(folder).train.fingerprint()) == []
+    other = build_loaders(
         DataConfig(source="text", path=folder, validation_fraction=0.2),
         TokenizerConfig(),
         seed=5,
         batch_size=BATCH,
         sequence_length=8,
     )
-    assert compare(state["fingerprint"], other.train.fingerprint()) == [
+    assert compare_fingerprints(state["fingerprint"], other.train.fingerprint()) == [
         ("seed", 0, 5),
         ("sequence_length", LENGTH, 8),
     ]
-    assert compare({"a": 1}, {"b": 2}) == [("a", 1, None), ("b", None, 2)]
+    assert compare_fingerprints({"a": 1}, {"b": 2}) == [("a", 1, None), ("b", None, 2)]
 
 
 def test_corpus_with_cache(tmp_path: Path) -> None:
     def first_batch() -> tuple[Datasets, Batch]:
-        datasets = build(
+        datasets = build_loaders(
             DataConfig(),
             TokenizerConfig(),
             seed=0,
@@ -361,7 +363,7 @@ def test_corpus_with_cache(tmp_path: Path) -> None:
 
 def test_order_never_changes() -> None:
     """A change here changes the data of every run that resumes: raise _ORDER_VERSION."""
-    datasets = build(
+    datasets = build_loaders(
         DataConfig(source="synthetic"),
         TokenizerConfig(),
         seed=0,

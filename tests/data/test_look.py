@@ -11,8 +11,8 @@ import pytest
 
 from maxpipe.cli import main
 from maxpipe.config.load import load
-from maxpipe.data.datasets import datasets_of
-from maxpipe.data.look import Piece, pieces, shown
+from maxpipe.data.datasets import build_datasets
+from maxpipe.data.look import TextSpan, inspect_sequence, iterate_text_spans
 from maxpipe.data.tokenizer import ByteTokenizer
 from tests.data.conversations import CHATML, CONVERSATIONS, write_records
 
@@ -43,27 +43,27 @@ def cut(text: str, trained: str) -> list[tuple[str, bool]]:
     """Pieces of a text's bytes; `trained` has 1 for each that is."""
     ids = ByteTokenizer().encode(text)
     mask = np.array([each == "1" for each in trained])
-    return [each[:2] for each in pieces(ByteTokenizer(), ids, mask)]
+    return [each[:2] for each in iterate_text_spans(ByteTokenizer(), ids, mask)]
 
 
 def test_pieces_are_cut_where_the_mask_changes() -> None:
     assert cut("abcdef", "001100") == [("ab", False), ("cd", True), ("ef", False)]
     assert cut("abc", "111") == [("abc", True)]
-    assert list(pieces(ByteTokenizer(), np.zeros(0, int), np.zeros(0, bool))) == []
+    assert list(iterate_text_spans(ByteTokenizer(), np.zeros(0, int), np.zeros(0, bool))) == []
 
 
 def test_a_character_is_not_cut() -> None:
     """It is where its last byte is; one that never ends is shown as that."""
     assert cut("aéb", "0011") == [("a", False), ("éb", True)]
     ids = np.array([97, 0xC3, 257, 0xC3])
-    found = list(pieces(ByteTokenizer(), ids, np.ones(4, bool)))
+    found = list(iterate_text_spans(ByteTokenizer(), ids, np.ones(4, bool)))
     texts = [("a\ufffd", False), ("<end>", True), ("\ufffd", False)]
-    assert found == [Piece(text, True, is_control) for text, is_control in texts]
+    assert found == [TextSpan(text, True, is_control) for text, is_control in texts]
 
 
 def test_text_that_spells_a_control_token_is_text() -> None:
     ids = np.concatenate([[256], ByteTokenizer().encode("<end>"), [257]])
-    found = list(pieces(ByteTokenizer(), ids, np.append(False, np.ones(6, bool))))
+    found = list(iterate_text_spans(ByteTokenizer(), ids, np.append(False, np.ones(6, bool))))
     assert [each.is_control for each in found] == [True, False, True]
     assert [each.text for each in found] == ["<begin>", "<end>", "<end>"]
 
@@ -73,13 +73,13 @@ def test_text_that_spells_a_control_token_is_text() -> None:
 
 def test_rows_are_those_of_training(run: list[str]) -> None:
     """Segments, ids, mask and documents, of many rows."""
-    datasets = datasets_of(load(run).config, lambda: None)
+    datasets = build_datasets(load(run).config, lambda: None)
     found, whole = datasets.train, 0
     tokenizer = datasets.tokenizer
     for batch in range(30):
         arrays = found.batch(batch)
         for row in range(4):
-            seen = shown(found, tokenizer, batch, row)
+            seen = inspect_sequence(found, tokenizer, batch, row)
             assert seen.sequence == found.ids(batch)["sequences"][row]
             assert {each.document for each in seen.segments} <= {*found.ids(batch)["documents"]}
             mask = arrays["loss_mask"][row]
@@ -182,7 +182,7 @@ def test_find_names_files_and_lines(run: list[str], capsys: pytest.CaptureFixtur
     """As the events of a bad step name documents, and in the order of the row."""
     first, *rest = run
     found: dict[str, Any] = json.loads(printed(capsys, "find", first, "6", "2", *rest, "--json"))
-    datasets = datasets_of(load(run).config, lambda: None)
+    datasets = build_datasets(load(run).config, lambda: None)
     place = datasets.train.rows(5)[2]
     datasets.close()
     assert found["batch"] == 5 and found["sequence"] == place.sequence

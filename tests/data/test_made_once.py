@@ -22,9 +22,9 @@ import pytest
 
 from maxpipe.data.documents import build_index
 from maxpipe.data.formats import cache, reads
-from maxpipe.data.formats.cache import locked
+from maxpipe.data.formats.cache import lock_file
 from maxpipe.data.tokenizer import ByteTokenizer
-from maxpipe.io.files import opened
+from maxpipe.io.files import open_regular
 from tests.data.texts import Texts
 from tests.waiting import wait_until
 
@@ -143,16 +143,16 @@ def test_one_that_waits_stalls_with_the_one_that_it_waits_for(
 ) -> None:
     """And says which that is."""
     monkeypatch.setattr(cache, "_POLL_SECONDS", 0.02)
-    monkeypatch.setattr(cache, "_SIGN_SECONDS", 0.0)
-    monkeypatch.setattr(cache, "_SAY_SECONDS", 0.3)
+    monkeypatch.setattr(cache, "_HEARTBEAT_SECONDS", 0.0)
+    monkeypatch.setattr(cache, "_LOG_SECONDS", 0.3)
     path, moves, got = str(tmp_path / "x.lock"), [], []
 
     def wait() -> None:
-        with locked(path, "indexing", lambda: moves.append(1)):
+        with lock_file(path, "indexing", lambda: moves.append(1)):
             got.append(1)
 
     with caplog.at_level(logging.INFO, "maxpipe"):
-        with locked(path, "indexing documents of jsonl", None) as moved:
+        with lock_file(path, "indexing documents of jsonl", None) as moved:
             waiting = threading.Thread(target=wait)
             waiting.start()
             for count in range(4):
@@ -164,13 +164,13 @@ def test_one_that_waits_stalls_with_the_one_that_it_waits_for(
             count = len(moves)
             time.sleep(0.8)
             assert len(moves) == count and not got
-            read = reads.longest()
+            read = reads.longest_active_read()
             assert read is not None
             name = rf"waiting for process {os.getpid()} on \S+, indexing documents of jsonl"
             assert re.fullmatch(name, str(read))
         waiting.join()
     assert got and "which has not moved for" in caplog.text
-    assert reads.longest() is None
+    assert reads.longest_active_read() is None
 
 
 @pytest.mark.parametrize("code", [errno.ENOLCK, errno.ENOTSUP])
@@ -194,7 +194,7 @@ def test_locks_that_are_removed_are_held_by_one_at_a_time(tmp_path: Path) -> Non
     def work() -> None:
         nonlocal inside
         for _ in range(30):
-            with locked(path, "x", None, removes=True):
+            with lock_file(path, "x", None, removes=True):
                 inside += 1
                 most.append(inside)
                 time.sleep(0.0005)
@@ -228,28 +228,28 @@ def test_reads_are_named_while_they_last() -> None:
     ended = threading.Event()
 
     def read() -> None:
-        with reads.reading("data.mixture.web"), reads.reading(lambda: "a.jsonl: record 7"):
+        with reads.track_read("data.mixture.web"), reads.track_read(lambda: "a.jsonl: record 7"):
             begun.set()
             ended.wait()
 
-    reads.take()
+    reads.take_read_times()
     thread = threading.Thread(target=read)
     thread.start()
     begun.wait()
-    found = reads.longest()
+    found = reads.longest_active_read()
     assert str(found) == "reading data.mixture.web, a.jsonl: record 7"
     ended.set()
     thread.join()
-    assert reads.longest() is None
-    spent = reads.take()
+    assert reads.longest_active_read() is None
+    spent = reads.take_read_times()
     assert spent.sources.keys() == {"data.mixture.web"}
     assert 0 < spent.seconds <= spent.sources["data.mixture.web"]
     assert str(spent.slowest) == str(found)
-    assert reads.take() == reads.Spent({}, None, 0.0)
+    assert reads.take_read_times() == reads.ReadTimes({}, None, 0.0)
 
 
 def test_the_place_of_a_read_may_hang_or_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reads, "_PLACE_SECONDS", 0.05)
+    monkeypatch.setattr(reads, "_LOCATE_SECONDS", 0.05)
     hang = threading.Event()
 
     def fail() -> str:
@@ -257,24 +257,24 @@ def test_the_place_of_a_read_may_hang_or_fail(monkeypatch: pytest.MonkeyPatch) -
 
     try:
         for what in (fail, lambda: str(hang.wait())):
-            with reads.reading("data"), reads.reading(what):
-                assert str(reads.longest()) == "reading data"
+            with reads.track_read("data"), reads.track_read(what):
+                assert str(reads.longest_active_read()) == "reading data"
     finally:
         hang.set()
 
 
 def test_threads_that_end_leave_nothing() -> None:
     def read() -> None:
-        with reads.reading("data"):
+        with reads.track_read("data"):
             pass
 
-    before = len(reads._NOW)
+    before = len(reads._ACTIVE_READS)
     for _ in range(20):
         thread = threading.Thread(target=read)
         thread.start()
         thread.join()
-    assert len(reads._NOW) == before
-    assert np.isfinite(reads.take().seconds)
+    assert len(reads._ACTIVE_READS) == before
+    assert np.isfinite(reads.take_read_times().seconds)
 
 
 def test_a_lock_of_another_user_is_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,13 +283,13 @@ def test_a_lock_of_another_user_is_shared(tmp_path: Path, monkeypatch: pytest.Mo
     def of_another_user(name: str, flags: int = os.O_RDONLY) -> int:
         if flags & os.O_RDWR:
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), name)
-        return opened(name, flags)
+        return open_regular(name, flags)
 
-    monkeypatch.setattr(cache, "opened", of_another_user)
-    with pytest.raises(PermissionError), cache.locked(path, "work", None):
+    monkeypatch.setattr(cache, "open_regular", of_another_user)
+    with pytest.raises(PermissionError), cache.lock_file(path, "work", None):
         pass
     (tmp_path / "x.lock").touch()
-    with cache.locked(path, "work", None) as moved, open(path) as stream:
+    with cache.lock_file(path, "work", None) as moved, open(path) as stream:
         moved()
         with pytest.raises(BlockingIOError):
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)

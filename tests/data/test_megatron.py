@@ -13,7 +13,7 @@ import pytest
 
 from maxpipe.config.load import load
 from maxpipe.config.schema import DataConfig, TokenizerConfig
-from maxpipe.data.loader import build
+from maxpipe.data.loader import build_loaders
 from maxpipe.data.prepared import megatron
 from maxpipe.data.prepared.megatron import MegatronDocuments
 from maxpipe.data.tokenizer import ByteTokenizer
@@ -93,7 +93,7 @@ def test_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert MegatronDocuments(str(tmp_path / "a.idx"), ByteTokenizer()).num_documents == 2
     assert found.where(3).endswith("b.bin: document 1")
     monkeypatch.setattr(megatron, "_ENTRIES", 2)  # tables are looked through in parts
-    monkeypatch.setattr(megatron, "SPAN", 2)
+    monkeypatch.setattr(megatron, "SPAN_DOCUMENTS", 2)
     parts = MegatronDocuments(str(tmp_path), ByteTokenizer())
     assert parts.num_tokens == found.num_tokens
     assert parts.span_tokens.tolist() == [8, 4 + 5, 3]
@@ -217,7 +217,7 @@ def test_trains_as_the_text_would(tmp_path: Path) -> None:
 
     def opened(source: Any, path: Path) -> Any:
         data = DataConfig(source=source, path=str(path), validation_fraction=0.2)
-        return build(data, TokenizerConfig(), seed=2, batch_size=3, sequence_length=31)
+        return build_loaders(data, TokenizerConfig(), seed=2, batch_size=3, sequence_length=31)
 
     text, ids = opened("text", tmp_path / "*.txt"), opened("megatron", tmp_path / "a")
     for step in range(12):
@@ -225,7 +225,7 @@ def test_trains_as_the_text_would(tmp_path: Path) -> None:
         assert all(np.array_equal(one[name], other[name]) for name in one)
     assert ids.unigram_entropy is None
     config = load(["quickstart", "data.source=megatron", f"data.path={tmp_path / 'a'}"]).config
-    checks = list(doctor.data(config))
+    checks = list(doctor.check_data(config))
     assert [check.status for check in checks] == ["ok", "ok"]
     assert "begin and end ids added" in checks[1].text
 
@@ -250,4 +250,4 @@ def test_a_split_without_tokens_is_refused(tmp_path: Path) -> None:
     data = DataConfig(source="megatron", path=str(path), validation_fraction=0.4)
     for seed in range(4):
         with pytest.raises(ConfigError, match="none has two tokens"):
-            build(data, TokenizerConfig(), seed=seed, batch_size=2, sequence_length=8)
+            build_loaders(data, TokenizerConfig(), seed=seed, batch_size=2, sequence_length=8)

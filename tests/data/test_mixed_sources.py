@@ -15,8 +15,8 @@ from maxpipe.cli import main
 from maxpipe.config.data_schema import MixedSourceConfig, SourceConfig
 from maxpipe.config.load import load
 from maxpipe.config.schema import DataConfig, TokenizerConfig
-from maxpipe.data.datasets import datasets_of
-from maxpipe.data.loader import Datasets, build
+from maxpipe.data.datasets import build_datasets
+from maxpipe.data.loader import Datasets, build_loaders
 from maxpipe.data.mixture import seed_of
 from maxpipe.errors import ConfigError
 from tests.data.conversations import write_records
@@ -55,7 +55,9 @@ def kinds(here: Path) -> dict[str, dict[str, Any]]:
 
 
 def opened(data: DataConfig, seed: int = 0) -> Datasets:
-    return build(data, TokenizerConfig(), seed=seed, batch_size=ROWS, sequence_length=LENGTH)
+    return build_loaders(
+        data, TokenizerConfig(), seed=seed, batch_size=ROWS, sequence_length=LENGTH
+    )
 
 
 def test_samples_are_those_of_the_source_alone(here: Path) -> None:
@@ -171,9 +173,9 @@ def test_rows_are_shown_with_their_source(here: Path, capsys: pytest.CaptureFixt
 
 
 def test_doctor_opens_each_source(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from maxpipe.diagnosis.doctor import data
+    from maxpipe.diagnosis.doctor import check_data
 
-    checks = {each.name: each for each in data(load(overrides(here)).config)}
+    checks = {each.name: each for each in check_data(load(overrides(here)).config)}
     assert set(checks) == {"tokenizer", *(f"data.mixture.{name}" for name in kinds(here))}
     assert {each.status for each in checks.values()} == {"ok"}, list(map(str, checks.values()))
 
@@ -239,7 +241,7 @@ def test_a_mixed_source_has_every_key_of_a_source() -> None:
 def test_the_mixture_of_any_step_is_listed(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     inputs = [*overrides(here), "data.mixture_stages=['files 3 lines 1 for 4 steps']"]
     command = ["data", "mixture", *inputs, "--step"]
-    train = datasets_of(load(inputs).config, lambda: None).train
+    train = build_datasets(load(inputs).config, lambda: None).train
     for step in (1, 3, 5, 1_000_000):
         found = json.loads(printed(capsys, *command, str(step), "--json"))
         rows = [(row["source"], row["sequence"]) for row in found["step"]["rows"]]

@@ -14,16 +14,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from maxpipe.config.data import shares, stages
+from maxpipe.config.data import mixture_shares, parse_mixture_stages
 from maxpipe.config.data_schema import MixedSourceConfig
 from maxpipe.config.load import from_dict, load, to_dict, to_yaml
-from maxpipe.config.ramp import Ramp
-from maxpipe.config.ramp import Stage as Batches
+from maxpipe.config.ramp import BatchRamp
+from maxpipe.config.ramp import RampStage as Batches
 from maxpipe.config.render import explain, json_schema
 from maxpipe.config.schema import DataConfig, TokenizerConfig
-from maxpipe.data.corpus import compare
-from maxpipe.data.loader import Loader, build
-from maxpipe.data.mixture import BLOCK, Mixture, Stage, once, quotas
+from maxpipe.data.corpus import compare_fingerprints
+from maxpipe.data.loader import Loader, build_loaders
+from maxpipe.data.mixture import BLOCK, Mixture, QuotaStage, compute_quotas, single_pass_mixture
 from maxpipe.errors import ConfigError
 from tests.data.texts import write_texts
 
@@ -33,8 +33,8 @@ WEIGHTS = st.lists(st.integers(0, 9), min_size=3, max_size=3).filter(any)
 
 
 def mixture_of(weights: Sequence[Sequence[float]], firsts: Sequence[int]) -> Mixture:
-    dealt = [quotas([w / sum(each) for w in each]) for each in weights]
-    return Mixture([Stage(*each) for each in zip(firsts, dealt, strict=True)], seed=3)
+    dealt = [compute_quotas([w / sum(each) for w in each]) for each in weights]
+    return Mixture([QuotaStage(*each) for each in zip(firsts, dealt, strict=True)], seed=3)
 
 
 MIXTURES = st.lists(WEIGHTS, min_size=1, max_size=3).flatmap(
@@ -82,7 +82,7 @@ def test_changed_weights_keep_the_places_of_all_sources(
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.integers(1, 300), min_size=2, max_size=5))
 def test_evaluations_read_each_sequence_once(sizes: list[int]) -> None:
-    found = once([*sizes, 100_000], seed=3)
+    found = single_pass_mixture([*sizes, 100_000], seed=3)
     end = sum(sizes) + 100_000
     assert found.end == end
     sources, samples = found.places(np.arange(end))
@@ -94,16 +94,16 @@ def test_evaluations_read_each_sequence_once(sizes: list[int]) -> None:
 
 
 def test_quotas_are_the_nearest_whole_numbers() -> None:
-    assert sum(quotas([1 / 3, 1 / 3, 1 / 3])) == BLOCK
-    assert quotas([0.5, 0.25, 0.25]) == (BLOCK // 2, BLOCK // 4, BLOCK // 4)
-    assert quotas([1 / 3, 2 / 3]) == (21845, 43691)
+    assert sum(compute_quotas([1 / 3, 1 / 3, 1 / 3])) == BLOCK
+    assert compute_quotas([0.5, 0.25, 0.25]) == (BLOCK // 2, BLOCK // 4, BLOCK // 4)
+    assert compute_quotas([1 / 3, 2 / 3]) == (21845, 43691)
 
 
 def test_temperature() -> None:
     weights = {"a": 1.0, "b": 8.0, "c": 0.0}
-    assert shares(weights, 1.0) == pytest.approx({"a": 1 / 9, "b": 8 / 9, "c": 0})
-    assert shares(weights, 3.0) == pytest.approx({"a": 1 / 3, "b": 2 / 3, "c": 0})
-    assert shares(weights, 1e9) == pytest.approx({"a": 1 / 2, "b": 1 / 2, "c": 0})
+    assert mixture_shares(weights, 1.0) == pytest.approx({"a": 1 / 9, "b": 8 / 9, "c": 0})
+    assert mixture_shares(weights, 3.0) == pytest.approx({"a": 1 / 3, "b": 2 / 3, "c": 0})
+    assert mixture_shares(weights, 1e9) == pytest.approx({"a": 1 / 2, "b": 1 / 2, "c": 0})
 
 
 @pytest.fixture(scope="module")
@@ -117,14 +117,14 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def loader_of(
-    folders: dict[str, str], ramp: Ramp, weights: Sequence[float] = (1, 2, 3), **more: Any
+    folders: dict[str, str], ramp: BatchRamp, weights: Sequence[float] = (1, 2, 3), **more: Any
 ) -> Loader:
     mixture = {
         name: MixedSourceConfig(source="text", path=folders[name], weight=weight)
         for name, weight in zip(NAMES, weights, strict=True)
     }
     data = DataConfig(mixture=mixture, validation_fraction=0.2, **more)
-    return build(
+    return build_loaders(
         data,
         TokenizerConfig(),
         seed=0,
@@ -144,7 +144,7 @@ def taken(loader: Loader, step: int, processes: int) -> list[bytes]:
 
 
 RAMPS = st.builds(
-    lambda stages, rows: Ramp(tuple(Batches(*each) for each in stages), rows),
+    lambda stages, rows: BatchRamp(tuple(Batches(*each) for each in stages), rows),
     st.lists(st.tuples(st.integers(4, 7), st.integers(1, 5)), max_size=2),
     st.integers(4, 9),
 )
@@ -158,7 +158,7 @@ RAMPS = st.builds(
 )
 def test_no_sample_is_lost_or_repeated(
     folders: dict[str, str],
-    ramp: Ramp,
+    ramp: BatchRamp,
     attempts: list[tuple[int, list[int]]],
     processes: list[int],
 ) -> None:
@@ -172,7 +172,7 @@ def test_no_sample_is_lost_or_repeated(
     ):
         loader = loader_of(folders, ramp, weights)
         if saved is not None:
-            assert compare(saved, loader.fingerprint(), start) == []
+            assert compare_fingerprints(saved, loader.fingerprint(), start) == []
             loader.go_on(saved, start)
         for step in range(start, stop):
             rows, read = loader.rows(step), taken(loader, step, count)
@@ -194,14 +194,14 @@ def test_no_sample_is_lost_or_repeated(
 
 @pytest.mark.parametrize("processes", [1, 2, 4])
 def test_same_rows_in_any_number_of_processes(folders: dict[str, str], processes: int) -> None:
-    ramp = Ramp((), 8)
+    ramp = BatchRamp((), 8)
     one, other = loader_of(folders, ramp), loader_of(folders, ramp)
     for step in (0, 17, 10_000_000):
         assert taken(one, step, 1) == taken(other, step, processes)
 
 
 def test_shares_over_ten_thousand_steps(folders: dict[str, str]) -> None:
-    loader = loader_of(folders, Ramp((), 8), (1, 2, 5))
+    loader = loader_of(folders, BatchRamp((), 8), (1, 2, 5))
     sources = np.concatenate(
         [loader.stream.places(np.arange(8 * step, 8 * step + 8))[0] for step in range(10_000)]
     )
@@ -217,7 +217,7 @@ def test_shares_over_ten_thousand_steps(folders: dict[str, str]) -> None:
 
 def test_stages_follow_each_other(folders: dict[str, str]) -> None:
     texts = ["books 1 for 10 steps", "code 1 web 1 for 1600 tokens"]
-    loader = loader_of(folders, Ramp((), 8), (0, 0, 1), mixture_stages=texts)
+    loader = loader_of(folders, BatchRamp((), 8), (0, 0, 1), mixture_stages=texts)
     names = [[row.source for row in loader.rows(step)] for step in range(30)]
     assert {name for step in names[:10] for name in step} == {"books"}
     # 1600 tokens are 100 rows, and 13 whole batches.
@@ -234,7 +234,9 @@ def test_epochs_and_sizes(folders: dict[str, str]) -> None:
             for name in NAMES
         }
         data = DataConfig(mixture=sources, validation_fraction=0)
-        found = build(data, TokenizerConfig(), seed=0, batch_size=4, sequence_length=LENGTH).train
+        found = build_loaders(
+            data, TokenizerConfig(), seed=0, batch_size=4, sequence_length=LENGTH
+        ).train
         sizes = {part.name: len(part.sequences) for part in found.stream.parts}
         return {"sizes": sizes, "counts": found.stream.counts(1 << 22)}
 
@@ -250,7 +252,7 @@ def test_epochs_and_sizes(folders: dict[str, str]) -> None:
 
 
 def test_seek_is_constant(folders: dict[str, str]) -> None:
-    loader = loader_of(folders, Ramp((), 8))
+    loader = loader_of(folders, BatchRamp((), 8))
 
     def seconds(step: int) -> float:
         begin = time.process_time()
@@ -264,7 +266,7 @@ def test_seek_is_constant(folders: dict[str, str]) -> None:
 
 
 def test_ids_list_the_sources_of_rows(folders: dict[str, str]) -> None:
-    loader = loader_of(folders, Ramp((), 8))
+    loader = loader_of(folders, BatchRamp((), 8))
     ids, rows = loader.ids(3), loader.rows(3)
     assert ids["sources"] == [row.source for row in rows] and len(rows) == 8
     assert ids["sequences"] == [row.sequence for row in rows]
@@ -274,19 +276,22 @@ def test_ids_list_the_sources_of_rows(folders: dict[str, str]) -> None:
 
 
 def test_other_sources_are_other_data(folders: dict[str, str]) -> None:
-    ramp = Ramp((), 8)
+    ramp = BatchRamp((), 8)
     saved = loader_of(folders, ramp).fingerprint()
-    assert compare(saved, loader_of(folders, ramp, (5, 1, 1)).fingerprint(), 7) == []
+    assert compare_fingerprints(saved, loader_of(folders, ramp, (5, 1, 1)).fingerprint(), 7) == []
     moved = loader_of({**folders, "web": folders["code"]}, ramp).fingerprint()
-    assert next(name for name, *_ in compare(saved, moved, 7)) == "web: the number of documents"
-    alone = build(
+    assert (
+        next(name for name, *_ in compare_fingerprints(saved, moved, 7))
+        == "web: the number of documents"
+    )
+    alone = build_loaders(
         DataConfig(source="text", path=folders["web"]),
         TokenizerConfig(),
         seed=0,
         batch_size=8,
         sequence_length=LENGTH,
     ).train.fingerprint()
-    [(name, before, now)] = compare(saved, alone, 7)
+    [(name, before, now)] = compare_fingerprints(saved, alone, 7)
     assert (name, before, now) == ("the sources of data.mixture", "books, code, web", None)
 
 
@@ -350,7 +355,7 @@ def test_rules(given: list[str], said: str) -> None:
 
 
 def test_stages_as_texts() -> None:
-    one, other = stages(["web 0.9 code 0.1 for 1_000 steps", "code 1 for 5 tokens"])
+    one, other = parse_mixture_stages(["web 0.9 code 0.1 for 1_000 steps", "code 1 for 5 tokens"])
     assert one == ({"web": 0.9, "code": 0.1}, 1000, "steps")
     assert other == ({"code": 1.0}, 5, "tokens")
 
@@ -365,19 +370,19 @@ def test_explained() -> None:
 
 def test_a_share_that_would_never_be_read(folders: dict[str, str]) -> None:
     with pytest.raises(ConfigError, match="it would never be read"):
-        loader_of(folders, Ramp((), 8), (1e-9, 1, 1))
+        loader_of(folders, BatchRamp((), 8), (1e-9, 1, 1))
 
 
 def test_stages_beyond_what_is_numbered(folders: dict[str, str]) -> None:
     """Their counts would be other numbers, silently."""
     long = f"code 1 for {10**17} steps"
-    loader = loader_of(folders, Ramp((), 8), mixture_stages=[long] * 2)
+    loader = loader_of(folders, BatchRamp((), 8), mixture_stages=[long] * 2)
     assert loader.stream.counts(16 * 10**17 - 1)["code"] == 16 * 10**17 - 1
     with pytest.raises(ConfigError, match="must end before 2305843009213693952 sequences"):
-        loader_of(folders, Ramp((), 8), mixture_stages=[long] * 3)
+        loader_of(folders, BatchRamp((), 8), mixture_stages=[long] * 3)
 
 
 def test_a_mistake_names_the_source(tmp_path: Path, folders: dict[str, str]) -> None:
     with pytest.raises(ConfigError) as caught:
-        loader_of({**folders, "code": str(tmp_path / "none")}, Ramp((), 8))
+        loader_of({**folders, "code": str(tmp_path / "none")}, BatchRamp((), 8))
     assert caught.value.problems[0].where == "data.mixture.code.path"

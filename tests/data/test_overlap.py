@@ -14,10 +14,10 @@ from maxpipe.cli import main
 from maxpipe.config.data_schema import MixedSourceConfig, SourceConfig
 from maxpipe.config.schema import DataConfig, TokenizerConfig
 from maxpipe.data.corpus import Corpus
-from maxpipe.data.datasets import Overlap, left_out, overlaps
+from maxpipe.data.datasets import Overlap, find_overlaps, uncompared_sources
 from maxpipe.data.documents import build_index
-from maxpipe.data.loader import Datasets, build
-from maxpipe.data.prepared.prepare import Plan, prepare
+from maxpipe.data.loader import Datasets, build_loaders
+from maxpipe.data.prepared.prepare import PrepareJob, prepare
 from maxpipe.data.prepared.reader import WINDOW_SPANS
 from maxpipe.data.tokenizer import ByteTokenizer
 from tests.data.texts import Texts
@@ -32,7 +32,7 @@ def lines(path: Path, texts: list[str]) -> SourceConfig:
 
 
 def prepared(source: SourceConfig, folder: Path) -> SourceConfig:
-    plan = Plan(
+    plan = PrepareJob(
         data=source, tokenizer=TokenizerConfig(), seed=0, folder=folder, workers=1, shard_tokens=300
     )
     prepare(plan, lambda *_: None)
@@ -41,7 +41,7 @@ def prepared(source: SourceConfig, folder: Path) -> SourceConfig:
 
 def opened(trained: SourceConfig, **changes: Any) -> Datasets:
     data = DataConfig(source=trained.source, path=trained.path, **changes)
-    return build(data, TokenizerConfig(), seed=3, batch_size=4, sequence_length=16)
+    return build_loaders(data, TokenizerConfig(), seed=3, batch_size=4, sequence_length=16)
 
 
 def corpora_of(datasets: Datasets) -> tuple[Corpus, Mapping[str, Corpus]]:
@@ -50,7 +50,7 @@ def corpora_of(datasets: Datasets) -> tuple[Corpus, Mapping[str, Corpus]]:
 
 
 def all_of(datasets: Datasets, *, large: bool = True) -> list[Overlap]:
-    return overlaps(*corpora_of(datasets), large=large)
+    return find_overlaps(*corpora_of(datasets), large=large)
 
 
 def found(datasets: Datasets) -> dict[str, tuple[int, int]]:
@@ -59,7 +59,7 @@ def found(datasets: Datasets) -> dict[str, tuple[int, int]]:
 
 def missed(datasets: Datasets, *, large: bool) -> list[str]:
     train, sets = corpora_of(datasets)
-    return [section for section, _ in left_out([train, *sets.values()], large=large)]
+    return [section for section, _ in uncompared_sources([train, *sets.values()], large=large)]
 
 
 @pytest.mark.parametrize("form", ["text in text", "ids in text", "text in ids", "ids in ids"])
@@ -98,7 +98,7 @@ def test_all_sources_of_a_mixture_are_compared(tmp_path: Path) -> None:
     }
     sets = {"one": lines(tmp_path / "one", [TRAINED[30], *OTHERS])}
     data = DataConfig(mixture=mixture, validation=sets, validation_fraction=0)
-    datasets = build(data, TokenizerConfig(), seed=0, batch_size=4, sequence_length=16)
+    datasets = build_loaders(data, TokenizerConfig(), seed=0, batch_size=4, sequence_length=16)
     [each] = all_of(datasets)
     assert (each.name, each.count, each.total) == ("one", 1, 10)
     assert each.trained == f"{tmp_path}/b:11"

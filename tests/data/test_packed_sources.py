@@ -15,12 +15,12 @@ from maxpipe.config.data_schema import MixedSourceConfig, Packing
 from maxpipe.config.load import load
 from maxpipe.config.schema import DataConfig, TokenizerConfig
 from maxpipe.data import sequences
-from maxpipe.data.corpus import compare
-from maxpipe.data.loader import Batch, Datasets, Loader, build
+from maxpipe.data.corpus import compare_fingerprints
+from maxpipe.data.loader import Batch, Datasets, Loader, build_loaders
 from maxpipe.data.mixture import seed_of
-from maxpipe.data.packing import efficiency_of
+from maxpipe.data.packing import packing_efficiency
 from maxpipe.data.prepared import reader
-from maxpipe.data.prepared.manifest import SPAN
+from maxpipe.data.prepared.manifest import SPAN_DOCUMENTS
 from maxpipe.errors import ConfigError
 from tests.data.conversations import write_records
 from tests.data.test_megatron import write
@@ -66,7 +66,7 @@ def keys_of(kind: str, here: Path) -> dict[str, Any]:
 def opened(here: Path, kind: str, packing: Packing, **more: Any) -> Datasets:
     data = DataConfig(**{"validation_fraction": 0.2, **keys_of(kind, here), "packing": packing})
     options: Any = {"seed": 0, "batch_size": ROWS, "sequence_length": LENGTH, **more}
-    return build(data, TokenizerConfig(), **options)
+    return build_loaders(data, TokenizerConfig(), **options)
 
 
 def equal(a: Batch, b: Batch) -> bool:
@@ -118,7 +118,7 @@ def test_token_files_give_what_text_gives(kind: str, packing: Packing, here: Pat
     assert text.validation is not None and ids.validation is not None
     assert equal(text.validation.batch(0), ids.validation.batch(0))
     if kind == "tokens":
-        assert not compare(text.train.fingerprint(), ids.train.fingerprint())
+        assert not compare_fingerprints(text.train.fingerprint(), ids.train.fingerprint())
 
 
 @pytest.mark.parametrize("packing", FITTED)
@@ -150,9 +150,9 @@ def test_another_packing_is_other_data(here: Path) -> None:
         for packing in ("cut", "best_fit", "first_fit")
     )
     assert "packing" not in cut  # as it was saved before there were others
-    assert compare(cut, best) == [("the packing", "cut", "best_fit")]
-    assert compare(best, cut) == [("the packing", "best_fit", "cut")]
-    assert compare(first, best) == [("the packing", "first_fit", "best_fit")]
+    assert compare_fingerprints(cut, best) == [("the packing", "cut", "best_fit")]
+    assert compare_fingerprints(best, cut) == [("the packing", "best_fit", "cut")]
+    assert compare_fingerprints(first, best) == [("the packing", "first_fit", "best_fit")]
 
 
 def test_each_source_of_a_mixture_has_its_own(here: Path) -> None:
@@ -163,7 +163,7 @@ def test_each_source_of_a_mixture_has_its_own(here: Path) -> None:
         }
         data = DataConfig(mixture=mixture, validation_fraction=0.2)
         options: Any = {"seed": 0, "batch_size": ROWS, "sequence_length": LENGTH}
-        return build(data, TokenizerConfig(), **options).train
+        return build_loaders(data, TokenizerConfig(), **options).train
 
     found = mixed(chat="pad", jsonl="cut")
     for part, packing in zip(found.stream.parts, ("pad", "cut"), strict=True):
@@ -172,7 +172,7 @@ def test_each_source_of_a_mixture_has_its_own(here: Path) -> None:
         for number in (0, len(part.sequences) - 1):
             assert equal(part.sequences[number], alone.sequences[number])
     other = mixed(chat="best_fit", jsonl="cut")
-    assert compare(found.fingerprint(), other.fingerprint()) == [
+    assert compare_fingerprints(found.fingerprint(), other.fingerprint()) == [
         ("chat: the packing", "pad", "best_fit")
     ]
 
@@ -182,8 +182,8 @@ def test_many_documents_in_windows(
     packing: Packing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reader, "WINDOW_SPANS", 2)
-    monkeypatch.setattr(sequences, "_KEPT_DOCUMENTS", 100)
-    count = 4 * SPAN + 300
+    monkeypatch.setattr(sequences, "_MIN_CACHED_DOCUMENTS", 100)
+    count = 4 * SPAN_DOCUMENTS + 300
     write_records(tmp_path / "a.jsonl", [{"text": "x" * (n % 37)} for n in range(count)])
     keys = ["data.source=jsonl", f"data.path={tmp_path / 'a.jsonl'}"]
     assert (
@@ -230,13 +230,13 @@ def test_stats_say_what_training_has(
         found = stats(capsys, *keys, *more)
         data = DataConfig(**keys_of(kind, here), packing=packing, validation_fraction=0)
         options: Any = {"seed": 0, "batch_size": ROWS, "sequence_length": LENGTH}
-        whole = build(data, TokenizerConfig(), **options).train
+        whole = build_loaders(data, TokenizerConfig(), **options).train
         assert found["packing"] == packing
         # In another order of documents first fit has other rows.
         slack = 2 if packing == "first_fit" else 0
         assert abs(found["sequences"] - len(whole.sequences)) <= slack
         assert found["packing_efficiency"] == pytest.approx(
-            efficiency_of(whole.sequences), rel=0.02 if slack else 1e-5
+            packing_efficiency(whole.sequences), rel=0.02 if slack else 1e-5
         )
 
 
@@ -274,4 +274,4 @@ def test_nothing_to_train_on(tmp_path: Path) -> None:
     write(tmp_path / "short", [[[256]], [[257]], [[256]], [[257]]] * 20)
     data = DataConfig(source="megatron", path=str(tmp_path / "short"), packing="best_fit")
     with pytest.raises(ConfigError, match="of those for train none has two tokens"):
-        build(data, TokenizerConfig(), seed=0, batch_size=2, sequence_length=8)
+        build_loaders(data, TokenizerConfig(), seed=0, batch_size=2, sequence_length=8)

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from maxpipe.data import documents, packing
-from maxpipe.data.documents import Encoded, EncodedDocuments, build_index
-from maxpipe.data.packing import PackedSequences, Permutation, split_documents
+from maxpipe.data.documents import EncodedDocument, EncodedDocuments, build_index
+from maxpipe.data.packing import ConcatenatedSequences, Permutation, split_documents
 from maxpipe.data.tokenizer import ByteTokenizer
 from maxpipe.errors import ConfigError
 from tests.data.texts import Texts
@@ -21,11 +21,13 @@ DOCUMENTS = st.lists(st.text("abc é", max_size=20), min_size=1, max_size=12)
 LENGTHS = st.integers(2, 17)
 
 
-def pack(texts: Sequence[str], length: int, order: Sequence[int] | None = None) -> PackedSequences:
+def pack(
+    texts: Sequence[str], length: int, order: Sequence[int] | None = None
+) -> ConcatenatedSequences:
     source = Texts(texts)
     index = build_index(source, ByteTokenizer(), None)
     encoded = EncodedDocuments(source, ByteTokenizer(), index)
-    return PackedSequences(encoded, np.array(order or range(len(texts))), length)
+    return ConcatenatedSequences(encoded, np.array(order or range(len(texts))), length)
 
 
 def stream_of(texts: Sequence[str]) -> list[int]:
@@ -179,17 +181,17 @@ class Masked:
     lengths = np.array([5, 4])
     pad_id = 9
 
-    def __getitem__(self, document: int) -> Encoded:
+    def __getitem__(self, document: int) -> EncodedDocument:
         if document:
-            return Encoded(np.arange(4), np.array([False, True, False, True]))
-        return Encoded(np.arange(5), np.array([False, False, True, True, False]))
+            return EncodedDocument(np.arange(4), np.array([False, True, False, True]))
+        return EncodedDocument(np.arange(5), np.array([False, False, True, True, False]))
 
     def where(self, document: int) -> str:
         return f"document {document}"
 
 
 def test_targets_that_are_not_trained_do_not_count() -> None:
-    sequences = PackedSequences(Masked(), np.array([0, 1]), 4)
+    sequences = ConcatenatedSequences(Masked(), np.array([0, 1]), 4)
     masks = np.concatenate([sequences[i]["loss_mask"] for i in range(len(sequences))])
     # Of each document all tokens but the first are targets, the last place has none.
     assert masks.tolist()[:8] == [0, 1, 1, 0, 0, 1, 0, 1]

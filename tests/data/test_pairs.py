@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from maxpipe.cli import main
 from maxpipe.config.schema import DataConfig, TokenizerConfig
 from maxpipe.data import corpus, loader
-from maxpipe.data.documents import Encoded
-from maxpipe.data.packing import fitted
-from maxpipe.data.pairs import DROPPED, SAME, TRUNCATED, Pairs
+from maxpipe.data.documents import EncodedDocument
+from maxpipe.data.packing import pack_documents
+from maxpipe.data.pairs import DROPPED, IDENTICAL, TRUNCATED, PairEncoder
 from maxpipe.data.tokenizer import ByteTokenizer
 from maxpipe.errors import ConfigError
 from tests.data.conversations import (
@@ -32,21 +32,21 @@ from tests.data.test_fitting import STRATEGIES
 BEGIN, END = 256, 257
 
 
-def pairs_of(records: list[Any], tmp_path: Path, room: int = 1000, **keys: Any) -> Pairs:
+def pairs_of(records: list[Any], tmp_path: Path, room: int = 1000, **keys: Any) -> PairEncoder:
     template = keys.pop("template", "")
     if template:
         path = tmp_path / "template.jinja"
         path.write_text(template)
         keys["chat_template"] = str(path)
     config = DataConfig(chat="pairs", **keys)
-    return Pairs(Listed(records), ByteTokenizer(), config, room - 1)
+    return PairEncoder(Listed(records), ByteTokenizer(), config, room - 1)
 
 
-def encoded(record: Any, tmp_path: Path, room: int = 1000, **keys: Any) -> Encoded:
+def encoded(record: Any, tmp_path: Path, room: int = 1000, **keys: Any) -> EncodedDocument:
     return pairs_of([record], tmp_path, room, **keys).encode(0)
 
 
-def halves(found: Encoded) -> list[tuple[str, str]]:
+def halves(found: EncodedDocument) -> list[tuple[str, str]]:
     """(text, what of it is trained) of each half; begin and end as ^ and $."""
     assert found.trained is not None
     shown = {BEGIN: "^", END: "$"}
@@ -122,11 +122,11 @@ def test_whole_texts_begin_with_their_prompt(
 
 
 def test_the_same_response_twice_is_counted(tmp_path: Path) -> None:
-    assert encoded(record("a", "b", "b"), tmp_path).marks == SAME
+    assert encoded(record("a", "b", "b"), tmp_path).marks == IDENTICAL
     whole = [*ASKED, *said(("assistant", "2"))]
     pair = {"chosen": whole, "rejected": whole}
     found = encoded(pair, tmp_path, template=CHATML, prompt_field="")
-    assert found.marks == SAME and halves(found)[0][1] == "2<|im_end|>"
+    assert found.marks == IDENTICAL and halves(found)[0][1] == "2<|im_end|>"
 
 
 # --- too long ----------------------------------------------------------------------------------
@@ -158,7 +158,7 @@ def test_the_longer_half_loses_its_end(
 
 def test_what_differs_may_be_cut(tmp_path: Path) -> None:
     found = encoded(record("p", "aaaab", "aaaac"), tmp_path, 8)
-    assert found.marks == TRUNCATED | SAME
+    assert found.marks == TRUNCATED | IDENTICAL
 
 
 def test_a_pair_without_a_response_left_is_dropped(tmp_path: Path) -> None:
@@ -220,7 +220,7 @@ LENGTHS = st.lists(st.integers(0, 26), min_size=1, max_size=40).map(lambda each:
 @given(LENGTHS, st.integers(1, 25), st.integers(1, 9), st.sampled_from(STRATEGIES))
 def test_a_row_has_as_many_as_it_may(lengths: Any, tokens: int, most: int, strategy: Any) -> None:
     lengths = np.minimum(lengths, tokens + 1)
-    plan = fitted(lengths, np.arange(len(lengths)), tokens, strategy, most)
+    plan = pack_documents(lengths, np.arange(len(lengths)), tokens, strategy, most)
     counts = np.diff(plan.starts)
     assert (counts <= most).all()
     assert sorted(plan.documents.tolist()) == np.flatnonzero(lengths > 1).tolist()
@@ -242,7 +242,9 @@ def datasets(folder: Path, count: int = 30, **keys: Any) -> loader.Datasets:
     path = write_records(folder / "pairs.jsonl", words_of(count))
     given = {"source": "jsonl", "path": str(path), "chat": "pairs", "packing": "best_fit"}
     config = DataConfig(**{**given, "validation_fraction": 0.1, "pairs_per_row": 3, **keys})
-    return loader.build(config, TokenizerConfig(), seed=3, batch_size=2, sequence_length=120)
+    return loader.build_loaders(
+        config, TokenizerConfig(), seed=3, batch_size=2, sequence_length=120
+    )
 
 
 @pytest.mark.parametrize("packing", ["best_fit", "first_fit", "pad"])
@@ -290,7 +292,7 @@ def test_what_decides_a_pair_is_in_the_fingerprint(tmp_path: Path) -> None:
     changes: list[dict[str, Any]] = [{"long_pairs": "drop"}, {"pairs_per_row": 4}]
     for keys in changes:
         other = datasets(tmp_path, **keys).train.fingerprint()
-        assert corpus.compare(one, other)
+        assert corpus.compare_fingerprints(one, other)
 
 
 def test_long_pairs_are_counted(tmp_path: Path) -> None:
@@ -299,7 +301,9 @@ def test_long_pairs_are_counted(tmp_path: Path) -> None:
     config = DataConfig(
         source="jsonl", path=str(path), chat="pairs", packing="pad", validation_fraction=0
     )
-    found = loader.build(config, TokenizerConfig(), seed=0, batch_size=1, sequence_length=60)
+    found = loader.build_loaders(
+        config, TokenizerConfig(), seed=0, batch_size=1, sequence_length=60
+    )
     assert found.remarks == [
         "data: 1 of 4 pairs are longer than a row and lose their ends: see data.long_pairs",
         "data: 1 of 4 pairs are longer than a row and are left out: see data.long_pairs",
@@ -332,7 +336,7 @@ def test_nothing_left_is_refused(
     path = write_records(tmp_path / "left.jsonl", [pair])
     config = DataConfig(source="jsonl", path=str(path), chat="pairs", packing="pad", **keys)
     with pytest.raises(ConfigError) as error:
-        loader.build(config, TokenizerConfig(), seed=0, batch_size=1, sequence_length=60)
+        loader.build_loaders(config, TokenizerConfig(), seed=0, batch_size=1, sequence_length=60)
     (problem,) = error.value.problems
     assert rule in problem.rule and action in problem.action
 

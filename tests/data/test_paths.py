@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from maxpipe.config.schema import DataConfig
-from maxpipe.data.sources import Source, find_files, open_source, source_of
+from maxpipe.data.sources import Source, find_files, infer_source, open_source
 from maxpipe.errors import ConfigError
 from maxpipe.io import files as files_io
 from tests.bucket import Bucket
@@ -59,10 +59,10 @@ def test_files_tell_what_they_are(tmp_path: Path) -> None:
     kinds |= {"d.array_record-0-of-1": "arrayrecord"}
     for name, kind in kinds.items():
         (tmp_path / name).touch()
-        assert source_of(str(tmp_path / name), "here") == kind
+        assert infer_source(str(tmp_path / name), "here") == kind
     (tmp_path / "saved").mkdir()
     (tmp_path / "saved" / "dataset_dict.json").touch()
-    assert source_of(str(tmp_path / "saved"), "here") == "huggingface"
+    assert infer_source(str(tmp_path / "saved"), "here") == "huggingface"
 
 
 @pytest.fixture
@@ -107,13 +107,13 @@ def test_only_what_is_needed_is_fetched(filled: Bucket, monkeypatch: pytest.Monk
     filled.put("large.jsonl", lines(*(f"{i:04}" * 250 for i in range(1000))))
     found = opened("gs://bucket/large.jsonl")
     asked: list[tuple[int, int]] = []
-    whole = files_io.store().cat_file
+    whole = files_io.gcs_filesystem().cat_file
 
     def noted(path: str, start: int, end: int) -> bytes:
         asked.append((start, end))
         return whole(path, start=start, end=end)
 
-    monkeypatch.setattr(files_io.store(), "cat_file", noted)
+    monkeypatch.setattr(files_io.gcs_filesystem(), "cat_file", noted)
     assert found[999] == "0999" * 250 and found[3] == "0003" * 250
     assert [end - start for start, end in asked] == [1013, 1013]
 
@@ -146,7 +146,7 @@ def test_gcsfs_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     def without() -> None:
         raise ImportError("No module named 'gcsfs'")
 
-    monkeypatch.setattr(files_io, "store", without)
+    monkeypatch.setattr(files_io, "gcs_filesystem", without)
     with pytest.raises(ConfigError, match="maxpipe\\[gcs\\]"):
         find_files("gs://bucket/a", ())
 
@@ -176,8 +176,8 @@ def test_what_maxpipe_writes_is_not_read(tmp_path: Path) -> None:
 def test_what_files_are_by_their_names(tmp_path: Path) -> None:
     (tmp_path / "a.idx").touch()
     (tmp_path / "a.bin").touch()
-    assert source_of(str(tmp_path / "a.bin"), "--data") == "megatron"
+    assert infer_source(str(tmp_path / "a.bin"), "--data") == "megatron"
     (tmp_path / "b.bin").touch()
-    assert source_of(str(tmp_path / "b.bin"), "--data") == "text"
+    assert infer_source(str(tmp_path / "b.bin"), "--data") == "text"
     (tmp_path / "manifest.json").touch()
-    assert source_of(str(tmp_path), "--data") == "tokens"
+    assert infer_source(str(tmp_path), "--data") == "tokens"

@@ -21,11 +21,11 @@ import pytest
 from maxpipe.config.schema import DataConfig, TokenizerConfig
 from maxpipe.data.formats import lines as lines_module
 from maxpipe.data.formats.source import RecordSource
-from maxpipe.data.loader import build
+from maxpipe.data.loader import build_loaders
 from maxpipe.data.prepared import prepare as prepare_module
 from maxpipe.data.prepared import writer
-from maxpipe.data.prepared.manifest import FILE, JOURNAL
-from maxpipe.data.prepared.prepare import Plan, prepare
+from maxpipe.data.prepared.manifest import JOURNAL, MANIFEST_FILE
+from maxpipe.data.prepared.prepare import PrepareJob, prepare
 from maxpipe.data.sources import open_source
 from maxpipe.data.tokenizer import ByteTokenizer
 from maxpipe.errors import ConfigError, ExitCode
@@ -40,8 +40,8 @@ class Stopped(Exception):
     """In place of a kill."""
 
 
-def plan(path: str, folder: Path, **changes: Any) -> Plan:
-    found = Plan(
+def plan(path: str, folder: Path, **changes: Any) -> PrepareJob:
+    found = PrepareJob(
         data=DataConfig(source="jsonl", path=path),
         tokenizer=TokenizerConfig(),
         seed=0,
@@ -74,7 +74,7 @@ def stopped(path: Path, folder: Path, shards: int, monkeypatch: pytest.MonkeyPat
     """Prepares a part of the folder."""
     entered = 0
 
-    def enter(journal: Any, line: Any, before: Any = prepare_module.enter) -> None:
+    def enter(journal: Any, line: Any, before: Any = prepare_module.append_journal) -> None:
         nonlocal entered
         before(journal, line)
         entered += 1
@@ -82,7 +82,7 @@ def stopped(path: Path, folder: Path, shards: int, monkeypatch: pytest.MonkeyPat
             raise Stopped
 
     with monkeypatch.context() as patch:
-        patch.setattr(prepare_module, "enter", enter)
+        patch.setattr(prepare_module, "append_journal", enter)
         with pytest.raises(Stopped):
             prepare(plan(str(path), folder), silent)
 
@@ -93,7 +93,7 @@ def test_a_source_is_sent_to_processes(kind: str, tmp_path: Path) -> None:
     data = formatted(kind, TEXTS, tmp_path)
     source = open_source(data, 0)
     source[0]
-    sent = writer.sendable(source)
+    sent = writer.source_if_picklable(source)
     assert sent is not None
     there = pickle.loads(ForkingPickler.dumps(sent).tobytes())
     assert [there[number] for number in range(len(there))] == TEXTS
@@ -106,7 +106,7 @@ def test_batches_are_those_of_the_source(kind: str, tmp_path: Path) -> None:
     prepare(plan("", tmp_path / "out", data=data), silent)
     ids = DataConfig(source="tokens", path=str(tmp_path / "out"))
     pair = [
-        build(each, TokenizerConfig(), seed=3, batch_size=4, sequence_length=33).train
+        build_loaders(each, TokenizerConfig(), seed=3, batch_size=4, sequence_length=33).train
         for each in (data, ids)
     ]
     assert pair[0].fingerprint() == pair[1].fingerprint()
@@ -118,7 +118,7 @@ def test_batches_are_those_of_the_source(kind: str, tmp_path: Path) -> None:
 def test_lines_that_are_kept_are_not_sent(
     tmp_path: Path, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lines_module, "_KEPT_FROM_BYTES", 1)
+    monkeypatch.setattr(lines_module, "_MIN_CACHED_BYTES", 1)
     data = DataConfig(source="jsonl", path=str(path))
     source = open_source(data, 0, cache_dir=str(tmp_path))
     raw = ForkingPickler.dumps(source).tobytes()
@@ -198,7 +198,7 @@ def test_documents_are_their_content(
     stopped(path, folder, 3, monkeypatch)
     monkeypatch.chdir(path.parent)
     prepare(plan("a.jsonl", folder, seed=3), silent)
-    names = [name for name in digests(whole) if name != FILE]
+    names = [name for name in digests(whole) if name != MANIFEST_FILE]
     assert {name: digests(folder)[name] for name in names} == {
         name: digests(whole)[name] for name in names
     }
@@ -211,13 +211,13 @@ def test_a_process_that_finishes_first(
 ) -> None:
     """Between the look into the folder and its lock another process may have written all of it."""
     folder = tmp_path / "out"
-    locked = prepare_module.locked
+    locked = prepare_module.lock_journal
 
     def late(of: Path) -> Any:
         shutil.copytree(whole, of, dirs_exist_ok=True)
         return locked(of)
 
-    monkeypatch.setattr(prepare_module, "locked", late)
+    monkeypatch.setattr(prepare_module, "lock_journal", late)
     assert "is complete" in prepare(plan(str(path), folder), silent)
     assert digests(folder) == digests(whole)
 
@@ -227,9 +227,9 @@ def test_large_documents_come_one_by_one(tmp_path: Path, monkeypatch: pytest.Mon
     texts = ["a" * size for size in (5, 900, 30, 2000, 2000, 2000, *[10] * 200, 1500, 1)]
     write(tmp_path / "a.jsonl", texts)
     prepare(plan(str(tmp_path / "a.jsonl"), tmp_path / "expected"), silent)
-    monkeypatch.setattr(writer, "_MOST_CHARACTERS", 1000)
+    monkeypatch.setattr(writer, "_MAX_CHARACTERS", 1000)
     source = open_source(DataConfig(source="jsonl", path=str(tmp_path / "a.jsonl")), 0)
-    encoder = writer.encoder_of(source, ByteTokenizer(), None)
+    encoder = writer.build_shard_encoder(source, ByteTokenizer(), None)
     counts, first = [], 0
     while first < len(texts):
         found = encoder.piece(first, min(first + 64, len(texts)))
@@ -249,7 +249,7 @@ class Here:
     """Pieces in this process, when they are asked for."""
 
     def __init__(self, workers: int, *, initargs: tuple[Any, ...], **_: Any):
-        writer._Worker.encoder = writer.encoder_of(initargs[3], ByteTokenizer(), None)
+        writer._Worker.encoder = writer.build_shard_encoder(initargs[3], ByteTokenizer(), None)
 
     def submit(self, call: Any, *args: Any) -> Any:
         class Done:

@@ -20,16 +20,16 @@ import pytest
 
 from maxpipe.cli import main
 from maxpipe.config.schema import DataConfig, TokenizerConfig
-from maxpipe.data.loader import build, build_once_through
+from maxpipe.data.loader import build_loaders, build_single_pass
 from maxpipe.data.prepared import ranges
-from maxpipe.data.prepared.manifest import BIN, FILE, IDX, JOURNAL, read_manifest
-from maxpipe.data.prepared.prepare import Plan, prepare, verify
+from maxpipe.data.prepared.manifest import BIN, IDX, JOURNAL, MANIFEST_FILE, read_manifest
+from maxpipe.data.prepared.prepare import PrepareJob, prepare, verify
 from maxpipe.data.prepared.reader import PreparedDocuments
-from maxpipe.data.prepared.writer import SignedFile
+from maxpipe.data.prepared.writer import ChecksummedWriter
 from maxpipe.data.sources import open_source
 from maxpipe.data.tokenizer import ByteTokenizer, open_tokenizer
 from maxpipe.errors import ConfigError, ExitCode, StorageError
-from maxpipe.io.typed import checksummed
+from maxpipe.io.typed import dump_checksummed
 from tests.bucket import served, variables
 
 SHARD_TOKENS = 4000
@@ -62,10 +62,10 @@ def tokens(lines: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def plan(path: str, folder: Path, workers: int = 1, **changes: Any) -> Plan:
+def plan(path: str, folder: Path, workers: int = 1, **changes: Any) -> PrepareJob:
     """Of JSON lines as bytes."""
     section = DataConfig(source="jsonl", path=path)
-    found = Plan(
+    found = PrepareJob(
         data=section,
         tokenizer=TokenizerConfig(),
         seed=0,
@@ -132,7 +132,7 @@ def test_files_are_those_that_other_trainers_read(tokens: Path) -> None:
 def test_batches_are_those_of_the_text(seed: int, lines: str, tokens: Path) -> None:
     def opened(source: Any, path: str) -> Any:
         data = DataConfig(source=source, path=path, validation_fraction=0.2)
-        return build(data, TokenizerConfig(), seed=seed, batch_size=4, sequence_length=33)
+        return build_loaders(data, TokenizerConfig(), seed=seed, batch_size=4, sequence_length=33)
 
     text, ids = opened("jsonl", lines), opened("tokens", str(tokens))
     assert text.train.fingerprint() == ids.train.fingerprint()
@@ -189,7 +189,7 @@ def test_killed_and_started_again(lines: str, tokens: Path, tmp_path: Path) -> N
         if running.wait() == 0:
             break
         killed += 1
-        assert not (folder / FILE).exists()
+        assert not (folder / MANIFEST_FILE).exists()
         until_gone(workers)
     assert killed >= 2
     assert digests(folder) == digests(tokens)
@@ -254,13 +254,15 @@ def test_a_journal_that_was_cut(lines: str, tokens: Path, tmp_path: Path) -> Non
     folder = tmp_path / "cut"
     prepare(plan(lines, folder), silent)
     manifest = read_manifest(str(folder))
-    (folder / FILE).unlink()
+    (folder / MANIFEST_FILE).unlink()
     spec = {key: manifest[key] for key in ("format", "source", "tokenizer", "shard_tokens")}
-    (folder / JOURNAL).write_text(checksummed(spec, indent=None) + '\n{"shard": {"docu')
+    (folder / JOURNAL).write_text(dump_checksummed(spec, indent=None) + '\n{"shard": {"docu')
     prepare(plan(lines, folder, workers=2), silent)
     assert digests(folder) == digests(tokens)
-    (folder / FILE).unlink()
-    (folder / JOURNAL).write_text(checksummed({**spec, "shard_tokens": 17}, indent=None) + "\n")
+    (folder / MANIFEST_FILE).unlink()
+    (folder / JOURNAL).write_text(
+        dump_checksummed({**spec, "shard_tokens": 17}, indent=None) + "\n"
+    )
     with pytest.raises(ConfigError, match="shard_tokens: 17 and 4000"):
         prepare(plan(lines, folder), silent)
     assert len(journal(folder)) == 1
@@ -328,7 +330,7 @@ def test_folders_that_are_not_prepared(tmp_path: Path) -> None:
     (tmp_path / JOURNAL).touch()
     with pytest.raises(ConfigError, match="must be prepared to the end"):
         PreparedDocuments(str(tmp_path), ByteTokenizer())
-    (tmp_path / FILE).write_text("{}")
+    (tmp_path / MANIFEST_FILE).write_text("{}")
     with pytest.raises(StorageError, match="is damaged"):
         PreparedDocuments(str(tmp_path), ByteTokenizer())
 
@@ -336,7 +338,7 @@ def test_folders_that_are_not_prepared(tmp_path: Path) -> None:
 def all_ids(folder: Path) -> list[list[int]]:
     """What training would read."""
     data = DataConfig(source="tokens", path=str(folder))
-    loader, _ = build_once_through(
+    loader, _ = build_single_pass(
         data, TokenizerConfig(), "all", seed=0, batch_size=8, sequence_length=64
     )
     batches = [loader.batch(step) for step in range(loader.num_batches)]
@@ -365,7 +367,7 @@ def test_every_flipped_bit_is_seen(count: int, tokens: Path, tmp_path: Path) -> 
         try:
             assert verify(str(folder), silent).damage, path
         except (StorageError, ConfigError):
-            assert path.name == FILE
+            assert path.name == MANIFEST_FILE
         try:
             # Training reads no metadata.
             assert all_ids(folder) == expected and path.suffix == ".meta", path
@@ -460,7 +462,7 @@ def test_crcs_do_not_depend_on_how_a_file_is_written(tmp_path: Path) -> None:
     raw = np.random.default_rng(3).bytes(3 * ranges.BLOCK_BYTES + 1234)
     found = []
     for size in (1 << 10, 70_001, len(raw)):
-        file = SignedFile(tmp_path / "a")
+        file = ChecksummedWriter(tmp_path / "a")
         for start in range(0, len(raw), size):
             file.write(raw[start : start + size])
         entry = file.close()
@@ -486,13 +488,13 @@ def test_the_whole_of_a_source(tmp_path: Path) -> None:
 def changed(tokens: Path, folder: Path, keys: tuple[Any, ...], value: Any) -> None:
     """A copy whose manifest says something else, with a digest that fits."""
     shutil.copytree(tokens, folder, dirs_exist_ok=True)
-    manifest = json.loads((tokens / FILE).read_text())
+    manifest = json.loads((tokens / MANIFEST_FILE).read_text())
     del manifest["sha256"]
     inner = manifest
     for key in keys[:-1]:
         inner = inner[key]
     inner[keys[-1]] = value
-    (folder / FILE).write_text(checksummed(manifest))
+    (folder / MANIFEST_FILE).write_text(dump_checksummed(manifest))
 
 
 NUMBERS = [
@@ -543,7 +545,7 @@ def test_manifests_that_fit_nothing(
 
 
 def test_shards_in_another_order(tokens: Path, tmp_path: Path) -> None:
-    shards = json.loads((tokens / FILE).read_text())["shards"]
+    shards = json.loads((tokens / MANIFEST_FILE).read_text())["shards"]
     changed(tokens, tmp_path, ("shards",), [*shards[:2], *shards[1:]])
     with pytest.raises(StorageError, match="damaged"):
         PreparedDocuments(str(tmp_path), ByteTokenizer())
@@ -556,7 +558,7 @@ def test_shards_in_another_order(tokens: Path, tmp_path: Path) -> None:
 def test_an_index_that_points_elsewhere(pointer: int, tokens: Path, tmp_path: Path) -> None:
     """Of a folder whose CRCs and digests fit what is wrong."""
     shutil.copytree(tokens, tmp_path, dirs_exist_ok=True)
-    manifest = json.loads((tokens / FILE).read_text())
+    manifest = json.loads((tokens / MANIFEST_FILE).read_text())
     del manifest["sha256"]
     shard = manifest["shards"][0]
     index = bytearray((tokens / f"shard-00000{IDX}").read_bytes())
@@ -573,7 +575,7 @@ def test_an_index_that_points_elsewhere(pointer: int, tokens: Path, tmp_path: Pa
         (tmp_path / f"shard-00000{suffix}").write_bytes(raw)
         entry = {"bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}
         shard["files"][suffix] = entry
-    (tmp_path / FILE).write_text(checksummed(manifest))
+    (tmp_path / MANIFEST_FILE).write_text(dump_checksummed(manifest))
     documents = PreparedDocuments(str(tmp_path), ByteTokenizer())
     documents[3]
     with pytest.raises(StorageError, match="document 5 is at bytes"):
@@ -597,7 +599,7 @@ def test_a_bucket_that_does_not_answer_is_not_asked_again_for_minutes(
     for seconds, count in ((0.1, 3), (50.0, 1)):
         calls.clear()
         with pytest.raises(StorageError, match="cannot be read"):
-            ranges._answer("gs://bucket/a", lambda seconds=seconds: answer(seconds))
+            ranges._retry("gs://bucket/a", lambda seconds=seconds: answer(seconds))
         assert len(calls) == count
 
 

@@ -18,19 +18,19 @@ import pytest
 from maxpipe.cli import main
 from maxpipe.config.schema import DataConfig, TokenizerConfig
 from maxpipe.data import corpus
-from maxpipe.data.chat import Conversations
-from maxpipe.data.conversation import BoundedFiles
-from maxpipe.data.corpus import compare
-from maxpipe.data.loader import Datasets, build
+from maxpipe.data.chat import ConversationEncoder
+from maxpipe.data.conversation import LengthLimitedTokenFiles
+from maxpipe.data.corpus import compare_fingerprints
+from maxpipe.data.loader import Datasets, build_loaders
 from maxpipe.data.prepared import prepare as prepare_module
 from maxpipe.data.prepared import writer
-from maxpipe.data.prepared.manifest import FILE, MASK_FILE, read_manifest
-from maxpipe.data.prepared.prepare import Plan, prepare, verify
+from maxpipe.data.prepared.manifest import MANIFEST_FILE, MASK_FILE, read_manifest
+from maxpipe.data.prepared.prepare import PrepareJob, prepare, verify
 from maxpipe.data.prepared.reader import PreparedDocuments
 from maxpipe.data.sources import open_source
 from maxpipe.data.tokenizer import ByteTokenizer
 from maxpipe.errors import ConfigError, StorageError
-from maxpipe.io.typed import checksummed
+from maxpipe.io.typed import dump_checksummed
 from tests.data.conversations import TEMPLATES, said, without_blocks, write_records
 from tests.data.test_prepared import digests, silent
 
@@ -63,10 +63,10 @@ def section(records: Path, template: str, **changes: Any) -> DataConfig:
     return DataConfig(source="jsonl", path=str(records), **{**settings, **changes})
 
 
-def plan(data: DataConfig, folder: Path, workers: int = 1, **changes: Any) -> Plan:
+def plan(data: DataConfig, folder: Path, workers: int = 1, **changes: Any) -> PrepareJob:
     settings = {"data": data, "tokenizer": TokenizerConfig(), "seed": 0, "folder": folder}
     settings |= {"workers": workers, "shard_tokens": SHARD_TOKENS}
-    return Plan(**{**settings, **changes})
+    return PrepareJob(**{**settings, **changes})
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +77,7 @@ def tokens(records: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def opened_from(data: DataConfig, length: int = 33) -> Datasets:
-    return build(data, TokenizerConfig(), seed=3, batch_size=4, sequence_length=length)
+    return build_loaders(data, TokenizerConfig(), seed=3, batch_size=4, sequence_length=length)
 
 
 @pytest.mark.parametrize("packing", ["cut", "best_fit"])
@@ -115,7 +115,7 @@ def test_batches_are_those_of_the_records(
         [line] = text.remarks
         assert "longer than a sequence, truncated to one" in line
         assert "of these dropped, as no trained token is left" in line
-    assert compare(text.train.fingerprint(), ids.train.fingerprint()) == []
+    assert compare_fingerprints(text.train.fingerprint(), ids.train.fingerprint()) == []
     assert text.train.fingerprint() == ids.train.fingerprint()
     assert text.unigram_entropy == ids.unigram_entropy
     untrained = 0.0
@@ -131,7 +131,7 @@ def test_batches_are_those_of_the_records(
 
 def test_each_document_is_that_of_its_record(records: Path, tokens: Path) -> None:
     data = section(records, TEMPLATES["chatml"])
-    made = Conversations(open_source(data, 0), ByteTokenizer(), data)
+    made = ConversationEncoder(open_source(data, 0), ByteTokenizer(), data)
     found = PreparedDocuments(str(tokens), ByteTokenizer())
     for number in range(NUM_RECORDS):
         one, other = made.encode(number), found[number]
@@ -154,7 +154,7 @@ def test_files_do_not_depend_on_processes_nor_on_a_stop(
 
     entered = 0
 
-    def enter(journal: Any, line: Any, before: Any = prepare_module.enter) -> None:
+    def enter(journal: Any, line: Any, before: Any = prepare_module.append_journal) -> None:
         nonlocal entered
         before(journal, line)
         entered += 1
@@ -162,11 +162,11 @@ def test_files_do_not_depend_on_processes_nor_on_a_stop(
             raise Stopped
 
     with monkeypatch.context() as patch:
-        patch.setattr(prepare_module, "enter", enter)
+        patch.setattr(prepare_module, "append_journal", enter)
         with pytest.raises(Stopped):
             prepare(plan(data, tmp_path / "again"), silent)
-    assert not (tmp_path / "again" / FILE).exists()
-    monkeypatch.setattr(writer, "_MOST_TOKENS", 50)  # pieces of one or two conversations
+    assert not (tmp_path / "again" / MANIFEST_FILE).exists()
+    monkeypatch.setattr(writer, "_MAX_TOKENS", 50)  # pieces of one or two conversations
     prepare(plan(data, tmp_path / "again"), silent)
     assert digests(tmp_path / "again") == digests(tokens)
 
@@ -223,7 +223,7 @@ def test_flipped_bits_of_masks_are_found(tokens: Path) -> None:
 
 
 def test_manifests_that_lie_about_masks(tokens: Path) -> None:
-    path = tokens / FILE
+    path = tokens / MANIFEST_FILE
     before = path.read_text()
     changes: list[tuple[str, Callable[[Any], object]]] = [
         ("has the files", lambda found: found["shards"][0]["files"].pop(MASK_FILE)),
@@ -239,7 +239,7 @@ def test_manifests_that_lie_about_masks(tokens: Path) -> None:
             found = json.loads(before)
             del found["sha256"]
             change(found)
-            path.write_text(checksummed(found))
+            path.write_text(dump_checksummed(found))
             with pytest.raises((StorageError, ConfigError), match=words):
                 read_manifest(str(tokens))
     finally:
@@ -331,17 +331,17 @@ def test_long_conversations_in_windows_are_counted(
     data = DataConfig(source="tokens", path=str(tmp_path / "out"), long_conversations=policy)
     whole = opened_from(data, 150).remarks
     monkeypatch.setattr(corpus, "needs_windows", lambda documents: True)
-    num_read, reads = [0], BoundedFiles._reads
+    num_read, reads = [0], LengthLimitedTokenFiles._reads
 
-    def counted(self: BoundedFiles, document: int, count: int) -> bool:
+    def counted(self: LengthLimitedTokenFiles, document: int, count: int) -> bool:
         num_read[0] += 1
         return reads(self, document, count)
 
-    monkeypatch.setattr(BoundedFiles, "_reads", counted)
+    monkeypatch.setattr(LengthLimitedTokenFiles, "_reads", counted)
 
     def start() -> list[str]:
         num_read[0] = 0
-        return build(
+        return build_loaders(
             data,
             TokenizerConfig(),
             seed=3,

@@ -12,8 +12,8 @@ import pytest
 from maxpipe.config.schema import DataConfig
 from maxpipe.config.tuning_schema import GrpoConfig
 from maxpipe.data import prompts as prompts_module
-from maxpipe.data.chat import spoken
-from maxpipe.data.corpus import compare
+from maxpipe.data.chat import resolve_chat_template
+from maxpipe.data.corpus import compare_fingerprints
 from maxpipe.data.loader import Datasets
 from maxpipe.data.prompts import build_prompts
 from maxpipe.data.tokenizer import ByteTokenizer
@@ -84,9 +84,13 @@ def test_rows_hold_the_prompt_and_train_nothing(prompts: Path) -> None:
 
 def test_a_fingerprint_tells_files_and_groups_apart(prompts: Path) -> None:
     before = opened(prompts).train.fingerprint()
-    assert before["documents"] == COUNT and not compare(before, opened(prompts).train.fingerprint())
+    assert before["documents"] == COUNT and not compare_fingerprints(
+        before, opened(prompts).train.fingerprint()
+    )
     prompts.write_text(prompts.read_text().replace("0+0", "0+1"))
-    names = [name for name, _, _ in compare(before, opened(prompts).train.fingerprint())]
+    names = [
+        name for name, _, _ in compare_fingerprints(before, opened(prompts).train.fingerprint())
+    ]
     assert names == ["the digest of names, sizes and content of the files"]
 
 
@@ -147,7 +151,7 @@ def test_each_conversation_is_parsed_once(tmp_path: Path, monkeypatch: pytest.Mo
         seed=0,
         check=lambda record: None,
         reward="exact",
-        template=spoken(data, ByteTokenizer()),
+        template=resolve_chat_template(data, ByteTokenizer()),
     )
     assert [each["messages"] for each in seen] == messages
     text = found.tokenizer.decode(found.train.batch(0)["tokens"][0].tolist())
@@ -171,7 +175,7 @@ def fields(records: list[Any], tmp_path: Path, **settings: Any) -> tuple[list[st
         seed=0,
         check=lambda record: None,
         reward="exact",
-        template=spoken(spoken_as, ByteTokenizer()),
+        template=resolve_chat_template(spoken_as, ByteTokenizer()),
     )
     batch = found.train.batch(0)
     rows = zip(batch["tokens"], batch["segment_ids"], strict=True)

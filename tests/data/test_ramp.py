@@ -13,21 +13,21 @@ from hypothesis import strategies as st
 
 from maxpipe.config.check import total_steps
 from maxpipe.config.load import load
-from maxpipe.config.ramp import Ramp, Stage
+from maxpipe.config.ramp import BatchRamp, RampStage
 from maxpipe.config.schema import DataConfig, TokenizerConfig, TrainConfig
-from maxpipe.data.corpus import compare
-from maxpipe.data.loader import Loader, build
+from maxpipe.data.corpus import compare_fingerprints
+from maxpipe.data.loader import Loader, build_loaders
 from maxpipe.errors import ConfigError
 
 LENGTH = 16
 STAGES = st.lists(st.tuples(st.integers(1, 7), st.integers(1, 5)), max_size=4)
 
 
-def ramp_of(stages: list[tuple[int, int]], rows: int) -> Ramp:
-    return Ramp(tuple(Stage(*each) for each in stages), rows)
+def ramp_of(stages: list[tuple[int, int]], rows: int) -> BatchRamp:
+    return BatchRamp(tuple(RampStage(*each) for each in stages), rows)
 
 
-def sizes(ramp: Ramp, count: int) -> list[int]:
+def sizes(ramp: BatchRamp, count: int) -> list[int]:
     """One by one, as the config says it."""
     each = [rows for rows, steps in ramp.stages for _ in range(steps)]
     return [*each, *[ramp.rows] * count][:count]
@@ -45,7 +45,7 @@ def test_places_are_those_of_counting(
     assert ramp.before(batches) == ramp.before(number) and batches == number
     assert ramp.batches(ramp.before(number) + 1) == number + 1
     assert set(ramp.sizes(number)) == set(sizes(ramp, 60)[number:])
-    assert Ramp.of_facts(ramp.facts()) == ramp
+    assert BatchRamp.of_facts(ramp.facts()) == ramp
 
 
 @settings(deadline=None)
@@ -61,9 +61,9 @@ def test_pasts_are_compared_batch_by_batch(
     assert one.same_until(other, number) == (sizes(one, number) == sizes(other, number))
 
 
-def loader_of(folder: str, ramp: Ramp) -> Iterator[Loader]:
+def loader_of(folder: str, ramp: BatchRamp) -> Iterator[Loader]:
     data = DataConfig(source="text", path=folder, validation_fraction=0.2)
-    found = build(
+    found = build_loaders(
         data,
         TokenizerConfig(),
         seed=0,
@@ -108,8 +108,8 @@ def test_no_row_is_lost_or_repeated(
 def test_fingerprints_without_a_ramp_are_those_of_before() -> None:
     assert ramp_of([], 8).facts() == {"batch_size": 8}
     grown = ramp_of([(4, 3)], 8).facts()
-    assert compare({"batch_size": 4}, grown, 3) == []
-    assert [name for name, *_ in compare({"batch_size": 4}, grown, 4)] == [
+    assert compare_fingerprints({"batch_size": 4}, grown, 3) == []
+    assert [name for name, *_ in compare_fingerprints({"batch_size": 4}, grown, 4)] == [
         "train.batch_size",
         "the stages of train.batch_ramp, as rows and steps,",
     ]

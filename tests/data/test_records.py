@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from maxpipe.config.data import template_pieces
+from maxpipe.config.data import split_template
 from maxpipe.config.schema import DataConfig, TokenizerConfig
 from maxpipe.data.documents import build_index
-from maxpipe.data.formats.text_of import BadRecord, TextOf
-from maxpipe.data.loader import build
-from maxpipe.data.prepared.prepare import Plan, prepare
+from maxpipe.data.formats.text_of import BadRecord, TextExtractor
+from maxpipe.data.loader import build_loaders
+from maxpipe.data.prepared.prepare import PrepareJob, prepare
 from maxpipe.data.prepared.reader import PreparedDocuments
 from maxpipe.data.sources import open_source
 from maxpipe.data.tokenizer import ByteTokenizer
@@ -46,7 +46,7 @@ RECORD = {
     ],
 )
 def test_a_template_is_filled(template: str, text: str) -> None:
-    assert TextOf(template=template)(RECORD) == text
+    assert TextExtractor(template=template)(RECORD) == text
 
 
 @pytest.mark.parametrize(
@@ -67,14 +67,14 @@ def test_a_template_is_filled(template: str, text: str) -> None:
 )
 def test_what_no_column_is_is_an_error(template: str, words: str) -> None:
     with pytest.raises(BadRecord, match="must have text or a number") as error:
-        TextOf(template=template)(RECORD)
+        TextExtractor(template=template)(RECORD)
     assert words in error.value.rule
 
 
 @pytest.mark.parametrize("template", ["{", "}", "a } b", "{a} {b", "{{a}", "{}", "{ a}", "{a{b}}"])
 def test_a_template_with_other_braces(template: str) -> None:
     with pytest.raises(ValueError, match="has no counterpart|names no column"):
-        template_pieces(template)
+        split_template(template)
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_a_template_with_other_braces(template: str) -> None:
     [("a.b.c", "near"), ("a.x", "whole name"), ("raw", "bytes"), ("title", "A {title}")],
 )
 def test_a_dot_leads_into_a_column(field: str, text: str) -> None:
-    assert TextOf(field)(RECORD) == text
+    assert TextExtractor(field)(RECORD) == text
 
 
 BROKEN = {
@@ -168,7 +168,7 @@ def test_prepared_documents_skip_and_count(tmp_path: Path) -> None:
     def run(folder: str, **keys: Any) -> str:
         out = tmp_path / folder
         section, tokenizer = config(file, **keys), TokenizerConfig()
-        plan = Plan(
+        plan = PrepareJob(
             data=section, tokenizer=tokenizer, seed=0, folder=out, workers=2, shard_tokens=2000
         )
         return prepare(plan, lambda *_: None)
@@ -216,7 +216,9 @@ def test_skipping_changes_no_other_document(tmp_path: Path) -> None:
     other.write_bytes(b"\n".join(lines))
 
     def batches(config: DataConfig) -> tuple[list[Any], int]:
-        datasets = build(config, TokenizerConfig(), seed=3, batch_size=2, sequence_length=16)
+        datasets = build_loaders(
+            config, TokenizerConfig(), seed=3, batch_size=2, sequence_length=16
+        )
         found = [datasets.train.batch(step) for step in range(20)]
         return [{name: value.tolist() for name, value in each.items()} for each in found], (
             datasets.unreadable
@@ -230,7 +232,7 @@ def test_skipping_changes_no_other_document(tmp_path: Path) -> None:
 def test_a_record_that_breaks_later_is_an_error(tmp_path: Path) -> None:
     """It had text when it was indexed: as an empty document it would change what follows."""
     file = broken_lines(tmp_path)
-    datasets = build(
+    datasets = build_loaders(
         config(file, unreadable="skip", validation_fraction=0.0),
         TokenizerConfig(),
         seed=0,

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from maxpipe.config.data_schema import Packing
 from maxpipe.data import packing as packing_module
 from maxpipe.data import sequences
-from maxpipe.data.documents import Encoded
+from maxpipe.data.documents import EncodedDocument
 from maxpipe.data.packing import Sequences
 from maxpipe.data.sequences import Packer
 
@@ -33,9 +33,11 @@ class Ids:
         self.lengths = np.array(lengths, np.int64)
         self._masked = masked
 
-    def __getitem__(self, document: int) -> Encoded:
+    def __getitem__(self, document: int) -> EncodedDocument:
         places = np.arange(self.lengths[document])
-        return Encoded(document * 100 + 10 + places, places % 3 > 0 if self._masked else None)
+        return EncodedDocument(
+            document * 100 + 10 + places, places % 3 > 0 if self._masked else None
+        )
 
     def where(self, document: int) -> str:
         return f"document {document}"
@@ -149,14 +151,14 @@ def test_nothing_to_train_on() -> None:
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Few documents are many. What was planned."""
-    monkeypatch.setattr(sequences, "_KEPT_DOCUMENTS", 10)
+    monkeypatch.setattr(sequences, "_MIN_CACHED_DOCUMENTS", 10)
     planned = []
 
-    def recorded(*arguments: Any) -> packing_module.Plan:
+    def recorded(*arguments: Any) -> packing_module.PackingPlan:
         planned.append(arguments[3])
-        return packing_module.fitted(*arguments)
+        return packing_module.pack_documents(*arguments)
 
-    monkeypatch.setattr(sequences, "fitted", recorded)
+    monkeypatch.setattr(sequences, "pack_documents", recorded)
     return planned
 
 

@@ -18,7 +18,7 @@ from maxpipe.config.schema import DataConfig
 from maxpipe.data import statistics
 from maxpipe.data.sequences import Packer
 from maxpipe.data.sources import open_source
-from maxpipe.data.statistics import Contents, Statistics, count_source, of_texts
+from maxpipe.data.statistics import DuplicateCounter, Statistics, compute_statistics, measure_texts
 from maxpipe.data.tokenizer import ByteTokenizer
 from maxpipe.errors import ConfigError
 from tests.data.conversations import CHATML, CONVERSATIONS, write_records
@@ -29,7 +29,9 @@ QUIET = lambda task, done, total: None  # noqa: E731
 
 def of(texts: list[str], sequence_length: int = 16, packing: Packing = "cut") -> Statistics:
     source, packer = Texts(texts), Packer(packing, sequence_length)
-    return count_source("texts", of_texts(source, ByteTokenizer()), len(texts), packer, QUIET)
+    return compute_statistics(
+        "texts", measure_texts(source, ByteTokenizer()), len(texts), packer, QUIET
+    )
 
 
 def texts(seed: int, count: int) -> list[str]:
@@ -74,7 +76,7 @@ def test_sequences_are_those_of_the_packing() -> None:
 
 def test_duplicates_are_estimated_in_bounded_memory() -> None:
     """40,000 contents twice each, of which 1000 digests fit."""
-    contents, draw = Contents(1000), random.Random(1)
+    contents, draw = DuplicateCounter(1000), random.Random(1)
     for digest in [draw.getrandbits(64) for _ in range(40_000)] * 2:
         contents.add(digest, 7)
         assert len(contents._digests) <= 1000
@@ -143,7 +145,7 @@ def test_a_file_that_changes_is_no_unreadable_record(
     source = open_source(DataConfig(source="text", path="texts"), 0)
     Path("texts/3.txt").unlink()
     with pytest.raises(ConfigError, match=r"3\.txt\n  must be readable"):
-        list(of_texts(source, ByteTokenizer()))
+        list(measure_texts(source, ByteTokenizer()))
 
 
 def test_stats_as_text(run: list[str], capsys: pytest.CaptureFixture[str]) -> None:

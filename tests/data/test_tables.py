@@ -218,7 +218,7 @@ def test_a_row_of_a_long_text_many_times_is_refused(kind: str, tmp_path: Path) -
 def test_texts_that_begin_alike_do_not_fill_the_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(parquet_format, "MOST_GROUP_BYTES", 1 << 26)
+    monkeypatch.setattr(parquet_format, "MAX_GROUP_BYTES", 1 << 26)
     file = tmp_path / "a.parquet"
     coded = {"use_dictionary": False, "store_schema": False}
     long = pa.array(["a" * (1 << 20)] * 500)
@@ -239,7 +239,7 @@ def test_texts_that_begin_alike_do_not_fill_the_memory(
     assert f"{file}: row group 0 = 1 rows" in message and "may take more" in message
     # What fits is read, however it is coded.
     texts = [f"a common beginning {i}" * (i % 4) for i in range(50)]
-    monkeypatch.setattr(parquet_format, "MOST_GROUP_BYTES", 10_000)
+    monkeypatch.setattr(parquet_format, "MAX_GROUP_BYTES", 10_000)
     pq.write_table(
         pa.table({"text": texts}), file, column_encoding={"text": "DELTA_BYTE_ARRAY"}, **coded
     )
@@ -250,7 +250,7 @@ def test_texts_that_begin_alike_do_not_fill_the_memory(
 def test_values_of_a_fixed_length_are_counted_written_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(parquet_format, "MOST_GROUP_BYTES", 1 << 22)
+    monkeypatch.setattr(parquet_format, "MAX_GROUP_BYTES", 1 << 22)
     one = pa.array([b"a" * (1 << 16)], pa.binary(1 << 16))
     column = pa.DictionaryArray.from_arrays(pa.array([0] * 100, pa.int32()), one)
     file = tmp_path / "a.parquet"
@@ -269,7 +269,7 @@ def test_row_groups_that_are_too_large_are_refused(
     monkeypatch.setattr(parquet_format, "_SLOW_GROUP_BYTES", 500)
     found = source(file)
     assert "reading in random order is slow" in caplog.text
-    monkeypatch.setattr(parquet_format, "MOST_GROUP_BYTES", 1000)
+    monkeypatch.setattr(parquet_format, "MAX_GROUP_BYTES", 1000)
     assert found[0] == ""
     message = refusal(lambda: found.record(49))
     assert f"{file}: row group 4 = 10 rows\n" in message and "at most 1000 bytes" in message

@@ -17,15 +17,15 @@ from maxpipe.config.load import load
 from maxpipe.config.schema import DataConfig, TokenizerConfig
 from maxpipe.config.shipped import EVENTS_FILE
 from maxpipe.data import chat
-from maxpipe.data.chat import ChatDocuments, Conversations, build_chat_index
-from maxpipe.data.datasets import datasets_of, spoken_in_run
-from maxpipe.data.pairs import PairDocuments, Pairs
+from maxpipe.data.chat import ChatDocuments, ConversationEncoder, build_chat_index
+from maxpipe.data.datasets import build_datasets, load_run_chat_template
+from maxpipe.data.pairs import PairDocuments, PairEncoder
 from maxpipe.data.prepared import prepare as prepare_module
-from maxpipe.data.prepared.manifest import FILE, JOURNAL, read_manifest
-from maxpipe.data.prepared.prepare import Plan, prepare
+from maxpipe.data.prepared.manifest import JOURNAL, MANIFEST_FILE, read_manifest
+from maxpipe.data.prepared.prepare import PrepareJob, prepare
 from maxpipe.data.sources import open_source
 from maxpipe.data.tokenizer import ByteTokenizer
-from maxpipe.errors import Interrupted
+from maxpipe.errors import UserInterrupt
 from tests.data.conversations import said, write_records
 from tests.data.test_prepared import digests, silent
 
@@ -61,11 +61,11 @@ def test_a_run_that_resumes_on_another_day(
         on(day, monkeypatch)
         source = open_source(data, 0)
         if kind == "pairs":
-            pairs = Pairs(source, TOKENIZER, data, 256)
+            pairs = PairEncoder(source, TOKENIZER, data, 256)
             index = build_chat_index(pairs, str(tmp_path / "index"))
             ids.append(PairDocuments(pairs, index)[7].ids)
         else:
-            conversations = Conversations(source, TOKENIZER, data)
+            conversations = ConversationEncoder(source, TOKENIZER, data)
             index = build_chat_index(conversations, str(tmp_path / "index"))
             ids.append(ChatDocuments(conversations, index)[7].ids)
     assert TOKENIZER.decode(ids[0].tolist()).startswith("Today: 31 Jan 2026\n[user]hi")
@@ -75,7 +75,7 @@ def test_a_run_that_resumes_on_another_day(
 def test_a_folder_that_is_prepared_on_two_days(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan = Plan(
+    plan = PrepareJob(
         data=section(tmp_path),
         tokenizer=TokenizerConfig(),
         seed=0,
@@ -93,10 +93,10 @@ def test_a_folder_that_is_prepared_on_two_days(
         if (plan.folder / JOURNAL).read_bytes().count(b"\n") > 2:
             raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch, pytest.raises(Interrupted):
-        patch.setattr(prepare_module, "_check_sealed", stopped)
+    with monkeypatch.context() as patch, pytest.raises(UserInterrupt):
+        patch.setattr(prepare_module, "_check_files_unchanged", stopped)
         prepare(plan, silent)
-    assert not (plan.folder / FILE).exists()
+    assert not (plan.folder / MANIFEST_FILE).exists()
     on(LATER, monkeypatch)
     prepare(plan, silent)
     assert digests(plan.folder) == whole
@@ -128,7 +128,7 @@ def test_prompts_of_a_run_have_the_date_of_its_first_start(
     ).config
 
     def prompt_of_today() -> str:
-        datasets = datasets_of(config, lambda: None)
+        datasets = build_datasets(config, lambda: None)
         return datasets.tokenizer.decode(datasets.train.batch(0)["tokens"][0].tolist())
 
     on(FIRST, monkeypatch)
@@ -137,7 +137,7 @@ def test_prompts_of_a_run_have_the_date_of_its_first_start(
     (tmp_path / "first" / EVENTS_FILE).write_text("")
     on(LATER, monkeypatch)
     assert prompt_of_today().startswith("Today: 31 Jan 2026\n")
-    template = spoken_in_run(config, TOKENIZER)  # of samples and questions
+    template = load_run_chat_template(config, TOKENIZER)  # of samples and questions
     assert template is not None and template.day == FIRST
     shutil.rmtree(tmp_path / "first")  # another run
     assert prompt_of_today().startswith("Today: 01 Feb 2026\n")

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from maxpipe.config.schema import TokenizerConfig
-from maxpipe.data.tokenizer import ByteTokenizer, Tokenizer, fitted, open_tokenizer
+from maxpipe.data.tokenizer import ByteTokenizer, Tokenizer, fit_tokenizer, open_tokenizer
 from maxpipe.errors import ConfigError
 
 TEXT = "def add(a, b):\n    return a + b  # é 語 <|endoftext|> </s>"
@@ -150,9 +150,9 @@ def test_package_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
 
 
 def test_a_vocabulary_fits_the_model() -> None:
-    fitted(ByteTokenizer(), 259)
+    fit_tokenizer(ByteTokenizer(), 259)
     with pytest.raises(ConfigError) as error:
-        fitted(ByteTokenizer(), 258)
+        fit_tokenizer(ByteTokenizer(), 258)
     [problem] = error.value.problems
     assert (problem.where, problem.given) == ("model.vocab_size", "258")
     assert "at least 259" in problem.rule and "model.vocab_size=384" in problem.action

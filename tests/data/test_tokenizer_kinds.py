@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from maxpipe.config.schema import TokenizerConfig
-from maxpipe.data.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer, stream
+from maxpipe.data.tokenizer import ByteTokenizer, Tokenizer, open_text_stream, open_tokenizer
 from maxpipe.data.tokenizers import sentencepiece, tiktoken
 from maxpipe.data.tokenizers.chat import ChatInput
 from maxpipe.data.tokenizers.tiktoken_presets import PRESETS
@@ -131,7 +131,7 @@ def test_text_comes_back_and_counts(name: str, text: str, opened: dict[str, Toke
     if name not in MODELS:  # these have their own rules for spaces
         assert back == text
         assert tokenizer.byte_lengths[ids].sum() == len(text.encode())
-    flow = stream(tokenizer)
+    flow = open_text_stream(tokenizer)
     assert "".join([*map(flow.push, ids.tolist()), flow.finish()]) == back
 
 
@@ -139,7 +139,7 @@ LONG = "".join(f"語{i}😀 naïve é" for i in range(40)) + "\U0001f3f4\U000e00
 
 
 def test_a_stream_gives_whole_characters(tokenizer: Tokenizer) -> None:
-    flow, ids = stream(tokenizer), tokenizer.encode(LONG).tolist()
+    flow, ids = open_text_stream(tokenizer), tokenizer.encode(LONG).tolist()
     pieces = [flow.push(i) for i in [tokenizer.begin_id, *ids, tokenizer.end_id]]
     assert all("\ufffd" not in piece for piece in pieces)
     assert "".join(pieces) + flow.finish() == tokenizer.decode(ids) == LONG
@@ -154,7 +154,7 @@ def test_any_ids_are_text(name: str, ids: list[int], opened: dict[str, Tokenizer
     tokenizer = opened[name]
     known = [i for i in ids if i < tokenizer.vocab_size and i not in tokenizer.special_ids]
     assert tokenizer.decode(ids) == tokenizer.decode(known)
-    flow = stream(tokenizer)
+    flow = open_text_stream(tokenizer)
     for i in ids:
         flow.push(i)
     flow.finish()

@@ -68,7 +68,7 @@ def write(folder: Path, **parts: Any) -> str:
 def short(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
     monkeypatch.setattr(files, "SECONDS", 0.2)
-    monkeypatch.setattr(files, "_ALONE_SECONDS", 0.2)
+    monkeypatch.setattr(files, "_SINGLE_TEXT_SECONDS", 0.2)
     yield
     for each in threading.enumerate():  # what is given up uses the time of the next test
         if each.name == "tokenizer":
@@ -172,15 +172,15 @@ def test_what_needs_a_limit(part: Any, expected: bool) -> None:
 def test_time_without_work_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """A suspended process, or one that waits for a processor, loses no time of its limit."""
     monkeypatch.setattr(time, "process_time", lambda: 0.0)
-    assert files.within(lambda: time.sleep(0.5) or 7, seconds=0.2) == 7
+    assert files.run_with_time_limit(lambda: time.sleep(0.5) or 7, seconds=0.2) == 7
 
 
 def test_the_command_ends(tmp_path: Path) -> None:
     path = write(tmp_path, pre_tokenizer=split(EXPONENTIAL))
     program = (
         "import sys\n"
-        "from maxpipe.data.tokenizers import time_limit\n"
-        "time_limit.SECONDS = 0.2\n"
+        "from maxpipe.data.tokenizers import files\n"
+        "files.SECONDS = 0.2\n"
         "from maxpipe.cli import main\n"
         "sys.exit(main(sys.argv[1:]))"
     )

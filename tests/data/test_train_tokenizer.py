@@ -122,7 +122,7 @@ def test_ctrl_c_leaves_nothing(corpus: Path) -> None:
 
 
 def test_progress_is_reported(corpus: Path) -> None:
-    sources = train_tokenizer.open_corpus([str(corpus / "lines")], "body")
+    sources = train_tokenizer.open_training_files([str(corpus / "lines")], "body")
     seen: list[tuple[str, int, int]] = []
     train_tokenizer.train(sources, "bpe", 300, lambda *said: seen.append(said))
     assert seen[0] == ("reading documents", 1, 1)

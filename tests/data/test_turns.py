@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from maxpipe.config.schema import DataConfig, TokenizerConfig
-from maxpipe.data.documents import Encoded
-from maxpipe.data.loader import build
+from maxpipe.data.documents import EncodedDocument
+from maxpipe.data.loader import build_loaders
 from maxpipe.data.tokenizer import ByteTokenizer
-from maxpipe.data.turns import Turn, held_out, last_turn
+from maxpipe.data.turns import ValidationPrompt, last_turn, load_validation_prompts
 from tests.data.conversations import said, write_records
 
 BYTES = ByteTokenizer()
@@ -21,18 +21,18 @@ TEMPLATE = (
 )
 
 
-def of(text: str, marks: str) -> Turn | None:
+def of(text: str, marks: str) -> ValidationPrompt | None:
     trained = np.array([mark == "x" for mark in marks])
-    return last_turn(Encoded(np.frombuffer(text.encode(), np.uint8), trained), BYTES)
+    return last_turn(EncodedDocument(np.frombuffer(text.encode(), np.uint8), trained), BYTES)
 
 
 def test_the_last_trained_message_is_the_answer() -> None:
-    assert of("abcdef", "..xx..") == Turn([*b"ab"], "ab", "cd")
-    assert of("abcdef", ".x..xx") == Turn([*b"abcd"], "abcd", "ef")
-    assert of("abcdef", "xx..x.") == Turn([*b"abcd"], "abcd", "e")
+    assert of("abcdef", "..xx..") == ValidationPrompt([*b"ab"], "ab", "cd")
+    assert of("abcdef", ".x..xx") == ValidationPrompt([*b"abcd"], "abcd", "ef")
+    assert of("abcdef", "xx..x.") == ValidationPrompt([*b"abcd"], "abcd", "e")
     assert of("abcdef", "......") is None and of("abcdef", "xx....") is None
     assert of("abcdef", "xxxxxx") is None
-    assert last_turn(Encoded(np.zeros(3, np.uint8)), BYTES) is None
+    assert last_turn(EncodedDocument(np.zeros(3, np.uint8)), BYTES) is None
 
 
 def test_turns_are_of_what_is_held_out(tmp_path: Path) -> None:
@@ -45,9 +45,9 @@ def test_turns_are_of_what_is_held_out(tmp_path: Path) -> None:
     shared |= {"chat_template": str(tmp_path / "t.jinja")}
     known = {f"u:{c[0]['content']}a:": c[-1]["content"] for c in chats if len(c) > 1}
 
-    def found(config: DataConfig, count: int, room: int) -> list[Turn]:
-        data = build(config, TokenizerConfig(), seed=0, batch_size=2, sequence_length=64)
-        return held_out(data, config.validation_fraction, count, room)
+    def found(config: DataConfig, count: int, room: int) -> list[ValidationPrompt]:
+        data = build_loaders(config, TokenizerConfig(), seed=0, batch_size=2, sequence_length=64)
+        return load_validation_prompts(data, config.validation_fraction, count, room)
 
     config = DataConfig(**shared, validation_fraction=0.4)
     turns = found(config, 20, 64)

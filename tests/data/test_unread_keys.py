@@ -12,7 +12,7 @@ import pytest
 
 from maxpipe.cli import main
 from maxpipe.config.data_schema import SourceConfig
-from maxpipe.data.unread_keys import advice, columns_not_read
+from maxpipe.data.unread_keys import columns_not_read, suggest_settings
 from tests.data.conversations import Listed, said, write_records
 
 TEMPLATE = (
@@ -166,8 +166,8 @@ def test_responses_that_are_not_wanted() -> None:
     records = [{"prompt": "a", "completion": "b", "label": each} for each in (True, False)]
     config = SourceConfig(source="jsonl", chat="prompt", response_field="completion")
     line = "Responses with label false are trained too: remove these records."
-    assert advice(["label"], Listed(records), config) == line
-    assert advice(["label"], Listed(records[:1]), config) == ""
+    assert suggest_settings(["label"], Listed(records), config) == line
+    assert suggest_settings(["label"], Listed(records[:1]), config) == ""
     text = SourceConfig(source="jsonl", template="{prompt}{completion}")
     assert columns_not_read(Listed(records), text) == [f"this column is not read: label. {line}"]
 
@@ -175,17 +175,17 @@ def test_responses_that_are_not_wanted() -> None:
 def test_what_the_messages_say_already_needs_no_action() -> None:
     records = [{"prompt": "Where is it?", "context": "Where is it?", "response": "Here."}]
     config = SourceConfig(source="jsonl", chat="prompt")
-    assert advice(["context"], Listed(records), config) == ""
+    assert suggest_settings(["context"], Listed(records), config) == ""
 
 
 def test_settings_that_fail_are_not_named() -> None:
     """A system message is there already; a text is not one in all records."""
     records = [{"system": "b", "messages": said(("system", "a"), ("user", "c"))}]
     config = SourceConfig(source="jsonl", chat="messages")
-    assert advice(["system"], Listed(records), config) == ""
+    assert suggest_settings(["system"], Listed(records), config) == ""
     records = [{"prompt": "a", "context": each, "response": "b"} for each in ("two words", ["c"])]
     config = SourceConfig(source="jsonl", chat="prompt")
-    assert advice(["context"], Listed(records), config) == ""
+    assert suggest_settings(["context"], Listed(records), config) == ""
     records = [{"text": "a", "note": each} for each in ("two words", None)]
     config = SourceConfig(source="jsonl")
     assert columns_not_read(Listed(records), config) == ["this column is not read: note"]

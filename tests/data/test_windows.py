@@ -13,16 +13,16 @@ import pytest
 
 from maxpipe.config.data_schema import MixedSourceConfig, Packing
 from maxpipe.config.schema import DataConfig, TokenizerConfig
-from maxpipe.data.documents import Encoded
-from maxpipe.data.loader import Datasets, build
+from maxpipe.data.documents import EncodedDocument
+from maxpipe.data.loader import Datasets, build_loaders
 from maxpipe.data.prepared import reader
-from maxpipe.data.prepared.manifest import SPAN
-from maxpipe.data.prepared.reader import WindowedSequences, spans_of
+from maxpipe.data.prepared.manifest import SPAN_DOCUMENTS
+from maxpipe.data.prepared.reader import WindowedSequences, split_spans
 from maxpipe.data.sequences import Packer
 from tests.data.large import DOCUMENTS, MEASURED, SHARDS, write_sparse
 from tests.data.texts import write_texts
 
-NUM_DOCUMENTS = 7 * SPAN + 100
+NUM_DOCUMENTS = 7 * SPAN_DOCUMENTS + 100
 PACKINGS: tuple[Packing, ...] = get_args(Packing)[1:]
 FITTED = PACKINGS[1:]
 LENGTH = 50
@@ -36,14 +36,16 @@ class Numbers:
 
     def __init__(self) -> None:
         self.lengths = 1 + np.arange(NUM_DOCUMENTS) % 5
-        self.span_tokens = np.add.reduceat(self.lengths, np.arange(0, NUM_DOCUMENTS, SPAN))
+        self.span_tokens = np.add.reduceat(
+            self.lengths, np.arange(0, NUM_DOCUMENTS, SPAN_DOCUMENTS)
+        )
         self.num_tokens = int(self.lengths.sum())
 
     def lengths_between(self, first: int, stop: int) -> np.ndarray:
         return self.lengths[first:stop]
 
-    def __getitem__(self, document: int) -> Encoded:
-        return Encoded(np.full(self.lengths[document], document))
+    def __getitem__(self, document: int) -> EncodedDocument:
+        return EncodedDocument(np.full(self.lengths[document], document))
 
     def where(self, document: int) -> str:
         return f"document {document}"
@@ -63,7 +65,7 @@ def opened(
     **more: Any,
 ) -> WindowedSequences:
     documents = Numbers()
-    spans = spans_of(documents, split, fraction, seed or 0)
+    spans = split_spans(documents, split, fraction, seed or 0)
     return WindowedSequences(documents, spans, Packer(packing, LENGTH, **more), seed)
 
 
@@ -83,7 +85,7 @@ def test_splits_hold_every_token_once() -> None:
     assert missing.min() >= 0 and missing.sum() <= 2 + 4
     assert not set(tokens[0]) & set(tokens[1])
     assert held.num_tokens + kept.num_tokens == documents.num_tokens
-    assert len(set(tokens[0] // SPAN)) == round(0.3 * 8)
+    assert len(set(tokens[0] // SPAN_DOCUMENTS)) == round(0.3 * 8)
 
 
 @pytest.mark.parametrize("packing", FITTED)
@@ -181,7 +183,9 @@ def test_a_hundred_gigabytes_open_at_once(hundred_gigabytes: Path) -> None:
 
 def test_a_run_of_windows_does_not_depend_on_the_rows_it_reads(hundred_gigabytes: Path) -> None:
     data = DataConfig(source="tokens", path=str(hundred_gigabytes))
-    found: Datasets = build(data, TokenizerConfig(), seed=0, batch_size=4, sequence_length=128)
+    found: Datasets = build_loaders(
+        data, TokenizerConfig(), seed=0, batch_size=4, sequence_length=128
+    )
     whole = found.train.batch(10_000_000)
     part = found.train.batch(10_000_000, [3, 1])
     assert np.array_equal(whole["segment_ids"][[3, 1]], part["segment_ids"])
@@ -198,7 +202,7 @@ def test_windows_in_a_mixture(hundred_gigabytes: Path, tmp_path: Path) -> None:
         "few": MixedSourceConfig(source="text", path=few, weight=1),
     }
     data = DataConfig(mixture=mixture, validation_fraction=0.1)
-    found = build(data, TokenizerConfig(), seed=0, batch_size=8, sequence_length=128)
+    found = build_loaders(data, TokenizerConfig(), seed=0, batch_size=8, sequence_length=128)
     for step in (0, 10_000_000):
         rows, batch = found.train.rows(step), found.train.batch(step)
         assert {row.source for row in rows} == {"large", "few"}

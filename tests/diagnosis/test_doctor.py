@@ -21,7 +21,7 @@ from maxpipe.cli import main
 from maxpipe.config.load import load
 from maxpipe.config.schema import RuntimeConfig
 from maxpipe.diagnosis import doctor, environment
-from maxpipe.diagnosis.doctor import Check, Target
+from maxpipe.diagnosis.doctor import CheckResult, CheckTarget
 from maxpipe.plan import topology
 from tests.bucket import Bucket
 
@@ -45,15 +45,15 @@ def config(tmp_path: Path) -> list[str]:
 @pytest.fixture
 def no_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is started: for what is not about devices."""
-    monkeypatch.setattr(doctor, "devices", lambda target: iter(()))
-    monkeypatch.setattr(doctor, "loopback", lambda: Check("two processes", "ok", ""))
+    monkeypatch.setattr(doctor, "check_devices", lambda target: iter(()))
+    monkeypatch.setattr(doctor, "check_loopback", lambda: CheckResult("two processes", "ok", ""))
 
 
-def by_name(checks: list[Check]) -> dict[str, Check]:
+def by_name(checks: list[CheckResult]) -> dict[str, CheckResult]:
     return {check.name: check for check in checks}
 
 
-def explained(check: Check, *words: str) -> None:
+def explained(check: CheckResult, *words: str) -> None:
     """A failure says what, and what to do, on one line."""
     assert check.status == "FAILED" and check.action.endswith((".", "?", ")"))
     assert "\n" not in str(check)
@@ -105,7 +105,7 @@ def test_json_is_one_object_without_secrets(
 
 
 def test_lines_have_no_secrets():
-    assert TOKEN not in str(Check("data", "FAILED", f"s3://me:{TOKEN}@x", f"Set a={TOKEN}."))
+    assert TOKEN not in str(CheckResult("data", "FAILED", f"s3://me:{TOKEN}@x", f"Set a={TOKEN}."))
 
 
 # --- versions, folders, data ------------------------------------------------------------------
@@ -116,23 +116,27 @@ def test_lines_have_no_secrets():
     [({"jax": "0.9.9"}, "jax 0.9.9 is older than 0.10.2"), ({"optax": None}, "optax is missing")],
 )
 def test_versions(present: dict[str, str | None], words: str, monkeypatch: pytest.MonkeyPatch):
-    assert doctor.versions().status == "ok"
-    right = environment.installed
+    assert doctor.check_versions().status == "ok"
+    right = environment.installed_version
     monkeypatch.setattr(
-        environment, "installed", lambda name: present[name] if name in present else right(name)
+        environment,
+        "installed_version",
+        lambda name: present[name] if name in present else right(name),
     )
-    explained(doctor.versions(), words)
+    explained(doctor.check_versions(), words)
 
 
 def test_a_plugin_for_gpus_of_another_jax_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = environment.installed
+    right = environment.installed_version
     monkeypatch.setattr(
-        environment, "installed", lambda name: "0.9" if name in topology.PLUGINS else right(name)
+        environment,
+        "installed_version",
+        lambda name: "0.9" if name in topology.PLUGINS else right(name),
     )
     monkeypatch.setattr(topology, "missing_compiler", lambda: ("needs another", "pip install x"))
-    explained(doctor.versions(), "jax for GPUs needs another")
+    explained(doctor.check_versions(), "jax for GPUs needs another")
     monkeypatch.setattr(topology, "missing_compiler", lambda: None)
-    assert doctor.versions().status == "ok"
+    assert doctor.check_versions().status == "ok"
 
 
 @pytest.mark.parametrize(
@@ -146,7 +150,7 @@ def test_versions_are_numbers(lower: str, higher: str):
 
 def test_a_folder_that_cannot_be_written(config: list[str], tmp_path: Path):
     (tmp_path / "runs").write_text("a file in the way")
-    found = by_name(list(doctor.folders(Target.of(load(config)))))
+    found = by_name(list(doctor.check_folders(CheckTarget.of(load(config)))))
     explained(found["run folder"], "Not a directory", "Set run.dir")
     assert found["compilation cache"].status == "ok"
 
@@ -154,9 +158,9 @@ def test_a_folder_that_cannot_be_written(config: list[str], tmp_path: Path):
 def test_a_place_of_checkpoints_is_looked_at(
     config: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    def folders(value: object) -> dict[str, Check]:
+    def folders(value: object) -> dict[str, CheckResult]:
         loaded = load([*config, f"checkpoint.dir={value}"])
-        return by_name(list(doctor.folders(Target.of(loaded))))
+        return by_name(list(doctor.check_folders(CheckTarget.of(loaded))))
 
     def without_gcsfs() -> None:
         raise ImportError
@@ -165,27 +169,27 @@ def test_a_place_of_checkpoints_is_looked_at(
     assert "a checkpoint takes" not in folders(tmp_path / "saved")["run folder"].text
     (tmp_path / "saved").write_text("a file in the way")
     explained(folders(tmp_path / "saved")["checkpoint folder"], "Set checkpoint.dir")
-    monkeypatch.setattr(storage, "store", without_gcsfs)
+    monkeypatch.setattr(storage, "gcs_filesystem", without_gcsfs)
     found = folders("gs://bucket/runs")["checkpoint folder"]
     assert found.status == "FAILED" and found.action == "Run: pip install 'maxpipe[gcs]'"
 
 
 def test_a_place_in_a_bucket_is_tried(config: list[str], bucket: Bucket):
     loaded = load([*config, "checkpoint.dir=gs://bucket/runs"])
-    found = by_name(list(doctor.folders(Target.of(loaded))))["checkpoint folder"]
-    assert found == Check(found.name, "ok", "gs://bucket/runs/tiny can be written")
+    found = by_name(list(doctor.check_folders(CheckTarget.of(loaded))))["checkpoint folder"]
+    assert found == CheckResult(found.name, "ok", "gs://bucket/runs/tiny can be written")
     bucket.refused.add("POST")
     try:
-        found = by_name(list(doctor.folders(Target.of(loaded))))["checkpoint folder"]
+        found = by_name(list(doctor.check_folders(CheckTarget.of(loaded))))["checkpoint folder"]
         explained(found, "Forbidden", "Storage Object User")
     finally:
         bucket.refused.clear()
 
 
 def test_what_a_run_starts_from_is_looked_for(config: list[str], tmp_path: Path):
-    def checks(source: str) -> Check:
+    def checks(source: str) -> CheckResult:
         loaded = load([*config, f"run.dir={tmp_path}", f"checkpoint.restore_from={source}"])
-        (check,) = doctor.source(loaded.config)
+        (check,) = doctor.check_restore_source(loaded.config)
         return check
 
     (tmp_path / "base" / "checkpoints" / "120").mkdir(parents=True)
@@ -197,14 +201,14 @@ def test_what_a_run_starts_from_is_looked_for(config: list[str], tmp_path: Path)
     (tmp_path / "none").mkdir()
     explained(checks(f"{tmp_path}/none"), "has no checkpoint")
     own = load([*config, f"run.dir={tmp_path}", "run.name=base", "checkpoint.restore_from=nothing"])
-    (check,) = doctor.source(own.config)
+    (check,) = doctor.check_restore_source(own.config)
     assert check.status == "ok" and "has checkpoints of its own" in check.text
-    assert list(doctor.source(load(config).config)) == []
+    assert list(doctor.check_restore_source(load(config).config)) == []
 
 
 def test_a_cache_that_cannot_be_written_is_a_warning(config: list[str], tmp_path: Path):
     (tmp_path / "cache").write_text("a file in the way")
-    found = by_name(list(doctor.folders(Target.of(load(config)))))
+    found = by_name(list(doctor.check_folders(CheckTarget.of(load(config)))))
     assert found["compilation cache"].status == "warning"
     assert "runtime.compilation_cache" in found["compilation cache"].action
 
@@ -215,8 +219,8 @@ def test_the_default_cache_without_a_home_folder_is_a_warning(
     monkeypatch.delenv("HOME")
     monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)
     default = RuntimeConfig().compilation_cache
-    target = Target.of(load([*config, f"runtime.compilation_cache={default}"]))
-    found = by_name(list(doctor.folders(target)))["compilation cache"]
+    target = CheckTarget.of(load([*config, f"runtime.compilation_cache={default}"]))
+    found = by_name(list(doctor.check_folders(target)))["compilation cache"]
     assert (found.status, found.text) == (
         "warning",
         "~/.cache/maxpipe/compiled cannot be used: HOME is not set.",
@@ -231,12 +235,12 @@ def test_space_for_checkpoints(
     from maxpipe.models.count import num_params
     from maxpipe.models.registry import describe
 
-    target = Target.of(load(config))
+    target = CheckTarget.of(load(config))
     assert target.config is not None and target.config.checkpoint.keep == 3
     one = num_params(describe(target.config.model)) * 3 * 4
     usage = collections.namedtuple("usage", "total used free")
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: usage(0, 0, one * free - 1))
-    found = by_name(list(doctor.folders(target)))["run folder"]
+    found = by_name(list(doctor.check_folders(target)))["run folder"]
     assert found.status == status
     assert found.status == "ok" or "Free " in found.action
 
@@ -244,21 +248,21 @@ def test_space_for_checkpoints(
 def test_a_file_server_with_another_time(config: list[str], monkeypatch: pytest.MonkeyPatch):
     real = time.time
     monkeypatch.setattr(doctor.time, "time", lambda: real() - 60)
-    found = by_name(list(doctor.folders(Target.of(load(config)))))["run folder"]
+    found = by_name(list(doctor.check_folders(CheckTarget.of(load(config)))))["run folder"]
     assert found.status == "warning" and "differs from this machine's by 60." in found.text
 
 
 def test_data_and_tokenizer(config: list[str], tmp_path: Path):
-    read, tokens = doctor.data(load(config).config)
+    read, tokens = doctor.check_data(load(config).config)
     assert read.text == "text, 1 document, the first of 18 characters"
     assert tokens.text == "bytes, 259 ids, 18 for 18 characters"
     # The tokenizer is looked at without data, and the other way round.
-    missing, tokens = doctor.data(load([*config, f"data.path={tmp_path}/none"]).config)
+    missing, tokens = doctor.check_data(load([*config, f"data.path={tmp_path}/none"]).config)
     explained(missing, "data.path = ", "it gives 0 files", "Set data.path")
     assert tokens.status == "ok"
     (tmp_path / "tokenizer.json").write_text("{}")
     both = ["tokenizer.kind=huggingface", f"tokenizer.path={tmp_path}/tokenizer.json"]
-    read, tokens = doctor.data(load([*config, *both]).config)
+    read, tokens = doctor.check_data(load([*config, *both]).config)
     assert read.status == "ok"
     explained(tokens, "tokenizer.path", "must be a tokenizer.json file")
 
@@ -266,7 +270,7 @@ def test_data_and_tokenizer(config: list[str], tmp_path: Path):
 def test_a_model_with_too_few_ids(config: list[str]):
     whole = load(config).config
     small = dataclasses.replace(whole, model=dataclasses.replace(whole.model, vocab_size=100))
-    read, tokens = doctor.data(small)
+    read, tokens = doctor.check_data(small)
     assert read.status == "ok"
     explained(tokens, "model.vocab_size = 100", "259")
 
@@ -277,19 +281,19 @@ def test_a_model_with_too_few_ids(config: list[str]):
 @pytest.mark.parametrize("zone", ["", "UTC", "Europe/Zurich", "EST5EDT", "<+03>-3", ":UTC"])
 def test_a_clock_that_is_set(zone: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("TZ", zone)
-    assert doctor.clock().status == "ok"
+    assert doctor.check_clock().status == "ok"
 
 
 def test_a_time_zone_that_is_none(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("TZ", "Mars/Base")
-    found = doctor.clock()
+    found = doctor.check_clock()
     assert found.status == "warning" and "TZ=Mars/Base is no time zone" in found.text
 
 
 def test_a_clock_that_jumps(monkeypatch: pytest.MonkeyPatch):
     readings = iter([1e9, 1e9 + 40])
     monkeypatch.setattr(doctor.time, "time", lambda: next(readings))
-    explained(doctor.clock(), "the time of day moved by 40.00 s")
+    explained(doctor.check_clock(), "the time of day moved by 40.00 s")
 
 
 # --- devices ----------------------------------------------------------------------------------
@@ -309,36 +313,38 @@ def answers(monkeypatch: pytest.MonkeyPatch, *records: dict[str, Any]) -> list[A
 
 def test_the_mesh_that_is_asked_for_is_tried(config: list[str], monkeypatch: pytest.MonkeyPatch):
     asked = answers(monkeypatch, {"name": "mesh", "status": "ok", "text": "stage 2"})
-    (found,) = doctor.devices(Target.of(load([*config, "runtime.init_timeout_seconds=77"])))
-    assert found == Check("mesh", "ok", "stage 2")
+    (found,) = doctor.check_devices(
+        CheckTarget.of(load([*config, "runtime.init_timeout_seconds=77"]))
+    )
+    assert found == CheckResult("mesh", "ok", "stage 2")
     ((specs, seconds, _),) = asked
     assert specs[0]["mesh"]["ici_stage"] == 2 and specs[0]["runtime"]["platform"] == "cpu"
     assert seconds == doctor.DEVICE_SECONDS
     answers(monkeypatch, {"name": "mesh", "status": "ok", "text": "one", "platform": "gpu"})
-    target = Target.of(load([*config, "train.sequence_length=4096"]))
-    assert [each.name for each in doctor.devices(target)] == ["mesh", "attention"]
-    named = Target.of(load([*config, "model.attention=xla"]))
-    assert [each.name for each in doctor.devices(named)] == ["mesh"]
+    target = CheckTarget.of(load([*config, "train.sequence_length=4096"]))
+    assert [each.name for each in doctor.check_devices(target)] == ["mesh", "attention"]
+    named = CheckTarget.of(load([*config, "model.attention=xla"]))
+    assert [each.name for each in doctor.check_devices(named)] == ["mesh"]
     asked = answers(monkeypatch)
     several = load([*config, "runtime.num_processes=0", "runtime.init_timeout_seconds=77"])
-    list(doctor.devices(Target.of(several)))
+    list(doctor.check_devices(CheckTarget.of(several)))
     assert asked[0][1] == doctor.DEVICE_SECONDS + 77
 
 
 def test_devices_that_hang_are_explained(monkeypatch: pytest.MonkeyPatch):
     answers(monkeypatch, {"name": "devices", "status": "FAILED", "text": "no answer within 9 s."})
-    (found,) = doctor.devices(Target())
+    (found,) = doctor.check_devices(CheckTarget())
     explained(found, "no answer within 9 s.", "End other programs")
-    explained(doctor.loopback(), "process 0: no answer within 9 s.", "no_proxy")
-    assert doctor.kinds() == "no answer within 9 s."
+    explained(doctor.check_loopback(), "process 0: no answer within 9 s.", "no_proxy")
+    assert doctor.count_device_kinds() == "no answer within 9 s."
 
 
 @pytest.mark.slow
 def test_a_mesh_that_does_not_fit_and_a_platform_that_is_not_there(config: list[str]):
-    found = list(doctor.devices(Target.of(load([*config, "mesh.ici_fsdp=4"]))))
+    found = list(doctor.check_devices(CheckTarget.of(load([*config, "mesh.ici_fsdp=4"]))))
     assert [check.status for check in found] == ["ok", "FAILED"]
     explained(found[1], "the run needs 8, and there are 4", "set mesh.cpu_devices=8")
-    (found,) = doctor.devices(Target.of(load([*config, "runtime.platform=tpu"])))
+    (found,) = doctor.check_devices(CheckTarget.of(load([*config, "runtime.platform=tpu"])))
     explained(found, "runtime.platform", "has no devices on this machine")
 
 
@@ -355,7 +361,7 @@ def test_two_processes_that_cannot_meet(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(doctor, "free_port", lambda: other.getsockname()[1])
         monkeypatch.setattr(doctor, "LOOPBACK_SECONDS", 15.0)
         begin = time.monotonic()
-        explained(doctor.loopback(), "process ", "127.0.0.1")
+        explained(doctor.check_loopback(), "process ", "127.0.0.1")
         assert time.monotonic() - begin < 25
 
 

@@ -80,7 +80,7 @@ def test_a_process_that_dies_says_why():
 
 
 def test_env_prints_lines_and_json(capsys: Capture, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("maxpipe.diagnosis.doctor.kinds", lambda: {"TPU v5": 4})
+    monkeypatch.setattr("maxpipe.diagnosis.doctor.count_device_kinds", lambda: {"TPU v5": 4})
     assert main(["env"]) == 0
     lines = dict(line.split(None, 1) for line in capsys.readouterr().out.splitlines())
     assert lines["devices"] == "4 x TPU v5"

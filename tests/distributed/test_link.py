@@ -19,10 +19,10 @@ from typing import Any
 import pytest
 
 from maxpipe.distributed import wire
-from maxpipe.distributed.hub import FromHub, Hub, Limits, Member, free_port
-from maxpipe.distributed.link import Link
+from maxpipe.distributed.hub import Coordinator, CoordinatorMessage, Member, Timeouts, free_port
+from maxpipe.distributed.link import ControlChannel
 from maxpipe.distributed.phases import Phases
-from maxpipe.distributed.wire import Wire, reach
+from maxpipe.distributed.wire import AuthenticatedConnection, connect
 
 ROOT = Path(__file__).parents[2]
 
@@ -31,15 +31,15 @@ SECRET = "0123456789" * 4
 ENVIRONMENT = {"PYTHONPATH": str(ROOT), wire.VARIABLE: SECRET}
 MEMBER = """
 import sys, time
-from maxpipe.distributed import secret
-from maxpipe.errors import Preempted
-from maxpipe.distributed.hub import Limits
-from maxpipe.distributed.link import Link
+from maxpipe.distributed import wire
+from maxpipe.errors import Preemption
+from maxpipe.distributed.hub import Timeouts
+from maxpipe.distributed.link import ControlChannel
 from maxpipe.distributed.phases import COMPILE, DATA, DATA_SET_UP, EVAL, LOOP, SAVE, STEP, Phases
 
 index, count, port, facts = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 phases = Phases()
-limits = Limits({limits})
+limits = Timeouts({limits})
 {before}
 
 def steps(link, number, each=lambda step: None):
@@ -58,18 +58,18 @@ def steps(link, number, each=lambda step: None):
                 raise link.stopped("stopped")
 
 try:
-    with Link(phases, limits, index=index, count=count) as link:
+    with ControlChannel(phases, limits, index=index, count=count) as link:
         print("linked", flush=True)
         if count > 1:
             address, own = ("127.0.0.1", port), {{"train.steps": facts}}
-            trouble = link.gather(address, own, secret.given)
+            trouble = link.gather(address, own, wire.secret_from_environment)
             if trouble:
                 print(trouble.text, file=sys.stderr)
                 sys.exit(71 if trouble.late else 2)
         print("together", flush=True)
         with link.ends_together():
             {body}
-except Preempted as stopped:
+except Preemption as stopped:
     sys.exit(int(stopped.exit_code))
 """
 
@@ -371,9 +371,9 @@ steps(link, 1000, read if index == 1 else step_of_all)
 
 def test_a_stall_is_said_twice_by_all() -> None:
     """Beats are older than what has happened since, when a host was frozen."""
-    told: list[FromHub] = []
+    told: list[CoordinatorMessage] = []
     with selectors.DefaultSelector() as selector:
-        hub = Hub(2, Limits(stall_seconds=1), told.append, print, selector)
+        hub = Coordinator(2, Timeouts(stall_seconds=1), told.append, print, selector)
         hub.join(Member(0))
         hub.join(Member(1))
 
@@ -526,8 +526,8 @@ def test_leaving_waits_for_thousands_of_processes() -> None:
             socket.socket(fileno=fcntl.fcntl(here, fcntl.F_DUPFD, 2000)) as far,
             selectors.DefaultSelector() as selector,
         ):
-            wire = Wire(far, SECRET.encode(), b"nonces", is_hub=True)
-            hub = Hub(2, Limits(), lambda message: None, print, selector)
+            wire = AuthenticatedConnection(far, SECRET.encode(), b"nonces", is_hub=True)
+            hub = Coordinator(2, Timeouts(), lambda message: None, print, selector)
             hub._members = {0: Member(0), 1: Member(1, wire=wire)}
             begin = time.monotonic()
             hub.wait_for_leaving(0.2)
@@ -587,7 +587,7 @@ def test_an_unknown_host_name_is_no_matter_of_the_secret(
 
     monkeypatch.setattr(socket, "create_connection", unknown)
     found = iter([b"s" * 32])
-    with Link(Phases(), Limits(init_seconds=0.5), index=1, count=2) as link:
+    with ControlChannel(Phases(), Timeouts(init_seconds=0.5), index=1, count=2) as link:
         trouble = link.gather(("host0", 1), {}, lambda: next(found, None))
     assert trouble is not None and trouble.late and not trouble.action
     assert "no address is known here for that name: Name or service not known" in trouble.text
@@ -665,12 +665,14 @@ def test_the_port_is_free_when_all_are_welcome() -> None:
 
     here, there = socket.socketpair()
     with here, there, selectors.DefaultSelector() as selector:
-        hub = Hub(2, Limits(), hear, print, selector)
+        hub = Coordinator(2, Timeouts(), hear, print, selector)
         hub.listen(("127.0.0.1", port), SECRET.encode())
         hub.tend()
         assert len(selector.get_map()) == 1
         hub.join(Member(0))
-        hub.join(Member(1, wire=Wire(here, SECRET.encode(), b"nonces", is_hub=True)))
+        hub.join(
+            Member(1, wire=AuthenticatedConnection(here, SECRET.encode(), b"nonces", is_hub=True))
+        )
         assert not selector.get_map()
         hub.close()
     assert told == ["welcome"]
@@ -712,12 +714,12 @@ def port_of(hub: subprocess.Popen[str]) -> int:
 
 
 @contextlib.contextmanager
-def proved(hub: subprocess.Popen[str]) -> Iterator[Wire]:
+def proved(hub: subprocess.Popen[str]) -> Iterator[AuthenticatedConnection]:
     """A connection that knows the run's secret, and says nothing."""
     deadline = time.monotonic() + 10
     while True:
         try:
-            wire = reach(("127.0.0.1", port_of(hub)), SECRET.encode(), lambda: deadline)
+            wire = connect(("127.0.0.1", port_of(hub)), SECRET.encode(), lambda: deadline)
             break
         except OSError:
             assert time.monotonic() < deadline
@@ -731,7 +733,7 @@ def proved(hub: subprocess.Popen[str]) -> Iterator[Wire]:
 @contextlib.contextmanager
 def introduced(
     hub: subprocess.Popen[str], index: int, *, count: int = 3, pause: float = 0
-) -> Iterator[Wire]:
+) -> Iterator[AuthenticatedConnection]:
     """A connection that says it is a process, and nothing more."""
     facts = {"train.steps": "10"}
     hello = {"index": index, "count": count, "host": "far", "pid": 1, "facts": facts}
@@ -753,11 +755,11 @@ class Nowhere:
         raise BlockingIOError
 
 
-def heard(wire: Wire, name: str) -> bool:
+def heard(wire: AuthenticatedConnection, name: str) -> bool:
     """Whether the hub says this."""
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline:
-        messages = wire.receive(FromHub)
+        messages = wire.receive(CoordinatorMessage)
         if messages is None:
             return False
         if any(name in message for message in messages):

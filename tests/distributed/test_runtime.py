@@ -24,7 +24,7 @@ from maxpipe.config.schema import RuntimeConfig
 from maxpipe.distributed import runtime
 from maxpipe.distributed.link import SIGNALS
 from maxpipe.distributed.phases import Phases
-from maxpipe.errors import AbsentError, ConfigError, MaxpipeError
+from maxpipe.errors import ConfigError, MaxpipeError, UnreachableError
 
 ROOT = Path(__file__).parents[2]
 SETTINGS: Any = jax.config
@@ -74,7 +74,8 @@ from maxpipe.config.schema import RuntimeConfig
 from maxpipe.errors import MaxpipeError
 try:
     folder = Path(tempfile.gettempdir(), 'maxpipe-runtime')
-    with runtime.joined(RuntimeConfig({config}), {cpu_devices}, Phases(), {{}}, folder) as link:
+    config = RuntimeConfig({config})
+    with runtime.join_processes(config, {cpu_devices}, Phases(), {{}}, folder) as link:
         {then}
 except MaxpipeError as error:
     print(error, file=sys.stderr)
@@ -164,7 +165,7 @@ def test_reading_commands_take_no_device_and_keep_other_handlers():
     printer = logging.StreamHandler()
     root.addHandler(printer)
     try:
-        runtime.use_no_devices()
+        runtime.use_cpu_only()
         assert ours in root.handlers and printer not in root.handlers
         assert SETTINGS.jax_platforms == "cpu"
     finally:
@@ -270,7 +271,7 @@ def test_one_process_leaves_on_its_own():
 @pytest.mark.parametrize("number", SIGNALS)
 def test_a_signal_is_noted_and_the_handler_put_back(number: signal.Signals, tmp_path: Path):
     before = signal.getsignal(number)
-    with runtime.joined(RuntimeConfig(), 8, Phases(), {}, tmp_path) as link:
+    with runtime.join_processes(RuntimeConfig(), 8, Phases(), {}, tmp_path) as link:
         assert not link.stops_here()
         os.kill(os.getpid(), number)
         assert link.stops_here() and link.stops_here()
@@ -282,8 +283,8 @@ def test_a_signal_is_noted_and_the_handler_put_back(number: signal.Signals, tmp_
     [
         ("address in use", ConfigError),
         ("INVALID_ARGUMENT: other counts", ConfigError),
-        ("DEADLINE_EXCEEDED: Barrier timed out.", AbsentError),
-        ("UNAVAILABLE: failed to connect", AbsentError),
+        ("DEADLINE_EXCEEDED: Barrier timed out.", UnreachableError),
+        ("UNAVAILABLE: failed to connect", UnreachableError),
     ],
 )
 def test_join_reports_jax_own_reason(

@@ -19,11 +19,23 @@ from typing import Any
 import pytest
 
 from maxpipe.distributed import listener
-from maxpipe.distributed.hub import FromHub, FromMember, Hub, Limits, Member, free_port
+from maxpipe.distributed.hub import (
+    Coordinator,
+    CoordinatorMessage,
+    Member,
+    MemberMessage,
+    Timeouts,
+    free_port,
+)
 from maxpipe.distributed.listener import Listener
-from maxpipe.distributed.wire import FROM_MEMBER_BYTES, NotOfThisRun, Wire, reach
+from maxpipe.distributed.wire import (
+    MAX_MEMBER_MESSAGE_BYTES,
+    AuthenticatedConnection,
+    PeerAuthenticationError,
+    connect,
+)
 from maxpipe.errors import ExitCode
-from maxpipe.io.typed import parse
+from maxpipe.io.typed import parse_json
 from tests.distributed.test_link import (
     SECRET,
     again,
@@ -94,8 +106,8 @@ def listening(count: int = 2) -> Iterator[tuple[Listener, tuple[str, int]]]:
         opened.close()
 
 
-def looks(opened: Listener, until: Callable[[], bool]) -> list[Wire]:
-    found: list[Wire] = []
+def looks(opened: Listener, until: Callable[[], bool]) -> list[AuthenticatedConnection]:
+    found: list[AuthenticatedConnection] = []
     deadline = soon()
     while not until():
         assert time.monotonic() < deadline
@@ -106,7 +118,7 @@ def looks(opened: Listener, until: Callable[[], bool]) -> list[Wire]:
 
 @pytest.mark.fault("P2")
 def test_strangers_are_few_short_of_words_and_short_lived(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listener, "_MOST_STRANGERS", 3)
+    monkeypatch.setattr(listener, "_MAX_UNAUTHENTICATED", 3)
     monkeypatch.setattr(listener, "_SECONDS", 0.5)
     with listening() as (opened, address), contextlib.ExitStack() as stack:
         new = [stack.enter_context(socket.create_connection(address)) for _ in range(8)]
@@ -121,7 +133,7 @@ def test_strangers_are_few_short_of_words_and_short_lived(monkeypatch: pytest.Mo
 
 
 def test_the_address_with_most_strangers_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listener, "_MOST_STRANGERS", 3)
+    monkeypatch.setattr(listener, "_MAX_UNAUTHENTICATED", 3)
     with listening() as (opened, address), contextlib.ExitStack() as stack:
         other = stack.enter_context(socket.create_connection(address, 5, ("127.0.0.9", 0)))
         looks(opened, lambda: bool(opened._strangers))
@@ -138,12 +150,12 @@ def test_neither_words_of_before_nor_ones_own_are_a_proof() -> None:
     """A challenge sent back, a greeting of this hub, and all that a member said an hour ago."""
     with listening() as (opened, address):
         recorded = recording(address)
-        wires: list[Wire] = []
+        wires: list[AuthenticatedConnection] = []
         thread = threading.Thread(
-            target=lambda: wires.append(reach(recorded.address, KEY, soon)), daemon=True
+            target=lambda: wires.append(connect(recorded.address, KEY, soon)), daemon=True
         )
         thread.start()
-        proved_wires: list[Wire] = []
+        proved_wires: list[AuthenticatedConnection] = []
         deadline = soon()
         while not proved_wires:
             assert time.monotonic() < deadline
@@ -151,7 +163,7 @@ def test_neither_words_of_before_nor_ones_own_are_a_proof() -> None:
             time.sleep(0.005)
         thread.join(10)
         wires[0].send({"stop": 75})
-        while (messages := proved_wires[0].receive(FromMember)) == []:
+        while (messages := proved_wires[0].receive(MemberMessage)) == []:
             assert time.monotonic() < deadline
             time.sleep(0.005)
         assert messages == [{"stop": 75}]
@@ -179,8 +191,8 @@ def test_another_secret_gets_nowhere() -> None:
     with members("pass", count=2, started=1, limits="init_seconds=3") as (first,):
         wait_for(first, "linked")
         time.sleep(0.5)
-        with pytest.raises(NotOfThisRun):
-            reach(("127.0.0.1", port_of(first)), b"x" * 40, soon)
+        with pytest.raises(PeerAuthenticationError):
+            connect(("127.0.0.1", port_of(first)), b"x" * 40, soon)
         codes, _, errors = ends([first])
     told = "process 1 of 2 did not come within 3 s; 1 connections did not know the run's secret"
     assert codes == [71] and told in errors[0]
@@ -395,7 +407,7 @@ def test_what_is_changed_on_its_way_is_not_believed(
         {"hello": {"index": 2**70, "count": 2, "host": "", "pid": 1, "facts": {}}},
         {"hello": {"index": 1, "count": 2, "host": "", "pid": 1, "facts": {"a": [1]}}},
         {"stop": 75, "deep": json.loads("[" * 40 + "]" * 40)},
-        {"text": "x" * FROM_MEMBER_BYTES},
+        {"text": "x" * MAX_MEMBER_MESSAGE_BYTES},
         {"stop": 75},  # before it has said who it is
     ],
 )
@@ -403,8 +415,8 @@ def test_nonsense_of_a_process_ends_its_connection_only(message: Any) -> None:
     with hub_of_one() as (hub, selector, told):
         here, there = socket.socketpair()
         with here, there:
-            near = Wire(here, KEY, b"nonces", is_hub=True)
-            far = Wire(there, KEY, b"nonces", is_hub=False)
+            near = AuthenticatedConnection(here, KEY, b"nonces", is_hub=True)
+            far = AuthenticatedConnection(there, KEY, b"nonces", is_hub=False)
             hub._unknown[near] = time.monotonic()
             selector.register(near, selectors.EVENT_READ)
             far.send(message)
@@ -414,7 +426,7 @@ def test_nonsense_of_a_process_ends_its_connection_only(message: Any) -> None:
                 far.push()
                 for key, _ in selector.select(0.05):
                     hub.read(key.fileobj)
-            assert far.receive(FromHub) is None
+            assert far.receive(CoordinatorMessage) is None
         assert told == [] and len(hub._members) == 1
 
 
@@ -447,7 +459,7 @@ def test_random_messages_of_a_process_are_no_bug() -> None:
             hub.join(Member(1))
             for _ in range(50):
                 index, message = chance.randrange(2), chance.choice(makes)()
-                hub.handle(index, parse(json.dumps(message), FromMember))
+                hub.handle(index, parse_json(json.dumps(message), MemberMessage))
                 hub.check_timeouts()
         ended = [message["leave"]["code"] for message in told if "leave" in message]
         assert told[0] == {"welcome": True} and all(0 < code < 256 for code in ended)
@@ -458,7 +470,7 @@ def hub_of_one() -> Iterator[tuple[Any, selectors.BaseSelector, list[Any]]]:
     """Process 0 of two, without a port; and the messages to it."""
     told: list[Any] = []
     with selectors.DefaultSelector() as selector:
-        hub = Hub(2, Limits(), told.append, print, selector)
+        hub = Coordinator(2, Timeouts(), told.append, print, selector)
         hub.join(Member(0))
         try:
             yield hub, selector, told
@@ -488,11 +500,11 @@ def test_whatever_a_process_says_the_run_is_not_done(code: int) -> None:
 def test_a_peer_that_reads_nothing_holds_no_other_up() -> None:
     here, there = socket.socketpair()
     with here, there:
-        wire = Wire(here, KEY, b"nonces", is_hub=True)
+        wire = AuthenticatedConnection(here, KEY, b"nonces", is_hub=True)
         begin = time.monotonic()
         while wire.send({"refused": "x" * (1 << 20)}):
             assert time.monotonic() - begin < 20
-        assert wire.receive(FromMember) is None
+        assert wire.receive(MemberMessage) is None
     with (
         members("steps(link, 5)", count=3, started=1) as (first,),
         proved(first),  # says and reads nothing more

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxpipe.data.tokenizer import ByteTokenizer
-from maxpipe.generate.weights import Weights
+from maxpipe.generate.weights import LoadedModel
 from maxpipe.models.config import ModelConfig
 from maxpipe.models.moe import MoeConfig
 from maxpipe.nn.decoder import Decoder
@@ -36,12 +36,12 @@ MESH = MeshConfig(ici_data=2, ici_tensor=2, axis_rules={"vocab": []})
 
 
 @cache
-def weights() -> Weights:
+def weights() -> LoadedModel:
     """On two devices for rows, times two for heads."""
     decoder = Decoder(MODEL, AxisRules.from_config(MESH))
     params = jax.jit(decoder.init)(jax.random.key(5))
     params = jax.tree.map(lambda leaf: leaf * 6.0 if leaf.ndim > 1 else leaf, params)
-    return Weights(decoder, params, build_mesh(MESH, jax.devices()[:4]))
+    return LoadedModel(decoder, params, build_mesh(MESH, jax.devices()[:4]))
 
 
 @cache

@@ -12,9 +12,16 @@ import pytest
 
 from maxpipe.cli import main
 from maxpipe.errors import ConfigError, StorageError
-from maxpipe.evals.requests import Requests
-from maxpipe.evals.tasks import Exam, Question, Result, read, summary, written
-from maxpipe.evals.texts import Texts
+from maxpipe.evals.requests import LanguageModel
+from maxpipe.evals.tasks import (
+    MultipleChoice,
+    Question,
+    QuestionResult,
+    read_questions,
+    result_writer,
+    summarize_results,
+)
+from maxpipe.evals.texts import ScoringTokenizer
 from tests.evals.model import BYTES, logprobs, weights
 from tests.train.runs import SAME, is_explained
 
@@ -28,13 +35,13 @@ LINES = [
 def test_a_file_of_questions(tmp_path: Path) -> None:
     path = tmp_path / "q.jsonl"
     path.write_text("\n\n".join(json.dumps(line) for line in LINES) + "\n")
-    found = read(str(path), "here")
+    found = read_questions(str(path), "here")
     assert [each.line for each in found] == [1, 3, 5]
     assert found[1] == Question(3, "The sea is ", ("wet", "dry", "a kind of large cat"), 1)
-    pairs = [Exam(found).continuations(each) for each in found]
+    pairs = [MultipleChoice(found).continuations(each) for each in found]
     assert pairs[0] == [("2 + 2 =", " 4"), ("2 + 2 =", " five, or so")]
     assert pairs[1][0] == ("The sea is ", "wet") and pairs[2] == [("", "Yes"), ("", " no")]
-    assert Exam(found, "").continuations(found[0])[0] == ("2 + 2 =", "4")
+    assert MultipleChoice(found, "").continuations(found[0])[0] == ("2 + 2 =", "4")
 
 
 BROKEN = {
@@ -96,8 +103,8 @@ def test_answers_are_the_most_likely_choices(tmp_path: Path) -> None:
     """As a whole and by byte, in windows of questions."""
     path = tmp_path / "q.jsonl"
     path.write_text("\n".join(json.dumps(line) for line in LINES * 10))
-    exam, told = Exam(read(str(path), "here")), []
-    model = Requests(weights(), Texts(BYTES, 64), batch_size=1)
+    exam, told = MultipleChoice(read_questions(str(path), "here")), []
+    model = LanguageModel(weights(), ScoringTokenizer(BYTES, 64), batch_size=1)
     found = list(exam.results(model, told.append))
     assert len(found) == 30 and told[-1] == 10 * 7 and told == sorted(told)
     for question, result in zip(exam.questions, found, strict=True):
@@ -117,40 +124,40 @@ def test_answers_are_the_most_likely_choices(tmp_path: Path) -> None:
 
 
 def test_a_summary() -> None:
-    def result(chosen: int, by_bytes: int, choices: int) -> Result:
+    def result(chosen: int, by_bytes: int, choices: int) -> QuestionResult:
         return {
             **{"line": 1, "answer": 1, "chosen": chosen, "chosen_by_bytes": by_bytes},
             **{"loglikelihoods": [0.0] * choices, "bytes": [1] * choices},
         }  # type: ignore[typeddict-item]
 
-    found = summary([result(1, 0, 2), result(1, 1, 2), result(0, 0, 4), result(1, 0, 4)])
+    found = summarize_results([result(1, 0, 2), result(1, 1, 2), result(0, 0, 4), result(1, 0, 4)])
     assert found["questions"] == 4 and found["chance"] == 0.375
     assert (found["accuracy"], found["accuracy_by_bytes"]) == (0.75, 0.25)
     assert found["accuracy_stderr"] == pytest.approx(math.sqrt(0.75 * 0.25 / 3))
 
 
 def test_a_question_longer_than_a_row_is_refused(tmp_path: Path) -> None:
-    exam = Exam([Question(7, "0123456789", ("abc", "defgh"), 0)])
-    exam.check(Texts(BYTES, 16), "q.jsonl")
+    exam = MultipleChoice([Question(7, "0123456789", ("abc", "defgh"), 0)])
+    exam.check(ScoringTokenizer(BYTES, 16), "q.jsonl")
     with pytest.raises(ConfigError, match=r"q.jsonl:7\n  has 16 tokens, and a row has 15"):
-        exam.check(Texts(BYTES, 15), "q.jsonl")
+        exam.check(ScoringTokenizer(BYTES, 15), "q.jsonl")
 
 
 def test_results_replace_results_alone(tmp_path: Path) -> None:
     path = tmp_path / "results.jsonl"
-    result = Result(
+    result = QuestionResult(
         line=1, answer=0, chosen=1, chosen_by_bytes=1, loglikelihoods=[-1.5, -1.0], bytes=[3, 2]
     )
     path.write_text("")
     for _ in range(2):  # the same command twice
-        with written(str(path), "--jsonl") as write:
+        with result_writer(str(path), "--jsonl") as write:
             write(result)
         assert json.loads(path.read_text()) == result
     for content in (json.dumps(LINES[0]), "run: {name: x}\n", "\n", "[" * 99, "x" * (1 << 25)):
         path.write_text(content)
         with (
             pytest.raises(ConfigError, match="is there already"),
-            written(str(path), "--jsonl") as write,
+            result_writer(str(path), "--jsonl") as write,
         ):
             write(result)
         assert path.read_text() == content
@@ -159,14 +166,14 @@ def test_results_replace_results_alone(tmp_path: Path) -> None:
 def test_a_disk_that_becomes_full_is_explained(tmp_path: Path) -> None:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    result = Result(
+    result = QuestionResult(
         line=1, answer=0, chosen=1, chosen_by_bytes=1, loglikelihoods=[-1.5] * 99, bytes=[3]
     )
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
         with (
             pytest.raises(StorageError, match="cannot be written"),
-            written(str(tmp_path / "results.jsonl"), "--jsonl") as write,
+            result_writer(str(tmp_path / "results.jsonl"), "--jsonl") as write,
         ):
             write(result)
     finally:

@@ -17,15 +17,15 @@ from maxpipe.config.schema import (
     TokenizerConfig,
     TrainConfig,
 )
-from maxpipe.data.loader import Datasets, build
+from maxpipe.data.loader import Datasets, build_loaders
 from maxpipe.evals.evaluate import evaluate
-from maxpipe.evals.evaluation import _on_one_axis
+from maxpipe.evals.evaluation import _single_axis_config
 from maxpipe.models.config import ModelConfig
 from maxpipe.nn.decoder import Decoder
 from maxpipe.parallel.axes import MeshConfig
 from maxpipe.parallel.mesh import build_mesh
 from maxpipe.parallel.sharding import AxisRules
-from maxpipe.step.build import partition
+from maxpipe.step.build import build_steps
 from maxpipe.step.step import Steps
 from tests.cases import keeping
 
@@ -45,7 +45,7 @@ MODEL = ModelConfig(
 
 def steps_of(mesh: MeshConfig, pipeline: PipelineConfig, datasets: Datasets) -> Steps:
     size = mesh.ici_stage * mesh.ici_data * mesh.ici_fsdp
-    return partition(
+    return build_steps(
         build_mesh(mesh, jax.devices()[:size]),
         model=MODEL,
         pipeline=pipeline,
@@ -65,7 +65,7 @@ def datasets(tmp_path_factory: pytest.TempPathFactory) -> Datasets:
     for number in range(30):
         (folder / f"{number}.txt").write_text("Zwölf Boxkämpfer "[: 3 + number % 15])
     source = DataConfig(source="text", path=str(folder), validation_fraction=0.5)
-    return build(source, TokenizerConfig(), seed=0, batch_size=ROWS, sequence_length=TOKENS)
+    return build_loaders(source, TokenizerConfig(), seed=0, batch_size=ROWS, sequence_length=TOKENS)
 
 
 @pytest.fixture(scope="module")
@@ -213,5 +213,5 @@ def test_fewer_devices_have_no_larger_microbatches() -> None:
         pipeline=PipelineConfig(microbatches=2),
         train=TrainConfig(batch_size=ROWS, sequence_length=TOKENS),
     )
-    assert _on_one_axis(config, "fsdp", 1).pipeline.microbatches == ROWS
-    assert _on_one_axis(config, "data", 2).pipeline.microbatches == ROWS // 2
+    assert _single_axis_config(config, "fsdp", 1).pipeline.microbatches == ROWS
+    assert _single_axis_config(config, "data", 2).pipeline.microbatches == ROWS // 2

@@ -12,11 +12,11 @@ import pytest
 
 from maxpipe.distributed import runtime
 from maxpipe.errors import ConfigError
-from maxpipe.evals.requests import Requests
-from maxpipe.evals.tasks import Exam, read, summary
-from maxpipe.evals.texts import Texts
+from maxpipe.evals.requests import LanguageModel
+from maxpipe.evals.tasks import MultipleChoice, read_questions, summarize_results
+from maxpipe.evals.texts import ScoringTokenizer
 from maxpipe.generate.weights import open_model
-from maxpipe.huggingface.folders import named
+from maxpipe.huggingface.folders import resolve_model
 from tests.huggingface import maker
 from tests.train.runs import SAME
 
@@ -72,11 +72,11 @@ def test_the_harness_finds_the_same_accuracy(
     }
     done = lm_eval.simple_evaluate(model=model, tasks=[task], bootstrap_iters=0)
     opened = open_model(
-        named(str(folder / "hf")), [f"{key}={value}" for key, value in MESH.items()]
+        resolve_model(str(folder / "hf")), [f"{key}={value}" for key, value in MESH.items()]
     )
-    asked = Requests(opened.load(print), Texts(opened.tokenizer, opened.room))
-    results = list(Exam(read(str(path), "here")).results(asked))
-    assert done["results"]["questions"]["acc,none"] == summary(results)["accuracy"]
+    asked = LanguageModel(opened.load(print), ScoringTokenizer(opened.tokenizer, opened.room))
+    results = list(MultipleChoice(read_questions(str(path), "here")).results(asked))
+    assert done["results"]["questions"]["acc,none"] == summarize_results(results)["accuracy"]
     for sample, mine in zip(done["samples"]["questions"], results, strict=True):
         theirs = [float(response[0]) for response in sample["filtered_resps"]]
         assert theirs == pytest.approx(mine["loglikelihoods"], rel=SAME)

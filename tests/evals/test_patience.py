@@ -10,25 +10,25 @@ from typing import Any
 
 import pytest
 
-from maxpipe.checkpoint.folder import Better
+from maxpipe.checkpoint.folder import BestMetric
 from maxpipe.config.schema import CheckpointConfig, EvalConfig
-from maxpipe.evals.patience import Patience
+from maxpipe.evals.patience import EarlyStopping
 from tests.train.runs import Run, events, forget_after, ledger, records, saved, saved_digest
 
 ENOUGH = ("eval.every=2", "eval.patience=2", "eval.min_gain=9", "checkpoint.every=2")
 
 
-def counting(losses: list[float], facts: Any = None, **settings: Any) -> Patience:
+def counting(losses: list[float], facts: Any = None, **settings: Any) -> EarlyStopping:
     best = {key: settings.pop(key) for key in ("best_metric", "best_is") if key in settings}
     config = EvalConfig(**{"every": 5, "patience": 3, **settings})
-    patience = Patience(config, CheckpointConfig(**best), facts)
+    patience = EarlyStopping(config, CheckpointConfig(**best), facts)
     for number, loss in enumerate(losses, 1):
         metric = best.get("best_metric", "eval/loss")
         patience.is_over_with(5 * number, {metric: loss} if loss is not None else {})
     return patience
 
 
-def waited(patience: Patience) -> tuple[int, int, float | None]:
+def waited(patience: EarlyStopping) -> tuple[int, int, float | None]:
     found = patience.facts()["patience"]
     return found["waited"], found.get("best_step", 0), found.get("best")
 
@@ -77,8 +77,8 @@ def test_counts_go_on_where_they_were_saved() -> None:
 
 
 def test_better_reads_what_runs_have_saved() -> None:
-    assert Better.of({}) == Better() == Better.of(CheckpointConfig())
-    assert Better.of({"best_metric": "eval/a/accuracy", "best_is": "largest"}).is_largest
+    assert BestMetric.of({}) == BestMetric() == BestMetric.of(CheckpointConfig())
+    assert BestMetric.of({"best_metric": "eval/a/accuracy", "best_is": "largest"}).is_largest
 
 
 @pytest.fixture(scope="module")

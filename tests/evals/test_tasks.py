@@ -13,10 +13,10 @@ import pytest
 from maxpipe.config.load import load
 from maxpipe.data.tokenizer import ByteTokenizer
 from maxpipe.errors import ConfigError
-from maxpipe.evals.requests import dropless
-from maxpipe.evals.tasks import Question, Task, tasks_of
+from maxpipe.evals.requests import dropless_decoder
+from maxpipe.evals.tasks import Question, Task, open_tasks
 from maxpipe.parallel.mesh import build_mesh
-from maxpipe.step.build import steps_of
+from maxpipe.step.build import steps_from_config
 from tests.cases import TOLERANCE, keeping
 from tests.train.runs import Run, records
 
@@ -63,8 +63,8 @@ def made(path: Path, model: dict[str, Any], keys: list[str]) -> tuple[Task, Any,
     count = int(np.prod([getattr(config.mesh, f"ici_{a}") for a in ("stage", "fsdp", "tensor")]))
     count *= config.mesh.ici_context * config.mesh.ici_data
     mesh, tokenizer = build_mesh(config.mesh, jax.devices()[:count]), ByteTokenizer()
-    steps = steps_of(config, mesh, tokenizer.byte_lengths)
-    [task] = tasks_of(config, tokenizer)
+    steps = steps_from_config(config, mesh, tokenizer.byte_lengths)
+    [task] = open_tasks(config, tokenizer)
     task.compile(steps)
     state = steps.init()
     plain = jax.device_get(steps.partition.unstack(state.params))
@@ -78,7 +78,7 @@ def logprob(decoder: Any, params: Any, context: str, choice: str) -> float:
     row[0, : len(ids)] = ids
     batch = {"tokens": row, "positions": np.arange(64)[None], "segment_ids": np.ones_like(row)}
     batch["segment_ids"][0, len(ids) - 1 :] = 0
-    logits = jax.jit(dropless(decoder).apply)(params, batch)
+    logits = jax.jit(dropless_decoder(decoder).apply)(params, batch)
     scores = np.asarray(jax.nn.log_softmax(logits[0]))
     first = len(ids) - len(choice.encode())
     return float(sum(scores[place - 1, ids[place]] for place in range(first, len(ids))))

@@ -11,8 +11,8 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from maxpipe.generate.completions import Extends
-from maxpipe.generate.decoding import Decoding, Sampling, Size, is_axes, padded
+from maxpipe.generate.completions import DecodeEngineProtocol
+from maxpipe.generate.decoding import DecodeEngine, DecodeShape, Sampling, is_axes, padded_length
 from maxpipe.models.config import ModelConfig
 from maxpipe.models.deepseek import DeepseekConfig
 from maxpipe.models.gemma3 import Gemma3Config
@@ -75,7 +75,7 @@ def decoding_of(
     model: ModelConfig,
     sampling: Sampling = GREEDY,
     mesh: MeshConfig = ONE_DEVICE,
-) -> tuple[Decoding, Any]:
+) -> tuple[DecodeEngine, Any]:
     """Something to generate with on the first devices, and its parameters on them."""
     decoder = Decoder(model, AxisRules.from_config(mesh))
     count = math.prod(getattr(mesh, f"ici_{axis}") for axis in MESH_AXES)
@@ -90,16 +90,19 @@ def decoding_of(
         params,
         specs,
     )
-    return Decoding(decoder, grid, sampling, seed=5), placed
+    return DecodeEngine(decoder, grid, sampling, seed=5), placed
 
 
 def followed(
-    decoding: Extends, params: Any, prompts: Sequence[Sequence[int]], numbers: Sequence[int]
+    decoding: DecodeEngineProtocol,
+    params: Any,
+    prompts: Sequence[Sequence[int]],
+    numbers: Sequence[int],
 ) -> tuple[np.ndarray, np.ndarray]:
     """Tokens and log-probabilities `[rows, tokens]` behind the prompts."""
     shards = decoding.shards
     rows = -(-len(prompts) // shards) * shards
-    size = Size(rows, padded(max(map(len, prompts))), MORE)
+    size = DecodeShape(rows, padded_length(max(map(len, prompts))), MORE)
     steps = list(decoding.run(params, prompts, numbers, size))
     assert len(steps) == MORE
     tokens, logprobs = (np.stack(each, axis=1)[: len(prompts)] for each in zip(*steps, strict=True))

@@ -17,9 +17,9 @@ from maxpipe.cli import main
 from maxpipe.config.schema import TokenizerConfig
 from maxpipe.data.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer
 from maxpipe.errors import ConfigError
-from maxpipe.generate.completions import encoded_chats
-from maxpipe.generate.decoding import Size
-from maxpipe.generate.prompts import read_conversations, said
+from maxpipe.generate.completions import encode_chats
+from maxpipe.generate.decoding import DecodeShape
+from maxpipe.generate.prompts import read_conversations, user_chat
 
 FOLDER = Path(__file__).parents[1] / "golden/tokenizers/folder"
 ANSWERS = ["first", "second"]
@@ -43,7 +43,7 @@ class Model:
         params: Any,
         prompts: Sequence[Sequence[int]],
         numbers: Sequence[int],
-        size: Size,
+        size: DecodeShape,
         refill: Any = None,
     ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         (end,) = {*self.tokenizer.end_ids} - {self.tokenizer.end_id}
@@ -88,7 +88,7 @@ def turns() -> list[str]:
 def test_conversations_come_from_files(
     model: Model, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    messages = [{"role": "system", "content": "Be brief."}, *said("Hi").messages]
+    messages = [{"role": "system", "content": "Be brief."}, *user_chat("Hi").messages]
     lines = [{"messages": messages}, {"prompt": "Hi"}]
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     given = ("--chat", "--prompts", str(tmp_path / "chats.jsonl"), "--json")
@@ -113,7 +113,7 @@ def test_what_is_no_conversation_is_explained(line: str, tmp_path: Path) -> None
 
 def test_a_chat_needs_a_template() -> None:
     with pytest.raises(ConfigError, match="needs the chat template of a model's folder"):
-        encoded_chats([said("Hi")], ByteTokenizer(), 99)
+        encode_chats([user_chat("Hi")], ByteTokenizer(), 99)
 
 
 def test_standard_input_is_not_cut(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:

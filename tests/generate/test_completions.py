@@ -14,9 +14,15 @@ import pytest
 from maxpipe.config.schema import TokenizerConfig
 from maxpipe.data.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer
 from maxpipe.data.tokenizers.chat import ChatInput
-from maxpipe.errors import ConfigError, NumbersError
-from maxpipe.generate.completions import Completion, Limits, complete, encoded, encoded_chats
-from maxpipe.generate.decoding import Decoding, Refill, Size
+from maxpipe.errors import ConfigError, DivergenceError
+from maxpipe.generate.completions import (
+    Completion,
+    GenerationLimits,
+    complete,
+    encode_chats,
+    encode_prompts,
+)
+from maxpipe.generate.decoding import DecodeEngine, DecodeShape, Refill
 
 BYTES = ByteTokenizer()
 GOLDEN = Path(__file__).parents[1] / "golden/tokenizers/folder"
@@ -30,7 +36,7 @@ class Script:
 
     def __init__(self, *texts: bytes, logprob: float = -0.5):
         self.texts, self.logprob = texts, logprob
-        self.sizes: list[Size] = []
+        self.sizes: list[DecodeShape] = []
         self.steps = 0
 
     def run(
@@ -38,7 +44,7 @@ class Script:
         params: Any,
         prompts: Sequence[Sequence[int]],
         numbers: Sequence[int],
-        size: Size,
+        size: DecodeShape,
         refill: Refill | None = None,
     ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         assert refill is None
@@ -52,13 +58,13 @@ class Script:
 
 
 def completed(
-    script: Script, texts: Sequence[str], limits: Limits, **options: Any
+    script: Script, texts: Sequence[str], limits: GenerationLimits, **options: Any
 ) -> tuple[list[Completion], str]:
     """What was written, and what was streamed of all rows."""
     written: list[Completion] = []
     streamed: list[str] = []
-    prompts = encoded(texts, BYTES, limits.room)
-    given = (cast(Decoding, script), None, BYTES, prompts, limits)
+    prompts = encode_prompts(texts, BYTES, limits.room)
+    given = (cast(DecodeEngine, script), None, BYTES, prompts, limits)
     try:
         complete(*given, write=written.append, stream=streamed.append, **options)
     except KeyboardInterrupt:
@@ -68,7 +74,7 @@ def completed(
 
 def test_why_rows_are_over() -> None:
     script = Script(b"short", b"up to here. More", b"too long for that", b"no room is left")
-    limits = Limits(max_tokens=14, room=18, stops=("here",))
+    limits = GenerationLimits(max_tokens=14, room=18, stops=("here",))
     found, _ = completed(script, ["a", "b", "c", "12345678"], limits)
     assert [each.finish for each in found] == ["end", "stop", "length", "room"]
     assert [each.text for each in found] == ["short", "up to ", "too long for t", "no room i"]
@@ -79,17 +85,19 @@ def test_why_rows_are_over() -> None:
 
 def test_batches_have_one_size_and_prompts_their_order() -> None:
     script = Script(b"0 0 0", b"1", b"2 2", b"3", b"4")
-    found, streamed = completed(script, ["x" * 20, "a", "b", "c", "d"], Limits(9, 99, (), 3))
+    found, streamed = completed(
+        script, ["x" * 20, "a", "b", "c", "d"], GenerationLimits(9, 99, (), 3)
+    )
     assert [each.text for each in found] == ["0 0 0", "1", "2 2", "3", "4"]
-    assert script.sizes == [Size(4, 32, 9)] * 2  # two shards, and 21 tokens in the longest
+    assert script.sizes == [DecodeShape(4, 32, 9)] * 2  # two shards, and 21 tokens in the longest
     assert sorted(streamed) == sorted("0 0 0" + "1" + "2 2" + "3" + "4")
 
 
 def test_a_row_is_written_as_soon_as_those_before_it_are() -> None:
     script = Script(b"abc", b"d", b"efghij")
     steps: list[int] = []
-    prompts = encoded(["", "", ""], BYTES, 99)
-    given = (cast(Decoding, script), None, BYTES, prompts, Limits(20, 99))
+    prompts = encode_prompts(["", "", ""], BYTES, 99)
+    given = (cast(DecodeEngine, script), None, BYTES, prompts, GenerationLimits(20, 99))
     complete(*given, write=lambda done: steps.append(script.steps))
     assert steps == [4, 4, 7]
 
@@ -97,21 +105,21 @@ def test_a_row_is_written_as_soon_as_those_before_it_are() -> None:
 def test_an_interrupt_keeps_what_there_is() -> None:
     script = Script(b"ab", "cdefg é".encode(), b"hijklmn")
     asked = iter([False] * 6 + [True])
-    found, _ = completed(script, ["", "", ""], Limits(20, 99), stops=lambda: next(asked))
+    found, _ = completed(script, ["", "", ""], GenerationLimits(20, 99), stops=lambda: next(asked))
     assert [each.finish for each in found] == ["end", "interrupted", "interrupted", "raised"]
     assert [each.text for each in found[:3]] == ["ab", "cdefg \ufffd", "hijklmn"]
     assert script.steps == 7
 
 
 def test_numbers_that_are_not_finite_end_it() -> None:
-    with pytest.raises(NumbersError, match="prompt 1: token 1 has the log-probability nan"):
-        completed(Script(b"a", logprob=float("nan")), ["x"], Limits(5, 99))
+    with pytest.raises(DivergenceError, match="prompt 1: token 1 has the log-probability nan"):
+        completed(Script(b"a", logprob=float("nan")), ["x"], GenerationLimits(5, 99))
 
 
 def test_a_prompt_must_leave_room() -> None:
-    assert encoded(["abc"], BYTES, 5, 7)[0].ids == [BYTES.begin_id, *b"abc"]
+    assert encode_prompts(["abc"], BYTES, 5, 7)[0].ids == [BYTES.begin_id, *b"abc"]
     with pytest.raises(ConfigError) as caught:
-        encoded(["ok", "abcd"], BYTES, 5)
+        encode_prompts(["ok", "abcd"], BYTES, 5)
     (problem,) = caught.value.problems
     assert (problem.where, problem.given) == ("prompt 2", "'abcd'")
     assert "has 5 tokens, control tokens included" in problem.rule and "5 (train" in problem.rule
@@ -121,14 +129,14 @@ def test_a_prompt_must_leave_room() -> None:
 @pytest.mark.parametrize("tokenizer", [BYTES, FOLDER])
 def test_a_prompt_must_be_text(tokenizer: Tokenizer) -> None:
     with pytest.raises(ConfigError, match="must be UTF-8") as caught:
-        encoded(["ok", "\udcff"], tokenizer, 99)
+        encode_prompts(["ok", "\udcff"], tokenizer, 99)
     assert caught.value.problems[0].where == "prompt 2"
 
 
 def test_what_is_said_must_be_text() -> None:
     said = [ChatInput([{"role": "user", "content": text}]) for text in ("ok", "\ud800")]
     with pytest.raises(ConfigError, match="must be UTF-8") as caught:
-        encoded_chats(said, FOLDER, 999)
+        encode_chats(said, FOLDER, 999)
     assert caught.value.problems[0].where == "prompt 2"
 
 
@@ -138,4 +146,4 @@ def test_a_template_that_makes_no_text_is_refused(template: str, tmp_path: Path)
     (tmp_path / "folder" / "chat_template.jinja").write_text(template)
     tokenizer = open_tokenizer(TokenizerConfig(kind="auto", path=str(tmp_path / "folder")))
     with pytest.raises(ConfigError, match="makes none of prompt 1"):
-        encoded_chats([ChatInput([{"role": "user", "content": "Hi"}])], tokenizer, 99)
+        encode_chats([ChatInput([{"role": "user", "content": "Hi"}])], tokenizer, 99)

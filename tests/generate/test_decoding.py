@@ -10,7 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxpipe.generate.decoding import Drawn, NewRow, Size, padded, side_by_side
+from maxpipe.generate.decoding import (
+    DecodeShape,
+    RefillPrompt,
+    SampledTokens,
+    left_pad,
+    padded_length,
+)
 from maxpipe.models.config import ModelConfig
 from maxpipe.nn.decoder import Decoder
 from maxpipe.parallel.axes import MeshConfig
@@ -72,8 +78,8 @@ def test_a_row_is_the_same_by_itself_and_nothing_is_compiled_twice() -> None:
 def test_long_prompts_come_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     decoding, params = decoding_of(GEMMA)
     wanted, nats = followed(decoding, params, PROMPTS, range(5))
-    monkeypatch.setattr("maxpipe.generate.decoding._LARGEST_PIECE", 8)
-    assert padded(21) == 24
+    monkeypatch.setattr("maxpipe.generate.decoding._MAX_PREFILL_CHUNK", 8)
+    assert padded_length(21) == 24
     tokens, logprobs = followed(decoding, params, PROMPTS, range(5))
     assert tokens.tolist() == wanted.tolist()
     np.testing.assert_allclose(logprobs, nats, rtol=1e-5)
@@ -97,14 +103,14 @@ def test_prompts_in_the_place_of_rows_that_are_over(case: str) -> None:
     waiting, rows = list(range(10)), [0, 1, 2, 3][: max(2, decoding.shards)]
     del waiting[: len(rows)]
     found: list[list[tuple[int, float]]] = [[] for _ in prompts]
-    new: list[NewRow] = []
+    new: list[RefillPrompt] = []
 
-    def refill() -> list[NewRow]:
+    def refill() -> list[RefillPrompt]:
         given = new.copy()
         new.clear()
         return given
 
-    size = Size(len(rows), padded(max(map(len, prompts))), MORE)
+    size = DecodeShape(len(rows), padded_length(max(map(len, prompts))), MORE)
     drawn = decoding.run(params, prompts[: len(rows)], rows, size, refill)
     for tokens, logprobs in drawn:
         for row, number in enumerate(rows):
@@ -112,7 +118,7 @@ def test_prompts_in_the_place_of_rows_that_are_over(case: str) -> None:
                 found[number].append((int(tokens[row]), float(logprobs[row])))
             if len(found[number]) == lengths[number] and waiting:
                 rows[row] = waiting.pop(0)
-                new.append(NewRow(row, prompts[rows[row]], rows[row]))
+                new.append(RefillPrompt(row, prompts[rows[row]], rows[row]))
         if [len(each) for each in found] == lengths:
             break
     drawn.close()
@@ -153,7 +159,7 @@ def test_no_device_copies_all_rows_to_split_them(capfd: pytest.CaptureFixture[st
 
 def test_caches_are_split_over_rows_and_heads() -> None:
     decoding, _ = decoding_of(LLAMA, mesh=MESHES["tensor-data"][1])
-    cache = decoding._empty(Size(4, 16, 3)).caches[2]
+    cache = decoding._empty(DecodeShape(4, 16, 3)).caches[2]
     assert cache.keys.shape == (4, 2, 19, 6)
     assert cache.keys.sharding.shard_shape(cache.keys.shape) == (2, 1, 19, 6)
     assert cache.segments.sharding.shard_shape(cache.segments.shape) == (2, 19)
@@ -162,7 +168,7 @@ def test_caches_are_split_over_rows_and_heads() -> None:
 def test_layers_with_a_window_keep_its_tokens() -> None:
     """The middle one of three sees all; `test_long_prompts_come_in_pieces` goes around the ring."""
     decoding, _ = decoding_of(GEMMA)
-    caches = jax.eval_shape(lambda: decoding._empty(Size(2, 16, 500))).caches
+    caches = jax.eval_shape(lambda: decoding._empty(DecodeShape(2, 16, 500))).caches
     assert [cache.keys.shape[2] for cache in caches] == [5 - 1 + 16, 516, 5 - 1 + 16]
 
 
@@ -176,9 +182,11 @@ def test_a_step_copies_neither_parameters_nor_caches() -> None:
     decoding, params = decoding_of(LLAMA)
     params = jax.jit(decoding.decoder.by_layer)(params)
     given: Any = jax.ShapeDtypeStruct((2,), jnp.int32)
-    kept = jax.eval_shape(lambda: decoding._empty(Size(2, 16, 5000)))
+    kept = jax.eval_shape(lambda: decoding._empty(DecodeShape(2, 16, 5000)))
     with jax.set_mesh(decoding.mesh):
-        step = decoding._step.lower(params, kept, given, Drawn(given, given, given)).compile()
+        step = decoding._step.lower(
+            params, kept, given, SampledTokens(given, given, given)
+        ).compile()
     memory, num_bytes = step.memory_analysis(), 4 * kept.caches[0].keys.size
     assert memory.alias_size_in_bytes >= 3 * 2 * num_bytes
     assert memory.temp_size_in_bytes < num_bytes
@@ -188,11 +196,11 @@ def test_a_step_copies_neither_parameters_nor_caches() -> None:
     ("longest", "wanted"), [(1, 16), (16, 16), (17, 32), (512, 512), (513, 1024), (1025, 1536)]
 )
 def test_prompts_of_few_sizes_are_compiled(longest: int, wanted: int) -> None:
-    assert padded(longest) == wanted and wanted % Size(1, wanted, 1).piece == 0
+    assert padded_length(longest) == wanted and wanted % DecodeShape(1, wanted, 1).piece == 0
 
 
 def test_prompts_end_together() -> None:
-    rows = side_by_side([[7], [4, 5, 6]], 3, 4)
+    rows = left_pad([[7], [4, 5, 6]], 3, 4)
     assert rows.tokens.tolist() == [[0, 0, 0, 7], [0, 4, 5, 6], [0] * 4]
     assert rows.segment_ids.tolist() == [[0, 0, 0, 1], [0, 1, 1, 1], [0] * 4]
     assert rows.positions.tolist() == [[0, 0, 0, 0], [0, 0, 1, 2], [0] * 4]

@@ -9,7 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxpipe.generate.decoding import Sampling, filtered, penalised, row_keys, sample
+from maxpipe.generate.decoding import (
+    Sampling,
+    apply_repetition_penalty,
+    filter_logits,
+    row_keys,
+    sample,
+)
 
 ROWS, VOCABULARY = 5, 23
 LOGITS = np.random.default_rng(3).normal(0, 2, (ROWS, VOCABULARY)).astype(np.float32)
@@ -24,7 +30,7 @@ def softmax(row: Any) -> Any:
 
 def kept(**options: Any) -> np.ndarray:
     """Which tokens stay; the scores of these are unchanged."""
-    found = np.asarray(filtered(jnp.asarray(LOGITS), Sampling(**options)))
+    found = np.asarray(filter_logits(jnp.asarray(LOGITS), Sampling(**options)))
     stay = np.isfinite(found)
     np.testing.assert_array_equal(found[stay], LOGITS[stay])
     return stay
@@ -75,7 +81,7 @@ def test_each_filter_looks_at_what_the_one_before_has_left() -> None:
 
 def test_equals_of_the_last_that_stays_stay_as_well() -> None:
     row = jnp.asarray([[0.0, 2.0, 1.0, 1.0, -1.0]])
-    assert np.isfinite(filtered(row, Sampling(top_k=2)))[0].tolist() == [
+    assert np.isfinite(filter_logits(row, Sampling(top_k=2)))[0].tolist() == [
         False,
         True,
         True,
@@ -85,7 +91,7 @@ def test_equals_of_the_last_that_stays_stay_as_well() -> None:
 
 
 def test_repetition_penalty() -> None:
-    found = np.asarray(penalised(jnp.asarray(LOGITS), jnp.asarray(SEEN), 1.7))
+    found = np.asarray(apply_repetition_penalty(jnp.asarray(LOGITS), jnp.asarray(SEEN), 1.7))
     for row in range(ROWS):
         for token in range(VOCABULARY):
             wanted = LOGITS[row, token]

@@ -11,31 +11,31 @@ import numpy as np
 import pytest
 
 from maxpipe.generate.decoding import Sampling
-from maxpipe.generate.staged import StagedDecoding
+from maxpipe.generate.staged import PipelineDecodeEngine
 from maxpipe.models.config import ModelConfig
 from maxpipe.nn.decoder import Decoder
 from maxpipe.parallel.axes import MESH_AXES, MeshConfig
 from maxpipe.parallel.mesh import build_mesh
 from maxpipe.parallel.sharding import AxisRules
-from maxpipe.pipeline.layout import Layout
+from maxpipe.pipeline.layout import LayerLayout
 from maxpipe.schedule.table import Ring
-from maxpipe.step.state import Partition
+from maxpipe.step.state import ParamLayout
 from tests.cases import keeping
 from tests.generate.small import DRAWN, GEMMA, LLAMA, MOE, PROMPTS, decoding_of, followed
 
 
 def staged_of(
     model: ModelConfig, sampling: Sampling, mesh: MeshConfig, cut: tuple[int, ...]
-) -> tuple[StagedDecoding, Any]:
+) -> tuple[PipelineDecodeEngine, Any]:
     """The same as `decoding_of`, with stages."""
     decoder = Decoder(model, AxisRules.from_config(mesh))
     count = math.prod(getattr(mesh, f"ici_{axis}") for axis in MESH_AXES)
     grid = build_mesh(mesh, jax.devices()[:count])
-    layout = Layout(Ring(len(cut), 1), cut, kinds=decoder.model.layers)
-    parts = Partition(decoder, layout, grid)
+    layout = LayerLayout(Ring(len(cut), 1), cut, kinds=decoder.model.layers)
+    parts = ParamLayout(decoder, layout, grid)
     params = jax.jit(decoder.init)(jax.random.key(2))
     placed = jax.jit(parts.stack, out_shardings=parts.shardings(parts.specs))(params)
-    return StagedDecoding(decoder, layout, parts.specs, grid, sampling, seed=5), placed
+    return PipelineDecodeEngine(decoder, layout, parts.specs, grid, sampling, seed=5), placed
 
 
 DEEP = dataclasses.replace(LLAMA, num_layers=4)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from maxpipe.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer
-from maxpipe.generate.completions import Characters, Stops, Writing
+from maxpipe.generate.completions import CompletionText, IncrementalDetokenizer, StopStringMatcher
 
 TEXT = "Zwölf 漢字 🎉\n𝄞 né"
 BYTES = ByteTokenizer()
@@ -18,7 +18,7 @@ BYTES = ByteTokenizer()
 
 def pieces(tokenizer: Tokenizer, ids: Any, prompt: tuple[int, ...] = ()) -> tuple[list[str], str]:
     """Text by token, and the rest."""
-    stream = Characters(tokenizer, prompt)
+    stream = IncrementalDetokenizer(tokenizer, prompt)
     return [stream.add(int(token)) for token in ids], stream.rest()
 
 
@@ -89,7 +89,7 @@ def test_spaces_between_prompt_and_text_stay(spaced: HuggingFaceTokenizer) -> No
 
 def stopped(text: str, stops: list[str], cuts: tuple[int, ...]) -> tuple[str, bool]:
     """All that comes of the text in pieces that end at the cuts."""
-    reader, found = Stops(stops), ""
+    reader, found = StopStringMatcher(stops), ""
     for start, end in itertools.pairwise((0, *cuts, len(text))):
         found += reader.add(text[start:end])
         if reader.found:
@@ -121,7 +121,7 @@ def test_stop_strings_are_found_however_the_text_is_cut(
 
 
 def test_text_ends_before_a_stop_string_within_a_character_stream() -> None:
-    row = Writing(BYTES, [], ["字🎉"])
+    row = CompletionText(BYTES, [], ["字🎉"])
     ids = "漢字🎉 more".encode()
     given = []
     for token in ids:
@@ -133,6 +133,6 @@ def test_text_ends_before_a_stop_string_within_a_character_stream() -> None:
 
 
 def test_what_waited_is_given_at_the_end() -> None:
-    row = Writing(BYTES, [], ["stop"])
+    row = CompletionText(BYTES, [], ["stop"])
     assert [row.add(token) for token in b"a sto"] == ["a", " ", "", "", ""]
     assert row.end() == "sto" and row.text == "a sto"

@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from maxpipe.checkpoint.manager import Checkpoints
-from maxpipe.config.load import Loaded, load, to_dict
-from maxpipe.huggingface.source import opened
+from maxpipe.checkpoint.manager import CheckpointManager
+from maxpipe.config.load import LoadedConfig, load, to_dict
+from maxpipe.huggingface.source import open_folder
 from maxpipe.parallel.mesh import build_mesh
-from maxpipe.restore.initial_weights import of_folder
-from maxpipe.step.build import steps_of
+from maxpipe.restore.initial_weights import read_folder_params
+from maxpipe.step.build import steps_from_config
 from maxpipe.step.step import Steps
-from maxpipe.train.resume import Start, restore_or_init
+from maxpipe.train.resume import RunStart, restore_or_init
 from tests.huggingface.test_starts import Said
 from tests.pipeline.test_executor import with_changes
 
@@ -34,9 +34,9 @@ class Made(NamedTuple):
 
 def begun(
     base: Path, runs: Path, *overrides: str, saved: bool = False
-) -> tuple[Loaded, Steps, Start]:
+) -> tuple[LoadedConfig, Steps, RunStart]:
     """A run's start; of one that has `saved` it goes on."""
-    section = {**opened(str(base)).described.section, "compute_dtype": "float32"}
+    section = {**open_folder(str(base)).described.section, "compute_dtype": "float32"}
     section["param_dtype"] = "float32"
     known = {
         "run": {"name": "adapted", "dir": str(runs)},
@@ -48,13 +48,13 @@ def begun(
     loaded = load(list(overrides), known, "test")
     config = loaded.config
     mesh = build_mesh(config.mesh, jax.devices()[: config.mesh.cpu_devices])
-    steps = steps_of(config, mesh, np.zeros(config.model.vocab_size, np.int32))
+    steps = steps_from_config(config, mesh, np.zeros(config.model.vocab_size, np.int32))
     train = SimpleNamespace(
         fingerprint=dict(FINGERPRINT).copy, go_on=lambda fingerprint, step: False
     )
     datasets: Any = SimpleNamespace(train=train)
     console: Any = Said()
-    with Checkpoints(runs / config.run.name, config.checkpoint, write=saved) as checkpoints:
+    with CheckpointManager(runs / config.run.name, config.checkpoint, write=saved) as checkpoints:
         return loaded, steps, restore_or_init(loaded, steps, checkpoints, datasets, console)
 
 
@@ -66,8 +66,8 @@ def made(base: Path, runs: Path, *overrides: str) -> Made:
     saved["step"] = saved["step"] + 1
     data = {"step": 1, "fingerprint": FINGERPRINT, "guard": None, "base": start.base}
     folder = runs / loaded.config.run.name
-    with Checkpoints(folder, loaded.config.checkpoint) as checkpoints:
+    with CheckpointManager(folder, loaded.config.checkpoint) as checkpoints:
         checkpoints.save(1, lambda: saved, to_dict(loaded.config), data, last=True)
-    read = of_folder(opened(str(base)), steps.abstract_base)
+    read = read_folder_params(open_folder(str(base)), steps.abstract_base)
     whole = steps.whole(read, saved["params"])
     return Made(folder, steps, jax.device_get(steps.partition.by_kind(whole)))

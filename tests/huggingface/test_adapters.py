@@ -12,15 +12,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxpipe.checkpoint.address import parse
-from maxpipe.checkpoint.copies import named
+from maxpipe.checkpoint.address import parse_address
+from maxpipe.checkpoint.copies import leaves_by_name
 from maxpipe.errors import ConfigError, StorageError
 from maxpipe.huggingface.export import export, export_adapters
 from maxpipe.huggingface.import_ import hub_id, import_folder
 from maxpipe.huggingface.peft import CONFIG, WEIGHTS
-from maxpipe.huggingface.safetensors import Reader
-from maxpipe.huggingface.source import opened
-from maxpipe.io.tree import nested
+from maxpipe.huggingface.safetensors import SafetensorsReader
+from maxpipe.huggingface.source import open_folder
+from maxpipe.io.tree import unflatten
 from maxpipe.nn.decoder import Decoder
 from maxpipe.parallel.axes import MeshConfig
 from maxpipe.parallel.sharding import AxisRules
@@ -55,11 +55,11 @@ def of_adapters(run: Made, vocab: int = maker.VOCAB) -> np.ndarray:
 
 
 def of_folder(folder: Path) -> np.ndarray:
-    source = opened(str(folder))
+    source = open_folder(str(folder))
     names = source.mapped.shapes
     every = {name: tuple(slice(0, size) for size in names[name]) for name in names}
     flat = {name: source.region(name, np.dtype(np.float32), every[name]) for name in names}
-    params = nested({tuple(name.split(".")): values for name, values in flat.items()})
+    params = unflatten({tuple(name.split(".")): values for name, values in flat.items()})
     config = replace(source.config, compute_dtype="float32")
     decoder = Decoder(config, AxisRules.from_config(MeshConfig()))
     kinds = decoder.model.kinds
@@ -81,11 +81,11 @@ def test_a_merged_export_equals_adapters_on_their_base(
     overrides: list[str], base: Path, tmp_path: Path
 ) -> None:
     run = made(base, tmp_path, *overrides)
-    export(parse(str(run.folder)), str(tmp_path / "out"), None, quiet)
+    export(parse_address(str(run.folder)), str(tmp_path / "out"), None, quiet)
     found, wanted = of_folder(tmp_path / "out"), of_adapters(run)
     assert np.abs(found - wanted).max() < TOLERANCE * np.abs(wanted).max()
     assert np.abs(wanted - of_folder(base)).max() > 1e-2 * np.abs(wanted).max()
-    saved = {*named(run.steps.abstract_saved["params"])}
+    saved = {*leaves_by_name(run.steps.abstract_saved["params"])}
     assert all("_lora_" in name for name in saved)
 
 
@@ -94,13 +94,13 @@ def test_files_for_peft_are_the_change_of_a_merged_export(
     kind: str, base: Path, tmp_path: Path
 ) -> None:
     run = made(base, tmp_path, f"adapter.kind={kind}", "adapter.targets=[layers.attention.*]")
-    export(parse(str(run.folder)), str(tmp_path / "out"), None, quiet)
-    export_adapters(parse(str(run.folder)), str(tmp_path / "alone"), None, quiet)
+    export(parse_address(str(run.folder)), str(tmp_path / "out"), None, quiet)
+    export_adapters(parse_address(str(run.folder)), str(tmp_path / "alone"), None, quiet)
     said = json.loads((tmp_path / "alone" / CONFIG).read_text())
     assert said["target_modules"] == ["q_proj", "k_proj", "v_proj", "o_proj"]
     assert (said["r"], said["lora_alpha"], said["use_dora"]) == (2, 3.0, kind == "dora")
     assert said["base_model_name_or_path"] == str(base)
-    reader = Reader(tmp_path / "alone" / WEIGHTS)
+    reader = SafetensorsReader(tmp_path / "alone" / WEIGHTS)
     tensors = {name: reader.read(name) for name in reader.entries}
     before, after = maker.read(base), maker.read(tmp_path / "out")
     for name, old in before.items():
@@ -120,7 +120,7 @@ def test_files_for_peft_are_the_change_of_a_merged_export(
 def test_adapters_on_an_imported_base_name_the_folder_for_peft(base: Path, tmp_path: Path) -> None:
     import_folder(str(base), str(tmp_path / "imported"), quiet)
     run = made(base, tmp_path, f"checkpoint.restore_from={tmp_path / 'imported'}")
-    export_adapters(parse(str(run.folder)), str(tmp_path / "alone"), None, quiet)
+    export_adapters(parse_address(str(run.folder)), str(tmp_path / "alone"), None, quiet)
     config = json.loads((tmp_path / "alone" / CONFIG).read_text())
     assert config["base_model_name_or_path"] == str(base)
 
@@ -149,8 +149,8 @@ def test_a_run_goes_on_beside_its_base_wherever_that_is(base: Path, tmp_path: Pa
     _, steps, start = begun(tmp_path / "moved", tmp_path, *again, *staged, saved=True)
     parts = steps.partition
     found = jax.device_get(parts.by_kind(jax.jit(parts.to_saved)(start.state.params)))
-    for name, wanted in named(run.params).items():
-        np.testing.assert_array_equal(named(found)[name], wanted, err_msg=name)
+    for name, wanted in leaves_by_name(run.params).items():
+        np.testing.assert_array_equal(leaves_by_name(found)[name], wanted, err_msg=name)
     other = (*again, f"checkpoint.restore_from={run.folder}", "run.name=next")
     with pytest.raises(ConfigError, match="must be a folder"):  # of the base, which was moved
         begun(base, tmp_path, *other)
@@ -166,7 +166,7 @@ def test_a_run_goes_on_beside_its_base_wherever_that_is(base: Path, tmp_path: Pa
         begun(tmp_path / "other", tmp_path, *again, saved=True)
     (tmp_path / "other").rename(own)
     with pytest.raises(ConfigError, match="digest was"):
-        export(parse(str(run.folder)), str(tmp_path / "out"), None, quiet)
+        export(parse_address(str(run.folder)), str(tmp_path / "out"), None, quiet)
     assert not (tmp_path / "out").exists()
 
 
@@ -176,7 +176,7 @@ def test_a_damaged_array_is_not_exported(base: Path, tmp_path: Path) -> None:
     for path in (step / "state" / "d").iterdir():
         path.write_bytes(bytes(reversed(path.read_bytes())))
     with pytest.raises(StorageError, match="cannot be exported"):
-        export_adapters(parse(str(run.folder)), str(tmp_path / "alone"), None, quiet)
+        export_adapters(parse_address(str(run.folder)), str(tmp_path / "alone"), None, quiet)
     assert not (tmp_path / "alone").exists()
 
 
@@ -207,8 +207,8 @@ def test_peft_computes_the_same_logits(family: str, kind: str, tmp_path: Path) -
     job = job_of(family, 0, tmp_path)
     asked("make", [job], tmp_path)
     run = made(Path(job["folder"]), tmp_path, f"adapter.kind={kind}")
-    export_adapters(parse(str(run.folder)), str(tmp_path / "alone"), None, quiet)
-    export(parse(str(run.folder)), str(tmp_path / "merged"), None, quiet)
+    export_adapters(parse_address(str(run.folder)), str(tmp_path / "alone"), None, quiet)
+    export(parse_address(str(run.folder)), str(tmp_path / "merged"), None, quiet)
     np.save(tmp_path / "tokens.npy", TOKENS % job["config"]["vocab_size"])
     asks = {"tokens": str(tmp_path / "tokens.npy"), "adapter": str(tmp_path / "alone")}
     said = json.loads((tmp_path / "alone" / "adapter_config.json").read_text())

@@ -12,8 +12,8 @@ import pytest
 
 from maxpipe.cli import main
 from maxpipe.errors import ConfigError
-from maxpipe.huggingface.mapping import mapped
-from maxpipe.huggingface.sections import described, values
+from maxpipe.huggingface.mapping import map_tensors
+from maxpipe.huggingface.sections import read_description, values
 from maxpipe.models.registry import describe
 from tests.huggingface import maker
 
@@ -56,11 +56,11 @@ def test_latent_attention_and_groups_are_checked(
 ) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(CONFIG))
-    found = values(described(tmp_path).config)
+    found = values(read_description(tmp_path).config)
     assert (found["head_size"], found["deepseek.rope_size"]) == (10, 4)
     path.write_text(json.dumps(CONFIG | changes))
     with pytest.raises(ConfigError, match=re.escape(reason)) as caught:
-        described(tmp_path)
+        read_description(tmp_path)
     assert str(caught.value).startswith(str(path))
 
 
@@ -76,8 +76,8 @@ def drawn(folder: Path, config: dict[str, Any]) -> maker.Tensors:
     """All tensors of a model with this config, in bfloat16 but for the biases of routers."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
-    in_words = described(folder)
-    shapes = mapped(describe(in_words.config), in_words.table).tensors
+    in_words = read_description(folder)
+    shapes = map_tensors(describe(in_words.config), in_words.table).tensors
     found: maker.Tensors = {}
     for name, shape in shapes.items():
         type_ = maker.TYPES["F32" if "bias" in name else "BF16"]

@@ -17,13 +17,13 @@ from maxpipe.cli import main
 from maxpipe.config.schema import TokenizerConfig
 from maxpipe.data.tokenizer import open_tokenizer
 from maxpipe.distributed import runtime
-from maxpipe.huggingface.source import opened
+from maxpipe.huggingface.source import open_folder
 from maxpipe.nn.decoder import Decoder
 from maxpipe.parallel.axes import MeshConfig
 from maxpipe.parallel.mesh import build_mesh
 from maxpipe.parallel.sharding import AxisRules
-from maxpipe.restore.open_model import choose
-from maxpipe.step.build import steps_of
+from maxpipe.restore.open_model import open_address_or_folder
+from maxpipe.step.build import steps_from_config
 from tests.huggingface import maker
 from tests.train.runs import SAME, is_explained
 
@@ -54,8 +54,10 @@ def by_text(folder: Path) -> list[tuple[float, int]]:
     """Nats and targets of each of the documents."""
     tokenizer = open_tokenizer(TokenizerConfig(kind="auto", path=str(folder)))
     rules = AxisRules.from_config(MeshConfig())
-    chosen = choose(folder, [], lambda config: dict(config))
-    steps = steps_of(chosen.loaded.config, build_mesh(MeshConfig(), jax.devices()[:1]), np.zeros(1))
+    chosen = open_address_or_folder(folder, [], lambda config: dict(config))
+    steps = steps_from_config(
+        chosen.loaded.config, build_mesh(MeshConfig(), jax.devices()[:1]), np.zeros(1)
+    )
     params = steps.partition.by_kind(chosen.params(steps))
     decoder = Decoder(chosen.loaded.config.model, rules)
     apply, room, found = jax.jit(decoder.apply), 40, []
@@ -83,7 +85,7 @@ def test_loss_of_a_folder_on_named_text(
     """Of a folder with texts, of JSON lines, and of the same weights imported."""
     monkeypatch.setattr(runtime, "start", lambda *_: None)  # the devices of the tests
     monkeypatch.chdir(folder)
-    assert opened("hf").dtype == "F32"
+    assert open_folder("hf").dtype == "F32"
     size = len("".join(TEXTS).encode())
     for model, data in (("hf", "texts"), ("hf:hf", "lines.jsonl"), ("imported", "lines.jsonl")):
         options = ["train.sequence_length=91", "model.compute_dtype=float32", "--json"]

@@ -19,13 +19,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxpipe.huggingface.folders import named
+from maxpipe.huggingface.folders import resolve_model
 from maxpipe.nn.decoder import Decoder
 from maxpipe.parallel.axes import MeshConfig
 from maxpipe.parallel.mesh import build_mesh
 from maxpipe.parallel.sharding import AxisRules
-from maxpipe.restore.open_model import choose
-from maxpipe.step.build import steps_of
+from maxpipe.restore.open_model import open_address_or_folder
+from maxpipe.step.build import steps_from_config
 from tests.conftest import FAST_COMPILE
 from tests.huggingface import maker
 from tests.huggingface.test_oracle import PYTHON, asked, close, reason
@@ -92,9 +92,11 @@ def has_learnt(done: Loop) -> None:
 
 def logits(folder: Path, model: str, tokens: np.ndarray, vocab: int = VOCAB) -> np.ndarray:
     """Of a checkpoint or a folder, by the plain loop in float32."""
-    chosen = choose(named(str(folder / model)), ["model.compute_dtype=float32"], one_device)
+    chosen = open_address_or_folder(
+        resolve_model(str(folder / model)), ["model.compute_dtype=float32"], one_device
+    )
     config = chosen.loaded.config
-    steps = steps_of(config, build_mesh(MeshConfig(), jax.devices()[:1]), np.zeros(vocab))
+    steps = steps_from_config(config, build_mesh(MeshConfig(), jax.devices()[:1]), np.zeros(vocab))
     params = steps.partition.by_kind(chosen.params(steps))
     decoder = Decoder(config.model, AxisRules.from_config(MeshConfig()))
     rows = jnp.asarray(tokens, jnp.int32)

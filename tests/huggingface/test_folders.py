@@ -25,15 +25,15 @@ import numpy as np
 import pytest
 
 from maxpipe.checkpoint import manifest, writer
-from maxpipe.checkpoint.address import parse
-from maxpipe.checkpoint.folder import Folder
+from maxpipe.checkpoint.address import parse_address
+from maxpipe.checkpoint.folder import CheckpointFolder
 from maxpipe.cli import main
 from maxpipe.config.load import load
 from maxpipe.errors import ConfigError
 from maxpipe.huggingface import import_, source
 from maxpipe.huggingface.export import export
-from maxpipe.huggingface.folders import appearing
-from maxpipe.huggingface.source import opened
+from maxpipe.huggingface.folders import atomic_folder
+from maxpipe.huggingface.source import open_folder
 from tests.huggingface import maker
 
 Capture = pytest.CaptureFixture[str]
@@ -120,13 +120,15 @@ def test_other_families_and_types(
     assert main(["import", str(tmp_path / "hf"), "--out", str(tmp_path / "ckpt")]) == 0
     if tensors.pop("mtp.fc.weight", None) is not None:
         assert "left out, as this model does not use them: mtp.fc" in capsys.readouterr().out
-    export(parse(str(tmp_path / "ckpt")), str(tmp_path / "out"), None, print, shard_bytes=3000)
+    export(
+        parse_address(str(tmp_path / "ckpt")), str(tmp_path / "out"), None, print, shard_bytes=3000
+    )
     maker.same_bits(maker.read(tmp_path / "out"), tensors)
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == sum(each.nbytes for each in tensors.values())
     assert index["weight_map"].keys() == tensors.keys()
     assert len({*index["weight_map"].values()}) > 3
-    opened(str(tmp_path / "out"))
+    open_folder(str(tmp_path / "out"))
 
 
 def test_the_language_model_of_a_larger_one_is_taken(tmp_path: Path) -> None:
@@ -137,7 +139,7 @@ def test_the_language_model_of_a_larger_one_is_taken(tmp_path: Path) -> None:
     for prefix in ("language_model.model.", "model.language_model."):
         named = {prefix + name.removeprefix("model."): each for name, each in tensors.items()}
         folder = maker.write(tmp_path / prefix, config, named | vision)
-        found = opened(str(folder))
+        found = open_folder(str(folder))
         assert found.left_out == ("vision_tower.x.weight",)
         region = found.region("embedding", np.dtype(np.float32), [slice(None)] * 2)
         assert (region == tensors["model.embed_tokens.weight"].astype(np.float32)).all()
@@ -145,7 +147,7 @@ def test_the_language_model_of_a_larger_one_is_taken(tmp_path: Path) -> None:
 
 def test_parts_of_parameters_are_those_of_the_whole(tmp_path: Path) -> None:
     config, tensors = maker.mixtral("F32")
-    found = opened(str(maker.write(tmp_path / "hf", config, tensors)))
+    found = open_folder(str(maker.write(tmp_path / "hf", config, tensors)))
     whole = found.region("layers.experts.up", np.dtype(np.float32), [slice(None)] * 4)
     assert whole.shape == (maker.LAYERS, maker.WIDTH, maker.EXPERTS, maker.MLP)
     name = "model.layers.2.block_sparse_moe.experts.1.w3.weight"
@@ -155,7 +157,7 @@ def test_parts_of_parameters_are_those_of_the_whole(tmp_path: Path) -> None:
 
 
 def test_new_tokens_get_the_mean(imported: Path) -> None:
-    found = opened(str(imported / "hf"))
+    found = open_folder(str(imported / "hf"))
     size, dtype = maker.VOCAB + 20, np.dtype(np.float32)
     whole = found.region("head", dtype, [slice(None)] * 2, size)
     old = maker.read(imported / "hf")["lm_head.weight"].astype(np.float32).T
@@ -252,7 +254,7 @@ def test_huge_sizes_are_held_against_the_files(key: str, tmp_path: Path, capsys:
 def test_a_tied_projection_may_be_there_if_it_is_the_same(tmp_path: Path, capsys: Capture) -> None:
     config, tensors = maker.llama(tie_word_embeddings=True)
     table = tensors["model.embed_tokens.weight"]
-    opened(str(maker.write(tmp_path / "same", config, {**tensors, "lm_head.weight": table})))
+    open_folder(str(maker.write(tmp_path / "same", config, {**tensors, "lm_head.weight": table})))
     folder = maker.write(tmp_path / "other", config, {**tensors, "lm_head.weight": -table})
     assert main(["import", str(folder), "--out", str(tmp_path / "ckpt")]) == 2
     assert "tie_word_embeddings" in capsys.readouterr().err
@@ -300,9 +302,9 @@ def test_an_import_computes_as_its_folder_does(
     data = ["data.source=text", "data.path=x", "train.steps=1"]
     run = load([str(tmp_path / "ckpt" / "config.yml"), *data]).config.model
     assert (run.compute_dtype, run.param_dtype) == (computed, "float32")
-    saved = Folder(tmp_path / "ckpt" / "checkpoints").facts(0).config
+    saved = CheckpointFolder(tmp_path / "ckpt" / "checkpoints").facts(0).config
     assert saved["model"]["compute_dtype"] == computed
-    assert saved["model"]["param_dtype"] == opened(str(folder)).model_dtypes["param_dtype"]
+    assert saved["model"]["param_dtype"] == open_folder(str(folder)).model_dtypes["param_dtype"]
     assert saved["train"]["sequence_length"] == rows
 
 
@@ -312,7 +314,7 @@ def test_ctrl_c_leaves_nothing(
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(source.Source, "region", interrupt)
+    monkeypatch.setattr(source.HuggingFaceFolder, "region", interrupt)
     assert main(["import", str(imported / "hf"), "--out", str(tmp_path / "ckpt")]) == 130
     monkeypatch.setattr("maxpipe.huggingface.export._write_param", interrupt)
     assert main(["export", str(imported / "ckpt"), str(tmp_path / "out")]) == 130
@@ -328,7 +330,7 @@ def test_threads_that_still_write_after_ctrl_c_leave_nothing(tmp_path: Path) -> 
             time.sleep(0.001)
 
     def interrupted() -> None:
-        with appearing(str(tmp_path / "out"), "--out") as here:
+        with atomic_folder(str(tmp_path / "out"), "--out") as here:
             threads.append(threading.Thread(target=write, args=(here,)))
             threads[0].start()
             time.sleep(0.02)
@@ -351,7 +353,7 @@ def test_a_second_ctrl_c_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(shutil, "rmtree", interrupted)
     with (
         pytest.raises(KeyboardInterrupt, match="first"),
-        appearing(str(tmp_path / "out"), "--out") as here,
+        atomic_folder(str(tmp_path / "out"), "--out") as here,
     ):
         (here / "inside").touch()
         raise KeyboardInterrupt("first")
@@ -378,7 +380,7 @@ def test_a_full_disk_leaves_nothing(
     assert "No space left" in capsys.readouterr().err
     importing = ["import", str(imported / "hf"), "--out", str(tmp_path / "ckpt")]
     with monkeypatch.context() as patch:
-        patch.setattr(Folder, "free_bytes", lambda _: 4321)
+        patch.setattr(CheckpointFolder, "free_bytes", lambda _: 4321)
         assert main(importing) == 74
     assert "4,321 are free" in capsys.readouterr().err
     # It fills up while the weights are being written.
@@ -437,7 +439,7 @@ def test_the_check_of_files_ends_with_an_export_that_fails(
     real, begun, over = manifest._digest, threading.Event(), threading.Event()
     read: list[str] = []
 
-    def digest(path: Any, drop: bool) -> manifest.File:
+    def digest(path: Any, drop: bool) -> manifest.ManifestFile:
         read.append(str(path))
         begun.set()
         assert over.wait(60)
@@ -489,7 +491,7 @@ def test_bytes_that_are_others_are_refused_or_make_no_difference(name: str, tmp_
             content[draw.randrange(end)] = draw.randrange(256)
         (folder / name).write_bytes(content)
         try:
-            opened(str(folder))
+            open_folder(str(folder))
         except ConfigError as error:
             assert str(folder) in str(error) and len(str(error).splitlines()) % 3 == 0
             refused += 1
@@ -530,7 +532,7 @@ def test_a_folder_that_another_command_took_for_a_leftover_is_made_again(
         return made[-1]
 
     monkeypatch.setattr(tempfile, "mkdtemp", taken_once)
-    with appearing(str(tmp_path / "out"), "OUT") as here:
+    with atomic_folder(str(tmp_path / "out"), "OUT") as here:
         assert [str(here)] == made[1:]
         (here / "a").touch()
     assert os.listdir(tmp_path) == ["out"] and os.listdir(tmp_path / "out") == ["a"]

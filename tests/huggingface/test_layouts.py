@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from maxpipe.checkpoint.address import parse
+from maxpipe.checkpoint.address import parse_address
 from maxpipe.cli import main
 from maxpipe.errors import ConfigError
 from maxpipe.huggingface import import_, source
 from maxpipe.huggingface.export import export
 from maxpipe.huggingface.layouts import canonical
-from maxpipe.huggingface.source import opened
+from maxpipe.huggingface.source import open_folder
 from tests.huggingface import maker
 
 Change = Callable[[maker.Tensors], maker.Tensors]
@@ -150,7 +150,7 @@ def test_all_layouts_give_the_same_bits(
     assert other.keys() != tensors.keys()
     folder = maker.write(tmp_path / "hf", config, other, files=2)
     assert main(["import", str(folder), "--out", str(tmp_path / "ckpt")]) == 0
-    export(parse(str(tmp_path / "ckpt")), str(tmp_path / "out"), None, print)
+    export(parse_address(str(tmp_path / "ckpt")), str(tmp_path / "out"), None, print)
     wanted = {each: x for each, x in tensors.items() if not each.startswith("mtp.")}
     maker.same_bits(maker.read(tmp_path / "out"), wanted)
 
@@ -253,7 +253,7 @@ def test_what_is_not_read_is_named_for_what_it_is(name: str, tmp_path: Path) -> 
     config, tensors = maker.llama("F32")
     folder = maker.write(tmp_path / "hf", config, change(tensors))
     with pytest.raises(ConfigError) as caught:
-        opened(str(folder))
+        open_folder(str(folder))
     (problem,) = caught.value.problems
     assert reason in str(caught.value) and action in str(caught.value)
     assert "Copy" not in str(caught.value)
@@ -265,7 +265,7 @@ def test_what_is_not_read_is_named_for_what_it_is(name: str, tmp_path: Path) -> 
             {**config, "num_hidden_layers": count, "tie_word_embeddings": tied},
             change(tensors),
         )
-        opened(str(folder))
+        open_folder(str(folder))
     assert problem
 
 
@@ -274,7 +274,7 @@ def test_huge_stacks_are_held_against_the_files(tmp_path: Path) -> None:
     change = stacked(GATED, "gate_up_proj", "down_proj")
     folder = maker.write(tmp_path / "hf", config, change(tensors))
     with pytest.raises(ConfigError, match="describes a model of far more"):
-        opened(str(folder))
+        open_folder(str(folder))
 
 
 def test_an_adapter_is_no_model(tmp_path: Path) -> None:
@@ -282,7 +282,7 @@ def test_an_adapter_is_no_model(tmp_path: Path) -> None:
     (tmp_path / "adapter_model.safetensors").write_bytes(maker.encoded({"x": ROW}))
     for _ in range(2):
         with pytest.raises(ConfigError, match="is an adapter of PEFT") as caught:
-            opened(str(tmp_path))
+            open_folder(str(tmp_path))
         assert "merge_and_unload" in str(caught.value)
         # Some tools copy the base's config.json there.
         (tmp_path / "config.json").write_text(json.dumps(maker.llama()[0]))
@@ -308,5 +308,5 @@ def test_folders_without_weights_are_told_what_is_there(
         shutil.copy(tmp_path / "model.safetensors", tmp_path / name)
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(ConfigError) as caught:
-        opened(str(tmp_path))
+        open_folder(str(tmp_path))
     assert reason in str(caught.value)

@@ -14,8 +14,8 @@ import pytest
 from maxpipe.config.schema import TokenizerConfig
 from maxpipe.data.tokenizer import open_tokenizer
 from maxpipe.errors import ConfigError
-from maxpipe.huggingface.sections import described
-from maxpipe.huggingface.source import opened
+from maxpipe.huggingface.sections import read_description
+from maxpipe.huggingface.source import open_folder
 from tests.huggingface import maker
 
 GOLDEN = Path(__file__).parents[1] / "golden/tokenizers/folder"
@@ -72,13 +72,13 @@ def test_config_json(name: str, tmp_path: Path) -> None:
     """A number that is read is an error that names the file; those of lengths are not read."""
     path, content = tmp_path / "config.json", CONFIGS[name]()
     path.write_text(json.dumps(content))
-    described(tmp_path)
+    read_description(tmp_path)
     accepted = set()
     for place in leaves(content):
         for value in ("NaN", "-Infinity", "1e308", "400 digits"):
             path.write_text(changed(content, place, VALUES[value]))
             try:
-                described(tmp_path)
+                read_description(tmp_path)
             except ConfigError as error:
                 lines = str(error).splitlines()
                 assert lines[0].startswith(str(path))
@@ -130,5 +130,5 @@ def test_index_of_tensors(value: str, tmp_path: Path) -> None:
     name = next(iter(content["weight_map"]))
     path.write_text(changed(content, ("weight_map", name), VALUES[value]))
     with pytest.raises(ConfigError) as caught:
-        opened(str(tmp_path))
+        open_folder(str(tmp_path))
     assert str(caught.value).startswith(f"{path}\n")

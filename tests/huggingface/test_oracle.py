@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from maxpipe.checkpoint.address import parse
-from maxpipe.checkpoint.manager import Checkpoints
+from maxpipe.checkpoint.address import parse_address
+from maxpipe.checkpoint.manager import CheckpointManager
 from maxpipe.errors import ConfigError
 from maxpipe.huggingface.export import export
 from maxpipe.huggingface.import_ import import_folder
-from maxpipe.huggingface.source import opened
+from maxpipe.huggingface.source import open_folder
 
 pytestmark = [pytest.mark.oracle, pytest.mark.slow]
 
@@ -358,7 +358,7 @@ def exported(folders: dict[str, dict[str, Any]], tmp_path_factory: pytest.TempPa
     jobs = {}
     for name, job in folders.items():
         import_folder(job["folder"], str(base / f"{name}-checkpoint"), print)
-        address = parse(str(base / f"{name}-checkpoint"))
+        address = parse_address(str(base / f"{name}-checkpoint"))
         export(address, str(base / name), None, print, shard_bytes=30000)
         logits = str(base / f"{name}-logits.npy")
         jobs[name] = {**job, "folder": str(base / name), "logits": logits}
@@ -403,8 +403,8 @@ def test_imported_logits_are_those_of_transformers(
     monkeypatch.setitem(backends.BACKENDS, "splash", interpreted)
     named: dict[str, Any] = {"compute_dtype": "float32", "attention": backend}
     job = folders[name]
-    config = dataclasses.replace(opened(job["folder"]).config, **named)
-    with Checkpoints(exported[0] / f"{name}-checkpoint", write=False) as checkpoints:
+    config = dataclasses.replace(open_folder(job["folder"]).config, **named)
+    with CheckpointManager(exported[0] / f"{name}-checkpoint", write=False) as checkpoints:
         params = checkpoints.restore(0).state["params"]
     decoder = Decoder(config, AxisRules.from_config(MeshConfig()))
     kinds = [*decoder.model.kinds]
@@ -431,7 +431,7 @@ def test_exported_models_have_the_same_logits_in_transformers(name: str, folders
 
 @pytest.mark.parametrize("name", NAMES)
 def test_all_bits_are_the_same_again(name: str, folders, exported) -> None:
-    before, after = opened(folders[name]["folder"]), opened(exported[1][name]["folder"])
+    before, after = open_folder(folders[name]["folder"]), open_folder(exported[1][name]["folder"])
     assert before.dtypes == after.dtypes
     assert before.described.section == after.described.section
     for tensor in before.mapped.tensors:
@@ -454,13 +454,13 @@ def test_what_is_said_of_quantised_experts_works(tmp_path: Path) -> None:
     }
     asked("quantise", [job], tmp_path)
     with pytest.raises(ConfigError) as caught:
-        opened(job["folder"])
+        open_folder(job["folder"])
     (code,) = re.findall(r"python -c '(.*)'", str(caught.value))
     run = subprocess.run(
         [PYTHON, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False
     )
     assert run.returncode == 0, run.stderr
-    found = opened(str(tmp_path / "NEW"))
+    found = open_folder(str(tmp_path / "NEW"))
     assert {*found.dtypes.values()} == {"BF16"}
     gate = found.region("layers.experts.gate", np.dtype(np.float32), [slice(None)] * 4)
     assert gate.shape == (2, 64, 3, 96) and len(np.unique(np.abs(gate))) < 100

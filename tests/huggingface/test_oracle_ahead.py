@@ -11,14 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxpipe.checkpoint.address import parse
+from maxpipe.checkpoint.address import parse_address
 from maxpipe.huggingface.export import export
 from maxpipe.huggingface.import_ import import_folder
-from maxpipe.huggingface.source import opened
+from maxpipe.huggingface.source import open_folder
 from maxpipe.nn.decoder import Decoder
 from maxpipe.parallel.axes import MeshConfig
 from maxpipe.parallel.sharding import AxisRules
-from maxpipe.restore.initial_weights import by_name
+from maxpipe.restore.initial_weights import map_named_leaves
 from tests.huggingface import maker
 from tests.huggingface.test_oracle import PYTHON, asked, close, job_of, reason
 
@@ -51,7 +51,7 @@ def test_logits_and_losses_ahead_are_those_of_transformers(
     number: int, jobs: list[dict[str, Any]]
 ) -> None:
     job = jobs[number]
-    source = opened(job["folder"])
+    source = open_folder(job["folder"])
     config = dataclasses.replace(source.config, compute_dtype="float32")
     decoder = Decoder(config, AxisRules.from_config(MeshConfig()))
     params = _params(source, decoder)
@@ -91,7 +91,7 @@ def test_exports_have_the_same_bits_and_the_same_logits_ahead_in_transformers(
     job = jobs[number]
     import_folder(job["folder"], str(tmp_path / "checkpoint"), print)
     out = tmp_path / "out"
-    export(parse(str(tmp_path / "checkpoint")), str(out), None, print)
+    export(parse_address(str(tmp_path / "checkpoint")), str(out), None, print)
     maker.same_bits(maker.read(out), maker.read(Path(job["folder"])))
     asked("ahead", [job | {"folder": str(out), "logits": str(tmp_path / "x.npz")}], tmp_path)
     before, after = np.load(job["logits"]), np.load(tmp_path / "x.npz")
@@ -110,5 +110,5 @@ def _params(source: Any, decoder: Decoder) -> Any:
         whole = [slice(None)] * leaf.ndim
         return jnp.asarray(source.region(name, np.dtype(np.float32), whole))
 
-    params = by_name(read, shapes)
+    params = map_named_leaves(read, shapes)
     return params if len(kinds) > 1 else params | {"layers": {kinds[0]: params["layers"]}}

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from maxpipe.cli import main
-from maxpipe.data.conversation import for_chats
-from maxpipe.generate.completions import encoded_chats
-from maxpipe.generate.prompts import said
+from maxpipe.data.conversation import add_end_of_turn_ids
+from maxpipe.generate.completions import encode_chats
+from maxpipe.generate.prompts import user_chat
 from maxpipe.generate.weights import open_model
 from tests.huggingface import tokenizer_folders as kinds
 from tests.huggingface.test_oracle import PYTHON, reason
@@ -120,7 +120,9 @@ def test_prompts_have_the_ids_of_transformers(name: str, answers) -> None:
     tokenizer = open_model(folder, []).tokenizer
     assert [tokenizer.encode_prompt(text) for text in PROMPTS] == wanted["texts"]
     if wanted["chats"]:
-        chats = encoded_chats([said(text) for text in CHATS], for_chats(tokenizer), 256)
+        chats = encode_chats(
+            [user_chat(text) for text in CHATS], add_end_of_turn_ids(tokenizer), 256
+        )
         assert [each.ids for each in chats] == wanted["chats"]
 
 

@@ -10,16 +10,16 @@ import jax
 import numpy as np
 import pytest
 
-from maxpipe.checkpoint.copies import named
+from maxpipe.checkpoint.copies import leaves_by_name
 from maxpipe.config.load import load
-from maxpipe.generate.decoding import Decoding, Sampling, Size
-from maxpipe.huggingface.source import opened
+from maxpipe.generate.decoding import DecodeEngine, DecodeShape, Sampling
+from maxpipe.huggingface.source import open_folder
 from maxpipe.nn.decoder import Decoder
 from maxpipe.parallel.axes import MeshConfig
 from maxpipe.parallel.mesh import build_mesh
 from maxpipe.parallel.sharding import AxisRules
-from maxpipe.restore.initial_weights import of_folder
-from maxpipe.step.build import steps_of
+from maxpipe.restore.initial_weights import read_folder_params
+from maxpipe.step.build import steps_from_config
 from maxpipe.step.step import Steps
 from tests.huggingface.test_oracle import CLASSES, PYTHON, asked, job_of, reason
 
@@ -94,7 +94,7 @@ def packed(texts: list[list[int]]) -> Batch:
 
 def steps_at(job: dict[str, Any], layout: str) -> tuple[Steps, Any]:
     """Steps of a run that starts from the folder, and its first state."""
-    source = opened(job["folder"])
+    source = open_folder(job["folder"])
     section = {**source.described.section, "compute_dtype": "float32"}
     if "moe" in section:
         section["moe"] = {**section["moe"], "balance_weight": 0.0, "z_weight": 0.0}
@@ -108,8 +108,8 @@ def steps_at(job: dict[str, Any], layout: str) -> tuple[Steps, Any]:
     }
     config = load(LAYOUTS[layout], known, "test").config
     mesh = build_mesh(config.mesh, jax.devices()[: config.mesh.cpu_devices])
-    steps = steps_of(config, mesh, np.zeros(config.model.vocab_size, np.int32))
-    return steps, steps.with_weights(of_folder(source, steps.abstract_saved["params"]))
+    steps = steps_from_config(config, mesh, np.zeros(config.model.vocab_size, np.int32))
+    return steps, steps.with_weights(read_folder_params(source, steps.abstract_saved["params"]))
 
 
 def close(found: np.ndarray, wanted: np.ndarray) -> None:
@@ -142,8 +142,8 @@ def test_training_is_that_of_torch(kind: str, layout: str, jobs, trained: Path) 
         for number in range(STEPS):
             batch = packed(documents(jobs[kind], number))
             state, _ = step(state, jax.device_put(batch, steps.batch_sharding))
-    params = named(jax.device_get(steps.to_saved(state)["params"]))
-    before, after = opened(jobs[kind]["folder"]), opened(str(trained / kind))
+    params = leaves_by_name(jax.device_get(steps.to_saved(state)["params"]))
+    before, after = open_folder(jobs[kind]["folder"]), open_folder(str(trained / kind))
     for name, found in params.items():
         whole = [slice(None)] * found.ndim
         old, wanted = (each.region(name, np.dtype(np.float32), whole) for each in (before, after))
@@ -195,7 +195,7 @@ def test_greedy_tokens_are_the_same(kind: str, jobs, answered) -> None:
         decoder = Decoder(steps.partition.decoder.config, AxisRules.from_config(MeshConfig()))
         params = steps.partition.by_kind(steps.to_saved(state)["params"])
         sampling = Sampling(temperature=0.0)
-        decoding = Decoding(decoder, steps.partition.mesh, sampling, seed=0)
-        rows = decoding.run(params, prompts, [0, 1, 2], Size(3, 32, NEW))
+        decoding = DecodeEngine(decoder, steps.partition.mesh, sampling, seed=0)
+        rows = decoding.run(params, prompts, [0, 1, 2], DecodeShape(3, 32, NEW))
         found = np.stack([tokens for tokens, _ in rows], 1)
     assert found.tolist() == answered["greedy", kind]

@@ -13,14 +13,14 @@ import jax
 import numpy as np
 import pytest
 
-from maxpipe.checkpoint.copies import named
+from maxpipe.checkpoint.copies import leaves_by_name
 from maxpipe.config.load import load
 from maxpipe.config.schema import Config
-from maxpipe.data.loader import build_once_through
-from maxpipe.huggingface.source import opened
+from maxpipe.data.loader import build_single_pass
+from maxpipe.huggingface.source import open_folder
 from maxpipe.parallel.mesh import build_mesh
-from maxpipe.restore.initial_weights import of_folder
-from maxpipe.step.build import steps_of
+from maxpipe.restore.initial_weights import read_folder_params
+from maxpipe.step.build import steps_from_config
 from tests.conftest import FAST_COMPILE
 from tests.data.conversations import CHATML, CONVERSATIONS, make_tokenizer, said, write_records
 from tests.huggingface.test_finetune import logits as _logits
@@ -73,7 +73,7 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
 def config_of(job: dict[str, Any], layout: str) -> Config:
     base = Path(job["tokenizer"]).parent
     known = {
-        "model": {**opened(job["folder"]).described.section, "compute_dtype": "float32"},
+        "model": {**open_folder(job["folder"]).described.section, "compute_dtype": "float32"},
         "train": {"objective": "sft", "steps": 1, "batch_size": ROWS, "sequence_length": TOKENS},
         "data": {
             **{"source": "jsonl", "path": str(base / "chats.jsonl"), "chat": "messages"},
@@ -89,7 +89,7 @@ def config_of(job: dict[str, Any], layout: str) -> Config:
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_loss_and_gradients_are_those_of_torch(kind: str, layout: str, jobs) -> None:
     job, config = jobs[kind], config_of(jobs[kind], layout)
-    loader, tokenizer = build_once_through(
+    loader, tokenizer = build_single_pass(
         config.data,
         config.tokenizer,
         "all",
@@ -105,15 +105,15 @@ def test_loss_and_gradients_are_those_of_torch(kind: str, layout: str, jobs) -> 
     wanted, trained = json.loads(Path(job["found"]).read_text())
     assert batch["loss_mask"].sum() == trained
     with jax.default_matmul_precision("highest"), jax.set_mesh(mesh):
-        steps = steps_of(config, mesh, tokenizer.byte_lengths)
-        source = opened(job["folder"])
-        state = steps.with_weights(of_folder(source, steps.abstract_saved["params"]))
+        steps = steps_from_config(config, mesh, tokenizer.byte_lengths)
+        source = open_folder(job["folder"])
+        state = steps.with_weights(read_folder_params(source, steps.abstract_saved["params"]))
         run = jax.jit(steps.engine.value_and_grad(steps.train_schedule))
         found = run(state.params, jax.device_put(batch, steps.batch_sharding), None)
     assert float(found.loss) == pytest.approx(wanted, rel=1e-5)
     gradients = jax.device_get(steps.to_saved(state._replace(params=found.gradients))["params"])
-    theirs = opened(job["gradients"])
-    for name, mine in named(gradients).items():
+    theirs = open_folder(job["gradients"])
+    for name, mine in leaves_by_name(gradients).items():
         close(mine, theirs.region(name, np.dtype(np.float32), [slice(None)] * mine.ndim))
 
 

@@ -15,10 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxpipe.huggingface.sections import described
+from maxpipe.huggingface.sections import read_description
 from maxpipe.models.registry import FAMILIES
 from maxpipe.nn.attention_layer import rotary_frequencies
-from maxpipe.nn.part import Context
+from maxpipe.nn.part import LayerContext
 from tests.huggingface.test_oracle import PYTHON, answered, reason
 
 ANSWERS = Path(__file__).parents[1] / "golden" / "rotary_frequencies.json"
@@ -163,7 +163,7 @@ def test_frequencies_are_those_of_transformers(
 ) -> None:
     for name in (each for each in CONFIGS if each.split()[0] == family):
         (tmp_path / "config.json").write_text(json.dumps(CONFIGS[name]))
-        config = described(tmp_path).config
+        config = read_description(tmp_path).config
         model = FAMILIES[config.family].describe(config)
         parts: list[tuple[int, Any]] = [
             (number, branch.part)
@@ -175,7 +175,7 @@ def test_frequencies_are_those_of_transformers(
         size = getattr(part, "rope_size", part.head_size)
         for length, wanted in zip(LENGTHS, answers[name], strict=True):
             inputs = {"positions": jnp.zeros((1, length), jnp.int32)}
-            context = Context(inputs, jnp.asarray(layer), model.values)
+            context = LayerContext(inputs, jnp.asarray(layer), model.values)
             found = np.asarray(rotary_frequencies(part.rope, size, context))
             np.testing.assert_allclose(found, wanted["frequencies"], 1e-5, err_msg=name)
             assert part.rope.length == pytest.approx(wanted["factor"], 1e-6), name

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from maxpipe.errors import ConfigError
-from maxpipe.huggingface.safetensors import Reader, Writer
+from maxpipe.huggingface.safetensors import SafetensorsReader, SafetensorsWriter
 from tests.huggingface import maker
 
 TENSORS = {
@@ -26,7 +26,7 @@ TENSORS = {
 def test_tensors_are_read_whole_and_by_rows(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     path.write_bytes(maker.encoded(TENSORS))
-    reader = Reader(path)
+    reader = SafetensorsReader(path)
     assert [*reader.entries] == [*TENSORS]
     maker.same_bits({name: reader.read(name) for name in TENSORS}, TENSORS)
     assert (reader.read("a", (2, 4)) == TENSORS["a"][2:4]).all()
@@ -34,7 +34,9 @@ def test_tensors_are_read_whole_and_by_rows(tmp_path: Path) -> None:
 
 def test_rows_are_written_in_any_order(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
-    with Writer(path, {n: (each.dtype, each.shape) for n, each in TENSORS.items()}) as writer:
+    with SafetensorsWriter(
+        path, {n: (each.dtype, each.shape) for n, each in TENSORS.items()}
+    ) as writer:
         for name, array in reversed(TENSORS.items()):
             for row in reversed(range(len(array))):
                 writer.write(name, array[row : row + 1], row)
@@ -103,7 +105,7 @@ def test_what_is_wrong_with_a_file_is_said(name: str, tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     path.write_bytes(content)
     with pytest.raises(ConfigError) as caught:
-        Reader(path)
+        SafetensorsReader(path)
     text = str(caught.value)
     assert text.startswith(f"{path}\n") and reason in text
     assert len(text.splitlines()) == 3
@@ -117,13 +119,13 @@ def test_what_is_no_file_is_refused(odd: str, tmp_path: Path) -> None:
     elif odd == "folder":
         path.mkdir()
     with pytest.raises(ConfigError, match=r"x\.safetensors"):
-        Reader(path)
+        SafetensorsReader(path)
 
 
 def test_a_file_that_shrinks_meanwhile_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     path.write_bytes(maker.encoded(TENSORS))
-    reader = Reader(path)
+    reader = SafetensorsReader(path)
     os.truncate(path, path.stat().st_size - 5)
     with pytest.raises(ConfigError, match="ends inside the tensor"):
         reader.read("../../c")

@@ -10,14 +10,14 @@ import jax
 import numpy as np
 import pytest
 
-from maxpipe.checkpoint.manager import Checkpoints
+from maxpipe.checkpoint.manager import CheckpointManager
 from maxpipe.cli import main
-from maxpipe.config.load import Loaded, load
+from maxpipe.config.load import LoadedConfig, load
 from maxpipe.distributed import runtime
 from maxpipe.errors import ConfigError
 from maxpipe.parallel.mesh import build_mesh
-from maxpipe.step.build import steps_of
-from maxpipe.train.resume import Start, restore_or_init
+from maxpipe.step.build import steps_from_config
+from maxpipe.train.resume import RunStart, restore_or_init
 from tests.huggingface import maker
 
 VOCAB = maker.VOCAB + 18
@@ -45,17 +45,17 @@ class Said:
     warn = note
 
 
-def started(weights: Path, folder: Path, *overrides: str) -> tuple[Start, Any, list[str]]:
+def started(weights: Path, folder: Path, *overrides: str) -> tuple[RunStart, Any, list[str]]:
     """The start, parameters in the form of checkpoints, and lines."""
     shared = [str(weights / "ckpt" / "config.yml"), "train.steps=2", f"run.dir={folder}"]
-    loaded: Loaded = load([*shared, "pipeline.microbatches=2", *overrides])
+    loaded: LoadedConfig = load([*shared, "pipeline.microbatches=2", *overrides])
     config, said = loaded.config, Said()
     size = config.model.vocab_size
     mesh = build_mesh(config.mesh, jax.devices()[: config.mesh.cpu_devices])
-    steps = steps_of(config, mesh, np.zeros(size, np.int32))
+    steps = steps_from_config(config, mesh, np.zeros(size, np.int32))
     datasets: Any = SimpleNamespace(train=SimpleNamespace(fingerprint=lambda: {"tokenizer": "x"}))
     console: Any = said
-    with Checkpoints(folder / config.run.name, config.checkpoint, write=False) as checkpoints:
+    with CheckpointManager(folder / config.run.name, config.checkpoint, write=False) as checkpoints:
         start = restore_or_init(loaded, steps, checkpoints, datasets, console)
     return start, jax.device_get(steps.to_saved(start.state)["params"]), said.lines
 

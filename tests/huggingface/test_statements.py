@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from maxpipe.huggingface.sections import described, values
+from maxpipe.huggingface.sections import read_description, values
 from tests.huggingface.test_oracle import PYTHON, answered, reason
 
 LOCAL, WHOLE = "sliding_attention", "full_attention"
@@ -212,7 +212,7 @@ def test_the_statement_of_transformers_counts_and_both_are_named(
     case: Case, tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config(case)))
-    found = described(tmp_path)
+    found = read_description(tmp_path)
     if case.ours:
         wanted = case.value if case.own is None else case.own
         assert values(found.config)[case.ours] == wanted
@@ -231,7 +231,7 @@ def test_the_same_statement_twice_is_no_difference(family: str, tmp_path: Path) 
         content |= {"layer_types": [LOCAL, WHOLE] * 2, "sliding_window_pattern": 2}
     whole = {**SIZES, "model_type": family, **content}
     (tmp_path / "config.json").write_text(json.dumps(whole))
-    assert described(tmp_path).differences == ()
+    assert read_description(tmp_path).differences == ()
 
 
 @pytest.mark.oracle

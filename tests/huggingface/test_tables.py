@@ -13,11 +13,17 @@ import pytest
 
 from maxpipe.cli import main
 from maxpipe.config import shipped
-from maxpipe.config.keys import flat
+from maxpipe.config.keys import flatten
 from maxpipe.config.load import load
 from maxpipe.errors import ConfigError
-from maxpipe.huggingface.mapping import count, form_of, mapped, readable, slab
-from maxpipe.huggingface.sections import described, table_for, to_json, values
+from maxpipe.huggingface.mapping import (
+    count,
+    export_slab_shape,
+    import_slab_shape,
+    map_tensors,
+    parse_axis_mapping,
+)
+from maxpipe.huggingface.sections import read_description, table_for, to_json, values
 from maxpipe.models.config import ModelConfig
 from maxpipe.models.count import num_params
 from maxpipe.models.registry import FAMILIES, describe
@@ -300,7 +306,7 @@ def model(name: str) -> ModelConfig:
 def said(folder: Path, content: object) -> dict[str, Any]:
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(content))
-    return values(described(folder).config)
+    return values(read_description(folder).config)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -325,10 +331,10 @@ def test_all_shipped_models_come_back_from_their_config_json(every: int, tmp_pat
         found = said(tmp_path / "x", json.loads(text))
         wanted = values(config)
         # What a config.json decides; all others are choices of training.
-        decided = {*flat({"model": described(tmp_path / "x").section})}
+        decided = {*flatten({"model": read_description(tmp_path / "x").section})}
         for key in (each.removeprefix("model.") for each in decided):
             assert found[key] == wanted[key], (name, key)
-        both = mapped(describe(config), table)
+        both = map_tensors(describe(config), table)
         once = {tensor: s for tensor, s in both.tensors.items() if tensor not in both.originals}
         assert count(once) == count(both.shapes) == num_params(describe(config)), name
 
@@ -337,16 +343,16 @@ def test_all_shipped_models_come_back_from_their_config_json(every: int, tmp_pat
 def test_slabs_are_small_parts_of_whole_rows(most: int) -> None:
     for name in ("llama3-8b", "phi4", "mixtral-8x7b"):
         config = model(name)
-        both = mapped(describe(config), table_for(config)[0])
+        both = map_tensors(describe(config), table_for(config)[0])
         for param, shape in both.shapes.items():
-            found, piece = slab(both, param, most), both.pieces[param][0]
+            found, piece = import_slab_shape(both, param, most), both.pieces[param][0]
             row = math.prod(piece.shape) // piece.sizes[piece.lead]
             assert math.prod(found) <= max(most, row), (name, param)
             if most == 10**12:
                 assert found == shape
             assert all(1 <= part <= size for part, size in zip(found, shape, strict=True))
             # Of as many rows as that allows, and each chunk is read once by an export.
-            assert readable(both, param, found) == found
+            assert export_slab_shape(both, param, found) == found
 
 
 def test_every_parameter_of_a_family_has_a_row() -> None:
@@ -354,7 +360,7 @@ def test_every_parameter_of_a_family_has_a_row() -> None:
         for table in family.huggingface:
             assert len({row.ours for row in table.tensors}) == len(table.tensors)
             for row in table.tensors:
-                form = form_of(row.dims)
+                form = parse_axis_mapping(row.dims)
                 sizes = tuple(range(2, 2 + len(form.ours)))
                 kept = [s for name, s in zip(form.ours, sizes, strict=True) if name != form.named]
                 ours = np.arange(np.prod(kept)).reshape(kept)
@@ -364,10 +370,10 @@ def test_every_parameter_of_a_family_has_a_row() -> None:
 
 
 def test_dims_are_turned_as_the_table_says() -> None:
-    query = form_of("d n h -> (n h) d")
+    query = parse_axis_mapping("d n h -> (n h) d")
     ours = np.arange(30).reshape(5, 3, 2)
     assert (query.to_theirs(ours) == ours.reshape(5, 6).T).all()
-    experts = form_of("d expert f -> f d")
+    experts = parse_axis_mapping("d expert f -> f d")
     assert experts.named == "expert"
     assert experts.shape((5, 7, 3)) == (3, 5)
 
@@ -402,7 +408,7 @@ def test_phi_has_factors_of_pairs_and_entries_that_stay(tmp_path: Path) -> None:
     found = said(tmp_path / "x", config)
     assert (found["phi3.rope_size"], found["phi3.rope_scaling"]) == (6, 32.0)
     assert found["phi3.rope_long"] == [1.5, 4.0, 16.0]
-    table, written = table_for(described(tmp_path / "x").config)
+    table, written = table_for(read_description(tmp_path / "x").config)
     # Releases before 5 of transformers refuse any other key in it.
     assert written["rope_scaling"] == {"type": "longrope", **factors}
     assert written["max_position_embeddings"] == 131072
@@ -566,7 +572,7 @@ def test_what_is_no_config_is_refused(content: bytes | None, tmp_path: Path) -> 
     if content is not None:
         (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(ConfigError, match=r"config\.json"):
-        described(tmp_path)
+        read_description(tmp_path)
 
 
 def test_layers_of_gemma_must_have_a_period(tmp_path: Path) -> None:

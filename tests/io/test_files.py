@@ -38,6 +38,6 @@ def test_a_file_keeps_who_may_read_it(tmp_path: Path):
 def test_nothing_is_written_through_a_link(name: str, tmp_path: Path):
     (target := tmp_path / "target").write_text("other")
     (tmp_path / name).symlink_to(target)
-    with pytest.raises(files.Unfit, match="symbolic link"):
+    with pytest.raises(files.UnsafeFileError, match="symbolic link"):
         files.write(tmp_path / "file", "mine")
     assert target.read_text() == "other"

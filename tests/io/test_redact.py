@@ -41,7 +41,7 @@ Capture = pytest.CaptureFixture[str]
 )
 @pytest.mark.parametrize("around", ["{}", "before {}", "x={}", "'{}'", "/data/{}", "[{}]"])
 def test_forms(secret: str, around: str):
-    assert redact.text(around.format(secret)) == around.format(REDACTED)
+    assert redact.redact_text(around.format(secret)) == around.format(REDACTED)
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_forms(secret: str, around: str):
     ],
 )
 def test_what_has_a_name_or_stands_in_a_url(given: str, left: str):
-    assert redact.text(given) == left
+    assert redact.redact_text(given) == left
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_what_has_a_name_or_stands_in_a_url(given: str, left: str):
     ],
 )
 def test_what_is_no_secret_stays(text: str):
-    assert redact.text(text) == text
+    assert redact.redact_text(text) == text
 
 
 def test_what_the_environment_calls_a_secret_is_one_anywhere(monkeypatch: pytest.MonkeyPatch):
@@ -95,25 +95,25 @@ def test_what_the_environment_calls_a_secret_is_one_anywhere(monkeypatch: pytest
     monkeypatch.setenv("SHORT_TOKEN", "false")
     monkeypatch.setenv("JAX_NOTE", "an open word")
     given = "correct horse battery, /x/correct horse/y, false, an open word"
-    assert redact.text(given) == "<redacted>, /x/<redacted>/y, false, an open word"
+    assert redact.redact_text(given) == "<redacted>, /x/<redacted>/y, false, an open word"
 
 
 @pytest.mark.parametrize("value", ["SEKRET" * 3, f"before-{TOKEN}-behind", f"{TOKEN}-behind"])
 def test_a_secret_that_is_part_of_another(value: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("HF_TOKEN", value)
-    assert redact.text(f"/x/hf_{'SEKRET' * 4}abcd") == f"/x/{REDACTED}"
-    assert redact.text(f"/x/{value}/y, z={value}") == f"/x/{REDACTED}/y, z={REDACTED}"
+    assert redact.redact_text(f"/x/hf_{'SEKRET' * 4}abcd") == f"/x/{REDACTED}"
+    assert redact.redact_text(f"/x/{value}/y, z={value}") == f"/x/{REDACTED}/y, z={REDACTED}"
 
 
 def test_a_secret_of_two_lines_stays_one_in_a_message(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("HF_TOKEN", "first line\nsecond line")
     said = str(ConfigError.one("run.name", "first line\nsecond line", "is wrong.", "Correct it."))
-    assert redact.shown(said).splitlines()[0] == f"run.name = {REDACTED}"
+    assert redact.redact_for_terminal(said).splitlines()[0] == f"run.name = {REDACTED}"
 
 
 def test_inside_of_values():
     given = {"a": [TOKEN, 1, None], "b": {"api_key": "x", "hub_token": ("y", 2)}, "c": (True, "d")}
-    assert redact.within(given) == {
+    assert redact.redact_value(given) == {
         "a": [REDACTED, 1, None],
         "b": {"api_key": REDACTED, "hub_token": (REDACTED, 2)},
         "c": (True, "d"),
@@ -122,7 +122,7 @@ def test_inside_of_values():
 
 def test_a_config_stays_a_config():
     config = load([*TINY, f"data.path=s3://me:{TOKEN}@host/x"]).config
-    cleaned = redact.within(config)
+    cleaned = redact.redact_value(config)
     assert type(cleaned) is type(config) and cleaned.data.path == "s3://<redacted>@host/x"
     assert to_dict(cleaned)["model"] == to_dict(config)["model"]
     assert TOKEN in to_yaml(config) and TOKEN not in to_yaml(cleaned)
@@ -132,13 +132,13 @@ def test_no_config_key_has_the_name_of_a_secret():
     """A value would be taken away for its key: what a resume compares must stay."""
     assert not [key for key in KEYS if redact.is_secret_name(key)]
     config = load(TINY).config
-    assert redact.within(config) == config
+    assert redact.redact_value(config) == config
 
 
 def test_a_command_line():
     argv = ["train", "--token", "abc", "--json", "x", "--api-key=abc", f"data.path={TOKEN}"]
     cleaned = ["train", "--token", REDACTED, "--json", "x", f"--api-key={REDACTED}"]
-    assert redact.arguments(argv) == [*cleaned, f"data.path={REDACTED}"]
+    assert redact.redact_argv(argv) == [*cleaned, f"data.path={REDACTED}"]
 
 
 def test_long_text_takes_no_time():
@@ -148,7 +148,7 @@ def test_long_text_takes_no_time():
         taken = []
         for _ in range(3):
             begin = time.perf_counter()
-            redact.text(word * (length // len(word)))
+            redact.redact_text(word * (length // len(word)))
             taken.append(time.perf_counter() - begin)
         return min(taken)
 
@@ -222,5 +222,5 @@ def test_no_message_repeats_a_secret_of_the_command_line(
 @pytest.mark.fault("H7")
 def test_variables_are_names_and_the_rest_is_a_secret():
     given = ["HF_TOKEN", "A=hunter2x", "hunter2x!", "=x"]
-    assert redact.variables(given) == ["HF_TOKEN", f"A={REDACTED}", REDACTED, REDACTED]
-    assert redact.within({"environment": given})["environment"][1] == f"A={REDACTED}"
+    assert redact.redact_variable_names(given) == ["HF_TOKEN", f"A={REDACTED}", REDACTED, REDACTED]
+    assert redact.redact_value({"environment": given})["environment"][1] == f"A={REDACTED}"

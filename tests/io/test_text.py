@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from maxpipe import cli
-from maxpipe.io.text import duration, millions, scaled, sentence
+from maxpipe.io.text import capitalize_first, format_count, format_duration, format_si
 
 
 @pytest.mark.parametrize(
@@ -21,17 +21,17 @@ from maxpipe.io.text import duration, millions, scaled, sentence
     ],
 )
 def test_parameters_have_three_digits(count: int, text: str):
-    assert millions(count) == text
+    assert format_count(count) == text
 
 
 def test_operations_have_a_prefix():
-    assert scaled(2.135e10, "FLOP") == "21.35 GFLOP"
-    assert scaled(6.007e15, "FLOP") == "6.007 PFLOP"
-    assert scaled(999_960.0, "FLOP") == "1 MFLOP" and scaled(0, "FLOP") == "0 FLOP"
+    assert format_si(2.135e10, "FLOP") == "21.35 GFLOP"
+    assert format_si(6.007e15, "FLOP") == "6.007 PFLOP"
+    assert format_si(999_960.0, "FLOP") == "1 MFLOP" and format_si(0, "FLOP") == "0 FLOP"
 
 
 def test_a_sentence_keeps_other_capitals():
-    assert sentence("run on SLURM, TPU VMs or GKE") == "Run on SLURM, TPU VMs or GKE"
+    assert capitalize_first("run on SLURM, TPU VMs or GKE") == "Run on SLURM, TPU VMs or GKE"
 
 
 def test_the_help_of_launch_spells_its_clusters():
@@ -44,4 +44,4 @@ def test_the_help_of_launch_spells_its_clusters():
     [(1.51, "1.51 s"), (0.0862, "86.2 ms"), (9.97e-5, "99.7 us"), (0.9996, "1 s"), (61.0, "61 s")],
 )
 def test_a_time_has_the_unit_that_suits_it(seconds: float, text: str) -> None:
-    assert duration(seconds) == text
+    assert format_duration(seconds) == text

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from maxpipe.io.typed import AnyFloat, checked, parse
+from maxpipe.io.typed import AnyFloat, check_type, parse_json
 
 
 class _File(TypedDict):
@@ -33,22 +33,22 @@ GOOD: dict[str, Any] = {"step": 3, "files": {"x": {"bytes": 1, "sha256": "0"}}}
 def test_what_fits_is_returned_as_it_is() -> None:
     more = {"kind": "a", "window": [1, 2], "losses": [math.nan, 1.0, 2], "unknown": {}}
     for record in (GOOD, GOOD | more, GOOD | {"window": None}):
-        again = parse(json.dumps(record), _Record)
+        again = parse_json(json.dumps(record), _Record)
         assert json.dumps(again) == json.dumps(record)
-        assert checked(record, _Record) is record
+        assert check_type(record, _Record) is record
 
 
 @pytest.mark.parametrize("sign", ["", "-"])
 def test_a_whole_number_that_has_no_float_is_named(sign: str) -> None:
     for kind in (dict[str, Any], dict[str, int]):
         with pytest.raises(ValueError, match=r"a whole number of 400 digits, -?7777.*most 308 are"):
-            parse(f'{{"a": {sign}{"7" * 400}}}', kind)
-    assert parse(f'{{"a": {sign}{"7" * 308}}}', dict[str, Any]) == {"a": int(sign + "7" * 308)}
+            parse_json(f'{{"a": {sign}{"7" * 400}}}', kind)
+    assert parse_json(f'{{"a": {sign}{"7" * 308}}}', dict[str, Any]) == {"a": int(sign + "7" * 308)}
     for offset in range(32):
         with pytest.raises(ValueError, match="a whole number of 309 digits"):
-            parse(f'{" " * offset}{{"a": {sign}{"7" * 309}}}', dict[str, Any])
+            parse_json(f'{" " * offset}{{"a": {sign}{"7" * 309}}}', dict[str, Any])
     text = "7" * 400
-    assert parse(json.dumps({"a": text, "b": 5}), dict[str, Any]) == {"a": text, "b": 5}
+    assert parse_json(json.dumps({"a": text, "b": 5}), dict[str, Any]) == {"a": text, "b": 5}
 
 
 @pytest.mark.parametrize(
@@ -70,13 +70,13 @@ def test_a_whole_number_that_has_no_float_is_named(sign: str) -> None:
 )
 def test_what_does_not_fit_is_named(change: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        parse(json.dumps(GOOD | change), _Record)
+        parse_json(json.dumps(GOOD | change), _Record)
 
 
 @pytest.mark.parametrize("text", [b"\xff", "", "{", "[" * 10**6, '{"a":' * 10**6, "9" * 10**5, "]"])
 def test_what_is_no_json_is_one_kind_of_error(text: str | bytes) -> None:
     with pytest.raises(ValueError):
-        parse(text, dict[str, Any])
+        parse_json(text, dict[str, Any])
 
 
 @given(st.recursive(st.text(), lambda inner: st.lists(inner), max_leaves=30))
@@ -85,14 +85,14 @@ def test_depth_is_that_of_brackets_outside_texts(value: Any) -> None:
         return 1 + max(map(depth, value), default=0) if isinstance(value, list) else 0
 
     text = json.dumps([value])
-    parse(text, list[Any], most_depth=depth([value]))
+    parse_json(text, list[Any], most_depth=depth([value]))
     with pytest.raises(ValueError, match="brackets"):
-        parse(text, list[Any], most_depth=depth([value]) - 1)
+        parse_json(text, list[Any], most_depth=depth([value]) - 1)
 
 
 @pytest.mark.parametrize("text", ['"' + '\\"' * 10**6, '"\\', '"[' * 10**6])
 def test_hostile_texts_take_no_time(text: str) -> None:
     begin = time.process_time()
     with pytest.raises(ValueError):
-        parse(text, dict[str, Any])
+        parse_json(text, dict[str, Any])
     assert time.process_time() - begin < 5

@@ -8,9 +8,9 @@ import pytest
 
 from maxpipe.config.load import load, to_dict
 from maxpipe.errors import ConfigError
-from maxpipe.hardware import known
+from maxpipe.hardware import known_hardware
 from maxpipe.launch.job import hosts_of, tpu_of
-from maxpipe.plan.topology import parse
+from maxpipe.plan.topology import parse_topology
 from tests.launch.conftest import QUICKSTART
 
 
@@ -31,7 +31,7 @@ from tests.launch.conftest import QUICKSTART
     ],
 )
 def test_hosts_and_processes(text: str, slices: int, hosts: int, chips: int, processes: int):
-    topology = parse(text, slices)
+    topology = parse_topology(text, slices)
     found = hosts_of(topology)
     assert (found.count, found.chips, found.processes) == (hosts, chips, processes)
     assert topology.num_devices % found.processes == 0
@@ -40,7 +40,7 @@ def test_hosts_and_processes(text: str, slices: int, hosts: int, chips: int, pro
 @pytest.mark.parametrize("text", ["v5e:2x3", "v5p:1x1x2", "gb200:6"])
 def test_hosts_are_whole(text: str):
     with pytest.raises(ConfigError, match="a host of"):
-        hosts_of(parse(text))
+        hosts_of(parse_topology(text))
 
 
 @pytest.mark.parametrize(
@@ -53,23 +53,23 @@ def test_hosts_are_whole(text: str):
     ],
 )
 def test_google_names_slices_by_cores_or_chips(text: str, accelerator: str):
-    assert parse(text).accelerator == accelerator
+    assert parse_topology(text).accelerator == accelerator
 
 
 def test_every_kind_of_tpu_has_names():
-    for hardware in known().values():
+    for hardware in known_hardware().values():
         if hardware.is_tpu:
             dims = "x".join(["2"] * hardware.torus_dims)
-            names = tpu_of(parse(f"{hardware.topology}:{dims}"))
+            names = tpu_of(parse_topology(f"{hardware.topology}:{dims}"))
             assert names.runtime_version or names.node_label
 
 
 def test_where_a_run_is_launched_does_not_decide_its_program():
-    from maxpipe.step.executable import facts_of
+    from maxpipe.step.executable import program_metadata
 
     lowered = SimpleNamespace(as_text=lambda: "program")
     devices = [SimpleNamespace(device_kind="cpu")]
     here = to_dict(load([QUICKSTART]).config)
     there = to_dict(load([QUICKSTART, "launch.topology=cpu:8", "launch.restarts=9"]).config)
     assert here != there
-    assert facts_of(here, lowered, devices) == facts_of(there, lowered, devices)
+    assert program_metadata(here, lowered, devices) == program_metadata(there, lowered, devices)

@@ -16,7 +16,7 @@ import pytest
 
 from maxpipe.cli import main
 from maxpipe.launch import local
-from maxpipe.launch.local import Log
+from maxpipe.launch.local import ProcessLog
 from tests.launch.conftest import QUICKSTART
 from tests.train.runs import Start
 
@@ -269,7 +269,7 @@ def test_buckets_are_noted_as_unchecked(launch: Callable[..., int], capsys: Capt
 
 
 def test_the_first_error_of_a_long_log_is_found(tmp_path: Path):
-    log = Log(tmp_path / "process-0.log")
+    log = ProcessLog(tmp_path / "process-0.log")
     with log.begin(1, "maxpipe train") as file:
         file.write(b"Traceback (most recent call last):\n  File\nValueError: of another attempt\n")
     with log.begin(2, "maxpipe train") as file:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from maxpipe.launch.job import Restarts, described, newest_step
+from maxpipe.launch.job import RestartPolicy, describe_exit_code, newest_step
 
 
 def save(run_dir: Path, step: int) -> None:
@@ -17,7 +17,7 @@ def save(run_dir: Path, step: int) -> None:
 @pytest.mark.fault("H5")
 @pytest.mark.parametrize("code", [0, 1, 2, 70, 74, 127, 130, -2])
 def test_what_another_start_would_repeat_is_final(tmp_path: Path, code: int):
-    restarts = Restarts(3, tmp_path)
+    restarts = RestartPolicy(3, tmp_path)
     save(tmp_path, 4)  # progress changes nothing
     assert not restarts.again(code)
 
@@ -26,13 +26,13 @@ def test_what_another_start_would_repeat_is_final(tmp_path: Path, code: int):
 def test_a_kill_or_hang_is_followed_by_a_limited_number_of_starts_without_progress(
     tmp_path: Path, code: int
 ):
-    restarts = Restarts(2, tmp_path)
+    restarts = RestartPolicy(2, tmp_path)
     assert [restarts.again(code) for _ in range(3)] == [True, True, False]
 
 
 def test_a_newer_checkpoint_starts_the_count_again(tmp_path: Path):
     save(tmp_path, 4)
-    restarts = Restarts(1, tmp_path)
+    restarts = RestartPolicy(1, tmp_path)
     for step in (8, 12, 16):
         assert restarts.again(-9)  # the first without progress
         save(tmp_path, step)
@@ -41,13 +41,13 @@ def test_a_newer_checkpoint_starts_the_count_again(tmp_path: Path):
 
 
 def test_stops_that_saved_do_not_count(tmp_path: Path):
-    restarts = Restarts(0, tmp_path)
+    restarts = RestartPolicy(0, tmp_path)
     assert all(restarts.again(75) for _ in range(20))
     assert not restarts.again(-9)
 
 
 def test_a_stop_with_a_newer_checkpoint_starts_the_count_again(tmp_path: Path):
-    restarts = Restarts(1, tmp_path)
+    restarts = RestartPolicy(1, tmp_path)
     for step in (4, 8, 12):
         assert restarts.again(71)
         save(tmp_path, step)
@@ -76,13 +76,13 @@ def test_only_complete_checkpoints_count(tmp_path: Path):
     ],
 )
 def test_codes_in_words(code: int, words: str):
-    assert described(code) == words
+    assert describe_exit_code(code) == words
 
 
 def test_what_is_saved_elsewhere_is_known_from_the_records(tmp_path: Path):
     assert newest_step(tmp_path, "gs://bucket") is None
     save(tmp_path, 100)  # of a time before checkpoint.dir
-    restarts = Restarts(1, tmp_path, "gs://bucket")
+    restarts = RestartPolicy(1, tmp_path, "gs://bucket")
     records = tmp_path / "events.jsonl"
     for event, step, newest in (
         ("start", 0, None),

@@ -17,7 +17,7 @@ from maxpipe.models.layers.attention import CANNOT, Rope
 from maxpipe.models.layers.attention import Attention as Part
 from maxpipe.models.layers.mlp import RMSNorm
 from maxpipe.nn.attention.backends import BACKENDS
-from maxpipe.nn.attention.interface import Cache, Mask
+from maxpipe.nn.attention.interface import KVCache, Mask
 from maxpipe.nn.attention.xla import attend
 from maxpipe.nn.attention_layer import Attention, rotary_frequencies, rotate
 from tests.nn.parts import RULES, assert_close, context, packed, with_values
@@ -359,11 +359,11 @@ def test_cached_decoding_equals_the_whole_row(part: Part) -> None:
     x = jax.random.normal(jax.random.key(1), (2, 9, D))
     segments, positions = packed([[9], [2, 4, 3]])
     whole = jax.jit(lambda x: module(x, context(segments, positions, 1, VALUES)).x)(x)
-    cache = Cache.empty((2, 11, part.num_kv_heads, part.head_size), jnp.dtype("float32"))
+    cache = KVCache.empty((2, 11, part.num_kv_heads, part.head_size), jnp.dtype("float32"))
     parts = []
 
     @jax.jit
-    def extended(x: Any, segments: Any, positions: Any, cache: Cache) -> Any:
+    def extended(x: Any, segments: Any, positions: Any, cache: KVCache) -> Any:
         return module(x, context(segments, positions, 1, VALUES, cache))
 
     for start, stop in ((0, 4), (4, 5), (5, 6), (6, 9)):

@@ -16,7 +16,7 @@ from jax._src.lib.mlir import ir  # pyright: ignore[reportPrivateImportUsage]
 from jax.sharding import PartitionSpec
 
 from maxpipe.nn.attention import cudnn, xla
-from maxpipe.nn.attention.cudnn import Documents, Kernel
+from maxpipe.nn.attention.cudnn import DocumentOffsets, Kernel
 from maxpipe.nn.attention.interface import Mask
 from maxpipe.parallel import stated
 from maxpipe.parallel.axes import MeshConfig
@@ -236,7 +236,7 @@ def test_calls_are_lowered_for_gpus(packed: int) -> None:
     arrays = [jax.ShapeDtypeStruct((2, 16, heads, 64), jnp.bfloat16) for heads in (8, 2, 2, 8, 8)]
     query, key, value, mixed, d_mixed = arrays
     lengths, starts = (jax.ShapeDtypeStruct((2, n), jnp.int32) for n in (packed, packed + 1))
-    beside = Documents(lengths, starts) if packed > 1 else None  # type: ignore[arg-type]
+    beside = DocumentOffsets(lengths, starts) if packed > 1 else None  # type: ignore[arg-type]
     sums = jax.ShapeDtypeStruct((2 * packed, 8, 16), jnp.float32)
     kernel = Kernel(True, 0.3, packed=packed)
     given = (query, key, value, beside), (query, key, value, mixed, sums, d_mixed, beside)

@@ -20,7 +20,7 @@ from maxpipe.models.mistral import MistralConfig
 from maxpipe.models.registry import describe
 from maxpipe.nn.attention_layer import rotary_frequencies, rotate
 from maxpipe.nn.decoder import Decoder
-from maxpipe.nn.part import Context, rms_normed
+from maxpipe.nn.part import LayerContext, rms_norm
 from tests.nn.parts import RULES, assert_close
 
 CONFIG = ModelConfig(
@@ -33,7 +33,7 @@ CONFIG = ModelConfig(
     vocab_size=77,
     compute_dtype="float32",
 )
-NOWHERE = Context({}, jnp.int32(0))
+NOWHERE = LayerContext({}, jnp.int32(0))
 
 
 def frequencies(rope: Rope, size: int) -> np.ndarray:
@@ -62,7 +62,7 @@ def test_each_pair_has_a_stretch_of_its_own() -> None:
     rope = Rope(500.0, original_tokens=8, stretch=stretch, stretch_beyond=longer)
     for tokens, factors in ((8, stretch), (9, longer)):
         inputs = {"positions": jnp.zeros((2, tokens), jnp.int32)}
-        found = rotary_frequencies(rope, 6, Context(inputs, jnp.int32(0)))
+        found = rotary_frequencies(rope, 6, LayerContext(inputs, jnp.int32(0)))
         np.testing.assert_allclose(found, plain / factors, rtol=1e-6)
 
 
@@ -72,7 +72,7 @@ def test_a_larger_base_in_longer_rows() -> None:
     for tokens, size in ((5, 6), (8, 6), (9, 6), (24, 10)):
         inputs = {"positions": jnp.zeros((2, tokens), jnp.int32)}
         rope = Rope(theta, factor, "dynamic", original)
-        found = rotary_frequencies(rope, size, Context(inputs, jnp.int32(0)))
+        found = rotary_frequencies(rope, size, LayerContext(inputs, jnp.int32(0)))
         more = factor * max(tokens, original) / original - (factor - 1)
         base = theta * more ** (size / (size - 2))
         np.testing.assert_allclose(found, base ** -(np.arange(0, size, 2) / size), rtol=1e-6)
@@ -92,7 +92,7 @@ def test_the_rest_of_a_head_does_not_turn() -> None:
 def test_a_joint_norm_is_over_all_heads() -> None:
     x = np.asarray(jax.random.normal(jax.random.key(1), (2, 5, 6, 10)), np.float64)
     scale = np.asarray(jax.random.normal(jax.random.key(2), (6, 10)), np.float64)
-    found = rms_normed(jnp.asarray(x), jnp.asarray(scale), RMSNorm(60, 1e-3))
+    found = rms_norm(jnp.asarray(x), jnp.asarray(scale), RMSNorm(60, 1e-3))
     size = np.sqrt((x**2).mean((-2, -1), keepdims=True) + 1e-3)
     assert_close(found, x / size * scale)
 

@@ -13,11 +13,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxpipe.models.layers import mlp
 from maxpipe.models.spec import Constant, Normal, Param
-from maxpipe.nn.decoder import initial, normal_approximation
-from maxpipe.nn.mlp import GatedMLP, gated, in_8_bits
+from maxpipe.nn.decoder import init_params, normal_approximation
+from maxpipe.nn.mlp import GatedMLP, gated_activation, quantized_gated_mlp
 from maxpipe.nn.part import LayerNorm, RMSNorm
 from maxpipe.parallel.adapted import dropout
-from maxpipe.parallel.low_precision import LowPrecision, products
+from maxpipe.parallel.low_precision import MatmulQuantizer, matmuls
 from tests.nn.parts import RULES, assert_close, context, with_values
 
 NO_CONTEXT = context([[0]], [[0]])
@@ -115,16 +115,16 @@ def test_parameters_start_as_they_are_declared() -> None:
         "ones": Param(dims[:1], Constant(1.0)),
         "gained": Param(dims, Normal(400, 0.25)),
     }
-    found = initial(declared, jax.random.key(0), jnp.dtype("float32"))
+    found = init_params(declared, jax.random.key(0), jnp.dtype("float32"))
     assert list(found) == list(declared)
     assert found["plain"].std() == pytest.approx(400**-0.5, rel=0.02)
     assert found["gained"].std() == pytest.approx(0.25 * 400**-0.5, rel=0.02)
     np.testing.assert_array_equal(found["ones"], np.ones(400))
-    rough = initial(declared, jax.random.key(0), jnp.dtype("bfloat16"))
+    rough = init_params(declared, jax.random.key(0), jnp.dtype("bfloat16"))
     assert {leaf.dtype.name for leaf in rough.values()} == {"bfloat16"}
     # A constant takes no part of the key, so that a norm more changes no other parameter.
     fewer = {name: declared[name] for name in ("plain", "gained")}
-    for name, leaf in initial(fewer, jax.random.key(0), jnp.dtype("float32")).items():
+    for name, leaf in init_params(fewer, jax.random.key(0), jnp.dtype("float32")).items():
         np.testing.assert_array_equal(leaf, found[name])
 
 
@@ -195,7 +195,7 @@ def test_dropout_of_an_example_depends_on_its_own_key_only() -> None:
 @pytest.mark.parametrize("weight_gradients", [False, True])
 @pytest.mark.parametrize("form", ["int8", "fp8"])
 def test_a_gated_mlp_in_8_bits_is_its_products(form: Any, weight_gradients: bool) -> None:
-    how = LowPrecision(form, "channel", weight_gradients)
+    how = MatmulQuantizer(form, "channel", weight_gradients)
     keys = jax.random.split(jax.random.key(0), 5)
     x, cotangent = (jax.random.normal(key, (2, 8, 32)) for key in keys[:2])
     shapes = (32, 48), (32, 48), (48, 32)
@@ -203,12 +203,12 @@ def test_a_gated_mlp_in_8_bits_is_its_products(form: Any, weight_gradients: bool
     largest = jnp.abs(x).max(-1, keepdims=True)
 
     def whole(x: Any, weights: Any) -> Any:
-        return in_8_bits(x, largest, weights, "silu", how, RULES, "")
+        return quantized_gated_mlp(x, largest, weights, "silu", how, RULES, "")
 
     def one_by_one(x: Any, weights: Any) -> Any:
-        gate, up = products(x, None, weights[:2], 1, how, True)
-        hidden = gated(gate, up, "silu", in_8_bits=True)
-        return products(hidden, None, weights[2:], 1, how, False)[0]
+        gate, up = matmuls(x, None, weights[:2], 1, how, True)
+        hidden = gated_activation(gate, up, "silu", in_8_bits=True)
+        return matmuls(hidden, None, weights[2:], 1, how, False)[0]
 
     (found, pull), (wanted, pull_each) = (jax.vjp(each, x, weights) for each in (whole, one_by_one))
     assert_close(found, wanted)

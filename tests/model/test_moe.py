@@ -21,10 +21,10 @@ from maxpipe.models.layers.mlp import GatedMLP
 from maxpipe.models.moe import MoeConfig
 from maxpipe.models.registry import describe, summaries
 from maxpipe.models.spec import Matmul
-from maxpipe.nn.attention.interface import Cache
+from maxpipe.nn.attention.interface import KVCache
 from maxpipe.nn.decoder import Decoder
 from maxpipe.nn.experts import Experts
-from maxpipe.step.step import summarised
+from maxpipe.step.step import compute_layer_metrics
 from tests.cases import keeping
 from tests.nn.parts import RULES, assert_close, context, packed, with_values
 
@@ -174,7 +174,7 @@ def test_outputs_losses_and_statistics_are_those_of_their_formulas(
     gap = objective - loss
     np.testing.assert_allclose(gap, 0.3 * per_token, rtol=1e-5)
     mean = {name: loss / targets for name, loss in found.losses.items()}
-    numbers = summarised(decoder.model, mean, found.statistics)
+    numbers = compute_layer_metrics(decoder.model, mean, found.statistics)
     relative = load / load.mean(-1, keepdims=True)
     assert {tag: float(number) for tag, number in numbers.items()} == pytest.approx(
         {
@@ -285,7 +285,7 @@ def test_tokens_beyond_the_capacity_lose_the_expert(capacity: float) -> None:
     )
     assert_close(got, wanted)
     # Nothing is lost where text is generated.
-    cache = Cache.empty((2, 9, 1, 2), jnp.dtype("float32"))
+    cache = KVCache.empty((2, 9, 1, 2), jnp.dtype("float32"))
     module_all, *_ = of_experts()
     with_values(module_all, **w)
     got = jax.jit(lambda x: module(x, replace(here, cache=cache)).x)(x)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from maxpipe.models.layers.experts import Experts, Groups
-from maxpipe.nn.experts import routed
+from maxpipe.nn.experts import route_tokens
 
 EXPERTS, CHOICES = 12, 3
 
@@ -54,7 +54,9 @@ def test_routes_are_those_of_plain_loops(options: dict[str, Any], biased: bool) 
     router = generator.normal(size=(7, EXPERTS)).astype(np.float32)
     # Large enough to change many choices.
     bias = generator.normal(size=EXPERTS).astype(np.float32) * 0.4 * biased
-    found = routed(jnp.asarray(x), jnp.asarray(router), part, jnp.asarray(bias) if biased else None)
+    found = route_tokens(
+        jnp.asarray(x), jnp.asarray(router), part, jnp.asarray(bias) if biased else None
+    )
     changed = 0
     for row, token in np.ndindex(2, 9):
         logits = x[row, token].astype(np.float64) @ router
@@ -79,5 +81,5 @@ def test_a_bias_has_no_gradient_and_keeps_its_type() -> None:
     assert part.follows["router_bias"].statistic in part.statistics
     assert part_with(balance_rate=0.0).follows == {} and "router_bias" not in part_with().params
     x, router = jnp.ones((1, 2, 7)), jnp.ones((7, EXPERTS))
-    slope = jax.grad(lambda bias: routed(x, router, part, bias).weights.sum())
+    slope = jax.grad(lambda bias: route_tokens(x, router, part, bias).weights.sum())
     assert not np.asarray(slope(jnp.zeros(EXPERTS))).any()

@@ -57,7 +57,7 @@ def test_kernels_equal_plain_attention(name: str, monkeypatch: pytest.MonkeyPatc
     keys, size = given.pop("keys", tokens), given.pop("size", 32)
     value_size, places = given.pop("value_size", size), given.pop("places", None)
     has_sinks, window = given.pop("sinks", False), given.pop("window", 0)
-    monkeypatch.setattr(splash, "block_of", lambda tokens, size: 128)
+    monkeypatch.setattr(splash, "attention_block_size", lambda tokens, size: 128)
     draw = [jax.random.key(number) for number in range(5)]
     query = jax.random.normal(draw[0], (B, tokens, N, size))
     key = jax.random.normal(draw[1], (B, keys, groups, size))
@@ -102,7 +102,7 @@ def test_lists_hold_each_block_that_is_seen_once(causal: bool, window: int, shuf
     size, keys = 128, 1024
     first = np.arange(0, keys, size)
     first = first[[1, 6, 0, 7]] if shuffled else first
-    sees = splash.Sees(causal, window)
+    sees = splash.CausalWindowMask(causal, window)
     places = (first[:, None] + np.arange(size)).reshape(-1)
     mask = Mask(jnp.zeros((1, len(places)), int), places=jnp.asarray(places), window=window)
     key_segments = jnp.zeros((1, keys), int)
@@ -114,7 +114,7 @@ def test_lists_hold_each_block_that_is_seen_once(causal: bool, window: int, shuf
         seen = sees.blocks(kind.asarray(first), size, np.arange(0, keys, size), size)
         assert (np.asarray(seen) == wanted).all()
         for blocks in (seen, seen.T):
-            numbers, there = splash._lists(blocks, 8)
+            numbers, there = splash._visible_blocks(blocks, 8)
             found = [set(n[t > 0].tolist()) for n, t in zip(numbers, there, strict=True)]
             assert found == [set(np.flatnonzero(each).tolist()) for each in np.asarray(blocks)]
             assert (there.sum(1) == np.asarray(blocks).sum(1)).all()
@@ -125,7 +125,7 @@ def test_lists_hold_each_block_that_is_seen_once(causal: bool, window: int, shuf
     [(128, 64, 128), (2048, 128, 512), (8192, 128, 1024), (8192, 256, 512), (1920, 128, 384)],
 )
 def test_blocks_divide_the_row(tokens: int, size: int, block: int) -> None:
-    assert splash.block_of(tokens, size) == block
+    assert splash.attention_block_size(tokens, size) == block
     assert tokens % block == 0 and block % splash.LANES == 0
 
 
@@ -216,8 +216,8 @@ def scored(query: Any, key: Any, value: Any, seen: Any, call: Any) -> Any:
 @pytest.fixture
 def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     """Instead of the kernels, which cannot be interpreted in a program of the pipeline's kind."""
-    monkeypatch.setattr(splash, "mix", stand_in)
-    monkeypatch.setattr(splash, "gradients", stand_in_gradients)
+    monkeypatch.setattr(splash, "local_forward", stand_in)
+    monkeypatch.setattr(splash, "local_backward", stand_in_gradients)
     monkeypatch.setattr(splash, "LANES", 1)
 
 
@@ -322,10 +322,10 @@ def test_rows_behind_a_cache_are_left_to_plain_attention() -> None:
 
 
 def test_scopes_are_read_back() -> None:
-    assert stated.flops_of(f"jit(f)/jvp({stated.flops(12.4)})/pallas_call") == 12
+    assert stated.parse_flops(f"jit(f)/jvp({stated.flops(12.4)})/pallas_call") == 12
     both = stated.flops(4, 10)
     again = f"transpose(jvp())/rematted_computation/jvp({both})/kernel"
-    assert (stated.flops_of(again), stated.flops_of(f"a/transpose(jvp({both}))/b")) == (4, 10)
-    assert stated.trips_of(f"transpose(jvp({stated.trips(2.5)}))/while") == 2.5
-    assert stated.flops_of("jit(f)/flops/mul") is None
-    assert stated.trips_of(f"{stated.trips(2.5)}/body/while") is None
+    assert (stated.parse_flops(again), stated.parse_flops(f"a/transpose(jvp({both}))/b")) == (4, 10)
+    assert stated.parse_trips(f"transpose(jvp({stated.trips(2.5)}))/while") == 2.5
+    assert stated.parse_flops("jit(f)/flops/mul") is None
+    assert stated.parse_trips(f"{stated.trips(2.5)}/body/while") is None

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from maxpipe.nn.attention.interface import Cache
-from maxpipe.nn.decoder import initial
-from maxpipe.nn.part import Context
+from maxpipe.nn.attention.interface import KVCache
+from maxpipe.nn.decoder import init_params
+from maxpipe.nn.part import LayerContext
 from maxpipe.parallel.axes import MeshConfig
 from maxpipe.parallel.sharding import AxisRules
 
@@ -21,7 +21,7 @@ RULES = AxisRules.from_config(MeshConfig())
 
 def with_values(module: Any, **values: Any) -> dict[str, np.ndarray]:
     """Gives the module's parameters what they start from, or `values`; returns them in float64."""
-    found = initial(module.part.params, jax.random.key(0), jnp.dtype("float32")) | values
+    found = init_params(module.part.params, jax.random.key(0), jnp.dtype("float32")) | values
     for name, value in found.items():
         setattr(module, name, nnx.Param(jnp.asarray(value, jnp.float32)))
     return {name: np.asarray(value, np.float64) for name, value in found.items()}
@@ -32,11 +32,11 @@ def context(
     positions: Any,
     index: int = 0,
     values: Mapping[str, tuple[float, ...]] | None = None,
-    cache: Cache | None = None,
-) -> Context:
+    cache: KVCache | None = None,
+) -> LayerContext:
     """Of a layer."""
     inputs = {"segment_ids": jnp.asarray(segments), "positions": jnp.asarray(positions)}
-    return Context(inputs, jnp.asarray(index), values or {}, cache)
+    return LayerContext(inputs, jnp.asarray(index), values or {}, cache)
 
 
 def packed(lengths: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:

@@ -21,7 +21,7 @@ from maxpipe.models.spec import Kind, Model
 from maxpipe.nn import decoder as decoder_module
 from maxpipe.nn import mlp
 from maxpipe.nn.decoder import Decoder
-from maxpipe.nn.part import Context, Output
+from maxpipe.nn.part import LayerContext, Output
 from maxpipe.parallel.axes import MeshConfig
 from maxpipe.parallel.sharding import AxisRules
 
@@ -286,7 +286,7 @@ class _Counting(GatedMLP):
 
 
 class _CountingModule(mlp.GatedMLP):
-    def __call__(self, x: jax.Array, context: Context) -> Output:
+    def __call__(self, x: jax.Array, context: LayerContext) -> Output:
         found = super().__call__(x, context)
         counted = context.inputs["loss_mask"].astype(jnp.float32)[..., None]
         loss = (jnp.square(found.x) * counted).sum()

@@ -16,11 +16,11 @@ from maxpipe.objectives.distill import (
     TEACHER_LOGPROBS,
     Direction,
     Distill,
-    divergence_of,
+    append_remainder,
+    kl_divergence,
     log1mexp,
-    with_rest,
 )
-from maxpipe.pipeline.objective import plain_loss
+from maxpipe.pipeline.objective import reference_loss
 from tests.cases import TOLERANCE
 
 ROWS, TOKENS, VOCABULARY = 3, 7, 11
@@ -69,7 +69,7 @@ def test_with_the_whole_vocabulary_it_is_the_whole_divergence(
         )
         return ((0.7 * kl + 0.3 * nats[..., 0]) * mask).sum() / mask.sum()
 
-    value, slope = jax.value_and_grad(lambda x: plain_loss(objective, x, batch)[0])(student)
+    value, slope = jax.value_and_grad(lambda x: reference_loss(objective, x, batch)[0])(student)
     expected, wanted = jax.value_and_grad(plain)(student)
     np.testing.assert_allclose(value, expected, rtol=TOLERANCE)
     np.testing.assert_allclose(slope, wanted, atol=TOLERANCE * np.abs(wanted).max())
@@ -91,10 +91,10 @@ def test_all_other_tokens_are_one_bucket(direction: Direction, count: int) -> No
     p, q = (p, q) if direction == "forward" else (q, p)
     expected = (p * np.log(p / q)).sum(-1)
     read = np.take_along_axis(log_softmax(student / 2.0, axis=-1), ids, axis=-1)
-    found = divergence_of(jnp.asarray(read), batch[TEACHER_LOGPROBS], direction)
+    found = kl_divergence(jnp.asarray(read), batch[TEACHER_LOGPROBS], direction)
     np.testing.assert_allclose(found, expected, rtol=TOLERANCE, atol=TOLERANCE * expected.max())
     objective = Distill(direction, 2.0, count, 1.0)
-    loss, reports = plain_loss(objective, jnp.asarray(student), batch)
+    loss, reports = reference_loss(objective, jnp.asarray(student), batch)
     mask = batch["loss_mask"]
     mean = 4.0 * (expected * mask).sum() / mask.sum()
     np.testing.assert_allclose([loss, reports["divergence"]], mean, rtol=TOLERANCE)
@@ -116,7 +116,9 @@ def test_extreme_logits_give_finite_gradients(direction: Direction, scale: float
         batch = batch_of(teacher, count, 1.0)
         batch["loss_mask"] = np.ones((ROWS, TOKENS), np.float32)
         objective = Distill(direction, 1.0, count, 0.5)
-        found = jax.value_and_grad(lambda x, o=objective, b=batch: plain_loss(o, x, b)[0])(student)
+        found = jax.value_and_grad(lambda x, o=objective, b=batch: reference_loss(o, x, b)[0])(
+            student
+        )
         for each in found:
             assert np.isfinite(each).all()
 
@@ -129,7 +131,7 @@ def test_a_student_like_its_teacher_has_nothing_to_learn(direction: Direction) -
         objective = Distill(direction, 1.5, count, 1.0)
 
         def loss(x: jax.Array, o: Distill = objective, b: dict[str, Any] = batch):
-            return plain_loss(o, x, b)[0]
+            return reference_loss(o, x, b)[0]
 
         value, slope = jax.value_and_grad(loss)(jnp.asarray(teacher))
         assert abs(float(value)) < 1e-6 and np.abs(slope).max() < 1e-6
@@ -138,5 +140,5 @@ def test_a_student_like_its_teacher_has_nothing_to_learn(direction: Direction) -
 def test_buckets_add_up_to_one() -> None:
     scores = log_softmax(logits_of(7), axis=-1)
     for count in range(1, VOCABULARY + 1):
-        found = np.asarray(with_rest(jnp.asarray(scores[..., :count])))
+        found = np.asarray(append_remainder(jnp.asarray(scores[..., :count])))
         np.testing.assert_allclose(logsumexp(found, axis=-1), 0, atol=1e-6)

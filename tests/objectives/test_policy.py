@@ -9,13 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxpipe.objectives.policy import (
-    AS_THEY_ARE,
-    Policy,
-    PolicyNearReference,
-    advantages,
-    divergence,
-)
+from maxpipe.objectives.policy import ON_POLICY, KlPolicyGradient, Policy, advantages, kl_estimate
 
 
 def test_advantages_of_groups() -> None:
@@ -66,7 +60,7 @@ def test_the_ratio_is_clipped(
 def test_of_its_own_tokens_the_ratio_is_exactly_1() -> None:
     logp = jnp.asarray(np.random.default_rng(0).normal(-2, 1, (3, 5)), jnp.float32)
     gains = jnp.asarray(np.random.default_rng(1).normal(size=(3, 5)), jnp.float32)
-    inputs = {"old_logp": jnp.full_like(logp, AS_THEY_ARE), "advantages": gains}
+    inputs = {"old_logp": jnp.full_like(logp, ON_POLICY), "advantages": gains}
     run = lambda logp: Policy(0.2, 0.2)((logp,), inputs)[0].sum()  # noqa: E731
     each, (entropy, clipped) = Policy(0.2, 0.2)((logp,), inputs)
     assert (each == -gains).all() and (clipped == 0).all() and (entropy == -logp).all()
@@ -76,13 +70,13 @@ def test_of_its_own_tokens_the_ratio_is_exactly_1() -> None:
 def test_divergence_from_the_reference() -> None:
     """Never negative, 0 of the same, and in the mean the divergence itself."""
     p, q = np.array([0.5, 0.3, 0.2]), np.array([0.2, 0.2, 0.6])
-    each = divergence(jnp.log(p), jnp.log(q))
+    each = kl_estimate(jnp.log(p), jnp.log(q))
     np.testing.assert_allclose((p * each).sum(), (p * np.log(p / q)).sum(), rtol=1e-5)
-    assert (np.asarray(each) >= 0).all() and (divergence(jnp.log(p), jnp.log(p)) == 0).all()
-    objective = PolicyNearReference(0.2, 0.2, kl=0.5)
+    assert (np.asarray(each) >= 0).all() and (kl_estimate(jnp.log(p), jnp.log(p)) == 0).all()
+    objective = KlPolicyGradient(0.2, 0.2, kl=0.5)
     logp, reference = jnp.log(p)[None], jnp.log(q)[None]
     inputs = {
-        "old_logp": jnp.full_like(logp, AS_THEY_ARE),
+        "old_logp": jnp.full_like(logp, ON_POLICY),
         "advantages": jnp.ones_like(logp),
         "reference_logp": reference,
     }

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from maxpipe.config.tuning_schema import PreferenceConfig
-from maxpipe.objectives.preference import Dpo, Ipo, Orpo, Preference, of_config
+from maxpipe.objectives.preference import Dpo, Ipo, Orpo, Preference, make_preference
 
 # Of a pair: sums of log-probabilities of the chosen and of the rejected response, those of the
 # reference, tokens of each response.
@@ -94,7 +94,7 @@ def called(objective: Preference, pairs: np.ndarray) -> tuple[np.ndarray, dict[s
 def test_losses_are_those_of_trl(
     keys: dict[str, Any], wanted: list[float], chosen: list[float], rejected: list[float]
 ) -> None:
-    objective = of_config(PreferenceConfig(**keys), most_pairs=2)
+    objective = make_preference(PreferenceConfig(**keys), most_pairs=2)
     lost, reports = called(objective, PAIRS)
     np.testing.assert_allclose(lost, wanted, rtol=1e-5)
     near: Any = {"rtol": 1e-5, "atol": 1e-5}
@@ -122,7 +122,7 @@ def test_by_hand() -> None:
 
 def test_means_in_place_of_sums() -> None:
     """Of the same pair: a response counts by its tokens' mean."""
-    objective = of_config(PreferenceConfig(length_normalised="on", beta=2.0), most_pairs=2)
+    objective = make_preference(PreferenceConfig(length_normalised="on", beta=2.0), most_pairs=2)
     [found], reports = called(objective, PAIRS[:1])
     gap = 0.5 / 6 + 0.75 / 7
     np.testing.assert_allclose(found, np.log(1 + np.exp(-2 * gap)), rtol=1e-6)

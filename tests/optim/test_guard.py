@@ -15,7 +15,7 @@ import pytest
 from maxpipe.config.load import from_dict
 from maxpipe.config.schema import GuardConfig
 from maxpipe.optim import kept, update
-from maxpipe.optim.guard import GuardState, assess, initial, unless_bad
+from maxpipe.optim.guard import GuardState, check_step, init_guard_state, select_update
 from maxpipe.parallel.axes import MeshConfig
 from maxpipe.parallel.mesh import build_mesh
 from maxpipe.plan.compile import build_steps
@@ -31,8 +31,8 @@ def run_through(
     config: GuardConfig, numbers: list[tuple[float, float]]
 ) -> tuple[list[bool], GuardState]:
     """Which of these steps, losses and gradient norms, are taken; and the state after them."""
-    state, mesh = initial(config), build_mesh(MeshConfig(), jax.devices()[:1])
-    decide = jax.jit(lambda state, loss, norm: assess(config, mesh, state, loss, norm))
+    state, mesh = init_guard_state(config), build_mesh(MeshConfig(), jax.devices()[:1])
+    decide = jax.jit(lambda state, loss, norm: check_step(config, mesh, state, loss, norm))
     found = []
     for loss, norm in numbers:
         taken, state = decide(state, jnp.float32(loss), jnp.float32(norm))
@@ -87,7 +87,7 @@ def test_a_spike_that_is_taken_counts_as_recent_and_one_that_is_not_does_not() -
 def test_what_is_remembered_survives_a_checkpoint_bit_for_bit() -> None:
     _, state = run_through(SPIKES, [(x / 3, x / 7) for x, _ in CALM[:5]] + [(NAN, 0.0)])
     facts = json.loads(json.dumps(state.facts()))
-    again = initial(SPIKES, facts)
+    again = init_guard_state(SPIKES, facts)
     assert again.recent.dtype == state.recent.dtype
     np.testing.assert_array_equal(again.recent, state.recent)
     assert (int(again.skipped), int(again.spikes)) == (1, 0)
@@ -95,12 +95,12 @@ def test_what_is_remembered_survives_a_checkpoint_bit_for_bit() -> None:
 
 def test_another_window_keeps_the_newest_steps() -> None:
     _, state = run_through(SPIKES, CALM)
-    shorter = initial(dataclasses.replace(SPIKES, spike_window=4), state.facts())
+    shorter = init_guard_state(dataclasses.replace(SPIKES, spike_window=4), state.facts())
     np.testing.assert_array_equal(shorter.recent, np.asarray(state.recent)[:, 4:])
-    longer = initial(dataclasses.replace(SPIKES, spike_window=10), state.facts())
+    longer = init_guard_state(dataclasses.replace(SPIKES, spike_window=10), state.facts())
     np.testing.assert_array_equal(longer.recent[:, 2:], state.recent)
     assert np.isnan(longer.recent[:, :2]).all()
-    assert initial(GuardConfig(), state.facts()).recent.shape == (2, 0)
+    assert init_guard_state(GuardConfig(), state.facts()).recent.shape == (2, 0)
 
 
 def test_one_number_that_is_not_finite_holds_back_the_whole_update() -> None:
@@ -111,8 +111,15 @@ def test_one_number_that_is_not_finite_holds_back_the_whole_update() -> None:
         return finite.all(), jnp.array([3.0, 4.0])
 
     decide = jax.jit(
-        lambda finite: assess(
-            GuardConfig(), mesh, initial(GuardConfig()), one, one, check, (finite,), (None,)
+        lambda finite: check_step(
+            GuardConfig(),
+            mesh,
+            init_guard_state(GuardConfig()),
+            one,
+            one,
+            check,
+            (finite,),
+            (None,),
         )
     )
     good, bad = jnp.ones(4, bool), jnp.array([True, True, False, True])
@@ -120,8 +127,8 @@ def test_one_number_that_is_not_finite_holds_back_the_whole_update() -> None:
     assert taken and not not_taken
     assert state.reach.tolist() == [3.0, 4.0] and same.reach.tolist() == [INF, INF]
     new, old = {"w": jnp.arange(4.0), "count": jnp.int32(5)}, {"w": jnp.ones(4), "count": 4}
-    assert unless_bad(jnp.array(True), new, old)["w"].tolist() == [0.0, 1.0, 2.0, 3.0]
-    found = unless_bad(jnp.array(False), new, old)
+    assert select_update(jnp.array(True), new, old)["w"].tolist() == [0.0, 1.0, 2.0, 3.0]
+    found = select_update(jnp.array(False), new, old)
     assert found["w"].tolist() == [1.0] * 4 and int(found["count"]) == 4
 
 
@@ -235,7 +242,7 @@ def test_after_a_bad_step_all_goes_on_as_if_it_had_not_been(
     assert bits((state.params, state.optimizer)) == wanted and rate == straight_rate
     state, _ = run(fresh(), [good[0], bad, bad])
     saved, facts = steps.to_saved(state), state.guard.facts()
-    state, rate = run(steps.from_saved(saved, initial(steps.guard, facts)), good[1:])
+    state, rate = run(steps.from_saved(saved, init_guard_state(steps.guard, facts)), good[1:])
     assert bits((state.params, state.optimizer)) == wanted and rate == straight_rate
     assert (int(state.step), int(state.guard.skipped)) == (5, 2)
 
@@ -298,7 +305,7 @@ def test_the_guard_takes_no_memory(dtype: str, monkeypatch: pytest.MonkeyPatch) 
     guarded = memory()
     for module in (update, kept):
         monkeypatch.setattr(module, "unless_bad", lambda taken, new, old: new)
-    monkeypatch.setattr(step, "assess", lambda *given: assess(*given[:5]))
+    monkeypatch.setattr(step, "check_step", lambda *given: check_step(*given[:5]))
     plain = memory()
     assert guarded.temp_size_in_bytes <= plain.temp_size_in_bytes + 1024
     assert guarded.alias_size_in_bytes == plain.alias_size_in_bytes

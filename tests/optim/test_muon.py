@@ -12,8 +12,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from optax.contrib import _muon
 
 from maxpipe.optim import muon
-from maxpipe.plan.hlo import profile
-from maxpipe.plan.hlo_text import parse
+from maxpipe.plan.hlo import profile_program
+from maxpipe.plan.hlo_text import parse_hlo
 from tests.cases import TOLERANCE
 
 
@@ -24,15 +24,15 @@ def test_a_matrix_is_orthogonalised_as_by_optax(shape: tuple[int, int], scale: f
     wanted = _muon.orthogonalize_via_newton_schulz(x, jnp.array(muon.COEFFICIENTS))
     declared = {("w",): muon.Matrices((0,), (1,), PartitionSpec())}
     mesh = Mesh(np.array(jax.devices()[:1]), ("fsdp",))
-    found = muon.updates({("w",): scale * x}, declared, mesh)["w",]
+    found = muon.compute_updates({("w",): scale * x}, declared, mesh)["w",]
     size = 0.2 * max(shape) ** 0.5
     np.testing.assert_allclose(found, size * wanted, rtol=0, atol=3e-5 * size)
     values = np.linalg.svd(np.asarray(found) / size, compute_uv=False)
-    assert values.max() < 1.25 < muon.LARGEST and (shape[0] > 3 or values.min() > 0.6)
+    assert values.max() < 1.25 < muon.MAX_SINGULAR_VALUE and (shape[0] > 3 or values.min() > 0.6)
 
 
 def test_zeros_stay() -> None:
-    assert not np.asarray(muon.orthogonalised(jnp.zeros((3, 5)))).any()
+    assert not np.asarray(muon.orthogonalize(jnp.zeros((3, 5)))).any()
 
 
 SPECS = {
@@ -70,13 +70,13 @@ def test_divided_matrices_have_the_same_updates(kind: AxisType) -> None:
         path: jax.random.normal(jax.random.key(n), shape)
         for n, (path, (shape, _)) in enumerate(SPECS.items())
     }
-    wanted = jax.jit(lambda given: muon.updates(given, declared, one))(arrays)
+    wanted = jax.jit(lambda given: muon.compute_updates(given, declared, one))(arrays)
     placed = {
         path: jax.device_put(x, NamedSharding(mesh, declared[path].spec))
         for path, x in arrays.items()
     }
     with jax.set_mesh(mesh):
-        found = jax.jit(lambda given: muon.updates(given, declared, mesh))(placed)
+        found = jax.jit(lambda given: muon.compute_updates(given, declared, mesh))(placed)
     for path, leaf in wanted.items():
         assert found[path].sharding.is_equivalent_to(placed[path].sharding, leaf.ndim)
         scale = np.abs(leaf).max()
@@ -90,8 +90,8 @@ def test_traffic_is_that_of_the_closed_form(count: int, waste: float) -> None:
     spec = PartitionSpec(None, "fsdp", "tensor")
     declared = {("w",): muon.Matrices((1,), (2,), spec)}
     x = jax.ShapeDtypeStruct((count, 16, 32), jnp.float32, sharding=NamedSharding(mesh, spec))
-    run = jax.jit(lambda x: muon.updates({("w",): x}, declared, mesh))
-    found = profile(parse(run.lower(x).compile().as_text() or "")).collectives
+    run = jax.jit(lambda x: muon.compute_updates({("w",): x}, declared, mesh))
+    found = profile_program(parse_hlo(run.lower(x).compile().as_text() or "")).collectives
     shard = waste * count * 16 * 32 * 4 / 8
     assert {each.kind for each in found} == {"all-to-all"}
     sent = sum(each.total_bytes for each in found)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxpipe.optim.update import draws, rounded
+from maxpipe.optim.update import random_bits, round_stochastically
 
 DRAWS = 10_000
 
@@ -16,13 +16,17 @@ def drawn(
     step: int, layers: np.ndarray | None = None, name: str = "w", seed: int = 0
 ) -> np.ndarray:
     stacked = () if layers is None else layers.shape
-    return np.asarray(draws(seed, name, jnp.int32(step), layers, (4, 6), (*stacked, 4, 6)))
+    return np.asarray(random_bits(seed, name, jnp.int32(step), layers, (4, 6), (*stacked, 4, 6)))
 
 
 def test_the_mean_of_many_draws_is_the_number() -> None:
     """Of n draws the mean's deviation is at most half a step over the root of n."""
     x = jnp.asarray([1.001, -3.14159, 1e-20, 7e30, 1.0, 0.0, 1 + 2**-9, -(2.0**-133)], "f4")
-    run = jax.jit(jax.vmap(lambda step: rounded(x, draws(1, "w", step, None, x.shape, x.shape))))
+    run = jax.jit(
+        jax.vmap(
+            lambda step: round_stochastically(x, random_bits(1, "w", step, None, x.shape, x.shape))
+        )
+    )
     found = np.asarray(run(jnp.arange(DRAWS)), np.float64)
     near = np.asarray(x.astype(jnp.bfloat16), np.float64)
     step = np.spacing(np.abs(np.asarray(x))) * 2.0**16
@@ -36,7 +40,7 @@ def test_the_mean_of_many_draws_is_the_number() -> None:
 
 def test_what_is_not_finite_stays() -> None:
     x = jnp.asarray([np.inf, -np.inf, np.nan, np.finfo("f4").max], "f4")
-    found = np.asarray(rounded(x, jnp.full(4, 2**32 - 1, jnp.uint32)), "f4")
+    found = np.asarray(round_stochastically(x, jnp.full(4, 2**32 - 1, jnp.uint32)), "f4")
     assert found[0] == np.inf and found[1] == -np.inf and np.isnan(found[2])
 
 
@@ -47,7 +51,7 @@ def test_draws_are_even_and_differ_in_everything() -> None:
         assert np.mean(base == other) < 0.01
     assert len(np.unique(base)) == base.size
     shape = (1000, 100)
-    many = np.asarray(draws(0, "w", jnp.int32(0), None, shape, shape)) >> 16
+    many = np.asarray(random_bits(0, "w", jnp.int32(0), None, shape, shape)) >> 16
     counts = np.histogram(many, 64, (0, 2**16))[0]
     expected = many.size / 64
     assert ((counts - expected) ** 2 / expected).sum() < 120  # chi squared, 63 degrees: 1e-5
@@ -67,5 +71,5 @@ def test_draws_follow_the_layer_not_its_place(shape: tuple[int, ...]) -> None:
 
 def test_padding_of_the_vocabulary_changes_nothing() -> None:
     for shape in ((7, 6), (4, 9)):
-        padded = np.asarray(draws(0, "w", jnp.int32(1), None, (4, 6), shape))
+        padded = np.asarray(random_bits(0, "w", jnp.int32(1), None, (4, 6), shape))
         np.testing.assert_array_equal(padded[:4, :6], drawn(1))

@@ -15,7 +15,7 @@ import pytest
 from maxpipe.config.schema import OptimConfig
 from maxpipe.models.spec import Constant, Normal, Param
 from maxpipe.optim.schedule import learning_rate
-from maxpipe.optim.update import Optimizer, OptState, Target
+from maxpipe.optim.update import Optimizer, OptState, TrainableParam
 
 PEAK = 0.02
 
@@ -46,7 +46,7 @@ PARAMS = {
 def optimizer_of(config: OptimConfig, params: dict[str, Param] = PARAMS) -> Optimizer:
     decay = config.weight_decay
     targets = {
-        (name,): Target(param, name, decay=decay if param.decays else 0.0)
+        (name,): TrainableParam(param, name, decay=decay if param.decays else 0.0)
         for name, param in params.items()
     }
     return Optimizer(config, learning_rate(config, 10), targets)

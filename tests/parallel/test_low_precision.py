@@ -12,14 +12,19 @@ import numpy as np
 import pytest
 
 from maxpipe.parallel import low_precision
-from maxpipe.parallel.low_precision import LowPrecision, in_blocks, largest, scaled
+from maxpipe.parallel.low_precision import (
+    MatmulQuantizer,
+    max_of_dtype,
+    quantize_array,
+    quantize_dequantize_blocks,
+)
 from tests.cases import keeping
 
-product: Any = low_precision.product
-rounded_einsum: Any = low_precision.rounded_einsum
+product: Any = low_precision.matmul
+rounded_einsum: Any = low_precision.quantized_einsum
 
 WAYS = [
-    LowPrecision(*way)
+    MatmulQuantizer(*way)
     for way in itertools.product(("int8", "fp8"), ("channel", "tensor", "block"), (False, True))
 ]
 FEW = keeping(WAYS, 2, 6, 11)
@@ -31,14 +36,14 @@ def step_of(dtype: Any, sizes: Any, most: Any) -> Any:
     """The most by which a number of that size is rounded where the largest is `most`."""
     if dtype == jnp.int8:
         return most / 127 / 2
-    info, scale = jnp.finfo(dtype), most / largest(dtype)
+    info, scale = jnp.finfo(dtype), most / max_of_dtype(dtype)
     return np.maximum(sizes * 2.0 ** -(info.nmant + 1), scale * float(info.smallest_subnormal) / 2)
 
 
 @pytest.mark.parametrize("dtype", TYPES)
 def test_numbers_times_scales_are_within_half_a_step(dtype: Any) -> None:
     x = jax.random.normal(jax.random.key(0), (64, 96)) * jnp.logspace(-12, 12, 64)[:, None]
-    numbers, scale = scaled(x, (1,), dtype)
+    numbers, scale = quantize_array(x, (1,), dtype)
     assert numbers.dtype == dtype and scale.shape == (64, 1)
     error = np.abs(np.asarray(numbers, np.float32) * scale - x)
     most = np.abs(x).max(1, keepdims=True)
@@ -48,7 +53,7 @@ def test_numbers_times_scales_are_within_half_a_step(dtype: Any) -> None:
 @pytest.mark.parametrize("dtype", TYPES)
 def test_blocks_have_powers_of_two_that_bfloat16_holds(dtype: Any) -> None:
     x = jax.random.normal(jax.random.key(0), (256, 192)).at[3, 5].set(1000.0)
-    found = in_blocks(x, (0, 1), dtype)
+    found = quantize_dequantize_blocks(x, (0, 1), dtype)
     np.testing.assert_array_equal(found, found.astype(jnp.bfloat16).astype(jnp.float32))
     blocks = np.abs(x).reshape(2, 128, 3, 64).max((1, 3))  # 64 divides 192, and 128 does not
     most = np.repeat(np.repeat(2 * blocks, 128, 0), 64, 1)  # up to the next power of two
@@ -56,7 +61,7 @@ def test_blocks_have_powers_of_two_that_bfloat16_holds(dtype: Any) -> None:
 
 
 @pytest.mark.parametrize("how", FEW, ids=str)
-def test_zeros_stay_and_what_is_not_finite_is_not_hidden(how: LowPrecision) -> None:
+def test_zeros_stay_and_what_is_not_finite_is_not_hidden(how: MatmulQuantizer) -> None:
     x = jnp.ones((1, 3, 8)).at[0, 0].set(0.0).at[0, 1, 2].set(jnp.inf).at[0, 2, 3].set(jnp.nan)
     weight = jnp.ones((8, 4))
     found = product(x, weight, 1, how, True)
@@ -71,7 +76,7 @@ ERRORS = {"int8": 0.02, "fp8": 0.06}
 
 @pytest.mark.parametrize("how", FEW, ids=str)
 @pytest.mark.parametrize("dims", [1, 2])
-def test_values_and_gradients_are_near_float32(how: LowPrecision, dims: int) -> None:
+def test_values_and_gradients_are_near_float32(how: MatmulQuantizer, dims: int) -> None:
     shapes = {1: ((2, 32, 128), (128, 4, 32)), 2: ((2, 32, 4, 32), (4, 32, 128))}[dims]
     out = (2, 32, *shapes[1][dims:])
     keys = jax.random.split(jax.random.key(0), 3)
@@ -90,7 +95,7 @@ def test_values_and_gradients_are_near_float32(how: LowPrecision, dims: int) -> 
 
 
 @pytest.mark.parametrize("how", FEW, ids=str)
-def test_scales_of_a_token_do_not_depend_on_others(how: LowPrecision) -> None:
+def test_scales_of_a_token_do_not_depend_on_others(how: MatmulQuantizer) -> None:
     x = jax.random.normal(jax.random.key(0), (4, 6, 64))
     weight = jax.random.normal(jax.random.key(1), (64, 32))
     alone = jnp.concatenate([product(each[None], weight, 1, how, True) for each in x])
@@ -102,7 +107,7 @@ def test_scales_of_a_token_do_not_depend_on_others(how: LowPrecision) -> None:
 @pytest.mark.parametrize("into", [True, False])
 @pytest.mark.parametrize("form", ["int8", "fp8"])
 def test_rows_have_scales_of_their_own_in_gradients_of_weights(form: Any, into: bool) -> None:
-    how = LowPrecision(form, "channel", True)
+    how = MatmulQuantizer(form, "channel", True)
     x = jax.random.normal(jax.random.key(0), (6, 8, 64)) * jnp.logspace(-3, 3, 6)[:, None, None]
     cotangent = jax.random.normal(jax.random.key(1), (6, 8, 32))
     alone = sum(
@@ -115,7 +120,7 @@ def test_rows_have_scales_of_their_own_in_gradients_of_weights(form: Any, into: 
 
 @pytest.mark.parametrize("how", FEW, ids=str)
 @pytest.mark.parametrize("form", ["btd,def->btef", "btef,efd->btd", "end,def->enf", "enf,efd->end"])
-def test_experts_are_matrices_of_their_own(form: str, how: LowPrecision) -> None:
+def test_experts_are_matrices_of_their_own(form: str, how: MatmulQuantizer) -> None:
     sizes = {"b": 2, "t": 16, "d": 64, "e": 3, "f": 128, "n": 20}
     first, rest = form.split(",")
     shapes = [[sizes[letter] for letter in letters] for letters in (first, *rest.split("->"))]
@@ -140,7 +145,7 @@ def test_experts_are_matrices_of_their_own(form: str, how: LowPrecision) -> None
     "how", keeping([how for how in WAYS if how.scales != "block"], 2, 5), ids=str
 )
 @pytest.mark.parametrize("dims", [1, 2])
-def test_weights_rounded_before_give_the_same(how: LowPrecision, dims: int) -> None:
+def test_weights_rounded_before_give_the_same(how: MatmulQuantizer, dims: int) -> None:
     shapes = {1: ((2, 8, 32), (3, 32, 4, 8)), 2: ((2, 8, 4, 8), (3, 4, 8, 32))}[dims]
     keys = jax.random.split(jax.random.key(0), 2)
     x, stack = (jax.random.normal(*pair) for pair in zip(keys, shapes, strict=True))

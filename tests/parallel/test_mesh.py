@@ -18,11 +18,11 @@ from maxpipe.parallel.mesh import (
     BATCH_AXES,
     MANUAL_AXES,
     build_mesh,
-    describe,
-    divided,
-    resolve,
+    describe_mesh,
+    partition_devices,
+    resolve_mesh_config,
 )
-from maxpipe.parallel.sharding import automatic, placed_on
+from maxpipe.parallel.sharding import auto_mesh, rebind_mesh
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def test_the_names_of_the_axes_agree() -> None:
 def test_minus_one_is_what_is_left(
     devices: list[Any], given: dict[str, Any], wanted: dict[str, int]
 ) -> None:
-    resolved = resolve(MeshConfig(**given), devices)
+    resolved = resolve_mesh_config(MeshConfig(**given), devices)
     assert sizes(resolved, "ici") == wanted and sizes(resolved, "dcn") == {}
     mesh = build_mesh(MeshConfig(**given))
     assert {axis: size for axis, size in mesh.shape.items() if size > 1} == wanted
@@ -73,16 +73,16 @@ def test_minus_one_is_what_is_left(
 def test_minus_one_of_dcn_is_the_slices() -> None:
     devices = fake_devices(slices=4, per_slice=8)
     config = MeshConfig(dcn_data=-1, ici_fsdp=-1, ici_stage=2)
-    resolved = resolve(config, devices)
+    resolved = resolve_mesh_config(config, devices)
     assert sizes(resolved, "dcn") == {"data": 4}
     assert sizes(resolved, "ici") == {"stage": 2, "fsdp": 4}
-    resolved = resolve(dataclasses.replace(config, dcn_stage=2), devices)
+    resolved = resolve_mesh_config(dataclasses.replace(config, dcn_stage=2), devices)
     assert sizes(resolved, "dcn") == {"stage": 2, "data": 2}
 
 
 def test_other_keys_stay() -> None:
     config = MeshConfig(ici_data=-1, cpu_devices=8, axis_rules={"mlp": []})
-    resolved = resolve(config, fake_devices(1, 8))
+    resolved = resolve_mesh_config(config, fake_devices(1, 8))
     assert resolved == dataclasses.replace(config, ici_data=8)
 
 
@@ -99,7 +99,7 @@ def test_wrong_products_are_config_errors(
     devices: list[Any], given: dict[str, Any], total: int
 ) -> None:
     with pytest.raises(ConfigError) as caught:
-        resolve(MeshConfig(**given), devices)
+        resolve_mesh_config(MeshConfig(**given), devices)
     (problem,) = caught.value.problems
     assert problem.where == "mesh"
     assert f"the run needs {total}, and there are 8 of kind cpu" in problem.rule
@@ -108,7 +108,7 @@ def test_wrong_products_are_config_errors(
         assert f"{axis} " in problem.given
     # The action works.
     again = MeshConfig(**given, cpu_devices=total)
-    resolve(again, fake_devices(1, total, "cpu"))
+    resolve_mesh_config(again, fake_devices(1, total, "cpu"))
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_wrong_products_are_config_errors(
 )
 def test_what_is_left_beside_sizes_that_do_not_divide(given: dict[str, Any], needed: int) -> None:
     with pytest.raises(ConfigError) as caught:
-        resolve(MeshConfig(**given), fake_devices(1, 8, "cpu"))
+        resolve_mesh_config(MeshConfig(**given), fake_devices(1, 8, "cpu"))
     (problem,) = caught.value.problems
     stages = given["ici_stage"]
     assert problem.where in ("mesh.ici_data", "mesh.ici_fsdp") and problem.given == "-1"
@@ -126,37 +126,37 @@ def test_what_is_left_beside_sizes_that_do_not_divide(given: dict[str, Any], nee
     )
     assert "1, 2, 4 or 8" in problem.action
     assert f"Set mesh.cpu_devices={needed}, or" in problem.action
-    resolve(MeshConfig(**given), fake_devices(1, needed, "cpu"))
+    resolve_mesh_config(MeshConfig(**given), fake_devices(1, needed, "cpu"))
 
 
 def test_the_action_counts_devices_of_one_process() -> None:
     devices = [FakeDevice("cpu", process_index=process) for process in (0, 0, 1, 1)]
     with pytest.raises(ConfigError, match="set mesh.cpu_devices=4 for virtual devices"):
-        resolve(MeshConfig(ici_stage=8), devices)
+        resolve_mesh_config(MeshConfig(ici_stage=8), devices)
     with pytest.raises(ConfigError, match="so that they multiply to 4"):
-        resolve(MeshConfig(ici_stage=3), devices)  # what is left of 4 is no number
+        resolve_mesh_config(MeshConfig(ici_stage=3), devices)  # what is left of 4 is no number
 
 
 def test_what_is_left_is_named_where_it_helps() -> None:
     devices = fake_devices(1, 8, "gpu")
     for size in (1, 3):
         with pytest.raises(ConfigError, match="Set mesh.ici_data=-1 "):
-            resolve(MeshConfig(ici_stage=2, ici_data=size), devices)
-    assert resolve(MeshConfig(ici_stage=2, ici_data=-1), devices).ici_data == 4
+            resolve_mesh_config(MeshConfig(ici_stage=2, ici_data=size), devices)
+    assert resolve_mesh_config(MeshConfig(ici_stage=2, ici_data=-1), devices).ici_data == 4
 
 
 @pytest.mark.parametrize("given", [{"dcn_data": 4}, {"dcn_stage": 3}, {}])
 def test_dcn_sizes_multiply_to_the_slices(given: dict[str, Any]) -> None:
     config = MeshConfig(**given, ici_fsdp=-1)
     with pytest.raises(ConfigError, match=r"are in 2 slices[^$]*Set mesh.dcn_data=2") as caught:
-        resolve(config, fake_devices(slices=2, per_slice=12))
+        resolve_mesh_config(config, fake_devices(slices=2, per_slice=12))
     assert "dcn_data" in caught.value.problems[0].given
     action = dataclasses.replace(config, dcn_data=2, dcn_stage=1)
-    assert sizes(resolve(action, fake_devices(2, 12)), "ici") == {"fsdp": 12}
+    assert sizes(resolve_mesh_config(action, fake_devices(2, 12)), "ici") == {"fsdp": 12}
 
 
 def test_gpu_hosts_need_not_be_named_as_slices() -> None:
-    resolved = resolve(MeshConfig(ici_data=-1), fake_devices(2, 8, "gpu"))
+    resolved = resolve_mesh_config(MeshConfig(ici_data=-1), fake_devices(2, 8, "gpu"))
     assert sizes(resolved, "ici") == {"data": 16}
 
 
@@ -193,8 +193,8 @@ def test_a_mesh_over_fewer_devices(devices: list[Any]) -> None:
 
 def test_descriptions_leave_out_what_is_one(devices: list[Any]) -> None:
     mesh = build_mesh(MeshConfig(ici_stage=4, ici_fsdp=2), devices)
-    assert describe(mesh) == "stage 4 x fsdp 2"
-    assert describe(build_mesh(MeshConfig(), devices[:1])) == "one device"
+    assert describe_mesh(mesh) == "stage 4 x fsdp 2"
+    assert describe_mesh(build_mesh(MeshConfig(), devices[:1])) == "one device"
 
 
 def test_types_carry_the_axes_of_several_devices_but_tensor() -> None:
@@ -206,7 +206,7 @@ def test_types_carry_the_axes_of_several_devices_but_tensor() -> None:
     assert {axis for axis in AXES if types[axis] == AxisType.Explicit} == {"stage", "context"}
     auto = build_mesh(config, devices)
     assert set(auto.axis_types) == {AxisType.Auto}
-    assert automatic(mesh) == auto and automatic(auto) is auto
+    assert auto_mesh(mesh) == auto and auto_mesh(auto) is auto
 
 
 def test_arrays_are_seen_from_another_mesh_without_a_copy() -> None:
@@ -214,8 +214,8 @@ def test_arrays_are_seen_from_another_mesh_without_a_copy() -> None:
     mesh = build_mesh(config, jax.devices()[:8])
     spec = PartitionSpec("stage", ("fsdp", "data"))
     given = jax.device_put(np.arange(64.0).reshape(8, 8), NamedSharding(mesh, spec))
-    seen = placed_on(automatic(mesh), given)
-    assert seen.sharding == NamedSharding(automatic(mesh), spec)
+    seen = rebind_mesh(auto_mesh(mesh), given)
+    assert seen.sharding == NamedSharding(auto_mesh(mesh), spec)
     np.testing.assert_array_equal(seen, given)
     pairs = zip(seen.addressable_shards, given.addressable_shards, strict=True)
     for mine, theirs in pairs:
@@ -223,16 +223,16 @@ def test_arrays_are_seen_from_another_mesh_without_a_copy() -> None:
 
 
 def test_the_last_devices_are_dealt_out(devices: list[Any]) -> None:
-    assert divided(devices, 3, "some.key") == (devices[:5], devices[5:])
-    assert divided(devices, 0, "some.key") == (devices, devices)
+    assert partition_devices(devices, 3, "some.key") == (devices[:5], devices[5:])
+    assert partition_devices(devices, 0, "some.key") == (devices, devices)
     for count in (8, 9):
         with pytest.raises(ConfigError, match=r"there are 8.\n.*some.key=7, or"):
-            divided(devices, count, "some.key")
+            partition_devices(devices, count, "some.key")
 
 
 def test_one_device_can_only_take_turns() -> None:
     with pytest.raises(ConfigError, match=r"Set mesh.cpu_devices=2, or some.key=0 to take turns"):
-        divided([FakeDevice("cpu")], 1, "some.key")
+        partition_devices([FakeDevice("cpu")], 1, "some.key")
 
 
 @pytest.mark.parametrize(
@@ -241,10 +241,10 @@ def test_one_device_can_only_take_turns() -> None:
 )
 def test_every_process_deals_out_as_many(count: int, text: str) -> None:
     devices = [FakeDevice("tpu", number // 4, number) for number in range(8)]
-    kept, given = divided(devices, 2, "some.key")
+    kept, given = partition_devices(devices, 2, "some.key")
     assert given == [devices[3], devices[7]] and kept == devices[:3] + devices[4:7]
     with pytest.raises(ConfigError, match=text):
-        divided(devices, count, "some.key")
+        partition_devices(devices, count, "some.key")
 
 
 def test_devices_that_are_not_next_to_each_other_are_a_mesh(

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from maxpipe.parallel.axes import MeshConfig
-from maxpipe.parallel.sequence import TokenSplit
+from maxpipe.parallel.sequence import SequenceParallel
 from maxpipe.parallel.sharding import AxisRules
 from tests.cases import TOLERANCE, keeping
 
@@ -33,18 +33,18 @@ def arrays_of(size: int, dtype: Any) -> tuple[jax.Array, list[jax.Array], list[j
     return x, weights[:3], weights[3:]
 
 
-def total(split: TokenSplit, x: Any, into: Any, out_of: Any) -> Any:
+def total(split: SequenceParallel, x: Any, into: Any, out_of: Any) -> Any:
     heads, few, wide = split.into(x, into, AXES)
     first = split.out_of(jnp.tanh(heads), out_of[0], AXES[0][1:] + AXES[0][:1])
     second = split.out_of(jnp.tanh(wide), out_of[1], AXES[2][::-1])
     return split.shards(first) + second, jnp.tanh(few)
 
 
-def summed(split: TokenSplit, *arrays: Any) -> Any:
+def summed(split: SequenceParallel, *arrays: Any) -> Any:
     return sum((each.astype(jnp.float32) ** 2).sum() for each in total(split, *arrays))
 
 
-def plainly(split: TokenSplit, *arrays: Any) -> Any:
+def plainly(split: SequenceParallel, *arrays: Any) -> Any:
     """Value and gradients."""
     run = jax.value_and_grad(summed, (1, 2, 3))
     return jax.jit(lambda *arrays: run(split, *arrays))(*arrays)
@@ -55,10 +55,10 @@ def plainly(split: TokenSplit, *arrays: Any) -> Any:
 def test_values_and_gradients_are_those_of_plain_matmuls(size: int, rings: bool) -> None:
     mesh, rules = split_of(size, rings=rings, kv_heads=[] if size == 3 else ["tensor"])
     arrays = arrays_of(size, jnp.float32)
-    wanted = plainly(TokenSplit(rules), *arrays)
+    wanted = plainly(SequenceParallel(rules), *arrays)
 
     def run(*arrays: Any) -> Any:
-        split = TokenSplit.of(rules)
+        split = SequenceParallel.of(rules)
         assert split.axis == "tensor"
         return jax.value_and_grad(summed, (1, 2, 3))(split, *arrays)
 
@@ -73,11 +73,11 @@ def test_sums_in_bfloat16_are_in_float32_on_a_device() -> None:
     mesh, rules = split_of(8, rings=True)
     narrow, wide = arrays_of(8, jnp.bfloat16), arrays_of(8, jnp.float32)
     run = jax.value_and_grad(summed, (1, 2, 3))
-    exact = plainly(TokenSplit(rules), *wide)
-    plain = run(TokenSplit(rules), *narrow)  # one operation after the other, each rounded
+    exact = plainly(SequenceParallel(rules), *wide)
+    plain = run(SequenceParallel(rules), *narrow)  # one operation after the other, each rounded
     with jax.set_mesh(mesh):
         placed = jax.device_put(narrow, NamedSharding(mesh, PartitionSpec()))
-        found = jax.jit(lambda *arrays: run(TokenSplit.of(rules), *arrays))(*placed)
+        found = jax.jit(lambda *arrays: run(SequenceParallel.of(rules), *arrays))(*placed)
     for a, b, c in zip(*map(jax.tree.leaves, (exact, plain, found)), strict=True):
         assert c.dtype == b.dtype
         scale, of = np.abs(a).max(), lambda each: np.asarray(each, np.float32)
@@ -88,11 +88,11 @@ def test_programs_that_are_automatic_throughout_have_rows_of_any_length() -> Non
     rules = split_of(2, rings=True)[1]
     devices = np.array(jax.devices()[:4]).reshape(2, 2)
     with jax.set_mesh(Mesh(devices, ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)):
-        assert not TokenSplit.of(rules).axis
-    assert not TokenSplit.of(rules).axis
+        assert not SequenceParallel.of(rules).axis
+    assert not SequenceParallel.of(rules).axis
 
 
-def contracted_dims(split: TokenSplit, *arrays: Any) -> list[int]:
+def contracted_dims(split: SequenceParallel, *arrays: Any) -> list[int]:
     """Of each matmul of gradients of weights, how many dims it sums over."""
     program = jax.make_jaxpr(jax.grad(lambda *weights: summed(split, arrays[0], *weights), (0, 1)))
     rows_and_tokens, found = arrays[0].shape[0] * arrays[0].shape[1], []
@@ -109,15 +109,17 @@ def test_gradients_of_weights_sum_over_one_dim_on_cpus_unless_tokens_are_divided
     rules, (_, into, out_of) = split_of(2, rings=False)[1].on("cpu"), arrays_of(2, jnp.float32)
     x = jax.random.normal(jax.random.key(0), (3, 8, 5))  # no two sums are as long
     arrays = x, into, out_of
-    wanted = plainly(TokenSplit(rules), *arrays)
-    assert contracted_dims(TokenSplit(rules), *arrays) == [1] * 5
-    assert contracted_dims(TokenSplit(rules.on("tpu")), *arrays) == [2] * 5
+    wanted = plainly(SequenceParallel(rules), *arrays)
+    assert contracted_dims(SequenceParallel(rules), *arrays) == [1] * 5
+    assert contracted_dims(SequenceParallel(rules.on("tpu")), *arrays) == [2] * 5
     mesh = Mesh(np.array(jax.devices()[:2]), ("context",), axis_types=(AxisType.Auto,))
     with jax.set_mesh(mesh):
-        assert contracted_dims(TokenSplit.of(rules), *arrays) == [2] * 5
+        assert contracted_dims(SequenceParallel.of(rules), *arrays) == [2] * 5
         placed = NamedSharding(mesh, PartitionSpec(None, "context"))
         given = jax.device_put(x, placed), into, out_of
-        run = lambda *arrays: jax.value_and_grad(summed, (1, 2, 3))(TokenSplit.of(rules), *arrays)  # noqa: E731
+        run = lambda *arrays: jax.value_and_grad(summed, (1, 2, 3))(  # noqa: E731
+            SequenceParallel.of(rules), *arrays
+        )
         found = jax.jit(run)(*given)
     heads, few, wide = (jnp.einsum("btd,d...->bt...", x, weight) for weight in into)
     plain = jnp.einsum("btnh,nhd->btd", jnp.tanh(heads), out_of[0])
@@ -136,7 +138,9 @@ def test_gradients_of_weights_are_products_over_inner_dims_on_cpus(wide: bool) -
     x, weight = jnp.ones((2, 48, inside)), jnp.ones((inside, outside))
 
     def run(x: Any, weight: Any, cotangent: Any) -> Any:
-        _, pullback = jax.vjp(lambda w: TokenSplit(rules).out_of(x, w, ("mlp", "embed")), weight)
+        _, pullback = jax.vjp(
+            lambda w: SequenceParallel(rules).out_of(x, w, ("mlp", "embed")), weight
+        )
         return pullback(cotangent)[0]
 
     cotangent = jnp.ones((2, 48, outside))

@@ -16,14 +16,14 @@ from maxpipe.parallel.axes import DEFAULT_AXIS_RULES, MeshConfig
 from maxpipe.parallel.mesh import MANUAL_AXES, build_mesh
 from maxpipe.parallel.sharding import (
     BATCH_SPEC,
-    STACK,
+    STACKED_AXES,
     AxisRules,
     constrain,
     fsdp_dim,
-    local_rows,
-    place_rows,
-    restrict,
-    rows_by_process,
+    local_sequences,
+    make_global_batch,
+    restrict_spec,
+    sequences_by_process,
 )
 
 WEIGHTS = ("fsdp", "expert", "context")
@@ -42,7 +42,7 @@ def test_specs_follow_the_table() -> None:
     assert RULES.spec(("vocab", "embed")) == PartitionSpec(("stage", "tensor"), WEIGHTS)
     assert RULES.spec(("norm",)) == PartitionSpec(None)
     assert RULES.spec((None, "mlp")) == PartitionSpec(None, "tensor")
-    stacked = RULES.spec((*STACK, "mlp", "embed"))
+    stacked = RULES.spec((*STACKED_AXES, "mlp", "embed"))
     assert stacked == PartitionSpec(None, "stage", None, "tensor", WEIGHTS)
     assert RULES.spec(("batch",)) == BATCH_SPEC
 
@@ -91,8 +91,8 @@ def test_a_conflict_inside_a_pair_of_axes_is_found() -> None:
 def test_restricting_a_spec_and_finding_its_fsdp_dim(
     spec: tuple[Any, ...], restricted: tuple[Any, ...], dim: int | None
 ) -> None:
-    assert restrict(PartitionSpec(*spec), MANUAL_AXES) == PartitionSpec(*restricted)
-    assert restrict(PartitionSpec(*spec), ()) == PartitionSpec(*(None for _ in spec))
+    assert restrict_spec(PartitionSpec(*spec), MANUAL_AXES) == PartitionSpec(*restricted)
+    assert restrict_spec(PartitionSpec(*spec), ()) == PartitionSpec(*(None for _ in spec))
     assert fsdp_dim(PartitionSpec(*spec)) == dim
 
 
@@ -169,8 +169,8 @@ class HalfOfTheDevices:
 
 def test_local_rows_are_ascending_and_named_once() -> None:
     sharding: Any = HalfOfTheDevices()
-    assert local_rows(sharding, 8).tolist() == [0, 1, 4, 5]
-    found = rows_by_process(sharding, 8)
+    assert local_sequences(sharding, 8).tolist() == [0, 1, 4, 5]
+    found = sequences_by_process(sharding, 8)
     assert {process: rows.tolist() for process, rows in found.items()} == {
         0: [0, 1, 4, 5],
         1: [2, 3],
@@ -184,13 +184,13 @@ def mesh(devices: list[Any]) -> Mesh:
 
 def test_rows_are_split_over_the_batch_axes_and_equal_on_all_stages(mesh: Mesh) -> None:
     sharding = NamedSharding(mesh, BATCH_SPEC)
-    rows = local_rows(sharding, 8)
+    rows = local_sequences(sharding, 8)
     assert rows.tolist() == list(range(8))
     host = {
         "tokens": np.arange(24, dtype=np.int32).reshape(8, 3),
         "example_ids": np.arange(8, dtype=np.int32),
     }
-    placed = place_rows(host, rows, 8, sharding)
+    placed = make_global_batch(host, rows, 8, sharding)
     assert placed.keys() == host.keys()
     for name, array in placed.items():
         assert array.sharding == sharding
@@ -217,5 +217,5 @@ def test_a_device_gets_its_rows_from_those_of_the_process(
     # This process holds rows 0, 1, 4 and 5 of the batch, its host array only those four.
     host = {"tokens": np.arange(12).reshape(4, 3)}
     rows = np.array([0, 1, 4, 5])
-    placed = place_rows(host, rows, 8, NamedSharding(mesh, BATCH_SPEC))
+    placed = make_global_batch(host, rows, 8, NamedSharding(mesh, BATCH_SPEC))
     np.testing.assert_array_equal(placed["tokens"], host["tokens"][2:])

@@ -15,8 +15,8 @@ from maxpipe.models.count import num_trained, size
 from maxpipe.models.low_rank import DOWN, LENGTH, UP
 from maxpipe.nn.decoder import Decoder
 from maxpipe.parallel.sharding import AxisRules
-from maxpipe.pipeline.weights import joined, trained
-from maxpipe.plan.memory import buffers, memory, state
+from maxpipe.pipeline.weights import replace_subtree, select_trainable
+from maxpipe.plan.memory import buffers, predict_memory, state
 from maxpipe.plan.sizes import Sizes
 from tests.cases import TOLERANCE, Case, batch_of, buffer_bytes, keeping
 from tests.pipeline.test_executor import check_gradients, with_changes
@@ -71,11 +71,11 @@ def test_the_plain_loop_equals_a_merged_model(own: Any, adapter: AdapterConfig) 
     decoder = Decoder(case.model, rules)
     merged = Decoder(replace(case.model, adapter=None), rules)
     params = with_changes(decoder.init(jax.random.key(0)))
-    mine, batch = trained(params, decoder.trainable()), batch_of(3, case=case)
+    mine, batch = select_trainable(params, decoder.trainable()), batch_of(3, case=case)
     scale = adapter.alpha / adapter.rank
 
     def put_together(mine: Any) -> Any:
-        both, found = joined(params, mine), {}
+        both, found = replace_subtree(params, mine), {}
         for kind, described in decoder.model.kinds.items():
             layers: Any = {}
             for part, name in described.declared:
@@ -104,7 +104,7 @@ def test_the_plain_loop_equals_a_merged_model(own: Any, adapter: AdapterConfig) 
         return merged.objective(put_together(mine), batch)
 
     def ours(mine: Any, batch: Any) -> jax.Array:
-        return decoder.objective(joined(params, mine), batch)
+        return decoder.objective(replace_subtree(params, mine), batch)
 
     wanted, found = (jax.jit(jax.value_and_grad(run))(mine, batch) for run in (reference, ours))
     np.testing.assert_allclose(found[0], wanted[0], rtol=TOLERANCE)
@@ -144,7 +144,8 @@ def test_buffers_and_state_are_predicted(
     trained_leaves = jax.tree.leaves(steps.abstract_saved["optimizer"]["mu"])
     assert sum(leaf.size for leaf in trained_leaves) == num_trained(sizes.model)
     less, more = (
-        memory(Sizes(each), steps.train_schedule, platform="tpu") for each in (config, plain)
+        predict_memory(Sizes(each), steps.train_schedule, platform="tpu")
+        for each in (config, plain)
     )
     assert less.total < more.total and less.arguments < more.arguments
     assert less.terms["gradients"] < 0.2 * more.terms["gradients"]

@@ -56,7 +56,7 @@ def test_idle_slots_contribute_nothing(schedule: str, monkeypatch: pytest.Monkey
     """Whatever a buffer contains before something is written there: here NaN."""
 
     def rubbish(count: int, like: Any) -> Any:
-        empty = slots.room(count, like)
+        empty = slots.empty_slots(count, like)
         return jnp.full_like(empty, jnp.nan) if jnp.issubdtype(empty.dtype, jnp.floating) else empty
 
     for module in (program, outside):

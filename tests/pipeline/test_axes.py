@@ -74,7 +74,7 @@ def test_experts_over_several_devices(case: Case) -> None:
 def _with_gaps(x: jax.Array, sent: jax.Array, got: jax.Array) -> jax.Array:
     """An exchange as TPUs have it: where nothing arrives is what was in memory."""
     used = jnp.arange(len(x) // len(got)) < got[:, None]
-    return jnp.where(used.reshape(-1, 1), per_device.exchange(x, mesh.EXPERT, 0, 0), jnp.nan)
+    return jnp.where(used.reshape(-1, 1), per_device.all_to_all(x, mesh.EXPERT, 0, 0), jnp.nan)
 
 
 @pytest.mark.parametrize(
@@ -96,5 +96,5 @@ def test_nothing_reads_rows_that_were_not_sent(case: Case, monkeypatch: pytest.M
         lambda x, sent, got: (_with_gaps(x, sent, got), (sent, got)),
         lambda saved, cotangent: (_with_gaps(cotangent, *reversed(saved)), None, None),
     )
-    monkeypatch.setattr(experts, "_travelled", gaps)
+    monkeypatch.setattr(experts, "_all_to_all", gaps)
     check_gradients(case)

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from maxpipe.pipeline.slots import layout_order, read_all, write_all
+from maxpipe.pipeline.slots import layout_order, read_slots, write_slots
 
 
 @pytest.mark.parametrize(
@@ -29,8 +29,8 @@ def test_long_dims_are_minor(shape: tuple[int, ...], expected: tuple[int, ...]) 
 @pytest.mark.parametrize("pinned", [True, False])
 def test_what_is_pinned_is_pinned_where_it_is_written_and_read(platform: str, pinned: bool) -> None:
     def run(buffer: jax.Array, value: jax.Array) -> jax.Array:
-        written = write_all([buffer], jnp.int32(1), [value], None, pinned=pinned)
-        return read_all(written, jnp.int32(1), pinned=pinned)[0]
+        written = write_slots([buffer], jnp.int32(1), [value], None, pinned=pinned)
+        return read_slots(written, jnp.int32(1), pinned=pinned)[0]
 
     traced = jax.jit(run).trace(jnp.zeros((3, 2, 40, 6, 128)), jnp.ones((2, 40, 6, 128)))
     text = traced.lower(lowering_platforms=(platform,)).as_text()

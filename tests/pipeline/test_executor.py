@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxpipe.checkpoint.copies import by_name
+from maxpipe.checkpoint.copies import map_named_leaves
 from maxpipe.models.low_rank import LENGTH, UP
 from maxpipe.nn.decoder import Decoder, cross_entropy
-from maxpipe.pipeline.weights import joined, trained
+from maxpipe.pipeline.weights import replace_subtree, select_trainable
 from maxpipe.schedule.catalog import SCHEDULES
 from maxpipe.schedule.notation import read_orders
 from tests.cases import TOLERANCE, Case, batch_of, keeping, steps_of
@@ -31,7 +31,7 @@ def _plain(decoder: Decoder, with_key: bool) -> tuple[Any, Any]:
     """
 
     def total(mine: Any, row: Any, key: jax.Array | None) -> tuple[jax.Array, Any]:
-        count, found = row["loss_mask"].sum(), decoder.run(joined(params, mine), row, key)
+        count, found = row["loss_mask"].sum(), decoder.run(replace_subtree(params, mine), row, key)
         reported = cross_entropy(found.logits, row) * count, found.losses, found.statistics
         return decoder.objective_of(found, row) * count, reported
 
@@ -42,7 +42,7 @@ def _plain(decoder: Decoder, with_key: bool) -> tuple[Any, Any]:
         params |= {"ahead": {"transform": drawn}}
     params = with_changes(params)
     gradient = jax.jit(jax.value_and_grad(total, has_aux=True))
-    return params, partial(gradient, trained(params, decoder.trainable()))
+    return params, partial(gradient, select_trainable(params, decoder.trainable()))
 
 
 def with_changes(params: Any) -> Any:
@@ -54,7 +54,7 @@ def with_changes(params: Any) -> Any:
         drawn = jax.random.normal(jax.random.key(len(name)), leaf.shape)
         return leaf * (1 + 0.1 * drawn) + 0.1 * drawn * name.endswith(UP)
 
-    return by_name(changed, params)
+    return map_named_leaves(changed, params)
 
 
 def plain_gradients(
@@ -91,7 +91,7 @@ def check_gradients(case: Case, together: Any = None) -> None:
     config = replace(parts.decoder.config, frozen=[])
     decoder = replace(parts.decoder, config=config)
     plain, reported, wanted = plain_gradients(decoder, batch, key, together)
-    wanted = trained(wanted, parts.decoder.trainable())
+    wanted = select_trainable(wanted, parts.decoder.trainable())
     run = steps.engine.value_and_grad(steps.train_schedule)
 
     def whole(plain: Any, batch: Any) -> Any:

@@ -9,8 +9,8 @@ import jax
 import pytest
 
 from maxpipe.models.count import num_trained, size, train_flops_per_token
-from maxpipe.plan.compile import read, traffic
-from maxpipe.plan.memory import buffers, memory, state
+from maxpipe.plan.compile import collective_traffic, profile_step
+from maxpipe.plan.memory import buffers, predict_memory, state
 from maxpipe.plan.sizes import Sizes
 from maxpipe.step.step import Steps
 from tests.cases import Case, buffer_bytes, keeping
@@ -122,10 +122,10 @@ def compiled_traffic(config: Any) -> tuple[dict[tuple[str, str], tuple[float, fl
     """{(kind, axes): (number, bytes)} of a compiled step's collectives, and its operations."""
     steps = steps_of(config)
     text = steps.compile_train().as_text()
-    profile, _ = read(text, steps, config.pipeline.weight_gather)
+    profile, _ = profile_step(text, steps, config.pipeline.weight_gather)
     found = {
         (each.kind, each.axes): (each.count, each.total_bytes)
-        for each in traffic(profile.collectives, steps.partition.mesh)
+        for each in collective_traffic(profile.collectives, steps.partition.mesh)
     }
     return found, profile.flops
 
@@ -167,7 +167,7 @@ def test_less_is_predicted() -> None:
         config = config_of(model, mesh, pipeline)
         whole = replace(config, model=replace(config.model, frozen=[]))
         less, more = (
-            memory(Sizes(each), steps_of(each).train_schedule, platform="tpu")
+            predict_memory(Sizes(each), steps_of(each).train_schedule, platform="tpu")
             for each in (config, whole)
         )
         assert less.total < more.total and less.arguments < more.arguments

@@ -14,7 +14,7 @@ from maxpipe.config.schema import OptimConfig
 from maxpipe.models.gemma3 import Gemma3Config
 from maxpipe.models.registry import describe
 from maxpipe.nn import decoder
-from maxpipe.pipeline.ahead import further
+from maxpipe.pipeline.ahead import shift_targets
 from tests.cases import TOLERANCE, Case, batch_of, keeping, steps_of, with_layer_norms
 from tests.pipeline import test_executor
 from tests.pipeline.test_executor import check_gradients
@@ -43,7 +43,7 @@ def test_further_targets_stay_in_their_segment_and_row(distance: int) -> None:
         "segment_ids": np.sort(random.integers(1, 4, (rows, tokens)), axis=1),
         "loss_mask": random.integers(0, 2, (rows, tokens)).astype(np.float32),
     }
-    targets, mask = further(jax.tree.map(jnp.asarray, inputs), jnp.int32(distance))
+    targets, mask = shift_targets(jax.tree.map(jnp.asarray, inputs), jnp.int32(distance))
     for row in range(rows):
         for place in range(tokens):
             later = place + distance

@@ -22,11 +22,11 @@ from maxpipe.parallel.mesh import FSDP, STAGE, TENSOR, build_mesh
 from maxpipe.parallel.sharding import BATCH_SPEC
 from maxpipe.pipeline import outside, program, slots
 from maxpipe.pipeline.executor import Engine
-from maxpipe.pipeline.layout import Layout
+from maxpipe.pipeline.layout import LayerLayout
 from maxpipe.pipeline.network import Network
 from maxpipe.pipeline.remat import RematPolicy
-from maxpipe.schedule.catalog import build
-from maxpipe.schedule.table import balanced_cut
+from maxpipe.schedule.catalog import make_schedule
+from maxpipe.schedule.table import balance_layers
 from tests.cases import TOLERANCE, keeping
 
 D, V, T = 6, 12, 5
@@ -170,16 +170,16 @@ def batch_of(rows: int) -> Any:
 
 
 def engine_of(case: Case) -> tuple[Engine, Any]:
-    schedule = build(
+    schedule = make_schedule(
         case.schedule,
         stages=case.stages,
         repeats=case.repeats,
         microbatches=case.microbatches,
     )
-    cut = case.cut or balanced_cut(
+    cut = case.cut or balance_layers(
         [1.0] * (len(case.pattern) - case.outside), schedule.ring.num_chunks
     )
-    layout = Layout(schedule.ring, cut, case.outside, case.kinds)
+    layout = LayerLayout(schedule.ring, cut, case.outside, case.kinds)
     size = case.stages * case.fsdp * case.data * case.tensor
     mesh = MeshConfig(
         ici_stage=case.stages, ici_fsdp=case.fsdp, ici_data=case.data, ici_tensor=case.tensor
@@ -343,7 +343,7 @@ def test_idle_slots_contribute_nothing(case: Case, monkeypatch: pytest.MonkeyPat
     """Whatever a buffer contains before something is written there: here NaN."""
 
     def rubbish(count: int, like: Any) -> Any:
-        empty = slots.room(count, like)
+        empty = slots.empty_slots(count, like)
         return jnp.full_like(empty, jnp.nan) if jnp.issubdtype(empty.dtype, jnp.floating) else empty
 
     for module in (program, outside):

@@ -8,25 +8,32 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from maxpipe.pipeline.layout import ONE_KIND, Layout, pad_vocabulary, padded_vocabulary
-from maxpipe.schedule.table import Ring, balanced_cut
+from maxpipe.pipeline.layout import (
+    SINGLE_LAYER_TYPE,
+    LayerLayout,
+    pad_vocabulary,
+    padded_vocab_size,
+)
+from maxpipe.schedule.table import Ring, balance_layers
 
 
-def even(layers: int, stages: int, repeats: int, shape: str = "loop", outside: int = 0) -> Layout:
+def even(
+    layers: int, stages: int, repeats: int, shape: str = "loop", outside: int = 0
+) -> LayerLayout:
     """`layers` of the ring are cut evenly."""
     ring = Ring(stages, repeats, shape)  # type: ignore[arg-type]
-    cut = balanced_cut([1.0] * max(layers, ring.num_chunks), ring.num_chunks)
-    return Layout(ring, cut, outside)
+    cut = balance_layers([1.0] * max(layers, ring.num_chunks), ring.num_chunks)
+    return LayerLayout(ring, cut, outside)
 
 
-def layouts(layers: int, stages: int, repeats: int) -> st.SearchStrategy[Layout]:
+def layouts(layers: int, stages: int, repeats: int) -> st.SearchStrategy[LayerLayout]:
     numbers = (st.integers(1, layers), st.integers(1, stages), st.integers(1, repeats))
     return st.builds(even, *numbers, st.sampled_from(["loop", "v"]), st.integers(0, 3))
 
 
 @given(layouts(40, 8, 4))
 @settings(max_examples=200)
-def test_chunks_are_even_and_in_network_order(layout: Layout) -> None:
+def test_chunks_are_even_and_in_network_order(layout: LayerLayout) -> None:
     sizes, first = layout.chunk_sizes, layout.first_layer
     assert sizes.shape == first.shape == (layout.ring.num_repeats, layout.ring.num_stages)
     assert sizes.dtype == first.dtype == np.int32
@@ -41,15 +48,15 @@ def test_chunks_are_even_and_in_network_order(layout: Layout) -> None:
     used = layout.layer_at[layout.layer_at >= 0]
     assert sorted(used.tolist()) == list(range(layout.outside, layout.num_layers))
     assert layout.layer_at.shape == (*sizes.shape, layout.layers_per_chunk)
-    assert layout.stacks[ONE_KIND].shape == layout.layer_at.shape
+    assert layout.stacks[SINGLE_LAYER_TYPE].shape == layout.layer_at.shape
 
 
 # A smaller range: every new shape is compiled.
 @given(layouts(9, 4, 3))
 @settings(max_examples=25)
-def test_stacking_is_undone_and_pads_with_zeros(layout: Layout) -> None:
+def test_stacking_is_undone_and_pads_with_zeros(layout: LayerLayout) -> None:
     layers = 1.0 + np.arange(layout.num_layers * 2, dtype=np.float32).reshape(-1, 2)
-    stack = layout.stacks[ONE_KIND]
+    stack = layout.stacks[SINGLE_LAYER_TYPE]
     stacked = np.asarray(stack.stack(jnp.asarray(layers)))
     assert stacked.shape == (*stack.shape, 2)
     for repeat in range(stack.shape[0]):
@@ -69,7 +76,7 @@ def test_stacking_is_undone_and_pads_with_zeros(layout: Layout) -> None:
 def test_nothing_reads_the_padding() -> None:
     layout = even(5, 2, 2)
     layers = jnp.arange(5.0)
-    padding, stack = jnp.asarray(layout.layer_at < 0), layout.stacks[ONE_KIND]
+    padding, stack = jnp.asarray(layout.layer_at < 0), layout.stacks[SINGLE_LAYER_TYPE]
     spoiled = jnp.where(padding, jnp.nan, stack.stack(layers))
     np.testing.assert_array_equal(stack.unstack(spoiled), layers)
 
@@ -82,24 +89,24 @@ def test_an_uneven_cut_by_hand() -> None:
 
 
 def test_a_cut_on_a_v_by_hand() -> None:
-    layout = Layout(Ring(2, 2, "v"), (1, 2, 1, 1))
+    layout = LayerLayout(Ring(2, 2, "v"), (1, 2, 1, 1))
     assert layout.chunk_sizes.tolist() == [[1, 2], [1, 1]]
     assert layout.first_layer.tolist() == [[0, 1], [4, 3]]
     assert layout.layer_at.tolist() == [[[0, -1], [1, 2]], [[4, -1], [3, -1]]]
 
 
 def test_layers_in_front_of_the_ring_by_hand() -> None:
-    layout = Layout(Ring(2, 1), (2, 1), outside=2)
+    layout = LayerLayout(Ring(2, 1), (2, 1), outside=2)
     assert layout.num_layers == 5 and layout.first_layer.tolist() == [[2, 4]]
     assert layout.layer_at.tolist() == [[[2, 3], [4, -1]]]
-    stack = layout.stacks[ONE_KIND]
+    stack = layout.stacks[SINGLE_LAYER_TYPE]
     stacked = stack.stack(jnp.arange(5.0))
     assert stacked.tolist() == [[[2.0, 3.0], [4.0, 0.0]]]
     assert stack.unstack(stacked, jnp.arange(2.0)).tolist() == [0, 1, 2, 3, 4]
 
 
 def test_kinds_have_stacks_of_their_own() -> None:
-    layout = Layout(Ring(2, 1), (3, 2), outside=1, kinds=("c", "a", "b", "a", "b", "b"))
+    layout = LayerLayout(Ring(2, 1), (3, 2), outside=1, kinds=("c", "a", "b", "a", "b", "b"))
     assert (layout.in_ring, layout.in_front) == (("a", "b"), ("c",))
     assert layout.kind_at.tolist() == [[[0, 1, 0], [1, 1, -1]]]
     assert layout.place_at.tolist() == [[[0, 0, 1], [0, 1, 0]]]
@@ -118,10 +125,10 @@ def test_kinds_have_stacks_of_their_own() -> None:
 
 @given(layouts(12, 4, 3), st.data())
 @settings(max_examples=60)
-def test_every_layer_is_found_by_kind_and_place(layout: Layout, data: st.DataObject) -> None:
+def test_every_layer_is_found_by_kind_and_place(layout: LayerLayout, data: st.DataObject) -> None:
     """The engine's way to a layer: the table's kind, and its place in that kind's stack."""
     names = st.lists(st.sampled_from("abc"), min_size=layout.num_layers, max_size=layout.num_layers)
-    layout = Layout(layout.ring, layout.cut, layout.outside, tuple(data.draw(names)))
+    layout = LayerLayout(layout.ring, layout.cut, layout.outside, tuple(data.draw(names)))
     assert all(layout.stacks[kind].length for kind in layout.in_ring)
     for repeat, stage, position in np.argwhere(layout.layer_at >= 0):
         layer = layout.layer_at[repeat, stage, position]
@@ -136,14 +143,14 @@ def test_every_layer_is_found_by_kind_and_place(layout: Layout, data: st.DataObj
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.int32])
 def test_types_survive(dtype: jnp.dtype) -> None:
     layout = even(3, 2, 1)
-    stack = layout.stacks[ONE_KIND]
+    stack = layout.stacks[SINGLE_LAYER_TYPE]
     stacked = stack.stack(jnp.arange(3, dtype=dtype))
     assert stacked.dtype == dtype and stack.unstack(stacked).dtype == dtype
 
 
 @given(st.integers(1, 10**6), st.integers(1, 64))
 def test_the_padded_vocabulary_is_the_next_multiple(size: int, shards: int) -> None:
-    padded = padded_vocabulary(size, shards)
+    padded = padded_vocab_size(size, shards)
     assert padded % shards == 0 and size <= padded < size + shards
 
 

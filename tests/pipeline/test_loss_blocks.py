@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from maxpipe.models.choice import BLOCK_TOKENS, loss_block
-from maxpipe.pipeline.loss_head import by_blocks
+from maxpipe.pipeline.loss_head import map_token_blocks
 from tests.cases import TOLERANCE, Case, batch_of, keeping, steps_of
 from tests.pipeline.test_executor import check_gradients
 from tests.pipeline.test_families import GEMMA2, GRANITE, GROUPED, NEXT, V3
@@ -57,7 +57,7 @@ def test_each_token_counts_once(rows: int, length: int, size: int) -> None:
         counted = x * mask[..., None]
         return (mask.sum(), (targets * mask).sum(), counted.sum((0, 1))), (counted, counted + 1)
 
-    sums, arrays = jax.jit(lambda *given: by_blocks(run, size, *given))(x, mask, targets)
+    sums, arrays = jax.jit(lambda *given: map_token_blocks(run, size, *given))(x, mask, targets)
     counted = x * mask[..., None]
     wanted = mask.sum(), (targets * mask).sum(), counted.sum((0, 1))
     for a, b in zip(sums, wanted, strict=True):

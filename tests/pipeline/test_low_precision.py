@@ -46,11 +46,11 @@ def smooth(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """
 
     def wave(x: jax.Array, dtype: Any) -> jax.Array:
-        return x * (1 + 0.3 * jnp.sin(3 * x / low_precision.largest(dtype)))
+        return x * (1 + 0.3 * jnp.sin(3 * x / low_precision.max_of_dtype(dtype)))
 
-    monkeypatch.setattr(low_precision, "_rounded", wave)
-    monkeypatch.setattr(low_precision, "_power_of_two", lambda x: x)  # a step as well
-    monkeypatch.setattr(low_precision, "BLOCK", 4)
+    monkeypatch.setattr(low_precision, "_round_to_dtype", wave)
+    monkeypatch.setattr(low_precision, "_next_power_of_two", lambda x: x)  # a step as well
+    monkeypatch.setattr(low_precision, "QUANTIZATION_BLOCK", 4)
     jax.clear_caches()
     yield
     jax.clear_caches()

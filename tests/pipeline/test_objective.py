@@ -15,8 +15,15 @@ import pytest
 from jax import Array
 
 from maxpipe.pipeline.loss_head import LossHead
-from maxpipe.pipeline.objective import CrossEntropy, Extra, Objective, Read, Scores, plain_loss
-from maxpipe.schedule.catalog import SCHEDULES, forward_only
+from maxpipe.pipeline.objective import (
+    BatchArraySpec,
+    CrossEntropy,
+    LogProbSpec,
+    Objective,
+    Scores,
+    reference_loss,
+)
+from maxpipe.schedule.catalog import SCHEDULES, make_forward_schedule
 from maxpipe.step.step import BY_SOURCE
 from tests.cases import TOLERANCE, Case, batch_of, keeping, steps_of
 
@@ -31,14 +38,14 @@ class Mixed(Objective):
     temperature: float = 2.0
 
     @property
-    def reads(self) -> tuple[Read, ...]:
-        return Read("targets"), Read("wanted_ids", self.temperature)
+    def reads(self) -> tuple[LogProbSpec, ...]:
+        return LogProbSpec("targets"), LogProbSpec("wanted_ids", self.temperature)
 
     @property
-    def arrays(self) -> Mapping[str, Extra]:
+    def arrays(self) -> Mapping[str, BatchArraySpec]:
         return {
-            "wanted_ids": Extra((COUNT,), jnp.int32),
-            "wanted": Extra((COUNT,), jnp.float32),
+            "wanted_ids": BatchArraySpec((COUNT,), jnp.int32),
+            "wanted": BatchArraySpec((COUNT,), jnp.float32),
         }
 
     def __call__(self, scores: Scores, inputs: Mapping[str, Array]) -> tuple[Array, Scores]:
@@ -56,8 +63,8 @@ class Better(Objective):
     reported: ClassVar[tuple[str, ...]] = ("margin",)
 
     @property
-    def arrays(self) -> Mapping[str, Extra]:
-        of_rows = partial(Extra, dtype=jnp.float32, by_row=True)
+    def arrays(self) -> Mapping[str, BatchArraySpec]:
+        of_rows = partial(BatchArraySpec, dtype=jnp.float32, by_row=True)
         return {"pairs": of_rows((1,)), "reference": of_rows((2,))}
 
     def __call__(self, scores: Scores, inputs: Mapping[str, Array]) -> tuple[Array, Scores]:
@@ -87,7 +94,7 @@ def plain(steps: Any, objective: Objective, batch: Any) -> tuple[Any, list[float
 
     def total(params: Any, row: Any) -> tuple[Array, Any]:
         count = row[objective.normaliser].sum()
-        loss, reports = plain_loss(objective, decoder.run(params, row).logits, row)
+        loss, reports = reference_loss(objective, decoder.run(params, row).logits, row)
         return loss * count, [each * count for each in (loss, *reports.values())]
 
     run = jax.jit(jax.value_and_grad(total, has_aux=True))
@@ -203,7 +210,7 @@ def test_rows_have_what_logits_say(case: Case) -> None:
         batch = {name: batch_for(case)[name] for name in steps.abstract_batch()}
         params = jax.jit(parts.decoder.init)(jax.random.key(0))
         logits = np.asarray(jax.jit(parts.decoder.run)(params, batch).logits, np.float64)
-        schedule = forward_only(steps.train_schedule.ring, case.microbatches)
+        schedule = make_forward_schedule(steps.train_schedule.ring, case.microbatches)
         placed = jax.device_put(batch, steps.batch_sharding)
         readers: list[Any] = [LossHead.scores]
         if not objective.by_segment:

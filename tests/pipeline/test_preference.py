@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxpipe.data.documents import Encoded
+from maxpipe.data.documents import EncodedDocument
 from maxpipe.data.sequences import Packer
 from maxpipe.objectives.preference import Dpo, Ipo, Orpo, Preference
 from maxpipe.pipeline.loss_head import LossHead
@@ -35,12 +35,14 @@ class Drawn:
             sizes = random.integers(1, 7, 2)
             halves = [np.append(prompt, random.integers(0, vocab_size, size)) for size in sizes]
             trained = [np.arange(len(each)) >= len(prompt) for each in halves]
-            pair = Encoded(np.concatenate(halves), np.concatenate(trained), border=len(halves[0]))
+            pair = EncodedDocument(
+                np.concatenate(halves), np.concatenate(trained), border=len(halves[0])
+            )
             self.encoded.append(pair)
         self.lengths = np.array([len(each.ids) for each in self.encoded])
         self.reference = random.normal(-10, 3, (count, 2)).astype(np.float32)
 
-    def __getitem__(self, document: int) -> Encoded:
+    def __getitem__(self, document: int) -> EncodedDocument:
         return self.encoded[document]
 
     def where(self, document: int) -> str:

@@ -13,7 +13,13 @@ import pytest
 from maxpipe.nn.decoder import Decoder
 from maxpipe.parallel.axes import MeshConfig
 from maxpipe.parallel.sharding import AxisRules
-from maxpipe.pipeline.remat import Constants, Kept, LayerVJP, RematPolicy, differentiate
+from maxpipe.pipeline.remat import (
+    LayerConstants,
+    LayerVJP,
+    RematPolicy,
+    SavedArray,
+    differentiate_layer,
+)
 from tests.cases import MODEL
 
 # Wide enough that matmuls dominate the operations.
@@ -38,13 +44,13 @@ def arguments() -> tuple[Any, jax.Array, Any, jax.Array]:
     inputs = {"segment_ids": ids // 50, "positions": ids % 50}
     weights = DECODER.init_layer("layer", keys[0])
     x, cotangent = (jax.random.normal(key, shape) for key in keys[1:])
-    return weights, x, Constants(inputs, jnp.int32(1), None, {}), cotangent
+    return weights, x, LayerConstants(inputs, jnp.int32(1), None, {}), cotangent
 
 
 LAYER = DECODER.layer("layer")
 
 
-def layer(weights: Any, x: jax.Array, constants: Constants) -> Any:
+def layer(weights: Any, x: jax.Array, constants: LayerConstants) -> Any:
     return LAYER(weights, x, *constants[:3])
 
 
@@ -52,7 +58,7 @@ def pieces_of(keep: RematPolicy) -> LayerVJP:
     found: list[LayerVJP] = []
 
     def trace(weights: Any, x: jax.Array, constants: Any) -> jax.Array:
-        found.append(differentiate(LAYER, keep, weights, x, constants, halves=True))
+        found.append(differentiate_layer(LAYER, keep, weights, x, constants, halves=True))
         return x
 
     jax.eval_shape(trace, *arguments()[:3])
@@ -64,7 +70,7 @@ def flops(function: Any, *inputs: Any) -> float:
     return cost["flops"]
 
 
-def shapes(kept: tuple[Kept, ...]) -> list[jax.ShapeDtypeStruct]:
+def shapes(kept: tuple[SavedArray, ...]) -> list[jax.ShapeDtypeStruct]:
     return [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in kept]
 
 
@@ -191,9 +197,9 @@ def test_what_follows_from_weights_is_never_kept(name: str, halves: bool) -> Non
         return mixed, {}, {}
 
     weights, x = (jax.random.normal(jax.random.key(n), (SIZE, SIZE)) for n in (1, 2))
-    constants = Constants(jnp.arange(SIZE)[::-1], jnp.int32(0), None, {})
+    constants = LayerConstants(jnp.arange(SIZE)[::-1], jnp.int32(0), None, {})
     arguments = {"w": weights}, x, constants
-    pieces = differentiate(layer, RematPolicy("none"), *arguments, halves=halves)
+    pieces = differentiate_layer(layer, RematPolicy("none"), *arguments, halves=halves)
     output, saved, *_ = pieces.forward(*arguments)
     other_x = pieces.forward(arguments[0], x + 1, arguments[2])[1]
     other_weights = pieces.forward({"w": weights + 1}, x, arguments[2])[1]

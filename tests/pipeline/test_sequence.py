@@ -13,12 +13,12 @@ import jax
 import pytest
 
 from maxpipe.config.load import from_dict
-from maxpipe.hardware import shipped
-from maxpipe.plan.compile import build_steps, read
+from maxpipe.hardware import published_hardware
+from maxpipe.plan.compile import build_steps, profile_step
 from maxpipe.plan.cost import CostModel
 from maxpipe.plan.memory import buffers
 from maxpipe.plan.sizes import Sizes
-from maxpipe.plan.traffic import traffic
+from maxpipe.plan.traffic import step_traffic
 from tests.cases import Case, keeping
 from tests.pipeline.test_executor import check_gradients
 from tests.pipeline.test_families import GEMMA, GEMMA2, GROUPED, NEXT, QWEN2, QWEN3, ROOM, V2, V3
@@ -101,7 +101,7 @@ class Compiled:
     def layers(self) -> dict[str, float]:
         """Bytes that layers send along tensor, by kind of collective; sums over norms left out."""
         found: dict[str, float] = defaultdict(float)
-        average, _ = read(self.text, self.steps, "iteration")
+        average, _ = profile_step(self.text, self.steps, "iteration")
         for each in average.collectives:
             along = len(each.group) == TENSOR and each.stride == 1
             if along and each.region in ("forward", "backward", "input_grad", "weight_grad"):
@@ -139,8 +139,8 @@ def test_sums_become_gathers_and_scatters_and_these_rings() -> None:
 )
 def test_predicted_traffic_is_near_the_compilers(pipeline: dict[str, Any]) -> None:
     found = compiled("ring", **pipeline)
-    recomputed = CostModel(found.sizes, shipped()["v5p"]).recomputed
-    predicted = traffic(found.sizes, found.steps.train_schedule, recomputed)["tensor", "ici"]
+    recomputed = CostModel(found.sizes, published_hardware()["v5p"]).recomputed
+    predicted = step_traffic(found.sizes, found.steps.train_schedule, recomputed)["tensor", "ici"]
     assert predicted == pytest.approx(sum(found.layers().values()), rel=0.1)
 
 

@@ -8,11 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxpipe.pipeline.remat import Flat, split
+from maxpipe.pipeline.remat import FlatJaxpr, split_program
 
 
 def halves_of(function: Any, *arguments: Any, first: list[int], free: list[int] | None = None):
-    return split(jax.make_jaxpr(function)(*arguments), first_outputs=first, free_inputs=free or [])
+    return split_program(
+        jax.make_jaxpr(function)(*arguments), first_outputs=first, free_inputs=free or []
+    )
 
 
 def names_in(function: Any, *arguments: Any) -> list[str]:
@@ -101,13 +103,15 @@ def test_an_output_of_the_first_part_may_be_kept_as_well() -> None:
 
 def test_the_inputs_that_a_value_depends_on_are_found() -> None:
     inner = jax.jit(lambda x, y: (2 * x, jnp.broadcast_to(jnp.float32(3), x.shape), x + y))
-    flat = Flat(jax.make_jaxpr(lambda x, y: (*inner(x, y), y))(jnp.ones(4), jnp.ones(4)))
+    flat = FlatJaxpr(jax.make_jaxpr(lambda x, y: (*inner(x, y), y))(jnp.ones(4), jnp.ones(4)))
     x, y = flat.inputs
     assert [flat.sources(value) for value in flat.outputs] == [{x}, set(), {x, y}, {y}]
 
 
 def test_values_are_made_of_what_is_given() -> None:
-    flat = Flat(jax.make_jaxpr(lambda x, y: (3 * x, x + y, jnp.ones(4)))(jnp.ones(4), jnp.ones(4)))
+    flat = FlatJaxpr(
+        jax.make_jaxpr(lambda x, y: (3 * x, x + y, jnp.ones(4)))(jnp.ones(4), jnp.ones(4))
+    )
     triple, _, ones = flat.outputs
     values = flat.environment(flat.inputs[:1], [jnp.full(4, 2.0)])
     flat.run(sorted(flat.needed([triple, ones])), values)

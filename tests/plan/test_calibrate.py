@@ -19,16 +19,16 @@ from maxpipe import cli, hardware
 from maxpipe.config.load import from_dict
 from maxpipe.config.schema import Config
 from maxpipe.errors import ConfigError, StorageError
-from maxpipe.hardware import known, shipped
+from maxpipe.hardware import known_hardware, published_hardware
 from maxpipe.parallel.sharding import AxisRules
 from maxpipe.plan import calibrate, recheck
-from maxpipe.plan.calibrate import Measured, applied
+from maxpipe.plan.calibrate import Measurements, fit_hardware
 from maxpipe.plan.compile import build_steps
-from maxpipe.plan.cost import CostModel, cost
-from maxpipe.plan.memory import memory
-from maxpipe.plan.recheck import step_of
-from maxpipe.plan.sizes import Sizes, schedule_of
-from maxpipe.plan.topology import parse
+from maxpipe.plan.cost import CostModel, predict_cost
+from maxpipe.plan.memory import predict_memory
+from maxpipe.plan.recheck import build_synthetic_step
+from maxpipe.plan.sizes import Sizes, build_schedule
+from maxpipe.plan.topology import parse_topology
 from maxpipe.plan.traffic import tensor_sums
 
 NUM_DEVICES = 4
@@ -66,7 +66,7 @@ def test_the_cost_model_gives_back_what_was_measured(
     sizes = Sizes(config_of(fsdp=NUM_DEVICES))
     latency, rate = 5e-6, 2e8
     weights = sizes.layer_elements(sizes.usual_kind, whole=True) * (1 - 1 / NUM_DEVICES)
-    found = Measured(
+    found = Measurements(
         forward=forward * contention,
         input_grad=1.5 * forward * contention,
         weight_grad=0.8 * forward * contention,
@@ -82,7 +82,7 @@ def test_the_cost_model_gives_back_what_was_measured(
         latency=latency,
         fresh=4e-9,
     )
-    after = applied(found, sizes, shipped()[kind], NUM_DEVICES)
+    after = fit_hardware(found, sizes, published_hardware()[kind], NUM_DEVICES)
     model = CostModel(sizes, after)
     layer = model.usual
     assert after.exchange_rate == pytest.approx(2.0)
@@ -111,8 +111,8 @@ def test_the_cost_model_gives_back_what_was_measured(
 
 def test_the_size_of_microbatches_counts_as_measured() -> None:
     sizes = Sizes(config_of(tokens=256))  # two rows on each device
-    moved = CostModel(sizes, shipped()["cpu"]).usual.moved
-    flat = Measured(
+    moved = CostModel(sizes, published_hardware()["cpu"]).usual.moved
+    flat = Measurements(
         forward=4e-3,
         input_grad=6e-3,
         weight_grad=5e-3,
@@ -127,18 +127,18 @@ def test_the_size_of_microbatches_counts_as_measured() -> None:
         latency=1e-5,
     )
     # As long as predicted for one row, 1.1 and 1.3 times that for two and four.
-    before = applied(flat, sizes, shipped()["cpu"], NUM_DEVICES)
+    before = fit_hardware(flat, sizes, published_hardware()["cpu"], NUM_DEVICES)
     timed = calibrate._sizes(sizes)
     assert [each.rows for each in timed] == [1, 2, 4]
     taken = [
-        longer * calibrate._of_row(each, before)
+        longer * calibrate._predict_row_seconds(each, before)
         for longer, each in zip((1.0, 1.1, 1.3), timed, strict=True)
     ]
     # Fewer rows share the reading of weights.
     assert taken[0] > 1.003 * taken[1] / 1.1
     of_rows = tuple(zip((moved / 2, moved, 2 * moved), taken, strict=True))
     found = dataclasses.replace(flat, by_size=of_rows)
-    after = applied(found, sizes, shipped()["cpu"], NUM_DEVICES)
+    after = fit_hardware(found, sizes, published_hardware()["cpu"], NUM_DEVICES)
     assert after.fastest_mib * 2**20 == pytest.approx(0.5 * moved)
     assert after.growth_below == 0
     assert after.growth_above == pytest.approx((0.1 + 0.3 / 2) / 2)
@@ -165,7 +165,7 @@ def test_a_layer_is_timed_as_runs_compute_it(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(
         calibrate, "Decoder", lambda model, rules: asked.append(rules) or decoder(model, rules)
     )
-    monkeypatch.setattr(recheck, "SECONDS", 0.0)
+    monkeypatch.setattr(recheck, "PROGRAM_SECONDS", 0.0)
     config, devices = config_of(fsdp=NUM_DEVICES), jax.devices()[:NUM_DEVICES]
     sizes = Sizes(config).on(devices[0].platform)
     calibrate._layers([(sizes, "F", "full")], calibrate._ring(config, devices))
@@ -176,7 +176,7 @@ def test_a_layer_is_timed_as_runs_compute_it(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_memory_is_as_fast_as_it_was_measured() -> None:
     sizes, streamed = Sizes(config_of(fsdp=NUM_DEVICES)), 1 / 40e9
-    found = Measured(
+    found = Measurements(
         forward=12e-3,
         input_grad=12e-3,
         weight_grad=12e-3,
@@ -190,22 +190,25 @@ def test_memory_is_as_fast_as_it_was_measured() -> None:
         fresh=1e-9,
         streamed=streamed,
     )
-    after = applied(found, sizes, shipped()["cpu"], NUM_DEVICES)
+    after = fit_hardware(found, sizes, published_hardware()["cpu"], NUM_DEVICES)
     # Four devices at once have as much as one: what one takes counts four times.
     assert CostModel(sizes, after).contention == pytest.approx(4.0)
     assert after.memory_gb_per_second == pytest.approx(4 * 40)
 
 
 def test_small_temporary_memory_stays_with_the_process() -> None:
-    sizes, schedule = Sizes(config_of(fsdp=NUM_DEVICES)), schedule_of(config_of(fsdp=NUM_DEVICES))
-    fresh = dataclasses.replace(shipped()["cpu"], fresh_gb_per_second=0.5)
-    held = memory(sizes.on("cpu"), schedule, platform="cpu")
+    sizes, schedule = (
+        Sizes(config_of(fsdp=NUM_DEVICES)),
+        build_schedule(config_of(fsdp=NUM_DEVICES)),
+    )
+    fresh = dataclasses.replace(published_hardware()["cpu"], fresh_gb_per_second=0.5)
+    held = predict_memory(sizes.on("cpu"), schedule, platform="cpu")
     assert 0 < held.temporary < 16 * 2**20
-    assert "memory" not in cost(sizes, schedule, fresh).parts
+    assert "memory" not in predict_cost(sizes, schedule, fresh).parts
     mib = held.temporary / 2**20
     for kept, share in ((0.0, 1.0), (mib / 3, 1.0), (mib / 2, 1.0), (mib / 1.5, 0.25)):
         figures = dataclasses.replace(fresh, fresh_from_mib=kept)
-        found = cost(sizes, schedule, figures).parts["memory"]
+        found = predict_cost(sizes, schedule, figures).parts["memory"]
         assert found == pytest.approx(share * held.temporary / 5e8)
 
 
@@ -213,7 +216,7 @@ def test_split_tokens_travel_at_their_own_rate() -> None:
     config = config_of(tokens=32)
     mesh = dataclasses.replace(config.mesh, ici_data=1, ici_tensor=4, sequence_parallel=True)
     sizes = Sizes(dataclasses.replace(config, mesh=mesh))
-    before = dataclasses.replace(shipped()["cpu"], latency_us=0.0)
+    before = dataclasses.replace(published_hardware()["cpu"], latency_us=0.0)
     slow = dataclasses.replace(before, tokens_rate=0.25)
     sent = tensor_sums(sizes, sizes.usual_kind)
     usual, slower = (CostModel(sizes, each).move(sent) for each in (before, slow))
@@ -233,7 +236,7 @@ def again(measure: Callable[[], T]) -> T:
 
 @pytest.mark.timing
 def test_pieces_are_measured_on_the_devices_at_hand(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recheck, "SECONDS", 0.2)
+    monkeypatch.setattr(recheck, "PROGRAM_SECONDS", 0.2)
     devices = jax.devices()[:NUM_DEVICES]
     # Weights' gradients are a difference, and have to be more than what scores vary by.
     sizes = [Sizes(config_of(tokens=tokens, d_mlp=512)) for tokens in (32, 256)]
@@ -251,15 +254,15 @@ def test_pieces_are_measured_on_the_devices_at_hand(monkeypatch: pytest.MonkeyPa
 @pytest.mark.timing
 def test_a_calibrated_model_predicts_the_step_it_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Within a factor: what was measured is not the step that is predicted."""
-    monkeypatch.setattr(recheck, "SECONDS", 0.2)
+    monkeypatch.setattr(recheck, "PROGRAM_SECONDS", 0.2)
     devices = jax.devices()[:NUM_DEVICES]
     config = config_of(fsdp=NUM_DEVICES, tokens=256)
-    after, found = again(lambda: calibrate.calibrate(config, shipped()["cpu"], devices))
+    after, found = again(lambda: calibrate.calibrate(config, published_hardware()["cpu"], devices))
     assert after.shared_by > 0 and after.fresh_gb_per_second == pytest.approx(1e-9 / found.fresh)
     assert found.forward > found.forward_alone  # virtual devices share cores
-    assert after.measured and after.bf16_tflops == shipped()["cpu"].bf16_tflops
-    (taken,) = recheck.medians([step_of(build_steps(config, devices))], 0.2)
-    predicted = cost(Sizes(config), schedule_of(config), after).seconds
+    assert after.measured and after.bf16_tflops == published_hardware()["cpu"].bf16_tflops
+    (taken,) = recheck.median_seconds([build_synthetic_step(build_steps(config, devices))], 0.2)
+    predicted = predict_cost(Sizes(config), build_schedule(config), after).seconds
     assert 1 / 3 < predicted / taken < 3
 
 
@@ -272,24 +275,26 @@ def test_times_below_nothing_are_refused(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_measured_figures_are_kept_and_used(
     home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    before = shipped()["cpu"]
+    before = published_hardware()["cpu"]
     after = dataclasses.replace(before, tick_us=123.0, measured="today")
-    found = Measured(1e-3, 1e-3, 1e-3, 1e-3, 1e-3)
+    found = Measurements(1e-3, 1e-3, 1e-3, 1e-3, 1e-3)
     monkeypatch.setattr(calibrate, "calibrate_here", lambda _: (before, after, found))
     assert cli.main(["plan", "configs/quickstart.yml", "--calibrate"]) == 0
     assert "123" in capsys.readouterr().out
-    assert known()["cpu"] == after and shipped()["cpu"] == before
-    assert known()["v5p"] == shipped()["v5p"]
+    assert known_hardware()["cpu"] == after and published_hardware()["cpu"] == before
+    assert known_hardware()["v5p"] == published_hardware()["v5p"]
     assert cli.main(["plan", "configs/quickstart.yml", "--topology", "cpu:8"]) == 0
     assert "8 devices of CPU, measured today" in capsys.readouterr().out
 
 
 def test_figures_of_an_earlier_release_are_read(home: Path) -> None:
-    after = dataclasses.replace(shipped()["cpu"], names_recomputed=0.125, measured="today")
-    path = hardware.keep_measured(after)
+    after = dataclasses.replace(
+        published_hardware()["cpu"], names_recomputed=0.125, measured="today"
+    )
+    path = hardware.save_measured(after)
     path.write_text(path.read_text().replace("names_recomputed", "names_replay"))
-    known.cache_clear()
-    assert known()["cpu"] == after
+    known_hardware.cache_clear()
+    assert known_hardware()["cpu"] == after
 
 
 @pytest.mark.parametrize(
@@ -307,13 +312,13 @@ def test_figures_of_an_earlier_release_are_read(home: Path) -> None:
 def test_figures_with_which_nothing_can_be_planned(
     figure: str, value: float | str, home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = hardware.keep_measured(shipped()["cpu"])
+    path = hardware.save_measured(published_hardware()["cpu"])
     path.write_text(path.read_text() + yaml.safe_dump({figure: value}))
-    known.cache_clear()
+    known_hardware.cache_clear()
     assert cli.main(["plan", "configs/quickstart.yml", "--topology", "cpu:8"]) == 2
     assert f"{figure} is " in capsys.readouterr().err
     path.unlink()
-    known.cache_clear()
+    known_hardware.cache_clear()
 
 
 def test_a_folder_that_cannot_be_written_is_found_before_anything_is_timed(
@@ -321,7 +326,7 @@ def test_a_folder_that_cannot_be_written_is_found_before_anything_is_timed(
 ) -> None:
     hardware.measured_folder().parent.mkdir(parents=True)
     hardware.measured_folder().write_text("")
-    monkeypatch.setattr(calibrate, "at_hand", lambda *_: parse("cpu:8"))
+    monkeypatch.setattr(calibrate, "local_topology", lambda *_: parse_topology("cpu:8"))
     monkeypatch.setattr(calibrate, "calibrate", lambda *_: pytest.fail("timed"))
     assert cli.main(["plan", "configs/quickstart.yml", "--calibrate"]) == 74
     assert "set HOME to a folder" in capsys.readouterr().err
@@ -330,14 +335,14 @@ def test_a_folder_that_cannot_be_written_is_found_before_anything_is_timed(
 def test_without_a_home_folder_there_are_no_measured_figures(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hardware.keep_measured(dataclasses.replace(shipped()["cpu"], memory_gib=3.0))
-    assert known()["cpu"].memory_gib == 3
-    known.cache_clear()
+    hardware.save_measured(dataclasses.replace(published_hardware()["cpu"], memory_gib=3.0))
+    assert known_hardware()["cpu"].memory_gib == 3
+    known_hardware.cache_clear()
     monkeypatch.delenv("HOME")
     monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)
-    assert known() == shipped()
+    assert known_hardware() == published_hardware()
     with pytest.raises(StorageError) as error:
-        hardware.keep_measured(shipped()["cpu"])
+        hardware.save_measured(published_hardware()["cpu"])
     assert str(error.value).startswith(
         "~/.cache/maxpipe/hardware/cpu.yml: cannot be written\n  HOME is not set.\n"
     )
@@ -347,4 +352,4 @@ def test_a_file_that_was_not_measured_is_refused(home: Path) -> None:
     hardware.measured_folder().mkdir(parents=True)
     (hardware.measured_folder() / "cpu.yml").write_text("speed: high\n")
     with pytest.raises(ConfigError, match="is not a file that"):
-        known()
+        known_hardware()

@@ -140,9 +140,9 @@ def test_without_a_name_the_devices_are_those_of_this_machine(
 
     def at_hand(runtime: object, cpu_devices: int, count: int = 0) -> topology.Topology:
         assert (cpu_devices, count) == (3, 0)
-        return topology.parse("cpu:1")
+        return topology.parse_topology("cpu:1")
 
-    monkeypatch.setattr(topology, "at_hand", at_hand)
+    monkeypatch.setattr(topology, "local_topology", at_hand)
     assert main(["plan", "tiny", "mesh.cpu_devices=3"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("1 device of CPU") and "\n1.05 M parameters" in out

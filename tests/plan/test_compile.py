@@ -14,22 +14,22 @@ import pytest
 from maxpipe.models.count import scored_pairs
 from maxpipe.models.registry import describe
 from maxpipe.parallel.mesh import AXES, FSDP, STAGE
-from maxpipe.plan.advice import TERMS, capacity, explain_out_of_memory, gib, verdict
+from maxpipe.plan.advice import TERMS, explain_out_of_memory, gib, parse_out_of_memory, verdict
 from maxpipe.plan.compile import (
-    Report,
+    CompileReport,
     _layers_per_tick,
-    _out_of_memory,
+    _out_of_memory_error,
+    build_report,
     build_steps,
+    collective_traffic,
     host_traffic,
-    report_of,
-    traffic,
     window_shares,
 )
-from maxpipe.plan.hlo import TO_HOST, Collective, Transfer
-from maxpipe.plan.report import compiled
+from maxpipe.plan.hlo import TO_HOST, Collective, HostTransfer
+from maxpipe.plan.report import format_compile_report
 from maxpipe.plan.sizes import Sizes
-from maxpipe.plan.topology import parse
-from maxpipe.schedule.catalog import build
+from maxpipe.plan.topology import parse_topology
+from maxpipe.schedule.catalog import make_schedule
 from tests.plan.test_memory import config_of
 from tests.plan.test_search import config_of as wide
 
@@ -39,12 +39,12 @@ CONFIG = config_of({"compute_dtype": "float32"}, MESH, PIPELINE)
 
 
 @pytest.fixture(scope="module")
-def report() -> Report:
+def report() -> CompileReport:
     steps = build_steps(CONFIG, jax.devices()[:8])
-    return report_of(CONFIG, parse("cpu:8"), steps, steps.compile_train())
+    return build_report(CONFIG, parse_topology("cpu:8"), steps, steps.compile_train())
 
 
-def test_operations_are_those_of_the_layers_and_the_head(report: Report) -> None:
+def test_operations_are_those_of_the_layers_and_the_head(report: CompileReport) -> None:
     sizes, model = Sizes(CONFIG), CONFIG.model
     matrices = sizes.layer_elements(sizes.usual_kind, whole=True) - 2 * model.d_model
     matmuls = 2 * sizes.tokens * matrices
@@ -59,7 +59,7 @@ def test_operations_are_those_of_the_layers_and_the_head(report: Report) -> None
     assert 1 < report.flops / report.model_flops < 1.7
 
 
-def test_collectives_are_named_by_their_axes(report: Report) -> None:
+def test_collectives_are_named_by_their_axes(report: CompileReport) -> None:
     found = {(each.kind, each.axes) for each in report.collectives}
     assert ("collective-permute", "stage") in found
     assert ("all-gather", "fsdp") in found and ("reduce-scatter", "fsdp") in found
@@ -87,7 +87,7 @@ def test_traffic_between_slices_is_reported_by_its_axes() -> None:
         Collective("all-gather", "b", "", group=(0, 1), **common),
     ]
     found[0] = replace(found[0], between_slices=True)
-    message, gather = traffic(found, SimpleNamespace(devices=devices))
+    message, gather = collective_traffic(found, SimpleNamespace(devices=devices))
     assert (message.axes, message.link, message.total_bytes) == ("stage", "dcn", 24)
     assert (gather.axes, gather.link) == ("fsdp", "ici")
 
@@ -96,7 +96,7 @@ def test_tensor_shards_stay_apart_while_weights_are_gathered() -> None:
     mesh = {"ici_stage": 2, "ici_fsdp": 2, "ici_tensor": 2}
     config = config_of({"compute_dtype": "float32"}, mesh, PIPELINE)
     steps = build_steps(config, jax.devices()[:8])
-    found = report_of(config, parse("cpu:8"), steps, steps.compile_train()).collectives
+    found = build_report(config, parse_topology("cpu:8"), steps, steps.compile_train()).collectives
     sizes = Sizes(config)
     sent = {
         kind: sum(each.total_bytes for each in found if (each.kind, each.axes) == (kind, "fsdp"))
@@ -110,27 +110,31 @@ def test_tensor_shards_stay_apart_while_weights_are_gathered() -> None:
     assert not any(each.kind == "all-gather" and each.axes == "tensor" for each in found)
 
 
-def test_the_report_is_text_and_json(report: Report) -> None:
+def test_the_report_is_text_and_json(report: CompileReport) -> None:
     values = json.loads(json.dumps(report.to_json()))
     for name in ("temp_bytes", "argument_bytes", "output_bytes", "flops", "collectives"):
         assert values[name]
     assert values["total_bytes"] == report.total_bytes and values["fits"]
-    assert Report.from_json(values) == report
-    text = compiled(report)
+    assert CompileReport.from_json(values) == report
+    text = format_compile_report(report)
     assert "compiled for cpu:8: 8 devices, stage 2 x data 2 x fsdp 2" in text
     assert "fits" in text and "reduce-scatter" in text
-    assert "no entries" not in text and "no entries" in compiled(report, 5)  # as on a CPU
+    assert "no entries" not in text and "no entries" in format_compile_report(
+        report, 5
+    )  # as on a CPU
 
 
-def test_what_travels_to_the_host_is_reported_with_the_rate_that_hides_it(report: Report) -> None:
+def test_what_travels_to_the_host_is_reported_with_the_rate_that_hides_it(
+    report: CompileReport,
+) -> None:
     common: dict[str, Any] = {"region": "forward", "count": 10.0, "num_bytes": 2**30 / 20}
     found = [  # both beside the same loop
-        Transfer(TO_HOST, "a", cycles_of={"loop": 3e6}, **common),
-        Transfer(TO_HOST, "b", cycles_of={"loop": 3e6, "norm": 1e6}, **common),
+        HostTransfer(TO_HOST, "a", cycles_of={"loop": 3e6}, **common),
+        HostTransfer(TO_HOST, "b", cycles_of={"loop": 3e6, "norm": 1e6}, **common),
     ]
     (moved,) = host_traffic(found)
     assert (moved.link, moved.total_bytes, moved.cycles_behind) == ("host", 2**30, 40e6)
-    text = compiled(replace(report, transfers=[moved], cycles=4e9, seconds=2.0))
+    text = format_compile_report(replace(report, transfers=[moved], cycles=4e9, seconds=2.0))
     assert "to host" in text
     # 1 GiB in 0.02 s.
     assert "to host: 1.00 GiB behind 0.02 s of work, hidden from 53.7 GB/s of link on" in text
@@ -144,7 +148,7 @@ def test_loops_of_attention_by_blocks_state_their_trips() -> None:
         model = {"compute_dtype": "float32", "attention": name}
         config = config_of(model, {"ici_stage": 2, "ici_fsdp": 2}, PIPELINE, tokens)
         steps = build_steps(config, jax.devices()[:4])
-        read = report_of(config, parse("cpu:4"), steps, steps.compile_train())
+        read = build_report(config, parse_topology("cpu:4"), steps, steps.compile_train())
         assert not read.unknown_loops
         found[name] = read.flops
     sizes = Sizes(config)
@@ -159,8 +163,10 @@ def test_loops_of_attention_by_blocks_state_their_trips() -> None:
     assert found["blockwise"] - found["xla"] == pytest.approx(product * more, rel=0.02)
 
 
-def test_kernels_are_said_to_be_assumed(report: Report) -> None:
-    text = compiled(replace(report, cycles=3e9, kernel_flops=2e12, kernel_efficiency=0.5))
+def test_kernels_are_said_to_be_assumed(report: CompileReport) -> None:
+    text = format_compile_report(
+        replace(report, cycles=3e9, kernel_flops=2e12, kernel_efficiency=0.5)
+    )
     assert "kernels, for which it has none: 2 TFLOP, counted at 50% of the peak" in text
 
 
@@ -171,21 +177,21 @@ def test_layers_count_by_their_windows() -> None:
     assert window_shares(describe(config.model)) == {1024: 11 / 13, 0: 2 / 13}
 
 
-def test_where_the_compiler_states_a_peak_it_is_what_must_fit(report: Report) -> None:
+def test_where_the_compiler_states_a_peak_it_is_what_must_fit(report: CompileReport) -> None:
     held = report.argument_bytes + report.output_bytes - report.alias_bytes
     assert not report.peak_bytes and report.working_bytes == report.temp_bytes  # as on CPUs
     stated = replace(report, peak_bytes=held + 1000, program_bytes=10)
     assert stated.total_bytes == held + 1010 and stated.working_bytes == 1000
-    assert "temporary 0.00 MiB" in compiled(stated)
+    assert "temporary 0.00 MiB" in format_compile_report(stated)
     tight = replace(stated, memory_bytes=held + 1010)
     assert tight.fits and not replace(tight, memory_bytes=held + 1009).fits
 
 
-def test_what_is_beside_the_step_must_fit_as_well(report: Report) -> None:
+def test_what_is_beside_the_step_must_fit_as_well(report: CompileReport) -> None:
     room = report.memory_bytes - report.total_bytes
     fits, too_much = (replace(report, beside_bytes=int(room) + more) for more in (0, 1))
     assert fits.fits and not too_much.fits
-    assert f"beside the step, by arithmetic: {gib(room)}" in compiled(fits)
+    assert f"beside the step, by arithmetic: {gib(room)}" in format_compile_report(fits)
 
 
 @pytest.mark.parametrize(
@@ -222,12 +228,12 @@ SHORT_MESSAGE = (
 
 
 def test_out_of_memory_without_a_list_is_reported_by_arithmetic() -> None:
-    assert capacity(SHORT_MESSAGE) == (57.86 * 2**30, 15.75 * 2**30)
+    assert parse_out_of_memory(SHORT_MESSAGE) == (57.86 * 2**30, 15.75 * 2**30)
     assert explain_out_of_memory(SHORT_MESSAGE, {}) == ""
-    topology = parse("v5e:4x4")
+    topology = parse_topology("v5e:4x4")
     pipeline = {"microbatches": 4, "repeats": 2, "remat": "names"}
     config = wide({"ici_stage": 4, "ici_fsdp": 4}, **pipeline)
-    told = str(_out_of_memory(SHORT_MESSAGE, config, FakeSteps(), topology))  # type: ignore[arg-type]
+    told = str(_out_of_memory_error(SHORT_MESSAGE, config, FakeSteps(), topology))  # type: ignore[arg-type]
     assert "has 15.75 GiB on a device, and the step needs 57.86 GiB" in told
     assert TERMS["stash"].about in told
     action = told.splitlines()[-1]
@@ -244,7 +250,7 @@ class FakeSteps:
 
 
 def test_out_of_memory_is_reported_in_words_of_the_config() -> None:
-    needed, there = capacity(MESSAGE) or (0.0, 0.0)
+    needed, there = parse_out_of_memory(MESSAGE) or (0.0, 0.0)
     assert (needed, there) == (120.5 * 2**30, 95.74 * 2**30)
     buffers: dict[str, Any] = {"stash": ((44, 8, 2048, 4096),), "inbox": ((3, 8, 2048, 4096),)}
     first, second = explain_out_of_memory(MESSAGE, buffers).splitlines()
@@ -254,7 +260,7 @@ def test_out_of_memory_is_reported_in_words_of_the_config() -> None:
 
 @pytest.mark.parametrize("name", ["zb_h1", "zb_v"])
 def test_stages_do_one_kind_of_work_in_a_mixed_tick(name: str) -> None:
-    schedule = build(name, stages=4, repeats=2 if name == "zb_v" else 1, microbatches=8)
+    schedule = make_schedule(name, stages=4, repeats=2 if name == "zb_v" else 1, microbatches=8)
     sizes = np.full((schedule.num_repeats, 4), 3)
     average = _layers_per_tick(schedule, sizes, average=True)
     busiest = _layers_per_tick(schedule, sizes, average=False)

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from maxpipe.hardware import shipped
+from maxpipe.hardware import published_hardware
 from maxpipe.plan.advice import TERMS
 from maxpipe.plan.report import COLOURS, picture, write
 from maxpipe.plan.search import Candidate, evaluate
 from maxpipe.schedule.draw import Canvas
 from tests.plan.test_search import STAGED, config_of
 
-V5P = shipped()["v5p"]
+V5P = published_hardware()["v5p"]
 
 
 def found(rows: int = 128, **pipeline: object) -> Candidate:

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import pytest
 
-from maxpipe.hardware import shipped
-from maxpipe.plan.entries import Line, by_kind, kind_of, lines, table
-from maxpipe.plan.hlo import FROM_HOST, TO_HOST, Profile, profile
-from maxpipe.plan.hlo_text import parse
+from maxpipe.hardware import published_hardware
+from maxpipe.plan.entries import ProfileLine, instruction_kind, profile_lines, sum_by_kind, table
+from maxpipe.plan.hlo import FROM_HOST, TO_HOST, Profile, profile_program
+from maxpipe.plan.hlo_text import parse_hlo
 
 PROGRAM = """\
 HloModule jit_step, is_scheduled=true, num_partitions=4
@@ -86,17 +86,17 @@ ENTRY %main (x: (s32[], bf16[4,256,512])) -> (s32[], bf16[4,256,512]) {
   ROOT %loop = (s32[], bf16[4,256,512]{2,1,0}) while(%x), condition=%until, body=%layer, metadata={op_name="jit(f)/while/body/forward/while"}
 }
 """
-V5P = shipped()["v5p"]
+V5P = published_hardware()["v5p"]
 PER_CYCLE = V5P.flops / (V5P.clock_ghz * 1e9)
 
 
 @pytest.fixture(scope="module")
 def found() -> Profile:
-    return profile(parse(PROGRAM), regions={"forward": "/forward/"})
+    return profile_program(parse_hlo(PROGRAM), regions={"forward": "/forward/"})
 
 
 def test_entries_are_named_after_what_they_do(found: Profile) -> None:
-    kinds = {each.instruction.name: kind_of(each) for each in found.entries}
+    kinds = {each.instruction.name: instruction_kind(each) for each in found.entries}
     assert kinds == {
         "slice.1": "slice of a buffer",  # whose place is computed
         "norm.1": "elementwise",
@@ -108,7 +108,7 @@ def test_entries_are_named_after_what_they_do(found: Profile) -> None:
 
 
 def test_lines_have_cycles_times_executions_and_their_place(found: Profile) -> None:
-    listed = {each.name: each for each in lines(found, V5P)}
+    listed = {each.name: each for each in profile_lines(found, V5P)}
     matmul, kernel = listed["matmul.1"], listed["kernel.1"]
     assert (matmul.place, matmul.count, matmul.cycles) == ("forward mlp", 10, 4000)
     assert matmul.flops == 10 * 2 * 256 * 512 * 128
@@ -126,8 +126,8 @@ def test_lines_have_cycles_times_executions_and_their_place(found: Profile) -> N
 
 
 def test_sums_by_kind_lose_nothing(found: Profile) -> None:
-    listed = lines(found, V5P)
-    sums = by_kind([*listed, *listed])
+    listed = profile_lines(found, V5P)
+    sums = sum_by_kind([*listed, *listed])
     assert sum(each.cycles for each in sums) == pytest.approx(2 * sum(e.cycles for e in listed))
     (matmul,) = (each for each in sums if each.kind == "matmul")
     (one,) = (each for each in listed if each.kind == "matmul")
@@ -135,7 +135,7 @@ def test_sums_by_kind_lose_nothing(found: Profile) -> None:
 
 
 def test_the_table_has_as_many_entries_as_are_asked_for(found: Profile) -> None:
-    text = "\n".join(table(lines(found, V5P), 2))
+    text = "\n".join(table(profile_lines(found, V5P), 2))
     sums, largest = text.split("largest entries:")
     assert "all-gather, waited for" in sums and "forward attention" in sums and "mlp" not in sums
     assert "kernel.1" in largest and "slice.1" not in largest
@@ -143,11 +143,11 @@ def test_the_table_has_as_many_entries_as_are_asked_for(found: Profile) -> None:
 
 
 def test_without_estimates_there_are_none(found: Profile) -> None:
-    without = parse(PROGRAM.replace("estimated_cycles", "no_cycles"))
-    assert lines(profile(without), V5P) == []
+    without = parse_hlo(PROGRAM.replace("estimated_cycles", "no_cycles"))
+    assert profile_lines(profile_program(without), V5P) == []
     assert "no cycles" in table([], 5)[0]
-    line = lines(found, V5P)[0]
-    assert isinstance(line, Line)
+    line = profile_lines(found, V5P)[0]
+    assert isinstance(line, ProfileLine)
 
 
 def test_what_goes_to_host_memory_is_found_with_the_work_beside_it(found: Profile) -> None:

@@ -13,17 +13,17 @@ import pytest
 
 from maxpipe.config.load import load
 from maxpipe.errors import ConfigError
-from maxpipe.hardware import shipped
+from maxpipe.hardware import published_hardware
 from maxpipe.plan import compile as compiling
 from maxpipe.plan import topology
-from maxpipe.plan.topology import CARDS, missing_compiler, parse, target_config
+from maxpipe.plan.topology import GPU_SPECS, missing_compiler, parse_topology, target_config
 
-GPUS = [kind for kind, hardware in shipped().items() if hardware.platform == "cuda"]
+GPUS = [kind for kind, hardware in published_hardware().items() if hardware.platform == "cuda"]
 
 
 @pytest.mark.parametrize("kind", GPUS)
 def test_every_kind_of_gpu_has_a_card_that_is_known_by_its_name(kind: str) -> None:
-    hardware, card = shipped()[kind], CARDS[kind]
+    hardware, card = published_hardware()[kind], GPU_SPECS[kind]
     assert re.fullmatch(hardware.device_kind, card.name, re.IGNORECASE)
     text = target_config(hardware)
     assert text.count("{") == text.count("}")
@@ -33,13 +33,13 @@ def test_every_kind_of_gpu_has_a_card_that_is_known_by_its_name(kind: str) -> No
 
 
 def test_a_target_config_is_text_of_the_fields_that_xla_reads() -> None:
-    text = target_config(shipped()["h100"])
+    text = target_config(published_hardware()["h100"])
     assert text.startswith("gpu_device_info { threads_per_block_limit: 1024 ")
     assert "core_count: 132 " in text and "shared_memory_per_block_optin: 232448 " in text
     assert "cuda_compute_capability { major: 9 minor: 0 feature_extension: ACCELERATED" in text
     assert f"device_memory_size: {round(79.2 * 2**30)} " in text
     assert 'platform_name: "CUDA" dnn_version_info { major: 9 ' in text
-    assert "feature_extension" not in target_config(shipped()["a100"])
+    assert "feature_extension" not in target_config(published_hardware()["a100"])
 
 
 PINNED = 'jax-cuda12-plugin<=0.10.2,>=0.10.2; extra == "cuda12-local"'
@@ -86,27 +86,27 @@ def absent(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 def test_without_the_compiler_the_way_to_get_it_is_named(absent: pytest.MonkeyPatch) -> None:
-    for of_it in (topology.prepare, topology.devices):
+    for of_it in (topology.prepare, topology.topology_devices):
         with pytest.raises(ConfigError) as caught:
-            of_it(parse("h100:8"))
+            of_it(parse_topology("h100:8"))
         told = "command line: --topology = h100:8\n  needs it.\n  Run: pip install it."
         assert str(caught.value) == told
 
 
 def test_a_kind_of_gpu_without_a_card_is_refused(absent: pytest.MonkeyPatch) -> None:
-    wanted = parse("h100:8")
+    wanted = parse_topology("h100:8")
     wanted = replace(wanted, hardware=replace(wanted.hardware, topology="x100"))
     with pytest.raises(ConfigError, match="x100:8\n  is not a kind of GPU") as caught:
-        topology.devices(wanted)
+        topology.topology_devices(wanted)
     assert "Name one of them" in str(caught.value)
 
 
 def test_a_step_for_absent_gpus_is_not_kept(
     absent: pytest.MonkeyPatch, tmp_path: Path, devices: list[Any]
 ) -> None:
-    absent.setattr(compiling, "devices", lambda topology: devices[:1])
-    absent.setattr(compiling, "are_here", lambda found: False)
+    absent.setattr(compiling, "topology_devices", lambda topology: devices[:1])
+    absent.setattr(compiling, "are_local", lambda found: False)
     with pytest.raises(ConfigError) as caught:
-        compiling.compile_step(load(ONE_DEVICE), parse("h100:1"), tmp_path / "step")
+        compiling.compile_step(load(ONE_DEVICE), parse_topology("h100:1"), tmp_path / "step")
     assert "--save" in str(caught.value) and "timing" in str(caught.value)
     assert not (tmp_path / "step").exists()

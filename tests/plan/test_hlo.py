@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from maxpipe.plan.hlo import Profile, profile
-from maxpipe.plan.hlo_text import array_bytes, parse
+from maxpipe.plan.hlo import Profile, profile_program
+from maxpipe.plan.hlo_text import array_bytes, parse_hlo
 
 SMALL = """\
 HloModule jit_step, is_scheduled=true, num_partitions=8
@@ -85,8 +85,8 @@ WEIGHT = 2 * MIB
 
 @pytest.fixture(scope="module")
 def small() -> Profile:
-    return profile(
-        parse(SMALL),
+    return profile_program(
+        parse_hlo(SMALL),
         trips={r"/forward/while$": 3},
         shares={r"/head/cond$": 0.4},
         regions={"forward": "/forward/", "head": "/head/"},
@@ -105,13 +105,13 @@ def test_cycles_follow_trips_and_shares(small: Profile):
 
 
 def test_a_loop_of_unknown_trips_counts_once_and_is_named():
-    found = profile(parse(SMALL))
+    found = profile_program(parse_hlo(SMALL))
     assert found.unknown_loops == ["jit(f)/while/body/forward/while"]
     assert found.cycles == 10 * (1000 + 107)
 
 
 def test_the_caller_overrules_what_the_text_says():
-    found = profile(parse(SMALL), trips={"forward/while$": 1, "^jit.f./while$": 2})
+    found = profile_program(parse_hlo(SMALL), trips={"forward/while$": 1, "^jit.f./while$": 2})
     assert found.cycles == 2 * (1000 + 107)
 
 
@@ -143,7 +143,7 @@ def test_copies_in_loops_are_listed(small: Profile):
     assert [(each.instruction.name, each.num_bytes) for each in small.copies] == [
         ("turned", 30 * WEIGHT)
     ]
-    assert not profile(parse(SMALL), copy_bytes=WEIGHT + 1).copies
+    assert not profile_program(parse_hlo(SMALL), copy_bytes=WEIGHT + 1).copies
 
 
 FUSED = """\
@@ -184,7 +184,7 @@ ENTRY %main (w: bf16[8,128], x: bf16[8,8]) -> bf16[32,128] {
 
 
 def test_a_collective_in_several_tpu_fusions_counts_once():
-    (found,) = profile(parse(FUSED)).collectives
+    (found,) = profile_program(parse_hlo(FUSED)).collectives
     assert (found.kind, found.name, found.count) == ("all-gather", "begin", 1)
     assert found.num_bytes == 3 * 8 * 128 * 2
     assert (found.is_async, found.between, found.cycles_between) == (True, ("work",), 50)
@@ -226,7 +226,7 @@ ENTRY %main (x: bf16[16,8]) -> bf16[16,8] {
 
 
 def test_collectives_that_the_hosts_carry_between_slices():
-    whole, message = profile(parse(ACROSS)).collectives
+    whole, message = profile_program(parse_hlo(ACROSS)).collectives
     assert whole.between_slices and message.between_slices
     assert (whole.kind, whole.group) == ("all-reduce", (100000, 200000, 300000, 400000))
     assert whole.total_bytes == 2 * 3 / 4 * 256
@@ -236,7 +236,7 @@ def test_collectives_that_the_hosts_carry_between_slices():
 
 
 def test_an_all_reduce_that_keeps_a_slice_is_a_reduce_scatter():
-    (found,) = profile(parse(SCATTERED)).collectives
+    (found,) = profile_program(parse_hlo(SCATTERED)).collectives
     assert (found.kind, found.num_bytes) == ("reduce-scatter", 32 * 128 * 4 * 3 / 4)
 
 
@@ -258,7 +258,7 @@ def test_every_notation_of_groups(groups: str, expected: tuple[int, ...]):
         "  %x = f32[4]{0} parameter(0)\n"
         f"  ROOT %r = f32[4]{{0}} all-reduce(%x), {groups}, to_apply=%sum\n}}\n"
     )
-    (found,) = profile(parse(text)).collectives
+    (found,) = profile_program(parse_hlo(text)).collectives
     assert found.group == expected
 
 
@@ -275,7 +275,7 @@ def test_bytes_of_printed_shapes():
 
 def test_text_without_an_entry_is_refused():
     with pytest.raises(ValueError, match="ENTRY"):
-        parse("HloModule nothing")
+        parse_hlo("HloModule nothing")
 
 
 def test_a_program_compiled_for_cpu(devices: list[Any]):
@@ -306,7 +306,7 @@ def test_a_program_compiled_for_cpu(devices: list[Any]):
     weight, trips = jnp.zeros((8 * 16, 4)), jnp.ones(1, jnp.int32)
     text = jax.jit(run).lower(weight, trips).compile().as_text()
     assert text is not None
-    found = profile(parse(text), trips={r"/forward/while$": 3}, copy_bytes=1)
+    found = profile_program(parse_hlo(text), trips={r"/forward/while$": 3}, copy_bytes=1)
     assert not found.unknown_loops
     shard = 16 * 4 * 4
     assert found.bytes_moved("all-gather", group_size=2) == 5 * 3 * shard
@@ -327,10 +327,10 @@ def test_a_kernel_counts_what_it_states() -> None:
 %more (p""",
         1,
     )
-    module = replace(parse(text), entry="kernel")
-    found = profile(module)
+    module = replace(parse_hlo(text), entry="kernel")
+    found = profile_program(module)
     assert found.flops == found.kernel_flops == 68719476736 and found.cycles == 0
-    assert profile(parse(text)).kernel_flops == 0
+    assert profile_program(parse_hlo(text)).kernel_flops == 0
 
 
 KERNELS = """\
@@ -371,16 +371,16 @@ ENTRY %main (x: (s32[], bf16[4,512,128], s32[])) -> (s32[], bf16[4,512,128], s32
 
 def test_what_stands_behind_a_kernel_is_read() -> None:
     """Of a program compiled for TPU, cut short: line breaks in a kernel's metadata end nothing."""
-    module = parse(KERNELS)
+    module = parse_hlo(KERNELS)
     assert len(module.computations["layer"]) == 8
     kernel = module.computations["layer"]["splash_mha_fwd_segmented_residuals.1"]
     assert kernel.operands == ("q", "q", "q")
     assert kernel.op_name.endswith("splash_mha_fwd_segmented_residuals/pallas_call")
     assert set(module.computations) == {"layer", "async", "more", "main"}
-    found = profile(module)
+    found = profile_program(module)
     assert found.cycles == 2.5 * 3415 and not found.unknown_loops  # as the loop's name states
     assert found.flops == found.kernel_flops == 2.5 * 1000  # as the kernel's does, once
-    assert profile(module, trips={"/while$": 2}).flops == 2000
+    assert profile_program(module, trips={"/while$": 2}).flops == 2000
 
 
 CHOICE = """\
@@ -406,14 +406,14 @@ ENTRY %main (i: s32[], x: f32[8]) -> f32[8] {
 
 def test_branches_for_windows_count_by_their_layers() -> None:
     """Whatever their order."""
-    module = parse(CHOICE)
-    assert profile(module, windows={0: 0.25, 512: 0.75}).flops == 0.25 * 100 + 0.75 * 10
-    assert profile(module, windows={512: 1.0}).flops == 10
-    assert profile(module).flops == 55  # unknown: all alike
+    module = parse_hlo(CHOICE)
+    assert profile_program(module, windows={0: 0.25, 512: 0.75}).flops == 0.25 * 100 + 0.75 * 10
+    assert profile_program(module, windows={512: 1.0}).flops == 10
+    assert profile_program(module).flops == 55  # unknown: all alike
 
 
 def test_a_collective_of_ragged_parts_sends_its_first_operand() -> None:
-    (found,) = profile(parse(KERNELS)).collectives
+    (found,) = profile_program(parse_hlo(KERNELS)).collectives
     assert (found.kind, found.is_async) == ("ragged-all-to-all", True)
     assert found.num_bytes == 4 * 512 * 128 * 2 * 3 / 4
 
@@ -436,7 +436,7 @@ ENTRY %main (x: f32[128,64], w: f32[32,64]) -> f32[128,256] {
 
 
 def test_a_gpu_program_multiplies_by_cublas_and_says_which_collectives_wait() -> None:
-    found = profile(parse(GPU))
+    found = profile_program(parse_hlo(GPU))
     assert found.flops == 2 * 128 * 64 * (128 + 256)
     assert found.kernel_flops == 0 and found.cycles == 0
     gather, reduce = found.collectives
@@ -465,7 +465,7 @@ ENTRY %main (x: bf16[256,1024]) -> bf16[1024,1024] {
 
 
 def test_a_collective_of_a_sparse_core_travels_beside_other_work() -> None:
-    (found,) = profile(parse(SPARSE)).collectives
+    (found,) = profile_program(parse_hlo(SPARSE)).collectives
     assert (found.kind, found.group, found.is_async) == ("all-gather", (0, 1, 2, 3), True)
     assert found.num_bytes == 3 * 256 * 1024 * 2
     assert (found.between, found.cycles_between) == (("beside",), 70)

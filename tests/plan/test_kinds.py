@@ -10,17 +10,17 @@ import numpy as np
 import pytest
 
 from maxpipe.config.schema import Config
-from maxpipe.hardware import shipped
+from maxpipe.hardware import published_hardware
 from maxpipe.models import count
 from maxpipe.models.config import ModelConfig
 from maxpipe.models.layers.mlp import GatedMLP
 from maxpipe.models.registry import describe
 from maxpipe.models.spec import Branch, Dims, Kind, Matmul, Model, Operation
 from maxpipe.plan import sizes as sizes_module
-from maxpipe.plan.cost import CostModel, cost
-from maxpipe.plan.memory import buffers, memory, state
+from maxpipe.plan.cost import CostModel, predict_cost
+from maxpipe.plan.memory import buffers, predict_memory, state
 from maxpipe.plan.optimizer import optimizer_bytes
-from maxpipe.plan.sizes import Sizes, schedule_of
+from maxpipe.plan.sizes import Sizes, build_schedule
 from tests.plan.test_memory import config_of
 
 PATTERN = ("wide",) * 3 + ("layer",) * 5 + ("wide",)
@@ -128,7 +128,7 @@ def test_the_cut_knows_what_layers_cost(config: Config) -> None:
 def test_memory_is_the_sum_of_what_each_kind_has(config: Config, schedule: str, remat: str) -> None:
     pipeline = replace(config.pipeline, remat=remat, schedule=schedule, weight_gather="step")
     config = replace(config, pipeline=pipeline)
-    sizes, table = Sizes(config), schedule_of(config)
+    sizes, table = Sizes(config), build_schedule(config)
     assert sizes.per_chunk == {"wide": 3, "layer": 5} and sizes.layer_slots == sizes.per_chunk
     found = buffers(sizes, table)
     kept = {kind: sizes.kept_bytes(kind)[0] for kind in sizes.per_chunk}
@@ -145,18 +145,18 @@ def test_memory_is_the_sum_of_what_each_kind_has(config: Config, schedule: str, 
     assert optimizer_bytes(sizes) == 2 * 4 * (parameters + tables)
     assert state(sizes)["state"] == 3 * 4 * (parameters + tables) + 12
     # The layer at work is the larger one.
-    working = memory(sizes, table, platform="tpu").terms["layer"]
+    working = predict_memory(sizes, table, platform="tpu").terms["layer"]
     mlp = 6 * 2 * sizes.activated(((4 * config.model.d_mlp, "mlp"),))
     assert working >= 0.8 * 2 * sizes.layer_elements("wide", whole=True) + mlp
 
 
 def test_ticks_take_what_their_layers_take(config: Config) -> None:
-    hardware = shipped()["v5p"]
+    hardware = published_hardware()["v5p"]
     model = CostModel(Sizes(config), hardware)
     wide, usual = model.layers["wide"].slot("F"), model.layers["layer"].slot("F")
     assert wide > usual
     assert model.slots("F", {"wide": 2, "layer": 3}) == pytest.approx(2 * wide + 3 * usual)
-    found = cost(Sizes(config), schedule_of(config), hardware)
+    found = predict_cost(Sizes(config), build_schedule(config), hardware)
     slots = [model.slots(action, {"wide": 4, "layer": 5}) for action in "FB"]
     assert found.parts["layers"] == pytest.approx(4 * sum(slots) / 2)
 
@@ -167,8 +167,8 @@ def _computing(config: Config, schedule: str, devices: str) -> tuple[float, floa
     for idle in ("skip", "compute"):
         run = replace(config, pipeline=replace(config.pipeline, schedule=schedule, idle=idle))
         shared = 2.0 if devices == "cpu" else 0.0
-        hardware = replace(shipped()[devices], shared_by=shared, measured="now")
-        parts = cost(Sizes(run), schedule_of(run), hardware).parts
+        hardware = replace(published_hardware()[devices], shared_by=shared, measured="now")
+        parts = predict_cost(Sizes(run), build_schedule(run), hardware).parts
         found.append(sum(parts.get(name, 0.0) for name in ("layers", "exchange", "bubble")))
     return found[0], found[1]
 
@@ -182,18 +182,18 @@ def test_stages_that_compute_where_they_idle_take_cores_from_others() -> None:
     assert computes == pytest.approx(skips)
     # In mixed ticks each stage then runs all kinds that any stage has.
     mixed = replace(run, pipeline=replace(run.pipeline, schedule="zb_h1"))
-    model = CostModel(Sizes(mixed), replace(shipped()["v5p"], measured="now"))
+    model = CostModel(Sizes(mixed), replace(published_hardware()["v5p"], measured="now"))
     _, computes = _computing(run, "zb_h1", "v5p")
     assert computes == pytest.approx(
         sum(
             np.count_nonzero(slots.active.any(axis=1)) * model.slots(action, {"layer": 4})
-            for action, slots in schedule_of(mixed).kinds
+            for action, slots in build_schedule(mixed).kinds
         )
     )
 
 
 def test_stages_that_compute_run_what_any_has_at_each_place(config: Config) -> None:
-    model = CostModel(Sizes(config), shipped()["v5p"])
+    model = CostModel(Sizes(config), published_hardware()["v5p"])
     assert model.sizes.chunks == ({"wide": 3}, {"layer": 5, "wide": 1})
     # The last chunk's wide layer is its last: where the first chunk has none.
     hardware = replace(model.hardware, measured="now")

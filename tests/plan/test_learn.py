@@ -10,9 +10,9 @@ import pytest
 
 from maxpipe.plan import recheck
 from maxpipe.plan.plan import best_layouts
-from maxpipe.plan.recheck import NOISE, expected, next_to_run
+from maxpipe.plan.recheck import NOISE, choose_next, posterior_seconds
 from maxpipe.plan.search import Candidate
-from maxpipe.plan.topology import parse
+from maxpipe.plan.topology import parse_topology
 from tests.plan.test_search import config_of
 
 SEARCHES = [
@@ -24,7 +24,7 @@ SEARCHES = [
 @pytest.fixture(scope="module", params=SEARCHES, ids=["8 devices", "32 devices"])
 def candidates(request: pytest.FixtureRequest) -> list[Candidate]:
     devices, fixed = request.param
-    found = best_layouts(config_of(), parse(devices), fixed, keep=60).best
+    found = best_layouts(config_of(), parse_topology(devices), fixed, keep=60).best
     assert len(found) == 60
     return sorted(found, key=lambda each: each.cost.seconds)  # ties are in another order
 
@@ -35,8 +35,8 @@ def slow(key: str, values: Container[Any], factor: float) -> Callable[[Candidate
 
 
 def test_the_best_predicted_runs_first(candidates: list[Candidate]) -> None:
-    assert next_to_run(candidates, {}) == 0
-    mean, error = expected(candidates, {})
+    assert choose_next(candidates, {}) == 0
+    mean, error = posterior_seconds(candidates, {})
     assert mean == pytest.approx([each.cost.seconds for each in candidates])
     assert error == pytest.approx(error[0]) and error[0] > 1  # of layouts' times, not their order
 
@@ -46,7 +46,7 @@ def test_what_ran_is_believed_and_corrects_what_is_like_it(candidates: list[Cand
     takes = slow("pipeline.weight_gather", {gather}, 1.2)
     ran = {index: takes(candidates[index]) for index in range(0, 60, 3)}
     assert len({candidates[index].config.pipeline.weight_gather for index in ran}) > 1
-    mean, error = expected(candidates, ran)
+    mean, error = posterior_seconds(candidates, ran)
     for index, seconds in ran.items():
         assert mean[index] == pytest.approx(seconds, rel=2 * NOISE) and error[index] < 2 * NOISE
     others = [index for index in range(60) if index not in ran]
@@ -56,7 +56,7 @@ def test_what_ran_is_believed_and_corrects_what_is_like_it(candidates: list[Cand
 
 
 def test_a_machine_that_is_slow_throughout_changes_no_order(candidates: list[Candidate]) -> None:
-    mean, _ = expected(candidates, {0: 3.0 * candidates[0].cost.seconds})
+    mean, _ = posterior_seconds(candidates, {0: 3.0 * candidates[0].cost.seconds})
     assert mean[0] == pytest.approx(mean.min(), rel=1e-3)
     assert mean == pytest.approx([3.0 * each.cost.seconds for each in candidates], rel=0.01)
 
@@ -68,9 +68,9 @@ def test_a_search_leaves_what_proves_slow(
     of_the_first = {each.changes.get("mesh.ici_stage") for each in candidates[:8]}
     takes = slow("mesh.ici_stage", of_the_first, 1.2)
     truth = sorted(takes(each) for each in candidates)
-    monkeypatch.setattr(recheck, "_measured", lambda found, *_: takes(found))
+    monkeypatch.setattr(recheck, "_measure_step", lambda found, *_: takes(found))
     lines: list[str] = []
-    ran = recheck.run_best(candidates, 8, [], lines.append)
+    ran = recheck.rerank_by_measurement(candidates, 8, [], lines.append)
     in_order = min(takes(each) for each in candidates[:8])
     assert len(ran) == len({id(each.candidate) for each in ran}) == len(lines) == 8
     assert ran[0].measured is not None and ran[0].measured < in_order
@@ -87,8 +87,8 @@ def test_what_does_not_fit_runs_once_and_comes_last(
         tries.append(found)
         return None if len(tries) == 2 else found.cost.seconds
 
-    monkeypatch.setattr(recheck, "_measured", measured)
+    monkeypatch.setattr(recheck, "_measure_step", measured)
     # The smallest of them is tried in spite of all that failed before.
-    ran = recheck.run_best(candidates[:4], 9, [], lambda _: None)
+    ran = recheck.rerank_by_measurement(candidates[:4], 9, [], lambda _: None)
     assert len(ran) == len({id(each) for each in tries}) == 4
     assert [each.fits for each in ran] == [True, True, True, False] and ran[3].candidate is tries[1]

@@ -24,12 +24,12 @@ from maxpipe.nn import decoder as decoder_module
 from maxpipe.nn.decoder import Decoder
 from maxpipe.parallel.mesh import AXES
 from maxpipe.parallel.sharding import AxisRules
-from maxpipe.pipeline.remat import Constants, differentiate
+from maxpipe.pipeline.remat import LayerConstants, differentiate_layer
 from maxpipe.plan import sizes as sizes_module
 from maxpipe.plan.compile import build_steps, executions
-from maxpipe.plan.memory import WORKSPACE, buffers, memory, state
-from maxpipe.plan.sizes import Sizes, schedule_of
-from maxpipe.step.build import keep_of
+from maxpipe.plan.memory import WORKSPACE, buffers, predict_memory, state
+from maxpipe.plan.sizes import Sizes, build_schedule
+from maxpipe.step.build import make_remat_policy
 from maxpipe.step.step import Steps
 from tests.cases import buffer_bytes, keeping, thinned, with_attention, with_layer_norms
 
@@ -208,7 +208,8 @@ def test_the_reference_of_rollouts_is_a_copy_of_what_is_trained(adapter: dict[st
         steps.partition.trained(steps.state_sharding.params),
     )
     with_it, without = (
-        memory(Sizes(each), steps.train_schedule, platform="cpu") for each in (config, alone)
+        predict_memory(Sizes(each), steps.train_schedule, platform="cpu")
+        for each in (config, alone)
     )
     assert with_it.beside == sum(jax.tree.leaves(shards)) > 0 == without.beside
     assert with_it.total == without.total + with_it.beside
@@ -332,10 +333,10 @@ def check_kept(changes: dict[str, Any], remat: str, tokens: int) -> None:
     found: list[Any] = []
 
     def trace(*given: Any) -> None:
-        layer, keep = decoder.layer(kind), keep_of(config.pipeline, config.model)
-        found.append(differentiate(layer, keep, *given, halves=True))
+        layer, keep = decoder.layer(kind), make_remat_policy(config.pipeline, config.model)
+        found.append(differentiate_layer(layer, keep, *given, halves=True))
 
-    jax.eval_shape(trace, weights, x, Constants(inputs, jnp.int32(0), key, {}))
+    jax.eval_shape(trace, weights, x, LayerConstants(inputs, jnp.int32(0), key, {}))
 
     def size(arrays: Any) -> int:
         return sum(math.prod(each.shape) * each.dtype.itemsize for each in arrays)
@@ -434,9 +435,10 @@ def test_a_fused_attention_holds_no_scores() -> None:
     # query a second statistic.
     kept = Sizes(plain).kept_bytes("layer")[0] - Sizes(fused).kept_bytes("layer")[0]
     assert kept == (1 + 4 + 2) * pairs + 4 * Sizes(fused).rows * 32 * fused.model.num_heads
-    layers = schedule_of(plain).num_stash * Sizes(plain).per_chunk["layer"]
+    layers = build_schedule(plain).num_stash * Sizes(plain).per_chunk["layer"]
     needs = [
-        memory(Sizes(each), schedule_of(each), platform="cuda").temporary for each in (plain, fused)
+        predict_memory(Sizes(each), build_schedule(each), platform="cuda").temporary
+        for each in (plain, fused)
     ]
     # More than the stash: the layer at work has scores too.
     assert needs[0] - needs[1] > layers * kept + 2 * (pairs - mask)
@@ -448,7 +450,7 @@ def test_gathered_accumulators_take_the_heads_gradient_in_place() -> None:
     logits = {}
     for gather in ("iteration", "step"):
         config = config_of(model, mesh, {"microbatches": 4, "weight_gather": gather})
-        found = memory(Sizes(config), schedule_of(config), platform="tpu").terms
+        found = predict_memory(Sizes(config), build_schedule(config), platform="tpu").terms
         logits[gather] = found["logits"]
     of_a_stage = 4096 // 2
     assert logits["step"] == 4 * 2 * 32 * of_a_stage
@@ -463,7 +465,7 @@ def test_logits_of_a_block_take_its_share(platform: str) -> None:
     for block in (0, 1024, 2048, -1):
         pipeline = {"microbatches": 2, "loss_block_tokens": block}
         config = config_of(sizes, {"ici_fsdp": 2}, pipeline, tokens=8192)
-        terms = memory(Sizes(config), schedule_of(config), platform=platform).terms
+        terms = predict_memory(Sizes(config), build_schedule(config), platform=platform).terms
         found[block] = terms["logits"]
     copies = 3 if platform == "cpu" else 2 if platform == "gpu" else 1
     assert found[-1] == found[2048]
@@ -478,7 +480,7 @@ def test_gpus_keep_transposed_shards_and_the_logits_gradient() -> None:
     for gather in ("iteration", "step"):
         config = config_of(model, mesh, {"microbatches": 4, "weight_gather": gather})
         sizes = Sizes(config)
-        found[gather] = memory(sizes, schedule_of(config), platform="cuda").terms
+        found[gather] = predict_memory(sizes, build_schedule(config), platform="cuda").terms
     pairs, matrix = 2 * 32 * 65536 // 2, 48 * 65536 // 2
     assert found["step"]["logits"] == (2 + 4) * pairs + WORKSPACE
     assert found["iteration"]["logits"] - found["step"]["logits"] == 2 * matrix
@@ -497,9 +499,9 @@ def test_visits_that_keep_every_chunk_hold_whole_weights_as_steps_do(platform: s
     for gather in ("step", "visit"):
         pipeline = {"microbatches": 4, "repeats": 2, "weight_gather": gather}
         config = config_of({}, {"ici_stage": 2, "ici_fsdp": 2}, pipeline)
-        schedule = schedule_of(config)
+        schedule = build_schedule(config)
         assert schedule.visits.num_window == 0
-        found.append(memory(Sizes(config), schedule, platform=platform))
+        found.append(predict_memory(Sizes(config), schedule, platform=platform))
     assert found[0].terms["held"] == found[1].terms["held"] > 0
 
 
@@ -507,9 +509,9 @@ def test_a_chunk_arrives_beside_the_window() -> None:
     """By the TPU compiler: gathered weights stand in memory until their slot is free."""
     pipeline = {"microbatches": 4, "repeats": 3, "weight_gather": "visit", "group": 4}
     config = config_of({"num_layers": 24}, {"ici_stage": 2, "ici_fsdp": 2}, pipeline)
-    schedule = schedule_of(config)
+    schedule = build_schedule(config)
     chunk = Sizes(config).per_chunk["layer"] * Sizes(config).layer_elements("layer", whole=True)
-    found = memory(Sizes(config), schedule, platform="tpu").terms
+    found = predict_memory(Sizes(config), schedule, platform="tpu").terms
     assert found["window"] > 2 * (schedule.visits.num_window + 0.5) * chunk
     assert not {"layer", "logits"} & found.keys()  # smaller, and not there at the same time
 
@@ -586,7 +588,7 @@ def test_memory_by_blocks_is_near_the_compilers(
     steps = steps_of(config)
     assert steps.partition.decoder.config.attention == "blockwise"
     temporary = steps.compile_train().memory_analysis().temp_size_in_bytes
-    predicted = memory(Sizes(config), schedule_of(config), platform="cpu")
+    predicted = predict_memory(Sizes(config), build_schedule(config), platform="cpu")
     assert predicted.temporary == pytest.approx(temporary, rel=0.1)
 
 
@@ -620,7 +622,7 @@ def test_memory_of_divided_rows_and_experts_is_near_the_compilers(
     pipeline = {"microbatches": 2, "remat": pipeline.get("remat", "full")}
     config = config_of(named | model, mesh, pipeline, tokens)
     compiled = steps_of(config).compile_train().memory_analysis()
-    predicted = memory(Sizes(config), schedule_of(config), platform="cpu")
+    predicted = predict_memory(Sizes(config), build_schedule(config), platform="cpu")
     assert predicted.arguments == pytest.approx(compiled.argument_size_in_bytes, rel=0.01)
     assert predicted.temporary == pytest.approx(compiled.temp_size_in_bytes, rel=0.1)
 
@@ -632,7 +634,7 @@ def test_memory_on_cpus_is_near_the_compilers(
     named = {"compute_dtype": "float32", "attention": "xla"}
     config = config_of(named | model, mesh, pipeline, tokens=256)
     compiled = steps_of(config).compile_train().memory_analysis()
-    predicted = memory(Sizes(config), schedule_of(config), platform="cpu")
+    predicted = predict_memory(Sizes(config), build_schedule(config), platform="cpu")
     assert predicted.arguments == pytest.approx(compiled.argument_size_in_bytes, rel=0.01)
     assert predicted.temporary == pytest.approx(compiled.temp_size_in_bytes, rel=0.1)
 

@@ -10,9 +10,9 @@ import jax
 import pytest
 
 from maxpipe.config.schema import Config
-from maxpipe.plan.memory import memory, state
+from maxpipe.plan.memory import predict_memory, state
 from maxpipe.plan.optimizer import optimizer_bytes
-from maxpipe.plan.sizes import Sizes, schedule_of
+from maxpipe.plan.sizes import Sizes, build_schedule
 from tests.cases import keeping
 from tests.plan.test_memory import EXPERTS, config_of, steps_of
 
@@ -98,7 +98,7 @@ def test_memory_of_updates_is_near_the_compilers(
     config = config_of(named | {"attention": "xla"} | model, mesh, pipeline, tokens=16)
     config = dataclasses.replace(config, optim=dataclasses.replace(config.optim, **changes))
     compiled = steps_of(config).compile_train().memory_analysis()
-    predicted = memory(Sizes(config), schedule_of(config), platform="cpu")
+    predicted = predict_memory(Sizes(config), build_schedule(config), platform="cpu")
     arguments = compiled.argument_size_in_bytes
     assert predicted.arguments == pytest.approx(arguments, rel=0.01)
     total = arguments + compiled.temp_size_in_bytes

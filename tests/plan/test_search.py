@@ -11,25 +11,25 @@ from typing import Any
 import pytest
 
 from maxpipe.config.check import check
-from maxpipe.config.load import Loaded, from_dict, load, to_yaml
+from maxpipe.config.load import LoadedConfig, from_dict, load, to_yaml
 from maxpipe.config.schema import Config
 from maxpipe.errors import ConfigError
-from maxpipe.hardware import shipped
-from maxpipe.plan.cost import cost
-from maxpipe.plan.plan import best_layouts, fixed_keys, forecast, layout
+from maxpipe.hardware import published_hardware
+from maxpipe.plan.cost import predict_cost
+from maxpipe.plan.plan import best_layouts, forecast_layout, forecast_values, parse_fixed_keys
 from maxpipe.plan.search import (
     TIE,
     Candidate,
-    Search,
+    SearchResult,
     _seconds,
     evaluate,
     layouts,
-    ordered,
+    rank_candidates,
     search,
     short_schedules,
 )
-from maxpipe.plan.sizes import Sizes, schedule_of
-from maxpipe.plan.topology import Topology, parse
+from maxpipe.plan.sizes import Sizes, build_schedule
+from maxpipe.plan.topology import Topology, parse_topology
 
 LAYERS = {
     "num_layers": 32,
@@ -48,7 +48,7 @@ def config_of(mesh: dict[str, int] | None = None, rows: int = 128, **pipeline: A
     return from_dict(sections)
 
 
-V5E = parse("v5e:4x4")
+V5E = parse_topology("v5e:4x4")
 STAGED = {"ici_stage": 4, "ici_fsdp": 8}
 
 
@@ -65,7 +65,7 @@ def test_samples_of_meshes_find_nearly_the_best(monkeypatch: pytest.MonkeyPatch)
     fixed = {"pipeline.remat": "full"}
     whole = search(config_of(rows=64), V5E.hardware, num_devices=16, fixed=fixed, keep=3)
     assert whole.computed == whole.considered
-    monkeypatch.setattr("maxpipe.plan.search.EXHAUSTIVE", whole.considered // 10)
+    monkeypatch.setattr("maxpipe.plan.search.MAX_EXHAUSTIVE", whole.considered // 10)
     some = search(config_of(rows=64), V5E.hardware, num_devices=16, fixed=fixed, keep=3)
     assert some.considered == whole.considered and some.computed < whole.considered / 2
     assert some.best[0].cost.seconds <= 1.05 * whole.best[0].cost.seconds
@@ -99,13 +99,15 @@ def test_short_tables_predict_long_ones(
         microbatches=64,
         remat="names",
     )
-    hardware = shipped()["v5p"]
+    hardware = published_hardware()["v5p"]
     short = _seconds(config, *short_schedules(config), hardware)
-    assert short == pytest.approx(cost(Sizes(config), schedule_of(config), hardware).seconds, 0.01)
+    assert short == pytest.approx(
+        predict_cost(Sizes(config), build_schedule(config), hardware).seconds, 0.01
+    )
 
 
 def test_what_takes_longer_is_predicted_to_take_longer() -> None:
-    hardware = shipped()["v5p"]
+    hardware = published_hardware()["v5p"]
 
     def seconds(mesh: dict[str, int] = STAGED, **changes: Any) -> float:
         pipeline = {"schedule": "interleaved", "repeats": 2, "microbatches": 16, **changes}
@@ -123,9 +125,11 @@ def test_what_takes_longer_is_predicted_to_take_longer() -> None:
 
 @pytest.mark.long
 def test_a_search_finds_something_at_least_as_fast() -> None:
-    topology = parse("v5p:2x4x4")
+    topology = parse_topology("v5p:2x4x4")
     given = config_of(STAGED, schedule="interleaved", repeats=2, microbatches=16)
-    found = best_layouts(given, topology, fixed_keys(Loaded(given, {}), ["mesh.ici_stage=4"]))
+    found = best_layouts(
+        given, topology, parse_fixed_keys(LoadedConfig(given, {}), ["mesh.ici_stage=4"])
+    )
     seconds = [each.cost.seconds for each in found.best]
     # Simpler layouts come first among those within TIE of the fastest.
     assert all(first <= (1 + TIE) * min(seconds[i:]) for i, first in enumerate(seconds))
@@ -156,7 +160,7 @@ def test_few_rows_are_divided_over_slices() -> None:
     config = from_dict(
         {"model": ODD, "train": {"batch_size": 1, "sequence_length": 96, "steps": 1}}
     )
-    found = best_layouts(config, parse("cpu:2", 2), {}).best
+    found = best_layouts(config, parse_topology("cpu:2", 2), {}).best
     assert any(each.config.mesh.dcn_context == 2 for each in found)
     for each in found:
         assert not check(each.config, {})
@@ -168,18 +172,18 @@ ODD: dict[str, Any] = LAYERS | {"num_layers": 2, "d_model": 96, "head_size": 16,
 def odd(rows: int, texts: list[str], topology: Topology) -> list[Candidate]:
     train = {"batch_size": rows, "sequence_length": 96, "steps": 1}
     config = from_dict({"model": ODD, "train": train})
-    return best_layouts(config, topology, fixed_keys(Loaded(config, {}), texts)).best
+    return best_layouts(config, topology, parse_fixed_keys(LoadedConfig(config, {}), texts)).best
 
 
 @pytest.mark.parametrize(
     ("topology", "text"),
     [
-        (parse("v5e:2x2"), "mesh.sequence_parallel=true"),
-        (parse("v5e:2x2"), "pipeline.layers_outside=1"),
-        (parse("v5e:2x2"), "pipeline.idle=compute"),
-        (parse("v5e:2x2"), "mesh.ici_context=4"),
-        (parse("cpu:6"), "mesh.ici_context=3"),
-        (parse("v5e:2x2", 2), "mesh.dcn_context=2"),
+        (parse_topology("v5e:2x2"), "mesh.sequence_parallel=true"),
+        (parse_topology("v5e:2x2"), "pipeline.layers_outside=1"),
+        (parse_topology("v5e:2x2"), "pipeline.idle=compute"),
+        (parse_topology("v5e:2x2"), "mesh.ici_context=4"),
+        (parse_topology("cpu:6"), "mesh.ici_context=3"),
+        (parse_topology("v5e:2x2", 2), "mesh.dcn_context=2"),
     ],
 )
 def test_what_is_fixed_has_that_value_in_each_layout(topology: Topology, text: str) -> None:
@@ -191,28 +195,30 @@ def test_what_is_fixed_has_that_value_in_each_layout(topology: Topology, text: s
 
 def test_a_ring_over_stages_computes_where_a_stage_idles() -> None:
     texts = ["mesh.context_attention=ring", "mesh.ici_context=2", "mesh.ici_stage=2"]
-    for each in odd(2, texts, parse("v5e:2x2")):
+    for each in odd(2, texts, parse_topology("v5e:2x2")):
         assert each.changes["mesh.context_attention"] == "ring"
         assert each.changes["pipeline.idle"] == "compute"
 
 
 def test_fewer_rows_than_devices_are_divided_over_any_number() -> None:
-    assert all(each.config.mesh.ici_context % 3 == 0 for each in odd(1, [], parse("cpu:6")))
+    assert all(
+        each.config.mesh.ici_context % 3 == 0 for each in odd(1, [], parse_topology("cpu:6"))
+    )
 
 
 def test_no_layout_to_try_is_not_said_to_be_too_large() -> None:
     with pytest.raises(ConfigError, match="found no layout to try on 5 devices") as error:
-        odd(1, [], parse("cpu:5"))
+        odd(1, [], parse_topology("cpu:5"))
     assert "fits" not in str(error.value)
 
 
 @pytest.fixture(scope="module")
-def found_on_eight() -> Search:
+def found_on_eight() -> SearchResult:
     few = {"mesh.ici_tensor": 1, "pipeline.remat": "full"}
-    return best_layouts(config_of(), parse("v5p:2x2x2"), few)
+    return best_layouts(config_of(), parse_topology("v5p:2x2x2"), few)
 
 
-def test_short_rows_stay_whole(found_on_eight: Search) -> None:
+def test_short_rows_stay_whole(found_on_eight: SearchResult) -> None:
     assert all(each.config.mesh.ici_context == 1 for each in found_on_eight.best)
 
 
@@ -228,7 +234,7 @@ EXPERTS: dict[str, Any] = LAYERS | {
 
 def test_experts_are_divided_where_gathering_them_takes_longer() -> None:
     train = {"batch_size": 64, "sequence_length": 2048, "steps": 1}
-    config, topology = from_dict({"model": EXPERTS, "train": train}), parse("v5p:2x4x4")
+    config, topology = from_dict({"model": EXPERTS, "train": train}), parse_topology("v5p:2x4x4")
     only = {"mesh.ici_tensor": 1, "mesh.ici_stage": 1}
     best = best_layouts(config, topology, only).best[0]
     whole = best_layouts(config, topology, only | {"mesh.ici_expert": 1}).best[0]
@@ -236,7 +242,7 @@ def test_experts_are_divided_where_gathering_them_takes_longer() -> None:
     assert 64 % best.config.mesh.ici_expert == 0 and not check(best.config, {})
 
 
-def test_the_winner_can_be_loaded(found_on_eight: Search, tmp_path: Path) -> None:
+def test_the_winner_can_be_loaded(found_on_eight: SearchResult, tmp_path: Path) -> None:
     best = found_on_eight.best[0].config
     (tmp_path / "best.yml").write_text(to_yaml(best))
     assert load([str(tmp_path / "best.yml")]).config == best
@@ -251,11 +257,13 @@ def test_what_does_not_fit_is_reported_what_would() -> None:
         weight_gather="step",
         remat="none",
     )
-    values, nearest = forecast(layout(Loaded(given, {}), V5E), V5E)
+    values, nearest = forecast_values(forecast_layout(LoadedConfig(given, {}), V5E), V5E)
     assert not values["fits"] and nearest
     for line in nearest:
         changed = load_with(given, line.partition(":")[0].split())
-        assert forecast(layout(Loaded(changed, {}), V5E), V5E)[0]["fits"], line
+        assert forecast_values(forecast_layout(LoadedConfig(changed, {}), V5E), V5E)[0]["fits"], (
+            line
+        )
 
 
 def load_with(config: Config, overrides: list[str]) -> Config:
@@ -270,12 +278,12 @@ def load_with(config: Config, overrides: list[str]) -> Config:
 
 def test_nothing_fits() -> None:
     with pytest.raises(ConfigError, match="found no layout that fits"):
-        best_layouts(config_of(), parse("v5e:1x1"), {})
+        best_layouts(config_of(), parse_topology("v5e:1x1"), {})
 
 
 def test_a_mesh_of_another_size_is_refused() -> None:
     with pytest.raises(ConfigError, match="it is 32 in 1 slice, and there are v5p:2x2x2"):
-        layout(Loaded(config_of(STAGED), {}), parse("v5p:2x2x2"))
+        forecast_layout(LoadedConfig(config_of(STAGED), {}), parse_topology("v5p:2x2x2"))
 
 
 def test_planning_takes_no_jax() -> None:
@@ -296,8 +304,8 @@ def test_ties_are_in_the_order_of_complexity() -> None:
         return dataclasses.replace(candidate, cost=cost)
 
     tied = [taking(1.0, staged), taking(1.004, flat), taking(1.006, flat)]
-    assert [each.cost.seconds for each in ordered(tied)] == [1.004, 1.0, 1.006]
+    assert [each.cost.seconds for each in rank_candidates(tied)] == [1.004, 1.0, 1.006]
     apart = [taking(1.02, flat), taking(1.0, staged)]
-    assert [each.cost.seconds for each in ordered(apart)] == [1.0, 1.02]
+    assert [each.cost.seconds for each in rank_candidates(apart)] == [1.0, 1.02]
     many = [taking(1.0 + 1e-9 * i, (staged, flat)[i % 2]) for i in range(2000)]
-    assert sorted(map(id, ordered(many))) == sorted(map(id, many))
+    assert sorted(map(id, rank_candidates(many))) == sorted(map(id, many))

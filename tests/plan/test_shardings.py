@@ -12,7 +12,7 @@ import pytest
 from maxpipe.cli import main
 from maxpipe.parallel.axes import MESH_AXES
 from maxpipe.plan.memory import state
-from maxpipe.plan.shardings import shardings, text
+from maxpipe.plan.shardings import compute_shardings, format_shardings
 from maxpipe.plan.sizes import Sizes
 from tests.cases import keeping
 from tests.plan.test_memory import config_of, steps_of
@@ -46,7 +46,7 @@ def test_parameters_lie_where_the_engine_puts_them(
     model: dict[str, Any], mesh: dict[str, int], pipeline: dict[str, Any]
 ) -> None:
     config = config_of(model, mesh, pipeline)
-    steps, found = steps_of(config), shardings(config)
+    steps, found = steps_of(config), compute_shardings(config)
 
     def row(path: Any, leaf: Any, sharding: Any) -> tuple[str, Any]:
         name = jax.tree_util.keystr(path, simple=True, separator=".")
@@ -83,7 +83,10 @@ def test_parameters_lie_where_the_engine_puts_them(
 def test_the_compiled_program_takes_and_gives_those_shards(mode: str) -> None:
     model, mesh, pipeline = CASES[-1]
     config = config_of(model, mesh | {"shard_mode": mode}, pipeline, tokens=16)
-    steps, found = steps_of(config), {each.name: each for each in shardings(config).parameters}
+    steps, found = (
+        steps_of(config),
+        {each.name: each for each in compute_shardings(config).parameters},
+    )
     compiled = steps.compile_train()
     (taken, batch), _ = compiled.input_shardings
     for placement in (taken, compiled.output_shardings[0]):
@@ -93,7 +96,9 @@ def test_the_compiled_program_takes_and_gives_those_shards(mode: str) -> None:
                 name = jax.tree_util.keystr(path, simple=True, separator=".")
                 assert placed.shard_shape(leaf.shape) == found[name].shard, name
     # The loop over ticks carries messages: the residual stream of a microbatch on a device.
-    (stream,) = (each for each in shardings(config).activations if each.name == "residual stream")
+    (stream,) = (
+        each for each in compute_shardings(config).activations if each.name == "residual stream"
+    )
     for message in steps.buffer_shapes()["sent"]:
         assert message.shape[-3:] == stream.shard
     rows = batch["tokens"].shard_shape(steps.shape)[0]
@@ -102,7 +107,7 @@ def test_the_compiled_program_takes_and_gives_those_shards(mode: str) -> None:
 
 def test_activations_are_split_over_rows_and_tensor() -> None:
     config = config_of(*CASES[0], tokens=32)
-    rows = {each.name: each for each in shardings(config).activations}
+    rows = {each.name: each for each in compute_shardings(config).activations}
     stream, gate = rows["residual stream"], rows["layer.gate"]
     assert stream.shape == (4, 32, 64) and stream.shard == (2, 32, 64)
     # Along tensor both devices have the whole of it.
@@ -132,7 +137,7 @@ def test_the_command_prints_a_table_or_json(capsys: pytest.CaptureFixture[str]) 
 
 def test_norms_are_on_every_device() -> None:
     config = config_of(*CASES[0])
-    page = text(shardings(config)).splitlines()
+    page = format_shardings(compute_shardings(config)).splitlines()
     (line,) = (each for each in page if each.split()[:1] == ["final_norm.scale"])
     assert line.endswith("stage x fsdp x tensor: 8 devices")
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from maxpipe.errors import ConfigError
-from maxpipe.plan.topology import other_compiler, parse
+from maxpipe.plan.topology import compiler_version_error, parse_topology
 
 
 @pytest.mark.parametrize(
@@ -25,7 +25,7 @@ from maxpipe.plan.topology import other_compiler, parse
     ],
 )
 def test_sizes(text: str, slices: int, devices: int, platform: str) -> None:
-    found = parse(text, slices)
+    found = parse_topology(text, slices)
     assert (found.num_devices, found.platform, found.name) == (devices, platform, text)
 
 
@@ -44,7 +44,7 @@ def test_sizes(text: str, slices: int, devices: int, platform: str) -> None:
 )
 def test_mistakes_are_explained(text: str, slices: int, says: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        parse(text, slices)
+        parse_topology(text, slices)
     assert says in str(caught.value)
     where, rule, action = str(caught.value).splitlines()
     assert where.startswith("command line: --") and rule.startswith("  ")
@@ -69,19 +69,19 @@ def test_mistakes_are_explained(text: str, slices: int, says: str) -> None:
 )
 def test_what_was_meant_is_named_and_can_be_had(text: str, meant: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        parse(text)
+        parse_topology(text)
     assert re.search(rf" {meant}[.?]$", str(caught.value))
-    assert str(parse(meant)).startswith(f"{meant}, ")
+    assert str(parse_topology(meant)).startswith(f"{meant}, ")
 
 
 @given(st.text(alphabet="vhbtpu0123456789x:-*_ ", max_size=12))
 def test_any_text_is_explained_by_a_topology_that_exists(text: str) -> None:
     try:
-        parse(text)
+        parse_topology(text)
     except ConfigError as error:
         named = re.search(r"([a-z0-9-]+:[0-9x]+)(?:, and more than one of them)?[.?]$", str(error))
         assert named, error
-        parse(named[1])
+        parse_topology(named[1])
 
 
 @pytest.mark.parametrize(("libtpu", "fits"), [("0.0.42.1", True), ("0.0.52", False)])
@@ -93,10 +93,10 @@ def test_a_compiler_that_does_not_fit_jax_is_named(
     monkeypatch.setattr(importlib.metadata, "version", versions.__getitem__)
     monkeypatch.setattr(importlib.metadata, "requires", {"jax": needed}.__getitem__)
     error = RuntimeError("INTERNAL: Continuation fusion is not supported\nstack")
-    found = other_compiler(parse("v5p:2x2x1"), error)
+    found = compiler_version_error(parse_topology("v5p:2x2x1"), error)
     assert (found is None) == fits
     if found is not None:
         told = str(found)
         assert "this is 0.0.52. It said: INTERNAL: Continuation fusion is not supported" in told
         assert told.endswith("pip install 'libtpu==0.0.42.*'.")
-    assert other_compiler(parse("cpu:8"), error) is None
+    assert compiler_version_error(parse_topology("cpu:8"), error) is None

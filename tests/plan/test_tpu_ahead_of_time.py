@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from maxpipe.plan.advice import capacity
+from maxpipe.plan.advice import parse_out_of_memory
 
 pytest.importorskip("libtpu")
 pytestmark = pytest.mark.slow
@@ -22,17 +22,17 @@ import json, sys
 import numpy as np
 from jax.experimental import topologies
 from maxpipe.config.schema import MeshConfig, ModelConfig, OptimConfig, PipelineConfig, TrainConfig
-from maxpipe.plan.hlo import profile
-from maxpipe.plan.hlo_text import parse
+from maxpipe.plan.hlo import profile_program
+from maxpipe.plan.hlo_text import parse_hlo
 from maxpipe.parallel.mesh import build_mesh
 from maxpipe.parallel.sharding import AxisRules
-from maxpipe.step.build import partition
+from maxpipe.step.build import build_steps
 
 MICROBATCHES, WIDTH, FSDP = 6, 256, 4
 given, mesh, TOKENS = json.loads(sys.argv[1]), json.loads(sys.argv[2]), int(sys.argv[3])
 sizes = MeshConfig(**mesh)
 devices = topologies.get_topology_desc("v5p:2x2x2", platform="tpu").devices
-steps = partition(
+steps = build_steps(
     build_mesh(sizes, devices),
     model=ModelConfig(
         num_layers=8, d_model=WIDTH, num_heads=4, num_kv_heads=4, head_size=128, d_mlp=1024,
@@ -46,8 +46,8 @@ steps = partition(
     seed=0,
     byte_lengths=np.ones(256),
 )
-found = profile(
-    parse(steps.compile_train().as_text()),
+found = profile_program(
+    parse_hlo(steps.compile_train().as_text()),
     trips={"/while$": 2},
     regions={name: f"/{name}/" for name in ("send", "gather", "forward", "backward")},
     copy_bytes=8 * TOKENS * WIDTH,  # four messages; one in float32 is half of that
@@ -100,10 +100,10 @@ print(json.dumps(found))
 STATE = """
 import json, sys
 from maxpipe.config.load import from_dict
-from maxpipe.plan.compile import build_steps, devices, placed, report_of
-from maxpipe.plan.topology import parse
+from maxpipe.plan.compile import build_report, build_steps
+from maxpipe.plan.topology import parse_topology, topology_devices
 
-target = parse("v5p:2x2x1")
+target = parse_topology("v5p:2x2x1")
 sizes = {"num_layers": 8, "d_model": 1024, "d_mlp": 4096, "num_heads": 8, "num_kv_heads": 8}
 given = {
     "model": sizes | {"head_size": 128, "vocab_size": 1024},
@@ -113,8 +113,8 @@ given = {
 found = {}
 for name, offload in (("here", False), ("away", True)):
     config = from_dict(given | {"optim": {"offload_state": offload}})
-    steps = build_steps(config, devices(target))
-    report = report_of(config, target, steps, steps.compile_train())
+    steps = build_steps(config, topology_devices(target))
+    report = build_report(config, target, steps, steps.compile_train())
     found[name] = [report.argument_bytes, report.peak_bytes, report.host_bytes]
 print(json.dumps(found))
 """
@@ -231,5 +231,5 @@ def test_the_compiler_refuses_by_the_peak() -> None:
     scale = (17152 / 8192) ** 2
     assert found["17024"][0] < there < found["17024"][1]  # the sum of all kinds would not fit
     assert peak * scale > there and total > peak
-    needed = capacity(found["17152"])
+    needed = parse_out_of_memory(found["17152"])
     assert needed == pytest.approx((peak * scale, there), rel=1e-3)

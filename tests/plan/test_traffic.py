@@ -11,10 +11,10 @@ import pytest
 from maxpipe.config.load import from_dict
 from maxpipe.config.schema import Config
 from maxpipe.parallel.mesh import AXES
-from maxpipe.plan.compile import build_steps, read
-from maxpipe.plan.compile import traffic as of_program
+from maxpipe.plan.compile import build_steps, profile_step
+from maxpipe.plan.compile import collective_traffic as of_program
 from maxpipe.plan.sizes import Sizes
-from maxpipe.plan.traffic import collectives, traffic
+from maxpipe.plan.traffic import count_collectives, step_traffic
 from tests.cases import keeping
 
 MODEL = {
@@ -96,7 +96,7 @@ def test_predicted_bytes_are_those_of_the_program(
     count = math.prod(getattr(config.mesh, f"ici_{axis}") for axis in AXES)
     steps = build_steps(config, jax.devices()[:count])
     text = steps.compile_train().as_text()
-    profile, _ = read(text, steps, config.pipeline.weight_gather)
+    profile, _ = profile_step(text, steps, config.pipeline.weight_gather)
     found: dict[str, float] = {}
     counts: dict[str, float] = {}
     for each in of_program(profile.collectives, steps.partition.mesh):
@@ -105,6 +105,6 @@ def test_predicted_bytes_are_those_of_the_program(
             if each.kind != "all-reduce":
                 counts[each.axes] = counts.get(each.axes, 0.0) + each.count
     run = Sizes(config).on("cpu"), steps.train_schedule, float(config.pipeline.remat != "none")
-    wanted = {axes: sent for (axes, _), sent in traffic(*run).items()}
+    wanted = {axes: sent for (axes, _), sent in step_traffic(*run).items()}
     assert found == pytest.approx(wanted, abs=_NUMBERS)
-    assert counts == collectives(*run)
+    assert counts == count_collectives(*run)

@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 
 from maxpipe.config.load import load
-from maxpipe.data.prepared.logits import MANIFEST, StoredAnswers, open_stored, read_manifest
+from maxpipe.data.prepared.logits import MANIFEST, LogitsReader, open_logits, read_manifest
 from maxpipe.data.prepared.manifest import JOURNAL
 from maxpipe.data.tokenizer import ByteTokenizer
 from maxpipe.errors import ConfigError, StorageError
 from maxpipe.posttrain.distill import open_teacher
-from maxpipe.step.build import devices_of
+from maxpipe.step.build import split_devices
 from tests.train.runs import (
     SAME,
     Run,
@@ -245,7 +245,7 @@ REFUSED: list[tuple[tuple[str, ...], str]] = [
 def test_what_does_not_fit_is_refused(place: Place, keys: tuple[str, ...], text: str) -> None:
     with pytest.raises(ConfigError) as refused:
         loaded = load([str(each) for each in place.keys("refused", *keys)])
-        devices_of(loaded.config)
+        split_devices(loaded.config)
         open_teacher(loaded, ByteTokenizer())
     assert text in str(refused.value)
     is_explained(str(refused.value))
@@ -266,14 +266,14 @@ def test_stored_answers_of_something_else_are_refused(
         sizes = {"vocab_size": 259, "temperature": 1.5, "top_k": COUNT, "row_tokens": 24}
         given = {"sources": found["sources"], **sizes, **changes}
         with pytest.raises(ConfigError, match="(?s)" + text):
-            open_stored(str(answers), **given)  # type: ignore[arg-type]
+            open_logits(str(answers), **given)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="wrote: it has no logits.json"):
         read_manifest(str(tmp_path))
 
 
-def opened(folder: Path) -> StoredAnswers:
+def opened(folder: Path) -> LogitsReader:
     sizes = {"vocab_size": 259, "temperature": 1.5, "top_k": 3, "row_tokens": 24}
-    return open_stored(str(folder), read_manifest(str(folder))["sources"], **sizes)
+    return open_logits(str(folder), read_manifest(str(folder))["sources"], **sizes)
 
 
 def test_every_flipped_bit_is_found(answers: Path, tmp_path: Path, run: Run) -> None:

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 
-from maxpipe.checkpoint.copies import named
+from maxpipe.checkpoint.copies import leaves_by_name
 from maxpipe.models.config import AdapterConfig
 from maxpipe.models.frozen import trained
 from tests.cases import TOLERANCE, Case, steps_of
@@ -33,16 +33,16 @@ def test_the_base_keeps_its_bits_and_a_run_goes_on_anywhere() -> None:
     run, names = steps.compile_train(), trained(steps.partition.decoder.model)
     plain = steps_of(Case(2, 2, 2, fsdp=2, layers=5), ROWS)
     base = jax.device_get(plain.to_saved(plain.init())["params"])
-    assert named(steps.abstract_base).keys() == named(base).keys()
+    assert leaves_by_name(steps.abstract_base).keys() == leaves_by_name(base).keys()
     begun = steps.with_weights(base)
-    before = named(jax.device_get(begun.params))
+    before = leaves_by_name(jax.device_get(begun.params))
     state, _ = trained_on(steps, run, steps.with_weights(base), 0, STEPS)
-    after = named(jax.device_get(state.params))
+    after = leaves_by_name(jax.device_get(state.params))
     mine = {each for each in after if "_lora_" in each}
     assert {each for each in after if not np.array_equal(before[each], after[each])} == mine
     saved = steps.to_saved(state)
     for tree in (saved["params"], *saved["optimizer"].values(), steps.abstract_saved["params"]):
-        assert named(tree).keys() == names
+        assert leaves_by_name(tree).keys() == names
     # What was saved and the base are all that there is: bit for bit here, elsewhere alike.
     saved = jax.device_get(saved)
     again = steps.from_saved(saved, state.guard, base)
@@ -67,8 +67,11 @@ def test_step_0_is_the_base() -> None:
         )
         key = jax.random.key(0)
         base, whole = plain.init(key), steps.init(key)
-        assert named(base).keys() <= named(whole).keys()
-        assert all(np.array_equal(named(whole)[name], leaf) for name, leaf in named(base).items())
+        assert leaves_by_name(base).keys() <= leaves_by_name(whole).keys()
+        assert all(
+            np.array_equal(leaves_by_name(whole)[name], leaf)
+            for name, leaf in leaves_by_name(base).items()
+        )
         place = np.broadcast_to(np.arange(8, dtype=np.int32), (2, 8))
         tokens = np.random.default_rng(0).integers(0, 30, (2, 8), np.int32)
         batch = {"tokens": tokens, "positions": place, "segment_ids": np.ones_like(tokens)}

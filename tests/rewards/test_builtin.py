@@ -6,19 +6,19 @@ from fractions import Fraction
 
 import pytest
 
-from maxpipe.rewards.builtin import named, number, value
+from maxpipe.rewards.builtin import builtin_reward, evaluate_expression, number
 
 
 def test_exact_ignores_white_space_around() -> None:
-    reward = named("exact", "")
+    reward = builtin_reward("exact", "")
     assert reward(" 7\n", {"answer": "7"}) == 1
     assert reward("7", {"answer": 7}) == 1
     assert reward("17", {"answer": "7"}) == 0
-    assert named("exact", "wanted")("a b", {"wanted": "a b", "answer": "c"}) == 1
+    assert builtin_reward("exact", "wanted")("a b", {"wanted": "a b", "answer": "c"}) == 1
 
 
 def test_regex_is_searched() -> None:
-    reward = named("regex", "")
+    reward = builtin_reward("regex", "")
     assert reward("the answer is 42.", {"pattern": r"\b42\b"}) == 1
     assert reward("the answer is 420.", {"pattern": r"\b42\b"}) == 0
 
@@ -34,7 +34,7 @@ def test_regex_is_searched() -> None:
     ],
 )
 def test_expressions_are_exact(expression: str, wanted: Fraction) -> None:
-    assert value(expression) == wanted
+    assert evaluate_expression(expression) == wanted
 
 
 @pytest.mark.parametrize(
@@ -55,11 +55,11 @@ def test_expressions_are_exact(expression: str, wanted: Fraction) -> None:
 )
 def test_other_expressions_are_refused(expression: str) -> None:
     with pytest.raises(ValueError, match="expression"):
-        value(expression)
+        evaluate_expression(expression)
 
 
 def test_arithmetic_reads_prompt_or_expression() -> None:
-    reward = named("arithmetic", "")
+    reward = builtin_reward("arithmetic", "")
     assert reward("7", {"prompt": "1+1=2\n3+4="}) == 1
     assert reward("7", {"prompt": "What is three and four?", "expression": "3+4"}) == 1
     assert reward(" 07.0 ", {"prompt": "3+4="}) == 1
@@ -77,7 +77,7 @@ def test_texts_that_are_no_number(text: str) -> None:
 @pytest.mark.parametrize("pattern", ["(", "a{99999999999999}", "(" * 3000 + ")" * 3000])
 def test_patterns_that_are_none(pattern: str) -> None:
     with pytest.raises(ValueError, match="its `pattern` is no regular expression"):
-        named("regex", "")("", {"pattern": pattern})
+        builtin_reward("regex", "")("", {"pattern": pattern})
 
 
 @pytest.mark.parametrize("kind", ["exact", "regex"])
@@ -91,4 +91,4 @@ def test_patterns_that_are_none(pattern: str) -> None:
 )
 def test_records_without_the_field(kind: str, record: dict[str, object]) -> None:
     with pytest.raises(ValueError, match="no text or number"):
-        named(kind, "")("", record)
+        builtin_reward(kind, "")("", record)

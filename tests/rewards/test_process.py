@@ -12,21 +12,21 @@ import pytest
 
 from maxpipe.config.tuning_schema import GrpoConfig
 from maxpipe.errors import ConfigError
-from maxpipe.rewards.process import Rewards
+from maxpipe.rewards.process import RewardFunction
 
-Opened = Callable[..., Rewards]
+Opened = Callable[..., RewardFunction]
 
 
 @pytest.fixture
 def opened(tmp_path: Path) -> Iterator[Opened]:
     """`opened(body)`: the rewards of a function `reward(completion, record)` with this body."""
-    every: list[Rewards] = []
+    every: list[RewardFunction] = []
 
-    def make(body: str, before: str = "") -> Rewards:
+    def make(body: str, before: str = "") -> RewardFunction:
         path = tmp_path / "mine.py"
         path.write_text(f"{before}\ndef reward(completion, record):\n    {body}\n")
         config = GrpoConfig(reward_file=f"{path}:reward", allow_code=True, reward_seconds=2)
-        every.append(Rewards(config))
+        every.append(RewardFunction(config))
         return every[-1]
 
     yield make
@@ -34,7 +34,7 @@ def opened(tmp_path: Path) -> Iterator[Opened]:
         each.close()
 
 
-def refused(rewards: Rewards, completion: str = "7") -> str:
+def refused(rewards: RewardFunction, completion: str = "7") -> str:
     with pytest.raises(ConfigError) as error:
         rewards.of(completion, {"prompt": "3+4="}, "prompts.jsonl, line 3")
     text = str(error.value)
@@ -94,21 +94,21 @@ def test_a_function_that_is_not_there(tmp_path: Path) -> None:
     path.write_text("reward = 3")
     config = GrpoConfig(reward_file=f"{path}:reward", allow_code=True)
     with pytest.raises(ConfigError, match="it has no function reward"):
-        Rewards(config).of("", {}, "line 1")
+        RewardFunction(config).of("", {}, "line 1")
     config = GrpoConfig(reward_file=f"{tmp_path / 'other.py'}:reward", allow_code=True)
     with pytest.raises(ConfigError, match="No such file"):
-        Rewards(config).fingerprint()
+        RewardFunction(config).fingerprint()
 
 
 def test_a_fingerprint_is_of_the_content(opened: Opened) -> None:
     first, second = opened("return 1").fingerprint(), opened("return 2").fingerprint()
     assert first != second and opened("return 1").fingerprint() == first
-    assert Rewards(GrpoConfig(reward="regex")).fingerprint() == "regex"
+    assert RewardFunction(GrpoConfig(reward="regex")).fingerprint() == "regex"
 
 
 def test_built_in_rewards_run_there_too() -> None:
     """A pattern may take for ever."""
-    rewards = Rewards(GrpoConfig(reward="regex", reward_seconds=1))
+    rewards = RewardFunction(GrpoConfig(reward="regex", reward_seconds=1))
     assert rewards.of("abc", {"pattern": "b"}, "line 1") == 1
     with pytest.raises(ConfigError, match=r"grpo\.reward = regex[\s\S]*it took longer"):
         rewards.of("a" * 60, {"pattern": "(a+)+$b"}, "line 2")

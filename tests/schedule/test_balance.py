@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from maxpipe.schedule.table import balanced_cut
+from maxpipe.schedule.table import balance_layers
 
 
 def all_cuts(num_layers: int, num_chunks: int) -> list[tuple[int, ...]]:
@@ -35,17 +35,17 @@ def test_the_balanced_cut_is_the_best_of_all(
         sums[-1] += last
         return max(sums), sum(value**2 for value in sums)
 
-    cut = balanced_cut(costs, num_chunks, first=first, last=last)
+    cut = balance_layers(costs, num_chunks, first=first, last=last)
     assert sum(cut) == len(costs) and len(cut) == num_chunks and min(cut) >= 1
     assert quality(cut) == min(map(quality, all_cuts(len(costs), num_chunks)))
 
 
 def test_a_dear_loss_head_takes_layers_from_the_last_chunk() -> None:
-    assert balanced_cut([1.0] * 16, 4) == (4, 4, 4, 4)
-    assert balanced_cut([1.0] * 16, 4, last=2.0) == (5, 5, 4, 2)
+    assert balance_layers([1.0] * 16, 4) == (4, 4, 4, 4)
+    assert balance_layers([1.0] * 16, 4, last=2.0) == (5, 5, 4, 2)
     # Two kinds of layers: the heavy ones are spread.
-    assert balanced_cut([3.0, 1.0, 1.0, 1.0, 3.0, 3.0], 4) == (1, 3, 1, 1)
+    assert balance_layers([3.0, 1.0, 1.0, 1.0, 3.0, 3.0], 4) == (1, 3, 1, 1)
 
 
 def test_like_layers_are_cut_evenly() -> None:
-    assert balanced_cut([2.0] * 14, 4) == (4, 4, 3, 3)
+    assert balance_layers([2.0] * 14, 4) == (4, 4, 3, 3)

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from maxpipe.errors import ConfigError
-from maxpipe.schedule.catalog import SCHEDULES, build, forward_only, repeats_rule
-from maxpipe.schedule.table import IDLE, Costs, Ring, Schedule, Slots
+from maxpipe.schedule.catalog import SCHEDULES, make_forward_schedule, make_schedule, repeats_rule
+from maxpipe.schedule.table import IDLE, Costs, Ring, Schedule, SlotColumns
 
 SMALL, LARGE = (1, 2, 3, 4), (5, 6, 7, 8)
 every_stages = pytest.mark.parametrize(
@@ -31,7 +31,7 @@ def all_sizes(name: str, all_stages: tuple[int, ...] = SMALL) -> list[dict[str, 
     ]
 
 
-def items(slots: Slots) -> set[tuple[int, int, int]]:
+def items(slots: SlotColumns) -> set[tuple[int, int, int]]:
     """(stage, microbatch, repeat) of all work."""
     return {
         (stage, int(slots.microbatch[tick, stage]), int(slots.repeat[tick, stage]))
@@ -44,7 +44,7 @@ def items(slots: Slots) -> set[tuple[int, int, int]]:
 def test_every_size_is_built_and_verified(name: str, stages: tuple[int, ...]) -> None:
     # `build` verifies what it returns, and idle time against the closed form.
     for sizes in all_sizes(name, stages):
-        schedule = build(name, **sizes)
+        schedule = make_schedule(name, **sizes)
         assert schedule.name == name and schedule.trains and not schedule.delayed
         assert schedule.num_microbatches == sizes["microbatches"]
         assert (schedule.num_stages, schedule.num_repeats) == (sizes["stages"], sizes["repeats"])
@@ -57,7 +57,7 @@ def test_every_size_is_built_and_verified(name: str, stages: tuple[int, ...]) ->
 @pytest.mark.parametrize("shape", ["loop", "v"])
 def test_forward_only_tables_do_the_forwards_and_keep_nothing(shape: Literal["loop", "v"]) -> None:
     for stages, repeats, microbatches in itertools.product(range(1, 6), (1, 2, 3), range(1, 12)):
-        only = forward_only(Ring(stages, repeats, shape), microbatches)
+        only = make_forward_schedule(Ring(stages, repeats, shape), microbatches)
         assert not only.trains and not only.mixed
         assert not only.backward.active.any() and not only.weight.active.any()
         assert only.num_stash == only.num_deferred == 1 and not only.forward.stash.any()
@@ -77,7 +77,7 @@ def test_typed_slots_idle_as_little_as_interleaved_1f1b(name: str) -> None:
         stages, work = sizes["stages"], sizes["microbatches"] * sizes["repeats"]
         if sizes["microbatches"] >= stages:
             ideal = (stages - 1) / (work + stages - 1)
-            schedule = build(name, **sizes)
+            schedule = make_schedule(name, **sizes)
             for costs in (Costs(), Costs(1.0, 2.0, 2.0), Costs(2.0, 1.0, 0.5)):
                 assert schedule.idle_fraction(costs) == pytest.approx(ideal, rel=1e-12)
 
@@ -86,7 +86,7 @@ def test_typed_slots_idle_as_little_as_interleaved_1f1b(name: str) -> None:
 @pytest.mark.parametrize("name", ["gpipe", "circular"])
 def test_delayed_messages_double_the_bubble(name: str, stages: tuple[int, ...]) -> None:
     for sizes in all_sizes(name, stages):
-        schedule = build(name, **sizes, delayed=True)
+        schedule = make_schedule(name, **sizes, delayed=True)
         assert schedule.delayed
         num_stages, repeats, microbatches = sizes.values()
         # A repeat must be twice as long as the ring to hide that a round takes twice as long.
@@ -97,7 +97,7 @@ def test_delayed_messages_double_the_bubble(name: str, stages: tuple[int, ...]) 
 
 
 def test_the_edges_of_the_network_are_the_first_and_the_last_chunk() -> None:
-    schedule = build("interleaved", stages=3, repeats=2, microbatches=6)
+    schedule = make_schedule("interleaved", stages=3, repeats=2, microbatches=6)
     entered = schedule.embed_microbatch
     left = schedule.loss_microbatch
     returned = schedule.embed_grad_microbatch
@@ -112,7 +112,7 @@ def test_the_edges_of_the_network_are_the_first_and_the_last_chunk() -> None:
 
 
 def test_in_a_v_the_network_ends_where_it_begins() -> None:
-    schedule = build("zb_v", stages=3, repeats=2, microbatches=6)
+    schedule = make_schedule("zb_v", stages=3, repeats=2, microbatches=6)
     assert schedule.ring.last_stage == 0
     for m in range(6):
         (leave,) = np.flatnonzero(schedule.loss_microbatch == m)
@@ -136,7 +136,7 @@ def depth_by_hand(schedule: Schedule) -> np.ndarray:
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_stash_depth_counts_from_f_to_the_last_use(name: str) -> None:
     repeats = SCHEDULES[name].repeats or 2
-    schedule = build(name, stages=4, repeats=repeats, microbatches=7)
+    schedule = make_schedule(name, stages=4, repeats=repeats, microbatches=7)
     assert np.array_equal(schedule.stash_depth(), depth_by_hand(schedule))
 
 
@@ -161,7 +161,7 @@ ILLEGAL: list[tuple[str, dict[str, Any], str]] = [
 def test_illegal_sizes_are_config_errors(name: str, change: dict[str, Any], key: str) -> None:
     sizes: dict[str, Any] = {"stages": 4, "repeats": 1, "microbatches": 8} | change
     with pytest.raises(ConfigError) as caught:
-        build(name, **sizes)
+        make_schedule(name, **sizes)
     (problem,) = caught.value.problems
     assert problem.where == key
     *_, value = (name, *change.values())
@@ -174,7 +174,7 @@ def test_a_forward_sweep_runs_on_any_ring(shape: Literal["loop", "v"]) -> None:
     for stages, repeats in ((1, 1), (1, 3), (2, 2), (3, 2), (4, 3)):
         ring = Ring(stages, repeats, shape)
         for microbatches in (1, 2, 3, 5, 8, 13):
-            schedule = forward_only(ring, microbatches)
+            schedule = make_forward_schedule(ring, microbatches)
             assert schedule.ring == ring and not schedule.trains
             assert schedule.num_microbatches == microbatches
             everything = itertools.product(range(stages), range(microbatches), range(repeats))
@@ -184,8 +184,8 @@ def test_a_forward_sweep_runs_on_any_ring(shape: Literal["loop", "v"]) -> None:
 
 
 def test_on_one_stage_a_v_is_a_loop() -> None:
-    assert build("zb_v", stages=1, repeats=2, microbatches=3).ring.shape == "loop"
-    assert build("zb_v", stages=2, repeats=2, microbatches=3).ring.shape == "v"
+    assert make_schedule("zb_v", stages=1, repeats=2, microbatches=3).ring.shape == "loop"
+    assert make_schedule("zb_v", stages=2, repeats=2, microbatches=3).ring.shape == "v"
 
 
 def test_why_repeats_are_fixed_is_said() -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from maxpipe.schedule import draw
-from maxpipe.schedule.catalog import SCHEDULES, build, forward_only
+from maxpipe.schedule.catalog import SCHEDULES, make_forward_schedule, make_schedule
 from maxpipe.schedule.table import Costs, Ring
 
 Golden = Callable[[str, str], None]
@@ -50,19 +50,19 @@ def test_every_schedule_is_drawn() -> None:
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_the_drawing_is_the_golden_one(name: str, golden: Golden) -> None:
-    golden(f"schedule-{name}.txt", draw.text(build(name, **DRAWN[name])) + "\n")
+    golden(f"schedule-{name}.txt", draw.draw_timeline(make_schedule(name, **DRAWN[name])) + "\n")
 
 
 def test_forward_only_tables_have_no_backward_rows(golden: Golden) -> None:
-    schedule = forward_only(Ring(3, 2), 5)
-    golden("schedule-forward-only.txt", draw.text(schedule) + "\n")
+    schedule = make_forward_schedule(Ring(3, 2), 5)
+    golden("schedule-forward-only.txt", draw.draw_timeline(schedule) + "\n")
 
 
 @pytest.mark.parametrize("width", [1, 20, 40, 79, 200])
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_blocks_fit_the_width_and_lose_nothing(name: str, width: int) -> None:
-    schedule = build(name, **DRAWN[name])
-    whole, cut = draw.text(schedule), draw.text(schedule, width=width)
+    schedule = make_schedule(name, **DRAWN[name])
+    whole, cut = draw.draw_timeline(schedule), draw.draw_timeline(schedule, width=width)
     assert cells(cut) == cells(whole)
     if width > 1:  # one column does not fit: a block has at least one tick
         assert all(len(line) <= width for line in cut.splitlines()[2:])
@@ -73,34 +73,34 @@ def test_blocks_fit_the_width_and_lose_nothing(name: str, width: int) -> None:
 
 
 def test_the_summary_counts_what_the_table_needs() -> None:
-    schedule = build("interleaved", stages=4, repeats=2, microbatches=8)
+    schedule = make_schedule("interleaved", stages=4, repeats=2, microbatches=8)
     first, second = draw.summary(schedule).splitlines()
     assert first == "interleaved: 4 stages x 2 repeats, 8 microbatches in groups of 4"
     assert second == (
         "26 ticks, idle 15.8%, at most 11 saved chunks on a stage, 2 messages waiting"
     )
-    split = build("zb_v", stages=4, repeats=2, microbatches=8)
+    split = make_schedule("zb_v", stages=4, repeats=2, microbatches=8)
     assert draw.summary(split, Costs(1.0, 1.0, 1.5)).splitlines() == [
         "zb_v: 4 stages x 2 repeats in a V, 8 microbatches in groups of 8",
         "51 ticks, idle 5.9% (21.1% at 1:1:1.5), at most 8 saved chunks and 6 deferred weight "
         "gradients on a stage, 5 messages waiting",
     ]
-    late = build("circular", stages=2, microbatches=2, delayed=True)
+    late = make_schedule("circular", stages=2, microbatches=2, delayed=True)
     first, _ = draw.summary(late).splitlines()
     assert first.endswith("groups of 2, messages delayed")
-    assert "no saved chunks" in draw.summary(forward_only(Ring(2, 1), 2))
+    assert "no saved chunks" in draw.summary(make_forward_schedule(Ring(2, 1), 2))
 
 
 def test_rows_stay_aligned_with_many_stages() -> None:
-    drawing = draw.text(build("1f1b", stages=101, microbatches=1))
+    drawing = draw.draw_timeline(make_schedule("1f1b", stages=101, microbatches=1))
     rows = [line for line in drawing.splitlines()[3:] if not line.startswith("kept")]
     assert {line.rstrip()[-3:].strip() for line in rows} <= {"200", ".", "0"}
     assert len({line.index(" . ") for line in rows if " . " in line}) <= 2
 
 
 def test_a_mark_in_mixed_ticks_is_on_the_stage() -> None:
-    schedule = build("zb_v", stages=3, repeats=2, microbatches=6)
-    drawing = draw.text(schedule, mark=(20, 1, "W"))
+    schedule = make_schedule("zb_v", stages=3, repeats=2, microbatches=6)
+    drawing = draw.draw_timeline(schedule, mark=(20, 1, "W"))
     (line,) = (line for line in drawing.splitlines() if "[" in line)
     assert line.startswith("stage  1")
 
@@ -108,8 +108,8 @@ def test_a_mark_in_mixed_ticks_is_on_the_stage() -> None:
 @pytest.mark.parametrize("tick", [0, 15, 16, 25])
 @pytest.mark.parametrize("kind", ["F", "B"])
 def test_a_mark_shows_one_block_with_one_cell_in_brackets(tick: int, kind: str) -> None:
-    schedule = build("interleaved", stages=4, repeats=2, microbatches=8)
-    drawing = draw.text(schedule, mark=(tick, 2, kind))
+    schedule = make_schedule("interleaved", stages=4, repeats=2, microbatches=8)
+    drawing = draw.draw_timeline(schedule, mark=(tick, 2, kind))
     (bracketed,) = re.findall(r"\[\S+\]", drawing)
     rows = cells(drawing)
     assert len(drawing.split("\n\n")) == 2 and len(rows["tick"]) <= 16
@@ -118,38 +118,38 @@ def test_a_mark_shows_one_block_with_one_cell_in_brackets(tick: int, kind: str) 
 
 
 def test_many_repeats_run_out_of_letters() -> None:
-    drawing = draw.text(build("1f1b", stages=1, repeats=28, microbatches=1))
+    drawing = draw.draw_timeline(make_schedule("1f1b", stages=1, repeats=28, microbatches=1))
     row = cells(drawing)["stage  0 F"]
     assert row[0] == "0a" and row[25:28] == ["0z", "0/26", "0/27"]
 
 
 def test_a_comparison_has_a_line_for_each_schedule(golden: Golden) -> None:
     schedules = [
-        build(name, stages=4, repeats=spec.repeats or 3, microbatches=8)
+        make_schedule(name, stages=4, repeats=spec.repeats or 3, microbatches=8)
         for name, spec in SCHEDULES.items()
     ]
-    table = draw.comparison(schedules, Costs(1.0, 1.0, 1.5))
+    table = draw.comparison_table(schedules, Costs(1.0, 1.0, 1.5))
     golden("schedule-comparison.txt", table + "\n")
     rows = {line.split()[0]: line.split() for line in table.splitlines()[3 : 3 + len(schedules)]}
     assert list(rows) == list(SCHEDULES)
     # Chunks are a third of a stage: 15 of them are its layers 5 times.
     assert rows["1f1b"][1:-1] == ["3", "38", "11.1%", "11.1%", "15", "0", "5", "2", "48"]
     assert "at 1:1:1.5" in table
-    assert "at 1:1:1.5" not in draw.comparison(schedules, Costs())
+    assert "at 1:1:1.5" not in draw.comparison_table(schedules, Costs())
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("stages", [1, 2, 3])
 def test_the_compared_messages_are_those_between_stages(name: str, stages: int) -> None:
     repeats = SCHEDULES[name].repeats or 3
-    schedule = build(name, stages=stages, repeats=repeats, microbatches=6)
+    schedule = make_schedule(name, stages=stages, repeats=repeats, microbatches=6)
     sent = [0] * stages
     for kind, slots in schedule.kinds:
         for tick, stage in np.argwhere(slots.active).tolist():
             ends = schedule.ring.before if kind in "BI" else schedule.ring.after
             target = ends(stage, int(slots.repeat[tick, stage]))
             sent[stage] += kind != "W" and target is not None and target[0] != stage
-    row = draw.comparison([schedule], Costs()).splitlines()[3].split()
+    row = draw.comparison_table([schedule], Costs()).splitlines()[3].split()
     assert int(row[-2]) == max(sent)
     visits = len(schedule.visits.gather_tick)
     assert float(row[-1]) == pytest.approx(visits / repeats if visits else 1, rel=1e-3)
@@ -158,8 +158,8 @@ def test_the_compared_messages_are_those_between_stages(name: str, stages: int) 
 def test_gathers_fall_with_longer_groups() -> None:
     gathers = {}
     for group in (4, 8, 16):
-        schedule = build("interleaved", stages=4, repeats=4, microbatches=16, group=group)
-        line = draw.comparison([schedule], Costs()).splitlines()[3]
+        schedule = make_schedule("interleaved", stages=4, repeats=4, microbatches=16, group=group)
+        line = draw.comparison_table([schedule], Costs()).splitlines()[3]
         gathers[group] = float(line.split()[-1])
     # Twice for each group, less what a forward and a backward that follow each other share.
     assert all(0.75 * 32 / group <= found <= 32 / group for group, found in gathers.items())

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from maxpipe.errors import ConfigError, ExitCode
-from maxpipe.schedule.catalog import SCHEDULES, build
+from maxpipe.schedule.catalog import SCHEDULES, make_schedule
 from maxpipe.schedule.notation import read_orders, to_csv
 from maxpipe.schedule.placement import OrderError
 from maxpipe.schedule.table import Action, Schedule
@@ -60,26 +60,28 @@ def test_a_written_schedule_reads_back_exactly(
                         "microbatches": microbatches,
                         "delayed": delayed,
                     }
-                    schedule = build(name, **sizes)
+                    schedule = make_schedule(name, **sizes)
                     file.write_text(to_csv(schedule))
-                    assert_same(build(f"file:{file}", **sizes), schedule)
+                    assert_same(make_schedule(f"file:{file}", **sizes), schedule)
 
 
 def test_a_file_can_be_delayed(tmp_path: Path) -> None:
     file = tmp_path / "schedule.csv"
     sizes: dict[str, Any] = {"stages": 3, "repeats": 2, "microbatches": 4}
-    file.write_text(to_csv(build("zb_v", **sizes)))
+    file.write_text(to_csv(make_schedule("zb_v", **sizes)))
     # A generated zero-bubble schedule has no delayed form, its actions in a file do.
-    prompt, delayed = (build(f"file:{file}", **sizes, delayed=late) for late in (False, True))
+    prompt, delayed = (
+        make_schedule(f"file:{file}", **sizes, delayed=late) for late in (False, True)
+    )
     assert delayed.delayed and delayed.num_ticks > prompt.num_ticks
 
 
 def test_the_notation_is_the_usual_one() -> None:
-    assert to_csv(build("gpipe", stages=2, microbatches=2)) == (
+    assert to_csv(make_schedule("gpipe", stages=2, microbatches=2)) == (
         "0F0,,0F1,,,,,0B0,,0B1\n"
         ",,1F0,,1F1,1B0,,1B1,,\n"
     )  # fmt: skip
-    assert to_csv(build("zb_h1", stages=2, microbatches=2)) == (
+    assert to_csv(make_schedule("zb_h1", stages=2, microbatches=2)) == (
         "0F0,0F1,,0I0,0W0,,0I1,0W1\n"
         ",1F0,1I0,1W0,1F1,1I1,1W1,\n"
     )  # fmt: skip
@@ -90,7 +92,7 @@ def test_a_handwritten_file_is_a_schedule() -> None:
     assert (ring.num_stages, ring.num_repeats, ring.shape) == (2, 2, "v")
     # B beside I and W is I and then W.
     assert orders[0][7:9] == [Action("I", 0, 0), Action("W", 0, 0)]
-    schedule = build(f"file:{HANDWRITTEN}", stages=2, repeats=2, microbatches=2)
+    schedule = make_schedule(f"file:{HANDWRITTEN}", stages=2, repeats=2, microbatches=2)
     assert schedule.mixed and schedule.trains
     assert schedule.num_ticks == 14
     # Its empty cells are for the reader: an action runs as soon as its order and inputs allow.
@@ -105,8 +107,8 @@ def test_blank_lines_spaces_and_what_spreadsheets_add_mean_nothing(
     file = tmp_path / "schedule.csv"
     text = prefix + '0F0, "0B0" ,,\n\n, "1F0",1B0\n\n'
     file.write_text(text.replace("\n", newline), encoding="utf-8", newline="")
-    schedule = build(f"file:{file}", stages=2, microbatches=1)
-    assert_same(schedule, build("gpipe", stages=2, microbatches=1))
+    schedule = make_schedule(f"file:{file}", stages=2, microbatches=1)
+    assert_same(schedule, make_schedule("gpipe", stages=2, microbatches=1))
 
 
 # (file, what the message says). Every message has four parts: where with line and cell, what is
@@ -170,7 +172,7 @@ def explained(file: Path, **sizes: Any) -> str:
     """The message; four parts, whatever is wrong."""
     defaults: dict[str, Any] = {"stages": 2, "repeats": 1, "microbatches": 1}
     with pytest.raises(ConfigError) as caught:
-        build(f"file:{file}", **defaults | sizes)
+        make_schedule(f"file:{file}", **defaults | sizes)
     assert caught.value.exit_code == ExitCode.CONFIG
     message = str(caught.value)
     where, rule, action = message.split("\n")
@@ -224,7 +226,7 @@ def test_no_edit_of_a_file_ends_without_explanation(tmp_path: Path) -> None:
     outcomes: dict[type, int] = {}
     for _ in range(200):
         name = rng.choice(["interleaved", "zb_v"])
-        rows = [line.split(",") for line in to_csv(build(name, **sizes)).splitlines()]
+        rows = [line.split(",") for line in to_csv(make_schedule(name, **sizes)).splitlines()]
         for _ in range(rng.randint(1, 2)):
             row = rng.choice(rows)
             one, two = rng.randrange(len(row)), rng.randrange(len(row))
@@ -241,7 +243,7 @@ def test_no_edit_of_a_file_ends_without_explanation(tmp_path: Path) -> None:
                 rng.choice(rows).append(row.pop(one))
         file.write_text("\n".join(",".join(row) for row in rows))
         try:
-            found: Schedule | ConfigError = build(f"file:{file}", **sizes)
+            found: Schedule | ConfigError = make_schedule(f"file:{file}", **sizes)
         except ScheduleError as error:
             raise AssertionError(file.read_text()) from error
         except ConfigError as error:

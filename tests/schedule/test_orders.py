@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from maxpipe.schedule.catalog import SCHEDULES, build
+from maxpipe.schedule.catalog import SCHEDULES, make_schedule
 from maxpipe.schedule.orders import group_sizes
-from maxpipe.schedule.table import Action, Kind, Orders, Ring, Schedule
+from maxpipe.schedule.table import Action, ActionKind, Orders, Ring, Schedule
 
 MICROBATCHES = (1, 2, 5, 13)
 
@@ -33,7 +33,7 @@ def test_each_stage_does_each_action_once(name: str) -> None:
     spec = SCHEDULES[name]
     split = any(a.kind == "W" for order in orders_of(name, 2, spec.repeats or 1, 2) for a in order)
     assert split == spec.split
-    kinds: tuple[Kind, ...] = ("F", "I", "W") if split else ("F", "B")
+    kinds: tuple[ActionKind, ...] = ("F", "I", "W") if split else ("F", "B")
     for stages in range(1, 9):
         for repeats in (spec.repeats,) if spec.repeats else (1, 3):
             for microbatches in MICROBATCHES:
@@ -69,7 +69,7 @@ def test_forward_then_backward_turns_once(name: str) -> None:
 def zero_bubble(name: str, stages: int, microbatches: int) -> Schedule:
     repeats = SCHEDULES[name].repeats
     assert repeats is not None
-    return build(name, stages=stages, repeats=repeats, microbatches=microbatches)
+    return make_schedule(name, stages=stages, repeats=repeats, microbatches=microbatches)
 
 
 def most_kept(schedule: Schedule) -> int:

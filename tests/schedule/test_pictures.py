@@ -19,7 +19,7 @@ from PIL import Image
 
 from maxpipe.cli import main
 from maxpipe.schedule import draw, pictures
-from maxpipe.schedule.catalog import SCHEDULES, build, forward_only
+from maxpipe.schedule.catalog import SCHEDULES, make_forward_schedule, make_schedule
 from maxpipe.schedule.table import Costs, Ring, Schedule
 
 Golden = Callable[[str, str], None]
@@ -29,7 +29,7 @@ UNEQUAL = Costs(1.0, 1.5, 0.5)
 
 def small(name: str, **more: Any) -> Schedule:
     repeats = SCHEDULES[name].repeats or 2
-    return build(name, stages=3, repeats=repeats, microbatches=4, **more)
+    return make_schedule(name, stages=3, repeats=repeats, microbatches=4, **more)
 
 
 def num_slots(schedule: Schedule) -> int:
@@ -50,7 +50,7 @@ def slot_boxes(text: str) -> dict[str, tuple[float, float, float, float]]:
 
 @pytest.mark.parametrize("name", ["interleaved", "zb_v"])
 def test_the_picture_is_the_golden_one(name: str, golden: Golden) -> None:
-    schedule = build(name, stages=2, repeats=2, microbatches=3)
+    schedule = make_schedule(name, stages=2, repeats=2, microbatches=3)
     golden(f"schedule-{name}.svg", pictures.svg(schedule, UNEQUAL))
 
 
@@ -108,15 +108,15 @@ def test_microbatches_axis_legend_and_summary_are_written() -> None:
 def test_what_is_odd_is_drawn_too(tmp_path: Path) -> None:
     file = tmp_path / "a&b<c>.csv"
     file.write_text("0F0,0B0\n")
-    named = pictures.svg(build(f"file:{file}", stages=1, microbatches=1))
+    named = pictures.svg(make_schedule(f"file:{file}", stages=1, microbatches=1))
     assert "a&amp;b&lt;c&gt;.csv" in named and ElementTree.fromstring(named) is not None
-    only = forward_only(Ring(3, 2), 5)
+    only = make_forward_schedule(Ring(3, 2), 5)
     assert "polygon" not in pictures.svg(only) and "saved" in pictures.svg(only)
-    assert '"ph": "C"' not in pictures.perfetto(only)
-    many = pictures.svg(build("1f1b", stages=1, repeats=12, microbatches=1))
+    assert '"ph": "C"' not in pictures.perfetto_trace(only)
+    many = pictures.svg(make_schedule("1f1b", stages=1, repeats=12, microbatches=1))
     assert "repeat 7, and so on" in many and "repeat 8<" not in many
     # However long, a picture has an end; numbers without room are left out.
-    long = build("1f1b", stages=1, repeats=2, microbatches=1000)
+    long = make_schedule("1f1b", stages=1, repeats=2, microbatches=1000)
     for costs in (Costs(), Costs(1.0, 1.0, 1000.0)):
         picture = ElementTree.fromstring(pictures.svg(long, costs))
         assert float(picture.attrib["width"]) < 20_000
@@ -164,7 +164,7 @@ def test_the_png_shows_what_the_svg_shows(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_the_trace_has_every_slot_message_and_depth(name: str, costs: Costs) -> None:
     schedule = small(name)
-    trace = json.loads(pictures.perfetto(schedule, costs))
+    trace = json.loads(pictures.perfetto_trace(schedule, costs))
     by_phase: dict[str, list[dict[str, Any]]] = {}
     for event in trace["traceEvents"]:
         by_phase.setdefault(event["ph"], []).append(event)
@@ -218,8 +218,8 @@ def test_without_a_file_nothing_of_pillow_or_jax_is_loaded() -> None:
     code = (
         "import sys\n"
         "from maxpipe.schedule import catalog, pictures\n"
-        "drawn = catalog.build('zb_v', stages=2, repeats=2, microbatches=2)\n"
-        "pictures.svg(drawn), pictures.perfetto(drawn)\n"
+        "drawn = catalog.make_schedule('zb_v', stages=2, repeats=2, microbatches=2)\n"
+        "pictures.svg(drawn), pictures.perfetto_trace(drawn)\n"
         "print([name for name in ('jax', 'PIL') if name in sys.modules])"
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -235,7 +235,7 @@ def test_compared_schedules_are_drawn_below_each_other(
     assert capsys.readouterr().out.endswith(f"wrote {path}\n")
     both = path.read_text()
     alone = [
-        pictures.drawing(build(name, stages=2, repeats=r, microbatches=4))
+        pictures.draw_schedule(make_schedule(name, stages=2, repeats=r, microbatches=4))
         for name, r in (("1f1b", 1), ("zb_v", 2))
     ]
     assert f'height="{round(sum(each.height for each in alone))}"' in both

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from maxpipe.errors import ConfigError
-from maxpipe.schedule.catalog import SCHEDULES, build, forward_only
-from maxpipe.schedule.placement import OrderError, place
-from maxpipe.schedule.table import IDLE, Action, Ring, Schedule, Slots
+from maxpipe.schedule.catalog import SCHEDULES, make_forward_schedule, make_schedule
+from maxpipe.schedule.placement import OrderError, place_orders
+from maxpipe.schedule.table import IDLE, Action, Ring, Schedule, SlotColumns
 
 SMALL = [
     (stages, repeats, group)
@@ -25,12 +25,12 @@ GROUPS = (1, 2, 3)
 
 def interleaved(stages: int, repeats: int, group: int, num_groups: int) -> Schedule:
     microbatches = group * num_groups
-    return build(
+    return make_schedule(
         "interleaved", stages=stages, repeats=repeats, microbatches=microbatches, group=group
     )
 
 
-def ticks_of(slots: Slots) -> dict[tuple[int, int, int], int]:
+def ticks_of(slots: SlotColumns) -> dict[tuple[int, int, int], int]:
     """(stage, microbatch, repeat) -> tick."""
     return {
         (stage, int(slots.microbatch[tick, stage]), int(slots.repeat[tick, stage])): tick
@@ -68,8 +68,8 @@ def test_1f1b_and_breadth_first_are_the_two_ends(stages: int, repeats: int) -> N
             "repeats": repeats,
             "microbatches": stages * num_groups,
         }
-        check_closed_forms(build("1f1b", **sizes), stages)
-        check_closed_forms(build("breadth_first", **sizes), stages * num_groups)
+        check_closed_forms(make_schedule("1f1b", **sizes), stages)
+        check_closed_forms(make_schedule("breadth_first", **sizes), stages * num_groups)
 
 
 @pytest.mark.parametrize(("stages", "repeats", "group"), SMALL)
@@ -101,7 +101,7 @@ def test_memory_is_independent_of_the_microbatches(name: str, stages: int, repea
         (schedule.num_stash, schedule.num_inbox)
         for num_groups in (2, 3, 8)
         for schedule in [
-            build(
+            make_schedule(
                 name, stages=stages, repeats=repeats, microbatches=(repeats + num_groups) * stages
             )
         ]
@@ -117,7 +117,7 @@ def test_memory_is_independent_of_the_microbatches(name: str, stages: int, repea
 def test_forward_then_backward_saves_every_chunk(
     name: str, repeats: int, stages: int, microbatches: int
 ) -> None:
-    schedule = build(name, stages=stages, repeats=repeats, microbatches=microbatches)
+    schedule = make_schedule(name, stages=stages, repeats=repeats, microbatches=microbatches)
     assert schedule.num_stash == microbatches * repeats
     assert (schedule.stash_depth().max(axis=0) == microbatches * repeats).all()
     # No stage turns back before it has done all its forwards.
@@ -137,7 +137,7 @@ def placed(*lines: str, delayed: bool = False) -> list[list[str]]:
     """By tick, what each stage does."""
     count = 1 + max(action.microbatch for order in orders(*lines) for action in order)
     ring = Ring(len(lines), 1)
-    schedule = place(
+    schedule = place_orders(
         "by hand", ring, orders(*lines), num_microbatches=count, group=count, delayed=delayed
     )
     return [
@@ -188,7 +188,7 @@ def test_delayed_messages_take_two_ticks() -> None:
 
 def test_an_action_runs_as_early_as_order_and_inputs_allow() -> None:
     for name, spec in SCHEDULES.items():
-        schedule = build(name, stages=3, repeats=spec.repeats or 2, microbatches=5)
+        schedule = make_schedule(name, stages=3, repeats=spec.repeats or 2, microbatches=5)
         at = {
             (kind, *key): tick
             for kind, slots in schedule.kinds
@@ -244,7 +244,7 @@ def test_orders_that_wait_for_each_other_are_refused(
 
 def test_up_to_two_repeats_need_no_visits() -> None:
     for repeats in (1, 2):
-        visits = build("interleaved", stages=3, repeats=repeats, microbatches=6).visits
+        visits = make_schedule("interleaved", stages=3, repeats=repeats, microbatches=6).visits
         assert visits.num_window == visits.num_gradient == 0
         assert not visits.gather_tick.size and not visits.reduce_tick.size
 
@@ -278,7 +278,7 @@ def test_a_chunk_is_gathered_and_reduced_once_per_visit(
 
 
 def test_forward_only_visits_reduce_nothing() -> None:
-    visits = forward_only(Ring(2, 4), 6).visits
+    visits = make_forward_schedule(Ring(2, 4), 6).visits
     # Three groups of two microbatches; a chunk is gathered again for each.
     assert len(visits.gather_tick) == 3 * 4 and visits.num_window == 2
     assert not visits.reduce_tick.size and visits.num_gradient == 0
@@ -288,7 +288,7 @@ def test_forward_only_visits_reduce_nothing() -> None:
 
 
 def test_rounds_by_hand() -> None:
-    outside = build("1f1b", stages=2, microbatches=3).outside
+    outside = make_schedule("1f1b", stages=2, microbatches=3).outside
     # Microbatches 0, 1, 2 enter in ticks 0, 1, 2 and are back in ticks 2, 3, 4.
     assert outside.forward.tolist() == [0, IDLE, 1, IDLE, IDLE]
     assert outside.forward_slot.tolist() == [0, 0, 1, 0, 0]
@@ -301,7 +301,7 @@ def test_rounds_by_hand() -> None:
 def test_a_round_goes_with_its_first_microbatch_and_comes_back_with_its_last(name: str) -> None:
     stages, microbatches = 3, 7
     repeats = SCHEDULES[name].repeats or 2
-    schedule = build(name, stages=stages, repeats=repeats, microbatches=microbatches)
+    schedule = make_schedule(name, stages=stages, repeats=repeats, microbatches=microbatches)
     entering, returning = schedule.embed_microbatch, schedule.embed_grad_microbatch
     for number in range(3):
         own = np.arange(number * stages, min(microbatches, (number + 1) * stages))
@@ -310,7 +310,7 @@ def test_a_round_goes_with_its_first_microbatch_and_comes_back_with_its_last(nam
         (comes_back,) = np.flatnonzero(schedule.outside.backward == number)
         assert comes_back == np.flatnonzero(np.isin(returning, own)).max()
     assert (schedule.outside.forward >= 0).sum() == (schedule.outside.backward >= 0).sum() == 3
-    forward = forward_only(schedule.ring, microbatches).outside
+    forward = make_forward_schedule(schedule.ring, microbatches).outside
     assert (forward.backward == IDLE).all() and forward.num_slots == 1
 
 
@@ -318,9 +318,9 @@ def test_a_round_goes_with_its_first_microbatch_and_comes_back_with_its_last(nam
 def test_rounds_kept_at_once(stages: int, repeats: int) -> None:
     sizes: dict[str, Any] = {"stages": stages, "repeats": repeats}
     for rounds in (4, 8):
-        outside = build("1f1b", microbatches=rounds * stages, **sizes).outside
+        outside = make_schedule("1f1b", microbatches=rounds * stages, **sizes).outside
         # A round is away for (2R+1)*P - 2 ticks, and every P*R ticks another one goes.
         away = (2 * repeats + 1) * stages - 2
         assert outside.num_slots == -(-away // (stages * repeats)) <= 3
-        sweep = build("circular", microbatches=rounds * stages, **sizes).outside
+        sweep = make_schedule("circular", microbatches=rounds * stages, **sizes).outside
         assert sweep.num_slots == rounds

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from maxpipe.schedule.catalog import SCHEDULES, build, forward_only
-from maxpipe.schedule.placement import place
-from maxpipe.schedule.table import IDLE, Action, Kind, Orders, Ring, Schedule, Slots
+from maxpipe.schedule.catalog import SCHEDULES, make_forward_schedule, make_schedule
+from maxpipe.schedule.placement import place_orders
+from maxpipe.schedule.table import IDLE, Action, ActionKind, Orders, Ring, Schedule, SlotColumns
 from maxpipe.schedule.verify import ScheduleError, verify
 
 NUM_VALID = 1000
@@ -36,9 +36,9 @@ def named(rng: Random) -> Schedule:
     spec = SCHEDULES[name]
     stages, microbatches = rng.randint(1, 6), rng.randint(1, 10)
     if rng.random() < 0.2:
-        return forward_only(Ring(stages, rng.randint(1, 4), spec.shape), microbatches)
+        return make_forward_schedule(Ring(stages, rng.randint(1, 4), spec.shape), microbatches)
     group = rng.choice([0, rng.randint(min(stages, microbatches), microbatches)])
-    return build(
+    return make_schedule(
         name,
         stages=stages,
         repeats=spec.repeats or rng.randint(1, 4),
@@ -52,12 +52,12 @@ def any_order(rng: Random) -> Schedule:
     """Orders that no generator makes: at random, whatever has its inputs."""
     ring = Ring(rng.randint(1, 4), rng.randint(1, 4), rng.choice(["loop", "v"]))
     microbatches, mixed = rng.randint(1, 5), rng.random() < 0.5
-    kinds: tuple[Kind, ...] = ("F", "I", "W") if mixed else ("F", "B")
+    kinds: tuple[ActionKind, ...] = ("F", "I", "W") if mixed else ("F", "B")
     # An eager kind runs as soon as it can, a lazy one late: shapes differ a lot between tables.
     eager = {kind: rng.choice([0.05, 1.0, 20.0]) for kind in kinds}
     orders: Orders = [[] for _ in range(ring.num_stages)]
-    done: set[tuple[Kind, int, int]] = set()
-    ready: list[tuple[Kind, int, int]] = [("F", 0, m) for m in range(microbatches)]
+    done: set[tuple[ActionKind, int, int]] = set()
+    ready: list[tuple[ActionKind, int, int]] = [("F", 0, m) for m in range(microbatches)]
     while ready:
         weights = [eager[kind] for kind, _, _ in ready]
         (picked,) = rng.choices(range(len(ready)), weights)
@@ -77,7 +77,7 @@ def any_order(rng: Random) -> Schedule:
                 ready.append(("W", chunk, microbatch))
     if rng.random() < 0.2:
         orders = [[action for action in order if action.kind == "F"] for order in orders]
-    return place(
+    return place_orders(
         "any order",
         ring,
         orders,
@@ -117,11 +117,11 @@ FIELDS = {"F": "forward", "B": "backward", "I": "backward", "W": "weight"}
 BUFFERS = ("inbox", "stash", "deferred", "window", "gradient")
 
 
-def slots_of(schedule: Schedule, kind: Kind) -> Slots:
+def slots_of(schedule: Schedule, kind: ActionKind) -> SlotColumns:
     return getattr(schedule, FIELDS[kind])
 
 
-def edited(schedule: Schedule, kind: Kind, column: str, changes: dict[Cell, int]) -> Schedule:
+def edited(schedule: Schedule, kind: ActionKind, column: str, changes: dict[Cell, int]) -> Schedule:
     """The table with these cells of one column replaced."""
     array = getattr(slots_of(schedule, kind), column).copy()
     for cell, value in changes.items():
@@ -155,11 +155,11 @@ def rounded(schedule: Schedule, column: str, tick: int, value: int) -> Schedule:
     return dataclasses.replace(schedule, outside=outside)
 
 
-def active_cells(schedule: Schedule, kind: Kind) -> list[Cell]:
+def active_cells(schedule: Schedule, kind: ActionKind) -> list[Cell]:
     return [(int(k), int(p)) for k, p in np.argwhere(slots_of(schedule, kind).active)]
 
 
-def item(schedule: Schedule, kind: Kind, cell: Cell) -> tuple[int, int]:
+def item(schedule: Schedule, kind: ActionKind, cell: Cell) -> tuple[int, int]:
     """(microbatch, repeat) of a cell."""
     slots = slots_of(schedule, kind)
     return int(slots.microbatch[cell]), int(slots.repeat[cell])
@@ -168,7 +168,7 @@ def item(schedule: Schedule, kind: Kind, cell: Cell) -> tuple[int, int]:
 class Message(NamedTuple):
     """A value in an inbox, from its arrival until it is read."""
 
-    kind: Kind
+    kind: ActionKind
     """Of sender and reader; the reader of what the loss head sends is B or I."""
     sent: int
     way: int
@@ -181,8 +181,8 @@ class Message(NamedTuple):
 def messages(schedule: Schedule) -> Iterator[Message]:
     """Every message that is read."""
     ring = schedule.ring
-    backward: Kind = "I" if schedule.mixed else "B"
-    ticks: dict[tuple[Kind, int, int, int], int] = {
+    backward: ActionKind = "I" if schedule.mixed else "B"
+    ticks: dict[tuple[ActionKind, int, int, int], int] = {
         (kind, stage, repeat, microbatch): tick
         for kind, _ in schedule.kinds
         for tick, stage in active_cells(schedule, kind)
@@ -223,9 +223,9 @@ def another(rng: Random, size: int, value: int) -> int | None:
     return None if size < 2 else (value + rng.randint(1, size - 1)) % size
 
 
-def pick(schedule: Schedule, rng: Random, *kinds: str) -> tuple[Kind, Cell]:
+def pick(schedule: Schedule, rng: Random, *kinds: str) -> tuple[ActionKind, Cell]:
     """An action of one of these kinds, or of any."""
-    own: list[Kind] = [kind for kind, _ in schedule.kinds if not kinds or kind in kinds]
+    own: list[ActionKind] = [kind for kind, _ in schedule.kinds if not kinds or kind in kinds]
     kind = rng.choice(own) if own else "F"
     return kind, rng.choice(active_cells(schedule, kind))
 
@@ -264,7 +264,7 @@ def doubled_action(schedule: Schedule, rng: Random) -> Schedule | None:
 
 
 def moved(
-    schedule: Schedule, kind: Kind, start: Cell, end: Cell, *, leave: bool = False
+    schedule: Schedule, kind: ActionKind, start: Cell, end: Cell, *, leave: bool = False
 ) -> Schedule:
     for column in ("microbatch", "repeat", *BUFFERS):
         value = int(getattr(slots_of(schedule, kind), column)[start])
@@ -278,7 +278,7 @@ def two_actions_in_a_tick(schedule: Schedule, rng: Random) -> Schedule | None:
     if not schedule.mixed:
         return None
     kind, cell = pick(schedule, rng)
-    others: list[Kind] = [other for other, _ in schedule.kinds if other != kind]
+    others: list[ActionKind] = [other for other, _ in schedule.kinds if other != kind]
     ticks = [k for other in others for k, p in active_cells(schedule, other) if p == cell[1]]
     return moved(schedule, kind, cell, (rng.choice(ticks), cell[1]))
 
@@ -332,7 +332,7 @@ def swapped_stages(schedule: Schedule, rng: Random) -> Schedule | None:
 
 
 def traded(
-    schedule: Schedule, kind: Kind, one: Cell, two: Cell, columns: tuple[str, ...]
+    schedule: Schedule, kind: ActionKind, one: Cell, two: Cell, columns: tuple[str, ...]
 ) -> Schedule:
     for column in columns:
         array = getattr(slots_of(schedule, kind), column)
@@ -696,7 +696,7 @@ def test_there_are_a_thousand_corruptions() -> None:
 
 
 def test_the_message_names_slot_reason_and_grid() -> None:
-    schedule = build("interleaved", stages=3, repeats=2, microbatches=4, group=4)
+    schedule = make_schedule("interleaved", stages=3, repeats=2, microbatches=4, group=4)
     slot = (int(schedule.forward.inbox[2, 2]) + 1) % schedule.num_inbox
     error = refuses(edited(schedule, "F", "inbox", {(2, 2): slot}))
     first, *rest = str(error).splitlines()
@@ -707,7 +707,7 @@ def test_the_message_names_slot_reason_and_grid() -> None:
 
 
 def test_an_overwritten_chunk_is_blamed_on_the_forward_that_does_it() -> None:
-    schedule = build("1f1b", stages=2, microbatches=4)
+    schedule = make_schedule("1f1b", stages=2, microbatches=4)
     taken = int(schedule.forward.stash[0, 0])
     error = refuses(edited(schedule, "F", "stash", {(1, 0): taken}))
     assert "needs nothing and finds activations 0 of 0" in str(error)
@@ -715,7 +715,7 @@ def test_an_overwritten_chunk_is_blamed_on_the_forward_that_does_it() -> None:
 
 
 def test_an_overwritten_message_is_blamed_on_what_overwrites_it() -> None:
-    schedule = build("circular", stages=2, repeats=2, microbatches=4)
+    schedule = make_schedule("circular", stages=2, repeats=2, microbatches=4)
     message = next(m for m in messages(schedule) if m.kind == "F" and m.read > m.written[0] + 2)
     tick, stage = message.written[0] + 1, message.written[1]
     error = refuses(rerouted(schedule, message.way, (tick, stage), message.slot))
@@ -724,7 +724,7 @@ def test_an_overwritten_message_is_blamed_on_what_overwrites_it() -> None:
 
 
 def test_idle_time_is_compared_with_the_closed_form() -> None:
-    schedule = build("1f1b", stages=4, microbatches=8)
+    schedule = make_schedule("1f1b", stages=4, microbatches=8)
     found = schedule.idle_fraction()
     verify(schedule, idle=found + 0.0009)
     with pytest.raises(
@@ -736,8 +736,8 @@ def test_idle_time_is_compared_with_the_closed_form() -> None:
 def test_verifying_takes_no_jax_and_milliseconds() -> None:
     code = (
         "import sys, time\n"
-        "from maxpipe.schedule.catalog import build, verify\n"
-        "schedule = build('interleaved', stages=4, repeats=2, microbatches=32)\n"
+        "from maxpipe.schedule.catalog import make_schedule, verify\n"
+        "schedule = make_schedule('interleaved', stages=4, repeats=2, microbatches=32)\n"
         "times = []\n"
         "for _ in range(5):\n"
         "    start = time.perf_counter(); verify(schedule)\n"

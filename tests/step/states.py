@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from maxpipe.checkpoint.copies import named
+from maxpipe.checkpoint.copies import leaves_by_name
 from maxpipe.step.step import Steps
 from tests.cases import batch_of
 
@@ -24,6 +24,6 @@ def trained_on(steps: Steps, run: Any, state: Any, first: int, last: int) -> tup
 
 
 def same_bits(first: Any, second: Any) -> dict[str, bool]:
-    a, b = named(jax.device_get(first)), named(jax.device_get(second))
+    a, b = leaves_by_name(jax.device_get(first)), leaves_by_name(jax.device_get(second))
     assert a.keys() == b.keys()
     return {name: a[name].tobytes() == b[name].tobytes() for name in a}

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxpipe.parallel.axes import MeshConfig
 from maxpipe.parallel.mesh import build_mesh
-from maxpipe.step.replicas import ReplicaCheck, digest, explain
+from maxpipe.step.replicas import ReplicaCheck, digest, format_differences
 
 SPECS = {
     "whole": PartitionSpec(),
@@ -88,7 +88,7 @@ def test_every_difference_is_named(check: ReplicaCheck, tree: Any) -> None:
         ("whole", 5),
         ("split", 6),
     }
-    message = explain(found, "runs/run: step 40").splitlines()
+    message = format_differences(found, "runs/run: step 40").splitlines()
     assert message[0].startswith("runs/run: step 40: ") and "on device" in message[0]
     assert "and 2 more copies differ" in message[1]
     assert message[2].endswith(".")

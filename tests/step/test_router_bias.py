@@ -13,7 +13,7 @@ import pytest
 
 from maxpipe.models.moe import MoeConfig
 from maxpipe.models.spec import Follows
-from maxpipe.step.step import moved
+from maxpipe.step.step import balance_step
 from tests.cases import Case, batch_of, keeping, steps_of
 
 RATE = 0.03
@@ -118,5 +118,5 @@ def test_frozen_biases_stay_and_are_float32_whatever_the_types() -> None:
 
 def test_an_expert_with_the_mean_load_stays() -> None:
     loads = jnp.asarray([[1.0, 2, 3], [0, 0, 0]])
-    found = moved(jnp.zeros((2, 3)), loads, Follows("load", 0.5))
+    found = balance_step(jnp.zeros((2, 3)), loads, Follows("load", 0.5))
     np.testing.assert_array_equal(found, [[0.5, 0, -0.5], [0, 0, 0]])

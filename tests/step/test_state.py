@@ -20,9 +20,9 @@ from maxpipe.optim.update import Optimizer
 from maxpipe.parallel.axes import MeshConfig
 from maxpipe.parallel.mesh import build_mesh
 from maxpipe.parallel.sharding import AxisRules
-from maxpipe.pipeline.layout import Layout
-from maxpipe.schedule.table import Ring, balanced_cut
-from maxpipe.step.state import Partition
+from maxpipe.pipeline.layout import LayerLayout
+from maxpipe.schedule.table import Ring, balance_layers
+from maxpipe.step.state import ParamLayout
 from tests.cases import keeping
 
 KEY = jax.random.key(11)
@@ -59,14 +59,14 @@ def make_partition(
     *,
     rules: dict[str, list[str]] | None = None,
     **model: Any,
-) -> Partition:
+) -> ParamLayout:
     mesh = make_mesh(sizes)
     config = dataclasses.replace(SMALL, **model)
     decoder = Decoder(config, AxisRules.from_config(MeshConfig(axis_rules=rules or {})))
     ring = Ring(mesh.shape["stage"], repeats)
-    cut = balanced_cut([1.0] * (config.num_layers - outside), ring.num_chunks)
-    layout = Layout(ring, cut, outside)
-    return Partition(decoder, layout, mesh)
+    cut = balance_layers([1.0] * (config.num_layers - outside), ring.num_chunks)
+    layout = LayerLayout(ring, cut, outside)
+    return ParamLayout(decoder, layout, mesh)
 
 
 def named_leaves(tree: Any) -> dict[str, Any]:
@@ -91,7 +91,7 @@ def network() -> dict[str, Any]:
 
 
 @cache
-def drawn_stacked(name: str) -> tuple[Partition, Any]:
+def drawn_stacked(name: str) -> tuple[ParamLayout, Any]:
     """The partition of this name, and its parameters as a run starts with them."""
     partition = make_partition(*MESHES[name])
     draw = jax.jit(partition.init, out_shardings=partition.shardings(partition.specs))

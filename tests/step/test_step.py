@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxpipe.parallel.per_device import vary
+from maxpipe.parallel.per_device import mark_varying
 from maxpipe.pipeline import outside, program, slots
 from tests.cases import (
     TOKENS,
@@ -136,7 +136,9 @@ def test_idle_slots_and_padding_never_reach_the_result(
     )
     wanted = gradients(params)
     for module in (slots, program, outside):
-        monkeypatch.setattr(module, "room", lambda *like, real=slots.room: nan_of(real(*like)))
+        monkeypatch.setattr(
+            module, "room", lambda *like, real=slots.empty_slots: nan_of(real(*like))
+        )
     found = gradients(poisoned)
     for a, b in zip(jax.tree.leaves(wanted), jax.tree.leaves(found), strict=True):
         np.testing.assert_array_equal(a, b)
@@ -144,7 +146,7 @@ def test_idle_slots_and_padding_never_reach_the_result(
 
 def nan_of(empty: jax.Array) -> jax.Array:
     full = jnp.full_like(empty, jnp.nan if jnp.issubdtype(empty.dtype, jnp.inexact) else 7)
-    return vary(full)
+    return mark_varying(full)
 
 
 @functools.cache

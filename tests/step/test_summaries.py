@@ -14,7 +14,7 @@ import pytest
 from maxpipe.models.layers.mlp import GatedMLP
 from maxpipe.models.registry import FAMILIES, describe, summaries
 from maxpipe.models.spec import Kind, Model, Summary
-from maxpipe.step.step import summarised
+from maxpipe.step.step import compute_layer_metrics
 from tests.cases import MODEL
 
 
@@ -49,7 +49,9 @@ def test_numbers_are_those_of_the_declarations(model: Model) -> None:
     wide = np.array([[1.0, 2.0, 3.0], [4.0, 4.0, 1.0]])
     narrow = np.array([[5.0, 10.0]])
     statistics = {"wide": {"load": jnp.asarray(wide)}, "narrow": {"load": jnp.asarray(narrow)}}
-    found = jax.jit(summarised, static_argnums=0)(model, {"size": jnp.float32(7.5)}, statistics)
+    found = jax.jit(compute_layer_metrics, static_argnums=0)(
+        model, {"size": jnp.float32(7.5)}, statistics
+    )
     assert {tag: float(value) for tag, value in found.items()} == pytest.approx(
         {"group/size": 7.5 / 3, "group/most": 3.0 / 2.0, "group/least": 1.0 / 3.0}
     )
@@ -57,12 +59,12 @@ def test_numbers_are_those_of_the_declarations(model: Model) -> None:
 
 def test_a_layer_without_any_tokens_counts_as_nothing(model: Model) -> None:
     statistics = {"wide": {"load": jnp.zeros((2, 3))}, "narrow": {"load": jnp.ones((1, 4))}}
-    found = summarised(model, {"size": jnp.float32(0)}, statistics)
+    found = compute_layer_metrics(model, {"size": jnp.float32(0)}, statistics)
     assert (float(found["group/most"]), float(found["group/least"])) == (1.0, 0.0)
 
 
 def test_a_model_whose_layers_return_nothing_has_none() -> None:
-    assert summarised(describe(MODEL), {}, {}) == {}
+    assert compute_layer_metrics(describe(MODEL), {}, {}) == {}
 
 
 def test_the_list_of_all_numbers_names_families(monkeypatch: pytest.MonkeyPatch) -> None:

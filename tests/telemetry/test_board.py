@@ -23,9 +23,9 @@ from tensorboard.plugins.hparams import plugin_data_pb2
 from maxpipe.cli import main
 from maxpipe.commands import board as command
 from maxpipe.commands.board import link
-from maxpipe.schedule.catalog import build
+from maxpipe.schedule.catalog import make_schedule
 from maxpipe.schedule.draw import Canvas, text_width
-from maxpipe.schedule.pictures import overview
+from maxpipe.schedule.pictures import draw_overview
 from maxpipe.telemetry import records
 from maxpipe.telemetry.metrics import METRICS
 from maxpipe.telemetry.records import MetricWriter
@@ -38,8 +38,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> EventAccumulator:
     folder = tmp_path_factory.mktemp("run")
     writer = MetricWriter(folder, tensorboard=True, resume_step=0)
     writer.show(lambda: records.hyperparameters({"optim.learning_rate": 0.5, "a.b": "c"}, "mine"))
-    schedule = build("1f1b", stages=3, repeats=1, microbatches=5)
-    writer.show(lambda: records.image("run/timeline", overview(schedule)))
+    schedule = make_schedule("1f1b", stages=3, repeats=1, microbatches=5)
+    writer.show(lambda: records.image("run/timeline", draw_overview(schedule)))
     writer.write(3, {metric.tag: 1.0 for metric in METRICS})
     accumulator = EventAccumulator(str(folder / "tensorboard"))
     accumulator.Reload()
@@ -153,12 +153,12 @@ def test_sharding_shows_what_a_device_holds() -> None:
     mesh = jax.make_mesh((2, 1), ("fsdp", "tensor"), devices=jax.devices()[:2])
     split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("fsdp", "tensor"))
     params = {"a": {"b": jax.ShapeDtypeStruct((6, 5), "float32", sharding=split)}}
-    assert tensorboard.sharding(params)[1:] == [("a.b", "6 x 5", "3 x 5", "fsdp 2, -")]
+    assert tensorboard.sharding_table(params)[1:] == [("a.b", "6 x 5", "3 x 5", "fsdp 2, -")]
 
 
 def test_memory_of_the_step_is_a_bar_for_each_use() -> None:
     program = jax.jit(lambda x: x @ x).lower(jax.ShapeDtypeStruct((512, 256 * 2), "float32"))
-    drawn = tensorboard.memory(program.compile())
+    drawn = tensorboard.draw_memory(program.compile())
     texts = [label.text for label in drawn.labels]
     assert texts[0].startswith("memory of a device: ")
     assert texts[1] == "arguments 1.0 MiB"
@@ -173,7 +173,9 @@ def test_memory_of_the_step_is_a_bar_for_each_use() -> None:
 def test_the_timeline_is_legible_in_the_list(
     name: str, stages: int, repeats: int, microbatches: int
 ) -> None:
-    drawn = overview(build(name, stages=stages, repeats=repeats, microbatches=microbatches))
+    drawn = draw_overview(
+        make_schedule(name, stages=stages, repeats=repeats, microbatches=microbatches)
+    )
     assert_legible(drawn)
     assert any(f"{stages} stage" in label.text for label in drawn.labels)
 

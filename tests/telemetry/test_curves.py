@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from maxpipe.cli import main
-from maxpipe.telemetry.curves import _ticks, picture, read
+from maxpipe.telemetry.curves import _ticks, draw_curves, read
 
 Capture = pytest.CaptureFixture[str]
 
@@ -40,7 +40,7 @@ def test_curves_are_what_runs_have_written(runs: Path) -> None:
 
 def test_tags_that_end_alike_share_a_panel(runs: Path) -> None:
     tags = ["train/loss", "eval/loss", "eval/sums/accuracy"]
-    canvas = picture({name: read(runs / "runs" / name, tags) for name in ("one", "two")})
+    canvas = draw_curves({name: read(runs / "runs" / name, tags) for name in ("one", "two")})
     titles = [label.text for label in canvas.labels if label.bold]
     assert titles == ["loss", "accuracy"]
     names = {label.text for label in canvas.labels if "  " in label.text}
@@ -112,6 +112,6 @@ def test_odd_numbers_in_records_are_left_out_with_a_warning(
     "values", [(-1e300, 1e300), (0, 1e-322), (1e300, 1e300), (1, 1 + 2**-52), (0, 5e-324)]
 )
 def test_extreme_values_have_an_axis(values: tuple[float, float]) -> None:
-    canvas = picture({"one": {"train/loss": list(enumerate(values))}})
+    canvas = draw_curves({"one": {"train/loss": list(enumerate(values))}})
     assert all(0 <= y <= canvas.height for curve in canvas.curves for _, y in curve.points)
     assert len(canvas.labels) < 20

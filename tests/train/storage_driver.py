@@ -25,11 +25,11 @@ import jax
 import numpy as np
 
 from maxpipe.checkpoint import manager, storage
-from maxpipe.checkpoint.copies import digest
+from maxpipe.checkpoint.copies import tree_digest
 from maxpipe.checkpoint.lock import FILE as LOCK
 from maxpipe.checkpoint.lock import RunLock
-from maxpipe.checkpoint.manager import Checkpoints, open_run
-from maxpipe.checkpoint.storage import FOLDER
+from maxpipe.checkpoint.manager import CheckpointManager, open_run
+from maxpipe.checkpoint.storage import CHECKPOINTS_FOLDER
 from maxpipe.cli import main
 from maxpipe.config.schema import CheckpointConfig
 from maxpipe.errors import MaxpipeError
@@ -77,7 +77,7 @@ def expected() -> dict[int, str]:
     state, found = initial(), {}
     for step in range(1, STEPS + 1):
         state = advance(state, step)
-        found[step] = digest(state)
+        found[step] = tree_digest(state)
     return found
 
 
@@ -90,7 +90,7 @@ def abstract() -> Tree:
 
 def train(run_dir: Path, config: CheckpointConfig = CONFIG) -> str:
     """Start or resume the run, and end it; the digest of its last state."""
-    with RunLock(run_dir) as lock, Checkpoints(run_dir, config, locks=[lock]) as checkpoints:
+    with RunLock(run_dir) as lock, CheckpointManager(run_dir, config, locks=[lock]) as checkpoints:
         found = checkpoints.restore_newest(abstract())
         state = initial() if found is None else jax.tree.map(np.asarray, found.state)
         for step in range(int(state["step"]) + 1, STEPS + 1):
@@ -99,10 +99,10 @@ def train(run_dir: Path, config: CheckpointConfig = CONFIG) -> str:
             if checkpoints.due(step):
                 save(checkpoints, step, state)
         save(checkpoints, STEPS, state, last=True)
-        return digest(state)
+        return tree_digest(state)
 
 
-def save(checkpoints: Checkpoints, step: int, state: Tree, *, last: bool = False) -> None:
+def save(checkpoints: CheckpointManager, step: int, state: Tree, *, last: bool = False) -> None:
     arrays = jax.tree.map(jax.numpy.asarray, state)
     checkpoints.save(step, lambda: arrays, {}, {"step": step}, last=last)
 
@@ -163,7 +163,7 @@ class Case:
         """Violated invariants of the folder's content."""
         if code == 0 and self.phase != "prune":
             yield from self._other_bits(STEPS, unbroken)
-        folder = self.run_dir / FOLDER
+        folder = self.run_dir / CHECKPOINTS_FOLDER
         for path in folder.glob("*.*") if folder.is_dir() else ():
             step, _, kind = path.name.partition(".")
             if kind.startswith("corrupt") and is_good(path, int(step), unbroken):
@@ -174,7 +174,7 @@ class Case:
                 yield "the newest good checkpoint was deleted"
 
     def _other_bits(self, step: int, unbroken: dict[int, str]) -> Iterator[str]:
-        if not is_good(self.run_dir / FOLDER / str(step), step, unbroken):
+        if not is_good(self.run_dir / CHECKPOINTS_FOLDER / str(step), step, unbroken):
             yield f"exit 0, and step {step} is not that of the unbroken run"
 
 
@@ -183,10 +183,10 @@ def is_good(path: Path, step: int, unbroken: dict[int, str]) -> bool:
     if not path.is_dir():
         return False
     run_dir = path.parent.parent / "looked at"
-    shutil.copytree(path, run_dir / FOLDER / str(step))
+    shutil.copytree(path, run_dir / CHECKPOINTS_FOLDER / str(step))
     try:
         with open_run(run_dir) as checkpoints:
-            return digest(checkpoints.restore(step).state) == unbroken[step]
+            return tree_digest(checkpoints.restore(step).state) == unbroken[step]
     except MaxpipeError:
         return False
     finally:
@@ -220,7 +220,7 @@ def begin(folder: Path, first: int, count: int) -> None:
     unbroken = expected()
     whole = folder / "template" / "run"
     assert train(whole, CheckpointConfig(every=EVERY, keep=10)) == unbroken[STEPS]
-    shutil.rmtree(whole / FOLDER / str(STEPS))
+    shutil.rmtree(whole / CHECKPOINTS_FOLDER / str(STEPS))
     calls = counted(folder, whole)
     for number in range(first, first + count):
         print(json.dumps(Case(number, folder, whole, calls).run(unbroken)), flush=True)

@@ -17,7 +17,7 @@ from maxpipe.models.registry import describe
 from maxpipe.models.spec import Model
 from maxpipe.nn.attention import blockwise, cudnn
 from maxpipe.nn.attention.backends import BACKENDS
-from maxpipe.train.attention_check import check_attention, what_is_checked
+from maxpipe.train.attention_check import check_attention, check_description
 from tests.cases import MODEL
 from tests.cudnn import forward, put_in_place
 from tests.train.runs import Run, Start, ends, ledger, write_module
@@ -49,7 +49,7 @@ def test_blocks_pass(changes: dict[str, Any], dtype: str) -> None:
 def test_plain_attention_is_held_against_nothing() -> None:
     for backend in ("xla", "auto"):
         assert check_attention(model_of(backend), "float32", TOKENS) is None
-        assert what_is_checked(model_of(backend), "float32", TOKENS) == ""
+        assert check_description(model_of(backend), "float32", TOKENS) == ""
 
 
 def shifted(*given: Any) -> Any:
@@ -118,7 +118,7 @@ def test_each_kernel_of_a_gpu_is_checked(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_what_is_checked_names_all_on_which_it_depends() -> None:
     said = {
-        what_is_checked(model_of("blockwise", **changes), dtype, tokens)
+        check_description(model_of("blockwise", **changes), dtype, tokens)
         for changes in FAMILIES
         for dtype in ("float32", "bfloat16")
         for tokens in (100, 200)
@@ -126,7 +126,7 @@ def test_what_is_checked_names_all_on_which_it_depends() -> None:
     assert len(said) == 4 * 2 * 2
     assert all(jax.__version__ in each and "blockwise" in each for each in said)
     # Longer rows have the same slice.
-    first, second = (what_is_checked(model_of("blockwise"), "float32", n) for n in (512, 4096))
+    first, second = (check_description(model_of("blockwise"), "float32", n) for n in (512, 4096))
     assert first == second
 
 

@@ -14,14 +14,14 @@ import jax
 import numpy as np
 import pytest
 
-from maxpipe.checkpoint.copies import digest, leaves
+from maxpipe.checkpoint.copies import iter_named_arrays, tree_digest
 from maxpipe.checkpoint.manager import open_run
 from maxpipe.config.load import load
 from maxpipe.config.schema import Config
 from maxpipe.data.loader import Loader
 from maxpipe.distributed import runtime
-from maxpipe.distributed.link import Link
-from maxpipe.errors import NumbersError, Preempted, ReplicaError
+from maxpipe.distributed.link import ControlChannel
+from maxpipe.errors import DivergenceError, Preemption, ReplicaError
 from maxpipe.step import build
 from maxpipe.step.state import TrainState
 from maxpipe.step.step import Steps
@@ -97,7 +97,7 @@ def steps_once() -> Callable[..., Steps]:
     def steps_of(config: Config, *arguments: Any) -> Steps:
         assert not config.guard.spike_sigmas
         if not made:
-            steps = build.steps_of(config, *arguments)
+            steps = build.steps_from_config(config, *arguments)
             made.append(CompiledOnce(**{f.name: getattr(steps, f.name) for f in fields(steps)}))
         return made[0]
 
@@ -109,7 +109,7 @@ def here(
     tiny: Path, tmp_path: Path, steps_once: Callable[..., Steps], monkeypatch: pytest.MonkeyPatch
 ) -> Here:
     runs = Here(tiny, tmp_path)
-    monkeypatch.setattr(set_up, "steps_of", steps_once)
+    monkeypatch.setattr(set_up, "steps_from_config", steps_once)
     monkeypatch.setattr(Loader, "batch", runs.spoil(Loader.batch))
     monkeypatch.setattr(runtime, "_prepare", lambda config, cpu_devices: None)
     return runs
@@ -147,7 +147,7 @@ def test_the_last_step_is_saved_with_its_evaluation(
 @pytest.mark.fault("N1")
 def test_a_bad_step_stops_the_run_and_its_batch_is_named(here: Here) -> None:
     here.bad = {9}
-    with pytest.raises(NumbersError) as caught:
+    with pytest.raises(DivergenceError) as caught:
         here.train()
     is_explained(caught.value)
     assert caught.value.exit_code == 2
@@ -158,7 +158,7 @@ def test_a_bad_step_stops_the_run_and_its_batch_is_named(here: Here) -> None:
     assert event["loss"] is None and len(event["sequences"]) == 8 and event["documents"]
     assert saved_steps(here.folder) == [4, 8]
     # Started again it comes to the same step; with the batch left out it goes on.
-    with pytest.raises(NumbersError):
+    with pytest.raises(DivergenceError):
         here.train()
     here.train("guard.bad_steps=skip")
     assert [each["step"] for each in ledger(here.folder, "start")] == [0, 8, 8]
@@ -188,34 +188,34 @@ def test_a_run_with_skips_resumes_as_it_would_have_gone_on(
     """Interrupted between two bad steps in a row, which together are too many."""
     here.bad = {3, 7, 8}
     limits = ("guard.bad_steps=skip", "guard.max_bad_steps=1")
-    with pytest.raises(NumbersError, match="is bad step 2 in a row"):
+    with pytest.raises(DivergenceError, match="is bad step 2 in a row"):
         here.train(*limits)
     here.crash = 8
     here.folder = tmp_path / "again" / "run"
     with pytest.raises(Crash):
         here.train(*limits, f"run.dir={tmp_path / 'again'}")
     here.crash = None
-    with pytest.raises(NumbersError, match="is bad step 2 in a row"):
+    with pytest.raises(DivergenceError, match="is bad step 2 in a row"):
         here.train(*limits, f"run.dir={tmp_path / 'again'}")
     assert [each["step"] for each in ledger(here.folder, "bad_step")] == [4, 8, 9]
-    assert digest(saved(here.folder, 8).state) == digest(saved(tmp_path / "run", 8).state)
+    assert tree_digest(saved(here.folder, 8).state) == tree_digest(saved(tmp_path / "run", 8).state)
     assert saved(here.folder, 8).facts.data == saved(tmp_path / "run", 8).facts.data
 
 
 @pytest.mark.fault("N2")
 def test_too_many_bad_steps_stop_the_run_with_finite_parameters(here: Here) -> None:
     here.bad = set(range(6, 100))
-    with pytest.raises(NumbersError) as caught:
+    with pytest.raises(DivergenceError) as caught:
         here.train("guard.bad_steps=skip", "guard.max_bad_steps=3", "checkpoint.every=1")
     is_explained(caught.value)
     assert "step 10: " in str(caught.value) and "allows 3" in str(caught.value)
     actions = [each["action"] for each in ledger(here.folder, "bad_step")]
     assert actions == ["skip", "skip", "skip", "stop"]
     last = saved(here.folder, 9)
-    assert all(np.isfinite(array).all() for _, array in leaves(last.state))
+    assert all(np.isfinite(array).all() for _, array in iter_named_arrays(last.state))
     good = saved(here.folder, 6).state
-    assert digest(last.state["params"]) == digest(good["params"])
-    assert digest(last.state["optimizer"]) == digest(good["optimizer"])
+    assert tree_digest(last.state["params"]) == tree_digest(good["params"])
+    assert tree_digest(last.state["optimizer"]) == tree_digest(good["optimizer"])
 
 
 # --- going back ------------------------------------------------------------------------------
@@ -263,7 +263,7 @@ def test_a_run_that_went_back_resumes_bit_for_bit(here: Here, tmp_path: Path) ->
     unbroken = tmp_path / "unbroken"
     here.train(*BACK, f"run.dir={unbroken}")
     found, wanted = saved(here.folder), saved(unbroken / "run")
-    assert digest(found.state) == digest(wanted.state)
+    assert tree_digest(found.state) == tree_digest(wanted.state)
     assert found.facts.data == wanted.facts.data
 
 
@@ -272,8 +272,8 @@ def test_a_run_asked_to_stop_at_a_bad_step_goes_back_first(
 ) -> None:
     here.bad = {9}
     asked = iter([False] * 10 + [True] * 2)
-    monkeypatch.setattr(Link, "stops_here", lambda self: next(asked))
-    with pytest.raises(Preempted, match="stopped after step 8 of 24"):
+    monkeypatch.setattr(ControlChannel, "stops_here", lambda self: next(asked))
+    with pytest.raises(Preemption, match="stopped after step 8 of 24"):
         here.train(*BACK)
     assert saved_steps(here.folder) == [4, 8]
     assert saved(here.folder, 8).facts.data["step"] == 8
@@ -290,7 +290,7 @@ def test_a_run_without_checkpoints_goes_back_to_its_start(here: Here) -> None:
 @pytest.mark.fault("N3")
 def test_a_run_goes_back_so_often_and_then_stops(here: Here) -> None:
     here.bad = set(range(5, 100))
-    with pytest.raises(NumbersError) as caught:
+    with pytest.raises(DivergenceError) as caught:
         here.train(*BACK, "guard.max_roll_backs=2")
     is_explained(caught.value)
     assert "asks for roll back 3; guard.max_roll_backs allows 2" in str(caught.value)
@@ -354,7 +354,7 @@ def test_parameters_that_grow_without_bounds(tiny: Path, run: Run, tmp_path: Pat
     assert "optim.learning_rate" in action
     with open_run(tmp_path / "run") as checkpoints:
         state = checkpoints.restore(checkpoints.steps()[-1]).state
-    assert all(np.isfinite(array).all() for _, array in leaves(state))
+    assert all(np.isfinite(array).all() for _, array in iter_named_arrays(state))
 
 
 @pytest.mark.slow

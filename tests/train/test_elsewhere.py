@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from maxpipe.checkpoint.storage import entries, located
+from maxpipe.checkpoint.storage import entries, to_epath
 from maxpipe.launch.job import newest_step
 from tests.bucket import Bucket
 from tests.train.runs import Run, Start, ledger, saved_digest, wait_for
@@ -30,7 +30,7 @@ class Elsewhere:
     flip: Callable[[int], None]
 
     def names(self) -> set[str]:
-        return {entry.name for entry in entries(located(f"{self.dir}/run/checkpoints"))}
+        return {entry.name for entry in entries(to_epath(f"{self.dir}/run/checkpoints"))}
 
 
 def flipped(content: bytes) -> bytes:

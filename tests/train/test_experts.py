@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from maxpipe.models.moe import MoeConfig
-from maxpipe.step.step import summarised
+from maxpipe.step.step import compute_layer_metrics
 from tests.cases import TOLERANCE, Case, batch_of, steps_of
 
 OWN = MoeConfig(num_experts=5, num_dense_layers=2, d_expert=12)
@@ -29,7 +29,7 @@ def test_a_step_tells_what_layers_returned_and_saves_them_by_kind() -> None:
     jax.tree.map(np.testing.assert_array_equal, parts.from_saved(saved), state.params)
 
     plain = jax.jit(decoder.run)(saved, batch)
-    wanted = summarised(
+    wanted = compute_layer_metrics(
         decoder.model,
         {name: loss / batch["loss_mask"].sum() for name, loss in plain.losses.items()},
         plain.statistics,

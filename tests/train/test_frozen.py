@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from maxpipe.checkpoint.copies import named
+from maxpipe.checkpoint.copies import leaves_by_name
 from maxpipe.models.frozen import declared, trained
 from maxpipe.models.registry import describe
 from tests.cases import TOLERANCE, Case, steps_of
@@ -34,7 +34,7 @@ def test_frozen_parameters_keep_their_bits_and_have_no_state() -> None:
         *saved["optimizer"].values(),
         *steps.abstract_saved["optimizer"].values(),
     ):
-        assert named(tree).keys() == names
+        assert leaves_by_name(tree).keys() == names
     # Frozen parameters that decay would have moved: they would lose a part of each entry.
     assert steps.replica_check.differences(state) == []
     # What was saved is all that there is: here the run goes on bit for bit, elsewhere alike.
@@ -63,7 +63,7 @@ def test_a_run_goes_on_with_what_it_has_trained(tiny: Path, run: Run, tmp_path: 
     state = saved(tmp_path / "run").state
     assert "layers" in state["params"]
     for tree in state["optimizer"].values():
-        assert named(tree).keys() == {"embedding", "final_norm.scale"}
+        assert leaves_by_name(tree).keys() == {"embedding", "final_norm.scale"}
     # Other patterns that freeze the same, on another layout.
     same = "model.frozen=[head,layers.mlp*,layers.attention*]"
     output = run("train", *arguments, "train.steps=6", same, "mesh.ici_stage=2", "mesh.ici_data=2")

@@ -12,9 +12,9 @@ import pytest
 
 from maxpipe.config.tuning_schema import GrpoConfig
 from maxpipe.data.prompts import PromptRecord
-from maxpipe.objectives.policy import AS_THEY_ARE
+from maxpipe.objectives.policy import ON_POLICY
 from maxpipe.pipeline.loss_head import LossHead
-from maxpipe.posttrain.rollouts import Rewarded, assembled
+from maxpipe.posttrain.rollouts import RewardedCompletion, assemble_batch
 from maxpipe.step.build import policy_of
 from tests.cases import TOLERANCE, Case, keeping, steps_of
 
@@ -22,7 +22,7 @@ Tree = Any
 CLIP, HIGH, KL = 0.1, 0.3, 0.4
 
 
-def drawn_for(case: Case) -> list[Rewarded]:
+def drawn_for(case: Case) -> list[RewardedCompletion]:
     """Completions of all lengths behind prompts of other lengths."""
     random, found = np.random.default_rng(3), []
     for row in range(case.rows):
@@ -30,12 +30,12 @@ def drawn_for(case: Case) -> list[Rewarded]:
         count = 1 + row % (case.tokens - len(prompt))
         tokens = random.integers(0, case.model.vocab_size, count).tolist()
         record = PromptRecord({}, "", prompt, "")
-        found.append(Rewarded(record, tokens, "", "end", 0.0, float(random.normal())))
+        found.append(RewardedCompletion(record, tokens, "", "end", 0.0, float(random.normal())))
     return found
 
 
 def plain(
-    steps: Any, params: Tree, drawn: Sequence[Rewarded], batch: Any, config: GrpoConfig
+    steps: Any, params: Tree, drawn: Sequence[RewardedCompletion], batch: Any, config: GrpoConfig
 ) -> jax.Array:
     """The loss that the papers write, completion by completion and token by token."""
     total = jnp.zeros(())
@@ -48,7 +48,7 @@ def plain(
         for place in range(len(each.prompt.ids), ids.shape[1]):
             logp = jax.nn.log_softmax(logits[place - 1])[ids[0, place]]
             old, reference = (batch[n][row, place - 1] for n in ("old_logp", "reference_logp"))
-            ratio = jnp.exp(logp - (jax.lax.stop_gradient(logp) if old == AS_THEY_ARE else old))
+            ratio = jnp.exp(logp - (jax.lax.stop_gradient(logp) if old == ON_POLICY else old))
             bounded = jnp.clip(ratio, 1 - CLIP, 1 + HIGH)
             gain = jnp.minimum(ratio * each.advantage, bounded * each.advantage)
             apart = jnp.exp(reference - logp) - (reference - logp) - 1
@@ -71,11 +71,11 @@ def test_value_and_gradients_equal_the_plain_loop(case: Case, average: Any) -> N
     config = GrpoConfig(clip=CLIP, clip_high=HIGH, kl=KL, temperature=0.7, average=average)
     steps = steps_of(case, case.rows, objective=policy_of(config))
     parts, drawn, random = steps.partition, drawn_for(case), np.random.default_rng(5)
-    batch = assembled(drawn, case.tokens, 0, average)
+    batch = assemble_batch(drawn, case.tokens, 0, average)
     params = jax.jit(parts.decoder.init)(jax.random.key(0))
     batch["reference_logp"] = random.uniform(-6, -1, batch["old_logp"].shape).astype(np.float32)
     other = random.uniform(-4.5, -2.5, batch["old_logp"].shape)
-    batch["old_logp"] = np.where(other < -3.5, other, AS_THEY_ARE).astype(np.float32)
+    batch["old_logp"] = np.where(other < -3.5, other, ON_POLICY).astype(np.float32)
     assert {name: each.shape for name, each in batch.items()} == {
         name: leaf.shape for name, leaf in steps.abstract_batch().items()
     }
@@ -104,7 +104,7 @@ def test_scores_of_the_same_weights_make_no_difference() -> None:
     """Log-probabilities of a step are those of a forward alone: a ratio of 1, up to rounding."""
     case = Case(2, 1, 2, fsdp=2, layers=2)
     steps = steps_of(case, case.rows, objective=policy_of(GrpoConfig(kl=KL)))
-    batch = assembled(drawn_for(case), case.tokens, 0, "token")
+    batch = assemble_batch(drawn_for(case), case.tokens, 0, "token")
     batch["reference_logp"] = np.zeros_like(batch["old_logp"])
     placed = jax.device_put(batch, steps.batch_sharding)
     state = steps.init()

@@ -45,8 +45,10 @@ def test_the_function_of_the_page_works(tmp_path: Path) -> None:
     [block] = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     (tmp_path / "rewards.py").write_text(block)
     from maxpipe.config.tuning_schema import GrpoConfig
-    from maxpipe.rewards.process import Rewards
+    from maxpipe.rewards.process import RewardFunction
 
-    rewards = Rewards(GrpoConfig(reward_file=f"{tmp_path / 'rewards.py'}:reward", allow_code=True))
+    rewards = RewardFunction(
+        GrpoConfig(reward_file=f"{tmp_path / 'rewards.py'}:reward", allow_code=True)
+    )
     assert rewards.of("It is 7.", {"answer": "7"}, "line 1") == pytest.approx(1 - 0.008)
     rewards.close()

@@ -11,10 +11,10 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from maxpipe.config.schema import DataConfig, TokenizerConfig
-from maxpipe.data.loader import Loader, build
+from maxpipe.data.loader import Loader, build_loaders
 from maxpipe.distributed.phases import Phases
 from maxpipe.objectives.distill import TEACHER_IDS, TEACHER_LOGPROBS
-from maxpipe.posttrain.distill import Lessons
+from maxpipe.posttrain.distill import TeacherLoader
 
 ROWS, TOKENS, COUNT = 4, 16, 3
 
@@ -42,7 +42,7 @@ def loader_of(folder: Path) -> Loader:
     (folder / "text").mkdir()
     (folder / "text" / "a.txt").write_text("the sea is wide and deep and blue. " * 40)
     data = DataConfig(source="text", path=str(folder / "text"), validation_fraction=0.0)
-    found = build(data, TokenizerConfig(), seed=0, batch_size=ROWS, sequence_length=TOKENS)
+    found = build_loaders(data, TokenizerConfig(), seed=0, batch_size=ROWS, sequence_length=TOKENS)
     return found.train
 
 
@@ -50,7 +50,7 @@ def test_the_teacher_is_one_batch_ahead(tmp_path: Path) -> None:
     mesh = jax.make_mesh((2,), ("rows",), devices=jax.devices()[:2])
     sharding = NamedSharding(mesh, PartitionSpec("rows"))
     teacher, loader = Asked(), loader_of(tmp_path)
-    lessons = Lessons(teacher, sharding, Phases())  # type: ignore[arg-type]
+    lessons = TeacherLoader(teacher, sharding, Phases())  # type: ignore[arg-type]
 
     def steps() -> Iterator[int]:
         with lessons.batches(loader, 5, 9) as batches:
@@ -74,7 +74,7 @@ def test_a_run_that_leaves_asks_no_more(tmp_path: Path) -> None:
     mesh = jax.make_mesh((1,), ("rows",), devices=jax.devices()[:1])
     teacher = Asked()
     sharding = NamedSharding(mesh, PartitionSpec("rows"))
-    lessons = Lessons(teacher, sharding, Phases())  # type: ignore[arg-type]
+    lessons = TeacherLoader(teacher, sharding, Phases())  # type: ignore[arg-type]
     with lessons.batches(loader_of(tmp_path), 0, 9) as batches:
         next(batches)
     assert teacher.log == ["asked 0", "asked 1"]

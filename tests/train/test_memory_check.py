@@ -15,8 +15,8 @@ from maxpipe import cli
 from maxpipe.config.load import load
 from maxpipe.config.schema import Config
 from maxpipe.errors import ConfigError
-from maxpipe.plan.memory import memory
-from maxpipe.plan.sizes import Sizes, schedule_of
+from maxpipe.plan.memory import predict_memory
+from maxpipe.plan.sizes import Sizes, build_schedule
 from maxpipe.train import memory_check
 from tests.train.runs import Run, Start, wait_for, write_module
 
@@ -43,7 +43,7 @@ def config(tiny: Path) -> Config:
 
 @pytest.fixture
 def needed(config: Config) -> float:
-    return memory(Sizes(config), schedule_of(config), platform="cpu").total
+    return predict_memory(Sizes(config), build_schedule(config), platform="cpu").total
 
 
 # --- before anything is filled ---------------------------------------------------------------
@@ -161,7 +161,7 @@ def test_a_devices_own_word_comes_before_published_figures() -> None:
 def test_a_refusal_of_the_host_is_explained(
     config: Config, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(ConfigError) as caught, memory_check.explained(config):
+    with pytest.raises(ConfigError) as caught, memory_check.explain_allocation_errors(config):
         np.empty(2**57)
     assert caught.value.exit_code == 2
     is_explained(str(caught.value))
@@ -174,11 +174,11 @@ def test_a_refusal_of_the_host_is_explained(
 
 @pytest.mark.fault("M2")
 def test_a_refusal_of_a_device_is_explained(config: Config) -> None:
-    with pytest.raises(ConfigError) as caught, memory_check.explained(config):
+    with pytest.raises(ConfigError) as caught, memory_check.explain_allocation_errors(config):
         jax.jit(lambda: jax.numpy.zeros((2**30, 2**25)) + 1)().block_until_ready()
     is_explained(str(caught.value))
     assert "RESOURCE_EXHAUSTED" in str(caught.value)
-    with pytest.raises(jax.errors.JaxRuntimeError), memory_check.explained(config):
+    with pytest.raises(jax.errors.JaxRuntimeError), memory_check.explain_allocation_errors(config):
         raise jax.errors.JaxRuntimeError("INTERNAL: something else")
 
 
@@ -231,12 +231,12 @@ class Finder:
         run = spec.loader.exec_module
         def patched(module):
             run(module)
-            from maxpipe.train import room
-            compiled = module.Evaluations.compile
+            from maxpipe.train import memory_check
+            compiled = module.Evaluator.compile
             def compile(self, steps):
                 compiled(self, steps)
-                room.device_memory = lambda device: 1e3
-            module.Evaluations.compile = compile
+                memory_check.device_memory = lambda device: 1e3
+            module.Evaluator.compile = compile
         spec.loader.exec_module = patched
         return spec
 

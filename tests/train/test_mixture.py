@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from maxpipe.commands.data_look import opened
+from maxpipe.commands.data_look import open_datasets
 from maxpipe.config.load import load
 from maxpipe.evals.evaluate import SourceSums, evaluate
 from maxpipe.step.step import BY_SOURCE
@@ -207,7 +207,7 @@ def test_a_run_goes_on(whole: Path, mixed: list[str], run: Run, tmp_path: Path) 
 
 def rows_of(folder: Path, step: int) -> list[tuple[str, int]]:
     """The rows of a step of a run, as `maxpipe data` knows them."""
-    datasets = opened(load([str(folder / "config.yml")]).config, str(folder))
+    datasets = open_datasets(load([str(folder / "config.yml")]).config, str(folder))
     return [(row.source, row.sequence) for row in datasets.train.rows(step - 1)]
 
 

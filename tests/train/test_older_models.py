@@ -17,7 +17,7 @@ from maxpipe.config import keys
 from maxpipe.config import load as load_module
 from maxpipe.config.load import load, to_dict
 from maxpipe.errors import ConfigError
-from maxpipe.io.typed import before
+from maxpipe.io.typed import legacy_value
 from maxpipe.models.llama import LlamaConfig
 from maxpipe.train.resume import check_model
 from tests.conftest import FAST_COMPILE
@@ -127,7 +127,7 @@ def test_another_family_is_refused() -> None:
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class _Wider(LlamaConfig):
     new: int = 3
-    changed: float = dataclasses.field(default=0.5, metadata=before(0.0))
+    changed: float = dataclasses.field(default=0.5, metadata=legacy_value(0.0))
 
 
 @pytest.fixture

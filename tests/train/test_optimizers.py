@@ -11,9 +11,9 @@ import jax
 import numpy as np
 import pytest
 
-from maxpipe.checkpoint.copies import named
+from maxpipe.checkpoint.copies import leaves_by_name
 from maxpipe.config.schema import OptimConfig
-from maxpipe.huggingface.safetensors import Reader
+from maxpipe.huggingface.safetensors import SafetensorsReader
 from tests.cases import OPTIM, TOLERANCE, Case, keeping, steps_of
 from tests.pipeline.test_families import QWEN3_MOE
 from tests.step.states import ROWS, same_bits, trained_on
@@ -51,8 +51,8 @@ def check_layouts(optim: OptimConfig, kept: set[str], cases: tuple[Case, Case, C
     # Sharded equals unsharded: losses, and what the optimizer keeps.
     state_one, losses_one = trained_on(one, one.compile_train(), one.init(), 0, 2)
     np.testing.assert_allclose(losses_here, losses_one, rtol=TOLERANCE)
-    saved_one = named(jax.device_get(one.to_saved(state_one))["optimizer"])
-    for key, leaf in named(saved_here["optimizer"]).items():
+    saved_one = leaves_by_name(jax.device_get(one.to_saved(state_one))["optimizer"])
+    for key, leaf in leaves_by_name(saved_here["optimizer"]).items():
         scale = np.abs(saved_one[key]).max()
         np.testing.assert_allclose(leaf, saved_one[key], rtol=0, atol=TOLERANCE * scale)
     assert saved_here["optimizer"].keys() == kept
@@ -115,7 +115,7 @@ def test_state_on_the_host_gives_the_same_bits(name: Any) -> None:
         saved_state = jax.device_get(steps.to_saved(state))
         again = steps.from_saved(saved_state, state.guard)
         assert all(same_bits(again, state).values())
-        found.append((losses_of, named(saved_state)))
+        found.append((losses_of, leaves_by_name(saved_state)))
     assert found[0][0] == found[1][0]
     assert all(same_bits(found[0][1], found[1][1]).values())
 
@@ -142,7 +142,7 @@ def test_stochastic_rounding_draws_the_same_under_every_layout(name: Any) -> Non
         with jax.set_mesh(parts.mesh):
             for _ in range(2):
                 state = jax.jit(update)(slopes, state)
-        results.append(named(jax.device_get(steps.to_saved(state))))
+        results.append(leaves_by_name(jax.device_get(steps.to_saved(state))))
     for found in results[1:]:
         assert found.keys() == results[0].keys()
         for key, leaf in results[0].items():
@@ -185,8 +185,8 @@ def test_averages_are_evaluated_and_exported(tiny: Path, run: Run, tmp_path: Pat
     frozen = ("optim.average_decay=0.5", "model.frozen=[embedding]", "optim.name=muon")
     run("train", *arguments, *frozen)
     state = saved(tmp_path / "run").state
-    average = named(state["optimizer"]["average"])
-    params = named(state["params"])
+    average = leaves_by_name(state["optimizer"]["average"])
+    params = leaves_by_name(state["params"])
     assert params.keys() - average.keys() == {"embedding"}
     text = tmp_path / "text.txt"
     text.write_text("def main():\n    return 1\n" * 200)
@@ -198,7 +198,7 @@ def test_averages_are_evaluated_and_exported(tiny: Path, run: Run, tmp_path: Pat
     out, plain = tmp_path / "averaged", tmp_path / "plain"
     run("export", tmp_path / "run", "--average", out)
     run("export", tmp_path / "run", plain)
-    file = Reader(out / "model.safetensors")
+    file = SafetensorsReader(out / "model.safetensors")
     norm, embedding = (file.read(f"model.{name}.weight") for name in ("norm", "embed_tokens"))
     np.testing.assert_array_equal(norm, average["final_norm.scale"])
     np.testing.assert_array_equal(embedding, params["embedding"])

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from maxpipe.config.shipped import REFERENCE_FILE
-from maxpipe.posttrain.pair_references import load, save
+from maxpipe.posttrain.pair_references import load_references, save_references
 from tests.data.conversations import write_records
 from tests.train.runs import (
     SAME,
@@ -104,7 +104,7 @@ def test_the_layout_changes_nothing(
     for name, keys in (("one", layout), ("other", plain)):
         run("train", *given, *keys, f"run.dir={tmp_path}", f"run.name={name}")
         found.append(records(tmp_path / name))
-    stored = [load(tmp_path / name / REFERENCE_FILE) for name in ("one", "other")]
+    stored = [load_references(tmp_path / name / REFERENCE_FILE) for name in ("one", "other")]
     assert stored[0] and stored[1] and stored[0].weights == stored[1].weights
     np.testing.assert_allclose(stored[0].values[""], stored[1].values[""], rtol=SAME)
     for step in range(1, 7):
@@ -147,7 +147,10 @@ def test_a_stopped_search_goes_on(
     output = process.communicate(timeout=240)[0]
     assert process.returncode == 130, output
     is_explained(output)
-    stored, wanted = load(folder / REFERENCE_FILE), load(whole / REFERENCE_FILE)
+    stored, wanted = (
+        load_references(folder / REFERENCE_FILE),
+        load_references(whole / REFERENCE_FILE),
+    )
     assert stored and wanted
     known = ~np.isnan(stored.values[""]).any(1)
     assert known.any()
@@ -156,7 +159,7 @@ def test_a_stopped_search_goes_on(
     if not known.all():
         left = int((~known).sum())
         assert f"finding reference log-probabilities of {left} pair" in output
-    again = load(folder / REFERENCE_FILE)
+    again = load_references(folder / REFERENCE_FILE)
     assert again is not None
     np.testing.assert_array_equal(again.values[""], wanted.values[""])
 
@@ -195,14 +198,14 @@ def test_references_of_other_weights_are_found_again(
     """Before the first checkpoint a run may start from others."""
     keys = [f"run.dir={tmp_path}", "train.steps=1", "eval.batches=0"]
     (tmp_path / "run").mkdir()
-    stored = load(whole / REFERENCE_FILE)
+    stored = load_references(whole / REFERENCE_FILE)
     assert stored is not None
     marked = {name: each + 1 for name, each in stored.values.items()}
     path = tmp_path / "run" / REFERENCE_FILE
-    save(path, type(stored)("0" * 64, stored.digests, marked))
+    save_references(path, type(stored)("0" * 64, stored.digests, marked))
     output = run("train", *given, *keys)
     assert "is of other weights, and is written again" in output
-    found = load(path)
+    found = load_references(path)
     assert found and (found.values[""] == stored.values[""]).all()
     assert found.weights == stored.weights
 
@@ -244,7 +247,7 @@ def test_a_mixture_of_pairs(given: list[str], run: Run, tmp_path: Path) -> None:
     keys += ["data.validation_overlap=ignore", "train.steps=8", "eval.every=8"]
     output = run("train", *given, *keys, f"run.dir={tmp_path}")
     assert "finding reference log-probabilities of 42 pairs" in output
-    stored = load(tmp_path / "run" / REFERENCE_FILE)
+    stored = load_references(tmp_path / "run" / REFERENCE_FILE)
     assert stored and {name: len(each) for name, each in stored.values.items()} == {
         "a": 21,
         "b": 16,

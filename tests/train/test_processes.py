@@ -90,7 +90,7 @@ def test_a_process_that_sees_another_folder_ends_both(
     start: Start, arguments: tuple[object, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """As where a host lacks the shared file system: its part of a checkpoint would be lost."""
-    monkeypatch.setenv(wire.VARIABLE, wire.new())  # or else they do not find each other
+    monkeypatch.setenv(wire.VARIABLE, wire.generate_secret())  # or else they do not find each other
     other = [f"run.dir={tmp_path / 'other'}"]
     every = (*arguments, "mesh.cpu_devices=2", f"run.dir={tmp_path / 'one'}")
     with pair(start, *every, second=other) as processes:

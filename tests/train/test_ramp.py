@@ -14,11 +14,11 @@ import pytest
 
 from maxpipe.cli import main
 from maxpipe.config.load import load
-from maxpipe.config.ramp import Ramp, Stage
+from maxpipe.config.ramp import BatchRamp, RampStage
 from maxpipe.config.schema import GuardConfig
 from maxpipe.data.loader import Loader
 from maxpipe.errors import ConfigError
-from maxpipe.train.bad_steps import Watch
+from maxpipe.train.bad_steps import BadStepMonitor
 from maxpipe.train.loop import train
 from tests.train.runs import SAME, Run, Start, saved_digest, wait_for
 
@@ -181,17 +181,19 @@ def test_the_ramp_that_an_error_suggests_can_be_had(others: tuple[str, ...], tin
 def test_rows_left_out_before_there_was_a_ramp() -> None:
     """A run of batches of 8 has gone back by 3, and goes on with batches of 16 from batch 9 on."""
     others: dict[str, Any] = {"run_dir": "", "events": None, "console": None}
-    loader: Any = SimpleNamespace(ramp=Ramp((Stage(8, 9),), 16))
-    watch = Watch(GuardConfig(), offset=3, facts={"roll_backs": 1}, loader=loader, **others)
+    loader: Any = SimpleNamespace(ramp=BatchRamp((RampStage(8, 9),), 16))
+    watch = BadStepMonitor(
+        GuardConfig(), offset=3, facts={"roll_backs": 1}, loader=loader, **others
+    )
     assert [watch.rows_done(step) for step in (6, 7)] == [48, 64]
 
 
 def test_rows_that_were_left_out_are_counted() -> None:
     """Going back twice, the second time to a checkpoint from before the first."""
-    ramp = Ramp((Stage(2, 5), Stage(4, 5)), 8)
+    ramp = BatchRamp((RampStage(2, 5), RampStage(4, 5)), 8)
     silent: Any = SimpleNamespace(write=lambda *_, **__: None, warn=lambda _: None, ramp=ramp)
     others: dict[str, Any] = {"run_dir": "", "loader": silent, "events": silent, "console": silent}
-    watch = Watch(GuardConfig(), **others)
+    watch = BadStepMonitor(GuardConfig(), **others)
     assert watch.rows_done(6) == 14
     watch.went_back(6, 4, 0, None)  # batches 4 and 5, of 2 and 4 rows, are left out
     assert watch.rows_done(4) == 8 and watch.rows_done(5) == 12
@@ -199,5 +201,5 @@ def test_rows_that_were_left_out_are_counted() -> None:
     watch.went_back(7, 4, 0, None)  # 6, 7 and 8 are, too
     assert watch.rows_done(4) == 8
     assert watch.rows_done(5) == 12 and watch.rows_done(6) == 20  # batches 9 and 10
-    resumed = Watch(GuardConfig(), offset=2, facts=saved, **others)
+    resumed = BadStepMonitor(GuardConfig(), offset=2, facts=saved, **others)
     assert resumed.rows_done(5) == 12

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from maxpipe.checkpoint.copies import digest
+from maxpipe.checkpoint.copies import tree_digest
 from maxpipe.checkpoint.manager import open_run
 from tests.train.runs import Run, Start, events, saved_digest, wait_for, write_module
 
@@ -210,7 +210,7 @@ def test_run_starts_from_a_checkpoint_without_manifest(run: Run, tmp_path: Path)
     output = run("train", tmp_path / "config.yml", *overrides)
     assert f"starting from {golden} after step 2" in output and "has no manifest.json" in output
     with open_run(golden) as old, open_run(tmp_path / "next") as new:
-        assert digest(new.restore(2).state) == digest(old.restore(2).state)
+        assert tree_digest(new.restore(2).state) == tree_digest(old.restore(2).state)
     assert "2  as it was saved" in run("checkpoints", "verify", tmp_path / "next")
 
 

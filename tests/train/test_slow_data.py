@@ -10,28 +10,28 @@ from pathlib import Path
 import pytest
 
 from maxpipe.data.formats import reads
-from maxpipe.data.formats.reads import reading
+from maxpipe.data.formats.reads import track_read
 from maxpipe.distributed.phases import DATA, LOOP, Phases
 from maxpipe.train import data_end
-from maxpipe.train.data_end import SlowData
+from maxpipe.train.data_end import SlowDataMonitor
 from tests.train.runs import Start, ends, pair, write_module
 from tests.waiting import wait_until
 
 
 @pytest.fixture
-def slow() -> Iterator[tuple[SlowData, Phases, list[str]]]:
+def slow() -> Iterator[tuple[SlowDataMonitor, Phases, list[str]]]:
     phases, said = Phases(), []
-    reads.take()
-    yield SlowData(phases, said.append, 2), phases, said
-    reads.take()
+    reads.take_read_times()
+    yield SlowDataMonitor(phases, said.append, 2), phases, said
+    reads.take_read_times()
 
 
 def test_a_document_that_takes_long_is_named_now_and_then(
-    slow: tuple[SlowData, Phases, list[str]],
+    slow: tuple[SlowDataMonitor, Phases, list[str]],
 ) -> None:
     found, phases, said = slow
-    with phases.enter(LOOP), phases.enter(DATA), reading("data.mixture.web"):
-        read = reading(lambda: "a.jsonl: record 7")
+    with phases.enter(LOOP), phases.enter(DATA), track_read("data.mixture.web"):
+        read = track_read(lambda: "a.jsonl: record 7")
         with read:
             for seconds in (1, 9, 10, 11, 19, 21, 41, 43):
                 found._look(read.begun + seconds)
@@ -42,28 +42,30 @@ def test_a_document_that_takes_long_is_named_now_and_then(
             assert text.startswith(f"{name}, has taken {seconds} s so far, and the run waits for")
         found._look(read.begun + 50)
         assert phases.where().detail == ""
-        with reading(lambda: "b.jsonl: record 1") as _:
-            newest = reads.longest()
+        with track_read(lambda: "b.jsonl: record 1") as _:
+            newest = reads.longest_active_read()
             assert newest is not None
             found._look(newest.begun + 12)
     assert "b.jsonl: record 1, has taken 12 s" in said[-1] and len(said) == 4
 
 
-def test_waiting_for_another_process_is_no_read(slow: tuple[SlowData, Phases, list[str]]) -> None:
+def test_waiting_for_another_process_is_no_read(
+    slow: tuple[SlowDataMonitor, Phases, list[str]],
+) -> None:
     found, phases, said = slow
-    wait = reading(lambda: "process 3 on host, indexing", "waiting for")
+    wait = track_read(lambda: "process 3 on host, indexing", "waiting for")
     with wait:
         found._look(wait.begun + 100)
         assert phases.where().detail == "waiting for process 3 on host, indexing" and not said
 
 
 def test_steps_that_mostly_wait_for_data(
-    slow: tuple[SlowData, Phases, list[str]], monkeypatch: pytest.MonkeyPatch
+    slow: tuple[SlowDataMonitor, Phases, list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found, _, said = slow
     found.stepped(9.0, 9.5)  # the first ones, with the start of readers
     for source, file in (("data.mixture.code", "b.py"), ("data.mixture.web", "a.jsonl: record 7")):
-        with reading(source), reading(lambda file=file: file):  # type: ignore[misc]
+        with track_read(source), track_read(lambda file=file: file):  # type: ignore[misc]
             if source.endswith("web"):
                 threading.Event().wait(0.02)
     for _ in range(3):
@@ -76,7 +78,7 @@ def test_steps_that_mostly_wait_for_data(
     # Not again for a while, and not where steps wait for less.
     for quiet, waited in ((data_end._QUIET_SECONDS, 9.0), (0.0, 4.0)):
         monkeypatch.setattr(found, "_quiet_until", 0.0 if not quiet else found._quiet_until)
-        with reading("data"), reading(lambda: "a"):
+        with track_read("data"), track_read(lambda: "a"):
             pass
         found.stepped(waited, 10.0)
     assert len(said) == 1
@@ -87,8 +89,8 @@ import sys
 if {rank} in sys.argv:
     import threading
     from maxpipe.data.formats.text import TextFiles
-    from maxpipe.train import slow_data
-    slow_data._SLOW_SECONDS = 2.0
+    from maxpipe.train import data_end
+    data_end._SLOW_SECONDS = 2.0
     read, count = TextFiles.read, [0]
     def hangs(self, index, columns=None):
         found = read(self, index, columns)
@@ -125,7 +127,7 @@ def test_the_stall_report_names_source_and_file(start: Start, tiny: Path, tmp_pa
     assert re.search(rf"warning: {name}, has taken \d+ s so far, and the run waits", outputs[1])
 
 
-def test_its_thread_ends(slow: tuple[SlowData, Phases, list[str]]) -> None:
+def test_its_thread_ends(slow: tuple[SlowDataMonitor, Phases, list[str]]) -> None:
     found, phases, _ = slow
     found._thread.name = "slow data of a test"
     with found:

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from maxpipe.config.rules import did_you_mean
-from maxpipe.data.formats.files import File, common_folder, described, digest, identities
+from maxpipe.data.formats.files import File, common_folder, digest, identities, stat_files
 from maxpipe.data.formats.source import Record
-from maxpipe.data.formats.text_of import BadRecord, check_length, decoded, from_json, shortened
+from maxpipe.data.formats.text_of import BadRecord, check_length, decode_utf8, from_json, shorten
 from maxpipe.errors import ConfigError
 
 
@@ -47,7 +47,7 @@ class ArrayRecords:
             raise ConfigError.one(
                 "data.path",
                 path if len(files) == 1 else f"{path} and {len(files) - 1} more",
-                f"must be ArrayRecord files with records: {shortened(str(error))}.",
+                f"must be ArrayRecord files with records: {shorten(str(error))}.",
                 "Set data.source=text or data.source=jsonl if the files are of that kind.",
             ) from error
         self._json = _is_json_object(first)
@@ -56,16 +56,16 @@ class ArrayRecords:
         return len(self._records)
 
     def read(self, index: int, columns: list[str] | None = None) -> Record:
-        with undamaged(lambda: self.where(index)):
+        with wrap_damage_errors(lambda: self.where(index)):
             raw = self._records[index]
         check_length(len(raw))
         if not self._json:
-            return decoded(raw)
+            return decode_utf8(raw)
         try:
             return from_json(raw)
         except ValueError as error:
             raise BadRecord(
-                shortened(raw),
+                shorten(raw),
                 f"must be a JSON object like record 0: {error}.",
                 "Write all records as JSON objects, or all as text.",
             ) from error
@@ -88,7 +88,7 @@ class ArrayRecords:
 
 
 @contextlib.contextmanager
-def undamaged(where: Callable[[], str]) -> Iterator[None]:
+def wrap_damage_errors(where: Callable[[], str]) -> Iterator[None]:
     """Explains what the reader of ArrayRecord finds: each chunk of a file has a checksum.
 
     Raises:
@@ -102,7 +102,7 @@ def undamaged(where: Callable[[], str]) -> Iterator[None]:
         raise ConfigError.one(
             where(),
             None,
-            f"must be in a whole ArrayRecord file: {shortened(str(error))}.",
+            f"must be in a whole ArrayRecord file: {shorten(str(error))}.",
             "Copy the file again from where it is whole, or leave it out of data.path.",
         ) from error
 
@@ -152,7 +152,7 @@ class TfdsExamples:
         except Exception as error:  # tfds reports a missing dataset in many ways
             raise _not_prepared(tfds, dataset, folder, error) from error
         paths = map(os.fspath, self._examples.dataset_info.splits["train"].filepaths)
-        self.files = described(paths, self._examples.dataset_info.data_dir)
+        self.files = stat_files(paths, self._examples.dataset_info.data_dir)
         if not len(self._examples):
             raise ConfigError.one(
                 "data.path", dataset, "must have examples in its train split.", "Prepare it again."
@@ -162,7 +162,7 @@ class TfdsExamples:
         return len(self._examples)
 
     def read(self, index: int, columns: list[str] | None = None) -> Record:
-        with undamaged(lambda: self.where(index)):
+        with wrap_damage_errors(lambda: self.where(index)):
             return self._examples[index]
 
     def where(self, index: int) -> str:
@@ -194,7 +194,7 @@ def _not_prepared(tfds: Any, dataset: str, folder: str, error: Exception) -> Con
     return ConfigError.one(
         "data.path",
         dataset,
-        rule + shortened(str(error)),
+        rule + shorten(str(error)),
         "Run once: pip install tensorflow importlib_resources, then "
         f'python -c "{code}.download_and_prepare()"',
     )

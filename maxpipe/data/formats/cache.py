@@ -22,20 +22,22 @@ from collections.abc import Callable, Iterator
 from io import FileIO
 
 from maxpipe.data.formats.files import File
-from maxpipe.data.formats.reads import reading
-from maxpipe.data.formats.source import Moved
+from maxpipe.data.formats.reads import track_read
+from maxpipe.data.formats.source import Heartbeat
 from maxpipe.io import redact
-from maxpipe.io.files import opened
+from maxpipe.io.files import open_regular
 
 _POLL_SECONDS = 0.2
-_SIGN_SECONDS = 0.5
+_HEARTBEAT_SECONDS = 0.5
 """Between two signs of the holder, which are times of its file."""
-_SAY_SECONDS = 30.0
+_LOG_SECONDS = 30.0
 _LONGEST_NAME = 300
 
 
 @contextlib.contextmanager
-def locked(path: str, task: str, moved: Moved | None, *, removes: bool = False) -> Iterator[Moved]:
+def lock_file(
+    path: str, task: str, moved: Heartbeat | None, *, removes: bool = False
+) -> Iterator[Heartbeat]:
     """Holds a lock among processes; one that ends in any way lets it go.
 
     What is yielded is called for each part of the work that is done. Processes that wait call their
@@ -50,9 +52,9 @@ def locked(path: str, task: str, moved: Moved | None, *, removes: bool = False) 
     """
     with contextlib.ExitStack() as stack:
         while True:
-            stream = stack.enter_context(_opened(path))
+            stream = stack.enter_context(_open_lock_file(path))
             _wait(stream, moved)
-            if _is_at(path, stream):
+            if _is_same_file(path, stream):
                 break
             stream.close()
         if removes:
@@ -66,7 +68,7 @@ def locked(path: str, task: str, moved: Moved | None, *, removes: bool = False) 
             nonlocal signed
             if moved is not None:
                 moved()
-            if (now := time.monotonic()) - signed > _SIGN_SECONDS:
+            if (now := time.monotonic()) - signed > _HEARTBEAT_SECONDS:
                 signed = now
                 with contextlib.suppress(OSError):
                     os.utime(stream.fileno())
@@ -74,17 +76,17 @@ def locked(path: str, task: str, moved: Moved | None, *, removes: bool = False) 
         yield sign
 
 
-def _opened(path: str) -> FileIO:
+def _open_lock_file(path: str) -> FileIO:
     try:
-        return open(opened(path, os.O_RDWR | os.O_CREAT), "r+b", buffering=0)
+        return open(open_regular(path, os.O_RDWR | os.O_CREAT), "r+b", buffering=0)
     except PermissionError:
         # A file of another user can be locked all the same, if it can be read.
         with contextlib.suppress(OSError):
-            return open(opened(path), "rb", buffering=0)
+            return open(open_regular(path), "rb", buffering=0)
         raise
 
 
-def _is_at(path: str, stream: FileIO) -> bool:
+def _is_same_file(path: str, stream: FileIO) -> bool:
     """Whether the file was not removed, by the one that had the lock before."""
     try:
         return os.path.samestat(os.stat(path), os.fstat(stream.fileno()))
@@ -97,27 +99,27 @@ def _remove(path: str) -> None:
         os.unlink(path)
 
 
-def _wait(stream: FileIO, moved: Moved | None) -> None:
+def _wait(stream: FileIO, moved: Heartbeat | None) -> None:
     seen, since = 0, time.monotonic()
     said = since
-    with reading(lambda: _holder(stream), "waiting for"):
-        while not _taken(stream):
+    with track_read(lambda: _holder(stream), "waiting for"):
+        while not _try_lock(stream):
             time.sleep(_POLL_SECONDS)
             now, sign = time.monotonic(), os.fstat(stream.fileno()).st_mtime_ns
             if sign != seen:
                 seen, since = sign, now
                 if moved is not None:
                     moved()
-            if now - said > _SAY_SECONDS:
+            if now - said > _LOG_SECONDS:
                 said = now
                 words = f"waiting for {_holder(stream)}"
-                if now - since > _SAY_SECONDS:
+                if now - since > _LOG_SECONDS:
                     _LOG.warning("%s, which has not moved for %.0f s", words, now - since)
                 else:
                     _LOG.info("%s", words)
 
 
-def _taken(stream: FileIO) -> bool:
+def _try_lock(stream: FileIO) -> bool:
     try:
         fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -132,16 +134,18 @@ def _holder(stream: FileIO) -> str:
     except OSError:
         raw = ""
     host, pid, task = (*raw.split(" ", 2), "", "", "")[:3]
-    return redact.shown(f"process {pid or 'unknown'} on {host or 'a host'}, {task or 'at work'}")
+    return redact.redact_for_terminal(
+        f"process {pid or 'unknown'} on {host or 'a host'}, {task or 'at work'}"
+    )
 
 
 _LOG = logging.getLogger(__name__)
 
-Make = Callable[[str, Moved], None]
+FillFolder = Callable[[str, Heartbeat], None]
 """Fills a folder, and calls what it is given for each part of that."""
 
 
-class Cache:
+class FolderCache:
     """Folders made once, by one process of several that ask.
 
     They stay in `folder` if `keep` says so; without it what is there is used, and what is not is
@@ -160,7 +164,7 @@ class Cache:
             return self._own or tempfile.gettempdir()
         return self._folder
 
-    def made(self, name: str, file: File, make: Make, moved: Moved | None = None) -> str:
+    def made(self, name: str, file: File, make: FillFolder, moved: Heartbeat | None = None) -> str:
         """The folder with this name, which `make` fills from a file if it is not there yet.
 
         `name` has to tell contents apart.
@@ -177,11 +181,11 @@ class Cache:
             if unusable := _why_unusable(self._folder, name):
                 _LOG.warning("%s: the next start reads all files", unusable)
             else:
-                return _made(self._folder, name, file, make, moved)
+                return _make_folder(self._folder, name, file, make, moved)
         if self._own is None:
             self._own = tempfile.mkdtemp(prefix="maxpipe-")
             weakref.finalize(self, shutil.rmtree, self._own, True)
-        return _made(self._own, name, file, make, moved)
+        return _make_folder(self._own, name, file, make, moved)
 
 
 def _is_readable(folder: str) -> bool:
@@ -196,12 +200,14 @@ def _why_unusable(root: str, name: str) -> str:
     return f"{final} cannot be read" if os.path.lexists(final) else ""
 
 
-def _made(root: str, name: str, file: File, make: Make, moved: Moved | None) -> str:
+def _make_folder(
+    root: str, name: str, file: File, make: FillFolder, moved: Heartbeat | None
+) -> str:
     final = os.path.join(root, name)
     with contextlib.ExitStack() as stack:
         try:
             task = f"reading {file.path}"
-            moved = stack.enter_context(locked(f"{final}.lock", task, moved))
+            moved = stack.enter_context(lock_file(f"{final}.lock", task, moved))
         except OSError as error:  # a file system without locks: each process makes it for itself
             _LOG.info("%s cannot be locked (%s)", final, error)
         else:
@@ -212,15 +218,15 @@ def _made(root: str, name: str, file: File, make: Make, moved: Moved | None) -> 
         partial = f"{final}.partial-{secrets.token_hex(8)}"
         os.mkdir(partial)  # mkdtemp would make a folder that other users of `root` cannot read
         try:
-            make(partial, moved or _still)
-            _appear(partial, final)
+            make(partial, moved or _no_op)
+            _rename_into_place(partial, final)
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
     return final
 
 
-def _appear(partial: str, final: str) -> None:
+def _rename_into_place(partial: str, final: str) -> None:
     try:
         os.rename(partial, final)
     except OSError:
@@ -229,5 +235,5 @@ def _appear(partial: str, final: str) -> None:
         shutil.rmtree(partial, ignore_errors=True)  # made by another process without a lock
 
 
-def _still() -> None:
+def _no_op() -> None:
     """Do nothing."""

@@ -17,31 +17,31 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple, TypedDict
 
-from maxpipe.data.formats.cache import locked
+from maxpipe.data.formats.cache import lock_file
 from maxpipe.data.formats.files import (
     SETTLED_SECONDS,
     File,
     Stat,
-    changed,
     check_size,
     common_folder,
     digest,
-    reaching,
+    file_changed_error,
     version_of,
+    wrap_read_errors,
 )
-from maxpipe.data.formats.source import Moved, Progress
+from maxpipe.data.formats.source import Heartbeat, Progress
 from maxpipe.io import files
-from maxpipe.io.files import opened
-from maxpipe.io.typed import checksummed
+from maxpipe.io.files import open_regular
+from maxpipe.io.typed import dump_checksummed
 from maxpipe.io.typed import parse_checksummed as verified
 
 _LOG = logging.getLogger(__name__)
 
 BLOCK_BYTES = 1 << 23
 """Bytes that are hashed at a time, in parallel with others."""
-_MOST_THREADS = 8
-_MOST_STORED_BYTES = 1 << 28
-_MOST_NAMED = 64
+_MAX_THREADS = 8
+_MAX_STORED_BYTES = 1 << 28
+_MAX_NAMED_FILES = 64
 _STAT_THREADS = 32
 _LARGE_BYTES = 1 << 26
 """A pause before a file of this size is read costs little, and no start reads it again."""
@@ -96,7 +96,7 @@ class Digests:
             if self.known(file) is None and (entry := stored.get(name)) is not None:
                 self._known[file.path] = entry
 
-    def of(self, sources: Sequence[File], moved: Moved | None = None) -> list[str]:
+    def of(self, sources: Sequence[File], moved: Heartbeat | None = None) -> list[str]:
         """The digest of each file. Files that are new, or have changed, are read.
 
         Raises:
@@ -113,11 +113,11 @@ class Digests:
             file.version if file.in_bucket else self._known[file.path].sha256 for file in sources
         ]
 
-    def content(self, sources: Sequence[File], moved: Moved | None = None) -> dict[str, str]:
+    def content(self, sources: Sequence[File], moved: Heartbeat | None = None) -> dict[str, str]:
         """Digests by name of a file; of many files, of groups that follow each other."""
-        return _named(sources, self.of(sources, moved))
+        return _group_digests(sources, self.of(sources, moved))
 
-    def _read_unknown(self, local: Sequence[File], moved: Moved | None) -> None:
+    def _read_unknown(self, local: Sequence[File], moved: Heartbeat | None) -> None:
         if any(self.known(file) is None for file in local):
             self.load(local)  # another process may have read them meanwhile
         unknown = [file for file in local if self.known(file) is None]
@@ -125,14 +125,14 @@ class Digests:
             if file.path in self._known:
                 _LOG.info("%s is not as it was when it was last read: reading it", file.path)
             if file.size_bytes >= _LARGE_BYTES and self._keep:
-                settle(file)
-        for file, entry in zip(unknown, hashed(unknown, moved), strict=True):
+                wait_until_settled(file)
+        for file, entry in zip(unknown, hash_files(unknown, moved), strict=True):
             before = self._known.get(file.path)
             if before is not None and before.sha256 != entry.sha256:
                 _LOG.warning("%s has changed since it was last read", file.path)
             self._known[file.path] = entry
 
-    def check(self, sources: Sequence[File], moved: Moved | None = None) -> None:
+    def check(self, sources: Sequence[File], moved: Heartbeat | None = None) -> None:
         """Checks that files are as they were when their digests were computed.
 
         Raises:
@@ -143,20 +143,20 @@ class Digests:
             versions = pool.map(lambda file: version_of(file.path), objects)
             for file, version in zip(objects, versions, strict=True):
                 if version != file.version:
-                    raise changed(file)
+                    raise file_changed_error(file)
         for file in _local(sources):
             before = self._known[file.path]
             if stat_of(file) == before.stat:
                 continue
             now = stat_of(file)
             check_size(file, now.size_bytes)
-            [entry] = hashed([dataclasses.replace(file, stat=now)], moved)
+            [entry] = hash_files([dataclasses.replace(file, stat=now)], moved)
             if entry.sha256 != before.sha256:
-                raise changed(file)
+                raise file_changed_error(file)
             self._known[file.path] = entry
 
     @contextlib.contextmanager
-    def _locked(self, local: Sequence[File], moved: Moved | None) -> Iterator[Moved | None]:
+    def _locked(self, local: Sequence[File], moved: Heartbeat | None) -> Iterator[Heartbeat | None]:
         """One process of several reads the files."""
         with contextlib.ExitStack() as stack:
             if local and self._keep:
@@ -164,7 +164,9 @@ class Digests:
                 try:
                     os.makedirs(os.path.dirname(path), exist_ok=True)
                     task = f"reading {local[0].path}"
-                    moved = stack.enter_context(locked(f"{path}.lock", task, moved, removes=True))
+                    moved = stack.enter_context(
+                        lock_file(f"{path}.lock", task, moved, removes=True)
+                    )
                 except OSError as error:
                     _LOG.info("%s cannot be locked (%s)", path, error)
             yield moved
@@ -194,7 +196,7 @@ class Digests:
         content = {name: (*entry.stat, entry.sha256) for name, entry in stored.items()}
         try:
             os.makedirs(os.path.dirname(path), exist_ok=True)
-            files.write(path, checksummed({"files": content}, indent=None))
+            files.write(path, dump_checksummed({"files": content}, indent=None))
         except OSError as error:
             _LOG.warning("%s cannot be written (%s): the next start reads all files", path, error)
 
@@ -210,7 +212,7 @@ def _names(local: Sequence[File]) -> list[str]:
 
 def _read(path: str) -> dict[str, _Entry]:
     try:
-        content = verified(files.read(path, _MOST_STORED_BYTES), _Stored)
+        content = verified(files.read(path, _MAX_STORED_BYTES), _Stored)
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
@@ -227,19 +229,19 @@ def stat_of(file: File) -> Stat:
     Raises:
         ConfigError: it cannot be read.
     """
-    with reaching(file.path):
+    with wrap_read_errors(file.path):
         return Stat.of(os.stat(file.path))
 
 
-def settle(file: File) -> None:
+def wait_until_settled(file: File) -> None:
     """Waits until a further write to a local file would change its stat."""
     assert file.stat is not None
     if not file.stat.is_settled:
         time.sleep(min(SETTLED_SECONDS, SETTLED_SECONDS - file.stat.age_seconds))
 
 
-def _named(sources: Sequence[File], digests: Sequence[str]) -> dict[str, str]:
-    size = -(-len(sources) // _MOST_NAMED)
+def _group_digests(sources: Sequence[File], digests: Sequence[str]) -> dict[str, str]:
+    size = -(-len(sources) // _MAX_NAMED_FILES)
     found: dict[str, str] = {}
     for first in range(0, len(sources), size or 1):
         group, parts = sources[first : first + size], digests[first : first + size]
@@ -255,7 +257,7 @@ def _named(sources: Sequence[File], digests: Sequence[str]) -> dict[str, str]:
 # Hashing.
 
 
-def hashed(sources: Sequence[File], moved: Moved | None) -> Iterator[_Entry]:
+def hash_files(sources: Sequence[File], moved: Heartbeat | None) -> Iterator[_Entry]:
     """The stat and the digest of each local file, in order, by several threads.
 
     Raises:
@@ -263,7 +265,7 @@ def hashed(sources: Sequence[File], moved: Moved | None) -> Iterator[_Entry]:
     """
     total = sum(file.size_bytes for file in sources)
     progress = Progress("reading files for their digests (bytes)", total, moved)
-    threads = min(_MOST_THREADS, len(os.sched_getaffinity(0)))
+    threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)))
     waiting: deque[tuple[File, Stat, bool, int, Future[bytes]]] = deque()
     parts, done = b"", 0
 
@@ -276,7 +278,7 @@ def hashed(sources: Sequence[File], moved: Moved | None) -> Iterator[_Entry]:
         if stop < file.size_bytes:
             return None
         if stat_of(file) != stat:
-            raise changed(file)
+            raise file_changed_error(file)
         whole, parts = hashlib.sha256(parts).hexdigest(), b""
         return _Entry(stat, whole, is_settled)
 
@@ -301,19 +303,19 @@ def hashed(sources: Sequence[File], moved: Moved | None) -> Iterator[_Entry]:
 def _block(file: File, start: int, stat: Stat) -> bytes:
     """The digest of a block."""
     stop = min(start + BLOCK_BYTES, file.size_bytes)
-    with reaching(file.path), open(opened(file.path), "rb", buffering=0) as content:
+    with wrap_read_errors(file.path), open(open_regular(file.path), "rb", buffering=0) as content:
         if Stat.of(os.fstat(content.fileno())) != stat:
-            raise changed(file)
+            raise file_changed_error(file)
         found, at = hashlib.sha256(), start
         while at < stop and (piece := os.pread(content.fileno(), stop - at, at)):
             found.update(piece)
             at += len(piece)
     if at < stop:
-        raise changed(file)
+        raise file_changed_error(file)
     return found.digest()
 
 
-class Pass:
+class ContentHasher:
     """Hashes the pieces of a file as another reader gets them, in a thread of its own."""
 
     _AHEAD = 8
@@ -340,7 +342,7 @@ class Pass:
             for future in waiting:
                 future.result()
         if stat_of(self._file) != self._file.stat:
-            raise changed(self._file)
+            raise file_changed_error(self._file)
         if self._size or not self._parts:
             self._parts += self._block.digest()
         self.sha256 = hashlib.sha256(self._parts).hexdigest()

@@ -25,13 +25,13 @@ from maxpipe.config.rules import did_you_mean
 from maxpipe.config.shipped import is_hub_id
 from maxpipe.errors import ConfigError
 from maxpipe.io import files
-from maxpipe.io.files import opened, scheme
+from maxpipe.io.files import open_regular, url_scheme
 
 _EDGE_BYTES = 1 << 16
 _OWN_FOLDER = ".index"
-_OWN = ({"config.yml", "events.jsonl"}, {"manifest.json", "spans"}, {"unfinished"})
+_MAXPIPE_FOLDER_FILES = ({"config.yml", "events.jsonl"}, {"manifest.json", "spans"}, {"unfinished"})
 """Files by which a run is known, and prepared documents, whole or not."""
-_AHEAD_BYTES = 1 << 23
+_PREFETCH_BYTES = 1 << 23
 """What is asked of a bucket at once when an object is read from its begin to its end."""
 
 
@@ -78,7 +78,7 @@ class File:
     @property
     def in_bucket(self) -> bool:
         """Whether it is an object of a bucket."""
-        return scheme(self.path) != ""
+        return url_scheme(self.path) != ""
 
 
 def find_files(paths: str | Sequence[str], suffixes: tuple[str, ...]) -> list[File]:
@@ -96,7 +96,9 @@ def find_files(paths: str | Sequence[str], suffixes: tuple[str, ...]) -> list[Fi
             raise ConfigError.one(
                 "data.path", '""', "must name a file, a folder or a glob pattern.", "Set data.path."
             )
-        found += _in_bucket(path, suffixes) if scheme(path) else _on_disk(path, suffixes)
+        found += (
+            _find_in_bucket(path, suffixes) if url_scheme(path) else _find_on_disk(path, suffixes)
+        )
     seen: set[str] = set()
     for file in found:
         place = file.path if file.in_bucket else os.path.realpath(file.path)
@@ -111,10 +113,10 @@ def find_files(paths: str | Sequence[str], suffixes: tuple[str, ...]) -> list[Fi
     return found
 
 
-def _on_disk(path: str, suffixes: tuple[str, ...]) -> list[File]:
+def _find_on_disk(path: str, suffixes: tuple[str, ...]) -> list[File]:
     expanded = os.path.expanduser(path)
     if os.path.isfile(expanded):
-        return described([expanded], os.path.dirname(expanded))
+        return stat_files([expanded], os.path.dirname(expanded))
     if os.path.isdir(expanded):
         found = [
             os.path.join(folder, name)
@@ -130,10 +132,10 @@ def _on_disk(path: str, suffixes: tuple[str, ...]) -> list[File]:
             "" if is_folder or not os.path.exists(expanded) else "no regular file"
         )
         but = f"it is {other}" if other else f"from {os.getcwd()} it gives 0 files"
-        raise _nothing(path, but, suffixes, is_folder=is_folder)
+        raise _no_files_error(path, but, suffixes, is_folder=is_folder)
     if os.path.isdir(expanded):
-        return described(found, expanded)
-    return described(found, os.path.commonpath([os.path.dirname(name) for name in found]))
+        return stat_files(found, expanded)
+    return stat_files(found, os.path.commonpath([os.path.dirname(name) for name in found]))
 
 
 def _folders(root: str) -> Iterator[tuple[str, list[str]]]:
@@ -142,25 +144,27 @@ def _folders(root: str) -> Iterator[tuple[str, list[str]]]:
     With `data.path=.` a run would read its own records, and prepare what it has prepared.
     """
     for folder, below, names in os.walk(root):
-        is_own = os.path.basename(folder) == _OWN_FOLDER or any(each <= {*names} for each in _OWN)
+        is_own = os.path.basename(folder) == _OWN_FOLDER or any(
+            each <= {*names} for each in _MAXPIPE_FOLDER_FILES
+        )
         if folder != root and is_own:
             below.clear()
         else:
             yield folder, names
 
 
-def _in_bucket(path: str, suffixes: tuple[str, ...]) -> list[File]:
-    if scheme(path) != "gs":
+def _find_in_bucket(path: str, suffixes: tuple[str, ...]) -> list[File]:
+    if url_scheme(path) != "gs":
         raise ConfigError.one(
             "data.path",
             path,
             "must be in a file system, or in a bucket of Google Cloud Storage.",
             "Give gs://BUCKET/PATH, or copy the files to a folder.",
         )
-    with reaching(path):
+    with wrap_read_errors(path):
         objects = _objects(path.removesuffix("/"), suffixes)
     if not objects:
-        raise _nothing(path, "it gives 0 files", suffixes, is_folder="*" not in path)
+        raise _no_files_error(path, "it gives 0 files", suffixes, is_folder="*" not in path)
     root = posixpath.commonpath([posixpath.dirname(name) for name in objects])
     return [
         File(
@@ -175,7 +179,7 @@ def _in_bucket(path: str, suffixes: tuple[str, ...]) -> list[File]:
 
 def _objects(path: str, suffixes: tuple[str, ...]) -> dict[str, Any]:
     """The objects of one, a folder or a pattern, by their names with the bucket's in front."""
-    store = files.store()
+    store = files.gcs_filesystem()
     if any(letter in path for letter in "*?["):
         found = store.glob(path, detail=True)
     else:
@@ -208,15 +212,17 @@ def version_of(path: str) -> str:
     Raises:
         ConfigError: it cannot be reached.
     """
-    with reaching(path):
-        return _version(files.store().info(path))
+    with wrap_read_errors(path):
+        return _version(files.gcs_filesystem().info(path))
 
 
 def _fits(name: str, suffixes: tuple[str, ...]) -> bool:
     return not name.startswith(".") and (not suffixes or any(each in name for each in suffixes))
 
 
-def _nothing(path: str, but: str, suffixes: tuple[str, ...], *, is_folder: bool) -> ConfigError:
+def _no_files_error(
+    path: str, but: str, suffixes: tuple[str, ...], *, is_folder: bool
+) -> ConfigError:
     what = "a file, a folder or a glob pattern that matches files"
     if is_folder:
         what = f"a folder with {' or '.join(suffixes)} files" if suffixes else "a folder with files"
@@ -258,11 +264,11 @@ def _siblings(path: str) -> list[str]:
         return []
 
 
-def described(paths: Iterable[str], root: str) -> list[File]:
+def stat_files(paths: Iterable[str], root: str) -> list[File]:
     """The files at these paths, named from `root` on and in the order of their names."""
     files = []
     for path in paths:
-        with reaching(path):
+        with wrap_read_errors(path):
             found = os.stat(path)
         name = os.path.relpath(path, root or ".")
         files.append(File(name, path, found.st_size, stat=Stat.of(found)))
@@ -270,7 +276,7 @@ def described(paths: Iterable[str], root: str) -> list[File]:
 
 
 @contextlib.contextmanager
-def reaching(path: str) -> Iterator[None]:
+def wrap_read_errors(path: str) -> Iterator[None]:
     """Explains any failure to read a file.
 
     Raises:
@@ -288,7 +294,7 @@ def reaching(path: str) -> Iterator[None]:
             "Run: pip install 'maxpipe[gcs]'",
         ) from error
     except Exception as error:
-        if not isinstance(error, OSError) and not scheme(path):
+        if not isinstance(error, OSError) and not url_scheme(path):
             raise
         # Of a bucket errors of many kinds come, of HTTP and of its library.
         said = (error.strerror if isinstance(error, OSError) else None) or str(error)
@@ -309,11 +315,11 @@ def read(file: File, start: int = 0, stop: int | None = None) -> bytes:
     stop = file.size_bytes if stop is None else stop
     if start >= stop:
         return b""
-    with reaching(file.path):
+    with wrap_read_errors(file.path):
         if file.in_bucket:
-            content = files.store().cat_file(file.path, start=start, end=stop)
+            content = files.gcs_filesystem().cat_file(file.path, start=start, end=stop)
         else:
-            with open(opened(file.path), "rb") as stream:
+            with open(open_regular(file.path), "rb") as stream:
                 check_size(file, os.fstat(stream.fileno()).st_size)
                 stream.seek(start)
                 content = stream.read(stop - start)
@@ -338,7 +344,7 @@ def check_size(file: File, size_bytes: int) -> None:
         )
 
 
-def changed(file: File) -> ConfigError:
+def file_changed_error(file: File) -> ConfigError:
     """The error for a file whose content is not what it was when it was first read."""
     return ConfigError.one(
         "data.path",
@@ -348,12 +354,14 @@ def changed(file: File) -> ConfigError:
     )
 
 
-def stream(file: File) -> BinaryIO:
+def open_file(file: File) -> BinaryIO:
     """The content from its begin on. What reads it does so inside of `reaching`."""
     if not file.in_bucket:
-        return open(opened(file.path), "rb")
-    options = {"block_size": _AHEAD_BYTES, "cache_type": "readahead"}
-    return cast(BinaryIO, io.BufferedReader(files.store().open(file.path, "rb", **options)))
+        return open(open_regular(file.path), "rb")
+    options = {"block_size": _PREFETCH_BYTES, "cache_type": "readahead"}
+    return cast(
+        BinaryIO, io.BufferedReader(files.gcs_filesystem().open(file.path, "rb", **options))
+    )
 
 
 def edges(file: File) -> str:
@@ -447,7 +455,7 @@ SUFFIXES = tuple(_DECOMPRESSORS)
 """Names of compressed files end with one of them."""
 
 
-def unpacked(file: File) -> Iterator[bytes]:
+def decompress(file: File) -> Iterator[bytes]:
     """The content, of all members and frames one after another.
 
     Raises:
@@ -455,7 +463,7 @@ def unpacked(file: File) -> Iterator[bytes]:
     """
     suffix = next(each for each in SUFFIXES if file.path.endswith(each))
     size = _ZSTD_READ_BYTES if suffix == ".zst" else _READ_BYTES
-    with reaching(file.path), stream(file) as packed:
+    with wrap_read_errors(file.path), open_file(file) as packed:
         try:
             yield from _contents(_DECOMPRESSORS[suffix], packed, size)
         except ImportError as error:
@@ -466,14 +474,14 @@ def unpacked(file: File) -> Iterator[bytes]:
                 "Run: pip install 'maxpipe[zstandard]'",
             ) from error
         except EOFError as error:
-            raise _damaged(file, suffix, "it ends in the middle") from error
+            raise _damaged_error(file, suffix, "it ends in the middle") from error
         except Exception as error:
-            if isinstance(error, ConfigError) or not _is_of_a_decompressor(error):
+            if isinstance(error, ConfigError) or not _is_decompression_error(error):
                 raise
-            raise _damaged(file, suffix, str(error)) from error
+            raise _damaged_error(file, suffix, str(error)) from error
 
 
-def _is_of_a_decompressor(error: Exception) -> bool:
+def _is_decompression_error(error: Exception) -> bool:
     if isinstance(error, (zlib.error, lzma.LZMAError, EOFError, ValueError)):
         return True
     # bz2 has no error of its own: its OSErrors are without a number.
@@ -499,7 +507,7 @@ def _contents(new: Callable[[], Any], packed: BinaryIO, size: int) -> Iterator[b
         raise EOFError
 
 
-def _damaged(file: File, suffix: str, how: str) -> ConfigError:
+def _damaged_error(file: File, suffix: str, how: str) -> ConfigError:
     return ConfigError.one(
         "data.path",
         file.path,

@@ -13,35 +13,35 @@ from typing import BinaryIO
 
 import numpy as np
 
-from maxpipe.data.formats.cache import Cache, Make
-from maxpipe.data.formats.digests import Digests, Pass, settle
+from maxpipe.data.formats.cache import FillFolder, FolderCache
+from maxpipe.data.formats.digests import ContentHasher, Digests, wait_until_settled
 from maxpipe.data.formats.files import (
     SUFFIXES,
     File,
     check_size,
+    decompress,
     digest,
     edges,
     identities,
-    reaching,
+    open_file,
     read,
-    stream,
-    unpacked,
+    wrap_read_errors,
 )
-from maxpipe.data.formats.source import Moved, Progress, Record
+from maxpipe.data.formats.source import Heartbeat, Progress, Record
 from maxpipe.data.formats.text_of import (
-    MOST_RECORD_BYTES,
+    MAX_RECORD_BYTES,
     BadRecord,
     check_length,
     from_json,
-    shortened,
+    shorten,
 )
 from maxpipe.errors import ConfigError, StorageError
-from maxpipe.io.files import opened
+from maxpipe.io.files import open_regular
 from maxpipe.io.files import read as read_file
-from maxpipe.io.text import counted
+from maxpipe.io.text import pluralize
 
 _PIECE_BYTES = 1 << 20
-_KEPT_FROM_BYTES = 1 << 26
+_MIN_CACHED_BYTES = 1 << 26
 """The starts of a smaller file's lines are found again at each start."""
 _STARTS, _CONTENT, _DIGEST = "starts.npy", "lines.jsonl", "sha256"
 _NEWLINE = ord("\n")
@@ -49,7 +49,7 @@ _IS_SOLID = np.ones(256, np.uint8)
 _IS_SOLID[list(b" \t\n\r\v\f")] = 0
 
 
-class Starts:
+class LineOffsets:
     """Offsets of lines in a file on the disk, which is not mapped: it may be cut meanwhile."""
 
     def __init__(self, folder: str, count: int, at: int):
@@ -62,15 +62,15 @@ class Starts:
     def pair(self, index: int) -> tuple[int, int]:
         """The offset of a line and that of the next one."""
         try:
-            with open(opened(self._path), "rb", buffering=0) as file:
+            with open(open_regular(self._path), "rb", buffering=0) as file:
                 raw = os.pread(file.fileno(), 16, self._at + 8 * index)
             first, second = np.frombuffer(raw, "<i8").tolist()
         except (OSError, ValueError) as error:
-            raise _unusable(self.folder, str(error)) from error
+            raise _unusable_cache_error(self.folder, str(error)) from error
         return first, second
 
 
-class StartsInMemory:
+class InMemoryLineOffsets:
     """Offsets of lines: int64 [lines + 1]."""
 
     def __init__(self, offsets: np.ndarray):
@@ -95,7 +95,7 @@ class Lines:
 
     file: File
     content: File
-    starts: Starts | StartsInMemory
+    starts: LineOffsets | InMemoryLineOffsets
     skips: bool
 
     def __len__(self) -> int:
@@ -106,7 +106,7 @@ class Lines:
         if not self.skips:
             return index + 1
         number, offset = 1, self.starts.pair(index)[0]
-        with reaching(self.content.path), stream(self.content) as lines:
+        with wrap_read_errors(self.content.path), open_file(self.content) as lines:
             while offset > 0 and (piece := lines.read(min(_PIECE_BYTES, offset))):
                 number += piece.count(b"\n")
                 offset -= len(piece)
@@ -119,7 +119,7 @@ def is_compressed(file: File) -> bool:
 
 
 def find_lines(
-    file: File, cache: Cache, digests: Digests, most_bytes: int, moved: Moved | None
+    file: File, cache: FolderCache, digests: Digests, most_bytes: int, moved: Heartbeat | None
 ) -> tuple[Lines, int]:
     """The lines of a file, and the size of its unpacked copy, of at most `most_bytes`.
 
@@ -130,47 +130,53 @@ def find_lines(
         StorageError: there is no room for the copy.
     """
     if not is_compressed(file):
-        if file.size_bytes < _KEPT_FROM_BYTES:
-            starts, skips = _scanned(_pieces(file, digests), file, moved)
-            return Lines(file, file, StartsInMemory(starts), skips), 0
-        return _with_starts_kept(file, cache, digests, moved), 0
+        if file.size_bytes < _MIN_CACHED_BYTES:
+            starts, skips = _scan_lines(_read_and_hash(file, digests), file, moved)
+            return Lines(file, file, InMemoryLineOffsets(starts), skips), 0
+        return _load_or_index_lines(file, cache, digests, moved), 0
 
-    def unpack(folder: str, moved: Moved) -> None:
+    def unpack(folder: str, moved: Heartbeat) -> None:
         with open(os.path.join(folder, _CONTENT), "xb") as copy:
-            _save(folder, *_scanned(_copied(file, copy, most_bytes), file, moved))
+            _save(folder, *_scan_lines(_decompress_to_copy(file, copy, most_bytes), file, moved))
 
     key = file.version if file.in_bucket else digests.known(file)
     assert key is not None
-    folder = _kept(cache, f"unpacked-{digest([2, file.size_bytes, key])[:32]}", file, unpack, moved)
+    folder = _make_cached(
+        cache, f"unpacked-{digest([2, file.size_bytes, key])[:32]}", file, unpack, moved
+    )
     path = os.path.join(folder, _CONTENT)
     content = File(file.name, path, os.path.getsize(path))
     if content.size_bytes > most_bytes:
-        raise _too_large(file, most_bytes)
-    return _loaded(folder, file, content), content.size_bytes
+        raise _too_large_error(file, most_bytes)
+    return _load(folder, file, content), content.size_bytes
 
 
-def _with_starts_kept(file: File, cache: Cache, digests: Digests, moved: Moved | None) -> Lines:
+def _load_or_index_lines(
+    file: File, cache: FolderCache, digests: Digests, moved: Heartbeat | None
+) -> Lines:
     """The lines of a large file, found once; then its digest is known as well."""
     key = [2, file.size_bytes, edges(file), file.version, file.stat]
 
-    def find(folder: str, moved: Moved) -> None:
+    def find(folder: str, moved: Heartbeat) -> None:
         if file.stat is not None:
-            settle(file)
-        _save(folder, *_scanned(_pieces(file, digests), file, moved))
+            wait_until_settled(file)
+        _save(folder, *_scan_lines(_read_and_hash(file, digests), file, moved))
         with open(os.path.join(folder, _DIGEST), "x") as out:
             out.write(digests.known(file) or "")
 
-    folder = _kept(cache, f"lines-{digest(key)[:32]}", file, find, moved)
+    folder = _make_cached(cache, f"lines-{digest(key)[:32]}", file, find, moved)
     if not file.in_bucket and digests.known(file) is None:
         try:
             sha256 = read_file(os.path.join(folder, _DIGEST), 64).decode("ascii")
         except (OSError, ValueError) as error:
-            raise _unusable(folder, str(error)) from error
+            raise _unusable_cache_error(folder, str(error)) from error
         digests.add(file, sha256, is_settled=True)
-    return _loaded(folder, file, file)
+    return _load(folder, file, file)
 
 
-def _kept(cache: Cache, name: str, file: File, make: Make, moved: Moved | None) -> str:
+def _make_cached(
+    cache: FolderCache, name: str, file: File, make: FillFolder, moved: Heartbeat | None
+) -> str:
     try:
         return cache.made(name, file, make, moved)
     except OSError as error:
@@ -178,38 +184,38 @@ def _kept(cache: Cache, name: str, file: File, make: Make, moved: Moved | None) 
         raise StorageError.unwritable(error.filename or cache.place, error, action) from error
 
 
-def _pieces(file: File, digests: Digests) -> Iterator[bytes]:
+def _read_and_hash(file: File, digests: Digests) -> Iterator[bytes]:
     """The content, whose digest is computed in parallel unless it is known."""
     if file.in_bucket or digests.known(file) is not None:
         yield from _read_pieces(file)
         return
     assert file.stat is not None
-    is_settled, found = file.stat.is_settled, Pass(file)
+    is_settled, found = file.stat.is_settled, ContentHasher(file)
     yield from found.pieces(_read_pieces(file))
     digests.add(file, found.sha256, is_settled=is_settled)
 
 
 def _read_pieces(file: File) -> Iterator[bytes]:
     size_bytes = 0
-    with reaching(file.path), stream(file) as content:
+    with wrap_read_errors(file.path), open_file(file) as content:
         while piece := content.read(_PIECE_BYTES):
             size_bytes += len(piece)
             yield piece
     check_size(file, size_bytes)
 
 
-def _copied(file: File, copy: BinaryIO, most_bytes: int) -> Iterator[bytes]:
+def _decompress_to_copy(file: File, copy: BinaryIO, most_bytes: int) -> Iterator[bytes]:
     """The content of a compressed file, which is written as it passes."""
     left = most_bytes
-    for piece in _gathered(unpacked(file)):
+    for piece in _merge_small_pieces(decompress(file)):
         left -= len(piece)
         if left < 0:
-            raise _too_large(file, most_bytes)
+            raise _too_large_error(file, most_bytes)
         copy.write(piece)
         yield piece
 
 
-def _gathered(pieces: Iterable[bytes]) -> Iterator[bytes]:
+def _merge_small_pieces(pieces: Iterable[bytes]) -> Iterator[bytes]:
     """The same in pieces that are not small."""
     kept, size = [], 0
     for piece in pieces:
@@ -222,7 +228,7 @@ def _gathered(pieces: Iterable[bytes]) -> Iterator[bytes]:
         yield b"".join(kept)
 
 
-def _too_large(file: File, most_bytes: int) -> ConfigError:
+def _too_large_error(file: File, most_bytes: int) -> ConfigError:
     return ConfigError.one(
         "data.path",
         file.path,
@@ -233,7 +239,9 @@ def _too_large(file: File, most_bytes: int) -> ConfigError:
     )
 
 
-def _scanned(pieces: Iterable[bytes], file: File, moved: Moved | None) -> tuple[np.ndarray, bool]:
+def _scan_lines(
+    pieces: Iterable[bytes], file: File, moved: Heartbeat | None
+) -> tuple[np.ndarray, bool]:
     """`starts` and `skips` of `Lines`; a byte-order mark is part of no line.
 
     Raises:
@@ -263,20 +271,20 @@ def _scanned(pieces: Iterable[bytes], file: File, moved: Moved | None) -> tuple[
         newlines += len(ends)
         begin, is_solid = int(begins[-1]), bool(any_solid[-1])
         offset += len(data)
-        if offset - begin > MOST_RECORD_BYTES and (is_solid or is_compressed(file)):
-            raise _endless(file, newlines + 1)
+        if offset - begin > MAX_RECORD_BYTES and (is_solid or is_compressed(file)):
+            raise _long_line_error(file, newlines + 1)
         progress.update(min(offset, file.size_bytes))
     last = [begin] if is_solid else []
     return np.concatenate([*found, last, [offset]]).astype(np.int64), bool(skips)
 
 
-def _endless(file: File, number: int) -> ConfigError:
+def _long_line_error(file: File, number: int) -> ConfigError:
     unpacked_file = " when the file is unpacked" if is_compressed(file) else ""
     return ConfigError.one(
         f"{file.path}:{number}",
         None,
-        f"the line is longer than {MOST_RECORD_BYTES} bytes{unpacked_file}; a record must be at "
-        f"most {MOST_RECORD_BYTES} bytes long, because memory holds it as a whole.",
+        f"the line is longer than {MAX_RECORD_BYTES} bytes{unpacked_file}; a record must be at "
+        f"most {MAX_RECORD_BYTES} bytes long, because memory holds it as a whole.",
         "Cut the document into several, or leave the file out of data.path.",
     )
 
@@ -286,9 +294,9 @@ def _save(folder: str, starts: np.ndarray, skips: bool) -> None:
         np.save(stream, np.append(starts, int(skips)))
 
 
-def _loaded(folder: str, file: File, content: File) -> Lines:
+def _load(folder: str, file: File, content: File) -> Lines:
     try:
-        with open(opened(os.path.join(folder, _STARTS)), "rb") as stored:
+        with open(open_regular(os.path.join(folder, _STARTS)), "rb") as stored:
             if np.lib.format.read_magic(stored) != (1, 0):
                 raise ValueError("it is of another version")
             shape, _, dtype = np.lib.format.read_array_header_1_0(stored)
@@ -300,11 +308,11 @@ def _loaded(folder: str, file: File, content: File) -> Lines:
         if size_bytes != content.size_bytes:
             raise ValueError("it is of another file")
     except (OSError, ValueError, IndexError, EOFError) as error:
-        raise _unusable(folder, f"where lines of {file.path} start: {error}") from error
-    return Lines(file, content, Starts(folder, shape[0] - 1, at), bool(skips))
+        raise _unusable_cache_error(folder, f"where lines of {file.path} start: {error}") from error
+    return Lines(file, content, LineOffsets(folder, shape[0] - 1, at), bool(skips))
 
 
-def _unusable(folder: str, why: str) -> StorageError:
+def _unusable_cache_error(folder: str, why: str) -> StorageError:
     return StorageError(
         f"{folder}: cannot be used\n  {why}.\n  Delete this folder: the next start makes it again."
     )
@@ -318,10 +326,10 @@ class JsonLines:
     def __init__(
         self,
         files: Sequence[File],
-        cache: Cache,
+        cache: FolderCache,
         digests: Digests,
         most_bytes: int,
-        moved: Moved | None = None,
+        moved: Heartbeat | None = None,
     ):
         self.files = files
         self._cache = cache  # what it made may end with it
@@ -347,7 +355,7 @@ class JsonLines:
                 "data.path",
                 files[0].path,
                 "must hold JSON objects, one per line: "
-                f"{counted(len(files), 'file')} without lines.",
+                f"{pluralize(len(files), 'file')} without lines.",
                 "Set data.path to a file with lines, or data.source=corpus.",
             )
 
@@ -369,7 +377,7 @@ class JsonLines:
             return from_json(line)
         except ValueError as error:
             raise BadRecord(
-                shortened(line),
+                shorten(line),
                 f"must be a JSON object: {error}.",
                 'Write each document as an object such as {"text": "..."}, or remove the line.',
             ) from error

@@ -14,11 +14,18 @@ from typing import Any
 
 import numpy as np
 
-from maxpipe.data.formats.files import File, check_size, digest, identities, reaching, stream
-from maxpipe.data.formats.source import Moved, Progress, Record
-from maxpipe.data.formats.text_of import BadRecord, check_length, shortened
+from maxpipe.data.formats.files import (
+    File,
+    check_size,
+    digest,
+    identities,
+    open_file,
+    wrap_read_errors,
+)
+from maxpipe.data.formats.source import Heartbeat, Progress, Record
+from maxpipe.data.formats.text_of import BadRecord, check_length, shorten
 from maxpipe.errors import ConfigError
-from maxpipe.io.text import counted
+from maxpipe.io.text import pluralize
 
 """A value takes about as much at least."""
 
@@ -41,7 +48,7 @@ def import_pyarrow(source: str) -> Any:
     return pyarrow
 
 
-def wanted(columns: list[str] | None, names: list[str]) -> list[str] | None:
+def columns_to_read(columns: list[str] | None, names: list[str]) -> list[str] | None:
     """The columns to read of those in a file, None for all: also where one is missing.
 
     The whole record then says in the error what there is. `a.b` is the part `b` of the column `a`.
@@ -118,7 +125,7 @@ def _is_text(kind: Any) -> bool:
 _LOG = logging.getLogger(__name__)
 
 _CACHED_BYTES = 1 << 28
-MOST_GROUP_BYTES = 1 << 30
+MAX_GROUP_BYTES = 1 << 30
 """The largest row group, in the columns that are read."""
 _SLOW_GROUP_BYTES = 1 << 26
 _VALUE_BYTES = 8
@@ -130,7 +137,7 @@ class ParquetRows:
 
     name = "parquet"
 
-    def __init__(self, files: Sequence[File], columns: list[str], moved: Moved | None = None):
+    def __init__(self, files: Sequence[File], columns: list[str], moved: Heartbeat | None = None):
         import_pyarrow(self.name)
         self.files = files
         self._lock = threading.Lock()
@@ -144,7 +151,7 @@ class ParquetRows:
                 counts.append([about.row_group(i).num_rows for i in range(about.num_row_groups)])
                 if min(counts[-1], default=0) < 0 or sum(counts[-1]) != about.num_rows:
                     raise ValueError(f"it says {about.num_rows} rows and has {sum(counts[-1])}")
-                some = wanted(columns, found.schema_arrow.names)
+                some = columns_to_read(columns, found.schema_arrow.names)
                 groups = [about.row_group(i) for i in range(about.num_row_groups)]
                 largest = max([largest, *(_size(found.schema, each, some) for each in groups)])
             progress.update(number + 1)
@@ -154,7 +161,7 @@ class ParquetRows:
             raise ConfigError.one(
                 "data.path",
                 files[0].path,
-                f"must hold rows: {counted(len(files), 'file')} without one.",
+                f"must hold rows: {pluralize(len(files), 'file')} without one.",
                 "Set data.path to files with rows.",
             )
         if largest > _SLOW_GROUP_BYTES:
@@ -205,19 +212,19 @@ class ParquetRows:
     def _read_group(self, file: File, group: int, columns: list[str] | None) -> Any:
         with self._opened(file) as found:
             about = found.metadata.row_group(group)
-            some = wanted(columns, found.schema_arrow.names)
+            some = columns_to_read(columns, found.schema_arrow.names)
             where = f"{file.path}: row group {group}"
-            if (size := _size(found.schema, about, some)) > MOST_GROUP_BYTES:
-                raise _too_large(where, about.num_rows, f"it takes {size}")
-            texts, most_rows = _dictionaries(about, some), _rows_at_once(found.schema, about, some)
+            if (size := _size(found.schema, about, some)) > MAX_GROUP_BYTES:
+                raise _too_large_error(where, about.num_rows, f"it takes {size}")
+            texts, most_rows = _dictionaries(about, some), _rows_per_read(found.schema, about, some)
         with self._opened(file, where, read_dictionary=texts) as found:
             if most_rows >= about.num_rows:
                 table = found.read_row_group(group, columns=some)
             elif most_rows:
-                table = _in_parts(found, where, group, some, most_rows)
+                table = _read_in_parts(found, where, group, some, most_rows)
             else:
                 how = "texts in lists, which are coded by what they have in common, may take more"
-                raise _too_large(where, about.num_rows, how)
+                raise _too_large_error(where, about.num_rows, how)
             if table.num_rows != about.num_rows:
                 raise ValueError(f"it says {about.num_rows} rows and has {table.num_rows}")
             return table
@@ -227,8 +234,8 @@ class ParquetRows:
         import pyarrow
         from pyarrow import parquet
 
-        with reaching(file.path):
-            content = stream(file)
+        with wrap_read_errors(file.path):
+            content = open_file(file)
         with content:
             check_size(file, content.seek(0, 2))
             try:
@@ -237,7 +244,7 @@ class ParquetRows:
                 raise ConfigError.one(
                     where or "data.path",
                     None if where else file.path,
-                    f"must be a whole Parquet file: {shortened(str(error))}.",
+                    f"must be a whole Parquet file: {shorten(str(error))}.",
                     "Copy it again from where it is whole, or leave it out of data.path.",
                 ) from error
 
@@ -271,7 +278,7 @@ def _size(schema: Any, group: Any, columns: list[str] | None) -> int:
     )
 
 
-def _rows_at_once(schema: Any, group: Any, columns: list[str] | None) -> int:
+def _rows_per_read(schema: Any, group: Any, columns: list[str] | None) -> int:
     """Rows that take little enough memory, however much their texts have in common; 0 is none.
 
     Each text may begin as the one before it does, for a byte of the file, and is written out.
@@ -285,13 +292,13 @@ def _rows_at_once(schema: Any, group: Any, columns: list[str] | None) -> int:
             continue
         longest = max(1, chunk.total_uncompressed_size)
         if not repeats[chunk.path_in_schema]:
-            found = min(found, max(1, MOST_GROUP_BYTES // longest))
-        elif chunk.num_values * longest > MOST_GROUP_BYTES:
+            found = min(found, max(1, MAX_GROUP_BYTES // longest))
+        elif chunk.num_values * longest > MAX_GROUP_BYTES:
             return 0
     return found
 
 
-def _in_parts(found: Any, where: str, group: int, columns: list[str] | None, rows: int) -> Any:
+def _read_in_parts(found: Any, where: str, group: int, columns: list[str] | None, rows: int) -> Any:
     """The table of a row group, read by parts of this number of rows until they take too much."""
     import pyarrow
 
@@ -299,17 +306,17 @@ def _in_parts(found: Any, where: str, group: int, columns: list[str] | None, row
     for part in found.iter_batches(batch_size=rows, row_groups=[group], columns=columns):
         parts.append(part)
         size += part.nbytes
-        if size > MOST_GROUP_BYTES:
+        if size > MAX_GROUP_BYTES:
             num_rows = found.metadata.row_group(group).num_rows
-            raise _too_large(where, num_rows, f"the first {sum(map(len, parts))} take {size}")
+            raise _too_large_error(where, num_rows, f"the first {sum(map(len, parts))} take {size}")
     return pyarrow.Table.from_batches(parts)
 
 
-def _too_large(where: str, num_rows: int, how: str) -> ConfigError:
+def _too_large_error(where: str, num_rows: int, how: str) -> ConfigError:
     return ConfigError.one(
         where,
         f"{num_rows} rows",
-        f"must take at most {MOST_GROUP_BYTES} bytes in memory; {how}.",
+        f"must take at most {MAX_GROUP_BYTES} bytes in memory; {how}.",
         "Write the file again with smaller row groups (row_group_size=10000).",
     )
 

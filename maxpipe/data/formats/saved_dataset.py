@@ -11,26 +11,19 @@ from typing import Any, NamedTuple, NotRequired, TypedDict
 
 import numpy as np
 
-from maxpipe.data.formats.files import (
-    File,
-    described,
-    digest,
-    identities,
-    reaching,
-    read,
-)
-from maxpipe.data.formats.parquet import import_pyarrow, row_of, wanted
+from maxpipe.data.formats.files import File, digest, identities, read, stat_files, wrap_read_errors
+from maxpipe.data.formats.parquet import columns_to_read, import_pyarrow, row_of
 from maxpipe.data.formats.source import Record
-from maxpipe.data.formats.text_of import BadRecord, shortened
+from maxpipe.data.formats.text_of import BadRecord, shorten
 from maxpipe.errors import ConfigError
 from maxpipe.io import files as boundary
-from maxpipe.io.files import scheme
-from maxpipe.io.typed import parse
+from maxpipe.io.files import url_scheme
+from maxpipe.io.typed import parse_json
 
 _STATE, _SPLITS = "state.json", "dataset_dict.json"
 _SPLIT = "train"
-_MOST_STATE_BYTES = 1 << 22
-_MOST_METADATA_BYTES = 1 << 26
+_MAX_STATE_BYTES = 1 << 22
+_MAX_METADATA_BYTES = 1 << 26
 _CACHED_BYTES = 1 << 28
 _MARK = 0xFFFFFFFF
 _SCHEMA, _DICTIONARY, _RECORDS = 1, 2, 3
@@ -96,13 +89,13 @@ class SavedDataset:
 
         which, row = self._place(index)
         batch = self._batch(which)
-        if some := wanted(columns, batch.schema.names):
+        if some := columns_to_read(columns, batch.schema.names):
             batch = batch.select(some)
         try:
             batch.slice(row, 1).validate(full=True)
         except pyarrow.ArrowInvalid as error:
             raise BadRecord(
-                "", f"must be a row of its columns: {shortened(str(error))}.", "Save it again."
+                "", f"must be a row of its columns: {shorten(str(error))}.", "Save it again."
             ) from error
         return row_of(batch, row)
 
@@ -139,7 +132,7 @@ def is_saved_dataset(path: str) -> bool:
 
 def _data_files(path: str) -> list[File]:
     """The Arrow files of a saved dataset, in the order in which it lists them."""
-    if scheme(path):
+    if url_scheme(path):
         raise ConfigError.one(
             "data.path",
             path,
@@ -180,18 +173,18 @@ def _data_files(path: str) -> list[File]:
         if name != os.path.basename(name) or not name.endswith(".arrow"):
             raise ConfigError.one(
                 os.path.join(folder, _STATE),
-                shortened(name),
+                shorten(name),
                 "must name Arrow files in this folder.",
                 "Save the dataset again.",
             )
-    return [file for name in names for file in described([os.path.join(folder, name)], folder)]
+    return [file for name in names for file in stat_files([os.path.join(folder, name)], folder)]
 
 
 def _read(folder: str, name: str, kind: Any) -> Any:
     path = os.path.join(folder, name)
     try:
-        with reaching(path):
-            return parse(boundary.read(path, _MOST_STATE_BYTES), kind)
+        with wrap_read_errors(path):
+            return parse_json(boundary.read(path, _MAX_STATE_BYTES), kind)
     except ValueError as error:
         raise ConfigError.one(
             "data.path", path, f"must be what save_to_disk wrote: {error}.", "Save it again."
@@ -229,7 +222,7 @@ class _Batch(NamedTuple):
             if batch.num_rows != self.num_rows:
                 raise ValueError(f"a batch has {batch.num_rows} rows, and had {self.num_rows}")
         except (pyarrow.ArrowException, OSError, ValueError, MemoryError) as error:
-            raise _not_whole(file, error) from error
+            raise _incomplete_file_error(file, error) from error
         return batch
 
 
@@ -239,8 +232,8 @@ def _batches(number: int, file: File) -> list[_Batch]:
 
     batches: list[_Batch] = []
     needed: list[tuple[int, int]] = []
-    with reaching(file.path):
-        os.close(boundary.opened(file.path))  # a regular file
+    with wrap_read_errors(file.path):
+        os.close(boundary.open_regular(file.path))  # a regular file
     try:
         if read(file, max(0, file.size_bytes - len(_END))) != _END:
             raise ValueError("it ends in the middle")
@@ -258,15 +251,15 @@ def _batches(number: int, file: File) -> list[_Batch]:
     except ConfigError:
         raise
     except (pyarrow.ArrowException, OSError, ValueError, MemoryError, struct.error) as error:
-        raise _not_whole(file, error) from error
+        raise _incomplete_file_error(file, error) from error
     return batches
 
 
-def _not_whole(file: File, error: Exception) -> ConfigError:
+def _incomplete_file_error(file: File, error: Exception) -> ConfigError:
     return ConfigError.one(
         "data.path",
         file.path,
-        f"must be a whole file of a saved dataset: {shortened(str(error))}.",
+        f"must be a whole file of a saved dataset: {shorten(str(error))}.",
         "Copy it again from where it is whole, or save the dataset again.",
     )
 
@@ -279,7 +272,7 @@ def _messages(file: File) -> Iterator[tuple[int, int, int, int, bool]]:
     at = 0
     while at < file.size_bytes - len(_END):
         mark, size = struct.unpack("<Ii", read(file, at, at + 8))
-        if mark != _MARK or not 0 < size <= _MOST_METADATA_BYTES:
+        if mark != _MARK or not 0 < size <= _MAX_METADATA_BYTES:
             raise ValueError(f"there is no message at byte {at}")
         message = _Table.root(read(file, at + 8, at + 8 + size))
         kind, body = message.number(1, "<B"), message.number(3, "<q")

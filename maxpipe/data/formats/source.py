@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from maxpipe.data.formats.files import File
-from maxpipe.data.formats.text_of import BadRecord, TextOf
+from maxpipe.data.formats.text_of import BadRecord, TextExtractor
 from maxpipe.errors import ConfigError, Problem
 from maxpipe.io import redact
 
@@ -20,7 +20,7 @@ _PROGRESS_SECONDS = 5.0
 _NAMED = 10
 """Records that are skipped and named in the log."""
 
-Moved = Callable[[], object]
+Heartbeat = Callable[[], object]
 """Called by a long pass over the data whenever a part of it is done."""
 
 Record = str | Mapping[str, Any]
@@ -58,7 +58,7 @@ class Source(Protocol):
         """Digest of what identifies the content cheaply: names, sizes, counts, edges of files."""
         ...
 
-    def content(self, moved: Moved | None = None) -> Mapping[str, str]:
+    def content(self, moved: Heartbeat | None = None) -> Mapping[str, str]:
         """Digests of everything in its files, by name; empty if it has no files.
 
         Raises:
@@ -66,7 +66,7 @@ class Source(Protocol):
         """
         ...
 
-    def check_unchanged(self, moved: Moved | None = None) -> None:
+    def check_unchanged(self, moved: Heartbeat | None = None) -> None:
         """Checks that every file has the content of when `content` was first called.
 
         Raises:
@@ -109,9 +109,11 @@ class Records(Protocol):
 class FileDigests(Protocol):
     """Digests of files; see `digests.Digests`."""
 
-    def content(self, sources: Sequence[File], moved: Moved | None = None) -> Mapping[str, str]: ...
+    def content(
+        self, sources: Sequence[File], moved: Heartbeat | None = None
+    ) -> Mapping[str, str]: ...
 
-    def check(self, sources: Sequence[File], moved: Moved | None = None) -> None: ...
+    def check(self, sources: Sequence[File], moved: Heartbeat | None = None) -> None: ...
 
 
 class RecordSource:
@@ -121,7 +123,9 @@ class RecordSource:
     empty documents instead. So documents keep their numbers, and an index says of each what it is.
     """
 
-    def __init__(self, records: Records, text: TextOf, most_skipped: int, digests: FileDigests):
+    def __init__(
+        self, records: Records, text: TextExtractor, most_skipped: int, digests: FileDigests
+    ):
         self.records = records
         self._digests = digests
         self._content: Mapping[str, str] | None = None
@@ -164,12 +168,12 @@ class RecordSource:
     def fingerprint(self) -> str:
         return self.records.fingerprint(self._text.chosen)
 
-    def content(self, moved: Moved | None = None) -> Mapping[str, str]:
+    def content(self, moved: Heartbeat | None = None) -> Mapping[str, str]:
         if self._content is None:
             self._content = self._digests.content(self.records.files, moved)
         return self._content
 
-    def check_unchanged(self, moved: Moved | None = None) -> None:
+    def check_unchanged(self, moved: Heartbeat | None = None) -> None:
         self.content(moved)
         self._digests.check(self.records.files, moved)
 
@@ -194,7 +198,9 @@ class RecordSource:
             raise UnreadableRecord([problem]) from error
         if count <= _NAMED:
             # What a record holds may control a terminal.
-            _LOG.warning("%s Skipped, as an empty document.", redact.shown(problem.line))
+            _LOG.warning(
+                "%s Skipped, as an empty document.", redact.redact_for_terminal(problem.line)
+            )
         if count == _NAMED:
             _LOG.warning("%s: further records that are skipped are counted only", self.name)
 
@@ -202,7 +208,7 @@ class RecordSource:
 class Progress:
     """Log lines, a few seconds apart, while a long pass over the data runs."""
 
-    def __init__(self, task: str, total: int, moved: Moved | None = None):
+    def __init__(self, task: str, total: int, moved: Heartbeat | None = None):
         self._task = task
         self._total = total
         self._moved = moved

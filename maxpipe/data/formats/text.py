@@ -11,10 +11,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from maxpipe.data.formats.files import File, common_folder, described, digest, read
-from maxpipe.data.formats.text_of import check_length, decoded
+from maxpipe.data.formats.files import File, common_folder, digest, read, stat_files
+from maxpipe.data.formats.text_of import check_length, decode_utf8
 from maxpipe.errors import ConfigError
-from maxpipe.io.text import counted
+from maxpipe.io.text import pluralize
 
 # Tests hold text that is broken on purpose, the others are not part of the library.
 _SKIPPED_FOLDERS = {
@@ -38,7 +38,7 @@ class TextFiles:
             raise ConfigError.one(
                 "data.path",
                 common_folder(files),
-                f"must hold text: {counted(len(files), 'file')} with nothing inside.",
+                f"must hold text: {pluralize(len(files), 'file')} with nothing inside.",
                 "Set data.path to a folder with text, or data.source=corpus.",
             )
 
@@ -48,7 +48,7 @@ class TextFiles:
     def read(self, index: int, columns: list[str] | None = None) -> str:
         file = self.files[index]
         check_length(file.size_bytes)
-        return decoded(read(file), self._errors)
+        return decode_utf8(read(file), self._errors)
 
     def where(self, index: int) -> str:
         return self.files[index].path
@@ -57,7 +57,7 @@ class TextFiles:
         return digest((file.name, file.size_bytes) for file in self.files)
 
 
-def open_corpus() -> TextFiles:
+def open_stdlib_corpus() -> TextFiles:
     """The source files of Python's standard library.
 
     Raises:
@@ -80,7 +80,7 @@ def open_corpus() -> TextFiles:
             f"needs the source files of Python's standard library, and {root} has none.",
             "Set data.source=text and data.path to a folder with text.",
         )
-    return TextFiles("corpus", described(files, root), errors="replace")
+    return TextFiles("corpus", stat_files(files, root), errors="replace")
 
 
 _DOCUMENTS = 8192

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from maxpipe.config.data import template_pieces
+from maxpipe.config.data import split_template
 from maxpipe.config.keys import default_of
-from maxpipe.io.typed import parse
+from maxpipe.io.typed import parse_json
 
 _PROMPTS = ("prompt", "instruction", "question", "query", "problem", "input")
 RESPONSES = ("response", "completion", "output", "solution", "answer", "answers")
@@ -36,14 +36,16 @@ def chat_keys(record: Mapping[str, Any], *, with_template: bool = True) -> dict[
 
     Without a chat template pairs of texts are read without their system message.
     """
-    if len(halves := _present(record, _HALVES)) == len(_HALVES):
-        found = _of_pairs(record, halves)
+    if len(halves := _present_fields(record, _HALVES)) == len(_HALVES):
+        found = _pair_keys(record, halves)
         is_text = all(isinstance(record[name], str) for name in halves)
         return found | (_system(record) if with_template or not is_text else {})
     if name := _messages_name(record):
         return {"data.chat": "messages", "data.messages_field": name} | _system(record)
     prompt = _prompt(record)
-    responses = [name for name in _present(record, RESPONSES) if _is_said(record[name])]
+    responses = [
+        name for name in _present_fields(record, RESPONSES) if _is_text_or_messages(record[name])
+    ]
     if not prompt or not responses:
         return {}
     fields = {"data.prompt_field": prompt, "data.response_field": responses[0]}
@@ -52,10 +54,10 @@ def chat_keys(record: Mapping[str, Any], *, with_template: bool = True) -> dict[
 
 def chat_settings(record: Mapping[str, Any]) -> str:
     """The same as `key=value` in the quotes of a shell, without keys that have their defaults."""
-    return settings_text(changed(chat_keys(record)))
+    return settings_text(drop_default_keys(chat_keys(record)))
 
 
-def changed(keys: Settings) -> dict[str, str]:
+def drop_default_keys(keys: Settings) -> dict[str, str]:
     """The keys that have other values than their defaults."""
     is_read = {"data.messages_field": ("messages", "conversations")}
     return {
@@ -72,11 +74,11 @@ def settings_text(keys: Settings) -> str:
 
 def text_template(record: Mapping[str, Any]) -> str:
     """A `data.template` with prompt and response of a record; empty where one is not text."""
-    names = _present(record, (*_PROMPTS, *CONTEXTS)), _present(record, RESPONSES)
+    names = _present_fields(record, (*_PROMPTS, *CONTEXTS)), _present_fields(record, RESPONSES)
     joined = [name for each in names for name in each]
     if not all(names) or not all(isinstance(record[name], str) for name in joined):
         return ""
-    return template_of_fields([*_texts(record, SYSTEMS), *joined])
+    return template_of_fields([*_present_text_fields(record, SYSTEMS), *joined])
 
 
 def template_of_fields(names: Sequence[str]) -> str:
@@ -117,10 +119,10 @@ def has_words(text: str | bytes) -> bool:
 # Parts of a record.
 
 
-def _of_pairs(record: Mapping[str, Any], halves: Sequence[str]) -> dict[str, str]:
+def _pair_keys(record: Mapping[str, Any], halves: Sequence[str]) -> dict[str, str]:
     names = dict(zip(("data.chosen_field", "data.rejected_field"), halves, strict=True))
     prompt = _prompt(record)
-    if _are_whole(record, halves, prompt):
+    if _are_whole_conversations(record, halves, prompt):
         prompt = ""
     elif not prompt:
         prompt = _messages_name(record)
@@ -130,7 +132,7 @@ def _of_pairs(record: Mapping[str, Any], halves: Sequence[str]) -> dict[str, str
     return keys | {"data.prompt_field": prompt} | names
 
 
-def _are_whole(record: Mapping[str, Any], halves: Sequence[str], prompt: str) -> bool:
+def _are_whole_conversations(record: Mapping[str, Any], halves: Sequence[str], prompt: str) -> bool:
     """Whether both responses have the prompt in front, and the record has no other to use."""
     values = [record[name] for name in halves]
     if all(_are_messages(each) for each in values):
@@ -144,18 +146,20 @@ def _are_whole(record: Mapping[str, Any], halves: Sequence[str], prompt: str) ->
 
 def _prompt(record: Mapping[str, Any]) -> str:
     """The field of the prompt, or the template of it and the fields that belong to it."""
-    prompts = [name for name in _present(record, _PROMPTS) if _is_said(record[name])]
+    prompts = [
+        name for name in _present_fields(record, _PROMPTS) if _is_text_or_messages(record[name])
+    ]
     if not prompts:
         return ""
     name = prompts[0]
-    contexts = [each for each in _texts(record, CONTEXTS) if each != name]
+    contexts = [each for each in _present_text_fields(record, CONTEXTS) if each != name]
     if not contexts or not isinstance(record[name], str):
         return name
     return template_of_fields([name, *contexts]) or name
 
 
 def _system(record: Mapping[str, Any]) -> dict[str, str]:
-    names = [name for name in _texts(record, SYSTEMS) if record[name]]
+    names = [name for name in _present_text_fields(record, SYSTEMS) if record[name]]
     return {"data.system_field": names[0]} if names else {}
 
 
@@ -170,7 +174,7 @@ def _messages_name(record: Mapping[str, Any]) -> str:
     return next((name for name in others if _have_roles(record[name])), next(iter(named), ""))
 
 
-def _present(record: Mapping[str, Any], names: Sequence[str]) -> list[str]:
+def _present_fields(record: Mapping[str, Any], names: Sequence[str]) -> list[str]:
     """Fields of these names, in any case, that hold a text, a list or a message."""
     lower = {str(name).lower(): name for name in reversed([*record])}
     lower |= {name: name for name in names if name in record}
@@ -178,15 +182,15 @@ def _present(record: Mapping[str, Any], names: Sequence[str]) -> list[str]:
     return [name for name in dict.fromkeys(found) if _is_text_or_list(record[name])]
 
 
-def _texts(record: Mapping[str, Any], names: Sequence[str]) -> list[str]:
-    return [name for name in _present(record, names) if isinstance(record[name], str)]
+def _present_text_fields(record: Mapping[str, Any], names: Sequence[str]) -> list[str]:
+    return [name for name in _present_fields(record, names) if isinstance(record[name], str)]
 
 
 def _is_text_or_list(value: Any) -> bool:
     return isinstance(value, str | list | tuple) or _have_roles([value])
 
 
-def _is_said(value: Any) -> bool:
+def _is_text_or_messages(value: Any) -> bool:
     return isinstance(value, str) or _have_roles([value]) or _have_roles(value)
 
 
@@ -210,7 +214,7 @@ _MAX_DEPTH = 256
 """Deepest nesting of brackets in a document's JSON."""
 _ANYTHING: Any = Any
 _SHOWN = 120
-MOST_RECORD_BYTES = 1 << 28
+MAX_RECORD_BYTES = 1 << 28
 """The largest record: a document is held as a whole, as text and as tokens."""
 
 
@@ -225,13 +229,13 @@ class BadRecord(Exception):
 _MISSING = object()
 
 
-class TextOf:
+class TextExtractor:
     """The text of records: themselves if they are text, else a column's or a template's."""
 
     def __init__(self, field: str = "text", template: str = ""):
         self._field = field
         self._template = template
-        self._pieces = template_pieces(template)
+        self._pieces = split_template(template)
 
     @property
     def columns(self) -> list[str]:
@@ -254,7 +258,7 @@ class TextOf:
         if self._template:
             parts, size = [], 0
             for fixed, name in self._pieces:
-                parts += fixed, _filled(record, name) if name else ""
+                parts += fixed, _fill_field(record, name) if name else ""
                 size += len(parts[-2]) + len(parts[-1])
                 check_length(size)  # a column may be there many times
             return "".join(parts)
@@ -266,10 +270,10 @@ class TextOf:
     def _no_text(self, record: Mapping[str, Any], value: object) -> BadRecord:
         found = "is missing" if value is _MISSING else f"is of type {type(value).__name__}"
         rule = f"must have text in data.field ({self._field}), which {found}."
-        return BadRecord(_fields(record), rule, _to_read(record))
+        return BadRecord(_fields(record), rule, _suggest_settings(record))
 
 
-def _to_read(record: Mapping[str, Any]) -> str:
+def _suggest_settings(record: Mapping[str, Any]) -> str:
     """The action that reads a record without the field of its text."""
     chat, template = chat_settings(record), text_template(record)
     actions = [f"{chat} to render conversations with a chat template"] if chat else []
@@ -290,7 +294,7 @@ def _to_read(record: Mapping[str, Any]) -> str:
     return "Add a text field to every record."
 
 
-def joined(record: Mapping[str, Any], template: str, key: str) -> str:
+def fill_template(record: Mapping[str, Any], template: str, key: str) -> str:
     """The text of the template that `key` sets, without lines whose columns are empty.
 
     A column that is null or missing is empty.
@@ -298,7 +302,7 @@ def joined(record: Mapping[str, Any], template: str, key: str) -> str:
     Raises:
         BadRecord: the record lacks all of them, or has another type there.
     """
-    pieces = template_pieces(template)
+    pieces = split_template(template)
     names = [name for _, name in pieces if name]
     if all(_is_absent(value_of(record, name)) for name in names):
         rule = f"must have one of the columns {', '.join(names)} of {key}."
@@ -311,7 +315,7 @@ def joined(record: Mapping[str, Any], template: str, key: str) -> str:
         values += [list[str]() for _ in others]
         if name:
             is_empty = _is_absent(value_of(record, name))
-            values[-1].append("" if is_empty else _filled(record, name, key))
+            values[-1].append("" if is_empty else _fill_field(record, name, key))
             lines[-1] += values[-1][-1]
         check_length(sum(map(len, lines)))
     kept = [line for line, of in zip(lines, values, strict=True) if not of or any(of)]
@@ -328,7 +332,7 @@ def value_of(record: Mapping[str, Any], name: str) -> Any:
     return value_of(inner, rest) if dot and isinstance(inner, Mapping) else _MISSING
 
 
-def _filled(record: Mapping[str, Any], name: str, key: str = "data.template") -> str:
+def _fill_field(record: Mapping[str, Any], name: str, key: str = "data.template") -> str:
     value = value_of(record, name)
     if isinstance(value, (str, bytes)):
         return _text(value)
@@ -347,13 +351,13 @@ def _is_absent(value: object) -> bool:
 
 
 def _fields(record: Mapping[str, Any]) -> str:
-    return shortened(f"fields {', '.join(map(str, record)) or 'none'}")
+    return shorten(f"fields {', '.join(map(str, record)) or 'none'}")
 
 
 def _text(value: str | bytes) -> str:
     check_length(len(value))
     if isinstance(value, bytes):
-        return decoded(value)
+        return decode_utf8(value)
     # A JSON string may hold half of a surrogate pair, which no encoder takes.
     return value.encode("utf-8", "replace").decode()
 
@@ -364,10 +368,10 @@ def check_length(size_bytes: int) -> None:
     Raises:
         BadRecord: it is.
     """
-    if size_bytes > MOST_RECORD_BYTES:
+    if size_bytes > MAX_RECORD_BYTES:
         raise BadRecord(
             f"{size_bytes} bytes",
-            f"must be at most {MOST_RECORD_BYTES} bytes long: it is held in memory as a whole.",
+            f"must be at most {MAX_RECORD_BYTES} bytes long: it is held in memory as a whole.",
             "Cut the document into several.",
         )
 
@@ -378,13 +382,13 @@ def from_json(raw: bytes) -> dict[str, Any]:
     Raises:
         ValueError: it is not JSON, nests too deep, or is no object.
     """
-    value = parse(raw, _ANYTHING, most_depth=_MAX_DEPTH)
+    value = parse_json(raw, _ANYTHING, most_depth=_MAX_DEPTH)
     if not isinstance(value, dict):
         raise ValueError(f"it is of type {type(value).__name__}")
     return value
 
 
-def decoded(raw: bytes, errors: str = "strict") -> str:
+def decode_utf8(raw: bytes, errors: str = "strict") -> str:
     """UTF-8 as text.
 
     Raises:
@@ -400,7 +404,7 @@ def decoded(raw: bytes, errors: str = "strict") -> str:
         ) from error
 
 
-def shortened(text: str | bytes, limit: int = _SHOWN) -> str:
+def shorten(text: str | bytes, limit: int = _SHOWN) -> str:
     """In one line of at most `limit` characters."""
     if isinstance(text, bytes):
         text = text[: 8 * limit].decode("utf-8", "replace")

@@ -18,38 +18,38 @@ import numpy as np
 
 from maxpipe.data.prepared.manifest import (
     BIN,
-    CONTENT,
+    CONTENT_KEY,
     CRC_FILE,
     JOURNAL,
     OUT,
     FileEntry,
-    Folders,
-    bring_to_disk,
+    FolderKind,
+    append_journal,
     differences,
     dtype_for,
-    elsewhere,
-    enter,
-    read_signed,
-    resume,
+    fsync_folder,
+    read_checksummed,
+    replay_journal,
     shard_name,
+    suggest_action,
 )
 from maxpipe.data.prepared.ranges import (
     BLOCK_BYTES,
-    Checked,
-    Kept,
-    damaged,
-    joined,
-    open_ranges,
+    ChecksummedReader,
+    PieceCache,
+    damaged_error,
+    join_path,
+    open_range_reader,
 )
-from maxpipe.data.prepared.reader import read_whole
-from maxpipe.data.prepared.writer import SignedFile
+from maxpipe.data.prepared.reader import read_verified
+from maxpipe.data.prepared.writer import ChecksummedWriter
 from maxpipe.errors import ConfigError, StorageError
 from maxpipe.io import files
-from maxpipe.io.typed import checksummed, parse_checksummed
+from maxpipe.io.typed import dump_checksummed, parse_checksummed
 
 MANIFEST = "logits.json"
 _FORMAT = 1
-_ANSWERS = Folders("maxpipe distill prepare", "distill.stored", MANIFEST, (_FORMAT,))
+_LOGITS_FOLDER = FolderKind("maxpipe distill prepare", "distill.stored", MANIFEST, (_FORMAT,))
 _IDENTITY = ("tokens", "segment_ids")
 """Arrays of a row by which it is known again."""
 
@@ -61,7 +61,7 @@ class TeacherEntry(TypedDict):
     digest: str
 
 
-class Spec(TypedDict):
+class LogitsSpec(TypedDict):
     """What decides each byte of a folder."""
 
     format: int
@@ -75,17 +75,17 @@ class Spec(TypedDict):
     """By its name in a mixture: facts about a source, with the number of its `sequences`."""
 
 
-class ShardEntry(TypedDict):
+class LogitsShardEntry(TypedDict):
     """Rows that follow each other, and their files by suffix."""
 
     rows: int
     files: dict[str, FileEntry]
 
 
-class Manifest(Spec):
+class LogitsManifest(LogitsSpec):
     """The whole."""
 
-    shards: list[ShardEntry]
+    shards: list[LogitsShardEntry]
 
 
 def spec_of(
@@ -97,9 +97,9 @@ def spec_of(
     top_k: int,
     row_tokens: int,
     shard_bytes: int,
-) -> Spec:
+) -> LogitsSpec:
     """What a teacher's answers to all rows of these sources will be."""
-    size = record_of(row_tokens, top_k, vocab_size).itemsize
+    size = record_dtype(row_tokens, top_k, vocab_size).itemsize
     return {
         "format": _FORMAT,
         "teacher": teacher,
@@ -112,23 +112,23 @@ def spec_of(
     }
 
 
-def record_of(row_tokens: int, top_k: int, vocab_size: int) -> np.dtype:
+def record_dtype(row_tokens: int, top_k: int, vocab_size: int) -> np.dtype:
     """A row: the digest of its tokens, and of each token the teacher's most likely next ones."""
     shape = (row_tokens, top_k)
     fields = [("digest", "<u8"), ("ids", dtype_for(vocab_size), shape), ("logprobs", "<f4", shape)]
     return np.dtype(fields)  # type: ignore[call-overload]
 
 
-def _record(spec: Spec) -> np.dtype:
-    return record_of(spec["row_tokens"], spec["top_k"], spec["vocab_size"])
+def _record_dtype_of_spec(spec: LogitsSpec) -> np.dtype:
+    return record_dtype(spec["row_tokens"], spec["top_k"], spec["vocab_size"])
 
 
-def num_rows(spec: Spec) -> int:
+def num_sequences(spec: LogitsSpec) -> int:
     """Of all sources."""
     return sum(int(facts["sequences"]) for facts in spec["sources"].values())
 
 
-def digest_of(row: Mapping[str, np.ndarray]) -> int:
+def sequence_digest(row: Mapping[str, np.ndarray]) -> int:
     """Of a row's tokens, and of where its documents begin."""
     total = hashlib.blake2b(digest_size=8)
     for name in _IDENTITY:
@@ -136,7 +136,7 @@ def digest_of(row: Mapping[str, np.ndarray]) -> int:
     return int.from_bytes(total.digest(), "little")
 
 
-class Answers(NamedTuple):
+class LogitsBatch(NamedTuple):
     """What a teacher says of consecutive rows."""
 
     digests: list[int]
@@ -149,29 +149,31 @@ class Answers(NamedTuple):
 # Writing.
 
 
-class Writer:
+class LogitsWriter:
     """Fills a folder whose journal is locked, from the first row that is missing."""
 
-    def __init__(self, folder: Path, journal: BinaryIO, spec: Spec):
+    def __init__(self, folder: Path, journal: BinaryIO, spec: LogitsSpec):
         self._folder, self._journal, self._spec = folder, journal, spec
-        self._record = _record(spec)
-        self._shards: list[ShardEntry] = []
-        self._file: SignedFile | None = None
+        self._record = _record_dtype_of_spec(spec)
+        self._shards: list[LogitsShardEntry] = []
+        self._file: ChecksummedWriter | None = None
         self._rows = 0
-        begun = resume(
+        begun = replay_journal(
             journal,
-            lambda line: check_same(folder, parse_checksummed(line, Spec), spec),
-            lambda line: self._shards.append(self._on_disk(parse_checksummed(line, ShardEntry))),
+            lambda line: check_same(folder, parse_checksummed(line, LogitsSpec), spec),
+            lambda line: self._shards.append(
+                self._on_disk(parse_checksummed(line, LogitsShardEntry))
+            ),
         )
         if not begun:
-            enter(journal, spec)
+            append_journal(journal, spec)
 
     @property
     def done(self) -> int:
         """Rows that are on the disk."""
         return sum(shard["rows"] for shard in self._shards)
 
-    def _on_disk(self, shard: ShardEntry) -> ShardEntry:
+    def _on_disk(self, shard: LogitsShardEntry) -> LogitsShardEntry:
         """The same, if its files are there; raises OSError or ValueError."""
         for suffix, entry in shard["files"].items():
             path = self._folder / shard_name(len(self._shards), suffix)
@@ -179,7 +181,7 @@ class Writer:
                 raise ValueError("it is cut off")
         return shard
 
-    def add(self, answers: Answers) -> None:
+    def add(self, answers: LogitsBatch) -> None:
         """Appends rows."""
         records = np.empty(len(answers.digests), self._record)
         records["digest"], records["ids"] = answers.digests, answers.ids
@@ -194,13 +196,13 @@ class Writer:
             if self._rows == self._spec["shard_rows"]:
                 self._close()
 
-    def finish(self) -> Manifest:
+    def finish(self) -> LogitsManifest:
         """Writes the manifest."""
         if self._file is not None:
             self._close()
-        manifest: Manifest = {**self._spec, "shards": self._shards}
-        files.write(self._folder / MANIFEST, checksummed(manifest))
-        bring_to_disk(self._folder)
+        manifest: LogitsManifest = {**self._spec, "shards": self._shards}
+        files.write(self._folder / MANIFEST, dump_checksummed(manifest))
+        fsync_folder(self._folder)
         (self._folder / JOURNAL).unlink(missing_ok=True)
         return manifest
 
@@ -209,52 +211,52 @@ class Writer:
         if self._file is not None:
             self._file.abandon()
 
-    def _open(self, suffix: str) -> SignedFile:
-        return SignedFile(self._folder / shard_name(len(self._shards), suffix))
+    def _open(self, suffix: str) -> ChecksummedWriter:
+        return ChecksummedWriter(self._folder / shard_name(len(self._shards), suffix))
 
     def _close(self) -> None:
         assert self._file is not None
         crc, entries = self._open(CRC_FILE), {BIN: self._file.close()}
         crc.write(np.array(self._file.crcs, "<u4").tobytes())
         entries[CRC_FILE] = crc.close()
-        shard: ShardEntry = {"rows": self._rows, "files": entries}
-        enter(self._journal, shard)
+        shard: LogitsShardEntry = {"rows": self._rows, "files": entries}
+        append_journal(self._journal, shard)
         self._shards.append(shard)
         self._file, self._rows = None, 0
 
 
-def check_same(folder: Path, found: Spec, spec: Spec) -> None:
+def check_same(folder: Path, found: LogitsSpec, spec: LogitsSpec) -> None:
     """Raises ConfigError if the folder is of another teacher or of other rows."""
-    theirs, ours = (_comparable(each) for each in (found, spec))
+    theirs, ours = (_comparable_spec(each) for each in (found, spec))
     if lines := differences(theirs, ours):
         more = f" and {len(lines) - 4} more" if len(lines) > 4 else ""
         rule = f"holds what was prepared otherwise: {'; '.join(lines[:4])}{more}."
-        raise ConfigError.one(OUT, folder, rule, elsewhere(folder))
+        raise ConfigError.one(OUT, folder, rule, suggest_action(folder))
 
 
-def _comparable(spec: Spec) -> dict[str, Any]:
+def _comparable_spec(spec: LogitsSpec) -> dict[str, Any]:
     """A teacher is its parameters, wherever they are."""
-    found = {name: spec.get(name) for name in Spec.__annotations__}
+    found = {name: spec.get(name) for name in LogitsSpec.__annotations__}
     return {**found, "teacher": spec["teacher"]["digest"]}
 
 
 # Reading.
 
 
-def is_there(folder: str) -> bool:
+def has_manifest(folder: str) -> bool:
     """Whether a folder, or `gs://BUCKET/PATH`, is one of these."""
     try:
-        return bool(open_ranges(joined(folder, MANIFEST)).size)
+        return bool(open_range_reader(join_path(folder, MANIFEST)).size)
     except StorageError:
         return False
 
 
-def read_manifest(folder: str) -> Manifest:
+def read_manifest(folder: str) -> LogitsManifest:
     """The manifest of a folder or `gs://BUCKET/PATH`; raises as that of documents does."""
-    return read_signed(_ANSWERS, folder, Manifest, _check)
+    return read_checksummed(_LOGITS_FOLDER, folder, LogitsManifest, _check)
 
 
-def _check(found: Manifest) -> None:
+def _check(found: LogitsManifest) -> None:
     """Raises ValueError for numbers that no folder has."""
     sizes = [found[name] for name in ("top_k", "row_tokens", "shard_rows", "vocab_size")]
     if min(sizes) < 1 or found["top_k"] > found["vocab_size"]:
@@ -262,7 +264,7 @@ def _check(found: Manifest) -> None:
     for name, facts in found["sources"].items():
         if type(count := facts.get("sequences")) is not int or count < 1:
             raise ValueError(f"source {name!r} has {count} sequences")
-    size, left = _record(found).itemsize, num_rows(found)
+    size, left = _record_dtype_of_spec(found).itemsize, num_sequences(found)
     for number, shard in enumerate(found["shards"]):
         if sorted(shard["files"]) != sorted((BIN, CRC_FILE)):
             raise ValueError(f"shard {number} has other files")
@@ -274,7 +276,7 @@ def _check(found: Manifest) -> None:
         raise ValueError(f"its shards lack {left} rows")
 
 
-def open_stored(
+def open_logits(
     folder: str,
     sources: Mapping[str, Mapping[str, Any]],
     *,
@@ -282,7 +284,7 @@ def open_stored(
     temperature: float,
     top_k: int,
     row_tokens: int,
-) -> StoredAnswers:
+) -> LogitsReader:
     """What a folder says of rows of these sources to a student with these numbers.
 
     Raises:
@@ -307,27 +309,27 @@ def open_stored(
         before = found["sources"].get(name)
         named = f"data.mixture.{name}" if name else "data"
         lines += ["it has no rows of " + named] if before is None else []
-        if before is not None and CONTENT not in before:  # of an earlier release
-            facts = {key: value for key, value in facts.items() if key != CONTENT}
+        if before is not None and CONTENT_KEY not in before:  # of an earlier release
+            facts = {key: value for key, value in facts.items() if key != CONTENT_KEY}
         lines += [] if before is None else differences(before, dict(facts), named)
     if lines:
         more = f"; and {len(lines) - 4} more" if len(lines) > 4 else ""
         raise ConfigError.one(
-            _ANSWERS.key,
+            _LOGITS_FOLDER.key,
             folder,
             f"must be of the rows that this run reads: {'; '.join(lines[:4])}{more}.",
             "Restore documents, tokenizer, run.seed and data.* of then, or prepare it again.",
         )
-    return StoredAnswers(folder, found, top_k)
+    return LogitsReader(folder, found, top_k)
 
 
-class StoredAnswers:
+class LogitsReader:
     """What a folder says of the rows of some sources."""
 
-    def __init__(self, folder: str, manifest: Manifest, top_k: int):
+    def __init__(self, folder: str, manifest: LogitsManifest, top_k: int):
         self._folder, self._manifest, self._top_k = folder, manifest, top_k
-        self._record = _record(manifest)
-        self._kept = Kept() if files.scheme(folder) else None
+        self._record = _record_dtype_of_spec(manifest)
+        self._kept = PieceCache() if files.url_scheme(folder) else None
         self._starts: dict[str, int] = {}
         start = 0
         for name, facts in sorted(manifest["sources"].items()):
@@ -351,10 +353,10 @@ class StoredAnswers:
         shard, place = divmod(self._starts[source] + sequence, self._manifest["shard_rows"])
         size, file = self._record.itemsize, self._file(shard)
         record = np.frombuffer(file.read(place * size, (place + 1) * size), self._record)[0]
-        if int(record["digest"]) != digest_of(row):
+        if int(record["digest"]) != sequence_digest(row):
             named = f" of {source}" if source else ""
             raise ConfigError.one(
-                _ANSWERS.key,
+                _LOGITS_FOLDER.key,
                 self._folder,
                 f"must be of the documents of this run: sequence {sequence}{named} has other "
                 "tokens than when it was prepared.",
@@ -362,21 +364,21 @@ class StoredAnswers:
             )
         ids, logprobs = (record[name][:, : self._top_k] for name in ("ids", "logprobs"))
         if int(ids.max()) >= self._manifest["vocab_size"]:
-            raise damaged(file.path, f"row {place} has the id {int(ids.max())}")
+            raise damaged_error(file.path, f"row {place} has the id {int(ids.max())}")
         return ids.astype(np.int32), np.ascontiguousarray(logprobs, np.float32)
 
     @functools.cache  # noqa: B019  lives as long as the run
-    def _file(self, number: int) -> Checked:
+    def _file(self, number: int) -> ChecksummedReader:
         entries = self._manifest["shards"][number]["files"]
-        path, size = joined(self._folder, shard_name(number, BIN)), entries[BIN]["bytes"]
-        crc = joined(self._folder, shard_name(number, CRC_FILE))
-        crcs = np.frombuffer(read_whole(crc, entries[CRC_FILE]), "<u4")
+        path, size = join_path(self._folder, shard_name(number, BIN)), entries[BIN]["bytes"]
+        crc = join_path(self._folder, shard_name(number, CRC_FILE))
+        crcs = np.frombuffer(read_verified(crc, entries[CRC_FILE]), "<u4")
         if len(crcs) != -(-size // BLOCK_BYTES):
-            raise damaged(crc, f"it has {len(crcs)} CRCs for {size} bytes")
-        return Checked(open_ranges(path), size, crcs, self._kept)
+            raise damaged_error(crc, f"it has {len(crcs)} CRCs for {size} bytes")
+        return ChecksummedReader(open_range_reader(path), size, crcs, self._kept)
 
 
-def entries(manifest: Manifest) -> Iterator[tuple[str, FileEntry]]:
+def entries(manifest: LogitsManifest) -> Iterator[tuple[str, FileEntry]]:
     """Names of all files, and their digests."""
     for number, shard in enumerate(manifest["shards"]):
         for suffix, entry in sorted(shard["files"].items()):

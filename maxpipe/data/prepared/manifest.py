@@ -34,15 +34,15 @@ from typing import Any, BinaryIO, NamedTuple, NotRequired, TypedDict, TypeVar
 
 import numpy as np
 
-from maxpipe.checkpoint.address import check_outside
+from maxpipe.checkpoint.address import check_outside_checkpoints
 from maxpipe.config.data_schema import SourceConfig
 from maxpipe.config.schema import TokenizerConfig
-from maxpipe.data.prepared.ranges import damaged, joined, open_ranges
+from maxpipe.data.prepared.ranges import damaged_error, join_path, open_range_reader
 from maxpipe.data.sources import Source
 from maxpipe.data.tokenizer import Tokenizer
-from maxpipe.errors import ConfigError, Interrupted, Preempted, StorageError
+from maxpipe.errors import ConfigError, Preemption, StorageError, UserInterrupt
 from maxpipe.io import files
-from maxpipe.io.typed import checksummed, parse_checksummed
+from maxpipe.io.typed import dump_checksummed, parse_checksummed
 
 BIN, IDX = ".bin", ".idx"
 
@@ -56,7 +56,7 @@ _FLOATS = (6, 7)
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class IndexLayout:
     """The type of the ids, and the tables of an index. `num_bounds` is documents + 1."""
 
     dtype: np.dtype
@@ -85,7 +85,7 @@ def dtype_for(vocab_size: int) -> np.dtype:
     return np.dtype("<u2" if vocab_size <= 1 << 16 else "<i4")
 
 
-def parse(raw: bytes, size: int) -> Layout:
+def parse(raw: bytes, size: int) -> IndexLayout:
     """The layout that the first bytes of an index of `size` bytes describe.
 
     Raises:
@@ -102,7 +102,7 @@ def parse(raw: bytes, size: int) -> Layout:
         raise ValueError(f"its ids are floats, type {code}")
     if code not in _TYPES:
         raise ValueError(f"its ids are of the unknown type {code}")
-    found = Layout(np.dtype(_TYPES[code]), num_sequences, num_bounds)
+    found = IndexLayout(np.dtype(_TYPES[code]), num_sequences, num_bounds)
     # Indexes of several kinds of text have a byte more for each sequence, which is not read.
     if size not in (found.end, found.end + num_sequences):
         raise ValueError(
@@ -112,7 +112,7 @@ def parse(raw: bytes, size: int) -> Layout:
     return found
 
 
-def index_of(lengths: np.ndarray, dtype: np.dtype) -> Iterator[bytes]:
+def encode_index(lengths: np.ndarray, dtype: np.dtype) -> Iterator[bytes]:
     """The parts of an index of documents of one sequence each; `lengths` int64 [documents]."""
     code = next(code for code, name in _TYPES.items() if np.dtype(name) == dtype)
     yield _HEADER.pack(_MAGIC, _VERSION, code, len(lengths), len(lengths) + 1)
@@ -122,15 +122,15 @@ def index_of(lengths: np.ndarray, dtype: np.dtype) -> Iterator[bytes]:
 
 
 OUT = "command line: --out"
-_LONGEST_LINE = 1 << 24
+_MAX_LINE_BYTES = 1 << 24
 
 
 def check_folder(folder: Path, manifest: str) -> None:
     """Raises ConfigError if something else is there than what has, or will have, this manifest."""
-    check_outside(folder, OUT)
+    check_outside_checkpoints(folder, OUT)
     if not os.path.lexists(folder):
         return
-    action = f"Name another folder, such as --out {other(folder)}."
+    action = f"Name another folder, such as --out {suggest_folder(folder)}."
     if not folder.is_dir():
         raise ConfigError.one(OUT, folder, "is there already, and is no folder.", action)
     names = os.listdir(folder)
@@ -139,20 +139,20 @@ def check_folder(folder: Path, manifest: str) -> None:
         raise ConfigError.one(OUT, folder, rule, action)
 
 
-def other(folder: Path) -> str:
+def suggest_folder(folder: Path) -> str:
     """The name of another folder, for advice."""
     return f"{folder}-2" if folder.name not in ("", "..") else "tokens"
 
 
-def elsewhere(folder: Path) -> str:
+def suggest_action(folder: Path) -> str:
     """What to do about a folder that holds something else."""
-    return f"Name another folder, such as --out {other(folder)}, or remove this one."
+    return f"Name another folder, such as --out {suggest_folder(folder)}, or remove this one."
 
 
 @contextlib.contextmanager
-def locked(folder: Path) -> Iterator[BinaryIO]:
+def lock_journal(folder: Path) -> Iterator[BinaryIO]:
     """The journal, for one process at a time."""
-    with open(files.opened(folder / JOURNAL, os.O_RDWR | os.O_CREAT), "r+b") as journal:
+    with open(files.open_regular(folder / JOURNAL, os.O_RDWR | os.O_CREAT), "r+b") as journal:
         try:
             fcntl.flock(journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -162,7 +162,7 @@ def locked(folder: Path) -> Iterator[BinaryIO]:
         yield journal
 
 
-def resume(
+def replay_journal(
     journal: BinaryIO, begin: Callable[[bytes], object], add: Callable[[bytes], object]
 ) -> bool:
     """Whether the journal has begun; `begin` takes its first line, and `add` each other one.
@@ -170,7 +170,7 @@ def resume(
     Ends it in front of a line for which they raise OSError or ValueError.
     """
     end = 0
-    while line := journal.readline(_LONGEST_LINE):
+    while line := journal.readline(_MAX_LINE_BYTES):
         # A kill or a power failure leaves half a line, or files that have lost their end.
         try:
             if not line.endswith(b"\n"):
@@ -183,10 +183,10 @@ def resume(
     return bool(end)
 
 
-def enter(journal: BinaryIO, line: Mapping[str, Any]) -> None:
+def append_journal(journal: BinaryIO, line: Mapping[str, Any]) -> None:
     """Appends a line, and brings it to the disk."""
     journal.seek(0, os.SEEK_END)
-    journal.write(checksummed(line, indent=None).encode() + b"\n")
+    journal.write(dump_checksummed(line, indent=None).encode() + b"\n")
     journal.flush()
     os.fsync(journal.fileno())
 
@@ -196,7 +196,7 @@ class _Terminated(BaseException):
 
 
 @contextlib.contextmanager
-def stops(folder: Path) -> Iterator[None]:
+def convert_signals(folder: Path) -> Iterator[None]:
     """Turns SIGTERM, SIGHUP and Ctrl-C into errors that say how to go on."""
     words = f"{folder}: preparing was stopped\n  Shards that are complete are kept.\n"
     words += "  Run the same command again: it goes on behind them."
@@ -213,15 +213,15 @@ def stops(folder: Path) -> Iterator[None]:
     try:
         yield
     except _Terminated:
-        raise Preempted(words) from None
+        raise Preemption(words) from None
     except KeyboardInterrupt:
-        raise Interrupted(words) from None
+        raise UserInterrupt(words) from None
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
-def bring_to_disk(folder: Path) -> None:
+def fsync_folder(folder: Path) -> None:
     """The names of its files."""
     number = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -230,7 +230,7 @@ def bring_to_disk(folder: Path) -> None:
         os.close(number)
 
 
-FILE = "manifest.json"
+MANIFEST_FILE = "manifest.json"
 JOURNAL = "unfinished"
 """What is done while documents are prepared, a signed JSON value a line; removed when the manifest
 is there. By its name no source takes it for documents."""
@@ -239,9 +239,9 @@ META_FILE, MASK_FILE, CRC_FILE = ".meta", ".mask", ".crc"
 DTYPES = ("<u2", "<i4")
 """Those of ids."""
 
-CONTENT = "content"
+CONTENT_KEY = "content"
 """Name of the entry of facts with the digests of a source's files by name."""
-SPAN = 1024
+SPAN_DOCUMENTS = 1024
 """Consecutive documents whose tokens are counted together."""
 META = np.dtype([("text_bytes", "<u4"), ("digest", "<u8")])
 """UTF-8 bytes of a document's text, and the first 8 bytes of their BLAKE2b digest. Of a
@@ -252,14 +252,14 @@ _TEXTS, _CONVERSATIONS = 1, 2
 """Formats. Releases that know no masks refuse the second."""
 _LARGEST_BYTES = 1 << 28
 # How documents are read, not what they are.
-_UNRELATED = ("unreadable", "unreadable_limit", "largest_unpacked_bytes", "packing")
-_UNRELATED += ("long_conversations",)  # goes by the length of a sequence
+_READER_KEYS = ("unreadable", "unreadable_limit", "largest_unpacked_bytes", "packing")
+_READER_KEYS += ("long_conversations",)  # goes by the length of a sequence
 
 
 T = TypeVar("T")
 
 
-class Folders(NamedTuple):
+class FolderKind(NamedTuple):
     """Folders that a command prepares."""
 
     command: str
@@ -271,7 +271,9 @@ class Folders(NamedTuple):
     """That are read."""
 
 
-_DOCUMENTS = Folders("maxpipe data prepare", "data.path", FILE, (_TEXTS, _CONVERSATIONS))
+_DOCUMENT_FOLDER = FolderKind(
+    "maxpipe data prepare", "data.path", MANIFEST_FILE, (_TEXTS, _CONVERSATIONS)
+)
 
 
 class FileEntry(TypedDict):
@@ -363,7 +365,7 @@ def spec_of(
         "name": source.name,
         "fingerprint": source.fingerprint(),
         "documents": len(source),
-        "data": {key: value for key, value in keys.items() if key not in _UNRELATED},
+        "data": {key: value for key, value in keys.items() if key not in _READER_KEYS},
         "seed": seed,
     }
     if content := source.content():
@@ -385,9 +387,9 @@ def spec_of(
     }
 
 
-def content_facts(content: Mapping[str, str]) -> dict[str, Any]:
+def content_metadata(content: Mapping[str, str]) -> dict[str, Any]:
     """The entry of facts for digests of files; none where there are no files."""
-    return {CONTENT: dict(content)} if content else {}
+    return {CONTENT_KEY: dict(content)} if content else {}
 
 
 def differences(one: Any, other: Any, name: str = "") -> list[str]:
@@ -447,7 +449,7 @@ def has_masks(spec: Spec) -> bool:
     return spec["format"] == _CONVERSATIONS
 
 
-def checked(has_mask: bool) -> tuple[str, ...]:
+def checksummed_suffixes(has_mask: bool) -> tuple[str, ...]:
     """Files of a shard with CRCs, in the order of these."""
     return (BIN, IDX, META_FILE, *((MASK_FILE,) if has_mask else ()))
 
@@ -464,10 +466,10 @@ def read_manifest(folder: str) -> Manifest:
         ConfigError: there is none, or it is of a later version of maxpipe.
         StorageError: it is damaged, or cannot be read.
     """
-    return read_signed(_DOCUMENTS, folder, Manifest, _check)
+    return read_checksummed(_DOCUMENT_FOLDER, folder, Manifest, _check)
 
 
-def read_signed(kind: Folders, folder: str, form: type[T], check: Callable[[T], None]) -> T:
+def read_checksummed(kind: FolderKind, folder: str, form: type[T], check: Callable[[T], None]) -> T:
     """The manifest, of this form, of a folder or `gs://BUCKET/PATH`.
 
     `check` raises ValueError for numbers that no folder has: the digest of a manifest says only
@@ -477,21 +479,21 @@ def read_signed(kind: Folders, folder: str, form: type[T], check: Callable[[T], 
         ConfigError: there is none, or it is of a later version of maxpipe.
         StorageError: it is damaged, or cannot be read.
     """
-    path = joined(folder, kind.file)
+    path = join_path(folder, kind.file)
     try:
-        file = open_ranges(path)
+        file = open_range_reader(path)
     except StorageError as error:
         if not isinstance(error.__cause__, FileNotFoundError | NotADirectoryError):
             raise
-        raise _absent(kind, folder) from error
+        raise _no_manifest_error(kind, folder) from error
     if file.size > _LARGEST_BYTES:
-        raise damaged(path, f"it has {file.size} bytes, at most {_LARGEST_BYTES} are read")
+        raise damaged_error(path, f"it has {file.size} bytes, at most {_LARGEST_BYTES} are read")
     try:
         found = parse_checksummed(file.read(0, file.size), form)
         if (number := found["format"]) in kind.formats:  # type: ignore[index]
             check(found)
     except ValueError as error:
-        raise damaged(path, str(error)) from error
+        raise damaged_error(path, str(error)) from error
     if number not in kind.formats:
         known = " or ".join(map(str, kind.formats))
         raise ConfigError.one(
@@ -503,10 +505,10 @@ def read_signed(kind: Folders, folder: str, form: type[T], check: Callable[[T], 
     return found
 
 
-def _absent(kind: Folders, folder: str) -> ConfigError:
+def _no_manifest_error(kind: FolderKind, folder: str) -> ConfigError:
     rule = f"must be a folder that `{kind.command}` wrote: it has no {kind.file}."
     action = f"Set {kind.key} to one, or write it with `{kind.command} ... --out DIR`."
-    if os.path.exists(joined(folder, JOURNAL)):
+    if os.path.exists(join_path(folder, JOURNAL)):
         rule = "must be prepared to the end, and is not: it has no manifest yet."
         action = f"Run the same `{kind.command}` again: it goes on where it was stopped."
     return ConfigError.one(kind.key, folder, rule, action)
@@ -519,7 +521,7 @@ def _check(found: Manifest) -> None:
         raise ValueError("it is of conversations and of texts")
     for number, shard in enumerate(shards):
         name = f"shard {number}"
-        if (names := sorted(shard["files"])) != sorted((*checked(masked), CRC_FILE)):
+        if (names := sorted(shard["files"])) != sorted((*checksummed_suffixes(masked), CRC_FILE)):
             raise ValueError(f"{name} has the files {', '.join(map(repr, names))[:80]}")
         if not 0 < shard["documents"] <= shard["tokens"]:
             raise ValueError(f"{name} has {shard['documents']} documents and {shard['tokens']} ids")

@@ -21,25 +21,25 @@ from typing import Any
 import numpy as np
 
 from maxpipe.config.data_schema import SourceConfig
-from maxpipe.data.documents import Encoded
+from maxpipe.data.documents import EncodedDocument
 from maxpipe.data.formats.digests import Digests
-from maxpipe.data.formats.files import File, Stat, changed, described
-from maxpipe.data.formats.source import Moved
+from maxpipe.data.formats.files import File, Stat, file_changed_error, stat_files
+from maxpipe.data.formats.source import Heartbeat
 from maxpipe.data.prepared.manifest import (
     BIN,
     HEADER_BYTES,
     IDX,
-    SPAN,
-    Layout,
-    content_facts,
+    SPAN_DOCUMENTS,
+    IndexLayout,
+    content_metadata,
     parse,
 )
-from maxpipe.data.prepared.ranges import Ranges, open_ranges
+from maxpipe.data.prepared.ranges import RangeReader, open_range_reader
 from maxpipe.data.prepared.reader import PreparedDocuments
-from maxpipe.data.tokenizer import Tokenizer, check_rows
+from maxpipe.data.tokenizer import Tokenizer, check_token_ids
 from maxpipe.errors import ConfigError, StorageError
-from maxpipe.io.files import scheme
-from maxpipe.io.text import counted
+from maxpipe.io.files import url_scheme
+from maxpipe.io.text import pluralize
 
 _ENTRIES = 1 << 18
 """Entries of a table that are looked through at a time."""
@@ -51,12 +51,12 @@ _ACTION = "Make the pair of files again, or leave it out of data.path with a pat
 
 
 @dataclass(frozen=True, slots=True)
-class _Pair:
+class _IndexedFile:
     """An index and the ids it is of."""
 
-    index: Ranges
-    ids: Ranges
-    layout: Layout
+    index: RangeReader
+    ids: RangeReader
+    layout: IndexLayout
     has_bounds: bool
     """Whether bounds say where documents begin; else each sequence is one."""
 
@@ -86,15 +86,15 @@ class _Pair:
         return pointers[sequences - first] // size
 
 
-def _table(file: Ranges, at: int, kind: str, first: int, stop: int) -> np.ndarray:
+def _table(file: RangeReader, at: int, kind: str, first: int, stop: int) -> np.ndarray:
     size = np.dtype(kind).itemsize
     return np.frombuffer(file.read(at + size * first, at + size * stop), kind)
 
 
-class _Unchanged:
+class _VerifiedFile:
     """A local file that is read as long as its content has the digest that was computed first."""
 
-    def __init__(self, ranges: Ranges, file: File, digests: Digests):
+    def __init__(self, ranges: RangeReader, file: File, digests: Digests):
         self.path, self.size = ranges.path, ranges.size
         self._ranges, self._file, self._digests = ranges, file, digests
 
@@ -107,7 +107,7 @@ class _Unchanged:
             if stat == self._digests.stat(self._file):
                 return found, stat
             self._digests.check([self._file])  # it was written to, perhaps the same
-        raise changed(self._file)
+        raise file_changed_error(self._file)
 
 
 class MegatronDocuments:
@@ -122,30 +122,30 @@ class MegatronDocuments:
         path: str,
         tokenizer: Tokenizer,
         digests: Digests | None = None,
-        moved: Moved | None = None,
+        moved: Heartbeat | None = None,
     ):
         self.pad_id = tokenizer.pad_id
         self._tokenizer = tokenizer
         self._content: Mapping[str, str] = {}
         names = _names(path)
         self._pairs = [_open(name) for name in names]
-        if digests is not None and not scheme(path):
+        if digests is not None and not url_scheme(path):
             root = os.path.commonpath([os.path.dirname(os.path.abspath(name)) for name in names])
-            files = described([name + end for name in names for end in (IDX, BIN)], root)
+            files = stat_files([name + end for name in names for end in (IDX, BIN)], root)
             self._content = digests.content(files, moved)
             by_path = {file.path: file for file in files}
             self._pairs = [
                 replace(
                     pair,
-                    index=_Unchanged(pair.index, by_path[pair.index.path], digests),
-                    ids=_Unchanged(pair.ids, by_path[pair.ids.path], digests),
+                    index=_VerifiedFile(pair.index, by_path[pair.index.path], digests),
+                    ids=_VerifiedFile(pair.ids, by_path[pair.ids.path], digests),
                 )
                 for pair in self._pairs
             ]
         self._starts = np.cumsum([0, *(pair.num_documents for pair in self._pairs)])
         self.num_documents = int(self._starts[-1])
         if not self.num_documents:
-            rule = f"must hold documents: {counted(len(self._pairs), 'index')} with none."
+            rule = f"must hold documents: {pluralize(len(self._pairs), 'index')} with none."
             raise ConfigError.one("data.path", path, rule, "Set data.path to other files.")
         for pair in self._pairs:
             _check_sequences(pair)
@@ -181,7 +181,7 @@ class MegatronDocuments:
         parts = []
         for first in range(0, self.num_documents, _ENTRIES):
             lengths = self.lengths_between(first, min(first + _ENTRIES, self.num_documents))
-            parts.append(np.add.reduceat(lengths, np.arange(0, len(lengths), SPAN)))
+            parts.append(np.add.reduceat(lengths, np.arange(0, len(lengths), SPAN_DOCUMENTS)))
         return np.concatenate(parts)
 
     @property
@@ -204,13 +204,13 @@ class MegatronDocuments:
             parts.append(np.diff(pair.offsets(bounds)))
         return np.concatenate(parts) + sum(self._added)
 
-    def __getitem__(self, document: int) -> Encoded:
+    def __getitem__(self, document: int) -> EncodedDocument:
         if not 0 <= document < self.num_documents:
             raise IndexError(document)
         ids = self._stored(document)
         front, behind = self._added
         parts = [[self._tokenizer.begin_id]] * front + [ids] + [[self._tokenizer.end_id]] * behind
-        return Encoded(np.concatenate(parts).astype(np.int32))
+        return EncodedDocument(np.concatenate(parts).astype(np.int32))
 
     def _stored(self, document: int) -> np.ndarray:
         number = int(np.searchsorted(self._starts, document, side="right")) - 1
@@ -227,7 +227,7 @@ class MegatronDocuments:
                 f"tokenizer: it has {low if low < 0 else high}.",
                 "Set tokenizer.* to the tokenizer that the files were made with.",
             )
-        check_rows(f"{pair.ids.path}: document {inside}", ids, self._tokenizer)
+        check_token_ids(f"{pair.ids.path}: document {inside}", ids, self._tokenizer)
         return ids
 
     def where(self, document: int) -> str:
@@ -254,16 +254,16 @@ class MegatronDocuments:
             "documents": self.num_documents,
             "tokens": self.num_tokens,
             "source_digest": hashlib.sha256(json.dumps(parts).encode()).hexdigest(),
-            **content_facts(self._content),
+            **content_metadata(self._content),
         }
 
 
 def _names(path: str) -> list[str]:
     """The pairs of a prefix, a file of a pair, a folder or a pattern, without their suffix."""
-    given = path if scheme(path) else os.path.expanduser(path)
+    given = path if url_scheme(path) else os.path.expanduser(path)
     if given.endswith((BIN, IDX)) and not glob.has_magic(given):
         given = given[: -len(IDX)]
-    if scheme(given) or os.path.exists(given + IDX):
+    if url_scheme(given) or os.path.exists(given + IDX):
         return [given]
     is_folder = os.path.isdir(given)
     pattern = os.path.join(glob.escape(given), f"*{IDX}") if is_folder else given
@@ -276,10 +276,10 @@ def _names(path: str) -> list[str]:
     return sorted(found)
 
 
-def _open(name: str) -> _Pair:
+def _open(name: str) -> _IndexedFile:
     """A pair whose sizes fit each other."""
     try:
-        index, ids = open_ranges(name + IDX), open_ranges(name + BIN)
+        index, ids = open_range_reader(name + IDX), open_range_reader(name + BIN)
     except StorageError as error:
         if not isinstance(error.__cause__, FileNotFoundError):
             raise
@@ -290,22 +290,24 @@ def _open(name: str) -> _Pair:
     try:
         layout = parse(index.read(0, min(index.size, HEADER_BYTES)), index.size)
     except ValueError as error:
-        raise _wrong(index.path, f"must be Megatron's index of token ids: {error}.") from error
+        raise _index_error(
+            index.path, f"must be Megatron's index of token ids: {error}."
+        ) from error
     # Some that were made without an end of a document have only the first bound.
-    return _Pair(index, ids, layout, layout.num_bounds > 1)
+    return _IndexedFile(index, ids, layout, layout.num_bounds > 1)
 
 
-def _wrong(where: str, rule: str) -> ConfigError:
+def _index_error(where: str, rule: str) -> ConfigError:
     return ConfigError.one(where, None, rule, _ACTION)
 
 
-def _parts(count: int) -> Iterator[tuple[int, int]]:
+def _entry_ranges(count: int) -> Iterator[tuple[int, int]]:
     """Ranges of entries that overlap by one."""
     for first in range(0, max(count - 1, 1), _ENTRIES):
         yield first, min(first + _ENTRIES + 1, count)
 
 
-def _check_sequences(pair: _Pair) -> None:
+def _check_sequences(pair: _IndexedFile) -> None:
     """Raises ConfigError for the first entry of an index that cannot be."""
     layout, path, size = pair.layout, pair.index.path, pair.layout.dtype.itemsize
     if layout.num_sequences:
@@ -316,39 +318,41 @@ def _check_sequences(pair: _Pair) -> None:
             pointers = _table(pair.index, layout.pointers_at, "<i8", first, stop)
             ends = expected + np.cumsum(lengths) * size
             if len(bad := np.flatnonzero(lengths < 0)):
-                _refuse(path, first + bad[0], f"has a length of {lengths[bad[0]]}")
+                _raise_index_error(path, first + bad[0], f"has a length of {lengths[bad[0]]}")
             if len(bad := np.flatnonzero(pointers != ends - lengths * size)):
                 begin = int(ends[bad[0]] - lengths[bad[0]] * size)
-                _refuse(path, first + bad[0], f"begins at byte {pointers[bad[0]]}, not at {begin}")
+                _raise_index_error(
+                    path, first + bad[0], f"begins at byte {pointers[bad[0]]}, not at {begin}"
+                )
             if len(bad := np.flatnonzero(ends > pair.ids.size)):
                 words = f"ends at byte {ends[bad[0]]} of {pair.ids.path}, which has "
-                _refuse(path, first + bad[0], f"{words}{pair.ids.size}")
+                _raise_index_error(path, first + bad[0], f"{words}{pair.ids.size}")
             expected = int(ends[-1])
     if pair.has_bounds:
         _check_bounds(pair)
 
 
-def _check_bounds(pair: _Pair) -> None:
+def _check_bounds(pair: _IndexedFile) -> None:
     layout, path = pair.layout, pair.index.path
     [last] = pair.bounds(layout.num_bounds - 1, layout.num_bounds)
     if last != layout.num_sequences:
         words = f"ends at sequence {last}, and there are {layout.num_sequences}"
-        _refuse(path, layout.num_bounds - 2, words, "document")
-    for first, stop in _parts(layout.num_bounds):
+        _raise_index_error(path, layout.num_bounds - 2, words, "document")
+    for first, stop in _entry_ranges(layout.num_bounds):
         bounds = pair.bounds(first, stop)
         # Compared with the ends as well: a difference may be beyond 64 bits.
         if len(bad := np.flatnonzero((bounds < 0) | (bounds > layout.num_sequences))):
             words = f"begins at sequence {bounds[bad[0]]}, and there are {layout.num_sequences}"
-            _refuse(path, first + bad[0], words, "document")
+            _raise_index_error(path, first + bad[0], words, "document")
         if len(bad := np.flatnonzero(np.diff(bounds) < 0)):
             words = f"begins behind the next one, at sequence {bounds[bad[0]]}"
-            _refuse(path, first + bad[0], words, "document")
+            _raise_index_error(path, first + bad[0], words, "document")
         if first == 0 and bounds[0]:
-            _refuse(path, 0, f"begins at sequence {bounds[0]}, not at 0", "document")
+            _raise_index_error(path, 0, f"begins at sequence {bounds[0]}, not at 0", "document")
 
 
-def _refuse(path: str, number: Any, words: str, what: str = "sequence") -> None:
-    raise _wrong(f"{path}: {what} {number}", f"cannot be: it {words}.")
+def _raise_index_error(path: str, number: Any, words: str, what: str = "sequence") -> None:
+    raise _index_error(f"{path}: {what} {number}", f"cannot be: it {words}.")
 
 
 IDS = ("tokens", "megatron")
@@ -359,7 +363,7 @@ def open_documents(
     config: SourceConfig,
     tokenizer: Tokenizer,
     digests: Digests | None = None,
-    moved: Moved | None = None,
+    moved: Heartbeat | None = None,
 ) -> PreparedDocuments | MegatronDocuments:
     """The documents as ids of the tokenizer.
 

@@ -28,65 +28,74 @@ import numpy as np
 
 from maxpipe.config.data_schema import SourceConfig
 from maxpipe.config.schema import TokenizerConfig
-from maxpipe.data.chat import answers_of, nothing_inside, nothing_trained
+from maxpipe.data.chat import (
+    empty_documents_error,
+    expand_trained_messages,
+    no_trained_tokens_error,
+)
 from maxpipe.data.prepared import logits, writer
 from maxpipe.data.prepared.manifest import (
-    CONTENT,
-    FILE,
+    CONTENT_KEY,
     HEADER_BYTES,
     IDX,
     JOURNAL,
+    MANIFEST_FILE,
     OUT,
-    SPAN,
+    SPAN_DOCUMENTS,
     SPANS,
     FileEntry,
     Manifest,
     ShardEntry,
     Spec,
-    bring_to_disk,
+    append_journal,
     changed_files,
     check_folder,
+    convert_signals,
     differences,
     dtype_for,
-    elsewhere,
-    enter,
+    fsync_folder,
     has_masks,
-    locked,
-    other,
+    lock_journal,
     parse,
     read_manifest,
-    resume,
+    replay_journal,
     shard_name,
     spec_of,
-    stops,
+    suggest_action,
+    suggest_folder,
 )
-from maxpipe.data.prepared.ranges import joined, open_ranges
-from maxpipe.data.prepared.reader import Shard, notes_of
-from maxpipe.data.prepared.writer import Finished, Piece, ShardWriter, SignedFile
+from maxpipe.data.prepared.ranges import join_path, open_range_reader
+from maxpipe.data.prepared.reader import Shard, sum_shard_notes
+from maxpipe.data.prepared.writer import (
+    ChecksummedWriter,
+    DocumentBatch,
+    FinishedShard,
+    ShardWriter,
+)
 from maxpipe.data.sources import Source, open_source
 from maxpipe.data.tokenizer import open_tokenizer
-from maxpipe.data.unread_keys import advice, columns_not_read, remarks
-from maxpipe.errors import AbsentError, ConfigError, StorageError
+from maxpipe.data.unread_keys import columns_not_read, remarks, suggest_settings
+from maxpipe.errors import ConfigError, StorageError, UnreachableError
 from maxpipe.io import files
-from maxpipe.io.files import scheme
-from maxpipe.io.text import counted
-from maxpipe.io.typed import checksummed, parse_checksummed
+from maxpipe.io.files import url_scheme
+from maxpipe.io.text import pluralize
+from maxpipe.io.typed import dump_checksummed, parse_checksummed
 
-_DOCUMENTS = ("name", "fingerprint", CONTENT, "documents", "chat")
+_DOCUMENTS = ("name", "fingerprint", CONTENT_KEY, "documents", "chat")
 """Entries of a source that say which documents it has."""
 _PIECE = 64
 """The most documents that a process encodes at a time."""
 _COMPARED = 256
 """Documents that are compared with what was written of them before a stop."""
-_AHEAD = 3
+_BATCHES_PER_WORKER = 3
 """Pieces for each process that are encoded or wait to be written."""
 
-Report = Callable[[str, int, int, str], object]
+ProgressCallback = Callable[[str, int, int, str], object]
 """Called with a task, what is done of it, its total, and a remark about its rate."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class PrepareJob:
     """What to prepare, and how. No `workers` are as many as there are cores.
 
     Compressed files are unpacked into `cache_dir`, once; without one until the process ends.
@@ -101,7 +110,7 @@ class Plan:
     shard_tokens: int
 
 
-class _Done:
+class _FinishedShards:
     """The shards that are on the disk, and their sums."""
 
     def __init__(self) -> None:
@@ -113,7 +122,7 @@ class _Done:
         self.day = ""
         """The date that the chat template was given; empty if it reads none."""
 
-    def add(self, finished: Finished) -> None:
+    def add(self, finished: FinishedShard) -> None:
         shard = finished["shard"]
         self.shards.append(shard)
         self.documents += shard["documents"]
@@ -123,7 +132,7 @@ class _Done:
         self.byte_counts += np.array(finished["byte_counts"], np.int64)
 
 
-def prepare(plan: Plan, report: Report) -> str:
+def prepare(plan: PrepareJob, report: ProgressCallback) -> str:
     """Writes the folder, or what is missing of it. Returns a line that says what was done.
 
     Raises:
@@ -136,7 +145,7 @@ def prepare(plan: Plan, report: Report) -> str:
         rule = "must be off, messages or prompt: pairs are read from their records in every run."
         action = "Train from the records, with train.objective=preference data.chat=pairs."
         raise ConfigError.one("data.chat", "pairs", rule, action)
-    with stops(plan.folder):
+    with convert_signals(plan.folder):
         report("opening the documents", 0, 0, "")
         source = open_source(
             plan.data,
@@ -144,24 +153,31 @@ def prepare(plan: Plan, report: Report) -> str:
             lambda: report("opening the documents", 0, 0, ""),
             cache_dir=plan.cache_dir,
         )
-        source = answers_of(source, plan.data, plan.cache_dir, keep=plan.cache_dir is not None)
+        source = expand_trained_messages(
+            source, plan.data, plan.cache_dir, keep=plan.cache_dir is not None
+        )
         tokenizer = open_tokenizer(plan.tokenizer)
-        talks = writer.conversations_of(plan.data, source, tokenizer)
+        talks = writer.build_conversation_encoder(plan.data, source, tokenizer)
         chat, day = ("", "") if talks is None else (talks.fingerprint(), talks.day)
         parts = plan.data, plan.seed, source, plan.tokenizer, tokenizer, plan.shard_tokens
-        spec, encoder = spec_of(*parts, chat, day), writer.encoder_of(source, tokenizer, talks)
+        spec, encoder = (
+            spec_of(*parts, chat, day),
+            writer.build_shard_encoder(source, tokenizer, talks),
+        )
         try:
-            check_folder(plan.folder, FILE)
-            return _complete(plan, spec) or _prepared(plan, source, encoder, spec, report)
+            check_folder(plan.folder, MANIFEST_FILE)
+            return _summary_if_complete(plan, spec) or _prepare_missing(
+                plan, source, encoder, spec, report
+            )
         except OSError as error:
             action = "Free space, or name a folder that can be written with --out."
             where = error.filename or plan.folder
             raise StorageError.unwritable(where, error, action) from error
 
 
-def _complete(plan: Plan, spec: Spec) -> str:
+def _summary_if_complete(plan: PrepareJob, spec: Spec) -> str:
     """A line that says what is there already; empty if that is not the whole."""
-    if not (plan.folder / FILE).exists():
+    if not (plan.folder / MANIFEST_FILE).exists():
         return ""
     found = read_manifest(str(plan.folder))
     _check_same(plan.folder, found, spec)
@@ -171,30 +187,34 @@ def _complete(plan: Plan, spec: Spec) -> str:
     return f"{plan.folder} is complete: {_counts(found)}"
 
 
-def _prepared(
-    plan: Plan, source: Source, encoder: writer.Encoder, spec: Spec, report: Report
+def _prepare_missing(
+    plan: PrepareJob,
+    source: Source,
+    encoder: writer.ShardEncoder,
+    spec: Spec,
+    report: ProgressCallback,
 ) -> str:
     """Writes what is missing; as `prepare`."""
     plan.folder.mkdir(parents=True, exist_ok=True)
-    with locked(plan.folder) as journal:
-        if found := _complete(plan, spec):  # by a process that had the lock before
+    with lock_journal(plan.folder) as journal:
+        if found := _summary_if_complete(plan, spec):  # by a process that had the lock before
             return found
-        done = _resumed(plan.folder, journal, spec)
+        done = _load_finished(plan.folder, journal, spec)
         if done.day:  # that on which the folder was begun
             spec = {**spec, "source": {**spec["source"], "day": done.day}}
         _check_skipped(plan.data, done.unreadable, done.documents)
         if not done.has_digests:
             _check_unchanged(plan.folder, source, encoder, done)
         start, begun = time.monotonic(), done.tokens
-        sent, day = writer.sendable(source), spec["source"].get("day", "")
-        pieces = _encoded(plan, sent, done.documents, len(source), day)
+        sent, day = writer.source_if_picklable(source), spec["source"].get("day", "")
+        pieces = _encode_in_processes(plan, sent, done.documents, len(source), day)
         with contextlib.closing(pieces):
             _write(plan, source, pieces, done, journal, report)
         manifest = _finish(plan.folder, spec, done)
     seconds = max(time.monotonic() - start, 1e-9)
     rate = f"{(done.tokens - begun) / seconds / 1e6:.2f} M tokens/s"
-    unread, _ = notes_of(manifest["shards"])
-    action = advice(unread, source, plan.data)
+    unread, _ = sum_shard_notes(manifest["shards"])
+    action = suggest_settings(unread, source, plan.data)
     line, *noted = [*_counts(manifest, action).splitlines(), *columns_not_read(source, plan.data)]
     return "\n".join([f"wrote {plan.folder}: {line}, in {seconds:.1f} s, {rate}", *noted])
 
@@ -202,13 +222,13 @@ def _prepared(
 def _counts(found: Manifest, action: str = "") -> str:
     """Lines on a folder; `action` names settings that read keys of its records."""
     size = sum(file["bytes"] for shard in found["shards"] for file in shard["files"].values())
-    shards = counted(len(found["shards"]), "shard")
-    documents = counted(found["documents"], "document")
+    shards = pluralize(len(found["shards"]), "shard")
+    documents = pluralize(found["documents"], "document")
     if unreadable := sum(shard["unreadable"] for shard in found["shards"]):
         documents += f" of which {unreadable} cannot be read and are empty"
-    notes = notes_of(found["shards"])
+    notes = sum_shard_notes(found["shards"])
     noted = remarks("conversation", found["documents"], *notes, action=action)
-    line = f"{documents}, {counted(found['tokens'], 'token')}, {shards} of {size / 1e6:.1f} MB"
+    line = f"{documents}, {pluralize(found['tokens'], 'token')}, {shards} of {size / 1e6:.1f} MB"
     return "\n".join([line, *noted])
 
 
@@ -217,14 +237,14 @@ def _counts(found: Manifest, action: str = "") -> str:
 
 def _check_same(folder: Path, found: Spec, spec: Spec) -> None:
     """Raises ConfigError if the folder is of other documents, or made otherwise."""
-    changed = changed_files(found["source"].get(CONTENT), spec["source"].get(CONTENT))
+    changed = changed_files(found["source"].get(CONTENT_KEY), spec["source"].get(CONTENT_KEY))
     if changed:
         lines = [f"{words} was {before} and is {now}" for words, before, now in changed]
         more = f" and {len(lines) - 4} more" if len(lines) > 4 else ""
         rule = f"holds documents of other files: {'; '.join(lines[:4])}{more}."
-        raise ConfigError.one(OUT, folder, rule, f"Restore the files. {elsewhere(folder)}")
+        raise ConfigError.one(OUT, folder, rule, f"Restore the files. {suggest_action(folder)}")
     known = tuple(
-        key for key in _DOCUMENTS if key != CONTENT or CONTENT in found["source"]
+        key for key in _DOCUMENTS if key != CONTENT_KEY or CONTENT_KEY in found["source"]
     )  # earlier releases wrote no digests of files
     theirs, ours = (
         {
@@ -240,32 +260,34 @@ def _check_same(folder: Path, found: Spec, spec: Spec) -> None:
         lines += differences(found["source"]["data"], spec["source"]["data"], "data")
         more = f" and {len(lines) - 4} more" if len(lines) > 4 else ""
         rule = f"holds documents that were prepared otherwise: {'; '.join(lines[:4])}{more}."
-        raise ConfigError.one(OUT, folder, rule, elsewhere(folder))
+        raise ConfigError.one(OUT, folder, rule, suggest_action(folder))
 
 
-def _resumed(folder: Path, journal: BinaryIO, spec: Spec) -> _Done:
+def _load_finished(folder: Path, journal: BinaryIO, spec: Spec) -> _FinishedShards:
     """What the journal says is done."""
-    done = _Done()
+    done = _FinishedShards()
 
     def check(line: bytes) -> None:
         found = parse_checksummed(line, Spec)
         _check_same(folder, found, spec)
-        done.has_digests = CONTENT in found["source"]
+        done.has_digests = CONTENT_KEY in found["source"]
         done.day = found["source"].get("day", "")
 
-    begun = resume(
+    begun = replay_journal(
         journal,
         check,
         lambda line: done.add(
-            _on_disk(folder, parse_checksummed(line, Finished), len(done.shards))
+            _check_on_disk(folder, parse_checksummed(line, FinishedShard), len(done.shards))
         ),
     )
     if not begun:
-        enter(journal, spec)
+        append_journal(journal, spec)
     return done
 
 
-def _check_unchanged(folder: Path, source: Source, encoder: writer.Encoder, done: _Done) -> None:
+def _check_unchanged(
+    folder: Path, source: Source, encoder: writer.ShardEncoder, done: _FinishedShards
+) -> None:
     """Compares some of the documents that are done with those of the source.
 
     The journal of an earlier release has no digests of files.
@@ -292,7 +314,7 @@ def _check_unchanged(folder: Path, source: Source, encoder: writer.Encoder, done
                 )
 
 
-def _on_disk(folder: Path, finished: Finished, number: int) -> Finished:
+def _check_on_disk(folder: Path, finished: FinishedShard, number: int) -> FinishedShard:
     """The same, if the files of that shard are there.
 
     Raises:
@@ -309,7 +331,7 @@ def _on_disk(folder: Path, finished: Finished, number: int) -> Finished:
 
 
 @contextlib.contextmanager
-def _held() -> Iterator[None]:
+def _block_signals() -> Iterator[None]:
     """Until the end no signal reaches this process, nor any that it starts meanwhile."""
     before = signal.pthread_sigmask(
         signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -320,12 +342,12 @@ def _held() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _encoded(
-    plan: Plan, source: Source | None, first: int, total: int, day: str
-) -> Generator[Piece, None, None]:
+def _encode_in_processes(
+    plan: PrepareJob, source: Source | None, first: int, total: int, day: str
+) -> Generator[DocumentBatch, None, None]:
     """The documents from `first` on, in order, as processes encode them on `day`."""
     workers = plan.workers or len(os.sched_getaffinity(0))
-    with _held():  # it starts Python's tracker of semaphores, which SIGHUP would end
+    with _block_signals():  # it starts Python's tracker of semaphores, which SIGHUP would end
         pool = ProcessPoolExecutor(
             workers,
             mp_context=multiprocessing.get_context("spawn"),
@@ -336,12 +358,12 @@ def _encoded(
     size = _PIECE
 
     def submit(begin: int, end: int) -> tuple[range, Future[Any]]:
-        with _held():  # the first one starts processes, which ignore signals a while later
+        with _block_signals():  # the first one starts processes, which ignore signals a while later
             return range(begin, end), pool.submit(writer.encode, begin, end)
 
     try:
         while True:
-            while first < total and len(waiting) < _AHEAD * workers:
+            while first < total and len(waiting) < _BATCHES_PER_WORKER * workers:
                 end = min(first + size, total)
                 waiting.append(submit(first, end))
                 first = end
@@ -349,7 +371,7 @@ def _encoded(
                 return
             asked, future = waiting.popleft()
             found = future.result()
-            if not isinstance(found, Piece):
+            if not isinstance(found, DocumentBatch):
                 raise ConfigError(found)
             count = len(found.lengths)
             if count < len(asked):
@@ -358,7 +380,7 @@ def _encoded(
             size = min(_PIECE, count if count < len(asked) else 2 * size)
             yield found
     except BrokenProcessPool as error:
-        raise AbsentError(
+        raise UnreachableError(
             f"{plan.folder}: a process that tokenizes is gone\n"
             "  it was killed, perhaps because memory ran out. Shards that are complete are kept.\n"
             "  Run the same command again, perhaps with fewer --workers: it goes on behind them."
@@ -368,12 +390,12 @@ def _encoded(
 
 
 def _write(
-    plan: Plan,
+    plan: PrepareJob,
     source: Source,
-    pieces: Iterator[Piece],
-    done: _Done,
+    pieces: Iterator[DocumentBatch],
+    done: _FinishedShards,
     journal: BinaryIO,
-    report: Report,
+    report: ProgressCallback,
 ) -> None:
     """Writes shards, each up to the document with which it has `shard_tokens`."""
     start, documents, tokens, text_bytes = time.monotonic(), done.documents, 0, 0
@@ -399,8 +421,8 @@ def _write(
                 ):
                     finished = writer.close()
                     writer = None
-                    _check_sealed(plan.folder, source, report)
-                    enter(journal, finished)
+                    _check_files_unchanged(plan.folder, source, report)
+                    append_journal(journal, finished)
                     done.add(finished)
             rate = 1e-6 / max(time.monotonic() - start, 1e-9)
             words = f"{tokens * rate:.2f} M tokens/s, {text_bytes * rate:.2f} MB/s"
@@ -410,7 +432,7 @@ def _write(
             writer.abandon()
 
 
-def _check_sealed(folder: Path, source: Source, report: Report) -> None:
+def _check_files_unchanged(folder: Path, source: Source, report: ProgressCallback) -> None:
     """Checks that files are what they were when the documents of a shard were read.
 
     Raises:
@@ -420,7 +442,7 @@ def _check_sealed(folder: Path, source: Source, report: Report) -> None:
         source.check_unchanged(lambda: report("reading files that were written to", 0, 0, ""))
     except ConfigError as error:
         action = "Restore the file and run the same command again, or prepare the changed file "
-        action += f"into another folder, such as --out {other(folder)}."
+        action += f"into another folder, such as --out {suggest_folder(folder)}."
         problems = [replace(each, action=action) for each in error.problems]
         raise ConfigError(problems) from error
 
@@ -431,7 +453,8 @@ def _check_skipped(data: SourceConfig, unreadable: int, documents: int) -> None:
         raise ConfigError.one(
             "data.unreadable",
             data.unreadable,
-            f"must be skip for this folder: {counted(unreadable, 'record')} could not be read when "
+            f"must be skip for this folder: {pluralize(unreadable, 'record')} could not be "
+            "read when "
             "it was prepared.",
             "Set data.unreadable=skip, or name another folder with --out.",
         )
@@ -445,15 +468,15 @@ def _check_skipped(data: SourceConfig, unreadable: int, documents: int) -> None:
         )
 
 
-def _finish(folder: Path, spec: Spec, done: _Done) -> Manifest:
+def _finish(folder: Path, spec: Spec, done: _FinishedShards) -> Manifest:
     """Writes the sums over spans, and the manifest."""
     if has_masks(spec) and not sum(shard.get("trained", 0) for shard in done.shards):
         template = spec["source"]["data"]["chat_template"] or spec["tokenizer"]["path"]
-        raise nothing_trained(template, done.documents)
+        raise no_trained_tokens_error(template, done.documents)
     if not done.text_bytes:
         of = spec["source"]["data"]
-        raise nothing_inside(of.get("path"), done.documents, of.get("chat", "off"))
-    spans = SignedFile(folder / SPANS)
+        raise empty_documents_error(of.get("path"), done.documents, of.get("chat", "off"))
+    spans = ChecksummedWriter(folder / SPANS)
     spans.write(_span_starts(folder, done).astype("<i8").tobytes())
     manifest: Manifest = {
         **spec,
@@ -465,23 +488,25 @@ def _finish(folder: Path, spec: Spec, done: _Done) -> Manifest:
         "shards": done.shards,
         "spans": spans.close(),
     }
-    files.write(folder / FILE, checksummed(manifest))
-    bring_to_disk(folder)
+    files.write(folder / MANIFEST_FILE, dump_checksummed(manifest))
+    fsync_folder(folder)
     (folder / JOURNAL).unlink(missing_ok=True)  # another process may have seen the manifest
     return manifest
 
 
-def _span_starts(folder: Path, done: _Done) -> np.ndarray:
+def _span_starts(folder: Path, done: _FinishedShards) -> np.ndarray:
     """Tokens before each `SPAN`-th document, and all: int64 [spans + 1]."""
     starts: list[np.ndarray] = []
     first = tokens = 0
     for number, shard in enumerate(done.shards):
-        with open(files.opened(folder / shard_name(number, IDX)), "rb") as file:
+        with open(files.open_regular(folder / shard_name(number, IDX)), "rb") as file:
             layout = parse(file.read(HEADER_BYTES), shard["files"][IDX]["bytes"])
             file.seek(layout.pointers_at)
             raw = file.read(8 * layout.num_sequences)
         pointers = np.frombuffer(raw, "<i8")
-        starts.append(tokens + pointers[-first % SPAN :: SPAN] // layout.dtype.itemsize)
+        starts.append(
+            tokens + pointers[-first % SPAN_DOCUMENTS :: SPAN_DOCUMENTS] // layout.dtype.itemsize
+        )
         first += shard["documents"]
         tokens += shard["tokens"]
     return np.concatenate([*starts, [tokens]])
@@ -494,49 +519,49 @@ VerifyReport = Callable[[str, int, int], object]
 
 
 @dataclass(frozen=True, slots=True)
-class Verified:
+class VerifyResult:
     """A line for each damaged file, and one for the whole."""
 
     damage: tuple[str, ...]
     summary: str
 
 
-def verify(folder: str, report: VerifyReport) -> Verified:
+def verify(folder: str, report: VerifyReport) -> VerifyResult:
     """Reads all files of a folder or `gs://BUCKET/PATH`.
 
     Raises:
         ConfigError: it is no prepared folder.
         StorageError: the manifest is damaged, so that nothing can be compared.
     """
-    if logits.is_there(folder):
+    if logits.has_manifest(folder):
         own, entries = logits.MANIFEST, dict(logits.entries(logits.read_manifest(folder)))
     else:
-        own, entries = FILE, dict(_entries(read_manifest(folder)))
+        own, entries = MANIFEST_FILE, dict(_entries(read_manifest(folder)))
     total = sum(entry["bytes"] for entry in entries.values())
     done, damage = 0, []
-    present = _present(folder)
+    present = _list_folder(folder)
     for name, entry in entries.items():
-        path = joined(folder, name)
+        path = join_path(folder, name)
         if present is not None and name not in present:
             damage.append(f"{path}: it is missing")
             done += entry["bytes"]
             continue
         try:
-            if words := _compared(path, entry, partial(_tell, report, done, total)):
+            if words := _find_damage(path, entry, partial(_report_bytes, report, done, total)):
                 damage.append(f"{path}: {words}")
         except StorageError as error:
             damage.append(str(error))
         done += entry["bytes"]
-    whole = f"{counted(len(entries), 'file')}, {total / 1e6:.1f} MB"
+    whole = f"{pluralize(len(entries), 'file')}, {total / 1e6:.1f} MB"
     if damage:
         summary = f"{folder}: {len(damage)} of {whole} damaged: copy or prepare them again"
     else:
         summary = f"{folder}: {whole}, every byte is what was written"
     if others := sorted((present or set()) - {own, *entries}):
         summary += (
-            f"\n{counted(len(others), 'other file')} there, not read: {', '.join(others[:4])}"
+            f"\n{pluralize(len(others), 'other file')} there, not read: {', '.join(others[:4])}"
         )
-    return Verified(tuple(damage), summary)
+    return VerifyResult(tuple(damage), summary)
 
 
 def _entries(manifest: Manifest) -> Iterator[tuple[str, FileEntry]]:
@@ -546,13 +571,13 @@ def _entries(manifest: Manifest) -> Iterator[tuple[str, FileEntry]]:
     yield SPANS, manifest["spans"]
 
 
-def _tell(report: VerifyReport, before: int, total: int, read: int) -> None:
+def _report_bytes(report: VerifyReport, before: int, total: int, read: int) -> None:
     report("reading", (before + read) >> 20, total >> 20)
 
 
-def _compared(path: str, entry: FileEntry, report: Callable[[int], object]) -> str:
+def _find_damage(path: str, entry: FileEntry, report: Callable[[int], object]) -> str:
     """What is wrong with a file; empty if nothing is."""
-    file = open_ranges(path)
+    file = open_range_reader(path)
     if file.size != entry["bytes"]:
         return f"it has {file.size} bytes, and {entry['bytes']} were written"
     found = hashlib.sha256()
@@ -562,8 +587,8 @@ def _compared(path: str, entry: FileEntry, report: Callable[[int], object]) -> s
     return "" if found.hexdigest() == entry["sha256"] else "its content is not what was written"
 
 
-def _present(folder: str) -> set[str] | None:
+def _list_folder(folder: str) -> set[str] | None:
     """The names in a folder, from one listing; None for a bucket."""
-    if scheme(folder):
+    if url_scheme(folder):
         return None
     return set(os.listdir(os.path.expanduser(folder)))

@@ -17,18 +17,18 @@ import numpy as np
 
 from maxpipe.data.formats.files import Stat
 from maxpipe.errors import ConfigError, StorageError
-from maxpipe.io.files import opened, scheme, store
+from maxpipe.io.files import gcs_filesystem, open_regular, url_scheme
 
 BLOCK_BYTES = 1 << 16
 """Bytes that share a CRC."""
 
 _PIECE_BYTES = 1 << 20
 """Bytes of one request to a bucket; holds whole blocks."""
-_KEPT_PIECES = 256
-_ATTEMPTS, _PAUSE_SECONDS, _MOST_SECONDS = 3, 1.0, 20.0
+_CACHED_PIECES = 256
+_ATTEMPTS, _PAUSE_SECONDS, _MAX_SECONDS = 3, 1.0, 20.0
 
 
-class Ranges(Protocol):
+class RangeReader(Protocol):
     """A file of `size` bytes."""
 
     @property
@@ -58,14 +58,14 @@ class DiskFile:
         try:
             self.size = os.stat(path).st_size
         except OSError as error:
-            raise unreadable(path, error) from error
+            raise unreadable_error(path, error) from error
 
     def read(self, start: int, stop: int) -> bytes:
         return self.read_with_stat(start, stop)[0]
 
     def read_with_stat(self, start: int, stop: int) -> tuple[bytes, Stat | None]:
         try:
-            with open(opened(self.path), "rb", buffering=0) as file:
+            with open(open_regular(self.path), "rb", buffering=0) as file:
                 before = Stat.of(os.fstat(file.fileno()))
                 file.seek(start)
                 parts: list[bytes] = []
@@ -74,9 +74,9 @@ class DiskFile:
                     start += len(part)
                 after = Stat.of(os.fstat(file.fileno()))
         except OSError as error:
-            raise unreadable(self.path, error) from error
+            raise unreadable_error(self.path, error) from error
         if start < stop:
-            raise _cut(self.path, start)
+            raise _truncated_error(self.path, start)
         found = parts[0] if len(parts) == 1 else b"".join(parts)
         return found, after if after == before else None
 
@@ -86,21 +86,23 @@ class BucketFile:
 
     def __init__(self, path: str):
         self.path = path
-        self.size = int(_answer(path, lambda: store().info(path))["size"])
+        self.size = int(_retry(path, lambda: gcs_filesystem().info(path))["size"])
 
     def read(self, start: int, stop: int) -> bytes:
         if start == stop:
             return b""
-        found = _answer(self.path, lambda: store().cat_file(self.path, start=start, end=stop))
+        found = _retry(
+            self.path, lambda: gcs_filesystem().cat_file(self.path, start=start, end=stop)
+        )
         if len(found) != stop - start:
-            raise _cut(self.path, start + len(found))
+            raise _truncated_error(self.path, start + len(found))
         return found
 
     def read_with_stat(self, start: int, stop: int) -> tuple[bytes, Stat | None]:
         return self.read(start, stop), None
 
 
-def _answer(path: str, call: Callable[[], Any]) -> Any:
+def _retry(path: str, call: Callable[[], Any]) -> Any:
     """What a bucket answers, after a few attempts."""
     begin = time.monotonic()
     for attempt in range(1, _ATTEMPTS + 1):
@@ -115,21 +117,21 @@ def _answer(path: str, call: Callable[[], Any]) -> Any:
         except Exception as error:  # gcsfs raises many kinds
             missing = isinstance(error, FileNotFoundError)
             # gcsfs has tried several times itself where there is no answer.
-            late = time.monotonic() - begin > _MOST_SECONDS
+            late = time.monotonic() - begin > _MAX_SECONDS
             if missing or late or attempt == _ATTEMPTS:
                 cause = error if isinstance(error, OSError) else OSError(str(error))
-                raise unreadable(path, cause) from error
+                raise unreadable_error(path, cause) from error
         time.sleep(_PAUSE_SECONDS)
 
 
-def open_ranges(path: str) -> Ranges:
+def open_range_reader(path: str) -> RangeReader:
     """The file at a path, or in a bucket of Google Cloud Storage.
 
     Raises:
         ConfigError: it is in a store that nothing here can reach.
         StorageError: it cannot be read.
     """
-    if not (found := scheme(path)):
+    if not (found := url_scheme(path)):
         return DiskFile(path)
     if found != "gs":
         rule = f"must be a folder or gs://BUCKET/PATH: {found}:// is not known."
@@ -138,33 +140,33 @@ def open_ranges(path: str) -> Ranges:
     return BucketFile(path)
 
 
-def joined(folder: str, name: str) -> str:
+def join_path(folder: str, name: str) -> str:
     """A name inside a folder or bucket."""
-    if scheme(folder):
+    if url_scheme(folder):
         return f"{folder.rstrip('/')}/{name}"
     return os.path.join(os.path.expanduser(folder), name)
 
 
-class _Seen(NamedTuple):
+class _VerifiedBlocks(NamedTuple):
     """Blocks that had their CRC when the file had this stat."""
 
     stat: Stat | None
     seen: np.ndarray
 
 
-class Checked:
+class ChecksummedReader:
     """A file whose blocks are compared with their CRC when they are first read.
 
     They are compared again after any write to the file. Blocks of a bucket are compared each time,
     and the pieces that were read last are kept.
     """
 
-    def __init__(self, file: Ranges, size: int, crcs: np.ndarray, kept: Kept | None):
+    def __init__(self, file: RangeReader, size: int, crcs: np.ndarray, kept: PieceCache | None):
         self.path, self.size = file.path, size
         self._file, self._crcs, self._kept = file, crcs, kept
-        self._state = _Seen(None, np.zeros(len(crcs), bool))
+        self._state = _VerifiedBlocks(None, np.zeros(len(crcs), bool))
         if file.size != size:
-            raise damaged(file.path, f"it has {file.size} bytes, and {size} were written")
+            raise damaged_error(file.path, f"it has {file.size} bytes, and {size} were written")
 
     def read(self, start: int, stop: int) -> bytes:
         """As `Ranges.read`.
@@ -182,7 +184,7 @@ class Checked:
         begin = first * _PIECE_BYTES
         return found[start - begin : stop - begin]
 
-    def _piece(self, number: int, kept: Kept) -> bytes:
+    def _piece(self, number: int, kept: PieceCache) -> bytes:
         found = kept.get((self.path, number))
         if found is None:
             begin = number * _PIECE_BYTES
@@ -202,7 +204,7 @@ class Checked:
         # A write to a file that was just written may leave its stat as it is.
         if stat is not None and stat.is_settled:
             if stat != state.stat:
-                state = self._state = _Seen(stat, np.zeros(len(self._crcs), bool))
+                state = self._state = _VerifiedBlocks(stat, np.zeros(len(self._crcs), bool))
             state.seen[first:last] = True
         return found[start - first * BLOCK_BYTES : stop - first * BLOCK_BYTES]
 
@@ -210,7 +212,7 @@ class Checked:
         begin = first * BLOCK_BYTES
         found, stat = self._file.read_with_stat(begin, min(last * BLOCK_BYTES, self.size))
         if stat is not None and stat.size_bytes != self.size:
-            raise damaged(
+            raise damaged_error(
                 self.path, f"it has {stat.size_bytes} bytes, and {self.size} were written"
             )
         view = memoryview(found)
@@ -218,16 +220,16 @@ class Checked:
             at = number * BLOCK_BYTES - begin
             if zlib.crc32(view[at : at + BLOCK_BYTES]) != self._crcs[number]:
                 end = min(begin + at + BLOCK_BYTES, self.size)
-                raise damaged(
+                raise damaged_error(
                     self.path, f"bytes {begin + at} to {end} are not those that were written"
                 )
         return found, stat
 
 
-class Kept:
+class PieceCache:
     """Pieces of files that were read last. Safe in threads."""
 
-    def __init__(self, most: int = _KEPT_PIECES):
+    def __init__(self, most: int = _CACHED_PIECES):
         self._most = most
         self._pieces: OrderedDict[tuple[str, int], bytes] = OrderedDict()
         self._lock = threading.Lock()
@@ -247,7 +249,7 @@ class Kept:
                 self._pieces.popitem(last=False)
 
 
-def unreadable(path: str, error: OSError) -> StorageError:
+def unreadable_error(path: str, error: OSError) -> StorageError:
     """The error for a file that cannot be read."""
     return StorageError(
         f"{path}: cannot be read\n"
@@ -256,7 +258,7 @@ def unreadable(path: str, error: OSError) -> StorageError:
     )
 
 
-def damaged(path: str, what: str) -> StorageError:
+def damaged_error(path: str, what: str) -> StorageError:
     """The error for a prepared file that is not what was written."""
     return StorageError(
         f"{path}: is damaged\n"
@@ -266,7 +268,7 @@ def damaged(path: str, what: str) -> StorageError:
     )
 
 
-def _cut(path: str, at: int) -> StorageError:
+def _truncated_error(path: str, at: int) -> StorageError:
     return StorageError(
         f"{path}: is cut off\n"
         f"  it ends after {at} bytes, and more were there.\n"

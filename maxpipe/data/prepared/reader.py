@@ -23,60 +23,69 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
-from maxpipe.data.documents import Encoded
+from maxpipe.data.documents import EncodedDocument
 from maxpipe.data.packing import DOCUMENT_ORDER, Permutation, Sequences
 from maxpipe.data.prepared.manifest import (
     BIN,
-    CONTENT,
+    CONTENT_KEY,
     CRC_FILE,
     HEADER_BYTES,
     IDX,
     MASK_FILE,
     META,
     META_FILE,
-    SPAN,
+    SPAN_DOCUMENTS,
     SPANS,
     FileEntry,
     Manifest,
     ShardEntry,
-    checked,
-    content_facts,
+    checksummed_suffixes,
+    content_metadata,
     has_masks,
     parse,
     read_manifest,
     shard_name,
 )
-from maxpipe.data.prepared.ranges import BLOCK_BYTES, Checked, Kept, damaged, joined, open_ranges
+from maxpipe.data.prepared.ranges import (
+    BLOCK_BYTES,
+    ChecksummedReader,
+    PieceCache,
+    damaged_error,
+    join_path,
+    open_range_reader,
+)
 from maxpipe.data.sequences import Packer
-from maxpipe.data.sources import Moved, Progress
-from maxpipe.data.tokenizer import Tokenizer, action_on_other, check_rows
+from maxpipe.data.sources import Heartbeat, Progress
+from maxpipe.data.tokenizer import Tokenizer, check_token_ids, suggest_tokenizer_action
 from maxpipe.errors import ConfigError
-from maxpipe.io.files import scheme
+from maxpipe.io.files import url_scheme
 
 
 class Shard:
     """Consecutive documents. Its files are opened when they are first read."""
 
-    def __init__(self, folder: str, number: int, entry: ShardEntry, kept: Kept | None):
+    def __init__(self, folder: str, number: int, entry: ShardEntry, kept: PieceCache | None):
         self.entry = entry
         self._folder, self._number, self._kept = folder, number, kept
 
     def _path(self, suffix: str) -> str:
-        return joined(self._folder, shard_name(self._number, suffix))
+        return join_path(self._folder, shard_name(self._number, suffix))
 
     @functools.cached_property
-    def files(self) -> dict[str, Checked]:
+    def files(self) -> dict[str, ChecksummedReader]:
         """Those with CRCs, by suffix."""
         entries = self.entry["files"]
-        names = checked(MASK_FILE in entries)
-        crcs = np.frombuffer(read_whole(self._path(CRC_FILE), entries[CRC_FILE]), "<u4")
+        names = checksummed_suffixes(MASK_FILE in entries)
+        crcs = np.frombuffer(read_verified(self._path(CRC_FILE), entries[CRC_FILE]), "<u4")
         sizes = [entries[suffix]["bytes"] for suffix in names]
         ends = np.cumsum([-(-size // BLOCK_BYTES) for size in sizes])
         if len(crcs) != ends[-1]:
-            raise damaged(self._path(CRC_FILE), f"it has {len(crcs)} CRCs for {ends[-1]} blocks")
+            raise damaged_error(
+                self._path(CRC_FILE), f"it has {len(crcs)} CRCs for {ends[-1]} blocks"
+            )
         parts = np.split(crcs, ends[:-1])
         return {
-            suffix: Checked(open_ranges(self._path(suffix)), size, part, self._kept)
+            suffix: ChecksummedReader(open_range_reader(self._path(suffix)), size, part, self._kept)
             for suffix, size, part in zip(names, sizes, parts, strict=True)
         }
 
@@ -87,11 +96,11 @@ class Shard:
         try:
             found = parse(index.read(0, min(HEADER_BYTES, index.size)), index.size)
         except ValueError as error:
-            raise damaged(index.path, str(error)) from error
+            raise damaged_error(index.path, str(error)) from error
         if found.num_sequences != self.entry["documents"]:
-            raise damaged(index.path, f"it is of {found.num_sequences} documents")
+            raise damaged_error(index.path, f"it is of {found.num_sequences} documents")
         if self.entry["tokens"] * found.dtype.itemsize != self.entry["files"][BIN]["bytes"]:
-            raise damaged(index.path, f"it is of ids of {found.dtype.itemsize} bytes")
+            raise damaged_error(index.path, f"it is of ids of {found.dtype.itemsize} bytes")
         return found
 
     def lengths(self, first: int, stop: int) -> np.ndarray:
@@ -100,18 +109,18 @@ class Shard:
         raw = self.files[IDX].read(at + 4 * first, at + 4 * stop)
         return np.frombuffer(raw, "<i4").astype(np.int64)
 
-    def read(self, document: int) -> Encoded:
+    def read(self, document: int) -> EncodedDocument:
         """The ids of a document, and which of them are trained."""
         begin, stop = self._place(document)
         size, files = self.layout.dtype.itemsize, self.files
         ids = np.frombuffer(files[BIN].read(begin, stop), self.layout.dtype)
         if MASK_FILE not in files:
-            return Encoded(ids)
+            return EncodedDocument(ids)
         front, first = begin // size, begin // size // 8
         raw = files[MASK_FILE].read(first, -(-(stop // size) // 8))
         bits = np.unpackbits(np.frombuffer(raw, np.uint8), bitorder="little")
         at = front - 8 * first
-        return Encoded(ids, bits[at : at + len(ids)].astype(bool))
+        return EncodedDocument(ids, bits[at : at + len(ids)].astype(bool))
 
     def _place(self, document: int) -> tuple[int, int]:
         """The bytes of a document in the file of ids."""
@@ -121,7 +130,7 @@ class Shard:
         begin, *end = np.frombuffer(raw, "<i8").tolist()
         stop, size = end[0] if end else self.files[BIN].size, self.layout.dtype.itemsize
         if not 0 <= begin <= stop <= self.files[BIN].size or begin % size or stop % size:
-            raise damaged(
+            raise damaged_error(
                 self.files[IDX].path, f"document {document} is at bytes {begin} to {stop}"
             )
         return begin, stop
@@ -132,18 +141,18 @@ class Shard:
         return np.frombuffer(raw, META)
 
 
-def read_whole(path: str, entry: FileEntry) -> bytes:
+def read_verified(path: str, entry: FileEntry) -> bytes:
     """A small file, which has to have its digest.
 
     Raises:
         StorageError: it has not, or cannot be read.
     """
-    file = open_ranges(path)
+    file = open_range_reader(path)
     if file.size != entry["bytes"]:
-        raise damaged(path, f"it has {file.size} bytes, and {entry['bytes']} were written")
+        raise damaged_error(path, f"it has {file.size} bytes, and {entry['bytes']} were written")
     content = file.read(0, file.size)
     if hashlib.sha256(content).hexdigest() != entry["sha256"]:
-        raise damaged(path, "its content is not what was written")
+        raise damaged_error(path, "its content is not what was written")
     return content
 
 
@@ -158,19 +167,22 @@ class PreparedDocuments:
         self.num_documents = self.manifest["documents"]
         self.num_tokens = self.manifest["tokens"]
         self._folder = folder
-        kept = Kept() if scheme(folder) else None
+        kept = PieceCache() if url_scheme(folder) else None
         shards = self.manifest["shards"]
         self._shards = [Shard(folder, number, each, kept) for number, each in enumerate(shards)]
         self._starts = np.cumsum([0, *(each["documents"] for each in shards)])
         self.span_tokens = self._read_spans()
 
     def _read_spans(self) -> np.ndarray:
-        path = joined(self._folder, SPANS)
-        starts = np.frombuffer(read_whole(path, self.manifest["spans"]), "<i8")
-        fits = len(starts) == -(-self.num_documents // SPAN) + 1 and starts[-1] == self.num_tokens
+        path = join_path(self._folder, SPANS)
+        starts = np.frombuffer(read_verified(path, self.manifest["spans"]), "<i8")
+        fits = (
+            len(starts) == -(-self.num_documents // SPAN_DOCUMENTS) + 1
+            and starts[-1] == self.num_tokens
+        )
         spans = np.diff(starts)
         if not fits or starts[0] or spans.min() < 0:
-            raise damaged(path, "it does not fit the manifest")
+            raise damaged_error(path, "it does not fit the manifest")
         return spans
 
     @property
@@ -204,7 +216,7 @@ class PreparedDocuments:
             )
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
-    def __getitem__(self, document: int) -> Encoded:
+    def __getitem__(self, document: int) -> EncodedDocument:
         if not 0 <= document < self.num_documents:
             raise IndexError(document)
         number = int(np.searchsorted(self._starts, document, side="right")) - 1
@@ -212,17 +224,17 @@ class PreparedDocuments:
         found = self._shards[number].read(inside)
         low, high = int(found.ids.min(initial=0)), int(found.ids.max(initial=0))
         if low < 0 or high >= self._tokenizer.vocab_size:
-            path = joined(self._folder, shard_name(number, BIN))
-            raise damaged(path, f"document {inside} has the id {low if low < 0 else high}")
+            path = join_path(self._folder, shard_name(number, BIN))
+            raise damaged_error(path, f"document {inside} has the id {low if low < 0 else high}")
         if high >= self._tokenizer.rows:
-            path = joined(self._folder, shard_name(number, BIN))
-            check_rows(f"{path}: document {inside}", found.ids, self._tokenizer)
+            path = join_path(self._folder, shard_name(number, BIN))
+            check_token_ids(f"{path}: document {inside}", found.ids, self._tokenizer)
         return found
 
     def where(self, document: int) -> str:
         """The shard that a document is in, and its number in the source."""
         number = int(np.searchsorted(self._starts, document, side="right")) - 1
-        path = joined(self._folder, shard_name(number, BIN))
+        path = join_path(self._folder, shard_name(number, BIN))
         return f"{path}: document {document} of {self.manifest['source']['name']}"
 
     @property
@@ -244,12 +256,12 @@ class PreparedDocuments:
     @property
     def unread(self) -> dict[str, int]:
         """How many conversations have each key that nothing reads."""
-        return notes_of(self.manifest["shards"])[0]
+        return sum_shard_notes(self.manifest["shards"])[0]
 
     @property
     def marks(self) -> dict[int, int]:
         """How many conversations have each mark, see `Encoded.marks`."""
-        return notes_of(self.manifest["shards"])[1]
+        return sum_shard_notes(self.manifest["shards"])[1]
 
     @property
     def byte_counts(self) -> np.ndarray:
@@ -265,12 +277,12 @@ class PreparedDocuments:
             "documents": self.num_documents,
             "tokens": self.num_tokens,
             "source_digest": source["fingerprint"],
-            **content_facts(source.get(CONTENT, {})),
+            **content_metadata(source.get(CONTENT_KEY, {})),
             **chat,
         }
 
 
-def notes_of(shards: Iterable[ShardEntry]) -> tuple[dict[str, int], dict[int, int]]:
+def sum_shard_notes(shards: Iterable[ShardEntry]) -> tuple[dict[str, int], dict[int, int]]:
     """How many conversations have each key that nothing reads, and how many each mark."""
     unread, marks = Counter[str](), Counter[int]()
     for shard in shards:
@@ -293,7 +305,7 @@ def _check_tokenizer(folder: str, manifest: Manifest, tokenizer: Tokenizer) -> N
         f"holds ids of another tokenizer than tokenizer.* names: of {named}, with "
         f"{made['vocab_size']} ids and the fingerprint {made['fingerprint'][:12]}; this one has "
         f"{tokenizer.vocab_size} and {tokenizer.fingerprint()[:12]}.",
-        action_on_other(
+        suggest_tokenizer_action(
             tokenizer,
             made["fingerprint"],
             f"Set {named}, or prepare the documents again with this tokenizer.",
@@ -305,7 +317,7 @@ WINDOW_SPANS = 1024
 """Spans of a window, about a million documents. No more of them are shuffled as a whole, in the
 order that the same documents have as text."""
 
-_KEPT_WINDOWS = 4
+_CACHED_WINDOWS = 4
 
 
 class TokenFiles(Protocol):
@@ -324,7 +336,7 @@ class TokenFiles(Protocol):
         """int64 tokens of the documents from `first` to before `stop`."""
         ...
 
-    def __getitem__(self, document: int) -> Encoded: ...
+    def __getitem__(self, document: int) -> EncodedDocument: ...
 
     def where(self, document: int) -> str: ...
 
@@ -334,7 +346,7 @@ def needs_windows(documents: TokenFiles) -> bool:
     return len(documents.span_tokens) > WINDOW_SPANS
 
 
-def spans_of(
+def split_spans(
     documents: TokenFiles, split: Literal["validation", "train", "all"], fraction: float, seed: int
 ) -> np.ndarray:
     """Numbers of the spans of a split, shuffled but for `all`: at least one is held out, if any."""
@@ -346,24 +358,27 @@ def spans_of(
     return order[:held_out] if split == "validation" else order[held_out:]
 
 
-class _Window:
+class _DocumentWindow:
     """Documents of some spans, numbered from 0."""
 
     def __init__(self, documents: TokenFiles, spans: np.ndarray):
         self._documents = documents
         self.pad_id = documents.pad_id
-        edges = [(SPAN * s, min(SPAN * (s + 1), documents.num_documents)) for s in spans.tolist()]
+        edges = [
+            (SPAN_DOCUMENTS * s, min(SPAN_DOCUMENTS * (s + 1), documents.num_documents))
+            for s in spans.tolist()
+        ]
         self.numbers = np.concatenate([np.arange(*each) for each in edges])
         self.lengths = np.concatenate([documents.lengths_between(*each) for each in edges])
 
-    def __getitem__(self, document: int) -> Encoded:
+    def __getitem__(self, document: int) -> EncodedDocument:
         return self._documents[int(self.numbers[document])]
 
     def where(self, document: int) -> str:
         return self._documents.where(int(self.numbers[document]))
 
 
-class _Counts(NamedTuple):
+class _WindowCounts(NamedTuple):
     """Of each window, int64 [windows]."""
 
     sequences: np.ndarray
@@ -384,7 +399,7 @@ class WindowedSequences:
         self.sequence_length = packer.sequence_length
         self._documents, self._packer, self._seed = documents, packer, seed
         self._spans = np.split(spans, range(WINDOW_SPANS, len(spans), WINDOW_SPANS))
-        self._windows: OrderedDict[int, tuple[_Window, Sequences]] = OrderedDict()
+        self._windows: OrderedDict[int, tuple[_DocumentWindow, Sequences]] = OrderedDict()
         self._lock = threading.Lock()
         self.num_tokens = int(documents.span_tokens[spans].sum())
         # Sums over spans are of documents that are whole.
@@ -394,29 +409,32 @@ class WindowedSequences:
         self._counts = counts.sequences
         self._starts = np.concatenate([[0], np.cumsum(self._counts)])
 
-    def _cut(self) -> _Counts:
+    def _cut(self) -> _WindowCounts:
         """From the sums alone: each document is taken to have a token."""
         tokens = np.array([self._documents.span_tokens[each].sum() for each in self._spans])
         documents = np.array([self._sizes(each).sum() for each in self._spans])
         sequences = -(-np.maximum(tokens - 1, 0) // self.sequence_length)
-        return _Counts(sequences, np.maximum(tokens - documents, 0))
+        return _WindowCounts(sequences, np.maximum(tokens - documents, 0))
 
     def _sizes(self, spans: np.ndarray) -> np.ndarray:
         """Documents of each span."""
-        return np.minimum(SPAN * (spans + 1), self._documents.num_documents) - SPAN * spans
+        return (
+            np.minimum(SPAN_DOCUMENTS * (spans + 1), self._documents.num_documents)
+            - SPAN_DOCUMENTS * spans
+        )
 
-    def _planned(self, spans: np.ndarray) -> _Counts:
-        def make(moved: Moved | None) -> _Counts:
+    def _planned(self, spans: np.ndarray) -> _WindowCounts:
+        def make(moved: Heartbeat | None) -> _WindowCounts:
             found = []
             progress = Progress("planning windows", len(self._spans), moved)
             for number in range(len(self._spans)):
                 window = self._window(number)[1]
                 found.append((len(window), window.num_targets))
                 progress.update(number + 1)
-            return _Counts(*np.array(found, np.int64).T)
+            return _WindowCounts(*np.array(found, np.int64).T)
 
-        def of(arrays: Mapping[str, np.ndarray]) -> _Counts:
-            counts = _Counts(**{name: arrays[name] for name in _Counts._fields})
+        def of(arrays: Mapping[str, np.ndarray]) -> _WindowCounts:
+            counts = _WindowCounts(**{name: arrays[name] for name in _WindowCounts._fields})
             if {each.shape for each in counts} != {(len(self._spans),)}:
                 raise ValueError("arrays of another shape")
             return counts
@@ -471,15 +489,15 @@ class WindowedSequences:
         number = int(np.searchsorted(self._starts, index, side="right")) - 1
         return number, index - int(self._starts[number])
 
-    def _window(self, number: int) -> tuple[_Window, Sequences]:
+    def _window(self, number: int) -> tuple[_DocumentWindow, Sequences]:
         with self._lock:  # others that need this window would only do the same work
             if number not in self._windows:
-                window = _Window(self._documents, self._spans[number])
+                window = _DocumentWindow(self._documents, self._spans[number])
                 order = np.arange(len(window.lengths))
                 if self._seed is not None:
                     order = Permutation(len(order), self._seed, DOCUMENT_ORDER, number)(order)
                 self._windows[number] = window, self._packer(window, order)
-                while len(self._windows) > _KEPT_WINDOWS:
+                while len(self._windows) > _CACHED_WINDOWS:
                     self._windows.popitem(last=False)
             self._windows.move_to_end(number)
             return self._windows[number]

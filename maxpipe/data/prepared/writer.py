@@ -22,7 +22,7 @@ import numpy as np
 
 from maxpipe.config.data_schema import SourceConfig
 from maxpipe.config.schema import TokenizerConfig
-from maxpipe.data.chat import Conversations, answers_of, count
+from maxpipe.data.chat import ConversationEncoder, encode_and_count, expand_trained_messages
 from maxpipe.data.documents import digest_of
 from maxpipe.data.prepared.manifest import (
     BIN,
@@ -33,23 +33,23 @@ from maxpipe.data.prepared.manifest import (
     META_FILE,
     FileEntry,
     ShardEntry,
-    checked,
+    checksummed_suffixes,
     dtype_for,
-    index_of,
+    encode_index,
     shard_name,
 )
 from maxpipe.data.prepared.ranges import BLOCK_BYTES
 from maxpipe.data.sources import Source, open_source
 from maxpipe.data.tokenizer import Tokenizer, open_tokenizer
-from maxpipe.data.tokenizers.files import naming
+from maxpipe.data.tokenizers.files import wrap_text_errors
 from maxpipe.errors import ConfigError, Problem
-from maxpipe.io.files import opened
+from maxpipe.io.files import open_regular
 
-_LONGEST = (1 << 31) - 1
+_MAX_DOCUMENT_TOKENS = (1 << 31) - 1
 """Tokens of a document that an index can count."""
 
 
-class Piece(NamedTuple):
+class DocumentBatch(NamedTuple):
     """Consecutive documents."""
 
     ids: np.ndarray
@@ -69,7 +69,7 @@ class Piece(NamedTuple):
     marks: Sequence[int] = ()
     """`Encoded.marks` of each conversation."""
 
-    def part(self, first: int, stop: int) -> Piece:
+    def part(self, first: int, stop: int) -> DocumentBatch:
         """The documents from `first` to before `stop`."""
         ends = np.concatenate([[0], np.cumsum(self.lengths)])
         here, tokens = slice(first, stop), slice(ends[first], ends[stop])
@@ -77,10 +77,10 @@ class Piece(NamedTuple):
         parts = self.lengths, self.meta, self.byte_counts, self.unreadable
         lengths, meta, counts, unreadable = (each[here] for each in parts)
         notes = self.unread[here], self.marks[here]
-        return Piece(self.ids[tokens], lengths, meta, counts, unreadable, trained, *notes)
+        return DocumentBatch(self.ids[tokens], lengths, meta, counts, unreadable, trained, *notes)
 
 
-class Finished(TypedDict):
+class FinishedShard(TypedDict):
     """A shard that is on the disk, and what it adds to the sums of all."""
 
     shard: ShardEntry
@@ -88,12 +88,12 @@ class Finished(TypedDict):
     byte_counts: list[int]
 
 
-class SignedFile:
+class ChecksummedWriter:
     """A new file; what is written is summed up. Written through no link."""
 
     def __init__(self, path: Path):
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
-        self._file = open(opened(path, flags), "wb", buffering=1 << 20)  # noqa: SIM115
+        self._file = open(open_regular(path, flags), "wb", buffering=1 << 20)  # noqa: SIM115
         self._sha = hashlib.sha256()
         self._bytes = 0
         self._crc = 0
@@ -132,7 +132,7 @@ class SignedFile:
 class _Mask:
     """Which tokens are trained, a bit each."""
 
-    def __init__(self, file: SignedFile):
+    def __init__(self, file: ChecksummedWriter):
         self.file = file
         self.count = 0
         """Of trained tokens."""
@@ -165,14 +165,14 @@ class ShardWriter:
         self._meta = self._open(META_FILE)
         self._mask = _Mask(self._open(MASK_FILE)) if has_mask else None
 
-    def _open(self, suffix: str) -> SignedFile:
-        return SignedFile(self._folder / shard_name(self._number, suffix))
+    def _open(self, suffix: str) -> ChecksummedWriter:
+        return ChecksummedWriter(self._folder / shard_name(self._number, suffix))
 
-    def add(self, piece: Piece) -> None:
+    def add(self, piece: DocumentBatch) -> None:
         """Appends documents."""
         longest = int(piece.lengths.max(initial=0))
-        if longest > _LONGEST:
-            rule = f"must have at most {_LONGEST} tokens: one has {longest}."
+        if longest > _MAX_DOCUMENT_TOKENS:
+            rule = f"must have at most {_MAX_DOCUMENT_TOKENS} tokens: one has {longest}."
             raise ConfigError.one("data.path: a document", None, rule, "Cut it into several.")
         self._bin.write(piece.ids.tobytes())
         self._meta.write(piece.meta.tobytes())
@@ -187,18 +187,18 @@ class ShardWriter:
         self._marks.update(str(mark) for mark in piece.marks if mark)
         self.tokens += len(piece.ids)
 
-    def close(self) -> Finished:
+    def close(self) -> FinishedShard:
         """Brings everything to the disk."""
         lengths = np.concatenate(self._lengths)
         files = {BIN: self._bin, META_FILE: self._meta, IDX: self._open(IDX)}
-        for part in index_of(lengths, self._dtype):
+        for part in encode_index(lengths, self._dtype):
             files[IDX].write(part)
         if self._mask is not None:
             self._mask.finish()
             files[MASK_FILE] = self._mask.file
         entries = {suffix: file.close() for suffix, file in files.items()}
         crc = self._open(CRC_FILE)
-        for suffix in checked(self._mask is not None):
+        for suffix in checksummed_suffixes(self._mask is not None):
             crc.write(np.array(files[suffix].crcs, "<u4").tobytes())
         entries[CRC_FILE] = crc.close()
         shard: ShardEntry = {
@@ -224,14 +224,14 @@ class ShardWriter:
             self._mask.file.abandon()
 
 
-_MOST_CHARACTERS = 1 << 20
-_MOST_TOKENS = 1 << 18
+_MAX_CHARACTERS = 1 << 20
+_MAX_TOKENS = 1 << 18
 
 
-class Encoder(Protocol):
+class ShardEncoder(Protocol):
     """Documents of a source as they are stored."""
 
-    def piece(self, first: int, stop: int) -> Piece:
+    def piece(self, first: int, stop: int) -> DocumentBatch:
         """The documents from `first` to before `stop`: fewer, but one, where they are long.
 
         So what is held at a time does not grow with the size of documents.
@@ -243,19 +243,19 @@ class Encoder(Protocol):
         ...
 
 
-class _Texts:
+class _TextShardEncoder:
     """Texts, each with begin and end ids."""
 
     def __init__(self, source: Source, tokenizer: Tokenizer):
         self._source, self._tokenizer = source, tokenizer
 
-    def piece(self, first: int, stop: int) -> Piece:
+    def piece(self, first: int, stop: int) -> DocumentBatch:
         texts = self._read(first, stop)
         tokenizer, dtype = self._tokenizer, dtype_for(self._tokenizer.vocab_size)
         begin, end = np.array([tokenizer.begin_id], dtype), np.array([tokenizer.end_id], dtype)
         ids: list[np.ndarray] = []
         lengths: list[int] = []
-        with naming(lambda number: self._source.where(first + number)):
+        with wrap_text_errors(lambda number: self._source.where(first + number)):
             encoded = tokenizer.encode_batch(texts)
         for found in encoded:
             ids += begin, found.astype(dtype), end  # `found` may be of any integers
@@ -263,7 +263,9 @@ class _Texts:
         raws = [text.encode() for text in texts]
         meta = np.array([(len(raw), digest_of(raw)) for raw in raws], META)
         unreadable = np.isin(np.arange(first, first + len(texts)), self._source.unreadable)
-        return Piece(np.concatenate(ids), np.array(lengths), meta, _histograms(raws), unreadable)
+        return DocumentBatch(
+            np.concatenate(ids), np.array(lengths), meta, _histograms(raws), unreadable
+        )
 
     def identity(self, document: int) -> tuple[int, int]:
         raw = self._source[document].encode()
@@ -273,19 +275,19 @@ class _Texts:
         """Those from `first` on, up to the one with which they have about a million characters."""
         texts: list[str] = []
         characters = 0
-        while characters < _MOST_CHARACTERS and first + len(texts) < stop:
+        while characters < _MAX_CHARACTERS and first + len(texts) < stop:
             texts.append(self._source[first + len(texts)])
             characters += len(texts[-1])
         return texts
 
 
-class _Talks:
+class _ConversationShardEncoder:
     """Conversations, with what of them is trained."""
 
-    def __init__(self, conversations: Conversations):
+    def __init__(self, conversations: ConversationEncoder):
         self._conversations = conversations
 
-    def piece(self, first: int, stop: int) -> Piece:
+    def piece(self, first: int, stop: int) -> DocumentBatch:
         dtype = dtype_for(self._conversations.tokenizer.vocab_size)
         ids: list[np.ndarray] = []
         masks: list[np.ndarray] = []
@@ -294,8 +296,8 @@ class _Talks:
         unread: list[tuple[str, ...]] = []
         marks: list[int] = []
         tokens = 0
-        while tokens < _MOST_TOKENS and first + len(ids) < stop:
-            found = count(self._conversations, first + len(ids))
+        while tokens < _MAX_TOKENS and first + len(ids) < stop:
+            found = encode_and_count(self._conversations, first + len(ids))
             ids.append(found.ids.astype(dtype))
             masks.append(found.trained)
             raws.append(found.raw)
@@ -307,10 +309,10 @@ class _Talks:
         meta = np.array(list(zip(map(len, raws), digests, strict=True)), META)
         unreadable = np.zeros(len(ids), bool)
         parts = lengths, meta, _histograms(raws), unreadable
-        return Piece(np.concatenate(ids), *parts, np.concatenate(masks), unread, marks)
+        return DocumentBatch(np.concatenate(ids), *parts, np.concatenate(masks), unread, marks)
 
     def identity(self, document: int) -> tuple[int, int]:
-        found = count(self._conversations, document)
+        found = encode_and_count(self._conversations, document)
         return len(found.raw), found.digest
 
 
@@ -320,29 +322,33 @@ def _histograms(raws: list[bytes]) -> np.ndarray:
     return np.array(counts, np.uint32)
 
 
-def encoder_of(source: Source, tokenizer: Tokenizer, talks: Conversations | None) -> Encoder:
+def build_shard_encoder(
+    source: Source, tokenizer: Tokenizer, talks: ConversationEncoder | None
+) -> ShardEncoder:
     """Of texts, or of conversations where these are given."""
-    return _Texts(source, tokenizer) if talks is None else _Talks(talks)
+    return (
+        _TextShardEncoder(source, tokenizer) if talks is None else _ConversationShardEncoder(talks)
+    )
 
 
-def conversations_of(
+def build_conversation_encoder(
     data: SourceConfig, source: Source, tokenizer: Tokenizer
-) -> Conversations | None:
+) -> ConversationEncoder | None:
     """The records as conversations, if they are.
 
     Raises:
         ConfigError: there is no chat template, or it cannot be read.
     """
-    return None if data.chat == "off" else Conversations(source, tokenizer, data)
+    return None if data.chat == "off" else ConversationEncoder(source, tokenizer, data)
 
 
 class _Worker:
     """What a process encodes with."""
 
-    encoder: Encoder
+    encoder: ShardEncoder
 
 
-def sendable(source: Source) -> Source | None:
+def source_if_picklable(source: Source) -> Source | None:
     """The source, if it can be sent to other processes, which then need not look through its files
     again.
     """
@@ -367,11 +373,11 @@ def start(
         signal.signal(number, signal.SIG_IGN)  # they are for the one that started it
     threading.Thread(target=_end_with_parent, daemon=True).start()
     found = open_tokenizer(tokenizer)
-    source = answers_of(open_source(data, seed), data) if source is None else source
-    talks = conversations_of(data, source, found)
+    source = expand_trained_messages(open_source(data, seed), data) if source is None else source
+    talks = build_conversation_encoder(data, source, found)
     if talks is not None:
         talks.day = day
-    _Worker.encoder = encoder_of(source, found, talks)
+    _Worker.encoder = build_shard_encoder(source, found, talks)
 
 
 def _end_with_parent() -> None:
@@ -381,7 +387,7 @@ def _end_with_parent() -> None:
         os._exit(1)
 
 
-def encode(first: int, stop: int) -> Piece | tuple[Problem, ...]:
+def encode(first: int, stop: int) -> DocumentBatch | tuple[Problem, ...]:
     """The documents from `first` on, or what the user has to change; as `Encoder.piece`."""
     try:
         return _Worker.encoder.piece(first, stop)

@@ -59,7 +59,7 @@ class ByteBpe:
         """Finds a character that one library takes for a letter, number or space and one not."""
         found = set(_FOLDED)
         for kind in set(re.findall(r"\\p\{\w+\}|\\[swd]", self._pattern)):
-            found |= _of_kind_here(kind) ^ _of_kind_there(kind)
+            found |= _tiktoken_characters(kind) ^ _tokenizers_characters(kind)
         characters = "".join(map(re.escape, sorted(found)))
         return re.compile(f"[{characters}{chr(_LAST)}-\U0010ffff\ud800-\udfff]")
 
@@ -68,7 +68,7 @@ def _characters() -> str:
     return "".join(chr(i) for i in range(1, _LAST) if not 0xD800 <= i < 0xE000)
 
 
-def _of_kind_here(kind: str) -> set[str]:
+def _tiktoken_characters(kind: str) -> set[str]:
     """Characters that tiktoken's pattern matches: it leaves out all others."""
     import tiktoken
 
@@ -77,7 +77,7 @@ def _of_kind_here(kind: str) -> set[str]:
     return set(bytes(encoding.encode_ordinary(_characters())).decode())
 
 
-def _of_kind_there(kind: str) -> set[str]:
+def _tokenizers_characters(kind: str) -> set[str]:
     """The same of `tokenizers`, which makes each match a word; NUL between them is none."""
     from tokenizers import Regex
     from tokenizers.pre_tokenizers import Split

@@ -23,14 +23,14 @@ from typing import Any, NamedTuple, TypedDict
 
 from maxpipe.data.tokenizers import render_chat
 from maxpipe.errors import ConfigError
-from maxpipe.io.text import counted
-from maxpipe.io.typed import parse
-from maxpipe.io.worker_process import AskedProcess
+from maxpipe.io.text import pluralize
+from maxpipe.io.typed import parse_json
+from maxpipe.io.worker_process import WorkerProcess
 
 _START_SECONDS = 60.0
 """For a machine that is busy; the processor's time is what a template is given."""
-_MOST_REQUEST_BYTES = 1 << 24
-_MOST_ANSWER_BYTES = 1 << 28
+_MAX_REQUEST_BYTES = 1 << 24
+_MAX_RESPONSE_BYTES = 1 << 28
 
 SETTINGS = "chat_template_kwargs"
 """Name of the field of a record with names and values that its template is given."""
@@ -65,7 +65,7 @@ class Masking(NamedTuple):
     """Whether messages that the template rewrites later are left out; otherwise they are errors."""
 
 
-class Rendered(NamedTuple):
+class RenderedChat(NamedTuple):
     """The text of a conversation."""
 
     text: str
@@ -77,7 +77,7 @@ class Rendered(NamedTuple):
     """What the conversation has and the template does not read."""
 
 
-class _Answer(TypedDict, total=False):
+class _RenderResponse(TypedDict, total=False):
     """A line of the process; that to its settings is empty."""
 
     text: str
@@ -108,10 +108,10 @@ class ChatProcess:
 
     def __init__(self, template: str, tokens: Mapping[str, str], cpu_seconds: int):
         paths = os.pathsep.join(path for path in sys.path if path)
-        self._process = AskedProcess(
+        self._process = WorkerProcess(
             [sys.executable, "-P", render_chat.__file__],
             {"PYTHONPATH": paths},
-            most_answer_bytes=_MOST_ANSWER_BYTES,
+            most_answer_bytes=_MAX_RESPONSE_BYTES,
             own_session=True,  # Ctrl-C is for the one that asks, which saves and ends it
         )
         self.close = self._process.close
@@ -136,7 +136,7 @@ class ChatProcess:
         add_generation_prompt: bool = False,
         masking: Masking | None = None,
         day: str = "",
-    ) -> Rendered:
+    ) -> RenderedChat:
         """The text of a conversation; with `masking` also the spans of its trained messages.
 
         `day`, as 2026-01-31, is the one that the template reads as the current date; empty is now.
@@ -156,14 +156,14 @@ class ChatProcess:
             }
         )
         found = answer.get("spans", []), answer.get("rewritten", 0), answer.get("unread", [])
-        return Rendered(answer.get("text", ""), *found[:2], unread=tuple(found[2]))
+        return RenderedChat(answer.get("text", ""), *found[:2], unread=tuple(found[2]))
 
-    def _ask(self, request: Mapping[str, Any]) -> _Answer:
+    def _ask(self, request: Mapping[str, Any]) -> _RenderResponse:
         raw = json.dumps(request).encode() + b"\n"
-        if len(raw) > _MOST_REQUEST_BYTES:
-            raise RenderError(f"they take {len(raw)} bytes, at most {_MOST_REQUEST_BYTES} are read")
+        if len(raw) > _MAX_REQUEST_BYTES:
+            raise RenderError(f"they take {len(raw)} bytes, at most {_MAX_REQUEST_BYTES} are read")
         try:
-            answer = parse(self._process.ask(raw, self._seconds), _Answer)
+            answer = parse_json(self._process.ask(raw, self._seconds), _RenderResponse)
         except TimeoutError:
             self.close()
             raise RenderError("it takes too long") from None
@@ -256,7 +256,7 @@ class ChatTemplate:
                     unread.update((*each.unread, *found.unread))
             except RenderError as error:
                 raise self._wrong(error) from error
-        for remark in unread_remarks(unread, counted(len(conversations), "conversation")):
+        for remark in unread_remarks(unread, pluralize(len(conversations), "conversation")):
             _LOG.warning("%s: %s", self.path, remark)
         return texts
 

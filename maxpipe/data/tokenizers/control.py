@@ -29,7 +29,7 @@ from maxpipe.data.tokenizers.chat import ChatTemplate
 from maxpipe.data.tokenizers.files import MAX_IDS, PATH
 from maxpipe.errors import ConfigError
 from maxpipe.io import files
-from maxpipe.io.typed import parse
+from maxpipe.io.typed import parse_json
 
 _ROLES = {
     "bos_token": ("<s>", "<|begin_of_text|>", "<bos>", "[BOS]", "<|startoftext|>", "[CLS]"),
@@ -60,7 +60,7 @@ class Framing:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Control:
+class ControlTokens:
     """The control tokens of a vocabulary: they stand for no text.
 
     `special_tokens` are all of them, by their text. `end_ids`, sorted, end a generated text:
@@ -88,10 +88,10 @@ class Control:
         object.__setattr__(self, "special_ids", frozenset([*self.special_tokens.values(), *roles]))
 
 
-class Controlled:
+class ControlTokenMixin:
     """What all tokenizers say of their control tokens."""
 
-    control: Control
+    control: ControlTokens
     vocab_size: int
     min_rows: int
     """See `Tokenizer`."""
@@ -176,7 +176,7 @@ def resolve(
     vocab_size: int,
     known: Mapping[str, int] | None = None,
     published: tuple[Sequence[int], Sequence[int]] | None = None,
-) -> Control:
+) -> ControlTokens:
     """The control tokens of the vocabulary in the file `path`.
 
     Without a begin token documents begin with the end token; without a padding token the end
@@ -198,7 +198,7 @@ def resolve(
     settings = read_object(folder, _SETTINGS)
     said = role_texts(folder)
     texts = {role: text for role, text in said.items() if text is not None}
-    listed = _listed(folder, vocab_size)
+    listed = _load_listed_ids(folder, vocab_size)
     find = partial(_role, path=path, said=said, special=special, id_of=id_of, known=known or {})
     # The token after a document has a text, if one of the listed ids has.
     end = find("eos_token", ids=sorted(listed["eos_token_id"], key=lambda i: i >= vocab_size))
@@ -206,7 +206,7 @@ def resolve(
         raise ConfigError.one(
             PATH,
             path,
-            f"must have an end token: its special tokens are {_some(special) or 'none'}.",
+            f"must have an end token: its special tokens are {_join_names(special) or 'none'}.",
             f'Put {_SETTINGS} with {{"eos_token": "..."}} beside it.',
         )
     begin, pad = find("bos_token"), find("pad_token")
@@ -222,7 +222,7 @@ def resolve(
     template = _template(folder, settings)
     names = {i: name for name, i in special.items()}
     roles = {"bos_token": begin, "eos_token": end, "pad_token": pad}
-    return Control(
+    return ControlTokens(
         begin_id=end if begin is None else begin,
         end_id=end,
         pad_id=end if pad is None else pad,
@@ -270,7 +270,7 @@ def _role(
     return next((special[name] for name in _ROLES[role] if name in special), None)
 
 
-def _some(names: Iterable[str], most: int = 12) -> str:
+def _join_names(names: Iterable[str], most: int = 12) -> str:
     """The first names."""
     shown = list(names)
     more = f" and {len(shown) - most} more" if len(shown) > most else ""
@@ -279,7 +279,7 @@ def _some(names: Iterable[str], most: int = 12) -> str:
 
 def role_texts(folder: str) -> dict[str, str | None]:
     """Token texts by role that a folder states, None where it states that there is none."""
-    return _said(read_object(folder, _SETTINGS), read_object(folder, _MAP))
+    return _role_texts_of_settings(read_object(folder, _SETTINGS), read_object(folder, _MAP))
 
 
 def read_object(folder: str, name: str) -> dict[str, Any]:
@@ -290,19 +290,21 @@ def read_object(folder: str, name: str) -> dict[str, Any]:
     """
     path = os.path.join(folder, name)
     try:
-        return parse(files.read(path, _MAX_SETTINGS_BYTES), dict[str, Any])
+        return parse_json(files.read(path, _MAX_SETTINGS_BYTES), dict[str, Any])
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
         rule = f"must be a JSON object: {getattr(error, 'strerror', None) or error}."
-        raise _wrong(path, rule) from error
+        raise _settings_error(path, rule) from error
 
 
-def _wrong(path: str, rule: str) -> ConfigError:
+def _settings_error(path: str, rule: str) -> ConfigError:
     return ConfigError.one(PATH, path, rule, "Correct or remove the file.")
 
 
-def _said(settings: Mapping[str, Any], special: Mapping[str, Any]) -> dict[str, str | None]:
+def _role_texts_of_settings(
+    settings: Mapping[str, Any], special: Mapping[str, Any]
+) -> dict[str, str | None]:
     """Token texts by role, None where the role is said to have no token.
 
     As in `transformers` the special tokens map counts before settings that list no added tokens.
@@ -321,7 +323,7 @@ def _texts(entries: Mapping[str, Any]) -> dict[str, str]:
     return {k: v for k, v in texts.items() if isinstance(v, str) and k.endswith("_token")}
 
 
-def _listed(folder: str, vocab_size: int) -> dict[str, list[int]]:
+def _load_listed_ids(folder: str, vocab_size: int) -> dict[str, list[int]]:
     """Ids by `eos_token_id` and `bos_token_id`: of generation_config.json, else of config.json.
 
     That of a model with parts has them in its `text_config`.
@@ -344,7 +346,7 @@ def _ids(path: str, key: str, value: object) -> list[int]:
     for each in value if isinstance(value, list) else [] if value is None else [value]:
         if type(each) is not int or not 0 <= each < MAX_IDS:
             rule = f"must have ids below {MAX_IDS} as {key}: it has {str(each)[:80]}."
-            raise _wrong(path, rule)
+            raise _settings_error(path, rule)
         ids.append(each)
     return ids
 
@@ -358,13 +360,13 @@ def _template(folder: str, settings: Mapping[str, Any]) -> tuple[str, str] | Non
         pass
     except (OSError, ValueError) as error:
         rule = f"must be UTF-8 text: {getattr(error, 'strerror', None) or error}."
-        raise _wrong(path, rule) from error
+        raise _settings_error(path, rule) from error
     found, path = settings.get("chat_template"), os.path.join(folder, _SETTINGS)
     if isinstance(found, list):
         named = [each for each in found if isinstance(each, dict)]
         found = next((e.get("template") for e in named if e.get("name") == "default"), None)
         if found is None:
-            raise _wrong(path, "must have a chat template of the name default.")
+            raise _settings_error(path, "must have a chat template of the name default.")
     if found is not None and not isinstance(found, str):
-        raise _wrong(path, "must have a text as chat_template.")
+        raise _settings_error(path, "must have a text as chat_template.")
     return None if found is None else (found, path)

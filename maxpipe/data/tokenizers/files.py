@@ -23,7 +23,7 @@ from maxpipe.data.tokenizers.byte_bpe import PUBLISHED
 from maxpipe.data.tokenizers.tiktoken_presets import QWEN3_5
 from maxpipe.errors import ConfigError, Problem
 from maxpipe.io import files
-from maxpipe.io.text import counted
+from maxpipe.io.text import pluralize
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -32,7 +32,7 @@ SECONDS = 10.0
 """Processor time for any text, to which more is added with its length."""
 CHARACTERS_PER_SECOND = 100_000
 """A tenth of the speed of the slowest published tokenizers."""
-_ALONE_SECONDS = 2.0
+_SINGLE_TEXT_SECONDS = 2.0
 """The same for a text that is encoded again to find which of several is at fault."""
 _LONGEST_WORD = 200
 """Characters; WordPiece takes a time that grows with the square of a word's length or faster."""
@@ -48,7 +48,7 @@ class SlowCall(Exception):
         super().__init__(f"it takes more than {seconds:.3g} s of processor time")
 
 
-class UnfitText(Exception):
+class FailedText(Exception):
     """A text that the library fails with or is too slow for; the cause is its error."""
 
     def __init__(self, number: int, text: str):
@@ -77,7 +77,7 @@ def _is_slow(part: Any) -> bool:
 _LISTS = frozenset({"vocab", "merges"})
 
 
-def within(call: Callable[[], T], seconds: float | None = None) -> T:
+def run_with_time_limit(call: Callable[[], T], seconds: float | None = None) -> T:
     """Return what `call` returns, unless it takes more than `seconds` of processor time.
 
     A call that takes longer is not ended; its thread ends with the process. `call` has to release
@@ -113,27 +113,29 @@ def within(call: Callable[[], T], seconds: float | None = None) -> T:
     return results[0]
 
 
-def each_within(call: Callable[[Sequence[str]], Sequence[R]], texts: Sequence[str]) -> Sequence[R]:
+def run_texts_with_time_limit(
+    call: Callable[[Sequence[str]], Sequence[R]], texts: Sequence[str]
+) -> Sequence[R]:
     """Return what `call` returns for these texts; an error names the text that is at fault.
 
     Raises:
         UnfitText: the library fails with a text, or takes more than the limit of time.
     """
     try:
-        return within(lambda: call(texts), _limit(SECONDS, texts))
+        return run_with_time_limit(lambda: call(texts), _limit(SECONDS, texts))
     except BaseException as error:
-        if not is_of_library(error):
+        if not is_library_error(error):
             raise
-        number, found = _at_fault(call, texts) if len(texts) > 1 else (0, None)
-        raise UnfitText(number, texts[number]) from (found or error)
+        number, found = _find_failing_text(call, texts) if len(texts) > 1 else (0, None)
+        raise FailedText(number, texts[number]) from (found or error)
 
 
-def is_of_library(error: BaseException) -> bool:
+def is_library_error(error: BaseException) -> bool:
     """Return whether a library raised the error, and not a signal."""
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
-def _at_fault(
+def _find_failing_text(
     call: Callable[[Sequence[str]], Sequence[R]], texts: Sequence[str]
 ) -> tuple[int, BaseException | None]:
     """The first text that fails alone, with its error; else the one that took longest."""
@@ -143,9 +145,11 @@ def _at_fault(
     for number, text in enumerate(texts):
         start = time.monotonic()
         try:
-            within(lambda text=text: call([text]), _limit(_ALONE_SECONDS, [text]))
+            run_with_time_limit(
+                lambda text=text: call([text]), _limit(_SINGLE_TEXT_SECONDS, [text])
+            )
         except BaseException as error:
-            if not is_of_library(error):
+            if not is_library_error(error):
                 raise
             return number, error
         if time.monotonic() - start > longest:
@@ -159,7 +163,7 @@ def _limit(seconds: float, texts: Sequence[str]) -> float:
     return seconds + sum(map(len, texts)) / CHARACTERS_PER_SECOND
 
 
-Kind = Literal["huggingface", "sentencepiece", "tiktoken"]
+TokenizerKind = Literal["huggingface", "sentencepiece", "tiktoken"]
 
 PATH = "tokenizer.path"
 MAX_IDS = 1 << 26
@@ -181,7 +185,7 @@ _ACTIONS = {
     "sentencepiece": "Set tokenizer.path to the model's tokenizer.model, or download it again.",
     "tiktoken": "Set tokenizer.path to a file with lines `BASE64 RANK`, or download it again.",
 }
-USED = "must be a tokenizer that works on every text"
+USABLE_RULE = "must be a tokenizer that works on every text"
 _UNFIT = (
     "Use the tokenizer that was published with the model, correct the pattern of its Split or "
     "Replace step, or remove the text."
@@ -190,7 +194,7 @@ _SHOWN = 40
 """Characters of a text in a message."""
 
 
-def locate(config: TokenizerConfig) -> tuple[Kind, str]:
+def locate(config: TokenizerConfig) -> tuple[TokenizerKind, str]:
     """Kind and path of the file that `tokenizer.path` means, itself or inside a folder.
 
     Raises:
@@ -210,16 +214,16 @@ def locate(config: TokenizerConfig) -> tuple[Kind, str]:
     return found, config.path
 
 
-def _in_folder(folder: str, wanted: str) -> tuple[Kind, str]:
+def _in_folder(folder: str, wanted: str) -> tuple[TokenizerKind, str]:
     """The tokenizer of a folder. A `tokenizer.json` counts before what it was made from."""
     try:
         names = sorted(os.listdir(folder))
     except OSError as error:
-        raise _unreadable(folder, error) from error
+        raise _unreadable_error(folder, error) from error
     candidates = [_JSON] if _JSON in names else []
     if wanted in ("sentencepiece", "tiktoken") or not candidates:
         candidates += [name for name in names if name.endswith((".model", ".tiktoken"))]
-    found: list[tuple[Kind, str]] = [
+    found: list[tuple[TokenizerKind, str]] = [
         (kind, path)
         for path in (os.path.join(folder, name) for name in candidates)
         if (kind := _kind_of(path)) is not None and wanted in (kind, "auto")
@@ -235,13 +239,13 @@ def _in_folder(folder: str, wanted: str) -> tuple[Kind, str]:
     raise ConfigError.one(PATH, folder, rule, _OR_BYTES)
 
 
-def _kind_of(path: str) -> Kind | None:
+def _kind_of(path: str) -> TokenizerKind | None:
     """What the file is by its first bytes; its name says little, `tokenizer.model` is any."""
     try:
-        with open(files.opened(path), "rb") as stream:
+        with open(files.open_regular(path), "rb") as stream:
             head = stream.read(_HEAD_BYTES)
     except OSError as error:
-        raise _unreadable(path, error) from error
+        raise _unreadable_error(path, error) from error
     if head.lstrip()[:1] == b"{":
         return "huggingface"
     if _RANK_LINE.match(head):
@@ -250,7 +254,7 @@ def _kind_of(path: str) -> Kind | None:
     return "sentencepiece" if head[:1] == b"\n" else None
 
 
-def read(path: str, kind: Kind, most: int | None = None) -> bytes:
+def read(path: str, kind: TokenizerKind, most: int | None = None) -> bytes:
     """The content of a tokenizer's file.
 
     Raises:
@@ -259,24 +263,26 @@ def read(path: str, kind: Kind, most: int | None = None) -> bytes:
     try:
         return files.read(path, _MAX_BYTES if most is None else most)
     except OSError as error:
-        raise _unreadable(path, error, _NAMES[kind]) from error
+        raise _unreadable_error(path, error, _NAMES[kind]) from error
 
 
-def _unreadable(path: str, error: OSError, what: str = "the file of a tokenizer") -> ConfigError:
+def _unreadable_error(
+    path: str, error: OSError, what: str = "the file of a tokenizer"
+) -> ConfigError:
     return ConfigError.one(
         PATH,
         path or '""',
         f"must be {what}: {error.strerror}.",
-        _from_hub(path) if is_hub_id(path) else _OR_BYTES,
+        _suggest_download(path) if is_hub_id(path) else _OR_BYTES,
     )
 
 
-def _from_hub(path: str) -> str:
+def _suggest_download(path: str) -> str:
     files = "--include 'tokenizer*' --local-dir tokenizer"
     return f"Nothing is downloaded: run `hf download {path} {files}`, and set {PATH}=tokenizer."
 
 
-def missing(kind: Kind, error: ImportError) -> ConfigError:
+def missing_package_error(kind: TokenizerKind, error: ImportError) -> ConfigError:
     """The error for a package that is not installed."""
     package = "tokenizers" if kind == "huggingface" else kind
     return ConfigError.one(
@@ -290,17 +296,17 @@ def missing(kind: Kind, error: ImportError) -> ConfigError:
 class TextError(ConfigError):
     """A text that a tokenizer fails with, or is too slow for."""
 
-    def __init__(self, path: str, error: UnfitText, place: str = ""):
+    def __init__(self, path: str, error: FailedText, place: str = ""):
         self.path, self.error = path, error
         start = repr(error.text[:_SHOWN]) + ("..." if len(error.text) > _SHOWN else "")
-        what = f"{counted(len(error.text), 'character')} that begin with {start}"
+        what = f"{pluralize(len(error.text), 'character')} that begin with {start}"
         cause = _first_line(error.__cause__ or error)
-        rule = f"{USED}: {cause}, for {place + ', ' if place else ''}{what}."
+        rule = f"{USABLE_RULE}: {cause}, for {place + ', ' if place else ''}{what}."
         super().__init__([Problem(PATH, path, rule, _UNFIT)])
 
 
 @contextlib.contextmanager
-def naming(where: Callable[[int], str]) -> Iterator[None]:
+def wrap_text_errors(where: Callable[[int], str]) -> Iterator[None]:
     """Add to a `TextError` the record that the text is from: `where` gets the text's number."""
     try:
         yield
@@ -309,7 +315,7 @@ def naming(where: Callable[[int], str]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def explained(path: str, kind: Kind, rule: str = "") -> Iterator[None]:
+def wrap_library_errors(path: str, kind: TokenizerKind, rule: str = "") -> Iterator[None]:
     """Turns any error of the library inside into a mistake in the file.
 
     A panic in Rust code raises an exception that is no `Exception`.
@@ -318,10 +324,10 @@ def explained(path: str, kind: Kind, rule: str = "") -> Iterator[None]:
         yield
     except ConfigError:
         raise
-    except UnfitText as error:
+    except FailedText as error:
         raise TextError(path, error) from error
     except BaseException as error:
-        if not is_of_library(error):
+        if not is_library_error(error):
             raise
         rule = rule or f"must be {_NAMES[kind]}"
         text = f"{rule}: {_first_line(error)}."

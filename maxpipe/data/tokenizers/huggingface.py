@@ -22,19 +22,19 @@ from typing import Any, Self
 import numpy as np
 
 from maxpipe.data.tokenizers.byte_bpe import ByteBpe, byte_bpe
-from maxpipe.data.tokenizers.control import Controlled, resolve
+from maxpipe.data.tokenizers.control import ControlTokenMixin, resolve
 from maxpipe.data.tokenizers.files import (
     MAX_IDS,
-    USED,
-    each_within,
-    explained,
-    missing,
+    USABLE_RULE,
+    missing_package_error,
     needs_limit,
     read,
-    within,
+    run_texts_with_time_limit,
+    run_with_time_limit,
+    wrap_library_errors,
 )
-from maxpipe.data.tokenizers.tokenizer_class import may_keep_file, rebuilt
-from maxpipe.io.typed import parse
+from maxpipe.data.tokenizers.tokenizer_class import may_keep_file, rebuild_definition
+from maxpipe.io.typed import parse_json
 
 MAX_GROWTH = 64
 """Characters per character; published tokenizers have at most 4."""
@@ -135,7 +135,7 @@ def _longest(step: Mapping[str, Any]) -> int:
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
-class HuggingFaceTokenizer(Controlled):
+class HuggingFaceTokenizer(ControlTokenMixin):
     """A `tokenizer.json` file with the settings in its folder."""
 
     file_fingerprint: str = ""
@@ -145,13 +145,13 @@ class HuggingFaceTokenizer(Controlled):
     def __init__(self, path: str):
         raw = read(path, "huggingface")
         self._path, self.folder = path, os.path.dirname(os.path.expanduser(path))
-        with explained(path, "huggingface"):
-            definition = parse(raw, dict[str, Any], most_depth=256)
+        with wrap_library_errors(path, "huggingface"):
+            definition = parse_json(raw, dict[str, Any], most_depth=256)
             check_growth(definition)
-            self._tokenizer = _parsed(raw)
-            changed = rebuilt(path, raw, definition)
+            self._tokenizer = _parse_definition(raw)
+            changed = rebuild_definition(path, raw, definition)
             if changed is not raw:
-                self._tokenizer = _parsed(changed)
+                self._tokenizer = _parse_definition(changed)
             self._set_up(changed, path)
             if changed is not raw and may_keep_file(self.folder):
                 self.file_fingerprint = self._fingerprint_of(raw)
@@ -170,16 +170,16 @@ class HuggingFaceTokenizer(Controlled):
             raise ValueError(f"it has an id of {self.vocab_size - 1}, at most {MAX_IDS} are used")
         added = self._tokenizer.get_added_tokens_decoder()
         special = {token.content: i for i, token in added.items() if token.special}
-        definition = parse(self._tokenizer.to_str(), dict[str, Any], most_depth=256)
+        definition = parse_json(self._tokenizer.to_str(), dict[str, Any], most_depth=256)
         self._is_slow = needs_limit(
             *(definition.get(name) for name in ("normalizer", "pre_tokenizer", "model"))
         )
         self._decodes_slowly = needs_limit(definition.get("decoder"))
-        around = _around_text(definition.get("post_processor"))
+        around = _framing_ids(definition.get("post_processor"))
         self.control = resolve(path, special, vocabulary.get, self.vocab_size, published=around)
         hidden = {i for i, token in added.items() if token.special}
         ids = [i for token, i in vocabulary.items() if i not in hidden]
-        made = _made(definition, vocabulary)
+        made = _reachable_ids(definition, vocabulary)
         roles = (self.begin_id, self.end_id, *around[0], *around[1])
         self.min_rows = max(max(ids if made is None else made & {*ids}, default=0), *roles) + 1
         spelled = {token.content: i for i, token in added.items()}
@@ -231,8 +231,8 @@ class HuggingFaceTokenizer(Controlled):
     def _byte_bpe(self) -> ByteBpe | None:
         """Another way to the same ids."""
         raw = self._tokenizer.to_str()
-        definition = parse(raw, dict[str, Any], most_depth=256)
-        return byte_bpe(definition, _parsed(raw.encode()).model)
+        definition = parse_json(raw, dict[str, Any], most_depth=256)
+        return byte_bpe(definition, _parse_definition(raw.encode()).model)
 
     def encode_chat(self, text: str) -> np.ndarray:
         return self.encode_chat_offsets(text)[0]
@@ -249,13 +249,13 @@ class HuggingFaceTokenizer(Controlled):
     @functools.cached_property
     def _with_control(self) -> Any:
         """Another one that knows control tokens in text: the switch is no argument of a call."""
-        settings = parse(self._tokenizer.to_str(), dict[str, Any], most_depth=256)
+        settings = parse_json(self._tokenizer.to_str(), dict[str, Any], most_depth=256)
         settings["added_tokens"] = [
             each for each in settings.get("added_tokens") or () if each["id"] < self.rows
         ]
         # It adds no tokens here, but may take spaces from the places of those that have them.
         settings["post_processor"] = None
-        other = _parsed(json.dumps(settings).encode())
+        other = _parse_definition(json.dumps(settings).encode())
         other.encode_special_tokens = False
         return other
 
@@ -271,8 +271,8 @@ class HuggingFaceTokenizer(Controlled):
         def call(texts: Sequence[str]) -> Sequence[Any]:
             return encode(list(texts), add_special_tokens=False)
 
-        with explained(self._path, "huggingface", USED):
-            return each_within(call, texts) if self._is_slow else call(texts)
+        with wrap_library_errors(self._path, "huggingface", USABLE_RULE):
+            return run_texts_with_time_limit(call, texts) if self._is_slow else call(texts)
 
     def decode(self, ids: Iterable[int]) -> str:
         # Control tokens are those of the settings, too, and not only what the file calls special.
@@ -281,25 +281,25 @@ class HuggingFaceTokenizer(Controlled):
         def call() -> str:
             return self._tokenizer.decode_batch([kept], skip_special_tokens=True)[0]
 
-        with explained(self._path, "huggingface", USED):
-            return within(call) if self._decodes_slowly else call()
+        with wrap_library_errors(self._path, "huggingface", USABLE_RULE):
+            return run_with_time_limit(call) if self._decodes_slowly else call()
 
     def fingerprint(self) -> str:
         return self._fingerprint
 
 
-def _around_text(post_processor: Any) -> tuple[list[int], list[int]]:
+def _framing_ids(post_processor: Any) -> tuple[list[int], list[int]]:
     """Ids that a post-processor puts before and after a text."""
     model = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}
     others = dict.fromkeys(("normalizer", "pre_tokenizer", "decoder", "truncation", "padding"))
     whole = {"version": "1.0", "added_tokens": [], "model": model, **others}
-    one_word = _parsed(json.dumps({**whole, "post_processor": post_processor}).encode())
+    one_word = _parse_definition(json.dumps({**whole, "post_processor": post_processor}).encode())
     found = one_word.encode("a", add_special_tokens=True)
     place = found.special_tokens_mask.index(0)
     return found.ids[:place], found.ids[place + 1 :]
 
 
-def _made(definition: Mapping[str, Any], vocabulary: Mapping[str, int]) -> set[int] | None:
+def _reachable_ids(definition: Mapping[str, Any], vocabulary: Mapping[str, int]) -> set[int] | None:
     """Ids that BPE can make of text; None of other models, or where whole words are looked up.
 
     A token that no merge makes, and that is no character or byte, is not among them: such ids are
@@ -328,9 +328,9 @@ def _made(definition: Mapping[str, Any], vocabulary: Mapping[str, int]) -> set[i
     }
 
 
-def _parsed(raw: bytes) -> Any:
+def _parse_definition(raw: bytes) -> Any:
     try:
         import tokenizers
     except ImportError as error:
-        raise missing("huggingface", error) from error
+        raise missing_package_error("huggingface", error) from error
     return tokenizers.Tokenizer.from_buffer(raw)

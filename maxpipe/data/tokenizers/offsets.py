@@ -21,7 +21,7 @@ def of_widths(text: str, widths: np.ndarray) -> np.ndarray:
     return np.stack([character[first], character[last] + 1], axis=1)
 
 
-def touched(offsets: np.ndarray, spans: Iterable[tuple[int, int]]) -> np.ndarray:
+def mask_of_spans(offsets: np.ndarray, spans: Iterable[tuple[int, int]]) -> np.ndarray:
     """bool [tokens]: which have a character of a span, or are between two that have one."""
     # Of a token without characters the library may give any place.
     begins = np.maximum.accumulate(offsets[:, 0]) if len(offsets) else offsets[:, 0]

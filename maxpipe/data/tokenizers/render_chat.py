@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 _MEMORY_BYTES = 1 << 30
-_MOST_CHARACTERS = 1 << 24
+_MAX_CHARACTERS = 1 << 24
 _TEXT_KEYS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 """Types of a message's parts that are texts, and the key that has it."""
 
@@ -108,7 +108,7 @@ def _environment(spans: _Spans, clock: _Clock) -> Any:
     return environment
 
 
-class _Message(dict[str, Any]):
+class _TrackedMessage(dict[str, Any]):
     """A message that knows which of its keys were read."""
 
     def __init__(self, values: Mapping[str, Any]):
@@ -182,7 +182,7 @@ class _Renderer:
         self._limits.renew()
         self._clock.day = request["day"]
         self._given = {**self._tokens, **request["settings"], "tools": request["tools"]}
-        messages = [_Message(each) for each in request["messages"]]
+        messages = [_TrackedMessage(each) for each in request["messages"]]
         if any(isinstance(dict.get(each, "content"), list) for each in messages):
             messages = self._readable(messages, prompt=request["add_generation_prompt"])
         try:
@@ -201,13 +201,13 @@ class _Renderer:
                 return self._answered(request, messages)
             raise
 
-    def _readable(self, messages: list[_Message], *, prompt: bool) -> list[_Message]:
+    def _readable(self, messages: list[_TrackedMessage], *, prompt: bool) -> list[_TrackedMessage]:
         """The messages, with texts in place of lists of texts if the template reads no lists.
 
         Raises:
             ValueError: the template writes a list as Python does.
         """
-        joined = [_joined(each) for each in messages]
+        joined = [_join_content(each) for each in messages]
         texts = [
             text.strip() for each in messages for text in _texts_of(dict.get(each, "content")) or []
         ]
@@ -222,7 +222,9 @@ class _Renderer:
             raise ValueError("the content of a message is a list that it does not read")
         return messages
 
-    def _answered(self, request: dict[str, Any], messages: Sequence[_Message]) -> dict[str, Any]:
+    def _answered(
+        self, request: dict[str, Any], messages: Sequence[_TrackedMessage]
+    ) -> dict[str, Any]:
         text = self._written(messages, prompt=request["add_generation_prompt"])
         found: dict[str, Any] = {"text": text}
         if request["trained"] is not None:
@@ -231,7 +233,7 @@ class _Renderer:
             found |= {"spans": [list(each) for each in spans], "rewritten": rewritten}
         return {**found, "unread": self._unread(request, messages)}
 
-    def _unread(self, request: dict[str, Any], messages: Sequence[_Message]) -> list[str]:
+    def _unread(self, request: dict[str, Any], messages: Sequence[_TrackedMessage]) -> list[str]:
         keys = {f"message.{key}" for each in messages for key in each._unread()}
         keys |= {f"chat_template_kwargs.{key}" for key in {*request["settings"]} - self._names}
         if request["tools"] and "tools" not in self._names:
@@ -249,8 +251,8 @@ class _Renderer:
         ):
             pieces.append(piece)
             spans.written += len(piece)
-            if spans.written > _MOST_CHARACTERS:
-                raise ValueError(f"it writes more than {_MOST_CHARACTERS} characters")
+            if spans.written > _MAX_CHARACTERS:
+                raise ValueError(f"it writes more than {_MAX_CHARACTERS} characters")
         # A template can write half of a surrogate pair, which no encoder takes.
         return "".join(pieces).encode("utf-8", "replace").decode()
 
@@ -356,7 +358,7 @@ class _Renderer:
             if (at := find(header, least, high)) >= 0:
                 return at + len(header)
         if low and asked is not None:
-            high = min(high, _alike(text, asked))
+            high = min(high, _common_prefix_length(text, asked))
         return max(high, low or 0)
 
     def _content(self, messages: Sequence[Any], number: int, text: str) -> int:
@@ -369,7 +371,7 @@ class _Renderer:
             ]
             found = [self._tried(each) for each in others]
             if None not in found:
-                return min(_alike(text, each) for each in found if each is not None)
+                return min(_common_prefix_length(text, each) for each in found if each is not None)
         rule = f"message {number + 1} cannot be told from what is in front of it"
         raise _NotPrefixError(rule)
 
@@ -392,15 +394,15 @@ def _texts_of(content: Any) -> list[str] | None:
     return found if len(found) == len(texts) else None
 
 
-def _joined(message: _Message) -> _Message:
+def _join_content(message: _TrackedMessage) -> _TrackedMessage:
     """The message with one text as content, if it has a list of texts."""
     texts = _texts_of(dict.get(message, "content"))
     if texts is None:
         return message
-    return _Message({**dict(dict.items(message)), "content": "".join(texts)})
+    return _TrackedMessage({**dict(dict.items(message)), "content": "".join(texts)})
 
 
-def _has_lists(text: str, messages: Sequence[_Message]) -> bool:
+def _has_lists(text: str, messages: Sequence[_TrackedMessage]) -> bool:
     """Whether the content of a message is in the text as Python or JSON writes lists."""
     lists = [dict.get(each, "content") for each in messages]
     lists = [each for each in lists if isinstance(each, list) and each]
@@ -410,7 +412,7 @@ def _has_lists(text: str, messages: Sequence[_Message]) -> bool:
     return any(each in text for forms in written for each in forms)
 
 
-def _alike(one: str, other: str) -> int:
+def _common_prefix_length(one: str, other: str) -> int:
     """How many of the first characters are the same."""
     size = min(len(one), len(other))
     pairs = zip(one[:size], other[:size], strict=True)
@@ -421,7 +423,7 @@ def _line(error: Exception) -> str:
     return (str(error).splitlines() or [""])[0] or type(error).__name__
 
 
-def _failed(error: Exception) -> dict[str, Any]:
+def _error_response(error: Exception) -> dict[str, Any]:
     if isinstance(error, MemoryError):
         return {"error": "it takes too much memory"}
     kinds = (_NotPrefixError, "prefix"), (ImportError, "package")
@@ -440,13 +442,13 @@ def _serve() -> None:
     try:
         renderer = _Renderer(json.loads(next(lines)))
     except Exception as error:
-        return say(_failed(error))
+        return say(_error_response(error))
     say({})
     for line in lines:
         try:
             answer = renderer.answer(json.loads(line))
         except Exception as error:
-            answer = _failed(error)
+            answer = _error_response(error)
         say(answer)
 
 

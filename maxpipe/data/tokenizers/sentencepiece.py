@@ -11,8 +11,13 @@ from typing import Any, Self
 
 import numpy as np
 
-from maxpipe.data.tokenizers.control import Controlled, resolve
-from maxpipe.data.tokenizers.files import USED, explained, missing, read
+from maxpipe.data.tokenizers.control import ControlTokenMixin, resolve
+from maxpipe.data.tokenizers.files import (
+    USABLE_RULE,
+    missing_package_error,
+    read,
+    wrap_library_errors,
+)
 from maxpipe.data.tokenizers.tokenizer_class import folder_class, prepend_scheme
 
 _MAX_BYTES = 1 << 26  # four times the largest published ones
@@ -22,7 +27,7 @@ _SPACE = "\u2581"
 _THREADS = 2
 
 
-class SentencePieceTokenizer(Controlled):
+class SentencePieceTokenizer(ControlTokenMixin):
     """A unigram or BPE model with the settings in its folder.
 
     Its own rules for spaces hold unless `spaces` is set: most models put one before a text, which
@@ -35,12 +40,12 @@ class SentencePieceTokenizer(Controlled):
     def __init__(self, path: str):
         raw = read(path, "sentencepiece", _MAX_BYTES)
         self._path = path
-        with explained(path, "sentencepiece"):
+        with wrap_library_errors(path, "sentencepiece"):
             _check_size(raw)
-            self._model = self._encoder = _loaded(raw)
+            self._model = self._encoder = _load_model(raw)
             self.spaces, normalizer = _class_rules(path)
             if self.spaces:
-                self._encoder = _loaded(raw + normalizer)
+                self._encoder = _load_model(raw + normalizer)
             if self.spaces and not self._encoder.encode(" "):  # it removes spaces at the beginning
                 self.spaces, self._encoder = "", self._model
             self._set_up(raw, path)
@@ -84,7 +89,7 @@ class SentencePieceTokenizer(Controlled):
         return re.compile("(" + "|".join(map(re.escape, texts)) + ")")
 
     def encode(self, text: str) -> np.ndarray:
-        with explained(self._path, "sentencepiece", USED):
+        with wrap_library_errors(self._path, "sentencepiece", USABLE_RULE):
             return np.asarray(self._encoder.encode(self._space(text) + text), np.int32)
 
     def _space(self, text: str, begin: int = 0) -> str:
@@ -107,7 +112,7 @@ class SentencePieceTokenizer(Controlled):
                 offsets.append(np.asarray([[begin, begin + len(part)]]))
             elif part:
                 space = self._space(part, begin)
-                with explained(self._path, "sentencepiece", USED):
+                with wrap_library_errors(self._path, "sentencepiece", USABLE_RULE):
                     found = self._encoder.encode(space + part, return_type="offset_mapping")
                 ids.append(np.asarray(found["ids"], np.int32))
                 places = np.asarray(found["offsets"], np.int64).reshape(-1, 2) - len(space)
@@ -119,13 +124,13 @@ class SentencePieceTokenizer(Controlled):
         return [len(ids) for ids in self._ids_of(texts)]
 
     def _ids_of(self, texts: Sequence[str]) -> Sequence[list[int]]:
-        with explained(self._path, "sentencepiece", USED):
+        with wrap_library_errors(self._path, "sentencepiece", USABLE_RULE):
             spaced = [self._space(text) + text for text in texts]
             return self._encoder.encode(spaced, num_threads=_THREADS)
 
     def decode(self, ids: Iterable[int]) -> str:
         kept = [i for i in map(int, ids) if i < self.vocab_size and i not in self.special_ids]
-        with explained(self._path, "sentencepiece", USED):
+        with wrap_library_errors(self._path, "sentencepiece", USABLE_RULE):
             return self._model.decode(kept)
 
     def fingerprint(self) -> str:
@@ -148,11 +153,11 @@ def _class_rules(path: str) -> tuple[str, bytes]:
 _NORMALIZER, _NO_MAP, _NO_PREFIX, _ALL_SPACES = b"\x1a", b"\x12\0", b"\x18\0", b"\x20\0"
 
 
-def _loaded(raw: bytes) -> Any:
+def _load_model(raw: bytes) -> Any:
     try:
         import sentencepiece
     except ImportError as error:
-        raise missing("sentencepiece", error) from error
+        raise missing_package_error("sentencepiece", error) from error
     return sentencepiece.SentencePieceProcessor(model_proto=raw)
 
 

@@ -16,30 +16,37 @@ from typing import Any
 import numpy as np
 
 from maxpipe.config.schema import TokenizerConfig
-from maxpipe.data.tokenizers.control import Controlled, resolve
-from maxpipe.data.tokenizers.files import MAX_IDS, PATH, USED, explained, missing, read
+from maxpipe.data.tokenizers.control import ControlTokenMixin, resolve
+from maxpipe.data.tokenizers.files import (
+    MAX_IDS,
+    PATH,
+    USABLE_RULE,
+    missing_package_error,
+    read,
+    wrap_library_errors,
+)
 from maxpipe.data.tokenizers.offsets import of_widths
 from maxpipe.data.tokenizers.tiktoken_presets import PRESETS
 from maxpipe.errors import ConfigError
 
 _THREADS = 2
-_ALL_SORTS = (
+_PROBE_TEXT = (
     "".join(map(chr, range(0x250))) + "word  12345's\n\r\n\t naïve 語 かな 😀\u0301\u200d\u3000"
 )
 
 
-class TiktokenTokenizer(Controlled):
+class TiktokenTokenizer(ControlTokenMixin):
     """The ranks of a byte-level BPE: a token's rank is its id, and says what is merged first."""
 
     def __init__(self, config: TokenizerConfig):
         path = self._path = config.path
         raw = read(path, "tiktoken")
-        with explained(path, "tiktoken"):
+        with wrap_library_errors(path, "tiktoken"):
             ranks = parse_ranks(raw)
-        pattern, special = _chosen(config, ranks)
-        with explained(path, "tiktoken"):
+        pattern, special = _resolve_preset(config, ranks)
+        with wrap_library_errors(path, "tiktoken"):
             self._encoding = _encoding(pattern, ranks, special)
-            lost = self._encoding.decode(self._encoding.encode_ordinary(_ALL_SORTS)) != _ALL_SORTS
+            lost = self._encoding.decode(self._encoding.encode_ordinary(_PROBE_TEXT)) != _PROBE_TEXT
         if lost:  # the library leaves out what the pattern does not match
             rule = "must match every text: characters between its matches would be lost."
             action = (
@@ -69,14 +76,14 @@ class TiktokenTokenizer(Controlled):
         self._fingerprint = hashlib.sha256(raw + parts.encode()).hexdigest()
 
     def encode(self, text: str) -> np.ndarray:
-        with explained(self._path, "tiktoken", USED):
+        with wrap_library_errors(self._path, "tiktoken", USABLE_RULE):
             return np.asarray(self._encoding.encode_ordinary(text), np.int32)
 
     def encode_batch(self, texts: Sequence[str]) -> Sequence[np.ndarray]:
         return [np.asarray(ids, np.int32) for ids in self._ids_of(texts)]
 
     def encode_chat(self, text: str) -> np.ndarray:
-        with explained(self._path, "tiktoken", USED):
+        with wrap_library_errors(self._path, "tiktoken", USABLE_RULE):
             known = {name for name, i in self.special_tokens.items() if i < self.rows}
             known &= self._encoding.special_tokens_set
             ids = self._encoding.encode(text, allowed_special=known, disallowed_special=())
@@ -90,13 +97,13 @@ class TiktokenTokenizer(Controlled):
         return [len(ids) for ids in self._ids_of(texts)]
 
     def _ids_of(self, texts: Sequence[str]) -> Sequence[list[int]]:
-        with explained(self._path, "tiktoken", USED):
+        with wrap_library_errors(self._path, "tiktoken", USABLE_RULE):
             return self._encoding.encode_ordinary_batch(list(texts), num_threads=_THREADS)
 
     def decode(self, ids: Iterable[int]) -> str:
         # Between the ranks and the control tokens there may be ids that stand for nothing.
         kept = [i for i in map(int, ids) if i < self.vocab_size and self._stands_for_text[i]]
-        with explained(self._path, "tiktoken", USED):
+        with wrap_library_errors(self._path, "tiktoken", USABLE_RULE):
             return self._encoding.decode(kept)
 
     def fingerprint(self) -> str:
@@ -134,7 +141,7 @@ def parse_ranks(raw: bytes) -> dict[bytes, int]:
     return ranks
 
 
-def _chosen(config: TokenizerConfig, ranks: dict[bytes, int]) -> tuple[str, dict[str, int]]:
+def _resolve_preset(config: TokenizerConfig, ranks: dict[bytes, int]) -> tuple[str, dict[str, int]]:
     """The pattern that splits text, and the control tokens' ids."""
     if config.preset != "none":
         preset = PRESETS[config.preset]
@@ -169,7 +176,7 @@ def _encoding(pattern: str, ranks: dict[bytes, int], special: dict[str, int]) ->
     try:
         import tiktoken
     except ImportError as error:
-        raise missing("tiktoken", error) from error
+        raise missing_package_error("tiktoken", error) from error
     return tiktoken.Encoding(
         "maxpipe", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special
     )

@@ -68,7 +68,7 @@ CORRECTED = frozenset(_CORRECTED_TYPES.split())
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class TokenizerParts:
     """The parts of a `tokenizer.json` that a class defines itself."""
 
     normalizer: Any
@@ -120,7 +120,7 @@ def may_keep_file(folder: str) -> bool:
     return not any(class_name(settings, config, byte_level=each) for each in (True, False))
 
 
-def rebuilt(path: str, raw: bytes, definition: Mapping[str, Any]) -> bytes:
+def rebuild_definition(path: str, raw: bytes, definition: Mapping[str, Any]) -> bytes:
     """The content of a `tokenizer.json` as the class of its folder changes it.
 
     `raw` itself is returned where the same text would give the same ids, or where the model is not
@@ -258,9 +258,9 @@ def _plain(part: Any) -> Any:
 _LISTS = ("normalizers", "pretokenizers", "decoders")
 
 
-def _llama(settings: Mapping[str, Any]) -> Parts:
+def _llama(settings: Mapping[str, Any]) -> TokenizerParts:
     scheme = prepend_scheme(settings)
-    return Parts(
+    return TokenizerParts(
         None,
         _metaspace(scheme),
         _spaced_decoder(strips=scheme != "never"),
@@ -269,11 +269,11 @@ def _llama(settings: Mapping[str, Any]) -> Parts:
     )
 
 
-def _code_llama(settings: Mapping[str, Any]) -> Parts:
+def _code_llama(settings: Mapping[str, Any]) -> TokenizerParts:
     scheme = "never" if settings.get("add_prefix_space") not in (None, True) else "first"
     roles = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
     infilling = {"prefix": "PRE", "middle": "MID", "suffix": "SUF", "eot": "EOT"}
-    return Parts(
+    return TokenizerParts(
         None,
         _metaspace(scheme),
         _spaced_decoder(strips=True),
@@ -283,10 +283,10 @@ def _code_llama(settings: Mapping[str, Any]) -> Parts:
     )
 
 
-def _gemma(settings: Mapping[str, Any]) -> Parts:
+def _gemma(settings: Mapping[str, Any]) -> TokenizerParts:
     split = {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious"}
     names = ("unk", "bos", "eos", "pad", "mask")
-    return Parts(
+    return TokenizerParts(
         {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE},
         {**split, "invert": False},
         _spaced_decoder(strips=False),
@@ -314,8 +314,8 @@ _NFC = {"type": "NFC"}
 _TEXT_END = "<|endoftext|>"
 
 
-def _qwen(pattern: str) -> Callable[[Mapping[str, Any]], Parts]:
-    def parts(settings: Mapping[str, Any]) -> Parts:
+def _qwen(pattern: str) -> Callable[[Mapping[str, Any]], TokenizerParts]:
+    def parts(settings: Mapping[str, Any]) -> TokenizerParts:
         split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated"}
         steps = [{**split, "invert": False}, _byte_level(settings, use_regex=False)]
         roles: dict[str, str] = dict.fromkeys(("unk_token", "eos_token", "pad_token"), _TEXT_END)
@@ -324,17 +324,17 @@ def _qwen(pattern: str) -> Callable[[Mapping[str, Any]], Parts]:
     return parts
 
 
-def _gpt2(settings: Mapping[str, Any]) -> Parts:
+def _gpt2(settings: Mapping[str, Any]) -> TokenizerParts:
     roles: dict[str, str] = dict.fromkeys(("unk_token", "bos_token", "eos_token"), _TEXT_END)
     return _bytes(None, _byte_level(settings), roles)
 
 
-def _gpt_neox(settings: Mapping[str, Any]) -> Parts:
+def _gpt_neox(settings: Mapping[str, Any]) -> TokenizerParts:
     roles: dict[str, str] = dict.fromkeys(("unk_token", "bos_token", "eos_token"), _TEXT_END)
     return _bytes(_NFC, _byte_level(settings), {**roles, "pad_token": "<|padding|>"}, before="")
 
 
-def _cohere(settings: Mapping[str, Any]) -> Parts:
+def _cohere(settings: Mapping[str, Any]) -> TokenizerParts:
     steps = [{"type": "Digits", "individual_digits": True}, _byte_level(settings)]
     roles = {"unk": "<UNK>", "bos": "<BOS_TOKEN>", "eos": "<|END_OF_TURN_TOKEN|>", "pad": "<PAD>"}
     roles |= {"cls": "<CLS>", "sep": "<SEP>", "mask": "<MASK_TOKEN>"}
@@ -350,13 +350,13 @@ def _byte_level(settings: Mapping[str, Any], *, use_regex: bool = True) -> dict[
 
 def _bytes(
     normalizer: Any, pre_tokenizer: Any, roles: Mapping[str, str], before: str | None = None
-) -> Parts:
+) -> TokenizerParts:
     decoder = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True}
     decoder["use_regex"] = True
-    return Parts(normalizer, pre_tokenizer, decoder, {}, roles, before)
+    return TokenizerParts(normalizer, pre_tokenizer, decoder, {}, roles, before)
 
 
-_PARTS: dict[str, Callable[[Mapping[str, Any]], Parts]] = {
+_PARTS: dict[str, Callable[[Mapping[str, Any]], TokenizerParts]] = {
     "LlamaTokenizer": _llama,
     "CodeLlamaTokenizer": _code_llama,
     "GemmaTokenizer": _gemma,

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 from maxpipe.models.layers.attention import AUTO
 from maxpipe.nn.attention import blockwise, cudnn, splash, xla
-from maxpipe.nn.attention.interface import Attend
+from maxpipe.nn.attention.interface import AttentionBackend
 
-BACKENDS: Mapping[str, Attend] = {
+BACKENDS: Mapping[str, AttentionBackend] = {
     AUTO: xla.attend,  # where the device is not known
     "xla": xla.attend,
     "blockwise": blockwise.attend,

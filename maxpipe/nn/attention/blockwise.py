@@ -25,13 +25,13 @@ from maxpipe.models.layers.attention import LOG_SUM
 from maxpipe.nn.attention import xla
 from maxpipe.nn.attention.interface import Mask
 from maxpipe.parallel import stated
-from maxpipe.parallel.per_device import vary
+from maxpipe.parallel.per_device import mark_varying
 
-_HIDDEN = -1e30
+_MASK_VALUE = -1e30
 """Score of a key that a query does not see."""
-LEAST = -1e20
+MIN_SCORE = -1e20
 """Below it no query's largest score is: where it sees no key, the share of each is exactly 0."""
-_OUTSIDE = -2
+_PADDING_SEGMENT = -2
 """Segment of a place behind the last key: no query has it."""
 
 
@@ -52,7 +52,7 @@ class Options(NamedTuple):
     which its keys end, too: blocks without loops. Empty: blocks in loops."""
 
 
-class Pairs(NamedTuple):
+class QueryKeyMask(NamedTuple):
     """What queries and keys are to each other."""
 
     segments: Int[Array, "B T"]
@@ -77,14 +77,14 @@ def attend(
     """
     if not mask.in_row:
         return xla.attend(query, key, value, mask)
-    options, rows = arranged(query, key.shape[1], mask, block)
+    options, rows = prepare_mask(query, key.shape[1], mask, block)
     # Marked out here, their gradients are summed where an input is the same on several devices.
-    return _mixed(*vary((query, key, value, mask.sinks, rows)), options)
+    return _attention(*mark_varying((query, key, value, mask.sinks, rows)), options)
 
 
-def arranged(
+def prepare_mask(
     query: Float[Array, "B T N H"], keys: int, mask: Mask, block: int = 0
-) -> tuple[Options, Pairs]:
+) -> tuple[Options, QueryKeyMask]:
     """What a mask says, for this number of keys."""
     tokens = query.shape[1]
     run = mask.run or tokens
@@ -102,7 +102,7 @@ def arranged(
         unrolled=unrolled_blocks(tokens, windows) if ordered else (),
     )
     windowed = not isinstance(mask.window, int) or mask.window > 0
-    rows = Pairs(
+    rows = QueryKeyMask(
         mask.segments,
         mask.segments if mask.key_segments is None else mask.key_segments,
         jnp.arange(tokens, dtype=jnp.int32) if mask.places is None else mask.places,
@@ -123,19 +123,24 @@ def _mean_trips(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(5,))
-def _mixed(
+def _attention(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B S G H"],
     value: Float[Array, "B S G v"],
     sinks: Float[Array, " N"] | None,
-    rows: Pairs,
+    rows: QueryKeyMask,
     options: Options,
 ) -> Float[Array, "B T N v"]:
     return _forward_rule(query, key, value, sinks, rows, options)[0]
 
 
 def _forward_rule(
-    query: Array, key: Array, value: Array, sinks: Array | None, rows: Pairs, options: Options
+    query: Array,
+    key: Array,
+    value: Array,
+    sinks: Array | None,
+    rows: QueryKeyMask,
+    options: Options,
 ) -> tuple[Array, tuple[Any, ...]]:
     """The result is named once, here: what the backward reads is what is kept."""
     run = _forward_unrolled if options.unrolled else forward
@@ -152,16 +157,16 @@ class _Blocks:
     own.
     """
 
-    def __init__(self, query: Array, key: Array, rows: Pairs, options: Options):
+    def __init__(self, query: Array, key: Array, rows: QueryKeyMask, options: Options):
         self.rows, self.options = rows, options
         self.batch, self.tokens, self.heads = query.shape[:3]
         self.keys, self.groups = key.shape[1:3]
         run, size = options.run, options.query_block
         self.runs, self.per_run = self.tokens // run, -(-run // size)
         self.num_key_blocks = -(-self.keys // options.key_block)
-        self.segments = self.of_tokens(rows.segments, _OUTSIDE - 1)
+        self.segments = self.of_tokens(rows.segments, _PADDING_SEGMENT - 1)
         self.places = self._filled(rows.places, 0, edge=True).reshape(-1, size)
-        self.key_segments = self.of_keys(rows.key_segments, _OUTSIDE)
+        self.key_segments = self.of_keys(rows.key_segments, _PADDING_SEGMENT)
 
     def _filled(self, x: Array, axis: int, fill: float = 0, *, edge: bool = False) -> Array:
         """`[..., T, ...]` -> `[..., runs, blocks x block, ...]`."""
@@ -243,17 +248,22 @@ class _Blocks:
 
 
 def forward(
-    query: Array, key: Array, value: Array, sinks: Array | None, rows: Pairs, options: Options
+    query: Array,
+    key: Array,
+    value: Array,
+    sinks: Array | None,
+    rows: QueryKeyMask,
+    options: Options,
 ) -> tuple[Float[Array, "B T N v"], Float[Array, "B T N"]]:
     """(result, logarithm of each query's sum of exponentials), both in float32."""
     blocks = _Blocks(query, key, rows, options)
     keys, values = blocks.of_pairs(key), blocks.of_pairs(value)
     shape = (blocks.batch, blocks.groups, blocks.heads // blocks.groups, options.query_block)
-    largest, total = jnp.full(shape, LEAST), jnp.zeros(shape)
+    largest, total = jnp.full(shape, MIN_SCORE), jnp.zeros(shape)
     if sinks is not None:
-        largest = jnp.broadcast_to(_by_group(sinks, blocks.groups), shape)
+        largest = jnp.broadcast_to(_group_sinks(sinks, blocks.groups), shape)
         total = jnp.ones(shape)
-    start = vary((largest, total, jnp.zeros((*shape, value.shape[-1]))))
+    start = mark_varying((largest, total, jnp.zeros((*shape, value.shape[-1]))))
 
     def of_block(_: None, given: tuple[Any, ...]) -> tuple[None, tuple[Array, Array]]:
         query, segments, places, (first, last) = given
@@ -261,7 +271,7 @@ def forward(
         def add(block: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             largest, total, mixed = state
             scores = _scores("bgnth,bgsh->bgnts", query, _at(keys, block), options)
-            scores = jnp.where(blocks.seen(segments, places, block), scores, _HIDDEN)
+            scores = jnp.where(blocks.seen(segments, places, block), scores, _MASK_VALUE)
             new = jnp.maximum(largest, scores.max(-1))
             shares, shrink = jnp.exp(scores - new[..., None]), jnp.exp(largest - new)
             part = _dot("bgnts,bgsh->bgnth", shares.astype(value.dtype), _at(values, block))
@@ -295,7 +305,7 @@ def backward(
     key: Float[Array, "B S G H"],
     value: Float[Array, "B S G v"],
     sinks: Float[Array, " N"] | None,
-    rows: Pairs,
+    rows: QueryKeyMask,
     mixed: Float[Array, "B T N v"],
     log_sum: Float[Array, "B T N"],
     d_mixed: Float[Array, "B T N v"],
@@ -319,7 +329,7 @@ def backward(
             key, value = _at(keys, block), _at(values, block)
             scores = _scores("bgnth,bgsh->bgnts", query, key, options)
             seen = blocks.seen(segments, places, block)
-            shares = jnp.exp(jnp.where(seen, scores, _HIDDEN) - log_sum)
+            shares = jnp.exp(jnp.where(seen, scores, _MASK_VALUE) - log_sum)
             d_value = _dot("bgnts,bgnth->bgsh", shares.astype(value.dtype), d_mixed)
             d_scores = shares * (_dot("bgnth,bgsh->bgnts", d_mixed, value) - slope)
             if options.soft_cap:
@@ -327,18 +337,22 @@ def backward(
             d_scores = (d_scores * options.scale).astype(query.dtype)
             d_query = d_query + _dot("bgnts,bgsh->bgnth", d_scores, key)
             d_key = _dot("bgnts,bgnth->bgsh", d_scores, query)
-            return d_query, _plus(d_keys, d_key, block), _plus(d_values, d_value, block)
+            return (
+                d_query,
+                _add_to_block(d_keys, d_key, block),
+                _add_to_block(d_values, d_value, block),
+            )
 
-        start = (vary(jnp.zeros(query.shape)), *of_keys)
+        start = (mark_varying(jnp.zeros(query.shape)), *of_keys)
         with jax.named_scope(stated.trips(options.trips)):
             d_query, *found = lax.fori_loop(first, last, add, start)
         if sinks is not None:  # among the sums, so that a split backward waits for nothing else
-            share = jnp.exp(_by_group(sinks, blocks.groups)[..., None] - log_sum)
+            share = jnp.exp(_group_sinks(sinks, blocks.groups)[..., None] - log_sum)
             d_sinks -= (share * slope).sum((0, 3, 4))
         return (*found, d_sinks), d_query
 
     d_sinks = jnp.zeros((blocks.groups, blocks.heads // blocks.groups))
-    sums = vary((jnp.zeros(keys.shape), jnp.zeros(values.shape), d_sinks))
+    sums = mark_varying((jnp.zeros(keys.shape), jnp.zeros(values.shape), d_sinks))
     of_tokens = tuple(map(blocks.of_queries, (query, d_mixed, log_sums, slope)))
     given = (*of_tokens, blocks.segments, blocks.places, blocks.bounds())
     (d_keys, d_values, d_sinks), d_query = lax.scan(of_block, sums, given)
@@ -346,12 +360,12 @@ def backward(
     return blocks.queries(d_query), *of_keys, d_sinks.reshape(-1)
 
 
-_mixed.defvjp(_forward_rule, _backward_rule)
+_attention.defvjp(_forward_rule, _backward_rule)
 
 
 # Short rows.
 
-_OF_PAIRS = "bgxh,bgsh->bgxs"
+_SCORE_EINSUM = "bgxh,bgsh->bgxs"
 
 
 class _Unrolled:
@@ -360,7 +374,7 @@ class _Unrolled:
     Queries that share keys are one dim with their heads: a sum over queries is one over one dim.
     """
 
-    def __init__(self, groups: int, rows: Pairs, options: Options):
+    def __init__(self, groups: int, rows: QueryKeyMask, options: Options):
         self.groups, self.rows, self.options = groups, rows, options
 
     def of_queries(self, x: Float[Array, "B T N h"]) -> Float[Array, "B G n T h"]:
@@ -384,7 +398,7 @@ class _Unrolled:
         if (window := self.rows.window) is not None:
             seen &= (distance < window) | (window == 0)
         wide = scores.reshape(*scores.shape[:2], -1, *seen.shape[1:])
-        return jnp.where(seen[:, None, None], wide, _HIDDEN).reshape(scores.shape)
+        return jnp.where(seen[:, None, None], wide, _MASK_VALUE).reshape(scores.shape)
 
     def whole(self, blocks: list[Array]) -> Float[Array, "B T N h"]:
         """Blocks of queries `[B, G, x, h]` put together."""
@@ -412,7 +426,12 @@ class _Unrolled:
 
 
 def _forward_unrolled(
-    query: Array, key: Array, value: Array, sinks: Array | None, rows: Pairs, options: Options
+    query: Array,
+    key: Array,
+    value: Array,
+    sinks: Array | None,
+    rows: QueryKeyMask,
+    options: Options,
 ) -> tuple[Float[Array, "B T N v"], Float[Array, "B T N"]]:
     """As `forward`."""
     blocks = _Unrolled(key.shape[2], rows, options)
@@ -421,12 +440,12 @@ def _forward_unrolled(
     for block in options.unrolled:
         first, start, stop = block
         scores = _scores(
-            _OF_PAIRS, blocks.cut(queries, start, stop), keys[:, :, first:stop], options
+            _SCORE_EINSUM, blocks.cut(queries, start, stop), keys[:, :, first:stop], options
         )
         scores = blocks.hidden(scores, block)
-        largest, of_heads = jnp.maximum(scores.max(-1, keepdims=True), LEAST), None
+        largest, of_heads = jnp.maximum(scores.max(-1, keepdims=True), MIN_SCORE), None
         if sinks is not None:
-            of_heads = _beside_queries(sinks, blocks.groups, stop - start)
+            of_heads = _sinks_per_query(sinks, blocks.groups, stop - start)
             largest = jnp.maximum(largest, of_heads)
         shares = jnp.exp(scores - largest)
         total = shares.sum(-1, keepdims=True)
@@ -445,7 +464,7 @@ def _backward_unrolled(
     key: Array,
     value: Array,
     sinks: Array | None,
-    rows: Pairs,
+    rows: QueryKeyMask,
     mixed: Array,
     log_sum: Array,
     d_mixed: Array,
@@ -462,7 +481,7 @@ def _backward_unrolled(
         mine = partial(blocks.cut, start=start, stop=stop)
         query, d_mixed, log_sum, slope = map(mine, of_queries)
         seen_keys, seen_values = keys[:, :, first:stop], values[:, :, first:stop]
-        scores = _scores(_OF_PAIRS, query, seen_keys, options)
+        scores = _scores(_SCORE_EINSUM, query, seen_keys, options)
         shares = jnp.exp(blocks.hidden(scores, block) - log_sum)
         d_values.append(_dot("bgxs,bgxh->bgsh", shares.astype(value.dtype), d_mixed))
         d_scores = shares * (_dot("bgxh,bgsh->bgxs", d_mixed, seen_values) - slope)
@@ -472,7 +491,7 @@ def _backward_unrolled(
         d_queries.append(_dot("bgxs,bgsh->bgxh", d_scores, seen_keys))
         d_keys.append(_dot("bgxs,bgxh->bgsh", d_scores, query))
         if sinks is not None:
-            share = jnp.exp(_beside_queries(sinks, blocks.groups, stop - start) - log_sum)
+            share = jnp.exp(_sinks_per_query(sinks, blocks.groups, stop - start) - log_sum)
             lost = (share * slope).reshape(*share.shape[:2], -1, stop - start)
             d_sinks -= lost.sum((0, 3))
     if sinks is not None:  # beside the others, so that a split backward waits for nothing else
@@ -481,9 +500,9 @@ def _backward_unrolled(
     return blocks.whole(d_queries), *of_keys, d_sinks.reshape(-1)
 
 
-def _beside_queries(sinks: Float[Array, " N"], groups: int, tokens: int) -> Float[Array, "G x 1"]:
+def _sinks_per_query(sinks: Float[Array, " N"], groups: int, tokens: int) -> Float[Array, "G x 1"]:
     """Of each query of a block."""
-    return jnp.repeat(_by_group(sinks, groups), tokens, axis=1)
+    return jnp.repeat(_group_sinks(sinks, groups), tokens, axis=1)
 
 
 def _scores(form: str, query: Array, key: Array, options: Options) -> Float[Array, ...]:
@@ -501,10 +520,10 @@ def _at(blocks: Array, block: Array) -> Array:
     return lax.dynamic_index_in_dim(blocks, block, keepdims=False)
 
 
-def _plus(blocks: Array, more: Array, block: Array) -> Array:
+def _add_to_block(blocks: Array, more: Array, block: Array) -> Array:
     """Blocks of which one is larger."""
     return lax.dynamic_update_index_in_dim(blocks, _at(blocks, block) + more, block, 0)
 
 
-def _by_group(sinks: Float[Array, " N"], groups: int) -> Float[Array, "G n 1"]:
+def _group_sinks(sinks: Float[Array, " N"], groups: int) -> Float[Array, "G n 1"]:
     return sinks.astype(jnp.float32).reshape(groups, -1, 1)

@@ -35,9 +35,9 @@ from jaxtyping import Bool, Float, Int
 from maxpipe.models.count import packed_documents
 from maxpipe.models.layers.attention import LOG_SUM
 from maxpipe.nn.attention import interface, xla
-from maxpipe.nn.attention.interface import Mask, by_window
+from maxpipe.nn.attention.interface import Mask, switch_window
 from maxpipe.parallel import stated
-from maxpipe.parallel.per_device import on_shards, vary
+from maxpipe.parallel.per_device import map_shards, mark_varying
 
 _STATUS_RETURNING = 2
 """Of the versions of custom calls the one that these have."""
@@ -58,7 +58,7 @@ class Kernel:
     """Documents of a row at most, on average over the rows; with 1 each row is one."""
 
 
-class Documents(NamedTuple):
+class DocumentOffsets(NamedTuple):
     """Those of all rows of tokens `[B, T]`, one after the other; B times `packed` at most."""
 
     lengths: Int[Array, "B packed"]
@@ -72,7 +72,7 @@ def forward(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B S G H"],
     value: Float[Array, "B S G H"],
-    beside: Array | Documents | None,
+    beside: Array | DocumentOffsets | None,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "D N T"]]:
     """What is mixed, and the logarithm of the sum of exponentials of each query's scores.
 
@@ -97,7 +97,7 @@ def backward(
     mixed: Float[Array, "B T N H"],
     sums: Float[Array, "D N T"],
     d_mixed: Float[Array, "B T N H"],
-    beside: Array | Documents | None,
+    beside: Array | DocumentOffsets | None,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B S G H"], Float[Array, "B S G H"]]:
     """Gradients of queries, keys and values."""
     found = tuple(
@@ -111,12 +111,12 @@ def backward(
 
 
 def _operands(
-    query: Array, key: Array, beside: Array | Documents | None
+    query: Array, key: Array, beside: Array | DocumentOffsets | None
 ) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
     """(bias, lengths and places in memory of documents), each empty where there is none."""
     if beside is None:
         return (), ()
-    if not isinstance(beside, Documents):
+    if not isinstance(beside, DocumentOffsets):
         return (beside,), ()
     places = (beside.starts * math.prod(x.shape[2:]) for x in (query, key))
     return (), (beside.lengths, beside.lengths, *places)
@@ -201,11 +201,11 @@ def _dims(summed: tuple[int, int], left: Sequence[int], right: Sequence[int]) ->
 
 _BACKWARD = 2.5
 """Products of the backward for each of the forward: the scores once more, and four gradients."""
-_PACKS = re.compile(r"\bG?[HB]\d{3}\b")
+_PACKING_GPUS = re.compile(r"\bG?[HB]\d{3}\b")
 """Kinds of GPU whose kernels take documents: of compute capability 9.0 or 10.0."""
-_PLACES = 2**31
+_MAX_ELEMENTS = 2**31
 """Elements that kernels can count."""
-_HIDDEN = {"bfloat16": -(2.0**41), "float16": -(2.0**15)}
+_MASK_VALUE = {"bfloat16": -(2.0**41), "float16": -(2.0**15)}
 """Added to a score that does not count; cuDNN subtracts two of them."""
 
 
@@ -225,21 +225,21 @@ def attend(
     if not mask.in_row or tokens % 2 or keys % 2:
         return xla.attend(query, key, value, mask)
     ordered = mask.in_order and mask.key_segments is None
-    call = Call(
+    call = CudnnOptions(
         windows=(mask.window,) if isinstance(mask.window, int) else mask.windows,
         causal=mask.causal and ordered,
         scale=key.shape[-1] ** -0.5 if mask.scale is None else mask.scale,
     )
     seen = None if ordered else mask.seen(0, tokens, keys, causal=mask.causal)
     window = None if isinstance(mask.window, int) or not ordered else mask.window
-    beside = _Beside(mask.segments, window, seen)
-    key, value = (interface.for_every_shard(each, query.shape[2]) for each in (key, value))
+    beside = _CudnnMask(mask.segments, window, seen)
+    key, value = (interface.repeat_kv_heads(each, query.shape[2]) for each in (key, value))
     # Marked out here, their gradients are summed where an input is the same on several devices.
-    return _attention(*vary((query, key, value, beside)), call)
+    return _attention(*mark_varying((query, key, value, beside)), call)
 
 
 @dataclass(frozen=True)
-class Call:
+class CudnnOptions:
     """What is known when the program is made."""
 
     windows: tuple[int, ...]
@@ -249,7 +249,7 @@ class Call:
     scale: float
 
 
-class _Beside(NamedTuple):
+class _CudnnMask(NamedTuple):
     """Data that tell which keys a query sees, as in `Mask`."""
 
     segments: Int[Array, "B T"]
@@ -263,104 +263,106 @@ def _attention(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B S G H"],
     value: Float[Array, "B S G H"],
-    beside: _Beside,
-    call: Call,
+    beside: _CudnnMask,
+    call: CudnnOptions,
 ) -> Float[Array, "B T N H"]:
     """Differentiated by rules that each enter the devices' own program: see `on_shards`."""
     return _forward(query, key, value, beside, call)[0]
 
 
 def _forward(
-    query: Array, key: Array, value: Array, beside: _Beside, call: Call
+    query: Array, key: Array, value: Array, beside: _CudnnMask, call: CudnnOptions
 ) -> tuple[Array, tuple[Any, ...]]:
     arrays, sums, others = _specs(query)
-    packs = _packs()
-    run = on_shards(
-        partial(mix, call=call, packs=packs), (arrays, arrays, arrays, others), (arrays, sums)
+    packs = _supports_packing()
+    run = map_shards(
+        partial(local_forward, call=call, packs=packs),
+        (arrays, arrays, arrays, others),
+        (arrays, sums),
     )
-    mixed, log_sums = vary(run(query, key, value, beside))
+    mixed, log_sums = mark_varying(run(query, key, value, beside))
     # Both, so that who keeps what is mixed never runs the kernel again.
     mixed, log_sums = checkpoint_name(mixed, "context"), checkpoint_name(log_sums, LOG_SUM)
     return mixed, (query, key, value, beside, mixed, log_sums)
 
 
-def _backward(call: Call, saved: tuple[Any, ...], d_mixed: Array) -> tuple[Any, ...]:
+def _backward(call: CudnnOptions, saved: tuple[Any, ...], d_mixed: Array) -> tuple[Any, ...]:
     arrays, sums, others = _specs(d_mixed)
-    run = on_shards(
-        partial(gradients, call=call, packs=_packs()),
+    run = map_shards(
+        partial(local_backward, call=call, packs=_supports_packing()),
         (arrays, arrays, arrays, others, arrays, sums, arrays),
         (arrays, arrays, arrays),
     )
-    return *vary(run(*saved, d_mixed)), None
+    return *mark_varying(run(*saved, d_mixed)), None
 
 
 _attention.defvjp(_forward, _backward)
 
 
-def _specs(query: Array) -> tuple[PartitionSpec, PartitionSpec, _Beside]:
+def _specs(query: Array) -> tuple[PartitionSpec, PartitionSpec, _CudnnMask]:
     """(of arrays with heads, of the sums, of what is the same for all heads)."""
-    rows, heads = interface.axes_of(query)
+    rows, heads = interface.query_axes(query)
     batch: Any = PartitionSpec(rows)
     whole: Any = PartitionSpec()
     return (
         PartitionSpec(rows, None, heads),
         PartitionSpec(rows, heads),
-        _Beside(batch, whole, batch),
+        _CudnnMask(batch, whole, batch),
     )
 
 
-def _packs() -> bool:
+def _supports_packing() -> bool:
     """Whether the kernels of the mesh's devices take documents."""
     device = jax.sharding.get_abstract_mesh().abstract_device
-    return device is not None and _PACKS.search(device.device_kind) is not None
+    return device is not None and _PACKING_GPUS.search(device.device_kind) is not None
 
 
 # On one device.
 
 
-def mix(
+def local_forward(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B S G H"],
     value: Float[Array, "B S G H"],
-    beside: _Beside,
+    beside: _CudnnMask,
     *,
-    call: Call,
+    call: CudnnOptions,
     packs: bool,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B N T"]]:
     """What is mixed, and the logarithm of each softmax's sum in float32."""
 
-    def run(kernel: Kernel, known: _Known, query: Array, key: Array, value: Array) -> Any:
-        with jax.named_scope(stated.flops(_products(query, key, call.causal))):
+    def run(kernel: Kernel, known: _KernelMask, query: Array, key: Array, value: Array) -> Any:
+        with jax.named_scope(stated.flops(_matmul_flops(query, key, call.causal))):
             mixed, sums = forward(kernel, query, key, value, _argument(known))
-        return mixed, known.of_tokens(sums) if isinstance(known, _Runs) else sums
+        return mixed, known.of_tokens(sums) if isinstance(known, _PackedDocuments) else sums
 
-    return _chosen(run, beside, call, packs, (query, key, value))
+    return _run_fastest_kernel(run, beside, call, packs, (query, key, value))
 
 
-def gradients(
+def local_backward(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B S G H"],
     value: Float[Array, "B S G H"],
-    beside: _Beside,
+    beside: _CudnnMask,
     mixed: Float[Array, "B T N H"],
     sums: Float[Array, "B N T"],
     d_mixed: Float[Array, "B T N H"],
     *,
-    call: Call,
+    call: CudnnOptions,
     packs: bool,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B S G H"], Float[Array, "B S G H"]]:
     """Of queries, keys and values."""
 
-    def run(kernel: Kernel, known: _Known, *arrays: Array) -> Any:
+    def run(kernel: Kernel, known: _KernelMask, *arrays: Array) -> Any:
         query, key, value, mixed, sums, d_mixed = arrays
-        sums = known.of_documents(sums) if isinstance(known, _Runs) else sums
-        with jax.named_scope(stated.flops(_BACKWARD * _products(query, key, call.causal))):
+        sums = known.of_documents(sums) if isinstance(known, _PackedDocuments) else sums
+        with jax.named_scope(stated.flops(_BACKWARD * _matmul_flops(query, key, call.causal))):
             return backward(kernel, query, key, value, mixed, sums, d_mixed, _argument(known))
 
-    return _chosen(run, beside, call, packs, (query, key, value, mixed, sums, d_mixed))
+    return _run_fastest_kernel(run, beside, call, packs, (query, key, value, mixed, sums, d_mixed))
 
 
-def _products(query: Array, key: Array, causal: bool) -> float:
+def _matmul_flops(query: Array, key: Array, causal: bool) -> float:
     rows, tokens, heads, size = query.shape
     return 4 * size * rows * heads * tokens * key.shape[1] / (2 if causal else 1)
 
@@ -368,22 +370,22 @@ def _products(query: Array, key: Array, causal: bool) -> float:
 # Which kernel.
 
 
-class _Runs(NamedTuple):
+class _PackedDocuments(NamedTuple):
     """Documents of rows in which they stand one after the other, and those of each token."""
 
-    documents: Documents
+    documents: DocumentOffsets
     number: Int[Array, " BT"]
     """Of each token's document, through all rows."""
 
     @classmethod
-    def of(cls, segments: Int[Array, "B T"], packed: int) -> _Runs:
+    def of(cls, segments: Int[Array, "B T"], packed: int) -> _PackedDocuments:
         """Of rows that have no more than `packed` on average."""
         rows, tokens = segments.shape
-        first = _first(segments).reshape(-1)
+        first = _document_starts(segments).reshape(-1)
         size, end = rows * packed, rows * tokens
         starts = jnp.nonzero(first, size=rows * (packed + 1), fill_value=end)[0].astype(jnp.int32)
         lengths = starts[1 : size + 1] - starts[:size]
-        documents = Documents(lengths.reshape(rows, -1), starts.reshape(rows, -1))
+        documents = DocumentOffsets(lengths.reshape(rows, -1), starts.reshape(rows, -1))
         return cls(documents, jnp.cumsum(first, dtype=jnp.int32) - 1)
 
     def of_tokens(self, sums: Float[Array, "D N T"]) -> Float[Array, "B N T"]:
@@ -405,35 +407,39 @@ class _Runs(NamedTuple):
         return jax.vmap(one)(starts)
 
 
-_Known = _Runs | Array | None
+_KernelMask = _PackedDocuments | Array | None
 """Of documents, or numbers for pairs of tokens `[B, 1, T, S]`, or nothing besides the kernel."""
 
 
-def _argument(known: _Known) -> Documents | Array | None:
-    return known.documents if isinstance(known, _Runs) else known
+def _argument(known: _KernelMask) -> DocumentOffsets | Array | None:
+    return known.documents if isinstance(known, _PackedDocuments) else known
 
 
-def _first(segments: Int[Array, "B T"]) -> Bool[Array, "B T"]:
+def _document_starts(segments: Int[Array, "B T"]) -> Bool[Array, "B T"]:
     """Where something else begins."""
     return jnp.diff(segments, axis=1, prepend=segments[:, :1] - 1) != 0
 
 
-def _chosen(
-    run: Callable[..., Any], beside: _Beside, call: Call, packs: bool, arrays: tuple[Array, ...]
+def _run_fastest_kernel(
+    run: Callable[..., Any],
+    beside: _CudnnMask,
+    call: CudnnOptions,
+    packs: bool,
+    arrays: tuple[Array, ...],
 ) -> Any:
     """`run(kernel, known, *arrays)` with the fastest kernel for what queries see."""
     query, key = arrays[:2]
     masked = Kernel(call.causal, call.scale)
-    hidden = _HIDDEN[str(query.dtype)]
+    hidden = _MASK_VALUE[str(query.dtype)]
 
     def with_numbers(seen: Bool[Array, "B 1 T S"], *arrays: Array) -> Any:
-        return vary(run(masked, jnp.where(seen, 0.0, hidden).astype(query.dtype), *arrays))
+        return mark_varying(run(masked, jnp.where(seen, 0.0, hidden).astype(query.dtype), *arrays))
 
     if beside.seen is not None:
         return with_numbers(beside.seen, *arrays)
 
-    def of_window(window: int, beside: _Beside, *arrays: Array) -> Any:
-        def by_numbers(beside: _Beside, *arrays: Array) -> Any:
+    def of_window(window: int, beside: _CudnnMask, *arrays: Array) -> Any:
+        def by_numbers(beside: _CudnnMask, *arrays: Array) -> Any:
             # Of causality the kernel knows.
             mask = Mask(beside.segments, window=window)
             seen = mask.seen(0, query.shape[1], key.shape[1], causal=False)
@@ -442,26 +448,26 @@ def _chosen(
         def by(packed: int) -> Callable[..., Any]:
             kernel = Kernel(call.causal, call.scale, window, packed)
 
-            def branch(beside: _Beside, *arrays: Array) -> Any:
-                known = _Runs.of(beside.segments, packed) if packed > 1 else None
-                return vary(run(kernel, known, *arrays))
+            def branch(beside: _CudnnMask, *arrays: Array) -> Any:
+                known = _PackedDocuments.of(beside.segments, packed) if packed > 1 else None
+                return mark_varying(run(kernel, known, *arrays))
 
             return branch
 
         if window and not call.causal:
             return by_numbers(beside, *arrays)
         rows, tokens = beside.segments.shape
-        packs_here = packs and query.size < _PLACES
+        packs_here = packs and query.size < _MAX_ELEMENTS
         counts = (1, packed) if packs_here and (packed := packed_documents(tokens)) > 1 else (1,)
         most = jnp.asarray([rows * count for count in counts])
-        number = jnp.sum(jnp.sum(_first(beside.segments)) > most)
-        number = jnp.where(_one_after_the_other(beside.segments), number, len(counts))
+        number = jnp.sum(jnp.sum(_document_starts(beside.segments)) > most)
+        number = jnp.where(_documents_are_contiguous(beside.segments), number, len(counts))
         return lax.switch(number, [*map(by, counts), by_numbers], beside, *arrays)
 
-    return by_window(of_window, beside.window, call.windows, (beside, *arrays))
+    return switch_window(of_window, beside.window, call.windows, (beside, *arrays))
 
 
-def _one_after_the_other(segments: Int[Array, "B T"]) -> Bool[Array, ""]:
+def _documents_are_contiguous(segments: Int[Array, "B T"]) -> Bool[Array, ""]:
     """Whether no document begins again behind another one: ids rise, 0, padding, comes last."""
     last = jnp.where(segments == 0, jnp.iinfo(segments.dtype).max, segments)
     return jnp.all(jnp.diff(last, axis=1) >= 0)

@@ -91,7 +91,7 @@ class Mask:
         return seen
 
 
-Attend = Callable[
+AttentionBackend = Callable[
     [Float[Array, "B T N H"], Float[Array, "B S G H"], Float[Array, "B S G v"], Mask],
     Float[Array, "B T N v"],
 ]
@@ -106,7 +106,7 @@ _EMPTY = -1
 """Segment of a place in a cache that holds no token."""
 
 
-class Cache(NamedTuple):
+class KVCache(NamedTuple):
     """Keys and values of earlier tokens, with room for later ones.
 
     Each head's lie together: a query reads all of them. Places are a ring: token n is at n modulo
@@ -122,7 +122,7 @@ class Cache(NamedTuple):
     """Tokens of each row that it holds."""
 
     @classmethod
-    def empty(cls, shape: tuple[int, int, int, int], dtype: jnp.dtype) -> Cache:
+    def empty(cls, shape: tuple[int, int, int, int], dtype: jnp.dtype) -> KVCache:
         """Room for `shape` = (B, S, G, H)."""
         rows, tokens, heads, size = shape
         places = jnp.full((rows, tokens), _EMPTY, jnp.int32)
@@ -151,10 +151,10 @@ class Cache(NamedTuple):
         value: Float[Array, "B T G v"],
         segments: Int[Array, "B T"],
         positions: Int[Array, "B T"],
-    ) -> Cache:
+    ) -> KVCache:
         """With T tokens more, in place of the oldest ones where there is no room."""
         put = partial(_put, start=self.length)
-        return Cache(
+        return KVCache(
             put(self.keys, jnp.swapaxes(key, 1, 2), 2),
             put(self.values, jnp.swapaxes(value, 1, 2), 2),
             put(self.segments, segments, 1),
@@ -175,7 +175,7 @@ def _put(old: Array, new: Array, axis: int, start: Int[Array, ""]) -> Array:
     return jnp.where(is_new, turned, old)
 
 
-def axes_of(query: Float[Array, "B T N H"]) -> tuple[tuple[str, ...], str | None]:
+def query_axes(query: Float[Array, "B T N H"]) -> tuple[tuple[str, ...], str | None]:
     """(axes over which rows are divided here, that of the heads)."""
     mesh = jax.sharding.get_abstract_mesh()
     rest = [axis for axis in mesh.axis_names if axis not in mesh.manual_axes]
@@ -185,7 +185,7 @@ def axes_of(query: Float[Array, "B T N H"]) -> tuple[tuple[str, ...], str | None
     return rows, TENSOR if _head_shards(query.shape[2]) > 1 else None
 
 
-def for_every_shard(x: Float[Array, "B S G h"], num_heads: int) -> Float[Array, "B S g h"]:
+def repeat_kv_heads(x: Float[Array, "B S G h"], num_heads: int) -> Float[Array, "B S g h"]:
     """Key/value heads, some repeated where there are fewer than shards of the query heads."""
     count, shards = x.shape[2], _head_shards(num_heads)
     return jnp.repeat(x, math.lcm(count, shards) // count, axis=2) if count % shards else x
@@ -200,18 +200,18 @@ def _head_shards(num_heads: int) -> int:
     return 1 if num_heads % size else size
 
 
-def by_window(
+def switch_window(
     run: Callable[..., Any], window: Int[Array, ""] | None, sizes: Sequence[int], arrays: Any
 ) -> Any:
     """`run(size, *arrays)` with the size that is asked for, None for the only one."""
     if window is None or len(sizes) == 1:
         return run(sizes[0], *arrays)
     number = sum((window > size).astype(jnp.int32) for size in sizes[:-1])
-    with jax.named_scope(stated.WINDOWS):
-        return lax.switch(number, [_named(run, size) for size in sizes], *arrays)
+    with jax.named_scope(stated.WINDOW_SWITCH):
+        return lax.switch(number, [_window_branch(run, size) for size in sizes], *arrays)
 
 
-def _named(run: Callable[..., Any], window: int) -> Callable[..., Any]:
+def _window_branch(run: Callable[..., Any], window: int) -> Callable[..., Any]:
     def branch(*arrays: Any) -> Any:
         with jax.named_scope(stated.window(window)):
             return run(window, *arrays)

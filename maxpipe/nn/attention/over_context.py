@@ -29,19 +29,19 @@ from jaxtyping import Float, Int
 from maxpipe.models.count import tokens_before
 from maxpipe.models.layers.attention import LOG_SUM
 from maxpipe.nn.attention import blockwise
-from maxpipe.nn.attention.blockwise import Options, Pairs
-from maxpipe.nn.attention.interface import Attend, Mask
+from maxpipe.nn.attention.blockwise import Options, QueryKeyMask
+from maxpipe.nn.attention.interface import AttentionBackend, Mask
 from maxpipe.parallel import context
-from maxpipe.parallel.axes import takes_heads
+from maxpipe.parallel.axes import exchanges_heads
 from maxpipe.parallel.mesh import CONTEXT, TENSOR
-from maxpipe.parallel.per_device import exchange, index_on, shift, size_of, vary
-from maxpipe.parallel.sharding import AxisRules, automatic_axes
+from maxpipe.parallel.per_device import all_to_all, axis_index, axis_size, mark_varying, ring_shift
+from maxpipe.parallel.sharding import AxisRules, auto_axes
 
 _NO_SEGMENT = -1
 
 
 def attend(
-    backend: Attend,
+    backend: AttentionBackend,
     query: Float[Array, "B T N H"],
     key: Float[Array, "B S G H"],
     value: Float[Array, "B S G v"],
@@ -50,24 +50,24 @@ def attend(
     rules: AxisRules,
 ) -> Float[Array, "B T N v"]:
     """Of this device's tokens; `inputs` are the microbatch's arrays, `mask` that of its tokens."""
-    if size_of(CONTEXT) == 1 or not mask.in_row:
+    if axis_size(CONTEXT) == 1 or not mask.in_row:
         return backend(query, key, value, mask)
-    segments, tokens = inputs[context.WHOLE_ROW], query.shape[1]
+    segments, tokens = inputs[context.FULL_SEGMENT_IDS], query.shape[1]
     heads, kv_heads = query.shape[2], key.shape[2]
-    if takes_heads(rules.context, heads, kv_heads, size_of(CONTEXT), _tensor_shards()):
+    if exchanges_heads(rules.context, heads, kv_heads, axis_size(CONTEXT), _tensor_shards()):
         return _by_heads(backend, query, key, value, replace(mask, segments=segments))
     mask = replace(
         mask,
         key_segments=segments,
-        places=context.own_places(tokens),
-        run=context.run_of(tokens),
+        places=context.local_positions(tokens),
+        run=context.contiguous_length(tokens),
     )
     if rules.context == "ring":
         return ring_attend(query, key, value, mask)
     before = tokens_before(_windows(mask), mask.run)
     if before < mask.run:
-        return _near(backend, query, key, value, mask, before)
-    key, value = (context.whole_rows(each, 1) for each in (key, value))
+        return _attend_in_window(backend, query, key, value, mask, before)
+    key, value = (context.gather_sequences(each, 1) for each in (key, value))
     return backend(query, key, value, mask)
 
 
@@ -76,11 +76,11 @@ def attend(
 
 def _tensor_shards() -> int:
     mesh = jax.sharding.get_abstract_mesh()
-    return mesh.shape[TENSOR] if TENSOR in automatic_axes() else 1
+    return mesh.shape[TENSOR] if TENSOR in auto_axes() else 1
 
 
 def _by_heads(
-    backend: Attend, query: Array, key: Array, value: Array, mask: Mask
+    backend: AttentionBackend, query: Array, key: Array, value: Array, mask: Mask
 ) -> Float[Array, "B T N v"]:
     query, key, value = (_to_heads(each) for each in (query, key, value))
     if mask.sinks is not None:
@@ -91,25 +91,25 @@ def _by_heads(
 def _to_heads(x: Float[Array, "B T N H"]) -> Float[Array, "B S n H"]:
     """All tokens of this device's share of the heads, in order."""
     rows, tokens, _, size = x.shape
-    count = size_of(CONTEXT)
+    count = axis_size(CONTEXT)
     # Shards over tensor stay where they are: each of them is divided.
     apart = x.reshape(rows, tokens, _tensor_shards(), count, -1, size)
-    got = exchange(apart, CONTEXT, 3, 1)
-    return context.in_order(got, 1).reshape(rows, count * tokens, -1, size)
+    got = all_to_all(apart, CONTEXT, 3, 1)
+    return context.undo_zigzag(got, 1).reshape(rows, count * tokens, -1, size)
 
 
 def _to_tokens(x: Float[Array, "B S n H"]) -> Float[Array, "B T N H"]:
     """The way back."""
     rows, tokens, heads, size = x.shape
-    count = size_of(CONTEXT)
-    apart = context.by_device(x, 1).reshape(rows, tokens, _tensor_shards(), 1, -1, size)
-    got = exchange(apart, CONTEXT, 1, 3)
+    count = axis_size(CONTEXT)
+    apart = context.apply_zigzag(x, 1).reshape(rows, tokens, _tensor_shards(), 1, -1, size)
+    got = all_to_all(apart, CONTEXT, 1, 3)
     return got.reshape(rows, tokens // count, heads * count, size)
 
 
 def _own_heads(x: Float[Array, " N"]) -> Float[Array, " n"]:
-    apart = x.reshape(_tensor_shards(), size_of(CONTEXT), -1)
-    return jnp.take(apart, index_on(CONTEXT), axis=1).reshape(-1)
+    apart = x.reshape(_tensor_shards(), axis_size(CONTEXT), -1)
+    return jnp.take(apart, axis_index(CONTEXT), axis=1).reshape(-1)
 
 
 # By keys nearby. A device's two pieces are as two rows, in front of each the tokens before it.
@@ -120,12 +120,12 @@ def _windows(mask: Mask) -> tuple[int, ...]:
     return mask.windows or ((mask.window,) if isinstance(mask.window, int) else (0,))
 
 
-def _near(
-    backend: Attend, query: Array, key: Array, value: Array, mask: Mask, before: int
+def _attend_in_window(
+    backend: AttentionBackend, query: Array, key: Array, value: Array, mask: Mask, before: int
 ) -> Float[Array, "B T N v"]:
     assert mask.key_segments is not None
     segments = jnp.pad(mask.key_segments, ((0, 0), (before, 0)), constant_values=_NO_SEGMENT)
-    starts = context.own_starts(query.shape[1])
+    starts = context.local_starts(query.shape[1])
     near = replace(
         mask,
         segments=_as_rows(mask.segments),
@@ -135,7 +135,7 @@ def _near(
         places=before + jnp.arange(mask.run),
         run=mask.run,
     )
-    key, value = (_with_tokens_before(each, before, starts) for each in (key, value))
+    key, value = (_prepend_preceding_tokens(each, before, starts) for each in (key, value))
     found = backend(_as_rows(query), key, value, near)
     return jnp.concatenate(jnp.split(found, 2), axis=1)
 
@@ -145,7 +145,7 @@ def _as_rows(x: Array) -> Array:
     return jnp.concatenate(jnp.split(x, 2, axis=1))
 
 
-def _with_tokens_before(
+def _prepend_preceding_tokens(
     x: Float[Array, "B T G H"], before: int, starts: tuple[Int[Array, ""], Int[Array, ""]]
 ) -> Float[Array, "_ _ G H"]:
     """Each of the two pieces behind the last tokens of the one that is before it in the row.
@@ -155,7 +155,7 @@ def _with_tokens_before(
     pieces = jnp.split(x, 2, axis=1)
     run = pieces[0].shape[1]
     ends = jnp.concatenate([piece[:, run - before :] for piece in pieces], axis=1)
-    ends = context.whole_rows(ends, 1)
+    ends = context.gather_sequences(ends, 1)
     found = []
     for piece, start in zip(pieces, starts, strict=True):
         place = jnp.maximum(start // run - 1, 0) * before
@@ -170,56 +170,66 @@ def ring_attend(
     mask: Mask,
 ) -> Float[Array, "B T N v"]:
     """Of this device's tokens; the mask is that of its queries among whole rows."""
-    options, pairs = blockwise.arranged(query, mask.run, mask)
-    return _mixed(*vary((query, key, value, mask.sinks, pairs)), options)
+    options, pairs = blockwise.prepare_mask(query, mask.run, mask)
+    return _ring_attention(*mark_varying((query, key, value, mask.sinks, pairs)), options)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(5,))
-def _mixed(
+def _ring_attention(
     query: Array,
     key: Array,
     value: Array,
     sinks: Float[Array, " N"] | None,
-    pairs: Pairs,
+    pairs: QueryKeyMask,
     options: Options,
 ) -> Float[Array, "B T N v"]:
     return _forward(query, key, value, sinks, pairs, options)[0]
 
 
 def _forward_rule(
-    query: Array, key: Array, value: Array, sinks: Array | None, pairs: Pairs, options: Options
+    query: Array,
+    key: Array,
+    value: Array,
+    sinks: Array | None,
+    pairs: QueryKeyMask,
+    options: Options,
 ) -> tuple[Array, tuple[Any, ...]]:
     mixed, log_sum = _forward(query, key, value, sinks, pairs, options)
     mixed, log_sum = checkpoint_name(mixed, "context"), checkpoint_name(log_sum, LOG_SUM)
     return mixed, (query, key, value, sinks, pairs, mixed, log_sum)
 
 
-def _turned(tree: Any) -> Any:
+def _shift_to_next(tree: Any) -> Any:
     """From each device to the next one."""
-    return jax.tree.map(lambda x: shift(x, CONTEXT, 1, size_of(CONTEXT)), tree)
+    return jax.tree.map(lambda x: ring_shift(x, CONTEXT, 1, axis_size(CONTEXT)), tree)
 
 
-def _arrived(pairs: Pairs, hop: Int[Array, ""], piece: int, tokens: int) -> Pairs:
+def _piece_mask(pairs: QueryKeyMask, hop: Int[Array, ""], piece: int, tokens: int) -> QueryKeyMask:
     """What queries are to one of the two pieces of keys that are here after this number of hops."""
-    owner = (index_on(CONTEXT) - hop) % size_of(CONTEXT)
-    start = context.starts_of(owner, tokens)[piece]
+    owner = (axis_index(CONTEXT) - hop) % axis_size(CONTEXT)
+    start = context.shard_starts(owner, tokens)[piece]
     segments = lax.dynamic_slice_in_dim(pairs.key_segments, start, tokens // 2, 1)
     return pairs._replace(key_segments=segments, places=pairs.places - start)
 
 
 def _forward(
-    query: Array, key: Array, value: Array, sinks: Array | None, pairs: Pairs, options: Options
+    query: Array,
+    key: Array,
+    value: Array,
+    sinks: Array | None,
+    pairs: QueryKeyMask,
+    options: Options,
 ) -> tuple[Float[Array, "B T N v"], Float[Array, "B T N"]]:
     rows, tokens, heads, _ = query.shape
-    empty = jnp.full((rows, tokens, heads), blockwise.LEAST)
+    empty = jnp.full((rows, tokens, heads), blockwise.MIN_SCORE)
     log_sum = empty if sinks is None else jnp.broadcast_to(sinks.astype(jnp.float32), empty.shape)
-    start = vary((jnp.zeros((*empty.shape, value.shape[-1])), log_sum))
+    start = mark_varying((jnp.zeros((*empty.shape, value.shape[-1])), log_sum))
 
     def hop(number: Array, state: Any) -> Any:
         here, mixed, log_sum = state
-        following = _turned(here)
+        following = _shift_to_next(here)
         for piece, (keys, values) in enumerate(zip(*map(_pieces, here), strict=True)):
-            mine = _arrived(pairs, number, piece, tokens)
+            mine = _piece_mask(pairs, number, piece, tokens)
             part, of_part = blockwise.forward(query, keys, values, None, mine, options)
             both = jnp.logaddexp(log_sum, of_part)
             mixed *= jnp.exp(log_sum - both)[..., None]
@@ -227,7 +237,7 @@ def _forward(
             log_sum = both
         return following, mixed, log_sum
 
-    _, mixed, log_sum = lax.fori_loop(0, size_of(CONTEXT), hop, ((key, value), *start))
+    _, mixed, log_sum = lax.fori_loop(0, axis_size(CONTEXT), hop, ((key, value), *start))
     return mixed.astype(query.dtype), log_sum
 
 
@@ -243,19 +253,19 @@ def _backward_rule(
 
     def hop(number: Array, state: Any) -> Any:
         here, sums, d_query = state
-        following, found = _turned(here), []
+        following, found = _shift_to_next(here), []
         for piece, (keys, values) in enumerate(zip(*map(_pieces, here), strict=True)):
-            mine = _arrived(pairs, number, piece, tokens)
+            mine = _piece_mask(pairs, number, piece, tokens)
             given = (query, keys, values, None, mine, mixed, log_sum)
             more, *of_keys, _ = blockwise.backward(options, *given, d_mixed)
             d_query, found = d_query + more, [*found, of_keys]
         added = (jnp.concatenate(each, axis=1) for each in zip(*found, strict=True))
         # Gradients of keys and values go on with them, and are at home after the last hop.
-        return following, _turned(tuple(map(jnp.add, sums, added))), d_query
+        return following, _shift_to_next(tuple(map(jnp.add, sums, added))), d_query
 
-    zeros = lambda x: vary(jnp.zeros(x.shape, jnp.float32))  # noqa: E731
+    zeros = lambda x: mark_varying(jnp.zeros(x.shape, jnp.float32))  # noqa: E731
     start = ((key, value), (zeros(key), zeros(value)), zeros(query))
-    _, (d_key, d_value), d_query = lax.fori_loop(0, size_of(CONTEXT), hop, start)
+    _, (d_key, d_value), d_query = lax.fori_loop(0, axis_size(CONTEXT), hop, start)
     d_sinks = None
     if sinks is not None:
         slope = (mixed.astype(jnp.float32) * d_mixed.astype(jnp.float32)).sum(-1)
@@ -265,4 +275,4 @@ def _backward_rule(
     return (*found, d_sinks, None)
 
 
-_mixed.defvjp(_forward_rule, _backward_rule)
+_ring_attention.defvjp(_forward_rule, _backward_rule)

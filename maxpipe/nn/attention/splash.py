@@ -25,9 +25,9 @@ from jaxtyping import Bool, Float, Int
 
 from maxpipe.models.layers.attention import LOG_SUM
 from maxpipe.nn.attention import interface, xla
-from maxpipe.nn.attention.interface import Mask, by_window
+from maxpipe.nn.attention.interface import Mask, switch_window
 from maxpipe.parallel import stated
-from maxpipe.parallel.per_device import on_shards, vary
+from maxpipe.parallel.per_device import map_shards, mark_varying
 
 LANES = 128
 """Blocks of queries and keys are multiples of it."""
@@ -54,7 +54,7 @@ def attend(
         return xla.attend(query, key, value, mask)
     key_segments = mask.segments if mask.key_segments is None else mask.key_segments
     window = None if isinstance(mask.window, int) else mask.window
-    call = Call(
+    call = SplashOptions(
         windows=(mask.window,) if isinstance(mask.window, int) else mask.windows,
         causal=mask.causal,
         scale=key.shape[-1] ** -0.5 if mask.scale is None else mask.scale,
@@ -62,14 +62,14 @@ def attend(
         run=mask.run or tokens,
         interpret=interpret,
     )
-    seen = _Seen(mask.segments, key_segments, mask.places, window)
-    key, value = (interface.for_every_shard(each, query.shape[2]) for each in (key, value))
+    seen = _SplashMask(mask.segments, key_segments, mask.places, window)
+    key, value = (interface.repeat_kv_heads(each, query.shape[2]) for each in (key, value))
     # Marked out here, their gradients are summed where an input is the same on several devices.
-    return _attention(*vary((query, key, value, mask.sinks, seen)), call)
+    return _attention(*mark_varying((query, key, value, mask.sinks, seen)), call)
 
 
 @dataclass(frozen=True)
-class Call:
+class SplashOptions:
     """What a kernel is compiled for."""
 
     windows: tuple[int, ...]
@@ -82,7 +82,7 @@ class Call:
     interpret: bool
 
 
-class _Seen(NamedTuple):
+class _SplashMask(NamedTuple):
     """Data that tell which keys a query sees, as in `Mask`."""
 
     segments: Int[Array, "B T"]
@@ -97,19 +97,24 @@ def _attention(
     key: Float[Array, "B S G H"],
     value: Float[Array, "B S G v"],
     sinks: Float[Array, " N"] | None,
-    seen: _Seen,
-    call: Call,
+    seen: _SplashMask,
+    call: SplashOptions,
 ) -> Float[Array, "B T N v"]:
     """Differentiated by rules that each enter the devices' own program: see `on_shards`."""
     return _forward(query, key, value, sinks, seen, call)[0]
 
 
 def _forward(
-    query: Array, key: Array, value: Array, sinks: Array | None, seen: _Seen, call: Call
+    query: Array,
+    key: Array,
+    value: Array,
+    sinks: Array | None,
+    seen: _SplashMask,
+    call: SplashOptions,
 ) -> tuple[Array, tuple[Any, ...]]:
     arrays, heads, _, beside = _specs(query)
-    run = on_shards(
-        partial(mix, call=call),
+    run = map_shards(
+        partial(local_forward, call=call),
         (arrays, arrays, arrays, heads, beside),
         (arrays, _heads_first(arrays)),
     )
@@ -119,17 +124,17 @@ def _forward(
     return mixed, (query, key, value, sinks, seen, mixed, sums)
 
 
-def _backward(call: Call, saved: tuple[Any, ...], d_mixed: Array) -> tuple[Any, ...]:
+def _backward(call: SplashOptions, saved: tuple[Any, ...], d_mixed: Array) -> tuple[Any, ...]:
     query, key, value, sinks, seen, mixed, sums = saved
     arrays, heads, rows, beside = _specs(query)
 
     def run(*given: Any) -> tuple[Any, ...]:
-        d_sinks = _of_sinks(given[3], *given[5:])
+        d_sinks = _sink_gradients(given[3], *given[5:])
         # Here, so that a split backward keeps it, and not what it is made of.
         d_sinks = lax.psum(d_sinks, rows) if rows and d_sinks is not None else d_sinks
-        return *gradients(*given, call=call), d_sinks
+        return *local_backward(*given, call=call), d_sinks
 
-    run = on_shards(
+    run = map_shards(
         run,
         (arrays, arrays, arrays, heads, beside, arrays, _heads_first(arrays), arrays),
         (arrays, arrays, arrays, heads),
@@ -141,7 +146,7 @@ def _backward(call: Call, saved: tuple[Any, ...], d_mixed: Array) -> tuple[Any, 
 _attention.defvjp(_forward, _backward)
 
 
-def _of_sinks(
+def _sink_gradients(
     sinks: Float[Array, " N"] | None,
     mixed: Float[Array, "B T N v"],
     sums: Float[Array, "B N T"],
@@ -158,12 +163,12 @@ def _of_sinks(
 # On the mesh.
 
 
-def _specs(query: Array) -> tuple[PartitionSpec, PartitionSpec, tuple[str, ...], _Seen]:
+def _specs(query: Array) -> tuple[PartitionSpec, PartitionSpec, tuple[str, ...], _SplashMask]:
     """(of arrays with heads, of those for each head alone, axes of the rows, of `_Seen`)."""
-    rows, heads = interface.axes_of(query)
+    rows, heads = interface.query_axes(query)
     batch, whole = PartitionSpec(rows), PartitionSpec()
     beside: Any = (batch, batch, whole, whole)
-    return PartitionSpec(rows, None, heads), PartitionSpec(heads), rows, _Seen(*beside)
+    return PartitionSpec(rows, None, heads), PartitionSpec(heads), rows, _SplashMask(*beside)
 
 
 def _heads_first(spec: PartitionSpec) -> PartitionSpec:
@@ -173,14 +178,14 @@ def _heads_first(spec: PartitionSpec) -> PartitionSpec:
 # On one device.
 
 
-def mix(
+def local_forward(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B S G H"],
     value: Float[Array, "B S G v"],
     sinks: Float[Array, " N"] | None,
-    seen: _Seen,
+    seen: _SplashMask,
     *,
-    call: Call,
+    call: SplashOptions,
 ) -> tuple[Float[Array, "B T N v"], Float[Array, "B N T"]]:
     """What is mixed, and the logarithm of each softmax's sum in float32."""
 
@@ -193,26 +198,30 @@ def mix(
             mixed, (sums,) = kernel(query, key, value, segment_ids=ids, sinks=sinks)
             return mixed, sums
 
-        scored = _scored(query, key, window, call) * (query.shape[-1] + value.shape[-1])
+        scored = _num_scored_pairs(query, key, window, call) * (query.shape[-1] + value.shape[-1])
         with jax.named_scope(stated.flops(2 * scored)):
             return jax.vmap(one)(query, key, value, _ids(seen))
 
-    arrays = _scaled(_swapped(query), call), _swapped(key), _swapped(value)
-    mixed, sums = by_window(run, seen.window, call.windows, arrays)
-    return _swapped(mixed), sums
+    arrays = (
+        _scale_queries(_swap_heads_and_tokens(query), call),
+        _swap_heads_and_tokens(key),
+        _swap_heads_and_tokens(value),
+    )
+    mixed, sums = switch_window(run, seen.window, call.windows, arrays)
+    return _swap_heads_and_tokens(mixed), sums
 
 
-def gradients(
+def local_backward(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B S G H"],
     value: Float[Array, "B S G v"],
     sinks: Float[Array, " N"] | None,
-    seen: _Seen,
+    seen: _SplashMask,
     mixed: Float[Array, "B T N v"],
     sums: Float[Array, "B N T"],
     d_mixed: Float[Array, "B T N v"],
     *,
-    call: Call,
+    call: SplashOptions,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B S G H"], Float[Array, "B S G v"]]:
     """Of queries, keys and values."""
     del sinks  # in `sums`
@@ -229,13 +238,21 @@ def gradients(
 
         # Two kernels, one of three products for the queries and one of four: of each the half.
         sizes = (4 * query.shape[-1] + 3 * value.shape[-1]) / 2
-        with jax.named_scope(stated.flops(2 * _scored(query, key, window, call) * sizes)):
+        with jax.named_scope(stated.flops(2 * _num_scored_pairs(query, key, window, call) * sizes)):
             return jax.vmap(one)(_ids(seen), *arrays)
 
-    arrays = _scaled(_swapped(query), call), _swapped(key), _swapped(value)
-    rest = _swapped(mixed), sums, _swapped(d_mixed)
-    d_query, d_key, d_value = by_window(run, seen.window, call.windows, (*arrays, *rest))
-    return _swapped(_scaled(d_query, call)), _swapped(d_key), _swapped(d_value)
+    arrays = (
+        _scale_queries(_swap_heads_and_tokens(query), call),
+        _swap_heads_and_tokens(key),
+        _swap_heads_and_tokens(value),
+    )
+    rest = _swap_heads_and_tokens(mixed), sums, _swap_heads_and_tokens(d_mixed)
+    d_query, d_key, d_value = switch_window(run, seen.window, call.windows, (*arrays, *rest))
+    return (
+        _swap_heads_and_tokens(_scale_queries(d_query, call)),
+        _swap_heads_and_tokens(d_key),
+        _swap_heads_and_tokens(d_value),
+    )
 
 
 def _backward_kernels(
@@ -257,17 +274,17 @@ def _backward_kernels(
     return found[3:6]
 
 
-def _swapped(x: Array) -> Array:
+def _swap_heads_and_tokens(x: Array) -> Array:
     """[B, T, N, H] to [B, N, T, H], and back."""
     return jnp.swapaxes(x, 1, 2)
 
 
-def _scaled(x: Array, call: Call) -> Array:
+def _scale_queries(x: Array, call: SplashOptions) -> Array:
     """The kernels have no scale of the scores: queries take it, and their gradients."""
     return (x.astype(jnp.float32) * call.scale).astype(x.dtype)
 
 
-def _ids(seen: _Seen) -> kernels.SegmentIds:
+def _ids(seen: _SplashMask) -> kernels.SegmentIds:
     return kernels.SegmentIds(seen.segments, seen.key_segments)
 
 
@@ -275,7 +292,7 @@ def _ids(seen: _Seen) -> kernels.SegmentIds:
 
 
 @dataclass(frozen=True)
-class Sees:
+class CausalWindowMask:
     """Which places of a row a query sees, besides documents."""
 
     causal: bool
@@ -299,20 +316,20 @@ class Sees:
         return (last >= first_keys) & near if self.window else last >= first_keys
 
 
-def block_of(tokens: int, head_size: int) -> int:
+def attention_block_size(tokens: int, head_size: int) -> int:
     """Size of the blocks that `tokens` in a row are cut into, of queries as of keys."""
     most = 1024 if tokens >= _LONG and head_size <= LANES else 512
     sizes = range(LANES, min(tokens, most) + 1, LANES)
     return max(size for size in sizes if tokens % size == 0)
 
 
-def _blocks(query: Array, key: Array, call: Call) -> tuple[int, int]:
+def _blocks(query: Array, key: Array, call: SplashOptions) -> tuple[int, int]:
     """(size of blocks of queries, of keys)."""
     size = max(query.shape[-1], key.shape[-1])
-    return block_of(call.run, size), block_of(key.shape[-2], size)
+    return attention_block_size(call.run, size), attention_block_size(key.shape[-2], size)
 
 
-def _scored(query: Array, key: Array, window: int, call: Call) -> float:
+def _num_scored_pairs(query: Array, key: Array, window: int, call: SplashOptions) -> float:
     """Pairs that a kernel scores, over all rows and heads: whole blocks.
 
     Of queries that have places of their own, the mean over the devices.
@@ -320,16 +337,16 @@ def _scored(query: Array, key: Array, window: int, call: Call) -> float:
     rows, heads, tokens, _ = query.shape
     size, size_keys = _blocks(query, key, call)
     first, first_keys = np.arange(0, key.shape[-2], size), np.arange(0, key.shape[-2], size_keys)
-    seen = Sees(call.causal, window).blocks(first, size, first_keys, size_keys)
+    seen = CausalWindowMask(call.causal, window).blocks(first, size, first_keys, size_keys)
     return rows * heads * tokens * key.shape[-2] * float(seen.mean())
 
 
 def _kernel(
-    query: Array, key: Array, places: Array | None, window: int, call: Call
+    query: Array, key: Array, places: Array | None, window: int, call: SplashOptions
 ) -> kernels.SplashAttentionKernel:
     """For queries [B, N, T, H] and keys [B, G, S, H]."""
     size, size_keys = _blocks(query, key, call)
-    sees = Sees(call.causal, window)
+    sees = CausalWindowMask(call.causal, window)
     where: Any = np.arange(query.shape[-2], dtype=np.int32) if places is None else places
     first, first_keys = where[::size], np.arange(0, key.shape[-2], size_keys)
     seen = sees.blocks(first, size, first_keys, size_keys)
@@ -337,7 +354,7 @@ def _kernel(
     if call.causal and window:  # however blocks of queries are placed
         most = ((size + window - 2) // size_keys + 2, (size_keys + window - 2) // size + 2)
     plain = not (call.causal or window)  # documents alone
-    by_query, by_key = _lists(seen, most[0]), _lists(seen.T, most[1])
+    by_query, by_key = _visible_blocks(seen, most[0]), _visible_blocks(seen.T, most[1])
     known = {"mask_next": None, "partial_mask_blocks": None}
     known |= {"q_sequence": None if plain else where}
     rows = MaskInfo(data_next=by_query[0][None], block_mask=by_query[1][None], **known)
@@ -345,10 +362,10 @@ def _kernel(
     sizes = kernels.BlockSizes(
         block_q=size,
         block_kv=size_keys,
-        block_kv_compute=_part(size_keys),
+        block_kv_compute=_key_step_size(size_keys),
         block_q_dkv=size,
         block_kv_dkv=size_keys,
-        block_kv_dkv_compute=_part(size_keys),
+        block_kv_dkv_compute=_key_step_size(size_keys),
         block_q_dq=size,
         block_kv_dq=size_keys,
         use_fused_bwd_kernel=False,  # it holds a gradient of the queries for each block of keys
@@ -368,12 +385,12 @@ def _kernel(
     )
 
 
-def _part(block: int) -> int:
+def _key_step_size(block: int) -> int:
     """Keys of a block that are scored at a time."""
     return block // 2 if block % (2 * LANES) == 0 and block > 512 else block
 
 
-def _lists(seen: Bool[Any, "I J"], most: int) -> tuple[Any, Any]:
+def _visible_blocks(seen: Bool[Any, "I J"], most: int) -> tuple[Any, Any]:
     """(numbers of the blocks that each block sees, whether there is one): int `[I, j]`.
 
     Behind its last one a block has that again: nothing is fetched for it. At most `most` of them.

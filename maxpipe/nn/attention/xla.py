@@ -41,7 +41,7 @@ def attend(
         if not plain or key.shape[-1] != value.shape[-1]:
             if square:
                 seen &= jnp.tri(stop, dtype=bool)
-            parts.append(_mixed(*part, seen, mask))
+            parts.append(_attend_unfused(*part, seen, mask))
         else:
             mixed = jax.nn.dot_product_attention(
                 *part, mask=seen, is_causal=square, scale=mask.scale, implementation="xla"
@@ -51,7 +51,7 @@ def attend(
     return checkpoint_name(mixed, "context")
 
 
-def _mixed(
+def _attend_unfused(
     query: Float[Array, "B t N H"],
     key: Float[Array, "B s G H"],
     value: Float[Array, "B s G v"],
@@ -72,12 +72,12 @@ def _mixed(
     scores = scores.reshape(rows, groups, -1, tokens, num_keys)
     scores *= size**-0.5 if mask.scale is None else mask.scale
     if mask.soft_cap:
-        scores = _capped(scores, mask.soft_cap)
+        scores = _soft_cap(scores, mask.soft_cap)
     scores = jnp.where(seen[:, :, None], scores, jnp.finfo(jnp.float32).min)
     if mask.sinks is None:
         shares = jax.nn.softmax(scores, axis=-1)
     else:
-        shares = _beside(scores, mask.sinks.reshape(*scores.shape[1:3], 1, 1))
+        shares = _softmax_with_sinks(scores, mask.sinks.reshape(*scores.shape[1:3], 1, 1))
     shares = shares.astype(value.dtype).reshape(rows, groups, -1, num_keys)
     mixed = jnp.einsum("bgxs,bgsh->bgxh", shares, value)
     mixed = mixed.reshape(rows, groups, -1, tokens, value.shape[-1]).transpose(0, 3, 1, 2, 4)
@@ -85,7 +85,7 @@ def _mixed(
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(1,))
-def _capped(scores: Float[Array, "*pairs"], cap: float) -> Float[Array, "*pairs"]:
+def _soft_cap(scores: Float[Array, "*pairs"], cap: float) -> Float[Array, "*pairs"]:
     """`cap * tanh(scores / cap)`, of which its slope alone is kept.
 
     Releases of jax differ in what they keep of a tanh: its slope, or two arrays that make it.
@@ -93,15 +93,15 @@ def _capped(scores: Float[Array, "*pairs"], cap: float) -> Float[Array, "*pairs"
     return cap * jnp.tanh(scores / cap)
 
 
-@_capped.defjvp
-def _capped_forward(
+@_soft_cap.defjvp
+def _soft_cap_forward(
     cap: float, scores: tuple[Array], moved: tuple[Array]
 ) -> tuple[Float[Array, "*pairs"], Float[Array, "*pairs"]]:
     bent = jnp.tanh(scores[0] / cap)
     return cap * bent, ((1.0 - bent) * (1.0 + bent)) * moved[0]
 
 
-def _beside(
+def _softmax_with_sinks(
     scores: Float[Array, "B G n t s"], sinks: Float[Array, "G n 1 1"]
 ) -> Float[Array, "B G n t s"]:
     """Softmax of the scores beside their head's sink, whose share is left out.
