@@ -31,7 +31,7 @@ from scipy.stats import spearmanr
 if TYPE_CHECKING:
     from maxpipe.config.schema import Config
     from maxpipe.hardware import Hardware
-    from maxpipe.plan.hlo import Profile
+    from maxpipe.plan.hlo_profile import Profile
 
 TOPOLOGY, MODEL = "v5p:2x4x4", "llama3-8b"
 ROWS, TOKENS = 128, 4096
@@ -157,12 +157,12 @@ def compile_one(layout: Layout, keep: Path | None) -> Compiled:
 
 def exposed(found: Profile, hardware: Hardware) -> tuple[float, dict[str, list[float]]]:
     """Seconds of traffic that nothing hides, and the same by kinds of collectives."""
-    from maxpipe.plan import entries
+    from maxpipe.plan import instruction_costs
 
     rows: dict[str, list[float]] = defaultdict(lambda: [0.0] * 4)
-    for each, seconds in entries.exposed_collectives(found, hardware):
+    for each, seconds in instruction_costs.exposed_collectives(found, hardware):
         row = rows[f"{each.kind} {each.region} {len(each.group)} {'async' * each.is_async}"]
-        whole = (1.0, each.num_bytes / 2**30, entries.collective_seconds(each, hardware))
+        whole = (1.0, each.num_bytes / 2**30, instruction_costs.collective_seconds(each, hardware))
         added = (*(each.count * one for one in whole), seconds)
         row[:] = [old + new for old, new in zip(row, added, strict=True)]
     return sum(row[3] for row in rows.values()), dict(rows)

@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from maxpipe.io.text import pluralize
+from maxpipe.io.formatting import pluralize
 
 ROWS, PROMPT, MORE = 8, 32, 128
 REPEATS = 5
@@ -98,7 +98,7 @@ def prompts(shape: Shape) -> np.ndarray:
 def ours(folder: Path, shape: Shape) -> Callable[[], tuple[float, Any]]:
     """The same of maxpipe, from the folder."""
     from maxpipe.generate.decoding import DecodeShape, Sampling
-    from maxpipe.generate.weights import open_model
+    from maxpipe.generate.load_model import open_model
 
     inputs = [
         "tokenizer.kind=bytes",

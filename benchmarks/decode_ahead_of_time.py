@@ -45,7 +45,7 @@ def compile_one(mesh: str) -> dict[str, Any]:
 
     from maxpipe.config.load import load
     from maxpipe.generate.decoding import DecodeShape, Sampling, with_shardings
-    from maxpipe.generate.staged import (
+    from maxpipe.generate.pipeline_decoding import (
         build_decode_engine,
         decode_param_layout,
         decode_param_shardings,

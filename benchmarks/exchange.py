@@ -32,10 +32,10 @@ from pathlib import Path
 import numpy as np
 
 from maxpipe.config.load import load
+from maxpipe.huggingface.config_json import FILE, table_for, to_json
 from maxpipe.huggingface.export import SHARD_BYTES, shard_tensors
 from maxpipe.huggingface.mapping import map_tensors
 from maxpipe.huggingface.safetensors import SafetensorsWriter
-from maxpipe.huggingface.sections import FILE, table_for, to_json
 from maxpipe.huggingface.source import INDEX
 from maxpipe.models.registry import describe
 

@@ -60,12 +60,12 @@ def measure(shape: Shape, form: str) -> dict[str, Any]:
     from maxpipe.models.layers import experts, mlp
     from maxpipe.nn.experts import Experts
     from maxpipe.nn.mlp import GatedMLP
-    from maxpipe.nn.part import LayerContext
+    from maxpipe.nn.module import LayerContext
     from maxpipe.parallel.axes import MeshConfig
     from maxpipe.parallel.mesh import build_mesh
     from maxpipe.parallel.sharding import AxisRules
-    from maxpipe.plan.hlo import profile_program
-    from maxpipe.plan.hlo_text import parse_hlo
+    from maxpipe.plan.hlo_parser import parse_hlo
+    from maxpipe.plan.hlo_profile import profile_program
 
     devices = topology.topology_devices(target)
     mesh = build_mesh(MeshConfig(ici_data=len(devices)), devices)
@@ -138,7 +138,7 @@ def measure(shape: Shape, form: str) -> dict[str, Any]:
 
 def visits(shape: Shape) -> float:
     """Tiles of rows that a kernel visits, of those that there are."""
-    from maxpipe.nn.grouped import outer_tiles
+    from maxpipe.nn.grouped_matmul import outer_tiles
 
     rows = shape.tokens * shape.per_token
     tiles = outer_tiles(rows, shape.num_experts, shape.d_model, shape.d_expert, "bfloat16")

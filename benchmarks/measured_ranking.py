@@ -27,7 +27,7 @@ from maxpipe.config.schema import Config
 from maxpipe.hardware import Hardware, published_hardware
 from maxpipe.plan.calibrate import calibrate
 from maxpipe.plan.compile import build_steps
-from maxpipe.plan.recheck import CANDIDATES, build_synthetic_step, rerank_by_measurement
+from maxpipe.plan.rerank import CANDIDATES, build_synthetic_step, rerank_by_measurement
 from maxpipe.plan.search import Candidate, search
 
 NUM_DEVICES = 8

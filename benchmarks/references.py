@@ -23,8 +23,8 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from maxpipe.nn.decoder import Decoder
+from maxpipe.parallel.collectives import manual_axes_of, sum_over
 from maxpipe.parallel.mesh import BATCH_AXES, STAGE, TOKEN_AXES
-from maxpipe.parallel.per_device import manual_axes_of, sum_over
 from maxpipe.parallel.sharding import BATCH_SPEC, restrict_spec
 from maxpipe.pipeline.layout import LayerLayout
 from maxpipe.pipeline.weights import WeightSharding, gather_weight

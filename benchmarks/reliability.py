@@ -33,15 +33,15 @@ from maxpipe.checkpoint.manager import CheckpointManager
 from maxpipe.config.load import from_dict
 from maxpipe.config.schema import CheckpointConfig, Config
 from maxpipe.data.loader import build_loaders
-from maxpipe.distributed.hub import Timeouts
-from maxpipe.distributed.link import ControlChannel
+from maxpipe.distributed.control_channel import ControlChannel
+from maxpipe.distributed.coordinator import Timeouts
 from maxpipe.distributed.phases import DATA, LOOP, STEP, Phases
 from maxpipe.models.count import num_params
 from maxpipe.models.registry import describe
 from maxpipe.plan.compile import build_steps
-from maxpipe.plan.recheck import build_synthetic_step, median_seconds
+from maxpipe.plan.rerank import build_synthetic_step, median_seconds
 from maxpipe.step.step import Steps
-from maxpipe.telemetry.records import EventLog
+from maxpipe.telemetry.writers import EventLog
 
 ROUNDS, PAIRS = 3, 60
 FAR = (10, 10_000_000)

@@ -30,7 +30,7 @@ from maxpipe.models.config import ModelConfig
 from maxpipe.parallel.axes import MeshConfig
 from maxpipe.parallel.mesh import build_mesh
 from maxpipe.parallel.sharding import AxisRules
-from maxpipe.pipeline.executor import StepGradients
+from maxpipe.pipeline.engine import StepGradients
 from maxpipe.step.build import build_steps
 from maxpipe.step.step import Steps
 

@@ -22,7 +22,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from maxpipe.plan import entries
+from maxpipe.plan import instruction_costs
 from maxpipe.plan.compile import CompileReport
 
 GIB = 2**30
@@ -165,7 +165,7 @@ def page(cache: Path, number: int) -> str:
                 *(each.kind, each.place, f"{each.cycles / 1e6:.0f}"),
                 *(f"{each.cycles / whole:.1%}", f"{each.of_peak:.0%}" if each.flops else ""),
             ]
-            for each in entries.sum_by_kind(found.entries)[:number]
+            for each in instruction_costs.sum_by_kind(found.entries)[:number]
         ]
         head = ["kind", "place", "Mcycles", "share", "of the peak"]
         lines += [f"### {row.name}", "", *table(head, sums)]

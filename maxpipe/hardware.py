@@ -15,10 +15,10 @@ from pathlib import Path
 
 import yaml
 
-from maxpipe.config.shipped import folder
+from maxpipe.config.bundled_configs import folder
 from maxpipe.errors import ConfigError, StorageError
 from maxpipe.io import files, plain_yaml
-from maxpipe.io.typed import check_type
+from maxpipe.io.typed_json import check_type
 
 MIB, GIB = 2**20, 2**30
 _MAX_BYTES = 1 << 20

@@ -18,13 +18,13 @@ import pytest
 from maxpipe.cli import main
 from maxpipe.config.schema import Config
 from maxpipe.evals.evaluate import EvalTotals
-from maxpipe.evals.tasks import task_metrics
+from maxpipe.evals.multiple_choice import task_metrics
 from maxpipe.models.registry import summaries
 from maxpipe.models.spec import Ahead
 from maxpipe.objectives.distill import Distill
 from maxpipe.objectives.policy import KlPolicyGradient
 from maxpipe.objectives.preference import Preference
-from maxpipe.plan.advice import TERMS
+from maxpipe.plan.memory_terms import TERMS
 from maxpipe.step.step import BY_SOURCE
 from maxpipe.telemetry import metrics
 
@@ -139,7 +139,7 @@ def test_every_metric_that_is_written_is_declared() -> None:
         code = path.read_text(encoding="utf-8")
         groups = "train|eval|perf|pipe|memory|distill|rollout"
         written |= set(re.findall(rf'"((?:{groups})/\w+)"', code))
-        of_sources = re.findall(r'of_source\(name, "(\w+)"\)', code)
+        of_sources = re.findall(r'source_tag\(name, "(\w+)"\)', code)
         written |= {f"source/NAME/{each}" for each in of_sources}
     written -= set(BY_SOURCE)  # of which losses are made
     written |= {f"train/{name}" for name in Distill.reported}

@@ -25,16 +25,16 @@ import pytest
 from maxpipe import hardware
 from maxpipe.checkpoint.manager import CheckpointManager, open_run
 from maxpipe.cli import main
-from maxpipe.config.documents import MAX_FILE_BYTES
 from maxpipe.config.load import load
 from maxpipe.config.schema import CheckpointConfig, DataConfig, TokenizerConfig
+from maxpipe.config.yaml_values import MAX_FILE_BYTES
 from maxpipe.data.documents import build_index
 from maxpipe.data.sources import open_source
 from maxpipe.data.tokenizer import ByteTokenizer, open_tokenizer
 from maxpipe.errors import ConfigError, MaxpipeError, StorageError
 from maxpipe.io import files
 from maxpipe.io.redact import REDACTED
-from maxpipe.schedule.notation import read_orders
+from maxpipe.schedule.csv_format import read_orders
 from maxpipe.train.run import WRITTEN_FILES
 from tests.conftest import FAST_COMPILE
 
@@ -505,11 +505,11 @@ def test_files_that_are_read_whole_have_a_largest_size(tmp_path: Path):
 
 def test_what_is_too_large_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     from maxpipe.data.tokenizers import files as tokenizer
-    from maxpipe.schedule import notation
+    from maxpipe.schedule import csv_format
 
     path = tmp_path / "a"
     path.write_text("x" * 100)
-    for module in (tokenizer, notation):
+    for module in (tokenizer, csv_format):
         monkeypatch.setattr(module, "_MAX_BYTES", 99)
     config = TokenizerConfig(kind="huggingface", path=str(path))
     for act in (lambda: open_tokenizer(config), lambda: read_orders(path)):

@@ -19,8 +19,8 @@ import orbax.checkpoint as ocp
 import tensorstore
 from etils import epath
 
-from maxpipe.checkpoint import copies, digests, manifest
-from maxpipe.checkpoint.copies import RecordedDigests, leaves_by_name
+from maxpipe.checkpoint import digest_item, digests, manifest
+from maxpipe.checkpoint.digest_item import RecordedDigests, leaves_by_name
 from maxpipe.checkpoint.digests import ArrayDigest
 from maxpipe.checkpoint.storage import (
     DamagedError,
@@ -35,7 +35,7 @@ from maxpipe.checkpoint.storage import (
     translate_read_errors,
 )
 from maxpipe.errors import DivergenceError, MaxpipeError
-from maxpipe.io.typed import parse_json
+from maxpipe.io.typed_json import parse_json
 
 Tree = Any
 
@@ -120,10 +120,10 @@ def read_expected_digests(folder: epath.Path, step: int) -> RecordedDigests | No
             return RecordedDigests(
                 {name: ArrayDigest.of_entry(one) for name, one in listed.items()}
             )
-        if not exists(folder / copies.DIGEST_ITEM):
+        if not exists(folder / digest_item.DIGEST_ITEM):
             return None
         with translate_read_errors(folder):
-            return call_with_retries(lambda: copies.read_digest_item(folder, step))
+            return call_with_retries(lambda: digest_item.read_digest_item(folder, step))
     except (OSError, ValueError) as error:
         if is_damage(error):
             raise DamagedError(root_cause_text(error)) from error
@@ -224,7 +224,7 @@ def verify_metadata(folder: epath.Path, expected: RecordedDigests) -> list[str]:
         if not is_damage(error):
             raise
         return [f"{METADATA_ITEM}/metadata cannot be read: {root_cause_text(error)}"]
-    if copies.metadata_digest(content) != expected.facts:
+    if digest_item.metadata_digest(content) != expected.facts:
         return [f"{METADATA_ITEM}/metadata has other content than was saved"]
     return []
 
@@ -250,7 +250,7 @@ def verify_and_write_manifest(
         except DamagedError as damage:
             raise SaveVerificationError(str(damage)) from damage
         if expected is None:
-            raise SaveVerificationError(f"{copies.DIGEST_ITEM} is missing")
+            raise SaveVerificationError(f"{digest_item.DIGEST_ITEM} is missing")
         if bad := digests.describe_non_finite(expected.arrays):
             raise _not_finite(folder, bad)
         files = manifest.digest_files(folder, ahead)
@@ -272,7 +272,7 @@ def write_missing_manifest(folder: epath.Path, step: int) -> None:
         NotSaved: it is not what was in memory, as far as that was recorded.
         OSError: it cannot be read, or the manifest cannot be written.
     """
-    if exists(folder / copies.DIGEST_ITEM):
+    if exists(folder / digest_item.DIGEST_ITEM):
         verify_and_write_manifest(folder, step)
         return
     with translate_bucket_errors(folder):

@@ -48,8 +48,8 @@ from maxpipe.checkpoint.storage import (
 )
 from maxpipe.config.schema import CheckpointConfig
 from maxpipe.errors import StorageError
-from maxpipe.io.text import pluralize
-from maxpipe.io.typed import AnyFloat, parse_json
+from maxpipe.io.formatting import pluralize
+from maxpipe.io.typed_json import AnyFloat, parse_json
 
 _HOUR_SECONDS = 3600
 

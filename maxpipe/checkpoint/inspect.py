@@ -17,7 +17,7 @@ from etils import epath
 from maxpipe.checkpoint import manifest
 from maxpipe.checkpoint.address import Address
 from maxpipe.checkpoint.contents import read_expected_digests, verify_arrays
-from maxpipe.checkpoint.copies import diff_trees, iter_named_arrays, tree_digest
+from maxpipe.checkpoint.digest_item import diff_trees, iter_named_arrays, tree_digest
 from maxpipe.checkpoint.folder import (
     BestMetric,
     CheckpointFolder,

@@ -47,7 +47,7 @@ from maxpipe.checkpoint.storage import (
 )
 from maxpipe.errors import StorageError
 from maxpipe.io.files import check_regular_files, read
-from maxpipe.io.typed import parse_json
+from maxpipe.io.typed_json import parse_json
 
 FILE = "lock.json"
 BEAT_SECONDS = 30.0

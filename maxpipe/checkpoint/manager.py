@@ -26,7 +26,7 @@ import jax
 from etils import epath
 
 from maxpipe.checkpoint.address import Address
-from maxpipe.checkpoint.copies import num_bytes
+from maxpipe.checkpoint.digest_item import num_bytes
 from maxpipe.checkpoint.folder import (
     BestMetric,
     CheckpointFolder,

@@ -31,7 +31,7 @@ from maxpipe.checkpoint.storage import (
     translate_read_errors,
 )
 from maxpipe.errors import StorageError
-from maxpipe.io.typed import check_type, dump_checksummed, parse_checksummed
+from maxpipe.io.typed_json import check_type, dump_checksummed, parse_checksummed
 
 FILE = "manifest.json"
 

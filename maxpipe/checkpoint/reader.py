@@ -36,9 +36,9 @@ import numpy as np
 from etils import epath
 from jax.experimental import multihost_utils
 
-from maxpipe.checkpoint import contents, copies, digests, manifest
+from maxpipe.checkpoint import contents, digest_item, digests, manifest
 from maxpipe.checkpoint.contents import SaveVerificationError, write_missing_manifest
-from maxpipe.checkpoint.copies import (
+from maxpipe.checkpoint.digest_item import (
     DIGEST_ITEM,
     RecordedDigests,
     diff_shapes,
@@ -393,7 +393,7 @@ def _restore(
         with translate_storage_errors(path):
             stored = abstract if abstract is None else _with_stored_dtypes(path, abstract)
             state = folder.arrays(step, stored)
-        found = copies.digest_local_shards(state)
+        found = digest_item.digest_local_shards(state)
         if "step" in state and int(state["step"]) != step:
             fault = f"its state is that of step {int(state['step'])}"
     except DamagedError as damage:
@@ -512,7 +512,7 @@ def _allgather(mine: np.ndarray) -> np.ndarray:
 
 def content_digest(tree: Tree) -> str:
     """One digest of all arrays on devices, by their names, which depends on no layout."""
-    return combine_digests(_sum_over_processes(copies.digest_local_shards(tree)))
+    return combine_digests(_sum_over_processes(digest_item.digest_local_shards(tree)))
 
 
 def combine_digests(sums: Mapping[str, ArrayDigest]) -> str:

@@ -14,7 +14,7 @@ from typing import Literal, NotRequired, TypedDict
 from etils import epath
 
 from maxpipe.checkpoint.storage import CHECKPOINTS_FOLDER, exists, find_checkpoint_home, in_bucket
-from maxpipe.config.shipped import EVENTS_FILE, METRICS_FILE
+from maxpipe.config.bundled_configs import EVENTS_FILE, METRICS_FILE
 from maxpipe.errors import ConfigError, StorageError
 from maxpipe.io.files import read_json_lines
 

@@ -26,9 +26,9 @@ from typing import Any, TypeVar, cast
 
 from etils import epath
 
+from maxpipe.config.bundled_configs import CONFIG_FILE
 from maxpipe.config.load import load
 from maxpipe.config.schema import CheckpointConfig, RunConfig
-from maxpipe.config.shipped import CONFIG_FILE
 from maxpipe.errors import ConfigError, MaxpipeError, StorageError, exception_chain
 from maxpipe.io.files import UnsafeFileError, expand_path, gcs_filesystem, open_regular, url_scheme
 

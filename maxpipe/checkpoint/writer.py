@@ -34,14 +34,14 @@ import orbax.checkpoint as ocp
 import tensorstore
 from orbax.checkpoint import future
 
-from maxpipe.checkpoint import copies, manifest
+from maxpipe.checkpoint import digest_item, manifest
 from maxpipe.checkpoint.contents import (
     METADATA_ITEM,
     STATE_ITEM,
     SaveVerificationError,
     verify_and_write_manifest,
 )
-from maxpipe.checkpoint.copies import leaves_by_name
+from maxpipe.checkpoint.digest_item import leaves_by_name
 from maxpipe.checkpoint.digests import ArrayDigest
 from maxpipe.checkpoint.folder import CheckpointFolder, CheckpointMetadata
 from maxpipe.checkpoint.storage import (
@@ -111,7 +111,7 @@ def save(
                     )
                 ),
                 METADATA_ITEM: ocp.JsonCheckpointHandler(),
-                copies.DIGEST_ITEM: copies.DigestHandler(),
+                digest_item.DIGEST_ITEM: digest_item.DigestHandler(),
             }
         )
     )
@@ -119,7 +119,7 @@ def save(
         **{
             STATE_ITEM: ocp.args.PyTreeSave(state),
             METADATA_ITEM: ocp.args.JsonSave(content),
-            copies.DIGEST_ITEM: copies.DigestSaveArgs(facts.step, content, handler.sums),
+            digest_item.DIGEST_ITEM: digest_item.DigestSaveArgs(facts.step, content, handler.sums),
         }
     )
     try:
@@ -344,7 +344,7 @@ class CheckpointWriter:
                 **{
                     STATE_ITEM: ocp.StandardCheckpointHandler(),
                     METADATA_ITEM: ocp.JsonCheckpointHandler(),
-                    copies.DIGEST_ITEM: copies.DigestHandler(),
+                    digest_item.DIGEST_ITEM: digest_item.DigestHandler(),
                 }
             ),
             # In the background, a folder that cannot be made would be reported after minutes.
@@ -361,20 +361,25 @@ class CheckpointWriter:
         assert self._save is None
         begin = time.monotonic()
         save, pinned = SaveResult(folder, facts.step), None
-        copied: Future[copies.HostCopies | None] = Future()
+        copied: Future[digest_item.HostCopies | None] = Future()
         shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state)
         content = facts.to_json()
         items = ocp.args.Composite(
             **{
                 STATE_ITEM: ocp.args.StandardSave(state, _chunks(state)),
                 METADATA_ITEM: ocp.args.JsonSave(content),
-                copies.DIGEST_ITEM: copies.DigestSaveArgs(
-                    facts.step, content, functools.partial(copies.await_digests, shapes, copied)
+                digest_item.DIGEST_ITEM: digest_item.DigestSaveArgs(
+                    facts.step,
+                    content,
+                    functools.partial(digest_item.await_digests, shapes, copied),
                 ),
             }
         )
         try:
-            with translate_bucket_errors(folder.path), copies.capture_host_copies(state) as found:
+            with (
+                translate_bucket_errors(folder.path),
+                digest_item.capture_host_copies(state) as found,
+            ):
                 pinned = PinnedFolder(folder.path)
                 self._checkpointer.save(pinned.path / str(facts.step), args=items)
             copied.set_result(found)

@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import NoReturn
 
 from maxpipe.commands.parser import RUN, Commands, add_address, port, write_file
-from maxpipe.config.shipped import TENSORBOARD_FOLDER
+from maxpipe.config.bundled_configs import TENSORBOARD_FOLDER
 from maxpipe.errors import ConfigError, ExitCode
 from maxpipe.io import redact
-from maxpipe.io.text import capitalize_first
+from maxpipe.io.formatting import capitalize_first
 
 _POLL_SECONDS = 2.0
 

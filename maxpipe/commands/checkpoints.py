@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from maxpipe.commands.parser import Commands, add_address, integer, number, subcommands
 from maxpipe.commands.progress import print_line
-from maxpipe.config.shipped import CONFIG_FILE
+from maxpipe.config.bundled_configs import CONFIG_FILE
 from maxpipe.errors import ConfigError, ExitCode, StorageError
 from maxpipe.io.files import expand_path
-from maxpipe.io.text import capitalize_first
+from maxpipe.io.formatting import capitalize_first
 
 if TYPE_CHECKING:
     from maxpipe.checkpoint.folder import RetentionRules

@@ -29,7 +29,7 @@ from maxpipe.commands.parser import (
     Commands,
     Parser,
 )
-from maxpipe.config import shipped
+from maxpipe.config import bundled_configs
 from maxpipe.errors import ExitCode
 
 _PLAIN, _SINGLE, _DOUBLE, _ANSI = "", "'", '"', "$'"
@@ -341,7 +341,7 @@ def _values(action: argparse.Action, current: str) -> list[str]:
 
 
 def _bundled_names() -> Iterator[str]:
-    return (f"{name} " for name in shipped.configs())
+    return (f"{name} " for name in bundled_configs.configs())
 
 
 def _assignments(current: str) -> list[str]:

@@ -13,11 +13,11 @@ import sys
 from pathlib import Path
 
 from maxpipe.commands.parser import Commands, add_inputs, read_config, subcommands
-from maxpipe.config import shipped
+from maxpipe.config import bundled_configs
 from maxpipe.errors import ConfigError, ExitCode, StorageError
 from maxpipe.io import redact
 from maxpipe.io.files import expand_path
-from maxpipe.io.text import capitalize_first
+from maxpipe.io.formatting import capitalize_first
 
 _DOCS_FILE = Path("docs/config.md")
 
@@ -111,7 +111,7 @@ _OVERWRITE = "--overwrite"
 
 
 def _list(options: argparse.Namespace) -> int:
-    rows = [(each.name, each.kind, each.about) for each in shipped.configs().values()]
+    rows = [(each.name, each.kind, each.about) for each in bundled_configs.configs().values()]
     names, kinds = (max(len(row[column]) for row in rows) for column in (0, 1))
     for name, kind, about in rows:
         print(f"{name:{names}}  {kind:{kinds}}  {about}")
@@ -128,9 +128,11 @@ def _show(options: argparse.Namespace) -> int:
 
 def _copy(options: argparse.Namespace) -> int:
     found = _find_bundled(options.name)
-    path = _printable_path(options.file or f"{found.name}{shipped.SUFFIX}", "command line: FILE")
+    path = _printable_path(
+        options.file or f"{found.name}{bundled_configs.SUFFIX}", "command line: FILE"
+    )
     if os.path.isdir(path):
-        path /= f"{found.name}{shipped.SUFFIX}"
+        path /= f"{found.name}{bundled_configs.SUFFIX}"
     _write(path, found.text, overwrite=options.overwrite)
     print(f"wrote {path}")
     if found.kind != "model":
@@ -141,7 +143,7 @@ def _copy(options: argparse.Namespace) -> int:
 
 
 def _init(options: argparse.Namespace) -> int:
-    from maxpipe.config.first_run import render_first_config
+    from maxpipe.config.init_template import render_first_config
     from maxpipe.config.rules import folder_name
 
     folder = _printable_path(options.folder, "command line: DIR")
@@ -174,11 +176,11 @@ def _train(path: Path) -> str:
     return f"maxpipe train {shlex.quote(str(path))}"
 
 
-def _find_bundled(name: str) -> shipped.BundledConfig:
+def _find_bundled(name: str) -> bundled_configs.BundledConfig:
     from maxpipe.config.rules import did_you_mean
 
-    known = shipped.configs()
-    if found := known.get(name.removesuffix(shipped.SUFFIX)):
+    known = bundled_configs.configs()
+    if found := known.get(name.removesuffix(bundled_configs.SUFFIX)):
         return found
     guess = did_you_mean(Path(name).stem.lower(), known)
     rule = f"is not a config that maxpipe ships: they are {', '.join(known)}."
@@ -188,11 +190,13 @@ def _find_bundled(name: str) -> shipped.BundledConfig:
 
 def _write(path: Path, text: str, *, overwrite: bool) -> None:
     """Writes a config that can be read back; an existing file stays unless `overwrite`."""
-    from maxpipe.config.inputs import SUFFIXES
+    from maxpipe.config.config_files import SUFFIXES
 
     if path.suffix not in SUFFIXES:
         rule = f"must end in {' or '.join(SUFFIXES)}, as config files do."
-        raise ConfigError.one("command line: FILE", path, rule, f"Write {path}{shipped.SUFFIX}.")
+        raise ConfigError.one(
+            "command line: FILE", path, rule, f"Write {path}{bundled_configs.SUFFIX}."
+        )
     try:
         # A link, or a pipe without a reader, is replaced and not written to.
         target = path.with_name(f".{path.name}.{secrets.token_hex(8)}") if overwrite else path

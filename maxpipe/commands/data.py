@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from maxpipe.commands.data_look import (
+from maxpipe.commands.data_inspect import (
     DATA_HELP,
     RUN_HELP,
     add_inspect,
@@ -35,7 +35,7 @@ from maxpipe.commands.progress import ProgressBar
 from maxpipe.errors import ConfigError, ExitCode
 from maxpipe.io import redact
 from maxpipe.io.files import expand_path, url_scheme
-from maxpipe.io.text import pluralize
+from maxpipe.io.formatting import pluralize
 
 if TYPE_CHECKING:
     from maxpipe.config.data_schema import DataConfig
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 def _mixture(options: argparse.Namespace) -> int:
     from maxpipe.config.check import total_steps
-    from maxpipe.config.training import check_length
+    from maxpipe.config.training_checks import check_length
 
     inputs, folder = resolve_run_inputs(options.inputs)
     loaded = read_config(inputs)
@@ -152,7 +152,7 @@ _OUT = "command line: --out"
 
 
 def _prepare(options: argparse.Namespace) -> int:
-    from maxpipe.config.data import all_sources
+    from maxpipe.config.data_sources import all_sources
     from maxpipe.data.mixture import seed_of
     from maxpipe.data.prepared.prepare import PrepareJob, prepare
     from maxpipe.data.sources import wrap_section_errors
@@ -187,7 +187,7 @@ def _prepare(options: argparse.Namespace) -> int:
 
 def _source_to_prepare(data: DataConfig, given: str | None) -> str:
     """The name of the source that is prepared; empty without a mixture."""
-    from maxpipe.config.data import validation_sets
+    from maxpipe.config.data_sources import validation_sets
 
     names = [*sorted(data.mixture), *validation_sets(data)]
     where, known = "command line: --source", ", ".join(names)

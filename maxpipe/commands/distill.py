@@ -23,7 +23,7 @@ def _prepare(options: argparse.Namespace) -> int:
         rule = "must be distill, with distill.teacher: it names the model that is asked."
         action = "Set train.objective=distill and distill.teacher=RUN@newest, and no distill.stored"
         raise ConfigError.one("train.objective", loaded.config.train.objective, rule, f"{action}.")
-    from maxpipe.posttrain.prepare_answers import prepare_teacher_logits
+    from maxpipe.posttrain.prepare_teacher_logits import prepare_teacher_logits
 
     progress = ProgressBar()
     try:

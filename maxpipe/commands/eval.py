@@ -11,24 +11,24 @@ from typing import TYPE_CHECKING, Any
 
 from maxpipe.commands.parser import Commands, add_address, add_ema_option, add_inputs, count
 from maxpipe.errors import ConfigError, ExitCode
-from maxpipe.io.text import pluralize
+from maxpipe.io.formatting import pluralize
 
 if TYPE_CHECKING:
     from maxpipe.checkpoint.address import Address
-    from maxpipe.evals.evaluation import EvalReport
+    from maxpipe.evals.evaluate_checkpoint import EvalReport
 
 _REPORT_SECONDS = 10.0
 
 
 def _eval(options: argparse.Namespace) -> int:
-    from maxpipe.huggingface.folders import resolve_model
+    from maxpipe.huggingface.output_folder import resolve_model
 
     model = resolve_model(options.checkpoint, average=options.average)
     _check(options)
     if options.choices is not None:
         return _eval_choices(options, model)
     inputs = [*options.inputs, *_documents(options)]
-    from maxpipe.evals.evaluation import evaluate_model
+    from maxpipe.evals.evaluate_checkpoint import evaluate_model
 
     found = evaluate_model(model, inputs, options.split, _print_status)
     if found is not None:
@@ -51,16 +51,16 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _eval_choices(options: argparse.Namespace, model: Address | Path) -> int:
-    from maxpipe.evals.requests import LanguageModel
-    from maxpipe.evals.tasks import (
+    from maxpipe.evals.language_model import LanguageModel
+    from maxpipe.evals.multiple_choice import (
         MultipleChoice,
         apply_chat_template,
         read_questions,
         result_writer,
         summarize_results,
     )
-    from maxpipe.evals.texts import ScoringTokenizer
-    from maxpipe.generate.weights import open_model
+    from maxpipe.evals.scoring_sequences import ScoringTokenizer
+    from maxpipe.generate.load_model import open_model
     from maxpipe.parallel.mesh import describe_mesh
     from maxpipe.restore.open_model import defer_interrupt, detect_interrupt
 
@@ -119,7 +119,7 @@ def _choices_page(found: dict[str, Any]) -> str:
 
 def _documents(options: argparse.Namespace) -> list[str]:
     """The overrides that say to read the files of `--data`."""
-    from maxpipe.config.data import COLUMNS
+    from maxpipe.config.data_sources import COLUMNS
     from maxpipe.data.sources import infer_source
 
     path, where = options.data, "command line: --data"

@@ -39,12 +39,12 @@ _STDIN = "-"
 
 
 def _generate(options: argparse.Namespace) -> int:
-    from maxpipe.huggingface.folders import resolve_model
+    from maxpipe.huggingface.output_folder import resolve_model
 
     model = resolve_model(options.checkpoint, average=options.average)
     _check(options)
     texts = _conversations(options) if options.chat else _prompts(options)
-    from maxpipe.data.conversation import add_end_of_turn_ids
+    from maxpipe.data.chat_spec import add_end_of_turn_ids
     from maxpipe.generate.completions import (
         GenerationLimits,
         complete,
@@ -53,7 +53,7 @@ def _generate(options: argparse.Namespace) -> int:
         parse_stops,
     )
     from maxpipe.generate.decoding import Sampling
-    from maxpipe.generate.weights import open_model
+    from maxpipe.generate.load_model import open_model
     from maxpipe.restore.open_model import defer_interrupt, detect_interrupt
 
     names = ("repetition_penalty", "temperature", "top_k", "top_p", "min_p")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from maxpipe.commands.parser import Commands, Parser, add_inputs, integer, read_config, subcommands
 from maxpipe.errors import ConfigError, ExitCode
 from maxpipe.io.files import expand_path
-from maxpipe.io.text import capitalize_first
+from maxpipe.io.formatting import capitalize_first
 
 if TYPE_CHECKING:
     from maxpipe.config.load import LoadedConfig

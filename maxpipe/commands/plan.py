@@ -69,7 +69,7 @@ def _folder(options: argparse.Namespace, loaded: LoadedConfig) -> Path | None:
     """Where the step is kept, if it is."""
     if options.save is None:
         return None
-    from maxpipe.config.training import check_length
+    from maxpipe.config.training_checks import check_length
 
     where = "command line: --save"
     folder = expand_path(options.save, where)
@@ -156,12 +156,12 @@ def _check_options(options: argparse.Namespace) -> None:
 
 
 def _forecast(options: argparse.Namespace, loaded: LoadedConfig, target: Topology) -> int:
-    from maxpipe.plan import plan, report
+    from maxpipe.plan import forecast, report
 
-    layout = plan.forecast_layout(loaded, target)
+    layout = forecast.forecast_layout(loaded, target)
     _warn_replicated_weights(layout.config)
     _draw(options, layout, target)
-    values, nearest = plan.forecast_values(layout, target)
+    values, nearest = forecast.forecast_values(layout, target)
     if options.json:
         import json
 
@@ -188,7 +188,7 @@ def _shardings(options: argparse.Namespace, loaded: LoadedConfig, target: Topolo
 
 def _warn_replicated_weights(config: Config) -> None:
     """Of large weights that a rule of the user keeps whole."""
-    from maxpipe.config.copies import replication_warnings
+    from maxpipe.config.replicated_weights import replication_warnings
 
     for each in replication_warnings(config):
         print(redact.redact_for_terminal(f"warning: {each.line}"), file=sys.stderr, flush=True)
@@ -205,11 +205,11 @@ def _draw(options: argparse.Namespace, candidate: Candidate, target: Topology) -
 
 def _search(options: argparse.Namespace, loaded: LoadedConfig, target: Topology) -> int:
     from maxpipe.config.load import to_yaml
-    from maxpipe.plan import plan, report, topology
-    from maxpipe.plan.recheck import CANDIDATES
+    from maxpipe.plan import forecast, report, topology
+    from maxpipe.plan.rerank import CANDIDATES
     from maxpipe.plan.search import NUM_RESULTS
 
-    fixed = plan.parse_fixed_keys(loaded, options.fix)
+    fixed = forecast.parse_fixed_keys(loaded, options.fix)
     present = topology.local_devices(target) if options.measure else ()
     keep = (
         max(CANDIDATES, options.measure)
@@ -217,19 +217,19 @@ def _search(options: argparse.Namespace, loaded: LoadedConfig, target: Topology)
         else max(NUM_RESULTS, options.compile or 0)
     )
     with contextlib.closing(ProgressBar(" layouts")) as progress:
-        found = plan.best_layouts(loaded.config, target, fixed, keep, report=progress.report)
+        found = forecast.best_layouts(loaded.config, target, fixed, keep, report=progress.report)
     if not options.json:
         print(report.format_search(found, target.hardware), flush=True)
     tell = lambda line: print(line, file=sys.stderr, flush=True)  # noqa: E731
     compiled, measured = [], []
     if options.compile:
         topology.prepare(target)
-        from maxpipe.plan.recheck import rerank_by_compiler
+        from maxpipe.plan.rerank import rerank_by_compiler
 
         with PhaseProgress("compile") as phases:
             compiled = rerank_by_compiler(found.best[: options.compile], target, tell, phases.begin)
     elif options.measure:
-        from maxpipe.plan.recheck import rerank_by_measurement
+        from maxpipe.plan.rerank import rerank_by_measurement
 
         measured = rerank_by_measurement(found.best, options.measure, present, tell)
     checked = [*compiled, *measured]

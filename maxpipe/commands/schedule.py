@@ -100,7 +100,7 @@ def _write_drawings(
     options: argparse.Namespace, schedules: Sequence[Schedule], costs: Costs
 ) -> list[Path]:
     """Write the pictures of all schedules, and the actions and the trace of the only one."""
-    from maxpipe.schedule import notation, pictures
+    from maxpipe.schedule import csv_format, pictures
 
     schedule = schedules[0]
     writers: dict[str, Callable[[Path], object]] = {
@@ -108,7 +108,7 @@ def _write_drawings(
             pictures.draw_schedules(schedules, costs).svg(), encoding="utf-8"
         ),
         "png": lambda path: pictures.draw_schedules(schedules, costs).png(path),
-        "csv": lambda path: path.write_text(notation.to_csv(schedule), encoding="utf-8"),
+        "csv": lambda path: path.write_text(csv_format.to_csv(schedule), encoding="utf-8"),
         "perfetto": lambda path: path.write_text(
             pictures.perfetto_trace(schedule, costs), encoding="utf-8"
         ),
@@ -121,7 +121,7 @@ def _write_drawings(
 
 def _schedule_names_and_sizes(options: argparse.Namespace) -> tuple[list[str], dict[str, Any]]:
     """Names and sizes of schedules: options, then files, then an example that fits a screen."""
-    from maxpipe.config.shipped import find_config
+    from maxpipe.config.bundled_configs import find_config
     from maxpipe.schedule.catalog import FILE_PREFIX, INTERLEAVED, SCHEDULES
 
     inputs = list(options.inputs)
@@ -145,7 +145,7 @@ def _schedule_names_and_sizes(options: argparse.Namespace) -> tuple[list[str], d
 
 
 def _unknown_schedule(where: str, name: str) -> ConfigError:
-    from maxpipe.config import shipped
+    from maxpipe.config import bundled_configs
     from maxpipe.config.foreign_keys import value_action
     from maxpipe.config.rules import did_you_mean
     from maxpipe.schedule.catalog import FILE_PREFIX, INTERLEAVED, SCHEDULES
@@ -160,7 +160,7 @@ def _unknown_schedule(where: str, name: str) -> ConfigError:
     if name.endswith(".csv"):
         guess = f"{FILE_PREFIX}{name}"
     elif not guess and "--" not in where:
-        guess = did_you_mean(name, shipped.configs())
+        guess = did_you_mean(name, bundled_configs.configs())
     elif not name:
         guess = INTERLEAVED
     action = (
@@ -207,7 +207,7 @@ def _sizes_of_config(
 def _example_sizes(names: list[str]) -> dict[str, Any]:
     """Default sizes, or those of a file."""
     from maxpipe.schedule.catalog import FILE_PREFIX
-    from maxpipe.schedule.notation import read_orders
+    from maxpipe.schedule.csv_format import read_orders
 
     sizes: dict[str, Any] = {"stages": 4, "repeats": 2, "microbatches": 8, "group": 0}
     sizes["delayed"] = False
@@ -231,7 +231,7 @@ def _reads_group(name: str) -> bool:
 def _usual_repeats(name: str) -> int | None:
     """The repeats that a schedule has, or that its name usually means; None: any number."""
     from maxpipe.schedule.catalog import FILE_PREFIX, SCHEDULES
-    from maxpipe.schedule.notation import read_orders
+    from maxpipe.schedule.csv_format import read_orders
 
     if name.startswith(FILE_PREFIX):
         return read_orders(Path(name.removeprefix(FILE_PREFIX)))[0].num_repeats

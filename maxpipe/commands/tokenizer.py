@@ -8,7 +8,7 @@ import os
 import shlex
 from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
-from maxpipe.commands.data_look import expand_data_files, is_config, resolve_run_inputs
+from maxpipe.commands.data_inspect import expand_data_files, is_config, resolve_run_inputs
 from maxpipe.commands.parser import (
     DATA_PREFIX,
     Commands,
@@ -72,7 +72,7 @@ def _train(options: argparse.Namespace) -> int:
 
 def _sources(options: argparse.Namespace) -> list[Source]:
     """The documents of files, or of the `data.*` keys of a config and of overrides."""
-    from maxpipe.config.data import all_sources
+    from maxpipe.config.data_sources import all_sources
     from maxpipe.data.mixture import seed_of
     from maxpipe.data.sources import open_source, wrap_section_errors
     from maxpipe.data.train_tokenizer import open_training_files

@@ -10,8 +10,7 @@ from maxpipe.config.keys import KEYS, default_of
 from maxpipe.config.rules import axis_keys, axis_size, did_you_mean, rule
 from maxpipe.config.schema import Config
 from maxpipe.errors import RuleViolation
-from maxpipe.models.frozen import declared, suggestions
-from maxpipe.models.low_rank import (
+from maxpipe.models.adapters import (
     block_size,
     dim_of_scales,
     matrices,
@@ -20,6 +19,7 @@ from maxpipe.models.low_rank import (
     summed,
     unmatched,
 )
+from maxpipe.models.param_names import declared, suggestions
 from maxpipe.models.registry import describe
 
 _KEYS = tuple(key for key in KEYS if key.startswith(("adapter.", "model.")))

@@ -10,7 +10,6 @@ from typing import Any
 
 import yaml
 
-from maxpipe.config.documents import Raw, compose, entries, format_raw, raw_of, syntax_problem
 from maxpipe.config.keys import (
     KEYS,
     NAME,
@@ -22,6 +21,7 @@ from maxpipe.config.keys import (
     split_key,
 )
 from maxpipe.config.translation import MODEL, is_main_key
+from maxpipe.config.yaml_values import Raw, compose, entries, format_raw, raw_of, syntax_problem
 from maxpipe.errors import Problem
 from maxpipe.io import redact
 

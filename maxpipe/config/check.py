@@ -26,19 +26,19 @@ import maxpipe.config.model_rules
 import maxpipe.config.pipeline_rules
 import maxpipe.config.preference_rules
 import maxpipe.config.tokenizer_rules  # noqa: F401  all ten register their rules
-from maxpipe.config import ramp
-from maxpipe.config.by_name import parse_param_values
-from maxpipe.config.copies import replication_warnings
+from maxpipe.config import training_schedule
 from maxpipe.config.keys import FAMILY, KEYS, family_section
-from maxpipe.config.ramp import EXAMPLE, BatchRamp, parse_phases
+from maxpipe.config.param_patterns import parse_param_values
+from maxpipe.config.replicated_weights import replication_warnings
 from maxpipe.config.rules import BOUNDS, RULES, Bound, folder_name, format_value, rule, value_of
 from maxpipe.config.schema import Config, TrainConfig
+from maxpipe.config.training_schedule import EXAMPLE, BatchRamp, parse_phases
 from maxpipe.errors import Problem, RuleViolation
 from maxpipe.io import redact
 from maxpipe.io.files import url_scheme
-from maxpipe.io.text import format_divisors, pluralize, round_up
+from maxpipe.io.formatting import format_divisors, pluralize, round_up
 from maxpipe.models.layers.attention import Attention
-from maxpipe.models.layers.latent import LatentAttention
+from maxpipe.models.layers.latent_attention import LatentAttention
 from maxpipe.models.registry import FAMILIES, describe
 
 DEFAULT = "default"
@@ -210,7 +210,7 @@ def _example_ramp(config: Config) -> str:
 @rule(*_LENGTH)
 def _ramp_grows_and_ends(config: Config) -> Iterator[RuleViolation]:
     found, steps = BatchRamp.of(config.train), total_steps(config.train)
-    if wrong := ramp.check_order(found):
+    if wrong := training_schedule.check_order(found):
         yield RuleViolation(
             "train.batch_ramp", wrong, "Set train.batch_ramp=[] for batches of one size."
         )

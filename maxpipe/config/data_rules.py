@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 
-from maxpipe.config.data import (
+from maxpipe.config.data_schema import SourceConfig
+from maxpipe.config.data_sources import (
     COLUMNS,
     FILES,
     ONE_PATH,
@@ -17,8 +18,7 @@ from maxpipe.config.data import (
     section_of,
     split_template,
 )
-from maxpipe.config.data import parse_mixture_stages as mixture_stages
-from maxpipe.config.data_schema import SourceConfig
+from maxpipe.config.data_sources import parse_mixture_stages as mixture_stages
 from maxpipe.config.foreign_keys import list_action
 from maxpipe.config.rules import BOUNDS, did_you_mean, rule
 from maxpipe.config.schema import Config

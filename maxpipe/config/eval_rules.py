@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
-from maxpipe.config.data import all_sources, is_synthetic
+from maxpipe.config.data_sources import all_sources, is_synthetic
 from maxpipe.config.rules import did_you_mean, rule
 from maxpipe.config.schema import Config
 from maxpipe.errors import RuleViolation

@@ -13,11 +13,10 @@ from typing import NamedTuple
 import yaml
 
 from maxpipe.config.assignments import Assignment, from_document, from_values
-from maxpipe.config.documents import MAX_FILE_BYTES, Raw, to_yaml_line
-from maxpipe.config.inputs import FOREIGN_SUFFIXES
+from maxpipe.config.bundled_configs import configs
+from maxpipe.config.config_files import FOREIGN_SUFFIXES
 from maxpipe.config.keys import FAMILY, KEYS, SECTIONS
 from maxpipe.config.rules import did_you_mean
-from maxpipe.config.shipped import configs
 from maxpipe.config.translation import (
     MODEL,
     Translation,
@@ -25,10 +24,11 @@ from maxpipe.config.translation import (
     translate,
     yaml_line_of_text,
 )
+from maxpipe.config.yaml_values import MAX_FILE_BYTES, Raw, to_yaml_line
 from maxpipe.errors import ConfigError, Problem
 from maxpipe.io.files import read
+from maxpipe.io.formatting import pluralize
 from maxpipe.io.plain_yaml import compose
-from maxpipe.io.text import pluralize
 
 SUFFIXES = FOREIGN_SUFFIXES
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from maxpipe.config.ramp import BatchRamp
 from maxpipe.config.rules import format_value, rule, value_of
 from maxpipe.config.schema import Config
+from maxpipe.config.training_schedule import BatchRamp
 from maxpipe.errors import RuleViolation
-from maxpipe.io.text import format_choices, round_up
+from maxpipe.io.formatting import format_choices, round_up
 
 _OBJECTIVE = "train.objective"
 _GROUP, _UPDATES, _FILE = "grpo.group_size", "grpo.updates_per_rollout", "grpo.reward_file"

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from omegaconf import OmegaConf
 
-from maxpipe.config import foreign_files, shipped
+from maxpipe.config import bundled_configs, foreign_files
 from maxpipe.config.assignments import (
     Assignment,
     duplicate_settings,
@@ -30,18 +30,8 @@ from maxpipe.config.assignments import (
     rename_former_key,
 )
 from maxpipe.config.check import DEFAULT, check, is_override
-from maxpipe.config.documents import (
-    NAME_FORM,
-    READERS,
-    TooLargeError,
-    find_invalid_text,
-    read_file,
-    read_unchanged,
-    texts,
-    to_yaml_line,
-)
+from maxpipe.config.config_files import ConfigFile, locate
 from maxpipe.config.foreign_keys import join_reason, list_action, value_action
-from maxpipe.config.inputs import ConfigFile, locate
 from maxpipe.config.keys import (
     FAMILY,
     KEYS,
@@ -59,7 +49,7 @@ from maxpipe.config.keys import (
 from maxpipe.config.model_reference import is_reference, resolve_model, shape_override_notes
 from maxpipe.config.rules import BOUNDS, did_you_mean
 from maxpipe.config.schema import Config
-from maxpipe.config.training import check_training
+from maxpipe.config.training_checks import check_training
 from maxpipe.config.translation import (
     CONTEXT_KEYS,
     Translation,
@@ -68,6 +58,16 @@ from maxpipe.config.translation import (
     is_accumulation,
     is_main_key,
     translate,
+)
+from maxpipe.config.yaml_values import (
+    NAME_FORM,
+    READERS,
+    TooLargeError,
+    find_invalid_text,
+    read_file,
+    read_unchanged,
+    texts,
+    to_yaml_line,
 )
 from maxpipe.errors import ConfigError, Problem
 
@@ -258,7 +258,7 @@ def _is_foreign(file: ConfigFile) -> bool:
 
 
 def _shape_only_note(argument: str) -> str:
-    name = getattr(shipped.find_model(argument), "name", argument)
+    name = getattr(bundled_configs.find_model(argument), "name", argument)
     return f"model: {name}, the shape of {argument}; its weights are not loaded"
 
 

@@ -23,10 +23,10 @@ from maxpipe.config.rules import (
 )
 from maxpipe.config.schema import Config
 from maxpipe.errors import RuleViolation
-from maxpipe.io.text import format_divisors, round_up
-from maxpipe.models.layers.delta import GatedDelta
+from maxpipe.io.formatting import format_divisors, round_up
 from maxpipe.models.layers.experts import Experts
-from maxpipe.models.layers.latent import LatentAttention
+from maxpipe.models.layers.gated_delta import GatedDelta
+from maxpipe.models.layers.latent_attention import LatentAttention
 from maxpipe.models.registry import describe
 from maxpipe.models.spec import Part
 from maxpipe.parallel.axes import (

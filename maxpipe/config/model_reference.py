@@ -6,15 +6,15 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from maxpipe.config import shipped
+from maxpipe.config import bundled_configs
 from maxpipe.config.assignments import Assignment, from_document
-from maxpipe.config.documents import read_file
-from maxpipe.config.inputs import ConfigFile
+from maxpipe.config.config_files import ConfigFile
 from maxpipe.config.keys import KEYS, default_of
 from maxpipe.config.rules import did_you_mean
 from maxpipe.config.translation import MODEL
+from maxpipe.config.yaml_values import read_file
 from maxpipe.errors import Problem
-from maxpipe.io.text import pluralize
+from maxpipe.io.formatting import pluralize
 
 _NOT_SHAPE = ("attention", "compute_dtype", "param_dtype", "dropout", "frozen")
 """Keys of the model, and those that begin with `matmul`, that leave its parameters as they are."""
@@ -84,14 +84,14 @@ def _models(assignments: Sequence[Assignment]) -> list[str]:
 
 def _settings(reference: Assignment, problems: list[Problem]) -> list[Assignment]:
     name = str(reference.raw)
-    found = shipped.find_model(name)
+    found = bundled_configs.find_model(name)
     if found is None:
-        models = [each.name for each in shipped.configs().values() if each.kind == MODEL]
+        models = [each.name for each in bundled_configs.configs().values() if each.kind == MODEL]
         guess = did_you_mean(name.lower(), models)
         action = f"Write model: {guess}." if guess and reference.is_in_file else ""
         action = action or (f"Write model={guess}." if guess else "")
-        if not guess and shipped.is_hub_id(name):
-            action = shipped.hub_download_action(name)
+        if not guess and bundled_configs.is_hub_id(name):
+            action = bundled_configs.hub_download_action(name)
         rule = (
             "is neither a section, with keys below it, nor a model that maxpipe ships "
             "(`maxpipe configs list`)."

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from maxpipe.config.by_name import parse_param_values
 from maxpipe.config.keys import KEYS
+from maxpipe.config.param_patterns import parse_param_values
 from maxpipe.config.rules import axis_keys, axis_size, did_you_mean, rule
 from maxpipe.config.schema import Config
 from maxpipe.errors import RuleViolation
-from maxpipe.io.text import round_up
-from maxpipe.models.frozen import chosen, declared, suggestions, trained, without_match
+from maxpipe.io.formatting import round_up
+from maxpipe.models.param_names import chosen, declared, suggestions, trained, without_match
 from maxpipe.models.registry import describe
 from maxpipe.parallel.axes import QUANTIZATION_BLOCK
 

@@ -8,7 +8,6 @@ from dataclasses import replace
 
 from maxpipe.config.foreign_keys import value_action
 from maxpipe.config.keys import KEYS
-from maxpipe.config.ramp import BatchRamp
 from maxpipe.config.rules import (
     BATCH_AXES,
     RULES,
@@ -19,8 +18,9 @@ from maxpipe.config.rules import (
     rule,
 )
 from maxpipe.config.schema import Config
+from maxpipe.config.training_schedule import BatchRamp
 from maxpipe.errors import RuleViolation
-from maxpipe.io.text import format_divisors, pluralize, round_up
+from maxpipe.io.formatting import format_divisors, pluralize, round_up
 from maxpipe.models.config import ModelConfig
 from maxpipe.models.registry import describe
 from maxpipe.schedule.catalog import (

@@ -16,7 +16,6 @@ import typing
 from pathlib import Path
 from typing import Any, Literal
 
-from maxpipe.config.documents import NAME_FORM
 from maxpipe.config.foreign_keys import match_key
 from maxpipe.config.keys import (
     KEYS,
@@ -32,6 +31,7 @@ from maxpipe.config.keys import (
 from maxpipe.config.load import LoadedConfig, to_yaml, type_name
 from maxpipe.config.rules import BOUNDS, did_you_mean
 from maxpipe.config.translation import MODEL
+from maxpipe.config.yaml_values import NAME_FORM
 from maxpipe.errors import ConfigError
 from maxpipe.parallel.axes import ALLOWED_AXIS_RULES, DEFAULT_AXIS_RULES
 from maxpipe.schedule.catalog import FILE_PREFIX, SCHEDULES

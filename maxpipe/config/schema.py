@@ -16,7 +16,7 @@ from typing import Literal
 from maxpipe.config.data_schema import DataConfig
 from maxpipe.config.eval_schema import EvalConfig
 from maxpipe.config.tuning_schema import DistillConfig, GrpoConfig, PreferenceConfig
-from maxpipe.io.typed import legacy_value
+from maxpipe.io.typed_json import legacy_value
 from maxpipe.models.config import AdapterConfig, ModelConfig
 from maxpipe.parallel.axes import MeshConfig
 

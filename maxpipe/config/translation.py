@@ -12,8 +12,7 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from maxpipe.config import shipped
-from maxpipe.config.documents import READERS, Raw, to_yaml_line
+from maxpipe.config import bundled_configs
 from maxpipe.config.foreign_keys import (
     NameMatch,
     list_action,
@@ -30,6 +29,7 @@ from maxpipe.config.keys import (
     section_of,
 )
 from maxpipe.config.rules import BATCH_AXES, BOUNDS, axis_keys, format_value, normalize_name
+from maxpipe.config.yaml_values import READERS, Raw, to_yaml_line
 from maxpipe.io.files import accelerators
 from maxpipe.parallel.axes import MESH_AXES
 from maxpipe.schedule.catalog import SCHEDULES
@@ -355,13 +355,13 @@ def _eval_steps(raw: Raw, context: TranslationContext) -> Translation:
 def _base_model(raw: Raw, context: TranslationContext) -> Translation:
     """The model whose weights training starts from, with its tokenizer."""
     found = _model_name(raw, context)
-    if not found.settings or not shipped.is_hub_id(str(raw)):
+    if not found.settings or not bundled_configs.is_hub_id(str(raw)):
         return found
     folder = str(raw).rpartition("/")[2]
     settings = (("checkpoint.restore_from", f"hf:{folder}"),)
     settings += (("tokenizer.kind", "auto"), ("tokenizer.path", folder))
     return found._replace(
-        settings=(*found.settings, *settings), action=shipped.hub_download_action(str(raw))
+        settings=(*found.settings, *settings), action=bundled_configs.hub_download_action(str(raw))
     )
 
 
@@ -473,10 +473,10 @@ def infer_source(path: str) -> str:
 
 
 def _model_name(raw: Raw, context: TranslationContext) -> Translation:
-    if isinstance(raw, str) and (model := shipped.find_model(raw)):
+    if isinstance(raw, str) and (model := bundled_configs.find_model(raw)):
         return Translation(((MODEL, model.name),), key=MODEL)
-    if isinstance(raw, str) and shipped.is_hub_id(raw):
-        return Translation((), "nothing is downloaded.", shipped.hub_download_action(raw))
+    if isinstance(raw, str) and bundled_configs.is_hub_id(raw):
+        return Translation((), "nothing is downloaded.", bundled_configs.hub_download_action(raw))
     answer = match_exact_key(["model_name"], ())
     assert answer is not None
     return Translation((), answer.why, answer.action)

@@ -21,11 +21,12 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from maxpipe.config.data import all_sources, parse_template_kwargs
+from maxpipe.config.bundled_configs import EVENTS_FILE
 from maxpipe.config.data_schema import DataConfig, SourceConfig
-from maxpipe.config.shipped import EVENTS_FILE
-from maxpipe.data import kept
+from maxpipe.config.data_sources import all_sources, parse_template_kwargs
+from maxpipe.data import disk_cache
 from maxpipe.data.chat_records import conversation_of
+from maxpipe.data.disk_cache import CacheMessages, load_or_compute
 from maxpipe.data.documents import (
     DocumentIndex,
     EncodedDocument,
@@ -35,9 +36,8 @@ from maxpipe.data.documents import (
     mask_digest,
     verify_unchanged,
 )
-from maxpipe.data.formats.reads import track_read
-from maxpipe.data.formats.text_of import BadRecord
-from maxpipe.data.kept import CacheMessages, load_or_compute
+from maxpipe.data.formats.read_tracker import track_read
+from maxpipe.data.formats.record_text import BadRecord
 from maxpipe.data.sources import Heartbeat, Progress, Source, UnreadableRecord
 from maxpipe.data.tokenizer import Tokenizer
 from maxpipe.data.tokenizers.chat import ChatInput, ChatProcess, ChatTemplate, Masking, RenderError
@@ -45,10 +45,10 @@ from maxpipe.data.tokenizers.files import wrap_text_errors
 from maxpipe.data.tokenizers.offsets import mask_of_spans
 from maxpipe.errors import ConfigError, Problem
 from maxpipe.io import files
-from maxpipe.io.text import pluralize
+from maxpipe.io.formatting import pluralize
 
 _ANSWERS_VERSION = 1
-_CACHE_MESSAGES = kept.CacheMessages(
+_CACHE_MESSAGES = disk_cache.CacheMessages(
     "counting trained messages",
     "counting trained messages again",
     "the next start counts trained messages again",
@@ -140,7 +140,7 @@ def expand_trained_messages(
         source.check_unchanged(moved)
         return _MessageCounts(counts)
 
-    def of(arrays: kept.Arrays) -> _MessageCounts:
+    def of(arrays: disk_cache.Arrays) -> _MessageCounts:
         if arrays["counts"].shape != (len(source),):
             raise ValueError("an array of another shape")
         return _MessageCounts(arrays["counts"])
@@ -155,7 +155,7 @@ def expand_trained_messages(
         key += [config.system_field] if config.system_field else []
         name = hashlib.sha256(repr(key).encode()).hexdigest()[:32]
         path = os.path.join(os.path.expanduser(cache_dir), f"answers-{name}.npz")
-        found = kept.load_or_compute(
+        found = disk_cache.load_or_compute(
             path, of, make, lambda made: made._asdict(), _CACHE_MESSAGES, keep=keep, moved=moved
         )
     return TrainedMessageSource(source, found.counts) if found.counts.any() else source

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from maxpipe.config.data import is_template, parse_template_kwargs, split_template
 from maxpipe.config.data_schema import SourceConfig
+from maxpipe.config.data_sources import is_template, parse_template_kwargs, split_template
 from maxpipe.config.rules import did_you_mean
-from maxpipe.data.formats.text_of import BadRecord, chat_settings, fill_template, shorten
+from maxpipe.data.formats.record_text import BadRecord, chat_settings, fill_template, shorten
 from maxpipe.data.tokenizers.chat import SETTINGS, ChatInput, Message
-from maxpipe.io.typed import parse_json
+from maxpipe.io.typed_json import parse_json
 
 _MESSAGES, _SHAREGPT = "messages", "conversations"
 """The default of `data.messages_field`, and the name that ShareGPT records use for it."""

@@ -16,10 +16,16 @@ from typing import Any, Literal
 
 import numpy as np
 
-from maxpipe.config import ramp as config_ramp
-from maxpipe.config.data import paths_of, section_of, train_sources, validation_key, validation_sets
+from maxpipe.config import training_schedule as config_ramp
 from maxpipe.config.data_schema import DataConfig, Packing, SourceConfig
-from maxpipe.config.ramp import BatchRamp
+from maxpipe.config.data_sources import (
+    paths_of,
+    section_of,
+    train_sources,
+    validation_key,
+    validation_sets,
+)
+from maxpipe.config.training_schedule import BatchRamp
 from maxpipe.data import mixture
 from maxpipe.data.chat import (
     ChatDocuments,
@@ -29,7 +35,7 @@ from maxpipe.data.chat import (
     empty_documents_error,
     expand_trained_messages,
 )
-from maxpipe.data.conversation import (
+from maxpipe.data.chat_spec import (
     LengthLimitedDocuments,
     LengthLimitedTokenFiles,
     RemainingCounts,
@@ -41,7 +47,7 @@ from maxpipe.data.conversation import (
 )
 from maxpipe.data.documents import DocumentIndex, Documents, EncodedDocuments, build_index, entropy
 from maxpipe.data.formats.digests import Digests
-from maxpipe.data.formats.reads import track_read
+from maxpipe.data.formats.read_tracker import track_read
 from maxpipe.data.mixture import SourceSequences, seed_of
 from maxpipe.data.packing import Sequences, split_documents
 from maxpipe.data.pairs import PairDocuments, PairEncoder

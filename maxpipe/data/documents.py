@@ -21,8 +21,8 @@ from typing import Protocol
 
 import numpy as np
 
-from maxpipe.data import kept
-from maxpipe.data.formats.reads import track_read
+from maxpipe.data import disk_cache
+from maxpipe.data.formats.read_tracker import track_read
 from maxpipe.data.sources import Heartbeat, Progress, Source
 from maxpipe.data.tokenizer import Tokenizer
 from maxpipe.data.tokenizers.files import wrap_text_errors
@@ -191,12 +191,12 @@ def load_or_build_index(
     if cache_dir is None:
         return read(moved)
     name = hashlib.sha256(json.dumps(list(key)).encode()).hexdigest()[:32]
-    return kept.load_or_compute(
+    return disk_cache.load_or_compute(
         os.path.join(os.path.expanduser(cache_dir), f"index-{name}.npz"),
         lambda arrays: _index_of(arrays, num_documents),
         read,
         _arrays_of,
-        kept.CacheMessages(
+        disk_cache.CacheMessages(
             task, "reading all documents again", "the next start reads all documents"
         ),
         keep=keep,

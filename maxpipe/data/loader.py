@@ -21,12 +21,12 @@ from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 
-from maxpipe.config import ramp as config_ramp
-from maxpipe.config.data import section_of
-from maxpipe.config.ramp import BatchRamp
+from maxpipe.config import training_schedule as config_ramp
+from maxpipe.config.data_sources import section_of
 from maxpipe.config.schema import DataConfig, TokenizerConfig
+from maxpipe.config.training_schedule import BatchRamp
 from maxpipe.data import mixture
-from maxpipe.data.conversation import ChatSpec
+from maxpipe.data.chat_spec import ChatSpec
 from maxpipe.data.corpus import SOURCES, Corpus, Split, open_corpus
 from maxpipe.data.mixture import Mixture, Stream
 from maxpipe.data.packing import Sequences

@@ -23,11 +23,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from maxpipe.config import data as texts
-from maxpipe.config.data import section_of
+from maxpipe.config import data_sources as texts
 from maxpipe.config.data_schema import DataConfig, MixedSourceConfig
-from maxpipe.config.ramp import BatchRamp
-from maxpipe.data.formats.reads import track_read
+from maxpipe.config.data_sources import section_of
+from maxpipe.config.training_schedule import BatchRamp
+from maxpipe.data.formats.read_tracker import track_read
 from maxpipe.data.packing import Permutation, Sequences
 from maxpipe.data.sources import wrap_section_errors
 from maxpipe.errors import ConfigError

@@ -25,7 +25,7 @@ from typing import Literal, NamedTuple, Protocol
 import numpy as np
 
 from maxpipe.data.documents import Documents
-from maxpipe.data.formats.reads import track_read
+from maxpipe.data.formats.read_tracker import track_read
 from maxpipe.errors import ConfigError
 
 _FEISTEL_ROUNDS = 8

@@ -30,12 +30,12 @@ from maxpipe.data.chat_records import (
     unread_field_names,
 )
 from maxpipe.data.documents import DocumentIndex, EncodedDocument
-from maxpipe.data.formats.text_of import BadRecord, shorten
+from maxpipe.data.formats.record_text import BadRecord, shorten
 from maxpipe.data.sources import Source
 from maxpipe.data.tokenizer import Tokenizer
 from maxpipe.data.tokenizers.chat import ChatInput, Message
 from maxpipe.errors import ConfigError
-from maxpipe.io.text import pluralize
+from maxpipe.io.formatting import pluralize
 
 TRUNCATED, DROPPED, IDENTICAL = 1, 2, 4
 """Marks of a pair: it was too long and lost its ends, or is left out; both halves are the same."""

@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from maxpipe.config.data import is_template
 from maxpipe.config.data_schema import SourceConfig
-from maxpipe.config.ramp import BatchRamp
+from maxpipe.config.data_sources import is_template
 from maxpipe.config.schema import DataConfig
+from maxpipe.config.training_schedule import BatchRamp
 from maxpipe.config.tuning_schema import GrpoConfig
 from maxpipe.data.chat_records import (
     check_content,
@@ -34,7 +34,7 @@ from maxpipe.data.chat_records import (
     unread_field_names,
 )
 from maxpipe.data.documents import EncodedDocument
-from maxpipe.data.formats.text_of import (
+from maxpipe.data.formats.record_text import (
     CONTEXTS,
     SYSTEMS,
     BadRecord,
@@ -50,8 +50,8 @@ from maxpipe.data.tokenizers.chat import ChatInput, ChatTemplate
 from maxpipe.data.tokenizers.files import wrap_text_errors
 from maxpipe.errors import ConfigError
 from maxpipe.io import files
-from maxpipe.io.text import pluralize
-from maxpipe.io.typed import parse_json
+from maxpipe.io.formatting import pluralize
+from maxpipe.io.typed_json import parse_json
 
 _LOG = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from maxpipe.config.data_schema import Packing
-from maxpipe.data import kept
+from maxpipe.data import disk_cache
 from maxpipe.data.documents import Documents
 from maxpipe.data.packing import (
     ConcatenatedSequences,
@@ -35,7 +35,7 @@ _MIN_CACHED_DOCUMENTS = 1 << 17
 """Plans of fewer documents are made again, in about the time that reading them takes."""
 _PLAN_VERSION = 1
 
-_CACHE_MESSAGES = kept.CacheMessages(
+_CACHE_MESSAGES = disk_cache.CacheMessages(
     "planning rows of documents",
     "planning the rows again",
     "the next start plans the rows again",
@@ -186,7 +186,7 @@ class Packer:
         self,
         name: str,
         key: Iterable[object],
-        of: Callable[[kept.Arrays], TupleT],
+        of: Callable[[disk_cache.Arrays], TupleT],
         make: Callable[[Heartbeat | None], TupleT],
     ) -> TupleT:
         """What `of` makes of the arrays kept for a key of JSON values, or else what `make` does.
@@ -197,7 +197,7 @@ class Packer:
             return make(self.moved)
         facts = [_PLAN_VERSION, self.packing, self.sequence_length, self.key, *key]
         digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
-        return kept.load_or_compute(
+        return disk_cache.load_or_compute(
             os.path.join(os.path.expanduser(self.cache_dir), f"{name}-{digest}.npz"),
             of,
             make,
@@ -208,7 +208,7 @@ class Packer:
         )
 
 
-def _plan_of(arrays: kept.Arrays) -> PackingPlan:
+def _plan_of(arrays: disk_cache.Arrays) -> PackingPlan:
     plan = PackingPlan(**{name: arrays[name] for name in PackingPlan._fields})
     if not len(plan.documents) == len(plan.begins) == plan.starts[-1]:
         raise ValueError("arrays of another shape")

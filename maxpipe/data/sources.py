@@ -19,14 +19,15 @@ from collections.abc import Iterator
 from dataclasses import astuple, fields, replace
 from typing import Literal
 
-from maxpipe.config.data import paths_of, section_of
 from maxpipe.config.data_schema import SourceConfig
+from maxpipe.config.data_sources import paths_of, section_of
 from maxpipe.data.formats.array_records import ArrayRecords, TfdsExamples
-from maxpipe.data.formats.cache import FolderCache
 from maxpipe.data.formats.digests import Digests
 from maxpipe.data.formats.files import File, find_files
+from maxpipe.data.formats.folder_cache import FolderCache
 from maxpipe.data.formats.lines import JsonLines
 from maxpipe.data.formats.parquet import ParquetRows
+from maxpipe.data.formats.record_text import TextExtractor
 from maxpipe.data.formats.saved_dataset import SavedDataset, is_saved_dataset
 from maxpipe.data.formats.source import (
     Heartbeat,
@@ -38,7 +39,6 @@ from maxpipe.data.formats.source import (
     UnreadableRecord,
 )
 from maxpipe.data.formats.text import SyntheticRecords, TextFiles, open_stdlib_corpus
-from maxpipe.data.formats.text_of import TextExtractor
 from maxpipe.errors import ConfigError, Problem, StorageError
 
 __all__ = [

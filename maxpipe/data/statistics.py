@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from maxpipe.data.chat import first_target
-from maxpipe.data.conversation import LongConversationPolicy, find_long_documents, limit_lengths
+from maxpipe.data.chat_spec import LongConversationPolicy, find_long_documents, limit_lengths
 from maxpipe.data.documents import Documents, EncodedDocument, digest_of
 from maxpipe.data.packing import count_targets
 from maxpipe.data.sequences import Packer
@@ -30,7 +30,7 @@ from maxpipe.data.tokenizers.files import wrap_text_errors
 from maxpipe.data.unread_keys import LongConversations, remarks
 from maxpipe.errors import Problem
 from maxpipe.io import redact
-from maxpipe.io.text import pluralize
+from maxpipe.io.formatting import pluralize
 from maxpipe.schedule.draw import Box, Canvas, Label
 
 PICTURE_SUFFIXES = (".html", ".png")

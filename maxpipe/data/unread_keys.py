@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from maxpipe.config.data import COLUMNS, is_template
 from maxpipe.config.data_schema import SourceConfig
+from maxpipe.config.data_sources import COLUMNS, is_template
 from maxpipe.data.chat import REWRITTEN, TrainedMessage
 from maxpipe.data.chat_records import conversation_of, has_value
-from maxpipe.data.formats.text_of import (
+from maxpipe.data.formats.record_text import (
     CONTEXTS,
     RESPONSES,
     SYSTEMS,
@@ -35,7 +35,7 @@ from maxpipe.data.pairs import DROPPED, IDENTICAL, TRUNCATED, pair_of
 from maxpipe.data.sources import Source
 from maxpipe.data.tokenizers.chat import ChatInput, unread_remarks
 from maxpipe.errors import ConfigError
-from maxpipe.io.text import pluralize
+from maxpipe.io.formatting import pluralize
 
 _RECORDS = 32
 """The first records of a source, on which settings are tried."""

@@ -33,28 +33,28 @@ from maxpipe.checkpoint.storage import (
     to_epath,
 )
 from maxpipe.config.check import find_warnings
-from maxpipe.config.data import all_sources, section_of
 from maxpipe.config.data_schema import SourceConfig
+from maxpipe.config.data_sources import all_sources, section_of
 from maxpipe.config.load import LoadedConfig, load, to_dict
 from maxpipe.config.rules import axis_size
 from maxpipe.config.schema import Config, RunConfig, RuntimeConfig
-from maxpipe.config.training import check_training, runs_teacher
+from maxpipe.config.training_checks import check_training, runs_teacher
 from maxpipe.data.chat import expand_trained_messages
 from maxpipe.data.corpus import build_chat_encoder
 from maxpipe.data.prepared.megatron import IDS, open_documents
 from maxpipe.data.sources import open_source, wrap_section_errors
 from maxpipe.data.tokenizer import Tokenizer, fit_tokenizer, open_tokenizer
 from maxpipe.diagnosis import environment
-from maxpipe.distributed.hub import free_port
+from maxpipe.distributed.coordinator import free_port
 from maxpipe.errors import ConfigError, StorageError
 from maxpipe.huggingface.source import folder_of, open_folder
 from maxpipe.io import redact
 from maxpipe.io.files import expand_path, has_home
-from maxpipe.io.text import pluralize
-from maxpipe.models.choice import Divided, words
+from maxpipe.io.formatting import pluralize
 from maxpipe.models.count import total
 from maxpipe.models.registry import describe
-from maxpipe.optim.kept import saved_bytes
+from maxpipe.models.resolve_auto import Divided, words
+from maxpipe.optim.state_spec import saved_bytes
 from maxpipe.parallel.axes import MESH_AXES, MeshConfig
 from maxpipe.plan import topology
 

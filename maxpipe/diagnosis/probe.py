@@ -26,7 +26,7 @@ from maxpipe.distributed import runtime
 from maxpipe.distributed.phases import Phases
 from maxpipe.errors import ConfigError
 from maxpipe.io.files import accelerators, expand_path
-from maxpipe.io.text import pluralize
+from maxpipe.io.formatting import pluralize
 from maxpipe.parallel.axes import MeshConfig
 from maxpipe.parallel.mesh import build_mesh, describe_mesh, partition_devices
 

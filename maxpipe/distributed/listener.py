@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from maxpipe.distributed.wire import AuthenticatedConnection, UnauthenticatedPeer
+from maxpipe.distributed.protocol import AuthenticatedConnection, UnauthenticatedPeer
 
 _MAX_UNAUTHENTICATED, _SECONDS = 64, 10.0
 """Unproved connections at a time, besides one per process; seconds that each has for its proof."""

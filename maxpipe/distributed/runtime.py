@@ -24,9 +24,9 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from maxpipe.config.schema import RuntimeConfig
-from maxpipe.distributed import wire
-from maxpipe.distributed.hub import JoinFailure, Timeouts, free_port
-from maxpipe.distributed.link import ControlChannel
+from maxpipe.distributed import protocol
+from maxpipe.distributed.control_channel import ControlChannel
+from maxpipe.distributed.coordinator import JoinFailure, Timeouts, free_port
 from maxpipe.distributed.listener import own_addresses
 from maxpipe.distributed.phases import Phases
 from maxpipe.errors import ConfigError, MaxpipeError, Problem, UnreachableError
@@ -246,7 +246,7 @@ def _gather(
     config: RuntimeConfig, link: ControlChannel, facts: Mapping[str, str], folder: Path
 ) -> None:
     """Waits for the other processes, each of which has its own link."""
-    given = wire.secret_from_environment()
+    given = protocol.secret_from_environment()
     with contextlib.ExitStack() as stack:
         if not config.num_processes:
             address, shared = _broadcast_address(link.index)
@@ -255,12 +255,12 @@ def _gather(
             address = _address(config)
             key = given
             if key is None and link.index == 0:
-                key = stack.enter_context(wire.publish_secret(folder, address[1]))
+                key = stack.enter_context(protocol.publish_secret(folder, address[1]))
                 stack.callback(setattr, link, "on_leave", link.on_leave)
-                link.on_leave = lambda code, text: wire.remove_secret(folder, address[1])
+                link.on_leave = lambda code, text: protocol.remove_secret(folder, address[1])
         try:
             trouble = link.gather(
-                address, facts, lambda: key or wire.read_published_secret(folder, address[1])
+                address, facts, lambda: key or protocol.read_published_secret(folder, address[1])
             )
         except OSError as error:
             text = f"port {address[1]} cannot be used here: {error.strerror or error}"

@@ -18,8 +18,8 @@ import numpy as np
 
 from maxpipe.config.schema import EvalConfig
 from maxpipe.data.loader import Datasets, Loader
-from maxpipe.evals.tasks import Task, task_metrics
-from maxpipe.io.text import pluralize
+from maxpipe.evals.multiple_choice import Task, task_metrics
+from maxpipe.io.formatting import pluralize
 from maxpipe.step.step import BY_SOURCE, Steps
 from maxpipe.telemetry.console import Console
 from maxpipe.telemetry.metrics import source_tag

@@ -20,14 +20,14 @@ except ImportError as error:
     print(f"lm_eval\n  must be installed: {error}.\n  Run: pip install 'maxpipe[harness]'")
     sys.exit(2)
 
-from maxpipe.config.documents import to_yaml_line
-from maxpipe.data.conversation import add_end_of_turn_ids
+from maxpipe.config.yaml_values import to_yaml_line
+from maxpipe.data.chat_spec import add_end_of_turn_ids
 from maxpipe.data.tokenizers.chat import ChatInput
 from maxpipe.errors import ConfigError, MaxpipeError
-from maxpipe.evals.requests import LanguageModel
-from maxpipe.evals.texts import ScoringTokenizer
-from maxpipe.generate.weights import open_model
-from maxpipe.huggingface.folders import resolve_model
+from maxpipe.evals.language_model import LanguageModel
+from maxpipe.evals.scoring_sequences import ScoringTokenizer
+from maxpipe.generate.load_model import open_model
+from maxpipe.huggingface.output_folder import resolve_model
 
 
 @register_model("maxpipe")

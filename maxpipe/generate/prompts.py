@@ -8,7 +8,7 @@ from typing import Any
 from maxpipe.data.tokenizers.chat import ChatInput
 from maxpipe.errors import ConfigError
 from maxpipe.io import files
-from maxpipe.io.typed import parse_json
+from maxpipe.io.typed_json import parse_json
 
 MAX_BYTES = 1 << 28
 """Of a file."""

@@ -32,11 +32,14 @@ from maxpipe.checkpoint.storage import CHECKPOINTS_FOLDER as CHECKPOINTS
 from maxpipe.checkpoint.storage import DamagedError, in_bucket
 from maxpipe.config.load import load
 from maxpipe.config.schema import Config
-from maxpipe.data.conversation import ChatSpec, parse_chat_spec
+from maxpipe.data.chat_spec import ChatSpec, parse_chat_spec
 from maxpipe.data.tokenizer import Tokenizer, open_tokenizer
 from maxpipe.errors import ConfigError, StorageError
 from maxpipe.huggingface import mapping
-from maxpipe.huggingface.folders import (
+from maxpipe.huggingface.config_json import FILE, table_for, to_json
+from maxpipe.huggingface.import_ import FOLDER, ORIGIN, WEIGHTS_ONLY, Origin, hub_id
+from maxpipe.huggingface.mapping import TensorMapping, export_slab_shape, intersect, map_tensors
+from maxpipe.huggingface.output_folder import (
     ByteProgress,
     MessageCallback,
     ProgressCallback,
@@ -44,18 +47,15 @@ from maxpipe.huggingface.folders import (
     copy_tokenizer_files,
     ignore_progress,
 )
-from maxpipe.huggingface.import_ import FOLDER, ORIGIN, WEIGHTS_ONLY, Origin, hub_id
-from maxpipe.huggingface.mapping import TensorMapping, export_slab_shape, intersect, map_tensors
 from maxpipe.huggingface.peft import CheckpointAdapters, LazyArray, write_adapters
 from maxpipe.huggingface.peft import open_lazy_array as readable_array
 from maxpipe.huggingface.safetensors import DTYPES, SafetensorsWriter
-from maxpipe.huggingface.sections import FILE, table_for, to_json
 from maxpipe.huggingface.source import INDEX, SINGLE, HuggingFaceFolder
 from maxpipe.io.files import expand_path, read, write
-from maxpipe.io.text import pluralize
-from maxpipe.io.typed import check_type, parse_json
+from maxpipe.io.formatting import pluralize
+from maxpipe.io.typed_json import check_type, parse_json
 from maxpipe.models.registry import describe
-from maxpipe.optim.kept import EMA
+from maxpipe.optim.state_spec import EMA
 
 TYPES: Mapping[str, str] = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 """Values of `--dtype`, and what files call them."""

@@ -11,18 +11,20 @@ from typing import Any, NotRequired, TypedDict
 
 from maxpipe.checkpoint import writer
 from maxpipe.checkpoint.contents import SaveVerificationError
-from maxpipe.checkpoint.copies import leaves_by_name
+from maxpipe.checkpoint.digest_item import leaves_by_name
 from maxpipe.checkpoint.folder import CheckpointFolder, CheckpointMetadata
 from maxpipe.checkpoint.storage import CHECKPOINTS_FOLDER as CHECKPOINTS
-from maxpipe.config.documents import to_yaml_line
+from maxpipe.config.bundled_configs import CONFIG_FILE
 from maxpipe.config.load import load, to_dict
 from maxpipe.config.rules import folder_name
 from maxpipe.config.schema import TokenizerConfig, TrainConfig
-from maxpipe.config.shipped import CONFIG_FILE
+from maxpipe.config.yaml_values import to_yaml_line
 from maxpipe.data.tokenizer import fit_tokenizer, open_tokenizer
 from maxpipe.errors import ConfigError
-from maxpipe.huggingface import statements
-from maxpipe.huggingface.folders import (
+from maxpipe.huggingface import normalize_config
+from maxpipe.huggingface.config_json import FILE
+from maxpipe.huggingface.mapping import import_slab_shape
+from maxpipe.huggingface.output_folder import (
     TOKENIZER_FILES,
     ByteProgress,
     MessageCallback,
@@ -33,11 +35,9 @@ from maxpipe.huggingface.folders import (
     unwritable_error,
     vocabularies,
 )
-from maxpipe.huggingface.mapping import import_slab_shape
-from maxpipe.huggingface.sections import FILE
 from maxpipe.huggingface.source import HuggingFaceFolder, num_params, open_folder
 from maxpipe.io.files import expand_path
-from maxpipe.io.text import pluralize
+from maxpipe.io.formatting import pluralize
 
 FOLDER = "huggingface"
 """Folder beside the checkpoint with config.json and the files that travel along."""
@@ -147,7 +147,7 @@ def describe_source(source: HuggingFaceFolder) -> list[str]:
             f"{FILE} says of {pluralize(source.without_ahead, 'layer')} to predict further ahead, "
             "and the folder has none: the model starts without (model.heads_ahead=0)"
         )
-    lines += statements.lines(source.described.differences)
+    lines += normalize_config.lines(source.described.differences)
     if unknown := source.described.unknown:
         lines.append(
             f"{FILE}: {table.architecture} has no keys {', '.join(map(repr, unknown[:8]))}; they "

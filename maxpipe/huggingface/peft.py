@@ -35,14 +35,14 @@ from maxpipe.errors import ConfigError
 from maxpipe.huggingface.mapping import TensorMapping, TensorSlice
 from maxpipe.huggingface.safetensors import DTYPES, SafetensorsWriter
 from maxpipe.huggingface.source import HuggingFaceFolder, folder_of, open_folder
-from maxpipe.io.typed import check_type
+from maxpipe.io.typed_json import check_type
+from maxpipe.models.adapters import DOWN, LENGTH, UP, is_held
 from maxpipe.models.config import AdapterConfig
-from maxpipe.models.frozen import names_in_layers
-from maxpipe.models.low_rank import DOWN, LENGTH, UP, is_held
+from maxpipe.models.param_names import names_in_layers
 from maxpipe.models.registry import describe
 from maxpipe.models.spec import Kind, Model
 from maxpipe.nn.adapters import quantize_dequantize
-from maxpipe.parallel.adapted import LoraWeight
+from maxpipe.parallel.lora_weight import LoraWeight
 
 
 class LazyArray(NamedTuple):

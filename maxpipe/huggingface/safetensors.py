@@ -23,7 +23,7 @@ import numpy as np
 
 from maxpipe.errors import ConfigError
 from maxpipe.io.files import open_regular
-from maxpipe.io.typed import parse_json
+from maxpipe.io.typed_json import parse_json
 
 DTYPES: Mapping[str, np.dtype] = {
     "F32": np.dtype(np.float32),

@@ -21,17 +21,17 @@ import numpy as np
 
 from maxpipe.checkpoint.digests import num_non_finite
 from maxpipe.errors import ConfigError
-from maxpipe.huggingface import layouts, mapping
+from maxpipe.huggingface import mapping, tensor_layouts
+from maxpipe.huggingface.config_json import FILE, ModelDescription, read_description
 from maxpipe.huggingface.mapping import TensorMapping, TensorSlice, intersect, map_tensors
 from maxpipe.huggingface.safetensors import DTYPES, SafetensorsReader, quote_name
-from maxpipe.huggingface.sections import FILE, ModelDescription, read_description
 from maxpipe.io.files import expand_path, read
-from maxpipe.io.text import pluralize
-from maxpipe.io.typed import parse_json
+from maxpipe.io.formatting import pluralize
+from maxpipe.io.typed_json import parse_json
 from maxpipe.models.config import ModelConfig
 from maxpipe.models.registry import describe
 
-HEAD, EMBEDDING = layouts.HEAD, "embedding"
+HEAD, EMBEDDING = tensor_layouts.HEAD, "embedding"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PREFIX = "hf:"
 """In front of a folder in `checkpoint.restore_from`."""
@@ -270,11 +270,11 @@ def open_folder(folder: str, where: str = "command line: DIR") -> HuggingFaceFol
             "must be a folder on this machine with config.json and safetensors files.",
             "Download the model first, and give its folder.",
         )
-    if not (path / FILE).exists() and (error := layouts.adapter_error(path)) is not None:
+    if not (path / FILE).exists() and (error := tensor_layouts.adapter_error(path)) is not None:
         raise error
     said = read_description(path)
     present = _tensors(path)
-    known = {name: layouts.canonical(name) for name in present}
+    known = {name: tensor_layouts.canonical(name) for name in present}
     said, lacking = _without_mtp(said, known.values())
     names: dict[str, str] = {}
     others: list[str] = []
@@ -288,14 +288,14 @@ def open_folder(folder: str, where: str = "command line: DIR") -> HuggingFaceFol
             others.append(name)
             continue
         if mine in names:
-            raise layouts.duplicate_tensor_error(path, names[mine], name)
+            raise tensor_layouts.duplicate_tensor_error(path, names[mine], name)
         names[mine] = name
     files = {mine: present[name] for mine, name in names.items()}
-    table = layouts.adapt_table(said.table, names)
+    table = tensor_layouts.adapt_table(said.table, names)
     try:
         model = map_tensors(describe(said.config), table, len(present) + _MAX_MISSING_TENSORS)
     except ValueError as error:
-        raise layouts.missing_tensors_error(path, len(present)) from error
+        raise tensor_layouts.missing_tensors_error(path, len(present)) from error
     wanted, copies = dict(model.tensors), {*model.originals}
     if HEAD not in wanted:
         wanted[HEAD] = wanted[model.pieces[EMBEDDING][0].tensor]
@@ -304,7 +304,7 @@ def open_folder(folder: str, where: str = "command line: DIR") -> HuggingFaceFol
     missing = [name for name in wanted if name not in names]
     surplus = [names[name] for name in names if name not in wanted]
     if missing or surplus:
-        raise layouts.tensor_mismatch_error(path, said, missing, surplus)
+        raise tensor_layouts.tensor_mismatch_error(path, said, missing, surplus)
     _check_entries(path, wanted, files, names)
     source = HuggingFaceFolder(path, said, said.config, model, tuple(others), lacking, files, names)
     source.check_copies()
@@ -348,7 +348,7 @@ def _tensors(folder: Path) -> dict[str, SafetensorsReader]:
     try:
         content = parse_json(read(path, _MAX_INDEX_BYTES), _Index)
     except FileNotFoundError as error:
-        raise layouts.missing_weights_error(folder, SINGLE, INDEX) from error
+        raise tensor_layouts.missing_weights_error(folder, SINGLE, INDEX) from error
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         rule = f"must say which file has which tensor: {reason}."
@@ -391,7 +391,7 @@ def _check_entries(
             action = "Give weights that are not quantised."
             raise ConfigError.one(where, entry.dtype, rule, action)
         if entry.shape != shape:
-            raise layouts.wrong_shape(folder, where, name, entry.shape, shape)
+            raise tensor_layouts.wrong_shape(folder, where, name, entry.shape, shape)
 
 
 def num_params(source: HuggingFaceFolder) -> int:

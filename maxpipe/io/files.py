@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from maxpipe.errors import ConfigError, StorageError
-from maxpipe.io.typed import parse_json
+from maxpipe.io.typed_json import parse_json
 
 T = TypeVar("T")
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import shlex
 
-from maxpipe.distributed.wire import FILE_VARIABLE
+from maxpipe.distributed.protocol import FILE_VARIABLE
 from maxpipe.errors import ConfigError
 from maxpipe.launch.job import CONFIG_FILE, KEY, Job, Submission, required_variables, tpu_of
 

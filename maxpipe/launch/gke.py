@@ -17,7 +17,7 @@ import yaml
 
 from maxpipe.config.rules import value_of
 from maxpipe.config.schema import LaunchConfig
-from maxpipe.distributed.wire import VARIABLE
+from maxpipe.distributed.protocol import VARIABLE
 from maxpipe.errors import ConfigError, ExitCode
 from maxpipe.launch.job import CONFIG_FILE, KEY, Job, Submission, is_final, tpu_of
 from maxpipe.launch.preflight import is_remote, output_paths

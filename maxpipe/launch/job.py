@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import TypedDict
 
 from maxpipe.checkpoint.storage import CHECKPOINTS_FOLDER, run_folder
+from maxpipe.config.bundled_configs import EVENTS_FILE
 from maxpipe.config.load import to_yaml
 from maxpipe.config.schema import Config
-from maxpipe.config.shipped import EVENTS_FILE
 from maxpipe.errors import ConfigError, ExitCode, StorageError
 from maxpipe.io import files
 from maxpipe.io.files import read_json_lines

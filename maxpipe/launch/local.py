@@ -30,8 +30,8 @@ from typing import BinaryIO
 
 from maxpipe.checkpoint.storage import run_folder
 from maxpipe.config.load import LoadedConfig
-from maxpipe.distributed import wire
-from maxpipe.distributed.hub import free_port
+from maxpipe.distributed import protocol
+from maxpipe.distributed.coordinator import free_port
 from maxpipe.errors import ExitCode, StorageError
 from maxpipe.io import files, redact
 from maxpipe.launch.job import RestartPolicy, describe_exit_code
@@ -298,8 +298,8 @@ def _variables(processes: int) -> dict[str, str]:
     must have the same.
     """
     found = {"PYTHONUNBUFFERED": "1"}
-    if processes > 1 and wire.secret_from_environment() is None:
-        found[wire.VARIABLE] = wire.generate_secret()
+    if processes > 1 and protocol.secret_from_environment() is None:
+        found[protocol.VARIABLE] = protocol.generate_secret()
     return found
 
 

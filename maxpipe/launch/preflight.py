@@ -13,9 +13,9 @@ from pathlib import Path
 from maxpipe.checkpoint import address
 from maxpipe.checkpoint.storage import checkpoint_home, run_folder
 from maxpipe.config.check import error_location
-from maxpipe.config.data import FILES, paths_of
 from maxpipe.config.data_rules import named_sources
 from maxpipe.config.data_schema import SourceConfig
+from maxpipe.config.data_sources import FILES, paths_of
 from maxpipe.config.load import LoadedConfig, to_dict
 from maxpipe.config.rules import value_of
 from maxpipe.config.schema import Config
@@ -24,10 +24,10 @@ from maxpipe.hardware import known_hardware
 from maxpipe.huggingface.source import folder_of
 from maxpipe.io import redact
 from maxpipe.io.files import url_scheme
-from maxpipe.io.text import pluralize
+from maxpipe.io.formatting import pluralize
 from maxpipe.launch.job import KEY, Hosts, hosts_of, newest_step
 from maxpipe.parallel.axes import MESH_AXES
-from maxpipe.plan.plan import resolve_config
+from maxpipe.plan.forecast import resolve_config
 from maxpipe.plan.sizes import Sizes
 from maxpipe.plan.topology import CPU_DEVICES, Topology, parse_topology
 

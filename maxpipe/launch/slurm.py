@@ -9,8 +9,8 @@ import re
 import shlex
 import signal
 
-from maxpipe.config.shipped import EVENTS_FILE
-from maxpipe.distributed.wire import FILE_VARIABLE
+from maxpipe.config.bundled_configs import EVENTS_FILE
+from maxpipe.distributed.protocol import FILE_VARIABLE
 from maxpipe.errors import ConfigError, ExitCode
 from maxpipe.launch.job import (
     CONFIG_FILE,

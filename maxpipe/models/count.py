@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
-from maxpipe.models.low_rank import SCALE, factors_of
+from maxpipe.models.adapters import SCALE, factors_of
 from maxpipe.models.spec import Kind, Matmul, Model, Param, Products, Scores
 
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from maxpipe.errors import RuleViolation
-from maxpipe.models import formats, generic, moe
+from maxpipe.models import family, huggingface_tables, moe
 from maxpipe.models.config import Bound, ModelConfig
-from maxpipe.models.generic import Family, own_keys
+from maxpipe.models.family import Family, own_keys
 from maxpipe.models.huggingface import (
     Fixed,
     HuggingFace,
@@ -26,7 +26,7 @@ from maxpipe.models.huggingface import (
 )
 from maxpipe.models.layers.attention import Rope
 from maxpipe.models.layers.experts import Experts
-from maxpipe.models.layers.latent import LatentAttention
+from maxpipe.models.layers.latent_attention import LatentAttention
 from maxpipe.models.moe import RoutedConfig
 from maxpipe.models.spec import Model
 
@@ -85,7 +85,7 @@ def describe(config: ModelConfig) -> Model:
         own.value_size,
         own.kv_rank,
         own.query_rank,
-        generic.residual_gain(config),
+        family.residual_gain(config),
         config.attention,
         rope,
         config.head_size**-0.5 * longer(own.mscale_all_dim) ** 2,
@@ -206,7 +206,7 @@ _YARN = (
     Key("original_max_position_embeddings", "deepseek.rope_original_tokens"),
     Key("mscale", "deepseek.mscale", 0.0),
     Key("mscale_all_dim", "deepseek.mscale_all_dim", 0.0),
-    *formats.YARN,
+    *huggingface_tables.YARN,
 )
 
 
@@ -217,7 +217,7 @@ def _keys(*sizes: Row, dense: int, shared: int, width: int, scale: float) -> tup
         _HeadSizes(),
         Key("v_head_dim", "deepseek.value_size", 128),
         Key("kv_lora_rank", "deepseek.kv_rank", 512),
-        formats.OrNone("q_lora_rank", "deepseek.query_rank", 1536),
+        huggingface_tables.OrNone("q_lora_rank", "deepseek.query_rank", 1536),
         Rotary(
             "rope_theta",
             10000.0,
@@ -239,9 +239,9 @@ def _keys(*sizes: Row, dense: int, shared: int, width: int, scale: float) -> tup
 _LAYER = "model.layers.{layer}."
 _ATTENTION, _SHARED = f"{_LAYER}self_attn.", f"{_LAYER}mlp.shared_experts."
 _TENSORS = (
-    *formats.ENDS,
-    *formats.NORMED,
-    *formats.norms(experts_norm="post_attention_layernorm"),
+    *huggingface_tables.ENDS,
+    *huggingface_tables.NORMED,
+    *huggingface_tables.norms(experts_norm="post_attention_layernorm"),
     Tensor("attention.query", f"{_ATTENTION}q_proj.weight", "d n h -> (n h) d"),
     Tensor("attention.query_down", f"{_ATTENTION}q_a_proj.weight", "d r -> r d"),
     Tensor("attention.query_norm", f"{_ATTENTION}q_a_layernorm.weight", "r -> r"),
@@ -250,9 +250,11 @@ _TENSORS = (
     Tensor("attention.rope_key", f"{_ATTENTION}kv_a_proj_with_mqa.weight", "d h -> h d"),
     Tensor("attention.key_value_norm", f"{_ATTENTION}kv_a_layernorm.weight", "r -> r"),
     Tensor("attention.key_value_up", f"{_ATTENTION}kv_b_proj.weight", "r n h -> (n h) r"),
-    formats.ATTENTION[-1],
-    *formats.MLP,
-    *formats.experts("mlp", router="gate", gate="gate_proj", up="up_proj", down="down_proj"),
+    huggingface_tables.ATTENTION[-1],
+    *huggingface_tables.MLP,
+    *huggingface_tables.experts(
+        "mlp", router="gate", gate="gate_proj", up="up_proj", down="down_proj"
+    ),
     Tensor("experts.router_bias", f"{_LAYER}mlp.gate.e_score_correction_bias", "e -> e"),
     Tensor("experts.shared_gate", f"{_SHARED}gate_proj.weight", "d f -> f d"),
     Tensor("experts.shared_up", f"{_SHARED}up_proj.weight", "d f -> f d"),
@@ -263,7 +265,13 @@ _V2 = HuggingFace(
     "DeepseekV2ForCausalLM",
     "deepseek_v2",
     keys=(
-        *_keys(*formats.sizes(mlp=11008, vocab=102400), dense=0, shared=2, width=1407, scale=1.0),
+        *_keys(
+            *huggingface_tables.sizes(mlp=11008, vocab=102400),
+            dense=0,
+            shared=2,
+            width=1407,
+            scale=1.0,
+        ),
         Key("n_routed_experts", "deepseek.num_experts", 64, also="num_experts"),
         Key("num_experts_per_tok", "deepseek.top_k"),
         _GroupsOfV2(),
@@ -287,7 +295,7 @@ _V3 = HuggingFace(
     "deepseek_v3",
     keys=(
         *_keys(
-            *formats.sizes(layers=61, width=7168, heads=128, mlp=18432, vocab=129280),
+            *huggingface_tables.sizes(layers=61, width=7168, heads=128, mlp=18432, vocab=129280),
             dense=3,
             shared=1,
             width=2048,

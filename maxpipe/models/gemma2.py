@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from maxpipe.errors import RuleViolation
-from maxpipe.models import formats, generic, ropes
+from maxpipe.models import family, huggingface_tables, rope_config
 from maxpipe.models.config import LARGEST, Bound, ModelConfig
-from maxpipe.models.generic import Family, own_keys
+from maxpipe.models.family import Family, own_keys
 from maxpipe.models.huggingface import Fixed, HuggingFace, Kept, Key, Twice
 from maxpipe.models.layers.mlp import RMSNorm
-from maxpipe.models.ropes import RopeConfig
+from maxpipe.models.rope_config import RopeConfig
 from maxpipe.models.spec import Model
 
 
@@ -33,15 +33,15 @@ class Gemma2Config(RopeConfig):
 def describe(config: ModelConfig) -> Model:
     """One kind of layer; the window differs by layer."""
     own = own_keys(config, Gemma2Config)
-    attention = generic.attention(
+    attention = family.attention(
         config,
-        ropes.rope(config, own),
+        rope_config.rope(config, own),
         scale=(own.query_scale or config.head_size) ** -0.5,
         window="window",
         soft_cap=own.score_cap,
     )
     windows = tuple(float(own.window * (1 - layer % 2)) for layer in range(config.num_layers))
-    return generic.alike(
+    return family.alike(
         config,
         attention,
         RMSNorm(config.d_model, config.norm_epsilon, offset=1.0),
@@ -54,15 +54,15 @@ def describe(config: ModelConfig) -> Model:
 
 
 def _rules(config: ModelConfig) -> Iterator[RuleViolation]:
-    yield from generic.embeddings_are_tied(config)
-    yield from ropes.rules(config, own_keys(config, Gemma2Config))
+    yield from family.embeddings_are_tied(config)
+    yield from rope_config.rules(config, own_keys(config, Gemma2Config))
 
 
 _HUGGINGFACE = HuggingFace(
     "Gemma2ForCausalLM",
     "gemma2",
     keys=(
-        *formats.sizes(
+        *huggingface_tables.sizes(
             layers=26,
             width=2304,
             heads=8,
@@ -74,10 +74,10 @@ _HUGGINGFACE = HuggingFace(
         ),
         Key("sliding_window", "gemma2.window", 4096),
         Key("query_pre_attn_scalar", "gemma2.query_scale", 256, "head_size", whole=True),
-        formats.OrNone("attn_logit_softcapping", "gemma2.score_cap", 50.0),
-        formats.OrNone("final_logit_softcapping", "gemma2.logit_cap", 30.0),
-        ropes.row("gemma2", 8192),
-        formats.LayerTypes((formats.WINDOWED, formats.FULL)),
+        huggingface_tables.OrNone("attn_logit_softcapping", "gemma2.score_cap", 50.0),
+        huggingface_tables.OrNone("final_logit_softcapping", "gemma2.logit_cap", 30.0),
+        rope_config.row("gemma2", 8192),
+        huggingface_tables.LayerTypes((huggingface_tables.WINDOWED, huggingface_tables.FULL)),
         Fixed("hidden_activation", ("gelu_pytorch_tanh",), "gelu_pytorch_tanh"),
         Kept("hidden_act"),
         Fixed("attention_bias", (False,), False),
@@ -85,10 +85,10 @@ _HUGGINGFACE = HuggingFace(
     ),
     twice=(Twice("hidden_activation", "hidden_act", is_read=False, default="gelu_pytorch_tanh"),),
     tensors=(
-        *formats.ENDS,
-        *formats.SANDWICH,
-        *formats.ATTENTION,
-        *formats.MLP,
+        *huggingface_tables.ENDS,
+        *huggingface_tables.SANDWICH,
+        *huggingface_tables.ATTENTION,
+        *huggingface_tables.MLP,
     ),
 )
 
@@ -102,7 +102,7 @@ FAMILY = Family(
         Bound("query_scale", 256.0, 0, LARGEST, "0 takes model.head_size"),
         Bound("score_cap", 50.0, 0, LARGEST, "0 leaves scores as they are"),
         Bound("logit_cap", 30.0, 0, LARGEST, "0 leaves logits as they are"),
-        *ropes.BOUNDS,
+        *rope_config.BOUNDS,
     ),
     rules=_rules,
     huggingface=(_HUGGINGFACE,),

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from maxpipe.models import formats, generic
+from maxpipe.models import family, huggingface_tables
 from maxpipe.models.config import LARGEST, Bound, ModelConfig
-from maxpipe.models.generic import Family, own_keys
+from maxpipe.models.family import Family, own_keys
 from maxpipe.models.huggingface import (
     Fixed,
     HuggingFace,
@@ -44,7 +44,7 @@ def describe(config: ModelConfig) -> Model:
     own = own_keys(config, Gemma3Config)
     d, epsilon = config.d_model, config.norm_epsilon
     norm = RMSNorm(d, epsilon, offset=1.0)
-    attention = generic.attention(
+    attention = family.attention(
         config,
         Rope("rope_theta", "rope_factor"),
         scale=(own.query_scale or config.head_size) ** -0.5,
@@ -61,19 +61,19 @@ def describe(config: ModelConfig) -> Model:
         "rope_theta": by_layer(config.rope_theta, own.local_rope_theta),
         "rope_factor": by_layer(own.rope_scaling, 1.0),
     }
-    return generic.alike(
+    return family.alike(
         config, attention, norm, after=True, function="gelu", values=values, embed_scale=d**0.5
     )
 
 
-_GLOBAL, _LOCAL = formats.FULL, formats.WINDOWED
+_GLOBAL, _LOCAL = huggingface_tables.FULL, huggingface_tables.WINDOWED
 
 
 _HUGGINGFACE = HuggingFace(
     "Gemma3ForCausalLM",
     "gemma3_text",
     keys=(
-        *formats.sizes(
+        *huggingface_tables.sizes(
             layers=26,
             width=2304,
             heads=8,
@@ -84,7 +84,7 @@ _HUGGINGFACE = HuggingFace(
             tied=True,
         ),
         Key("sliding_window", "gemma3.window", 4096),
-        formats.Period(
+        huggingface_tables.Period(
             "gemma3.period",
             _LOCAL,
             6,
@@ -116,11 +116,11 @@ _HUGGINGFACE = HuggingFace(
     ),
     twice=(Twice("hidden_activation", "hidden_act", is_read=False, default="gelu_pytorch_tanh"),),
     tensors=(
-        *formats.ENDS,
-        *formats.SANDWICH,
-        *formats.ATTENTION,
-        *formats.HEAD_NORMS,
-        *formats.MLP,
+        *huggingface_tables.ENDS,
+        *huggingface_tables.SANDWICH,
+        *huggingface_tables.ATTENTION,
+        *huggingface_tables.HEAD_NORMS,
+        *huggingface_tables.MLP,
     ),
     wholes=(
         Whole(
@@ -146,6 +146,6 @@ FAMILY = Family(
         Bound("rope_scaling", 1.0, 1, LARGEST, "wavelengths are stretched, 1 leaves them alone"),
         Bound("query_scale", 256.0, 0, LARGEST, "0 takes model.head_size"),
     ),
-    rules=generic.embeddings_are_tied,
+    rules=family.embeddings_are_tied,
     huggingface=(_HUGGINGFACE,),
 )

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from maxpipe.errors import RuleViolation
-from maxpipe.models import formats, generic, mixtures
+from maxpipe.models import family, huggingface_tables, moe_base
 from maxpipe.models.config import LARGEST, Bound, ModelConfig
-from maxpipe.models.generic import Family, own_keys
+from maxpipe.models.family import Family, own_keys
 from maxpipe.models.huggingface import Fixed, HuggingFace, Kept, Key, Rotary, Twice
 from maxpipe.models.layers.experts import Experts
 from maxpipe.models.layers.mlp import ClampedSilu
-from maxpipe.models.mixtures import MixtureConfig
+from maxpipe.models.moe_base import MixtureConfig
 from maxpipe.models.spec import Model
 
 
@@ -37,27 +37,27 @@ class GptOssConfig(MixtureConfig):
 def describe(config: ModelConfig) -> Model:
     """One kind of layer; the window differs by layer."""
     own = own_keys(config, GptOssConfig)
-    attention = generic.attention(
+    attention = family.attention(
         config,
-        generic.yarn(config.rope_theta, own.rope_scaling, own.rope_original_tokens, whole=False),
+        family.yarn(config.rope_theta, own.rope_scaling, own.rope_original_tokens, whole=False),
         window="window",
         biased=("query", "key", "value", "out"),
         sinks=True,
     )
     gate = ClampedSilu(own.gate_slope, own.gate_limit)
-    experts = mixtures.experts(config, own, function=gate, biased=True)
+    experts = moe_base.experts(config, own, function=gate, biased=True)
     windows = tuple(float(own.window * (1 - layer % 2)) for layer in range(config.num_layers))
-    return mixtures.model(config, attention, experts, values={"window": windows})
+    return moe_base.model(config, attention, experts, values={"window": windows})
 
 
 def _rules(config: ModelConfig) -> Iterator[RuleViolation]:
-    return mixtures.rules(config, own_keys(config, GptOssConfig))
+    return moe_base.rules(config, own_keys(config, GptOssConfig))
 
 
 _YARN = (
     Key("factor", "gpt_oss.rope_scaling"),
     Key("original_max_position_embeddings", "gpt_oss.rope_original_tokens"),
-    *formats.YARN,
+    *huggingface_tables.YARN,
     Fixed("truncate", (False,), True),
 )
 _ABSENT = {
@@ -71,7 +71,7 @@ _HUGGINGFACE = HuggingFace(
     "GptOssForCausalLM",
     "gpt_oss",
     keys=(
-        *formats.sizes(
+        *huggingface_tables.sizes(
             layers=36,
             width=2880,
             heads=64,
@@ -95,23 +95,25 @@ _HUGGINGFACE = HuggingFace(
             chosen=lambda ours: "default" if ours["gpt_oss.rope_scaling"] == 1 else "yarn",
             absent=_ABSENT,
         ),
-        formats.LayerTypes((formats.WINDOWED, formats.FULL)),
+        huggingface_tables.LayerTypes((huggingface_tables.WINDOWED, huggingface_tables.FULL)),
         Kept("initial_context_length"),
         Fixed("hidden_act", ("silu",), "silu"),
         Fixed("attention_bias", (True,), True),
-        *formats.BALANCED,
+        *huggingface_tables.BALANCED,
     ),
     twice=(
         Twice("num_experts", "num_local_experts"),
         Twice("num_experts_per_tok", "experts_per_token", is_read=False, default=4),
     ),
     tensors=(
-        *formats.ENDS,
-        *formats.norms(attention_norm="input_layernorm", experts_norm="post_attention_layernorm"),
-        *formats.ATTENTION,
-        *formats.BIASES,
-        *formats.SINKS,
-        *formats.JOINED_EXPERTS,
+        *huggingface_tables.ENDS,
+        *huggingface_tables.norms(
+            attention_norm="input_layernorm", experts_norm="post_attention_layernorm"
+        ),
+        *huggingface_tables.ATTENTION,
+        *huggingface_tables.BIASES,
+        *huggingface_tables.SINKS,
+        *huggingface_tables.JOINED_EXPERTS,
     ),
 )
 
@@ -121,7 +123,7 @@ FAMILY = Family(
     GptOssConfig,
     describe,
     bounds=(
-        *mixtures.BOUNDS,
+        *moe_base.BOUNDS,
         Bound("window", 128, 1, 2**31 - 1, "devices count tokens in int32"),
         Bound("gate_slope", 1.702, 0, LARGEST, "0 makes a gate linear"),
         Bound("gate_limit", 7.0, 0, LARGEST, "gates of 0 train nothing", False),

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from maxpipe.errors import RuleViolation
-from maxpipe.models import formats, generic, ropes
+from maxpipe.models import family, huggingface_tables, rope_config
 from maxpipe.models.config import LARGEST, Bound, ModelConfig
-from maxpipe.models.generic import Family, own_keys
+from maxpipe.models.family import Family, own_keys
 from maxpipe.models.huggingface import Fixed, HuggingFace, Key, Ours, Theirs
 from maxpipe.models.layers.mlp import RMSNorm
-from maxpipe.models.ropes import RopeConfig
+from maxpipe.models.rope_config import RopeConfig
 from maxpipe.models.spec import Model
 
 
@@ -32,9 +32,9 @@ class GraniteConfig(RopeConfig):
 def describe(config: ModelConfig) -> Model:
     """One kind of layer."""
     own = own_keys(config, GraniteConfig)
-    rope = ropes.rope(config, own)
-    attention = generic.attention(config, rope, scale=own.score_scale or None)
-    return generic.alike(
+    rope = rope_config.rope(config, own)
+    attention = family.attention(config, rope, scale=own.score_scale or None)
+    return family.alike(
         config,
         attention,
         RMSNorm(config.d_model, config.norm_epsilon),
@@ -45,7 +45,7 @@ def describe(config: ModelConfig) -> Model:
 
 
 def _rules(config: ModelConfig) -> Iterator[RuleViolation]:
-    return ropes.rules(config, own_keys(config, GraniteConfig))
+    return rope_config.rules(config, own_keys(config, GraniteConfig))
 
 
 class _Scores:
@@ -68,17 +68,17 @@ _HUGGINGFACE = HuggingFace(
     "GraniteForCausalLM",
     "granite",
     keys=(
-        *formats.sizes(mlp=11008),
+        *huggingface_tables.sizes(mlp=11008),
         Key("embedding_multiplier", "granite.embed_scale", 1.0),
         _Scores(),
         Key("residual_multiplier", "granite.branch_scale", 1.0),
         Key("logits_scaling", "granite.logit_divisor", 1.0),
-        ropes.row("granite", 2048),
+        rope_config.row("granite", 2048),
         Fixed("hidden_act", ("silu",), "silu"),
         Fixed("attention_bias", (False,), False),
         Fixed("mlp_bias", (False,), False),
     ),
-    tensors=formats.LLAMA,
+    tensors=huggingface_tables.LLAMA,
 )
 
 
@@ -91,7 +91,7 @@ FAMILY = Family(
         Bound("score_scale", 0.0, 0, LARGEST, "0 takes model.head_size ** -0.5"),
         Bound("branch_scale", 0.22, 0, LARGEST, "branches of 0 train nothing", False),
         Bound("logit_divisor", 8.0, 0, LARGEST, "logits are divided by it", False),
-        *ropes.BOUNDS,
+        *rope_config.BOUNDS,
     ),
     rules=_rules,
     huggingface=(_HUGGINGFACE,),

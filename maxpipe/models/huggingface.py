@@ -207,7 +207,7 @@ class Rotary:
         return (self.older, "rope_scaling", "rope_parameters")
 
     def read(self, theirs: Theirs, ours: Ours) -> Ours:
-        """Base and scaling, as `maxpipe.huggingface.statements` leaves `rope_parameters`."""
+        """Base and scaling, as `maxpipe.huggingface.normalize_config` leaves `rope_parameters`."""
         said = an_object(theirs, "rope_parameters")
         if self.layers:
             said = an_object(said, self.layers)

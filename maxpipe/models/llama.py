@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from maxpipe.errors import RuleViolation
-from maxpipe.io.typed import renamed_from
-from maxpipe.models import formats, generic, ropes
+from maxpipe.io.typed_json import renamed_from
+from maxpipe.models import family, huggingface_tables, rope_config
 from maxpipe.models.config import ModelConfig
-from maxpipe.models.generic import Family, own_keys
+from maxpipe.models.family import Family, own_keys
 from maxpipe.models.huggingface import Fixed, HuggingFace
 from maxpipe.models.layers.mlp import RMSNorm
-from maxpipe.models.ropes import RopeConfig
+from maxpipe.models.rope_config import RopeConfig
 from maxpipe.models.spec import Model
 
 
@@ -40,31 +40,31 @@ def describe(config: ModelConfig) -> Model:
     """One kind of layer."""
     own = own_keys(config, LlamaConfig)
     norm = RMSNorm(config.d_model, config.norm_epsilon)
-    return generic.alike(config, generic.attention(config, ropes.rope(config, own)), norm)
+    return family.alike(config, family.attention(config, rope_config.rope(config, own)), norm)
 
 
 def _rules(config: ModelConfig) -> Iterator[RuleViolation]:
-    return ropes.rules(config, own_keys(config, LlamaConfig))
+    return rope_config.rules(config, own_keys(config, LlamaConfig))
 
 
 _HUGGINGFACE = HuggingFace(
     "LlamaForCausalLM",
     "llama",
     keys=(
-        *formats.sizes(mlp=11008),
-        ropes.row("llama", 2048),
+        *huggingface_tables.sizes(mlp=11008),
+        rope_config.row("llama", 2048),
         Fixed("hidden_act", ("silu",), "silu"),
         Fixed("attention_bias", (False,), False),
         Fixed("mlp_bias", (False,), False),
     ),
-    tensors=formats.LLAMA,
+    tensors=huggingface_tables.LLAMA,
 )
 
 FAMILY = Family(
     "llama",
     LlamaConfig,
     describe,
-    bounds=ropes.BOUNDS,
+    bounds=rope_config.BOUNDS,
     rules=_rules,
     huggingface=(_HUGGINGFACE,),
 )

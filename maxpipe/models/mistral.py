@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from maxpipe.errors import RuleViolation
-from maxpipe.models import formats, generic, ropes
+from maxpipe.models import family, huggingface_tables, rope_config
 from maxpipe.models.config import Bound, ModelConfig
-from maxpipe.models.generic import Family, own_keys
+from maxpipe.models.family import Family, own_keys
 from maxpipe.models.huggingface import Fixed, HuggingFace
 from maxpipe.models.layers.mlp import RMSNorm
-from maxpipe.models.ropes import RopeConfig
+from maxpipe.models.rope_config import RopeConfig
 from maxpipe.models.spec import Model
 
 
@@ -26,28 +26,28 @@ class MistralConfig(RopeConfig):
 def describe(config: ModelConfig) -> Model:
     """One kind of layer."""
     own = own_keys(config, MistralConfig)
-    values = {"window": generic.same_everywhere(config, own.window)} if own.window else {}
-    rope, window = ropes.rope(config, own), "window" * bool(own.window)
-    attention = generic.attention(config, rope, window=window)
-    return generic.alike(
+    values = {"window": family.same_everywhere(config, own.window)} if own.window else {}
+    rope, window = rope_config.rope(config, own), "window" * bool(own.window)
+    attention = family.attention(config, rope, window=window)
+    return family.alike(
         config, attention, RMSNorm(config.d_model, config.norm_epsilon), values=values
     )
 
 
 def _rules(config: ModelConfig) -> Iterator[RuleViolation]:
-    return ropes.rules(config, own_keys(config, MistralConfig))
+    return rope_config.rules(config, own_keys(config, MistralConfig))
 
 
 _HUGGINGFACE = HuggingFace(
     "MistralForCausalLM",
     "mistral",
     keys=(
-        *formats.sizes(kv_heads=8, mlp=14336),
-        formats.OrNone("sliding_window", "mistral.window", 4096),
-        ropes.row("mistral", 131072),
+        *huggingface_tables.sizes(kv_heads=8, mlp=14336),
+        huggingface_tables.OrNone("sliding_window", "mistral.window", 4096),
+        rope_config.row("mistral", 131072),
         Fixed("hidden_act", ("silu",), "silu"),
     ),
-    tensors=formats.LLAMA,
+    tensors=huggingface_tables.LLAMA,
 )
 
 
@@ -57,7 +57,7 @@ FAMILY = Family(
     describe,
     bounds=(
         Bound("window", 0, 0, 2**31 - 1, "devices count tokens in int32, 0 sees all"),
-        *ropes.BOUNDS,
+        *rope_config.BOUNDS,
     ),
     rules=_rules,
     huggingface=(_HUGGINGFACE,),

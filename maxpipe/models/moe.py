@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 from maxpipe.errors import RuleViolation
-from maxpipe.models import formats, generic, mixtures, ropes
+from maxpipe.models import family, huggingface_tables, moe_base, rope_config
 from maxpipe.models.config import LARGEST, Bound, ModelConfig
-from maxpipe.models.generic import Family, own_keys
+from maxpipe.models.family import Family, own_keys
 from maxpipe.models.huggingface import Fixed, HuggingFace, Key, Only, Twice
 from maxpipe.models.layers.experts import Experts, Groups
 from maxpipe.models.layers.mlp import GatedMLP
-from maxpipe.models.mixtures import MixtureConfig
-from maxpipe.models.ropes import RopeConfig
+from maxpipe.models.moe_base import MixtureConfig
+from maxpipe.models.rope_config import RopeConfig
 from maxpipe.models.spec import Model, Part
 
 
@@ -54,32 +54,32 @@ class MoeConfig(RoutedConfig, RopeConfig):
 
 def describe(config: ModelConfig) -> Model:
     """Two kinds of layers, `dense` and `experts`; without dense layers one."""
-    rope = ropes.rope(config, own_keys(config, MoeConfig))
-    return layered(config, generic.attention(config, rope))
+    rope = rope_config.rope(config, own_keys(config, MoeConfig))
+    return layered(config, family.attention(config, rope))
 
 
 def layered(config: ModelConfig, attention: Part) -> Model:
     """The model with this attention, of a family that has these keys and perhaps more."""
     own = own_keys(config, RoutedConfig)
-    shared = own.num_shared_experts * mixtures.width(config, own)
+    shared = own.num_shared_experts * moe_base.width(config, own)
     groups = Groups(own.num_groups, own.groups_per_token, own.group_scores)
-    experts = mixtures.experts(
+    experts = moe_base.experts(
         config,
         own,
         scores=own.scores,
         weight_scale=own.weight_scale,
-        shared=GatedMLP(config.d_model, shared, generic.residual_gain(config)) if shared else None,
+        shared=GatedMLP(config.d_model, shared, family.residual_gain(config)) if shared else None,
         normalised=own.normalised_weights,
         groups=groups if own.num_groups > 1 else None,
         balance_rate=own.balance_rate if own.router_bias else None,
     )
-    return mixtures.model(config, attention, experts, (True,) * own.num_dense_layers)
+    return moe_base.model(config, attention, experts, (True,) * own.num_dense_layers)
 
 
 def rules(config: ModelConfig) -> Iterator[RuleViolation]:
     """What is wrong with these keys, in the section of the config's family."""
     own, section = own_keys(config, RoutedConfig), f"model.{config.family}"
-    yield from mixtures.rules(config, own)
+    yield from moe_base.rules(config, own)
     yield from _grouped(own, section)
     if own.num_dense_layers >= config.num_layers:
         yield RuleViolation(
@@ -93,7 +93,7 @@ def rules(config: ModelConfig) -> Iterator[RuleViolation]:
 
 def _rules(config: ModelConfig) -> Iterator[RuleViolation]:
     yield from rules(config)
-    yield from ropes.rules(config, own_keys(config, MoeConfig))
+    yield from rope_config.rules(config, own_keys(config, MoeConfig))
 
 
 def _grouped(own: RoutedConfig, section: str) -> Iterator[RuleViolation]:
@@ -132,7 +132,7 @@ _MIXTRAL = HuggingFace(
     "MixtralForCausalLM",
     "mixtral",
     keys=(
-        *formats.sizes(kv_heads=8, mlp=14336, epsilon=1e-5),
+        *huggingface_tables.sizes(kv_heads=8, mlp=14336, epsilon=1e-5),
         Key("intermediate_size", "moe.d_expert", 14336, stands_for="d_mlp"),
         Key("num_local_experts", "moe.num_experts", 8, also="num_experts"),
         Key("num_experts_per_tok", "moe.top_k", 2),
@@ -143,22 +143,26 @@ _MIXTRAL = HuggingFace(
         Only("moe.normalised_weights", True),
         Only("moe.num_groups", 1),
         Only("moe.router_bias", False),
-        ropes.row("moe", 131072, 1e6),
+        rope_config.row("moe", 131072, 1e6),
         Fixed("hidden_act", ("silu",), "silu"),
         Fixed("sliding_window", (None,)),
-        *formats.BALANCED,
+        *huggingface_tables.BALANCED,
     ),
     twice=(Twice("num_experts", "num_local_experts"),),
     tensors=(
-        *formats.ENDS,
-        *formats.norms(attention_norm="input_layernorm", experts_norm="post_attention_layernorm"),
-        *formats.ATTENTION,
-        *formats.experts("block_sparse_moe", router="gate", gate="w1", up="w3", down="w2"),
+        *huggingface_tables.ENDS,
+        *huggingface_tables.norms(
+            attention_norm="input_layernorm", experts_norm="post_attention_layernorm"
+        ),
+        *huggingface_tables.ATTENTION,
+        *huggingface_tables.experts(
+            "block_sparse_moe", router="gate", gate="w1", up="w3", down="w2"
+        ),
     ),
 )
 
 BOUNDS = (
-    *mixtures.BOUNDS,
+    *moe_base.BOUNDS,
     Bound("num_dense_layers", 1, 0),
     Bound("num_shared_experts", 0, 0),
     Bound("weight_scale", 1.0, 0, LARGEST, "experts with a weight of 0 train nothing", False),
@@ -172,7 +176,7 @@ FAMILY = Family(
     "moe",
     MoeConfig,
     describe,
-    bounds=(*BOUNDS, *ropes.BOUNDS),
+    bounds=(*BOUNDS, *rope_config.BOUNDS),
     rules=_rules,
     reporting=(Experts,),
     huggingface=(_MIXTRAL,),

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from maxpipe.errors import RuleViolation
-from maxpipe.models import formats, generic, ropes
+from maxpipe.models import family, huggingface_tables, rope_config
 from maxpipe.models.config import Bound, ModelConfig
-from maxpipe.models.generic import Family, own_keys
+from maxpipe.models.family import Family, own_keys
 from maxpipe.models.huggingface import Fixed, HuggingFace, Kept, Key, Ours, Rotary, Theirs, Unlike
 from maxpipe.models.layers.mlp import RMSNorm
 from maxpipe.models.spec import Model
@@ -38,7 +38,7 @@ class Phi3Config:
 def describe(config: ModelConfig) -> Model:
     """One kind of layer."""
     own = own_keys(config, Phi3Config)
-    rope = ropes.longrope(
+    rope = rope_config.longrope(
         config.rope_theta,
         own.rope_scaling,
         own.rope_original_tokens,
@@ -46,9 +46,9 @@ def describe(config: ModelConfig) -> Model:
         own.rope_long,
         turned=own.rope_size,
     )
-    attention = generic.attention(config, rope, window="window" * bool(own.window))
-    values = {"window": generic.same_everywhere(config, own.window)} if own.window else {}
-    return generic.alike(
+    attention = family.attention(config, rope, window="window" * bool(own.window))
+    values = {"window": family.same_everywhere(config, own.window)} if own.window else {}
+    return family.alike(
         config, attention, RMSNorm(config.d_model, config.norm_epsilon), values=values
     )
 
@@ -64,7 +64,7 @@ def _rules(config: ModelConfig) -> Iterator[RuleViolation]:
             "Set model.phi3.rope_size=0 to turn all.",
         )
         return
-    yield from ropes.factor_rules("model.phi3", own.rope_short, own.rope_long, size)
+    yield from rope_config.factor_rules("model.phi3", own.rope_short, own.rope_long, size)
 
 
 @dataclass(frozen=True)
@@ -120,8 +120,8 @@ _HUGGINGFACE = HuggingFace(
     "Phi3ForCausalLM",
     "phi3",
     keys=(
-        *formats.sizes(width=3072, mlp=8192, vocab=32064, epsilon=1e-5),
-        formats.OrNone("sliding_window", "phi3.window", 0),
+        *huggingface_tables.sizes(width=3072, mlp=8192, vocab=32064, epsilon=1e-5),
+        huggingface_tables.OrNone("sliding_window", "phi3.window", 0),
         _Turned(),
         Rotary(
             "rope_theta",
@@ -133,7 +133,7 @@ _HUGGINGFACE = HuggingFace(
             original=4096,
             older_type="type",
             beside=dict.fromkeys(
-                _TYPES, (ropes.Longest("phi3.rope_scaling", "phi3.rope_original_tokens"),)
+                _TYPES, (rope_config.Longest("phi3.rope_scaling", "phi3.rope_original_tokens"),)
             ),
         ),
         Kept("original_max_position_embeddings"),
@@ -142,7 +142,7 @@ _HUGGINGFACE = HuggingFace(
         Fixed("attention_bias", (False,), False),
         Fixed("hidden_act", ("silu",), "silu"),
     ),
-    tensors=(*formats.ENDS, *formats.NORMED, *formats.FUSED),
+    tensors=(*huggingface_tables.ENDS, *huggingface_tables.NORMED, *huggingface_tables.FUSED),
 )
 
 

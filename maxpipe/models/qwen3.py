@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from maxpipe.errors import RuleViolation
-from maxpipe.models import formats, generic, ropes
+from maxpipe.models import family, huggingface_tables, rope_config
 from maxpipe.models.config import ModelConfig
-from maxpipe.models.generic import Family, own_keys
+from maxpipe.models.family import Family, own_keys
 from maxpipe.models.huggingface import Fixed, HuggingFace, Kept
 from maxpipe.models.layers.mlp import RMSNorm
-from maxpipe.models.ropes import RopeConfig
+from maxpipe.models.rope_config import RopeConfig
 from maxpipe.models.spec import Model
 
 
@@ -23,29 +23,29 @@ class Qwen3Config(RopeConfig):
 def describe(config: ModelConfig) -> Model:
     """One kind of layer."""
     own, epsilon = own_keys(config, Qwen3Config), config.norm_epsilon
-    rope = ropes.rope(config, own)
-    attention = generic.attention(config, rope, head_norm=RMSNorm(config.head_size, epsilon))
-    return generic.alike(config, attention, RMSNorm(config.d_model, epsilon))
+    rope = rope_config.rope(config, own)
+    attention = family.attention(config, rope, head_norm=RMSNorm(config.head_size, epsilon))
+    return family.alike(config, attention, RMSNorm(config.d_model, epsilon))
 
 
 def _rules(config: ModelConfig) -> Iterator[RuleViolation]:
-    return ropes.rules(config, own_keys(config, Qwen3Config))
+    return rope_config.rules(config, own_keys(config, Qwen3Config))
 
 
 _HUGGINGFACE = HuggingFace(
     "Qwen3ForCausalLM",
     "qwen3",
     keys=(
-        *formats.sizes(kv_heads=32, head_size=128, mlp=22016, vocab=151936),
-        ropes.row("qwen3", 32768),
-        formats.LayerTypes((formats.FULL,)),
-        formats.NoWindow(28),
+        *huggingface_tables.sizes(kv_heads=32, head_size=128, mlp=22016, vocab=151936),
+        rope_config.row("qwen3", 32768),
+        huggingface_tables.LayerTypes((huggingface_tables.FULL,)),
+        huggingface_tables.NoWindow(28),
         Kept("sliding_window"),
         Kept("max_window_layers"),
         Fixed("hidden_act", ("silu",), "silu"),
         Fixed("attention_bias", (False,), False),
     ),
-    tensors=(*formats.LLAMA, *formats.HEAD_NORMS),
+    tensors=(*huggingface_tables.LLAMA, *huggingface_tables.HEAD_NORMS),
 )
 
 
@@ -53,7 +53,7 @@ FAMILY = Family(
     "qwen3",
     Qwen3Config,
     describe,
-    bounds=ropes.BOUNDS,
+    bounds=rope_config.BOUNDS,
     rules=_rules,
     huggingface=(_HUGGINGFACE,),
 )

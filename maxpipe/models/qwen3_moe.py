@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from maxpipe.errors import RuleViolation
-from maxpipe.models import formats, generic, mixtures, ropes
+from maxpipe.models import family, huggingface_tables, moe_base, rope_config
 from maxpipe.models.config import Bound, ModelConfig
-from maxpipe.models.generic import Family, own_keys
+from maxpipe.models.family import Family, own_keys
 from maxpipe.models.huggingface import Fixed, HuggingFace, Kept, Key, Twice
 from maxpipe.models.layers.experts import Experts
 from maxpipe.models.layers.mlp import RMSNorm
-from maxpipe.models.mixtures import MixtureConfig
-from maxpipe.models.ropes import RopeConfig
+from maxpipe.models.moe_base import MixtureConfig
+from maxpipe.models.rope_config import RopeConfig
 from maxpipe.models.spec import Model
 
 
@@ -35,9 +35,9 @@ def describe(config: ModelConfig) -> Model:
     """Two kinds of layers, `dense` and `experts`, or one of them."""
     own = own_keys(config, Qwen3MoeConfig)
     head_norm = RMSNorm(config.head_size, config.norm_epsilon)
-    attention = generic.attention(config, ropes.rope(config, own), head_norm=head_norm)
-    experts = mixtures.experts(config, own, normalised=own.normalised_weights)
-    return mixtures.model(config, attention, experts, _dense(config, own))
+    attention = family.attention(config, rope_config.rope(config, own), head_norm=head_norm)
+    experts = moe_base.experts(config, own, normalised=own.normalised_weights)
+    return moe_base.model(config, attention, experts, _dense(config, own))
 
 
 def _dense(config: ModelConfig, own: Qwen3MoeConfig) -> list[bool]:
@@ -50,8 +50,8 @@ def _dense(config: ModelConfig, own: Qwen3MoeConfig) -> list[bool]:
 
 def _rules(config: ModelConfig) -> Iterator[RuleViolation]:
     own = own_keys(config, Qwen3MoeConfig)
-    yield from mixtures.rules(config, own)
-    yield from ropes.rules(config, own)
+    yield from moe_base.rules(config, own)
+    yield from rope_config.rules(config, own)
     count = config.num_layers
     if wrong := [each for each in own.dense_layers if not 0 <= each < count]:
         left = [each for each in own.dense_layers if each not in wrong]
@@ -74,27 +74,27 @@ _HUGGINGFACE = HuggingFace(
     "Qwen3MoeForCausalLM",
     "qwen3_moe",
     keys=(
-        *formats.sizes(layers=24, width=2048, kv_heads=4, mlp=6144, vocab=151936),
+        *huggingface_tables.sizes(layers=24, width=2048, kv_heads=4, mlp=6144, vocab=151936),
         Key("moe_intermediate_size", "qwen3_moe.d_expert", 768, stands_for="d_mlp"),
         Key("num_experts", "qwen3_moe.num_experts", 128, also="num_local_experts"),
         Key("num_experts_per_tok", "qwen3_moe.top_k", 8),
         Key("decoder_sparse_step", "qwen3_moe.expert_period", 1),
         Key("mlp_only_layers", "qwen3_moe.dense_layers", []),
         Key("norm_topk_prob", "qwen3_moe.normalised_weights", False),
-        ropes.row("qwen3_moe", 32768),
-        formats.NoWindow(None),
+        rope_config.row("qwen3_moe", 32768),
+        huggingface_tables.NoWindow(None),
         Kept("sliding_window"),
         Kept("max_window_layers"),
         Fixed("hidden_act", ("silu",), "silu"),
         Fixed("attention_bias", (False,), False),
-        *formats.BALANCED,
+        *huggingface_tables.BALANCED,
     ),
     twice=(Twice("num_local_experts", "num_experts"),),
     tensors=(
-        *formats.LLAMA,
-        *formats.HEAD_NORMS,
-        *formats.norms(experts_norm="post_attention_layernorm"),
-        *formats.experts("mlp", "gate", "gate_proj", "up_proj", "down_proj"),
+        *huggingface_tables.LLAMA,
+        *huggingface_tables.HEAD_NORMS,
+        *huggingface_tables.norms(experts_norm="post_attention_layernorm"),
+        *huggingface_tables.experts("mlp", "gate", "gate_proj", "up_proj", "down_proj"),
     ),
 )
 
@@ -104,8 +104,8 @@ FAMILY = Family(
     Qwen3MoeConfig,
     describe,
     bounds=(
-        *mixtures.BOUNDS,
-        *ropes.BOUNDS,
+        *moe_base.BOUNDS,
+        *rope_config.BOUNDS,
         Bound("expert_period", 1, 1),
     ),
     rules=_rules,

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from maxpipe.errors import RuleViolation
-from maxpipe.models import formats, generic, mixtures
+from maxpipe.models import family, huggingface_tables, moe_base
 from maxpipe.models.config import LARGEST, Bound, ModelConfig
-from maxpipe.models.generic import Family, own_keys
+from maxpipe.models.family import Family, own_keys
 from maxpipe.models.huggingface import (
     Fixed,
     HuggingFace,
@@ -23,10 +23,10 @@ from maxpipe.models.huggingface import (
     Twice,
     Unlike,
 )
-from maxpipe.models.layers.delta import GatedDelta
 from maxpipe.models.layers.experts import Experts
+from maxpipe.models.layers.gated_delta import GatedDelta
 from maxpipe.models.layers.mlp import GatedMLP, RMSNorm
-from maxpipe.models.mixtures import MixtureConfig
+from maxpipe.models.moe_base import MixtureConfig
 from maxpipe.models.spec import Branch, Kind, Model
 
 
@@ -69,10 +69,10 @@ class Qwen3NextConfig(MixtureConfig):
 def describe(config: ModelConfig) -> Model:
     """Two kinds of layers, `delta` and `full`, or one of them."""
     own = own_keys(config, Qwen3NextConfig)
-    epsilon, gain = config.norm_epsilon, generic.residual_gain(config)
+    epsilon, gain = config.norm_epsilon, family.residual_gain(config)
     norm = RMSNorm(config.d_model, epsilon, offset=1.0)
-    rope = generic.yarn(config.rope_theta, own.rope_scaling, own.rope_original_tokens)
-    attention = generic.attention(
+    rope = family.yarn(config.rope_theta, own.rope_scaling, own.rope_original_tokens)
+    attention = family.attention(
         config,
         replace(rope, turned=own.rope_size),
         head_norm=RMSNorm(config.head_size, epsilon, offset=1.0),
@@ -89,7 +89,7 @@ def describe(config: ModelConfig) -> Model:
         gain,
         own.chunk,
     )
-    experts = mixtures.experts(
+    experts = moe_base.experts(
         config,
         own,
         shared=GatedMLP(config.d_model, own.d_shared, gain),
@@ -106,7 +106,7 @@ def describe(config: ModelConfig) -> Model:
         for number in range(1, config.num_layers + 1)
     )
     kinds = {name: Kind((mixing[name], routed)) for name in dict.fromkeys(layers)}
-    return Model(kinds, layers, generic.ends(config, norm))
+    return Model(kinds, layers, family.ends(config, norm))
 
 
 _DELTA, _FULL = "delta", "full"
@@ -114,7 +114,7 @@ _DELTA, _FULL = "delta", "full"
 
 def _rules(config: ModelConfig) -> Iterator[RuleViolation]:
     own = own_keys(config, Qwen3NextConfig)
-    yield from mixtures.rules(config, own)
+    yield from moe_base.rules(config, own)
     if own.num_value_heads % own.num_key_heads:
         yield RuleViolation(
             "model.qwen3_next.num_value_heads",
@@ -198,10 +198,10 @@ _HUGGINGFACE = HuggingFace(
     "Qwen3NextForCausalLM",
     "qwen3_next",
     keys=(
-        *formats.sizes(
+        *huggingface_tables.sizes(
             layers=48, width=2048, heads=16, kv_heads=2, head_size=256, mlp=5632, vocab=151936
         ),
-        formats.Period(
+        huggingface_tables.Period(
             "qwen3_next.attention_period", "linear_attention", 4, "full_attention_interval"
         ),
         Key("linear_num_key_heads", "qwen3_next.num_key_heads", 16),
@@ -224,7 +224,7 @@ _HUGGINGFACE = HuggingFace(
                     _Turning(beside=True),
                     Key("factor", _SCALING),
                     Key("original_max_position_embeddings", "qwen3_next.rope_original_tokens"),
-                    *formats.YARN,
+                    *huggingface_tables.YARN,
                 ),
             },
             unscaled={},
@@ -235,19 +235,19 @@ _HUGGINGFACE = HuggingFace(
         Fixed("hidden_act", ("silu",), "silu"),
         Fixed("attention_bias", (False,), False),
         Kept("use_sliding_window"),
-        *formats.BALANCED,
+        *huggingface_tables.BALANCED,
     ),
     tensors=(
-        *formats.ENDS,
-        *formats.norms(
+        *huggingface_tables.ENDS,
+        *huggingface_tables.norms(
             delta_norm="input_layernorm",
             attention_norm="input_layernorm",
             experts_norm="post_attention_layernorm",
         ),
         *_DELTA_TENSORS,
-        *formats.ATTENTION,
-        *formats.HEAD_NORMS,
-        *formats.experts("mlp", "gate", "gate_proj", "up_proj", "down_proj"),
+        *huggingface_tables.ATTENTION,
+        *huggingface_tables.HEAD_NORMS,
+        *huggingface_tables.experts("mlp", "gate", "gate_proj", "up_proj", "down_proj"),
         *_SHARED_EXPERT,
     ),
     twice=(Twice("num_experts", "num_local_experts", is_read=False, default=512),),
@@ -261,7 +261,7 @@ FAMILY = Family(
     Qwen3NextConfig,
     describe,
     bounds=(
-        *mixtures.BOUNDS,
+        *moe_base.BOUNDS,
         Bound("attention_period", 4, 1),
         Bound("num_key_heads", 16, 1, axis="kv_heads"),
         Bound("num_value_heads", 32, 1, axis="heads"),

@@ -22,10 +22,10 @@ from maxpipe.models import (
     qwen3_moe,
     qwen3_next,
 )
+from maxpipe.models.adapters import with_adapters
 from maxpipe.models.config import ModelConfig
-from maxpipe.models.frozen import freeze
-from maxpipe.models.generic import Family
-from maxpipe.models.low_rank import with_adapters
+from maxpipe.models.family import Family
+from maxpipe.models.param_names import freeze
 from maxpipe.models.spec import Ahead, LayersAhead, Model, Summary
 
 FAMILIES: Mapping[str, Family] = {

@@ -19,9 +19,9 @@ import numpy as np
 from jax import Array
 from jaxtyping import Key as RandomKey
 
-from maxpipe.models.low_rank import DOWN, LENGTH, SCALE, UP, Key, dim_of_scales, is_held
+from maxpipe.models.adapters import DOWN, LENGTH, SCALE, UP, Key, dim_of_scales, is_held
 from maxpipe.models.spec import Kind
-from maxpipe.parallel.adapted import LoraWeight, column_norms
+from maxpipe.parallel.lora_weight import LoraWeight, column_norms
 
 _LEVELS = (
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),

@@ -16,13 +16,13 @@ from jaxtyping import Float, Int
 
 from maxpipe.models.layers import attention
 from maxpipe.nn.attention.backends import BACKENDS
+from maxpipe.nn.attention.context_parallel import attend
 from maxpipe.nn.attention.interface import KVCache, Mask
-from maxpipe.nn.attention.over_context import attend
-from maxpipe.nn.part import LayerContext, Output, SpecModule, rms_norm
-from maxpipe.parallel import stated
-from maxpipe.parallel.context import full_sequence_length
-from maxpipe.parallel.per_device import mark_varying
-from maxpipe.parallel.sequence import SequenceParallel
+from maxpipe.nn.module import LayerContext, Output, SpecModule, rms_norm
+from maxpipe.parallel import scopes
+from maxpipe.parallel.collectives import mark_varying
+from maxpipe.parallel.context_parallel import full_sequence_length
+from maxpipe.parallel.sequence_parallel import SequenceParallel
 from maxpipe.parallel.sharding import AxisRules, constrain
 
 # Llama 3.1: wavelengths above original/1 are fully stretched, below original/4 left alone.
@@ -103,7 +103,7 @@ def _yarn(
     return frequencies * (1.0 - stretched + stretched / context.number(rope.factor))
 
 
-@jax.named_scope(stated.part(stated.ROTARY))
+@jax.named_scope(scopes.part(scopes.ROTARY))
 def rotate(
     x: Float[Array, "B T N H"],
     positions: Int[Array, "B T"],

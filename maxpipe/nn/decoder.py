@@ -25,26 +25,26 @@ from jaxtyping import Float, Int, Key
 
 from maxpipe.io.tree import unflatten
 from maxpipe.models.config import ModelConfig
-from maxpipe.models.layers import attention, delta, experts, latent, mlp
+from maxpipe.models.layers import attention, experts, gated_delta, latent_attention, mlp
 from maxpipe.models.registry import describe
 from maxpipe.models.spec import Branch, Constant, Entries, Kind, Made, Model, Normal, Param, Part
 from maxpipe.nn.adapters import apply_adapters, complete_params
 from maxpipe.nn.attention_layer import Attention
-from maxpipe.nn.delta import GatedDelta
 from maxpipe.nn.experts import Experts
-from maxpipe.nn.latent import LatentAttention
+from maxpipe.nn.gated_delta import GatedDelta
+from maxpipe.nn.latent_attention import LatentAttention
 from maxpipe.nn.mlp import GatedMLP
-from maxpipe.nn.part import LayerContext, LayerNorm, Output, RMSNorm, make_quantizer
-from maxpipe.parallel import stated
-from maxpipe.parallel.adapted import dropout
-from maxpipe.parallel.context import local_positions
+from maxpipe.nn.module import LayerContext, LayerNorm, Output, RMSNorm, make_quantizer
+from maxpipe.parallel import scopes
+from maxpipe.parallel.context_parallel import local_positions
+from maxpipe.parallel.lora_weight import dropout
 from maxpipe.parallel.sharding import AxisRules, shard_embeddings_by_batch
 
 _NORMS: Mapping[type, Any] = {mlp.RMSNorm: RMSNorm, mlp.LayerNorm: LayerNorm}
 _MODULES: Mapping[type, Any] = {
     attention.Attention: Attention,
-    latent.LatentAttention: LatentAttention,
-    delta.GatedDelta: GatedDelta,
+    latent_attention.LatentAttention: LatentAttention,
+    gated_delta.GatedDelta: GatedDelta,
     mlp.GatedMLP: GatedMLP,
     experts.Experts: Experts,
 }
@@ -117,7 +117,7 @@ class Block(nnx.Module):
         for name, part in branch.parts.items():
             module = getattr(self, name)
             inner = part is branch.part
-            with jax.named_scope(stated.part(name)):
+            with jax.named_scope(scopes.part(name)):
                 if inner:
                     found = module(found.x, context)
                     continue

@@ -23,10 +23,10 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Bool, Float, Int
 
 from maxpipe.models.layers import experts
-from maxpipe.nn import grouped
+from maxpipe.nn import grouped_matmul
 from maxpipe.nn.mlp import gated_activation, gated_mlp
-from maxpipe.nn.part import LayerContext, Output, SpecModule
-from maxpipe.nn.rows import (
+from maxpipe.nn.module import LayerContext, Output, SpecModule
+from maxpipe.nn.token_permutation import (
     TokenPermutation,
     assign_capacity_slots,
     permute_tokens,
@@ -36,10 +36,7 @@ from maxpipe.nn.rows import (
     unpermute_tokens,
     weighted_biases,
 )
-from maxpipe.parallel.context import FULL_SEGMENT_IDS, gather_sequences, local_shard
-from maxpipe.parallel.low_precision import MatmulQuantizer, quantized_einsum
-from maxpipe.parallel.mesh import CONTEXT, EXPERT
-from maxpipe.parallel.per_device import (
+from maxpipe.parallel.collectives import (
     all_gather,
     all_to_all,
     axis_index,
@@ -49,6 +46,9 @@ from maxpipe.parallel.per_device import (
     reduce_scatter,
     sum_count,
 )
+from maxpipe.parallel.context_parallel import FULL_SEGMENT_IDS, gather_sequences, local_shard
+from maxpipe.parallel.mesh import CONTEXT, EXPERT
+from maxpipe.parallel.quantized_matmul import MatmulQuantizer, quantized_einsum
 from maxpipe.parallel.sharding import AxisRules, constrain
 
 
@@ -329,7 +329,9 @@ class Experts(SpecModule):
         tokens = x.shape[0] * x.shape[1]
         if context.cache is None:
             return self.part.grouped
-        visited = grouped.num_multiplied_rows(tokens * self.part.per_token, self.part.num_experts)
+        visited = grouped_matmul.num_multiplied_rows(
+            tokens * self.part.per_token, self.part.num_experts
+        )
         return visited < tokens * self.part.num_experts
 
     def _by_group(
@@ -350,10 +352,12 @@ class Experts(SpecModule):
         places, weights = (each.reshape(-1, each.shape[-1]) for each in routes)
         num_experts = weights.shape[-1]
         rows, sizes = sort_by_expert(places, num_experts)
-        spread = grouped.GroupedMatmulOptions(
-            grouped.expert_width_axes(self.rules), complete, low, filled
+        spread = grouped_matmul.GroupedMatmulOptions(
+            grouped_matmul.expert_width_axes(self.rules), complete, low, filled
         )
-        gate, up = grouped.up_projection(x, (params["gate"], params["up"]), rows, sizes, spread)
+        gate, up = grouped_matmul.up_projection(
+            x, (params["gate"], params["up"]), rows, sizes, spread
+        )
         if self.part.biased:
             gate += row_biases(params["gate_bias"], places, rows)
             up += row_biases(params["up_bias"], places, rows)
@@ -362,7 +366,7 @@ class Experts(SpecModule):
         hidden = constrain(
             gated_activation(gate, up, self.part.function, of_rows), (None, "mlp"), self.rules
         )
-        out = grouped.down_projection(hidden, params["down"], rows, sizes, spread)
+        out = grouped_matmul.down_projection(hidden, params["down"], rows, sizes, spread)
         if self.part.biased:
             out += weighted_biases(weights.astype(x.dtype), params["down_bias"])
         return out.reshape(x.shape)

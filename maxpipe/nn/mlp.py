@@ -13,10 +13,15 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Float
 
 from maxpipe.models.layers import mlp
-from maxpipe.nn.part import LayerContext, Output, SpecModule
-from maxpipe.parallel import low_precision
-from maxpipe.parallel.low_precision import MatmulQuantizer, Weight, compute_max_abs, weight_residual
-from maxpipe.parallel.sequence import SequenceParallel
+from maxpipe.nn.module import LayerContext, Output, SpecModule
+from maxpipe.parallel import quantized_matmul
+from maxpipe.parallel.quantized_matmul import (
+    MatmulQuantizer,
+    Weight,
+    compute_max_abs,
+    weight_residual,
+)
+from maxpipe.parallel.sequence_parallel import SequenceParallel
 from maxpipe.parallel.sharding import AxisRules, constrain
 
 _FUNCTIONS = {"silu": jax.nn.silu, "gelu": partial(jax.nn.gelu, approximate=True)}
@@ -136,10 +141,10 @@ def _quantized_gated_mlp_forward(
     rules: AxisRules,
     prefix: str,
 ) -> Any:
-    (gate, up), down = low_precision.matmuls(x, largest, weights[:2], 1, low, True), weights[2]
+    (gate, up), down = quantized_matmul.matmuls(x, largest, weights[:2], 1, low, True), weights[2]
     gate, up = checkpoint_name(gate, f"{prefix}gate"), checkpoint_name(up, f"{prefix}up")
     hidden = constrain(_compute_gate(function, gate, up), (None, None, "mlp"), rules)
-    (out,) = low_precision.matmuls(hidden, None, (down,), 1, low, False)
+    (out,) = quantized_matmul.matmuls(hidden, None, (down,), 1, low, False)
     return out, (x, largest, gate, up, tuple(map(weight_residual, weights)))
 
 
@@ -180,9 +185,9 @@ def _quantized_gated_mlp_backward(
     if not low.weight_gradients:
         hidden, d_gate, d_up = again
     makes = [
-        partial(low_precision.weight_grad, x, d_gate, low, into=True, most=largest),
-        partial(low_precision.weight_grad, x, d_up, low, into=True, most=largest),
-        partial(low_precision.weight_grad, hidden, cotangent, low, into=False),
+        partial(quantized_matmul.weight_grad, x, d_gate, low, into=True, most=largest),
+        partial(quantized_matmul.weight_grad, x, d_up, low, into=True, most=largest),
+        partial(quantized_matmul.weight_grad, hidden, cotangent, low, into=False),
     ]
     d_weights = (each.gradient(make, x.dtype) for each, make in zip(weights, makes, strict=True))
     return d_x[0] + d_x[1], None, tuple(d_weights)

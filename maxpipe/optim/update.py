@@ -43,9 +43,9 @@ from maxpipe.io.tree import KeyPath, flatten, unflatten
 from maxpipe.models.spec import Param
 from maxpipe.optim import muon
 from maxpipe.optim.guard import select_update
-from maxpipe.optim.host import ALL_LAYERS, LayerSlice, map_layers
-from maxpipe.optim.kept import EMA, StateArray, is_orthogonalised, matrix_dims, state_arrays
-from maxpipe.optim.reach import MOMENTUM, bound_update, max_direction
+from maxpipe.optim.offload import ALL_LAYERS, LayerSlice, map_layers
+from maxpipe.optim.state_spec import EMA, StateArray, is_orthogonalised, matrix_dims, state_arrays
+from maxpipe.optim.update_bound import MOMENTUM, bound_update, max_direction
 from maxpipe.parallel.sharding import auto_sharded
 
 Arrays = dict[str, Array]

@@ -16,7 +16,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
 from maxpipe.errors import ConfigError
-from maxpipe.io.text import format_divisors, pluralize, round_up
+from maxpipe.io.formatting import format_divisors, pluralize, round_up
 from maxpipe.parallel.axes import MESH_AXES, MeshConfig, infer_axis_sizes
 
 STAGE, DATA, FSDP = "stage", "data", "fsdp"

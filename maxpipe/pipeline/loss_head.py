@@ -20,8 +20,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, Int
 
-from maxpipe.parallel.mesh import CONTEXT, STAGE
-from maxpipe.parallel.per_device import (
+from maxpipe.parallel.collectives import (
     all_gather,
     axis_index,
     axis_size,
@@ -30,6 +29,7 @@ from maxpipe.parallel.per_device import (
     max_over,
     sum_over,
 )
+from maxpipe.parallel.mesh import CONTEXT, STAGE
 from maxpipe.pipeline.objective import (
     CrossEntropy,
     LogProbSpec,

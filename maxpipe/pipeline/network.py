@@ -10,8 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from maxpipe.pipeline.ahead import MtpFns, MtpLayerFns
 from maxpipe.pipeline.layout import LayerLayout
+from maxpipe.pipeline.mtp import MtpFns, MtpLayerFns
 from maxpipe.pipeline.objective import CrossEntropy, Objective
 from maxpipe.pipeline.remat import LayerFn, RematPolicy
 from maxpipe.pipeline.slots import Idle

@@ -14,21 +14,20 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from maxpipe.parallel import stated
-from maxpipe.parallel.mesh import STAGE, TOKEN_AXES
-from maxpipe.parallel.per_device import (
+from maxpipe.parallel import scopes
+from maxpipe.parallel.collectives import (
     axis_index,
     broadcast_from,
     mark_varying,
     ring_shift,
     sum_over,
 )
-from maxpipe.pipeline import ahead
-from maxpipe.pipeline.ahead import MtpLossHeads
-from maxpipe.pipeline.carry import Buffers, Gradients, TickRow, TickTable, run_weight_windows
+from maxpipe.parallel.mesh import STAGE, TOKEN_AXES
+from maxpipe.pipeline import mtp
 from maxpipe.pipeline.loss_head import LossHead
+from maxpipe.pipeline.mtp import MtpLossHeads
 from maxpipe.pipeline.network import PipelinePlan
-from maxpipe.pipeline.outside import Embedding, PrologueLayers
+from maxpipe.pipeline.prologue import Embedding, PrologueLayers
 from maxpipe.pipeline.slots import (
     LayerSlots,
     Reports,
@@ -39,6 +38,7 @@ from maxpipe.pipeline.slots import (
     select_microbatch,
     write_slot,
 )
+from maxpipe.pipeline.tick_loop import Buffers, Gradients, TickRow, TickTable, run_weight_windows
 from maxpipe.pipeline.weights import LayerWeights, select_trainable, sum_gradient, zero1_shard
 from maxpipe.schedule.table import Schedule
 
@@ -293,7 +293,7 @@ class StepProgram:
     def _send(self, outputs: dict[str, jax.Array]) -> dict[int, jax.Array]:
         """Messages on their way, by number of the arrival."""
         ways = enumerate(self.schedule.arrivals)
-        with jax.named_scope(stated.SEND):
+        with jax.named_scope(scopes.SEND):
             return {
                 number: ring_shift(outputs[way.port], STAGE, way.step, self.schedule.num_stages)
                 for number, way in ways
@@ -330,7 +330,7 @@ class StepProgram:
         """The chunk's output; what the backward slot will need goes to the stash."""
         x, carry = self._enter(carry, row, read_slot(carry.inbox, row.forward.inbox))
         work, held = self._work(row.forward), self._held(carry)
-        with jax.named_scope(stated.FORWARD):
+        with jax.named_scope(scopes.FORWARD):
             if not self.schedule.trains:
                 return self.slots.forward(held, work, x)[0], carry
             assert carry.reports is not None
@@ -343,7 +343,7 @@ class StepProgram:
         """Both gradients of a chunk."""
         work = self._work(row.backward)
         cotangent = read_slot(carry.inbox, row.backward.inbox)
-        with jax.named_scope(stated.BACKWARD):
+        with jax.named_scope(scopes.BACKWARD):
             d_input, totals = self.slots.backward(
                 self.pieces, self._held(carry), work, cotangent, carry.stash, self._totals(carry)
             )
@@ -353,7 +353,7 @@ class StepProgram:
         """The gradient of a chunk's input; what its weights' gradients need is deferred."""
         work = self._work(row.backward)
         cotangent = read_slot(carry.inbox, row.backward.inbox)
-        with jax.named_scope(stated.INPUT_GRAD):
+        with jax.named_scope(scopes.INPUT_GRAD):
             d_input, deferred = self.slots.input_grad(
                 self.pieces, self._held(carry), work, cotangent, carry.stash, carry.deferred
             )
@@ -362,7 +362,7 @@ class StepProgram:
     def _weight_grad_slot(self, carry: Buffers, row: TickRow) -> Buffers:
         """The gradients of a chunk's weights, from what was deferred."""
         work = self._work(row.weight)
-        with jax.named_scope(stated.WEIGHT_GRAD):
+        with jax.named_scope(scopes.WEIGHT_GRAD):
             totals = self.slots.weight_grad(self.pieces, work, carry.deferred, self._totals(carry))
         return self._with_totals(carry, totals)
 
@@ -384,7 +384,7 @@ class StepProgram:
         is_first = (self.stage == 0) & (row.forward.repeat == 0)
         if self.outside is not None:
             assert carry.outside is not None
-            with jax.named_scope(stated.PROLOGUE):
+            with jax.named_scope(scopes.PROLOGUE):
                 entering, outside = self.outside.enter(carry.outside, row.outside, row.embed)
             return jnp.where(is_first, entering, x), carry._replace(outside=outside)
         tokens = read_slot(self.batch["tokens"], jnp.maximum(row.embed, 0))
@@ -392,7 +392,7 @@ class StepProgram:
         def enter(x: jax.Array) -> jax.Array:
             return jnp.where(is_first, self.embedding.lookup(self.table, tokens), x)
 
-        with jax.named_scope(stated.EMBED):
+        with jax.named_scope(scopes.EMBED):
             return lax.cond(row.embed >= 0, enter, lambda x: x, x), carry
 
     def _embed_grad(self, carry: Buffers, row: TickRow, d_input: jax.Array) -> Buffers:
@@ -401,7 +401,7 @@ class StepProgram:
         assert gradients is not None
         if self.outside is not None:
             assert carry.outside is not None
-            with jax.named_scope(stated.PROLOGUE):
+            with jax.named_scope(scopes.PROLOGUE):
                 outside, layers, embedding = self.outside.leave(
                     carry.outside,
                     row.outside,
@@ -415,7 +415,7 @@ class StepProgram:
         if gradients.embedding is None:
             return carry
         tokens = read_slot(self.batch["tokens"], jnp.maximum(row.embed_grad, 0))
-        with jax.named_scope(stated.EMBED_GRAD):
+        with jax.named_scope(scopes.EMBED_GRAD):
             embedding = lax.cond(
                 row.embed_grad >= 0,
                 lambda total: self.embedding.accumulate(total, tokens, d_input),
@@ -428,7 +428,7 @@ class StepProgram:
         def work(loss: jax.Array) -> jax.Array:
             return loss + self.loss_head.loss(*self._head_inputs(row.loss, output))
 
-        with jax.named_scope(stated.HEAD):
+        with jax.named_scope(scopes.HEAD):
             return lax.cond(row.loss >= 0, work, lambda loss: loss, carry.loss)
 
     def _rows(self, carry: Buffers, row: TickRow, output: jax.Array, reader: OutputReader) -> Tree:
@@ -438,7 +438,7 @@ class StepProgram:
             found = reader(self.loss_head, *self._head_inputs(row.loss, output))
             return jax.tree.map(lambda whole, own: write_slot(whole, row.loss, own), rows, found)
 
-        with jax.named_scope(stated.HEAD):
+        with jax.named_scope(scopes.HEAD):
             return lax.cond(row.loss >= 0, work, lambda rows: rows, carry.rows)
 
     def _empty_rows(self, empty: jax.Array) -> Tree:
@@ -461,7 +461,7 @@ class StepProgram:
         gradients, scale = carry.gradients, self.scale
         assert gradients is not None and scale is not None
 
-        def work(loss: jax.Array, norm: Tree, head: jax.Array, sums: ahead.MtpTotals | None):
+        def work(loss: jax.Array, norm: Tree, head: jax.Array, sums: mtp.MtpTotals | None):
             given = self._head_inputs(row.loss, output)
             add = None
             if self.ahead is not None and sums is not None:
@@ -475,11 +475,11 @@ class StepProgram:
             head = self.head_weights.accumulate(head, 0, found.head)
             return found.output, loss + found.sums, norm, head, sums
 
-        def rest(loss: jax.Array, norm: Tree, head: jax.Array, sums: ahead.MtpTotals | None):
+        def rest(loss: jax.Array, norm: Tree, head: jax.Array, sums: mtp.MtpTotals | None):
             return jnp.zeros_like(output), loss, norm, head, sums
 
         sums = self._sums_ahead(carry, gradients)
-        with jax.named_scope(stated.HEAD):
+        with jax.named_scope(scopes.HEAD):
             cotangent, loss, norm, head, sums = lax.cond(
                 row.loss >= 0, work, rest, carry.loss, gradients.final_norm, gradients.head, sums
             )
@@ -495,12 +495,12 @@ class StepProgram:
             inbox=write_slot(carry.inbox, row.arrivals[place], cotangent),
         )
 
-    def _sums_ahead(self, carry: Buffers, gradients: Gradients) -> ahead.MtpTotals | None:
+    def _sums_ahead(self, carry: Buffers, gradients: Gradients) -> mtp.MtpTotals | None:
         if self.ahead is None:
             return None
         assert carry.ahead is not None
         table = gradients.embedding if self.ahead.reads_embedding else None
-        return ahead.MtpTotals(carry.ahead, gradients.ahead, table)
+        return mtp.MtpTotals(carry.ahead, gradients.ahead, table)
 
     # Ticks in order.
 
@@ -562,7 +562,7 @@ class StepProgram:
             )
             for name, loss in front.losses.items():
                 losses[name] = losses.get(name, 0.0) + sum_over(loss, STAGE)
-        found = ahead.merge_reports(Reports(losses, statistics), carry.ahead)
+        found = mtp.merge_reports(Reports(losses, statistics), carry.ahead)
         return jax.tree.map(lambda leaf: sum_over(leaf, TOKEN_AXES), found)
 
     def _stacked(self, kind: str, tree: Tree) -> Tree:

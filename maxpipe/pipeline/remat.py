@@ -31,8 +31,8 @@ import numpy as np
 from scipy.sparse import coo_matrix
 from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
-from maxpipe.parallel.low_precision import is_quantized_weight
-from maxpipe.parallel.per_device import mark_varying
+from maxpipe.parallel.collectives import mark_varying
+from maxpipe.parallel.quantized_matmul import is_quantized_weight
 from maxpipe.pipeline.weights import replace_subtree, select_trainable
 
 Arrays = Sequence[Any]

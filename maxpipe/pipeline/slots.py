@@ -20,9 +20,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from maxpipe.parallel import stated
+from maxpipe.parallel import scopes
+from maxpipe.parallel.collectives import axis_index, mark_varying, with_layout
 from maxpipe.parallel.mesh import STAGE
-from maxpipe.parallel.per_device import axis_index, mark_varying, with_layout
 from maxpipe.pipeline.layout import LayerLayout
 from maxpipe.pipeline.remat import (
     LayerConstants,
@@ -317,7 +317,7 @@ class LayerSlots:
                     used = is_mine if computes else None
                     return run(name, step, place + extra, used, state)
 
-                with jax.named_scope(stated.layer_type(name)):
+                with jax.named_scope(scopes.layer_type(name)):
                     state = lax.fori_loop(0, here.astype(jnp.int32), inner, state)
             return state
 
@@ -429,7 +429,7 @@ class LayerSlots:
             return stash, self._bases(work.row.stash)
         scratch = self._rooms(1, {kind: pieces[kind].saved for kind in self.kinds})
         bases = self._bases(jnp.zeros_like(work.row.stash))
-        with jax.named_scope(stated.RECOMPUTE):
+        with jax.named_scope(scopes.RECOMPUTE):
             x = read_slot(stash[0], work.row.stash)
             return self._keep_layers(pieces, held, work, x, scratch, bases, None)[1], bases
 

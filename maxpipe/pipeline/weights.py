@@ -22,9 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from maxpipe.parallel.low_precision import MatmulQuantizer, is_quantized_weight
-from maxpipe.parallel.mesh import AUTOMATIC_AXES, DATA, TOKEN_AXES
-from maxpipe.parallel.per_device import (
+from maxpipe.parallel.collectives import (
     all_gather,
     axis_size,
     map_auto_axes,
@@ -32,6 +30,8 @@ from maxpipe.parallel.per_device import (
     reduce_scatter,
     sum_over,
 )
+from maxpipe.parallel.mesh import AUTOMATIC_AXES, DATA, TOKEN_AXES
+from maxpipe.parallel.quantized_matmul import MatmulQuantizer, is_quantized_weight
 from maxpipe.parallel.sharding import entry_axes, fsdp_dim, restrict_spec
 
 

@@ -29,10 +29,9 @@ from maxpipe.config.load import LoadedConfig
 from maxpipe.config.schema import Config
 from maxpipe.errors import ConfigError
 from maxpipe.hardware import Hardware, measured_file, published_hardware
-from maxpipe.io.text import pluralize
+from maxpipe.io.formatting import pluralize
 from maxpipe.nn.decoder import Decoder
-from maxpipe.parallel.mesh import STAGE, build_mesh
-from maxpipe.parallel.per_device import (
+from maxpipe.parallel.collectives import (
     all_gather,
     all_to_all,
     manual_axes_of,
@@ -40,14 +39,15 @@ from maxpipe.parallel.per_device import (
     reduce_scatter,
     ring_shift,
 )
+from maxpipe.parallel.mesh import STAGE, build_mesh
 from maxpipe.parallel.sharding import AxisRules
 from maxpipe.pipeline.layout import LayerLayout
 from maxpipe.pipeline.remat import Remat
 from maxpipe.pipeline.slots import LayerSlots, SlotRow
 from maxpipe.pipeline.weights import REPLICATED, LayerWeights
-from maxpipe.plan import recheck
+from maxpipe.plan import rerank
 from maxpipe.plan.cost import CostModel
-from maxpipe.plan.recheck import LAYERS, median_seconds, ring_mesh_config
+from maxpipe.plan.rerank import LAYERS, median_seconds, ring_mesh_config
 from maxpipe.plan.sizes import BYTES, Sizes
 from maxpipe.plan.topology import local_topology, resolve_config
 from maxpipe.schedule.table import Ring
@@ -147,8 +147,8 @@ def calibrate(
     sizes = Sizes(config).on(devices[0].platform)
     found = measure(sizes, devices)
     figures = fit_hardware(found, sizes, hardware, len(devices))
-    figures = recheck.fit_split_costs(config, figures, devices)
-    tick = recheck.measure_tick(config, figures, devices)
+    figures = rerank.fit_split_costs(config, figures, devices)
+    tick = rerank.measure_tick(config, figures, devices)
     return dataclasses.replace(figures, tick_us=1e6 * tick), found
 
 
@@ -519,7 +519,7 @@ def _time_allocation(mesh: Mesh) -> float:
     with jax.set_mesh(mesh):
         programs = [_program(mesh, partial(run, num_rows)) for num_rows in FRESH_ROWS]
         few, many = median_seconds(
-            [partial(each, jnp.int32(2)) for each in programs], recheck.PROGRAM_SECONDS
+            [partial(each, jnp.int32(2)) for each in programs], rerank.PROGRAM_SECONDS
         )
     return (many - few) / (4 * FRESH_ROW * (FRESH_ROWS[1] - FRESH_ROWS[0]))
 
@@ -534,7 +534,7 @@ def _seconds(
             for program, arguments in [(_program(mesh, run), given) for run, given in runs]
             for count in turns
         ]
-        taken = median_seconds(calls, len(runs) * recheck.PROGRAM_SECONDS)
+        taken = median_seconds(calls, len(runs) * rerank.PROGRAM_SECONDS)
     return [
         (many - few) / (turns[1] - turns[0])
         for few, many in zip(taken[::2], taken[1::2], strict=True)

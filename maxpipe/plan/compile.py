@@ -27,17 +27,22 @@ from maxpipe.models.count import train_flops_per_token
 from maxpipe.models.layers.attention import AUTO
 from maxpipe.models.registry import describe
 from maxpipe.models.spec import Model, Scores
-from maxpipe.parallel import stated
+from maxpipe.parallel import scopes
 from maxpipe.parallel.mesh import AXES, BATCH_AXES, build_mesh
 from maxpipe.pipeline.layout import LayerLayout
 from maxpipe.plan import memory
-from maxpipe.plan.advice import describe_largest, explain_out_of_memory, gib, parse_out_of_memory
-from maxpipe.plan.entries import ProfileLine, profile_lines
-from maxpipe.plan.hlo import Collective, HostTransfer, Profile, profile_program
-from maxpipe.plan.hlo_text import parse_hlo
-from maxpipe.plan.nearest import suggest_changes
+from maxpipe.plan.hlo_parser import parse_hlo
+from maxpipe.plan.hlo_profile import Collective, HostTransfer, Profile, profile_program
+from maxpipe.plan.instruction_costs import ProfileLine, profile_lines
+from maxpipe.plan.memory_terms import (
+    describe_largest,
+    explain_out_of_memory,
+    gib,
+    parse_out_of_memory,
+)
 from maxpipe.plan.search import evaluate
 from maxpipe.plan.sizes import Sizes
+from maxpipe.plan.suggestions import suggest_changes
 from maxpipe.plan.topology import (
     CUDNN,
     INSTALL,
@@ -56,17 +61,17 @@ from maxpipe.step.build import steps_from_config
 from maxpipe.step.step import Steps
 
 SLOTS = {
-    "F": stated.FORWARD,
-    "B": stated.BACKWARD,
-    "I": stated.INPUT_GRAD,
-    "W": stated.WEIGHT_GRAD,
+    "F": scopes.FORWARD,
+    "B": scopes.BACKWARD,
+    "I": scopes.INPUT_GRAD,
+    "W": scopes.WEIGHT_GRAD,
 }
 """Kind of slot -> scope of its layers in the program."""
 SCOPES = (
-    stated.RECOMPUTE,
+    scopes.RECOMPUTE,
     *SLOTS.values(),
-    *(stated.HEAD, stated.EMBED, stated.EMBED_GRAD, stated.SEND, stated.GATHER, stated.REDUCE),
-    stated.UPDATE,
+    *(scopes.HEAD, scopes.EMBED, scopes.EMBED_GRAD, scopes.SEND, scopes.GATHER, scopes.REDUCE),
+    scopes.UPDATE,
 )
 
 
@@ -463,12 +468,12 @@ def executions(
     """
     schedule, layout = steps.train_schedule, steps.engine.layout
     trips: dict[str, float] = {}
-    outside, embed, embed_grad = f"/{stated.PROLOGUE}", stated.EMBED, stated.EMBED_GRAD
+    outside, embed, embed_grad = f"/{scopes.PROLOGUE}", scopes.EMBED, scopes.EMBED_GRAD
     if layout.outside:
         front, rounds = layout.front, schedule.outside
         for scope, column in (
-            (stated.FORWARD, rounds.forward),
-            (stated.BACKWARD, rounds.backward),
+            (scopes.FORWARD, rounds.forward),
+            (scopes.BACKWARD, rounds.backward),
         ):
             share = float((np.asarray(column) >= 0).mean())
             trips |= _layer_type_trips(f"{outside}/{scope}/", front)
@@ -478,19 +483,19 @@ def executions(
         trips |= _layer_type_trips(f"/{SLOTS[action]}/", layout)
         trips[_layer_loop(f"/{SLOTS[action]}/")] = turns
     if (heads := steps.partition.decoder.model.ends.layers_ahead) is not None:
-        trips[rf"/{stated.MTP}/while$"] = heads.num_heads
+        trips[rf"/{scopes.MTP}/while$"] = heads.num_heads
     visits = schedule.visits
     if weight_gather == "visit" and visits.num_window:
         turns = len(visits.gather_tick) + 1
         last = visits.gather_tick[-1]
         reduced = int(np.count_nonzero(visits.reduce_tick <= last))
-        trips[rf"/{stated.TICKS}/while$"] = schedule.num_ticks / turns
+        trips[rf"/{scopes.TICKS}/while$"] = schedule.num_ticks / turns
         for kind in layout.in_ring:
-            layers, loop = layout.stacks[kind].length, f"{stated.REDUCE}/{stated.layer_type(kind)}"
+            layers, loop = layout.stacks[kind].length, f"{scopes.REDUCE}/{scopes.layer_type(kind)}"
             trips[rf"/body/.*{loop}/while$"] = layers * reduced / turns
             trips[rf"/{loop}/while$"] = layers * (len(visits.reduce_tick) - reduced)
     shares = {
-        rf"/{stated.HEAD}/cond$": schedule.loss_microbatch,
+        rf"/{scopes.HEAD}/cond$": schedule.loss_microbatch,
         rf"/{embed}/cond$": schedule.embed_microbatch,
         rf"/{embed_grad}/cond$": schedule.embed_grad_microbatch,
     }
@@ -499,14 +504,14 @@ def executions(
             rf"{outside}/{embed}/cond$": schedule.outside.forward,
             rf"{outside}/{embed_grad}/cond$": schedule.outside.backward,
             # To the ring and back: as many microbatches leave as enter.
-            rf"{outside}/{stated.SEND}/cond$": schedule.embed_microbatch,
+            rf"{outside}/{scopes.SEND}/cond$": schedule.embed_microbatch,
         } | shares
     return trips, {name: float((np.asarray(column) >= 0).mean()) for name, column in shares.items()}
 
 
 def _layer_loop(scope: str) -> str:
     """Pattern of the loop over a chunk's layers in a scope."""
-    return rf"{scope}({stated.RECOMPUTE}/)?while$"
+    return rf"{scope}({scopes.RECOMPUTE}/)?while$"
 
 
 def _layer_type_trips(scope: str, layout: LayerLayout) -> dict[str, float]:
@@ -515,7 +520,7 @@ def _layer_type_trips(scope: str, layout: LayerLayout) -> dict[str, float]:
     if len(layout.in_ring) == 1:
         return {}
     return {
-        rf"{scope}.*/{stated.layer_type(name)}/while$": float((kinds == number).mean())
+        rf"{scope}.*/{scopes.layer_type(name)}/while$": float((kinds == number).mean())
         for number, name in enumerate(layout.in_ring)
     }
 

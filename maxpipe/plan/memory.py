@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 
-from maxpipe.models.choice import loss_block
-from maxpipe.models.low_rank import is_held
+from maxpipe.models.adapters import is_held
+from maxpipe.models.resolve_auto import loss_block
 from maxpipe.models.spec import Held, Kind, Part
-from maxpipe.plan.optimizer import (
+from maxpipe.plan.optimizer_memory import (
     gathered_bytes,
     gathers_weights,
     gradient_copy_bytes,

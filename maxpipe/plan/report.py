@@ -11,17 +11,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from maxpipe.config.check import total_steps
-from maxpipe.config.ramp import BatchRamp, RampStage
 from maxpipe.config.schema import Config
+from maxpipe.config.training_schedule import BatchRamp, RampStage
 from maxpipe.hardware import Hardware
-from maxpipe.io.text import format_count, format_duration, format_si, pluralize
-from maxpipe.models.choice import Divided, words
+from maxpipe.io.formatting import format_count, format_duration, format_si, pluralize
 from maxpipe.models.count import active_params, num_params, num_trained, total
-from maxpipe.optim.kept import saved_bytes
-from maxpipe.plan import entries
-from maxpipe.plan.advice import TERMS, gib, verdict
+from maxpipe.models.resolve_auto import Divided, words
+from maxpipe.optim.state_spec import saved_bytes
+from maxpipe.plan import instruction_costs
 from maxpipe.plan.cost import CostModel
 from maxpipe.plan.memory import REFERENCE, prologue_bytes
+from maxpipe.plan.memory_terms import TERMS, gib, verdict
 from maxpipe.plan.search import NUM_RESULTS, Candidate, SearchResult, short_schedules
 from maxpipe.plan.sizes import Sizes
 from maxpipe.schedule import pictures
@@ -31,7 +31,7 @@ from maxpipe.schedule.table import Costs
 if TYPE_CHECKING:
     from maxpipe.plan.calibrate import Measurements
     from maxpipe.plan.compile import CollectiveTraffic, CompileReport
-    from maxpipe.plan.recheck import RankedCandidate
+    from maxpipe.plan.rerank import RankedCandidate
 
 
 def format_compile_report(report: CompileReport, num_entries: int = 0) -> str:
@@ -84,7 +84,7 @@ def format_compile_report(report: CompileReport, num_entries: int = 0) -> str:
     if report.unknown_loops:
         lines.append(f"loops counted once: {', '.join(report.unknown_loops)}")
     if num_entries:
-        lines += ["", *entries.table(report.entries, num_entries)]
+        lines += ["", *instruction_costs.table(report.entries, num_entries)]
     if report.unknown:
         lines += ["", "not known without a GPU:", *(f"  {each}" for each in report.unknown)]
     return "\n".join(lines)
@@ -106,7 +106,7 @@ def _table(found: Sequence[CollectiveTraffic]) -> list[str]:
         )
         for each in found
     ]
-    return entries.align_columns(head, rows)
+    return instruction_costs.align_columns(head, rows)
 
 
 def _hidden_transfers(report: CompileReport) -> list[str]:

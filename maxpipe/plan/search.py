@@ -29,12 +29,12 @@ from maxpipe.config.mesh_rules import has_experts, has_sequential_layers
 from maxpipe.config.schema import Config
 from maxpipe.errors import ConfigError
 from maxpipe.hardware import Hardware
-from maxpipe.io.text import pluralize
+from maxpipe.io.formatting import pluralize
 from maxpipe.parallel.axes import MESH_AXES
-from maxpipe.plan.advice import USABLE_MEMORY_FRACTION
 from maxpipe.plan.cost import Cost, predict_cost
 from maxpipe.plan.memory import Memory, predict_memory
-from maxpipe.plan.optimizer import gathers_weights
+from maxpipe.plan.memory_terms import USABLE_MEMORY_FRACTION
+from maxpipe.plan.optimizer_memory import gathers_weights
 from maxpipe.plan.sizes import Sizes, build_schedule
 from maxpipe.schedule.catalog import INTERLEAVED, SCHEDULES, make_schedule
 from maxpipe.schedule.table import Schedule

@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 
 from maxpipe.config.pipeline_rules import activations
 from maxpipe.config.schema import Config
-from maxpipe.models.choice import Divided, resolved
+from maxpipe.models.adapters import residuals_of_changes
 from maxpipe.models.count import (
     computed_share,
     counted,
@@ -31,10 +31,10 @@ from maxpipe.models.count import (
     tokens_before,
 )
 from maxpipe.models.layers.experts import Experts
-from maxpipe.models.low_rank import residuals_of_changes
 from maxpipe.models.registry import describe
+from maxpipe.models.resolve_auto import Divided, resolved
 from maxpipe.models.spec import Dims, Held, Kind, Model, Param, Part, Products, Scores
-from maxpipe.optim.kept import BYTES
+from maxpipe.optim.state_spec import BYTES
 from maxpipe.parallel.axes import MESH_AXES, MeshConfig, axis_table_with_sequence, exchanges_heads
 from maxpipe.schedule.catalog import make_schedule
 from maxpipe.schedule.table import Schedule, balance_layers

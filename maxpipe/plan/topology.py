@@ -32,7 +32,7 @@ from maxpipe.config.schema import Config, RuntimeConfig
 from maxpipe.errors import ConfigError
 from maxpipe.hardware import Hardware, hardware_of_device, known_hardware
 from maxpipe.io.files import gpus
-from maxpipe.io.text import pluralize
+from maxpipe.io.formatting import pluralize
 from maxpipe.parallel.axes import MeshConfig, infer_axis_sizes
 from maxpipe.plan.sizes import Sizes
 

@@ -15,10 +15,10 @@ from typing import NamedTuple
 from maxpipe.models.count import matrices_ahead
 from maxpipe.models.layers.experts import Experts
 from maxpipe.models.spec import Param, Scores
-from maxpipe.optim.kept import is_orthogonalised, matrix_dims
+from maxpipe.optim.state_spec import is_orthogonalised, matrix_dims
 from maxpipe.parallel.axes import axis_table
 from maxpipe.plan.memory import loss_blocks
-from maxpipe.plan.optimizer import gathered_itemsize, zero1_dim
+from maxpipe.plan.optimizer_memory import gathered_itemsize, zero1_dim
 from maxpipe.plan.sizes import BYTES, Sizes
 from maxpipe.schedule.table import Schedule
 

@@ -29,7 +29,7 @@ from maxpipe.data.prepared.logits import LogitsReader, TeacherEntry, open_logits
 from maxpipe.data.tokenizer import Tokenizer, open_tokenizer
 from maxpipe.distributed.phases import STEP, Phases
 from maxpipe.errors import ConfigError, Problem
-from maxpipe.huggingface.folders import resolve_model
+from maxpipe.huggingface.output_folder import resolve_model
 from maxpipe.huggingface.source import folder_of
 from maxpipe.io.files import expand_path, url_scheme
 from maxpipe.objectives.distill import TEACHER_IDS, TEACHER_LOGPROBS

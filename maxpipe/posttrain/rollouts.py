@@ -30,7 +30,7 @@ from maxpipe.data.prompts import PromptRecord, PromptSequences
 from maxpipe.errors import ConfigError
 from maxpipe.generate.completions import Completion, GenerationLimits, Prompt, complete, parse_stops
 from maxpipe.generate.decoding import Sampling
-from maxpipe.generate.staged import (
+from maxpipe.generate.pipeline_decoding import (
     build_decode_engine,
     decode_param_layout,
     decode_param_shardings,

@@ -25,7 +25,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from maxpipe.checkpoint.address import parse_address
-from maxpipe.checkpoint.copies import map_named_leaves
+from maxpipe.checkpoint.digest_item import map_named_leaves
 from maxpipe.checkpoint.folder import BASE, AdapterBase, CheckpointMetadata
 from maxpipe.checkpoint.manager import RestoredCheckpoint, open_address, resolve_step_on_all
 from maxpipe.checkpoint.reader import content_digest
@@ -48,7 +48,7 @@ from maxpipe.errors import ConfigError, Problem, StorageError
 from maxpipe.huggingface.import_ import WEIGHTS_ONLY, describe_source
 from maxpipe.huggingface.source import PREFIX, WITHOUT_MTP, HuggingFaceFolder, folder_of
 from maxpipe.huggingface.source import open_folder as open_folder
-from maxpipe.io.typed import check_type
+from maxpipe.io.typed_json import check_type
 from maxpipe.models.config import AdapterConfig, ModelConfig
 from maxpipe.models.registry import describe
 from maxpipe.step.state import VOCABULARY

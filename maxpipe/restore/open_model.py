@@ -18,12 +18,12 @@ from maxpipe.checkpoint.manager import CheckpointManager, open_run, resolve_step
 from maxpipe.checkpoint.storage import CHECKPOINTS_FOLDER, DamagedError, root_cause_text
 from maxpipe.config.check import DEFAULT, error_location
 from maxpipe.config.load import LoadedConfig, load, to_dict
-from maxpipe.data.conversation import ChatSpec, apply_chat_spec, parse_chat_spec
+from maxpipe.data.chat_spec import ChatSpec, apply_chat_spec, parse_chat_spec
 from maxpipe.data.tokenizer import Tokenizer, fit_tokenizer, suggest_tokenizer_action
 from maxpipe.errors import ConfigError, Problem, StorageError
+from maxpipe.huggingface.normalize_config import lines
 from maxpipe.huggingface.source import WITHOUT_MTP, open_folder
-from maxpipe.huggingface.statements import lines
-from maxpipe.optim.kept import EMA
+from maxpipe.optim.state_spec import EMA
 from maxpipe.pipeline.weights import replace_subtree
 from maxpipe.restore.initial_weights import (
     check_adapter,

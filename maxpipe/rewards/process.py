@@ -15,7 +15,7 @@ from typing import Any, TypedDict
 from maxpipe.config.tuning_schema import GrpoConfig
 from maxpipe.errors import ConfigError
 from maxpipe.io import files
-from maxpipe.io.typed import parse_json
+from maxpipe.io.typed_json import parse_json
 from maxpipe.io.worker_process import WorkerProcess
 from maxpipe.rewards import builtin, worker
 

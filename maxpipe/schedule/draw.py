@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO, NamedTuple
 from xml.sax.saxutils import escape
 
-from maxpipe.io.text import pluralize
+from maxpipe.io.formatting import pluralize
 from maxpipe.schedule.table import Costs, Schedule
 
 EQUAL_COSTS = Costs()

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from maxpipe.io.text import pluralize
+from maxpipe.io.formatting import pluralize
 from maxpipe.schedule.draw import (
     EQUAL_COSTS,
     OVERVIEW_WIDTH,

@@ -24,7 +24,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from maxpipe.io.text import pluralize
+from maxpipe.io.formatting import pluralize
 
 IDLE = -1
 

@@ -28,16 +28,16 @@ from maxpipe.config.keys import flatten, may_differ
 from maxpipe.config.load import LoadedConfig, to_dict
 from maxpipe.config.pipeline_rules import activations
 from maxpipe.config.schema import Config, GuardConfig, OptimConfig, PipelineConfig, TrainConfig
-from maxpipe.config.training import runs_teacher
+from maxpipe.config.training_checks import runs_teacher
 from maxpipe.config.tuning_schema import GrpoConfig
 from maxpipe.data.loader import Batch, Batches, Loader
 from maxpipe.errors import ConfigError
 from maxpipe.io import redact
-from maxpipe.models.choice import Divided, loss_block, resolved
 from maxpipe.models.config import ModelConfig
 from maxpipe.models.count import layer_costs
+from maxpipe.models.resolve_auto import Divided, loss_block, resolved
 from maxpipe.nn.decoder import Decoder
-from maxpipe.nn.part import make_quantizer
+from maxpipe.nn.module import make_quantizer
 from maxpipe.objectives import preference
 from maxpipe.objectives.distill import Distill
 from maxpipe.objectives.policy import KlPolicyGradient, Policy
@@ -53,8 +53,8 @@ from maxpipe.parallel.mesh import (
     resolve_mesh_config,
 )
 from maxpipe.parallel.sharding import AxisRules, local_sequences, make_global_batch
-from maxpipe.pipeline import ahead
-from maxpipe.pipeline.executor import Engine
+from maxpipe.pipeline import mtp
+from maxpipe.pipeline.engine import Engine
 from maxpipe.pipeline.layout import LayerLayout
 from maxpipe.pipeline.network import Network
 from maxpipe.pipeline.objective import CrossEntropy, Objective
@@ -190,11 +190,11 @@ def _loss_block(
     return loss_block(pipeline.loss_block_tokens, tokens, vocabulary)
 
 
-def _make_mtp(decoder: Decoder) -> ahead.MtpFns | None:
+def _make_mtp(decoder: Decoder) -> mtp.MtpFns | None:
     ends = decoder.model.ends
     if ends.layers_ahead is not None:
-        return ahead.MtpLayerFns(decoder.layer_ahead, dict(ends.losses))
-    return None if ends.ahead is None else ahead.MtpProjectionFns(decoder.ahead, dict(ends.losses))
+        return mtp.MtpLayerFns(decoder.layer_ahead, dict(ends.losses))
+    return None if ends.ahead is None else mtp.MtpProjectionFns(decoder.ahead, dict(ends.losses))
 
 
 def make_remat_policy(pipeline: PipelineConfig, model: ModelConfig) -> RematPolicy:

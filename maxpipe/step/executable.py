@@ -20,7 +20,7 @@ from jax.experimental import serialize_executable
 
 from maxpipe.errors import ConfigError, StorageError
 from maxpipe.io import files, redact
-from maxpipe.io.typed import parse_json
+from maxpipe.io.typed_json import parse_json
 
 PROGRAM, PROVENANCE = "program.bin", "provenance.json"
 CONFIG_KEY = "runtime.executable"

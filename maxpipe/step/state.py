@@ -18,15 +18,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from maxpipe.config.by_name import parse_param_values
+from maxpipe.config.param_patterns import parse_param_values
 from maxpipe.config.schema import OptimConfig
 from maxpipe.io.tree import KeyPath, flatten, unflatten
-from maxpipe.models.frozen import chosen, names_in_layers
+from maxpipe.models.param_names import chosen, names_in_layers
 from maxpipe.models.spec import Param
 from maxpipe.nn.adapters import complete_params
 from maxpipe.nn.decoder import Decoder
 from maxpipe.optim.guard import GuardState
-from maxpipe.optim.kept import StateArray
+from maxpipe.optim.state_spec import StateArray
 from maxpipe.optim.update import OptState, TrainableParam
 from maxpipe.parallel.axes import find_zero1_dim
 from maxpipe.parallel.mesh import DATA, STAGE, TENSOR

@@ -32,9 +32,9 @@ from maxpipe.distributed.runtime import compiler_options
 from maxpipe.models.spec import Follows, Model
 from maxpipe.nn.decoder import MTP
 from maxpipe.optim.guard import GuardState, check_step, init_guard_state, select_update
-from maxpipe.optim.outcome import check_update
 from maxpipe.optim.update import Optimizer, OptState
-from maxpipe.parallel import stated
+from maxpipe.optim.update_check import check_update
+from maxpipe.parallel import scopes
 from maxpipe.parallel.mesh import BATCH_AXES
 from maxpipe.parallel.sharding import (
     BATCH_SPEC,
@@ -44,8 +44,8 @@ from maxpipe.parallel.sharding import (
     trace_on_mesh,
     with_shardings,
 )
-from maxpipe.pipeline import ahead
-from maxpipe.pipeline.executor import Engine
+from maxpipe.pipeline import mtp
+from maxpipe.pipeline.engine import Engine
 from maxpipe.pipeline.loss_head import sum_by_source
 from maxpipe.pipeline.objective import Objective
 from maxpipe.pipeline.program import OutputReader
@@ -517,7 +517,7 @@ class Steps:
         specs, everywhere = self.optimizer.target_specs, PartitionSpec()
         old = reshard(self.partition.trained(state.params), specs)
         rate = jnp.asarray(self.optimizer.rate(state.step - state.guard.skipped))
-        with jax.named_scope(stated.UPDATE):
+        with jax.named_scope(scopes.UPDATE):
             taken, guard = check_step(
                 self.guard,
                 self.partition.mesh,
@@ -549,7 +549,7 @@ class Steps:
         metrics |= {f"train/loss_{name}": found.losses[name] for name in model.ends.losses}
         if found.by_source is not None:
             metrics |= dict(zip(BY_SOURCE, found.by_source, strict=True))
-        further = {ahead.MTP: found.statistics.get(ahead.MTP, {})}
+        further = {mtp.MTP: found.statistics.get(mtp.MTP, {})}
         # Layers of all stages are joined into one dim; the numbers are few.
         reported = auto_sharded(layout.unstack, PartitionSpec())(*layers)
         metrics |= compute_layer_metrics(model, found.losses, reported | further)

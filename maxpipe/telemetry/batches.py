@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
-from maxpipe.config.shipped import EVENTS_FILE
+from maxpipe.config.bundled_configs import EVENTS_FILE
 from maxpipe.errors import StorageError
 from maxpipe.io.files import expand_path, read_json_lines
 

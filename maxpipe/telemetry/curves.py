@@ -18,13 +18,13 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict, TypeGuard
 
+from maxpipe.config.bundled_configs import EVENTS_FILE, METRICS_FILE
 from maxpipe.config.rules import did_you_mean
-from maxpipe.config.shipped import EVENTS_FILE, METRICS_FILE
 from maxpipe.distributed.phases import DATA, EVAL, LOOP, ROLLOUT, SAVE, SET_UP, STEP
 from maxpipe.errors import ConfigError, StorageError
 from maxpipe.io.files import expand_path, read_json_lines, read_lines
-from maxpipe.io.text import pluralize
-from maxpipe.io.typed import check_type, parse_json
+from maxpipe.io.formatting import pluralize
+from maxpipe.io.typed_json import check_type, parse_json
 from maxpipe.schedule.draw import Box, Canvas, Label, text_width
 from maxpipe.schedule.draw import Curve as Line
 from maxpipe.telemetry.console import duration

@@ -18,12 +18,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from maxpipe.config.shipped import EVENTS_FILE
-from maxpipe.distributed.link import ControlChannel
+from maxpipe.config.bundled_configs import EVENTS_FILE
+from maxpipe.distributed.control_channel import ControlChannel
 from maxpipe.errors import ConfigError
 from maxpipe.io.files import read_json_lines
 from maxpipe.models.layers.attention import AUTO, Attention
-from maxpipe.models.layers.latent import LatentAttention
+from maxpipe.models.layers.latent_attention import LatentAttention
 from maxpipe.models.spec import Model
 from maxpipe.nn.attention.backends import BACKENDS
 from maxpipe.nn.attention.interface import AttentionBackend, Mask
@@ -31,7 +31,7 @@ from maxpipe.parallel.axes import MeshConfig
 from maxpipe.parallel.mesh import build_mesh
 from maxpipe.step.step import Steps
 from maxpipe.telemetry.console import Console
-from maxpipe.telemetry.records import EventLog
+from maxpipe.telemetry.writers import EventLog
 
 _EVENT = "attention_checked"
 

@@ -16,7 +16,7 @@ from maxpipe.config.schema import GuardConfig
 from maxpipe.data.loader import Loader
 from maxpipe.errors import DivergenceError
 from maxpipe.telemetry.console import Console
-from maxpipe.telemetry.records import EventLog
+from maxpipe.telemetry.writers import EventLog
 
 
 class RollBack(Exception):

@@ -17,8 +17,8 @@ from maxpipe.data.packing import packing_efficiency
 from maxpipe.data.prompts import PromptSequences
 from maxpipe.errors import StorageError
 from maxpipe.io import files, redact
-from maxpipe.io.text import format_count, pluralize
-from maxpipe.models import choice, registry
+from maxpipe.io.formatting import format_count, pluralize
+from maxpipe.models import registry, resolve_auto
 from maxpipe.models.count import active_params, num_params, num_trained
 from maxpipe.models.spec import Model
 from maxpipe.parallel.mesh import describe_mesh
@@ -82,8 +82,8 @@ def banner_lines(
         documents += f" of which {datasets.unreadable} cannot be read and are empty"
     model, described = config.model, registry.describe(config.model)
     saved_in = checkpoint_home(run_folder(config.run), config.checkpoint)
-    divided = choice.Divided.by(config.mesh, mesh.shape)
-    chosen = choice.words(model, device.platform, config.train.sequence_length, divided)
+    divided = resolve_auto.Divided.by(config.mesh, mesh.shape)
+    chosen = resolve_auto.words(model, device.platform, config.train.sequence_length, divided)
     return [
         ("run", str(run_folder(config.run))),
         *([("saved in", saved_in)] if config.checkpoint.dir else []),

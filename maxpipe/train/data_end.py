@@ -12,12 +12,12 @@ from types import TracebackType
 
 from maxpipe.config.check import error_location, total_steps
 from maxpipe.config.load import LoadedConfig
-from maxpipe.data.formats import reads
+from maxpipe.data.formats import read_tracker
 from maxpipe.data.loader import Loader
 from maxpipe.data.sources import section_of
 from maxpipe.distributed.phases import DATA, Phases
 from maxpipe.errors import ConfigError
-from maxpipe.io.text import pluralize
+from maxpipe.io.formatting import pluralize
 from maxpipe.telemetry.console import Console
 
 
@@ -116,7 +116,7 @@ class SlowDataMonitor:
             self._look(time.monotonic())
 
     def _look(self, now: float) -> None:
-        read = reads.longest_active_read()
+        read = read_tracker.longest_active_read()
         seconds = 0.0 if read is None else now - read.begun
         if read is None or seconds < _SLOW_SECONDS:
             self._phases.detail = ""
@@ -137,12 +137,16 @@ class SlowDataMonitor:
         """Steps have taken these `seconds`, and have waited for data in `waited` of them."""
         if not self._has_begun:  # the first batches take longer
             self._has_begun = True
-            reads.take_read_times()
+            read_tracker.take_read_times()
             return
         self._waited, self._seconds = self._waited + waited, self._seconds + seconds
         if self._seconds < _WINDOW_SECONDS:
             return
-        share, whole, spent = self._waited / self._seconds, self._seconds, reads.take_read_times()
+        share, whole, spent = (
+            self._waited / self._seconds,
+            self._seconds,
+            read_tracker.take_read_times(),
+        )
         self._waited = self._seconds = 0.0
         now = time.monotonic()
         if share < _WAIT_SHARE or now < self._quiet_until or spent.slowest is None:

@@ -24,7 +24,7 @@ from maxpipe.distributed.phases import DATA, EVAL, LOOP, ROLLOUT, SAVE, STEP, Ph
 from maxpipe.errors import ExitCode
 from maxpipe.evals.evaluate import SourceSums
 from maxpipe.hardware import peak_flops
-from maxpipe.io.text import pluralize
+from maxpipe.io.formatting import pluralize
 from maxpipe.models.count import train_flops_per_token
 from maxpipe.models.registry import describe
 from maxpipe.step.build import resolve_mesh, shared_metadata

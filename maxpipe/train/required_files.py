@@ -17,10 +17,10 @@ from maxpipe.checkpoint.storage import (
     run_folder,
     to_epath,
 )
-from maxpipe.config import shipped
+from maxpipe.config import bundled_configs
 from maxpipe.config.check import error_location
-from maxpipe.config.data import FILES, paths_of
 from maxpipe.config.data_rules import named_sources
+from maxpipe.config.data_sources import FILES, paths_of
 from maxpipe.config.load import LoadedConfig
 from maxpipe.config.schema import Config
 from maxpipe.errors import ConfigError, Problem
@@ -128,9 +128,9 @@ def _problem(key: str, path: str, origins: Mapping[str, str]) -> Iterator[Proble
     if path and not _exists(path):
         rule = f"must name a file or folder that exists: from {os.getcwd()} it names none."
         action = f"Set {key} to the path of yours."
-        if key == "tokenizer.path" and shipped.is_hub_id(path):
+        if key == "tokenizer.path" and bundled_configs.is_hub_id(path):
             rule += " Nothing is downloaded."
-            action = f"{shipped.hub_download_action(path).removesuffix('.')} as {key}."
+            action = f"{bundled_configs.hub_download_action(path).removesuffix('.')} as {key}."
         yield Problem(error_location(key, origins), path, rule, action)
 
 

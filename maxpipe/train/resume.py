@@ -26,7 +26,7 @@ from maxpipe.checkpoint.storage import (
     run_folder,
 )
 from maxpipe.config.check import error_location, total_steps
-from maxpipe.config.data import paths_of
+from maxpipe.config.data_sources import paths_of
 from maxpipe.config.keys import RENAMED_KEYS, flatten, legacy_value_of, may_differ
 from maxpipe.config.load import LoadedConfig, to_dict
 from maxpipe.config.rules import format_value
@@ -35,12 +35,12 @@ from maxpipe.data.corpus import compare_fingerprints
 from maxpipe.data.loader import Datasets
 from maxpipe.data.prepared.logits import TeacherEntry
 from maxpipe.errors import ConfigError
-from maxpipe.evals.patience import EarlyStoppingState
+from maxpipe.evals.early_stopping import EarlyStoppingState
 from maxpipe.huggingface.import_ import WEIGHTS_ONLY
 from maxpipe.huggingface.source import folder_of
 from maxpipe.io import redact
-from maxpipe.io.typed import AnyFloat, check_type
-from maxpipe.models.frozen import trained
+from maxpipe.io.typed_json import AnyFloat, check_type
+from maxpipe.models.param_names import trained
 from maxpipe.models.registry import describe
 from maxpipe.optim.guard import init_guard_state
 from maxpipe.posttrain.rollouts import ReferenceParams

@@ -12,22 +12,22 @@ import jax
 from maxpipe.checkpoint.folder import BASE, AdapterBase
 from maxpipe.checkpoint.manager import CheckpointManager
 from maxpipe.checkpoint.storage import run_folder
-from maxpipe.config.load import to_dict
-from maxpipe.config.schema import Config
-from maxpipe.config.shipped import (
+from maxpipe.config.bundled_configs import (
     CONFIG_FILE,
     EVENTS_FILE,
     METRICS_FILE,
     REFERENCE_FILE,
     SAMPLES_FILE,
 )
-from maxpipe.data.conversation import KEY as CONVERSATION
+from maxpipe.config.load import to_dict
+from maxpipe.config.schema import Config
+from maxpipe.data.chat_spec import KEY as CONVERSATION
 from maxpipe.data.loader import Batches, Datasets, Loader
-from maxpipe.distributed.link import ControlChannel
+from maxpipe.distributed.control_channel import ControlChannel
 from maxpipe.distributed.phases import RESTORE, Phases
 from maxpipe.errors import ReplicaError
+from maxpipe.evals.early_stopping import EarlyStopping
 from maxpipe.evals.evaluate import Evaluator
-from maxpipe.evals.patience import EarlyStopping
 from maxpipe.io import redact
 from maxpipe.posttrain.distill import TeacherSource
 from maxpipe.posttrain.rollouts import ReferenceParams, Rollouts
@@ -36,7 +36,7 @@ from maxpipe.step.replicas import format_differences
 from maxpipe.step.state import TrainState
 from maxpipe.step.step import Steps
 from maxpipe.telemetry.console import Console
-from maxpipe.telemetry.records import EventLog, MetricWriter
+from maxpipe.telemetry.writers import EventLog, MetricWriter
 from maxpipe.train import data_end
 from maxpipe.train.bad_steps import BadStepMonitor
 from maxpipe.train.data_end import SlowDataMonitor

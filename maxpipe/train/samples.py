@@ -12,10 +12,10 @@ from typing import Any
 import jax
 
 from maxpipe.config.schema import EvalConfig
-from maxpipe.data.conversation import add_end_of_turn_ids
+from maxpipe.data.chat_spec import add_end_of_turn_ids
 from maxpipe.data.tokenizer import Tokenizer
 from maxpipe.data.tokenizers.chat import ChatTemplate
-from maxpipe.data.turns import ValidationPrompt
+from maxpipe.data.validation_prompts import ValidationPrompt
 from maxpipe.errors import ConfigError
 from maxpipe.generate.completions import (
     Completion,
@@ -26,13 +26,13 @@ from maxpipe.generate.completions import (
     encode_prompts,
 )
 from maxpipe.generate.decoding import Sampling
-from maxpipe.generate.prompts import read_conversations, read_prompts, user_chat
-from maxpipe.generate.staged import (
+from maxpipe.generate.pipeline_decoding import (
     build_decode_engine,
     decode_param_layout,
     decode_param_shardings,
     to_decode_params,
 )
+from maxpipe.generate.prompts import read_conversations, read_prompts, user_chat
 from maxpipe.parallel.sharding import rebind_mesh
 from maxpipe.step.state import ParamLayout
 

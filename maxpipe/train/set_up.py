@@ -21,31 +21,31 @@ import maxpipe
 from maxpipe.checkpoint.lock import RunLock
 from maxpipe.checkpoint.manager import CheckpointManager, local_folder
 from maxpipe.checkpoint.storage import checkpoint_home, run_folder
+from maxpipe.config.bundled_configs import (
+    CONFIG_FILE,
+)
 from maxpipe.config.check import find_warnings, total_steps
 from maxpipe.config.load import LoadedConfig, to_dict
 from maxpipe.config.schema import Config
-from maxpipe.config.shipped import (
-    CONFIG_FILE,
-)
 from maxpipe.data.datasets import build_datasets, check_overlap, load_run_chat_template
 from maxpipe.data.loader import Datasets
-from maxpipe.data.turns import load_validation_prompts
-from maxpipe.distributed import wire
-from maxpipe.distributed.link import ControlChannel
+from maxpipe.data.validation_prompts import load_validation_prompts
+from maxpipe.distributed import protocol
+from maxpipe.distributed.control_channel import ControlChannel
 from maxpipe.distributed.phases import COMPILE, DATA_SET_UP, RESTORE, Phases
 from maxpipe.errors import ConfigError, ExitCode, Preemption
+from maxpipe.evals.early_stopping import EarlyStopping
 from maxpipe.evals.evaluate import Evaluator
-from maxpipe.evals.patience import EarlyStopping
-from maxpipe.evals.tasks import Task, open_tasks
+from maxpipe.evals.multiple_choice import Task, open_tasks
 from maxpipe.io.files import check_regular_files, expand_path
 from maxpipe.parallel.mesh import build_mesh
-from maxpipe.posttrain import pair_references
+from maxpipe.posttrain import reference_logprobs
 from maxpipe.posttrain.distill import open_teacher_source
 from maxpipe.posttrain.rollouts import ReferenceParams, Rollouts
 from maxpipe.step.build import split_devices, steps_from_config
 from maxpipe.step.step import Steps
 from maxpipe.telemetry.console import Console
-from maxpipe.telemetry.records import EventLog, MetricWriter
+from maxpipe.telemetry.writers import EventLog, MetricWriter
 from maxpipe.train import attention_check, data_end
 from maxpipe.train.bad_steps import BadStepMonitor
 from maxpipe.train.banner import banner_lines, write_config
@@ -177,10 +177,10 @@ def _attach_references(
     phases: Phases,
 ) -> None:
     """Gives pairs their reference log-probabilities, if steps read these."""
-    if pair_references.needs_references(steps):
+    if reference_logprobs.needs_references(steps):
         loaders = datasets.all_once(config.eval.batch_size or config.train.batch_size)
         given = run_folder(config.run), steps, loaders, console, link, phases
-        found = pair_references.PairReferences(*given)
+        found = reference_logprobs.PairReferences(*given)
         found.attach(begin.state.params, is_new=not begin.goes_on)
 
 
@@ -274,7 +274,7 @@ def _locks(config: Config, stack: contextlib.ExitStack, console: Console) -> lis
     if local_dir := config.checkpoint.local_dir:
         locks.append(RunLock(local_folder(local_dir, run_dir), key="checkpoint.local_dir"))
     held = [stack.enter_context(lock) for lock in locks]
-    wire.remove_stale_secrets(run_dir)
+    protocol.remove_stale_secrets(run_dir)
     for note in filter(None, (lock.note for lock in held)):
         console.warn(note)
     return held

@@ -18,14 +18,14 @@ from maxpipe.config.keys import flatten
 from maxpipe.config.load import to_dict, to_yaml
 from maxpipe.config.schema import Config
 from maxpipe.io import redact
-from maxpipe.io.text import pluralize
+from maxpipe.io.formatting import pluralize
 from maxpipe.schedule.draw import OVERVIEW_WIDTH, Box, Canvas, Label, summary
 from maxpipe.schedule.pictures import draw_overview
 from maxpipe.schedule.table import Schedule
 from maxpipe.step.state import TrainState
 from maxpipe.step.step import Steps
-from maxpipe.telemetry import records
-from maxpipe.telemetry.records import MetricWriter
+from maxpipe.telemetry import writers
+from maxpipe.telemetry.writers import MetricWriter
 
 _INK, _PALE, _COLOUR = "#1d2633", "#e8ecf1", "#4f7cac"
 _MARGIN, _LINE, _TITLE, _TEXT = 16.0, 46.0, 20, 18
@@ -176,12 +176,12 @@ def _draw(
         if key.partition(".")[0] in _HYPERPARAMETERS
     }
     try:
-        writer.show(lambda: records.hyperparameters(chosen, config.run.name))
+        writer.show(lambda: writers.hyperparameters(chosen, config.run.name))
         writer.text("run/sharding", _table(sharding_table(params)))
         timeline, about = draw_overview(schedule), summary(schedule)
-        writer.show(lambda: records.image("run/timeline", timeline, about))
+        writer.show(lambda: writers.image("run/timeline", timeline, about))
         if program is not None:
             bars = draw_memory(program)
-            writer.show(lambda: records.image("run/memory", bars, MEMORY))
+            writer.show(lambda: writers.image("run/memory", bars, MEMORY))
     except Exception as error:  # a failed picture must not stop the run
         _log.warning("TensorBoard lacks a picture of this run: %s", error)

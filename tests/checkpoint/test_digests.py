@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from maxpipe.checkpoint import digests
-from maxpipe.checkpoint.copies import digest_local_shards
+from maxpipe.checkpoint.digest_item import digest_local_shards
 from maxpipe.checkpoint.digests import ArrayDigest, diff_digests, digest_array, merge_digests
 
 CASES = [

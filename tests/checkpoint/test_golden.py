@@ -17,7 +17,7 @@ import pytest
 
 import maxpipe
 from maxpipe.checkpoint import contents, manifest
-from maxpipe.checkpoint.copies import tree_digest
+from maxpipe.checkpoint.digest_item import tree_digest
 from maxpipe.checkpoint.folder import FORMAT, CheckpointFolder
 from maxpipe.checkpoint.manager import CHECKPOINTS_FOLDER, open_run
 

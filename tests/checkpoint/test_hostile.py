@@ -22,7 +22,7 @@ from maxpipe.errors import MaxpipeError
 from maxpipe.launch.job import newest_step
 from maxpipe.launch.local import ProcessLog
 from maxpipe.telemetry import curves
-from maxpipe.telemetry.records import EventLog, MetricWriter
+from maxpipe.telemetry.writers import EventLog, MetricWriter
 
 Capture = pytest.CaptureFixture[str]
 

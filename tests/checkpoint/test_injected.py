@@ -18,15 +18,15 @@ import pytest
 from etils import epath
 from orbax.checkpoint._src.serialization import replica_slices
 
-from maxpipe.checkpoint import contents, copies, manager, manifest, storage, writer
+from maxpipe.checkpoint import contents, digest_item, manager, manifest, storage, writer
 from maxpipe.checkpoint.address import parse_address
-from maxpipe.checkpoint.copies import tree_digest
+from maxpipe.checkpoint.digest_item import tree_digest
 from maxpipe.checkpoint.folder import CheckpointFolder, CheckpointMetadata
 from maxpipe.checkpoint.inspect import verify_checkpoints
 from maxpipe.checkpoint.manager import CHECKPOINTS_FOLDER, CheckpointManager
 from maxpipe.config.schema import CheckpointConfig
 from maxpipe.errors import DivergenceError, ExitCode, StorageError
-from maxpipe.io.typed import dump_checksummed
+from maxpipe.io.typed_json import dump_checksummed
 from tests.checkpoint.cases import abstract, config, data, put, save, tree
 
 Tree = dict[str, Any]
@@ -147,9 +147,9 @@ def test_host_copies_that_turn_while_they_are_written_are_noticed(
     copy: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """The digest is of what orbax was given; what it writes differs in one bit, once."""
-    real, left = copies.digest_host_copies, [1]
+    real, left = digest_item.digest_host_copies, [1]
 
-    def sums(state: Tree, taken: copies.HostCopies) -> Any:
+    def sums(state: Tree, taken: digest_item.HostCopies) -> Any:
         if left[0]:
             left[0] -= 1
             part, start = taken["params.embedding"][0]
@@ -159,7 +159,7 @@ def test_host_copies_that_turn_while_they_are_written_are_noticed(
         return real(state, taken)
 
     told: list[str] = []
-    monkeypatch.setattr(copies, "digest_host_copies", sums)
+    monkeypatch.setattr(digest_item, "digest_host_copies", sums)
     with CheckpointManager(
         copy, record=lambda event, **f: told.append(str(f.get("reason")))
     ) as some:
@@ -193,19 +193,19 @@ def test_there_is_one_host_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     """Digests are of the arrays that orbax writes, not of others like them."""
     written: list[Any] = []
     seen: list[Any] = []
-    transfer, sums = replica_slices.transfer_arrays_to_host, copies.digest_host_copies
+    transfer, sums = replica_slices.transfer_arrays_to_host, digest_item.digest_host_copies
 
     def transfer_and_note(*args: Any, **options: Any) -> Any:
         found = transfer(*args, **options)
         written.extend(part.data() for slices in found for part in slices.replica_slices)
         return found
 
-    def note(state: Tree, taken: copies.HostCopies) -> Any:
+    def note(state: Tree, taken: digest_item.HostCopies) -> Any:
         seen.extend(part for parts in taken.values() for part, _ in parts)
         return sums(state, taken)
 
     monkeypatch.setattr(replica_slices, "transfer_arrays_to_host", transfer_and_note)
-    monkeypatch.setattr(copies, "digest_host_copies", note)
+    monkeypatch.setattr(digest_item, "digest_host_copies", note)
     save(tmp_path, 1)
     assert len(seen) == 7 and {id(part) for part in seen} == {id(part) for part in written}
     assert replica_slices.transfer_arrays_to_host is transfer_and_note

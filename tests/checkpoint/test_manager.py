@@ -18,7 +18,7 @@ import pytest
 
 from maxpipe.checkpoint import contents, manager, manifest, storage, writer
 from maxpipe.checkpoint.address import parse_address
-from maxpipe.checkpoint.copies import iter_named_arrays, tree_digest
+from maxpipe.checkpoint.digest_item import iter_named_arrays, tree_digest
 from maxpipe.checkpoint.folder import FORMAT, CheckpointFolder
 from maxpipe.checkpoint.inspect import describe_checkpoint, format_checkpoint_list
 from maxpipe.checkpoint.lock import RunLock

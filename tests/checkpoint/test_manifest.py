@@ -14,7 +14,7 @@ from etils import epath
 
 from maxpipe.checkpoint import contents, manifest
 from maxpipe.errors import StorageError
-from maxpipe.io.typed import dump_checksummed
+from maxpipe.io.typed_json import dump_checksummed
 from tests.checkpoint.cases import files
 
 STEP = 6

@@ -6,7 +6,7 @@ import pytest
 
 from maxpipe.config.load import load
 from maxpipe.errors import ConfigError
-from maxpipe.models.frozen import trained
+from maxpipe.models.param_names import trained
 from maxpipe.models.registry import describe
 
 RANK = "adapter.rank=4"

@@ -17,7 +17,7 @@ from maxpipe.config.load import load
 from maxpipe.config.rules import BOUNDS
 from maxpipe.config.schema import Config, TrainConfig
 from maxpipe.errors import ConfigError, Problem
-from maxpipe.models.frozen import declared
+from maxpipe.models.param_names import declared
 from maxpipe.models.registry import describe
 from maxpipe.parallel import axes
 from maxpipe.parallel.axes import MeshConfig

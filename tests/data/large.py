@@ -20,10 +20,10 @@ from maxpipe.data.prepared.manifest import (
     encode_index,
     shard_name,
 )
-from maxpipe.data.prepared.ranges import BLOCK_BYTES
+from maxpipe.data.prepared.range_reader import BLOCK_BYTES
 from maxpipe.data.prepared.writer import ChecksummedWriter
 from maxpipe.data.tokenizer import ByteTokenizer
-from maxpipe.io.typed import dump_checksummed
+from maxpipe.io.typed_json import dump_checksummed
 
 SHARDS, DOCUMENTS, TOKENS = 100, 1_000_000, 500
 """Of 100 GB: 50 billion tokens of two bytes each."""

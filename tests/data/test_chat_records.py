@@ -12,7 +12,7 @@ import pytest
 from maxpipe.cli import main
 from maxpipe.config.schema import DataConfig, TokenizerConfig
 from maxpipe.data.chat_records import conversation_of
-from maxpipe.data.formats.text_of import BadRecord
+from maxpipe.data.formats.record_text import BadRecord
 from maxpipe.data.loader import Datasets, build_loaders
 from maxpipe.data.pairs import PairEncoder
 from maxpipe.data.prompts import chat_of

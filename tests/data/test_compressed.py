@@ -22,8 +22,8 @@ import pytest
 
 from maxpipe.config.schema import DataConfig
 from maxpipe.data.documents import build_index
-from maxpipe.data.formats import cache, lines, text_of
-from maxpipe.data.formats.cache import lock_file
+from maxpipe.data.formats import folder_cache, lines, record_text
+from maxpipe.data.formats.folder_cache import lock_file
 from maxpipe.data.sources import Source, open_source
 from maxpipe.data.tokenizer import ByteTokenizer
 from maxpipe.errors import ConfigError, StorageError
@@ -323,7 +323,7 @@ def test_a_line_without_end_is_not_read_to_its_end(
 def test_a_record_beyond_the_bound_is_not_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(text_of, "MAX_RECORD_BYTES", 1000)
+    monkeypatch.setattr(record_text, "MAX_RECORD_BYTES", 1000)
     file = tmp_path / "a.jsonl"
     file.write_bytes(json_lines(["a", "b" * 1000, "c"]))
     found = source(file)
@@ -378,7 +378,7 @@ def test_a_copy_is_made_without_locks(
             aside.rename(folder)
         raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
 
-    monkeypatch.setattr(cache.fcntl, "flock", no_lock)
+    monkeypatch.setattr(folder_cache.fcntl, "flock", no_lock)
     documents = source(file, tmp_path)
     assert [documents[i] for i in range(2)] == ["a", "b"] and folder.is_dir()
     assert aside.exists() != is_made

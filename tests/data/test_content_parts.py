@@ -8,7 +8,7 @@ import pytest
 
 from maxpipe.config.data_schema import SourceConfig
 from maxpipe.data.chat_records import conversation_of
-from maxpipe.data.formats.text_of import BadRecord
+from maxpipe.data.formats.record_text import BadRecord
 from maxpipe.data.tokenizers.chat import ChatInput, ChatTemplate, Masking, RenderedChat, RenderError
 
 CONFIG = SourceConfig(chat="messages")

@@ -12,7 +12,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from maxpipe.config.data_schema import DataConfig, MixedSourceConfig
 from maxpipe.config.schema import TokenizerConfig
 from maxpipe.data.chat import resolve_chat_template
-from maxpipe.data.conversation import (
+from maxpipe.data.chat_spec import (
     add_end_of_turn_ids,
     apply_chat_spec,
     build_chat_spec,

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from maxpipe.config.data_schema import MixedSourceConfig
 from maxpipe.config.load import load
-from maxpipe.config.ramp import BatchRamp
 from maxpipe.config.schema import DataConfig, TokenizerConfig
+from maxpipe.config.training_schedule import BatchRamp
 from maxpipe.data.corpus import compare_fingerprints
 from maxpipe.data.loader import Loader, build_loaders
 from maxpipe.data.mixture import BLOCK, Mixture, QuotaStage, compute_quotas

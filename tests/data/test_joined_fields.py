@@ -13,7 +13,7 @@ import pytest
 from maxpipe.cli import main
 from maxpipe.config.data_schema import SourceConfig
 from maxpipe.data.chat_records import conversation_of
-from maxpipe.data.formats.text_of import BadRecord
+from maxpipe.data.formats.record_text import BadRecord
 from maxpipe.data.pairs import pair_of
 from maxpipe.data.prompts import chat_of
 from tests.data.conversations import said

@@ -21,8 +21,8 @@ import numpy as np
 import pytest
 
 from maxpipe.data.documents import build_index
-from maxpipe.data.formats import cache, reads
-from maxpipe.data.formats.cache import lock_file
+from maxpipe.data.formats import folder_cache, read_tracker
+from maxpipe.data.formats.folder_cache import lock_file
 from maxpipe.data.tokenizer import ByteTokenizer
 from maxpipe.io.files import open_regular
 from tests.data.texts import Texts
@@ -142,9 +142,9 @@ def test_one_that_waits_stalls_with_the_one_that_it_waits_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """And says which that is."""
-    monkeypatch.setattr(cache, "_POLL_SECONDS", 0.02)
-    monkeypatch.setattr(cache, "_HEARTBEAT_SECONDS", 0.0)
-    monkeypatch.setattr(cache, "_LOG_SECONDS", 0.3)
+    monkeypatch.setattr(folder_cache, "_POLL_SECONDS", 0.02)
+    monkeypatch.setattr(folder_cache, "_HEARTBEAT_SECONDS", 0.0)
+    monkeypatch.setattr(folder_cache, "_LOG_SECONDS", 0.3)
     path, moves, got = str(tmp_path / "x.lock"), [], []
 
     def wait() -> None:
@@ -164,13 +164,13 @@ def test_one_that_waits_stalls_with_the_one_that_it_waits_for(
             count = len(moves)
             time.sleep(0.8)
             assert len(moves) == count and not got
-            read = reads.longest_active_read()
+            read = read_tracker.longest_active_read()
             assert read is not None
             name = rf"waiting for process {os.getpid()} on \S+, indexing documents of jsonl"
             assert re.fullmatch(name, str(read))
         waiting.join()
     assert got and "which has not moved for" in caplog.text
-    assert reads.longest_active_read() is None
+    assert read_tracker.longest_active_read() is None
 
 
 @pytest.mark.parametrize("code", [errno.ENOLCK, errno.ENOTSUP])
@@ -180,7 +180,7 @@ def test_a_file_system_without_locks(
     def no_lock(*_: Any) -> None:
         raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr(cache.fcntl, "flock", no_lock)
+    monkeypatch.setattr(folder_cache.fcntl, "flock", no_lock)
     source = Texts(TEXTS)
     for _ in range(2):
         index = build_index(source, ByteTokenizer(), str(tmp_path))
@@ -200,8 +200,8 @@ def test_locks_that_are_removed_are_held_by_one_at_a_time(tmp_path: Path) -> Non
                 time.sleep(0.0005)
                 inside -= 1
 
-    before = cache._POLL_SECONDS
-    cache._POLL_SECONDS = 0.001
+    before = folder_cache._POLL_SECONDS
+    folder_cache._POLL_SECONDS = 0.001
     try:
         threads = [threading.Thread(target=work) for _ in range(4)]
         for each in threads:
@@ -209,7 +209,7 @@ def test_locks_that_are_removed_are_held_by_one_at_a_time(tmp_path: Path) -> Non
         for each in threads:
             each.join()
     finally:
-        cache._POLL_SECONDS = before
+        folder_cache._POLL_SECONDS = before
     assert most == [1] * 120 and not list(tmp_path.iterdir())
 
 
@@ -219,7 +219,7 @@ def test_a_lock_that_says_anything_is_shown_as_text(tmp_path: Path) -> None:
     with path.open("w+b", buffering=0) as file:
         for raw in (b"", b"\xff\x1b[31m", b"host", b"a b c d e", b"x " * 5000):
             path.write_bytes(raw)
-            words = cache._holder(file)  # type: ignore[arg-type]
+            words = folder_cache._holder(file)  # type: ignore[arg-type]
             assert words.startswith("process ") and words.isprintable() and len(words) < 500
 
 
@@ -228,28 +228,31 @@ def test_reads_are_named_while_they_last() -> None:
     ended = threading.Event()
 
     def read() -> None:
-        with reads.track_read("data.mixture.web"), reads.track_read(lambda: "a.jsonl: record 7"):
+        with (
+            read_tracker.track_read("data.mixture.web"),
+            read_tracker.track_read(lambda: "a.jsonl: record 7"),
+        ):
             begun.set()
             ended.wait()
 
-    reads.take_read_times()
+    read_tracker.take_read_times()
     thread = threading.Thread(target=read)
     thread.start()
     begun.wait()
-    found = reads.longest_active_read()
+    found = read_tracker.longest_active_read()
     assert str(found) == "reading data.mixture.web, a.jsonl: record 7"
     ended.set()
     thread.join()
-    assert reads.longest_active_read() is None
-    spent = reads.take_read_times()
+    assert read_tracker.longest_active_read() is None
+    spent = read_tracker.take_read_times()
     assert spent.sources.keys() == {"data.mixture.web"}
     assert 0 < spent.seconds <= spent.sources["data.mixture.web"]
     assert str(spent.slowest) == str(found)
-    assert reads.take_read_times() == reads.ReadTimes({}, None, 0.0)
+    assert read_tracker.take_read_times() == read_tracker.ReadTimes({}, None, 0.0)
 
 
 def test_the_place_of_a_read_may_hang_or_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reads, "_LOCATE_SECONDS", 0.05)
+    monkeypatch.setattr(read_tracker, "_LOCATE_SECONDS", 0.05)
     hang = threading.Event()
 
     def fail() -> str:
@@ -257,24 +260,24 @@ def test_the_place_of_a_read_may_hang_or_fail(monkeypatch: pytest.MonkeyPatch) -
 
     try:
         for what in (fail, lambda: str(hang.wait())):
-            with reads.track_read("data"), reads.track_read(what):
-                assert str(reads.longest_active_read()) == "reading data"
+            with read_tracker.track_read("data"), read_tracker.track_read(what):
+                assert str(read_tracker.longest_active_read()) == "reading data"
     finally:
         hang.set()
 
 
 def test_threads_that_end_leave_nothing() -> None:
     def read() -> None:
-        with reads.track_read("data"):
+        with read_tracker.track_read("data"):
             pass
 
-    before = len(reads._ACTIVE_READS)
+    before = len(read_tracker._ACTIVE_READS)
     for _ in range(20):
         thread = threading.Thread(target=read)
         thread.start()
         thread.join()
-    assert len(reads._ACTIVE_READS) == before
-    assert np.isfinite(reads.take_read_times().seconds)
+    assert len(read_tracker._ACTIVE_READS) == before
+    assert np.isfinite(read_tracker.take_read_times().seconds)
 
 
 def test_a_lock_of_another_user_is_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,11 +288,11 @@ def test_a_lock_of_another_user_is_shared(tmp_path: Path, monkeypatch: pytest.Mo
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), name)
         return open_regular(name, flags)
 
-    monkeypatch.setattr(cache, "open_regular", of_another_user)
-    with pytest.raises(PermissionError), cache.lock_file(path, "work", None):
+    monkeypatch.setattr(folder_cache, "open_regular", of_another_user)
+    with pytest.raises(PermissionError), folder_cache.lock_file(path, "work", None):
         pass
     (tmp_path / "x.lock").touch()
-    with cache.lock_file(path, "work", None) as moved, open(path) as stream:
+    with folder_cache.lock_file(path, "work", None) as moved, open(path) as stream:
         moved()
         with pytest.raises(BlockingIOError):
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)

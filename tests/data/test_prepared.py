@@ -21,7 +21,7 @@ import pytest
 from maxpipe.cli import main
 from maxpipe.config.schema import DataConfig, TokenizerConfig
 from maxpipe.data.loader import build_loaders, build_single_pass
-from maxpipe.data.prepared import ranges
+from maxpipe.data.prepared import range_reader
 from maxpipe.data.prepared.manifest import BIN, IDX, JOURNAL, MANIFEST_FILE, read_manifest
 from maxpipe.data.prepared.prepare import PrepareJob, prepare, verify
 from maxpipe.data.prepared.reader import PreparedDocuments
@@ -29,7 +29,7 @@ from maxpipe.data.prepared.writer import ChecksummedWriter
 from maxpipe.data.sources import open_source
 from maxpipe.data.tokenizer import ByteTokenizer, open_tokenizer
 from maxpipe.errors import ConfigError, ExitCode, StorageError
-from maxpipe.io.typed import dump_checksummed
+from maxpipe.io.typed_json import dump_checksummed
 from tests.bucket import served, variables
 
 SHARD_TOKENS = 4000
@@ -459,7 +459,7 @@ def test_tokenizers_encode_batches_as_one_by_one() -> None:
 
 
 def test_crcs_do_not_depend_on_how_a_file_is_written(tmp_path: Path) -> None:
-    raw = np.random.default_rng(3).bytes(3 * ranges.BLOCK_BYTES + 1234)
+    raw = np.random.default_rng(3).bytes(3 * range_reader.BLOCK_BYTES + 1234)
     found = []
     for size in (1 << 10, 70_001, len(raw)):
         file = ChecksummedWriter(tmp_path / "a")
@@ -568,8 +568,8 @@ def test_an_index_that_points_elsewhere(pointer: int, tokens: Path, tmp_path: Pa
     crcs = []
     for suffix in (BIN, IDX, ".meta"):
         raw = contents.get(suffix, (tokens / f"shard-00000{suffix}").read_bytes())
-        parts = range(0, len(raw), ranges.BLOCK_BYTES)
-        crcs += [zlib.crc32(raw[start : start + ranges.BLOCK_BYTES]) for start in parts]
+        parts = range(0, len(raw), range_reader.BLOCK_BYTES)
+        crcs += [zlib.crc32(raw[start : start + range_reader.BLOCK_BYTES]) for start in parts]
     contents[".crc"] = np.array(crcs, "<u4").tobytes()
     for suffix, raw in contents.items():
         (tmp_path / f"shard-00000{suffix}").write_bytes(raw)
@@ -587,8 +587,8 @@ def test_a_bucket_that_does_not_answer_is_not_asked_again_for_minutes(
 ) -> None:
     """Its library has tried for a while itself."""
     now = [0.0]
-    monkeypatch.setattr(ranges.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(ranges.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(range_reader.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(range_reader.time, "sleep", lambda seconds: None)
     calls = []
 
     def answer(seconds: float) -> None:
@@ -599,7 +599,7 @@ def test_a_bucket_that_does_not_answer_is_not_asked_again_for_minutes(
     for seconds, count in ((0.1, 3), (50.0, 1)):
         calls.clear()
         with pytest.raises(StorageError, match="cannot be read"):
-            ranges._retry("gs://bucket/a", lambda seconds=seconds: answer(seconds))
+            range_reader._retry("gs://bucket/a", lambda seconds=seconds: answer(seconds))
         assert len(calls) == count
 
 

@@ -19,7 +19,7 @@ from maxpipe.cli import main
 from maxpipe.config.schema import DataConfig, TokenizerConfig
 from maxpipe.data import corpus
 from maxpipe.data.chat import ConversationEncoder
-from maxpipe.data.conversation import LengthLimitedTokenFiles
+from maxpipe.data.chat_spec import LengthLimitedTokenFiles
 from maxpipe.data.corpus import compare_fingerprints
 from maxpipe.data.loader import Datasets, build_loaders
 from maxpipe.data.prepared import prepare as prepare_module
@@ -30,7 +30,7 @@ from maxpipe.data.prepared.reader import PreparedDocuments
 from maxpipe.data.sources import open_source
 from maxpipe.data.tokenizer import ByteTokenizer
 from maxpipe.errors import ConfigError, StorageError
-from maxpipe.io.typed import dump_checksummed
+from maxpipe.io.typed_json import dump_checksummed
 from tests.data.conversations import TEMPLATES, said, without_blocks, write_records
 from tests.data.test_prepared import digests, silent
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from maxpipe.config.check import total_steps
 from maxpipe.config.load import load
-from maxpipe.config.ramp import BatchRamp, RampStage
 from maxpipe.config.schema import DataConfig, TokenizerConfig, TrainConfig
+from maxpipe.config.training_schedule import BatchRamp, RampStage
 from maxpipe.data.corpus import compare_fingerprints
 from maxpipe.data.loader import Loader, build_loaders
 from maxpipe.errors import ConfigError

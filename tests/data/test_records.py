@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from maxpipe.config.data import split_template
+from maxpipe.config.data_sources import split_template
 from maxpipe.config.schema import DataConfig, TokenizerConfig
 from maxpipe.data.documents import build_index
-from maxpipe.data.formats.text_of import BadRecord, TextExtractor
+from maxpipe.data.formats.record_text import BadRecord, TextExtractor
 from maxpipe.data.loader import build_loaders
 from maxpipe.data.prepared.prepare import PrepareJob, prepare
 from maxpipe.data.prepared.reader import PreparedDocuments

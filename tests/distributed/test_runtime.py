@@ -22,7 +22,7 @@ from jax._src.distributed import global_state
 
 from maxpipe.config.schema import RuntimeConfig
 from maxpipe.distributed import runtime
-from maxpipe.distributed.link import SIGNALS
+from maxpipe.distributed.control_channel import SIGNALS
 from maxpipe.distributed.phases import Phases
 from maxpipe.errors import ConfigError, MaxpipeError, UnreachableError
 

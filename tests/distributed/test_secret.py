@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from maxpipe.distributed import wire
+from maxpipe.distributed import protocol
 from maxpipe.errors import ConfigError, StorageError
 
 GOOD = "0123456789" * 4
@@ -15,7 +15,7 @@ GOOD = "0123456789" * 4
 
 def refused(environment: dict[str, str]) -> str:
     with pytest.raises(ConfigError) as caught:
-        wire.secret_from_environment(environment)
+        protocol.secret_from_environment(environment)
     text = str(caught.value)
     where, rule, action = text.splitlines()
     assert where.startswith("MAXPIPE_RUN_SECRET") and rule[:2] == action[:2] == "  "
@@ -24,10 +24,10 @@ def refused(environment: dict[str, str]) -> str:
 
 @pytest.mark.fault("P7")
 def test_the_environment_comes_first(tmp_path: Path) -> None:
-    assert wire.secret_from_environment({}) is None
-    assert wire.secret_from_environment({wire.VARIABLE: f" {GOOD}\n"}) == GOOD.encode()
+    assert protocol.secret_from_environment({}) is None
+    assert protocol.secret_from_environment({protocol.VARIABLE: f" {GOOD}\n"}) == GOOD.encode()
     for text in ("", "short", "x" * 2000):
-        said = refused({wire.VARIABLE: text})
+        said = refused({protocol.VARIABLE: text})
         assert "must have 32 to 1024 characters" in said and "openssl rand -hex 32" in said
         assert not text or text not in said
 
@@ -35,7 +35,7 @@ def test_the_environment_comes_first(tmp_path: Path) -> None:
 @pytest.mark.fault("P7")
 def test_a_file_must_be_its_owners_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "file"
-    named = {wire.FILE_VARIABLE: str(path)}
+    named = {protocol.FILE_VARIABLE: str(path)}
     said = refused(named)
     assert "No such file" in said and "openssl rand -hex 32 > FILE" in said
     path.write_text(GOOD + "\n")
@@ -44,8 +44,11 @@ def test_a_file_must_be_its_owners_alone(tmp_path: Path, monkeypatch: pytest.Mon
         said = refused(named)
         assert f"its mode is {mode:o}" in said and "chmod 600" in said
     path.chmod(0o600)
-    assert wire.secret_from_environment(named) == GOOD.encode()
-    assert wire.secret_from_environment(named | {wire.VARIABLE: GOOD[::-1]}) == GOOD[::-1].encode()
+    assert protocol.secret_from_environment(named) == GOOD.encode()
+    assert (
+        protocol.secret_from_environment(named | {protocol.VARIABLE: GOOD[::-1]})
+        == GOOD[::-1].encode()
+    )
     for text in ("", "short", "x" * 5000):
         path.write_text(text)
         said = refused(named)
@@ -64,24 +67,24 @@ def test_process_0_leaves_a_new_one_for_as_long_as_the_others_are_waited_for(
     tmp_path: Path,
 ) -> None:
     folder, planted = tmp_path / "runs" / "run", tmp_path / "planted"
-    assert wire.read_published_secret(folder, 1) is None
-    with wire.publish_secret(folder, 1) as first:
-        assert wire.read_published_secret(folder, 1) == first and len(first) == 64
-        assert wire.read_published_secret(folder, 2) is None  # another run's
+    assert protocol.read_published_secret(folder, 1) is None
+    with protocol.publish_secret(folder, 1) as first:
+        assert protocol.read_published_secret(folder, 1) == first and len(first) == 64
+        assert protocol.read_published_secret(folder, 2) is None  # another run's
         (path,) = folder.iterdir()
         assert path.stat().st_mode & 0o777 == 0o600
     assert not list(folder.iterdir())
     # What a folder brought along, or a process that was killed left, is not used.
     planted.write_text(GOOD)
-    wire.secret_path(folder, 1).symlink_to(planted)
-    with wire.publish_secret(folder, 1) as second:
-        assert wire.read_published_secret(folder, 1) == second not in (first, GOOD.encode())
+    protocol.secret_path(folder, 1).symlink_to(planted)
+    with protocol.publish_secret(folder, 1) as second:
+        assert protocol.read_published_secret(folder, 1) == second not in (first, GOOD.encode())
     assert planted.read_text() == GOOD and not list(folder.iterdir())
     # Who is killed leaves its own, which goes when a run has the folder; another port is as likely.
     for port in (1, 2):
-        wire.secret_path(folder, port).write_text(GOOD)
+        protocol.secret_path(folder, port).write_text(GOOD)
     (folder / "config.yml").touch()
-    wire.remove_stale_secrets(folder)
+    protocol.remove_stale_secrets(folder)
     assert [path.name for path in folder.iterdir()] == ["config.yml"]
 
 
@@ -100,17 +103,17 @@ def test_a_folder_that_keeps_nothing_private_is_refused(
 
     monkeypatch.setattr(os, "open", open_for_all)
     rule = "and no other: its mode is 666"
-    with pytest.raises(ConfigError, match=rule) as caught, wire.publish_secret(tmp_path, 1):
+    with pytest.raises(ConfigError, match=rule) as caught, protocol.publish_secret(tmp_path, 1):
         pass
     assert "set MAXPIPE_RUN_SECRET" in str(caught.value) and not list(tmp_path.iterdir())
-    wire.secret_path(tmp_path, 1).write_text(GOOD)
-    wire.secret_path(tmp_path, 1).chmod(0o644)
+    protocol.secret_path(tmp_path, 1).write_text(GOOD)
+    protocol.secret_path(tmp_path, 1).chmod(0o644)
     with pytest.raises(ConfigError, match="its mode is 644"):
-        wire.read_published_secret(tmp_path, 1)
+        protocol.read_published_secret(tmp_path, 1)
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     folder = tmp_path / "file"
-    with pytest.raises(StorageError, match="cannot be written"), wire.publish_secret(folder, 1):
+    with pytest.raises(StorageError, match="cannot be written"), protocol.publish_secret(folder, 1):
         pass

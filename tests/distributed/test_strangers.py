@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from maxpipe.distributed import listener
-from maxpipe.distributed.hub import (
+from maxpipe.distributed.coordinator import (
     Coordinator,
     CoordinatorMessage,
     Member,
@@ -28,15 +28,15 @@ from maxpipe.distributed.hub import (
     free_port,
 )
 from maxpipe.distributed.listener import Listener
-from maxpipe.distributed.wire import (
+from maxpipe.distributed.protocol import (
     MAX_MEMBER_MESSAGE_BYTES,
     AuthenticatedConnection,
     PeerAuthenticationError,
     connect,
 )
 from maxpipe.errors import ExitCode
-from maxpipe.io.typed import parse_json
-from tests.distributed.test_link import (
+from maxpipe.io.typed_json import parse_json
+from tests.distributed.test_control_channel import (
     SECRET,
     again,
     ends,

@@ -12,8 +12,8 @@ import pytest
 
 from maxpipe.cli import main
 from maxpipe.errors import ConfigError, StorageError
-from maxpipe.evals.requests import LanguageModel
-from maxpipe.evals.tasks import (
+from maxpipe.evals.language_model import LanguageModel
+from maxpipe.evals.multiple_choice import (
     MultipleChoice,
     Question,
     QuestionResult,
@@ -21,7 +21,7 @@ from maxpipe.evals.tasks import (
     result_writer,
     summarize_results,
 )
-from maxpipe.evals.texts import ScoringTokenizer
+from maxpipe.evals.scoring_sequences import ScoringTokenizer
 from tests.evals.model import BYTES, logprobs, weights
 from tests.train.runs import SAME, is_explained
 

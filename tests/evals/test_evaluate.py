@@ -19,7 +19,7 @@ from maxpipe.config.schema import (
 )
 from maxpipe.data.loader import Datasets, build_loaders
 from maxpipe.evals.evaluate import evaluate
-from maxpipe.evals.evaluation import _single_axis_config
+from maxpipe.evals.evaluate_checkpoint import _single_axis_config
 from maxpipe.models.config import ModelConfig
 from maxpipe.nn.decoder import Decoder
 from maxpipe.parallel.axes import MeshConfig

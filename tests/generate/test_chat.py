@@ -58,7 +58,7 @@ class Model:
 @pytest.fixture
 def model(monkeypatch: pytest.MonkeyPatch) -> Model:
     made = Model()
-    monkeypatch.setattr("maxpipe.generate.weights.open_model", lambda *given: made)
+    monkeypatch.setattr("maxpipe.generate.load_model.open_model", lambda *given: made)
     return made
 
 

@@ -18,7 +18,7 @@ from maxpipe.step.build import steps_from_config
 from maxpipe.step.step import Steps
 from maxpipe.train.resume import RunStart, restore_or_init
 from tests.huggingface.test_starts import Said
-from tests.pipeline.test_executor import with_changes
+from tests.pipeline.test_engine import with_changes
 
 FINGERPRINT = {"batch_size": 4}
 

@@ -12,8 +12,8 @@ import pytest
 
 from maxpipe.cli import main
 from maxpipe.errors import ConfigError
+from maxpipe.huggingface.config_json import read_description, values
 from maxpipe.huggingface.mapping import map_tensors
-from maxpipe.huggingface.sections import read_description, values
 from maxpipe.models.registry import describe
 from tests.huggingface import maker
 

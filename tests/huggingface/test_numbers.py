@@ -14,7 +14,7 @@ import pytest
 from maxpipe.config.schema import TokenizerConfig
 from maxpipe.data.tokenizer import open_tokenizer
 from maxpipe.errors import ConfigError
-from maxpipe.huggingface.sections import read_description
+from maxpipe.huggingface.config_json import read_description
 from maxpipe.huggingface.source import open_folder
 from tests.huggingface import maker
 

@@ -15,10 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxpipe.huggingface.sections import read_description
+from maxpipe.huggingface.config_json import read_description
 from maxpipe.models.registry import FAMILIES
 from maxpipe.nn.attention_layer import rotary_frequencies
-from maxpipe.nn.part import LayerContext
+from maxpipe.nn.module import LayerContext
 from tests.huggingface.test_oracle import PYTHON, answered, reason
 
 ANSWERS = Path(__file__).parents[1] / "golden" / "rotary_frequencies.json"

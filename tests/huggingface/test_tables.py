@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 
 from maxpipe.cli import main
-from maxpipe.config import shipped
+from maxpipe.config import bundled_configs
 from maxpipe.config.keys import flatten
 from maxpipe.config.load import load
 from maxpipe.errors import ConfigError
+from maxpipe.huggingface.config_json import read_description, table_for, to_json, values
 from maxpipe.huggingface.mapping import (
     count,
     export_slab_shape,
@@ -23,7 +24,6 @@ from maxpipe.huggingface.mapping import (
     map_tensors,
     parse_axis_mapping,
 )
-from maxpipe.huggingface.sections import read_description, table_for, to_json, values
 from maxpipe.models.config import ModelConfig
 from maxpipe.models.count import num_params
 from maxpipe.models.registry import FAMILIES, describe
@@ -321,7 +321,7 @@ def test_published_configs_are_the_shipped_models(name: str, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("every", [7, pytest.param(1, marks=pytest.mark.long)])
 def test_all_shipped_models_come_back_from_their_config_json(every: int, tmp_path: Path) -> None:
-    names = [name for name in shipped.configs() if name not in ("quickstart", "tiny-moe")]
+    names = [name for name in bundled_configs.configs() if name not in ("quickstart", "tiny-moe")]
     configs = {name: model(name) for name in names}
     with_form = {n: each for n, each in configs.items() if FAMILIES[each.family].huggingface}
     assert len(with_form) > 9

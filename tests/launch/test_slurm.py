@@ -14,7 +14,7 @@ import pytest
 
 from maxpipe.cli import main
 from maxpipe.config.load import load
-from maxpipe.telemetry.records import EventLog
+from maxpipe.telemetry.writers import EventLog
 from tests.launch.conftest import QUICKSTART, Cluster, Write, until
 
 Capture = pytest.CaptureFixture[str]

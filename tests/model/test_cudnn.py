@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec
 from maxpipe.nn.attention import cudnn, xla
 from maxpipe.nn.attention.cudnn import DocumentOffsets, Kernel
 from maxpipe.nn.attention.interface import Mask
-from maxpipe.parallel import stated
+from maxpipe.parallel import scopes
 from maxpipe.parallel.axes import MeshConfig
 from maxpipe.parallel.mesh import MANUAL_AXES, build_mesh
 from tests.cases import TOLERANCE, Case, batch_of, keeping, steps_of
@@ -178,7 +178,7 @@ def test_each_device_calls_the_kernel_by_itself_and_states_its_work() -> None:
     # Of each direction three kernels, between which data choose.
     assert seen == [(set(mesh.axis_names), (1, 8, 2, 6))] * 6
     products, text = 4 * 6 * 2 * 8 * 8 / 2, lowered.as_text(debug_info=True)
-    assert stated.flops(products) in text and stated.flops(2.5 * products) in text
+    assert scopes.flops(products) in text and scopes.flops(2.5 * products) in text
 
 
 @pytest.mark.parametrize("tokens", [7, 8])

@@ -13,13 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxpipe.models.layers import delta
+from maxpipe.models.layers import gated_delta
 from maxpipe.models.layers.mlp import RMSNorm
-from maxpipe.nn import delta as module
-from maxpipe.nn.delta import GatedDelta
+from maxpipe.nn import gated_delta as module
+from maxpipe.nn.gated_delta import GatedDelta
 from tests.nn.parts import RULES, assert_close, context, packed, with_values
 
-PART = delta.GatedDelta(
+PART = gated_delta.GatedDelta(
     d_model=10,
     num_key_heads=2,
     num_value_heads=6,
@@ -36,7 +36,7 @@ SEGMENTS, _ = packed(LENGTHS)
 Params = dict[str, jax.Array]
 
 
-def drawn_for(part: delta.GatedDelta = PART) -> tuple[Params, jax.Array]:
+def drawn_for(part: gated_delta.GatedDelta = PART) -> tuple[Params, jax.Array]:
     """Parameters, none of which is as it starts, and an input."""
     keys = iter(jax.random.split(jax.random.key(1), 20))
     drawn = {
@@ -48,7 +48,11 @@ def drawn_for(part: delta.GatedDelta = PART) -> tuple[Params, jax.Array]:
 
 @partial(jax.jit, static_argnames="part")
 def run(
-    params: Params, x: jax.Array, segments: Any, cache: Any = None, part: delta.GatedDelta = PART
+    params: Params,
+    x: jax.Array,
+    segments: Any,
+    cache: Any = None,
+    part: gated_delta.GatedDelta = PART,
 ) -> Any:
     """Its output, and the cache behind it."""
     built = GatedDelta(part, RULES)
@@ -58,7 +62,7 @@ def run(
     return found.x, found.cache
 
 
-def token_by_token(w: Params, x: jax.Array, part: delta.GatedDelta = PART) -> jax.Array:
+def token_by_token(w: Params, x: jax.Array, part: gated_delta.GatedDelta = PART) -> jax.Array:
     """One document `[tokens, D]`, in plain jax."""
     group, dk, dv, kernel = part.group, part.key_size, part.value_size, part.kernel
     inner = jnp.einsum("td,dke->tke", x, w["qkvz"])
@@ -93,7 +97,7 @@ def token_by_token(w: Params, x: jax.Array, part: delta.GatedDelta = PART) -> ja
     return jnp.einsum("thv,hvd->td", found, w["out"])
 
 
-def by_documents(w: Params, x: jax.Array, part: delta.GatedDelta = PART) -> jax.Array:
+def by_documents(w: Params, x: jax.Array, part: gated_delta.GatedDelta = PART) -> jax.Array:
     """Each document of `LENGTHS` by itself."""
     ends = [np.cumsum(row) for row in LENGTHS]
     first = [

@@ -20,7 +20,7 @@ from maxpipe.models.mistral import MistralConfig
 from maxpipe.models.registry import describe
 from maxpipe.nn.attention_layer import rotary_frequencies, rotate
 from maxpipe.nn.decoder import Decoder
-from maxpipe.nn.part import LayerContext, rms_norm
+from maxpipe.nn.module import LayerContext, rms_norm
 from tests.nn.parts import RULES, assert_close
 
 CONFIG = ModelConfig(

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from maxpipe.models.layers import experts
-from maxpipe.nn import grouped, rows
+from maxpipe.nn import grouped_matmul, token_permutation
 from maxpipe.nn.experts import Experts
-from maxpipe.nn.part import LayerContext
+from maxpipe.nn.module import LayerContext
 from maxpipe.parallel.axes import MeshConfig
 from maxpipe.parallel.mesh import build_mesh
 from maxpipe.parallel.sharding import BATCH_SPEC, AxisRules
@@ -132,9 +132,9 @@ def test_each_device_sorts_its_own_rows_of_a_batch(given: Any) -> None:
 def test_equal_keys_stay_as_they_were(number: int, largest: int) -> None:
     keys = np.random.default_rng(number).integers(0, 6, number).astype(np.int32)
     keys[-1] = largest
-    order = rows.stable_argsort(jnp.asarray(keys), largest)
+    order = token_permutation.stable_argsort(jnp.asarray(keys), largest)
     assert order.tolist() == np.argsort(keys, kind="stable").tolist()
-    assert rows.invert_permutation(order)[order].tolist() == list(range(number))
+    assert token_permutation.invert_permutation(order)[order].tolist() == list(range(number))
 
 
 @pytest.mark.parametrize("tokens", keeping([1, 40], 0))
@@ -167,44 +167,46 @@ def test_kernels_and_loops_equal_products_one_by_one(sizes: list[int]) -> None:
         wanted = np.concatenate([given[g] @ w for g, w in zip(groups, each, strict=True)])
         outer = np.stack([rows[g].T @ cotangents[g] for g in groups], dim)
         options: Any = {"dim": dim, "transposed": transposed}
-        assert_close(grouped.grouped_matmul_loop(given, weights, counts, **options), wanted)
+        assert_close(grouped_matmul.grouped_matmul_loop(given, weights, counts, **options), wanted)
         options |= {
-            "tiles": grouped.grouped_matmul_tiles(128, 4, *dims, np.float32),
+            "tiles": grouped_matmul.grouped_matmul_tiles(128, 4, *dims, np.float32),
             "interpret": True,
         }
         assert options["tiles"] == (128, *dims)
-        assert_close(grouped.grouped_matmul_kernel(given, weights, counts, **options), wanted)
-        assert_close(grouped.outer_by_blocks(rows, cotangents, counts, dim=dim), outer)
+        assert_close(
+            grouped_matmul.grouped_matmul_kernel(given, weights, counts, **options), wanted
+        )
+        assert_close(grouped_matmul.outer_by_blocks(rows, cotangents, counts, dim=dim), outer)
         options = {"dim": dim, "interpret": True, "tiles": (128, 128, 256)}
-        assert options["tiles"] == grouped.outer_tiles(128, 4, 128, 256, np.float32)
-        assert_close(grouped.outer_by_kernel(rows, cotangents, counts, **options), outer)
+        assert options["tiles"] == grouped_matmul.outer_tiles(128, 4, 128, 256, np.float32)
+        assert_close(grouped_matmul.outer_by_kernel(rows, cotangents, counts, **options), outer)
 
 
 @pytest.mark.parametrize(
     ("num_rows", "dims"), [(8, (128, 128)), (384, (96, 128)), (384, (128, 200))]
 )
 def test_kernels_take_whole_tiles(num_rows: int, dims: tuple[int, int]) -> None:
-    assert grouped.grouped_matmul_tiles(num_rows, 3, *dims, np.float32) is None
-    assert grouped.outer_tiles(num_rows, 3, *dims, np.float32) is None
+    assert grouped_matmul.grouped_matmul_tiles(num_rows, 3, *dims, np.float32) is None
+    assert grouped_matmul.outer_tiles(num_rows, 3, *dims, np.float32) is None
 
 
 def test_tiles_follow_sizes() -> None:
     """Small experts are whole tiles, and few rows are visited twice."""
     bf16, fp32 = jnp.dtype("bfloat16"), jnp.dtype("float32")
-    assert grouped.grouped_matmul_tiles(65536, 128, 2048, 768, bf16) == (128, 2048, 768)
-    assert grouped.grouped_matmul_tiles(65536, 128, 768, 2048, bf16) == (128, 768, 1024)
-    assert grouped.grouped_matmul_tiles(16384, 8, 4096, 14336, bf16) == (256, 4096, 256)
-    assert grouped.grouped_matmul_tiles(16384, 8, 14336, 4096, bf16) == (256, 1024, 1024)
-    assert grouped.grouped_matmul_tiles(16384, 8, 4096, 14336, fp32) == (256, 512, 512)
-    assert grouped.outer_tiles(16384, 8, 4096, 14336, bf16) == (256, 1024, 1024)
-    assert grouped.outer_tiles(16384, 8, 4096, 14336, fp32) == (256, 512, 512)
-    assert grouped.outer_tiles(384, 3, 640, 1408, bf16) == (128, 640, 128)
+    assert grouped_matmul.grouped_matmul_tiles(65536, 128, 2048, 768, bf16) == (128, 2048, 768)
+    assert grouped_matmul.grouped_matmul_tiles(65536, 128, 768, 2048, bf16) == (128, 768, 1024)
+    assert grouped_matmul.grouped_matmul_tiles(16384, 8, 4096, 14336, bf16) == (256, 4096, 256)
+    assert grouped_matmul.grouped_matmul_tiles(16384, 8, 14336, 4096, bf16) == (256, 1024, 1024)
+    assert grouped_matmul.grouped_matmul_tiles(16384, 8, 4096, 14336, fp32) == (256, 512, 512)
+    assert grouped_matmul.outer_tiles(16384, 8, 4096, 14336, bf16) == (256, 1024, 1024)
+    assert grouped_matmul.outer_tiles(16384, 8, 4096, 14336, fp32) == (256, 512, 512)
+    assert grouped_matmul.outer_tiles(384, 3, 640, 1408, bf16) == (128, 640, 128)
 
 
 def test_few_rows_are_multiplied_for_nothing() -> None:
     for num_rows in (1, 37, 4096, 100_000):
         for num_experts in (1, 3, 64):
             even = num_rows / num_experts
-            waste = grouped.num_multiplied_rows(num_rows, num_experts) / num_rows
+            waste = grouped_matmul.num_multiplied_rows(num_rows, num_experts) / num_rows
             assert even < 32 or waste < 1.5
-    assert grouped.num_multiplied_rows(16384, 16) <= 1.25 * 16384
+    assert grouped_matmul.num_multiplied_rows(16384, 16) <= 1.25 * 16384

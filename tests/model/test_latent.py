@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxpipe.models.layers import latent
+from maxpipe.models.layers import latent_attention
 from maxpipe.models.layers.attention import Rope
-from maxpipe.nn.latent import LatentAttention
+from maxpipe.nn.latent_attention import LatentAttention
 from tests.nn.parts import RULES, assert_close, context, packed, with_values
 
 D, ROPE, REST, VALUE, RANK = 18, 4, 6, 10, 7
@@ -20,14 +20,16 @@ EPSILON = 1e-3
 LENGTHS = [[9], [2, 4, 3]]
 
 
-def part_with(query_rank: int = 5, heads: int = 3, length: float = 1.3) -> latent.LatentAttention:
+def part_with(
+    query_rank: int = 5, heads: int = 3, length: float = 1.3
+) -> latent_attention.LatentAttention:
     rope = Rope(50.0, turned=ROPE, length=length)
-    return latent.LatentAttention(
+    return latent_attention.LatentAttention(
         D, heads, REST + ROPE, VALUE, RANK, query_rank, 0.5, "xla", rope, 0.3, EPSILON
     )
 
 
-def values(part: latent.LatentAttention) -> dict[str, Any]:
+def values(part: latent_attention.LatentAttention) -> dict[str, Any]:
     """Scales of norms that are not what they start from."""
     scales = {"key_value_norm": np.linspace(-0.5, 1, RANK)}
     if part.query_rank:
@@ -51,7 +53,7 @@ def reference(
     x: np.ndarray,
     segments: np.ndarray,
     positions: np.ndarray,
-    part: latent.LatentAttention,
+    part: latent_attention.LatentAttention,
 ) -> np.ndarray:
     """Token by token and head by head in float64."""
 
@@ -80,7 +82,7 @@ def reference(
 
 
 @pytest.mark.parametrize("part", [part_with(), part_with(0, 4, 1.0)], ids=["low rank", "direct"])
-def test_latent_attention_equals_the_plain_loops(part: latent.LatentAttention) -> None:
+def test_latent_attention_equals_the_plain_loops(part: latent_attention.LatentAttention) -> None:
     module = LatentAttention(part, RULES)
     weights = with_values(module, **values(part))
     x = np.asarray(jax.random.normal(jax.random.key(1), (2, 9, D)))
@@ -92,7 +94,7 @@ def test_latent_attention_equals_the_plain_loops(part: latent.LatentAttention) -
 
 
 @pytest.mark.parametrize("part", [part_with(), part_with(0, 4, 1.0)], ids=["low rank", "direct"])
-def test_decoding_from_latents_equals_the_whole_row(part: latent.LatentAttention) -> None:
+def test_decoding_from_latents_equals_the_whole_row(part: latent_attention.LatentAttention) -> None:
     """Tokens in pieces of unlike sizes, in a cache with room to spare, over a document's end."""
     module = LatentAttention(part, RULES)
     with_values(module, **values(part))
@@ -118,5 +120,7 @@ def test_decoding_from_latents_equals_the_whole_row(part: latent.LatentAttention
 
 def test_only_plain_attention_has_values_of_another_size() -> None:
     assert part_with().unsupported == frozenset()
-    fused = latent.LatentAttention(D, 2, 8, 6, 7, 0, 1.0, "cudnn", Rope(1e4, turned=4), 0.3, 1e-6)
+    fused = latent_attention.LatentAttention(
+        D, 2, 8, 6, 7, 0, 1.0, "cudnn", Rope(1e4, turned=4), 0.3, 1e-6
+    )
     assert fused.unsupported == {"value_size"}

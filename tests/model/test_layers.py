@@ -15,9 +15,9 @@ from maxpipe.models.layers import mlp
 from maxpipe.models.spec import Constant, Normal, Param
 from maxpipe.nn.decoder import init_params, normal_approximation
 from maxpipe.nn.mlp import GatedMLP, gated_activation, quantized_gated_mlp
-from maxpipe.nn.part import LayerNorm, RMSNorm
-from maxpipe.parallel.adapted import dropout
-from maxpipe.parallel.low_precision import MatmulQuantizer, matmuls
+from maxpipe.nn.module import LayerNorm, RMSNorm
+from maxpipe.parallel.lora_weight import dropout
+from maxpipe.parallel.quantized_matmul import MatmulQuantizer, matmuls
 from tests.nn.parts import RULES, assert_close, context, with_values
 
 NO_CONTEXT = context([[0]], [[0]])

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 from maxpipe.models.layers.attention import LOG_SUM
 from maxpipe.nn.attention import splash, xla
 from maxpipe.nn.attention.interface import Mask
-from maxpipe.parallel import stated
+from maxpipe.parallel import scopes
 from maxpipe.parallel.axes import MeshConfig
 from maxpipe.parallel.mesh import MANUAL_AXES, build_mesh
 from tests.cases import TOLERANCE, Case, batch_of, buffer_bytes, keeping, steps_of
@@ -322,10 +322,10 @@ def test_rows_behind_a_cache_are_left_to_plain_attention() -> None:
 
 
 def test_scopes_are_read_back() -> None:
-    assert stated.parse_flops(f"jit(f)/jvp({stated.flops(12.4)})/pallas_call") == 12
-    both = stated.flops(4, 10)
+    assert scopes.parse_flops(f"jit(f)/jvp({scopes.flops(12.4)})/pallas_call") == 12
+    both = scopes.flops(4, 10)
     again = f"transpose(jvp())/rematted_computation/jvp({both})/kernel"
-    assert (stated.parse_flops(again), stated.parse_flops(f"a/transpose(jvp({both}))/b")) == (4, 10)
-    assert stated.parse_trips(f"transpose(jvp({stated.trips(2.5)}))/while") == 2.5
-    assert stated.parse_flops("jit(f)/flops/mul") is None
-    assert stated.parse_trips(f"{stated.trips(2.5)}/body/while") is None
+    assert (scopes.parse_flops(again), scopes.parse_flops(f"a/transpose(jvp({both}))/b")) == (4, 10)
+    assert scopes.parse_trips(f"transpose(jvp({scopes.trips(2.5)}))/while") == 2.5
+    assert scopes.parse_flops("jit(f)/flops/mul") is None
+    assert scopes.parse_trips(f"{scopes.trips(2.5)}/body/while") is None

@@ -12,7 +12,7 @@ from flax import nnx
 
 from maxpipe.nn.attention.interface import KVCache
 from maxpipe.nn.decoder import init_params
-from maxpipe.nn.part import LayerContext
+from maxpipe.nn.module import LayerContext
 from maxpipe.parallel.axes import MeshConfig
 from maxpipe.parallel.sharding import AxisRules
 

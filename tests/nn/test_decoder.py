@@ -21,7 +21,7 @@ from maxpipe.models.spec import Kind, Model
 from maxpipe.nn import decoder as decoder_module
 from maxpipe.nn import mlp
 from maxpipe.nn.decoder import Decoder
-from maxpipe.nn.part import LayerContext, Output
+from maxpipe.nn.module import LayerContext, Output
 from maxpipe.parallel.axes import MeshConfig
 from maxpipe.parallel.sharding import AxisRules
 

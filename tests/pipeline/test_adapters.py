@@ -10,16 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from maxpipe.models.adapters import DOWN, LENGTH, UP
 from maxpipe.models.config import AdapterConfig
 from maxpipe.models.count import num_trained, size
-from maxpipe.models.low_rank import DOWN, LENGTH, UP
 from maxpipe.nn.decoder import Decoder
 from maxpipe.parallel.sharding import AxisRules
 from maxpipe.pipeline.weights import replace_subtree, select_trainable
 from maxpipe.plan.memory import buffers, predict_memory, state
 from maxpipe.plan.sizes import Sizes
 from tests.cases import TOLERANCE, Case, batch_of, buffer_bytes, keeping
-from tests.pipeline.test_executor import check_gradients, with_changes
+from tests.pipeline.test_engine import check_gradients, with_changes
 from tests.pipeline.test_families import GROUPED, NEXT, ROOM, V3
 from tests.pipeline.test_frozen import compiled_traffic, held_by
 from tests.plan.test_memory import config_of, steps_of

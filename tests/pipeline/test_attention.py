@@ -11,9 +11,9 @@ import pytest
 
 from maxpipe.models.count import unrolled_blocks
 from maxpipe.nn.attention import blockwise
-from maxpipe.pipeline import outside, program, slots
+from maxpipe.pipeline import program, prologue, slots
 from tests.cases import Case, keeping
-from tests.pipeline.test_executor import check_gradients, matrix
+from tests.pipeline.test_engine import check_gradients, matrix
 from tests.pipeline.test_families import FAMILIES_IN_MATRIX, GEMMA, GPT_OSS, V3
 
 BLOCK = 3
@@ -59,7 +59,7 @@ def test_idle_slots_contribute_nothing(schedule: str, monkeypatch: pytest.Monkey
         empty = slots.empty_slots(count, like)
         return jnp.full_like(empty, jnp.nan) if jnp.issubdtype(empty.dtype, jnp.floating) else empty
 
-    for module in (program, outside):
+    for module in (program, prologue):
         monkeypatch.setattr(module, "room", rubbish)
     case = Case(3, 1, 4, own=GPT_OSS, layers=5, schedule=schedule, remat="names", idle="compute")
     check_gradients(replace(case, attention="blockwise"))

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import pytest
 
 from maxpipe.nn import experts
-from maxpipe.parallel import mesh, per_device
+from maxpipe.parallel import collectives, mesh
 from tests.cases import Case, keeping
-from tests.pipeline.test_executor import check_gradients
+from tests.pipeline.test_engine import check_gradients
 from tests.pipeline.test_families import (
     GEMMA,
     GPT_OSS,
@@ -74,7 +74,7 @@ def test_experts_over_several_devices(case: Case) -> None:
 def _with_gaps(x: jax.Array, sent: jax.Array, got: jax.Array) -> jax.Array:
     """An exchange as TPUs have it: where nothing arrives is what was in memory."""
     used = jnp.arange(len(x) // len(got)) < got[:, None]
-    return jnp.where(used.reshape(-1, 1), per_device.all_to_all(x, mesh.EXPERT, 0, 0), jnp.nan)
+    return jnp.where(used.reshape(-1, 1), collectives.all_to_all(x, mesh.EXPERT, 0, 0), jnp.nan)
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from maxpipe.models.qwen3_moe import Qwen3MoeConfig
 from maxpipe.models.qwen3_next import Qwen3NextConfig
 from maxpipe.models.registry import FAMILIES
 from tests.cases import Case, keeping
-from tests.pipeline.test_executor import check_gradients, matrix
+from tests.pipeline.test_engine import check_gradients, matrix
 
 GEMMA = Gemma3Config(window=3, period=3, rope_scaling=2.0, query_scale=7.0)
 MOE = MoeConfig(num_experts=5, num_dense_layers=2, d_expert=12, balance_weight=0.3, dispatch="all")

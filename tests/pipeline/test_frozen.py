@@ -15,7 +15,7 @@ from maxpipe.plan.sizes import Sizes
 from maxpipe.step.step import Steps
 from tests.cases import Case, buffer_bytes, keeping
 from tests.pipeline import test_kinds
-from tests.pipeline.test_executor import check_gradients
+from tests.pipeline.test_engine import check_gradients
 from tests.plan.test_memory import config_of, steps_of
 
 ENDS = ("embedding", "final_norm.*", "head")

@@ -14,10 +14,10 @@ from maxpipe.config.schema import OptimConfig
 from maxpipe.models.gemma3 import Gemma3Config
 from maxpipe.models.registry import describe
 from maxpipe.nn import decoder
-from maxpipe.pipeline.ahead import shift_targets
+from maxpipe.pipeline.mtp import shift_targets
 from tests.cases import TOLERANCE, Case, batch_of, keeping, steps_of, with_layer_norms
-from tests.pipeline import test_executor
-from tests.pipeline.test_executor import check_gradients
+from tests.pipeline import test_engine
+from tests.pipeline.test_engine import check_gradients
 
 GEMMA = Gemma3Config(window=3, period=3, rope_scaling=2.0, query_scale=7.0)
 CASES = [
@@ -76,9 +76,9 @@ def other_ends(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         return with_layer_norms(describe(config), logit_cap=0.7, embed_scale=3.0)
 
     monkeypatch.setattr(decoder, "describe", changed)
-    test_executor._plain.cache_clear()  # decoders of one config count as the same
+    test_engine._plain.cache_clear()  # decoders of one config count as the same
     yield
-    test_executor._plain.cache_clear()
+    test_engine._plain.cache_clear()
 
 
 @pytest.mark.usefixtures("other_ends")

@@ -20,8 +20,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from maxpipe.parallel.axes import MeshConfig
 from maxpipe.parallel.mesh import FSDP, STAGE, TENSOR, build_mesh
 from maxpipe.parallel.sharding import BATCH_SPEC
-from maxpipe.pipeline import outside, program, slots
-from maxpipe.pipeline.executor import Engine
+from maxpipe.pipeline import program, prologue, slots
+from maxpipe.pipeline.engine import Engine
 from maxpipe.pipeline.layout import LayerLayout
 from maxpipe.pipeline.network import Network
 from maxpipe.pipeline.remat import RematPolicy
@@ -346,6 +346,6 @@ def test_idle_slots_contribute_nothing(case: Case, monkeypatch: pytest.MonkeyPat
         empty = slots.empty_slots(count, like)
         return jnp.full_like(empty, jnp.nan) if jnp.issubdtype(empty.dtype, jnp.floating) else empty
 
-    for module in (program, outside):
+    for module in (program, prologue):
         monkeypatch.setattr(module, "room", rubbish)
     check(case)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.cases import Case, keeping
-from tests.pipeline.test_executor import check_gradients, matrix
+from tests.pipeline.test_engine import check_gradients, matrix
 from tests.pipeline.test_families import GEMMA, GROUPED, NEXT, ROOM, V3, rows_together
 
 BIASED = replace(V3, balance_weight=0.3)

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from maxpipe.models.choice import BLOCK_TOKENS, loss_block
+from maxpipe.models.resolve_auto import BLOCK_TOKENS, loss_block
 from maxpipe.pipeline.loss_head import map_token_blocks
 from tests.cases import TOLERANCE, Case, batch_of, keeping, steps_of
-from tests.pipeline.test_executor import check_gradients
+from tests.pipeline.test_engine import check_gradients
 from tests.pipeline.test_families import GEMMA2, GRANITE, GROUPED, NEXT, V3
 
 # Of 16 tokens of a microbatch on a device, or 8 where context divides them.

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from maxpipe.parallel import low_precision
+from maxpipe.parallel import quantized_matmul
 from tests.cases import Case, keeping
-from tests.pipeline.test_executor import check_gradients
+from tests.pipeline.test_engine import check_gradients
 from tests.pipeline.test_families import GROUPED, QWEN2, ROOM, V3
 
 INT8, FP8 = ("int8", "channel", "default"), ("fp8", "channel", "default")
@@ -46,11 +46,11 @@ def smooth(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """
 
     def wave(x: jax.Array, dtype: Any) -> jax.Array:
-        return x * (1 + 0.3 * jnp.sin(3 * x / low_precision.max_of_dtype(dtype)))
+        return x * (1 + 0.3 * jnp.sin(3 * x / quantized_matmul.max_of_dtype(dtype)))
 
-    monkeypatch.setattr(low_precision, "_round_to_dtype", wave)
-    monkeypatch.setattr(low_precision, "_next_power_of_two", lambda x: x)  # a step as well
-    monkeypatch.setattr(low_precision, "QUANTIZATION_BLOCK", 4)
+    monkeypatch.setattr(quantized_matmul, "_round_to_dtype", wave)
+    monkeypatch.setattr(quantized_matmul, "_next_power_of_two", lambda x: x)  # a step as well
+    monkeypatch.setattr(quantized_matmul, "QUANTIZATION_BLOCK", 4)
     jax.clear_caches()
     yield
     jax.clear_caches()

@@ -20,7 +20,7 @@ from maxpipe.plan.memory import buffers
 from maxpipe.plan.sizes import Sizes
 from maxpipe.plan.traffic import step_traffic
 from tests.cases import Case, keeping
-from tests.pipeline.test_executor import check_gradients
+from tests.pipeline.test_engine import check_gradients
 from tests.pipeline.test_families import GEMMA, GEMMA2, GROUPED, NEXT, QWEN2, QWEN3, ROOM, V2, V3
 
 ROOM4 = replace(ROOM, num_experts=4)

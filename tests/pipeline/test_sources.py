@@ -12,7 +12,7 @@ import pytest
 from maxpipe.schedule.catalog import SCHEDULES
 from maxpipe.step.step import BY_SOURCE
 from tests.cases import TOLERANCE, Case, batch_of, keeping, steps_of
-from tests.pipeline.test_executor import check_gradients, plain_gradients
+from tests.pipeline.test_engine import check_gradients, plain_gradients
 from tests.pipeline.test_families import GROUPED
 
 CASES = [

@@ -21,12 +21,12 @@ from maxpipe.config.schema import Config
 from maxpipe.errors import ConfigError, StorageError
 from maxpipe.hardware import known_hardware, published_hardware
 from maxpipe.parallel.sharding import AxisRules
-from maxpipe.plan import calibrate, recheck
+from maxpipe.plan import calibrate, rerank
 from maxpipe.plan.calibrate import Measurements, fit_hardware
 from maxpipe.plan.compile import build_steps
 from maxpipe.plan.cost import CostModel, predict_cost
 from maxpipe.plan.memory import predict_memory
-from maxpipe.plan.recheck import build_synthetic_step
+from maxpipe.plan.rerank import build_synthetic_step
 from maxpipe.plan.sizes import Sizes, build_schedule
 from maxpipe.plan.topology import parse_topology
 from maxpipe.plan.traffic import tensor_sums
@@ -165,7 +165,7 @@ def test_a_layer_is_timed_as_runs_compute_it(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(
         calibrate, "Decoder", lambda model, rules: asked.append(rules) or decoder(model, rules)
     )
-    monkeypatch.setattr(recheck, "PROGRAM_SECONDS", 0.0)
+    monkeypatch.setattr(rerank, "PROGRAM_SECONDS", 0.0)
     config, devices = config_of(fsdp=NUM_DEVICES), jax.devices()[:NUM_DEVICES]
     sizes = Sizes(config).on(devices[0].platform)
     calibrate._layers([(sizes, "F", "full")], calibrate._ring(config, devices))
@@ -236,7 +236,7 @@ def again(measure: Callable[[], T]) -> T:
 
 @pytest.mark.timing
 def test_pieces_are_measured_on_the_devices_at_hand(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recheck, "PROGRAM_SECONDS", 0.2)
+    monkeypatch.setattr(rerank, "PROGRAM_SECONDS", 0.2)
     devices = jax.devices()[:NUM_DEVICES]
     # Weights' gradients are a difference, and have to be more than what scores vary by.
     sizes = [Sizes(config_of(tokens=tokens, d_mlp=512)) for tokens in (32, 256)]
@@ -254,14 +254,14 @@ def test_pieces_are_measured_on_the_devices_at_hand(monkeypatch: pytest.MonkeyPa
 @pytest.mark.timing
 def test_a_calibrated_model_predicts_the_step_it_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Within a factor: what was measured is not the step that is predicted."""
-    monkeypatch.setattr(recheck, "PROGRAM_SECONDS", 0.2)
+    monkeypatch.setattr(rerank, "PROGRAM_SECONDS", 0.2)
     devices = jax.devices()[:NUM_DEVICES]
     config = config_of(fsdp=NUM_DEVICES, tokens=256)
     after, found = again(lambda: calibrate.calibrate(config, published_hardware()["cpu"], devices))
     assert after.shared_by > 0 and after.fresh_gb_per_second == pytest.approx(1e-9 / found.fresh)
     assert found.forward > found.forward_alone  # virtual devices share cores
     assert after.measured and after.bf16_tflops == published_hardware()["cpu"].bf16_tflops
-    (taken,) = recheck.median_seconds([build_synthetic_step(build_steps(config, devices))], 0.2)
+    (taken,) = rerank.median_seconds([build_synthetic_step(build_steps(config, devices))], 0.2)
     predicted = predict_cost(Sizes(config), build_schedule(config), after).seconds
     assert 1 / 3 < predicted / taken < 3
 

@@ -63,7 +63,7 @@ def test_a_search_writes_its_winner_and_draws_it(
 def test_a_search_runs_what_it_found(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("maxpipe.plan.recheck.MEASURED_SECONDS", 0.0)
+    monkeypatch.setattr("maxpipe.plan.rerank.MEASURED_SECONDS", 0.0)
     small = tmp_path / "small.yml"
     small.write_text(
         "model: {num_layers: 2, d_model: 16, num_heads: 2, num_kv_heads: 1, head_size: 8, "

@@ -14,7 +14,6 @@ import pytest
 from maxpipe.models.count import scored_pairs
 from maxpipe.models.registry import describe
 from maxpipe.parallel.mesh import AXES, FSDP, STAGE
-from maxpipe.plan.advice import TERMS, explain_out_of_memory, gib, parse_out_of_memory, verdict
 from maxpipe.plan.compile import (
     CompileReport,
     _layers_per_tick,
@@ -25,7 +24,14 @@ from maxpipe.plan.compile import (
     host_traffic,
     window_shares,
 )
-from maxpipe.plan.hlo import TO_HOST, Collective, HostTransfer
+from maxpipe.plan.hlo_profile import TO_HOST, Collective, HostTransfer
+from maxpipe.plan.memory_terms import (
+    TERMS,
+    explain_out_of_memory,
+    gib,
+    parse_out_of_memory,
+    verdict,
+)
 from maxpipe.plan.report import format_compile_report
 from maxpipe.plan.sizes import Sizes
 from maxpipe.plan.topology import parse_topology

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from maxpipe.hardware import published_hardware
-from maxpipe.plan.advice import TERMS
+from maxpipe.plan.memory_terms import TERMS
 from maxpipe.plan.report import COLOURS, picture, write
 from maxpipe.plan.search import Candidate, evaluate
 from maxpipe.schedule.draw import Canvas

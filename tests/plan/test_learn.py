@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from maxpipe.plan import recheck
-from maxpipe.plan.plan import best_layouts
-from maxpipe.plan.recheck import NOISE, choose_next, posterior_seconds
+from maxpipe.plan import rerank
+from maxpipe.plan.forecast import best_layouts
+from maxpipe.plan.rerank import NOISE, choose_next, posterior_seconds
 from maxpipe.plan.search import Candidate
 from maxpipe.plan.topology import parse_topology
 from tests.plan.test_search import config_of
@@ -68,9 +68,9 @@ def test_a_search_leaves_what_proves_slow(
     of_the_first = {each.changes.get("mesh.ici_stage") for each in candidates[:8]}
     takes = slow("mesh.ici_stage", of_the_first, 1.2)
     truth = sorted(takes(each) for each in candidates)
-    monkeypatch.setattr(recheck, "_measure_step", lambda found, *_: takes(found))
+    monkeypatch.setattr(rerank, "_measure_step", lambda found, *_: takes(found))
     lines: list[str] = []
-    ran = recheck.rerank_by_measurement(candidates, 8, [], lines.append)
+    ran = rerank.rerank_by_measurement(candidates, 8, [], lines.append)
     in_order = min(takes(each) for each in candidates[:8])
     assert len(ran) == len({id(each.candidate) for each in ran}) == len(lines) == 8
     assert ran[0].measured is not None and ran[0].measured < in_order
@@ -87,8 +87,8 @@ def test_what_does_not_fit_runs_once_and_comes_last(
         tries.append(found)
         return None if len(tries) == 2 else found.cost.seconds
 
-    monkeypatch.setattr(recheck, "_measure_step", measured)
+    monkeypatch.setattr(rerank, "_measure_step", measured)
     # The smallest of them is tried in spite of all that failed before.
-    ran = recheck.rerank_by_measurement(candidates[:4], 9, [], lambda _: None)
+    ran = rerank.rerank_by_measurement(candidates[:4], 9, [], lambda _: None)
     assert len(ran) == len({id(each) for each in tries}) == 4
     assert [each.fits for each in ran] == [True, True, True, False] and ran[3].candidate is tries[1]

@@ -17,7 +17,7 @@ from maxpipe.config.load import from_dict, to_dict
 from maxpipe.config.schema import Config
 from maxpipe.models.count import QUERY_BLOCK
 from maxpipe.models.layers.attention import Attention, Rope
-from maxpipe.models.layers.latent import LatentAttention
+from maxpipe.models.layers.latent_attention import LatentAttention
 from maxpipe.models.registry import describe
 from maxpipe.models.spec import Part
 from maxpipe.nn import decoder as decoder_module

@@ -16,7 +16,7 @@ from maxpipe.config.schema import Config
 from maxpipe.errors import ConfigError
 from maxpipe.hardware import published_hardware
 from maxpipe.plan.cost import predict_cost
-from maxpipe.plan.plan import best_layouts, forecast_layout, forecast_values, parse_fixed_keys
+from maxpipe.plan.forecast import best_layouts, forecast_layout, forecast_values, parse_fixed_keys
 from maxpipe.plan.search import (
     TIE,
     Candidate,
@@ -287,7 +287,7 @@ def test_a_mesh_of_another_size_is_refused() -> None:
 
 
 def test_planning_takes_no_jax() -> None:
-    code = "import sys, maxpipe.plan.plan; print('jax' in sys.modules)"
+    code = "import sys, maxpipe.plan.forecast; print('jax' in sys.modules)"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ran.stdout.strip() == "False"
 

@@ -10,7 +10,7 @@ import pytest
 from maxpipe.config.load import from_dict
 from maxpipe.config.schema import Config
 from maxpipe.hardware import published_hardware
-from maxpipe.plan import recheck
+from maxpipe.plan import rerank
 from maxpipe.plan.cost import predict_cost
 from maxpipe.plan.sizes import Sizes, build_schedule
 
@@ -35,17 +35,17 @@ def test_split_layers_take_what_their_steps_took(monkeypatch: pytest.MonkeyPatch
     costly = dataclasses.replace(
         published_hardware()["cpu"], split_cost=0.2, ring_cost=0.3, tick_us=0.0
     )
-    monkeypatch.setattr(recheck, "build_steps", lambda run, _: run)
-    monkeypatch.setattr(recheck, "build_synthetic_step", lambda run: run)
+    monkeypatch.setattr(rerank, "build_steps", lambda run, _: run)
+    monkeypatch.setattr(rerank, "build_synthetic_step", lambda run: run)
     built: list[Config] = []
 
     def taken(runs: list[Config], seconds: float) -> list[float]:
         built.extend(runs)
         return [predict_cost(Sizes(run), build_schedule(run), costly).seconds for run in runs]
 
-    monkeypatch.setattr(recheck, "median_seconds", taken)
+    monkeypatch.setattr(rerank, "median_seconds", taken)
     cheap = dataclasses.replace(costly, split_cost=0.0, ring_cost=0.0)
-    found = recheck.fit_split_costs(config, cheap, devices)
+    found = rerank.fit_split_costs(config, cheap, devices)
     assert (found.split_cost, found.ring_cost) == pytest.approx((0.2, 0.3))
     # Two heads: two devices can have one each, four cannot.
     assert {run.mesh.ici_tensor for run in built} == {2}
@@ -54,37 +54,37 @@ def test_split_layers_take_what_their_steps_took(monkeypatch: pytest.MonkeyPatch
     # A model that cannot be split keeps the figure.
     one = dataclasses.replace(config.model, num_heads=1, num_kv_heads=1)
     alone = dataclasses.replace(config, model=one)
-    assert recheck.fit_split_costs(alone, costly, devices) == costly
+    assert rerank.fit_split_costs(alone, costly, devices) == costly
 
 
 def test_rings_that_hide_all_their_work_keep_the_figure(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a small model on devices whose links are slow beside their matrix units."""
     config, devices = config_of(), jax.devices()[:NUM_DEVICES]
     slow = dataclasses.replace(published_hardware()["h100"], link_gb_per_second=1e-6)
-    monkeypatch.setattr(recheck, "build_steps", lambda run, _: run)
-    monkeypatch.setattr(recheck, "build_synthetic_step", lambda run: run)
+    monkeypatch.setattr(rerank, "build_steps", lambda run, _: run)
+    monkeypatch.setattr(rerank, "build_synthetic_step", lambda run: run)
 
     def taken(runs: list[Config], seconds: float) -> list[float]:
         del seconds
         return [predict_cost(Sizes(run), build_schedule(run), slow).seconds for run in runs]
 
-    monkeypatch.setattr(recheck, "median_seconds", taken)
-    assert recheck.fit_split_costs(config, slow, devices).ring_cost == pytest.approx(slow.ring_cost)
+    monkeypatch.setattr(rerank, "median_seconds", taken)
+    assert rerank.fit_split_costs(config, slow, devices).ring_cost == pytest.approx(slow.ring_cost)
 
 
 def test_ticks_take_what_is_left_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     config, devices = config_of(), jax.devices()[:NUM_DEVICES]
     slow = dataclasses.replace(published_hardware()["cpu"], tick_us=700.0)
-    monkeypatch.setattr(recheck, "build_steps", lambda run, _: run)
-    monkeypatch.setattr(recheck, "build_synthetic_step", lambda run: run)
+    monkeypatch.setattr(rerank, "build_steps", lambda run, _: run)
+    monkeypatch.setattr(rerank, "build_synthetic_step", lambda run: run)
 
     def taken(runs: list[Config], seconds: float) -> list[float]:
         del seconds
         return [predict_cost(Sizes(run), build_schedule(run), slow).seconds for run in runs]
 
-    monkeypatch.setattr(recheck, "median_seconds", taken)
-    assert recheck.measure_tick(config, published_hardware()["cpu"], devices) == pytest.approx(
+    monkeypatch.setattr(rerank, "median_seconds", taken)
+    assert rerank.measure_tick(config, published_hardware()["cpu"], devices) == pytest.approx(
         700e-6
     )
     fast = dataclasses.replace(slow, tick_us=0.0, memory_gb_per_second=1e-6)
-    assert recheck.measure_tick(config, fast, devices) == 0.0
+    assert rerank.measure_tick(config, fast, devices) == 0.0

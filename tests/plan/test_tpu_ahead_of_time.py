@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from maxpipe.plan.advice import parse_out_of_memory
+from maxpipe.plan.memory_terms import parse_out_of_memory
 
 pytest.importorskip("libtpu")
 pytestmark = pytest.mark.slow
@@ -22,8 +22,8 @@ import json, sys
 import numpy as np
 from jax.experimental import topologies
 from maxpipe.config.schema import MeshConfig, ModelConfig, OptimConfig, PipelineConfig, TrainConfig
-from maxpipe.plan.hlo import profile_program
-from maxpipe.plan.hlo_text import parse_hlo
+from maxpipe.plan.hlo_profile import profile_program
+from maxpipe.plan.hlo_parser import parse_hlo
 from maxpipe.parallel.mesh import build_mesh
 from maxpipe.parallel.sharding import AxisRules
 from maxpipe.step.build import build_steps

@@ -12,9 +12,9 @@ import jax
 import numpy as np
 import pytest
 
-from maxpipe.checkpoint.copies import leaves_by_name
+from maxpipe.checkpoint.digest_item import leaves_by_name
 from maxpipe.models.config import AdapterConfig
-from maxpipe.models.frozen import trained
+from maxpipe.models.param_names import trained
 from tests.cases import TOLERANCE, Case, steps_of
 from tests.conftest import FAST_COMPILE
 from tests.step.states import ROWS, same_bits, trained_on

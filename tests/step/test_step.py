@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxpipe.parallel.per_device import mark_varying
-from maxpipe.pipeline import outside, program, slots
+from maxpipe.parallel.collectives import mark_varying
+from maxpipe.pipeline import program, prologue, slots
 from tests.cases import (
     TOKENS,
     TOLERANCE,
@@ -135,7 +135,7 @@ def test_idle_slots_and_padding_never_reach_the_result(
         params["layers"],
     )
     wanted = gradients(params)
-    for module in (slots, program, outside):
+    for module in (slots, program, prologue):
         monkeypatch.setattr(
             module, "room", lambda *like, real=slots.empty_slots: nan_of(real(*like))
         )

@@ -26,9 +26,9 @@ from maxpipe.commands.board import link
 from maxpipe.schedule.catalog import make_schedule
 from maxpipe.schedule.draw import Canvas, text_width
 from maxpipe.schedule.pictures import draw_overview
-from maxpipe.telemetry import records
+from maxpipe.telemetry import writers
 from maxpipe.telemetry.metrics import METRICS
-from maxpipe.telemetry.records import MetricWriter
+from maxpipe.telemetry.writers import MetricWriter
 from maxpipe.train import tensorboard
 from maxpipe.train.loop import memory_in_use
 
@@ -37,9 +37,9 @@ from maxpipe.train.loop import memory_in_use
 def found(tmp_path_factory: pytest.TempPathFactory) -> EventAccumulator:
     folder = tmp_path_factory.mktemp("run")
     writer = MetricWriter(folder, tensorboard=True, resume_step=0)
-    writer.show(lambda: records.hyperparameters({"optim.learning_rate": 0.5, "a.b": "c"}, "mine"))
+    writer.show(lambda: writers.hyperparameters({"optim.learning_rate": 0.5, "a.b": "c"}, "mine"))
     schedule = make_schedule("1f1b", stages=3, repeats=1, microbatches=5)
-    writer.show(lambda: records.image("run/timeline", draw_overview(schedule)))
+    writer.show(lambda: writers.image("run/timeline", draw_overview(schedule)))
     writer.write(3, {metric.tag: 1.0 for metric in METRICS})
     accumulator = EventAccumulator(str(folder / "tensorboard"))
     accumulator.Reload()

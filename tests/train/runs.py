@@ -12,9 +12,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from maxpipe.checkpoint.copies import tree_digest
+from maxpipe.checkpoint.digest_item import tree_digest
 from maxpipe.checkpoint.manager import open_run
-from maxpipe.distributed.hub import free_port
+from maxpipe.distributed.coordinator import free_port
 
 Run = Callable[..., str]
 Start = Callable[..., subprocess.Popen[str]]

@@ -14,13 +14,13 @@ import jax
 import numpy as np
 import pytest
 
-from maxpipe.checkpoint.copies import iter_named_arrays, tree_digest
+from maxpipe.checkpoint.digest_item import iter_named_arrays, tree_digest
 from maxpipe.checkpoint.manager import open_run
 from maxpipe.config.load import load
 from maxpipe.config.schema import Config
 from maxpipe.data.loader import Loader
 from maxpipe.distributed import runtime
-from maxpipe.distributed.link import ControlChannel
+from maxpipe.distributed.control_channel import ControlChannel
 from maxpipe.errors import DivergenceError, Preemption, ReplicaError
 from maxpipe.step import build
 from maxpipe.step.state import TrainState

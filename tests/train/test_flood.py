@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from maxpipe.distributed.hub import free_port
+from maxpipe.distributed.coordinator import free_port
 from tests.strangers import Flood, measured
 from tests.train.runs import Run, Start, ends, losses, saved_digest
 

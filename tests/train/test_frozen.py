@@ -8,8 +8,8 @@ import jax
 import numpy as np
 import pytest
 
-from maxpipe.checkpoint.copies import leaves_by_name
-from maxpipe.models.frozen import declared, trained
+from maxpipe.checkpoint.digest_item import leaves_by_name
+from maxpipe.models.param_names import declared, trained
 from maxpipe.models.registry import describe
 from tests.cases import TOLERANCE, Case, steps_of
 from tests.step.states import ROWS, same_bits, trained_on

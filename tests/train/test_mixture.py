@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from maxpipe.commands.data_look import open_datasets
+from maxpipe.commands.data_inspect import open_datasets
 from maxpipe.config.load import load
 from maxpipe.evals.evaluate import SourceSums, evaluate
 from maxpipe.step.step import BY_SOURCE

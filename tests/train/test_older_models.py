@@ -17,7 +17,7 @@ from maxpipe.config import keys
 from maxpipe.config import load as load_module
 from maxpipe.config.load import load, to_dict
 from maxpipe.errors import ConfigError
-from maxpipe.io.typed import legacy_value
+from maxpipe.io.typed_json import legacy_value
 from maxpipe.models.llama import LlamaConfig
 from maxpipe.train.resume import check_model
 from tests.conftest import FAST_COMPILE

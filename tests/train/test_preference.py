@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from maxpipe.config.shipped import REFERENCE_FILE
-from maxpipe.posttrain.pair_references import load_references, save_references
+from maxpipe.config.bundled_configs import REFERENCE_FILE
+from maxpipe.posttrain.reference_logprobs import load_references, save_references
 from tests.data.conversations import write_records
 from tests.train.runs import (
     SAME,

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from maxpipe.cli import main
-from maxpipe.distributed import wire
+from maxpipe.distributed import protocol
 from tests.huggingface import maker
 from tests.train.runs import (
     SAME,
@@ -90,7 +90,9 @@ def test_a_process_that_sees_another_folder_ends_both(
     start: Start, arguments: tuple[object, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """As where a host lacks the shared file system: its part of a checkpoint would be lost."""
-    monkeypatch.setenv(wire.VARIABLE, wire.generate_secret())  # or else they do not find each other
+    monkeypatch.setenv(
+        protocol.VARIABLE, protocol.generate_secret()
+    )  # or else they do not find each other
     other = [f"run.dir={tmp_path / 'other'}"]
     every = (*arguments, "mesh.cpu_devices=2", f"run.dir={tmp_path / 'one'}")
     with pair(start, *every, second=other) as processes:

@@ -12,7 +12,7 @@ import pytest
 from maxpipe.schedule.catalog import SCHEDULES
 from maxpipe.step.step import Steps
 from tests.cases import TOLERANCE, Case, batch_of, keeping, steps_of
-from tests.pipeline.test_executor import plain_gradients
+from tests.pipeline.test_engine import plain_gradients
 
 ROWS = 16
 LAYOUTS = [

@@ -15,8 +15,14 @@ import numpy as np
 
 from maxpipe.config.rules import did_you_mean
 from maxpipe.data.formats.files import File, common_folder, digest, identities, stat_files
+from maxpipe.data.formats.record_text import (
+    BadRecord,
+    check_length,
+    decode_utf8,
+    from_json,
+    shorten,
+)
 from maxpipe.data.formats.source import Record
-from maxpipe.data.formats.text_of import BadRecord, check_length, decode_utf8, from_json, shorten
 from maxpipe.errors import ConfigError
 
 

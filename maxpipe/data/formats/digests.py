@@ -17,7 +17,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple, TypedDict
 
-from maxpipe.data.formats.cache import lock_file
 from maxpipe.data.formats.files import (
     SETTLED_SECONDS,
     File,
@@ -29,11 +28,12 @@ from maxpipe.data.formats.files import (
     version_of,
     wrap_read_errors,
 )
+from maxpipe.data.formats.folder_cache import lock_file
 from maxpipe.data.formats.source import Heartbeat, Progress
 from maxpipe.io import files
 from maxpipe.io.files import open_regular
-from maxpipe.io.typed import dump_checksummed
-from maxpipe.io.typed import parse_checksummed as verified
+from maxpipe.io.typed_json import dump_checksummed
+from maxpipe.io.typed_json import parse_checksummed as verified
 
 _LOG = logging.getLogger(__name__)
 

@@ -20,9 +20,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO, NamedTuple, cast
 
-from maxpipe.config.inputs import broken_link
+from maxpipe.config.bundled_configs import is_hub_id
+from maxpipe.config.config_files import broken_link
 from maxpipe.config.rules import did_you_mean
-from maxpipe.config.shipped import is_hub_id
 from maxpipe.errors import ConfigError
 from maxpipe.io import files
 from maxpipe.io.files import open_regular, url_scheme

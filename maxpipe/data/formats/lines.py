@@ -13,7 +13,6 @@ from typing import BinaryIO
 
 import numpy as np
 
-from maxpipe.data.formats.cache import FillFolder, FolderCache
 from maxpipe.data.formats.digests import ContentHasher, Digests, wait_until_settled
 from maxpipe.data.formats.files import (
     SUFFIXES,
@@ -27,18 +26,19 @@ from maxpipe.data.formats.files import (
     read,
     wrap_read_errors,
 )
-from maxpipe.data.formats.source import Heartbeat, Progress, Record
-from maxpipe.data.formats.text_of import (
+from maxpipe.data.formats.folder_cache import FillFolder, FolderCache
+from maxpipe.data.formats.record_text import (
     MAX_RECORD_BYTES,
     BadRecord,
     check_length,
     from_json,
     shorten,
 )
+from maxpipe.data.formats.source import Heartbeat, Progress, Record
 from maxpipe.errors import ConfigError, StorageError
 from maxpipe.io.files import open_regular
 from maxpipe.io.files import read as read_file
-from maxpipe.io.text import pluralize
+from maxpipe.io.formatting import pluralize
 
 _PIECE_BYTES = 1 << 20
 _MIN_CACHED_BYTES = 1 << 26

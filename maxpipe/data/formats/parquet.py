@@ -22,10 +22,10 @@ from maxpipe.data.formats.files import (
     open_file,
     wrap_read_errors,
 )
+from maxpipe.data.formats.record_text import BadRecord, check_length, shorten
 from maxpipe.data.formats.source import Heartbeat, Progress, Record
-from maxpipe.data.formats.text_of import BadRecord, check_length, shorten
 from maxpipe.errors import ConfigError
-from maxpipe.io.text import pluralize
+from maxpipe.io.formatting import pluralize
 
 """A value takes about as much at least."""
 

@@ -13,12 +13,12 @@ import numpy as np
 
 from maxpipe.data.formats.files import File, digest, identities, read, stat_files, wrap_read_errors
 from maxpipe.data.formats.parquet import columns_to_read, import_pyarrow, row_of
+from maxpipe.data.formats.record_text import BadRecord, shorten
 from maxpipe.data.formats.source import Record
-from maxpipe.data.formats.text_of import BadRecord, shorten
 from maxpipe.errors import ConfigError
 from maxpipe.io import files as boundary
 from maxpipe.io.files import url_scheme
-from maxpipe.io.typed import parse_json
+from maxpipe.io.typed_json import parse_json
 
 _STATE, _SPLITS = "state.json", "dataset_dict.json"
 _SPLIT = "train"

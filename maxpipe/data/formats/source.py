@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from maxpipe.data.formats.files import File
-from maxpipe.data.formats.text_of import BadRecord, TextExtractor
+from maxpipe.data.formats.record_text import BadRecord, TextExtractor
 from maxpipe.errors import ConfigError, Problem
 from maxpipe.io import redact
 

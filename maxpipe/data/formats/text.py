@@ -12,9 +12,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from maxpipe.data.formats.files import File, common_folder, digest, read, stat_files
-from maxpipe.data.formats.text_of import check_length, decode_utf8
+from maxpipe.data.formats.record_text import check_length, decode_utf8
 from maxpipe.errors import ConfigError
-from maxpipe.io.text import pluralize
+from maxpipe.io.formatting import pluralize
 
 # Tests hold text that is broken on purpose, the others are not part of the library.
 _SKIPPED_FOLDERS = {

@@ -33,7 +33,7 @@ from maxpipe.data.prepared.manifest import (
     shard_name,
     suggest_action,
 )
-from maxpipe.data.prepared.ranges import (
+from maxpipe.data.prepared.range_reader import (
     BLOCK_BYTES,
     ChecksummedReader,
     PieceCache,
@@ -45,7 +45,7 @@ from maxpipe.data.prepared.reader import read_verified
 from maxpipe.data.prepared.writer import ChecksummedWriter
 from maxpipe.errors import ConfigError, StorageError
 from maxpipe.io import files
-from maxpipe.io.typed import dump_checksummed, parse_checksummed
+from maxpipe.io.typed_json import dump_checksummed, parse_checksummed
 
 MANIFEST = "logits.json"
 _FORMAT = 1

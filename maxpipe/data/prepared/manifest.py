@@ -37,12 +37,12 @@ import numpy as np
 from maxpipe.checkpoint.address import check_outside_checkpoints
 from maxpipe.config.data_schema import SourceConfig
 from maxpipe.config.schema import TokenizerConfig
-from maxpipe.data.prepared.ranges import damaged_error, join_path, open_range_reader
+from maxpipe.data.prepared.range_reader import damaged_error, join_path, open_range_reader
 from maxpipe.data.sources import Source
 from maxpipe.data.tokenizer import Tokenizer
 from maxpipe.errors import ConfigError, Preemption, StorageError, UserInterrupt
 from maxpipe.io import files
-from maxpipe.io.typed import dump_checksummed, parse_checksummed
+from maxpipe.io.typed_json import dump_checksummed, parse_checksummed
 
 BIN, IDX = ".bin", ".idx"
 

@@ -34,12 +34,12 @@ from maxpipe.data.prepared.manifest import (
     content_metadata,
     parse,
 )
-from maxpipe.data.prepared.ranges import RangeReader, open_range_reader
+from maxpipe.data.prepared.range_reader import RangeReader, open_range_reader
 from maxpipe.data.prepared.reader import PreparedDocuments
 from maxpipe.data.tokenizer import Tokenizer, check_token_ids
 from maxpipe.errors import ConfigError, StorageError
 from maxpipe.io.files import url_scheme
-from maxpipe.io.text import pluralize
+from maxpipe.io.formatting import pluralize
 
 _ENTRIES = 1 << 18
 """Entries of a table that are looked through at a time."""

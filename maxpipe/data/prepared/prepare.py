@@ -64,7 +64,7 @@ from maxpipe.data.prepared.manifest import (
     suggest_action,
     suggest_folder,
 )
-from maxpipe.data.prepared.ranges import join_path, open_range_reader
+from maxpipe.data.prepared.range_reader import join_path, open_range_reader
 from maxpipe.data.prepared.reader import Shard, sum_shard_notes
 from maxpipe.data.prepared.writer import (
     ChecksummedWriter,
@@ -78,8 +78,8 @@ from maxpipe.data.unread_keys import columns_not_read, remarks, suggest_settings
 from maxpipe.errors import ConfigError, StorageError, UnreachableError
 from maxpipe.io import files
 from maxpipe.io.files import url_scheme
-from maxpipe.io.text import pluralize
-from maxpipe.io.typed import dump_checksummed, parse_checksummed
+from maxpipe.io.formatting import pluralize
+from maxpipe.io.typed_json import dump_checksummed, parse_checksummed
 
 _DOCUMENTS = ("name", "fingerprint", CONTENT_KEY, "documents", "chat")
 """Entries of a source that say which documents it has."""

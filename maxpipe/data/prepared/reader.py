@@ -46,7 +46,7 @@ from maxpipe.data.prepared.manifest import (
     read_manifest,
     shard_name,
 )
-from maxpipe.data.prepared.ranges import (
+from maxpipe.data.prepared.range_reader import (
     BLOCK_BYTES,
     ChecksummedReader,
     PieceCache,

@@ -38,7 +38,7 @@ from maxpipe.data.prepared.manifest import (
     encode_index,
     shard_name,
 )
-from maxpipe.data.prepared.ranges import BLOCK_BYTES
+from maxpipe.data.prepared.range_reader import BLOCK_BYTES
 from maxpipe.data.sources import Source, open_source
 from maxpipe.data.tokenizer import Tokenizer, open_tokenizer
 from maxpipe.data.tokenizers.files import wrap_text_errors

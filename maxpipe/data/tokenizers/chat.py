@@ -23,8 +23,8 @@ from typing import Any, NamedTuple, TypedDict
 
 from maxpipe.data.tokenizers import render_chat
 from maxpipe.errors import ConfigError
-from maxpipe.io.text import pluralize
-from maxpipe.io.typed import parse_json
+from maxpipe.io.formatting import pluralize
+from maxpipe.io.typed_json import parse_json
 from maxpipe.io.worker_process import WorkerProcess
 
 _START_SECONDS = 60.0

@@ -29,7 +29,7 @@ from maxpipe.data.tokenizers.chat import ChatTemplate
 from maxpipe.data.tokenizers.files import MAX_IDS, PATH
 from maxpipe.errors import ConfigError
 from maxpipe.io import files
-from maxpipe.io.typed import parse_json
+from maxpipe.io.typed_json import parse_json
 
 _ROLES = {
     "bos_token": ("<s>", "<|begin_of_text|>", "<bos>", "[BOS]", "<|startoftext|>", "[CLS]"),

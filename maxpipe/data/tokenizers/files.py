@@ -17,13 +17,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
+from maxpipe.config.bundled_configs import is_hub_id
 from maxpipe.config.schema import TokenizerConfig
-from maxpipe.config.shipped import is_hub_id
 from maxpipe.data.tokenizers.byte_bpe import PUBLISHED
 from maxpipe.data.tokenizers.tiktoken_presets import QWEN3_5
 from maxpipe.errors import ConfigError, Problem
 from maxpipe.io import files
-from maxpipe.io.text import pluralize
+from maxpipe.io.formatting import pluralize
 
 T = TypeVar("T")
 R = TypeVar("R")

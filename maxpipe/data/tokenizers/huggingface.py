@@ -34,7 +34,7 @@ from maxpipe.data.tokenizers.files import (
     wrap_library_errors,
 )
 from maxpipe.data.tokenizers.tokenizer_class import may_keep_file, rebuild_definition
-from maxpipe.io.typed import parse_json
+from maxpipe.io.typed_json import parse_json
 
 MAX_GROWTH = 64
 """Characters per character; published tokenizers have at most 4."""

@@ -24,8 +24,8 @@ from maxpipe.models.count import even_blocks, unrolled_blocks
 from maxpipe.models.layers.attention import LOG_SUM
 from maxpipe.nn.attention import xla
 from maxpipe.nn.attention.interface import Mask
-from maxpipe.parallel import stated
-from maxpipe.parallel.per_device import mark_varying
+from maxpipe.parallel import scopes
+from maxpipe.parallel.collectives import mark_varying
 
 _MASK_VALUE = -1e30
 """Score of a key that a query does not see."""
@@ -277,7 +277,7 @@ def forward(
             part = _dot("bgnts,bgsh->bgnth", shares.astype(value.dtype), _at(values, block))
             return new, total * shrink + shares.sum(-1), mixed * shrink[..., None] + part
 
-        with jax.named_scope(stated.trips(options.trips)):
+        with jax.named_scope(scopes.trips(options.trips)):
             largest, total, mixed = lax.fori_loop(first, last, add, start)
         total = jnp.where(total > 0, total, 1.0)
         mixed = mixed / total[..., None]
@@ -344,7 +344,7 @@ def backward(
             )
 
         start = (mark_varying(jnp.zeros(query.shape)), *of_keys)
-        with jax.named_scope(stated.trips(options.trips)):
+        with jax.named_scope(scopes.trips(options.trips)):
             d_query, *found = lax.fori_loop(first, last, add, start)
         if sinks is not None:  # among the sums, so that a split backward waits for nothing else
             share = jnp.exp(_group_sinks(sinks, blocks.groups)[..., None] - log_sum)

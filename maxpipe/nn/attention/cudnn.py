@@ -36,8 +36,8 @@ from maxpipe.models.count import packed_documents
 from maxpipe.models.layers.attention import LOG_SUM
 from maxpipe.nn.attention import interface, xla
 from maxpipe.nn.attention.interface import Mask, switch_window
-from maxpipe.parallel import stated
-from maxpipe.parallel.per_device import map_shards, mark_varying
+from maxpipe.parallel import scopes
+from maxpipe.parallel.collectives import map_shards, mark_varying
 
 _STATUS_RETURNING = 2
 """Of the versions of custom calls the one that these have."""
@@ -332,7 +332,7 @@ def local_forward(
     """What is mixed, and the logarithm of each softmax's sum in float32."""
 
     def run(kernel: Kernel, known: _KernelMask, query: Array, key: Array, value: Array) -> Any:
-        with jax.named_scope(stated.flops(_matmul_flops(query, key, call.causal))):
+        with jax.named_scope(scopes.flops(_matmul_flops(query, key, call.causal))):
             mixed, sums = forward(kernel, query, key, value, _argument(known))
         return mixed, known.of_tokens(sums) if isinstance(known, _PackedDocuments) else sums
 
@@ -356,7 +356,7 @@ def local_backward(
     def run(kernel: Kernel, known: _KernelMask, *arrays: Array) -> Any:
         query, key, value, mixed, sums, d_mixed = arrays
         sums = known.of_documents(sums) if isinstance(known, _PackedDocuments) else sums
-        with jax.named_scope(stated.flops(_BACKWARD * _matmul_flops(query, key, call.causal))):
+        with jax.named_scope(scopes.flops(_BACKWARD * _matmul_flops(query, key, call.causal))):
             return backward(kernel, query, key, value, mixed, sums, d_mixed, _argument(known))
 
     return _run_fastest_kernel(run, beside, call, packs, (query, key, value, mixed, sums, d_mixed))

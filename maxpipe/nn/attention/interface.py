@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int
 
-from maxpipe.parallel import stated
+from maxpipe.parallel import scopes
 from maxpipe.parallel.mesh import BATCH_AXES, TENSOR
 
 
@@ -207,13 +207,13 @@ def switch_window(
     if window is None or len(sizes) == 1:
         return run(sizes[0], *arrays)
     number = sum((window > size).astype(jnp.int32) for size in sizes[:-1])
-    with jax.named_scope(stated.WINDOW_SWITCH):
+    with jax.named_scope(scopes.WINDOW_SWITCH):
         return lax.switch(number, [_window_branch(run, size) for size in sizes], *arrays)
 
 
 def _window_branch(run: Callable[..., Any], window: int) -> Callable[..., Any]:
     def branch(*arrays: Any) -> Any:
-        with jax.named_scope(stated.window(window)):
+        with jax.named_scope(scopes.window(window)):
             return run(window, *arrays)
 
     return branch

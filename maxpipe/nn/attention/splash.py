@@ -26,8 +26,8 @@ from jaxtyping import Bool, Float, Int
 from maxpipe.models.layers.attention import LOG_SUM
 from maxpipe.nn.attention import interface, xla
 from maxpipe.nn.attention.interface import Mask, switch_window
-from maxpipe.parallel import stated
-from maxpipe.parallel.per_device import map_shards, mark_varying
+from maxpipe.parallel import scopes
+from maxpipe.parallel.collectives import map_shards, mark_varying
 
 LANES = 128
 """Blocks of queries and keys are multiples of it."""
@@ -199,7 +199,7 @@ def local_forward(
             return mixed, sums
 
         scored = _num_scored_pairs(query, key, window, call) * (query.shape[-1] + value.shape[-1])
-        with jax.named_scope(stated.flops(2 * scored)):
+        with jax.named_scope(scopes.flops(2 * scored)):
             return jax.vmap(one)(query, key, value, _ids(seen))
 
     arrays = (
@@ -238,7 +238,7 @@ def local_backward(
 
         # Two kernels, one of three products for the queries and one of four: of each the half.
         sizes = (4 * query.shape[-1] + 3 * value.shape[-1]) / 2
-        with jax.named_scope(stated.flops(2 * _num_scored_pairs(query, key, window, call) * sizes)):
+        with jax.named_scope(scopes.flops(2 * _num_scored_pairs(query, key, window, call) * sizes)):
             return jax.vmap(one)(_ids(seen), *arrays)
 
     arrays = (

@@ -1,0 +1,612 @@
+"""`maxpipe data show`, `stats` and `find`: what a model reads, and where it comes from.
+
+Data files named in place of a config: the `data.*` keys that read them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import glob
+import json
+import os
+import shlex
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from maxpipe.commands.parser import (
+    DATA_PREFIX,
+    INPUTS_HELP,
+    RUN_OR_FILE,
+    Commands,
+    add_inputs,
+    count,
+    integer,
+    read_config,
+    read_data_config,
+    write_file,
+)
+from maxpipe.commands.progress import ProgressBar
+from maxpipe.errors import ConfigError, ExitCode
+from maxpipe.io import redact
+from maxpipe.io.files import expand_path, url_scheme
+from maxpipe.io.formatting import pluralize
+
+if TYPE_CHECKING:
+    from maxpipe.config.data_schema import SourceConfig
+    from maxpipe.config.schema import Config
+    from maxpipe.data.inspect_batch import InspectedSequence, Segment, TextSpan
+    from maxpipe.data.loader import Datasets, Loader
+    from maxpipe.data.statistics import DocumentStatistics, Statistics
+    from maxpipe.data.tokenizer import Tokenizer
+    from maxpipe.errors import Problem
+
+DATA_HELP = "data files, a folder of them, or a prepared folder; "
+_OF_TEMPLATES = ("tokenizer.", "data.chat_template")
+"""Beginnings of keys that may bring a chat template."""
+
+
+def expand_data_files(inputs: Sequence[str]) -> list[str]:
+    """Return the inputs with the keys that read the data files among them in place of their paths.
+
+    The keys are printed to stderr. The source follows from the names of the files. Conversations
+    and pairs follow from the fields of the first record, and the tokenizer of a prepared folder
+    from its manifest, unless the inputs set them.
+
+    Raises:
+        ConfigError: the files are of several kinds, or the inputs name a source too.
+    """
+    paths = [each for each in inputs if _is_data(each)]
+    if not paths:
+        return list(inputs)
+    others = [each for each in inputs if each not in paths]
+    keys = {each.partition("=")[0] for each in others}
+    where = f"command line: {paths[0]}"
+    for key in ("data.source", "data.path", "data.paths", "data.mixture"):
+        if key in keys:
+            rule = f"names the documents to read, and {key} names them too."
+            raise ConfigError.one(where, None, rule, "Remove one of the two.")
+    inferred = _source(paths)
+    has_config = any("=" not in each for each in others)
+    if inferred["data.source"] == "tokens" and not has_config:
+        inferred |= _tokenizer(paths[0])
+    elif not keys & {"data.field", "data.template", "data.chat"}:
+        with_template = has_config or any(each.startswith(_OF_TEMPLATES) for each in keys)
+        inferred |= _conversation(inferred, with_template=with_template, with_defaults=has_config)
+    if not has_config and not keys & {"data.validation_fraction", "eval.batches"}:
+        # One document is enough to look at.
+        inferred |= {"data.validation_fraction": 0, "eval.batches": 0}
+    chosen = {key: value for key, value in inferred.items() if key not in keys}
+    if any(key.startswith("tokenizer.") for key in keys):
+        chosen = {key: chosen[key] for key in chosen if not key.startswith("tokenizer.")}
+    shown = " ".join(map(shlex.quote, overrides(chosen)))
+    print(
+        redact.redact_for_terminal(f"{', '.join(paths)}: read with {shown}"),
+        file=sys.stderr,
+        flush=True,
+    )
+    if has_config:
+        chosen = _CLEARED_KEYS | chosen
+    return [*others, *overrides(chosen)]
+
+
+_CLEARED_KEYS: dict[str, Any] = {
+    "data.path": "",
+    "data.paths": [],
+    "data.mixture": {},
+    "data.mixture_stages": [],
+    "data.mixture_temperature": 1,
+}
+"""Keys of a config that would name further documents."""
+
+
+def overrides(keys: Mapping[str, Any]) -> list[str]:
+    """Return `key=value` of each key."""
+    from maxpipe.config.yaml_values import to_yaml_line
+
+    texts = {
+        key: each if isinstance(each, str) else to_yaml_line(each) for key, each in keys.items()
+    }
+    return [f"{key}={text}" for key, text in texts.items()]
+
+
+def is_config(argument: str) -> bool:
+    """Return whether an input is an override, the path of a config or the name of one."""
+    from maxpipe.config import bundled_configs
+    from maxpipe.config.check import is_override
+    from maxpipe.config.config_files import SUFFIXES
+
+    if argument.startswith("-") or is_override(argument):
+        return True
+    return Path(argument).suffix in SUFFIXES or bundled_configs.find_config(argument) is not None
+
+
+def _is_data(argument: str) -> bool:
+    """Return whether an input is the path of data: neither a config, a run nor a model."""
+    from maxpipe.config.bundled_configs import CONFIG_FILE
+
+    if not argument or is_config(argument):
+        return False
+    if url_scheme(argument) or _names_data(argument):
+        return True
+    path = os.path.expanduser(argument)
+    if os.path.isdir(path):
+        others = (CONFIG_FILE, "config.json")
+        return not any(os.path.isfile(os.path.join(path, name)) for name in others)
+    return os.path.isfile(path) or (any(each in path for each in "*?[") and bool(glob.glob(path)))
+
+
+def _names_data(path: str) -> bool:
+    """Return whether a name alone says that it is data, so that a missing file is named so."""
+    from maxpipe.data.sources import ENDINGS
+
+    return any(each in os.path.basename(path) for each in (*ENDINGS, ".txt"))
+
+
+def _source(paths: Sequence[str]) -> dict[str, Any]:
+    from maxpipe.config.data_sources import ONE_PATH
+    from maxpipe.data.sources import infer_source
+
+    kinds = {path: infer_source(path, "command line: FILE") for path in paths}
+    kind = kinds[paths[0]]
+    other = next((path for path in paths if kinds[path] != kind), None)
+    if other is not None:
+        rule = f"is read with data.source={kinds[other]}, and {paths[0]} with data.source={kind}."
+        action = "Give files of one kind, or set data.mixture.NAME.path of each."
+        raise ConfigError.one(f"command line: {other}", None, rule, action)
+    if kind in ONE_PATH and len(paths) > 1:
+        rule = f"is one of {len(paths)} paths: data.source={kind} reads one path."
+        raise ConfigError.one(f"command line: {paths[1]}", None, rule, "Give one of them.")
+    named = {"data.path": paths[0]} if len(paths) == 1 else {"data.paths": list(paths)}
+    return {"data.source": kind, **named}
+
+
+def _tokenizer(folder: str) -> dict[str, Any]:
+    """Return the keys of the tokenizer that a prepared folder was written with."""
+    from maxpipe.data.prepared.manifest import read_manifest
+
+    found = read_manifest(os.path.expanduser(folder))["tokenizer"]
+    if found["kind"] == "bytes":
+        return {}
+    return {"tokenizer.kind": found["kind"], "tokenizer.path": found["path"]}
+
+
+def _conversation(
+    keys: Mapping[str, Any], *, with_template: bool, with_defaults: bool
+) -> dict[str, Any]:
+    """Return the keys that read the first record, if it has no text: as a conversation or a pair.
+
+    Without a chat template prompt and response are read as text.
+    """
+    from maxpipe.config.data_schema import SourceConfig
+    from maxpipe.config.data_sources import COLUMNS, paths_of
+    from maxpipe.data.formats.record_text import (
+        chat_keys,
+        drop_default_keys,
+        settings_text,
+        text_template,
+    )
+    from maxpipe.data.sources import open_source
+
+    if keys["data.source"] not in COLUMNS:
+        return {}
+    config = SourceConfig(**{key.removeprefix("data."): value for key, value in keys.items()})
+    source = open_source(config, 0, keep=False)
+    record = source.record(0) if len(source) else ""
+    if isinstance(record, str) or isinstance(record.get("text"), str):
+        return {}
+    found = chat_keys(record, with_template=with_template)
+    template = "" if with_template else text_template(record)
+    if template and found.get("data.chat") == "prompt":
+        settings = settings_text(drop_default_keys(found))
+        line = f"with a chat template (tokenizer.* or data.chat_template): {settings}"
+        print(redact.redact_for_terminal(f"{paths_of(config)[0]}: {line}"), file=sys.stderr)
+        return {"data.template": template}
+    if with_defaults or found.get("data.messages_field") == "conversations":
+        return found
+    return drop_default_keys(found)
+
+
+_GREY, _CONTROL, _HEAD, _PLAIN = "\x1b[90m", "\x1b[36m", "\x1b[1m", "\x1b[0m"
+RUN_HELP = "a run, by its folder or its name below runs/, which means its own config; or "
+
+
+# What is read.
+
+
+def resolve_run_inputs(inputs: Sequence[str]) -> tuple[list[str], str]:
+    """The inputs with the config of a run in place of its name, and the folder of the run.
+
+    A name that is a config's is that config: a run of the same name is given by its folder.
+    """
+    if not inputs or "=" in inputs[0]:
+        return list(inputs), ""
+    from maxpipe.checkpoint.address import is_run, parse_run_address
+    from maxpipe.config import bundled_configs
+    from maxpipe.config.bundled_configs import CONFIG_FILE
+
+    first = inputs[0]
+    is_file = (
+        os.path.isfile(os.path.expanduser(first)) or bundled_configs.find_config(first) is not None
+    )
+    if is_file or not (is_run(Path(first)) or is_run(Path("runs") / first)):
+        return list(inputs), ""
+    folder = parse_run_address(first).run_dir
+    return [os.path.join(folder, CONFIG_FILE), *inputs[1:]], folder
+
+
+def open_datasets(config: Config, folder: str) -> Datasets:
+    """What a config reads; of a run, by its folder, with the shares that it had at each step."""
+    from maxpipe.data.datasets import build_datasets
+    from maxpipe.data.mixture import Mixture
+    from maxpipe.telemetry.batches import mixture_of
+
+    progress = ProgressBar()
+    try:
+        found = build_datasets(config, lambda: progress.report("reading documents", 0, 0))
+    finally:
+        progress.close()
+    dealt = mixture_of(folder) if folder and config.data.mixture else None
+    if dealt is not None and dealt[0] == found.train.sources:
+        found.train.use(Mixture.of_facts(dealt[1], config.run.seed))
+    return found
+
+
+def batch_of_step(folder: str, step: int) -> int:
+    """The number of the batch that a step takes, by the records of its run if there is one."""
+    if not folder:
+        return step - 1
+    from maxpipe.telemetry.batches import batch_of
+
+    return batch_of(folder, step)
+
+
+# Show.
+
+
+def _show(options: argparse.Namespace) -> int:
+    inputs, folder = resolve_run_inputs(options.inputs)
+    config = read_data_config(expand_data_files(inputs)).config
+    from maxpipe.data.inspect_batch import inspect_sequence
+
+    datasets = open_datasets(config, folder)
+    try:
+        loader = _split(datasets, options.split)
+        for remark in datasets.remarks:
+            print(redact.redact_for_terminal(f"note: {remark}"), file=sys.stderr)
+        is_train = options.split == "train"
+        batch = batch_of_step(folder, options.step) if is_train else options.step - 1
+        number = options.n or (3 if options.row is None else 1)
+        coloured = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+        for at, row in _iter_sequences(loader, batch, options.row or 0, number):
+            found = inspect_sequence(loader, datasets.tokenizer, at, row)
+            print("\n".join(_page(found, options.step + at - batch, coloured)), flush=True)
+    finally:
+        datasets.close()
+    return ExitCode.DONE
+
+
+def _split(datasets: Datasets, name: str) -> Loader:
+    from maxpipe.config.data_sources import check_split
+
+    if name == "train":
+        return datasets.train
+    check_split(name, ("train", "validation", *datasets.sets))
+    if name in datasets.sets:
+        return datasets.sets[name]
+    if datasets.validation is None:
+        raise ConfigError.one(
+            "command line: --split",
+            name,
+            "has no documents: data.validation_fraction is 0.",
+            "Add data.validation_fraction=0.05.",
+        )
+    return datasets.validation
+
+
+def _iter_sequences(loader: Loader, batch: int, row: int, number: int) -> Iterator[tuple[int, int]]:
+    """(batch, row) of `number` rows from one on; the first must be there, others may end."""
+    for given in range(number):
+        yield batch, row
+        row += 1
+        if row < len(loader.rows(batch)):
+            continue
+        batch, row = batch + 1, 0
+        if given + 1 < number and not loader.rows(batch):
+            return
+
+
+def _page(found: InspectedSequence, step: int, coloured: bool) -> Iterator[str]:
+    tokens = sum(each.num_tokens for each in found.segments)
+    trained = sum(each.num_trained for each in found.segments)
+    source = f" of {found.source}" if found.source else ""
+    parts = [
+        f"step {step} row {found.row}: sequence {found.sequence}{source}",
+        _count_documents(found.segments),
+        f"{trained} of {pluralize(tokens, 'token')} trained",
+    ]
+    parts += [f"{found.num_padding} of padding"] if found.num_padding else []
+    yield _styled(f"=== {', '.join(parts)}", _HEAD, coloured)
+    for each in found.segments:
+        yield _styled(f"--- {_segment_header(each)}", _HEAD, coloured)
+        yield "".join(_mark_trained(piece, coloured) for piece in each.pieces)
+
+
+def _count_documents(segments: Sequence[Segment]) -> str:
+    halves = sum(1 for each in segments if each.half)
+    return pluralize(halves // 2, "pair") if halves else pluralize(len(segments), "document")
+
+
+def _segment_header(segment: Segment) -> str:
+    part = "" if segment.num_tokens >= segment.of_tokens else f" of its {segment.of_tokens}"
+    tokens = f"{segment.num_tokens}{part} tokens, {segment.num_trained} trained"
+    half = f" {segment.half}" if segment.half else ""
+    return _to_single_line(f"document {segment.document}{half}, {tokens}: {segment.where}")
+
+
+def _to_single_line(line: str) -> str:
+    """A line, also where the name of a file would make it several."""
+    return redact.redact_for_terminal(line).replace("\n", "\\n")
+
+
+def _mark_trained(piece: TextSpan, coloured: bool) -> str:
+    """A document's text, safe for a terminal, in a form that says whether it is trained."""
+    text = "".join(
+        each if each in "\n\t" or each.isprintable() else _escape(each) for each in piece.text
+    )
+    if not coloured:
+        return text if piece.is_trained else f"⟦{text}⟧"
+    if piece.is_trained and not piece.is_control:
+        return text
+    return _styled(text, _CONTROL if piece.is_trained else _GREY, coloured)
+
+
+def _escape(character: str) -> str:
+    return character.encode("unicode_escape").decode()
+
+
+def _styled(text: str, style: str, coloured: bool) -> str:
+    return f"{style}{text}{_PLAIN}" if coloured else text
+
+
+# Find.
+
+
+def _find(options: argparse.Namespace) -> int:
+    inputs, folder = resolve_run_inputs([options.config, *options.inputs])
+    config = read_config(inputs).config
+    datasets = open_datasets(config, folder)
+    try:
+        batch = batch_of_step(folder, options.step)
+        found = _documents(datasets, batch, options.row)
+    finally:
+        datasets.close()
+    if options.json:
+        print(json.dumps({"step": options.step, **found}, indent=2))
+        return ExitCode.DONE
+    sequence = f"sequence {found['sequence']}" + f" of {found['source']}" * bool(found["source"])
+    print(f"step {options.step} row {options.row}: batch {batch}, {sequence}")
+    for each in found["documents"]:
+        first, last = each["first"], each["first"] + each["tokens"] - 1
+        half = f" {each['half']}" if "half" in each else ""
+        line = f"document {each['document']}{half}, tokens {first} to {last} of the row: "
+        line += each["where"]
+        print(_to_single_line(line))
+    return ExitCode.DONE
+
+
+def _documents(datasets: Datasets, batch: int, row: int) -> dict[str, Any]:
+    from maxpipe.data.inspect_batch import inspect_sequence
+
+    found = inspect_sequence(datasets.train, datasets.tokenizer, batch, row)
+    documents = [
+        {
+            "document": each.document,
+            "where": each.where,
+            "first": each.first,
+            "tokens": each.num_tokens,
+            "trained": each.num_trained,
+            **({"half": each.half} if each.half else {}),
+        }
+        for each in found.segments
+    ]
+    place = {"batch": batch, "row": row, "source": found.source, "sequence": found.sequence}
+    return {**place, "documents": documents}
+
+
+# Statistics.
+
+
+def _stats(options: argparse.Namespace) -> int:
+    if options.out is not None:
+        _check_form(options.out)
+    inputs, _ = resolve_run_inputs(options.inputs)
+    config = read_data_config(expand_data_files(inputs)).config
+    from maxpipe.data import statistics
+
+    found = list(_compute_statistics(config))
+    if options.out is not None:
+        write_file(options.out, "--out", lambda path: statistics.draw(found, path))
+    if options.json:
+        facts: Any = [each.facts() for each in found]
+        if config.data.mixture:
+            facts = {"sources": dict(zip(sorted(config.data.mixture), facts, strict=True))}
+        else:
+            [facts] = facts
+        print(json.dumps(facts, indent=2))
+    else:
+        print(redact.redact_for_terminal("\n\n".join(map(statistics.text, found))))
+    return ExitCode.DONE
+
+
+def _check_form(path: str) -> None:
+    from maxpipe.data.statistics import PICTURE_SUFFIXES
+
+    if Path(path).suffix not in PICTURE_SUFFIXES:
+        rule = f"must end with {' or '.join(PICTURE_SUFFIXES)}."
+        raise ConfigError.one("command line: --out", path, rule, "Give --out stats.html.")
+
+
+def _compute_statistics(config: Config) -> Iterator[Statistics]:
+    """Of each source, in the order of their names."""
+    from maxpipe.config.data_sources import all_sources
+    from maxpipe.data.mixture import seed_of
+    from maxpipe.data.sources import wrap_section_errors
+    from maxpipe.data.tokenizer import open_tokenizer
+
+    progress = ProgressBar()
+    try:
+        tokenizer = open_tokenizer(config.tokenizer)
+        for name, each in all_sources(config.data).items():
+            with wrap_section_errors(name):
+                seed = seed_of(name, config.run.seed)
+                found = _source_statistics(config, each, seed, tokenizer, progress)
+            found.name = f"{name}: {found.name}" if name else found.name
+            yield found
+    finally:
+        progress.close()
+
+
+def _source_statistics(
+    config: Config, source: SourceConfig, seed: int, tokenizer: Tokenizer, progress: ProgressBar
+) -> Statistics:
+    from maxpipe.data import statistics, unread_keys
+    from maxpipe.data.chat import expand_trained_messages
+    from maxpipe.data.corpus import build_chat_encoder, packing_of
+    from maxpipe.data.prepared.megatron import IDS, open_documents
+    from maxpipe.data.prepared.reader import PreparedDocuments
+    from maxpipe.data.sequences import Packer
+    from maxpipe.data.sources import open_source
+
+    threads, tokens = config.data.threads, config.train.sequence_length
+    most_pairs = config.data.pairs_per_row if source.chat == "pairs" else 0
+    documents: Iterator[DocumentStatistics | Problem]
+    if source.source in IDS:
+        files = open_documents(source, tokenizer)
+        talks = files.has_conversations
+        packer = Packer(packing_of(source, has_conversations=talks), tokens)
+        count = files.num_documents
+        documents = statistics.measure_encoded(files.__getitem__, count, tokenizer, threads)
+        parts = source.source, documents, count, packer, progress.report
+        found = statistics.compute_statistics(*parts, **_chat_of(source) if talks else {})
+        if isinstance(files, PreparedDocuments):
+            found.unread.update(files.unread)
+            found.marks.update(files.marks)
+        return dataclasses.replace(found, unreadable=files.unreadable)
+    packer = Packer(
+        packing_of(source, has_conversations=source.chat != "off"), tokens, most_pairs=most_pairs
+    )
+    cache_dir = str(expand_path(config.run.dir, "run.dir") / ".index")
+    opened = open_source(
+        dataclasses.replace(source, unreadable="stop"),  # each is counted, however many
+        seed,
+        lambda: progress.report("opening", 0, 0),
+        cache_dir=cache_dir,
+    )
+    opened = expand_trained_messages(opened, source, cache_dir, keep=True)
+    if (found := build_chat_encoder(opened, tokenizer, source, tokens)) is None:
+        documents = statistics.measure_texts(opened, tokenizer)
+    else:
+        documents = statistics.measure_encoded(found.encode, len(opened), tokenizer, threads)
+    parts = opened.name, documents, len(opened), packer, progress.report
+    counts = statistics.compute_statistics(
+        *parts, **_chat_of(source) if source.chat != "off" else {}
+    )
+    counts.advice = unread_keys.suggest_settings(counts.unread, opened, source)
+    counts.columns = unread_keys.columns_not_read(opened, source)
+    return counts
+
+
+def _chat_of(source: SourceConfig) -> dict[str, Any]:
+    """Return the arguments of `statistics.counted` for conversations and pairs."""
+    if source.chat == "pairs":
+        return {"chat": "pair"}
+    return {"chat": "conversation", "policy": source.long_conversations}
+
+
+# Arguments.
+
+
+def add_inspect(actions: Commands) -> None:
+    """Adds the commands."""
+    _add_show(actions)
+    _add_stats(actions)
+    _add_find(actions)
+
+
+def _add_show(actions: Commands) -> None:
+    show = actions.add_parser(
+        "show",
+        help="the text of a batch's rows, and what of it is trained",
+        description="Print rows of a step's batch as text, exactly as training reads them: the\n"
+        "documents in each with their places, control tokens by name, and what the model is\n"
+        "trained to predict. What it is not is grey on a terminal and in ⟦ ⟧ elsewhere.",
+        epilog="examples:\n  maxpipe data show docs.jsonl\n  maxpipe data show my-run.yml -n 3\n"
+        "  maxpipe data show runs/my-run --step 1200 --row 7",
+    )
+    add_inputs(show, f"{DATA_PREFIX}RUN|", DATA_HELP + RUN_HELP)
+    show.add_argument("-n", type=count, metavar="N", help="rows; default 3, or 1 with --row")
+    show.add_argument("--step", type=step_number, default=1, metavar="K", help="counted from 1 (1)")
+    show.add_argument("--row", type=_natural, metavar="R", help="of the step's batch, from 0 (0)")
+    show.add_argument(
+        "--split",
+        metavar="train|validation|NAME",
+        default="train",
+        help="which documents; NAME is one in data.validation (train)",
+    )
+    show.set_defaults(command=_show)
+
+
+def _add_stats(actions: Commands) -> None:
+    stats = actions.add_parser(
+        "stats",
+        help="lengths, duplicates, bytes per token, and what cannot be read",
+        description="Read every document once and print how many there are, their lengths in\n"
+        "tokens, duplicates, bytes per token, empty ones, those that are not UTF-8 or cannot be\n"
+        "read, and how well they fill sequences.",
+        epilog="examples:\n  maxpipe data stats docs.jsonl\n"
+        "  maxpipe data stats my-run.yml --out stats.html",
+    )
+    add_inputs(stats, f"{DATA_PREFIX}RUN|", DATA_HELP + RUN_HELP)
+    stats.add_argument("--json", action="store_true", help="print one JSON object")
+    stats.add_argument("--out", metavar="FILE", help="write a picture: FILE.html or FILE.png")
+    stats.set_defaults(command=_stats)
+
+
+def _add_find(actions: Commands) -> None:
+    find = actions.add_parser(
+        "find",
+        help="the documents in a row of a step's batch, with their files",
+        description="Print which documents are in a row of a step's batch, and the file and line\n"
+        "or record of each. Of a run, batches that were left out after bad steps are left out.",
+        epilog="examples:\n  maxpipe data find runs/my-run 1200 7\n"
+        "  maxpipe data find my-run.yml 1200 7 data.path='*.jsonl'",
+    )
+    find.add_argument("config", metavar=RUN_OR_FILE, help=f"{RUN_HELP}{INPUTS_HELP}")
+    find.add_argument(
+        "step", type=step_number, metavar="STEP", help="counted from 1, as in the log"
+    )
+    find.add_argument("row", type=_natural, metavar="ROW", help="of the step's batch, from 0")
+    add_inputs(find)
+    find.add_argument("--json", action="store_true", help="print one JSON object")
+    find.set_defaults(command=_find)
+
+
+def step_number(text: str) -> int:
+    """The type of an argument that is a step."""
+    from maxpipe.config.rules import MAX_STEPS
+
+    found = count(text)
+    if found > MAX_STEPS:
+        raise argparse.ArgumentTypeError(f"{text} is not at most {MAX_STEPS}")
+    return found
+
+
+def _natural(text: str) -> int:
+    """The type of an argument that is at least 0."""
+    found = integer(text)
+    if found < 0:
+        raise argparse.ArgumentTypeError(f"{text} is not at least 0")
+    return found

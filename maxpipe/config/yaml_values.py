@@ -1,0 +1,254 @@
+"""YAML text: the sections of a file, and values as a file holds them.
+
+Nothing is guessed from how a scalar looks: it stays text, which becomes a value by the type that
+the schema declares.
+
+Text of a config file or override to a value of the type that the schema declares.
+"""
+
+from __future__ import annotations
+
+import decimal
+import math
+import os
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from maxpipe.config.config_files import ConfigFile, broken_link, missing_file_action
+from maxpipe.errors import ConfigError, Problem
+from maxpipe.io.files import read
+from maxpipe.io.plain_yaml import compose
+
+NAME_FORM = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,63}")
+"""Of what the user names in a config: it becomes part of metrics' tags."""
+
+Raw = str | None | list["Raw"] | dict[str, "Raw"]
+"""A value before the schema gave it a type: scalars are text, None is YAML's null."""
+
+
+def find_invalid_text(text: str) -> tuple[str, str] | None:
+    """(rule, action) for text that is refused in every value."""
+    if "${" in text:
+        return "holds `${`: nothing is substituted in a value.", "Write the value itself."
+    if "\0" in text:
+        return "holds a NUL character, which no path may.", "Write the value without it."
+    if text.lstrip("\\") == "???":
+        return "stands for a missing value.", "Write the value itself."
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return "is not Unicode text.", "Write the value in UTF-8."
+    return None
+
+
+def texts(raw: Raw) -> Iterator[str]:
+    """All text in a value."""
+    if isinstance(raw, str):
+        yield raw
+    elif isinstance(raw, list):
+        for item in raw:
+            yield from texts(item)
+    elif isinstance(raw, dict):
+        for name, item in raw.items():
+            yield name
+            yield from texts(item)
+
+
+class TooLargeError(ValueError):
+    """An integer that cannot be taken as it is written; the message is the rule."""
+
+
+_THOUSANDS = {"k": 3, "m": 6, "g": 9, "b": 9, "t": 12}
+"""Letters after a number, to their powers of ten: `10k`, `1.5M`."""
+
+
+def _read_int(raw: Raw) -> int:
+    text = _scalar(raw)
+    if parts := re.fullmatch(r"([+-]?[0-9]{1,15}(?:\.[0-9]{1,15})?)([kKmMgGbBtT])", text):
+        scaled = decimal.Decimal(parts[1]).scaleb(_THOUSANDS[parts[2].lower()])
+        if scaled != scaled.to_integral_value():
+            raise ValueError(text)
+        raw = text = str(int(scaled))
+    if digits := re.fullmatch(r"[+-]?0*([0-9]+(_[0-9]+)*)", text):
+        # Python refuses to read thousands of digits.
+        value = int(text) if len(digits[1]) < 100 else 2**63
+    else:
+        number = _read_float(raw)
+        value = int(number)
+        if value != number:
+            raise ValueError(text)
+        if 2**53 <= abs(value) < 2**63:
+            rule = "with a point or an exponent it is not exact from 2**53 on."
+            raise TooLargeError(f"must be an integer with all its digits: {rule}")
+    if not -(2**63) <= value < 2**63:
+        raise TooLargeError("must be an integer of 64 bits, from -2**63 to 2**63 - 1.")
+    return value
+
+
+def _read_float(raw: Raw) -> float:
+    text = _scalar(raw)
+    value = float(text)
+    if not text.isascii() or not math.isfinite(value):
+        raise ValueError(text)
+    return value
+
+
+def _read_bool(raw: Raw) -> bool:
+    words = {"true": True, "yes": True, "on": True, "1": True}
+    words |= {"false": False, "no": False, "off": False, "0": False}
+    try:
+        return words[_scalar(raw).lower()]
+    except KeyError as error:
+        raise ValueError(raw) from error
+
+
+def _scalar(raw: Raw) -> str:
+    if not isinstance(raw, str):
+        raise ValueError(raw)
+    return raw.strip()
+
+
+def read_unchanged(raw: Raw) -> Raw:
+    """Strings, choices and mappings, whose types OmegaConf checks."""
+    return raw
+
+
+def _list_reader(read: Callable[[Raw], Any]) -> Callable[[Raw], list[Any]]:
+    def read_list(raw: Raw) -> list[Any]:
+        if not isinstance(raw, list):
+            raise ValueError(raw)
+        return [read(item) for item in raw]
+
+    return read_list
+
+
+READERS: dict[Any, Callable[[Raw], Any]] = {
+    int: _read_int,
+    float: _read_float,
+    bool: _read_bool,
+    list[int]: _list_reader(_read_int),
+    list[float]: _list_reader(_read_float),
+}
+"""Parsers by type; they raise ValueError or OverflowError."""
+
+
+MAX_FILE_BYTES = 1 << 20
+
+
+def read_file(file: ConfigFile, problems: list[Problem]) -> yaml.MappingNode | None:
+    """The sections of a file. None, and a problem, if it is no such file."""
+    arg, path = file.origin, file.path
+    try:
+        root = compose(text := _read_text(path))
+    except OSError as error:
+        action = (
+            missing_file_action(path)
+            if not os.path.lexists(path)
+            else "Give a file that can be read."
+        )
+        what = broken_link(path)
+        reason = f"cannot be read: {f'it is {what}' if what else error.strerror or error}."
+        problems.append(Problem(arg, "", reason, action))
+    except ConfigError as error:
+        problems += error.problems
+    except yaml.YAMLError as error:
+        problems.append(syntax_problem(arg, error))
+    else:
+        if not text.strip():
+            rule = "is empty; a disk that was full may have left it so."
+            problems.append(Problem(arg, "", rule, "Write it again, or leave it out."))
+            return None
+        if root is None or raw_of(root) is None:
+            return yaml.MappingNode("", [])
+        if isinstance(root, yaml.MappingNode):
+            return root
+        rule = "must hold sections, such as `model:`, with keys below them."
+        action = "See `maxpipe configs show quickstart` for an example."
+        problems.append(Problem(arg, format_raw(raw_of(root)), rule, action))
+    return None
+
+
+def _read_text(path: Path) -> str:
+    content = read(path, MAX_FILE_BYTES)
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ConfigError.one(
+            str(path),
+            None,
+            f"is not UTF-8 text: byte {error.start} is 0x{content[error.start]:02x}.",
+            "Save the file as UTF-8.",
+        ) from None
+
+
+def syntax_problem(place: str, error: yaml.YAMLError) -> Problem:
+    """What is wrong with a text that is no YAML."""
+    mark = error.problem_mark if isinstance(error, yaml.MarkedYAMLError) else None
+    what = error.problem if isinstance(error, yaml.MarkedYAMLError) else None
+    if what and what.startswith("but "):
+        what = f"{getattr(error, 'context', '')}, {what}"
+    what = what or str(getattr(error, "reason", "the text ends too early"))
+    line = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
+    return Problem(
+        f"{place}{line}",
+        "",
+        f"is not YAML that is read here: {what}.",
+        "Write sections with `key: value` lines below them, indented by two spaces.",
+    )
+
+
+def entries(
+    mapping: yaml.MappingNode, file: str, prefix: str, problems: list[Problem]
+) -> Iterator[tuple[str, int, yaml.Node]]:
+    """(key, line, value) of a mapping; a key that appears twice is a problem."""
+    first: dict[str, int] = {}
+    for key_node, value in mapping.value:
+        line = key_node.start_mark.line + 1
+        key = key_node.value if isinstance(key_node, yaml.ScalarNode) else "?"
+        if key in first:
+            problems.append(
+                Problem(
+                    f"{file}:{line}: {prefix}{key}",
+                    format_raw(raw_of(value)),
+                    f"appears twice in this file, first on line {first[key]}.",
+                    "Keep one of the two.",
+                )
+            )
+            continue
+        first[key] = line
+        yield key, line, value
+
+
+def raw_of(node: yaml.Node) -> Raw:
+    """The texts of a node, nested as they are."""
+    if isinstance(node, yaml.SequenceNode):
+        return [raw_of(item) for item in node.value]
+    if isinstance(node, yaml.MappingNode):
+        return {
+            key.value if isinstance(key, yaml.ScalarNode) else "?": raw_of(value)
+            for key, value in node.value
+        }
+    return None if node.tag == "tag:yaml.org,2002:null" else node.value
+
+
+def to_yaml_line(value: Any) -> str:
+    """A value as a config file holds it behind its key."""
+    text = yaml.safe_dump(value, default_flow_style=True, width=math.inf, allow_unicode=True)
+    text = text.removesuffix("\n").removesuffix("\n...")
+    if not text.isprintable():
+        # YAML folds the line breaks in plain text, U+0085 and U+2028 among them: escape them.
+        text = yaml.safe_dump(value, default_style='"', default_flow_style=True, width=math.inf)
+    return text.removesuffix("\n")
+
+
+def format_raw(raw: Raw) -> str:
+    """What was given, for a message."""
+    if raw is None:
+        return "null"
+    text = "''" if raw == "" else raw if isinstance(raw, str) else str(raw)
+    text = " ".join(text.split()) if isinstance(raw, str) and raw.strip() else text
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,382 @@
+"""Chat template, begin tokens and end tokens of a run that trains on conversations.
+
+The token that closes an answer in training ends generated text. It follows from the template: the
+control token after the answer in a conversation of two messages. Of prepared conversations, whose
+template may be unknown, it follows from the tokens that are trained.
+
+Conversations that are longer than a sequence, as `data.long_conversations` treats them.
+
+Their tokens are known, and the length of each: so records and prepared folders give the same.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal, NamedTuple, TypedDict
+
+import numpy as np
+
+from maxpipe.config.data_schema import SourceConfig
+from maxpipe.config.data_sources import train_sources as sources_of
+from maxpipe.config.schema import DataConfig
+from maxpipe.data.chat import load_chat_template, resolve_chat_template
+from maxpipe.data.documents import Documents, EncodedDocument
+from maxpipe.data.prepared.reader import TokenFiles
+from maxpipe.data.sources import Heartbeat, Progress
+from maxpipe.data.tokenizer import Tokenizer
+from maxpipe.data.tokenizers.chat import ChatInput, ChatTemplate
+from maxpipe.data.tokenizers.control import Framing
+from maxpipe.errors import ConfigError
+from maxpipe.io.formatting import pluralize
+from maxpipe.io.typed_json import check_type
+
+KEY = "conversation"
+"""Name of the entry in the data position of a checkpoint."""
+
+_ANSWER = "An answer of several words"
+_TAIL = 4
+"""Tokens at the end of an answer among which its closing token is."""
+_DOCUMENTS = 32
+"""Conversations of a source that are looked at."""
+
+
+class ChatSpec(TypedDict):
+    """What a checkpoint of a run that reads conversations records of them."""
+
+    template: str | None
+    """Text of the chat template; None if it is unknown."""
+    begin_ids: list[int]
+    """Tokens in front of a prompt that no template writes."""
+    end_ids: list[int]
+    """Tokens that close an answer."""
+
+
+def end_of_turn_ids(
+    chat: ChatTemplate,
+    tokenizer: Tokenizer,
+    answering: str = "assistant",
+    asking: Sequence[str] = ("user",),
+) -> list[int]:
+    """The control token that closes an answer, in a list; empty if there is none.
+
+    `answering` is the role whose messages are answers, and `asking` are other roles.
+    """
+    answer = {"role": answering, "content": _ANSWER}
+    for role in asking:
+        try:
+            (text,) = chat.render(
+                [ChatInput([{"role": role, "content": "A question"}, answer])],
+                add_generation_prompt=False,
+            )
+        except ConfigError:  # the template wants other roles
+            continue
+        begin = text.rfind(_ANSWER)
+        if begin < 0:
+            continue
+        ids, offsets = tokenizer.encode_chat_offsets(text)
+        after = ids[offsets[:, 0] >= begin + len(_ANSWER)].tolist()
+        return [i for i in after if i in tokenizer.special_ids][:1]
+    return []
+
+
+def infer_end_of_turn_ids(documents: Documents, tokenizer: Tokenizer) -> list[int]:
+    """The same from the first of these conversations, by the tokens that are trained."""
+    tails = []
+    # The lengths of a folder that is read in windows are never read as a whole.
+    count = getattr(documents, "num_documents", None)
+    for document in range(min(len(documents.lengths) if count is None else count, _DOCUMENTS)):
+        if tail := _tail(documents[document], tokenizer):
+            tails.append(tail)
+    counts = Counter(itertools.chain.from_iterable(map(dict.fromkeys, tails)))
+    # Of answers that end with several control tokens those of calls have others in front.
+    return [max(tails[0], key=lambda i: counts[i])] if tails else []
+
+
+def _tail(document: EncodedDocument, tokenizer: Tokenizer) -> list[int]:
+    """The control tokens with which the last trained message ends."""
+    if document.trained is None or not document.trained.any():
+        return []
+    ids = document.ids.astype(int).tolist()
+    end = int(np.flatnonzero(document.trained)[-1]) + 1
+    found = []
+    for i in reversed(ids[max(end - _TAIL, 0) : end]):
+        if i in tokenizer.special_ids:
+            found.append(i)
+        elif tokenizer.decode([i]).strip():
+            break
+    following = [i for i in ids[end : end + 1] if i in tokenizer.special_ids]
+    return found[::-1] or following
+
+
+def build_chat_spec(
+    data: DataConfig, tokenizer: Tokenizer, documents: Iterable[Documents] = ()
+) -> ChatSpec | None:
+    """The record of a run that reads these sources; None if they hold no conversations.
+
+    `documents` are the conversations of the training.
+
+    Raises:
+        ConfigError: the template's file cannot be read.
+    """
+    sources = list(sources_of(data).values())
+    chats = [each for each in sources if each.chat != "off"]
+    masked = list(documents)
+    if not chats and not masked:
+        return None
+    chat = (
+        resolve_chat_template(data, tokenizer)
+        if chats and _has_template(chats[0], tokenizer)
+        else None
+    )
+    ends = [  # every source may have a template of its own
+        i
+        for each in chats
+        if _has_template(each, tokenizer)
+        for i in end_of_turn_ids(load_chat_template(each, tokenizer), tokenizer, *_roles(each))
+    ]
+    if not ends:
+        ends = [i for each in masked for i in infer_end_of_turn_ids(each, tokenizer)]
+    is_all = bool(chats) and len(chats) == len(sources)
+    begin = tokenizer.control.published.before if is_all else (tokenizer.begin_id,)
+    return {
+        "template": chat.template if chat else None,
+        "begin_ids": list(begin),
+        "end_ids": sorted({*ends}),
+    }
+
+
+def _has_template(config: SourceConfig, tokenizer: Tokenizer) -> bool:
+    """Pairs of texts have none."""
+    return bool(config.chat_template) or tokenizer.chat is not None
+
+
+def _roles(config: SourceConfig) -> tuple[str, list[str]]:
+    """A role that is trained, and the others."""
+    trained = config.trained_roles
+    answering = "assistant" if "assistant" in trained else trained[0]
+    others = [each for each in config.chat_roles if each != answering]
+    return answering, sorted(others, key=lambda role: role != "user")
+
+
+def chat_spec_of_prompts(chat: ChatTemplate | None, tokenizer: Tokenizer) -> ChatSpec | None:
+    """The record of a run whose prompts `chat` renders; None without a template."""
+    if chat is None:
+        return None
+    return {
+        "template": chat.template,
+        "begin_ids": [tokenizer.begin_id],
+        "end_ids": end_of_turn_ids(chat, tokenizer),
+    }
+
+
+def parse_chat_spec(position: Mapping[str, Any]) -> ChatSpec | None:
+    """What the data position of a checkpoint says.
+
+    Raises:
+        ValueError: it is damaged.
+    """
+    found = position.get(KEY)
+    return None if found is None else check_type(found, ChatSpec)
+
+
+def apply_chat_spec(tokenizer: Tokenizer, conversation: ChatSpec | None) -> Tokenizer:
+    """The tokenizer with which text ends, and prompts begin, as in these conversations.
+
+    Its template is theirs.
+    """
+    if conversation is None:
+        return tokenizer
+    template, chat = conversation["template"], tokenizer.chat
+    if template is not None and (chat is None or chat.template != template):
+        chat = ChatTemplate(template, "the run's chat template", tokenizer.role_texts)
+    ends = {*tokenizer.end_ids, *conversation["end_ids"]}
+    framing = Framing(tuple(conversation["begin_ids"]))
+    return tokenizer.with_control(end_ids=tuple(sorted(ends)), framing=framing, chat=chat)
+
+
+def add_end_of_turn_ids(tokenizer: Tokenizer) -> Tokenizer:
+    """The tokenizer with which text ends where its own template closes an answer."""
+    if tokenizer.chat is None:
+        return tokenizer
+    ends = {*tokenizer.end_ids, *end_of_turn_ids(tokenizer.chat, tokenizer)}
+    return tokenizer.with_control(end_ids=tuple(sorted(ends)))
+
+
+LongConversationPolicy = Literal["truncate", "drop", "split", "error"]
+
+_KEY = "data.long_conversations"
+_PART = 1 << 20
+"""Documents whose lengths are counted at a time."""
+
+
+class RemainingCounts(NamedTuple):
+    """Numbers of conversations, int64 []: with tokens left, and without any."""
+
+    with_tokens: np.ndarray
+    left_out: np.ndarray
+
+
+class LengthLimitedDocuments:
+    """Conversations of as many tokens as a sequence has, or fewer; see `Documents`.
+
+    With `truncate` one of which no trained token is left has no tokens, as with `drop`.
+    """
+
+    def __init__(
+        self,
+        documents: Documents,
+        sequence_length: int,
+        policy: LongConversationPolicy,
+        trains: Callable[[int, int], bool] | None = None,
+    ):
+        """`trains` says of a document's number and a count whether any of its first tokens trains;
+        by default the document is read.
+        """
+        self.pad_id = documents.pad_id
+        self._documents = documents
+        self._most = sequence_length + 1
+        """T inputs, and the target of the last one."""
+        self._policy: LongConversationPolicy = policy
+        self._trains = trains or self._reads
+        self._lengths: np.ndarray | None = None
+
+    @property
+    def lengths(self) -> np.ndarray:
+        if self._lengths is None:
+            self._lengths = self._bounded(self._documents.lengths, 0)
+        return self._lengths
+
+    def counts(self, moved: Heartbeat | None = None) -> RemainingCounts:
+        """Count the conversations that had tokens; `moved` is called for each part of them."""
+        return self._counted(self._documents.lengths, self.lengths)
+
+    @staticmethod
+    def _counted(before: np.ndarray, after: np.ndarray) -> RemainingCounts:
+        num_left = np.count_nonzero(after)
+        return RemainingCounts(np.array(num_left), np.array(np.count_nonzero(before) - num_left))
+
+    def _reads(self, document: int, count: int) -> bool:
+        trained = self._documents[document].trained
+        return trained is None or bool(trained[1:count].any())
+
+    def _bounded(self, lengths: np.ndarray, first: int) -> np.ndarray:
+        """Tokens that are left of consecutive documents from `first` on, of `lengths` tokens."""
+        found = np.array(lengths)
+        for at in np.flatnonzero(found > self._most).tolist():
+            found[at] = self._size(first + at)
+        return found
+
+    def _size(self, document: int) -> int:
+        """Tokens that are left of a conversation that is too long."""
+        is_left = self._policy == "truncate" and self._trains(document, self._most)
+        return self._most if is_left else 0
+
+    def __getitem__(self, document: int) -> EncodedDocument:
+        found = self._documents[document]
+        if len(found.ids) <= self._most:
+            return found
+        trained = found.trained
+        is_left = trained is None or bool(trained[1 : self._most].any())
+        size = self._most if is_left and self._policy == "truncate" else 0
+        trained = None if trained is None else trained[:size]
+        return replace(found, ids=found.ids[:size], trained=trained)
+
+    def where(self, document: int) -> str:
+        return self._documents.where(document)
+
+
+class LengthLimitedTokenFiles(LengthLimitedDocuments):
+    """Bounded conversations of a prepared folder that is read in windows; see `TokenFiles`."""
+
+    def __init__(self, documents: TokenFiles, sequence_length: int, policy: LongConversationPolicy):
+        super().__init__(documents, sequence_length, policy)
+        self._files = documents
+        self.num_documents, self.num_tokens = documents.num_documents, documents.num_tokens
+        self.span_tokens: np.ndarray = documents.span_tokens
+        self.is_bounded = True
+        """Whether lengths differ from the sums of `span_tokens`."""
+
+    def lengths_between(self, first: int, stop: int) -> np.ndarray:
+        """int64 tokens of the documents from `first` to before `stop`."""
+        return self._bounded(self._files.lengths_between(first, stop), first)
+
+    def counts(self, moved: Heartbeat | None = None) -> RemainingCounts:
+        progress = Progress("counting long conversations", self.num_documents, moved)
+        with_tokens = left_out = np.array(0)
+        for first in range(0, self.num_documents, _PART):
+            stop = min(first + _PART, self.num_documents)
+            lengths = self._files.lengths_between(first, stop)
+            part = self._counted(lengths, self._bounded(lengths, first))
+            with_tokens, left_out = with_tokens + part.with_tokens, left_out + part.left_out
+            progress.update(stop)
+        return RemainingCounts(np.array(with_tokens), np.array(left_out))
+
+
+def limit_lengths(
+    documents: Documents,
+    sequence_length: int,
+    policy: LongConversationPolicy,
+    first_targets: np.ndarray,
+) -> Documents:
+    """Return conversations as the policy leaves them; see `DocumentIndex.first_targets`."""
+    if policy not in ("truncate", "drop"):
+        return documents
+    return LengthLimitedDocuments(
+        documents,
+        sequence_length,
+        policy,
+        lambda document, count: 0 < first_targets[document] < count,
+    )
+
+
+def find_long_documents(lengths: np.ndarray, sequence_length: int) -> np.ndarray:
+    """Numbers of the documents that no sequence of this length holds whole."""
+    return np.flatnonzero(lengths > sequence_length + 1)
+
+
+def count_long_documents(documents: TokenFiles, sequence_length: int) -> tuple[int, int]:
+    """How many documents are longer than a sequence, and the number of the first one, or 0."""
+    count = first = 0
+    for begin in range(0, documents.num_documents, _PART):
+        lengths = documents.lengths_between(begin, min(begin + _PART, documents.num_documents))
+        found = find_long_documents(lengths, sequence_length)
+        if len(found) and not count:
+            first = begin + int(found[0])
+        count += len(found)
+    return count, first
+
+
+def long_conversation_error(count: int, where: str, sequence_length: int) -> ConfigError:
+    """The error for `error`; `where` names the first of `count` conversations."""
+    rule = f"ends the run where a conversation is longer than a sequence of {sequence_length}: "
+    rule += f"{pluralize(count, 'conversation')}, the first one {where}."
+    return _wrong("error", rule, "data.long_conversations=truncate")
+
+
+def check_remaining(
+    left: RemainingCounts, num_documents: int, sequence_length: int, policy: LongConversationPolicy
+) -> None:
+    """Checks that the policy leaves conversations to train on, of `num_documents`.
+
+    Raises:
+        ConfigError: it leaves none.
+    """
+    if left.with_tokens:
+        return
+    all_of = f"each of {pluralize(num_documents, 'conversation')}"
+    sequence = f"a sequence of {sequence_length}"
+    if policy == "drop":
+        rule = f"leaves nothing: {all_of} is longer than {sequence}."
+        raise _wrong(policy, rule, "data.long_conversations=truncate")
+    rule = f"leaves nothing to train: {all_of} has its first answer behind {sequence}."
+    raise _wrong(policy, rule, "")
+
+
+def _wrong(policy: str, rule: str, other: str) -> ConfigError:
+    larger = "a larger train.sequence_length"
+    return ConfigError.one(
+        _KEY, policy, rule, f"Set {f'{larger}, or {other}' if other else larger}."
+    )

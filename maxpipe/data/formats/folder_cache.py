@@ -1,0 +1,239 @@
+"""What is made of files once and read many times, each under the digest of its file.
+
+Work that one process of several does for all of them: a lock, with signs that its holder moves.
+
+It holds among processes that see the same file. Where a folder is not shared, or its file system
+has no such locks, each does the work for itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import glob
+import logging
+import os
+import secrets
+import shutil
+import tempfile
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from io import FileIO
+
+from maxpipe.data.formats.files import File
+from maxpipe.data.formats.read_tracker import track_read
+from maxpipe.data.formats.source import Heartbeat
+from maxpipe.io import redact
+from maxpipe.io.files import open_regular
+
+_POLL_SECONDS = 0.2
+_HEARTBEAT_SECONDS = 0.5
+"""Between two signs of the holder, which are times of its file."""
+_LOG_SECONDS = 30.0
+_LONGEST_NAME = 300
+
+
+@contextlib.contextmanager
+def lock_file(
+    path: str, task: str, moved: Heartbeat | None, *, removes: bool = False
+) -> Iterator[Heartbeat]:
+    """Holds a lock among processes; one that ends in any way lets it go.
+
+    What is yielded is called for each part of the work that is done. Processes that wait call their
+    own `moved` then: they stall with the one that they wait for, and not before. `task` is for
+    people, as in `indexing documents of jsonl`.
+
+    With `removes` the file is removed at the end. Hosts that see a shared folder late may hold two
+    locks at a time then: for work that may be done twice.
+
+    Raises:
+        OSError: the file cannot be opened, or not locked.
+    """
+    with contextlib.ExitStack() as stack:
+        while True:
+            stream = stack.enter_context(_open_lock_file(path))
+            _wait(stream, moved)
+            if _is_same_file(path, stream):
+                break
+            stream.close()
+        if removes:
+            stack.callback(_remove, path)
+        with contextlib.suppress(OSError):  # a name for people
+            stream.truncate(0)
+            os.pwrite(stream.fileno(), f"{os.uname().nodename} {os.getpid()} {task}".encode(), 0)
+        signed = 0.0
+
+        def sign() -> None:
+            nonlocal signed
+            if moved is not None:
+                moved()
+            if (now := time.monotonic()) - signed > _HEARTBEAT_SECONDS:
+                signed = now
+                with contextlib.suppress(OSError):
+                    os.utime(stream.fileno())
+
+        yield sign
+
+
+def _open_lock_file(path: str) -> FileIO:
+    try:
+        return open(open_regular(path, os.O_RDWR | os.O_CREAT), "r+b", buffering=0)
+    except PermissionError:
+        # A file of another user can be locked all the same, if it can be read.
+        with contextlib.suppress(OSError):
+            return open(open_regular(path), "rb", buffering=0)
+        raise
+
+
+def _is_same_file(path: str, stream: FileIO) -> bool:
+    """Whether the file was not removed, by the one that had the lock before."""
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(stream.fileno()))
+    except FileNotFoundError:
+        return False
+
+
+def _remove(path: str) -> None:
+    with contextlib.suppress(OSError):
+        os.unlink(path)
+
+
+def _wait(stream: FileIO, moved: Heartbeat | None) -> None:
+    seen, since = 0, time.monotonic()
+    said = since
+    with track_read(lambda: _holder(stream), "waiting for"):
+        while not _try_lock(stream):
+            time.sleep(_POLL_SECONDS)
+            now, sign = time.monotonic(), os.fstat(stream.fileno()).st_mtime_ns
+            if sign != seen:
+                seen, since = sign, now
+                if moved is not None:
+                    moved()
+            if now - said > _LOG_SECONDS:
+                said = now
+                words = f"waiting for {_holder(stream)}"
+                if now - since > _LOG_SECONDS:
+                    _LOG.warning("%s, which has not moved for %.0f s", words, now - since)
+                else:
+                    _LOG.info("%s", words)
+
+
+def _try_lock(stream: FileIO) -> bool:
+    try:
+        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _holder(stream: FileIO) -> str:
+    """The process that has the lock, for people."""
+    try:
+        raw = os.pread(stream.fileno(), _LONGEST_NAME, 0).decode(errors="replace")
+    except OSError:
+        raw = ""
+    host, pid, task = (*raw.split(" ", 2), "", "", "")[:3]
+    return redact.redact_for_terminal(
+        f"process {pid or 'unknown'} on {host or 'a host'}, {task or 'at work'}"
+    )
+
+
+_LOG = logging.getLogger(__name__)
+
+FillFolder = Callable[[str, Heartbeat], None]
+"""Fills a folder, and calls what it is given for each part of that."""
+
+
+class FolderCache:
+    """Folders made once, by one process of several that ask.
+
+    They stay in `folder` if `keep` says so; without it what is there is used, and what is not is
+    made in a folder that ends with the process.
+    """
+
+    def __init__(self, folder: str | None, *, keep: bool):
+        self._folder = None if folder is None else os.path.expanduser(folder)
+        self._keep = keep
+        self._own: str | None = None
+
+    @property
+    def place(self) -> str:
+        """Where folders are made."""
+        if self._own is not None or self._folder is None or not self._keep:
+            return self._own or tempfile.gettempdir()
+        return self._folder
+
+    def made(self, name: str, file: File, make: FillFolder, moved: Heartbeat | None = None) -> str:
+        """The folder with this name, which `make` fills from a file if it is not there yet.
+
+        `name` has to tell contents apart.
+
+        Raises:
+            OSError: neither folder can be written.
+        """
+        for root in (self._folder, self._own):
+            if root is not None and _is_readable(found := os.path.join(root, name)):
+                return found
+        if self._folder is not None and self._keep:
+            with contextlib.suppress(FileExistsError):
+                os.makedirs(self._folder)
+            if unusable := _why_unusable(self._folder, name):
+                _LOG.warning("%s: the next start reads all files", unusable)
+            else:
+                return _make_folder(self._folder, name, file, make, moved)
+        if self._own is None:
+            self._own = tempfile.mkdtemp(prefix="maxpipe-")
+            weakref.finalize(self, shutil.rmtree, self._own, True)
+        return _make_folder(self._own, name, file, make, moved)
+
+
+def _is_readable(folder: str) -> bool:
+    return os.path.isdir(folder) and os.access(folder, os.R_OK | os.X_OK)
+
+
+def _why_unusable(root: str, name: str) -> str:
+    """Return the reason why `name` cannot be made in `root`, or an empty string."""
+    if not os.access(root, os.W_OK | os.X_OK):
+        return f"{root} cannot be written"
+    final = os.path.join(root, name)
+    return f"{final} cannot be read" if os.path.lexists(final) else ""
+
+
+def _make_folder(
+    root: str, name: str, file: File, make: FillFolder, moved: Heartbeat | None
+) -> str:
+    final = os.path.join(root, name)
+    with contextlib.ExitStack() as stack:
+        try:
+            task = f"reading {file.path}"
+            moved = stack.enter_context(lock_file(f"{final}.lock", task, moved))
+        except OSError as error:  # a file system without locks: each process makes it for itself
+            _LOG.info("%s cannot be locked (%s)", final, error)
+        else:
+            if os.path.isdir(final):
+                return final
+            for left in glob.glob(f"{glob.escape(final)}.partial-*"):  # of a killed process
+                shutil.rmtree(left, ignore_errors=True)
+        partial = f"{final}.partial-{secrets.token_hex(8)}"
+        os.mkdir(partial)  # mkdtemp would make a folder that other users of `root` cannot read
+        try:
+            make(partial, moved or _no_op)
+            _rename_into_place(partial, final)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+    return final
+
+
+def _rename_into_place(partial: str, final: str) -> None:
+    try:
+        os.rename(partial, final)
+    except OSError:
+        if not os.path.isdir(final):
+            raise
+        shutil.rmtree(partial, ignore_errors=True)  # made by another process without a lock
+
+
+def _no_op() -> None:
+    """Do nothing."""

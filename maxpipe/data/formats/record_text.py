@@ -1,0 +1,412 @@
+"""The text of a record: of one column or of a template over several, checked to be text.
+
+The settings that read a record, recognised by the names and values of its keys.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from maxpipe.config.data_sources import split_template
+from maxpipe.config.keys import default_of
+from maxpipe.io.typed_json import parse_json
+
+_PROMPTS = ("prompt", "instruction", "question", "query", "problem", "input")
+RESPONSES = ("response", "completion", "output", "solution", "answer", "answers")
+_HALVES = ("chosen", "rejected")
+_MESSAGES = ("messages", "conversations", "conversation")
+_TURNS = ("data", "dialog", "dialogue", "items", "turns")
+"""Further names of lists of messages, if a record has nothing else that is one."""
+CONTEXTS = ("input", "context", "passage", "history")
+"""Names of texts that belong to the prompt in another field."""
+SYSTEMS = ("system", "system_prompt", "system_message")
+
+_WORDS = re.compile(r"[^\W\d_]{2,}\s+[^\W\d_]{2,}")
+
+Settings = Mapping[str, str]
+
+
+def chat_keys(record: Mapping[str, Any], *, with_template: bool = True) -> dict[str, str]:
+    """The keys that read a record of a conversation or pair; empty for another record.
+
+    Without a chat template pairs of texts are read without their system message.
+    """
+    if len(halves := _present_fields(record, _HALVES)) == len(_HALVES):
+        found = _pair_keys(record, halves)
+        is_text = all(isinstance(record[name], str) for name in halves)
+        return found | (_system(record) if with_template or not is_text else {})
+    if name := _messages_name(record):
+        return {"data.chat": "messages", "data.messages_field": name} | _system(record)
+    prompt = _prompt(record)
+    responses = [
+        name for name in _present_fields(record, RESPONSES) if _is_text_or_messages(record[name])
+    ]
+    if not prompt or not responses:
+        return {}
+    fields = {"data.prompt_field": prompt, "data.response_field": responses[0]}
+    return {"data.chat": "prompt"} | fields | _system(record)
+
+
+def chat_settings(record: Mapping[str, Any]) -> str:
+    """The same as `key=value` in the quotes of a shell, without keys that have their defaults."""
+    return settings_text(drop_default_keys(chat_keys(record)))
+
+
+def drop_default_keys(keys: Settings) -> dict[str, str]:
+    """The keys that have other values than their defaults."""
+    is_read = {"data.messages_field": ("messages", "conversations")}
+    return {
+        key: value
+        for key, value in keys.items()
+        if value not in is_read.get(key, (default_of(key),))
+    }
+
+
+def settings_text(keys: Settings) -> str:
+    """`key=value` of each key, in the quotes of a shell."""
+    return " ".join(f"{key}={shlex.quote(value)}" for key, value in keys.items())
+
+
+def text_template(record: Mapping[str, Any]) -> str:
+    """A `data.template` with prompt and response of a record; empty where one is not text."""
+    names = _present_fields(record, (*_PROMPTS, *CONTEXTS)), _present_fields(record, RESPONSES)
+    joined = [name for each in names for name in each]
+    if not all(names) or not all(isinstance(record[name], str) for name in joined):
+        return ""
+    return template_of_fields([*_present_text_fields(record, SYSTEMS), *joined])
+
+
+def template_of_fields(names: Sequence[str]) -> str:
+    """A template with a line for each field; empty if one has a name that it cannot have."""
+    if any(not name.strip() or name != name.strip() or {*name} & {*"{}"} for name in names):
+        return ""
+    return r"\n".join(f"{{{name}}}" for name in dict.fromkeys(names))
+
+
+def text_fields(record: Mapping[str, Any]) -> list[str]:
+    """The names of the fields with texts, those in objects too, the most useful one first.
+
+    A text of several words comes before others, and a long one before a short one. Of a record
+    with `text` this field alone.
+    """
+    found = dict(_all_texts(record))
+    if "text" in found:
+        return ["text"]
+    return sorted(found, key=lambda name: (not has_words(found[name]), -len(found[name])))
+
+
+def _all_texts(record: Mapping[str, Any]) -> Iterator[tuple[str, str | bytes]]:
+    for name, value in record.items():
+        if isinstance(value, str | bytes):
+            yield name, value
+        elif isinstance(value, Mapping):
+            for inner, text in value.items():
+                if isinstance(text, str | bytes):
+                    yield f"{name}.{inner}", text
+
+
+def has_words(text: str | bytes) -> bool:
+    """Whether it has two words in a row: it may be text for a model, and is no id or date."""
+    found = text.decode("utf-8", "replace") if isinstance(text, bytes) else text
+    return _WORDS.search(found) is not None
+
+
+# Parts of a record.
+
+
+def _pair_keys(record: Mapping[str, Any], halves: Sequence[str]) -> dict[str, str]:
+    names = dict(zip(("data.chosen_field", "data.rejected_field"), halves, strict=True))
+    prompt = _prompt(record)
+    if _are_whole_conversations(record, halves, prompt):
+        prompt = ""
+    elif not prompt:
+        prompt = _messages_name(record)
+    # `prompt` is read from the messages of records that have no prompt.
+    prompt = "prompt" if prompt in ("messages", "conversations") else prompt
+    keys = {"train.objective": "preference", "data.chat": "pairs"}
+    return keys | {"data.prompt_field": prompt} | names
+
+
+def _are_whole_conversations(record: Mapping[str, Any], halves: Sequence[str], prompt: str) -> bool:
+    """Whether both responses have the prompt in front, and the record has no other to use."""
+    values = [record[name] for name in halves]
+    if all(_are_messages(each) for each in values):
+        first = values[0][0]
+        if first.get("role", first.get("from")) in ("assistant", "gpt"):
+            return False
+        said, text = record.get(prompt), first.get("content", first.get("value"))
+        return said != text and not (isinstance(said, list) and said == values[0][: len(said)])
+    return all(isinstance(each, str) for each in values) and not (prompt or _messages_name(record))
+
+
+def _prompt(record: Mapping[str, Any]) -> str:
+    """The field of the prompt, or the template of it and the fields that belong to it."""
+    prompts = [
+        name for name in _present_fields(record, _PROMPTS) if _is_text_or_messages(record[name])
+    ]
+    if not prompts:
+        return ""
+    name = prompts[0]
+    contexts = [each for each in _present_text_fields(record, CONTEXTS) if each != name]
+    if not contexts or not isinstance(record[name], str):
+        return name
+    return template_of_fields([name, *contexts]) or name
+
+
+def _system(record: Mapping[str, Any]) -> dict[str, str]:
+    names = [name for name in _present_text_fields(record, SYSTEMS) if record[name]]
+    return {"data.system_field": names[0]} if names else {}
+
+
+def _messages_name(record: Mapping[str, Any]) -> str:
+    """The field of messages; empty if there is none."""
+    for name in _MESSAGES:
+        if _are_messages(record.get(name)) or (name in record and _are_turns(record[name])):
+            return name
+    known = {*_PROMPTS, *RESPONSES, *_HALVES, *CONTEXTS}
+    others = [name for name in record if str(name).lower() not in known]
+    named = [name for name in _TURNS if name in record and _are_turns(record[name])]
+    return next((name for name in others if _have_roles(record[name])), next(iter(named), ""))
+
+
+def _present_fields(record: Mapping[str, Any], names: Sequence[str]) -> list[str]:
+    """Fields of these names, in any case, that hold a text, a list or a message."""
+    lower = {str(name).lower(): name for name in reversed([*record])}
+    lower |= {name: name for name in names if name in record}
+    found = [lower[name] for name in names if name in lower]
+    return [name for name in dict.fromkeys(found) if _is_text_or_list(record[name])]
+
+
+def _present_text_fields(record: Mapping[str, Any], names: Sequence[str]) -> list[str]:
+    return [name for name in _present_fields(record, names) if isinstance(record[name], str)]
+
+
+def _is_text_or_list(value: Any) -> bool:
+    return isinstance(value, str | list | tuple) or _have_roles([value])
+
+
+def _is_text_or_messages(value: Any) -> bool:
+    return isinstance(value, str) or _have_roles([value]) or _have_roles(value)
+
+
+def _are_messages(value: Any) -> bool:
+    is_list = isinstance(value, list | tuple) and bool(value)
+    return is_list and all(isinstance(each, Mapping) for each in value)
+
+
+def _have_roles(value: Any) -> bool:
+    if not _are_messages(value):
+        return False
+    return all("role" in each or "from" in each or {*each} >= {"input", "output"} for each in value)
+
+
+def _are_turns(value: Any) -> bool:
+    is_list = isinstance(value, list | tuple) and len(value) > 1
+    return is_list and all(isinstance(each, str) for each in value)
+
+
+_MAX_DEPTH = 256
+"""Deepest nesting of brackets in a document's JSON."""
+_ANYTHING: Any = Any
+_SHOWN = 120
+MAX_RECORD_BYTES = 1 << 28
+"""The largest record: a document is held as a whole, as text and as tokens."""
+
+
+class BadRecord(Exception):
+    """A record whose content is at fault: the source that reads it says where it is."""
+
+    def __init__(self, given: str, rule: str, action: str):
+        super().__init__(rule)
+        self.given, self.rule, self.action = given, rule, action
+
+
+_MISSING = object()
+
+
+class TextExtractor:
+    """The text of records: themselves if they are text, else a column's or a template's."""
+
+    def __init__(self, field: str = "text", template: str = ""):
+        self._field = field
+        self._template = template
+        self._pieces = split_template(template)
+
+    @property
+    def columns(self) -> list[str]:
+        """The columns that are read; a dot leads into one with columns of its own."""
+        return [name for _, name in self._pieces if name] if self._template else [self._field]
+
+    @property
+    def chosen(self) -> str:
+        """Part of a source's fingerprint."""
+        return f"template {self._template}" if self._template else self._field
+
+    def __call__(self, record: str | Mapping[str, Any]) -> str:
+        """The text.
+
+        Raises:
+            BadRecord: it has no such column, or another type there.
+        """
+        if isinstance(record, str):
+            return record
+        if self._template:
+            parts, size = [], 0
+            for fixed, name in self._pieces:
+                parts += fixed, _fill_field(record, name) if name else ""
+                size += len(parts[-2]) + len(parts[-1])
+                check_length(size)  # a column may be there many times
+            return "".join(parts)
+        value = value_of(record, self._field)
+        if isinstance(value, (str, bytes)):
+            return _text(value)
+        raise self._no_text(record, value)
+
+    def _no_text(self, record: Mapping[str, Any], value: object) -> BadRecord:
+        found = "is missing" if value is _MISSING else f"is of type {type(value).__name__}"
+        rule = f"must have text in data.field ({self._field}), which {found}."
+        return BadRecord(_fields(record), rule, _suggest_settings(record))
+
+
+def _suggest_settings(record: Mapping[str, Any]) -> str:
+    """The action that reads a record without the field of its text."""
+    chat, template = chat_settings(record), text_template(record)
+    actions = [f"{chat} to render conversations with a chat template"] if chat else []
+    if template:
+        actions.append(f"data.template={shlex.quote(template)} to train all of it as text")
+    if actions:
+        return f"Set {', or '.join(actions)}."
+    texts = text_fields(record)
+    useful = [name for name in texts if has_words(str(value_of(record, name)))] or texts
+    names = [name for name in record if name in useful]
+    if len(names) > 1 and (template := template_of_fields(names)):
+        both = f"data.field={shlex.quote(texts[0])}, or data.template={shlex.quote(template)}"
+        return f"Set {both} to read several fields."
+    if texts:
+        return f"Set data.field={shlex.quote(texts[0])}."
+    if isinstance(record.get("prompt"), list | tuple):
+        return "Set grpo.prompts to the file if its records are prompts of train.objective=grpo."
+    return "Add a text field to every record."
+
+
+def fill_template(record: Mapping[str, Any], template: str, key: str) -> str:
+    """The text of the template that `key` sets, without lines whose columns are empty.
+
+    A column that is null or missing is empty.
+
+    Raises:
+        BadRecord: the record lacks all of them, or has another type there.
+    """
+    pieces = split_template(template)
+    names = [name for _, name in pieces if name]
+    if all(_is_absent(value_of(record, name)) for name in names):
+        rule = f"must have one of the columns {', '.join(names)} of {key}."
+        raise BadRecord(_fields(record), rule, f"Correct {key}, or add a column to the record.")
+    lines, values = [""], [list[str]()]
+    for fixed, name in pieces:
+        first, *others = fixed.split("\n")
+        lines[-1] += first
+        lines += others
+        values += [list[str]() for _ in others]
+        if name:
+            is_empty = _is_absent(value_of(record, name))
+            values[-1].append("" if is_empty else _fill_field(record, name, key))
+            lines[-1] += values[-1][-1]
+        check_length(sum(map(len, lines)))
+    kept = [line for line, of in zip(lines, values, strict=True) if not of or any(of)]
+    text = "\n".join(kept)
+    return text if len(kept) == len(lines) else text.strip("\n")
+
+
+def value_of(record: Mapping[str, Any], name: str) -> Any:
+    """A column's value, that of `a.b` in the column `a` if there is none of the whole name."""
+    if name in record:
+        return record[name]
+    first, dot, rest = name.partition(".")
+    inner = record.get(first)
+    return value_of(inner, rest) if dot and isinstance(inner, Mapping) else _MISSING
+
+
+def _fill_field(record: Mapping[str, Any], name: str, key: str = "data.template") -> str:
+    value = value_of(record, name)
+    if isinstance(value, (str, bytes)):
+        return _text(value)
+    if isinstance(value, (bool, int, float, np.generic)):
+        return str(value)
+    found = "is missing" if value is _MISSING else f"is of type {type(value).__name__}"
+    raise BadRecord(
+        _fields(record),
+        f"must have text or a number in the column {name} of {key}, which {found}.",
+        f"Correct {key}, or add the column to every record.",
+    )
+
+
+def _is_absent(value: object) -> bool:
+    return value is None or value is _MISSING
+
+
+def _fields(record: Mapping[str, Any]) -> str:
+    return shorten(f"fields {', '.join(map(str, record)) or 'none'}")
+
+
+def _text(value: str | bytes) -> str:
+    check_length(len(value))
+    if isinstance(value, bytes):
+        return decode_utf8(value)
+    # A JSON string may hold half of a surrogate pair, which no encoder takes.
+    return value.encode("utf-8", "replace").decode()
+
+
+def check_length(size_bytes: int) -> None:
+    """Checks that a record is not larger than documents may be.
+
+    Raises:
+        BadRecord: it is.
+    """
+    if size_bytes > MAX_RECORD_BYTES:
+        raise BadRecord(
+            f"{size_bytes} bytes",
+            f"must be at most {MAX_RECORD_BYTES} bytes long: it is held in memory as a whole.",
+            "Cut the document into several.",
+        )
+
+
+def from_json(raw: bytes) -> dict[str, Any]:
+    """The JSON object of a record.
+
+    Raises:
+        ValueError: it is not JSON, nests too deep, or is no object.
+    """
+    value = parse_json(raw, _ANYTHING, most_depth=_MAX_DEPTH)
+    if not isinstance(value, dict):
+        raise ValueError(f"it is of type {type(value).__name__}")
+    return value
+
+
+def decode_utf8(raw: bytes, errors: str = "strict") -> str:
+    """UTF-8 as text.
+
+    Raises:
+        BadRecord: it is not UTF-8.
+    """
+    try:
+        return raw.decode("utf-8", errors)
+    except UnicodeDecodeError as error:
+        raise BadRecord(
+            f"byte 0x{raw[error.start]:02x} at offset {error.start}",
+            "must be UTF-8 text.",
+            "Convert it to UTF-8, or leave it out of data.path with a glob pattern.",
+        ) from error
+
+
+def shorten(text: str | bytes, limit: int = _SHOWN) -> str:
+    """In one line of at most `limit` characters."""
+    if isinstance(text, bytes):
+        text = text[: 8 * limit].decode("utf-8", "replace")
+    line = " ".join(text.split())
+    return line if len(line) <= limit else line[: limit - 3] + "..."

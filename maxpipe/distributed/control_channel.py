@@ -1,0 +1,531 @@
+"""How the processes of a run monitor each other: a connection from each one to process 0.
+
+Threads and sockets only, so that a process answers while its main thread compiles, waits in a
+collective or sleeps in a reader. Process 0 is the hub, which decides for all. A run of one
+process is its own hub. Peers prove the run's secret first. The hub says, in this order of
+importance, why all leave: a process reported a failure, is gone, or does not answer, or
+nothing moves.
+
+jax has a service of the same kind, which ends processes with SIGABRT and names none; the link
+speaks first.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import faulthandler
+import math
+import os
+import selectors
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+from maxpipe.distributed.coordinator import (
+    STOPPED_BEFORE_FIRST_STEP,
+    Coordinator,
+    CoordinatorMessage,
+    Heartbeat,
+    Hello,
+    JoinFailure,
+    Member,
+    MemberMessage,
+    StopCode,
+    Timeouts,
+    sanitize_exit_code,
+    sanitize_peer_text,
+)
+from maxpipe.distributed.phases import WAITING, Phases
+from maxpipe.distributed.protocol import (
+    VARIABLE,
+    AuthenticatedConnection,
+    PeerAuthenticationError,
+    connect,
+)
+from maxpipe.errors import (
+    DivergenceError,
+    ExitCode,
+    MaxpipeError,
+    Preemption,
+    ReplicaError,
+    UserInterrupt,
+)
+from maxpipe.io import redact
+
+_AGAIN = "  Start the same command again: it resumes from the newest checkpoint, if there is one."
+_COORDINATOR_GONE = f"process 0 is gone\n  Its own output says why.\n{_AGAIN}"
+_NO_TIME = (
+    "the time to save is over\n"
+    f"  runtime.stop_grace_seconds have passed since it was asked to stop.\n{_AGAIN}"
+)
+_STOPPED_TWICE = f"asked twice to stop\n  Left at once; nothing more is saved.\n{_AGAIN}"
+_ONE_REQUEST_SECONDS = 1.0
+"""Shells, launchers and `timeout` signal a process, and then its group with the process in it."""
+_ONE_KEY_SECONDS = 0.25
+"""The same of Ctrl-C, which a person may press twice in a second, and mean it."""
+SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+"""Signals that ask a run to stop: a scheduler's, a closed terminal's, and Ctrl-C."""
+_VERDICT_SECONDS = 2.0
+_GOODBYE_SECONDS = 5.0
+"""Seconds for messages that are on their way when a process leaves."""
+_NO_SECRET = "; it has left no secret in the run's folder"
+_OTHER_SECRET = "; what answers there does not know the secret of this run"
+_SAME_SECRET = (
+    f"Start all with the same {VARIABLE}, or without it and with run.dir in a folder that all "
+    "hosts see."
+)
+_RESEND_SECONDS = 0.05
+_MAX_TEXT = 8000
+_MAX_DETAIL = 300
+
+
+@dataclass
+class CoordinatorState:
+    """What the hub has sent to this process; guarded by the link's condition."""
+
+    welcome: bool = False
+    refused: JoinFailure | None = None
+    asked: bool = False
+    """A process was asked to stop, and the hub collects how far each one is."""
+    code: StopCode = 75
+    """The exit code of all then."""
+    stop_at: int | None = None
+    agreed: dict[str, dict[str, list[int]]] = field(default_factory=dict)
+    """Name of what was compared -> value -> processes that have it."""
+
+
+class ControlChannel:
+    """This process's end. `with link:` runs its thread and catches `SIGNALS`.
+
+    Args:
+        phases: what this process reports of itself.
+        limits: when others are given up.
+        index: of this process.
+        count: of processes.
+        say: prints a line for the user; process 0 is the one that is read.
+    """
+
+    def __init__(
+        self,
+        phases: Phases,
+        limits: Timeouts,
+        *,
+        index: int = 0,
+        count: int = 1,
+        say: Callable[[str], None] = lambda text: _print(text),
+    ):
+        self.index, self.count, self.say = index, count, say
+        self.tell: Callable[[str], None] = say
+        """Prints a line on every process."""
+        self.on_leave: Callable[[int, str], None] = lambda code, text: None
+        """Called before the process ends for a reason from the hub."""
+        self._phases, self._limits = phases, limits
+        self._selector = selectors.DefaultSelector()
+        self._hub = None
+        if index == 0:
+            self._hub = Coordinator(
+                count, limits, self._hear, lambda text: self.say(text), self._selector
+            )
+        self._wire: AuthenticatedConnection | None = None
+        self._heard = 0.0
+        self._told, self._changed = CoordinatorState(), threading.Condition()
+        self._answered = 0
+        self._failing = self._closed = self._comparing = False
+        self._asked_at = 0.0
+        self._asked_code: StopCode = 75
+        self._wake, self._wakes = socket.socketpair()
+        self._thread = threading.Thread(target=self._run, name="maxpipe link", daemon=True)
+        self._before: dict[int, Any] = {}
+
+    # Start and end.
+
+    def __enter__(self) -> ControlChannel:
+        self._wakes.setblocking(False)
+        self._wake.setblocking(False)
+        self._selector.register(self._wake, selectors.EVENT_READ)
+        self.catch_signals()
+        if self.index > 0:
+            _delay_aborts()
+        self._thread.start()
+        return self
+
+    def catch_signals(self) -> None:
+        """Makes the signals ours, again after a library took one."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for number in SIGNALS:
+            # An ignored signal stays ignored: `nohup`, and background jobs of a script.
+            if number == signal.SIGTERM or signal.getsignal(number) != signal.SIG_IGN:
+                self._before.setdefault(number, signal.signal(number, self._noted))
+        # Python hands a signal on when the main thread next runs Python, which may take as long
+        # as a compilation; the thread sees its number at once.
+        signal.set_wakeup_fd(self._wakes.fileno(), warn_on_full_buffer=False)
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
+        self._closed = self._hub is None  # the hub ends when all have said goodbye
+        self._send({"bye": True})
+        if self._wire is not None:
+            self._wire.flush(_GOODBYE_SECONDS)
+        if self._hub is not None:
+            self._hub.wait_for_goodbyes(_GOODBYE_SECONDS if self._failing else math.inf)
+        self._closed = True
+        if threading.current_thread() is threading.main_thread():
+            signal.set_wakeup_fd(-1)
+            for number, before in self._before.items():
+                signal.signal(number, before)
+        with contextlib.suppress(OSError):
+            self._wakes.send(b"\0")
+        if self.index > 0:
+            _delay_aborts(False)
+        self._thread.join(_GOODBYE_SECONDS)
+        if self._hub is not None:
+            self._hub.close()
+        if self._wire is not None:
+            self._wire.close()
+        self._wake.close()
+        self._wakes.close()
+        self._selector.close()
+
+    def gather(
+        self,
+        address: tuple[str, int],
+        facts: Mapping[str, str],
+        secret: Callable[[], bytes | None],
+    ) -> JoinFailure | None:
+        """Waits until all processes have come; returns why they cannot run together, or None.
+
+        Args:
+            address: host and port of the hub; it listens there until all have come.
+            facts: values that must be the same in all processes, by name.
+            secret: of the run; None until this process has it.
+        """
+        hello: Hello = {
+            "index": self.index,
+            "count": self.count,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "facts": dict(facts),
+        }
+        if self._hub is not None:
+            key = secret()
+            assert key is not None, "process 0 makes the secret"
+            self._hub.join(Member(0, hello["host"], hello["pid"], facts=hello["facts"]))
+            self._hub.listen(address, key)
+        else:
+            found = self._reach(address, hello, secret)
+            if isinstance(found, JoinFailure):
+                if self._asked_at:
+                    self._go(self._asked_code, STOPPED_BEFORE_FIRST_STEP)
+                return found
+            self._heard, self._wire = time.monotonic(), found
+            self._selector.register(found, selectors.EVENT_READ)
+        if self._asked_at:  # before there was a connection
+            self._send({"stop": self._asked_code})
+        with contextlib.suppress(OSError):
+            self._wakes.send(b"\0")  # wakes the thread
+        end = time.monotonic() + self._limits.init_seconds + (5 if self.index else 0)
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._told.welcome or self._told.refused, end - time.monotonic()
+            )
+            if self._told.welcome or self._told.refused:
+                return self._told.refused
+        if self._hub is None:
+            return JoinFailure("process 0 went silent", late=True)
+        return self._hub.refuse_for_the_missing()
+
+    def _reach(
+        self, address: tuple[str, int], hello: Hello, secret: Callable[[], bytes | None]
+    ) -> AuthenticatedConnection | JoinFailure:
+        """The wire to process 0, or why there is none. Any other program learns nothing."""
+        begin = told = time.monotonic()
+        where = f"{address[0]}:{address[1]}"
+
+        def end() -> float:
+            limit = begin + self._limits.init_seconds
+            return min(limit, self._asked_at + _GOODBYE_SECONDS) if self._asked_at else limit
+
+        reason = _NO_SECRET
+        while time.monotonic() < end():
+            try:
+                if (key := secret()) is None:  # or removed, since process 0 has left
+                    raise ConnectionRefusedError
+                reason = "" if reason == _NO_SECRET else reason
+                wire = connect(address, key, end)
+            except OSError as error:
+                if isinstance(error, PeerAuthenticationError):
+                    reason = _OTHER_SECRET
+                elif isinstance(error, socket.gaierror):
+                    reason = f"; no address is known here for that name: {error.strerror}"
+                if time.monotonic() - told > 10:
+                    self.say(f"process {self.index} waits for process 0 at {where}{reason}")
+                    told = time.monotonic()
+                time.sleep(0.1)
+                continue
+            if wire.send({"hello": hello}):
+                return wire
+            wire.close()
+        limit = f"within {self._limits.init_seconds:g} s"
+        text = f"process 0 was not found at {where} {limit}{reason}"
+        about_secret = reason in (_NO_SECRET, _OTHER_SECRET)
+        return JoinFailure(text, late=True, action=_SAME_SECRET if about_secret else "")
+
+    # What the run asks.
+
+    def stops_here(self) -> bool:
+        """Whether to stop here. All processes ask equally often and get the same answers."""
+        with self._changed:
+            while self._told.asked and self._told.stop_at is None and not self._closed:
+                self._changed.wait(1.0)  # all answer from their threads
+            self._answered += 1
+            return self._told.stop_at is not None and self._answered >= self._told.stop_at
+
+    def stopped(self, text: str) -> Preemption:
+        """The end of a run that was asked to stop, and has saved."""
+        interrupted = self._told.code == ExitCode.INTERRUPTED
+        return UserInterrupt(text) if interrupted else Preemption(text)
+
+    def same(self, name: str, value: str) -> dict[str, list[int]]:
+        """Value -> processes that have it; one entry when all agree. All must ask."""
+        self._comparing = True
+        self._send({"same": name, "value": value})
+        with self._changed:
+            while name not in self._told.agreed:
+                self._changed.wait(1.0)
+            self._comparing = False
+            return self._told.agreed.pop(name)
+
+    @contextlib.contextmanager
+    def ends_together(self) -> Iterator[None]:
+        """When the body fails here, the others get the reason and leave with the same code."""
+        try:
+            yield
+        except Preemption:  # agreed by all
+            raise
+        except BaseException as error:
+            if isinstance(error, DivergenceError | ReplicaError) and self.index != 0:
+                # All decide alike, and process 0 records why.
+                time.sleep(_VERDICT_SECONDS)
+            if isinstance(error, Exception) and not isinstance(error, MaxpipeError):
+                # A collective fails when another process is gone: the hub reports which.
+                time.sleep(_VERDICT_SECONDS if self.count > 1 else 0)
+            code = error.exit_code if isinstance(error, MaxpipeError) else ExitCode.BUG
+            if isinstance(error, KeyboardInterrupt):
+                code = 128 + signal.SIGINT
+            self.fail(int(code), _format_error(error))
+            raise
+
+    def fail(self, code: int, text: str) -> None:
+        """Reports to all others that this process fails; it ends independently of jax."""
+        self._failing = True
+        self._send({"failed": {"code": code, "text": redact.redact_text(text)[-4000:]}})
+        if self.count == 1:
+            return
+        if self._hub is not None:  # jax ends a process at once that loses process 0
+            self._hub.wait_for_goodbyes(_GOODBYE_SECONDS / 2)
+        # jax would wait for the others at the exit, and they are gone.
+        atexit.register(_exit_now, code)
+        _exit_later(_GOODBYE_SECONDS, code)
+
+    # The thread.
+
+    def _run(self) -> None:
+        try:
+            self._watch()
+        except BaseException:
+            # The main thread would wait for messages that never come.
+            self._go(ExitCode.BUG, traceback.format_exc())
+
+    def _watch(self) -> None:
+        period = min(1.0, self._limits.heartbeat_seconds / 5)
+        last = 0.0
+        while not self._closed:
+            tending = self._hub.tend() if self._hub is not None else self._tend()
+            for key, _ in self._selector.select(min(period, tending)):
+                self._read(key.fileobj)
+            if self._closed:
+                return
+            now = time.monotonic()
+            if now - last >= period:
+                last = now
+                self._send({"beat": self._beat()})
+                if self._hub is not None:
+                    self._hub.check_timeouts()
+                else:
+                    self._check_hub(now)
+                if self._asked_at and now - self._asked_at > self._limits.grace_seconds > 0:
+                    self._go(self._asked_code, _NO_TIME)
+
+    def _tend(self) -> float:
+        """As in the hub: sends what is queued; the seconds until the next time."""
+        if self._wire is None or not self._wire.waits:
+            return math.inf
+        self._wire.push()
+        return _RESEND_SECONDS
+
+    def _check_hub(self, now: float) -> None:
+        """Only this link watches process 0."""
+        limit = self._limits.heartbeat_seconds
+        if self._wire is None or self._closed or self._failing or now - self._heard <= limit:
+            return
+        text = f"process 0 did not answer for {limit:g} s\n"
+        text += f"  It was stopped, or its host is down or cannot be reached.\n{_AGAIN}"
+        self._go(ExitCode.HANG, text)
+
+    def _beat(self) -> Heartbeat:
+        """Sends this process's state to the hub, about once a second."""
+        where = self._phases.where()
+        return {
+            "phase": where.phase,
+            "step": where.step,
+            "seconds": where.seconds,
+            "own": where.own_seconds,
+            "waits": self._comparing or where.phase in WAITING,
+            "detail": where.detail[:_MAX_DETAIL],
+        }
+
+    def _read(self, source: Any) -> None:
+        if source is self._wake:
+            for number in self._wake.recv(64):
+                if number in self._before:
+                    self._on_signal(signal.Signals(number))
+        elif self._wire is not None and source is self._wire:
+            messages = self._wire.receive(CoordinatorMessage)
+            if messages is None:
+                self._selector.unregister(self._wire)
+                if not (self._closed or self._failing or self._told.refused):
+                    if self._asked_at and not self._told.welcome:
+                        self._go(self._asked_code, STOPPED_BEFORE_FIRST_STEP)
+                    self._go(ExitCode.HANG, _COORDINATOR_GONE)
+                return
+            self._heard = time.monotonic()
+            for message in messages:
+                self._hear(message)
+        elif self._hub is not None:
+            self._hub.read(source)
+
+    def _noted(self, number: int, frame: FrameType | None) -> None:
+        """In the main thread: the next question waits for the answer to this signal."""
+        self._told.asked = True
+
+    def _on_signal(self, number: signal.Signals) -> None:
+        now, by_key = time.monotonic(), number == signal.SIGINT
+        if not self._asked_at:
+            self._asked_at = now
+            self._asked_code = 130 if by_key else 75
+            self._send({"stop": self._asked_code})
+            again = "press Ctrl-C again" if by_key else f"send {number.name} again"
+            self.tell(f"stopping after this step, and saving; {again} to leave at once")
+        elif now - self._asked_at > (_ONE_KEY_SECONDS if by_key else _ONE_REQUEST_SECONDS):
+            self._go(ExitCode.INTERRUPTED if by_key else ExitCode.PREEMPTED, _STOPPED_TWICE)
+
+    def _send(self, message: MemberMessage) -> None:
+        if self._hub is not None:
+            self._hub.handle(0, message)
+        elif self._wire is not None:
+            self._wire.send(message)
+
+    def _hear(self, message: CoordinatorMessage) -> None:
+        """A message of the hub."""
+        with self._changed:
+            at = self._answered
+            if "welcome" in message:
+                self._told.welcome = True
+            elif "refused" in message:
+                text = sanitize_peer_text(message["refused"], _MAX_TEXT)
+                self._told.refused = JoinFailure(text, message.get("late", False))
+            elif "ask" in message:
+                self._told.asked, self._told.code = True, message["ask"]
+            elif "stop_at" in message:
+                self._told.stop_at = message["stop_at"]
+            elif "agreed" in message:
+                self._told.agreed[message["agreed"]] = dict(message.get("values", []))
+            self._changed.notify_all()
+        if "ask" in message:
+            self._send({"at": at})
+        elif "leave" in message and not self._failing and not self._closed:
+            if message["leave"]["stacks"]:
+                self._show_stacks()
+            text = sanitize_peer_text(message["leave"]["text"], _MAX_TEXT)
+            self._go(sanitize_exit_code(message["leave"]["code"]), text)
+
+    def _show_stacks(self) -> None:
+        where = self._phases.where()
+        self.say(
+            f"process {self.index} on {socket.gethostname()}: {where.seconds:.0f} s in "
+            f"{where.phase} at step {where.step}"
+        )
+        with contextlib.suppress(OSError, ValueError):
+            faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr, all_threads=True)
+
+    def _go(self, code: int, text: str) -> None:
+        """Ends the process from here: the main thread may be anywhere, and disks may hang."""
+
+        def tell_ledger() -> None:
+            with contextlib.suppress(Exception):
+                self.on_leave(int(code), text)
+
+        try:
+            with contextlib.suppress(RuntimeError):  # no thread can start while Python ends
+                _exit_later(2 * _GOODBYE_SECONDS, int(code))
+                telling = threading.Thread(target=tell_ledger, daemon=True)
+                telling.start()
+                telling.join(_GOODBYE_SECONDS / 2)
+            with contextlib.suppress(Exception):
+                if self._hub is not None:
+                    self._hub.wait_for_leaving(_GOODBYE_SECONDS / 2)
+            with contextlib.suppress(OSError, ValueError):
+                _print(redact.redact_text(text))
+                sys.stdout.flush()
+        finally:
+            os._exit(int(code))
+
+
+def _print(text: str) -> None:
+    """In one write: another thread's text must not come before the end of the line."""
+    print(f"{text}\n", end="", file=sys.stderr, flush=True)
+
+
+def _format_error(error: BaseException) -> str:
+    if isinstance(error, MaxpipeError):
+        return str(error)
+    return "".join(traceback.format_exception(error)).rstrip()
+
+
+def _delay_aborts(delay: bool = True) -> None:
+    """A thread of jax that aborts since process 0 is gone sleeps first: the link tells why.
+
+    The handler is C's own `sleep`, given the signal's number: six seconds. Python could not run
+    one in that thread. Afterwards the abort goes on. The handler serves once, so that a second
+    SIGABRT from outside ends the process at once. Python's faulthandler, where it is enabled, keeps
+    the signal.
+    """
+    if faulthandler.is_enabled():
+        return
+    libc = ctypes.CDLL(None)
+    once = getattr(libc, "sysv_signal", libc.signal)  # SA_RESETHAND, where there is such a choice
+    once.argtypes = ctypes.c_int, ctypes.c_void_p
+    handler = ctypes.cast(libc.sleep, ctypes.c_void_p) if delay else None  # SIG_DFL
+    once(signal.SIGABRT, handler)
+
+
+def _exit_now(code: int) -> None:
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)
+
+
+def _exit_later(seconds: float, code: int) -> None:
+    timer = threading.Timer(seconds, lambda: os._exit(code))
+    timer.daemon = True
+    timer.start()

@@ -1,0 +1,114 @@
+"""When a run has had enough: evaluations in a row without a better metric.
+
+What is counted is saved with the data position, so that a resumed run ends where an unbroken one
+does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NotRequired, TypedDict
+
+from maxpipe.checkpoint.folder import BestMetric
+from maxpipe.config.schema import CheckpointConfig, EvalConfig
+from maxpipe.io.formatting import pluralize
+from maxpipe.io.typed_json import AnyFloat
+
+
+class EarlyStoppingState(TypedDict):
+    """What a checkpoint keeps."""
+
+    metric: str
+    is_largest: bool
+    waited: int
+    """Evaluations since the best one."""
+    counted: int
+    """Step of the newest evaluation that counts."""
+    best: NotRequired[AnyFloat]
+    best_step: NotRequired[int]
+
+
+class EarlyStopping:
+    """Counts the evaluations that `eval.every` asks for."""
+
+    def __init__(
+        self,
+        config: EvalConfig,
+        checkpoint: CheckpointConfig,
+        facts: Mapping[str, Any] | None = None,
+    ):
+        """`facts` are those of a checkpoint; of another metric they are not read."""
+        self._config, self._better = config, BestMetric.of(checkpoint)
+        self._waited = self._counted = 0
+        self._best: float | None = None
+        self._best_step = 0
+        facts = facts or {}
+        if (facts.get("metric"), facts.get("is_largest")) == (
+            self._better.metric,
+            self._better.is_largest,
+        ):
+            self._waited, self._counted = facts["waited"], facts["counted"]
+            self._best, self._best_step = facts.get("best"), facts.get("best_step", 0)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the run ends, or has ended, for that."""
+        return 0 < self._config.patience <= self._waited
+
+    def lacks(self, step: int) -> bool:
+        """Whether the evaluation after this step counts, and was not made."""
+        return bool(self._config.patience) and self._counts(step)
+
+    def is_over_with(self, step: int, metrics: Mapping[str, float]) -> bool:
+        """Counts the evaluation after a step; whether it is the one too many."""
+        if not self._counts(step):
+            return False
+        self._counted = step
+        found = self._better.key(metrics)
+        if found is not None and self._is_gain(found):
+            self._best, self._best_step = metrics[self._better.metric], step
+            self._waited = 0
+        else:
+            self._waited += 1
+        return self.is_over
+
+    def _counts(self, step: int) -> bool:
+        every = self._config.every
+        return bool(every) and step % every == 0 and step > self._counted
+
+    def _is_gain(self, key: float) -> bool:
+        if self._best is None:
+            return True
+        best = -self._best if self._better.is_largest else self._best
+        return key < best - self._config.min_gain
+
+    def facts(self) -> dict[str, EarlyStoppingState]:
+        """What a checkpoint keeps beside the data position."""
+        if not self._config.patience:
+            return {}
+        found = EarlyStoppingState(
+            metric=self._better.metric,
+            is_largest=self._better.is_largest,
+            waited=self._waited,
+            counted=self._counted,
+        )
+        if self._best is not None:
+            found["best"], found["best_step"] = self._best, self._best_step
+        return {"patience": found}
+
+    def event(self) -> dict[str, Any]:
+        """What the event of the end says."""
+        best = {} if self._best is None else {"best": self._best, "best_step": self._best_step}
+        return {"metric": self._better.metric, "evaluations": self._waited, **best}
+
+    def words(self) -> str:
+        """Why the run is over."""
+        gain = f" by more than {self._config.min_gain:g}" if self._config.min_gain else ""
+        best = "it was never a number"
+        if self._best is not None:
+            best = f"the best was {self._best:.6g} after step {self._best_step}"
+        return (
+            f"stopped early after step {self._counted}: {self._better.metric} has not become "
+            f"better{gain} in {pluralize(self._waited, 'evaluation')} (eval.patience="
+            f"{self._config.patience}); {best}"
+        )

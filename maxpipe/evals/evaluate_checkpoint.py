@@ -1,0 +1,374 @@
+"""Evaluation of a checkpoint or of a Hugging Face folder: parameters alone, under any layout.
+
+Nothing is written, neither into the run's folder nor beside it, and no lock is taken: the run may
+go on meanwhile, or belong to another user.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypedDict
+
+import jax
+
+from maxpipe.checkpoint.address import Address
+from maxpipe.checkpoint.storage import run_folder
+from maxpipe.config.check import check
+from maxpipe.config.data_sources import SPLITS, check_split
+from maxpipe.config.rules import batch_shards
+from maxpipe.config.schema import Config, PipelineConfig, TrainConfig
+from maxpipe.config.training_checks import find_unused_path
+from maxpipe.data.corpus import compare_fingerprints
+from maxpipe.data.loader import Loader, build_single_pass
+from maxpipe.data.tokenizer import Tokenizer
+from maxpipe.distributed import runtime
+from maxpipe.distributed.phases import COMPILE, DATA_SET_UP, EVAL, RESTORE, Phases
+from maxpipe.errors import ConfigError, DivergenceError, Preemption
+from maxpipe.evals.evaluate import EvalTotals, evaluate
+from maxpipe.io.files import expand_path
+from maxpipe.io.formatting import pluralize
+from maxpipe.parallel.axes import MeshConfig
+from maxpipe.parallel.mesh import build_mesh, describe_mesh
+from maxpipe.posttrain import reference_logprobs
+from maxpipe.restore.open_model import (
+    OpenedModel,
+    defer_interrupt,
+    detect_interrupt,
+    open_address_or_folder,
+)
+from maxpipe.step.build import load_batches, resolve_mesh, shared_metadata, steps_from_config
+
+MessageCallback = Callable[[str], None]
+
+# Settings of the run that do not change the loss of its parameters.
+_EXCLUDED_SECTIONS = ("checkpoint", "guard", "launch", "log")
+_SOURCE_KEYS = (
+    *("data.source", "data.path", "data.paths", "data.tfds_dir", "data.field", "data.template"),
+    "data.mixture.",
+)
+_ORDER_FIELDS = (
+    "order_version",
+    "source",
+    "documents",
+    "source_digest",
+    "seed",
+    "validation_fraction",
+)
+"""Entries of a fingerprint that decide which documents are for validation."""
+_REPORT_SECONDS = 10.0
+
+
+class _ReportHeader(TypedDict):
+    """What was evaluated."""
+
+    checkpoint: str
+    step: int | None
+    source: str
+    split: str
+    batches: int
+    all_batches: int
+    sources: dict[str, float]
+    """Loss of each source of a mixture that was read."""
+    sequence_length: int
+    mesh: str
+
+
+class TextReport(_ReportHeader):
+    """The result. Losses are means over target `tokens`, or over `bytes` of their text."""
+
+    tokens: int
+    bytes: int
+    nats_per_token: float
+    nats_per_byte: float
+    bits_per_byte: float
+    perplexity: float
+
+
+class PairReport(_ReportHeader):
+    """The result with `train.objective=preference`."""
+
+    pairs: int
+    preference: dict[str, float]
+    """Mean loss over pairs, and what the objective reports."""
+
+
+EvalReport = TextReport | PairReport
+
+
+def evaluate_model(
+    named: Address | Path, inputs: Sequence[str], split: str | None, say: MessageCallback
+) -> EvalReport | None:
+    """Loss of a model, by default of its run's own evaluation; None in all processes but one.
+
+    `inputs` are files and overrides that change the model's own config. `split` says which
+    documents count: by default those for validation. Of a source that `inputs` name it is all, and
+    of these all batches. Weights without a run need one.
+    `say` is called with progress messages.
+
+    Raises:
+        ConfigError: there is no such model, or the config does not fit it or the devices.
+        StorageError: the checkpoint is damaged.
+        NumbersError: the loss is not finite.
+        Preempted: the processes were asked to stop.
+    """
+    chosen = open_address_or_folder(
+        named, inputs, _folder if isinstance(named, Path) else _checkpoint_config
+    )
+    _check_documents(chosen)
+    is_other = chosen.is_given(*_SOURCE_KEYS)
+    phases = Phases()
+    with _start_processes(chosen.loaded.config, phases) as stops:
+        if jax.process_index():
+            say = _ignore_progress
+        for each in chosen.loaded.cautions:
+            say(f"warning: {each.line}")
+        config = _fit_mesh(chosen, say)
+        split = split or ("all" if is_other else "validation")
+        with phases.enter(DATA_SET_UP):
+            loader, tokenizer = _documents(chosen, config, split, phases)
+        with contextlib.closing(loader):
+            if not is_other:
+                _warn_changed_documents(chosen, loader, say)
+            steps = steps_from_config(config, build_mesh(config.mesh), tokenizer.byte_lengths)
+            with phases.enter(RESTORE):
+                say(f"restoring the parameters of {chosen.name}")
+                params = steps.stack_params(chosen.params(steps))
+            if reference_logprobs.needs_references(steps):
+                run_dir = Path(named.run_dir) if isinstance(named, Address) else named
+                reference_logprobs.attach_stored_references(run_dir, loader)
+            with phases.enter(COMPILE):
+                say("compiling")
+                step = steps.compile_eval(config.eval.batch_size)
+            count = loader.num_batches
+            if not is_other or chosen.is_given("eval.batches"):
+                count = min(config.eval.batches or count, count)
+            ready = load_batches(steps.batch_sharding, loader, 0, count)
+            with phases.enter(EVAL), ready as source, _deferred_stop(config, stops) as stops:
+                reported = _with_progress(source, count, phases, say)
+                totals = evaluate(step, params, reported, stops, loader.sources)
+    if totals is None:
+        raise _stop_error(chosen)
+    mesh = describe_mesh(steps.partition.mesh)
+    found = _report(chosen, totals, loader, split, count, mesh)
+    return None if jax.process_index() else found
+
+
+def _check_documents(chosen: OpenedModel) -> None:
+    """Raises ConfigError where no documents are named, or such as are not read."""
+    loaded = chosen.loaded
+    if not chosen.is_given(*_SOURCE_KEYS) and not chosen.is_trained:
+        raise ConfigError.one(
+            "data",
+            None,
+            f"must be named: {chosen.name} has weights alone, and no documents for validation.",
+            "Give text with --data FILE_OR_FOLDER, or with data.source and data.path.",
+        )
+    if chosen.is_given("data.path") and (found := find_unused_path(loaded.config, loaded.origins)):
+        raise ConfigError(found)
+
+
+def _stop_error(chosen: OpenedModel) -> BaseException:
+    """What to raise when the processes were asked to stop."""
+    if chosen.loaded.config.runtime.num_processes == 1:
+        return KeyboardInterrupt()
+    return Preemption(
+        f"{chosen.name}: evaluation was asked to stop\n"
+        "  Nothing was changed.\n"
+        "  Start the same command again."
+    )
+
+
+def _checkpoint_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a checkpoint's config says how it is evaluated."""
+    found = {section: keys for section, keys in config.items() if section not in _EXCLUDED_SECTIONS}
+    if isinstance(train := found.get("train"), Mapping):
+        # Smaller batches of the training do not bind the microbatches that evaluation has here.
+        found["train"] = {key: value for key, value in train.items() if key != "batch_ramp"}
+    return found
+
+
+def _folder(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The same of a Hugging Face folder, which may be made for very long rows."""
+    length = min(config["train"]["sequence_length"], TrainConfig().sequence_length)
+    return {**config, "train": {**config["train"], "sequence_length": length}}
+
+
+@contextlib.contextmanager
+def _deferred_stop(config: Config, stops: Callable[[], bool]) -> Iterator[Callable[[], bool]]:
+    """How to know whether to stop while devices compute: Python must not end then."""
+    if config.runtime.num_processes > 1:
+        yield stops
+    else:
+        with defer_interrupt() as asked:
+            yield lambda: asked() or stops()
+
+
+@contextlib.contextmanager
+def _start_processes(config: Config, phases: Phases) -> Iterator[Callable[[], bool]]:
+    """Devices, and other processes if there are any; tells whether all were asked to stop."""
+    if config.runtime.num_processes == 1:
+        with detect_interrupt() as asked:
+            runtime.start(config.runtime, config.mesh.cpu_devices)
+            yield asked
+    else:
+        facts = shared_metadata(config)
+        where = run_folder(config.run)
+        joined = runtime.join_processes(
+            config.runtime, config.mesh.cpu_devices, phases, facts, where
+        )
+        with joined as link:
+            yield link.stops_here
+
+
+def _ignore_progress(text: str) -> None:
+    """Progress messages of processes other than the first are dropped."""
+
+
+def _fit_mesh(chosen: OpenedModel, say: MessageCallback) -> Config:
+    """The config with a mesh that the devices here allow: the run's own, or all on one axis."""
+    try:
+        return resolve_mesh(chosen.loaded).config
+    except ConfigError:
+        if chosen.is_given("mesh.ici_", "mesh.dcn_", "pipeline."):
+            raise
+    config, count = chosen.loaded.config, jax.device_count()
+    if not chosen.is_trained and not chosen.is_given("train.batch_size", "eval.batch_size"):
+        rows = math.ceil(config.train.batch_size / count) * count
+        config = dataclasses.replace(
+            config, train=dataclasses.replace(config.train, batch_size=rows)
+        )
+    own = " x ".join(f"{axis} {size}" for axis, size in _sizes(config.mesh).items() if size != 1)
+    simple = [_single_axis_config(config, axis, count) for axis in ("fsdp", "data")]
+    problems = [check(each, chosen.loaded.origins) for each in simple]
+    axis = next((axis for axis, found in enumerate(problems) if not found), None)
+    if axis is None:
+        first = problems[0][0]
+        raise ConfigError.one(
+            "mesh",
+            own or "one device",
+            f"is the run's and does not fit the {pluralize(count, 'device')} here, nor does fsdp "
+            f"{count}: {first.where.rpartition(': ')[2]} {first.rule}",
+            "Give a mesh for these devices, and a pipeline that fits it: mesh.ici_fsdp=..., "
+            "pipeline.microbatches=1, eval.batch_size=...",
+        )
+    if chosen.is_trained:
+        say(
+            f"the run's mesh ({own or 'one device'}) does not fit the {pluralize(count, 'device')} "
+            f"here: evaluating with {('fsdp', 'data')[axis]} {count}, without a pipeline"
+        )
+    return simple[axis]
+
+
+def _sizes(mesh: MeshConfig) -> dict[str, int]:
+    """Sizes of axes by the names of their keys."""
+    values = dataclasses.asdict(mesh)
+    return {key: size for key, size in values.items() if key.startswith(("ici_", "dcn_"))}
+
+
+def _single_axis_config(config: Config, axis: str, count: int) -> Config:
+    """The config on one stage, with microbatches no larger than before."""
+    shards, _ = batch_shards(config.mesh)
+    largest = max(1, config.train.batch_size // (shards * config.pipeline.microbatches))
+    mine = max(1, config.train.batch_size // count)
+    microbatches = next(
+        each for each in range(1, mine + 1) if mine % each == 0 and mine // each <= largest
+    )
+    kept = {"cpu_devices": config.mesh.cpu_devices, "axis_rules": config.mesh.axis_rules}
+    mesh = MeshConfig(**{f"ici_{axis}": count}, **kept)
+    pipeline = PipelineConfig(
+        microbatches=microbatches, weight_gather=config.pipeline.weight_gather
+    )
+    return dataclasses.replace(config, mesh=mesh, pipeline=pipeline)
+
+
+def _documents(
+    chosen: OpenedModel, config: Config, split: str, phases: Phases
+) -> tuple[Loader, Tokenizer]:
+    check_split(split, (*SPLITS, *config.data.validation))
+    return build_single_pass(
+        config.data,
+        config.tokenizer,
+        split,
+        seed=config.run.seed,
+        batch_size=config.train.batch_size,
+        sequence_length=config.train.sequence_length,
+        eval_batch_size=config.eval.batch_size,
+        cache_dir=str(expand_path(config.run.dir, "run.dir") / ".index"),
+        moved=phases.progress,
+        fit=chosen.fitted,
+    )
+
+
+def _warn_changed_documents(chosen: OpenedModel, loader: Loader, say: MessageCallback) -> None:
+    for name, before, now in compare_fingerprints(chosen.fingerprint, loader.fingerprint()):
+        if name in _ORDER_FIELDS:
+            say(
+                f"warning: data: {name} was {before!r} when step {chosen.step} was saved and "
+                f"is {now!r}: documents of the training may be among those for validation"
+            )
+
+
+def _with_progress(
+    source: Iterator[Any], count: int, phases: Phases, say: MessageCallback
+) -> Iterator[Any]:
+    """The same batches, with progress messages."""
+    begin = last = time.monotonic()
+    for number, batch in enumerate(source):
+        phases.progress(number)
+        yield batch
+        now = time.monotonic()
+        if now - last > _REPORT_SECONDS:
+            last, left = now, (now - begin) / (number + 1) * (count - number - 1)
+            say(f"batch {number + 1} of {count}, {left:.0f} s left")
+
+
+def _report(
+    chosen: OpenedModel, totals: EvalTotals, loader: Loader, split: str, count: int, mesh: str
+) -> EvalReport:
+    metrics = totals.metrics
+    loss = metrics["eval/loss"]
+    if not totals.targets:
+        raise ConfigError.one(
+            "data",
+            loader.fingerprint()["source"],
+            "has no token whose loss counts: each document needs two tokens in one sequence.",
+            "Give documents with text, or a larger train.sequence_length.",
+        )
+    if not math.isfinite(loss):
+        raise DivergenceError(
+            f"{chosen.name}: the loss is {loss}\n"
+            "  its parameters give numbers that are not finite.\n"
+            "  Evaluate an earlier step, or with model.compute_dtype=float32."
+        )
+    found: _ReportHeader = {
+        "checkpoint": chosen.name,
+        "step": chosen.step,
+        "source": loader.fingerprint()["source"],
+        "split": split,
+        "batches": count,
+        "all_batches": loader.num_batches,
+        "sources": {
+            name: each.loss / each.targets
+            for name, each in totals.of_sources.items()
+            if each.targets
+        },
+        "sequence_length": loader.sequences.sequence_length,
+        "mesh": mesh,
+    }
+    if not totals.of_text:
+        of_pairs = {name: metrics[f"eval/{name}"] for name in ("loss", *totals.reports)}
+        return {**found, "pairs": int(totals.targets), "preference": of_pairs}
+    return {
+        **found,
+        "tokens": int(totals.targets),
+        "bytes": int(totals.bytes),
+        "nats_per_token": loss,
+        "nats_per_byte": metrics["eval/nats_per_byte"],
+        "bits_per_byte": metrics["eval/nats_per_byte"] / math.log(2),
+        "perplexity": math.exp(min(loss, 700.0)),
+    }

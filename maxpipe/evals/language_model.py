@@ -1,0 +1,252 @@
+"""What harnesses ask of a model: likelihoods of continuations and of texts, and continuations.
+
+Source: the three kinds of requests are those of lm-evaluation-harness.
+
+Log-likelihoods of tokens that follow others, in rows side by side.
+
+Rows are padded on the right, where no token of them looks, so that the rows beside one do not
+change it. Logits are made of a block of tokens at a time: those of whole rows would be many times
+as large as all else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from maxpipe.errors import ConfigError, DivergenceError
+from maxpipe.evals.scoring_sequences import Score, ScoringSequence, ScoringTokenizer, right_pad
+from maxpipe.generate.completions import Completion, GenerationLimits, Prompt, complete, parse_stops
+from maxpipe.generate.decoding import DecodeEngine, Sampling, padded_length
+from maxpipe.generate.load_model import LoadedModel
+from maxpipe.models.config import ModelConfig
+from maxpipe.nn.decoder import Decoder
+from maxpipe.parallel.mesh import BATCH_AXES
+from maxpipe.parallel.sharding import BATCH_SPEC
+
+_MAX_LOGITS = 1 << 26
+"""Most logits that are in memory at a time, over all devices."""
+
+
+@dataclass(frozen=True)
+class Scorer:
+    """A model on a mesh without stages that scores rows."""
+
+    weights: LoadedModel
+    batch_size: int = 16
+
+    def score(
+        self,
+        rows: Sequence[ScoringSequence],
+        *,
+        stops: Callable[[], bool] = lambda: False,
+        moved: Callable[[int], object] = lambda done: None,
+    ) -> list[Score]:
+        """The score of each row. The result does not depend on the rows beside it.
+
+        After each batch `stops` is called, and `moved` with the number of rows that are done.
+
+        Raises:
+            NumbersError: the model gives numbers that are not finite.
+            KeyboardInterrupt: `stops` says so; no device computes any more.
+        """
+        # Rows of about one length together; the longest first, as memory ends there if anywhere.
+        order = sorted(range(len(rows)), key=lambda row: -rows[row].length)
+        found: list[Score | None] = [None] * len(rows)
+        for first in range(0, len(order), self.batch_size):
+            mine = order[first : first + self.batch_size]
+            scores = self._batch([rows[row] for row in mine], len(rows))
+            for row, score in zip(mine, scores, strict=True):
+                found[row] = score
+            moved(first + len(mine))
+            if stops():
+                raise KeyboardInterrupt
+        return [score for score in found if score is not None]
+
+    def _batch(self, rows: Sequence[ScoringSequence], most: int) -> list[Score]:
+        mesh = self.weights.mesh
+        shards = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
+        count = math.ceil(min(self.batch_size, most) / shards) * shards
+        batch = right_pad(rows, count, padded_length(max(row.length for row in rows)))
+        with jax.set_mesh(mesh):
+            placed = jax.device_put(batch, NamedSharding(mesh, BATCH_SPEC))
+            logprobs, best = jax.device_get(self._program(self.weights.params, placed))
+        return [_score(row, logprobs[number], best[number]) for number, row in enumerate(rows)]
+
+    @cached_property
+    def _program(self) -> Any:
+        """(parameters, batch) -> log-probabilities of targets, and whether they are the best."""
+        rows = NamedSharding(self.weights.mesh, BATCH_SPEC)
+        return jax.jit(
+            partial(_score_batch, dropless_decoder(self.weights.decoder)), out_shardings=rows
+        )
+
+
+def dropless_decoder(decoder: Decoder) -> Decoder:
+    """The model with room for all tokens in each expert, as in generation."""
+    config: ModelConfig = decoder.config
+    own: Any = config.own
+    if getattr(own, "capacity_factor", 0):
+        own = dataclasses.replace(own, capacity_factor=0.0)
+        config = dataclasses.replace(config, own=own)
+    return dataclasses.replace(decoder, config=config)
+
+
+def _score_batch(decoder: Decoder, params: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
+    hidden = decoder.hidden(params, batch)
+    count, width, _ = hidden.shape
+    block = width
+    while block % 2 == 0 and count * block * decoder.config.vocab_size > _MAX_LOGITS:
+        block //= 2
+
+    def of_block(each: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        x, targets = each
+        logits = decoder.logits(params, x)
+        logits = jax.lax.with_sharding_constraint(logits, PartitionSpec(BATCH_AXES, None, None))
+        picked = jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], -1)[..., 0]
+        return picked, logits.argmax(-1) == targets
+
+    def cut(x: jax.Array) -> jax.Array:
+        return jnp.moveaxis(x.reshape(count, width // block, block, *x.shape[2:]), 1, 0)
+
+    found = jax.lax.map(of_block, (cut(hidden), cut(batch["targets"])))
+    return tuple(jnp.moveaxis(each, 0, 1).reshape(count, width) for each in found)  # pyright: ignore[reportReturnType]
+
+
+def _score(row: ScoringSequence, logprobs: np.ndarray, best: np.ndarray) -> Score:
+    mine = row.predicting
+    logprob = float(logprobs[mine].sum(dtype=np.float64))
+    if not math.isfinite(logprob):
+        raise DivergenceError(
+            f"a text of {row.length} tokens has the log-probability {logprob}\n"
+            "  the model's parameters give numbers that are not finite.\n"
+            "  Take an earlier step, or set model.compute_dtype=float32."
+        )
+    return Score(logprob, bool(best[mine].all()))
+
+
+_MAX_TOKENS = 256
+_SAMPLING_SETTINGS = ("top_k", "top_p", "min_p")
+_KNOWN_SETTINGS = {
+    "until",
+    "max_gen_toks",
+    "do_sample",
+    "temperature",
+    "repetition_penalty",
+    *_SAMPLING_SETTINGS,
+}
+
+
+@dataclass
+class LanguageModel:
+    """A model that answers requests."""
+
+    weights: LoadedModel
+    texts: ScoringTokenizer
+    batch_size: int = 16
+    stops: Callable[[], bool] = lambda: False
+    """Whether to end with KeyboardInterrupt, asked when no device computes."""
+    _scorer: Scorer = field(init=False)
+    _decodings: dict[Sampling, DecodeEngine] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        self._scorer = Scorer(self.weights, self.batch_size)
+
+    # Likelihoods.
+
+    def loglikelihood(
+        self, pairs: Sequence[tuple[str, str]], moved: Callable[[int], object] = lambda done: None
+    ) -> list[Score]:
+        """The log-likelihood of each continuation after its context.
+
+        What exceeds the room is cut from the context's beginning, after the begin tokens.
+
+        Raises:
+            ConfigError: a continuation alone exceeds the room.
+            NumbersError: the model gives numbers that are not finite.
+        """
+        rows = [self.texts.fitted(self.texts.row(*pair)) for pair in pairs]
+        return self._scorer.score(rows, stops=self.stops, moved=moved)
+
+    def loglikelihood_rolling(self, texts: Sequence[str]) -> list[float]:
+        """The log-likelihood of each text, whatever its length.
+
+        A long text is cut into rows that each look at the token before them; the last row looks at
+        as many as there is room for.
+
+        Raises:
+            NumbersError: the model gives numbers that are not finite.
+        """
+        windows = [self.texts.windows(text) for text in texts]
+        rows = [row for mine in windows for row in mine]
+        scores = iter(self._scorer.score(rows, stops=self.stops))
+        return [sum(next(scores).logprob for _ in mine) for mine in windows]
+
+    # Continuations.
+
+    def generate_until(self, requests: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
+        """What follows each context, up to the first text of `until`, which it does not have.
+
+        Read are `until`, `max_gen_toks` (256), `do_sample`, `temperature` (0), `top_k`, `top_p`,
+        `min_p` and `repetition_penalty`. What exceeds the room is cut from the context's beginning.
+
+        Raises:
+            ConfigError: other settings, or no room for that many tokens.
+            NumbersError: the model gives numbers that are not finite.
+        """
+        found = [""] * len(requests)
+        groups: dict[tuple[Sampling, GenerationLimits], list[Prompt]] = {}
+        for number, (context, settings) in enumerate(requests):
+            sampling, limits = self._settings(settings)
+            ids = self.texts.encoded(context)
+            over = max(len(ids) + limits.max_tokens - self.texts.room, 0)
+            prompt = Prompt(number, context, self.texts.without(ids, over))
+            groups.setdefault((sampling, limits), []).append(prompt)
+
+        def write(done: Completion) -> None:
+            found[done.prompt.number] = done.text
+
+        for (sampling, limits), prompts in groups.items():
+            if sampling not in self._decodings:
+                decoder, _, mesh = self.weights
+                self._decodings[sampling] = DecodeEngine(decoder, mesh, sampling, seed=0)
+            given = (self._decodings[sampling], self._by_layer, self.texts.tokenizer, prompts)
+            complete(*given, limits, write=write, stops=self.stops)
+        return found
+
+    @cached_property
+    def _by_layer(self) -> Any:
+        """The parameters as decoding reads them: a part of a stack would be copied per token."""
+        return self.weights.decoder.by_layer(self.weights.params)
+
+    def _settings(self, settings: Mapping[str, Any]) -> tuple[Sampling, GenerationLimits]:
+        where = "generation settings"
+        unknown = [name for name in settings if name not in _KNOWN_SETTINGS]
+        if unknown:
+            rule = f"has what is not known here: known are {', '.join(sorted(_KNOWN_SETTINGS))}."
+            raise ConfigError.one(where, ", ".join(unknown), rule, "Leave it out.")
+        samples = settings.get("do_sample") is not False
+        temperature = float(settings.get("temperature") or 0.0) if samples else 0.0
+        taken = (
+            (*_SAMPLING_SETTINGS, "repetition_penalty") if temperature else ("repetition_penalty",)
+        )
+        chosen = {name: settings[name] for name in taken if name in settings}
+        most = int(settings.get("max_gen_toks", _MAX_TOKENS))
+        if not 1 <= most < self.texts.room:
+            rule = f"must be from 1 to {self.texts.room - 1}: rows have {self.texts.room} tokens."
+            raise ConfigError.one(f"{where}: max_gen_toks", most, rule, "Give a smaller number.")
+        until = settings.get("until") or ()
+        until = (until,) if isinstance(until, str) else tuple(until)
+        texts = [text for text in until if text]
+        stops, ids = parse_stops(texts, self.texts.tokenizer, f"{where}: until")
+        limits = GenerationLimits(most, self.texts.room, stops, self.batch_size, stop_ids=ids)
+        return Sampling(temperature=temperature, **chosen), limits

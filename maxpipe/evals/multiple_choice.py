@@ -1,0 +1,476 @@
+"""Questions with choices during training: parameters stay where they are, stages included.
+
+Each choice is a row. The step of evaluation adds up its loss over the tokens of the choice, apart
+from other rows': what it does for the sources of a mixture.
+
+Questions with choices: the most likely one after the context is the answer of the model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, TypedDict
+
+import numpy as np
+
+from maxpipe.config.check import check
+from maxpipe.config.eval_schema import TaskConfig
+from maxpipe.config.rules import batch_shards, did_you_mean
+from maxpipe.config.schema import Config
+from maxpipe.data.datasets import load_run_chat_template
+from maxpipe.data.tokenizer import Tokenizer
+from maxpipe.data.tokenizers.chat import ChatInput, ChatTemplate
+from maxpipe.errors import ConfigError, Problem, StorageError
+from maxpipe.evals.scoring_sequences import Score, ScoringSequence, ScoringTokenizer, right_pad
+from maxpipe.io import files
+from maxpipe.io.formatting import round_up
+from maxpipe.io.typed_json import parse_json
+from maxpipe.parallel.sharding import local_sequences, make_global_batch
+from maxpipe.step.build import steps_from_config
+from maxpipe.step.step import Steps
+
+_MAX_FILE_BYTES = 1 << 28
+_MAX_LINE_BYTES = 1 << 24
+_MAX_PROBLEMS = 20
+_CONTEXT_FIELDS = ("context", "prompt")
+_BATCHES_PER_CALL = 64
+"""Batches of rows whose results are written together."""
+
+
+class Question(NamedTuple):
+    """A line of a file."""
+
+    line: int
+    """From 1."""
+    context: str
+    choices: tuple[str, ...]
+    answer: int
+    """From 0."""
+
+
+class QuestionResult(TypedDict):
+    """What becomes of a line; one object a line of the output."""
+
+    line: int
+    answer: int
+    chosen: int
+    """The most likely choice."""
+    chosen_by_bytes: int
+    """The most likely one by byte of its text."""
+    loglikelihoods: list[float]
+    """In nats, of each choice."""
+    bytes: list[int]
+    """Of each choice, as the file has it."""
+
+
+class TaskSummary(TypedDict):
+    """What becomes of a file."""
+
+    questions: int
+    accuracy: float
+    """Share of the questions of which the most likely choice is the answer."""
+    accuracy_stderr: float
+    """Standard error of that share as an estimate."""
+    accuracy_by_bytes: float
+    """The same with log-likelihoods divided by the bytes of the choice."""
+    accuracy_by_bytes_stderr: float
+    chance: float
+    """The share that is expected of choosing blindly."""
+
+
+def read_questions(path: str, where: str) -> list[Question]:
+    """The questions of a file; `where` names what gave the path.
+
+    Raises:
+        ConfigError: it cannot be read, or with every line that is none.
+    """
+    try:
+        raw = files.read(path, _MAX_FILE_BYTES)
+    except OSError as error:
+        rule = f"must be a file that can be read: {error.strerror or error}."
+        raise ConfigError.one(
+            where, path, rule, f"Name a file of lines such as {_EXAMPLE}."
+        ) from error
+    found: list[Question] = []
+    problems: list[Problem] = []
+    for number, line in enumerate(raw.splitlines(), 1):
+        if line.strip():
+            try:
+                found.append(_question(number, line))
+            except ValueError as error:
+                given = line[:60].decode("utf-8", "replace") + ("..." if len(line) > 60 else "")
+                action = f"Correct the line, or take it out. One looks like {_EXAMPLE}."
+                problems.append(Problem(f"{path}:{number}", given, f"{error}.", action))
+    if problems:
+        raise ConfigError(problems[:_MAX_PROBLEMS])
+    if not found:
+        rule = "holds no question: each line that is not blank is one."
+        raise ConfigError.one(where, path, rule, f"Write lines such as {_EXAMPLE}.")
+    return found
+
+
+_EXAMPLE = '{"context": "2 + 2 =", "choices": ["4", "5"], "answer": 0}'
+
+
+def _question(number: int, line: bytes) -> Question:
+    """Raises ValueError with the rule."""
+    try:
+        record = parse_json(line, dict[str, Any])
+    except ValueError as error:
+        raise ValueError(f"must be a JSON object in UTF-8: {error}") from error
+    context = [record[name] for name in _CONTEXT_FIELDS if name in record]
+    if len(context) != 1 or not isinstance(context[0], str):
+        guess = did_you_mean(next(iter(record), ""), _CONTEXT_FIELDS) if not context else ""
+        more = f"; did you mean {guess} by {next(iter(record))!r}?" if guess else ""
+        raise ValueError(f"must have one text `context` (or `prompt`){more}".rstrip("?"))
+    choices = record.get("choices")
+    if not isinstance(choices, list) or not all(isinstance(each, str) for each in choices):
+        raise ValueError("must have a list of texts `choices`")
+    if len(choices) < 2 or "" in choices or len({*choices}) < len(choices):
+        raise ValueError("must have at least 2 `choices`, none of them empty or there twice")
+    answer = record.get("answer")
+    if isinstance(answer, str) and answer in choices:
+        answer = choices.index(answer)
+    if type(answer) is not int or not 0 <= answer < len(choices):
+        most = len(choices) - 1
+        raise ValueError(f"must have as `answer` a number from 0 to {most}, or one of the choices")
+    for text in (context[0], *choices):
+        text.encode()  # half of a surrogate pair is no text
+    return Question(number, context[0], tuple(choices), answer)
+
+
+class LoglikelihoodModel(Protocol):
+    """What answers questions: `Requests`, or during training `Tasks`."""
+
+    batch_size: int
+    """Rows side by side."""
+
+    def loglikelihood(
+        self, pairs: Sequence[tuple[str, str]], moved: Callable[[int], object] = ...
+    ) -> Sequence[Score]:
+        """The log-likelihood of each continuation after its context."""
+        ...
+
+
+def apply_chat_template(
+    questions: Sequence[Question], chat: ChatTemplate | None, where: str, remedy: str
+) -> list[Question]:
+    """The questions with contexts that are what a user says, as a chat template writes them.
+
+    Raises:
+        ConfigError: there is no template, as `where` asks for; or it refuses one.
+    """
+    if chat is None:
+        rule = "needs a chat template: the tokenizer's folder has none."
+        action = f"{remedy}, or put chat_template.jinja into the folder of tokenizer.path."
+        raise ConfigError.one(where, None, rule, action)
+    texts = chat.render(
+        [ChatInput([{"role": "user", "content": each.context}]) for each in questions]
+    )
+    return [each._replace(context=text) for each, text in zip(questions, texts, strict=True)]
+
+
+@dataclass
+class MultipleChoice:
+    """Questions, and how they are put to a model."""
+
+    questions: Sequence[Question]
+    separator: str = " "
+    """Put between context and choice where neither has white space."""
+
+    def continuations(self, question: Question) -> list[tuple[str, str]]:
+        """Context and continuation of each choice; the separator is the continuation's."""
+        before = question.context
+        joined = not before or before[-1].isspace()
+        return [
+            (before, each if joined or each[0].isspace() else self.separator + each)
+            for each in question.choices
+        ]
+
+    def check(self, texts: ScoringTokenizer, path: str) -> None:
+        """Raises ConfigError for questions that are longer than a row of the model."""
+        problems = []
+        for question in self.questions:
+            rows = [texts.row(*pair) for pair in self.continuations(question)]
+            longest = max(row.length for row in rows)
+            if longest > texts.room:
+                rule = f"has {longest} tokens, and a row has {texts.room} (train.sequence_length)."
+                action = f"Shorten it, or set train.sequence_length={longest} to go beyond that."
+                problems.append(Problem(f"{path}:{question.line}", "", rule, action))
+        if problems:
+            raise ConfigError(problems[:_MAX_PROBLEMS])
+
+    def results(
+        self, model: LoglikelihoodModel, moved: Callable[[int], object] = lambda done: None
+    ) -> Iterator[QuestionResult]:
+        """The result of each question, in order; `moved` is called with the number of rows done.
+
+        Raises:
+            NumbersError: the model gives numbers that are not finite.
+            KeyboardInterrupt: the model's `stops` says so.
+        """
+        done, waiting, rows = 0, [], 0
+        for number, question in enumerate(self.questions, 1):
+            waiting.append(question)
+            rows += len(question.choices)
+            if rows < _BATCHES_PER_CALL * model.batch_size and number < len(self.questions):
+                continue
+            pairs = [pair for each in waiting for pair in self.continuations(each)]
+            before = done
+            scores = iter(model.loglikelihood(pairs, lambda more, n=before: moved(n + more)))
+            done += rows
+            for each in waiting:
+                yield _result(each, [next(scores).logprob for _ in each.choices])
+            waiting, rows = [], 0
+
+
+def _result(question: Question, logprobs: list[float]) -> QuestionResult:
+    sizes = [len(each.encode()) for each in question.choices]
+    by_bytes = [logprob / size for logprob, size in zip(logprobs, sizes, strict=True)]
+    return {
+        "line": question.line,
+        "answer": question.answer,
+        "chosen": logprobs.index(max(logprobs)),
+        "chosen_by_bytes": by_bytes.index(max(by_bytes)),
+        "loglikelihoods": logprobs,
+        "bytes": sizes,
+    }
+
+
+def summarize_results(results: Sequence[QuestionResult]) -> TaskSummary:
+    """Of at least one result."""
+    count = len(results)
+    shares = [
+        sum(each[name] == each["answer"] for each in results) / count
+        for name in ("chosen", "chosen_by_bytes")
+    ]
+    errors = [math.sqrt(share * (1 - share) / max(count - 1, 1)) for share in shares]
+    return {
+        "questions": count,
+        "accuracy": shares[0],
+        "accuracy_stderr": errors[0],
+        "accuracy_by_bytes": shares[1],
+        "accuracy_by_bytes_stderr": errors[1],
+        "chance": sum(1 / len(each["bytes"]) for each in results) / count,
+    }
+
+
+@contextlib.contextmanager
+def result_writer(path: str | None, where: str) -> Iterator[Callable[[QuestionResult], None]]:
+    """Writes results to a file as they come, a JSON object a line; without a path nowhere.
+
+    Results that are there are replaced, and nothing else.
+
+    Raises:
+        ConfigError: there is another file, that of the questions perhaps.
+        StorageError: it cannot be written.
+    """
+    if path is None:
+        yield lambda result: None
+        return
+
+    def unwritable(error: OSError) -> StorageError:
+        action = "Free space, or name a file in a folder that exists and can be written."
+        return StorageError.unwritable(f"{where} = {path}", error, action)
+
+    try:
+        if not _is_replaceable(path):
+            rule = "is there already, and holds other things than results of questions."
+            raise ConfigError.one(where, path, rule, "Name another file, or delete it first.")
+        descriptor = files.open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    except OSError as error:
+        raise unwritable(error) from error
+    # Without a buffer: what a full disk refused would be tried again, and fail again, at the end.
+    with open(descriptor, "wb", buffering=0) as stream:
+
+        def write(result: QuestionResult) -> None:
+            line = memoryview(f"{json.dumps(result)}\n".encode())
+            try:
+                while line:
+                    line = line[stream.write(line) :]
+            except OSError as error:
+                raise unwritable(error) from error
+
+        yield write
+
+
+def _is_replaceable(path: str) -> bool:
+    """Whether nothing is there, or an empty file, or results of before.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    try:
+        with open(files.open_regular(path), "rb") as stream:
+            first = stream.readline(_MAX_LINE_BYTES)
+    except FileNotFoundError:
+        return True
+    with contextlib.suppress(ValueError):
+        return not first or bool(parse_json(first, QuestionResult))
+    return False
+
+
+_MAX_BATCH_SIZE = 64
+"""Rows at a time at most, as far as devices divide them: each row's sum reads all of them."""
+
+
+class Task:
+    """A file of questions, and the program that scores their choices.
+
+    Raises:
+        ConfigError: the file cannot be read, or holds none, or one that is longer than a row.
+    """
+
+    def __init__(self, name: str, task: TaskConfig, config: Config, tokenizer: Tokenizer):
+        key = f"eval.tasks.{name}"
+        self.name = name
+        self._questions = read_questions(task.path, f"{key}.path")
+        self._task, self._config, self._tokenizer = task, config, tokenizer
+        self._texts = ScoringTokenizer(
+            tokenizer, config.train.sequence_length, is_chat=task.chat, as_written=task.chat
+        )
+        questions: Sequence[Question] = self._questions
+        if task.chat:
+            questions = apply_chat_template(
+                questions,
+                load_run_chat_template(config, tokenizer),
+                f"{key}.chat",
+                f"Set {key}.chat=false",
+            )
+        self._exam = MultipleChoice(questions, "" if task.chat else task.separator)
+        self._exam.check(self._texts, task.path)
+        shards, _ = batch_shards(config.mesh)
+        self.batch_size = min(
+            config.eval.batch_size or config.train.batch_size, round_up(_MAX_BATCH_SIZE, shards)
+        )
+        self._params: Any = None
+        self._stops: Callable[[], bool] = lambda: False
+
+    def digest(self) -> str:
+        """Of the questions, by which processes know whether all have the same."""
+        return hashlib.sha256(json.dumps(self._questions).encode()).hexdigest()
+
+    def compile(self, steps: Steps) -> None:
+        """Makes the program that scores; parameters will be those of `steps`."""
+        self._scoring = self._steps(steps)
+        self._program = self._scoring.compile_eval(self.batch_size)
+
+    def _steps(self, steps: Steps) -> Steps:
+        """The steps of rows that are no longer than they have to be, with a sum for each."""
+        config = self._config
+        # As in generation an expert has room for all tokens: rows do not change each other.
+        own: Any = config.model.own
+        if getattr(own, "capacity_factor", 0):
+            own = dataclasses.replace(own, capacity_factor=0.0)
+        pairs = [each for one in self._exam.questions for each in self._exam.continuations(one)]
+        longest = max(self._texts.row(*pair).length for pair in pairs)
+        config = dataclasses.replace(
+            config,
+            model=dataclasses.replace(config.model, own=own),
+            # That of the training's rows, where it follows from their length.
+            pipeline=dataclasses.replace(config.pipeline, cut=list(steps.partition.layout.cut)),
+        )
+        fitting = (
+            each
+            for tokens in _halved_lengths(config.train.sequence_length)
+            if tokens >= longest and not check(each := _with_sequence_length(config, tokens), {})
+        )
+        whole = _with_sequence_length(config, config.train.sequence_length)
+        mesh, lengths = steps.partition.mesh, self._tokenizer.byte_lengths
+        return steps_from_config(next(fitting, whole), mesh, lengths, num_sources=self.batch_size)
+
+    # What an exam asks for.
+
+    def loglikelihood(
+        self, pairs: Sequence[tuple[str, str]], moved: Callable[[int], object] = lambda done: None
+    ) -> list[Score]:
+        """The log-likelihood of each continuation after its context.
+
+        Raises:
+            StoppedError: the processes were asked to stop.
+        """
+        rows = [self._texts.row(*pair) for pair in pairs]
+        found: list[Score] = []
+        for first in range(0, len(rows), self.batch_size):
+            mine = rows[first : first + self.batch_size]
+            sums = np.asarray(self._program(self._params, self._batch(mine))["loss"])
+            found += [Score(-float(nats), False) for nats in sums[: len(mine)]]
+            moved(len(found))
+            if self._stops():
+                raise StoppedError
+        return found
+
+    def _batch(self, rows: Sequence[ScoringSequence]) -> dict[str, Any]:
+        count, tokens = self.batch_size, self._scoring.shape[1]
+        batch, mask = right_pad(rows, count, tokens), np.zeros((count, tokens), np.float32)
+        for number, row in enumerate(rows):
+            mask[number, row.predicting] = 1
+        numbers = np.arange(count, dtype=np.int32)
+        batch |= {"loss_mask": mask, "example_ids": numbers, "source_ids": numbers}
+        sharding = self._scoring.batch_sharding
+        mine = local_sequences(sharding, count)
+        host = {name: each[mine] for name, each in batch.items()}
+        return make_global_batch(host, mine, count, sharding)
+
+    def answered(
+        self, params: Any, stops: Callable[[], bool], moved: Callable[[], object]
+    ) -> TaskSummary | None:
+        """How well parameters answer; nothing if `stops`, asked after each batch, says so.
+
+        All processes of a run call it together.
+        """
+        self._params, self._stops = params, stops
+        try:
+            results = list(self._exam.results(self, lambda done: moved()))
+        except StoppedError:
+            return None
+        finally:
+            self._params = None
+        found = summarize_results(results)
+        if not all(math.isfinite(each) for one in results for each in one["loglikelihoods"]):
+            found["accuracy"] = found["accuracy_by_bytes"] = math.nan
+        return found
+
+
+class StoppedError(Exception):
+    """The processes were asked to stop."""
+
+
+def task_metrics(name: str, found: TaskSummary) -> dict[str, float]:
+    """By tag."""
+    return {
+        f"eval/{name}/accuracy": found["accuracy"],
+        f"eval/{name}/accuracy_by_bytes": found["accuracy_by_bytes"],
+    }
+
+
+def open_tasks(config: Config, tokenizer: Tokenizer) -> list[Task]:
+    """Those of `eval.tasks`, by name.
+
+    Raises:
+        ConfigError: a file of questions cannot be used.
+    """
+    tasks = sorted(config.eval.tasks.items())
+    return [Task(name, task, config, tokenizer) for name, task in tasks]
+
+
+def _halved_lengths(tokens: int) -> list[int]:
+    """`tokens` and what halving makes of them, the shortest first."""
+    found = [tokens]
+    while found[-1] % 2 == 0:
+        found.append(found[-1] // 2)
+    return found[::-1]
+
+
+def _with_sequence_length(config: Config, tokens: int) -> Config:
+    train = dataclasses.replace(
+        config.train, objective="pretrain", sequence_length=tokens, batch_ramp=[]
+    )
+    return dataclasses.replace(config, train=train)

@@ -1,0 +1,278 @@
+"""Attention of rows whose tokens are divided over the context axis, by any backend.
+
+`gather`: every device gets the keys and values of whole rows and computes its own queries; their
+pairs are as many on all devices, as tokens are in zig-zag order (arXiv:2407.21783). Where all
+layers have a window, only those get around that are in front of another device's tokens. `heads`:
+devices exchange their tokens' heads for all tokens of some heads, compute those as without the
+axis, and exchange back (arXiv:2309.14509). `ring` is in a file of its own.
+
+Attention in which keys and values go around the context axis, from device to device.
+
+No device has those of whole rows. While one part is scored the next is on its way. Parts of the
+softmax are put together by the logarithms of their sums (arXiv:2310.01889), scored by blocks, on
+all platforms. Permutes stand in it: all stages have to turn alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Float, Int
+
+from maxpipe.models.count import tokens_before
+from maxpipe.models.layers.attention import LOG_SUM
+from maxpipe.nn.attention import blockwise
+from maxpipe.nn.attention.blockwise import Options, QueryKeyMask
+from maxpipe.nn.attention.interface import AttentionBackend, Mask
+from maxpipe.parallel import context_parallel
+from maxpipe.parallel.axes import exchanges_heads
+from maxpipe.parallel.collectives import all_to_all, axis_index, axis_size, mark_varying, ring_shift
+from maxpipe.parallel.mesh import CONTEXT, TENSOR
+from maxpipe.parallel.sharding import AxisRules, auto_axes
+
+_NO_SEGMENT = -1
+
+
+def attend(
+    backend: AttentionBackend,
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S G H"],
+    value: Float[Array, "B S G v"],
+    mask: Mask,
+    inputs: Mapping[str, Any],
+    rules: AxisRules,
+) -> Float[Array, "B T N v"]:
+    """Of this device's tokens; `inputs` are the microbatch's arrays, `mask` that of its tokens."""
+    if axis_size(CONTEXT) == 1 or not mask.in_row:
+        return backend(query, key, value, mask)
+    segments, tokens = inputs[context_parallel.FULL_SEGMENT_IDS], query.shape[1]
+    heads, kv_heads = query.shape[2], key.shape[2]
+    if exchanges_heads(rules.context, heads, kv_heads, axis_size(CONTEXT), _tensor_shards()):
+        return _by_heads(backend, query, key, value, replace(mask, segments=segments))
+    mask = replace(
+        mask,
+        key_segments=segments,
+        places=context_parallel.local_positions(tokens),
+        run=context_parallel.contiguous_length(tokens),
+    )
+    if rules.context == "ring":
+        return ring_attend(query, key, value, mask)
+    before = tokens_before(_windows(mask), mask.run)
+    if before < mask.run:
+        return _attend_in_window(backend, query, key, value, mask, before)
+    key, value = (context_parallel.gather_sequences(each, 1) for each in (key, value))
+    return backend(query, key, value, mask)
+
+
+# By heads.
+
+
+def _tensor_shards() -> int:
+    mesh = jax.sharding.get_abstract_mesh()
+    return mesh.shape[TENSOR] if TENSOR in auto_axes() else 1
+
+
+def _by_heads(
+    backend: AttentionBackend, query: Array, key: Array, value: Array, mask: Mask
+) -> Float[Array, "B T N v"]:
+    query, key, value = (_to_heads(each) for each in (query, key, value))
+    if mask.sinks is not None:
+        mask = replace(mask, sinks=_own_heads(mask.sinks))
+    return _to_tokens(backend(query, key, value, mask))
+
+
+def _to_heads(x: Float[Array, "B T N H"]) -> Float[Array, "B S n H"]:
+    """All tokens of this device's share of the heads, in order."""
+    rows, tokens, _, size = x.shape
+    count = axis_size(CONTEXT)
+    # Shards over tensor stay where they are: each of them is divided.
+    apart = x.reshape(rows, tokens, _tensor_shards(), count, -1, size)
+    got = all_to_all(apart, CONTEXT, 3, 1)
+    return context_parallel.undo_zigzag(got, 1).reshape(rows, count * tokens, -1, size)
+
+
+def _to_tokens(x: Float[Array, "B S n H"]) -> Float[Array, "B T N H"]:
+    """The way back."""
+    rows, tokens, heads, size = x.shape
+    count = axis_size(CONTEXT)
+    apart = context_parallel.apply_zigzag(x, 1).reshape(rows, tokens, _tensor_shards(), 1, -1, size)
+    got = all_to_all(apart, CONTEXT, 1, 3)
+    return got.reshape(rows, tokens // count, heads * count, size)
+
+
+def _own_heads(x: Float[Array, " N"]) -> Float[Array, " n"]:
+    apart = x.reshape(_tensor_shards(), axis_size(CONTEXT), -1)
+    return jnp.take(apart, axis_index(CONTEXT), axis=1).reshape(-1)
+
+
+# By keys nearby. A device's two pieces are as two rows, in front of each the tokens before it.
+
+
+def _windows(mask: Mask) -> tuple[int, ...]:
+    """Of all layers; 0 where there is none, or it is not known."""
+    return mask.windows or ((mask.window,) if isinstance(mask.window, int) else (0,))
+
+
+def _attend_in_window(
+    backend: AttentionBackend, query: Array, key: Array, value: Array, mask: Mask, before: int
+) -> Float[Array, "B T N v"]:
+    assert mask.key_segments is not None
+    segments = jnp.pad(mask.key_segments, ((0, 0), (before, 0)), constant_values=_NO_SEGMENT)
+    starts = context_parallel.local_starts(query.shape[1])
+    near = replace(
+        mask,
+        segments=_as_rows(mask.segments),
+        key_segments=jnp.concatenate(
+            [lax.dynamic_slice_in_dim(segments, at, mask.run + before, 1) for at in starts]
+        ),
+        places=before + jnp.arange(mask.run),
+        run=mask.run,
+    )
+    key, value = (_prepend_preceding_tokens(each, before, starts) for each in (key, value))
+    found = backend(_as_rows(query), key, value, near)
+    return jnp.concatenate(jnp.split(found, 2), axis=1)
+
+
+def _as_rows(x: Array) -> Array:
+    """`[B, 2t, ...]` -> `[2B, t, ...]`."""
+    return jnp.concatenate(jnp.split(x, 2, axis=1))
+
+
+def _prepend_preceding_tokens(
+    x: Float[Array, "B T G H"], before: int, starts: tuple[Int[Array, ""], Int[Array, ""]]
+) -> Float[Array, "_ _ G H"]:
+    """Each of the two pieces behind the last tokens of the one that is before it in the row.
+
+    In front of a row's first piece is any: no query sees it.
+    """
+    pieces = jnp.split(x, 2, axis=1)
+    run = pieces[0].shape[1]
+    ends = jnp.concatenate([piece[:, run - before :] for piece in pieces], axis=1)
+    ends = context_parallel.gather_sequences(ends, 1)
+    found = []
+    for piece, start in zip(pieces, starts, strict=True):
+        place = jnp.maximum(start // run - 1, 0) * before
+        found += [jnp.concatenate([lax.dynamic_slice_in_dim(ends, place, before, 1), piece], 1)]
+    return jnp.concatenate(found)
+
+
+def ring_attend(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B T G H"],
+    value: Float[Array, "B T G v"],
+    mask: Mask,
+) -> Float[Array, "B T N v"]:
+    """Of this device's tokens; the mask is that of its queries among whole rows."""
+    options, pairs = blockwise.prepare_mask(query, mask.run, mask)
+    return _ring_attention(*mark_varying((query, key, value, mask.sinks, pairs)), options)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _ring_attention(
+    query: Array,
+    key: Array,
+    value: Array,
+    sinks: Float[Array, " N"] | None,
+    pairs: QueryKeyMask,
+    options: Options,
+) -> Float[Array, "B T N v"]:
+    return _forward(query, key, value, sinks, pairs, options)[0]
+
+
+def _forward_rule(
+    query: Array,
+    key: Array,
+    value: Array,
+    sinks: Array | None,
+    pairs: QueryKeyMask,
+    options: Options,
+) -> tuple[Array, tuple[Any, ...]]:
+    mixed, log_sum = _forward(query, key, value, sinks, pairs, options)
+    mixed, log_sum = checkpoint_name(mixed, "context"), checkpoint_name(log_sum, LOG_SUM)
+    return mixed, (query, key, value, sinks, pairs, mixed, log_sum)
+
+
+def _shift_to_next(tree: Any) -> Any:
+    """From each device to the next one."""
+    return jax.tree.map(lambda x: ring_shift(x, CONTEXT, 1, axis_size(CONTEXT)), tree)
+
+
+def _piece_mask(pairs: QueryKeyMask, hop: Int[Array, ""], piece: int, tokens: int) -> QueryKeyMask:
+    """What queries are to one of the two pieces of keys that are here after this number of hops."""
+    owner = (axis_index(CONTEXT) - hop) % axis_size(CONTEXT)
+    start = context_parallel.shard_starts(owner, tokens)[piece]
+    segments = lax.dynamic_slice_in_dim(pairs.key_segments, start, tokens // 2, 1)
+    return pairs._replace(key_segments=segments, places=pairs.places - start)
+
+
+def _forward(
+    query: Array,
+    key: Array,
+    value: Array,
+    sinks: Array | None,
+    pairs: QueryKeyMask,
+    options: Options,
+) -> tuple[Float[Array, "B T N v"], Float[Array, "B T N"]]:
+    rows, tokens, heads, _ = query.shape
+    empty = jnp.full((rows, tokens, heads), blockwise.MIN_SCORE)
+    log_sum = empty if sinks is None else jnp.broadcast_to(sinks.astype(jnp.float32), empty.shape)
+    start = mark_varying((jnp.zeros((*empty.shape, value.shape[-1])), log_sum))
+
+    def hop(number: Array, state: Any) -> Any:
+        here, mixed, log_sum = state
+        following = _shift_to_next(here)
+        for piece, (keys, values) in enumerate(zip(*map(_pieces, here), strict=True)):
+            mine = _piece_mask(pairs, number, piece, tokens)
+            part, of_part = blockwise.forward(query, keys, values, None, mine, options)
+            both = jnp.logaddexp(log_sum, of_part)
+            mixed *= jnp.exp(log_sum - both)[..., None]
+            mixed += part * jnp.exp(of_part - both)[..., None]
+            log_sum = both
+        return following, mixed, log_sum
+
+    _, mixed, log_sum = lax.fori_loop(0, axis_size(CONTEXT), hop, ((key, value), *start))
+    return mixed.astype(query.dtype), log_sum
+
+
+def _pieces(x: Array) -> list[Array]:
+    return jnp.split(x, 2, axis=1)
+
+
+def _backward_rule(
+    options: Options, saved: tuple[Any, ...], d_mixed: Float[Array, "B T N v"]
+) -> tuple[Array | None, ...]:
+    query, key, value, sinks, pairs, mixed, log_sum = saved
+    tokens = query.shape[1]
+
+    def hop(number: Array, state: Any) -> Any:
+        here, sums, d_query = state
+        following, found = _shift_to_next(here), []
+        for piece, (keys, values) in enumerate(zip(*map(_pieces, here), strict=True)):
+            mine = _piece_mask(pairs, number, piece, tokens)
+            given = (query, keys, values, None, mine, mixed, log_sum)
+            more, *of_keys, _ = blockwise.backward(options, *given, d_mixed)
+            d_query, found = d_query + more, [*found, of_keys]
+        added = (jnp.concatenate(each, axis=1) for each in zip(*found, strict=True))
+        # Gradients of keys and values go on with them, and are at home after the last hop.
+        return following, _shift_to_next(tuple(map(jnp.add, sums, added))), d_query
+
+    zeros = lambda x: mark_varying(jnp.zeros(x.shape, jnp.float32))  # noqa: E731
+    start = ((key, value), (zeros(key), zeros(value)), zeros(query))
+    _, (d_key, d_value), d_query = lax.fori_loop(0, axis_size(CONTEXT), hop, start)
+    d_sinks = None
+    if sinks is not None:
+        slope = (mixed.astype(jnp.float32) * d_mixed.astype(jnp.float32)).sum(-1)
+        share = jnp.exp(sinks.astype(jnp.float32) - log_sum)
+        d_sinks = -(share * slope).sum((0, 1)).astype(sinks.dtype)
+    found = d_query.astype(query.dtype), d_key.astype(key.dtype), d_value.astype(value.dtype)
+    return (*found, d_sinks, None)
+
+
+_ring_attention.defvjp(_forward_rule, _backward_rule)

@@ -1,0 +1,375 @@
+"""The gated delta rule over packed sequences, by chunks of tokens.
+
+Inside a chunk all tokens are computed at once, by the inverse of a triangular matrix (the WY
+representation of arXiv:2412.06464); a state goes from chunk to chunk. Between documents state and
+convolution begin again. The backward runs the chunks again, from the states in front of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Bool, Float, Int
+
+from maxpipe.models.layers import gated_delta
+from maxpipe.nn.module import LayerContext, Output, SpecModule, rms_norm
+from maxpipe.parallel.sequence_parallel import SequenceParallel
+from maxpipe.parallel.sharding import AxisRules, constrain
+
+_EPSILON = 1e-6
+"""Added to the squared length of queries and keys."""
+_EMPTY_SEGMENT = -1
+"""Segment in front of a row."""
+_NAMES = ("conv_query", "conv_key", "conv_value", "decay", "decay_bias", "norm")
+
+Weights = Mapping[str, Array]
+
+
+class GatedDeltaCache(NamedTuple):
+    """What a layer keeps of earlier tokens: as much however many there were."""
+
+    tail: Float[Array, "B w K E"]
+    """What the convolution sees of the last ones."""
+    segments: Int[Array, "B w"]
+    """Of those."""
+    state: Float[Array, "B K r dk dv"]
+    """Float32."""
+
+    def extended(
+        self, mixed: Float[Array, "B T K E"], segments: Int[Array, "B T"], state: Array
+    ) -> GatedDeltaCache:
+        """With T tokens more, behind which the state is this."""
+        width = self.segments.shape[1]
+        tail, of = self.row(mixed, segments)
+        return GatedDeltaCache(tail[:, -width:], of[:, -width:], state)
+
+    def row(
+        self, mixed: Float[Array, "B T K E"], segments: Int[Array, "B T"]
+    ) -> tuple[Float[Array, "B S K E"], Int[Array, "B S"]]:
+        """The last tokens and those that follow, and their segments."""
+        tail = jnp.concatenate([self.tail, mixed], axis=1)
+        return tail, jnp.concatenate([self.segments, segments], axis=1)
+
+
+class Chunk(NamedTuple):
+    """What a state meets in a chunk, in float32 with all factors of decay.
+
+    What another document has left, or begins, is multiplied by 0.
+    """
+
+    query: Float[Array, "B K r C dk"]
+    """Reads the state in front of the chunk."""
+    key: Float[Array, "B K r C dk"]
+    """Writes to the state behind it."""
+    value: Float[Array, "B K r C dv"]
+    """What is written if the state in front is empty."""
+    known: Float[Array, "B K r C dk"]
+    """Reads what of that the state has already."""
+    mixing: Float[Array, "B K r C C"]
+    """Shares of what tokens write in what tokens read."""
+    keep: Float[Array, "B K r"]
+    """Of the state in front, behind the chunk."""
+    gate: Float[Array, "B K r C dv"]
+    """Of what is read, in the compute type."""
+
+
+class GatedDelta(SpecModule):
+    """Linear attention with a state of one size (arXiv:2412.06464)."""
+
+    qkvz: nnx.Param
+    ba: nnx.Param
+    conv_query: nnx.Param
+    conv_key: nnx.Param
+    conv_value: nnx.Param
+    decay: nnx.Param
+    decay_bias: nnx.Param
+    norm: nnx.Param
+    out: nnx.Param
+
+    def __init__(self, part: gated_delta.GatedDelta, rules: AxisRules):
+        super().__init__(part)
+        self.part, self.rules = part, rules
+
+    def __call__(self, x: Float[Array, "B T D"], context: LayerContext) -> Output:
+        """Tokens see the past of their own segment only; a segment is tokens side by side."""
+        part, rules, dtype = self.part, self.rules, x.dtype
+        split = context.split(rules)
+        x = split.whole(x)
+        qkvz, ba = (self._projected(name, x, split) for name in ("qkvz", "ba"))
+        before = _empty_cache(part, qkvz) if context.cache is None else context.cache
+        segments = context.inputs["segment_ids"]
+        weights = {name: getattr(self, name)[...] for name in _NAMES}
+        found: Any = _delta_rule(part, weights, qkvz, ba, segments, before)
+        read, state = found
+        read = checkpoint_name(constrain(read, (None, None, "heads", None), rules), "read")
+        out = split.summed(split.on_own(read, self.out[...].astype(dtype), 2))
+        mixed = qkvz[..., : part.mixed_size]
+        cache = None if context.cache is None else before.extended(mixed, segments, state)
+        return Output(checkpoint_name(out, "delta_out"), cache=cache)
+
+    def _projected(
+        self, name: str, x: Float[Array, "B T D"], split: SequenceParallel
+    ) -> Float[Array, "B T K E"]:
+        """By key heads."""
+        weight = getattr(self, name)[...].astype(x.dtype)
+        found = split.on_own(x, weight)
+        return checkpoint_name(constrain(found, (None, None, "kv_heads", None), self.rules), name)
+
+    @staticmethod
+    def empty_cache(part: Any, rows: int, tokens: int, dtype: jnp.dtype) -> Any:
+        """The same for any number of tokens."""
+        del tokens
+        return _empty_cache(part, jnp.zeros((rows, 0, part.num_key_heads, 0), dtype))
+
+    @staticmethod
+    def cache_axes(part: Any) -> Any:
+        """As of `Cache`."""
+        del part
+        tail, state = ("batch", None, "kv_heads", None), ("batch", "kv_heads", None, None, None)
+        return GatedDeltaCache(tail, ("batch", None), state)  # type: ignore[arg-type]
+
+
+def _empty_cache(part: gated_delta.GatedDelta, like: Float[Array, "B T K E"]) -> GatedDeltaCache:
+    """In front of rows like these."""
+    rows, _, heads, _ = like.shape
+    width = part.kernel - 1
+    state = (rows, heads, part.group, part.key_size, part.value_size)
+    return GatedDeltaCache(
+        lax.full_like(like, 0, shape=(rows, width, heads, part.mixed_size)),
+        lax.full_like(like, _EMPTY_SEGMENT, jnp.int32, shape=(rows, width)),
+        lax.full_like(like, 0, jnp.float32, shape=state),
+    )
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _delta_rule(
+    part: gated_delta.GatedDelta,
+    weights: Weights,
+    qkvz: Float[Array, "B T K E"],
+    ba: Float[Array, "B T K e"],
+    segments: Int[Array, "B T"],
+    before: GatedDeltaCache,
+) -> tuple[Float[Array, "B T V dv"], Float[Array, "B K r dk dv"]]:
+    """What the queries read, normed and gated, and the state behind the last token."""
+    chunks = _chunks(part, weights, qkvz, ba, segments, before)
+    state, read = lax.scan(partial(_chunk_step, part, weights["norm"]), before.state, chunks)
+    return _merge_chunks(read, qkvz.shape[1]), state
+
+
+def _delta_rule_forward(part: gated_delta.GatedDelta, *given: Any) -> tuple[Any, Any]:
+    chunks, (weights, qkvz, *_, before) = _chunks(part, *given), given
+
+    def through(state: Array, chunk: Chunk) -> tuple[Array, tuple[Array, Array]]:
+        after, read = _chunk_step(part, weights["norm"], state, chunk)
+        return after, (read, state)
+
+    state, (read, states) = lax.scan(through, before.state, chunks)
+    return (_merge_chunks(read, qkvz.shape[1]), state), (given, states)
+
+
+def _delta_rule_backward(part: gated_delta.GatedDelta, saved: Any, cotangents: Any) -> Any:
+    (weights, qkvz, ba, segments, before), states = saved
+
+    def again(weights: Weights, qkvz: Array, ba: Array, tail: Array) -> Chunk:
+        return _chunks(part, weights, qkvz, ba, segments, before._replace(tail=tail))
+
+    chunks, pull_chunks = jax.vjp(again, weights, qkvz, ba, before.tail)
+    d_read, d_state = cotangents
+    d_read = d_read.reshape(*d_read.shape[:2], part.num_key_heads, part.group, part.value_size)
+    d_read = _cut(d_read, chunks.mixing.shape[-1])
+
+    def back(carry: tuple[Array, Array], each: Any) -> tuple[tuple[Array, Array], Chunk]:
+        (d_state, d_norm), (state, chunk, d_read) = carry, each
+        _, pull = jax.vjp(partial(_chunk_step, part), weights["norm"], state, chunk)
+        more, d_state, d_chunk = pull((d_state, d_read))
+        return (d_state, d_norm + more.astype(jnp.float32)), d_chunk
+
+    nothing = lax.full_like(d_state, 0, shape=weights["norm"].shape)
+    given = (states, chunks, d_read)
+    (d_state, d_norm), d_chunks = lax.scan(back, (d_state, nothing), given, reverse=True)
+    d_weights, d_qkvz, d_ba, d_tail = pull_chunks(d_chunks)
+    d_weights["norm"] += d_norm.astype(d_weights["norm"].dtype)
+    # A split backward keeps these small gradients, instead of all that they are made of.
+    d_weights, d_qkvz, d_ba = lax.optimization_barrier((d_weights, d_qkvz, d_ba))
+    return d_weights, d_qkvz, d_ba, None, GatedDeltaCache(d_tail, None, d_state)  # type: ignore[arg-type]
+
+
+_delta_rule.defvjp(_delta_rule_forward, _delta_rule_backward)
+
+
+def _chunk_step(
+    part: gated_delta.GatedDelta,
+    norm: Float[Array, " dv"],
+    state: Float[Array, "B K r dk dv"],
+    chunk: Chunk,
+) -> tuple[Float[Array, "B K r dk dv"], Float[Array, "B K r C dv"]]:
+    """The state behind a chunk, and what the chunk's tokens read, normed and gated."""
+    written = chunk.value - chunk.known @ state
+    read = chunk.query @ state + chunk.mixing @ written
+    state = chunk.keep[..., None, None] * state + chunk.key.swapaxes(-1, -2) @ written
+    dtype = chunk.gate.dtype
+    read = rms_norm(read.astype(dtype), norm, part.norm).astype(jnp.float32)
+    return state, (read * jax.nn.silu(chunk.gate.astype(jnp.float32))).astype(dtype)
+
+
+def _chunks(
+    part: gated_delta.GatedDelta,
+    weights: Weights,
+    qkvz: Float[Array, "B T K E"],
+    ba: Float[Array, "B T K e"],
+    segments: Int[Array, "B T"],
+    before: GatedDeltaCache,
+) -> Chunk:
+    """All chunks of the rows, along a new first dim.
+
+    The last one is filled up with tokens that write nothing and forget nothing.
+    """
+    tokens = qkvz.shape[1]
+    size = min(part.chunk, 1 << (tokens - 1).bit_length())
+    by_value = (*qkvz.shape[:3], part.group, part.value_size)
+    mixed, gate = jnp.split(qkvz, (part.mixed_size,), axis=-1)
+    query, key, value = _causal_convolution(part, weights, mixed, segments, before)
+    key = _cut(key, size)
+    query = _cut(query * part.key_size**-0.5, size)
+    value = _cut(value.reshape(by_value), size)
+    write, forget = _gates(part, weights, ba.astype(jnp.float32))
+    write = _cut(write[..., None], size)
+    # Which document of the chunk each token is in, 0 for the one that came from before.
+    last = jnp.concatenate([before.segments[:, -1:], segments[:, :-1]], axis=1)
+    document = jnp.cumsum(_cut((segments != last)[:, :, None, None], size)[:, :, :, :, 0], axis=-1)
+    document = document[:, :, :, None]
+    within = document[..., :, None] == document[..., None, :]
+    within &= jnp.tri(size, dtype=bool)
+    total = _cumulative_log_decay(within, _cut(forget[..., None], size))
+    decay = jnp.exp(jnp.where(within, total[..., :, None] - total[..., None, :], -jnp.inf))
+    since = jnp.where(document == 0, jnp.exp(total), 0.0)[..., None]
+    until = jnp.where(document == document[..., -1:], total[..., -1:] - total, -jnp.inf)
+    until = jnp.exp(until)[..., None]
+    found = jnp.einsum("nbkcd,nbked->nbkce", key, key)[:, :, :, None] * decay * write
+    inverse = _inverse(jnp.where(jnp.tri(size, k=-1, dtype=bool), found, 0.0))
+    mixing = jnp.einsum("nbkcd,nbked->nbkce", query, key)[:, :, :, None] * decay
+    key, query = key[:, :, :, None], query[:, :, :, None]
+    return Chunk(
+        query=query * since,
+        key=key * until,
+        value=inverse @ (value * write),
+        known=inverse @ (key * since * write),
+        mixing=mixing,
+        keep=since[..., -1, 0],
+        gate=_cut(gate.reshape(by_value), size),
+    )
+
+
+def _cumulative_log_decay(
+    within: Bool[Array, "N B 1 1 C C"], forget: Float[Array, "N B K r C 1"]
+) -> Float[Array, "N B K r C"]:
+    """Logarithms of decay since the chunk's start, or that of a token's document.
+
+    Not differences of sums over whole chunks: what another document has forgotten may be so much
+    that its rounding is seen.
+    """
+    factors, each = within[:, :, 0, 0].astype(jnp.float32), forget[..., 0]
+    return jnp.einsum("nbcj,nbkrj->nbkrc", factors, each, precision=lax.Precision.HIGHEST)
+
+
+def _causal_convolution(
+    part: gated_delta.GatedDelta,
+    weights: Weights,
+    mixed: Float[Array, "B T K E"],
+    segments: Int[Array, "B T"],
+    before: GatedDeltaCache,
+) -> tuple[Float[Array, "B T K dk"], Float[Array, "B T K dk"], Float[Array, "B T K rdv"]]:
+    """Queries and keys of length 1, and values, after the convolution."""
+    row, of = before.row(mixed, segments)
+    heads, tokens = part.num_key_heads, mixed.shape[1]
+    kernel = jnp.concatenate(
+        [
+            weights[f"conv_{name}"].reshape(heads, -1, part.kernel)
+            for name in ("query", "key", "value")
+        ],
+        axis=1,
+    ).astype(jnp.float32)
+    total: Any = 0.0
+    for at in range(part.kernel):  # its last entry is the token's own
+        there = slice(at, at + tokens)
+        seen = (of[:, there] == segments)[..., None, None]
+        total += jnp.where(seen, row[:, there], 0).astype(jnp.float32) * kernel[..., at]
+    cut = (part.key_size, 2 * part.key_size)
+    query, key, value = jnp.split(jax.nn.silu(total), cut, axis=-1)
+    return _l2_normalize(query), _l2_normalize(key), value
+
+
+def _l2_normalize(x: Float[Array, "*dims d"]) -> Float[Array, "*dims d"]:
+    return x * lax.rsqrt(jnp.square(x).sum(-1, keepdims=True) + _EPSILON)
+
+
+def _gates(
+    part: gated_delta.GatedDelta, weights: Weights, ba: Float[Array, "B T K e"]
+) -> tuple[Float[Array, "B T K r"], Float[Array, "B T K r"]]:
+    """How much of what is read is corrected, and the logarithm of what is left of the state."""
+    heads = (part.num_key_heads, part.group)
+    rate, bias = (
+        weights[name].reshape(heads).astype(jnp.float32) for name in ("decay", "decay_bias")
+    )
+    write, forget = jnp.split(ba, 2, axis=-1)
+    return jax.nn.sigmoid(write), -jnp.exp(rate) * jax.nn.softplus(forget + bias)
+
+
+def _cut(x: Array, size: int) -> Array:
+    """`[B, T, K, ..., d]` in chunks: `[N, B, K, ..., C, d]`; the last is filled up with zeros."""
+    rows, tokens, *rest = x.shape
+    count = -(-tokens // size)
+    x = jnp.pad(x, [(0, 0), (0, count * size - tokens), *[(0, 0)] * len(rest)])
+    x = x.reshape(rows, count, size, *rest)
+    return jnp.moveaxis(jnp.moveaxis(x, 1, 0), 2, -2)
+
+
+def _merge_chunks(x: Float[Array, "N B K r C d"], tokens: int) -> Float[Array, "B T V d"]:
+    """The way back, for value heads."""
+    x = jnp.moveaxis(jnp.moveaxis(x, -2, 2), 0, 1)
+    rows, count, size, heads, group, width = x.shape
+    return x.reshape(rows, count * size, heads * group, width)[:, :tokens]
+
+
+@jax.custom_vjp
+def _inverse(lower: Float[Array, "*dims C C"]) -> Float[Array, "*dims C C"]:
+    """Of `1 + lower`, which is strictly lower triangular; C is a power of two.
+
+    Blocks on the diagonal become twice as large in each turn: what is below two of them, between
+    their inverses, is what is below in theirs. As stable as substitution, and all matmuls.
+    """
+    size = lower.shape[-1]
+    place = jnp.arange(size)
+    found, block = jnp.eye(size, dtype=lower.dtype), 1
+    while block < size:
+        at = place // block
+        below = (at[:, None] == at + 1) & (at[:, None] % 2 == 1)
+        between = jnp.where(below, lower, 0.0)
+        found = found - (between if block == 1 else _product(_product(found, between), found))
+        block *= 2
+    return jnp.broadcast_to(found, lower.shape)
+
+
+def _product(x: Float[Array, "*dims C C"], y: Float[Array, "*dims C C"]) -> Array:
+    """In full float32: errors of a half precision would add up over the chunk."""
+    return jnp.matmul(x, y, precision=lax.Precision.HIGHEST)
+
+
+def _inverse_forward(lower: Array) -> tuple[Array, Array]:
+    found = _inverse(lower)
+    return found, found
+
+
+def _inverse_backward(found: Array, cotangent: Array) -> tuple[Array]:
+    turned = found.swapaxes(-1, -2)
+    return (-_product(_product(turned, cotangent), turned),)
+
+
+_inverse.defvjp(_inverse_forward, _inverse_backward)

@@ -1,0 +1,444 @@
+"""Products of tokens with the weights of the experts that they are sent to, and with no others.
+
+The choices of all tokens stand in rows sorted by expert. On TPUs the products are kernels
+(megablox, of arXiv:2211.15841), elsewhere a loop over blocks of rows: a block in which an expert
+ends and the next begins is visited for each of them. Gradients of rows and of weights are products
+of their own, so that a split backward can make one now and the other later.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.sharding import PartitionSpec
+from jaxtyping import Float, Int
+
+from maxpipe.nn.token_permutation import (
+    TokenPermutation,
+    custom_vjp_with_static,
+    gather_tokens,
+    sum_rows_by_token,
+)
+from maxpipe.parallel import scopes
+from maxpipe.parallel.collectives import map_shards, mark_varying
+from maxpipe.parallel.quantized_matmul import MatmulQuantizer
+from maxpipe.parallel.sharding import AxisRules, auto_axes
+
+
+class GroupedMatmulOptions(NamedTuple):
+    """How products are computed."""
+
+    axes: tuple[str, ...]
+    """Those over which the width of an expert is split."""
+    complete: bool = True
+    """Whether every choice has a row."""
+    low: MatmulQuantizer | None = None
+    """Of which form operands are; kernels multiply what these stand for."""
+    filled: float = 1.0
+    """Share of the rows that experts have, on average: kernels visit no others."""
+
+    def of_rows(self, rows: Array, *, divided: bool = False, gradient: bool = False) -> Array:
+        """Rows to be multiplied with weights; `divided`: over the axes."""
+        if self.low is None:
+            return rows
+        return self.low.rounded(rows, (1,), over=self.axes if divided else (), gradient=gradient)
+
+    def of_weights(self, weights: Array, dim: int) -> Array:
+        """Weights with their experts at `dim`, summed over the other of the first two."""
+        if self.low is None:
+            return weights
+        over = () if dim == 1 else self.axes
+        around = self.axes
+        return self.low.rounded_weight(weights, (1 - dim,), each=(dim,), over=over, around=around)
+
+
+# The products of experts with tokens: with the first weights, by row, and with the last ones,
+# summed over each token's rows. The width of an expert is split over axes. Sums over it are added
+# up behind those over a token's rows, so that what travels has the size of the tokens.
+
+
+@custom_vjp_with_static(static=4)
+def up_projection(
+    x: Float[Array, "B T D"],
+    weights: tuple[Float[Array, "D E F"], ...],
+    rows: TokenPermutation,
+    sizes: Int[Array, " E"],
+    spread: GroupedMatmulOptions,
+) -> tuple[Float[Array, "N F"], ...]:
+    """The token in each row times the weights of its expert, for each of the weights."""
+
+    def run(tokens: Array, weights: tuple[Array, ...], sizes: Array) -> tuple[Array, ...]:
+        tokens = spread.of_rows(tokens)
+        return tuple(
+            _grouped_matmul(tokens, spread.of_weights(weight, 1), sizes, spread, dim=1)
+            for weight in weights
+        )
+
+    split = PartitionSpec(None, spread.axes)
+    run = map_shards(run, (_WHOLE, PartitionSpec(None, None, spread.axes), _WHOLE), split)
+    return run(gather_tokens(x, rows), weights, sizes)
+
+
+def _up_projection_backward(
+    spread: GroupedMatmulOptions,
+    saved: tuple[Any, ...],
+    cotangents: tuple[Float[Array, "N F"], ...],
+) -> tuple[Any, ...]:
+    x, weights, rows, sizes = saved
+    split, of_weights = PartitionSpec(None, spread.axes), PartitionSpec(None, None, spread.axes)
+
+    def to_tokens(cotangents: Any, weights: Any, row: Array, sizes: Array) -> Array:
+        found = [
+            _grouped_matmul(
+                spread.of_rows(each, divided=True, gradient=True),
+                spread.of_weights(weight, 1),
+                sizes,
+                spread,
+                dim=1,
+                transposed=True,
+            )
+            for each, weight in zip(cotangents, weights, strict=True)
+        ]
+        return sum_rows_by_token(found, row, complete=spread.complete)[None]
+
+    def to_weights(tokens: Array, cotangents: Any, sizes: Array) -> tuple[Array, ...]:
+        return tuple(_outer(tokens, each, sizes, spread, dim=1) for each in cotangents)
+
+    to_tokens = map_shards(
+        to_tokens, (split, of_weights, _WHOLE, _WHOLE), PartitionSpec(spread.axes)
+    )
+    to_weights = map_shards(to_weights, (_WHOLE, split, _WHOLE), of_weights)
+    d_x = to_tokens(cotangents, weights, rows.row, sizes).sum(0).reshape(x.shape)
+    return d_x, to_weights(gather_tokens(x, rows), cotangents, sizes), None, None
+
+
+up_projection.defvjp(
+    lambda x, weights, rows, sizes, spread: (
+        up_projection(x, weights, rows, sizes, spread),
+        (x, weights, rows, sizes),
+    ),
+    _up_projection_backward,
+)
+
+
+@custom_vjp_with_static(static=4)
+def down_projection(
+    hidden: Float[Array, "N F"],
+    weight: Float[Array, "E F D"],
+    rows: TokenPermutation,
+    sizes: Int[Array, " E"],
+    spread: GroupedMatmulOptions,
+) -> Float[Array, "n D"]:
+    """The sum over each token's rows of the row times the weights of its expert."""
+
+    def run(hidden: Array, weight: Array, row: Array, sizes: Array) -> Array:
+        hidden, weight = spread.of_rows(hidden, divided=True), spread.of_weights(weight, 0)
+        found = _grouped_matmul(hidden, weight, sizes, spread, dim=0)
+        return sum_rows_by_token([found], row, complete=spread.complete)[None]
+
+    split = PartitionSpec(None, spread.axes)
+    run = map_shards(run, (split, split, _WHOLE, _WHOLE), PartitionSpec(spread.axes))
+    return run(hidden, weight, rows.row, sizes).sum(0)
+
+
+def _down_projection_backward(
+    spread: GroupedMatmulOptions, saved: tuple[Any, ...], cotangent: Float[Array, "n D"]
+) -> tuple[Any, ...]:
+    hidden, weight, rows, sizes = saved
+    split = PartitionSpec(None, spread.axes)
+
+    def to_hidden(cotangents: Array, weight: Array, sizes: Array) -> Array:
+        cotangents = spread.of_rows(cotangents, gradient=True)
+        weight = spread.of_weights(weight, 0)
+        return _grouped_matmul(cotangents, weight, sizes, spread, dim=0, transposed=True)
+
+    to_hidden = map_shards(to_hidden, (_WHOLE, split, _WHOLE), split)
+    to_weight = map_shards(
+        lambda hidden, cotangents, sizes: _outer(hidden, cotangents, sizes, spread, dim=0),
+        (split, _WHOLE, _WHOLE),
+        split,
+    )
+    cotangents = gather_tokens(cotangent, rows)
+    d_hidden = to_hidden(cotangents, weight, sizes)
+    return d_hidden, to_weight(hidden, cotangents, sizes), None, None
+
+
+down_projection.defvjp(
+    lambda hidden, weight, rows, sizes, spread: (
+        down_projection(hidden, weight, rows, sizes, spread),
+        (hidden, weight, rows, sizes),
+    ),
+    _down_projection_backward,
+)
+
+_WHOLE = PartitionSpec()
+
+
+def expert_width_axes(rules: AxisRules) -> tuple[str, ...]:
+    """Axes over which the width of an expert is split, and which are the compiler's here."""
+    automatic = auto_axes()
+    return tuple(axis for axis in dict(rules.table).get("mlp", ()) if axis in automatic)
+
+
+# On one device. Weights have the dim of experts at `dim`, 0 or 1.
+
+
+def _grouped_matmul(
+    rows: Float[Array, "N K"],
+    weights: Float[Array, "_ _ _"],
+    sizes: Int[Array, " E"],
+    spread: GroupedMatmulOptions,
+    *,
+    dim: int,
+    transposed: bool = False,
+) -> Float[Array, "N J"]:
+    """Each row times the weights of its expert, or times their transpose."""
+    loop = partial(grouped_matmul_loop, dim=dim, transposed=transposed)
+    first, second = _without(weights.shape, dim)
+    dims = (second, first) if transposed else (first, second)
+    tiles = grouped_matmul_tiles(len(rows), len(sizes), *dims, rows.dtype)
+    if tiles is None:
+        return loop(rows, weights, sizes)
+    kernel = partial(
+        grouped_matmul_kernel, dim=dim, transposed=transposed, tiles=tiles, filled=spread.filled
+    )
+    return lax.platform_dependent(rows, weights, sizes, tpu=kernel, default=loop)
+
+
+def _outer(
+    rows: Float[Array, "N K"],
+    cotangents: Float[Array, "N J"],
+    sizes: Int[Array, " E"],
+    spread: GroupedMatmulOptions,
+    *,
+    dim: int,
+) -> Float[Array, "_ _ _"]:
+    """For each expert the sum over its rows of their outer products."""
+    loop = partial(outer_by_blocks, dim=dim)
+    dims = rows.shape[1], cotangents.shape[1]
+    tiles = outer_tiles(len(rows), len(sizes), *dims, rows.dtype)
+    if tiles is None:
+        return loop(rows, cotangents, sizes)
+    kernel = partial(outer_by_kernel, dim=dim, tiles=tiles, filled=spread.filled)
+    return lax.platform_dependent(rows, cotangents, sizes, tpu=kernel, default=loop)
+
+
+Tiles = tuple[int, int, int]
+"""Of rows and of an expert's weights; where rows are multiplied, of the dim summed over first."""
+
+
+def grouped_matmul_kernel(
+    rows: Array,
+    weights: Array,
+    sizes: Array,
+    *,
+    dim: int,
+    transposed: bool,
+    tiles: Tiles,
+    filled: float = 1.0,
+    interpret: bool = False,
+) -> Array:
+    """`_product` on a TPU."""
+    weights = jnp.moveaxis(weights, dim, 0)
+    with jax.named_scope(scopes.flops(2 * filled * len(rows) * math.prod(weights.shape[1:]))):
+        return _megablox().gmm(
+            rows,
+            weights,
+            sizes,
+            rows.dtype,
+            tiles,
+            transpose_rhs=transposed,
+            interpret=interpret,
+        )
+
+
+def outer_by_kernel(
+    rows: Array,
+    cotangents: Array,
+    sizes: Array,
+    *,
+    dim: int,
+    tiles: Tiles,
+    filled: float = 1.0,
+    interpret: bool = False,
+) -> Array:
+    """`_outer` on a TPU."""
+    run = _megablox().tgmm
+    with jax.named_scope(scopes.flops(2 * filled * rows.size * cotangents.shape[1])):
+        found = run(rows.T, cotangents, sizes, rows.dtype, tiles, interpret=interpret)
+    return jnp.moveaxis(found, 0, dim)
+
+
+def _megablox() -> Any:
+    # The package has a function of the module's name, which hides it.
+    import jax.experimental.pallas.ops.tpu.megablox.gmm  # noqa: F401
+
+    return sys.modules["jax.experimental.pallas.ops.tpu.megablox.gmm"]
+
+
+_LANES = 128
+_LARGEST_TILE = 1024
+_VMEM_BYTES = 12 * 2**20
+"""Of the tiles of a kernel; 16 MiB is what a kernel is given."""
+
+
+def grouped_matmul_tiles(
+    num_rows: int, num_experts: int, contracted: int, width: int, dtype: Any
+) -> Tiles | None:
+    """Tiles of rows, of the dim that is summed over, and of that of the result.
+
+    None if lanes do not divide them. A tile of rows is visited for each expert in it: small, so
+    that experts have several. If there is room the whole sum is one tile: an expert's weights then
+    stay where they are from one tile of its rows to the next.
+    """
+    rows = _rows_tile(num_rows, num_experts)
+    ways = [(contracted, 1024), (contracted, 512), (contracted, 256), (1024, 1024), (512, 512)]
+    return _select_tiles(
+        [(rows, _divisor(contracted, most), _divisor(width, wide)) for most, wide in ways],
+        lambda m, k, n: m * n,
+        dtype,
+    )
+
+
+def outer_tiles(
+    num_rows: int, num_experts: int, first: int, second: int, dtype: Any
+) -> Tiles | None:
+    """Tiles of rows, which are summed over, and of both dims of the result; None as above."""
+    rows = _rows_tile(num_rows, num_experts)
+    return _select_tiles(
+        [(rows, _divisor(first, most), _divisor(second, most)) for most in (1024, 512)],
+        lambda m, k, n: k * n,
+        dtype,
+    )
+
+
+def _rows_tile(num_rows: int, num_experts: int) -> int:
+    """Smaller than a block of a loop: turns of a kernel cost less."""
+    return _divisor(num_rows, max(_LANES, row_block_size(num_rows, num_experts) // 2))
+
+
+def _select_tiles(
+    tries: Sequence[Tiles], sums: Callable[[int, int, int], int], dtype: Any
+) -> Tiles | None:
+    """Each tile is there twice, to be computed with and to be moved; `sums` are in float32."""
+    size = jnp.dtype(dtype).itemsize
+
+    def fits(tiles: Tiles) -> bool:
+        m, k, n = tiles
+        return 2 * size * (m * k + k * n + m * n) + 4 * sums(m, k, n) <= _VMEM_BYTES
+
+    return next((each for each in tries if all(each) and fits(each)), None)
+
+
+def _divisor(size: int, most: int) -> int:
+    """The largest multiple of the lanes up to `most` that divides a size; 0 if there is none."""
+    largest = min(most, size) // _LANES * _LANES
+    return next((tile for tile in range(largest, 0, -_LANES) if size % tile == 0), 0)
+
+
+def _without(shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
+    return shape[:dim] + shape[dim + 1 :]
+
+
+class _BlockSteps(NamedTuple):
+    """What a loop over blocks of rows does in each turn."""
+
+    expert: Int[Array, " V"]
+    start: Int[Array, " V"]
+    """First row of the block."""
+    first: Int[Array, " V"]
+    """Of the expert's rows."""
+    stop: Int[Array, " V"]
+
+
+def row_block_size(num_rows: int, num_experts: int) -> int:
+    """Rows of a block: at most a quarter of what experts get on average, as they share blocks."""
+    quarter = max(1, num_rows // num_experts // 4)
+    power = 1 << quarter.bit_length() - 1
+    return min(num_rows, max(_SMALLEST_BLOCK, min(_LARGEST_BLOCK, power)))
+
+
+_SMALLEST_BLOCK, _LARGEST_BLOCK = 8, 512
+
+
+def num_block_steps(num_rows: int, num_experts: int) -> int:
+    """Turns of a loop over blocks: each expert but the first may begin inside of a block."""
+    blocks = -(-num_rows // row_block_size(num_rows, num_experts))
+    return blocks + min(num_experts, num_rows) - 1
+
+
+def num_multiplied_rows(num_rows: int, num_experts: int) -> int:
+    """Rows that a loop over blocks multiplies."""
+    return num_block_steps(num_rows, num_experts) * row_block_size(num_rows, num_experts)
+
+
+def _make_block_steps(sizes: Int[Array, " E"], num_rows: int) -> _BlockSteps:
+    """Turns that are left over visit no row."""
+    block = row_block_size(num_rows, len(sizes))
+    stops = jnp.cumsum(sizes)
+    firsts = stops - sizes
+    blocks = jnp.where(sizes > 0, (stops - 1) // block - firsts // block + 1, 0)
+    ends = jnp.cumsum(blocks)
+    turns = jnp.arange(num_block_steps(num_rows, len(sizes)))
+    expert = (turns[:, None] >= ends).sum(1)  # the number of experts in turns that are left over
+    expert, left = jnp.minimum(expert, len(sizes) - 1), expert < len(sizes)
+    number = firsts[expert] // block + turns - (ends - blocks)[expert]
+    # The last block ends with the rows, and begins in the one before.
+    start = jnp.clip(number * block, 0, num_rows - block)
+    first = jnp.maximum(firsts[expert], number * block)
+    return _BlockSteps(expert, start, first, jnp.where(left, stops[expert], 0))
+
+
+def _expert_row_mask(visit: _BlockSteps, block: int) -> Array:
+    """Which rows of a block are the expert's, and are in no block before `[b, 1]`."""
+    row = visit.start + jnp.arange(block)
+    return ((row >= visit.first) & (row < visit.stop))[:, None]
+
+
+def grouped_matmul_loop(
+    rows: Array, weights: Array, sizes: Array, *, dim: int, transposed: bool
+) -> Array:
+    """`_product` anywhere."""
+    num_rows, block = len(rows), row_block_size(len(rows), len(sizes))
+    width = _without(weights.shape, dim)[0 if transposed else 1]
+
+    def turn(found: Array, visit: _BlockSteps) -> tuple[Array, None]:
+        mine = lax.dynamic_slice_in_dim(rows, visit.start, block)
+        weight = lax.dynamic_index_in_dim(weights, visit.expert, dim, keepdims=False)
+        new = mine @ (weight.T if transposed else weight)
+        old = lax.dynamic_slice_in_dim(found, visit.start, block)
+        new = jnp.where(_expert_row_mask(visit, block), new, old)
+        return lax.dynamic_update_slice_in_dim(found, new, visit.start, 0), None
+
+    empty = mark_varying(jnp.zeros((num_rows, width), rows.dtype))
+    return lax.scan(turn, empty, _make_block_steps(sizes, num_rows))[0]
+
+
+def outer_by_blocks(rows: Array, cotangents: Array, sizes: Array, *, dim: int) -> Array:
+    """`_outer` anywhere, added up in float32."""
+    num_rows, block = len(rows), row_block_size(len(rows), len(sizes))
+
+    def turn(found: Array, visit: _BlockSteps) -> tuple[Array, None]:
+        mine, theirs = (
+            lax.dynamic_slice_in_dim(each, visit.start, block) for each in (rows, cotangents)
+        )
+        # Both: rows of no expert may hold anything.
+        mine, theirs = (
+            jnp.where(_expert_row_mask(visit, block), each, 0) for each in (mine, theirs)
+        )
+        added = jnp.einsum("bk,bj->kj", mine, theirs, preferred_element_type=jnp.float32)
+        old = lax.dynamic_slice_in_dim(found, visit.expert, 1, dim)
+        new = old + jnp.expand_dims(added, dim)
+        return lax.dynamic_update_slice_in_dim(found, new, visit.expert, dim), None
+
+    shape = [rows.shape[1], cotangents.shape[1]]
+    shape.insert(dim, len(sizes))
+    empty = mark_varying(jnp.zeros(shape, jnp.float32))
+    return lax.scan(turn, empty, _make_block_steps(sizes, num_rows))[0].astype(rows.dtype)

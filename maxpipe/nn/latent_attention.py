@@ -1,0 +1,160 @@
+"""Multi-head latent attention over packed sequences, and its cache of latents."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Float
+
+from maxpipe.models.layers import latent_attention
+from maxpipe.nn.attention.backends import BACKENDS
+from maxpipe.nn.attention.context_parallel import attend
+from maxpipe.nn.attention.interface import KVCache, Mask
+from maxpipe.nn.attention_layer import rotary_frequencies, rotate
+from maxpipe.nn.module import LayerContext, Output, SpecModule, rms_norm
+from maxpipe.parallel.lora_weight import LoraWeight, map_columns, merge_lora
+from maxpipe.parallel.sequence_parallel import SequenceParallel
+from maxpipe.parallel.sharding import AxisRules, constrain
+
+_HEADS = (None, None, "heads", "head_size")
+
+
+class LatentAttention(SpecModule):
+    """Self-attention of N heads whose keys and values are projections of one latent per token.
+
+    Inside, what turns is in front of a head's other entries, pairs as (i, i + half): rotation is
+    that of other families. Weights are brought into that order, which are smaller than what they
+    are multiplied with.
+    """
+
+    query: nnx.Param
+    query_down: nnx.Param
+    query_norm: nnx.Param
+    query_up: nnx.Param
+    key_value_down: nnx.Param
+    rope_key: nnx.Param
+    key_value_norm: nnx.Param
+    key_value_up: nnx.Param
+    out: nnx.Param
+
+    def __init__(self, part: latent_attention.LatentAttention, rules: AxisRules):
+        super().__init__(part)
+        self.part, self.rules = part, rules
+
+    def __call__(self, x: Float[Array, "B T D"], context: LayerContext) -> Output:
+        """Tokens see the past of their own segment only."""
+        part, dtype, positions = self.part, x.dtype, context.inputs["positions"]
+        split = context.split(self.rules, attention=True)
+        frequencies = rotary_frequencies(part.rope, part.rope_size, context)
+        angles = positions, frequencies, part.rope.length, part.backend
+        query = rotate(self._query(x, split), *angles)
+        query = checkpoint_name(constrain(query, _HEADS, self.rules), "query")
+        down = split.on_own(x, self.key_value_down[...].astype(dtype))
+        small = rms_norm(checkpoint_name(down, "latent"), self.key_value_norm[...], part.norm)
+        weight = map_columns(_deinterleave_pairs, self.rope_key[...].astype(dtype))
+        turned = split.whole(split.on_own(x, weight))[:, :, None]
+        turned = rotate(turned, *angles)
+        mask = Mask(context.inputs["segment_ids"], scale=part.scale)
+        cache = context.cache
+        if cache is None:
+            mixed = self._expanded(query, small, turned, mask, context.inputs, split)
+        else:
+            mixed, cache = self._absorbed(query, small, turned, mask, positions, cache)
+        out = split.out_of(mixed, self.out[...].astype(dtype), part.params["out"].axes)
+        return Output(checkpoint_name(out, "attention_out"), cache=cache)
+
+    @staticmethod
+    def empty_cache(part: Any, rows: int, tokens: int, dtype: jnp.dtype) -> Any:
+        """What turned of a key, and the latent behind it; values are latents."""
+        both = KVCache.empty((rows, tokens, 1, part.rope_size + part.rank), dtype)
+        return both._replace(values=both.values[..., :0])
+
+    @staticmethod
+    def cache_axes(part: Any) -> Any:
+        """Whole on every device: all heads read it."""
+        del part
+        whole = ("batch", None, None, None)
+        return KVCache.axes()._replace(keys=whole, values=whole)
+
+    def _query(self, x: Float[Array, "B T D"], split: SequenceParallel) -> Float[Array, "B T N H"]:
+        """Not rotated yet; what will be is in front."""
+        part = self.part
+        turned_first = partial(_rotary_dims_first, turned=part.rope_size)
+        if not part.query_rank:
+            weight = map_columns(turned_first, self.query[...].astype(x.dtype))
+            return split.into(x, [weight], [part.params["query"].axes])[0]
+        down = split.on_own(x, self.query_down[...].astype(x.dtype))
+        down = checkpoint_name(down, "query_latent")
+        normed = rms_norm(down, self.query_norm[...], part.query_norm)
+        weight = map_columns(turned_first, self.query_up[...].astype(x.dtype))
+        return split.into(normed, [weight], [part.params["query_up"].axes])[0]
+
+    def _up(self, dtype: jnp.dtype) -> tuple[Array | LoraWeight, Array | LoraWeight]:
+        """From latents to keys without what turns `[r, N, h]`, and to values `[r, N, v]`."""
+        weight, rest = self.key_value_up[...].astype(dtype), self.part.rest_size
+        return weight[..., :rest], weight[..., rest:]
+
+    def _expanded(
+        self,
+        query: Float[Array, "B T N H"],
+        small: Float[Array, "B T r"],
+        turned: Float[Array, "B T 1 h"],
+        mask: Mask,
+        inputs: Mapping[str, Any],
+        split: SequenceParallel,
+    ) -> Float[Array, "B T N v"]:
+        """With keys and values of each head."""
+        axes = self.part.params["key_value_up"].axes
+        rest, value = split.into(small, self._up(query.dtype), [axes, axes])
+        everywhere = jnp.broadcast_to(turned, (*rest.shape[:3], turned.shape[-1]))
+        key = jnp.concatenate([everywhere, rest], axis=-1)
+        key = checkpoint_name(constrain(key, _HEADS, self.rules), "key")
+        value = checkpoint_name(constrain(value, _HEADS, self.rules), "value")
+        return attend(BACKENDS[self.part.backend], query, key, value, mask, inputs, self.rules)
+
+    def _absorbed(
+        self,
+        query: Float[Array, "B T N H"],
+        small: Float[Array, "B T r"],
+        turned: Float[Array, "B T 1 h"],
+        mask: Mask,
+        positions: Array,
+        cache: KVCache,
+    ) -> tuple[Float[Array, "B T N v"], KVCache]:
+        """With latents for keys and values: what projects them up is applied to the queries
+        instead, and to what is mixed.
+        """
+        up_key, up_value = map(merge_lora, self._up(query.dtype))
+        front, rest = jnp.split(query, (self.part.rope_size,), axis=-1)
+        rest = jnp.einsum("btnh,rnh->btnr", rest, up_key)
+        query = jnp.concatenate([front, rest], axis=-1)
+        key = jnp.concatenate([turned, small[:, :, None]], axis=-1)
+        cache = cache.extended(key, key[..., :0], mask.segments, positions)
+        mask = replace(
+            mask,
+            positions=positions,
+            key_segments=cache.segments,
+            key_positions=cache.positions,
+        )
+        values = cache.key[..., self.part.rope_size :]
+        mixed = BACKENDS[self.part.backend](query, cache.key, values, mask)
+        return jnp.einsum("btnr,rnh->btnh", mixed, up_value), cache
+
+
+def _deinterleave_pairs(weight: Float[Array, "*dims h"]) -> Float[Array, "*dims h"]:
+    """Pairs (2i, 2i + 1) as (i, i + half)."""
+    pairs = weight.reshape(*weight.shape[:-1], -1, 2)
+    return pairs.swapaxes(-1, -2).reshape(weight.shape)
+
+
+def _rotary_dims_first(weight: Float[Array, "*dims H"], turned: int) -> Float[Array, "*dims H"]:
+    """The last entries of a head, which turn, in front of the others."""
+    rest, last = jnp.split(weight, (weight.shape[-1] - turned,), axis=-1)
+    return jnp.concatenate([_deinterleave_pairs(last), rest], axis=-1)

@@ -1,0 +1,98 @@
+"""Rows whose tokens are divided over the context axis.
+
+A row is cut into twice as many pieces as the axis has devices, C. Device c has the pieces c and
+2C - 1 - c: a token looks back at all that are before it, and so all devices have as much to do
+(zig-zag order, as in Llama 3's training, arXiv:2407.21783).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jaxtyping import Int
+
+from maxpipe.parallel.collectives import all_gather, axis_index, axis_size, mark_varying
+from maxpipe.parallel.mesh import CONTEXT
+
+FULL_SEGMENT_IDS = "row_segment_ids"
+"""Among a microbatch's arrays `[B, S]`: segments of all tokens of its rows, when a device has some.
+"""
+_PER_SEQUENCE_ARRAYS = ("example_ids", "source_ids")
+"""Arrays of a batch that have no dim of tokens."""
+
+
+def shard_tokens(batch: Mapping[str, Any], by_row: Sequence[str] = ()) -> Mapping[str, Any]:
+    """Of a batch with whole rows what this device has; and the segments of whole rows.
+
+    Arrays named `by_row` have no dim of tokens either.
+    """
+    if axis_size(CONTEXT) == 1:
+        return batch
+    whole = (*_PER_SEQUENCE_ARRAYS, *by_row)
+    mine = {name: local_shard(x, dim=1) for name, x in batch.items() if name not in whole}
+    return {**batch, **mine, FULL_SEGMENT_IDS: batch["segment_ids"]}
+
+
+def local_positions(tokens: int) -> Int[Array, " T"]:
+    """Places of this device's `tokens` tokens in their row."""
+    return local_shard(mark_varying(jnp.arange(tokens * axis_size(CONTEXT))), dim=0)
+
+
+def contiguous_length(tokens: int) -> int:
+    """How many of this device's `tokens` tokens stand next to each other in the row."""
+    return tokens if axis_size(CONTEXT) == 1 else tokens // 2
+
+
+def local_starts(tokens: int) -> tuple[Int[Array, ""], Int[Array, ""]]:
+    """Places of the first tokens of this device's two pieces, of `tokens` tokens together."""
+    return shard_starts(axis_index(CONTEXT), tokens)
+
+
+def shard_starts(device: Int[Array, ""], tokens: int) -> tuple[Int[Array, ""], Int[Array, ""]]:
+    """The same of any device of the axis."""
+    run = contiguous_length(tokens)
+    return device * run, (2 * axis_size(CONTEXT) - 1 - device) * run
+
+
+def full_sequence_length(inputs: Mapping[str, Any]) -> int:
+    """S, tokens of whole rows, of a microbatch's arrays."""
+    return inputs.get(FULL_SEGMENT_IDS, inputs["positions"]).shape[1]
+
+
+def gather_sequences(x: Array, dim: int) -> Array:
+    """All tokens of the rows, in order, from each device's own along `dim`."""
+    return undo_zigzag(all_gather(x, CONTEXT, dim), dim)
+
+
+def undo_zigzag(x: Array, dim: int) -> Array:
+    """Tokens of whole rows in order, from those of one device after the other."""
+    size = axis_size(CONTEXT)
+    if size == 1:
+        return x
+    pieces = x.reshape(*x.shape[:dim], size, 2, -1, *x.shape[dim + 1 :])
+    first, last = (lax.index_in_dim(pieces, half, dim + 1, keepdims=False) for half in (0, 1))
+    return jnp.concatenate([first, jnp.flip(last, dim)], axis=dim).reshape(x.shape)
+
+
+def apply_zigzag(x: Array, dim: int) -> Array:
+    """The way back: tokens of one device after the other."""
+    size = axis_size(CONTEXT)
+    if size == 1:
+        return x
+    pieces = x.reshape(*x.shape[:dim], 2, size, -1, *x.shape[dim + 1 :])
+    first, last = (lax.index_in_dim(pieces, half, dim, keepdims=False) for half in (0, 1))
+    return jnp.stack([first, jnp.flip(last, dim)], axis=dim + 1).reshape(x.shape)
+
+
+def local_shard(rows: Array, dim: int) -> Array:
+    """This device's two pieces of whole rows."""
+    size, place = axis_size(CONTEXT), axis_index(CONTEXT)
+    if size == 1:
+        return rows
+    pieces = rows.reshape(*rows.shape[:dim], 2 * size, -1, *rows.shape[dim + 1 :])
+    mine = jnp.stack([place, 2 * size - 1 - place])
+    found = jnp.take(pieces, mine, axis=dim)
+    return found.reshape(*rows.shape[:dim], -1, *rows.shape[dim + 1 :])

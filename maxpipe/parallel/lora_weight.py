@@ -1,0 +1,158 @@
+"""A frozen weight with a low-rank change, as the products of a layer take it.
+
+`TokenSplit` multiplies with both: `x @ W + scale * (x @ A) @ B`. No product makes a matrix of W's
+size, forward or backward, and W has no gradient. With lengths (DoRA) each column of the result
+is multiplied with its length over the norm of W's changed column, through which no gradient goes
+(arXiv:2402.09353, section 4.3).
+
+Dropout that is the same however the batch is cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float, Int, Key
+
+from maxpipe.parallel.context_parallel import local_positions
+from maxpipe.parallel.quantized_matmul import QuantizedWeight
+
+
+def dropout(
+    x: Float[Array, "B T *dims"], rate: float, keys: Key[Array, " B"], places: Int[Array, " T"]
+) -> Float[Array, "B T *dims"]:
+    """Zeros a fraction `rate` of `x`, with one key per example, and `places` of tokens in the row.
+
+    A key per example and token makes the mask independent of how the batch is cut or sharded.
+    """
+
+    def kept(key: Key[Array, ""], place: Int[Array, ""]) -> Array:
+        return jax.random.bernoulli(jax.random.fold_in(key, place), 1.0 - rate, x.shape[2:])
+
+    keep = jax.vmap(jax.vmap(kept, (None, 0)), (0, None))(keys, places)
+    return jnp.where(keep, x / (1.0 - rate), 0).astype(x.dtype)
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("weight", "down", "up", "lengths", "keys"),
+    meta_fields=("scale", "rate", "summed"),
+)
+@dataclass(frozen=True)
+class LoraWeight:
+    """A weight `[*K, *N]`, of which products sum over `*K`."""
+
+    weight: Any
+    """An array, or one that is rounded already."""
+    down: Float[Array, "*K r"]
+    up: Float[Array, "... N"]
+    """`[r, *N]`."""
+    lengths: Float[Array, "*N"] | None
+    """Of columns, float32."""
+    keys: Key[Array, " B"] | None
+    """Of each row's dropout; None: there is none."""
+    scale: float
+    rate: float
+    """Of dropout."""
+    summed: int
+    """Number of dims `*K`."""
+
+    @property
+    def ndim(self) -> int:
+        """Of the weight."""
+        return self.weight.ndim
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the weight."""
+        return self.weight.shape
+
+    def astype(self, dtype: Any) -> LoraWeight:
+        """Lengths stay in float32."""
+        weight, down, up = (each.astype(dtype) for each in (self.weight, self.down, self.up))
+        return replace(self, weight=weight, down=down, up=up)
+
+    def __getitem__(self, key: Any) -> LoraWeight:
+        """Some of its columns: `[..., part of the last dim]`."""
+        return self if key is ... else self.by_columns(lambda columns: columns[key])
+
+    def by_columns(self, change: Callable[[Array], Array]) -> LoraWeight:
+        """With what `change` makes of the last dim of all that has columns."""
+        lengths = None if self.lengths is None else change(self.lengths)
+        return replace(self, weight=change(self.weight), up=change(self.up), lengths=lengths)
+
+    def dropped(self, x: Float[Array, "B T *K"]) -> Float[Array, "B T *K"]:
+        """What the change is given."""
+        if self.keys is None:
+            return x
+        return dropout(x, self.rate, self.keys, local_positions(x.shape[1]))
+
+    def joined(
+        self, product: Float[Array, "B T *N"], change: Float[Array, "B T *N"]
+    ) -> Float[Array, "B T *N"]:
+        """The result, from products with the weight and with its change's factors."""
+        found = product + (change * self.scale).astype(product.dtype)
+        return found if self.lengths is None else _scale_columns(found, self._stretch())
+
+    def _stretch(self) -> Float[Array, "*N"]:
+        assert self.lengths is not None
+        norms = jax.lax.stop_gradient(column_norms(self._sum(), self.summed))
+        return self.lengths / jnp.where(norms == 0, 1.0, norms)  # of padding they are 0
+
+    def _sum(self) -> Float[Array, "*K *N"]:
+        assert not isinstance(self.weight, QuantizedWeight)
+        factors = self.down.astype(jnp.float32), self.up.astype(jnp.float32)
+        return self.weight.astype(jnp.float32) + self.scale * jnp.tensordot(*factors, 1)
+
+    def merged(self) -> Float[Array, "*K *N"]:
+        """One weight that does the same, but for dropout."""
+        found = self._sum()
+        found = found if self.lengths is None else found * self._stretch()
+        return found.astype(self.weight.dtype)
+
+
+@jax.custom_vjp
+def _scale_columns(x: Float[Array, "B T *N"], by: Float[Array, "*N"]) -> Float[Array, "B T *N"]:
+    return (x * by).astype(x.dtype)
+
+
+def _scale_columns_backward(
+    saved: tuple[Array, Array], cotangent: Float[Array, "B T *N"]
+) -> tuple[Array, Array]:
+    """Both gradients at once, so that a split backward makes the lengths' where `x` is at hand.
+
+    Made later it would multiply with the weight once more, which would wait for that.
+    """
+    x, by = saved
+    both = cotangent * by, cotangent.astype(jnp.float32) * x
+    d_x, d_by = both[0].astype(x.dtype), both[1].sum((0, 1))
+    return jax.lax.optimization_barrier((d_x, d_by))
+
+
+_scale_columns.defvjp(lambda x, by: (_scale_columns(x, by), (x, by)), _scale_columns_backward)
+
+
+def column_norms(weight: Float[Array, "*K *N"], summed: int) -> Float[Array, "*N"]:
+    """Norms over the first dims, float32."""
+    return jnp.sqrt(jnp.square(weight.astype(jnp.float32)).sum(tuple(range(summed))))
+
+
+def map_columns(change: Callable[[Array], Array], weight: Any) -> Any:
+    """What `change` makes of a weight's last dim, with one that has a change or without."""
+    return weight.by_columns(change) if isinstance(weight, LoraWeight) else change(weight)
+
+
+def merge_lora(weight: Any) -> Any:
+    """One array, where there is more to do with a weight than a product."""
+    return weight.merged() if isinstance(weight, LoraWeight) else weight
+
+
+def base_weights(weights: Sequence[Any]) -> list[Any]:
+    """The weights without changes."""
+    return [each.weight if isinstance(each, LoraWeight) else each for each in weights]

@@ -1,0 +1,404 @@
+"""Tokens split over the tensor axis between a layer's matmuls, and put together for them.
+
+Weights of a layer split heads or hidden units over the tensor axis. What is between the matmuls is
+the same for all of them, and here each device has some of its tokens. A projection into a layer's
+inside gathers tokens, one out of it sums and scatters them. Gradients of tokens and of weights are
+equations of their own, so that a split backward can make one now and the other later; tokens are
+gathered again for them, and wait as shards.
+
+Source: sequence parallelism, arXiv:2205.05198.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.sharding import PartitionSpec
+from jaxtyping import Float
+
+from maxpipe.parallel import collective_matmul, quantized_matmul
+from maxpipe.parallel.collective_matmul import TOKEN_DIM
+from maxpipe.parallel.collectives import map_shards
+from maxpipe.parallel.lora_weight import LoraWeight, base_weights
+from maxpipe.parallel.mesh import CONTEXT, TOKEN_AXES
+from maxpipe.parallel.quantized_matmul import MatmulQuantizer, QuantizedWeight, ScaledMatmul, Weight
+from maxpipe.parallel.sharding import AxisRules, auto_axes, restrict_spec
+
+LogicalAxes = Sequence[str | None]
+"""Logical axes of a weight's dims."""
+
+
+@dataclass(frozen=True)
+class SequenceParallel:
+    """How tokens are split between the matmuls of a layer, if they are."""
+
+    rules: AxisRules
+    axis: str = ""
+    """The mesh axis; empty where every device has all tokens."""
+    low: MatmulQuantizer | None = None
+    """How products with weights are computed, if not in compute type."""
+
+    @classmethod
+    def of(cls, rules: AxisRules, low: MatmulQuantizer | None = None) -> SequenceParallel:
+        """What the table says of programs that see the tokens of one device.
+
+        In programs that are automatic throughout rows have any length, down to one token.
+        """
+        automatic = auto_axes()
+        if not automatic.isdisjoint(TOKEN_AXES):
+            return cls(rules, low=low)
+        axes = dict(rules.table).get("sequence", ())
+        return cls(rules, next((axis for axis in axes if axis in automatic), ""), low)
+
+    def shards(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        """The same, with its tokens split; so is its cotangent."""
+        return _constrain_tokens(x, self.axis) if self.axis else x
+
+    def whole(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        """The same, with all tokens on every device; its cotangent is split again."""
+        return _gather_tokens(x, self.axis) if self.axis else x
+
+    def summed(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        """The transpose of `whole`: of parts of a sum on each device, its shard of the tokens."""
+        return _reduce_scatter_tokens(x, self.axis) if self.axis else x
+
+    def is_free(self, weights: Sequence[Weight | LoraWeight]) -> bool:
+        """Whether a part may round for all products with these weights by itself."""
+        if self.axis or self.low is None or self.low.scales == "block":
+            return False
+        return not any(isinstance(each, LoraWeight) for each in weights)
+
+    def into(
+        self,
+        x: Float[Array, "B T D"],
+        weights: Sequence[Weight | LoraWeight],
+        axes: Sequence[LogicalAxes],
+        largest: Float[Array, "B T 1"] | None = None,
+    ) -> list[Float[Array, "B T *dims"]]:
+        """Times each of the weights, which share what is gathered.
+
+        `largest` is the largest number of each token, if that is known.
+        """
+        found = self._into(x, base_weights(weights), axes, largest)
+        for number, each in enumerate(weights):
+            if isinstance(each, LoraWeight):
+                how, (first, *rest) = replace(self, low=None), axes[number]
+                (inner,) = how._into(each.dropped(x), [each.down], [(first, None)])
+                (change,) = how._into(inner, [each.up], [(None, *rest)])
+                found[number] = each.joined(found[number], change)
+        return found
+
+    def _into(
+        self,
+        x: Float[Array, "B T D"],
+        weights: Sequence[Any],
+        axes: Sequence[LogicalAxes],
+        largest: Float[Array, "B T 1"] | None = None,
+    ) -> list[Float[Array, "B T *dims"]]:
+        specs = tuple(map(self._spec, axes))
+        split = [number for number, spec in enumerate(specs) if any(spec)]
+        if not self.axis or not split:
+            return self._products(x, weights, into=True, most=largest)
+        chosen = tuple(specs[number] for number in split)
+        how = _ShardedMatmul(self.axis, self.rules.by_ring, chosen, self.low)
+        found = dict(
+            zip(split, _column_parallel(x, tuple(weights[i] for i in split), how), strict=True)
+        )
+        # What every device has whole is multiplied with the tokens of each.
+        return [
+            found[number] if number in found else self._products(x, [weight], into=True)[0]
+            for number, weight in enumerate(weights)
+        ]
+
+    def out_of(
+        self, x: Float[Array, "B T *dims"], weight: Weight | LoraWeight, axes: LogicalAxes
+    ) -> Float[Array, "B T D"]:
+        """Times the weight, summed over devices that have a part of `dims` each."""
+        if not isinstance(weight, LoraWeight):
+            return self._out_of(x, weight, axes)
+        how, found = replace(self, low=None), self._out_of(x, weight.weight, axes)
+        inner = how._out_of(weight.dropped(x), weight.down, (*axes[:-1], None))
+        return weight.joined(found, how._products(inner, [weight.up], into=False)[0])
+
+    def on_own(
+        self, x: Float[Array, "B T *K"], weight: Array | LoraWeight, dims: int = 1
+    ) -> Float[Array, "B T *N"]:
+        """Times a weight whose first `dims` are summed over, in compute type, token by token."""
+        if not isinstance(weight, LoraWeight):
+            return jnp.tensordot(x, weight, dims)
+        inner = jnp.tensordot(weight.dropped(x), weight.down, dims)
+        return weight.joined(self.on_own(x, weight.weight, dims), self.on_own(inner, weight.up))
+
+    def _out_of(self, x: Array, weight: Any, axes: LogicalAxes) -> Float[Array, "B T D"]:
+        spec = self._spec(axes)
+        if self.axis and any(spec):
+            return _row_parallel(
+                x, weight, _ShardedMatmul(self.axis, self.rules.by_ring, (spec,), self.low)
+            )
+        return self.shards(self._products(x, [weight], weight.ndim - 1, into=False)[0])
+
+    def _products(
+        self,
+        x: Array,
+        weights: Sequence[Weight],
+        dims: int = 1,
+        *,
+        into: bool,
+        most: Array | None = None,
+    ) -> list[Array]:
+        """On tokens of which every device has all, or the compiler knows which."""
+        if self.low is not None:
+            return quantized_matmul.matmuls(x, most, weights, dims, self.low, into)
+        arrays = [each for each in weights if not isinstance(each, QuantizedWeight)]
+        assert len(arrays) == len(weights)
+        # Tokens that are divided would have to move to be in one dim with rows.
+        divided = self.axis or CONTEXT in auto_axes()
+        if self.rules.joins_tokens and not divided:
+            return _flattened_matmuls(x, arrays, dims)
+        return [jnp.tensordot(x, weight, dims) for weight in arrays]
+
+    def _spec(self, axes: LogicalAxes) -> PartitionSpec:
+        return restrict_spec(self.rules.spec(axes), (self.axis,))
+
+
+def _flattened_matmuls(
+    x: Float[Array, "B T *inside"], weights: Sequence[Float[Array, "*dims"]], summed: int
+) -> list[Float[Array, "B T *outside"]]:
+    """Products over the weights' first `summed` dims, with rows and tokens as one dim.
+
+    The weights' gradients sum over that. Where they are two, XLA for CPU copies an operand of that
+    sum in another order first, with the arithmetic that makes it, in strides that defeat the cache.
+    XLA for TPU orders the two as it likes, and takes 3 to 11% more cycles where they are one.
+    """
+    rows, inside = x.shape[:2], math.prod(x.shape[2:])
+    matrices = tuple(weight.reshape(inside, -1) for weight in weights)
+    found = _matmuls(x.reshape(math.prod(rows), inside), matrices)
+    outside = (weight.shape[summed:] for weight in weights)
+    return [each.reshape(*rows, *dims) for each, dims in zip(found, outside, strict=True)]
+
+
+@jax.custom_vjp
+def _matmuls(x: Float[Array, "t A"], matrices: tuple[Array, ...]) -> tuple[Array, ...]:
+    return tuple(x @ matrix for matrix in matrices)
+
+
+def _matmuls_backward(
+    saved: tuple[Array, tuple[Array, ...]], cotangents: tuple[Array, ...]
+) -> tuple[Array, tuple[Array, ...]]:
+    """Gradients of matrices by products over the inner dims, as XLA for CPU multiplies fastest.
+
+    For that the narrower of a matrix's two operands is copied transposed, once for all matrices;
+    barriers keep XLA from making one product of copy and product again.
+    """
+    x, matrices = saved
+    parts = [c @ matrix.T for c, matrix in zip(cotangents, matrices, strict=True)]
+    turned = lax.optimization_barrier(x.T)
+
+    def gradient(matrix: Array, cotangent: Array) -> Array:
+        if matrix.shape[0] <= matrix.shape[1]:
+            return turned @ cotangent
+        return lax.optimization_barrier(lax.optimization_barrier(cotangent.T) @ x).T
+
+    return sum(parts[1:], parts[0]), tuple(map(gradient, matrices, cotangents))
+
+
+_matmuls.defvjp(lambda x, matrices: (_matmuls(x, matrices), (x, matrices)), _matmuls_backward)
+
+
+def _constrain_tokens(x: Array, axis: str) -> Array:
+    return lax.with_sharding_constraint(x, _token_spec(axis, x.ndim))
+
+
+def _token_spec(axis: str, ndim: int) -> PartitionSpec:
+    return PartitionSpec(*(axis if dim == TOKEN_DIM else None for dim in range(ndim)))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _gather_tokens(x: Array, axis: str) -> Array:
+    return lax.with_sharding_constraint(x, PartitionSpec(*[None] * x.ndim))
+
+
+_gather_tokens.defvjp(
+    lambda x, axis: (_gather_tokens(x, axis), None),
+    lambda axis, _, cotangent: (_constrain_tokens(cotangent, axis),),
+)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _reduce_scatter_tokens(x: Array, axis: str) -> Array:
+    return _constrain_tokens(x, axis)
+
+
+_reduce_scatter_tokens.defvjp(
+    lambda x, axis: (_reduce_scatter_tokens(x, axis), None),
+    lambda axis, _, cotangent: (_gather_tokens(cotangent, axis),),
+)
+
+
+# Matmuls.
+
+
+@dataclass(frozen=True)
+class _ShardedMatmul:
+    axis: str
+    by_ring: bool
+    specs: tuple[PartitionSpec, ...]
+    """Of the weights, over that axis alone."""
+    low: MatmulQuantizer | None = None
+
+    @property
+    def tokens(self) -> PartitionSpec:
+        """Of what is between matmuls."""
+        return PartitionSpec(None, self.axis, None)
+
+    def inside(self, spec: PartitionSpec, *, first: bool) -> PartitionSpec:
+        """Of activations `[B, T, *dims]` by that of a weight `[D, *dims]`, or `[*dims, D]`."""
+        return PartitionSpec(None, None, *(spec[1:] if first else spec[:-1]))
+
+    def gathered_products(
+        self, x: Array, weights: Sequence[Array], *, gradient: bool = False
+    ) -> list[Array]:
+        """On one device, over the weights' dim that is not divided. `gradient`: x is a cotangent.
+
+        That dim is a weight's first, for cotangents its last.
+        """
+
+        def multiply(x: Array, weight: Array) -> Array:
+            if self.low is not None:
+                found = self._in_8_bits(x, weight, divided=False, gradient=gradient).whole()
+                return found.astype(x.dtype)
+            return jnp.tensordot(x, jnp.moveaxis(weight, -1, 0) if gradient else weight, 1)
+
+        if self.by_ring:
+            return collective_matmul.all_gather_matmul(x, weights, self.axis, multiply)
+        x = self._gathered(x)
+        return [multiply(x, weight) for weight in weights]
+
+    def scattered_product(
+        self, arrays: Sequence[Array], weights: Sequence[Array], *, gradient: bool = False
+    ) -> Array:
+        """On one device, over the weights' dims that are divided. `gradient`: of cotangents.
+
+        These dims are all but a weight's last, for cotangents all but its first.
+        """
+        dtype, pairs = arrays[0].dtype, list(zip(arrays, weights, strict=True))
+        if self.low is not None:
+            # Scales are the same on all devices: they are found before tokens go separate ways.
+            products = [self._in_8_bits(*pair, divided=True, gradient=gradient) for pair in pairs]
+            moving: list[Any] = [each.rows for each in products]
+            multiplies: list[Any] = [each.of for each in products]
+        else:
+            turned = [jnp.moveaxis(each, 0, -1) if gradient else each for each in weights]
+            moving, sums = list(arrays), jnp.float32 if self.by_ring else dtype
+            product = partial(collective_matmul.matmul, dtype=sums)
+            multiplies = [partial(product, weight=weight) for weight in turned]
+        if self.by_ring:
+            return collective_matmul.matmul_reduce_scatter(moving, multiplies, self.axis, dtype)
+        found: list[Array] = [
+            multiply(x).astype(dtype) for x, multiply in zip(moving, multiplies, strict=True)
+        ]
+        return _psum_scatter_tokens(sum(found[1:], found[0]), self.axis)
+
+    def _in_8_bits(self, x: Array, weight: Array, *, divided: bool, gradient: bool) -> ScaledMatmul:
+        assert self.low is not None
+        axis, rest = (self.axis,), weight.ndim - 1
+        multiply = self.low.back if gradient else self.low.product
+        dims = rest if divided != gradient else 1
+        return multiply(x, weight, dims, over=axis if divided else (), around=axis)
+
+    def gathered_outer(
+        self, moving: Array, arrays: Sequence[Array], dtype: Any, *, first: bool
+    ) -> tuple[Array, ...]:
+        """On one device. `first`: what moves are a layer's inputs, else cotangents."""
+        moving, outer = self._gathered(moving), collective_matmul.outer_product
+        if self.low is not None:
+            outer = partial(
+                quantized_matmul.weight_grad, how=self.low, into=first, over=(self.axis,)
+            )
+        found = [outer(moving, each) if first else outer(each, moving) for each in arrays]
+        return tuple(each.astype(dtype) for each in found)
+
+    def _gathered(self, x: Array) -> Array:
+        if self.by_ring:
+            return collective_matmul.ring_all_gather(x, self.axis)
+        return lax.all_gather(x, self.axis, axis=TOKEN_DIM, tiled=True)
+
+
+def _psum_scatter_tokens(x: Array, axis: str) -> Array:
+    """This device's tokens of the sum over the axis.
+
+    XLA for TPU scatters matrices, and makes an all-reduce of all dims of an array like `x`.
+    """
+    rows, tokens, width = x.shape
+    matrix = jnp.moveaxis(x, TOKEN_DIM, 0).reshape(tokens * rows, width)
+    found = lax.psum_scatter(matrix, axis, scatter_dimension=0, tiled=True)
+    return jnp.moveaxis(found.reshape(-1, rows, width), 0, TOKEN_DIM)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _column_parallel(
+    x: Array, weights: tuple[Array, ...], how: _ShardedMatmul
+) -> tuple[Array, ...]:
+    def run(x: Array, weights: tuple[Array, ...]) -> tuple[Array, ...]:
+        return tuple(how.gathered_products(x, weights))
+
+    inside = tuple(how.inside(spec, first=True) for spec in how.specs)
+    return map_shards(run, (how.tokens, how.specs), inside)(x, weights)
+
+
+def _column_parallel_backward(
+    how: _ShardedMatmul, saved: tuple[Array, tuple[Array, ...]], cotangents: tuple[Array, ...]
+) -> tuple[Array, tuple[Array, ...]]:
+    x, weights = saved
+    inside = tuple(how.inside(spec, first=True) for spec in how.specs)
+
+    def to_x(cotangents: tuple[Array, ...], weights: tuple[Array, ...]) -> Array:
+        return how.scattered_product(cotangents, weights, gradient=True)
+
+    def to_weights(x: Array, cotangents: tuple[Array, ...]) -> tuple[Array, ...]:
+        return how.gathered_outer(x, cotangents, x.dtype, first=True)
+
+    d_x = map_shards(to_x, (inside, how.specs), how.tokens)(cotangents, weights)
+    return d_x, map_shards(to_weights, (how.tokens, inside), how.specs)(x, cotangents)
+
+
+_column_parallel.defvjp(
+    lambda x, weights, how: (_column_parallel(x, weights, how), (x, weights)),
+    _column_parallel_backward,
+)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _row_parallel(x: Array, weight: Array, how: _ShardedMatmul) -> Array:
+    (spec,) = how.specs
+    run = lambda x, weight: how.scattered_product([x], [weight])  # noqa: E731
+    return map_shards(run, (how.inside(spec, first=False), spec), how.tokens)(x, weight)
+
+
+def _row_parallel_backward(
+    how: _ShardedMatmul, saved: tuple[Array, Array], cotangent: Array
+) -> tuple[Array, Array]:
+    x, weight = saved
+    (spec,) = how.specs
+    inside = how.inside(spec, first=False)
+
+    def to_x(cotangent: Array, weight: Array) -> Array:
+        return how.gathered_products(cotangent, [weight], gradient=True)[0]
+
+    def to_weight(x: Array, cotangent: Array) -> Array:
+        return how.gathered_outer(cotangent, [x], x.dtype, first=False)[0]
+
+    d_x = map_shards(to_x, (how.tokens, spec), inside)(cotangent, weight)
+    return d_x, map_shards(to_weight, (inside, how.tokens), spec)(x, cotangent)
+
+
+_row_parallel.defvjp(
+    lambda x, weight, how: (_row_parallel(x, weight, how), (x, weight)), _row_parallel_backward
+)

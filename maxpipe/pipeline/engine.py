@@ -1,0 +1,313 @@
+"""Runs a schedule: the layer stack as a ring of stages in one jitted SPMD program.
+
+The program is written per device over all axes but tensor, which stays automatic. One loop walks
+the ticks of the table, which is an argument of the program; forward and
+backward are both part of the table: nothing differentiates through this program.
+
+The engine sees functions and stacked parameters, never a model class or a config.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.sharding import Mesh, PartitionSpec
+from jaxtyping import Float
+
+from maxpipe.parallel.collectives import broadcast_from, manual_axes_of, mark_varying, sum_over
+from maxpipe.parallel.context_parallel import gather_sequences, shard_tokens
+from maxpipe.parallel.mesh import CONTEXT, STAGE, TOKEN_AXES
+from maxpipe.parallel.quantized_matmul import MatmulQuantizer
+from maxpipe.parallel.sharding import BATCH_SPEC, reshard_explicit, restrict_spec
+from maxpipe.pipeline.layout import LayerLayout
+from maxpipe.pipeline.loss_head import mask_other_devices, sum_by_source
+from maxpipe.pipeline.mtp import MTP
+from maxpipe.pipeline.network import Network, PipelinePlan
+from maxpipe.pipeline.program import OutputReader, StepProgram
+from maxpipe.pipeline.remat import RematPolicy
+from maxpipe.pipeline.slots import Idle
+from maxpipe.pipeline.tick_loop import TickTable
+from maxpipe.pipeline.weights import GatherMode, WeightSharding, replace_subtree, select_trainable
+from maxpipe.schedule.table import Schedule
+
+Tree = Any
+
+
+class PerSourceSums(NamedTuple):
+    """Sums over the rows of each source."""
+
+    nats: Float[Array, " sources"]
+    """The objective's loss."""
+    targets: Float[Array, " sources"]
+    """What it is divided by: target tokens."""
+
+
+class StepGradients(NamedTuple):
+    """What a step finds; what it minimises is `loss` and the weighted sum of `losses`."""
+
+    loss: Float[Array, ""]
+    """The objective's mean: of cross entropy over all target tokens, in nats."""
+    reports: dict[str, Float[Array, ""]]
+    """Means of what the objective reports."""
+    losses: dict[str, Float[Array, ""]]
+    """Of the layers and of heads ahead, each divided by the number of target tokens; not weighted.
+    """
+    gradients: Tree
+    """Of what is minimised, float32, in the form of the parameters; frozen ones are missing."""
+    statistics: dict[str, Tree]
+    """What the layers report, summed over all rows: by kind `[R, P, L, ...]` under `layers`, and
+    `[layers, ...]` under `outside`; of layers ahead `[heads, ...]` under `ahead`."""
+    by_source: PerSourceSums | None = None
+    """If rows are of several sources."""
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A network on a mesh: builds the functions that run it by a schedule."""
+
+    network: Network
+    layout: LayerLayout
+    mesh: Mesh
+    specs: Tree
+    """PartitionSpec of every parameter, stacked dims included."""
+    weight_gather: GatherMode
+    keep: RematPolicy
+    idle: Idle
+    trainable: Tree = None
+    """For each parameter whether it has a gradient. None: all have."""
+    exact: Tree = None
+    """For each parameter whether it is used in the type in which it is stored. None: none is."""
+    summed: Tree = None
+    """For each parameter how many of its first dims its product sums over, if layers are given it
+    in 8 bits; 0 if they are not. None: none."""
+    low: MatmulQuantizer | None = None
+    """How these are rounded."""
+    gradients: Tree = None
+    """PartitionSpec of the gradient of each parameter that has one. None: as the parameters'."""
+    reduced: str = "float32"
+    """Type in which gradients are sent to be summed over devices."""
+
+    def value_and_grad(self, schedule: Schedule) -> Callable[..., StepGradients]:
+        """(params, batch, key) -> what a step found.
+
+        `batch` is a dict of global arrays `[rows, ...]` with `tokens`, `targets`, `loss_mask`
+        and whatever the layers read; rows are sharded over the batch axes.
+        """
+        ring, everywhere = PartitionSpec(None, STAGE), PartitionSpec()
+        statistics = {"layers": ring} | ({"outside": everywhere} if self.layout.outside else {})
+        statistics |= {MTP: everywhere} if self.network.has_layers_ahead else {}
+        gradients = (
+            select_trainable(self.specs, self._trainable)
+            if self.gradients is None
+            else self.gradients
+        )
+        sources = PerSourceSums(everywhere, everywhere) if self.network.num_sources else None  # type: ignore[arg-type]
+        sums = (everywhere, everywhere, everywhere)
+        found = StepGradients(*sums, gradients, statistics, sources)  # type: ignore[arg-type]
+        return self._shard_map(_train, schedule, found)
+
+    def loss(self, schedule: Schedule) -> Callable[..., tuple[jax.Array, jax.Array]]:
+        """(params, batch, None) -> (sums of loss and reports `[R]`, number of target tokens).
+
+        Forward only; `[R, sources]` and `[sources]` if rows are of several.
+        """
+        return self._shard_map(_evaluate, schedule, (PartitionSpec(), PartitionSpec()))
+
+    def rows(self, schedule: Schedule, reader: OutputReader) -> Callable[..., Tree]:
+        """(params, batch, None) -> what a reader finds of each row, forward only.
+
+        Arrays `[rows, ...]`, sharded as the batch is: `LossHead.scores`, or `LossHead.top` with
+        its two numbers.
+        """
+        return self._shard_map(partial(_read_outputs, reader=reader), schedule, BATCH_SPEC)
+
+    def buffer_shapes(self, schedule: Schedule, params: Tree, batch: Tree) -> dict[str, list[Any]]:
+        """Shapes on one device of each buffer that the loop over ticks carries.
+
+        Known before anything is compiled.
+        """
+        found: dict[str, list[Any]] = {}
+
+        def measure(plan: PipelinePlan, schedule: Schedule, params: Tree, batch: Tree, *_: Any):
+            scale = mark_varying(jnp.float32(1)) if schedule.trains else None
+            buffers = StepProgram(
+                plan, schedule, params, batch, None, scale, by_token=scale
+            ).buffers()
+            found.update((name, jax.tree.leaves(tree)) for name, tree in buffers._asdict().items())
+            return jnp.float32(0)
+
+        run = self._shard_map(measure, schedule, PartitionSpec())
+        with jax.set_mesh(self.mesh):
+            jax.eval_shape(run, params, batch, None)
+        return {
+            name: [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
+            for name, leaves in found.items()
+        }
+
+    @property
+    def _by_row(self) -> tuple[str, ...]:
+        """The objective's arrays that have no dim of tokens."""
+        return tuple(name for name, each in self.network.objective.arrays.items() if each.by_row)
+
+    @property
+    def _trainable(self) -> Tree:
+        return self._everywhere(True) if self.trainable is None else self.trainable
+
+    def _everywhere(self, value: bool | int) -> Tree:
+        """The same for each parameter."""
+        return jax.tree.map(lambda _: value, self.specs, is_leaf=_is_spec)
+
+    def _per_device(self, specs: Tree) -> Tree:
+        """The specs as the per-device program sees them."""
+        axes = manual_axes_of(self.mesh)
+        return jax.tree.map(lambda spec: restrict_spec(spec, axes), specs, is_leaf=_is_spec)
+
+    def _shard_map(self, program: Callable, schedule: Schedule, out_specs: Tree) -> Callable:
+        assert schedule.num_stages == self.mesh.shape[STAGE]
+        assert schedule.ring == self.layout.ring
+        exact = self._everywhere(False) if self.exact is None else self.exact
+        summed = self._everywhere(0) if self.summed is None else self.summed
+        gradients = replace_subtree(self.specs, self.gradients or {})
+        divisions = jax.tree.map(
+            partial(WeightSharding.of, reduced=self.reduced, low=self.low),
+            self.specs,
+            self._trainable,
+            exact,
+            gradients,
+            summed,
+            is_leaf=_is_spec,
+        )
+        plan = PipelinePlan(
+            self.network, self.layout, self.weight_gather, self.keep, self.idle, divisions
+        )
+        table = TickTable.of(schedule, self.layout, self.idle)
+        run, axes = partial(program, plan, schedule), manual_axes_of(self.mesh)
+        if axes:
+            in_specs = (self.specs, BATCH_SPEC, PartitionSpec(), table.specs())
+            run = jax.shard_map(
+                partial(_run_on_local_tokens, run, self._by_row),
+                mesh=self.mesh,
+                axis_names=set(axes),
+                in_specs=self._per_device(in_specs),
+                out_specs=self._per_device(out_specs),
+            )
+        # Constants, of which types say that each device has the whole.
+        columns = partial(reshard_explicit, table, table.specs())
+        return lambda params, batch, key: run(params, batch, key, columns())
+
+
+def _is_spec(node: object) -> bool:
+    return isinstance(node, PartitionSpec)
+
+
+def _run_on_local_tokens(
+    run: Callable[..., Any],
+    by_row: tuple[str, ...],
+    params: Tree,
+    batch: Tree,
+    key: jax.Array | None,
+    table: TickTable,
+) -> Any:
+    """`run` on this device's tokens of its rows."""
+    return run(params, shard_tokens(batch, by_row), key, table)
+
+
+def _train(
+    plan: PipelinePlan,
+    schedule: Schedule,
+    params: Tree,
+    batch: Tree,
+    key: jax.Array | None,
+    table: TickTable,
+) -> StepGradients:
+    targets = sum_over(_count_targets(plan, batch), TOKEN_AXES)
+    count = jnp.maximum(_sum_sources(targets), 1.0)
+    tokens = count
+    if plan.network.objective.by_segment:
+        tokens = jnp.maximum(sum_over(batch["loss_mask"].sum(), TOKEN_AXES), 1.0)
+    program = StepProgram(
+        plan,
+        schedule,
+        params,
+        batch,
+        key,
+        mark_varying(1.0 / count),
+        by_token=mark_varying(1.0 / tokens),
+    )
+    carry = program.run(table)
+    assert carry.gradients is not None
+    total = sum_over(_from_first_stage(carry.loss), TOKEN_AXES)
+    reports = program.finish_reports(carry)
+    sums = dict(reports.losses)
+    if carry.ahead is not None:
+        assert plan.network.ahead is not None
+        ahead = sum_over(_from_first_stage(carry.ahead.losses), TOKEN_AXES)
+        sums |= zip(plan.network.ahead.loss_weights, ahead, strict=True)
+    losses = {name: found / tokens for name, found in sums.items()}
+    gradients = program.finish(carry.gradients)
+    sources = PerSourceSums(total[0], targets) if plan.network.num_sources else None
+    mean = [_sum_sources(each) / count for each in total]
+    reported = dict(zip(plan.network.objective.reported, mean[1:], strict=True))
+    return StepGradients(mean[0], reported, losses, gradients, reports.statistics, sources)
+
+
+def _evaluate(
+    plan: PipelinePlan,
+    schedule: Schedule,
+    params: Tree,
+    batch: Tree,
+    key: jax.Array | None,
+    table: TickTable,
+) -> tuple[jax.Array, jax.Array]:
+    carry = StepProgram(plan, schedule, params, batch, key, None).run(table)
+    sums = jnp.concatenate([_from_first_stage(carry.loss), _count_targets(plan, batch)[None]])
+    sums = sum_over(sums, TOKEN_AXES)
+    return sums[:-1], sums[-1]
+
+
+def _read_outputs(
+    plan: PipelinePlan,
+    schedule: Schedule,
+    params: Tree,
+    batch: Tree,
+    key: jax.Array | None,
+    table: TickTable,
+    *,
+    reader: OutputReader,
+) -> Tree:
+    carry = StepProgram(plan, schedule, params, batch, key, None, reader).run(table)
+    num_tokens = batch["tokens"].shape[1]
+
+    def of_rows(found: jax.Array) -> jax.Array:
+        found = _from_first_stage(found.reshape(-1, *found.shape[2:]))
+        # Of tokens a device has its own, of segments the whole.
+        if not plan.network.objective.by_segment:
+            assert found.shape[1] == num_tokens
+            found = gather_sequences(found, 1)
+        return broadcast_from(found, CONTEXT, 0)
+
+    return jax.tree.map(of_rows, carry.rows)
+
+
+def _count_targets(plan: PipelinePlan, batch: Tree) -> jax.Array:
+    """What losses of this device's rows are divided by, of each source if there are several."""
+    objective, sources = plan.network.objective, plan.network.num_sources
+    counts = batch[objective.normaliser].astype(jnp.float32)
+    counts = mask_other_devices(counts) if objective.by_segment else counts
+    return sum_by_source(counts, sources, batch["source_ids"][:, None]) if sources else counts.sum()
+
+
+def _sum_sources(sums: jax.Array) -> jax.Array:
+    """Of all sources, if there are several."""
+    return sums.sum() if sums.ndim else sums
+
+
+def _from_first_stage(loss: jax.Array) -> jax.Array:
+    """The loss of this device's rows: every stage computed the same, one counts."""
+    return broadcast_from(loss, STAGE, 0)

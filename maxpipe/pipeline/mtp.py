@@ -1,0 +1,309 @@
+"""Heads that predict tokens further ahead, in the loss slot, on the microbatch that leaves.
+
+Every stage computes all of them, as it computes the final norm, and propagates the gradient of its
+own columns of the vocabulary: that is linear, so that one sum over the stages serves everything.
+Control flow is the same on all stages. Why they are here: docs/decisions/0021-layers-ahead.md.
+
+Heads are projections of the final norm's output, or whole layers, each of which reads what the one
+before it returns and the embedding of later tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jaxtyping import Bool, Float, Int
+
+from maxpipe.parallel import scopes
+from maxpipe.parallel.collectives import axis_index, broadcast_from, mark_varying, sum_over
+from maxpipe.parallel.mesh import STAGE
+from maxpipe.pipeline.prologue import Embedding
+from maxpipe.pipeline.slots import Reports, read_slot, write_slot
+from maxpipe.pipeline.weights import LayerWeights
+
+Tree = Any
+
+MTP = "ahead"
+"""Name of what layers ahead report, among that of other layers."""
+
+ScoreFn = Callable[
+    [Float[Array, "B T D"], Int[Array, "B T"], Float[Array, "B T"], Float[Array, ""]],
+    tuple[Float[Array, ""], Float[Array, "B T D"], Float[Array, "D v"]],
+]
+"""(what is projected, factor of gradients, targets, which count) -> loss, and its gradients by this
+stage's columns: of what is projected, and of the columns."""
+
+
+class MtpProjectionFns(NamedTuple):
+    """Heads that each project the final norm's output after a small function of it."""
+
+    function: Callable[[Tree, Float[Array, "B T D"]], Float[Array, "B T D"]]
+    """(one head's parameters, the final norm's output) -> what it projects."""
+    loss_weights: dict[str, float]
+    """By the name of each head's loss, what it counts in the objective."""
+
+
+class MtpLayerFns(NamedTuple):
+    """Heads of a layer each, one behind the other; the first reads the final norm's output."""
+
+    layer: Callable[..., tuple[Float[Array, "B T D"], Mapping[str, Array], Mapping[str, Array]]]
+    """(one head's parameters, x, embeddings of later tokens [B, T, D], inputs, its number, key) ->
+    (what it projects and hands on, losses, statistics), the last two as a `LayerFn` returns them.
+    """
+    loss_weights: dict[str, float]
+    """As those of `Projections`."""
+
+
+MtpFns = MtpProjectionFns | MtpLayerFns
+
+
+class MtpResults(NamedTuple):
+    """What heads ahead find besides gradients, summed over microbatches; the same on all stages."""
+
+    losses: Float[Array, " heads"]
+    """Cross entropy of each head, in nats, float32."""
+    reports: Reports | None
+    """What layers return besides their output, statistics `[heads, ...]` under `ahead`."""
+
+    def with_loss(self, number: Array, loss: Array) -> MtpResults:
+        """With that of a head."""
+        return self._replace(losses=self.losses.at[number].add(loss))
+
+    def with_reports(self, number: Array, losses: Tree, statistics: Tree) -> MtpResults:
+        """With what a head's layer returns."""
+        reports = self.reports
+        assert reports is not None
+        all_losses = {name: total + losses[name] for name, total in reports.losses.items()}
+        counted = {
+            name: total.at[number].add(statistics[name].astype(jnp.float32))
+            for name, total in reports.statistics[MTP].items()
+        }
+        return self._replace(reports=Reports(all_losses, {MTP: counted}))
+
+
+class MtpTotals(NamedTuple):
+    """What heads ahead add up from microbatch to microbatch."""
+
+    found: MtpResults
+    gradients: Tree
+    """Of their parameters, float32, stacked like them."""
+    embedding: Float[Array, "v d"] | None
+    """The gradient of the embedding's table so far, if layers read it and it is trained."""
+
+
+@dataclass(frozen=True)
+class MtpLossHeads:
+    """Heads ahead and their parameters, stacked `[heads, ...]`; every stage holds the same."""
+
+    heads: MtpFns
+    weights: LayerWeights
+    held: Tree
+    """What parameters are read from."""
+    embedding: Embedding
+    table: Float[Array, "v d"]
+    """What the embedding looks up."""
+    key: Array | None
+    """Of the step's randomness."""
+    seeds: dict[str, Array]
+    """Cotangents of the layers' losses."""
+
+    @property
+    def count(self) -> int:
+        """Heads beside the ordinary one."""
+        return len(self.heads.loss_weights)
+
+    @property
+    def reads_embedding(self) -> bool:
+        """Whether the embedding gets a gradient from here."""
+        return isinstance(self.heads, MtpLayerFns) and self.embedding.division.trainable
+
+    # What is there from start to end.
+
+    def zeros(self) -> Tree:
+        """Empty gradient accumulators."""
+        return self.weights.zeros(self.held)
+
+    def nothing_found(self, like: Float[Array, "B T D"], inputs: Tree) -> MtpResults:
+        """Zeros; `like` is an activation, `inputs` a microbatch's arrays."""
+        losses = mark_varying(jnp.zeros(self.count, jnp.float32))
+        if not isinstance(self.heads, MtpLayerFns):
+            return MtpResults(losses, None)
+
+        def run(x: Array) -> tuple[Tree, Tree]:
+            return self._layer(self._params(0), x, x, inputs, jnp.int32(0))[1:]
+
+        of_layer, statistics = jax.eval_shape(run, like)
+        sums = {
+            name: mark_varying(jnp.zeros((self.count, *leaf.shape), jnp.float32))
+            for name, leaf in statistics.items()
+        }
+        return MtpResults(
+            losses, Reports({name: mark_varying(jnp.float32(0)) for name in of_layer}, {MTP: sums})
+        )
+
+    def finish(self, gradients: Tree) -> Tree:
+        """Gradients summed over devices: each stage has those of its part of the vocabulary."""
+        found = self.weights.finish(gradients)
+        return jax.tree.map(lambda leaf: sum_over(leaf, STAGE), found)
+
+    # A microbatch.
+
+    def add(
+        self,
+        inputs: Tree,
+        scale: Float[Array, ""],
+        trips: Int[Array, ""],
+        sums: MtpTotals,
+        score: ScoreFn,
+        hidden: Float[Array, "B T D"],
+        d_hidden: Float[Array, "B T D"],
+        d_head: Float[Array, "D v"],
+    ) -> tuple[Float[Array, "B T D"], Float[Array, "D v"], MtpTotals]:
+        """Adds what the heads find, one after the other: one's logits are in memory at once.
+
+        `hidden` is the final norm's output; its cotangent, and that of this stage's columns, are
+        the ordinary head's so far. `trips` is the number of heads as the compiler does not know it.
+        """
+        with jax.named_scope(scopes.MTP):
+            if isinstance(self.heads, MtpLayerFns):
+                state = (d_hidden, d_head, sums)
+                return self._add_layers(inputs, scale, trips, score, hidden, state)
+            state = mark_varying((d_hidden, d_head, sums))
+            return self._add_projections(inputs, scale, score, hidden, state)
+
+    def _params(self, number: Array | int) -> Tree:
+        return self.weights.layer(self.held, number)
+
+    def _add_projections(
+        self, inputs: Tree, scale: Array, score: ScoreFn, hidden: Array, state: Any
+    ) -> tuple[Array, Array, MtpTotals]:
+        heads = self.heads
+        assert isinstance(heads, MtpProjectionFns)
+
+        def one(number: Array, state: Any) -> Any:
+            d_hidden, d_head, sums = state
+            own, pullback = jax.vjp(heads.function, self._params(number), hidden)
+            total, d_own, more = self._scored(inputs, scale, score, number, own)
+            d_params, d_input = pullback(d_own)
+            sums = MtpTotals(
+                sums.found.with_loss(number, total),
+                self.weights.accumulate(sums.gradients, number, d_params),
+                sums.embedding,
+            )
+            return d_hidden + d_input.astype(d_hidden.dtype), d_head + more, sums
+
+        return lax.fori_loop(0, self.count, one, state)
+
+    def _scored(
+        self, inputs: Tree, scale: Array, score: ScoreFn, number: Array, own: Array
+    ) -> tuple[Array, Array, Array]:
+        weights = jnp.asarray([*self.heads.loss_weights.values()], jnp.float32)
+        targets, mask = shift_targets(inputs, number + 1)
+        total, d_own, d_head = score(own, scale * weights[number], targets, mask)
+        return total, d_own.astype(own.dtype), d_head
+
+    def _add_layers(
+        self,
+        inputs: Tree,
+        scale: Array,
+        trips: Array,
+        score: ScoreFn,
+        hidden: Array,
+        state: tuple[Array, Array, MtpTotals],
+    ) -> tuple[Array, Array, MtpTotals]:
+        """Forward through all layers, then the logits of all, then backward: three loops.
+
+        Only outputs of layers wait in between, so that neither two layers' activations are in
+        memory at once, nor one's beside logits. XLA would unroll loops of one turn, and merge what
+        is computed twice.
+        """
+        d_hidden, d_head, sums = state
+        embedded = mark_varying(self.embedding.lookup(self.table, inputs["tokens"]))
+
+        def forward(number: Array, state: Any) -> Any:
+            outputs, found = state
+            x, params = read_slot(outputs, number), self._params(number)
+            output, *reported = self._layer(params, x, embedded, inputs, number)
+            return write_slot(outputs, number + 1, output), found.with_reports(number, *reported)
+
+        empty = mark_varying(lax.empty((self.count + 1, *hidden.shape), hidden.dtype))
+        start = mark_varying((write_slot(empty, jnp.int32(0), hidden), sums.found))
+        outputs, found = lax.fori_loop(0, trips, forward, start)
+
+        def scored(number: Array, state: Any) -> Any:
+            cotangents, d_head, found = state
+            own = read_slot(outputs, number + 1)
+            total, d_own, more = self._scored(inputs, scale, score, number, own)
+            found = found.with_loss(number, total)
+            return write_slot(cotangents, number, d_own), d_head + more, found
+
+        start = mark_varying((empty[1:], d_head, found))
+        cotangents, d_head, found = lax.fori_loop(0, trips, scored, start)
+        seeds = self._own_seeds()
+
+        def backward(turn: Array, state: Any) -> Any:
+            d_output, d_embedded, gradients = state
+            number = self.count - 1 - turn
+
+            def run(params: Tree, x: Array, embedded: Array) -> tuple[Array, Tree]:
+                return self._layer(params, x, embedded, inputs, number)[:2]
+
+            params, x = self._params(number), read_slot(outputs, number)
+            (_, losses), pullback = jax.vjp(run, params, x, embedded)
+            d_output += read_slot(cotangents, number)
+            d_params, d_x, more = pullback((d_output, {name: seeds[name] for name in losses}))
+            gradients = self.weights.accumulate(gradients, number, d_params)
+            return d_x, None if d_embedded is None else d_embedded + more, gradients
+
+        nothing = jnp.zeros_like(hidden)
+        start = mark_varying((nothing, nothing if self.reads_embedding else None, sums.gradients))
+        d_input, d_embedded, gradients = lax.fori_loop(0, trips, backward, start)
+        table = sums.embedding
+        if table is not None:
+            table = self.embedding.accumulate_parts(table, inputs["tokens"], d_embedded)
+        return d_hidden + d_input.astype(d_hidden.dtype), d_head, MtpTotals(found, gradients, table)
+
+    def _own_seeds(self) -> dict[str, Array]:
+        """Cotangents of the layers' losses: each stage finds these whole, and one propagates."""
+        counts = axis_index(STAGE) == 0
+        return {name: mark_varying(jnp.where(counts, seed, 0)) for name, seed in self.seeds.items()}
+
+    def _layer(
+        self, params: Tree, x: Array, embedded: Array, inputs: Tree, number: Array
+    ) -> tuple[Array, Tree, Tree]:
+        """A head's layer; only tokens that it has a target for count in its losses."""
+        assert isinstance(self.heads, MtpLayerFns)
+        counts = _in_same_segment(inputs, number + 1)
+        later = jnp.where(counts[..., None], jnp.roll(embedded, -(number + 1), axis=1), 0)
+        mine = inputs | {"loss_mask": shift_targets(inputs, number + 1)[1]}
+        return self.heads.layer(params, x, later, mine, number, self.key)
+
+
+def merge_reports(reports: Reports, found: MtpResults | None) -> Reports:
+    """Reports of the layers, whose losses are summed over stages, with those of layers ahead."""
+    if found is None or found.reports is None:
+        return reports
+    of_one = jax.tree.map(lambda leaf: broadcast_from(leaf, STAGE, 0), found.reports)
+    losses = {name: reports.losses.get(name, 0.0) + loss for name, loss in of_one.losses.items()}
+    return Reports(reports.losses | losses, reports.statistics | of_one.statistics)
+
+
+def shift_targets(inputs: Tree, distance: Array) -> tuple[Int[Array, "B T"], Float[Array, "B T"]]:
+    """Targets `distance` tokens behind the ordinary ones, and which of them count.
+
+    Those count that count where they are the ordinary ones, in the same row and segment.
+    """
+    later = lambda name: jnp.roll(inputs[name], -distance, axis=1)  # noqa: E731
+    return later("targets"), later("loss_mask") * _in_same_segment(inputs, distance)
+
+
+def _in_same_segment(inputs: Tree, distance: Array) -> Bool[Array, "B T"]:
+    """Whether the token that many places on is in the same row and segment."""
+    ids = inputs["segment_ids"]
+    in_row = jnp.arange(ids.shape[1]) + distance < ids.shape[1]
+    return in_row & (jnp.roll(ids, -distance, axis=1) == ids)

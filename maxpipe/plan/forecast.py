@@ -1,0 +1,86 @@
+"""Forecasts for a config on a topology: one run's, or the best layouts'. No jax."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from maxpipe.config.load import LoadedConfig, parse_setting
+from maxpipe.config.schema import Config
+from maxpipe.errors import ConfigError
+from maxpipe.plan.report import plan_values
+from maxpipe.plan.search import (
+    NUM_RESULTS,
+    Candidate,
+    ProgressCallback,
+    SearchResult,
+    evaluate,
+    ignore_progress,
+    search,
+)
+from maxpipe.plan.suggestions import suggest_changes
+from maxpipe.plan.topology import Topology, resolve_config
+
+
+def forecast_layout(loaded: LoadedConfig, topology: Topology) -> Candidate:
+    """The forecast for a config on a topology.
+
+    Raises:
+        ConfigError: the config does not fit the topology.
+    """
+    return evaluate(resolve_config(loaded, topology), topology.hardware)
+
+
+def forecast_values(candidate: Candidate, topology: Topology) -> tuple[dict[str, Any], list[str]]:
+    """(facts, the smallest changes after which it fits, if it does not)."""
+    values = plan_values(candidate, topology.hardware)
+    return values, [] if values["fits"] else suggest_changes(candidate, topology)
+
+
+def parse_fixed_keys(loaded: LoadedConfig, texts: Sequence[str]) -> dict[str, Any]:
+    """The values of `section.key=value` that a search keeps.
+
+    Raises:
+        ConfigError: not a key of mesh or pipeline, or not a value that it can have.
+    """
+    from maxpipe.config.keys import KEYS
+
+    found = {}
+    for text in texts:
+        key, _, value = text.partition("=")
+        if key not in KEYS or key.partition(".")[0] not in ("mesh", "pipeline") or not value:
+            raise ConfigError.one(
+                "command line: --fix",
+                text,
+                "must be a key of mesh or pipeline with its value.",
+                "Write --fix mesh.ici_stage=4.",
+            )
+        _, found[key] = parse_setting(text)
+        size_of_axis = key.startswith(("mesh.ici_", "mesh.dcn_"))
+        if size_of_axis and found[key] < 1:
+            raise ConfigError.one(
+                f"command line: --fix {key}",
+                value,
+                "must be a number of devices: a search finds what is left by itself.",
+                f"Write --fix {key}=2, or leave it out.",
+            )
+    return found
+
+
+def best_layouts(
+    config: Config,
+    topology: Topology,
+    fixed: Mapping[str, Any],
+    keep: int = NUM_RESULTS,
+    report: ProgressCallback = ignore_progress,
+) -> SearchResult:
+    """The `keep` fastest layouts of a config on a topology; `report` is that of `search`."""
+    return search(
+        config,
+        topology.hardware,
+        num_devices=topology.num_devices,
+        num_slices=topology.num_slices,
+        fixed=fixed,
+        keep=keep,
+        report=report,
+    )

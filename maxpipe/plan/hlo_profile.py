@@ -1,0 +1,560 @@
+"""The cost of a compiled program, read from its optimized HLO text.
+
+`compiled.as_text()` is walked from its entry, loop bodies times their trip counts. TPU programs
+carry the compiler's estimate of the cycles of every compute instruction, but none for a synchronous
+collective: hence cycles and bytes are reported apart. The layer loops' trip counts are data, so
+the caller gives their averages, and the share of ticks that run a conditional's branch.
+
+    compiled = steps.compile_train()
+    found = profile(parse(compiled.as_text()), trips={r"/forward/while$": 10 / 3})
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from maxpipe.parallel import scopes
+from maxpipe.plan.hlo_parser import (
+    Computation,
+    Instruction,
+    Module,
+    array_bytes,
+    array_dims,
+    group_between_slices,
+    group_of,
+    split_operands,
+)
+
+COLLECTIVE_KINDS = (
+    *("all-reduce", "reduce-scatter", "all-gather", "all-to-all", "ragged-all-to-all"),
+    "collective-permute",
+)
+BETWEEN_SLICES = {
+    "ALL_REDUCE": "all-reduce",
+    "REDUCE_SCATTER": "reduce-scatter",
+    "ALL_GATHER": "all-gather",
+    "ALL_TO_ALL": "all-to-all",
+    "ONE_TO_ONE": "collective-permute",
+}
+"""What XLA for TPU calls a collective that it hands to the hosts' network."""
+_COMPUTE = {"fusion", "while", "conditional", "call", "dot", "convolution", "custom-call"}
+_MEMORY_SPACE = re.compile(r"S\((\d+)\)")
+_ON_HOST = "S(5)"
+_MOVES = ("copy-start", "dynamic-slice-start", "dynamic-update-slice-start")
+TO_HOST, FROM_HOST = "to host", "from host"
+
+
+@dataclass(frozen=True)
+class InstructionCost:
+    """An instruction and how often it runs."""
+
+    instruction: Instruction
+    region: str
+    count: float
+    """Executions per run of the program."""
+    flops: float = 0.0
+    """Operations of the matmuls in one execution, a multiply-add counting 2; of a kernel what is
+    stated of it (`stated`), or what it states itself."""
+    inside: Computation = field(default_factory=dict)
+    """Of a fusion, what it joins."""
+
+    @property
+    def is_kernel(self) -> bool:
+        """Whether it is a program of its own, for which the compiler has no estimate of cycles."""
+        return self.instruction.opcode == "custom-call" and not _is_gemm(self.instruction)
+
+    @property
+    def cycles(self) -> float:
+        """Of all executions."""
+        return self.instruction.cycles * self.count
+
+    @property
+    def num_bytes(self) -> float:
+        """Of its largest result, of all executions."""
+        return max(array_bytes(self.instruction.shape), default=0) * self.count
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A collective operation and what it costs."""
+
+    kind: str
+    """One of `COLLECTIVE_KINDS`."""
+    name: str
+    op_name: str
+    region: str
+    count: float
+    group: tuple[int, ...]
+    """Devices of the first group, by their position in the program's mesh; see `between_slices`."""
+    num_bytes: float
+    """Sent by each device in one execution, around a ring; of one with ragged parts, as if all that
+    there is room for were sent evenly to all."""
+    is_async: bool
+    """Whether start and done are two instructions."""
+    between: tuple[str, ...] = ()
+    """Computing instructions between start and done, in scheduled order."""
+    cycles_between: float = 0.0
+    """Their estimated cycles, loops included."""
+    cycles_of: Mapping[str, float] = field(default_factory=dict)
+    """The same of each: several collectives may be on their way at once."""
+    flops_between: float = 0.0
+    """Operations of their matmuls and kernels, loops included."""
+    between_slices: bool = False
+    """Whether hosts carry it from slice to slice; `group` has ids of devices then."""
+
+    @property
+    def total_bytes(self) -> float:
+        """Sent by each device in one run of the program."""
+        return self.num_bytes * self.count
+
+    @property
+    def stride(self) -> int:
+        """Distance between neighbours of the group, which tells mesh axes of one size apart."""
+        return min((b - a for a, b in itertools.pairwise(sorted(self.group))), default=0)
+
+
+@dataclass(frozen=True)
+class HostTransfer:
+    """What goes to host memory, or comes from there, beside other work."""
+
+    kind: str
+    """`TO_HOST` or `FROM_HOST`."""
+    name: str
+    region: str
+    count: float
+    num_bytes: float
+    """In one execution."""
+    cycles_of: Mapping[str, float]
+    """Estimated cycles of each instruction between start and done, loops included."""
+
+
+@dataclass
+class Profile:
+    """What one run of a program costs one device."""
+
+    entries: list[InstructionCost] = field(default_factory=list)
+    collectives: list[Collective] = field(default_factory=list)
+    copies: list[InstructionCost] = field(default_factory=list)
+    """Buffers that are copied or transposed inside a loop."""
+    transfers: list[HostTransfer] = field(default_factory=list)
+    unknown_loops: list[str] = field(default_factory=list)
+    """`op_name` of loops whose trip counts neither caller, name nor text gives; counted once."""
+
+    @property
+    def cycles(self) -> float:
+        """All estimates; synchronous collectives and kernels have none."""
+        return sum(entry.cycles for entry in self.entries)
+
+    @property
+    def flops(self) -> float:
+        """Operations of all matmuls and kernels."""
+        return sum(entry.flops * entry.count for entry in self.entries)
+
+    @property
+    def kernel_flops(self) -> float:
+        """Of them, those of kernels."""
+        return sum(entry.flops * entry.count for entry in self.entries if entry.is_kernel)
+
+    def largest(self, number: int) -> list[InstructionCost]:
+        """The entries with the most cycles over all executions."""
+        return sorted(self.entries, key=lambda entry: -entry.cycles)[:number]
+
+    def bytes_moved(self, *kinds: str, group_size: int | None = None) -> float:
+        """By collectives of these kinds (all when none is named) over groups of this size."""
+        return sum(
+            each.total_bytes
+            for each in self.collectives
+            if each.kind in (kinds or COLLECTIVE_KINDS) and group_size in (None, len(each.group))
+        )
+
+
+def profile_program(
+    module: Module,
+    *,
+    trips: Mapping[str, float] | None = None,
+    shares: Mapping[str, float] | None = None,
+    windows: Mapping[int, float] | None = None,
+    regions: Mapping[str, str] | None = None,
+    copy_bytes: int = 2**20,
+) -> Profile:
+    """Walks a program from its entry.
+
+    Args:
+        module: a parsed program.
+        trips: pattern of a loop's `op_name` -> average trips each time it runs. Overrides
+            the text; the first match counts.
+        shares: pattern of a conditional's `op_name` -> share of its executions that take the
+            branch with the most cycles, 1 by default; the others take the cheapest.
+        windows: share of the layers whose attention has a window of a size, where they differ.
+        regions: name -> pattern of `op_name`. What is called belongs to its caller's region.
+        copy_bytes: copies in loops are listed from this size.
+    """
+    walk = _Walk(module, trips or {}, shares or {}, windows or {}, regions or {}, copy_bytes)
+    walk.visit(module.entry, 1.0, "", 0)
+    return walk.profile
+
+
+@dataclass
+class _Walk:
+    module: Module
+    trips: Mapping[str, float]
+    shares: Mapping[str, float]
+    windows: Mapping[int, float]
+    regions: Mapping[str, str]
+    copy_bytes: int
+    costs: dict[str, tuple[float, float, int]] = field(default_factory=dict)
+    profile: Profile = field(default_factory=Profile)
+
+    def visit(self, name: str, count: float, region: str, depth: int) -> None:
+        """Records a computation that runs `count` times, `depth` loops deep."""
+        computation = self.module.computations[name]
+        for each in computation.values():
+            self._record(each, computation, count, region or self._region(each), depth)
+
+    def _record(
+        self, each: Instruction, computation: Computation, count: float, region: str, depth: int
+    ) -> None:
+        if each.opcode in ("while", "conditional", "call"):
+            if each.opcode == "while" and self._known_trips(each) is None:
+                self.profile.unknown_loops.append(each.op_name or each.name)
+            for name, times in self._called(each):
+                self.visit(name, count * times, region, depth + (each.opcode == "while"))
+            return
+        flops = self._flops(each, computation)
+        if each.cycles or flops:
+            inside = self._inside(each) if each.opcode == "fusion" else {}
+            self.profile.entries.append(InstructionCost(each, region, count, flops, inside))
+        if found := self._collective(each, computation):
+            self.profile.collectives.append(replace(found, region=region, count=count))
+        if moved := self._transfer(each, computation):
+            self.profile.transfers.append(replace(moved, region=region, count=count))
+        if depth and self._is_copy(each) and max(array_bytes(each.shape)) >= self.copy_bytes:
+            self.profile.copies.append(InstructionCost(each, region, count))
+
+    def _region(self, each: Instruction) -> str:
+        return next((k for k, v in self.regions.items() if re.search(v, each.op_name)), "")
+
+    # Control flow.
+
+    def _called(self, each: Instruction) -> Iterator[tuple[str, float]]:
+        """(computation, executions per execution of the caller); of a loop, only the body."""
+        if each.opcode == "while":
+            trips = self._known_trips(each)
+            yield each.computation("body") or "", 1.0 if trips is None else trips
+        elif each.opcode == "conditional" and scopes.is_window_switch(each.op_name):
+            # In whatever order the compiler has put the branches.
+            sizes = [self._window(name) for name in each.branches]
+            known = {size: self.windows.get(size or 0, 0.0) for size in sizes}
+            whole = sum(known.values())
+            for name, size in zip(each.branches, sizes, strict=True):
+                yield name, known[size] / whole if whole else 1 / len(sizes)
+        elif each.opcode == "conditional":
+            ordered = sorted(each.branches, key=self.cost)
+            share = _first_match(self.shares, each.op_name, 1.0)
+            yield ordered[-1], share
+            if share < 1:
+                yield ordered[0], 1 - share
+        elif name := each.computation("to_apply"):
+            yield name, 1.0
+
+    def _window(self, branch: str) -> int | None:
+        """The size of which a branch states that it is for it."""
+        found = (
+            scopes.parse_window(each.op_name) for each in self.module.computations[branch].values()
+        )
+        return next((size for size in found if size is not None), None)
+
+    def _known_trips(self, loop: Instruction) -> float | None:
+        if (given := _first_match(self.trips, loop.op_name, -1.0)) >= 0:
+            return given
+        if (named := scopes.parse_trips(loop.op_name)) is not None:
+            return named
+        if known := re.search(r"known_trip_count\W+n\W+(\d+)", loop.attributes):
+            return float(known.group(1))
+        # A counted loop ends when its counter, which starts at 0, reaches a constant.
+        condition = self.module.computations.get(loop.computation("condition") or "", {})
+        root = next(reversed(condition.values()), None)
+        if root is None or root.opcode not in ("compare", "fusion"):
+            return None
+        inside = self._inside(root)
+        known = [condition[name] for name in root.operands if name in condition]
+        constants = [c for c in (*known, *inside.values()) if c.opcode == "constant"]
+        values = [c.operands[0] for c in constants if re.match(r"[su]\d+\[\]", c.shape)]
+        return float(values[0]) if len(values) == 1 else None
+
+    def cost(self, name: str) -> tuple[float, float, int]:
+        """Cycles of one execution; then, where nothing is estimated, operations, instructions."""
+        if name not in self.costs:
+            computation = self.module.computations[name]
+            self.costs[name] = self._cost_of(computation.values(), computation)
+        return self.costs[name]
+
+    def _cost_of(
+        self, instructions: Iterable[Instruction], computation: Computation
+    ) -> tuple[float, float, int]:
+        cycles, flops, size = 0.0, 0.0, 0
+        for each in instructions:
+            own = self._instruction_cost(each, computation)
+            cycles, flops, size = cycles + own[0], flops + own[1], size + own[2]
+        return cycles, flops, size
+
+    def _cycles_of(
+        self, instructions: Iterable[Instruction], computation: Computation
+    ) -> dict[str, float]:
+        return {each.name: self._instruction_cost(each, computation)[0] for each in instructions}
+
+    def _instruction_cost(
+        self, each: Instruction, computation: Computation
+    ) -> tuple[float, float, int]:
+        if each.opcode not in ("while", "conditional", "call"):
+            return each.cycles, self._flops(each, computation), 1
+        parts = [(self.cost(name), times) for name, times in self._called(each)]
+        return (
+            sum(cycles * times for (cycles, _, _), times in parts),
+            sum(flops * times for (_, flops, _), times in parts),
+            1 + sum(size for (_, _, size), _ in parts),
+        )
+
+    # Work.
+
+    def _flops(self, each: Instruction, computation: Computation) -> float:
+        """Of one execution, those of a fusion's matmuls included."""
+        if each.opcode == "fusion":
+            # A kernel stands alone; what else is in its scope, to prepare it, states its work, too.
+            inside = self._inside(each)
+            own = [other for other in inside.values() if other.opcode != "custom-call"]
+            return sum(self._flops(other, inside) for other in own)
+        if each.opcode == "custom-call":
+            if (named := scopes.parse_flops(each.op_name)) is not None:
+                return named
+            if _is_gemm(each):
+                return 2.0 * _products(each, array_dims(computation[each.operands[0]].shape)[0])
+            own = re.search(r'"cost_estimate":\{"flops":"(\d+)"', each.attributes)
+            return float(own.group(1)) if own else 0.0
+        if each.opcode not in ("dot", "convolution"):
+            return 0.0
+        left, right = (array_dims(computation[name].shape)[0] for name in each.operands[:2])
+        return 2.0 * _products(each, left, right)
+
+    # Data movement.
+
+    def _collective(self, each: Instruction, computation: Computation) -> Collective | None:
+        if each.opcode == "recv":
+            return self._from_other_slices(each, computation)
+        wrapped = self._wrapped(each)
+        source = each if wrapped is None else wrapped
+        kind = source.opcode.removesuffix("-start")
+        if kind not in COLLECTIVE_KINDS:
+            return None
+        group = group_of(source.attributes, self.module.num_devices)
+        operands = [computation[name] for name in each.operands if name in computation]
+        if wrapped is not None and each.opcode in ("fusion", "call-start"):
+            # A fusion may have other operands too, a call has none: the collective's are inside.
+            operands = [self._inside(each)[name] for name in wrapped.operands]
+        if each.opcode == "fusion" and kind == "all-reduce" and self._keeps_a_slice(each):
+            kind = "reduce-scatter"  # as XLA for TPU writes it
+        if kind == "ragged-all-to-all":
+            operands = operands[:1]  # the others are where it writes, and sizes and places
+        size = sum(operand.num_bytes for operand in operands)
+        # GPU programs write a start and a done of every collective, and which does wait.
+        is_async = self._is_start(each) and '"is_sync":true' not in each.attributes
+        between = self._between(each, computation) if is_async else []
+        cycles, flops, _ = self._cost_of(between, computation)
+        return Collective(
+            kind=kind,
+            name=each.name,
+            op_name=source.op_name or each.op_name,
+            region="",
+            count=0.0,
+            group=group,
+            num_bytes=_sent_bytes(kind, size, len(group)),
+            is_async=is_async,
+            between=tuple(other.name for other in between),
+            cycles_between=cycles,
+            cycles_of=self._cycles_of(between, computation),
+            flops_between=flops,
+        )
+
+    def _from_other_slices(self, recv: Instruction, computation: Computation) -> Collective | None:
+        """A collective that is a message to the host and one from it."""
+        settings = dict(re.findall(r'_xla_(\w+)="?([^"]*?)"?(?=,_xla_|\}, |\}$)', recv.attributes))
+        kind = BETWEEN_SLICES.get(settings.get("megascale_transfer_type", ""))
+        if kind is None:
+            return None
+        same = f'_xla_host_transfer_rendezvous="{settings["host_transfer_rendezvous"]}"'
+        send = next(
+            other
+            for other in computation.values()
+            if other.opcode == "send" and same in other.attributes
+        )
+        group = group_between_slices(settings["megascale_target"])
+        between = self._between(recv, computation)
+        cycles, flops, _ = self._cost_of(between, computation)
+        return Collective(
+            kind=kind,
+            name=recv.name,
+            op_name=settings["host_transfer_rendezvous"],
+            region="",
+            count=0.0,
+            group=group,
+            num_bytes=_sent_bytes(kind, computation[send.operands[0]].num_bytes, len(group)),
+            is_async=True,
+            between=tuple(other.name for other in between),
+            cycles_between=cycles,
+            cycles_of=self._cycles_of(between, computation),
+            flops_between=flops,
+            between_slices=True,
+        )
+
+    def _transfer(self, each: Instruction, computation: Computation) -> HostTransfer | None:
+        """Of whole arrays, or of a slot of a buffer in host memory."""
+        if each.opcode not in _MOVES:
+            return None
+        done = next(other for other in computation.values() if each.name in other.operands)
+        writes = each.opcode == "dynamic-update-slice-start"
+        to_host = _ON_HOST in done.shape
+        if not writes and to_host == (_ON_HOST in computation[each.operands[0]].shape):
+            return None
+        names = list(computation)
+        between = names[names.index(each.name) + 1 : names.index(done.name)]
+        work = [computation[name] for name in between if computation[name].opcode in _COMPUTE]
+        return HostTransfer(
+            kind=TO_HOST if to_host else FROM_HOST,
+            name=each.name,
+            region="",
+            count=0.0,
+            num_bytes=(computation[each.operands[1]] if writes else done).num_bytes,
+            cycles_of=self._cycles_of(work, computation),
+        )
+
+    def _wrapped(self, each: Instruction) -> Instruction | None:
+        """The collective inside a fusion, a generic asynchronous call, or one of a sparse core."""
+        if each.opcode not in ("fusion", "async-start", "call-start"):
+            return None
+        inside = self._inside(each).values()
+        # A TPU runs one collective inside several fusions: the first starts it, others take it
+        # a step further beside their own work, the last ends it. All of them repeat it.
+        for other in inside:
+            if other.opcode.removesuffix("-start") in COLLECTIVE_KINDS:
+                continues = "chain_id=" in other.attributes and not self._is_start(each)
+                return None if continues else other
+        return None
+
+    def _keeps_a_slice(self, each: Instruction) -> bool:
+        *_, root = self._inside(each).values()
+        return root.opcode == "dynamic-slice"
+
+    def _inside(self, each: Instruction) -> Computation:
+        role = "to_apply" if each.opcode == "call-start" else "calls"
+        return self.module.computations.get(each.computation(role) or "", {})
+
+    def _is_start(self, each: Instruction) -> bool:
+        return each.opcode.endswith("-start") or self._has(each, "AsyncCollectiveStart")
+
+    def _is_done(self, each: Instruction) -> bool:
+        if each.opcode == "copy-done":  # of a buffer that travels on
+            return False
+        return each.opcode.endswith("-done") or self._has(each, "AsyncCollectiveDone")
+
+    def _has(self, each: Instruction, target: str) -> bool:
+        """Whether it is a fusion with this custom call in it."""
+        inside = self._inside(each).values() if each.opcode == "fusion" else ()
+        return any(f'custom_call_target="{target}"' in other.attributes for other in inside)
+
+    def _between(self, start: Instruction, computation: Computation) -> list[Instruction]:
+        """Computing instructions between a start and its done."""
+        names = list(computation)
+        first = names.index(start.name)
+        carriers, found = {start.name}, []
+        for name in names[first + 1 :]:
+            other = computation[name]
+            if carriers.intersection(other.operands):
+                if self._is_done(other):
+                    return found
+                carriers.add(name)  # passes the collective's state on; a loop may, too
+            if other.opcode in _COMPUTE:
+                found.append(other)
+        # Its done may be in the loop's next iteration: then the rest of this one is in between.
+        return found
+
+    def _is_copy(self, each: Instruction) -> bool:
+        if each.opcode == "copy-start":
+            # Between memory spaces it is a prefetch, which costs no cycles.
+            spaces = {
+                tuple(_MEMORY_SPACE.findall(part)) for part in split_operands(each.shape[1:-1])[:2]
+            }
+            return len(spaces) == 1
+        kinds = {each.opcode} | {other.opcode for other in self._inside(each).values()}
+        moves = {"copy", "transpose"}
+        return bool(kinds & moves) and kinds <= moves | {"fusion", "parameter", "bitcast"}
+
+
+def _is_gemm(each: Instruction) -> bool:
+    """Whether it is a matmul of cuBLAS."""
+    return each.opcode == "custom-call" and '"gemm_backend_config"' in each.attributes
+
+
+_CONTRACTED = re.compile(
+    r'lhs_contracting_dims=\{([\d,]*)\}|"lhs_contracting_dimensions":\[([\d",]*)\]'
+)
+
+
+def _products(each: Instruction, left: tuple[int, ...], right: tuple[int, ...] = ()) -> int:
+    """Multiplications of a matmul."""
+    out = array_dims(each.shape)[0]
+    if each.opcode != "convolution":
+        listed = _CONTRACTED.search(each.attributes)
+        dims = re.findall(r"\d+", "".join(filter(None, listed.groups()))) if listed else []
+        return math.prod(out) * math.prod(left[int(dim)] for dim in dims)
+    # A matmul as XLA for TPU writes it, other dims in the place of spatial ones.
+    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", each.attributes)
+    window = re.search(r"window=\{([^}]*)\}", each.attributes)
+    assert labels is not None
+    settings = dict(part.split("=") for part in window.group(1).split()) if window else {}
+    dims = {
+        dim: (left[labels[1].index(dim)], right[labels[2].index(dim)], size)
+        for dim, size in zip(labels[3], out, strict=True)
+        if dim.isdigit()
+    }
+    count = right[labels[2].index("i")]
+    count *= math.prod(size for dim, size in zip(labels[3], out, strict=True) if dim in "bf")
+    for dim, sizes in dims.items():
+        count *= _pairings(*sizes, settings, int(dim))
+    return count
+
+
+def _pairings(length: int, kernel: int, out: int, settings: Mapping[str, str], dim: int) -> int:
+    """Pairs of kernel and array elements that are multiplied, along one spatial dim."""
+
+    def setting(name: str, default: int) -> int:
+        parts = settings.get(name, "").split("x")
+        return int(parts[dim].partition("_")[0]) if parts != [""] else default
+
+    stride, spread, pad = setting("stride", 1), setting("lhs_dilate", 1), setting("pad", 0)
+    taps = np.arange(kernel) * setting("rhs_dilate", 1)
+    where = np.arange(out)[:, None] * stride + taps - pad
+    return int(((where >= 0) & (where <= (length - 1) * spread) & (where % spread == 0)).sum())
+
+
+def _first_match(table: Mapping[str, float], text: str, default: float) -> float:
+    return next((value for key, value in table.items() if re.search(key, text)), default)
+
+
+def _sent_bytes(kind: str, operand_bytes: int, size: int) -> float:
+    """Bytes each device of a ring sends, from the bytes it puts in."""
+    around = (size - 1) / size
+    match kind:
+        case "all-gather":
+            return operand_bytes * (size - 1)
+        case "all-reduce":
+            return 2 * operand_bytes * around
+        case "collective-permute":
+            return operand_bytes
+        case _:
+            return operand_bytes * around

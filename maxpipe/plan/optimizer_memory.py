@@ -1,0 +1,139 @@
+"""What the optimizer keeps on one device. No jax.
+
+Bytes of a layer's weights as they are gathered: in compute type, or in 8 bits with scales.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping
+
+from maxpipe.models.spec import Param
+from maxpipe.optim.state_spec import BYTES, is_orthogonalised, state_arrays
+from maxpipe.parallel.axes import axis_table, find_zero1_dim
+from maxpipe.plan.sizes import Sizes
+
+
+def optimizer_bytes(sizes: Sizes) -> float:
+    """Bytes of all of it."""
+    ends = (_bytes(sizes, param) for param in sizes.model.ends.params.values())
+    layers = optimizer_layer_bytes(sizes, sizes.layer_slots)
+    return layers + optimizer_layer_bytes(sizes, sizes.outside) + sum(ends)
+
+
+def optimizer_layer_bytes(sizes: Sizes, layers: Mapping[str, int]) -> float:
+    """Of layers of these kinds, as many of each."""
+    return sum(
+        count * _bytes(sizes, param)
+        for kind, count in layers.items()
+        for param in sizes.model.kinds[kind].params.values()
+    )
+
+
+CPU_COPIES = {"adafactor": 1.0, "lion": 0.6}
+"""Copies of gradients that XLA for CPUs keeps during an update. Fitted, as the next two."""
+MUON_WHOLE_COPIES, MUON_SHARDED_COPIES = 1.0, 1.6
+"""The same of Muon's matrices, which stand together: whole ones, and those dealt out to devices."""
+
+
+def gradient_copy_bytes(sizes: Sizes) -> float:
+    """Bytes, in float32, of gradients' copies: those that are summed, or what an update needs."""
+    optim, is_cpu = sizes.config.optim, sizes.platform == "cpu"
+
+    def in_update(param: Param) -> float:
+        if not is_orthogonalised(optim, param):
+            return CPU_COPIES.get(optim.name, 0.0) * is_cpu
+        return (
+            MUON_SHARDED_COPIES
+            if sizes.elements(param.dims) < math.prod(param.shape)
+            else MUON_WHOLE_COPIES
+        )
+
+    sums = _copies(sizes, lambda param: is_cpu and bool(sizes.summed_over(param.dims)))
+    return max(sums, _copies(sizes, in_update))
+
+
+def _copies(sizes: Sizes, number: Callable[[Param], float]) -> float:
+    """Copies of each gradient, as many as `number` says."""
+    kinds, layers = sizes.model.kinds, Counter(sizes.layer_slots) + Counter(sizes.outside)
+    counted = [(n, param) for kind, n in layers.items() for param in kinds[kind].params.values()]
+    counted += [(1, param) for param in sizes.model.ends.params.values()]
+    return 4.0 * sum(
+        count * number(param) * sizes.elements(sizes.padded(param.dims))
+        for count, param in counted
+        if param.trainable
+    )
+
+
+def zero1_dim(sizes: Sizes, param: Param) -> int | None:
+    """The dim of what is kept of a parameter that devices along `data` divide, if they do."""
+    if not sizes.config.optim.shard_over_data:
+        return None
+    table = axis_table(sizes.config.mesh)
+    return find_zero1_dim(param.dims, [table.get(axis, ()) for axis in param.axes], sizes.axes)
+
+
+def _bytes(sizes: Sizes, param: Param) -> float:
+    config, total = sizes.config, 0.0
+    dim, data = zero1_dim(sizes, param), sizes.axes["data"]
+    for one in state_arrays(config.optim, param, config.model.param_dtype).values():
+        size = sizes.elements(sizes.padded(one.dims)) * BYTES[one.dtype]
+        is_shared = dim is not None and dim not in one.left_out
+        total += size / data if is_shared else size
+    return total
+
+
+def gathers_weights(sizes: Sizes) -> bool:
+    """Whether there is a parameter whose shards are gathered for use."""
+    kinds = (kind.params for kind in sizes.model.kinds.values())
+    params = (param for each in (sizes.model.ends.params, *kinds) for param in each.values())
+    return any(sizes.gathered_over(param.dims) for param in params)
+
+
+def gathered_bytes(sizes: Sizes, layers: Mapping[str, int]) -> float:
+    """Of this number of layers of each kind, gathered."""
+    if sizes.config.model.matmul == "default" and not sizes.config.adapter.rank:
+        elements = sum(
+            count * sizes.layer_elements(kind, whole=True) for kind, count in layers.items()
+        )
+        return float(gathered_itemsize(sizes) * elements)
+    return float(sum(count * _gathered_layer_bytes(sizes, kind) for kind, count in layers.items()))
+
+
+def gathered_itemsize(sizes: Sizes, param: Param | None = None) -> int:
+    """Bytes of one number of a layer's parameter as it is gathered, scales left out.
+
+    In 8 bits it is there twice, for products forward and backward, unless the whole matrix has
+    one scale.
+    """
+    if param is not None and param.exact:
+        return BYTES[param.exact]
+    if param is None or not _is_quantized(sizes, param):
+        return BYTES[sizes.config.model.compute_dtype]
+    return 1 if sizes.config.model.matmul_scales == "tensor" else 2
+
+
+def _gathered_layer_bytes(sizes: Sizes, kind: str) -> int:
+    params = filter(sizes.counts, sizes.model.kinds[kind].params.values())
+    return sum(
+        gathered_itemsize(sizes, each) * sizes.elements(each.dims, whole=True)
+        + 4 * _scales(sizes, each)
+        for each in params
+    )
+
+
+def _is_quantized(sizes: Sizes, param: Param) -> bool:
+    """Whether it is gathered in 8 bits: as `Decoder.summed`."""
+    model = sizes.config.model
+    rounded = model.matmul != "default" and model.matmul_scales != "block"
+    rounded &= model.matmul_parts == "all" or not param.is_of_heads
+    return rounded and param.summed > 0 and not sizes.config.mesh.sequence_parallel
+
+
+def _scales(sizes: Sizes, param: Param) -> int:
+    """Their number, of a parameter in 8 bits."""
+    if not _is_quantized(sizes, param) or sizes.config.model.matmul_scales == "tensor":
+        return int(_is_quantized(sizes, param))
+    sides = param.dims[: param.summed], param.dims[param.summed :]
+    return sum(sizes.elements(dims, whole=True) for dims in sides)

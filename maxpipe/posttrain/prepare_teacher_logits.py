@@ -1,0 +1,209 @@
+"""`maxpipe distill prepare`: what a teacher says of all rows that a run may read, into files.
+
+Rows are asked in batches of `train.batch_size`, which begin at multiples of it whatever is done
+already: after a stop the files get the same bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from maxpipe.config.load import LoadedConfig
+from maxpipe.data.datasets import build_datasets
+from maxpipe.data.loader import Batch, Loader
+from maxpipe.data.prepared.logits import (
+    MANIFEST,
+    LogitsBatch,
+    LogitsManifest,
+    LogitsSpec,
+    LogitsWriter,
+    check_same,
+    num_sequences,
+    read_manifest,
+    sequence_digest,
+    spec_of,
+)
+from maxpipe.data.prepared.manifest import check_folder, convert_signals, lock_journal
+from maxpipe.distributed import runtime
+from maxpipe.errors import ConfigError, StorageError
+from maxpipe.io.formatting import pluralize
+from maxpipe.objectives.distill import TEACHER_IDS, TEACHER_LOGPROBS
+from maxpipe.posttrain.distill import Teacher, TeacherLogits, open_teacher
+
+ProgressCallback = Callable[[str, int, int, str], object]
+"""Called with a task, what is done of it, its total, and a remark about its rate."""
+
+
+def prepare_teacher_logits(
+    loaded: LoadedConfig, folder: Path, report: ProgressCallback, *, shard_bytes: int
+) -> str:
+    """Writes the folder, or what is missing of it. Returns a line that says what was done.
+
+    Raises:
+        ConfigError: a teacher or documents that cannot be used, or a folder with something else.
+        StorageError: the folder cannot be written.
+        Preempted: the process was asked to stop; Interrupted by Ctrl-C.
+    """
+    config = loaded.config
+    if config.runtime.num_processes != 1:
+        rule = "must be 1: one process prepares, with all devices of its machine."
+        raise ConfigError.one(
+            "runtime.num_processes", config.runtime.num_processes, rule, "Leave it out."
+        )
+    with convert_signals(folder):
+        check_folder(folder, MANIFEST)
+        report("opening documents and teacher", 0, 0, "")
+        runtime.start(config.runtime, config.mesh.cpu_devices)
+        datasets = build_datasets(config, lambda: report("", 0, 0, ""))
+        with contextlib.closing(datasets):
+            teacher = open_teacher(loaded, datasets.tokenizer)
+            spec = spec_of(
+                teacher.entry,
+                datasets.train.facts_of_rows(),
+                vocab_size=config.model.vocab_size,
+                temperature=config.distill.temperature,
+                top_k=config.distill.top_k,
+                row_tokens=config.train.sequence_length,
+                shard_bytes=shard_bytes,
+            )
+            try:
+                return _describe_if_complete(folder, spec) or _write_missing(
+                    folder, spec, teacher, datasets.train, config.train.batch_size, report
+                )
+            except OSError as error:
+                action = "Free space, or name a folder that can be written with --out."
+                raise StorageError.unwritable(error.filename or folder, error, action) from error
+
+
+def _describe_if_complete(folder: Path, spec: LogitsSpec) -> str:
+    """A line that says what is there already; empty if that is not the whole."""
+    if not (folder / MANIFEST).exists():
+        return ""
+    found = read_manifest(str(folder))
+    check_same(folder, found, spec)
+    return f"{folder} is complete: {_describe_counts(found)}"
+
+
+def _describe_counts(found: LogitsManifest) -> str:
+    size = sum(file["bytes"] for shard in found["shards"] for file in shard["files"].values())
+    rows, tokens = pluralize(num_sequences(found), "row"), found["row_tokens"]
+    shards = pluralize(len(found["shards"]), "shard")
+    return f"{rows} of {tokens} tokens, the {found['top_k']} most likely next ones of each, " + (
+        f"{shards} of {size / 1e6:.1f} MB"
+    )
+
+
+def _write_missing(
+    folder: Path,
+    spec: LogitsSpec,
+    teacher: Teacher,
+    loader: Loader,
+    batch_size: int,
+    report: ProgressCallback,
+) -> str:
+    """Writes what is missing; as `prepare`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with lock_journal(folder) as journal:
+        if found := _describe_if_complete(folder, spec):  # by a process that had the lock before
+            return found
+        writer, start = LogitsWriter(folder, journal, spec), time.monotonic()
+        teacher.compile(batch_size)
+        begun, total = writer.done, num_sequences(spec)
+        try:
+            with _deferred_signals() as asked:
+                for answers, done in _compute_logits(spec, teacher, loader, batch_size, begun):
+                    writer.add(answers)
+                    rate = (done - begun) / max(time.monotonic() - start, 1e-9)
+                    words = f"{rate * spec['row_tokens'] / 1e3:.2f} k tokens/s"
+                    report("asking the teacher", done, total, words)
+                    if asked():
+                        break
+            if number := asked():
+                signal.raise_signal(number)
+            manifest = writer.finish()
+        finally:
+            writer.abandon()
+    seconds = time.monotonic() - start
+    return f"wrote {folder}: {_describe_counts(manifest)}, in {seconds:.1f} s"
+
+
+class _SequenceIndex(NamedTuple):
+    source: int
+    sequence: int
+
+
+def _compute_logits(
+    spec: LogitsSpec, teacher: Teacher, loader: Loader, size: int, begun: int
+) -> Iterator[tuple[LogitsBatch, int]]:
+    """What the teacher says of the rows from `begun` on, and how many are done then.
+
+    It computes while the rows of the next batch are read. No device computes when this is closed:
+    Python that ends meanwhile may crash.
+    """
+    parts = {part.name: number for number, part in enumerate(loader.stream.parts)}
+    counts = [(parts[name], facts["sequences"]) for name, facts in spec["sources"].items()]
+    ends = np.cumsum([count for _, count in counts])
+
+    def place(row: int) -> _SequenceIndex:
+        at = int(np.searchsorted(ends, row, side="right"))
+        number, count = counts[at]
+        return _SequenceIndex(number, row - int(ends[at]) + count)
+
+    total = int(ends[-1])
+    asked: tuple[range, list[int], TeacherLogits] | None = None
+    try:
+        for first in range(begun - begun % size, total, size):
+            rows = range(first, min(first + size, total))
+            digests, batch = _read_batch(loader, [place(row) for row in rows], size)
+            answer = teacher.ask(teacher.place(batch, np.arange(size), size))
+            before, asked = asked, (rows, digests, answer)
+            if before is not None:
+                yield _select_missing(*before, begun)
+        if asked is not None:
+            yield _select_missing(*asked, begun)
+    finally:
+        jax.block_until_ready(asked and asked[-1])
+
+
+def _read_batch(loader: Loader, places: list[_SequenceIndex], size: int) -> tuple[list[int], Batch]:
+    """Rows, with digests of them; a batch that is not full repeats the last one."""
+    rows = [loader.stream.read(*place) for place in places]
+    digests = [sequence_digest(row) for row in rows]
+    rows += rows[-1:] * (size - len(rows))
+    batch = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+    return digests, {**batch, "example_ids": np.arange(size, dtype=np.int32)}
+
+
+def _select_missing(
+    rows: range, digests: list[int], answer: TeacherLogits, begun: int
+) -> tuple[LogitsBatch, int]:
+    """Of an answer the rows that are not done yet."""
+    mine = slice(max(begun - rows.start, 0), len(rows))
+    ids, logprobs = (np.asarray(answer[name])[mine] for name in (TEACHER_IDS, TEACHER_LOGPROBS))
+    return LogitsBatch(digests[mine], ids, logprobs), rows.stop
+
+
+@contextlib.contextmanager
+def _deferred_signals() -> Iterator[Callable[[], int]]:
+    """The number of a signal that asks the process to end, 0 before; it interrupts nothing."""
+    found = 0
+
+    def note(number: int, frame: Any) -> None:
+        nonlocal found
+        found = number
+
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, note) for number in numbers}
+    try:
+        yield lambda: found
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

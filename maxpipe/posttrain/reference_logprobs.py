@@ -1,0 +1,302 @@
+"""Reference log-probabilities of pairs: what the weights that a run starts from say of responses.
+
+They are found once, by the engine forward only, and kept in the run's folder: there is no second
+model beside the one that is trained. The search goes on where it was stopped.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import time
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, TypedDict
+
+import numpy as np
+
+from maxpipe.config.bundled_configs import REFERENCE_FILE
+from maxpipe.data.loader import Loader
+from maxpipe.data.pairs import PairDocuments
+from maxpipe.distributed.control_channel import ControlChannel
+from maxpipe.distributed.phases import COMPILE, EVAL, Phases
+from maxpipe.errors import ConfigError, DivergenceError, StorageError
+from maxpipe.io import files
+from maxpipe.io.formatting import pluralize
+from maxpipe.io.typed_json import parse_json
+from maxpipe.objectives.preference import Preference
+from maxpipe.pipeline.loss_head import LossHead
+from maxpipe.step.build import load_batches
+from maxpipe.step.step import Steps
+from maxpipe.telemetry.console import Console
+
+_VERSION = 1
+_SAVE_SECONDS = 60.0
+
+Values = dict[str, np.ndarray]
+"""By the name of a source, float32 [documents, 2]: of the chosen and of the rejected response. NaN:
+not known."""
+
+
+class _ReferenceMetadata(TypedDict):
+    version: int
+    weights: str
+    """Digest of the weights."""
+    sources: list[tuple[str, str]]
+    """Name of each source, and digest of its pairs."""
+
+
+class _PairSequence(NamedTuple):
+    """What is found of a row."""
+
+    source: str
+    documents: list[int]
+    halves: np.ndarray
+    """float32 [2 * documents]."""
+
+
+@dataclass(frozen=True)
+class StoredReferences:
+    """What the file of a run has."""
+
+    weights: str
+    digests: Mapping[str, str]
+    """Of the pairs, by the name of a source."""
+    values: Values
+
+    def of(self, name: str, documents: PairDocuments) -> np.ndarray | None:
+        """Those of a source, if it has the same pairs."""
+        return self.values[name] if self.digests.get(name) == documents.digest else None
+
+
+def needs_references(steps: Steps) -> bool:
+    """Whether the objective of a run reads them."""
+    objective = steps.objective
+    return isinstance(objective, Preference) and objective.needs_reference
+
+
+class PairReferences:
+    """Finds them for a run, or takes those that it has found before."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        steps: Steps,
+        loaders: list[Loader],
+        console: Console,
+        link: ControlChannel,
+        phases: Phases,
+    ):
+        """`loaders` have every pair once."""
+        self._path = run_dir / REFERENCE_FILE
+        self._steps, self._loaders = steps, loaders
+        self._console, self._link, self._phases = console, link, phases
+        self._documents = {name: each for loader in loaders for name, each in loader.pairs.items()}
+        self._values: Values = {}
+        self._weights = ""
+
+    def attach(self, params: Any, *, is_new: bool) -> None:
+        """Gives the documents their references: those of `params` if the run begins with them.
+
+        Raises:
+            StorageError: the run has begun, and its references are gone; or they cannot be written.
+            NumbersError: the weights give some that are not finite.
+            Preempted: the run was asked to stop.
+        """
+        stored = self._stored(is_new)
+        self._weights = self._steps.digest(params) if is_new else ""
+        if is_new and stored is not None and stored.weights != self._weights:
+            self._console.note(f"{self._path}: is of other weights, and is written again")
+            stored = None
+        for name, documents in self._documents.items():
+            known = None if stored is None else stored.of(name, documents)
+            # What is left out has no response: it is in no row.
+            empty = np.where(documents.lengths > 0, np.nan, 0.0).astype(np.float32)
+            self._values[name] = np.stack([empty, empty], 1) if known is None else known.copy()
+        self._must_be_the_same()
+        if missing := self._missing():
+            if not is_new:
+                raise self._gone(missing)
+            self._find(params, missing)
+        for name, documents in self._documents.items():
+            documents.reference = self._values[name]
+
+    def _stored(self, is_new: bool) -> StoredReferences | None:
+        try:
+            return load_references(self._path)
+        except (OSError, ValueError) as error:
+            if not is_new:
+                raise self._gone(self._missing(), f"{error}; ") from error
+            self._console.warn(f"{self._path} cannot be used ({error}): it is written again")
+            return None
+
+    def _missing(self) -> int:
+        return sum(int(np.isnan(each).any(1).sum()) for each in self._values.values())
+
+    def _gone(self, missing: int, reason: str = "") -> StorageError:
+        what = pluralize(missing, "pair") if missing else "the pairs"
+        return StorageError(
+            f"{self._path}: lacks the reference log-probabilities of {what}\n"
+            f"  {reason}the run goes on from a checkpoint, and they are of the weights that it has "
+            "started from.\n"
+            "  Bring the file back, or the pairs that it is of; or set run.name to a new name."
+        )
+
+    def _must_be_the_same(self) -> None:
+        digest = hashlib.sha256()
+        for name in sorted(self._values):
+            digest.update(self._values[name].tobytes())
+        if len(self._link.same("reference", digest.hexdigest())) > 1:
+            raise ConfigError.one(
+                "run.dir",
+                str(self._path.parent),
+                f"must be a folder that all processes share: they see other {REFERENCE_FILE}.",
+                "Set run.dir to such a folder, or delete the file.",
+            )
+
+    # The search.
+
+    def _find(self, params: Any, missing: int) -> None:
+        total = sum(int((each.lengths > 0).sum()) for each in self._documents.values())
+        with self._phases.enter(COMPILE), self._console.stage("compiling the reference pass"):
+            step = self._steps.compile_rows(
+                LossHead.scores, self._loaders[0].ramp.rows, everywhere=True
+            )
+        words = f"finding reference log-probabilities of {pluralize(missing, 'pair')}"
+        words += f" of {total}" if missing < total else ""
+        # From the first question on, a request to stop is answered and does not end the process.
+        if self._link.stops_here():
+            raise self._stopped(total)
+        saved = time.monotonic()
+        with self._phases.enter(EVAL), self._console.stage(words):
+            for number, found in enumerate(self._found(step, params)):
+                self._phases.progress(number)
+                self._take(found)
+                stops = self._link.stops_here()
+                if stops or time.monotonic() - saved > _SAVE_SECONDS:
+                    self._save()
+                    saved = time.monotonic()
+                if stops:
+                    raise self._stopped(total)
+            self._save()
+
+    def _found(self, step: Callable[[Any, Any], Any], params: Any) -> Iterator[list[_PairSequence]]:
+        """The rows of each batch that has a pair which is not known."""
+        for loader in self._loaders:
+            first = next(filter(self._lacks(loader), range(loader.num_batches)), None)
+            if first is None:
+                continue
+            ready = load_batches(self._steps.batch_sharding, loader, first, loader.num_batches)
+            with ready as source:
+                for number, batch in enumerate(source, first):
+                    halves = np.asarray(step(params, batch)[0])
+                    yield [
+                        _PairSequence(
+                            row.source, row.documents, halves[at, : 2 * len(row.documents)]
+                        )
+                        for at, row in enumerate(loader.rows(number))
+                    ]
+
+    def _lacks(self, loader: Loader) -> Callable[[int], bool]:
+        """Whether a batch of this number has a pair that is not known."""
+        return lambda number: any(
+            np.isnan(self._values[row.source][row.documents]).any() for row in loader.rows(number)
+        )
+
+    def _take(self, rows: list[_PairSequence]) -> None:
+        for source, documents, halves in rows:
+            if not np.isfinite(halves).all():
+                where = self._documents[source].where(documents[0])
+                raise DivergenceError(
+                    f"{where}: its log-probability is not finite\n"
+                    "  the weights that the run starts from give NaN or infinity.\n"
+                    "  Start from other weights, or set model.compute_dtype=float32."
+                )
+            self._values[source][documents] = halves.reshape(-1, 2)
+
+    def _stopped(self, total: int) -> BaseException:
+        done = total - self._missing()
+        return self._link.stopped(
+            f"{self._path}: stopped with the reference log-probabilities of {done} of "
+            f"{pluralize(total, 'pair')}\n"
+            "  They are saved.\n"
+            "  Start the same command again to go on."
+        )
+
+    def _save(self) -> None:
+        if self._link.index == 0:
+            digests = {name: each.digest for name, each in self._documents.items()}
+            save_references(self._path, StoredReferences(self._weights, digests, self._values))
+
+
+def save_references(path: Path, stored: StoredReferences) -> None:
+    """Writes a file as a whole.
+
+    Raises:
+        StorageError: it cannot be written.
+    """
+    names = sorted(stored.values)
+    sources = [(name, stored.digests[name]) for name in names]
+    facts: _ReferenceMetadata = {"version": _VERSION, "weights": stored.weights, "sources": sources}
+    arrays = {f"values_{number}": stored.values[name] for number, name in enumerate(names)}
+    stream = io.BytesIO()
+    np.savez(stream, facts=np.frombuffer(json.dumps(facts).encode(), np.uint8), **arrays)  # type: ignore[arg-type]
+    try:
+        files.write(path, stream.getvalue())
+    except OSError as error:
+        raise StorageError.unwritable(path, error) from error
+
+
+def load_references(path: Path) -> StoredReferences | None:
+    """What a file has; None without one.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is damaged, or none of these files.
+    """
+    try:
+        # Opened here, because numpy leaves a damaged file open.
+        with (
+            open(files.open_regular(path), "rb") as file,
+            np.load(file, allow_pickle=False) as arrays,
+        ):
+            facts = parse_json(arrays["facts"].tobytes(), _ReferenceMetadata)
+            if facts["version"] != _VERSION:
+                raise ValueError("it is of another release")
+            values = {name: arrays[f"values_{n}"] for n, (name, _) in enumerate(facts["sources"])}
+    except FileNotFoundError:
+        return None
+    except (KeyError, EOFError, zipfile.BadZipFile) as error:
+        raise ValueError(f"it is damaged: {error}") from error
+    if any(each.dtype != np.float32 or each.shape[1:] != (2,) for each in values.values()):
+        raise ValueError("arrays of another shape")
+    return StoredReferences(facts["weights"], dict(facts["sources"]), values)
+
+
+def attach_stored_references(run_dir: Path, loader: Loader) -> None:
+    """Gives the documents of a loader what a run has found for them.
+
+    Raises:
+        ConfigError: it has found nothing for them.
+        StorageError: its file cannot be read.
+    """
+    path = run_dir / REFERENCE_FILE
+    try:
+        stored = load_references(path)
+    except (OSError, ValueError) as error:
+        action = "Bring the file back."
+        raise StorageError(f"{path}: cannot be read\n  {error}.\n  {action}") from error
+    for name, documents in loader.pairs.items():
+        known = None if stored is None else stored.of(name, documents)
+        if known is None or np.isnan(known).any():
+            raise ConfigError.one(
+                "data",
+                None,
+                f"must be pairs that the run has references for: {path} has none for these.",
+                "Evaluate the documents of the run, or text: train.objective=pretrain "
+                "data.chat=off data.packing=cut and data.path.",
+            )
+        documents.reference = known

@@ -1,0 +1,431 @@
+"""Writers of the records in a run's folder: metrics, events, samples and TensorBoard's.
+
+Nothing here may stop a run: a full disk loses records, never steps. The run's folder is made by
+the code that starts the run, never here. `ours` is called before each record: where the
+folder is no longer the run's, nothing is written.
+
+Summaries for TensorBoard beyond scalars, made without TensorFlow.
+
+Each function returns `Summary` protocol buffers, which `telemetry.MetricWriter` puts into the
+run's event file. tensorboard is imported inside: it takes half a second.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from io import BytesIO
+from pathlib import Path
+from typing import Any, TypedDict
+
+from maxpipe.config.bundled_configs import (
+    EVENTS_FILE,
+    METRICS_FILE,
+    SAMPLES_FILE,
+    TENSORBOARD_FOLDER,
+)
+from maxpipe.io import files, redact
+from maxpipe.io.typed_json import parse_json
+from maxpipe.schedule.draw import Canvas
+from maxpipe.telemetry.metrics import CHARTS
+
+_SCALE = 3
+"""Pixels of a PNG for each pixel of its drawing: sharp at full size."""
+
+
+def chart_titles(tags: Iterable[str]) -> tuple[str, ...]:
+    """Titles of the charts of `CHARTS` that have data in a run with these tags."""
+    tags = set(tags)
+    return tuple(
+        title
+        for title, shown in CHARTS
+        if any(re.fullmatch(_pattern(each), tag) for each in shown for tag in tags)
+    )
+
+
+def charts(chosen: Collection[str]) -> Any:
+    """The charts of `CHARTS` with these titles, for the tab "Custom Scalars".
+
+    TensorBoard uses the newest layout of a run, and joins those of several runs. A chart keeps
+    tags that have no data yet, so that it is the same chart in every run.
+    """
+    from tensorboard.plugins.custom_scalar import layout_pb2, metadata
+
+    layout: Any = layout_pb2
+    category = layout.Category(title="training")
+    for title, tags in CHARTS:
+        if title in chosen:
+            content = layout.MultilineChartContent(tag=[f"^{_pattern(tag)}$" for tag in tags])
+            category.chart.append(layout.Chart(title=title, multiline=content))
+    text = layout.Layout(category=[category]).SerializeToString()
+    return _tensor(metadata.CONFIG_SUMMARY_TAG, metadata.create_summary_metadata(), [text])
+
+
+def _pattern(tag: str) -> str:
+    """The regular expression of a tag, in which NAME is any name."""
+    return tag.replace("NAME", "[^/]+")
+
+
+def hyperparameters(values: Mapping[str, bool | float | str], run: str) -> Any:
+    """The session of a run for the tab "HParams"."""
+    from tensorboard.plugins.hparams import summary_v2
+
+    return summary_v2.hparams_pb(dict(values), trial_id=run)
+
+
+def image(tag: str, drawing: Canvas, description: str = "") -> Any:
+    """A picture for the tab "Images"; TensorBoard shows its description next to the tag."""
+    from tensorboard.plugins.image import metadata
+
+    file = BytesIO()
+    drawing.png(file, _SCALE)
+    size = [str(round(_SCALE * each)).encode() for each in (drawing.width, drawing.height)]
+    about = metadata.create_summary_metadata(display_name=tag, description=description)
+    return _tensor(tag, about, [*size, file.getvalue()])
+
+
+def _tensor(tag: str, metadata: Any, values: Sequence[bytes]) -> Any:
+    from tensorboard.compat.proto import summary_pb2, tensor_pb2, tensor_shape_pb2, types_pb2
+
+    modules: Any = (summary_pb2, tensor_pb2, tensor_shape_pb2, types_pb2)
+    summaries, tensors, shapes, types = modules
+    shape = shapes.TensorShapeProto()
+    if len(values) > 1:
+        shape.dim.add(size=len(values))
+    tensor = tensors.TensorProto(dtype=types.DT_STRING, string_val=list(values), tensor_shape=shape)
+    summary = summaries.Summary()
+    summary.value.add(tag=tag, metadata=metadata, tensor=tensor)
+    return summary
+
+
+_log = logging.getLogger("maxpipe")
+
+_WARN_EVERY_SECONDS = 60.0
+OwnershipCheck = Callable[[], bool]
+
+
+def _always() -> bool:
+    return True
+
+
+class _SafeFile:
+    """An append-only file whose failures are warnings, one per minute.
+
+    The file is opened for each record, so that a network file system may come
+    back. A record that fails half-way is cut off again: what was written before
+    and what is written later stays readable. Threads may write one after another.
+    """
+
+    def __init__(self, path: Path, ours: OwnershipCheck = _always):
+        self.path, self._ours, self._lock = path, ours, threading.Lock()
+        self._warned_at = -math.inf
+
+    def append(self, data: bytes, at: int | None = None) -> int:
+        """Write `data` at offset `at`, or at the end; returns the offset, -1 after a failure.
+
+        With `at`, everything behind that offset is replaced.
+        """
+        if not self._ours():
+            return -1
+        with self.guard(), self._lock:
+            descriptor = files.open_regular(self.path, os.O_RDWR | os.O_CREAT)
+            try:
+                return _write_at(descriptor, data, at)
+            finally:
+                os.close(descriptor)
+        return -1
+
+    @contextlib.contextmanager
+    def guard(self) -> Iterator[None]:
+        """Turn an OSError of the body into at most one warning per minute."""
+        try:
+            yield
+        except OSError as error:
+            now = time.monotonic()
+            if now - self._warned_at >= _WARN_EVERY_SECONDS:
+                self._warned_at = now
+                _log.warning(
+                    "cannot write %s: %s. Training goes on without these records.",
+                    self.path,
+                    error.strerror or error,
+                )
+
+
+def _write_at(descriptor: int, data: bytes, at: int | None) -> int:
+    end = os.lseek(descriptor, 0, os.SEEK_END)
+    start = end if at is None else at
+    written = 0
+    try:
+        while written < len(data):
+            written += os.pwrite(descriptor, data[written:], start + written)
+        if start + written < end:
+            os.ftruncate(descriptor, start + written)
+    except OSError:
+        with contextlib.suppress(OSError):  # the first error is the one to tell
+            os.ftruncate(descriptor, start)
+        raise
+    return start
+
+
+def _json_line(record: Mapping[str, object]) -> bytes:
+    return (json.dumps(_json_value(record), allow_nan=False, default=str) + "\n").encode()
+
+
+def _json_value(value: object) -> object:
+    # JSON has no NaN; a record that other tools cannot parse is worth less than a null.
+    if isinstance(value, Mapping):
+        return {str(key): _json_value(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_json_value(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+class EventLog:
+    """`events.jsonl`: the events of a run, over all its restarts.
+
+    Records are `{"time": UTC in ISO 8601, "uptime": seconds, "event": ..., ...}` and never removed;
+    `uptime` is of a monotonic clock from `since`, by default when the log was opened.
+    Only process 0 writes.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        process_index: int = 0,
+        since: float | None = None,
+        ours: OwnershipCheck = _always,
+    ):
+        self._file = _SafeFile(run_dir / EVENTS_FILE, ours) if process_index == 0 else None
+        self._since = time.monotonic() if since is None else since
+        if self._file is not None and _ends_inside_a_line(self._file.path):
+            self._file.append(b"\n")
+
+    def write(self, event: str, **fields: object) -> None:
+        """Append one event. Fields that JSON has no form for are written as text."""
+        if self._file is not None:
+            record: dict[str, object] = {"time": _now()}
+            record |= {"uptime": round(time.monotonic() - self._since, 3), "event": event}
+            self._file.append(_json_line(redact.redact_value(record | fields)))
+
+
+def _now() -> str:
+    """UTC in ISO 8601."""
+    return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def _ends_inside_a_line(path: Path) -> bool:
+    try:
+        with open(files.open_regular(path), "rb") as file:
+            file.seek(-1, os.SEEK_END)
+            return file.read(1) != b"\n"
+    except OSError:  # missing or empty
+        return False
+
+
+class MetricWriter:
+    """`metrics.jsonl`, one object with its time per logged step, `samples.jsonl`, which is alike,
+    and what TensorBoard shows.
+
+    Records of steps after `resume_step`, the last step in the restored
+    checkpoint, are dropped: they are about to be made again. Numbers that are
+    not finite are `null` in the JSON file. Only process 0 writes.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        tensorboard: bool,
+        resume_step: int,
+        process_index: int = 0,
+        ours: OwnershipCheck = _always,
+    ):
+        self._file: _SafeFile | None = None
+        self._events: _TensorBoardFile | None = None
+        self._samples = _SafeFile(run_dir / SAMPLES_FILE, ours)
+        self._last: tuple[int, int, dict[str, object]] | None = None  # step, offset, record
+        if process_index != 0:
+            return
+        self._tags: set[str] = set()
+        self._charts: tuple[str, ...] = ()
+        """Titles of the charts in TensorBoard's layout."""
+        self._file = _SafeFile(run_dir / METRICS_FILE, ours)
+        with self._file.guard():
+            if not ours():
+                return
+            self._last = _truncate_after_step(self._file.path, resume_step, self._tags)
+            _truncate_after_step(self._samples.path, resume_step)
+        if tensorboard:
+            self._events = _TensorBoardFile(run_dir / TENSORBOARD_FOLDER, resume_step, ours)
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Record `metrics` of `step`; a second call for the same step adds to its record."""
+        if self._file is None:
+            return
+        values = {tag: float(value) for tag, value in metrics.items()}
+        record: dict[str, object] = {"step": step}
+        at = None
+        if self._last is not None and self._last[0] == step:
+            _, at, record = self._last
+        record["time"] = _now()
+        record |= values
+        offset = self._file.append(_json_line(record), at)
+        self._last = None if offset < 0 else (step, offset, record)
+        if self._events is not None:
+            self._events.scalars(step, values)
+            self._lay_out(step, values)
+
+    def _lay_out(self, step: int, values: Mapping[str, float]) -> None:
+        """Write TensorBoard's layout again when a chart has its first number."""
+        if self._events is None or (self._charts and self._tags.issuperset(values)):
+            return
+        self._tags.update(values)
+        titles = chart_titles(self._tags)
+        if titles != self._charts:
+            self._charts = titles
+            self._events.summary(charts(titles), step)
+
+    def samples(self, step: int, samples: Sequence[Mapping[str, object]]) -> None:
+        """Record what the model made of prompts after `step`, each with `prompt` and `text`."""
+        if self._file is None:
+            return
+        record = {"step": step, "time": _now(), "samples": [*samples]}
+        self._samples.append(_json_line(redact.redact_value(record)))
+        for number, each in enumerate(samples):
+            both = f"{each['prompt']}{each['text']}"
+            # Indented it is shown as it is, whatever of Markdown it has.
+            shown = "\n".join(f"    {line}" for line in both.splitlines())
+            self.text(f"samples/{number}", shown, step)
+
+    def text(self, tag: str, markdown: str, step: int = 0) -> None:
+        """Show a text in TensorBoard, e.g. the resolved config."""
+        if self._events is not None:
+            self._events.text(tag, redact.redact_text(markdown), step)
+
+    def show(self, summary: Callable[[], Any]) -> None:
+        """Show the result of `make` in TensorBoard; without TensorBoard it is not called."""
+        events = self._events
+        if events is not None:
+            events.summary(summary())
+
+    def close(self) -> None:
+        """Nothing is buffered: safe to skip when a process dies."""
+        self._file = self._events = None
+
+
+class _MetricRecord(TypedDict):
+    """A line of `metrics.jsonl`; the other keys are tags."""
+
+    step: int
+
+
+def _truncate_after_step(
+    path: Path, step: int, tags: set[str] | None = None
+) -> tuple[int, int, dict[str, object]] | None:
+    """Replace the file by one without later steps, doubled steps and torn lines.
+
+    Adds the tags of the records that are left to `tags`, and returns step, offset and content of
+    the last of them.
+    """
+    kept: dict[int, tuple[int, int]] = {}
+    """Where the newest record of each step begins and ends."""
+    size = 0
+    try:
+        for offset, line in files.read_lines(path):
+            with contextlib.suppress(ValueError):
+                record = parse_json(line, _MetricRecord)
+                if (recorded := record["step"]) <= step and line.endswith(b"\n"):
+                    kept[recorded] = offset, offset + len(line)
+                    if tags is not None:
+                        tags.update(record.keys() - {"step", "time"})
+        size = os.path.getsize(path)
+    except FileNotFoundError:
+        return None
+    spans = list(kept.values())
+    if sorted(spans) != spans or sum(end - begin for begin, end in spans) != size:
+        spans = _rewrite_spans(path, spans)
+    if not kept:
+        return None
+    with open(files.open_regular(path), "rb") as file:
+        begin, end = spans[-1]
+        file.seek(begin)
+        return list(kept)[-1], begin, json.loads(file.read(end - begin))
+
+
+def _rewrite_spans(path: Path, spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Replace the file by these parts of it, in this order; returns where they are then."""
+    beside, moved, offset = path.with_name(path.name + ".new"), [], 0
+    with (
+        open(files.open_regular(path), "rb") as old,
+        open(files.open_regular(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as new,
+    ):
+        for begin, end in spans:
+            old.seek(begin)
+            new.write(old.read(end - begin))
+            moved.append((offset, offset := offset + end - begin))
+    os.replace(beside, path)
+    return moved
+
+
+class _TensorBoardFile:
+    """One TensorBoard event file, written without TensorFlow and without a thread.
+
+    TensorBoard's `RecordWriter` frames the records. Its `EventFileWriter` is not
+    used: the thread inside dies on a full disk and takes all later records with
+    it, and it imports TensorFlow where that is installed.
+    """
+
+    def __init__(self, folder: Path, resume_step: int, ours: OwnershipCheck):
+        # 0.4 s to import: paid by a run that writes, not by the command line.
+        from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2, types_pb2
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        # The generated modules define their names at run time; type checkers see none.
+        self._event: Any = event_pb2
+        self._summary: Any = summary_pb2
+        self._tensor: Any = tensor_pb2
+        self._types: Any = types_pb2
+        self._record_writer = RecordWriter
+        name = f"events.out.tfevents.{time.time_ns() // 1000:016d}.{os.getpid()}"
+        self._file = _SafeFile(folder / name, ours)
+        with self._file.guard():
+            folder.mkdir(exist_ok=True)
+        self._write(file_version="brain.Event:2")
+        if resume_step > 0:
+            # Tells TensorBoard to forget what earlier files say from this step on.
+            start = self._event.SessionLog(status=self._event.SessionLog.START)
+            self._write(step=resume_step + 1, session_log=start)
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        summary = self._summary.Summary()
+        for tag, value in values.items():
+            summary.value.add(tag=tag, simple_value=value)
+        self._write(step=step, summary=summary)
+
+    def summary(self, summary: Any, step: int = 0) -> None:
+        self._write(step=step, summary=summary)
+
+    def text(self, tag: str, markdown: str, step: int) -> None:
+        metadata = self._summary.SummaryMetadata(
+            plugin_data=self._summary.SummaryMetadata.PluginData(plugin_name="text"),
+            data_class=self._summary.DATA_CLASS_TENSOR,
+        )
+        tensor = self._tensor.TensorProto(
+            dtype=self._types.DT_STRING, string_val=[markdown.encode()]
+        )
+        summary = self._summary.Summary()
+        summary.value.add(tag=tag, metadata=metadata, tensor=tensor)
+        self._write(step=step, summary=summary)
+
+    def _write(self, **fields: Any) -> None:
+        record = BytesIO()
+        event = self._event.Event(wall_time=time.time(), **fields)
+        self._record_writer(record).write(event.SerializeToString())
+        self._file.append(record.getvalue())

@@ -1,0 +1,171 @@
+"""What an argument means, and what a run is called that has no name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from maxpipe.config import bundled_configs
+from maxpipe.config.load import load
+from maxpipe.errors import ConfigError
+
+RUN = "train: {steps: 5}\n"
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my-run.yml").write_text(RUN)
+    return tmp_path
+
+
+def refused(*arguments: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(list(arguments))
+    return "\n".join(map(str, caught.value.problems))
+
+
+# --- names of configs --------------------------------------------------------------------
+
+
+def test_a_name_is_the_config_that_is_shipped(here: Path):
+    named = load(["tiny", "my-run.yml"])
+    path = str(bundled_configs.configs()["tiny"].path)
+    assert named.config == load([path, "my-run.yml"]).config
+    assert named.origins["model.num_layers"] == "shipped config tiny"
+    assert named.origins["train.steps"] == "my-run.yml"
+
+
+def test_mistakes_with_a_shipped_config_name_it(here: Path):
+    assert refused("tiny", "my-run.yml", "model.num_kv_heads=3").startswith(
+        "shipped config tiny: model.num_heads = 8\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("argument", "guess"),
+    [
+        ("lama3-8b", "llama3-8b"),
+        ("Mistral-7B-v0.1", "mistral-7b"),
+        ("quickstrat", "quickstart"),
+    ],
+)
+def test_an_unknown_name_gets_the_one_that_was_meant(argument: str, guess: str, here: Path):
+    assert f"\n  Did you mean {guess}? `maxpipe configs list` shows" in refused(argument)
+
+
+@pytest.mark.parametrize(
+    ("argument", "name"),
+    [
+        ("llama3_8b", "llama3-8b"),
+        ("Llama-3.1-8B", "llama3.1-8b"),
+        ("meta-llama/Llama-3.1-405B-Instruct", "llama3.1-405b"),
+        ("meta-llama/Llama-3-70B", "llama3-70b"),
+        ("google/gemma-2-2b-it", "gemma2-2b"),
+        ("mistralai/Mistral-7B-Instruct-v0.3", "mistral-7b"),
+    ],
+)
+def test_any_spelling_of_a_shipped_model_is_its_name(argument: str, name: str, here: Path):
+    loaded = load([argument, "train.steps=1"])
+    assert loaded.config.model == load([name, "train.steps=1"]).config.model
+    assert bool(loaded.notes) == ("/" in argument)
+
+
+def test_a_name_like_no_other_is_reported_where_the_names_are(here: Path):
+    assert "\n  `maxpipe configs list` shows the configs" in refused("qqqqqq")
+
+
+@pytest.mark.parametrize("file", ["quickstart.yml", "configs/quickstart.yml"])
+def test_a_missing_file_that_is_shipped_is_reported_by_name(file: str, here: Path):
+    action = refused(file).splitlines()[-1]
+    assert f"write quickstart instead of {file}" in action
+    assert "`maxpipe configs copy quickstart`" in action
+
+
+def test_a_link_that_leads_nowhere_is_reported(here: Path):
+    (here / "dangling.yml").symlink_to("further.yml")
+    (here / "further.yml").symlink_to("/nope")
+    (here / "loop.yml").symlink_to("loop.yml")
+    said = refused("dangling.yml")
+    assert "it is a symbolic link to /nope, which is not there." in said
+    assert "it is a symbolic link to loop.yml, which leads back to it." in refused("loop.yml")
+    assert "Did you mean" not in said
+
+
+def test_a_name_and_another_file_of_that_name_are_two_meanings(here: Path):
+    (here / "tiny.yml").write_text(bundled_configs.configs()["tiny"].text)
+    assert load(["tiny", "my-run.yml"]).config.model.num_layers == 8
+    (here / "tiny.yml").write_text("model: {num_layers: 2}\n")
+    assert "Write tiny.yml for the file, or rename it." in refused("tiny", "my-run.yml")
+    assert refused("tiny.yml", "my-run.yml").startswith("tiny.yml, my-run.yml: model.d_model")
+
+
+def test_a_file_without_suffix_is_no_shipped_config(here: Path):
+    (here / "tiny").write_text(RUN)
+    assert "Rename the file to tiny.yml." in refused("tiny")
+    (here / "quickstart").mkdir()
+    assert load(["quickstart"]).config.run.name == "quickstart"
+
+
+@pytest.mark.parametrize("name", ["train_char.py", "config/train_char.py"])
+def test_a_program_is_no_config(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = refused(name)
+    assert "Programs are not read as configs." in text and "maxpipe init DIR" in text
+    assert "hf download" not in text and "Rename" not in text
+
+
+# --- names of runs -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("file", "name"),
+    [
+        ("my-run.yml", "my-run"),
+        ("a.b_c.yaml", "a.b_c"),
+        ("größe 2.yml", "gr-e-2"),
+        ("日本.yml", "run"),
+        (".hidden.yml", "hidden"),
+        ("--.yml", "run"),
+        ("x" * 240 + ".yml", "x" * 100),
+    ],
+)
+def test_a_run_is_called_like_its_file(file: str, name: str, here: Path):
+    (here / file).write_text(RUN)
+    loaded = load(["tiny", f"./{file}"])
+    assert loaded.config.run.name == name
+    assert loaded.origins["run.name"] == f"the name of ./{file}"
+
+
+def test_two_files_are_two_runs_and_the_last_one_counts(here: Path):
+    (here / "other.yml").write_text(RUN)
+    assert load(["tiny", "my-run.yml"]).config.run.name == "my-run"
+    assert load(["tiny", "my-run.yml", "other.yml"]).config.run.name == "other"
+    assert load(["quickstart"]).config.run.name == "quickstart"
+
+
+def test_a_name_that_is_set_stays(here: Path):
+    (here / "named.yml").write_text("run: {name: a}\n")
+    assert load(["named.yml", "tiny", "my-run.yml"]).config.run.name == "a"
+    assert load(["named.yml", "tiny", "my-run.yml", "run.name=b"]).config.run.name == "b"
+    keys = [f"model.{key}=2" for key in ("num_layers", "d_model", "num_heads", "num_kv_heads")]
+    sizes = ["model.head_size=2", "model.d_mlp=2", "model.vocab_size=259", "train.steps=1"]
+    assert load([*keys, *sizes]).config.run.name == "run"
+
+
+def test_the_written_config_keeps_the_name(here: Path):
+    from maxpipe.config.load import to_yaml
+
+    (here / "written.yml").write_text(to_yaml(load(["tiny", "my-run.yml"]).config))
+    assert load(["written.yml"]).config.run.name == "my-run"
+
+
+def test_a_folder_leads_to_its_config(tmp_path: Path):
+    run, model = tmp_path / "run", tmp_path / "model"
+    run.mkdir()
+    model.mkdir()
+    (run / "config.yml").write_text("")
+    (model / "config.json").write_text("{}")
+    assert f"give {run / 'config.yml'}." in refused(str(run))
+    assert f"Run `maxpipe import {model} --out" in refused(str(model))

@@ -1,0 +1,73 @@
+"""Large weights of which several devices hold the same copy."""
+
+from __future__ import annotations
+
+import pytest
+
+from maxpipe.cli import main
+from maxpipe.config.bundled_configs import configs
+from maxpipe.config.check import find_warnings
+from maxpipe.config.load import load
+from maxpipe.config.replicated_weights import find_replicated_weights
+from maxpipe.errors import ConfigError
+
+SMALL = [
+    *("train.steps=1", "train.batch_size=16", "eval.batch_size=16", "model.num_heads=4"),
+    *("model.num_kv_heads=4", "model.d_model=48", "model.num_layers=4", "model.d_mlp=64"),
+    *("model.head_size=12", "model.vocab_size=259", "train.sequence_length=64"),
+]
+EXPERTS = ["model.family=moe", "model.moe.num_experts=4", "model.moe.d_expert=32"]
+TINY = "mesh.largest_copy_bytes=1000"
+
+
+def told(*given: str) -> list[str]:
+    """Keys of the cautions of a config that loads."""
+    return [each.where for each in find_warnings(load([*SMALL, *given]).config)]
+
+
+def test_sizes_that_leave_a_divided_weight_whole_are_an_error() -> None:
+    wrong = ["mesh.ici_expert=4", *EXPERTS, "mesh.axis_rules.embed=[fsdp]", TINY]
+    with pytest.raises(ConfigError) as caught:
+        load([*SMALL, *wrong])
+    message = str(caught.value)
+    assert "command line: mesh.axis_rules.embed = [fsdp]" in message
+    assert "all 4 devices along expert 4 hold the same copy" in message
+    # layers.*.mlp and the table are all named by the largest one alone.
+    assert "leaves embedding whole, 49,728 bytes" in message
+    assert "Set mesh.axis_rules.embed=[fsdp,expert,context]" in message
+    load([*SMALL, *wrong, "mesh.axis_rules.embed=[fsdp,expert,context]"])
+
+
+def test_weights_that_no_axis_divides_are_an_error_above_the_limit() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load([*SMALL, "mesh.ici_fsdp=4", "mesh.largest_copy_bytes=700"])
+    message = str(caught.value)
+    assert "mesh.largest_copy_bytes = 700" in message and "_norm.scale whole, 768 bytes" in message
+    assert "Set mesh.largest_copy_bytes=768" in message
+    load([*SMALL, "mesh.ici_fsdp=4", "mesh.largest_copy_bytes=768"])
+    load([*SMALL, "mesh.ici_fsdp=4", "mesh.largest_copy_bytes=0"])
+
+
+def test_what_a_rule_keeps_whole_is_reported() -> None:
+    whole = ["mesh.ici_fsdp=4", "mesh.axis_rules.embed=[]"]
+    assert told(*whole, TINY) == ["mesh.axis_rules.embed"]
+    assert told(*whole) == [] == told(*whole, "mesh.largest_copy_bytes=0")
+    # Over some of the axes: by a rule, too.
+    partly = ["mesh.ici_fsdp=2", "mesh.ici_context=2", "mesh.axis_rules.embed=[fsdp]", TINY]
+    assert told(*partly) == ["mesh.axis_rules.embed"]
+    # Copies over data are what that axis is for.
+    assert told("mesh.ici_data=4", TINY) == []
+
+
+def test_the_plan_reports_it(capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["plan", *SMALL, "mesh.ici_fsdp=4", "mesh.axis_rules.embed=[]", TINY]
+    for options in ([], ["--shardings"]):
+        assert main([*given, "--topology", "cpu:4", *options]) == 0
+        said = capsys.readouterr().err
+        assert "warning: mesh.axis_rules.embed = [] keeps " in said and "along fsdp 4" in said
+
+
+@pytest.mark.parametrize("name", [name for name, each in configs().items() if each.kind == "model"])
+def test_no_shipped_model_is_refused(name: str) -> None:
+    config = load([name, "train.steps=1", "mesh.ici_fsdp=2", "train.batch_size=2"]).config
+    assert list(find_replicated_weights(config)) == []

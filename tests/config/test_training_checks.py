@@ -1,0 +1,120 @@
+"""Models for real text are not trained on what is built in."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from maxpipe.cli import main
+from maxpipe.config import bundled_configs
+from maxpipe.config.load import load, to_yaml
+from maxpipe.errors import ConfigError
+
+STEPS = "train.steps=3"
+TOKENIZER = ("tokenizer.kind=huggingface", "tokenizer.path=tokenizer.json")
+DATA = ("data.source=text", "data.path=*.txt")
+LARGE = [
+    name
+    for name, each in bundled_configs.configs().items()
+    if each.kind == "model" and not name.startswith("tiny")
+]
+Capture = pytest.CaptureFixture[str]
+
+
+def keys(*arguments: str) -> list[str]:
+    """The keys that a run with these arguments is refused for."""
+    try:
+        load([*arguments, STEPS], to_train=True)
+    except ConfigError as error:
+        return [problem.where.partition(": ")[2] for problem in error.problems]
+    return []
+
+
+@pytest.mark.parametrize("every", [9, pytest.param(1, marks=pytest.mark.long)])
+def test_public_models_need_their_tokenizer_and_data(every: int):
+    assert len(LARGE) == 50
+    for name in LARGE[::every]:
+        assert keys(name) == ["tokenizer.kind", "data.source"]
+        assert keys(name, *DATA) == ["tokenizer.kind"]
+        assert keys(name, *TOKENIZER) == ["data.source"]
+        assert keys(name, *TOKENIZER, *DATA) == []
+
+
+def test_who_says_what_is_meant_is_obeyed():
+    assert keys("llama3-8b", *TOKENIZER, "data.source=corpus") == []
+    assert keys("llama3-8b", "data.source=synthetic") == []
+    assert keys("llama3-8b", "model.vocab_size=384") == []
+
+
+@pytest.mark.parametrize("source", ["corpus", "synthetic"])
+def test_a_path_that_no_source_reads_is_refused(source: str):
+    assert keys("quickstart", f"data.source={source}", "data.path=book") == ["data.path"]
+    assert keys("quickstart", f"data.source={source}", "data.path=") == []
+    assert keys("quickstart", "data.source=jsonl", "data.path=book") == []
+    assert keys("quickstart", "data.source=text", "data.source=corps", "data.path=x") == [
+        "data.source"
+    ]
+
+
+@pytest.mark.parametrize("name", sorted(set(bundled_configs.configs()) - set(LARGE)))
+def test_small_vocabularies_are_for_bytes(name: str):
+    assert keys(name) == []
+    assert keys(name, "model.vocab_size=4096") == []
+
+
+def test_a_config_that_was_written_by_a_command_is_no_way_around(tmp_path: Path):
+    written = tmp_path / "written.yml"
+    written.write_text(to_yaml(load(["llama3-8b", STEPS]).config))
+    assert keys(str(written)) == ["tokenizer.kind"]
+
+
+def test_it_is_reported_with_all_other_mistakes():
+    assert keys("llama3-8b", "model.num_heads=31") == [
+        "model.num_heads",
+        "tokenizer.kind",
+        "data.source",
+    ]
+    assert "tokenizer.kind" not in keys("llama3-8b", "model.vocab_size=x")
+
+
+@pytest.mark.fault("U2")
+@pytest.mark.parametrize(
+    "command",
+    [
+        "train llama3-8b",
+        "launch local llama3-8b",
+        "launch slurm llama3-8b launch.topology=h100:8 mesh.ici_fsdp=8",
+    ],
+)
+def test_commands_that_train_refuse(
+    command: str, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    assert main([*command.split(), STEPS]) == 2
+    out, err = capsys.readouterr()
+    assert not out and "default: tokenizer.kind = bytes\n" in err
+    assert "default: data.source = corpus\n" in err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.usefixtures("home")
+@pytest.mark.fault("U2")
+def test_forecasts_need_no_data(capsys: Capture):
+    wanted = ["llama3-8b", "--topology", "v5p:2x2x4", STEPS, "mesh.ici_fsdp=16"]
+    assert main(["plan", *wanted, "train.batch_size=16", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.fault("U2")
+def test_the_doctor_says_so(monkeypatch: pytest.MonkeyPatch):
+    from maxpipe.diagnosis import doctor
+
+    for name in ("devices", "folders"):
+        monkeypatch.setattr(doctor, name, lambda patient: iter(()))
+    monkeypatch.setattr(doctor, "check_loopback", doctor.check_clock)
+    found = [check for check in doctor.examine(["llama3-8b", STEPS]) if check.name == "training"]
+    assert [check.status for check in found] == ["FAILED", "FAILED"]
+    assert "tokenizer.path=tokenizer.json" in found[0].action
+    assert not [check for check in doctor.examine(["tiny", STEPS]) if check.name == "training"]

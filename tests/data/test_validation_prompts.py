@@ -1,0 +1,63 @@
+"""Conversations up to their last answer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from maxpipe.config.schema import DataConfig, TokenizerConfig
+from maxpipe.data.documents import EncodedDocument
+from maxpipe.data.loader import build_loaders
+from maxpipe.data.tokenizer import ByteTokenizer
+from maxpipe.data.validation_prompts import ValidationPrompt, last_turn, load_validation_prompts
+from tests.data.conversations import said, write_records
+
+BYTES = ByteTokenizer()
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role[0] }}:{% if m.role == 'assistant' %}{% generation %}"
+    "{{ m.content + eos_token }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+)
+
+
+def of(text: str, marks: str) -> ValidationPrompt | None:
+    trained = np.array([mark == "x" for mark in marks])
+    return last_turn(EncodedDocument(np.frombuffer(text.encode(), np.uint8), trained), BYTES)
+
+
+def test_the_last_trained_message_is_the_answer() -> None:
+    assert of("abcdef", "..xx..") == ValidationPrompt([*b"ab"], "ab", "cd")
+    assert of("abcdef", ".x..xx") == ValidationPrompt([*b"abcd"], "abcd", "ef")
+    assert of("abcdef", "xx..x.") == ValidationPrompt([*b"abcd"], "abcd", "e")
+    assert of("abcdef", "......") is None and of("abcdef", "xx....") is None
+    assert of("abcdef", "xxxxxx") is None
+    assert last_turn(EncodedDocument(np.zeros(3, np.uint8)), BYTES) is None
+
+
+def test_turns_are_of_what_is_held_out(tmp_path: Path) -> None:
+    """From the documents for validation, those that leave room; else from sets of their own."""
+    chats = [said(("user", f"q{n}" * (1 + 9 * (n % 3))), ("assistant", f"a{n}")) for n in range(30)]
+    chats[4] = said(("user", "no answer"))
+    (tmp_path / "t.jinja").write_text(TEMPLATE)
+    path = write_records(tmp_path / "c.jsonl", [{"messages": each} for each in chats])
+    shared: dict[str, Any] = {"source": "jsonl", "path": str(path), "chat": "messages"}
+    shared |= {"chat_template": str(tmp_path / "t.jinja")}
+    known = {f"u:{c[0]['content']}a:": c[-1]["content"] for c in chats if len(c) > 1}
+
+    def found(config: DataConfig, count: int, room: int) -> list[ValidationPrompt]:
+        data = build_loaders(config, TokenizerConfig(), seed=0, batch_size=2, sequence_length=64)
+        return load_validation_prompts(data, config.validation_fraction, count, room)
+
+    config = DataConfig(**shared, validation_fraction=0.4)
+    turns = found(config, 20, 64)
+    assert 8 < len(turns) <= 12 and len({turn.text for turn in turns}) == len(turns)
+    for turn in turns:
+        assert known[turn.text] == turn.answer and bytes(turn.ids).decode() == turn.text
+    assert found(config, 3, 64) == turns[:3]
+    short = found(config, 20, 24)
+    assert short and short == [turn for turn in turns if len(turn.ids) < 24]
+    assert found(DataConfig(**shared, validation_fraction=0.0), 3, 64) == []
+    sets = {"other": config}
+    text = DataConfig(source="corpus", validation_fraction=0.0, validation=sets)  # type: ignore[arg-type]
+    assert len(found(text, 2, 64)) == 2

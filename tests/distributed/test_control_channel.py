@@ -1,0 +1,774 @@
+"""Processes that watch over each other: real ones, without jax, that stop, fail, hang and die."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import re
+import resource
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from maxpipe.distributed import protocol
+from maxpipe.distributed.control_channel import ControlChannel
+from maxpipe.distributed.coordinator import (
+    Coordinator,
+    CoordinatorMessage,
+    Member,
+    Timeouts,
+    free_port,
+)
+from maxpipe.distributed.phases import Phases
+from maxpipe.distributed.protocol import AuthenticatedConnection, connect
+
+ROOT = Path(__file__).parents[2]
+
+TEN = ("10",) * 4
+SECRET = "0123456789" * 4
+ENVIRONMENT = {"PYTHONPATH": str(ROOT), protocol.VARIABLE: SECRET}
+MEMBER = """
+import sys, time
+from maxpipe.distributed import wire
+from maxpipe.errors import Preemption
+from maxpipe.distributed.coordinator import Timeouts
+from maxpipe.distributed.control_channel import ControlChannel
+from maxpipe.distributed.phases import COMPILE, DATA, DATA_SET_UP, EVAL, LOOP, SAVE, STEP, Phases
+
+index, count, port, facts = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+phases = Phases()
+limits = Timeouts({limits})
+{before}
+
+def steps(link, number, each=lambda step: None):
+    # As a run does: read, then wait for the others in a step.
+    with phases.enter(LOOP):
+        for step in range(1, number + 1):
+            phases.progress(step)
+            with phases.enter(DATA):
+                each(step)
+            with phases.enter(STEP):
+                time.sleep(0.02)
+            if step == 3:
+                print("running", flush=True)
+            if link.stops_here():
+                print("stopped at", step, flush=True)
+                raise link.stopped("stopped")
+
+try:
+    with ControlChannel(phases, limits, index=index, count=count) as link:
+        print("linked", flush=True)
+        if count > 1:
+            address, own = ("127.0.0.1", port), {{"train.steps": facts}}
+            trouble = link.gather(address, own, wire.secret_from_environment)
+            if trouble:
+                print(trouble.text, file=sys.stderr)
+                sys.exit(71 if trouble.late else 2)
+        print("together", flush=True)
+        with link.ends_together():
+            {body}
+except Preemption as stopped:
+    sys.exit(int(stopped.exit_code))
+"""
+
+
+@contextlib.contextmanager
+def members(
+    body: str,
+    *,
+    count: int = 3,
+    started: int | None = None,
+    limits: str = "init_seconds=20, heartbeat_seconds=5",
+    facts: tuple[str, ...] = (),
+    before: str = "",
+) -> Iterator[list[subprocess.Popen[str]]]:
+    """Processes that run `body`; `started` of `count` are, and run `before` first."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    body = body.strip().replace("\n", "\n            ")
+    code = MEMBER.format(limits=limits, before=before, body=body)
+    found = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, *map(str, (index, count, port)), (facts or TEN)[index]],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=ENVIRONMENT,
+        )
+        for index in range(count if started is None else started)
+    ]
+    try:
+        yield found
+    finally:
+        for process in found:
+            process.kill()
+            process.communicate()
+
+
+def wait_for(process: subprocess.Popen[str], text: str) -> None:
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith(text):
+            return
+    raise AssertionError(f"{text!r} was never printed")
+
+
+def ends(processes: list[subprocess.Popen[str]]) -> tuple[list[int], list[str], list[str]]:
+    """Exit codes, what was printed, and on stderr."""
+    printed = [process.communicate(timeout=60) for process in processes]
+    return [p.returncode for p in processes], [o for o, _ in printed], [e for _, e in printed]
+
+
+def test_all_stop_at_the_same_step_when_one_is_asked() -> None:
+    with members("steps(link, 1000)") as processes:
+        for process in processes:
+            wait_for(process, "running")
+        processes[1].send_signal(signal.SIGTERM)
+        codes, printed, errors = ends(processes)
+    assert codes == [75, 75, 75], errors
+    (step,) = {re.search(r"stopped at (\d+)", text)[1] for text in printed}  # type: ignore[index]
+    assert 3 < int(step) < 1000
+
+
+def test_one_process_is_its_own_hub() -> None:
+    with members("steps(link, 1000)", count=1) as (process,):
+        wait_for(process, "running")
+        process.send_signal(signal.SIGTERM)
+        codes, printed, _ = ends([process])
+    assert codes == [75] and "stopped at" in printed[0]
+
+
+def test_a_run_that_ends_leaves_no_process_behind() -> None:
+    with members("steps(link, 5)") as processes:
+        assert ends(processes)[0] == [0, 0, 0]
+
+
+def test_before_the_first_step_nothing_is_worth_waiting_for() -> None:
+    body = "with phases.enter(COMPILE):\n    print('running', flush=True)\n    time.sleep(60)"
+    with members(body, count=2) as processes:
+        for process in processes:
+            wait_for(process, "running")
+        processes[0].send_signal(signal.SIGTERM)
+        codes, _, errors = ends(processes)
+    assert codes == [75, 75]
+    assert all("before the first step" in text for text in errors)
+
+
+@pytest.mark.parametrize("asked", [0, pytest.param(1, marks=pytest.mark.long)])
+def test_asked_before_all_have_come(asked: int) -> None:
+    with members("pass", count=4, started=3) as processes:
+        for process in processes:
+            wait_for(process, "linked")
+        time.sleep(1)  # all three reach process 0
+        processes[asked].send_signal(signal.SIGTERM)
+        codes, _, errors = ends(processes)
+    assert codes == [75, 75, 75], errors
+    assert all("before the first step" in text for text in errors)
+
+
+@pytest.mark.parametrize("comes", [True, pytest.param(False, marks=pytest.mark.long)])
+def test_asked_before_process_0_has_come(comes: bool) -> None:
+    late = "if index == 0:\n    print('late', flush=True)\n    time.sleep(2)"
+    with members("time.sleep(60)", count=2, before=late) as processes:
+        wait_for(processes[0], "late")
+        if not comes:
+            processes[0].kill()
+        wait_for(processes[1], "linked")
+        processes[1].send_signal(signal.SIGTERM)
+        codes, _, errors = ends(processes)
+    assert codes == [75 if comes else -signal.SIGKILL, 75], errors
+    assert all("before the first step" in text for text in errors[not comes :])
+
+
+HANGS = """
+def read(step):
+    if step == 4:
+        print("hangs", flush=True)
+        time.sleep(60)
+steps(link, 1000, read)
+"""
+
+
+@pytest.mark.fault("F8")
+def test_a_second_signal_ends_the_process_at_once() -> None:
+    body = HANGS
+    with members(body, count=1, limits="stall_seconds=0") as (process,):
+        wait_for(process, "hangs")
+        process.send_signal(signal.SIGTERM)
+        time.sleep(1.2)
+        assert process.poll() is None
+        process.send_signal(signal.SIGTERM)
+        codes, _, errors = ends([process])
+    assert codes == [75] and "asked twice" in errors[0]
+
+
+@pytest.mark.fault("H5")
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGHUP, 75), (signal.SIGINT, 130)])
+def test_ctrl_c_and_a_closed_terminal_stop_all_with_one_code(number: int, code: int) -> None:
+    """Asked once in one process, which says so at once; all stop at the same step."""
+    with members("steps(link, 1000)", count=2) as processes:
+        for process in processes:
+            wait_for(process, "running")
+        processes[1].send_signal(number)
+        codes, printed, errors = ends(processes)
+    assert codes == [code, code], errors
+    assert len({re.search(r"stopped at (\d+)", text)[1] for text in printed}) == 1  # type: ignore[index]
+    assert errors[1].startswith("stopping after this step, and saving; ")
+    assert ("Ctrl-C again" in errors[1]) == (code == 130)
+
+
+@pytest.mark.fault("H5")
+def test_ctrl_c_twice_leaves_at_once() -> None:
+    with members(HANGS, count=1, limits="stall_seconds=0") as (process,):
+        wait_for(process, "hangs")
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.4)
+        assert process.poll() is None
+        begin = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        codes, _, errors = ends([process])
+    assert codes == [130] and time.monotonic() - begin < 5
+    assert "asked twice" in errors[0] and "Traceback" not in errors[0]
+
+
+@pytest.mark.fault("H5")
+def test_ctrl_c_before_the_first_step_leaves_at_once() -> None:
+    body = "with phases.enter(COMPILE):\n    print('running', flush=True)\n    time.sleep(60)"
+    with members(body, count=2) as processes:
+        for process in processes:
+            wait_for(process, "running")
+        processes[1].send_signal(signal.SIGINT)
+        codes, _, errors = ends(processes)
+    assert codes == [130, 130]
+    assert all("before the first step" in text for text in errors)
+
+
+@pytest.mark.fault("H5")
+def test_what_was_ignored_at_the_start_stays_ignored() -> None:
+    """`nohup maxpipe train`, and a closed terminal."""
+    before = "import signal\nsignal.signal(signal.SIGHUP, signal.SIG_IGN)"
+    with members("steps(link, 1000)", count=1, before=before) as (process,):
+        wait_for(process, "running")
+        process.send_signal(signal.SIGHUP)
+        time.sleep(0.5)
+        assert process.poll() is None
+        process.send_signal(signal.SIGTERM)
+        assert ends([process])[0] == [75]
+
+
+@pytest.mark.fault("F8")
+def test_a_signal_that_comes_twice_is_one_request() -> None:
+    """A launcher signals the process, and then its group."""
+    body = HANGS.replace("60", "1")
+    with members(body, count=1) as (process,):
+        wait_for(process, "hangs")
+        for _ in range(3):
+            process.send_signal(signal.SIGTERM)
+            time.sleep(0.2)
+        codes, printed, errors = ends([process])
+    assert codes == [75], errors
+    assert "stopped at" in printed[0] and "asked twice" not in errors[0]
+
+
+@pytest.mark.fault("F8")
+def test_the_grace_ends() -> None:
+    body = HANGS
+    with members(body, count=1, limits="heartbeat_seconds=1, grace_seconds=1") as (process,):
+        wait_for(process, "hangs")
+        process.send_signal(signal.SIGTERM)
+        codes, _, errors = ends([process])
+    assert codes == [75] and "time to save is over" in errors[0]
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_process_is_named_at_once(victim: int) -> None:
+    with members("steps(link, 1000)") as processes:
+        for process in processes:
+            wait_for(process, "running")
+        begin = time.monotonic()
+        processes[victim].kill()
+        codes, _, errors = ends(processes)
+        assert time.monotonic() - begin < 5
+    del codes[victim], errors[victim]
+    assert codes == [71, 71]
+    assert all(re.search(rf"process {victim}\b.* is gone", text) for text in errors)
+    if victim:
+        assert all("It was in" in text and f"pid {processes[1].pid}" in text for text in errors)
+
+
+@pytest.mark.parametrize("killed", [True, pytest.param(False, marks=pytest.mark.long)])
+def test_the_link_speaks_before_a_thread_that_aborts(killed: bool) -> None:
+    """As jax does without process 0; a process that aborts for another reason dies."""
+    body = """
+def abort():
+    ctypes.CDLL(None).abort()
+def step_of(step):
+    if step == 5 and index == 1:
+        threading.Thread(target=abort).start()
+        print("aborts", flush=True)
+steps(link, 1000, step_of)
+"""
+    with members(body, count=2, before="import ctypes, threading") as processes:
+        wait_for(processes[1], "aborts")
+        if killed:
+            processes[0].kill()
+        codes, _, errors = ends(processes)
+    if killed:
+        assert codes == [-signal.SIGKILL, 71] and "process 0 is gone" in errors[1]
+    else:
+        assert codes == [71, -signal.SIGABRT] and "process 1 " in errors[0]
+
+
+@pytest.mark.parametrize("victim", [0, pytest.param(2, marks=pytest.mark.long)])
+def test_a_process_that_does_not_answer_is_given_up(victim: int) -> None:
+    limits = "init_seconds=20, heartbeat_seconds=2"
+    with members("steps(link, 1000)", limits=limits) as processes:
+        for process in processes:
+            wait_for(process, "running")
+        processes[victim].send_signal(signal.SIGSTOP)
+        codes, _, errors = ends(processes[:victim] + processes[victim + 1 :])
+    assert codes == [71, 71]
+    assert all(f"process {victim}" in text and "did not answer for 2 s" in text for text in errors)
+
+
+@pytest.mark.fault("F10")
+def test_the_first_failure_is_reported_last_and_everywhere() -> None:
+    body = "steps(link, 1000, lambda step: 1 / (step - 5) if index == 2 else None)"
+    with members(body) as processes:
+        codes, _, errors = ends(processes)
+    assert codes == [70, 70, 70]
+    for text in errors:
+        assert text.rstrip().endswith("ZeroDivisionError: division by zero")
+    assert all(re.search(r"^process 2 .* failed first:$", text, re.M) for text in errors[:2])
+
+
+@pytest.mark.fault("F9")
+def test_a_stall_shows_all_stacks_and_names_who_holds_the_others_up() -> None:
+    body = """
+def read(step):
+    if index == 1 and step == 5:
+        time.sleep(60)  # a reader that hangs
+def step_of_all(step):
+    if step == 6:
+        with phases.enter(STEP):
+            time.sleep(60)  # in a collective
+steps(link, 1000, read if index == 1 else step_of_all)
+"""
+    limits = "init_seconds=20, heartbeat_seconds=2, stall_seconds=2"
+    with members(body, limits=limits) as processes:
+        codes, _, errors = ends(processes)
+    assert codes == [71, 71, 71]
+    for index, text in enumerate(errors):
+        assert f"process {index} on " in text and "most recent call first" in text
+        what, who, _ = text.splitlines()[-3:]
+        assert "nothing moved for 2 s" in what and "has been in data for" in who
+        assert f"process 1 ({socket.gethostname()}, pid {processes[1].pid})" in who
+        assert "process 2" not in who
+
+
+def test_a_stall_is_said_twice_by_all() -> None:
+    """Beats are older than what has happened since, when a host was frozen."""
+    told: list[CoordinatorMessage] = []
+    with selectors.DefaultSelector() as selector:
+        hub = Coordinator(2, Timeouts(stall_seconds=1), told.append, print, selector)
+        hub.join(Member(0))
+        hub.join(Member(1))
+
+        def beat(index: int, step: int, seconds: float) -> None:
+            of: Any = {
+                "phase": "start",
+                "step": step,
+                "seconds": seconds,
+                "own": 0.0,
+                "waits": True,
+            }
+            hub.handle(index, {"beat": of})
+
+        def verdict() -> bool:
+            hub.check_timeouts()
+            return any("leave" in message for message in told)
+
+        beat(0, 0, 3.0)
+        beat(1, 0, 3.0)
+        assert not verdict()
+        beat(0, 0, 4.0)
+        assert not verdict()  # the other one has said nothing since
+        beat(1, 5, 0.5)
+        assert not verdict()
+        beat(1, 5, 1.5)
+        assert not verdict()  # suspected again, from here on
+        beat(1, 5, 2.5)
+        assert not verdict()
+        beat(0, 0, 6.0)
+        assert verdict()
+
+
+@pytest.mark.parametrize("phase", ["DATA_SET_UP", pytest.param("COMPILE", marks=pytest.mark.long)])
+def test_set_up_takes_as_long_as_it_moves_or_compiles(phase: str) -> None:
+    """And those who wait for it, before the first step and in it, are not stuck."""
+    body = f"""
+if index == 1:
+    with phases.enter({phase}):
+        for _ in range(12):
+            time.sleep(0.25)
+            if {phase} == DATA_SET_UP:
+                phases.progress()
+if {phase} == DATA_SET_UP:
+    link.same("data", "x")
+elif index != 1:
+    with phases.enter(STEP):
+        time.sleep(3)
+steps(link, 5)
+"""
+    with members(body, limits="heartbeat_seconds=5, stall_seconds=1") as processes:
+        codes, _, errors = ends(processes)
+    assert codes == [0, 0, 0], errors
+
+
+def test_set_up_that_hangs_is_named_and_not_those_who_wait_for_it() -> None:
+    body = """
+if index == 1:
+    with phases.enter(DATA_SET_UP):
+        time.sleep(60)
+link.same("data", "x")
+"""
+    with members(body, limits="heartbeat_seconds=5, stall_seconds=1") as processes:
+        codes, _, errors = ends(processes)
+    assert codes == [71, 71, 71]
+    for text in errors:
+        what, who, _ = text.splitlines()[-3:]
+        assert "nothing moved for 1 s" in what and "has been in data set-up for" in who
+        assert "process 1 (" in who and ";" not in who
+
+
+@pytest.mark.long
+def test_a_stall_names_what_is_read() -> None:
+    """Also in an evaluation, in which all others wait."""
+    body = """
+def read(step):
+    if step == 4:
+        if index == 1:
+            phases.detail = "reading data.mixture.web, a.jsonl: record 7"
+        with phases.enter(EVAL):
+            time.sleep(60)
+steps(link, 1000, read)
+"""
+    limits = "init_seconds=20, heartbeat_seconds=5, stall_seconds=2"
+    with members(body, limits=limits) as processes:
+        codes, _, errors = ends(processes)
+    assert codes == [71, 71, 71]
+    for text in errors:
+        who = text.splitlines()[-2]
+        assert "has been in eval for" in who and ";" not in who
+        assert f"pid {processes[1].pid}" in who
+        assert who.endswith("at step 4 (reading data.mixture.web, a.jsonl: record 7).")
+
+
+@pytest.mark.long
+@pytest.mark.fault("S1")
+def test_who_holds_the_others_up_is_named() -> None:
+    body = """
+def wait(step):
+    with phases.enter(STEP):
+        time.sleep(0.05)  # for process 2, in a collective
+steps(link, 60, wait if index != 2 else lambda step: time.sleep(0.05))
+"""
+    with members(body) as processes:
+        codes, _, errors = ends(processes)
+    assert codes == [0, 0, 0]
+    found = re.search(r"^process 2 \(.*\) holds the others up: (\d+) ms", errors[0], re.M)
+    assert found and 35 <= int(found[1]) <= 90
+
+
+@pytest.mark.fault("F10")
+def test_a_process_that_ends_early_is_not_waited_for() -> None:
+    body = """
+def wait(step):
+    if step == 6:
+        with phases.enter(STEP):
+            time.sleep(60)  # for process 1, in a collective
+steps(link, 5 if index == 1 else 1000, wait)
+"""
+    with members(body, limits="heartbeat_seconds=2") as processes:
+        codes, _, errors = ends(processes)
+    assert codes == [71, 0, 71]
+    for text in (errors[0], errors[2]):
+        assert re.search(r"process 1 ended \d s ago, and processes 0, 2 did not", text)
+
+
+@pytest.mark.parametrize(
+    "rest",
+    [
+        "with phases.enter(SAVE):\n        time.sleep(3)",
+        pytest.param("steps(link, 150)", marks=pytest.mark.long),
+    ],
+)
+def test_a_process_that_still_saves_or_moves_is_let_alone(rest: str) -> None:
+    """After the last save process 0 alone looks at the files, which may take minutes."""
+    body = f"steps(link, 5)\nif index == 0:\n    {rest}\n    print('complete', flush=True)"
+    with members(body, limits="heartbeat_seconds=1") as processes:
+        codes, printed, errors = ends(processes)
+    assert codes == [0, 0, 0], errors
+    assert "complete" in printed[0]
+
+
+def test_leaving_waits_for_thousands_of_processes() -> None:
+    """Their descriptors are beyond what select takes."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (4096, before[1]))
+    here, there = socket.socketpair()
+    try:
+        with (
+            here,
+            socket.socket(fileno=fcntl.fcntl(here, fcntl.F_DUPFD, 2000)) as far,
+            selectors.DefaultSelector() as selector,
+        ):
+            wire = AuthenticatedConnection(far, SECRET.encode(), b"nonces", is_hub=True)
+            hub = Coordinator(2, Timeouts(), lambda message: None, print, selector)
+            hub._members = {0: Member(0), 1: Member(1, wire=wire)}
+            begin = time.monotonic()
+            hub.wait_for_leaving(0.2)
+            assert time.monotonic() - begin >= 0.2
+            there.close()
+            hub.wait_for_leaving(60)
+            assert time.monotonic() - begin < 10
+    finally:
+        there.close()
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+@pytest.mark.parametrize(
+    ("what", "fault"),
+    [
+        ("link._hub.wait_for_leaving", "1 / 0"),
+        ("link.on_leave", "1 / 0"),
+        ("link.on_leave", "time.sleep(60)"),
+    ],
+)
+def test_a_process_leaves_whatever_fails_on_the_way_out(what: str, fault: str) -> None:
+    body = f"""
+sys.modules["maxpipe.distributed.control_channel"]._GOODBYE_SECONDS = 0.5
+{what} = lambda *_: {fault}
+link._hub._end(71, "nothing moves")
+"""
+    with members(body, count=1) as processes:
+        begin = time.monotonic()
+        codes, _, errors = ends(processes)
+        assert time.monotonic() - begin < 30
+    assert codes == [71] and errors == ["nothing moves\n"]
+
+
+@pytest.mark.fault("F10")
+def test_those_who_did_not_come_are_named() -> None:
+    limits = "init_seconds=2"
+    with members("pass", count=4, started=2, limits=limits) as processes:
+        codes, _, errors = ends(processes)
+    assert codes == [71, 71]  # hosts may come late: another start may find them
+    assert all("processes 2, 3 of 4 did not come within 2 s" in text for text in errors)
+
+
+def test_a_hub_that_did_not_come() -> None:
+    with members("pass", count=2, limits="init_seconds=1") as processes:
+        processes[0].kill()
+        codes, _, errors = ends(processes)
+    assert codes[1] == 71 and "process 0 was not found at 127.0.0.1:" in errors[1]
+
+
+def test_an_unknown_host_name_is_no_matter_of_the_secret(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nor is a secret that is there no more, since process 0 has given up meanwhile."""
+
+    def unknown(*arguments: object, **options: object) -> None:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "create_connection", unknown)
+    found = iter([b"s" * 32])
+    with ControlChannel(Phases(), Timeouts(init_seconds=0.5), index=1, count=2) as link:
+        trouble = link.gather(("host0", 1), {}, lambda: next(found, None))
+    assert trouble is not None and trouble.late and not trouble.action
+    assert "no address is known here for that name: Name or service not known" in trouble.text
+
+
+def test_other_facts_are_refused_by_name() -> None:
+    with members("pass", facts=("10", "10", "11")) as processes:
+        codes, _, errors = ends(processes)
+    assert codes == [2, 2, 2]
+    assert all("train.steps is 10 in process 0 and 11 in process 2" in text for text in errors)
+
+
+@pytest.mark.fault("P6")
+def test_the_same_number_twice_is_refused_and_the_run_goes_on() -> None:
+    with members("steps(link, 5)", started=2) as processes:
+        time.sleep(1.5)  # the first process 1 has come
+        second = again(processes[1], 1)
+        codes, _, errors = ends([second])
+        assert codes == [2] and "has the number of process 1" in errors[0]
+        codes, _, errors = ends([*processes, again(processes[1], 2)])
+    assert codes == [0, 0, 0]
+    assert "refused: process 1 (" in errors[0]
+
+
+@pytest.mark.long
+@pytest.mark.fault("P6")
+def test_another_count_is_refused_and_named_at_the_end() -> None:
+    limits = "init_seconds=4"
+    with members("pass", count=2, started=1, limits=limits) as (first,):
+        codes, _, errors = ends([again(first, 1, count=3), first])
+    assert codes == [2, 71]
+    assert all("has num_processes=3, process 0 has 2" in text for text in errors)
+    assert "process 1 of 2 did not come within 4 s; process 1 (" in errors[1]
+
+
+@pytest.mark.fault("F10")
+@pytest.mark.parametrize("silent", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_a_process_that_went_away_may_come_again(silent: bool) -> None:
+    """Its host was lost while the others were waited for; a dead host closes no connection."""
+    limits = "init_seconds=20, heartbeat_seconds=3"
+    with (
+        members("steps(link, 5)", started=1, limits=limits) as (first,),
+        introduced(first, 1) as wire,
+    ):
+        if silent:
+            time.sleep(3.5)
+        else:
+            wire.close()
+        second = again(first, 2)
+        time.sleep(1.5)  # it comes before the other, and is not welcomed with the lost one
+        codes, _, errors = ends([first, again(first, 1), second])
+    assert codes == [0, 0, 0], errors
+
+
+def test_process_0_does_not_wait_for_the_goodbye_of_a_lost_host() -> None:
+    limits = "init_seconds=20, heartbeat_seconds=1"
+    with (
+        members("steps(link, 5)", count=2, started=1, limits=limits) as (first,),
+        introduced(first, 1, count=2),
+    ):
+        begin = time.monotonic()
+        codes, _, errors = ends([first])
+        assert time.monotonic() - begin < 20
+    assert codes == [71] and "process 1 (far, pid 1) did not answer for 1 s" in errors[0]
+
+
+def test_the_port_is_free_when_all_are_welcome() -> None:
+    """jax's own service listens there next."""
+    port, told = free_port(), []
+
+    def hear(message: Any) -> None:
+        told.extend(message)
+        with socket.create_server(("127.0.0.1", port)):
+            pass
+
+    here, there = socket.socketpair()
+    with here, there, selectors.DefaultSelector() as selector:
+        hub = Coordinator(2, Timeouts(), hear, print, selector)
+        hub.listen(("127.0.0.1", port), SECRET.encode())
+        hub.tend()
+        assert len(selector.get_map()) == 1
+        hub.join(Member(0))
+        hub.join(
+            Member(1, wire=AuthenticatedConnection(here, SECRET.encode(), b"nonces", is_hub=True))
+        )
+        assert not selector.get_map()
+        hub.close()
+    assert told == ["welcome"]
+
+
+def test_values_are_compared_everywhere() -> None:
+    body = "print(link.same('data', 'b' if index == 1 else 'a'))"
+    with members(body) as processes:
+        codes, printed, errors = ends(processes)
+    assert codes == [0, 0, 0], errors
+    assert {text.splitlines()[-1] for text in printed} == {"{'a': [0, 2], 'b': [1]}"}
+
+
+def test_an_introduction_may_come_in_pieces() -> None:
+    """It holds the whole config, which is more than a network hands over at once."""
+    with (
+        members("link.same('x', 'y')", count=2, started=1) as (process,),
+        introduced(process, 1, count=2, pause=0.3) as wire,
+    ):
+        assert heard(wire, "welcome")
+        wire.send({"same": "x", "value": "y"})
+        wire.send({"bye": True})
+        assert process.wait(10) == 0
+
+
+def again(
+    process: subprocess.Popen[str], index: int, *, count: int | None = None
+) -> subprocess.Popen[str]:
+    """The same command as another process of the run."""
+    arguments: list[Any] = list(process.args)  # type: ignore[arg-type]
+    arguments[3] = str(index)
+    arguments[4] = str(count) if count else arguments[4]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(arguments, stdout=pipe, stderr=pipe, text=True, env=ENVIRONMENT)
+
+
+def port_of(hub: subprocess.Popen[str]) -> int:
+    return int(list(hub.args)[-2])  # type: ignore[arg-type]
+
+
+@contextlib.contextmanager
+def proved(hub: subprocess.Popen[str]) -> Iterator[AuthenticatedConnection]:
+    """A connection that knows the run's secret, and says nothing."""
+    deadline = time.monotonic() + 10
+    while True:
+        try:
+            wire = connect(("127.0.0.1", port_of(hub)), SECRET.encode(), lambda: deadline)
+            break
+        except OSError:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    try:
+        yield wire
+    finally:
+        wire.close()
+
+
+@contextlib.contextmanager
+def introduced(
+    hub: subprocess.Popen[str], index: int, *, count: int = 3, pause: float = 0
+) -> Iterator[AuthenticatedConnection]:
+    """A connection that says it is a process, and nothing more."""
+    facts = {"train.steps": "10"}
+    hello = {"index": index, "count": count, "host": "far", "pid": 1, "facts": facts}
+    with proved(hub) as wire:
+        sock = wire._socket
+        wire._socket = Nowhere()  # type: ignore[assignment]
+        wire.send({"hello": hello})
+        text, wire._unsent, wire._socket = bytes(wire._unsent), bytearray(), sock
+        sock.sendall(text[:20])
+        time.sleep(pause)
+        sock.sendall(text[20:])
+        yield wire
+
+
+class Nowhere:
+    """A network that takes nothing for now."""
+
+    def send(self, data: bytes) -> int:
+        raise BlockingIOError
+
+
+def heard(wire: AuthenticatedConnection, name: str) -> bool:
+    """Whether the hub says this."""
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        messages = wire.receive(CoordinatorMessage)
+        if messages is None:
+            return False
+        if any(name in message for message in messages):
+            return True
+        time.sleep(0.01)
+    raise AssertionError(f"{name} was never said")

@@ -1,0 +1,133 @@
+"""A run ends when its evaluations stop becoming better, and stays ended."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from maxpipe.checkpoint.folder import BestMetric
+from maxpipe.config.schema import CheckpointConfig, EvalConfig
+from maxpipe.evals.early_stopping import EarlyStopping
+from tests.train.runs import Run, events, forget_after, ledger, records, saved, saved_digest
+
+ENOUGH = ("eval.every=2", "eval.patience=2", "eval.min_gain=9", "checkpoint.every=2")
+
+
+def counting(losses: list[float], facts: Any = None, **settings: Any) -> EarlyStopping:
+    best = {key: settings.pop(key) for key in ("best_metric", "best_is") if key in settings}
+    config = EvalConfig(**{"every": 5, "patience": 3, **settings})
+    patience = EarlyStopping(config, CheckpointConfig(**best), facts)
+    for number, loss in enumerate(losses, 1):
+        metric = best.get("best_metric", "eval/loss")
+        patience.is_over_with(5 * number, {metric: loss} if loss is not None else {})
+    return patience
+
+
+def waited(patience: EarlyStopping) -> tuple[int, int, float | None]:
+    found = patience.facts()["patience"]
+    return found["waited"], found.get("best_step", 0), found.get("best")
+
+
+def test_evaluations_without_a_gain_are_counted() -> None:
+    assert waited(counting([3.0, 2.0, 2.0, 2.5])) == (2, 10, 2.0)
+    assert waited(counting([3.0, 2.0, 2.5, 1.9, 4.0])) == (1, 20, 1.9)
+    assert waited(counting([3.0, 2.8, 2.6, 2.4], min_gain=0.5)) == (0, 20, 2.4)
+    assert not counting([3.0, 4.0, 4.0]).is_over and counting([3.0, 4.0, 4.0, 3.0]).is_over
+    assert not counting([3.0] * 9, patience=0).is_over
+
+
+def test_accuracy_is_better_when_larger() -> None:
+    largest = {"best_metric": "eval/sums/accuracy", "best_is": "largest"}
+    assert waited(counting([0.2, 0.5, 0.5, 0.4], **largest)) == (2, 10, 0.5)
+    assert waited(counting([0.2, 0.5, 0.54, 0.56], min_gain=0.05, **largest)) == (0, 20, 0.56)
+
+
+def test_what_is_no_number_is_no_gain() -> None:
+    assert waited(counting([math.nan, 3.0, math.nan])) == (1, 10, 3.0)
+    assert waited(counting([math.nan, math.inf])) == (2, 0, None)
+    assert counting([math.nan] * 3).is_over
+    assert "never a number" in counting([math.nan] * 3).words()
+
+
+def test_only_evaluations_that_are_asked_for_count_and_each_once() -> None:
+    patience = counting([3.0, 4.0])
+    for step in (5, 10, 12):  # before, again, and the last step of a run
+        assert not patience.is_over_with(step, {"eval/loss": 5.0})
+    assert waited(patience) == (1, 5, 3.0)
+    assert patience.lacks(15) and not patience.lacks(10) and not patience.lacks(12)
+
+
+def test_counts_go_on_where_they_were_saved() -> None:
+    losses = [3.0, 2.0, 2.5, 1.9, 4.0, 1.95, 2.0]
+    unbroken = counting(losses)
+    assert unbroken.is_over
+    for cut in range(len(losses) + 1):
+        saved = json.loads(json.dumps(counting(losses[:cut]).facts()["patience"]))
+        patience = counting([], saved)
+        for number, loss in enumerate(losses[cut:], cut + 1):
+            patience.is_over_with(5 * number, {"eval/loss": loss})
+        assert patience.facts() == unbroken.facts()
+    other = counting([], counting(losses).facts()["patience"], best_metric="eval/nats_per_byte")
+    assert waited(other) == (0, 0, None) and not other.is_over
+
+
+def test_better_reads_what_runs_have_saved() -> None:
+    assert BestMetric.of({}) == BestMetric() == BestMetric.of(CheckpointConfig())
+    assert BestMetric.of({"best_metric": "eval/a/accuracy", "best_is": "largest"}).is_largest
+
+
+@pytest.fixture(scope="module")
+def stopped(tiny: Path, run: Run, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A run that had enough, and what it has printed. Not to be changed."""
+    folder = tmp_path_factory.mktemp("stopped")
+    output = run("train", tiny, f"run.dir={folder}", *ENOUGH)
+    return folder / "run", output
+
+
+@pytest.mark.long
+def test_a_run_ends_and_stays_ended(
+    stopped: tuple[Path, str], tiny: Path, run: Run, tmp_path: Path
+) -> None:
+    folder, output = stopped
+    assert "stopped early after step 6: eval/loss has not become better by more than 9" in output
+    assert "done: 6 steps" in output and "the best was" in output
+    assert events(folder, "early_stop", "done") == [("early_stop", 6), ("done", 6)]
+    [event] = ledger(folder, "early_stop")
+    metrics = records(folder)
+    assert event["best_step"] == 2 and event["best"] == metrics[2]["eval/loss"]
+    assert saved(folder).facts.metrics == {
+        tag: value for tag, value in metrics[6].items() if tag.startswith("eval/")
+    }
+    copy = Path(shutil.copytree(folder, tmp_path / "again" / "run"))
+    before = saved_digest(copy)
+    again = run("train", tiny, f"run.dir={copy.parent}", *ENOUGH)
+    assert "stopped early after step 6" in again and "nothing is left to train" in again
+    assert saved_digest(copy) == before and len(ledger(copy, "early_stop")) == 1
+    more = run("train", tiny, f"run.dir={copy.parent}", *ENOUGH, "eval.patience=3")
+    assert "stopped early after step 8" in more
+
+
+def test_a_resumed_run_ends_where_an_unbroken_one_does(
+    stopped: tuple[Path, str], tiny: Path, run: Run, tmp_path: Path
+) -> None:
+    """From a checkpoint between evaluations, and under another layout."""
+    copy = Path(shutil.copytree(stopped[0], tmp_path / "copy" / "run"))
+    forget_after(copy, 4)
+    run("train", tiny, f"run.dir={copy.parent}", *ENOUGH)
+    assert saved_digest(copy) == saved_digest(stopped[0])
+    assert records(copy)[6]["eval/loss"] == records(stopped[0])[6]["eval/loss"]
+
+
+@pytest.mark.long
+def test_what_has_had_enough_can_start_others(
+    stopped: tuple[Path, str], tiny: Path, run: Run, tmp_path: Path
+) -> None:
+    start = f"checkpoint.restore_from={stopped[0]}@best"
+    output = run("train", tiny, f"run.dir={tmp_path}", *ENOUGH, "run.name=new", start)
+    assert "@best after step 6" in output
+    assert "stopped early after step 10" in output and (tmp_path / "new/checkpoints").is_dir()

@@ -1,0 +1,120 @@
+"""The requests of harnesses, each against the plain loop on a row by itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from maxpipe.errors import ConfigError, DivergenceError
+from maxpipe.evals.language_model import LanguageModel, Scorer
+from maxpipe.evals.scoring_sequences import ScoringSequence, ScoringTokenizer
+from maxpipe.generate.load_model import LoadedModel
+from tests.evals.model import BYTES, followed, logprobs, weights
+from tests.train.runs import SAME
+
+ROOM = 64
+PAIRS = [
+    ("The cat sat on", " the mat"),
+    ("", "a"),
+    ("Q: 2 + 2?\nA:", " 4, I think, and nothing but four."),
+    ("naïve", " 語"),
+    ("nothing follows", ""),
+]
+
+
+@pytest.fixture(scope="module")
+def requests() -> LanguageModel:
+    return LanguageModel(weights(), ScoringTokenizer(BYTES, ROOM), batch_size=3)
+
+
+def test_likelihoods_are_those_of_the_plain_loop(requests: LanguageModel) -> None:
+    """Rows of unlike lengths side by side in batches of three, one of them not full."""
+    best = {first: followed(first.encode(), 1)[1:] for first in "abcdefghij"}
+    greedy = next((first, more.decode()) for first, more in best.items() if more.isascii())
+    pairs = [*PAIRS, greedy]
+    told: list[int] = []
+    found = requests.loglikelihood(pairs, told.append)
+    assert told == [3, 6]
+    for (context, continuation), score in zip(pairs, found, strict=True):
+        text, before = (context + continuation).encode(), len(context.encode())
+        nats, best = logprobs(text)
+        assert score.logprob == pytest.approx(float(nats[before:].sum()), rel=SAME, abs=SAME)
+        assert score.is_greedy == (best[before:] == np.frombuffer(text, np.uint8)[before:]).all()
+    assert [score.is_greedy for score in found] == [False, False, False, False, True, True]
+
+
+def test_side_by_side_is_one_by_one(requests: LanguageModel) -> None:
+    alone = LanguageModel(weights(), ScoringTokenizer(BYTES, ROOM), batch_size=1)
+    found, one = requests.loglikelihood(PAIRS), [alone.loglikelihood([pair])[0] for pair in PAIRS]
+    assert [each.logprob for each in found] == pytest.approx(
+        [each.logprob for each in one], rel=SAME
+    )
+
+
+def test_a_long_text_is_predicted_once(requests: LanguageModel) -> None:
+    """In rows of 20 that see the token before them; the last sees as many as it can."""
+    short = LanguageModel(weights(), ScoringTokenizer(BYTES, 20), batch_size=4)
+    text = b"It was the best of times, it was the worst of times."
+    assert len(text) == 52
+    wanted = 0.0
+    for context, begin, end in ((0, 0, 20), (20, 20, 40), (32, 40, 52)):
+        # Each row but the first begins with a token of the text in place of the begin token.
+        row = ScoringSequence(([BYTES.begin_id, *text])[context : begin + 1], [*text[begin:end]])
+        assert len(row.context) + len(row.target) <= 21
+        (score,) = Scorer(weights(), 1).score([row])
+        wanted += score.logprob
+    found = short.loglikelihood_rolling([text.decode(), "", "It was"])
+    assert found[0] == pytest.approx(wanted, rel=SAME)
+    assert found[1] == 0.0
+    assert found[2] == pytest.approx(float(logprobs(text[:6])[0].sum()), rel=SAME)
+
+
+def test_what_exceeds_a_row_is_cut_behind_the_begin_token(requests: LanguageModel) -> None:
+    texts = ScoringTokenizer(BYTES, 9)
+    row = texts.fitted(texts.row("0123456789", "abcd"))
+    assert row.context == [BYTES.begin_id, *b"56789"] and row.target == [*b"abcd"]
+    with pytest.raises(ConfigError, match="must fit into a row of 9 tokens"):
+        texts.fitted(texts.row("x", "0123456789"))
+
+
+def test_continuations_end_where_they_should(requests: LanguageModel) -> None:
+    text = followed(b"The dog", 8)[7:].decode("utf-8", "replace")
+    until = text[3:5]
+    greedy: dict[str, Any] = {"max_gen_toks": 8, "until": ["\x00never"]}
+    found = requests.generate_until(
+        [
+            ("The dog", greedy),
+            ("The cat", {**greedy, "max_gen_toks": 2}),
+            ("The dog", {**greedy, "until": until, "do_sample": False, "temperature": 0.7}),
+        ]
+    )
+    assert found[0] == text
+    assert found[1] == followed(b"The cat", 2)[7:].decode("utf-8", "replace")
+    assert found[2] == text[: text.index(until)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "rule"),
+    [({"num_beams": 3}, "has what is not known here"), ({"max_gen_toks": 64}, "from 1 to 63")],
+)
+def test_settings_that_are_not_computed_are_refused(
+    settings: dict[str, Any], rule: str, requests: LanguageModel
+) -> None:
+    with pytest.raises(ConfigError, match=rule):
+        requests.generate_until([("a", settings)])
+
+
+def test_interrupts_and_numbers_that_are_not_finite(requests: LanguageModel) -> None:
+    asked = iter([False, True])
+    scorer = Scorer(weights(), 2)
+    rows = [requests.texts.row(*pair) for pair in PAIRS]
+    done: list[int] = []
+    with pytest.raises(KeyboardInterrupt):
+        scorer.score(rows, stops=lambda: next(asked), moved=done.append)
+    assert done == [2, 4]
+    decoder, params, mesh = weights()
+    broken = LoadedModel(decoder, params | {"embedding": params["embedding"] * np.nan}, mesh)
+    with pytest.raises(DivergenceError, match="not finite"):
+        Scorer(broken, 2).score(rows[:1])

@@ -1,0 +1,312 @@
+"""Layouts of tensors that other tools write: the same parameters, or an error that names them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from maxpipe.checkpoint.address import parse_address
+from maxpipe.cli import main
+from maxpipe.errors import ConfigError
+from maxpipe.huggingface import import_, source
+from maxpipe.huggingface.export import export
+from maxpipe.huggingface.source import open_folder
+from maxpipe.huggingface.tensor_layouts import canonical
+from tests.huggingface import maker
+
+Change = Callable[[maker.Tensors], maker.Tensors]
+
+
+def prefixed(body: str, head: str) -> Change:
+    def change(tensors: maker.Tensors) -> maker.Tensors:
+        return {
+            body + name.removeprefix("model.") if name.startswith("model.") else head + name: each
+            for name, each in tensors.items()
+        }
+
+    return change
+
+
+def wrapped(tensors: maker.Tensors) -> maker.Tensors:
+    return {name.replace(".self_attn", "._orig_mod.self_attn"): x for name, x in tensors.items()}
+
+
+def joined(parts: tuple[str, ...], whole: str) -> Change:
+    """Modules side by side, along the first dim."""
+
+    def change(tensors: maker.Tensors) -> maker.Tensors:
+        found = dict(tensors)
+        for name in tensors:
+            if parts[0] in name:
+                each = [found.pop(name.replace(parts[0], part)) for part in parts]
+                found[name.replace(parts[0], whole)] = np.concatenate(each)
+        return found
+
+    return change
+
+
+def separate(tensors: maker.Tensors) -> maker.Tensors:
+    """Phi's projections, each in a tensor of its own."""
+    found: maker.Tensors = {}
+    q, k = maker.HEADS * maker.HEAD, maker.KV_HEADS * maker.HEAD
+    for name, each in tensors.items():
+        cuts: dict[str, tuple[tuple[str, ...], list[int]]]
+        cuts = {"qkv_proj": (("q_proj", "k_proj", "v_proj"), [q, q + k])}
+        cuts["gate_up_proj"] = (("gate_proj", "up_proj"), [maker.MLP])
+        whole = next((each for each in cuts if each in name), "")
+        if not whole:
+            found[name] = each
+            continue
+        names, places = cuts[whole]
+        for part, values in zip(names, np.split(each, places), strict=True):
+            found[name.replace(whole, part)] = values
+    return found
+
+
+def stacked(names: tuple[str, str, str], gate_up: str, down: str, at: str = "") -> Change:
+    """All experts of a layer in two tensors, as transformers 5 and vLLM have them."""
+
+    def change(tensors: maker.Tensors) -> maker.Tensors:
+        found = {n: each for n, each in tensors.items() if ".experts." not in n}
+        stems = {n.partition(".experts.")[0] for n in tensors if ".experts." in n}
+        for stem in stems:
+            each = {
+                name: np.stack(
+                    [tensors[f"{stem}.experts.{e}.{name}.weight"] for e in range(maker.EXPERTS)]
+                )
+                for name in names
+            }
+            found[f"{stem}.experts.{gate_up}"] = np.concatenate([each[n] for n in names[:2]], 1)
+            found[f"{stem}.experts.{down}"] = each[names[2]]
+        return {
+            n.replace("block_sparse_moe", at or "block_sparse_moe"): x for n, x in found.items()
+        }
+
+    return change
+
+
+def phi3(dtype: str = "BF16") -> tuple[dict[str, Any], maker.Tensors]:
+    config, tensors = maker.llama(dtype, hidden_size=24, head_dim=6)
+    tensors = {
+        name: np.random.default_rng([*name.encode()])
+        .normal(size=[24 if size == maker.WIDTH else size for size in each.shape])
+        .astype(each.dtype)
+        for name, each in tensors.items()
+    }
+    fused = joined(("gate_proj", "up_proj"), "gate_up_proj")(
+        joined(("q_proj", "k_proj", "v_proj"), "qkv_proj")(tensors)
+    )
+    return {**config, "architectures": ["Phi3ForCausalLM"], "model_type": "phi3"}, fused
+
+
+GATED = ("gate_proj", "up_proj", "down_proj")
+QKV, GATE_UP = ("q_proj", "k_proj", "v_proj"), ("mlp.gate_proj", "mlp.up_proj")
+LAYOUTS: dict[str, tuple[Callable[..., tuple[dict[str, Any], maker.Tensors]], Change]] = {
+    "base class": (maker.llama, prefixed("", "")),
+    "part of a larger model": (maker.llama, prefixed("model.language_model.", "")),
+    "larger model of transformers 4": (
+        maker.llama,
+        prefixed("language_model.model.", "language_model."),
+    ),
+    "merged by PEFT": (maker.mixtral, prefixed("base_model.model.model.", "base_model.model.")),
+    "DistributedDataParallel": (maker.gemma3, prefixed("module.model.", "module.")),
+    "compiled": (maker.llama, prefixed("_orig_mod.model.", "_orig_mod.")),
+    "compiled layers": (maker.llama, wrapped),
+    "fused queries, keys and values": (maker.llama, joined(QKV, "qkv_proj")),
+    "fused gates": (maker.gemma3, joined(GATE_UP, "mlp.gate_up_proj")),
+    "separate projections of Phi": (phi3, separate),
+    "experts of Mixtral": (
+        maker.mixtral,
+        stacked(("w1", "w3", "w2"), "gate_up_proj", "down_proj", "mlp"),
+    ),
+    "experts of vLLM": (maker.mixtral, stacked(("w1", "w3", "w2"), "w13_weight", "w2_weight")),
+    "experts of Qwen3-Next": (maker.qwen3_next, stacked(GATED, "gate_up_proj", "down_proj")),
+    "each expert's gate and up": (
+        maker.qwen3_next,
+        joined(("gate_proj", "up_proj"), "gate_up_proj"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_all_layouts_give_the_same_bits(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, change = LAYOUTS[name]
+    # Parts of layers, and blocks of parts, as only large models have them.
+    monkeypatch.setattr(import_, "_SLAB_BYTES", 400)
+    monkeypatch.setattr(source, "_BLOCK_ELEMENTS", 30)
+    config, tensors = make("BF16")
+    for each in tensors:
+        if "norm" in each or ".experts." in each:  # two types in one folder
+            tensors[each] = tensors[each].astype(np.float32)
+    other = change(tensors)
+    assert other.keys() != tensors.keys()
+    folder = maker.write(tmp_path / "hf", config, other, files=2)
+    assert main(["import", str(folder), "--out", str(tmp_path / "ckpt")]) == 0
+    export(parse_address(str(tmp_path / "ckpt")), str(tmp_path / "out"), None, print)
+    wanted = {each: x for each, x in tensors.items() if not each.startswith("mtp.")}
+    maker.same_bits(maker.read(tmp_path / "out"), wanted)
+
+
+def test_prefixes_are_those_of_tools_only() -> None:
+    assert canonical("model.norm.weight") == canonical("norm.weight") == "model.norm.weight"
+    assert canonical("base_model.model.lm_head.weight") == "lm_head.weight"
+    for name in ("vision_tower.layers.0.x", "mtp.layers.0.x", "model.visual.norm.weight", "score"):
+        assert canonical(name) == name
+
+
+def _renamed(old: str, new: str) -> Change:
+    return lambda tensors: {name.replace(old, new): each for name, each in tensors.items()}
+
+
+def _layers(count: int) -> Change:
+    return lambda tensors: {n: x for n, x in tensors.items() if f"layers.{count}." not in n}
+
+
+def _another(tensors: maker.Tensors) -> maker.Tensors:
+    more = {n.replace("layers.2.", "layers.3."): x for n, x in tensors.items() if "layers.2." in n}
+    return tensors | more
+
+
+ROW = np.zeros((maker.WIDTH,), np.float32)
+ODD: dict[str, tuple[Change, str, str]] = {
+    "LoRA": (
+        _renamed("q_proj.weight", "q_proj.base_layer.weight"),
+        "adapters of PEFT that are not merged",
+        "merge_and_unload",
+    ),
+    "Meta": (
+        _renamed("self_attn.q_proj", "attention.wq"),
+        "the names of Meta's",
+        "that transformers reads",
+    ),
+    "GPTQ": (
+        _renamed("q_proj.weight", "q_proj.qweight"),
+        "has weights quantised by GPTQ or AWQ",
+        "before they were quantised: no tool restores them",
+    ),
+    "FP8": (
+        lambda x: x | {"model.layers.0.self_attn.q_proj.weight_scale_inv": ROW},
+        "has quantised weights, and its config.json has no quantization_config",
+        "Put back the config.json",
+    ),
+    "fused and separate": (
+        lambda x: x | {"model.layers.0.self_attn.qkv_proj.weight": ROW},
+        "has 1 tensor that config.json does not describe",
+        "Give the config.json",
+    ),
+    "Megatron": (_renamed("self_attn.q_proj", "query_key_value"), "Megatron", "transformers reads"),
+    "classifier": (
+        lambda x: {**_renamed("lm_head", "score")(x)},
+        "is of a classifier",
+        "AutoModelForCausalLM",
+    ),
+    "value head": (lambda x: x | {"v_head.summary.bias": ROW}, "a value head", "pretrained_model"),
+    "no head": (
+        lambda x: {name: each for name, each in x.items() if name != "lm_head.weight"},
+        "no lm_head.weight, and config.json says tie_word_embeddings = false",
+        "set tie_word_embeddings to true",
+    ),
+    "fewer layers": (
+        _layers(2),
+        "has 2 layers of weights, and config.json says num_hidden_layers = 3",
+        "Set num_hidden_layers to 2",
+    ),
+    "more layers": (
+        _another,
+        "has 4 layers of weights, and config.json says num_hidden_layers = 3",
+        "Set num_hidden_layers to 4",
+    ),
+    "biases": (
+        lambda x: x | {"model.layers.0.self_attn.q_proj.bias": ROW},
+        "has 1 tensor that config.json does not describe",
+        "Give the config.json",
+    ),
+    "another tool": (
+        _renamed("mlp.down_proj", "ffn.out"),
+        "lacks 3 tensors: 'model.layers.0.mlp.down_proj.weight'",
+        "If the same weights are here under names of another tool",
+    ),
+    "both layouts": (
+        lambda x: x | {"norm.weight": ROW},
+        "'model.norm.weight' and 'norm.weight', which are the same tensor",
+        "Save the model again",
+    ),
+    "more tokens": (
+        lambda x: x | {"model.embed_tokens.weight": np.zeros((265, maker.WIDTH), np.float32)},
+        "must have the shape 263 x 10",
+        "set vocab_size to 265",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_what_is_not_read_is_named_for_what_it_is(name: str, tmp_path: Path) -> None:
+    change, reason, action = ODD[name]
+    config, tensors = maker.llama("F32")
+    folder = maker.write(tmp_path / "hf", config, change(tensors))
+    with pytest.raises(ConfigError) as caught:
+        open_folder(str(folder))
+    (problem,) = caught.value.problems
+    assert reason in str(caught.value) and action in str(caught.value)
+    assert "Copy" not in str(caught.value)
+    if action.startswith(("Set", "set")) and name != "more tokens":  # and the action works
+        count = maker.LAYERS + {"fewer layers": -1, "more layers": 1}.get(name, 0)
+        tied = name == "no head"
+        maker.write(
+            folder,
+            {**config, "num_hidden_layers": count, "tie_word_embeddings": tied},
+            change(tensors),
+        )
+        open_folder(str(folder))
+    assert problem
+
+
+def test_huge_stacks_are_held_against_the_files(tmp_path: Path) -> None:
+    config, tensors = maker.qwen3_next("F32", num_experts=10**9)
+    change = stacked(GATED, "gate_up_proj", "down_proj")
+    folder = maker.write(tmp_path / "hf", config, change(tensors))
+    with pytest.raises(ConfigError, match="describes a model of far more"):
+        open_folder(str(folder))
+
+
+def test_an_adapter_is_no_model(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA"}))
+    (tmp_path / "adapter_model.safetensors").write_bytes(maker.encoded({"x": ROW}))
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="is an adapter of PEFT") as caught:
+            open_folder(str(tmp_path))
+        assert "merge_and_unload" in str(caught.value)
+        # Some tools copy the base's config.json there.
+        (tmp_path / "config.json").write_text(json.dumps(maker.llama()[0]))
+
+
+@pytest.mark.parametrize(
+    ("files", "reason"),
+    [
+        (["model-00001-of-00001.safetensors"], "Rename it to model.safetensors"),
+        (["model-00001-of-00002.safetensors"], "Download model.safetensors.index.json"),
+        (["a.safetensors", "b.safetensors"], "and 1 other file are there"),
+        (["x-Q4_K_M.gguf"], "is of llama.cpp"),
+        (["pytorch_model.bin"], "is pickled"),
+        ([], "Download the model's safetensors files"),
+    ],
+)
+def test_folders_without_weights_are_told_what_is_there(
+    files: list[str], reason: str, tmp_path: Path
+) -> None:
+    config, tensors = maker.llama()
+    maker.write(tmp_path, config, tensors)
+    for name in files:
+        shutil.copy(tmp_path / "model.safetensors", tmp_path / name)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(ConfigError) as caught:
+        open_folder(str(tmp_path))
+    assert reason in str(caught.value)

@@ -1,0 +1,98 @@
+"""Values from outside are of the type that they must be, or an error that says where."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from typing import Any, Literal, NotRequired, TypedDict
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from maxpipe.io.typed_json import AnyFloat, check_type, parse_json
+
+
+class _File(TypedDict):
+    bytes: int
+    sha256: str
+
+
+class _Record(TypedDict):
+    step: int
+    files: dict[str, _File]
+    kind: NotRequired[Literal["a", "b"]]
+    window: NotRequired[tuple[int, float] | None]
+    losses: NotRequired[list[AnyFloat]]
+
+
+GOOD: dict[str, Any] = {"step": 3, "files": {"x": {"bytes": 1, "sha256": "0"}}}
+
+
+def test_what_fits_is_returned_as_it_is() -> None:
+    more = {"kind": "a", "window": [1, 2], "losses": [math.nan, 1.0, 2], "unknown": {}}
+    for record in (GOOD, GOOD | more, GOOD | {"window": None}):
+        again = parse_json(json.dumps(record), _Record)
+        assert json.dumps(again) == json.dumps(record)
+        assert check_type(record, _Record) is record
+
+
+@pytest.mark.parametrize("sign", ["", "-"])
+def test_a_whole_number_that_has_no_float_is_named(sign: str) -> None:
+    for kind in (dict[str, Any], dict[str, int]):
+        with pytest.raises(ValueError, match=r"a whole number of 400 digits, -?7777.*most 308 are"):
+            parse_json(f'{{"a": {sign}{"7" * 400}}}', kind)
+    assert parse_json(f'{{"a": {sign}{"7" * 308}}}', dict[str, Any]) == {"a": int(sign + "7" * 308)}
+    for offset in range(32):
+        with pytest.raises(ValueError, match="a whole number of 309 digits"):
+            parse_json(f'{" " * offset}{{"a": {sign}{"7" * 309}}}', dict[str, Any])
+    text = "7" * 400
+    assert parse_json(json.dumps({"a": text, "b": 5}), dict[str, Any]) == {"a": text, "b": 5}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"step": "3"}, "step must be a whole number"),
+        ({"step": True}, "step must be a whole number"),
+        ({"step": 3.0}, "step must be a whole number"),
+        ({"step": 2**63}, r"step must be below 2\*\*63"),
+        ({"files": []}, "files must be an object"),
+        ({"files": {"x": {"bytes": 1}}}, "files.x lacks sha256"),
+        ({"files": {"x": {"bytes": None, "sha256": ""}}}, "files.x.bytes must be a whole number"),
+        ({"kind": "c"}, "kind must be 'a' or 'b'"),
+        ({"window": [1]}, "window must have 2 entries, it has 1 or window must be null"),
+        ({"window": [1, math.inf]}, r"window\[1\] must be finite"),
+        ({"losses": {}}, "losses must be a list"),
+        ({"losses": ["x"]}, r"losses\[0\] must be a number"),
+    ],
+)
+def test_what_does_not_fit_is_named(change: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        parse_json(json.dumps(GOOD | change), _Record)
+
+
+@pytest.mark.parametrize("text", [b"\xff", "", "{", "[" * 10**6, '{"a":' * 10**6, "9" * 10**5, "]"])
+def test_what_is_no_json_is_one_kind_of_error(text: str | bytes) -> None:
+    with pytest.raises(ValueError):
+        parse_json(text, dict[str, Any])
+
+
+@given(st.recursive(st.text(), lambda inner: st.lists(inner), max_leaves=30))
+def test_depth_is_that_of_brackets_outside_texts(value: Any) -> None:
+    def depth(value: Any) -> int:
+        return 1 + max(map(depth, value), default=0) if isinstance(value, list) else 0
+
+    text = json.dumps([value])
+    parse_json(text, list[Any], most_depth=depth([value]))
+    with pytest.raises(ValueError, match="brackets"):
+        parse_json(text, list[Any], most_depth=depth([value]) - 1)
+
+
+@pytest.mark.parametrize("text", ['"' + '\\"' * 10**6, '"\\', '"[' * 10**6])
+def test_hostile_texts_take_no_time(text: str) -> None:
+    begin = time.process_time()
+    with pytest.raises(ValueError):
+        parse_json(text, dict[str, Any])
+    assert time.process_time() - begin < 5

@@ -1,0 +1,89 @@
+"""What `model.attention=auto` is on each kind of device."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from maxpipe.models import resolve_auto
+from maxpipe.models.config import ModelConfig
+from maxpipe.models.deepseek import DeepseekConfig
+from maxpipe.models.gemma2 import Gemma2Config
+from maxpipe.models.gpt_oss import GptOssConfig
+from maxpipe.models.layers.attention import CANNOT
+from maxpipe.models.resolve_auto import Divided, choose, resolved, words
+from tests import cases
+
+MODEL = replace(cases.MODEL, head_size=64, compute_dtype="bfloat16")
+SINKS = replace(MODEL, family="gpt_oss", own=GptOssConfig())
+CAPPED = replace(MODEL, family="gemma2", own=Gemma2Config())
+LATENT = replace(MODEL, family="deepseek", own=DeepseekConfig(), num_kv_heads=MODEL.num_heads)
+
+
+@pytest.mark.parametrize(
+    ("model", "platform", "tokens", "wanted", "refused"),
+    [
+        (MODEL, "cpu", 256, "blockwise", []),
+        (MODEL, "cpu", 255, "xla", ["blockwise is for 256 tokens or more"]),
+        (LATENT, "cpu", 4096, "blockwise", []),
+        (MODEL, "gpu", 2048, "cudnn", []),
+        (MODEL, "cuda", 4096, "cudnn", []),
+        (replace(MODEL, compute_dtype="float32"), "gpu", 4096, "blockwise", ["cudnn has no float"]),
+        (SINKS, "gpu", 4096, "blockwise", ["cudnn has no sinks"]),
+        (CAPPED, "gpu", 512, "xla", ["cudnn has no soft cap", "blockwise is for 4,096"]),
+        (LATENT, "gpu", 4096, "blockwise", ["cudnn has no value size"]),
+        (replace(MODEL, head_size=160), "gpu", 4096, "blockwise", ["cudnn needs heads"]),
+        (replace(MODEL, head_size=60), "gpu", 4096, "blockwise", ["cudnn needs heads"]),
+        (MODEL, "gpu", 4097, "blockwise", ["cudnn needs an even"]),
+    ],
+)
+def test_the_best_backend_is_chosen(
+    model: ModelConfig, platform: str, tokens: int, wanted: str, refused: list[str]
+) -> None:
+    found = choose(model, platform, tokens)
+    assert found.backend == wanted
+    assert [each.startswith(why) for each, why in zip(found.refused, refused, strict=True)] == [
+        True
+    ] * len(refused)
+    assert resolved(model, platform, tokens) == replace(model, attention=wanted)
+    said = words(model, platform, tokens)
+    assert wanted in said and platform in said and all(why in said for why in refused)
+
+
+def test_on_a_tpu_kernels_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resolve_auto, "CANNOT", {**CANNOT, "splash": frozenset({"sinks"})})
+    assert choose(MODEL, "tpu", 8192) == ("splash", ())
+    assert choose(MODEL, "tpu", 128).backend == "splash"
+    assert choose(MODEL, "tpu", 8200).backend == "blockwise"
+    assert choose(MODEL, "tpu", 200).backend == "xla"
+    # A device with pieces of 64 tokens of a row has no whole block of the kernel.
+    gathered, exchanged = Divided(64, method="gather"), Divided(2, 1)
+    assert choose(MODEL, "tpu", 8192, gathered).backend == "blockwise"
+    # Where heads are exchanged it has whole rows.
+    assert choose(MODEL, "tpu", 128, exchanged).backend == "splash"
+    assert choose(MODEL, "tpu", 128, exchanged._replace(method="gather")).backend != "splash"
+    assert choose(SINKS, "tpu", 8192).backend == "blockwise"
+    monkeypatch.setattr(
+        resolve_auto, "CANNOT", {name: CANNOT[name] for name in ("xla", "blockwise")}
+    )
+    found = choose(MODEL, "tpu", 8192)
+    assert found == ("blockwise", ("splash is not there",))
+
+
+def test_a_ring_is_by_blocks_everywhere() -> None:
+    ring = Divided(2, method="ring")
+    for platform in ("cpu", "tpu"):
+        assert choose(MODEL, platform, 16, ring) == ("blockwise", ())
+        assert words(MODEL, platform, 16, ring).startswith("blockwise, as mesh.context_attention=")
+    assert choose(MODEL, "cpu", 16, ring._replace(context=1)).backend == "xla"
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
+@pytest.mark.parametrize("backend", sorted(set(CANNOT) - {"auto"}))
+def test_a_named_backend_stays(platform: str, backend: Any) -> None:
+    model = replace(MODEL, attention=backend)
+    assert resolved(model, platform, 4096) is not MODEL
+    assert resolved(model, platform, 4096) == model
+    assert words(model, platform, 4096) == ""

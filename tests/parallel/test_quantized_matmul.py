@@ -1,0 +1,172 @@
+"""Products in 8 bits beside float32: values and gradients within what the formats allow."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxpipe.parallel import quantized_matmul
+from maxpipe.parallel.quantized_matmul import (
+    MatmulQuantizer,
+    max_of_dtype,
+    quantize_array,
+    quantize_dequantize_blocks,
+)
+from tests.cases import keeping
+
+product: Any = quantized_matmul.matmul
+rounded_einsum: Any = quantized_matmul.quantized_einsum
+
+WAYS = [
+    MatmulQuantizer(*way)
+    for way in itertools.product(("int8", "fp8"), ("channel", "tensor", "block"), (False, True))
+]
+FEW = keeping(WAYS, 2, 6, 11)
+"""Each format, each kind of scales and both kinds of gradients of weights run by default."""
+TYPES = [jnp.int8, jnp.float8_e4m3fn, jnp.float8_e5m2]
+
+
+def step_of(dtype: Any, sizes: Any, most: Any) -> Any:
+    """The most by which a number of that size is rounded where the largest is `most`."""
+    if dtype == jnp.int8:
+        return most / 127 / 2
+    info, scale = jnp.finfo(dtype), most / max_of_dtype(dtype)
+    return np.maximum(sizes * 2.0 ** -(info.nmant + 1), scale * float(info.smallest_subnormal) / 2)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_numbers_times_scales_are_within_half_a_step(dtype: Any) -> None:
+    x = jax.random.normal(jax.random.key(0), (64, 96)) * jnp.logspace(-12, 12, 64)[:, None]
+    numbers, scale = quantize_array(x, (1,), dtype)
+    assert numbers.dtype == dtype and scale.shape == (64, 1)
+    error = np.abs(np.asarray(numbers, np.float32) * scale - x)
+    most = np.abs(x).max(1, keepdims=True)
+    assert (error <= 1.001 * step_of(dtype, np.abs(x), most)).all() and error.max() > 0
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_blocks_have_powers_of_two_that_bfloat16_holds(dtype: Any) -> None:
+    x = jax.random.normal(jax.random.key(0), (256, 192)).at[3, 5].set(1000.0)
+    found = quantize_dequantize_blocks(x, (0, 1), dtype)
+    np.testing.assert_array_equal(found, found.astype(jnp.bfloat16).astype(jnp.float32))
+    blocks = np.abs(x).reshape(2, 128, 3, 64).max((1, 3))  # 64 divides 192, and 128 does not
+    most = np.repeat(np.repeat(2 * blocks, 128, 0), 64, 1)  # up to the next power of two
+    assert (np.abs(found - x) <= 1.001 * step_of(dtype, np.abs(x), most)).all()
+
+
+@pytest.mark.parametrize("how", FEW, ids=str)
+def test_zeros_stay_and_what_is_not_finite_is_not_hidden(how: MatmulQuantizer) -> None:
+    x = jnp.ones((1, 3, 8)).at[0, 0].set(0.0).at[0, 1, 2].set(jnp.inf).at[0, 2, 3].set(jnp.nan)
+    weight = jnp.ones((8, 4))
+    found = product(x, weight, 1, how, True)
+    assert (found[0, 0] == 0).all() and not jnp.isfinite(found[0, 1:]).any()
+    grads = jax.grad(lambda *both: product(*both, 1, how, True).sum(), (0, 1))(x, weight)
+    assert not jnp.isfinite(grads[1]).all()
+
+
+# Of uniform rounding of both operands: a format's relative step by the root of 12, for each.
+ERRORS = {"int8": 0.02, "fp8": 0.06}
+
+
+@pytest.mark.parametrize("how", FEW, ids=str)
+@pytest.mark.parametrize("dims", [1, 2])
+def test_values_and_gradients_are_near_float32(how: MatmulQuantizer, dims: int) -> None:
+    shapes = {1: ((2, 32, 128), (128, 4, 32)), 2: ((2, 32, 4, 32), (4, 32, 128))}[dims]
+    out = (2, 32, *shapes[1][dims:])
+    keys = jax.random.split(jax.random.key(0), 3)
+    x, weight, cotangent = (
+        jax.random.normal(*pair) for pair in zip(keys, (*shapes, out), strict=True)
+    )
+    wanted, pull = jax.vjp(lambda x, weight: jnp.tensordot(x, weight, dims), x, weight)
+    found, pull_low = jax.vjp(lambda *both: product(*both, dims, how, True), x, weight)
+    pairs = [(wanted, found), *zip(pull(cotangent), pull_low(cotangent), strict=True)]
+    errors = [float(jnp.linalg.norm(b - a) / jnp.linalg.norm(a)) for a, b in pairs]
+    assert all(0 < error < ERRORS[how.format] for error in errors[:2]), errors
+    if how.weight_gradients:
+        assert 0 < errors[2] < ERRORS[how.format]
+    else:
+        assert errors[2] < 1e-6
+
+
+@pytest.mark.parametrize("how", FEW, ids=str)
+def test_scales_of_a_token_do_not_depend_on_others(how: MatmulQuantizer) -> None:
+    x = jax.random.normal(jax.random.key(0), (4, 6, 64))
+    weight = jax.random.normal(jax.random.key(1), (64, 32))
+    alone = jnp.concatenate([product(each[None], weight, 1, how, True) for each in x])
+    np.testing.assert_array_equal(product(x, weight, 1, how, True), alone)
+    loud = x.at[1:].multiply(1e4)
+    np.testing.assert_array_equal(product(loud, weight, 1, how, True)[0], alone[0])
+
+
+@pytest.mark.parametrize("into", [True, False])
+@pytest.mark.parametrize("form", ["int8", "fp8"])
+def test_rows_have_scales_of_their_own_in_gradients_of_weights(form: Any, into: bool) -> None:
+    how = MatmulQuantizer(form, "channel", True)
+    x = jax.random.normal(jax.random.key(0), (6, 8, 64)) * jnp.logspace(-3, 3, 6)[:, None, None]
+    cotangent = jax.random.normal(jax.random.key(1), (6, 8, 32))
+    alone = sum(
+        how.outer(*(each[n : n + 1] for each in (x, cotangent)), into=into) for n in range(6)
+    )
+    for most in (None, jnp.abs(x if into else cotangent).max(-1, keepdims=True)):
+        found = how.outer(x, cotangent, into=into, most=most)
+        np.testing.assert_allclose(found, alone, rtol=1e-5, atol=1e-5 * np.abs(alone).max())
+
+
+@pytest.mark.parametrize("how", FEW, ids=str)
+@pytest.mark.parametrize("form", ["btd,def->btef", "btef,efd->btd", "end,def->enf", "enf,efd->end"])
+def test_experts_are_matrices_of_their_own(form: str, how: MatmulQuantizer) -> None:
+    sizes = {"b": 2, "t": 16, "d": 64, "e": 3, "f": 128, "n": 20}
+    first, rest = form.split(",")
+    shapes = [[sizes[letter] for letter in letters] for letters in (first, *rest.split("->"))]
+    keys = jax.random.split(jax.random.key(0), 3)
+    x, weight, cotangent = (jax.random.normal(*pair) for pair in zip(keys, shapes, strict=True))
+    wanted, pull = jax.vjp(lambda *both: jnp.einsum(form, *both), x, weight)
+    found, pull_low = jax.vjp(lambda *both: rounded_einsum(form, *both, how), x, weight)
+    pairs = [(wanted, found), *zip(pull(cotangent), pull_low(cotangent), strict=True)]
+    errors = [float(jnp.linalg.norm(b - a) / jnp.linalg.norm(a)) for a, b in pairs]
+    assert all(0 < error < ERRORS[how.format] for error in errors[:2]), errors
+    assert errors[2] < 1e-6
+    # One expert's large weights leave the digits of others alone.
+    dim = rest.split("->")[0].index("e")
+    loud = jnp.moveaxis(jnp.moveaxis(weight, dim, 0).at[0].multiply(1e4), 0, dim)
+    if "e" in form.split("->")[1]:
+        places = form.split("->")[1].index("e")
+        a, b = (np.asarray(rounded_einsum(form, x, each, how)) for each in (weight, loud))
+        np.testing.assert_array_equal(a.take(1, places), b.take(1, places))
+
+
+@pytest.mark.parametrize(
+    "how", keeping([how for how in WAYS if how.scales != "block"], 2, 5), ids=str
+)
+@pytest.mark.parametrize("dims", [1, 2])
+def test_weights_rounded_before_give_the_same(how: MatmulQuantizer, dims: int) -> None:
+    shapes = {1: ((2, 8, 32), (3, 32, 4, 8)), 2: ((2, 8, 4, 8), (3, 4, 8, 32))}[dims]
+    keys = jax.random.split(jax.random.key(0), 2)
+    x, stack = (jax.random.normal(*pair) for pair in zip(keys, shapes, strict=True))
+    held = how.rounds(stack, 1, dims)
+    kept = jax.tree.leaves(held)
+    assert {leaf.dtype.itemsize for leaf in kept} == {1, 4}
+    assert len(kept) == (2 if how.scales == "tensor" else 4)
+    for number, weight in enumerate(stack):
+        mine = jax.tree.map(lambda leaf, at=number: leaf[at], held)
+
+        def of_held(x: Any, gradient: Any, mine: Any = mine) -> Any:
+            return product(x, replace(mine, gradient=gradient), dims, how, dims == 1)
+
+        def of_weight(x: Any, weight: Any) -> Any:
+            return product(x, weight, dims, how, dims == 1)
+
+        wanted, pull = jax.vjp(of_weight, x, weight)
+        found, pull_held = jax.vjp(of_held, x, jnp.zeros_like(weight))
+        np.testing.assert_array_equal(found, wanted)
+        for a, b in zip(pull(wanted), pull_held(wanted), strict=True):
+            np.testing.assert_array_equal(a, b)
+        # One that is not trained.
+        (d_x,) = jax.vjp(lambda x, mine=mine: product(x, mine, dims, how, True), x)[1](wanted)
+        np.testing.assert_array_equal(d_x, pull(wanted)[0])

@@ -1,0 +1,105 @@
+"""What is said of the optimizer's state and traffic, against the arrays and the compiler."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import pytest
+
+from maxpipe.config.schema import Config
+from maxpipe.plan.memory import predict_memory, state
+from maxpipe.plan.optimizer_memory import optimizer_bytes
+from maxpipe.plan.sizes import Sizes, build_schedule
+from tests.cases import keeping
+from tests.plan.test_memory import EXPERTS, config_of, steps_of
+
+MESHES: list[tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = [
+    ({}, {"ici_stage": 2, "ici_data": 2, "ici_fsdp": 2}, {"repeats": 2, "microbatches": 4}),
+    ({"tied_embeddings": True}, {"ici_data": 2, "ici_tensor": 2}, {"microbatches": 1}),
+    (EXPERTS, {"ici_stage": 2, "ici_data": 2, "ici_expert": 1}, {"microbatches": 2}),
+    ({"frozen": ["embedding", "layers.mlp.*"]}, {"ici_data": 4}, {"microbatches": 1}),
+]
+OPTIMIZERS: list[dict[str, Any]] = [
+    {"name": "adamw", "average_decay": 0.9},
+    {"name": "lion", "state_dtype": "bfloat16"},
+    {"name": "adafactor"},
+    {"name": "muon", "average_decay": 0.5, "state_dtype": "bfloat16"},
+]
+
+
+def with_optim(place: int, shared: bool, changes: dict[str, Any]) -> Config:
+    config = config_of(*MESHES[place])
+    optim = dataclasses.replace(config.optim, shard_over_data=shared, **changes)
+    return dataclasses.replace(config, optim=optim)
+
+
+@pytest.mark.parametrize("changes", OPTIMIZERS, ids=lambda each: each["name"])
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("place", range(len(MESHES)))
+def test_state_is_what_the_arrays_take(place: int, shared: bool, changes: dict[str, Any]) -> None:
+    config = with_optim(place, shared, changes)
+    steps = steps_of(config)
+
+    def size(leaf: Any) -> int:
+        return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+
+    trees = steps.abstract_state.optimizer.trees
+    found = sum(map(size, jax.tree.leaves(trees)))
+    assert optimizer_bytes(Sizes(config)) == found
+    params = sum(map(size, jax.tree.leaves(steps.abstract_state.params)))
+    assert state(Sizes(config))["state"] == params + found + 12
+    if shared:  # all but some vectors; of Adafactor's those that lack the divided dim
+        whole = optimizer_bytes(Sizes(with_optim(place, False, changes)))
+        is_factored = changes["name"] == "adafactor"
+        assert found < whole * (0.8 if is_factored else 1.1 / config.mesh.ici_data)
+
+
+@pytest.mark.parametrize("name", keeping(["adamw", "muon"], 1))
+def test_arguments_of_the_compiled_step_fall_as_said(name: str) -> None:
+    """By the share of what devices along data divide, within 5%."""
+    arguments = {}
+    for shared in (False, True):
+        config = with_optim(0, shared, {"name": name})
+        compiled = steps_of(config).compile_train()
+        arguments[shared] = compiled.memory_analysis().argument_size_in_bytes
+        said = sum(state(Sizes(config)).values())
+        assert arguments[shared] == pytest.approx(said, rel=0.05)
+    assert arguments[True] < 0.75 * arguments[False]
+
+
+FEW_TOKENS: list[tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = [
+    ({}, {}, {}),
+    ({}, {}, {"name": "muon"}),
+    ({}, {"ici_data": 4}, {}),
+    ({"frozen": ["layers.*"]}, {}, {}),
+    ({}, {}, {"name": "adafactor"}),
+    ({}, {}, {"name": "lion"}),
+    ({}, {"ici_data": 4}, {"name": "muon"}),
+    ({}, {"ici_fsdp": 4}, {"name": "muon"}),
+    ({}, {"ici_data": 2, "ici_tensor": 2}, {"offload_state": True}),
+    ({}, {}, {"offload_state": True}),
+]
+
+
+@pytest.mark.parametrize(("model", "mesh", "changes"), keeping(FEW_TOKENS, 0, 1, 2, 3))
+@pytest.mark.parametrize("gather", [None, "step"])
+def test_memory_of_updates_is_near_the_compilers(
+    model: dict[str, Any], mesh: dict[str, int], changes: dict[str, Any], gather: str | None
+) -> None:
+    """With so few tokens that parameters and gradients are nearly all there is. Where nothing is
+    gathered all ways to do that take as much.
+    """
+    gather = gather if gather and "ici_fsdp" not in mesh else "iteration"
+    named = {"d_model": 256, "d_mlp": 1024, "num_layers": 8, "compute_dtype": "float32"}
+    pipeline = {"microbatches": 1, "weight_gather": gather}
+    config = config_of(named | {"attention": "xla"} | model, mesh, pipeline, tokens=16)
+    config = dataclasses.replace(config, optim=dataclasses.replace(config.optim, **changes))
+    compiled = steps_of(config).compile_train().memory_analysis()
+    predicted = predict_memory(Sizes(config), build_schedule(config), platform="cpu")
+    arguments = compiled.argument_size_in_bytes
+    assert predicted.arguments == pytest.approx(arguments, rel=0.01)
+    total = arguments + compiled.temp_size_in_bytes
+    assert predicted.total == pytest.approx(total, rel=0.1)

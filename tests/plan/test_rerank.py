@@ -1,0 +1,53 @@
+"""Layouts ranked again by the compiler."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from maxpipe.errors import ConfigError
+from maxpipe.plan import rerank
+from maxpipe.plan.forecast import best_layouts
+from maxpipe.plan.report import format_ranking
+from maxpipe.plan.topology import parse_topology
+from tests.plan.test_search import config_of
+
+FIXED = {"mesh.ici_stage": 4, "mesh.ici_tensor": 1}
+
+
+class FakeReport:
+    """What is read of a compiler's report."""
+
+    total_bytes = 2**30
+
+    def __init__(self, seconds: float, fits: bool = True):
+        self.seconds, self.fits = seconds, fits
+
+
+def test_what_fits_comes_first_and_the_fastest_in_front(monkeypatch: pytest.MonkeyPatch) -> None:
+    best = best_layouts(config_of(), parse_topology("v5p:2x4x4"), FIXED).best[:4]
+    predicted = [each.cost.seconds for each in best]
+    reports = iter([FakeReport(9.0, fits=False), FakeReport(2.0), None, FakeReport(1.0)])
+
+    def compile_step(*_: Any) -> FakeReport:
+        report = next(reports)
+        if report is None:
+            raise ConfigError.one("command line", "v5p", "the step needs more", "Shrink it.")
+        return report
+
+    monkeypatch.setattr(rerank, "compile_step", compile_step)
+    lines: list[str] = []
+    checked = rerank.rerank_by_compiler(best, parse_topology("v5p:2x4x4"), lines.append)
+    assert [best.index(each.candidate) for each in checked] == [3, 1, 2, 0]
+    assert [each.fits for each in checked] == [True, True, False, False]
+    assert checked[0].seconds >= 1.0 and checked[2].seconds == predicted[2]
+    assert len(lines) == 5 and "the step needs more" in "\n".join(lines)
+    assert format_ranking(checked).count("does not fit") == 2
+
+
+def test_without_the_compilers_cycles_the_forecast_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+    best = best_layouts(config_of(), parse_topology("v5p:2x2x2"), FIXED).best[:1]
+    monkeypatch.setattr(rerank, "compile_step", lambda *_: FakeReport(0.0))
+    found = rerank.rerank_by_compiler(best, parse_topology("v5p:2x2x2"), lambda _: None)[0]
+    assert found.seconds == best[0].cost.seconds

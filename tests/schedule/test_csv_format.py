@@ -1,0 +1,252 @@
+"""Schedules as CSV: exact round trips, hand-written files, and every mistake explained."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from maxpipe.errors import ConfigError, ExitCode
+from maxpipe.schedule.catalog import SCHEDULES, make_schedule
+from maxpipe.schedule.csv_format import read_orders, to_csv
+from maxpipe.schedule.placement import OrderError
+from maxpipe.schedule.table import Action, Schedule
+from maxpipe.schedule.verify import ScheduleError
+
+HANDWRITTEN = Path(__file__).parents[1] / "golden/handwritten.csv"
+
+
+def assert_same(one: Any, two: Any) -> None:
+    """Every field but the name and the group, which a file does not know."""
+    for field in dataclasses.fields(one):
+        a, b = getattr(one, field.name), getattr(two, field.name)
+        if field.name in ("name", "group"):
+            continue
+        if isinstance(a, np.ndarray):
+            assert np.array_equal(a, b), field.name
+        elif field.name == "arrivals":
+            assert len(a) == len(b)
+            for x, y in zip(a, b, strict=True):
+                assert_same(x, y)
+        elif dataclasses.is_dataclass(a):
+            assert_same(a, b)
+        else:
+            assert a == b, field.name
+
+
+@pytest.mark.parametrize(
+    "all_stages",
+    [
+        pytest.param((1, 2, 3, 4), id="small"),
+        pytest.param((5, 8), id="large", marks=pytest.mark.long),
+    ],
+)
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_written_schedule_reads_back_exactly(
+    name: str, all_stages: tuple[int, ...], tmp_path: Path
+) -> None:
+    spec, file = SCHEDULES[name], tmp_path / "schedule.csv"
+    for stages in all_stages:
+        for repeats in (spec.repeats,) if spec.repeats else (1, 2, 3):
+            for microbatches in sorted({1, stages - 1, stages + 1, 2 * stages + 1} - {0}):
+                for delayed in {False, spec.delays}:
+                    sizes: dict[str, Any] = {
+                        "stages": stages,
+                        "repeats": repeats,
+                        "microbatches": microbatches,
+                        "delayed": delayed,
+                    }
+                    schedule = make_schedule(name, **sizes)
+                    file.write_text(to_csv(schedule))
+                    assert_same(make_schedule(f"file:{file}", **sizes), schedule)
+
+
+def test_a_file_can_be_delayed(tmp_path: Path) -> None:
+    file = tmp_path / "schedule.csv"
+    sizes: dict[str, Any] = {"stages": 3, "repeats": 2, "microbatches": 4}
+    file.write_text(to_csv(make_schedule("zb_v", **sizes)))
+    # A generated zero-bubble schedule has no delayed form, its actions in a file do.
+    prompt, delayed = (
+        make_schedule(f"file:{file}", **sizes, delayed=late) for late in (False, True)
+    )
+    assert delayed.delayed and delayed.num_ticks > prompt.num_ticks
+
+
+def test_the_notation_is_the_usual_one() -> None:
+    assert to_csv(make_schedule("gpipe", stages=2, microbatches=2)) == (
+        "0F0,,0F1,,,,,0B0,,0B1\n"
+        ",,1F0,,1F1,1B0,,1B1,,\n"
+    )  # fmt: skip
+    assert to_csv(make_schedule("zb_h1", stages=2, microbatches=2)) == (
+        "0F0,0F1,,0I0,0W0,,0I1,0W1\n"
+        ",1F0,1I0,1W0,1F1,1I1,1W1,\n"
+    )  # fmt: skip
+
+
+def test_a_handwritten_file_is_a_schedule() -> None:
+    ring, orders = read_orders(HANDWRITTEN)
+    assert (ring.num_stages, ring.num_repeats, ring.shape) == (2, 2, "v")
+    # B beside I and W is I and then W.
+    assert orders[0][7:9] == [Action("I", 0, 0), Action("W", 0, 0)]
+    schedule = make_schedule(f"file:{HANDWRITTEN}", stages=2, repeats=2, microbatches=2)
+    assert schedule.mixed and schedule.trains
+    assert schedule.num_ticks == 14
+    # Its empty cells are for the reader: an action runs as soon as its order and inputs allow.
+    assert schedule.forward.microbatch[:, 0].tolist()[:4] == [0, 1, -1, 0]
+
+
+@pytest.mark.parametrize("newline", ["\n", "\r\n"])
+@pytest.mark.parametrize("prefix", ["", "\ufeff", "\n , \n"])
+def test_blank_lines_spaces_and_what_spreadsheets_add_mean_nothing(
+    prefix: str, newline: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "schedule.csv"
+    text = prefix + '0F0, "0B0" ,,\n\n, "1F0",1B0\n\n'
+    file.write_text(text.replace("\n", newline), encoding="utf-8", newline="")
+    schedule = make_schedule(f"file:{file}", stages=2, microbatches=1)
+    assert_same(schedule, make_schedule("gpipe", stages=2, microbatches=1))
+
+
+# (file, what the message says). Every message has four parts: where with line and cell, what is
+# given, the rule with its numbers, and what to do.
+WRONG: list[tuple[str, list[str]]] = [
+    ("", ["FILE\n", "holds no action", "Write one line per stage"]),
+    (" ,,\n\n", ["FILE\n", "holds no action"]),
+    ("0F0,0X0", ["FILE: line 1, cell 2 = 0X0\n", "must be an action", "Write 2F0"]),
+    ("0F0,0B0\n\n1F0,hello", ["FILE: line 3, cell 2 = hello\n", "must be an action"]),
+    ("0F0;0B0", ["FILE: line 1, cell 1 = 0F0;0B0\n", "must be an action"]),
+    ("0f0,0b0", ["FILE: line 1, cell 1 = 0f0\n"]),
+    ("0F-1,0B0", ["FILE: line 1, cell 1 = 0F-1\n"]),
+    ("0F0,0B0,0F\u0661", [r"FILE: line 1, cell 3 = 0F\u0661"]),
+    ("0F0,\x00", [r"FILE: line 1, cell 2 = \x00"]),
+    ("0F" + "9" * 5000, ["FILE: line 1, cell 1 = 0F" + "9" * 38 + "...\n", "at most 9 digits"]),
+    ("0F0," + "9" * 200_000, ["FILE: line 1\n", "is not CSV: field larger than field limit"]),
+    ("0F0,0F0,0B0", ["FILE: line 1, cell 2 = 0F0\n", "what 0F0 in cell 1 runs", "Leave one"]),
+    ("0F0,,0I0,0W0,0W0", ["FILE: line 1, cell 5 = 0W0\n", "what 0W0 in cell 4 runs"]),
+    ("0F0,0I0,0W0,0B0", ["FILE: line 1, cell 4 = 0B0\n", "what 0I0 in cell 2 runs"]),
+    ("0F0,0B0,0W0", ["FILE: line 1, cell 3 = 0W0\n", "what 0B0 in cell 2 runs"]),
+    ("0F0", ["FILE: line 1 = no 0B0\n", "each of 1 microbatch", "Add 0B0", "or its I and W"]),
+    ("0B0", ["FILE: line 1 = no 0F0\n", "Add 0F0 to the line.\n"]),
+    ("0F0,0I0", ["FILE: line 1 = no 0W0\n", "Add 0W0 to the line.\n"]),
+    ("0F0,0W0", ["FILE: line 1 = no 0I0\n"]),
+    ("0F0,0F1,0B0", ["FILE: line 1 = no 0B1\n", "each of 2 microbatches (0 to 1)"]),
+    ("0F0,0F1,0B1,0B0\n1F0,1B0", ["FILE: line 2 = no 1F1\n"]),
+    ("0F0,0B0,2F0\n1F0,1B0,3F0,3B0", ["FILE: line 1 = no 2B0\n", "the line's 2 chunks"]),
+    ("0F99999999,0B99999999", ["FILE: line 1 = no 0F0\n", "(0 to 99999999)"]),
+    ("99999999F0", ["FILE: line 1 = no 0F0\n", "each of the line's 100000000 chunks"]),
+    ("0F0,0B0\n2F0,2B0", ["FILE = 3 chunks on 2 lines\n", "a multiple of the number of lines"]),
+    ("0F0,0B0\n", ["mesh.ici_stage = 2\n", "must be 1, as in FILE", "Set mesh.ici_stage=1."]),
+    (
+        "1F0,1B0\n0F0,0B0",
+        [
+            "FILE: line 1, cell 1 = 1F0\n",
+            "chunk 1 of 2 is on line 2 in a loop",
+            "Move it to line 2.",
+        ],
+    ),
+    (
+        "0F0,0B0,3F0,3B0\n\n1F0,2F0,1B0,2B0\n,5F0,5B0,,4F0,4B0",
+        ["FILE: line 3, cell 2 = 2F0\n", "chunk 2 of 6 is on line 4 in a loop over 3 stages"],
+    ),
+    (
+        "0F0,0B0,3F0,3B0,2F0\n1F0,1B0,2B0",
+        ["FILE: line 1, cell 5 = 2F0\n", "on line 2 in a V over 2 stages"],
+    ),
+    (
+        "0B0,0F0",
+        ["file:FILE\n", "wait for each other: stage 0 with 0B0. An action", "Move each"],
+    ),
+    ("0F0,0W0,0I0", ["wait for each other: stage 0 with 0W0"]),
+    (
+        "0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0",
+        ["wait for each other: stage 0 with 0B0, stage 1 with 1F1. An action"],
+    ),
+]
+
+
+def explained(file: Path, **sizes: Any) -> str:
+    """The message; four parts, whatever is wrong."""
+    defaults: dict[str, Any] = {"stages": 2, "repeats": 1, "microbatches": 1}
+    with pytest.raises(ConfigError) as caught:
+        make_schedule(f"file:{file}", **defaults | sizes)
+    assert caught.value.exit_code == ExitCode.CONFIG
+    message = str(caught.value)
+    where, rule, action = message.split("\n")
+    assert where and not where.startswith(" ")
+    assert rule.startswith("  ") and rule.endswith(".")
+    assert action.startswith("  ") and action.endswith(".")
+    assert len(message) < 600
+    return f"{message}\n".replace(str(file), "FILE")
+
+
+@pytest.mark.parametrize(("text", "parts"), WRONG, ids=lambda value: repr(value)[:40])
+def test_a_mistake_in_a_file_is_explained(text: str, parts: list[str], tmp_path: Path) -> None:
+    file = tmp_path / "schedule.csv"
+    file.write_text(text, encoding="utf-8")
+    sizes = {}
+    if any("wait for each other" in part for part in parts):
+        sizes = {"stages": 1 + text.count("\n"), "microbatches": 1 + text.count("0F1")}
+    message = explained(file, **sizes)
+    for part in parts:
+        assert part in message
+
+
+def test_what_is_not_a_text_file_is_explained(tmp_path: Path) -> None:
+    assert "FILE\n  cannot be read: No such file" in explained(tmp_path / "nothing.csv")
+    assert "cannot be read: Is a directory." in explained(tmp_path)
+    binary = tmp_path / "picture.png"
+    binary.write_bytes(b"\x89PNG\r\n\x1a\n\xff")
+    message = explained(binary)
+    assert message.startswith("pipeline.schedule = file:FILE\n")
+    assert "it is not UTF-8 text" in message and "maxpipe schedule interleaved --csv" in message
+    assert "it is not a path" in explained(Path("a\0b"))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"stages": 4}, "mesh.ici_stage = 4\n  must be 2"),
+        ({"repeats": 1}, "pipeline.repeats = 1\n  must be 2"),
+        ({"microbatches": 3}, "pipeline.microbatches = 3\n  must be 2"),
+    ],
+)
+def test_sizes_must_agree_with_the_file(sizes: dict[str, int], message: str) -> None:
+    fitting = {"stages": 2, "repeats": 2, "microbatches": 2}
+    assert explained(HANDWRITTEN, **fitting | sizes).startswith(message)
+
+
+def test_no_edit_of_a_file_ends_without_explanation(tmp_path: Path) -> None:
+    """Either it is still a schedule, or a mistake of the file: never a bug of ours."""
+    rng, file = random.Random(0), tmp_path / "schedule.csv"
+    sizes: dict[str, Any] = {"stages": 3, "repeats": 2, "microbatches": 3}
+    outcomes: dict[type, int] = {}
+    for _ in range(200):
+        name = rng.choice(["interleaved", "zb_v"])
+        rows = [line.split(",") for line in to_csv(make_schedule(name, **sizes)).splitlines()]
+        for _ in range(rng.randint(1, 2)):
+            row = rng.choice(rows)
+            one, two = rng.randrange(len(row)), rng.randrange(len(row))
+            change = rng.choice(["swap", "swap", "swap", "near", "drop", "copy", "move"])
+            if change == "swap":
+                row[one], row[two] = row[two], row[one]
+            elif change == "near" and one:
+                row[one - 1], row[one] = row[one], row[one - 1]
+            elif change == "drop":
+                row[one] = ""
+            elif change == "copy":
+                row[one] = row[two]
+            elif change == "move":
+                rng.choice(rows).append(row.pop(one))
+        file.write_text("\n".join(",".join(row) for row in rows))
+        try:
+            found: Schedule | ConfigError = make_schedule(f"file:{file}", **sizes)
+        except ScheduleError as error:
+            raise AssertionError(file.read_text()) from error
+        except ConfigError as error:
+            found = error
+        outcomes[type(found)] = outcomes.get(type(found), 0) + 1
+    assert min(outcomes[kind] for kind in (Schedule, ConfigError, OrderError)) > 10, outcomes
