@@ -31,7 +31,7 @@ test-timing: $(DEV)  ## what compares times; leave the machine alone (three minu
 	@$(BIN)/python -m pytest -m timing tests/plan
 
 test-layouts: $(DEV)  ## more meshes, schedules and families than `make test` (half an hour to an hour)
-	@$(BIN)/python -m pytest -m layouts tests/pipeline tests/train tests/generate tests/model tests/plan tests/parallel tests/exchange $(LAYOUTS_ARGS) $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest -m layouts tests/pipeline tests/train tests/generate tests/model tests/plan tests/parallel tests/huggingface $(LAYOUTS_ARGS) $(PYTEST_ARGS)
 
 test-long: $(DEV)  ## whole examples of the docs, and runs that take long (ten minutes)
 	@$(BIN)/python -m pytest -m long $(LONG_ARGS) $(PYTEST_ARGS)
@@ -47,7 +47,7 @@ test-wheel: $(DEV)  ## install the wheel on every Python that is here, and train
 
 # Transformers and torch may live in an environment of their own: make ORACLE=.../bin/python ...
 test-oracle: $(DEV)  ## logits of Hugging Face folders against transformers, where it is installed
-	@ORACLE=$(ORACLE) $(BIN)/python -m pytest -m oracle tests/exchange tests/data
+	@ORACLE=$(ORACLE) $(BIN)/python -m pytest -m oracle tests/huggingface tests/data
 
 check: $(DEV)  ## format, lint, types, and whether generated docs are up to date
 	@$(BIN)/ruff format --check --quiet --output-format concise . || \
