@@ -21,6 +21,10 @@ _WINDOW_BYTES = 1 << 27
 """The most memory that a decompressor may ask for; `zstd --long=27` and `xz -9` take as much."""
 
 
+_PADDING_BYTES = 1 << 24
+"""Limit on zero bytes between and after members; tapes and block devices pad by less."""
+
+
 class _Gzip:
     """zlib with the methods of the decompressors of bz2 and lzma."""
 
@@ -113,10 +117,16 @@ def _is_of_a_decompressor(error: Exception) -> bool:
 
 
 def _contents(new: Callable[[], Any], packed: BinaryIO, size: int) -> Iterator[bytes]:
-    decompressor, data, begun, whole = new(), b"", False, False
+    decompressor, data, begun, whole, padding = new(), b"", False, False, 0
     while data := data or packed.read(size):
-        if not begun and not (data := data.lstrip(b"\0")):  # padding behind a member
-            continue
+        if whole and not begun:  # zero bytes may follow a member
+            length = len(data)
+            data = data.lstrip(b"\0")
+            padding += length - len(data)
+            if padding > _PADDING_BYTES:
+                raise ValueError(f"more than {_PADDING_BYTES} zero bytes follow its content")
+            if not data:
+                continue
         begun = True
         piece, data = decompressor.decompress(data, PIECE_BYTES), b""
         while piece or not (decompressor.eof or decompressor.needs_input):

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from maxpipe.data.formats.cache import Cache
+from maxpipe.data.formats.compressed import SUFFIXES, unpacked
 from maxpipe.data.formats.digests import Digests
 from maxpipe.data.formats.files import File, digest, identities, read
-from maxpipe.data.formats.lines import SUFFIXES, Lines, find_lines, is_compressed
+from maxpipe.data.formats.lines import Lines, find_lines, is_compressed
 from maxpipe.data.formats.source import Moved, Record
 from maxpipe.data.formats.text_of import BadRecord, check_length, from_json, shortened
 from maxpipe.errors import ConfigError
@@ -33,7 +34,11 @@ class JsonLines:
         self._cache = cache  # what it made may end with it
         self._lines: list[Lines] = []
         digests.load(files)
-        if any(map(is_compressed, files)):
+        packed = [file for file in files if is_compressed(file)]
+        for file in packed:
+            if not file.in_bucket and digests.known(file) is None:
+                next(unpacked(file), None)  # a damaged beginning is found before a long read
+        if packed:
             digests.of(files, moved)
         for file in files:
             if file.path.endswith((".zip", ".tar", ".7z", ".rar", ".lz4", ".br", ".Z")):
