@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from maxpipe.boundary.files import full
 from maxpipe.commands.parser import Commands, add_address, integer, number, subcommands
-from maxpipe.commands.progress import say
+from maxpipe.commands.progress import print_line
 from maxpipe.config.paths import CONFIG_FILE
 from maxpipe.errors import ConfigError, ExitCode, StorageError
 from maxpipe.words import sentence
@@ -30,7 +30,7 @@ def _print(lines: Iterable[str]) -> int:
             line = next(remaining, None)
         if line is None:
             return ExitCode.DONE
-        say(line)
+        print_line(line)
 
 
 def _print_json(values: Callable[[], Mapping[str, Any]]) -> int:

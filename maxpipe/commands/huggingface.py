@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 
 from maxpipe.commands.parser import Commands, add_address, add_average
-from maxpipe.commands.progress import Progress, say
+from maxpipe.commands.progress import Progress, print_line
 from maxpipe.errors import ExitCode
 
 _TYPES = ("float32", "bfloat16", "float16")
@@ -20,7 +20,7 @@ def _import(options: argparse.Namespace) -> int:
     from maxpipe.exchange.incoming import import_folder
 
     with contextlib.closing(Progress(" MB")) as progress:
-        import_folder(options.folder, options.out, say, progress.report)
+        import_folder(options.folder, options.out, print_line, progress.report)
     return ExitCode.DONE
 
 
@@ -34,10 +34,10 @@ def _export(options: argparse.Namespace) -> int:
     from maxpipe.exchange.outgoing import export, export_adapters
 
     if options.adapter:
-        export_adapters(address, options.out, options.dtype, say)
+        export_adapters(address, options.out, options.dtype, print_line)
         return ExitCode.DONE
     with contextlib.closing(Progress(" MB")) as progress:
-        export(address, options.out, options.dtype, say, report=progress.report)
+        export(address, options.out, options.dtype, print_line, report=progress.report)
     return ExitCode.DONE
 
 

@@ -43,7 +43,7 @@ _ARGUMENTS = "arguments"
 _DEPTH = 256
 _TURNS = ("user", "assistant")
 _PAIR = {"input", "output"}
-"""Keys of an object that holds what a user says and what an assistant answers."""
+"""Keys of an object with a user's message and the assistant's response."""
 _ANYTHING: Any = Any
 
 
@@ -61,8 +61,8 @@ def conversation_of(record: object, config: SourceConfig) -> ChatInput:
     else:
         given = config.prompt_field, config.response_field
         names = [each for name in given for each in columns_of(fields, name)]
-        asked = said_or_listed(fields, given[0], "data.prompt_field", "user")
-        messages = asked + said_or_listed(fields, given[1], "data.response_field", "assistant")
+        messages = said_or_listed(fields, given[0], "data.prompt_field", "user")
+        messages += said_or_listed(fields, given[1], "data.response_field", "assistant")
     if not messages:
         raise BadRecord("", "must have a message: it has none.", "Remove the record.")
     # Columnar sources have nulls for the arguments of other calls.

@@ -93,7 +93,7 @@ def _made(root: str, name: str, file: File, make: Make, moved: Moved | None) -> 
         partial = f"{final}.partial-{secrets.token_hex(8)}"
         os.mkdir(partial)  # mkdtemp would make a folder that other users of `root` cannot read
         try:
-            make(partial, moved or _still)
+            make(partial, moved or (lambda: None))
             _appear(partial, final)
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
@@ -108,7 +108,3 @@ def _appear(partial: str, final: str) -> None:
         if not os.path.isdir(final):
             raise
         shutil.rmtree(partial, ignore_errors=True)  # made by another process without a lock
-
-
-def _still() -> None:
-    """Do nothing."""

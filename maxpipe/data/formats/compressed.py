@@ -5,7 +5,7 @@ from __future__ import annotations
 import bz2
 import lzma
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any, BinaryIO
 
 from maxpipe.data.formats.files import File, reaching, stream
@@ -19,10 +19,6 @@ _ZSTD_READ_BYTES = 1 << 10
 """Of a few bytes zstd makes a block of 128 KiB, and its package all blocks of what it is given."""
 _WINDOW_BYTES = 1 << 27
 """The most memory that a decompressor may ask for; `zstd --long=27` and `xz -9` take as much."""
-
-
-_PADDING_BYTES = 1 << 24
-"""Limit on zero bytes between and after members; tapes and block devices pad by less."""
 
 
 class _Gzip:
@@ -82,7 +78,7 @@ SUFFIXES = tuple(_DECOMPRESSORS)
 """Names of compressed files end with one of them."""
 
 
-def unpacked(file: File) -> Iterator[bytes]:
+def unpacked(file: File) -> Generator[bytes]:
     """The content, of all members and frames one after another.
 
     Raises:
@@ -117,16 +113,11 @@ def _is_of_a_decompressor(error: Exception) -> bool:
 
 
 def _contents(new: Callable[[], Any], packed: BinaryIO, size: int) -> Iterator[bytes]:
-    decompressor, data, begun, whole, padding = new(), b"", False, False, 0
+    decompressor, data, begun, whole = new(), b"", False, False
     while data := data or packed.read(size):
-        if whole and not begun:  # zero bytes may follow a member
-            length = len(data)
-            data = data.lstrip(b"\0")
-            padding += length - len(data)
-            if padding > _PADDING_BYTES:
-                raise ValueError(f"more than {_PADDING_BYTES} zero bytes follow its content")
-            if not data:
-                continue
+        # Zero bytes may follow a member. A file that begins with them is of no format.
+        if whole and not begun and not (data := data.lstrip(b"\0")):
+            continue
         begun = True
         piece, data = decompressor.decompress(data, PIECE_BYTES), b""
         while piece or not (decompressor.eof or decompressor.needs_input):

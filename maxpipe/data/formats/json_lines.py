@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 
 import numpy as np
@@ -37,7 +38,9 @@ class JsonLines:
         packed = [file for file in files if is_compressed(file)]
         for file in packed:
             if not file.in_bucket and digests.known(file) is None:
-                next(unpacked(file), None)  # a damaged beginning is found before a long read
+                # An error in the first bytes is found before the digest reads the whole file.
+                with contextlib.closing(unpacked(file)) as content:
+                    next(content, None)
         if packed:
             digests.of(files, moved)
         for file in files:
