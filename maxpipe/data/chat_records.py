@@ -13,8 +13,9 @@ from typing import Any
 from maxpipe.boundary.typed import parse
 from maxpipe.config.data import is_template, template_pieces, template_settings
 from maxpipe.config.data_schema import SourceConfig
+from maxpipe.config.keys import default_of
 from maxpipe.config.rules import did_you_mean
-from maxpipe.data.formats.record_keys import chat_settings
+from maxpipe.data.formats.record_keys import SYSTEMS, chat_keys, chat_settings, settings_text
 from maxpipe.data.formats.text_of import BadRecord, joined, shortened
 from maxpipe.data.tokenizers.chat_process import SETTINGS, ChatInput, Message
 
@@ -175,9 +176,12 @@ def column(record: Mapping[str, Any], name: str, key: str) -> Any:
     if is_template(name):
         return joined(record, name, key)
     names = [str(each) for each in record]
-    guess = did_you_mean(name, names) or (names[0] if len(names) == 1 else "")
+    guesses = [each for each in names if each.lower() not in SYSTEMS or key == "data.system_field"]
+    guess = did_you_mean(name, guesses) or (names[0] if len(names) == 1 else "")
     settings = f"{key}={guess}" if guess else f"{key} to the field that has it"
-    chat = chat_settings(record)
+    # A key with another value than its default must be named even if the default is right.
+    is_default = name == default_of(key)
+    chat = chat_settings(record) if is_default else settings_text(chat_keys(record))
     if "data.chat=pairs" in chat or key not in ("data.chosen_field", "data.rejected_field"):
         settings = chat or settings
     raise BadRecord(
