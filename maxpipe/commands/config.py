@@ -206,7 +206,7 @@ def _write(path: Path, text: str, *, overwrite: bool) -> None:
                 file.flush()
                 if overwrite:
                     os.replace(target, path)
-            except BaseException:  # a full disk, or Ctrl-C: half a config is not left behind
+            except BaseException:  # a full disk or Ctrl-C leaves no partial file
                 target.unlink()
                 raise
     except FileExistsError as error:

@@ -16,7 +16,7 @@ _PHASE_SECONDS = 10.0
 
 
 def print_line(text: str) -> None:
-    """Print a line of a command that works on, even after the reader of its output has gone.
+    """Print a line; the command continues if the reader of its output has exited.
 
     Raises:
         StorageError: standard output is on a full disk, for instance.
@@ -24,7 +24,7 @@ def print_line(text: str) -> None:
     try:
         print(redact.redact_for_terminal(text), flush=True)
     except BrokenPipeError:
-        pass  # `head`, perhaps, has seen enough; the work is still wanted
+        pass  # the reader may be `head`; the command's work is still needed
     except OSError as error:
         action = "Free space there, or redirect the output."
         raise StorageError.unwritable("standard output", error, action) from error

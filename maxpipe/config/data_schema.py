@@ -75,14 +75,12 @@ class SourceConfig:
     may lack it. Records whose messages begin with a system message keep that one. Empty means that
     only `system` of ShareGPT records is read. Ignored unless `data.chat` is set."""
     prompt_field: str = "prompt"
-    """Name of the field of what a user says, with `data.chat` `prompt` and `pairs`. With `pairs`
-    it may be empty: both responses are whole conversations then, and what they begin with alike is
-    the prompt. A value with braces is a template over several fields, as in `data.template`:
-    `'{instruction}\\n{input}'`. A line of it is left out where a record lacks its fields. Applies
-    to `grpo.prompts` too."""
+    """Field of the prompt, with `data.chat` `prompt` and `pairs`. With `pairs` it may be empty:
+    both responses are full conversations, and their common beginning is the prompt. A value with
+    braces is a template over several fields, as in `data.template`: `'{instruction}\\n{input}'`. A
+    line of the template is left out if a record lacks its fields. Applies to `grpo.prompts` too."""
     response_field: str = "response"
-    """Name of the field of what an assistant answers, with `data.chat=prompt`, or a template as in
-    `data.prompt_field`."""
+    """Field of the response, with `data.chat=prompt`, or a template as in `data.prompt_field`."""
     chosen_field: str = "chosen"
     """Name of the field of the response that was preferred, with `data.chat=pairs`."""
     rejected_field: str = "rejected"

@@ -12,8 +12,17 @@ from typing import Any
 
 from maxpipe.config.data_schema import SourceConfig
 from maxpipe.config.data_sources import is_template, parse_template_kwargs, split_template
+from maxpipe.config.keys import default_of
 from maxpipe.config.rules import did_you_mean
-from maxpipe.data.formats.record_text import BadRecord, chat_settings, fill_template, shorten
+from maxpipe.data.formats.record_text import (
+    SYSTEMS,
+    BadRecord,
+    chat_keys,
+    chat_settings,
+    fill_template,
+    settings_text,
+    shorten,
+)
 from maxpipe.data.tokenizers.chat import SETTINGS, ChatInput, Message
 from maxpipe.io.typed_json import parse_json
 
@@ -48,7 +57,7 @@ _ARGUMENTS = "arguments"
 _MAX_JSON_DEPTH = 256
 _TURN_ROLES = ("user", "assistant")
 _PAIR = {"input", "output"}
-"""Keys of an object that holds what a user says and what an assistant answers."""
+"""Keys of an object with a user's message and the assistant's response."""
 _ANYTHING: Any = Any
 
 
@@ -66,10 +75,8 @@ def conversation_of(record: object, config: SourceConfig) -> ChatInput:
     else:
         given = config.prompt_field, config.response_field
         names = [each for name in given for each in columns_of(fields, name)]
-        asked = parse_text_or_messages(fields, given[0], "data.prompt_field", "user")
-        messages = asked + parse_text_or_messages(
-            fields, given[1], "data.response_field", "assistant"
-        )
+        messages = parse_text_or_messages(fields, given[0], "data.prompt_field", "user")
+        messages += parse_text_or_messages(fields, given[1], "data.response_field", "assistant")
     if not messages:
         raise BadRecord("", "must have a message: it has none.", "Remove the record.")
     # Columnar sources have nulls for the arguments of other calls.
@@ -182,9 +189,12 @@ def read_field(record: Mapping[str, Any], name: str, key: str) -> Any:
     if is_template(name):
         return fill_template(record, name, key)
     names = [str(each) for each in record]
-    guess = did_you_mean(name, names) or (names[0] if len(names) == 1 else "")
+    guesses = [each for each in names if each.lower() not in SYSTEMS or key == "data.system_field"]
+    guess = did_you_mean(name, guesses) or (names[0] if len(names) == 1 else "")
     settings = f"{key}={guess}" if guess else f"{key} to the field that has it"
-    chat = chat_settings(record)
+    # A key with another value than its default must be named even if the default is right.
+    is_default = name == default_of(key)
+    chat = chat_settings(record) if is_default else settings_text(chat_keys(record))
     if "data.chat=pairs" in chat or key not in ("data.chosen_field", "data.rejected_field"):
         settings = chat or settings
     raise BadRecord(

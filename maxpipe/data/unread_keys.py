@@ -37,8 +37,8 @@ from maxpipe.data.tokenizers.chat import ChatInput, unread_remarks
 from maxpipe.errors import ConfigError
 from maxpipe.io.formatting import pluralize
 
-_RECORDS = 32
-"""The first records of a source, on which settings are tried."""
+_RECORDS, _CHARACTERS = 32, 1 << 22
+"""Limits on the first records of a source, on which settings are tried."""
 _NAMED = 20
 _MAX_JOINED = 4
 _TOOLS = ("tools", "functions")
@@ -60,15 +60,20 @@ class Trial(NamedTuple):
 
 
 def first_records(source: Source) -> list[Fields]:
-    """The first records that have fields."""
-    found = []
+    """The first records that have fields, up to `_RECORDS` or about `_CHARACTERS` of text."""
+    found: list[Fields] = []
+    size = 0
     for number in range(min(_RECORDS, len(source))):
+        if size > _CHARACTERS:
+            break
         try:
             record: Any = source.record(number)
         except ConfigError:  # it is named where all are read
             continue
         record = record.record if isinstance(record, TrainedMessage) else record
-        found += [record] if isinstance(record, Mapping) else []
+        if isinstance(record, Mapping):
+            found.append(record)
+            size += len(str(record))
     return found
 
 
@@ -159,8 +164,9 @@ def _chats(
 
 def _labels(names: Collection[str], records: Sequence[Fields]) -> list[str]:
     """A sentence on records whose responses are not to be imitated."""
-    labels = {record.get("label") for record in records if "label" in names}
-    if False not in labels or not labels <= {True, False, None}:
+    labels = [record.get("label") for record in records] if "label" in names else []
+    is_binary = all(label is None or isinstance(label, bool) for label in labels)
+    if not is_binary or all(label is not False for label in labels):
         return []
     return ["Responses with label false are trained too: remove these records."]
 

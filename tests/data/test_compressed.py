@@ -274,6 +274,15 @@ def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert not list((tmp_path / ".index").glob("*partial*"))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_zeros_are_not_read_to_their_end(kind: str, tmp_path: Path) -> None:
+    """A sparse file of 4 TiB is an error before its digest is computed."""
+    path = tmp_path / f"a.jsonl.{kind}"
+    path.touch()
+    os.truncate(path, 1 << 42)
+    assert f"must be a whole .{kind} file" in refusal(lambda: source(path, tmp_path))
+
+
 def test_zip_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl.zip").write_bytes(b"PK")
     message = refusal(lambda: source(tmp_path, tmp_path))

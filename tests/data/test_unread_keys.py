@@ -172,6 +172,23 @@ def test_responses_that_are_not_wanted() -> None:
     assert columns_not_read(Listed(records), text) == [f"this column is not read: label. {line}"]
 
 
+@pytest.mark.parametrize(
+    "labels", [(0, 1), ([0], [1]), ({"a": 1}, None), (True, "b"), (0.0, False)]
+)
+def test_labels_of_another_type_are_columns_only(labels: tuple[object, object]) -> None:
+    records = [{"text": "one two", "label": label} for label in labels]
+    config = SourceConfig(source="jsonl", path="a")
+    assert columns_not_read(Listed(records), config) == ["this column is not read: label"]
+
+
+def test_settings_are_tried_on_a_limited_amount_of_text() -> None:
+    """Later records are not read: 32 records of 256 MiB each would not fit in memory."""
+    records = [{"text": "word " * (1 << 20)}, {"text": "a b", "note": "one two"}]
+    config = SourceConfig(source="jsonl", path="a")
+    assert columns_not_read(Listed(records), config) == []
+    assert columns_not_read(Listed(records[::-1]), config) != []
+
+
 def test_what_the_messages_say_already_needs_no_action() -> None:
     records = [{"prompt": "Where is it?", "context": "Where is it?", "response": "Here."}]
     config = SourceConfig(source="jsonl", chat="prompt")

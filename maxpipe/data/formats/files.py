@@ -16,7 +16,7 @@ import os
 import posixpath
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO, NamedTuple, cast
 
@@ -455,7 +455,7 @@ SUFFIXES = tuple(_DECOMPRESSORS)
 """Names of compressed files end with one of them."""
 
 
-def decompress(file: File) -> Iterator[bytes]:
+def decompress(file: File) -> Generator[bytes]:
     """The content, of all members and frames one after another.
 
     Raises:
@@ -492,7 +492,8 @@ def _is_decompression_error(error: Exception) -> bool:
 def _contents(new: Callable[[], Any], packed: BinaryIO, size: int) -> Iterator[bytes]:
     decompressor, data, begun, whole = new(), b"", False, False
     while data := data or packed.read(size):
-        if not begun and not (data := data.lstrip(b"\0")):  # padding behind a member
+        # Zero bytes may follow a member. A file that begins with them is of no format.
+        if whole and not begun and not (data := data.lstrip(b"\0")):
             continue
         begun = True
         piece, data = decompressor.decompress(data, PIECE_BYTES), b""

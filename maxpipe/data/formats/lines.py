@@ -6,6 +6,7 @@ JSON lines, compressed or not: one object a line.
 from __future__ import annotations
 
 import codecs
+import contextlib
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -335,7 +336,13 @@ class JsonLines:
         self._cache = cache  # what it made may end with it
         self._lines: list[Lines] = []
         digests.load(files)
-        if any(map(is_compressed, files)):
+        packed = [file for file in files if is_compressed(file)]
+        for file in packed:
+            if not file.in_bucket and digests.known(file) is None:
+                # An error in the first bytes is found before the digest reads the whole file.
+                with contextlib.closing(decompress(file)) as content:
+                    next(content, None)
+        if packed:
             digests.of(files, moved)
         for file in files:
             if file.path.endswith((".zip", ".tar", ".7z", ".rar", ".lz4", ".br", ".Z")):

@@ -111,7 +111,7 @@ def _all_texts(record: Mapping[str, Any]) -> Iterator[tuple[str, str | bytes]]:
 
 
 def has_words(text: str | bytes) -> bool:
-    """Whether it has two words in a row: it may be text for a model, and is no id or date."""
+    """Whether a value has two adjacent words, so that it may be a text and not an id or a date."""
     found = text.decode("utf-8", "replace") if isinstance(text, bytes) else text
     return _WORDS.search(found) is not None
 
