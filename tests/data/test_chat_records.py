@@ -308,19 +308,19 @@ def test_a_suggestion_names_keys_that_are_set_to_other_fields() -> None:
     """Following the suggestion reads the record."""
     record = {"prompt": "a", "answer": "b"}
     config = DataConfig(
-        source="files", chat="prompt", prompt_field="instruction", response_field="output"
+        source="jsonl", chat="prompt", prompt_field="instruction", response_field="output"
     )
     with pytest.raises(BadRecord) as error:
         conversation_of(record, config)
     action = "Set data.chat=prompt data.prompt_field=prompt data.response_field=answer."
     assert error.value.action == action
     read = conversation_of(
-        record, DataConfig(source="files", chat="prompt", response_field="answer")
+        record, DataConfig(source="jsonl", chat="prompt", response_field="answer")
     )
     assert [each["content"] for each in read.messages] == ["a", "b"]
 
 
 def test_a_system_message_is_not_suggested_as_the_prompt() -> None:
     with pytest.raises(BadRecord, match="prompt") as error:
-        conversation_of({"system_prompt": "a", "b": "c"}, DataConfig(source="files", chat="prompt"))
+        conversation_of({"system_prompt": "a", "b": "c"}, DataConfig(source="jsonl", chat="prompt"))
     assert error.value.action == "Set data.prompt_field to the field that has it."
