@@ -88,7 +88,7 @@ def _of_own_rows(decoder: Decoder, divisions: Tree, params: Tree, batch: Tree) -
     dtype = jnp.dtype(decoder.config.compute_dtype)
     whole = lambda name: gather_weight(params[name], divisions[name], dtype)  # noqa: E731
     layers = jax.tree.map(lambda leaf: leaf[0, 0], _of_one_kind(decoder, params))
-    of_layer = jax.tree.map(lambda each: each.of_one(3), _of_one_kind(decoder, divisions))
+    of_layer = jax.tree.map(lambda each: each.unstacked(3), _of_one_kind(decoder, divisions))
     run = decoder.layer(*decoder.model.kinds)
 
     @partial(jax.checkpoint, prevent_cse=False)  # forward and backward are different loops

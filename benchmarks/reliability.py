@@ -65,7 +65,7 @@ def host_seconds(folder: Path) -> float:
             phases.progress(1)
             with phases.enter(STEP):
                 pass
-            link.stops_here()
+            link.should_stop()
 
         each = _per_call(step, 20_000)
         record = _per_call(lambda: events.write("time", step=1, seconds=phases.take()), 200)

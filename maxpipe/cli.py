@@ -130,7 +130,7 @@ def _run(argv: list[str]) -> int:
     parser = _parser()
     options, rest = parser.parse_known_args(argv)
     if any(each.partition("=")[0] == "--config" for each in rest):
-        argv = options.parser.with_files(argv)
+        argv = options.parser.expand_config_option(argv)
         options, rest = parser.parse_known_args(argv)
     if any(each.startswith("-") for each in rest):
         options, rest = parser.parse_known_args(options.parser.joined(argv))

@@ -47,27 +47,27 @@ class Problem:
     """
 
     where: str
-    given: str
+    value: str
     rule: str
     action: str
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "where", truncate_middle(self.where, _MAX_WHERE))
-        object.__setattr__(self, "given", truncate_middle(self.given, MAX_VALUE_CHARS))
+        object.__setattr__(self, "given", truncate_middle(self.value, MAX_VALUE_CHARS))
         object.__setattr__(self, "rule", truncate_middle(self.rule, _MAX_PROSE))
         # An action of several lines is a translated file.
         longest = _MAX_TABLE if "\n" in self.action else _MAX_PROSE
         object.__setattr__(self, "action", truncate_middle(self.action, longest))
 
     def __str__(self) -> str:
-        heading = f"{self.where} = {self.given}" if self.given else self.where
+        heading = f"{self.where} = {self.value}" if self.value else self.where
         heading = heading.replace("\n", "\\n")  # a value may hold line breaks
         return f"{heading}\n  {self.rule}\n  {self.action}"
 
     @property
     def line(self) -> str:
         """The same in one line, for a warning."""
-        heading = f"{self.where} = {self.given}" if self.given else f"{self.where}:"
+        heading = f"{self.where} = {self.value}" if self.value else f"{self.where}:"
         return " ".join(filter(None, (heading, self.rule, self.action)))
 
 

@@ -187,11 +187,13 @@ def with_layer_norms(model: Model, **changes: Any) -> Model:
     kinds = {
         name: replace(
             kind,
-            branches=tuple(replace(each, before=before, after=after) for each in kind.branches),
+            branches=tuple(
+                replace(each, pre_norm=before, post_norm=after) for each in kind.branches
+            ),
         )
-        for name, kind in model.kinds.items()
+        for name, kind in model.layer_types.items()
     }
-    return replace(model, kinds=kinds, ends=replace(model.ends, norm=before, **changes))
+    return replace(model, layer_types=kinds, ends=replace(model.ends, norm=before, **changes))
 
 
 def with_attention(model: Model, part: Part) -> Model:
@@ -202,9 +204,9 @@ def with_attention(model: Model, part: Part) -> Model:
 
     kinds = {
         name: replace(kind, branches=tuple(map(changed, kind.branches)))
-        for name, kind in model.kinds.items()
+        for name, kind in model.layer_types.items()
     }
-    return replace(model, kinds=kinds)
+    return replace(model, layer_types=kinds)
 
 
 OPTIM = OptimConfig(learning_rate=3e-3, warmup_steps=2)

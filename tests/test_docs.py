@@ -142,11 +142,11 @@ def test_every_metric_that_is_written_is_declared() -> None:
         of_sources = re.findall(r'source_tag\(name, "(\w+)"\)', code)
         written |= {f"source/NAME/{each}" for each in of_sources}
     written -= set(BY_SOURCE)  # of which losses are made
-    written |= {f"train/{name}" for name in Distill.reported}
+    written |= {f"train/{name}" for name in Distill.report_names}
     written |= {f"train/loss_{name}" for name in Ahead(1, 1, 1.0).losses}
-    written |= set(EvalTotals(1.0, 1.0, 1.0).named("NAME"))
-    written |= {f"{when}/{name}" for when in ("train", "eval") for name in Preference.reported}
-    written |= {f"train/{name}" for name in KlPolicyGradient.reported}
+    written |= set(EvalTotals(1.0, 1.0, 1.0).metrics_for("NAME"))
+    written |= {f"{when}/{name}" for when in ("train", "eval") for name in Preference.report_names}
+    written |= {f"train/{name}" for name in KlPolicyGradient.report_names}
     accuracies: Any = {"accuracy": 1.0, "accuracy_by_bytes": 1.0}
     written |= set(task_metrics("NAME", accuracies))
     assert written | {tag for tag, *_ in summaries()} == set(declared)

@@ -18,7 +18,7 @@ def test_a_long_text_keeps_both_ends_and_names_its_length() -> None:
 def test_every_part_of_a_problem_is_bounded() -> None:
     megabyte = "k" * 1_000_000
     problem = Problem(megabyte, megabyte, megabyte, megabyte)
-    assert len(problem.given) == 500 + len("... (1,000,000 characters) ...")
+    assert len(problem.value) == 500 + len("... (1,000,000 characters) ...")
     assert len(str(problem)) < 10_000
     assert len(problem.line) < 10_000
 

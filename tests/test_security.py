@@ -773,7 +773,7 @@ def test_no_secret_is_written_or_printed(watched: Watched, output: str):
     config = (watched.folder / "runs/run/config.yml").read_text()
     assert f"https://{REDACTED}@host" in config
     with open_run(watched.folder / "runs/run") as checkpoints:
-        facts = checkpoints.restore(4).facts.config
+        facts = checkpoints.restore(4).metadata.config
         assert facts["data"]["path"].endswith(f"https://{REDACTED}@host")
         assert facts["data"]["tfds_dir"] == REDACTED and facts["model"]["d_model"] == 16
     event_files = list((watched.folder / "runs/run/tensorboard").iterdir())

@@ -51,7 +51,7 @@ class Address:
         has_any = isinstance(optim, Mapping) and bool(optim.get("average_decay"))
         if self.average and not has_any:
             rule = "was trained with optim.average_decay = 0: there are no averages."
-            raise self.wrong(rule, "Leave --average out.")
+            raise self.error(rule, "Leave --average out.")
 
     @property
     def home(self) -> str:
@@ -62,11 +62,11 @@ class Address:
         """
         return self.parent or find_checkpoint_home(self.run_dir, self.where or "path")
 
-    def at(self, step: int) -> str:
+    def address_at(self, step: int) -> str:
         """The address of another step of this run."""
         return f"{self.parent or self.run_dir}@{step}"
 
-    def wrong(self, rule: str, action: str) -> ConfigError:
+    def error(self, rule: str, action: str) -> ConfigError:
         """The error for this address."""
         return _wrong(self.given, self.where, rule, action)
 
@@ -110,7 +110,7 @@ def parse_run_address(text: str) -> Address:
     found = parse_address(text)
     if found.step is not None:
         rule = "names a step, and this command takes a whole run."
-        raise found.wrong(rule, f"Give {found.run_dir}.")
+        raise found.error(rule, f"Give {found.run_dir}.")
     return found
 
 

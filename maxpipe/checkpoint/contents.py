@@ -118,7 +118,7 @@ def read_expected_digests(folder: epath.Path, step: int) -> RecordedDigests | No
             and (listed := manifest.read_arrays(folder, step)) is not None
         ):
             return RecordedDigests(
-                {name: ArrayDigest.of_entry(one) for name, one in listed.items()}
+                {name: ArrayDigest.from_entry(one) for name, one in listed.items()}
             )
         if not exists(folder / digest_item.DIGEST_ITEM):
             return None
@@ -185,7 +185,7 @@ def _iter_stored_digests(
             return one
 
         for one in pool.map(part, _starts(tuple(array.shape), chunk)):
-            found.join(one)
+            found.merge(one)
         yield name, found
 
 
@@ -213,7 +213,7 @@ def verify_arrays(folder: epath.Path, step: int, expected: RecordedDigests | Non
 
 def verify_metadata(folder: epath.Path, expected: RecordedDigests) -> list[str]:
     """What is wrong with the facts, if their digest is known without a manifest."""
-    if not expected.facts:
+    if not expected.metadata_digest:
         return []
     path = folder / METADATA_ITEM / "metadata"
     try:
@@ -224,7 +224,7 @@ def verify_metadata(folder: epath.Path, expected: RecordedDigests) -> list[str]:
         if not is_damage(error):
             raise
         return [f"{METADATA_ITEM}/metadata cannot be read: {root_cause_text(error)}"]
-    if digest_item.metadata_digest(content) != expected.facts:
+    if digest_item.metadata_digest(content) != expected.metadata_digest:
         return [f"{METADATA_ITEM}/metadata has other content than was saved"]
     return []
 

@@ -254,7 +254,7 @@ class RecordedDigests:
     """Digests of memory when a step was saved; older releases lack the facts' digest."""
 
     arrays: dict[str, ArrayDigest]
-    facts: str = ""
+    metadata_digest: str = ""
 
 
 def read_digest_item(folder: epath.Path, step: int) -> RecordedDigests:
@@ -273,7 +273,7 @@ def read_digest_item(folder: epath.Path, step: int) -> RecordedDigests:
                 read(folder / DIGEST_ITEM / f"{number}.json", _MAX_BYTES), _DigestFile
             )
             parts.append(
-                {n: ArrayDigest.of_part_entry(one) for n, one in content["arrays"].items()}
+                {n: ArrayDigest.from_part_entry(one) for n, one in content["arrays"].items()}
             )
         except ValueError as error:
             raise ValueError(f"{name} cannot be used: {error}") from error

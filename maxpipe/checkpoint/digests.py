@@ -66,7 +66,7 @@ class ArrayDigest:
         self.non_finite += num_non_finite(part)
         self.value = (self.value + _sum(*_words(part, first))) % _MODULO
 
-    def join(self, other: ArrayDigest) -> None:
+    def merge(self, other: ArrayDigest) -> None:
         """Add the parts of another sum of the same array."""
         assert (self.dtype, self.shape) == (other.dtype, other.shape)
         self.value = (self.value + other.value) % _MODULO
@@ -74,7 +74,7 @@ class ArrayDigest:
         self.non_finite += other.non_finite
 
     @property
-    def is_whole(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether as many elements were added as the array has."""
         return self.elements == math.prod(self.shape)
 
@@ -87,7 +87,7 @@ class ArrayDigest:
         return {**self.entry(), "elements": self.elements, "non_finite": self.non_finite}
 
     @classmethod
-    def of_entry(cls, entry: ArrayEntry) -> ArrayDigest:
+    def from_entry(cls, entry: ArrayEntry) -> ArrayDigest:
         """Of a whole array, as it was listed.
 
         Raises:
@@ -97,9 +97,9 @@ class ArrayDigest:
         return cls(entry["dtype"], shape, int(entry["digest"], 16), math.prod(shape))
 
     @classmethod
-    def of_part_entry(cls, entry: PartEntry) -> ArrayDigest:
+    def from_part_entry(cls, entry: PartEntry) -> ArrayDigest:
         """Of a part, as it was listed. Raises as `of_entry`."""
-        found = cls.of_entry(entry)
+        found = cls.from_entry(entry)
         found.elements, found.non_finite = entry["elements"], entry["non_finite"]
         return found
 
@@ -167,9 +167,9 @@ def merge_digests(parts: Iterable[Mapping[str, ArrayDigest]]) -> dict[str, Array
             mine = total.setdefault(name, ArrayDigest(one.dtype, one.shape))
             if (mine.dtype, mine.shape) != (one.dtype, one.shape):
                 raise ValueError(f"processes differ in the type or shape of {name}")
-            mine.join(one)
+            mine.merge(one)
     for name, one in total.items():
-        if not one.is_whole:
+        if not one.is_complete:
             count = math.prod(one.shape)
             raise ValueError(f"{one.elements:,} of {count:,} elements of {name} were digested")
     return total

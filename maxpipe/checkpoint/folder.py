@@ -79,11 +79,11 @@ class BestMetric:
         return cls(metric, section.get("best_is") == "largest")
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         """Such as `smallest eval/loss`."""
         return f"{'largest' if self.is_largest else 'smallest'} {self.metric}"
 
-    def key(self, metrics: Mapping[str, float]) -> float | None:
+    def sort_key(self, metrics: Mapping[str, float]) -> float | None:
         """The smaller the better; None for what was not evaluated, or is not finite."""
         value = metrics.get(self.metric, math.nan)
         if not math.isfinite(value):
@@ -133,7 +133,7 @@ def select_retained(saved: Sequence[CheckpointInfo], rules: RetentionRules) -> d
         for one in periods.values():
             keep(one, f"every {rules.every_hours:g} hours")
     better = rules.better
-    keys = [(key, one) for one in ordered if (key := better.key(one.metrics)) is not None]
+    keys = [(key, one) for one in ordered if (key := better.sort_key(one.metrics)) is not None]
     for _, one in sorted(keys, key=lambda each: each[0])[: rules.best]:
         keep(one, f"best, {better.metric.removeprefix('eval/')} {one.metrics[better.metric]:.4f}")
     return {step: "; ".join(reasons[step]) for step in sorted(reasons)}
@@ -218,7 +218,7 @@ class CheckpointFolder:
         """Names of the quarantined checkpoints."""
         return [entry.name for entry in entries(self.path) if ".corrupt" in entry.name]
 
-    def oddities(self) -> list[str]:
+    def describe_incomplete(self) -> list[str]:
         """One line for each entry with the name of a checkpoint that is none."""
         return [
             f"{entry}: is ignored, it holds no complete checkpoint"
@@ -238,7 +238,7 @@ class CheckpointFolder:
             or (in_bucket(entry) and _is_incomplete_step(entry))
         ]
 
-    def clean(self) -> list[str]:
+    def delete_unfinished(self) -> list[str]:
         """Delete what is unfinished; returns the names."""
         names = self.unfinished()
         for name in names:
@@ -249,7 +249,7 @@ class CheckpointFolder:
         """Free space of the file system; None of a bucket."""
         return None if in_bucket(self.path) else shutil.disk_usage(self.path).free
 
-    def facts(self, step: int) -> CheckpointMetadata:
+    def read_metadata(self, step: int) -> CheckpointMetadata:
         """Config, data position and the rest, without the arrays.
 
         Raises:
@@ -286,13 +286,13 @@ class CheckpointFolder:
             raise DamagedError(f"it holds step {found}: the folder's name must be the step inside")
         return facts
 
-    def saved(self, step: int) -> CheckpointInfo | None:
+    def read_info(self, step: int) -> CheckpointInfo | None:
         """The input of the retention rules; None for a step that is gone.
 
         For damaged facts, the folder's time.
         """
         try:
-            facts = self.facts(step)
+            facts = self.read_metadata(step)
         except (DamagedError, StorageError):
             try:
                 return CheckpointInfo(step, (self / step).stat().mtime)

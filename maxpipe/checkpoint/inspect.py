@@ -106,14 +106,14 @@ def format_checkpoint_list(address: Address, rules: RetentionRules | None) -> It
         yield f"{name}: was found damaged and is not used"
     for name in folder.unfinished():
         yield f"{name}: unfinished"
-    yield from folder.oddities()
+    yield from folder.describe_incomplete()
 
 
 def _saved(
     folder: CheckpointFolder, rules: RetentionRules | None
 ) -> Iterator[tuple[CheckpointInfo, int, str]]:
     """Each checkpoint with its bytes, and why it stays."""
-    saved = [one for step in folder.steps() if (one := folder.saved(step))]
+    saved = [one for step in folder.steps() if (one := folder.read_info(step))]
     reasons = select_retained(saved, rules) if rules else {}
     for one in saved:
         if (size := _num_bytes(folder / one.step)) is not None:  # else its run is deleting it
@@ -122,7 +122,7 @@ def _saved(
 
 def _metrics(folder: CheckpointFolder, step: int) -> dict[str, float]:
     try:
-        return dict(folder.facts(step).metrics or {})
+        return dict(folder.read_metadata(step).metrics or {})
     except (DamagedError, StorageError, FileNotFoundError):
         return {}
 
@@ -138,10 +138,10 @@ def describe_checkpoint(address: Address) -> Iterator[str]:
     for name, array in iter_named_arrays(found.state):
         yield f"{name:44} {array.dtype!s:9} {' x '.join(map(str, array.shape)) or 'scalar'}"
     count = sum(array.size for _, array in iter_named_arrays(found.state["params"]))
-    position = json.dumps(found.facts.data, sort_keys=True)
+    position = json.dumps(found.metadata.data, sort_keys=True)
     yield f"\nstep       {found.step}"
-    yield f"saved      {local_time(found.facts.time)}"
-    for tag, value in (found.facts.metrics or {}).items():
+    yield f"saved      {local_time(found.metadata.time)}"
+    for tag, value in (found.metadata.metrics or {}).items():
         yield f"{tag:10} {value:.6g}"
     yield f"parameters {count:,}"
     for name, value in (
@@ -192,7 +192,7 @@ def _faults(folder: CheckpointFolder, step: int) -> tuple[list[str], bool]:
         return [], False
     wrong = manifest.verify_files(path, step) if (sealed := manifest.has_manifest(path)) else []
     try:
-        folder.facts(step)
+        folder.read_metadata(step)
         wrong += [
             line
             for line in verify_arrays(path, step, read_expected_digests(path, step))
@@ -247,7 +247,7 @@ def check_own(run_dir: str, folder: CheckpointFolder) -> None:
 
 
 def _prune(folder: CheckpointFolder, rules: RetentionRules, *, dry_run: bool) -> Iterator[str]:
-    saved = [one for step in folder.steps() if (one := folder.saved(step))]
+    saved = [one for step in folder.steps() if (one := folder.read_info(step))]
     reasons = select_retained(saved, rules)
     newest = next((step for step in reversed(folder.steps()) if _is_right(folder, step)), None)
     if newest is not None:
@@ -273,7 +273,7 @@ def delete_checkpoint(address: Address, *, force: bool, elsewhere: bool = False)
         StorageError: a run is using the folder.
     """
     if address.step is None:
-        raise address.wrong("names no step to delete.", f"Give {address.given}@STEP.")
+        raise address.error("names no step to delete.", f"Give {address.given}@STEP.")
     checkpoints = open_address(address)
     folder = checkpoints.durable
     if not elsewhere:
@@ -284,7 +284,7 @@ def delete_checkpoint(address: Address, *, force: bool, elsewhere: bool = False)
         is_good = not manifest.has_manifest(folder / step) or _is_right(folder, step)
         if not force and is_good and not any(_is_right(folder, each) for each in reversed(newer)):
             only = "only" if len(folder.steps()) == 1 else "newest"
-            raise address.wrong(
+            raise address.error(
                 f"is the {only} checkpoint that is as it was saved: without it the run "
                 + ("begins again." if only == "only" else "loses steps."),
                 "Delete it with --force if that is what you want.",
@@ -305,7 +305,7 @@ def find_best_checkpoint(
     folder = open_address(address).durable
     better = better or read_best_metric(folder)
     step, value = find_best_step(folder, address, better)
-    return address.at(step), step, better.metric, value
+    return address.address_at(step), step, better.metric, value
 
 
 def best_metric_of_run(run_dir: str) -> BestMetric:

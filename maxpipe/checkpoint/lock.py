@@ -107,7 +107,7 @@ class RunLock:
         # In a bucket it has the methods of a Path that are used here, except for those below.
         self.path = cast(Path, folder) / FILE if in_bucket(folder) else Path(folder) / FILE
         self._key, self._to_free = key, to_free
-        self.note = self.lost = ""
+        self.note = self.lost_reason = ""
         self._folder = -1  # open, so that no other folder gets its inode
         self._identity: tuple[int, int] | None = None
         self._token = secrets.token_hex(8)
@@ -150,7 +150,7 @@ class RunLock:
             self._heart.join()
             with contextlib.suppress(OSError), translate_bucket_errors(self.path):
                 # A folder that is not ours is left alone: a claim, too, would be written there.
-                if self.held():
+                if self.check_held():
                     self._release()
         self._close_folder()
 
@@ -185,15 +185,15 @@ class RunLock:
             os.close(self._folder)
         self._folder = -1
 
-    def held(self) -> bool:
+    def check_held(self) -> bool:
         """Check whether folder and lock are still ours; costs some system calls.
 
         A short failure of storage says nothing about that. A lost lock stays lost.
         """
-        if not self.lost:
+        if not self.lost_reason:
             with contextlib.suppress(OSError), translate_bucket_errors(self.path):
-                self.lost = self._why_lost()
-        return not self.lost
+                self.lost_reason = self._why_lost()
+        return not self.lost_reason
 
     def check(self) -> None:
         """Check, as `held` does, before something is written.
@@ -201,17 +201,17 @@ class RunLock:
         Raises:
             StorageError: the folder is not this run's any more.
         """
-        self.held()
-        self.must_be_held()
+        self.check_held()
+        self.raise_if_lost()
 
-    def must_be_held(self) -> None:
+    def raise_if_lost(self) -> None:
         """Raise if an earlier check found it lost; costs nothing.
 
         Raises:
             StorageError: it was.
         """
-        if self.lost:
-            raise StorageError(self.lost)
+        if self.lost_reason:
+            raise StorageError(self.lost_reason)
 
     def _why_lost(self) -> str:
         try:
@@ -332,7 +332,7 @@ class RunLock:
     def _beat(self) -> None:
         while not self._released.wait(self._beat_seconds):
             # A lock that was taken over is not refreshed.
-            if self.held():
+            if self.check_held():
                 with contextlib.suppress(OSError), translate_bucket_errors(self.path):
                     _touch(self.path)
 

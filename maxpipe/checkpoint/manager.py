@@ -107,7 +107,7 @@ class CheckpointManager:
                 check_present(run_dir, self.durable.path)
             for folder in self._folders:
                 _prepare(folder, self._primary)
-                self._must_be_shared(folder)
+                self._check_shared(folder)
             self._writer = CheckpointWriter(self._prune, self._check_locks)
         self._reader = CheckpointReader(
             run_dir, self._folders, writes=write, record=record, agree=agree
@@ -119,7 +119,7 @@ class CheckpointManager:
             with translate_storage_errors(folder.path):
                 self._newest = max([self._newest, *folder.steps()])
 
-    def _must_be_shared(self, folder: CheckpointFolder) -> None:
+    def _check_shared(self, folder: CheckpointFolder) -> None:
         """A process that sees another folder would miss checkpoints and write its part of them
         where no other process finds it.
         """
@@ -151,7 +151,7 @@ class CheckpointManager:
         self, abstract: Tree, accept: Callable[[CheckpointMetadata], None] = lambda facts: None
     ) -> RestoredCheckpoint | None:
         """The newest intact checkpoint; None if there never was one. See `Reader`."""
-        found = self._reader.newest(abstract, accept)
+        found = self._reader.restore_newest(abstract, accept)
         if found is not None:
             self._newest = found.step
             self._newest_folder = next(
@@ -166,11 +166,11 @@ class CheckpointManager:
         accept: Callable[[CheckpointMetadata], None] = lambda facts: None,
     ) -> RestoredCheckpoint:
         """One checkpoint of the run's folder. See `Reader`."""
-        return self._reader.step(step, abstract, accept)
+        return self._reader.restore_step(step, abstract, accept)
 
     # Saving.
 
-    def due(self, step: int) -> bool:
+    def should_save(self, step: int) -> bool:
         """Whether the state after `step` is to be saved."""
         if self._retry_at is not None and time.monotonic() >= self._retry_at:
             return True
@@ -205,7 +205,7 @@ class CheckpointManager:
         """
         assert self._writer is not None, "opened for reading"
         self._check_locks()
-        self._settle(self._writer.outcome(wait=True))
+        self._handle_result(self._writer.take_result(wait=True))
         if step < self._newest:
             raise StorageError(
                 f"{self.durable.path}: step {step} was not saved\n"
@@ -221,7 +221,7 @@ class CheckpointManager:
             if not last:
                 return
             attempt += 1
-            save = self._writer.outcome(wait=True)
+            save = self._writer.take_result(wait=True)
             assert save is not None
             # Process 0 alone writes the manifest: its failure there is a failure of all.
             again = attempt <= self._config.retries
@@ -230,9 +230,9 @@ class CheckpointManager:
             else:
                 again = False
             if save.error is None or is_permanent(save.error) or not again:
-                self._settle(save, final=True)
+                self._handle_result(save, final=True)
             else:
-                self._tell_failure(save, f"another attempt in {_pause(attempt):g} s")
+                self._report_failure(save, f"another attempt in {_pause(attempt):g} s")
                 time.sleep(_pause(attempt))
 
     def poll(self) -> None:
@@ -243,11 +243,11 @@ class CheckpointManager:
                 to be lost in an earlier check.
         """
         for lock in self._locks:
-            lock.must_be_held()
+            lock.raise_if_lost()
         # The processes of a run may see a failure at different steps; with the first of them
         # that does the run ends, whatever on_failure says.
         if self._writer is not None:
-            self._settle(self._writer.outcome(wait=False))
+            self._handle_result(self._writer.take_result(wait=False))
 
     def wait(self) -> None:
         """Return when everything is on disk.
@@ -256,7 +256,7 @@ class CheckpointManager:
             StorageError: a save failed in the background.
         """
         if self._writer is not None:
-            self._settle(self._writer.outcome(wait=True), final=True)
+            self._handle_result(self._writer.take_result(wait=True), final=True)
 
     def _start(self, folder: CheckpointFolder, state: Tree, facts: CheckpointMetadata) -> None:
         assert self._writer is not None
@@ -272,7 +272,7 @@ class CheckpointManager:
         if trouble is None:
             self._writer.start(folder, state, facts)
         else:
-            self._writer.refuse(SaveResult(folder, facts.step, error=trouble))
+            self._writer.set_failed(SaveResult(folder, facts.step, error=trouble))
 
     def _check_locks(self, folder: CheckpointFolder | None = None) -> None:
         """Those of the run, or what holds one folder of checkpoints."""
@@ -291,7 +291,7 @@ class CheckpointManager:
         number, _, reason = text.partition(" ")
         return OSError(int(number), reason) if number != "0" else OSError(reason)
 
-    def _settle(self, save: SaveResult | None, *, final: bool = False) -> None:
+    def _handle_result(self, save: SaveResult | None, *, final: bool = False) -> None:
         """Handle a save that is over."""
         if save is None:
             return
@@ -313,13 +313,13 @@ class CheckpointManager:
             if self._failures <= self._config.retries and not is_permanent(save.error):
                 pause = _pause(self._failures)
                 self._retry_at = time.monotonic() + pause
-                return self._tell_failure(save, f"another attempt after {pause:g} s")
+                return self._report_failure(save, f"another attempt after {pause:g} s")
             if self._config.on_failure == "go_on":
-                return self._tell_failure(save, "training goes on until the next is due")
-        self._tell_failure(save, "")
+                return self._report_failure(save, "training goes on until the next is due")
+        self._report_failure(save, "")
         raise unwritable_error(save.folder, save.error, save.folder / save.step) from save.error
 
-    def _tell_failure(self, save: SaveResult, then: str) -> None:
+    def _report_failure(self, save: SaveResult, then: str) -> None:
         assert save.error is not None
         reason = root_cause_text(save.error)
         self._record("checkpoint_failed", step=save.step, reason=reason, failures=self._failures)
@@ -330,7 +330,7 @@ class CheckpointManager:
         """Delete what no rule keeps. The step of `save` was verified a moment ago."""
         folder = save.folder
         rules = RetentionRules.of(self._config) if folder is self.durable else RetentionRules(1)
-        saved = [one for step in folder.steps() if (one := folder.saved(step))]
+        saved = [one for step in folder.steps() if (one := folder.read_info(step))]
         stay = select_retained(saved, rules).keys() | {save.step}
         for one in saved:
             if one.step not in stay:
@@ -406,7 +406,7 @@ def _prepare(folder: CheckpointFolder, primary: bool) -> None:
     try:
         with translate_bucket_errors(folder.path):
             probe_writable(folder.path)
-            for name in folder.clean() if primary else ():
+            for name in folder.delete_unfinished() if primary else ():
                 _LOG.warning("%s is removed: it was never finished", folder.path / name)
     except OSError as error:
         raise unwritable_error(folder, error) from error
@@ -482,14 +482,14 @@ def resolve_step(folder: CheckpointFolder, address: Address) -> int:
             f"was found damaged, and is {aside[-1]} now; the saved steps are "
             f"{_format_steps(steps)}."
         )
-    raise address.wrong(rule, f"Take {address.at(steps[-1])}, the newest.")
+    raise address.error(rule, f"Take {address.address_at(steps[-1])}, the newest.")
 
 
 def read_best_metric(folder: CheckpointFolder) -> BestMetric:
     """By what the run compares its checkpoints: as the newest that can be read was saved with."""
     for step in reversed(folder.steps()):
         with contextlib.suppress(DamagedError, FileNotFoundError):
-            return BestMetric.of(folder.facts(step).config.get("checkpoint", {}))
+            return BestMetric.of(folder.read_metadata(step).config.get("checkpoint", {}))
     return BestMetric()
 
 
@@ -505,21 +505,21 @@ def find_best_step(
     known: set[str] = set()
     for step in folder.steps():
         with contextlib.suppress(DamagedError, FileNotFoundError):  # a run may be deleting it
-            metrics = folder.facts(step).metrics or {}
+            metrics = folder.read_metadata(step).metrics or {}
             known |= metrics.keys()
-            if (key := better.key(metrics)) is not None:
+            if (key := better.sort_key(metrics)) is not None:
                 values[step] = key
     if values:
         step = min(values, key=lambda each: (values[each], -each))
         return step, -values[step] if better.is_largest else values[step]
     if not known:
-        raise address.wrong(
+        raise address.error(
             "has no checkpoint that was evaluated at the step at which it was saved.",
             "Name a step, or train with eval.every at the same number as checkpoint.every; "
             "eval.every=0 evaluates the last step only.",
         )
     guess = did_you_mean(better.metric, known) or BestMetric().metric
-    raise address.wrong(
+    raise address.error(
         f"has no checkpoint with a metric {better.metric}; they have {', '.join(sorted(known))}.",
         f"Take --metric {guess}.",
     )

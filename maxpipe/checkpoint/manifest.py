@@ -109,7 +109,7 @@ class BackgroundDigester:
             new = [name for name in _complete_files(self._folder) if name not in known]
             self._seen.append((new, set(self._writers)))
 
-    def listed(self) -> dict[str, ManifestFile]:
+    def results(self) -> dict[str, ManifestFile]:
         """Size and digest by name; some files are not among them.
 
         Raises:

@@ -151,7 +151,7 @@ class CheckpointReader:
         self._record, self._agree = record, agree
         self._primary = jax.process_index() == 0
 
-    def newest(
+    def restore_newest(
         self, abstract: Tree, accept: Callable[[CheckpointMetadata], None] = lambda facts: None
     ) -> RestoredCheckpoint | None:
         """The newest intact checkpoint; None if there never was one.
@@ -163,7 +163,9 @@ class CheckpointReader:
         """
         skipped: list[_Skipped] = []
         if self._primary:
-            for oddity in (line for folder in self._folders for line in folder.oddities()):
+            for oddity in (
+                line for folder in self._folders for line in folder.describe_incomplete()
+            ):
                 _LOG.warning("%s", oddity)
         while (candidate := self._candidate(len(skipped))) is not None:
             folder, step = candidate
@@ -172,7 +174,7 @@ class CheckpointReader:
             except DamagedError as damage:
                 skipped.append(_Skipped(folder, step, str(damage)))
                 if len(skipped) == _TOO_MANY:
-                    raise self._distrusted(skipped) from damage
+                    raise self._repeated_damage_error(skipped) from damage
             else:
                 for one in skipped:
                     self._skip(one)
@@ -190,7 +192,7 @@ class CheckpointReader:
             )
         return None
 
-    def _distrusted(self, skipped: Sequence[_Skipped]) -> StorageError:
+    def _repeated_damage_error(self, skipped: Sequence[_Skipped]) -> StorageError:
         """Several in a row look damaged: nothing is renamed."""
         newest = skipped[0]
         reasons = "; ".join(f"{one.step}: {one.reason}" for one in skipped)
@@ -205,7 +207,7 @@ class CheckpointReader:
             + (f": the run resumes from step {older[-1]}." if older else ".")
         )
 
-    def step(
+    def restore_step(
         self,
         step: int,
         abstract: Tree | None = None,
@@ -300,13 +302,13 @@ _TEXT_BYTES = 1024
 class RestoredCheckpoint:
     """One checkpoint's content, and where it was."""
 
-    facts: CheckpointMetadata
+    metadata: CheckpointMetadata
     state: Tree
     folder: epath.Path
 
     @property
     def step(self) -> int:
-        return self.facts.step
+        return self.metadata.step
 
 
 def first_nonempty_text(text: str) -> str:
@@ -418,7 +420,7 @@ def _check_files_and_metadata(
             share = (jax.process_index(), jax.process_count())
             if wrong := manifest.verify_files(path, step, share):
                 return "; ".join(wrong[:3]), None, None
-        facts = folder.facts(step)
+        facts = folder.read_metadata(step)
         expected = contents.read_expected_digests(path, step)
         wrong = contents.verify_metadata(path, expected) if expected else []
         return "; ".join(wrong), facts, expected

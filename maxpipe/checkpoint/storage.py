@@ -228,7 +228,7 @@ class PinnedFolder:
             self._open = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             self.path = epath.Path(_OPEN_FILES) / str(self._open)
 
-    def named(self, error: BaseException) -> BaseException:
+    def restore_names(self, error: BaseException) -> BaseException:
         """The error, which speaks of the folder's name."""
         for cause in exception_chain(error):
             cause.args = tuple(self._by_name(each) for each in cause.args)

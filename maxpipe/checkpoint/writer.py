@@ -192,7 +192,7 @@ class _Handler(ocp.type_handlers.TypeHandler):
                 part = ArrayDigest(str(one.dtype), one.shape)
                 part.add(values, [each.start for each in region])
                 with lock:
-                    sums[name].join(part)
+                    sums[name].merge(part)
                 with ahead.writing():
                     target[region].write(
                         values, can_reference_source_data_indefinitely=True
@@ -208,7 +208,7 @@ class _Handler(ocp.type_handlers.TypeHandler):
                 run_in_threads(put, itertools.takewhile(lambda _: not self._stopped, tasks))
                 if self._stopped:
                     raise InterruptedError(errno.EINTR, os.strerror(errno.EINTR))
-                files = ahead.listed()
+                files = ahead.results()
             self.ahead = {f"{STATE_ITEM}/{_DATA}/{name}": one for name, one in files.items()}
             found = sums
         finally:
@@ -384,7 +384,7 @@ class CheckpointWriter:
                 self._checkpointer.save(pinned.path / str(facts.step), args=items)
             copied.set_result(found)
         except Exception as error:
-            save.error = pinned.named(error) if pinned else error
+            save.error = pinned.restore_names(error) if pinned else error
             copied.set_result(None)
         save.blocking_seconds = time.monotonic() - begin
         self._save = save
@@ -393,7 +393,7 @@ class CheckpointWriter:
         )
         self._thread.start()
 
-    def refuse(self, save: SaveResult) -> None:
+    def set_failed(self, save: SaveResult) -> None:
         """Make a save that never started the next outcome."""
         assert self._save is None
         self._save = save
@@ -410,14 +410,14 @@ class CheckpointWriter:
                             save.folder / save.step, save.step
                         )
         except Exception as error:
-            save.error = pinned.named(error) if pinned else error
+            save.error = pinned.restore_names(error) if pinned else error
         if pinned:
             pinned.close()
         save.seconds = time.monotonic() - begin
         if is_primary:
-            self._tidy(save)
+            self._clean_up(save)
 
-    def _tidy(self, save: SaveResult) -> None:
+    def _clean_up(self, save: SaveResult) -> None:
         try:
             self._check(save.folder)
         except StorageError:  # reported elsewhere; the folder is left alone
@@ -428,7 +428,7 @@ class CheckpointWriter:
                     if save.error is None:
                         self._then(save)
                     else:
-                        self._take_back(save)
+                        self._delete_failed_save(save)
                 return
             except (OSError, StorageError) as error:  # only costs space
                 if attempt == _ATTEMPTS - 1:
@@ -437,22 +437,22 @@ class CheckpointWriter:
                 # Writes that had started when another one failed go on for a moment.
                 time.sleep(_PAUSE_SECONDS)
 
-    def _take_back(self, save: SaveResult) -> None:
+    def _delete_failed_save(self, save: SaveResult) -> None:
         """Delete what a failed save has left: unfinished files, or files that are wrong."""
-        save.folder.clean()
+        save.folder.delete_unfinished()
         is_wrong = isinstance(save.error, SaveVerificationError | DivergenceError)
         if is_wrong and exists(save.folder / save.step):
             save.folder.remove(save.step)
 
     @property
-    def busy(self) -> bool:
+    def is_busy(self) -> bool:
         """Whether a save is under way."""
         return self._thread is not None and self._thread.is_alive()
 
-    def outcome(self, *, wait: bool) -> SaveResult | None:
+    def take_result(self, *, wait: bool) -> SaveResult | None:
         """The save that has ended since the last call; None if there is none."""
         if self._thread is not None:
-            if self.busy and not wait:
+            if self.is_busy and not wait:
                 return None
             self._thread.join()
         self._thread, save, self._save = None, self._save, None

@@ -56,12 +56,12 @@ class CommandLine:
 
     line: str
     words: list[Word]
-    quotes: list[str]
+    open_quotes: list[str]
     """The open quote before each character of the line, and at its end."""
 
     def replacement(self, start: int, text: str) -> str:
         """What to write in place of the line from `start` on, so that its last word is `text`."""
-        word, quote = self.words[-1], self.quotes[start]
+        word, quote = self.words[-1], self.open_quotes[start]
         rest = text[sum(end <= start for end in word.ends) :]
         if quote:
             found = "".join(_inside(quote, each) for each in rest)

@@ -111,7 +111,7 @@ _OVERWRITE = "--overwrite"
 
 
 def _list(options: argparse.Namespace) -> int:
-    rows = [(each.name, each.kind, each.about) for each in bundled_configs.configs().values()]
+    rows = [(each.name, each.kind, each.summary) for each in bundled_configs.configs().values()]
     names, kinds = (max(len(row[column]) for row in rows) for column in (0, 1))
     for name, kind, about in rows:
         print(f"{name:{names}}  {kind:{kinds}}  {about}")

@@ -85,7 +85,7 @@ def mixture_stage_table(train: Loader) -> list[dict[str, Any]]:
     for stage in train.stream.mixture.stages:
         total = sum(stage.quotas)
         shares = [quota / total if total else 0.0 for quota in stage.quotas]
-        first = train.ramp.batches(stage.first + 1)
+        first = train.ramp.num_batches(stage.first + 1)
         named = dict(zip(train.sources, shares, strict=True)) if total else {}
         found.append({"first_step": first, "first_sample": stage.first, "shares": named})
     return found
@@ -93,7 +93,7 @@ def mixture_stage_table(train: Loader) -> list[dict[str, Any]]:
 
 def source_table(train: Loader, steps: float) -> list[dict[str, Any]]:
     """What a run of this length reads of each source."""
-    samples = train.stream.counts(train.ramp.before(int(steps)))
+    samples = train.stream.samples_before(train.ramp.sequences_before(int(steps)))
     return [
         {
             "source": part.name,
@@ -107,7 +107,9 @@ def source_table(train: Loader, steps: float) -> list[dict[str, Any]]:
 
 def sequence_sources(train: Loader, batch: int) -> dict[str, Any]:
     """Where each row of a batch comes from."""
-    found = [{"source": row.source, "sequence": row.sequence} for row in train.rows(batch)]
+    found = [
+        {"source": row.source, "sequence": row.sequence} for row in train.sequence_origins(batch)
+    ]
     return {"batch": batch, "rows": found}
 
 

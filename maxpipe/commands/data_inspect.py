@@ -250,7 +250,7 @@ def open_datasets(config: Config, folder: str) -> Datasets:
         progress.close()
     dealt = mixture_of(folder) if folder and config.data.mixture else None
     if dealt is not None and dealt[0] == found.train.sources:
-        found.train.use(Mixture.of_facts(dealt[1], config.run.seed))
+        found.train.set_mixture(Mixture.from_metadata(dealt[1], config.run.seed))
     return found
 
 
@@ -293,9 +293,9 @@ def _split(datasets: Datasets, name: str) -> Loader:
 
     if name == "train":
         return datasets.train
-    check_split(name, ("train", "validation", *datasets.sets))
-    if name in datasets.sets:
-        return datasets.sets[name]
+    check_split(name, ("train", "validation", *datasets.validation_sets))
+    if name in datasets.validation_sets:
+        return datasets.validation_sets[name]
     if datasets.validation is None:
         raise ConfigError.one(
             "command line: --split",
@@ -311,10 +311,10 @@ def _iter_sequences(loader: Loader, batch: int, row: int, number: int) -> Iterat
     for given in range(number):
         yield batch, row
         row += 1
-        if row < len(loader.rows(batch)):
+        if row < len(loader.sequence_origins(batch)):
             continue
         batch, row = batch + 1, 0
-        if given + 1 < number and not loader.rows(batch):
+        if given + 1 < number and not loader.sequence_origins(batch):
             return
 
 
@@ -340,7 +340,11 @@ def _count_documents(segments: Sequence[Segment]) -> str:
 
 
 def _segment_header(segment: Segment) -> str:
-    part = "" if segment.num_tokens >= segment.of_tokens else f" of its {segment.of_tokens}"
+    part = (
+        ""
+        if segment.num_tokens >= segment.document_tokens
+        else f" of its {segment.document_tokens}"
+    )
     tokens = f"{segment.num_tokens}{part} tokens, {segment.num_trained} trained"
     half = f" {segment.half}" if segment.half else ""
     return _to_single_line(f"document {segment.document}{half}, {tokens}: {segment.where}")
@@ -430,7 +434,7 @@ def _stats(options: argparse.Namespace) -> int:
     if options.out is not None:
         write_file(options.out, "--out", lambda path: statistics.draw(found, path))
     if options.json:
-        facts: Any = [each.facts() for each in found]
+        facts: Any = [each.to_dict() for each in found]
         if config.data.mixture:
             facts = {"sources": dict(zip(sorted(config.data.mixture), facts, strict=True))}
         else:
@@ -496,7 +500,7 @@ def _source_statistics(
             found.marks.update(files.marks)
         return dataclasses.replace(found, unreadable=files.unreadable)
     packer = Packer(
-        packing_of(source, has_conversations=source.chat != "off"), tokens, most_pairs=most_pairs
+        packing_of(source, has_conversations=source.chat != "off"), tokens, max_pairs=most_pairs
     )
     cache_dir = str(expand_path(config.run.dir, "run.dir") / ".index")
     opened = open_source(

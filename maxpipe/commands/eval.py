@@ -75,7 +75,7 @@ def _eval_choices(options: argparse.Namespace, model: Address | Path) -> int:
             exam.questions = apply_chat_template(
                 exam.questions, tokenizer.chat, where, "Leave --chat out"
             )
-        texts = ScoringTokenizer(tokenizer, opened.room, is_chat=chat, as_written=chat)
+        texts = ScoringTokenizer(tokenizer, opened.max_length, is_chat=chat, skips_bos=chat)
         exam.check(texts, path)
         with result_writer(options.jsonl, "command line: --jsonl") as write:
             weights = opened.load(_print_status)

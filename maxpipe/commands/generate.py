@@ -60,7 +60,7 @@ def _generate(options: argparse.Namespace) -> int:
     sampling = Sampling(**{name: getattr(options, name) for name in names})
     with detect_interrupt():
         opened = open_model(model, options.inputs)
-        room = opened.room
+        room = opened.max_length
         tokenizer = add_end_of_turn_ids(opened.tokenizer) if options.chat else opened.tokenizer
         stops, ids = parse_stops(options.stop, tokenizer, "command line: --stop")
         limits = GenerationLimits(options.max_tokens, room, stops, options.batch_size, stop_ids=ids)
@@ -69,7 +69,7 @@ def _generate(options: argparse.Namespace) -> int:
             chat = tokenizer.chat and tokenizer.chat.with_settings(opened.template_settings)
             encode = partial(encode_chats, tokenizer=tokenizer, room=room, chat=chat)
         prompts = encode(texts)
-        decoding, params = opened.decoding(_print_status, sampling, options.seed)
+        decoding, params = opened.load_decode_engine(_print_status, sampling, options.seed)
 
         def answer(prompts: list[Prompt]) -> str:
             printer = _Printer(options, tokenizer, is_alone=len(prompts) == 1)
@@ -179,7 +179,7 @@ class _Printer:
         found = {"prompt": done.prompt.text, "text": done.text, "tokens": done.tokens}
         if self._logprobs:
             found["logprobs"] = done.logprobs
-        return found | {"finish_reason": done.finish}
+        return found | {"finish_reason": done.finish_reason}
 
 
 def _write_now(text: str) -> None:

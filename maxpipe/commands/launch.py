@@ -56,12 +56,13 @@ def _cluster(options: argparse.Namespace) -> int:
         submission.write(job.folder)
         print(f"wrote {', '.join(submission.files)} to {job.folder}", file=sys.stderr, flush=True)
     else:
-        print(submission.printed(job.folder), end="")
+        print(submission.render(job.folder), end="")
     if options.submit:
         return submission.run()
     again = "" if options.write else ", after --write FOLDER or with --submit"
     print(
-        f"nothing was submitted; submit with{again}: {' '.join(submission.submit)}", file=sys.stderr
+        f"nothing was submitted; submit with{again}: {' '.join(submission.submit_command)}",
+        file=sys.stderr,
     )
     return ExitCode.DONE
 

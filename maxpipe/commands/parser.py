@@ -42,7 +42,7 @@ class Parser(argparse.ArgumentParser):
             message = f"a command is required: {', '.join(self.command_names)}"
         raise ConfigError.one(f"command line: {self.prog}", None, f"{message}.", see)
 
-    def refuse(self, unknown: Sequence[str]) -> None:
+    def reject_unknown(self, unknown: Sequence[str]) -> None:
         """Raises for the first option that this command lacks, with the option that is meant.
 
         Raises:
@@ -74,7 +74,7 @@ class Parser(argparse.ArgumentParser):
         takes = any(action.dest == "inputs" for action in self._actions)
         return takes and match_exact_key(option.lstrip("-").split("."), KEYS) is not None
 
-    def with_files(self, argv: Sequence[str]) -> list[str]:
+    def expand_config_option(self, argv: Sequence[str]) -> list[str]:
         """The arguments with `--config FILE` as FILE, of a command that takes config files."""
         takes = any(action.dest == "inputs" for action in self._actions)
         if not takes or "--config" in self._option_string_actions:
@@ -89,7 +89,7 @@ class Parser(argparse.ArgumentParser):
             if each != "--config" or place + 1 == len(parts)
         ]
 
-    def joined(self, argv: Sequence[str]) -> list[str]:
+    def join_option_values(self, argv: Sequence[str]) -> list[str]:
         """The arguments with `--option value` as `--option=value` where no option is known."""
         parts: list[str] = []
         for argument in argv:
@@ -152,7 +152,7 @@ def read_config(
 
     loaded = load(inputs, saved, to_train=to_train)
     print_notes(loaded)
-    for each in loaded.cautions:
+    for each in loaded.warnings:
         print(redact.redact_for_terminal(f"warning: {each.line}"), file=sys.stderr, flush=True)
     return loaded
 

@@ -225,7 +225,7 @@ def _example_sizes(names: list[str]) -> dict[str, Any]:
 def _reads_group(name: str) -> bool:
     from maxpipe.schedule.catalog import SCHEDULES
 
-    return name in SCHEDULES and SCHEDULES[name].reads_group
+    return name in SCHEDULES and SCHEDULES[name].uses_group
 
 
 def _usual_repeats(name: str) -> int | None:
@@ -235,7 +235,7 @@ def _usual_repeats(name: str) -> int | None:
 
     if name.startswith(FILE_PREFIX):
         return read_orders(Path(name.removeprefix(FILE_PREFIX)))[0].num_repeats
-    return SCHEDULES[name].repeats or SCHEDULES[name].usual_repeats
+    return SCHEDULES[name].repeats or SCHEDULES[name].default_repeats
 
 
 def _costs(text: str) -> tuple[float, ...]:

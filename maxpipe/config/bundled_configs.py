@@ -36,7 +36,7 @@ class BundledConfig:
         return self.path.read_text(encoding="utf-8")
 
     @property
-    def about(self) -> str:
+    def summary(self) -> str:
         """The first sentence of the comment that the file begins with."""
         lines = []
         for line in self.text.splitlines():

@@ -58,7 +58,9 @@ def error_location(key: str, origins: Mapping[str, str]) -> str:
 
 def total_steps(train: TrainConfig) -> int:
     """Optimizer steps of the whole run."""
-    return train.steps or BatchRamp.of(train).batches(-(-train.tokens // train.sequence_length))
+    return train.steps or BatchRamp.from_config(train).num_batches(
+        -(-train.tokens // train.sequence_length)
+    )
 
 
 def check(config: Config, origins: Mapping[str, str], skip: Collection[str] = ()) -> list[Problem]:
@@ -185,7 +187,7 @@ _ROUNDS_TO_ONE = 1 - 2.0**-25
 @rule("train.batch_ramp", "train.batch_size", "train.sequence_length", is_first=True)
 def _ramp_can_be_read(config: Config) -> Iterator[RuleViolation]:
     try:
-        BatchRamp.of(config.train)
+        BatchRamp.from_config(config.train)
     except ValueError as error:
         yield RuleViolation(
             "train.batch_ramp", str(error), f'Set "train.batch_ramp={_example_ramp(config)}".'
@@ -209,7 +211,7 @@ def _example_ramp(config: Config) -> str:
 
 @rule(*_LENGTH)
 def _ramp_grows_and_ends(config: Config) -> Iterator[RuleViolation]:
-    found, steps = BatchRamp.of(config.train), total_steps(config.train)
+    found, steps = BatchRamp.from_config(config.train), total_steps(config.train)
     if wrong := training_schedule.check_order(found):
         yield RuleViolation(
             "train.batch_ramp", wrong, "Set train.batch_ramp=[] for batches of one size."
@@ -218,7 +220,7 @@ def _ramp_grows_and_ends(config: Config) -> Iterator[RuleViolation]:
         yield RuleViolation(
             "train.batch_ramp",
             f"has {pluralize(found.steps, 'step')}, and the whole run {steps}: no batch has "
-            f"train.batch_size ({found.rows}) rows.",
+            f"train.batch_size ({found.batch_size}) rows.",
             f"Set train.steps={2 * found.steps}, or train.batch_ramp to shorter stages.",
         )
 
@@ -402,7 +404,9 @@ def _family_rules(config: Config) -> Iterator[RuleViolation]:
 @rule(*_MODEL_KEYS)
 def _attention_backend_supports_model(config: Config) -> Iterator[RuleViolation]:
     section = family_section(config.model.family)
-    parts = [part for kind in describe(config.model).kinds.values() for part in kind.parts.values()]
+    parts = [
+        part for kind in describe(config.model).layer_types.values() for part in kind.parts.values()
+    ]
     mixing = [part for part in parts if isinstance(part, Attention | LatentAttention)]
     options = {option for part in mixing for option in part.unsupported}
     for option in sorted(options):

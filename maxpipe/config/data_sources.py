@@ -73,8 +73,10 @@ def stage_ends(found: Sequence[MixtureStage], ramp: BatchRamp, sequence_length: 
         if stage.unit == "steps":
             batch += stage.length
         else:
-            batch = ramp.batches(ramp.before(batch) - (-stage.length // sequence_length))
-        edges.append(ramp.before(batch))
+            batch = ramp.num_batches(
+                ramp.sequences_before(batch) - (-stage.length // sequence_length)
+            )
+        edges.append(ramp.sequences_before(batch))
     return edges
 
 

@@ -133,7 +133,7 @@ class TranslationReport(NamedTuple):
     origin: str
     text: str
     """A config with the settings that have a name here."""
-    names_config: bool
+    has_config_file_key: bool
     """Whether a key of the file names another config file, which may set required keys."""
 
     def assignments(self, problems: list[Problem]) -> list[Assignment]:
@@ -210,7 +210,9 @@ def translate_file(
             absent.setdefault(_reason(found), []).append(name)
     config = find_config_file_key(assignments)
     if config and not lines:
-        return TranslationReport(_launcher_problem(origin, *config), origin, "", names_config=True)
+        return TranslationReport(
+            _launcher_problem(origin, *config), origin, "", has_config_file_key=True
+        )
     text = [*_yaml(lines), *_remarks(absent)]
     body = "\n".join(f"    {line}".rstrip() for line in text)
     named = sum(bool(remark) for _, remark in lines.values())
@@ -221,7 +223,7 @@ def translate_file(
     action = f"Write these lines to a .yml file, and give that in place of {origin}:\n{body}"
     problem = Problem(origin, "", rule, action)
     return TranslationReport(
-        problem, origin, "\n".join(text) + "\n", names_config=config is not None
+        problem, origin, "\n".join(text) + "\n", has_config_file_key=config is not None
     )
 
 

@@ -107,7 +107,7 @@ def _rollouts_are_whole(config: Config) -> Iterator[RuleViolation]:
     updates = config.grpo.updates_per_rollout
     if not _is_grpo(config):
         return
-    steps = config.train.steps or BatchRamp.of(config.train).batches(
+    steps = config.train.steps or BatchRamp.from_config(config.train).num_batches(
         -(-config.train.tokens // config.train.sequence_length)
     )
     periods = {

@@ -83,9 +83,9 @@ class LoadedConfig:
     config: Config
     origins: dict[str, str]
     """Full key to "default", a file, or the text of an override."""
-    filled: frozenset[str] = frozenset()
+    inferred: frozenset[str] = frozenset()
     """Full keys that were -1, of which the devices have decided the value."""
-    cautions: tuple[Problem, ...] = ()
+    warnings: tuple[Problem, ...] = ()
     """What was understood but should be written otherwise."""
     notes: tuple[str, ...] = ()
     """The origin of the model, where several files set it: lines to show first."""
@@ -147,7 +147,7 @@ def _load_translated(
     named = _default_run_name(located[-1]) if located and located[-1] else None
     # Another trainer's config file that an option names may set the missing keys.
     is_complete = None not in read and foreign_files.find_config_file_key(given) is None
-    is_complete = is_complete and not any(each.names_config for each in translated.values())
+    is_complete = is_complete and not any(each.has_config_file_key for each in translated.values())
     foreign = [each.origin for each in located if each and _is_foreign(each)]
     foreign = [each for each in foreign if each not in translated]
     built = _build(
@@ -159,7 +159,7 @@ def _load_translated(
         *shape_override_notes(assignments),
         *map(_shape_only_note, foreign_names),
     )
-    return dataclasses.replace(built, cautions=cautions, notes=notes)
+    return dataclasses.replace(built, warnings=cautions, notes=notes)
 
 
 def from_dict(values: Mapping[str, Any]) -> Config:
@@ -403,7 +403,7 @@ def _context(unknown: Sequence[Assignment], nodes: Mapping[str, Any]) -> Transla
         for path, raw in foreign_files.leaves(assignment):
             if is_accumulation(path):
                 accumulation = convert_value("pipeline.microbatches", raw)[0]
-                context = dataclasses.replace(context, accumulation=int(accumulation or 1))
+                context = dataclasses.replace(context, gradient_accumulation=int(accumulation or 1))
                 continue
             found = translate(path, raw, context)
             for key, text in found.settings:
@@ -560,7 +560,7 @@ def _unknown_problem(assignment: Assignment, context: TranslationContext) -> Pro
     if isinstance(assignment.raw, dict) and not rest and (close := did_you_mean(section, SECTIONS)):
         return assignment.problem(rule, f"Did you mean {close}? {show}", given=False)
     found = _translate_unknown(assignment, context)
-    action = found.act(in_file=assignment.is_in_file)
+    action = found.action_text(in_file=assignment.is_in_file)
     if found.key and not found.is_exact:
         action = f"Did you mean {found.key}? {show}"
     problem = assignment.problem(

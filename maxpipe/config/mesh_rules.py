@@ -42,7 +42,7 @@ _MODEL_KEYS = tuple(key for key in KEYS if key.startswith("model."))
 
 def _parts(config: Config) -> Iterator[Part]:
     """Of all kinds of layers."""
-    for kind in describe(config.model).kinds.values():
+    for kind in describe(config.model).layer_types.values():
         yield from kind.parts.values()
 
 

@@ -37,7 +37,7 @@ def _frozen_parameters_exist(config: Config) -> Iterator[RuleViolation]:
 @rule(*_MODEL_KEYS, "adapter.rank")
 def _something_is_trained(config: Config) -> Iterator[RuleViolation]:
     model = describe(config.model)
-    wanted = config.adapter.rank and not any(kind.adapters for kind in model.kinds.values())
+    wanted = config.adapter.rank and not any(kind.adapters for kind in model.layer_types.values())
     if trained(model) or wanted:
         return
     if config.adapter.rank:

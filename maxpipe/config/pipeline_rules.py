@@ -66,7 +66,7 @@ def _repeats_fit_the_schedule(config: Config) -> Iterator[RuleViolation]:
 @rule("pipeline.delayed_forwarding", "pipeline.schedule")
 def _schedule_uses_delayed_forwarding(config: Config) -> Iterator[RuleViolation]:
     schedule = config.pipeline.schedule
-    readers = [name for name, spec in SCHEDULES.items() if spec.delays]
+    readers = [name for name, spec in SCHEDULES.items() if spec.supports_delay]
     if config.pipeline.delayed_forwarding and schedule in SCHEDULES and schedule not in readers:
         yield RuleViolation(
             "pipeline.delayed_forwarding",
@@ -170,7 +170,7 @@ def _prologue_leaves_a_layer_per_chunk(config: Config) -> Iterator[RuleViolation
 
 
 def _reads_group(schedule: str) -> bool:
-    return schedule in SCHEDULES and SCHEDULES[schedule].reads_group
+    return schedule in SCHEDULES and SCHEDULES[schedule].uses_group
 
 
 @rule("pipeline.group", "pipeline.schedule")
@@ -245,7 +245,7 @@ def _ramp_has_whole_microbatches(config: Config) -> Iterator[RuleViolation]:
     key, train, pipeline = "train.batch_ramp", config.train, config.pipeline
     if train.batch_size % pipeline.microbatches:
         return
-    each, stages = train.batch_size // pipeline.microbatches, BatchRamp.of(train).stages
+    each, stages = train.batch_size // pipeline.microbatches, BatchRamp.from_config(train).stages
     more = train.batch_size // math.gcd(each, *(rows for rows, _ in stages))
     for rows, _ in stages:
         if rows >= train.batch_size:

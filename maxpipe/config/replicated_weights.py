@@ -30,18 +30,18 @@ class ReplicatedWeight:
     name: str
     num_bytes: int
     """On each of them."""
-    over: Mapping[str, int]
+    axes: Mapping[str, int]
     """Axes along which it is the same, of more than one device."""
-    logical: str
+    logical_axis: str
     """The dim that the default table divides over one of them, or empty."""
-    is_meant: bool
+    is_intended: bool
     """Whether a rule of the user keeps it whole, or divides it over some of the axes."""
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         """What is the same where."""
-        axes = " x ".join(f"{axis} {size}" for axis, size in self.over.items())
-        return f"all {math.prod(self.over.values())} devices along {axes} hold the same copy"
+        axes = " x ".join(f"{axis} {size}" for axis, size in self.axes.items())
+        return f"all {math.prod(self.axes.values())} devices along {axes} hold the same copy"
 
 
 def find_replicated_weights(config: Config) -> Iterator[ReplicatedWeight]:
@@ -78,22 +78,24 @@ def _weights(config: Config, stages: int) -> Iterator[tuple[str, Param, int]]:
         ("layers", model.layers[outside:], stages),
     ):
         for kind, count in Counter(layers).items():
-            for path, param in model.kinds[kind].params.items():
+            for path, param in model.layer_types[kind].params.items():
                 yield ".".join((place, kind, *path)), param, -(-count // share)
 
 
 @rule(LIMIT, "mesh.axis_rules", "pipeline.layers_outside", *axis_keys(*MESH_AXES), *_MODEL_KEYS)
 def _large_weights_are_divided(config: Config) -> Iterator[RuleViolation]:
-    found = [each for each in find_replicated_weights(config) if not each.is_meant]
-    for logical in dict.fromkeys(each.logical for each in found):
+    found = [each for each in find_replicated_weights(config) if not each.is_intended]
+    for logical in dict.fromkeys(each.logical_axis for each in found):
         largest = max(
-            (each for each in found if each.logical == logical), key=lambda each: each.num_bytes
+            (each for each in found if each.logical_axis == logical),
+            key=lambda each: each.num_bytes,
         )
         key = f"mesh.axis_rules.{logical}" if logical else LIMIT
         default = format_value(list(DEFAULT_AXIS_RULES.get(logical, ()))).replace(" ", "")
         yield RuleViolation(
             key,
-            f"leaves {largest.name} whole, {largest.num_bytes:,} bytes: {largest.words}, more than "
+            f"leaves {largest.name} whole, {largest.num_bytes:,} bytes: "
+            f"{largest.description}, more than "
             f"{LIMIT} ({config.mesh.largest_copy_bytes:,}) and by no rule that says so.",
             f"Set {key}={default if logical else largest.num_bytes}"
             + (f", or {LIMIT}=0 for no limit." if logical else ", or 0 for no limit."),
@@ -102,15 +104,17 @@ def _large_weights_are_divided(config: Config) -> Iterator[RuleViolation]:
 
 def replication_warnings(config: Config) -> Iterator[Problem]:
     """Cautions: a rule of the user keeps a large weight whole."""
-    found = [each for each in find_replicated_weights(config) if each.is_meant and each.logical]
-    for logical in dict.fromkeys(each.logical for each in found):
-        mine = [each for each in found if each.logical == logical]
+    found = [
+        each for each in find_replicated_weights(config) if each.is_intended and each.logical_axis
+    ]
+    for logical in dict.fromkeys(each.logical_axis for each in found):
+        mine = [each for each in found if each.logical_axis == logical]
         largest = max(mine, key=lambda each: each.num_bytes)
         more = f", and {len(mine) - 1} more weights" if len(mine) > 1 else ""
         yield Problem(
             f"mesh.axis_rules.{logical}",
             format_value(list(config.mesh.axis_rules[logical])),
             f"keeps {largest.name} ({largest.num_bytes:,} bytes a device{more}) on several "
-            f"devices: {largest.words}, moments and gradient too.",
+            f"devices: {largest.description}, moments and gradient too.",
             f"Leave it as it is if that is meant, or set {LIMIT}=0 to hear no more of it.",
         )

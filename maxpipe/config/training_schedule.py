@@ -19,7 +19,7 @@ _TEXT = re.compile(r"(\d{1,8})\s+for\s+(\d(?:_?\d){0,17})\s+(steps|tokens)", re.
 class RampStage(NamedTuple):
     """Steps with batches of one size."""
 
-    rows: int
+    batch_size: int
     steps: int
 
 
@@ -30,11 +30,11 @@ class BatchRamp(NamedTuple):
     """
 
     stages: tuple[RampStage, ...]
-    rows: int
+    batch_size: int
     """Of every batch behind the stages."""
 
     @classmethod
-    def of(cls, train: TrainConfig) -> BatchRamp:
+    def from_config(cls, train: TrainConfig) -> BatchRamp:
         """That of a config.
 
         Raises:
@@ -48,49 +48,53 @@ class BatchRamp(NamedTuple):
         """Steps until batches have their last size."""
         return sum(stage.steps for stage in self.stages)
 
-    def pieces(self) -> Iterator[tuple[int, int, int]]:
+    def stage_starts(self) -> Iterator[tuple[int, int, int]]:
         """(first batch, rows in front of it, rows of each) of the stages and of what follows."""
         first = front = 0
         for rows, steps in self.stages:
             yield first, front, rows
             first, front = first + steps, front + rows * steps
-        yield first, front, self.rows
+        yield first, front, self.batch_size
 
-    def place(self, number: int) -> tuple[int, int]:
+    def position_of(self, number: int) -> tuple[int, int]:
         """(rows in front of a batch, its own rows)."""
-        first, front, rows = next(p for p in reversed(list(self.pieces())) if p[0] <= number)
+        first, front, rows = next(p for p in reversed(list(self.stage_starts())) if p[0] <= number)
         return front + (number - first) * rows, rows
 
-    def before(self, number: int) -> int:
+    def sequences_before(self, number: int) -> int:
         """Rows in front of a batch: those of all batches before it."""
-        return self.place(number)[0]
+        return self.position_of(number)[0]
 
-    def batches(self, rows: int) -> int:
+    def num_batches(self, rows: int) -> int:
         """The fewest batches from the first one on with as many rows together."""
-        first, front, each = next(p for p in reversed(list(self.pieces())) if p[1] <= rows)
+        first, front, each = next(p for p in reversed(list(self.stage_starts())) if p[1] <= rows)
         return first + -(-(rows - front) // each)
 
     def sizes(self, start: int = 0) -> list[int]:
         """Sizes from a batch on, in their order, each once."""
-        ends = [first for first, *_ in self.pieces()][1:]
-        left = [s.rows for s, end in zip(self.stages, ends, strict=True) if end > start]
-        return list(dict.fromkeys([*left, self.rows]))
+        ends = [first for first, *_ in self.stage_starts()][1:]
+        left = [s.batch_size for s, end in zip(self.stages, ends, strict=True) if end > start]
+        return list(dict.fromkeys([*left, self.batch_size]))
 
-    def same_until(self, other: BatchRamp, number: int) -> bool:
+    def equals_until(self, other: BatchRamp, number: int) -> bool:
         """Whether all batches before this one are the same rows in both."""
-        edges = {p[0] for ramp in (self, other) for p in ramp.pieces()} | {number}
-        return all(self.before(edge) == other.before(edge) for edge in edges if 0 <= edge <= number)
+        edges = {p[0] for ramp in (self, other) for p in ramp.stage_starts()} | {number}
+        return all(
+            self.sequences_before(edge) == other.sequences_before(edge)
+            for edge in edges
+            if 0 <= edge <= number
+        )
 
-    def facts(self) -> dict[str, Any]:
+    def metadata(self) -> dict[str, Any]:
         """JSON values that a fingerprint of the data holds; those of a run without stages as ever.
 
         `of_facts` reads them.
         """
         ramp = [list(stage) for stage in self.stages]
-        return {"batch_size": self.rows} | ({"batch_ramp": ramp} if ramp else {})
+        return {"batch_size": self.batch_size} | ({"batch_ramp": ramp} if ramp else {})
 
     @classmethod
-    def of_facts(cls, facts: Any) -> BatchRamp:
+    def from_metadata(cls, facts: Any) -> BatchRamp:
         """The ramp of a fingerprint."""
         stages = (RampStage(*map(int, stage)) for stage in facts.get("batch_ramp", ()))
         return cls(tuple(stages), int(facts["batch_size"]))
@@ -114,11 +118,12 @@ def _stage(text: str, sequence_length: int) -> RampStage:
 
 def check_order(ramp: BatchRamp) -> str:
     """The rule that sizes break that do not grow; else nothing."""
-    sizes: Sequence[int] = [stage.rows for stage in ramp.stages] + [ramp.rows]
+    sizes: Sequence[int] = [stage.batch_size for stage in ramp.stages] + [ramp.batch_size]
     for small, large in itertools.pairwise(sizes):
         if small >= large:
             return (
-                f"must grow from stage to stage up to train.batch_size ({ramp.rows}), and {small} "
+                f"must grow from stage to stage up to train.batch_size ({ramp.batch_size}), "
+                f"and {small} "
                 f"is followed by {large}."
             )
     return ""

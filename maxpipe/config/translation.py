@@ -51,7 +51,7 @@ class Translation(NamedTuple):
     key: str = ""
     """The key with this meaning, if there is one."""
 
-    def act(self, *, in_file: bool) -> str:
+    def action_text(self, *, in_file: bool) -> str:
         """The action, in words for the command line or for a file."""
         if not self.settings:
             return self.action
@@ -93,7 +93,7 @@ class TranslationContext:
 
     values: Mapping[str, Any]
     """Full key to the value that files and overrides give it so far."""
-    accumulation: int = 1
+    gradient_accumulation: int = 1
     """Gradient accumulation, as other trainers count it."""
 
     @property
@@ -101,23 +101,23 @@ class TranslationContext:
         """The model's family."""
         return str(self.values[FAMILY])
 
-    def devices(self, axes: Sequence[str] = MESH_AXES) -> int | None:
+    def num_devices(self, axes: Sequence[str] = MESH_AXES) -> int | None:
         """The number of devices along these axes; None where it is not known."""
-        sizes = self.sizes()
+        sizes = self.axis_sizes()
         left = [key for key, size in sizes.items() if size < 1]
         if left:
-            total = self._cpu_devices()
+            total = self._num_cpu_devices()
             fixed = math.prod(size for size in sizes.values() if size >= 1)
             if total is None or len(left) != 1 or total % fixed:
                 return None
             sizes[left[0]] = total // fixed
         return math.prod(sizes[key] for key in axis_keys(*axes))
 
-    def sizes(self) -> dict[str, int]:
+    def axis_sizes(self) -> dict[str, int]:
         """Return the size of each mesh axis by its key; -1 stands for the remaining devices."""
         return {key: int(self.values[key]) for key in axis_keys(*MESH_AXES)}
 
-    def _cpu_devices(self) -> int | None:
+    def _num_cpu_devices(self) -> int | None:
         """The devices of a run on CPUs; None where it may run on accelerators."""
         processes = int(self.values["runtime.num_processes"])
         each = int(self.values["mesh.cpu_devices"])
@@ -272,10 +272,10 @@ def _per_device_batch(
 
     def translated(raw: Raw, context: TranslationContext) -> Translation:
         why = f"{key} counts the sequences of all devices."
-        number, devices = _number(raw), context.devices(axes)
+        number, devices = _number(raw), context.num_devices(axes)
         if number is None or number <= 0:
             return Translation((), why, _leave_out(key), key=key)
-        factor = context.accumulation if accumulates else 1
+        factor = context.gradient_accumulation if accumulates else 1
         if devices and (total := number * devices * factor) == int(total):
             return Translation(((key, str(int(total))),), why, key=key)
         over = "devices" if axes is MESH_AXES else "devices along data, fsdp and expert"
@@ -288,7 +288,7 @@ def _per_device_batch(
 
 def _example(key: str, number: float, axes: Sequence[str], context: TranslationContext) -> str:
     """Return an example of the number of sequences, for one size of the mesh axis with size -1."""
-    sizes = context.sizes()
+    sizes = context.axis_sizes()
     left = [axis for axis, size in sizes.items() if size < 1]
     for size in (2, 4, 8, 16, 32, 64, 128, 256):
         filled = {axis: given if given >= 1 else size for axis, given in sizes.items()}

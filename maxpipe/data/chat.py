@@ -134,7 +134,7 @@ def expand_trained_messages(
             try:
                 counts[number] = len(conversation_of(source.record(number), config).trained)
             except BadRecord as error:
-                problem = Problem(source.where(number), error.given, error.rule, error.action)
+                problem = Problem(source.where(number), error.value, error.rule, error.action)
                 raise UnreadableRecord([problem]) from error
             progress.update(number + 1)
         source.check_unchanged(moved)
@@ -248,7 +248,7 @@ def wrap_record_errors(source: Source, document: int) -> Iterator[None]:
         with wrap_text_errors(lambda _: source.where(document)):
             yield
     except BadRecord as error:
-        problem = Problem(source.where(document), error.given, error.rule, error.action)
+        problem = Problem(source.where(document), error.value, error.rule, error.action)
         raise UnreadableRecord([problem]) from error
 
 
@@ -289,10 +289,10 @@ class ConversationEncoder:
             record = self.source.record(document)
             if isinstance(record, TrainedMessage):
                 found = conversation_of(record.record, self._config)
-                return self.encoded(found.up_to(found.trained[record.number]))
-            return self.encoded(conversation_of(record, self._config))
+                return self.encode_conversation(found.up_to(found.trained[record.number]))
+            return self.encode_conversation(conversation_of(record, self._config))
 
-    def encoded(self, conversation: ChatInput) -> EncodedDocument:
+    def encode_conversation(self, conversation: ChatInput) -> EncodedDocument:
         """The same of a conversation.
 
         Raises:
@@ -306,7 +306,7 @@ class ConversationEncoder:
             try:
                 found = process.render(conversation, masking=masking, day=self.day)
             except RenderError as error:
-                raise self._refused(error) from error
+                raise self._render_error(error) from error
             except (TypeError, ValueError) as error:
                 rule = f"must have messages that JSON can hold: {error}."
                 raise BadRecord("", rule, "Leave other values out.") from error
@@ -340,7 +340,7 @@ class ConversationEncoder:
             if process.is_alive:
                 self._idle.append(process)
 
-    def _refused(self, error: RenderError) -> BadRecord:
+    def _render_error(self, error: RenderError) -> BadRecord:
         path = self.template.path
         if error.kind != "prefix":
             rule = f"must be messages that {path} takes: {error}."
@@ -360,10 +360,10 @@ class ConversationEncoder:
         fields = [config.messages_field]
         if config.chat == "prompt":
             fields = [config.prompt_field, config.response_field]
-        parts = [config.chat, fields, *self.masking_facts()]
+        parts = [config.chat, fields, *self.masking_metadata()]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
-    def masking_facts(self) -> list[Any]:
+    def masking_metadata(self) -> list[Any]:
         """JSON values of all that decides how a conversation becomes ids and a mask."""
         config, template = self._config, self.template
         found = [_VERSION, sorted(config.trained_roles), config.rewritten_history]
@@ -409,9 +409,9 @@ class ChatDocuments(EncodedDocuments):
         found = self._conversations.encode(document)
         assert found.trained is not None and self._masks is not None
         if ids_digest(found.ids) != self._digests[document]:
-            raise self._changed(document)
+            raise self._changed_error(document)
         if mask_digest(found.trained) != self._masks[document]:
-            raise self._changed(document)
+            raise self._changed_error(document)
         return found
 
 

@@ -237,50 +237,50 @@ class LengthLimitedDocuments:
         """
         self.pad_id = documents.pad_id
         self._documents = documents
-        self._most = sequence_length + 1
+        self._max_tokens = sequence_length + 1
         """T inputs, and the target of the last one."""
         self._policy: LongConversationPolicy = policy
-        self._trains = trains or self._reads
+        self._has_target = trains or self._read_has_target
         self._lengths: np.ndarray | None = None
 
     @property
     def lengths(self) -> np.ndarray:
         if self._lengths is None:
-            self._lengths = self._bounded(self._documents.lengths, 0)
+            self._lengths = self._limited_lengths(self._documents.lengths, 0)
         return self._lengths
 
-    def counts(self, moved: Heartbeat | None = None) -> RemainingCounts:
+    def count_remaining(self, moved: Heartbeat | None = None) -> RemainingCounts:
         """Count the conversations that had tokens; `moved` is called for each part of them."""
-        return self._counted(self._documents.lengths, self.lengths)
+        return self._remaining_counts(self._documents.lengths, self.lengths)
 
     @staticmethod
-    def _counted(before: np.ndarray, after: np.ndarray) -> RemainingCounts:
+    def _remaining_counts(before: np.ndarray, after: np.ndarray) -> RemainingCounts:
         num_left = np.count_nonzero(after)
         return RemainingCounts(np.array(num_left), np.array(np.count_nonzero(before) - num_left))
 
-    def _reads(self, document: int, count: int) -> bool:
+    def _read_has_target(self, document: int, count: int) -> bool:
         trained = self._documents[document].trained
         return trained is None or bool(trained[1:count].any())
 
-    def _bounded(self, lengths: np.ndarray, first: int) -> np.ndarray:
+    def _limited_lengths(self, lengths: np.ndarray, first: int) -> np.ndarray:
         """Tokens that are left of consecutive documents from `first` on, of `lengths` tokens."""
         found = np.array(lengths)
-        for at in np.flatnonzero(found > self._most).tolist():
-            found[at] = self._size(first + at)
+        for at in np.flatnonzero(found > self._max_tokens).tolist():
+            found[at] = self._limited_length(first + at)
         return found
 
-    def _size(self, document: int) -> int:
+    def _limited_length(self, document: int) -> int:
         """Tokens that are left of a conversation that is too long."""
-        is_left = self._policy == "truncate" and self._trains(document, self._most)
-        return self._most if is_left else 0
+        is_left = self._policy == "truncate" and self._has_target(document, self._max_tokens)
+        return self._max_tokens if is_left else 0
 
     def __getitem__(self, document: int) -> EncodedDocument:
         found = self._documents[document]
-        if len(found.ids) <= self._most:
+        if len(found.ids) <= self._max_tokens:
             return found
         trained = found.trained
-        is_left = trained is None or bool(trained[1 : self._most].any())
-        size = self._most if is_left and self._policy == "truncate" else 0
+        is_left = trained is None or bool(trained[1 : self._max_tokens].any())
+        size = self._max_tokens if is_left and self._policy == "truncate" else 0
         trained = None if trained is None else trained[:size]
         return replace(found, ids=found.ids[:size], trained=trained)
 
@@ -296,20 +296,20 @@ class LengthLimitedTokenFiles(LengthLimitedDocuments):
         self._files = documents
         self.num_documents, self.num_tokens = documents.num_documents, documents.num_tokens
         self.span_tokens: np.ndarray = documents.span_tokens
-        self.is_bounded = True
+        self.is_length_limited = True
         """Whether lengths differ from the sums of `span_tokens`."""
 
     def lengths_between(self, first: int, stop: int) -> np.ndarray:
         """int64 tokens of the documents from `first` to before `stop`."""
-        return self._bounded(self._files.lengths_between(first, stop), first)
+        return self._limited_lengths(self._files.lengths_between(first, stop), first)
 
-    def counts(self, moved: Heartbeat | None = None) -> RemainingCounts:
+    def count_remaining(self, moved: Heartbeat | None = None) -> RemainingCounts:
         progress = Progress("counting long conversations", self.num_documents, moved)
         with_tokens = left_out = np.array(0)
         for first in range(0, self.num_documents, _PART):
             stop = min(first + _PART, self.num_documents)
             lengths = self._files.lengths_between(first, stop)
-            part = self._counted(lengths, self._bounded(lengths, first))
+            part = self._remaining_counts(lengths, self._limited_lengths(lengths, first))
             with_tokens, left_out = with_tokens + part.with_tokens, left_out + part.left_out
             progress.update(stop)
         return RemainingCounts(np.array(with_tokens), np.array(left_out))

@@ -94,7 +94,7 @@ class IndexedSource:
     """In `data.mixture`; empty without one."""
     documents: Documents
     seed: int
-    facts: Mapping[str, Any]
+    metadata: Mapping[str, Any]
     """JSON values that say which documents these are."""
     byte_counts: np.ndarray | None
     """int64 [256]: of the text, where it is known."""
@@ -183,7 +183,7 @@ class Corpus:
     """All sources of a run."""
 
     data: DataConfig
-    mixed: Sequence[str]
+    mixture_names: Sequence[str]
     """Names of the sources of the run's mixture, whether these are them or not."""
     indexed: Sequence[IndexedSource]
     tokenizer: Tokenizer
@@ -214,10 +214,10 @@ class Corpus:
 
     def fingerprint(self) -> dict[str, Any]:
         """JSON values that decide which sequences there are."""
-        facts = self.indexed[0].facts
+        facts = self.indexed[0].metadata
         more: dict[str, Any] = {}
         if self.data.mixture:
-            all_facts = {each.name: each.facts for each in self.indexed}
+            all_facts = {each.name: each.metadata for each in self.indexed}
             # Digests of content are compared one by one; earlier releases have none.
             bare = {
                 name: {key: value for key, value in each.items() if key != CONTENT_KEY}
@@ -256,9 +256,9 @@ class Corpus:
             self.sequence_length,
             cache_dir=self.cache_dir,
             keep=self.keep,
-            key=json.dumps([of.facts, self.tokenizer.fingerprint()]),
+            key=json.dumps([of.metadata, self.tokenizer.fingerprint()]),
             moved=self.moved,
-            most_pairs=self.data.pairs_per_row if of.name in self.pairs else 0,
+            max_pairs=self.data.pairs_per_row if of.name in self.pairs else 0,
         )
 
 
@@ -318,7 +318,7 @@ def _index_token_source(
 ) -> IndexedSource:
     documents = open_documents(config, encoder, Digests(cache_dir, keep=keep), moved)
     packing = packing_of(config, has_conversations=documents.has_conversations)
-    facts = {**documents.facts(), **_packing_metadata(packing)}
+    facts = {**documents.metadata(), **_packing_metadata(packing)}
     if needs_windows(documents):
         facts["order"] = "windows"
     counts, unreadable = documents.byte_counts, documents.unreadable
@@ -341,7 +341,7 @@ def _index_token_source(
         )
         key = json.dumps([facts, encoder.fingerprint()])
         packer = Packer(packing, row_tokens, cache_dir, keep if is_large else False, key, moved)
-        left = packer.remembered("left", [policy], _remaining_counts_of, found.counts)
+        left = packer.load_or_compute("left", [policy], _remaining_counts_of, found.count_remaining)
         check_remaining(left, documents.num_documents, row_tokens, policy)
         long = long._replace(left_out=int(left.left_out))
     told = documents.num_documents, documents.unread, documents.marks, long, packing
@@ -441,7 +441,7 @@ def _apply_long_policy(
         )
     found = limit_lengths(documents, sequence_length, policy, index.first_targets)
     assert isinstance(found, LengthLimitedDocuments)
-    left = found.counts()
+    left = found.count_remaining()
     check_remaining(left, len(index.lengths), sequence_length, policy)
     return found, LongConversations(policy, len(numbers), int(left.left_out))
 
@@ -489,7 +489,9 @@ def compare_fingerprints(
     Nor do weights of a mixture: see `Loader.go_on`.
     """
     names = [*saved, *(name for name in current if name not in saved)]
-    if step is not None and BatchRamp.of_facts(saved).same_until(BatchRamp.of_facts(current), step):
+    if step is not None and BatchRamp.from_metadata(saved).equals_until(
+        BatchRamp.from_metadata(current), step
+    ):
         names = [name for name in names if name not in config_ramp.METADATA_KEYS]
     of_sources = saved.get(SOURCES, {}), current.get(SOURCES, {})
     if of_sources[0].keys() != of_sources[1].keys():

@@ -158,7 +158,7 @@ def build_datasets(config: Config, moved: Callable[[], object]) -> Datasets:
         config.tokenizer,
         seed=config.run.seed,
         batch_size=config.train.batch_size,
-        batch_ramp=BatchRamp.of(config.train),
+        batch_ramp=BatchRamp.from_config(config.train),
         sequence_length=config.train.sequence_length,
         eval_batch_size=config.eval.batch_size,
         cache_dir=_index_folder(config),
@@ -202,7 +202,7 @@ def load_run_chat_template(config: Config, tokenizer: Tokenizer) -> ChatTemplate
     template = resolve_chat_template(config.data, tokenizer)
     if template is None or not template.reads_date:
         return template
-    return template.on(
+    return template.with_date(
         load_start_date(
             str(expand_path(config.run.dir, "run.dir") / config.run.name), _index_folder(config)
         )
@@ -228,7 +228,7 @@ def check_overlap(
         ConfigError: there are some, and the config says that there must be none.
     """
     how = config.data.validation_overlap
-    if how == "ignore" or not config.eval.batches or not datasets.evaluated():
+    if how == "ignore" or not config.eval.batches or not datasets.eval_loaders():
         return
     assert datasets.corpora is not None
     train, sets = datasets.corpora

@@ -33,9 +33,9 @@ class CacheMessages(NamedTuple):
 
     task: str
     """That of making them."""
-    again: str
+    unreadable: str
     """What follows if they cannot be read."""
-    next_start: str
+    unwritable: str
     """And if they cannot be written."""
 
 
@@ -54,7 +54,7 @@ def load_or_compute(
     Processes that want the same file wait for the one that makes it; if it is killed, the next one
     does. `make` calls what it is given for each part of its work.
     """
-    found = load(path, made_of, words.again)
+    found = load(path, made_of, words.unreadable)
     if found is not None:
         return found
     if not keep:
@@ -69,12 +69,12 @@ def load_or_compute(
             _LOG.info("%s cannot be locked (%s)", path, error)
         else:
             if _state(path) != before:  # by a process that had the lock before
-                found = load(path, made_of, words.again)
+                found = load(path, made_of, words.unreadable)
                 if found is not None:
                     return found
             _remove_temporary_files(path)
         made = make(moved)
-        save(path, arrays_of(made), words.next_start)
+        save(path, arrays_of(made), words.unwritable)
     return made
 
 

@@ -42,7 +42,7 @@ class EncodedDocument:
     """Unsigned integers [tokens]."""
     trained: np.ndarray | None = None
     """bool [tokens]: whether a token counts in the loss as a target; None where all do."""
-    border: int = 0
+    second_half_start: int = 0
     """Of a pair the token with which its second half begins; 0 of what is no pair."""
     marks: int = 0
     """What was done with it, for counts: see `pairs.py` and `chat.py`."""
@@ -301,12 +301,12 @@ class EncodedDocuments:
     def _encode(self, document: int) -> EncodedDocument:
         found = self._read(document)
         if len(found.ids) != self.lengths[document]:
-            raise self._changed(
+            raise self._changed_error(
                 document, f"{len(found.ids)} tokens; it had {self.lengths[document]}"
             )
         return replace(found, ids=found.ids.astype(self._dtype))
 
-    def _changed(self, document: int, what: str = "another content than") -> StorageError:
+    def _changed_error(self, document: int, what: str = "another content than") -> StorageError:
         """The error for a document that is not the one that was indexed."""
         return StorageError(
             f"{self._source.where(document)}: has changed\n"
@@ -318,7 +318,7 @@ class EncodedDocuments:
     def _read(self, document: int) -> EncodedDocument:
         tokenizer, text = self.tokenizer, self._source[document]
         if digest_of(text.encode()) != self._digests[document]:
-            raise self._changed(document)
+            raise self._changed_error(document)
         with wrap_text_errors(lambda _: self._source.where(document)):
             ids = tokenizer.encode(text)
         return EncodedDocument(np.concatenate([[tokenizer.begin_id], ids, [tokenizer.end_id]]))

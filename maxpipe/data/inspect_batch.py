@@ -34,7 +34,7 @@ class Segment(NamedTuple):
     first: int
     """Its first token's number in the row."""
     num_tokens: int
-    of_tokens: int
+    document_tokens: int
     """Tokens of the whole document: the others are in other rows."""
     num_trained: int
     pieces: list[TextSpan]
@@ -64,7 +64,7 @@ def inspect_sequence(
     Raises:
         ConfigError: the batch has no such row.
     """
-    rows = loader.rows(batch)
+    rows = loader.sequence_origins(batch)
     if not rows:
         rule = f"must be a step with text: it takes batch {batch + 1}, and the documents end with "
         rule += f"batch {loader.num_batches}."
@@ -101,7 +101,7 @@ def _segments(
             where=loader.where(source, document),
             first=first,
             num_tokens=len(tokens),
-            of_tokens=len(tokens) if half else loader.size(source, document),
+            document_tokens=len(tokens) if half else loader.size(source, document),
             num_trained=int(trained.sum()),
             pieces=list(iterate_text_spans(tokenizer, tokens, trained)),
             half=half,

@@ -69,7 +69,7 @@ class Batches(Iterator[Any]):
         )
 
         def read(step: int) -> Any:
-            _, count = loader.ramp.place(step)
+            _, count = loader.ramp.position_of(step)
             return made(loader.batch(step, rows(count)), count)
 
         dataset = steps.map(read).to_iter_dataset(options)
@@ -111,7 +111,7 @@ class StreamEnd(NamedTuple):
     policy: Literal["repeat", "stop", "fail"]
     limits: dict[str, int]
     """Samples of each source, by name."""
-    planned: Mixture | None
+    mixture: Mixture | None
     """Shares as the config has them, of a run that does not end."""
 
 
@@ -144,7 +144,7 @@ class Loader:
         self.threads = threads
         self.prefetch_batches = prefetch_batches
         self._fingerprint = dict(fingerprint)
-        self._mixed = mixed
+        self._mixture_names = mixed
         ids = [mixed.index(part.name) if part.name in mixed else 0 for part in stream.parts]
         self._source_ids = np.array([*ids, -1], np.int32)  # -1 is the number of no source
         self._open: weakref.WeakSet[Batches] = weakref.WeakSet()
@@ -158,32 +158,34 @@ class Loader:
     def sources(self) -> list[str]:
         """Names of the sources of a mixture; none without one, and of documents beside it."""
         named = {part.name for part in self.stream.parts}
-        return list(self._mixed) if named & set(self._mixed) else []
+        return list(self._mixture_names) if named & set(self._mixture_names) else []
 
     @property
     def steps_per_epoch(self) -> float:
         """Of the full batch. An epoch may end inside a step; the next one fills its other rows."""
-        return len(self.stream) / self.ramp.rows
+        return len(self.stream) / self.ramp.batch_size
 
     @property
     def num_batches(self) -> int:
         """Steps in which there is a row for each sample, of a stream that repeats for each sequence
         once.
         """
-        return self.ramp.batches(len(self.stream) if self.stream.end is None else self.stream.end)
+        return self.ramp.num_batches(
+            len(self.stream) if self.stream.end is None else self.stream.end
+        )
 
     @property
     def last_batch(self) -> float:
         """Batches that there are: infinity of a stream that does not end."""
         return math.inf if self.stream.end is None else self.num_batches
 
-    def first_again(self) -> tuple[int, str]:
+    def first_exhausted(self) -> tuple[int, str]:
         """The number of the first sample that no source has any more, and the source's name."""
         assert self.ending is not None
         found = []
         for number, (name, limit) in enumerate(self.ending.limits.items()):
             mixed = self.stream.mixture
-            after = limit + 1 if mixed is None else mixed.reaches(number, limit + 1)
+            after = limit + 1 if mixed is None else mixed.samples_to_reach(number, limit + 1)
             found += [(after - 1, name)] if after is not None else []
         return min(found)
 
@@ -193,20 +195,20 @@ class Loader:
         Arrays of a sequence, each [rows, T], and `example_ids` int32 [rows]: the rows. With a
         mixture also `source_ids` int32 [rows]: numbers in `sources`, or 0; -1 for padding.
         """
-        front, count = self.ramp.place(step)
+        front, count = self.ramp.position_of(step)
         rows = np.arange(count, dtype=np.int32)[rows]
-        sources, sequences = self.stream.places(front + rows.astype(np.int64))
+        sources, sequences = self.stream.locate(front + rows.astype(np.int64))
         places = zip(sources.tolist(), sequences.tolist(), strict=True)
         examples = [self.stream.read(*place) for place in places]
         batch = {name: np.stack([example[name] for example in examples]) for name in examples[0]}
-        if self._mixed:
+        if self._mixture_names:
             batch["source_ids"] = self._source_ids[sources]
         return {**batch, "example_ids": rows}
 
-    def rows(self, step: int) -> list[SequenceOrigin]:
+    def sequence_origins(self, step: int) -> list[SequenceOrigin]:
         """Where each row of one step's batch comes from; without those that are padding."""
-        front, count = self.ramp.place(step)
-        sources, sequences = self.stream.places(front + np.arange(count, dtype=np.int64))
+        front, count = self.ramp.position_of(step)
+        sources, sequences = self.stream.locate(front + np.arange(count, dtype=np.int64))
         found = []
         for source, sequence in zip(sources.tolist(), sequences.tolist(), strict=True):
             if sequence >= 0:
@@ -224,12 +226,12 @@ class Loader:
         """Tokens of a document of a row's source."""
         return self.stream.part(source).sequences.size(document)
 
-    def ids(self, step: int) -> dict[str, Any]:
+    def batch_contents(self, step: int) -> dict[str, Any]:
         """The `sequences` of one step's batch, row by row, and the `documents` that are in them.
 
         Of a mixture also the `sources`, row by row, and documents by source.
         """
-        rows = self.rows(step)
+        rows = self.sequence_origins(step)
         inside: dict[str, set[int]] = {}
         for row in rows:
             inside.setdefault(row.source, set()).update(row.documents)
@@ -239,35 +241,38 @@ class Loader:
             return {**sequences, "documents": documents.get(self.stream.parts[0].name, [])}
         return {"sources": [row.source for row in rows], **sequences, "documents": documents}
 
-    def go_on(self, saved: Mapping[str, Any], step: int) -> bool:
+    def resume_mixture(self, saved: Mapping[str, Any], step: int) -> bool:
         """Keep what a fingerprint says of the mixture before a step; whether weights change there.
 
         From there on it is the loader's own. Each source goes on with the sample behind its last.
         """
-        planned, before = self.ending and self.ending.planned, saved.get(mixture.MIXTURE_KEY)
+        planned, before = self.ending and self.ending.mixture, saved.get(mixture.MIXTURE_KEY)
         if planned is None or before is None or saved.get(SOURCES) != self._fingerprint[SOURCES]:
             return False
-        was, position = Mixture.of_facts(before, planned.seed), self.ramp.before(step)
-        self.follow(was.changed(planned, position), position)
-        return self._fingerprint[mixture.MIXTURE_KEY] != was.facts()
+        was, position = (
+            Mixture.from_metadata(before, planned.seed),
+            self.ramp.sequences_before(step),
+        )
+        self.apply_mixture(was.switched_to(planned, position), position)
+        return self._fingerprint[mixture.MIXTURE_KEY] != was.metadata()
 
-    def follow(self, found: Mixture, since: int = 0) -> None:
+    def apply_mixture(self, found: Mixture, since: int = 0) -> None:
         """Deal samples out so; sources end, if they do, from sample `since` on."""
         assert self.ending is not None
         if self.ending.policy == "stop":
-            found = found.ended(list(self.ending.limits.values()), since)
-        self.use(found)
+            found = found.with_limits(list(self.ending.limits.values()), since)
+        self.set_mixture(found)
 
-    def use(self, found: Mixture) -> None:
+    def set_mixture(self, found: Mixture) -> None:
         """Deal samples out exactly so."""
         self.stream.mixture, self.stream.end = found, found.end
-        self._fingerprint[mixture.MIXTURE_KEY] = found.facts()
+        self._fingerprint[mixture.MIXTURE_KEY] = found.metadata()
 
-    def mixed(self) -> dict[str, Any]:
+    def mixture_metadata(self) -> dict[str, Any]:
         """JSON values that say how samples are dealt out to the sources of a mixture, if any."""
         if self.stream.mixture is None:
             return {}
-        return {"sources": self.sources, mixture.MIXTURE_KEY: self.stream.mixture.facts()}
+        return {"sources": self.sources, mixture.MIXTURE_KEY: self.stream.mixture.metadata()}
 
     def batches(
         self,
@@ -293,7 +298,7 @@ class Loader:
         """JSON values that decide which tokens a step gets."""
         return dict(self._fingerprint)
 
-    def facts_of_rows(self) -> dict[str, dict[str, Any]]:
+    def sequence_metadata(self) -> dict[str, dict[str, Any]]:
         """By name of a source what decides each of its sequences, and how many `sequences` it has.
 
         Not what decides their order, or how many are in a batch.
@@ -335,7 +340,7 @@ class Datasets:
     tokenizer: Tokenizer
     unigram_entropy: float | None
     unreadable: int
-    sets: Mapping[str, Loader]
+    validation_sets: Mapping[str, Loader]
     """Those of `data.validation` by name."""
     corpora: tuple[Corpus, Mapping[str, Corpus]] | None
     """The documents themselves, of the training and of each set; None if it reads prompts."""
@@ -343,21 +348,21 @@ class Datasets:
     """How its conversations are written, if it reads any."""
 
     @property
-    def _all(self) -> list[Corpus]:
+    def _all_corpora(self) -> list[Corpus]:
         """The documents of the training and of all sets."""
         if self.corpora is None:
             return []
         train, sets = self.corpora
         return [train, *sets.values()]
 
-    def evaluated(self) -> dict[str, Loader]:
+    def eval_loaders(self) -> dict[str, Loader]:
         """What is evaluated: under no name what is held out, and each set."""
         held_out = {} if self.validation is None else {"": self.validation}
-        return {**held_out, **self.sets}
+        return {**held_out, **self.validation_sets}
 
-    def all_once(self, rows: int) -> list[Loader]:
+    def single_pass_loaders(self, rows: int) -> list[Loader]:
         """All documents of the training and those of each set, each once, in batches of `rows`."""
-        loaders = [_build_single_pass_loader(corpus, "all", rows) for corpus in self._all]
+        loaders = [_build_single_pass_loader(corpus, "all", rows) for corpus in self._all_corpora]
         return [loader for loader in loaders if loader is not None]
 
     @property
@@ -365,18 +370,18 @@ class Datasets:
         """Lines about documents that are not read as they are, of all sources."""
         return [
             f"{section_of(each.name)}: {remark}"
-            for corpus in self._all
+            for corpus in self._all_corpora
             for each in corpus.indexed
             for remark in each.remarks
         ]
 
     def fingerprint(self) -> dict[str, Any]:
         """JSON values by which processes know whether all have the same documents."""
-        sets = {name: each.fingerprint() for name, each in self.sets.items()}
+        sets = {name: each.fingerprint() for name, each in self.validation_sets.items()}
         return {**self.train.fingerprint(), "validation": sets}
 
     def close(self) -> None:
-        for each in (self.train, *self.evaluated().values()):
+        for each in (self.train, *self.eval_loaders().values()):
             each.close()
 
 
@@ -394,7 +399,7 @@ def _train(corpus: Corpus, ramp: BatchRamp) -> Loader:
         corpus, stream, ramp, _loader_fingerprint(corpus, ramp), StreamEnd(data.end, ends, mixed)
     )
     if mixed is not None:
-        loader.follow(mixed)
+        loader.apply_mixture(mixed)
     return loader
 
 
@@ -411,7 +416,7 @@ def _build_single_pass_loader(corpus: Corpus, split: Split, rows: int) -> Loader
 
 
 def _loader_fingerprint(corpus: Corpus, ramp: BatchRamp) -> dict[str, Any]:
-    return {_ORDER: _ORDER_VERSION, **corpus.fingerprint(), **ramp.facts()}
+    return {_ORDER: _ORDER_VERSION, **corpus.fingerprint(), **ramp.metadata()}
 
 
 def _loader(
@@ -427,7 +432,7 @@ def _loader(
         threads=corpus.data.threads,
         prefetch_batches=corpus.data.prefetch_batches,
         fingerprint=facts,
-        mixed=corpus.mixed,
+        mixed=corpus.mixture_names,
         ending=ending,
         pairs=corpus.pairs,
     )
@@ -474,7 +479,7 @@ def build_loaders(
         tokenizer=corpus.tokenizer,
         unigram_entropy=corpus.unigram_entropy,
         unreadable=corpus.unreadable,
-        sets={name: each for name, each in loaders.items() if each is not None},
+        validation_sets={name: each for name, each in loaders.items() if each is not None},
         corpora=(corpus, sets),
     )
 

@@ -62,7 +62,7 @@ class Mixture:
         self._quotas = np.array([stage.quotas for stage in stages], np.int64)
         self._before = np.zeros_like(self._quotas)
         for number, (one, other) in enumerate(itertools.pairwise(stages), 1):
-            more = self._within(number - 1, other.first - one.first)
+            more = self._samples_in_stage(number - 1, other.first - one.first)
             self._before[number] = self._before[number - 1] + more
 
     @property
@@ -70,7 +70,7 @@ class Mixture:
         """The number of samples, if there is an end."""
         return None if any(self.stages[-1].quotas) else self.stages[-1].first
 
-    def places(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def locate(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(source, number among the source's own samples) of each, int64 [numbers].
 
         Both are -1 where there is none.
@@ -82,19 +82,21 @@ class Mixture:
             if not any(self.stages[stage].quotas):
                 continue
             mine = (stages == stage) & (blocks == block)
-            dealt, ranks = self._block(stage, block)
+            dealt, ranks = self._block_assignment(stage, block)
             source = dealt[inside[mine]].astype(np.int64)
             front = self._before[stage] + block * self._quotas[stage]
             sources[mine] = source
             samples[mine] = front[source] + ranks[inside[mine]]
         return sources, samples
 
-    def counts(self, number: int) -> np.ndarray:
+    def samples_before(self, number: int) -> np.ndarray:
         """int64 [sources]: samples of each with a smaller number."""
         stage = int(np.searchsorted(self._firsts, number, side="right")) - 1
-        return self._before[stage] + self._within(stage, number - int(self._firsts[stage]))
+        return self._before[stage] + self._samples_in_stage(
+            stage, number - int(self._firsts[stage])
+        )
 
-    def reaches(self, source: int, count: int) -> int | None:
+    def samples_to_reach(self, source: int, count: int) -> int | None:
         """The fewest samples with this count of a source among them; None if there never are."""
         last = len(self.stages) - 1
         number = next((n for n in range(last) if self._before[n + 1][source] >= count), last)
@@ -104,11 +106,11 @@ class Mixture:
         if not quota:
             return None
         block, rank = divmod(need - 1, quota)
-        dealt, _ = self._block(number, block)
+        dealt, _ = self._block_assignment(number, block)
         place = int(np.flatnonzero(dealt == source)[rank])
         return self.stages[number].first + block * BLOCK + place + 1
 
-    def ended(self, limits: Sequence[int], since: int) -> Mixture:
+    def with_limits(self, limits: Sequence[int], since: int) -> Mixture:
         """The same up to `since`; from there on a source ends with its limit of samples.
 
         What was its goes to the others, by their shares. A stage of which all sources have ended is
@@ -122,20 +124,20 @@ class Mixture:
         for number, stage in enumerate(coming):
             stop = coming[number + 1].first if number + 1 < len(coming) else sys.maxsize
             while here < stop:
-                read = found.counts(here).tolist() if found else [0] * len(limits)
+                read = found.samples_before(here).tolist() if found else [0] * len(limits)
                 left = [
                     quota if count < limit else 0
                     for quota, count, limit in zip(stage.quotas, read, limits, strict=True)
                 ]
                 if not any(left):
                     break
-                found = self._then(
+                found = self._append_stage(
                     found, QuotaStage(here, compute_quotas([each / sum(left) for each in left]))
                 )
                 here = min(stop, found._next_end(limits))
-        return self._then(found, QuotaStage(here, (0,) * len(limits)))
+        return self._append_stage(found, QuotaStage(here, (0,) * len(limits)))
 
-    def _then(self, found: Mixture | None, stage: QuotaStage) -> Mixture:
+    def _append_stage(self, found: Mixture | None, stage: QuotaStage) -> Mixture:
         """A mixture with one more stage, unless that is as the one before."""
         if found is None:
             return Mixture([stage], self.seed)
@@ -145,7 +147,7 @@ class Mixture:
         longer.stages = (*found.stages, stage)
         longer._firsts = np.append(found._firsts, stage.first)
         longer._quotas = np.vstack([found._quotas, stage.quotas])
-        longer._before = np.vstack([found._before, found.counts(stage.first)])
+        longer._before = np.vstack([found._before, found.samples_before(stage.first)])
         return longer
 
     def _next_end(self, limits: Sequence[int]) -> int:
@@ -154,10 +156,10 @@ class Mixture:
         # Only in the nearest block has to be looked where in it that is.
         blocks = np.where(quota > 0, (need - 1) // np.maximum(quota, 1), sys.maxsize)
         nearest = np.flatnonzero(blocks == blocks.min()).tolist()
-        ends = [self.reaches(source, limits[source]) for source in nearest]
+        ends = [self.samples_to_reach(source, limits[source]) for source in nearest]
         return min(end for end in ends if end is not None)
 
-    def changed(self, to: Mixture, number: int) -> Mixture:
+    def switched_to(self, to: Mixture, number: int) -> Mixture:
         """This mixture up to a number, and the stages of the other one from there on."""
         kept = [stage for stage in self.stages if stage.first < number] or [to.stages[0]]
         last = [stage for stage in to.stages if stage.first <= number][-1]
@@ -165,27 +167,27 @@ class Mixture:
             kept.append(QuotaStage(number, last.quotas))
         return Mixture([*kept, *(s for s in to.stages if s.first > number)], self.seed)
 
-    def facts(self) -> list[list[Any]]:
+    def metadata(self) -> list[list[Any]]:
         """JSON values that a fingerprint of the data holds; `of_facts` reads them."""
         return [[stage.first, list(stage.quotas)] for stage in self.stages]
 
     @classmethod
-    def of_facts(cls, facts: Any, seed: int) -> Mixture:
+    def from_metadata(cls, facts: Any, seed: int) -> Mixture:
         """The mixture of a fingerprint."""
         return cls(
             [QuotaStage(int(first), tuple(map(int, quotas))) for first, quotas in facts], seed
         )
 
-    def _within(self, stage: int, count: int) -> np.ndarray:
+    def _samples_in_stage(self, stage: int, count: int) -> np.ndarray:
         """Samples of each source among the first ones of a stage."""
         blocks, rest = divmod(count, BLOCK)
         found = blocks * self._quotas[stage]
         if rest and any(self.stages[stage].quotas):
-            dealt, _ = self._block(stage, blocks)
+            dealt, _ = self._block_assignment(stage, blocks)
             found = found + np.bincount(dealt[:rest], minlength=len(found))
         return found
 
-    def _block(self, stage: int, block: int) -> tuple[np.ndarray, np.ndarray]:
+    def _block_assignment(self, stage: int, block: int) -> tuple[np.ndarray, np.ndarray]:
         return _assign_block(self.seed, self.stages[stage], block)
 
 
@@ -216,7 +218,7 @@ def single_pass_mixture(sizes: Sequence[int], seed: int) -> Mixture:
     total = sum(sizes)
     dealt = [max(1, quota) for quota in compute_quotas([size / total for size in sizes])]
     dealt[dealt.index(max(dealt))] -= sum(dealt) - BLOCK
-    return Mixture([QuotaStage(0, tuple(dealt))], seed).ended(sizes, 0)
+    return Mixture([QuotaStage(0, tuple(dealt))], seed).with_limits(sizes, 0)
 
 
 def final_weights(
@@ -325,7 +327,7 @@ class Stream:
         self.parts = tuple(parts)
         self.repeat = repeat
         self.mixture = mixture
-        self.beside: ExtraArrays | None = None
+        self.extra_arrays: ExtraArrays | None = None
         """What there is of sequences beside documents. The sequence of padding is -1."""
         self._length = sum(len(part.sequences) for part in parts)
         self.end = end if repeat else self._length
@@ -339,7 +341,7 @@ class Stream:
         """Sequences of all sources."""
         return self._length
 
-    def places(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def locate(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(number of the source, number of the sequence in it) of each sample, int64 [numbers].
 
         Both are -1 behind the last sequence.
@@ -352,7 +354,7 @@ class Stream:
     def _places(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         sources, samples = np.zeros_like(numbers), numbers
         if self.mixture is not None:
-            sources, samples = self.mixture.places(numbers)
+            sources, samples = self.mixture.locate(numbers)
         if not self.repeat:
             return sources, samples
         sequences = np.full_like(samples, -1)
@@ -369,14 +371,14 @@ class Stream:
         else:
             with wrap_section_errors(part.name), track_read(section_of(part.name)):
                 found = part.sequences[sequence]
-        if self.beside is None:
+        if self.extra_arrays is None:
             return found
-        return {**found, **self.beside(part.name, sequence, found)}
+        return {**found, **self.extra_arrays(part.name, sequence, found)}
 
-    def counts(self, number: int) -> dict[str, int]:
+    def samples_before(self, number: int) -> dict[str, int]:
         """Samples of each source with a smaller number, by name."""
         number = number if self.end is None else min(number, self.end)
-        found = [number] if self.mixture is None else self.mixture.counts(number).tolist()
+        found = [number] if self.mixture is None else self.mixture.samples_before(number).tolist()
         return {part.name: count for part, count in zip(self.parts, found, strict=True)}
 
 
@@ -384,6 +386,6 @@ def _shuffle_samples(part: SourceSequences, samples: np.ndarray) -> np.ndarray:
     count = len(part.sequences)
     epochs, within = np.divmod(samples, count)
     for epoch in np.unique(epochs):
-        order = part.sequences.shuffled(part.seed, _SEQUENCE_ORDER, int(epoch))
+        order = part.sequences.epoch_permutation(part.seed, _SEQUENCE_ORDER, int(epoch))
         within[epochs == epoch] = order(within[epochs == epoch])
     return within

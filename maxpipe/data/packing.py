@@ -136,7 +136,7 @@ class Sequences(Protocol):
         """Numbers of the documents that have a token in this sequence."""
         ...
 
-    def shuffled(self, *key: int) -> Callable[[np.ndarray], np.ndarray]:
+    def epoch_permutation(self, *key: int) -> Callable[[np.ndarray], np.ndarray]:
         """The order of sequences in an epoch that the key stands for."""
         ...
 
@@ -178,7 +178,7 @@ def assemble_sequence(
         window[here] = document.ids[inside]
         if document.trained is not None:
             trained[here] = document.trained[inside]
-        border = [document.border] if document.border else []
+        border = [document.second_half_start] if document.second_half_start else []
         for first, last in itertools.pairwise([begin, *border, end]):
             segment += 1
             segments[at : at + last - first] = segment
@@ -219,7 +219,7 @@ class ConcatenatedSequences:
             raise IndexError(index)
         return assemble_sequence(self._documents, self._pieces(index), self.sequence_length)
 
-    def shuffled(self, *key: int) -> Permutation:
+    def epoch_permutation(self, *key: int) -> Permutation:
         return Permutation(len(self), *key)
 
     def padding(self) -> dict[str, np.ndarray]:
@@ -349,7 +349,7 @@ def _best_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:
     opened, rows, placed = _OpenSequences(capacity), 0, 0
     for rest in np.flatnonzero(counts).tolist():
         size, count = capacity - rest, int(counts[rest])
-        opened.shrink(size)
+        opened.set_piece_size(size)
         while count:
             found = opened.take()
             if found is None:
@@ -382,7 +382,7 @@ class _OpenSequences:
         self._rooms: list[int] = []
         """A heap of the rooms in which a piece of this size fits."""
 
-    def shrink(self, size: int) -> None:
+    def set_piece_size(self, size: int) -> None:
         """Pieces are of this size, smaller than before, from here on."""
         for room in range(size, self._size):
             if room in self._ranges:

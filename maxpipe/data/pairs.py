@@ -50,7 +50,7 @@ class PreferencePair(NamedTuple):
     prompt: TextOrMessages
     chosen: TextOrMessages
     rejected: TextOrMessages
-    given: ChatInput
+    template_input: ChatInput
     """Tools, settings of the template, and the fields of the record that are not read."""
 
 
@@ -63,7 +63,7 @@ class PairEncoder:
         self.source = source
         self.tokenizer = tokenizer
         self._config = config
-        self._room = sequence_length + 1
+        self._max_tokens = sequence_length + 1
         """Tokens of a row, with the target of the last one."""
         has_template = bool(config.chat_template) or tokenizer.chat is not None
         self._chat = ConversationEncoder(source, tokenizer, config) if has_template else None
@@ -86,16 +86,16 @@ class PairEncoder:
         """
         with wrap_record_errors(self.source, document):
             pair = pair_of(self.source.record(document), self._config)
-            halves = [self._half(pair, each) for each in (pair.chosen, pair.rejected)]
+            halves = [self._encode_half(pair, each) for each in (pair.chosen, pair.rejected)]
             for name, half in zip(HALVES, halves, strict=True):
                 if not _has_target(half):
                     rule = f"must have a response to train on: the {name} one has no token that is."
                     action = "Remove the record, or correct the chat template."
                     raise BadRecord("", rule, action)
-            return self._joined(halves)
+            return self._join_halves(halves)
 
-    def _half(self, pair: PreferencePair, response: TextOrMessages) -> EncodedDocument:
-        prompt, given = pair.prompt, pair.given
+    def _encode_half(self, pair: PreferencePair, response: TextOrMessages) -> EncodedDocument:
+        prompt, given = pair.prompt, pair.template_input
         if isinstance(prompt, str) and isinstance(response, str):
             asked, answered = self.tokenizer.encode_batch([_text(prompt), _text(response)])
             begin, end = [self.tokenizer.begin_id], [self.tokenizer.end_id]
@@ -117,22 +117,25 @@ class PairEncoder:
             for number, message in enumerate(last, len(first))
             if is_trained(message, self._config, f"message {number + 1}")
         ]
-        return self._chat.encoded(given._replace(messages=[*first, *last], trained=trained))
+        return self._chat.encode_conversation(
+            given._replace(messages=[*first, *last], trained=trained)
+        )
 
-    def _joined(self, halves: Sequence[EncodedDocument]) -> EncodedDocument:
+    def _join_halves(self, halves: Sequence[EncodedDocument]) -> EncodedDocument:
         """Both halves in one, shortened to a row as `data.long_pairs` says."""
         sizes, marks = [len(each.ids) for each in halves], halves[0].marks | halves[1].marks
         unread = tuple(sorted({*halves[0].unread, *halves[1].unread}))
-        if sum(sizes) > self._room:
+        if sum(sizes) > self._max_tokens:
             if self._config.long_pairs == "error":
                 raise BadRecord(
                     f"{sizes[0]} + {sizes[1]} tokens",
-                    f"must fit into a row, which has {self._room} tokens: data.long_pairs=error.",
+                    f"must fit into a row, which has {self._max_tokens} tokens: "
+                    "data.long_pairs=error.",
                     "Set data.long_pairs to truncate or drop, or a larger train.sequence_length.",
                 )
             halves = [
                 _truncate_half(each, size)
-                for each, size in zip(halves, self._kept(sizes), strict=True)
+                for each, size in zip(halves, self._truncated_sizes(sizes), strict=True)
             ]
             if self._config.long_pairs == "drop" or not all(map(_has_target, halves)):
                 empty = np.zeros(0, np.int32), np.zeros(0, bool)
@@ -141,13 +144,15 @@ class PairEncoder:
         marks |= IDENTICAL if np.array_equal(halves[0].ids, halves[1].ids) else 0
         ids = np.concatenate([each.ids for each in halves])
         trained = np.concatenate([each.trained for each in halves])  # type: ignore[arg-type]
-        return EncodedDocument(ids, trained, border=len(halves[0].ids), marks=marks, unread=unread)
+        return EncodedDocument(
+            ids, trained, second_half_start=len(halves[0].ids), marks=marks, unread=unread
+        )
 
-    def _kept(self, sizes: Sequence[int]) -> tuple[int, int]:
+    def _truncated_sizes(self, sizes: Sequence[int]) -> tuple[int, int]:
         """Tokens of each half that stay of a pair that is too long."""
-        half = self._room // 2
-        first = min(sizes[0], max(self._room - half, self._room - sizes[1]))
-        return first, min(sizes[1], self._room - first)
+        half = self._max_tokens // 2
+        first = min(sizes[0], max(self._max_tokens - half, self._max_tokens - sizes[1]))
+        return first, min(sizes[1], self._max_tokens - first)
 
     def check(self, index: DocumentIndex) -> None:
         """Checks that some pair is left.
@@ -157,7 +162,7 @@ class PairEncoder:
         """
         if index.lengths.any():
             return
-        pairs, row = pluralize(len(self.source), "pair"), f"a row of {self._room} tokens"
+        pairs, row = pluralize(len(self.source), "pair"), f"a row of {self._max_tokens} tokens"
         rule = f"leaves nothing: each of {pairs} is longer than {row}."
         action = "Set a larger train.sequence_length, or data.long_pairs=truncate."
         if self._config.long_pairs == "truncate":
@@ -171,9 +176,9 @@ class PairEncoder:
         fields = [config.prompt_field, config.chosen_field, config.rejected_field]
         parts: list[Any] = [2, "pairs", fields, sorted(config.trained_roles)]
         # `error` was `stop` in earlier releases.
-        parts += ["stop" if config.long_pairs == "error" else config.long_pairs, self._room]
+        parts += ["stop" if config.long_pairs == "error" else config.long_pairs, self._max_tokens]
         if self._chat is not None:
-            parts += self._chat.masking_facts()
+            parts += self._chat.masking_metadata()
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
@@ -267,7 +272,7 @@ def _column_of_prompt(fields: Any, name: str) -> Any:
         return read_field(fields, name, "data.prompt_field")
     except BadRecord as error:
         action = f"{error.action} Set data.prompt_field='' if both responses are whole "
-        raise BadRecord(error.given, error.rule, f"{action}conversations.") from error
+        raise BadRecord(error.value, error.rule, f"{action}conversations.") from error
 
 
 def _split_common_prefix(values: list[Any]) -> tuple[Any, list[Any]]:

@@ -99,7 +99,7 @@ class PromptSequences:
         piece = TokenSpan(number, 0, self.size(number))
         return assemble_sequence(_PromptDocuments(self), [piece], self.sequence_length)
 
-    def shuffled(self, *key: int) -> Callable[[np.ndarray], np.ndarray]:
+    def epoch_permutation(self, *key: int) -> Callable[[np.ndarray], np.ndarray]:
         """Groups in another order, each with its members as they are."""
         order, size = Permutation(len(self.prompts), *key), self.group_size
         return lambda indices: order(indices // size) * size + indices % size
@@ -167,7 +167,7 @@ def build_prompts(
         "updates_per_rollout": config.updates_per_rollout,
         "reward": reward,
         **_field_metadata(data),
-        **ramp.facts(),
+        **ramp.metadata(),
     }
     loader = Loader(
         Stream([SourceSequences("", rows, seed)], repeat=True),
@@ -183,7 +183,7 @@ def build_prompts(
         tokenizer=tokenizer,
         unigram_entropy=None,
         unreadable=0,
-        sets={},
+        validation_sets={},
         corpora=None,
     )
 
@@ -220,7 +220,7 @@ class _PromptLine(NamedTuple):
         return None if isinstance(self.prompt, str) else self.prompt
 
     @property
-    def said(self) -> list[str]:
+    def message_texts(self) -> list[str]:
         """The text of each message."""
         if isinstance(self.prompt, str):
             return [self.prompt]
@@ -236,7 +236,7 @@ def _records(content: bytes, path: str, check: Check, data: SourceConfig) -> lis
         try:
             record = parse_json(line, dict[str, Any])
             parsed = _PromptLine(f"{path}, line {number}", record, prompt_of(record, data))
-            for each in parsed.said:
+            for each in parsed.message_texts:
                 each.encode()  # a JSON string may hold half of a surrogate pair
             check(record)
         except ValueError as error:  # that of an encoding, too
@@ -304,7 +304,7 @@ def prompt_of(record: Mapping[str, Any], data: SourceConfig) -> str | ChatInput:
         tools, settings = tools_and_settings(record, SourceConfig(chat="messages"))
         return ChatInput([*first, *(messages or [])], tools, settings)
     except BadRecord as error:
-        parts = filter(None, (error.given, error.rule, error.action))
+        parts = filter(None, (error.value, error.rule, error.action))
         raise ValueError(" ".join(parts).removesuffix(".")) from error
 
 
@@ -340,7 +340,7 @@ def chat_of(record: Mapping[str, Any]) -> ChatInput:
             check_content(message, f"message {number}")
         tools, settings = tools_and_settings(record, config)
     except BadRecord as error:
-        raise ValueError(" ".join(filter(None, (error.given, error.rule)))) from error
+        raise ValueError(" ".join(filter(None, (error.value, error.rule)))) from error
     return ChatInput(messages, tools, settings, (), unread_field_names(record, [name], config))
 
 
@@ -373,7 +373,9 @@ def _encode_prompts(
         if not len(ids):
             rule = "must be messages of which the chat template makes a text, and it makes none."
             raise ConfigError.one(f"{_KEY}: {each.where}", None, rule, "Correct the messages.")
-        found.append(PromptRecord(each.record, each.said[-1], ids.astype(np.int32), each.where))
+        found.append(
+            PromptRecord(each.record, each.message_texts[-1], ids.astype(np.int32), each.where)
+        )
     return found
 
 

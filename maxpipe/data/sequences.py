@@ -77,7 +77,7 @@ class BinPackedSequences:
             raise IndexError(index)
         return assemble_sequence(self._documents, self._pieces(index), self.sequence_length)
 
-    def shuffled(self, *key: int) -> Callable[[np.ndarray], np.ndarray]:
+    def epoch_permutation(self, *key: int) -> Callable[[np.ndarray], np.ndarray]:
         return Permutation(len(self), *key)
 
     def padding(self) -> dict[str, np.ndarray]:
@@ -121,20 +121,20 @@ class PairSequences(BinPackedSequences):
         super().__init__(documents, order, plan, sequence_length)
         lengths = documents.lengths[order]
         self.num_targets -= int(np.count_nonzero(lengths))  # each half begins with no target
-        self._most_pairs = most_pairs
+        self._max_pairs = most_pairs
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        return self._with_pairs(super().__getitem__(index), self.documents(index))
+        return self._add_pair_arrays(super().__getitem__(index), self.documents(index))
 
     def padding(self) -> dict[str, np.ndarray]:
-        return self._with_pairs(super().padding(), [])
+        return self._add_pair_arrays(super().padding(), [])
 
-    def _with_pairs(
+    def _add_pair_arrays(
         self, row: dict[str, np.ndarray], documents: list[int]
     ) -> dict[str, np.ndarray]:
-        halves = 2 * self._most_pairs
+        halves = 2 * self._max_pairs
         tokens = np.bincount(row["segment_ids"], row["loss_mask"], minlength=halves + 1)[1:]
-        pairs = (np.arange(self._most_pairs) < len(documents)).astype(np.float32)
+        pairs = (np.arange(self._max_pairs) < len(documents)).astype(np.float32)
         reference = np.zeros(halves, np.float32)
         known = getattr(self._documents, REFERENCE, None)
         if known is not None:
@@ -156,7 +156,7 @@ class Packer:
     """Which documents these are, for what is kept of them."""
     moved: Heartbeat | None = None
     """Called for each part of what takes long."""
-    most_pairs: int = 0
+    max_pairs: int = 0
     """The most pairs of a row; 0 of documents that are no pairs."""
 
     def __call__(self, documents: Documents, order: np.ndarray) -> Sequences:
@@ -166,23 +166,23 @@ class Packer:
         assert self.packing != "auto", "a source says what it means"
         plan = self._plan(documents.lengths, order, self.packing)
         given = (documents, order, plan, self.sequence_length)
-        if self.most_pairs:
-            return PairSequences(*given, self.most_pairs)
+        if self.max_pairs:
+            return PairSequences(*given, self.max_pairs)
         return BinPackedSequences(*given)
 
     def _plan(self, lengths: np.ndarray, order: np.ndarray, strategy: Strategy) -> PackingPlan:
         def make(moved: Heartbeat | None = None) -> PackingPlan:
-            return pack_documents(lengths, order, self.sequence_length, strategy, self.most_pairs)
+            return pack_documents(lengths, order, self.sequence_length, strategy, self.max_pairs)
 
         if len(order) < _MIN_CACHED_DOCUMENTS or strategy == "pad":
             return make()
         digest = hashlib.sha256()
         for part in (order, lengths[order]):
             digest.update(np.ascontiguousarray(part, "<i8").data)
-        key = [digest.hexdigest(), *([self.most_pairs] if self.most_pairs else [])]
-        return self.remembered("plan", key, _plan_of, make)
+        key = [digest.hexdigest(), *([self.max_pairs] if self.max_pairs else [])]
+        return self.load_or_compute("plan", key, _plan_of, make)
 
-    def remembered(
+    def load_or_compute(
         self,
         name: str,
         key: Iterable[object],

@@ -50,8 +50,10 @@ def summary_items(found: Statistics) -> list[tuple[str, str]]:
     """Names and what is said of them."""
     count, tokens = len(found.lengths), found.tokens
     notes = [f"{found.empty} empty"] if found.empty else []
-    if found.replaced:
-        notes.append(f"{found.replaced} with U+FFFD for bytes that are not UTF-8")
+    if found.num_with_replacement_character:
+        notes.append(
+            f"{found.num_with_replacement_character} with U+FFFD for bytes that are not UTF-8"
+        )
     shown = [("source", found.name), ("documents", _append_notes(f"{count:,}", notes))]
     if found.unreadable:
         first = found.first_unreadable
@@ -62,9 +64,13 @@ def summary_items(found: Statistics) -> list[tuple[str, str]]:
     shown.append(("tokens", _append_notes(f"{tokens:,}", [] if all_trained else [share])))
     per_token = f"{found.num_bytes / tokens:.2f} per token" if tokens else ""
     shown.append(("bytes", _append_notes(f"{found.num_bytes:,}", [per_token])))
-    about = f"estimated from one in {found.compared} contents" if found.compared > 1 else ""
-    repeated = _format_count(found.repeated, "document")
-    part = f"{found.repeated_tokens / tokens:.2%} of the tokens" if tokens else ""
+    about = (
+        f"estimated from one in {found.sampling_interval} contents"
+        if found.sampling_interval > 1
+        else ""
+    )
+    repeated = _format_count(found.duplicates, "document")
+    part = f"{found.duplicate_tokens / tokens:.2%} of the tokens" if tokens else ""
     shown.append(("duplicates", _append_notes(repeated, [part, about])))
     quantiles = ", ".join(f"{name} {each:,}" for name, each in found.quantiles().items())
     shown.append(("lengths", f"in tokens: {quantiles}" if quantiles else "none"))
@@ -101,7 +107,7 @@ def draw(all_of: Sequence[Statistics], path: Path) -> None:
     """Writes a picture in the form that the file's name says, one of `FORMS`."""
     whole = Canvas()
     for found in all_of:
-        whole.put(_picture(found), whole.height)
+        whole.append_canvas(_picture(found), whole.height)
     if path.suffix == ".png":
         whole.png(path)
         return
@@ -177,7 +183,7 @@ class DocumentStatistics(NamedTuple):
     trained: int
     num_bytes: int
     is_empty: bool
-    is_replaced: bool
+    has_replacement_character: bool
     """Whether it has U+FFFD, which stands for what was not UTF-8."""
     unread: tuple[str, ...] = ()
     """See `Encoded.unread`."""
@@ -236,13 +242,13 @@ class Statistics:
     trained: int = 0
     num_bytes: int = 0
     empty: int = 0
-    replaced: int = 0
+    num_with_replacement_character: int = 0
     unreadable: int = 0
     """Of prepared documents those that are empty for it; others are in no other number."""
     first_unreadable: Problem | None = None
-    repeated: int = 0
-    repeated_tokens: int = 0
-    compared: int = 1
+    duplicates: int = 0
+    duplicate_tokens: int = 0
+    sampling_interval: int = 1
     """Of this number of contents one was compared."""
     packing: str = "cut"
     sequence_length: int = 0
@@ -309,7 +315,7 @@ class Statistics:
             for i, (count, of) in enumerate(zip(documents, tokens, strict=True))
         ][int(bins.min()) :]
 
-    def facts(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """All of it as JSON values."""
         count, tokens = len(self.lengths), self.tokens
         names = ("shortest", "longest", "documents", "tokens")
@@ -319,14 +325,14 @@ class Statistics:
             "empty": self.empty,
             "unreadable": self.unreadable,
             "first_unreadable": self.first_unreadable and self.first_unreadable.line,
-            "with_replaced_bytes": self.replaced,
+            "with_replaced_bytes": self.num_with_replacement_character,
             "tokens": tokens,
             "tokens_trained": self.trained,
             "bytes": self.num_bytes,
             "bytes_per_token": round(self.num_bytes / tokens, 4) if tokens else None,
-            "duplicates": self.repeated,
-            "duplicate_tokens": self.repeated_tokens,
-            "duplicates_compared_one_in": self.compared,
+            "duplicates": self.duplicates,
+            "duplicate_tokens": self.duplicate_tokens,
+            "duplicates_compared_one_in": self.sampling_interval,
             "lengths": self.quantiles(),
             "mean_length": round(tokens / count, 2) if count else None,
             "histogram": [dict(zip(names, row, strict=True)) for row in self.histogram()],
@@ -380,7 +386,7 @@ def _measure_texts(
             trained=tokens,
             num_bytes=len(raw),
             is_empty=not text.strip(),
-            is_replaced="\ufffd" in text,
+            has_replacement_character="\ufffd" in text,
         )
         found.append(document)
     return found
@@ -405,7 +411,7 @@ def measure_encoded(
             trained=len(ids) if mask is None else int(mask.sum()),
             num_bytes=int(widths[ids].sum()),
             is_empty=not text.strip(),
-            is_replaced="\ufffd" in text,
+            has_replacement_character="\ufffd" in text,
             unread=found.unread,
             marks=found.marks,
             first_target=0 if mask is None else first_target(mask),
@@ -443,13 +449,13 @@ def compute_statistics(
         found.trained += each.trained
         found.num_bytes += each.num_bytes
         found.empty += each.is_empty
-        found.replaced += each.is_replaced
+        found.num_with_replacement_character += each.has_replacement_character
         found.unread.update(each.unread)
         found.marks.update(1 << bit for bit in range(8) if each.marks >> bit & 1)
         found._contents.add(each.digest, each.tokens)
     found.lengths = lengths[:number]
-    found.repeated, found.repeated_tokens = found._contents.repeated()
-    found.compared = 1 << found._contents.shift
+    found.duplicates, found.duplicate_tokens = found._contents.repeated()
+    found.sampling_interval = 1 << found._contents.shift
     found.packing, found.sequence_length = packer.packing, packer.sequence_length
     documents_left: Documents = _DocumentLengths(found.lengths)
     if policy is not None:

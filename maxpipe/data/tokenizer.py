@@ -90,12 +90,12 @@ class Tokenizer(Protocol):
     def vocab_size(self) -> int: ...
 
     @property
-    def rows(self) -> int:
+    def embedding_rows(self) -> int:
         """Rows of the model's embedding, or a number above all ids where no model is known."""
         ...
 
     @property
-    def min_rows(self) -> int:
+    def min_embedding_rows(self) -> int:
         """Rows that an embedding needs: the largest id that a text gives with its begin and end
         tokens, plus one.
 
@@ -159,7 +159,7 @@ class Tokenizer(Protocol):
         """A copy with other values of `Control`."""
         ...
 
-    def fitted(self, rows: int) -> Self:
+    def with_embedding_rows(self, rows: int) -> Self:
         """A copy for an embedding of `rows` rows, at least `min_rows`: no id is beyond them.
 
         Text that spells a control token without a row stays text.
@@ -223,9 +223,9 @@ def fit_tokenizer(tokenizer: Tokenizer, rows: int, *, model: str = "") -> Tokeni
     Raises:
         ConfigError: text would give an id without a row.
     """
-    need = tokenizer.min_rows
+    need = tokenizer.min_embedding_rows
     if need <= rows:
-        return tokenizer.fitted(rows)
+        return tokenizer.with_embedding_rows(rows)
     rule = f"must be at least {need}: the tokenizer encodes text as ids up to {need - 1}."
     if model:
         raise ConfigError.one(
@@ -249,12 +249,13 @@ def check_token_ids(where: str, ids: np.ndarray, tokenizer: Tokenizer) -> None:
         ConfigError: it has not; a device would take the last row.
     """
     largest = int(ids.max(initial=0))
-    if largest < tokenizer.rows:
+    if largest < tokenizer.embedding_rows:
         return
     raise ConfigError.one(
         where,
         f"id {largest}",
-        f"must be below model.vocab_size ({tokenizer.rows}), the rows of the embedding: the "
+        f"must be below model.vocab_size ({tokenizer.embedding_rows}), the rows of the "
+        "embedding: the "
         f"tokenizer has {tokenizer.vocab_size} ids.",
         f"Set model.vocab_size={tokenizer.vocab_size}, or prepare documents without the text of "
         "this control token.",
@@ -290,7 +291,7 @@ class ByteTokenizer(ControlTokenMixin):
         role_texts={"bos_token": "<begin>", "eos_token": "<end>", "pad_token": "<pad>"},
         published=Framing((256,)),
     )
-    vocab_size = min_rows = 259
+    vocab_size = min_embedding_rows = 259
 
     @property
     def byte_lengths(self) -> np.ndarray:

@@ -264,7 +264,7 @@ def _parse_record(record: Fields, config: SourceConfig) -> ChatInput:
         for part in parts
         for message in ([{"content": part}] if isinstance(part, str) else part)
     ]
-    return pair.given._replace(messages=messages)
+    return pair.template_input._replace(messages=messages)
 
 
 def _reads_keys(trial: Trial, records: Sequence[Fields], config: SourceConfig) -> bool:

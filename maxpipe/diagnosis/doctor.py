@@ -112,9 +112,9 @@ def examine(inputs: Sequence[str]) -> Iterator[CheckResult]:
             target = CheckTarget.of(loaded)
             yield from (
                 CheckResult(
-                    "config", "warning", f"{each.where} = {each.given} {each.rule}", each.action
+                    "config", "warning", f"{each.where} = {each.value} {each.rule}", each.action
                 )
-                for each in (*loaded.cautions, *find_warnings(loaded.config))
+                for each in (*loaded.warnings, *find_warnings(loaded.config))
             )
             yield CheckResult("config", "ok", f"read from {pluralize(len(inputs), 'argument')}")
             if unsaid := check_training(loaded.config, loaded.origins):
@@ -182,7 +182,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 def _config_error_checks(name: str, error: ConfigError) -> Iterator[CheckResult]:
     for problem in error.problems:
-        given = f" = {problem.given}" if problem.given else ""
+        given = f" = {problem.value}" if problem.value else ""
         yield CheckResult(name, "FAILED", f"{problem.where}{given} {problem.rule}", problem.action)
 
 
@@ -223,7 +223,7 @@ def check_restore_source(config: Config) -> Iterator[CheckResult]:
             yield CheckResult(name, "ok", text)
             return
         if (folder := folder_of(given)) is not None:
-            model = open_folder(folder, "checkpoint.restore_from").described.table.architecture
+            model = open_folder(folder, "checkpoint.restore_from").description.table.architecture
             yield CheckResult(name, "ok", f"{folder}, {model}, weights of it")
             return
         found = parse_address(given, "checkpoint.restore_from", config.run.dir)
@@ -462,7 +462,7 @@ def check_devices(target: CheckTarget) -> Iterator[CheckResult]:
 def _attention(config: Config, platform: str) -> Iterator[CheckResult]:
     """The backend that `auto` is on such devices."""
     sizes = {axis: axis_size(config.mesh, axis) or 1 for axis in MESH_AXES}
-    divided = Divided.by(config.mesh, sizes)
+    divided = Divided.from_mesh(config.mesh, sizes)
     if chosen := words(config.model, platform, config.train.sequence_length, divided):
         yield CheckResult("attention", "ok", chosen)
 

@@ -130,18 +130,18 @@ class ControlChannel:
         """Called before the process ends for a reason from the hub."""
         self._phases, self._limits = phases, limits
         self._selector = selectors.DefaultSelector()
-        self._hub = None
+        self._coordinator = None
         if index == 0:
-            self._hub = Coordinator(
-                count, limits, self._hear, lambda text: self.say(text), self._selector
+            self._coordinator = Coordinator(
+                count, limits, self._handle_message, lambda text: self.say(text), self._selector
             )
-        self._wire: AuthenticatedConnection | None = None
-        self._heard = 0.0
-        self._told, self._changed = CoordinatorState(), threading.Condition()
+        self._connection: AuthenticatedConnection | None = None
+        self._last_heard = 0.0
+        self._state, self._changed = CoordinatorState(), threading.Condition()
         self._answered = 0
         self._failing = self._closed = self._comparing = False
-        self._asked_at = 0.0
-        self._asked_code: StopCode = 75
+        self._stop_requested_at = 0.0
+        self._stop_code: StopCode = 75
         self._wake, self._wakes = socket.socketpair()
         self._thread = threading.Thread(target=self._run, name="maxpipe link", daemon=True)
         self._before: dict[int, Any] = {}
@@ -165,18 +165,18 @@ class ControlChannel:
         for number in SIGNALS:
             # An ignored signal stays ignored: `nohup`, and background jobs of a script.
             if number == signal.SIGTERM or signal.getsignal(number) != signal.SIG_IGN:
-                self._before.setdefault(number, signal.signal(number, self._noted))
+                self._before.setdefault(number, signal.signal(number, self._note_signal))
         # Python hands a signal on when the main thread next runs Python, which may take as long
         # as a compilation; the thread sees its number at once.
         signal.set_wakeup_fd(self._wakes.fileno(), warn_on_full_buffer=False)
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
-        self._closed = self._hub is None  # the hub ends when all have said goodbye
+        self._closed = self._coordinator is None  # the hub ends when all have said goodbye
         self._send({"bye": True})
-        if self._wire is not None:
-            self._wire.flush(_GOODBYE_SECONDS)
-        if self._hub is not None:
-            self._hub.wait_for_goodbyes(_GOODBYE_SECONDS if self._failing else math.inf)
+        if self._connection is not None:
+            self._connection.flush(_GOODBYE_SECONDS)
+        if self._coordinator is not None:
+            self._coordinator.wait_for_goodbyes(_GOODBYE_SECONDS if self._failing else math.inf)
         self._closed = True
         if threading.current_thread() is threading.main_thread():
             signal.set_wakeup_fd(-1)
@@ -187,15 +187,15 @@ class ControlChannel:
         if self.index > 0:
             _delay_aborts(False)
         self._thread.join(_GOODBYE_SECONDS)
-        if self._hub is not None:
-            self._hub.close()
-        if self._wire is not None:
-            self._wire.close()
+        if self._coordinator is not None:
+            self._coordinator.close()
+        if self._connection is not None:
+            self._connection.close()
         self._wake.close()
         self._wakes.close()
         self._selector.close()
 
-    def gather(
+    def connect(
         self,
         address: tuple[str, int],
         facts: Mapping[str, str],
@@ -215,35 +215,35 @@ class ControlChannel:
             "pid": os.getpid(),
             "facts": dict(facts),
         }
-        if self._hub is not None:
+        if self._coordinator is not None:
             key = secret()
             assert key is not None, "process 0 makes the secret"
-            self._hub.join(Member(0, hello["host"], hello["pid"], facts=hello["facts"]))
-            self._hub.listen(address, key)
+            self._coordinator.join(Member(0, hello["host"], hello["pid"], settings=hello["facts"]))
+            self._coordinator.listen(address, key)
         else:
-            found = self._reach(address, hello, secret)
+            found = self._connect_to_coordinator(address, hello, secret)
             if isinstance(found, JoinFailure):
-                if self._asked_at:
-                    self._go(self._asked_code, STOPPED_BEFORE_FIRST_STEP)
+                if self._stop_requested_at:
+                    self._exit(self._stop_code, STOPPED_BEFORE_FIRST_STEP)
                 return found
-            self._heard, self._wire = time.monotonic(), found
+            self._last_heard, self._connection = time.monotonic(), found
             self._selector.register(found, selectors.EVENT_READ)
-        if self._asked_at:  # before there was a connection
-            self._send({"stop": self._asked_code})
+        if self._stop_requested_at:  # before there was a connection
+            self._send({"stop": self._stop_code})
         with contextlib.suppress(OSError):
             self._wakes.send(b"\0")  # wakes the thread
         end = time.monotonic() + self._limits.init_seconds + (5 if self.index else 0)
         with self._changed:
             self._changed.wait_for(
-                lambda: self._told.welcome or self._told.refused, end - time.monotonic()
+                lambda: self._state.welcome or self._state.refused, end - time.monotonic()
             )
-            if self._told.welcome or self._told.refused:
-                return self._told.refused
-        if self._hub is None:
+            if self._state.welcome or self._state.refused:
+                return self._state.refused
+        if self._coordinator is None:
             return JoinFailure("process 0 went silent", late=True)
-        return self._hub.refuse_for_the_missing()
+        return self._coordinator.reject_incomplete_group()
 
-    def _reach(
+    def _connect_to_coordinator(
         self, address: tuple[str, int], hello: Hello, secret: Callable[[], bytes | None]
     ) -> AuthenticatedConnection | JoinFailure:
         """The wire to process 0, or why there is none. Any other program learns nothing."""
@@ -252,7 +252,11 @@ class ControlChannel:
 
         def end() -> float:
             limit = begin + self._limits.init_seconds
-            return min(limit, self._asked_at + _GOODBYE_SECONDS) if self._asked_at else limit
+            return (
+                min(limit, self._stop_requested_at + _GOODBYE_SECONDS)
+                if self._stop_requested_at
+                else limit
+            )
 
         reason = _NO_SECRET
         while time.monotonic() < end():
@@ -281,31 +285,31 @@ class ControlChannel:
 
     # What the run asks.
 
-    def stops_here(self) -> bool:
+    def should_stop(self) -> bool:
         """Whether to stop here. All processes ask equally often and get the same answers."""
         with self._changed:
-            while self._told.asked and self._told.stop_at is None and not self._closed:
+            while self._state.asked and self._state.stop_at is None and not self._closed:
                 self._changed.wait(1.0)  # all answer from their threads
             self._answered += 1
-            return self._told.stop_at is not None and self._answered >= self._told.stop_at
+            return self._state.stop_at is not None and self._answered >= self._state.stop_at
 
-    def stopped(self, text: str) -> Preemption:
+    def stop_error(self, text: str) -> Preemption:
         """The end of a run that was asked to stop, and has saved."""
-        interrupted = self._told.code == ExitCode.INTERRUPTED
+        interrupted = self._state.code == ExitCode.INTERRUPTED
         return UserInterrupt(text) if interrupted else Preemption(text)
 
-    def same(self, name: str, value: str) -> dict[str, list[int]]:
+    def compare_across_processes(self, name: str, value: str) -> dict[str, list[int]]:
         """Value -> processes that have it; one entry when all agree. All must ask."""
         self._comparing = True
         self._send({"same": name, "value": value})
         with self._changed:
-            while name not in self._told.agreed:
+            while name not in self._state.agreed:
                 self._changed.wait(1.0)
             self._comparing = False
-            return self._told.agreed.pop(name)
+            return self._state.agreed.pop(name)
 
     @contextlib.contextmanager
-    def ends_together(self) -> Iterator[None]:
+    def propagate_failure(self) -> Iterator[None]:
         """When the body fails here, the others get the reason and leave with the same code."""
         try:
             yield
@@ -330,8 +334,8 @@ class ControlChannel:
         self._send({"failed": {"code": code, "text": redact.redact_text(text)[-4000:]}})
         if self.count == 1:
             return
-        if self._hub is not None:  # jax ends a process at once that loses process 0
-            self._hub.wait_for_goodbyes(_GOODBYE_SECONDS / 2)
+        if self._coordinator is not None:  # jax ends a process at once that loses process 0
+            self._coordinator.wait_for_goodbyes(_GOODBYE_SECONDS / 2)
         # jax would wait for the others at the exit, and they are gone.
         atexit.register(_exit_now, code)
         _exit_later(_GOODBYE_SECONDS, code)
@@ -343,13 +347,17 @@ class ControlChannel:
             self._watch()
         except BaseException:
             # The main thread would wait for messages that never come.
-            self._go(ExitCode.BUG, traceback.format_exc())
+            self._exit(ExitCode.BUG, traceback.format_exc())
 
     def _watch(self) -> None:
         period = min(1.0, self._limits.heartbeat_seconds / 5)
         last = 0.0
         while not self._closed:
-            tending = self._hub.tend() if self._hub is not None else self._tend()
+            tending = (
+                self._coordinator.flush_pending()
+                if self._coordinator is not None
+                else self._flush_pending()
+            )
             for key, _ in self._selector.select(min(period, tending)):
                 self._read(key.fileobj)
             if self._closed:
@@ -357,33 +365,41 @@ class ControlChannel:
             now = time.monotonic()
             if now - last >= period:
                 last = now
-                self._send({"beat": self._beat()})
-                if self._hub is not None:
-                    self._hub.check_timeouts()
+                self._send({"beat": self._heartbeat()})
+                if self._coordinator is not None:
+                    self._coordinator.check_timeouts()
                 else:
-                    self._check_hub(now)
-                if self._asked_at and now - self._asked_at > self._limits.grace_seconds > 0:
-                    self._go(self._asked_code, _NO_TIME)
+                    self._check_coordinator(now)
+                if (
+                    self._stop_requested_at
+                    and now - self._stop_requested_at > self._limits.grace_seconds > 0
+                ):
+                    self._exit(self._stop_code, _NO_TIME)
 
-    def _tend(self) -> float:
+    def _flush_pending(self) -> float:
         """As in the hub: sends what is queued; the seconds until the next time."""
-        if self._wire is None or not self._wire.waits:
+        if self._connection is None or not self._connection.has_unsent:
             return math.inf
-        self._wire.push()
+        self._connection.send_pending()
         return _RESEND_SECONDS
 
-    def _check_hub(self, now: float) -> None:
+    def _check_coordinator(self, now: float) -> None:
         """Only this link watches process 0."""
         limit = self._limits.heartbeat_seconds
-        if self._wire is None or self._closed or self._failing or now - self._heard <= limit:
+        if (
+            self._connection is None
+            or self._closed
+            or self._failing
+            or now - self._last_heard <= limit
+        ):
             return
         text = f"process 0 did not answer for {limit:g} s\n"
         text += f"  It was stopped, or its host is down or cannot be reached.\n{_AGAIN}"
-        self._go(ExitCode.HANG, text)
+        self._exit(ExitCode.HANG, text)
 
-    def _beat(self) -> Heartbeat:
+    def _heartbeat(self) -> Heartbeat:
         """Sends this process's state to the hub, about once a second."""
-        where = self._phases.where()
+        where = self._phases.status()
         return {
             "phase": where.phase,
             "step": where.step,
@@ -398,57 +414,57 @@ class ControlChannel:
             for number in self._wake.recv(64):
                 if number in self._before:
                     self._on_signal(signal.Signals(number))
-        elif self._wire is not None and source is self._wire:
-            messages = self._wire.receive(CoordinatorMessage)
+        elif self._connection is not None and source is self._connection:
+            messages = self._connection.receive(CoordinatorMessage)
             if messages is None:
-                self._selector.unregister(self._wire)
-                if not (self._closed or self._failing or self._told.refused):
-                    if self._asked_at and not self._told.welcome:
-                        self._go(self._asked_code, STOPPED_BEFORE_FIRST_STEP)
-                    self._go(ExitCode.HANG, _COORDINATOR_GONE)
+                self._selector.unregister(self._connection)
+                if not (self._closed or self._failing or self._state.refused):
+                    if self._stop_requested_at and not self._state.welcome:
+                        self._exit(self._stop_code, STOPPED_BEFORE_FIRST_STEP)
+                    self._exit(ExitCode.HANG, _COORDINATOR_GONE)
                 return
-            self._heard = time.monotonic()
+            self._last_heard = time.monotonic()
             for message in messages:
-                self._hear(message)
-        elif self._hub is not None:
-            self._hub.read(source)
+                self._handle_message(message)
+        elif self._coordinator is not None:
+            self._coordinator.read(source)
 
-    def _noted(self, number: int, frame: FrameType | None) -> None:
+    def _note_signal(self, number: int, frame: FrameType | None) -> None:
         """In the main thread: the next question waits for the answer to this signal."""
-        self._told.asked = True
+        self._state.asked = True
 
     def _on_signal(self, number: signal.Signals) -> None:
         now, by_key = time.monotonic(), number == signal.SIGINT
-        if not self._asked_at:
-            self._asked_at = now
-            self._asked_code = 130 if by_key else 75
-            self._send({"stop": self._asked_code})
+        if not self._stop_requested_at:
+            self._stop_requested_at = now
+            self._stop_code = 130 if by_key else 75
+            self._send({"stop": self._stop_code})
             again = "press Ctrl-C again" if by_key else f"send {number.name} again"
             self.tell(f"stopping after this step, and saving; {again} to leave at once")
-        elif now - self._asked_at > (_ONE_KEY_SECONDS if by_key else _ONE_REQUEST_SECONDS):
-            self._go(ExitCode.INTERRUPTED if by_key else ExitCode.PREEMPTED, _STOPPED_TWICE)
+        elif now - self._stop_requested_at > (_ONE_KEY_SECONDS if by_key else _ONE_REQUEST_SECONDS):
+            self._exit(ExitCode.INTERRUPTED if by_key else ExitCode.PREEMPTED, _STOPPED_TWICE)
 
     def _send(self, message: MemberMessage) -> None:
-        if self._hub is not None:
-            self._hub.handle(0, message)
-        elif self._wire is not None:
-            self._wire.send(message)
+        if self._coordinator is not None:
+            self._coordinator.handle(0, message)
+        elif self._connection is not None:
+            self._connection.send(message)
 
-    def _hear(self, message: CoordinatorMessage) -> None:
+    def _handle_message(self, message: CoordinatorMessage) -> None:
         """A message of the hub."""
         with self._changed:
             at = self._answered
             if "welcome" in message:
-                self._told.welcome = True
+                self._state.welcome = True
             elif "refused" in message:
                 text = sanitize_peer_text(message["refused"], _MAX_TEXT)
-                self._told.refused = JoinFailure(text, message.get("late", False))
+                self._state.refused = JoinFailure(text, message.get("late", False))
             elif "ask" in message:
-                self._told.asked, self._told.code = True, message["ask"]
+                self._state.asked, self._state.code = True, message["ask"]
             elif "stop_at" in message:
-                self._told.stop_at = message["stop_at"]
+                self._state.stop_at = message["stop_at"]
             elif "agreed" in message:
-                self._told.agreed[message["agreed"]] = dict(message.get("values", []))
+                self._state.agreed[message["agreed"]] = dict(message.get("values", []))
             self._changed.notify_all()
         if "ask" in message:
             self._send({"at": at})
@@ -456,10 +472,10 @@ class ControlChannel:
             if message["leave"]["stacks"]:
                 self._show_stacks()
             text = sanitize_peer_text(message["leave"]["text"], _MAX_TEXT)
-            self._go(sanitize_exit_code(message["leave"]["code"]), text)
+            self._exit(sanitize_exit_code(message["leave"]["code"]), text)
 
     def _show_stacks(self) -> None:
-        where = self._phases.where()
+        where = self._phases.status()
         self.say(
             f"process {self.index} on {socket.gethostname()}: {where.seconds:.0f} s in "
             f"{where.phase} at step {where.step}"
@@ -467,7 +483,7 @@ class ControlChannel:
         with contextlib.suppress(OSError, ValueError):
             faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr, all_threads=True)
 
-    def _go(self, code: int, text: str) -> None:
+    def _exit(self, code: int, text: str) -> None:
         """Ends the process from here: the main thread may be anywhere, and disks may hang."""
 
         def tell_ledger() -> None:
@@ -481,8 +497,8 @@ class ControlChannel:
                 telling.start()
                 telling.join(_GOODBYE_SECONDS / 2)
             with contextlib.suppress(Exception):
-                if self._hub is not None:
-                    self._hub.wait_for_leaving(_GOODBYE_SECONDS / 2)
+                if self._coordinator is not None:
+                    self._coordinator.wait_for_disconnects(_GOODBYE_SECONDS / 2)
             with contextlib.suppress(OSError, ValueError):
                 _print(redact.redact_text(text))
                 sys.stdout.flush()

@@ -156,9 +156,9 @@ class Member:
     index: int
     host: str = ""
     pid: int = 0
-    wire: AuthenticatedConnection | None = None
+    connection: AuthenticatedConnection | None = None
     """None for the hub's own process."""
-    facts: dict[str, str] = field(default_factory=dict)
+    settings: dict[str, str] = field(default_factory=dict)
     heard: float = 0.0
     beat: dict[str, Any] = field(default_factory=dict)
     num_beats: int = 0
@@ -200,13 +200,13 @@ class Coordinator:
         self._goodbye = threading.Condition(self._lock)
         self._first_goodbye = 0.0
         self._welcomed = count == 1
-        self._verdict = False
+        self._is_ending = False
         self._asked = False
         self._stop_code: StopCode = 75
         """The exit code of the first stop request: all leave with it."""
         self._answers: dict[int, int] = {}
         self._values: dict[str, dict[int, str]] = {}
-        self._said = time.monotonic()
+        self._last_report = time.monotonic()
         self._suspected: dict[int, int] = {}
         """Processes that seemed stuck at the last check, and the number of their beats then."""
 
@@ -222,26 +222,26 @@ class Coordinator:
 
     def _close_port(self) -> None:
         if self._listener is not None:
-            self._selector_drops(self._listener)
+            self._unregister(self._listener)
             self._listener.close()
             self._listener = None
         for wire in list(self._unknown):
-            self._let_go(wire)
+            self._disconnect(wire)
 
-    def _selector_drops(self, source: Listener | AuthenticatedConnection) -> None:
+    def _unregister(self, source: Listener | AuthenticatedConnection) -> None:
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(source)
 
-    def tend(self) -> float:
+    def flush_pending(self) -> float:
         """The thread's work between messages; the seconds until the next time."""
-        wires = [each.wire for each in list(self._members.values())]  # the main thread joins
-        behind = [wire for wire in wires if wire and wire.waits]
+        wires = [each.connection for each in list(self._members.values())]  # the main thread joins
+        behind = [wire for wire in wires if wire and wire.has_unsent]
         for wire in behind:
-            wire.push()
+            wire.send_pending()
         soon = _RESEND_SECONDS if behind else math.inf
         if self._listener is None:
             return soon
-        if (rest := self._listener.rests_until - time.monotonic()) > 0:
+        if (rest := self._listener.paused_until - time.monotonic()) > 0:
             return min(soon, rest)
         if self._listener not in self._selector.get_map():
             self._selector.register(self._listener, selectors.EVENT_READ)
@@ -250,40 +250,40 @@ class Coordinator:
     def read(self, source: Any) -> None:
         """Reads what a socket has."""
         if isinstance(source, Listener):
-            self._selector_drops(source)  # it rests
-            self._look_at_the_port()
+            self._unregister(source)  # it rests
+            self._poll_listener()
         else:
-            self._hear(source)
+            self._receive(source)
 
-    def _look_at_the_port(self) -> None:
+    def _poll_listener(self) -> None:
         if self._listener is None:
             return
-        for wire in self._listener.look():
+        for wire in self._listener.accept_authenticated():
             self._unknown[wire] = time.monotonic()
             self._selector.register(wire, selectors.EVENT_READ)
         limit = time.monotonic() - self._limits.heartbeat_seconds
         for wire in [wire for wire, since in self._unknown.items() if since < limit]:
-            self._let_go(wire)
+            self._disconnect(wire)
 
-    def _hear(self, wire: AuthenticatedConnection) -> None:
+    def _receive(self, wire: AuthenticatedConnection) -> None:
         messages = wire.receive(MemberMessage)
-        member = next((each for each in self._members.values() if each.wire is wire), None)
+        member = next((each for each in self._members.values() if each.connection is wire), None)
         for message in messages or ():
             if member is not None:
                 self.handle(member.index, message)
             elif "hello" in message:
                 member = self._admit(wire, message["hello"])
         if messages is None or (messages and member is None):
-            self._let_go(wire)
+            self._disconnect(wire)
             if member is not None and not member.left:
                 member.left = True
-                self._lost(member)
+                self._handle_disconnect(member)
                 with self._goodbye:
                     self._goodbye.notify_all()
 
-    def _let_go(self, wire: AuthenticatedConnection) -> None:
+    def _disconnect(self, wire: AuthenticatedConnection) -> None:
         self._unknown.pop(wire, None)
-        self._selector_drops(wire)
+        self._unregister(wire)
         wire.close()
 
     def _admit(self, wire: AuthenticatedConnection, hello: Hello) -> Member | None:
@@ -305,23 +305,27 @@ class Coordinator:
 
     def _refuse(self, came: Member, text: str) -> None:
         """Only it leaves: the others may be right, and it may be started again."""
-        if came.wire is not None:
-            came.wire.send({"refused": text})
+        if came.connection is not None:
+            came.connection.send({"refused": text})
         self._refusal = f"; {text}"
         self._say(f"refused: {text}")
 
-    def refuse_for_the_missing(self) -> JoinFailure:
+    def reject_incomplete_group(self) -> JoinFailure:
         """Tells those that connected which are missing; returns the same text."""
         with self._lock:
-            missing = f"{self._named(self._missing())} of {self._count}"
+            missing = f"{self._format_processes(self._missing())} of {self._count}"
             text = f"{missing} did not come within {self._limits.init_seconds:g} s"
-            text += self._refusal + (f"; {strangers}" if (strangers := self._strangers()) else "")
-            self._tell({"refused": text, "late": True})
+            text += self._refusal + (
+                f"; {strangers}" if (strangers := self._describe_rejected()) else ""
+            )
+            self._broadcast({"refused": text, "late": True})
         return JoinFailure(text, late=True)
 
     def close(self) -> None:
         """Closes every connection; peers have read `bye` or will see the end of the stream."""
-        wires = [member.wire for member in self._members.values() if member.wire is not None]
+        wires = [
+            member.connection for member in self._members.values() if member.connection is not None
+        ]
         for wire in (*wires, *self._unknown):
             wire.close()
         if self._listener is not None:
@@ -330,20 +334,20 @@ class Coordinator:
     def wait_for_goodbyes(self, seconds: float) -> None:
         """Waits until all others have left, which the thread watches."""
         with self._goodbye:
-            others = [member for member in self._members.values() if member.wire is not None]
+            others = [member for member in self._members.values() if member.connection is not None]
             if self._welcomed:
                 limit = None if seconds == math.inf else seconds
                 self._goodbye.wait_for(lambda: all(each.left for each in others), limit)
 
-    def wait_for_leaving(self, seconds: float) -> None:
+    def wait_for_disconnects(self, seconds: float) -> None:
         """Gives the others time to read why they leave; for the thread that reads."""
         end = time.monotonic() + seconds
         with selectors.DefaultSelector() as selector:
             for member in self._members.values():
-                if member.wire is not None and not member.left:
-                    selector.register(member.wire, selectors.EVENT_READ)
+                if member.connection is not None and not member.left:
+                    selector.register(member.connection, selectors.EVENT_READ)
             while selector.get_map() and (left := end - time.monotonic()) > 0:
-                for key, _ in selector.select(min(left, self.tend())):
+                for key, _ in selector.select(min(left, self.flush_pending())):
                     wire: Any = key.fileobj
                     if wire.receive(MemberMessage) is None:
                         selector.unregister(wire)
@@ -355,7 +359,7 @@ class Coordinator:
         with self._lock:
             member.heard = time.monotonic()
             self._members[member.index] = member
-            self._welcome()
+            self._try_welcome()
 
     def handle(self, index: int, message: MemberMessage) -> None:
         """A message of a process."""
@@ -369,8 +373,8 @@ class Coordinator:
                 member.num_beats += 1
                 member.beat["phase"] = sanitize_peer_text(member.beat["phase"], 40)
                 member.beat["detail"] = sanitize_peer_text(member.beat.get("detail", ""), 300)
-                if member.wire is not None:
-                    member.wire.send({"heard": True})
+                if member.connection is not None:
+                    member.connection.send({"heard": True})
             elif "failed" in message:
                 code = sanitize_exit_code(message["failed"]["code"])
                 text = sanitize_peer_text(message["failed"]["text"], 4000)
@@ -382,13 +386,13 @@ class Coordinator:
             elif "stop" in message and not self._asked:
                 self._asked, self._stop_code = True, message["stop"]
                 if self._welcomed:
-                    self._tell({"ask": self._stop_code})
+                    self._broadcast({"ask": self._stop_code})
                 else:  # none has begun, and those that did not connect yet cannot answer
                     self._end(self._stop_code, STOPPED_BEFORE_FIRST_STEP)
             elif "at" in message:
                 self._answers[index] = message["at"]
                 if len(self._answers) == self._count:
-                    self._decide()
+                    self._decide_stop_step()
             elif "same" in message:
                 values = self._values.setdefault(message["same"], {})
                 values[index] = message.get("value", "")
@@ -397,42 +401,42 @@ class Coordinator:
                     groups: dict[str, list[int]] = {}
                     for process, value in sorted(values.items()):
                         groups.setdefault(value, []).append(process)
-                    self._tell({"agreed": message["same"], "values": list(groups.items())})
+                    self._broadcast({"agreed": message["same"], "values": list(groups.items())})
 
-    def _decide(self) -> None:
+    def _decide_stop_step(self) -> None:
         """The step at which all stop: after any that was started."""
         furthest = max(self._answers.values())
         if furthest == 0:
             self._end(self._stop_code, STOPPED_BEFORE_FIRST_STEP)
         else:
-            self._tell({"stop_at": furthest + 1})
+            self._broadcast({"stop_at": furthest + 1})
 
-    def _tell(self, message: CoordinatorMessage, but: int = -1) -> None:
+    def _broadcast(self, message: CoordinatorMessage, but: int = -1) -> None:
         """To all, this process last."""
         for member in sorted(self._members.values(), key=lambda each: -each.index):
             if member.index == but:
                 continue
-            if member.wire is None:  # which is there until all others have left
+            if member.connection is None:  # which is there until all others have left
                 self._tell_self(message)
             elif not member.left:
-                member.wire.send(message)
+                member.connection.send(message)
 
-    def _welcome(self) -> None:
+    def _try_welcome(self) -> None:
         if len(self._members) < self._count or self._silent():
             return
-        first = self._members[0].facts
+        first = self._members[0].settings
         for member in self._members.values():
             for name, value in first.items():
-                if member.facts.get(name) != value:
-                    theirs = sanitize_peer_text(member.facts.get(name, "unknown"), 500)
+                if member.settings.get(name) != value:
+                    theirs = sanitize_peer_text(member.settings.get(name, "unknown"), 500)
                     text = f"{name} is {value} in process 0 and {theirs} in {member}"
-                    self._tell({"refused": text})
+                    self._broadcast({"refused": text})
                     return
         self._welcomed = True
         self._close_port()  # an admitted process joins jax's service next, at the same port
         for member in self._members.values():
             member.heard = time.monotonic()
-        self._tell({"welcome": True})
+        self._broadcast({"welcome": True})
 
     def _missing(self) -> list[int]:
         silent = {each.index for each in self._silent()}
@@ -444,11 +448,11 @@ class Coordinator:
         return [
             each
             for each in self._members.values()
-            if not each.left and each.wire is not None and now - each.heard > limit
+            if not each.left and each.connection is not None and now - each.heard > limit
         ]
 
     @staticmethod
-    def _named(indices: Iterable[int]) -> str:
+    def _format_processes(indices: Iterable[int]) -> str:
         listed = list(indices)
         more = f" and {len(listed) - 8} more" if len(listed) > 8 else ""
         names = ", ".join(map(str, listed[:8])) + more
@@ -460,33 +464,34 @@ class Coordinator:
         """Checks all processes, about once a second."""
         with self._lock:
             if not self._welcomed:
-                self._look_at_the_port()  # closes connections whose time is over
-                self._welcome()  # one that was silent may have sent again
-                self._say_who_is_missing()
-            elif not self._verdict:
-                self._look_for_silence()
-                self._look_for_early_ends()
-                self._look_for_stall()
-                self._look_for_stragglers()
+                self._poll_listener()  # closes connections whose time is over
+                self._try_welcome()  # one that was silent may have sent again
+                self._report_missing()
+            elif not self._is_ending:
+                self._check_silence()
+                self._check_early_exits()
+                self._check_stall()
+                self._check_stragglers()
 
-    def _say_who_is_missing(self) -> None:
+    def _report_missing(self) -> None:
         now = time.monotonic()
-        if now - self._said < _REPORT_EVERY_SECONDS:
+        if now - self._last_report < _REPORT_EVERY_SECONDS:
             return
-        self._said = now
+        self._last_report = now
         missing = self._missing()
         if self._welcomed or not missing:
             return
         there = f"{self._count - len(missing)}/{self._count}"
         text = (
-            f"waiting for {self._named(missing)} ({there}): are they started, and can they reach "
+            f"waiting for {self._format_processes(missing)} ({there}): are they started, and "
+            "can they reach "
         )
         text += "this host at runtime.coordinator?"
-        if strangers := self._strangers():
+        if strangers := self._describe_rejected():
             text += f" {strangers}."
         self._say(text)
 
-    def _strangers(self) -> str:
+    def _describe_rejected(self) -> str:
         """Connections that were not of this run; perhaps the missing ones."""
         if self._listener is None or not self._listener.num_refused:
             return ""
@@ -495,7 +500,7 @@ class Coordinator:
             f"from {self._listener.last_refused}"
         )
 
-    def _lost(self, member: Member) -> None:
+    def _handle_disconnect(self, member: Member) -> None:
         beat = member.beat
         where = f"It was in {beat['phase']} at step {beat['step']}; its" if beat else "Its"
         if self._welcomed:
@@ -506,14 +511,14 @@ class Coordinator:
             if self._members.get(member.index) is member:
                 del self._members[member.index]  # started again, it comes again
 
-    def _look_for_silence(self) -> None:
+    def _check_silence(self) -> None:
         if silent := self._silent():
             names = ", ".join(map(str, silent))
             text = f"{names} did not answer for {self._limits.heartbeat_seconds:g} s\n"
             text += f"  All may take runtime.heartbeat_timeout_seconds to answer.\n{_AGAIN}"
             self._end(ExitCode.HANG, text)
 
-    def _look_for_early_ends(self) -> None:
+    def _check_early_exits(self) -> None:
         """Processes end together: the others would wait for one that left alone.
 
         Not while the rest moves, or saves: process 0 reads back what all have written.
@@ -525,13 +530,13 @@ class Coordinator:
         beats = [each.beat for each in rest if each.beat]
         if any(beat["phase"] == SAVE or beat["seconds"] <= limit for beat in beats):
             return
-        gone = self._named(each.index for each in self._members.values() if each.left)
-        others = self._named(each.index for each in rest)
+        gone = self._format_processes(each.index for each in self._members.values() if each.left)
+        others = self._format_processes(each.index for each in rest)
         text = f"{gone} ended {alone:.0f} s ago, and {others} did not\n"
         text += f"  Processes of a run end together.\n{_AGAIN}"
         self._end(ExitCode.HANG, text)
 
-    def _look_for_stall(self) -> None:
+    def _check_stall(self) -> None:
         """Only when no process moves: what one process does, the others wait for.
 
         Beats are up to a second old, and older after a host was frozen: all must say it again.
@@ -560,7 +565,7 @@ class Coordinator:
         )
         self._end(ExitCode.HANG, text, stacks=True)
 
-    def _look_for_stragglers(self) -> None:
+    def _check_stragglers(self) -> None:
         here = [each for each in self._members.values() if each.beat]
         if self._count == 1 or len(here) < self._count:
             return
@@ -591,6 +596,6 @@ class Coordinator:
 
     def _end(self, code: int, text: str, *, but: int = -1, stacks: bool = False) -> None:
         """All leave; the first reason is the one that is reported."""
-        if not self._verdict:
-            self._verdict = True
-            self._tell({"leave": {"code": int(code), "text": text, "stacks": stacks}}, but)
+        if not self._is_ending:
+            self._is_ending = True
+            self._broadcast({"leave": {"code": int(code), "text": text, "stacks": stacks}}, but)

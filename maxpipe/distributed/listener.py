@@ -75,11 +75,11 @@ class Listener:
         self, address: tuple[str, int], secret: bytes, count: int, say: Callable[[str], None]
     ):
         self._secret, self._most = secret, _MAX_UNAUTHENTICATED + count
-        self._strangers: dict[UnauthenticatedPeer, None] = {}  # the oldest first
+        self._unauthenticated: dict[UnauthenticatedPeer, None] = {}  # the oldest first
         self._opened: list[socket.socket] = []
         self._selector = selectors.DefaultSelector()
         self.num_refused, self.last_refused = 0, ""
-        self.rests_until = 0.0
+        self.paused_until = 0.0
         try:
             self._open(address, count, say)
         except OSError:
@@ -105,22 +105,22 @@ class Listener:
         """Readable when a connection is waiting."""
         return self._selector.fileno()
 
-    def look(self) -> list[AuthenticatedConnection]:
+    def accept_authenticated(self) -> list[AuthenticatedConnection]:
         """The processes that have proved themselves, once each. Empty before `rests_until`."""
         now, begin = time.monotonic(), time.thread_time()
-        if now < self.rests_until:
+        if now < self.paused_until:
             return []
         proved = []
         for key, _ in self._selector.select(0):
             source: Any = key.fileobj
             if source in self._opened:
                 self._accept(source)
-            elif source in self._strangers:  # not closed for a newer one just now
-                proved += self._hear(source)
-        for stranger in [each for each in self._strangers if now - each.since > _SECONDS]:
-            self._send_away(stranger)
+            elif source in self._unauthenticated:  # not closed for a newer one just now
+                proved += self._authenticate(source)
+        for stranger in [each for each in self._unauthenticated if now - each.since > _SECONDS]:
+            self._reject(stranger)
         worked = time.thread_time() - begin
-        self.rests_until = time.monotonic() + max(_MIN_PAUSE_SECONDS, _PAUSE_FACTOR * worked)
+        self.paused_until = time.monotonic() + max(_MIN_PAUSE_SECONDS, _PAUSE_FACTOR * worked)
         return proved
 
     def _accept(self, opened: socket.socket) -> None:
@@ -128,41 +128,41 @@ class Listener:
             try:
                 sock, address = opened.accept()
             except OSError as error:
-                if error.errno in _OUT_OF_SOCKETS and self._strangers:
-                    self._send_away(next(iter(self._strangers)))
+                if error.errno in _OUT_OF_SOCKETS and self._unauthenticated:
+                    self._reject(next(iter(self._unauthenticated)))
                 return
-            if len(self._strangers) >= self._most:
-                self._make_room()
+            if len(self._unauthenticated) >= self._most:
+                self._evict_oldest()
             stranger = UnauthenticatedPeer(sock, str(address[0]))
-            self._strangers[stranger] = None
+            self._unauthenticated[stranger] = None
             self._selector.register(stranger, selectors.EVENT_READ)
 
-    def _make_room(self) -> None:
+    def _evict_oldest(self) -> None:
         """Closes the oldest connection of the address that has the most."""
-        ((busiest, _),) = Counter(each.address for each in self._strangers).most_common(1)
-        self._send_away(next(each for each in self._strangers if each.address == busiest))
+        ((busiest, _),) = Counter(each.address for each in self._unauthenticated).most_common(1)
+        self._reject(next(each for each in self._unauthenticated if each.address == busiest))
 
-    def _hear(self, stranger: UnauthenticatedPeer) -> list[AuthenticatedConnection]:
+    def _authenticate(self, stranger: UnauthenticatedPeer) -> list[AuthenticatedConnection]:
         try:
             wire = stranger.advance(self._secret)
         except OSError:
-            self._send_away(stranger)
+            self._reject(stranger)
             return []
         if wire is None:
             return []
         self._selector.unregister(stranger)
-        del self._strangers[stranger]
+        del self._unauthenticated[stranger]
         return [wire]
 
-    def _send_away(self, stranger: UnauthenticatedPeer) -> None:
+    def _reject(self, stranger: UnauthenticatedPeer) -> None:
         self.num_refused, self.last_refused = self.num_refused + 1, stranger.address
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(stranger)
-        self._strangers.pop(stranger, None)
+        self._unauthenticated.pop(stranger, None)
         stranger.close()
 
     def close(self) -> None:
         """Closes the port, and strangers' connections."""
-        for each in (*self._opened, *self._strangers):
+        for each in (*self._opened, *self._unauthenticated):
             each.close()
         self._selector.close()

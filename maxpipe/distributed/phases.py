@@ -56,14 +56,14 @@ class Phases:
     def enter(self, phase: str) -> Iterator[None]:
         """Time inside belongs to `phase`."""
         with self._lock:
-            self._pass()
+            self._add_elapsed()
             self._open.append(phase)
             self._progressed = self._clock()
         try:
             yield
         finally:
             with self._lock:
-                self._pass()
+                self._add_elapsed()
                 self._open.pop()
                 self._progressed = self._clock()
 
@@ -73,21 +73,21 @@ class Phases:
             self._progressed = self._clock()
             self.step = self.step if step is None else step
 
-    def where(self) -> PhaseStatus:
+    def status(self) -> PhaseStatus:
         """What the process is doing now."""
         with self._lock:
-            self._pass()
+            self._add_elapsed()
             idle = self._clock() - self._progressed
             return PhaseStatus(self._open[-1], self.step, idle, self._own, self.detail)
 
-    def take(self) -> dict[str, float]:
+    def take_seconds(self) -> dict[str, float]:
         """Seconds by phase since the last call."""
         with self._lock:
-            self._pass()
+            self._add_elapsed()
             taken, self._seconds = self._seconds, {}
             return taken
 
-    def _pass(self) -> None:
+    def _add_elapsed(self) -> None:
         """Books the time since the last call."""
         now, phase = self._clock(), self._open[-1]
         spent, self._since = now - self._since, now

@@ -84,7 +84,7 @@ class AuthenticatedConnection:
         return self._socket.fileno()
 
     @property
-    def waits(self) -> bool:
+    def has_unsent(self) -> bool:
         """Whether something is to be sent as soon as the peer reads."""
         return bool(self._unsent)
 
@@ -95,9 +95,9 @@ class AuthenticatedConnection:
             number = struct.pack(">Q", self._num_sent)
             self._num_sent += 1
             self._unsent += _HEAD.pack(len(text), _digest(self._key_out, number, text)) + text
-        return self.push()
+        return self.send_pending()
 
-    def push(self) -> bool:
+    def send_pending(self) -> bool:
         """Sends what is queued, as far as the network accepts it."""
         with self._lock:
             try:
@@ -116,7 +116,7 @@ class AuthenticatedConnection:
     def flush(self, seconds: float) -> None:
         """Waits until all is sent, at most these seconds."""
         end = time.monotonic() + seconds
-        while self.push() and self.waits and time.monotonic() < end:
+        while self.send_pending() and self.has_unsent and time.monotonic() < end:
             time.sleep(0.01)
 
     def receive(self, kind: type[_T]) -> list[_T] | None:

@@ -98,7 +98,7 @@ def join_processes(
         elif config.cpu_collectives == "gloo":
             _initialize(dataclasses.replace(config, coordinator=f"127.0.0.1:{free_port()}"))
         link.catch_signals()  # jax may have taken them
-        with link.ends_together():
+        with link.propagate_failure():
             _find_devices(config)
             _use_devices(config)
             yield link
@@ -259,7 +259,7 @@ def _gather(
                 stack.callback(setattr, link, "on_leave", link.on_leave)
                 link.on_leave = lambda code, text: protocol.remove_secret(folder, address[1])
         try:
-            trouble = link.gather(
+            trouble = link.connect(
                 address, facts, lambda: key or protocol.read_published_secret(folder, address[1])
             )
         except OSError as error:

@@ -51,38 +51,38 @@ class EarlyStopping:
             self._best, self._best_step = facts.get("best"), facts.get("best_step", 0)
 
     @property
-    def is_over(self) -> bool:
+    def should_stop(self) -> bool:
         """Whether the run ends, or has ended, for that."""
         return 0 < self._config.patience <= self._waited
 
-    def lacks(self, step: int) -> bool:
+    def needs_evaluation(self, step: int) -> bool:
         """Whether the evaluation after this step counts, and was not made."""
-        return bool(self._config.patience) and self._counts(step)
+        return bool(self._config.patience) and self._is_counted(step)
 
-    def is_over_with(self, step: int, metrics: Mapping[str, float]) -> bool:
+    def update(self, step: int, metrics: Mapping[str, float]) -> bool:
         """Counts the evaluation after a step; whether it is the one too many."""
-        if not self._counts(step):
+        if not self._is_counted(step):
             return False
         self._counted = step
-        found = self._better.key(metrics)
-        if found is not None and self._is_gain(found):
+        found = self._better.sort_key(metrics)
+        if found is not None and self._is_improvement(found):
             self._best, self._best_step = metrics[self._better.metric], step
             self._waited = 0
         else:
             self._waited += 1
-        return self.is_over
+        return self.should_stop
 
-    def _counts(self, step: int) -> bool:
+    def _is_counted(self, step: int) -> bool:
         every = self._config.every
         return bool(every) and step % every == 0 and step > self._counted
 
-    def _is_gain(self, key: float) -> bool:
+    def _is_improvement(self, key: float) -> bool:
         if self._best is None:
             return True
         best = -self._best if self._better.is_largest else self._best
         return key < best - self._config.min_gain
 
-    def facts(self) -> dict[str, EarlyStoppingState]:
+    def state_dict(self) -> dict[str, EarlyStoppingState]:
         """What a checkpoint keeps beside the data position."""
         if not self._config.patience:
             return {}
@@ -96,12 +96,12 @@ class EarlyStopping:
             found["best"], found["best_step"] = self._best, self._best_step
         return {"patience": found}
 
-    def event(self) -> dict[str, Any]:
+    def event_fields(self) -> dict[str, Any]:
         """What the event of the end says."""
         best = {} if self._best is None else {"best": self._best, "best_step": self._best_step}
         return {"metric": self._better.metric, "evaluations": self._waited, **best}
 
-    def words(self) -> str:
+    def message(self) -> str:
         """Why the run is over."""
         gain = f" by more than {self._config.min_gain:g}" if self._config.min_gain else ""
         best = "it was never a number"

@@ -32,11 +32,11 @@ class EvalTotals:
     loss: float
     targets: float
     bytes: float
-    of_sources: Mapping[str, EvalTotals] = field(default_factory=dict)
+    by_source: Mapping[str, EvalTotals] = field(default_factory=dict)
     """Those of each source of a mixture, by name."""
     reports: Mapping[str, float] = field(default_factory=dict)
     """What the objective reports beside its loss, by name."""
-    of_text: bool = True
+    has_bytes: bool = True
     """Whether they are of tokens: those of pairs stand for no bytes."""
 
     @property
@@ -46,23 +46,23 @@ class EvalTotals:
         NaN where there is none, as of conversations without an answer: 0 would be the best loss.
         """
         found = {"eval/loss": self.loss / self.targets if self.targets else math.nan}
-        if self.of_text:
+        if self.has_bytes:
             per_byte = self.loss / max(self.bytes, 1.0) if self.targets else math.nan
             found["eval/nats_per_byte"] = per_byte
         for name, report in self.reports.items():
             found[f"eval/{name}"] = report / self.targets if self.targets else math.nan
-        for name, each in self.of_sources.items():
+        for name, each in self.by_source.items():
             if each.targets:
                 found[source_tag(name, "eval_loss")] = each.loss / each.targets
-                if self.of_text:
+                if self.has_bytes:
                     found[source_tag(name, "eval_nats_per_byte")] = each.loss / max(each.bytes, 1.0)
         return found
 
     @property
-    def words(self) -> str:
+    def summary(self) -> str:
         """The metrics in a line, for people."""
         found = self.metrics
-        if self.of_text:
+        if self.has_bytes:
             return (
                 f"{found['eval/loss']:.4f} nats per token, "
                 f"{found['eval/nats_per_byte']:.4f} nats per byte"
@@ -70,7 +70,7 @@ class EvalTotals:
         reports = (f", {name} {found[f'eval/{name}']:.4f}" for name in self.reports)
         return f"loss {found['eval/loss']:.4f}{''.join(reports)}"
 
-    def named(self, name: str) -> dict[str, float]:
+    def metrics_for(self, name: str) -> dict[str, float]:
         """The same of a set of documents that has a name, or none: `eval/NAME/loss`."""
         inner = f"eval/{name}/" if name else "eval/"
         return {tag.replace("eval/", inner): value for tag, value in self.metrics.items()}
@@ -84,7 +84,7 @@ class EvalTotals:
             reports={
                 name: self.reports.get(name, 0.0) + other.reports.get(name, 0.0) for name in names
             },
-            of_text=self.of_text and other.of_text,
+            has_bytes=self.has_bytes and other.has_bytes,
         )
 
 
@@ -146,12 +146,12 @@ class SourceSums:
         self._sums = np.zeros((2, len(names)))
         self._pending: Mapping[str, Any] = {}
 
-    def started(self, metrics: Mapping[str, Any]) -> None:
+    def add_step(self, metrics: Mapping[str, Any]) -> None:
         """A step was started, and the one before it is done."""
         self._add()
         self._pending = metrics
 
-    def take(self) -> dict[str, float]:
+    def take_metrics(self) -> dict[str, float]:
         """The metrics of all steps since the last call; waits for the newest."""
         self._add()
         (nats, targets), self._sums = self._sums, np.zeros_like(self._sums)
@@ -179,9 +179,9 @@ class Evaluator:
     datasets: Datasets
     tasks: Sequence[Task]
     console: Console
-    stops: Callable[[], bool]
+    should_stop: Callable[[], bool]
     """Whether all processes were asked to stop."""
-    moved: Callable[[], object]
+    heartbeat: Callable[[], object]
     """Called as it goes on."""
     step: Any = None
     """The compiled step, if documents are read."""
@@ -197,7 +197,7 @@ class Evaluator:
 
     @property
     def _loaders(self) -> Mapping[str, Loader]:
-        return self.datasets.evaluated() if self.config.batches else {}
+        return self.datasets.eval_loaders() if self.config.batches else {}
 
     def metrics(
         self,
@@ -211,12 +211,14 @@ class Evaluator:
         """
         if (found := self._losses(params, read)) is None:
             return {}
-        metrics = {tag: value for name in found for tag, value in found[name].named(name).items()}
+        metrics = {
+            tag: value for name in found for tag, value in found[name].metrics_for(name).items()
+        }
         for name, totals in found.items():
             of = f" on {name}" if name else ""
-            self.console.note(f"validation{of} after step {number}: {totals.words}")
+            self.console.note(f"validation{of} after step {number}: {totals.summary}")
         for task in self.tasks:
-            if (answered := task.answered(params, self.stops, self.moved)) is None:
+            if (answered := task.evaluate(params, self.should_stop, self.heartbeat)) is None:
                 return {}
             metrics |= task_metrics(task.name, answered)
             self.console.note(
@@ -234,7 +236,7 @@ class Evaluator:
         for name, loader in self._loaders.items():
             count = min(self.config.batches, loader.num_batches)
             with read(loader, 0, count) as batches:
-                totals = evaluate(self.step, params, batches, self.stops, loader.sources)
+                totals = evaluate(self.step, params, batches, self.should_stop, loader.sources)
             if totals is None:
                 return None
             found[name] = totals

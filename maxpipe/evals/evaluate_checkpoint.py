@@ -120,12 +120,12 @@ def evaluate_model(
         named, inputs, _folder if isinstance(named, Path) else _checkpoint_config
     )
     _check_documents(chosen)
-    is_other = chosen.is_given(*_SOURCE_KEYS)
+    is_other = chosen.is_overridden(*_SOURCE_KEYS)
     phases = Phases()
     with _start_processes(chosen.loaded.config, phases) as stops:
         if jax.process_index():
             say = _ignore_progress
-        for each in chosen.loaded.cautions:
+        for each in chosen.loaded.warnings:
             say(f"warning: {each.line}")
         config = _fit_mesh(chosen, say)
         split = split or ("all" if is_other else "validation")
@@ -145,7 +145,7 @@ def evaluate_model(
                 say("compiling")
                 step = steps.compile_eval(config.eval.batch_size)
             count = loader.num_batches
-            if not is_other or chosen.is_given("eval.batches"):
+            if not is_other or chosen.is_overridden("eval.batches"):
                 count = min(config.eval.batches or count, count)
             ready = load_batches(steps.batch_sharding, loader, 0, count)
             with phases.enter(EVAL), ready as source, _deferred_stop(config, stops) as stops:
@@ -153,7 +153,7 @@ def evaluate_model(
                 totals = evaluate(step, params, reported, stops, loader.sources)
     if totals is None:
         raise _stop_error(chosen)
-    mesh = describe_mesh(steps.partition.mesh)
+    mesh = describe_mesh(steps.param_layout.mesh)
     found = _report(chosen, totals, loader, split, count, mesh)
     return None if jax.process_index() else found
 
@@ -161,14 +161,16 @@ def evaluate_model(
 def _check_documents(chosen: OpenedModel) -> None:
     """Raises ConfigError where no documents are named, or such as are not read."""
     loaded = chosen.loaded
-    if not chosen.is_given(*_SOURCE_KEYS) and not chosen.is_trained:
+    if not chosen.is_overridden(*_SOURCE_KEYS) and not chosen.is_trained:
         raise ConfigError.one(
             "data",
             None,
             f"must be named: {chosen.name} has weights alone, and no documents for validation.",
             "Give text with --data FILE_OR_FOLDER, or with data.source and data.path.",
         )
-    if chosen.is_given("data.path") and (found := find_unused_path(loaded.config, loaded.origins)):
+    if chosen.is_overridden("data.path") and (
+        found := find_unused_path(loaded.config, loaded.origins)
+    ):
         raise ConfigError(found)
 
 
@@ -222,7 +224,7 @@ def _start_processes(config: Config, phases: Phases) -> Iterator[Callable[[], bo
             config.runtime, config.mesh.cpu_devices, phases, facts, where
         )
         with joined as link:
-            yield link.stops_here
+            yield link.should_stop
 
 
 def _ignore_progress(text: str) -> None:
@@ -234,10 +236,10 @@ def _fit_mesh(chosen: OpenedModel, say: MessageCallback) -> Config:
     try:
         return resolve_mesh(chosen.loaded).config
     except ConfigError:
-        if chosen.is_given("mesh.ici_", "mesh.dcn_", "pipeline."):
+        if chosen.is_overridden("mesh.ici_", "mesh.dcn_", "pipeline."):
             raise
     config, count = chosen.loaded.config, jax.device_count()
-    if not chosen.is_trained and not chosen.is_given("train.batch_size", "eval.batch_size"):
+    if not chosen.is_trained and not chosen.is_overridden("train.batch_size", "eval.batch_size"):
         rows = math.ceil(config.train.batch_size / count) * count
         config = dataclasses.replace(
             config, train=dataclasses.replace(config.train, batch_size=rows)
@@ -300,7 +302,7 @@ def _documents(
         eval_batch_size=config.eval.batch_size,
         cache_dir=str(expand_path(config.run.dir, "run.dir") / ".index"),
         moved=phases.progress,
-        fit=chosen.fitted,
+        fit=chosen.fit_tokenizer,
     )
 
 
@@ -354,13 +356,13 @@ def _report(
         "all_batches": loader.num_batches,
         "sources": {
             name: each.loss / each.targets
-            for name, each in totals.of_sources.items()
+            for name, each in totals.by_source.items()
             if each.targets
         },
         "sequence_length": loader.sequences.sequence_length,
         "mesh": mesh,
     }
-    if not totals.of_text:
+    if not totals.has_bytes:
         of_pairs = {name: metrics[f"eval/{name}"] for name in ("loss", *totals.reports)}
         return {**found, "pairs": int(totals.targets), "preference": of_pairs}
     return {

@@ -59,7 +59,7 @@ class HarnessModel(LM):
         inputs = [f"{key}={to_yaml_line(value)}" for key, value in overrides.items()]
         opened = open_model(resolve_model(pretrained), inputs)
         self._tokenizer, self._name = opened.tokenizer, opened.name
-        self._texts = ScoringTokenizer(opened.tokenizer, opened.room)
+        self._texts = ScoringTokenizer(opened.tokenizer, opened.max_length)
         rows = 16 if str(batch_size).startswith("auto") else int(batch_size)
         self._requests = LanguageModel(opened.load(_say), self._texts, rows)
 
@@ -68,20 +68,20 @@ class HarnessModel(LM):
     def loglikelihood(self, requests: Sequence[Any], **_: Any) -> list[tuple[float, bool]]:
         """Log-likelihood of the second argument after the first, and whether it is greedy."""
         given = [request.args for request in requests]
-        return self._kept("loglikelihood", given, self._requests.loglikelihood(given))
+        return self._cache_answers("loglikelihood", given, self._requests.loglikelihood(given))
 
     def loglikelihood_rolling(self, requests: Sequence[Any], **_: Any) -> list[float]:
         """Log-likelihood of whole texts."""
         given = [request.args for request in requests]
         found = self._requests.loglikelihood_rolling([text for (text,) in given])
-        return self._kept("loglikelihood_rolling", given, found)
+        return self._cache_answers("loglikelihood_rolling", given, found)
 
     def generate_until(self, requests: Sequence[Any], **_: Any) -> list[str]:
         """What follows the first argument, under the settings in the second."""
         given = [request.args for request in requests]
-        return self._kept("generate_until", given, self._requests.generate_until(given))
+        return self._cache_answers("generate_until", given, self._requests.generate_until(given))
 
-    def _kept(self, name: str, given: Sequence[Any], found: list[Any]) -> list[Any]:
+    def _cache_answers(self, name: str, given: Sequence[Any], found: list[Any]) -> list[Any]:
         answers = [tuple(each) if isinstance(each, tuple) else each for each in found]
         for arguments, answer in zip(given, answers, strict=True):
             self.cache_hook.add_partial(name, arguments, answer)

@@ -123,7 +123,7 @@ def _score_batch(decoder: Decoder, params: Any, batch: Any) -> tuple[jax.Array, 
 
 
 def _score(row: ScoringSequence, logprobs: np.ndarray, best: np.ndarray) -> Score:
-    mine = row.predicting
+    mine = row.target_positions
     logprob = float(logprobs[mine].sum(dtype=np.float64))
     if not math.isfinite(logprob):
         raise DivergenceError(
@@ -153,7 +153,7 @@ class LanguageModel:
     weights: LoadedModel
     texts: ScoringTokenizer
     batch_size: int = 16
-    stops: Callable[[], bool] = lambda: False
+    should_stop: Callable[[], bool] = lambda: False
     """Whether to end with KeyboardInterrupt, asked when no device computes."""
     _scorer: Scorer = field(init=False)
     _decodings: dict[Sampling, DecodeEngine] = field(default_factory=dict, init=False)
@@ -174,8 +174,8 @@ class LanguageModel:
             ConfigError: a continuation alone exceeds the room.
             NumbersError: the model gives numbers that are not finite.
         """
-        rows = [self.texts.fitted(self.texts.row(*pair)) for pair in pairs]
-        return self._scorer.score(rows, stops=self.stops, moved=moved)
+        rows = [self.texts.truncate(self.texts.sequence(*pair)) for pair in pairs]
+        return self._scorer.score(rows, stops=self.should_stop, moved=moved)
 
     def loglikelihood_rolling(self, texts: Sequence[str]) -> list[float]:
         """The log-likelihood of each text, whatever its length.
@@ -188,7 +188,7 @@ class LanguageModel:
         """
         windows = [self.texts.windows(text) for text in texts]
         rows = [row for mine in windows for row in mine]
-        scores = iter(self._scorer.score(rows, stops=self.stops))
+        scores = iter(self._scorer.score(rows, stops=self.should_stop))
         return [sum(next(scores).logprob for _ in mine) for mine in windows]
 
     # Continuations.
@@ -206,10 +206,10 @@ class LanguageModel:
         found = [""] * len(requests)
         groups: dict[tuple[Sampling, GenerationLimits], list[Prompt]] = {}
         for number, (context, settings) in enumerate(requests):
-            sampling, limits = self._settings(settings)
-            ids = self.texts.encoded(context)
-            over = max(len(ids) + limits.max_tokens - self.texts.room, 0)
-            prompt = Prompt(number, context, self.texts.without(ids, over))
+            sampling, limits = self._parse_settings(settings)
+            ids = self.texts.encode(context)
+            over = max(len(ids) + limits.max_tokens - self.texts.max_length, 0)
+            prompt = Prompt(number, context, self.texts.drop_leading(ids, over))
             groups.setdefault((sampling, limits), []).append(prompt)
 
         def write(done: Completion) -> None:
@@ -219,16 +219,21 @@ class LanguageModel:
             if sampling not in self._decodings:
                 decoder, _, mesh = self.weights
                 self._decodings[sampling] = DecodeEngine(decoder, mesh, sampling, seed=0)
-            given = (self._decodings[sampling], self._by_layer, self.texts.tokenizer, prompts)
-            complete(*given, limits, write=write, stops=self.stops)
+            given = (
+                self._decodings[sampling],
+                self._unstacked_params,
+                self.texts.tokenizer,
+                prompts,
+            )
+            complete(*given, limits, write=write, stops=self.should_stop)
         return found
 
     @cached_property
-    def _by_layer(self) -> Any:
+    def _unstacked_params(self) -> Any:
         """The parameters as decoding reads them: a part of a stack would be copied per token."""
         return self.weights.decoder.by_layer(self.weights.params)
 
-    def _settings(self, settings: Mapping[str, Any]) -> tuple[Sampling, GenerationLimits]:
+    def _parse_settings(self, settings: Mapping[str, Any]) -> tuple[Sampling, GenerationLimits]:
         where = "generation settings"
         unknown = [name for name in settings if name not in _KNOWN_SETTINGS]
         if unknown:
@@ -241,12 +246,15 @@ class LanguageModel:
         )
         chosen = {name: settings[name] for name in taken if name in settings}
         most = int(settings.get("max_gen_toks", _MAX_TOKENS))
-        if not 1 <= most < self.texts.room:
-            rule = f"must be from 1 to {self.texts.room - 1}: rows have {self.texts.room} tokens."
+        if not 1 <= most < self.texts.max_length:
+            rule = (
+                f"must be from 1 to {self.texts.max_length - 1}: rows have "
+                f"{self.texts.max_length} tokens."
+            )
             raise ConfigError.one(f"{where}: max_gen_toks", most, rule, "Give a smaller number.")
         until = settings.get("until") or ()
         until = (until,) if isinstance(until, str) else tuple(until)
         texts = [text for text in until if text]
         stops, ids = parse_stops(texts, self.texts.tokenizer, f"{where}: until")
-        limits = GenerationLimits(most, self.texts.room, stops, self.batch_size, stop_ids=ids)
+        limits = GenerationLimits(most, self.texts.max_length, stops, self.batch_size, stop_ids=ids)
         return Sampling(temperature=temperature, **chosen), limits

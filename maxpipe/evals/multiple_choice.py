@@ -198,10 +198,13 @@ class MultipleChoice:
         """Raises ConfigError for questions that are longer than a row of the model."""
         problems = []
         for question in self.questions:
-            rows = [texts.row(*pair) for pair in self.continuations(question)]
+            rows = [texts.sequence(*pair) for pair in self.continuations(question)]
             longest = max(row.length for row in rows)
-            if longest > texts.room:
-                rule = f"has {longest} tokens, and a row has {texts.room} (train.sequence_length)."
+            if longest > texts.max_length:
+                rule = (
+                    f"has {longest} tokens, and a row has {texts.max_length} "
+                    "(train.sequence_length)."
+                )
                 action = f"Shorten it, or set train.sequence_length={longest} to go beyond that."
                 problems.append(Problem(f"{path}:{question.line}", "", rule, action))
         if problems:
@@ -334,7 +337,7 @@ class Task:
         self._questions = read_questions(task.path, f"{key}.path")
         self._task, self._config, self._tokenizer = task, config, tokenizer
         self._texts = ScoringTokenizer(
-            tokenizer, config.train.sequence_length, is_chat=task.chat, as_written=task.chat
+            tokenizer, config.train.sequence_length, is_chat=task.chat, skips_bos=task.chat
         )
         questions: Sequence[Question] = self._questions
         if task.chat:
@@ -344,14 +347,14 @@ class Task:
                 f"{key}.chat",
                 f"Set {key}.chat=false",
             )
-        self._exam = MultipleChoice(questions, "" if task.chat else task.separator)
-        self._exam.check(self._texts, task.path)
+        self._multiple_choice = MultipleChoice(questions, "" if task.chat else task.separator)
+        self._multiple_choice.check(self._texts, task.path)
         shards, _ = batch_shards(config.mesh)
         self.batch_size = min(
             config.eval.batch_size or config.train.batch_size, round_up(_MAX_BATCH_SIZE, shards)
         )
         self._params: Any = None
-        self._stops: Callable[[], bool] = lambda: False
+        self._should_stop: Callable[[], bool] = lambda: False
 
     def digest(self) -> str:
         """Of the questions, by which processes know whether all have the same."""
@@ -359,23 +362,29 @@ class Task:
 
     def compile(self, steps: Steps) -> None:
         """Makes the program that scores; parameters will be those of `steps`."""
-        self._scoring = self._steps(steps)
-        self._program = self._scoring.compile_eval(self.batch_size)
+        self._scoring_steps = self._build_steps(steps)
+        self._program = self._scoring_steps.compile_eval(self.batch_size)
 
-    def _steps(self, steps: Steps) -> Steps:
+    def _build_steps(self, steps: Steps) -> Steps:
         """The steps of rows that are no longer than they have to be, with a sum for each."""
         config = self._config
         # As in generation an expert has room for all tokens: rows do not change each other.
         own: Any = config.model.own
         if getattr(own, "capacity_factor", 0):
             own = dataclasses.replace(own, capacity_factor=0.0)
-        pairs = [each for one in self._exam.questions for each in self._exam.continuations(one)]
-        longest = max(self._texts.row(*pair).length for pair in pairs)
+        pairs = [
+            each
+            for one in self._multiple_choice.questions
+            for each in self._multiple_choice.continuations(one)
+        ]
+        longest = max(self._texts.sequence(*pair).length for pair in pairs)
         config = dataclasses.replace(
             config,
             model=dataclasses.replace(config.model, own=own),
             # That of the training's rows, where it follows from their length.
-            pipeline=dataclasses.replace(config.pipeline, cut=list(steps.partition.layout.cut)),
+            pipeline=dataclasses.replace(
+                config.pipeline, cut=list(steps.param_layout.layout.layer_partition)
+            ),
         )
         fitting = (
             each
@@ -383,7 +392,7 @@ class Task:
             if tokens >= longest and not check(each := _with_sequence_length(config, tokens), {})
         )
         whole = _with_sequence_length(config, config.train.sequence_length)
-        mesh, lengths = steps.partition.mesh, self._tokenizer.byte_lengths
+        mesh, lengths = steps.param_layout.mesh, self._tokenizer.byte_lengths
         return steps_from_config(next(fitting, whole), mesh, lengths, num_sources=self.batch_size)
 
     # What an exam asks for.
@@ -396,39 +405,39 @@ class Task:
         Raises:
             StoppedError: the processes were asked to stop.
         """
-        rows = [self._texts.row(*pair) for pair in pairs]
+        rows = [self._texts.sequence(*pair) for pair in pairs]
         found: list[Score] = []
         for first in range(0, len(rows), self.batch_size):
             mine = rows[first : first + self.batch_size]
             sums = np.asarray(self._program(self._params, self._batch(mine))["loss"])
             found += [Score(-float(nats), False) for nats in sums[: len(mine)]]
             moved(len(found))
-            if self._stops():
+            if self._should_stop():
                 raise StoppedError
         return found
 
     def _batch(self, rows: Sequence[ScoringSequence]) -> dict[str, Any]:
-        count, tokens = self.batch_size, self._scoring.shape[1]
+        count, tokens = self.batch_size, self._scoring_steps.shape[1]
         batch, mask = right_pad(rows, count, tokens), np.zeros((count, tokens), np.float32)
         for number, row in enumerate(rows):
-            mask[number, row.predicting] = 1
+            mask[number, row.target_positions] = 1
         numbers = np.arange(count, dtype=np.int32)
         batch |= {"loss_mask": mask, "example_ids": numbers, "source_ids": numbers}
-        sharding = self._scoring.batch_sharding
+        sharding = self._scoring_steps.batch_sharding
         mine = local_sequences(sharding, count)
         host = {name: each[mine] for name, each in batch.items()}
         return make_global_batch(host, mine, count, sharding)
 
-    def answered(
+    def evaluate(
         self, params: Any, stops: Callable[[], bool], moved: Callable[[], object]
     ) -> TaskSummary | None:
         """How well parameters answer; nothing if `stops`, asked after each batch, says so.
 
         All processes of a run call it together.
         """
-        self._params, self._stops = params, stops
+        self._params, self._should_stop = params, stops
         try:
-            results = list(self._exam.results(self, lambda done: moved()))
+            results = list(self._multiple_choice.results(self, lambda done: moved()))
         except StoppedError:
             return None
         finally:

@@ -36,36 +36,36 @@ class IncrementalDetokenizer:
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]):
         self._tokenizer = tokenizer
         self._ids = list(prompt)
-        self._known = len(self._ids)
+        self._num_decoded = len(self._ids)
         """Number of tokens whose text has been given in full."""
-        self._given = 0
+        self._num_emitted = 0
         """Characters that have been given of the tokens behind those."""
 
     def add(self, token: int) -> str:
         """The text that is certain now."""
         self._ids.append(token)
-        text, is_whole = self._behind()
+        text, is_whole = self._pending_text()
         if not is_whole:
             return ""
         certain = text.rstrip(_REPLACEMENT_CHARACTER)
         certain = text[: max(len(certain), len(text) - _MAX_PENDING_BYTES)]
-        new = certain[self._given :]
-        self._given = max(self._given, len(certain))
+        new = certain[self._num_emitted :]
+        self._num_emitted = max(self._num_emitted, len(certain))
         if text and len(certain) == len(text):
-            self._ids, self._given = self._ids[self._known :], 0
-            self._known = len(self._ids)
+            self._ids, self._num_emitted = self._ids[self._num_decoded :], 0
+            self._num_decoded = len(self._ids)
         return new
 
-    def rest(self) -> str:
+    def flush(self) -> str:
         """What still waits when no token follows; incomplete characters are U+FFFD."""
-        return self._behind()[0][self._given :]
+        return self._pending_text()[0][self._num_emitted :]
 
-    def _behind(self) -> tuple[str, bool]:
+    def _pending_text(self) -> tuple[str, bool]:
         """Text of the tokens that are not known in full, and whether the known text stays.
 
         Some decoders give up all characters of a row of bytes while its last one is incomplete.
         """
-        before = self._tokenizer.decode(self._ids[: self._known])
+        before = self._tokenizer.decode(self._ids[: self._num_decoded])
         whole = self._tokenizer.decode(self._ids)
         return whole[len(before) :], whole.startswith(before)
 
@@ -75,26 +75,26 @@ class StopStringMatcher:
 
     def __init__(self, stops: Sequence[str]):
         self._stops = tuple(stops)
-        self._waiting = ""
-        self.found = False
+        self._pending = ""
+        self.matched = False
         """Whether a stop string came: the text ends in front of it."""
 
     def add(self, text: str) -> str:
         """The text that is certain now."""
-        self._waiting += text
-        starts = [at for stop in self._stops if (at := self._waiting.find(stop)) >= 0]
+        self._pending += text
+        starts = [at for stop in self._stops if (at := self._pending.find(stop)) >= 0]
         if starts:
-            self.found = True
-            before, self._waiting = self._waiting[: min(starts)], ""
+            self.matched = True
+            before, self._pending = self._pending[: min(starts)], ""
             return before
-        begun = max((_stop_prefix_length(self._waiting, stop) for stop in self._stops), default=0)
-        end = len(self._waiting) - begun
-        certain, self._waiting = self._waiting[:end], self._waiting[end:]
+        begun = max((_stop_prefix_length(self._pending, stop) for stop in self._stops), default=0)
+        end = len(self._pending) - begun
+        certain, self._pending = self._pending[:end], self._pending[end:]
         return certain
 
-    def rest(self) -> str:
+    def flush(self) -> str:
         """What waited, when no text follows."""
-        waited, self._waiting = self._waiting, ""
+        waited, self._pending = self._pending, ""
         return waited
 
 
@@ -122,20 +122,20 @@ class CompletionText:
     @property
     def stopped(self) -> bool:
         """Whether a stop string came."""
-        return self._stops.found
+        return self._stops.matched
 
     def add(self, token: int) -> str:
         """The text that is certain by this token."""
-        return self._kept(self._stops.add(self._characters.add(token)))
+        return self._append(self._stops.add(self._characters.add(token)))
 
     def end(self) -> str:
         """What waited for tokens that do not come."""
         if self.stopped:
             return ""
-        last = self._stops.add(self._characters.rest())
-        return self._kept(last if self.stopped else last + self._stops.rest())
+        last = self._stops.add(self._characters.flush())
+        return self._append(last if self.stopped else last + self._stops.flush())
 
-    def _kept(self, text: str) -> str:
+    def _append(self, text: str) -> str:
         self._parts.append(text)
         return text
 
@@ -160,11 +160,11 @@ class GenerationLimits:
     """How far rows go."""
 
     max_tokens: int
-    room: int
+    max_length: int
     """Tokens of a row, its prompt included."""
     stops: tuple[str, ...] = ()
     batch_size: int = 16
-    longest: int = 0
+    longest_prompt: int = 0
     """Tokens of the longest prompt there may be: other prompts take the same compiled program."""
     stop_ids: frozenset[int] = frozenset()
     """Control tokens that stop a text as `stops` do."""
@@ -175,28 +175,28 @@ class Completion:
     """What a prompt became. Tokens have the end token; the text has no stop string."""
 
     prompt: Prompt
-    writing: CompletionText
+    streamed_text: CompletionText
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     """In nats, of each token."""
-    finish: FinishReason | None = None
+    finish_reason: FinishReason | None = None
 
     @property
     def text(self) -> str:
         """What is certain so far."""
-        return self.writing.text
+        return self.streamed_text.text
 
 
 class DecodeEngineProtocol(Protocol):
     """What extends rows: `Decoding`, or with stages `StagedDecoding`."""
 
     @property
-    def shards(self) -> int:
+    def batch_multiple(self) -> int:
         """What the number of rows is a multiple of."""
         ...
 
     @property
-    def refills(self) -> bool:
+    def supports_refill(self) -> bool:
         """Whether rows that are over can be replaced."""
         ...
 
@@ -342,7 +342,7 @@ def complete(
         NumbersError: the model gives numbers that are not finite.
         KeyboardInterrupt: after the rows under way were written.
     """
-    size = batch_shape(prompts, limits, decoding.shards)
+    size = batch_shape(prompts, limits, decoding.batch_multiple)
     every = [
         Completion(each, CompletionText(tokenizer, each.ids, limits.stops)) for each in prompts
     ]
@@ -352,13 +352,13 @@ def complete(
             rows = _steps(decoding, params, tokenizer, waiting, limits, size, stream)
             with contextlib.closing(rows):
                 for _ in rows:
-                    while unwritten and unwritten[0].finish is not None:
+                    while unwritten and unwritten[0].finish_reason is not None:
                         write(unwritten.popleft())
                     if stops():
                         raise KeyboardInterrupt
     except KeyboardInterrupt:
         while len(unwritten) > len(waiting):
-            if (done := unwritten.popleft()).finish is None:
+            if (done := unwritten.popleft()).finish_reason is None:
                 _finish(done, "interrupted", stream)
             write(done)
         raise
@@ -367,8 +367,8 @@ def complete(
 def batch_shape(prompts: Sequence[Prompt], limits: GenerationLimits, shards: int) -> DecodeShape:
     """The size of all batches."""
     rows = min(limits.batch_size, len(prompts))
-    longest = max(limits.longest, *(len(prompt.ids) for prompt in prompts))
-    more = min(limits.max_tokens, limits.room)
+    longest = max(limits.longest_prompt, *(len(prompt.ids) for prompt in prompts))
+    more = min(limits.max_tokens, limits.max_length)
     return DecodeShape(math.ceil(rows / shards) * shards, padded_length(longest), more)
 
 
@@ -385,7 +385,7 @@ def _steps(
 
     Rows are taken from those that wait.
     """
-    batch = [waiting.popleft() for _ in range(min(size.rows, len(waiting)))]
+    batch = [waiting.popleft() for _ in range(min(size.batch_size, len(waiting)))]
     new: list[RefillPrompt] = []
 
     def refill() -> list[RefillPrompt]:
@@ -394,11 +394,11 @@ def _steps(
         return given
 
     given = (params, [each.prompt.ids for each in batch], [each.prompt.number for each in batch])
-    more = refill if decoding.refills and waiting else None
+    more = refill if decoding.supports_refill and waiting else None
     with contextlib.closing(decoding.run(*given, size, more)) as drawn:
         for tokens, logprobs in drawn:
             for row, each in enumerate(batch):
-                if each.finish is not None:
+                if each.finish_reason is not None:
                     continue
                 _append_token(each, int(tokens[row]), float(logprobs[row]), tokenizer, stream)
                 if (why := _finish_reason(each, tokenizer, limits)) is None:
@@ -408,7 +408,7 @@ def _steps(
                     batch[row] = waiting.popleft()
                     new.append(RefillPrompt(row, batch[row].prompt.ids, batch[row].prompt.number))
             yield
-            if all(each.finish is not None for each in batch):
+            if all(each.finish_reason is not None for each in batch):
                 return
 
 
@@ -429,7 +429,7 @@ def _append_token(
     row.tokens.append(token)
     row.logprobs.append(logprob)
     if token not in tokenizer.end_ids:  # which need not be a control token
-        stream(row.writing.add(token))
+        stream(row.streamed_text.add(token))
 
 
 def _finish_reason(
@@ -437,15 +437,15 @@ def _finish_reason(
 ) -> FinishReason | None:
     if row.tokens[-1] in tokenizer.end_ids:
         return "end"
-    if row.writing.stopped or row.tokens[-1] in limits.stop_ids:
+    if row.streamed_text.stopped or row.tokens[-1] in limits.stop_ids:
         return "stop"
     if len(row.tokens) >= limits.max_tokens:
         return "length"
-    if len(row.prompt.ids) + len(row.tokens) >= limits.room:
+    if len(row.prompt.ids) + len(row.tokens) >= limits.max_length:
         return "room"
     return None
 
 
 def _finish(row: Completion, why: FinishReason, stream: Callable[[str], object]) -> None:
-    stream(row.writing.end())
-    row.finish = "stop" if row.writing.stopped else why
+    stream(row.streamed_text.end())
+    row.finish_reason = "stop" if row.streamed_text.stopped else why

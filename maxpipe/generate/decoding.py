@@ -149,7 +149,7 @@ class DecodeState(NamedTuple):
     """What the next token needs of all before it."""
 
     caches: Tree
-    seen: Bool[Array, "B V"] | None
+    seen_tokens: Bool[Array, "B V"] | None
     """Tokens of each row, where a repetition penalty asks for them."""
 
 
@@ -172,16 +172,16 @@ class TokenBatch(NamedTuple):
 class DecodeShape(NamedTuple):
     """Sizes that a batch is compiled for."""
 
-    rows: int
-    prompt: int
+    batch_size: int
+    prompt_length: int
     """Tokens of the longest prompt, with padding."""
-    more: int
+    max_new_tokens: int
     """Tokens that may follow."""
 
     @property
-    def piece(self) -> int:
+    def prefill_chunk(self) -> int:
         """Tokens of prompts that are computed at once."""
-        return min(self.prompt, _MAX_PREFILL_CHUNK)
+        return min(self.prompt_length, _MAX_PREFILL_CHUNK)
 
 
 class RefillPrompt(NamedTuple):
@@ -232,11 +232,11 @@ class DecodeEngine:
     sampling: Sampling
     seed: int
 
-    refills = True
+    supports_refill = True
     """Whether rows that are over can be replaced."""
 
     @property
-    def shards(self) -> int:
+    def batch_multiple(self) -> int:
         """What the number of rows is a multiple of."""
         return math.prod(self.mesh.shape[axis] for axis in BATCH_AXES)
 
@@ -259,25 +259,25 @@ class DecodeEngine:
                 token of such a row is the first one behind its prompt. With it there is no end.
         """
         with jax.set_mesh(self.mesh):
-            given = np.zeros(size.rows, np.int32)
+            given = np.zeros(size.batch_size, np.int32)
             given[: len(numbers)] = numbers
             named = self._place(given)
-            kept, drawn = self._begun(params, self._empty(size), named, prompts, size)
+            kept, drawn = self._prefill(params, self._init_program(size), named, prompts, size)
         try:
-            left = size.more
+            left = size.max_new_tokens
             while left:
                 before, left = drawn, left - (refill is None)
                 if left:  # the next token is under way while this one is read
                     with jax.set_mesh(self.mesh):
-                        kept, drawn = self._step(params, kept, named, drawn)
+                        kept, drawn = self._decode_program(params, kept, named, drawn)
                 yield np.asarray(before.tokens), np.asarray(before.logprobs)
                 for new in refill() if refill is not None else ():
                     with jax.set_mesh(self.mesh):
-                        kept, drawn, named = self._refilled(params, kept, drawn, named, new, size)
+                        kept, drawn, named = self._refill_row(params, kept, drawn, named, new, size)
         finally:
             jax.block_until_ready(drawn)  # Python may end next
 
-    def _begun(
+    def _prefill(
         self,
         params: Tree,
         kept: DecodeState,
@@ -286,14 +286,16 @@ class DecodeEngine:
         size: DecodeShape,
     ) -> tuple[DecodeState, SampledTokens]:
         """What is kept with the prompts, and the tokens behind them."""
-        rows, drawn = left_pad(prompts, size.rows, size.prompt), None
-        for start in range(0, size.prompt, size.piece):
-            piece = TokenBatch(*(self._place(each[:, start : start + size.piece]) for each in rows))
-            kept, drawn = self._extend(params, kept, named, piece)
+        rows, drawn = left_pad(prompts, size.batch_size, size.prompt_length), None
+        for start in range(0, size.prompt_length, size.prefill_chunk):
+            piece = TokenBatch(
+                *(self._place(each[:, start : start + size.prefill_chunk]) for each in rows)
+            )
+            kept, drawn = self._prefill_program(params, kept, named, piece)
         assert drawn is not None
         return kept, drawn
 
-    def _refilled(
+    def _refill_row(
         self,
         params: Tree,
         kept: DecodeState,
@@ -306,12 +308,14 @@ class DecodeEngine:
 
         It is computed in caches of its own, which end at the same place.
         """
-        width, rows = padded_length(len(new.prompt)), self.shards
-        beside = self._beside(size._replace(rows=rows), kept, np.int32(width))
+        width, rows = padded_length(len(new.prompt)), self.batch_multiple
+        beside = self._refill_init_program(size._replace(batch_size=rows), kept, np.int32(width))
         number = self._place(np.full(rows, new.number, np.int32))
         prompts = [new.prompt] * rows
-        found = self._begun(params, beside, number, prompts, DecodeShape(rows, width, 0))
-        return self._joined(kept, drawn, named, *found, np.int32(new.row), np.int32(new.number))
+        found = self._prefill(params, beside, number, prompts, DecodeShape(rows, width, 0))
+        return self._insert_program(
+            kept, drawn, named, *found, np.int32(new.row), np.int32(new.number)
+        )
 
     def _place(self, rows: np.ndarray) -> Array:
         return place_replicated(rows, NamedSharding(self.mesh, BATCH_SPEC))
@@ -319,31 +323,33 @@ class DecodeEngine:
     # The programs.
 
     @cached_property
-    def _step(self) -> Any:
+    def _decode_program(self) -> Any:
         """(parameters, kept, row numbers, drawn) -> (kept, drawn), by one token."""
-        return jax.jit(self._next, donate_argnums=1, out_shardings=self._shardings)
+        return jax.jit(self._decode_token, donate_argnums=1, out_shardings=self._shardings)
 
     @cached_property
-    def _extend(self) -> Any:
+    def _prefill_program(self) -> Any:
         """(parameters, kept, row numbers, piece) -> (kept, drawn behind the piece)."""
-        return jax.jit(self._advance, donate_argnums=1, out_shardings=self._shardings)
+        return jax.jit(self._extend_and_sample, donate_argnums=1, out_shardings=self._shardings)
 
     @cached_property
-    def _empty(self) -> Any:
+    def _init_program(self) -> Any:
         """(size) -> room for the batch, on the mesh."""
-        return jax.jit(self._fresh, static_argnums=0, out_shardings=self._shardings[0])
+        return jax.jit(self._init_state, static_argnums=0, out_shardings=self._shardings[0])
 
-    def _fresh(self, size: DecodeShape) -> DecodeState:
-        caches = self.decoder.empty_caches(size.rows, size.prompt + size.more, size.piece)
-        shape = (size.rows, self.decoder.config.vocab_size)
-        return DecodeState(caches, jnp.zeros(shape, bool) if self._penalises else None)
+    def _init_state(self, size: DecodeShape) -> DecodeState:
+        caches = self.decoder.empty_caches(
+            size.batch_size, size.prompt_length + size.max_new_tokens, size.prefill_chunk
+        )
+        shape = (size.batch_size, self.decoder.config.vocab_size)
+        return DecodeState(caches, jnp.zeros(shape, bool) if self._has_repetition_penalty else None)
 
     @cached_property
-    def _beside(self) -> Any:
+    def _refill_init_program(self) -> Any:
         """(size, kept, tokens) -> room for rows that end where `kept` does, after these."""
 
         def build(size: DecodeShape, kept: DecodeState, tokens: Int[Array, ""]) -> DecodeState:
-            mine = self._fresh(size)
+            mine = self._init_state(size)
 
             def begun(leaf: Array, other: Array) -> Array:
                 return leaf if other.ndim else other - tokens
@@ -353,7 +359,7 @@ class DecodeEngine:
         return jax.jit(build, static_argnums=0, out_shardings=self._shardings[0])
 
     @cached_property
-    def _joined(self) -> Any:
+    def _insert_program(self) -> Any:
         """(kept, drawn, row numbers, another's kept and drawn, row, its number) -> the first
         three, with the other's first row there.
         """
@@ -387,39 +393,39 @@ class DecodeEngine:
         caches = jax.tree.map(sharding, axes, is_leaf=is_axes)
         rows: Any = NamedSharding(self.mesh, BATCH_SPEC)
         whole: Any = NamedSharding(self.mesh, PartitionSpec())  # each process reads all of it
-        return DecodeState(caches, rows if self._penalises else None), SampledTokens(
+        return DecodeState(caches, rows if self._has_repetition_penalty else None), SampledTokens(
             whole, whole, rows
         )
 
     @property
-    def _penalises(self) -> bool:
+    def _has_repetition_penalty(self) -> bool:
         return self.sampling.repetition_penalty != 1.0
 
     def lower_step(self, params: Tree, size: DecodeShape) -> jax.stages.Lowered:
         """The program of a token for devices that need not be there; parameters are abstract."""
         kept, drawn = self._shardings
         rows = NamedSharding(self.mesh, BATCH_SPEC)
-        given = jax.ShapeDtypeStruct((size.rows,), jnp.int32, sharding=rows)
+        given = jax.ShapeDtypeStruct((size.batch_size,), jnp.int32, sharding=rows)
         types = SampledTokens._make((given, given.update(dtype=jnp.float32), given))
         drawn = with_shardings(types, drawn)
         with jax.set_mesh(self.mesh):
-            abstract = with_shardings(self._empty.eval_shape(size), kept)
-            return self._step.lower(params, abstract, given, drawn)
+            abstract = with_shardings(self._init_program.eval_shape(size), kept)
+            return self._decode_program.lower(params, abstract, given, drawn)
 
-    def _next(
+    def _decode_token(
         self, params: Tree, kept: DecodeState, numbers: Int[Array, " B"], drawn: SampledTokens
     ) -> tuple[DecodeState, SampledTokens]:
         tokens, positions = drawn.tokens[:, None], drawn.positions[:, None]
         piece: Any = TokenBatch._make((tokens, jnp.full_like(tokens, TEXT), positions))
-        return self._advance(params, kept, numbers, piece)
+        return self._extend_and_sample(params, kept, numbers, piece)
 
-    def _advance(
+    def _extend_and_sample(
         self, params: Tree, kept: DecodeState, numbers: Int[Array, " B"], piece: Any
     ) -> tuple[DecodeState, SampledTokens]:
         logits, caches = self.decoder.extend(params, piece._asdict(), kept.caches, last=1)
         # Whole rows of the vocabulary: what is drawn does not depend on how it is split.
         logits = jax.lax.with_sharding_constraint(logits[:, -1], PartitionSpec(BATCH_AXES, None))
-        seen = kept.seen
+        seen = kept.seen_tokens
         if seen is not None:
             each = jnp.arange(seen.shape[0])[:, None]
             seen = seen.at[each, piece.tokens].max(piece.segment_ids == TEXT)

@@ -68,7 +68,7 @@ class LazyModel(Protocol):
     def tokenizer(self) -> Tokenizer: ...
 
     @property
-    def room(self) -> int:
+    def max_length(self) -> int:
         """Tokens of a row that the model was trained on."""
         ...
 
@@ -81,7 +81,7 @@ class LazyModel(Protocol):
         """Starts the devices and reads the parameters; `say` is called with progress messages."""
         ...
 
-    def decoding(
+    def load_decode_engine(
         self, say: MessageCallback, sampling: Sampling, seed: int
     ) -> tuple[AnyDecodeEngine, Any]:
         """The same, to generate with: the parameters are as the decoding takes them."""
@@ -100,7 +100,7 @@ def open_model(named: Address | Path, inputs: Sequence[str]) -> LazyModel:
     """
     chosen = open_address_or_folder(named, inputs, _generation_config)
     _check_processes(chosen.loaded.config)
-    tokenizer = chosen.prompting(open_tokenizer(chosen.loaded.config.tokenizer))
+    tokenizer = chosen.prompt_tokenizer(open_tokenizer(chosen.loaded.config.tokenizer))
     return _Model(chosen.name, chosen.loaded, tokenizer, chosen.params)
 
 
@@ -119,7 +119,7 @@ class _Model:
         return parse_template_kwargs(self.loaded.config.data.chat_template_kwargs)
 
     @property
-    def room(self) -> int:
+    def max_length(self) -> int:
         return self.loaded.config.train.sequence_length
 
     def load(self, say: MessageCallback) -> LoadedModel:
@@ -130,14 +130,14 @@ class _Model:
             StorageError: the checkpoint is damaged.
         """
         _check_no_stages(self.loaded.config)
-        parts, params = self._read(say)
+        parts, params = self._load_params(say)
         return LoadedModel(parts.decoder, params, parts.mesh)
 
-    def decoding(
+    def load_decode_engine(
         self, say: MessageCallback, sampling: Sampling, seed: int
     ) -> tuple[AnyDecodeEngine, Any]:
         """The same for generation, on any mesh."""
-        parts, params = self._read(say)
+        parts, params = self._load_params(say)
         if parts.mesh.shape[STAGE] == 1:
             params = _unstack_layers(parts.decoder, params)
         else:
@@ -147,10 +147,10 @@ class _Model:
             params = stack(params)
         return build_decode_engine(parts, sampling, seed), params
 
-    def _read(self, say: MessageCallback) -> tuple[ParamLayout, Any]:
+    def _load_params(self, say: MessageCallback) -> tuple[ParamLayout, Any]:
         """The parameters in network order, layers stacked by kind."""
         config = self.loaded.config
-        for each in self.loaded.cautions:
+        for each in self.loaded.warnings:
             say(f"warning: {each.line}")
         runtime.start(config.runtime, config.mesh.cpu_devices)
         config = _fit_mesh(self.loaded, self.name, say)
@@ -158,8 +158,8 @@ class _Model:
         mesh = build_mesh(dataclasses.replace(config.mesh, shard_mode="auto"))
         steps = steps_from_config(config, mesh, self.tokenizer.byte_lengths)
         say(f"restoring the parameters of {self.name}")
-        params = steps.partition.by_kind(self.params(steps))
-        return decode_param_layout(steps.partition), params
+        params = steps.param_layout.split_layer_types(self.params(steps))
+        return decode_param_layout(steps.param_layout), params
 
 
 def _unstack_layers(decoder: Decoder, params: Any) -> Any:

@@ -72,11 +72,11 @@ class RingState(NamedTuple):
 
     caches: Tree
     """By kind, `[P, L, M, ...]`."""
-    arriving: Float[Array, "P B 1 D"]
+    stage_inputs: Float[Array, "P B 1 D"]
     """What each stage computes with next."""
-    newest: SampledTokens
+    newest_tokens: SampledTokens
     """`[P, M, B]`: tokens on their way around the ring."""
-    seen: Bool[Array, "P M B V"] | None
+    seen_tokens: Bool[Array, "P M B V"] | None
     """Tokens of each row, where a repetition penalty asks for them."""
 
 
@@ -93,11 +93,11 @@ class PipelineDecodeEngine:
     sampling: Sampling
     seed: int
 
-    refills = False
+    supports_refill = False
     """Whether rows that are over can be replaced: the ring is filled once for a batch."""
 
     @property
-    def shards(self) -> int:
+    def batch_multiple(self) -> int:
         """What the number of rows is a multiple of."""
         return self._stages * math.prod(self.mesh.shape[axis] for axis in TOKEN_AXES)
 
@@ -115,24 +115,26 @@ class PipelineDecodeEngine:
     ) -> Generator[tuple[np.ndarray, np.ndarray]]:
         """As `Decoding.run`; `params` are stacked by the layout."""
         assert refill is None
-        given = np.zeros(size.rows, np.int32)
+        given = np.zeros(size.batch_size, np.int32)
         given[: len(numbers)] = numbers
-        rows, found = left_pad(prompts, size.rows, size.prompt), []
+        rows, found = left_pad(prompts, size.batch_size, size.prompt_length), []
         with jax.set_mesh(self.mesh):
-            named, turning = self._place(given), self._empty(size)
-            for start in range(0, size.prompt, size.piece):
+            named, turning = self._place(given), self._init_program(size)
+            for start in range(0, size.prompt_length, size.prefill_chunk):
                 piece = TokenBatch(
-                    *(self._place(each[:, start : start + size.piece]) for each in rows)
+                    *(self._place(each[:, start : start + size.prefill_chunk]) for each in rows)
                 )
-                turning, newest = self._begin(params, turning, named, piece)
+                turning, newest = self._prefill_program(params, turning, named, piece)
                 found = [newest]
         try:
             # Behind turn n the first microbatch has token n, and the others have the one before.
-            for number in range(size.more):
-                while len(found) < min(number + 3, size.more + 1):  # one is under way meanwhile
+            for number in range(size.max_new_tokens):
+                while len(found) < min(
+                    number + 3, size.max_new_tokens + 1
+                ):  # one is under way meanwhile
                     with jax.set_mesh(self.mesh):
                         is_full = np.array(len(found) > 1)
-                        turning, newest = self._turn(params, turning, named, is_full)
+                        turning, newest = self._decode_program(params, turning, named, is_full)
                     found.append(newest)
                 yield _join_microbatches(found[number], found[number + 1] if number else found[0])
         finally:
@@ -146,17 +148,17 @@ class PipelineDecodeEngine:
     # The programs.
 
     @cached_property
-    def _begin(self) -> Any:
+    def _prefill_program(self) -> Any:
         """(parameters, turning, row numbers, piece) -> (turning, newest behind the piece)."""
-        return self._compiled(self._prompts, _SEQUENCE_SPEC)
+        return self._compiled(self._prefill, _SEQUENCE_SPEC)
 
     @cached_property
-    def _turn(self) -> Any:
+    def _decode_program(self) -> Any:
         """(parameters, turning, row numbers, whether all stages have work) -> (turning, newest).
 
         As many ticks as there are stages: the next token of each row.
         """
-        return self._compiled(self._tokens, PartitionSpec())
+        return self._compiled(self._decode_turn, PartitionSpec())
 
     def _compiled(self, program: Callable[..., RingState], last: PartitionSpec) -> Any:
         def mine(params: Tree, turning: RingState, *given: Any) -> RingState:
@@ -178,30 +180,34 @@ class PipelineDecodeEngine:
 
         def both(*given: Any) -> tuple[RingState, SampledTokens]:
             found = run(*given)
-            return found, SampledTokens(*(leaf[0] for leaf in found.newest))
+            return found, SampledTokens(*(leaf[0] for leaf in found.newest_tokens))
 
         shardings = self._on_mesh((turning, PartitionSpec()))
         return jax.jit(both, donate_argnums=1, out_shardings=shardings)
 
     @cached_property
-    def _empty(self) -> Any:
+    def _init_program(self) -> Any:
         """(size) -> a ring that holds nothing yet."""
 
         def build(size: DecodeShape) -> RingState:
-            stages, rows = self._stages, size.rows // self._stages
+            stages, rows = self._stages, size.batch_size // self._stages
             config = self.decoder.config
 
             def stacked(kind: str) -> Tree:
-                stack = (stages, self.layout.stacks[kind].length, stages)
-                cache = self.decoder.empty_cache(kind, rows, size.prompt + size.more)
+                stack = (stages, self.layout.stacks[kind].max_layers_per_chunk, stages)
+                cache = self.decoder.empty_cache(
+                    kind, rows, size.prompt_length + size.max_new_tokens
+                )
                 return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, stack + leaf.shape), cache)
 
             none = jnp.zeros((stages, stages, rows), jnp.int32)
             return RingState(
-                {kind: stacked(kind) for kind in self.layout.in_ring},
+                {kind: stacked(kind) for kind in self.layout.ring_layer_types},
                 jnp.zeros((stages, rows, 1, config.d_model), jnp.dtype(config.compute_dtype)),
                 SampledTokens(none, none.astype(jnp.float32), none),
-                jnp.zeros((*none.shape, config.vocab_size), bool) if self._penalises else None,
+                jnp.zeros((*none.shape, config.vocab_size), bool)
+                if self._has_repetition_penalty
+                else None,
             )
 
         return jax.jit(build, static_argnums=0, out_shardings=self._on_mesh(self._specs))
@@ -218,37 +224,39 @@ class PipelineDecodeEngine:
 
         caches = {
             kind: jax.tree.map(cached, self.decoder.cache_axes(kind), is_leaf=is_axes)
-            for kind in self.layout.in_ring
+            for kind in self.layout.ring_layer_types
         }
         rows: Any = PartitionSpec(STAGE, *_SEQUENCE_SPEC)
         arriving: Any = PartitionSpec(STAGE, TOKEN_AXES)
-        seen = rows if self._penalises else None
+        seen = rows if self._has_repetition_penalty else None
         return RingState(caches, arriving, SampledTokens(rows, rows, rows), seen)
 
     def _on_mesh(self, specs: Tree) -> Tree:
         return _map_specs(lambda spec: NamedSharding(self.mesh, spec), specs)
 
     @cached_property
-    def _divisions(self) -> Tree:
+    def _weight_shardings(self) -> Tree:
         """How each parameter is divided among the devices of a stage."""
-        return _map_specs(WeightSharding.of, self.specs)
+        return _map_specs(WeightSharding.from_spec, self.specs)
 
     @property
-    def _penalises(self) -> bool:
+    def _has_repetition_penalty(self) -> bool:
         return self.sampling.repetition_penalty != 1.0
 
     def lower_step(self, params: Tree, size: DecodeShape) -> jax.stages.Lowered:
         """The program of a turn for devices that need not be there; parameters are abstract."""
-        rows = (self._stages, size.rows // self._stages)
+        rows = (self._stages, size.batch_size // self._stages)
         (at,) = jax.tree.leaves(self._on_mesh((_SEQUENCE_SPEC,)))
         named = jax.ShapeDtypeStruct(rows, jnp.int32, sharding=at)
         with jax.set_mesh(self.mesh):
-            turning = with_shardings(self._empty.eval_shape(size), self._on_mesh(self._specs))
-            return self._turn.lower(params, turning, named, np.array(True))
+            turning = with_shardings(
+                self._init_program.eval_shape(size), self._on_mesh(self._specs)
+            )
+            return self._decode_program.lower(params, turning, named, np.array(True))
 
     # On each stage, where dims P are gone.
 
-    def _prompts(self, params: Tree, turning: RingState, numbers: Array, piece: Any) -> RingState:
+    def _prefill(self, params: Tree, turning: RingState, numbers: Array, piece: Any) -> RingState:
         """All microbatches move through: the ring fills, and empties again."""
         stages, stage = self._stages, axis_index(STAGE)
 
@@ -262,16 +270,16 @@ class PipelineDecodeEngine:
             done = jnp.maximum(leaving, 0)
             behind = TokenBatch(*(each[done] for each in piece))
             turning = turning._replace(caches=caches)
-            turning = self._drawn(params, turning, y, numbers, done, leaving >= 0, behind)
+            turning = self._sample_tokens(params, turning, y, numbers, done, leaving >= 0, behind)
             entering = piece.tokens[jnp.minimum(now + 1, stages - 1)]
-            return turning, self._passed(params, y, entering)
+            return turning, self._next_stage_inputs(params, y, entering)
 
-        x = self._embedded(params, piece.tokens[0])
+        x = self._embed(params, piece.tokens[0])
         turning, _ = lax.fori_loop(0, 2 * stages - 1, tick, (turning, mark_varying(x)))
-        first = self._embedded(params, turning.newest.tokens[0][:, None])
-        return turning._replace(arriving=first)
+        first = self._embed(params, turning.newest_tokens.tokens[0][:, None])
+        return turning._replace(stage_inputs=first)
 
-    def _tokens(
+    def _decode_turn(
         self, params: Tree, turning: RingState, numbers: Array, is_full: Array
     ) -> RingState:
         """Each microbatch passes each stage once; where it is depends on the stage."""
@@ -279,22 +287,24 @@ class PipelineDecodeEngine:
 
         def tick(now: Array, turning: RingState) -> RingState:
             mine, leaving = (now - stage) % stages, (now + 1) % stages
-            on_way = self._on_way(turning.newest)
+            on_way = self._in_flight_tokens(turning.newest_tokens)
             inputs = {name: each[mine] for name, each in on_way._asdict().items()}
             works = is_full | (now >= stage)
-            y, caches = self._layers(params, turning.caches, turning.arriving, mine, works, inputs)
+            y, caches = self._layers(
+                params, turning.caches, turning.stage_inputs, mine, works, inputs
+            )
             behind, done = (
                 TokenBatch(*(each[leaving] for each in on_way)),
                 is_full | (now == stages - 1),
             )
             turning = turning._replace(caches=caches)
-            turning = self._drawn(params, turning, y, numbers, leaving, done, behind)
-            entering = turning.newest.tokens[leaving][:, None]
-            return turning._replace(arriving=self._passed(params, y, entering))
+            turning = self._sample_tokens(params, turning, y, numbers, leaving, done, behind)
+            entering = turning.newest_tokens.tokens[leaving][:, None]
+            return turning._replace(stage_inputs=self._next_stage_inputs(params, y, entering))
 
         return lax.fori_loop(0, stages, tick, turning)
 
-    def _on_way(self, newest: SampledTokens) -> Any:
+    def _in_flight_tokens(self, newest: SampledTokens) -> Any:
         """The tokens that are on their way, as a piece of one token."""
         tokens, positions = newest.tokens[..., None], newest.positions[..., None]
         return TokenBatch(tokens, jnp.full_like(tokens, TEXT), positions)
@@ -305,25 +315,25 @@ class PipelineDecodeEngine:
         """This stage's layers for microbatch `at`; caches stay as they are unless it works."""
         layout, stage = self.layout, axis_index(STAGE)
         # Where no stage has another kind, or fewer layers, there is nothing to branch on.
-        alike = len(layout.in_ring) == 1 and bool((layout.layer_at >= 0).all())
+        alike = len(layout.ring_layer_types) == 1 and bool((layout.layer_at >= 0).all())
         layer_at, kind_at, place_at = (
             jnp.asarray(table[0])[stage]
-            for table in (layout.layer_at, layout.kind_at, layout.place_at)
+            for table in (layout.layer_at, layout.layer_type_at, layout.index_in_type_at)
         )
 
         def of_kind(number: int, kind: str, position: Array, x: Array, stack: Tree) -> Any:
             is_mine = kind_at[position] == number
             place = jnp.where(is_mine, place_at[position], 0)
-            stacked, divided = params["layers"][kind], self._divisions["layers"][kind]
+            stacked, divided = params["layers"][kind], self._weight_shardings["layers"][kind]
             one = jax.tree.map(
-                lambda leaf, by: gather_weight(leaf[place], by.of_one(3), leaf.dtype),
+                lambda leaf, by: gather_weight(leaf[place], by.unstacked(3), leaf.dtype),
                 stacked,
                 divided,
             )
             old = jax.tree.map(lambda leaf: leaf[place, at], stack)
 
             def run(x: Array, old: Tree) -> tuple[Array, Tree]:
-                x, new = self.decoder.continued(kind, one, x, inputs, layer_at[position], old)
+                x, new = self.decoder.decode_layer(kind, one, x, inputs, layer_at[position], old)
                 kept = jax.tree.map(lambda new, old: jnp.where(works, new, old), new, old)
                 return mark_varying((x, kept))
 
@@ -332,14 +342,14 @@ class PipelineDecodeEngine:
 
         def layer(position: Array, carried: tuple[Array, Tree]) -> tuple[Array, Tree]:
             x, caches = carried
-            for number, kind in enumerate(layout.in_ring):
+            for number, kind in enumerate(layout.ring_layer_types):
                 x, new = of_kind(number, kind, position, x, caches[kind])
                 caches = caches | {kind: new}
             return x, caches
 
-        return lax.fori_loop(0, layout.layers_per_chunk, layer, (x, caches))
+        return lax.fori_loop(0, layout.max_layers_per_chunk, layer, (x, caches))
 
-    def _drawn(
+    def _sample_tokens(
         self,
         params: Tree,
         turning: RingState,
@@ -355,13 +365,13 @@ class PipelineDecodeEngine:
             name: jax.tree.map(
                 lambda leaf, by: gather_weight(leaf, by, leaf.dtype),
                 params[name],
-                self._divisions[name],
+                self._weight_shardings[name],
             )
             for name in ("final_norm", "head" if "head" in params else "embedding")
         }
         logits = all_gather(self.decoder.logits(ends, last), STAGE, 2)
         logits = logits[:, 0, : self.decoder.config.vocab_size]
-        seen, positions = turning.seen, behind.positions[:, -1] + 1
+        seen, positions = turning.seen_tokens, behind.positions[:, -1] + 1
         if seen is not None:
             each = jnp.arange(seen.shape[1])[:, None]
             more = seen[at].at[each, behind.tokens].max((behind.segment_ids == TEXT) & is_done)
@@ -371,21 +381,21 @@ class PipelineDecodeEngine:
         newest = SampledTokens(
             *(
                 old.at[at].set(jnp.where(is_done, new, old[at]))
-                for old, new in zip(turning.newest, (*choice, positions), strict=True)
+                for old, new in zip(turning.newest_tokens, (*choice, positions), strict=True)
             )
         )
-        return turning._replace(newest=newest, seen=seen)
+        return turning._replace(newest_tokens=newest, seen_tokens=seen)
 
-    def _passed(self, params: Tree, y: Array, entering: Int[Array, "B T"]) -> Array:
+    def _next_stage_inputs(self, params: Tree, y: Array, entering: Int[Array, "B T"]) -> Array:
         """What each stage computes with next: its neighbour's output, or tokens that enter."""
-        new = self._embedded(params, entering)
+        new = self._embed(params, entering)
         return jnp.where(axis_index(STAGE) == 0, new, ring_shift(y, STAGE, 1, self._stages))
 
-    def _embedded(self, params: Tree, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+    def _embed(self, params: Tree, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         """Rows of the table, of which each stage has a part."""
         scale, dtype = self.decoder.model.ends.embed_scale, self.decoder.config.compute_dtype
-        table = Embedding(self._divisions["embedding"], scale)
-        held = table.hold(params["embedding"], jnp.dtype(dtype))
+        table = Embedding(self._weight_shardings["embedding"], scale)
+        held = table.prepare(params["embedding"], jnp.dtype(dtype))
         return mark_varying(table.lookup(held, tokens))
 
 
@@ -423,7 +433,7 @@ def decode_param_layout(partition: ParamLayout) -> ParamLayout:
     """
     decoder, stages = partition.decoder, partition.mesh.shape[STAGE]
     cut = balance_layers(layer_costs(decoder.model, 1), stages)
-    layout = LayerLayout(Ring(stages, 1), tuple(cut), kinds=decoder.model.layers)
+    layout = LayerLayout(Ring(stages, 1), tuple(cut), layer_types=decoder.model.layers)
     return ParamLayout(decoder, layout, auto_mesh(partition.mesh))
 
 
@@ -446,7 +456,7 @@ def decode_param_shardings(parts: ParamLayout) -> Tree:
     """Of what `prepared` makes."""
     if parts.mesh.shape[STAGE] > 1:
         return parts.shardings(parts.specs)
-    specs, layers = parts.by_kind(parts.saved_specs), {}
+    specs, layers = parts.split_layer_types(parts.saved_specs), {}
     for kind, stack in specs["layers"].items():
         one = jax.tree.map(lambda spec: PartitionSpec(*spec[1:]), stack, is_leaf=_is_spec)
         layers[kind] = one

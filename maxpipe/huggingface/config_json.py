@@ -42,7 +42,7 @@ class ModelDescription:
     table: HuggingFace
     section: dict[str, Any]
     """Keys of `model` that it decides, the family's in a dict of their own."""
-    kept: dict[str, Any]
+    exported_keys: dict[str, Any]
     """Its keys that an export has again."""
     unknown: tuple[str, ...]
     """Its keys that nothing here reads."""
@@ -124,7 +124,7 @@ def _table(path: Path, content: Mapping[str, Any]) -> tuple[HuggingFace, Whole |
     for family in FAMILIES.values():
         for table in family.huggingface:
             known[table.architecture] = by_type[table.model_type] = (table, None, family.name)
-            for each in table.wholes:
+            for each in table.containers:
                 found = (table, each, family.name)
                 known[each.architecture] = by_type[each.model_type] = found
     names, kind = content.get("architectures"), content.get("model_type")
@@ -169,7 +169,7 @@ def _read(path: Path, table: HuggingFace, content: Mapping[str, Any]) -> dict[st
 def _conversion_error(where: str, table: HuggingFace, unlike: Unlike) -> ConfigError:
     return ConfigError.one(
         f"{where}: {unlike.key}",
-        json.dumps(unlike.given)[:200],
+        json.dumps(unlike.value)[:200],
         unlike.rule,
         unlike.action
         or f"This model is another than {table.architecture} as maxpipe computes it: give one "
@@ -217,7 +217,7 @@ def table_for(config: ModelConfig) -> tuple[HuggingFace, dict[str, Any]]:
         except Unlike as unlike:
             last = ConfigError.one(
                 unlike.key,
-                unlike.given,
+                unlike.value,
                 f"{unlike.rule.rstrip('.')} in a folder of {table.architecture}.",
                 "A model with this value has no Hugging Face form: keep it as a checkpoint of "
                 "maxpipe.",

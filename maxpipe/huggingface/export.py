@@ -83,7 +83,7 @@ class _ExportedCheckpoint:
     config: Config
     average: bool
     """Whether its averages are meant."""
-    beside: tuple[Path, ...]
+    tokenizer_folders: tuple[Path, ...]
     """Folders that may hold tokenizer and generation files, the first wins."""
     adapters: CheckpointAdapters | None
     """Of a checkpoint of adapters these and their base."""
@@ -116,20 +116,20 @@ def export(
     model = chosen.config.model
     table, said = table_for(model)
     both = map_tensors(describe(replace(model, adapter=None)), table)
-    if model.heads_ahead and not any(name.startswith("ahead.") for name in both.pieces):
+    if model.heads_ahead and not any(name.startswith("ahead.") for name in both.slices):
         say("left out: the heads that predict further ahead, which only training uses")
     types = _types(chosen, both, dtype)
     say(f"{chosen.name}: {table.architecture}, checking its files")
     target = expand_path(out, _OUT).absolute()
     with atomic_folder(out, _OUT) as here, _verify_files_in_background(chosen):
         names = _write_tensors(chosen, both, shard_tensors(both, types, shard_bytes), here, report)
-        kept, trained = _imported_config(chosen.beside), _trained_tokenizer(chosen, say)
+        kept, trained = _imported_config(chosen.tokenizer_folders), _trained_tokenizer(chosen, say)
         most = next(name for name, short in TYPES.items() if short == _most_common_dtype(types))
         kept |= trained.in_config(kept) if EOS_KEY in kept else {}
         text = to_json(table, said, kept, most, _defaults(chosen.config, kept, trained))
         (here / FILE).write_text(text, encoding="utf-8")
         copied: list[str] = []
-        for folder in chosen.beside:
+        for folder in chosen.tokenizer_folders:
             copied += copy_tokenizer_files(folder, here)
         trained.write(here, copied, say)
     if not copied:
@@ -147,7 +147,7 @@ def export_adapters(address: Address, out: str, dtype: str | None, say: MessageC
     chosen = _open_checkpoint(address)
     if chosen.adapters is None:
         rule = "has no adapters: its run trained a whole model."
-        raise address.wrong(rule, "Leave --adapter out.")
+        raise address.error(rule, "Leave --adapter out.")
     model = chosen.config.model
     table, _ = table_for(model)
     both = map_tensors(describe(replace(model, adapter=None)), table)
@@ -160,7 +160,7 @@ def export_adapters(address: Address, out: str, dtype: str | None, say: MessageC
         raise _damaged(chosen.path, str(damage)) from damage
     say(f"wrote {target}: adapters of {pluralize(len(modules), 'module')} in PEFT's format")
     if base is None:
-        address_of_base = chosen.adapters.said["address"]
+        address_of_base = chosen.adapters.base_record["address"]
         say(
             f"{target}: base_model_name_or_path is {address_of_base}, a checkpoint that PEFT "
             f"cannot load: run maxpipe export {shlex.quote(address_of_base)} NEW, and set it to NEW"
@@ -173,7 +173,7 @@ def _loadable_base(adapters: CheckpointAdapters) -> str | None:
     if isinstance(base, HuggingFaceFolder):
         return hub_id(base.folder) or str(base.folder.absolute())
     with translate_storage_errors(base):
-        data = CheckpointFolder(str(base.parent)).facts(int(base.name)).data
+        data = CheckpointFolder(str(base.parent)).read_metadata(int(base.name)).data
     if not data.get(WEIGHTS_ONLY) or ORIGIN not in data:
         return None
     return check_type(data[ORIGIN], Origin).get("folder")
@@ -190,12 +190,12 @@ def _open_checkpoint(address: Address) -> _ExportedCheckpoint:
     path = folder / step
     try:
         with translate_storage_errors(path):
-            facts = folder.facts(step)
+            facts = folder.read_metadata(step)
         address.check_average(facts.config.get("optim"))
         saved = {name: facts.config[name] for name in ("model", "tokenizer", "train")}
         saved["train"] = {**saved["train"], "objective": "pretrain"}  # others need their documents
         saved["adapter"] = facts.config.get("adapter", {})
-        config = load([], saved, address.at(step)).config
+        config = load([], saved, address.address_at(step)).config
         prefix = _EMA_PREFIX if address.average else _PARAMS
         has_any = config.adapter.rank > 0
         adapters = CheckpointAdapters.of(path, prefix, config, facts.data) if has_any else None
@@ -207,7 +207,7 @@ def _open_checkpoint(address: Address) -> _ExportedCheckpoint:
         beside.insert(0, given if given.is_dir() else given.parent)
     present = tuple(each for each in dict.fromkeys(beside) if each.is_dir())
     return _ExportedCheckpoint(
-        address.at(step), path, facts, config, address.average, present, adapters
+        address.address_at(step), path, facts, config, address.average, present, adapters
     )
 
 
@@ -252,8 +252,8 @@ def _types(chosen: _ExportedCheckpoint, both: TensorMapping, dtype: str | None) 
     """Type of each tensor, as files call it."""
     exact = {
         piece.tensor: TYPES["float32"]
-        for name, pieces in both.pieces.items()
-        if both.params[name].exact
+        for name, pieces in both.slices.items()
+        if both.params[name].own_dtype
         for piece in pieces
     }
     if dtype is not None:
@@ -362,16 +362,16 @@ def _write_param(
             part = digests.ArrayDigest(found.dtype, shape)
             part.add(values, [each.start for each in region])
             with lock:
-                found.join(part)
+                found.merge(part)
             wanted = tuple(range(each.start, each.stop) for each in region)
-            for piece in (*both.pieces[name], *both.copies.get(name, ())):
+            for piece in (*both.slices[name], *both.copied_slices.get(name, ())):
                 if (parts := intersect(piece, wanted)) is not None:
                     inside, taken = parts
-                    tensor = piece.form.to_theirs(values[inside])
+                    tensor = piece.axis_mapping.to_hf(values[inside])
                     writer = writers[place[piece.tensor]]
-                    first, _ = piece.rows(taken[piece.lead_kept])
+                    first, _ = piece.rows(taken[piece.outer_remaining_dim])
                     cast = _cast(tensor, writer, piece.tensor)
-                    writer.write(piece.tensor, cast, first, *piece.lane)
+                    writer.write(piece.tensor, cast, first, *piece.interleave)
                     written.add(cast.nbytes)
 
         writer.run_in_threads(put, writer.regions(shape, export_slab_shape(both, name, array.part)))
@@ -495,8 +495,8 @@ def _trained_tokenizer(chosen: _ExportedCheckpoint, say: MessageCallback) -> Tra
         raise _damaged(chosen.path, f"its record of conversations is wrong: {error}") from error
     try:
         tokenizer = open_tokenizer(chosen.config.tokenizer)
-        if tokenizer.min_rows <= (rows := chosen.config.model.vocab_size):
-            tokenizer = tokenizer.fitted(rows)
+        if tokenizer.min_embedding_rows <= (rows := chosen.config.model.vocab_size):
+            tokenizer = tokenizer.with_embedding_rows(rows)
     except ConfigError as error:
         say(f"{FILE} has no ids of control tokens: {error.problems[0].rule}")
         tokenizer = None

@@ -84,18 +84,18 @@ def import_folder(
     for line in describe_source(source):
         say(line)
     target = expand_path(out, _OUT).absolute()
-    length = min(source.row_tokens, TrainConfig().sequence_length)
+    length = min(source.sequence_length, TrainConfig().sequence_length)
     with atomic_folder(out, _OUT) as here:
         beside = here / FOLDER
         beside.mkdir()
         copied = copy_tokenizer_files(source.folder, beside, (FILE, *TOKENIZER_FILES))
-        rows = source.described.config.vocab_size
+        rows = source.description.config.vocab_size
         tokenizer, fingerprint = _tokenizer(beside, target / FOLDER, copied, rows, say)
         saved = load(
             [],
             {
                 "train": {"steps": 1, "sequence_length": length},
-                "model": {**source.model_dtypes, **source.described.section},
+                "model": {**source.model_dtypes, **source.description.section},
                 "tokenizer": tokenizer,
             },
             str(source.folder / FILE),
@@ -132,23 +132,26 @@ _OUT = "command line: --out"
 
 def describe_source(source: HuggingFaceFolder) -> list[str]:
     """What a user should know of a folder that is used."""
-    table = source.described.table
+    table = source.description.table
     types = ", ".join(sorted(set(source.dtypes.values())))
     lines = [
         f"{source.folder}: {table.architecture}, {num_params(source):,} parameters in {types}, "
         f"{pluralize(source.num_files, 'file')}"
     ]
-    if source.left_out:
-        names = ", ".join(source.left_out[:3])
-        more = f" and {len(source.left_out) - 3} more" if len(source.left_out) > 3 else ""
+    if source.unused_tensors:
+        names = ", ".join(source.unused_tensors[:3])
+        more = (
+            f" and {len(source.unused_tensors) - 3} more" if len(source.unused_tensors) > 3 else ""
+        )
         lines.append(f"left out, as this model does not use them: {names}{more}")
-    if source.without_ahead:
+    if source.num_missing_mtp_layers:
         lines.append(
-            f"{FILE} says of {pluralize(source.without_ahead, 'layer')} to predict further ahead, "
+            f"{FILE} says of {pluralize(source.num_missing_mtp_layers, 'layer')} to predict "
+            "further ahead, "
             "and the folder has none: the model starts without (model.heads_ahead=0)"
         )
-    lines += normalize_config.lines(source.described.differences)
-    if unknown := source.described.unknown:
+    lines += normalize_config.lines(source.description.differences)
+    if unknown := source.description.unknown:
         lines.append(
             f"{FILE}: {table.architecture} has no keys {', '.join(map(repr, unknown[:8]))}; they "
             "are not read"
@@ -177,14 +180,16 @@ def _write(
 def _state(source: HuggingFaceFolder) -> dict[str, Any]:
     """The parameters as a checkpoint holds them, in the types of the files."""
     tree: dict[str, Any] = {}
-    for name, shape in source.mapped.shapes.items():
+    for name, shape in source.mapping.shapes.items():
         *outer, last = name.split(".")
         below = tree
         for each in outer:
             below = below.setdefault(each, {})
-        dtype = source.stored(name)
-        part = import_slab_shape(source.mapped, name, _SLAB_BYTES // dtype.itemsize)
-        below[last] = writer.LazySlabArray(shape, dtype, part, partial(source.region, name, dtype))
+        dtype = source.stored_dtype(name)
+        part = import_slab_shape(source.mapping, name, _SLAB_BYTES // dtype.itemsize)
+        below[last] = writer.LazySlabArray(
+            shape, dtype, part, partial(source.read_region, name, dtype)
+        )
     return {"params": tree}
 
 

@@ -28,39 +28,39 @@ Index = tuple[int | slice, ...]
 class AxisMapping:
     """How the dims of an array of ours lie in a tensor of theirs, and which is in its name."""
 
-    ours: tuple[str, ...]
-    theirs: tuple[tuple[str, ...], ...]
+    param_dims: tuple[str, ...]
+    hf_dims: tuple[tuple[str, ...], ...]
 
     @cached_property
-    def named(self) -> str:
+    def index_dim(self) -> str:
         """The dim that counts tensors; empty if there is none."""
-        rest = {*self.ours} - {each for group in self.theirs for each in group}
+        rest = {*self.param_dims} - {each for group in self.hf_dims for each in group}
         assert len(rest) <= 1, f"{self} leaves out several dims"
         return next(iter(rest), "")
 
     @cached_property
-    def kept(self) -> tuple[str, ...]:
+    def remaining_dims(self) -> tuple[str, ...]:
         """The other ones of ours."""
-        return tuple(each for each in self.ours if each != self.named)
+        return tuple(each for each in self.param_dims if each != self.index_dim)
 
     def shape(self, sizes: tuple[int, ...]) -> tuple[int, ...]:
         """Of the tensor, by the sizes of our dims."""
-        size = dict(zip(self.ours, sizes, strict=True))
-        return tuple(math.prod(size[each] for each in group) for group in self.theirs)
+        size = dict(zip(self.param_dims, sizes, strict=True))
+        return tuple(math.prod(size[each] for each in group) for group in self.hf_dims)
 
-    def to_theirs(self, array: np.ndarray) -> np.ndarray:
+    def to_hf(self, array: np.ndarray) -> np.ndarray:
         """An array of ours, without the dim in the name."""
-        size = dict(zip(self.kept, array.shape, strict=True))
-        flat = [each for group in self.theirs for each in group]
-        turned = array.transpose([self.kept.index(each) for each in flat])
-        return turned.reshape([math.prod(size[each] for each in group) for group in self.theirs])
+        size = dict(zip(self.remaining_dims, array.shape, strict=True))
+        flat = [each for group in self.hf_dims for each in group]
+        turned = array.transpose([self.remaining_dims.index(each) for each in flat])
+        return turned.reshape([math.prod(size[each] for each in group) for group in self.hf_dims])
 
-    def to_ours(self, tensor: np.ndarray, sizes: tuple[int, ...]) -> np.ndarray:
+    def to_param(self, tensor: np.ndarray, sizes: tuple[int, ...]) -> np.ndarray:
         """The way back; `sizes` are those of all our dims."""
-        size = dict(zip(self.ours, sizes, strict=True))
-        flat = [each for group in self.theirs for each in group]
+        size = dict(zip(self.param_dims, sizes, strict=True))
+        flat = [each for group in self.hf_dims for each in group]
         split = tensor.reshape([size[each] for each in flat])
-        return split.transpose([flat.index(each) for each in self.kept])
+        return split.transpose([flat.index(each) for each in self.remaining_dims])
 
 
 @lru_cache
@@ -77,7 +77,7 @@ class InterleavedSlice(NamedTuple):
     number: int = 0
     every: int = 1
 
-    def of(self, tensor: np.ndarray) -> np.ndarray:
+    def take(self, tensor: np.ndarray) -> np.ndarray:
         """These entries, a view."""
         return tensor[..., self.number :: self.every]
 
@@ -92,52 +92,54 @@ class TensorSlice(NamedTuple):
     """Of these rows."""
     at: Index
     """Of the parameter as it is in checkpoints."""
-    form: AxisMapping
+    axis_mapping: AxisMapping
     sizes: tuple[int, ...]
     """Of the parameter's dims, layers left out."""
-    lane: InterleavedSlice = InterleavedSlice()
+    interleave: InterleavedSlice = InterleavedSlice()
     stacked: int = 0
     """How many blocks of rows the tensor has along a leading dim of its own; 0 without that dim."""
 
     @property
     def row_shape(self) -> tuple[int, ...]:
         """Shape of one of the tensor's rows."""
-        return (*self.shape[1:-1], self.shape[-1] * self.lane.every) if self.shape[1:] else ()
+        return (*self.shape[1:-1], self.shape[-1] * self.interleave.every) if self.shape[1:] else ()
 
     @property
-    def lead(self) -> int:
+    def outer_dim(self) -> int:
         """The dim of the parameter that is the outer one of these rows."""
-        return self.form.ours.index(next(each for group in self.form.theirs for each in group))
+        return self.axis_mapping.param_dims.index(
+            next(each for group in self.axis_mapping.hf_dims for each in group)
+        )
 
     @property
     def is_divisible(self) -> bool:
         """Whether parts of that dim are rows of their own: a matrix with one row has none."""
-        return bool(self.form.theirs[0])
+        return bool(self.axis_mapping.hf_dims[0])
 
     @property
-    def lead_kept(self) -> int:
+    def outer_remaining_dim(self) -> int:
         """The same among the dims of an array of ours without that in the name."""
-        return self.form.kept.index(self.form.ours[self.lead])
+        return self.axis_mapping.remaining_dims.index(self.axis_mapping.param_dims[self.outer_dim])
 
     def rows(self, part: slice) -> tuple[int, int]:
         """From, to: where that part of the lead dim is, or all if it has no rows of its own."""
         if not self.is_divisible:
             return self.first, self.first + self.shape[0]
-        each = self.shape[0] // self.sizes[self.lead]
+        each = self.shape[0] // self.sizes[self.outer_dim]
         return self.first + part.start * each, self.first + part.stop * each
 
-    def to_ours(self, rows: np.ndarray, part: slice) -> np.ndarray:
+    def to_param(self, rows: np.ndarray, part: slice) -> np.ndarray:
         """The tensor's rows of that part of the lead dim, in the order of our dims."""
         sizes = list(self.sizes)
-        sizes[self.lead] = part.stop - part.start
-        return self.form.to_ours(self.lane.of(rows), tuple(sizes))
+        sizes[self.outer_dim] = part.stop - part.start
+        return self.axis_mapping.to_param(self.interleave.take(rows), tuple(sizes))
 
     def tensor_shape(self, rows: int) -> tuple[int, ...]:
         """Of the tensor, of which as many rows are known; all of them if lanes share them."""
         if self.stacked:
             return (self.stacked, rows, *self.shape[1:])
-        if self.lane.every > 1:
-            return (*self.shape[:-1], self.shape[-1] * self.lane.every)
+        if self.interleave.every > 1:
+            return (*self.shape[:-1], self.shape[-1] * self.interleave.every)
         return (rows, *self.shape[1:])
 
 
@@ -145,7 +147,7 @@ class TensorSlice(NamedTuple):
 class TensorMapping:
     """Both sides of a model."""
 
-    pieces: Mapping[str, tuple[TensorSlice, ...]]
+    slices: Mapping[str, tuple[TensorSlice, ...]]
     """By our name, as in checkpoints."""
     shapes: Mapping[str, tuple[int, ...]]
     """By our name, layers of a kind stacked."""
@@ -153,15 +155,15 @@ class TensorMapping:
     """By our name, without the layers' dim."""
     tensors: Mapping[str, tuple[int, ...]]
     """Shapes by their name, in network order, copies included."""
-    copies: Mapping[str, tuple[TensorSlice, ...]]
+    copied_slices: Mapping[str, tuple[TensorSlice, ...]]
     """By our name pieces that the tensors have once more; an import may lack them."""
 
     @property
     def originals(self) -> Mapping[str, str]:
         """Each tensor that is a copy, and the one that it is a copy of."""
         return {
-            piece.tensor: self.pieces[name][0].tensor
-            for name, pieces in self.copies.items()
+            piece.tensor: self.slices[name][0].tensor
+            for name, pieces in self.copied_slices.items()
             for piece in pieces
         }
 
@@ -220,7 +222,7 @@ def _blocks(model: Model, table: HuggingFace) -> Counter[str]:
 
 def _is_stacked(row: Tensor) -> bool:
     """Whether the dim that other layouts have in the name is a leading one of the tensor."""
-    return bool(parse_axis_mapping(row.dims).named) and "{expert}" not in row.theirs
+    return bool(parse_axis_mapping(row.dims).index_dim) and "{expert}" not in row.theirs
 
 
 _LAYERS, _MTP_PREFIX = "layers.", "ahead."
@@ -228,7 +230,7 @@ _LAYERS, _MTP_PREFIX = "layers.", "ahead."
 
 def _mtp_layers(model: Model, table: HuggingFace) -> LayersAhead | None:
     """Heads ahead that the table has."""
-    return model.ends.layers_ahead if table.ahead else None
+    return model.ends.mtp_layers if table.mtp_tensors else None
 
 
 def _copied_slices(
@@ -257,19 +259,19 @@ def _in_network_order(
     several = len(set(model.layers)) > 1
     ends = {".".join(name): param for name, param in model.ends.params.items()}
     yield _EMBEDDING, ends.pop(_EMBEDDING), rows[_EMBEDDING], 0, -1
-    places = dict.fromkeys(model.kinds, 0)
+    places = dict.fromkeys(model.layer_types, 0)
     for layer, kind in enumerate(model.layers):
         place, places[kind] = places[kind], places[kind] + 1
         prefix = f"{_LAYERS}{kind}." if several else _LAYERS
-        for name, param, row in _of_layer(model.kinds[kind], rows):
+        for name, param, row in _of_layer(model.layer_types[kind], rows):
             yield f"{prefix}{name}", param, row, layer, place
     if (heads := _mtp_layers(model, table)) is not None:
         for place in range(heads.num_heads):
             layer = len(model.layers) + place
-            for row in table.ahead:
+            for row in table.mtp_tensors:
                 yield (
                     f"{_MTP_PREFIX}{row.ours}",
-                    heads.one[tuple(row.ours.split("."))],
+                    heads.params_of_one[tuple(row.ours.split("."))],
                     row,
                     layer,
                     place,
@@ -302,14 +304,16 @@ def _iter_slices(
     form = parse_axis_mapping(row.dims)
     shape = form.shape(param.shape)
     stacked: Index = () if place < 0 else (place,)
-    at = form.ours.index(form.named) if form.named else -1
-    count = param.shape[at] if form.named else 1
+    at = form.param_dims.index(form.index_dim) if form.index_dim else -1
+    count = param.shape[at] if form.index_dim else 1
     in_block = taken.get(row.theirs.format(layer=layer), 0) if _is_stacked(row) else 0
     for number in range(count):
         name = row.theirs.format(layer=layer, expert=number)
         index = [slice(None)] * len(param.shape)
         whole: Index = (
-            (*stacked, *index[:at], number, *index[at + 1 :]) if form.named else (*stacked, *index)
+            (*stacked, *index[:at], number, *index[at + 1 :])
+            if form.index_dim
+            else (*stacked, *index)
         )
         if name in blocks:
             taken[name] = in_block + shape[0]
@@ -347,7 +351,7 @@ def import_slab_shape(both: TensorMapping, name: str, most: int) -> tuple[int, .
 
     A part has at most `most` elements, unless a single row has more.
     """
-    shape, piece = both.shapes[name], both.pieces[name][0]
+    shape, piece = both.shapes[name], both.slices[name][0]
     counting, lead = _divisible(shape, piece)
     found = [1 if dim in counting else size for dim, size in enumerate(shape)]
     rows = max(1, most * shape[lead] // math.prod(found))  # of the lead dim
@@ -360,7 +364,7 @@ def import_slab_shape(both: TensorMapping, name: str, most: int) -> tuple[int, .
 
 def export_slab_shape(both: TensorMapping, name: str, chunk: Sequence[int]) -> tuple[int, ...]:
     """The shape of parts of whole rows of tensors that reads each chunk of a parameter once."""
-    shape, piece = both.shapes[name], both.pieces[name][0]
+    shape, piece = both.shapes[name], both.slices[name][0]
     counting, lead = _divisible(shape, piece)
     return tuple(
         chunk[dim] if dim in counting or (dim == lead and piece.is_divisible) else size
@@ -371,7 +375,7 @@ def export_slab_shape(both: TensorMapping, name: str, chunk: Sequence[int]) -> t
 def _divisible(shape: tuple[int, ...], piece: TensorSlice) -> tuple[list[int], int]:
     """The dims that count tensors, and the outer one of a tensor's rows."""
     counting = [dim for dim, index in enumerate(piece.at) if isinstance(index, int)]
-    return counting, len(shape) - len(piece.sizes) + piece.lead
+    return counting, len(shape) - len(piece.sizes) + piece.outer_dim
 
 
 def count(shapes: Mapping[str, tuple[int, ...]]) -> int:

@@ -32,7 +32,7 @@ class NormalizedConfig:
     unread: list[str] = field(default_factory=list)
     """Paths of values that neither transformers nor maxpipe reads."""
 
-    def first(self, *statements: tuple[str, Any], default: Any = None) -> Any:
+    def first_stated(self, *statements: tuple[str, Any], default: Any = None) -> Any:
         """Return the first value that is stated, and note the others that differ from it."""
         said = [(path, value) for path, value in statements if value is not None]
         if not said:
@@ -42,7 +42,7 @@ class NormalizedConfig:
             self._note(path, used, other, value)
         return used
 
-    def unread_if_other(self, path: str, used: Any, other: str, value: Any) -> None:
+    def note_unread(self, path: str, used: Any, other: str, value: Any) -> None:
         """Note a statement that transformers does not read if it differs from what it uses."""
         if value is not None and used is not None:
             self._note(path, used, other, value)
@@ -70,14 +70,14 @@ def normalize(content: Theirs, table: HuggingFace, whole: Whole | None = None) -
             found.content[_HETEROGENEOUS],
             "must be null: layers that differ so are not computed.",
         )
-    for twice in (_TYPES, *table.twice):
+    for twice in (_TYPES, *table.duplicate_keys):
         _merge_duplicate(found, twice)
     for row in table.keys:
         if isinstance(row, Period) and (other := row.restated(found.content)) is not None:
-            found.unread_if_other("layer_types", found.content["layer_types"], *other)
+            found.note_unread("layer_types", found.content["layer_types"], *other)
     rows = [row for row in table.keys if isinstance(row, Rotary)]
     settings = [_rotary(found, row) for row in rows]
-    for name in ("rope_scaling", *(row.older for row in rows)):
+    for name in ("rope_scaling", *(row.legacy_theta_key for row in rows)):
         found.content.pop(name, None)
     found.content["rope_parameters"] = (
         {row.layers: said for row, said in zip(rows, settings, strict=True)}
@@ -94,8 +94,8 @@ def _select_language_model(
     """Take the section of the language model, whose keys count; embeddings are tied outside."""
     inner = dict(content[whole.section])
     for name in sorted(table.names() & content.keys() & inner.keys() - {_TIED}):
-        found.first((f"{whole.section}.{name}", inner[name]), (name, content[name]))
-    inner[_TIED] = found.first(
+        found.first_stated((f"{whole.section}.{name}", inner[name]), (name, content[name]))
+    inner[_TIED] = found.first_stated(
         (_TIED, content.get(_TIED)), (f"{whole.section}.{_TIED}", inner.get(_TIED))
     )
     found.content = inner
@@ -105,14 +105,14 @@ _TIED = "tie_word_embeddings"
 
 
 def _merge_duplicate(found: NormalizedConfig, twice: Twice) -> None:
-    used, other = (found.content.get(name) for name in (twice.used, twice.other))
+    used, other = (found.content.get(name) for name in (twice.primary, twice.other))
     if twice.is_read:
-        value = found.first((twice.used, used), (twice.other, other))
+        value = found.first_stated((twice.primary, used), (twice.other, other))
     else:
         value = twice.default if used is None else used
-        found.unread_if_other(twice.used, value, twice.other, other)
+        found.note_unread(twice.primary, value, twice.other, other)
     if value is not None:
-        found.content[twice.used] = value
+        found.content[twice.primary] = value
         if twice.other in found.content:
             found.content[twice.other] = value
 
@@ -126,20 +126,21 @@ def _rotary(found: NormalizedConfig, row: Rotary) -> dict[str, Any]:
     else:
         said = _drop_nulls(an_object(content, "rope_parameters"))
         if content.get("rope_parameters") is None and not scaling:
-            said = dict(row.absent)
+            said = dict(row.defaults)
         if scaling:
             said, where = _rope_from_scaling(found, _drop_nulls(scaling), said), "rope_scaling"
-    kind = found.first(
+    kind = found.first_stated(
         (f"{where}.rope_type", said.get("rope_type")),
         (f"{where}.type", said.pop("type", None)),
         default="default",
     )
     said["rope_type"] = kind
-    theta = found.first(
-        (f"{where}.rope_theta", said.get("rope_theta")), (row.older, content.get(row.older))
+    theta = found.first_stated(
+        (f"{where}.rope_theta", said.get("rope_theta")),
+        (row.legacy_theta_key, content.get(row.legacy_theta_key)),
     )
     said["rope_theta"] = row.default if theta is None else theta
-    share = found.first(
+    share = found.first_stated(
         (f"{where}.{_SHARE}", said.get(_SHARE)),
         (_SHARE, None if row.layers else content.get(_SHARE)),
     )
@@ -167,7 +168,7 @@ def _rope_from_scaling(
     for name, value in parameters.items():
         used = outside.get(name)
         path = f"rope_scaling.{name}" if name in mine else name
-        found.unread_if_other(path, used, f"rope_parameters.{name}", value)
+        found.note_unread(path, used, f"rope_parameters.{name}", value)
         if used is None:
             found.unread.append(f"rope_parameters.{name}")
     return scaling
@@ -193,7 +194,9 @@ def _rope_of_layer_type(
     if row.scalings:
         for name, value in _drop_nulls(scaling).items():
             if inner is not None:
-                found.first((f"rope_scaling.{name}", value), (f"{where}.{name}", said.get(name)))
+                found.first_stated(
+                    (f"rope_scaling.{name}", value), (f"{where}.{name}", said.get(name))
+                )
             said[name] = value
         where = "rope_scaling" if scaling else where
     return said, where
@@ -204,12 +207,12 @@ def _lengths(
 ) -> None:
     """The original length, and a factor that follows from two lengths."""
     content = found.content
-    length = content.get(_LENGTH) or row.longest or None
+    length = content.get(_LENGTH) or row.default_max_positions or None
     if kind not in _LENGTH_SCALING_TYPES:
         return
     stated = said.get(_ORIGINAL)
-    outside = content.get(_ORIGINAL) or row.original or None
-    original = found.first((_ORIGINAL, outside), (f"{where}.{_ORIGINAL}", stated))
+    outside = content.get(_ORIGINAL) or row.default_original_positions or None
+    original = found.first_stated((_ORIGINAL, outside), (f"{where}.{_ORIGINAL}", stated))
     if original is None:
         original = length
     if original is None:
@@ -223,7 +226,7 @@ def _lengths(
         said["factor"] = ratio
     elif content.get(_LENGTH) and ratio != 1:
         path = f"{_LENGTH} / {_ORIGINAL}"
-        found.unread_if_other(f"{where}.factor", said["factor"], path, ratio)
+        found.note_unread(f"{where}.factor", said["factor"], path, ratio)
 
 
 def _check_yarn_factor(content: Theirs, kind: str, where: str) -> None:
@@ -246,7 +249,9 @@ def _drop_unread(
     found: NormalizedConfig, row: Rotary, said: dict[str, Any], where: str, kind: Any
 ) -> None:
     """Drop what the type does not read. Raises Unlike if that turns another part of a head."""
-    rows = (*row.scalings.get(kind, ()), *row.beside.get(kind, ())) if _is_name(kind) else ()
+    rows = (
+        (*row.scalings.get(kind, ()), *row.top_level_keys.get(kind, ())) if _is_name(kind) else ()
+    )
     if _is_name(kind) and kind != "default" and kind not in row.scalings:
         return  # an error of the row itself
     known = {name for each in rows for name in each.names} | {"rope_theta", "rope_type"}

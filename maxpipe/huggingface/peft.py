@@ -50,7 +50,7 @@ class LazyArray(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: np.dtype
-    part: tuple[int, ...]
+    chunk_shape: tuple[int, ...]
     """Shape of what is good to read at a time."""
     read: Callable[[Region], np.ndarray]
 
@@ -81,7 +81,7 @@ def matrix_locations(model: Model) -> dict[str, MatrixLocation]:
     """By their names in checkpoints the matrices of layers, as they are without adapters."""
     return {
         name: MatrixLocation(kind, key)
-        for each, kind in model.kinds.items()
+        for each, kind in model.layer_types.items()
         for key, name in names_in_layers(model, each).items()
         if key in kind.declared
     }
@@ -96,7 +96,7 @@ class CheckpointAdapters:
     prefix: str
     """Of the names of its trained parameters."""
     config: Config
-    said: AdapterBase
+    base_record: AdapterBase
     _sums: dict[str, digests.ArrayDigest] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -114,7 +114,7 @@ class CheckpointAdapters:
     @cached_property
     def base(self) -> HuggingFaceFolder | epath.Path:
         """A Hugging Face folder, or that of a step."""
-        address = self.said["address"]
+        address = self.base_record["address"]
         if (folder := folder_of(address)) is not None:
             return open_folder(folder, "base")
         found = parse_address(address)
@@ -135,14 +135,14 @@ class CheckpointAdapters:
     def _base(self, name: str, shape: tuple[int, ...]) -> LazyArray:
         """One of the base's arrays in the type of training, whose sum is taken while it is read."""
         source, place = self.base, matrix_locations(self._model).get(name)
-        exact = place.kind.declared[place.key].exact if place else ""
+        exact = place.kind.declared[place.key].own_dtype if place else ""
         dtype = jnp.dtype(exact or self.config.model.param_dtype)
         if isinstance(source, HuggingFaceFolder):
             size = self.config.model.vocab_size
-            read, part = lambda region: source.region(name, dtype, region, size), shape
+            read, part = lambda region: source.read_region(name, dtype, region, size), shape
         else:
             array = open_lazy_array(source, f"params.{name}")
-            read, part, shape = array.read, array.part, array.shape
+            read, part, shape = array.read, array.chunk_shape, array.shape
         total = digests.ArrayDigest(str(dtype), shape)
         self._sums[name] = total
 
@@ -151,7 +151,7 @@ class CheckpointAdapters:
             mine = digests.ArrayDigest(total.dtype, total.shape)
             mine.add(values, [each.start for each in region])
             with self._lock:
-                total.join(mine)
+                total.merge(mine)
             return values
 
         return LazyArray(shape, dtype, part, counted)
@@ -174,14 +174,14 @@ class CheckpointAdapters:
                 weight = quantize_dequantize(kind, key, weight) if is_held(kind, key) else weight
                 found[number] = weight.astype(jnp.float32)
                 if ends:
-                    found[number] = self._merged(
+                    found[number] = self._merge(
                         place, factors, layers.start + number, found[number]
                     )
             return found[(slice(None), *rest)]
 
         return LazyArray(base.shape, np.dtype(np.float32), (1, *base.shape[1:]), read)
 
-    def _merged(
+    def _merge(
         self,
         place: MatrixLocation,
         factors: Mapping[str, np.ndarray],
@@ -191,17 +191,17 @@ class CheckpointAdapters:
         adapter = place.kind.adapters[place.key]
         down, up = (jnp.asarray(factors[end][layer]) for end in (DOWN, UP))
         lengths = jnp.asarray(factors[LENGTH][layer]) if LENGTH in factors else None
-        scale, summed = adapter.scale, adapter.summed
-        return LoraWeight(jnp.asarray(weight), down, up, lengths, None, scale, 0.0, summed).merged()
+        scale, summed = adapter.scale, adapter.num_contracted_dims
+        return LoraWeight(jnp.asarray(weight), down, up, lengths, None, scale, 0.0, summed).merge()
 
     def check(self) -> None:
         """Raises ConfigError if what was read of the base is not what adapters were trained on."""
-        if (found := combine_digests(self._sums)) != self.said["digest"]:
+        if (found := combine_digests(self._sums)) != self.base_record["digest"]:
             raise ConfigError.one(
                 "base",
-                self.said["address"],
+                self.base_record["address"],
                 "must hold the weights that the adapters were trained beside: their digest was "
-                f"{self.said['digest'][:16]}, and this is {found[:16]}.",
+                f"{self.base_record['digest'][:16]}, and this is {found[:16]}.",
                 "Bring the base back as it was.",
             )
 
@@ -243,23 +243,25 @@ def write_adapters(
         for name, values in _tensors(adapters, matrices):
             writer.write(name, values.astype(DTYPES[dtype]))
     config, modules = adapters.config.adapter, [each.module for each in matrices]
-    text = json.dumps(_config(config, base or adapters.said["address"], modules, both), indent=2)
+    text = json.dumps(
+        _config(config, base or adapters.base_record["address"], modules, both), indent=2
+    )
     (here / CONFIG).write_text(text + "\n", encoding="utf-8")
     return modules
 
 
 def _matrices(model: Model, both: TensorMapping) -> Iterator[_Matrix]:
     shared: dict[str, int] = {}
-    for pieces in both.pieces.values():
+    for pieces in both.slices.values():
         for piece in pieces:
             shared[piece.tensor] = shared.get(piece.tensor, 0) + 1
     for name, place in matrix_locations(model).items():
         if place.key not in place.kind.adapters:
             continue
-        for layer, piece in enumerate(both.pieces[name]):
+        for layer, piece in enumerate(both.slices[name]):
             if (
                 shared[piece.tensor] > 1
-                or piece.lane.every > 1
+                or piece.interleave.every > 1
                 or not _is_plain_matmul(place, piece)
             ):
                 raise ConfigError.one(
@@ -277,14 +279,16 @@ def _input_output_dims(
     place: MatrixLocation, piece: TensorSlice
 ) -> tuple[list[int], list[int], bool]:
     """Our dims in the order of theirs, of what goes in and of what comes out."""
-    summed, ours = place.kind.adapters[place.key].summed, piece.form.ours
-    outer, inner = ([ours.index(each) for each in group] for group in piece.form.theirs)
+    summed, ours = place.kind.adapters[place.key].num_contracted_dims, piece.axis_mapping.param_dims
+    outer, inner = ([ours.index(each) for each in group] for group in piece.axis_mapping.hf_dims)
     return inner, outer, set(inner) == set(range(summed))
 
 
 def _is_plain_matmul(place: MatrixLocation, piece: TensorSlice) -> bool:
     return (
-        len(piece.form.theirs) == 2 and not piece.form.named and _input_output_dims(place, piece)[2]
+        len(piece.axis_mapping.hf_dims) == 2
+        and not piece.axis_mapping.index_dim
+        and _input_output_dims(place, piece)[2]
     )
 
 

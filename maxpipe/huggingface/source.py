@@ -63,12 +63,12 @@ class HuggingFaceFolder:
     """A folder whose tensors are those of the model that its config.json describes."""
 
     folder: Path
-    described: ModelDescription
+    description: ModelDescription
     config: ModelConfig
-    mapped: TensorMapping
-    left_out: tuple[str, ...]
+    mapping: TensorMapping
+    unused_tensors: tuple[str, ...]
     """Names of tensors that are not the model's, and known not to be."""
-    without_ahead: int
+    num_missing_mtp_layers: int
     """Layers that predict further ahead, of which config.json says and no tensor is there."""
     _files: Mapping[str, SafetensorsReader]
     """By the table's name of a tensor."""
@@ -78,10 +78,10 @@ class HuggingFaceFolder:
     @cached_property
     def dtypes(self) -> Mapping[str, str]:
         """Type of each tensor of an export, by its name there; copies only if they are here."""
-        both = map_tensors(describe(self.config), self.described.table)
+        both = map_tensors(describe(self.config), self.description.table)
         found: dict[str, str] = {}
-        for name, pieces in both.pieces.items():
-            here = {_layer_and_expert(piece): piece.tensor for piece in self.mapped.pieces[name]}
+        for name, pieces in both.slices.items():
+            here = {_layer_and_expert(piece): piece.tensor for piece in self.mapping.slices[name]}
             for piece in pieces:
                 dtype = self._entry(here[_layer_and_expert(piece)]).dtype
                 # Of two types that one tensor will have: the one that holds the numbers of both.
@@ -102,14 +102,14 @@ class HuggingFaceFolder:
         return {"param_dtype": "bfloat16" if self.dtype == "BF16" else "float32"}
 
     @property
-    def row_tokens(self) -> int:
+    def sequence_length(self) -> int:
         """The longest row that config.json says the model was made for."""
-        most = self.described.kept.get("max_position_embeddings")
+        most = self.description.exported_keys.get("max_position_embeddings")
         return most if type(most) is int and 2 <= most < 2**31 else _UNKNOWN_LENGTH
 
-    def stored(self, name: str) -> np.dtype:
+    def stored_dtype(self, name: str) -> np.dtype:
         """The type that holds all numbers of one of our parameters."""
-        types = {DTYPES[self._entry(piece.tensor).dtype] for piece in self.mapped.pieces[name]}
+        types = {DTYPES[self._entry(piece.tensor).dtype] for piece in self.mapping.slices[name]}
         return types.pop() if len(types) == 1 else np.dtype(np.float32)
 
     @property
@@ -120,7 +120,7 @@ class HuggingFaceFolder:
     def _entry(self, name: str):
         return self._files[name].entries[self._names[name]]
 
-    def region(
+    def read_region(
         self, name: str, dtype: np.dtype, region: Sequence[slice], vocab_size: int = 0
     ) -> np.ndarray:
         """That part of one of our parameters, layers stacked, in network order.
@@ -130,8 +130,8 @@ class HuggingFaceFolder:
         Raises:
             ConfigError: a file cannot be read, or a number is NaN or infinite.
         """
-        sizes = list(self.mapped.shapes[name])
-        axes = self.mapped.params[name].axes
+        sizes = list(self.mapping.shapes[name])
+        axes = self.mapping.params[name].axes
         dim = axes.index(_VOCAB) if _VOCAB in axes and vocab_size else -1
         old = sizes[dim]
         if dim >= 0:
@@ -139,21 +139,21 @@ class HuggingFaceFolder:
         wanted = tuple(range(*each.indices(size)) for each, size in zip(region, sizes, strict=True))
         found = np.empty([len(each) for each in wanted], dtype)
         if dim >= 0 and wanted[dim].stop > old:
-            self._grow(name, found, wanted, dim, old)
+            self._fill_new_rows(name, found, wanted, dim, old)
             wanted = tuple(
                 range(min(each.start, old), old) if at == dim else each
                 for at, each in enumerate(wanted)
             )
         inner = found[tuple(slice(0, len(each)) for each in wanted)]
-        for piece in self.mapped.pieces[name]:
+        for piece in self.mapping.slices[name]:
             if (parts := intersect(piece, wanted)) is not None and inner.size:
                 inside, taken = parts
-                self._fill(inner[inside], piece, taken)
+                self._read_into(inner[inside], piece, taken)
         return found
 
-    def _fill(self, target: np.ndarray, piece: TensorSlice, taken: tuple[slice, ...]) -> None:
+    def _read_into(self, target: np.ndarray, piece: TensorSlice, taken: tuple[slice, ...]) -> None:
         """Reads that part of the piece's array of ours, some rows at a time."""
-        dim = piece.lead_kept
+        dim = piece.outer_remaining_dim
         wanted = taken[dim]
         for part, ours in self._blocks(piece, wanted):
             first, end = max(part.start, wanted.start), min(part.stop, wanted.stop)
@@ -164,18 +164,18 @@ class HuggingFaceFolder:
 
     def _blocks(self, piece: TensorSlice, part: slice) -> Iterator[tuple[slice, np.ndarray]]:
         """(part of the lead dim, the piece's array there), as much as is good to have at a time."""
-        width = math.prod(piece.shape) // piece.sizes[piece.lead]
+        width = math.prod(piece.shape) // piece.sizes[piece.outer_dim]
         step = max(1, _BLOCK_ELEMENTS // width)
         if not piece.is_divisible:
-            part = slice(0, step := piece.sizes[piece.lead])
+            part = slice(0, step := piece.sizes[piece.outer_dim])
         for first in range(part.start, part.stop, step):
             here = slice(first, min(first + step, part.stop))
             reader, name = self._files[piece.tensor], self._names[piece.tensor]
             rows = reader.read(name, piece.rows(here), piece.row_shape)
-            self._must_be_finite(piece.tensor, rows)
-            yield here, piece.to_ours(rows, here)
+            self._check_finite(piece.tensor, rows)
+            yield here, piece.to_param(rows, here)
 
-    def _grow(
+    def _fill_new_rows(
         self, name: str, found: np.ndarray, wanted: tuple[range, ...], dim: int, old: int
     ) -> None:
         mine = self._mean(name, dim)[
@@ -191,19 +191,19 @@ class HuggingFaceFolder:
     def _mean(self, name: str, dim: int) -> np.ndarray:
         """Of all entries along that dim."""
         if name not in self._means:
-            (piece,) = self.mapped.pieces[name]
-            assert piece.lead == dim, "its rows are entries of the vocabulary"
+            (piece,) = self.mapping.slices[name]
+            assert piece.outer_dim == dim, "its rows are entries of the vocabulary"
             total = np.zeros((), np.float64)
-            for _, ours in self._blocks(piece, slice(0, piece.sizes[piece.lead])):
+            for _, ours in self._blocks(piece, slice(0, piece.sizes[piece.outer_dim])):
                 total = total + ours.astype(np.float32).sum(dim, np.float64, keepdims=True)
-            self._means[name] = total / self.mapped.shapes[name][dim]
+            self._means[name] = total / self.mapping.shapes[name][dim]
         return self._means[name]
 
     @cached_property
     def _means(self) -> dict[str, np.ndarray]:
         return {}
 
-    def _must_be_finite(self, name: str, tensor: np.ndarray) -> None:
+    def _check_finite(self, name: str, tensor: np.ndarray) -> None:
         if bad := num_non_finite(tensor):
             raise ConfigError.one(
                 f"{self._files[name].path}: {self._names[name]}",
@@ -219,7 +219,7 @@ class HuggingFaceFolder:
         Raises:
             ConfigError: one is another.
         """
-        for copy, original in self.mapped.originals.items():
+        for copy, original in self.mapping.originals.items():
             if copy in self._files and not self._is_same(copy, original):
                 raise ConfigError.one(
                     f"{self._files[copy].path}: {self._names[copy]}",
@@ -229,9 +229,9 @@ class HuggingFaceFolder:
                     f"Set num_nextn_predict_layers to 0 in {self.folder / FILE} to leave these "
                     "layers out.",
                 )
-        if HEAD not in self._files or HEAD in self.mapped.tensors:
+        if HEAD not in self._files or HEAD in self.mapping.tensors:
             return
-        if not self._is_same(HEAD, self.mapped.pieces[EMBEDDING][0].tensor):
+        if not self._is_same(HEAD, self.mapping.slices[EMBEDDING][0].tensor):
             raise ConfigError.one(
                 f"{self._files[HEAD].path}: {self._names[HEAD]}",
                 None,
@@ -241,7 +241,7 @@ class HuggingFaceFolder:
 
     def _is_same(self, one: str, other: str) -> bool:
         """Whether two tensors have the same bits; both have the same shape."""
-        count, width = self.mapped.tensors[other]
+        count, width = self.mapping.tensors[other]
         step = max(1, _BLOCK_ELEMENTS // width)
         for first in range(0, count, step):
             rows = (first, min(first + step, count))
@@ -281,7 +281,7 @@ def open_folder(folder: str, where: str = "command line: DIR") -> HuggingFaceFol
     patterns = (
         *said.table.unused,
         *_undeclared_mtp_patterns(said, known.values()),
-        *(said.whole.others if said.whole else ()),
+        *(said.whole.other_tensors if said.whole else ()),
     )
     for name, mine in known.items():
         if any(fnmatchcase(each, pattern) for pattern in patterns for each in (name, mine)):
@@ -298,7 +298,7 @@ def open_folder(folder: str, where: str = "command line: DIR") -> HuggingFaceFol
         raise tensor_layouts.missing_tensors_error(path, len(present)) from error
     wanted, copies = dict(model.tensors), {*model.originals}
     if HEAD not in wanted:
-        wanted[HEAD] = wanted[model.pieces[EMBEDDING][0].tensor]
+        wanted[HEAD] = wanted[model.slices[EMBEDDING][0].tensor]
         copies.add(HEAD)
     wanted = {name: shape for name, shape in wanted.items() if name in names or name not in copies}
     missing = [name for name in wanted if name not in names]
@@ -331,7 +331,7 @@ def _undeclared_mtp_patterns(said: ModelDescription, present: Iterable[str]) -> 
     """
     first = said.config.num_layers + said.config.heads_ahead
     found = set[str]()
-    for row in said.table.ahead:
+    for row in said.table.mtp_tensors:
         prefix, suffix = map(re.escape, row.theirs.split("{layer}"))
         pattern = re.compile(rf"({prefix}(\d{{1,9}})){suffix}")
         matches = filter(None, map(pattern.fullmatch, present))
@@ -396,4 +396,4 @@ def _check_entries(
 
 def num_params(source: HuggingFaceFolder) -> int:
     """Parameters of the model, a tied table once."""
-    return sum(math.prod(shape) for shape in source.mapped.shapes.values())
+    return sum(math.prod(shape) for shape in source.mapping.shapes.values())

@@ -23,24 +23,24 @@ class _Loader(yaml.SafeLoader):
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         event = self.peek_event()
         if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
-            self.refuse("anchors and aliases are not read", event)
+            self.reject("anchors and aliases are not read", event)
         if tag := getattr(event, "tag", None):
-            self.refuse(f"tags such as {tag[:80]} are not read", event)
+            self.reject(f"tags such as {tag[:80]} are not read", event)
         if self.depth > MAX_DEPTH:
-            self.refuse(f"nested deeper than {MAX_DEPTH}", event)
+            self.reject(f"nested deeper than {MAX_DEPTH}", event)
         self.count += 1
         if self.count > MAX_VALUES:
             rule = f"more than {MAX_VALUES:,} keys and values are not read"
-            self.refuse(f"{rule}; a glob pattern names many files", event)
+            self.reject(f"{rule}; a glob pattern names many files", event)
         self.depth += 1
         node = super().compose_node(parent, index)
         is_key = isinstance(parent, yaml.MappingNode) and index is None
         if is_key and isinstance(node, yaml.ScalarNode) and len(node.value) > MAX_KEY:
-            self.refuse(f"a key of {len(node.value):,} characters is not read", event)
+            self.reject(f"a key of {len(node.value):,} characters is not read", event)
         self.depth -= 1
         return node
 
-    def refuse(self, problem: str, event: yaml.Event) -> typing.NoReturn:
+    def reject(self, problem: str, event: yaml.Event) -> typing.NoReturn:
         raise yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
 
 

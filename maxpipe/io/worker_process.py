@@ -44,7 +44,7 @@ class WorkerProcess:
         assert self._process.stdin is not None and self._process.stdout is not None
         self._in, self._out = self._process.stdin.fileno(), self._process.stdout.fileno()
         os.set_blocking(self._in, False)
-        self._most_answer_bytes = most_answer_bytes
+        self._max_response_bytes = most_answer_bytes
 
     @property
     def is_alive(self) -> bool:
@@ -52,11 +52,11 @@ class WorkerProcess:
         return self.close.alive
 
     @property
-    def code(self) -> int | None:
+    def exit_code(self) -> int | None:
         """Exit code of a process that has ended by itself, or the negative number of a signal."""
         return self._process.poll()
 
-    def ask(self, line: bytes, seconds: float) -> bytes:
+    def request(self, line: bytes, seconds: float) -> bytes:
         """Writes a line and reads one.
 
         Raises:
@@ -83,7 +83,7 @@ class WorkerProcess:
                     size += len(part)
                     if not part:
                         raise OSError("it has ended")
-                    if size > self._most_answer_bytes:
+                    if size > self._max_response_bytes:
                         raise ValueError("it writes too much")
                     parts.append(part)
                     if part.endswith(b"\n"):

@@ -202,8 +202,8 @@ def _jobset(job: Job) -> dict[str, Any]:
     if hosts.topology.num_slices > 1:
         metadata["annotations"] = {"alpha.jobset.sigs.k8s.io/exclusive-topology": _NODE_POOL}
     template = {
-        "parallelism": hosts.per_slice,
-        "completions": hosts.per_slice,
+        "parallelism": hosts.hosts_per_slice,
+        "completions": hosts.hosts_per_slice,
         "completionMode": "Indexed",
         "backoffLimit": 0,
         "podFailurePolicy": {"rules": [_pod_rule(pods) for _, _, pods in _RULES]},
@@ -292,7 +292,7 @@ def _container(job: Job) -> dict[str, Any]:
         "command": [launch.program, "train", f"{_CONFIG_FOLDER}/{CONFIG_FILE}"],
         "workingDir": workdir,
         "ports": [{"containerPort": port} for port in _PORTS],
-        "resources": {"limits": {"google.com/tpu": job.hosts.chips}},
+        "resources": {"limits": {"google.com/tpu": job.hosts.chips_per_host}},
         "volumeMounts": [
             {"name": "config", "mountPath": _CONFIG_FOLDER, "readOnly": True},
             {"name": "workdir", "mountPath": workdir},

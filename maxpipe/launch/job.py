@@ -62,22 +62,22 @@ class Hosts:
     """The hosts of every slice."""
 
     topology: Topology
-    per_slice: int
-    chips: int
+    hosts_per_slice: int
+    chips_per_host: int
     """TPU chips, GPUs or virtual devices of one host."""
 
     @property
-    def count(self) -> int:
+    def num_hosts(self) -> int:
         """Of all slices."""
-        return self.per_slice * self.topology.num_slices
+        return self.hosts_per_slice * self.topology.num_slices
 
     @property
-    def processes(self) -> int:
+    def num_processes(self) -> int:
         """Of the run: one for each GPU, else one for each host."""
-        return self.count * (self.chips if self.topology.platform == "cuda" else 1)
+        return self.num_hosts * (self.chips_per_host if self.topology.platform == "cuda" else 1)
 
     def __str__(self) -> str:
-        return f"{self.count} hosts" if self.count > 1 else "one host"
+        return f"{self.num_hosts} hosts" if self.num_hosts > 1 else "one host"
 
 
 def hosts_of(topology: Topology) -> Hosts:
@@ -150,11 +150,11 @@ class Submission:
     """Files by name, and the command that submits them."""
 
     files: Mapping[str, str]
-    submit: Sequence[str]
+    submit_command: Sequence[str]
     tool: str
     """What must be installed here to submit."""
 
-    def printed(self, folder: Path) -> str:
+    def render(self, folder: Path) -> str:
         """All files, each under its path."""
         return "\n".join(f"# --- {folder / name}\n{text}" for name, text in self.files.items())
 
@@ -186,9 +186,9 @@ class Submission:
                 "command line: --submit",
                 None,
                 f"needs {self.tool}, which is not on the PATH of this machine.",
-                f"Run `{' '.join(self.submit)}` where {self.tool} is installed.",
+                f"Run `{' '.join(self.submit_command)}` where {self.tool} is installed.",
             )
-        return subprocess.run(self.submit, check=False).returncode
+        return subprocess.run(self.submit_command, check=False).returncode
 
 
 def required_variables(names: Sequence[str]) -> str:
@@ -276,23 +276,23 @@ class RestartPolicy:
 
     def __init__(self, limit: int, run_dir: Path, elsewhere: str = ""):
         self._limit, self._run_dir, self._elsewhere = limit, run_dir, elsewhere
-        self._newest = self.saved()
-        self.fruitless = 0
+        self._newest = self.newest_step()
+        self.failures_without_progress = 0
 
-    def saved(self) -> int | None:
+    def newest_step(self) -> int | None:
         """The newest step that another start could go on from."""
         return newest_step(self._run_dir, self._elsewhere)
 
-    def again(self, code: int) -> bool:
+    def should_restart(self, code: int) -> bool:
         """Whether to start again after the run ended with `code`."""
-        newest = self.saved()
+        newest = self.newest_step()
         progress = newest is not None and (self._newest is None or newest > self._newest)
         self._newest = newest
         if progress:
-            self.fruitless = 0
+            self.failures_without_progress = 0
         if code == ExitCode.PREEMPTED:
             return True
         if is_final(code):
             return False
-        self.fruitless += not progress
-        return self.fruitless <= self._limit
+        self.failures_without_progress += not progress
+        return self.failures_without_progress <= self._limit

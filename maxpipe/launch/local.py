@@ -53,7 +53,7 @@ class ProcessLog:
         self.path = path
         self._start = 0
 
-    def begin(self, attempt: int, command: str) -> BinaryIO:
+    def open_attempt(self, attempt: int, command: str) -> BinaryIO:
         """The file to append to, after a header line.
 
         Raises:
@@ -164,8 +164,8 @@ def launch(loaded: LoadedConfig, inputs: Sequence[str], processes: int) -> int:
             if failure is None:
                 return ExitCode.DONE
             if requests.count:
-                return _stopped(failure, requests, restarts.saved())
-            again = restarts.again(failure.code)
+                return _stopped(failure, requests, restarts.newest_step())
+            again = restarts.should_restart(failure.code)
             _report(failure, logs, again, attempt, restarts)
             if not again:
                 return 128 - failure.code if failure.code < 0 else failure.code
@@ -189,7 +189,7 @@ class _StopSignals:
 
     def __init__(self) -> None:
         self.count = 0
-        self.number = signal.SIGTERM
+        self.signal_number = signal.SIGTERM
         """The newest."""
         self._before: dict[int, object] = {}
 
@@ -205,12 +205,12 @@ class _StopSignals:
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self.count += 1
-        self.number = signal.Signals(number)
+        self.signal_number = signal.Signals(number)
 
     @property
     def code(self) -> int:
         """The exit code of a launcher that was asked to stop."""
-        by_key = self.number == signal.SIGINT
+        by_key = self.signal_number == signal.SIGINT
         if self.count > 1:
             return ExitCode.INTERRUPTED if by_key else 128 + signal.SIGKILL
         return ExitCode.INTERRUPTED if by_key else ExitCode.PREEMPTED
@@ -238,9 +238,9 @@ def _attempt(
         while running:
             if requests.count > passed_on:
                 passed_on = requests.count
-                _send(requests.number if passed_on == 1 else signal.SIGKILL, processes)
+                _send(requests.signal_number if passed_on == 1 else signal.SIGKILL, processes)
                 if passed_on == 1:
-                    by_key = requests.number == signal.SIGINT
+                    by_key = requests.signal_number == signal.SIGINT
                     again = "press Ctrl-C again" if by_key else "signal again"
                     _print_status(
                         f"stopping after this step, and saving; {again} to kill all processes"
@@ -271,7 +271,7 @@ def _start_processes(
     try:
         for command, log in zip(commands, logs, strict=True):
             shown = shlex.join(["maxpipe", *redact.redact_argv(command[3:])])
-            with log.begin(attempt, shown) as file:
+            with log.open_attempt(attempt, shown) as file:
                 processes.append(
                     subprocess.Popen(
                         command,
@@ -331,7 +331,7 @@ def _stopped(failure: Failure, requests: _StopSignals, step: int | None) -> int:
         _print_status(f"killed: {saved}")
         return requests.code
     # A process that is still starting has nothing to save, and ends by the signal itself.
-    if failure.code in (ExitCode.PREEMPTED, ExitCode.INTERRUPTED, -requests.number):
+    if failure.code in (ExitCode.PREEMPTED, ExitCode.INTERRUPTED, -requests.signal_number):
         _print_status(f"stopped: {saved}; start the same command again to go on")
         return requests.code
     _print_status(
@@ -348,14 +348,17 @@ def _report(
     attempt: int,
     restarts: RestartPolicy,
 ) -> None:
-    log, step = logs[failure.process], restarts.saved()
+    log, step = logs[failure.process], restarts.newest_step()
     point = "the beginning" if step is None else f"step {step}"
     what = f"process {failure.process} of {len(logs)}: {describe_exit_code(failure.code)}"
     if again:
         _print_status(f"{what}\nlaunch: starting again from {point}, attempt {attempt + 1}")
         return
-    if restarts.fruitless:
-        what += f"; {restarts.fruitless} times in a row without a newer checkpoint than {point}"
+    if restarts.failures_without_progress:
+        what += (
+            f"; {restarts.failures_without_progress} times in a row without a newer "
+            f"checkpoint than {point}"
+        )
     _print_status(f"{what}\nlaunch: it failed first; its log is {log.path}\n{log.first_error()}")
 
 

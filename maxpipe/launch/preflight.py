@@ -40,16 +40,16 @@ class Preflight:
     lines: list[str] = dataclasses.field(default_factory=list)
     problems: list[Problem] = dataclasses.field(default_factory=list)
 
-    def ok(self, text: str) -> None:
+    def add_ok(self, text: str) -> None:
         self.lines.append(f"  ok         {text}")
 
-    def unchecked(self, text: str) -> None:
+    def add_unchecked(self, text: str) -> None:
         self.lines.append(f"  unchecked  {text}")
 
-    def wrong(self, key: str, given: object, rule: str, action: str) -> None:
+    def add_problem(self, key: str, given: object, rule: str, action: str) -> None:
         self.problems.append(Problem(error_location(key, self.origins), str(given), rule, action))
 
-    def finish(self) -> str:
+    def report(self) -> str:
         """The report, without secrets.
 
         Raises:
@@ -88,7 +88,7 @@ def check_local(loaded: LoadedConfig, processes: int) -> str:
         rule, action = "must be at least 1.", "Leave out --processes for one process."
         raise ConfigError.one("command line: --processes", processes, rule, action)
     if processes > 1 and config.runtime.platform != "cpu":
-        found.wrong(
+        found.add_problem(
             "runtime.platform",
             config.runtime.platform,
             f"must be cpu for {processes} processes: one process drives all TPU chips or GPUs of a "
@@ -96,7 +96,7 @@ def check_local(loaded: LoadedConfig, processes: int) -> str:
             "Set runtime.platform=cpu, or leave out --processes.",
         )
     elif processes > 1 and total % processes:
-        found.wrong(
+        found.add_problem(
             "mesh.cpu_devices",
             total,
             f"must be a multiple of --processes ({processes}): each process gets as many.",
@@ -106,23 +106,23 @@ def check_local(loaded: LoadedConfig, processes: int) -> str:
     elif config.runtime.platform == "cpu" and config.runtime.num_processes == 1:
         try:
             axes = _axes(resolve_config(loaded, _here(config)))
-            found.ok(
+            found.add_ok(
                 f"mesh: {axes} = {pluralize(total, 'device')} of {pluralize(processes, 'process')}"
             )
         except ConfigError as error:
             found.problems += error.problems
     else:
-        found.unchecked(f"mesh: fits the {config.runtime.platform} devices that the run finds")
+        found.add_unchecked(f"mesh: fits the {config.runtime.platform} devices that the run finds")
     _check_output_paths(config, found)
     for key, path in _paths(config, Path()):
         if is_remote(path):
-            found.unchecked(f"{key} = {path}: is read when the run starts")
+            found.add_unchecked(f"{key} = {path}: is read when the run starts")
         elif _exists(path):
-            found.ok(f"{key} = {path}: is there")
+            found.add_ok(f"{key} = {path}: is there")
         else:
             rule = f"must exist: there is nothing at {os.path.abspath(path)}."
-            found.wrong(key, path, rule, f"Set {key} to a path that exists.")
-    return found.finish()
+            found.add_problem(key, path, rule, f"Set {key} to a path that exists.")
+    return found.report()
 
 
 def check_hosts(loaded: LoadedConfig, workdir: Path, *, shared: bool) -> tuple[Config, Hosts, str]:
@@ -144,35 +144,36 @@ def check_hosts(loaded: LoadedConfig, workdir: Path, *, shared: bool) -> tuple[C
     )
     hosts = hosts_of(topology)
     if config.runtime.platform not in ("auto", topology.platform):
-        found.wrong(
+        found.add_problem(
             "runtime.platform",
             config.runtime.platform,
             f"must be {topology.platform}, the platform of {topology.name}, or auto.",
             f"Set runtime.platform={topology.platform}.",
         )
-        found.finish()
+        found.report()
     config = resolve_config(loaded, topology)
-    devices = topology.num_devices // hosts.processes
-    found.ok(
-        f"mesh: {_axes(config)} = {topology}, {hosts}, {pluralize(hosts.processes, 'process')} of "
+    devices = topology.num_devices // hosts.num_processes
+    found.add_ok(
+        f"mesh: {_axes(config)} = {topology}, {hosts}, "
+        f"{pluralize(hosts.num_processes, 'process')} of "
         f"{devices} each"
     )
     for path in output_paths(config).values():
         folder = workdir / path
         if is_remote(path) or not shared or not folder.is_absolute():
             shown = path if is_remote(path) else folder
-            found.unchecked(f"{shown}: all hosts must be able to write there")
+            found.add_unchecked(f"{shown}: all hosts must be able to write there")
         else:
             _check_parent(folder, found)
     for key, path in _paths(config, workdir):
         if shared and not is_remote(path) and _exists(path):
-            found.ok(f"{key} = {path}: is there")
+            found.add_ok(f"{key} = {path}: is there")
         else:
-            found.unchecked(f"{key} = {path}: must be there on all hosts")
-    found.unchecked(
+            found.add_unchecked(f"{key} = {path}: must be there on all hosts")
+    found.add_unchecked(
         f"{config.launch.image or config.launch.program}: all hosts must have this version"
     )
-    return config, hosts, found.finish()
+    return config, hosts, found.report()
 
 
 def _refuse_secrets(loaded: LoadedConfig) -> None:
@@ -201,7 +202,7 @@ def _here(config: Config) -> Topology:
     slices = math.prod(size for size in across if size > 1)
     if total % slices:
         slices = 1
-    return Topology(known_hardware()["cpu"], (total // slices,), slices, given=CPU_DEVICES)
+    return Topology(known_hardware()["cpu"], (total // slices,), slices, option=CPU_DEVICES)
 
 
 def output_paths(config: Config) -> dict[str, str]:
@@ -216,25 +217,25 @@ def _check_output_paths(config: Config, found: Preflight) -> None:
     """Creates the folders, into one of which the launcher itself writes logs."""
     for key, path in output_paths(config).items():
         if is_remote(path):
-            found.unchecked(f"{path}: is written when the run starts")
+            found.add_unchecked(f"{path}: is written when the run starts")
             continue
         try:
             os.makedirs(path, exist_ok=True)
             tempfile.TemporaryFile(dir=path).close()
         except OSError as error:
             rule = f"must be a folder that can be written: {error.strerror or error}."
-            found.wrong(key, value_of(config, key), rule, f"Set {key} to a folder of yours.")
+            found.add_problem(key, value_of(config, key), rule, f"Set {key} to a folder of yours.")
         else:
-            found.ok(f"{path}: can be written")
+            found.add_ok(f"{path}: can be written")
 
 
 def _check_parent(folder: Path, found: Preflight) -> None:
     """A run folder that is not made yet: what it would be made in."""
     parent = next(each for each in (folder, *folder.parents) if each.exists())
     if os.access(parent, os.W_OK | os.X_OK) and parent.is_dir():
-        found.ok(f"{folder}: can be written here; all hosts must see it")
+        found.add_ok(f"{folder}: can be written here; all hosts must see it")
     else:
-        found.unchecked(f"{folder}: {parent} cannot be written here; all hosts must be able to")
+        found.add_unchecked(f"{folder}: {parent} cannot be written here; all hosts must be able to")
 
 
 def _paths(config: Config, workdir: Path) -> Iterator[tuple[str, str]]:

@@ -116,11 +116,11 @@ def create_submission(job: Job) -> Submission:
         action = f"Use `maxpipe launch gcloud` or `gke`, or set {KEY}=h100:8."
         raise ConfigError.one(KEY, topology.name, rule, action)
     _check_paths(job)
-    per_host = job.hosts.processes // job.hosts.count
+    per_host = job.hosts.num_processes // job.hosts.num_hosts
     checkpoint = job.config.checkpoint
     elsewhere = checkpoint.dir or checkpoint.local_dir
     # One process has the devices of a node's CPUs, but only one GPU.
-    devices = {"cpu_devices": job.hosts.chips} if topology.platform == "cpu" else {}
+    devices = {"cpu_devices": job.hosts.chips_per_host} if topology.platform == "cpu" else {}
     words = {
         "name": job.config.run.name,
         "hosts": f"{job.hosts}, {topology}",
@@ -152,7 +152,7 @@ def _directives(job: Job, per_host: int) -> list[str]:
     launch = job.config.launch
     lines = [
         f"job-name={job.name}",
-        f"nodes={job.hosts.count}",
+        f"nodes={job.hosts.num_hosts}",
         f"ntasks-per-node={per_host}",
     ]
     if job.hosts.topology.platform == "cuda":

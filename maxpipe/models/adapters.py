@@ -47,9 +47,9 @@ def with_adapters(model: Model, config: AdapterConfig) -> Model:
         frozen = frozenset(base_of({**kind.declared, **stored}))
         return replace(kind, frozen=frozen, stored=stored, adapters=adapters)
 
-    kinds = {name: adapted(name, kind) for name, kind in model.kinds.items()}
+    kinds = {name: adapted(name, kind) for name, kind in model.layer_types.items()}
     ends = replace(model.ends, frozen=frozenset(model.ends.params))
-    return replace(model, kinds=kinds, ends=ends)
+    return replace(model, layer_types=kinds, ends=ends)
 
 
 def adaptable(kind: Kind) -> list[Key]:
@@ -59,14 +59,14 @@ def adaptable(kind: Kind) -> list[Key]:
 
 def summed(param: Param) -> int:
     """Over how many of a matrix' first dims its product sums; 0 of what has more uses than one."""
-    return param.summed or param.linear
+    return param.num_contracted_dims or param.linear
 
 
 def names_of_adaptable(model: Model) -> list[str]:
     """Their names in checkpoints."""
     return [
         names_in_layers(model, name)[key]
-        for name, kind in model.kinds.items()
+        for name, kind in model.layer_types.items()
         for key in adaptable(kind)
     ]
 
@@ -96,7 +96,7 @@ def _change(key: Key, param: Param, config: AdapterConfig) -> Iterator[tuple[Key
     yield (part, name + DOWN), Param((*inside, rank), Normal(width, 3**-0.5))
     yield (part, name + UP), Param((rank, *outside), Normal(config.rank, 0.0))
     if config.kind == "dora":
-        yield (part, name + LENGTH), Param(outside, Made(key), decays=False, exact="float32")
+        yield (part, name + LENGTH), Param(outside, Made(key), decays=False, own_dtype="float32")
 
 
 # How a frozen matrix is held.
@@ -116,8 +116,8 @@ def _held(kind: Kind, base: str) -> Iterator[tuple[Key, Param]]:
             else:
                 scales[dim] = (1, RANK)
             made = Made((part, name))
-            yield (part, name), Param(tuple(numbers), made, exact=_TYPES[base])
-            yield (part, name + SCALE), Param(tuple(scales), made, exact="float32")
+            yield (part, name), Param(tuple(numbers), made, own_dtype=_TYPES[base])
+            yield (part, name + SCALE), Param(tuple(scales), made, own_dtype="float32")
 
 
 def dim_of_scales(param: Param) -> int | None:
@@ -155,7 +155,7 @@ def residuals_of_changes(kind: Kind) -> Held:
         down, up = (kind.params[part, name + end].dims for end in (DOWN, UP))
         stretched = ((1.0, up[1:]),) if (part, name + LENGTH) in kind.stored else ()
         masks = ((1.0, down[:-1]),) if adapter.dropout else ()
-        found += Held(narrow=((1.0, down[-1:]), *stretched), flags=masks)
+        found += Held(compute_dtype=((1.0, down[-1:]), *stretched), one_byte=masks)
     return found
 
 

@@ -26,7 +26,7 @@ def layer_params(kind: Kind) -> int:
 
 def total(model: Model, of: Callable[[Param], float]) -> float:
     """The sum of a number over all parameters, heads ahead included; a tied table counts once."""
-    layers = (model.kinds[kind] for kind in model.layers)
+    layers = (model.layer_types[kind] for kind in model.layers)
     kinds = (param for kind in layers for param in counted(kind).values())
     return sum(map(of, (*model.ends.params.values(), *kinds)))
 
@@ -54,7 +54,7 @@ def active_params(model: Model) -> int:
     unused = sum(
         size(part.params[each.param]) * (1.0 - each.needed)
         for kind in model.all_layers
-        for part in model.kinds[kind].parts.values()
+        for part in model.layer_types[kind].parts.values()
         for each in part.operations
         if isinstance(each, Matmul)
     )
@@ -75,8 +75,8 @@ def forward_flops_per_token(model: Model, sequence_length: int) -> int:
     of weights those that a token uses.
     """
     layers = sum(
-        _matmul_weights(model.kinds[kind], needed=True)
-        + _products(model.kinds[kind], needed=True)
+        _matmul_weights(model.layer_types[kind], needed=True)
+        + _products(model.layer_types[kind], needed=True)
         + _attention(model, layer, sequence_length)
         for layer, kind in enumerate(model.all_layers)
     )
@@ -89,8 +89,8 @@ def train_flops_per_token(model: Model, sequence_length: int) -> int:
     The backward's half that makes gradients of weights is not needed for frozen ones.
     """
     ends = model.ends
-    frozen = sum(_frozen_weights(model.kinds[kind], {}) for kind in model.layers)
-    if (heads := ends.layers_ahead) is not None:
+    frozen = sum(_frozen_weights(model.layer_types[kind], {}) for kind in model.layers)
+    if (heads := ends.mtp_layers) is not None:
         is_frozen = {
             name: not ends.params["ahead", "layer", *name].trainable for name in heads.kind.params
         }
@@ -117,7 +117,7 @@ def layer_costs(model: Model, sequence_length: int) -> tuple[float, ...]:
             + _products(kind, needed=False)
             + 2 * _heads(kind) * pairs
         )
-        for name, kind in model.kinds.items()
+        for name, kind in model.layer_types.items()
     }
     return tuple(of_kind[kind] for kind in model.layers)
 
@@ -176,7 +176,7 @@ def _heads(kind: Kind) -> float:
 
 def _attention(model: Model, layer: int, tokens: int) -> float:
     """Multiply-adds of a layer's scores and mixing that one token needs."""
-    kind = model.kinds[model.all_layers[layer]]
+    kind = model.layer_types[model.all_layers[layer]]
     return sum(
         2 * each.heads * each.head_size * _visible(tokens, _window(model, each, layer))
         for part in kind.parts.values()
@@ -199,7 +199,7 @@ def _visible(tokens: int, window: float) -> float:
 def _projected(model: Model) -> int:
     """Entries of the output projection, for each head; a tied table is one as well."""
     ends = model.ends
-    heads = 0 if ends.ahead is None else ends.ahead.num_heads
+    heads = 0 if ends.mtp is None else ends.mtp.num_heads
     return (1 + heads) * size(ends.head or ends.embedding)
 
 

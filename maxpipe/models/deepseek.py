@@ -75,8 +75,8 @@ def describe(config: ModelConfig) -> Model:
         own.rope_scaling,
         "yarn",
         own.rope_original_tokens,
-        turned=own.rope_size,
-        length=longer(own.mscale) / longer(own.mscale_all_dim) if both else longer(1.0),
+        rotary_dims=own.rope_size,
+        attention_factor=longer(own.mscale) / longer(own.mscale_all_dim) if both else longer(1.0),
     )
     attention = LatentAttention(
         config.d_model,
@@ -223,11 +223,11 @@ def _keys(*sizes: Row, dense: int, shared: int, width: int, scale: float) -> tup
             10000.0,
             {"yarn": _YARN},
             unscaled={"deepseek.rope_scaling": 1.0},
-            chosen=lambda ours: "default" if ours["deepseek.rope_scaling"] == 1 else "yarn",
+            select_type=lambda ours: "default" if ours["deepseek.rope_scaling"] == 1 else "yarn",
         ),
         Key("first_k_dense_replace", "deepseek.num_dense_layers", dense),
         Fixed("moe_layer_freq", (1,), 1),
-        Key("moe_intermediate_size", "deepseek.d_expert", width, stands_for="d_mlp"),
+        Key("moe_intermediate_size", "deepseek.d_expert", width, zero_means="d_mlp"),
         _Shared("n_shared_experts", "deepseek.num_shared_experts", shared),
         Key("routed_scaling_factor", "deepseek.weight_scale", scale),
         Fixed("hidden_act", ("silu",), "silu"),
@@ -283,7 +283,7 @@ _V2 = HuggingFace(
         Only("deepseek.router_bias", False),
         Fixed("mlp_bias", (False,), False),
     ),
-    twice=(
+    duplicate_keys=(
         Twice("num_experts", "n_routed_experts"),
         Twice("qk_rope_head_dim", "head_dim", is_read=False, default=64),
     ),
@@ -314,12 +314,12 @@ _V3 = HuggingFace(
         Fixed("rope_interleave", (True,), True),
         _LayersAhead(),
     ),
-    twice=(
+    duplicate_keys=(
         Twice("num_local_experts", "n_routed_experts"),
         Twice("num_nextn_predict_layers", "num_mtp_layers"),
     ),
     tensors=_TENSORS,
-    ahead=(
+    mtp_tensors=(
         Tensor("embedding_norm.scale", f"{_LAYER}enorm.weight", "d -> d"),
         Tensor("hidden_norm.scale", f"{_LAYER}hnorm.weight", "d -> d"),
         Tensor("projection", f"{_LAYER}eh_proj.weight", "e d -> d e"),
@@ -347,6 +347,6 @@ FAMILY = Family(
         Bound("mscale_all_dim", 0.0, 0, 1e6, "0 leaves scores as they are"),
     ),
     rules=_rules,
-    reporting=(Experts,),
+    metric_parts=(Experts,),
     huggingface=(_V2, _V3),
 )

@@ -88,7 +88,7 @@ def yarn(theta: float, factor: float, original_tokens: int, **options: Any) -> R
     `options` are further fields of `Rope`.
     """
     length = 0.1 * math.log(factor) + 1.0
-    return Rope(theta, factor, "yarn", original_tokens, length=length, **options)
+    return Rope(theta, factor, "yarn", original_tokens, attention_factor=length, **options)
 
 
 def same_everywhere(config: ModelConfig, value: float) -> tuple[float, ...]:
@@ -121,7 +121,7 @@ class Family:
     """Ranges of the numbers in its section."""
     rules: Callable[[ModelConfig], Iterable[RuleViolation]] = lambda _: ()
     """What is wrong with a config of which each number is within its range."""
-    reporting: tuple[type[Part], ...] = ()
+    metric_parts: tuple[type[Part], ...] = ()
     """Classes of its parts with `summaries`, for the list of all that runs write."""
     huggingface: tuple[HuggingFace, ...] = ()
     """Classes of transformers that compute the same. An export takes the first that can say what a

@@ -73,7 +73,7 @@ _HUGGINGFACE = HuggingFace(
             tied=True,
         ),
         Key("sliding_window", "gemma2.window", 4096),
-        Key("query_pre_attn_scalar", "gemma2.query_scale", 256, "head_size", whole=True),
+        Key("query_pre_attn_scalar", "gemma2.query_scale", 256, "head_size", is_integer=True),
         huggingface_tables.OrNone("attn_logit_softcapping", "gemma2.score_cap", 50.0),
         huggingface_tables.OrNone("final_logit_softcapping", "gemma2.logit_cap", 30.0),
         rope_config.row("gemma2", 8192),
@@ -83,7 +83,9 @@ _HUGGINGFACE = HuggingFace(
         Fixed("attention_bias", (False,), False),
         Fixed("use_bidirectional_attention", (None, False)),
     ),
-    twice=(Twice("hidden_activation", "hidden_act", is_read=False, default="gelu_pytorch_tanh"),),
+    duplicate_keys=(
+        Twice("hidden_activation", "hidden_act", is_read=False, default="gelu_pytorch_tanh"),
+    ),
     tensors=(
         *huggingface_tables.ENDS,
         *huggingface_tables.SANDWICH,

@@ -91,13 +91,13 @@ _HUGGINGFACE = HuggingFace(
             "sliding_window_pattern",
             also=("_sliding_window_pattern",),
         ),
-        Key("query_pre_attn_scalar", "gemma3.query_scale", 256, "head_size", whole=True),
+        Key("query_pre_attn_scalar", "gemma3.query_scale", 256, "head_size", is_integer=True),
         Rotary(
             "rope_theta",
             1e6,
             {"linear": (Key("factor", "gemma3.rope_scaling"),)},
             unscaled={"gemma3.rope_scaling": 1.0},
-            chosen=lambda ours: "default" if ours["gemma3.rope_scaling"] == 1 else "linear",
+            select_type=lambda ours: "default" if ours["gemma3.rope_scaling"] == 1 else "linear",
             layers=_GLOBAL,
         ),
         Rotary(
@@ -106,7 +106,7 @@ _HUGGINGFACE = HuggingFace(
             {},
             unscaled={},
             layers=_LOCAL,
-            older="rope_local_base_freq",
+            legacy_theta_key="rope_local_base_freq",
         ),
         Fixed("hidden_activation", ("gelu_pytorch_tanh",), "gelu_pytorch_tanh"),
         Fixed("attention_bias", (False,), False),
@@ -114,7 +114,9 @@ _HUGGINGFACE = HuggingFace(
         Fixed("attn_logit_softcapping", (None,)),
         Fixed("use_bidirectional_attention", (False,), False),
     ),
-    twice=(Twice("hidden_activation", "hidden_act", is_read=False, default="gelu_pytorch_tanh"),),
+    duplicate_keys=(
+        Twice("hidden_activation", "hidden_act", is_read=False, default="gelu_pytorch_tanh"),
+    ),
     tensors=(
         *huggingface_tables.ENDS,
         *huggingface_tables.SANDWICH,
@@ -122,12 +124,12 @@ _HUGGINGFACE = HuggingFace(
         *huggingface_tables.HEAD_NORMS,
         *huggingface_tables.MLP,
     ),
-    wholes=(
+    containers=(
         Whole(
             "Gemma3ForConditionalGeneration",
             "text_config",
             "gemma3",
-            others=(
+            other_tensors=(
                 *("vision_tower.*", "model.vision_tower.*"),
                 *("multi_modal_projector.*", "model.multi_modal_projector.*"),
             ),

@@ -81,7 +81,7 @@ _HUGGINGFACE = HuggingFace(
             vocab=201088,
             epsilon=1e-5,
         ),
-        Key("intermediate_size", "gpt_oss.d_expert", 2880, stands_for="d_mlp"),
+        Key("intermediate_size", "gpt_oss.d_expert", 2880, zero_means="d_mlp"),
         Key("num_local_experts", "gpt_oss.num_experts", 128, also="num_experts"),
         Key("num_experts_per_tok", "gpt_oss.top_k", 4, also="experts_per_token"),
         Key("sliding_window", "gpt_oss.window", 128),
@@ -92,8 +92,8 @@ _HUGGINGFACE = HuggingFace(
             150000.0,
             {"yarn": _YARN},
             unscaled={"gpt_oss.rope_scaling": 1.0},
-            chosen=lambda ours: "default" if ours["gpt_oss.rope_scaling"] == 1 else "yarn",
-            absent=_ABSENT,
+            select_type=lambda ours: "default" if ours["gpt_oss.rope_scaling"] == 1 else "yarn",
+            defaults=_ABSENT,
         ),
         huggingface_tables.LayerTypes((huggingface_tables.WINDOWED, huggingface_tables.FULL)),
         Kept("initial_context_length"),
@@ -101,7 +101,7 @@ _HUGGINGFACE = HuggingFace(
         Fixed("attention_bias", (True,), True),
         *huggingface_tables.BALANCED,
     ),
-    twice=(
+    duplicate_keys=(
         Twice("num_experts", "num_local_experts"),
         Twice("num_experts_per_tok", "experts_per_token", is_read=False, default=4),
     ),
@@ -131,6 +131,6 @@ FAMILY = Family(
         Bound("rope_original_tokens", 4096, 1),
     ),
     rules=_rules,
-    reporting=(Experts,),
+    metric_parts=(Experts,),
     huggingface=(_HUGGINGFACE,),
 )

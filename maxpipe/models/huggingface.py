@@ -26,7 +26,7 @@ class Unlike(ValueError):
 
     def __init__(self, key: str, given: Any, rule: str, action: str = ""):
         super().__init__(f"{key} = {given!r} {rule}")
-        self.key, self.given, self.rule, self.action = key, given, rule, action
+        self.key, self.value, self.rule, self.action = key, given, rule, action
 
 
 class Row(Protocol):
@@ -62,9 +62,9 @@ class Key:
     ours: str
     default: Any = None
     """What transformers takes where config.json lacks it, or a function of our values so far."""
-    stands_for: str = ""
+    zero_means: str = ""
     """Another key of ours that a 0 of this one stands for."""
-    whole: bool = False
+    is_integer: bool = False
     """Whether they have it as a whole number, and we do not."""
     also: str = ""
     """Another name of theirs, which some releases of readers know; both are written."""
@@ -83,16 +83,16 @@ class Key:
             found = self.default(ours) if callable(self.default) else self.default
         if found is None:
             raise Unlike(self.theirs, None, "is missing, and has no default.")
-        if self.stands_for and found == ours[self.stands_for]:
+        if self.zero_means and found == ours[self.zero_means]:
             found = 0
         return {self.ours: found}
 
     def write(self, ours: Ours) -> Theirs:
         """The value."""
         found = ours[self.ours]
-        if self.stands_for and not found:
-            found = ours[self.stands_for]
-        if self.whole and found != (found := int(found)):
+        if self.zero_means and not found:
+            found = ours[self.zero_means]
+        if self.is_integer and found != (found := int(found)):
             raise Unlike(f"model.{self.ours}", ours[self.ours], "must be a whole number.")
         return dict.fromkeys(self.names, found)
 
@@ -184,27 +184,27 @@ class Rotary:
     """By `rope_type` the rows for what stands beside it."""
     unscaled: Ours
     """Our values where the type is `default`."""
-    chosen: Callable[[Ours], str] = lambda ours: "default"
+    select_type: Callable[[Ours], str] = lambda ours: "default"
     """The `rope_type` of a model of ours."""
     layers: str = ""
     """Type of layers, where `rope_parameters` has entries by type."""
-    older: str = "rope_theta"
+    legacy_theta_key: str = "rope_theta"
     """Where the base was written before."""
-    older_type: str = "rope_type"
+    legacy_type_key: str = "rope_type"
     """Where the type was written before."""
-    beside: Mapping[str, tuple[Row, ...]] = field(default_factory=dict)
+    top_level_keys: Mapping[str, tuple[Row, ...]] = field(default_factory=dict)
     """By `rope_type` rows for keys of config.json itself."""
-    absent: Theirs = field(default_factory=dict)
+    defaults: Theirs = field(default_factory=dict)
     """What transformers takes where nothing is said but perhaps the base."""
-    longest: int = 0
+    default_max_positions: int = 0
     """What transformers takes for `max_position_embeddings` where there is none."""
-    original: int = 0
+    default_original_positions: int = 0
     """The same for `original_max_position_embeddings` of config.json itself; 0: nothing."""
 
     @property
     def names(self) -> tuple[str, ...]:
         """All of both spellings."""
-        return (self.older, "rope_scaling", "rope_parameters")
+        return (self.legacy_theta_key, "rope_scaling", "rope_parameters")
 
     def read(self, theirs: Theirs, ours: Ours) -> Ours:
         """Base and scaling, as `maxpipe.huggingface.normalize_config` leaves `rope_parameters`."""
@@ -219,22 +219,22 @@ class Rotary:
             found |= dict(self.unscaled)
         length = theirs.get("max_position_embeddings")
         lengths = {} if length is None else {"max_position_embeddings": length}
-        for row in (*self.scalings.get(kind, ()), *self.beside.get(kind, ())):
+        for row in (*self.scalings.get(kind, ()), *self.top_level_keys.get(kind, ())):
             found |= row.read({**lengths, **said}, ours)
         return found
 
     def write(self, ours: Ours) -> Theirs:
         """Both spellings: releases of readers know the one or the other."""
-        kind, scaling = self.chosen(ours), {}
+        kind, scaling = self.select_type(ours), {}
         if kind != "default":
             for row in self.scalings[kind]:
                 scaling |= row.write(ours)
         said = {"rope_theta": ours[self.theta], "rope_type": kind, **scaling}
-        written: dict[str, Any] = {self.older: ours[self.theta]}
-        for row in self.beside.get(kind, ()):
+        written: dict[str, Any] = {self.legacy_theta_key: ours[self.theta]}
+        for row in self.top_level_keys.get(kind, ()):
             written |= row.write(ours)
         if self.scalings:
-            known_before = {self.older_type: kind, **scaling} if scaling else None
+            known_before = {self.legacy_type_key: kind, **scaling} if scaling else None
             written["rope_scaling"] = known_before
         return written | {"rope_parameters": {self.layers: said} if self.layers else said}
 
@@ -257,7 +257,7 @@ def an_object(theirs: Theirs, key: str) -> Theirs:
 class Twice:
     """Two keys of config.json that state one value: transformers uses the first if both do."""
 
-    used: str
+    primary: str
     other: str
     is_read: bool = True
     """Whether the other one counts where it is alone."""
@@ -290,7 +290,7 @@ class Whole:
     section: str
     """Key of config.json with the part's config."""
     model_type: str
-    others: tuple[str, ...]
+    other_tensors: tuple[str, ...]
     """Patterns of the names of its other parts' tensors."""
 
 
@@ -304,19 +304,19 @@ class HuggingFace:
     tensors: tuple[Tensor, ...]
     unused: tuple[str, ...] = ("*.rotary_emb.inv_freq",)
     """Patterns of the names of tensors that some releases saved and none reads."""
-    wholes: tuple[Whole, ...] = ()
-    ahead: tuple[Tensor, ...] = ()
+    containers: tuple[Whole, ...] = ()
+    mtp_tensors: tuple[Tensor, ...] = ()
     """Of heads ahead that are layers: what they have besides the layer, whose rows are those of all
     layers. `{layer}` counts on behind the network. Empty: the class has none."""
     copies: tuple[tuple[str, str], ...] = ()
     """(parameter, tensor) of what such a layer's tensors have again."""
-    twice: tuple[Twice, ...] = ()
+    duplicate_keys: tuple[Twice, ...] = ()
     """Keys that state one value."""
 
     def names(self) -> frozenset[str]:
         """Keys of config.json that the table accounts for."""
         named = (name for row in self.keys for name in row.names)
-        return frozenset(named) | {each.other for each in self.twice}
+        return frozenset(named) | {each.other for each in self.duplicate_keys}
 
 
 def written(keys: Iterable[Row], ours: Ours) -> dict[str, Any]:

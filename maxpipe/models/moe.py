@@ -133,7 +133,7 @@ _MIXTRAL = HuggingFace(
     "mixtral",
     keys=(
         *huggingface_tables.sizes(kv_heads=8, mlp=14336, epsilon=1e-5),
-        Key("intermediate_size", "moe.d_expert", 14336, stands_for="d_mlp"),
+        Key("intermediate_size", "moe.d_expert", 14336, zero_means="d_mlp"),
         Key("num_local_experts", "moe.num_experts", 8, also="num_experts"),
         Key("num_experts_per_tok", "moe.top_k", 2),
         Only("moe.num_dense_layers", 0),
@@ -148,7 +148,7 @@ _MIXTRAL = HuggingFace(
         Fixed("sliding_window", (None,)),
         *huggingface_tables.BALANCED,
     ),
-    twice=(Twice("num_experts", "num_local_experts"),),
+    duplicate_keys=(Twice("num_experts", "num_local_experts"),),
     tensors=(
         *huggingface_tables.ENDS,
         *huggingface_tables.norms(
@@ -178,6 +178,6 @@ FAMILY = Family(
     describe,
     bounds=(*BOUNDS, *rope_config.BOUNDS),
     rules=_rules,
-    reporting=(Experts,),
+    metric_parts=(Experts,),
     huggingface=(_MIXTRAL,),
 )

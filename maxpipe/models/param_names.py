@@ -27,10 +27,12 @@ def freeze(model: Model, patterns: Sequence[str]) -> Model:
             frozen=kind.frozen
             | {key for key in kind.params if _names_in_layer(name, key, several)[0] in chosen},
         )
-        for name, kind in model.kinds.items()
+        for name, kind in model.layer_types.items()
     }
     ends = {name for name in model.ends.params if ".".join(name) in chosen}
-    return replace(model, kinds=kinds, ends=replace(model.ends, frozen=model.ends.frozen | ends))
+    return replace(
+        model, layer_types=kinds, ends=replace(model.ends, frozen=model.ends.frozen | ends)
+    )
 
 
 def declared(model: Model) -> Mapping[str, Param]:
@@ -67,7 +69,7 @@ def chosen(model: Model, values: Sequence[tuple[str, float]]) -> dict[str, float
 def names_in_layers(model: Model, kind: str) -> Mapping[tuple[str, str], str]:
     """(part, parameter) of a kind of layer -> its name in checkpoints."""
     several = _has_several_kinds(model)
-    return {key: _names_in_layer(kind, key, several)[0] for key in model.kinds[kind].params}
+    return {key: _names_in_layer(kind, key, several)[0] for key in model.layer_types[kind].params}
 
 
 def suggestions(model: Model) -> list[str]:
@@ -88,7 +90,7 @@ def _declared(model: Model) -> Iterator[tuple[tuple[str, ...], Param]]:
     for name, param in model.ends.params.items():
         yield (".".join(name),), param
     several = _has_several_kinds(model)
-    for kind, each in model.kinds.items():
+    for kind, each in model.layer_types.items():
         for key, param in each.params.items():
             yield _names_in_layer(kind, key, several), param
 

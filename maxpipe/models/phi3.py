@@ -128,11 +128,11 @@ _HUGGINGFACE = HuggingFace(
             10000.0,
             {"default": (_Turned(inside=True),), **dict.fromkeys(_TYPES, _LONG)},
             unscaled={"phi3.rope_short": [], "phi3.rope_long": [], "phi3.rope_scaling": 1.0},
-            chosen=_chosen,
-            longest=4096,
-            original=4096,
-            older_type="type",
-            beside=dict.fromkeys(
+            select_type=_chosen,
+            default_max_positions=4096,
+            default_original_positions=4096,
+            legacy_type_key="type",
+            top_level_keys=dict.fromkeys(
                 _TYPES, (rope_config.Longest("phi3.rope_scaling", "phi3.rope_original_tokens"),)
             ),
         ),

@@ -75,7 +75,7 @@ _HUGGINGFACE = HuggingFace(
     "qwen3_moe",
     keys=(
         *huggingface_tables.sizes(layers=24, width=2048, kv_heads=4, mlp=6144, vocab=151936),
-        Key("moe_intermediate_size", "qwen3_moe.d_expert", 768, stands_for="d_mlp"),
+        Key("moe_intermediate_size", "qwen3_moe.d_expert", 768, zero_means="d_mlp"),
         Key("num_experts", "qwen3_moe.num_experts", 128, also="num_local_experts"),
         Key("num_experts_per_tok", "qwen3_moe.top_k", 8),
         Key("decoder_sparse_step", "qwen3_moe.expert_period", 1),
@@ -89,7 +89,7 @@ _HUGGINGFACE = HuggingFace(
         Fixed("attention_bias", (False,), False),
         *huggingface_tables.BALANCED,
     ),
-    twice=(Twice("num_local_experts", "num_experts"),),
+    duplicate_keys=(Twice("num_local_experts", "num_experts"),),
     tensors=(
         *huggingface_tables.LLAMA,
         *huggingface_tables.HEAD_NORMS,
@@ -109,6 +109,6 @@ FAMILY = Family(
         Bound("expert_period", 1, 1),
     ),
     rules=_rules,
-    reporting=(Experts,),
+    metric_parts=(Experts,),
     huggingface=(_HUGGINGFACE,),
 )

@@ -74,7 +74,7 @@ def describe(config: ModelConfig) -> Model:
     rope = family.yarn(config.rope_theta, own.rope_scaling, own.rope_original_tokens)
     attention = family.attention(
         config,
-        replace(rope, turned=own.rope_size),
+        replace(rope, rotary_dims=own.rope_size),
         head_norm=RMSNorm(config.head_size, epsilon, offset=1.0),
         gated=True,
     )
@@ -209,7 +209,7 @@ _HUGGINGFACE = HuggingFace(
         Key("linear_key_head_dim", "qwen3_next.key_size", 128),
         Key("linear_value_head_dim", "qwen3_next.value_size", 128),
         Key("linear_conv_kernel_dim", "qwen3_next.kernel", 4),
-        Key("moe_intermediate_size", "qwen3_next.d_expert", 512, stands_for="d_mlp"),
+        Key("moe_intermediate_size", "qwen3_next.d_expert", 512, zero_means="d_mlp"),
         Key("shared_expert_intermediate_size", "qwen3_next.d_shared", 512),
         Key("num_experts", "qwen3_next.num_experts", 512, also="num_local_experts"),
         Key("num_experts_per_tok", "qwen3_next.top_k", 10),
@@ -228,7 +228,7 @@ _HUGGINGFACE = HuggingFace(
                 ),
             },
             unscaled={},
-            chosen=lambda ours: "default" if ours[_SCALING] == 1 else "yarn",
+            select_type=lambda ours: "default" if ours[_SCALING] == 1 else "yarn",
         ),
         Fixed("decoder_sparse_step", (1,), 1),
         Fixed("mlp_only_layers", ([],), []),
@@ -250,7 +250,7 @@ _HUGGINGFACE = HuggingFace(
         *huggingface_tables.experts("mlp", "gate", "gate_proj", "up_proj", "down_proj"),
         *_SHARED_EXPERT,
     ),
-    twice=(Twice("num_experts", "num_local_experts", is_read=False, default=512),),
+    duplicate_keys=(Twice("num_experts", "num_local_experts", is_read=False, default=512),),
     # Layers that predict one token more, which transformers does not read either.
     unused=("*.rotary_emb.inv_freq", "mtp.*"),
 )
@@ -275,6 +275,6 @@ FAMILY = Family(
         Bound("d_shared", 512, 1, axis="mlp"),
     ),
     rules=_rules,
-    reporting=(Experts,),
+    metric_parts=(Experts,),
     huggingface=(_HUGGINGFACE,),
 )

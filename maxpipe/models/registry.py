@@ -41,8 +41,8 @@ def summaries() -> Iterator[tuple[str, Summary, list[str]]]:
     """(tag, number, families) of what runs write of what layers return."""
     families: dict[tuple[str, Summary], list[str]] = {}
     for family in FAMILIES.values():
-        for part in family.reporting:
-            for found in part.summaries.items():
+        for part in family.metric_parts:
+            for found in part.metrics.items():
                 families.setdefault(found, []).append(family.name)
     return ((*found, names) for found, names in families.items())
 
@@ -66,8 +66,8 @@ def _with_heads_ahead(model: Model, config: ModelConfig) -> Model:
     ahead, values = Ahead(heads, config.d_model, config.ahead_loss_weight), model.values
     if config.ahead == "layer":
         last = model.layers[-1]
-        own = (last, model.kinds[last], model.ends.norm)
+        own = (last, model.layer_types[last], model.ends.norm)
         ahead = LayersAhead(heads, config.d_model, config.ahead_loss_weight, *own)
         values = {name: (*each, *each[-1:] * heads) for name, each in values.items()}
-    ends = dataclasses.replace(model.ends, ahead=ahead)
+    ends = dataclasses.replace(model.ends, mtp=ahead)
     return dataclasses.replace(model, ends=ends, values=values)

@@ -38,7 +38,7 @@ class Choice(NamedTuple):
     """A backend, and why it is none that would be better."""
 
     backend: str
-    refused: tuple[str, ...] = ()
+    rejected: tuple[str, ...] = ()
 
 
 class Divided(NamedTuple):
@@ -50,12 +50,12 @@ class Divided(NamedTuple):
     """`mesh.context_attention`"""
 
     @property
-    def in_ring(self) -> bool:
+    def uses_ring(self) -> bool:
         """Whether scores are computed part by part, as keys come around: always by blocks."""
         return self.context > 1 and self.method == "ring"
 
     @classmethod
-    def by(cls, mesh: MeshConfig, axes: Mapping[str, int]) -> Divided:
+    def from_mesh(cls, mesh: MeshConfig, axes: Mapping[str, int]) -> Divided:
         """Of a mesh whose axes have these sizes."""
         return cls(axes["context"], axes["tensor"], mesh.context_attention)
 
@@ -68,7 +68,7 @@ def choose(model: ModelConfig, platform: str, tokens: int, divided: Divided = AL
     """The backend of a model on a platform, as jax names it, for rows of `tokens`."""
     if model.attention != AUTO:
         return Choice(model.attention)
-    if divided.in_ring:
+    if divided.uses_ring:
         return Choice("blockwise")
     device = platform if platform in _ORDER else "gpu"
     refused: list[str] = []
@@ -92,7 +92,7 @@ def words(model: ModelConfig, platform: str, tokens: int, divided: Divided = ALO
     if model.attention != AUTO:
         return ""
     backend, refused = choose(model, platform, tokens, divided)
-    if divided.in_ring:
+    if divided.uses_ring:
         return f"{backend}, as mesh.context_attention=ring computes by blocks"
     chosen = f"{backend}, as model.attention=auto chooses on {platform} for {tokens:,} tokens"
     return f"{chosen}: {', '.join(refused)}" if refused else chosen
@@ -116,7 +116,7 @@ def _refuses(
     if backend not in CANNOT:
         yield "is not there"
         return
-    parts = [part for kind in describe(model).kinds.values() for part in kind.parts.values()]
+    parts = [part for kind in describe(model).layer_types.values() for part in kind.parts.values()]
     mixing = [part for part in parts if isinstance(part, Attention | LatentAttention)]
     lacks = {option for part in mixing for option in part.options & CANNOT[backend]}
     for option in sorted(lacks):

@@ -73,8 +73,8 @@ def rope(config: ModelConfig, own: RopeConfig) -> Rope:
         factor,
         own.rope_type,
         tokens,
-        length=own.rope_length or by_paper,
-        whole=own.rope_whole,
+        attention_factor=own.rope_length or by_paper,
+        truncate=own.rope_whole,
         fast=own.rope_fast,
         slow=own.rope_slow,
     )
@@ -94,10 +94,10 @@ def longrope(
     return Rope(
         theta,
         original_tokens=tokens,
-        turned=turned,
+        rotary_dims=turned,
         stretch=tuple(short),
         stretch_beyond=tuple(long),
-        length=length or by_paper,
+        attention_factor=length or by_paper,
     )
 
 
@@ -334,13 +334,13 @@ def row(family: str, longest: int, theta: float = 10000.0) -> Row:
         {name: (Only(kind, name), *rows) for name, rows in scalings.items()},
         unscaled={factor: 1.0, length: 0.0, short: [], long: []}
         | {fast: 0.0, slow: 0.0, whole: True},
-        longest=longest,
-        chosen=lambda ours: (
+        default_max_positions=longest,
+        select_type=lambda ours: (
             ours[kind]
             if ours[kind] == "longrope" or ours[factor] != 1 or ours[length]
             else "default"
         ),
-        beside={
+        top_level_keys={
             "dynamic": (Key("max_position_embeddings", original, longest),),
             "longrope": (Longest(factor, original),),
         },

@@ -57,9 +57,9 @@ class Param:
     trainable: bool = True
     """Whether it has a gradient, moments and updates. `Kind.params` and `Ends.params` say so of a
     model's parameters."""
-    exact: str = ""
+    own_dtype: str = ""
     """Its own type, in storage and where it is used, whatever types a config has."""
-    summed: int = 0
+    num_contracted_dims: int = 0
     """Of a weight that is used in nothing but one product, which `model.matmul` may turn to 8 bits:
     how many of its first dims the product sums over."""
     linear: int = 0
@@ -99,7 +99,7 @@ class Adapter(NamedTuple):
     """What the product is multiplied with."""
     dropout: float
     """Fraction of its inputs that are set to zero in training."""
-    summed: int
+    num_contracted_dims: int
     """Over how many of the matrix' first dims its product sums."""
 
 
@@ -130,7 +130,7 @@ class Scores(NamedTuple):
     window: str = ""
     """Per-layer value (`Model.values`) with the number of tokens that a query sees, 0 for all.
     The model needs no more pairs; all are computed, as one program serves all values."""
-    held: Stands = "scores"
+    storage: Stands = "scores"
     """What stands in memory."""
     query: Dims = ()
     """Of the activations that are scored and mixed, their dims: of queries,"""
@@ -159,18 +159,18 @@ Operation = Matmul | Scores | Products
 class Held:
     """Arrays that are in memory at the same time: copies x dims, each for every token."""
 
-    narrow: tuple[tuple[float, Dims], ...] = ()
+    compute_dtype: tuple[tuple[float, Dims], ...] = ()
     """In the compute type."""
-    wide: tuple[tuple[float, Dims], ...] = ()
+    float32: tuple[tuple[float, Dims], ...] = ()
     """In float32."""
-    flags: tuple[tuple[float, Dims], ...] = ()
+    one_byte: tuple[tuple[float, Dims], ...] = ()
     """In one byte."""
     blocks: tuple[tuple[float, Dims], ...] = ()
     """In the compute type, for each block of queries a copy for the tokens that it sees at most
     (`count.scored_keys`)."""
-    once: tuple[Dims, ...] = ()
+    token_independent: tuple[Dims, ...] = ()
     """In the compute type, not for every token but once: parameters and their like."""
-    wide_once: tuple[Dims, ...] = ()
+    float32_token_independent: tuple[Dims, ...] = ()
     """The same in four bytes."""
     documents: tuple[tuple[float, Dims], ...] = ()
     """In the compute type, for each document of a row that a kernel is given at most
@@ -182,12 +182,12 @@ class Held:
     def __add__(self, other: Held) -> Held:
         narrow, wide, rest = (sum(pair) for pair in zip(self.pairs, other.pairs, strict=True))
         return Held(
-            self.narrow + other.narrow,
-            self.wide + other.wide,
-            self.flags + other.flags,
+            self.compute_dtype + other.compute_dtype,
+            self.float32 + other.float32,
+            self.one_byte + other.one_byte,
             self.blocks + other.blocks,
-            self.once + other.once,
-            self.wide_once + other.wide_once,
+            self.token_independent + other.token_independent,
+            self.float32_token_independent + other.float32_token_independent,
             self.documents + other.documents,
             (narrow, wide, rest),
         )
@@ -224,7 +224,7 @@ class Part(Protocol):
         ...
 
     @property
-    def kept_with(self) -> Mapping[str, Mapping[str, Dims]]:
+    def saved_with(self) -> Mapping[str, Mapping[str, Dims]]:
         """By the name of an activation other arrays, in float32, that are kept where it is kept.
 
         They are named in the forward as it is named: what follows from them is not computed again.
@@ -242,12 +242,12 @@ class Part(Protocol):
         ...
 
     @property
-    def working(self) -> Held:
+    def backward_peak(self) -> Held:
         """What its backward has in memory at its fullest moment, besides weights."""
         ...
 
     @property
-    def spared(self) -> Held:
+    def barrier_copies(self) -> Held:
         """Of `working`, copies that compilers make where they drop its optimization barriers."""
         return NOTHING
 
@@ -271,7 +271,7 @@ class Part(Protocol):
         return {}
 
     @property
-    def follows(self) -> Mapping[str, Follows]:
+    def balance_updates(self) -> Mapping[str, Follows]:
         """Parameters that are not trained, and move with what the part reports."""
         return {}
 
@@ -280,7 +280,7 @@ class Part(Protocol):
         """Scalar losses that it returns, sums over target tokens, with their coefficients."""
         return {}
 
-    summaries: ClassVar[Mapping[str, Summary]] = {}
+    metrics: ClassVar[Mapping[str, Summary]] = {}
     """What a run writes of both, by tag."""
 
     @property
@@ -295,8 +295,8 @@ class Branch:
 
     name: str
     part: Part
-    before: Part | None
-    after: Part | None = None
+    pre_norm: Part | None
+    post_norm: Part | None = None
     dropout: float = 0.0
     """Fraction of the outputs that are set to zero in training."""
     scale: float = 1.0
@@ -305,9 +305,9 @@ class Branch:
     def parts(self) -> Mapping[str, Part]:
         """Parts by the name under which their parameters are stored."""
         found = {
-            f"{self.name}_norm": self.before,
+            f"{self.name}_norm": self.pre_norm,
             self.name: self.part,
-            f"{self.name}_after_norm": self.after,
+            f"{self.name}_after_norm": self.post_norm,
         }
         return {name: part for name, part in found.items() if part is not None}
 
@@ -339,7 +339,7 @@ class Kind:
         }
 
     @property
-    def drawn(self) -> Mapping[tuple[str, str], Param]:
+    def params_in_init_order(self) -> Mapping[tuple[str, str], Param]:
         """(part, name) -> parameter, in the order in which they are drawn: first those of parts."""
         return {**self.declared, **self.stored, **self.declared}
 
@@ -350,12 +350,12 @@ class Kind:
         return {name: _unless(param, name in self.frozen) for name, param in found.items()}
 
     @cached_property
-    def follows(self) -> Mapping[tuple[str, str], Follows]:
+    def balance_updates(self) -> Mapping[tuple[str, str], Follows]:
         """(part, name) -> how a parameter moves without a gradient, unless it is frozen."""
         return {
             (name, param): how
             for name, part in self.parts.items()
-            for param, how in part.follows.items()
+            for param, how in part.balance_updates.items()
             if (name, param) not in self.frozen
         }
 
@@ -372,7 +372,7 @@ class Kind:
         norm follows, else the sum behind it unless that is the layer's output.
         """
         last = self.branches[-1]
-        return 2 + sum(each.after is not None or each is not last for each in self.branches)
+        return 2 + sum(each.post_norm is not None or each is not last for each in self.branches)
 
     @cached_property
     def activations(self) -> Mapping[str, Dims]:
@@ -380,9 +380,9 @@ class Kind:
         return _joined(part.activations for part in self.parts.values())
 
     @cached_property
-    def kept_with(self) -> Mapping[str, Dims]:
+    def saved_with(self) -> Mapping[str, Dims]:
         """All arrays in float32 that are kept with some activation."""
-        return _joined(found for part in self.parts.values() for found in part.kept_with.values())
+        return _joined(found for part in self.parts.values() for found in part.saved_with.values())
 
     @cached_property
     def statistics(self) -> Mapping[str, Dims]:
@@ -423,7 +423,7 @@ class Ahead:
     """Of the mean of their losses, in the objective."""
 
     @property
-    def one(self) -> Mapping[tuple[str, ...], Param]:
+    def params_of_one(self) -> Mapping[tuple[str, ...], Param]:
         """Parameters of one head, in the order in which they are drawn."""
         dims = ((self.d_model, "embed"), (self.d_model, "norm"))
         return {("transform",): Param(dims, Constant(0.0))}
@@ -432,7 +432,10 @@ class Ahead:
     def params(self) -> Mapping[tuple[str, ...], Param]:
         """Of all heads, stacked: what each starts from is said of one."""
         stack = (self.num_heads, "ahead")
-        return {name: replace(param, dims=(stack, *param.dims)) for name, param in self.one.items()}
+        return {
+            name: replace(param, dims=(stack, *param.dims))
+            for name, param in self.params_of_one.items()
+        }
 
     @property
     def losses(self) -> Mapping[str, float]:
@@ -453,14 +456,14 @@ class LayersAhead(Ahead):
     one head. The embedding comes first, as in the published `eh_proj`.
     """
 
-    kind_name: str
+    layer_type_name: str
     """Of the network's last layer; the layers count as those behind it."""
     kind: Kind
     norm: Part
     """In front of the projection twice, and behind the layer."""
 
     @property
-    def one(self) -> Mapping[tuple[str, ...], Param]:
+    def params_of_one(self) -> Mapping[tuple[str, ...], Param]:
         """Three norms, a projection and a layer."""
         dims = ((2 * self.d_model, "embed"), (self.d_model, "norm"))
         found: dict[tuple[str, ...], Param] = {
@@ -488,7 +491,7 @@ class Ends:
     """Factor of the logits."""
     logit_cap: float = 0.0
     """Scaled logits become `cap * tanh(logits / cap)`. 0: as they are."""
-    ahead: Ahead | None = None
+    mtp: Ahead | None = None
     frozen: frozenset[tuple[str, ...]] = frozenset()
     """Where parameters are stored that are not trained."""
 
@@ -497,29 +500,29 @@ class Ends:
         """Parameters by where they are stored."""
         found = {("embedding",): self.embedding}
         found |= {("final_norm", name): param for name, param in self.norm.params.items()}
-        if self.ahead is not None:
-            found |= {("ahead", *name): param for name, param in self.ahead.params.items()}
+        if self.mtp is not None:
+            found |= {("ahead", *name): param for name, param in self.mtp.params.items()}
         found |= {} if self.head is None else {("head",): self.head}
         return {name: _unless(param, name in self.frozen) for name, param in found.items()}
 
     @property
     def losses(self) -> Mapping[str, float]:
         """Coefficients of the losses of heads ahead."""
-        return {} if self.ahead is None else self.ahead.losses
+        return {} if self.mtp is None else self.mtp.losses
 
     @property
-    def layers_ahead(self) -> LayersAhead | None:
+    def mtp_layers(self) -> LayersAhead | None:
         """Heads ahead, if they are layers."""
-        return self.ahead if isinstance(self.ahead, LayersAhead) else None
+        return self.mtp if isinstance(self.mtp, LayersAhead) else None
 
     @cached_property
-    def follows(self) -> Mapping[tuple[str, str], Follows]:
+    def balance_updates(self) -> Mapping[tuple[str, str], Follows]:
         """(part, name) -> how a parameter of layers ahead moves without a gradient."""
-        if (heads := self.layers_ahead) is None:
+        if (heads := self.mtp_layers) is None:
             return {}
         return {
             name: how
-            for name, how in heads.kind.follows.items()
+            for name, how in heads.kind.balance_updates.items()
             if ("ahead", "layer", *name) not in self.frozen
         }
 
@@ -528,55 +531,55 @@ class Ends:
 class Model:
     """A whole model."""
 
-    kinds: Mapping[str, Kind]
+    layer_types: Mapping[str, Kind]
     layers: tuple[str, ...]
     """The kind of each layer, in network order."""
     ends: Ends
     values: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     """Numbers in which layers differ, for each of `all_layers`: read by the layer's index."""
 
-    def with_parts(self, change: Callable[[Part], Part]) -> Model:
+    def map_parts(self, change: Callable[[Part], Part]) -> Model:
         """The same with what `change` makes of the part of each branch; itself if nothing else."""
 
         def changed(branch: Branch) -> Branch:
             part = change(branch.part)
             return branch if part is branch.part else replace(branch, part=part)
 
-        kinds = dict(self.kinds)
-        for name, kind in self.kinds.items():
+        kinds = dict(self.layer_types)
+        for name, kind in self.layer_types.items():
             branches = tuple(map(changed, kind.branches))
             if any(new is not old for new, old in zip(branches, kind.branches, strict=True)):
                 kinds[name] = replace(kind, branches=branches)
-        same = all(kinds[name] is kind for name, kind in self.kinds.items())
-        return self if same else replace(self, kinds=kinds)
+        same = all(kinds[name] is kind for name, kind in self.layer_types.items())
+        return self if same else replace(self, layer_types=kinds)
 
     @property
     def all_layers(self) -> tuple[str, ...]:
         """The kind of each layer, with those of heads ahead behind the network's own."""
-        heads = self.ends.layers_ahead
-        return self.layers + (() if heads is None else (heads.kind_name,) * heads.num_heads)
+        heads = self.ends.mtp_layers
+        return self.layers + (() if heads is None else (heads.layer_type_name,) * heads.num_heads)
 
     @cached_property
     def losses(self) -> Mapping[str, float]:
         """Coefficient of each scalar loss that some layer returns; those of heads are in `ends`."""
         found: dict[str, float] = {}
-        for kind in self.kinds.values():
+        for kind in self.layer_types.values():
             found |= kind.losses
         return found
 
     @cached_property
-    def summaries(self) -> Mapping[str, Summary]:
+    def metrics(self) -> Mapping[str, Summary]:
         """Numbers that a run writes of what layers return, by tag."""
         found: dict[str, Summary] = {}
-        for kind in self.kinds.values():
+        for kind in self.layer_types.values():
             for part in kind.parts.values():
-                found |= part.summaries
+                found |= part.metrics
         return found
 
     @property
     def notes(self) -> tuple[str, ...]:
         """Those of its parts, each once."""
-        parts = (part for kind in self.kinds.values() for part in kind.parts.values())
+        parts = (part for kind in self.layer_types.values() for part in kind.parts.values())
         return tuple(dict.fromkeys(part.note for part in parts if part.note))
 
     @cached_property
@@ -588,11 +591,11 @@ class Model:
         """
         single: dict[str, tuple[str, ...]] = {}
         presets: dict[str, dict[str, None]] = {"matmuls": {}}
-        for kind in self.kinds.values():
+        for kind in self.layer_types.values():
             for branch in kind.branches:
                 part, found = branch.part, presets.setdefault(branch.name, {})
                 for name in part.activations:
-                    own = single.get(name, (name,)) + tuple(part.kept_with.get(name, ()))
+                    own = single.get(name, (name,)) + tuple(part.saved_with.get(name, ()))
                     single[name] = tuple(dict.fromkeys(own))
                     found |= dict.fromkeys(single[name])
                 presets["matmuls"] |= found

@@ -93,7 +93,7 @@ def complete_params(kind: Kind, found: Mapping[Key, Array]) -> dict[Key, Array]:
         if (length := (part, name + LENGTH)) in kind.stored:
             weight = base[part, name]
             first = weight.ndim - len(kind.declared[part, name].dims)
-            norms = lambda one, summed=adapter.summed: column_norms(one, summed)  # noqa: E731
+            norms = lambda one, summed=adapter.num_contracted_dims: column_norms(one, summed)  # noqa: E731
             for _ in range(first):
                 norms = jax.vmap(norms)
             stored[length] = norms(weight)
@@ -107,7 +107,7 @@ def quantize_dequantize(kind: Kind, key: Key, weight: Array) -> Array:
 
 def _quantize_param(kind: Kind, key: Key, weight: Array) -> tuple[Array, Array]:
     scales, dim = kind.stored[key[0], key[1] + SCALE], _scale_dim(kind, key)
-    return quantize(weight, kind.stored[key].exact, dim, scales.shape[dim])
+    return quantize(weight, kind.stored[key].own_dtype, dim, scales.shape[dim])
 
 
 def apply_adapters(
@@ -144,8 +144,8 @@ def apply_adapters(
             mine.get(name + LENGTH),
             keys,
             scale=adapter.scale,
-            rate=adapter.dropout,
-            summed=adapter.summed,
+            dropout_rate=adapter.dropout,
+            contracted_dims=adapter.num_contracted_dims,
         )
     return found
 

@@ -40,7 +40,7 @@ def rotary_frequencies(
 
     Source: arXiv:2104.09864; `llama3` follows the released Llama 3.1 models.
     """
-    turned = rope.turned or head_size
+    turned = rope.rotary_dims or head_size
     exponent = jnp.arange(0, turned, 2, dtype=jnp.float32) / turned
     theta = context.number(rope.theta)
     if rope.scaling == "dynamic" and rope.factor != 1.0:
@@ -95,7 +95,7 @@ def _yarn(
         return turned * math.log(wavelength) / (2 * jnp.log(theta))
 
     low, high = pair(rope.fast or _FAST_TURNS), pair(rope.slow or _SLOW_TURNS)
-    if rope.whole:
+    if rope.truncate:
         low, high = jnp.floor(low), jnp.ceil(high)
     low, high = jnp.maximum(low, 0), jnp.minimum(high, turned - 1)
     ramp = (jnp.arange(turned // 2) - low) / jnp.maximum(high - low, 1e-3)
@@ -182,7 +182,7 @@ class Attention(SpecModule):
         segments, positions = context.inputs["segment_ids"], context.inputs["positions"]
         frequencies = rotary_frequencies(part.rope, part.head_size, context)
         split = context.split(rules, attention=True)
-        query, key, value = self._projected(x, split, context.largest)
+        query, key, value = self._projected(x, split, context.max_abs)
         gate = None
         if part.gated:
             query, gate = jnp.split(query, 2, axis=-1)
@@ -191,7 +191,7 @@ class Attention(SpecModule):
             query = rms_norm(query, self.query_norm[...], part.head_norm)
             key = rms_norm(key, self.key_norm[...], part.head_norm)
         heads, kv_heads = (None, None, "heads", "head_size"), (None, None, "kv_heads", "head_size")
-        angles = positions, frequencies, part.rope.length
+        angles = positions, frequencies, part.rope.attention_factor
         query = constrain(rotate(query, *angles, part.backend), heads, rules)
         key = constrain(rotate(key, *angles, part.backend), kv_heads, rules)
         value = constrain(value, kv_heads, rules)
@@ -219,7 +219,7 @@ class Attention(SpecModule):
         mixed = attend(BACKENDS[part.backend], query, key, value, mask, context.inputs, rules)
         if gate is not None:
             mixed = mixed * jax.nn.sigmoid(gate)
-        out = split.out_of(mixed, self.out[...].astype(dtype), part.params["out"].axes)
+        out = split.row_parallel(mixed, self.out[...].astype(dtype), part.params["out"].axes)
         out = self._with_bias("out", out)
         return Output(checkpoint_name(out, "attention_out"), cache=cache)
 
@@ -229,7 +229,7 @@ class Attention(SpecModule):
         return KVCache.empty((rows, tokens, part.num_kv_heads, part.head_size), dtype)
 
     @staticmethod
-    def window(part: Any) -> str:
+    def cache_window(part: Any) -> str:
         """None where the size of the cache says how long rows may become."""
         return "" if part.rope.stretch_beyond else part.window
 
@@ -248,7 +248,7 @@ class Attention(SpecModule):
         """Queries, keys and values, by their heads."""
         names, params = ("query", "key", "value"), self.part.params
         weights = [getattr(self, name)[...].astype(x.dtype) for name in names]
-        found = split.into(x, weights, [params[name].axes for name in names], largest)
+        found = split.column_parallel(x, weights, [params[name].axes for name in names], largest)
         return [self._with_bias(*pair) for pair in zip(names, found, strict=True)]
 
     def _with_bias(self, name: str, x: Float[Array, "B T *dims"]) -> Float[Array, "B T *dims"]:

@@ -63,7 +63,7 @@ def empty_cache(kind: Kind, rows: int, tokens: int, dtype: jnp.dtype) -> Any:
 
 def cache_window(kind: Kind) -> str:
     """The per-layer value that says what its cache may lack; empty if it may lack nothing."""
-    return _first(lambda module, part: module.window(part) or None, kind) or ""
+    return _first(lambda module, part: module.cache_window(part) or None, kind) or ""
 
 
 def cache_axes(kind: Kind) -> Any:
@@ -99,14 +99,14 @@ class Block(nnx.Module):
             )(context.inputs["example_ids"])
         losses, statistics, cache = {}, {}, None
         split = context.split(self.rules)
-        x = split.shards(x)
+        x = split.split_tokens(x)
         for number, branch in enumerate(branches):
             found = self._branch(branch, x, context)
             change = found.x
             if keys is not None and branch.dropout:
                 places = local_positions(x.shape[1])
                 change = dropout(change, branch.dropout, keys[:, number], places)
-            x = split.shards(x + (change if branch.scale == 1.0 else change * branch.scale))
+            x = split.split_tokens(x + (change if branch.scale == 1.0 else change * branch.scale))
             losses |= found.losses
             statistics |= found.statistics
             cache = cache if found.cache is None else found.cache
@@ -121,8 +121,8 @@ class Block(nnx.Module):
                 if inner:
                     found = module(found.x, context)
                     continue
-                if context.low is not None and isinstance(module, RMSNorm):
-                    context = replace(context, largest=module.largest(found.x))
+                if context.quantizer is not None and isinstance(module, RMSNorm):
+                    context = replace(context, max_abs=module.max_abs(found.x))
                 found = found._replace(x=module(found.x))
         return found
 
@@ -150,7 +150,7 @@ def _init_param(
     param: Param, key: Key[Array, ""] | None, dtype: jnp.dtype
 ) -> Float[Array, "*dims"]:
     if isinstance(param.init, Constant):
-        return jnp.full(param.shape, param.init.value, param.exact or dtype)
+        return jnp.full(param.shape, param.init.value, param.own_dtype or dtype)
     if isinstance(param.init, Entries):
         return jnp.asarray(param.init.values, dtype)
     assert isinstance(param.init, Normal) and key is not None
@@ -213,7 +213,7 @@ class Decoder:
 
     def init(self, key: Key[Array, ""]) -> Params:
         """All parameters in network order; each layer's depend on its index alone."""
-        numbers = {kind: [] for kind in self.model.kinds}
+        numbers = {kind: [] for kind in self.model.layer_types}
         for number, kind in enumerate(self.model.layers):
             numbers[kind].append(number)
         layers = {
@@ -230,9 +230,11 @@ class Decoder:
 
     def init_layer(self, kind: str, key: Key[Array, ""]) -> Params:
         """One layer's parameters."""
-        described = self.model.kinds[kind]
+        described = self.model.layer_types[kind]
         return unflatten(
-            complete_params(described, init_params(described.drawn, key, self._param_dtype))
+            complete_params(
+                described, init_params(described.params_in_init_order, key, self._param_dtype)
+            )
         )
 
     def init_outer(self, key: Key[Array, ""]) -> Params:
@@ -243,10 +245,10 @@ class Decoder:
                 part = jax.random.fold_in(key, _STREAMS.get(name[0], 1))
                 found |= init_params({name: param}, part, self._param_dtype)
         outer = unflatten(found)
-        if (ahead := self.model.ends.ahead) is not None:
+        if (ahead := self.model.ends.mtp) is not None:
             base = jax.random.fold_in(key, _STREAMS[MTP])
             keys = jax.vmap(partial(jax.random.fold_in, base))(jnp.arange(ahead.num_heads))
-            draw = partial(init_params, ahead.one, dtype=self._param_dtype)
+            draw = partial(init_params, ahead.params_of_one, dtype=self._param_dtype)
             outer[MTP] = unflatten(jax.vmap(lambda key: draw(key=key))(keys))
         return outer
 
@@ -258,11 +260,11 @@ class Decoder:
         """Whether each parameter is trained."""
         return self._declared(lambda param: param.trainable)
 
-    def exact(self) -> Params:
+    def has_own_dtype(self) -> Params:
         """Whether each parameter is of its own type, whatever those of the config."""
-        return self._declared(lambda param: bool(param.exact))
+        return self._declared(lambda param: bool(param.own_dtype))
 
-    def summed(self) -> Params:
+    def contracted_dims(self) -> Params:
         """Of each parameter that layers are given in 8 bits `Param.summed`, of others 0.
 
         Where tokens are split between the matmuls of a layer, layers round weights themselves.
@@ -272,7 +274,7 @@ class Decoder:
         if low is None or low.scales == "block" or split:
             return self._declared(lambda param: 0)
         chosen = lambda param: low.attention or not param.is_of_heads  # noqa: E731
-        found = self._declared(lambda param: param.summed if chosen(param) else 0)
+        found = self._declared(lambda param: param.num_contracted_dims if chosen(param) else 0)
         return jax.tree.map(lambda _: 0, found) | {"layers": found["layers"]}
 
     def _declared(self, of: Callable[[Param], Any]) -> Params:
@@ -280,7 +282,7 @@ class Decoder:
         ends = {name: of(param) for name, param in self.model.ends.params.items()}
         layers = {
             kind: unflatten({name: of(param) for name, param in described.params.items()})
-            for kind, described in self.model.kinds.items()
+            for kind, described in self.model.layer_types.items()
         }
         return unflatten(ends) | {"layers": layers}
 
@@ -324,7 +326,7 @@ class Decoder:
     ) -> Output:
         if key is not None:
             key = jax.random.fold_in(key, context.index)
-        params = apply_adapters(self.model.kinds[kind], params, x.dtype, context.inputs, key)
+        params = apply_adapters(self.model.layer_types[kind], params, x.dtype, context.inputs, key)
         found = _merge_module(self._blocks[kind], params)(x, context, key)
         statistics = jax.tree.map(jax.lax.stop_gradient, found.statistics)
         return found._replace(statistics=statistics)
@@ -338,7 +340,7 @@ class Decoder:
         """Graph definition and abstract state of each kind's block."""
         return {
             name: _split(lambda kind=kind: Block(kind, self.rules))
-            for name, kind in self.model.kinds.items()
+            for name, kind in self.model.layer_types.items()
         }
 
     # The ends of the network.
@@ -357,12 +359,12 @@ class Decoder:
         """Float32 logits of the last layer's output."""
         return self._projected(params, self.norm(params["final_norm"], x))
 
-    def ahead(self, params: Params, hidden: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+    def mtp_head(self, params: Params, hidden: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """What a head ahead projects, of the final norm's output; its own parameters."""
         transform = params["transform"].astype(hidden.dtype)
         return hidden + jax.nn.silu(jnp.einsum("btd,de->bte", hidden, transform))
 
-    def layer_ahead(
+    def mtp_layer(
         self,
         params: Params,
         x: Float[Array, "B T D"],
@@ -377,17 +379,17 @@ class Decoder:
         embedding has of the tokens further on, and `number` the head's, from 0. The layer has the
         index of one behind the network.
         """
-        heads = self.model.ends.layers_ahead
+        heads = self.model.ends.mtp_layers
         assert heads is not None
         both = self.norm(params["embedding_norm"], embedded), self.norm(params["hidden_norm"], x)
         projection = params["projection"].astype(x.dtype)
         x = jnp.einsum("btd,de->bte", jnp.concatenate(both, axis=-1), projection)
         index = number + len(self.model.layers)
-        run = self.layer(heads.kind_name)
+        run = self.layer(heads.layer_type_name)
         x, losses, statistics = run(params["layer"], x, inputs, index, key)
         return self.norm(params["norm"], x), losses, statistics
 
-    def _losses_ahead(
+    def _mtp_losses(
         self, params: Params, x: Array, batch: Params, key: LayerKey
     ) -> tuple[dict[str, Array], dict[str, Array]]:
         """Summed cross entropy in nats of each head ahead, of the last layer's output.
@@ -403,15 +405,15 @@ class Decoder:
             further = number + 1
             same = ids[:, further:] == ids[:, :-further]
             mask = jnp.asarray(batch["loss_mask"][:, further:], jnp.float32) * same
-            if self.model.ends.layers_ahead is None:
-                own = self.ahead(mine, hidden)
+            if self.model.ends.mtp_layers is None:
+                own = self.mtp_head(mine, hidden)
             else:
                 tokens = batch["tokens"][:, further:]
                 later = self.embed(params["embedding"], tokens) * same[..., None]
                 rest = ((0, 0), (0, further))
                 inputs = batch | {"loss_mask": jnp.pad(mask, rest)}
                 later = jnp.pad(later, (*rest, (0, 0))).astype(hidden.dtype)
-                hidden, more, counted = self.layer_ahead(
+                hidden, more, counted = self.mtp_layer(
                     mine, hidden, later, inputs, jnp.int32(number), key
                 )
                 losses |= {each: losses.get(each, 0.0) + loss for each, loss in more.items()}
@@ -433,26 +435,26 @@ class Decoder:
 
     def run(self, params: Params, batch: Params, key: LayerKey = None) -> DecoderOutput:
         """The plain loop over layers, without a pipeline."""
-        x, losses, statistics = self._through(params, batch, key)
+        x, losses, statistics = self._run_layers(params, batch, key)
         if "targets" in batch:
-            further, counted = self._losses_ahead(params, x, batch, key)
+            further, counted = self._mtp_losses(params, x, batch, key)
             losses |= {name: losses.get(name, 0.0) + loss for name, loss in further.items()}
-            if self.model.ends.layers_ahead is not None:
+            if self.model.ends.mtp_layers is not None:
                 statistics[MTP] = counted
         return DecoderOutput(self.logits(params, x), losses, statistics)
 
     def hidden(self, params: Params, batch: Params) -> Float[Array, "B T D"]:
         """The last layer's output by the plain loop, of which `logits` makes logits."""
-        return self._through(params, batch, None)[0]
+        return self._run_layers(params, batch, None)[0]
 
-    def _through(
+    def _run_layers(
         self, params: Params, batch: Params, key: LayerKey
     ) -> tuple[Array, dict[str, Array], dict[str, Statistics]]:
         """The last layer's output, and losses and statistics of all layers."""
         x = self.embed(params["embedding"], batch["tokens"])
         losses: dict[str, Array] = {}
-        statistics: dict[str, list[Statistics]] = {kind: [] for kind in self.model.kinds}
-        for kind, stack, numbers in self._runs(params["layers"]):
+        statistics: dict[str, list[Statistics]] = {kind: [] for kind in self.model.layer_types}
+        for kind, stack, numbers in self._layer_runs(params["layers"]):
             layer = self.layer(kind)
 
             def body(
@@ -472,9 +474,9 @@ class Decoder:
         }
         return x, losses, joined
 
-    def _runs(self, layers: Params) -> Iterator[tuple[str, Params, Array]]:
+    def _layer_runs(self, layers: Params) -> Iterator[tuple[str, Params, Array]]:
         """(kind, parameters, indices) of layers of one kind in a row."""
-        used = dict.fromkeys(self.model.kinds, 0)
+        used = dict.fromkeys(self.model.layer_types, 0)
         number = 0
         for kind, run in itertools.groupby(self.model.layers):
             first, size = used[kind], len(list(run))
@@ -495,9 +497,9 @@ class Decoder:
 
     def objective(self, params: Params, batch: Params, key: LayerKey = None) -> Float[Array, ""]:
         """What training makes small: cross entropy, and the other losses by their weights."""
-        return self.objective_of(self.run(params, batch, key), batch)
+        return self.objective_from_output(self.run(params, batch, key), batch)
 
-    def objective_of(self, found: DecoderOutput, batch: Params) -> Float[Array, ""]:
+    def objective_from_output(self, found: DecoderOutput, batch: Params) -> Float[Array, ""]:
         """The same of what the plain loop has found."""
         total = cross_entropy(found.logits, batch)
         weights = {**self.model.losses, **self.model.ends.losses}
@@ -524,11 +526,11 @@ class Decoder:
 
     def empty_cache(self, kind: str, rows: int, tokens: int) -> Any:
         """Room for what a layer of this kind keeps of `tokens` tokens in each row."""
-        return empty_cache(self.model.kinds[kind], rows, tokens, self._dtype)
+        return empty_cache(self.model.layer_types[kind], rows, tokens, self._dtype)
 
     def cache_axes(self, kind: str) -> Any:
         """Logical axes of what `empty_cache` has, a tuple for each array."""
-        return cache_axes(self.model.kinds[kind])
+        return cache_axes(self.model.layer_types[kind])
 
     def empty_caches(self, rows: int, tokens: int, piece: int = 0) -> list[Any]:
         """Those of all layers, in network order.
@@ -538,13 +540,13 @@ class Decoder:
         """
         found = []
         for number, kind in enumerate(self.model.layers):
-            name, places = cache_window(self.model.kinds[kind]), tokens
+            name, places = cache_window(self.model.layer_types[kind]), tokens
             if piece and name and (size := int(self.model.values[name][number])):
                 places = min(tokens, size - 1 + piece)
             found.append(self.empty_cache(kind, rows, places))
         return found
 
-    def continued(
+    def decode_layer(
         self, kind: str, params: Params, x: Array, batch: Params, index: Array, cache: Any
     ) -> tuple[Float[Array, "B t D"], Any]:
         """x after a layer, and the layer's cache with this batch's tokens."""
@@ -562,7 +564,7 @@ class Decoder:
         x, extended = self.embed(params["embedding"], batch["tokens"]), []
         layers = zip(self.model.layers, self.by_layer(params)["layers"], caches, strict=True)
         for number, (kind, one, cache) in enumerate(layers):
-            x, cache = self.continued(kind, one, x, batch, jnp.asarray(number), cache)
+            x, cache = self.decode_layer(kind, one, x, batch, jnp.asarray(number), cache)
             extended.append(cache)
         return self.logits(params, x[:, -last:]), extended
 

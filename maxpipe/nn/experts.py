@@ -56,7 +56,7 @@ class ReceivedTokens(NamedTuple):
     """Tokens from all devices of the axis for the experts of this one, e of them."""
 
     x: Float[Array, "1 S D"]
-    places: Int[Array, "1 S 1"]
+    expert_ids: Int[Array, "1 S 1"]
     """Of this device's experts the token's; e where there is none."""
     weights: Float[Array, "1 S e"]
     """What the expert's output is multiplied with; 0 for the others."""
@@ -68,7 +68,7 @@ class SentTokens(NamedTuple):
     slots: TokenPermutation
     counts: Int[Array, " X"]
     """Rows in use for each device."""
-    got: Int[Array, " X"]
+    received_counts: Int[Array, " X"]
     """Rows in use from each device."""
 
 
@@ -92,18 +92,18 @@ def dispatch_tokens(
     sent = SentTokens(slots, counts, all_to_all(counts, EXPERT, 0, 0))
     flat, of_tokens = places.reshape(-1, places.shape[-1]), weights.reshape(-1, num_experts)
     factors = row_weights(of_tokens, flat, slots, num_experts)
-    expert = flat.reshape(-1).at[slots.choice].get(mode="fill", fill_value=num_experts)
+    expert = flat.reshape(-1).at[slots.choice_of_row].get(mode="fill", fill_value=num_experts)
     # Where a row is empty there is no expert: its number is behind those of each device.
     expert = all_to_all(jnp.where(expert < num_experts, expert % mine, mine), EXPERT, 0, 0)
     factors = all_to_all(factors, EXPERT, 0, 0)
     of_mine = jnp.where(expert[:, None] == jnp.arange(mine), factors[:, None], 0)
-    rows = _all_to_all(permute_tokens(x, slots, x.shape), sent.counts, sent.got)
+    rows = _all_to_all(permute_tokens(x, slots, x.shape), sent.counts, sent.received_counts)
     return ReceivedTokens(rows[None], expert[None, :, None], of_mine[None]), sent
 
 
 def combine_tokens(x: Float[Array, "1 S D"], sent: SentTokens) -> Float[Array, "n D"]:
     """Each token's sum over the experts that it was sent to."""
-    return unpermute_tokens(_all_to_all(x[0], sent.got, sent.counts), sent.slots)
+    return unpermute_tokens(_all_to_all(x[0], sent.received_counts, sent.counts), sent.slots)
 
 
 @jax.custom_vjp
@@ -140,11 +140,11 @@ class Routing(NamedTuple):
 
     logits: Float[Array, "B T E"]
     """Float32."""
-    likely: Float[Array, "B T E"]
+    probabilities: Float[Array, "B T E"]
     """Scores of all experts, float32, which add up to 1."""
-    places: Int[Array, "B T k"]
+    expert_ids: Int[Array, "B T k"]
     """Experts of each token, the best one first. Of equal scores the first counts as larger."""
-    chosen: Float[Array, "B T E"]
+    expert_mask: Float[Array, "B T E"]
     """1 for those, else 0."""
     weights: Float[Array, "B T E"]
     """What their outputs are multiplied with; 0 for the others."""
@@ -201,7 +201,7 @@ def compute_router_metrics(
     """(losses, statistics) of the target tokens; `lost` is the fraction of each token's choices."""
     counts = mask.astype(jnp.float32)
     balance, load = _balance(routes, counts[..., None], over)
-    likely = lax.stop_gradient(routes.likely)
+    likely = lax.stop_gradient(routes.probabilities)
     entropy = -(likely * jnp.log(jnp.maximum(likely, 1e-30))).sum(-1)
     z = jnp.square(jax.nn.logsumexp(routes.logits, axis=-1))
     losses = {"balance": balance, "router_z": (z * counts).sum()}
@@ -220,7 +220,7 @@ def _balance(
     `E / k * sum(f * p)` for each token (arXiv:2101.03961); gradients flow through p. f is that of
     each sequence by itself, of this call's rows, or of those of all devices (arXiv:2501.11873).
     """
-    used, likely = ((counts * each).sum(1) for each in (routes.chosen, routes.likely))
+    used, likely = ((counts * each).sum(1) for each in (routes.expert_mask, routes.probabilities))
     load = used.sum(0)
     if over == "devices":
         used = sum_count(load)
@@ -262,12 +262,12 @@ class Experts(SpecModule):
         No token is dropped in decoding: how many there are in a call says nothing about the model.
         """
         part, split, shards = self.part, context.split(self.rules), x
-        x = split.whole(x)
+        x = split.gather_tokens(x)
         bias = None if part.balance_rate is None else self.router_bias[...]
         logit_bias = self.logit_bias[...] if part.biased else None
         routes = route_tokens(x, self.router[...], part, bias, logit_bias)
-        out, lost = self._mixed(x, routes, context)
-        out = split.summed(out)
+        out, lost = self._apply_experts(x, routes, context)
+        out = split.reduce_scatter_tokens(out)
         if self.part.shared is not None:
             always = gated_mlp(shards, self, self.part.shared.function, split, "shared_")
             if self.part.shared_gated:
@@ -279,26 +279,32 @@ class Experts(SpecModule):
             return Output(out)
         return Output(out, *compute_router_metrics(routes, lost, mask, part.balance_over))
 
-    def _mixed(
+    def _apply_experts(
         self, x: Float[Array, "B T D"], routes: Routing, context: LayerContext
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B T"] | None]:
         """Weighted sums of experts, and of each token the fraction of its choices that are lost."""
         limited = bool(self.part.capacity) and context.cache is None
         apart, divided = axis_size(EXPERT) > 1, axis_size(CONTEXT) > 1
         if limited and not (apart or divided):
-            slots = self._slots(routes.places, context.inputs["segment_ids"])
-            return self._with_room(x, routes, slots, context.low), slots.lost.reshape(x.shape[:2])
-        places = self._admitted(routes.places, context.inputs) if limited else routes.places
+            slots = self._capacity_slots(routes.expert_ids, context.inputs["segment_ids"])
+            return self._capacity_experts(
+                x, routes, slots, context.quantizer
+            ), slots.dropped_fraction.reshape(x.shape[:2])
+        places = (
+            self._drop_over_capacity(routes.expert_ids, context.inputs)
+            if limited
+            else routes.expert_ids
+        )
         by_group = limited or self._groups(x, context)
-        lost = (places == self.part.num_experts).mean(-1) if self.part.loses else None
+        lost = (places == self.part.num_experts).mean(-1) if self.part.drops_tokens else None
         if by_group and apart:
-            return self._exchanged(x, places, routes.weights, context)
+            return self._apply_expert_parallel(x, places, routes.weights, context)
         if by_group:
-            run = partial(self._by_group, complete=not limited, low=context.low)
+            run = partial(self._grouped_experts, complete=not limited, low=context.quantizer)
             return map_batch_shards(run, (x, places, routes.weights), self._params(x)), lost
-        return self._all_of_axis(x, routes.weights, context.low), lost
+        return self._dense_experts_of_axis(x, routes.weights, context.quantizer), lost
 
-    def _exchanged(
+    def _apply_expert_parallel(
         self,
         x: Float[Array, "B T D"],
         places: Int[Array, "B T k"],
@@ -309,14 +315,16 @@ class Experts(SpecModule):
         rows, tokens = x.shape[:2]
         part, segments = self.part, context.inputs["segment_ids"]
         if context.cache is not None:
-            part = replace(part, capacity=0.0, exchange=0.0)
-        room = part.room_between(axis_size(EXPERT), rows, tokens, tokens * axis_size(CONTEXT))
+            part = replace(part, capacity=0.0, send_capacity_factor=0.0)
+        room = part.send_capacity(axis_size(EXPERT), rows, tokens, tokens * axis_size(CONTEXT))
         # Padding would take room of tokens that count.
         places = jnp.where((segments > 0)[..., None], places, part.num_experts)
         received, sent = dispatch_tokens(x, places, weights, room)
         filled = part.per_token * rows * tokens / (room * axis_size(EXPERT))
-        found = self._by_group(received, self._params(x), filled=min(filled, 1.0), low=context.low)
-        lost = sent.slots.lost.reshape(x.shape[:2]) if self.part.loses else None
+        found = self._grouped_experts(
+            received, self._params(x), filled=min(filled, 1.0), low=context.quantizer
+        )
+        lost = sent.slots.dropped_fraction.reshape(x.shape[:2]) if self.part.drops_tokens else None
         return combine_tokens(found, sent).reshape(x.shape), lost
 
     def _params(self, x: Array) -> dict[str, Array]:
@@ -334,7 +342,7 @@ class Experts(SpecModule):
         )
         return visited < tokens * self.part.num_experts
 
-    def _by_group(
+    def _grouped_experts(
         self,
         tokens: tuple[Float[Array, "B T D"], Int[Array, "B T k"], Float[Array, "B T E"]],
         params: Mapping[str, Array],
@@ -371,14 +379,16 @@ class Experts(SpecModule):
             out += weighted_biases(weights.astype(x.dtype), params["down_bias"])
         return out.reshape(x.shape)
 
-    def _all_of_axis(
+    def _dense_experts_of_axis(
         self, x: Float[Array, "B T D"], weights: Float[Array, "B T E"], low: MatmulQuantizer | None
     ) -> Float[Array, "B T D"]:
         """Of all tokens through all experts, those of other devices of the axis, too."""
         whole = all_gather(x, EXPERT, 0)
-        return reduce_scatter(self._all(whole, all_to_all(weights, EXPERT, 2, 0), low), EXPERT, 0)
+        return reduce_scatter(
+            self._dense_experts(whole, all_to_all(weights, EXPERT, 2, 0), low), EXPERT, 0
+        )
 
-    def _all(
+    def _dense_experts(
         self, x: Float[Array, "B T D"], weights: Float[Array, "B T E"], low: MatmulQuantizer | None
     ) -> Float[Array, "B T D"]:
         """Of all tokens through all experts that are here."""
@@ -392,7 +402,7 @@ class Experts(SpecModule):
         out = _expert_matmul("btef,efd->btd", hidden, self.down, low)
         return self._with_bias("down", out, lambda bias: jnp.einsum("bte,ed->btd", weights, bias))
 
-    def _with_room(
+    def _capacity_experts(
         self,
         x: Float[Array, "B T D"],
         routes: Routing,
@@ -410,7 +420,7 @@ class Experts(SpecModule):
         )
         gate, up = checkpoint_name(gate, "expert_gate"), checkpoint_name(up, "expert_up")
         places, weights = (
-            each.reshape(-1, each.shape[-1]) for each in (routes.places, routes.weights)
+            each.reshape(-1, each.shape[-1]) for each in (routes.expert_ids, routes.weights)
         )
         weights = row_weights(weights, places, slots, num_experts).reshape(num_experts, -1)
         weights = weights.astype(x.dtype)
@@ -428,7 +438,7 @@ class Experts(SpecModule):
             return x
         return x + spread(getattr(self, f"{name}_bias")[...].astype(x.dtype))
 
-    def _admitted(
+    def _drop_over_capacity(
         self, places: Int[Array, "B T k"], inputs: Mapping[str, Any]
     ) -> Int[Array, "B T k"]:
         """Experts of each token, and E in place of those that have no room for it.
@@ -436,11 +446,13 @@ class Experts(SpecModule):
         Who has room follows from whole rows, of which this device may have some tokens.
         """
         whole = mark_varying(gather_sequences(places, 1))
-        slots = self._slots(whole, inputs.get(FULL_SEGMENT_IDS, inputs["segment_ids"]))
-        has_room = (slots.row < len(slots.choice)).reshape(whole.shape)
+        slots = self._capacity_slots(whole, inputs.get(FULL_SEGMENT_IDS, inputs["segment_ids"]))
+        has_room = (slots.row_of_choice < len(slots.choice_of_row)).reshape(whole.shape)
         return jnp.where(local_shard(has_room, 1), places, self.part.num_experts)
 
-    def _slots(self, places: Int[Array, "B T k"], segments: Int[Array, "B T"]) -> TokenPermutation:
+    def _capacity_slots(
+        self, places: Int[Array, "B T k"], segments: Int[Array, "B T"]
+    ) -> TokenPermutation:
         """The room of all experts as rows: of each expert that for each sequence.
 
         Padding, of segment 0, takes no room.
@@ -452,7 +464,7 @@ class Experts(SpecModule):
         queue = jnp.where(counts, queue, queues)
         asks = (places[..., None] == jnp.arange(self.part.num_experts)) & counts[..., None]
         lengths = asks.sum((1, 2), dtype=jnp.int32).T.reshape(-1)
-        return assign_capacity_slots(queue, lengths, self.part.room(tokens))
+        return assign_capacity_slots(queue, lengths, self.part.expert_capacity(tokens))
 
 
 def _expert_matmul(form: str, x: Array, param: nnx.Param, low: MatmulQuantizer | None) -> Array:

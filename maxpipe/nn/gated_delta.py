@@ -42,15 +42,15 @@ class GatedDeltaCache(NamedTuple):
     state: Float[Array, "B K r dk dv"]
     """Float32."""
 
-    def extended(
+    def append(
         self, mixed: Float[Array, "B T K E"], segments: Int[Array, "B T"], state: Array
     ) -> GatedDeltaCache:
         """With T tokens more, behind which the state is this."""
         width = self.segments.shape[1]
-        tail, of = self.row(mixed, segments)
+        tail, of = self.prepend_tail(mixed, segments)
         return GatedDeltaCache(tail[:, -width:], of[:, -width:], state)
 
-    def row(
+    def prepend_tail(
         self, mixed: Float[Array, "B T K E"], segments: Int[Array, "B T"]
     ) -> tuple[Float[Array, "B S K E"], Int[Array, "B S"]]:
         """The last tokens and those that follow, and their segments."""
@@ -101,7 +101,7 @@ class GatedDelta(SpecModule):
         """Tokens see the past of their own segment only; a segment is tokens side by side."""
         part, rules, dtype = self.part, self.rules, x.dtype
         split = context.split(rules)
-        x = split.whole(x)
+        x = split.gather_tokens(x)
         qkvz, ba = (self._projected(name, x, split) for name in ("qkvz", "ba"))
         before = _empty_cache(part, qkvz) if context.cache is None else context.cache
         segments = context.inputs["segment_ids"]
@@ -109,9 +109,11 @@ class GatedDelta(SpecModule):
         found: Any = _delta_rule(part, weights, qkvz, ba, segments, before)
         read, state = found
         read = checkpoint_name(constrain(read, (None, None, "heads", None), rules), "read")
-        out = split.summed(split.on_own(read, self.out[...].astype(dtype), 2))
+        out = split.reduce_scatter_tokens(
+            split.unsharded_matmul(read, self.out[...].astype(dtype), 2)
+        )
         mixed = qkvz[..., : part.mixed_size]
-        cache = None if context.cache is None else before.extended(mixed, segments, state)
+        cache = None if context.cache is None else before.append(mixed, segments, state)
         return Output(checkpoint_name(out, "delta_out"), cache=cache)
 
     def _projected(
@@ -119,7 +121,7 @@ class GatedDelta(SpecModule):
     ) -> Float[Array, "B T K E"]:
         """By key heads."""
         weight = getattr(self, name)[...].astype(x.dtype)
-        found = split.on_own(x, weight)
+        found = split.unsharded_matmul(x, weight)
         return checkpoint_name(constrain(found, (None, None, "kv_heads", None), self.rules), name)
 
     @staticmethod
@@ -287,7 +289,7 @@ def _causal_convolution(
     before: GatedDeltaCache,
 ) -> tuple[Float[Array, "B T K dk"], Float[Array, "B T K dk"], Float[Array, "B T K rdv"]]:
     """Queries and keys of length 1, and values, after the convolution."""
-    row, of = before.row(mixed, segments)
+    row, of = before.prepend_tail(mixed, segments)
     heads, tokens = part.num_key_heads, mixed.shape[1]
     kernel = jnp.concatenate(
         [

@@ -39,24 +39,28 @@ class GroupedMatmulOptions(NamedTuple):
     """Those over which the width of an expert is split."""
     complete: bool = True
     """Whether every choice has a row."""
-    low: MatmulQuantizer | None = None
+    quantizer: MatmulQuantizer | None = None
     """Of which form operands are; kernels multiply what these stand for."""
-    filled: float = 1.0
+    fill_fraction: float = 1.0
     """Share of the rows that experts have, on average: kernels visit no others."""
 
-    def of_rows(self, rows: Array, *, divided: bool = False, gradient: bool = False) -> Array:
+    def quantize_rows(self, rows: Array, *, divided: bool = False, gradient: bool = False) -> Array:
         """Rows to be multiplied with weights; `divided`: over the axes."""
-        if self.low is None:
+        if self.quantizer is None:
             return rows
-        return self.low.rounded(rows, (1,), over=self.axes if divided else (), gradient=gradient)
+        return self.quantizer.quantize_dequantize(
+            rows, (1,), over=self.axes if divided else (), gradient=gradient
+        )
 
-    def of_weights(self, weights: Array, dim: int) -> Array:
+    def quantize_weights(self, weights: Array, dim: int) -> Array:
         """Weights with their experts at `dim`, summed over the other of the first two."""
-        if self.low is None:
+        if self.quantizer is None:
             return weights
         over = () if dim == 1 else self.axes
         around = self.axes
-        return self.low.rounded_weight(weights, (1 - dim,), each=(dim,), over=over, around=around)
+        return self.quantizer.quantize_dequantize_weight(
+            weights, (1 - dim,), each=(dim,), over=over, around=around
+        )
 
 
 # The products of experts with tokens: with the first weights, by row, and with the last ones,
@@ -75,9 +79,9 @@ def up_projection(
     """The token in each row times the weights of its expert, for each of the weights."""
 
     def run(tokens: Array, weights: tuple[Array, ...], sizes: Array) -> tuple[Array, ...]:
-        tokens = spread.of_rows(tokens)
+        tokens = spread.quantize_rows(tokens)
         return tuple(
-            _grouped_matmul(tokens, spread.of_weights(weight, 1), sizes, spread, dim=1)
+            _grouped_matmul(tokens, spread.quantize_weights(weight, 1), sizes, spread, dim=1)
             for weight in weights
         )
 
@@ -97,8 +101,8 @@ def _up_projection_backward(
     def to_tokens(cotangents: Any, weights: Any, row: Array, sizes: Array) -> Array:
         found = [
             _grouped_matmul(
-                spread.of_rows(each, divided=True, gradient=True),
-                spread.of_weights(weight, 1),
+                spread.quantize_rows(each, divided=True, gradient=True),
+                spread.quantize_weights(weight, 1),
                 sizes,
                 spread,
                 dim=1,
@@ -139,13 +143,16 @@ def down_projection(
     """The sum over each token's rows of the row times the weights of its expert."""
 
     def run(hidden: Array, weight: Array, row: Array, sizes: Array) -> Array:
-        hidden, weight = spread.of_rows(hidden, divided=True), spread.of_weights(weight, 0)
+        hidden, weight = (
+            spread.quantize_rows(hidden, divided=True),
+            spread.quantize_weights(weight, 0),
+        )
         found = _grouped_matmul(hidden, weight, sizes, spread, dim=0)
         return sum_rows_by_token([found], row, complete=spread.complete)[None]
 
     split = PartitionSpec(None, spread.axes)
     run = map_shards(run, (split, split, _WHOLE, _WHOLE), PartitionSpec(spread.axes))
-    return run(hidden, weight, rows.row, sizes).sum(0)
+    return run(hidden, weight, rows.row_of_choice, sizes).sum(0)
 
 
 def _down_projection_backward(
@@ -155,8 +162,8 @@ def _down_projection_backward(
     split = PartitionSpec(None, spread.axes)
 
     def to_hidden(cotangents: Array, weight: Array, sizes: Array) -> Array:
-        cotangents = spread.of_rows(cotangents, gradient=True)
-        weight = spread.of_weights(weight, 0)
+        cotangents = spread.quantize_rows(cotangents, gradient=True)
+        weight = spread.quantize_weights(weight, 0)
         return _grouped_matmul(cotangents, weight, sizes, spread, dim=0, transposed=True)
 
     to_hidden = map_shards(to_hidden, (_WHOLE, split, _WHOLE), split)
@@ -207,7 +214,11 @@ def _grouped_matmul(
     if tiles is None:
         return loop(rows, weights, sizes)
     kernel = partial(
-        grouped_matmul_kernel, dim=dim, transposed=transposed, tiles=tiles, filled=spread.filled
+        grouped_matmul_kernel,
+        dim=dim,
+        transposed=transposed,
+        tiles=tiles,
+        filled=spread.fill_fraction,
     )
     return lax.platform_dependent(rows, weights, sizes, tpu=kernel, default=loop)
 
@@ -226,7 +237,7 @@ def _outer(
     tiles = outer_tiles(len(rows), len(sizes), *dims, rows.dtype)
     if tiles is None:
         return loop(rows, cotangents, sizes)
-    kernel = partial(outer_by_kernel, dim=dim, tiles=tiles, filled=spread.filled)
+    kernel = partial(outer_by_kernel, dim=dim, tiles=tiles, filled=spread.fill_fraction)
     return lax.platform_dependent(rows, cotangents, sizes, tpu=kernel, default=loop)
 
 

@@ -53,13 +53,13 @@ class LatentAttention(SpecModule):
         part, dtype, positions = self.part, x.dtype, context.inputs["positions"]
         split = context.split(self.rules, attention=True)
         frequencies = rotary_frequencies(part.rope, part.rope_size, context)
-        angles = positions, frequencies, part.rope.length, part.backend
+        angles = positions, frequencies, part.rope.attention_factor, part.backend
         query = rotate(self._query(x, split), *angles)
         query = checkpoint_name(constrain(query, _HEADS, self.rules), "query")
-        down = split.on_own(x, self.key_value_down[...].astype(dtype))
+        down = split.unsharded_matmul(x, self.key_value_down[...].astype(dtype))
         small = rms_norm(checkpoint_name(down, "latent"), self.key_value_norm[...], part.norm)
         weight = map_columns(_deinterleave_pairs, self.rope_key[...].astype(dtype))
-        turned = split.whole(split.on_own(x, weight))[:, :, None]
+        turned = split.gather_tokens(split.unsharded_matmul(x, weight))[:, :, None]
         turned = rotate(turned, *angles)
         mask = Mask(context.inputs["segment_ids"], scale=part.scale)
         cache = context.cache
@@ -67,7 +67,7 @@ class LatentAttention(SpecModule):
             mixed = self._expanded(query, small, turned, mask, context.inputs, split)
         else:
             mixed, cache = self._absorbed(query, small, turned, mask, positions, cache)
-        out = split.out_of(mixed, self.out[...].astype(dtype), part.params["out"].axes)
+        out = split.row_parallel(mixed, self.out[...].astype(dtype), part.params["out"].axes)
         return Output(checkpoint_name(out, "attention_out"), cache=cache)
 
     @staticmethod
@@ -89,12 +89,12 @@ class LatentAttention(SpecModule):
         turned_first = partial(_rotary_dims_first, turned=part.rope_size)
         if not part.query_rank:
             weight = map_columns(turned_first, self.query[...].astype(x.dtype))
-            return split.into(x, [weight], [part.params["query"].axes])[0]
-        down = split.on_own(x, self.query_down[...].astype(x.dtype))
+            return split.column_parallel(x, [weight], [part.params["query"].axes])[0]
+        down = split.unsharded_matmul(x, self.query_down[...].astype(x.dtype))
         down = checkpoint_name(down, "query_latent")
         normed = rms_norm(down, self.query_norm[...], part.query_norm)
         weight = map_columns(turned_first, self.query_up[...].astype(x.dtype))
-        return split.into(normed, [weight], [part.params["query_up"].axes])[0]
+        return split.column_parallel(normed, [weight], [part.params["query_up"].axes])[0]
 
     def _up(self, dtype: jnp.dtype) -> tuple[Array | LoraWeight, Array | LoraWeight]:
         """From latents to keys without what turns `[r, N, h]`, and to values `[r, N, v]`."""
@@ -112,7 +112,7 @@ class LatentAttention(SpecModule):
     ) -> Float[Array, "B T N v"]:
         """With keys and values of each head."""
         axes = self.part.params["key_value_up"].axes
-        rest, value = split.into(small, self._up(query.dtype), [axes, axes])
+        rest, value = split.column_parallel(small, self._up(query.dtype), [axes, axes])
         everywhere = jnp.broadcast_to(turned, (*rest.shape[:3], turned.shape[-1]))
         key = jnp.concatenate([everywhere, rest], axis=-1)
         key = checkpoint_name(constrain(key, _HEADS, self.rules), "key")
@@ -136,7 +136,7 @@ class LatentAttention(SpecModule):
         rest = jnp.einsum("btnh,rnh->btnr", rest, up_key)
         query = jnp.concatenate([front, rest], axis=-1)
         key = jnp.concatenate([turned, small[:, :, None]], axis=-1)
-        cache = cache.extended(key, key[..., :0], mask.segments, positions)
+        cache = cache.append(key, key[..., :0], mask.segments, positions)
         mask = replace(
             mask,
             positions=positions,

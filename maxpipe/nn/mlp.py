@@ -100,15 +100,15 @@ def gated_mlp(
     gate, up, down = (
         getattr(module, f"{prefix}{name}")[...].astype(x.dtype) for name in ("gate", "up", "down")
     )
-    if split.low is not None and split.is_free((gate, up, down)):
+    if split.quantizer is not None and split.can_prequantize((gate, up, down)):
         return quantized_gated_mlp(
-            x, largest, (gate, up, down), function, split.low, split.rules, prefix
+            x, largest, (gate, up, down), function, split.quantizer, split.rules, prefix
         )
-    gate, up = split.into(x, (gate, up), (_UP_AXES, _UP_AXES), largest)
+    gate, up = split.column_parallel(x, (gate, up), (_UP_AXES, _UP_AXES), largest)
     gate, up = checkpoint_name(gate, f"{prefix}gate"), checkpoint_name(up, f"{prefix}up")
-    hidden = gated_activation(gate, up, function, in_8_bits=split.low is not None)
+    hidden = gated_activation(gate, up, function, in_8_bits=split.quantizer is not None)
     hidden = constrain(hidden, (None, None, "mlp"), split.rules)
-    return split.out_of(hidden, down, _UP_AXES[::-1])
+    return split.row_parallel(hidden, down, _UP_AXES[::-1])
 
 
 _UP_AXES = ("embed", "mlp")
@@ -169,17 +169,20 @@ def _quantized_gated_mlp_backward(
         hidden, vjp = jax.vjp(partial(_compute_gate, function), gate, up)
         return hidden, *vjp(d_hidden)
 
-    theirs = barrier(low.tokens(cotangent, gradient=True))
-    d_hidden = low.back(theirs, of_down, 1).whole().astype(x.dtype)
+    theirs = barrier(low.quantize_tokens(cotangent, gradient=True))
+    d_hidden = low.input_grad(theirs, of_down, 1).compute().astype(x.dtype)
     d_hidden = constrain(d_hidden, (None, None, "mlp"), rules)
     made = d_hidden, gate, up
     made, most = barrier((made, [compute_max_abs(each, (2,)) for each in inside(*made)]))
     again = inside(*made)
     hidden, d_gate, d_up = barrier(
-        [low.tokens(*pair, gradient=n > 0) for n, pair in enumerate(zip(again, most, strict=True))]
+        [
+            low.quantize_tokens(*pair, gradient=n > 0)
+            for n, pair in enumerate(zip(again, most, strict=True))
+        ]
     )
     d_x = [
-        barrier(low.back(mine, each, 1).whole().astype(x.dtype))
+        barrier(low.input_grad(mine, each, 1).compute().astype(x.dtype))
         for mine, each in ((d_gate, of_gate), (d_up, of_up))
     ]
     if not low.weight_gradients:
@@ -210,4 +213,4 @@ class GatedMLP(SpecModule):
     def __call__(self, x: Float[Array, "B T D"], context: LayerContext) -> Output:
         """`[B, T, D] -> [B, T, D]`."""
         how = self.part.function, context.split(self.rules)
-        return Output(gated_mlp(x, self, *how, largest=context.largest))
+        return Output(gated_mlp(x, self, *how, largest=context.max_abs))

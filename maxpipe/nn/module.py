@@ -36,9 +36,9 @@ class LayerContext:
     cache: Any = None
     """Of earlier tokens, when decoding: what its one part that keeps some has made of
     `empty_cache`."""
-    low: MatmulQuantizer | None = None
+    quantizer: MatmulQuantizer | None = None
     """How products with weights are computed, if not in compute type."""
-    largest: Float[Array, "B T 1"] | None = None
+    max_abs: Float[Array, "B T 1"] | None = None
     """The largest number of each token that a part is given, where products are in 8 bits and the
     norm in front of it knows."""
 
@@ -61,11 +61,15 @@ class LayerContext:
 
         In decoding they are not.
         """
-        low = None if attention and self.low and not self.low.attention else self.low
+        low = (
+            None
+            if attention and self.quantizer and not self.quantizer.attention
+            else self.quantizer
+        )
         return (
-            SequenceParallel.of(rules, low)
+            SequenceParallel.from_rules(rules, low)
             if self.cache is None
-            else SequenceParallel(rules, low=low)
+            else SequenceParallel(rules, quantizer=low)
         )
 
 
@@ -99,7 +103,7 @@ class SpecModule(nnx.Module):
         del part, rows, tokens, dtype
 
     @staticmethod
-    def window(part: Any) -> str:
+    def cache_window(part: Any) -> str:
         """The per-layer value that says how many tokens a token looks back at, itself included, if
         a cache that lacks older ones will do; empty if not.
         """
@@ -133,7 +137,7 @@ class RMSNorm(SpecModule):
         """Same dtype."""
         return rms_norm(x, self.scale[...], self.part)
 
-    def largest(self, x: Float[Array, "*dims D"]) -> Float[Array, "*dims 1"]:
+    def max_abs(self, x: Float[Array, "*dims D"]) -> Float[Array, "*dims 1"]:
         """Of what it makes of each token, float32, up to how that is rounded; not differentiated.
 
         XLA finds it in the pass that finds the mean square, and would need one more for the result.

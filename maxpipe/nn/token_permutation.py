@@ -20,15 +20,15 @@ from maxpipe.parallel.collectives import mark_varying
 class TokenPermutation(NamedTuple):
     """Which choice of which token stands where. n tokens have k choices each."""
 
-    choice: Int[Array, " N"]
+    choice_of_row: Int[Array, " N"]
     """In each row: a token times k, and which of its choices. n k in a row without one."""
-    row: Int[Array, "n k"]
+    row_of_choice: Int[Array, "n k"]
     """Of each choice; N if it has none."""
 
     @property
-    def lost(self) -> Float[Array, " n"]:
+    def dropped_fraction(self) -> Float[Array, " n"]:
         """Fraction of each token's choices that have no row."""
-        return (self.row == len(self.choice)).mean(-1)
+        return (self.row_of_choice == len(self.choice_of_row)).mean(-1)
 
 
 def sort_by_expert(
@@ -98,7 +98,7 @@ def row_weights(
 ) -> Float[Array, " N"]:
     """Of all experts' weights for each token those of its choices, by row; 0 in other rows."""
     picked = jnp.where(_is_choice(places, num_experts), weights[:, None], 0).sum(-1)
-    return picked.reshape(-1).at[rows.choice].get(mode="fill", fill_value=0)
+    return picked.reshape(-1).at[rows.choice_of_row].get(mode="fill", fill_value=0)
 
 
 def _row_weights_backward(
@@ -135,7 +135,7 @@ def row_biases(
 def _one_hot_experts(
     places: Int[Array, "n k"], rows: TokenPermutation, like: Array
 ) -> Float[Array, "N E"]:
-    expert = places.reshape(-1).at[rows.choice].get(mode="clip")
+    expert = places.reshape(-1).at[rows.choice_of_row].get(mode="clip")
     return jax.nn.one_hot(expert, len(like), dtype=like.dtype)
 
 
@@ -182,7 +182,7 @@ weighted_biases.defvjp(
 
 def gather_tokens(x: Float[Array, "*tokens D"], rows: TokenPermutation) -> Float[Array, "N D"]:
     """The token in each row; any in a row without one."""
-    index = rows.choice // rows.row.shape[1]
+    index = rows.choice_of_row // rows.row_of_choice.shape[1]
     return x.reshape(-1, x.shape[-1]).at[index].get(mode="clip")
 
 
@@ -215,7 +215,7 @@ def permute_tokens(
 @jax.custom_vjp
 def unpermute_tokens(x: Float[Array, "S D"], slots: TokenPermutation) -> Float[Array, "n D"]:
     """Each token's sum over its slots."""
-    return sum_rows_by_token([x], slots.row, complete=False)
+    return sum_rows_by_token([x], slots.row_of_choice, complete=False)
 
 
 permute_tokens.defvjp(

@@ -44,15 +44,15 @@ class Distill(Objective):
     weight: float
     """Of the divergence; the cross entropy has the rest of 1."""
 
-    reported: ClassVar[tuple[str, ...]] = ("cross_entropy", "divergence")
+    report_names: ClassVar[tuple[str, ...]] = ("cross_entropy", "divergence")
 
     @property
-    def reads(self) -> tuple[LogProbSpec, ...]:
+    def log_prob_specs(self) -> tuple[LogProbSpec, ...]:
         """The student's log-probabilities of the text, and of the teacher's tokens."""
         return LogProbSpec("targets"), LogProbSpec(TEACHER_IDS, self.temperature)
 
     @property
-    def arrays(self) -> Mapping[str, BatchArraySpec]:
+    def batch_arrays(self) -> Mapping[str, BatchArraySpec]:
         """What the teacher says of each token."""
         shape = (self.top_k,)
         return {
@@ -61,7 +61,7 @@ class Distill(Objective):
         }
 
     @property
-    def evaluated(self) -> Objective:
+    def eval_objective(self) -> Objective:
         """The cross entropy: no teacher says anything of documents for evaluation."""
         return CrossEntropy()
 

@@ -34,15 +34,15 @@ class Policy(Objective):
     clip_high: float
     temperature: float = 1.0
 
-    reported: ClassVar[tuple[str, ...]] = ("entropy", "clipped")
+    report_names: ClassVar[tuple[str, ...]] = ("entropy", "clipped")
 
     @property
-    def reads(self) -> tuple[LogProbSpec, ...]:
+    def log_prob_specs(self) -> tuple[LogProbSpec, ...]:
         """Of tokens that were drawn."""
         return (LogProbSpec("targets", self.temperature),)
 
     @property
-    def arrays(self) -> Mapping[str, BatchArraySpec]:
+    def batch_arrays(self) -> Mapping[str, BatchArraySpec]:
         """Of each token."""
         return {name: BatchArraySpec((), jnp.float32) for name in ("old_logp", "advantages")}
 
@@ -62,12 +62,12 @@ class KlPolicyGradient(Policy):
 
     kl: float
 
-    reported: ClassVar[tuple[str, ...]] = (*Policy.reported, "kl")
+    report_names: ClassVar[tuple[str, ...]] = (*Policy.report_names, "kl")
 
     @property
-    def arrays(self) -> Mapping[str, BatchArraySpec]:
+    def batch_arrays(self) -> Mapping[str, BatchArraySpec]:
         """Of each token."""
-        return {**super().arrays, "reference_logp": BatchArraySpec((), jnp.float32)}
+        return {**super().batch_arrays, "reference_logp": BatchArraySpec((), jnp.float32)}
 
     def __call__(self, scores: Scores, inputs: Mapping[str, Array]) -> tuple[Array, Scores]:
         """The divergence is reported, too."""

@@ -43,9 +43,9 @@ class PairValues(NamedTuple):
 class Preference(Objective):
     """What the losses share: what they read, and what is reported of the responses."""
 
-    by_segment: ClassVar[int] = 2
+    segments_per_loss: ClassVar[int] = 2
     normaliser: ClassVar[str] = PAIRS
-    reported: ClassVar[tuple[str, ...]] = (
+    report_names: ClassVar[tuple[str, ...]] = (
         *("reward_chosen", "reward_rejected", "margin", "accuracy"),
         *("nats_chosen", "nats_rejected"),
     )
@@ -57,9 +57,9 @@ class Preference(Objective):
     """Whether the log-probability of a response is the mean over its tokens."""
 
     @property
-    def arrays(self) -> Mapping[str, BatchArraySpec]:
+    def batch_arrays(self) -> Mapping[str, BatchArraySpec]:
         """Where a row has pairs; of each half the reference, and the tokens that count."""
-        by_row = partial(BatchArraySpec, dtype=jnp.float32, by_row=True)
+        by_row = partial(BatchArraySpec, dtype=jnp.float32, per_sequence=True)
         halves = by_row((2 * self.most_pairs,))
         return {PAIRS: by_row((self.most_pairs,)), REFERENCE: halves, RESPONSE_TOKENS: halves}
 
@@ -71,13 +71,13 @@ class Preference(Objective):
         means = _split_pairs(jnp.where(is_half, scores[0] / tokens, -1.0))
         of = _split_pairs(scores[0] / tokens if self.by_length else scores[0])
         reference = inputs[REFERENCE] / tokens if self.by_length else inputs[REFERENCE]
-        lost, rewards = self.lost(of, _split_pairs(reference), means)
+        lost, rewards = self.compute_loss(of, _split_pairs(reference), means)
         better = (rewards.chosen > rewards.rejected).astype(jnp.float32)
         reports = (*rewards, rewards.difference, better, -means.chosen, -means.rejected)
         return lost, jax.lax.stop_gradient(reports)
 
     @abstractmethod
-    def lost(
+    def compute_loss(
         self, policy: PairValues, reference: PairValues, means: PairValues
     ) -> tuple[Float[Array, "B N"], PairValues]:
         """Losses, and rewards of the responses, of log-probabilities and their means by token."""
@@ -90,7 +90,7 @@ class Dpo(Preference):
     beta: float = 0.1
     label_smoothing: float = 0.0
 
-    def lost(
+    def compute_loss(
         self, policy: PairValues, reference: PairValues, means: PairValues
     ) -> tuple[Float[Array, "B N"], PairValues]:
         """As the base says."""
@@ -109,7 +109,7 @@ class Ipo(Preference):
 
     beta: float = 0.1
 
-    def lost(
+    def compute_loss(
         self, policy: PairValues, reference: PairValues, means: PairValues
     ) -> tuple[Float[Array, "B N"], PairValues]:
         """As the base says."""
@@ -125,7 +125,7 @@ class Orpo(Preference):
     needs_reference: ClassVar[bool] = False
     odds_weight: float = 0.1
 
-    def lost(
+    def compute_loss(
         self, policy: PairValues, reference: PairValues, means: PairValues
     ) -> tuple[Float[Array, "B N"], PairValues]:
         """As the base says."""

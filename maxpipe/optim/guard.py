@@ -36,11 +36,11 @@ class GuardState(NamedTuple):
     recent: Float[Array, "2 window"]
     """Loss in nats per token, and gradient norm, of the last updates, the newest last; float32. NaN
     where there was none yet; the window is 0 when no spikes are looked for."""
-    reach: Float[Array, " 2"]
+    bounds: Float[Array, " 2"]
     """Bounds on the size of any parameter and of any first moment, float32; infinite where they
     were not measured. See `optim.reach_after`."""
 
-    def facts(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """The same as JSON values, for a checkpoint; the reach is measured again."""
         recent = np.asarray(self.recent)
         return {
@@ -83,7 +83,7 @@ def check_step(
     spike = spike & ~broken
     taken = ~broken & ~(spike & (config.on_spike != "note"))
     newer = jnp.concatenate([state.recent, seen[:, None]], axis=1)[:, 1:]
-    recent, reach = select_update(taken, (newer, reach), (state.recent, state.reach))
+    recent, reach = select_update(taken, (newer, reach), (state.recent, state.bounds))
     return taken, GuardState(state.skipped + ~taken, state.spikes + spike, recent, reach)
 
 

@@ -85,7 +85,7 @@ def compute_updates(
         # Matrices that are alike travel together: their number has to divide by that of devices.
         groups: dict[tuple[object, ...], list[_Flat]] = defaultdict(list)
         for path, shard in shards.items():
-            found = _Flat.of(path, shard, declared[path], mesh)
+            found = _Flat.from_shard(path, shard, declared[path], mesh)
             groups[(found.matrices.shape[1:], found.axes)].append(found)
         return {
             path: x for group in groups.values() for path, x in _orthogonalize_group(group, mesh)
@@ -109,10 +109,10 @@ class _Flat(NamedTuple):
     """Of the shard."""
     order: tuple[int, ...]
     """Its dims: those that number matrices, rows, columns."""
-    is_turned: bool
+    is_transposed: bool
 
     @classmethod
-    def of(cls, path: KeyPath, shard: Array, matrices: Matrices, mesh: Mesh) -> _Flat:
+    def from_shard(cls, path: KeyPath, shard: Array, matrices: Matrices, mesh: Mesh) -> _Flat:
         """The way there. Where several dims make up a side, devices may order its entries as they
         like: the singular vectors' entries have the same order.
         """
@@ -128,7 +128,7 @@ class _Flat(NamedTuple):
 
     def back(self, x: Float[Array, "K i o"]) -> Array:
         """Matrices of this form -> the shard's."""
-        x = x.swapaxes(1, 2) if self.is_turned else x
+        x = x.swapaxes(1, 2) if self.is_transposed else x
         x = x.reshape([self.shape[dim] for dim in self.order])
         return x.transpose(sorted(range(x.ndim), key=self.order.__getitem__))
 

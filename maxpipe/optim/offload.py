@@ -21,7 +21,7 @@ class LayerSlice(NamedTuple):
     dim: int | None = None
     """None: the part is the whole."""
 
-    def of(self, x: Array) -> Array:
+    def slice_of(self, x: Array) -> Array:
         """The part of an array, with all of its dims."""
         if self.dim is None or not x.ndim:
             return x
@@ -54,7 +54,7 @@ def map_layers(
 
     def turn(number: Int[Array, ""] | int, have: Arrays) -> Arrays:
         layer, new = LayerSlice(number, dim), dict(have)
-        parts = {name: layer.of(x) for name, x in have.items()}
+        parts = {name: layer.slice_of(x) for name, x in have.items()}
         # Directly behind the slice: what is between them is computed with all of the array.
         parts = {
             name: jax.device_put(x, _DEVICE) if _is_on_host(x) else x for name, x in parts.items()

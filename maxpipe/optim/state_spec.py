@@ -24,7 +24,7 @@ class StateArray(NamedTuple):
     dims: Dims
     """Of the parameter's dims those that it has."""
     dtype: str
-    left_out: tuple[int, ...] = ()
+    dropped_dims: tuple[int, ...] = ()
     """Numbers of those that it has not."""
 
 
@@ -95,6 +95,6 @@ def saved_bytes(
     """
     if trained_only and not param.trainable:
         return 0.0
-    own = StateArray(param.dims, param.exact or param_dtype)
+    own = StateArray(param.dims, param.own_dtype or param_dtype)
     held = (own, *state_arrays(config, param, param_dtype).values())
     return sum(math.prod(size for size, _ in each.dims) * BYTES[each.dtype] for each in held)

@@ -67,7 +67,7 @@ class BiasCorrections(NamedTuple):
     nu: Float[Array, ""]
 
     @classmethod
-    def after(cls, config: OptimConfig, count: Int[Array, ""]) -> BiasCorrections:
+    def after_updates(cls, config: OptimConfig, count: Int[Array, ""]) -> BiasCorrections:
         """This number of updates."""
         return cls(1 - config.beta1**count, 1 - config.beta2**count)
 
@@ -232,10 +232,10 @@ class _UpdateContext(NamedTuple):
 
     updates: Int[Array, ""]
     """So far, with this one."""
-    by: BiasCorrections
-    taken: Taken
+    corrections: BiasCorrections
+    is_applied: Taken
     clip: Callable[[Array], Array]
-    draw: bool
+    rounds_stochastically: bool
     rate: Array | float = 0.0
     """The learning rate."""
 
@@ -257,7 +257,7 @@ class TrainableParam:
     """Of its gradient and of where it is updated."""
 
     @property
-    def stacked(self) -> int:
+    def num_stacked_dims(self) -> int:
         """Dims in front of the parameter's own."""
         return 0 if self.layers is None else self.layers.ndim
 
@@ -267,12 +267,12 @@ class TrainableParam:
 
     def spec_of(self, one: StateArray) -> PartitionSpec:
         """Of what is kept of it."""
-        dims = range(self.stacked + len(self.param.dims))
+        dims = range(self.num_stacked_dims + len(self.param.dims))
         entries = (*self.spec, *(None,) * (len(dims) - len(self.spec)))
         return PartitionSpec(*(entries[dim] for dim in dims if not self._lacks(one, dim)))
 
     def _lacks(self, one: StateArray, dim: int) -> bool:
-        return dim - self.stacked in one.left_out
+        return dim - self.num_stacked_dims in one.dropped_dims
 
 
 @dataclass(frozen=True, eq=False)
@@ -281,26 +281,26 @@ class Optimizer:
 
     config: OptimConfig
     rate: optax.Schedule
-    targets: Mapping[KeyPath, TrainableParam]
+    trainable_params: Mapping[KeyPath, TrainableParam]
     """By the path in trees of trained parameters."""
     param_dtype: str = "float32"
     seed: int = 0
     mesh: Mesh = field(default_factory=lambda: Mesh(np.array(jax.devices()[:1]), ("stage",)))
 
     @cached_property
-    def kept(self) -> dict[str, dict[KeyPath, StateArray]]:
+    def state_arrays(self) -> dict[str, dict[KeyPath, StateArray]]:
         """What there is of each parameter, by the name of its tree."""
         found: dict[str, dict[KeyPath, StateArray]] = {}
-        for path, target in self.targets.items():
+        for path, target in self.trainable_params.items():
             for name, one in state_arrays(self.config, target.param, self.param_dtype).items():
                 found.setdefault(name, {})[path] = one
         return found
 
-    def _each(self, of: Callable[[str, KeyPath, StateArray], Any]) -> dict[str, Tree]:
+    def _map_state(self, of: Callable[[str, KeyPath, StateArray], Any]) -> dict[str, Tree]:
         """A tree for each name, of something for each array."""
         return {
             name: unflatten({path: of(name, path, one) for path, one in those.items()})
-            for name, those in self.kept.items()
+            for name, those in self.state_arrays.items()
         }
 
     def init(self, params: Tree) -> OptState:
@@ -310,31 +310,31 @@ class Optimizer:
         def first(name: str, path: KeyPath, one: StateArray) -> Array:
             if name == EMA:
                 return given[path].astype(one.dtype)
-            target = self.targets[path]
+            target = self.trainable_params[path]
             shape = target.shape_of(one, given[path].shape)
             return auto_sharded(lambda: jnp.zeros(shape, one.dtype), target.spec_of(one))()
 
-        return OptState(jnp.zeros((), jnp.int32), self._each(first))
+        return OptState(jnp.zeros((), jnp.int32), self._map_state(first))
 
     @cached_property
-    def vocabulary(self) -> dict[str, dict[str, int]]:
+    def vocab_dims(self) -> dict[str, dict[str, int]]:
         """By tree and parameter which dim of what is kept is that of the vocabulary."""
         found: dict[str, dict[str, int]] = {}
-        for name, those in self.kept.items():
+        for name, those in self.state_arrays.items():
             axes = {path: [axis for _, axis in one.dims] for path, one in those.items()}
             found[name] = {p[0]: each.index("vocab") for p, each in axes.items() if "vocab" in each}
         return found
 
     @property
-    def is_by_entry(self) -> bool:
+    def is_elementwise(self) -> bool:
         """Whether the update of an entry depends on that entry alone."""
         return self.config.name in ("adamw", "lion")
 
-    def reach_after(
+    def bound_update(
         self, reach: Float[Array, " 2"], norm: Float[Array, ""], rate: Float[Array, ""]
     ) -> Float[Array, " 2"]:
         """A bound on what `update` leaves: see `reach.reach_after`. `rate`: the learning rate."""
-        targets = self.targets.values()
+        targets = self.trainable_params.values()
         return bound_update(
             self.config,
             reach,
@@ -347,12 +347,12 @@ class Optimizer:
     @cached_property
     def target_specs(self) -> Tree:
         """Of gradients, and of parameters where they are updated."""
-        return unflatten({path: target.spec for path, target in self.targets.items()})
+        return unflatten({path: target.spec for path, target in self.trainable_params.items()})
 
     @cached_property
     def specs(self) -> dict[str, Tree]:
         """Of the state's trees."""
-        return self._each(lambda _, path, one: self.targets[path].spec_of(one))
+        return self._map_state(lambda _, path, one: self.trainable_params[path].spec_of(one))
 
     def update(
         self,
@@ -374,7 +374,7 @@ class Optimizer:
             taken: whether there is an update.
             draw: whether to round as the config says; else to the nearest number.
         """
-        now = self._now(gradients, state, norm=norm, taken=taken, draw=draw)
+        now = self._make_context(gradients, state, norm=norm, taken=taken, draw=draw)
         slopes, given = flatten(gradients), flatten(params)
         before = {name: flatten(tree) for name, tree in state.trees.items()}
         after: dict[str, dict[KeyPath, Array]] = {name: {} for name in before}
@@ -385,45 +385,45 @@ class Optimizer:
             slope = slopes[path].astype(jnp.float32) if self.config.offload_state else slopes[path]
             have = {_GRADIENT: slope} | {name: before[name][path] for name in self._names(path)}
             dtype = slopes[path].dtype
-            new = self.by_layer(path, partial(self._turned, path, now, dtype), have)
+            new = self.map_layers(path, partial(self._update_moments, path, now, dtype), have)
             found[path] = new.pop(_GRADIENT)
             for name in self._names(path):
                 after[name][path] = new[name]
         found = muon.compute_updates(found, self._matrices, self.mesh)
         now = now._replace(rate=jnp.asarray(self.rate(state.updates)))
-        for path in self.targets:
+        for path in self.trainable_params:
             names = [name for name in before if path in before[name] and path not in after[name]]
             have = {_GRADIENT: found.get(path, slopes[path]), _PARAMETER: given[path]}
             have |= {name: before[name][path] for name in names}
-            new = self.by_layer(path, partial(self._moved, path, now), have)
+            new = self.map_layers(path, partial(self._update_param, path, now), have)
             moved[path] = new[_PARAMETER]
             for name in names:
                 after[name][path] = new[name]
         trees = {name: unflatten(tree) for name, tree in after.items()}
         return unflatten(moved), OptState(now.updates, trees)
 
-    def stays_finite(
+    def is_finite_after_update(
         self, gradients: Tree, norm: Float[Array, ""], params: Tree, state: OptState
     ) -> Bool[Array, ""]:
         """Whether an update by entries leaves all finite, computed by layers and not kept."""
-        now = self._now(gradients, state, norm=norm, taken=True, draw=False)
+        now = self._make_context(gradients, state, norm=norm, taken=True, draw=False)
         now = now._replace(rate=jnp.asarray(self.rate(state.updates)))
         slopes, given, finite = flatten(gradients), flatten(params), jnp.ones((), bool)
         before = {name: flatten(tree) for name, tree in state.trees.items()}
-        for path in self.targets:
+        for path in self.trainable_params:
             have = {_GRADIENT: slopes[path], _PARAMETER: given[path], _FINITE: finite}
             have |= {name: those[path] for name, those in before.items()}
 
             def look(layer: LayerSlice, have: Arrays, path: KeyPath = path) -> Arrays:
-                new = self._moved(path, now, layer, have).values()
+                new = self._update_param(path, now, layer, have).values()
                 return {
                     _FINITE: reduce(operator.and_, map(jnp.isfinite, new)).all() & have[_FINITE]
                 }
 
-            finite = self.by_layer(path, look, have)[_FINITE]
+            finite = self.map_layers(path, look, have)[_FINITE]
         return finite
 
-    def largest_of(self, tree: Tree) -> Float[Array, ""]:
+    def max_abs(self, tree: Tree) -> Float[Array, ""]:
         """Of all entries of what is kept, by layers."""
         largest = jnp.zeros(())
         for path, x in flatten(tree).items():
@@ -432,10 +432,10 @@ class Optimizer:
                 found = jnp.abs(have[MOMENTUM]).max().astype(jnp.float32)
                 return {_LARGEST: jnp.maximum(found, have[_LARGEST])}
 
-            largest = self.by_layer(path, look, {MOMENTUM: x, _LARGEST: largest})[_LARGEST]
+            largest = self.map_layers(path, look, {MOMENTUM: x, _LARGEST: largest})[_LARGEST]
         return largest
 
-    def by_layer(
+    def map_layers(
         self, path: KeyPath, run: Callable[[LayerSlice, Arrays], Arrays], have: Arrays
     ) -> Arrays:
         """What `run` makes of a parameter and what belongs to it; at once, if all is on the device.
@@ -444,36 +444,44 @@ class Optimizer:
         """
         if not self.config.offload_state:
             return run(ALL_LAYERS, have)
-        target = self.targets[path]
-        entries = (*target.spec, *(None,) * (target.stacked - len(target.spec)))
+        target = self.trainable_params[path]
+        entries = (*target.spec, *(None,) * (target.num_stacked_dims - len(target.spec)))
         shape = next(x.shape for x in have.values() if x.ndim)
-        dims = [dim for dim in range(target.stacked) if entries[dim] is None and shape[dim] > 1]
+        dims = [
+            dim for dim in range(target.num_stacked_dims) if entries[dim] is None and shape[dim] > 1
+        ]
         return map_layers(run, have, max(dims, key=lambda dim: shape[dim], default=None))
 
-    def _now(
+    def _make_context(
         self, gradients: Tree, state: OptState, *, norm: Array | None, taken: Taken, draw: bool
     ) -> _UpdateContext:
         count = jnp.where(taken, optax.safe_increment(state.updates), state.updates)
         clip = self._clip(gradients, norm, taken)
-        return _UpdateContext(count, BiasCorrections.after(self.config, count), taken, clip, draw)
+        return _UpdateContext(
+            count, BiasCorrections.after_updates(self.config, count), taken, clip, draw
+        )
 
-    def _turned(
+    def _update_moments(
         self, path: KeyPath, now: _UpdateContext, dtype: np.dtype, layer: LayerSlice, have: Arrays
     ) -> Arrays:
         """The direction, in place of the gradient of this type, and what is kept."""
         old = {name: have[name].astype(jnp.float32) for name in self._names(path)}
         slope = now.clip(have[_GRADIENT].astype(dtype))
-        found, new = self._direction(path, slope, old, now.updates, now.by, now.taken)
+        found, new = self._direction(path, slope, old, now.updates, now.corrections, now.is_applied)
         kept = {}
         for name, x in new.items():
-            kept[name] = self._stored(path, name, x, self.kept[name][path], now, layer)
+            kept[name] = self._cast_for_storage(
+                path, name, x, self.state_arrays[name][path], now, layer
+            )
         return {_GRADIENT: found} | kept
 
-    def _moved(self, path: KeyPath, now: _UpdateContext, layer: LayerSlice, have: Arrays) -> Arrays:
+    def _update_param(
+        self, path: KeyPath, now: _UpdateContext, layer: LayerSlice, have: Arrays
+    ) -> Arrays:
         """The parameter and all that is kept of it, by the gradient or Muon's direction."""
-        target, new = self.targets[path], {_GRADIENT: have[_GRADIENT]}
+        target, new = self.trainable_params[path], {_GRADIENT: have[_GRADIENT]}
         if path not in self._matrices:
-            new = self._turned(path, now, have[_GRADIENT].dtype, layer, have)
+            new = self._update_moments(path, now, have[_GRADIENT].dtype, layer, have)
         update = new.pop(_GRADIENT)
         param = have[_PARAMETER].astype(jnp.float32)
         if target.decay:
@@ -481,17 +489,17 @@ class Optimizer:
         step = jnp.asarray(-now.rate * target.rate if target.rate != 1.0 else -now.rate)
         moved = param + step.astype(jnp.float32) * update
         whole = StateArray(target.param.dims, have[_PARAMETER].dtype.name)
-        moved = self._stored(path, _PARAMETER, moved, whole, now, layer)
-        new[_PARAMETER] = moved = select_update(now.taken, moved, have[_PARAMETER])
+        moved = self._cast_for_storage(path, _PARAMETER, moved, whole, now, layer)
+        new[_PARAMETER] = moved = select_update(now.is_applied, moved, have[_PARAMETER])
         if EMA in have:
             share, mean = self.config.average_decay, have[EMA]
             newer = share * mean + (1 - share) * moved.astype(jnp.float32)
-            new[EMA] = select_update(now.taken, newer, mean)
+            new[EMA] = select_update(now.is_applied, newer, mean)
         return new
 
     def _names(self, path: KeyPath) -> Iterator[str]:
         """Of what a parameter's update reads."""
-        return (name for name, those in self.kept.items() if path in those and name != EMA)
+        return (name for name, those in self.state_arrays.items() if path in those and name != EMA)
 
     def _clip(
         self, gradients: Tree, norm: Float[Array, ""] | None, taken: Taken
@@ -521,7 +529,7 @@ class Optimizer:
         taken: Taken,
     ) -> tuple[Array, Arrays]:
         """Which way a parameter goes, before weight decay and rate, and what is kept then."""
-        config, target = self.config, self.targets[path]
+        config, target = self.config, self.trainable_params[path]
         if is_orthogonalised(config, target.param):
             return momentum(config, gradient, old, taken)
         if config.name == "lion":
@@ -529,8 +537,10 @@ class Optimizer:
         if config.name != "adafactor":
             return adam(config, gradient, old, by, taken)
         # Means over dims that are divided: in types there is more than one way.
-        specs = {name: target.spec_of(self.kept[name][path]) for name in old}
-        sides = factored_dims(matrix_dims(target.param), target.param.shape, target.stacked)
+        specs = {name: target.spec_of(self.state_arrays[name][path]) for name in old}
+        sides = factored_dims(
+            matrix_dims(target.param), target.param.shape, target.num_stacked_dims
+        )
         run = auto_sharded(
             lambda gradient, old, count, taken: adafactor(gradient, old, count, sides, taken),
             (target.spec, specs),
@@ -541,15 +551,17 @@ class Optimizer:
     def _matrices(self) -> dict[KeyPath, muon.Matrices]:
         """Muon's."""
         declared: dict[KeyPath, muon.Matrices] = {}
-        for path, target in self.targets.items():
+        for path, target in self.trainable_params.items():
             if is_orthogonalised(self.config, target.param):
                 matrix = matrix_dims(target.param)
                 assert matrix is not None
-                inputs, outputs = (tuple(target.stacked + dim for dim in dims) for dims in matrix)
+                inputs, outputs = (
+                    tuple(target.num_stacked_dims + dim for dim in dims) for dims in matrix
+                )
                 declared[path] = muon.Matrices(inputs, outputs, target.spec)
         return declared
 
-    def _stored(
+    def _cast_for_storage(
         self,
         path: KeyPath,
         name: str,
@@ -559,13 +571,17 @@ class Optimizer:
         layer: LayerSlice,
     ) -> Array:
         """In the type in which it is kept."""
-        if not (now.draw and one.dtype == "bfloat16" and self.config.rounding == "stochastic"):
+        if not (
+            now.rounds_stochastically
+            and one.dtype == "bfloat16"
+            and self.config.rounding == "stochastic"
+        ):
             return x.astype(one.dtype)
-        target = self.targets[path]
+        target = self.trainable_params[path]
         layers = target.layers
         if layers is not None and layer.dim is not None:
-            layers = layer.of(jnp.asarray(layers))
-        sizes = [n for dim, n in enumerate(target.param.shape) if dim not in one.left_out]
+            layers = layer.slice_of(jnp.asarray(layers))
+        sizes = [n for dim, n in enumerate(target.param.shape) if dim not in one.dropped_dims]
         drawn = partial(
             random_bits, self.seed, f"{target.name} {name}", now.updates, layers, sizes, x.shape
         )

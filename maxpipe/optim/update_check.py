@@ -39,13 +39,13 @@ def check_update(
         state: before.
         before: the reach before.
     """
-    bound = optimizer.reach_after(before, norm, rate)
+    bound = optimizer.bound_update(before, norm, rate)
 
     def by_looking() -> tuple[jax.Array, jax.Array]:
-        largest = optimizer.largest_of if optimizer.config.offload_state else _largest
+        largest = optimizer.max_abs if optimizer.config.offload_state else _largest
         sizes = jnp.stack([_largest(params), largest(state.trees.get(MOMENTUM, {}))])
-        after = optimizer.reach_after(sizes, norm, rate)
-        if not optimizer.is_by_entry:
+        after = optimizer.bound_update(sizes, norm, rate)
+        if not optimizer.is_elementwise:
             return jnp.isfinite(after).all(), after
         return _is_finite_after_update(optimizer, gradients, norm, params, state), after
 
@@ -72,7 +72,7 @@ def _is_finite_after_update(
     is fused into a reduction; shared, or begun outside, some of it would stand in memory.
     """
     if optimizer.config.offload_state:
-        return optimizer.stays_finite(gradients, norm, params, state)
+        return optimizer.is_finite_after_update(gradients, norm, params, state)
     given = jax.lax.optimization_barrier((gradients, norm, params, state))
     gradients, norm, params, state = given
     params, state = optimizer.update(gradients, state, params, norm=norm, draw=False)

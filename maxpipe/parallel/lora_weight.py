@@ -41,8 +41,8 @@ def dropout(
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=("weight", "down", "up", "lengths", "keys"),
-    meta_fields=("scale", "rate", "summed"),
+    data_fields=("weight", "down", "up", "magnitudes", "dropout_keys"),
+    meta_fields=("scale", "dropout_rate", "contracted_dims"),
 )
 @dataclass(frozen=True)
 class LoraWeight:
@@ -53,14 +53,14 @@ class LoraWeight:
     down: Float[Array, "*K r"]
     up: Float[Array, "... N"]
     """`[r, *N]`."""
-    lengths: Float[Array, "*N"] | None
+    magnitudes: Float[Array, "*N"] | None
     """Of columns, float32."""
-    keys: Key[Array, " B"] | None
+    dropout_keys: Key[Array, " B"] | None
     """Of each row's dropout; None: there is none."""
     scale: float
-    rate: float
+    dropout_rate: float
     """Of dropout."""
-    summed: int
+    contracted_dims: int
     """Number of dims `*K`."""
 
     @property
@@ -80,40 +80,40 @@ class LoraWeight:
 
     def __getitem__(self, key: Any) -> LoraWeight:
         """Some of its columns: `[..., part of the last dim]`."""
-        return self if key is ... else self.by_columns(lambda columns: columns[key])
+        return self if key is ... else self.map_columns(lambda columns: columns[key])
 
-    def by_columns(self, change: Callable[[Array], Array]) -> LoraWeight:
+    def map_columns(self, change: Callable[[Array], Array]) -> LoraWeight:
         """With what `change` makes of the last dim of all that has columns."""
-        lengths = None if self.lengths is None else change(self.lengths)
-        return replace(self, weight=change(self.weight), up=change(self.up), lengths=lengths)
+        lengths = None if self.magnitudes is None else change(self.magnitudes)
+        return replace(self, weight=change(self.weight), up=change(self.up), magnitudes=lengths)
 
-    def dropped(self, x: Float[Array, "B T *K"]) -> Float[Array, "B T *K"]:
+    def apply_dropout(self, x: Float[Array, "B T *K"]) -> Float[Array, "B T *K"]:
         """What the change is given."""
-        if self.keys is None:
+        if self.dropout_keys is None:
             return x
-        return dropout(x, self.rate, self.keys, local_positions(x.shape[1]))
+        return dropout(x, self.dropout_rate, self.dropout_keys, local_positions(x.shape[1]))
 
-    def joined(
+    def combine(
         self, product: Float[Array, "B T *N"], change: Float[Array, "B T *N"]
     ) -> Float[Array, "B T *N"]:
         """The result, from products with the weight and with its change's factors."""
         found = product + (change * self.scale).astype(product.dtype)
-        return found if self.lengths is None else _scale_columns(found, self._stretch())
+        return found if self.magnitudes is None else _scale_columns(found, self._column_scale())
 
-    def _stretch(self) -> Float[Array, "*N"]:
-        assert self.lengths is not None
-        norms = jax.lax.stop_gradient(column_norms(self._sum(), self.summed))
-        return self.lengths / jnp.where(norms == 0, 1.0, norms)  # of padding they are 0
+    def _column_scale(self) -> Float[Array, "*N"]:
+        assert self.magnitudes is not None
+        norms = jax.lax.stop_gradient(column_norms(self._unscaled_merge(), self.contracted_dims))
+        return self.magnitudes / jnp.where(norms == 0, 1.0, norms)  # of padding they are 0
 
-    def _sum(self) -> Float[Array, "*K *N"]:
+    def _unscaled_merge(self) -> Float[Array, "*K *N"]:
         assert not isinstance(self.weight, QuantizedWeight)
         factors = self.down.astype(jnp.float32), self.up.astype(jnp.float32)
         return self.weight.astype(jnp.float32) + self.scale * jnp.tensordot(*factors, 1)
 
-    def merged(self) -> Float[Array, "*K *N"]:
+    def merge(self) -> Float[Array, "*K *N"]:
         """One weight that does the same, but for dropout."""
-        found = self._sum()
-        found = found if self.lengths is None else found * self._stretch()
+        found = self._unscaled_merge()
+        found = found if self.magnitudes is None else found * self._column_scale()
         return found.astype(self.weight.dtype)
 
 
@@ -145,12 +145,12 @@ def column_norms(weight: Float[Array, "*K *N"], summed: int) -> Float[Array, "*N
 
 def map_columns(change: Callable[[Array], Array], weight: Any) -> Any:
     """What `change` makes of a weight's last dim, with one that has a change or without."""
-    return weight.by_columns(change) if isinstance(weight, LoraWeight) else change(weight)
+    return weight.map_columns(change) if isinstance(weight, LoraWeight) else change(weight)
 
 
 def merge_lora(weight: Any) -> Any:
     """One array, where there is more to do with a weight than a product."""
-    return weight.merged() if isinstance(weight, LoraWeight) else weight
+    return weight.merge() if isinstance(weight, LoraWeight) else weight
 
 
 def base_weights(weights: Sequence[Any]) -> list[Any]:

@@ -46,13 +46,13 @@ class MatmulQuantizer:
     attention: bool = True
     """Whether projections of attention are."""
 
-    def type_of(self, *, gradient: bool = False) -> Any:
+    def operand_dtype(self, *, gradient: bool = False) -> Any:
         """Of the 8-bit numbers. Gradients in fp8 need range more than digits, if not in blocks."""
         if self.format == "int8":
             return jnp.int8
         return jnp.float8_e5m2 if gradient and self.scales != "block" else jnp.float8_e4m3fn
 
-    def tokens(
+    def quantize_tokens(
         self,
         x: Float[Array, "B T *K"],
         most: Float[Array, "B T 1"] | None = None,
@@ -62,13 +62,15 @@ class MatmulQuantizer:
     ) -> QuantizedArray:
         """Numbers with a scale for each token, of which `most` is the largest if that is known."""
         most = None if most is None else most.reshape(*most.shape[:2], *(1,) * (x.ndim - 2))
-        found = quantize_array(x, range(2, x.ndim), self.type_of(gradient=gradient), over, most)
+        found = quantize_array(
+            x, range(2, x.ndim), self.operand_dtype(gradient=gradient), over, most
+        )
         if x.ndim > 3:
             return found
         # XLA for TPU would have tokens in the last dim, as attention does, and copy in between.
-        return found._replace(numbers=with_layout(found.numbers, (0, 1, 2)))
+        return found._replace(values=with_layout(found.values, (0, 1, 2)))
 
-    def product(
+    def matmul(
         self,
         x: Float[Array, "*rows *K"] | QuantizedArray,
         weight: Weight,
@@ -82,24 +84,26 @@ class MatmulQuantizer:
         Axes of the program divide these dims if they are in `over`, the weight's dims, these or
         others, if they are in `around`. The sum over them is the caller's.
         """
-        ndim = x.numbers.ndim if isinstance(x, QuantizedArray) else x.ndim
+        ndim = x.values.ndim if isinstance(x, QuantizedArray) else x.ndim
         summed = tuple(range(ndim - dims, ndim)), tuple(range(dims))
         if self.scales == "block":
             assert not isinstance(weight, QuantizedWeight) and not isinstance(x, QuantizedArray)
-            mine = quantize_dequantize_blocks(x, summed[0][-1:], self.type_of())
-            return ScaledMatmul(TokenOperand(mine), self._in_squares(weight, dims), None, summed)
+            mine = quantize_dequantize_blocks(x, summed[0][-1:], self.operand_dtype())
+            return ScaledMatmul(
+                TokenOperand(mine), self._quantize_dequantize_squares(weight, dims), None, summed
+            )
         mine = (
             x
             if isinstance(x, QuantizedArray)
-            else quantize_array(x, summed[0], self.type_of(), over)
+            else quantize_array(x, summed[0], self.operand_dtype(), over)
         )
-        theirs = self.of_weight(weight, summed[1], over, around)
-        rows = mine.numbers.shape[: ndim - dims]
+        theirs = self.quantize_weight_operand(weight, summed[1], over, around)
+        rows = mine.values.shape[: ndim - dims]
         of_x = mine.scales.reshape(*rows, *(1,) * (weight.ndim - dims))
         of_weight = theirs.scales.reshape(theirs.scales.shape[dims:])
-        return ScaledMatmul(TokenOperand(mine.numbers, of_x), theirs.numbers, of_weight, summed)
+        return ScaledMatmul(TokenOperand(mine.values, of_x), theirs.values, of_weight, summed)
 
-    def back(
+    def input_grad(
         self,
         cotangent: Float[Array, "*rows *N"] | QuantizedArray,
         weight: Weight,
@@ -114,27 +118,29 @@ class MatmulQuantizer:
         they are in `around`.
         """
         rest = tuple(range(dims, weight.ndim))
-        ndim = cotangent.numbers.ndim if isinstance(cotangent, QuantizedArray) else cotangent.ndim
+        ndim = cotangent.values.ndim if isinstance(cotangent, QuantizedArray) else cotangent.ndim
         summed = tuple(range(ndim - len(rest), ndim)), rest
-        kind = self.type_of(gradient=True)
+        kind = self.operand_dtype(gradient=True)
         if self.scales == "block":
             assert not isinstance(weight, QuantizedWeight) and not isinstance(
                 cotangent, QuantizedArray
             )
             mine = quantize_dequantize_blocks(cotangent, summed[0][-1:], kind)
-            return ScaledMatmul(TokenOperand(mine), self._in_squares(weight, dims), None, summed)
-        theirs = self.of_weight(weight, rest, over, around, back=True)
+            return ScaledMatmul(
+                TokenOperand(mine), self._quantize_dequantize_squares(weight, dims), None, summed
+            )
+        theirs = self.quantize_weight_operand(weight, rest, over, around, back=True)
         mine = cotangent
         if not isinstance(mine, QuantizedArray):
             mine = quantize_array(mine, summed[0], kind, over)
-        of_mine = mine.scales.reshape(*mine.numbers.shape[: summed[0][0]], *(1,) * dims)
+        of_mine = mine.scales.reshape(*mine.values.shape[: summed[0][0]], *(1,) * dims)
         of_weight = theirs.scales.reshape(theirs.scales.shape[:dims])
-        return ScaledMatmul(TokenOperand(mine.numbers, of_mine), theirs.numbers, of_weight, summed)
+        return ScaledMatmul(TokenOperand(mine.values, of_mine), theirs.values, of_weight, summed)
 
-    def _in_squares(self, weight: Array, dims: int) -> Array:
-        return quantize_dequantize_blocks(weight, (dims - 1, weight.ndim - 1), self.type_of())
+    def _quantize_dequantize_squares(self, weight: Array, dims: int) -> Array:
+        return quantize_dequantize_blocks(weight, (dims - 1, weight.ndim - 1), self.operand_dtype())
 
-    def rounds(
+    def quantize_weight(
         self,
         weight: Array,
         first: int,
@@ -149,13 +155,15 @@ class MatmulQuantizer:
         inside = range(first, first + dims)
         rest = range(first + dims, weight.ndim)
         forward, back = (
-            self.of_weight(weight, summed, over if divided in summed else (), over, each=each)
+            self.quantize_weight_operand(
+                weight, summed, over if divided in summed else (), over, each=each
+            )
             for each in [range(first)]
             for summed in (inside, rest)
         )
         return QuantizedWeight(forward, None if self.scales == "tensor" else back)
 
-    def of_weight(
+    def quantize_weight_operand(
         self,
         weight: Weight,
         summed: Dims,
@@ -167,23 +175,23 @@ class MatmulQuantizer:
     ) -> QuantizedArray:
         """Rounded for a product over these dims, of many matrices if there are dims `each`."""
         if isinstance(weight, QuantizedWeight):
-            return weight.back if back and weight.back is not None else weight.forward
+            return weight.backward if back and weight.backward is not None else weight.forward
         if self.scales == "tensor":
             whole = [dim for dim in range(weight.ndim) if dim not in each]
-            return quantize_array(weight, whole, self.type_of(), around)
-        return quantize_array(weight, summed, self.type_of(), over)
+            return quantize_array(weight, whole, self.operand_dtype(), around)
+        return quantize_array(weight, summed, self.operand_dtype(), over)
 
-    def rounded(
+    def quantize_dequantize(
         self, x: Array, dims: Dims, *, over: Sequence[str] = (), gradient: bool = False
     ) -> Array:
         """What numbers with a scale for these dims stand for, in the type of `x`."""
-        kind = self.type_of(gradient=gradient)
+        kind = self.operand_dtype(gradient=gradient)
         if self.scales == "block":
             return quantize_dequantize_blocks(x, dims[-1:], kind)
         found, scale = quantize_array(x, dims, kind, over)
         return (found.astype(jnp.float32) * scale).astype(x.dtype)
 
-    def rounded_weight(
+    def quantize_dequantize_weight(
         self,
         weight: Array,
         inside: Dims,
@@ -195,11 +203,11 @@ class MatmulQuantizer:
         """`rounded`, for a weight whose dims `inside` are summed over; `each`: of many matrices."""
         if self.scales == "block":
             own = [dim for dim in range(weight.ndim) if dim not in (*inside, *each)]
-            return quantize_dequantize_blocks(weight, (inside[-1], own[-1]), self.type_of())
-        found, scale = self.of_weight(weight, inside, over, around, each=each)
+            return quantize_dequantize_blocks(weight, (inside[-1], own[-1]), self.operand_dtype())
+        found, scale = self.quantize_weight_operand(weight, inside, over, around, each=each)
         return (found.astype(jnp.float32) * scale).astype(weight.dtype)
 
-    def outer(
+    def weight_grad(
         self,
         x: Float[Array, "B T *I"] | QuantizedArray,
         cotangent: Float[Array, "B T *O"] | QuantizedArray,
@@ -218,15 +226,15 @@ class MatmulQuantizer:
         moved = (CONTEXT,) if axis_size(CONTEXT) > 1 else ()
         inside, other = (cotangent, x) if into else (x, cotangent)
         assert not isinstance(other, QuantizedArray)
-        kind = self.type_of(gradient=not into)
+        kind = self.operand_dtype(gradient=not into)
         if self.scales == "block":
             assert not isinstance(inside, QuantizedArray)
             tokens = most = jnp.zeros((len(other), 0))
         else:
             if not isinstance(inside, QuantizedArray):
-                inside = self.tokens(inside, over=over, gradient=into)
+                inside = self.quantize_tokens(inside, over=over, gradient=into)
             tokens = inside.scales.reshape(*other.shape[:2], *(1,) * (other.ndim - 2))
-            inside = inside.numbers
+            inside = inside.values
             if most is None:
                 most = compute_max_abs(other, range(2, other.ndim))
             most = most.reshape(tokens.shape)
@@ -235,7 +243,7 @@ class MatmulQuantizer:
             mine, theirs, tokens, most = row
             if self.scales == "block":
                 pair = (
-                    quantize_dequantize_blocks(each, (0,), self.type_of())
+                    quantize_dequantize_blocks(each, (0,), self.operand_dtype())
                     for each in (theirs, mine)
                 )
                 first, second = pair if into else reversed(tuple(pair))
@@ -259,7 +267,7 @@ class MatmulQuantizer:
 class QuantizedArray(NamedTuple):
     """Numbers in 8 bits, and float32 scales that they are multiplied with."""
 
-    numbers: Array
+    values: Array
     scales: Array
 
 
@@ -269,7 +277,7 @@ class QuantizedWeight:
     """A weight that is rounded already, for the products that it is in."""
 
     forward: QuantizedArray
-    back: QuantizedArray | None
+    backward: QuantizedArray | None
     """For the gradient to what it is multiplied with; None if it is the same there."""
     gradient: Array | None = None
     """Zeros in whose place the weight is differentiated, of the type of its gradient."""
@@ -277,12 +285,12 @@ class QuantizedWeight:
     @property
     def ndim(self) -> int:
         """Of the weight."""
-        return self.forward.numbers.ndim
+        return self.forward.values.ndim
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Of the weight."""
-        return self.forward.numbers.shape
+        return self.forward.values.shape
 
     def astype(self, dtype: Any) -> QuantizedWeight:
         """Products are in any type."""
@@ -306,7 +314,7 @@ def is_quantized_weight(tree: Any) -> bool:
 class TokenOperand(NamedTuple):
     """Operands of which each token has its own."""
 
-    numbers: Float[Array, "*rows *K"]
+    values: Float[Array, "*rows *K"]
     scales: Float[Array, "*rows ..."] | None = None
     """That the product's dims are multiplied with."""
 
@@ -314,21 +322,21 @@ class TokenOperand(NamedTuple):
 class ScaledMatmul(NamedTuple):
     """A product in 8 bits, of which all scales are known, but not multiplied yet."""
 
-    rows: TokenOperand
+    tokens: TokenOperand
     weight: Array
-    of_weight: Float[Array, ...] | None
-    summed: tuple[Dims, Dims]
+    weight_scales: Float[Array, ...] | None
+    contracted_dims: tuple[Dims, Dims]
 
-    def of(self, rows: TokenOperand) -> Float[Array, ...]:
+    def compute_for(self, rows: TokenOperand) -> Float[Array, ...]:
         """In float32, of some of the tokens."""
-        found = _dot_general(rows.numbers, self.weight, self.summed)
-        for scale in (rows.scales, self.of_weight):
+        found = _dot_general(rows.values, self.weight, self.contracted_dims)
+        for scale in (rows.scales, self.weight_scales):
             found = found if scale is None else found * scale
         return found
 
-    def whole(self) -> Float[Array, ...]:
+    def compute(self) -> Float[Array, ...]:
         """In float32, of all of them."""
-        return self.of(self.rows)
+        return self.compute_for(self.tokens)
 
 
 def quantize_array(
@@ -428,10 +436,10 @@ def _matmuls(
 ) -> tuple[Array, ...]:
     mine: Array | QuantizedArray = x
     if how.scales != "block":
-        mine = how.tokens(x, most)
+        mine = how.quantize_tokens(x, most)
         # Who has several products rounds once; one alone may do so where it reads.
         mine = lax.optimization_barrier(mine) if into else mine
-    return tuple(how.product(mine, each, dims).whole().astype(x.dtype) for each in weights)
+    return tuple(how.matmul(mine, each, dims).compute().astype(x.dtype) for each in weights)
 
 
 def _matmuls_forward(
@@ -449,11 +457,11 @@ def _matmuls_backward(
     for cotangent, weight in zip(cotangents, weights, strict=True):
         mine: Array | QuantizedArray = cotangent
         if how.scales != "block":
-            mine = how.tokens(cotangent, gradient=True)
+            mine = how.quantize_tokens(cotangent, gradient=True)
             mine = lax.optimization_barrier(mine)
         # Sums over a token's whole width, as norms have, make a product behind which they stand
         # slow.
-        d_x = how.back(mine, weight.value, dims).whole().astype(x.dtype)
+        d_x = how.input_grad(mine, weight.value, dims).compute().astype(x.dtype)
         d_xs.append(lax.optimization_barrier(d_x))
         inside = mine if into and how.weight_gradients else cotangent
         make = partial(weight_grad, x, inside, how, into=into, most=most if into else None)
@@ -464,7 +472,7 @@ def _matmuls_backward(
 class WeightResidual(NamedTuple):
     """A weight for the backward pass."""
 
-    value: Weight
+    weight: Weight
     trained: Any
     """Its form says whether the weight has a gradient."""
 
@@ -472,8 +480,8 @@ class WeightResidual(NamedTuple):
         """In the form of the weight."""
         if self.trained is None:
             return None
-        if not isinstance(self.value, QuantizedWeight):
-            return make().astype(self.value.dtype)
+        if not isinstance(self.weight, QuantizedWeight):
+            return make().astype(self.weight.dtype)
         nothing: Any = None  # of integers
         return QuantizedWeight(nothing, None, make().astype(dtype))
 
@@ -496,7 +504,7 @@ def weight_grad(
 ) -> Float[Array, "*I *O"]:
     """A weight's gradient, as chosen."""
     if how.weight_gradients:
-        return how.outer(x, cotangent, into=into, over=over, most=most)
+        return how.weight_grad(x, cotangent, into=into, over=over, most=most)
     # Else XLA for TPU puts into it what makes them, which it writes for other products anyway.
     x, cotangent = lax.optimization_barrier((x, cotangent))
     assert not isinstance(x, QuantizedArray) and not isinstance(cotangent, QuantizedArray)
@@ -515,18 +523,26 @@ def quantized_einsum(form: str, x: Array, weight: Array, how: MatmulQuantizer) -
 
     The letter e, of experts, counts the weight's matrices.
     """
-    dims = _EinsumDims.of(form)
-    x = how.rounded(x, dims.summed_of_x)
-    return jnp.einsum(form, x, how.rounded_weight(weight, dims.inside, each=dims.each))
+    dims = _EinsumDims.from_equation(form)
+    x = how.quantize_dequantize(x, dims.contracted_of_x)
+    return jnp.einsum(
+        form,
+        x,
+        how.quantize_dequantize_weight(
+            weight, dims.contracted_of_weight, each=dims.batch_of_weight
+        ),
+    )
 
 
 def _quantized_einsum_backward(
     form: str, how: MatmulQuantizer, saved: tuple[Array, Array], cotangent: Array
 ) -> tuple[Array, Array]:
-    (x, weight), dims = saved, _EinsumDims.of(form)
-    rounded = how.rounded_weight(weight, dims.inside, each=dims.each)
+    (x, weight), dims = saved, _EinsumDims.from_equation(form)
+    rounded = how.quantize_dequantize_weight(
+        weight, dims.contracted_of_weight, each=dims.batch_of_weight
+    )
     (d_x,) = jax.vjp(lambda x: jnp.einsum(form, x, rounded), x)[1](
-        how.rounded(cotangent, dims.summed_of_result, gradient=True)
+        how.quantize_dequantize(cotangent, dims.contracted_of_result, gradient=True)
     )
     (d_weight,) = jax.vjp(lambda weight: jnp.einsum(form, x, weight), weight)[1](cotangent)
     return d_x, d_weight
@@ -541,16 +557,16 @@ quantized_einsum.defvjp(
 class _EinsumDims(NamedTuple):
     """Dims of the operands and of the result of a product."""
 
-    summed_of_x: Dims
-    inside: Dims
+    contracted_of_x: Dims
+    contracted_of_weight: Dims
     """Of the weight, summed over."""
-    each: Dims
+    batch_of_weight: Dims
     """Of the weight: which matrix."""
-    summed_of_result: Dims
+    contracted_of_result: Dims
     """In the gradient to `x`."""
 
     @classmethod
-    def of(cls, form: str) -> _EinsumDims:
+    def from_equation(cls, form: str) -> _EinsumDims:
         operands, result = form.split("->")
         x, weight = operands.split(",")
         inside = [letter for letter in weight if letter in x and letter not in result]

@@ -42,40 +42,40 @@ class SequenceParallel:
     rules: AxisRules
     axis: str = ""
     """The mesh axis; empty where every device has all tokens."""
-    low: MatmulQuantizer | None = None
+    quantizer: MatmulQuantizer | None = None
     """How products with weights are computed, if not in compute type."""
 
     @classmethod
-    def of(cls, rules: AxisRules, low: MatmulQuantizer | None = None) -> SequenceParallel:
+    def from_rules(cls, rules: AxisRules, low: MatmulQuantizer | None = None) -> SequenceParallel:
         """What the table says of programs that see the tokens of one device.
 
         In programs that are automatic throughout rows have any length, down to one token.
         """
         automatic = auto_axes()
         if not automatic.isdisjoint(TOKEN_AXES):
-            return cls(rules, low=low)
+            return cls(rules, quantizer=low)
         axes = dict(rules.table).get("sequence", ())
         return cls(rules, next((axis for axis in axes if axis in automatic), ""), low)
 
-    def shards(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+    def split_tokens(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """The same, with its tokens split; so is its cotangent."""
         return _constrain_tokens(x, self.axis) if self.axis else x
 
-    def whole(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+    def gather_tokens(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """The same, with all tokens on every device; its cotangent is split again."""
         return _gather_tokens(x, self.axis) if self.axis else x
 
-    def summed(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+    def reduce_scatter_tokens(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """The transpose of `whole`: of parts of a sum on each device, its shard of the tokens."""
         return _reduce_scatter_tokens(x, self.axis) if self.axis else x
 
-    def is_free(self, weights: Sequence[Weight | LoraWeight]) -> bool:
+    def can_prequantize(self, weights: Sequence[Weight | LoraWeight]) -> bool:
         """Whether a part may round for all products with these weights by itself."""
-        if self.axis or self.low is None or self.low.scales == "block":
+        if self.axis or self.quantizer is None or self.quantizer.scales == "block":
             return False
         return not any(isinstance(each, LoraWeight) for each in weights)
 
-    def into(
+    def column_parallel(
         self,
         x: Float[Array, "B T D"],
         weights: Sequence[Weight | LoraWeight],
@@ -86,16 +86,16 @@ class SequenceParallel:
 
         `largest` is the largest number of each token, if that is known.
         """
-        found = self._into(x, base_weights(weights), axes, largest)
+        found = self._column_parallel(x, base_weights(weights), axes, largest)
         for number, each in enumerate(weights):
             if isinstance(each, LoraWeight):
-                how, (first, *rest) = replace(self, low=None), axes[number]
-                (inner,) = how._into(each.dropped(x), [each.down], [(first, None)])
-                (change,) = how._into(inner, [each.up], [(None, *rest)])
-                found[number] = each.joined(found[number], change)
+                how, (first, *rest) = replace(self, quantizer=None), axes[number]
+                (inner,) = how._column_parallel(each.apply_dropout(x), [each.down], [(first, None)])
+                (change,) = how._column_parallel(inner, [each.up], [(None, *rest)])
+                found[number] = each.combine(found[number], change)
         return found
 
-    def _into(
+    def _column_parallel(
         self,
         x: Float[Array, "B T D"],
         weights: Sequence[Any],
@@ -105,46 +105,50 @@ class SequenceParallel:
         specs = tuple(map(self._spec, axes))
         split = [number for number, spec in enumerate(specs) if any(spec)]
         if not self.axis or not split:
-            return self._products(x, weights, into=True, most=largest)
+            return self._matmuls(x, weights, into=True, most=largest)
         chosen = tuple(specs[number] for number in split)
-        how = _ShardedMatmul(self.axis, self.rules.by_ring, chosen, self.low)
+        how = _ShardedMatmul(self.axis, self.rules.collective_matmul, chosen, self.quantizer)
         found = dict(
             zip(split, _column_parallel(x, tuple(weights[i] for i in split), how), strict=True)
         )
         # What every device has whole is multiplied with the tokens of each.
         return [
-            found[number] if number in found else self._products(x, [weight], into=True)[0]
+            found[number] if number in found else self._matmuls(x, [weight], into=True)[0]
             for number, weight in enumerate(weights)
         ]
 
-    def out_of(
+    def row_parallel(
         self, x: Float[Array, "B T *dims"], weight: Weight | LoraWeight, axes: LogicalAxes
     ) -> Float[Array, "B T D"]:
         """Times the weight, summed over devices that have a part of `dims` each."""
         if not isinstance(weight, LoraWeight):
-            return self._out_of(x, weight, axes)
-        how, found = replace(self, low=None), self._out_of(x, weight.weight, axes)
-        inner = how._out_of(weight.dropped(x), weight.down, (*axes[:-1], None))
-        return weight.joined(found, how._products(inner, [weight.up], into=False)[0])
+            return self._row_parallel(x, weight, axes)
+        how, found = replace(self, quantizer=None), self._row_parallel(x, weight.weight, axes)
+        inner = how._row_parallel(weight.apply_dropout(x), weight.down, (*axes[:-1], None))
+        return weight.combine(found, how._matmuls(inner, [weight.up], into=False)[0])
 
-    def on_own(
+    def unsharded_matmul(
         self, x: Float[Array, "B T *K"], weight: Array | LoraWeight, dims: int = 1
     ) -> Float[Array, "B T *N"]:
         """Times a weight whose first `dims` are summed over, in compute type, token by token."""
         if not isinstance(weight, LoraWeight):
             return jnp.tensordot(x, weight, dims)
-        inner = jnp.tensordot(weight.dropped(x), weight.down, dims)
-        return weight.joined(self.on_own(x, weight.weight, dims), self.on_own(inner, weight.up))
+        inner = jnp.tensordot(weight.apply_dropout(x), weight.down, dims)
+        return weight.combine(
+            self.unsharded_matmul(x, weight.weight, dims), self.unsharded_matmul(inner, weight.up)
+        )
 
-    def _out_of(self, x: Array, weight: Any, axes: LogicalAxes) -> Float[Array, "B T D"]:
+    def _row_parallel(self, x: Array, weight: Any, axes: LogicalAxes) -> Float[Array, "B T D"]:
         spec = self._spec(axes)
         if self.axis and any(spec):
             return _row_parallel(
-                x, weight, _ShardedMatmul(self.axis, self.rules.by_ring, (spec,), self.low)
+                x,
+                weight,
+                _ShardedMatmul(self.axis, self.rules.collective_matmul, (spec,), self.quantizer),
             )
-        return self.shards(self._products(x, [weight], weight.ndim - 1, into=False)[0])
+        return self.split_tokens(self._matmuls(x, [weight], weight.ndim - 1, into=False)[0])
 
-    def _products(
+    def _matmuls(
         self,
         x: Array,
         weights: Sequence[Weight],
@@ -154,13 +158,13 @@ class SequenceParallel:
         most: Array | None = None,
     ) -> list[Array]:
         """On tokens of which every device has all, or the compiler knows which."""
-        if self.low is not None:
-            return quantized_matmul.matmuls(x, most, weights, dims, self.low, into)
+        if self.quantizer is not None:
+            return quantized_matmul.matmuls(x, most, weights, dims, self.quantizer, into)
         arrays = [each for each in weights if not isinstance(each, QuantizedWeight)]
         assert len(arrays) == len(weights)
         # Tokens that are divided would have to move to be in one dim with rows.
         divided = self.axis or CONTEXT in auto_axes()
-        if self.rules.joins_tokens and not divided:
+        if self.rules.flattens_tokens and not divided:
             return _flattened_matmuls(x, arrays, dims)
         return [jnp.tensordot(x, weight, dims) for weight in arrays]
 
@@ -248,21 +252,21 @@ _reduce_scatter_tokens.defvjp(
 @dataclass(frozen=True)
 class _ShardedMatmul:
     axis: str
-    by_ring: bool
+    collective_matmul: bool
     specs: tuple[PartitionSpec, ...]
     """Of the weights, over that axis alone."""
-    low: MatmulQuantizer | None = None
+    quantizer: MatmulQuantizer | None = None
 
     @property
-    def tokens(self) -> PartitionSpec:
+    def token_spec(self) -> PartitionSpec:
         """Of what is between matmuls."""
         return PartitionSpec(None, self.axis, None)
 
-    def inside(self, spec: PartitionSpec, *, first: bool) -> PartitionSpec:
+    def hidden_spec(self, spec: PartitionSpec, *, first: bool) -> PartitionSpec:
         """Of activations `[B, T, *dims]` by that of a weight `[D, *dims]`, or `[*dims, D]`."""
         return PartitionSpec(None, None, *(spec[1:] if first else spec[:-1]))
 
-    def gathered_products(
+    def all_gather_matmul(
         self, x: Array, weights: Sequence[Array], *, gradient: bool = False
     ) -> list[Array]:
         """On one device, over the weights' dim that is not divided. `gradient`: x is a cotangent.
@@ -271,17 +275,19 @@ class _ShardedMatmul:
         """
 
         def multiply(x: Array, weight: Array) -> Array:
-            if self.low is not None:
-                found = self._in_8_bits(x, weight, divided=False, gradient=gradient).whole()
+            if self.quantizer is not None:
+                found = self._quantized_matmul(
+                    x, weight, divided=False, gradient=gradient
+                ).compute()
                 return found.astype(x.dtype)
             return jnp.tensordot(x, jnp.moveaxis(weight, -1, 0) if gradient else weight, 1)
 
-        if self.by_ring:
+        if self.collective_matmul:
             return collective_matmul.all_gather_matmul(x, weights, self.axis, multiply)
-        x = self._gathered(x)
+        x = self._gather_tokens(x)
         return [multiply(x, weight) for weight in weights]
 
-    def scattered_product(
+    def matmul_reduce_scatter(
         self, arrays: Sequence[Array], weights: Sequence[Array], *, gradient: bool = False
     ) -> Array:
         """On one device, over the weights' dims that are divided. `gradient`: of cotangents.
@@ -289,44 +295,48 @@ class _ShardedMatmul:
         These dims are all but a weight's last, for cotangents all but its first.
         """
         dtype, pairs = arrays[0].dtype, list(zip(arrays, weights, strict=True))
-        if self.low is not None:
+        if self.quantizer is not None:
             # Scales are the same on all devices: they are found before tokens go separate ways.
-            products = [self._in_8_bits(*pair, divided=True, gradient=gradient) for pair in pairs]
-            moving: list[Any] = [each.rows for each in products]
-            multiplies: list[Any] = [each.of for each in products]
+            products = [
+                self._quantized_matmul(*pair, divided=True, gradient=gradient) for pair in pairs
+            ]
+            moving: list[Any] = [each.tokens for each in products]
+            multiplies: list[Any] = [each.compute_for for each in products]
         else:
             turned = [jnp.moveaxis(each, 0, -1) if gradient else each for each in weights]
-            moving, sums = list(arrays), jnp.float32 if self.by_ring else dtype
+            moving, sums = list(arrays), jnp.float32 if self.collective_matmul else dtype
             product = partial(collective_matmul.matmul, dtype=sums)
             multiplies = [partial(product, weight=weight) for weight in turned]
-        if self.by_ring:
+        if self.collective_matmul:
             return collective_matmul.matmul_reduce_scatter(moving, multiplies, self.axis, dtype)
         found: list[Array] = [
             multiply(x).astype(dtype) for x, multiply in zip(moving, multiplies, strict=True)
         ]
         return _psum_scatter_tokens(sum(found[1:], found[0]), self.axis)
 
-    def _in_8_bits(self, x: Array, weight: Array, *, divided: bool, gradient: bool) -> ScaledMatmul:
-        assert self.low is not None
+    def _quantized_matmul(
+        self, x: Array, weight: Array, *, divided: bool, gradient: bool
+    ) -> ScaledMatmul:
+        assert self.quantizer is not None
         axis, rest = (self.axis,), weight.ndim - 1
-        multiply = self.low.back if gradient else self.low.product
+        multiply = self.quantizer.input_grad if gradient else self.quantizer.matmul
         dims = rest if divided != gradient else 1
         return multiply(x, weight, dims, over=axis if divided else (), around=axis)
 
-    def gathered_outer(
+    def all_gather_weight_grad(
         self, moving: Array, arrays: Sequence[Array], dtype: Any, *, first: bool
     ) -> tuple[Array, ...]:
         """On one device. `first`: what moves are a layer's inputs, else cotangents."""
-        moving, outer = self._gathered(moving), collective_matmul.outer_product
-        if self.low is not None:
+        moving, outer = self._gather_tokens(moving), collective_matmul.outer_product
+        if self.quantizer is not None:
             outer = partial(
-                quantized_matmul.weight_grad, how=self.low, into=first, over=(self.axis,)
+                quantized_matmul.weight_grad, how=self.quantizer, into=first, over=(self.axis,)
             )
         found = [outer(moving, each) if first else outer(each, moving) for each in arrays]
         return tuple(each.astype(dtype) for each in found)
 
-    def _gathered(self, x: Array) -> Array:
-        if self.by_ring:
+    def _gather_tokens(self, x: Array) -> Array:
+        if self.collective_matmul:
             return collective_matmul.ring_all_gather(x, self.axis)
         return lax.all_gather(x, self.axis, axis=TOKEN_DIM, tiled=True)
 
@@ -347,26 +357,26 @@ def _column_parallel(
     x: Array, weights: tuple[Array, ...], how: _ShardedMatmul
 ) -> tuple[Array, ...]:
     def run(x: Array, weights: tuple[Array, ...]) -> tuple[Array, ...]:
-        return tuple(how.gathered_products(x, weights))
+        return tuple(how.all_gather_matmul(x, weights))
 
-    inside = tuple(how.inside(spec, first=True) for spec in how.specs)
-    return map_shards(run, (how.tokens, how.specs), inside)(x, weights)
+    inside = tuple(how.hidden_spec(spec, first=True) for spec in how.specs)
+    return map_shards(run, (how.token_spec, how.specs), inside)(x, weights)
 
 
 def _column_parallel_backward(
     how: _ShardedMatmul, saved: tuple[Array, tuple[Array, ...]], cotangents: tuple[Array, ...]
 ) -> tuple[Array, tuple[Array, ...]]:
     x, weights = saved
-    inside = tuple(how.inside(spec, first=True) for spec in how.specs)
+    inside = tuple(how.hidden_spec(spec, first=True) for spec in how.specs)
 
     def to_x(cotangents: tuple[Array, ...], weights: tuple[Array, ...]) -> Array:
-        return how.scattered_product(cotangents, weights, gradient=True)
+        return how.matmul_reduce_scatter(cotangents, weights, gradient=True)
 
     def to_weights(x: Array, cotangents: tuple[Array, ...]) -> tuple[Array, ...]:
-        return how.gathered_outer(x, cotangents, x.dtype, first=True)
+        return how.all_gather_weight_grad(x, cotangents, x.dtype, first=True)
 
-    d_x = map_shards(to_x, (inside, how.specs), how.tokens)(cotangents, weights)
-    return d_x, map_shards(to_weights, (how.tokens, inside), how.specs)(x, cotangents)
+    d_x = map_shards(to_x, (inside, how.specs), how.token_spec)(cotangents, weights)
+    return d_x, map_shards(to_weights, (how.token_spec, inside), how.specs)(x, cotangents)
 
 
 _column_parallel.defvjp(
@@ -378,8 +388,8 @@ _column_parallel.defvjp(
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _row_parallel(x: Array, weight: Array, how: _ShardedMatmul) -> Array:
     (spec,) = how.specs
-    run = lambda x, weight: how.scattered_product([x], [weight])  # noqa: E731
-    return map_shards(run, (how.inside(spec, first=False), spec), how.tokens)(x, weight)
+    run = lambda x, weight: how.matmul_reduce_scatter([x], [weight])  # noqa: E731
+    return map_shards(run, (how.hidden_spec(spec, first=False), spec), how.token_spec)(x, weight)
 
 
 def _row_parallel_backward(
@@ -387,16 +397,16 @@ def _row_parallel_backward(
 ) -> tuple[Array, Array]:
     x, weight = saved
     (spec,) = how.specs
-    inside = how.inside(spec, first=False)
+    inside = how.hidden_spec(spec, first=False)
 
     def to_x(cotangent: Array, weight: Array) -> Array:
-        return how.gathered_products(cotangent, [weight], gradient=True)[0]
+        return how.all_gather_matmul(cotangent, [weight], gradient=True)[0]
 
     def to_weight(x: Array, cotangent: Array) -> Array:
-        return how.gathered_outer(cotangent, [x], x.dtype, first=False)[0]
+        return how.all_gather_weight_grad(cotangent, [x], x.dtype, first=False)[0]
 
-    d_x = map_shards(to_x, (how.tokens, spec), inside)(cotangent, weight)
-    return d_x, map_shards(to_weight, (inside, how.tokens), spec)(x, cotangent)
+    d_x = map_shards(to_x, (how.token_spec, spec), inside)(cotangent, weight)
+    return d_x, map_shards(to_weight, (inside, how.token_spec), spec)(x, cotangent)
 
 
 _row_parallel.defvjp(

@@ -126,11 +126,11 @@ class AxisRules:
     """Logical axis -> mesh axes, as a hashable value that model code can hold."""
 
     table: tuple[tuple[str, tuple[str, ...]], ...]
-    context: str = "auto"
+    context_attention: str = "auto"
     """How tokens attend to those on other devices: `mesh.context_attention`."""
-    by_ring: bool = False
+    collective_matmul: bool = False
     """Whether tokens travel to matmuls, and sums from them, part by part: `sequence`."""
-    joins_tokens: bool = False
+    flattens_tokens: bool = False
     """Whether products with matrices have rows and tokens as one dim: `sequence`."""
 
     @classmethod
@@ -139,9 +139,9 @@ class AxisRules:
         table = {**axis_table_with_sequence(config), "stage": (STAGE,)}
         return cls(tuple(table.items()), config.context_attention, config.collective_matmul)
 
-    def on(self, platform: str) -> AxisRules:
+    def for_platform(self, platform: str) -> AxisRules:
         """For programs that are trained with on devices of a platform, as jax names it."""
-        return replace(self, joins_tokens=platform == "cpu")
+        return replace(self, flattens_tokens=platform == "cpu")
 
     def spec(self, logical: Sequence[str | None], where: str = "a tensor") -> PartitionSpec:
         """Partition of a tensor whose dims have these logical axes.

@@ -77,20 +77,20 @@ class Engine:
     specs: Tree
     """PartitionSpec of every parameter, stacked dims included."""
     weight_gather: GatherMode
-    keep: RematPolicy
+    remat_policy: RematPolicy
     idle: Idle
     trainable: Tree = None
     """For each parameter whether it has a gradient. None: all have."""
-    exact: Tree = None
+    has_own_dtype: Tree = None
     """For each parameter whether it is used in the type in which it is stored. None: none is."""
-    summed: Tree = None
+    contracted_dims: Tree = None
     """For each parameter how many of its first dims its product sums over, if layers are given it
     in 8 bits; 0 if they are not. None: none."""
-    low: MatmulQuantizer | None = None
+    quantizer: MatmulQuantizer | None = None
     """How these are rounded."""
-    gradients: Tree = None
+    gradient_specs: Tree = None
     """PartitionSpec of the gradient of each parameter that has one. None: as the parameters'."""
-    reduced: str = "float32"
+    reduce_dtype: str = "float32"
     """Type in which gradients are sent to be summed over devices."""
 
     def value_and_grad(self, schedule: Schedule) -> Callable[..., StepGradients]:
@@ -100,12 +100,14 @@ class Engine:
         and whatever the layers read; rows are sharded over the batch axes.
         """
         ring, everywhere = PartitionSpec(None, STAGE), PartitionSpec()
-        statistics = {"layers": ring} | ({"outside": everywhere} if self.layout.outside else {})
-        statistics |= {MTP: everywhere} if self.network.has_layers_ahead else {}
+        statistics = {"layers": ring} | (
+            {"outside": everywhere} if self.layout.num_prologue_layers else {}
+        )
+        statistics |= {MTP: everywhere} if self.network.has_mtp_layers else {}
         gradients = (
             select_trainable(self.specs, self._trainable)
-            if self.gradients is None
-            else self.gradients
+            if self.gradient_specs is None
+            else self.gradient_specs
         )
         sources = PerSourceSums(everywhere, everywhere) if self.network.num_sources else None  # type: ignore[arg-type]
         sums = (everywhere, everywhere, everywhere)
@@ -119,7 +121,7 @@ class Engine:
         """
         return self._shard_map(_evaluate, schedule, (PartitionSpec(), PartitionSpec()))
 
-    def rows(self, schedule: Schedule, reader: OutputReader) -> Callable[..., Tree]:
+    def read_outputs(self, schedule: Schedule, reader: OutputReader) -> Callable[..., Tree]:
         """(params, batch, None) -> what a reader finds of each row, forward only.
 
         Arrays `[rows, ...]`, sharded as the batch is: `LossHead.scores`, or `LossHead.top` with
@@ -151,15 +153,17 @@ class Engine:
         }
 
     @property
-    def _by_row(self) -> tuple[str, ...]:
+    def _per_sequence_arrays(self) -> tuple[str, ...]:
         """The objective's arrays that have no dim of tokens."""
-        return tuple(name for name, each in self.network.objective.arrays.items() if each.by_row)
+        return tuple(
+            name for name, each in self.network.objective.batch_arrays.items() if each.per_sequence
+        )
 
     @property
     def _trainable(self) -> Tree:
-        return self._everywhere(True) if self.trainable is None else self.trainable
+        return self._for_each_param(True) if self.trainable is None else self.trainable
 
-    def _everywhere(self, value: bool | int) -> Tree:
+    def _for_each_param(self, value: bool | int) -> Tree:
         """The same for each parameter."""
         return jax.tree.map(lambda _: value, self.specs, is_leaf=_is_spec)
 
@@ -171,11 +175,11 @@ class Engine:
     def _shard_map(self, program: Callable, schedule: Schedule, out_specs: Tree) -> Callable:
         assert schedule.num_stages == self.mesh.shape[STAGE]
         assert schedule.ring == self.layout.ring
-        exact = self._everywhere(False) if self.exact is None else self.exact
-        summed = self._everywhere(0) if self.summed is None else self.summed
-        gradients = replace_subtree(self.specs, self.gradients or {})
+        exact = self._for_each_param(False) if self.has_own_dtype is None else self.has_own_dtype
+        summed = self._for_each_param(0) if self.contracted_dims is None else self.contracted_dims
+        gradients = replace_subtree(self.specs, self.gradient_specs or {})
         divisions = jax.tree.map(
-            partial(WeightSharding.of, reduced=self.reduced, low=self.low),
+            partial(WeightSharding.from_spec, reduced=self.reduce_dtype, low=self.quantizer),
             self.specs,
             self._trainable,
             exact,
@@ -184,14 +188,14 @@ class Engine:
             is_leaf=_is_spec,
         )
         plan = PipelinePlan(
-            self.network, self.layout, self.weight_gather, self.keep, self.idle, divisions
+            self.network, self.layout, self.weight_gather, self.remat_policy, self.idle, divisions
         )
-        table = TickTable.of(schedule, self.layout, self.idle)
+        table = TickTable.from_schedule(schedule, self.layout, self.idle)
         run, axes = partial(program, plan, schedule), manual_axes_of(self.mesh)
         if axes:
             in_specs = (self.specs, BATCH_SPEC, PartitionSpec(), table.specs())
             run = jax.shard_map(
-                partial(_run_on_local_tokens, run, self._by_row),
+                partial(_run_on_local_tokens, run, self._per_sequence_arrays),
                 mesh=self.mesh,
                 axis_names=set(axes),
                 in_specs=self._per_device(in_specs),
@@ -229,7 +233,7 @@ def _train(
     targets = sum_over(_count_targets(plan, batch), TOKEN_AXES)
     count = jnp.maximum(_sum_sources(targets), 1.0)
     tokens = count
-    if plan.network.objective.by_segment:
+    if plan.network.objective.segments_per_loss:
         tokens = jnp.maximum(sum_over(batch["loss_mask"].sum(), TOKEN_AXES), 1.0)
     program = StepProgram(
         plan,
@@ -246,14 +250,14 @@ def _train(
     reports = program.finish_reports(carry)
     sums = dict(reports.losses)
     if carry.ahead is not None:
-        assert plan.network.ahead is not None
+        assert plan.network.mtp is not None
         ahead = sum_over(_from_first_stage(carry.ahead.losses), TOKEN_AXES)
-        sums |= zip(plan.network.ahead.loss_weights, ahead, strict=True)
+        sums |= zip(plan.network.mtp.loss_weights, ahead, strict=True)
     losses = {name: found / tokens for name, found in sums.items()}
     gradients = program.finish(carry.gradients)
     sources = PerSourceSums(total[0], targets) if plan.network.num_sources else None
     mean = [_sum_sources(each) / count for each in total]
-    reported = dict(zip(plan.network.objective.reported, mean[1:], strict=True))
+    reported = dict(zip(plan.network.objective.report_names, mean[1:], strict=True))
     return StepGradients(mean[0], reported, losses, gradients, reports.statistics, sources)
 
 
@@ -287,7 +291,7 @@ def _read_outputs(
     def of_rows(found: jax.Array) -> jax.Array:
         found = _from_first_stage(found.reshape(-1, *found.shape[2:]))
         # Of tokens a device has its own, of segments the whole.
-        if not plan.network.objective.by_segment:
+        if not plan.network.objective.segments_per_loss:
             assert found.shape[1] == num_tokens
             found = gather_sequences(found, 1)
         return broadcast_from(found, CONTEXT, 0)
@@ -299,7 +303,7 @@ def _count_targets(plan: PipelinePlan, batch: Tree) -> jax.Array:
     """What losses of this device's rows are divided by, of each source if there are several."""
     objective, sources = plan.network.objective, plan.network.num_sources
     counts = batch[objective.normaliser].astype(jnp.float32)
-    counts = mask_other_devices(counts) if objective.by_segment else counts
+    counts = mask_other_devices(counts) if objective.segments_per_loss else counts
     return sum_by_source(counts, sources, batch["source_ids"][:, None]) if sources else counts.sum()
 
 

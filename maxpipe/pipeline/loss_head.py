@@ -124,7 +124,7 @@ class _Logits(NamedTuple):
     values: Float[Array, "B T v"]
     slope: Float[Array, "B T v"] | float | None
     """Their derivative by the product. None: 1."""
-    column: Int[Array, " v"]
+    token_ids: Int[Array, " v"]
     """Numbers of the columns in the whole vocabulary."""
 
 
@@ -163,16 +163,16 @@ class LossHead(NamedTuple):
         inputs: Any,
     ) -> Float[Array, "*sums"]:
         """Sums over the microbatch of the losses that count, and of reports."""
-        if self.objective.by_segment:
-            scores = self._of_all(norm_params, head, *self._blocks_of(output, inputs))
-            return self._of_segments(scores, inputs, None)[0]
+        if self.objective.segments_per_loss:
+            scores = self._all_scores(norm_params, head, *self._token_arrays(output, inputs))
+            return self._segment_losses(scores, inputs, None)[0]
 
         def of_block(output: Array, mask: Array, given: TokenArrays) -> tuple[Array, None]:
             logits = self._logits(self.norm(norm_params, output), head)
-            scores, _ = self._read(logits, self.objective.reads, given)
-            return self._of_tokens(self.objective, None, scores, mask, given)[0], None
+            scores, _ = self._log_probs(logits, self.objective.log_prob_specs, given)
+            return self._token_losses(self.objective, None, scores, mask, given)[0], None
 
-        return map_token_blocks(of_block, self.block_tokens, *self._blocks_of(output, inputs))[0]
+        return map_token_blocks(of_block, self.block_tokens, *self._token_arrays(output, inputs))[0]
 
     def scores(
         self,
@@ -182,10 +182,10 @@ class LossHead(NamedTuple):
         inputs: Any,
     ) -> Scores:
         """What the objective is called with: of each token, or sums of each segment `[B, S]`."""
-        found = self._of_all(norm_params, head, *self._blocks_of(output, inputs))
-        return self._by_segment(found, inputs) if self.objective.by_segment else found
+        found = self._all_scores(norm_params, head, *self._token_arrays(output, inputs))
+        return self._sum_by_segment(found, inputs) if self.objective.segments_per_loss else found
 
-    def top(
+    def top_log_probs(
         self,
         norm_params: Any,
         head: Float[Array, "D v"],
@@ -203,13 +203,13 @@ class LossHead(NamedTuple):
             _, log = _softmax(logits.values / temperature)
             # Of equal ones those with smaller ids, however columns are divided.
             mine, at = jax.lax.top_k(logits.values, min(count, logits.values.shape[-1]))
-            ids = jnp.take(logits.column, at)
+            ids = jnp.take(logits.token_ids, at)
             all_mine, all_ids = (all_gather(each, STAGE, 2) for each in (mine, ids))
             largest, at = jax.lax.top_k(all_mine, count)
             ids = jnp.take_along_axis(all_ids, at, axis=2)
             return None, mark_varying((largest / temperature - log[..., None], ids))
 
-        return map_token_blocks(of_block, self.block_tokens, *self._blocks_of(output, inputs))[1]
+        return map_token_blocks(of_block, self.block_tokens, *self._token_arrays(output, inputs))[1]
 
     # With gradients.
 
@@ -229,20 +229,20 @@ class LossHead(NamedTuple):
         returned: see `HeadsAhead.add`.
         """
         norm_params = mark_varying(norm_params)
-        output, mask, given = self._blocks_of(output, inputs)
-        of_segments, cotangents_of = None, partial(self._of_tokens, self.objective, scale)
-        if self.objective.by_segment and not 0 < self.block_tokens < mask.size:
-            cotangents_of = lambda scores, *_: self._of_segments(scores, inputs, scale)  # noqa: E731
-        elif self.objective.by_segment:
+        output, mask, given = self._token_arrays(output, inputs)
+        of_segments, cotangents_of = None, partial(self._token_losses, self.objective, scale)
+        if self.objective.segments_per_loss and not 0 < self.block_tokens < mask.size:
+            cotangents_of = lambda scores, *_: self._segment_losses(scores, inputs, scale)  # noqa: E731
+        elif self.objective.segments_per_loss:
             # All sums come before the first cotangent: logits of each block are computed again.
-            scores = self._of_all(norm_params, head, output, mask, given)
-            of_segments, known = self._of_segments(scores, inputs, scale)
+            scores = self._all_scores(norm_params, head, output, mask, given)
+            of_segments, known = self._segment_losses(scores, inputs, scale)
             given, cotangents_of = given | {_COTANGENTS: known}, _known_cotangents
 
         def of_block(output: Array, mask: Array, given: TokenArrays) -> tuple[Any, Array]:
             hidden, norm_vjp = jax.vjp(self.norm, norm_params, output)
-            total, d_hidden, d_head = self._differentiated(
-                self.objective.reads, cotangents_of, head, hidden, mask, given
+            total, d_hidden, d_head = self._loss_gradients(
+                self.objective.log_prob_specs, cotangents_of, head, hidden, mask, given
             )
             sums = None
             if ahead is not None:
@@ -270,9 +270,9 @@ class LossHead(NamedTuple):
     ) -> tuple[Float[Array, ""], Float[Array, "B T D"], Float[Array, "D v"]]:
         """That of a head ahead, and its gradients."""
         objective, given = CrossEntropy(), {"targets": targets}
-        total, d_hidden, d_head = self._differentiated(
-            objective.reads,
-            partial(self._of_tokens, objective, scale),
+        total, d_hidden, d_head = self._loss_gradients(
+            objective.log_prob_specs,
+            partial(self._token_losses, objective, scale),
             head,
             hidden,
             mask,
@@ -281,7 +281,7 @@ class LossHead(NamedTuple):
         assert total is not None
         return total[0], d_hidden, d_head
 
-    def _differentiated(
+    def _loss_gradients(
         self,
         reads: tuple[LogProbSpec, ...],
         cotangents_of: CotangentFn,
@@ -294,7 +294,7 @@ class LossHead(NamedTuple):
 
         def of_block(hidden: Array, mask: Array, given: TokenArrays) -> tuple[Any, Array]:
             logits = self._logits(hidden, head)
-            scores, softmaxes = self._read(logits, reads, given)
+            scores, softmaxes = self._log_probs(logits, reads, given)
             total, cotangents = cotangents_of(scores, mask, given)
             found = zip(reads, softmaxes, cotangents, strict=True)
             errors = [
@@ -313,10 +313,12 @@ class LossHead(NamedTuple):
 
     # Scores.
 
-    def _blocks_of(self, output: Array, inputs: Any) -> tuple[Array, Array, dict[str, Any]]:
+    def _token_arrays(self, output: Array, inputs: Any) -> tuple[Array, Array, dict[str, Any]]:
         """The last layer's output, and what each token has beside it."""
-        extra = (name for name, each in self.objective.arrays.items() if not each.by_row)
-        names = dict.fromkeys([*(read.ids for read in self.objective.reads), *extra])
+        extra = (
+            name for name, each in self.objective.batch_arrays.items() if not each.per_sequence
+        )
+        names = dict.fromkeys([*(read.ids for read in self.objective.log_prob_specs), *extra])
         given = {name: inputs[name] for name in names}
         mask = inputs["loss_mask"]
         if self.num_sources:
@@ -335,7 +337,7 @@ class LossHead(NamedTuple):
         logits = jnp.where(column < self.vocab_size, logits, jnp.finfo(jnp.float32).min)
         return _Logits(logits, slope, column)
 
-    def _read(
+    def _log_probs(
         self, logits: _Logits, reads: tuple[LogProbSpec, ...], given: TokenArrays
     ) -> tuple[Scores, tuple[_Softmax, ...]]:
         """Log-probabilities of what is read, and the softmax of each temperature read at."""
@@ -352,7 +354,7 @@ class LossHead(NamedTuple):
             softmaxes.append(softmax)
         return tuple(scores), tuple(softmaxes)
 
-    def _of_all(
+    def _all_scores(
         self,
         norm_params: Any,
         head: Float[Array, "D v"],
@@ -365,18 +367,18 @@ class LossHead(NamedTuple):
         def of_block(output: Array, mask: Array, given: TokenArrays) -> tuple[None, Scores]:
             del mask
             logits = self._logits(self.norm(norm_params, output), head)
-            return None, self._read(logits, self.objective.reads, given)[0]
+            return None, self._log_probs(logits, self.objective.log_prob_specs, given)[0]
 
         return map_token_blocks(of_block, self.block_tokens, output, mask, given)[1]
 
-    def _by_segment(self, scores: Scores, inputs: Any) -> Scores:
+    def _sum_by_segment(self, scores: Scores, inputs: Any) -> Scores:
         """Sums over the tokens of each segment `[B, S]`, on all devices that have some."""
         mask, ids = inputs["loss_mask"], inputs["segment_ids"]
-        count = self.objective.by_segment * inputs[self.objective.normaliser].shape[1]
+        count = self.objective.segments_per_loss * inputs[self.objective.normaliser].shape[1]
         of_rows = (segment_sums(each * mask, ids, count) for each in scores)
         return tuple(mark_varying(sum_over(each, CONTEXT)) for each in of_rows)
 
-    def _of_tokens(
+    def _token_losses(
         self,
         objective: Objective,
         scale: Float[Array, ""] | None,
@@ -386,20 +388,20 @@ class LossHead(NamedTuple):
     ) -> tuple[Float[Array, "*sums"], Scores]:
         """Sums, and cotangents of the scores for `scale` times the loss."""
         lost, cotangents, reports = _value_and_grad(objective, scores, given, mask, scale)
-        return self._summed((lost, *reports), mask, given.get("source_ids")), cotangents
+        return self._weighted_sums((lost, *reports), mask, given.get("source_ids")), cotangents
 
-    def _of_segments(
+    def _segment_losses(
         self, scores: Scores, inputs: Any, scale: Float[Array, ""] | None
     ) -> tuple[Float[Array, "*sums"], Scores]:
         """The same by segment, of the scores of all tokens of the microbatch."""
-        weight, rows = inputs[self.objective.normaliser], self._by_segment(scores, inputs)
+        weight, rows = inputs[self.objective.normaliser], self._sum_by_segment(scores, inputs)
         lost, cotangents, reports = _value_and_grad(self.objective, rows, inputs, weight, scale)
         sources = inputs["source_ids"][:, None] if self.num_sources else None
         mask, ids = inputs["loss_mask"], inputs["segment_ids"]
         of_tokens = tuple(broadcast_segments(each, ids) * mask for each in cotangents)
-        return self._summed((lost, *reports), mask_other_devices(weight), sources), of_tokens
+        return self._weighted_sums((lost, *reports), mask_other_devices(weight), sources), of_tokens
 
-    def _summed(
+    def _weighted_sums(
         self, values: Scores, weight: Float[Array, "B N"], sources: Int[Array, "B _"] | None
     ) -> Float[Array, "*sums"]:
         weighted = [each * weight for each in values]
@@ -460,7 +462,7 @@ def _apply_temperature(values: Array, temperature: float) -> Array:
 def _gather_logits(logits: _Logits, ids: Int[Array, "B T *K"]) -> Float[Array, "B T *K"]:
     """Logits of these ids, of which each stage has some."""
     if ids.ndim == 2:
-        is_target = logits.column == ids[..., None]
+        is_target = logits.token_ids == ids[..., None]
         return sum_over(jnp.where(is_target, logits.values, 0.0).sum(axis=-1), STAGE)
     place, mine = _local_columns(logits, ids)
     found = jnp.take_along_axis(logits.values, jnp.where(mine, place, 0), axis=-1)
@@ -469,8 +471,8 @@ def _gather_logits(logits: _Logits, ids: Int[Array, "B T *K"]) -> Float[Array, "
 
 def _local_columns(logits: _Logits, ids: Array) -> tuple[Array, Array]:
     """Of each id its place among this stage's columns, and whether it has one."""
-    place = ids - logits.column[0]
-    return place, (place >= 0) & (place < logits.column.shape[0])
+    place = ids - logits.token_ids[0]
+    return place, (place >= 0) & (place < logits.token_ids.shape[0])
 
 
 def _logits_cotangent(
@@ -484,10 +486,10 @@ def _logits_cotangent(
     ids, share = given[read.ids], softmax.exponent / softmax.normaliser[..., None]
     cotangent = _apply_temperature(cotangent, read.temperature)
     if ids.ndim == 2:
-        is_target = (logits.column == ids[..., None]).astype(jnp.float32)
+        is_target = (logits.token_ids == ids[..., None]).astype(jnp.float32)
         return (share - is_target) * -cotangent[..., None]
     place, mine = _local_columns(logits, ids)
-    place = jnp.where(mine, place, logits.column.shape[0])  # out of range: dropped
+    place = jnp.where(mine, place, logits.token_ids.shape[0])  # out of range: dropped
     rows, tokens = (jnp.arange(size) for size in ids.shape[:2])
     error = -share * cotangent.sum(-1, keepdims=True)
     where = rows[:, None, None], tokens[:, None], place

@@ -89,7 +89,7 @@ class MtpResults(NamedTuple):
 class MtpTotals(NamedTuple):
     """What heads ahead add up from microbatch to microbatch."""
 
-    found: MtpResults
+    results: MtpResults
     gradients: Tree
     """Of their parameters, float32, stacked like them."""
     embedding: Float[Array, "v d"] | None
@@ -100,9 +100,9 @@ class MtpTotals(NamedTuple):
 class MtpLossHeads:
     """Heads ahead and their parameters, stacked `[heads, ...]`; every stage holds the same."""
 
-    heads: MtpFns
+    functions: MtpFns
     weights: LayerWeights
-    held: Tree
+    local_weights: Tree
     """What parameters are read from."""
     embedding: Embedding
     table: Float[Array, "v d"]
@@ -113,25 +113,25 @@ class MtpLossHeads:
     """Cotangents of the layers' losses."""
 
     @property
-    def count(self) -> int:
+    def num_heads(self) -> int:
         """Heads beside the ordinary one."""
-        return len(self.heads.loss_weights)
+        return len(self.functions.loss_weights)
 
     @property
     def reads_embedding(self) -> bool:
         """Whether the embedding gets a gradient from here."""
-        return isinstance(self.heads, MtpLayerFns) and self.embedding.division.trainable
+        return isinstance(self.functions, MtpLayerFns) and self.embedding.weight_sharding.trainable
 
     # What is there from start to end.
 
     def zeros(self) -> Tree:
         """Empty gradient accumulators."""
-        return self.weights.zeros(self.held)
+        return self.weights.zeros(self.local_weights)
 
-    def nothing_found(self, like: Float[Array, "B T D"], inputs: Tree) -> MtpResults:
+    def empty_results(self, like: Float[Array, "B T D"], inputs: Tree) -> MtpResults:
         """Zeros; `like` is an activation, `inputs` a microbatch's arrays."""
-        losses = mark_varying(jnp.zeros(self.count, jnp.float32))
-        if not isinstance(self.heads, MtpLayerFns):
+        losses = mark_varying(jnp.zeros(self.num_heads, jnp.float32))
+        if not isinstance(self.functions, MtpLayerFns):
             return MtpResults(losses, None)
 
         def run(x: Array) -> tuple[Tree, Tree]:
@@ -139,7 +139,7 @@ class MtpLossHeads:
 
         of_layer, statistics = jax.eval_shape(run, like)
         sums = {
-            name: mark_varying(jnp.zeros((self.count, *leaf.shape), jnp.float32))
+            name: mark_varying(jnp.zeros((self.num_heads, *leaf.shape), jnp.float32))
             for name, leaf in statistics.items()
         }
         return MtpResults(
@@ -170,25 +170,25 @@ class MtpLossHeads:
         the ordinary head's so far. `trips` is the number of heads as the compiler does not know it.
         """
         with jax.named_scope(scopes.MTP):
-            if isinstance(self.heads, MtpLayerFns):
+            if isinstance(self.functions, MtpLayerFns):
                 state = (d_hidden, d_head, sums)
                 return self._add_layers(inputs, scale, trips, score, hidden, state)
             state = mark_varying((d_hidden, d_head, sums))
             return self._add_projections(inputs, scale, score, hidden, state)
 
     def _params(self, number: Array | int) -> Tree:
-        return self.weights.layer(self.held, number)
+        return self.weights.layer(self.local_weights, number)
 
     def _add_projections(
         self, inputs: Tree, scale: Array, score: ScoreFn, hidden: Array, state: Any
     ) -> tuple[Array, Array, MtpTotals]:
-        heads = self.heads
+        heads = self.functions
         assert isinstance(heads, MtpProjectionFns)
 
         def one(number: Array, state: Any) -> Any:
             d_hidden, d_head, sums = state
             own, pullback = jax.vjp(heads.function, self._params(number), hidden)
-            total, d_own, more = self._scored(inputs, scale, score, number, own)
+            total, d_own, more = self._head_loss(inputs, scale, score, number, own)
             d_params, d_input = pullback(d_own)
             sums = MtpTotals(
                 sums.found.with_loss(number, total),
@@ -197,12 +197,12 @@ class MtpLossHeads:
             )
             return d_hidden + d_input.astype(d_hidden.dtype), d_head + more, sums
 
-        return lax.fori_loop(0, self.count, one, state)
+        return lax.fori_loop(0, self.num_heads, one, state)
 
-    def _scored(
+    def _head_loss(
         self, inputs: Tree, scale: Array, score: ScoreFn, number: Array, own: Array
     ) -> tuple[Array, Array, Array]:
-        weights = jnp.asarray([*self.heads.loss_weights.values()], jnp.float32)
+        weights = jnp.asarray([*self.functions.loss_weights.values()], jnp.float32)
         targets, mask = shift_targets(inputs, number + 1)
         total, d_own, d_head = score(own, scale * weights[number], targets, mask)
         return total, d_own.astype(own.dtype), d_head
@@ -231,14 +231,14 @@ class MtpLossHeads:
             output, *reported = self._layer(params, x, embedded, inputs, number)
             return write_slot(outputs, number + 1, output), found.with_reports(number, *reported)
 
-        empty = mark_varying(lax.empty((self.count + 1, *hidden.shape), hidden.dtype))
-        start = mark_varying((write_slot(empty, jnp.int32(0), hidden), sums.found))
+        empty = mark_varying(lax.empty((self.num_heads + 1, *hidden.shape), hidden.dtype))
+        start = mark_varying((write_slot(empty, jnp.int32(0), hidden), sums.results))
         outputs, found = lax.fori_loop(0, trips, forward, start)
 
         def scored(number: Array, state: Any) -> Any:
             cotangents, d_head, found = state
             own = read_slot(outputs, number + 1)
-            total, d_own, more = self._scored(inputs, scale, score, number, own)
+            total, d_own, more = self._head_loss(inputs, scale, score, number, own)
             found = found.with_loss(number, total)
             return write_slot(cotangents, number, d_own), d_head + more, found
 
@@ -248,7 +248,7 @@ class MtpLossHeads:
 
         def backward(turn: Array, state: Any) -> Any:
             d_output, d_embedded, gradients = state
-            number = self.count - 1 - turn
+            number = self.num_heads - 1 - turn
 
             def run(params: Tree, x: Array, embedded: Array) -> tuple[Array, Tree]:
                 return self._layer(params, x, embedded, inputs, number)[:2]
@@ -277,11 +277,11 @@ class MtpLossHeads:
         self, params: Tree, x: Array, embedded: Array, inputs: Tree, number: Array
     ) -> tuple[Array, Tree, Tree]:
         """A head's layer; only tokens that it has a target for count in its losses."""
-        assert isinstance(self.heads, MtpLayerFns)
+        assert isinstance(self.functions, MtpLayerFns)
         counts = _in_same_segment(inputs, number + 1)
         later = jnp.where(counts[..., None], jnp.roll(embedded, -(number + 1), axis=1), 0)
         mine = inputs | {"loss_mask": shift_targets(inputs, number + 1)[1]}
-        return self.heads.layer(params, x, later, mine, number, self.key)
+        return self.functions.layer(params, x, later, mine, number, self.key)
 
 
 def merge_reports(reports: Reports, found: MtpResults | None) -> Reports:

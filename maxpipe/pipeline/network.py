@@ -47,7 +47,7 @@ class Network:
     """Scaled logits become `cap * tanh(logits / cap)`. 0: as they are."""
     loss_block_tokens: int = 0
     """Tokens on a device whose logits are in memory at once. 0: those of a microbatch."""
-    ahead: MtpFns | None = None
+    mtp: MtpFns | None = None
     """Heads for tokens further ahead, which only training computes."""
     num_sources: int = 0
     """Sources of rows of which each has a loss of its own; `source_ids` of a batch say which each
@@ -60,12 +60,12 @@ class Network:
     def sums_shape(self) -> tuple[int, ...]:
         """Of the loss and the objective's reports, of each source if there are several."""
         sources = (self.num_sources,) if self.num_sources else ()
-        return (1 + len(self.objective.reported), *sources)
+        return (1 + len(self.objective.report_names), *sources)
 
     @property
-    def has_layers_ahead(self) -> bool:
+    def has_mtp_layers(self) -> bool:
         """Whether they are layers, which report what layers do."""
-        return isinstance(self.ahead, MtpLayerFns)
+        return isinstance(self.mtp, MtpLayerFns)
 
 
 @dataclass(frozen=True)
@@ -75,21 +75,21 @@ class PipelinePlan:
     network: Network
     layout: LayerLayout
     weight_gather: GatherMode
-    keep: RematPolicy
+    remat_policy: RematPolicy
     idle: Idle
-    divisions: Tree
+    weight_shardings: Tree
     """For each parameter its `WeightSharding`."""
 
     @cached_property
     def trainable(self) -> Tree:
         """For each parameter whether it has a gradient."""
-        return jax.tree.map(lambda division: division.trainable, self.divisions)
+        return jax.tree.map(lambda division: division.trainable, self.weight_shardings)
 
     @property
-    def gather_outside_ring(self) -> GatherMode:
+    def prologue_gather_mode(self) -> GatherMode:
         """When weights outside the ring are gathered: no window holds them."""
         return "step" if self.weight_gather == "visit" else self.weight_gather
 
-    def has_heads_ahead(self, schedule: Schedule) -> bool:
+    def has_mtp(self, schedule: Schedule) -> bool:
         """Whether a step by this schedule has heads for tokens further ahead."""
-        return schedule.trains and self.network.ahead is not None
+        return schedule.trains and self.network.mtp is not None

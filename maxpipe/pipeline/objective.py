@@ -33,7 +33,7 @@ class BatchArraySpec(NamedTuple):
     shape: tuple[int, ...]
     """Of each token, or of each row."""
     dtype: Any
-    by_row: bool = False
+    per_sequence: bool = False
 
 
 class Objective(ABC):
@@ -46,25 +46,25 @@ class Objective(ABC):
     shape of losses. The step divides sums by that of `normaliser` over the batch.
     """
 
-    by_segment: ClassVar[int] = 0
+    segments_per_loss: ClassVar[int] = 0
     """Segments of one loss. 0: losses are of tokens."""
     normaliser: ClassVar[str] = "loss_mask"
     """The array of a batch that says how often each loss counts, `[B, T]` or `[B, N]`."""
-    reported: ClassVar[tuple[str, ...]] = ()
+    report_names: ClassVar[tuple[str, ...]] = ()
     """Names of what is returned beside losses."""
 
     @property
-    def reads(self) -> tuple[LogProbSpec, ...]:
+    def log_prob_specs(self) -> tuple[LogProbSpec, ...]:
         """What it is given of each token."""
         return (LogProbSpec("targets"),)
 
     @property
-    def arrays(self) -> Mapping[str, BatchArraySpec]:
+    def batch_arrays(self) -> Mapping[str, BatchArraySpec]:
         """What a batch has for it."""
         return {}
 
     @property
-    def evaluated(self) -> Objective:
+    def eval_objective(self) -> Objective:
         """What documents for evaluation are measured by."""
         return self
 
@@ -107,15 +107,16 @@ def reference_loss(
     mask = jnp.asarray(batch["loss_mask"], jnp.float32)
     weight = jnp.asarray(batch[objective.normaliser], jnp.float32)
     scores = tuple(
-        _reference_log_probs(logits, batch[each.ids], each.temperature) for each in objective.reads
+        _reference_log_probs(logits, batch[each.ids], each.temperature)
+        for each in objective.log_prob_specs
     )
-    if objective.by_segment:
-        ids, count = batch["segment_ids"], objective.by_segment * weight.shape[1]
+    if objective.segments_per_loss:
+        ids, count = batch["segment_ids"], objective.segments_per_loss * weight.shape[1]
         scores = tuple(segment_sums(score * mask, ids, count) for score in scores)
     lost, reports = objective(scores, batch)
     total = jnp.maximum(weight.sum(), 1.0)
     means = [(each * weight).sum() / total for each in (lost, *reports)]
-    return means[0], dict(zip(objective.reported, means[1:], strict=True))
+    return means[0], dict(zip(objective.report_names, means[1:], strict=True))
 
 
 def _reference_log_probs(logits: Array, ids: Array, temperature: float) -> Array:

@@ -79,18 +79,22 @@ class StepProgram:
             partial(_split_microbatches, schedule.num_microbatches), mark_varying(batch)
         )
         # A window that has room for all chunks is never refilled: every chunk stays.
-        self.by_visit = schedule.visits.num_window > 0 and plan.weight_gather == "visit"
-        self._hold_ends(params)
+        self.uses_weight_window = (
+            schedule.weight_window.num_chunk_slots > 0 and plan.weight_gather == "visit"
+        )
+        self._prepare_embedding_and_head(params)
         key = None if key is None else mark_varying(key)
-        self.ahead = self._ahead(params["ahead"], key) if plan.has_heads_ahead(schedule) else None
-        self._hold_layers(params["layers"], key)
-        self.outside = self._outside(params["outside"], key) if "outside" in params else None
+        self.mtp = self._build_mtp(params["ahead"], key) if plan.has_mtp(schedule) else None
+        self._prepare_layers(params["layers"], key)
+        self.prologue = (
+            self._build_prologue(params["outside"], key) if "outside" in params else None
+        )
 
-    def _hold_ends(self, params: Tree) -> None:
-        divisions, dtype = self.plan.divisions, self.network.compute_dtype
+    def _prepare_embedding_and_head(self, params: Tree) -> None:
+        divisions, dtype = self.plan.weight_shardings, self.network.compute_dtype
         table, of_table = params["embedding"], divisions["embedding"]
         self.embedding = Embedding(of_table, self.network.embed_scale)
-        self.table = self.embedding.hold(table, dtype)
+        self.table = self.embedding.prepare(table, dtype)
         self.final_norm = jax.tree.map(
             lambda leaf: mark_varying(leaf.astype(dtype)), params["final_norm"]
         )
@@ -99,8 +103,8 @@ class StepProgram:
             (table.T, of_table.turned) if self.tied else (params["head"], divisions["head"])
         )
         # A stack of one.
-        self.head_weights = LayerWeights(self.plan.gather_outside_ring, of_head, dtype)
-        self.head = self.head_weights.hold(head[None])
+        self.head_weights = LayerWeights(self.plan.prologue_gather_mode, of_head, dtype)
+        self.head = self.head_weights.prepare(head[None])
         last_stage = self.schedule.ring.last_stage
         network = self.network
         self.loss_head = LossHead(
@@ -114,74 +118,82 @@ class StepProgram:
             network.num_sources,
         )
 
-    def _ahead(self, params: Tree, key: jax.Array | None) -> MtpLossHeads:
+    def _build_mtp(self, params: Tree, key: jax.Array | None) -> MtpLossHeads:
         plan, network = self.plan, self.network
-        divisions = _unstacked_shardings(plan.divisions["ahead"], num_stacked=1)
-        weights = LayerWeights(plan.gather_outside_ring, divisions, network.compute_dtype)
-        assert network.ahead is not None
+        divisions = _unstacked_shardings(plan.weight_shardings["ahead"], num_stacked=1)
+        weights = LayerWeights(plan.prologue_gather_mode, divisions, network.compute_dtype)
+        assert network.mtp is not None
         return MtpLossHeads(
-            network.ahead,
+            network.mtp,
             weights,
-            weights.hold(params),
+            weights.prepare(params),
             self.embedding,
             self.table,
             key,
             self.seeds,
         )
 
-    def _hold_layers(self, params: Tree, key: jax.Array | None) -> None:
+    def _prepare_layers(self, params: Tree, key: jax.Array | None) -> None:
         plan, dtype = self.plan, self.network.compute_dtype
         mode = plan.weight_gather
-        mode = "step" if mode == "visit" and not self.by_visit else mode
+        mode = "step" if mode == "visit" and not self.uses_weight_window else mode
         # Stacked dims [R, 1, L] of this stage become one.
         self.weights = {
             kind: LayerWeights(mode, _unstacked_shardings(divisions, num_stacked=3), dtype)
-            for kind, divisions in plan.divisions["layers"].items()
+            for kind, divisions in plan.weight_shardings["layers"].items()
         }
         flat = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[3:]), params)
-        self.held = {kind: self.weights[kind].hold(flat[kind]) for kind in flat}
+        self.local_weights = {kind: self.weights[kind].prepare(flat[kind]) for kind in flat}
         self.slots = LayerSlots(
             self.network.layers,
             plan.layout,
             self.weights,
-            plan.keep,
+            plan.remat_policy,
             plan.idle,
             key,
-            self.by_visit,
+            self.uses_weight_window,
         )
         if self.schedule.trains:
-            held = self._window(1) if self.by_visit else self.held
+            held = self._empty_weight_window(1) if self.uses_weight_window else self.local_weights
             like, inputs = self._activation(), self._first_inputs()
             halves = self.schedule.mixed
-            self.pieces = self.slots.pieces(held, like, inputs, self.seeds, halves=halves)
+            self.layer_vjps = self.slots.differentiate_layers(
+                held, like, inputs, self.seeds, halves=halves
+            )
 
-    def _outside(self, params: Tree, key: jax.Array | None) -> PrologueLayers:
+    def _build_prologue(self, params: Tree, key: jax.Array | None) -> PrologueLayers:
         """The layers in front of the ring: one chunk that every stage holds."""
         plan, trains = self.plan, self.schedule.trains
-        mode, dtype = plan.gather_outside_ring, self.network.compute_dtype
+        mode, dtype = plan.prologue_gather_mode, self.network.compute_dtype
         weights = {
             kind: LayerWeights(mode, _unstacked_shardings(divisions, num_stacked=1), dtype)
-            for kind, divisions in plan.divisions["outside"].items()
+            for kind, divisions in plan.weight_shardings["outside"].items()
         }
-        held = {kind: weights[kind].hold(params[kind]) for kind in params}
-        front = plan.layout.front
-        slots = LayerSlots(self.network.layers, front, weights, plan.keep, "skip", key, False)
+        held = {kind: weights[kind].prepare(params[kind]) for kind in params}
+        front = plan.layout.prologue
+        slots = LayerSlots(
+            self.network.layers, front, weights, plan.remat_policy, "skip", key, False
+        )
         pieces = None
         if trains:
             like, inputs = self._activation(), self._first_inputs()
-            pieces = slots.pieces(held, like, inputs, self.seeds, halves=False)
+            pieces = slots.differentiate_layers(held, like, inputs, self.seeds, halves=False)
         ends = (self.embedding, self.table)
         return PrologueLayers(slots, held, self.schedule, self.batch, pieces, self.seeds, *ends)
 
-    def _window(self, num_chunks: int) -> Tree:
+    def _empty_weight_window(self, num_chunks: int) -> Tree:
         return {
-            kind: weights.window(self.held[kind], num_chunks * self.slots.length(kind))
+            kind: weights.empty_window(
+                self.local_weights[kind], num_chunks * self.slots.max_layers_per_chunk(kind)
+            )
             for kind, weights in self.weights.items()
         }
 
-    def _sums(self, num_chunks: int) -> Tree:
+    def _empty_gradient_window(self, num_chunks: int) -> Tree:
         return {
-            kind: weights.sums(self.held[kind], num_chunks * self.slots.length(kind))
+            kind: weights.empty_gradient_window(
+                self.local_weights[kind], num_chunks * self.slots.max_layers_per_chunk(kind)
+            )
             for kind, weights in self.weights.items()
         }
 
@@ -199,38 +211,43 @@ class StepProgram:
         empty, schedule = self._activation(), self.schedule
         stash: Tree = []
         deferred: Tree = []
-        gradients, reports, sums, visits = None, None, None, schedule.visits
+        gradients, reports, sums, visits = None, None, None, schedule.weight_window
         if schedule.trains:
-            stash = self.slots.empty_stash(self.pieces, schedule.num_stash, empty)
+            stash = self.slots.empty_stash(self.layer_vjps, schedule.num_stash, empty)
             if schedule.mixed:
-                deferred = self.slots.empty_deferred(self.pieces, schedule.num_deferred)
-            if self.by_visit:
-                sums = self._sums(visits.num_gradient)
-            reports = self.slots.empty_reports(self.pieces)
+                deferred = self.slots.empty_deferred(self.layer_vjps, schedule.num_deferred)
+            if self.uses_weight_window:
+                sums = self._empty_gradient_window(visits.num_gradient_slots)
+            reports = self.slots.empty_reports(self.layer_vjps)
             wide = partial(jnp.zeros_like, dtype=jnp.float32)
             gradients = Gradients(
-                wide(self.table) if self.embedding.division.trainable else None,
-                {kind: weights.zeros(self.held[kind]) for kind, weights in self.weights.items()},
+                wide(self.table) if self.embedding.weight_sharding.trainable else None,
+                {
+                    kind: weights.zeros(self.local_weights[kind])
+                    for kind, weights in self.weights.items()
+                },
                 jax.tree.map(
                     wide, select_trainable(self.final_norm, self.plan.trainable["final_norm"])
                 ),
                 self.head_weights.zeros(self.head),
-                self.outside and self.outside.zeros(),
-                self.ahead and self.ahead.zeros(),
+                self.prologue and self.prologue.zeros(),
+                self.mtp and self.mtp.zeros(),
             )
         return Buffers(
             inbox=empty_slots(schedule.num_inbox, empty),
             stash=stash,
             deferred=deferred,
             sent=dict.fromkeys(self._ports_between_ticks(), empty),
-            window=self._window(visits.num_window) if self.by_visit else None,
+            window=self._empty_weight_window(visits.num_chunk_slots)
+            if self.uses_weight_window
+            else None,
             partial=sums,
-            outside=self.outside and self.outside.buffers(empty),
+            outside=self.prologue and self.prologue.buffers(empty),
             gradients=mark_varying(gradients),
             reports=reports,
             loss=mark_varying(jnp.zeros(self.network.sums_shape)),
-            rows=self._empty_rows(empty),
-            ahead=self.ahead and self.ahead.nothing_found(empty, self._first_inputs()),
+            rows=self._empty_outputs(empty),
+            ahead=self.mtp and self.mtp.empty_results(empty, self._first_inputs()),
         )
 
     def _ports_between_ticks(self) -> tuple[str, ...]:
@@ -266,11 +283,11 @@ class StepProgram:
             sent["B"], carry = self._backward_slot(carry, row)
             carry = self._embed_grad(carry, row, sent["B"])
         elif self.reader is not None:
-            carry = carry._replace(rows=self._rows(carry, row, output, self.reader))
+            carry = carry._replace(rows=self._read_outputs(carry, row, output, self.reader))
         else:
             carry = carry._replace(loss=self._loss(carry, row, output))
         carry = self._receive(carry, row, travelling, "FB" if delayed else "F")
-        carry = self._receive(carry, row, self._stay(sent), "FB")
+        carry = self._receive(carry, row, self._local_messages(sent), "FB")
         return carry._replace(sent={port: sent[port] for port in carry.sent})
 
     def _mixed_tick(self, carry: Buffers, row: TickRow) -> Buffers:
@@ -285,7 +302,7 @@ class StepProgram:
         if not delayed:
             travelling = self._send(sent)
         carry = self._embed_grad(carry, row, d_input)
-        carry = self._receive(carry, row, travelling | self._stay(sent), "X")
+        carry = self._receive(carry, row, travelling | self._local_messages(sent), "X")
         return carry._replace(sent=sent)
 
     # Messages.
@@ -295,17 +312,19 @@ class StepProgram:
         ways = enumerate(self.schedule.arrivals)
         with jax.named_scope(scopes.SEND):
             return {
-                number: ring_shift(outputs[way.port], STAGE, way.step, self.schedule.num_stages)
+                number: ring_shift(
+                    outputs[way.port], STAGE, way.direction, self.schedule.num_stages
+                )
                 for number, way in ways
-                if way.step and way.port in outputs
+                if way.direction and way.port in outputs
             }
 
-    def _stay(self, outputs: dict[str, jax.Array]) -> dict[int, jax.Array]:
+    def _local_messages(self, outputs: dict[str, jax.Array]) -> dict[int, jax.Array]:
         """Messages from a stage to itself."""
         return {
             number: outputs[way.port]
             for number, way in enumerate(self.schedule.arrivals)
-            if way.step == 0 and way.port in outputs
+            if way.direction == 0 and way.port in outputs
         }
 
     def _receive(
@@ -323,19 +342,19 @@ class StepProgram:
     def _work(self, row: SlotRow) -> SlotWork:
         return self.slots.work(row, self.batch, self.seeds)
 
-    def _held(self, carry: Buffers) -> Tree:
-        return carry.window if self.by_visit else self.held
+    def _current_weights(self, carry: Buffers) -> Tree:
+        return carry.window if self.uses_weight_window else self.local_weights
 
     def _forward_slot(self, carry: Buffers, row: TickRow) -> tuple[jax.Array, Buffers]:
         """The chunk's output; what the backward slot will need goes to the stash."""
         x, carry = self._enter(carry, row, read_slot(carry.inbox, row.forward.inbox))
-        work, held = self._work(row.forward), self._held(carry)
+        work, held = self._work(row.forward), self._current_weights(carry)
         with jax.named_scope(scopes.FORWARD):
             if not self.schedule.trains:
                 return self.slots.forward(held, work, x)[0], carry
             assert carry.reports is not None
-            x, stash, reports = self.slots.forward_and_keep(
-                self.pieces, held, work, x, carry.stash, carry.reports
+            x, stash, reports = self.slots.forward_and_save(
+                self.layer_vjps, held, work, x, carry.stash, carry.reports
             )
         return x, carry._replace(stash=stash, reports=reports)
 
@@ -345,7 +364,12 @@ class StepProgram:
         cotangent = read_slot(carry.inbox, row.backward.inbox)
         with jax.named_scope(scopes.BACKWARD):
             d_input, totals = self.slots.backward(
-                self.pieces, self._held(carry), work, cotangent, carry.stash, self._totals(carry)
+                self.layer_vjps,
+                self._current_weights(carry),
+                work,
+                cotangent,
+                carry.stash,
+                self._totals(carry),
             )
         return d_input, self._with_totals(carry, totals)
 
@@ -355,7 +379,12 @@ class StepProgram:
         cotangent = read_slot(carry.inbox, row.backward.inbox)
         with jax.named_scope(scopes.INPUT_GRAD):
             d_input, deferred = self.slots.input_grad(
-                self.pieces, self._held(carry), work, cotangent, carry.stash, carry.deferred
+                self.layer_vjps,
+                self._current_weights(carry),
+                work,
+                cotangent,
+                carry.stash,
+                carry.deferred,
             )
         return d_input, carry._replace(deferred=deferred)
 
@@ -363,17 +392,19 @@ class StepProgram:
         """The gradients of a chunk's weights, from what was deferred."""
         work = self._work(row.weight)
         with jax.named_scope(scopes.WEIGHT_GRAD):
-            totals = self.slots.weight_grad(self.pieces, work, carry.deferred, self._totals(carry))
+            totals = self.slots.weight_grad(
+                self.layer_vjps, work, carry.deferred, self._totals(carry)
+            )
         return self._with_totals(carry, totals)
 
     def _totals(self, carry: Buffers) -> Tree:
         """Where gradients of the layers add up."""
         assert carry.gradients is not None
-        return carry.partial if self.by_visit else carry.gradients.layers
+        return carry.partial if self.uses_weight_window else carry.gradients.layers
 
     def _with_totals(self, carry: Buffers, totals: Tree) -> Buffers:
         assert carry.gradients is not None
-        if self.by_visit:
+        if self.uses_weight_window:
             return carry._replace(partial=totals)
         return carry._replace(gradients=carry.gradients._replace(layers=totals))
 
@@ -382,10 +413,10 @@ class StepProgram:
     def _enter(self, carry: Buffers, row: TickRow, x: jax.Array) -> tuple[jax.Array, Buffers]:
         """`x`, or in the first chunk the microbatch that enters the network."""
         is_first = (self.stage == 0) & (row.forward.repeat == 0)
-        if self.outside is not None:
+        if self.prologue is not None:
             assert carry.outside is not None
             with jax.named_scope(scopes.PROLOGUE):
-                entering, outside = self.outside.enter(carry.outside, row.outside, row.embed)
+                entering, outside = self.prologue.enter(carry.outside, row.prologue, row.embed)
             return jnp.where(is_first, entering, x), carry._replace(outside=outside)
         tokens = read_slot(self.batch["tokens"], jnp.maximum(row.embed, 0))
 
@@ -399,18 +430,18 @@ class StepProgram:
         """Adds the gradients of what is in front of the first chunk."""
         gradients = carry.gradients
         assert gradients is not None
-        if self.outside is not None:
+        if self.prologue is not None:
             assert carry.outside is not None
             with jax.named_scope(scopes.PROLOGUE):
-                outside, layers, embedding = self.outside.leave(
+                outside, layers, embedding = self.prologue.leave(
                     carry.outside,
-                    row.outside,
+                    row.prologue,
                     row.embed_grad,
                     d_input,
-                    gradients.outside,
+                    gradients.prologue,
                     gradients.embedding,
                 )
-            gradients = gradients._replace(outside=layers, embedding=embedding)
+            gradients = gradients._replace(prologue=layers, embedding=embedding)
             return carry._replace(outside=outside, gradients=gradients)
         if gradients.embedding is None:
             return carry
@@ -431,7 +462,9 @@ class StepProgram:
         with jax.named_scope(scopes.HEAD):
             return lax.cond(row.loss >= 0, work, lambda loss: loss, carry.loss)
 
-    def _rows(self, carry: Buffers, row: TickRow, output: jax.Array, reader: OutputReader) -> Tree:
+    def _read_outputs(
+        self, carry: Buffers, row: TickRow, output: jax.Array, reader: OutputReader
+    ) -> Tree:
         """With what is read of the leaving microbatch."""
 
         def work(rows: Tree) -> Tree:
@@ -441,7 +474,7 @@ class StepProgram:
         with jax.named_scope(scopes.HEAD):
             return lax.cond(row.loss >= 0, work, lambda rows: rows, carry.rows)
 
-    def _empty_rows(self, empty: jax.Array) -> Tree:
+    def _empty_outputs(self, empty: jax.Array) -> Tree:
         if (reader := self.reader) is None:
             return None
         like = jax.eval_shape(
@@ -464,9 +497,9 @@ class StepProgram:
         def work(loss: jax.Array, norm: Tree, head: jax.Array, sums: mtp.MtpTotals | None):
             given = self._head_inputs(row.loss, output)
             add = None
-            if self.ahead is not None and sums is not None:
-                trips = jnp.where(row.loss >= 0, self.ahead.count, 0)
-                add = partial(self.ahead.add, given[-1], scale, trips, sums)
+            if self.mtp is not None and sums is not None:
+                trips = jnp.where(row.loss >= 0, self.mtp.num_heads, 0)
+                add = partial(self.mtp.add, given[-1], scale, trips, sums)
             found, sums = self.loss_head.loss_and_grad(*given, scale, add)
             # Of what is frozen nothing reads the gradient: it is not computed.
             norm = jax.tree.map(
@@ -478,14 +511,14 @@ class StepProgram:
         def rest(loss: jax.Array, norm: Tree, head: jax.Array, sums: mtp.MtpTotals | None):
             return jnp.zeros_like(output), loss, norm, head, sums
 
-        sums = self._sums_ahead(carry, gradients)
+        sums = self._mtp_totals(carry, gradients)
         with jax.named_scope(scopes.HEAD):
             cotangent, loss, norm, head, sums = lax.cond(
                 row.loss >= 0, work, rest, carry.loss, gradients.final_norm, gradients.head, sums
             )
         if sums is not None:
             carry = carry._replace(ahead=sums.found)
-            gradients = gradients._replace(ahead=sums.gradients)
+            gradients = gradients._replace(mtp=sums.gradients)
             if sums.embedding is not None:
                 gradients = gradients._replace(embedding=sums.embedding)
         place = next(i for i, way in enumerate(self.schedule.arrivals) if way.port == "loss")
@@ -495,19 +528,19 @@ class StepProgram:
             inbox=write_slot(carry.inbox, row.arrivals[place], cotangent),
         )
 
-    def _sums_ahead(self, carry: Buffers, gradients: Gradients) -> mtp.MtpTotals | None:
-        if self.ahead is None:
+    def _mtp_totals(self, carry: Buffers, gradients: Gradients) -> mtp.MtpTotals | None:
+        if self.mtp is None:
             return None
         assert carry.ahead is not None
-        table = gradients.embedding if self.ahead.reads_embedding else None
-        return mtp.MtpTotals(carry.ahead, gradients.ahead, table)
+        table = gradients.embedding if self.mtp.reads_embedding else None
+        return mtp.MtpTotals(carry.ahead, gradients.mtp, table)
 
     # Ticks in order.
 
     def run(self, table: TickTable) -> Buffers:
         """All ticks."""
-        table = table.of_this_stage()
-        if self.by_visit:
+        table = table.local_columns()
+        if self.uses_weight_window:
             return run_weight_windows(self, table)
 
         def body(carry: Buffers, row: TickRow) -> tuple[Buffers, None]:
@@ -522,17 +555,17 @@ class StepProgram:
             for kind, weights in self.weights.items()
         }
         # Every stage computed the same gradient of the final norm; one counts.
-        divisions = select_trainable(self.plan.divisions, self.plan.trainable)
+        divisions = select_trainable(self.plan.weight_shardings, self.plan.trainable)
         final_norm = jax.tree.map(
             lambda leaf, division: sum_gradient(broadcast_from(leaf, STAGE, 0), division),
             gradients.final_norm,
             divisions.get("final_norm", {}),
         )
         found = {"layers": layers, "final_norm": final_norm}
-        if self.outside is not None:
-            found["outside"] = self.outside.finish(gradients.outside)
-        if self.ahead is not None:
-            found["ahead"] = self.ahead.finish(gradients.ahead)
+        if self.prologue is not None:
+            found["outside"] = self.prologue.finish(gradients.prologue)
+        if self.mtp is not None:
+            found["ahead"] = self.mtp.finish(gradients.mtp)
         if gradients.embedding is not None:
             found["embedding"] = self.embedding.finish(gradients.embedding)
         if gradients.head is not None:
@@ -554,7 +587,7 @@ class StepProgram:
                 kind: self._stacked(kind, found) for kind, found in carry.reports.statistics.items()
             }
         }
-        if self.outside is not None:
+        if self.prologue is not None:
             assert carry.outside is not None and carry.outside.reports is not None
             front = carry.outside.reports
             statistics["outside"] = jax.tree.map(
@@ -573,7 +606,7 @@ class StepProgram:
 
 def _unstacked_shardings(divisions: Tree, *, num_stacked: int) -> Tree:
     """Divisions of one layer's weights, from those of weights with `num_stacked` dims in front."""
-    return jax.tree.map(lambda division: division.of_one(num_stacked), divisions)
+    return jax.tree.map(lambda division: division.unstacked(num_stacked), divisions)
 
 
 def _split_microbatches(num_microbatches: int, rows: jax.Array) -> jax.Array:

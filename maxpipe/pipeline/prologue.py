@@ -57,35 +57,35 @@ from maxpipe.schedule.table import IDLE, Schedule
 class Embedding(NamedTuple):
     """Lookup in this stage's rows of the table `[v, d]`."""
 
-    division: WeightSharding
+    weight_sharding: WeightSharding
     """Of the table."""
     scale: float = 1.0
     """Factor of what is looked up, rounded to its type."""
 
     @property
-    def by_column(self) -> bool:
+    def is_column_sharded(self) -> bool:
         """Whether devices that share the columns each look up their own."""
-        return self.division.dim == 1
+        return self.weight_sharding.dim == 1
 
-    def hold(self, shard: Float[Array, "v shard"], dtype: jnp.dtype) -> Float[Array, "v d"]:
+    def prepare(self, shard: Float[Array, "v shard"], dtype: jnp.dtype) -> Float[Array, "v d"]:
         """What `lookup` reads."""
         return (
             mark_varying(shard.astype(dtype))
-            if self.by_column
-            else gather_weight(shard, self.division, dtype)
+            if self.is_column_sharded
+            else gather_weight(shard, self.weight_sharding, dtype)
         )
 
     def lookup(
         self, table: Float[Array, "v d"], tokens: Int[Array, "B T"]
     ) -> Float[Array, "B T D"]:
         """The first layer's input, the same on every stage."""
-        return self._to_rows(sum_over(self._found(table, tokens), STAGE))
+        return self._to_rows(sum_over(self._lookup_local(table, tokens), STAGE))
 
-    def lookup_own(
+    def lookup_per_stage(
         self, table: Float[Array, "v d"], tokens: Int[Array, "P B T"]
     ) -> Float[Array, "B T D"]:
         """The same, to each stage that of its own microbatch."""
-        return self._to_rows(reduce_scatter(self._found(table, tokens), STAGE, 0)[0])
+        return self._to_rows(reduce_scatter(self._lookup_local(table, tokens), STAGE, 0)[0])
 
     def accumulate(
         self,
@@ -107,7 +107,7 @@ class Embedding(NamedTuple):
         """Adds a cotangent of which every stage has a part, their sum."""
         return self._add(total, tokens, self._to_columns(mark_varying(sum_over(cotangent, STAGE))))
 
-    def accumulate_own(
+    def accumulate_per_stage(
         self,
         total: Float[Array, "v d"],
         tokens: Int[Array, "P B T"],
@@ -119,13 +119,13 @@ class Embedding(NamedTuple):
 
     def finish(self, total: Float[Array, "v d"]) -> Float[Array, "v shard"]:
         """Summed over devices, in the form of the stored shard."""
-        total = total if self.by_column else scatter_gradient(total, self.division)
-        return sum_gradient(total, self.division)
+        total = total if self.is_column_sharded else scatter_gradient(total, self.weight_sharding)
+        return sum_gradient(total, self.weight_sharding)
 
-    def _found(
+    def _lookup_local(
         self, table: Float[Array, "v d"], tokens: Int[Array, "*dims T"]
     ) -> Float[Array, "*found T d"]:
-        row, mine = self._own_rows(tokens, table.shape[0])
+        row, mine = self._local_rows(tokens, table.shape[0])
         return self._scaled(jnp.where(mine[..., None], table[row], 0), table.dtype)
 
     def _scaled(self, x: jax.Array, dtype: Any) -> jax.Array:
@@ -133,29 +133,29 @@ class Embedding(NamedTuple):
         return x if self.scale == 1.0 else x * jnp.asarray(self.scale, dtype).astype(x.dtype)
 
     def _add(self, total: jax.Array, tokens: jax.Array, cotangent: jax.Array) -> jax.Array:
-        row, mine = self._own_rows(tokens, total.shape[0])
+        row, mine = self._local_rows(tokens, total.shape[0])
         row = jnp.where(mine, row, total.shape[0])  # out of range: dropped
         cotangent = self._scaled(cotangent.astype(total.dtype), cotangent.dtype)
         return total.at[row].add(mark_varying(cotangent), mode="drop")
 
     def _to_rows(self, x: jax.Array) -> jax.Array:
         """This device's columns of all shards' tokens -> all columns of its own tokens."""
-        return all_to_all(x, self.division.axes, 0, 2) if self.by_column else x
+        return all_to_all(x, self.weight_sharding.axes, 0, 2) if self.is_column_sharded else x
 
     def _to_columns(self, x: jax.Array) -> jax.Array:
         """All columns of this device's tokens -> its own columns of all shards' tokens."""
-        if not self.by_column:
+        if not self.is_column_sharded:
             return x
         # XLA for TPU takes five times as long to exchange from dim 2 to dim 0.
-        axes = self.division.axes
+        axes = self.weight_sharding.axes
         return all_to_all(jnp.concatenate(jnp.split(x, axis_size(axes), axis=2)), axes, 0, 0)
 
-    def _own_rows(
+    def _local_rows(
         self, tokens: Int[Array, "*dims T"], num_rows: int
     ) -> tuple[Int[Array, "*found T"], Bool[Array, "*found T"]]:
         """Row of every token that is looked up here, and whether it is held here."""
-        if self.by_column:
-            tokens = all_gather(tokens, self.division.axes, tokens.ndim - 2)
+        if self.is_column_sharded:
+            tokens = all_gather(tokens, self.weight_sharding.axes, tokens.ndim - 2)
         row = tokens - axis_index(STAGE) * num_rows
         return jnp.clip(row, 0, num_rows - 1), (row >= 0) & (row < num_rows)
 
@@ -188,12 +188,12 @@ class PrologueLayers:
     """Runs the layers in front of the ring."""
 
     slots: LayerSlots
-    held: Tree
+    local_weights: Tree
     """What their weights are read from."""
     schedule: Schedule
     batch: Tree
     """Arrays of all microbatches `[M, B, ...]`."""
-    pieces: Any
+    layer_vjps: Any
     """The layers differentiated, by kind; None when only forward."""
     seeds: Tree
     """Cotangents of the layers' losses."""
@@ -203,15 +203,17 @@ class PrologueLayers:
 
     def buffers(self, like: Float[Array, "B T D"]) -> PrologueBuffers:
         """Empty slots for rounds, `like` one activation."""
-        count = self.schedule.outside.num_slots
+        count = self.schedule.prologue.num_slots
         trains = self.schedule.trains
-        stash = self.slots.empty_stash(self.pieces, count, like) if trains else []
-        reports = self.slots.empty_reports(self.pieces) if trains else None
+        stash = self.slots.empty_stash(self.layer_vjps, count, like) if trains else []
+        reports = self.slots.empty_reports(self.layer_vjps) if trains else None
         return PrologueBuffers(empty_slots(count, like), stash, reports)
 
     def zeros(self) -> Tree:
         """Empty gradient accumulators of the layers."""
-        return {kind: each.zeros(self.held[kind]) for kind, each in self.slots.weights.items()}
+        return {
+            kind: each.zeros(self.local_weights[kind]) for kind, each in self.slots.weights.items()
+        }
 
     def enter(
         self, buffers: PrologueBuffers, row: PrologueRow, entering: Int[Array, ""]
@@ -223,10 +225,10 @@ class PrologueLayers:
         starts = row.forward >= 0
         nothing = jnp.zeros_like(buffers.waiting[0])
         with jax.named_scope(scopes.EMBED):
-            tokens = self.batch["tokens"][self._members(row.forward)]
+            tokens = self.batch["tokens"][self._round_microbatches(row.forward)]
             x = lax.cond(
                 starts,
-                lambda: mark_varying(self.embedding.lookup_own(self.table, tokens)),
+                lambda: mark_varying(self.embedding.lookup_per_stage(self.table, tokens)),
                 lambda: nothing,
             )
         work = self._work(row.forward, row.forward_slot)
@@ -234,11 +236,11 @@ class PrologueLayers:
         with jax.named_scope(scopes.FORWARD):
             if self.schedule.trains:
                 assert reports is not None
-                y, stash, reports = self.slots.forward_and_keep(
-                    self.pieces, self.held, work, x, stash, reports
+                y, stash, reports = self.slots.forward_and_save(
+                    self.layer_vjps, self.local_weights, work, x, stash, reports
                 )
             else:
-                y, _ = self.slots.forward(self.held, work, x)
+                y, _ = self.slots.forward(self.local_weights, work, x)
         waiting = _put(buffers.waiting, row.forward_slot, y, starts)
         with jax.named_scope(scopes.SEND):
             output = lax.cond(
@@ -277,15 +279,17 @@ class PrologueLayers:
         d_output = jnp.where(work.exists, read_slot(waiting, row.backward_slot), 0)
         with jax.named_scope(scopes.BACKWARD):
             d_input, totals = self.slots.backward(
-                self.pieces, self.held, work, d_output, buffers.stash, totals
+                self.layer_vjps, self.local_weights, work, d_output, buffers.stash, totals
             )
         if embedding is None:
             return buffers._replace(waiting=waiting), totals, None
-        tokens = self.batch["tokens"][self._members(row.backward)]
+        tokens = self.batch["tokens"][self._round_microbatches(row.backward)]
         with jax.named_scope(scopes.EMBED_GRAD):
             embedding = lax.cond(
                 row.backward >= 0,
-                lambda total: mark_varying(self.embedding.accumulate_own(total, tokens, d_input)),
+                lambda total: mark_varying(
+                    self.embedding.accumulate_per_stage(total, tokens, d_input)
+                ),
                 lambda total: total,
                 embedding,
             )
@@ -300,11 +304,11 @@ class PrologueLayers:
         """The stage that has this microbatch in its round."""
         return jnp.maximum(microbatch, 0) % self.schedule.num_stages
 
-    def _own(self, number: jax.Array) -> jax.Array:
+    def _local_microbatch(self, number: jax.Array) -> jax.Array:
         """This stage's microbatch of a round."""
         return jnp.maximum(number, 0) * self.schedule.num_stages + axis_index(STAGE)
 
-    def _members(self, number: jax.Array) -> jax.Array:
+    def _round_microbatches(self, number: jax.Array) -> jax.Array:
         """int `[P]`: microbatches of a round; where it is short, the last one again."""
         first = jnp.maximum(number, 0) * self.schedule.num_stages
         members = first + jnp.arange(self.schedule.num_stages)
@@ -315,21 +319,21 @@ class PrologueLayers:
 
         The last round may be short: what has no microbatch works on another one's for nothing.
         """
-        own = jnp.minimum(self._own(number), self.schedule.num_microbatches - 1)
-        exists = self._own(number) < self.schedule.num_microbatches
+        own = jnp.minimum(self._local_microbatch(number), self.schedule.num_microbatches - 1)
+        exists = self._local_microbatch(number) < self.schedule.num_microbatches
         none, runs, layout = mark_varying(jnp.int32(0)), number >= 0, self.slots.layout
         row = SlotRow(jnp.where(runs, own, IDLE), none, none, slot, none, none, none, any_work=runs)
-        size = jnp.where(runs, layout.layers_per_chunk, 0)
+        size = jnp.where(runs, layout.max_layers_per_chunk, 0)
         return SlotWork(
             row,
             chunk=none,
             gradient=none,
             first=none,
             size=size,
-            trips=size,
+            num_iterations=size,
             inputs=select_microbatch(self.batch, own),
-            kinds=mark_varying(jnp.asarray(layout.kind_at[0, 0])),
-            places=mark_varying(jnp.asarray(layout.place_at[0, 0])),
+            layer_types=mark_varying(jnp.asarray(layout.layer_type_at[0, 0])),
+            indices_in_type=mark_varying(jnp.asarray(layout.index_in_type_at[0, 0])),
             seeds=jax.tree.map(lambda seed: jnp.where(exists, seed, 0), self.seeds),
             exists=exists,
         )

@@ -84,7 +84,7 @@ class SplitProgram:
     """All inputs -> (first outputs, kept)."""
     second: Callable[[Arrays, Arrays], list[Any]]
     """(kept, free inputs) -> the other outputs."""
-    kept: tuple[Any, ...]
+    saved: tuple[Any, ...]
     """Abstract value of each kept array."""
 
 
@@ -98,8 +98,8 @@ def split_program(
     flat = FlatJaxpr(program)
     chosen = [flat.outputs[i] for i in first_outputs]
     others = [out for i, out in enumerate(flat.outputs) if i not in set(first_outputs)]
-    early = flat.needed(chosen)
-    late = [e for e in sorted(flat.needed(others)) if e not in early]
+    early = flat.dependencies(chosen)
+    late = [e for e in sorted(flat.dependencies(others)) if e not in early]
     free = [flat.inputs[i] for i in free_inputs]
     kept, again = _min_cut(flat, early, late, others, free)
     second = sorted({*again, *late})
@@ -107,7 +107,7 @@ def split_program(
     def run_first(arguments: Arrays) -> tuple[list[Any], list[Any]]:
         env = flat.environment(flat.inputs, arguments)
         # Whatever the cut keeps is computed here, even what only the weights' gradients need.
-        flat.run(sorted(flat.needed([*chosen, *kept])), env)
+        flat.run(sorted(flat.dependencies([*chosen, *kept])), env)
         return [env[v] for v in chosen], [env[v] for v in kept]
 
     def run_second(values: Arrays, arguments: Arrays) -> list[Any]:
@@ -157,7 +157,7 @@ class FlatJaxpr:
             env.update(zip(equation.outvars, outputs, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
 
-    def needed(self, values: Sequence[int]) -> set[int]:
+    def dependencies(self, values: Sequence[int]) -> set[int]:
         """Equations that these values depend on."""
         found: set[int] = set()
         stack = list(values)
@@ -168,7 +168,7 @@ class FlatJaxpr:
                 stack += self.equations[equation][1]
         return found
 
-    def between(self, have: set[int], wanted: Sequence[int]) -> list[int]:
+    def equations_between(self, have: set[int], wanted: Sequence[int]) -> list[int]:
         """Equations on the way from values that are at hand to those that are wanted, in order."""
         found: set[int] = set()
         stack = [value for value in wanted if value not in have]
@@ -179,7 +179,7 @@ class FlatJaxpr:
                 stack += [value for value in self.equations[equation][1] if value not in have]
         return sorted(found)
 
-    def unshaped(self, value: int) -> int:
+    def undo_reshape(self, value: int) -> int:
         """The value that this one is in another shape, itself if it is none."""
         while (number := self.producer.get(value)) is not None:
             equation, inputs, _ = self.equations[number]
@@ -188,9 +188,11 @@ class FlatJaxpr:
             value = inputs[0]
         return value
 
-    def sources(self, value: int) -> set[int]:
+    def input_dependencies(self, value: int) -> set[int]:
         """Inputs that a value depends on."""
-        read = {number for index in self.needed([value]) for number in self.equations[index][1]}
+        read = {
+            number for index in self.dependencies([value]) for number in self.equations[index][1]
+        }
         return {value, *read}.intersection(self.inputs)
 
     def environment(self, names: Sequence[int], values: Arrays) -> dict[int, Any]:
@@ -278,7 +280,7 @@ def _min_cut(
     residual.eliminate_zeros()
     reached = set(breadth_first_order(residual, source, return_predecessors=False).tolist())
     kept = sorted(v for v in seen if 2 * v in reached and 2 * v + 1 not in reached)
-    return kept, flat.between(known | set(kept), list(wanted))
+    return kept, flat.equations_between(known | set(kept), list(wanted))
 
 
 def _bytes(aval: Any) -> int:
@@ -335,7 +337,7 @@ class SavedArray(NamedTuple):
     on_host: bool
 
     @classmethod
-    def of(cls, aval: Any) -> SavedArray:
+    def from_aval(cls, aval: Any) -> SavedArray:
         """The form of arrays with this abstract value."""
         return cls(aval.shape, aval.dtype, aval.memory_space == jax.memory.Space.Host)
 
@@ -411,17 +413,17 @@ def differentiate_layer(
     traced, (of_outputs, _) = jax.make_jaxpr(run, return_shape=True)(weights, x, constants)
     outputs = jax.tree.structure(of_outputs)
     flat = FlatJaxpr(traced)
-    sources = _ValueSources.of(flat, len(jax.tree.leaves(weights)))
+    sources = _ValueSources.from_program(flat, len(jax.tree.leaves(weights)))
     leaves = flat.outputs[outputs.num_leaves :]
     # Several shapes of an array are one to keep.
-    stored = [v for v in dict.fromkeys(map(flat.unshaped, leaves)) if sources.must_wait(v)]
+    stored = [v for v in dict.fromkeys(map(flat.undo_reshape, leaves)) if sources.must_be_saved(v)]
 
     def forward(
         weights: Tree, x: jax.Array, constants: LayerConstants
     ) -> tuple[jax.Array, list[jax.Array], Tree, Tree]:
         found = jex.jaxpr_as_fun(traced)(*jax.tree.leaves((weights, x, constants)))
         output, losses, statistics = outputs.unflatten(found[: outputs.num_leaves])
-        arrays = dict(zip(map(flat.unshaped, leaves), found[outputs.num_leaves :], strict=True))
+        arrays = dict(zip(map(flat.undo_reshape, leaves), found[outputs.num_leaves :], strict=True))
         saved = [arrays[value].reshape(flat.aval[value].shape) for value in stored]
         return output, saved, losses, statistics
 
@@ -430,7 +432,7 @@ def differentiate_layer(
     ) -> tuple[Tree, jax.Array]:
         known = [*jax.tree.leaves(weights), *saved, *jax.tree.leaves(constants)]
         values = flat.environment([*sources.weights, *stored, *sources.constants], known)
-        flat.run(flat.between(set(values), leaves), values)
+        flat.run(flat.equations_between(set(values), leaves), values)
         pullback = jax.tree.unflatten(structure[-1], [values[leaf] for leaf in leaves])
         return pullback((cotangent, {name: constants.seeds[name] for name in of_outputs[1]}))
 
@@ -440,7 +442,7 @@ def differentiate_layer(
         backward,
         _raise_not_split,
         _raise_not_split,
-        saved=tuple(SavedArray.of(jax.typeof(leaf)) for leaf in saved),
+        saved=tuple(SavedArray.from_aval(jax.typeof(leaf)) for leaf in saved),
         deferred=(),
         losses=tuple(losses),
         statistics={name: leaf.shape for name, leaf in statistics.items()},
@@ -463,11 +465,11 @@ class _ValueSources:
     constants: list[int]
 
     @classmethod
-    def of(cls, flat: FlatJaxpr, num_weights: int) -> _ValueSources:
+    def from_program(cls, flat: FlatJaxpr, num_weights: int) -> _ValueSources:
         weights, (x, *constants) = flat.inputs[:num_weights], flat.inputs[num_weights:]
         return cls(flat, weights, x, constants)
 
-    def must_wait(self, value: int) -> bool:
+    def must_be_saved(self, value: int) -> bool:
         """Whether a value has to be kept from the forward slot to the backward slot.
 
         Inputs other than `x` are at hand there. What follows from weights without `x` is computed
@@ -475,7 +477,7 @@ class _ValueSources:
         them. So is what depends on nothing, as zeros do that a mask leaves behind. What follows
         from the microbatch's own arrays alone waits: it is another one in each slot.
         """
-        sources = self.flat.sources(value)
+        sources = self.flat.input_dependencies(value)
         if self.x in sources:
             return True
         return bool(sources) and sources.isdisjoint(self.weights) and value not in self.constants
@@ -514,7 +516,7 @@ def _split_backward(
         pieces,
         input_grad=input_grad,
         weight_grad=weight_grad,
-        deferred=tuple(map(SavedArray.of, parts.kept)),
+        deferred=tuple(map(SavedArray.from_aval, parts.saved)),
     )
 
 

@@ -135,7 +135,7 @@ class SlotRow(NamedTuple):
     gradient: jax.Array
     any_work: jax.Array
     """Whether any stage works in this slot."""
-    any_kind: Any = None
+    any_layer_type: Any = None
     """`[L, kinds]`: whether any stage has a layer of this kind at this position of its chunk. Where
     all stages turn alike and there is more than one kind."""
 
@@ -152,13 +152,13 @@ class SlotWork(NamedTuple):
     """Position of its first layer in the network."""
     size: jax.Array
     """Number of layers, 0 when idle."""
-    trips: jax.Array
+    num_iterations: jax.Array
     """Turns of the layer loop."""
     inputs: Tree
     """The microbatch's arrays."""
-    kinds: jax.Array
+    layer_types: jax.Array
     """`[L]`: number of each layer's kind."""
-    places: jax.Array
+    indices_in_type: jax.Array
     """`[L]`: its place among the layers of that kind in the chunk."""
     seeds: Tree
     """Cotangents of the layers' losses."""
@@ -186,36 +186,36 @@ class LayerSlots:
     layers: dict[str, LayerFn]
     layout: LayerLayout
     weights: dict[str, LayerWeights]
-    keep: RematPolicy
+    remat_policy: RematPolicy
     idle: Idle
     key: jax.Array | None
-    by_visit: bool
+    uses_weight_window: bool
     """Weights and gradients lie where the table's window columns say, not by repeat."""
 
     @property
-    def kinds(self) -> tuple[str, ...]:
+    def layer_types(self) -> tuple[str, ...]:
         """Kinds of the layers in the chunks; tables count them in this order."""
-        return self.layout.in_ring
+        return self.layout.ring_layer_types
 
     @property
-    def unlike(self) -> bool:
+    def is_heterogeneous(self) -> bool:
         """Whether there is more than one kind, and so a loop of a kind's own in each turn."""
-        return len(self.kinds) > 1
+        return len(self.layer_types) > 1
 
-    def length(self, kind: str) -> int:
+    def max_layers_per_chunk(self, kind: str) -> int:
         """The most layers of a kind in one chunk: the stride of all that is kept by layer."""
-        return self.layout.stacks[kind].length
+        return self.layout.stacks[kind].max_layers_per_chunk
 
-    def pieces(
+    def differentiate_layers(
         self, held: Tree, x: jax.Array, inputs: Tree, seeds: Tree, *, halves: bool
     ) -> dict[str, LayerVJP]:
         """The layers differentiated, traced aside: nothing of it enters this program."""
         found: dict[str, LayerVJP] = {}
-        keep = RematPolicy("full") if self.keep.remat == "chunk" else self.keep
+        keep = RematPolicy("full") if self.remat_policy.remat == "chunk" else self.remat_policy
 
         def trace(held: Tree, x: jax.Array, inputs: Tree, seeds: Tree, index: jax.Array):
             constants = LayerConstants(inputs, index, self.key, seeds)
-            for kind in self.kinds:
+            for kind in self.layer_types:
                 weights = self.weights[kind].layer(held[kind], index)
                 found[kind] = differentiate_layer(
                     self.layers[kind],
@@ -233,33 +233,35 @@ class LayerSlots:
 
     def empty_stash(self, pieces: dict[str, LayerVJP], count: int, like: jax.Array) -> Tree:
         """Room for what `count` chunks keep for their backward."""
-        if self.keep.remat == "chunk":
+        if self.remat_policy.remat == "chunk":
             return [empty_slots(count, like)]
-        return self._rooms(count, {kind: pieces[kind].saved for kind in self.kinds})
+        return self._empty_arrays(count, {kind: pieces[kind].saved for kind in self.layer_types})
 
     def empty_deferred(self, pieces: dict[str, LayerVJP], count: int) -> Tree:
         """Room for what `count` chunks keep for their weights' gradients."""
-        return self._rooms(count, {kind: pieces[kind].deferred for kind in self.kinds})
+        return self._empty_arrays(count, {kind: pieces[kind].deferred for kind in self.layer_types})
 
-    def _rooms(self, count: int, kept: dict[str, tuple[SavedArray, ...]]) -> Tree:
+    def _empty_arrays(self, count: int, kept: dict[str, tuple[SavedArray, ...]]) -> Tree:
         return {
-            kind: [empty_slots(count * self.length(kind), leaf) for leaf in leaves]
+            kind: [empty_slots(count * self.max_layers_per_chunk(kind), leaf) for leaf in leaves]
             for kind, leaves in kept.items()
         }
 
     def empty_reports(self, pieces: dict[str, LayerVJP]) -> Reports:
         """Zeros for what the layers of all chunks return besides their output."""
-        losses = {name for kind in self.kinds for name in pieces[kind].losses}
+        losses = {name for kind in self.layer_types for name in pieces[kind].losses}
         repeats = self.layout.ring.num_repeats
 
         def zeros(kind: str, shape: tuple[int, ...]) -> jax.Array:
-            return mark_varying(jnp.zeros((repeats * self.length(kind), *shape), jnp.float32))
+            return mark_varying(
+                jnp.zeros((repeats * self.max_layers_per_chunk(kind), *shape), jnp.float32)
+            )
 
         return Reports(
             {name: mark_varying(jnp.float32(0)) for name in sorted(losses)},
             {
                 kind: {name: zeros(kind, shape) for name, shape in pieces[kind].statistics.items()}
-                for kind in self.kinds
+                for kind in self.layer_types
                 if pieces[kind].statistics
             },
         )
@@ -270,23 +272,23 @@ class LayerSlots:
             read_slot(mark_varying(jnp.asarray(table)), row.repeat), axis_index(STAGE)
         )
         size = jnp.where(row.microbatch >= 0, mine(self.layout.chunk_sizes), 0)
-        skips, longest = self.idle == "skip", self.layout.layers_per_chunk
+        skips, longest = self.idle == "skip", self.layout.max_layers_per_chunk
         return SlotWork(
             row,
-            chunk=row.window if self.by_visit else row.repeat,
-            gradient=row.gradient if self.by_visit else row.repeat,
+            chunk=row.window if self.uses_weight_window else row.repeat,
+            gradient=row.gradient if self.uses_weight_window else row.repeat,
             first=mine(self.layout.first_layer),
             size=size,
-            trips=size if skips else jnp.where(row.any_work > 0, longest, 0),
+            num_iterations=size if skips else jnp.where(row.any_work > 0, longest, 0),
             inputs=select_microbatch(batch, row.microbatch),
-            kinds=mine(self.layout.kind_at),
-            places=mine(self.layout.place_at),
+            layer_types=mine(self.layout.layer_type_at),
+            indices_in_type=mine(self.layout.index_in_type_at),
             seeds=seeds,
         )
 
     # Layers one after the other.
 
-    def _each(
+    def _loop_layers(
         self,
         work: SlotWork,
         run: Callable[[str, jax.Array, jax.Array, jax.Array | None, State], State],
@@ -302,16 +304,16 @@ class LayerSlots:
         computes = self.idle == "compute"
 
         def turn(number: jax.Array, state: State) -> State:
-            step = work.trips - 1 - number if last_first else number
+            step = work.num_iterations - 1 - number if last_first else number
             used = step < work.size if computes else None
-            if not self.unlike:
-                return run(self.kinds[0], step, step, used, state)
-            mine, place = read_slot(work.kinds, step), read_slot(work.places, step)
-            for kind, name in enumerate(self.kinds):
+            if not self.is_heterogeneous:
+                return run(self.layer_types[0], step, step, used, state)
+            mine, place = read_slot(work.layer_types, step), read_slot(work.indices_in_type, step)
+            for kind, name in enumerate(self.layer_types):
                 is_mine = mine == kind
                 if computes:
                     is_mine &= step < work.size
-                here = read_slot(work.row.any_kind, step)[kind] > 0 if computes else is_mine
+                here = read_slot(work.row.any_layer_type, step)[kind] > 0 if computes else is_mine
 
                 def inner(extra: jax.Array, state: State, name=name, is_mine=is_mine) -> State:
                     used = is_mine if computes else None
@@ -321,17 +323,17 @@ class LayerSlots:
                     state = lax.fori_loop(0, here.astype(jnp.int32), inner, state)
             return state
 
-        return lax.fori_loop(0, work.trips, turn, state)
+        return lax.fori_loop(0, work.num_iterations, turn, state)
 
-    def _bases(self, number: jax.Array) -> dict[str, jax.Array]:
+    def _stack_offsets(self, number: jax.Array) -> dict[str, jax.Array]:
         """Where the stacks of chunk `number` begin, by kind."""
-        return {kind: self.length(kind) * number for kind in self.kinds}
+        return {kind: self.max_layers_per_chunk(kind) * number for kind in self.layer_types}
 
     def _constants(self, work: SlotWork, step: jax.Array) -> LayerConstants:
         """What a layer reads besides weights and input."""
         return LayerConstants(work.inputs, work.first + step, self.key, work.seeds)
 
-    def _reported(
+    def _add_reports(
         self,
         reports: Reports,
         kind: str,
@@ -363,7 +365,7 @@ class LayerSlots:
         self, held: Tree, work: SlotWork, x: jax.Array, reports: Reports | None = None
     ) -> tuple[jax.Array, Reports | None]:
         """The chunk's output and nothing else, and the reports with its own."""
-        bases, of_reports = self._bases(work.chunk), self._bases(work.row.repeat)
+        bases, of_reports = self._stack_offsets(work.chunk), self._stack_offsets(work.row.repeat)
 
         def run(kind: str, step: Any, place: Any, used: Any, state: Any) -> Any:
             x, reports = state
@@ -372,12 +374,12 @@ class LayerSlots:
             y, *found = self.layers[kind](weights, x, *constants[:3])
             if reports is not None:
                 counts = _logical_and(used, work.exists)
-                reports = self._reported(reports, kind, of_reports[kind] + place, found, counts)
+                reports = self._add_reports(reports, kind, of_reports[kind] + place, found, counts)
             return _pick(used, y, x), reports
 
-        return self._each(work, run, (x, reports))
+        return self._loop_layers(work, run, (x, reports))
 
-    def forward_and_keep(
+    def forward_and_save(
         self,
         pieces: dict[str, LayerVJP],
         held: Tree,
@@ -387,15 +389,15 @@ class LayerSlots:
         reports: Reports,
     ) -> tuple[jax.Array, Tree, Reports]:
         """The chunk's output, the stash with what its backward needs, and the reports."""
-        if self.keep.remat != "chunk":
-            bases = self._bases(work.row.stash)
-            return self._keep_layers(pieces, held, work, x, stash, bases, reports)
+        if self.remat_policy.remat != "chunk":
+            bases = self._stack_offsets(work.row.stash)
+            return self._forward_layers_and_save(pieces, held, work, x, stash, bases, reports)
         kept = jnp.where(work.row.microbatch >= 0, x, read_slot(stash[0], work.row.stash))
         x, found = self.forward(held, work, x, reports)
         assert found is not None
         return x, [write_slot(stash[0], work.row.stash, kept)], found
 
-    def _keep_layers(
+    def _forward_layers_and_save(
         self,
         pieces: dict[str, LayerVJP],
         held: Tree,
@@ -406,7 +408,7 @@ class LayerSlots:
         reports: Reports | None,
     ) -> tuple[jax.Array, Tree, Any]:
         """The chunk's output; what a layer keeps goes to `stash[kind][...][base + place]`."""
-        bases, of_reports = self._bases(work.chunk), self._bases(work.row.repeat)
+        bases, of_reports = self._stack_offsets(work.chunk), self._stack_offsets(work.row.repeat)
 
         def run(kind: str, step: Any, place: Any, used: Any, state: Any) -> Any:
             x, stash, reports = state
@@ -414,24 +416,26 @@ class LayerSlots:
             y, saved, *found = pieces[kind].forward(weights, x, self._constants(work, step))
             if reports is not None:
                 counts = _logical_and(used, work.exists)
-                reports = self._reported(reports, kind, of_reports[kind] + place, found, counts)
+                reports = self._add_reports(reports, kind, of_reports[kind] + place, found, counts)
             slot = stash_bases[kind] + place
-            mine = write_slots(stash[kind], slot, saved, used, pinned=self.unlike)
+            mine = write_slots(stash[kind], slot, saved, used, pinned=self.is_heterogeneous)
             return _pick(used, y, x), stash | {kind: mine}, reports
 
-        return self._each(work, run, (x, stash, reports))
+        return self._loop_layers(work, run, (x, stash, reports))
 
-    def _kept(
+    def _saved_activations(
         self, pieces: dict[str, LayerVJP], held: Tree, work: SlotWork, stash: Tree
     ) -> tuple[Tree, dict[str, jax.Array]]:
         """What the layers kept, and where each kind begins; `chunk` recomputes the chunk for it."""
-        if self.keep.remat != "chunk":
-            return stash, self._bases(work.row.stash)
-        scratch = self._rooms(1, {kind: pieces[kind].saved for kind in self.kinds})
-        bases = self._bases(jnp.zeros_like(work.row.stash))
+        if self.remat_policy.remat != "chunk":
+            return stash, self._stack_offsets(work.row.stash)
+        scratch = self._empty_arrays(1, {kind: pieces[kind].saved for kind in self.layer_types})
+        bases = self._stack_offsets(jnp.zeros_like(work.row.stash))
         with jax.named_scope(scopes.RECOMPUTE):
             x = read_slot(stash[0], work.row.stash)
-            return self._keep_layers(pieces, held, work, x, scratch, bases, None)[1], bases
+            return self._forward_layers_and_save(pieces, held, work, x, scratch, bases, None)[
+                1
+            ], bases
 
     def backward(
         self,
@@ -443,19 +447,22 @@ class LayerSlots:
         totals: Tree,
     ) -> tuple[jax.Array, Tree]:
         """Both gradients of a chunk, its last layer first: the input's, and the totals."""
-        (kept, kept_bases), bases = self._kept(pieces, held, work, stash), self._bases(work.chunk)
-        of_totals = self._bases(work.gradient)
+        (kept, kept_bases), bases = (
+            self._saved_activations(pieces, held, work, stash),
+            self._stack_offsets(work.chunk),
+        )
+        of_totals = self._stack_offsets(work.gradient)
 
         def run(kind: str, step: Any, place: Any, used: Any, state: Any) -> Any:
             cotangent, totals = state
             weights = self.weights[kind].layer(held[kind], bases[kind] + place)
-            values = read_slots(kept[kind], kept_bases[kind] + place, pinned=self.unlike)
+            values = read_slots(kept[kind], kept_bases[kind] + place, pinned=self.is_heterogeneous)
             constants = self._constants(work, step)
             d_weights, d_x = pieces[kind].backward(weights, values, constants, cotangent)
             totals = self._accumulate(totals, kind, of_totals[kind] + place, d_weights, used)
             return _pick(used, d_x, cotangent), totals
 
-        return self._each(work, run, (cotangent, totals), last_first=True)
+        return self._loop_layers(work, run, (cotangent, totals), last_first=True)
 
     def input_grad(
         self,
@@ -467,33 +474,41 @@ class LayerSlots:
         deferred: Tree,
     ) -> tuple[jax.Array, Tree]:
         """The gradient of a chunk's input; what its weights' gradients need is deferred."""
-        (kept, kept_bases), bases = self._kept(pieces, held, work, stash), self._bases(work.chunk)
-        of_deferred = self._bases(work.row.deferred)
+        (kept, kept_bases), bases = (
+            self._saved_activations(pieces, held, work, stash),
+            self._stack_offsets(work.chunk),
+        )
+        of_deferred = self._stack_offsets(work.row.deferred)
 
         def run(kind: str, step: Any, place: Any, used: Any, state: Any) -> Any:
             cotangent, deferred = state
             weights = self.weights[kind].layer(held[kind], bases[kind] + place)
-            values = read_slots(kept[kind], kept_bases[kind] + place, pinned=self.unlike)
+            values = read_slots(kept[kind], kept_bases[kind] + place, pinned=self.is_heterogeneous)
             constants = self._constants(work, step)
             d_x, later = pieces[kind].input_grad(weights, values, constants, cotangent)
             slot = of_deferred[kind] + place
-            mine = write_slots(deferred[kind], slot, later, used, pinned=self.unlike)
+            mine = write_slots(deferred[kind], slot, later, used, pinned=self.is_heterogeneous)
             return _pick(used, d_x, cotangent), deferred | {kind: mine}
 
-        return self._each(work, run, (cotangent, deferred), last_first=True)
+        return self._loop_layers(work, run, (cotangent, deferred), last_first=True)
 
     def weight_grad(
         self, pieces: dict[str, LayerVJP], work: SlotWork, deferred: Tree, totals: Tree
     ) -> Tree:
         """The totals with the gradients of a chunk's weights, from what was deferred."""
-        of_deferred, of_totals = self._bases(work.row.deferred), self._bases(work.gradient)
+        of_deferred, of_totals = (
+            self._stack_offsets(work.row.deferred),
+            self._stack_offsets(work.gradient),
+        )
 
         def run(kind: str, step: Any, place: Any, used: Any, totals: Tree) -> Tree:
-            later = read_slots(deferred[kind], of_deferred[kind] + place, pinned=self.unlike)
+            later = read_slots(
+                deferred[kind], of_deferred[kind] + place, pinned=self.is_heterogeneous
+            )
             d_weights = pieces[kind].weight_grad(later, self._constants(work, step))
             return self._accumulate(totals, kind, of_totals[kind] + place, d_weights, used)
 
-        return self._each(work, run, totals)
+        return self._loop_layers(work, run, totals)
 
     def _accumulate(
         self, totals: Tree, kind: str, index: jax.Array, d_weights: Tree, used: jax.Array | None

@@ -37,7 +37,7 @@ class TickRow(NamedTuple):
     embed: Any
     loss: Any
     embed_grad: Any
-    outside: PrologueRow
+    prologue: PrologueRow
 
 
 class TickTable(NamedTuple):
@@ -50,14 +50,14 @@ class TickTable(NamedTuple):
     reduce_slot: Any
 
     @classmethod
-    def of(cls, schedule: Schedule, layout: LayerLayout, idle: Idle) -> TickTable:
+    def from_schedule(cls, schedule: Schedule, layout: LayerLayout, idle: Idle) -> TickTable:
         """What the program reads of a schedule."""
         names = [name for name in SlotRow._fields if not name.startswith("any_")]
 
         def columns(slots: SlotColumns) -> SlotRow:
             found = {name: getattr(slots, name) for name in names}
             kinds = _layer_types_at(slots, layout) if idle == "compute" else None
-            return SlotRow(**found, any_work=slots.active.any(axis=1), any_kind=kinds)  # type: ignore[arg-type]
+            return SlotRow(**found, any_work=slots.active.any(axis=1), any_layer_type=kinds)  # type: ignore[arg-type]
 
         rows = TickRow(
             columns(schedule.forward),
@@ -67,9 +67,9 @@ class TickTable(NamedTuple):
             schedule.embed_microbatch,
             schedule.loss_microbatch,
             schedule.embed_grad_microbatch,
-            PrologueRow(*(getattr(schedule.outside, name) for name in PrologueRow._fields)),
+            PrologueRow(*(getattr(schedule.prologue, name) for name in PrologueRow._fields)),
         )
-        visits = schedule.visits
+        visits = schedule.weight_window
         events = (visits.gather_repeat, visits.gather_slot)
         table = cls(rows, *events, visits.reduce_repeat, visits.reduce_slot)
         return jax.tree.map(lambda column: np.asarray(column, np.int32), table)
@@ -80,7 +80,7 @@ class TickTable(NamedTuple):
             lambda column: PartitionSpec(None, STAGE) if column.ndim == 2 else PartitionSpec(), self
         )
 
-    def of_this_stage(self) -> TickTable:
+    def local_columns(self) -> TickTable:
         """Columns that arrived as `[K, 1]`, a stage's part of `[K, P]`, as `[K]`."""
         return jax.tree.map(
             lambda column: column.reshape(len(column)) if column.ndim == 2 else column, self
@@ -89,11 +89,11 @@ class TickTable(NamedTuple):
 
 def _layer_types_at(slots: SlotColumns, layout: LayerLayout) -> np.ndarray | None:
     """bool `[K, L, kinds]`: at which position of its chunk any stage has a layer of a kind."""
-    if len(layout.in_ring) == 1:
+    if len(layout.ring_layer_types) == 1:
         return None
-    kinds = layout.kind_at[np.maximum(slots.repeat, 0), np.arange(layout.ring.num_stages)]
+    kinds = layout.layer_type_at[np.maximum(slots.repeat, 0), np.arange(layout.ring.num_stages)]
     kinds = np.where(slots.active[..., None], kinds, -1)
-    return (kinds[..., None] == np.arange(len(layout.in_ring))).any(axis=1)
+    return (kinds[..., None] == np.arange(len(layout.ring_layer_types))).any(axis=1)
 
 
 class Gradients(NamedTuple):
@@ -103,8 +103,8 @@ class Gradients(NamedTuple):
     layers: Tree
     final_norm: Tree
     head: jax.Array | None
-    outside: Tree
-    ahead: Tree
+    prologue: Tree
+    mtp: Tree
 
 
 class Buffers(NamedTuple):
@@ -141,7 +141,7 @@ class TickProgram(Protocol):
     schedule: Schedule
     slots: LayerSlots
     weights: dict[str, LayerWeights]
-    held: Tree
+    local_weights: Tree
     """Shards of the stage's weights, by kind."""
 
     def buffers(self) -> Buffers: ...
@@ -151,7 +151,7 @@ class TickProgram(Protocol):
 
 def run_weight_windows(program: TickProgram, table: TickTable) -> Buffers:
     """All ticks of a program, from one gather to the next."""
-    visits, weights, slots = program.schedule.visits, program.weights, program.slots
+    visits, weights, slots = program.schedule.weight_window, program.weights, program.slots
     # Turn i runs the ticks between gathers i - 1 and i while gather i is on its way. Of the
     # turns the first has no tick, and the last repeats the last gather, as there is no other.
     stops = np.append(visits.gather_tick, program.schedule.num_ticks)
@@ -160,7 +160,7 @@ def run_weight_windows(program: TickProgram, table: TickTable) -> Buffers:
     due = np.searchsorted(visits.reduce_tick, starts, side="right")
 
     def reduce_kind(kind: str, first: Any, last: Any, carry: Buffers) -> Buffers:
-        length = slots.length(kind)
+        length = slots.max_layers_per_chunk(kind)
         if not carry.partial[kind]:
             return carry  # nothing of this kind is trained
 
@@ -197,7 +197,9 @@ def run_weight_windows(program: TickProgram, table: TickTable) -> Buffers:
         with jax.named_scope(scopes.GATHER):
             chunk = {
                 kind: each.gather_chunk(
-                    program.held[kind], slots.length(kind) * repeat, slots.length(kind)
+                    program.local_weights[kind],
+                    slots.max_layers_per_chunk(kind) * repeat,
+                    slots.max_layers_per_chunk(kind),
                 )
                 for kind, each in weights.items()
             }
@@ -206,7 +208,9 @@ def run_weight_windows(program: TickProgram, table: TickTable) -> Buffers:
             carry = lax.fori_loop(start, stop, one_tick, carry)
         window = {
             kind: jax.tree.map(
-                partial(_put, index=slot * slots.length(kind)), carry.window[kind], chunk[kind]
+                partial(_put, index=slot * slots.max_layers_per_chunk(kind)),
+                carry.window[kind],
+                chunk[kind],
             )
             for kind in weights
         }

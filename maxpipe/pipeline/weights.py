@@ -77,28 +77,28 @@ class WeightSharding:
     """The dim whose shards are gathered for use, or `NOT_SHARDED`."""
     axes: tuple[str, ...] = ()
     """Axes over which it is sharded, fsdp among them."""
-    kept: tuple[str, ...] = ()
+    ungathered_axes: tuple[str, ...] = ()
     """Axes over which another dim is sharded, and stays so: each device of them computes with its
     own part, for the tokens of all."""
-    automatic: tuple[Any, ...] = ()
+    auto_axes: tuple[Any, ...] = ()
     """For each dim the automatic axes over which it is sharded, as in a PartitionSpec."""
     trainable: bool = True
     """Whether it has a gradient."""
-    exact: bool = False
+    has_own_dtype: bool = False
     """Whether it is used in the type in which it is stored; it has no gradient then."""
-    owned: int = NOT_SHARDED
+    zero1_dim: int = NOT_SHARDED
     """The dim along which each device of the data axis gets its part of the whole gradient, at the
     end of a step; `NOT_SHARDED` if each gets all. Stacked dims count."""
-    reduced: str = "float32"
+    reduce_dtype: str = "float32"
     """Type in which gradients are sent to be summed."""
-    low: MatmulQuantizer | None = None
+    quantizer: MatmulQuantizer | None = None
     """How it is rounded, and gathered in 8 bits; None if it is not."""
-    summed: int = 0
+    contracted_dims: int = 0
     """How many of its first dims its product sums over; stacked ones, `stack`, do not count."""
-    stack: int = 0
+    num_stacked: int = 0
 
     @classmethod
-    def of(
+    def from_spec(
         cls,
         spec: PartitionSpec,
         trainable: bool = True,
@@ -121,31 +121,31 @@ class WeightSharding:
         return cls(dim, axes, kept, automatic, trainable, exact, owned, reduced, low, summed)
 
     @property
-    def summed_over(self) -> tuple[str, ...]:
+    def reduce_axes(self) -> tuple[str, ...]:
         """Axes whose devices each have a part of a gradient, besides those it is scattered over:
         for its use, or at the end.
         """
-        later = () if self.owned == NOT_SHARDED else (DATA,)
-        return tuple(a for a in TOKEN_AXES if a not in (*self.axes, *self.kept, *later))
+        later = () if self.zero1_dim == NOT_SHARDED else (DATA,)
+        return tuple(a for a in TOKEN_AXES if a not in (*self.axes, *self.ungathered_axes, *later))
 
-    def of_one(self, num_stacked: int) -> WeightSharding:
+    def unstacked(self, num_stacked: int) -> WeightSharding:
         """Of one weight, when this is of weights with `num_stacked` dims in front."""
         dim = self.dim if self.dim == NOT_SHARDED else self.dim - num_stacked
-        return replace(self, dim=dim, automatic=self.automatic[num_stacked:])
+        return replace(self, dim=dim, auto_axes=self.auto_axes[num_stacked:])
 
     @property
     def stacked(self) -> WeightSharding:
         """Of weights like this one, stacked along a new first dim."""
         dim = self.dim if self.dim == NOT_SHARDED else self.dim + 1
-        automatic = (None, *self.automatic)
-        return replace(self, dim=dim, automatic=automatic, stack=self.stack + 1)
+        automatic = (None, *self.auto_axes)
+        return replace(self, dim=dim, auto_axes=automatic, num_stacked=self.num_stacked + 1)
 
     @property
-    def turned(self) -> WeightSharding:
+    def transposed(self) -> WeightSharding:
         """Of the transposed matrix."""
-        rows, columns = (*self.automatic, None, None)[:2]
+        rows, columns = (*self.auto_axes, None, None)[:2]
         dim = self.dim if self.dim == NOT_SHARDED else 1 - self.dim
-        return replace(self, dim=dim, automatic=(columns, rows))
+        return replace(self, dim=dim, auto_axes=(columns, rows))
 
 
 REPLICATED = WeightSharding(NOT_SHARDED)
@@ -154,25 +154,25 @@ REPLICATED = WeightSharding(NOT_SHARDED)
 
 def gather_weight(shard: jax.Array, division: WeightSharding, dtype: jnp.dtype) -> jax.Array:
     """The whole weight in the compute dtype, or in 8 bits, from this device's shard."""
-    shard = shard if division.exact else shard.astype(dtype)
-    if division.low is not None:
-        return _gather_quantized(division.low, shard, division)
+    shard = shard if division.has_own_dtype else shard.astype(dtype)
+    if division.quantizer is not None:
+        return _gather_quantized(division.quantizer, shard, division)
     if division.dim == NOT_SHARDED:
         return mark_varying(shard)
     run = partial(all_gather, axes=division.axes, dim=division.dim)
-    return mark_varying(map_auto_axes(run, division.automatic)(shard))
+    return mark_varying(map_auto_axes(run, division.auto_axes)(shard))
 
 
 def _gather_quantized(low: MatmulQuantizer, shard: jax.Array, division: WeightSharding) -> Tree:
     """Rounded as the whole weight would be."""
     dim, sharded = division.dim, division.dim != NOT_SHARDED
     over = division.axes if sharded else ()
-    rounded = low.rounds(shard, division.stack, division.summed, over, dim)
+    rounded = low.quantize_weight(shard, division.num_stacked, division.contracted_dims, over, dim)
 
     def whole(leaf: jax.Array) -> jax.Array:
         if not sharded or leaf.shape[dim] == 1 != shard.shape[dim]:
             return mark_varying(leaf)  # a scale for all of that dim
-        entries = [*division.automatic, *[None] * leaf.ndim][: leaf.ndim]
+        entries = [*division.auto_axes, *[None] * leaf.ndim][: leaf.ndim]
         entries = [
             axes if size > 1 else None for axes, size in zip(entries, leaf.shape, strict=True)
         ]
@@ -189,8 +189,8 @@ def scatter_gradient(gradient: jax.Array, division: WeightSharding) -> jax.Array
     if division.dim == NOT_SHARDED:
         return gradient
     run = partial(reduce_scatter, axes=division.axes, dim=division.dim)
-    sent = gradient.astype(division.reduced)
-    return mark_varying(map_auto_axes(run, division.automatic)(sent)).astype(gradient.dtype)
+    sent = gradient.astype(division.reduce_dtype)
+    return mark_varying(map_auto_axes(run, division.auto_axes)(sent)).astype(gradient.dtype)
 
 
 @dataclass(frozen=True)
@@ -202,38 +202,40 @@ class LayerWeights:
     trainable weights: totals and sums lack the others.
     """
 
-    mode: GatherMode
-    divisions: Tree
+    gather_mode: GatherMode
+    weight_shardings: Tree
     """For each leaf the `WeightSharding` of one layer's weight."""
     dtype: jnp.dtype
 
     @cached_property
     def trainable(self) -> Tree:
         """Which weights have a gradient."""
-        return jax.tree.map(lambda division: division.trainable, self.divisions)
+        return jax.tree.map(lambda division: division.trainable, self.weight_shardings)
 
     @cached_property
-    def _with_gradient(self) -> Tree:
+    def _trainable_shardings(self) -> Tree:
         """Divisions of those."""
-        return select_trainable(self.divisions, self.trainable)
+        return select_trainable(self.weight_shardings, self.trainable)
 
-    def hold(self, shards: Tree) -> Tree:
+    def prepare(self, shards: Tree) -> Tree:
         """What the tick loop reads weights from; in `visit` the shards that fill the window."""
-        if self.mode != "step":
+        if self.gather_mode != "step":
             return mark_varying(shards)
         return jax.tree.map(
             lambda shard, division: gather_weight(shard, division.stacked, self.dtype),
             shards,
-            self.divisions,
+            self.weight_shardings,
         )
 
     def layer(self, held: Tree, index: jax.Array | int) -> Tree:
         """One layer's whole weights."""
         picked = jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, index, 0, False), held)
-        if self.mode != "iteration":
+        if self.gather_mode != "iteration":
             return picked
         return jax.tree.map(
-            lambda leaf, division: gather_weight(leaf, division, self.dtype), picked, self.divisions
+            lambda leaf, division: gather_weight(leaf, division, self.dtype),
+            picked,
+            self.weight_shardings,
         )
 
     def zeros(self, held: Tree) -> Tree:
@@ -248,48 +250,52 @@ class LayerWeights:
         def add(total: jax.Array, part: jax.Array, division: WeightSharding) -> jax.Array:
             part = part.astype(jnp.float32)
             return _add(
-                total, index, scatter_gradient(part, division) if self.mode == "iteration" else part
+                total,
+                index,
+                scatter_gradient(part, division) if self.gather_mode == "iteration" else part,
             )
 
         mine = select_trainable(gradient, self.trainable)
-        return jax.tree.map(add, totals, mine, self._with_gradient)
+        return jax.tree.map(add, totals, mine, self._trainable_shardings)
 
     def finish(self, totals: Tree) -> Tree:
         """Summed over devices, in the form of the stored shards."""
 
         def reduce(total: jax.Array, division: WeightSharding) -> jax.Array:
-            if self.mode == "step":
+            if self.gather_mode == "step":
                 total = scatter_gradient(total, division.stacked)
             return sum_gradient(total, division)
 
-        return jax.tree.map(reduce, totals, self._with_gradient)
+        return jax.tree.map(reduce, totals, self._trainable_shardings)
 
     # Chunks of `length` layers in the window of `visit`.
 
-    def window(self, shards: Tree, num_layers: int) -> Tree:
+    def empty_window(self, shards: Tree, num_layers: int) -> Tree:
         """Zeros for this many whole layers."""
-        found = self._whole(shards, self.divisions, num_layers, self.dtype)
+        found = self._empty_layers(shards, self.weight_shardings, num_layers, self.dtype)
 
         def held(whole: jax.Array, division: WeightSharding) -> Tree:
-            if (low := division.low) is None:
+            if (low := division.quantizer) is None:
                 return whole
-            form = jax.eval_shape(lambda x: low.rounds(x, 1, division.summed), whole)
+            form = jax.eval_shape(
+                lambda x: low.quantize_weight(x, 1, division.contracted_dims), whole
+            )
             return mark_varying(jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), form))
 
-        return jax.tree.map(held, found, self.divisions)
+        return jax.tree.map(held, found, self.weight_shardings)
 
-    def sums(self, shards: Tree, num_layers: int) -> Tree:
+    def empty_gradient_window(self, shards: Tree, num_layers: int) -> Tree:
         """Zeros for the gradients of this many whole layers, float32."""
         mine = select_trainable(shards, self.trainable)
-        return self._whole(mine, self._with_gradient, num_layers, jnp.float32)
+        return self._empty_layers(mine, self._trainable_shardings, num_layers, jnp.float32)
 
-    def _whole(self, shards: Tree, divisions: Tree, num_layers: int, dtype: Any) -> Tree:
+    def _empty_layers(self, shards: Tree, divisions: Tree, num_layers: int, dtype: Any) -> Tree:
 
         def empty(shard: jax.Array, division: WeightSharding) -> jax.Array:
             shape = [num_layers, *shard.shape[1:]]
             if division.dim != NOT_SHARDED:
                 shape[1 + division.dim] *= axis_size(division.axes)
-            return mark_varying(jnp.zeros(shape, shard.dtype if division.exact else dtype))
+            return mark_varying(jnp.zeros(shape, shard.dtype if division.has_own_dtype else dtype))
 
         return jax.tree.map(empty, shards, divisions)
 
@@ -299,7 +305,7 @@ class LayerWeights:
         return jax.tree.map(
             lambda shard, division: gather_weight(cut(shard), division.stacked, self.dtype),
             shards,
-            self.divisions,
+            self.weight_shardings,
         )
 
     def reduce(
@@ -315,7 +321,7 @@ class LayerWeights:
             zeros = mark_varying(jnp.zeros(sums.shape[1:], sums.dtype))
             return lax.dynamic_update_index_in_dim(sums, zeros, place, 0)
 
-        totals = jax.tree.map(add, totals, partial_sums, self._with_gradient)
+        totals = jax.tree.map(add, totals, partial_sums, self._trainable_shardings)
         return totals, jax.tree.map(clear, partial_sums)
 
 
@@ -329,14 +335,14 @@ def _add(totals: jax.Array, index: jax.Array | int, part: jax.Array) -> jax.Arra
 
 def sum_gradient(gradient: jax.Array, division: WeightSharding) -> jax.Array:
     """Sums over the devices with other tokens that `scatter` has not summed over."""
-    sent = gradient.astype(division.reduced)
-    return sum_over(sent, division.summed_over).astype(gradient.dtype)
+    sent = gradient.astype(division.reduce_dtype)
+    return sum_over(sent, division.reduce_axes).astype(gradient.dtype)
 
 
 def zero1_shard(gradient: jax.Array, division: WeightSharding) -> jax.Array:
     """Of the gradient of a whole parameter the part that this device updates."""
-    if division.owned == NOT_SHARDED:
+    if division.zero1_dim == NOT_SHARDED:
         return gradient
-    run = partial(reduce_scatter, axes=(DATA,), dim=division.owned)
-    sent = gradient.astype(division.reduced)
-    return map_auto_axes(run, division.automatic)(sent).astype(gradient.dtype)
+    run = partial(reduce_scatter, axes=(DATA,), dim=division.zero1_dim)
+    sent = gradient.astype(division.reduce_dtype)
+    return map_auto_axes(run, division.auto_axes)(sent).astype(gradient.dtype)

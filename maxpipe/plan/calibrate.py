@@ -144,7 +144,7 @@ def calibrate(
         hardware: published figures; peak and size of memory stay as they are.
         devices: all of one kind.
     """
-    sizes = Sizes(config).on(devices[0].platform)
+    sizes = Sizes(config).on_platform(devices[0].platform)
     found = measure(sizes, devices)
     figures = fit_hardware(found, sizes, hardware, len(devices))
     figures = rerank.fit_split_costs(config, figures, devices)
@@ -160,13 +160,15 @@ def fit_hardware(
     shared_by = num_devices / contention if contention > _CONTENTION_THRESHOLD else 0.0
     by_size: dict[str, float] = {}
     if len(found.by_size) > 1:
-        flat = fit_hardware(dataclasses.replace(found, by_size=()), sizes, hardware, num_devices)
+        flat = fit_hardware(
+            dataclasses.replace(found, size_factor=()), sizes, hardware, num_devices
+        )
         by_size = _fit_size_figures(
             found.by_size, [_predict_row_seconds(each, flat) for each in _sizes(sizes)]
         )
     # All that follows is of a layer at the size that is the fastest.
     sized = dataclasses.replace(hardware, **by_size)
-    scale = 1 / CostModel(sizes, sized).usual.by_size
+    scale = 1 / CostModel(sizes, sized).most_common_layer.size_factor
     layer = ("forward", "input_grad", "weight_grad", "deferred", "forward_alone")
     again = ("names_recomputed", "none_recomputed")
     times = {name: scale * getattr(found, name) for name in (*layer, *again)}
@@ -180,10 +182,10 @@ def fit_hardware(
     endless = dataclasses.replace(memory, matmul_efficiency=1e12)
     through_memory = _memory_seconds(CostModel(sizes, endless))
     matmuls = found.forward_alone - through_memory
-    sums = scale * CostModel(sizes, endless).usual.accumulation / found.forward_alone
+    sums = scale * CostModel(sizes, endless).most_common_layer.accumulation / found.forward_alone
     at_peak = dataclasses.replace(memory, matmul_efficiency=1.0, memory_gb_per_second=math.inf)
     figures: dict[str, Any] = {
-        "matmul_efficiency": CostModel(sizes, at_peak).usual.matmul_seconds / matmuls,
+        "matmul_efficiency": CostModel(sizes, at_peak).most_common_layer.matmul_seconds / matmuls,
         "memory_gb_per_second": memory.memory_gb_per_second,
         "input_grad_cost": found.input_grad / found.forward,
         "weight_grad_cost": found.weight_grad / found.forward - sums,
@@ -200,7 +202,7 @@ def fit_hardware(
         figures["fresh_gb_per_second"] = 1 / found.fresh / 1e9
     if num_devices > 1:
         size = BYTES[sizes.config.model.compute_dtype]
-        whole = sizes.layer_elements(sizes.usual_kind, whole=True)
+        whole = sizes.layer_elements(sizes.most_common_layer_type, whole=True)
         weights = whole * (1 - 1 / num_devices)
         moved = (
             (found.hop, size * sizes.activation),
@@ -249,7 +251,7 @@ def _predict_row_seconds(sizes: Sizes, figures: Hardware) -> float:
     pipeline = dataclasses.replace(sizes.config.pipeline, remat=remat, weight_gather="step")
     config = dataclasses.replace(sizes.config, pipeline=pipeline)
     model = CostModel(dataclasses.replace(sizes, config=config), figures)
-    return model.contention * sum(map(model.usual.slot, kinds)) / sizes.rows
+    return model.contention * sum(map(model.most_common_layer.slot, kinds)) / sizes.microbatch_size
 
 
 def _exchange_rate(
@@ -279,8 +281,10 @@ def _memory_rate(found: Measurements, sizes: Sizes, hardware: Hardware) -> Hardw
     Caches can hold a small layer. Memory and matmuls are then faster by the same factor.
     """
     weights = found.forward_alone * found.weight_grad / found.forward
-    model = CostModel(sizes, hardware).usual
-    endless = CostModel(sizes, dataclasses.replace(hardware, matmul_efficiency=1e12)).usual
+    model = CostModel(sizes, hardware).most_common_layer
+    endless = CostModel(
+        sizes, dataclasses.replace(hardware, matmul_efficiency=1e12)
+    ).most_common_layer
     most = _MAX_MEMORY_SHARE * found.forward_alone
     if endless.seconds <= most and endless.accumulation <= _MAX_MEMORY_SHARE * weights:
         return hardware
@@ -292,7 +296,11 @@ def _memory_rate(found: Measurements, sizes: Sizes, hardware: Hardware) -> Hardw
 
 def _memory_seconds(endless: CostModel) -> float:
     """Seconds of a layer's forward besides its matmuls, of a model whose matmuls take none."""
-    return endless.usual.score_seconds if endless.hides else endless.usual.seconds
+    return (
+        endless.most_common_layer.score_seconds
+        if endless.overlaps
+        else endless.most_common_layer.seconds
+    )
 
 
 def measure(sizes: Sizes, devices: Sequence[Any]) -> Measurements:
@@ -304,7 +312,7 @@ def measure(sizes: Sizes, devices: Sequence[Any]) -> Measurements:
     config = sizes.config
     together, alone = _ring(config, devices), _ring(config, devices[:1])
     of_sizes = _sizes(sizes)
-    others = [each for each in of_sizes if each.rows != sizes.rows]
+    others = [each for each in of_sizes if each.microbatch_size != sizes.microbatch_size]
     runs = [(sizes, *each) for each in PROGRAMS] + [(other, *SIZED_PROGRAM) for other in others]
     taken = _layers(runs, together)
     forward, and_inputs, in_halves, whole, named, kept = taken[: len(PROGRAMS)]
@@ -321,7 +329,7 @@ def measure(sizes: Sizes, devices: Sequence[Any]) -> Measurements:
     if len(devices) > 1:
         dtype, count = jnp.dtype(config.model.compute_dtype), len(devices)
         message = jnp.zeros((sizes.activation,), dtype)
-        elements = sizes.layer_elements(sizes.usual_kind, whole=True)
+        elements = sizes.layer_elements(sizes.most_common_layer_type, whole=True)
         weights = jnp.zeros((-(-elements // count) * count,), dtype)
         split = jnp.zeros(_token_shard(sizes, count), dtype)
         times |= {
@@ -351,10 +359,13 @@ def measure(sizes: Sizes, devices: Sequence[Any]) -> Measurements:
         "none_recomputed": max(0.0, kept - plain),
         "deferred": deferred,
     }
-    rows = [each.rows for each in others]
-    of_rows = {sizes.rows: named} | dict(zip(rows, taken[len(PROGRAMS) :], strict=True))
+    rows = [each.microbatch_size for each in others]
+    of_rows = {sizes.microbatch_size: named} | dict(zip(rows, taken[len(PROGRAMS) :], strict=True))
     by_size = tuple(
-        (CostModel(each, published_hardware()["cpu"]).usual.moved, of_rows[each.rows] / each.rows)
+        (
+            CostModel(each, published_hardware()["cpu"]).most_common_layer.moved_bytes,
+            of_rows[each.microbatch_size] / each.microbatch_size,
+        )
         for each in of_sizes
     )
     return Measurements(**times, **more, by_size=by_size)
@@ -363,8 +374,8 @@ def measure(sizes: Sizes, devices: Sequence[Any]) -> Measurements:
 def _sizes(sizes: Sizes) -> list[Sizes]:
     """With all numbers of rows in a microbatch that are timed, ascending."""
     found = []
-    for rows in sorted({max(1, int(share * sizes.rows)) for share in SIZES}):
-        scaled = sizes.config.train.batch_size * rows // sizes.rows
+    for rows in sorted({max(1, int(share * sizes.microbatch_size)) for share in SIZES}):
+        scaled = sizes.config.train.batch_size * rows // sizes.microbatch_size
         train = dataclasses.replace(sizes.config.train, batch_size=scaled)
         config = dataclasses.replace(sizes.config, train=train)
         found.append(dataclasses.replace(sizes, config=config))
@@ -375,8 +386,8 @@ def _recomputed_share(sizes: Sizes) -> float:
     """Of a layer's forward, what a backward runs again that kept the layer's input alone."""
     pipeline = dataclasses.replace(sizes.config.pipeline, remat="full")
     full = dataclasses.replace(sizes, config=dataclasses.replace(sizes.config, pipeline=pipeline))
-    layer = CostModel(full, published_hardware()["cpu"]).usual
-    return layer.again / layer.forward
+    layer = CostModel(full, published_hardware()["cpu"]).most_common_layer
+    return layer.recompute_seconds / layer.forward
 
 
 def _ring(config: Config, devices: Sequence[Any]) -> Mesh:
@@ -394,16 +405,16 @@ def _layers(runs: Sequence[tuple[Sizes, str, Remat]], mesh: Mesh) -> list[float]
 
 def _layer(sizes: Sizes, kinds: str, remat: Remat, mesh: Mesh) -> TimedProgram:
     config = sizes.config
-    rules = AxisRules.from_config(config.mesh).on(mesh.devices.flat[0].platform)
+    rules = AxisRules.from_config(config.mesh).for_platform(mesh.devices.flat[0].platform)
     decoder = Decoder(config.model, rules)
     dtype = jnp.dtype(config.model.compute_dtype)
     kind = Counter(decoder.model.layers).most_common(1)[0][0]
     init = jax.jit(lambda key: decoder.init_layers(kind, key, jnp.arange(LAYERS)))
     weights = {kind: jax.tree.map(lambda leaf: leaf.astype(dtype), init(jax.random.key(0)))}
     held = LayerWeights("step", jax.tree.map(lambda _: REPLICATED, weights[kind]), dtype)
-    layout = LayerLayout(Ring(1, 1), (LAYERS,), kinds=(kind,) * LAYERS)
+    layout = LayerLayout(Ring(1, 1), (LAYERS,), layer_types=(kind,) * LAYERS)
     pipeline = dataclasses.replace(config.pipeline, offloaded_names=[], remat=remat)
-    shape = (sizes.rows, config.train.sequence_length)
+    shape = (sizes.microbatch_size, config.train.sequence_length)
     inputs = {
         "segment_ids": jnp.ones(shape, jnp.int32),
         "positions": jnp.broadcast_to(jnp.arange(shape[1]), shape),
@@ -413,19 +424,21 @@ def _layer(sizes: Sizes, kinds: str, remat: Remat, mesh: Mesh) -> TimedProgram:
     def run(weights: Tree, x: jax.Array, inputs: Tree, turns: jax.Array) -> Tree:
         keep = make_remat_policy(pipeline, config.model)
         layers = {kind: decoder.layer(kind)}
-        slots = LayerSlots(layers, layout, {kind: held}, keep, "skip", None, by_visit=False)
+        slots = LayerSlots(
+            layers, layout, {kind: held}, keep, "skip", None, uses_weight_window=False
+        )
         weights, x, inputs, zero = mark_varying((weights, x, inputs, jnp.int32(0)))
         row = SlotRow(*(zero,) * (len(SlotRow._fields) - 1))
         seeds = dict.fromkeys(decoder.model.losses, mark_varying(jnp.float32(1)))
         work = slots.work(row, jax.tree.map(lambda leaf: leaf[None], inputs), seeds)
         halves = "I" in kinds
-        pieces = slots.pieces(weights, x, inputs, seeds, halves=halves)
+        pieces = slots.differentiate_layers(weights, x, inputs, seeds, halves=halves)
         stash = slots.empty_stash(pieces, 1, x)
         deferred = slots.empty_deferred(pieces, 1) if halves else {}
 
         def body(_: Any, carry: Tree) -> Tree:
             x, cotangent, stash, deferred, totals, reports = carry
-            x, stash, reports = slots.forward_and_keep(pieces, weights, work, x, stash, reports)
+            x, stash, reports = slots.forward_and_save(pieces, weights, work, x, stash, reports)
             if "B" in kinds:
                 cotangent, totals = slots.backward(pieces, weights, work, cotangent, stash, totals)
             if "I" in kinds:
@@ -468,7 +481,7 @@ def _all_to_all(x: jax.Array, turn: jax.Array) -> jax.Array:
 def _token_shard(sizes: Sizes, shards: int) -> tuple[int, int, int]:
     """`[B, T, D]` of a device's share of a microbatch whose tokens are split."""
     tokens = sizes.config.train.sequence_length
-    return sizes.rows, max(1, tokens // shards), sizes.config.model.d_model
+    return sizes.microbatch_size, max(1, tokens // shards), sizes.config.model.d_model
 
 
 def _gather_and_scatter(share: jax.Array, turn: jax.Array) -> jax.Array:

@@ -293,7 +293,7 @@ def _unknown_figures(attention: str, config: Config, topology: Topology) -> list
         "memory outside of the program: CUDA's, NCCL's",
     ]
     if attention == "cudnn":
-        most = gib(memory.attention_workspace_bytes(Sizes(config).on(topology.platform)))
+        most = gib(memory.attention_workspace_bytes(Sizes(config).on_platform(topology.platform)))
         found.append(
             f"memory that cuDNN's attention works in: by arithmetic {most}, less where it takes "
             "the room of other temporaries"
@@ -323,7 +323,7 @@ def _out_of_memory_error(
     held = parse_out_of_memory(message)
     needed = f"needs {gib(held[0])}" if held else "does not fit"
     there = held[1] if held else topology.hardware.memory_bytes
-    listed = explain_out_of_memory(message, shapes, steps.partition.mesh.shape["tensor"])
+    listed = explain_out_of_memory(message, shapes, steps.param_layout.mesh.shape["tensor"])
     terms = f"The compiler's largest allocations:\n{listed}"
     if not listed:
         terms = f"Largest, by arithmetic:\n{describe_largest(predicted.memory.terms)}"
@@ -337,20 +337,20 @@ def _out_of_memory_error(
 
 def build_report(config: Config, topology: Topology, steps: Steps, compiled: Any) -> CompileReport:
     """What the compiler says of a compiled train step; how long that took is left at 0."""
-    mesh, stated = steps.partition.mesh, compiled.memory_analysis()
+    mesh, stated = steps.param_layout.mesh, compiled.memory_analysis()
     on_host = stated.host_temp_size_in_bytes + stated.host_argument_size_in_bytes
     found, busiest = profile_step(compiled.as_text(), steps, config.pipeline.weight_gather)
     rows, tokens = steps.shape
     clock = topology.hardware.clock_ghz * 1e9
     needed = train_flops_per_token(describe(config.model), tokens) * rows * tokens / mesh.size
     cycles = busiest.cycles + kernel_cycles(busiest, topology.hardware)
-    sizes = Sizes(config).on(topology.platform)
+    sizes = Sizes(config).on_platform(topology.platform)
     return CompileReport(
         topology=topology.name,
         num_devices=topology.num_devices,
         num_slices=topology.num_slices,
         mesh={axis: size for axis, size in mesh.shape.items() if size > 1},
-        attention=steps.partition.decoder.config.attention,
+        attention=steps.param_layout.decoder.config.attention,
         versions=versions(),
         lower_seconds=0.0,
         compile_seconds=0.0,
@@ -415,7 +415,7 @@ def profile_step(text: str, steps: Steps, weight_gather: str) -> tuple[Profile, 
     """
     module = parse_hlo(text)
 
-    windows = window_shares(steps.partition.decoder.model)
+    windows = window_shares(steps.param_layout.decoder.model)
 
     def costs(average: bool) -> Profile:
         trips, shares = executions(steps, weight_gather, average=average)
@@ -435,7 +435,7 @@ def window_shares(model: Model) -> dict[int, float]:
     """Size of a window, 0 for none -> share of the layers with it, of those that score pairs."""
     found: Counter[int] = Counter()
     for layer, kind in enumerate(model.all_layers):
-        for part in model.kinds[kind].parts.values():
+        for part in model.layer_types[kind].parts.values():
             for each in part.operations:
                 if isinstance(each, Scores):
                     size = model.values[each.window][layer] if each.window else 0
@@ -446,7 +446,7 @@ def window_shares(model: Model) -> dict[int, float]:
 def _activation_bytes(steps: Steps) -> int:
     """Of what a stage hands to the next."""
     rows, tokens = steps.shape
-    mesh, width = steps.partition.mesh, steps.partition.decoder.config.d_model
+    mesh, width = steps.param_layout.mesh, steps.param_layout.decoder.config.d_model
     mine = rows // math.prod(mesh.shape[axis] for axis in BATCH_AXES)
     size = steps.engine.network.compute_dtype.itemsize
     return (
@@ -469,29 +469,32 @@ def executions(
     schedule, layout = steps.train_schedule, steps.engine.layout
     trips: dict[str, float] = {}
     outside, embed, embed_grad = f"/{scopes.PROLOGUE}", scopes.EMBED, scopes.EMBED_GRAD
-    if layout.outside:
-        front, rounds = layout.front, schedule.outside
+    if layout.num_prologue_layers:
+        front, rounds = layout.prologue, schedule.prologue
         for scope, column in (
             (scopes.FORWARD, rounds.forward),
             (scopes.BACKWARD, rounds.backward),
         ):
             share = float((np.asarray(column) >= 0).mean())
             trips |= _layer_type_trips(f"{outside}/{scope}/", front)
-            trips[_layer_loop(f"{outside}/{scope}/")] = layout.outside * share
+            trips[_layer_loop(f"{outside}/{scope}/")] = layout.num_prologue_layers * share
     per_tick = _layers_per_tick(schedule, layout.chunk_sizes, average)
     for action, turns in per_tick.items():
         trips |= _layer_type_trips(f"/{SLOTS[action]}/", layout)
         trips[_layer_loop(f"/{SLOTS[action]}/")] = turns
-    if (heads := steps.partition.decoder.model.ends.layers_ahead) is not None:
+    if (heads := steps.param_layout.decoder.model.ends.mtp_layers) is not None:
         trips[rf"/{scopes.MTP}/while$"] = heads.num_heads
-    visits = schedule.visits
-    if weight_gather == "visit" and visits.num_window:
+    visits = schedule.weight_window
+    if weight_gather == "visit" and visits.num_chunk_slots:
         turns = len(visits.gather_tick) + 1
         last = visits.gather_tick[-1]
         reduced = int(np.count_nonzero(visits.reduce_tick <= last))
         trips[rf"/{scopes.TICKS}/while$"] = schedule.num_ticks / turns
-        for kind in layout.in_ring:
-            layers, loop = layout.stacks[kind].length, f"{scopes.REDUCE}/{scopes.layer_type(kind)}"
+        for kind in layout.ring_layer_types:
+            layers, loop = (
+                layout.stacks[kind].max_layers_per_chunk,
+                f"{scopes.REDUCE}/{scopes.layer_type(kind)}",
+            )
             trips[rf"/body/.*{loop}/while$"] = layers * reduced / turns
             trips[rf"/{loop}/while$"] = layers * (len(visits.reduce_tick) - reduced)
     shares = {
@@ -499,10 +502,10 @@ def executions(
         rf"/{embed}/cond$": schedule.embed_microbatch,
         rf"/{embed_grad}/cond$": schedule.embed_grad_microbatch,
     }
-    if layout.outside:
+    if layout.num_prologue_layers:
         shares = {
-            rf"{outside}/{embed}/cond$": schedule.outside.forward,
-            rf"{outside}/{embed_grad}/cond$": schedule.outside.backward,
+            rf"{outside}/{embed}/cond$": schedule.prologue.forward,
+            rf"{outside}/{embed_grad}/cond$": schedule.prologue.backward,
             # To the ring and back: as many microbatches leave as enter.
             rf"{outside}/{scopes.SEND}/cond$": schedule.embed_microbatch,
         } | shares
@@ -516,12 +519,12 @@ def _layer_loop(scope: str) -> str:
 
 def _layer_type_trips(scope: str, layout: LayerLayout) -> dict[str, float]:
     """Mean trips of the loops inside it that run a layer, or none, of one kind."""
-    kinds = layout.kind_at[layout.layer_at >= 0]
-    if len(layout.in_ring) == 1:
+    kinds = layout.layer_type_at[layout.layer_at >= 0]
+    if len(layout.ring_layer_types) == 1:
         return {}
     return {
         rf"{scope}.*/{scopes.layer_type(name)}/while$": float((kinds == number).mean())
-        for number, name in enumerate(layout.in_ring)
+        for number, name in enumerate(layout.ring_layer_types)
     }
 
 
@@ -580,7 +583,9 @@ def host_traffic(found: Sequence[HostTransfer]) -> list[CollectiveTraffic]:
     for kind in dict.fromkeys(each.kind for each in found):
         group = [each for each in found if each.kind == kind]
         behind = {
-            name: cycles * each.count for each in group for name, cycles in each.cycles_of.items()
+            name: cycles * each.count
+            for each in group
+            for name, cycles in each.cycles_by_instruction.items()
         }
         result.append(
             CollectiveTraffic(

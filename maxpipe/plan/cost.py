@@ -72,40 +72,40 @@ class CostModel:
         return max(1.0, self.sizes.num_devices / shared) if shared else 1.0
 
     @property
-    def hides(self) -> bool:
+    def overlaps(self) -> bool:
         """Whether traffic can travel behind work: not if the same cores do both."""
         return not self.hardware.shared_by
 
     # Links.
 
     @property
-    def size(self) -> int:
+    def itemsize(self) -> int:
         """Bytes of a number in compute type."""
         return BYTES[self.sizes.config.model.compute_dtype]
 
-    def move(self, sent: CommVolume) -> float:
+    def send_seconds(self, sent: CommVolume) -> float:
         """Seconds to send this from every device at once."""
         if not sent.axes or not sent.num_bytes:
             return 0.0
         hardware, mesh = self.hardware, self.sizes.config.mesh
         dcn = math.prod(getattr(mesh, f"dcn_{axis}") for axis in sent.axes)
-        latency = sent.rounds * hardware.latency_us * 1e-6
+        latency = sent.num_collectives * hardware.latency_us * 1e-6
         seconds = sent.num_bytes / (hardware.ways * hardware.link_gb_per_second * 1e9)
-        if sent.to_each:
+        if sent.is_all_to_all:
             seconds *= hardware.hops(self.sizes.shards(sent.axes) // dcn) / hardware.exchange_rate
         if sent.of_tokens:
             seconds /= hardware.tokens_rate
         if dcn > 1:
             crossing = sent.num_bytes * (dcn - 1) / dcn
             seconds += crossing / (hardware.network_gb_per_second * 1e9)
-            latency += sent.rounds * hardware.network_latency_us * 1e-6
+            latency += sent.num_collectives * hardware.network_latency_us * 1e-6
         return seconds + latency
 
-    def moves(self, sent: Iterable[CommVolume]) -> float:
+    def total_send_seconds(self, sent: Iterable[CommVolume]) -> float:
         """The same of several, one after the other."""
-        return sum(map(self.move, sent))
+        return sum(map(self.send_seconds, sent))
 
-    def scatters(self, sent: Iterable[CommVolume]) -> float:
+    def reduce_scatter_seconds(self, sent: Iterable[CommVolume]) -> float:
         """Seconds of sums to shards.
 
         XLA for TPU makes one over all devices an all-reduce, of which each keeps a shard. Measured
@@ -113,32 +113,34 @@ class CostModel:
         """
         published = self.hardware.is_tpu and not self.hardware.measured
         whole = self.sizes.num_devices if published else 0
-        return sum(self.move(each * (1 + (self.sizes.shards(each.axes) == whole))) for each in sent)
+        return sum(
+            self.send_seconds(each * (1 + (self.sizes.shards(each.axes) == whole))) for each in sent
+        )
 
-    def behind(self, seconds: float, work: float) -> float:
+    def exposed_seconds(self, seconds: float, work: float) -> float:
         """What is left of traffic that travels behind this much work."""
-        return max(0.0, seconds - work * self.hides)
+        return max(0.0, seconds - work * self.overlaps)
 
     # Work.
 
-    def work(self, flops: float, moved: float) -> float:
+    def roofline_seconds(self, flops: float, moved: float) -> float:
         """The roofline: matmuls at the rate they reach, or bytes through memory.
 
         Cores that devices share do one after the other.
         """
         arithmetic = flops / (self.hardware.flops * self.hardware.matmul_efficiency)
         traffic = moved / (self.hardware.memory_gb_per_second * 1e9)
-        return max(arithmetic, traffic) if self.hides else arithmetic + traffic
+        return max(arithmetic, traffic) if self.overlaps else arithmetic + traffic
 
     @cached_property
     def layers(self) -> Mapping[str, LayerCost]:
         """Of each kind of layer."""
-        return {kind: LayerCost(self, kind) for kind in self.sizes.model.kinds}
+        return {kind: LayerCost(self, kind) for kind in self.sizes.model.layer_types}
 
     @property
-    def usual(self) -> LayerCost:
+    def most_common_layer(self) -> LayerCost:
         """Of the kind of most layers."""
-        return self.layers[self.sizes.usual_kind]
+        return self.layers[self.sizes.most_common_layer_type]
 
     def total(self, layers: Mapping[str, float], cost: Callable[[LayerCost], float]) -> float:
         """Of this number of layers of each kind."""
@@ -155,45 +157,55 @@ class CostModel:
         return (RECOMPUTED_FORWARDS | {"names": self.hardware.names_recomputed})[remat]
 
     @cached_property
-    def hop(self) -> float:
+    def message_seconds(self) -> float:
         """A message to the next stage."""
-        return self.move(CommVolume(self.sizes.present(["stage"]), 2 * message(self.sizes), 2))
+        return self.send_seconds(
+            CommVolume(self.sizes.nontrivial_axes(["stage"]), 2 * message(self.sizes), 2)
+        )
 
     @cached_property
-    def head(self) -> float:
+    def head_seconds(self) -> float:
         """Loss head of a microbatch: all stages share it. Heads ahead, of which each does all."""
         sizes = self.sizes
-        matrix, heads = sizes.head_elements(whole=True), 1 + sizes.heads_ahead
-        trained, ahead = sizes.trained.head_elements(whole=True), sizes.ahead_matrices()
-        trained_ahead = sizes.trained.ahead_matrices()
+        matrix, heads = sizes.head_elements(whole=True), 1 + sizes.mtp_heads
+        trained, ahead = sizes.trained.head_elements(whole=True), sizes.mtp_matrix_elements()
+        trained_ahead = sizes.trained.mtp_matrix_elements()
         flops = 4.0 * (heads * matrix + ahead) + 2.0 * (heads * trained + trained_ahead)
         flops *= sizes.tokens
         # Each further block reads the matrix again, and reads and writes its gradient.
         again = (4.0 + 8.0) * (loss_blocks(sizes) - 1) * matrix
         moved = heads * (4.0 * 4 * sizes.tokens * sizes.vocabulary + 4.0 * matrix + again)
-        work, gathers = self.contention * self.work(flops, moved), 0.0
+        work, gathers = self.contention * self.roofline_seconds(flops, moved), 0.0
         if sizes.config.pipeline.weight_gather == "iteration":
             # Inside a conditional, in which compilers start nothing early.
             weights = HeadTraffic(sizes)
-            gathers = self.moves(weights.gathered) + self.scatters(weights.scattered)
-        return work + gathers + self.move(loss_head_traffic(sizes)) + self.embed + self.layers_ahead
+            gathers = self.total_send_seconds(weights.gathered) + self.reduce_scatter_seconds(
+                weights.scattered
+            )
+        return (
+            work
+            + gathers
+            + self.send_seconds(loss_head_traffic(sizes))
+            + self.embed_seconds
+            + self.mtp_seconds
+        )
 
     @property
-    def layers_ahead(self) -> float:
+    def mtp_seconds(self) -> float:
         """Layers of heads ahead, of a microbatch, and another lookup for them.
 
         They go forward twice, whatever is kept of others.
         """
-        if not (layers := self.sizes.layers_ahead):
+        if not (layers := self.sizes.mtp_layers):
             return 0.0
         once = self.slots("F", layers) + self.slots("B", layers)
-        again = self.total(layers, lambda layer: layer.forward - layer.again)
-        return self.contention * (once + again) + self.embed
+        again = self.total(layers, lambda layer: layer.forward - layer.recompute_seconds)
+        return self.contention * (once + again) + self.embed_seconds
 
     @cached_property
-    def embed(self) -> float:
+    def embed_seconds(self) -> float:
         """Lookup of a microbatch, and its gradient."""
-        return self.moves(lookup(self.sizes))
+        return self.total_send_seconds(lookup(self.sizes))
 
 
 @dataclass(frozen=True)
@@ -205,7 +217,7 @@ class LayerCost:
 
     @property
     def _kind(self) -> Kind:
-        return self.model.sizes.model.kinds[self.name]
+        return self.model.sizes.model.layer_types[self.name]
 
     @property
     def _whole(self) -> int:
@@ -216,7 +228,7 @@ class LayerCost:
         return self.model.sizes.trained.layer_elements(self.name, whole=True)
 
     @cached_property
-    def sent(self) -> LayerTraffic:
+    def traffic(self) -> LayerTraffic:
         """What it sends."""
         return LayerTraffic(self.model.sizes, self.name)
 
@@ -228,14 +240,14 @@ class LayerCost:
     def _with_sums(self, forwards: float) -> float:
         """As much work as of these forwards, without kernels, and the sums of one."""
         matmuls, scores = forwards * self.matmul_seconds, forwards * self.score_seconds
-        if not self._in_rings:
+        if not self._uses_collective_matmul:
             return matmuls + scores + self._sums
         matmuls *= 1.0 + self.model.hardware.ring_cost * (self.model.sizes.token_shards - 1)
-        both = max(matmuls, self._sums) if self.model.hides else matmuls + self._sums
+        both = max(matmuls, self._sums) if self.model.overlaps else matmuls + self._sums
         return scores + both
 
     @cached_property
-    def again(self) -> float:
+    def recompute_seconds(self) -> float:
         """What a backward runs again of forwards, but for what nothing reads then.
 
         Of a branch that ends a layer, nothing of a backward reads the output: a network's last
@@ -243,26 +255,29 @@ class LayerCost:
         """
         remat, recomputed = self.model.sizes.config.pipeline.remat, self.model.recomputed
         if remat == "none":  # nothing is sent, and nothing waits for other devices
-            return self.model.hardware.none_recomputed * self.seconds / self.by_split
-        unread = self._unread if remat in ("full", "chunk") else 0.0
+            return self.model.hardware.none_recomputed * self.seconds / self.split_factor
+        unread = self._skipped_recompute_seconds if remat in ("full", "chunk") else 0.0
         return recomputed * self.forward - unread
 
     @cached_property
-    def _unread(self) -> float:
+    def _skipped_recompute_seconds(self) -> float:
         last, sizes = self._kind.branches[-1], self.model.sizes
-        if last.after is not None or not isinstance(last.part, GatedMLP):
+        if last.post_norm is not None or not isinstance(last.part, GatedMLP):
             return 0.0
         down = sizes.elements(last.part.params["down"].dims, whole=True)
-        matmul = self.model.work(2.0 * sizes.tokens * down, 0.0)
+        matmul = self.model.roofline_seconds(2.0 * sizes.tokens * down, 0.0)
         return matmul + self._sums / len(self._kind.branches)
 
     @cached_property
     def _sums(self) -> float:
         """Tensor-parallel sums of a forward."""
-        return self.model.move(tensor_sums(self.model.sizes, self.name)) / self.model.contention
+        return (
+            self.model.send_seconds(tensor_sums(self.model.sizes, self.name))
+            / self.model.contention
+        )
 
     @property
-    def _in_rings(self) -> bool:
+    def _uses_collective_matmul(self) -> bool:
         """Whether tokens travel to matmuls part by part."""
         sizes = self.model.sizes
         return sizes.config.mesh.collective_matmul and sizes.token_shards > 1
@@ -275,9 +290,9 @@ class LayerCost:
     @cached_property
     def score_seconds(self) -> float:
         """Of that, what attention's scores take on their way through memory."""
-        pairs = sum(map(self.model.sizes.held_scores, self._kind.parts.values()))
+        pairs = sum(map(self.model.sizes.stored_scores, self._kind.parts.values()))
         rate = self.model.hardware.memory_gb_per_second * 1e9
-        return self.by_size * self.by_split * SCORE_TRAFFIC * pairs / rate
+        return self.size_factor * self.split_factor * SCORE_TRAFFIC * pairs / rate
 
     @cached_property
     def matmul_seconds(self) -> float:
@@ -285,35 +300,35 @@ class LayerCost:
         model, sizes, parts = self.model, self.model.sizes, self._kind.parts.values()
         flops = 2.0 * sizes.tokens * sizes.computed_elements(self.name) + self._plain_flops
         flops += 2.0 * sum(map(sizes.products, parts))
-        moved = model.size * self._whole + self.moved
-        return self.by_size * self.by_split * model.work(flops, moved)
+        moved = model.itemsize * self._whole + self.moved_bytes
+        return self.size_factor * self.split_factor * model.roofline_seconds(flops, moved)
 
     @cached_property
-    def moved(self) -> float:
+    def moved_bytes(self) -> float:
         """Bytes of activations that a forward moves through memory."""
         sizes = self.model.sizes
-        return sum(sizes.held_bytes(part, part.traffic) for part in self._kind.parts.values())
+        return sum(sizes.declared_bytes(part, part.traffic) for part in self._kind.parts.values())
 
     @cached_property
-    def by_size(self) -> float:
+    def size_factor(self) -> float:
         """Time of a token beside that in a microbatch of the size that is the fastest."""
         hardware = self.model.hardware
         if not hardware.fastest_mib:
             return 1.0
-        doublings = math.log2(self.moved / (hardware.fastest_mib * 2**20))
+        doublings = math.log2(self.moved_bytes / (hardware.fastest_mib * 2**20))
         growth = hardware.growth_above if doublings > 0 else hardware.growth_below
         return 1.0 + growth * abs(doublings)
 
     @property
-    def by_split(self) -> float:
+    def split_factor(self) -> float:
         """Time of a layer beside that of one whose width is not split."""
         return 1.0 + self.model.hardware.split_cost * math.log2(self.model.sizes.tensor)
 
     @cached_property
-    def rescored(self) -> float:
+    def score_recompute_seconds(self) -> float:
         """Of a backward, the scores that were not kept; measured costs of a backward have them."""
-        flops = sum(flops for each, flops in self._scored if each.held == "block") / 2
-        return 0.0 if self.model.hardware.measured else self.model.work(flops, 0.0)
+        flops = sum(flops for each, flops in self._scored if each.storage == "block") / 2
+        return 0.0 if self.model.hardware.measured else self.model.roofline_seconds(flops, 0.0)
 
     @cached_property
     def kernel_seconds(self) -> float:
@@ -325,7 +340,7 @@ class LayerCost:
 
     @property
     def _kernel_flops(self) -> float:
-        return sum(flops for each, flops in self._scored if each.held == "mask")
+        return sum(flops for each, flops in self._scored if each.storage == "mask")
 
     @property
     def _plain_flops(self) -> float:
@@ -353,26 +368,26 @@ class LayerCost:
         """Adding its gradient to the sum of the step, where no matmul hides it."""
         moved = 3 * 4.0 * self._trained
         rate = self.model.hardware.memory_gb_per_second * 1e9
-        return 0.0 if self.model.hides else moved / rate
+        return 0.0 if self.model.overlaps else moved / rate
 
-    def exchanged(self, action: str) -> float:
+    def exchange_seconds(self, action: str) -> float:
         """In a slot of this kind, what its tokens exchange with other devices, behind no work."""
-        return self._exchanged[action]
+        return self._exchange_seconds[action]
 
     @cached_property
-    def _exchanged(self) -> Mapping[str, float]:
-        return {action: self._exchanged_in(action) for action in ACTIONS}
+    def _exchange_seconds(self) -> Mapping[str, float]:
+        return {action: self._exchange_seconds_in(action) for action in ACTIONS}
 
-    def _exchanged_in(self, action: str) -> float:
+    def _exchange_seconds_in(self, action: str) -> float:
         model, remat = self.model, self.model.sizes.config.pipeline.remat
         forwards = {"F": 1.0, "W": 0.0}.get(action, 2.0 + model.recomputed)
-        scoring = forwards * (model.work(self._plain_flops, 0.0) + self.kernel_seconds)
+        scoring = forwards * (model.roofline_seconds(self._plain_flops, 0.0) + self.kernel_seconds)
         return sum(
-            model.behind(
-                model.moves(each.in_slot(action, remat)) / model.contention,
-                scoring if each.hides else 0.0,
+            model.exposed_seconds(
+                model.total_send_seconds(each.in_slot(action, remat)) / model.contention,
+                scoring if each.overlaps else 0.0,
             )
-            for each in self.sent.exchanges
+            for each in self.traffic.exchanges
         )
 
     def slot(self, action: str) -> float:
@@ -391,17 +406,21 @@ class LayerCost:
         pipeline = model.sizes.config.pipeline
         # A kernel's backward has inputs only.
         kernel = self.kernel_seconds
-        inputs = self._with_sums(hardware.input_grad_cost) + self.again + self.rescored
+        inputs = (
+            self._with_sums(hardware.input_grad_cost)
+            + self.recompute_seconds
+            + self.score_recompute_seconds
+        )
         inputs += KERNEL_BACKWARD.get(hardware.platform, 2.5) * kernel
         weights = hardware.weight_grad_cost * self._trained_share * (self.seconds - kernel)
         weights += self.accumulation
         both = max(inputs, inputs + weights - hardware.deferred_cost * self.seconds)
         own = {"F": self.forward, "B": both, "I": inputs, "W": weights}[action]
-        own += self._kept(action)
-        if not self._in_rings:
+        own += self._stash_seconds(action)
+        if not self._uses_collective_matmul:
             again = regather_traffic(model.sizes, self.name, action, model.recomputed)
-            own += model.move(again) / model.contention
-        exchanged = self.exchanged(action)
+            own += model.send_seconds(again) / model.contention
+        exchanged = self.exchange_seconds(action)
         if pipeline.weight_gather != "iteration":
             return own + exchanged
         gathers = {"F": 1, "B": 1, "I": 1, "W": 0}[action]
@@ -412,7 +431,9 @@ class LayerCost:
             own += scatter  # which XLA for TPU waits for: `benchmarks/compile_reports.md`
         else:
             traffic += scatter
-        left = model.behind(traffic / model.contention, OVERLAPPED_SHARE["iteration"] * own)
+        left = model.exposed_seconds(
+            traffic / model.contention, OVERLAPPED_SHARE["iteration"] * own
+        )
         return own + exchanged + left
 
     @cached_property
@@ -422,13 +443,13 @@ class LayerCost:
         computed = sizes.computed_elements(self.name)
         return sizes.trained.computed_elements(self.name) / computed if computed else 0.0
 
-    def _kept(self, action: str) -> float:
+    def _stash_seconds(self, action: str) -> float:
         """Writing or reading what waits between slots; measured costs of a backward have that."""
         if self.model.hardware.measured:
             return 0.0
         sizes = self.model.sizes
         by_chunk = sizes.config.pipeline.remat == "chunk"
-        stash = 0.0 if by_chunk else sum(sizes.kept_bytes(self.name))
+        stash = 0.0 if by_chunk else sum(sizes.saved_activation_bytes(self.name))
         deferred = sizes.deferred_bytes(self.name)
         moved = {"F": stash, "B": stash, "I": stash + deferred, "W": deferred}[action]
         hardware = self.model.hardware
@@ -438,12 +459,12 @@ class LayerCost:
     @cached_property
     def gather(self) -> float:
         """Its weights, from shards on other devices."""
-        return self.model.moves(self.sent.gathered)
+        return self.model.total_send_seconds(self.traffic.gathered)
 
     @cached_property
     def scatter(self) -> float:
         """Its gradient, to shards."""
-        return self.model.scatters(self.sent.scattered)
+        return self.model.reduce_scatter_seconds(self.traffic.scattered)
 
 
 @dataclass(frozen=True)
@@ -473,11 +494,11 @@ def predict_cost(
     sizes: Sizes, schedule: Schedule, hardware: Hardware, held: Memory | None = None
 ) -> Cost:
     """What a step of this run costs; `held` is its memory, where that is known already."""
-    sizes = sizes.on(hardware.platform)
+    sizes = sizes.on_platform(hardware.platform)
     model = CostModel(sizes, hardware)
     ticks, behind = _ticks(model, schedule)
-    hop = model.hop if sizes.stages > 1 else 0.0
-    exposed = np.maximum(0.0, hop - behind * model.hides)
+    hop = model.message_seconds if sizes.stages > 1 else 0.0
+    exposed = np.maximum(0.0, hop - behind * model.overlaps)
     work = float(ticks.sum())
     ideal = min(work, _ideal(model, schedule))
     exchanged = min(ideal, _exchange_seconds(model, schedule))
@@ -488,7 +509,7 @@ def predict_cost(
         "exchange": exchanged,
         "bubble": work - ideal,
         "outside": _prologue_seconds(model, schedule),
-        "head": float(loss.sum()) * model.head,
+        "head": float(loss.sum()) * model.head_seconds,
         "messages": float(exposed.sum()),
         "gathers": _gathers(model, schedule),
         "reductions": _reductions(model, schedule),
@@ -534,14 +555,14 @@ def _slot_seconds(
     any of them has at each place of its chunk.
     """
     sizes, ring = model.sizes, schedule.ring
-    kinds, stages = list(sizes.ring), range(sizes.stages)
+    kinds, stages = list(sizes.ring_layers), range(sizes.stages)
     chunk_at = np.array([[ring.chunk(p, r) for p in stages] for r in range(sizes.repeats)])
     here = chunk_at[np.maximum(slots.repeat, 0), stages]
     if not computes:
         seconds = np.array([model.slots(action, chunk) for chunk in sizes.chunks])
         return np.where(slots.active, seconds[here], 0.0)
     seconds = np.array([model.layers[kind].slot(action) for kind in kinds])
-    ends = accumulate(sizes.cut, initial=sizes.config.pipeline.layers_outside)
+    ends = accumulate(sizes.layer_partition, initial=sizes.config.pipeline.layers_outside)
     layers = [sizes.model.layers[start:end] for start, end in pairwise(ends)]
     chunks = np.array(list(zip_longest(*layers))).T
     run = slots.active[:, :, None, None] & (chunks[here][..., None] == np.array(kinds))
@@ -553,21 +574,21 @@ def _slot_seconds(
 def _ideal(model: CostModel, schedule: Schedule) -> float:
     """Seconds of layers if no stage ever waited."""
     sizes = model.sizes
-    layers = sum(model.slots(action, sizes.ring) for action, _ in schedule.kinds)
+    layers = sum(model.slots(action, sizes.ring_layers) for action, _ in schedule.kinds)
     return sizes.microbatches * layers / sizes.stages * model.contention
 
 
 def _exchange_seconds(model: CostModel, schedule: Schedule) -> float:
     """Of these, seconds of what tokens exchange between devices."""
     actions = [action for action, _ in schedule.kinds]
-    exchanged = lambda layer: sum(map(layer.exchanged, actions))  # noqa: E731
-    layers = model.total(model.sizes.ring, exchanged)
+    exchanged = lambda layer: sum(map(layer.exchange_seconds, actions))  # noqa: E731
+    layers = model.total(model.sizes.ring_layers, exchanged)
     return model.sizes.microbatches * layers / model.sizes.stages * model.contention
 
 
 def _prologue_seconds(model: CostModel, schedule: Schedule) -> float:
     """Seconds of the layers outside the ring: all stages run them at once, a round at a time."""
-    rounds, layers = schedule.outside, model.sizes.outside
+    rounds, layers = schedule.prologue, model.sizes.prologue_layers
     columns = (("F", rounds.forward), ("B", rounds.backward))
     return model.contention * sum(
         np.count_nonzero(column >= 0) * model.slots(action, layers) for action, column in columns
@@ -579,16 +600,19 @@ def _gathers(model: CostModel, schedule: Schedule) -> float:
     if model.sizes.config.pipeline.weight_gather == "iteration":
         return 0.0
     layers = model.total(layer_executions(model.sizes, schedule).gathered, attrgetter("gather"))
-    return layers + model.moves(HeadTraffic(model.sizes).gathered)
+    return layers + model.total_send_seconds(HeadTraffic(model.sizes).gathered)
 
 
 def _reductions(model: CostModel, schedule: Schedule) -> float:
     """Of gradients, to shards where it is not done layer by layer, and over what they leave."""
-    sizes, found = model.sizes, model.moves(merge_by_axes(step_end_traffic(model.sizes)))
+    sizes, found = (
+        model.sizes,
+        model.total_send_seconds(merge_by_axes(step_end_traffic(model.sizes))),
+    )
     if sizes.config.pipeline.weight_gather == "iteration":
         return found
     found += model.total(layer_executions(sizes, schedule).scattered, attrgetter("scatter"))
-    return found + model.scatters(HeadTraffic(sizes).scattered)
+    return found + model.reduce_scatter_seconds(HeadTraffic(sizes).scattered)
 
 
 def _update(model: CostModel) -> float:

@@ -61,7 +61,7 @@ class InstructionCost:
     flops: float = 0.0
     """Operations of the matmuls in one execution, a multiply-add counting 2; of a kernel what is
     stated of it (`stated`), or what it states itself."""
-    inside: Computation = field(default_factory=dict)
+    fused: Computation = field(default_factory=dict)
     """Of a fusion, what it joins."""
 
     @property
@@ -130,7 +130,7 @@ class HostTransfer:
     count: float
     num_bytes: float
     """In one execution."""
-    cycles_of: Mapping[str, float]
+    cycles_by_instruction: Mapping[str, float]
     """Estimated cycles of each instruction between start and done, loops included."""
 
 
@@ -346,8 +346,8 @@ class _Walk:
 
     def _collective(self, each: Instruction, computation: Computation) -> Collective | None:
         if each.opcode == "recv":
-            return self._from_other_slices(each, computation)
-        wrapped = self._wrapped(each)
+            return self._cross_slice_collective(each, computation)
+        wrapped = self._wrapped_collective(each)
         source = each if wrapped is None else wrapped
         kind = source.opcode.removesuffix("-start")
         if kind not in COLLECTIVE_KINDS:
@@ -381,7 +381,9 @@ class _Walk:
             flops_between=flops,
         )
 
-    def _from_other_slices(self, recv: Instruction, computation: Computation) -> Collective | None:
+    def _cross_slice_collective(
+        self, recv: Instruction, computation: Computation
+    ) -> Collective | None:
         """A collective that is a message to the host and one from it."""
         settings = dict(re.findall(r'_xla_(\w+)="?([^"]*?)"?(?=,_xla_|\}, |\}$)', recv.attributes))
         kind = BETWEEN_SLICES.get(settings.get("megascale_transfer_type", ""))
@@ -430,10 +432,10 @@ class _Walk:
             region="",
             count=0.0,
             num_bytes=(computation[each.operands[1]] if writes else done).num_bytes,
-            cycles_of=self._cycles_of(work, computation),
+            cycles_by_instruction=self._cycles_of(work, computation),
         )
 
-    def _wrapped(self, each: Instruction) -> Instruction | None:
+    def _wrapped_collective(self, each: Instruction) -> Instruction | None:
         """The collective inside a fusion, a generic asynchronous call, or one of a sparse core."""
         if each.opcode not in ("fusion", "async-start", "call-start"):
             return None

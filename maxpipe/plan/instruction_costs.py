@@ -58,7 +58,7 @@ class ProfileLine:
     """Share of the peak at which these run; of kernels it is assumed."""
 
     @property
-    def place(self) -> str:
+    def location(self) -> str:
         """Scope and part."""
         return " ".join(filter(None, (self.region, self.part))) or "-"
 
@@ -135,7 +135,7 @@ def instruction_kind(entry: InstructionCost) -> str:
         return "kernel"
     if entry.flops:
         return "matmul"
-    inside = list(entry.inside.values()) or [entry.instruction]
+    inside = list(entry.fused.values()) or [entry.instruction]
     opcodes = {each.opcode for each in inside}
     for kind, own in _KINDS:
         if opcodes & own:
@@ -190,7 +190,7 @@ def table(listed: Sequence[ProfileLine], number: int) -> list[str]:
     def row(each: ProfileLine) -> tuple[str, ...]:
         rate = f"{each.of_peak:.0%}" if each.flops else ""
         cycles = (f"{each.cycles / 1e6:.1f}", f"{each.cycles / whole:.1%}")
-        return each.kind, each.place, *cycles, f"{each.count:.0f}", rate
+        return each.kind, each.location, *cycles, f"{each.count:.0f}", rate
 
     head = ("kind", "place", "Mcycles", "share", "times", "of the peak")
     sums = sum_by_kind(listed)

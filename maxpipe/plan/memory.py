@@ -44,7 +44,7 @@ class Memory:
         return sum(self.terms.get(name, 0.0) for name in ARGUMENTS)
 
     @property
-    def beside(self) -> float:
+    def reference(self) -> float:
         """What is there while the step runs and is no argument of it."""
         return self.terms.get(REFERENCE, 0.0)
 
@@ -67,7 +67,7 @@ class Memory:
 
 def predict_memory(sizes: Sizes, schedule: Schedule, *, platform: str) -> Memory:
     """What the train step of a config takes on devices of a platform, as jax names it."""
-    sizes = sizes.on(platform)
+    sizes = sizes.on_platform(platform)
     if not gathers_weights(sizes):  # all modes are one, but for the buffers of visits
         pipeline = sizes.config.pipeline
         mode = "visit" if pipeline.weight_gather == "visit" else "step"
@@ -105,7 +105,8 @@ def predict_memory(sizes: Sizes, schedule: Schedule, *, platform: str) -> Memory
     terms["update"] = max(0.0, gradient_copy_bytes(sizes) - free)
     on_host = optimizer_bytes(sizes) if _on_host(sizes) else 0.0
     on_host += schedule.num_stash * sum(
-        length * sizes.kept_bytes(kind)[1] for kind, length in sizes.per_chunk.items()
+        length * sizes.saved_activation_bytes(kind)[1]
+        for kind, length in sizes.chunk_layer_slots.items()
     )
     return Memory({name: size for name, size in terms.items() if size}, on_host)
 
@@ -114,7 +115,7 @@ def state(sizes: Sizes) -> dict[str, float]:
     """Arguments of the step."""
     train = sizes.config.train
     # Four arrays of ids and the mask, int32 and float32.
-    batch = sizes.rows_per_device * (5 * 4 * train.sequence_length + 4)
+    batch = sizes.batch_per_device * (5 * 4 * train.sequence_length + 4)
     kept = 0.0 if _on_host(sizes) else optimizer_bytes(sizes)
     return {
         "state": float(_parameters(sizes) + kept + 12),
@@ -136,16 +137,16 @@ def reference(sizes: Sizes) -> float:
 
 def attention_workspace_bytes(sizes: Sizes) -> float:
     """What a kernel of attention works in at most, of which XLA does not know without a GPU."""
-    parts = [part for kind in sizes.model.kinds.values() for part in kind.parts.values()]
-    own = (Held(documents=part.working.documents) for part in parts)
-    return max(map(sizes.held_bytes, parts, own))
+    parts = [part for kind in sizes.model.layer_types.values() for part in kind.parts.values()]
+    own = (Held(documents=part.backward_peak.documents) for part in parts)
+    return max(map(sizes.declared_bytes, parts, own))
 
 
 def _parameters(sizes: Sizes) -> float:
     """All of one device, as they are stored."""
-    ends = sizes.norm_elements + sizes.embedding_elements() + sizes.ahead_elements()
+    ends = sizes.norm_elements + sizes.embedding_elements() + sizes.mtp_elements()
     ends += 0 if sizes.model.ends.head is None else sizes.head_elements()
-    layers = _stored_bytes(sizes, sizes.layer_slots) + _stored_bytes(sizes, sizes.outside)
+    layers = _stored_bytes(sizes, sizes.layer_slots) + _stored_bytes(sizes, sizes.prologue_layers)
     return layers + BYTES[sizes.config.model.param_dtype] * ends
 
 
@@ -154,11 +155,11 @@ def _stored_bytes(sizes: Sizes, layers: Mapping[str, int]) -> float:
     return float(
         sum(
             count
-            * BYTES[param.exact or sizes.config.model.param_dtype]
+            * BYTES[param.own_dtype or sizes.config.model.param_dtype]
             * sizes.elements(param.dims)
             for kind, count in layers.items()
-            for param in sizes.model.kinds[kind].params.values()
-            if sizes.counts(param)
+            for param in sizes.model.layer_types[kind].params.values()
+            if sizes.includes(param)
         )
     )
 
@@ -168,9 +169,12 @@ def buffers(sizes: Sizes, schedule: Schedule) -> dict[str, float]:
     pipeline, model = sizes.config.pipeline, sizes.config.model
     size, by_chunk = BYTES[model.compute_dtype], pipeline.remat == "chunk"
     message = float(size * sizes.activation)
-    visits, by_visit = schedule.visits, _uses_weight_window(sizes, schedule)
+    visits, by_visit = schedule.weight_window, _uses_weight_window(sizes, schedule)
     # What a chunk keeps that has as many layers of each kind as any.
-    kept = sum(length * sizes.kept_bytes(kind)[0] for kind, length in sizes.per_chunk.items())
+    kept = sum(
+        length * sizes.saved_activation_bytes(kind)[0]
+        for kind, length in sizes.chunk_layer_slots.items()
+    )
     found = {
         "inbox": schedule.num_inbox * message,
         "stash": schedule.num_stash * (message if by_chunk else kept),
@@ -183,19 +187,19 @@ def buffers(sizes: Sizes, schedule: Schedule) -> dict[str, float]:
         "reports": sizes.report_bytes(sizes.layer_slots),
         "ahead": 0.0,
     }
-    if heads := sizes.heads_ahead:
-        found["ahead"] = 4.0 * heads + sizes.report_bytes(sizes.layers_ahead)
+    if heads := sizes.mtp_heads:
+        found["ahead"] = 4.0 * heads + sizes.report_bytes(sizes.mtp_layers)
     if schedule.mixed:
         found["deferred"] = schedule.num_deferred * sum(
-            length * sizes.deferred_bytes(kind) for kind, length in sizes.per_chunk.items()
+            length * sizes.deferred_bytes(kind) for kind, length in sizes.chunk_layer_slots.items()
         )
     if by_visit:
-        found["window"] = visits.num_window * gathered_bytes(sizes, sizes.per_chunk)
-        found["partial"] = 4.0 * visits.num_gradient * sizes.trained.chunk_elements()
-    if outside := sizes.outside:
-        kept = sum(count * sizes.kept_bytes(kind)[0] for kind, count in outside.items())
+        found["window"] = visits.num_chunk_slots * gathered_bytes(sizes, sizes.chunk_layer_slots)
+        found["partial"] = 4.0 * visits.num_gradient_slots * sizes.trained.chunk_elements()
+    if outside := sizes.prologue_layers:
+        kept = sum(count * sizes.saved_activation_bytes(kind)[0] for kind, count in outside.items())
         kept = message if by_chunk else kept
-        found["outside"] = schedule.outside.num_slots * (message + kept)
+        found["outside"] = schedule.prologue.num_slots * (message + kept)
         found["outside"] += sizes.report_bytes(outside)
     return found
 
@@ -206,16 +210,19 @@ def prologue_bytes(sizes: Sizes, schedule: Schedule) -> float:
     What one layer's backward needs besides is not theirs alone, and left out.
     """
     once = sizes.config.pipeline.weight_gather != "iteration"
-    found = _stored_bytes(sizes, sizes.outside)
-    found += optimizer_layer_bytes(sizes, sizes.outside)
-    found += 4.0 * sizes.trained.outside_elements(whole=once)
+    found = _stored_bytes(sizes, sizes.prologue_layers)
+    found += optimizer_layer_bytes(sizes, sizes.prologue_layers)
+    found += 4.0 * sizes.trained.prologue_elements(whole=once)
     if once:
-        found += gathered_bytes(sizes, sizes.outside)
+        found += gathered_bytes(sizes, sizes.prologue_layers)
     return found + buffers(sizes, schedule)["outside"]
 
 
 def _uses_weight_window(sizes: Sizes, schedule: Schedule) -> bool:
-    return sizes.config.pipeline.weight_gather == "visit" and schedule.visits.num_window > 0
+    return (
+        sizes.config.pipeline.weight_gather == "visit"
+        and schedule.weight_window.num_chunk_slots > 0
+    )
 
 
 def _gathers_per_step(sizes: Sizes, schedule: Schedule) -> bool:
@@ -226,10 +233,10 @@ def _gathers_per_step(sizes: Sizes, schedule: Schedule) -> bool:
 def _gradient_elements(sizes: Sizes, schedule: Schedule) -> int:
     pipeline = sizes.config.pipeline
     once = pipeline.weight_gather != "iteration"
-    layers = sizes.held_elements(whole=_gathers_per_step(sizes, schedule))
-    layers += sizes.outside_elements(whole=once)
+    layers = sizes.stage_elements(whole=_gathers_per_step(sizes, schedule))
+    layers += sizes.prologue_elements(whole=once)
     ends = sizes.embedding_elements(whole=not sizes.splits_columns)
-    heads = sizes.head_elements(whole=once) + sizes.ahead_elements(whole=once)
+    heads = sizes.head_elements(whole=once) + sizes.mtp_elements(whole=once)
     return layers + ends + heads + sizes.norm_elements
 
 
@@ -244,8 +251,8 @@ def _gathered_weights(sizes: Sizes, schedule: Schedule) -> dict[str, float]:
         held = sizes.trained
     # A table that is the output projection, too, is there in the order of its products.
     head = sizes if sizes.model.ends.head is None else held
-    found = float(size * (head.head_elements(whole=True) + held.ahead_elements(whole=True)))
-    found += gathered_bytes(held, sizes.outside)
+    found = float(size * (head.head_elements(whole=True) + held.mtp_elements(whole=True)))
+    found += gathered_bytes(held, sizes.prologue_layers)
     if _gathers_per_step(sizes, schedule):
         found += gathered_bytes(held, sizes.layer_slots)
     return {"held": found}
@@ -268,7 +275,7 @@ fitted."""
 
 def _arriving_bytes(sizes: Sizes, schedule: Schedule) -> float:
     return (
-        ARRIVING * gathered_bytes(sizes, sizes.per_chunk)
+        ARRIVING * gathered_bytes(sizes, sizes.chunk_layer_slots)
         if _uses_weight_window(sizes, schedule)
         else 0.0
     )
@@ -287,8 +294,8 @@ def _copies(sizes: Sizes) -> float:
         elements += sum(
             count * sizes.elements(param.dims)
             for kind, count in sizes.layer_slots.items()
-            for param in sizes.model.kinds[kind].params.values()
-            if not param.exact
+            for param in sizes.model.layer_types[kind].params.values()
+            if not param.own_dtype
         )
         if pipeline.weight_gather == "iteration":
             elements += sizes.head_elements()
@@ -305,7 +312,7 @@ def _transposed_shards(sizes: Sizes, schedule: Schedule) -> float:
     It gathers over the first dim only, and takes the transposition of the others out of the loops.
     """
     stays = not _gathers_per_step(sizes, schedule)
-    return float(stays * BYTES[sizes.config.model.param_dtype] * sizes.turned_elements)
+    return float(stays * BYTES[sizes.config.model.param_dtype] * sizes.transposed_elements)
 
 
 def _with_float32(sizes: Sizes) -> Sizes:
@@ -362,9 +369,9 @@ def _layer_on_tpu(sizes: Sizes, schedule: Schedule) -> float:
         )
         return weights + max(_part_on_tpu(sizes, part) for part in kind.parts.values())
 
-    ring = max(needed(*kind) for kind in sizes.model.kinds.items()) + _chunk_inputs(sizes)
-    kinds, waiting = sizes.model.kinds, size * (MTP_PENDING_ACTIVATIONS + 2 * sizes.heads_ahead)
-    behind = [needed(name, kinds[name]) for name in sizes.layers_ahead]
+    ring = max(needed(*kind) for kind in sizes.model.layer_types.items()) + _chunk_inputs(sizes)
+    kinds, waiting = sizes.model.layer_types, size * (MTP_PENDING_ACTIVATIONS + 2 * sizes.mtp_heads)
+    behind = [needed(name, kinds[name]) for name in sizes.mtp_layers]
     return max([ring, *(each + waiting * sizes.activation for each in behind)])
 
 
@@ -377,13 +384,13 @@ def _dequantized_bytes(sizes: Sizes, kind: Kind) -> float:
 
 def _part_on_tpu(sizes: Sizes, part: Part) -> float:
     """The backward of a part at its fullest moment, besides weights."""
-    size, held = BYTES[sizes.config.model.compute_dtype], part.working
+    size, held = BYTES[sizes.config.model.compute_dtype], part.backward_peak
     narrow, wide, other = held.pairs
-    found = (wide * 4 + narrow * SCORE_COPIES * size + other) * sizes.held_scores(part)
-    found += REMOTE_KEY_COPIES * size * sizes.far_keys(part)
+    found = (wide * 4 + narrow * SCORE_COPIES * size + other) * sizes.stored_scores(part)
+    found += REMOTE_KEY_COPIES * size * sizes.remote_key_elements(part)
     if found and sizes.tensor > 1:
         found += REDUCED_COPIES * size * sizes.whole_activation
-    return found + sizes.held_bytes(part, replace(held, pairs=(0.0, 0.0, 0.0)))
+    return found + sizes.declared_bytes(part, replace(held, pairs=(0.0, 0.0, 0.0)))
 
 
 CPU_WEIGHTS, CPU_ACTIVATIONS = 0.8, 2.5
@@ -408,7 +415,7 @@ def _gathering_on_cpu(sizes: Sizes, schedule: Schedule) -> float:
     narrow = sizes.config.model.compute_dtype != "float32"
     if not (narrow and _gathers_per_step(sizes, schedule) and gathers_weights(sizes)):
         return 0.0
-    return CPU_GATHERING * 4 * sizes.held_elements(whole=True)
+    return CPU_GATHERING * 4 * sizes.stage_elements(whole=True)
 
 
 def _weight_window_on_cpu(sizes: Sizes, schedule: Schedule, *, narrow: bool) -> float:
@@ -416,8 +423,10 @@ def _weight_window_on_cpu(sizes: Sizes, schedule: Schedule, *, narrow: bool) -> 
     if not _uses_weight_window(sizes, schedule):
         return 0.0
     chunk = sizes.chunk_elements()
-    window = BYTES[sizes.config.model.compute_dtype] * schedule.visits.num_window * chunk
-    return float(window + 4 * chunk + 4 * sizes.held_elements() * narrow)
+    window = (
+        BYTES[sizes.config.model.compute_dtype] * schedule.weight_window.num_chunk_slots * chunk
+    )
+    return float(window + 4 * chunk + 4 * sizes.stage_elements() * narrow)
 
 
 def _layer_on_cpu(sizes: Sizes, *, score_bytes: int, spared: float) -> float:
@@ -428,25 +437,29 @@ def _layer_on_cpu(sizes: Sizes, *, score_bytes: int, spared: float) -> float:
     size = BYTES[sizes.config.model.compute_dtype]
 
     def arrays_of(part: Part) -> float:
-        arrays = (*part.working.narrow, *part.working.wide)
-        found = sum(copies * sizes.activated(dims) for copies, dims in arrays)
-        found -= spared * sum(c * sizes.activated(dims) for c, dims in part.spared.narrow)
-        return (CPU_KEPT if sizes.keeps(part) else CPU_RECOMPUTED) * found
+        arrays = (*part.backward_peak.compute_dtype, *part.backward_peak.float32)
+        found = sum(copies * sizes.activation_elements(dims) for copies, dims in arrays)
+        found -= spared * sum(
+            c * sizes.activation_elements(dims) for c, dims in part.barrier_copies.compute_dtype
+        )
+        return (CPU_KEPT if sizes.saves_all(part) else CPU_RECOMPUTED) * found
 
     def needed(name: str, kind: Kind) -> float:
         parts = kind.parts.values()
-        pairs = sum(sum(part.working.pairs) * sizes.held_scores(part) for part in parts)
+        pairs = sum(sum(part.backward_peak.pairs) * sizes.stored_scores(part) for part in parts)
         pairs *= score_bytes / size
         arrays = sum(map(arrays_of, parts))
-        alive = REMOTE_KEY_COPIES * sum(map(sizes.far_keys, parts))
+        alive = REMOTE_KEY_COPIES * sum(map(sizes.remote_key_elements, parts))
         alive += max(CPU_SCORES_ALONE * pairs, CPU_SCORES * pairs + arrays)
         alive += CPU_ACTIVATIONS * len(parts) * sizes.activation
         alive += CPU_GATHERED * (sizes.token_shards > 1) * sizes.whole_activation
         return alive + CPU_WEIGHTS * sizes.layer_elements(name, whole=True)
 
-    ring = size * max(needed(*kind) for kind in sizes.model.kinds.items()) + _chunk_inputs(sizes)
-    kinds = sizes.model.kinds
-    behind = [size * needed(name, kinds[name]) for name in sizes.layers_ahead]
+    ring = size * max(needed(*kind) for kind in sizes.model.layer_types.items()) + _chunk_inputs(
+        sizes
+    )
+    kinds = sizes.model.layer_types
+    behind = [size * needed(name, kinds[name]) for name in sizes.mtp_layers]
     return max([ring, *(each + _mtp_layer_bytes(sizes) for each in behind)])
 
 
@@ -457,7 +470,7 @@ waits for other heads; fitted as above."""
 
 def _mtp_layer_bytes(sizes: Sizes) -> float:
     size = BYTES[sizes.config.model.compute_dtype]
-    return size * (CPU_MTP_ACTIVATIONS + 2 * sizes.heads_ahead) * sizes.activation
+    return size * (CPU_MTP_ACTIVATIONS + 2 * sizes.mtp_heads) * sizes.activation
 
 
 MTP_PENDING_ACTIVATIONS = 8.0
@@ -466,17 +479,17 @@ MTP_PENDING_ACTIVATIONS = 8.0
 
 def _mtp_pending_bytes(sizes: Sizes) -> float:
     """Beside logits where layers predict further ahead: the matrix's gradient, once more."""
-    if not sizes.layers_ahead:
+    if not sizes.mtp_layers:
         return 0.0
     size = BYTES[sizes.config.model.compute_dtype]
-    waiting = size * (MTP_PENDING_ACTIVATIONS + 2 * sizes.heads_ahead) * sizes.activation
+    waiting = size * (MTP_PENDING_ACTIVATIONS + 2 * sizes.mtp_heads) * sizes.activation
     return waiting + 2 * 4.0 * sizes.trained.head_elements(whole=True)
 
 
 def _chunk_inputs(sizes: Sizes) -> float:
     """Of the layers of a chunk whose forward has just been run again."""
     pipeline, size = sizes.config.pipeline, BYTES[sizes.config.model.compute_dtype]
-    layers = sum(sizes.per_chunk.values()) if pipeline.remat == "chunk" else 0
+    layers = sum(sizes.chunk_layer_slots.values()) if pipeline.remat == "chunk" else 0
     return float(layers * size * sizes.activation)
 
 
@@ -513,6 +526,6 @@ def _logits(sizes: Sizes, platform: str) -> float:
         most = size * pairs + max(4.0 * pairs, gradient)
     if loss_blocks(sizes) > 1:
         # What blocks are cut from, and what they give; sums, also those over heads.
-        sums = (platform != "tpu") + (sizes.heads_ahead > 0)
+        sums = (platform != "tpu") + (sizes.mtp_heads > 0)
         most += gradient * sums + 2 * size * sizes.whole_activation
     return most + size * matrix * gathers + _mtp_pending_bytes(sizes)

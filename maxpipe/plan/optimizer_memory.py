@@ -19,7 +19,7 @@ def optimizer_bytes(sizes: Sizes) -> float:
     """Bytes of all of it."""
     ends = (_bytes(sizes, param) for param in sizes.model.ends.params.values())
     layers = optimizer_layer_bytes(sizes, sizes.layer_slots)
-    return layers + optimizer_layer_bytes(sizes, sizes.outside) + sum(ends)
+    return layers + optimizer_layer_bytes(sizes, sizes.prologue_layers) + sum(ends)
 
 
 def optimizer_layer_bytes(sizes: Sizes, layers: Mapping[str, int]) -> float:
@@ -27,7 +27,7 @@ def optimizer_layer_bytes(sizes: Sizes, layers: Mapping[str, int]) -> float:
     return sum(
         count * _bytes(sizes, param)
         for kind, count in layers.items()
-        for param in sizes.model.kinds[kind].params.values()
+        for param in sizes.model.layer_types[kind].params.values()
     )
 
 
@@ -50,13 +50,16 @@ def gradient_copy_bytes(sizes: Sizes) -> float:
             else MUON_WHOLE_COPIES
         )
 
-    sums = _copies(sizes, lambda param: is_cpu and bool(sizes.summed_over(param.dims)))
+    sums = _copies(sizes, lambda param: is_cpu and bool(sizes.reduced_over(param.dims)))
     return max(sums, _copies(sizes, in_update))
 
 
 def _copies(sizes: Sizes, number: Callable[[Param], float]) -> float:
     """Copies of each gradient, as many as `number` says."""
-    kinds, layers = sizes.model.kinds, Counter(sizes.layer_slots) + Counter(sizes.outside)
+    kinds, layers = (
+        sizes.model.layer_types,
+        Counter(sizes.layer_slots) + Counter(sizes.prologue_layers),
+    )
     counted = [(n, param) for kind, n in layers.items() for param in kinds[kind].params.values()]
     counted += [(1, param) for param in sizes.model.ends.params.values()]
     return 4.0 * sum(
@@ -79,14 +82,14 @@ def _bytes(sizes: Sizes, param: Param) -> float:
     dim, data = zero1_dim(sizes, param), sizes.axes["data"]
     for one in state_arrays(config.optim, param, config.model.param_dtype).values():
         size = sizes.elements(sizes.padded(one.dims)) * BYTES[one.dtype]
-        is_shared = dim is not None and dim not in one.left_out
+        is_shared = dim is not None and dim not in one.dropped_dims
         total += size / data if is_shared else size
     return total
 
 
 def gathers_weights(sizes: Sizes) -> bool:
     """Whether there is a parameter whose shards are gathered for use."""
-    kinds = (kind.params for kind in sizes.model.kinds.values())
+    kinds = (kind.params for kind in sizes.model.layer_types.values())
     params = (param for each in (sizes.model.ends.params, *kinds) for param in each.values())
     return any(sizes.gathered_over(param.dims) for param in params)
 
@@ -107,15 +110,15 @@ def gathered_itemsize(sizes: Sizes, param: Param | None = None) -> int:
     In 8 bits it is there twice, for products forward and backward, unless the whole matrix has
     one scale.
     """
-    if param is not None and param.exact:
-        return BYTES[param.exact]
+    if param is not None and param.own_dtype:
+        return BYTES[param.own_dtype]
     if param is None or not _is_quantized(sizes, param):
         return BYTES[sizes.config.model.compute_dtype]
     return 1 if sizes.config.model.matmul_scales == "tensor" else 2
 
 
 def _gathered_layer_bytes(sizes: Sizes, kind: str) -> int:
-    params = filter(sizes.counts, sizes.model.kinds[kind].params.values())
+    params = filter(sizes.includes, sizes.model.layer_types[kind].params.values())
     return sum(
         gathered_itemsize(sizes, each) * sizes.elements(each.dims, whole=True)
         + 4 * _scales(sizes, each)
@@ -128,12 +131,12 @@ def _is_quantized(sizes: Sizes, param: Param) -> bool:
     model = sizes.config.model
     rounded = model.matmul != "default" and model.matmul_scales != "block"
     rounded &= model.matmul_parts == "all" or not param.is_of_heads
-    return rounded and param.summed > 0 and not sizes.config.mesh.sequence_parallel
+    return rounded and param.num_contracted_dims > 0 and not sizes.config.mesh.sequence_parallel
 
 
 def _scales(sizes: Sizes, param: Param) -> int:
     """Their number, of a parameter in 8 bits."""
     if not _is_quantized(sizes, param) or sizes.config.model.matmul_scales == "tensor":
         return int(_is_quantized(sizes, param))
-    sides = param.dims[: param.summed], param.dims[param.summed :]
+    sides = param.dims[: param.num_contracted_dims], param.dims[param.num_contracted_dims :]
     return sum(sizes.elements(dims, whole=True) for dims in sides)

@@ -130,8 +130,8 @@ def _overlapped_work(each: CollectiveTraffic) -> str:
 def plan_values(candidate: Candidate, hardware: Hardware) -> dict[str, Any]:
     """A plan as plain values."""
     config, schedule = candidate.config, candidate.schedule
-    sizes = Sizes(config).on(hardware.platform)
-    divided = Divided.by(config.mesh, sizes.axes)
+    sizes = Sizes(config).on_platform(hardware.platform)
+    divided = Divided.from_mesh(config.mesh, sizes.axes)
     chosen = words(config.model, hardware.platform, config.train.sequence_length, divided)
     parameters, trained = num_params(sizes.model), num_trained(sizes.model)
     tokens = config.train.batch_size * config.train.sequence_length
@@ -141,7 +141,7 @@ def plan_values(candidate: Candidate, hardware: Hardware) -> dict[str, Any]:
     per_stage = []
     for stage in range(sizes.stages):
         chunks = [schedule.ring.chunk(stage, repeat) for repeat in range(sizes.repeats)]
-        layers = [sizes.cut[chunk] for chunk in chunks]
+        layers = [sizes.layer_partition[chunk] for chunk in chunks]
         deepest = int(schedule.stash_depth()[:, stage].max())
         per_stage.append({"chunks": chunks, "layers": sum(layers), "chunks_in_flight": deepest})
     return {
@@ -149,7 +149,7 @@ def plan_values(candidate: Candidate, hardware: Hardware) -> dict[str, Any]:
         "measured": hardware.measured,
         "num_devices": sizes.num_devices,
         "num_slices": sizes.num_slices,
-        "layout": candidate.changes,
+        "layout": candidate.layout_keys,
         "parameters": parameters,
         "active_parameters": active_params(sizes.model),
         "trained_parameters": trained,
@@ -187,8 +187,8 @@ def plan_values(candidate: Candidate, hardware: Hardware) -> dict[str, Any]:
 
 def _ramp(config: Config) -> list[dict[str, int]]:
     """Stages of `train.batch_ramp`, and what is left of the run behind them; none without."""
-    train, ramp = config.train, BatchRamp.of(config.train)
-    last = RampStage(ramp.rows, max(0, total_steps(train) - ramp.steps))
+    train, ramp = config.train, BatchRamp.from_config(config.train)
+    last = RampStage(ramp.batch_size, max(0, total_steps(train) - ramp.steps))
     return [
         {
             "rows": rows,
@@ -317,17 +317,17 @@ def format_ranking(found: Sequence[RankedCandidate], *, ran: bool = False) -> st
             forecast = f"{format_duration(each.candidate.cost.seconds)} predicted"
             lines += [
                 f"{rank:>2}. {format_duration(each.measured)} ({forecast})",
-                f"    {each.candidate.words}",
+                f"    {each.candidate.overrides}",
             ]
             continue
         if each.report is None:
-            lines += [f"{rank:>2}. does not fit, {predicted}", f"    {each.candidate.words}"]
+            lines += [f"{rank:>2}. does not fit, {predicted}", f"    {each.candidate.overrides}"]
             continue
         fits = "fits" if each.fits else "does not fit"
         needed = f"{gib(each.report.total_bytes)} ({predicted})"
         lines += [
             f"{rank:>2}. {format_duration(each.seconds)}, {needed}: {fits}",
-            f"    {each.candidate.words}",
+            f"    {each.candidate.overrides}",
         ]
     return "\n".join(lines)
 
@@ -398,7 +398,7 @@ def format_search(found: SearchResult, hardware: Hardware) -> str:
         lines += [
             f"{rank:>2}. {format_duration(each.cost.seconds)}, MFU {each.cost.mfu:.1%}, "
             f"{gib(each.memory.total)}: {spent}",
-            f"    {each.words}",
+            f"    {each.overrides}",
         ]
     return "\n".join(lines)
 
@@ -443,7 +443,7 @@ def write(candidate: Candidate, hardware: Hardware, path: Path) -> None:
 def picture(candidate: Candidate, hardware: Hardware) -> Canvas:
     """The memory bar above the timeline."""
     canvas = _memory(candidate, hardware)
-    canvas.put(_timeline(candidate, hardware), canvas.height)
+    canvas.append_canvas(_timeline(candidate, hardware), canvas.height)
     return canvas
 
 
@@ -474,8 +474,8 @@ def _memory(candidate: Candidate, hardware: Hardware) -> Canvas:
 
 
 def _timeline(candidate: Candidate, hardware: Hardware) -> Canvas:
-    sizes = Sizes(candidate.config).on(hardware.platform)
-    slots = partial(CostModel(sizes, hardware).slots, layers=sizes.ring)
+    sizes = Sizes(candidate.config).on_platform(hardware.platform)
+    slots = partial(CostModel(sizes, hardware).slots, layers=sizes.ring_layers)
     schedule = candidate.schedule
     if schedule.num_ticks > _MAX_TICKS:
         schedule = short_schedules(candidate.config)[0]
@@ -494,5 +494,5 @@ def _timeline(candidate: Candidate, hardware: Hardware) -> Canvas:
         note = f"drawn with {schedule.num_microbatches} of its microbatches"
         below.labels.append(Label(_LEFT, 40, note, 12, _GREY, "l"))
         below.height = 50
-    below.put(canvas, below.height)
+    below.append_canvas(canvas, below.height)
     return below

@@ -126,7 +126,9 @@ def _predict_difference(pair: Pair, hardware: Hardware) -> float:
 
 def _depth_pair(split: int, in_rings: bool, config: Config, num_devices: int) -> Pair:
     """Few layers split over `split` devices, with as many tokens on each as one has elsewhere."""
-    train = dataclasses.replace(config.train, batch_size=Sizes(config).rows * num_devices)
+    train = dataclasses.replace(
+        config.train, batch_size=Sizes(config).microbatch_size * num_devices
+    )
     mesh = dataclasses.replace(
         ring_mesh_config(config.mesh, 1),
         ici_fsdp=num_devices // split,
@@ -164,7 +166,7 @@ def measure_tick(config: Config, hardware: Hardware, devices: Sequence[Any]) -> 
 def _chunked_config(repeats: int, config: Config, stages: int) -> Config:
     """A ring of all devices with LAYERS each in `repeats` chunks; a microbatch for each device."""
     model = dataclasses.replace(config.model, num_layers=LAYERS * stages)
-    train = dataclasses.replace(config.train, batch_size=Sizes(config).rows * stages)
+    train = dataclasses.replace(config.train, batch_size=Sizes(config).microbatch_size * stages)
     schedule = ONE_FORWARD_ONE_BACKWARD if repeats == 1 else INTERLEAVED
     pipeline = PipelineConfig(schedule=schedule, repeats=repeats, microbatches=stages)
     mesh = ring_mesh_config(config.mesh, stages)
@@ -175,7 +177,7 @@ def build_synthetic_step(steps: Steps) -> Callable[[], Tree]:
     """The train step on synthetic data, to be called repeatedly."""
     rows, tokens = steps.shape
     keys = jax.random.split(jax.random.key(0), 2)
-    vocabulary = steps.partition.decoder.config.vocab_size
+    vocabulary = steps.param_layout.decoder.config.vocab_size
     ids = [jax.random.randint(key, (rows, tokens), 0, vocabulary) for key in keys]
     batch = {
         "tokens": ids[0],
@@ -259,7 +261,7 @@ def _num_shared_settings(candidates: Sequence[Candidate]) -> np.ndarray:
 
 def _settings(candidate: Candidate) -> dict[str, Any]:
     """The layout's keys, and the rows of a microbatch that follow from them."""
-    return {**candidate.changes, "rows": Sizes(candidate.config).rows}
+    return {**candidate.layout_keys, "rows": Sizes(candidate.config).microbatch_size}
 
 
 COMPUTE = ("layers", "bubble", "outside", "head", "update", "ticks")
@@ -364,7 +366,7 @@ def _measure_step(
 
 
 def _line(doing: str, number: int, count: int, candidate: Candidate) -> str:
-    return f"{doing} {number} of {count}: {candidate.words}"
+    return f"{doing} {number} of {count}: {candidate.overrides}"
 
 
 def _ranked(checked: Sequence[RankedCandidate]) -> list[RankedCandidate]:

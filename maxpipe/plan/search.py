@@ -75,7 +75,7 @@ class Candidate:
     cost: Cost
 
     @property
-    def changes(self) -> dict[str, Any]:
+    def layout_keys(self) -> dict[str, Any]:
         """The keys that define the layout."""
         mesh, pipeline = self.config.mesh, self.config.pipeline
         found: dict[str, Any] = {}
@@ -98,9 +98,9 @@ class Candidate:
         return found
 
     @property
-    def words(self) -> str:
+    def overrides(self) -> str:
         """The same as overrides of a command line."""
-        return " ".join(f"{key}={value}" for key, value in self.changes.items())
+        return " ".join(f"{key}={value}" for key, value in self.layout_keys.items())
 
 
 ProgressCallback = Callable[[str, int, int], None]
@@ -218,13 +218,13 @@ def _apply_fixed(config: Config, fixed: Mapping[str, Any]) -> Config:
 class _MeshLayouts:
     """The layouts of one mesh."""
 
-    on_mesh: Config
+    config: Config
     pipelines: Sequence[Mapping[str, Any]]
 
     def layout(self, place: int) -> Config:
         """One of them."""
-        section = dataclasses.replace(self.on_mesh.pipeline, **self.pipelines[place])
-        return dataclasses.replace(self.on_mesh, pipeline=section)
+        section = dataclasses.replace(self.config.pipeline, **self.pipelines[place])
+        return dataclasses.replace(self.config, pipeline=section)
 
 
 class _LayoutScore(NamedTuple):
@@ -432,7 +432,7 @@ def _pipelines(config: Config) -> tuple[Mapping[str, Any], ...]:
     return _pipeline_options(
         sizes.stages,
         config.model.num_layers - config.pipeline.layers_outside,
-        sizes.rows_per_device,
+        sizes.batch_per_device,
         gathers=gathers_weights(sizes),
         rings=config.mesh.collective_matmul or in_ring,
     )
@@ -455,7 +455,7 @@ def _pipeline_options(
                 continue
             for gather in GATHERS if gathers else ("iteration",):
                 # A window pays when several chunks share a stage and microbatches a gather.
-                if gather == "visit" and (repeats == 1 or not spec.reads_group):
+                if gather == "visit" and (repeats == 1 or not spec.uses_group):
                     continue
                 if gather != "visit" and group_factor > 1:
                     continue
@@ -485,12 +485,12 @@ def _schedules(stages: int) -> Iterator[tuple[str, int, int]]:
     for name, spec in SCHEDULES.items():
         if spec.dominated:
             continue
-        fixed = spec.repeats or spec.usual_repeats
+        fixed = spec.repeats or spec.default_repeats
         for repeats in (fixed,) if fixed else REPEATS:
-            if spec.reads_group and repeats == 1:
+            if spec.uses_group and repeats == 1:
                 continue  # the table of 1F1B under another name
             yield name, repeats, 1
-            if spec.reads_group:
+            if spec.uses_group:
                 yield name, repeats, 2
                 yield name, repeats, 4
 

@@ -117,7 +117,7 @@ def _parameters(on: _Mesh) -> Iterator[ArraySharding]:
     def parameter(name: str, param: Param, stacked: Dims = ()) -> ArraySharding:
         dims = (*stacked, *sizes.padded(param.dims))
         placed = on.place(
-            name, dims, [table.get(logical, ()) for _, logical in dims], param.exact or dtype
+            name, dims, [table.get(logical, ()) for _, logical in dims], param.own_dtype or dtype
         )
         return dataclasses.replace(placed, frozen=not param.trainable)
 
@@ -127,12 +127,12 @@ def _parameters(on: _Mesh) -> Iterator[ArraySharding]:
                 yield parameter(".".join(name), param)
 
     yield from of_end("embedding")
-    for kind, count in sizes.outside.items():
-        for (part, name), each in model.kinds[kind].params.items():
+    for kind, count in sizes.prologue_layers.items():
+        for (part, name), each in model.layer_types[kind].params.items():
             yield parameter(f"outside.{kind}.{part}.{name}", each, ((count, STACK[-1]),))
-    for kind, length in sizes.per_chunk.items():
+    for kind, length in sizes.chunk_layer_slots.items():
         lengths = (sizes.repeats, sizes.stages, length)
-        for (part, name), each in model.kinds[kind].params.items():
+        for (part, name), each in model.layer_types[kind].params.items():
             stacked = tuple(zip(lengths, STACK, strict=True))
             yield parameter(f"layers.{kind}.{part}.{name}", each, stacked)
     for first in ("final_norm", "head", "ahead"):
@@ -142,7 +142,7 @@ def _parameters(on: _Mesh) -> Iterator[ArraySharding]:
 def _activations(on: _Mesh) -> Iterator[ArraySharding]:
     sizes, config = on.sizes, on.sizes.config
     table = axis_table_with_sequence(config.mesh)
-    rows = sizes.rows * math.prod(sizes.axes[axis] for axis in table[BATCH])
+    rows = sizes.microbatch_size * math.prod(sizes.axes[axis] for axis in table[BATCH])
     tokens: Dims = ((rows, BATCH), (config.train.sequence_length, TOKENS))
 
     def activation(name: str, dims: Dims) -> ArraySharding:
@@ -158,7 +158,7 @@ def _activations(on: _Mesh) -> Iterator[ArraySharding]:
         return on.place(name, (*tokens, *dims), whole, dtype, ignored="stage")
 
     yield activation("residual stream", ((config.model.d_model, "embed"),))
-    for kind, each in sizes.model.kinds.items():
+    for kind, each in sizes.model.layer_types.items():
         for name, dims in each.activations.items():
             yield activation(f"{kind}.{name}", dims)
 

@@ -47,7 +47,7 @@ class ContextMethod(NamedTuple):
     """`own`: a device has all tokens of its rows."""
     share: float = 0.0
     """Of its keys and values what a device sends to all others at once."""
-    far: float = 0.0
+    remote: float = 0.0
     """Keys and values of other devices that it holds then, as a multiple of its own."""
 
 
@@ -78,9 +78,9 @@ def with_expert_shards(model: Model, shards: int, rows: int, tokens: int, whole:
     """
 
     def divided(part: Part) -> Part:
-        return part.over(shards, rows, tokens, whole) if isinstance(part, Experts) else part
+        return part.with_shards(shards, rows, tokens, whole) if isinstance(part, Experts) else part
 
-    return model.with_parts(divided)
+    return model.map_parts(divided)
 
 
 BETWEEN_MATMULS = frozenset({"embed", "norm", "latent"})
@@ -97,12 +97,12 @@ class Sizes:
     platform: str = ""
     """Of the devices, as jax names it; empty where nothing depends on it."""
 
-    def on(self, platform: str) -> Sizes:
+    def on_platform(self, platform: str) -> Sizes:
         """The same on a platform, with the backend of attention that it has."""
         if platform == self.platform:
             return self
         config = self.config
-        tokens, divided = config.train.sequence_length, Divided.by(config.mesh, self.axes)
+        tokens, divided = config.train.sequence_length, Divided.from_mesh(config.mesh, self.axes)
         model = resolved(config.model, platform, tokens, divided)
         return replace(self, config=replace(config, model=model), platform=platform)
 
@@ -126,7 +126,7 @@ class Sizes:
         """Slices of the mesh."""
         return math.prod(getattr(self.config.mesh, f"dcn_{axis}") for axis in MESH_AXES)
 
-    def present(self, axes: Iterable[str]) -> tuple[str, ...]:
+    def nontrivial_axes(self, axes: Iterable[str]) -> tuple[str, ...]:
         """Those of the axes that have more than one device, in the order of the mesh."""
         named = {*axes}
         return tuple(axis for axis in MESH_AXES if axis in named and self.axes[axis] > 1)
@@ -135,7 +135,7 @@ class Sizes:
         """Devices along these axes together."""
         return math.prod(self.axes[axis] for axis in axes)
 
-    def around(self, axes: Iterable[str]) -> float:
+    def ring_share(self, axes: Iterable[str]) -> float:
         """Share of an array that a device sends to gather or scatter it over these axes."""
         return 1.0 - 1.0 / self.shards(axes)
 
@@ -165,12 +165,12 @@ class Sizes:
         return self.config.pipeline.microbatches
 
     @property
-    def rows(self) -> int:
+    def microbatch_size(self) -> int:
         """B: rows of a microbatch on one device."""
-        return max(1, self.rows_per_device // self.microbatches)
+        return max(1, self.batch_per_device // self.microbatches)
 
     @property
-    def rows_per_device(self) -> int:
+    def batch_per_device(self) -> int:
         """Rows of a step on one device."""
         shards = self.shards(self._table["batch"])
         return self.config.train.batch_size // shards
@@ -178,17 +178,17 @@ class Sizes:
     @property
     def tokens(self) -> int:
         """B * T: tokens of a microbatch on one device."""
-        return self.rows * self.tokens_of_row
+        return self.microbatch_size * self.tokens_per_sequence
 
     @property
-    def tokens_of_row(self) -> int:
+    def tokens_per_sequence(self) -> int:
         """T: tokens of a row on one device."""
         return self.config.train.sequence_length // self.axes["context"]
 
     @property
-    def run(self) -> int:
+    def contiguous_tokens(self) -> int:
         """Of these, those that stand next to each other in the row."""
-        return self.tokens_of_row // (2 if self.axes["context"] > 1 else 1)
+        return self.tokens_per_sequence // (2 if self.axes["context"] > 1 else 1)
 
     # The stack.
 
@@ -196,13 +196,15 @@ class Sizes:
     def model(self) -> Model:
         """What the config describes; of experts the rows that a device has room for."""
         found = describe(self.config.model)
-        if not self.present(("expert", "context")):
+        if not self.nontrivial_axes(("expert", "context")):
             return found
         whole, shards = self.config.train.sequence_length, self.axes["expert"]
-        return with_expert_shards(found, shards, self.rows, self.tokens_of_row, whole)
+        return with_expert_shards(
+            found, shards, self.microbatch_size, self.tokens_per_sequence, whole
+        )
 
     @cached_property
-    def cut(self) -> tuple[int, ...]:
+    def layer_partition(self) -> tuple[int, ...]:
         """Layers of each chunk."""
         pipeline, tokens = self.config.pipeline, self.config.train.sequence_length
         costs = layer_costs(describe(self.config.model), tokens)[pipeline.layers_outside :]
@@ -212,33 +214,33 @@ class Sizes:
     def chunks(self) -> tuple[Counter[str], ...]:
         """Layers of each kind in each chunk."""
         found, start = [], self.config.pipeline.layers_outside
-        for length in self.cut:
+        for length in self.layer_partition:
             found.append(Counter(self.model.layers[start : start + length]))
             start += length
         return tuple(found)
 
     @cached_property
-    def outside(self) -> Counter[str]:
+    def prologue_layers(self) -> Counter[str]:
         """Layers of each kind outside the ring."""
         return Counter(self.model.layers[: self.config.pipeline.layers_outside])
 
     @cached_property
-    def ring(self) -> Counter[str]:
+    def ring_layers(self) -> Counter[str]:
         """Layers of each kind in the ring."""
         return sum(self.chunks, Counter())
 
     @cached_property
-    def per_chunk(self) -> Mapping[str, int]:
+    def chunk_layer_slots(self) -> Mapping[str, int]:
         """L by kind, of the layers in the ring: the most that a chunk has of them."""
-        return {kind: max(chunk[kind] for chunk in self.chunks) for kind in self.ring}
+        return {kind: max(chunk[kind] for chunk in self.chunks) for kind in self.ring_layers}
 
     @cached_property
     def layer_slots(self) -> Mapping[str, int]:
         """Layers of each kind that a stage holds, padding included."""
-        return {kind: self.repeats * length for kind, length in self.per_chunk.items()}
+        return {kind: self.repeats * length for kind, length in self.chunk_layer_slots.items()}
 
     @cached_property
-    def usual_kind(self) -> str:
+    def most_common_layer_type(self) -> str:
         """The kind of most layers."""
         return Counter(self.model.layers).most_common(1)[0][0]
 
@@ -249,7 +251,7 @@ class Sizes:
         """The same of trained parameters alone: of gradients, and of what the optimizer keeps."""
         return replace(self, trained_only=True)
 
-    def counts(self, param: Param) -> bool:
+    def includes(self, param: Param) -> bool:
         """Whether numbers of parameters include this one."""
         return param.trainable or not self.trained_only
 
@@ -261,11 +263,11 @@ class Sizes:
         """Of an array's shard on one device; `whole`: gathered over fsdp and the axes beside it."""
         count = 1
         for size, logical in dims:
-            count *= -(-size // self._ways.get(logical, (1, 1))[whole])
+            count *= -(-size // self._axis_shards.get(logical, (1, 1))[whole])
         return count
 
     @cached_property
-    def _ways(self) -> Mapping[str, tuple[int, int]]:
+    def _axis_shards(self) -> Mapping[str, tuple[int, int]]:
         """Shards of each logical axis, stored and gathered for use."""
         ways = {logical: self.shards(axes) for logical, axes in self._table.items()}
         return {
@@ -279,17 +281,17 @@ class Sizes:
         As `pipeline.weights.WeightSharding.axes`.
         """
         split = (self._table.get(logical, ()) for _, logical in dims)
-        return self.present(next((axes for axes in split if "fsdp" in axes), ()))
+        return self.nontrivial_axes(next((axes for axes in split if "fsdp" in axes), ()))
 
-    def kept_over(self, dims: Dims) -> tuple[str, ...]:
+    def owned_over(self, dims: Dims) -> tuple[str, ...]:
         """Axes of which each device uses its own part of a parameter, for the tokens of all."""
         split = {axis for _, logical in dims for axis in self._table.get(logical, ())}
-        return self.present((split & {*self.token_axes}) - {*self.gathered_over(dims)})
+        return self.nontrivial_axes((split & {*self.token_axes}) - {*self.gathered_over(dims)})
 
-    def summed_over(self, dims: Dims) -> tuple[str, ...]:
+    def reduced_over(self, dims: Dims) -> tuple[str, ...]:
         """Axes over which a gradient is summed at the end of a step."""
-        settled = {*self.gathered_over(dims), *self.kept_over(dims)}
-        return self.present({*self.token_axes} - settled)
+        settled = {*self.gathered_over(dims), *self.owned_over(dims)}
+        return self.nontrivial_axes({*self.token_axes} - settled)
 
     @property
     def token_axes(self) -> tuple[str, ...]:
@@ -303,12 +305,12 @@ class Sizes:
     @cached_property
     def _layer_elements(self) -> Mapping[str, tuple[int, int]]:
         def elements(kind: Kind, whole: bool) -> int:
-            counted = filter(self.counts, kind.params.values())
+            counted = filter(self.includes, kind.params.values())
             return sum(self.elements(each.dims, whole=whole) for each in counted)
 
         return {
             name: (elements(kind, False), elements(kind, True))
-            for name, kind in self.model.kinds.items()
+            for name, kind in self.model.layer_types.items()
         }
 
     def computed_elements(self, kind: str) -> float:
@@ -317,16 +319,16 @@ class Sizes:
         Experts that are divided over an axis meet the tokens of all its devices: as many for each
         of its own tokens as if it had all of them.
         """
-        params = counted(self.model.kinds[kind])
+        params = counted(self.model.layer_types[kind])
         return sum(
             share
             * self.elements(params[name].dims, whole=True)
-            * self.shards(self.kept_over(params[name].dims))
-            for name, share in computed_share(self.model.kinds[kind]).items()
-            if self.counts(params[name])
+            * self.shards(self.owned_over(params[name].dims))
+            for name, share in computed_share(self.model.layer_types[kind]).items()
+            if self.includes(params[name])
         )
 
-    def held_elements(self, *, whole: bool = False) -> int:
+    def stage_elements(self, *, whole: bool = False) -> int:
         """Parameters of all layers of the ring that a stage holds, padding included."""
         return sum(
             count * self.layer_elements(kind, whole=whole)
@@ -334,28 +336,30 @@ class Sizes:
         )
 
     @cached_property
-    def turned_elements(self) -> int:
+    def transposed_elements(self) -> int:
         """Of the parameters of a stage's layers, those whose gathered dim is not their first."""
 
         def turned(kind: Kind) -> int:
-            counted = (each.dims for each in kind.params.values() if self.counts(each))
+            counted = (each.dims for each in kind.params.values() if self.includes(each))
             behind = (dims for dims in counted if self.gathered_over(dims[1:]))
             return sum(map(self.elements, behind))
 
         return sum(
-            count * turned(self.model.kinds[kind]) for kind, count in self.layer_slots.items()
+            count * turned(self.model.layer_types[kind]) for kind, count in self.layer_slots.items()
         )
 
     def chunk_elements(self) -> int:
         """Parameters of a chunk with as many layers of each kind as any, gathered."""
         return sum(
-            count * self.layer_elements(kind, whole=True) for kind, count in self.per_chunk.items()
+            count * self.layer_elements(kind, whole=True)
+            for kind, count in self.chunk_layer_slots.items()
         )
 
-    def outside_elements(self, *, whole: bool = False) -> int:
+    def prologue_elements(self, *, whole: bool = False) -> int:
         """Parameters of the layers outside the ring."""
         return sum(
-            count * self.layer_elements(kind, whole=whole) for kind, count in self.outside.items()
+            count * self.layer_elements(kind, whole=whole)
+            for kind, count in self.prologue_layers.items()
         )
 
     def padded(self, dims: Dims) -> Dims:
@@ -368,15 +372,15 @@ class Sizes:
 
     def embedding_elements(self, *, whole: bool = False) -> int:
         """Of the table that the embedding looks up."""
-        return self._of_table("embedding", whole)
+        return self._table_elements("embedding", whole)
 
     def head_elements(self, *, whole: bool = False) -> int:
         """Of the output projection, which may be the same table."""
-        return self._of_table("embedding" if self.model.ends.head is None else "head", whole)
+        return self._table_elements("embedding" if self.model.ends.head is None else "head", whole)
 
-    def _of_table(self, name: str, whole: bool) -> int:
+    def _table_elements(self, name: str, whole: bool) -> int:
         param = self.model.ends.params[name,]
-        return self.elements(self.padded(param.dims), whole=whole) if self.counts(param) else 0
+        return self.elements(self.padded(param.dims), whole=whole) if self.includes(param) else 0
 
     @property
     def vocabulary(self) -> int:
@@ -388,7 +392,7 @@ class Sizes:
         """Whether mesh axes of these sizes divide all layers' parameters evenly."""
         return all(
             size % math.prod(axes.get(axis, 1) for axis in self._table.get(logical, ())) == 0
-            for kind in self.model.kinds.values()
+            for kind in self.model.layer_types.values()
             for each in kind.params.values()
             for size, logical in each.dims
         )
@@ -401,38 +405,38 @@ class Sizes:
     @property
     def norm_elements(self) -> int:
         """Parameters of the norm in front of the output projection."""
-        return self._of_end("final_norm", whole=False)
+        return self._end_elements("final_norm", whole=False)
 
     @property
-    def heads_ahead(self) -> int:
+    def mtp_heads(self) -> int:
         """Heads beside the ordinary one."""
-        ahead = self.model.ends.ahead
+        ahead = self.model.ends.mtp
         return 0 if ahead is None else ahead.num_heads
 
     @property
-    def layers_ahead(self) -> Mapping[str, int]:
+    def mtp_layers(self) -> Mapping[str, int]:
         """Of each kind of layer those that are heads ahead."""
-        heads = self.model.ends.layers_ahead
-        return {} if heads is None else {heads.kind_name: heads.num_heads}
+        heads = self.model.ends.mtp_layers
+        return {} if heads is None else {heads.layer_type_name: heads.num_heads}
 
-    def ahead_elements(self, *, whole: bool = False) -> int:
+    def mtp_elements(self, *, whole: bool = False) -> int:
         """Parameters of all of them, the output projection left out."""
-        return self._of_end("ahead", whole=whole)
+        return self._end_elements("ahead", whole=whole)
 
-    def ahead_matrices(self) -> int:
+    def mtp_matrix_elements(self) -> int:
         """Of them those that meet each token and are not in layers, gathered."""
         return sum(
             self.elements(param.dims, whole=True)
             for name, param in self.model.ends.params.items()
-            if name in matrices_ahead(self.model) and self.counts(param)
+            if name in matrices_ahead(self.model) and self.includes(param)
         )
 
-    def _of_end(self, first: str, *, whole: bool) -> int:
+    def _end_elements(self, first: str, *, whole: bool) -> int:
         """Of an end's part, by the first part of its parameters' names."""
         return sum(
             self.elements(param.dims, whole=whole)
             for (name, *_), param in self.model.ends.params.items()
-            if name == first and self.counts(param)
+            if name == first and self.includes(param)
         )
 
     # Activations, in elements, of a microbatch on one device.
@@ -452,7 +456,7 @@ class Sizes:
         """Devices over which tokens are split between the matmuls of a layer."""
         return self.shards(self._table["sequence"])
 
-    def activated(self, dims: Dims) -> int:
+    def activation_elements(self, dims: Dims) -> int:
         """Of an activation with these dims for every token; `fsdp` shards tokens, not them."""
         count = self.tokens
         if {logical for _, logical in dims} <= BETWEEN_MATMULS:
@@ -466,19 +470,26 @@ class Sizes:
         axes = self._table.get(logical, ())
         return self.shards({*axes} & {"tensor"})
 
-    def named(self, kind: str, names: Iterable[str]) -> int:
+    def named_bytes(self, kind: str, names: Iterable[str]) -> int:
         """Bytes of what a layer of this kind keeps under such names."""
-        narrow, wide = self.model.kinds[kind].activations, self.model.kinds[kind].kept_with
+        narrow, wide = (
+            self.model.layer_types[kind].activations,
+            self.model.layer_types[kind].saved_with,
+        )
         size, found = BYTES[self.config.model.compute_dtype], frozenset(names)
         both = ((size, narrow), (4, wide))
         return sum(
-            width * self.activated(dims[name]) for width, dims in both for name in found & {*dims}
+            width * self.activation_elements(dims[name])
+            for width, dims in both
+            for name in found & {*dims}
         )
 
     def scores(self, part: Part) -> int:
         """Pairs of query and key that attention scores, of all heads."""
         return sum(
-            self.rows * self._scored_pairs(each) * -(-each.heads // self.share(each.axis))
+            self.microbatch_size
+            * self._scored_pairs(each)
+            * -(-each.heads // self.share(each.axis))
             for each in part.operations
             if isinstance(each, Scores)
         )
@@ -488,23 +499,23 @@ class Sizes:
 
         Plain attention leaves out the future only where queries and keys are the same tokens.
         """
-        tokens, found = self.config.train.sequence_length, self.reach(scores)
-        in_blocks = scores.held == "block"
+        tokens, found = self.config.train.sequence_length, self.context_method(scores)
+        in_blocks = scores.storage == "block"
         context = self.axes["context"]
         if found.method in ("gather", "near") and not in_blocks:
-            before = found.far if found.method == "near" else 2 * context - 1
-            return 2 * round(self.run**2 * (1 + before))
+            before = found.remote if found.method == "near" else 2 * context - 1
+            return 2 * round(self.contiguous_tokens**2 * (1 + before))
         return scored_pairs(tokens, by_blocks=in_blocks) // context
 
-    def reach(self, scores: Scores) -> ContextMethod:
+    def context_method(self, scores: Scores) -> ContextMethod:
         """How attention reaches tokens of other devices."""
-        sizes = self.axes["context"], self.tensor, self.run
+        sizes = self.axes["context"], self.tensor, self.contiguous_tokens
         return choose_context_method(self.config.mesh, self.model, scores, *sizes)
 
-    def far_keys(self, part: Part) -> float:
+    def remote_key_elements(self, part: Part) -> float:
         """Keys and values of other devices' tokens that attention holds, in elements."""
         return sum(
-            self.reach(each).far * sum(map(self.activated, each.keys))
+            self.context_method(each).remote * sum(map(self.activation_elements, each.keys))
             for each in part.operations
             if isinstance(each, Scores)
         )
@@ -517,7 +528,7 @@ class Sizes:
             if isinstance(each, Products)
         )
 
-    def held_scores(self, part: Part) -> int:
+    def stored_scores(self, part: Part) -> int:
         """Of `scores`, those that stand in memory."""
         found, tokens = 0, self.config.train.sequence_length
         for each in part.operations:
@@ -527,26 +538,30 @@ class Sizes:
                     "scores": heads * self._scored_pairs(each),
                     "mask": tokens**2 // self.axes["context"],
                     "block": heads * even_blocks(tokens) ** 2,
-                }[each.held]
-        return self.rows * found
+                }[each.storage]
+        return self.microbatch_size * found
 
-    def held_bytes(self, part: Part, held: Held) -> float:
+    def declared_bytes(self, part: Part, held: Held) -> float:
         """Bytes of what a part declares."""
         size = BYTES[self.config.model.compute_dtype]
         narrow, wide, other = held.pairs
-        found = (wide * 4 + narrow * size + other) * self.held_scores(part)
-        for width, arrays in ((size, held.narrow), (4, held.wide), (1, held.flags)):
-            found += width * sum(copies * self.activated(dims) for copies, dims in arrays)
+        found = (wide * 4 + narrow * size + other) * self.stored_scores(part)
+        for width, arrays in ((size, held.compute_dtype), (4, held.float32), (1, held.one_byte)):
+            found += width * sum(copies * self.activation_elements(dims) for copies, dims in arrays)
         tokens = self.config.train.sequence_length
-        in_blocks = sum(copies * self.activated(dims) for copies, dims in held.blocks)
+        in_blocks = sum(copies * self.activation_elements(dims) for copies, dims in held.blocks)
         found += size * in_blocks * scored_keys(tokens) / tokens
-        in_documents = sum(copies * self.activated(dims) for copies, dims in held.documents)
+        in_documents = sum(
+            copies * self.activation_elements(dims) for copies, dims in held.documents
+        )
         found += size * in_documents * packed_documents(tokens)
-        found += size * sum(self.elements(dims, whole=True) for dims in held.once)
-        return found + 4 * sum(self.elements(dims, whole=True) for dims in held.wide_once)
+        found += size * sum(self.elements(dims, whole=True) for dims in held.token_independent)
+        return found + 4 * sum(
+            self.elements(dims, whole=True) for dims in held.float32_token_independent
+        )
 
     @cached_property
-    def kept_names(self) -> frozenset[str]:
+    def saved_activation_names(self) -> frozenset[str]:
         """Names of activations that are kept for a layer's backward, on the device or the host."""
         pipeline = self.config.pipeline
         return frozenset(self._activations(*pipeline.saved_names, *pipeline.offloaded_names))
@@ -554,46 +569,52 @@ class Sizes:
     def _activations(self, *names: str) -> tuple[str, ...]:
         return activations(names, self.config.model)
 
-    def keeps(self, part: Part) -> bool:
+    def saves_all(self, part: Part) -> bool:
         """Whether all named activations of a part are kept for its backward."""
         remat = self.config.pipeline.remat
-        return remat == "none" or (remat == "names" and self.kept_names >= {*part.activations})
+        return remat == "none" or (
+            remat == "names" and self.saved_activation_names >= {*part.activations}
+        )
 
-    def kept_bytes(self, kind: str) -> tuple[float, float]:
+    def saved_activation_bytes(self, kind: str) -> tuple[float, float]:
         """(on the device, on the host) kept by one layer, or by a chunk with `chunk`."""
-        return self._kept_bytes[kind]
+        return self._saved_activation_bytes[kind]
 
     @cached_property
-    def _kept_bytes(self) -> Mapping[str, tuple[float, float]]:
+    def _saved_activation_bytes(self) -> Mapping[str, tuple[float, float]]:
         pipeline, size = self.config.pipeline, BYTES[self.config.model.compute_dtype]
         if pipeline.remat == "none":
             return {name: (self._residual_bytes(kind), 0.0) for name, kind in self._kinds}
         if pipeline.remat != "names":
             return {name: (size * self.activation, 0.0) for name, _ in self._kinds}
         offloaded = set(self._activations(*pipeline.offloaded_names))
-        saved = self.kept_names - offloaded
+        saved = self.saved_activation_names - offloaded
         return {
             name: (
-                size * self.activation + self.named(name, saved),
-                self.named(name, offloaded),
+                size * self.activation + self.named_bytes(name, saved),
+                self.named_bytes(name, offloaded),
             )
             for name, _ in self._kinds
         }
 
     @property
     def _kinds(self) -> Iterable[tuple[str, Kind]]:
-        return self.model.kinds.items()
+        return self.model.layer_types.items()
 
     def _residual_bytes(self, kind: Kind) -> float:
         """All that a layer's differentiation keeps."""
         parts, size = kind.parts.values(), BYTES[self.config.model.compute_dtype]
-        declared = sum(self.held_bytes(part, part.residuals) for part in parts)
-        declared += self.held_bytes(kind.branches[0].part, residuals_of_changes(kind))
-        return declared + size * sum(map(self.far_keys, parts)) + kind.num_masks * self.activation
+        declared = sum(self.declared_bytes(part, part.residuals) for part in parts)
+        declared += self.declared_bytes(kind.branches[0].part, residuals_of_changes(kind))
+        return (
+            declared
+            + size * sum(map(self.remote_key_elements, parts))
+            + kind.num_masks * self.activation
+        )
 
     def report_bytes(self, layers: Mapping[str, int]) -> float:
         """Losses and statistics of this number of layers of each kind."""
-        kinds = {name: self.model.kinds[name] for name in layers}
+        kinds = {name: self.model.layer_types[name] for name in layers}
         scalars = len({loss for kind in kinds.values() for loss in kind.losses})
         entries = sum(
             layers[name] * math.prod(size for size, _ in dims)
@@ -617,15 +638,15 @@ class Sizes:
             for branch in kind.branches:
                 for name, part in branch.parts.items():
                     if name in trained:
-                        normed = part is branch.part and branch.after is not None
+                        normed = part is branch.part and branch.post_norm is not None
                         held = part.deferred(recomputed=recomputed, normed=normed)
-                        found += self.held_bytes(part, held)
+                        found += self.declared_bytes(part, held)
                 if recomputed and branch.name not in trained and trained & {*branch.parts}:
                     found += size * self.activation  # cotangent of a norm's output
             if recomputed and trained:
                 found += (size * kind.num_streams + kind.num_masks) * self.activation
             if kind.adapters:  # of some the gradients themselves
-                params = filter(self.trained.counts, kind.params.values())
+                params = filter(self.trained.includes, kind.params.values())
                 found += size * sum(self.elements(each.dims, whole=True) for each in params)
             return found
 

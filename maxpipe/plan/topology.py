@@ -189,7 +189,7 @@ class Topology:
     dims: tuple[int, ...]
     """Chips of one slice along each dim of its torus; of CPUs and GPUs, one number."""
     num_slices: int = 1
-    given: str = "--topology"
+    option: str = "--topology"
     """What of a command or config says how many there are."""
 
     @property
@@ -310,7 +310,7 @@ def local_topology(runtime: RuntimeConfig, cpu_devices: int, count: int = 0) -> 
         rule = "has no file in configs/hardware, and plans need its peak, memory and links."
         raise ConfigError.one("command line", kind, rule, "Name a kind with --topology.")
     dims = _cube(count or len(present), max(1, hardware.torus_dims))
-    return Topology(hardware, dims, given="--devices" if count else CPU_DEVICES)
+    return Topology(hardware, dims, option="--devices" if count else CPU_DEVICES)
 
 
 def local_devices(topology: Topology) -> Sequence[Any]:
@@ -348,9 +348,9 @@ def _mesh_advice(mesh: MeshConfig, sizes: Sizes, topology: Topology) -> str:
     if topology.num_slices > 1:
         here += f", the product of mesh.dcn_* being {topology.num_slices}"
     wanted, kind = sizes.num_devices, topology.hardware.topology
-    if topology.given != "--topology":
-        is_asked = topology.platform == "cpu" or topology.given != CPU_DEVICES
-        other = f", or {topology.given} to {wanted}" if is_asked else ""
+    if topology.option != "--topology":
+        is_asked = topology.platform == "cpu" or topology.option != CPU_DEVICES
+        other = f", or {topology.option} to {wanted}" if is_asked else ""
     elif wanted % topology.num_slices:
         other = ""
     else:

@@ -32,11 +32,11 @@ class CommVolume(NamedTuple):
 
     axes: tuple[str, ...]
     num_bytes: float
-    rounds: float = 1
+    num_collectives: float = 1
     """Collectives."""
-    is_sum: bool = False
+    is_all_reduce: bool = False
     """Whether they are all-reduces, which compilers merge: their number is not known."""
-    to_each: bool = False
+    is_all_to_all: bool = False
     """Whether each device gets something else from each other one: all-to-all."""
     of_tokens: bool = False
     """Whether they are split tokens, along a dim that is not the first: to gather or to sum."""
@@ -49,17 +49,19 @@ class TokenExchange(NamedTuple):
     """What a layer sends of its tokens, on the way to others and back."""
 
     forward: CommVolume
-    again: CommVolume
+    recompute: CommVolume
     """Of a forward that is run again for a backward, which does not need all of it."""
     backward: CommVolume
-    hides: bool = False
+    overlaps: bool = False
     """Whether it travels behind the work that it is for."""
 
     def in_slot(self, action: str, remat: str) -> list[CommVolume]:
         """In a slot of a schedule: `F`, `B`, `I` or `W`."""
         if action in "FW":
             return [self.forward] if action == "F" else []
-        recomputed = {"none": [], "chunk": [self.forward, self.again]}.get(remat, [self.again])
+        recomputed = {"none": [], "chunk": [self.forward, self.recompute]}.get(
+            remat, [self.recompute]
+        )
         return [*recomputed, self.backward]
 
 
@@ -72,7 +74,7 @@ class LayerTraffic:
 
     @property
     def _params(self) -> Iterable[Param]:
-        return self.sizes.model.kinds[self.name].params.values()
+        return self.sizes.model.layer_types[self.name].params.values()
 
     @cached_property
     def gathered(self) -> tuple[CommVolume, ...]:
@@ -85,7 +87,7 @@ class LayerTraffic:
         return _gather_traffic(self.sizes.trained, self._params, size=gradient_itemsize(self.sizes))
 
     @cached_property
-    def summed(self) -> tuple[CommVolume, ...]:
+    def reduced(self) -> tuple[CommVolume, ...]:
         """To sum its gradient at the end of a step over what is left."""
         return _reduction_traffic(self.sizes.trained, self._params)
 
@@ -93,7 +95,7 @@ class LayerTraffic:
     def exchanges(self) -> tuple[TokenExchange, ...]:
         """Of its parts."""
         found = []
-        for part in self.sizes.model.kinds[self.name].parts.values():
+        for part in self.sizes.model.layer_types[self.name].parts.values():
             if isinstance(part, Experts):
                 found += _expert_exchanges(self.sizes, part)
             for each in part.operations:
@@ -114,33 +116,33 @@ def _gather_traffic(sizes: Sizes, params: Iterable[Param], size: int = 0) -> tup
     """To gather shards of parameters, or to scatter whole ones; those with the same axes as one."""
     found: dict[tuple[str, ...], CommVolume] = {}
     for param in params:
-        if sizes.counts(param) and (axes := sizes.gathered_over(param.dims)):
+        if sizes.includes(param) and (axes := sizes.gathered_over(param.dims)):
             entry = size or gathered_itemsize(sizes, param)
             whole = entry * sizes.elements(param.dims, whole=True)
             before = found.get(axes, CommVolume(axes, 0.0, 0))
-            sent = before.num_bytes + sizes.around(axes) * whole
-            found[axes] = CommVolume(axes, sent, before.rounds + 1)
+            sent = before.num_bytes + sizes.ring_share(axes) * whole
+            found[axes] = CommVolume(axes, sent, before.num_collectives + 1)
     return tuple(found.values())
 
 
 def _reduction_traffic(sizes: Sizes, params: Iterable[Param]) -> tuple[CommVolume, ...]:
     """To sum gradients, each over the axes that its shards leave."""
     return tuple(
-        sent for param in filter(sizes.counts, params) for sent in _param_reductions(sizes, param)
+        sent for param in filter(sizes.includes, params) for sent in _param_reductions(sizes, param)
     )
 
 
 def _param_reductions(sizes: Sizes, param: Param) -> Iterator[CommVolume]:
-    axes, size = sizes.summed_over(param.dims), gradient_itemsize(sizes)
-    elements, data = sizes.elements(param.dims), sizes.present(["data"])
+    axes, size = sizes.reduced_over(param.dims), gradient_itemsize(sizes)
+    elements, data = sizes.elements(param.dims), sizes.nontrivial_axes(["data"])
     if data and zero1_dim(sizes, param) is not None:
         # To the part that a device updates; what is updated goes to all.
         axes = tuple(axis for axis in axes if axis not in data)
         stored = BYTES[sizes.config.model.param_dtype]
-        yield CommVolume(data, sizes.around(data) * size * elements)
-        yield CommVolume(data, sizes.around(data) * stored * elements)
+        yield CommVolume(data, sizes.ring_share(data) * size * elements)
+        yield CommVolume(data, sizes.ring_share(data) * stored * elements)
     if axes:
-        yield CommVolume(axes, 2 * sizes.around(axes) * size * elements, is_sum=True)
+        yield CommVolume(axes, 2 * sizes.ring_share(axes) * size * elements, is_all_reduce=True)
     if is_orthogonalised(sizes.config.optim, param):
         yield from _muon_traffic(sizes, param)
 
@@ -149,13 +151,13 @@ def _muon_traffic(sizes: Sizes, param: Param) -> Iterator[CommVolume]:
     """Of Muon's matrices, to whole ones and back; their number may be padded (`optim.muon`)."""
     matrix, table = matrix_dims(param), axis_table(sizes.config.mesh)
     assert matrix is not None
-    dim, data = zero1_dim(sizes, param), sizes.present(["data"])
+    dim, data = zero1_dim(sizes, param), sizes.nontrivial_axes(["data"])
     shard = FLOAT32_BYTES * sizes.elements(param.dims) / (1 if dim is None else sizes.shards(data))
     for side in matrix:
         over = {axis for each in side for axis in table.get(param.axes[each], ())}
-        axes = sizes.present(over | ({*data} if dim in side else set()))
+        axes = sizes.nontrivial_axes(over | ({*data} if dim in side else set()))
         if axes:
-            yield CommVolume(axes, 2 * sizes.around(axes) * shard, 2, to_each=True)
+            yield CommVolume(axes, 2 * sizes.ring_share(axes) * shard, 2, is_all_to_all=True)
 
 
 def gradient_itemsize(sizes: Sizes) -> int:
@@ -167,22 +169,26 @@ def gradient_itemsize(sizes: Sizes) -> int:
 
 
 def _context_exchanges(sizes: Sizes, scores: Scores) -> Iterator[TokenExchange]:
-    if not (axes := sizes.present(["context"])):
+    if not (axes := sizes.nontrivial_axes(["context"])):
         return
     context, size = sizes.axes["context"], BYTES[sizes.config.model.compute_dtype]
-    keys = sum(map(sizes.activated, scores.keys))
-    found = sizes.reach(scores)
+    keys = sum(map(sizes.activation_elements, scores.keys))
+    found = sizes.context_method(scores)
     if found.method == "heads":
-        all_heads = keys + sizes.activated(scores.query) + sizes.activated(scores.mixed)
-        once = CommVolume(axes, sizes.around(axes) * size * all_heads, 4, to_each=True)
+        all_heads = (
+            keys + sizes.activation_elements(scores.query) + sizes.activation_elements(scores.mixed)
+        )
+        once = CommVolume(axes, sizes.ring_share(axes) * size * all_heads, 4, is_all_to_all=True)
         yield TokenExchange(once, once, once)
     elif found.method == "ring":
         # Gradients go around with keys and values, in float32.
         hops = context * len(scores.keys)
         around = CommVolume(axes, context * keys * size, hops)
         back = CommVolume(axes, context * keys * (size + FLOAT32_BYTES), 2 * hops)
-        kept = {"context"} <= sizes.kept_names and sizes.config.pipeline.remat == "names"
-        yield TokenExchange(around, around * (not kept), back, hides=True)
+        kept = {
+            "context"
+        } <= sizes.saved_activation_names and sizes.config.pipeline.remat == "names"
+        yield TokenExchange(around, around * (not kept), back, overlaps=True)
     else:
         sent = (context - 1) * found.share * size * keys
         once = CommVolume(axes, sent, len(scores.keys))
@@ -193,26 +199,28 @@ def _context_exchanges(sizes: Sizes, scores: Scores) -> Iterator[TokenExchange]:
 
 
 def _expert_exchanges(sizes: Sizes, part: Experts) -> Iterator[TokenExchange]:
-    context = sizes.present(["context"])
+    context = sizes.nontrivial_axes(["context"])
     if part.capacity and context:
         # Who has room follows from whole rows.
         choices = INTEGER * sizes.tokens * part.per_token
         places = CommVolume(context, (sizes.axes["context"] - 1) * choices)
         yield TokenExchange(places, places, CommVolume(context, 0.0, 0))
-    if not (axes := sizes.present(["expert"])):
+    if not (axes := sizes.nontrivial_axes(["expert"])):
         return
-    size, around = BYTES[sizes.config.model.compute_dtype], sizes.around(axes)
-    if part.places_tokens:
+    size, around = BYTES[sizes.config.model.compute_dtype], sizes.ring_share(axes)
+    if part.permutes_tokens:
         # Padded, or on TPUs only what is in use.
-        rows = sizes.tokens * (part.per_token if sizes.platform == "tpu" else part.received or 0.0)
+        rows = sizes.tokens * (
+            part.per_token if sizes.platform == "tpu" else part.rows_received or 0.0
+        )
         width, routes = around * size * rows * part.d_model, around * rows * FLOAT32_BYTES
         # How many are sent is known where not all are, and kept where everything is.
         ragged = sizes.platform == "tpu"
         counted = ragged or sizes.config.pipeline.remat == "none"
         yield TokenExchange(
-            CommVolume(axes, 2 * width + 2 * routes, 4 + counted, to_each=True),
-            CommVolume(axes, width + 2 * routes, 3 + ragged, to_each=True),
-            CommVolume(axes, 2 * width + routes, 3, to_each=True),
+            CommVolume(axes, 2 * width + 2 * routes, 4 + counted, is_all_to_all=True),
+            CommVolume(axes, width + 2 * routes, 3 + ragged, is_all_to_all=True),
+            CommVolume(axes, 2 * width + routes, 3, is_all_to_all=True),
         )
         return
     # All tokens of the axis through all experts: gathered, and what becomes of them summed.
@@ -227,12 +235,12 @@ def _expert_exchanges(sizes: Sizes, part: Experts) -> Iterator[TokenExchange]:
 
 def tensor_sums(sizes: Sizes, kind: str) -> CommVolume:
     """Of a layer's forward: of each branch's output, or to gather and scatter its tokens."""
-    axes = sizes.present(["tensor"])
+    axes = sizes.nontrivial_axes(["tensor"])
     whole = BYTES[sizes.config.model.compute_dtype] * sizes.whole_activation
-    branches = len(sizes.model.kinds[kind].branches)
-    sent, gathers = branches * 2 * sizes.around(axes) * whole, sizes.token_shards > 1
+    branches = len(sizes.model.layer_types[kind].branches)
+    sent, gathers = branches * 2 * sizes.ring_share(axes) * whole, sizes.token_shards > 1
     rounds = 2 * branches if gathers else branches
-    return CommVolume(axes, sent, rounds, is_sum=not gathers, of_tokens=gathers)
+    return CommVolume(axes, sent, rounds, is_all_reduce=not gathers, of_tokens=gathers)
 
 
 def regather_traffic(sizes: Sizes, kind: str, action: str, recomputed: float) -> CommVolume:
@@ -256,26 +264,36 @@ def message(sizes: Sizes) -> float:
 
 def lookup(sizes: Sizes) -> list[CommVolume]:
     """Of a microbatch's embedding, and of its gradient."""
-    stage, columns = sizes.present(["stage"]), sizes.gathered_over(sizes.model.ends.embedding.dims)
+    stage, columns = (
+        sizes.nontrivial_axes(["stage"]),
+        sizes.gathered_over(sizes.model.ends.embedding.dims),
+    )
     rows = float(BYTES[sizes.config.model.compute_dtype] * sizes.whole_activation)
     ids = CommVolume(columns, INTEGER * sizes.tokens * (sizes.shards(columns) - 1.0))
-    travelled = CommVolume(columns, sizes.around(columns) * rows, to_each=True)
-    summed = CommVolume(stage, 2 * sizes.around(stage) * rows, is_sum=True)
+    travelled = CommVolume(columns, sizes.ring_share(columns) * rows, is_all_to_all=True)
+    summed = CommVolume(stage, 2 * sizes.ring_share(stage) * rows, is_all_reduce=True)
     once = [ids, travelled, summed]
-    if sizes.outside:  # each stage looks up its own microbatch, and hands it on when its turn comes
+    if (
+        sizes.prologue_layers
+    ):  # each stage looks up its own microbatch, and hands it on when its turn comes
         part = 1 / sizes.stages
-        own = CommVolume(stage, sizes.around(stage) * rows, part)
-        once = [ids._replace(rounds=part), travelled._replace(rounds=part) * part, own, summed]
+        own = CommVolume(stage, sizes.ring_share(stage) * rows, part)
+        once = [
+            ids._replace(num_collectives=part),
+            travelled._replace(num_collectives=part) * part,
+            own,
+            summed,
+        ]
     return once * (2 if sizes.trained.embedding_elements() else 1)
 
 
 def loss_head_traffic(sizes: Sizes) -> CommVolume:
     """Of a microbatch's loss head: output, cotangent in float32 and three sums over logits."""
-    stage, size = sizes.present(["stage"]), BYTES[sizes.config.model.compute_dtype]
-    numbers = FLOAT32_BYTES * 3 * (1 + sizes.heads_ahead) * sizes.tokens
+    stage, size = sizes.nontrivial_axes(["stage"]), BYTES[sizes.config.model.compute_dtype]
+    numbers = FLOAT32_BYTES * 3 * (1 + sizes.mtp_heads) * sizes.tokens
     sent = (size + FLOAT32_BYTES) * sizes.activation + numbers
     return CommVolume(
-        stage, 2 * sizes.around(stage) * sent, 1 + 4 * loss_blocks(sizes), is_sum=True
+        stage, 2 * sizes.ring_share(stage) * sent, 1 + 4 * loss_blocks(sizes), is_all_reduce=True
     )
 
 
@@ -306,7 +324,7 @@ class HeadTraffic:
         return _gather_traffic(self.sizes.trained, self._params, size=gradient_itemsize(self.sizes))
 
     @cached_property
-    def summed(self) -> tuple[CommVolume, ...]:
+    def reduced(self) -> tuple[CommVolume, ...]:
         """To sum gradients at the end of a step over what is left: with the embedding's."""
         sizes, ends = self.sizes.trained, self.sizes.model.ends
         embedding = replace(ends.params["embedding",], dims=sizes.padded(ends.embedding.dims))
@@ -324,9 +342,9 @@ class LayerExecutions(NamedTuple):
     """Layers of a microbatch, forward and backward, on the average stage."""
     gathered: Mapping[str, float]
     scattered: Mapping[str, float]
-    of_head: float
+    head: float
     """How often the output projection is gathered, and its gradient scattered."""
-    together: Mapping[str, float] | None = None
+    num_grouped: Mapping[str, float] | None = None
     """In how many gathers, and scatters, that happens; None: each layer by itself."""
 
 
@@ -334,22 +352,22 @@ def layer_executions(sizes: Sizes, schedule: Schedule) -> LayerExecutions:
     """By the mode in which weights are gathered."""
     pipeline = sizes.config.pipeline
     # Every stage runs the heads ahead of all microbatches.
-    ahead = {kind: count * sizes.stages for kind, count in sizes.layers_ahead.items()}
+    ahead = {kind: count * sizes.stages for kind, count in sizes.mtp_layers.items()}
     each = sizes.microbatches / sizes.stages
-    layers = sizes.ring + sizes.outside + Counter(ahead)
+    layers = sizes.ring_layers + sizes.prologue_layers + Counter(ahead)
     run = {kind: each * count for kind, count in layers.items()}
     if pipeline.weight_gather == "iteration":
         times = 3 if pipeline.remat == "chunk" else 2
         gathered = {kind: times * count for kind, count in run.items()}
         return LayerExecutions(run, gathered, run, sizes.microbatches)
-    once = sizes.outside + Counter(sizes.layers_ahead)
-    if pipeline.weight_gather == "step" or not schedule.visits.num_window:
+    once = sizes.prologue_layers + Counter(sizes.mtp_layers)
+    if pipeline.weight_gather == "step" or not schedule.weight_window.num_chunk_slots:
         held = once + Counter(sizes.layer_slots)
-        stacks = (sizes.layer_slots, sizes.outside, sizes.layers_ahead)
+        stacks = (sizes.layer_slots, sizes.prologue_layers, sizes.mtp_layers)
         together = {kind: float(sum(kind in stack for stack in stacks)) for kind in held}
         return LayerExecutions(run, held, held, 1.0, together)
-    ticks = (schedule.visits.gather_tick, schedule.visits.reduce_tick)
-    chunk = Counter(sizes.per_chunk)
+    ticks = (schedule.weight_window.gather_tick, schedule.weight_window.reduce_tick)
+    chunk = Counter(sizes.chunk_layer_slots)
     gathered, scattered = (
         once + Counter({kind: len(column) * chunk[kind] for kind in chunk}) for column in ticks
     )
@@ -358,13 +376,15 @@ def layer_executions(sizes: Sizes, schedule: Schedule) -> LayerExecutions:
 
 def step_end_traffic(sizes: Sizes) -> Iterator[CommVolume]:
     """To sum gradients over the devices that still have parts of them."""
-    held = Counter(sizes.layer_slots) + sizes.outside + Counter(sizes.layers_ahead)
+    held = Counter(sizes.layer_slots) + sizes.prologue_layers + Counter(sizes.mtp_layers)
     for kind, count in held.items():
-        yield from (sent * count for sent in LayerTraffic(sizes, kind).summed)
-    yield from HeadTraffic(sizes).summed
-    stage, trained = sizes.present(["stage"]), sizes.trained
-    elements = trained.outside_elements() + trained.ahead_elements() + trained.norm_elements
-    yield CommVolume(stage, 2 * sizes.around(stage) * FLOAT32_BYTES * elements, is_sum=True)
+        yield from (sent * count for sent in LayerTraffic(sizes, kind).reduced)
+    yield from HeadTraffic(sizes).reduced
+    stage, trained = sizes.nontrivial_axes(["stage"]), sizes.trained
+    elements = trained.prologue_elements() + trained.mtp_elements() + trained.norm_elements
+    yield CommVolume(
+        stage, 2 * sizes.ring_share(stage) * FLOAT32_BYTES * elements, is_all_reduce=True
+    )
 
 
 def link(sizes: Sizes, axes: Iterable[str]) -> str:
@@ -376,8 +396,10 @@ def count_collectives(sizes: Sizes, schedule: Schedule, recomputed: float) -> di
     """How many a device takes part in in a step, by axes (`fsdp+context`); all-reduces left out."""
     found: dict[str, float] = defaultdict(float)
     for sent, times, together in _all_traffic(sizes, schedule, recomputed):
-        if sent.axes and sent.num_bytes and not sent.is_sum:
-            found["+".join(sent.axes)] += sent.rounds * (times if together is None else together)
+        if sent.axes and sent.num_bytes and not sent.is_all_reduce:
+            found["+".join(sent.axes)] += sent.num_collectives * (
+                times if together is None else together
+            )
     return dict(found)
 
 
@@ -403,9 +425,9 @@ def _all_traffic(
 ) -> Iterator[tuple[CommVolume, float, float | None]]:
     """What is sent at once, how often, and in how many collectives if not in as many."""
     of, remat = layer_executions(sizes, schedule), sizes.config.pipeline.remat
-    for kind in sizes.model.kinds:
+    for kind in sizes.model.layer_types:
         layer, run = LayerTraffic(sizes, kind), of.run.get(kind, 0.0)
-        once = None if of.together is None else of.together.get(kind, 0.0)
+        once = None if of.num_grouped is None else of.num_grouped.get(kind, 0.0)
         yield from ((sent, of.gathered.get(kind, 0.0), once) for sent in layer.gathered)
         yield from ((sent, of.scattered.get(kind, 0.0), once) for sent in layer.scattered)
         for each in layer.exchanges:
@@ -414,10 +436,14 @@ def _all_traffic(
             )
         yield tensor_sums(sizes, kind), (2 + recomputed) * run, None
         yield regather_traffic(sizes, kind, "W" if schedule.mixed else "B", recomputed), run, None
-    head, lookups = HeadTraffic(sizes), sizes.microbatches * (2 if sizes.layers_ahead else 1)
-    yield from ((sent, of.of_head, None) for sent in (*head.gathered, *head.scattered))
+    head, lookups = HeadTraffic(sizes), sizes.microbatches * (2 if sizes.mtp_layers else 1)
+    yield from ((sent, of.head, None) for sent in (*head.gathered, *head.scattered))
     yield from ((sent, lookups, None) for sent in lookup(sizes))
     yield loss_head_traffic(sizes), sizes.microbatches, None
-    ways = sum(1 for way in schedule.arrivals if way.step)
-    yield CommVolume(sizes.present(["stage"]), message(sizes)), schedule.num_ticks * ways, None
+    ways = sum(1 for way in schedule.arrivals if way.direction)
+    yield (
+        CommVolume(sizes.nontrivial_axes(["stage"]), message(sizes)),
+        schedule.num_ticks * ways,
+        None,
+    )
     yield from ((sent, 1.0, None) for sent in step_end_traffic(sizes))

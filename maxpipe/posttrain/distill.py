@@ -75,7 +75,7 @@ class Teacher:
     @property
     def mesh(self) -> str:
         """In words."""
-        return describe_mesh(self.steps.partition.mesh)
+        return describe_mesh(self.steps.param_layout.mesh)
 
     @property
     def sharding(self) -> NamedSharding:
@@ -83,7 +83,7 @@ class Teacher:
         return self.steps.batch_sharding
 
     @cached_property
-    def _reads(self) -> list[str]:
+    def _input_names(self) -> list[str]:
         return list(self.steps.abstract_batch())
 
     def compile(self, count: int, wanted: NamedSharding | None = None) -> None:
@@ -93,22 +93,22 @@ class Teacher:
         there all the same: then every device has all answers.
         """
         if count not in self._programs:
-            ask = partial(LossHead.top, count=self.top_k, temperature=self.temperature)
-            everywhere = wanted is not None and self._lacks(wanted, count)
-            self._programs[count] = self.steps.compile_rows(ask, count, everywhere=everywhere)
+            ask = partial(LossHead.top_log_probs, count=self.top_k, temperature=self.temperature)
+            everywhere = wanted is not None and self._misses_rows(wanted, count)
+            self._programs[count] = self.steps.compile_reader(ask, count, everywhere=everywhere)
 
-    def _lacks(self, wanted: NamedSharding, count: int) -> bool:
+    def _misses_rows(self, wanted: NamedSharding, count: int) -> bool:
         """Whether any process has other rows here than it needs."""
         held = sequences_by_process(self.sharding, count)
         needed = sequences_by_process(wanted, count)
         return any(not np.isin(rows, held[process]).all() for process, rows in needed.items())
 
-    def place(self, host: Batch, rows: np.ndarray, count: int) -> dict[str, jax.Array]:
+    def place_batch(self, host: Batch, rows: np.ndarray, count: int) -> dict[str, jax.Array]:
         """What it reads of a batch of `count` rows, of which these are in `host`."""
-        given = {name: host[name] for name in self._reads}
+        given = {name: host[name] for name in self._input_names}
         return make_global_batch(given, rows, count, self.sharding)
 
-    def ask(self, batch: Mapping[str, jax.Array]) -> TeacherLogits:
+    def compute_logits(self, batch: Mapping[str, jax.Array]) -> TeacherLogits:
         """Begins to compute what it says of a batch; that is on its own mesh."""
         count = len(batch["tokens"])
         logprobs, ids = self._programs[count](self.params, batch)
@@ -211,7 +211,7 @@ def _check_vocabulary(loaded: LoadedConfig, chosen: OpenedModel, own: Tokenizer)
             f"{mine}.",
             f"Set model.vocab_size={its} with the tokenizer of the teacher, or name another one.",
         )
-    chosen.must_have(own)
+    chosen.check_tokenizer(own)
     if (folder := folder_of(loaded.config.distill.teacher)) is None:
         return
     try:
@@ -256,7 +256,7 @@ class TeacherLoader:
 
         def placed(host: Batch, count: int) -> tuple[Any, Any]:
             mine = rows[count]
-            teachers = self.teacher.place(host, mine, count)
+            teachers = self.teacher.place_batch(host, mine, count)
             return make_global_batch(host, mine, count, self._sharding), teachers
 
         source = loader.batches(start, rows.__getitem__, stop_step=stop, made=placed)
@@ -267,17 +267,17 @@ class TeacherLoader:
                 with source:
                     for batch, read in source:
                         sent = sum(array.nbytes for array in read.values())
-                        before, asked = asked, (batch, self.teacher.ask(read), sent)
+                        before, asked = asked, (batch, self.teacher.compute_logits(read), sent)
                         if before is not None:
-                            yield self._answered(*before)
+                            yield self._with_logits(*before)
                 if asked is not None:
-                    yield self._answered(*asked)
+                    yield self._with_logits(*asked)
             finally:  # Python that ends while devices compute may crash
                 jax.block_until_ready(asked and asked[1])
 
         return contextlib.closing(taught())
 
-    def _answered(self, batch: Any, answer: TeacherLogits, sent: int) -> Any:
+    def _with_logits(self, batch: Any, answer: TeacherLogits, sent: int) -> Any:
         """The batch with the answer; `sent` are the bytes that went to the teacher."""
         begin = time.perf_counter()
         with self._phases.enter(STEP):
@@ -287,7 +287,7 @@ class TeacherLoader:
         self._bytes += sent + sum(each.nbytes for each in answer.values())
         return batch | reshard_batch(answer, self._sharding)
 
-    def take(self) -> dict[str, float]:
+    def take_metrics(self) -> dict[str, float]:
         """Metrics of a step, means since the last call."""
         count = max(self._count, 1)
         found = {
@@ -303,26 +303,26 @@ class TeacherSource:
     """Where what a teacher says comes from; nothing without one."""
 
     teacher: TeacherEntry | None = None
-    lessons: TeacherLoader | None = None
+    teacher_loader: TeacherLoader | None = None
     """Of a teacher that is asked. What is stored comes with the rows."""
-    words: Sequence[tuple[str, str]] = ()
+    banner_lines: Sequence[tuple[str, str]] = ()
     """For people."""
 
     @property
-    def facts(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps."""
         return {} if self.teacher is None else {"teacher": self.teacher}
 
     def compile(self, sizes: Iterable[int], stage: ProgressStage) -> None:
         """Compiles the teacher for batches of these sizes."""
-        if self.lessons is not None:
+        if self.teacher_loader is not None:
             with stage("compiling the teacher"):
                 for rows in sizes:
-                    self.lessons.compile(rows)
+                    self.teacher_loader.compile(rows)
 
-    def take(self) -> dict[str, float]:
+    def take_metrics(self) -> dict[str, float]:
         """Metrics of a step, means since the last call."""
-        return {} if self.lessons is None else self.lessons.take()
+        return {} if self.teacher_loader is None else self.teacher_loader.take_metrics()
 
 
 def open_teacher_source(
@@ -345,7 +345,7 @@ def open_teacher_source(
     if config.distill.stored:
         stored = attach_stored_logits(config, datasets.train)
         words = f"{stored.teacher['name']}, its {told}, stored in {config.distill.stored}"
-        return TeacherSource(stored.teacher, words=[("teacher", words)])
+        return TeacherSource(stored.teacher, banner_lines=[("teacher", words)])
     with stage(f"opening the teacher {config.distill.teacher}"):
         teacher = open_teacher(loaded, datasets.tokenizer)
     words = f"{teacher.name}, its {told}, on {teacher.mesh}"
@@ -366,7 +366,7 @@ def attach_stored_logits(config: Config, loader: Loader) -> LogitsReader:
     )
     stored = open_logits(
         folder,
-        loader.facts_of_rows(),
+        loader.sequence_metadata(),
         vocab_size=config.model.vocab_size,
         temperature=own.temperature,
         top_k=own.top_k,
@@ -381,5 +381,5 @@ def attach_stored_logits(config: Config, loader: Loader) -> LogitsReader:
             ids, logprobs = stored.read(source, sequence, arrays)
         return {TEACHER_IDS: ids, TEACHER_LOGPROBS: logprobs}
 
-    loader.stream.beside = beside
+    loader.stream.extra_arrays = beside
     return stored

@@ -67,7 +67,7 @@ def prepare_teacher_logits(
             teacher = open_teacher(loaded, datasets.tokenizer)
             spec = spec_of(
                 teacher.entry,
-                datasets.train.facts_of_rows(),
+                datasets.train.sequence_metadata(),
                 vocab_size=config.model.vocab_size,
                 temperature=config.distill.temperature,
                 top_k=config.distill.top_k,
@@ -163,7 +163,7 @@ def _compute_logits(
         for first in range(begun - begun % size, total, size):
             rows = range(first, min(first + size, total))
             digests, batch = _read_batch(loader, [place(row) for row in rows], size)
-            answer = teacher.ask(teacher.place(batch, np.arange(size), size))
+            answer = teacher.compute_logits(teacher.place_batch(batch, np.arange(size), size))
             before, asked = asked, (rows, digests, answer)
             if before is not None:
                 yield _select_missing(*before, begun)

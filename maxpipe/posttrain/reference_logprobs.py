@@ -67,7 +67,7 @@ class StoredReferences:
     """Of the pairs, by the name of a source."""
     values: Values
 
-    def of(self, name: str, documents: PairDocuments) -> np.ndarray | None:
+    def for_source(self, name: str, documents: PairDocuments) -> np.ndarray | None:
         """Those of a source, if it has the same pairs."""
         return self.values[name] if self.digests.get(name) == documents.digest else None
 
@@ -106,37 +106,37 @@ class PairReferences:
             NumbersError: the weights give some that are not finite.
             Preempted: the run was asked to stop.
         """
-        stored = self._stored(is_new)
+        stored = self._load_stored(is_new)
         self._weights = self._steps.digest(params) if is_new else ""
         if is_new and stored is not None and stored.weights != self._weights:
             self._console.note(f"{self._path}: is of other weights, and is written again")
             stored = None
         for name, documents in self._documents.items():
-            known = None if stored is None else stored.of(name, documents)
+            known = None if stored is None else stored.for_source(name, documents)
             # What is left out has no response: it is in no row.
             empty = np.where(documents.lengths > 0, np.nan, 0.0).astype(np.float32)
             self._values[name] = np.stack([empty, empty], 1) if known is None else known.copy()
-        self._must_be_the_same()
-        if missing := self._missing():
+        self._check_same_file()
+        if missing := self._num_missing():
             if not is_new:
-                raise self._gone(missing)
-            self._find(params, missing)
+                raise self._missing_error(missing)
+            self._compute(params, missing)
         for name, documents in self._documents.items():
             documents.reference = self._values[name]
 
-    def _stored(self, is_new: bool) -> StoredReferences | None:
+    def _load_stored(self, is_new: bool) -> StoredReferences | None:
         try:
             return load_references(self._path)
         except (OSError, ValueError) as error:
             if not is_new:
-                raise self._gone(self._missing(), f"{error}; ") from error
+                raise self._missing_error(self._num_missing(), f"{error}; ") from error
             self._console.warn(f"{self._path} cannot be used ({error}): it is written again")
             return None
 
-    def _missing(self) -> int:
+    def _num_missing(self) -> int:
         return sum(int(np.isnan(each).any(1).sum()) for each in self._values.values())
 
-    def _gone(self, missing: int, reason: str = "") -> StorageError:
+    def _missing_error(self, missing: int, reason: str = "") -> StorageError:
         what = pluralize(missing, "pair") if missing else "the pairs"
         return StorageError(
             f"{self._path}: lacks the reference log-probabilities of {what}\n"
@@ -145,11 +145,11 @@ class PairReferences:
             "  Bring the file back, or the pairs that it is of; or set run.name to a new name."
         )
 
-    def _must_be_the_same(self) -> None:
+    def _check_same_file(self) -> None:
         digest = hashlib.sha256()
         for name in sorted(self._values):
             digest.update(self._values[name].tobytes())
-        if len(self._link.same("reference", digest.hexdigest())) > 1:
+        if len(self._link.compare_across_processes("reference", digest.hexdigest())) > 1:
             raise ConfigError.one(
                 "run.dir",
                 str(self._path.parent),
@@ -159,34 +159,36 @@ class PairReferences:
 
     # The search.
 
-    def _find(self, params: Any, missing: int) -> None:
+    def _compute(self, params: Any, missing: int) -> None:
         total = sum(int((each.lengths > 0).sum()) for each in self._documents.values())
         with self._phases.enter(COMPILE), self._console.stage("compiling the reference pass"):
-            step = self._steps.compile_rows(
-                LossHead.scores, self._loaders[0].ramp.rows, everywhere=True
+            step = self._steps.compile_reader(
+                LossHead.scores, self._loaders[0].ramp.batch_size, everywhere=True
             )
         words = f"finding reference log-probabilities of {pluralize(missing, 'pair')}"
         words += f" of {total}" if missing < total else ""
         # From the first question on, a request to stop is answered and does not end the process.
-        if self._link.stops_here():
-            raise self._stopped(total)
+        if self._link.should_stop():
+            raise self._stop_error(total)
         saved = time.monotonic()
         with self._phases.enter(EVAL), self._console.stage(words):
-            for number, found in enumerate(self._found(step, params)):
+            for number, found in enumerate(self._score_batches(step, params)):
                 self._phases.progress(number)
-                self._take(found)
-                stops = self._link.stops_here()
+                self._record(found)
+                stops = self._link.should_stop()
                 if stops or time.monotonic() - saved > _SAVE_SECONDS:
                     self._save()
                     saved = time.monotonic()
                 if stops:
-                    raise self._stopped(total)
+                    raise self._stop_error(total)
             self._save()
 
-    def _found(self, step: Callable[[Any, Any], Any], params: Any) -> Iterator[list[_PairSequence]]:
+    def _score_batches(
+        self, step: Callable[[Any, Any], Any], params: Any
+    ) -> Iterator[list[_PairSequence]]:
         """The rows of each batch that has a pair which is not known."""
         for loader in self._loaders:
-            first = next(filter(self._lacks(loader), range(loader.num_batches)), None)
+            first = next(filter(self._has_missing(loader), range(loader.num_batches)), None)
             if first is None:
                 continue
             ready = load_batches(self._steps.batch_sharding, loader, first, loader.num_batches)
@@ -197,16 +199,17 @@ class PairReferences:
                         _PairSequence(
                             row.source, row.documents, halves[at, : 2 * len(row.documents)]
                         )
-                        for at, row in enumerate(loader.rows(number))
+                        for at, row in enumerate(loader.sequence_origins(number))
                     ]
 
-    def _lacks(self, loader: Loader) -> Callable[[int], bool]:
+    def _has_missing(self, loader: Loader) -> Callable[[int], bool]:
         """Whether a batch of this number has a pair that is not known."""
         return lambda number: any(
-            np.isnan(self._values[row.source][row.documents]).any() for row in loader.rows(number)
+            np.isnan(self._values[row.source][row.documents]).any()
+            for row in loader.sequence_origins(number)
         )
 
-    def _take(self, rows: list[_PairSequence]) -> None:
+    def _record(self, rows: list[_PairSequence]) -> None:
         for source, documents, halves in rows:
             if not np.isfinite(halves).all():
                 where = self._documents[source].where(documents[0])
@@ -217,9 +220,9 @@ class PairReferences:
                 )
             self._values[source][documents] = halves.reshape(-1, 2)
 
-    def _stopped(self, total: int) -> BaseException:
-        done = total - self._missing()
-        return self._link.stopped(
+    def _stop_error(self, total: int) -> BaseException:
+        done = total - self._num_missing()
+        return self._link.stop_error(
             f"{self._path}: stopped with the reference log-probabilities of {done} of "
             f"{pluralize(total, 'pair')}\n"
             "  They are saved.\n"
@@ -290,7 +293,7 @@ def attach_stored_references(run_dir: Path, loader: Loader) -> None:
         action = "Bring the file back."
         raise StorageError(f"{path}: cannot be read\n  {error}.\n  {action}") from error
     for name, documents in loader.pairs.items():
-        known = None if stored is None else stored.of(name, documents)
+        known = None if stored is None else stored.for_source(name, documents)
         if known is None or np.isnan(known).any():
             raise ConfigError.one(
                 "data",

@@ -54,7 +54,7 @@ class ReferenceParams:
     """
 
     def __init__(self, steps: Steps, params: Tree, saved_digest: str | None, where: str):
-        mine = steps.partition.trained(params)
+        mine = steps.param_layout.select_trainable(params)
         self._copies = jax.tree.map(jnp.copy, mine)  # a step uses its own up
         self.digest = steps.digest(mine)
         if saved_digest not in (None, self.digest):
@@ -67,7 +67,7 @@ class ReferenceParams:
                 "new name.",
             )
 
-    def of(self, params: Tree) -> Tree:
+    def merge(self, params: Tree) -> Tree:
         """The parameters of the reference, `params` being those that are trained."""
         return replace_subtree(params, self._copies)
 
@@ -125,29 +125,29 @@ class Rollouts:
             stops,
             stop_ids=stop_ids,
             batch_size=num_rows,
-            longest=longest,
+            longest_prompt=longest,
         )
-        parts = decode_param_layout(steps.partition)
+        parts = decode_param_layout(steps.param_layout)
         self._mesh = parts.mesh
         sampling = Sampling(temperature=grpo_config.temperature)
         seed = seed_of(_STREAM, steps.seed) % (1 << 32)
         self._decoding = build_decode_engine(parts, sampling, seed)
         self._convert = jax.jit(
-            lambda params: to_decode_params(parts, steps.partition.unstack(params)),
+            lambda params: to_decode_params(parts, steps.param_layout.unstack(params)),
             out_shardings=decode_param_shardings(parts),
         )
         self._scores = None
-        self._first = -1
+        self._first_position = -1
         """Position of the newest rollout."""
-        self._drawn: list[list[RewardedCompletion]] = []
+        self._completions: list[list[RewardedCompletion]] = []
         """Of each of its steps."""
         self._batches: list[dict[str, Array]] = []
 
-    def begins(self, position: int) -> bool:
+    def is_rollout_start(self, position: int) -> bool:
         """Whether a batch is the first of a rollout: what is saved before it can be resumed."""
         return position % self._config.updates_per_rollout == 0
 
-    def roll(self, params: Tree, position: int, stops: Callable[[], bool]) -> bool:
+    def generate(self, params: Tree, position: int, stops: Callable[[], bool]) -> bool:
         """Draws the completions of the batches from `position` on; False if `stops` says so.
 
         All processes of a run call it together.
@@ -156,13 +156,15 @@ class Rollouts:
             ConfigError: a completion cannot be rewarded.
             NumbersError: the model gives numbers that are not finite.
         """
-        assert self.begins(position)
+        assert self.is_rollout_start(position)
         self._batches.clear()
-        self._drawn.clear()
+        self._completions.clear()
         try:
             converted = self._convert(rebind_mesh(self._mesh, params))
             for each in range(position, position + self._config.updates_per_rollout):
-                self._drawn.append(self._rewarded(self._completed(converted, each, stops)))
+                self._completions.append(
+                    self._compute_rewards(self._complete_prompts(converted, each, stops))
+                )
                 if stops():
                     return False
         except KeyboardInterrupt:
@@ -170,18 +172,18 @@ class Rollouts:
         finally:
             converted = None
         self._check_same_rewards()
-        self._first = position
-        self._batches = [self._placed(each) for each in self._drawn]
-        self._score(params)
+        self._first_position = position
+        self._batches = [self._place_batch(each) for each in self._completions]
+        self._add_logprobs(params)
         return True
 
     def batch(self, position: int) -> Mapping[str, Array]:
         """Arrays of a batch of the newest rollout, on the devices."""
-        return self._batches[position - self._first]
+        return self._batches[position - self._first_position]
 
     def metrics(self, position: int) -> dict[str, float]:
         """Of the completions of a batch."""
-        drawn = self._drawn[position - self._first]
+        drawn = self._completions[position - self._first_position]
         rewards = np.array([each.reward for each in drawn])
         groups = rewards.reshape(-1, self._config.group_size)
         return {
@@ -194,7 +196,7 @@ class Rollouts:
 
     def samples(self, position: int) -> list[Mapping[str, object]]:
         """The first group of a batch: prompts, texts and rewards."""
-        drawn = self._drawn[position - self._first]
+        drawn = self._completions[position - self._first_position]
         return [
             {
                 "prompt": each.prompt.text,
@@ -208,12 +210,14 @@ class Rollouts:
 
     # Drawing.
 
-    def _completed(
+    def _complete_prompts(
         self, params: Tree, position: int, stops: Callable[[], bool]
     ) -> list[tuple[PromptRecord, Completion]]:
         """A completion of each row of a batch."""
         count, _ = self._steps.shape
-        records = [self._prompts[row.documents[0]] for row in self._loader.rows(position)]
+        records = [
+            self._prompts[row.documents[0]] for row in self._loader.sequence_origins(position)
+        ]
         first = position * count
         prompts = [
             Prompt((first + number) % _NUM_ROW_IDS, each.text, each.ids.tolist())
@@ -231,24 +235,25 @@ class Rollouts:
         )
         return list(zip(records, found, strict=True))
 
-    def _rewarded(
+    def _compute_rewards(
         self, completed: list[tuple[PromptRecord, Completion]]
     ) -> list[RewardedCompletion]:
         rewards = [
-            self._rewards.of(each.text, prompt.record, prompt.where) for prompt, each in completed
+            self._rewards.compute(each.text, prompt.record, prompt.where)
+            for prompt, each in completed
         ]
         groups = np.reshape(rewards, (-1, self._config.group_size))
         gains = advantages(groups, self._config.advantages).reshape(-1)
         return [
             RewardedCompletion(
-                prompt, each.tokens, each.text, cast(str, each.finish), reward, float(gain)
+                prompt, each.tokens, each.text, cast(str, each.finish_reason), reward, float(gain)
             )
             for (prompt, each), reward, gain in zip(completed, rewards, gains, strict=True)
         ]
 
     def _check_same_rewards(self) -> None:
         """Every process has rewarded all completions: one that differs would train on others."""
-        values = json.dumps([[each.reward for each in drawn] for drawn in self._drawn])
+        values = json.dumps([[each.reward for each in drawn] for drawn in self._completions])
         if len(self._same("rewards", hashlib.sha256(values.encode()).hexdigest())) > 1:
             raise ConfigError.one(
                 "grpo.reward_file",
@@ -260,8 +265,8 @@ class Rollouts:
 
     # Batches.
 
-    def _placed(self, drawn: list[RewardedCompletion]) -> dict[str, Array]:
-        names = set(self._steps.objective.arrays)
+    def _place_batch(self, drawn: list[RewardedCompletion]) -> dict[str, Array]:
+        names = set(self._steps.objective.batch_arrays)
         host = assemble_batch(drawn, self._length, self._tokenizer.pad_id, self._config.average)
         host |= {name: np.zeros_like(host["loss_mask"]) for name in names - host.keys()}
         sharding, count = self._steps.batch_sharding, len(drawn)
@@ -269,7 +274,7 @@ class Rollouts:
         local = {name: each[rows] for name, each in host.items()}
         return make_global_batch(local, rows, count, sharding)
 
-    def _score(self, params: Tree) -> None:
+    def _add_logprobs(self, params: Tree) -> None:
         """Adds the log-probabilities of completions that a step needs beside its own.
 
         The first step of a rollout has those of its own parameters.
@@ -278,11 +283,11 @@ class Rollouts:
             if number:
                 batch["old_logp"] = self._logp(params, batch)
             if self._reference is not None:
-                batch["reference_logp"] = self._logp(self._reference.of(params), batch)
+                batch["reference_logp"] = self._logp(self._reference.merge(params), batch)
 
     def _logp(self, params: Tree, batch: Mapping[str, Array]) -> Array:
         if self._scores is None:
-            self._scores = self._steps.compile_rows(LossHead.scores)
+            self._scores = self._steps.compile_reader(LossHead.scores)
         (found,) = self._scores(params, batch)
         return found
 

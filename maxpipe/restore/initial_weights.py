@@ -74,7 +74,7 @@ def read_folder_params(source: HuggingFaceFolder, abstract: Tree) -> Tree:
             places.setdefault(str(region), []).append(device)
         shards = {}
         for devices in places.values():
-            values = source.region(name, np.dtype(leaf.dtype), regions[devices[0]], size)
+            values = source.read_region(name, np.dtype(leaf.dtype), regions[devices[0]], size)
             for device in devices:
                 shards[device] = jax.device_put(values, device)
             jax.block_until_ready(shards[devices[-1]])  # `values` are then free
@@ -161,7 +161,7 @@ class InitialWeights(NamedTuple):
 
     params: Any
     """In the form of checkpoints, without adapters, on the mesh."""
-    words: str
+    description: str
     """Whose they are."""
     address: str
     """That names them, whatever is saved later."""
@@ -203,9 +203,9 @@ def read_weights(
         console.note(vocabulary_growth_note(size, config.model.vocab_size))
         params = grow_vocabulary(params, wanted)
     source = f"{text}, step {found.step}"
-    if found.facts.data.get(WEIGHTS_ONLY):
+    if found.metadata.data.get(WEIGHTS_ONLY):
         source += ", which has nothing else"
-    address = parse_address(text, error_location(KEY, loaded.origins), config.run.dir).at(
+    address = parse_address(text, error_location(KEY, loaded.origins), config.run.dir).address_at(
         found.step
     )
     return InitialWeights(
@@ -220,7 +220,7 @@ def _read_folder_weights(
     config = loaded.config
     source = open_folder(folder, error_location(KEY, loaded.origins))
     wanted = to_dict(config)["model"]
-    decided = {**WITHOUT_MTP, **source.described.section}
+    decided = {**WITHOUT_MTP, **source.description.section}
     if decided["heads_ahead"] and not config.model.heads_ahead:
         console.note(
             "model.heads_ahead=0: the folder's layers that predict further ahead are left out"
@@ -277,7 +277,7 @@ def read_other_metadata(text: str, loaded: LoadedConfig) -> CheckpointMetadata |
     with open_address(address) as other:
         step = resolve_step_on_all(other, address)
         try:
-            return other.durable.facts(step)
+            return other.durable.read_metadata(step)
         except (DamagedError, OSError):  # what restores it says so, or takes the one before
             return None
 
@@ -441,7 +441,7 @@ def check_adapter(facts: CheckpointMetadata, loaded: LoadedConfig, *, own: bool)
 def _adapted_matrices(model: ModelConfig, targets: list[str]) -> frozenset[str]:
     adapter = model.adapter
     assert isinstance(adapter, AdapterConfig)
-    kinds = describe(replace(model, adapter=replace(adapter, targets=targets))).kinds
+    kinds = describe(replace(model, adapter=replace(adapter, targets=targets))).layer_types
     several = len(kinds) > 1
     return frozenset(
         ".".join((*([kind] if several else []), *key))

@@ -51,7 +51,7 @@ class OpenedModel:
     conversation: ChatSpec | None = None
     """How the conversations that it was trained on are written."""
 
-    def is_given(self, *prefixes: str) -> bool:
+    def is_overridden(self, *prefixes: str) -> bool:
         """Whether the user gave a key that begins so."""
         return is_overridden(self.loaded, self.name, *prefixes)
 
@@ -60,7 +60,7 @@ class OpenedModel:
         """Whether it was trained here, on documents that are known."""
         return "source" in self.fingerprint
 
-    def prompting(self, tokenizer: Tokenizer) -> Tokenizer:
+    def prompt_tokenizer(self, tokenizer: Tokenizer) -> Tokenizer:
         """The tokenizer with which prompts begin and texts end as this model was trained.
 
         Of weights that were not trained here, as `transformers` encodes a prompt.
@@ -68,23 +68,23 @@ class OpenedModel:
         Raises:
             ConfigError: as `fitted`.
         """
-        tokenizer = self.fitted(tokenizer)
+        tokenizer = self.fit_tokenizer(tokenizer)
         if self.conversation is not None:
             return apply_chat_spec(tokenizer, self.conversation)
         if self.is_trained:
             return tokenizer
         return tokenizer.with_control(framing=tokenizer.control.published)
 
-    def fitted(self, tokenizer: Tokenizer) -> Tokenizer:
+    def fit_tokenizer(self, tokenizer: Tokenizer) -> Tokenizer:
         """The tokenizer as this model needs it.
 
         Raises:
             ConfigError: it was trained with another one, or text would give ids without a row.
         """
-        self.must_have(tokenizer)
+        self.check_tokenizer(tokenizer)
         return fit_tokenizer(tokenizer, self.loaded.config.model.vocab_size, model=self.name)
 
-    def must_have(self, tokenizer: Tokenizer) -> None:
+    def check_tokenizer(self, tokenizer: Tokenizer) -> None:
         """Raises ConfigError unless it was trained with this tokenizer."""
         saved, config = self.fingerprint.get("tokenizer"), self.loaded.config.tokenizer
         if saved not in (None, tokenizer.fingerprint()):  # imported weights may know of none
@@ -146,12 +146,12 @@ def _open_checkpoint(
         open_run(address.run_dir, address.where, address.parent)  # says so
     step = resolve_step(folder, address)
     try:
-        facts = folder.facts(step)
+        facts = folder.read_metadata(step)
         address.check_average(facts.config.get("optim"))
         conversation = _conversation(facts)
     except DamagedError as damage:
         others = [str(each) for each in folder.steps() if each != step]
-        other = f"Take {address.at(int(others[-1]))}, or bring" if others else "Bring"
+        other = f"Take {address.address_at(int(others[-1]))}, or bring" if others else "Bring"
         raise StorageError(
             f"{folder / step}: cannot be used\n  {damage}.\n  {other} its files back."
         ) from damage
@@ -164,7 +164,7 @@ def _open_checkpoint(
     saved = saved_of(_without_teacher(facts.config))
     if isinstance(own := saved.get("runtime"), Mapping):
         saved["runtime"] = {key: own[key] for key in own if key not in _PROCESS_KEYS}
-    name = address.at(step)
+    name = address.address_at(step)
 
     def params(loaded: LoadedConfig, steps: Steps) -> Any:
         def accept(facts: CheckpointMetadata) -> None:
@@ -175,7 +175,7 @@ def _open_checkpoint(
         params = steps.abstract_saved["params"]
         wanted = {"params": params}
         if address.average:  # frozen parameters have none
-            averages = steps.partition.trained_of_saved(params)
+            averages = steps.param_layout.select_trainable_saved(params)
             is_all = jax.tree.structure(averages) == jax.tree.structure(params)
             wanted = {} if is_all else wanted
             wanted["optimizer"] = {EMA: averages}
@@ -184,7 +184,7 @@ def _open_checkpoint(
         if loaded.config.adapter.rank:
             base, _ = read_base(facts, loaded, steps, _SilentNotifier())
             mine = found["optimizer"][EMA] if address.average else found["params"]
-            return steps.whole(base, mine)
+            return steps.merge_adapters(base, mine)
         if not address.average:
             return found["params"]
         averages = found["optimizer"][EMA]
@@ -224,11 +224,11 @@ def _open_folder(
     """The same of a Hugging Face folder, which has a model, a tokenizer and a length of rows."""
     source = open_folder(str(folder))
     # Heads ahead are for training: they are not read.
-    model = {**source.model_dtypes, **source.described.section, **WITHOUT_MTP}
+    model = {**source.model_dtypes, **source.description.section, **WITHOUT_MTP}
     known = {
         "model": model,
         "tokenizer": {"kind": "auto", "path": str(source.folder)},
-        "train": {"steps": 1, "sequence_length": source.row_tokens},
+        "train": {"steps": 1, "sequence_length": source.sequence_length},
     }
     name = str(source.folder)
     loaded = load(inputs, saved_of(known), name)
@@ -239,8 +239,8 @@ def _open_folder(
     wanted = to_dict(loaded.config)["model"]
     check_model(model, wanted, loaded.origins, "leave it out", weights_alone=True)
 
-    twice = [Problem(name, "", line, "") for line in lines(source.described.differences)]
-    loaded = replace(loaded, cautions=(*loaded.cautions, *twice))
+    twice = [Problem(name, "", line, "") for line in lines(source.description.differences)]
+    loaded = replace(loaded, warnings=(*loaded.warnings, *twice))
 
     def params(loaded: LoadedConfig, steps: Steps) -> Any:
         return read_folder_params(source, steps.abstract_base)

@@ -51,10 +51,10 @@ class RewardFunction:
             content = files.read(self._path, _MAX_FILE_BYTES)
         except OSError as error:
             rule = f"must be a Python file that can be read: {error.strerror or error}."
-            raise self._wrong(rule) from error
+            raise self._config_error(rule) from error
         return f"{self._function} of {hashlib.sha256(content).hexdigest()}"
 
-    def of(self, completion: str, record: Mapping[str, Any], where: str) -> float:
+    def compute(self, completion: str, record: Mapping[str, Any], where: str) -> float:
         """The reward of a completion; `where` names the record of its prompt in errors.
 
         Raises:
@@ -64,7 +64,7 @@ class RewardFunction:
         process = self.start()
         request = {"completion": completion, "record": record}
         try:
-            answer = self._asked(process, request, self._config.reward_seconds)
+            answer = self._request(process, request, self._config.reward_seconds)
             if "reward" not in answer:
                 raise _RewardError("it gave none")
             return answer["reward"]
@@ -74,7 +74,7 @@ class RewardFunction:
                 f"must give a finite number within {self._config.reward_seconds:g} seconds for "
                 f"each completion; of {where} and the completion {shown!r} {error}."
             )
-            raise self._wrong(rule) from None
+            raise self._config_error(rule) from None
 
     def close(self) -> None:
         """Ends the process."""
@@ -108,18 +108,18 @@ class RewardFunction:
             "start_seconds": _START_SECONDS,
         }
         try:
-            self._asked(process, settings, _START_SECONDS)
+            self._request(process, settings, _START_SECONDS)
         except _RewardError as error:
             rule = f"must be a Python file with this function, and cannot be loaded: {error}."
-            raise self._wrong(rule) from None
+            raise self._config_error(rule) from None
         return process
 
-    def _asked(
+    def _request(
         self, process: WorkerProcess, request: Mapping[str, Any], seconds: float
     ) -> _RewardReply:
         try:
             answer = parse_json(
-                process.ask(json.dumps(request).encode() + b"\n", seconds), _RewardReply
+                process.request(json.dumps(request).encode() + b"\n", seconds), _RewardReply
             )
         except TimeoutError:
             self.close()
@@ -131,7 +131,7 @@ class RewardFunction:
             raise _RewardError(answer["error"])
         return answer
 
-    def _wrong(self, rule: str) -> ConfigError:
+    def _config_error(self, rule: str) -> ConfigError:
         if not self._config.reward_file:
             action = "Correct the record, or take it out."
             return ConfigError.one("grpo.reward", self._config.reward, rule, action)

@@ -37,19 +37,19 @@ class ScheduleSpec:
     shape: Literal["loop", "v"] = "loop"
     repeats: int | None = None
     """The only number of repeats it has, if it has only one."""
-    usual_repeats: int | None = None
+    default_repeats: int | None = None
     """The repeats that the name usually means; with others it is another name of `interleaved`."""
     split: bool = False
     """Backwards are split into I and W, so that slots are mixed."""
     dominated: bool = False
     """Never faster than another schedule, with more memory: a search leaves it out."""
-    delays: bool = False
+    supports_delay: bool = False
     """Messages may take two ticks."""
     idle: Callable[[int, int, int], float] | None = None
     """Closed form of the idle time at (stages, repeats, microbatches), with F = I = W."""
 
     @property
-    def reads_group(self) -> bool:
+    def uses_group(self) -> bool:
         """Whether `pipeline.group` changes it."""
         return self.group == "chosen"
 
@@ -68,21 +68,21 @@ SCHEDULES: dict[str, ScheduleSpec] = {
         "all forwards, then all backwards; one repeat",
         repeats=1,
         dominated=True,
-        delays=True,
+        supports_delay=True,
         idle=_bubble_fraction,
     ),
     CIRCULAR: ScheduleSpec(
         orders.forward_then_backward,
         "forward sweep over all repeats, then backward",
         dominated=True,
-        delays=True,
+        supports_delay=True,
         idle=_bubble_fraction,
     ),
     ONE_FORWARD_ONE_BACKWARD: ScheduleSpec(
         orders.one_forward_one_backward,
         "one forward, one backward; groups of P",
         group="stages",
-        usual_repeats=1,
+        default_repeats=1,
         idle=_bubble_fraction,
     ),
     INTERLEAVED: ScheduleSpec(
@@ -218,8 +218,8 @@ def _check_sizes(
             repeats_rule(name, spec),
             f"Set pipeline.repeats={spec.repeats}, or another pipeline.schedule.",
         )
-    if delayed and not spec.delays:
-        allowed = ", ".join(each for each, other in SCHEDULES.items() if other.delays)
+    if delayed and not spec.supports_delay:
+        allowed = ", ".join(each for each, other in SCHEDULES.items() if other.supports_delay)
         raise ConfigError.one(
             "pipeline.delayed_forwarding",
             delayed,

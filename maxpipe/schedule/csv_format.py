@@ -164,7 +164,7 @@ def _ring_of(lines: list[_CsvLine], path: Path) -> Ring:
             (line, cell)
             for stage, line in enumerate(lines)
             for cell in line.cells
-            if ring.home(cell.chunk)[0] != stage
+            if ring.locate_chunk(cell.chunk)[0] != stage
         ]
         for ring in rings
     ]
@@ -172,7 +172,7 @@ def _ring_of(lines: list[_CsvLine], path: Path) -> Ring:
     ring, wrong = min(zip(rings, misplaced, strict=True), key=lambda pair: len(pair[1]))
     if wrong:
         line, cell = wrong[0]
-        home = lines[ring.home(cell.chunk)[0]].number
+        home = lines[ring.locate_chunk(cell.chunk)[0]].number
         shape = "loop" if ring.shape == "loop" else "V"
         raise ConfigError.one(
             f"{path}: line {line.number}, cell {cell.column}",
@@ -197,7 +197,7 @@ def _check_line(line: _CsvLine, ring: Ring, count: int, path: Path) -> None:
                     f"runs a second time what {other} in cell {other.column} runs.",
                     "Leave one of the two out.",
                 )
-    stage = ring.home(line.cells[0].chunk)[0]
+    stage = ring.locate_chunk(line.cells[0].chunk)[0]
     # Lazily: a microbatch number that is far too large would make billions of actions.
     wanted = (
         (ring.chunk(stage, repeat), microbatch, part)
@@ -226,7 +226,7 @@ def _orders(lines: list[_CsvLine], ring: Ring) -> Orders:
     split = any(cell.kind in "IW" for line in lines for cell in line.cells)
     return [
         [
-            Action(part, cell.microbatch, ring.home(cell.chunk)[1])
+            Action(part, cell.microbatch, ring.locate_chunk(cell.chunk)[1])
             for cell in line.cells
             for part in (cell.parts if split else (cell.kind,))
         ]

@@ -35,7 +35,7 @@ def summary(schedule: Schedule, costs: Costs = EQUAL_COSTS) -> str:
     if costs != EQUAL_COSTS:
         idle += f" ({schedule.idle_fraction(costs):.1%} at {_ratio(costs)})"
     return (
-        f"{schedule.name}: {schedule.sizes()}{shape}, "
+        f"{schedule.name}: {schedule.describe_sizes()}{shape}, "
         f"{pluralize(schedule.num_microbatches, 'microbatch')} in groups of {schedule.group}"
         f"{delayed}\n"
         f"{pluralize(schedule.num_ticks, 'tick')}, idle {idle}, "
@@ -134,7 +134,7 @@ def comparison_table(schedules: Sequence[Schedule], costs: Costs) -> str:
     for schedule in schedules:
         deferred = schedule.num_deferred if schedule.mixed else 0
         saved = schedule.num_stash if schedule.trains else 0
-        visits = len(schedule.visits.gather_tick)
+        visits = len(schedule.weight_window.gather_tick)
         rows.append(
             [
                 schedule.name,
@@ -194,8 +194,8 @@ def _max_sent_messages(schedule: Schedule) -> int:
     sent = [0] * ring.num_stages
     for stage in range(ring.num_stages):
         for repeat in range(ring.num_repeats):
-            targets = [ring.after(stage, repeat)]
-            targets += [ring.before(stage, repeat)] if schedule.trains else []
+            targets = [ring.next_chunk(stage, repeat)]
+            targets += [ring.previous_chunk(stage, repeat)] if schedule.trains else []
             moves = sum(target is not None and target[0] != stage for target in targets)
             sent[stage] += moves * schedule.num_microbatches
     return max(sent)
@@ -265,7 +265,7 @@ class Canvas:
     curves: list[Curve] = field(default_factory=list)
     labels: list[Label] = field(default_factory=list)
 
-    def put(self, other: Canvas, y: float) -> None:
+    def append_canvas(self, other: Canvas, y: float) -> None:
         """Adds another drawing from this height on."""
         self.boxes += [box._replace(y=box.y + y) for box in other.boxes]
         self.areas += [Area([(x, py + y) for x, py in a.points], a.fill) for a in other.areas]

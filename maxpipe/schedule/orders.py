@@ -203,7 +203,7 @@ class _GreedyScheduler:
     def _is_ready(self, action: Action, stage: int, tick: int) -> bool:
         kind, microbatch, repeat = action
         needed = [("F", stage, repeat)] if kind == "I" else []
-        source = (self.ring.before if kind == "F" else self.ring.after)(stage, repeat)
+        source = (self.ring.previous_chunk if kind == "F" else self.ring.next_chunk)(stage, repeat)
         if source is not None:
             needed.append((kind, *source))
         return microbatch < self.num_microbatches and all(

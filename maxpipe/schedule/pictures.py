@@ -54,7 +54,7 @@ def draw_schedules(schedules: Sequence[Schedule], costs: Costs = EQUAL_COSTS) ->
     """Return the pictures of several schedules below each other."""
     canvas = draw_schedule(schedules[0], costs)
     for schedule in schedules[1:]:
-        canvas.put(draw_schedule(schedule, costs), canvas.height)
+        canvas.append_canvas(draw_schedule(schedule, costs), canvas.height)
     return canvas
 
 
@@ -71,7 +71,11 @@ def draw_overview(schedule: Schedule) -> Canvas:
     some = "" if ticks == schedule.num_ticks else f"first {ticks} of "
     lines = (
         (schedule.name, 20, _INK),
-        (f"{schedule.sizes()}, {pluralize(schedule.num_microbatches, 'microbatch')}", 18, _INK),
+        (
+            f"{schedule.describe_sizes()}, {pluralize(schedule.num_microbatches, 'microbatch')}",
+            18,
+            _INK,
+        ),
         (f"bubble {schedule.idle_fraction():.1%}, {some}{schedule.num_ticks} ticks", 18, _INK),
     )
     y = 0.0
@@ -291,7 +295,7 @@ class _Picture:
         self._axis()
         self._slots()
         if schedule.trains:
-            self._kept()
+            self._draw_saved_chunks()
 
     def _x(self, time: float) -> float:
         return _LEFT + float(time) * self.unit
@@ -381,7 +385,7 @@ class _Picture:
     def _fits(self, text: str, size: int, kind: ActionKind) -> bool:
         return text_width(text, size) + 2 <= self.costs.of(kind) * self.unit
 
-    def _kept(self) -> None:
+    def _draw_saved_chunks(self) -> None:
         """Under each lane, how many chunks' activations the stage keeps; its most on the right."""
         depths = self.schedule.stash_depth()
         per_chunk = _STRIP_HEIGHT / max(1, int(depths.max()))

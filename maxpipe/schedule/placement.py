@@ -62,7 +62,7 @@ def place_orders(
         columns.microbatch[cell] = action.microbatch
         columns.repeat[cell] = action.repeat
     buffers = _BufferAllocator(ring, at, slots, num_ticks, mixed=mixed, delayed=delayed)
-    arrivals, num_inbox = buffers.inbox()
+    arrivals, num_inbox = buffers.allocate_inbox()
     return Schedule(
         name=name,
         ring=ring,
@@ -76,10 +76,10 @@ def place_orders(
         weight=slots["W"],
         arrivals=arrivals,
         num_inbox=num_inbox,
-        num_stash=buffers.stash(),
-        num_deferred=buffers.deferred(),
-        visits=_weight_window(ring, slots, num_ticks, mixed=mixed),
-        outside=_prologue_rounds(ring, slots["F"].at_first_chunk, slots["I"].at_first_chunk),
+        num_stash=buffers.allocate_stash(),
+        num_deferred=buffers.allocate_deferred(),
+        weight_window=_weight_window(ring, slots, num_ticks, mixed=mixed),
+        prologue=_prologue_rounds(ring, slots["F"].at_first_chunk, slots["I"].at_first_chunk),
     )
 
 
@@ -132,10 +132,10 @@ def _inputs(
     if kind == "W":
         yield at.get((Action("I", microbatch, repeat), stage)), 1
         return
-    source = ring.before(stage, repeat) if kind == "F" else ring.after(stage, repeat)
+    source = ring.previous_chunk(stage, repeat) if kind == "F" else ring.next_chunk(stage, repeat)
     if source is not None:
         sender, sent_repeat = source
-        step = ring.step(sent_repeat, turns=sent_repeat != repeat, backward=kind != "F")
+        step = ring.direction(sent_repeat, turns=sent_repeat != repeat, backward=kind != "F")
         yield (
             at.get((Action(kind, microbatch, sent_repeat), sender)),
             2 if delayed and step else 1,
@@ -225,7 +225,7 @@ class _BufferAllocator:
                 if end is not None:
                     yield action, stage, cell, end
 
-    def stash(self) -> int:
+    def allocate_stash(self) -> int:
         """Saved activations: from F to B or I."""
         found: dict[int, list[_Interval]] = {}
         f, b = self.slots["F"].stash, self.slots["I"].stash
@@ -234,7 +234,7 @@ class _BufferAllocator:
             found.setdefault(stage, []).append(_Interval(*span, [(f, start), (b, end)]))
         return self._per_stage(found)
 
-    def deferred(self) -> int:
+    def allocate_deferred(self) -> int:
         """Inputs of weight gradients: from I to W."""
         found: dict[int, list[_Interval]] = {}
         i, w = self.slots["I"].deferred, self.slots["W"].deferred
@@ -243,13 +243,13 @@ class _BufferAllocator:
             found.setdefault(stage, []).append(_Interval(*span, [(i, start), (w, end)]))
         return self._per_stage(found)
 
-    def inbox(self) -> tuple[tuple[Arrival, ...], int]:
+    def allocate_inbox(self) -> tuple[tuple[Arrival, ...], int]:
         """Messages: from their arrival to the slot that reads them.
 
         Every direction is written in every tick; a message without a reader is an interval of one
         phase, and so gets a slot that is free then.
         """
-        ways = self._ways()
+        ways = self._directions()
         shape = (self.num_ticks, self.ring.num_stages)
         columns = {way: np.zeros(shape, np.int32) for way in ways}
         ends = {way: np.full(shape, -1) for way in ways}
@@ -261,7 +261,7 @@ class _BufferAllocator:
         found: dict[int, list[_Interval]] = {stage: [] for stage in range(self.ring.num_stages)}
         for way, column in columns.items():
             for cell in np.ndindex(shape):
-                start = _PHASES_PER_TICK * cell[0] + self._moment_of(way)
+                start = _PHASES_PER_TICK * cell[0] + self._arrival_phase(way)
                 end = max(start, int(ends[way][cell]))
                 cells = [(column, cell), *readers.get((way, cell), [])]
                 found[cell[1]].append(_Interval(start, end, cells))
@@ -271,21 +271,21 @@ class _BufferAllocator:
     def _port(self, kind: str) -> str:
         return "X" if self.mixed else "F" if kind == "F" else "B"
 
-    def _ways(self) -> list[tuple[str, int]]:
+    def _directions(self) -> list[tuple[str, int]]:
         """(port, step) of every direction in which the ring's messages can go."""
         ring = self.ring
         found = set()
         for kind in {action.kind for action, _ in self.at} - {"W"}:
             for chunk in range(ring.num_chunks - 1):
-                pair = ring.home(chunk), ring.home(chunk + 1)
+                pair = ring.locate_chunk(chunk), ring.locate_chunk(chunk + 1)
                 (_, repeat), (_, other) = pair if kind == "F" else reversed(pair)
-                step = ring.step(repeat, turns=repeat != other, backward=kind != "F")
+                step = ring.direction(repeat, turns=repeat != other, backward=kind != "F")
                 found.add((self._port(kind), step))
         order = sorted(found, key=lambda way: ("FBX".index(way[0]), -way[1]))
         trains = any(action.kind != "F" for action, _ in self.at)
         return [("loss", 0), *order] if trains else order
 
-    def _moment_of(self, way: tuple[str, int]) -> int:
+    def _arrival_phase(self, way: tuple[str, int]) -> int:
         """The phase of a tick in which an arriving message is written."""
         port, step = way
         if port == "loss":
@@ -300,7 +300,11 @@ class _BufferAllocator:
             kind, microbatch, repeat = action
             if kind == "W":
                 continue
-            target = ring.after(stage, repeat) if kind == "F" else ring.before(stage, repeat)
+            target = (
+                ring.next_chunk(stage, repeat)
+                if kind == "F"
+                else ring.previous_chunk(stage, repeat)
+            )
             if target is None:
                 if kind == "F":
                     reader = self.at.get((Action(self.backward, microbatch, repeat), stage))
@@ -308,7 +312,7 @@ class _BufferAllocator:
                         yield ("loss", 0), (tick + self.mixed, stage), reader, self.backward
                 continue
             receiver, received_repeat = target
-            step = ring.step(repeat, turns=repeat != received_repeat, backward=kind != "F")
+            step = ring.direction(repeat, turns=repeat != received_repeat, backward=kind != "F")
             way = (self._port(kind), step)
             late = step != 0 and (self.delayed or (kind == "B"))
             reader = self.at[Action(kind, microbatch, received_repeat), receiver]

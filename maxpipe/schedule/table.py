@@ -66,23 +66,23 @@ class Ring:
         turned = self.shape == "v" and repeat % 2 == 1
         return repeat * self.num_stages + (self.num_stages - 1 - stage if turned else stage)
 
-    def home(self, chunk: int) -> tuple[int, int]:
+    def locate_chunk(self, chunk: int) -> tuple[int, int]:
         """(stage, repeat) that runs the chunk."""
         repeat, position = divmod(chunk, self.num_stages)
         turned = self.shape == "v" and repeat % 2 == 1
         return (self.num_stages - 1 - position if turned else position), repeat
 
-    def after(self, stage: int, repeat: int) -> tuple[int, int] | None:
+    def next_chunk(self, stage: int, repeat: int) -> tuple[int, int] | None:
         """(stage, repeat) that takes this chunk's output, or None after the last chunk."""
         chunk = self.chunk(stage, repeat) + 1
-        return self.home(chunk) if chunk < self.num_chunks else None
+        return self.locate_chunk(chunk) if chunk < self.num_chunks else None
 
-    def before(self, stage: int, repeat: int) -> tuple[int, int] | None:
+    def previous_chunk(self, stage: int, repeat: int) -> tuple[int, int] | None:
         """(stage, repeat) whose output this chunk takes, or None for the first chunk."""
         chunk = self.chunk(stage, repeat) - 1
-        return self.home(chunk) if chunk >= 0 else None
+        return self.locate_chunk(chunk) if chunk >= 0 else None
 
-    def step(self, repeat: int, *, turns: bool, backward: bool) -> int:
+    def direction(self, repeat: int, *, turns: bool, backward: bool) -> int:
         """Direction of a message: +1 to the next stage of the ring, -1 to the previous, 0 stays.
 
         `repeat` is the sender's; `turns`: the receiver's differs.
@@ -95,7 +95,7 @@ class Ring:
     @property
     def last_stage(self) -> int:
         """The stage on which the network ends. It begins on stage 0."""
-        return self.home(self.num_chunks - 1)[0]
+        return self.locate_chunk(self.num_chunks - 1)[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +137,7 @@ class Arrival:
 
     port: Literal["F", "B", "X", "loss"]
     """The source: outputs of forwards, of backwards, of either (mixed), or of the loss head."""
-    step: int
+    direction: int
     """Direction on the ring: +1, -1, or 0 for a message that stays on its stage."""
     slot: np.ndarray
     """`[K, P]`: inbox slot to which the stage writes the message."""
@@ -155,11 +155,11 @@ class WeightWindow:
     gather_tick: np.ndarray
     gather_repeat: np.ndarray
     gather_slot: np.ndarray
-    num_window: int
+    num_chunk_slots: int
     reduce_tick: np.ndarray
     reduce_repeat: np.ndarray
     reduce_slot: np.ndarray
-    num_gradient: int
+    num_gradient_slots: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,8 +206,8 @@ class Schedule:
     num_inbox: int
     num_stash: int
     num_deferred: int
-    visits: WeightWindow
-    outside: PrologueRounds
+    weight_window: WeightWindow
+    prologue: PrologueRounds
 
     @property
     def num_stages(self) -> int:
@@ -262,7 +262,7 @@ class Schedule:
             return np.sum(spent, axis=0).max(axis=1)
         return np.sum([kind.max(axis=1) for kind in spent], axis=0)
 
-    def sizes(self) -> str:
+    def describe_sizes(self) -> str:
         """`4 stages x 2 repeats`."""
         return f"{pluralize(self.num_stages, 'stage')} x {pluralize(self.num_repeats, 'repeat')}"
 

@@ -50,15 +50,15 @@ def verify(schedule: Schedule, *, idle: float | None = None) -> None:
 
 def _check_columns(schedule: Schedule) -> None:
     """Every index within its declared buffer."""
-    visits = schedule.visits
+    visits = schedule.weight_window
     bounds = {
         "microbatch": (IDLE, schedule.num_microbatches),
         "repeat": (0, schedule.num_repeats),
         "inbox": (0, schedule.num_inbox),
         "stash": (0, schedule.num_stash),
         "deferred": (0, schedule.num_deferred),
-        "window": (0, max(1, visits.num_window)),
-        "gradient": (0, max(1, visits.num_gradient)),
+        "window": (0, max(1, visits.num_chunk_slots)),
+        "gradient": (0, max(1, visits.num_gradient_slots)),
     }
     for kind, slots in schedule.kinds:
         for column, (low, high) in bounds.items():
@@ -80,14 +80,14 @@ def _check_range(
 
 def _check_weight_window(schedule: Schedule) -> None:
     """Gathers and reductions are in range, and use every slot of the window they declare."""
-    visits, last = schedule.visits, schedule.num_ticks - 1
+    visits, last = schedule.weight_window, schedule.num_ticks - 1
     for column, high in (
         ("gather_tick", last),
         ("gather_repeat", schedule.num_repeats - 1),
-        ("gather_slot", visits.num_window - 1),
+        ("gather_slot", visits.num_chunk_slots - 1),
         ("reduce_tick", last + 1),
         ("reduce_repeat", schedule.num_repeats - 1),
-        ("reduce_slot", visits.num_gradient - 1),
+        ("reduce_slot", visits.num_gradient_slots - 1),
     ):
         array = getattr(visits, column)
         wrong = np.argwhere((array < 0) | (array > high))
@@ -98,8 +98,8 @@ def _check_weight_window(schedule: Schedule) -> None:
             reason = f"{column} {int(array[tuple(wrong[0])])} must be from 0 to {high}."
             raise ScheduleError(schedule, tick, sum(stage), schedule.kinds[-1][0], reason)
     for buffer, used, declared in (
-        ("window", visits.gather_slot, visits.num_window),
-        ("gradient", visits.reduce_slot, visits.num_gradient),
+        ("window", visits.gather_slot, visits.num_chunk_slots),
+        ("gradient", visits.reduce_slot, visits.num_gradient_slots),
     ):
         found = int(used.max(initial=-1)) + 1
         if found != declared:
@@ -155,7 +155,7 @@ class _Message(NamedTuple):
     """What a slot sends, and the direction in which it is expected (None: none)."""
 
     value: str
-    step: int | None
+    direction: int | None
 
 
 _EMPTY = "nothing"
@@ -168,20 +168,20 @@ class _Simulation:
     """The engine's tick on strings instead of arrays."""
 
     def __init__(self, schedule: Schedule):
-        stages, visits = range(schedule.num_stages), schedule.visits
+        stages, visits = range(schedule.num_stages), schedule.weight_window
         self.schedule = schedule
         # Lists are read much faster than arrays, one number at a time.
-        self.arrivals = [(a.port, a.step, a.slot.tolist()) for a in schedule.arrivals]
-        self.visited = {*visits.gather_tick.tolist(), *visits.reduce_tick.tolist()}
+        self.arrivals = [(a.port, a.direction, a.slot.tolist()) for a in schedule.arrivals]
+        self.window_ticks = {*visits.gather_tick.tolist(), *visits.reduce_tick.tolist()}
         self.inbox = [[_EMPTY] * schedule.num_inbox for _ in stages]
         self.unread: list[set[int]] = [set() for _ in stages]
         # By stage, what is in each slot that is in use.
         self.stash: list[dict[int, str]] = [{} for _ in stages]
         self.deferred: list[dict[int, str]] = [{} for _ in stages]
-        self.window = [[_EMPTY] * visits.num_window for _ in stages]
+        self.window = [[_EMPTY] * visits.num_chunk_slots for _ in stages]
         # (chunk, microbatch) of the terms in each gradient accumulator.
         self.partial: list[list[list[tuple[int, int]]]] = [
-            [[] for _ in range(visits.num_gradient)] for _ in stages
+            [[] for _ in range(visits.num_gradient_slots)] for _ in stages
         ]
         # Most slots of a buffer in use at once, and where; a buffer has at least one slot.
         none = (1, 0, 0)
@@ -194,9 +194,9 @@ class _Simulation:
         nothing = [_NO_MESSAGE] * schedule.num_stages
         before: dict[str, _StageMessages] = {"F": nothing, "B": nothing, "X": nothing}
         for tick in range(schedule.num_ticks):
-            self._visit(tick)
+            self._refill_window(tick)
             before = self._mixed(tick, before) if schedule.mixed else self._typed(tick, before)
-        self._visit(schedule.num_ticks)
+        self._refill_window(schedule.num_ticks)
         self._check_end()
 
     # A tick.
@@ -205,16 +205,16 @@ class _Simulation:
         schedule = self.schedule
         stages = range(schedule.num_stages)
         sent = {"F": [self._forward(tick, stage) for stage in stages]}
-        self._arrive(tick, {}, {"loss": self._loss(tick)})
+        self._deliver(tick, {}, {"loss": self._loss(tick)})
         if not schedule.delayed:
-            self._arrive(tick, {"B": before["B"]}, {})
+            self._deliver(tick, {"B": before["B"]}, {})
         sent["B"] = [self._backward(tick, stage, "B") for stage in stages]
-        self._arrive(tick, before if schedule.delayed else {"F": sent["F"]}, sent)
+        self._deliver(tick, before if schedule.delayed else {"F": sent["F"]}, sent)
         return sent
 
     def _mixed(self, tick: int, before: dict[str, _StageMessages]) -> dict[str, _StageMessages]:
         schedule = self.schedule
-        self._arrive(tick, {}, {"loss": self._loss(tick)})
+        self._deliver(tick, {}, {"loss": self._loss(tick)})
         output: _StageMessages = []
         for stage in range(schedule.num_stages):
             forward = self._forward(tick, stage)
@@ -222,10 +222,10 @@ class _Simulation:
             self._weight(tick, stage)
             output.append(backward if forward is _NO_MESSAGE else forward)
         sent = {"X": output}
-        self._arrive(tick, before if schedule.delayed else sent, sent)
+        self._deliver(tick, before if schedule.delayed else sent, sent)
         return sent
 
-    def _arrive(
+    def _deliver(
         self, tick: int, travelling: dict[str, _StageMessages], staying: dict[str, _StageMessages]
     ) -> None:
         """Store the messages of these ports at one phase of the tick."""
@@ -236,7 +236,9 @@ class _Simulation:
                 row = (travelling if step else staying).get(port)
                 if row is not None:
                     message = row[(stage - step) % schedule.num_stages]
-                    writes.append((message.step != step, slots[tick][stage], message.value, port))
+                    writes.append(
+                        (message.direction != step, slots[tick][stage], message.value, port)
+                    )
             if not writes:
                 continue
             self._count("inbox", len(self.unread[stage]) + len(writes), tick, stage)
@@ -263,7 +265,7 @@ class _Simulation:
 
     def _forward(self, tick: int, stage: int) -> _Message:
         slots = self.schedule.forward
-        work = self._take("F", slots, tick, stage)
+        work = self._start_action("F", slots, tick, stage)
         if work is None:
             return _NO_MESSAGE
         chunk, microbatch = work
@@ -271,13 +273,13 @@ class _Simulation:
             self._read_inbox(slots, f"output {chunk - 1} of {microbatch}", tick, stage, "F")
         if self.schedule.trains:
             saved = f"activations {chunk} of {microbatch}"
-            self._keep("stash", int(slots.stash[tick, stage]), saved, tick, stage, "F")
-        way = self._way(stage, chunk, backward=False)
+            self._store("stash", int(slots.stash[tick, stage]), saved, tick, stage, "F")
+        way = self._direction(stage, chunk, backward=False)
         return _Message(f"output {chunk} of {microbatch}", way)
 
     def _backward(self, tick: int, stage: int, kind: ActionKind) -> _Message:
         slots = self.schedule.backward
-        work = self._take(kind, slots, tick, stage)
+        work = self._start_action(kind, slots, tick, stage)
         if work is None:
             return _NO_MESSAGE
         chunk, microbatch = work
@@ -286,15 +288,15 @@ class _Simulation:
         self._free("stash", int(slots.stash[tick, stage]), saved, tick, stage, kind)
         if kind == "I":
             kept = f"weight work {chunk} of {microbatch}"
-            self._keep("deferred", int(slots.deferred[tick, stage]), kept, tick, stage, kind)
+            self._store("deferred", int(slots.deferred[tick, stage]), kept, tick, stage, kind)
         else:
             self._add_gradient(slots, chunk, microbatch, tick, stage, kind)
-        way = self._way(stage, chunk, backward=True)
+        way = self._direction(stage, chunk, backward=True)
         return _Message(f"cotangent {chunk} of {microbatch}", way)
 
     def _weight(self, tick: int, stage: int) -> None:
         slots = self.schedule.weight
-        work = self._take("W", slots, tick, stage)
+        work = self._start_action("W", slots, tick, stage)
         if work is None:
             return
         chunk, microbatch = work
@@ -302,7 +304,7 @@ class _Simulation:
         self._free("deferred", int(slots.deferred[tick, stage]), kept, tick, stage, "W")
         self._add_gradient(slots, chunk, microbatch, tick, stage, "W")
 
-    def _take(
+    def _start_action(
         self, kind: ActionKind, slots: SlotColumns, tick: int, stage: int
     ) -> tuple[int, int] | None:
         """(chunk, microbatch) of the slot; its weights must be in the window."""
@@ -315,13 +317,13 @@ class _Simulation:
             self._expect(found, f"weights of chunk {chunk}", tick, stage, kind)
         return chunk, microbatch
 
-    def _way(self, stage: int, chunk: int, *, backward: bool) -> int | None:
+    def _direction(self, stage: int, chunk: int, *, backward: bool) -> int | None:
         ring = self.schedule.ring
-        _, repeat = ring.home(chunk)
-        target = (ring.before if backward else ring.after)(stage, repeat)
+        _, repeat = ring.locate_chunk(chunk)
+        target = (ring.previous_chunk if backward else ring.next_chunk)(stage, repeat)
         if target is None:
             return None
-        return ring.step(repeat, turns=target[1] != repeat, backward=backward)
+        return ring.direction(repeat, turns=target[1] != repeat, backward=backward)
 
     # Buffers.
 
@@ -341,7 +343,7 @@ class _Simulation:
         self._expect(self.inbox[stage][slot], wanted, tick, stage, kind)
         self.unread[stage].discard(slot)
 
-    def _keep(
+    def _store(
         self, buffer: str, slot: int, value: str, tick: int, stage: int, kind: ActionKind
     ) -> None:
         held: dict[int, str] = getattr(self, buffer)[stage]
@@ -377,11 +379,11 @@ class _Simulation:
             wanted, found = f"gradients of chunk {chunk}", f"gradients of chunk {other}"
             self._expect(found, wanted, tick, stage, kind)
 
-    def _visit(self, tick: int) -> None:
+    def _refill_window(self, tick: int) -> None:
         """Reductions and gathers that are due before this tick."""
-        if tick not in self.visited:
+        if tick not in self.window_ticks:
             return
-        schedule, visits = self.schedule, self.schedule.visits
+        schedule, visits = self.schedule, self.schedule.weight_window
         for event in np.flatnonzero(visits.reduce_tick == tick):
             for stage in range(schedule.num_stages):
                 held = self.partial[stage][visits.reduce_slot[event, stage]]
@@ -420,14 +422,14 @@ class _PrologueSimulation:
     """Simulates the layers outside the ring: one slot holds one round from end to end."""
 
     def __init__(self, schedule: Schedule):
-        self.schedule, self.outside = schedule, schedule.outside
+        self.schedule, self.rounds = schedule, schedule.prologue
         # By slot: the round, its microbatches that have yet to enter, and those not yet back.
-        self.held: dict[int, tuple[int, set[int], set[int]]] = {}
+        self.live_rounds: dict[int, tuple[int, set[int], set[int]]] = {}
         self.peak = (0, 0)
 
     def run(self) -> None:
         """Every microbatch enters out of its round's slot and comes back to it."""
-        schedule, outside = self.schedule, self.outside
+        schedule, outside = self.schedule, self.rounds
         for column in ("forward", "forward_slot", "backward", "backward_slot"):
             is_slot = column.endswith("slot")
             array = getattr(outside, column)[:, None]
@@ -440,7 +442,7 @@ class _PrologueSimulation:
             if schedule.trains:
                 self._pass(tick, schedule.kinds[1][0], int(schedule.embed_grad_microbatch[tick]))
                 self._backward(tick)
-        for number, _, _ in self.held.values():
+        for number, _, _ in self.live_rounds.values():
             self._fail(schedule.num_ticks - 1, "F", f"round {number} is never done.")
         needed, tick = self.peak
         if needed != outside.num_slots:
@@ -451,36 +453,36 @@ class _PrologueSimulation:
         raise ScheduleError(self.schedule, tick, 0, kind, f"outside the ring, {reason}")
 
     def _forward(self, tick: int) -> None:
-        number, slot = int(self.outside.forward[tick]), int(self.outside.forward_slot[tick])
+        number, slot = int(self.rounds.forward[tick]), int(self.rounds.forward_slot[tick])
         if number == IDLE:
             return
-        if slot in self.held:
-            self._fail(tick, "F", f"round {number} overwrites round {self.held[slot][0]}.")
+        if slot in self.live_rounds:
+            self._fail(tick, "F", f"round {number} overwrites round {self.live_rounds[slot][0]}.")
         stages, count = self.schedule.num_stages, self.schedule.num_microbatches
         own = set(range(number * stages, min(count, (number + 1) * stages)))
-        self.held[slot] = (number, own, set(own) if self.schedule.trains else set())
-        if len(self.held) > self.peak[0]:
-            self.peak = (len(self.held), tick)
+        self.live_rounds[slot] = (number, own, set(own) if self.schedule.trains else set())
+        if len(self.live_rounds) > self.peak[0]:
+            self.peak = (len(self.live_rounds), tick)
 
     def _pass(self, tick: int, kind: ActionKind, microbatch: int) -> None:
         """A microbatch enters, or its cotangent is back."""
         if microbatch == IDLE:
             return
-        column = self.outside.forward_slot if kind == "F" else self.outside.backward_slot
+        column = self.rounds.forward_slot if kind == "F" else self.rounds.backward_slot
         slot = int(column[tick])
-        _, entering, returning = self.held.get(slot, (IDLE, set(), set()))
+        _, entering, returning = self.live_rounds.get(slot, (IDLE, set(), set()))
         waiting = entering if kind == "F" else returning - entering
         if microbatch not in waiting:
             self._fail(tick, kind, f"microbatch {microbatch} is not in slot {slot}.")
         (entering if kind == "F" else returning).discard(microbatch)
         if not self.schedule.trains and not entering:
-            del self.held[slot]
+            del self.live_rounds[slot]
 
     def _backward(self, tick: int) -> None:
-        number, slot = int(self.outside.backward[tick]), int(self.outside.backward_slot[tick])
+        number, slot = int(self.rounds.backward[tick]), int(self.rounds.backward_slot[tick])
         if number == IDLE:
             return
-        found, _, returning = self.held.pop(slot, (IDLE, set(), set()))
+        found, _, returning = self.live_rounds.pop(slot, (IDLE, set(), set()))
         if found != number or returning:
             kind = self.schedule.kinds[1][0]
             self._fail(tick, kind, f"round {number} goes backward before all of it is back.")

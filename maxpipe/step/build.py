@@ -111,9 +111,9 @@ def build_steps(
             does not allow these sizes.
     """
     platform, tokens = mesh.devices.flat[0].platform, train.sequence_length
-    divided = Divided(mesh.shape[CONTEXT], mesh.shape[TENSOR], rules.context)
+    divided = Divided(mesh.shape[CONTEXT], mesh.shape[TENSOR], rules.context_attention)
     model = resolved(model, platform, tokens, divided)
-    decoder = Decoder(model, rules.on(platform))
+    decoder = Decoder(model, rules.for_platform(platform))
 
     scheduled = partial(_schedule, pipeline, mesh.shape[STAGE])
     schedule = scheduled(pipeline.microbatches)
@@ -125,7 +125,7 @@ def build_steps(
     parts = ParamLayout(decoder, layout, mesh)
     ends = decoder.model.ends
     network = Network(
-        {kind: decoder.layer(kind) for kind in decoder.model.kinds},
+        {kind: decoder.layer(kind) for kind in decoder.model.layer_types},
         decoder.norm,
         model.vocab_size,
         jnp.dtype(model.compute_dtype),
@@ -138,12 +138,12 @@ def build_steps(
         num_sources,
         objective,
     )
-    rate, targets = learning_rate(optim, total_steps), parts.targets(optim)
+    rate, targets = learning_rate(optim, total_steps), parts.trainable_params(optim)
     optimizer = Optimizer(optim, rate, targets, model.param_dtype, seed, mesh)
     lengths = np.zeros(model.vocab_size, np.int32)
     lengths[: len(byte_lengths)] = byte_lengths[: model.vocab_size]  # ids of no text have no row
     return Steps(
-        partition=parts,
+        param_layout=parts,
         optimizer=optimizer,
         train_schedule=schedule,
         engine=Engine(
@@ -152,14 +152,14 @@ def build_steps(
             mesh,
             parts.specs,
             weight_gather=pipeline.weight_gather,
-            keep=make_remat_policy(pipeline, model),
+            remat_policy=make_remat_policy(pipeline, model),
             idle=pipeline.idle,
             trainable=parts.trainable,
-            exact=parts.exact,
-            summed=parts.summed,
-            low=make_quantizer(model),
-            gradients=optimizer.target_specs,
-            reduced=optim.reduce_dtype,
+            has_own_dtype=parts.has_own_dtype,
+            contracted_dims=parts.contracted_dims,
+            quantizer=make_quantizer(model),
+            gradient_specs=optimizer.target_specs,
+            reduce_dtype=optim.reduce_dtype,
         ),
         shape=(train.batch_size, train.sequence_length),
         schedules=scheduled,
@@ -192,9 +192,9 @@ def _loss_block(
 
 def _make_mtp(decoder: Decoder) -> mtp.MtpFns | None:
     ends = decoder.model.ends
-    if ends.layers_ahead is not None:
-        return mtp.MtpLayerFns(decoder.layer_ahead, dict(ends.losses))
-    return None if ends.ahead is None else mtp.MtpProjectionFns(decoder.ahead, dict(ends.losses))
+    if ends.mtp_layers is not None:
+        return mtp.MtpLayerFns(decoder.mtp_layer, dict(ends.losses))
+    return None if ends.mtp is None else mtp.MtpProjectionFns(decoder.mtp_head, dict(ends.losses))
 
 
 def make_remat_policy(pipeline: PipelineConfig, model: ModelConfig) -> RematPolicy:
@@ -257,7 +257,7 @@ def resolve_mesh(loaded: LoadedConfig) -> LoadedConfig:
         raise ConfigError(problems)
     before = dataclasses.asdict(loaded.config.mesh)
     filled = frozenset(f"mesh.{name}" for name, size in before.items() if size == -1)
-    return dataclasses.replace(loaded, config=config, filled=filled)
+    return dataclasses.replace(loaded, config=config, inferred=filled)
 
 
 def shared_metadata(config: Config) -> dict[str, str]:

@@ -74,33 +74,33 @@ class ParamLayout:
     @cached_property
     def _axes(self) -> Tree:
         """Logical axes of each parameter, without those of stacking."""
-        return self._by_place(self.decoder.axes())
+        return self._split_prologue(self.decoder.axes())
 
     @cached_property
     def trainable(self) -> Tree:
         """Whether each parameter of the stacked form is trained."""
-        return self._by_place(self.decoder.trainable())
+        return self._split_prologue(self.decoder.trainable())
 
     @cached_property
-    def exact(self) -> Tree:
+    def has_own_dtype(self) -> Tree:
         """Whether each parameter of the stacked form is used in the type in which it is stored."""
-        return self._by_place(self.decoder.exact())
+        return self._split_prologue(self.decoder.has_own_dtype())
 
     @cached_property
-    def summed(self) -> Tree:
+    def contracted_dims(self) -> Tree:
         """`Decoder.summed` of the stacked form."""
-        return self._by_place(self.decoder.summed())
+        return self._split_prologue(self.decoder.contracted_dims())
 
-    def trained(self, params: Tree) -> Tree:
+    def select_trainable(self, params: Tree) -> Tree:
         """Of a tree in the stacked form what belongs to trained parameters: the optimizer's."""
         return select_trainable(params, self.trainable)
 
-    def _by_place(self, declared: Tree) -> Tree:
+    def _split_prologue(self, declared: Tree) -> Tree:
         """What is declared by kind, for layers in the ring and outside it."""
         layers, layout = declared["layers"], self.layout
-        found = declared | {"layers": {kind: layers[kind] for kind in layout.in_ring}}
-        if layout.outside:
-            found |= {"outside": {kind: layers[kind] for kind in layout.in_front}}
+        found = declared | {"layers": {kind: layers[kind] for kind in layout.ring_layer_types}}
+        if layout.num_prologue_layers:
+            found |= {"outside": {kind: layers[kind] for kind in layout.prologue_layer_types}}
         return found
 
     @cached_property
@@ -125,12 +125,12 @@ class ParamLayout:
             for name, subtree in self.decoder.axes().items()
             if name != "layers"
         }
-        specs["layers"] = self._without_one_kind(
+        specs["layers"] = self._drop_single_layer_type(
             {kind: self._saved_layers(kind) for kind in self.layout.stacks}
         )
         return specs
 
-    def _shared_over_data(self, spec: PartitionSpec, param: Param, stacked: int) -> PartitionSpec:
+    def _zero1_spec(self, spec: PartitionSpec, param: Param, stacked: int) -> PartitionSpec:
         """The spec of a parameter with `stacked` dims in front, with one more dim divided."""
         entries = list(map(entry_axes, spec)) + [()] * (stacked + len(param.dims) - len(spec))
         dim = find_zero1_dim(param.dims, entries[stacked:], self.mesh.shape)
@@ -138,33 +138,33 @@ class ParamLayout:
             entries[stacked + dim] = (*entries[stacked + dim], DATA)
         return PartitionSpec(*(each or None for each in entries))
 
-    def trained_of_saved(self, saved: Tree) -> Tree:
+    def select_trainable_saved(self, saved: Tree) -> Tree:
         """Of a tree as checkpoints hold it what belongs to trained parameters."""
         mask = self.decoder.trainable()
         layers = {kind: mask["layers"][kind] for kind in self.layout.stacks}
-        return select_trainable(saved, mask | {"layers": self._without_one_kind(layers)})
+        return select_trainable(saved, mask | {"layers": self._drop_single_layer_type(layers)})
 
-    def saved_kept_specs(
+    def saved_state_specs(
         self, kept: Mapping[KeyPath, StateArray], targets: Mapping[KeyPath, TrainableParam]
     ) -> Tree:
         """The same of what is kept of parameters, which are named by their paths when stacked."""
         found: dict[KeyPath, PartitionSpec] = {}
-        for path, spec in flatten(self.by_kind(self.saved_specs)).items():
+        for path, spec in flatten(self.split_layer_types(self.saved_specs)).items():
             in_layers = path[0] == "layers"
             paths = (path, ("outside", *path[1:])) if in_layers else (path,)
             own = next((each for each in paths if each in kept), None)
             if own is not None:
                 target, one = targets[own], kept[own]
                 # Stacked dims are one, or none; the others are divided as they are on the mesh.
-                entries = [*spec[:in_layers], *target.spec[target.stacked :]]
+                entries = [*spec[:in_layers], *target.spec[target.num_stacked_dims :]]
                 entries += [None] * (in_layers + len(target.param.dims) - len(entries))
                 if not in_layers:  # but for the vocabulary without padding
                     vocab = target.param.axes.index("vocab") if "vocab" in target.param.axes else -1
                     entries = [spec[n] if n == vocab else each for n, each in enumerate(entries)]
-                dropped = {in_layers + dim for dim in one.left_out}
+                dropped = {in_layers + dim for dim in one.dropped_dims}
                 kept_dims = (each for dim, each in enumerate(entries) if dim not in dropped)
                 found[path] = PartitionSpec(*kept_dims)
-        return self._as_saved(unflatten(found))
+        return self._plain_to_saved(unflatten(found))
 
     def _saved_layers(self, kind: str) -> Tree:
         """PartitionSpec of the parameters of all layers of a kind, in network order."""
@@ -176,20 +176,20 @@ class ParamLayout:
             lambda spec: PartitionSpec(stage, *spec[num_stacked:]), stacked, is_leaf=_is_spec
         )
 
-    def _without_one_kind(self, layers: Tree) -> Tree:
+    def _drop_single_layer_type(self, layers: Tree) -> Tree:
         """Layers by kind as they are saved: without the name of the only kind.
 
         So were all checkpoints before layers had kinds.
         """
         return layers if len(self.layout.stacks) > 1 else layers[next(iter(self.layout.stacks))]
 
-    def by_kind(self, saved: Tree) -> Tree:
+    def split_layer_types(self, saved: Tree) -> Tree:
         """What checkpoints hold -> the same with the layers of each kind by its name."""
         if "layers" not in saved or len(self.layout.stacks) > 1:
             return saved
         return saved | {"layers": {next(iter(self.layout.stacks)): saved["layers"]}}
 
-    def targets(self, optim: OptimConfig) -> dict[KeyPath, TrainableParam]:
+    def trainable_params(self, optim: OptimConfig) -> dict[KeyPath, TrainableParam]:
         """The trained parameters, by their paths in the stacked form."""
         model, layout = self.decoder.model, self.layout
         rates = chosen(model, parse_param_values(optim.rate_factors))
@@ -201,19 +201,19 @@ class ParamLayout:
             if param.trainable:
                 spec = specs[path]
                 if optim.shard_over_data:
-                    spec = self._shared_over_data(spec, param, 0 if layers is None else layers.ndim)
+                    spec = self._zero1_spec(spec, param, 0 if layers is None else layers.ndim)
                 found[path] = TrainableParam(param, name, rates.get(name, 1.0), decay, layers, spec)
 
         for key, param in model.ends.params.items():
             add(key, ".".join(key), param)
         for kind, stack in layout.stacks.items():
-            names, params = names_in_layers(model, kind), model.kinds[kind].params
+            names, params = names_in_layers(model, kind), model.layer_types[kind].params
             for key, name in names.items():
-                if kind in layout.in_ring:
+                if kind in layout.ring_layer_types:
                     layers = stack.layer_at.reshape(stack.shape)
                     add(("layers", kind, *key), name, params[key], layers)
-                if kind in layout.in_front:
-                    add(("outside", kind, *key), name, params[key], np.array(stack.in_front))
+                if kind in layout.prologue_layer_types:
+                    add(("outside", kind, *key), name, params[key], np.array(stack.prologue_layers))
         return found
 
     def shardings(self, specs: Tree) -> Tree:
@@ -223,9 +223,9 @@ class ParamLayout:
     def init(self, key: jax.Array) -> Tree:
         """Stacked parameters; each layer's values depend on key and layer index alone."""
         # Made of a key, which says nothing of how they are divided.
-        return auto_sharded(self._drawn, self.specs)(key)
+        return auto_sharded(self._init_stacked, self.specs)(key)
 
-    def _drawn(self, key: jax.Array) -> Tree:
+    def _init_stacked(self, key: jax.Array) -> Tree:
         layout, init_layers = self.layout, self.decoder.init_layers
 
         def drawn(kind: str) -> Tree:
@@ -239,11 +239,11 @@ class ParamLayout:
             return jax.tree.map(padded, init_layers(kind, key, jnp.maximum(layers, 0)))
 
         params = self._pad_vocabulary(self.decoder.init_outer(key))
-        params["layers"] = {kind: drawn(kind) for kind in layout.in_ring}
-        if layout.outside:
+        params["layers"] = {kind: drawn(kind) for kind in layout.ring_layer_types}
+        if layout.num_prologue_layers:
             params["outside"] = {
-                kind: init_layers(kind, key, jnp.asarray(layout.stacks[kind].in_front))
-                for kind in layout.in_front
+                kind: init_layers(kind, key, jnp.asarray(layout.stacks[kind].prologue_layers))
+                for kind in layout.prologue_layer_types
             }
         return params
 
@@ -258,20 +258,20 @@ class ParamLayout:
         decoder = Decoder(replace(config, adapter=None), self.decoder.rules)
         return ParamLayout(decoder, self.layout, self.mesh)
 
-    def with_adapters(self, base: Tree, key: jax.Array) -> Tree:
+    def add_adapters(self, base: Tree, key: jax.Array) -> Tree:
         """The parameters of `base` with new adapters beside them; all are stacked."""
         if self.base is self:
             return base
-        return auto_sharded(self._with_adapters, self.specs)(base, self.init(key))
+        return auto_sharded(self._add_adapters, self.specs)(base, self.init(key))
 
-    def _with_adapters(self, base: Tree, drawn: Tree) -> Tree:
+    def _add_adapters(self, base: Tree, drawn: Tree) -> Tree:
         found = dict(base)
         for place in {"layers", "outside"} & base.keys():
             found[place] = {}
             for kind, mine in base[place].items():
-                described = self.decoder.model.kinds[kind]
+                described = self.decoder.model.layer_types[kind]
                 both = flatten(drawn[place][kind]) | flatten(mine)
-                read = {name: both[name] for name in described.drawn if name in both}
+                read = {name: both[name] for name in described.params_in_init_order if name in both}
                 found[place][kind] = unflatten(complete_params(described, read))
         return found
 
@@ -298,16 +298,16 @@ class ParamLayout:
 
     def to_saved(self, params: Tree, vocabulary: Mapping[str, int] = VOCABULARY) -> Tree:
         """The stacked form -> what checkpoints hold: network order."""
-        return self._as_saved(self.unstack(params, vocabulary))
+        return self._plain_to_saved(self.unstack(params, vocabulary))
 
-    def _as_saved(self, plain: Tree) -> Tree:
+    def _plain_to_saved(self, plain: Tree) -> Tree:
         if "layers" not in plain:
             return plain
-        return plain | {"layers": self._without_one_kind(plain["layers"])}
+        return plain | {"layers": self._drop_single_layer_type(plain["layers"])}
 
     def from_saved(self, saved: Tree, vocabulary: Mapping[str, int] = VOCABULARY) -> Tree:
         """The way back."""
-        return self.stack(self.by_kind(saved), vocabulary)
+        return self.stack(self.split_layer_types(saved), vocabulary)
 
     def _pad_vocabulary(self, params: Tree, vocabulary: Mapping[str, int] = VOCABULARY) -> Tree:
         shape = self.mesh.shape

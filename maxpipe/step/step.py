@@ -68,9 +68,9 @@ def compute_layer_metrics(
     `[layers of the kind, ...]`. Layers of heads ahead count as others do, for their own targets.
     """
     found: dict[str, Array] = {}
-    for tag, summary in model.summaries.items():
+    for tag, summary in model.metrics.items():
         if summary.take == "mean":
-            layers = sum(summary.of in model.kinds[kind].losses for kind in model.all_layers)
+            layers = sum(summary.of in model.layer_types[kind].losses for kind in model.all_layers)
             if layers:
                 found[tag] = losses[summary.of] / layers
             continue
@@ -112,11 +112,13 @@ def apply_balance_updates(
     for place, kinds in statistics.items():
         if place == MTP:
             heads = found[place]
-            found[place] = heads | {"layer": move(heads["layer"], model.ends.follows, kinds)}
+            found[place] = heads | {
+                "layer": move(heads["layer"], model.ends.balance_updates, kinds)
+            }
             continue
         layers = dict(found.get(place, {}))
         for kind, reported in kinds.items():
-            layers[kind] = move(layers[kind], model.kinds[kind].follows, reported)
+            layers[kind] = move(layers[kind], model.layer_types[kind].balance_updates, reported)
         if layers:
             found[place] = layers
     return found
@@ -153,7 +155,7 @@ _PARAMETERS, _DROPOUT = 0, 1
 class Steps:
     """A partitioned model: shardings, and functions to be compiled for them."""
 
-    partition: ParamLayout
+    param_layout: ParamLayout
     optimizer: Optimizer
     train_schedule: Schedule
     engine: Engine
@@ -181,16 +183,16 @@ class Steps:
     @cached_property
     def batch_sharding(self) -> NamedSharding:
         """Of every array of a batch."""
-        return NamedSharding(self.partition.mesh, BATCH_SPEC)
+        return NamedSharding(self.param_layout.mesh, BATCH_SPEC)
 
     @cached_property
     def state_sharding(self) -> TrainState:
         """Of the stacked train state."""
-        found = self.partition.shardings(self._state_specs)
-        trees = self._where_kept(found.optimizer.trees)
+        found = self.param_layout.shardings(self._state_specs)
+        trees = self._in_state_memory(found.optimizer.trees)
         return found._replace(optimizer=found.optimizer._replace(trees=trees))
 
-    def _where_kept(self, shardings: Tree) -> Tree:
+    def _in_state_memory(self, shardings: Tree) -> Tree:
         """Of the optimizer's trees, in the memory in which they are kept."""
         if not self.optimizer.config.offload_state:
             return shardings
@@ -198,7 +200,7 @@ class Steps:
 
     @cached_property
     def _state_specs(self) -> TrainState:
-        specs = self.partition.specs
+        specs = self.param_layout.specs
         optimizer = OptState._make((PartitionSpec(), self.optimizer.specs))
         guard = jax.tree.map(lambda _: PartitionSpec(), init_guard_state(self.guard))
         return TrainState._make((PartitionSpec(), specs, optimizer, guard))
@@ -206,15 +208,15 @@ class Steps:
     @cached_property
     def saved_sharding(self) -> Tree:
         """Of the saved form of the state, in network order."""
-        specs, trees = self._saved_part(self.partition.saved_specs), self._saved_trees_specs
+        specs, trees = self._select_saved(self.param_layout.saved_specs), self._saved_trees_specs
         saved = {"step": PartitionSpec(), "params": specs, "optimizer": trees}
-        found = self.partition.shardings(saved)
-        return found | {"optimizer": self._where_kept(found["optimizer"])}
+        found = self.param_layout.shardings(saved)
+        return found | {"optimizer": self._in_state_memory(found["optimizer"])}
 
     @cached_property
     def _saved_trees_specs(self) -> dict[str, Tree]:
-        kept = self.optimizer.kept
-        run = partial(self.partition.saved_kept_specs, targets=self.optimizer.targets)
+        kept = self.optimizer.state_arrays
+        run = partial(self.param_layout.saved_state_specs, targets=self.optimizer.trainable_params)
         return {name: run(those) for name, those in kept.items()}
 
     @cached_property
@@ -224,9 +226,9 @@ class Steps:
 
     @cached_property
     def _abstract_params(self) -> Tree:
-        return jax.eval_shape(self.partition.init, jax.random.key(0))
+        return jax.eval_shape(self.param_layout.init, jax.random.key(0))
 
-    def of_rows(self, rows: int) -> Steps:
+    def with_batch_size(self, rows: int) -> Steps:
         """The same for batches of fewer rows: fewer microbatches, each as large."""
         count = rows * self.train_schedule.num_microbatches // self.shape[0]
         if rows == self.shape[0]:
@@ -241,13 +243,13 @@ class Steps:
         # On CPU, LLVM spends many seconds on the random generator of a program that runs once.
         # Its integer arithmetic gives the same bits however it is compiled.
         options: dict[str, Any] = {}
-        if self.partition.mesh.devices.flat[0].platform == "cpu":
+        if self.param_layout.mesh.devices.flat[0].platform == "cpu":
             options["xla_backend_optimization_level"] = 0
         return init.compile(options)()
 
     def init_params(self) -> Tree:
         """The parameters of a fresh state alone."""
-        init = partial(self.partition.init, self._key(_PARAMETERS))
+        init = partial(self.param_layout.init, self._key(_PARAMETERS))
         return self._jit(init, self.state_sharding.params)()
 
     def compile_train(self) -> Any:
@@ -261,7 +263,7 @@ class Steps:
             ConfigError: it was made for something else, or cannot be used on these devices.
             StorageError: it cannot be read or trusted.
         """
-        devices = list(self.partition.mesh.devices.flat)
+        devices = list(self.param_layout.mesh.devices.flat)
         lowered = self.lower_train()
         facts = executable.program_metadata(sections, lowered, devices)
         arguments = (self.abstract_state, self.abstract_batch())
@@ -271,14 +273,14 @@ class Steps:
 
     def lower_train(self) -> Any:
         """The train step traced and lowered, ready to be compiled."""
-        metrics = NamedSharding(self.partition.mesh, PartitionSpec())
+        metrics = NamedSharding(self.param_layout.mesh, PartitionSpec())
         step = jax.jit(
             self._train_step,
             donate_argnums=0,
             in_shardings=(self.state_sharding, self.batch_sharding),
             out_shardings=(self.state_sharding, metrics),
         )
-        with jax.set_mesh(self.partition.mesh):
+        with jax.set_mesh(self.param_layout.mesh):
             return step.lower(self.abstract_state, self.abstract_batch())
 
     def compile_eval(self, rows: int = 0) -> Any:
@@ -287,39 +289,41 @@ class Steps:
         `rows` is the size of the global batch, any multiple of the devices that split it; 0 takes
         the training batch's. A microbatch gets at most as many rows as in training.
         """
-        if (objective := self.objective.evaluated) is not self.objective:
+        if (objective := self.objective.eval_objective) is not self.objective:
             network = replace(self.engine.network, objective=objective)
             return replace(self, engine=replace(self.engine, network=network)).compile_eval(rows)
         rows = rows or self.shape[0]
         step = jax.jit(
             partial(self._eval_step, self._eval_schedule(rows)),
             in_shardings=(self.state_sharding.params, self.batch_sharding),
-            out_shardings=NamedSharding(self.partition.mesh, PartitionSpec()),
+            out_shardings=NamedSharding(self.param_layout.mesh, PartitionSpec()),
         )
-        with jax.set_mesh(self.partition.mesh):
+        with jax.set_mesh(self.param_layout.mesh):
             lowered = step.lower(self.abstract_state.params, self.abstract_batch(rows))
             return lowered.compile(self.compiler_options)
 
-    def compile_rows(self, reader: OutputReader, rows: int = 0, *, everywhere: bool = False) -> Any:
+    def compile_reader(
+        self, reader: OutputReader, rows: int = 0, *, everywhere: bool = False
+    ) -> Any:
         """(params, batch) -> what a reader finds of each row, arrays `[rows, ...]`.
 
         They are divided as the batch is, or on all devices `everywhere`; `rows` as above.
         """
         rows = rows or self.shape[0]
-        read = self.engine.rows(self._eval_schedule(rows), reader)
-        whole = NamedSharding(self.partition.mesh, PartitionSpec())
+        read = self.engine.read_outputs(self._eval_schedule(rows), reader)
+        whole = NamedSharding(self.param_layout.mesh, PartitionSpec())
         step = jax.jit(
             lambda params, batch: read(params, batch, None),
             in_shardings=(self.state_sharding.params, self.batch_sharding),
             out_shardings=whole if everywhere else self.batch_sharding,
         )
-        with jax.set_mesh(self.partition.mesh):
+        with jax.set_mesh(self.param_layout.mesh):
             lowered = step.lower(self.abstract_state.params, self.abstract_batch(rows))
             return lowered.compile(self.compiler_options)
 
     def digest(self, params: Tree) -> str:
         """Of parameters, the same under every layout."""
-        parts = self.partition
+        parts = self.param_layout
 
         def digests(params: Tree) -> Array:
             saved = parts.to_saved(params, vocabulary=VOCABULARY)
@@ -332,18 +336,18 @@ class Steps:
     @property
     def compiler_options(self) -> dict[str, Any]:
         """What XLA should do differently for this mesh."""
-        device = self.partition.mesh.devices.flat[0]
-        config = self.partition.decoder.config
+        device = self.param_layout.mesh.devices.flat[0]
+        config = self.param_layout.decoder.config
         return compiler_options(
             device.platform,
             device.device_kind,
             d_model=config.d_model,
-            spares_memory=self.engine.keep.remat == "chunk",
+            spares_memory=self.engine.remat_policy.remat == "chunk",
             in_8_bits=config.matmul != "default",
         )
 
     def _eval_schedule(self, rows: int) -> Schedule:
-        shards = math.prod(self.partition.mesh.shape[axis] for axis in BATCH_AXES)
+        shards = math.prod(self.param_layout.mesh.shape[axis] for axis in BATCH_AXES)
         largest = self.shape[0] // shards // self.train_schedule.num_microbatches
         mine = rows // shards
         counts = (count for count in range(1, mine + 1) if mine % count == 0)
@@ -367,15 +371,15 @@ class Steps:
             | {"loss_mask": ids(shape, jnp.float32)}
             | {name: ids(shape[:1], jnp.int32) for name in by_row}
             | {
-                name: ids((*shape[: 2 - extra.by_row], *extra.shape), extra.dtype)
-                for name, extra in self.objective.arrays.items()
+                name: ids((*shape[: 2 - extra.per_sequence], *extra.shape), extra.dtype)
+                for name, extra in self.objective.batch_arrays.items()
             }
         )
 
     @cached_property
     def replica_check(self) -> ReplicaCheck:
         """Compares the copies of the stacked train state on several devices."""
-        return ReplicaCheck(self.partition.mesh, self.abstract_state, self.state_sharding)
+        return ReplicaCheck(self.param_layout.mesh, self.abstract_state, self.state_sharding)
 
     @cached_property
     def to_saved(self) -> Any:
@@ -383,25 +387,25 @@ class Steps:
         return self._jit(self._to_saved, self.saved_sharding)
 
     def _to_saved(self, state: TrainState) -> Tree:
-        parts = self.partition
+        parts = self.param_layout
 
         # Layers of all stages are joined into one dim, and padding is cut off.
         def unstack(tree: Tree, specs: Tree, vocabulary: Mapping[str, int] = VOCABULARY) -> Tree:
             run = partial(parts.to_saved, vocabulary=vocabulary)
             return auto_sharded(run, specs)(tree)
 
-        specs, vocabulary = self._saved_trees_specs, self.optimizer.vocabulary
+        specs, vocabulary = self._saved_trees_specs, self.optimizer.vocab_dims
         saved = {
             name: unstack(_on_device(tree), specs[name], vocabulary[name])
             for name, tree in state.optimizer.trees.items()
         }
-        params = self._saved_part(unstack(state.params, parts.saved_specs))
+        params = self._select_saved(unstack(state.params, parts.saved_specs))
         return {"step": state.step, "params": params, "optimizer": saved}
 
-    def _saved_part(self, params: Tree) -> Tree:
+    def _select_saved(self, params: Tree) -> Tree:
         """Of all parameters in the form of checkpoints those that these hold: adapters alone."""
-        parts = self.partition
-        return params if parts.base is parts else parts.trained_of_saved(params)
+        parts = self.param_layout
+        return params if parts.base is parts else parts.select_trainable_saved(params)
 
     @cached_property
     def from_saved(self) -> Any:
@@ -415,10 +419,10 @@ class Steps:
         ) -> TrainState:
             guard = init_guard_state(self.guard) if guard is None else guard
             step, params = saved["step"], self._stack(saved["params"], base)
-            specs, vocabulary = self.optimizer.specs, self.optimizer.vocabulary
+            specs, vocabulary = self.optimizer.specs, self.optimizer.vocab_dims
             trees = {}
             for name, tree in saved["optimizer"].items():
-                run = partial(self.partition.from_saved, vocabulary=vocabulary[name])
+                run = partial(self.param_layout.from_saved, vocabulary=vocabulary[name])
                 trees[name] = auto_sharded(run, specs[name])(_on_device(tree))
             optimizer = OptState(step - guard.skipped, trees)
             return TrainState(step, params, optimizer, jax.tree.map(jnp.asarray, guard))
@@ -431,9 +435,9 @@ class Steps:
         return self._jit(self._stack, self.state_sharding.params)
 
     @cached_property
-    def whole(self) -> Any:
+    def merge_adapters(self) -> Any:
         """(base, adapters) as checkpoints hold them -> all parameters in the same form."""
-        parts, specs = self.partition, self.partition.saved_specs
+        parts, specs = self.param_layout, self.param_layout.saved_specs
 
         def convert(base: Tree, adapters: Tree) -> Tree:
             return auto_sharded(parts.to_saved, specs)(self._stack(adapters, base))
@@ -443,41 +447,41 @@ class Steps:
     def _stack(self, params: Tree, base: Tree | None = None) -> Tree:
         """With a `base` the parameters are those beside it."""
         # Layers are dealt out to stages, and the vocabulary is padded.
-        parts = self.partition
+        parts = self.param_layout
         if base is None:
             return auto_sharded(parts.from_saved, parts.specs)(params)
-        mine = auto_sharded(parts.from_saved, parts.trained(parts.specs))(params)
-        return replace_subtree(self._around(base), mine)
+        mine = auto_sharded(parts.from_saved, parts.select_trainable(parts.specs))(params)
+        return replace_subtree(self._stack_with_adapters(base), mine)
 
-    def _around(self, base: Tree) -> Tree:
+    def _stack_with_adapters(self, base: Tree) -> Tree:
         """Stacked parameters of a base in the form of checkpoints, with new adapters."""
-        plain = self.partition.base
+        plain = self.param_layout.base
         stacked = auto_sharded(plain.from_saved, plain.specs)(base)
-        return self.partition.with_adapters(stacked, self._key(_PARAMETERS))
+        return self.param_layout.add_adapters(stacked, self._key(_PARAMETERS))
 
     def _jit(self, run: Callable[..., Tree], shardings: Tree) -> Any:
         """A jitted function with these shardings of its results."""
-        return jax.jit(trace_on_mesh(self.partition.mesh, run), out_shardings=shardings)
+        return jax.jit(trace_on_mesh(self.param_layout.mesh, run), out_shardings=shardings)
 
-    def with_weights(self, params: Tree) -> TrainState:
+    def init_from_params(self, params: Tree) -> TrainState:
         """A fresh state, but for parameters in the form that a checkpoint holds.
 
         With adapters these are the base's.
         """
 
         def convert(saved: Tree) -> TrainState:
-            params, guard = self._around(saved), init_guard_state(self.guard)
+            params, guard = self._stack_with_adapters(saved), init_guard_state(self.guard)
             optimizer, step = self._optimizer_state(params), jnp.zeros((), jnp.int32)
             return TrainState(step, params, optimizer, jax.tree.map(jnp.asarray, guard))
 
         return self._jit(convert, self.state_sharding)(params)
 
     @cached_property
-    def first_params(self) -> Any:
+    def initial_params(self) -> Any:
         """Parameters in the form that a checkpoint holds -> those of a new run that starts from
         them, as the steps take them; with adapters these are the base's.
         """
-        return self._jit(self._around, self.state_sharding.params)
+        return self._jit(self._stack_with_adapters, self.state_sharding.params)
 
     @cached_property
     def abstract_saved(self) -> Tree:
@@ -488,7 +492,7 @@ class Steps:
     @cached_property
     def abstract_base(self) -> Tree:
         """Of the parameters that a run starts from: without adapters."""
-        plain = self.partition.base
+        plain = self.param_layout.base
         stacked = jax.eval_shape(plain.init, self._key(_PARAMETERS))
         saved = jax.eval_shape(auto_sharded(plain.to_saved, plain.saved_specs), stacked)
         return with_shardings(saved, plain.shardings(plain.saved_specs))
@@ -500,32 +504,32 @@ class Steps:
 
     def _optimizer_state(self, params: Tree) -> Tree:
         """The optimizer's state of a new run; frozen parameters have none."""
-        return self.optimizer.init(self.partition.trained(params))
+        return self.optimizer.init(self.param_layout.select_trainable(params))
 
     def _init(self) -> TrainState:
-        params = self.partition.init(self._key(_PARAMETERS))
+        params = self.param_layout.init(self._key(_PARAMETERS))
         guard = jax.tree.map(jnp.asarray, init_guard_state(self.guard))
         return TrainState(jnp.zeros((), jnp.int32), params, self._optimizer_state(params), guard)
 
     def _train_step(self, state: TrainState, batch: Tree) -> tuple[TrainState, Metrics]:
-        key, model = None, self.partition.decoder.config
+        key, model = None, self.param_layout.decoder.config
         if model.dropout > 0 or (model.adapter is not None and model.adapter.dropout > 0):
             key = jax.random.fold_in(self._key(_DROPOUT), state.step)
         found = self.engine.value_and_grad(self.train_schedule)(state.params, batch, key)
         loss, gradients = found.loss, found.gradients
         norm = optax.tree.norm(gradients)
         specs, everywhere = self.optimizer.target_specs, PartitionSpec()
-        old = reshard(self.partition.trained(state.params), specs)
+        old = reshard(self.param_layout.select_trainable(state.params), specs)
         rate = jnp.asarray(self.optimizer.rate(state.step - state.guard.skipped))
         with jax.named_scope(scopes.UPDATE):
             taken, guard = check_step(
                 self.guard,
-                self.partition.mesh,
+                self.param_layout.mesh,
                 state.guard,
                 loss,
                 norm,
                 partial(check_update, self.optimizer),
-                (gradients, norm, rate, old, state.optimizer, state.guard.reach),
+                (gradients, norm, rate, old, state.optimizer, state.guard.bounds),
                 (specs, everywhere, everywhere, specs, self._state_specs.optimizer, everywhere),
             )
             new, optimizer = self.optimizer.update(
@@ -533,7 +537,7 @@ class Steps:
             )
         params = replace_subtree(state.params, new)
         params = apply_balance_updates(
-            self.partition.decoder.model, params, found.statistics, taken
+            self.param_layout.decoder.model, params, found.statistics, taken
         )
         metrics = {
             "train/loss": loss,
@@ -544,7 +548,7 @@ class Steps:
         if self.guard.spike_sigmas:
             metrics["train/spikes"] = guard.spikes
         layers = found.statistics["layers"], found.statistics.get("outside", {})
-        model, layout = self.partition.decoder.model, self.partition.layout
+        model, layout = self.param_layout.decoder.model, self.param_layout.layout
         metrics |= {f"train/{name}": mean for name, mean in found.reports.items()}
         metrics |= {f"train/loss_{name}": found.losses[name] for name in model.ends.losses}
         if found.by_source is not None:
@@ -557,8 +561,8 @@ class Steps:
 
     def _eval_step(self, schedule: Schedule, params: Tree, batch: Tree) -> Metrics:
         sums, targets = self.engine.loss(schedule)(params, batch, None)
-        found = dict(zip(("loss", *self.objective.reported), sums, strict=True))
-        if self.objective.by_segment:
+        found = dict(zip(("loss", *self.objective.report_names), sums, strict=True))
+        if self.objective.segments_per_loss:
             return found | {"targets": targets}
         lengths = jnp.asarray(self.byte_lengths, jnp.float32)
         # Picked by index: divided as the indices are.

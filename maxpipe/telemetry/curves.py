@@ -122,7 +122,7 @@ def draw_curves(runs: Mapping[str, Mapping[str, Curve]]) -> Canvas:
             for tag, curve in curves.items()
             if tag.rpartition("/")[2] == end
         }
-        canvas.put(_panel(end, lines), canvas.height)
+        canvas.append_canvas(_panel(end, lines), canvas.height)
     return canvas
 
 

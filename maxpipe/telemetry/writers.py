@@ -125,7 +125,7 @@ class _SafeFile:
     """
 
     def __init__(self, path: Path, ours: OwnershipCheck = _always):
-        self.path, self._ours, self._lock = path, ours, threading.Lock()
+        self.path, self._is_owned, self._lock = path, ours, threading.Lock()
         self._warned_at = -math.inf
 
     def append(self, data: bytes, at: int | None = None) -> int:
@@ -133,7 +133,7 @@ class _SafeFile:
 
         With `at`, everything behind that offset is replaced.
         """
-        if not self._ours():
+        if not self._is_owned():
             return -1
         with self.guard(), self._lock:
             descriptor = files.open_regular(self.path, os.O_RDWR | os.O_CREAT)
@@ -280,9 +280,9 @@ class MetricWriter:
         self._last = None if offset < 0 else (step, offset, record)
         if self._events is not None:
             self._events.scalars(step, values)
-            self._lay_out(step, values)
+            self._update_charts(step, values)
 
-    def _lay_out(self, step: int, values: Mapping[str, float]) -> None:
+    def _update_charts(self, step: int, values: Mapping[str, float]) -> None:
         """Write TensorBoard's layout again when a chart has its first number."""
         if self._events is None or (self._charts and self._tags.issuperset(values)):
             return

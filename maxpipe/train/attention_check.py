@@ -82,14 +82,16 @@ def check_run_attention(
     Raises:
         ConfigError: on some process it is wrong.
     """
-    decoder, (_, tokens), found = steps.partition.decoder, steps.shape, None
+    decoder, (_, tokens), found = steps.param_layout.decoder, steps.shape, None
     model, dtype = decoder.model, decoder.config.compute_dtype
     what = check_description(model, dtype, tokens)
     if what and not _was_checked(run_dir, what):
         with console.stage("checking attention"):
             found = check_attention(model, dtype, tokens)
     # A process that knows its hardware asks as well: all leave if one of them has to.
-    verdicts = link.same("attention", "" if found is None or found.ok else str(found))
+    verdicts = link.compare_across_processes(
+        "attention", "" if found is None or found.ok else str(found)
+    )
     if wrong := max(verdicts):
         raise _mismatch_error(wrong)
     if found is not None:
@@ -135,7 +137,7 @@ def _mismatch_error(text: str) -> ConfigError:
 def _cases(model: Model, tokens: int) -> Iterator[tuple[AttentionPart, int, tuple[int, ...]]]:
     """(part, tokens of the slice, sizes of its windows), unlike ones only."""
     seen: set[str] = set()
-    for kind in model.kinds.values():
+    for kind in model.layer_types.values():
         for part in kind.parts.values():
             if not isinstance(part, AttentionPart) or part.backend in (AUTO, "xla"):
                 continue

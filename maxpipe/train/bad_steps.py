@@ -45,52 +45,52 @@ class BadStepMonitor:
         self.offset = offset
         """Batches skipped by roll backs: step s takes batch s + offset, both counted from 0."""
         self.roll_backs: int = (facts or {}).get("roll_backs", 0)
-        self.rows_left_out: int = self._rows_left_out(loader, offset, facts)
+        self.skipped_sequences: int = self._skipped_sequences(loader, offset, facts)
         self._pending: tuple[int, Mapping[str, Any]] | None = None
-        self._count_from(facts)
+        self._load_counts(facts)
         self._config = config
         self._run_dir = run_dir
         self._loader = loader
         self._events = events
         self._console = console
 
-    def _count_from(self, facts: Mapping[str, Any] | None) -> None:
+    def _load_counts(self, facts: Mapping[str, Any] | None) -> None:
         facts = facts or {}
-        self._in_row: int = facts.get("in_row", 0)
+        self._num_consecutive: int = facts.get("in_row", 0)
         self._skipped: int = facts.get("skipped", 0)
         self._spikes: int = facts.get("spikes", 0)
 
-    def facts(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, int]:
         """JSON values for a checkpoint."""
-        found = {"roll_backs": self.roll_backs, "in_row": self._in_row}
+        found = {"roll_backs": self.roll_backs, "in_row": self._num_consecutive}
         # Where batches have one size it follows from the offset.
-        more = {"rows_left_out": self.rows_left_out} if self._loader.ramp.stages else {}
+        more = {"rows_left_out": self.skipped_sequences} if self._loader.ramp.stages else {}
         return found | more
 
     @staticmethod
-    def _rows_left_out(loader: Loader, offset: int, facts: Mapping[str, Any] | None) -> int:
+    def _skipped_sequences(loader: Loader, offset: int, facts: Mapping[str, Any] | None) -> int:
         """Without a number of its own a checkpoint is of a run whose batches had one size.
 
         What it has consumed is the same now, also where a ramp with larger batches follows.
         """
-        _, rows = loader.ramp.place(0)
+        _, rows = loader.ramp.position_of(0)
         return (facts or {}).get("rows_left_out", offset * rows)
 
-    def rows_done(self, step: int) -> int:
+    def sequences_done(self, step: int) -> int:
         """Rows of all steps up to this one."""
-        return self._loader.ramp.before(step + self.offset) - self.rows_left_out
+        return self._loader.ramp.sequences_before(step + self.offset) - self.skipped_sequences
 
-    def started(self, step: int, metrics: Mapping[str, Any]) -> None:
+    def record_step(self, step: int, metrics: Mapping[str, Any]) -> None:
         """A step was started: decide on the one before.
 
         Raises:
             NumbersError: the config does not let the run go on.
             RollBack: the run has to go back.
         """
-        self.settle()
+        self.flush()
         self._pending = step, metrics
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Decide on the newest step, as `started` does; waits for it."""
         if self._pending is None:
             return
@@ -98,24 +98,24 @@ class BadStepMonitor:
         skipped, spikes = int(metrics["train/skipped"]), int(metrics.get("train/spikes", 0))
         was_skipped, is_spike = skipped > self._skipped, spikes > self._spikes
         self._skipped, self._spikes = skipped, spikes
-        self._in_row = self._in_row + 1 if was_skipped else 0
+        self._num_consecutive = self._num_consecutive + 1 if was_skipped else 0
         if was_skipped or is_spike:
             names = ("train/loss", "train/grad_norm", "train/lr")
             self._decide(step, is_spike, *(float(metrics[name]) for name in names))
 
-    def went_back(
+    def record_roll_back(
         self, bad_step: int, step: int, offset: int, facts: Mapping[str, Any] | None
     ) -> None:
         """The run is after `step` again, with these facts; the batches in between are left out.
 
         `offset` is the one that the checkpoint was saved with.
         """
-        rows_before = self._loader.ramp.before
-        done = rows_before(step + offset) - self._rows_left_out(self._loader, offset, facts)
+        rows_before = self._loader.ramp.sequences_before
+        done = rows_before(step + offset) - self._skipped_sequences(self._loader, offset, facts)
         self.offset += bad_step - step
-        self.rows_left_out = rows_before(step + self.offset) - done
+        self.skipped_sequences = rows_before(step + self.offset) - done
         self.roll_backs += 1
-        self._count_from(facts)
+        self._load_counts(facts)
         self._events.write("roll_back", step=bad_step, to=step, number=self.roll_backs)
         self._console.warn(
             f"back from step {bad_step} to {step}, and on without the batches in between"
@@ -126,7 +126,7 @@ class BadStepMonitor:
     ) -> None:
         config = self._config
         action = config.on_spike if is_spike else config.bad_steps
-        refusal = self._refusal(action)
+        refusal = self._stop_reason(action)
         batch = step - 1 + self.offset
         self._events.write(
             "spike" if is_spike else "bad_step",
@@ -136,7 +136,7 @@ class BadStepMonitor:
             rate=rate,
             action="stop" if refusal else action,
             batch=batch,
-            **self._loader.ids(batch),
+            **self._loader.batch_contents(batch),
         )
         numbers = f"loss {loss:.4g}, gradient norm {grad_norm:.4g}"
         if not is_spike and math.isfinite(loss) and math.isfinite(grad_norm):
@@ -146,10 +146,12 @@ class BadStepMonitor:
             raise DivergenceError(f"{self._run_dir}: step {step}: {numbers}\n  {rule}\n  {remedy}")
         if action == "roll_back":
             raise RollBack(step)
-        done = f"update left out, {self._in_row} in a row" if action == "skip" else "a spike"
+        done = (
+            f"update left out, {self._num_consecutive} in a row" if action == "skip" else "a spike"
+        )
         self._console.warn(f"step {step}: {numbers}: {done}")
 
-    def _refusal(self, action: str) -> tuple[str, str] | None:
+    def _stop_reason(self, action: str) -> tuple[str, str] | None:
         """Rule and remedy, if the run must not go on after a step that asks for this action."""
         config = self._config
         lower = "lower optim.learning_rate"
@@ -159,9 +161,9 @@ class BadStepMonitor:
                 "events.jsonl names the batch.",
                 f"Set guard.bad_steps=skip to go on without such batches, or {lower}.",
             )
-        if action == "skip" and self._in_row > config.max_bad_steps:
+        if action == "skip" and self._num_consecutive > config.max_bad_steps:
             return (
-                f"is bad step {self._in_row} in a row; guard.max_bad_steps allows "
+                f"is bad step {self._num_consecutive} in a row; guard.max_bad_steps allows "
                 f"{config.max_bad_steps}. No update was taken, and events.jsonl names the batches.",
                 f"Set guard.max_bad_steps={2 * config.max_bad_steps} if the data is to blame, or "
                 f"{lower}.",

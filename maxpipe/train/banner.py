@@ -50,8 +50,8 @@ def _sources(train: Loader, length: int) -> Iterator[tuple[str, str]]:
     if train.stream.mixture is None:
         yield "packing", _describe_packing(train.stream.parts[0])
         return
-    rows = train.ramp.before(length)
-    counts = train.stream.counts(rows)
+    rows = train.ramp.sequences_before(length)
+    counts = train.stream.samples_before(rows)
     width = max(map(len, counts))
     for part in train.stream.parts:
         count, size = counts[part.name], len(part.sequences)
@@ -71,18 +71,18 @@ def banner_lines(
     config: Config, steps: Steps, datasets: Datasets, length: int
 ) -> list[tuple[str, str]]:
     """What the banner says of a run: names and values."""
-    mesh, schedule = steps.partition.mesh, steps.train_schedule
+    mesh, schedule = steps.param_layout.mesh, steps.train_schedule
     tokens = config.train.sequence_length
     ramp = datasets.train.ramp
     sizes = [f"{rows * tokens:,} for {pluralize(each, 'step')}" for rows, each in ramp.stages]
-    sizes.append(f"{ramp.rows * tokens:,}")
+    sizes.append(f"{ramp.batch_size * tokens:,}")
     device, processes = mesh.devices.flat[0], pluralize(jax.process_count(), "process")
     documents = pluralize(datasets.train.fingerprint()["documents"], "document")
     if datasets.unreadable:
         documents += f" of which {datasets.unreadable} cannot be read and are empty"
     model, described = config.model, registry.describe(config.model)
     saved_in = checkpoint_home(run_folder(config.run), config.checkpoint)
-    divided = resolve_auto.Divided.by(config.mesh, mesh.shape)
+    divided = resolve_auto.Divided.from_mesh(config.mesh, mesh.shape)
     chosen = resolve_auto.words(model, device.platform, config.train.sequence_length, divided)
     return [
         ("run", str(run_folder(config.run))),
@@ -102,7 +102,7 @@ def banner_lines(
         *([("attention", chosen)] if chosen else []),
         (
             "pipeline",
-            f"{schedule.name}, {schedule.sizes()}, "
+            f"{schedule.name}, {schedule.describe_sizes()}, "
             f"{pluralize(schedule.num_microbatches, 'microbatch')}, bubble "
             f"{100 * schedule.idle_fraction():.1f}%, "
             f"{pluralize(schedule.num_stash, 'saved chunk')}",
@@ -116,6 +116,6 @@ def banner_lines(
         (
             "training",
             f"{pluralize(length, 'step')} of {', '.join(sizes)} tokens, "
-            f"{format_count(ramp.before(length) * tokens)} tokens",
+            f"{format_count(ramp.sequences_before(length) * tokens)} tokens",
         ),
     ]

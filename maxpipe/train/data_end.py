@@ -33,10 +33,10 @@ def check_enough_data(train: Loader, length: int, offset: int) -> None:
     """Raises ConfigError if `data.end` is `fail` and the data ends before the run."""
     if train.ending is None or train.ending.policy != "fail":
         return
-    number, name = train.first_again()
-    if train.ramp.before(length + offset) <= number:
+    number, name = train.first_exhausted()
+    if train.ramp.sequences_before(length + offset) <= number:
         return
-    steps = train.ramp.batches(number + 1) - 1 - offset
+    steps = train.ramp.num_batches(number + 1) - 1 - offset
     raise ConfigError.one(
         "data.end",
         "fail",
@@ -94,7 +94,7 @@ class SlowDataMonitor:
         self._phases, self._warn, self._threads = phases, warn, threads
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="slow data", daemon=True)
-        self._named, self._again = (0.0, ""), 0.0
+        self._slow_read, self._next_warning = (0.0, ""), 0.0
         self._waited = self._seconds = 0.0
         self._has_begun = False
         self._quiet_until = 0.0
@@ -113,27 +113,28 @@ class SlowDataMonitor:
 
     def _watch(self) -> None:
         while not self._closed.wait(_PERIOD_SECONDS):
-            self._look(time.monotonic())
+            self._poll(time.monotonic())
 
-    def _look(self, now: float) -> None:
+    def _poll(self, now: float) -> None:
         read = read_tracker.longest_active_read()
         seconds = 0.0 if read is None else now - read.begun
         if read is None or seconds < _SLOW_SECONDS:
             self._phases.detail = ""
             return
-        if self._named[0] != read.begun:
-            self._named, self._again = (read.begun, str(read)), 0.0
-        self._phases.detail = self._named[1]
-        if read.verb != "reading" or seconds < self._again:
+        if self._slow_read[0] != read.begun:
+            self._slow_read, self._next_warning = (read.begun, str(read)), 0.0
+        self._phases.detail = self._slow_read[1]
+        if read.verb != "reading" or seconds < self._next_warning:
             return
-        self._again = 2 * seconds
-        waits = " and the run waits for it:" if self._phases.where().phase == DATA else ""
+        self._next_warning = 2 * seconds
+        waits = " and the run waits for it:" if self._phases.status().phase == DATA else ""
         self._warn(
-            f"{self._named[1]}, has taken {seconds:.0f} s so far,{waits} its disk, bucket or host "
+            f"{self._slow_read[1]}, has taken {seconds:.0f} s so far,{waits} its disk, bucket "
+            "or host "
             "is slow or gone, or the document is long and should be several"
         )
 
-    def stepped(self, waited: float, seconds: float) -> None:
+    def record_steps(self, waited: float, seconds: float) -> None:
         """Steps have taken these `seconds`, and have waited for data in `waited` of them."""
         if not self._has_begun:  # the first batches take longer
             self._has_begun = True

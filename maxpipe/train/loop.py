@@ -84,34 +84,34 @@ def _run_loop(run: Run) -> None:
 
 def _train_steps(run: Run) -> None:
     """The loop."""
-    config, first = run.config, run.first
+    config, first = run.config, run.steps_done
     meter = ThroughputMeter(run)
     evaluated: dict[str, float] = {}
-    if run.patience.lacks(first) and first:  # the run was asked to stop meanwhile
+    if run.early_stopping.needs_evaluation(first) and first:  # the run was asked to stop meanwhile
         with meter.paused(EVAL):
             evaluated = run.evaluate(first)
     last = run.total_steps
     checked = config.guard.replica_check_every
     run.console.begin(first, last)
-    if run.link.stops_here() and first < last:
+    if run.link.should_stop() and first < last:
         _save_and_stop(run, first)
-    position = run.watch.offset
+    position = run.bad_step_monitor.offset
     with run.train_batches(first + position, last + position) as batches:
         for step in range(first + 1, last + 1):
-            if not meter.rolled_out(step):
+            if not meter.run_rollout(step):
                 _save_and_stop(run, step - 1)
-            batch = meter.wait_for(batches)
+            batch = meter.next_batch(batches)
             run.phases.progress(step)
             with run.phases.enter(STEP):
                 metrics = run.train_step(batch)
-                meter.done(metrics, len(batch["tokens"]))
-            run.watch.started(step, metrics)
+                meter.record_step(metrics, len(batch["tokens"]))
+            run.bad_step_monitor.record_step(step, metrics)
             if step % config.log.every == 0 or step == last:
                 meter.report(step)
             if config.eval.every and step % config.eval.every == 0:
                 with meter.paused(EVAL):
                     evaluated = run.evaluate(step)
-                last = step if run.patience.is_over else last
+                last = step if run.early_stopping.should_stop else last
             if config.eval.sample_every and step % config.eval.sample_every == 0:
                 with meter.paused(EVAL):
                     run.sample(step)
@@ -119,19 +119,19 @@ def _train_steps(run: Run) -> None:
                 with meter.paused(LOOP):
                     run.compare_replicas(step)
             run.checkpoints.poll()
-            if step < last and run.can_stop_behind(step):  # the last one is saved evaluated
-                if run.checkpoints.due(step):
+            if step < last and run.can_stop_after(step):  # the last one is saved evaluated
+                if run.checkpoints.should_save(step):
                     with meter.paused(SAVE):
                         run.save(step)
-                if run.link.stops_here():
+                if run.link.should_stop():
                     _save_and_stop(run, step)
             if step == last:
                 break
-    run.watch.settle()
+    run.bad_step_monitor.flush()
     if not (config.eval.every and last % config.eval.every == 0 and evaluated):
         with meter.paused(EVAL):
             evaluated = run.evaluate(last)
-    if run.link.stops_here():
+    if run.link.should_stop():
         _save_and_stop(run, last)
     _save_and_wait(run, last)
     run.events.write("done", step=last)
@@ -142,7 +142,7 @@ def _save_and_stop(run: Run, step: int) -> None:
     run.console.note(f"asked to stop: saving step {step}")
     _save_and_wait(run, step)
     run.events.write("preempted", step=step)
-    raise run.link.stopped(
+    raise run.link.stop_error(
         f"{run_folder(run.config.run)}: stopped after step {step} of {run.total_steps}\n"
         "  The state is saved.\n"
         "  Start the same command again to go on."
@@ -152,13 +152,13 @@ def _save_and_stop(run: Run, step: int) -> None:
 def _save_and_wait(run: Run, step: int) -> None:
     with run.phases.enter(SAVE):
         run.save(step, last=True)
-    run.events.write("time", step=step, seconds=run.phases.take())
+    run.events.write("time", step=step, seconds=run.phases.take_seconds())
 
 
 def _closing_message(run: Run, evaluated: dict[str, float]) -> str:
     lines = [f"done: {pluralize(run.total_steps, 'step')}, files in {run_folder(run.config.run)}"]
-    if run.patience.is_over:
-        lines.append(run.patience.words())
+    if run.early_stopping.should_stop:
+        lines.append(run.early_stopping.message())
     elif run.total_steps < run.length:
         lines.append(f"all documents were read: the run has ended before step {run.length}")
     if "eval/nats_per_byte" in evaluated:
@@ -184,7 +184,9 @@ def memory_in_use() -> dict[str, float]:
 def _read(run: Run, step: int, row_tokens: int) -> dict[str, float]:
     """What was read of each source up to a step."""
     stream = run.datasets.train.stream
-    counts = stream.counts(run.datasets.train.ramp.before(step + run.watch.offset))
+    counts = stream.samples_before(
+        run.datasets.train.ramp.sequences_before(step + run.bad_step_monitor.offset)
+    )
     found = {}
     for name, count in counts.items():
         epochs = count / len(stream.part(name).sequences)
@@ -202,48 +204,48 @@ class ThroughputMeter:
         self._run = run
         self._latest: dict[str, jax.Array] = {}
         self._sources = SourceSums(run.datasets.train.sources)
-        mesh, config = run.steps.partition.mesh, run.config
-        self._row = run.steps.shape[1]
-        per_token = train_flops_per_token(describe(config.model), self._row)
+        mesh, config = run.steps.param_layout.mesh, run.config
+        self._sequence_length = run.steps.shape[1]
+        per_token = train_flops_per_token(describe(config.model), self._sequence_length)
         self._flops_per_token = per_token / mesh.size  # and device
-        self._rows_of_step = run.steps.shape[0]
+        self._batch_size = run.steps.shape[0]
         self._idle = functools.cache(
-            lambda rows: run.steps.of_rows(rows).train_schedule.idle_fraction()
+            lambda rows: run.steps.with_batch_size(rows).train_schedule.idle_fraction()
         )
         self._peak = peak_flops(mesh.devices.flat[0].device_kind)
         self._restart()
 
     def _restart(self) -> None:
-        self._start, self._steps, self._waited = time.perf_counter(), 0, 0.0
-        self._rows, self._drawn = 0, 0.0
+        self._start, self._steps, self._data_wait_seconds = time.perf_counter(), 0, 0.0
+        self._num_sequences, self._rollout_seconds = 0, 0.0
 
-    def wait_for(self, batches: Iterator[Any]) -> Any:
+    def next_batch(self, batches: Iterator[Any]) -> Any:
         """The next batch."""
         start = time.perf_counter()
         with self._run.phases.enter(DATA):
             batch = next(batches)
-        self._waited += time.perf_counter() - start
+        self._data_wait_seconds += time.perf_counter() - start
         return batch
 
-    def rolled_out(self, step: int) -> bool:
+    def run_rollout(self, step: int) -> bool:
         """Draws what a step is trained on, where that has to be; False if the run is to stop."""
-        run, position = self._run, step - 1 + self._run.watch.offset
-        if run.rollouts is None or not run.rollouts.begins(position):
+        run, position = self._run, step - 1 + self._run.bad_step_monitor.offset
+        if run.rollouts is None or not run.rollouts.is_rollout_start(position):
             return True
         start = time.perf_counter()
         with self.paused(ROLLOUT):
-            found = run.rollouts.roll(run.state.params, position, run.link.stops_here)
-        self._drawn += time.perf_counter() - start
+            found = run.rollouts.generate(run.state.params, position, run.link.should_stop)
+        self._rollout_seconds += time.perf_counter() - start
         return found
 
-    def done(self, metrics: dict[str, jax.Array], rows: int) -> None:
+    def record_step(self, metrics: dict[str, jax.Array], rows: int) -> None:
         """A step was started; waits for the one before it, so that at most two are under way."""
         if self._latest:
             jax.block_until_ready(self._latest)
-        self._sources.started(metrics)
+        self._sources.add_step(metrics)
         self._latest = metrics
         self._steps += 1
-        self._rows, self._rows_of_step = self._rows + rows, rows
+        self._num_sequences, self._batch_size = self._num_sequences + rows, rows
 
     @contextlib.contextmanager
     def paused(self, phase: str) -> Iterator[None]:
@@ -261,30 +263,35 @@ class ThroughputMeter:
             metrics = {
                 tag: float(value) for tag, value in self._latest.items() if tag not in BY_SOURCE
             }
-            metrics |= self._sources.take()
+            metrics |= self._sources.take_metrics()
         seconds = time.perf_counter() - self._start
-        rate, run = self._rows * self._row / seconds, self._run  # tokens per second
-        run.slow_data.stepped(self._waited, seconds)
+        rate, run = (
+            self._num_sequences * self._sequence_length / seconds,
+            self._run,
+        )  # tokens per second
+        run.slow_data.record_steps(self._data_wait_seconds, seconds)
         seconds /= self._steps
         metrics |= {
-            "train/tokens": float(run.watch.rows_done(step) * self._row),
+            "train/tokens": float(
+                run.bad_step_monitor.sequences_done(step) * self._sequence_length
+            ),
             "perf/step_s": seconds,
-            "perf/data_wait_s": self._waited / self._steps,
+            "perf/data_wait_s": self._data_wait_seconds / self._steps,
             "perf/tokens_per_s": rate,
             "perf/tflops_per_device": self._flops_per_token * rate / 1e12,
-            "pipe/bubble_pct": 100 * self._idle(self._rows_of_step),
+            "pipe/bubble_pct": 100 * self._idle(self._batch_size),
         }
         if run.datasets.train.ramp.stages:
-            metrics["train/batch_size"] = float(self._rows_of_step)
+            metrics["train/batch_size"] = float(self._batch_size)
         if run.rollouts is not None:
-            metrics |= run.rollouts.metrics(step - 1 + run.watch.offset)
-            metrics["perf/rollout_s"] = self._drawn / self._steps
-        metrics |= _read(run, step, self._row)
-        metrics |= run.taught.take()
+            metrics |= run.rollouts.metrics(step - 1 + run.bad_step_monitor.offset)
+            metrics["perf/rollout_s"] = self._rollout_seconds / self._steps
+        metrics |= _read(run, step, self._sequence_length)
+        metrics |= run.teacher_source.take_metrics()
         metrics |= memory_in_use()
         if self._peak is not None:
             metrics["perf/mfu"] = self._flops_per_token * rate / self._peak
-        self._run.events.write("time", step=step, seconds=self._run.phases.take())
+        self._run.events.write("time", step=step, seconds=self._run.phases.take_seconds())
         self._run.writer.write(step, metrics)
         self._run.console.step(step, metrics)
         self._restart()

@@ -64,7 +64,7 @@ def check_program(config: Config, compiled: Any, warn: Callable[[str], None]) ->
     predicted = _predict_memory(config)
     needed = said.output_size_in_bytes - said.alias_size_in_bytes + said.temp_size_in_bytes
     if jax.local_devices()[0].platform != "cpu":  # total known, not the free part
-        needed += said.argument_size_in_bytes + predicted.beside
+        needed += said.argument_size_in_bytes + predicted.reference
         _check(config, needed, predicted, "the compiled train step takes", 1.0, warn)
         return
     words = "the compiled train step takes, in addition to the state,"

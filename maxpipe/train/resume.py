@@ -97,18 +97,18 @@ class RunStart(NamedTuple):
     """The start of a run, or of its continuation."""
 
     state: TrainState
-    words: str
+    message: str
     offset: int = 0
     """See `Watch.offset`."""
-    facts: Mapping[str, Any] | None = None
+    guard_counts: Mapping[str, Any] | None = None
     """The guard's counts."""
-    reference: str | None = None
+    reference_digest: str | None = None
     """Digest of the parameters that a run which goes on began with, if it has kept one."""
-    goes_on: bool = False
+    is_resumed: bool = False
     """Whether these parameters are other ones than those."""
     base: AdapterBase | None = None
     """Of adapters."""
-    waited: Mapping[str, Any] | None = None
+    early_stopping: Mapping[str, Any] | None = None
     """What `Patience` has counted."""
 
 
@@ -183,13 +183,13 @@ def restore_or_init(
             return _start_from_weights(loaded, steps, console, tokenizer)
         found = restore_other(text, loaded, steps.abstract_saved, partial(accept, own=False))
         words = f"starting from {text} after step {found.step}"
-    data = found.facts.data
-    if datasets.train.go_on(data["fingerprint"], data["step"]):
+    data = found.metadata.data
+    if datasets.train.resume_mixture(data["fingerprint"], data["step"]):
         console.note(f"data: weights of the mixture change with step {found.step + 1}")
     guarded = data.get("guard")
     params, base = None, None
     if config.adapter.rank:
-        params, base = read_base(found.facts, loaded, steps, console, own=goes_on)
+        params, base = read_base(found.metadata, loaded, steps, console, own=goes_on)
     state = steps.from_saved(found.state, init_guard_state(config.guard, guarded), params)
     offset = data["step"] - found.step
     # Another run may have had enough, and this one has not; nor is its reference that one's.
@@ -209,15 +209,15 @@ def build_reference(
     if config.train.objective != "grpo" or not config.grpo.kl:
         return None
     params = begin.state.params
-    if begin.goes_on:
+    if begin.is_resumed:
         if origin := config.checkpoint.restore_from:
             tokenizer = datasets.train.fingerprint().get("tokenizer", "")
             found = read_weights(origin, loaded, steps, console, tokenizer)
-            params = steps.first_params(found.params)
+            params = steps.initial_params(found.params)
         else:
             params = steps.init_params()
     key = error_location("checkpoint.restore_from", loaded.origins)
-    return ReferenceParams(steps, params, begin.reference, key)
+    return ReferenceParams(steps, params, begin.reference_digest, key)
 
 
 def _restores_weights_only(loaded: LoadedConfig) -> bool:
@@ -243,8 +243,10 @@ def _start_from_weights(
     text = config.checkpoint.restore_from
     found = read_weights(text, loaded, steps, console, tokenizer)
     base = base_record(found, text) if config.adapter.rank else None
-    words = f"starting a new run in {run_folder(config.run)} with the weights of {found.words}"
-    return RunStart(steps.with_weights(found.params), words, base=base)
+    words = (
+        f"starting a new run in {run_folder(config.run)} with the weights of {found.description}"
+    )
+    return RunStart(steps.init_from_params(found.params), words, base=base)
 
 
 def _imported_folder_error(loaded: LoadedConfig) -> ConfigError:
@@ -417,7 +419,7 @@ def _check_finished(facts: CheckpointMetadata, loaded: LoadedConfig) -> None:
         (key, before, now)
         for key, before, now in _changed_keys(facts.config, config)
         if key.partition(".")[0] not in _FREE_WHEN_DONE
-        and key not in _FREE_KEYS_WHEN_DONE | loaded.filled
+        and key not in _FREE_KEYS_WHEN_DONE | loaded.inferred
     ]
     if not changed:
         return

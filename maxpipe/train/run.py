@@ -69,12 +69,12 @@ class Run:
     state: TrainState
     train_steps: Mapping[int, Any]
     """Compiled, by the rows of a batch."""
-    evaluations: Evaluator
-    watch: BadStepMonitor
-    patience: EarlyStopping
+    evaluator: Evaluator
+    bad_step_monitor: BadStepMonitor
+    early_stopping: EarlyStopping
     restore: Callable[[], RunStart]
-    samples: SampleGenerator | None
-    taught: TeacherSource
+    sample_generator: SampleGenerator | None
+    teacher_source: TeacherSource
     """What a teacher says of batches, if there is one."""
     rollouts: Rollouts | None
     """What steps train on, with prompts in place of documents."""
@@ -82,21 +82,21 @@ class Run:
     base: AdapterBase | None
     """Of adapters."""
     slow_data: SlowDataMonitor
-    compared: int = -1
+    last_compared_step: int = -1
     """The last step after which replicas were compared."""
-    evaluated: tuple[int, dict[str, float]] = (0, {})
+    last_evaluation: tuple[int, dict[str, float]] = (0, {})
     """Step and metrics of the newest evaluation."""
 
     @property
     def total_steps(self) -> int:
         """The last step: where the data or the patience with the run ends if that comes first."""
-        if self.patience.is_over:
-            return self.first
-        train, offset = self.datasets.train, self.watch.offset
-        return data_end.last_step(train, self.length, offset, self.first)
+        if self.early_stopping.should_stop:
+            return self.steps_done
+        train, offset = self.datasets.train, self.bad_step_monitor.offset
+        return data_end.last_step(train, self.length, offset, self.steps_done)
 
     @property
-    def first(self) -> int:
+    def steps_done(self) -> int:
         """Steps already done."""
         return int(self.state.step)
 
@@ -115,7 +115,7 @@ class Run:
         if self.rollouts is not None:
             rollouts = self.rollouts
             return contextlib.closing(rollouts.batch(each) for each in range(start, stop))
-        lessons = self.taught.lessons
+        lessons = self.teacher_source.teacher_loader
         if lessons is None:
             return self.batches(self.datasets.train, start, stop)
         return lessons.batches(self.datasets.train, start, stop)
@@ -124,42 +124,44 @@ class Run:
         """Those of any documents from `start` to before `stop`, read ahead."""
         return load_batches(self.steps.batch_sharding, loader, start, stop)
 
-    def can_stop_behind(self, step: int) -> bool:
+    def can_stop_after(self, step: int) -> bool:
         """Whether the run can be saved after `step`: what it goes on with is not half used."""
-        return self.rollouts is None or self.rollouts.begins(step + self.watch.offset)
+        return self.rollouts is None or self.rollouts.is_rollout_start(
+            step + self.bad_step_monitor.offset
+        )
 
     def save(self, step: int, *, last: bool = False) -> None:
         """Start saving the state after `step`, unless that was done; `last` waits for the end."""
-        self.watch.settle()
+        self.bad_step_monitor.flush()
         if self.config.guard.replica_check_every:
             self.compare_replicas(step)
-        data = self.datasets.train.state(step + self.watch.offset)
-        data["guard"] = self.state.guard.facts() | self.watch.facts()
-        data |= self.taught.facts
+        data = self.datasets.train.state(step + self.bad_step_monitor.offset)
+        data["guard"] = self.state.guard.to_json() | self.bad_step_monitor.state_dict()
+        data |= self.teacher_source.state_dict
         if self.reference is not None:
             data["reference"] = self.reference.digest
         if self.base is not None:
             data[BASE] = self.base
         if self.datasets.conversation is not None:
             data[CONVERSATION] = self.datasets.conversation
-        data |= self.patience.facts()
+        data |= self.early_stopping.state_dict()
         self.checkpoints.save(
             step,
             lambda: self.steps.to_saved(self.state),
             to_dict(redact.redact_value(self.config)),
             data,
-            self.evaluated[1] if self.evaluated[0] == step else {},
+            self.last_evaluation[1] if self.last_evaluation[0] == step else {},
             last=last,
         )
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Validation metrics after `step`; empty when evaluation is off."""
-        metrics = self.evaluations.metrics(step, self.state.params, self.batches)
+        metrics = self.evaluator.metrics(step, self.state.params, self.batches)
         if metrics:
-            self.evaluated = (step, metrics)
+            self.last_evaluation = (step, metrics)
             self.writer.write(step, metrics)
-            if self.patience.is_over_with(step, metrics):
-                self.events.write("early_stop", step=step, **self.patience.event())
+            if self.early_stopping.update(step, metrics):
+                self.events.write("early_stop", step=step, **self.early_stopping.event_fields())
         return metrics
 
     def sample(self, step: int) -> None:
@@ -167,10 +169,10 @@ class Run:
         the step was trained on.
         """
         if self.rollouts is not None:
-            found = self.rollouts.samples(step - 1 + self.watch.offset)
+            found = self.rollouts.samples(step - 1 + self.bad_step_monitor.offset)
         else:
-            assert self.samples is not None
-            found = self.samples.take(self.state.params)
+            assert self.sample_generator is not None
+            found = self.sample_generator.generate(self.state.params)
         self.writer.samples(step, found)
         for each in found:
             worth = f" (reward {each['reward']:g})" if "reward" in each else ""
@@ -182,9 +184,9 @@ class Run:
         Raises:
             ReplicaError: some differ.
         """
-        if self.compared == step:
+        if self.last_compared_step == step:
             return
-        self.compared = step
+        self.last_compared_step = step
         if found := self.steps.replica_check.differences(self.state):
             self.events.write("replicas_differ", step=step, arrays=list(map(str, found)))
             raise ReplicaError(
@@ -193,15 +195,17 @@ class Run:
 
     def roll_back(self, bad_step: int) -> None:
         """Return to the newest checkpoint; the batches from there to the bad step are left out."""
-        self.events.write("time", step=bad_step, seconds=self.phases.take())
+        self.events.write("time", step=bad_step, seconds=self.phases.take_seconds())
         with self.phases.enter(RESTORE):
             self.checkpoints.wait()
             del self.state  # there is no memory for two
             start = self.restore()
         self.state, first = start.state, int(start.state.step)
-        self.watch.went_back(bad_step, first, start.offset, start.facts)
-        self.patience = EarlyStopping(self.config.eval, self.config.checkpoint, start.waited)
-        data_end.check_enough_data(self.datasets.train, self.length, self.watch.offset)
-        self.compared = -1
+        self.bad_step_monitor.record_roll_back(bad_step, first, start.offset, start.guard_counts)
+        self.early_stopping = EarlyStopping(
+            self.config.eval, self.config.checkpoint, start.early_stopping
+        )
+        data_end.check_enough_data(self.datasets.train, self.length, self.bad_step_monitor.offset)
+        self.last_compared_step = -1
         self.writer.close()
         self.writer = self.open_writer(resume_step=first)

@@ -83,7 +83,7 @@ class SampleGenerator:
             out_shardings=decode_param_shardings(parts),
         )
 
-    def take(self, params: Any) -> list[Mapping[str, object]]:
+    def generate(self, params: Any) -> list[Mapping[str, object]]:
         """Of each prompt `prompt`, `text`, `tokens` and `finish_reason`, of stacked parameters.
 
         Of a conversation also `answer`: what was said in it there.
@@ -104,7 +104,7 @@ class SampleGenerator:
                 "prompt": each.prompt.text,
                 "text": each.text,
                 "tokens": each.tokens,
-                "finish_reason": each.finish,
+                "finish_reason": each.finish_reason,
                 **self._answer(each.prompt.number),
             }
             for each in found

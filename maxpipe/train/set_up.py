@@ -76,7 +76,7 @@ def set_up(
     run_dir, process, length = run_folder(config.run), link.index, total_steps(config.train)
     check_regular_files(run_dir, WRITTEN_FILES)
     locks = _locks(config, stack, console) if process == 0 else []
-    ours = locks[0].held if locks else lambda: False  # process 0 alone writes records
+    ours = locks[0].check_held if locks else lambda: False  # process 0 alone writes records
     events = _open_event_log(config, link, phases, stack, ours)
     checkpoints = stack.enter_context(
         CheckpointManager(run_dir, config.checkpoint, record=events.write, locks=locks)
@@ -85,7 +85,7 @@ def set_up(
     steps = _steps(config, datasets)
     with phases.enter(RESTORE):
         taught = open_teacher_source(loaded, datasets, steps, phases, console.stage)
-    console.banner(banner := [*banner_lines(config, steps, datasets, length), *taught.words])
+    console.banner(banner := [*banner_lines(config, steps, datasets, length), *taught.banner_lines])
     if process == 0:
         _print_warnings(loaded, datasets, console, phases)
     evaluations = _evaluations(config, datasets, console, link, phases)
@@ -97,7 +97,7 @@ def set_up(
     # All leaves: on CPUs, waiting for one array of a state that failed to allocate never ends.
     jax.block_until_ready(begin.state)
     phases.progress(first := int(begin.state.step))
-    patience = EarlyStopping(config.eval, config.checkpoint, begin.waited)
+    patience = EarlyStopping(config.eval, config.checkpoint, begin.early_stopping)
     last = _last_step(loaded, datasets, begin, patience, console)
     reference = build_reference(loaded, steps, datasets, console, begin)
     rollouts = _rollouts(config, steps, datasets, reference, link, stack)
@@ -130,12 +130,12 @@ def set_up(
         steps=steps,
         state=begin.state,
         train_steps=train_steps,
-        evaluations=evaluations,
-        watch=_build_bad_step_monitor(config, datasets, events, console, begin),
-        patience=patience,
+        evaluator=evaluations,
+        bad_step_monitor=_build_bad_step_monitor(config, datasets, events, console, begin),
+        early_stopping=patience,
         restore=restore,
-        samples=samples,
-        taught=taught,
+        sample_generator=samples,
+        teacher_source=taught,
         rollouts=rollouts,
         reference=reference,
         base=begin.base,
@@ -162,7 +162,9 @@ def _rollouts(
     """What steps train on, if that is drawn and not read."""
     if config.train.objective != "grpo":
         return None
-    found = Rollouts(config.grpo, steps, datasets, reference=reference, same=link.same)
+    found = Rollouts(
+        config.grpo, steps, datasets, reference=reference, same=link.compare_across_processes
+    )
     stack.callback(found.close)
     return found
 
@@ -178,10 +180,10 @@ def _attach_references(
 ) -> None:
     """Gives pairs their reference log-probabilities, if steps read these."""
     if reference_logprobs.needs_references(steps):
-        loaders = datasets.all_once(config.eval.batch_size or config.train.batch_size)
+        loaders = datasets.single_pass_loaders(config.eval.batch_size or config.train.batch_size)
         given = run_folder(config.run), steps, loaders, console, link, phases
         found = reference_logprobs.PairReferences(*given)
-        found.attach(begin.state.params, is_new=not begin.goes_on)
+        found.attach(begin.state.params, is_new=not begin.is_resumed)
 
 
 def _build_bad_step_monitor(
@@ -194,7 +196,7 @@ def _build_bad_step_monitor(
         events=events,
         console=console,
         offset=begin.offset,
-        facts=begin.facts,
+        facts=begin.guard_counts,
     )
 
 
@@ -219,17 +221,17 @@ def _last_step(
     """Of a run that begins so; says how it begins, and whether it has ended already."""
     first = int(begin.state.step)
     last = data_end.resolve_last_step(loaded, datasets.train, begin.offset, first, console)
-    console.note(begin.words)
-    if not patience.is_over:
+    console.note(begin.message)
+    if not patience.should_stop:
         return last
-    console.note(f"{patience.words()}. Set eval.patience to more, or to 0, to go on")
+    console.note(f"{patience.message()}. Set eval.patience to more, or to 0, to go on")
     return first
 
 
 def _print_warnings(
     loaded: LoadedConfig, datasets: Datasets, console: Console, phases: Phases
 ) -> None:
-    for each in (*loaded.cautions, *find_warnings(loaded.config)):
+    for each in (*loaded.warnings, *find_warnings(loaded.config)):
         console.warn(each.line)
     for remark in datasets.remarks:
         console.warn(remark)
@@ -239,7 +241,11 @@ def _print_warnings(
 
 def _start_event(datasets: Datasets, phases: Phases) -> dict[str, Any]:
     """What the event of a start says; of a mixture also how samples are dealt out."""
-    return {"devices": jax.device_count(), "seconds": phases.take(), **datasets.train.mixed()}
+    return {
+        "devices": jax.device_count(),
+        "seconds": phases.take_seconds(),
+        **datasets.train.mixture_metadata(),
+    }
 
 
 def _evaluations(
@@ -248,7 +254,7 @@ def _evaluations(
     """What an evaluation does, of documents and questions that all processes have."""
     tasks = open_tasks(config, datasets.tokenizer)
     _check_same_data(link, datasets, tasks)
-    return Evaluator(config.eval, datasets, tasks, console, link.stops_here, phases.progress)
+    return Evaluator(config.eval, datasets, tasks, console, link.should_stop, phases.progress)
 
 
 def _samples(config: Config, steps: Steps, datasets: Datasets) -> SampleGenerator | None:
@@ -260,7 +266,7 @@ def _samples(config: Config, steps: Steps, datasets: Datasets) -> SampleGenerato
         datasets, config.data.validation_fraction, config.eval.sample_documents, room
     )
     chat = load_run_chat_template(config, tokenizer)
-    given = config.eval, steps.partition, tokenizer, turns, chat
+    given = config.eval, steps.param_layout, tokenizer, turns, chat
     return SampleGenerator(*given, room=room, seed=config.run.seed)
 
 
@@ -300,7 +306,7 @@ def _compile_train_steps(
         for rows in sizes:
             words = f" for batches of {rows} rows" if len(sizes) > 1 else ""
             with console.stage(f"compiling train step{words}"):
-                train_steps[rows] = steps.of_rows(rows).compile_train()
+                train_steps[rows] = steps.with_batch_size(rows).compile_train()
             check_program(config, train_steps[rows], console.warn)
     return train_steps
 
@@ -345,7 +351,7 @@ def _check_same_data(link: ControlChannel, datasets: Datasets, tasks: Sequence[T
     """Checks that all processes have the same documents and questions."""
     facts = datasets.fingerprint() | {each.name: each.digest() for each in tasks}
     fingerprint = json.dumps(facts, sort_keys=True)
-    seen = link.same("data", hashlib.sha256(fingerprint.encode()).hexdigest())
+    seen = link.compare_across_processes("data", hashlib.sha256(fingerprint.encode()).hexdigest())
     if len(seen) > 1:
         groups = " and ".join(f"processes {', '.join(map(str, each))}" for each in seen.values())
         raise ConfigError.one(

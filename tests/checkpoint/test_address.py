@@ -166,8 +166,8 @@ def test_some_commands_take_a_whole_run():
 
 
 def test_addresses_of_other_steps():
-    assert parse_address("quick@120").at(7) == "runs/quick@7"
-    assert Address("x", "runs/a", parent="/saved/a").at(7) == "/saved/a@7"
+    assert parse_address("quick@120").address_at(7) == "runs/quick@7"
+    assert Address("x", "runs/a", parent="/saved/a").address_at(7) == "/saved/a@7"
     assert run_names("nowhere") == []
 
 

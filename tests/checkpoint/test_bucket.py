@@ -293,10 +293,10 @@ def test_a_lock_that_vanished_is_noticed_and_not_made_again(by_heart: bool, empt
         held.check()
         del empty.objects[f"runs/a/{FILE}"]
         if by_heart:
-            wait_until(lambda: held.lost != "")
+            wait_until(lambda: held.lost_reason != "")
         with pytest.raises(StorageError, match=f"gs://bucket/runs/a/{FILE}: is gone"):
-            held.must_be_held() if by_heart else held.check()
-        assert not held.held()
+            held.raise_if_lost() if by_heart else held.check()
+        assert not held.check_held()
     assert not empty.objects
 
 

@@ -46,7 +46,7 @@ def test_parts_add_up_to_the_whole(shape: tuple[int, ...], dtype: str):
         for box in boxes:
             part = array[tuple(slice(*ends) for ends in box)]
             parts.add(part, [begin for begin, _ in box])
-        assert parts == whole and parts.is_whole == (math.prod(shape) == parts.elements)
+        assert parts == whole and parts.is_complete == (math.prod(shape) == parts.elements)
 
 
 def test_the_block_in_which_it_is_computed_does_not_matter(monkeypatch: pytest.MonkeyPatch):

@@ -45,8 +45,8 @@ def test_checkpoint_of_a_release_is_read(name: str, caplog: pytest.LogCaptureFix
         assert checkpoints.steps() == [STEP]
         found = checkpoints.restore(STEP)
     assert tree_digest(found.state) == (GOLDEN / name / "digest.txt").read_text().strip()
-    assert found.facts.data["step"] == STEP
-    assert found.facts.config["model"]["d_model"] == 4
+    assert found.metadata.data["step"] == STEP
+    assert found.metadata.config["model"]["d_model"] == 4
     is_unknown = [line for line in caplog.messages if "has no manifest.json" in line]
     assert len(is_unknown) == name.endswith("-format-1")
 

@@ -216,7 +216,7 @@ def test_logs_are_not_written_through_what_is_there(kind: str, tmp_path: Path):
     else:
         plant(log, kind)
     with at_most(10), pytest.raises(MaxpipeError, match="process-0.log: cannot be written"):
-        ProcessLog(log).begin(1, "maxpipe train")
+        ProcessLog(log).open_attempt(1, "maxpipe train")
     assert mine.read_text() == "mine\n" and not (log.parent / "nowhere").exists()
 
 

@@ -138,7 +138,9 @@ def test_what_is_wrong_each_time_is_never_sealed(copy: Path, monkeypatch: pytest
     go_on = CheckpointConfig(every=1, on_failure="go_on", retries=0)
     with CheckpointManager(copy, go_on) as checkpoints:
         put(checkpoints, 9)
-        checkpoints._settle(checkpoints._writer and checkpoints._writer.outcome(wait=True))
+        checkpoints._handle_result(
+            checkpoints._writer and checkpoints._writer.take_result(wait=True)
+        )
     assert names(copy) == ["3", "6"] and resume(copy) == (6, [])
 
 

@@ -232,7 +232,7 @@ def test_a_heart_beats_where_times_cannot_be_set(
     with RunLock(tmp_path, beat_seconds=0.02) as held:
         size = held.path.stat().st_size
         wait_until(lambda: held.path.stat().st_size > size + 2)
-        assert held.held() and json.loads(held.path.read_text())["pid"] == os.getpid()
+        assert held.check_held() and json.loads(held.path.read_text())["pid"] == os.getpid()
         monkeypatch.setattr(module, "_is_on_this_host", lambda holder: False)
         with (
             pytest.raises(StorageError, match="is in use"),
@@ -359,14 +359,14 @@ def test_a_folder_that_was_lost_is_noticed_and_left_alone(
 ):
     run_dir = tmp_path / "runs" / "x"
     with RunLock(run_dir) as held:
-        assert held.held()
-        held.must_be_held()
+        assert held.check_held()
+        held.raise_if_lost()
         lose(run_dir)
         before = everything(tmp_path)
-        held.must_be_held()  # not checked yet
+        held.raise_if_lost()  # not checked yet
         with pytest.raises(StorageError) as found:
             held.check()
-        assert not held.held()
+        assert not held.check_held()
         where, rule, action = str(found.value).splitlines()
         assert where.startswith(str(run_dir)) and "tart the same command again" in action, rule
     assert everything(tmp_path) == before
@@ -376,9 +376,9 @@ def test_a_folder_that_was_lost_is_noticed_and_left_alone(
 def test_the_heart_notices(tmp_path: Path):
     with RunLock(tmp_path / "x", beat_seconds=0.02) as held:
         move(tmp_path / "x")
-        wait_until(lambda: held.lost != "")
+        wait_until(lambda: held.lost_reason != "")
         with pytest.raises(StorageError, match="was moved or deleted"):
-            held.must_be_held()
+            held.raise_if_lost()
     assert [path.name for path in tmp_path.iterdir()] == ["moved"]
 
 

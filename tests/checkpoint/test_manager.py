@@ -41,8 +41,8 @@ def test_restored_is_what_was_saved(saved: Path):
         for step in (3, 6):
             found = checkpoints.restore(step)
             assert found.step == step
-            assert found.facts.config == config(step) and found.facts.data == data(step)
-            assert time.time() - 600 < found.facts.time < time.time() + 600
+            assert found.metadata.config == config(step) and found.metadata.data == data(step)
+            assert time.time() - 600 < found.metadata.time < time.time() + 600
             assert tree_digest(found.state) == tree_digest(tree(step))
             for _, array in iter_named_arrays(found.state):
                 assert isinstance(array, np.ndarray)
@@ -127,9 +127,9 @@ def test_only_the_newest_are_kept_and_a_later_start_goes_on(tmp_path: Path):
 
 def test_due_counts_from_the_first_step(tmp_path: Path):
     with CheckpointManager(tmp_path / "some", CheckpointConfig(every=3)) as checkpoints:
-        assert [step for step in range(1, 10) if checkpoints.due(step)] == [3, 6, 9]
+        assert [step for step in range(1, 10) if checkpoints.should_save(step)] == [3, 6, 9]
     with CheckpointManager(tmp_path / "none", CheckpointConfig(every=0)) as checkpoints:
-        assert not any(checkpoints.due(step) for step in range(1, 10))
+        assert not any(checkpoints.should_save(step) for step in range(1, 10))
 
 
 def test_run_that_is_stopped_before_its_first_step_is_saved(tmp_path: Path):
@@ -254,7 +254,7 @@ def resume(run_dir: Path, **options: Any) -> tuple[int, list[str]]:
     with CheckpointManager(run_dir, CheckpointConfig(**options), record=record) as checkpoints:
         found = checkpoints.restore_newest(abstract())
     assert found is not None and tree_digest(found.state) == tree_digest(tree(found.step))
-    assert found.facts.data == data(found.step)
+    assert found.metadata.data == data(found.step)
     return found.step, told
 
 
@@ -473,9 +473,9 @@ def train(checkpoints: CheckpointManager, steps: range) -> None:
     """A loop that saves what is due, as slow as saving is."""
     for step in steps:
         checkpoints.poll()
-        if checkpoints.due(step):
+        if checkpoints.should_save(step):
             put(checkpoints, step)
-        while checkpoints._writer is not None and checkpoints._writer.busy:
+        while checkpoints._writer is not None and checkpoints._writer.is_busy:
             time.sleep(0.005)
         time.sleep(0.02)
 
@@ -717,7 +717,14 @@ def test_newest_of_both_tiers_is_taken(tmp_path: Path):
     run, local = tmp_path / "runs" / "run", tmp_path / "fast"
     options: dict[str, Any] = {"every": 6, "local_dir": str(local), "local_every": 2}
     with CheckpointManager(run, CheckpointConfig(**options)) as checkpoints:
-        assert [step for step in range(1, 13) if checkpoints.due(step)] == [2, 4, 6, 8, 10, 12]
+        assert [step for step in range(1, 13) if checkpoints.should_save(step)] == [
+            2,
+            4,
+            6,
+            8,
+            10,
+            12,
+        ]
         for step in (2, 4, 6, 8, 10):
             put(checkpoints, step)
     (mine,) = local.iterdir()

@@ -56,7 +56,7 @@ def test_the_arrays_are_those_of_the_slabs(folder: CheckpointFolder) -> None:
     assert folder.steps() == [4]
     assert sum(counts) == sum(array.nbytes for array in ARRAYS.values()) and len(counts) == 10
     found = restore(folder, 4, None)
-    assert found.facts.data == {"step": 4}
+    assert found.metadata.data == {"step": 4}
     for name, array in ARRAYS.items():
         assert found.state["params"][name].dtype == array.dtype
         assert found.state["params"][name].tobytes() == array.tobytes()
@@ -229,10 +229,10 @@ def test_a_file_is_digested_when_who_may_write_it_has_ended(tmp_path: Path) -> N
         (tmp_path / "b.__lock").write_bytes(b"half")
         with ahead.writing():
             (tmp_path / "c").write_bytes(b"whole")
-        assert not ahead.listed()
+        assert not ahead.results()
         (tmp_path / "a").write_bytes(b"all of it")
         first.close()
-        found = ahead.listed()
+        found = ahead.results()
     assert found == {
         name: {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
         for name, content in (("a", b"all of it"), ("c", b"whole"))

@@ -256,7 +256,7 @@ def test_a_broken_rule_is_explained_and_its_action_works(overrides: str, key: st
     assert len(blamed) == 1, "\n".join(map(str, found))
     [problem] = blamed
     assert message in problem.rule
-    assert problem.given and problem.rule.endswith(".") and problem.action.endswith(".")
+    assert problem.value and problem.rule.endswith(".") and problem.action.endswith(".")
     after = problems([*given, suggestion(problem)])
     assert problem.where not in [p.where for p in after]
     # The action breaks nothing else.
@@ -275,7 +275,7 @@ def test_a_range_is_explained_and_its_action_works(key: str):
     family = [f"model.family={section.rpartition('.')[2]}"] if "." in section else []
     for value in outside:
         [problem] = [p for p in problems([*family, f"{key}={value}"]) if p.where.endswith(key)]
-        assert problem.given == str(value if KEYS[key] is int else float(value))
+        assert problem.value == str(value if KEYS[key] is int else float(value))
         assert problem.rule.startswith("must be ") and str(bound) in problem.rule
         assert bound.key in suggestion(problem)
         after = problems([*family, suggestion(problem)])
@@ -365,7 +365,7 @@ def test_a_message_names_the_file_or_says_that_the_value_is_a_default(tmp_path: 
     file.write_text("mesh: {axis_rules: {mlp: [data]}}\ntrain: {steps: 0}\n")
     first, second = problems([str(file)])[:1], problems(["pipeline.microbatches=3"])
     assert first[0].where == f"{file}: mesh.axis_rules.mlp"
-    assert first[0].given == "[data]"
+    assert first[0].value == "[data]"
     assert second[0].where == "default: train.batch_size"
 
 

@@ -88,7 +88,7 @@ def test_metrics_of_preferences_are_what_their_objective_reports() -> None:
     pairs = ["train.objective=preference", "data.chat=pairs", "data.packing=best_fit"]
     given = ["tiny", "train.steps=3", "data.source=jsonl", "data.path=a.jsonl", *pairs]
     found = metrics_of(load([*given, "data.validation_fraction=0.2"]).config)
-    assert {*found} == {"eval/loss", *(f"eval/{name}" for name in Preference.reported)}
+    assert {*found} == {"eval/loss", *(f"eval/{name}" for name in Preference.report_names)}
     assert found["eval/margin"] == "largest" and found["eval/loss"] == "smallest"
     kept = [*given, "data.validation_fraction=0.2", "checkpoint.best_metric=eval/margin"]
     assert load([*kept, "checkpoint.best_is=largest"]).config.checkpoint.best_is == "largest"

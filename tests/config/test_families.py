@@ -89,9 +89,9 @@ def test_a_key_that_moved_is_read_with_a_caution(in_file: bool, tmp_path: Path) 
     arguments = [str(file)] if in_file else ["model.rope_scaling=3"]
     loaded = load([*LLAMA, *arguments])
     assert loaded.config.model.own == LlamaConfig(rope_scaling=3.0, rope_original_tokens=8192)
-    (caution,) = loaded.cautions
+    (caution,) = loaded.warnings
     where = f"{file}:1" if in_file else "command line"
-    assert caution.where == f"{where}: model.rope_scaling" and caution.given == "3"
+    assert caution.where == f"{where}: model.rope_scaling" and caution.value == "3"
     assert "model.llama.rope_scaling" in caution.rule + caution.action
     file.write_text("model:\n  llama: {rope_scaling: 4}\n  rope_scaling: 3\n")
     twice = f"{file}:3: model.rope_scaling = 3\n  is the earlier name of model.llama.rope_scaling"
@@ -100,7 +100,7 @@ def test_a_key_that_moved_is_read_with_a_caution(in_file: bool, tmp_path: Path) 
     saved: dict[str, Any] = to_dict(load(LLAMA).config)
     saved["model"]["rope_scaling"] = saved["model"].pop("llama")["rope_scaling"]
     again = load([], saved, "config.yml")
-    assert again.config.model.own == LlamaConfig(rope_scaling=32.0) and not again.cautions
+    assert again.config.model.own == LlamaConfig(rope_scaling=32.0) and not again.warnings
 
 
 def test_every_list_of_keys_has_those_of_all_families(capsys: pytest.CaptureFixture[str]) -> None:

@@ -82,14 +82,14 @@ def test_every_byte_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
                 content[change] ^= 1 << draw.randrange(8)
             path.write_bytes(content)
             [file] = stat_files([str(path)], str(tmp_path))
-            [sha256] = Digests(None, keep=False).of([file])
+            [sha256] = Digests(None, keep=False).compute([file])
             passed, at = ContentHasher(file), 0
             pieces = []
             while at < size:
                 step = draw.randrange(1, 200)
                 pieces.append(bytes(content[at : at + step]))
                 at += step
-            assert b"".join(passed.pieces(pieces)) == content
+            assert b"".join(passed.hash_pieces(pieces)) == content
             assert passed.sha256 == sha256
             assert seen.setdefault(sha256, bytes(content)) == content
 
@@ -143,11 +143,11 @@ def test_a_file_that_was_just_written_is_read_again(
     """Its clock may not have moved when it changes."""
     monkeypatch.setattr(files_module, "SETTLED_SECONDS", 60.0)
     data = formatted("text", TEXTS[:2], tmp_path / "data")
-    Digests(str(tmp_path / ".index"), keep=True).of(find_files(data.path, ()))
+    Digests(str(tmp_path / ".index"), keep=True).compute(find_files(data.path, ()))
     later = Digests(str(tmp_path / ".index"), keep=True)
     found = find_files(data.path, ())
     later.load(found)
-    assert [later.known(file) for file in found] == [None, None]
+    assert [later.get(file) for file in found] == [None, None]
 
 
 def test_digests_of_deleted_files_are_dropped(tmp_path: Path) -> None:
@@ -156,11 +156,11 @@ def test_digests_of_deleted_files_are_dropped(tmp_path: Path) -> None:
     folder.mkdir()
     for name in ("a.txt", "b.txt", "c.txt"):
         (folder / name).write_text(name)
-    Digests(str(store), keep=True).of(find_files(str(folder / "*.txt"), ()))
+    Digests(str(store), keep=True).compute(find_files(str(folder / "*.txt"), ()))
     [path] = store.glob("digests-*.json")
     (folder / "b.txt").unlink()
     (folder / "d.txt").write_text("d")
-    Digests(str(store), keep=True).of(find_files(str(folder / "[ad].txt"), ()))
+    Digests(str(store), keep=True).compute(find_files(str(folder / "[ad].txt"), ()))
     assert sorted(json.loads(path.read_text())["files"]) == ["a.txt", "c.txt", "d.txt"]
 
 

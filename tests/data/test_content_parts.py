@@ -74,7 +74,7 @@ def test_a_list_that_no_text_replaces_is_refused() -> None:
 def test_a_part_that_is_no_text(kind: str) -> None:
     with pytest.raises(BadRecord) as error:
         conversation_of({"messages": [{"role": "user", "content": [{"type": kind}]}]}, CONFIG)
-    assert error.value.given == "message 1"
+    assert error.value.value == "message 1"
     assert f"has a part of type {kind}" in error.value.rule
 
 

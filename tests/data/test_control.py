@@ -112,7 +112,7 @@ def test_published_framing_is_that_of_the_post_processor(
 def test_control_tokens_without_a_row(tmp_path: Path) -> None:
     tokenizer = folder(tmp_path, extra=True, tokenizer_config=EOS)
     rows = tokenizer.vocab_size - 1
-    assert tokenizer.min_rows == rows
+    assert tokenizer.min_embedding_rows == rows
     assert tokenizer.encode_chat("<image>").tolist() == [rows]
     small = fit_tokenizer(tokenizer, rows)
     assert small.encode_chat("<image>").tolist() == tokenizer.encode("<image>").tolist()

@@ -87,7 +87,7 @@ def refused(template: str, records: list[Any], tmp_path: Path, **settings: Any) 
         made.encode(len(records) - 1)
     [problem] = error.value.problems
     assert problem.where == f"records.jsonl:{len(records)}" and problem.action.endswith(".")
-    return problem.given, problem.rule
+    return problem.value, problem.rule
 
 
 # --- ids and masks -----------------------------------------------------------------------------
@@ -436,7 +436,7 @@ def test_sequences_of_conversations(tmp_path: Path) -> None:
     total = 0
     for step in range(found.train.num_batches):
         batch = found.train.batch(step)
-        for row, place in enumerate(found.train.rows(step)):
+        for row, place in enumerate(found.train.sequence_origins(step)):
             first = place.sequence * length
             wanted = trained[first + 1 : first + 1 + length]
             mask = batch["loss_mask"][row]

@@ -57,13 +57,13 @@ MIXTURES = st.builds(
 @settings(max_examples=60, deadline=None)
 @given(MIXTURES, st.integers(0, 2), st.integers(0, 2 * BLOCK))
 def test_how_many_samples_reach_a_count(mixture: Mixture, source: int, count: int) -> None:
-    found = mixture.reaches(source, count)
+    found = mixture.samples_to_reach(source, count)
     if found is None:
         assert mixture.stages[-1].quotas[source] == 0
-        assert mixture.counts(mixture.stages[-1].first + BLOCK)[source] < count
+        assert mixture.samples_before(mixture.stages[-1].first + BLOCK)[source] < count
     else:
-        assert mixture.counts(found)[source] >= count
-        assert found == 0 or count == 0 or mixture.counts(found - 1)[source] < count
+        assert mixture.samples_before(found)[source] >= count
+        assert found == 0 or count == 0 or mixture.samples_before(found - 1)[source] < count
 
 
 @settings(max_examples=80, deadline=None)
@@ -74,11 +74,11 @@ def test_how_many_samples_reach_a_count(mixture: Mixture, source: int, count: in
 )
 def test_each_source_ends_with_its_limit(mixture: Mixture, limits: list[int], since: int) -> None:
     """Against a walk over all samples, which knows of each only how many it has read."""
-    before = mixture.counts(since)
-    found = mixture.ended(limits, since)
+    before = mixture.samples_before(since)
+    found = mixture.with_limits(limits, since)
     end = found.end
     assert end is not None
-    sources, samples = found.places(np.arange(end + 20))
+    sources, samples = found.locate(np.arange(end + 20))
     read = [0, 0, 0]
     for number, (source, sample) in enumerate(
         zip(sources[:end].tolist(), samples[:end].tolist(), strict=True)
@@ -91,13 +91,17 @@ def test_each_source_ends_with_its_limit(mixture: Mixture, limits: list[int], si
         if quota and mixture.stages[-1].first <= end:
             assert read[source] == max(limits[source], before[source])
     # What was in front of it has not changed, nor what is in front of the first end.
-    ends = [mixture.reaches(n, limit) for n, limit in enumerate(limits) if before[n] < limit]
+    ends = [
+        mixture.samples_to_reach(n, limit) for n, limit in enumerate(limits) if before[n] < limit
+    ]
     same = max(since, min((each for each in ends if each is not None), default=since))
     if (before < limits).all():
-        plain = mixture.places(np.arange(same))
+        plain = mixture.locate(np.arange(same))
         assert np.array_equal(plain[0], sources[:same]) and np.array_equal(plain[1], samples[:same])
     assert (sources[end:] == -1).all() and (samples[end:] == -1).all()
-    assert Mixture.of_facts(found.facts(), 7).ended(limits, since).stages == found.stages
+    assert (
+        Mixture.from_metadata(found.metadata(), 7).with_limits(limits, since).stages == found.stages
+    )
 
 
 @settings(max_examples=60, deadline=None)
@@ -105,9 +109,13 @@ def test_each_source_ends_with_its_limit(mixture: Mixture, limits: list[int], si
 def test_going_on_is_the_same_as_never_to_have_stopped(
     mixture: Mixture, limits: list[int], data: st.DataObject
 ) -> None:
-    found = mixture.ended(limits, 0)
+    found = mixture.with_limits(limits, 0)
     position = data.draw(st.integers(0, found.stages[-1].first + 9))
-    again = Mixture.of_facts(found.facts(), 7).changed(mixture, position).ended(limits, position)
+    again = (
+        Mixture.from_metadata(found.metadata(), 7)
+        .switched_to(mixture, position)
+        .with_limits(limits, position)
+    )
     assert again.stages == found.stages
 
 
@@ -117,13 +125,13 @@ def test_more_epochs_behind_the_end(
     mixture: Mixture, other: Mixture, limits: list[int], data: st.DataObject
 ) -> None:
     """The rows that the last batch had no samples for are of no source: none is lost."""
-    found = mixture.ended(limits, 0)
+    found = mixture.with_limits(limits, 0)
     assert found.end is not None
     position = found.end + data.draw(st.integers(0, 7))
     longer = [2 * limit for limit in limits]
-    again = found.changed(other, position).ended(longer, position)
+    again = found.switched_to(other, position).with_limits(longer, position)
     assert again.end is not None
-    sources, samples = again.places(np.arange(again.end))
+    sources, samples = again.locate(np.arange(again.end))
     assert (sources[found.end : position] == -1).all()
     for source in range(3):
         mine = samples[sources == source]
@@ -132,7 +140,7 @@ def test_more_epochs_behind_the_end(
 
 def test_what_a_source_leaves_is_shared_by_weights() -> None:
     mixture = Mixture([QuotaStage(0, quotas_of([8, 6, 2]))], 7)
-    found = mixture.ended([3 * BLOCK, 4 * BLOCK, 5 * BLOCK], 0)
+    found = mixture.with_limits([3 * BLOCK, 4 * BLOCK, 5 * BLOCK], 0)
     assert found.end == 12 * BLOCK
     assert [stage.quotas for stage in found.stages] == [
         quotas_of([8, 6, 2]),
@@ -158,7 +166,7 @@ def loader_of(folders: dict[str, str], ramp: BatchRamp, **keys: Any) -> Loader:
 
 
 def built(data: DataConfig, ramp: BatchRamp) -> Loader:
-    sizes = {"batch_size": ramp.rows, "batch_ramp": ramp, "sequence_length": LENGTH}
+    sizes = {"batch_size": ramp.batch_size, "batch_ramp": ramp, "sequence_length": LENGTH}
     return build_loaders(data, TokenizerConfig(), seed=0, **sizes).train
 
 
@@ -191,26 +199,26 @@ def test_a_run_reads_each_source_to_its_end(
         loader = loader_of(folders, ramp, **given, **more)
         if saved is not None:
             assert compare_fingerprints(saved, loader.fingerprint(), at) == []
-            loader.go_on(saved, at)
+            loader.resume_mixture(saved, at)
         last = loader.num_batches if stop is None else min(stop, loader.num_batches)
         for step in range(at, last):
-            rows = loader.rows(step)
+            rows = loader.sequence_origins(step)
             assert rows, "a batch without a row is none"
             texts = taken(loader, step, processes)[: len(rows)]
             for row, text in zip(rows, texts, strict=False):
-                if len(rows) == loader.ramp.place(step)[1]:
+                if len(rows) == loader.ramp.position_of(step)[1]:
                     part = loader.stream.part(row.source)
                     assert part.sequences[row.sequence]["tokens"].tobytes() == text
                 seen[row.source, row.sequence] += 1
         at = max(at, last)
         saved = loader.state(at)["fingerprint"]
-    assert not loader.rows(at) and not loader.batch(at)["loss_mask"].any()
+    assert not loader.sequence_origins(at) and not loader.batch(at)["loss_mask"].any()
     for number, part in enumerate(loader.stream.parts):
         size = len(part.sequences)
         limit = round(epochs[number] * size) if epochs else size
         each = [seen[part.name, sequence] for sequence in range(size)]
         assert sum(each) == limit and set(each) <= {limit // size, -(-limit // size)}
-    assert loader.stream.counts(10**12) == {
+    assert loader.stream.samples_before(10**12) == {
         p.name: sum(seen[p.name, n] for n in range(len(p.sequences))) for p in loader.stream.parts
     }
 
@@ -225,8 +233,12 @@ def test_one_source_is_read_once(folders: dict[str, str]) -> None:
     assert size % 7 and stopped.num_batches == -(-size // 7)
     assert repeated.stream.end is None and repeated.last_batch == np.inf
     for step in range(stopped.num_batches - 1):
-        assert stopped.rows(step) == repeated.rows(step)
-    rows = [row.sequence for step in range(stopped.num_batches) for row in stopped.rows(step)]
+        assert stopped.sequence_origins(step) == repeated.sequence_origins(step)
+    rows = [
+        row.sequence
+        for step in range(stopped.num_batches)
+        for row in stopped.sequence_origins(step)
+    ]
     assert sorted(rows) == list(range(size))
     last = stopped.batch(stopped.num_batches - 1)
     assert last["loss_mask"][: size % 7].any(axis=1).all()
@@ -260,7 +272,7 @@ def test_too_little_data_is_refused(mixed: bool, folders: dict[str, str]) -> Non
     seen = set[tuple[str, int]]()
     steps = 0
     while True:
-        found = [(row.source, row.sequence) for row in loader.rows(steps)]
+        found = [(row.source, row.sequence) for row in loader.sequence_origins(steps)]
         if len(seen | set(found)) < len(seen) + len(found):
             break
         seen |= set(found)

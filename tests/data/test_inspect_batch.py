@@ -80,8 +80,10 @@ def test_rows_are_those_of_training(run: list[str]) -> None:
         arrays = found.batch(batch)
         for row in range(4):
             seen = inspect_sequence(found, tokenizer, batch, row)
-            assert seen.sequence == found.ids(batch)["sequences"][row]
-            assert {each.document for each in seen.segments} <= {*found.ids(batch)["documents"]}
+            assert seen.sequence == found.batch_contents(batch)["sequences"][row]
+            assert {each.document for each in seen.segments} <= {
+                *found.batch_contents(batch)["documents"]
+            }
             mask = arrays["loss_mask"][row]
             assert sum(each.num_trained for each in seen.segments) == mask.sum()
             assert mask.sum() >= 40 or seen.num_padding > 20
@@ -90,7 +92,7 @@ def test_rows_are_those_of_training(run: list[str]) -> None:
                 source = json.loads(Path("a.jsonl").read_text().splitlines()[each.document])
                 inside = "".join(p.text for p in each.pieces if not p.is_control)
                 assert inside in source["text"] and each.where == f"a.jsonl:{each.document + 1}"
-                is_whole = each.num_tokens == each.of_tokens
+                is_whole = each.num_tokens == each.document_tokens
                 whole += is_whole
                 assert not is_whole or inside == source["text"]
     assert whole > 20
@@ -183,7 +185,7 @@ def test_find_names_files_and_lines(run: list[str], capsys: pytest.CaptureFixtur
     first, *rest = run
     found: dict[str, Any] = json.loads(printed(capsys, "find", first, "6", "2", *rest, "--json"))
     datasets = build_datasets(load(run).config, lambda: None)
-    place = datasets.train.rows(5)[2]
+    place = datasets.train.sequence_origins(5)[2]
     datasets.close()
     assert found["batch"] == 5 and found["sequence"] == place.sequence
     assert [each["document"] for each in found["documents"]] == place.documents

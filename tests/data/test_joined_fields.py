@@ -106,14 +106,14 @@ def test_a_pair_has_a_system_message() -> None:
     pair = pair_of(record, config)
     assert pair.prompt == said(SYSTEM, ("user", "Hi"))
     assert (pair.chosen, pair.rejected) == (said(("assistant", "Ho")), said(("assistant", "No")))
-    assert pair.given.unread == ()
+    assert pair.template_input.unread == ()
     assert pair_of({**record, "system": ""}, config).prompt == "Hi"
 
 
 def test_a_pair_has_a_template() -> None:
     config = SourceConfig(chat="pairs", prompt_field=r"{instruction}\n{input}")
     pair = pair_of({"instruction": "a", "input": "b", "chosen": "c", "rejected": "d"}, config)
-    assert pair == ("a\nb", "c", "d", pair.given) and pair.given.unread == ()
+    assert pair == ("a\nb", "c", "d", pair.template_input) and pair.template_input.unread == ()
 
 
 def test_a_prompt_that_is_a_part_of_whole_conversations() -> None:

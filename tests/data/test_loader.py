@@ -66,7 +66,7 @@ def test_shapes_and_types(datasets: Datasets) -> None:
 @pytest.mark.parametrize("step", [0, 7, 1000])
 def test_ids_name_the_rows_of_a_batch(step: int, datasets: Datasets) -> None:
     train = datasets.train
-    ids, batch = train.ids(step), train.batch(step)
+    ids, batch = train.batch_contents(step), train.batch(step)
     for row, number in enumerate(ids["sequences"]):
         assert train.sequences[number]["tokens"].tolist() == batch["tokens"][row].tolist()
     assert ids["documents"] == sorted(
@@ -75,7 +75,9 @@ def test_ids_name_the_rows_of_a_batch(step: int, datasets: Datasets) -> None:
     validation = datasets.validation
     assert validation is not None
     last = validation.num_batches - 1
-    assert validation.ids(last)["sequences"] == list(range(last * BATCH, len(validation.sequences)))
+    assert validation.batch_contents(last)["sequences"] == list(
+        range(last * BATCH, len(validation.sequences))
+    )
 
 
 def test_same_batches_for_the_same_seed(folder: str, datasets: Datasets) -> None:
@@ -269,7 +271,7 @@ def test_documents_without_any_text(source: Any, tmp_path: Path) -> None:
                 cache_dir=str(tmp_path / "index"),
             )
         (problem,) = error.value.problems
-        assert (problem.where, problem.given) == ("data.path", str(path))
+        assert (problem.where, problem.value) == ("data.path", str(path))
         assert problem.rule == "must hold text: 50 documents with nothing inside."
         assert problem.action.endswith("data.field to the field that holds it.")
 

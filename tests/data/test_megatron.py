@@ -185,7 +185,7 @@ def test_ids_that_no_token_has(code: int, bad: int, tmp_path: Path) -> None:
 def test_ids_without_a_row(tmp_path: Path) -> None:
     """A device would take the last row of the embedding."""
     tokenizer = ByteTokenizer().with_control()
-    tokenizer.rows = 258
+    tokenizer.embedding_rows = 258
     found = MegatronDocuments(str(write(tmp_path / "a", [[[1]]] * 70 + [[[2, 258]]])), tokenizer)
     assert found[0].ids.tolist() == [256, 1, 257]
     with pytest.raises(ConfigError) as caught:

@@ -72,7 +72,7 @@ def test_samples_are_those_of_the_source_alone(here: Path) -> None:
     seen: dict[str, list[bytes]] = {name: [] for name in sections}
     for step in range(60):
         arrays = mixed.batch(step)
-        for row, each in enumerate(mixed.rows(step)):
+        for row, each in enumerate(mixed.sequence_origins(step)):
             seen[each.source].append(b"".join(arrays[name][row].tobytes() for name in ARRAYS))
             assert each.documents and mixed.where(each.source, each.documents[0])
     for name, found in seen.items():
@@ -130,7 +130,7 @@ def test_prepared_folders_in_the_place_of_text(
     mixed = opened(load([*inputs, *more, *megatron]).config.data)
     assert mixed.unigram_entropy is None
     for step in (0, 3):
-        assert mixed.train.rows(step) == ids.train.rows(step)
+        assert mixed.train.sequence_origins(step) == ids.train.sequence_origins(step)
 
 
 def test_prepare_wants_the_name_of_a_source(
@@ -245,13 +245,13 @@ def test_the_mixture_of_any_step_is_listed(here: Path, capsys: pytest.CaptureFix
     for step in (1, 3, 5, 1_000_000):
         found = json.loads(printed(capsys, *command, str(step), "--json"))
         rows = [(row["source"], row["sequence"]) for row in found["step"]["rows"]]
-        assert rows == [(row.source, row.sequence) for row in train.rows(step - 1)]
+        assert rows == [(row.source, row.sequence) for row in train.sequence_origins(step - 1)]
     first, last = found["stages"]
     assert first["shares"] == {"files": 0.75, "lines": 0.25, "made": 0, "talks": 0}
     assert (first["first_step"], last["first_step"]) == (1, 5)
     text = printed(capsys, *command, "3")
     assert "from step 1: files 75.00%, lines 25.00%" in text and "\nfrom step 5: " in text
-    sources = Counter(row.source for row in train.rows(2))
+    sources = Counter(row.source for row in train.sequence_origins(2))
     assert f"rows by source: files {sources['files']}, lines {sources['lines']}\n" in text
     said = printed(capsys, "data", "mixture", "quickstart", code=2)
     assert "without a mixture all rows are of data.source" in said

@@ -48,16 +48,16 @@ MIXTURES = st.lists(WEIGHTS, min_size=1, max_size=3).flatmap(
 @given(MIXTURES, st.lists(st.integers(0, 4 * BLOCK), min_size=1, max_size=4))
 def test_samples_of_each_source_are_counted_without_gaps(mixed: Mixture, at: list[int]) -> None:
     last = 3 * BLOCK + 100
-    sources, samples = mixed.places(np.arange(last))
+    sources, samples = mixed.locate(np.arange(last))
     for source in range(3):
         mine = samples[sources == source]
         assert np.array_equal(mine, np.arange(len(mine)))
-        assert mixed.counts(last)[source] == len(mine)
+        assert mixed.samples_before(last)[source] == len(mine)
     for number in at:  # and any of them alone
-        [source], [sample] = mixed.places(np.array([number]))
+        [source], [sample] = mixed.locate(np.array([number]))
         if number < last:
             assert (source, sample) == (sources[number], samples[number])
-        assert mixed.counts(number)[source] == sample
+        assert mixed.samples_before(number)[source] == sample
 
 
 @settings(max_examples=20, deadline=None)
@@ -67,16 +67,16 @@ def test_changed_weights_keep_the_places_of_all_sources(
 ) -> None:
     at, later = sorted((at, later))
     numbers = np.arange(later + BLOCK)
-    found = one.changed(other, at).changed(third, later)
-    sources, samples = found.places(numbers)
-    before = one.places(numbers[:at])
+    found = one.switched_to(other, at).switched_to(third, later)
+    sources, samples = found.locate(numbers)
+    before = one.locate(numbers[:at])
     assert np.array_equal(sources[:at], before[0]) and np.array_equal(samples[:at], before[1])
     for source in range(3):
         mine = samples[sources == source]
         assert np.array_equal(mine, np.arange(len(mine)))
-    assert Mixture.of_facts(found.facts(), 3).stages == found.stages
+    assert Mixture.from_metadata(found.metadata(), 3).stages == found.stages
     # What is in force goes on: a run that resumes with the same weights is as one that does not.
-    assert found.changed(third, later + 1).stages == found.stages
+    assert found.switched_to(third, later + 1).stages == found.stages
 
 
 @settings(max_examples=30, deadline=None)
@@ -85,7 +85,7 @@ def test_evaluations_read_each_sequence_once(sizes: list[int]) -> None:
     found = single_pass_mixture([*sizes, 100_000], seed=3)
     end = sum(sizes) + 100_000
     assert found.end == end
-    sources, samples = found.places(np.arange(end))
+    sources, samples = found.locate(np.arange(end))
     for source, size in enumerate([*sizes, 100_000]):
         assert np.array_equal(samples[sources == source], np.arange(size))
     # In proportion: a part of them has the sources that the whole has.
@@ -128,7 +128,7 @@ def loader_of(
         data,
         TokenizerConfig(),
         seed=0,
-        batch_size=ramp.rows,
+        batch_size=ramp.batch_size,
         batch_ramp=ramp,
         sequence_length=LENGTH,
     ).train
@@ -136,7 +136,7 @@ def loader_of(
 
 def taken(loader: Loader, step: int, processes: int) -> list[bytes]:
     """The rows of one step, each read by one of the processes, in the order of the batch."""
-    count = loader.ramp.place(step)[1]
+    count = loader.ramp.position_of(step)[1]
     parts = [loader.batch(step, range(rank, count, processes)) for rank in range(processes)]
     ids = np.concatenate([part["example_ids"] for part in parts])
     tokens = np.concatenate([part["tokens"] for part in parts])
@@ -173,9 +173,9 @@ def test_no_sample_is_lost_or_repeated(
         loader = loader_of(folders, ramp, weights)
         if saved is not None:
             assert compare_fingerprints(saved, loader.fingerprint(), start) == []
-            loader.go_on(saved, start)
+            loader.resume_mixture(saved, start)
         for step in range(start, stop):
-            rows, read = loader.rows(step), taken(loader, step, count)
+            rows, read = loader.sequence_origins(step), taken(loader, step, count)
             for row, text in zip(rows, read, strict=True):
                 part = {p.name: p for p in loader.stream.parts}[row.source]
                 assert part.sequences[row.sequence]["tokens"].tobytes() == text
@@ -203,7 +203,7 @@ def test_same_rows_in_any_number_of_processes(folders: dict[str, str], processes
 def test_shares_over_ten_thousand_steps(folders: dict[str, str]) -> None:
     loader = loader_of(folders, BatchRamp((), 8), (1, 2, 5))
     sources = np.concatenate(
-        [loader.stream.places(np.arange(8 * step, 8 * step + 8))[0] for step in range(10_000)]
+        [loader.stream.locate(np.arange(8 * step, 8 * step + 8))[0] for step in range(10_000)]
     )
     found = np.bincount(sources) / len(sources)
     for share, wanted in zip(found, (1 / 8, 2 / 8, 5 / 8), strict=True):
@@ -218,7 +218,7 @@ def test_shares_over_ten_thousand_steps(folders: dict[str, str]) -> None:
 def test_stages_follow_each_other(folders: dict[str, str]) -> None:
     texts = ["books 1 for 10 steps", "code 1 web 1 for 1600 tokens"]
     loader = loader_of(folders, BatchRamp((), 8), (0, 0, 1), mixture_stages=texts)
-    names = [[row.source for row in loader.rows(step)] for step in range(30)]
+    names = [[row.source for row in loader.sequence_origins(step)] for step in range(30)]
     assert {name for step in names[:10] for name in step} == {"books"}
     # 1600 tokens are 100 rows, and 13 whole batches.
     assert {name for step in names[10:23] for name in step} == {"code", "web"}
@@ -238,7 +238,7 @@ def test_epochs_and_sizes(folders: dict[str, str]) -> None:
             data, TokenizerConfig(), seed=0, batch_size=4, sequence_length=LENGTH
         ).train
         sizes = {part.name: len(part.sequences) for part in found.stream.parts}
-        return {"sizes": sizes, "counts": found.stream.counts(1 << 22)}
+        return {"sizes": sizes, "counts": found.stream.samples_before(1 << 22)}
 
     by_size = mixed()
     total = sum(by_size["sizes"].values())
@@ -267,7 +267,7 @@ def test_seek_is_constant(folders: dict[str, str]) -> None:
 
 def test_ids_list_the_sources_of_rows(folders: dict[str, str]) -> None:
     loader = loader_of(folders, BatchRamp((), 8))
-    ids, rows = loader.ids(3), loader.rows(3)
+    ids, rows = loader.batch_contents(3), loader.sequence_origins(3)
     assert ids["sources"] == [row.source for row in rows] and len(rows) == 8
     assert ids["sequences"] == [row.sequence for row in rows]
     for name, documents in ids["documents"].items():
@@ -377,7 +377,7 @@ def test_stages_beyond_what_is_numbered(folders: dict[str, str]) -> None:
     """Their counts would be other numbers, silently."""
     long = f"code 1 for {10**17} steps"
     loader = loader_of(folders, BatchRamp((), 8), mixture_stages=[long] * 2)
-    assert loader.stream.counts(16 * 10**17 - 1)["code"] == 16 * 10**17 - 1
+    assert loader.stream.samples_before(16 * 10**17 - 1)["code"] == 16 * 10**17 - 1
     with pytest.raises(ConfigError, match="must end before 2305843009213693952 sequences"):
         loader_of(folders, BatchRamp((), 8), mixture_stages=[long] * 3)
 

@@ -162,10 +162,13 @@ def test_sets_leave_the_training_as_it_is(tmp_path: Path) -> None:
     sets = {"b": lines(tmp_path / "b", OTHERS), "a": lines(tmp_path / "a", OTHERS[:2])}
     alone, beside = opened(trained), opened(trained, validation=sets)
     assert alone.train.fingerprint() == beside.train.fingerprint()
-    assert list(beside.evaluated()) == ["", "a", "b"]
+    assert list(beside.eval_loaders()) == ["", "a", "b"]
     assert alone.fingerprint() != beside.fingerprint()
     # Every token of a set once.
-    seen = [beside.sets["b"].batch(step) for step in range(beside.sets["b"].num_batches)]
+    seen = [
+        beside.validation_sets["b"].batch(step)
+        for step in range(beside.validation_sets["b"].num_batches)
+    ]
     assert sum(int(batch["loss_mask"].sum()) for batch in seen) == sum(len(t) + 1 for t in OTHERS)
 
 

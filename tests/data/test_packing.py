@@ -153,7 +153,7 @@ def test_split_edges() -> None:
     with pytest.raises(ConfigError) as error:
         split_documents(1, 0.05, 0)
     [problem] = error.value.problems
-    assert (problem.where, problem.given) == ("data.validation_fraction", "0.05")
+    assert (problem.where, problem.value) == ("data.validation_fraction", "0.05")
     assert "at least 2 documents" in problem.rule and "has 1" in problem.rule
     assert "data.validation_fraction=0" in problem.action
     assert set(split_documents(50, 0.2, 0)[1]) != set(split_documents(50, 0.2, 1)[1])

@@ -51,7 +51,7 @@ def halves(found: EncodedDocument) -> list[tuple[str, str]]:
     assert found.trained is not None
     shown = {BEGIN: "^", END: "$"}
     parts = []
-    for inside in (slice(0, found.border), slice(found.border, None)):
+    for inside in (slice(0, found.second_half_start), slice(found.second_half_start, None)):
         ids, mask = found.ids[inside].tolist(), found.trained[inside]
         texts = [shown.get(i) or bytes([i]).decode("latin1") for i in ids]
         parts.append(("".join(texts), "".join(itertools.compress(texts, mask))))
@@ -68,7 +68,7 @@ def record(prompt: Any, chosen: Any, rejected: Any) -> dict[str, Any]:
 def test_texts_are_read_as_they_are(tmp_path: Path) -> None:
     found = encoded(record("2+2=", "4", "five"), tmp_path)
     assert halves(found) == [("^2+2=4$", "4$"), ("^2+2=five$", "five$")]
-    assert found.border == 7 and found.marks == 0
+    assert found.second_half_start == 7 and found.marks == 0
 
 
 def test_an_empty_response_is_its_end(tmp_path: Path) -> None:
@@ -93,7 +93,10 @@ def test_messages_go_through_the_template(template: str, tmp_path: Path) -> None
     forms: list[tuple[Any, dict[str, Any]]] = [(whole, {"prompt_field": ""})]
     for other_record, keys in [*forms, (record(ASKED, "2", "Two!"), {})]:
         again = pairs_of([other_record], tmp_path, template=template, **keys).encode(0)
-        assert again.ids.tolist() == found.ids.tolist() and again.border == found.border
+        assert (
+            again.ids.tolist() == found.ids.tolist()
+            and again.second_half_start == found.second_half_start
+        )
         assert (again.trained == found.trained).all()
 
 
@@ -150,7 +153,7 @@ def test_the_longer_half_loses_its_end(
     """Sizes with a begin and one letter of a prompt."""
     chosen, rejected = "c" * (sizes[0] - 3), "r" * (sizes[1] - 3)
     found = encoded(record("p", chosen, rejected), tmp_path, room)
-    assert (found.border, len(found.ids) - found.border) == kept
+    assert (found.second_half_start, len(found.ids) - found.second_half_start) == kept
     assert found.marks == (TRUNCATED if sum(sizes) > room else 0)
     for (text, _), response in zip(halves(found), (chosen, rejected), strict=True):
         assert f"^p{response}$".startswith(text)
@@ -164,13 +167,13 @@ def test_what_differs_may_be_cut(tmp_path: Path) -> None:
 def test_a_pair_without_a_response_left_is_dropped(tmp_path: Path) -> None:
     for keys in ({}, {"long_pairs": "drop"}):
         found = encoded(record("p" * 30, "c", "r"), tmp_path, 40, **keys)
-        assert len(found.ids) == found.border == 0 and found.marks == DROPPED
+        assert len(found.ids) == found.second_half_start == 0 and found.marks == DROPPED
 
 
 def test_a_long_pair_stops_if_asked(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="1 has 10 tokens|which has 10 tokens") as error:
         encoded(record("pppp", "c", "r"), tmp_path, 10, long_pairs="error")
-    assert error.value.problems[0].given == "7 + 7 tokens"
+    assert error.value.problems[0].value == "7 + 7 tokens"
     encoded(record("pppp", "c", "r"), tmp_path, 14, long_pairs="error")
 
 
@@ -256,7 +259,7 @@ def test_both_halves_are_in_the_same_row(packing: str, tmp_path: Path) -> None:
     for step in range(found.num_batches):
         batch = found.batch(step)
         assert batch["pairs"].shape == (2, 3) and batch["reference"].shape == (2, 6)
-        for at, row in enumerate(found.rows(step)):
+        for at, row in enumerate(found.sequence_origins(step)):
             seen += row.documents
             count = len(row.documents)
             assert batch["pairs"][at].tolist() == [1.0] * count + [0.0] * (3 - count)
@@ -276,7 +279,7 @@ def test_both_halves_are_in_the_same_row(packing: str, tmp_path: Path) -> None:
                 assert batch["response_tokens"][at][half] == response
             assert batch["response_tokens"][at][2 * count :].sum() == 0
     if packing != "pad":
-        assert max(len(row.documents) for row in found.rows(0)) > 1
+        assert max(len(row.documents) for row in found.sequence_origins(0)) > 1
     assert len(set(seen)) == 27
 
 

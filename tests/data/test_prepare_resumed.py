@@ -232,7 +232,7 @@ def test_large_documents_come_one_by_one(tmp_path: Path, monkeypatch: pytest.Mon
     encoder = writer.build_shard_encoder(source, ByteTokenizer(), None)
     counts, first = [], 0
     while first < len(texts):
-        found = encoder.piece(first, min(first + 64, len(texts)))
+        found = encoder.encode_batch(first, min(first + 64, len(texts)))
         counts.append(len(found.lengths))
         held = found.lengths - 2
         assert held.sum() < 1000 + 2000 and held[:-1].sum() < 1000

@@ -318,7 +318,7 @@ def test_a_tokenizer_that_is_another_is_refused(tokens: Path, tmp_path: Path) ->
 def test_ids_without_a_row(tokens: Path) -> None:
     """As of a control token that a padded vocabulary does not have."""
     tokenizer = ByteTokenizer().with_control()
-    tokenizer.rows = 257
+    tokenizer.embedding_rows = 257
     found = PreparedDocuments(str(tokens), tokenizer)
     with pytest.raises(ConfigError, match=r"document 0 = id 257\n.*model.vocab_size \(257\)"):
         found[0]

@@ -331,13 +331,13 @@ def test_long_conversations_in_windows_are_counted(
     data = DataConfig(source="tokens", path=str(tmp_path / "out"), long_conversations=policy)
     whole = opened_from(data, 150).remarks
     monkeypatch.setattr(corpus, "needs_windows", lambda documents: True)
-    num_read, reads = [0], LengthLimitedTokenFiles._reads
+    num_read, reads = [0], LengthLimitedTokenFiles._read_has_target
 
     def counted(self: LengthLimitedTokenFiles, document: int, count: int) -> bool:
         num_read[0] += 1
         return reads(self, document, count)
 
-    monkeypatch.setattr(LengthLimitedTokenFiles, "_reads", counted)
+    monkeypatch.setattr(LengthLimitedTokenFiles, "_read_has_target", counted)
 
     def start() -> list[str]:
         num_read[0] = 0

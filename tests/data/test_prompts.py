@@ -49,7 +49,7 @@ def prompts(tmp_path: Path) -> Path:
 
 def numbers(found: Datasets, step: int) -> list[int]:
     """Which prompt each row of a step has."""
-    return [row.documents[0] for row in found.train.rows(step)]
+    return [row.documents[0] for row in found.train.sequence_origins(step)]
 
 
 def test_groups_stay_together_and_epochs_have_all(prompts: Path) -> None:
@@ -79,7 +79,7 @@ def test_rows_hold_the_prompt_and_train_nothing(prompts: Path) -> None:
     np.testing.assert_array_equal(batch["tokens"][0, 1 : 1 + len(ids)], ids)
     assert not batch["loss_mask"].any() and batch["tokens"].shape == (ROWS, 32)
     assert found.train.where("", first).endswith(f"line {2 * first + 1}")
-    assert found.train.ids(0)["documents"] == sorted({*numbers(found, 0)})
+    assert found.train.batch_contents(0)["documents"] == sorted({*numbers(found, 0)})
 
 
 def test_a_fingerprint_tells_files_and_groups_apart(prompts: Path) -> None:

@@ -30,7 +30,7 @@ def ramp_of(stages: list[tuple[int, int]], rows: int) -> BatchRamp:
 def sizes(ramp: BatchRamp, count: int) -> list[int]:
     """One by one, as the config says it."""
     each = [rows for rows, steps in ramp.stages for _ in range(steps)]
-    return [*each, *[ramp.rows] * count][:count]
+    return [*each, *[ramp.batch_size] * count][:count]
 
 
 @settings(deadline=None)
@@ -40,12 +40,12 @@ def test_places_are_those_of_counting(
 ) -> None:
     ramp = ramp_of(stages, rows)
     wanted = sizes(ramp, number + 1)
-    assert ramp.place(number) == (sum(wanted[:-1]), wanted[-1])
-    batches = ramp.batches(ramp.before(number))
-    assert ramp.before(batches) == ramp.before(number) and batches == number
-    assert ramp.batches(ramp.before(number) + 1) == number + 1
+    assert ramp.position_of(number) == (sum(wanted[:-1]), wanted[-1])
+    batches = ramp.num_batches(ramp.sequences_before(number))
+    assert ramp.sequences_before(batches) == ramp.sequences_before(number) and batches == number
+    assert ramp.num_batches(ramp.sequences_before(number) + 1) == number + 1
     assert set(ramp.sizes(number)) == set(sizes(ramp, 60)[number:])
-    assert BatchRamp.of_facts(ramp.facts()) == ramp
+    assert BatchRamp.from_metadata(ramp.metadata()) == ramp
 
 
 @settings(deadline=None)
@@ -58,7 +58,7 @@ def test_pasts_are_compared_batch_by_batch(
     number: int,
 ) -> None:
     one, other = ramp_of(ours, rows), ramp_of(others, other_rows)
-    assert one.same_until(other, number) == (sizes(one, number) == sizes(other, number))
+    assert one.equals_until(other, number) == (sizes(one, number) == sizes(other, number))
 
 
 def loader_of(folder: str, ramp: BatchRamp) -> Iterator[Loader]:
@@ -67,7 +67,7 @@ def loader_of(folder: str, ramp: BatchRamp) -> Iterator[Loader]:
         data,
         TokenizerConfig(),
         seed=0,
-        batch_size=ramp.rows,
+        batch_size=ramp.batch_size,
         batch_ramp=ramp,
         sequence_length=LENGTH,
     )
@@ -101,13 +101,13 @@ def test_no_row_is_lost_or_repeated(
         for plain in loader_of(folder, ramp_of([], 1)):
             total = sum(sizes(ramp, last))
             assert seen == [plain.batch(i)["tokens"][0].tobytes() for i in range(total)]
-        ids = loader.ids(3)["sequences"]
+        ids = loader.batch_contents(3)["sequences"]
         assert len(ids) == sizes(ramp, 4)[3]
 
 
 def test_fingerprints_without_a_ramp_are_those_of_before() -> None:
-    assert ramp_of([], 8).facts() == {"batch_size": 8}
-    grown = ramp_of([(4, 3)], 8).facts()
+    assert ramp_of([], 8).metadata() == {"batch_size": 8}
+    grown = ramp_of([(4, 3)], 8).metadata()
     assert compare_fingerprints({"batch_size": 4}, grown, 3) == []
     assert [name for name, *_ in compare_fingerprints({"batch_size": 4}, grown, 4)] == [
         "train.batch_size",

@@ -178,7 +178,7 @@ def test_half_a_surrogate_pair_is_replaced(tmp_path: Path) -> None:
 def explained(error: pytest.ExceptionInfo[ConfigError], where: str, given: str, text: str) -> None:
     [problem] = error.value.problems
     assert where in problem.where
-    assert given in problem.given
+    assert given in problem.value
     assert text in problem.rule
     assert problem.action.endswith((".", '"', "]'", ")"))
 

@@ -52,8 +52,8 @@ def test_counts_are_those_of_a_plain_loop(seed: int, monkeypatch: pytest.MonkeyP
     assert found.num_bytes == sum(len(each.encode()) for each in made)
     assert found.empty == sum(not each.strip() for each in made)
     again = [each for each, n in collections.Counter(made).items() for _ in range(n - 1)]
-    assert found.repeated == len(again) > 30
-    assert found.repeated_tokens == sum(len(each.encode()) + 2 for each in again)
+    assert found.duplicates == len(again) > 30
+    assert found.duplicate_tokens == sum(len(each.encode()) + 2 for each in again)
     assert found.num_sequences == -(-(sum(lengths) - 1) // 16)
     bins = collections.Counter(length.bit_length() - 1 for length in lengths)
     assert {(a, b): n for a, b, n, _ in found.histogram() if n} == {
@@ -70,8 +70,8 @@ def test_sequences_are_those_of_the_packing() -> None:
     for packing, rows in {"cut": 5, "first_fit": 5, "best_fit": 5, "pad": 7}.items():
         found = of(made, packing=packing)  # type: ignore[arg-type]
         assert found.num_sequences == rows and found.efficiency == targets / (16 * rows)
-        assert found.facts()["packing"] == packing
-        assert found.facts()["longer_than_a_sequence"] == found.too_long == 1
+        assert found.to_dict()["packing"] == packing
+        assert found.to_dict()["longer_than_a_sequence"] == found.too_long == 1
 
 
 def test_duplicates_are_estimated_in_bounded_memory() -> None:
@@ -88,9 +88,9 @@ def test_duplicates_are_estimated_in_bounded_memory() -> None:
 
 def test_nothing_to_count() -> None:
     found = of([])
-    assert found.tokens == found.num_sequences == found.repeated == 0
-    assert found.facts()["bytes_per_token"] is None and found.histogram() == []
-    assert of([""]).facts()["empty"] == 1
+    assert found.tokens == found.num_sequences == found.duplicates == 0
+    assert found.to_dict()["bytes_per_token"] is None and found.histogram() == []
+    assert of([""]).to_dict()["empty"] == 1
 
 
 # --- the command ---------------------------------------------------------------------------------

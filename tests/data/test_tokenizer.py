@@ -154,7 +154,7 @@ def test_a_vocabulary_fits_the_model() -> None:
     with pytest.raises(ConfigError) as error:
         fit_tokenizer(ByteTokenizer(), 258)
     [problem] = error.value.problems
-    assert (problem.where, problem.given) == ("model.vocab_size", "258")
+    assert (problem.where, problem.value) == ("model.vocab_size", "258")
     assert "at least 259" in problem.rule and "model.vocab_size=384" in problem.action
 
 

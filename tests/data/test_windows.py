@@ -128,11 +128,11 @@ def test_rows_of_windows_are_counted_once(tmp_path: Path, monkeypatch: pytest.Mo
 def test_epochs_see_each_sequence_once_in_orders_of_their_own(packing: Packing) -> None:
     sequences = opened(packing=packing)
     count = len(sequences)
-    orders = [sequences.shuffled(5, 1, epoch)(np.arange(count)) for epoch in range(3)]
+    orders = [sequences.epoch_permutation(5, 1, epoch)(np.arange(count)) for epoch in range(3)]
     assert all(sorted(order.tolist()) == list(range(count)) for order in orders)
     assert not np.array_equal(orders[0], orders[1]) and not np.array_equal(orders[1], orders[2])
     for places in (np.array([3, count - 1, 0, 17]), np.array([count // 2])):
-        assert np.array_equal(sequences.shuffled(5, 1, 2)(places), orders[2][places])
+        assert np.array_equal(sequences.epoch_permutation(5, 1, 2)(places), orders[2][places])
     visited = [np.searchsorted(sequences._starts, order, side="right") for order in orders]
     assert all(np.count_nonzero(np.diff(each)) == 2 for each in visited)  # three windows
 
@@ -190,7 +190,7 @@ def test_a_run_of_windows_does_not_depend_on_the_rows_it_reads(hundred_gigabytes
     part = found.train.batch(10_000_000, [3, 1])
     assert np.array_equal(whole["segment_ids"][[3, 1]], part["segment_ids"])
     assert found.train.fingerprint()["order"] == "windows"
-    ids = found.train.ids(10_000_000)
+    ids = found.train.batch_contents(10_000_000)
     assert len(ids["sequences"]) == 4 and max(ids["documents"]) < SHARDS * DOCUMENTS
 
 
@@ -204,14 +204,14 @@ def test_windows_in_a_mixture(hundred_gigabytes: Path, tmp_path: Path) -> None:
     data = DataConfig(mixture=mixture, validation_fraction=0.1)
     found = build_loaders(data, TokenizerConfig(), seed=0, batch_size=8, sequence_length=128)
     for step in (0, 10_000_000):
-        rows, batch = found.train.rows(step), found.train.batch(step)
+        rows, batch = found.train.sequence_origins(step), found.train.batch(step)
         assert {row.source for row in rows} == {"large", "few"}
         names = [found.train.sources[number] for number in batch["source_ids"]]
         assert names == [row.source for row in rows] and batch["loss_mask"].any(axis=1).all()
     held_out = found.validation
     assert held_out is not None
     # Each source in its own order: windows are read one after the other.
-    rows = [row for step in range(3) for row in held_out.rows(step)]
+    rows = [row for step in range(3) for row in held_out.sequence_origins(step)]
     large = [row.sequence for row in rows if row.source == "large"]
     assert large == list(range(len(large))) and len(rows) == 24
 

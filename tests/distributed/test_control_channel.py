@@ -534,12 +534,12 @@ def test_leaving_waits_for_thousands_of_processes() -> None:
         ):
             wire = AuthenticatedConnection(far, SECRET.encode(), b"nonces", is_hub=True)
             hub = Coordinator(2, Timeouts(), lambda message: None, print, selector)
-            hub._members = {0: Member(0), 1: Member(1, wire=wire)}
+            hub._members = {0: Member(0), 1: Member(1, connection=wire)}
             begin = time.monotonic()
-            hub.wait_for_leaving(0.2)
+            hub.wait_for_disconnects(0.2)
             assert time.monotonic() - begin >= 0.2
             there.close()
-            hub.wait_for_leaving(60)
+            hub.wait_for_disconnects(60)
             assert time.monotonic() - begin < 10
     finally:
         there.close()
@@ -594,7 +594,7 @@ def test_an_unknown_host_name_is_no_matter_of_the_secret(
     monkeypatch.setattr(socket, "create_connection", unknown)
     found = iter([b"s" * 32])
     with ControlChannel(Phases(), Timeouts(init_seconds=0.5), index=1, count=2) as link:
-        trouble = link.gather(("host0", 1), {}, lambda: next(found, None))
+        trouble = link.connect(("host0", 1), {}, lambda: next(found, None))
     assert trouble is not None and trouble.late and not trouble.action
     assert "no address is known here for that name: Name or service not known" in trouble.text
 
@@ -673,11 +673,13 @@ def test_the_port_is_free_when_all_are_welcome() -> None:
     with here, there, selectors.DefaultSelector() as selector:
         hub = Coordinator(2, Timeouts(), hear, print, selector)
         hub.listen(("127.0.0.1", port), SECRET.encode())
-        hub.tend()
+        hub.flush_pending()
         assert len(selector.get_map()) == 1
         hub.join(Member(0))
         hub.join(
-            Member(1, wire=AuthenticatedConnection(here, SECRET.encode(), b"nonces", is_hub=True))
+            Member(
+                1, connection=AuthenticatedConnection(here, SECRET.encode(), b"nonces", is_hub=True)
+            )
         )
         assert not selector.get_map()
         hub.close()

@@ -272,9 +272,9 @@ def test_one_process_leaves_on_its_own():
 def test_a_signal_is_noted_and_the_handler_put_back(number: signal.Signals, tmp_path: Path):
     before = signal.getsignal(number)
     with runtime.join_processes(RuntimeConfig(), 8, Phases(), {}, tmp_path) as link:
-        assert not link.stops_here()
+        assert not link.should_stop()
         os.kill(os.getpid(), number)
-        assert link.stops_here() and link.stops_here()
+        assert link.should_stop() and link.should_stop()
     assert signal.getsignal(number) is before
 
 

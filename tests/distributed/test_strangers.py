@@ -111,7 +111,7 @@ def looks(opened: Listener, until: Callable[[], bool]) -> list[AuthenticatedConn
     deadline = soon()
     while not until():
         assert time.monotonic() < deadline
-        found += opened.look()
+        found += opened.accept_authenticated()
         time.sleep(0.005)
     return found
 
@@ -136,7 +136,7 @@ def test_the_address_with_most_strangers_makes_room(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(listener, "_MAX_UNAUTHENTICATED", 3)
     with listening() as (opened, address), contextlib.ExitStack() as stack:
         other = stack.enter_context(socket.create_connection(address, 5, ("127.0.0.9", 0)))
-        looks(opened, lambda: bool(opened._strangers))
+        looks(opened, lambda: bool(opened._unauthenticated))
         for _ in range(10):
             stack.enter_context(socket.create_connection(address))
         looks(opened, lambda: opened.num_refused == 6)
@@ -159,7 +159,7 @@ def test_neither_words_of_before_nor_ones_own_are_a_proof() -> None:
         deadline = soon()
         while not proved_wires:
             assert time.monotonic() < deadline
-            proved_wires += opened.look()
+            proved_wires += opened.accept_authenticated()
             time.sleep(0.005)
         thread.join(10)
         wires[0].send({"stop": 75})
@@ -177,7 +177,7 @@ def test_neither_words_of_before_nor_ones_own_are_a_proof() -> None:
             sock.sendall(said[:40])
             before, answer = opened.num_refused, b""
             while len(answer) < 64:
-                assert opened.look() == []
+                assert opened.accept_authenticated() == []
                 with contextlib.suppress(TimeoutError):
                     answer += sock.recv(64)
             sock.sendall(answer[-32:])
@@ -423,7 +423,7 @@ def test_nonsense_of_a_process_ends_its_connection_only(message: Any) -> None:
             deadline = soon()
             while near in hub._unknown:
                 assert time.monotonic() < deadline
-                far.push()
+                far.send_pending()
                 for key, _ in selector.select(0.05):
                     hub.read(key.fileobj)
             assert far.receive(CoordinatorMessage) is None

@@ -24,12 +24,12 @@ def counting(losses: list[float], facts: Any = None, **settings: Any) -> EarlySt
     patience = EarlyStopping(config, CheckpointConfig(**best), facts)
     for number, loss in enumerate(losses, 1):
         metric = best.get("best_metric", "eval/loss")
-        patience.is_over_with(5 * number, {metric: loss} if loss is not None else {})
+        patience.update(5 * number, {metric: loss} if loss is not None else {})
     return patience
 
 
 def waited(patience: EarlyStopping) -> tuple[int, int, float | None]:
-    found = patience.facts()["patience"]
+    found = patience.state_dict()["patience"]
     return found["waited"], found.get("best_step", 0), found.get("best")
 
 
@@ -37,8 +37,8 @@ def test_evaluations_without_a_gain_are_counted() -> None:
     assert waited(counting([3.0, 2.0, 2.0, 2.5])) == (2, 10, 2.0)
     assert waited(counting([3.0, 2.0, 2.5, 1.9, 4.0])) == (1, 20, 1.9)
     assert waited(counting([3.0, 2.8, 2.6, 2.4], min_gain=0.5)) == (0, 20, 2.4)
-    assert not counting([3.0, 4.0, 4.0]).is_over and counting([3.0, 4.0, 4.0, 3.0]).is_over
-    assert not counting([3.0] * 9, patience=0).is_over
+    assert not counting([3.0, 4.0, 4.0]).should_stop and counting([3.0, 4.0, 4.0, 3.0]).should_stop
+    assert not counting([3.0] * 9, patience=0).should_stop
 
 
 def test_accuracy_is_better_when_larger() -> None:
@@ -50,30 +50,36 @@ def test_accuracy_is_better_when_larger() -> None:
 def test_what_is_no_number_is_no_gain() -> None:
     assert waited(counting([math.nan, 3.0, math.nan])) == (1, 10, 3.0)
     assert waited(counting([math.nan, math.inf])) == (2, 0, None)
-    assert counting([math.nan] * 3).is_over
-    assert "never a number" in counting([math.nan] * 3).words()
+    assert counting([math.nan] * 3).should_stop
+    assert "never a number" in counting([math.nan] * 3).message()
 
 
 def test_only_evaluations_that_are_asked_for_count_and_each_once() -> None:
     patience = counting([3.0, 4.0])
     for step in (5, 10, 12):  # before, again, and the last step of a run
-        assert not patience.is_over_with(step, {"eval/loss": 5.0})
+        assert not patience.update(step, {"eval/loss": 5.0})
     assert waited(patience) == (1, 5, 3.0)
-    assert patience.lacks(15) and not patience.lacks(10) and not patience.lacks(12)
+    assert (
+        patience.needs_evaluation(15)
+        and not patience.needs_evaluation(10)
+        and not patience.needs_evaluation(12)
+    )
 
 
 def test_counts_go_on_where_they_were_saved() -> None:
     losses = [3.0, 2.0, 2.5, 1.9, 4.0, 1.95, 2.0]
     unbroken = counting(losses)
-    assert unbroken.is_over
+    assert unbroken.should_stop
     for cut in range(len(losses) + 1):
-        saved = json.loads(json.dumps(counting(losses[:cut]).facts()["patience"]))
+        saved = json.loads(json.dumps(counting(losses[:cut]).state_dict()["patience"]))
         patience = counting([], saved)
         for number, loss in enumerate(losses[cut:], cut + 1):
-            patience.is_over_with(5 * number, {"eval/loss": loss})
-        assert patience.facts() == unbroken.facts()
-    other = counting([], counting(losses).facts()["patience"], best_metric="eval/nats_per_byte")
-    assert waited(other) == (0, 0, None) and not other.is_over
+            patience.update(5 * number, {"eval/loss": loss})
+        assert patience.state_dict() == unbroken.state_dict()
+    other = counting(
+        [], counting(losses).state_dict()["patience"], best_metric="eval/nats_per_byte"
+    )
+    assert waited(other) == (0, 0, None) and not other.should_stop
 
 
 def test_better_reads_what_runs_have_saved() -> None:

@@ -73,7 +73,7 @@ def expected(datasets: Datasets) -> dict[str, float]:
     """Loss by the plain loop over layers, summed over all validation batches."""
     decoder = Decoder(MODEL, AxisRules.from_config(MeshConfig()))
     steps = steps_of(MeshConfig(), PipelineConfig(), datasets)
-    params: Any = steps.partition.unstack(steps.init().params)
+    params: Any = steps.param_layout.unstack(steps.init().params)
     loss = jax.jit(decoder.loss)
     assert datasets.validation is not None
     nats = targets = size = 0.0

@@ -74,7 +74,7 @@ def test_the_harness_finds_the_same_accuracy(
     opened = open_model(
         resolve_model(str(folder / "hf")), [f"{key}={value}" for key, value in MESH.items()]
     )
-    asked = LanguageModel(opened.load(print), ScoringTokenizer(opened.tokenizer, opened.room))
+    asked = LanguageModel(opened.load(print), ScoringTokenizer(opened.tokenizer, opened.max_length))
     results = list(MultipleChoice(read_questions(str(path), "here")).results(asked))
     assert done["results"]["questions"]["acc,none"] == summarize_results(results)["accuracy"]
     for sample, mine in zip(done["samples"]["questions"], results, strict=True):

@@ -73,10 +73,10 @@ def test_a_long_text_is_predicted_once(requests: LanguageModel) -> None:
 
 def test_what_exceeds_a_row_is_cut_behind_the_begin_token(requests: LanguageModel) -> None:
     texts = ScoringTokenizer(BYTES, 9)
-    row = texts.fitted(texts.row("0123456789", "abcd"))
+    row = texts.truncate(texts.sequence("0123456789", "abcd"))
     assert row.context == [BYTES.begin_id, *b"56789"] and row.target == [*b"abcd"]
     with pytest.raises(ConfigError, match="must fit into a row of 9 tokens"):
-        texts.fitted(texts.row("x", "0123456789"))
+        texts.truncate(texts.sequence("x", "0123456789"))
 
 
 def test_continuations_end_where_they_should(requests: LanguageModel) -> None:
@@ -109,7 +109,7 @@ def test_settings_that_are_not_computed_are_refused(
 def test_interrupts_and_numbers_that_are_not_finite(requests: LanguageModel) -> None:
     asked = iter([False, True])
     scorer = Scorer(weights(), 2)
-    rows = [requests.texts.row(*pair) for pair in PAIRS]
+    rows = [requests.texts.sequence(*pair) for pair in PAIRS]
     done: list[int] = []
     with pytest.raises(KeyboardInterrupt):
         scorer.score(rows, stops=lambda: next(asked), moved=done.append)

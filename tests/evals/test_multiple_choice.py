@@ -67,8 +67,8 @@ def made(path: Path, model: dict[str, Any], keys: list[str]) -> tuple[Task, Any,
     [task] = open_tasks(config, tokenizer)
     task.compile(steps)
     state = steps.init()
-    plain = jax.device_get(steps.partition.unstack(state.params))
-    return task, (steps.partition.decoder, plain), state.params
+    plain = jax.device_get(steps.param_layout.unstack(state.params))
+    return task, (steps.param_layout.decoder, plain), state.params
 
 
 def logprob(decoder: Any, params: Any, context: str, choice: str) -> float:
@@ -93,18 +93,18 @@ def test_choices_are_as_likely_as_the_plain_loop_says(
     layout: str, model: dict[str, Any], questions: Path
 ) -> None:
     task, (decoder, plain), params = made(questions, model, LAYOUTS[layout])
-    assert task._scoring.shape == (8, 16)  # no longer than questions need
+    assert task._scoring_steps.shape == (8, 16)  # no longer than questions need
     pairs = [("the sea", " is wet"), ("2 + 2 =", " five"), ("", "Yes"), *[("a ", "h")] * 9]
     task._params = params
     found = [score.logprob for score in task.loglikelihood(pairs)]
     wanted = [logprob(decoder, plain, context, choice) for context, choice in pairs]
     assert found == pytest.approx(wanted, rel=TOLERANCE)
     moved: list[int] = []
-    answered = task.answered(params, lambda: False, lambda: moved.append(1))
+    answered = task.evaluate(params, lambda: False, lambda: moved.append(1))
     assert answered is not None and answered["questions"] == 4 and moved
-    assert task.answered(params, lambda: True, lambda: None) is None
+    assert task.evaluate(params, lambda: True, lambda: None) is None
     broken = jax.tree.map(lambda leaf: leaf * np.nan, params)
-    answered = task.answered(broken, lambda: False, lambda: None)
+    answered = task.evaluate(broken, lambda: False, lambda: None)
     assert answered is not None and np.isnan(answered["accuracy"])
 
 
@@ -130,9 +130,9 @@ def test_contexts_as_a_template_writes_them(questions: Path, tmp_path: Path) -> 
     chats = ["data.source=jsonl", "data.path=x", "data.chat=messages"]
     keys = [*chats, f"data.chat_template={template}", "eval.tasks.q.chat=true"]
     task, *_ = made(questions, MODEL, keys)
-    [first, *_] = task._exam.questions
+    [first, *_] = task._multiple_choice.questions
     assert first == Question(1, "the sea<end>A: ", ("is wet", "dry"), 0)
-    row = task._texts.row(*task._exam.continuations(first)[0])
+    row = task._texts.sequence(*task._multiple_choice.continuations(first)[0])
     assert row.context == [*b"the sea", 257, *b"A: "] and row.target == [*b"is wet"]
 
 

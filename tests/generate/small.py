@@ -100,7 +100,7 @@ def followed(
     numbers: Sequence[int],
 ) -> tuple[np.ndarray, np.ndarray]:
     """Tokens and log-probabilities `[rows, tokens]` behind the prompts."""
-    shards = decoding.shards
+    shards = decoding.batch_multiple
     rows = -(-len(prompts) // shards) * shards
     size = DecodeShape(rows, padded_length(max(map(len, prompts))), MORE)
     steps = list(decoding.run(params, prompts, numbers, size))

@@ -51,7 +51,7 @@ class Model:
         for prompt, number in zip(prompts, numbers, strict=True):
             self.asked.append(self.tokenizer.decode(prompt))
             rows.append([*self.tokenizer.encode(ANSWERS[number % 2]).tolist(), end])
-        for step in range(size.more):
+        for step in range(size.max_new_tokens):
             yield np.asarray([row[min(step, len(row) - 1)] for row in rows]), np.zeros(len(rows))
 
 

@@ -49,12 +49,12 @@ class Script:
     ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         assert refill is None
         self.sizes.append(size)
-        for step in range(size.more):
+        for step in range(size.max_new_tokens):
             self.steps += 1
             rows = [[*self.texts[number], BYTES.end_id] for number in numbers]
             tokens = [row[step] if step < len(row) else BYTES.pad_id for row in rows]
-            tokens += [BYTES.pad_id] * (size.rows - len(tokens))
-            yield np.asarray(tokens), np.full(size.rows, self.logprob)
+            tokens += [BYTES.pad_id] * (size.batch_size - len(tokens))
+            yield np.asarray(tokens), np.full(size.batch_size, self.logprob)
 
 
 def completed(
@@ -63,20 +63,20 @@ def completed(
     """What was written, and what was streamed of all rows."""
     written: list[Completion] = []
     streamed: list[str] = []
-    prompts = encode_prompts(texts, BYTES, limits.room)
+    prompts = encode_prompts(texts, BYTES, limits.max_length)
     given = (cast(DecodeEngine, script), None, BYTES, prompts, limits)
     try:
         complete(*given, write=written.append, stream=streamed.append, **options)
     except KeyboardInterrupt:
-        written.append(cast(Completion, SimpleNamespace(finish="raised")))
+        written.append(cast(Completion, SimpleNamespace(finish_reason="raised")))
     return written, "".join(streamed)
 
 
 def test_why_rows_are_over() -> None:
     script = Script(b"short", b"up to here. More", b"too long for that", b"no room is left")
-    limits = GenerationLimits(max_tokens=14, room=18, stops=("here",))
+    limits = GenerationLimits(max_tokens=14, max_length=18, stops=("here",))
     found, _ = completed(script, ["a", "b", "c", "12345678"], limits)
-    assert [each.finish for each in found] == ["end", "stop", "length", "room"]
+    assert [each.finish_reason for each in found] == ["end", "stop", "length", "room"]
     assert [each.text for each in found] == ["short", "up to ", "too long for t", "no room i"]
     assert found[0].tokens == [*b"short", BYTES.end_id] and found[1].tokens == list(b"up to here")
     assert found[2].logprobs == [-0.5] * 14
@@ -106,7 +106,7 @@ def test_an_interrupt_keeps_what_there_is() -> None:
     script = Script(b"ab", "cdefg é".encode(), b"hijklmn")
     asked = iter([False] * 6 + [True])
     found, _ = completed(script, ["", "", ""], GenerationLimits(20, 99), stops=lambda: next(asked))
-    assert [each.finish for each in found] == ["end", "interrupted", "interrupted", "raised"]
+    assert [each.finish_reason for each in found] == ["end", "interrupted", "interrupted", "raised"]
     assert [each.text for each in found[:3]] == ["ab", "cdefg \ufffd", "hijklmn"]
     assert script.steps == 7
 
@@ -121,7 +121,7 @@ def test_a_prompt_must_leave_room() -> None:
     with pytest.raises(ConfigError) as caught:
         encode_prompts(["ok", "abcd"], BYTES, 5)
     (problem,) = caught.value.problems
-    assert (problem.where, problem.given) == ("prompt 2", "'abcd'")
+    assert (problem.where, problem.value) == ("prompt 2", "'abcd'")
     assert "has 5 tokens, control tokens included" in problem.rule and "5 (train" in problem.rule
     assert problem.action.endswith("set train.sequence_length=10 to go beyond that.")
 

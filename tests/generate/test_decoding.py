@@ -68,7 +68,7 @@ def test_a_row_is_the_same_by_itself_and_nothing_is_compiled_twice() -> None:
     tokens, logprobs = followed(decoding, params, PROMPTS, range(5))
     other, _ = followed(decoding, params, PROMPTS[::-1], range(4, -1, -1))
     assert other[::-1].tolist() == tokens.tolist()
-    assert decoding._extend._cache_size() == decoding._step._cache_size() == 1
+    assert decoding._prefill_program._cache_size() == decoding._decode_program._cache_size() == 1
     for row, prompt in enumerate(PROMPTS):
         alone, nats = followed(decoding, params, [prompt], [row])
         assert alone[0].tolist() == tokens[row].tolist()
@@ -100,7 +100,7 @@ def test_prompts_in_the_place_of_rows_that_are_over(case: str) -> None:
     prompts = PROMPTS * 2
     wanted, nats = followed(decoding, params, prompts, range(10))
     lengths = [2, 7, 5, 7, 1, 6, 3, 7, 4, 7]
-    waiting, rows = list(range(10)), [0, 1, 2, 3][: max(2, decoding.shards)]
+    waiting, rows = list(range(10)), [0, 1, 2, 3][: max(2, decoding.batch_multiple)]
     del waiting[: len(rows)]
     found: list[list[tuple[int, float]]] = [[] for _ in prompts]
     new: list[RefillPrompt] = []
@@ -159,7 +159,7 @@ def test_no_device_copies_all_rows_to_split_them(capfd: pytest.CaptureFixture[st
 
 def test_caches_are_split_over_rows_and_heads() -> None:
     decoding, _ = decoding_of(LLAMA, mesh=MESHES["tensor-data"][1])
-    cache = decoding._empty(DecodeShape(4, 16, 3)).caches[2]
+    cache = decoding._init_program(DecodeShape(4, 16, 3)).caches[2]
     assert cache.keys.shape == (4, 2, 19, 6)
     assert cache.keys.sharding.shard_shape(cache.keys.shape) == (2, 1, 19, 6)
     assert cache.segments.sharding.shard_shape(cache.segments.shape) == (2, 19)
@@ -168,7 +168,7 @@ def test_caches_are_split_over_rows_and_heads() -> None:
 def test_layers_with_a_window_keep_its_tokens() -> None:
     """The middle one of three sees all; `test_long_prompts_come_in_pieces` goes around the ring."""
     decoding, _ = decoding_of(GEMMA)
-    caches = jax.eval_shape(lambda: decoding._empty(DecodeShape(2, 16, 500))).caches
+    caches = jax.eval_shape(lambda: decoding._init_program(DecodeShape(2, 16, 500))).caches
     assert [cache.keys.shape[2] for cache in caches] == [5 - 1 + 16, 516, 5 - 1 + 16]
 
 
@@ -182,9 +182,9 @@ def test_a_step_copies_neither_parameters_nor_caches() -> None:
     decoding, params = decoding_of(LLAMA)
     params = jax.jit(decoding.decoder.by_layer)(params)
     given: Any = jax.ShapeDtypeStruct((2,), jnp.int32)
-    kept = jax.eval_shape(lambda: decoding._empty(DecodeShape(2, 16, 5000)))
+    kept = jax.eval_shape(lambda: decoding._init_program(DecodeShape(2, 16, 5000)))
     with jax.set_mesh(decoding.mesh):
-        step = decoding._step.lower(
+        step = decoding._decode_program.lower(
             params, kept, given, SampledTokens(given, given, given)
         ).compile()
     memory, num_bytes = step.memory_analysis(), 4 * kept.caches[0].keys.size
@@ -196,7 +196,9 @@ def test_a_step_copies_neither_parameters_nor_caches() -> None:
     ("longest", "wanted"), [(1, 16), (16, 16), (17, 32), (512, 512), (513, 1024), (1025, 1536)]
 )
 def test_prompts_of_few_sizes_are_compiled(longest: int, wanted: int) -> None:
-    assert padded_length(longest) == wanted and wanted % DecodeShape(1, wanted, 1).piece == 0
+    assert (
+        padded_length(longest) == wanted and wanted % DecodeShape(1, wanted, 1).prefill_chunk == 0
+    )
 
 
 def test_prompts_end_together() -> None:

@@ -31,7 +31,7 @@ def staged_of(
     decoder = Decoder(model, AxisRules.from_config(mesh))
     count = math.prod(getattr(mesh, f"ici_{axis}") for axis in MESH_AXES)
     grid = build_mesh(mesh, jax.devices()[:count])
-    layout = LayerLayout(Ring(len(cut), 1), cut, kinds=decoder.model.layers)
+    layout = LayerLayout(Ring(len(cut), 1), cut, layer_types=decoder.model.layers)
     parts = ParamLayout(decoder, layout, grid)
     params = jax.jit(decoder.init)(jax.random.key(2))
     placed = jax.jit(parts.stack, out_shardings=parts.shardings(parts.specs))(params)

@@ -19,7 +19,7 @@ BYTES = ByteTokenizer()
 def pieces(tokenizer: Tokenizer, ids: Any, prompt: tuple[int, ...] = ()) -> tuple[list[str], str]:
     """Text by token, and the rest."""
     stream = IncrementalDetokenizer(tokenizer, prompt)
-    return [stream.add(int(token)) for token in ids], stream.rest()
+    return [stream.add(int(token)) for token in ids], stream.flush()
 
 
 def test_characters_wait_until_they_are_complete() -> None:
@@ -92,9 +92,9 @@ def stopped(text: str, stops: list[str], cuts: tuple[int, ...]) -> tuple[str, bo
     reader, found = StopStringMatcher(stops), ""
     for start, end in itertools.pairwise((0, *cuts, len(text))):
         found += reader.add(text[start:end])
-        if reader.found:
+        if reader.matched:
             return found, True
-    return found + reader.rest(), False
+    return found + reader.flush(), False
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ def begun(
     base: Path, runs: Path, *overrides: str, saved: bool = False
 ) -> tuple[LoadedConfig, Steps, RunStart]:
     """A run's start; of one that has `saved` it goes on."""
-    section = {**open_folder(str(base)).described.section, "compute_dtype": "float32"}
+    section = {**open_folder(str(base)).description.section, "compute_dtype": "float32"}
     section["param_dtype"] = "float32"
     known = {
         "run": {"name": "adapted", "dir": str(runs)},
@@ -50,7 +50,7 @@ def begun(
     mesh = build_mesh(config.mesh, jax.devices()[: config.mesh.cpu_devices])
     steps = steps_from_config(config, mesh, np.zeros(config.model.vocab_size, np.int32))
     train = SimpleNamespace(
-        fingerprint=dict(FINGERPRINT).copy, go_on=lambda fingerprint, step: False
+        fingerprint=dict(FINGERPRINT).copy, resume_mixture=lambda fingerprint, step: False
     )
     datasets: Any = SimpleNamespace(train=train)
     console: Any = Said()
@@ -69,5 +69,5 @@ def made(base: Path, runs: Path, *overrides: str) -> Made:
     with CheckpointManager(folder, loaded.config.checkpoint) as checkpoints:
         checkpoints.save(1, lambda: saved, to_dict(loaded.config), data, last=True)
     read = read_folder_params(open_folder(str(base)), steps.abstract_base)
-    whole = steps.whole(read, saved["params"])
-    return Made(folder, steps, jax.device_get(steps.partition.by_kind(whole)))
+    whole = steps.merge_adapters(read, saved["params"])
+    return Made(folder, steps, jax.device_get(steps.param_layout.split_layer_types(whole)))

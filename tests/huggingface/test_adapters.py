@@ -51,18 +51,18 @@ def logits(decoder: Decoder, params: Any, vocab: int = maker.VOCAB) -> np.ndarra
 
 
 def of_adapters(run: Made, vocab: int = maker.VOCAB) -> np.ndarray:
-    return logits(run.steps.partition.decoder, run.params, vocab)
+    return logits(run.steps.param_layout.decoder, run.params, vocab)
 
 
 def of_folder(folder: Path) -> np.ndarray:
     source = open_folder(str(folder))
-    names = source.mapped.shapes
+    names = source.mapping.shapes
     every = {name: tuple(slice(0, size) for size in names[name]) for name in names}
-    flat = {name: source.region(name, np.dtype(np.float32), every[name]) for name in names}
+    flat = {name: source.read_region(name, np.dtype(np.float32), every[name]) for name in names}
     params = unflatten({tuple(name.split(".")): values for name, values in flat.items()})
     config = replace(source.config, compute_dtype="float32")
     decoder = Decoder(config, AxisRules.from_config(MeshConfig()))
-    kinds = decoder.model.kinds
+    kinds = decoder.model.layer_types
     if len(kinds) == 1:
         params["layers"] = {next(iter(kinds)): params["layers"]}
     return logits(decoder, params)
@@ -147,8 +147,8 @@ def test_a_run_goes_on_beside_its_base_wherever_that_is(base: Path, tmp_path: Pa
     with pytest.raises(ConfigError, match="must be a folder"):
         begun(base, tmp_path, *again, f"checkpoint.restore_from=hf:{own}", saved=True)
     _, steps, start = begun(tmp_path / "moved", tmp_path, *again, *staged, saved=True)
-    parts = steps.partition
-    found = jax.device_get(parts.by_kind(jax.jit(parts.to_saved)(start.state.params)))
+    parts = steps.param_layout
+    found = jax.device_get(parts.split_layer_types(jax.jit(parts.to_saved)(start.state.params)))
     for name, wanted in leaves_by_name(run.params).items():
         np.testing.assert_array_equal(leaves_by_name(found)[name], wanted, err_msg=name)
     other = (*again, f"checkpoint.restore_from={run.folder}", "run.name=next")

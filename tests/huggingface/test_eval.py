@@ -58,7 +58,7 @@ def by_text(folder: Path) -> list[tuple[float, int]]:
     steps = steps_from_config(
         chosen.loaded.config, build_mesh(MeshConfig(), jax.devices()[:1]), np.zeros(1)
     )
-    params = steps.partition.by_kind(chosen.params(steps))
+    params = steps.param_layout.split_layer_types(chosen.params(steps))
     decoder = Decoder(chosen.loaded.config.model, rules)
     apply, room, found = jax.jit(decoder.apply), 40, []
     for text in TEXTS:

@@ -97,7 +97,7 @@ def logits(folder: Path, model: str, tokens: np.ndarray, vocab: int = VOCAB) -> 
     )
     config = chosen.loaded.config
     steps = steps_from_config(config, build_mesh(MeshConfig(), jax.devices()[:1]), np.zeros(vocab))
-    params = steps.partition.by_kind(chosen.params(steps))
+    params = steps.param_layout.split_layer_types(chosen.params(steps))
     decoder = Decoder(config.model, AxisRules.from_config(MeshConfig()))
     rows = jnp.asarray(tokens, jnp.int32)
     batch = {"tokens": rows, "segment_ids": jnp.ones_like(rows)}

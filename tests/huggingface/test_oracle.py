@@ -407,7 +407,7 @@ def test_imported_logits_are_those_of_transformers(
     with CheckpointManager(exported[0] / f"{name}-checkpoint", write=False) as checkpoints:
         params = checkpoints.restore(0).state["params"]
     decoder = Decoder(config, AxisRules.from_config(MeshConfig()))
-    kinds = [*decoder.model.kinds]
+    kinds = [*decoder.model.layer_types]
     if len(kinds) == 1:
         params["layers"] = {kinds[0]: params["layers"]}
     # The kernels of splash take whole blocks: behind its tokens, a row is padding.
@@ -433,8 +433,8 @@ def test_exported_models_have_the_same_logits_in_transformers(name: str, folders
 def test_all_bits_are_the_same_again(name: str, folders, exported) -> None:
     before, after = open_folder(folders[name]["folder"]), open_folder(exported[1][name]["folder"])
     assert before.dtypes == after.dtypes
-    assert before.described.section == after.described.section
-    for tensor in before.mapped.tensors:
+    assert before.description.section == after.description.section
+    for tensor in before.mapping.tensors:
         bits = [each._files[tensor].read(each._names[tensor]) for each in (before, after)]
         assert bits[0].tobytes() == bits[1].tobytes()
 
@@ -462,7 +462,7 @@ def test_what_is_said_of_quantised_experts_works(tmp_path: Path) -> None:
     assert run.returncode == 0, run.stderr
     found = open_folder(str(tmp_path / "NEW"))
     assert {*found.dtypes.values()} == {"BF16"}
-    gate = found.region("layers.experts.gate", np.dtype(np.float32), [slice(None)] * 4)
+    gate = found.read_region("layers.experts.gate", np.dtype(np.float32), [slice(None)] * 4)
     assert gate.shape == (2, 64, 3, 96) and len(np.unique(np.abs(gate))) < 100
 
 

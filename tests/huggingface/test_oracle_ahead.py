@@ -73,7 +73,7 @@ def test_logits_and_losses_ahead_are_those_of_transformers(
             mine = jax.tree.map(lambda leaf, at=head: leaf[at], params["ahead"])
             later = decoder.embed(params["embedding"], jnp.roll(tokens, -1 - head, axis=1))
             at = jnp.int32(head)
-            hidden, *_ = decoder.layer_ahead(mine, hidden, later, batch, at)
+            hidden, *_ = decoder.mtp_layer(mine, hidden, later, batch, at)
             table = params["embedding"].T if config.tied_embeddings else params["head"]
             # The oracle has been given one token more.
             wanted = saved[f"arr_{head}"][:, :-1]

@@ -95,7 +95,7 @@ def packed(texts: list[list[int]]) -> Batch:
 def steps_at(job: dict[str, Any], layout: str) -> tuple[Steps, Any]:
     """Steps of a run that starts from the folder, and its first state."""
     source = open_folder(job["folder"])
-    section = {**source.described.section, "compute_dtype": "float32"}
+    section = {**source.description.section, "compute_dtype": "float32"}
     if "moe" in section:
         section["moe"] = {**section["moe"], "balance_weight": 0.0, "z_weight": 0.0}
     known = {
@@ -109,7 +109,7 @@ def steps_at(job: dict[str, Any], layout: str) -> tuple[Steps, Any]:
     config = load(LAYOUTS[layout], known, "test").config
     mesh = build_mesh(config.mesh, jax.devices()[: config.mesh.cpu_devices])
     steps = steps_from_config(config, mesh, np.zeros(config.model.vocab_size, np.int32))
-    return steps, steps.with_weights(read_folder_params(source, steps.abstract_saved["params"]))
+    return steps, steps.init_from_params(read_folder_params(source, steps.abstract_saved["params"]))
 
 
 def close(found: np.ndarray, wanted: np.ndarray) -> None:
@@ -146,7 +146,9 @@ def test_training_is_that_of_torch(kind: str, layout: str, jobs, trained: Path) 
     before, after = open_folder(jobs[kind]["folder"]), open_folder(str(trained / kind))
     for name, found in params.items():
         whole = [slice(None)] * found.ndim
-        old, wanted = (each.region(name, np.dtype(np.float32), whole) for each in (before, after))
+        old, wanted = (
+            each.read_region(name, np.dtype(np.float32), whole) for each in (before, after)
+        )
         close(found, wanted)
         assert np.abs(found - old).max() > 1e-3, name
 
@@ -192,10 +194,10 @@ def test_greedy_tokens_are_the_same(kind: str, jobs, answered) -> None:
     prompts = asked_of(jobs[kind], "greedy")
     with jax.default_matmul_precision("highest"):
         steps, state = steps_at(jobs[kind], "one")
-        decoder = Decoder(steps.partition.decoder.config, AxisRules.from_config(MeshConfig()))
-        params = steps.partition.by_kind(steps.to_saved(state)["params"])
+        decoder = Decoder(steps.param_layout.decoder.config, AxisRules.from_config(MeshConfig()))
+        params = steps.param_layout.split_layer_types(steps.to_saved(state)["params"])
         sampling = Sampling(temperature=0.0)
-        decoding = DecodeEngine(decoder, steps.partition.mesh, sampling, seed=0)
+        decoding = DecodeEngine(decoder, steps.param_layout.mesh, sampling, seed=0)
         rows = decoding.run(params, prompts, [0, 1, 2], DecodeShape(3, 32, NEW))
         found = np.stack([tokens for tokens, _ in rows], 1)
     assert found.tolist() == answered["greedy", kind]

@@ -73,7 +73,7 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
 def config_of(job: dict[str, Any], layout: str) -> Config:
     base = Path(job["tokenizer"]).parent
     known = {
-        "model": {**open_folder(job["folder"]).described.section, "compute_dtype": "float32"},
+        "model": {**open_folder(job["folder"]).description.section, "compute_dtype": "float32"},
         "train": {"objective": "sft", "steps": 1, "batch_size": ROWS, "sequence_length": TOKENS},
         "data": {
             **{"source": "jsonl", "path": str(base / "chats.jsonl"), "chat": "messages"},
@@ -107,14 +107,14 @@ def test_loss_and_gradients_are_those_of_torch(kind: str, layout: str, jobs) -> 
     with jax.default_matmul_precision("highest"), jax.set_mesh(mesh):
         steps = steps_from_config(config, mesh, tokenizer.byte_lengths)
         source = open_folder(job["folder"])
-        state = steps.with_weights(read_folder_params(source, steps.abstract_saved["params"]))
+        state = steps.init_from_params(read_folder_params(source, steps.abstract_saved["params"]))
         run = jax.jit(steps.engine.value_and_grad(steps.train_schedule))
         found = run(state.params, jax.device_put(batch, steps.batch_sharding), None)
     assert float(found.loss) == pytest.approx(wanted, rel=1e-5)
     gradients = jax.device_get(steps.to_saved(state._replace(params=found.gradients))["params"])
     theirs = open_folder(job["gradients"])
     for name, mine in leaves_by_name(gradients).items():
-        close(mine, theirs.region(name, np.dtype(np.float32), [slice(None)] * mine.ndim))
+        close(mine, theirs.read_region(name, np.dtype(np.float32), [slice(None)] * mine.ndim))
 
 
 def logits(folder: Path, model: str, tokens: np.ndarray) -> np.ndarray:

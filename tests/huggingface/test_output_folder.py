@@ -140,26 +140,26 @@ def test_the_language_model_of_a_larger_one_is_taken(tmp_path: Path) -> None:
         named = {prefix + name.removeprefix("model."): each for name, each in tensors.items()}
         folder = maker.write(tmp_path / prefix, config, named | vision)
         found = open_folder(str(folder))
-        assert found.left_out == ("vision_tower.x.weight",)
-        region = found.region("embedding", np.dtype(np.float32), [slice(None)] * 2)
+        assert found.unused_tensors == ("vision_tower.x.weight",)
+        region = found.read_region("embedding", np.dtype(np.float32), [slice(None)] * 2)
         assert (region == tensors["model.embed_tokens.weight"].astype(np.float32)).all()
 
 
 def test_parts_of_parameters_are_those_of_the_whole(tmp_path: Path) -> None:
     config, tensors = maker.mixtral("F32")
     found = open_folder(str(maker.write(tmp_path / "hf", config, tensors)))
-    whole = found.region("layers.experts.up", np.dtype(np.float32), [slice(None)] * 4)
+    whole = found.read_region("layers.experts.up", np.dtype(np.float32), [slice(None)] * 4)
     assert whole.shape == (maker.LAYERS, maker.WIDTH, maker.EXPERTS, maker.MLP)
     name = "model.layers.2.block_sparse_moe.experts.1.w3.weight"
     assert (whole[2, :, 1] == tensors[name].T).all()
     part = (slice(1, 3), slice(2, 9), slice(1, 2), slice(5, None))
-    assert (found.region("layers.experts.up", whole.dtype, part) == whole[part]).all()
+    assert (found.read_region("layers.experts.up", whole.dtype, part) == whole[part]).all()
 
 
 def test_new_tokens_get_the_mean(imported: Path) -> None:
     found = open_folder(str(imported / "hf"))
     size, dtype = maker.VOCAB + 20, np.dtype(np.float32)
-    whole = found.region("head", dtype, [slice(None)] * 2, size)
+    whole = found.read_region("head", dtype, [slice(None)] * 2, size)
     old = maker.read(imported / "hf")["lm_head.weight"].astype(np.float32).T
     assert whole.shape == (maker.WIDTH, size)
     assert (whole[:, : maker.VOCAB] == old).all()
@@ -168,7 +168,7 @@ def test_new_tokens_get_the_mean(imported: Path) -> None:
         (slice(3, 7), slice(maker.VOCAB - 2, size)),
         (slice(None), slice(maker.VOCAB + 4, size)),
     ):
-        assert (found.region("head", dtype, part, size) == whole[part]).all()
+        assert (found.read_region("head", dtype, part, size) == whole[part]).all()
 
 
 def _without(name: str) -> Callable[[Path, dict[str, Any], maker.Tensors], None]:
@@ -302,7 +302,7 @@ def test_an_import_computes_as_its_folder_does(
     data = ["data.source=text", "data.path=x", "train.steps=1"]
     run = load([str(tmp_path / "ckpt" / "config.yml"), *data]).config.model
     assert (run.compute_dtype, run.param_dtype) == (computed, "float32")
-    saved = CheckpointFolder(tmp_path / "ckpt" / "checkpoints").facts(0).config
+    saved = CheckpointFolder(tmp_path / "ckpt" / "checkpoints").read_metadata(0).config
     assert saved["model"]["compute_dtype"] == computed
     assert saved["model"]["param_dtype"] == open_folder(str(folder)).model_dtypes["param_dtype"]
     assert saved["train"]["sequence_length"] == rows
@@ -314,7 +314,7 @@ def test_ctrl_c_leaves_nothing(
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(source.HuggingFaceFolder, "region", interrupt)
+    monkeypatch.setattr(source.HuggingFaceFolder, "read_region", interrupt)
     assert main(["import", str(imported / "hf"), "--out", str(tmp_path / "ckpt")]) == 130
     monkeypatch.setattr("maxpipe.huggingface.export._write_param", interrupt)
     assert main(["export", str(imported / "ckpt"), str(tmp_path / "out")]) == 130

@@ -168,7 +168,7 @@ def test_frequencies_are_those_of_transformers(
         parts: list[tuple[int, Any]] = [
             (number, branch.part)
             for number, kind in enumerate(model.layers)
-            for branch in model.kinds[kind].branches
+            for branch in model.layer_types[kind].branches
             if hasattr(branch.part, "rope")
         ]
         layer, part = parts[-1]

@@ -77,7 +77,7 @@ def test_weights_are_those_of_the_folder(
     overrides += [f"model.vocab_size={VOCAB}"] if grown else []
     overrides += ["checkpoint.restore=all"] if given == "ckpt-all" else []
     start, params, lines = started(weights, tmp_path, *overrides, *LAYOUTS[layout])
-    assert "the weights of" in start.words and int(start.state.step) == 0
+    assert "the weights of" in start.message and int(start.state.step) == 0
     old = {name: each.astype(np.float32) for name, each in maker.read(weights / "hf").items()}
     for name, theirs in (("embedding", "model.embed_tokens"), ("head", "lm_head")):
         table = params[name] if name == "embedding" else params[name].T
@@ -115,7 +115,7 @@ def test_an_import_is_no_run_to_go_on_with(weights: Path) -> None:
 def test_keys_that_a_folder_does_not_decide_are_free(weights: Path, tmp_path: Path) -> None:
     source = f"checkpoint.restore_from=hf:{weights / 'hf'}"
     start, _, _ = started(weights, tmp_path, source, "model.moe.balance_weight=0.5")
-    assert "the weights of" in start.words
+    assert "the weights of" in start.message
 
 
 def test_text_of_a_folder_is_that_of_its_import(

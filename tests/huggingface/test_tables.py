@@ -345,8 +345,8 @@ def test_slabs_are_small_parts_of_whole_rows(most: int) -> None:
         config = model(name)
         both = map_tensors(describe(config), table_for(config)[0])
         for param, shape in both.shapes.items():
-            found, piece = import_slab_shape(both, param, most), both.pieces[param][0]
-            row = math.prod(piece.shape) // piece.sizes[piece.lead]
+            found, piece = import_slab_shape(both, param, most), both.slices[param][0]
+            row = math.prod(piece.shape) // piece.sizes[piece.outer_dim]
             assert math.prod(found) <= max(most, row), (name, param)
             if most == 10**12:
                 assert found == shape
@@ -361,20 +361,24 @@ def test_every_parameter_of_a_family_has_a_row() -> None:
             assert len({row.ours for row in table.tensors}) == len(table.tensors)
             for row in table.tensors:
                 form = parse_axis_mapping(row.dims)
-                sizes = tuple(range(2, 2 + len(form.ours)))
-                kept = [s for name, s in zip(form.ours, sizes, strict=True) if name != form.named]
+                sizes = tuple(range(2, 2 + len(form.param_dims)))
+                kept = [
+                    s
+                    for name, s in zip(form.param_dims, sizes, strict=True)
+                    if name != form.index_dim
+                ]
                 ours = np.arange(np.prod(kept)).reshape(kept)
-                theirs = form.to_theirs(ours)
+                theirs = form.to_hf(ours)
                 assert theirs.shape == form.shape(sizes)
-                assert (form.to_ours(theirs, sizes) == ours).all()
+                assert (form.to_param(theirs, sizes) == ours).all()
 
 
 def test_dims_are_turned_as_the_table_says() -> None:
     query = parse_axis_mapping("d n h -> (n h) d")
     ours = np.arange(30).reshape(5, 3, 2)
-    assert (query.to_theirs(ours) == ours.reshape(5, 6).T).all()
+    assert (query.to_hf(ours) == ours.reshape(5, 6).T).all()
     experts = parse_axis_mapping("d expert f -> f d")
-    assert experts.named == "expert"
+    assert experts.index_dim == "expert"
     assert experts.shape((5, 7, 3)) == (3, 5)
 
 

@@ -152,7 +152,7 @@ def test_a_long_run_may_lose_more_nodes_than_may_fail_in_a_row(write: Write):
 def test_codes_follow_the_rule_of_all_launchers(write: Write, tmp_path: Path):
     _, jobset = manifests(write("gke", *NEEDED))
     for code in range(1, 256):
-        assert (outcome(jobset, code) == NEVER) != RestartPolicy(1, tmp_path).again(code)
+        assert (outcome(jobset, code) == NEVER) != RestartPolicy(1, tmp_path).should_restart(code)
 
 
 def test_every_host_of_every_slice_gets_a_pod(write: Write):

@@ -33,8 +33,8 @@ from tests.launch.conftest import QUICKSTART
 def test_hosts_and_processes(text: str, slices: int, hosts: int, chips: int, processes: int):
     topology = parse_topology(text, slices)
     found = hosts_of(topology)
-    assert (found.count, found.chips, found.processes) == (hosts, chips, processes)
-    assert topology.num_devices % found.processes == 0
+    assert (found.num_hosts, found.chips_per_host, found.num_processes) == (hosts, chips, processes)
+    assert topology.num_devices % found.num_processes == 0
 
 
 @pytest.mark.parametrize("text", ["v5e:2x3", "v5p:1x1x2", "gb200:6"])

@@ -270,8 +270,8 @@ def test_buckets_are_noted_as_unchecked(launch: Callable[..., int], capsys: Capt
 
 def test_the_first_error_of_a_long_log_is_found(tmp_path: Path):
     log = ProcessLog(tmp_path / "process-0.log")
-    with log.begin(1, "maxpipe train") as file:
+    with log.open_attempt(1, "maxpipe train") as file:
         file.write(b"Traceback (most recent call last):\n  File\nValueError: of another attempt\n")
-    with log.begin(2, "maxpipe train") as file:
+    with log.open_attempt(2, "maxpipe train") as file:
         file.write(b"mesh      stage 4\n" + b"step 1\n" * 50)
     assert log.first_error() == "\n".join(["step 1"] * 10)

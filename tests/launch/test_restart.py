@@ -19,7 +19,7 @@ def save(run_dir: Path, step: int) -> None:
 def test_what_another_start_would_repeat_is_final(tmp_path: Path, code: int):
     restarts = RestartPolicy(3, tmp_path)
     save(tmp_path, 4)  # progress changes nothing
-    assert not restarts.again(code)
+    assert not restarts.should_restart(code)
 
 
 @pytest.mark.parametrize("code", [-9, -6, 137, 71])
@@ -27,31 +27,31 @@ def test_a_kill_or_hang_is_followed_by_a_limited_number_of_starts_without_progre
     tmp_path: Path, code: int
 ):
     restarts = RestartPolicy(2, tmp_path)
-    assert [restarts.again(code) for _ in range(3)] == [True, True, False]
+    assert [restarts.should_restart(code) for _ in range(3)] == [True, True, False]
 
 
 def test_a_newer_checkpoint_starts_the_count_again(tmp_path: Path):
     save(tmp_path, 4)
     restarts = RestartPolicy(1, tmp_path)
     for step in (8, 12, 16):
-        assert restarts.again(-9)  # the first without progress
+        assert restarts.should_restart(-9)  # the first without progress
         save(tmp_path, step)
-        assert restarts.again(-9) and restarts.fruitless == 0
-    assert restarts.again(-9) and not restarts.again(-9)
+        assert restarts.should_restart(-9) and restarts.failures_without_progress == 0
+    assert restarts.should_restart(-9) and not restarts.should_restart(-9)
 
 
 def test_stops_that_saved_do_not_count(tmp_path: Path):
     restarts = RestartPolicy(0, tmp_path)
-    assert all(restarts.again(75) for _ in range(20))
-    assert not restarts.again(-9)
+    assert all(restarts.should_restart(75) for _ in range(20))
+    assert not restarts.should_restart(-9)
 
 
 def test_a_stop_with_a_newer_checkpoint_starts_the_count_again(tmp_path: Path):
     restarts = RestartPolicy(1, tmp_path)
     for step in (4, 8, 12):
-        assert restarts.again(71)
+        assert restarts.should_restart(71)
         save(tmp_path, step)
-        assert restarts.again(75) and restarts.fruitless == 0
+        assert restarts.should_restart(75) and restarts.failures_without_progress == 0
 
 
 def test_only_complete_checkpoints_count(tmp_path: Path):
@@ -94,7 +94,7 @@ def test_what_is_saved_elsewhere_is_known_from_the_records(tmp_path: Path):
         with records.open("a") as file:
             file.write(json.dumps({"event": event, "step": step}) + "\n")
         assert newest_step(tmp_path, "gs://bucket") == newest
-    assert restarts.again(-9) and restarts.fruitless == 0
+    assert restarts.should_restart(-9) and restarts.failures_without_progress == 0
     with records.open("a") as file:
         file.write('{"event": "checkp')
-    assert restarts.again(-9) and not restarts.again(-9)
+    assert restarts.should_restart(-9) and not restarts.should_restart(-9)

@@ -68,7 +68,7 @@ def reference(
     """Token by token and head by head in float64; `numbers` are this layer's."""
     rope = part.rope
     theta, factor = (numbers.get(str(each), each) for each in (rope.theta, rope.factor))
-    angles = angles_of(rope, rope.turned or part.head_size, float(theta), float(factor))
+    angles = angles_of(rope, rope.rotary_dims or part.head_size, float(theta), float(factor))
     window = numbers.get(part.window, 0)
     scale = part.head_size**-0.5 if part.scale is None else part.scale
 
@@ -78,7 +78,7 @@ def reference(
             norm = part.head_norm
             vector = vector / math.sqrt((vector**2).mean() + norm.epsilon)
             vector = vector * (norm.offset + weights[f"{name}_norm"])
-        end = rope.turned or part.head_size
+        end = rope.rotary_dims or part.head_size
         first = turned(vector[:end], int(positions[b, t]), angles)
         return np.concatenate([first, vector[end:]])
 
@@ -119,7 +119,7 @@ NORM = RMSNorm(8, 1e-3, offset=1.0)
         (part_with(rope=Rope(50.0, 8.0)), [0]),
         (part_with(6, 2, window="window", rope=Rope("theta", "factor"), scale=0.2), [0, 1]),
         (part_with(soft_cap=0.7, head_norm=NORM, window="window"), [1]),
-        (part_with(6, 2, gated=True, head_norm=NORM, rope=Rope(50.0, turned=2)), [0]),
+        (part_with(6, 2, gated=True, head_norm=NORM, rope=Rope(50.0, rotary_dims=2)), [0]),
     ],
     ids=[
         *("full heads", "grouped", "one kv head", "stretched", "linear"),
@@ -215,7 +215,7 @@ def test_rotation_by_a_product_is_the_same(dtype: Any, turned: int) -> None:
     """With the backend of TPUs: values, and gradients, to the last bits that a sum may change."""
     x, grad = jax.random.normal(jax.random.key(0), (2, 2, 5, 3, 8)).astype(dtype)
     positions = jnp.arange(5)[None] + jnp.asarray([[0], [700]])
-    angles = rotary_frequencies(Rope(10000.0, turned=turned), 8, NO_CONTEXT)
+    angles = rotary_frequencies(Rope(10000.0, rotary_dims=turned), 8, NO_CONTEXT)
     (wanted, back), (found, own) = (
         jax.vjp(lambda x, backend=backend: rotate(x, positions, angles, 1.25, backend), x)
         for backend in ("xla", "splash")

@@ -49,7 +49,7 @@ ENGINE = [
 def test_the_engine_trains_as_with_plain_attention(case: Case) -> None:
     def run(case: Case) -> Any:
         steps = steps_of(case, case.rows)
-        parts = steps.partition
+        parts = steps.param_layout
         params = jax.jit(parts.decoder.init)(jax.random.key(0))
         run = steps.engine.value_and_grad(steps.train_schedule)
 

@@ -82,7 +82,7 @@ def test_a_larger_base_in_longer_rows() -> None:
 def test_the_rest_of_a_head_does_not_turn() -> None:
     x = jax.random.normal(jax.random.key(0), (2, 5, 3, 10))
     positions = jnp.arange(5)[None] + jnp.asarray([[0], [7]])
-    angles = rotary_frequencies(Rope(500.0, turned=6), 10, NOWHERE)
+    angles = rotary_frequencies(Rope(500.0, rotary_dims=6), 10, NOWHERE)
     found = rotate(x, positions, angles, 1.25)
     np.testing.assert_array_equal(found[..., 6:], x[..., 6:])
     assert_close(found[..., :6], 1.25 * np.asarray(rotate(x[..., :6], positions, angles)))
@@ -143,7 +143,7 @@ def test_biases_are_added_and_do_not_decay() -> None:
     params = jax.jit(decoder.init)(jax.random.key(4))
     attention = params["layers"]["layer"]["attention"]
     assert attention["query_bias"].shape == (3, 6, 10) and not attention["query_bias"].any()
-    params_of = decoder.model.kinds["layer"].parts["attention"].params
+    params_of = decoder.model.layer_types["layer"].parts["attention"].params
     assert [name for name, each in params_of.items() if not each.decays] == [
         "query_bias",
         "key_bias",
@@ -151,7 +151,7 @@ def test_biases_are_added_and_do_not_decay() -> None:
     ]
     # A bias of the values alone goes through attention as it is: shares add up to 1.
     bias = jax.random.normal(jax.random.key(5), (3, 2, 10))
-    part = decoder.model.kinds["layer"].parts["attention"]
+    part = decoder.model.layer_types["layer"].parts["attention"]
     assert isinstance(part, Attention)
     shifted = attention | {"value_bias": bias}
     for_heads = np.repeat(np.asarray(bias[0], np.float64), 3, axis=0)

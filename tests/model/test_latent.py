@@ -23,7 +23,7 @@ LENGTHS = [[9], [2, 4, 3]]
 def part_with(
     query_rank: int = 5, heads: int = 3, length: float = 1.3
 ) -> latent_attention.LatentAttention:
-    rope = Rope(50.0, turned=ROPE, length=length)
+    rope = Rope(50.0, rotary_dims=ROPE, attention_factor=length)
     return latent_attention.LatentAttention(
         D, heads, REST + ROPE, VALUE, RANK, query_rank, 0.5, "xla", rope, 0.3, EPSILON
     )
@@ -62,13 +62,13 @@ def reference(
             vector = normed(x[b, t] @ w["query_down"], w["query_norm"]) @ w["query_up"][:, n]
         else:
             vector = x[b, t] @ w["query"][:, n]
-        last = turned(vector[REST:], int(positions[b, t]), part.rope.length)
+        last = turned(vector[REST:], int(positions[b, t]), part.rope.attention_factor)
         return np.concatenate([vector[:REST], last])
 
     def key_and_value(b: int, s: int, n: int) -> tuple[np.ndarray, np.ndarray]:
         small = normed(x[b, s] @ w["key_value_down"], w["key_value_norm"])
         both = small @ w["key_value_up"][:, n]
-        last = turned(x[b, s] @ w["rope_key"], int(positions[b, s]), part.rope.length)
+        last = turned(x[b, s] @ w["rope_key"], int(positions[b, s]), part.rope.attention_factor)
         return np.concatenate([both[:REST], last]), both[REST:]
 
     out = np.zeros_like(x)
@@ -121,6 +121,6 @@ def test_decoding_from_latents_equals_the_whole_row(part: latent_attention.Laten
 def test_only_plain_attention_has_values_of_another_size() -> None:
     assert part_with().unsupported == frozenset()
     fused = latent_attention.LatentAttention(
-        D, 2, 8, 6, 7, 0, 1.0, "cudnn", Rope(1e4, turned=4), 0.3, 1e-6
+        D, 2, 8, 6, 7, 0, 1.0, "cudnn", Rope(1e4, rotary_dims=4), 0.3, 1e-6
     )
     assert fused.unsupported == {"value_size"}

@@ -56,11 +56,11 @@ def test_rms_norm_knows_the_largest_number_of_each_token(offset: float) -> None:
     module = RMSNorm(mlp.RMSNorm(16, 1e-3, offset))
     with_values(module, scale=np.linspace(-2.5, 2.0, 16))
     x = jax.random.normal(jax.random.key(0), (2, 3, 16)) * jnp.arange(3.0)[:, None]
-    assert_close(module.largest(x), np.abs(np.asarray(module(x))).max(-1, keepdims=True))
+    assert_close(module.max_abs(x), np.abs(np.asarray(module(x))).max(-1, keepdims=True))
     half = x.astype(jnp.bfloat16)
     wanted = np.abs(np.asarray(module(half), np.float32)).max(-1, keepdims=True)
-    np.testing.assert_allclose(module.largest(half), wanted, rtol=2**-7)
-    assert not jax.grad(lambda x: module.largest(x).sum())(x).any()
+    np.testing.assert_allclose(module.max_abs(half), wanted, rtol=2**-7)
+    assert not jax.grad(lambda x: module.max_abs(x).sum())(x).any()
 
 
 @pytest.mark.parametrize("bias", [False, True])

@@ -146,7 +146,7 @@ def test_layers_with_a_state_cost_the_same_at_any_length() -> None:
     without = describe(
         replace(CONFIG, family="qwen3_next", own=replace(NEXT, value_size=8), num_layers=4)
     )
-    part, wider = (each.kinds["delta"].parts["delta"] for each in (model, without))
+    part, wider = (each.layer_types["delta"].parts["delta"] for each in (model, without))
     products = [
         next(each for each in one.operations if isinstance(each, Products)) for one in (part, wider)
     ]

@@ -329,9 +329,13 @@ def test_scores_of_their_own_shared_experts_and_the_router_s_losses(gated: bool)
 def test_what_experts_with_room_compute_is_counted() -> None:
     own = MoeConfig(num_experts=6, top_k=2, capacity_factor=1.5, num_shared_experts=2)
     model = describe(replace(CONFIG, own=own))
-    part = model.kinds["experts"].parts["experts"]
+    part = model.layer_types["experts"].parts["experts"]
     assert isinstance(part, experts.Experts)
-    assert part.rows == 3.0 and (part.room(10), part.room(1), part.room(2)) == (5, 1, 1)
+    assert part.rows == 3.0 and (
+        part.expert_capacity(10),
+        part.expert_capacity(1),
+        part.expert_capacity(2),
+    ) == (5, 1, 1)
     found = {each.param: each for each in part.operations if isinstance(each, Matmul)}
     assert found["up"].needed == pytest.approx(1 / 3) and found["up"].computed == 0.5
     assert part.params["shared_up"].shape == (18, 2 * 28)
@@ -370,7 +374,7 @@ def test_the_model_is_described_once() -> None:
     assert model.layers == ("dense", "experts", "experts", "experts")
     assert model.losses == {"balance": 0.3, "router_z": 0.0, "entropy": 0.0}
     listed = {tag for tag, _, families in summaries() if "moe" in families}
-    assert set(model.summaries) == listed
+    assert set(model.metrics) == listed
     expert = 3 * 18 * 14
     assert count.active_params(model) == count.num_params(model) - 3 * 3 * expert
     needed = count.forward_flops_per_token(model, 32)

@@ -67,7 +67,7 @@ def test_routes_are_those_of_plain_loops(options: dict[str, Any], biased: bool) 
         changed += mine != best(scores, CHOICES)
         weights = np.zeros(EXPERTS)
         weights[mine] = scores[mine] / (scores[mine].sum() if part.normalised else 1.0)
-        assert found.places[row, token].tolist() == mine
+        assert found.expert_ids[row, token].tolist() == mine
         np.testing.assert_allclose(
             found.weights[row, token], weights * part.weight_scale, rtol=1e-5, atol=1e-7
         )
@@ -77,9 +77,12 @@ def test_routes_are_those_of_plain_loops(options: dict[str, Any], biased: bool) 
 def test_a_bias_has_no_gradient_and_keeps_its_type() -> None:
     part = part_with(balance_rate=0.1)
     declared = part.params["router_bias"]
-    assert declared.shape == (EXPERTS,) and declared.exact and not declared.trainable
-    assert part.follows["router_bias"].statistic in part.statistics
-    assert part_with(balance_rate=0.0).follows == {} and "router_bias" not in part_with().params
+    assert declared.shape == (EXPERTS,) and declared.own_dtype and not declared.trainable
+    assert part.balance_updates["router_bias"].statistic in part.statistics
+    assert (
+        part_with(balance_rate=0.0).balance_updates == {}
+        and "router_bias" not in part_with().params
+    )
     x, router = jnp.ones((1, 2, 7)), jnp.ones((7, EXPERTS))
     slope = jax.grad(lambda bias: route_tokens(x, router, part, bias).weights.sum())
     assert not np.asarray(slope(jnp.zeros(EXPERTS))).any()

@@ -111,7 +111,7 @@ def test_lists_hold_each_block_that_is_seen_once(causal: bool, window: int, shuf
     )[0, 0]
     wanted = np.asarray(pairs).reshape(len(first), size, keys // size, size).any((1, 3))
     for kind in (np, jnp):
-        seen = sees.blocks(kind.asarray(first), size, np.arange(0, keys, size), size)
+        seen = sees.intersects_block(kind.asarray(first), size, np.arange(0, keys, size), size)
         assert (np.asarray(seen) == wanted).all()
         for blocks in (seen, seen.T):
             numbers, there = splash._visible_blocks(blocks, 8)
@@ -233,7 +233,7 @@ ENGINE = [
 def test_the_engine_trains_as_with_plain_attention(case: Case) -> None:
     def run(case: Case) -> Any:
         steps = steps_of(case, case.rows)
-        parts, engine = steps.partition, steps.engine
+        parts, engine = steps.param_layout, steps.engine
         params = jax.jit(parts.decoder.init)(jax.random.key(0))
         run = engine.value_and_grad(steps.train_schedule)
 

@@ -55,7 +55,7 @@ def test_counted_parameters_are_those_of_the_tree(tied: bool, num_layers: int, h
     assert count.num_params(model) == tree_params(config)
     layers = jax.eval_shape(Decoder(config, RULES).init, jax.random.key(0))["layers"]
     stacked = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(layers))
-    assert num_layers * count.layer_params(model.kinds[model.layers[0]]) == stacked
+    assert num_layers * count.layer_params(model.layer_types[model.layers[0]]) == stacked
 
 
 @pytest.mark.parametrize(
@@ -220,7 +220,7 @@ def test_layers_ahead_count_as_layers() -> None:
     # The sixth layer is the first with attention to all tokens; one behind the fifth has none.
     layer = count.forward_flops_per_token(longer, tokens)
     layer -= count.forward_flops_per_token(describe(config), tokens)
-    heads = longer.kinds["layer"].parts["attention"].operations
+    heads = longer.layer_types["layer"].parts["attention"].operations
     (scores,) = (each for each in heads if isinstance(each, Scores))
     window = longer.values[scores.window][0]
     pairs = (tokens // 2) - (window - window**2 / (2 * tokens))
@@ -232,7 +232,7 @@ def test_layers_ahead_count_as_layers() -> None:
     mlp = 3 * width * config.d_mlp
     assert frozen == 3 * (layer + projections) - 2 * (2 * width**2 + mlp)
     params = more([], count.num_params)
-    assert params == count.layer_params(longer.kinds["layer"]) + 2 * width**2 + 3 * width
+    assert params == count.layer_params(longer.layer_types["layer"]) + 2 * width**2 + 3 * width
     assert count.num_params(describe(one)) == tree_params(one)
 
 

@@ -44,7 +44,7 @@ def test_the_best_backend_is_chosen(
 ) -> None:
     found = choose(model, platform, tokens)
     assert found.backend == wanted
-    assert [each.startswith(why) for each, why in zip(found.refused, refused, strict=True)] == [
+    assert [each.startswith(why) for each, why in zip(found.rejected, refused, strict=True)] == [
         True
     ] * len(refused)
     assert resolved(model, platform, tokens) == replace(model, attention=wanted)

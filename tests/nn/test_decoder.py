@@ -298,9 +298,9 @@ def test_kinds_run_in_network_order(monkeypatch: pytest.MonkeyPatch) -> None:
     table = {**decoder_module._MODULES, _Counting: _CountingModule}
     monkeypatch.setattr(decoder_module, "_MODULES", table)
     decoder, plain = decoder_with(num_layers=5), describe(SMALL)
-    first, second = plain.kinds["layer"].branches
+    first, second = plain.layer_types["layer"].branches
     counting = Kind((first, dataclasses.replace(second, part=_Counting(16, 20, 0.5))))
-    kinds = {"wide": plain.kinds["layer"], "counting": counting}
+    kinds = {"wide": plain.layer_types["layer"], "counting": counting}
     layers = ("wide", "counting", "counting", "wide", "counting")
     ends = dataclasses.replace(plain.ends, embed_scale=3.0, logit_cap=0.7)
     decoder.__dict__["model"] = Model(kinds, layers, ends)

@@ -81,5 +81,5 @@ def test_divergence_from_the_reference() -> None:
         "reference_logp": reference,
     }
     lost, reports = objective((logp,), inputs)
-    assert objective.reported == ("entropy", "clipped", "kl") and len(reports) == 3
+    assert objective.report_names == ("entropy", "clipped", "kl") and len(reports) == 3
     np.testing.assert_allclose(lost, -1 + 0.5 * each[None], rtol=1e-6)

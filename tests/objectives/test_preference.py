@@ -87,7 +87,7 @@ def called(objective: Preference, pairs: np.ndarray) -> tuple[np.ndarray, dict[s
     lost, reports = jax.jit(lambda scores: objective((scores,), inputs))(halves[0])
     assert all(np.isfinite(each).all() for each in (lost, *reports))
     flat = [np.asarray(each).reshape(-1)[:count] for each in (lost, *reports)]
-    return flat[0], dict(zip(objective.reported, flat[1:], strict=True))
+    return flat[0], dict(zip(objective.report_names, flat[1:], strict=True))
 
 
 @pytest.mark.parametrize(("keys", "wanted", "chosen", "rejected"), TRL, ids=str)

@@ -86,7 +86,7 @@ def test_a_spike_that_is_taken_counts_as_recent_and_one_that_is_not_does_not() -
 
 def test_what_is_remembered_survives_a_checkpoint_bit_for_bit() -> None:
     _, state = run_through(SPIKES, [(x / 3, x / 7) for x, _ in CALM[:5]] + [(NAN, 0.0)])
-    facts = json.loads(json.dumps(state.facts()))
+    facts = json.loads(json.dumps(state.to_json()))
     again = init_guard_state(SPIKES, facts)
     assert again.recent.dtype == state.recent.dtype
     np.testing.assert_array_equal(again.recent, state.recent)
@@ -95,12 +95,12 @@ def test_what_is_remembered_survives_a_checkpoint_bit_for_bit() -> None:
 
 def test_another_window_keeps_the_newest_steps() -> None:
     _, state = run_through(SPIKES, CALM)
-    shorter = init_guard_state(dataclasses.replace(SPIKES, spike_window=4), state.facts())
+    shorter = init_guard_state(dataclasses.replace(SPIKES, spike_window=4), state.to_json())
     np.testing.assert_array_equal(shorter.recent, np.asarray(state.recent)[:, 4:])
-    longer = init_guard_state(dataclasses.replace(SPIKES, spike_window=10), state.facts())
+    longer = init_guard_state(dataclasses.replace(SPIKES, spike_window=10), state.to_json())
     np.testing.assert_array_equal(longer.recent[:, 2:], state.recent)
     assert np.isnan(longer.recent[:, :2]).all()
-    assert init_guard_state(GuardConfig(), state.facts()).recent.shape == (2, 0)
+    assert init_guard_state(GuardConfig(), state.to_json()).recent.shape == (2, 0)
 
 
 def test_one_number_that_is_not_finite_holds_back_the_whole_update() -> None:
@@ -125,7 +125,7 @@ def test_one_number_that_is_not_finite_holds_back_the_whole_update() -> None:
     good, bad = jnp.ones(4, bool), jnp.array([True, True, False, True])
     (taken, state), (not_taken, same) = decide(good), decide(bad)
     assert taken and not not_taken
-    assert state.reach.tolist() == [3.0, 4.0] and same.reach.tolist() == [INF, INF]
+    assert state.bounds.tolist() == [3.0, 4.0] and same.bounds.tolist() == [INF, INF]
     new, old = {"w": jnp.arange(4.0), "count": jnp.int32(5)}, {"w": jnp.ones(4), "count": 4}
     assert select_update(jnp.array(True), new, old)["w"].tolist() == [0.0, 1.0, 2.0, 3.0]
     found = select_update(jnp.array(False), new, old)
@@ -241,7 +241,7 @@ def test_after_a_bad_step_all_goes_on_as_if_it_had_not_been(
     state, rate = run(fresh(), [good[0], bad, bad, good[1], good[2]])
     assert bits((state.params, state.optimizer)) == wanted and rate == straight_rate
     state, _ = run(fresh(), [good[0], bad, bad])
-    saved, facts = steps.to_saved(state), state.guard.facts()
+    saved, facts = steps.to_saved(state), state.guard.to_json()
     state, rate = run(steps.from_saved(saved, init_guard_state(steps.guard, facts)), good[1:])
     assert bits((state.params, state.optimizer)) == wanted and rate == straight_rate
     assert (int(state.step), int(state.guard.skipped)) == (5, 2)
@@ -252,9 +252,9 @@ def test_state_of_a_release_without_a_guard_is_restored(
 ) -> None:
     state, _ = compiled(fresh(), placed(steps, 0))
     again = steps.from_saved(steps.to_saved(state))
-    assert np.isfinite(state.guard.reach).all() and np.isinf(again.guard.reach).all()
+    assert np.isfinite(state.guard.bounds).all() and np.isinf(again.guard.bounds).all()
     assert bits(again._replace(guard=state.guard)) == bits(state)
-    assert bits(again.guard._replace(reach=state.guard.reach)) == bits(state.guard)
+    assert bits(again.guard._replace(bounds=state.guard.bounds)) == bits(state.guard)
 
 
 def test_an_infinite_parameter_stops_all_updates_and_spoils_no_other(

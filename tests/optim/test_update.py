@@ -276,8 +276,10 @@ def test_muon_is_momentum_made_orthogonal_and_adam_elsewhere() -> None:
 def test_rates_are_multiplied_and_averages_follow() -> None:
     config = dataclasses.replace(CONFIG, average_decay=0.75, weight_decay=0.0, warmup_steps=0)
     mine = optimizer_of(config)
-    slow = dataclasses.replace(mine.targets["matrix",], rate=0.25)
-    halved = dataclasses.replace(mine, targets={**mine.targets, ("matrix",): slow})
+    slow = dataclasses.replace(mine.trainable_params["matrix",], rate=0.25)
+    halved = dataclasses.replace(
+        mine, trainable_params={**mine.trainable_params, ("matrix",): slow}
+    )
     params: Any = jax.tree.map(jnp.asarray, tree(0))
     gradient: Any = jax.tree.map(jnp.asarray, tree(1))
     whole, _ = mine.update(gradient, mine.init(params), params)
@@ -362,7 +364,7 @@ def test_what_is_said_to_stay_finite_does(
     def step(params: Any, state: Any, gradients: Any, reach: jax.Array) -> tuple[Any, ...]:
         norm = optax.tree.norm(gradients)
         rate = jnp.float32(config.learning_rate)
-        reach = optimizer.reach_after(reach, norm, rate)
+        reach = optimizer.bound_update(reach, norm, rate)
         return *optimizer.update(gradients, state, params, norm=norm), reach
 
     if seed % 2:  # as training leaves them: no size of moments that gradients never had
@@ -387,7 +389,7 @@ def test_ordinary_training_is_never_looked_at() -> None:
     """The bound grows by the rounding that it allows for: it answers for many steps."""
     config = OptimConfig()
     after = jax.jit(
-        lambda reach: optimizer_of(config).reach_after(reach, jnp.float32(7), jnp.float32(1e-3))
+        lambda reach: optimizer_of(config).bound_update(reach, jnp.float32(7), jnp.float32(1e-3))
     )
     reach, steps = jnp.ones(2), 0
     while np.isfinite(reach).all():

@@ -105,7 +105,7 @@ def test_wrong_products_are_config_errors(
     assert f"the run needs {total}, and there are 8 of kind cpu" in problem.rule
     assert f"set mesh.cpu_devices={total} for virtual devices" in problem.action
     for axis in AXES:
-        assert f"{axis} " in problem.given
+        assert f"{axis} " in problem.value
     # The action works.
     again = MeshConfig(**given, cpu_devices=total)
     resolve_mesh_config(again, fake_devices(1, total, "cpu"))
@@ -120,7 +120,7 @@ def test_what_is_left_beside_sizes_that_do_not_divide(given: dict[str, Any], nee
         resolve_mesh_config(MeshConfig(**given), fake_devices(1, 8, "cpu"))
     (problem,) = caught.value.problems
     stages = given["ici_stage"]
-    assert problem.where in ("mesh.ici_data", "mesh.ici_fsdp") and problem.given == "-1"
+    assert problem.where in ("mesh.ici_data", "mesh.ici_fsdp") and problem.value == "-1"
     assert (
         f"(mesh.ici_stage={stages}) multiply to {stages}, which does not divide 8" in problem.rule
     )
@@ -150,7 +150,7 @@ def test_dcn_sizes_multiply_to_the_slices(given: dict[str, Any]) -> None:
     config = MeshConfig(**given, ici_fsdp=-1)
     with pytest.raises(ConfigError, match=r"are in 2 slices[^$]*Set mesh.dcn_data=2") as caught:
         resolve_mesh_config(config, fake_devices(slices=2, per_slice=12))
-    assert "dcn_data" in caught.value.problems[0].given
+    assert "dcn_data" in caught.value.problems[0].value
     action = dataclasses.replace(config, dcn_data=2, dcn_stage=1)
     assert sizes(resolve_mesh_config(action, fake_devices(2, 12)), "ici") == {"fsdp": 12}
 

@@ -111,10 +111,10 @@ def test_rows_have_scales_of_their_own_in_gradients_of_weights(form: Any, into: 
     x = jax.random.normal(jax.random.key(0), (6, 8, 64)) * jnp.logspace(-3, 3, 6)[:, None, None]
     cotangent = jax.random.normal(jax.random.key(1), (6, 8, 32))
     alone = sum(
-        how.outer(*(each[n : n + 1] for each in (x, cotangent)), into=into) for n in range(6)
+        how.weight_grad(*(each[n : n + 1] for each in (x, cotangent)), into=into) for n in range(6)
     )
     for most in (None, jnp.abs(x if into else cotangent).max(-1, keepdims=True)):
-        found = how.outer(x, cotangent, into=into, most=most)
+        found = how.weight_grad(x, cotangent, into=into, most=most)
         np.testing.assert_allclose(found, alone, rtol=1e-5, atol=1e-5 * np.abs(alone).max())
 
 
@@ -149,7 +149,7 @@ def test_weights_rounded_before_give_the_same(how: MatmulQuantizer, dims: int) -
     shapes = {1: ((2, 8, 32), (3, 32, 4, 8)), 2: ((2, 8, 4, 8), (3, 4, 8, 32))}[dims]
     keys = jax.random.split(jax.random.key(0), 2)
     x, stack = (jax.random.normal(*pair) for pair in zip(keys, shapes, strict=True))
-    held = how.rounds(stack, 1, dims)
+    held = how.quantize_weight(stack, 1, dims)
     kept = jax.tree.leaves(held)
     assert {leaf.dtype.itemsize for leaf in kept} == {1, 4}
     assert len(kept) == (2 if how.scales == "tensor" else 4)

@@ -34,10 +34,10 @@ def arrays_of(size: int, dtype: Any) -> tuple[jax.Array, list[jax.Array], list[j
 
 
 def total(split: SequenceParallel, x: Any, into: Any, out_of: Any) -> Any:
-    heads, few, wide = split.into(x, into, AXES)
-    first = split.out_of(jnp.tanh(heads), out_of[0], AXES[0][1:] + AXES[0][:1])
-    second = split.out_of(jnp.tanh(wide), out_of[1], AXES[2][::-1])
-    return split.shards(first) + second, jnp.tanh(few)
+    heads, few, wide = split.column_parallel(x, into, AXES)
+    first = split.row_parallel(jnp.tanh(heads), out_of[0], AXES[0][1:] + AXES[0][:1])
+    second = split.row_parallel(jnp.tanh(wide), out_of[1], AXES[2][::-1])
+    return split.split_tokens(first) + second, jnp.tanh(few)
 
 
 def summed(split: SequenceParallel, *arrays: Any) -> Any:
@@ -58,7 +58,7 @@ def test_values_and_gradients_are_those_of_plain_matmuls(size: int, rings: bool)
     wanted = plainly(SequenceParallel(rules), *arrays)
 
     def run(*arrays: Any) -> Any:
-        split = SequenceParallel.of(rules)
+        split = SequenceParallel.from_rules(rules)
         assert split.axis == "tensor"
         return jax.value_and_grad(summed, (1, 2, 3))(split, *arrays)
 
@@ -77,7 +77,7 @@ def test_sums_in_bfloat16_are_in_float32_on_a_device() -> None:
     plain = run(SequenceParallel(rules), *narrow)  # one operation after the other, each rounded
     with jax.set_mesh(mesh):
         placed = jax.device_put(narrow, NamedSharding(mesh, PartitionSpec()))
-        found = jax.jit(lambda *arrays: run(SequenceParallel.of(rules), *arrays))(*placed)
+        found = jax.jit(lambda *arrays: run(SequenceParallel.from_rules(rules), *arrays))(*placed)
     for a, b, c in zip(*map(jax.tree.leaves, (exact, plain, found)), strict=True):
         assert c.dtype == b.dtype
         scale, of = np.abs(a).max(), lambda each: np.asarray(each, np.float32)
@@ -88,8 +88,8 @@ def test_programs_that_are_automatic_throughout_have_rows_of_any_length() -> Non
     rules = split_of(2, rings=True)[1]
     devices = np.array(jax.devices()[:4]).reshape(2, 2)
     with jax.set_mesh(Mesh(devices, ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)):
-        assert not SequenceParallel.of(rules).axis
-    assert not SequenceParallel.of(rules).axis
+        assert not SequenceParallel.from_rules(rules).axis
+    assert not SequenceParallel.from_rules(rules).axis
 
 
 def contracted_dims(split: SequenceParallel, *arrays: Any) -> list[int]:
@@ -106,19 +106,22 @@ def contracted_dims(split: SequenceParallel, *arrays: Any) -> list[int]:
 
 def test_gradients_of_weights_sum_over_one_dim_on_cpus_unless_tokens_are_divided() -> None:
     """Over two, XLA for CPU copies an operand of each in another order."""
-    rules, (_, into, out_of) = split_of(2, rings=False)[1].on("cpu"), arrays_of(2, jnp.float32)
+    rules, (_, into, out_of) = (
+        split_of(2, rings=False)[1].for_platform("cpu"),
+        arrays_of(2, jnp.float32),
+    )
     x = jax.random.normal(jax.random.key(0), (3, 8, 5))  # no two sums are as long
     arrays = x, into, out_of
     wanted = plainly(SequenceParallel(rules), *arrays)
     assert contracted_dims(SequenceParallel(rules), *arrays) == [1] * 5
-    assert contracted_dims(SequenceParallel(rules.on("tpu")), *arrays) == [2] * 5
+    assert contracted_dims(SequenceParallel(rules.for_platform("tpu")), *arrays) == [2] * 5
     mesh = Mesh(np.array(jax.devices()[:2]), ("context",), axis_types=(AxisType.Auto,))
     with jax.set_mesh(mesh):
-        assert contracted_dims(SequenceParallel.of(rules), *arrays) == [2] * 5
+        assert contracted_dims(SequenceParallel.from_rules(rules), *arrays) == [2] * 5
         placed = NamedSharding(mesh, PartitionSpec(None, "context"))
         given = jax.device_put(x, placed), into, out_of
         run = lambda *arrays: jax.value_and_grad(summed, (1, 2, 3))(  # noqa: E731
-            SequenceParallel.of(rules), *arrays
+            SequenceParallel.from_rules(rules), *arrays
         )
         found = jax.jit(run)(*given)
     heads, few, wide = (jnp.einsum("btd,d...->bt...", x, weight) for weight in into)
@@ -133,13 +136,13 @@ def test_gradients_of_weights_sum_over_one_dim_on_cpus_unless_tokens_are_divided
 @pytest.mark.parametrize("wide", [True, False])
 def test_gradients_of_weights_are_products_over_inner_dims_on_cpus(wide: bool) -> None:
     """In the compiled program, too: XLA for CPU is slow over outer dims."""
-    rules = split_of(2, rings=False)[1].on("cpu")
+    rules = split_of(2, rings=False)[1].for_platform("cpu")
     inside, outside = (64, 160) if wide else (160, 64)
     x, weight = jnp.ones((2, 48, inside)), jnp.ones((inside, outside))
 
     def run(x: Any, weight: Any, cotangent: Any) -> Any:
         _, pullback = jax.vjp(
-            lambda w: SequenceParallel(rules).out_of(x, w, ("mlp", "embed")), weight
+            lambda w: SequenceParallel(rules).row_parallel(x, w, ("mlp", "embed")), weight
         )
         return pullback(cotangent)[0]
 

@@ -59,7 +59,7 @@ def test_one_mesh_axis_shards_one_dim_of_a_tensor() -> None:
     with pytest.raises(ConfigError) as caught:
         rules.spec(("embed", "heads", "head_size"), where="layers.attention.query")
     (problem,) = caught.value.problems
-    assert problem.where == "mesh.axis_rules" and problem.given == "head_size: [tensor]"
+    assert problem.where == "mesh.axis_rules" and problem.value == "head_size: [tensor]"
     assert "layers.attention.query has dims 'heads' and 'head_size'" in problem.rule
     assert "one mesh axis, 'tensor'" in problem.rule
     assert problem.action == "Set mesh.axis_rules.head_size=[], or move 'heads' elsewhere."

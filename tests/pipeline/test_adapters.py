@@ -76,7 +76,7 @@ def test_the_plain_loop_equals_a_merged_model(own: Any, adapter: AdapterConfig) 
 
     def put_together(mine: Any) -> Any:
         both, found = replace_subtree(params, mine), {}
-        for kind, described in decoder.model.kinds.items():
+        for kind, described in decoder.model.layer_types.items():
             layers: Any = {}
             for part, name in described.declared:
                 every = both["layers"][kind][part]
@@ -161,9 +161,9 @@ def test_no_product_makes_a_gradient_of_the_base() -> None:
     adapted = replace(adapted, adapter=AdapterConfig(rank=1))
     (_, before), (_, after) = compiled_traffic(plain), compiled_traffic(adapted)
     sizes = Sizes(adapted)
-    kind = sizes.model.kinds["layer"]
+    kind = sizes.model.layer_types["layer"]
     factors = sum(size(kind.params[key]) for key in kind.params if kind.params[key].trainable)
-    tokens = sizes.microbatches * sizes.tokens * sum(sizes.cut) // sizes.stages
+    tokens = sizes.microbatches * sizes.tokens * sum(sizes.layer_partition) // sizes.stages
     # Forward, forward again, and both gradients.
     assert 0 < after - before <= 2 * tokens * 4 * factors
     base = sum(size(param) for param in kind.declared.values() if len(param.dims) > 1)

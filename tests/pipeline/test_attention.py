@@ -60,7 +60,7 @@ def test_idle_slots_contribute_nothing(schedule: str, monkeypatch: pytest.Monkey
         return jnp.full_like(empty, jnp.nan) if jnp.issubdtype(empty.dtype, jnp.floating) else empty
 
     for module in (program, prologue):
-        monkeypatch.setattr(module, "room", rubbish)
+        monkeypatch.setattr(module, "empty_slots", rubbish)
     case = Case(3, 1, 4, own=GPT_OSS, layers=5, schedule=schedule, remat="names", idle="compute")
     check_gradients(replace(case, attention="blockwise"))
 

@@ -41,14 +41,14 @@ def taught(case: Case, objective: Distill) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize(("case", "objective"), keeping(CASES, 1, 2), ids=str)
 def test_value_and_gradients_equal_the_plain_loop(case: Case, objective: Distill) -> None:
     steps = steps_of(case, case.rows, objective=objective)
-    parts, batch = steps.partition, taught(case, objective)
+    parts, batch = steps.param_layout, taught(case, objective)
     batch = {name: batch[name] for name in steps.abstract_batch()}
     params, means, wanted = plain(steps, objective, batch)
     run = steps.engine.value_and_grad(steps.train_schedule)
 
     def whole(params: Any, batch: Any) -> Any:
         found = run(parts.stack(params), batch, None)
-        reports = [found.reports[name] for name in objective.reported]
+        reports = [found.reports[name] for name in objective.report_names]
         return [found.loss, *reports], parts.unstack(found.gradients)
 
     with jax.set_mesh(parts.mesh):
@@ -66,14 +66,14 @@ def test_value_and_gradients_equal_the_plain_loop(case: Case, objective: Distill
 def test_a_teacher_says_the_same_on_every_layout() -> None:
     """The same parameters: ids of equal logits in the order of the vocabulary, everywhere."""
     found = []
-    ask = partial(LossHead.top, count=7, temperature=1.5)
+    ask = partial(LossHead.top_log_probs, count=7, temperature=1.5)
     for case in (
         Case(1, 1, 2),
         Case(2, 1, 2, tensor=2, data=1, loss_block=3),
         Case(2, 1, 1, fsdp=2, context=2),
     ):
         steps = steps_of(case, 4)
-        parts, batch = steps.partition, batch_of(4)
+        parts, batch = steps.param_layout, batch_of(4)
         params = jax.jit(parts.decoder.init)(jax.random.key(0))
         head = np.array(params["head"])
         head[:, 3::4] = head[:, :1]  # equal columns, on all stages
@@ -82,7 +82,7 @@ def test_a_teacher_says_the_same_on_every_layout() -> None:
             stacked = jax.jit(parts.stack, out_shardings=steps.state_sharding.params)(params)
         placed = jax.device_put(batch, steps.batch_sharding)
         for everywhere in (False, True):
-            run = steps.compile_rows(ask, 4, everywhere=everywhere)
+            run = steps.compile_reader(ask, 4, everywhere=everywhere)
             found.append(jax.tree.map(np.asarray, run(stacked, placed)))
     for logprobs, ids in found[1:]:
         np.testing.assert_allclose(logprobs, found[0][0], rtol=TOLERANCE, atol=TOLERANCE)

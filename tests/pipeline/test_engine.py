@@ -33,7 +33,7 @@ def _plain(decoder: Decoder, with_key: bool) -> tuple[Any, Any]:
     def total(mine: Any, row: Any, key: jax.Array | None) -> tuple[jax.Array, Any]:
         count, found = row["loss_mask"].sum(), decoder.run(replace_subtree(params, mine), row, key)
         reported = cross_entropy(found.logits, row) * count, found.losses, found.statistics
-        return decoder.objective_of(found, row) * count, reported
+        return decoder.objective_from_output(found, row) * count, reported
 
     params = jax.jit(decoder.init)(jax.random.key(0))
     if "transform" in params.get("ahead", {}):  # starts at 0, where some of its gradients are 0
@@ -84,7 +84,7 @@ def check_gradients(case: Case, together: Any = None) -> None:
     So do the losses and statistics of its layers. `together` as above.
     """
     steps = steps_of(case, case.rows)
-    parts = steps.partition
+    parts = steps.param_layout
     drops = case.dropout or (case.adapter is not None and case.adapter.dropout)
     key = jax.random.key(7) if drops else None
     batch: Any = batch_of(case.rows, case=case)
@@ -97,7 +97,7 @@ def check_gradients(case: Case, together: Any = None) -> None:
     def whole(plain: Any, batch: Any) -> Any:
         found = run(parts.stack(plain), batch, key)
         layers = found.statistics["layers"], found.statistics.get("outside", {})
-        statistics = {kind: {} for kind in parts.decoder.model.kinds}
+        statistics = {kind: {} for kind in parts.decoder.model.layer_types}
         statistics |= parts.layout.unstack(*layers)
         statistics |= {
             name: found.statistics[name] for name in ("ahead",) if name in found.statistics

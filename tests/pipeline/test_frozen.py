@@ -125,7 +125,7 @@ def compiled_traffic(config: Any) -> tuple[dict[tuple[str, str], tuple[float, fl
     profile, _ = profile_step(text, steps, config.pipeline.weight_gather)
     found = {
         (each.kind, each.axes): (each.count, each.total_bytes)
-        for each in collective_traffic(profile.collectives, steps.partition.mesh)
+        for each in collective_traffic(profile.collectives, steps.param_layout.mesh)
     }
     return found, profile.flops
 
@@ -138,9 +138,9 @@ def test_nothing_is_reduced_or_multiplied_for_frozen_weights() -> None:
     (before, flops), (after, fewer) = compiled_traffic(config), compiled_traffic(frozen)
     sizes = Sizes(config)
     tables = sizes.embedding_elements()
-    kind = sizes.model.kinds["layer"]
+    kind = sizes.model.layer_types["layer"]
     mine = [param for (part, _), param in kind.params.items() if part == "attention"]
-    layers = sizes.microbatches * sum(sizes.cut) // sizes.stages
+    layers = sizes.microbatches * sum(sizes.layer_partition) // sizes.stages
     scattered = ("reduce-scatter", "fsdp")
     # Each of four weights of each layer of each microbatch; a device sends its half.
     assert before[scattered][0] - after[scattered][0] == 4 * layers
@@ -156,7 +156,7 @@ def test_nothing_is_reduced_or_multiplied_for_frozen_weights() -> None:
     ids = sizes.microbatches * 4 * sizes.tokens
     assert (times - fewer_times, sent - less) == (sizes.microbatches, ids)
     rows, tokens = config.train.batch_size // 4, config.train.sequence_length
-    product = 2 * rows * tokens * sum(map(size, mine)) * sum(sizes.cut) // sizes.stages
+    product = 2 * rows * tokens * sum(map(size, mine)) * sum(sizes.layer_partition) // sizes.stages
     assert flops - fewer == pytest.approx(product)
     whole, part = (train_flops_per_token(Sizes(each).model, tokens) for each in (config, frozen))
     assert (whole - part) * rows * tokens / sizes.stages == product

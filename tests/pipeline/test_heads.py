@@ -63,7 +63,7 @@ def test_evaluation_is_that_of_the_ordinary_head() -> None:
     params["ahead"] = jax.tree.map(jnp.ones_like, params["ahead"])
     placed = jax.device_put(params, steps.state_sharding.params)
     found = steps.compile_eval()(placed, jax.device_put(batch, steps.batch_sharding))
-    parts = steps.partition
+    parts = steps.param_layout
     wanted = jax.jit(parts.decoder.loss)(jax.device_get(parts.unstack(params)), batch)
     np.testing.assert_allclose(found["loss"] / found["targets"], wanted, rtol=TOLERANCE)
 
@@ -99,8 +99,8 @@ def test_layer_norms_and_capped_logits_equal_the_plain_loop(case: Case) -> None:
 
 @pytest.mark.usefixtures("other_ends")
 def test_norms_do_not_decay() -> None:
-    parts = steps_of(Case(ahead=1), 2).partition
-    targets = parts.targets(OptimConfig()).items()
+    parts = steps_of(Case(ahead=1), 2).param_layout
+    targets = parts.trainable_params(OptimConfig()).items()
     names = {".".join(path): target.decay for path, target in targets}
     assert not names["final_norm.bias"] and not names["final_norm.scale"]
     assert (

@@ -201,10 +201,10 @@ def engine_of(case: Case) -> tuple[Engine, Any]:
         "embedding": PartitionSpec((STAGE, TENSOR), FSDP),
         "head": PartitionSpec(FSDP, (STAGE, TENSOR)),
         "final_norm": {"scale": PartitionSpec()},
-        "layers": specs(layout.in_ring, None, STAGE, None),
+        "layers": specs(layout.ring_layer_types, None, STAGE, None),
     }
     if case.outside:
-        all_specs["outside"] = specs(layout.in_front, None)
+        all_specs["outside"] = specs(layout.prologue_layer_types, None)
     network = Network(LAYERS, norm, V, jnp.dtype("float32"), WEIGHTS)
     keep = RematPolicy(case.remat, ("gate",))  # type: ignore[arg-type]
     trainable = jax.tree_util.tree_map_with_path(
@@ -218,7 +218,7 @@ def engine_of(case: Case) -> tuple[Engine, Any]:
         build_mesh(mesh, jax.devices()[:size]),
         all_specs,
         weight_gather=case.gather,  # type: ignore[arg-type]
-        keep=keep,
+        remat_policy=keep,
         idle=case.idle,  # type: ignore[arg-type]
         trainable=trainable,
     )
@@ -347,5 +347,5 @@ def test_idle_slots_contribute_nothing(case: Case, monkeypatch: pytest.MonkeyPat
         return jnp.full_like(empty, jnp.nan) if jnp.issubdtype(empty.dtype, jnp.floating) else empty
 
     for module in (program, prologue):
-        monkeypatch.setattr(module, "room", rubbish)
+        monkeypatch.setattr(module, "empty_slots", rubbish)
     check(case)

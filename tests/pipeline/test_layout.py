@@ -37,17 +37,20 @@ def test_chunks_are_even_and_in_network_order(layout: LayerLayout) -> None:
     sizes, first = layout.chunk_sizes, layout.first_layer
     assert sizes.shape == first.shape == (layout.ring.num_repeats, layout.ring.num_stages)
     assert sizes.dtype == first.dtype == np.int32
-    assert sizes.sum() == layout.num_layers - layout.outside and sizes.max() - sizes.min() <= 1
-    assert sizes.max() == layout.layers_per_chunk
+    assert (
+        sizes.sum() == layout.num_layers - layout.num_prologue_layers
+        and sizes.max() - sizes.min() <= 1
+    )
+    assert sizes.max() == layout.max_layers_per_chunk
     # Each chunk follows the one before it without a gap, wherever the ring has it.
-    expected = layout.outside
+    expected = layout.num_prologue_layers
     for chunk in range(layout.ring.num_chunks):
-        stage, repeat = layout.ring.home(chunk)
+        stage, repeat = layout.ring.locate_chunk(chunk)
         assert first[repeat, stage] == expected
         expected += sizes[repeat, stage]
     used = layout.layer_at[layout.layer_at >= 0]
-    assert sorted(used.tolist()) == list(range(layout.outside, layout.num_layers))
-    assert layout.layer_at.shape == (*sizes.shape, layout.layers_per_chunk)
+    assert sorted(used.tolist()) == list(range(layout.num_prologue_layers, layout.num_layers))
+    assert layout.layer_at.shape == (*sizes.shape, layout.max_layers_per_chunk)
     assert layout.stacks[SINGLE_LAYER_TYPE].shape == layout.layer_at.shape
 
 
@@ -68,8 +71,8 @@ def test_stacking_is_undone_and_pads_with_zeros(layout: LayerLayout) -> None:
             )
             assert not stacked[repeat, stage, size:].any()
     ring = stack.unstack(jnp.asarray(stacked))
-    np.testing.assert_array_equal(ring, layers[layout.outside :])
-    whole = stack.unstack(jnp.asarray(stacked), jnp.asarray(layers[: layout.outside]))
+    np.testing.assert_array_equal(ring, layers[layout.num_prologue_layers :])
+    whole = stack.unstack(jnp.asarray(stacked), jnp.asarray(layers[: layout.num_prologue_layers]))
     np.testing.assert_array_equal(whole, layers)
 
 
@@ -96,7 +99,7 @@ def test_a_cut_on_a_v_by_hand() -> None:
 
 
 def test_layers_in_front_of_the_ring_by_hand() -> None:
-    layout = LayerLayout(Ring(2, 1), (2, 1), outside=2)
+    layout = LayerLayout(Ring(2, 1), (2, 1), num_prologue_layers=2)
     assert layout.num_layers == 5 and layout.first_layer.tolist() == [[2, 4]]
     assert layout.layer_at.tolist() == [[[2, 3], [4, -1]]]
     stack = layout.stacks[SINGLE_LAYER_TYPE]
@@ -106,11 +109,17 @@ def test_layers_in_front_of_the_ring_by_hand() -> None:
 
 
 def test_kinds_have_stacks_of_their_own() -> None:
-    layout = LayerLayout(Ring(2, 1), (3, 2), outside=1, kinds=("c", "a", "b", "a", "b", "b"))
-    assert (layout.in_ring, layout.in_front) == (("a", "b"), ("c",))
-    assert layout.kind_at.tolist() == [[[0, 1, 0], [1, 1, -1]]]
-    assert layout.place_at.tolist() == [[[0, 0, 1], [0, 1, 0]]]
-    assert {kind: stack.length for kind, stack in layout.stacks.items()} == {"c": 0, "a": 2, "b": 2}
+    layout = LayerLayout(
+        Ring(2, 1), (3, 2), num_prologue_layers=1, layer_types=("c", "a", "b", "a", "b", "b")
+    )
+    assert (layout.ring_layer_types, layout.prologue_layer_types) == (("a", "b"), ("c",))
+    assert layout.layer_type_at.tolist() == [[[0, 1, 0], [1, 1, -1]]]
+    assert layout.index_in_type_at.tolist() == [[[0, 0, 1], [0, 1, 0]]]
+    assert {kind: stack.max_layers_per_chunk for kind, stack in layout.stacks.items()} == {
+        "c": 0,
+        "a": 2,
+        "b": 2,
+    }
     layers = {"a": jnp.array([1.0, 3.0]), "b": jnp.array([2.0, 4.0, 5.0]), "c": jnp.array([0.5])}
     ring, front = layout.stack(layers)
     assert ring["a"].tolist() == [[[1.0, 3.0], [0.0, 0.0]]]
@@ -120,7 +129,7 @@ def test_kinds_have_stacks_of_their_own() -> None:
     assert {kind: leaf.tolist() for kind, leaf in back.items()} == {
         kind: leaf.tolist() for kind, leaf in layers.items()
     }
-    assert layout.front.kind_of == ("c",)
+    assert layout.prologue.type_of_layer == ("c",)
 
 
 @given(layouts(12, 4, 3), st.data())
@@ -128,16 +137,18 @@ def test_kinds_have_stacks_of_their_own() -> None:
 def test_every_layer_is_found_by_kind_and_place(layout: LayerLayout, data: st.DataObject) -> None:
     """The engine's way to a layer: the table's kind, and its place in that kind's stack."""
     names = st.lists(st.sampled_from("abc"), min_size=layout.num_layers, max_size=layout.num_layers)
-    layout = LayerLayout(layout.ring, layout.cut, layout.outside, tuple(data.draw(names)))
-    assert all(layout.stacks[kind].length for kind in layout.in_ring)
+    layout = LayerLayout(
+        layout.ring, layout.layer_partition, layout.num_prologue_layers, tuple(data.draw(names))
+    )
+    assert all(layout.stacks[kind].max_layers_per_chunk for kind in layout.ring_layer_types)
     for repeat, stage, position in np.argwhere(layout.layer_at >= 0):
         layer = layout.layer_at[repeat, stage, position]
-        kind = layout.in_ring[layout.kind_at[repeat, stage, position]]
+        kind = layout.ring_layer_types[layout.layer_type_at[repeat, stage, position]]
         stack = layout.stacks[kind]
         found = stack.layer_at.reshape(stack.shape)[
-            repeat, stage, layout.place_at[repeat, stage, position]
+            repeat, stage, layout.index_in_type_at[repeat, stage, position]
         ]
-        assert kind == layout.kind_of[layer] and found == layer
+        assert kind == layout.type_of_layer[layer] and found == layer
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.int32])

@@ -34,15 +34,15 @@ COUNT = 3
 class Mixed(Objective):
     """Of several tokens each at a temperature, beside the target."""
 
-    reported: ClassVar[tuple[str, ...]] = ("nats", "likely")
+    report_names: ClassVar[tuple[str, ...]] = ("nats", "likely")
     temperature: float = 2.0
 
     @property
-    def reads(self) -> tuple[LogProbSpec, ...]:
+    def log_prob_specs(self) -> tuple[LogProbSpec, ...]:
         return LogProbSpec("targets"), LogProbSpec("wanted_ids", self.temperature)
 
     @property
-    def arrays(self) -> Mapping[str, BatchArraySpec]:
+    def batch_arrays(self) -> Mapping[str, BatchArraySpec]:
         return {
             "wanted_ids": BatchArraySpec((COUNT,), jnp.int32),
             "wanted": BatchArraySpec((COUNT,), jnp.float32),
@@ -58,13 +58,13 @@ class Mixed(Objective):
 class Better(Objective):
     """The first of two segments is to be likelier than the second."""
 
-    by_segment: ClassVar[int] = 2
+    segments_per_loss: ClassVar[int] = 2
     normaliser: ClassVar[str] = "pairs"
-    reported: ClassVar[tuple[str, ...]] = ("margin",)
+    report_names: ClassVar[tuple[str, ...]] = ("margin",)
 
     @property
-    def arrays(self) -> Mapping[str, BatchArraySpec]:
-        of_rows = partial(BatchArraySpec, dtype=jnp.float32, by_row=True)
+    def batch_arrays(self) -> Mapping[str, BatchArraySpec]:
+        of_rows = partial(BatchArraySpec, dtype=jnp.float32, per_sequence=True)
         return {"pairs": of_rows((1,)), "reference": of_rows((2,))}
 
     def __call__(self, scores: Scores, inputs: Mapping[str, Array]) -> tuple[Array, Scores]:
@@ -122,7 +122,7 @@ CASES = [
 @pytest.mark.parametrize("case", keeping(CASES, 3), ids=str)
 def test_value_and_gradients_equal_the_plain_loop(case: Case, objective: Objective) -> None:
     steps = steps_of(case, case.rows, objective=objective)
-    parts, batch = steps.partition, batch_for(case)
+    parts, batch = steps.param_layout, batch_for(case)
     batch = {name: batch[name] for name in steps.abstract_batch()}
     shapes = {name: leaf.shape for name, leaf in steps.abstract_batch().items()}
     assert shapes == {name: each.shape for name, each in batch.items()}
@@ -136,7 +136,7 @@ def test_value_and_gradients_equal_the_plain_loop(case: Case, objective: Objecti
     placed = jax.device_put(batch, steps.batch_sharding)
     with jax.set_mesh(parts.mesh):
         loss, reports, found, by_source = jax.jit(whole)(params, placed)
-    reported = [reports[name] for name in objective.reported]
+    reported = [reports[name] for name in objective.report_names]
     np.testing.assert_allclose([loss, *reported], means, rtol=TOLERANCE)
     if case.sources:
         np.testing.assert_allclose(by_source.nats.sum() / by_source.targets.sum(), loss, rtol=1e-5)
@@ -148,7 +148,7 @@ def test_value_and_gradients_equal_the_plain_loop(case: Case, objective: Objecti
 
     stacked = jax.device_put(jax.jit(parts.stack)(params), steps.state_sharding.params)
     evaluated = steps.compile_eval()(stacked, placed)
-    sums = [evaluated[name].sum() for name in ("loss", *objective.reported)]
+    sums = [evaluated[name].sum() for name in ("loss", *objective.report_names)]
     count = evaluated["targets"].sum()
     assert count == batch[objective.normaliser].sum()
     np.testing.assert_allclose(np.asarray(sums) / count, means, rtol=TOLERANCE)
@@ -206,19 +206,20 @@ def test_rows_have_what_logits_say(case: Case) -> None:
     """Scores of tokens and of segments, and the likeliest tokens."""
     for objective in (Mixed(), Better()):
         steps = steps_of(case, case.rows, objective=objective)
-        parts, engine = steps.partition, steps.engine
+        parts, engine = steps.param_layout, steps.engine
         batch = {name: batch_for(case)[name] for name in steps.abstract_batch()}
         params = jax.jit(parts.decoder.init)(jax.random.key(0))
         logits = np.asarray(jax.jit(parts.decoder.run)(params, batch).logits, np.float64)
         schedule = make_forward_schedule(steps.train_schedule.ring, case.microbatches)
         placed = jax.device_put(batch, steps.batch_sharding)
         readers: list[Any] = [LossHead.scores]
-        if not objective.by_segment:
-            readers.append(partial(LossHead.top, count=20, temperature=0.5))
+        if not objective.segments_per_loss:
+            readers.append(partial(LossHead.top_log_probs, count=20, temperature=0.5))
         with jax.set_mesh(parts.mesh):
             stacked = jax.jit(parts.stack)(params)
             found = [
-                jax.jit(engine.rows(schedule, each))(stacked, placed, None) for each in readers
+                jax.jit(engine.read_outputs(schedule, each))(stacked, placed, None)
+                for each in readers
             ]
 
         def scores(temperature: float, logits: np.ndarray = logits) -> np.ndarray:
@@ -226,7 +227,7 @@ def test_rows_have_what_logits_say(case: Case) -> None:
             return scaled - np.log(np.exp(scaled).sum(-1, keepdims=True))
 
         picked = np.take_along_axis(scores(1.0), batch["targets"][..., None], -1)[..., 0]
-        if objective.by_segment:
+        if objective.segments_per_loss:
             weighted = picked * batch["loss_mask"]
             each = [(weighted * (batch["segment_ids"] == n)).sum(-1) for n in (1, 2)]
             np.testing.assert_allclose(found[0][0], np.stack(each, -1), rtol=TOLERANCE)

@@ -36,7 +36,7 @@ class Drawn:
             halves = [np.append(prompt, random.integers(0, vocab_size, size)) for size in sizes]
             trained = [np.arange(len(each)) >= len(prompt) for each in halves]
             pair = EncodedDocument(
-                np.concatenate(halves), np.concatenate(trained), border=len(halves[0])
+                np.concatenate(halves), np.concatenate(trained), second_half_start=len(halves[0])
             )
             self.encoded.append(pair)
         self.lengths = np.array([len(each.ids) for each in self.encoded])
@@ -53,7 +53,7 @@ def packed(case: Case) -> tuple[dict[str, np.ndarray], Drawn, list[int]]:
     """A batch of rows, of which one is empty; all pairs, and which of them are in the batch."""
     made = Drawn(4 * case.rows + 6, case.model.vocab_size)
     order = np.arange(len(made.encoded))
-    sequences = Packer("best_fit", TOKENS, most_pairs=MOST)(made, order)
+    sequences = Packer("best_fit", TOKENS, max_pairs=MOST)(made, order)
     numbers = range(min(case.rows - 1, len(sequences)))
     rows = [sequences[number] for number in numbers]
     rows += [sequences.padding()] * (case.rows - len(rows))
@@ -74,7 +74,7 @@ def alone(made: Drawn, inside: list[int]) -> dict[str, Any]:
     for document in inside:
         pair = made[document]
         assert pair.trained is not None
-        for part in (slice(0, pair.border), slice(pair.border, None)):
+        for part in (slice(0, pair.second_half_start), slice(pair.second_half_start, None)):
             ids, trained = pair.ids[part], pair.trained[part]
             filled = lambda values: np.pad(values, (0, tokens - len(values)))  # noqa: E731
             rows["tokens"].append(filled(ids[:-1]))
@@ -129,7 +129,7 @@ CASES = [
 @pytest.mark.parametrize(("case", "objective"), keeping(CASES, 2, 4), ids=str)
 def test_pairs_in_rows_equal_pairs_alone(case: Case, objective: Preference) -> None:
     steps = steps_of(case, case.rows, objective=objective)
-    parts = steps.partition
+    parts = steps.param_layout
     batch, made, inside = packed(case)
     params, means, wanted = plain(steps, objective, made, inside)
     # The reference comes from the documents as it does in a run.
@@ -146,7 +146,7 @@ def test_pairs_in_rows_equal_pairs_alone(case: Case, objective: Preference) -> N
     with jax.set_mesh(parts.mesh):
         loss, reports, found = jax.jit(whole)(params, placed)
     # Rewards are small differences of sums.
-    named = [loss, *(reports[name] for name in objective.reported)]
+    named = [loss, *(reports[name] for name in objective.report_names)]
     np.testing.assert_allclose(named, means, rtol=TOLERANCE, atol=1e-6)
     leaves = jax.tree_util.tree_leaves_with_path(wanted)
     for (path, a), b in zip(leaves, jax.tree.leaves(found), strict=True):
@@ -164,15 +164,15 @@ def test_segments_are_what_pairs_alone_say() -> None:
         steps = steps_of(case, case.rows, objective=LOSSES[0])
         batch, made, inside = packed(case)
         state = steps.init()
-        step = steps.compile_rows(LossHead.scores, case.rows, everywhere=True)
+        step = steps.compile_reader(LossHead.scores, case.rows, everywhere=True)
         (found,) = step(state.params, jax.device_put(batch, steps.batch_sharding))
         found = np.asarray(found)
         assert found.shape == (case.rows, 2 * MOST)
-        unpacked = jax.jit(steps.partition.unstack)(state.params)
+        unpacked = jax.jit(steps.param_layout.unstack)(state.params)
         digests.add(steps.digest(state.params))
         is_half = np.repeat(batch["pairs"], 2, axis=1) > 0
         assert not found[~is_half].any()
-        decoder, rows = steps.partition.decoder, alone(made, inside)
+        decoder, rows = steps.param_layout.decoder, alone(made, inside)
         wanted = jax.jit(partial(sums_of, decoder))(unpacked, rows)
         np.testing.assert_allclose(found[is_half], wanted.ravel(), rtol=TOLERANCE)
     assert len(digests) == 1
@@ -189,7 +189,7 @@ def test_losses_of_layers_count_by_token() -> None:
             steps = steps_of(case, case.rows, objective=objective)
             batch = {name: packed(case)[0][name] for name in steps.abstract_batch()}
             run = steps.engine.value_and_grad(steps.train_schedule)
-            with jax.set_mesh(steps.partition.mesh):
+            with jax.set_mesh(steps.param_layout.mesh):
                 placed = jax.device_put(batch, steps.batch_sharding)
                 each = jax.jit(run)(steps.init().params, placed, None)
             is_plain = isinstance(objective, CrossEntropy)

@@ -56,7 +56,7 @@ def test_losses_by_source_equal_the_plain_loop(case: Case) -> None:
     batch = batch_of(case.rows, case=case)
     assert -1 in batch["source_ids"] and case.sources - 1 not in batch["source_ids"]
     params, nats, targets = plain_sums(steps, batch)
-    stacked = jax.jit(steps.partition.stack)(params)
+    stacked = jax.jit(steps.param_layout.stack)(params)
     params = jax.device_put(stacked, steps.state_sharding.params)
     state, placed = (
         steps.init()._replace(params=params),

@@ -30,7 +30,7 @@ def test_a_product_is_kept_and_cheap_work_behind_it_is_repeated() -> None:
         return wide.sum(), jnp.cos(wide)
 
     halves = halves_of(function, x, w, first=[0])
-    assert [aval.shape for aval in halves.kept] == [(4, 8)]  # not the four times wider array
+    assert [aval.shape for aval in halves.saved] == [(4, 8)]  # not the four times wider array
     (total,), kept = halves.first([x, w])
     (found,) = halves.second(kept, [])
     wanted_total, wanted = function(x, w)
@@ -48,7 +48,7 @@ def test_work_that_only_the_second_part_needs_is_done_there() -> None:
     halves = halves_of(function, x, w, first=[0])
     first = names_in(lambda x, w: halves.first([x, w]), x, w)
     assert "dot_general" not in first
-    assert sorted(aval.shape for aval in halves.kept) == [(4, 8), (8, 8)]
+    assert sorted(aval.shape for aval in halves.saved) == [(4, 8), (8, 8)]
 
 
 def test_the_narrowest_place_is_cut() -> None:
@@ -60,7 +60,7 @@ def test_the_narrowest_place_is_cut() -> None:
         return wide.sum(), jnp.tanh(wide)
 
     halves = halves_of(function, x, first=[0])
-    assert [aval.shape for aval in halves.kept] == [(64,)]
+    assert [aval.shape for aval in halves.saved] == [(64,)]
 
 
 def test_free_inputs_cost_nothing_and_are_not_kept() -> None:
@@ -71,7 +71,7 @@ def test_free_inputs_cost_nothing_and_are_not_kept() -> None:
         return jnp.where(mask, x, 0).sum(), jnp.where(mask, x @ x.T @ x, 1.0)
 
     halves = halves_of(function, x, ids, first=[0], free=[1])
-    assert [aval.shape for aval in halves.kept] == [(4, 8)]
+    assert [aval.shape for aval in halves.saved] == [(4, 8)]
     (total,), kept = halves.first([x, ids])
     np.testing.assert_array_equal(halves.second(kept, [ids])[0], function(x, ids)[1])
     assert total == 16
@@ -98,14 +98,14 @@ def test_an_output_of_the_first_part_may_be_kept_as_well() -> None:
     (product,), kept = halves.first([x])
     np.testing.assert_allclose(halves.second(kept, [])[0], jnp.sin(product), rtol=1e-6)
     nothing = halves_of(lambda x: (x @ x, jnp.ones(3)), x, first=[0])
-    assert nothing.kept == () and nothing.second([], [])[0].tolist() == [1, 1, 1]
+    assert nothing.saved == () and nothing.second([], [])[0].tolist() == [1, 1, 1]
 
 
 def test_the_inputs_that_a_value_depends_on_are_found() -> None:
     inner = jax.jit(lambda x, y: (2 * x, jnp.broadcast_to(jnp.float32(3), x.shape), x + y))
     flat = FlatJaxpr(jax.make_jaxpr(lambda x, y: (*inner(x, y), y))(jnp.ones(4), jnp.ones(4)))
     x, y = flat.inputs
-    assert [flat.sources(value) for value in flat.outputs] == [{x}, set(), {x, y}, {y}]
+    assert [flat.input_dependencies(value) for value in flat.outputs] == [{x}, set(), {x, y}, {y}]
 
 
 def test_values_are_made_of_what_is_given() -> None:
@@ -114,5 +114,5 @@ def test_values_are_made_of_what_is_given() -> None:
     )
     triple, _, ones = flat.outputs
     values = flat.environment(flat.inputs[:1], [jnp.full(4, 2.0)])
-    flat.run(sorted(flat.needed([triple, ones])), values)
+    flat.run(sorted(flat.dependencies([triple, ones])), values)
     assert values[triple].tolist() == [6.0] * 4 and values[ones].tolist() == [1.0] * 4

@@ -65,7 +65,7 @@ def test_the_cost_model_gives_back_what_was_measured(
 ) -> None:
     sizes = Sizes(config_of(fsdp=NUM_DEVICES))
     latency, rate = 5e-6, 2e8
-    weights = sizes.layer_elements(sizes.usual_kind, whole=True) * (1 - 1 / NUM_DEVICES)
+    weights = sizes.layer_elements(sizes.most_common_layer_type, whole=True) * (1 - 1 / NUM_DEVICES)
     found = Measurements(
         forward=forward * contention,
         input_grad=1.5 * forward * contention,
@@ -84,12 +84,12 @@ def test_the_cost_model_gives_back_what_was_measured(
     )
     after = fit_hardware(found, sizes, published_hardware()[kind], NUM_DEVICES)
     model = CostModel(sizes, after)
-    layer = model.usual
+    layer = model.most_common_layer
     assert after.exchange_rate == pytest.approx(2.0)
     assert after.tokens_rate == pytest.approx(0.5)
     assert layer.forward == pytest.approx(found.forward_alone)
     assert model.contention == pytest.approx(contention)
-    assert model.hides == (contention == 1)
+    assert model.overlaps == (contention == 1)
     # Devices with cores of their own keep their memory between steps.
     assert after.fresh_gb_per_second == pytest.approx(0.25 if contention > 1 else 0.0)
     assert after.input_grad_cost == pytest.approx(1.5)
@@ -99,7 +99,7 @@ def test_the_cost_model_gives_back_what_was_measured(
     # Two slots take longer than one.
     pipeline = dataclasses.replace(sizes.config.pipeline, weight_gather="step")
     still = Sizes(dataclasses.replace(sizes.config, pipeline=pipeline))
-    slot = CostModel(still, after).usual.slot
+    slot = CostModel(still, after).most_common_layer.slot
     apart = slot("I") + slot("W") - slot("B")
     assert apart == pytest.approx(0.3 * found.forward_alone, rel=1e-3)
     assert (layer.accumulation > 0) == (contention > 1)
@@ -111,7 +111,7 @@ def test_the_cost_model_gives_back_what_was_measured(
 
 def test_the_size_of_microbatches_counts_as_measured() -> None:
     sizes = Sizes(config_of(tokens=256))  # two rows on each device
-    moved = CostModel(sizes, published_hardware()["cpu"]).usual.moved
+    moved = CostModel(sizes, published_hardware()["cpu"]).most_common_layer.moved_bytes
     flat = Measurements(
         forward=4e-3,
         input_grad=6e-3,
@@ -129,7 +129,7 @@ def test_the_size_of_microbatches_counts_as_measured() -> None:
     # As long as predicted for one row, 1.1 and 1.3 times that for two and four.
     before = fit_hardware(flat, sizes, published_hardware()["cpu"], NUM_DEVICES)
     timed = calibrate._sizes(sizes)
-    assert [each.rows for each in timed] == [1, 2, 4]
+    assert [each.microbatch_size for each in timed] == [1, 2, 4]
     taken = [
         longer * calibrate._predict_row_seconds(each, before)
         for longer, each in zip((1.0, 1.1, 1.3), timed, strict=True)
@@ -137,23 +137,25 @@ def test_the_size_of_microbatches_counts_as_measured() -> None:
     # Fewer rows share the reading of weights.
     assert taken[0] > 1.003 * taken[1] / 1.1
     of_rows = tuple(zip((moved / 2, moved, 2 * moved), taken, strict=True))
-    found = dataclasses.replace(flat, by_size=of_rows)
+    found = dataclasses.replace(flat, size_factor=of_rows)
     after = fit_hardware(found, sizes, published_hardware()["cpu"], NUM_DEVICES)
     assert after.fastest_mib * 2**20 == pytest.approx(0.5 * moved)
     assert after.growth_below == 0
     assert after.growth_above == pytest.approx((0.1 + 0.3 / 2) / 2)
-    layer = CostModel(sizes, after).usual
-    assert layer.by_size == pytest.approx(1 + after.growth_above)
+    layer = CostModel(sizes, after).most_common_layer
+    assert layer.size_factor == pytest.approx(1 + after.growth_above)
     # At the size of the other figures these are what was measured.
     assert layer.forward == pytest.approx(found.forward_alone)
     weights = after.weight_grad_cost * layer.seconds + layer.accumulation
     assert weights == pytest.approx(found.weight_grad / 4)
     few = dataclasses.replace(sizes.config.train, batch_size=4)
     half = Sizes(dataclasses.replace(sizes.config, train=few))
-    assert CostModel(half, after).usual.by_size == pytest.approx(1.0)
+    assert CostModel(half, after).most_common_layer.size_factor == pytest.approx(1.0)
     # What is kept is in the measured figures, and is not counted by the memory's rate as well.
     kept = dataclasses.replace(sizes.config.pipeline, remat="none")
-    none = CostModel(Sizes(dataclasses.replace(sizes.config, pipeline=kept)), after).usual
+    none = CostModel(
+        Sizes(dataclasses.replace(sizes.config, pipeline=kept)), after
+    ).most_common_layer
     backward = none.slot("B") - weights - after.input_grad_cost * none.forward
     assert backward == pytest.approx(found.none_recomputed / 4, rel=1e-3)
 
@@ -167,11 +169,11 @@ def test_a_layer_is_timed_as_runs_compute_it(monkeypatch: pytest.MonkeyPatch) ->
     )
     monkeypatch.setattr(rerank, "PROGRAM_SECONDS", 0.0)
     config, devices = config_of(fsdp=NUM_DEVICES), jax.devices()[:NUM_DEVICES]
-    sizes = Sizes(config).on(devices[0].platform)
+    sizes = Sizes(config).on_platform(devices[0].platform)
     calibrate._layers([(sizes, "F", "full")], calibrate._ring(config, devices))
     (timed,) = asked
-    assert timed == build_steps(config, devices).partition.decoder.rules
-    assert timed.joins_tokens
+    assert timed == build_steps(config, devices).param_layout.decoder.rules
+    assert timed.flattens_tokens
 
 
 def test_memory_is_as_fast_as_it_was_measured() -> None:
@@ -202,7 +204,7 @@ def test_small_temporary_memory_stays_with_the_process() -> None:
         build_schedule(config_of(fsdp=NUM_DEVICES)),
     )
     fresh = dataclasses.replace(published_hardware()["cpu"], fresh_gb_per_second=0.5)
-    held = predict_memory(sizes.on("cpu"), schedule, platform="cpu")
+    held = predict_memory(sizes.on_platform("cpu"), schedule, platform="cpu")
     assert 0 < held.temporary < 16 * 2**20
     assert "memory" not in predict_cost(sizes, schedule, fresh).parts
     mib = held.temporary / 2**20
@@ -218,12 +220,16 @@ def test_split_tokens_travel_at_their_own_rate() -> None:
     sizes = Sizes(dataclasses.replace(config, mesh=mesh))
     before = dataclasses.replace(published_hardware()["cpu"], latency_us=0.0)
     slow = dataclasses.replace(before, tokens_rate=0.25)
-    sent = tensor_sums(sizes, sizes.usual_kind)
-    usual, slower = (CostModel(sizes, each).move(sent) for each in (before, slow))
+    sent = tensor_sums(sizes, sizes.most_common_layer_type)
+    usual, slower = (CostModel(sizes, each).send_seconds(sent) for each in (before, slow))
     assert slower == pytest.approx(4 * usual) and usual > 0
     whole = dataclasses.replace(mesh, sequence_parallel=False)
-    summed = tensor_sums(Sizes(dataclasses.replace(config, mesh=whole)), sizes.usual_kind)
-    assert CostModel(sizes, before).move(summed) == CostModel(sizes, slow).move(summed)
+    summed = tensor_sums(
+        Sizes(dataclasses.replace(config, mesh=whole)), sizes.most_common_layer_type
+    )
+    assert CostModel(sizes, before).send_seconds(summed) == CostModel(sizes, slow).send_seconds(
+        summed
+    )
 
 
 def again(measure: Callable[[], T]) -> T:

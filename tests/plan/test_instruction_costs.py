@@ -116,14 +116,14 @@ def test_entries_are_named_after_what_they_do(found: Profile) -> None:
 def test_lines_have_cycles_times_executions_and_their_place(found: Profile) -> None:
     listed = {each.name: each for each in profile_lines(found, V5P)}
     matmul, kernel = listed["matmul.1"], listed["kernel.1"]
-    assert (matmul.place, matmul.count, matmul.cycles) == ("forward mlp", 10, 4000)
+    assert (matmul.location, matmul.count, matmul.cycles) == ("forward mlp", 10, 4000)
     assert matmul.flops == 10 * 2 * 256 * 512 * 128
     assert matmul.of_peak == pytest.approx(matmul.flops / PER_CYCLE / 4000)
     # A kernel has no estimate: its operations at the rate that is assumed of it.
     assert kernel.cycles == pytest.approx(10 * 229_500_000 / PER_CYCLE / V5P.kernel_efficiency)
     assert kernel.of_peak == pytest.approx(V5P.kernel_efficiency)
-    assert listed["norm.1"].place == "forward mlp_norm"
-    assert listed["sum.1"].place == "forward rotary"
+    assert listed["norm.1"].location == "forward mlp_norm"
+    assert listed["sum.1"].location == "forward rotary"
     gather = listed["gather.1"]
     sent = 3 * 256 * 512 * 2 / (2 * V5P.link_gb_per_second * 1e9) + V5P.latency_us * 1e-6
     assert gather.kind == "all-gather, waited for"
@@ -162,5 +162,5 @@ def test_what_goes_to_host_memory_is_found_with_the_work_beside_it(found: Profil
     out, back = moved["out.1"], moved["in.1"]
     assert (out.kind, back.kind) == (TO_HOST, FROM_HOST)
     assert out.num_bytes == back.num_bytes == 256 * 512 * 2
-    assert (out.count, sum(out.cycles_of.values())) == (10, 420)
-    assert (out.region, back.cycles_of) == ("forward", {"sum.1": 10})
+    assert (out.count, sum(out.cycles_by_instruction.values())) == (10, 420)
+    assert (out.region, back.cycles_by_instruction) == ("forward", {"sum.1": 10})

@@ -51,9 +51,9 @@ class Routed(GatedMLP):
 def unlike(config: ModelConfig) -> Model:
     """The config's model, some of whose layers have wider MLPs."""
     plain = describe(replace(config, num_layers=len(PATTERN)))
-    attention, mlp = plain.kinds["layer"].branches
-    wide = Branch("mlp", Routed(config.d_model, 4 * config.d_mlp, 1.0), mlp.before)
-    kinds = {"wide": Kind((attention, wide)), "layer": plain.kinds["layer"]}
+    attention, mlp = plain.layer_types["layer"].branches
+    wide = Branch("mlp", Routed(config.d_model, 4 * config.d_mlp, 1.0), mlp.pre_norm)
+    kinds = {"wide": Kind((attention, wide)), "layer": plain.layer_types["layer"]}
     return Model(kinds, PATTERN, plain.ends)
 
 
@@ -68,12 +68,12 @@ def config(monkeypatch: pytest.MonkeyPatch) -> Config:
 def only(kind: str, config: Config, layers: int) -> Model:
     """The same with layers of one kind."""
     model = unlike(config.model)
-    return Model({kind: model.kinds[kind]}, (kind,) * layers, model.ends)
+    return Model({kind: model.layer_types[kind]}, (kind,) * layers, model.ends)
 
 
 def test_counts_are_sums_over_layers(config: Config) -> None:
     model = unlike(config.model)
-    one = {name: count.layer_params(kind) for name, kind in model.kinds.items()}
+    one = {name: count.layer_params(kind) for name, kind in model.layer_types.items()}
     empty = count.num_params(only("layer", config, 1)) - one["layer"]
     assert count.num_params(model) == empty + 4 * one["wide"] + 5 * one["layer"]
     hidden = 3 * config.model.d_model * 4 * config.model.d_mlp
@@ -88,7 +88,7 @@ def test_counts_are_sums_over_layers(config: Config) -> None:
 
 def test_a_window_makes_fewer_pairs_needed_and_none_fewer_computed(config: Config) -> None:
     plain = describe(config.model)
-    (kind,) = plain.kinds.values()
+    (kind,) = plain.layer_types.values()
     (scores,) = (each for each in kind.parts["attention"].operations if hasattr(each, "window"))
 
     @dataclass(frozen=True)
@@ -117,10 +117,10 @@ def test_a_window_makes_fewer_pairs_needed_and_none_fewer_computed(config: Confi
 def test_the_cut_knows_what_layers_cost(config: Config) -> None:
     costs = count.layer_costs(unlike(config.model), config.train.sequence_length)
     assert len({*costs}) == 2 and costs[0] > 2 * costs[3]
-    assert Sizes(config).cut == (3, 6)
+    assert Sizes(config).layer_partition == (3, 6)
     outside = replace(config.pipeline, layers_outside=1)
     fewer = Sizes(replace(config, pipeline=outside))
-    assert sum(fewer.cut) == 8 and fewer.outside == {"wide": 1}
+    assert sum(fewer.layer_partition) == 8 and fewer.prologue_layers == {"wide": 1}
 
 
 @pytest.mark.parametrize("remat", ["full", "chunk", "names", "none"])
@@ -129,9 +129,12 @@ def test_memory_is_the_sum_of_what_each_kind_has(config: Config, schedule: str, 
     pipeline = replace(config.pipeline, remat=remat, schedule=schedule, weight_gather="step")
     config = replace(config, pipeline=pipeline)
     sizes, table = Sizes(config), build_schedule(config)
-    assert sizes.per_chunk == {"wide": 3, "layer": 5} and sizes.layer_slots == sizes.per_chunk
+    assert (
+        sizes.chunk_layer_slots == {"wide": 3, "layer": 5}
+        and sizes.layer_slots == sizes.chunk_layer_slots
+    )
     found = buffers(sizes, table)
-    kept = {kind: sizes.kept_bytes(kind)[0] for kind in sizes.per_chunk}
+    kept = {kind: sizes.saved_activation_bytes(kind)[0] for kind in sizes.chunk_layer_slots}
     chunk = 2.0 * sizes.activation if remat == "chunk" else 3 * kept["wide"] + 5 * kept["layer"]
     assert found["stash"] == table.num_stash * chunk
     assert found["reports"] == 4 * (1 + 3 * 15)
@@ -146,7 +149,7 @@ def test_memory_is_the_sum_of_what_each_kind_has(config: Config, schedule: str, 
     assert state(sizes)["state"] == 3 * 4 * (parameters + tables) + 12
     # The layer at work is the larger one.
     working = predict_memory(sizes, table, platform="tpu").terms["layer"]
-    mlp = 6 * 2 * sizes.activated(((4 * config.model.d_mlp, "mlp"),))
+    mlp = 6 * 2 * sizes.activation_elements(((4 * config.model.d_mlp, "mlp"),))
     assert working >= 0.8 * 2 * sizes.layer_elements("wide", whole=True) + mlp
 
 

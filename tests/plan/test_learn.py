@@ -31,7 +31,9 @@ def candidates(request: pytest.FixtureRequest) -> list[Candidate]:
 
 def slow(key: str, values: Container[Any], factor: float) -> Callable[[Candidate], float]:
     """True seconds of a machine on which layouts with such a setting take longer than predicted."""
-    return lambda found: found.cost.seconds * (factor if found.changes.get(key) in values else 1.0)
+    return lambda found: (
+        found.cost.seconds * (factor if found.layout_keys.get(key) in values else 1.0)
+    )
 
 
 def test_the_best_predicted_runs_first(candidates: list[Candidate]) -> None:
@@ -65,7 +67,7 @@ def test_a_search_leaves_what_proves_slow(
     candidates: list[Candidate], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The fastest of all is found in fewer runs than its predicted place says."""
-    of_the_first = {each.changes.get("mesh.ici_stage") for each in candidates[:8]}
+    of_the_first = {each.layout_keys.get("mesh.ici_stage") for each in candidates[:8]}
     takes = slow("mesh.ici_stage", of_the_first, 1.2)
     truth = sorted(takes(each) for each in candidates)
     monkeypatch.setattr(rerank, "_measure_step", lambda found, *_: takes(found))

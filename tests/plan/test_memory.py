@@ -204,15 +204,15 @@ def test_the_reference_of_rollouts_is_a_copy_of_what_is_trained(adapter: dict[st
     steps = steps_of(config)
     shards = jax.tree.map(
         lambda leaf, sharding: math.prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize,
-        steps.partition.trained(steps.abstract_state.params),
-        steps.partition.trained(steps.state_sharding.params),
+        steps.param_layout.select_trainable(steps.abstract_state.params),
+        steps.param_layout.select_trainable(steps.state_sharding.params),
     )
     with_it, without = (
         predict_memory(Sizes(each), steps.train_schedule, platform="cpu")
         for each in (config, alone)
     )
-    assert with_it.beside == sum(jax.tree.leaves(shards)) > 0 == without.beside
-    assert with_it.total == without.total + with_it.beside
+    assert with_it.reference == sum(jax.tree.leaves(shards)) > 0 == without.reference
+    assert with_it.total == without.total + with_it.reference
 
 
 @pytest.mark.parametrize(
@@ -233,7 +233,7 @@ def test_experts_keep_a_little_more_than_is_counted(model: dict[str, Any]) -> No
     found, table = buffer_bytes(steps), steps.train_schedule
     wanted = buffers(sizes, table)
     num_experts = model[model["family"]]["num_experts"]
-    per_sequence = 4 * sizes.rows * num_experts * sizes.per_chunk["experts"]
+    per_sequence = 4 * sizes.microbatch_size * num_experts * sizes.chunk_layer_slots["experts"]
     assert found.pop("stash") == wanted.pop("stash") + table.num_stash * per_sequence
     assert wanted == {name: found[name] for name in wanted}
 
@@ -296,15 +296,15 @@ def test_activations_of_a_weights_shape() -> None:
     for remat in ("full", "none"):
         config = from_dict(sections | {"pipeline": sections["pipeline"] | {"remat": remat}})
         model, train = config.model, config.train
-        rows = Sizes(config).rows
+        rows = Sizes(config).microbatch_size
         assert (rows, train.sequence_length) == (model.num_heads, model.head_size)
         check_buffers(config, steps_of(config))
 
 
 def test_parameters_are_those_of_the_model() -> None:
     """Every name, shape and logical axis that the description declares, and no other."""
-    decoder = steps_of(config_of({}, {}, {"microbatches": 1})).partition.decoder
-    ((name, kind),) = describe(decoder.config).kinds.items()
+    decoder = steps_of(config_of({}, {}, {"microbatches": 1})).param_layout.decoder
+    ((name, kind),) = describe(decoder.config).layer_types.items()
     drawn = jax.eval_shape(partial(decoder.init_layers, name), jax.random.key(0), jnp.arange(1))
     shapes = jax.tree.map(lambda leaf: tuple(leaf.shape[1:]), drawn)
     axes = decoder.axes()["layers"][name]
@@ -322,8 +322,8 @@ def check_kept(changes: dict[str, Any], remat: str, tokens: int) -> None:
     unlike = {"d_model": 20, "num_heads": 6, "num_kv_heads": 2, "head_size": 10, "d_mlp": 34}
     config = config_of(unlike | changes, {"ici_stage": 2}, pipeline, tokens)
     sizes, decoder = Sizes(config), Decoder(config.model, AxisRules.from_config(config.mesh))
-    (kind,) = sizes.model.kinds
-    dtype, shape = jnp.dtype(config.model.compute_dtype), (sizes.rows, tokens)
+    (kind,) = sizes.model.layer_types
+    dtype, shape = jnp.dtype(config.model.compute_dtype), (sizes.microbatch_size, tokens)
     ids = jax.ShapeDtypeStruct(shape, jnp.int32)
     inputs = {"segment_ids": ids, "positions": ids, "example_ids": jnp.zeros(shape[:1], jnp.int32)}
     key = jax.random.key(0) if config.model.dropout else None
@@ -341,7 +341,7 @@ def check_kept(changes: dict[str, Any], remat: str, tokens: int) -> None:
     def size(arrays: Any) -> int:
         return sum(math.prod(each.shape) * each.dtype.itemsize for each in arrays)
 
-    assert size(found[0].saved) == sizes.kept_bytes(kind)[0]
+    assert size(found[0].saved) == sizes.saved_activation_bytes(kind)[0]
     assert size(found[0].deferred) == sizes.deferred_bytes(kind)
 
 
@@ -411,7 +411,7 @@ def test_latent_attention_keeps_what_it_declares(
     remat: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    rope = Rope(1e4, turned=4)
+    rope = Rope(1e4, rotary_dims=4)
     part = LatentAttention(20, 3, 12, 14, 9, query_rank, 1.0, backend, rope, 0.3, 1e-6)
     for module in (decoder_module, sizes_module):
         monkeypatch.setattr(
@@ -421,21 +421,26 @@ def test_latent_attention_keeps_what_it_declares(
 
 
 def attention_of(config: Config) -> Part:
-    (kind,) = describe(config.model).kinds.values()
+    (kind,) = describe(config.model).layer_types.values()
     return kind.parts["attention"]
 
 
 def test_a_fused_attention_holds_no_scores() -> None:
     pipeline = {"microbatches": 2, "remat": "none"}
     plain, fused = (config_of({"attention": name}, {}, pipeline) for name in ("xla", "cudnn"))
-    pairs, mask = (Sizes(each).held_scores(attention_of(each)) for each in (plain, fused))
-    assert mask == Sizes(fused).rows * 32**2  # for all heads
+    pairs, mask = (Sizes(each).stored_scores(attention_of(each)) for each in (plain, fused))
+    assert mask == Sizes(fused).microbatch_size * 32**2  # for all heads
     assert pairs > mask
     # Of each pair: whether it counts, its score in float32, its probability in bfloat16; of each
     # query a second statistic.
-    kept = Sizes(plain).kept_bytes("layer")[0] - Sizes(fused).kept_bytes("layer")[0]
-    assert kept == (1 + 4 + 2) * pairs + 4 * Sizes(fused).rows * 32 * fused.model.num_heads
-    layers = build_schedule(plain).num_stash * Sizes(plain).per_chunk["layer"]
+    kept = (
+        Sizes(plain).saved_activation_bytes("layer")[0]
+        - Sizes(fused).saved_activation_bytes("layer")[0]
+    )
+    assert (
+        kept == (1 + 4 + 2) * pairs + 4 * Sizes(fused).microbatch_size * 32 * fused.model.num_heads
+    )
+    layers = build_schedule(plain).num_stash * Sizes(plain).chunk_layer_slots["layer"]
     needs = [
         predict_memory(Sizes(each), build_schedule(each), platform="cuda").temporary
         for each in (plain, fused)
@@ -485,7 +490,7 @@ def test_gpus_keep_transposed_shards_and_the_logits_gradient() -> None:
     assert found["step"]["logits"] == (2 + 4) * pairs + WORKSPACE
     assert found["iteration"]["logits"] - found["step"]["logits"] == 2 * matrix
     # Outputs of attention and of the MLP are gathered over their last dim.
-    params = sizes.model.kinds["layer"].params
+    params = sizes.model.layer_types["layer"].params
     last = [each.dims for each in params.values() if each.dims[-1][1] == "embed"]
     behind = [dims for dims in last if len(dims) > 1]
     assert len(behind) == 2
@@ -500,7 +505,7 @@ def test_visits_that_keep_every_chunk_hold_whole_weights_as_steps_do(platform: s
         pipeline = {"microbatches": 4, "repeats": 2, "weight_gather": gather}
         config = config_of({}, {"ici_stage": 2, "ici_fsdp": 2}, pipeline)
         schedule = build_schedule(config)
-        assert schedule.visits.num_window == 0
+        assert schedule.weight_window.num_chunk_slots == 0
         found.append(predict_memory(Sizes(config), schedule, platform=platform))
     assert found[0].terms["held"] == found[1].terms["held"] > 0
 
@@ -510,9 +515,11 @@ def test_a_chunk_arrives_beside_the_window() -> None:
     pipeline = {"microbatches": 4, "repeats": 3, "weight_gather": "visit", "group": 4}
     config = config_of({"num_layers": 24}, {"ici_stage": 2, "ici_fsdp": 2}, pipeline)
     schedule = build_schedule(config)
-    chunk = Sizes(config).per_chunk["layer"] * Sizes(config).layer_elements("layer", whole=True)
+    chunk = Sizes(config).chunk_layer_slots["layer"] * Sizes(config).layer_elements(
+        "layer", whole=True
+    )
     found = predict_memory(Sizes(config), schedule, platform="tpu").terms
-    assert found["window"] > 2 * (schedule.visits.num_window + 0.5) * chunk
+    assert found["window"] > 2 * (schedule.weight_window.num_chunk_slots + 0.5) * chunk
     assert not {"layer", "logits"} & found.keys()  # smaller, and not there at the same time
 
 
@@ -586,7 +593,7 @@ def test_memory_by_blocks_is_near_the_compilers(
     """In rows of which plain attention's scores would take most of it."""
     config = config_of({"compute_dtype": "float32"} | model, mesh, pipeline, tokens=768)
     steps = steps_of(config)
-    assert steps.partition.decoder.config.attention == "blockwise"
+    assert steps.param_layout.decoder.config.attention == "blockwise"
     temporary = steps.compile_train().memory_analysis().temp_size_in_bytes
     predicted = predict_memory(Sizes(config), build_schedule(config), platform="cpu")
     assert predicted.temporary == pytest.approx(temporary, rel=0.1)

@@ -189,15 +189,15 @@ def odd(rows: int, texts: list[str], topology: Topology) -> list[Candidate]:
 def test_what_is_fixed_has_that_value_in_each_layout(topology: Topology, text: str) -> None:
     key, _, value = text.partition("=")
     for each in odd(8 if "context" not in key else 1, [text], topology):
-        assert str(each.changes[key]).lower() == value
+        assert str(each.layout_keys[key]).lower() == value
         assert not check(each.config, {})
 
 
 def test_a_ring_over_stages_computes_where_a_stage_idles() -> None:
     texts = ["mesh.context_attention=ring", "mesh.ici_context=2", "mesh.ici_stage=2"]
     for each in odd(2, texts, parse_topology("v5e:2x2")):
-        assert each.changes["mesh.context_attention"] == "ring"
-        assert each.changes["pipeline.idle"] == "compute"
+        assert each.layout_keys["mesh.context_attention"] == "ring"
+        assert each.layout_keys["pipeline.idle"] == "compute"
 
 
 def test_fewer_rows_than_devices_are_divided_over_any_number() -> None:

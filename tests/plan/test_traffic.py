@@ -99,12 +99,16 @@ def test_predicted_bytes_are_those_of_the_program(
     profile, _ = profile_step(text, steps, config.pipeline.weight_gather)
     found: dict[str, float] = {}
     counts: dict[str, float] = {}
-    for each in of_program(profile.collectives, steps.partition.mesh):
+    for each in of_program(profile.collectives, steps.param_layout.mesh):
         if each.total_bytes > _NUMBERS:
             found[each.axes] = found.get(each.axes, 0.0) + each.total_bytes
             if each.kind != "all-reduce":
                 counts[each.axes] = counts.get(each.axes, 0.0) + each.count
-    run = Sizes(config).on("cpu"), steps.train_schedule, float(config.pipeline.remat != "none")
+    run = (
+        Sizes(config).on_platform("cpu"),
+        steps.train_schedule,
+        float(config.pipeline.remat != "none"),
+    )
     wanted = {axes: sent for (axes, _), sent in step_traffic(*run).items()}
     assert found == pytest.approx(wanted, abs=_NUMBERS)
     assert counts == count_collectives(*run)

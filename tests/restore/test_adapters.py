@@ -30,13 +30,13 @@ STEPS = 100
 @pytest.mark.layouts
 def test_the_base_keeps_its_bits_and_a_run_goes_on_anywhere() -> None:
     steps = steps_of(HERE, ROWS, STEPS + 4)
-    run, names = steps.compile_train(), trained(steps.partition.decoder.model)
+    run, names = steps.compile_train(), trained(steps.param_layout.decoder.model)
     plain = steps_of(Case(2, 2, 2, fsdp=2, layers=5), ROWS)
     base = jax.device_get(plain.to_saved(plain.init())["params"])
     assert leaves_by_name(steps.abstract_base).keys() == leaves_by_name(base).keys()
-    begun = steps.with_weights(base)
+    begun = steps.init_from_params(base)
     before = leaves_by_name(jax.device_get(begun.params))
-    state, _ = trained_on(steps, run, steps.with_weights(base), 0, STEPS)
+    state, _ = trained_on(steps, run, steps.init_from_params(base), 0, STEPS)
     after = leaves_by_name(jax.device_get(state.params))
     mine = {each for each in after if "_lora_" in each}
     assert {each for each in after if not np.array_equal(before[each], after[each])} == mine
@@ -62,7 +62,7 @@ def test_step_0_is_the_base() -> None:
     """Bit for bit: factors add zeros, and lengths are the norms of the base."""
     for adapter in (AdapterConfig(rank=2), AdapterConfig(rank=2, kind="dora")):
         plain, steps = (
-            steps_of(Case(layers=2, adapter=each), ROWS).partition.decoder
+            steps_of(Case(layers=2, adapter=each), ROWS).param_layout.decoder
             for each in (None, adapter)
         )
         key = jax.random.key(0)

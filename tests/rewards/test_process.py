@@ -36,7 +36,7 @@ def opened(tmp_path: Path) -> Iterator[Opened]:
 
 def refused(rewards: RewardFunction, completion: str = "7") -> str:
     with pytest.raises(ConfigError) as error:
-        rewards.of(completion, {"prompt": "3+4="}, "prompts.jsonl, line 3")
+        rewards.compute(completion, {"prompt": "3+4="}, "prompts.jsonl, line 3")
     text = str(error.value)
     assert "mine.py:reward" in text and "def reward(completion: str, record: dict)" in text
     return text
@@ -44,14 +44,14 @@ def refused(rewards: RewardFunction, completion: str = "7") -> str:
 
 def test_a_function_is_given_completion_and_record(opened: Opened) -> None:
     rewards = opened("print('said'); return len(completion) + record['more']")
-    assert rewards.of("abc", {"more": 0.5}, "line 1") == 3.5
-    assert rewards.of("", {"more": True}, "line 2") == 1
+    assert rewards.compute("abc", {"more": 0.5}, "line 1") == 3.5
+    assert rewards.compute("", {"more": True}, "line 2") == 1
 
 
 def test_it_may_import_what_is_beside_it(opened: Opened, tmp_path: Path) -> None:
     (tmp_path / "beside.py").write_text("WORTH = 4")
     rewards = opened("import beside; return beside.WORTH")
-    assert rewards.of("", {}, "line 1") == 4
+    assert rewards.compute("", {}, "line 1") == 4
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_a_function_that_is_not_there(tmp_path: Path) -> None:
     path.write_text("reward = 3")
     config = GrpoConfig(reward_file=f"{path}:reward", allow_code=True)
     with pytest.raises(ConfigError, match="it has no function reward"):
-        RewardFunction(config).of("", {}, "line 1")
+        RewardFunction(config).compute("", {}, "line 1")
     config = GrpoConfig(reward_file=f"{tmp_path / 'other.py'}:reward", allow_code=True)
     with pytest.raises(ConfigError, match="No such file"):
         RewardFunction(config).fingerprint()
@@ -109,14 +109,14 @@ def test_a_fingerprint_is_of_the_content(opened: Opened) -> None:
 def test_built_in_rewards_run_there_too() -> None:
     """A pattern may take for ever."""
     rewards = RewardFunction(GrpoConfig(reward="regex", reward_seconds=1))
-    assert rewards.of("abc", {"pattern": "b"}, "line 1") == 1
+    assert rewards.compute("abc", {"pattern": "b"}, "line 1") == 1
     with pytest.raises(ConfigError, match=r"grpo\.reward = regex[\s\S]*it took longer"):
-        rewards.of("a" * 60, {"pattern": "(a+)+$b"}, "line 2")
+        rewards.compute("a" * 60, {"pattern": "(a+)+$b"}, "line 2")
     rewards.close()
 
 
 def test_signals_of_the_terminal_do_not_reach_it(opened: Opened) -> None:
     rewards = opened("import os; return os.getpgid(0)")
-    group = int(rewards.of("", {}, "line 1"))
+    group = int(rewards.compute("", {}, "line 1"))
     assert group != os.getpgid(0)
     os.killpg(group, signal.SIGCONT)  # there it is

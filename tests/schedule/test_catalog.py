@@ -165,7 +165,7 @@ def test_illegal_sizes_are_config_errors(name: str, change: dict[str, Any], key:
     (problem,) = caught.value.problems
     assert problem.where == key
     *_, value = (name, *change.values())
-    assert problem.given == str(value)
+    assert problem.value == str(value)
     assert problem.rule.endswith(".") and problem.action.startswith("Set ")
 
 

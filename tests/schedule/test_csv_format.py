@@ -53,7 +53,7 @@ def test_a_written_schedule_reads_back_exactly(
     for stages in all_stages:
         for repeats in (spec.repeats,) if spec.repeats else (1, 2, 3):
             for microbatches in sorted({1, stages - 1, stages + 1, 2 * stages + 1} - {0}):
-                for delayed in {False, spec.delays}:
+                for delayed in {False, spec.supports_delay}:
                     sizes: dict[str, Any] = {
                         "stages": stages,
                         "repeats": repeats,

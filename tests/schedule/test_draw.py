@@ -146,12 +146,12 @@ def test_the_compared_messages_are_those_between_stages(name: str, stages: int) 
     sent = [0] * stages
     for kind, slots in schedule.kinds:
         for tick, stage in np.argwhere(slots.active).tolist():
-            ends = schedule.ring.before if kind in "BI" else schedule.ring.after
+            ends = schedule.ring.previous_chunk if kind in "BI" else schedule.ring.next_chunk
             target = ends(stage, int(slots.repeat[tick, stage]))
             sent[stage] += kind != "W" and target is not None and target[0] != stage
     row = draw.comparison_table([schedule], Costs()).splitlines()[3].split()
     assert int(row[-2]) == max(sent)
-    visits = len(schedule.visits.gather_tick)
+    visits = len(schedule.weight_window.gather_tick)
     assert float(row[-1]) == pytest.approx(visits / repeats if visits else 1, rel=1e-3)
 
 

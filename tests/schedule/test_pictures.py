@@ -183,7 +183,7 @@ def test_the_trace_has_every_slot_message_and_depth(name: str, costs: Costs) -> 
         chunk, kind, microbatch = match.groups()
         args = event["args"]
         assert (int(chunk), int(microbatch)) == (args["chunk"], args["microbatch"])
-        assert schedule.ring.home(args["chunk"]) == (event["tid"], args["repeat"])
+        assert schedule.ring.locate_chunk(args["chunk"]) == (event["tid"], args["repeat"])
         (slots,) = (slots for own, slots in schedule.kinds if own == kind)
         assert slots.microbatch[args["tick"], event["tid"]] == args["microbatch"]
         price = {"F": costs.forward, "B": costs.backward, "I": costs.input, "W": costs.weight}
@@ -209,7 +209,7 @@ def test_the_trace_has_every_slot_message_and_depth(name: str, costs: Costs) -> 
 def num_messages(schedule: Schedule) -> int:
     """Over all stages: between neighbours in the network that are on different stages."""
     ring = schedule.ring
-    homes = [ring.home(chunk)[0] for chunk in range(ring.num_chunks)]
+    homes = [ring.locate_chunk(chunk)[0] for chunk in range(ring.num_chunks)]
     hops = sum(one != two for one, two in pairwise(homes))
     return 2 * hops * schedule.num_microbatches
 

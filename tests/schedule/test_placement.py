@@ -208,7 +208,7 @@ def test_an_action_runs_as_early_as_order_and_inputs_allow() -> None:
             if kind == "W":
                 ready = max(ready, 2 * at["I", stage, microbatch, repeat] + hop)
             else:
-                source = (ring.before if kind == "F" else ring.after)(stage, repeat)
+                source = (ring.previous_chunk if kind == "F" else ring.next_chunk)(stage, repeat)
                 if source is not None:
                     sent = at[kind, source[0], microbatch, source[1]]
                     ready = max(ready, 2 * (sent + 1) + position)
@@ -244,8 +244,10 @@ def test_orders_that_wait_for_each_other_are_refused(
 
 def test_up_to_two_repeats_need_no_visits() -> None:
     for repeats in (1, 2):
-        visits = make_schedule("interleaved", stages=3, repeats=repeats, microbatches=6).visits
-        assert visits.num_window == visits.num_gradient == 0
+        visits = make_schedule(
+            "interleaved", stages=3, repeats=repeats, microbatches=6
+        ).weight_window
+        assert visits.num_chunk_slots == visits.num_gradient_slots == 0
         assert not visits.gather_tick.size and not visits.reduce_tick.size
 
 
@@ -257,7 +259,7 @@ def test_a_chunk_is_gathered_and_reduced_once_per_visit(
 ) -> None:
     for num_groups in GROUPS:
         schedule = interleaved(stages, repeats, group, num_groups)
-        visits = schedule.visits
+        visits = schedule.weight_window
         # F and B visit each chunk once for each group.
         assert len(visits.gather_tick) <= 2 * num_groups * repeats
         assert len(visits.reduce_tick) == num_groups * repeats
@@ -271,24 +273,24 @@ def test_a_chunk_is_gathered_and_reduced_once_per_visit(
             ]
             assert len(runs) == 2 * num_groups * repeats
         # This chunk and the next, of F and of B: never all the stage's chunks.
-        assert 2 <= visits.num_window <= 4
-        assert 1 <= visits.num_gradient <= 3
+        assert 2 <= visits.num_chunk_slots <= 4
+        assert 1 <= visits.num_gradient_slots <= 3
         assert (np.diff(visits.gather_tick) >= 0).all()
         assert (visits.reduce_tick <= schedule.num_ticks).all()
 
 
 def test_forward_only_visits_reduce_nothing() -> None:
-    visits = make_forward_schedule(Ring(2, 4), 6).visits
+    visits = make_forward_schedule(Ring(2, 4), 6).weight_window
     # Three groups of two microbatches; a chunk is gathered again for each.
-    assert len(visits.gather_tick) == 3 * 4 and visits.num_window == 2
-    assert not visits.reduce_tick.size and visits.num_gradient == 0
+    assert len(visits.gather_tick) == 3 * 4 and visits.num_chunk_slots == 2
+    assert not visits.reduce_tick.size and visits.num_gradient_slots == 0
 
 
 # Layers outside the ring.
 
 
 def test_rounds_by_hand() -> None:
-    outside = make_schedule("1f1b", stages=2, microbatches=3).outside
+    outside = make_schedule("1f1b", stages=2, microbatches=3).prologue
     # Microbatches 0, 1, 2 enter in ticks 0, 1, 2 and are back in ticks 2, 3, 4.
     assert outside.forward.tolist() == [0, IDLE, 1, IDLE, IDLE]
     assert outside.forward_slot.tolist() == [0, 0, 1, 0, 0]
@@ -305,12 +307,12 @@ def test_a_round_goes_with_its_first_microbatch_and_comes_back_with_its_last(nam
     entering, returning = schedule.embed_microbatch, schedule.embed_grad_microbatch
     for number in range(3):
         own = np.arange(number * stages, min(microbatches, (number + 1) * stages))
-        (goes,) = np.flatnonzero(schedule.outside.forward == number)
+        (goes,) = np.flatnonzero(schedule.prologue.forward == number)
         assert goes == np.flatnonzero(np.isin(entering, own)).min()
-        (comes_back,) = np.flatnonzero(schedule.outside.backward == number)
+        (comes_back,) = np.flatnonzero(schedule.prologue.backward == number)
         assert comes_back == np.flatnonzero(np.isin(returning, own)).max()
-    assert (schedule.outside.forward >= 0).sum() == (schedule.outside.backward >= 0).sum() == 3
-    forward = make_forward_schedule(schedule.ring, microbatches).outside
+    assert (schedule.prologue.forward >= 0).sum() == (schedule.prologue.backward >= 0).sum() == 3
+    forward = make_forward_schedule(schedule.ring, microbatches).prologue
     assert (forward.backward == IDLE).all() and forward.num_slots == 1
 
 
@@ -318,9 +320,9 @@ def test_a_round_goes_with_its_first_microbatch_and_comes_back_with_its_last(nam
 def test_rounds_kept_at_once(stages: int, repeats: int) -> None:
     sizes: dict[str, Any] = {"stages": stages, "repeats": repeats}
     for rounds in (4, 8):
-        outside = make_schedule("1f1b", microbatches=rounds * stages, **sizes).outside
+        outside = make_schedule("1f1b", microbatches=rounds * stages, **sizes).prologue
         # A round is away for (2R+1)*P - 2 ticks, and every P*R ticks another one goes.
         away = (2 * repeats + 1) * stages - 2
         assert outside.num_slots == -(-away // (stages * repeats)) <= 3
-        sweep = make_schedule("circular", microbatches=rounds * stages, **sizes).outside
+        sweep = make_schedule("circular", microbatches=rounds * stages, **sizes).prologue
         assert sweep.num_slots == rounds

@@ -44,7 +44,7 @@ def named(rng: Random) -> Schedule:
         repeats=spec.repeats or rng.randint(1, 4),
         microbatches=microbatches,
         group=group if spec.group == "chosen" else 0,
-        delayed=spec.delays and rng.random() < 0.5,
+        delayed=spec.supports_delay and rng.random() < 0.5,
     )
 
 
@@ -62,7 +62,7 @@ def any_order(rng: Random) -> Schedule:
         weights = [eager[kind] for kind, _, _ in ready]
         (picked,) = rng.choices(range(len(ready)), weights)
         kind, chunk, microbatch = ready.pop(picked)
-        stage, repeat = ring.home(chunk)
+        stage, repeat = ring.locate_chunk(chunk)
         orders[stage].append(Action(kind, microbatch, repeat))
         done.add((kind, chunk, microbatch))
         last = chunk == ring.num_chunks - 1
@@ -103,7 +103,7 @@ def test_valid_tables_are_accepted() -> None:
         except ScheduleError as error:
             raise AssertionError(f"table {number}") from error
         found.append((schedule.mixed, schedule.delayed, schedule.ring.shape, schedule.trains))
-        visits = schedule.visits.num_window > 0
+        visits = schedule.weight_window.num_chunk_slots > 0
         assert visits == (schedule.num_repeats > 2)
     # Every combination occurred, but for mixed ticks without a backward.
     assert len(set(found)) == 2 * 2 * (2 + 1)
@@ -141,18 +141,18 @@ def rerouted(schedule: Schedule, way: int, cell: Cell, slot: int) -> Schedule:
 
 def rescheduled(schedule: Schedule, column: str, index: Any, value: int) -> Schedule:
     """The table with one entry of its visits replaced."""
-    array = getattr(schedule.visits, column).copy()
+    array = getattr(schedule.weight_window, column).copy()
     array[index] = value
-    visits = dataclasses.replace(schedule.visits, **{column: array})
-    return dataclasses.replace(schedule, visits=visits)
+    visits = dataclasses.replace(schedule.weight_window, **{column: array})
+    return dataclasses.replace(schedule, weight_window=visits)
 
 
 def rounded(schedule: Schedule, column: str, tick: int, value: int) -> Schedule:
     """The table with one entry of its rounds outside the ring replaced."""
-    array = getattr(schedule.outside, column).copy()
+    array = getattr(schedule.prologue, column).copy()
     array[tick] = value
-    outside = dataclasses.replace(schedule.outside, **{column: array})
-    return dataclasses.replace(schedule, outside=outside)
+    outside = dataclasses.replace(schedule.prologue, **{column: array})
+    return dataclasses.replace(schedule, prologue=outside)
 
 
 def active_cells(schedule: Schedule, kind: ActionKind) -> list[Cell]:
@@ -188,16 +188,18 @@ def messages(schedule: Schedule) -> Iterator[Message]:
         for tick, stage in active_cells(schedule, kind)
         for microbatch, repeat in [item(schedule, kind, (tick, stage))]
     }
-    ways = {(a.port, a.step): number for number, a in enumerate(schedule.arrivals)}
+    ways = {(a.port, a.direction): number for number, a in enumerate(schedule.arrivals)}
     for (kind, stage, repeat, microbatch), tick in ticks.items():
         if kind == "W":
             continue
-        target = ring.after(stage, repeat) if kind == "F" else ring.before(stage, repeat)
+        target = (
+            ring.next_chunk(stage, repeat) if kind == "F" else ring.previous_chunk(stage, repeat)
+        )
         if target is None and kind == "F" and schedule.trains:
             way, written = ways["loss", 0], (tick + schedule.mixed, stage)
             reader, kind = ticks[backward, stage, repeat, microbatch], backward
         elif target is not None:
-            step = ring.step(repeat, turns=target[1] != repeat, backward=kind != "F")
+            step = ring.direction(repeat, turns=target[1] != repeat, backward=kind != "F")
             late = step != 0 and (schedule.delayed or kind == "B")
             way = ways["X" if schedule.mixed else kind, step]
             written = (tick + late, target[0])
@@ -286,12 +288,12 @@ def two_actions_in_a_tick(schedule: Schedule, rng: Random) -> Schedule | None:
 @corruption
 def moved_action(schedule: Schedule, rng: Random) -> Schedule | None:
     """An action runs in an idle slot, and what it sends is stored where it is never read."""
-    sent = [message for message in messages(schedule) if schedule.arrivals[message.way].step]
+    sent = [message for message in messages(schedule) if schedule.arrivals[message.way].direction]
     if not sent:
         return None
     message = rng.choice(sent)
     way = schedule.arrivals[message.way]
-    stage = (message.written[1] - way.step) % schedule.num_stages
+    stage = (message.written[1] - way.direction) % schedule.num_stages
     tick = rng.randrange(schedule.num_ticks)
     late = message.written[0] - message.sent
     busy = any(slots.active[tick, stage] for kind, slots in schedule.kinds if schedule.mixed)
@@ -363,7 +365,7 @@ def other_deferred(schedule: Schedule, rng: Random) -> Schedule | None:
 def other_inbox(schedule: Schedule, rng: Random) -> Schedule | None:
     """Reads a slot that does not have the message. The network's first chunk reads none."""
     kind, cell = pick(schedule, rng, "F", "B", "I")
-    if kind == "F" and schedule.ring.before(cell[1], item(schedule, kind, cell)[1]) is None:
+    if kind == "F" and schedule.ring.previous_chunk(cell[1], item(schedule, kind, cell)[1]) is None:
         return None
     value = another(rng, schedule.num_inbox, int(slots_of(schedule, kind).inbox[cell]))
     return None if value is None else edited(schedule, kind, "inbox", {cell: value})
@@ -422,7 +424,7 @@ def other_training(schedule: Schedule, rng: Random) -> Schedule | None:
 @corruption
 def other_delay(schedule: Schedule, rng: Random) -> Schedule | None:
     """Messages come a tick late for who needs them at once, or early into another slot."""
-    moving = [m for m in messages(schedule) if schedule.arrivals[m.way].step]
+    moving = [m for m in messages(schedule) if schedule.arrivals[m.way].direction]
     if schedule.delayed:
         matters = any(
             schedule.arrivals[m.way].slot[m.sent, m.written[1]] != m.slot
@@ -455,12 +457,12 @@ def wrong_size(schedule: Schedule, rng: Random) -> Schedule | None:
 @corruption
 def wrong_window_size(schedule: Schedule, rng: Random) -> Schedule | None:
     """The window has more or fewer chunks than the gathers and reductions use."""
-    name = rng.choice(["num_window", "num_gradient"])
-    size = getattr(schedule.visits, name)
+    name = rng.choice(["num_chunk_slots", "num_gradient_slots"])
+    size = getattr(schedule.weight_window, name)
     if not size:
         return None
-    visits = dataclasses.replace(schedule.visits, **{name: size + rng.choice([-1, 1])})
-    return dataclasses.replace(schedule, visits=visits)
+    visits = dataclasses.replace(schedule.weight_window, **{name: size + rng.choice([-1, 1])})
+    return dataclasses.replace(schedule, weight_window=visits)
 
 
 @corruption
@@ -468,15 +470,15 @@ def out_of_range(schedule: Schedule, rng: Random) -> Schedule | None:
     """An index outside its buffer, which is illegal even where nothing uses it."""
     kind, _ = rng.choice(schedule.kinds)
     cell = (rng.randrange(schedule.num_ticks), rng.randrange(schedule.num_stages))
-    visits = schedule.visits
+    visits = schedule.weight_window
     bounds = {
         "microbatch": (IDLE, schedule.num_microbatches),
         "repeat": (0, schedule.num_repeats),
         "inbox": (0, schedule.num_inbox),
         "stash": (0, schedule.num_stash),
         "deferred": (0, schedule.num_deferred),
-        "window": (0, max(1, visits.num_window)),
-        "gradient": (0, max(1, visits.num_gradient)),
+        "window": (0, max(1, visits.num_chunk_slots)),
+        "gradient": (0, max(1, visits.num_gradient_slots)),
     }
     column = rng.choice([*bounds, "arrival"])
     low, high = bounds.get(column, (0, schedule.num_inbox))
@@ -491,14 +493,14 @@ def out_of_range(schedule: Schedule, rng: Random) -> Schedule | None:
 @corruption
 def visit_out_of_range(schedule: Schedule, rng: Random) -> Schedule | None:
     """A gather or reduction at a time, of a chunk, or in a slot that there is not."""
-    visits, last = schedule.visits, schedule.num_ticks - 1
+    visits, last = schedule.weight_window, schedule.num_ticks - 1
     bounds = {
         "gather_tick": last,
         "gather_repeat": schedule.num_repeats - 1,
-        "gather_slot": visits.num_window - 1,
+        "gather_slot": visits.num_chunk_slots - 1,
         "reduce_tick": last + 1,
         "reduce_repeat": schedule.num_repeats - 1,
-        "reduce_slot": visits.num_gradient - 1,
+        "reduce_slot": visits.num_gradient_slots - 1,
     }
     column = rng.choice(sorted(bounds))
     array = getattr(visits, column)
@@ -518,7 +520,7 @@ def other_round(schedule: Schedule, rng: Random) -> Schedule | None:
     """A round goes too early, too late, twice, or never."""
     column, tick = rng.choice(ends(schedule)), rng.randrange(schedule.num_ticks)
     rounds = -(-schedule.num_microbatches // schedule.num_stages)
-    old = int(getattr(schedule.outside, column)[tick])
+    old = int(getattr(schedule.prologue, column)[tick])
     value = rng.choice([number for number in range(IDLE, rounds) if number != old])
     return rounded(schedule, column, tick, value)
 
@@ -531,8 +533,8 @@ def other_slot_of_a_round(schedule: Schedule, rng: Random) -> Schedule | None:
     if column == "backward":
         passing = schedule.embed_grad_microbatch
     tick = rng.choice(np.flatnonzero(passing != IDLE).tolist())
-    old = int(getattr(schedule.outside, f"{column}_slot")[tick])
-    value = another(rng, schedule.outside.num_slots, old)
+    old = int(getattr(schedule.prologue, f"{column}_slot")[tick])
+    value = another(rng, schedule.prologue.num_slots, old)
     return None if value is None else rounded(schedule, f"{column}_slot", tick, value)
 
 
@@ -543,16 +545,16 @@ def round_out_of_range(schedule: Schedule, rng: Random) -> Schedule | None:
     column, tick = rng.choice(ends(schedule)), rng.randrange(schedule.num_ticks)
     if rng.random() < 0.5:
         return rounded(schedule, column, tick, rng.choice([IDLE - 1, rounds]))
-    value = rng.choice([-1, schedule.outside.num_slots])
+    value = rng.choice([-1, schedule.prologue.num_slots])
     return rounded(schedule, f"{column}_slot", tick, value)
 
 
 @corruption
 def wrong_number_of_rounds(schedule: Schedule, rng: Random) -> Schedule | None:
     """More or fewer slots than the rounds need."""
-    size = schedule.outside.num_slots + rng.choice([-1, 1])
-    outside = dataclasses.replace(schedule.outside, num_slots=size)
-    return dataclasses.replace(schedule, outside=outside)
+    size = schedule.prologue.num_slots + rng.choice([-1, 1])
+    outside = dataclasses.replace(schedule.prologue, num_slots=size)
+    return dataclasses.replace(schedule, prologue=outside)
 
 
 # Of the window: weights are wrong where the table says another chunk than was gathered last, and
@@ -560,8 +562,8 @@ def wrong_number_of_rounds(schedule: Schedule, rng: Random) -> Schedule | None:
 
 
 def weights_are_wrong(schedule: Schedule) -> bool:
-    visits = schedule.visits
-    held = np.full((schedule.num_stages, visits.num_window), -1)
+    visits = schedule.weight_window
+    held = np.full((schedule.num_stages, visits.num_chunk_slots), -1)
     stages = np.arange(schedule.num_stages)
     for tick in range(schedule.num_ticks):
         for event in np.flatnonzero(visits.gather_tick == tick):
@@ -574,7 +576,7 @@ def weights_are_wrong(schedule: Schedule) -> bool:
 
 
 def gradients_are_wrong(schedule: Schedule) -> bool:
-    visits = schedule.visits
+    visits = schedule.weight_window
     _, slots = schedule.kinds[-1]
     held: dict[tuple[int, int], set[int]] = {}
     for tick in range(schedule.num_ticks + 1):
@@ -593,7 +595,9 @@ def gradients_are_wrong(schedule: Schedule) -> bool:
 def other_window(schedule: Schedule, rng: Random) -> Schedule | None:
     """Uses the weights of another chunk."""
     kind, cell = pick(schedule, rng, "F", "B", "I")
-    value = another(rng, schedule.visits.num_window, int(slots_of(schedule, kind).window[cell]))
+    value = another(
+        rng, schedule.weight_window.num_chunk_slots, int(slots_of(schedule, kind).window[cell])
+    )
     wrong = None if value is None else edited(schedule, kind, "window", {cell: value})
     return wrong if wrong and weights_are_wrong(wrong) else None
 
@@ -602,7 +606,7 @@ def other_event(
     schedule: Schedule, rng: Random, event: str, num_slots: int, num_ticks: int
 ) -> Schedule | None:
     """Gathers or reductions (`event`) with one entry changed."""
-    shape = getattr(schedule.visits, f"{event}_repeat").shape
+    shape = getattr(schedule.weight_window, f"{event}_repeat").shape
     if 0 in shape:
         return None
     index = tuple(rng.randrange(size) for size in shape)
@@ -610,14 +614,14 @@ def other_event(
     if rng.random() < 0.3:
         name, size, index = "tick", num_ticks, index[0]
     column = f"{event}_{name}"
-    value = another(rng, size, int(getattr(schedule.visits, column)[index]))
+    value = another(rng, size, int(getattr(schedule.weight_window, column)[index]))
     return None if value is None else rescheduled(schedule, column, index, value)
 
 
 @corruption
 def other_gather(schedule: Schedule, rng: Random) -> Schedule | None:
     """Weights are gathered at another time, of another chunk, or to another slot."""
-    slots, ticks = schedule.visits.num_window, schedule.num_ticks
+    slots, ticks = schedule.weight_window.num_chunk_slots, schedule.num_ticks
     wrong = other_event(schedule, rng, "gather", slots, ticks)
     return wrong if wrong and weights_are_wrong(wrong) else None
 
@@ -627,7 +631,7 @@ def other_gradient(schedule: Schedule, rng: Random) -> Schedule | None:
     """A gradient is added to another chunk's."""
     kind, cell = pick(schedule, rng, "B", "W")
     old = int(slots_of(schedule, kind).gradient[cell])
-    value = another(rng, schedule.visits.num_gradient, old)
+    value = another(rng, schedule.weight_window.num_gradient_slots, old)
     wrong = None if value is None else edited(schedule, kind, "gradient", {cell: value})
     return wrong if wrong and gradients_are_wrong(wrong) else None
 
@@ -635,7 +639,7 @@ def other_gradient(schedule: Schedule, rng: Random) -> Schedule | None:
 @corruption
 def other_reduction(schedule: Schedule, rng: Random) -> Schedule | None:
     """Gradients are reduced before they are complete, as another chunk's, or from elsewhere."""
-    slots, ticks = schedule.visits.num_gradient, schedule.num_ticks + 1
+    slots, ticks = schedule.weight_window.num_gradient_slots, schedule.num_ticks + 1
     wrong = other_event(schedule, rng, "reduce", slots, ticks)
     return wrong if wrong and gradients_are_wrong(wrong) else None
 

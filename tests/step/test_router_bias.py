@@ -74,7 +74,7 @@ def test_each_step_moves_biases_by_the_loads_of_its_batch(number: int) -> None:
     plain, num_layers = jax.jit(decoder.run), case.layers - OWN.num_dense_layers
     for step in range(STEPS):
         batch = batch_of(ROWS, step, case)
-        params = parts.by_kind(saved[step]["params"])
+        params = parts.split_layer_types(saved[step]["params"])
         found = plain(params, batch).statistics
         load = np.concatenate([found[name]["load"] for name in ("experts", "ahead")])
         assert load.shape == (num_layers + 1, 5)
@@ -105,13 +105,15 @@ def test_frozen_biases_stay_and_are_float32_whatever_the_types() -> None:
     own = replace(OWN, dispatch="all")
     case = Case(own=own, layers=3, dtype="bfloat16", frozen=("*router_bias",), **AHEAD)
     steps = steps_of(case, case.rows)
-    model = steps.partition.decoder.model
-    assert not model.kinds["experts"].follows and not model.ends.follows
+    model = steps.param_layout.decoder.model
+    assert not model.layer_types["experts"].balance_updates and not model.ends.balance_updates
     batch = jax.device_put(batch_of(case.rows, case=case), steps.batch_sharding)
     saved = jax.device_get(steps.to_saved(steps.compile_train()(steps.init(), batch)[0]))
     assert biases(saved).dtype == np.float32 and not biases(saved).any()
     narrow = replace(case.model, param_dtype="bfloat16")
-    shapes = jax.eval_shape(replace(steps.partition.decoder, config=narrow).init, jax.random.key(0))
+    shapes = jax.eval_shape(
+        replace(steps.param_layout.decoder, config=narrow).init, jax.random.key(0)
+    )
     types = {str(leaf.dtype) for leaf in jax.tree.leaves(shapes)}
     assert types == {"bfloat16", "float32"}
 

@@ -235,7 +235,7 @@ def test_a_conflict_names_the_parameter() -> None:
 
 
 def test_all_but_norm_scales_decay() -> None:
-    targets = make_partition({}, 1, 1).targets(OptimConfig())
+    targets = make_partition({}, 1, 1).trainable_params(OptimConfig())
     decayed = {".".join(path): each.decay for path, each in targets.items()}
     assert {name for name, decays in decayed.items() if not decays} == {
         "final_norm.scale",
@@ -252,7 +252,7 @@ def test_moments_are_stacked_like_their_parameters(network: dict[str, Any], outs
     stack, unstack = jax.jit(partition.stack), jax.jit(partition.unstack)
     stacked = stack(network)
     optim = OptimConfig(clip_norm=0.0)
-    optimizer = Optimizer(optim, learning_rate(optim, 10), partition.targets(optim))
+    optimizer = Optimizer(optim, learning_rate(optim, 10), partition.trainable_params(optim))
     _, state = jax.jit(optimizer.update)(stacked, optimizer.init(stacked), stacked)
     for moment in state.trees.values():
         there = unstack(moment)

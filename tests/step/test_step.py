@@ -118,7 +118,7 @@ def test_idle_slots_and_padding_never_reach_the_result(
 ) -> None:
     """NaN in everything that an idle slot may touch changes nothing: padding and all buffers."""
     steps = steps_of(case, rows=20 if case.microbatches == 5 else 16)
-    parts = steps.partition
+    parts = steps.param_layout
     batch = jax.device_put(batch_of(steps.shape[0]), steps.batch_sharding)
 
     def gradients(params: Any) -> Any:
@@ -137,7 +137,7 @@ def test_idle_slots_and_padding_never_reach_the_result(
     wanted = gradients(params)
     for module in (slots, program, prologue):
         monkeypatch.setattr(
-            module, "room", lambda *like, real=slots.empty_slots: nan_of(real(*like))
+            module, "empty_slots", lambda *like, real=slots.empty_slots: nan_of(real(*like))
         )
     found = gradients(poisoned)
     for a, b in zip(jax.tree.leaves(wanted), jax.tree.leaves(found), strict=True):
@@ -216,7 +216,7 @@ def test_visits_gather_twice_for_each_group(stages: int, repeats: int, group: in
     """At most 2 * M / N gathers and M / N reductions of each weight per step, none in a tick."""
     case = Case(stages, repeats, 8, group=group, fsdp=2, layers=stages * repeats, gather="visit")
     steps = steps_of(case, rows=16)
-    visits = steps.train_schedule.visits
+    visits = steps.train_schedule.weight_window
     # A group's last chunk forward is its first one backward: that gather serves both.
     assert len(visits.gather_tick) <= (2 * repeats - 1) * 8 // group
     assert len(visits.reduce_tick) == repeats * 8 // group

@@ -22,7 +22,7 @@ from tests.cases import MODEL
 class Reporting(GatedMLP):
     """An MLP that declares a loss and a statistic."""
 
-    summaries: ClassVar[Mapping[str, Summary]] = {
+    metrics: ClassVar[Mapping[str, Summary]] = {
         "group/size": Summary("size", "mean", "", "Size."),
         "group/most": Summary("load", "largest", "", "Most."),
         "group/least": Summary("load", "smallest", "", "Least."),
@@ -37,9 +37,9 @@ class Reporting(GatedMLP):
 def model() -> Model:
     """Five layers, of which three report."""
     plain = describe(MODEL)
-    attention, mlp = plain.kinds["layer"].branches
+    attention, mlp = plain.layer_types["layer"].branches
     part = Reporting(MODEL.d_model, MODEL.d_mlp, 1.0)
-    kinds = {"plain": plain.kinds["layer"]} | {
+    kinds = {"plain": plain.layer_types["layer"]} | {
         name: Kind((attention, replace(mlp, part=part))) for name in ("wide", "narrow")
     }
     return Model(kinds, ("plain", "wide", "wide", "plain", "narrow"), plain.ends)
@@ -70,7 +70,7 @@ def test_a_model_whose_layers_return_nothing_has_none() -> None:
 def test_the_list_of_all_numbers_names_families(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = list(summaries())
     for name in ("gemma3", "llama"):
-        family = replace(FAMILIES[name], reporting=(Reporting,))
+        family = replace(FAMILIES[name], metric_parts=(Reporting,))
         monkeypatch.setitem(FAMILIES, name, family)  # type: ignore[arg-type]
-    wanted = [(tag, each, ["llama", "gemma3"]) for tag, each in Reporting.summaries.items()]
+    wanted = [(tag, each, ["llama", "gemma3"]) for tag, each in Reporting.metrics.items()]
     assert [each for each in summaries() if each not in plain] == wanted

@@ -96,7 +96,7 @@ def train(run_dir: Path, config: CheckpointConfig = CONFIG) -> str:
         for step in range(int(state["step"]) + 1, STEPS + 1):
             state = advance(state, step)
             checkpoints.poll()
-            if checkpoints.due(step):
+            if checkpoints.should_save(step):
                 save(checkpoints, step, state)
         save(checkpoints, STEPS, state, last=True)
         return tree_digest(state)

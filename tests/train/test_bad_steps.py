@@ -130,13 +130,13 @@ def test_the_last_step_is_saved_with_its_evaluation(
 
     def evaluate(training: run.Run, step: int) -> dict[str, float]:
         metrics = {"eval/loss": 1.0 + step, "eval/nats_per_byte": 1.0}
-        training.evaluated = (step, metrics)
+        training.last_evaluation = (step, metrics)
         return metrics
 
     monkeypatch.setattr(run.Run, "evaluate", evaluate)
     here.train("train.steps=4", "checkpoint.every=2", f"eval.every={every}")
     folder = open_run(here.folder).durable
-    metrics = {step: folder.facts(step).metrics or {} for step in folder.steps()}
+    metrics = {step: folder.read_metadata(step).metrics or {} for step in folder.steps()}
     evaluated = {step: found["eval/loss"] for step, found in metrics.items() if found}
     assert evaluated == ({2: 3.0, 4: 5.0} if every == 2 else {4: 5.0})
 
@@ -272,7 +272,7 @@ def test_a_run_asked_to_stop_at_a_bad_step_goes_back_first(
 ) -> None:
     here.bad = {9}
     asked = iter([False] * 10 + [True] * 2)
-    monkeypatch.setattr(ControlChannel, "stops_here", lambda self: next(asked))
+    monkeypatch.setattr(ControlChannel, "should_stop", lambda self: next(asked))
     with pytest.raises(Preemption, match="stopped after step 8 of 24"):
         here.train(*BACK)
     assert saved_steps(here.folder) == [4, 8]

@@ -19,7 +19,7 @@ OWN = MoeConfig(num_experts=5, num_dense_layers=2, d_expert=12)
 def test_a_step_tells_what_layers_returned_and_saves_them_by_kind() -> None:
     case = Case(2, 1, 3, own=OWN, layers=5, outside=1)
     steps, batch = steps_of(case, case.rows), batch_of(case.rows, case=case)
-    decoder, parts = steps.partition.decoder, steps.partition
+    decoder, parts = steps.param_layout.decoder, steps.param_layout
     state = steps.init()
     saved = parts.to_saved(state.params)
     assert {kind: len(tree["attention"]["query"]) for kind, tree in saved["layers"].items()} == {

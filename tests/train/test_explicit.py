@@ -49,7 +49,7 @@ def test_results_are_those_of_automatic_axes(case: Case) -> None:
         assert mine.keys() == other.keys()
         for name in mine:
             np.testing.assert_allclose(mine[name], other[name], rtol=1e-6, err_msg=name)
-    mesh = steps.partition.mesh
+    mesh = steps.param_layout.mesh
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     for axis, size in mesh.shape.items():
         explicit = size > 1 and axis != "tensor"

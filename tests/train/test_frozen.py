@@ -23,7 +23,7 @@ ELSEWHERE = Case(3, 1, 4, schedule="zb_h1", outside=1, data=2, layers=5, frozen=
 @pytest.mark.layouts
 def test_frozen_parameters_keep_their_bits_and_have_no_state() -> None:
     steps = steps_of(HERE, ROWS)
-    run, names = steps.compile_train(), trained(steps.partition.decoder.model)
+    run, names = steps.compile_train(), trained(steps.param_layout.decoder.model)
     begun = steps.to_saved(steps.init())
     state, wanted = trained_on(steps, run, steps.init(), 0, 2)
     saved = steps.to_saved(state)

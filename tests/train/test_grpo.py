@@ -70,7 +70,7 @@ def test_value_and_gradients_equal_the_plain_loop(case: Case, average: Any) -> N
     """Where half of the tokens were drawn by other weights."""
     config = GrpoConfig(clip=CLIP, clip_high=HIGH, kl=KL, temperature=0.7, average=average)
     steps = steps_of(case, case.rows, objective=policy_of(config))
-    parts, drawn, random = steps.partition, drawn_for(case), np.random.default_rng(5)
+    parts, drawn, random = steps.param_layout, drawn_for(case), np.random.default_rng(5)
     batch = assemble_batch(drawn, case.tokens, 0, average)
     params = jax.jit(parts.decoder.init)(jax.random.key(0))
     batch["reference_logp"] = random.uniform(-6, -1, batch["old_logp"].shape).astype(np.float32)
@@ -108,7 +108,7 @@ def test_scores_of_the_same_weights_make_no_difference() -> None:
     batch["reference_logp"] = np.zeros_like(batch["old_logp"])
     placed = jax.device_put(batch, steps.batch_sharding)
     state = steps.init()
-    (logp,) = steps.compile_rows(LossHead.scores)(state.params, placed)
+    (logp,) = steps.compile_reader(LossHead.scores)(state.params, placed)
     step = steps.compile_train()
     _, metrics = step(state, placed | {"old_logp": logp, "reference_logp": logp})
     assert metrics["train/clipped"] == 0 and abs(metrics["train/kl"]) < 1e-10

@@ -50,5 +50,5 @@ def test_the_function_of_the_page_works(tmp_path: Path) -> None:
     rewards = RewardFunction(
         GrpoConfig(reward_file=f"{tmp_path / 'rewards.py'}:reward", allow_code=True)
     )
-    assert rewards.of("It is 7.", {"answer": "7"}, "line 1") == pytest.approx(1 - 0.008)
+    assert rewards.compute("It is 7.", {"answer": "7"}, "line 1") == pytest.approx(1 - 0.008)
     rewards.close()

@@ -57,7 +57,7 @@ def test_config_file_loads_to_the_config_of_the_run(unbroken: Path, tiny: Path):
     written = load([str(unbroken / "config.yml")]).config
     assert written == load([str(tiny), f"run.dir={unbroken.parent}"]).config
     with open_run(unbroken) as checkpoints:
-        assert checkpoints.durable.facts(STEPS).config == to_dict(written)
+        assert checkpoints.durable.read_metadata(STEPS).config == to_dict(written)
 
 
 def test_metrics_have_the_documented_tags(unbroken: Path):
@@ -278,7 +278,7 @@ def test_weights_only_are_a_new_start(unbroken: Path, tiny: Path, run: Run, tmp_
     assert losses(tmp_path / "next", "train/lr")[2] < 0.01  # warming up again
     assert losses(tmp_path / "next")[2] < losses(unbroken)[2] - 1
     with open_run(tmp_path / "next") as checkpoints:
-        facts = checkpoints.durable.facts(4)
+        facts = checkpoints.durable.read_metadata(4)
         assert (facts.step, facts.data["step"]) == (4, 4)
     forget_after(tmp_path / "teacher", 0)  # is not needed any more
     output = run("train", *arguments)

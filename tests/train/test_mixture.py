@@ -208,7 +208,7 @@ def test_a_run_goes_on(whole: Path, mixed: list[str], run: Run, tmp_path: Path) 
 def rows_of(folder: Path, step: int) -> list[tuple[str, int]]:
     """The rows of a step of a run, as `maxpipe data` knows them."""
     datasets = open_datasets(load([str(folder / "config.yml")]).config, str(folder))
-    return [(row.source, row.sequence) for row in datasets.train.rows(step - 1)]
+    return [(row.source, row.sequence) for row in datasets.train.sequence_origins(step - 1)]
 
 
 @pytest.mark.slow
@@ -232,13 +232,13 @@ def test_sums_between_records() -> None:
     """Over steps, each once; a source without a row has no loss, and NaN does not stay."""
     sums = SourceSums(["a", "b"])
     nats, targets = BY_SOURCE
-    sums.started({nats: [6.0, 0.0], targets: [2.0, 0.0]})
-    sums.started({nats: [3.0, float("nan")], targets: [1.0, 5.0]})
-    assert sums.take() == {"source/a/targets": 3, "source/a/loss": 3, "source/b/targets": 0}
-    assert sums.take() == {"source/a/targets": 0, "source/b/targets": 0}
-    sums.started({nats: [1.0, 8.0], targets: [1.0, 4.0]})
-    assert sums.take()["source/b/loss"] == 2
-    assert SourceSums([]).take() == {}
+    sums.add_step({nats: [6.0, 0.0], targets: [2.0, 0.0]})
+    sums.add_step({nats: [3.0, float("nan")], targets: [1.0, 5.0]})
+    assert sums.take_metrics() == {"source/a/targets": 3, "source/a/loss": 3, "source/b/targets": 0}
+    assert sums.take_metrics() == {"source/a/targets": 0, "source/b/targets": 0}
+    sums.add_step({nats: [1.0, 8.0], targets: [1.0, 4.0]})
+    assert sums.take_metrics()["source/b/loss"] == 2
+    assert SourceSums([]).take_metrics() == {}
 
 
 def test_sums_of_an_evaluation() -> None:
@@ -249,7 +249,7 @@ def test_sums_of_an_evaluation() -> None:
     assert found is not None
     wanted = {"source/a/eval_loss": 2.0, "source/a/eval_nats_per_byte": 0.5}
     assert found.metrics == {"eval/loss": 2.0, "eval/nats_per_byte": 0.5, **wanted}
-    assert found.targets == 4 and found.of_sources["b"].targets == 0
+    assert found.targets == 4 and found.by_source["b"].targets == 0
 
 
 FACTORS = {"loss": 2.0, "targets": 1.0, "bytes": 4.0}

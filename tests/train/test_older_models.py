@@ -95,7 +95,7 @@ def test_moved_keys_are_compared_by_what_they_say() -> None:
     with pytest.raises(ConfigError) as caught:
         check_model(OLD, *wanted("model.llama.rope_scaling=4"))
     (problem,) = caught.value.problems
-    assert problem.where == "command line: model.llama.rope_scaling" and problem.given == "4.0"
+    assert problem.where == "command line: model.llama.rope_scaling" and problem.value == "4.0"
     assert problem.rule.startswith("must be 8.0") and "Set model.llama.rope_sc" in problem.action
 
 

@@ -128,11 +128,11 @@ def test_stochastic_rounding_draws_the_same_under_every_layout(name: Any) -> Non
     results = []
     for case in (ONE, HERE, ELSEWHERE):
         steps = steps_of(dataclasses.replace(case, stored="bfloat16"), ROWS, optim=optim)
-        parts = steps.partition
+        parts = steps.param_layout
         state = steps.init()
         saved = jax.device_get(steps.to_saved(state))
         grown = jax.tree.map(lambda leaf: np.sin(1e3 * np.asarray(leaf, "f4")), saved["params"])
-        slopes = parts.trained(jax.jit(parts.from_saved)(grown))
+        slopes = parts.select_trainable(jax.jit(parts.from_saved)(grown))
 
         def update(slopes: Any, state: Any, steps: Any = steps) -> Any:
             params = steps.partition.trained(state.params)

@@ -185,7 +185,7 @@ def test_rows_left_out_before_there_was_a_ramp() -> None:
     watch = BadStepMonitor(
         GuardConfig(), offset=3, facts={"roll_backs": 1}, loader=loader, **others
     )
-    assert [watch.rows_done(step) for step in (6, 7)] == [48, 64]
+    assert [watch.sequences_done(step) for step in (6, 7)] == [48, 64]
 
 
 def test_rows_that_were_left_out_are_counted() -> None:
@@ -194,12 +194,12 @@ def test_rows_that_were_left_out_are_counted() -> None:
     silent: Any = SimpleNamespace(write=lambda *_, **__: None, warn=lambda _: None, ramp=ramp)
     others: dict[str, Any] = {"run_dir": "", "loader": silent, "events": silent, "console": silent}
     watch = BadStepMonitor(GuardConfig(), **others)
-    assert watch.rows_done(6) == 14
-    watch.went_back(6, 4, 0, None)  # batches 4 and 5, of 2 and 4 rows, are left out
-    assert watch.rows_done(4) == 8 and watch.rows_done(5) == 12
-    saved = watch.facts()
-    watch.went_back(7, 4, 0, None)  # 6, 7 and 8 are, too
-    assert watch.rows_done(4) == 8
-    assert watch.rows_done(5) == 12 and watch.rows_done(6) == 20  # batches 9 and 10
+    assert watch.sequences_done(6) == 14
+    watch.record_roll_back(6, 4, 0, None)  # batches 4 and 5, of 2 and 4 rows, are left out
+    assert watch.sequences_done(4) == 8 and watch.sequences_done(5) == 12
+    saved = watch.state_dict()
+    watch.record_roll_back(7, 4, 0, None)  # 6, 7 and 8 are, too
+    assert watch.sequences_done(4) == 8
+    assert watch.sequences_done(5) == 12 and watch.sequences_done(6) == 20  # batches 9 and 10
     resumed = BadStepMonitor(GuardConfig(), offset=2, facts=saved, **others)
-    assert resumed.rows_done(5) == 12
+    assert resumed.sequences_done(5) == 12

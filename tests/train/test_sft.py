@@ -81,7 +81,7 @@ def test_each_answer_token_counts_once_whatever_row_it_is_in(step: int) -> None:
     steps, batch = steps_of(case, ROWS), answers(step)
     counts = batch["loss_mask"].sum(1)
     assert 0 in counts and counts.max() > 4 * np.median(counts)
-    parts = steps.partition
+    parts = steps.param_layout
     params, (loss, _, _), wanted = plain_gradients(parts.decoder, _without_empty(batch), None)
     run = steps.engine.value_and_grad(steps.train_schedule)
 

@@ -34,18 +34,18 @@ def test_a_document_that_takes_long_is_named_now_and_then(
         read = track_read(lambda: "a.jsonl: record 7")
         with read:
             for seconds in (1, 9, 10, 11, 19, 21, 41, 43):
-                found._look(read.begun + seconds)
+                found._poll(read.begun + seconds)
             name = "reading data.mixture.web, a.jsonl: record 7"
-            assert phases.where().detail == name
+            assert phases.status().detail == name
         assert len(said) == 3
         for text, seconds in zip(said, (10, 21, 43), strict=True):  # twice as long each time
             assert text.startswith(f"{name}, has taken {seconds} s so far, and the run waits for")
-        found._look(read.begun + 50)
-        assert phases.where().detail == ""
+        found._poll(read.begun + 50)
+        assert phases.status().detail == ""
         with track_read(lambda: "b.jsonl: record 1") as _:
             newest = read_tracker.longest_active_read()
             assert newest is not None
-            found._look(newest.begun + 12)
+            found._poll(newest.begun + 12)
     assert "b.jsonl: record 1, has taken 12 s" in said[-1] and len(said) == 4
 
 
@@ -55,23 +55,23 @@ def test_waiting_for_another_process_is_no_read(
     found, phases, said = slow
     wait = track_read(lambda: "process 3 on host, indexing", "waiting for")
     with wait:
-        found._look(wait.begun + 100)
-        assert phases.where().detail == "waiting for process 3 on host, indexing" and not said
+        found._poll(wait.begun + 100)
+        assert phases.status().detail == "waiting for process 3 on host, indexing" and not said
 
 
 def test_steps_that_mostly_wait_for_data(
     slow: tuple[SlowDataMonitor, Phases, list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found, _, said = slow
-    found.stepped(9.0, 9.5)  # the first ones, with the start of readers
+    found.record_steps(9.0, 9.5)  # the first ones, with the start of readers
     for source, file in (("data.mixture.code", "b.py"), ("data.mixture.web", "a.jsonl: record 7")):
         with track_read(source), track_read(lambda file=file: file):  # type: ignore[misc]
             if source.endswith("web"):
                 threading.Event().wait(0.02)
     for _ in range(3):
-        found.stepped(2.0, 3.0)
+        found.record_steps(2.0, 3.0)
     assert not said
-    found.stepped(2.0, 3.0)
+    found.record_steps(2.0, 3.0)
     [text] = said
     assert "waited for data for 67% of the last 12 s: reading data.mixture.web took 0.0 s" in text
     assert "of 2 threads, and reading data.mixture.web, a.jsonl: record 7 0.02 s of it" in text
@@ -80,7 +80,7 @@ def test_steps_that_mostly_wait_for_data(
         monkeypatch.setattr(found, "_quiet_until", 0.0 if not quiet else found._quiet_until)
         with track_read("data"), track_read(lambda: "a"):
             pass
-        found.stepped(waited, 10.0)
+        found.record_steps(waited, 10.0)
     assert len(said) == 1
 
 

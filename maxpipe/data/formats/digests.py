@@ -71,7 +71,7 @@ class Digests:
         self._known: dict[str, _Entry] = {}
         self._is_stored = True
 
-    def known(self, file: File) -> str | None:
+    def get(self, file: File) -> str | None:
         """The digest of a file, if it was read since it was last changed."""
         entry = self._known.get(file.path)
         return entry.sha256 if entry is not None and entry.stat == file.stat else None
@@ -93,19 +93,19 @@ class Digests:
             return
         stored = _read(self._path(local))
         for file, name in zip(local, _names(local), strict=True):
-            if self.known(file) is None and (entry := stored.get(name)) is not None:
+            if self.get(file) is None and (entry := stored.get(name)) is not None:
                 self._known[file.path] = entry
 
-    def of(self, sources: Sequence[File], moved: Heartbeat | None = None) -> list[str]:
+    def compute(self, sources: Sequence[File], moved: Heartbeat | None = None) -> list[str]:
         """The digest of each file. Files that are new, or have changed, are read.
 
         Raises:
             ConfigError: one cannot be read, or changes while it is read.
         """
         local = _local(sources)
-        if any(self.known(file) is None for file in local):
+        if any(self.get(file) is None for file in local):
             self.load(local)
-        if not self._is_stored or any(self.known(file) is None for file in local):
+        if not self._is_stored or any(self.get(file) is None for file in local):
             with self._locked(local, moved) as moved:
                 self._read_unknown(local, moved)
                 self._save(local)
@@ -115,12 +115,12 @@ class Digests:
 
     def content(self, sources: Sequence[File], moved: Heartbeat | None = None) -> dict[str, str]:
         """Digests by name of a file; of many files, of groups that follow each other."""
-        return _group_digests(sources, self.of(sources, moved))
+        return _group_digests(sources, self.compute(sources, moved))
 
     def _read_unknown(self, local: Sequence[File], moved: Heartbeat | None) -> None:
-        if any(self.known(file) is None for file in local):
+        if any(self.get(file) is None for file in local):
             self.load(local)  # another process may have read them meanwhile
-        unknown = [file for file in local if self.known(file) is None]
+        unknown = [file for file in local if self.get(file) is None]
         for file in unknown:
             if file.path in self._known:
                 _LOG.info("%s is not as it was when it was last read: reading it", file.path)
@@ -230,7 +230,7 @@ def stat_of(file: File) -> Stat:
         ConfigError: it cannot be read.
     """
     with wrap_read_errors(file.path):
-        return Stat.of(os.stat(file.path))
+        return Stat.from_stat_result(os.stat(file.path))
 
 
 def wait_until_settled(file: File) -> None:
@@ -304,7 +304,7 @@ def _block(file: File, start: int, stat: Stat) -> bytes:
     """The digest of a block."""
     stop = min(start + BLOCK_BYTES, file.size_bytes)
     with wrap_read_errors(file.path), open(open_regular(file.path), "rb", buffering=0) as content:
-        if Stat.of(os.fstat(content.fileno())) != stat:
+        if Stat.from_stat_result(os.fstat(content.fileno())) != stat:
             raise file_changed_error(file)
         found, at = hashlib.sha256(), start
         while at < stop and (piece := os.pread(content.fileno(), stop - at, at)):
@@ -318,7 +318,7 @@ def _block(file: File, start: int, stat: Stat) -> bytes:
 class ContentHasher:
     """Hashes the pieces of a file as another reader gets them, in a thread of its own."""
 
-    _AHEAD = 8
+    _MAX_PENDING = 8
 
     def __init__(self, file: File):
         self._file = file
@@ -326,7 +326,7 @@ class ContentHasher:
         self.sha256 = ""
         """Of the file, once all pieces were taken."""
 
-    def pieces(self, pieces: Iterable[bytes]) -> Iterator[bytes]:
+    def hash_pieces(self, pieces: Iterable[bytes]) -> Iterator[bytes]:
         """The same pieces.
 
         Raises:
@@ -336,7 +336,7 @@ class ContentHasher:
         with ThreadPoolExecutor(1, "digest") as pool:
             for piece in pieces:
                 waiting.append(pool.submit(self._add, piece))
-                if len(waiting) > self._AHEAD:
+                if len(waiting) > self._MAX_PENDING:
                     waiting.popleft().result()
                 yield piece
             for future in waiting:

@@ -49,7 +49,7 @@ class Stat(NamedTuple):
     ctime_ns: int
 
     @classmethod
-    def of(cls, found: os.stat_result) -> Stat:
+    def from_stat_result(cls, found: os.stat_result) -> Stat:
         return cls(found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
 
     @property
@@ -271,7 +271,7 @@ def stat_files(paths: Iterable[str], root: str) -> list[File]:
         with wrap_read_errors(path):
             found = os.stat(path)
         name = os.path.relpath(path, root or ".")
-        files.append(File(name, path, found.st_size, stat=Stat.of(found)))
+        files.append(File(name, path, found.st_size, stat=Stat.from_stat_result(found)))
     return sorted(files, key=lambda file: file.name)
 
 

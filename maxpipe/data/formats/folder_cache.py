@@ -158,13 +158,15 @@ class FolderCache:
         self._own: str | None = None
 
     @property
-    def place(self) -> str:
+    def active_folder(self) -> str:
         """Where folders are made."""
         if self._own is not None or self._folder is None or not self._keep:
             return self._own or tempfile.gettempdir()
         return self._folder
 
-    def made(self, name: str, file: File, make: FillFolder, moved: Heartbeat | None = None) -> str:
+    def get_or_make(
+        self, name: str, file: File, make: FillFolder, moved: Heartbeat | None = None
+    ) -> str:
         """The folder with this name, which `make` fills from a file if it is not there yet.
 
         `name` has to tell contents apart.

@@ -60,7 +60,7 @@ class LineOffsets:
     def __len__(self) -> int:
         return self._count
 
-    def pair(self, index: int) -> tuple[int, int]:
+    def bounds(self, index: int) -> tuple[int, int]:
         """The offset of a line and that of the next one."""
         try:
             with open(open_regular(self._path), "rb", buffering=0) as file:
@@ -80,7 +80,7 @@ class InMemoryLineOffsets:
     def __len__(self) -> int:
         return len(self._offsets)
 
-    def pair(self, index: int) -> tuple[int, int]:
+    def bounds(self, index: int) -> tuple[int, int]:
         """The offset of a line and that of the next one."""
         first, second = self._offsets[index : index + 2].tolist()
         return first, second
@@ -97,16 +97,16 @@ class Lines:
     file: File
     content: File
     starts: LineOffsets | InMemoryLineOffsets
-    skips: bool
+    has_blank_lines: bool
 
     def __len__(self) -> int:
         return len(self.starts) - 1
 
     def number(self, index: int) -> int:
         """The number of a line in its file, from 1 on."""
-        if not self.skips:
+        if not self.has_blank_lines:
             return index + 1
-        number, offset = 1, self.starts.pair(index)[0]
+        number, offset = 1, self.starts.bounds(index)[0]
         with wrap_read_errors(self.content.path), open_file(self.content) as lines:
             while offset > 0 and (piece := lines.read(min(_PIECE_BYTES, offset))):
                 number += piece.count(b"\n")
@@ -140,7 +140,7 @@ def find_lines(
         with open(os.path.join(folder, _CONTENT), "xb") as copy:
             _save(folder, *_scan_lines(_decompress_to_copy(file, copy, most_bytes), file, moved))
 
-    key = file.version if file.in_bucket else digests.known(file)
+    key = file.version if file.in_bucket else digests.get(file)
     assert key is not None
     folder = _make_cached(
         cache, f"unpacked-{digest([2, file.size_bytes, key])[:32]}", file, unpack, moved
@@ -163,10 +163,10 @@ def _load_or_index_lines(
             wait_until_settled(file)
         _save(folder, *_scan_lines(_read_and_hash(file, digests), file, moved))
         with open(os.path.join(folder, _DIGEST), "x") as out:
-            out.write(digests.known(file) or "")
+            out.write(digests.get(file) or "")
 
     folder = _make_cached(cache, f"lines-{digest(key)[:32]}", file, find, moved)
-    if not file.in_bucket and digests.known(file) is None:
+    if not file.in_bucket and digests.get(file) is None:
         try:
             sha256 = read_file(os.path.join(folder, _DIGEST), 64).decode("ascii")
         except (OSError, ValueError) as error:
@@ -179,20 +179,22 @@ def _make_cached(
     cache: FolderCache, name: str, file: File, make: FillFolder, moved: Heartbeat | None
 ) -> str:
     try:
-        return cache.made(name, file, make, moved)
+        return cache.get_or_make(name, file, make, moved)
     except OSError as error:
         action = f"Free space there, or unpack {file.path} and set data.path to what it holds."
-        raise StorageError.unwritable(error.filename or cache.place, error, action) from error
+        raise StorageError.unwritable(
+            error.filename or cache.active_folder, error, action
+        ) from error
 
 
 def _read_and_hash(file: File, digests: Digests) -> Iterator[bytes]:
     """The content, whose digest is computed in parallel unless it is known."""
-    if file.in_bucket or digests.known(file) is not None:
+    if file.in_bucket or digests.get(file) is not None:
         yield from _read_pieces(file)
         return
     assert file.stat is not None
     is_settled, found = file.stat.is_settled, ContentHasher(file)
-    yield from found.pieces(_read_pieces(file))
+    yield from found.hash_pieces(_read_pieces(file))
     digests.add(file, found.sha256, is_settled=is_settled)
 
 
@@ -338,12 +340,12 @@ class JsonLines:
         digests.load(files)
         packed = [file for file in files if is_compressed(file)]
         for file in packed:
-            if not file.in_bucket and digests.known(file) is None:
+            if not file.in_bucket and digests.get(file) is None:
                 # An error in the first bytes is found before the digest reads the whole file.
                 with contextlib.closing(decompress(file)) as content:
                     next(content, None)
         if packed:
-            digests.of(files, moved)
+            digests.compute(files, moved)
         for file in files:
             if file.path.endswith((".zip", ".tar", ".7z", ".rar", ".lz4", ".br", ".Z")):
                 raise ConfigError.one(
@@ -377,7 +379,7 @@ class JsonLines:
 
     def read(self, index: int, columns: list[str] | None = None) -> Record:
         lines, number = self._place(index)
-        start, stop = lines.starts.pair(number)
+        start, stop = lines.starts.bounds(number)
         check_length(stop - start)
         line = read(lines.content, start, stop).partition(b"\n")[0]  # blank lines follow
         try:

@@ -146,7 +146,7 @@ class ParquetRows:
         largest = 0
         progress = Progress("finding rows of parquet (files)", len(files), moved)
         for number, file in enumerate(files):
-            with self._opened(file) as found:
+            with self._open_file(file) as found:
                 about = found.metadata
                 counts.append([about.row_group(i).num_rows for i in range(about.num_row_groups)])
                 if min(counts[-1], default=0) < 0 or sum(counts[-1]) != about.num_rows:
@@ -210,14 +210,14 @@ class ParquetRows:
             return table
 
     def _read_group(self, file: File, group: int, columns: list[str] | None) -> Any:
-        with self._opened(file) as found:
+        with self._open_file(file) as found:
             about = found.metadata.row_group(group)
             some = columns_to_read(columns, found.schema_arrow.names)
             where = f"{file.path}: row group {group}"
             if (size := _size(found.schema, about, some)) > MAX_GROUP_BYTES:
                 raise _too_large_error(where, about.num_rows, f"it takes {size}")
             texts, most_rows = _dictionaries(about, some), _rows_per_read(found.schema, about, some)
-        with self._opened(file, where, read_dictionary=texts) as found:
+        with self._open_file(file, where, read_dictionary=texts) as found:
             if most_rows >= about.num_rows:
                 table = found.read_row_group(group, columns=some)
             elif most_rows:
@@ -230,7 +230,7 @@ class ParquetRows:
             return table
 
     @contextmanager
-    def _opened(self, file: File, where: str = "", **options: Any) -> Iterator[Any]:
+    def _open_file(self, file: File, where: str = "", **options: Any) -> Iterator[Any]:
         import pyarrow
         from pyarrow import parquet
 

@@ -223,7 +223,7 @@ class BadRecord(Exception):
 
     def __init__(self, given: str, rule: str, action: str):
         super().__init__(rule)
-        self.given, self.rule, self.action = given, rule, action
+        self.value, self.rule, self.action = given, rule, action
 
 
 _MISSING = object()
@@ -243,7 +243,7 @@ class TextExtractor:
         return [name for _, name in self._pieces if name] if self._template else [self._field]
 
     @property
-    def chosen(self) -> str:
+    def fingerprint_key(self) -> str:
         """Part of a source's fingerprint."""
         return f"template {self._template}" if self._template else self._field
 

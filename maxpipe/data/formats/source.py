@@ -166,7 +166,7 @@ class RecordSource:
         return self.records.where(index)
 
     def fingerprint(self) -> str:
-        return self.records.fingerprint(self._text.chosen)
+        return self.records.fingerprint(self._text.fingerprint_key)
 
     def content(self, moved: Heartbeat | None = None) -> Mapping[str, str]:
         if self._content is None:
@@ -190,7 +190,7 @@ class RecordSource:
             count = len(self._skipped) + 1
             if count <= self._most_skipped:
                 self._skipped.add(index)
-        problem = Problem(self.where(index), error.given, error.rule, error.action)
+        problem = Problem(self.where(index), error.value, error.rule, error.action)
         if count > self._most_skipped:
             if self._most_skipped:
                 rule = f"{problem.rule} It is one more than data.unreadable_limit skips "

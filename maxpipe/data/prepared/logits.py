@@ -162,7 +162,7 @@ class LogitsWriter:
             journal,
             lambda line: check_same(folder, parse_checksummed(line, LogitsSpec), spec),
             lambda line: self._shards.append(
-                self._on_disk(parse_checksummed(line, LogitsShardEntry))
+                self._check_on_disk(parse_checksummed(line, LogitsShardEntry))
             ),
         )
         if not begun:
@@ -173,7 +173,7 @@ class LogitsWriter:
         """Rows that are on the disk."""
         return sum(shard["rows"] for shard in self._shards)
 
-    def _on_disk(self, shard: LogitsShardEntry) -> LogitsShardEntry:
+    def _check_on_disk(self, shard: LogitsShardEntry) -> LogitsShardEntry:
         """The same, if its files are there; raises OSError or ValueError."""
         for suffix, entry in shard["files"].items():
             path = self._folder / shard_name(len(self._shards), suffix)
@@ -329,7 +329,7 @@ class LogitsReader:
     def __init__(self, folder: str, manifest: LogitsManifest, top_k: int):
         self._folder, self._manifest, self._top_k = folder, manifest, top_k
         self._record = _record_dtype_of_spec(manifest)
-        self._kept = PieceCache() if files.url_scheme(folder) else None
+        self._piece_cache = PieceCache() if files.url_scheme(folder) else None
         self._starts: dict[str, int] = {}
         start = 0
         for name, facts in sorted(manifest["sources"].items()):
@@ -375,7 +375,7 @@ class LogitsReader:
         crcs = np.frombuffer(read_verified(crc, entries[CRC_FILE]), "<u4")
         if len(crcs) != -(-size // BLOCK_BYTES):
             raise damaged_error(crc, f"it has {len(crcs)} CRCs for {size} bytes")
-        return ChecksummedReader(open_range_reader(path), size, crcs, self._kept)
+        return ChecksummedReader(open_range_reader(path), size, crcs, self._piece_cache)
 
 
 def entries(manifest: LogitsManifest) -> Iterator[tuple[str, FileEntry]]:

@@ -150,11 +150,11 @@ class MegatronDocuments:
         for pair in self._pairs:
             _check_sequences(pair)
         self._added = 0, 0
-        self._added = self._missing()
+        self._added = self._missing_ids()
         self.span_tokens = self._count()
         self.num_tokens = int(self.span_tokens.sum())
 
-    def _missing(self) -> tuple[int, int]:
+    def _missing_ids(self) -> tuple[int, int]:
         """How many ids documents lack in front and behind, by the first ones that are not empty."""
         found = [self._stored(number) for number in range(min(_SAMPLE, self.num_documents))]
         begin, end = self._tokenizer.begin_id, self._tokenizer.end_id
@@ -240,7 +240,7 @@ class MegatronDocuments:
     byte_counts = None
     """The files do not say how frequent bytes of the text are."""
 
-    def facts(self) -> Mapping[str, Any]:
+    def metadata(self) -> Mapping[str, Any]:
         """What identifies them: names, sizes, the edges of files, and digests where computed."""
         parts: list[object] = [list(self._added)]
         for file in (file for pair in self._pairs for file in (pair.index, pair.ids)):

@@ -66,13 +66,13 @@ class DiskFile:
     def read_with_stat(self, start: int, stop: int) -> tuple[bytes, Stat | None]:
         try:
             with open(open_regular(self.path), "rb", buffering=0) as file:
-                before = Stat.of(os.fstat(file.fileno()))
+                before = Stat.from_stat_result(os.fstat(file.fileno()))
                 file.seek(start)
                 parts: list[bytes] = []
                 while start < stop and (part := file.read(stop - start)):
                     parts.append(part)
                     start += len(part)
-                after = Stat.of(os.fstat(file.fileno()))
+                after = Stat.from_stat_result(os.fstat(file.fileno()))
         except OSError as error:
             raise unreadable_error(self.path, error) from error
         if start < stop:
@@ -163,7 +163,7 @@ class ChecksummedReader:
 
     def __init__(self, file: RangeReader, size: int, crcs: np.ndarray, kept: PieceCache | None):
         self.path, self.size = file.path, size
-        self._file, self._crcs, self._kept = file, crcs, kept
+        self._file, self._crcs, self._piece_cache = file, crcs, kept
         self._state = _VerifiedBlocks(None, np.zeros(len(crcs), bool))
         if file.size != size:
             raise damaged_error(file.path, f"it has {file.size} bytes, and {size} were written")
@@ -176,20 +176,20 @@ class ChecksummedReader:
         """
         if start >= stop:
             return b""
-        if self._kept is None:
+        if self._piece_cache is None:
             return self._read(start, stop)
         first, last = start // _PIECE_BYTES, -(-stop // _PIECE_BYTES)
-        pieces = [self._piece(number, self._kept) for number in range(first, last)]
+        pieces = [self._cached_piece(number, self._piece_cache) for number in range(first, last)]
         found = pieces[0] if len(pieces) == 1 else b"".join(pieces)
         begin = first * _PIECE_BYTES
         return found[start - begin : stop - begin]
 
-    def _piece(self, number: int, kept: PieceCache) -> bytes:
+    def _cached_piece(self, number: int, kept: PieceCache) -> bytes:
         found = kept.get((self.path, number))
         if found is None:
             begin = number * _PIECE_BYTES
             end = min(begin + _PIECE_BYTES, self.size)
-            found, _ = self._checked(begin // BLOCK_BYTES, -(-end // BLOCK_BYTES))
+            found, _ = self._read_and_verify(begin // BLOCK_BYTES, -(-end // BLOCK_BYTES))
             kept.put((self.path, number), found)
         return found
 
@@ -200,7 +200,7 @@ class ChecksummedReader:
             found, stat = self._file.read_with_stat(start, stop)
             if stat == state.stat:
                 return found
-        found, stat = self._checked(first, last)
+        found, stat = self._read_and_verify(first, last)
         # A write to a file that was just written may leave its stat as it is.
         if stat is not None and stat.is_settled:
             if stat != state.stat:
@@ -208,7 +208,7 @@ class ChecksummedReader:
             state.seen[first:last] = True
         return found[start - first * BLOCK_BYTES : stop - first * BLOCK_BYTES]
 
-    def _checked(self, first: int, last: int) -> tuple[bytes, Stat | None]:
+    def _read_and_verify(self, first: int, last: int) -> tuple[bytes, Stat | None]:
         begin = first * BLOCK_BYTES
         found, stat = self._file.read_with_stat(begin, min(last * BLOCK_BYTES, self.size))
         if stat is not None and stat.size_bytes != self.size:

@@ -66,7 +66,7 @@ class Shard:
 
     def __init__(self, folder: str, number: int, entry: ShardEntry, kept: PieceCache | None):
         self.entry = entry
-        self._folder, self._number, self._kept = folder, number, kept
+        self._folder, self._number, self._piece_cache = folder, number, kept
 
     def _path(self, suffix: str) -> str:
         return join_path(self._folder, shard_name(self._number, suffix))
@@ -85,7 +85,9 @@ class Shard:
             )
         parts = np.split(crcs, ends[:-1])
         return {
-            suffix: ChecksummedReader(open_range_reader(self._path(suffix)), size, part, self._kept)
+            suffix: ChecksummedReader(
+                open_range_reader(self._path(suffix)), size, part, self._piece_cache
+            )
             for suffix, size, part in zip(names, sizes, parts, strict=True)
         }
 
@@ -196,17 +198,17 @@ class PreparedDocuments:
 
     def lengths_between(self, first: int, stop: int) -> np.ndarray:
         """int64 tokens of the documents from `first` to before `stop`."""
-        return self._between(first, stop, lambda shard, a, b: shard.lengths(a, b))
+        return self._concatenate_shards(first, stop, lambda shard, a, b: shard.lengths(a, b))
 
     def meta(self, first: int, stop: int) -> np.ndarray:
         """`META` of the documents from `first` to before `stop`."""
-        return self._between(first, stop, lambda shard, a, b: shard.meta(a, b))
+        return self._concatenate_shards(first, stop, lambda shard, a, b: shard.meta(a, b))
 
     def digests(self, first: int, stop: int) -> np.ndarray:
         """uint64: digests of the texts of the documents from `first` to before `stop`."""
         return self.meta(first, stop)["digest"]
 
-    def _between(self, first: int, stop: int, read: Any) -> np.ndarray:
+    def _concatenate_shards(self, first: int, stop: int, read: Any) -> np.ndarray:
         low, high = np.searchsorted(self._starts, [first, stop - 1], side="right") - 1
         parts = []
         for number in range(low, high + 1):
@@ -226,7 +228,7 @@ class PreparedDocuments:
         if low < 0 or high >= self._tokenizer.vocab_size:
             path = join_path(self._folder, shard_name(number, BIN))
             raise damaged_error(path, f"document {inside} has the id {low if low < 0 else high}")
-        if high >= self._tokenizer.rows:
+        if high >= self._tokenizer.embedding_rows:
             path = join_path(self._folder, shard_name(number, BIN))
             check_token_ids(f"{path}: document {inside}", found.ids, self._tokenizer)
         return found
@@ -268,7 +270,7 @@ class PreparedDocuments:
         """int64 [256]: of the text that was encoded."""
         return np.array(self.manifest["byte_counts"], np.int64)
 
-    def facts(self) -> Mapping[str, Any]:
+    def metadata(self) -> Mapping[str, Any]:
         """What the source gives of the same documents: a run may go on from text with its ids."""
         source = self.manifest["source"]
         chat = {"chat": source["chat"]} if "chat" in source else {}
@@ -403,27 +405,27 @@ class WindowedSequences:
         self._lock = threading.Lock()
         self.num_tokens = int(documents.span_tokens[spans].sum())
         # Sums over spans are of documents that are whole.
-        is_cut = packer.packing == "cut" and not getattr(documents, "is_bounded", False)
-        counts = self._cut() if is_cut else self._planned(spans)
+        is_cut = packer.packing == "cut" and not getattr(documents, "is_length_limited", False)
+        counts = self._count_concatenated() if is_cut else self._count_packed(spans)
         self.num_targets = int(counts.targets.sum())
         self._counts = counts.sequences
         self._starts = np.concatenate([[0], np.cumsum(self._counts)])
 
-    def _cut(self) -> _WindowCounts:
+    def _count_concatenated(self) -> _WindowCounts:
         """From the sums alone: each document is taken to have a token."""
         tokens = np.array([self._documents.span_tokens[each].sum() for each in self._spans])
-        documents = np.array([self._sizes(each).sum() for each in self._spans])
+        documents = np.array([self._span_documents(each).sum() for each in self._spans])
         sequences = -(-np.maximum(tokens - 1, 0) // self.sequence_length)
         return _WindowCounts(sequences, np.maximum(tokens - documents, 0))
 
-    def _sizes(self, spans: np.ndarray) -> np.ndarray:
+    def _span_documents(self, spans: np.ndarray) -> np.ndarray:
         """Documents of each span."""
         return (
             np.minimum(SPAN_DOCUMENTS * (spans + 1), self._documents.num_documents)
             - SPAN_DOCUMENTS * spans
         )
 
-    def _planned(self, spans: np.ndarray) -> _WindowCounts:
+    def _count_packed(self, spans: np.ndarray) -> _WindowCounts:
         def make(moved: Heartbeat | None) -> _WindowCounts:
             found = []
             progress = Progress("planning windows", len(self._spans), moved)
@@ -443,7 +445,7 @@ class WindowedSequences:
         for part in (spans, self._documents.span_tokens):
             digest.update(np.ascontiguousarray(part, "<i8").data)
         facts = [self._documents.num_documents, self._seed, WINDOW_SPANS, digest.hexdigest()]
-        return self._packer.remembered("rows", facts, of, make)
+        return self._packer.load_or_compute("rows", facts, of, make)
 
     def __len__(self) -> int:
         return int(self._starts[-1])
@@ -466,7 +468,7 @@ class WindowedSequences:
     def size(self, document: int) -> int:
         return int(self._documents.lengths_between(document, document + 1)[0])
 
-    def shuffled(self, *key: int) -> Callable[[np.ndarray], np.ndarray]:
+    def epoch_permutation(self, *key: int) -> Callable[[np.ndarray], np.ndarray]:
         """The order of an epoch: of the windows, and of the sequences inside each."""
         return functools.partial(self._shuffle, key)
 

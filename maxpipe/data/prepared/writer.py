@@ -231,7 +231,7 @@ _MAX_TOKENS = 1 << 18
 class ShardEncoder(Protocol):
     """Documents of a source as they are stored."""
 
-    def piece(self, first: int, stop: int) -> DocumentBatch:
+    def encode_batch(self, first: int, stop: int) -> DocumentBatch:
         """The documents from `first` to before `stop`: fewer, but one, where they are long.
 
         So what is held at a time does not grow with the size of documents.
@@ -249,7 +249,7 @@ class _TextShardEncoder:
     def __init__(self, source: Source, tokenizer: Tokenizer):
         self._source, self._tokenizer = source, tokenizer
 
-    def piece(self, first: int, stop: int) -> DocumentBatch:
+    def encode_batch(self, first: int, stop: int) -> DocumentBatch:
         texts = self._read(first, stop)
         tokenizer, dtype = self._tokenizer, dtype_for(self._tokenizer.vocab_size)
         begin, end = np.array([tokenizer.begin_id], dtype), np.array([tokenizer.end_id], dtype)
@@ -287,7 +287,7 @@ class _ConversationShardEncoder:
     def __init__(self, conversations: ConversationEncoder):
         self._conversations = conversations
 
-    def piece(self, first: int, stop: int) -> DocumentBatch:
+    def encode_batch(self, first: int, stop: int) -> DocumentBatch:
         dtype = dtype_for(self._conversations.tokenizer.vocab_size)
         ids: list[np.ndarray] = []
         masks: list[np.ndarray] = []
@@ -390,6 +390,6 @@ def _end_with_parent() -> None:
 def encode(first: int, stop: int) -> DocumentBatch | tuple[Problem, ...]:
     """The documents from `first` on, or what the user has to change; as `Encoder.piece`."""
     try:
-        return _Worker.encoder.piece(first, stop)
+        return _Worker.encoder.encode_batch(first, stop)
     except ConfigError as error:  # its pickled form would lose the problems
         return error.problems

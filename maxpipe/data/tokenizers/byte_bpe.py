@@ -48,14 +48,14 @@ class ByteBpe:
 
     def encode(self, text: str) -> np.ndarray | None:
         """int32 [tokens]; None for a text whose ids might differ."""
-        if len(text) > _LONGEST or (not text.isascii() and self._unsure.search(text)):
+        if len(text) > _LONGEST or (not text.isascii() and self._ambiguous_character.search(text)):
             return None
         if self._added is not None and self._added.search(text):
             return None
         return self._ids[self._encoding.encode_ordinary(text)]
 
     @functools.cached_property
-    def _unsure(self) -> re.Pattern[str]:
+    def _ambiguous_character(self) -> re.Pattern[str]:
         """Finds a character that one library takes for a letter, number or space and one not."""
         found = set(_FOLDED)
         for kind in set(re.findall(r"\\p\{\w+\}|\\[swd]", self._pattern)):

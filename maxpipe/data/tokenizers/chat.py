@@ -119,7 +119,7 @@ class ChatProcess:
         self._seconds = cpu_seconds + _START_SECONDS
         settings = {"template": template, "tokens": dict(tokens), "cpu_seconds": cpu_seconds}
         try:
-            self._ask(settings)
+            self._request(settings)
         except RenderError:
             self.close()
             raise
@@ -144,7 +144,7 @@ class ChatProcess:
         Raises:
             RenderError: the template fails, refuses the messages, or takes too much.
         """
-        answer = self._ask(
+        answer = self._request(
             {
                 "messages": conversation.messages,
                 "tools": conversation.tools,
@@ -158,17 +158,17 @@ class ChatProcess:
         found = answer.get("spans", []), answer.get("rewritten", 0), answer.get("unread", [])
         return RenderedChat(answer.get("text", ""), *found[:2], unread=tuple(found[2]))
 
-    def _ask(self, request: Mapping[str, Any]) -> _RenderResponse:
+    def _request(self, request: Mapping[str, Any]) -> _RenderResponse:
         raw = json.dumps(request).encode() + b"\n"
         if len(raw) > _MAX_REQUEST_BYTES:
             raise RenderError(f"they take {len(raw)} bytes, at most {_MAX_REQUEST_BYTES} are read")
         try:
-            answer = parse_json(self._process.ask(raw, self._seconds), _RenderResponse)
+            answer = parse_json(self._process.request(raw, self._seconds), _RenderResponse)
         except TimeoutError:
             self.close()
             raise RenderError("it takes too long") from None
         except (OSError, ValueError):
-            code = self._process.code
+            code = self._process.exit_code
             self.close()
             ended = code is None or code < 0
             text = "it takes too long or too much memory" if ended else "it ends its process"
@@ -209,7 +209,7 @@ class ChatTemplate:
         """The template with these settings."""
         return ChatTemplate(self.template, self.path, self.tokens, settings)
 
-    def on(self, day: str) -> ChatTemplate:
+    def with_date(self, day: str) -> ChatTemplate:
         """The template with this current date."""
         template = self.with_settings(self.settings)
         template.day = day
@@ -229,7 +229,7 @@ class ChatTemplate:
         try:
             return ChatProcess(self.template, self.tokens, _CPU_SECONDS)
         except RenderError as error:
-            raise self._wrong(error) from error
+            raise self._template_error(error) from error
 
     def render(
         self, conversations: Sequence[ChatInput], *, add_generation_prompt: bool = True
@@ -255,12 +255,12 @@ class ChatTemplate:
                     texts.append(found.text)
                     unread.update((*each.unread, *found.unread))
             except RenderError as error:
-                raise self._wrong(error) from error
+                raise self._template_error(error) from error
         for remark in unread_remarks(unread, pluralize(len(conversations), "conversation")):
             _LOG.warning("%s: %s", self.path, remark)
         return texts
 
-    def _wrong(self, error: RenderError) -> ConfigError:
+    def _template_error(self, error: RenderError) -> ConfigError:
         if error.kind == "package":
             action = "Run: pip install 'maxpipe[tokenizers]'"
             return ConfigError.one(self.path, None, f"needs the package jinja2: {error}.", action)

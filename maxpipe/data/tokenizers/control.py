@@ -93,12 +93,12 @@ class ControlTokenMixin:
 
     control: ControlTokens
     vocab_size: int
-    min_rows: int
+    min_embedding_rows: int
     """See `Tokenizer`."""
-    rows: int = MAX_IDS
+    embedding_rows: int = MAX_IDS
     """Rows of the model's embedding, where they are known: see `fitted`."""
 
-    def fitted(self, rows: int) -> Self:
+    def with_embedding_rows(self, rows: int) -> Self:
         """A copy for a model with this number of rows, of which no id is beyond them.
 
         Text that spells a control token without a row stays text. The end token pads where the
@@ -106,9 +106,9 @@ class ControlTokenMixin:
         """
         if rows >= self.vocab_size:
             return self
-        assert self.min_rows <= rows, "encoding would return ids without a row"
+        assert self.min_embedding_rows <= rows, "encoding would return ids without a row"
         found = self.with_control() if self.pad_id < rows else self.with_control(pad_id=self.end_id)
-        found.rows = rows
+        found.embedding_rows = rows
         return found
 
     def encode(self, text: str) -> np.ndarray:

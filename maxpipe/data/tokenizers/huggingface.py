@@ -181,7 +181,9 @@ class HuggingFaceTokenizer(ControlTokenMixin):
         ids = [i for token, i in vocabulary.items() if i not in hidden]
         made = _reachable_ids(definition, vocabulary)
         roles = (self.begin_id, self.end_id, *around[0], *around[1])
-        self.min_rows = max(max(ids if made is None else made & {*ids}, default=0), *roles) + 1
+        self.min_embedding_rows = (
+            max(max(ids if made is None else made & {*ids}, default=0), *roles) + 1
+        )
         spelled = {token.content: i for i, token in added.items()}
         self.byte_lengths = self._byte_lengths(vocabulary, spelled, definition)
         self._fingerprint = self._fingerprint_of(raw)
@@ -251,7 +253,7 @@ class HuggingFaceTokenizer(ControlTokenMixin):
         """Another one that knows control tokens in text: the switch is no argument of a call."""
         settings = parse_json(self._tokenizer.to_str(), dict[str, Any], most_depth=256)
         settings["added_tokens"] = [
-            each for each in settings.get("added_tokens") or () if each["id"] < self.rows
+            each for each in settings.get("added_tokens") or () if each["id"] < self.embedding_rows
         ]
         # It adds no tokens here, but may take spaces from the places of those that have them.
         settings["post_processor"] = None

@@ -175,18 +175,22 @@ class _Renderer:
         self._spans.num_blocks = 0  # they are counted again
         self._template = environment.from_string(request["template"])
         self._tokens = request["tokens"]
-        self._given: dict[str, Any] = {}
+        self._template_arguments: dict[str, Any] = {}
 
-    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+    def respond(self, request: dict[str, Any]) -> dict[str, Any]:
         """The text of a conversation; with `trained` also the spans that are trained on."""
         self._limits.renew()
         self._clock.day = request["day"]
-        self._given = {**self._tokens, **request["settings"], "tools": request["tools"]}
+        self._template_arguments = {
+            **self._tokens,
+            **request["settings"],
+            "tools": request["tools"],
+        }
         messages = [_TrackedMessage(each) for each in request["messages"]]
         if any(isinstance(dict.get(each, "content"), list) for each in messages):
-            messages = self._readable(messages, prompt=request["add_generation_prompt"])
+            messages = self._join_content_lists(messages, prompt=request["add_generation_prompt"])
         try:
-            return self._answered(request, messages)
+            return self._render_response(request, messages)
         except MemoryError:
             raise
         except Exception:
@@ -198,10 +202,12 @@ class _Renderer:
             for each in without:
                 each["content"] = None
             with contextlib.suppress(Exception):
-                return self._answered(request, messages)
+                return self._render_response(request, messages)
             raise
 
-    def _readable(self, messages: list[_TrackedMessage], *, prompt: bool) -> list[_TrackedMessage]:
+    def _join_content_lists(
+        self, messages: list[_TrackedMessage], *, prompt: bool
+    ) -> list[_TrackedMessage]:
         """The messages, with texts in place of lists of texts if the template reads no lists.
 
         Raises:
@@ -211,7 +217,10 @@ class _Renderer:
         texts = [
             text.strip() for each in messages for text in _texts_of(dict.get(each, "content")) or []
         ]
-        as_parts, as_text = self._tried(messages, prompt=prompt), self._tried(joined, prompt=prompt)
+        as_parts, as_text = (
+            self._try_render(messages, prompt=prompt),
+            self._try_render(joined, prompt=prompt),
+        )
         if as_text is not None and (
             as_parts is None
             or _has_lists(as_parts, messages)
@@ -222,13 +231,13 @@ class _Renderer:
             raise ValueError("the content of a message is a list that it does not read")
         return messages
 
-    def _answered(
+    def _render_response(
         self, request: dict[str, Any], messages: Sequence[_TrackedMessage]
     ) -> dict[str, Any]:
-        text = self._written(messages, prompt=request["add_generation_prompt"])
+        text = self._render(messages, prompt=request["add_generation_prompt"])
         found: dict[str, Any] = {"text": text}
         if request["trained"] is not None:
-            spans, rewritten = self._trained(request, messages, text)
+            spans, rewritten = self._trained_spans(request, messages, text)
             spans = sorted(each for each in spans if each[0] < each[1])
             found |= {"spans": [list(each) for each in spans], "rewritten": rewritten}
         return {**found, "unread": self._unread(request, messages)}
@@ -240,14 +249,14 @@ class _Renderer:
             keys.add("tools")
         return sorted(keys)
 
-    def _written(self, messages: Sequence[Any], *, prompt: bool = False) -> str:
+    def _render(self, messages: Sequence[Any], *, prompt: bool = False) -> str:
         spans = self._spans
         spans.written, spans.found, pieces = 0, [], []
         for piece in self._template.generate(
             messages=messages,
             documents=None,
             add_generation_prompt=prompt,
-            **self._given,
+            **self._template_arguments,
         ):
             pieces.append(piece)
             spans.written += len(piece)
@@ -256,23 +265,23 @@ class _Renderer:
         # A template can write half of a surrogate pair, which no encoder takes.
         return "".join(pieces).encode("utf-8", "replace").decode()
 
-    def _tried(self, messages: Sequence[Any], *, prompt: bool = False) -> str | None:
+    def _try_render(self, messages: Sequence[Any], *, prompt: bool = False) -> str | None:
         """The text of messages; None if the template refuses them."""
         try:
-            return self._written(messages, prompt=prompt)
+            return self._render(messages, prompt=prompt)
         except MemoryError:
             raise
         except Exception:
             return None
 
-    def _trained(
+    def _trained_spans(
         self, request: dict[str, Any], messages: Sequence[Any], text: str
     ) -> tuple[list[tuple[int, int]], int]:
         """The spans of the trained messages, and how many of these have none."""
         trained, spans = request["trained"], []
         if self._spans.num_blocks and request["by_blocks"]:
             speaks = {n for n, each in enumerate(messages) if dict.get(each, "role") == "assistant"}
-            blocks = self._marked(text)
+            blocks = self._generation_blocks(text)
             if wanted := [number for number in trained if number in speaks]:
                 is_all = len(wanted) == len(speaks)
                 spans = blocks if is_all else self._blocks_of(messages, wanted, blocks)
@@ -280,18 +289,18 @@ class _Renderer:
         rewritten = 0
         for number in trained:
             try:
-                end = self._end(messages, number, text)
+                end = self._message_end(messages, number, text)
             except _NotPrefixError:
                 if not request["skips_rewritten"]:
                     raise
                 rewritten += 1
                 continue
-            spans.append((self._begin(messages, number, text), end))
+            spans.append((self._message_begin(messages, number, text), end))
         return spans, rewritten
 
     # With generation blocks.
 
-    def _marked(self, text: str) -> list[tuple[int, int]]:
+    def _generation_blocks(self, text: str) -> list[tuple[int, int]]:
         spans = [(begin, begin + len(block)) for begin, block in self._spans.found]
         for (begin, end), (_, block) in zip(spans, self._spans.found, strict=True):
             # Of a block inside a macro or `set` nothing says where its text goes.
@@ -310,7 +319,7 @@ class _Renderer:
         def before(number: int) -> int:
             if number in (0, len(messages)):
                 return len(blocks) if number else 0
-            if self._tried(messages[:number]) is None:
+            if self._try_render(messages[:number]) is None:
                 raise _NotPrefixError(f"of {number} it writes nothing")
             return len(self._spans.found)
 
@@ -318,13 +327,13 @@ class _Renderer:
 
     # Without them.
 
-    def _end(self, messages: Sequence[Any], number: int, text: str) -> int:
+    def _message_end(self, messages: Sequence[Any], number: int, text: str) -> int:
         """Where the text of a message ends, which is that of the messages up to it."""
         count = number + 1
         if count == len(messages):
             return len(text)
         try:
-            prefix = self._written(messages[:count])
+            prefix = self._render(messages[:count])
         except MemoryError:
             raise
         except Exception as error:
@@ -333,7 +342,7 @@ class _Renderer:
             raise _NotPrefixError(f"of {count} it writes a text that the whole lacks")
         return len(prefix)
 
-    def _begin(self, messages: Sequence[Any], number: int, text: str) -> int:
+    def _message_begin(self, messages: Sequence[Any], number: int, text: str) -> int:
         """Where the text of a message begins.
 
         Of an assistant's it is behind what a model is given before it answers. In front of the
@@ -341,17 +350,17 @@ class _Renderer:
         content is trained.
         """
         is_answer = dict.get(messages[number], "role") == "assistant"
-        asked = self._tried(messages[:number], prompt=True) if number and is_answer else None
+        asked = self._try_render(messages[:number], prompt=True) if number and is_answer else None
         if asked is not None and text.startswith(asked):
             return len(asked)
         low: int | None = 0
         if number:
-            before = self._tried(messages[:number])
+            before = self._try_render(messages[:number])
             low = len(before) if before is not None and text.startswith(before) else None
             if low is not None and not is_answer:
                 return low
-        high = self._content(messages, number, text)
-        header = self._header() if is_answer else ""
+        high = self._content_begin(messages, number, text)
+        header = self._generation_prompt() if is_answer else ""
         if header:
             least = 0 if low is None else low
             find = text.rfind if low is None else text.find
@@ -361,7 +370,7 @@ class _Renderer:
             high = min(high, _common_prefix_length(text, asked))
         return max(high, low or 0)
 
-    def _content(self, messages: Sequence[Any], number: int, text: str) -> int:
+    def _content_begin(self, messages: Sequence[Any], number: int, text: str) -> int:
         """How far the text is the same, whatever the content of a message is."""
         message = messages[number]
         for kept in ({"role": dict.get(message, "role")}, dict(dict.items(message))):
@@ -369,16 +378,16 @@ class _Renderer:
                 [*messages[:number], {**kept, "content": content}, *messages[number + 1 :]]
                 for content in ("a", "b")
             ]
-            found = [self._tried(each) for each in others]
+            found = [self._try_render(each) for each in others]
             if None not in found:
                 return min(_common_prefix_length(text, each) for each in found if each is not None)
         rule = f"message {number + 1} cannot be told from what is in front of it"
         raise _NotPrefixError(rule)
 
-    def _header(self) -> str:
+    def _generation_prompt(self) -> str:
         """What a model is given before it answers, behind the messages; empty if nothing."""
         messages = [{"role": "user", "content": "a"}]
-        before, asked = self._tried(messages), self._tried(messages, prompt=True)
+        before, asked = self._try_render(messages), self._try_render(messages, prompt=True)
         if before is None or asked is None or not asked.startswith(before):
             return ""
         return asked[len(before) :]
@@ -446,7 +455,7 @@ def _serve() -> None:
     say({})
     for line in lines:
         try:
-            answer = renderer.answer(json.loads(line))
+            answer = renderer.respond(json.loads(line))
         except Exception as error:
             answer = _error_response(error)
         say(answer)

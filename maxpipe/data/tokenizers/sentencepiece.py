@@ -63,7 +63,7 @@ class SentencePieceTokenizer(ControlTokenMixin):
         known = {role: i for role, i in own.items() if i >= 0}
         self.control = resolve(path, special, ids.get, self.vocab_size, known)
         made = (i for i in ids.values() if not (model.is_control(i) or model.is_unused(i)))
-        self.min_rows = max(*made, self.begin_id, self.end_id) + 1
+        self.min_embedding_rows = max(*made, self.begin_id, self.end_id) + 1
         self.byte_lengths = np.zeros(self.vocab_size, np.int32)
         for i, piece in enumerate(pieces):
             if model.is_byte(i):
@@ -84,7 +84,7 @@ class SentencePieceTokenizer(ControlTokenMixin):
     @functools.cached_property
     def _control_text(self) -> re.Pattern[str]:
         special = [*self.special_ids, *self._unknown]
-        names = (self._pieces[i] for i in special if i < self.rows)
+        names = (self._pieces[i] for i in special if i < self.embedding_rows)
         texts = sorted(names, key=len, reverse=True)
         return re.compile("(" + "|".join(map(re.escape, texts)) + ")")
 

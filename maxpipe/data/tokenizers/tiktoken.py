@@ -59,7 +59,7 @@ class TiktokenTokenizer(ControlTokenMixin):
             raise ConfigError.one(PATH, path, rule, "Name another file.")
         ids = {_text(token): i for token, i in ranks.items()} | special
         self.control = resolve(path, special, ids.get, self.vocab_size)
-        self.min_rows = max(*ranks.values(), self.begin_id, self.end_id) + 1
+        self.min_embedding_rows = max(*ranks.values(), self.begin_id, self.end_id) + 1
         self._stands_for_text = np.zeros(self.vocab_size, bool)
         self.byte_lengths = np.zeros(self.vocab_size, np.int32)
         for token, i in ranks.items():
@@ -84,7 +84,7 @@ class TiktokenTokenizer(ControlTokenMixin):
 
     def encode_chat(self, text: str) -> np.ndarray:
         with wrap_library_errors(self._path, "tiktoken", USABLE_RULE):
-            known = {name for name, i in self.special_tokens.items() if i < self.rows}
+            known = {name for name, i in self.special_tokens.items() if i < self.embedding_rows}
             known &= self._encoding.special_tokens_set
             ids = self._encoding.encode(text, allowed_special=known, disallowed_special=())
             return np.asarray(ids, np.int32)

@@ -68,15 +68,15 @@ class Rope:
     """
     original_tokens: int = 0
     """Context length that the wavelengths were made for."""
-    turned: int = 0
+    rotary_dims: int = 0
     """How many of a head's entries turn, the first ones. 0: all."""
     stretch: tuple[float, ...] = ()
     """By which each pair's wavelength is stretched besides (arXiv:2402.13753). Empty: by 1."""
     stretch_beyond: tuple[float, ...] = ()
     """The same in rows of more than `original_tokens`; when decoding, in caches of more."""
-    length: float = 1.0
+    attention_factor: float = 1.0
     """Factor of what turns."""
-    whole: bool = True
+    truncate: bool = True
     """Whether YaRN begins and ends to stretch at whole numbers of pairs."""
     fast: float = 0.0
     """Pairs that turn at least so often in `original_tokens` are not stretched by `llama3` and
@@ -134,10 +134,14 @@ class Attention(Part):
         heads, kv_heads = (self.num_heads, "heads"), (self.num_kv_heads, "kv_heads")
         into, out_of = Normal(self.d_model), self.num_heads * self.head_size
         found = {
-            "query": Param((embed, heads, (self._projected, "head_size")), into, summed=1),
-            "key": Param((embed, kv_heads, size), into, summed=1),
-            "value": Param((embed, kv_heads, size), into, summed=1),
-            "out": Param((heads, size, embed), Normal(out_of, self.out_gain), summed=2),
+            "query": Param(
+                (embed, heads, (self._projected, "head_size")), into, num_contracted_dims=1
+            ),
+            "key": Param((embed, kv_heads, size), into, num_contracted_dims=1),
+            "value": Param((embed, kv_heads, size), into, num_contracted_dims=1),
+            "out": Param(
+                (heads, size, embed), Normal(out_of, self.out_gain), num_contracted_dims=2
+            ),
         }
         for name in self.biased:
             dims = (embed,) if name == "out" else found[name].dims[1:]
@@ -159,7 +163,7 @@ class Attention(Part):
         return found | {"context": self._query, "attention_out": self._width}
 
     @property
-    def kept_with(self) -> Mapping[str, Mapping[str, Dims]]:
+    def saved_with(self) -> Mapping[str, Mapping[str, Dims]]:
         """Of `context` its sums, where its backward starts from them."""
         return kept_with_context(self.backend, self._heads)
 
@@ -171,7 +175,7 @@ class Attention(Part):
             "heads",
             self.head_size,
             self.window,
-            held=stands(self.backend),
+            storage=stands(self.backend),
             query=self._query,
             keys=(self._key, self._key),
             mixed=self._query,
@@ -181,10 +185,10 @@ class Attention(Part):
     @property
     def traffic(self) -> Held:
         """Input and output, and what is mixed: queries and keys stay near the scores."""
-        return Held(narrow=((2.0, self._width), (2.0, self._query)))
+        return Held(compute_dtype=((2.0, self._width), (2.0, self._query)))
 
     @property
-    def working(self) -> Held:
+    def backward_peak(self) -> Held:
         """Of each pair its score and its probability.
 
         By blocks, besides: queries and the cotangent of what is mixed in the order of blocks, and
@@ -195,7 +199,9 @@ class Attention(Part):
             return Held(pairs=(1.0, 0.0, 0.0), documents=((4.0, self._query),))
         found = Held(pairs=(1.0, 1.0, 0.0))
         if stands(self.backend) == "block":
-            found += Held(narrow=((2.0, self._query), (1.0, self._key)), wide=((1.0, self._key),))
+            found += Held(
+                compute_dtype=((2.0, self._query), (1.0, self._key)), float32=((1.0, self._key),)
+            )
         return found
 
     @property
@@ -208,15 +214,17 @@ class Attention(Part):
         """
         # Gates keep what they multiply, their sigmoids, and the product.
         narrow = ((1.0, self._width), (5.0 if self.gated else 2.0, self._query))
-        keys, turned = ((2.0, self._key),), self.rope.turned or self.head_size
+        keys, turned = ((2.0, self._key),), self.rope.rotary_dims or self.head_size
         wide, statistics = ((2.0, ((turned, ""),)),), 2.0 + self.sinks
-        found = Held(narrow=narrow, wide=wide)
+        found = Held(compute_dtype=narrow, float32=wide)
         if stands(self.backend) == "scores":
             pairs = (1.0, 2.0 if self.soft_cap else 1.0, 1.0)
-            found += Held(wide=((statistics, self._heads),), blocks=keys, pairs=pairs)
+            found += Held(float32=((statistics, self._heads),), blocks=keys, pairs=pairs)
         else:
             window: tuple[Dims, ...] = ((),) if self.window else ()
-            found += Held(narrow=keys, wide=((1.0, self._heads),), wide_once=window)
+            found += Held(
+                compute_dtype=keys, float32=((1.0, self._heads),), float32_token_independent=window
+            )
         if self.head_norm is not None:
             for dims in (self._query, self._key):
                 found += self.head_norm.residuals_of(*self._normed(dims))
@@ -230,16 +238,18 @@ class Attention(Part):
         del normed
         width = (1.0 if recomputed else 2.0, self._width)
         gates = (2.0 if recomputed else 1.0) if self.gated else 0.0
-        found = Held(narrow=(width, (2.0 + gates, self._query), (2.0, self._key)))
+        found = Held(compute_dtype=(width, (2.0 + gates, self._query), (2.0, self._key)))
         if self.sinks:
             both = ((2.0, self._heads),)
             by_blocks = stands(self.backend) == "block"
-            found += Held(wide_once=(self._heads,)) if by_blocks else Held(wide=both)
+            found += (
+                Held(float32_token_independent=(self._heads,)) if by_blocks else Held(float32=both)
+            )
         for dims in (self._query, self._key):
             if self.head_norm is not None:
                 found += self.head_norm.deferred_of(*self._normed(dims), recomputed=recomputed)
                 if recomputed:
-                    found += Held(narrow=((1.0, dims),))  # its input
+                    found += Held(compute_dtype=((1.0, dims),))  # its input
         return found
 
     def _normed(self, dims: Dims) -> tuple[Dims, Dims]:

@@ -59,7 +59,7 @@ class Experts(Part):
     """Coefficient of the router's z-loss (arXiv:2202.08906)."""
     capacity: float = 0.0
     """Tokens that an expert has room for, as a multiple of an even share. 0: for all."""
-    exchange: float = 0.0
+    send_capacity_factor: float = 0.0
     """Choices for which a device has room at each other one of the expert axis, as a multiple of an
     even share. 0: for all."""
     scores: Literal["softmax", "sigmoid"] = "softmax"
@@ -88,13 +88,13 @@ class Experts(Part):
     are added to scores where experts are chosen, and not where they are weighted. None: none."""
     biased: bool = False
     """Whether biases are added to the router's logits and to all projections."""
-    received: float | None = None
+    rows_received: float | None = None
     """Rows of experts that a device has room for, for each of its tokens, where experts or a row's
     tokens are divided over devices. None: as many as it computes."""
     shards: int = 1
     """Devices over which experts are divided."""
 
-    summaries: ClassVar[Mapping[str, Summary]] = {
+    metrics: ClassVar[Mapping[str, Summary]] = {
         "moe/balance_loss": Summary(
             "balance",
             "mean",
@@ -156,7 +156,9 @@ class Experts(Part):
             "down": Param((experts, mlp, within), Normal(self.d_mlp, self.out_gain)),
         }
         if self.balance_rate is not None:
-            bias = Param((routes,), Constant(0.0), decays=False, trainable=False, exact="float32")
+            bias = Param(
+                (routes,), Constant(0.0), decays=False, trainable=False, own_dtype="float32"
+            )
             found["router_bias"] = bias
         if self.biased:
             dims = {"logit": (routes,), "gate": (experts, mlp), "up": (experts, mlp)}
@@ -168,7 +170,7 @@ class Experts(Part):
         return found
 
     @property
-    def follows(self) -> Mapping[str, Follows]:
+    def balance_updates(self) -> Mapping[str, Follows]:
         """The bias goes down where an expert gets more tokens than the mean, else up."""
         rate = self.balance_rate
         return {"router_bias": Follows("load", rate)} if rate else {}
@@ -176,7 +178,7 @@ class Experts(Part):
     @property
     def activations(self) -> Mapping[str, Dims]:
         """Both inputs of the gates, of all rows of experts."""
-        hidden = ((math.ceil(self._held), "experts"), *self._hidden)
+        hidden = ((math.ceil(self._rows_in_memory), "experts"), *self._hidden)
         found: dict[str, Dims] = {"expert_gate": hidden, "expert_up": hidden}
         return found | {f"shared_{name}": dims for name, dims in self._of_shared("activations")}
 
@@ -209,7 +211,7 @@ class Experts(Part):
         The others are for the record.
         """
         found = {"balance": self.balance_weight, "router_z": self.z_weight, "entropy": 0.0}
-        return found | ({"dropped": 0.0} if self.loses else {})
+        return found | ({"dropped": 0.0} if self.drops_tokens else {})
 
     @property
     def traffic(self) -> Held:
@@ -218,7 +220,7 @@ class Experts(Part):
         return found if self.shared is None else found + self.shared.traffic
 
     @property
-    def working(self) -> Held:
+    def backward_peak(self) -> Held:
         """The gates' inputs and outputs and their gradients; what is sent to other devices."""
         return self._with_rows(6.0, placed=2.0 + (self.shards > 1))
 
@@ -232,26 +234,29 @@ class Experts(Part):
         extra = float(self.normalised)
         found = self._with_rows(3.0, width=1.0, placed=1.0 if self.capacity else 0.0)
         found += self._weights + Held(
-            wide=((3.0 + extra, self._each), (5.0 + 2.0 * extra, ())), flags=((1.0, ()),)
+            float32=((3.0 + extra, self._each), (5.0 + 2.0 * extra, ())), one_byte=((1.0, ()),)
         )
-        if self.places_tokens:
-            found += self._places + Held(wide=((2.0, self._choices),))
-        if self.places_tokens and self.shards > 1:
+        if self.permutes_tokens:
+            found += self._places + Held(float32=((2.0, self._choices),))
+        if self.permutes_tokens and self.shards > 1:
             found += self._received
-        if self.biased and self.places_tokens:
+        if self.biased and self.permutes_tokens:
             found += self._weights_for_biases
         if self.shared is None:
             return found
         # Gated: what it is multiplied with, and what with it.
-        gate = Held(narrow=((1.0, self._width), (2.0, ()))) if self.shared_gated else NOTHING
-        return found + self._beside(self.shared.residuals) + gate
+        gate = Held(compute_dtype=((1.0, self._width), (2.0, ()))) if self.shared_gated else NOTHING
+        return found + self._without_inputs(self.shared.residuals) + gate
 
     @property
     def _received(self) -> Held:
         """Rows from other devices, the expert of each, and what it weighs at all that are here."""
-        weights = self._of_rows(1.0, ((self.num_experts // self.shards, ""),))
-        places = Held(wide=(self._of_rows(1.0, ()), (2.0, self._choices)))
-        return Held(narrow=(self._of_rows(1.0, self._width),), wide=(weights,)) + places
+        weights = self._per_token_rows(1.0, ((self.num_experts // self.shards, ""),))
+        places = Held(float32=(self._per_token_rows(1.0, ()), (2.0, self._choices)))
+        return (
+            Held(compute_dtype=(self._per_token_rows(1.0, self._width),), float32=(weights,))
+            + places
+        )
 
     def deferred(self, *, recomputed: bool, normed: bool) -> Held:
         """Inputs of all matmuls and cotangents of their outputs, those of the router in float32.
@@ -259,7 +264,7 @@ class Experts(Part):
         Recomputed, what goes into the last matmul follows from the gates' inputs and the weights,
         unless it has been needed.
         """
-        found = self._places + Held(wide=((1.0, self._each),))
+        found = self._places + Held(float32=((1.0, self._each),))
         if not recomputed:
             found += self._with_rows(3.0, width=2.0, placed=1.0 if self.capacity else 0.0)
             found += self._weights_for_biases if self.biased else Held()
@@ -268,40 +273,42 @@ class Experts(Part):
         else:
             found += self._with_rows(4.0, width=1.0) + self._weights
         if self.biased and self.grouped:
-            found += Held(wide=((1.0, self._choices),))
+            found += Held(float32=((1.0, self._choices),))
             found += self._weights_for_biases if recomputed else Held()
         if self.shared is None:
             return found
-        gate = Held(narrow=((2.0, ()),)) if self.shared_gated else NOTHING
+        gate = Held(compute_dtype=((2.0, ()),)) if self.shared_gated else NOTHING
         held = self.shared.deferred(recomputed=recomputed, normed=normed or self.shared_gated)
-        return found + self._beside(held) + gate
+        return found + self._without_inputs(held) + gate
 
-    def _beside(self, held: Held) -> Held:
+    def _without_inputs(self, held: Held) -> Held:
         """Of the shared expert: what goes in is there already, and so is what comes back."""
-        return replace(held, narrow=tuple(each for each in held.narrow if each[1] != self._width))
+        return replace(
+            held, compute_dtype=tuple(each for each in held.compute_dtype if each[1] != self._width)
+        )
 
     @property
     def rows(self) -> float:
         """Experts that compute something for a token, on average, used or not."""
         if not self.capacity:
             return float(self.per_token if self.grouped else self.num_experts)
-        if self.received is not None:  # what is not sent is not computed
+        if self.rows_received is not None:  # what is not sent is not computed
             return min(self.capacity, 1.0) * self.per_token
         return min(self.capacity * self.per_token, float(self.num_experts))
 
-    def over(self, shards: int, rows: int, tokens: int, whole: int) -> Experts:
+    def with_shards(self, shards: int, rows: int, tokens: int, whole: int) -> Experts:
         """The same on `shards` devices; each has `tokens` of the `whole` tokens of `rows` rows."""
-        if not self.places_tokens:
+        if not self.permutes_tokens:
             return self
         found = self.per_token * rows * tokens
         if shards > 1:
-            found = shards * self.room_between(shards, rows, tokens, whole)
-        return replace(self, received=found / (rows * tokens), shards=shards)
+            found = shards * self.send_capacity(shards, rows, tokens, whole)
+        return replace(self, rows_received=found / (rows * tokens), shards=shards)
 
     @property
-    def _held(self) -> float:
+    def _rows_in_memory(self) -> float:
         """Rows of experts in memory, for each token."""
-        return self.rows if self.received is None else self.received
+        return self.rows if self.rows_received is None else self.rows_received
 
     @property
     def grouped(self) -> bool:
@@ -324,16 +331,16 @@ class Experts(Part):
         return f"{self.per_token} of {self.num_experts} experts for each token, by {by}"
 
     @property
-    def places_tokens(self) -> bool:
+    def permutes_tokens(self) -> bool:
         """Whether tokens are brought to the rows of their experts, and back."""
         return self.grouped or bool(self.capacity)
 
     @property
-    def loses(self) -> bool:
+    def drops_tokens(self) -> bool:
         """Whether tokens may lose experts, for which there is no room."""
-        return bool(self.capacity or self.exchange)
+        return bool(self.capacity or self.send_capacity_factor)
 
-    def room_between(self, shards: int, rows: int, tokens: int, whole: int) -> int:
+    def send_capacity(self, shards: int, rows: int, tokens: int, whole: int) -> int:
         """Choices for which a device has room at each of the `shards` of the expert axis.
 
         It has `tokens` tokens of each of `rows` rows, which have `whole` tokens.
@@ -341,32 +348,34 @@ class Experts(Part):
         choices, mine = rows * tokens * self.per_token, self.num_experts // shards
         most = rows * tokens * min(self.per_token, mine)
         if self.capacity:
-            most = min(most, mine * rows * min(self.room(whole), tokens))
-        if self.exchange:
-            most = min(most, math.ceil(self.exchange * choices / shards))
+            most = min(most, mine * rows * min(self.expert_capacity(whole), tokens))
+        if self.send_capacity_factor:
+            most = min(most, math.ceil(self.send_capacity_factor * choices / shards))
         return most
 
-    def room(self, tokens: int) -> int:
+    def expert_capacity(self, tokens: int) -> int:
         """Tokens of a sequence for which an expert has room."""
         each = tokens * self.per_token / self.num_experts
         return min(max(math.ceil(self.capacity * each), 1), tokens)
 
     def _with_rows(self, hidden: float, width: float = 0.0, placed: float = 0.0) -> Held:
         """Copies of what experts compute; of the width, for each token and each row of experts."""
-        found = Held(narrow=(self._of_rows(hidden, self._hidden), (width, self._width)))
-        if self.places_tokens:
-            found += Held(narrow=(self._of_rows(placed, self._width),))
+        found = Held(
+            compute_dtype=(self._per_token_rows(hidden, self._hidden), (width, self._width))
+        )
+        if self.permutes_tokens:
+            found += Held(compute_dtype=(self._per_token_rows(placed, self._width),))
         return found
 
     @property
     def _weights(self) -> Held:
         """Those of rows."""
-        return Held(narrow=(self._of_rows(1.0, ()),))
+        return Held(compute_dtype=(self._per_token_rows(1.0, ()),))
 
     @property
     def _weights_for_biases(self) -> Held:
         """What the biases of the last projection are multiplied with."""
-        return self._weights if self.capacity else Held(narrow=((1.0, self._each),))
+        return self._weights if self.capacity else Held(compute_dtype=((1.0, self._each),))
 
     @property
     def _choices(self) -> Dims:
@@ -375,16 +384,16 @@ class Experts(Part):
     @property
     def _places(self) -> Held:
         """Which choice is in each row, and how many rows each expert has."""
-        if not self.places_tokens:
+        if not self.permutes_tokens:
             return Held()
         counts = (self._each,) if self.grouped else ()
-        return Held(wide=(self._of_rows(1.0, ()),), wide_once=counts)
+        return Held(float32=(self._per_token_rows(1.0, ()),), float32_token_independent=counts)
 
-    def _of_rows(self, copies: float, dims: Dims) -> tuple[float, Dims]:
+    def _per_token_rows(self, copies: float, dims: Dims) -> tuple[float, Dims]:
         """Copies of something that each row of experts has, as a number for each token."""
-        if self._held.is_integer():
-            return copies, ((int(self._held), "experts"), *dims)
-        return copies * self._held / self.num_experts, (*self._each, *dims)
+        if self._rows_in_memory.is_integer():
+            return copies, ((int(self._rows_in_memory), "experts"), *dims)
+        return copies * self._rows_in_memory / self.num_experts, (*self._each, *dims)
 
     def _of_shared(self, what: Literal["params", "activations"]) -> Iterable[tuple[str, Any]]:
         return () if self.shared is None else getattr(self.shared, what).items()

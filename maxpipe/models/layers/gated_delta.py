@@ -118,20 +118,25 @@ class GatedDelta(Part):
     @property
     def traffic(self) -> Held:
         """Input and output, what is projected, what is read."""
-        return Held(narrow=((2.0, self._width), (2.0, self._qkvz), (2.0, self._value)))
+        return Held(compute_dtype=((2.0, self._width), (2.0, self._qkvz), (2.0, self._value)))
 
     @property
-    def working(self) -> Held:
+    def backward_peak(self) -> Held:
         """What chunks hold and its gradients, of each token and of pairs in a chunk; the states."""
         wide = ((10.0, self._value), (8.0, self._pairs), (1.0 / self.chunk, self._state))
-        return Held(narrow=((2.0, self._qkvz),), wide=wide)
+        return Held(compute_dtype=((2.0, self._qkvz),), float32=wide)
 
     @property
     def residuals(self) -> Held:
         """Inputs of all matmuls; in float32 the state in front of each chunk."""
         return Held(
-            narrow=((1.0, self._width), (1.0, self._qkvz), (1.0, self._ba), (1.0, self._value)),
-            wide=((1.0 / self.chunk, self._state),),
+            compute_dtype=(
+                (1.0, self._width),
+                (1.0, self._qkvz),
+                (1.0, self._ba),
+                (1.0, self._value),
+            ),
+            float32=((1.0 / self.chunk, self._state),),
         )
 
     def deferred(self, *, recomputed: bool, normed: bool) -> Held:
@@ -140,7 +145,9 @@ class GatedDelta(Part):
         width = (1.0 if recomputed else 2.0, self._width)
         narrow = (width, (1.0, self._qkvz), (1.0, self._ba), (1.0, self._value))
         others = {name: each for name, each in self.params.items() if name not in self._projections}
-        return Held(narrow=narrow, once=tuple(each.dims for each in others.values()))
+        return Held(
+            compute_dtype=narrow, token_independent=tuple(each.dims for each in others.values())
+        )
 
     _projections = ("qkvz", "ba", "out")
 

@@ -52,7 +52,7 @@ class LatentAttention(Part):
     @property
     def rope_size(self) -> int:
         """Entries of a head that turn."""
-        return self.rope.turned
+        return self.rope.rotary_dims
 
     @property
     def rest_size(self) -> int:
@@ -110,7 +110,7 @@ class LatentAttention(Part):
         }
 
     @property
-    def kept_with(self) -> Mapping[str, Mapping[str, Dims]]:
+    def saved_with(self) -> Mapping[str, Mapping[str, Dims]]:
         """Of `context` its sums, where its backward starts from them."""
         return kept_with_context(self.backend, ((self.num_heads, "heads"),))
 
@@ -122,7 +122,7 @@ class LatentAttention(Part):
             self.num_heads,
             "heads",
             mean,
-            held=stands(self.backend),
+            storage=stands(self.backend),
             query=self._query,
             keys=(self._query, self._value),
             mixed=self._value,
@@ -135,10 +135,10 @@ class LatentAttention(Part):
         """Input and output, latents with their norms, and queries and what is mixed."""
         latents = tuple((4.0, dims) for _, dims in self._normed)
         mixed = ((1.0, self._query), (1.0, self._value))
-        return Held(narrow=((2.0, self._width), *latents, *mixed))
+        return Held(compute_dtype=((2.0, self._width), *latents, *mixed))
 
     @property
-    def working(self) -> Held:
+    def backward_peak(self) -> Held:
         """Of each pair its score and its probability; by blocks arrays in their order, too.
 
         Behind a mask of numbers a kernel's gradients.
@@ -148,7 +148,7 @@ class LatentAttention(Part):
         found = Held(pairs=(1.0, 1.0, 0.0))
         if stands(self.backend) == "block":
             narrow = ((1.5, self._query), (1.5, self._value))
-            found += Held(narrow=narrow, wide=((1.0, self._value),))
+            found += Held(compute_dtype=narrow, float32=((1.0, self._value),))
         return found
 
     @property
@@ -164,11 +164,11 @@ class LatentAttention(Part):
         turned, heads = (2.0, ((self.rope_size, ""),)), ((self.num_heads, "heads"),)
         if stands(self.backend) == "scores":
             wide, pairs = (turned, (2.0, heads)), (1.0, 1.0, 1.0)
-            found = Held(narrow=narrow, wide=wide, blocks=keys, pairs=pairs)
+            found = Held(compute_dtype=narrow, float32=wide, blocks=keys, pairs=pairs)
         else:
-            found = Held(narrow=(*narrow, *keys), wide=(turned, (1.0, heads)))
+            found = Held(compute_dtype=(*narrow, *keys), float32=(turned, (1.0, heads)))
         for norm, dims in self._normed:
-            found += norm.residuals_of((), dims) + Held(narrow=((1.0, dims),))
+            found += norm.residuals_of((), dims) + Held(compute_dtype=((1.0, dims),))
         return found
 
     def deferred(self, *, recomputed: bool, normed: bool) -> Held:
@@ -177,12 +177,12 @@ class LatentAttention(Part):
         rest = ((self.num_heads, "heads"), (self.rest_size, "head_size"))
         turned = ((self.rope_size, "head_size"),)
         width = (1.0 if recomputed else 2.0, self._width)
-        found = Held(narrow=(width, (2.0, self._value)))
-        found += Held(narrow=((1.0, self._query), (1.0, rest), (1.0, turned)))
+        found = Held(compute_dtype=(width, (2.0, self._value)))
+        found += Held(compute_dtype=((1.0, self._query), (1.0, rest), (1.0, turned)))
         for norm, dims in self._normed:
             # Recomputed, what a norm's output is made of stands for that.
             found += norm.deferred_of((), dims, recomputed=recomputed)
-            found += Held(narrow=((2.0, dims),))
+            found += Held(compute_dtype=((2.0, dims),))
         return found
 
     @property

@@ -52,9 +52,9 @@ class GatedMLP(Part):
         """Projections."""
         embed, mlp = (self.d_model, "embed"), (self.d_mlp, "mlp")
         return {
-            "gate": Param((embed, mlp), Normal(self.d_model), summed=1),
-            "up": Param((embed, mlp), Normal(self.d_model), summed=1),
-            "down": Param((mlp, embed), Normal(self.d_mlp, self.out_gain), summed=1),
+            "gate": Param((embed, mlp), Normal(self.d_model), num_contracted_dims=1),
+            "up": Param((embed, mlp), Normal(self.d_model), num_contracted_dims=1),
+            "down": Param((mlp, embed), Normal(self.d_mlp, self.out_gain), num_contracted_dims=1),
         }
 
     @property
@@ -70,22 +70,22 @@ class GatedMLP(Part):
     @property
     def traffic(self) -> Held:
         """Input and output; the gate's inputs are written and read."""
-        return Held(narrow=((2.0, self._width), (4.0, self._hidden)))
+        return Held(compute_dtype=((2.0, self._width), (4.0, self._hidden)))
 
     @property
-    def working(self) -> Held:
+    def backward_peak(self) -> Held:
         """The gate's inputs and output, and their gradients."""
-        return Held(narrow=((6.0, self._hidden),))
+        return Held(compute_dtype=((6.0, self._hidden),))
 
     @property
-    def spared(self) -> Held:
+    def barrier_copies(self) -> Held:
         """Behind a barrier, gradients are there once: transposed when their inputs are gone."""
-        return Held(narrow=((2.0, self._hidden),))
+        return Held(compute_dtype=((2.0, self._hidden),))
 
     @property
     def residuals(self) -> Held:
         """Inputs of all matmuls, and of the gate."""
-        return Held(narrow=((1.0, self._width), (3.0, self._hidden)))
+        return Held(compute_dtype=((1.0, self._width), (3.0, self._hidden)))
 
     def deferred(self, *, recomputed: bool, normed: bool) -> Held:
         """Inputs of all matmuls and cotangents of their outputs.
@@ -93,8 +93,8 @@ class GatedMLP(Part):
         Recomputed, the gate's output follows from its inputs once more, unless it has been needed.
         """
         if recomputed:
-            return Held(narrow=((1.0, self._width), (3.0 if normed else 4.0, self._hidden)))
-        return Held(narrow=((2.0, self._width), (3.0, self._hidden)))
+            return Held(compute_dtype=((1.0, self._width), (3.0 if normed else 4.0, self._hidden)))
+        return Held(compute_dtype=((2.0, self._width), (3.0, self._hidden)))
 
     @property
     def _width(self) -> Dims:
@@ -126,10 +126,10 @@ class Norm(Part):
     @property
     def traffic(self) -> Held:
         """Input and output."""
-        return Held(narrow=((2.0, self._width),))
+        return Held(compute_dtype=((2.0, self._width),))
 
     @property
-    def working(self) -> Held:
+    def backward_peak(self) -> Held:
         """Nothing that counts: it is fused with its neighbours."""
         return NOTHING
 
@@ -149,18 +149,18 @@ class Norm(Part):
         `over`: dims that are normed together, once for `each` of the dims in front of them.
         """
         dims = (*each, *over)
-        return Held(wide=((2.0, dims), (2.0, each))) + self._scaled(dims)
+        return Held(float32=((2.0, dims), (2.0, each))) + self._scaled(dims)
 
     def deferred_of(self, each: Dims, over: Dims, *, recomputed: bool) -> Held:
         """Its parameters; where nothing is recomputed what is scaled, and a cotangent of that."""
         if recomputed:
-            return Held(once=(over,) * len(self.params))
+            return Held(token_independent=(over,) * len(self.params))
         dims = (*each, *over)
-        return Held(narrow=((1.0, dims),)) + self._scaled(dims)
+        return Held(compute_dtype=((1.0, dims),)) + self._scaled(dims)
 
     def _scaled(self, dims: Dims) -> Held:
         """What the scale is multiplied with, in float32."""
-        return Held(wide=((1.0, dims),))
+        return Held(float32=((1.0, dims),))
 
     @property
     def _width(self) -> Dims:
@@ -181,7 +181,7 @@ class RMSNorm(Norm):
 
     def _scaled(self, dims: Dims) -> Held:
         """Without an offset it is scaled in the compute type."""
-        return super()._scaled(dims) if self.offset else Held(narrow=((1.0, dims),))
+        return super()._scaled(dims) if self.offset else Held(compute_dtype=((1.0, dims),))
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ class Options(NamedTuple):
     run: int
     query_block: int
     key_block: int
-    trips: float
+    mean_key_blocks: float
     """Blocks of keys that one of queries sees, on average of the windows, where a row is one
     document: no more than these are computed."""
     unrolled: tuple[tuple[int, int, int], ...] = ()
@@ -75,7 +75,7 @@ def attend(
     loops; 0 chooses. Behind a cache it is `xla`'s: few queries have few scores, and the order of
     keys says nothing about what is seen.
     """
-    if not mask.in_row:
+    if not mask.has_places:
         return xla.attend(query, key, value, mask)
     options, rows = prepare_mask(query, key.shape[1], mask, block)
     # Marked out here, their gradients are summed where an input is the same on several devices.
@@ -90,7 +90,7 @@ def prepare_mask(
     run = mask.run or tokens
     query_block, key_block = even_blocks(run, block), even_blocks(keys, block)
     windows = (mask.window,) if isinstance(mask.window, int) else mask.windows or (0,)
-    ordered = mask.in_order and mask.causal and keys == tokens and not block
+    ordered = mask.is_self_ordered and mask.causal and keys == tokens and not block
     options = Options(
         scale=query.shape[-1] ** -0.5 if mask.scale is None else mask.scale,
         soft_cap=mask.soft_cap,
@@ -98,7 +98,7 @@ def prepare_mask(
         run=run,
         query_block=query_block,
         key_block=key_block,
-        trips=_mean_trips(keys, query_block, key_block, mask.causal, windows),
+        mean_key_blocks=_mean_trips(keys, query_block, key_block, mask.causal, windows),
         unrolled=unrolled_blocks(tokens, windows) if ordered else (),
     )
     windowed = not isinstance(mask.window, int) or mask.window > 0
@@ -164,11 +164,11 @@ class _Blocks:
         run, size = options.run, options.query_block
         self.runs, self.per_run = self.tokens // run, -(-run // size)
         self.num_key_blocks = -(-self.keys // options.key_block)
-        self.segments = self.of_tokens(rows.segments, _PADDING_SEGMENT - 1)
-        self.places = self._filled(rows.places, 0, edge=True).reshape(-1, size)
-        self.key_segments = self.of_keys(rows.key_segments, _PADDING_SEGMENT)
+        self.segments = self.split_tokens(rows.segments, _PADDING_SEGMENT - 1)
+        self.places = self._pad_runs(rows.places, 0, edge=True).reshape(-1, size)
+        self.key_segments = self.split_keys(rows.key_segments, _PADDING_SEGMENT)
 
-    def _filled(self, x: Array, axis: int, fill: float = 0, *, edge: bool = False) -> Array:
+    def _pad_runs(self, x: Array, axis: int, fill: float = 0, *, edge: bool = False) -> Array:
         """`[..., T, ...]` -> `[..., runs, blocks x block, ...]`."""
         run = self.options.run
         x = x.reshape(*x.shape[:axis], self.runs, run, *x.shape[axis + 1 :])
@@ -178,19 +178,19 @@ class _Blocks:
         width = [(0, more if dim == axis + 1 else 0) for dim in range(x.ndim)]
         return jnp.pad(x, width, "edge") if edge else jnp.pad(x, width, constant_values=fill)
 
-    def of_tokens(self, x: Array, fill: float = 0) -> Array:
+    def split_tokens(self, x: Array, fill: float = 0) -> Array:
         """`[B, T, ...]` -> `[blocks, B, t, ...]`."""
-        x = self._filled(x, 1, fill)
+        x = self._pad_runs(x, 1, fill)
         shape = (self.batch, self.runs * self.per_run, self.options.query_block, *x.shape[3:])
         return jnp.moveaxis(x.reshape(shape), 1, 0)
 
-    def of_queries(self, x: Float[Array, "B T N h"]) -> Float[Array, "i B G n t h"]:
+    def split_queries(self, x: Float[Array, "B T N h"]) -> Float[Array, "i B G n t h"]:
         """In blocks, heads by the keys that they share."""
-        x = self.of_tokens(x)
+        x = self.split_tokens(x)
         x = x.reshape(*x.shape[:3], self.groups, -1, x.shape[-1])
         return x.transpose(0, 1, 3, 4, 2, 5)
 
-    def of_keys(self, x: Array, fill: float = 0) -> Array:
+    def split_keys(self, x: Array, fill: float = 0) -> Array:
         """`[B, S, ...]` -> `[blocks, B, s, ...]`."""
         more = self.num_key_blocks * self.options.key_block - self.keys
         width = [(0, more if dim == 1 else 0) for dim in range(x.ndim)]
@@ -198,17 +198,17 @@ class _Blocks:
         shape = (self.batch, self.num_key_blocks, self.options.key_block, *x.shape[2:])
         return jnp.moveaxis(x.reshape(shape), 1, 0)
 
-    def of_pairs(self, x: Float[Array, "B S G h"]) -> Float[Array, "j B G s h"]:
+    def split_kv(self, x: Float[Array, "B S G h"]) -> Float[Array, "j B G s h"]:
         """Keys or values in blocks."""
-        return self.of_keys(x).swapaxes(2, 3)
+        return self.split_keys(x).swapaxes(2, 3)
 
-    def queries(self, x: Float[Array, "i B G n t h"]) -> Float[Array, "B T N h"]:
+    def merge_queries(self, x: Float[Array, "i B G n t h"]) -> Float[Array, "B T N h"]:
         """From blocks to rows."""
         x = x.transpose(1, 0, 4, 2, 3, 5)  # B i t G n h
         x = x.reshape(self.batch, self.runs, -1, self.heads, x.shape[-1])
         return x[:, :, : self.options.run].reshape(self.batch, self.tokens, *x.shape[3:])
 
-    def pairs(self, x: Float[Array, "j B G s h"]) -> Float[Array, "B S G h"]:
+    def merge_kv(self, x: Float[Array, "j B G s h"]) -> Float[Array, "B S G h"]:
         """From blocks to rows."""
         x = x.transpose(1, 0, 3, 2, 4)
         return x.reshape(self.batch, -1, self.groups, x.shape[-1])[:, : self.keys]
@@ -233,7 +233,7 @@ class _Blocks:
             first = jnp.where(window > 0, jnp.maximum(earliest, first), first)
         return jnp.minimum(first, last), last
 
-    def seen(
+    def visible(
         self, segments: Int[Array, "B t"], places: Int[Array, " t"], block: Array
     ) -> Bool[Array, "B 1 1 t s"]:
         """Whether queries of a block see the keys of a block."""
@@ -257,7 +257,7 @@ def forward(
 ) -> tuple[Float[Array, "B T N v"], Float[Array, "B T N"]]:
     """(result, logarithm of each query's sum of exponentials), both in float32."""
     blocks = _Blocks(query, key, rows, options)
-    keys, values = blocks.of_pairs(key), blocks.of_pairs(value)
+    keys, values = blocks.split_kv(key), blocks.split_kv(value)
     shape = (blocks.batch, blocks.groups, blocks.heads // blocks.groups, options.query_block)
     largest, total = jnp.full(shape, MIN_SCORE), jnp.zeros(shape)
     if sinks is not None:
@@ -271,21 +271,21 @@ def forward(
         def add(block: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             largest, total, mixed = state
             scores = _scores("bgnth,bgsh->bgnts", query, _at(keys, block), options)
-            scores = jnp.where(blocks.seen(segments, places, block), scores, _MASK_VALUE)
+            scores = jnp.where(blocks.visible(segments, places, block), scores, _MASK_VALUE)
             new = jnp.maximum(largest, scores.max(-1))
             shares, shrink = jnp.exp(scores - new[..., None]), jnp.exp(largest - new)
             part = _dot("bgnts,bgsh->bgnth", shares.astype(value.dtype), _at(values, block))
             return new, total * shrink + shares.sum(-1), mixed * shrink[..., None] + part
 
-        with jax.named_scope(scopes.trips(options.trips)):
+        with jax.named_scope(scopes.trips(options.mean_key_blocks)):
             largest, total, mixed = lax.fori_loop(first, last, add, start)
         total = jnp.where(total > 0, total, 1.0)
         mixed = mixed / total[..., None]
         return None, (mixed, (largest + jnp.log(total))[..., None])
 
-    given = (blocks.of_queries(query), blocks.segments, blocks.places, blocks.bounds())
+    given = (blocks.split_queries(query), blocks.segments, blocks.places, blocks.bounds())
     _, (mixed, log_sum) = lax.scan(of_block, None, given)
-    return blocks.queries(mixed), blocks.queries(log_sum)[..., 0]
+    return blocks.merge_queries(mixed), blocks.merge_queries(log_sum)[..., 0]
 
 
 def _backward_rule(
@@ -315,7 +315,7 @@ def backward(
     `mixed` and `log_sum` are those of all keys, of which these may be a part.
     """
     blocks = _Blocks(query, key, rows, options)
-    keys, values, log_sums = blocks.of_pairs(key), blocks.of_pairs(value), log_sum[..., None]
+    keys, values, log_sums = blocks.split_kv(key), blocks.split_kv(value), log_sum[..., None]
     slope = (mixed.astype(jnp.float32) * d_mixed.astype(jnp.float32)).sum(-1, keepdims=True)
 
     def of_block(
@@ -328,7 +328,7 @@ def backward(
             d_query, d_keys, d_values = state
             key, value = _at(keys, block), _at(values, block)
             scores = _scores("bgnth,bgsh->bgnts", query, key, options)
-            seen = blocks.seen(segments, places, block)
+            seen = blocks.visible(segments, places, block)
             shares = jnp.exp(jnp.where(seen, scores, _MASK_VALUE) - log_sum)
             d_value = _dot("bgnts,bgnth->bgsh", shares.astype(value.dtype), d_mixed)
             d_scores = shares * (_dot("bgnth,bgsh->bgnts", d_mixed, value) - slope)
@@ -344,7 +344,7 @@ def backward(
             )
 
         start = (mark_varying(jnp.zeros(query.shape)), *of_keys)
-        with jax.named_scope(scopes.trips(options.trips)):
+        with jax.named_scope(scopes.trips(options.mean_key_blocks)):
             d_query, *found = lax.fori_loop(first, last, add, start)
         if sinks is not None:  # among the sums, so that a split backward waits for nothing else
             share = jnp.exp(_group_sinks(sinks, blocks.groups)[..., None] - log_sum)
@@ -353,11 +353,11 @@ def backward(
 
     d_sinks = jnp.zeros((blocks.groups, blocks.heads // blocks.groups))
     sums = mark_varying((jnp.zeros(keys.shape), jnp.zeros(values.shape), d_sinks))
-    of_tokens = tuple(map(blocks.of_queries, (query, d_mixed, log_sums, slope)))
+    of_tokens = tuple(map(blocks.split_queries, (query, d_mixed, log_sums, slope)))
     given = (*of_tokens, blocks.segments, blocks.places, blocks.bounds())
     (d_keys, d_values, d_sinks), d_query = lax.scan(of_block, sums, given)
-    of_keys = blocks.pairs(d_keys), blocks.pairs(d_values)
-    return blocks.queries(d_query), *of_keys, d_sinks.reshape(-1)
+    of_keys = blocks.merge_kv(d_keys), blocks.merge_kv(d_values)
+    return blocks.merge_queries(d_query), *of_keys, d_sinks.reshape(-1)
 
 
 _attention.defvjp(_forward_rule, _backward_rule)
@@ -377,7 +377,7 @@ class _Unrolled:
     def __init__(self, groups: int, rows: QueryKeyMask, options: Options):
         self.groups, self.rows, self.options = groups, rows, options
 
-    def of_queries(self, x: Float[Array, "B T N h"]) -> Float[Array, "B G n T h"]:
+    def split_queries(self, x: Float[Array, "B T N h"]) -> Float[Array, "B G n T h"]:
         """By the keys that they share."""
         x = x.reshape(*x.shape[:2], self.groups, -1, x.shape[-1])
         return x.transpose(0, 2, 3, 1, 4)
@@ -387,7 +387,7 @@ class _Unrolled:
         x = x[:, :, :, start:stop]
         return x.reshape(*x.shape[:2], -1, x.shape[-1])
 
-    def hidden(
+    def mask_scores(
         self, scores: Float[Array, "B G x s"], block: tuple[int, int, int]
     ) -> Float[Array, "B G x s"]:
         """Scores of what queries see."""
@@ -400,7 +400,7 @@ class _Unrolled:
         wide = scores.reshape(*scores.shape[:2], -1, *seen.shape[1:])
         return jnp.where(seen[:, None, None], wide, _MASK_VALUE).reshape(scores.shape)
 
-    def whole(self, blocks: list[Array]) -> Float[Array, "B T N h"]:
+    def merge_queries(self, blocks: list[Array]) -> Float[Array, "B T N h"]:
         """Blocks of queries `[B, G, x, h]` put together."""
         sizes = [stop - start for _, start, stop in self.options.unrolled]
         pairs = zip(blocks, sizes, strict=True)
@@ -409,7 +409,7 @@ class _Unrolled:
         found = found.transpose(0, 3, 1, 2, 4)
         return found.reshape(*found.shape[:2], -1, found.shape[-1])
 
-    def summed(self, parts: list[Array]) -> Float[Array, "B S G h"]:
+    def sum_key_gradients(self, parts: list[Array]) -> Float[Array, "B S G h"]:
         """Of gradients `[B, G, s, h]` of the keys of each block of queries the sum at each key."""
         blocks, found = self.options.unrolled, []
         for number, (_, start, stop) in enumerate(blocks):  # keys have the same blocks
@@ -435,14 +435,14 @@ def _forward_unrolled(
 ) -> tuple[Float[Array, "B T N v"], Float[Array, "B T N"]]:
     """As `forward`."""
     blocks = _Unrolled(key.shape[2], rows, options)
-    queries, keys, values = blocks.of_queries(query), key.swapaxes(1, 2), value.swapaxes(1, 2)
+    queries, keys, values = blocks.split_queries(query), key.swapaxes(1, 2), value.swapaxes(1, 2)
     found, log_sums = [], []
     for block in options.unrolled:
         first, start, stop = block
         scores = _scores(
             _SCORE_EINSUM, blocks.cut(queries, start, stop), keys[:, :, first:stop], options
         )
-        scores = blocks.hidden(scores, block)
+        scores = blocks.mask_scores(scores, block)
         largest, of_heads = jnp.maximum(scores.max(-1, keepdims=True), MIN_SCORE), None
         if sinks is not None:
             of_heads = _sinks_per_query(sinks, blocks.groups, stop - start)
@@ -455,7 +455,7 @@ def _forward_unrolled(
         mixed = _dot("bgxs,bgsh->bgxh", shares.astype(value.dtype), values[:, :, first:stop])
         found.append(mixed / total)
         log_sums.append(largest + jnp.log(total))
-    return blocks.whole(found), blocks.whole(log_sums)[..., 0]
+    return blocks.merge_queries(found), blocks.merge_queries(log_sums)[..., 0]
 
 
 def _backward_unrolled(
@@ -473,7 +473,7 @@ def _backward_unrolled(
     blocks = _Unrolled(key.shape[2], rows, options)
     keys, values = key.swapaxes(1, 2), value.swapaxes(1, 2)
     slope = (mixed.astype(jnp.float32) * d_mixed.astype(jnp.float32)).sum(-1, keepdims=True)
-    of_queries = tuple(map(blocks.of_queries, (query, d_mixed, log_sum[..., None], slope)))
+    of_queries = tuple(map(blocks.split_queries, (query, d_mixed, log_sum[..., None], slope)))
     d_queries, d_keys, d_values = [], [], []
     d_sinks = jnp.zeros((blocks.groups, query.shape[2] // blocks.groups))
     for block in options.unrolled:
@@ -482,7 +482,7 @@ def _backward_unrolled(
         query, d_mixed, log_sum, slope = map(mine, of_queries)
         seen_keys, seen_values = keys[:, :, first:stop], values[:, :, first:stop]
         scores = _scores(_SCORE_EINSUM, query, seen_keys, options)
-        shares = jnp.exp(blocks.hidden(scores, block) - log_sum)
+        shares = jnp.exp(blocks.mask_scores(scores, block) - log_sum)
         d_values.append(_dot("bgxs,bgxh->bgsh", shares.astype(value.dtype), d_mixed))
         d_scores = shares * (_dot("bgxh,bgsh->bgxs", d_mixed, seen_values) - slope)
         if options.soft_cap:
@@ -496,8 +496,8 @@ def _backward_unrolled(
             d_sinks -= lost.sum((0, 3))
     if sinks is not None:  # beside the others, so that a split backward waits for nothing else
         d_queries[0], d_sinks = lax.optimization_barrier((d_queries[0], d_sinks))
-    of_keys = blocks.summed(d_keys), blocks.summed(d_values)
-    return blocks.whole(d_queries), *of_keys, d_sinks.reshape(-1)
+    of_keys = blocks.sum_key_gradients(d_keys), blocks.sum_key_gradients(d_values)
+    return blocks.merge_queries(d_queries), *of_keys, d_sinks.reshape(-1)
 
 
 def _sinks_per_query(sinks: Float[Array, " N"], groups: int, tokens: int) -> Float[Array, "G x 1"]:

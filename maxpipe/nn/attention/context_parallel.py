@@ -50,11 +50,13 @@ def attend(
     rules: AxisRules,
 ) -> Float[Array, "B T N v"]:
     """Of this device's tokens; `inputs` are the microbatch's arrays, `mask` that of its tokens."""
-    if axis_size(CONTEXT) == 1 or not mask.in_row:
+    if axis_size(CONTEXT) == 1 or not mask.has_places:
         return backend(query, key, value, mask)
     segments, tokens = inputs[context_parallel.FULL_SEGMENT_IDS], query.shape[1]
     heads, kv_heads = query.shape[2], key.shape[2]
-    if exchanges_heads(rules.context, heads, kv_heads, axis_size(CONTEXT), _tensor_shards()):
+    if exchanges_heads(
+        rules.context_attention, heads, kv_heads, axis_size(CONTEXT), _tensor_shards()
+    ):
         return _by_heads(backend, query, key, value, replace(mask, segments=segments))
     mask = replace(
         mask,
@@ -62,7 +64,7 @@ def attend(
         places=context_parallel.local_positions(tokens),
         run=context_parallel.contiguous_length(tokens),
     )
-    if rules.context == "ring":
+    if rules.context_attention == "ring":
         return ring_attend(query, key, value, mask)
     before = tokens_before(_windows(mask), mask.run)
     if before < mask.run:

@@ -222,9 +222,9 @@ def attend(
     """
     assert not mask.soft_cap and mask.sinks is None, "refused with the config"
     tokens, keys = query.shape[1], key.shape[1]
-    if not mask.in_row or tokens % 2 or keys % 2:
+    if not mask.has_places or tokens % 2 or keys % 2:
         return xla.attend(query, key, value, mask)
-    ordered = mask.in_order and mask.key_segments is None
+    ordered = mask.is_self_ordered and mask.key_segments is None
     call = CudnnOptions(
         windows=(mask.window,) if isinstance(mask.window, int) else mask.windows,
         causal=mask.causal and ordered,
@@ -254,7 +254,7 @@ class _CudnnMask(NamedTuple):
 
     segments: Int[Array, "B T"]
     window: Int[Array, ""] | None
-    seen: Bool[Array, "B 1 T S"] | None
+    visible: Bool[Array, "B 1 T S"] | None
     """Of queries and keys that are not in order: the whole answer."""
 
 
@@ -334,7 +334,7 @@ def local_forward(
     def run(kernel: Kernel, known: _KernelMask, query: Array, key: Array, value: Array) -> Any:
         with jax.named_scope(scopes.flops(_matmul_flops(query, key, call.causal))):
             mixed, sums = forward(kernel, query, key, value, _argument(known))
-        return mixed, known.of_tokens(sums) if isinstance(known, _PackedDocuments) else sums
+        return mixed, known.to_rows(sums) if isinstance(known, _PackedDocuments) else sums
 
     return _run_fastest_kernel(run, beside, call, packs, (query, key, value))
 
@@ -355,7 +355,7 @@ def local_backward(
 
     def run(kernel: Kernel, known: _KernelMask, *arrays: Array) -> Any:
         query, key, value, mixed, sums, d_mixed = arrays
-        sums = known.of_documents(sums) if isinstance(known, _PackedDocuments) else sums
+        sums = known.to_documents(sums) if isinstance(known, _PackedDocuments) else sums
         with jax.named_scope(scopes.flops(_BACKWARD * _matmul_flops(query, key, call.causal))):
             return backward(kernel, query, key, value, mixed, sums, d_mixed, _argument(known))
 
@@ -378,7 +378,7 @@ class _PackedDocuments(NamedTuple):
     """Of each token's document, through all rows."""
 
     @classmethod
-    def of(cls, segments: Int[Array, "B T"], packed: int) -> _PackedDocuments:
+    def from_segments(cls, segments: Int[Array, "B T"], packed: int) -> _PackedDocuments:
         """Of rows that have no more than `packed` on average."""
         rows, tokens = segments.shape
         first = _document_starts(segments).reshape(-1)
@@ -388,13 +388,13 @@ class _PackedDocuments(NamedTuple):
         documents = DocumentOffsets(lengths.reshape(rows, -1), starts.reshape(rows, -1))
         return cls(documents, jnp.cumsum(first, dtype=jnp.int32) - 1)
 
-    def of_tokens(self, sums: Float[Array, "D N T"]) -> Float[Array, "B N T"]:
+    def to_rows(self, sums: Float[Array, "D N T"]) -> Float[Array, "B N T"]:
         """What counts tokens from the first of each document, from the first of each row."""
         rows, tokens = self.documents.starts.shape[0], sums.shape[2]
         places = jnp.arange(len(self.number)) - self.documents.starts.reshape(-1)[self.number]
         return jnp.swapaxes(sums[self.number, :, places].reshape(rows, tokens, -1), 1, 2)
 
-    def of_documents(self, sums: Float[Array, "B N T"]) -> Float[Array, "D N T"]:
+    def to_documents(self, sums: Float[Array, "B N T"]) -> Float[Array, "D N T"]:
         """The other way around; what is behind the end of a document is not read."""
         _, heads, tokens = sums.shape
         twice = jnp.pad(sums, ((0, 0), (0, 0), (0, tokens)))
@@ -435,8 +435,8 @@ def _run_fastest_kernel(
     def with_numbers(seen: Bool[Array, "B 1 T S"], *arrays: Array) -> Any:
         return mark_varying(run(masked, jnp.where(seen, 0.0, hidden).astype(query.dtype), *arrays))
 
-    if beside.seen is not None:
-        return with_numbers(beside.seen, *arrays)
+    if beside.visible is not None:
+        return with_numbers(beside.visible, *arrays)
 
     def of_window(window: int, beside: _CudnnMask, *arrays: Array) -> Any:
         def by_numbers(beside: _CudnnMask, *arrays: Array) -> Any:
@@ -449,7 +449,9 @@ def _run_fastest_kernel(
             kernel = Kernel(call.causal, call.scale, window, packed)
 
             def branch(beside: _CudnnMask, *arrays: Array) -> Any:
-                known = _PackedDocuments.of(beside.segments, packed) if packed > 1 else None
+                known = (
+                    _PackedDocuments.from_segments(beside.segments, packed) if packed > 1 else None
+                )
                 return mark_varying(run(kernel, known, *arrays))
 
             return branch

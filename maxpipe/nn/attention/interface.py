@@ -60,14 +60,14 @@ class Mask:
     """A score for each head that takes a share and adds nothing."""
 
     @property
-    def in_row(self) -> bool:
+    def has_places(self) -> bool:
         """Whether keys stand in a row with the queries: places tell what is before what."""
         return self.key_positions is None
 
     @property
-    def in_order(self) -> bool:
+    def is_self_ordered(self) -> bool:
         """Whether queries and keys are the same tokens of a row, in its order."""
-        return self.in_row and self.places is None
+        return self.has_places and self.places is None
 
     def seen(self, start: int, stop: int, keys: int, *, causal: bool) -> Bool[Array, "B 1 t s"]:
         """Whether queries from `start` to `stop` see each of the first `keys` keys.
@@ -145,7 +145,7 @@ class KVCache(NamedTuple):
         """As backends take them."""
         return jnp.swapaxes(self.values, 1, 2)
 
-    def extended(
+    def append(
         self,
         key: Float[Array, "B T G H"],
         value: Float[Array, "B T G v"],

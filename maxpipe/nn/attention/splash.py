@@ -50,7 +50,7 @@ def attend(
     operations, which any device can.
     """
     tokens, keys = query.shape[1], key.shape[1]
-    if not mask.in_row or (mask.run or tokens) % LANES or keys % LANES:
+    if not mask.has_places or (mask.run or tokens) % LANES or keys % LANES:
         return xla.attend(query, key, value, mask)
     key_segments = mask.segments if mask.key_segments is None else mask.key_segments
     window = None if isinstance(mask.window, int) else mask.window
@@ -305,7 +305,7 @@ class CausalWindowMask:
             return near
         return (places >= keys) & near if self.window else places >= keys
 
-    def blocks(self, first: Any, size: int, first_keys: Any, size_keys: int) -> Any:
+    def intersects_block(self, first: Any, size: int, first_keys: Any, size_keys: int) -> Any:
         """Whether some query of a block sees some key of another, by where they begin."""
         if not (self.causal or self.window):
             return np.ones((len(first), len(first_keys)), bool)
@@ -337,7 +337,9 @@ def _num_scored_pairs(query: Array, key: Array, window: int, call: SplashOptions
     rows, heads, tokens, _ = query.shape
     size, size_keys = _blocks(query, key, call)
     first, first_keys = np.arange(0, key.shape[-2], size), np.arange(0, key.shape[-2], size_keys)
-    seen = CausalWindowMask(call.causal, window).blocks(first, size, first_keys, size_keys)
+    seen = CausalWindowMask(call.causal, window).intersects_block(
+        first, size, first_keys, size_keys
+    )
     return rows * heads * tokens * key.shape[-2] * float(seen.mean())
 
 
@@ -349,7 +351,7 @@ def _kernel(
     sees = CausalWindowMask(call.causal, window)
     where: Any = np.arange(query.shape[-2], dtype=np.int32) if places is None else places
     first, first_keys = where[::size], np.arange(0, key.shape[-2], size_keys)
-    seen = sees.blocks(first, size, first_keys, size_keys)
+    seen = sees.intersects_block(first, size, first_keys, size_keys)
     most = (len(first_keys), len(first))
     if call.causal and window:  # however blocks of queries are placed
         most = ((size + window - 2) // size_keys + 2, (size_keys + window - 2) // size + 2)

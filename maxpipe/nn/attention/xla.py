@@ -27,8 +27,8 @@ def attend(
     chip's main memory. `block` 0 chooses.
     """
     tokens = query.shape[1]
-    by_place = mask.causal and mask.in_order
-    blocks = query_blocks(tokens, block) if mask.causal and mask.in_row else [(0, tokens)]
+    by_place = mask.causal and mask.is_self_ordered
+    blocks = query_blocks(tokens, block) if mask.causal and mask.has_places else [(0, tokens)]
     parts = []
     for start, stop in blocks:
         keys = stop if by_place else key.shape[1]
@@ -37,7 +37,7 @@ def attend(
         square = by_place and start == 0
         seen = mask.seen(start, stop, keys, causal=mask.causal and not square)
         # Behind a cache jax's function puts keys and values in another order first.
-        plain = mask.in_row and not mask.soft_cap and mask.sinks is None
+        plain = mask.has_places and not mask.soft_cap and mask.sinks is None
         if not plain or key.shape[-1] != value.shape[-1]:
             if square:
                 seen &= jnp.tri(stop, dtype=bool)
