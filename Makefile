@@ -55,6 +55,7 @@ check: $(DEV)  ## format, lint, types, and whether generated docs are up to date
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/pyright --pythonpath $(BIN)/python
 	@$(BIN)/maxpipe config docs --check
+	@$(BIN)/python scripts/prose.py
 
 docs: $(DEV)  ## write what is generated in docs/ and README.md
 	@$(BIN)/maxpipe config docs

@@ -201,15 +201,20 @@ MODULES = [module for module in sources() if not _is_folder(module)]
 # --- arrows ----------------------------------------------------------------------
 
 
-def test_folders_import_lower_folders():
+def upward_imports() -> list[str]:
+    """Return a line for each import of a higher layer."""
     order = [*LAYERS]
-    wrong = [
+    return [
         f"{_where(module, line)}: {_layer(module)} imports {imported} of a higher layer"
         for module in MODULES
         for imported, line in sorted(set(_imports(module)))
         if imported in sources() and imported != "maxpipe" and module != "maxpipe"
         if order.index(_layer(imported)) > order.index(_layer(module))
     ]
+
+
+def test_folders_import_lower_folders():
+    wrong = upward_imports()
     assert not wrong, "\n".join(wrong)
 
 

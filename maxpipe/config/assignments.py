@@ -19,6 +19,7 @@ from maxpipe.config.keys import (
     SECTIONS,
     declared_key,
     split_key,
+    upgrade_setting,
 )
 from maxpipe.config.translation import MODEL, is_main_key
 from maxpipe.config.yaml_values import Raw, compose, entries, format_raw, raw_of, syntax_problem
@@ -184,9 +185,12 @@ def _is_collection(hint: Any) -> bool:
 def former_key_warnings(assignments: Iterable[Assignment], saved_as: str) -> Iterator[Problem]:
     """What is written with a key of an earlier release, and not by one."""
     for each in assignments:
-        new = RENAMED_KEYS.get(".".join(each.path))
-        if new and each.origin != saved_as:
-            yield each.problem(f"is called {new} now.", f"Write {new} in its place.")
+        new = rename_former_key(each)
+        if new == each or each.origin == saved_as:
+            continue
+        text = ".".join(new.path)
+        text += "" if new.raw == each.raw else f"={format_raw(new.raw)}"
+        yield each.problem(f"is called {text} now.", f"Write {text} in its place.")
 
 
 def duplicate_settings(assignments: Sequence[Assignment]) -> Iterator[Problem]:
@@ -201,5 +205,7 @@ def duplicate_settings(assignments: Sequence[Assignment]) -> Iterator[Problem]:
 
 def rename_former_key(assignment: Assignment) -> Assignment:
     """The same for the name that its key has today."""
-    new = RENAMED_KEYS.get(".".join(assignment.path))
-    return dataclasses.replace(assignment, path=tuple(new.split("."))) if new else assignment
+    key = ".".join(assignment.path)
+    new, value = upgrade_setting(key, assignment.raw)
+    raw = str(value).lower() if isinstance(value, bool) else value
+    return dataclasses.replace(assignment, path=tuple(new.split(".")), raw=raw)

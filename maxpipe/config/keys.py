@@ -73,12 +73,25 @@ def declared_key(key: str) -> str:
 
 
 RENAMED_KEYS: dict[str, str] = {
-    field.metadata["was"]: f"{section}.{field.name}"
+    name if "." in name else f"{section}.{name}": f"{section}.{field.name}"
     for section, declared in SECTIONS.items()
     for field in dataclasses.fields(declared)
-    if "was" in field.metadata
+    for name in field.metadata.get("was", ())
 }
 """Full key of an earlier release to that of this one."""
+
+_RENAMED_VALUES: dict[str, dict[str, Any]] = {
+    f"{section}.{field.name}": field.metadata["values"]
+    for section, declared in SECTIONS.items()
+    for field in dataclasses.fields(declared)
+    if field.metadata.get("values")
+}
+
+
+def upgrade_setting(key: str, value: Any) -> tuple[str, Any]:
+    """Return a setting of an earlier release with the key and the value of this release."""
+    key = RENAMED_KEYS.get(key, key)
+    return key, _RENAMED_VALUES.get(key, {}).get(value, value) if isinstance(value, str) else value
 
 
 def split_key(path: Sequence[str]) -> tuple[str, tuple[str, ...]]:

@@ -194,9 +194,12 @@ def _child_path(where: str, name: object) -> str:
     return text if where == "it" else f"{where}.{text}"
 
 
-def renamed_from(key: str) -> dict[str, str]:
-    """Metadata of a field: the full key that it had before."""
-    return {"was": key}
+def renamed_from(*names: str, values: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return metadata of a field: its former names, and former values mapped to current ones.
+
+    A name without a dot belongs to the section that declares the field.
+    """
+    return {"was": names, "values": dict(values or {})}
 
 
 def legacy_value(value: Any) -> dict[str, Any]:

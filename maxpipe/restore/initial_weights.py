@@ -34,13 +34,13 @@ from maxpipe.config.check import error_location
 from maxpipe.config.keys import (
     FAMILY,
     KEYS,
-    RENAMED_KEYS,
     default_of,
     flatten,
     is_of_another_family,
     legacy_value_of,
     names_in,
     section_of,
+    upgrade_setting,
 )
 from maxpipe.config.load import LoadedConfig, to_dict
 from maxpipe.config.rules import format_value
@@ -342,7 +342,7 @@ def upgrade_model_section(saved: Mapping[str, Any]) -> dict[str, Any]:
 
     A key that did not exist when it was saved has the meaning that it had then.
     """
-    found = {RENAMED_KEYS.get(key, key): value for key, value in flatten({"model": saved}).items()}
+    found = dict(upgrade_setting(*item) for item in flatten({"model": saved}).items())
     family = found.get(FAMILY, legacy_value_of(FAMILY))
     known = (key for key in KEYS if key.startswith("model."))
     own = (key for key in known if not is_of_another_family(section_of(key), family))

@@ -27,7 +27,7 @@ from maxpipe.checkpoint.storage import (
 )
 from maxpipe.config.check import error_location, total_steps
 from maxpipe.config.data_sources import paths_of
-from maxpipe.config.keys import RENAMED_KEYS, flatten, legacy_value_of, may_differ
+from maxpipe.config.keys import flatten, legacy_value_of, may_differ, upgrade_setting
 from maxpipe.config.load import LoadedConfig, to_dict
 from maxpipe.config.rules import format_value
 from maxpipe.config.schema import Config
@@ -401,7 +401,7 @@ def _changed_data_error(differences: Sequence[tuple[str, Any, Any]], step: int) 
 
 def _changed_keys(saved: Mapping[str, Any], config: Config) -> Iterator[tuple[str, Any, Any]]:
     """(key, saved, now) of settings that a run may change while it is stopped."""
-    then = {RENAMED_KEYS.get(key, key): value for key, value in flatten(saved).items()}
+    then = dict(upgrade_setting(key, value) for key, value in flatten(saved).items())
     for key, now in flatten(to_dict(redact.redact_value(config))).items():
         before = then.get(key, now)
         if before != now and not may_differ(key):

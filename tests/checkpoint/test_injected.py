@@ -285,8 +285,8 @@ READERS = {
     "a folder": (os, "listdir", CHECKPOINTS_FOLDER),
     "the files of a step": (storage, "_walk", "/6"),
     "whether there is a manifest": (storage, "_stat", "/6/manifest.json"),
-    "the manifest": (storage, "opened", "/6/manifest.json"),
-    "facts": (storage, "opened", "/6/facts"),
+    "the manifest": (storage, "open_file", "/6/manifest.json"),
+    "facts": (storage, "open_file", "/6/facts"),
     "shapes": (ocp.StandardCheckpointHandler, "metadata", "/6/state"),
     "arrays": (ocp.PyTreeCheckpointHandler, "restore", "/6/state"),
 }

@@ -111,7 +111,7 @@ def test_forecasts_need_no_data(capsys: Capture):
 def test_the_doctor_says_so(monkeypatch: pytest.MonkeyPatch):
     from maxpipe.diagnosis import doctor
 
-    for name in ("devices", "folders"):
+    for name in ("check_devices", "check_folders"):
         monkeypatch.setattr(doctor, name, lambda patient: iter(()))
     monkeypatch.setattr(doctor, "check_loopback", doctor.check_clock)
     found = [check for check in doctor.examine(["llama3-8b", STEPS]) if check.name == "training"]
