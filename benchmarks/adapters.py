@@ -25,8 +25,8 @@ RUNS = {
     "all parameters": "",
     "LoRA": RANK,
     "DoRA": f"{RANK} adapter.kind=dora",
-    "LoRA, base in int8": f"{RANK} adapter.base=int8",
-    "LoRA, base in nf4": f"{RANK} adapter.base=nf4",
+    "LoRA, base in int8": f"{RANK} adapter.base_quantization=int8",
+    "LoRA, base in nf4": f"{RANK} adapter.base_quantization=nf4",
 }
 
 PREAMBLE = f"""\

@@ -50,7 +50,7 @@ def compile_one(fsdp: int, tensor: int, tokens: int, switches: dict[str, bool]) 
                 "d_model": 4096,
                 "num_heads": 32,
                 "num_kv_heads": 8,
-                "head_size": 128,
+                "head_dim": 128,
                 "d_mlp": 14336,
                 "vocab_size": 128256,
                 "attention": "xla",  # whose matmuls have estimates of cycles, as kernels have not

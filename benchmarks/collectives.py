@@ -35,7 +35,7 @@ DENSE = {
     "d_model": 64,
     "num_heads": 8,
     "num_kv_heads": 4,
-    "head_size": 16,
+    "head_dim": 16,
     "d_mlp": 96,
     "vocab_size": 264,
     "compute_dtype": "float32",
@@ -84,7 +84,7 @@ RUNS = [
     Run(
         "expert, room for 1.5",
         {"expert": 4},
-        EXPERTS | {"moe": EXPERTS["moe"] | {"exchange_factor": 1.5}},
+        EXPERTS | {"moe": EXPERTS["moe"] | {"all_to_all_capacity_factor": 1.5}},
     ),
     Run(
         "expert, all tokens to all",
@@ -105,11 +105,15 @@ def rows_of(run: Run) -> list[list[str]]:
     profile, _ = profile_step(steps.compile_train().as_text(), steps, config.pipeline.weight_gather)
     found: dict[str, float] = defaultdict(float)
     kinds: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
-    for each in of_program(profile.collectives, steps.partition.mesh):
+    for each in of_program(profile.collectives, steps.param_layout.mesh):
         if each.total_bytes > NUMBERS:
             found[each.axes] += each.total_bytes
             kinds[each.axes][each.kind] += each.count
-    run_of = Sizes(config).on("cpu"), steps.train_schedule, float(config.pipeline.remat != "none")
+    run_of = (
+        Sizes(config).on_platform("cpu"),
+        steps.train_schedule,
+        float(config.pipeline.remat != "none"),
+    )
     wanted = {axes: sent for (axes, _), sent in step_traffic(*run_of).items()}
     counts, rows = count_collectives(*run_of), []
     for axes in sorted(found.keys() | wanted.keys()):

@@ -33,7 +33,7 @@ MODEL: dict[str, Any] = {
     "d_model": 256,
     "num_heads": 4,
     "num_kv_heads": 4,
-    "head_size": 64,
+    "head_dim": 64,
     "d_mlp": 1024,
     "vocab_size": 512,
     "compute_dtype": "float32",
@@ -137,13 +137,13 @@ def _compiled(name: str) -> Any:
         return jax.device_put(arrays, steps.batch_sharding)
 
     if name == REFERENCE:
-        known = {name: getattr(steps.partition, name) for name in ("decoder", "mesh", "specs")}
+        known = {name: getattr(steps.param_layout, name) for name in ("decoder", "mesh", "specs")}
         asked = inspect.signature(sharded_loss).parameters  # the decoder alone, at first
         loss = jax.value_and_grad(
             partial(sharded_loss, *(known[name] for name in asked if name in known))
         )
         out = (None, steps.state_sharding.params)
-        with jax.set_mesh(steps.partition.mesh):
+        with jax.set_mesh(steps.param_layout.mesh):
             lowered = jax.jit(loss, out_shardings=out).lower(state.params, batch())
             compiled = lowered.compile(steps.compiler_options)
         return lambda: float(jax.block_until_ready(compiled(state.params, batch()))[0])

@@ -107,7 +107,7 @@ def ours(folder: Path, shape: Shape) -> Callable[[], tuple[float, Any]]:
         "model.param_dtype=float32",
     ]
     opened, greedy = open_model(folder, inputs), Sampling(temperature=0.0)
-    decoding, params = opened.decoding(lambda text: None, greedy, seed=0)
+    decoding, params = opened.load_decode_engine(lambda text: None, greedy, seed=0)
     ids, size = prompts(shape).tolist(), DecodeShape(ROWS, PROMPT, MORE)
 
     def generate() -> tuple[float, Any]:

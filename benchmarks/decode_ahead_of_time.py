@@ -61,7 +61,7 @@ def compile_one(mesh: str) -> dict[str, Any]:
     config = load([MODEL, *given, *sizes, *types, *tokenizer]).config
     devices = topology.topology_devices(target)
     steps = steps_from_config(config, build_mesh(config.mesh, devices), np.zeros(0, np.int32))
-    parts = decode_param_layout(steps.partition)
+    parts = decode_param_layout(steps.param_layout)
     key = jax.random.key(0)
     shapes = jax.eval_shape(lambda key: to_decode_params(parts, parts.decoder.init(key)), key)
     params = with_shardings(shapes, decode_param_shardings(parts))

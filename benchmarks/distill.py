@@ -31,14 +31,14 @@ log: {{every: 20, tensorboard: false}}
 runtime: {{platform: cpu}}
 """
 TEACHER = """
-model: {num_layers: 4, d_model: 96, num_heads: 4, num_kv_heads: 2, head_size: 24, d_mlp: 256,
+model: {num_layers: 4, d_model: 96, num_heads: 4, num_kv_heads: 2, head_dim: 24, d_mlp: 256,
         vocab_size: 259, compute_dtype: float32}
 train: {steps: 800, batch_size: 16}
 eval: {every: 200}
 run: {seed: 7}
 """
 STUDENT = """
-model: {num_layers: 2, d_model: 32, num_heads: 2, num_kv_heads: 1, head_size: 16, d_mlp: 96,
+model: {num_layers: 2, d_model: 32, num_heads: 2, num_kv_heads: 1, head_dim: 16, d_mlp: 96,
         vocab_size: 259, compute_dtype: float32}
 """
 TAUGHT = "train.objective=distill distill.teacher=teacher@newest distill.top_k=32 "

@@ -265,7 +265,7 @@ def with_torch(row: Row, size: list[str], kernels: int) -> dict[str, Any]:
                 num_hidden_layers=model.num_layers,
                 num_attention_heads=model.num_heads,
                 num_key_value_heads=model.num_kv_heads,
-                head_dim=model.head_size,
+                head_dim=model.head_dim,
                 vocab_size=model.vocab_size,
                 tie_word_embeddings=model.tied_embeddings,
                 max_position_embeddings=length,

@@ -56,7 +56,7 @@ HEADS = {"num_heads": 4, "num_kv_heads": 4, "compute_dtype": "float32"}
 
 def config_of(name: str) -> Config:
     given = MODELS[name]
-    model = {**given["model"], **HEADS, "head_size": given["model"]["d_model"] // 4}
+    model = {**given["model"], **HEADS, "head_dim": given["model"]["d_model"] // 4}
     train = {**given["train"], "steps": 1}
     return from_dict({"model": model, "train": train})
 
@@ -152,7 +152,9 @@ def table(name: str) -> tuple[str, Ranking]:
     ]
     for rank in ranks:
         found = ranked.best[rank - 1]
-        keys = " ".join(f"{key.partition('.')[2]}={value}" for key, value in found.changes.items())
+        keys = " ".join(
+            f"{key.partition('.')[2]}={value}" for key, value in found.layout_keys.items()
+        )
         times = f"{1e3 * found.cost.seconds:.0f} | {1e3 * seconds[rank]:.0f}"
         by = "chosen" if rank == choice else "ran" if rank in tried else ""
         lines.append(f"| {rank} | {times} | {orders[rank]} | {by} | {keys} |")

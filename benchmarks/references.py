@@ -71,7 +71,7 @@ def circular_loss(
 def sharded_loss(decoder: Decoder, mesh: Mesh, specs: Tree, params: Tree, batch: Tree) -> jax.Array:
     """Mean loss over the target tokens; `params` are stacked `[1, 1, L]`, divided by `specs`."""
     is_spec = lambda node: isinstance(node, PartitionSpec)  # noqa: E731
-    divisions = jax.tree.map(WeightSharding.of, specs, is_leaf=is_spec)
+    divisions = jax.tree.map(WeightSharding.from_spec, specs, is_leaf=is_spec)
     axes = manual_axes_of(mesh)
     mine = lambda spec: restrict_spec(spec, axes)  # noqa: E731
     run = jax.shard_map(
@@ -89,7 +89,7 @@ def _of_own_rows(decoder: Decoder, divisions: Tree, params: Tree, batch: Tree) -
     whole = lambda name: gather_weight(params[name], divisions[name], dtype)  # noqa: E731
     layers = jax.tree.map(lambda leaf: leaf[0, 0], _of_one_kind(decoder, params))
     of_layer = jax.tree.map(lambda each: each.unstacked(3), _of_one_kind(decoder, divisions))
-    run = decoder.layer(*decoder.model.kinds)
+    run = decoder.layer(*decoder.model.layer_types)
 
     @partial(jax.checkpoint, prevent_cse=False)  # forward and backward are different loops
     def body(x: jax.Array, layer: Tree) -> tuple[jax.Array, None]:
@@ -149,12 +149,12 @@ def _ring(
 
 
 def _of_one_kind(decoder: Decoder, params: Tree) -> Tree:
-    (kind,) = decoder.model.kinds
+    (kind,) = decoder.model.layer_types
     return params["layers"][kind]
 
 
 def _chunk(decoder: Decoder, layers: Tree, x: jax.Array, inputs: Tree) -> jax.Array:
-    dtype, (kind,) = x.dtype, decoder.model.kinds
+    dtype, (kind,) = x.dtype, decoder.model.layer_types
     run = decoder.layer(kind)
 
     @jax.checkpoint

@@ -46,7 +46,7 @@ from maxpipe.telemetry.writers import EventLog
 ROUNDS, PAIRS = 3, 60
 FAR = (10, 10_000_000)
 """Steps after which a run goes on."""
-HEADS = {"num_heads": 12, "num_kv_heads": 12, "head_size": 64, "compute_dtype": "float32"}
+HEADS = {"num_heads": 12, "num_kv_heads": 12, "head_dim": 64, "compute_dtype": "float32"}
 CONFIG = {
     "model": {"num_layers": 12, "d_model": 768, "d_mlp": 2048, "vocab_size": 10240, **HEADS},
     "train": {"batch_size": 4, "sequence_length": 512, "steps": 1},
@@ -68,7 +68,7 @@ def host_seconds(folder: Path) -> float:
             link.should_stop()
 
         each = _per_call(step, 20_000)
-        record = _per_call(lambda: events.write("time", step=1, seconds=phases.take()), 200)
+        record = _per_call(lambda: events.write("time", step=1, seconds=phases.take_seconds()), 200)
     return each + record / 10  # log.every
 
 

@@ -39,7 +39,7 @@ MODEL = ModelConfig(
     d_model=256,
     num_heads=4,
     num_kv_heads=4,
-    head_size=64,
+    head_dim=64,
     d_mlp=1024,
     vocab_size=512,
     compute_dtype="float32",
@@ -119,7 +119,7 @@ def steps_for(choice: Choice, microbatches: int) -> Steps:
 
 def program(choice: Choice, microbatches: int) -> Program:
     steps = steps_for(choice, microbatches)
-    parts = steps.partition
+    parts = steps.param_layout
     if choice.name == REFERENCE:
         loss = partial(circular_loss, parts.decoder, parts.layout, parts.mesh, microbatches)
         function = jax.value_and_grad(loss)

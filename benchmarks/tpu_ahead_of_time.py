@@ -84,7 +84,7 @@ def compile_one(mode: Mode, microbatches: int) -> dict[str, Any]:
                 "d_model": WIDTH,
                 "num_heads": 32,
                 "num_kv_heads": mode.kv_heads,
-                "head_size": 128,
+                "head_dim": 128,
                 "d_mlp": 14336,
                 "vocab_size": 128256,
                 "attention": mode.attention,

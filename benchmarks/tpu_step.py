@@ -223,7 +223,7 @@ What was read from it:
   with the copy, 5.1 with the empty buffer, 11.2 with zeros, 11.6 with rows in two dims as
   the compiler lays them out, 16.2 with pairs as words of 32 bits. Kernels of experts were counted
   for all the room there is, four times the rows in use, and state now what they multiply.
-  Experts' rows not in use still cost gates and copies: `model.moe.exchange_factor` makes room for
+  Experts' rows not in use still cost gates and copies: `model.moe.all_to_all_capacity_factor` makes room for
   fewer, and drops those beyond it.
 - What the exchange leaves unwritten is not read: `tests/pipeline/test_axes.py` runs it with NaN
   there.

@@ -52,14 +52,14 @@ number of each kind, stacks are padded to the most of any chunk: arguments grow.
 
 def as_kinds(model: Model, pattern: str) -> Model:
     """The same layers, declared as the kinds that the pattern's letters stand for."""
-    (kind,) = model.kinds.values()
+    (kind,) = model.layer_types.values()
     layers = tuple(pattern[number % len(pattern)] for number in range(len(model.layers)))
     return Model(dict.fromkeys(layers, kind), layers, model.ends, model.values)
 
 
 def as_units(model: Model) -> Model:
     """The same layers two by two, each pair declared as one layer: the unit that is repeated."""
-    (kind,) = model.kinds.values()
+    (kind,) = model.layer_types.values()
     second = tuple(
         replace(branch, name=f"second_{branch.name}", part=_second(branch.part))
         for branch in kind.branches

@@ -133,8 +133,8 @@ def _run(argv: list[str]) -> int:
         argv = options.parser.expand_config_option(argv)
         options, rest = parser.parse_known_args(argv)
     if any(each.startswith("-") for each in rest):
-        options, rest = parser.parse_known_args(options.parser.joined(argv))
-        options.parser.refuse([each for each in rest if each.startswith("-")])
+        options, rest = parser.parse_known_args(options.parser.join_option_values(argv))
+        options.parser.reject_unknown([each for each in rest if each.startswith("-")])
     if hasattr(options, "inputs"):
         # argparse stops filling a list of positionals at the first option; `load` sorts out
         # what is a file, an override or neither.

@@ -53,7 +53,7 @@ class Problem:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "where", truncate_middle(self.where, _MAX_WHERE))
-        object.__setattr__(self, "given", truncate_middle(self.value, MAX_VALUE_CHARS))
+        object.__setattr__(self, "value", truncate_middle(self.value, MAX_VALUE_CHARS))
         object.__setattr__(self, "rule", truncate_middle(self.rule, _MAX_PROSE))
         # An action of several lines is a translated file.
         longest = _MAX_TABLE if "\n" in self.action else _MAX_PROSE

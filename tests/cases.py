@@ -30,7 +30,7 @@ MODEL = ModelConfig(
     d_model=16,
     num_heads=8,
     num_kv_heads=4,
-    head_size=4,
+    head_dim=4,
     d_mlp=32,
     vocab_size=30,
     compute_dtype="float32",
@@ -140,7 +140,7 @@ class Case:
             d_model=self.width or math.lcm(MODEL.d_model, self.fsdp * self.expert * self.context),
             dropout=self.dropout,
             tied_embeddings=self.tied,
-            heads_ahead=self.ahead,
+            mtp_heads=self.ahead,
             ahead=self.form,  # type: ignore[arg-type]
             norm_epsilon=self.epsilon,
             compute_dtype=self.dtype,  # type: ignore[arg-type]
@@ -158,7 +158,7 @@ class Case:
             config = replace(config, family=name, own=self.own)
         if self.by_three:
             config = replace(config, num_heads=6, num_kv_heads=3, d_mlp=33)
-        names = ("d_model", "num_heads", "num_kv_heads", "head_size", "d_mlp", "vocab_size")
+        names = ("d_model", "num_heads", "num_kv_heads", "head_dim", "d_mlp", "vocab_size")
         return replace(config, **dict.fromkeys(names if self.alike else (), self.alike))
 
     def __str__(self) -> str:
@@ -168,7 +168,7 @@ class Case:
             value = getattr(self, field.name)
             if isinstance(value, AdapterConfig):
                 drops = "-dropped" if value.dropout else ""
-                shown.append(f"{value.kind}-{value.base}{drops}")
+                shown.append(f"{value.kind}-{value.base_quantization}{drops}")
             elif field.name not in named and value != field.default:
                 shown.append(
                     f"{field.name}{value}" if field.name != "own" else type(value).__name__
@@ -231,8 +231,8 @@ def steps_of(
             microbatches=case.microbatches,
             group=case.group,
             delayed_forwarding=case.delayed,
-            cut=list(case.cut),
-            layers_outside=case.outside,
+            layers_per_chunk=list(case.cut),
+            prologue_layers=case.outside,
             weight_gather=case.gather,  # type: ignore[arg-type]
             remat=case.remat,  # type: ignore[arg-type]
             offloaded_names=list(case.offloaded),

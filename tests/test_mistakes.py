@@ -58,7 +58,7 @@ MISTAKES = [
         ("seq_len=64", "train.sequence_length=64"),
         ("global_batch_size=8", "train.batch_size=8"),
         ("warmup_ratio=0.1", "optim.warmup_steps=30"),
-        ("min_lr=3e-4", "optim.final_fraction=0.1"),
+        ("min_lr=3e-4", "optim.min_lr_ratio=0.1"),
         ("lr_scheduler_type=cosine_with_min_lr", "optim.schedule=cosine"),
         ("max_grad_norm=0.5", "optim.clip_norm=0.5"),
         ("adam_beta2=0.99", "optim.beta2=0.99"),

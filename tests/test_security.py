@@ -682,7 +682,7 @@ sys.addaudithook(watch)
 """
 
 RUN = """
-model: {num_layers: 1, d_model: 16, num_heads: 2, num_kv_heads: 1, head_size: 8, d_mlp: 32,
+model: {num_layers: 1, d_model: 16, num_heads: 2, num_kv_heads: 1, head_dim: 8, d_mlp: 32,
         vocab_size: 259, compute_dtype: float32}
 train: {steps: 3, batch_size: 2, sequence_length: 16}
 data: {source: text, validation_fraction: 0.2}

@@ -44,13 +44,13 @@ class Address:
     where: str = ""
     """The config key that gave the text; empty of a command line."""
     average: bool = False
-    """Whether its averaged parameters are meant: `optim.average_decay`."""
+    """Whether its averaged parameters are meant: `optim.ema_decay`."""
 
     def check_average(self, optim: object) -> None:
         """Raises ConfigError if averages are meant and a run with this section `optim` has none."""
-        has_any = isinstance(optim, Mapping) and bool(optim.get("average_decay"))
+        has_any = isinstance(optim, Mapping) and bool(optim.get("ema_decay"))
         if self.average and not has_any:
-            rule = "was trained with optim.average_decay = 0: there are no averages."
+            rule = "was trained with optim.ema_decay = 0: there are no averages."
             raise self.error(rule, "Leave --average out.")
 
     @property

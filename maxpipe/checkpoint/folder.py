@@ -74,9 +74,9 @@ class BestMetric:
     def of(cls, section: Mapping[str, Any] | CheckpointConfig) -> BestMetric:
         """As a section `checkpoint` says; that of a saved config may have no such keys."""
         if isinstance(section, CheckpointConfig):
-            return cls(section.best_metric, section.best_is == "largest")
+            return cls(section.best_metric, section.best_mode == "largest")
         metric = str(section.get("best_metric") or cls().metric)
-        return cls(metric, section.get("best_is") == "largest")
+        return cls(metric, section.get("best_mode") == "largest")
 
     @property
     def description(self) -> str:

@@ -72,7 +72,7 @@ def expand_data_files(inputs: Sequence[str]) -> list[str]:
     has_config = any("=" not in each for each in others)
     if inferred["data.source"] == "tokens" and not has_config:
         inferred |= _tokenizer(paths[0])
-    elif not keys & {"data.field", "data.template", "data.chat"}:
+    elif not keys & {"data.text_field", "data.template", "data.chat"}:
         with_template = has_config or any(each.startswith(_OF_TEMPLATES) for each in keys)
         inferred |= _conversation(inferred, with_template=with_template, with_defaults=has_config)
     if not has_config and not keys & {"data.validation_fraction", "eval.batches"}:
@@ -485,7 +485,7 @@ def _source_statistics(
     from maxpipe.data.sources import open_source
 
     threads, tokens = config.data.threads, config.train.sequence_length
-    most_pairs = config.data.pairs_per_row if source.chat == "pairs" else 0
+    most_pairs = config.data.max_pairs_per_sequence if source.chat == "pairs" else 0
     documents: Iterator[DocumentStatistics | Problem]
     if source.source in IDS:
         files = open_documents(source, tokenizer)
@@ -498,13 +498,13 @@ def _source_statistics(
         if isinstance(files, PreparedDocuments):
             found.unread.update(files.unread)
             found.marks.update(files.marks)
-        return dataclasses.replace(found, unreadable=files.unreadable)
+        return dataclasses.replace(found, bad_records=files.unreadable)
     packer = Packer(
         packing_of(source, has_conversations=source.chat != "off"), tokens, max_pairs=most_pairs
     )
     cache_dir = str(expand_path(config.run.dir, "run.dir") / ".index")
     opened = open_source(
-        dataclasses.replace(source, unreadable="stop"),  # each is counted, however many
+        dataclasses.replace(source, bad_records="stop"),  # each is counted, however many
         seed,
         lambda: progress.report("opening", 0, 0),
         cache_dir=cache_dir,

@@ -19,9 +19,9 @@ def _prepare(options: argparse.Namespace) -> int:
         rule = "must be a folder on this machine: files are written as rows are computed."
         action = "Name a folder here, and copy it to the bucket afterwards, with `gcloud storage "
         raise ConfigError.one(_OUT, options.out, rule, f"{action}cp -r`.")
-    if loaded.config.train.objective != "distill" or loaded.config.distill.stored:
+    if loaded.config.train.objective != "distill" or loaded.config.distill.teacher_logits:
         rule = "must be distill, with distill.teacher: it names the model that is asked."
-        action = "Set train.objective=distill and distill.teacher=RUN@newest, and no distill.stored"
+        action = "Set train.objective=distill and distill.teacher=RUN@newest, and no distill.teacher_logits"
         raise ConfigError.one("train.objective", loaded.config.train.objective, rule, f"{action}.")
     from maxpipe.posttrain.prepare_teacher_logits import prepare_teacher_logits
 
@@ -49,9 +49,9 @@ def add(commands: Commands) -> None:
         help="ask the teacher of all rows once, and store its answers",
         description="Ask the teacher that distill.teacher names of all rows that a run trains\n"
         "on, once, and store its distill.top_k most likely tokens at each place in a folder for\n"
-        "distill.stored. After a stop the same command goes on; the files are the same.",
+        "distill.teacher_logits. After a stop the same command goes on; the files are the same.",
         epilog="example: maxpipe distill prepare my-run.yml --out answers\n"
-        "then:    maxpipe train my-run.yml distill.teacher='' distill.stored=answers",
+        "then:    maxpipe train my-run.yml distill.teacher='' distill.teacher_logits=answers",
     )
     add_inputs(prepare)
     prepare.add_argument("--out", required=True, metavar="DIR", help="folder to write")

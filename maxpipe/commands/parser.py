@@ -173,7 +173,7 @@ def read_data_config(inputs: Sequence[str]) -> LoadedConfig:
 
 
 _PLACEHOLDER_MODEL = {
-    **{"num_layers": 1, "d_model": 128, "num_heads": 1, "num_kv_heads": 1, "head_size": 128},
+    **{"num_layers": 1, "d_model": 128, "num_heads": 1, "num_kv_heads": 1, "head_dim": 128},
     **{"d_mlp": 128, "vocab_size": 1 << 30},
 }
 """A model in place of one that documents do not need."""
@@ -210,7 +210,7 @@ def add_ema_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--average",
         action="store_true",
-        help="take the averages of the parameters, of a run with optim.average_decay",
+        help="take the averages of the parameters, of a run with optim.ema_decay",
     )
 
 

@@ -61,7 +61,7 @@ def _compile(options: argparse.Namespace) -> int:
     else:
         print(format_compile_report(report, options.entries))
         if folder is not None:
-            print(f"wrote {folder}: train with runtime.executable={folder}")
+            print(f"wrote {folder}: train with runtime.compiled_step={folder}")
     return ExitCode.DONE
 
 
@@ -378,6 +378,6 @@ def _add_compile(commands: Commands) -> None:
     parser.add_argument(
         "--save",
         metavar="FOLDER",
-        help="keep the compiled step there; `train` loads it with runtime.executable=FOLDER",
+        help="keep the compiled step there; `train` loads it with runtime.compiled_step=FOLDER",
     )
     parser.set_defaults(command=_compile)

@@ -84,7 +84,7 @@ def _sources(options: argparse.Namespace) -> list[Source]:
         raise ConfigError.one("command line: FILE", None, rule, action)
     if not any(map(is_config, inputs)):
         return open_training_files(inputs, options.field or "text")
-    given = [f"data.field={options.field}"] if options.field else []
+    given = [f"data.text_field={options.field}"] if options.field else []
     config = read_data_config([*expand_data_files(inputs), *given]).config
     index = str(expand_path(config.run.dir, "run.dir") / ".index")
     found = []
@@ -99,7 +99,7 @@ def _sources(options: argparse.Namespace) -> list[Source]:
 def _check_texts(source: SourceConfig) -> None:
     if source.chat != "off":
         rule = "must be off: a vocabulary is learned from texts, not from conversations."
-        action = "Set data.chat=off, and data.field or data.template to columns of text."
+        action = "Set data.chat=off, and data.text_field or data.template to columns of text."
         raise ConfigError.one("data.chat", source.chat, rule, action)
 
 
@@ -177,7 +177,7 @@ def add(commands: Commands) -> None:
     train.add_argument("--vocab-size", type=count, required=True, metavar="N", help="ids at most")
     train.add_argument("--out", required=True, metavar="DIR", help="folder to write; must be free")
     train.add_argument("--kind", choices=("bpe", "unigram"), default="bpe", help="default bpe")
-    train.add_argument("--field", help="text field of JSON, as data.field (default: text)")
+    train.add_argument("--field", help="text field of JSON, as data.text_field (default: text)")
     train.set_defaults(command=_train)
     show = actions.add_parser(
         "show",

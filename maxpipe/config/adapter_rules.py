@@ -30,7 +30,7 @@ _MAX_FINDINGS = 8
 def _adapter_keys_need_a_rank(config: Config) -> Iterator[RuleViolation]:
     if config.adapter.rank:
         return
-    for key in ("targets", "dropout", "base", "kind"):
+    for key in ("targets", "dropout", "base_quantization", "kind"):
         if getattr(config.adapter, key) != default_of(f"adapter.{key}"):
             yield RuleViolation(
                 f"adapter.{key}",
@@ -87,13 +87,13 @@ def _rank_fits_the_matrices(config: Config) -> Iterator[RuleViolation]:
             return
 
 
-@rule("adapter.rank", "model.heads_ahead")
+@rule("adapter.rank", "model.mtp_heads")
 def _no_mtp_with_adapters(config: Config) -> Iterator[RuleViolation]:
-    if config.adapter.rank and config.model.heads_ahead:
+    if config.adapter.rank and config.model.mtp_heads:
         yield RuleViolation(
-            "model.heads_ahead",
+            "model.mtp_heads",
             "must be 0 with adapters: heads that predict further ahead have none.",
-            "Set model.heads_ahead=0; weights that have such heads are read without them.",
+            "Set model.mtp_heads=0; weights that have such heads are read without them.",
         )
 
 
@@ -111,7 +111,7 @@ def _dora_needs_default_matmul(config: Config) -> Iterator[RuleViolation]:
 @rule(*_KEYS, *axis_keys("tensor"))
 def _nf4_blocks_divide_over_tensor(config: Config) -> Iterator[RuleViolation]:
     """Two numbers of 4 bits are in one byte, and 64 have one scale: neither is cut."""
-    if not config.adapter.rank or config.adapter.base != "nf4":
+    if not config.adapter.rank or config.adapter.base_quantization != "nf4":
         return
     shards = axis_size(config.mesh, "tensor") or 1
     for name, param in declared(describe(replace(config.model, adapter=None))).items():
@@ -121,11 +121,11 @@ def _nf4_blocks_divide_over_tensor(config: Config) -> Iterator[RuleViolation]:
             piece = max(block_size(size), 2)
             if size % (piece * parts):
                 yield RuleViolation(
-                    "adapter.base",
+                    "adapter.base_quantization",
                     f"nf4 holds {name} in pieces of {piece} numbers of its dim {axis} ({size}), "
                     f"which {parts} devices of mesh axis tensor cannot share evenly."
                     if parts > 1
                     else f"nf4 holds {name} in pairs of numbers of its dim {axis} ({size}).",
-                    "Set adapter.base=int8.",
+                    "Set adapter.base_quantization=int8.",
                 )
                 return

@@ -103,13 +103,13 @@ def find_warnings(config: Config) -> Iterator[Problem]:
 
 
 def _phases_beyond_the_run(config: Config) -> Iterator[Problem]:
-    texts, steps, end, late = config.optim.phases, total_steps(config.train), 0, 0
+    texts, steps, end, late = config.optim.lr_phases, total_steps(config.train), 0, 0
     for phase in parse_phases(texts, steps):
         late += end >= steps
         end += phase.steps
     if late and steps:
         yield Problem(
-            "optim.phases",
+            "optim.lr_phases",
             f"[{', '.join(texts)}]",
             f"has {pluralize(end, 'step')} and the run {steps}: its end comes before the last "
             f"{pluralize(late, 'phase')}.",
@@ -122,7 +122,7 @@ def _decays_past_zero(config: Config) -> Iterator[Problem]:
     decays = [("weight_decay", optim.weight_decay)]
     decays += [("weight_decays", decay) for _, decay in parse_param_values(optim.weight_decays)]
     key, decay = max(decays, key=operator.itemgetter(1))
-    rates = [1.0, *(rate for _, rate in parse_param_values(optim.rate_factors))]
+    rates = [1.0, *(rate for _, rate in parse_param_values(optim.lr_multipliers))]
     if (taken := optim.learning_rate * max(rates) * decay) > 1:
         yield Problem(
             f"optim.{key}",
@@ -225,13 +225,13 @@ def _ramp_grows_and_ends(config: Config) -> Iterator[RuleViolation]:
         )
 
 
-@rule("train.batch_ramp", "runtime.executable")
+@rule("train.batch_ramp", "runtime.compiled_step")
 def _ramp_needs_no_executable(config: Config) -> Iterator[RuleViolation]:
-    if config.train.batch_ramp and config.runtime.executable:
+    if config.train.batch_ramp and config.runtime.compiled_step:
         yield RuleViolation(
-            "runtime.executable",
+            "runtime.compiled_step",
             "holds one train step, and with train.batch_ramp there is one for each size.",
-            "Set runtime.executable='' to compile them here, or train.batch_ramp=[].",
+            "Set runtime.compiled_step='' to compile them here, or train.batch_ramp=[].",
         )
 
 
@@ -256,28 +256,28 @@ def _moments_can_be_computed(config: Config) -> Iterator[RuleViolation]:
             yield RuleViolation(f"optim.{field}", f"{rule} for 1.", f"Set optim.{field}={usual}.")
 
 
-@rule("optim.phases", "optim.warmup_steps", *_LENGTH)
+@rule("optim.lr_phases", "optim.warmup_steps", *_LENGTH)
 def _phases_can_be_read(config: Config) -> Iterator[RuleViolation]:
-    texts, steps = config.optim.phases, total_steps(config.train)
+    texts, steps = config.optim.lr_phases, total_steps(config.train)
     if not texts:
         return
     try:
         found = parse_phases(texts, steps)
     except ValueError as error:
-        yield RuleViolation("optim.phases", str(error), f'Set "optim.phases={EXAMPLE}".')
+        yield RuleViolation("optim.lr_phases", str(error), f'Set "optim.lr_phases={EXAMPLE}".')
         return
     if config.optim.warmup_steps:
         yield RuleViolation(
             "optim.warmup_steps",
-            "must be 0 with optim.phases, which hold the warm-up.",
+            "must be 0 with optim.lr_phases, which hold the warm-up.",
             f"Set optim.warmup_steps=0, and '{config.optim.warmup_steps} linear 0 -> 1' as the "
             "first of the phases.",
         )
     if steps and all(phase.start == phase.end == 0 for phase in found if phase.steps):
         yield RuleViolation(
-            "optim.phases",
+            "optim.lr_phases",
             "must leave a rate above 0: nothing would be learned.",
-            f'Set "optim.phases={EXAMPLE}".',
+            f'Set "optim.lr_phases={EXAMPLE}".',
         )
 
 
@@ -319,7 +319,7 @@ def _add_nonempty_rule(key: str) -> None:
 
 
 _add_nonempty_rule("run.dir")
-for _key in ("field", "messages_field", "response_field"):
+for _key in ("text_field", "messages_field", "response_field"):
     _add_nonempty_rule(f"data.{_key}")
 
 
@@ -348,19 +348,19 @@ def _heads_share_kv_heads(config: Config) -> Iterator[RuleViolation]:
         )
 
 
-@rule("model.head_size")
+@rule("model.head_dim")
 def _head_size_is_even(config: Config) -> Iterator[RuleViolation]:
-    size = config.model.head_size
+    size = config.model.head_dim
     if size % 2:
         yield RuleViolation(
-            "model.head_size",
+            "model.head_dim",
             "must be even: rotary embedding turns pairs.",
-            f"Set model.head_size={size + 1}.",
+            f"Set model.head_dim={size + 1}.",
         )
 
 
 @rule(
-    *("model.attention", "model.compute_dtype", "model.head_size"),
+    *("model.attention", "model.compute_dtype", "model.head_dim"),
     *("runtime.platform", "train.sequence_length"),
 )
 def _cudnn_runs_there(config: Config) -> Iterator[RuleViolation]:
@@ -384,9 +384,9 @@ def _cudnn_runs_there(config: Config) -> Iterator[RuleViolation]:
             "must be even with model.attention=cudnn, whose backward takes no odd numbers.",
             f"Set train.sequence_length={tokens + 1}, or model.attention=xla.",
         )
-    if (size := config.model.head_size) % 8 or size > 256:
+    if (size := config.model.head_dim) % 8 or size > 256:
         yield RuleViolation(
-            "model.head_size",
+            "model.head_dim",
             "must be a multiple of 8 and at most 256 with model.attention=cudnn, whose kernels "
             "take no other.",
             "Set model.attention=xla.",
@@ -420,15 +420,15 @@ def _attention_backend_supports_model(config: Config) -> Iterator[RuleViolation]
         )
 
 
-@rule("model.heads_ahead", "train.sequence_length")
+@rule("model.mtp_heads", "train.sequence_length")
 def _mtp_fits_sequence_length(config: Config) -> Iterator[RuleViolation]:
-    heads, tokens = config.model.heads_ahead, config.train.sequence_length
+    heads, tokens = config.model.mtp_heads, config.train.sequence_length
     if heads >= tokens:
         yield RuleViolation(
-            "model.heads_ahead",
+            "model.mtp_heads",
             f"must be less than train.sequence_length ({tokens}): no token of a sequence is "
             "further ahead.",
-            f"Set model.heads_ahead={tokens - 1}, or a longer train.sequence_length.",
+            f"Set model.mtp_heads={tokens - 1}, or a longer train.sequence_length.",
         )
 
 

@@ -133,7 +133,7 @@ def _field_templates(section: str, source: SourceConfig) -> Iterator[RuleViolati
             yield RuleViolation(f"{section}.{each}_field", f"cannot be read: {error}.", action)
 
 
-@_source_rule("chat", "chat_template", "unreadable")
+@_source_rule("chat", "chat_template", "bad_records")
 def _chat(section: str, source: SourceConfig) -> Iterator[RuleViolation]:
     if source.chat == "off":
         if source.chat_template:
@@ -151,7 +151,7 @@ def _chat(section: str, source: SourceConfig) -> Iterator[RuleViolation]:
             f"Set {section}.source=jsonl and {section}.path to records of conversations, or "
             f"{section}.chat=off.",
         )
-    if source.unreadable == "skip":
+    if source.bad_records == "skip":
         yield RuleViolation(
             f"{section}.unreadable",
             f"must be stop with {section}.chat: a conversation without messages is not skipped.",

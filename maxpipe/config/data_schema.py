@@ -6,6 +6,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
+from maxpipe.io.typed_json import renamed_from
+
 Packing = Literal["auto", "cut", "first_fit", "best_fit", "pad"]
 
 
@@ -37,20 +39,24 @@ class SourceConfig:
     """Several of them, in the order in which they are read, in place of `data.path`."""
     tfds_dir: str = ""
     """Folder in which `tfds` datasets were prepared. Empty means the tfds default."""
-    field: str = "text"
+    text_field: str = dataclasses.field(default="text", metadata=renamed_from("field"))
     """Name of the column with the text in records of `jsonl`, `parquet`, JSON `arrayrecord`,
     `huggingface` and `tfds`; `a.b` is the part `b` of the column `a`."""
     template: str = ""
-    """Text of several columns in place of `data.field`, such as `'{title}\\n\\n{text}'`: each name
+    """Text of several columns in place of `data.text_field`, such as `'{title}\\n\\n{text}'`: each name
     in braces is replaced by that column's text or number, `{{` and `}}` by braces, `\\n` and `\\t`
     by a line break and a tab. Nothing else is special."""
-    unreadable: Literal["stop", "skip"] = "stop"
+    bad_records: Literal["stop", "skip"] = dataclasses.field(
+        default="stop", metadata=renamed_from("unreadable")
+    )
     """What a record that is no document does, such as a broken line, other columns or text that is
     not UTF-8: `stop` the run, or `skip` it, as an empty document. Files that are missing, cut or
     damaged always stop."""
-    unreadable_limit: int = 100
-    """The most records that `data.unreadable=skip` may skip."""
-    largest_unpacked_bytes: int = 2**36
+    max_bad_records: int = dataclasses.field(default=100, metadata=renamed_from("unreadable_limit"))
+    """The most records that `data.bad_records=skip` may skip."""
+    max_decompressed_bytes: int = dataclasses.field(
+        default=2**36, metadata=renamed_from("largest_unpacked_bytes")
+    )
     """The most that all compressed files together may hold. They are unpacked once, into
     `<run.dir>/.index`."""
     chat: Literal["off", "messages", "prompt", "pairs"] = "off"
@@ -155,7 +161,9 @@ class DataConfig(SourceConfig):
     another order, as often as it takes. `stop`: the run ends there, evaluated and saved. `fail`:
     such a run is not started. A source of a mixture ends when it was read as often as its `epochs`
     say, else once; with `stop` the others share what was its, until all have ended."""
-    pairs_per_row: int = 16
+    max_pairs_per_sequence: int = dataclasses.field(
+        default=16, metadata=renamed_from("pairs_per_row")
+    )
     """The most pairs that one sequence holds, with `data.chat=pairs`. Every batch has room for as
     many; shorter pairs than `train.sequence_length` divided by this leave a sequence unfilled."""
     validation_fraction: float = 0.05

@@ -11,23 +11,23 @@ from maxpipe.errors import RuleViolation
 _OBJECTIVE = "train.objective"
 
 
-@rule(_OBJECTIVE, "distill.teacher", "distill.stored")
+@rule(_OBJECTIVE, "distill.teacher", "distill.teacher_logits")
 def _teacher_is_named(config: Config) -> Iterator[RuleViolation]:
     if config.train.objective != "distill":
         return
     own = config.distill
-    if not (own.teacher or own.stored):
+    if not (own.teacher or own.teacher_logits):
         yield RuleViolation(
             "distill.teacher",
             "must name the model that teaches, with train.objective=distill.",
-            "Set distill.teacher=RUN@newest or hf:DIR, or distill.stored to a folder of "
+            "Set distill.teacher=RUN@newest or hf:DIR, or distill.teacher_logits to a folder of "
             "`maxpipe distill prepare`.",
         )
-    elif own.teacher and own.stored:
+    elif own.teacher and own.teacher_logits:
         yield RuleViolation(
-            "distill.stored",
+            "distill.teacher_logits",
             "must be empty with distill.teacher: a teacher is asked, or what it has said is read.",
-            "Set distill.teacher='' to read the folder, or distill.stored=''.",
+            "Set distill.teacher='' to read the folder, or distill.teacher_logits=''.",
         )
 
 
@@ -42,34 +42,37 @@ def _top_k_is_in_the_vocabulary(config: Config) -> Iterator[RuleViolation]:
         )
 
 
-@rule(_OBJECTIVE, "distill.stored", "distill.devices", "distill.layout")
+@rule(_OBJECTIVE, "distill.teacher_logits", "distill.teacher_devices", "distill.teacher_layout")
 def _stored_logits_need_no_devices(config: Config) -> Iterator[RuleViolation]:
     own = config.distill
-    if config.train.objective != "distill" or not own.stored:
+    if config.train.objective != "distill" or not own.teacher_logits:
         return
-    for name, value in (("devices", own.devices), ("layout", own.layout)):
+    for name, value in (
+        ("teacher_devices", own.teacher_devices),
+        ("teacher_layout", own.teacher_layout),
+    ):
         if value:
-            empty = "0" if name == "devices" else "[]"
+            empty = "0" if name == "teacher_devices" else "[]"
             yield RuleViolation(
                 f"distill.{name}",
-                "has no effect with distill.stored: no teacher runs.",
+                "has no effect with distill.teacher_logits: no teacher runs.",
                 f"Set distill.{name}={empty}.",
             )
 
 
-@rule("distill.layout")
+@rule("distill.teacher_layout")
 def _layout_is_of_two_sections(config: Config) -> Iterator[RuleViolation]:
-    for text in config.distill.layout:
+    for text in config.distill.teacher_layout:
         key = text.partition("=")[0]
         if "=" not in text or not key.startswith(("mesh.", "pipeline.")):
             yield RuleViolation(
-                "distill.layout",
+                "distill.teacher_layout",
                 f"must hold keys of the sections mesh and pipeline with values, and has {text!r}.",
-                "Set distill.layout=[mesh.ici_stage=2,pipeline.microbatches=4].",
+                "Set distill.teacher_layout=[mesh.ici_stage=2,pipeline.microbatches=4].",
             )
         elif key == "mesh.cpu_devices":
             yield RuleViolation(
-                "distill.layout",
+                "distill.teacher_layout",
                 "must leave out mesh.cpu_devices: devices are those of the whole run.",
-                "Set mesh.cpu_devices itself, and distill.devices.",
+                "Set mesh.cpu_devices itself, and distill.teacher_devices.",
             )

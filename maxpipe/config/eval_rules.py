@@ -52,10 +52,15 @@ def _tasks_have_files(config: Config) -> Iterator[RuleViolation]:
             yield RuleViolation(key, "must name a file of questions.", f"Set {key}={name}.jsonl.")
 
 
-@rule("eval.sample_every", "eval.sample_prompts", "eval.sample_file", "eval.sample_documents")
+@rule(
+    "eval.sample_every",
+    "eval.sample_prompts",
+    "eval.sample_prompts_file",
+    "eval.sample_conversations",
+)
 def _samples_have_prompts(config: Config) -> Iterator[RuleViolation]:
     given = config.eval
-    prompts = given.sample_prompts or given.sample_file or given.sample_documents
+    prompts = given.sample_prompts or given.sample_prompts_file or given.sample_conversations
     if given.sample_every and not prompts:
         yield RuleViolation(
             "eval.sample_prompts",
@@ -73,13 +78,13 @@ def check_eval_during_training(config: Config) -> Iterator[RuleViolation]:
     if given.patience > 0 and not given.every:
         rule = f"must be more than 0 with eval.patience={given.patience}, which counts evaluations."
         yield RuleViolation("eval.every", rule, "Set eval.every=100, or eval.patience=0.")
-    if given.patience > 0 or (best.best_metric, best.best_is) != (LOSS, "smallest"):
+    if given.patience > 0 or (best.best_metric, best.best_mode) != (LOSS, "smallest"):
         yield from _check_best_metric(config)
     chats = [each for each in all_sources(config.data).values() if each.chat != "off"]
-    if given.sample_documents and not chats:
+    if given.sample_conversations and not chats:
         rule = "needs conversations: no source has data.chat."
-        action = "Set eval.sample_documents=0, or data.chat=messages."
-        yield RuleViolation("eval.sample_documents", rule, action)
+        action = "Set eval.sample_conversations=0, or data.chat=messages."
+        yield RuleViolation("eval.sample_conversations", rule, action)
 
 
 def _check_best_metric(config: Config) -> Iterator[RuleViolation]:
@@ -94,7 +99,7 @@ def _check_best_metric(config: Config) -> Iterator[RuleViolation]:
             return
         rule = f"must be what an evaluation of this run writes: {', '.join(known)}."
         yield RuleViolation(key, rule, f"Set {key}={guess or next(iter(known))}.")
-    elif config.checkpoint.best_is != known[metric]:
-        key = "checkpoint.best_is"
+    elif config.checkpoint.best_mode != known[metric]:
+        key = "checkpoint.best_mode"
         rule = f"must be {known[metric]} with checkpoint.best_metric={metric}."
         yield RuleViolation(key, rule, f"Set {key}={known[metric]}.")

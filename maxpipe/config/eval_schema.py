@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from maxpipe.io.typed_json import renamed_from
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TaskConfig:
@@ -37,23 +39,23 @@ class EvalConfig:
     """Evaluations in a row without a better `checkpoint.best_metric` after which the run ends,
     evaluated and saved, and is done. Those that `eval.every` asks for count. 0: it never ends for
     that."""
-    min_gain: float = 0.0
+    min_delta: float = field(default=0.0, metadata=renamed_from("min_gain"))
     """What `checkpoint.best_metric` must be better by than the best one so far to count for
     `eval.patience`."""
     sample_every: int = 0
     """Steps between samples of text, to the console, TensorBoard and `samples.jsonl`. 0: none."""
     sample_prompts: list[str] = field(default_factory=lambda: [""])
     """What samples begin with, after the begin token."""
-    sample_file: str = ""
+    sample_prompts_file: str = field(default="", metadata=renamed_from("sample_file"))
     """A file with a prompt a line, or with `prompt` in each line if it ends in `.jsonl`, instead of
     `eval.sample_prompts`. With `eval.sample_chat` lines of `.jsonl` may have `messages`."""
     sample_chat: bool = False
     """Whether prompts are what a user says, of which the tokenizer's chat template makes the text
     that the model goes on with."""
-    sample_documents: int = 0
+    sample_conversations: int = field(default=0, metadata=renamed_from("sample_documents"))
     """Number of conversations held out for validation that are continued as well, each from its
     last trained message on; what that message is stands beside the sample. With `data.chat`."""
-    sample_tokens: int = 64
+    sample_max_tokens: int = field(default=64, metadata=renamed_from("sample_tokens"))
     """Tokens of a sample at most. Prompt and sample have at most `train.sequence_length`."""
     sample_temperature: float = 1.0
     """Logits are divided by it. 0 takes the most likely token."""

@@ -65,7 +65,7 @@ ABSENT_KEY = {
     ),
     "ema": (
         "an average is kept by its decay.",
-        "Set optim.average_decay=0.999.",
+        "Set optim.ema_decay=0.999.",
     ),
     "epochs num_epochs num_train_epochs max_epochs n_epochs num_epoch": (
         "the length of a run is in steps or tokens.",
@@ -387,7 +387,7 @@ ABSENT_KEY = {
     "pipeline_parallel_first_stage_less_layers pipeline_parallel_last_stage_less_layers "
     "pipeline_parallel_layers_per_stage": (
         "layers are divided evenly among stages x repeats.",
-        "Leave it out, or set pipeline.cut to the layers of each chunk.",
+        "Leave it out, or set pipeline.layers_per_chunk to the layers of each chunk.",
     ),
     "pipeline_parallel_microbatch_size": (
         "microbatches are set by their number.",

@@ -82,7 +82,7 @@ _REQUIRED_VALUES = {
     "data.mixture": ({}, "prompts come from grpo.prompts"),
     "data.validation": ({}, "it reads prompts, and evaluates no documents"),
     "data.end": ("repeat", "prompts are read as often as it takes"),
-    "model.heads_ahead": (0, "what is rewarded is one token after the other"),
+    "model.mtp_heads": (0, "what is rewarded is one token after the other"),
     "model.dropout": (0.0, "completions are drawn without"),
 }
 """Keys and their values with this objective, and why."""

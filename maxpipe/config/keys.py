@@ -177,7 +177,7 @@ OWN_SECTIONS = frozenset({"runtime", "log", "launch"})
 
 OWN_KEYS = frozenset(
     {"run.dir", "data.path", "data.paths", "data.tfds_dir", "data.threads"}
-    | {"data.prefetch_batches", "data.largest_unpacked_bytes", "tokenizer.path"}
+    | {"data.prefetch_batches", "data.max_decompressed_bytes", "tokenizer.path"}
 )
 
 

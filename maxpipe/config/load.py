@@ -569,7 +569,7 @@ def _unknown_problem(assignment: Assignment, context: TranslationContext) -> Pro
         given=bool(assignment.option) or bool(rest) or not isinstance(assignment.raw, dict),
     )
     if assignment.option:
-        return dataclasses.replace(problem, where=f"command line: {assignment.option}", given="")
+        return dataclasses.replace(problem, where=f"command line: {assignment.option}", value="")
     return problem
 
 

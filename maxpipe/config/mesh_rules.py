@@ -54,7 +54,7 @@ def has_experts(config: Config) -> bool:
 def has_sequential_layers(config: Config) -> bool:
     """Whether something besides attention reads other tokens of a sequence: all on one device."""
     delta = any(isinstance(part, GatedDelta) for part in _parts(config))
-    return delta or bool(config.model.heads_ahead)
+    return delta or bool(config.model.mtp_heads)
 
 
 def _add_axis_size_rule(key: str) -> None:
@@ -128,12 +128,12 @@ def _context_is_supported_by_layers(config: Config) -> Iterator[RuleViolation]:
             "sequence from its first token to its last, on one device.",
             f"Set {key}=1, and mesh.ici_fsdp or mesh.ici_tensor for the devices.",
         )
-    if config.model.heads_ahead:
+    if config.model.mtp_heads:
         yield RuleViolation(
             key,
-            f"must be 1 with model.heads_ahead = {config.model.heads_ahead}: tokens further ahead "
+            f"must be 1 with model.mtp_heads = {config.model.mtp_heads}: tokens further ahead "
             "are on other devices.",
-            f"Set {key}=1, or model.heads_ahead=0.",
+            f"Set {key}=1, or model.mtp_heads=0.",
         )
 
 
@@ -206,12 +206,12 @@ def _one_split_per_weight(config: Config) -> Iterator[RuleViolation]:
     rules = config.mesh.axis_rules
     table = axis_table(config.mesh)
     split = [name for name in ("heads", "kv_heads") if "tensor" in table[name]]
-    if rules.get("head_size") == ["tensor"] and split:
+    if rules.get("head_dim") == ["tensor"] and split:
         yield RuleViolation(
-            "mesh.axis_rules.head_size",
+            "mesh.axis_rules.head_dim",
             f"splits over tensor, and so does {' and '.join(split)}: a weight that has both dims "
             "can be split over an axis once.",
-            "Set mesh.axis_rules.head_size=[].",
+            "Set mesh.axis_rules.head_dim=[].",
         )
 
 
@@ -327,7 +327,7 @@ def _rows_of_experts_split_evenly(config: Config) -> Iterator[RuleViolation]:
 
 _add_divisibility_rule("heads", "model.num_heads", {"model.num_kv_heads": "kv_heads"})
 _add_divisibility_rule("kv_heads", "model.num_kv_heads")
-_add_divisibility_rule("head_size", "model.head_size")
+_add_divisibility_rule("head_dim", "model.head_dim")
 _add_divisibility_rule("mlp", "model.d_mlp")
 for _bound in BOUNDS.values():
     if _bound.axis:

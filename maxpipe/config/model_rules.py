@@ -54,10 +54,10 @@ def _something_is_trained(config: Config) -> Iterator[RuleViolation]:
         )
 
 
-@rule("optim.rate_factors", "optim.weight_decays", *_MODEL_KEYS)
+@rule("optim.lr_multipliers", "optim.weight_decays", *_MODEL_KEYS)
 def _param_values_match_parameters(config: Config) -> Iterator[RuleViolation]:
     model, names = describe(config.model), ", ".join(declared(describe(config.model)))
-    for field in ("rate_factors", "weight_decays"):
+    for field in ("lr_multipliers", "weight_decays"):
         key, texts = f"optim.{field}", getattr(config.optim, field)
         try:
             pairs = parse_param_values(texts)
@@ -73,7 +73,7 @@ def _param_values_match_parameters(config: Config) -> Iterator[RuleViolation]:
             kept = [f"{name} {number:g}" for name, number in named if name and name not in unknown]
             rule = f"holds {wrong!r}, which is the name of no parameter: {names}."
             yield RuleViolation(key, rule, f"Set {key}=[{', '.join(map(repr, kept))}].")
-        if field == "rate_factors" and trained(model):
+        if field == "lr_multipliers" and trained(model):
             rates = chosen(model, pairs)
             if all(rates.get(name) == 0 for name in trained(model)):
                 rule = "leaves every parameter that is trained a rate of 0: nothing is learned."

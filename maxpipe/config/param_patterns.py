@@ -1,4 +1,4 @@
-"""Numbers for some parameters: `optim.rate_factors` and `optim.weight_decays`. No jax."""
+"""Numbers for some parameters: `optim.lr_multipliers` and `optim.weight_decays`. No jax."""
 
 from __future__ import annotations
 

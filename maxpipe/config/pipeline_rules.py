@@ -77,14 +77,14 @@ def _schedule_uses_delayed_forwarding(config: Config) -> Iterator[RuleViolation]
 
 
 @rule(
-    "pipeline.cut",
-    "pipeline.layers_outside",
+    "pipeline.layers_per_chunk",
+    "pipeline.prologue_layers",
     "pipeline.repeats",
     "model.num_layers",
     *axis_keys("stage"),
 )
 def _layers_per_chunk_sum_matches(config: Config) -> Iterator[RuleViolation]:
-    cut, outside = config.pipeline.cut, config.pipeline.layers_outside
+    cut, outside = config.pipeline.layers_per_chunk, config.pipeline.prologue_layers
     layers = config.model.num_layers - outside
     if not cut:
         return
@@ -94,12 +94,12 @@ def _layers_per_chunk_sum_matches(config: Config) -> Iterator[RuleViolation]:
         return
     wanted = f"model.num_layers ({config.model.num_layers})"
     if outside:
-        wanted += f" - pipeline.layers_outside ({outside}) = {layers}"
+        wanted += f" - pipeline.prologue_layers ({outside}) = {layers}"
     yield RuleViolation(
-        "pipeline.cut",
+        "pipeline.layers_per_chunk",
         f"must hold {chunks} numbers of at least 1 (stages x repeats) that add up to "
         f"{wanted}: here are {len(cut)} that add up to {sum(cut)}.",
-        "Set pipeline.cut=[] for an even cut.",
+        "Set pipeline.layers_per_chunk=[] for an even cut.",
     )
 
 
@@ -154,18 +154,18 @@ def _each_chunk_has_a_layer(config: Config) -> Iterator[RuleViolation]:
         yield RuleViolation("mesh.ici_stage", rule, f"Set {more}, {fewer}.")
 
 
-@rule("pipeline.layers_outside", "pipeline.repeats", "model.num_layers", *axis_keys("stage"))
+@rule("pipeline.prologue_layers", "pipeline.repeats", "model.num_layers", *axis_keys("stage"))
 def _prologue_leaves_a_layer_per_chunk(config: Config) -> Iterator[RuleViolation]:
     stages = axis_size(config.mesh, "stage")
     layers, repeats = config.model.num_layers, config.pipeline.repeats
     most = layers - (stages or 1) * repeats
-    if stages is None or not 0 <= most < config.pipeline.layers_outside:
+    if stages is None or not 0 <= most < config.pipeline.prologue_layers:
         return
     yield RuleViolation(
-        "pipeline.layers_outside",
+        "pipeline.prologue_layers",
         f"must be at most {most}, that is model.num_layers ({layers}) - stages ({stages}) x "
         f"repeats ({repeats}): each chunk of the ring holds at least one layer.",
-        f"Set pipeline.layers_outside={layers % (stages * repeats)} for an even cut.",
+        f"Set pipeline.prologue_layers={layers % (stages * repeats)} for an even cut.",
     )
 
 

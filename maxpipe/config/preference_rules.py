@@ -32,13 +32,13 @@ def _pairs_for_preferences(config: Config) -> Iterator[RuleViolation]:
             )
 
 
-@rule("train.objective", "model.heads_ahead")
+@rule("train.objective", "model.mtp_heads")
 def _no_mtp_with_preferences(config: Config) -> Iterator[RuleViolation]:
-    if config.train.objective == "preference" and config.model.heads_ahead:
+    if config.train.objective == "preference" and config.model.mtp_heads:
         yield RuleViolation(
-            "model.heads_ahead",
+            "model.mtp_heads",
             "must be 0 with train.objective=preference: they would learn rejected responses.",
-            "Set model.heads_ahead=0.",
+            "Set model.mtp_heads=0.",
         )
 
 

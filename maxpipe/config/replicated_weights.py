@@ -15,7 +15,7 @@ from maxpipe.models.registry import describe
 from maxpipe.models.spec import Param
 from maxpipe.parallel.axes import DEFAULT_AXIS_RULES, MESH_AXES, axis_table
 
-LIMIT = "mesh.largest_copy_bytes"
+LIMIT = "mesh.max_replicated_bytes"
 _SHARDS = ("fsdp", "expert", "context")
 """Axes over which every large weight is divided by the default table; over tensor and stage some
 are, and data is for copies."""
@@ -45,10 +45,10 @@ class ReplicatedWeight:
 
 
 def find_replicated_weights(config: Config) -> Iterator[ReplicatedWeight]:
-    """Those larger than `mesh.largest_copy_bytes`; an axis whose size is not known yet counts 1."""
+    """Those larger than `mesh.max_replicated_bytes`; an axis whose size is not known yet counts 1."""
     sizes = {axis: axis_size(config.mesh, axis) or 1 for axis in MESH_AXES}
     shards = [axis for axis in _SHARDS if sizes[axis] > 1]
-    limit = config.mesh.largest_copy_bytes
+    limit = config.mesh.max_replicated_bytes
     if not shards or not limit:
         return
     rules, table = config.mesh.axis_rules, axis_table(config.mesh)
@@ -70,7 +70,7 @@ def find_replicated_weights(config: Config) -> Iterator[ReplicatedWeight]:
 
 def _weights(config: Config, stages: int) -> Iterator[tuple[str, Param, int]]:
     """(name, parameter, how many of it a device holds at least) in network order."""
-    model, outside = describe(config.model), config.pipeline.layers_outside
+    model, outside = describe(config.model), config.pipeline.prologue_layers
     for path, param in model.ends.params.items():
         yield ".".join(path), param, 1
     for place, layers, share in (
@@ -82,7 +82,7 @@ def _weights(config: Config, stages: int) -> Iterator[tuple[str, Param, int]]:
                 yield ".".join((place, kind, *path)), param, -(-count // share)
 
 
-@rule(LIMIT, "mesh.axis_rules", "pipeline.layers_outside", *axis_keys(*MESH_AXES), *_MODEL_KEYS)
+@rule(LIMIT, "mesh.axis_rules", "pipeline.prologue_layers", *axis_keys(*MESH_AXES), *_MODEL_KEYS)
 def _large_weights_are_divided(config: Config) -> Iterator[RuleViolation]:
     found = [each for each in find_replicated_weights(config) if not each.is_intended]
     for logical in dict.fromkeys(each.logical_axis for each in found):
@@ -96,7 +96,7 @@ def _large_weights_are_divided(config: Config) -> Iterator[RuleViolation]:
             key,
             f"leaves {largest.name} whole, {largest.num_bytes:,} bytes: "
             f"{largest.description}, more than "
-            f"{LIMIT} ({config.mesh.largest_copy_bytes:,}) and by no rule that says so.",
+            f"{LIMIT} ({config.mesh.max_replicated_bytes:,}) and by no rule that says so.",
             f"Set {key}={default if logical else largest.num_bytes}"
             + (f", or {LIMIT}=0 for no limit." if logical else ", or 0 for no limit."),
         )

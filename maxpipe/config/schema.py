@@ -16,7 +16,7 @@ from typing import Literal
 from maxpipe.config.data_schema import DataConfig
 from maxpipe.config.eval_schema import EvalConfig
 from maxpipe.config.tuning_schema import DistillConfig, GrpoConfig, PreferenceConfig
-from maxpipe.io.typed_json import legacy_value
+from maxpipe.io.typed_json import legacy_value, renamed_from
 from maxpipe.models.config import AdapterConfig, ModelConfig
 from maxpipe.parallel.axes import MeshConfig
 
@@ -56,10 +56,10 @@ class PipelineConfig:
     delayed_forwarding: bool = False
     """Give each message a whole tick to travel behind work. Doubles the bubble of `gpipe` and
     `circular`, which read it; the 1F1B schedules hide their messages without it."""
-    cut: list[int] = field(default_factory=list)
+    layers_per_chunk: list[int] = field(default_factory=list, metadata=renamed_from("cut"))
     """Layers of each chunk in network order, stages x repeats numbers. Empty cuts as evenly as
     possible."""
-    layers_outside: int = 0
+    prologue_layers: int = field(default=0, metadata=renamed_from("layers_outside"))
     """The network's first layers that run outside the ring: on all stages at once, each with its
     own microbatch. Leaves the ring a number of layers that divides evenly, so that no chunk waits
     for a longer one. Every stage holds their weights."""
@@ -129,18 +129,20 @@ class OptimConfig:
     learning_rate: float = 3e-4
     """Peak learning rate."""
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
-    """Shape after the warm-up: down to `optim.final_fraction` along a cosine or a line over the
+    """Shape after the warm-up: down to `optim.min_lr_ratio` along a cosine or a line over the
     whole run, no change, or `wsd`: stable, then linear over the last `optim.decay_fraction`."""
     warmup_steps: int = 0
     """Steps over which the rate rises from 0 to its peak."""
-    phases: list[str] = field(default_factory=list, hash=False)  # a list has no hash
+    lr_phases: list[str] = field(
+        default_factory=list, hash=False, metadata=renamed_from("phases")
+    )  # a list has no hash
     """The rate's phases, in place of `optim.schedule` and what it reads, such as `['10% linear 0 ->
     1', '3 x 20% cosine 1 -> 0.1', 'rest linear 0']`: a number of steps, a share of the run or its
     `rest`, `3 x` in front for restarts; `linear` or `cosine`; and fractions of the peak. A phase
     without `FROM ->` goes on where the one before it ends."""
     decay_fraction: float = 0.2
     """Share of the run, at its end, in which `wsd` decays."""
-    final_fraction: float = 0.1
+    min_lr_ratio: float = field(default=0.1, metadata=renamed_from("final_fraction"))
     """Learning rate at the end as a fraction of the peak. Not read by `constant`."""
     beta1: float = 0.9
     """Decay of the first moment; of `lion`, share of the moment in what is updated by. Not read by
@@ -154,7 +156,9 @@ class OptimConfig:
     """Added to the root of the second moment. Not read by `lion` and `adafactor`."""
     weight_decay: float = 0.1
     """Decoupled weight decay. Normalisation scales and biases are not decayed."""
-    rate_factors: list[str] = field(default_factory=list, hash=False)
+    lr_multipliers: list[str] = field(
+        default_factory=list, hash=False, metadata=renamed_from("rate_factors")
+    )
     """Factors of the learning rate for some parameters, such as `['embedding 0.1', '*.router 0']`:
     patterns over names as in `model.frozen`, each with a number. Of several that match the last
     one counts."""
@@ -163,14 +167,14 @@ class OptimConfig:
     '*norm* 0.01']`, in the same form; of normalisation scales and biases, too."""
     clip_norm: float = 1.0
     """Largest norm of the whole gradient, over all stages. 0 turns clipping off."""
-    average_decay: float = 0.0
+    ema_decay: float = field(default=0.0, metadata=renamed_from("average_decay"))
     """Decay of an exponential moving average of the parameters, such as 0.999, in float32 beside
     them. It starts as the parameters, changes nothing in training, and can be evaluated and
     exported. 0: there is none."""
     state_dtype: Literal["same", "float32", "bfloat16"] = "same"
     """Type in which moments are stored; `same`: that of `model.param_dtype`. All arithmetic is
     in float32."""
-    shard_over_data: bool = False
+    zero1: bool = field(default=False, metadata=renamed_from("shard_over_data"))
     """Whether devices along `data` divide moments and averages instead of each having all (ZeRO-1,
     arXiv:1910.02054): each sums and updates its part, and updated parameters are gathered. Of a
     parameter with no dim that divides evenly each keeps all."""
@@ -232,7 +236,9 @@ class CheckpointConfig:
     """The metric of evaluations by which `RUN@best`, `checkpoint.keep_best` and `eval.patience`
     compare: `eval/loss`, `eval/nats_per_byte`, and of a set of documents or of a task
     `eval/NAME/loss` or `eval/NAME/accuracy`."""
-    best_is: Literal["smallest", "largest"] = "smallest"
+    best_mode: Literal["smallest", "largest"] = field(
+        default="smallest", metadata=renamed_from("best_is")
+    )
     """Which value of it is the best: of a loss the smallest, of an accuracy the largest."""
     retries: int = 3
     """How often a save that failed is tried again, with pauses of 1, 2, 4 ... seconds. While
@@ -284,7 +290,7 @@ class GuardConfig:
     on_spike: Literal["note", "skip", "roll_back"] = "note"
     """After a spike: `note` takes the update and records an event, `skip` leaves the update out,
     `roll_back` as in `guard.bad_steps`. Read when `guard.spike_sigmas` is not 0."""
-    max_roll_backs: int = 3
+    max_rollbacks: int = field(default=3, metadata=renamed_from("max_roll_backs"))
     """Times that a run may roll back; one more stops it."""
     replica_check_every: int = 0
     """Steps between comparisons, bit for bit, of the copies of parameters and optimizer state that
@@ -341,7 +347,7 @@ class RuntimeConfig:
     """What happens when a step is predicted, or compiled, to take more memory than the devices
     have, or the host has for CPU devices: the run does not start, or starts with a warning. A
     prediction of less than 1.2 times the memory only warns."""
-    executable: str = ""
+    compiled_step: str = field(default="", metadata=renamed_from("executable"))
     """Folder with a train step that `maxpipe compile --save` compiled ahead of time. It must have
     been made for this config, these devices and this version of jax. Several CPU devices cannot
     load one."""

@@ -1,6 +1,6 @@
 """Batch sizes of a run by step: `train.batch_ramp`, one text for each stage. No jax.
 
-The learning rate as phases: `optim.phases`, one text for each. No jax.
+The learning rate as phases: `optim.lr_phases`, one text for each. No jax.
 """
 
 from __future__ import annotations

@@ -317,7 +317,7 @@ def _share_of_steps(raw: Raw, context: TranslationContext) -> Translation:
 
 
 def _share_of_rate(raw: Raw, context: TranslationContext) -> Translation:
-    key, why, number = "optim.final_fraction", "the last rate is a share of the peak.", _number(raw)
+    key, why, number = "optim.min_lr_ratio", "the last rate is a share of the peak.", _number(raw)
     share = math.inf if number is None else number / float(context.values["optim.learning_rate"])
     if not 0 <= share <= 1:
         return Translation((), why, _leave_out(key), key=key)
@@ -369,14 +369,16 @@ def _adapter(raw: Raw, context: TranslationContext) -> Translation:
     """A kind of adapter as a text."""
     kind = normalize_name(raw) if isinstance(raw, str) else ""
     if kind in ("qlora", "dora"):
-        key, value = ("adapter.base", "nf4") if kind == "qlora" else ("adapter.kind", "dora")
+        key, value = (
+            ("adapter.base_quantization", "nf4") if kind == "qlora" else ("adapter.kind", "dora")
+        )
         return Translation(((key, value),), key=key)
     why = "adapters are trained where adapter.rank is set."
     return Translation((), why, "Leave it out, or set adapter.rank=16.")
 
 
 def _bits(base: str) -> Callable[[Raw, TranslationContext], Translation]:
-    return _switch("adapter.base", base, "")
+    return _switch("adapter.base_quantization", base, "")
 
 
 def _rl(raw: Raw, context: TranslationContext) -> Translation:
@@ -440,7 +442,7 @@ def _datasets(raw: Raw, context: TranslationContext) -> Translation:
         settings += [("data.prompt_field", r"{instruction}\n{input}")]
         settings += [("data.response_field", "output")]
     elif isinstance(field, str):
-        settings += [("data.field", field)]
+        settings += [("data.text_field", field)]
     return Translation(tuple(settings), key="data.path")
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from maxpipe.io.typed_json import renamed_from
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DistillConfig:
@@ -14,7 +16,7 @@ class DistillConfig:
     """The model that teaches, as `checkpoint.restore_from` names one: `RUN@STEP`, `RUN@newest`,
     `RUN@best`, the path to a checkpoint's folder, an import, or `hf:DIR`. It has a model section of
     its own, and the student's vocabulary."""
-    stored: str = ""
+    teacher_logits: str = field(default="", metadata=renamed_from("stored"))
     """In place of a teacher the folder in which `maxpipe distill prepare` has stored what it says
     of all rows."""
     direction: Literal["forward", "reverse"] = "forward"
@@ -29,10 +31,10 @@ class DistillConfig:
     one bucket. At most `model.vocab_size`."""
     weight: float = 0.5
     """What the divergence counts in the loss; the cross entropy of the text has the rest of 1."""
-    devices: int = 0
+    teacher_devices: int = field(default=0, metadata=renamed_from("devices"))
     """How many devices are the teacher's, the last ones; the student has the others. 0: both have
     all devices, in turn."""
-    layout: list[str] = field(default_factory=list)
+    teacher_layout: list[str] = field(default_factory=list, metadata=renamed_from("layout"))
     """Mesh and pipeline of the teacher: keys of these two sections, such as `[mesh.ici_stage=2,
     mesh.ici_fsdp=2, pipeline.microbatches=4]`. Of its pipeline only forward slots run. Empty: the
     student's mesh and microbatches where both have as many devices, else fsdp over all of its
@@ -71,22 +73,24 @@ class GrpoConfig:
     and is called once for each completion; given the same it must return the same."""
     allow_code: bool = False
     """Whether `grpo.reward_file` may be run: it is code, and can do what you can do."""
-    reward_seconds: float = 10.0
+    reward_timeout_seconds: float = field(default=10.0, metadata=renamed_from("reward_seconds"))
     """The most that one call of a reward may take."""
     advantages: Literal["std", "mean"] = "std"
     """How much better a completion is than its group: its reward minus the group's mean, with `std`
     divided by the group's standard deviation (GRPO, arXiv:2402.03300); with `mean` it is not, so
     that prompts that are nearly always, or never, solved count no more (Dr. GRPO,
     arXiv:2503.20783)."""
-    average: Literal["sequence", "token"] = "sequence"
+    loss_aggregation: Literal["sequence", "token"] = field(
+        default="sequence", metadata=renamed_from("average")
+    )
     """What the loss is a mean of: completions, each the mean of its tokens (GRPO); or the tokens of
     all completions of a step, so that long ones count more (DAPO, arXiv:2503.14476)."""
-    clip: float = 0.2
+    clip_ratio: float = field(default=0.2, metadata=renamed_from("clip"))
     """The probability of a token is not made more than this times smaller, 1 - clip, in the steps
     of one rollout."""
-    clip_high: float = 0.0
-    """The same of what makes it larger, 1 + clip_high; DAPO takes 0.28. 0: as `grpo.clip`."""
-    kl: float = 0.0
+    clip_ratio_high: float = field(default=0.0, metadata=renamed_from("clip_high"))
+    """The same of what makes it larger, 1 + clip_ratio_high; DAPO takes 0.28. 0: as `grpo.clip_ratio`."""
+    kl_coef: float = field(default=0.0, metadata=renamed_from("kl"))
     """What the divergence from the reference, the weights that the run started with, counts in the
     loss. 0: there is no reference, and no memory for it."""
     updates_per_rollout: int = 1

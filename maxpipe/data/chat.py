@@ -450,7 +450,7 @@ def build_chat_index(
 def empty_documents_error(path: str | None, documents: int, chat: str) -> ConfigError:
     """The error for documents of which none has a character that would be trained on."""
     rule = f"must hold text: {pluralize(documents, 'document')} with nothing inside."
-    action = "Set data.path to documents with text, or data.field to the field that holds it."
+    action = "Set data.path to documents with text, or data.text_field to the field that holds it."
     if chat in ("messages", "prompt"):
         rule = (
             f"must hold trained text: trained messages of {pluralize(documents, 'conversation')} "

@@ -231,7 +231,7 @@ class Corpus:
             facts = {"source": "mixture", **totals, "source_digest": digest}
             more = {SOURCES: all_facts}
         if self.pairs:
-            more["pairs_per_row"] = self.data.pairs_per_row
+            more["max_pairs_per_sequence"] = self.data.max_pairs_per_sequence
         return {
             **facts,
             "tokenizer": self.tokenizer.fingerprint(),
@@ -258,7 +258,7 @@ class Corpus:
             keep=self.keep,
             key=json.dumps([of.metadata, self.tokenizer.fingerprint()]),
             moved=self.moved,
-            max_pairs=self.data.pairs_per_row if of.name in self.pairs else 0,
+            max_pairs=self.data.max_pairs_per_sequence if of.name in self.pairs else 0,
         )
 
 
@@ -466,7 +466,7 @@ _FINGERPRINT_LABELS = {
     "chat": "the chat template, fields or roles",
     "packing": "the packing",
     "long_conversations": "data.long_conversations",
-    "pairs_per_row": "data.pairs_per_row",
+    "max_pairs_per_sequence": "data.max_pairs_per_sequence",
     "order_version": "the order of samples",
     "group_size": "grpo.group_size",
     "updates_per_rollout": "grpo.updates_per_rollout",

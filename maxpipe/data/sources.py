@@ -74,10 +74,10 @@ def open_source(
         ConfigError: a path that is missing, empty or not readable as `data.source`.
         StorageError: there is no room to unpack a file.
     """
-    text = TextExtractor(config.field, config.template)
+    text = TextExtractor(config.text_field, config.template)
     cache, digests = FolderCache(cache_dir, keep=keep), Digests(cache_dir, keep=keep)
     records = _open_records(config, seed, text, cache, digests, moved)
-    skipped = config.unreadable_limit if config.unreadable == "skip" else 0
+    skipped = config.max_bad_records if config.bad_records == "skip" else 0
     return RecordSource(records, text, skipped, digests)
 
 
@@ -97,7 +97,7 @@ def _open_records(
             return TextFiles("text", find_files(paths, ()))
         case "jsonl":
             files = find_files(paths, (".jsonl",))
-            return JsonLines(files, cache, digests, config.largest_unpacked_bytes, moved)
+            return JsonLines(files, cache, digests, config.max_decompressed_bytes, moved)
         case "parquet":
             return ParquetRows(find_files(paths, (".parquet",)), text.columns, moved)
         case "arrayrecord":

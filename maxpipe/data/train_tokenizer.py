@@ -47,7 +47,7 @@ def open_training_files(paths: Sequence[str], field: str) -> list[Source]:
         ConfigError: a path without files, or with files of several kinds.
     """
     return [
-        open_source(DataConfig(source=infer_source(path, _FILE), path=path, field=field), 0)
+        open_source(DataConfig(source=infer_source(path, _FILE), path=path, text_field=field), 0)
         for path in paths
     ]
 

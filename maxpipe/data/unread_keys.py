@@ -102,7 +102,7 @@ def columns_not_read(source: Source, config: SourceConfig) -> list[str]:
     if config.chat != "off" or config.source not in COLUMNS:
         return []
     records = first_records(source)
-    text = TextExtractor(config.field, config.template)
+    text = TextExtractor(config.text_field, config.template)
     names = dict.fromkeys(
         name for record in records for name in _unread_fields(record, text.columns)
     )
@@ -133,7 +133,7 @@ def _templates(
             for record, of in zip(records, read, strict=True)
         )
     ]
-    first = config.template or _as_template(config.field)
+    first = config.template or _as_template(config.text_field)
     more = template_of_fields(joined[:_MAX_JOINED])
     template = rf"{first}\n{more}"
     if not (first and more and _can_be_joined(template, records)):

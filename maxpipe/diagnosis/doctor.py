@@ -98,7 +98,7 @@ class CheckTarget:
     def of(cls, loaded: LoadedConfig) -> CheckTarget:
         """The target of a loaded config."""
         config = loaded.config
-        others = config.distill.devices if runs_teacher(config) else 0
+        others = config.distill.teacher_devices if runs_teacher(config) else 0
         return cls(config, config.run, config.mesh, config.runtime, others)
 
 

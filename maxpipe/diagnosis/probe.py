@@ -54,7 +54,7 @@ def main(text: str) -> int:
 def _check_mesh(config: RuntimeConfig, mesh_config: MeshConfig, teacher_devices: int) -> None:
     _devices(config)
     mesh = build_mesh(
-        mesh_config, partition_devices(jax.devices(), teacher_devices, "distill.devices")[0]
+        mesh_config, partition_devices(jax.devices(), teacher_devices, "distill.teacher_devices")[0]
     )
     _print_check("mesh", "ok", describe_mesh(mesh), platform=mesh.devices.flat[0].platform)
     for axis, size in mesh.shape.items():

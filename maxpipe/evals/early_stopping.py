@@ -80,7 +80,7 @@ class EarlyStopping:
         if self._best is None:
             return True
         best = -self._best if self._better.is_largest else self._best
-        return key < best - self._config.min_gain
+        return key < best - self._config.min_delta
 
     def state_dict(self) -> dict[str, EarlyStoppingState]:
         """What a checkpoint keeps beside the data position."""
@@ -103,7 +103,7 @@ class EarlyStopping:
 
     def message(self) -> str:
         """Why the run is over."""
-        gain = f" by more than {self._config.min_gain:g}" if self._config.min_gain else ""
+        gain = f" by more than {self._config.min_delta:g}" if self._config.min_delta else ""
         best = "it was never a number"
         if self._best is not None:
             best = f"the best was {self._best:.6g} after step {self._best_step}"

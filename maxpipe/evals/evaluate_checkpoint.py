@@ -48,7 +48,14 @@ MessageCallback = Callable[[str], None]
 # Settings of the run that do not change the loss of its parameters.
 _EXCLUDED_SECTIONS = ("checkpoint", "guard", "launch", "log")
 _SOURCE_KEYS = (
-    *("data.source", "data.path", "data.paths", "data.tfds_dir", "data.field", "data.template"),
+    *(
+        "data.source",
+        "data.path",
+        "data.paths",
+        "data.tfds_dir",
+        "data.text_field",
+        "data.template",
+    ),
     "data.mixture.",
 )
 _ORDER_FIELDS = (

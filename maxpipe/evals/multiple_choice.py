@@ -383,7 +383,7 @@ class Task:
             model=dataclasses.replace(config.model, own=own),
             # That of the training's rows, where it follows from their length.
             pipeline=dataclasses.replace(
-                config.pipeline, cut=list(steps.param_layout.layout.layer_partition)
+                config.pipeline, layers_per_chunk=list(steps.param_layout.layout.layer_partition)
             ),
         )
         fitting = (

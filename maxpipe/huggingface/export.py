@@ -116,7 +116,7 @@ def export(
     model = chosen.config.model
     table, said = table_for(model)
     both = map_tensors(describe(replace(model, adapter=None)), table)
-    if model.heads_ahead and not any(name.startswith("ahead.") for name in both.slices):
+    if model.mtp_heads and not any(name.startswith("ahead.") for name in both.slices):
         say("left out: the heads that predict further ahead, which only training uses")
     types = _types(chosen, both, dtype)
     say(f"{chosen.name}: {table.architecture}, checking its files")

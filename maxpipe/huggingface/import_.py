@@ -148,7 +148,7 @@ def describe_source(source: HuggingFaceFolder) -> list[str]:
         lines.append(
             f"{FILE} says of {pluralize(source.num_missing_mtp_layers, 'layer')} to predict "
             "further ahead, "
-            "and the folder has none: the model starts without (model.heads_ahead=0)"
+            "and the folder has none: the model starts without (model.mtp_heads=0)"
         )
     lines += normalize_config.lines(source.description.differences)
     if unknown := source.description.unknown:

@@ -36,7 +36,7 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PREFIX = "hf:"
 """In front of a folder in `checkpoint.restore_from`."""
 
-WITHOUT_MTP: Mapping[str, Any] = {"heads_ahead": 0, "ahead": "projection"}
+WITHOUT_MTP: Mapping[str, Any] = {"mtp_heads": 0, "mtp_kind": "projection"}
 """Keys of a model without heads that predict further ahead."""
 
 _MAX_INDEX_BYTES = 1 << 26
@@ -316,7 +316,7 @@ def _without_mtp(said: ModelDescription, present: Iterable[str]) -> tuple[ModelD
 
     transformers leaves them out when it saves, and their number in config.json.
     """
-    count, layers = said.config.heads_ahead, said.config.num_layers
+    count, layers = said.config.mtp_heads, said.config.num_layers
     prefixes = tuple(f"model.layers.{layers + number}." for number in range(count))
     if not count or any(name.startswith(prefixes) for name in present):
         return said, 0
@@ -329,7 +329,7 @@ def _undeclared_mtp_patterns(said: ModelDescription, present: Iterable[str]) -> 
     A layer is one of them if it has what only they have, so that a number of layers that is too
     small for the folder is still found.
     """
-    first = said.config.num_layers + said.config.heads_ahead
+    first = said.config.num_layers + said.config.mtp_heads
     found = set[str]()
     for row in said.table.mtp_tensors:
         prefix, suffix = map(re.escape, row.theirs.split("{layer}"))

@@ -243,7 +243,7 @@ def _paths(config: Config, workdir: Path) -> Iterator[tuple[str, str]]:
     tokenizer = config.tokenizer
     named = {
         "tokenizer.path": tokenizer.path if tokenizer.kind != "bytes" else "",
-        "runtime.executable": config.runtime.executable,
+        "runtime.compiled_step": config.runtime.compiled_step,
     }
     folder, source = workdir / run_folder(config.run), config.checkpoint.restore_from
     if source and newest_step(folder, config.checkpoint.dir) is None:  # else it is not read

@@ -28,7 +28,7 @@ DOWN, UP, LENGTH, SCALE = "_lora_a", "_lora_b", "_lora_length", "_scale"
 BLOCK = 64
 """Numbers that share a scale in 4 bits, if their count can be divided so."""
 _TYPES = {"int8": "int8", "nf4": "uint8"}
-_WITHIN = ("head_size", "mlp")
+_WITHIN = ("head_dim", "mlp")
 """Logical axes of the inside of a layer, the first that a matrix has is that of its scales."""
 
 
@@ -39,7 +39,7 @@ def with_adapters(model: Model, config: AdapterConfig) -> Model:
     def adapted(name: str, kind: Kind) -> Kind:
         names = names_in_layers(model, name)
         mine = {key: kind.declared[key] for key in adaptable(kind) if names[key] in targets}
-        stored = dict(_held(kind, config.base))
+        stored = dict(_held(kind, config.base_quantization))
         for key, param in mine.items():
             stored |= _change(key, param, config)
         scale = config.alpha / (config.rank if config.scale_by == "rank" else config.rank**0.5)

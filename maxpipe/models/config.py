@@ -9,6 +9,8 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
+from maxpipe.io.typed_json import renamed_from
+
 Dtype = Literal["float32", "bfloat16"]
 
 
@@ -27,7 +29,7 @@ class ModelConfig:
     """Number of query heads."""
     num_kv_heads: int
     """Number of key/value heads. Query heads share them evenly."""
-    head_size: int
+    head_dim: int = field(metadata=renamed_from("head_size"))
     """Size of one attention head. Even, because rotary embedding turns pairs."""
     d_mlp: int
     """Hidden width of the gated MLP."""
@@ -35,15 +37,17 @@ class ModelConfig:
     """Number of token ids. At least the tokenizer's vocabulary."""
     tied_embeddings: bool = False
     """Use the embedding table as the output projection as well."""
-    heads_ahead: int = 0
+    mtp_heads: int = field(default=0, metadata=renamed_from("heads_ahead"))
     """Heads beside the ordinary one that predict the tokens 1, 2, ... places further ahead, in
     training only (multi-token prediction). They share the output projection."""
-    ahead: Literal["projection", "layer"] = "projection"
+    mtp_kind: Literal["projection", "layer"] = field(
+        default="projection", metadata=renamed_from("ahead")
+    )
     """What each of them has of its own: `projection`, a square matrix; or `layer`, a whole layer of
     the kind of the last one behind a projection of the head before it and of the embedding of the
-    next token, as in DeepSeek-V3. Read when `model.heads_ahead` is not 0."""
-    ahead_loss_weight: float = 0.3
-    """What the mean of their losses counts in the objective. Read when `model.heads_ahead` is not
+    next token, as in DeepSeek-V3. Read when `model.mtp_heads` is not 0."""
+    mtp_loss_weight: float = field(default=0.3, metadata=renamed_from("ahead_loss_weight"))
+    """What the mean of their losses counts in the objective. Read when `model.mtp_heads` is not
     0."""
     rope_theta: float = 10000.0
     """Base of the rotary embedding's wavelengths."""
@@ -111,7 +115,9 @@ class AdapterConfig:
     """Matrices that get a change: patterns over their names in checkpoints, as in `model.frozen`,
     such as `layers.attention.*`. Empty: all that can have one, the projections of attention and of
     MLPs. Embeddings, norms, routers and experts that are chosen by one have none."""
-    base: Literal["default", "int8", "nf4"] = "default"
+    base_quantization: Literal["default", "int8", "nf4"] = field(
+        default="default", metadata=renamed_from("base")
+    )
     """How the frozen matrices of layers are held: in `model.param_dtype`; in `int8`, with a scale
     for each row; or in `nf4`, 4 bits with a scale for each 64 numbers (QLoRA, arXiv:2305.14314).
     They are gathered as they are held and multiplied in `model.compute_dtype`."""

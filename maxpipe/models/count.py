@@ -167,7 +167,7 @@ def _frozen_weights(kind: Kind, is_frozen: Mapping[tuple[str, str], bool]) -> fl
 def _heads(kind: Kind) -> float:
     """Sum of the sizes of all heads that are scored."""
     return sum(
-        each.heads * each.head_size
+        each.heads * each.head_dim
         for part in kind.parts.values()
         for each in part.operations
         if isinstance(each, Scores)
@@ -178,7 +178,7 @@ def _attention(model: Model, layer: int, tokens: int) -> float:
     """Multiply-adds of a layer's scores and mixing that one token needs."""
     kind = model.layer_types[model.all_layers[layer]]
     return sum(
-        2 * each.heads * each.head_size * _visible(tokens, _window(model, each, layer))
+        2 * each.heads * each.head_dim * _visible(tokens, _window(model, each, layer))
         for part in kind.parts.values()
         for each in part.operations
         if isinstance(each, Scores)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from maxpipe.errors import RuleViolation
+from maxpipe.io.typed_json import renamed_from
 from maxpipe.models import family, huggingface_tables, moe
 from maxpipe.models.config import Bound, ModelConfig
 from maxpipe.models.family import Family, own_keys
@@ -36,24 +37,26 @@ _EPSILON = 1e-6
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeepseekConfig(RoutedConfig):
-    """Keys of DeepSeek models only. `model.head_size` is that of queries and keys, what turns
+    """Keys of DeepSeek models only. `model.head_dim` is that of queries and keys, what turns
     included.
     """
 
-    kv_rank: int = 512
+    kv_lora_rank: int = field(default=512, metadata=renamed_from("kv_rank"))
     """Size of the vector of a token that keys and values of all heads are made of; with what turns
     of a key it is all that is kept of the token when text is generated."""
-    query_rank: int = 0
+    q_lora_rank: int = field(default=0, metadata=renamed_from("query_rank"))
     """Size of the vector of a token that queries are made of. 0: of the layer's input."""
-    rope_size: int = 64
+    qk_rope_head_dim: int = field(default=64, metadata=renamed_from("rope_size"))
     """Entries of a head that turn with the position, the last ones. Even. Of keys one vector is for
     all heads."""
-    value_size: int = 128
+    v_head_dim: int = field(default=128, metadata=renamed_from("value_size"))
     """Size of a head's values."""
-    rope_scaling: float = 1.0
+    rope_factor: float = field(default=1.0, metadata=renamed_from("rope_scaling"))
     """Factor by which the context is longer than the original one (YaRN). 1: it is that one."""
-    rope_original_tokens: int = 4096
-    """Length of the original context. Read when `model.deepseek.rope_scaling` is not 1."""
+    original_max_position_embeddings: int = field(
+        default=4096, metadata=renamed_from("rope_original_tokens")
+    )
+    """Length of the original context. Read when `model.deepseek.rope_factor` is not 1."""
     mscale: float = 0.0
     """With a longer context what turns gets `1 + 0.1 mscale log(rope_scaling)` times as long,
     divided by the same of `mscale_all_dim`. If one of them is 0: with 1 for `mscale` alone."""
@@ -67,28 +70,28 @@ def describe(config: ModelConfig) -> Model:
     own = own_keys(config, DeepseekConfig)
 
     def longer(mscale: float) -> float:
-        return 1.0 + 0.1 * mscale * math.log(own.rope_scaling)
+        return 1.0 + 0.1 * mscale * math.log(own.rope_factor)
 
     both = own.mscale and own.mscale_all_dim
     rope = Rope(
         config.rope_theta,
-        own.rope_scaling,
+        own.rope_factor,
         "yarn",
-        own.rope_original_tokens,
-        rotary_dims=own.rope_size,
+        own.original_max_position_embeddings,
+        rotary_dims=own.qk_rope_head_dim,
         attention_factor=longer(own.mscale) / longer(own.mscale_all_dim) if both else longer(1.0),
     )
     attention = LatentAttention(
         config.d_model,
         config.num_heads,
-        config.head_size,
-        own.value_size,
-        own.kv_rank,
-        own.query_rank,
+        config.head_dim,
+        own.v_head_dim,
+        own.kv_lora_rank,
+        own.q_lora_rank,
         family.residual_gain(config),
         config.attention,
         rope,
-        config.head_size**-0.5 * longer(own.mscale_all_dim) ** 2,
+        config.head_dim**-0.5 * longer(own.mscale_all_dim) ** 2,
         _EPSILON,
     )
     return moe.layered(config, attention)
@@ -104,14 +107,14 @@ def _rules(config: ModelConfig) -> Iterator[RuleViolation]:
             "has keys and values of its own.",
             f"Set model.num_kv_heads={config.num_heads}.",
         )
-    if own.rope_size % 2 or own.rope_size >= config.head_size:
-        largest = max(2, (config.head_size - 1) // 2 * 2)
+    if own.qk_rope_head_dim % 2 or own.qk_rope_head_dim >= config.head_dim:
+        largest = max(2, (config.head_dim - 1) // 2 * 2)
         yield RuleViolation(
-            "model.deepseek.rope_size",
-            f"must be even and less than model.head_size ({config.head_size}): the last entries of "
+            "model.deepseek.qk_rope_head_dim",
+            f"must be even and less than model.head_dim ({config.head_dim}): the last entries of "
             "a head turn in pairs, the others do not.",
-            f"Set model.deepseek.rope_size={min(largest, max(2, own.rope_size // 2 * 2))}, or a "
-            "larger model.head_size.",
+            f"Set model.deepseek.qk_rope_head_dim={min(largest, max(2, own.qk_rope_head_dim // 2 * 2))}, or a "
+            "larger model.head_dim.",
         )
 
 
@@ -133,12 +136,12 @@ class _HeadSizes:
         for name, size in zip(self.names[2:], (rest + turned, turned), strict=True):
             if theirs.get(name, size) != size:
                 raise Unlike(name, theirs[name], f"must be {size}, as other keys say.")
-        return {"head_size": rest + turned, "deepseek.rope_size": turned}
+        return {"head_dim": rest + turned, "deepseek.qk_rope_head_dim": turned}
 
     def write(self, ours: Ours) -> Theirs:
         """The way back."""
-        turned = ours["deepseek.rope_size"]
-        return {self.names[0]: ours["head_size"] - turned, self.names[1]: turned}
+        turned = ours["deepseek.qk_rope_head_dim"]
+        return {self.names[0]: ours["head_dim"] - turned, self.names[1]: turned}
 
 
 @dataclass(frozen=True)
@@ -159,12 +162,12 @@ class _GroupsOfV2:
         counts = [1, 1] if method == "greedy" else [theirs.get(name) for name in self.names[1:]]
         if None in counts:
             raise Unlike(self.names[1], None, "must be there, and topk_group, with groups.")
-        names = ("deepseek.num_groups", "deepseek.groups_per_token")
+        names = ("deepseek.num_expert_groups", "deepseek.expert_groups_per_token")
         return dict(zip(names, counts, strict=True))
 
     def write(self, ours: Ours) -> Theirs:
         """The method follows from the number."""
-        counts = ours["deepseek.num_groups"], ours["deepseek.groups_per_token"]
+        counts = ours["deepseek.num_expert_groups"], ours["deepseek.expert_groups_per_token"]
         method = "greedy" if counts[0] == 1 else "group_limited_greedy"
         return dict(zip(self.names, (method, *counts), strict=True))
 
@@ -193,17 +196,17 @@ class _LayersAhead:
         """Heads, of a layer each."""
         said = (theirs.get(name) for name in self.names)
         count = next((each for each in said if each is not None), 0)
-        return {"heads_ahead": count, "ahead": "layer" if count else "projection"}
+        return {"mtp_heads": count, "mtp_kind": "layer" if count else "projection"}
 
     def write(self, ours: Ours) -> Theirs:
         """The number, unless heads are something else."""
-        count = ours["heads_ahead"] if ours["ahead"] == "layer" else 0
+        count = ours["mtp_heads"] if ours["mtp_kind"] == "layer" else 0
         return dict.fromkeys(self.names, count)
 
 
 _YARN = (
-    Key("factor", "deepseek.rope_scaling"),
-    Key("original_max_position_embeddings", "deepseek.rope_original_tokens"),
+    Key("factor", "deepseek.rope_factor"),
+    Key("original_max_position_embeddings", "deepseek.original_max_position_embeddings"),
     Key("mscale", "deepseek.mscale", 0.0),
     Key("mscale_all_dim", "deepseek.mscale_all_dim", 0.0),
     *huggingface_tables.YARN,
@@ -215,21 +218,21 @@ def _keys(*sizes: Row, dense: int, shared: int, width: int, scale: float) -> tup
     return (
         *(row for row in sizes if "head_dim" not in row.names),
         _HeadSizes(),
-        Key("v_head_dim", "deepseek.value_size", 128),
-        Key("kv_lora_rank", "deepseek.kv_rank", 512),
-        huggingface_tables.OrNone("q_lora_rank", "deepseek.query_rank", 1536),
+        Key("v_head_dim", "deepseek.v_head_dim", 128),
+        Key("kv_lora_rank", "deepseek.kv_lora_rank", 512),
+        huggingface_tables.OrNone("q_lora_rank", "deepseek.q_lora_rank", 1536),
         Rotary(
             "rope_theta",
             10000.0,
             {"yarn": _YARN},
-            unscaled={"deepseek.rope_scaling": 1.0},
-            select_type=lambda ours: "default" if ours["deepseek.rope_scaling"] == 1 else "yarn",
+            unscaled={"deepseek.rope_factor": 1.0},
+            select_type=lambda ours: "default" if ours["deepseek.rope_factor"] == 1 else "yarn",
         ),
         Key("first_k_dense_replace", "deepseek.num_dense_layers", dense),
         Fixed("moe_layer_freq", (1,), 1),
         Key("moe_intermediate_size", "deepseek.d_expert", width, zero_means="d_mlp"),
         _Shared("n_shared_experts", "deepseek.num_shared_experts", shared),
-        Key("routed_scaling_factor", "deepseek.weight_scale", scale),
+        Key("routed_scaling_factor", "deepseek.routed_scaling_factor", scale),
         Fixed("hidden_act", ("silu",), "silu"),
         Fixed("attention_bias", (False,), False),
         *map(Kept, ("ep_size", "aux_loss_alpha", "seq_aux", "output_router_logits")),
@@ -277,10 +280,10 @@ _V2 = HuggingFace(
         _GroupsOfV2(),
         Only("deepseek.group_scores", "max"),
         Fixed("scoring_func", ("softmax",), "softmax"),
-        Only("deepseek.scores", "softmax"),
+        Only("deepseek.score_func", "softmax"),
         Fixed("norm_topk_prob", (False,), False),
-        Only("deepseek.normalised_weights", False),
-        Only("deepseek.router_bias", False),
+        Only("deepseek.norm_topk_prob", False),
+        Only("deepseek.expert_bias", False),
         Fixed("mlp_bias", (False,), False),
     ),
     duplicate_keys=(
@@ -303,14 +306,14 @@ _V3 = HuggingFace(
         ),
         Key("n_routed_experts", "deepseek.num_experts", 256, also="num_local_experts"),
         Key("num_experts_per_tok", "deepseek.top_k", 8),
-        Key("n_group", "deepseek.num_groups", 8),
-        Key("topk_group", "deepseek.groups_per_token", 4),
+        Key("n_group", "deepseek.num_expert_groups", 8),
+        Key("topk_group", "deepseek.expert_groups_per_token", 4),
         Only("deepseek.group_scores", "top2"),
         Fixed("topk_method", ("noaux_tc",), "noaux_tc"),
         Fixed("scoring_func", ("sigmoid",), "sigmoid"),
-        Only("deepseek.scores", "sigmoid"),
-        Key("norm_topk_prob", "deepseek.normalised_weights", True),
-        Only("deepseek.router_bias", True),
+        Only("deepseek.score_func", "sigmoid"),
+        Key("norm_topk_prob", "deepseek.norm_topk_prob", True),
+        Only("deepseek.expert_bias", True),
         Fixed("rope_interleave", (True,), True),
         _LayersAhead(),
     ),
@@ -337,12 +340,12 @@ FAMILY = Family(
     describe,
     bounds=(
         *moe.BOUNDS,
-        Bound("kv_rank", 512, 1, axis="latent"),
-        Bound("query_rank", 0, 0, why="0 takes the layer's input", axis="latent"),
-        Bound("rope_size", 64, 2, axis="head_size"),
-        Bound("value_size", 128, 1, axis="head_size"),
-        Bound("rope_scaling", 1.0, 1, 1e6, "1 is the original context"),
-        Bound("rope_original_tokens", 4096, 1),
+        Bound("kv_lora_rank", 512, 1, axis="latent"),
+        Bound("q_lora_rank", 0, 0, why="0 takes the layer's input", axis="latent"),
+        Bound("qk_rope_head_dim", 64, 2, axis="head_dim"),
+        Bound("v_head_dim", 128, 1, axis="head_dim"),
+        Bound("rope_factor", 1.0, 1, 1e6, "1 is the original context"),
+        Bound("original_max_position_embeddings", 4096, 1),
         Bound("mscale", 1.0, 0, 1e6, "0 takes 1"),
         Bound("mscale_all_dim", 0.0, 0, 1e6, "0 leaves scores as they are"),
     ),

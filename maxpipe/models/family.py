@@ -29,7 +29,7 @@ def attention(config: ModelConfig, rope: Rope, **options: Any) -> Attention:
         config.d_model,
         config.num_heads,
         config.num_kv_heads,
-        config.head_size,
+        config.head_dim,
         residual_gain(config),
         config.attention,
         rope,

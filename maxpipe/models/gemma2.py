@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from maxpipe.errors import RuleViolation
+from maxpipe.io.typed_json import renamed_from
 from maxpipe.models import family, huggingface_tables, rope_config
 from maxpipe.models.config import LARGEST, Bound, ModelConfig
 from maxpipe.models.family import Family, own_keys
@@ -19,14 +20,14 @@ from maxpipe.models.spec import Model
 class Gemma2Config(RopeConfig):
     """Keys of Gemma 2 models only. The output projection is the embedding's table."""
 
-    window: int = 4096
+    sliding_window: int = field(default=4096, metadata=renamed_from("window"))
     """Tokens that a query of the first, third, ... layer sees, itself included; the other layers
     see all."""
-    query_scale: float = 0.0
-    """Scores are divided by the root of this number. 0 takes `model.head_size`."""
-    score_cap: float = 50.0
+    query_pre_attn_scalar: float = field(default=0.0, metadata=renamed_from("query_scale"))
+    """Scores are divided by the root of this number. 0 takes `model.head_dim`."""
+    attn_logit_softcapping: float = field(default=50.0, metadata=renamed_from("score_cap"))
     """Scores become `cap * tanh(scores / cap)`. 0 leaves them as they are."""
-    logit_cap: float = 30.0
+    final_logit_softcapping: float = field(default=30.0, metadata=renamed_from("logit_cap"))
     """The same of logits."""
 
 
@@ -36,11 +37,13 @@ def describe(config: ModelConfig) -> Model:
     attention = family.attention(
         config,
         rope_config.rope(config, own),
-        scale=(own.query_scale or config.head_size) ** -0.5,
+        scale=(own.query_pre_attn_scalar or config.head_dim) ** -0.5,
         window="window",
-        soft_cap=own.score_cap,
+        soft_cap=own.attn_logit_softcapping,
     )
-    windows = tuple(float(own.window * (1 - layer % 2)) for layer in range(config.num_layers))
+    windows = tuple(
+        float(own.sliding_window * (1 - layer % 2)) for layer in range(config.num_layers)
+    )
     return family.alike(
         config,
         attention,
@@ -49,7 +52,7 @@ def describe(config: ModelConfig) -> Model:
         function="gelu",
         values={"window": windows},
         embed_scale=config.d_model**0.5,
-        logit_cap=own.logit_cap,
+        final_logit_softcapping=own.final_logit_softcapping,
     )
 
 
@@ -67,15 +70,23 @@ _HUGGINGFACE = HuggingFace(
             width=2304,
             heads=8,
             kv_heads=4,
-            head_size=256,
+            head_dim=256,
             mlp=9216,
             vocab=256000,
             tied=True,
         ),
-        Key("sliding_window", "gemma2.window", 4096),
-        Key("query_pre_attn_scalar", "gemma2.query_scale", 256, "head_size", is_integer=True),
-        huggingface_tables.OrNone("attn_logit_softcapping", "gemma2.score_cap", 50.0),
-        huggingface_tables.OrNone("final_logit_softcapping", "gemma2.logit_cap", 30.0),
+        Key("sliding_window", "gemma2.sliding_window", 4096),
+        Key(
+            "query_pre_attn_scalar",
+            "gemma2.query_pre_attn_scalar",
+            256,
+            "head_dim",
+            is_integer=True,
+        ),
+        huggingface_tables.OrNone("attn_logit_softcapping", "gemma2.attn_logit_softcapping", 50.0),
+        huggingface_tables.OrNone(
+            "final_logit_softcapping", "gemma2.final_logit_softcapping", 30.0
+        ),
         rope_config.row("gemma2", 8192),
         huggingface_tables.LayerTypes((huggingface_tables.WINDOWED, huggingface_tables.FULL)),
         Fixed("hidden_activation", ("gelu_pytorch_tanh",), "gelu_pytorch_tanh"),
@@ -100,10 +111,10 @@ FAMILY = Family(
     Gemma2Config,
     describe,
     bounds=(
-        Bound("window", 4096, 1, 2**31 - 1, "devices count tokens in int32"),
-        Bound("query_scale", 256.0, 0, LARGEST, "0 takes model.head_size"),
-        Bound("score_cap", 50.0, 0, LARGEST, "0 leaves scores as they are"),
-        Bound("logit_cap", 30.0, 0, LARGEST, "0 leaves logits as they are"),
+        Bound("sliding_window", 4096, 1, 2**31 - 1, "devices count tokens in int32"),
+        Bound("query_pre_attn_scalar", 256.0, 0, LARGEST, "0 takes model.head_dim"),
+        Bound("attn_logit_softcapping", 50.0, 0, LARGEST, "0 leaves scores as they are"),
+        Bound("final_logit_softcapping", 30.0, 0, LARGEST, "0 leaves logits as they are"),
         *rope_config.BOUNDS,
     ),
     rules=_rules,

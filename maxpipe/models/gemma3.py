@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from maxpipe.io.typed_json import renamed_from
 from maxpipe.models import family, huggingface_tables
 from maxpipe.models.config import LARGEST, Bound, ModelConfig
 from maxpipe.models.family import Family, own_keys
@@ -24,19 +25,19 @@ from maxpipe.models.spec import Model
 class Gemma3Config:
     """Keys of Gemma 3 models only. The output projection is the embedding's table."""
 
-    window: int = 1024
+    sliding_window: int = field(default=1024, metadata=renamed_from("window"))
     """Tokens that a query of a local layer sees, itself included."""
-    period: int = 6
+    sliding_window_pattern: int = field(default=6, metadata=renamed_from("period"))
     """Each layer whose number this divides, counted from 1, sees all tokens; the others are
     local."""
     local_rope_theta: float = 10000.0
     """Base of the rotary embedding's wavelengths in local layers; `model.rope_theta` is that of the
     others."""
-    rope_scaling: float = 1.0
+    rope_factor: float = field(default=1.0, metadata=renamed_from("rope_scaling"))
     """Factor by which all wavelengths are stretched in layers that see all tokens. 1 leaves them
     alone."""
-    query_scale: float = 0.0
-    """Scores are divided by the root of this number. 0 takes `model.head_size`."""
+    query_pre_attn_scalar: float = field(default=0.0, metadata=renamed_from("query_scale"))
+    """Scores are divided by the root of this number. 0 takes `model.head_dim`."""
 
 
 def describe(config: ModelConfig) -> Model:
@@ -47,19 +48,21 @@ def describe(config: ModelConfig) -> Model:
     attention = family.attention(
         config,
         Rope("rope_theta", "rope_factor"),
-        scale=(own.query_scale or config.head_size) ** -0.5,
+        scale=(own.query_pre_attn_scalar or config.head_dim) ** -0.5,
         window="window",
-        head_norm=RMSNorm(config.head_size, epsilon, offset=1.0),
+        head_norm=RMSNorm(config.head_dim, epsilon, offset=1.0),
     )
-    sees_all = [number % own.period == 0 for number in range(1, config.num_layers + 1)]
+    sees_all = [
+        number % own.sliding_window_pattern == 0 for number in range(1, config.num_layers + 1)
+    ]
 
     def by_layer(of_global: float, of_local: float) -> tuple[float, ...]:
         return tuple(of_global if each else of_local for each in sees_all)
 
     values = {
-        "window": by_layer(0, own.window),
+        "window": by_layer(0, own.sliding_window),
         "rope_theta": by_layer(config.rope_theta, own.local_rope_theta),
-        "rope_factor": by_layer(own.rope_scaling, 1.0),
+        "rope_factor": by_layer(own.rope_factor, 1.0),
     }
     return family.alike(
         config, attention, norm, after=True, function="gelu", values=values, embed_scale=d**0.5
@@ -78,26 +81,32 @@ _HUGGINGFACE = HuggingFace(
             width=2304,
             heads=8,
             kv_heads=4,
-            head_size=256,
+            head_dim=256,
             mlp=9216,
             vocab=262208,
             tied=True,
         ),
-        Key("sliding_window", "gemma3.window", 4096),
+        Key("sliding_window", "gemma3.sliding_window", 4096),
         huggingface_tables.Period(
-            "gemma3.period",
+            "gemma3.sliding_window_pattern",
             _LOCAL,
             6,
             "sliding_window_pattern",
             also=("_sliding_window_pattern",),
         ),
-        Key("query_pre_attn_scalar", "gemma3.query_scale", 256, "head_size", is_integer=True),
+        Key(
+            "query_pre_attn_scalar",
+            "gemma3.query_pre_attn_scalar",
+            256,
+            "head_dim",
+            is_integer=True,
+        ),
         Rotary(
             "rope_theta",
             1e6,
-            {"linear": (Key("factor", "gemma3.rope_scaling"),)},
-            unscaled={"gemma3.rope_scaling": 1.0},
-            select_type=lambda ours: "default" if ours["gemma3.rope_scaling"] == 1 else "linear",
+            {"linear": (Key("factor", "gemma3.rope_factor"),)},
+            unscaled={"gemma3.rope_factor": 1.0},
+            select_type=lambda ours: "default" if ours["gemma3.rope_factor"] == 1 else "linear",
             layers=_GLOBAL,
         ),
         Rotary(
@@ -142,11 +151,11 @@ FAMILY = Family(
     Gemma3Config,
     describe,
     bounds=(
-        Bound("window", 1024, 1, 2**31 - 1, "devices count tokens in int32"),
-        Bound("period", 6, 1),
+        Bound("sliding_window", 1024, 1, 2**31 - 1, "devices count tokens in int32"),
+        Bound("sliding_window_pattern", 6, 1),
         Bound("local_rope_theta", 10000.0, 1, LARGEST, "devices compute in float32", False),
-        Bound("rope_scaling", 1.0, 1, LARGEST, "wavelengths are stretched, 1 leaves them alone"),
-        Bound("query_scale", 256.0, 0, LARGEST, "0 takes model.head_size"),
+        Bound("rope_factor", 1.0, 1, LARGEST, "wavelengths are stretched, 1 leaves them alone"),
+        Bound("query_pre_attn_scalar", 256.0, 0, LARGEST, "0 takes model.head_dim"),
     ),
     rules=family.embeddings_are_tied,
     huggingface=(_HUGGINGFACE,),

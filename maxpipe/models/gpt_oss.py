@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from maxpipe.errors import RuleViolation
+from maxpipe.io.typed_json import renamed_from
 from maxpipe.models import family, huggingface_tables, moe_base
 from maxpipe.models.config import LARGEST, Bound, ModelConfig
 from maxpipe.models.family import Family, own_keys
@@ -20,18 +21,20 @@ from maxpipe.models.spec import Model
 class GptOssConfig(MixtureConfig):
     """Keys of GPT-OSS models only."""
 
-    window: int = 128
+    sliding_window: int = field(default=128, metadata=renamed_from("window"))
     """Tokens that a query of the first, third, ... layer sees, itself included; the other layers
     see all."""
-    gate_slope: float = 1.702
-    """A gate g lets `g * sigmoid(gate_slope * g)` through."""
-    gate_limit: float = 7.0
+    swiglu_alpha: float = field(default=1.702, metadata=renamed_from("gate_slope"))
+    """A gate g lets `g * sigmoid(swiglu_alpha * g)` through."""
+    swiglu_limit: float = field(default=7.0, metadata=renamed_from("gate_limit"))
     """Gates are at most this, and what they are multiplied with is within this of 0."""
-    rope_scaling: float = 1.0
+    rope_factor: float = field(default=1.0, metadata=renamed_from("rope_scaling"))
     """Factor by which the context is longer than the one of the training before (YaRN). 1 is that
     context itself."""
-    rope_original_tokens: int = 4096
-    """Length of that context. Read when `model.gpt_oss.rope_scaling` is not 1."""
+    original_max_position_embeddings: int = field(
+        default=4096, metadata=renamed_from("rope_original_tokens")
+    )
+    """Length of that context. Read when `model.gpt_oss.rope_factor` is not 1."""
 
 
 def describe(config: ModelConfig) -> Model:
@@ -39,14 +42,18 @@ def describe(config: ModelConfig) -> Model:
     own = own_keys(config, GptOssConfig)
     attention = family.attention(
         config,
-        family.yarn(config.rope_theta, own.rope_scaling, own.rope_original_tokens, whole=False),
+        family.yarn(
+            config.rope_theta, own.rope_factor, own.original_max_position_embeddings, whole=False
+        ),
         window="window",
         biased=("query", "key", "value", "out"),
         sinks=True,
     )
-    gate = ClampedSilu(own.gate_slope, own.gate_limit)
+    gate = ClampedSilu(own.swiglu_alpha, own.swiglu_limit)
     experts = moe_base.experts(config, own, function=gate, biased=True)
-    windows = tuple(float(own.window * (1 - layer % 2)) for layer in range(config.num_layers))
+    windows = tuple(
+        float(own.sliding_window * (1 - layer % 2)) for layer in range(config.num_layers)
+    )
     return moe_base.model(config, attention, experts, values={"window": windows})
 
 
@@ -55,8 +62,8 @@ def _rules(config: ModelConfig) -> Iterator[RuleViolation]:
 
 
 _YARN = (
-    Key("factor", "gpt_oss.rope_scaling"),
-    Key("original_max_position_embeddings", "gpt_oss.rope_original_tokens"),
+    Key("factor", "gpt_oss.rope_factor"),
+    Key("original_max_position_embeddings", "gpt_oss.original_max_position_embeddings"),
     *huggingface_tables.YARN,
     Fixed("truncate", (False,), True),
 )
@@ -76,7 +83,7 @@ _HUGGINGFACE = HuggingFace(
             width=2880,
             heads=64,
             kv_heads=8,
-            head_size=64,
+            head_dim=64,
             mlp=2880,
             vocab=201088,
             epsilon=1e-5,
@@ -84,15 +91,15 @@ _HUGGINGFACE = HuggingFace(
         Key("intermediate_size", "gpt_oss.d_expert", 2880, zero_means="d_mlp"),
         Key("num_local_experts", "gpt_oss.num_experts", 128, also="num_experts"),
         Key("num_experts_per_tok", "gpt_oss.top_k", 4, also="experts_per_token"),
-        Key("sliding_window", "gpt_oss.window", 128),
-        Key("swiglu_alpha", "gpt_oss.gate_slope", 1.702),
-        Key("swiglu_limit", "gpt_oss.gate_limit", 7.0),
+        Key("sliding_window", "gpt_oss.sliding_window", 128),
+        Key("swiglu_alpha", "gpt_oss.swiglu_alpha", 1.702),
+        Key("swiglu_limit", "gpt_oss.swiglu_limit", 7.0),
         Rotary(
             "rope_theta",
             150000.0,
             {"yarn": _YARN},
-            unscaled={"gpt_oss.rope_scaling": 1.0},
-            select_type=lambda ours: "default" if ours["gpt_oss.rope_scaling"] == 1 else "yarn",
+            unscaled={"gpt_oss.rope_factor": 1.0},
+            select_type=lambda ours: "default" if ours["gpt_oss.rope_factor"] == 1 else "yarn",
             defaults=_ABSENT,
         ),
         huggingface_tables.LayerTypes((huggingface_tables.WINDOWED, huggingface_tables.FULL)),
@@ -124,11 +131,11 @@ FAMILY = Family(
     describe,
     bounds=(
         *moe_base.BOUNDS,
-        Bound("window", 128, 1, 2**31 - 1, "devices count tokens in int32"),
-        Bound("gate_slope", 1.702, 0, LARGEST, "0 makes a gate linear"),
-        Bound("gate_limit", 7.0, 0, LARGEST, "gates of 0 train nothing", False),
-        Bound("rope_scaling", 1.0, 1, LARGEST, "1 is the original context"),
-        Bound("rope_original_tokens", 4096, 1),
+        Bound("sliding_window", 128, 1, 2**31 - 1, "devices count tokens in int32"),
+        Bound("swiglu_alpha", 1.702, 0, LARGEST, "0 makes a gate linear"),
+        Bound("swiglu_limit", 7.0, 0, LARGEST, "gates of 0 train nothing", False),
+        Bound("rope_factor", 1.0, 1, LARGEST, "1 is the original context"),
+        Bound("original_max_position_embeddings", 4096, 1),
     ),
     rules=_rules,
     metric_parts=(Experts,),

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from maxpipe.errors import RuleViolation
+from maxpipe.io.typed_json import renamed_from
 from maxpipe.models import family, huggingface_tables, rope_config
 from maxpipe.models.config import LARGEST, Bound, ModelConfig
 from maxpipe.models.family import Family, own_keys
@@ -19,11 +20,11 @@ from maxpipe.models.spec import Model
 class GraniteConfig(RopeConfig):
     """Keys of Granite models only."""
 
-    embed_scale: float = 1.0
+    embedding_multiplier: float = field(default=1.0, metadata=renamed_from("embed_scale"))
     """Factor of embeddings."""
-    score_scale: float = 0.0
-    """Factor of attention's scores. 0 takes `model.head_size ** -0.5`."""
-    branch_scale: float = 1.0
+    attention_multiplier: float = field(default=0.0, metadata=renamed_from("score_scale"))
+    """Factor of attention's scores. 0 takes `model.head_dim ** -0.5`."""
+    residual_multiplier: float = field(default=1.0, metadata=renamed_from("branch_scale"))
     """Factor of what attention and MLP add to the residual stream."""
     logit_divisor: float = 1.0
     """Logits are divided by it."""
@@ -33,13 +34,13 @@ def describe(config: ModelConfig) -> Model:
     """One kind of layer."""
     own = own_keys(config, GraniteConfig)
     rope = rope_config.rope(config, own)
-    attention = family.attention(config, rope, scale=own.score_scale or None)
+    attention = family.attention(config, rope, scale=own.attention_multiplier or None)
     return family.alike(
         config,
         attention,
         RMSNorm(config.d_model, config.norm_epsilon),
-        scale=own.branch_scale,
-        embed_scale=own.embed_scale,
+        scale=own.residual_multiplier,
+        embed_scale=own.embedding_multiplier,
         logit_scale=1.0 / own.logit_divisor,
     )
 
@@ -57,11 +58,13 @@ class _Scores:
         """The factor."""
         del ours
         found = theirs.get("attention_multiplier")
-        return {"granite.score_scale": 1.0 if found is None else found}
+        return {"granite.attention_multiplier": 1.0 if found is None else found}
 
     def write(self, ours: Ours) -> Theirs:
         """The factor, also where ours follows from the size of a head."""
-        return {"attention_multiplier": ours["granite.score_scale"] or ours["head_size"] ** -0.5}
+        return {
+            "attention_multiplier": ours["granite.attention_multiplier"] or ours["head_dim"] ** -0.5
+        }
 
 
 _HUGGINGFACE = HuggingFace(
@@ -69,9 +72,9 @@ _HUGGINGFACE = HuggingFace(
     "granite",
     keys=(
         *huggingface_tables.sizes(mlp=11008),
-        Key("embedding_multiplier", "granite.embed_scale", 1.0),
+        Key("embedding_multiplier", "granite.embedding_multiplier", 1.0),
         _Scores(),
-        Key("residual_multiplier", "granite.branch_scale", 1.0),
+        Key("residual_multiplier", "granite.residual_multiplier", 1.0),
         Key("logits_scaling", "granite.logit_divisor", 1.0),
         rope_config.row("granite", 2048),
         Fixed("hidden_act", ("silu",), "silu"),
@@ -87,9 +90,9 @@ FAMILY = Family(
     GraniteConfig,
     describe,
     bounds=(
-        Bound("embed_scale", 12.0, 0, LARGEST, "embeddings of 0 train nothing", False),
-        Bound("score_scale", 0.0, 0, LARGEST, "0 takes model.head_size ** -0.5"),
-        Bound("branch_scale", 0.22, 0, LARGEST, "branches of 0 train nothing", False),
+        Bound("embedding_multiplier", 12.0, 0, LARGEST, "embeddings of 0 train nothing", False),
+        Bound("attention_multiplier", 0.0, 0, LARGEST, "0 takes model.head_dim ** -0.5"),
+        Bound("residual_multiplier", 0.22, 0, LARGEST, "branches of 0 train nothing", False),
         Bound("logit_divisor", 8.0, 0, LARGEST, "logits are divided by it", False),
         *rope_config.BOUNDS,
     ),

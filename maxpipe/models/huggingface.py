@@ -15,7 +15,7 @@ Theirs = Mapping[str, Any]
 """The content of config.json."""
 
 Ours = Mapping[str, Any]
-"""Values by key below `model`, such as `num_heads` and `llama.rope_scaling`."""
+"""Values by key below `model`, such as `num_heads` and `llama.rope_factor`."""
 
 
 class Unlike(ValueError):

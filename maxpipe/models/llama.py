@@ -25,12 +25,14 @@ class LlamaConfig(RopeConfig):
     """Method of rotary scaling. `llama3` multiplies the wavelengths that fit fewer than four times
     into the original context (Llama 3.1). `yarn` does the same with a ramp. `linear` multiplies all
     wavelengths by `rope_scaling`. `dynamic` (NTK) raises the base for sequences longer than
-    `rope_original_tokens`. `longrope` multiplies each wavelength by its own factor."""
-    rope_scaling: float = field(default=1.0, metadata=renamed_from("model.rope_scaling"))
+    `original_max_position_embeddings`. `longrope` multiplies each wavelength by its own factor."""
+    rope_factor: float = field(
+        default=1.0, metadata=renamed_from("model.rope_scaling", "rope_scaling")
+    )
     """Ratio of the context length to the original context length. 1 disables the scaling, except
     for `longrope`."""
-    rope_original_tokens: int = field(
-        default=8192, metadata=renamed_from("model.rope_original_tokens")
+    original_max_position_embeddings: int = field(
+        default=8192, metadata=renamed_from("model.rope_original_tokens", "rope_original_tokens")
     )
     """Original context length in tokens. Ignored unless `rope_scaling` is above 1 or `rope_type` is
     `longrope`."""

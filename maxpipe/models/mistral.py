@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from maxpipe.errors import RuleViolation
+from maxpipe.io.typed_json import renamed_from
 from maxpipe.models import family, huggingface_tables, rope_config
 from maxpipe.models.config import Bound, ModelConfig
 from maxpipe.models.family import Family, own_keys
@@ -19,15 +20,17 @@ from maxpipe.models.spec import Model
 class MistralConfig(RopeConfig):
     """Keys of Mistral models only."""
 
-    window: int = 0
+    sliding_window: int = field(default=0, metadata=renamed_from("window"))
     """Tokens that a query sees, itself included. 0: all, as from version 0.2 on."""
 
 
 def describe(config: ModelConfig) -> Model:
     """One kind of layer."""
     own = own_keys(config, MistralConfig)
-    values = {"window": family.same_everywhere(config, own.window)} if own.window else {}
-    rope, window = rope_config.rope(config, own), "window" * bool(own.window)
+    values = (
+        {"window": family.same_everywhere(config, own.sliding_window)} if own.sliding_window else {}
+    )
+    rope, window = rope_config.rope(config, own), "window" * bool(own.sliding_window)
     attention = family.attention(config, rope, window=window)
     return family.alike(
         config, attention, RMSNorm(config.d_model, config.norm_epsilon), values=values
@@ -43,7 +46,7 @@ _HUGGINGFACE = HuggingFace(
     "mistral",
     keys=(
         *huggingface_tables.sizes(kv_heads=8, mlp=14336),
-        huggingface_tables.OrNone("sliding_window", "mistral.window", 4096),
+        huggingface_tables.OrNone("sliding_window", "mistral.sliding_window", 4096),
         rope_config.row("mistral", 131072),
         Fixed("hidden_act", ("silu",), "silu"),
     ),
@@ -56,7 +59,7 @@ FAMILY = Family(
     MistralConfig,
     describe,
     bounds=(
-        Bound("window", 0, 0, 2**31 - 1, "devices count tokens in int32, 0 sees all"),
+        Bound("sliding_window", 0, 0, 2**31 - 1, "devices count tokens in int32, 0 sees all"),
         *rope_config.BOUNDS,
     ),
     rules=_rules,

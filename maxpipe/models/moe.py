@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from maxpipe.errors import RuleViolation
+from maxpipe.io.typed_json import renamed_from
 from maxpipe.models import family, huggingface_tables, moe_base, rope_config
 from maxpipe.models.config import LARGEST, Bound, ModelConfig
 from maxpipe.models.family import Family, own_keys
@@ -26,23 +27,25 @@ class RoutedConfig(MixtureConfig):
     """Layers in front that have one MLP of width `model.d_mlp` instead of experts."""
     num_shared_experts: int = 0
     """Experts beside those, of the same width, that all tokens pass through."""
-    scores: Literal["softmax", "sigmoid"] = "softmax"
+    score_func: Literal["softmax", "sigmoid"] = field(
+        default="softmax", metadata=renamed_from("scores")
+    )
     """What the router's logits become: probabilities that compete, or scores that do not."""
-    weight_scale: float = 1.0
+    routed_scaling_factor: float = field(default=1.0, metadata=renamed_from("weight_scale"))
     """Factor of the weights of a token's experts."""
-    normalised_weights: bool = True
+    norm_topk_prob: bool = field(default=True, metadata=renamed_from("normalised_weights"))
     """Divide the scores of a token's experts by their sum, so that its weights add up to 1."""
-    num_groups: int = 1
+    num_expert_groups: int = field(default=1, metadata=renamed_from("num_groups"))
     """Groups of experts, of one size. With several a token goes to experts of a few groups only."""
-    groups_per_token: int = 1
+    expert_groups_per_token: int = field(default=1, metadata=renamed_from("groups_per_token"))
     """Groups that a token is sent to: those with the largest scores."""
     group_scores: Literal["max", "top2"] = "max"
     """What a group's score is: its largest score, or the sum of its two largest."""
-    router_bias: bool = False
+    expert_bias: bool = field(default=False, metadata=renamed_from("router_bias"))
     """Add a bias to each expert's score where experts are chosen, and not where they are weighted.
     It has no gradient: steps move it so that experts get equally many tokens, without a loss for
     that."""
-    balance_rate: float = 0.001
+    expert_bias_update_rate: float = field(default=0.001, metadata=renamed_from("balance_rate"))
     """By how much each step moves an expert's bias: up where it got fewer tokens than the mean,
     else down. Read with `router_bias`."""
 
@@ -62,16 +65,16 @@ def layered(config: ModelConfig, attention: Part) -> Model:
     """The model with this attention, of a family that has these keys and perhaps more."""
     own = own_keys(config, RoutedConfig)
     shared = own.num_shared_experts * moe_base.width(config, own)
-    groups = Groups(own.num_groups, own.groups_per_token, own.group_scores)
+    groups = Groups(own.num_expert_groups, own.expert_groups_per_token, own.group_scores)
     experts = moe_base.experts(
         config,
         own,
-        scores=own.scores,
-        weight_scale=own.weight_scale,
+        scores=own.score_func,
+        weight_scale=own.routed_scaling_factor,
         shared=GatedMLP(config.d_model, shared, family.residual_gain(config)) if shared else None,
-        normalised=own.normalised_weights,
-        groups=groups if own.num_groups > 1 else None,
-        balance_rate=own.balance_rate if own.router_bias else None,
+        normalised=own.norm_topk_prob,
+        groups=groups if own.num_expert_groups > 1 else None,
+        expert_bias_update_rate=own.expert_bias_update_rate if own.expert_bias else None,
     )
     return moe_base.model(config, attention, experts, (True,) * own.num_dense_layers)
 
@@ -98,32 +101,32 @@ def _rules(config: ModelConfig) -> Iterator[RuleViolation]:
 
 def _grouped(own: RoutedConfig, section: str) -> Iterator[RuleViolation]:
     """Groups are of one size, and those of a token have experts enough."""
-    size = own.num_experts // own.num_groups
-    if own.num_experts % own.num_groups:
+    size = own.num_experts // own.num_expert_groups
+    if own.num_experts % own.num_expert_groups:
         yield RuleViolation(
-            f"{section}.num_groups",
+            f"{section}.num_expert_groups",
             f"must divide {section}.num_experts ({own.num_experts}): groups are of one size.",
-            f"Set {section}.num_groups=1, or {section}.num_experts="
-            f"{-(-own.num_experts // own.num_groups) * own.num_groups}.",
+            f"Set {section}.num_expert_groups=1, or {section}.num_experts="
+            f"{-(-own.num_experts // own.num_expert_groups) * own.num_expert_groups}.",
         )
-    elif own.groups_per_token > own.num_groups:
+    elif own.expert_groups_per_token > own.num_expert_groups:
         yield RuleViolation(
-            f"{section}.groups_per_token",
-            f"is more than {section}.num_groups ({own.num_groups}): a token is sent to different "
+            f"{section}.expert_groups_per_token",
+            f"is more than {section}.num_expert_groups ({own.num_expert_groups}): a token is sent to different "
             "groups.",
-            f"Set {section}.groups_per_token={own.num_groups}.",
+            f"Set {section}.expert_groups_per_token={own.num_expert_groups}.",
         )
-    elif own.top_k <= own.num_experts and own.groups_per_token * size < own.top_k:
+    elif own.top_k <= own.num_experts and own.expert_groups_per_token * size < own.top_k:
         yield RuleViolation(
-            f"{section}.groups_per_token",
-            f"leaves a token {own.groups_per_token * size} of the {own.num_experts} experts, and "
+            f"{section}.expert_groups_per_token",
+            f"leaves a token {own.expert_groups_per_token * size} of the {own.num_experts} experts, and "
             f"{section}.top_k is {own.top_k}.",
-            f"Set {section}.groups_per_token={-(-own.top_k // size)}.",
+            f"Set {section}.expert_groups_per_token={-(-own.top_k // size)}.",
         )
-    elif own.group_scores == "top2" and own.num_groups > 1 and size < 2:
+    elif own.group_scores == "top2" and own.num_expert_groups > 1 and size < 2:
         yield RuleViolation(
             f"{section}.group_scores",
-            f"asks for two experts in a group, and each of the {own.num_groups} has one.",
+            f"asks for two experts in a group, and each of the {own.num_expert_groups} has one.",
             f"Set {section}.group_scores=max, or fewer groups.",
         )
 
@@ -138,11 +141,11 @@ _MIXTRAL = HuggingFace(
         Key("num_experts_per_tok", "moe.top_k", 2),
         Only("moe.num_dense_layers", 0),
         Only("moe.num_shared_experts", 0),
-        Only("moe.scores", "softmax"),
-        Only("moe.weight_scale", 1.0),
-        Only("moe.normalised_weights", True),
-        Only("moe.num_groups", 1),
-        Only("moe.router_bias", False),
+        Only("moe.score_func", "softmax"),
+        Only("moe.routed_scaling_factor", 1.0),
+        Only("moe.norm_topk_prob", True),
+        Only("moe.num_expert_groups", 1),
+        Only("moe.expert_bias", False),
         rope_config.row("moe", 131072, 1e6),
         Fixed("hidden_act", ("silu",), "silu"),
         Fixed("sliding_window", (None,)),
@@ -165,10 +168,12 @@ BOUNDS = (
     *moe_base.BOUNDS,
     Bound("num_dense_layers", 1, 0),
     Bound("num_shared_experts", 0, 0),
-    Bound("weight_scale", 1.0, 0, LARGEST, "experts with a weight of 0 train nothing", False),
-    Bound("num_groups", 1, 1),
-    Bound("groups_per_token", 1, 1),
-    Bound("balance_rate", 0.001, 0, 1, "0 leaves biases as they are"),
+    Bound(
+        "routed_scaling_factor", 1.0, 0, LARGEST, "experts with a weight of 0 train nothing", False
+    ),
+    Bound("num_expert_groups", 1, 1),
+    Bound("expert_groups_per_token", 1, 1),
+    Bound("expert_bias_update_rate", 0.001, 0, 1, "0 leaves biases as they are"),
 )
 """Of these keys."""
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from maxpipe.errors import RuleViolation
+from maxpipe.io.typed_json import renamed_from
 from maxpipe.models import family
 from maxpipe.models.config import LARGEST, Bound, ModelConfig
 from maxpipe.models.layers.experts import BalanceOver, Experts
@@ -29,7 +30,7 @@ class MixtureConfig:
     """Tokens of a sequence for which an expert has room, as a multiple of an even share: 1.25 is
     common. The others lose this expert, second choices first; when text is generated none does. 0:
     for all, nothing is lost."""
-    exchange_factor: float = 0.0
+    all_to_all_capacity_factor: float = field(default=0.0, metadata=renamed_from("exchange_factor"))
     """With experts on several devices (`mesh.ici_expert`): choices of a microbatch's tokens that a
     device sends to each of them at most, as a multiple of an even share. The others lose this
     expert, second choices first; when text is generated none does. 0: all, however unequal they
@@ -39,17 +40,19 @@ class MixtureConfig:
     computes those that they are sent to, with a kernel on TPUs and in blocks of rows elsewhere.
     `all` computes all experts for all tokens, and much that is not used. `auto` is `grouped` if
     there are at least twice as many experts as a token is sent to."""
-    balance_weight: float = 0.01
+    load_balance_loss_weight: float = field(default=0.01, metadata=renamed_from("balance_weight"))
     """Coefficient of the balance loss, which is 1 when experts get equally many tokens; the
     objective has it once for each layer with experts. 0 only records it."""
-    balance_over: BalanceOver = "sequence"
+    load_balance_scope: BalanceOver = field(
+        default="sequence", metadata=renamed_from("balance_over")
+    )
     """Of which tokens the balance loss takes the shares that experts get. `sequence`: of each by
     itself; the loss depends on nothing else. `microbatch`, as in Switch: of the rows that one
     device has in a microbatch; it depends on their number, so on batch size, microbatches, data
     and fsdp. `devices`, known as global-batch: of the rows that all devices have in a microbatch;
     it depends on the microbatches, and which rows meet in one on data and fsdp. None depends on
     the schedule, stages or tensor."""
-    z_weight: float = 0.0
+    z_loss_weight: float = field(default=0.0, metadata=renamed_from("z_weight"))
     """Coefficient of the router's z-loss, the mean square of the logarithm of its partition
     function: keeps logits small. 0 only records it."""
 
@@ -59,9 +62,9 @@ BOUNDS = (
     Bound("top_k", 2, 1),
     Bound("d_expert", 0, 0, why="0 takes model.d_mlp", axis="mlp"),
     Bound("capacity_factor", 1.25, 0, LARGEST, "0 drops no token"),
-    Bound("exchange_factor", 2, 0, LARGEST, "0 drops no token"),
-    Bound("z_weight", 0.001, 0, LARGEST, "0 only records the z-loss"),
-    Bound("balance_weight", 0.01, 0, LARGEST, "0 only records the balance loss"),
+    Bound("all_to_all_capacity_factor", 2, 0, LARGEST, "0 drops no token"),
+    Bound("z_loss_weight", 0.001, 0, LARGEST, "0 only records the z-loss"),
+    Bound("load_balance_loss_weight", 0.01, 0, LARGEST, "0 only records the balance loss"),
 )
 """Of these keys."""
 
@@ -79,12 +82,12 @@ def experts(config: ModelConfig, own: MixtureConfig, **options: Any) -> Experts:
         own.num_experts,
         own.top_k,
         family.residual_gain(config),
-        own.balance_weight,
-        own.z_weight,
+        own.load_balance_loss_weight,
+        own.z_loss_weight,
         own.capacity_factor,
-        own.exchange_factor,
+        own.all_to_all_capacity_factor,
         dispatch=own.dispatch,
-        balance_over=own.balance_over,
+        load_balance_scope=own.load_balance_scope,
         **options,
     )
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from maxpipe.errors import RuleViolation
+from maxpipe.io.typed_json import renamed_from
 from maxpipe.models import family, huggingface_tables, rope_config
 from maxpipe.models.config import Bound, ModelConfig
 from maxpipe.models.family import Family, own_keys
@@ -18,20 +19,26 @@ from maxpipe.models.spec import Model
 class Phi3Config:
     """Keys of Phi-3 and Phi-4 models only."""
 
-    window: int = 0
+    sliding_window: int = field(default=0, metadata=renamed_from("window"))
     """Tokens that a query sees, itself included. 0: all."""
     rope_size: int = 0
     """Entries of a head that turn, the first ones. Even. 0: all."""
-    rope_short: list[float] = field(default_factory=list, hash=False)  # a list has no hash
+    rope_short_factor: list[float] = field(
+        default_factory=list, hash=False, metadata=renamed_from("rope_short")
+    )  # a list has no hash
     """Factor of the wavelength of each pair (LongRoPE, arXiv:2402.13753) in sequences of at most
-    `model.phi3.rope_original_tokens`. Empty: 1."""
-    rope_long: list[float] = field(default_factory=list, hash=False)
+    `model.phi3.original_max_position_embeddings`. Empty: 1."""
+    rope_long_factor: list[float] = field(
+        default_factory=list, hash=False, metadata=renamed_from("rope_long")
+    )
     """The same in longer sequences. When text is generated: in more room than that."""
-    rope_scaling: float = 1.0
+    rope_factor: float = field(default=1.0, metadata=renamed_from("rope_scaling"))
     """Longest context of such a model as a multiple of its original one: what turns is made longer
-    by `sqrt(1 + log(rope_scaling) / log(rope_original_tokens))`."""
-    rope_original_tokens: int = 4096
-    """Length of the original context. Read when `model.phi3.rope_scaling` is not 1, or there are
+    by `sqrt(1 + log(rope_scaling) / log(original_max_position_embeddings))`."""
+    original_max_position_embeddings: int = field(
+        default=4096, metadata=renamed_from("rope_original_tokens")
+    )
+    """Length of the original context. Read when `model.phi3.rope_factor` is not 1, or there are
     factors."""
 
 
@@ -40,14 +47,16 @@ def describe(config: ModelConfig) -> Model:
     own = own_keys(config, Phi3Config)
     rope = rope_config.longrope(
         config.rope_theta,
-        own.rope_scaling,
-        own.rope_original_tokens,
-        own.rope_short,
-        own.rope_long,
+        own.rope_factor,
+        own.original_max_position_embeddings,
+        own.rope_short_factor,
+        own.rope_long_factor,
         turned=own.rope_size,
     )
-    attention = family.attention(config, rope, window="window" * bool(own.window))
-    values = {"window": family.same_everywhere(config, own.window)} if own.window else {}
+    attention = family.attention(config, rope, window="window" * bool(own.sliding_window))
+    values = (
+        {"window": family.same_everywhere(config, own.sliding_window)} if own.sliding_window else {}
+    )
     return family.alike(
         config, attention, RMSNorm(config.d_model, config.norm_epsilon), values=values
     )
@@ -55,16 +64,18 @@ def describe(config: ModelConfig) -> Model:
 
 def _rules(config: ModelConfig) -> Iterator[RuleViolation]:
     own = own_keys(config, Phi3Config)
-    size = own.rope_size or config.head_size
-    if own.rope_size > config.head_size or own.rope_size % 2:
+    size = own.rope_size or config.head_dim
+    if own.rope_size > config.head_dim or own.rope_size % 2:
         yield RuleViolation(
             "model.phi3.rope_size",
-            f"must be even and at most model.head_size ({config.head_size}): pairs of a head's "
+            f"must be even and at most model.head_dim ({config.head_dim}): pairs of a head's "
             "entries turn.",
             "Set model.phi3.rope_size=0 to turn all.",
         )
         return
-    yield from rope_config.factor_rules("model.phi3", own.rope_short, own.rope_long, size)
+    yield from rope_config.factor_rules(
+        "model.phi3", own.rope_short_factor, own.rope_long_factor, size
+    )
 
 
 @dataclass(frozen=True)
@@ -84,13 +95,13 @@ class _Turned:
         share = theirs.get("partial_rotary_factor")
         if share is None:
             return {} if self.inside else {"phi3.rope_size": 0}
-        return {"phi3.rope_size": 0 if share == 1 else int(ours["head_size"] * share)}
+        return {"phi3.rope_size": 0 if share == 1 else int(ours["head_dim"] * share)}
 
     def write(self, ours: Ours) -> Theirs:
         """The share, of which they make the same number."""
         if self.inside:
             return {}
-        size, all_of_it = ours["phi3.rope_size"], ours["head_size"]
+        size, all_of_it = ours["phi3.rope_size"], ours["head_dim"]
         share = (size or all_of_it) / all_of_it
         if int(all_of_it * share) != (size or all_of_it):
             rule = f"is no share of {all_of_it} entries that they can say."
@@ -99,17 +110,17 @@ class _Turned:
 
 
 def _chosen(ours: Ours) -> str:
-    if ours["phi3.rope_short"]:
+    if ours["phi3.rope_short_factor"]:
         return "longrope"
-    if ours["phi3.rope_scaling"] != 1:
-        rule = "must be 1 without model.phi3.rope_short and model.phi3.rope_long."
-        raise Unlike("model.phi3.rope_scaling", ours["phi3.rope_scaling"], rule)
+    if ours["phi3.rope_factor"] != 1:
+        rule = "must be 1 without model.phi3.rope_short_factor and model.phi3.rope_long_factor."
+        raise Unlike("model.phi3.rope_factor", ours["phi3.rope_factor"], rule)
     return "default"
 
 
 _LONG = (
-    Key("short_factor", "phi3.rope_short"),
-    Key("long_factor", "phi3.rope_long"),
+    Key("short_factor", "phi3.rope_short_factor"),
+    Key("long_factor", "phi3.rope_long_factor"),
     Fixed("attention_factor", (None,)),
     _Turned(inside=True),
 )
@@ -121,19 +132,24 @@ _HUGGINGFACE = HuggingFace(
     "phi3",
     keys=(
         *huggingface_tables.sizes(width=3072, mlp=8192, vocab=32064, epsilon=1e-5),
-        huggingface_tables.OrNone("sliding_window", "phi3.window", 0),
+        huggingface_tables.OrNone("sliding_window", "phi3.sliding_window", 0),
         _Turned(),
         Rotary(
             "rope_theta",
             10000.0,
             {"default": (_Turned(inside=True),), **dict.fromkeys(_TYPES, _LONG)},
-            unscaled={"phi3.rope_short": [], "phi3.rope_long": [], "phi3.rope_scaling": 1.0},
+            unscaled={
+                "phi3.rope_short_factor": [],
+                "phi3.rope_long_factor": [],
+                "phi3.rope_factor": 1.0,
+            },
             select_type=_chosen,
             default_max_positions=4096,
             default_original_positions=4096,
             legacy_type_key="type",
             top_level_keys=dict.fromkeys(
-                _TYPES, (rope_config.Longest("phi3.rope_scaling", "phi3.rope_original_tokens"),)
+                _TYPES,
+                (rope_config.Longest("phi3.rope_factor", "phi3.original_max_position_embeddings"),),
             ),
         ),
         Kept("original_max_position_embeddings"),
@@ -151,10 +167,10 @@ FAMILY = Family(
     Phi3Config,
     describe,
     bounds=(
-        Bound("window", 0, 0, 2**31 - 1, "devices count tokens in int32, 0 sees all"),
+        Bound("sliding_window", 0, 0, 2**31 - 1, "devices count tokens in int32, 0 sees all"),
         Bound("rope_size", 0, 0, why="0 turns all"),
-        Bound("rope_scaling", 1.0, 1, 1e6, "1 is the original context"),
-        Bound("rope_original_tokens", 4096, 2),
+        Bound("rope_factor", 1.0, 1, 1e6, "1 is the original context"),
+        Bound("original_max_position_embeddings", 4096, 2),
     ),
     rules=_rules,
     huggingface=(_HUGGINGFACE,),

@@ -24,7 +24,7 @@ def describe(config: ModelConfig) -> Model:
     """One kind of layer."""
     own, epsilon = own_keys(config, Qwen3Config), config.norm_epsilon
     rope = rope_config.rope(config, own)
-    attention = family.attention(config, rope, head_norm=RMSNorm(config.head_size, epsilon))
+    attention = family.attention(config, rope, head_norm=RMSNorm(config.head_dim, epsilon))
     return family.alike(config, attention, RMSNorm(config.d_model, epsilon))
 
 
@@ -36,7 +36,7 @@ _HUGGINGFACE = HuggingFace(
     "Qwen3ForCausalLM",
     "qwen3",
     keys=(
-        *huggingface_tables.sizes(kv_heads=32, head_size=128, mlp=22016, vocab=151936),
+        *huggingface_tables.sizes(kv_heads=32, head_dim=128, mlp=22016, vocab=151936),
         rope_config.row("qwen3", 32768),
         huggingface_tables.LayerTypes((huggingface_tables.FULL,)),
         huggingface_tables.NoWindow(28),

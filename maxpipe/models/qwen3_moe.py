@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from maxpipe.errors import RuleViolation
+from maxpipe.io.typed_json import renamed_from
 from maxpipe.models import family, huggingface_tables, moe_base, rope_config
 from maxpipe.models.config import Bound, ModelConfig
 from maxpipe.models.family import Family, own_keys
@@ -21,12 +22,12 @@ from maxpipe.models.spec import Model
 class Qwen3MoeConfig(MixtureConfig, RopeConfig):
     """Keys of Qwen3 models with experts only."""
 
-    expert_period: int = 1
+    moe_layer_interval: int = field(default=1, metadata=renamed_from("expert_period"))
     """Each layer whose number this divides, counted from 1, has experts; the others have one MLP of
     width `model.d_mlp`."""
     dense_layers: list[int] = field(default_factory=list, hash=False)  # a list has no hash
-    """Layers that have an MLP whatever `expert_period` says, counted from 0."""
-    normalised_weights: bool = True
+    """Layers that have an MLP whatever `moe_layer_interval` says, counted from 0."""
+    norm_topk_prob: bool = field(default=True, metadata=renamed_from("normalised_weights"))
     """Divide the probabilities of a token's experts by their sum, so that its weights add up to 1.
     """
 
@@ -34,16 +35,16 @@ class Qwen3MoeConfig(MixtureConfig, RopeConfig):
 def describe(config: ModelConfig) -> Model:
     """Two kinds of layers, `dense` and `experts`, or one of them."""
     own = own_keys(config, Qwen3MoeConfig)
-    head_norm = RMSNorm(config.head_size, config.norm_epsilon)
+    head_norm = RMSNorm(config.head_dim, config.norm_epsilon)
     attention = family.attention(config, rope_config.rope(config, own), head_norm=head_norm)
-    experts = moe_base.experts(config, own, normalised=own.normalised_weights)
+    experts = moe_base.experts(config, own, normalised=own.norm_topk_prob)
     return moe_base.model(config, attention, experts, _dense(config, own))
 
 
 def _dense(config: ModelConfig, own: Qwen3MoeConfig) -> list[bool]:
     """Whether each layer has an MLP."""
     return [
-        layer in own.dense_layers or (layer + 1) % own.expert_period != 0
+        layer in own.dense_layers or (layer + 1) % own.moe_layer_interval != 0
         for layer in range(config.num_layers)
     ]
 
@@ -61,11 +62,11 @@ def _rules(config: ModelConfig) -> Iterator[RuleViolation]:
             f"Set model.qwen3_moe.dense_layers=[{','.join(map(str, left))}].",
         )
     elif all(_dense(config, own)):
-        name = "expert_period" if own.expert_period > 1 else "dense_layers"
+        name = "moe_layer_interval" if own.moe_layer_interval > 1 else "dense_layers"
         yield RuleViolation(
             f"model.qwen3_moe.{name}",
             f"leaves no layer of {count} with experts.",
-            "Set model.qwen3_moe.expert_period=1 and model.qwen3_moe.dense_layers=[], or "
+            "Set model.qwen3_moe.moe_layer_interval=1 and model.qwen3_moe.dense_layers=[], or "
             "model.family=qwen3 for a model without experts.",
         )
 
@@ -78,9 +79,9 @@ _HUGGINGFACE = HuggingFace(
         Key("moe_intermediate_size", "qwen3_moe.d_expert", 768, zero_means="d_mlp"),
         Key("num_experts", "qwen3_moe.num_experts", 128, also="num_local_experts"),
         Key("num_experts_per_tok", "qwen3_moe.top_k", 8),
-        Key("decoder_sparse_step", "qwen3_moe.expert_period", 1),
+        Key("decoder_sparse_step", "qwen3_moe.moe_layer_interval", 1),
         Key("mlp_only_layers", "qwen3_moe.dense_layers", []),
-        Key("norm_topk_prob", "qwen3_moe.normalised_weights", False),
+        Key("norm_topk_prob", "qwen3_moe.norm_topk_prob", False),
         rope_config.row("qwen3_moe", 32768),
         huggingface_tables.NoWindow(None),
         Kept("sliding_window"),
@@ -106,7 +107,7 @@ FAMILY = Family(
     bounds=(
         *moe_base.BOUNDS,
         *rope_config.BOUNDS,
-        Bound("expert_period", 1, 1),
+        Bound("moe_layer_interval", 1, 1),
     ),
     rules=_rules,
     metric_parts=(Experts,),

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from maxpipe.errors import RuleViolation
+from maxpipe.io.typed_json import renamed_from
 from maxpipe.models import family, huggingface_tables, moe_base
 from maxpipe.models.config import LARGEST, Bound, ModelConfig
 from maxpipe.models.family import Family, own_keys
@@ -32,36 +33,38 @@ from maxpipe.models.spec import Branch, Kind, Model
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Qwen3NextConfig(MixtureConfig):
-    """Keys of Qwen3-Next models only. `model.num_heads`, `num_kv_heads` and `head_size` are of the
+    """Keys of Qwen3-Next models only. `model.num_heads`, `num_kv_heads` and `head_dim` are of the
     layers with attention; every layer has experts.
     """
 
-    attention_period: int = 4
+    full_attention_interval: int = field(default=4, metadata=renamed_from("attention_period"))
     """Each layer whose number this divides, counted from 1, has attention over all tokens; the
     others have the gated delta rule."""
-    num_key_heads: int = 16
+    linear_num_key_heads: int = field(default=16, metadata=renamed_from("num_key_heads"))
     """Heads of queries and keys in layers with the delta rule."""
-    num_value_heads: int = 32
+    linear_num_value_heads: int = field(default=32, metadata=renamed_from("num_value_heads"))
     """Heads of values there, a multiple of those of keys: each has a state of its own."""
-    key_size: int = 128
+    linear_key_head_dim: int = field(default=128, metadata=renamed_from("key_size"))
     """Entries of a query and of a key there."""
-    value_size: int = 128
+    linear_value_head_dim: int = field(default=128, metadata=renamed_from("value_size"))
     """Entries of a value there."""
-    kernel: int = 4
+    linear_conv_kernel_dim: int = field(default=4, metadata=renamed_from("kernel"))
     """Tokens that the convolution of queries, keys and values sees, the token itself included."""
-    chunk: int = 64
+    gdn_chunk_size: int = field(default=64, metadata=renamed_from("chunk"))
     """Tokens of the delta rule that are computed at once, a power of two: larger ones make larger
     matmuls and more of them. Results differ by rounding only."""
-    rope_size: int = 0
+    rotary_dim: int = field(default=0, metadata=renamed_from("rope_size"))
     """Entries of a head that turn in layers with attention, the first ones. Even. 0: all."""
-    rope_scaling: float = 1.0
+    rope_factor: float = field(default=1.0, metadata=renamed_from("rope_scaling"))
     """Factor by which the context is longer than the one of the training before (YaRN). 1 is that
     context itself."""
-    rope_original_tokens: int = 262144
-    """Length of that context. Read when `model.qwen3_next.rope_scaling` is not 1."""
-    d_shared: int = 512
+    original_max_position_embeddings: int = field(
+        default=262144, metadata=renamed_from("rope_original_tokens")
+    )
+    """Length of that context. Read when `model.qwen3_next.rope_factor` is not 1."""
+    d_shared_expert: int = field(default=512, metadata=renamed_from("d_shared"))
     """Hidden width of the expert that all tokens pass through, weighted by a gate of its own."""
-    normalised_weights: bool = True
+    norm_topk_prob: bool = field(default=True, metadata=renamed_from("normalised_weights"))
     """Divide the probabilities of a token's experts by their sum, so that its weights add up to 1.
     """
 
@@ -71,30 +74,30 @@ def describe(config: ModelConfig) -> Model:
     own = own_keys(config, Qwen3NextConfig)
     epsilon, gain = config.norm_epsilon, family.residual_gain(config)
     norm = RMSNorm(config.d_model, epsilon, offset=1.0)
-    rope = family.yarn(config.rope_theta, own.rope_scaling, own.rope_original_tokens)
+    rope = family.yarn(config.rope_theta, own.rope_factor, own.original_max_position_embeddings)
     attention = family.attention(
         config,
-        replace(rope, rotary_dims=own.rope_size),
-        head_norm=RMSNorm(config.head_size, epsilon, offset=1.0),
+        replace(rope, rotary_dims=own.rotary_dim),
+        head_norm=RMSNorm(config.head_dim, epsilon, offset=1.0),
         gated=True,
     )
     delta = GatedDelta(
         config.d_model,
-        own.num_key_heads,
-        own.num_value_heads,
-        own.key_size,
-        own.value_size,
-        own.kernel,
-        RMSNorm(own.value_size, epsilon),
+        own.linear_num_key_heads,
+        own.linear_num_value_heads,
+        own.linear_key_head_dim,
+        own.linear_value_head_dim,
+        own.linear_conv_kernel_dim,
+        RMSNorm(own.linear_value_head_dim, epsilon),
         gain,
-        own.chunk,
+        own.gdn_chunk_size,
     )
     experts = moe_base.experts(
         config,
         own,
-        shared=GatedMLP(config.d_model, own.d_shared, gain),
+        shared=GatedMLP(config.d_model, own.d_shared_expert, gain),
         shared_gated=True,
-        normalised=own.normalised_weights,
+        normalised=own.norm_topk_prob,
     )
     routed = Branch("experts", experts, norm, dropout=config.dropout)
     mixing = {
@@ -102,7 +105,7 @@ def describe(config: ModelConfig) -> Model:
         _FULL: Branch("attention", attention, norm, dropout=config.dropout),
     }
     layers = tuple(
-        _DELTA if number % own.attention_period else _FULL
+        _DELTA if number % own.full_attention_interval else _FULL
         for number in range(1, config.num_layers + 1)
     )
     kinds = {name: Kind((mixing[name], routed)) for name in dict.fromkeys(layers)}
@@ -115,25 +118,25 @@ _DELTA, _FULL = "delta", "full"
 def _rules(config: ModelConfig) -> Iterator[RuleViolation]:
     own = own_keys(config, Qwen3NextConfig)
     yield from moe_base.rules(config, own)
-    if own.num_value_heads % own.num_key_heads:
+    if own.linear_num_value_heads % own.linear_num_key_heads:
         yield RuleViolation(
-            "model.qwen3_next.num_value_heads",
-            f"must be a multiple of model.qwen3_next.num_key_heads ({own.num_key_heads}): heads of "
+            "model.qwen3_next.linear_num_value_heads",
+            f"must be a multiple of model.qwen3_next.linear_num_key_heads ({own.linear_num_key_heads}): heads of "
             "values share those of keys evenly.",
-            f"Set model.qwen3_next.num_value_heads={2 * own.num_key_heads}.",
+            f"Set model.qwen3_next.linear_num_value_heads={2 * own.linear_num_key_heads}.",
         )
-    if own.rope_size > config.head_size or own.rope_size % 2:
+    if own.rotary_dim > config.head_dim or own.rotary_dim % 2:
         yield RuleViolation(
-            "model.qwen3_next.rope_size",
-            f"must be even and at most model.head_size ({config.head_size}): pairs of a head's "
+            "model.qwen3_next.rotary_dim",
+            f"must be even and at most model.head_dim ({config.head_dim}): pairs of a head's "
             "entries turn.",
-            "Set model.qwen3_next.rope_size=0 to turn all.",
+            "Set model.qwen3_next.rotary_dim=0 to turn all.",
         )
-    if own.chunk & (own.chunk - 1):
+    if own.gdn_chunk_size & (own.gdn_chunk_size - 1):
         yield RuleViolation(
-            "model.qwen3_next.chunk",
+            "model.qwen3_next.gdn_chunk_size",
             "must be a power of two: what is inside a chunk is computed by halves.",
-            f"Set model.qwen3_next.chunk={1 << own.chunk.bit_length() - 1}.",
+            f"Set model.qwen3_next.gdn_chunk_size={1 << own.gdn_chunk_size.bit_length() - 1}.",
         )
 
 
@@ -151,18 +154,18 @@ class _Turning:
             return {}
         stated = theirs.get(self.names[0])
         factor = 0.25 if stated is None else stated
-        head = ours["head_size"]
+        head = ours["head_dim"]
         if type(factor) not in (int, float) or not 0 < factor <= 1 or not isinstance(head, int):
             raise Unlike("partial_rotary_factor", factor, "must be more than 0 and at most 1.")
         if (size := int(head * factor)) < 2 or size % 2:
             rule = f"makes {size} of {head} entries of a head turn, which come in pairs."
             raise Unlike("partial_rotary_factor", factor, rule)
-        return {"qwen3_next.rope_size": size}
+        return {"qwen3_next.rotary_dim": size}
 
     def write(self, ours: Ours) -> Theirs:
         """A share of which they make the same number."""
-        head = ours["head_size"]
-        size = ours["qwen3_next.rope_size"] or head
+        head = ours["head_dim"]
+        size = ours["qwen3_next.rotary_dim"] or head
         factor = size / head
         if int(head * factor) < size:
             factor = math.nextafter(factor, 1.0)
@@ -192,28 +195,28 @@ _SHARED_EXPERT = (
     Tensor("experts.shared_weight", _SHARED + "_gate.weight", "d -> () d"),
 )
 
-_SCALING = "qwen3_next.rope_scaling"
+_SCALING = "qwen3_next.rope_factor"
 
 _HUGGINGFACE = HuggingFace(
     "Qwen3NextForCausalLM",
     "qwen3_next",
     keys=(
         *huggingface_tables.sizes(
-            layers=48, width=2048, heads=16, kv_heads=2, head_size=256, mlp=5632, vocab=151936
+            layers=48, width=2048, heads=16, kv_heads=2, head_dim=256, mlp=5632, vocab=151936
         ),
         huggingface_tables.Period(
-            "qwen3_next.attention_period", "linear_attention", 4, "full_attention_interval"
+            "qwen3_next.full_attention_interval", "linear_attention", 4, "full_attention_interval"
         ),
-        Key("linear_num_key_heads", "qwen3_next.num_key_heads", 16),
-        Key("linear_num_value_heads", "qwen3_next.num_value_heads", 32),
-        Key("linear_key_head_dim", "qwen3_next.key_size", 128),
-        Key("linear_value_head_dim", "qwen3_next.value_size", 128),
-        Key("linear_conv_kernel_dim", "qwen3_next.kernel", 4),
+        Key("linear_num_key_heads", "qwen3_next.linear_num_key_heads", 16),
+        Key("linear_num_value_heads", "qwen3_next.linear_num_value_heads", 32),
+        Key("linear_key_head_dim", "qwen3_next.linear_key_head_dim", 128),
+        Key("linear_value_head_dim", "qwen3_next.linear_value_head_dim", 128),
+        Key("linear_conv_kernel_dim", "qwen3_next.linear_conv_kernel_dim", 4),
         Key("moe_intermediate_size", "qwen3_next.d_expert", 512, zero_means="d_mlp"),
-        Key("shared_expert_intermediate_size", "qwen3_next.d_shared", 512),
+        Key("shared_expert_intermediate_size", "qwen3_next.d_shared_expert", 512),
         Key("num_experts", "qwen3_next.num_experts", 512, also="num_local_experts"),
         Key("num_experts_per_tok", "qwen3_next.top_k", 10),
-        Key("norm_topk_prob", "qwen3_next.normalised_weights", True),
+        Key("norm_topk_prob", "qwen3_next.norm_topk_prob", True),
         _Turning(),
         Rotary(
             "rope_theta",
@@ -223,7 +226,10 @@ _HUGGINGFACE = HuggingFace(
                 "yarn": (
                     _Turning(beside=True),
                     Key("factor", _SCALING),
-                    Key("original_max_position_embeddings", "qwen3_next.rope_original_tokens"),
+                    Key(
+                        "original_max_position_embeddings",
+                        "qwen3_next.original_max_position_embeddings",
+                    ),
                     *huggingface_tables.YARN,
                 ),
             },
@@ -262,17 +268,17 @@ FAMILY = Family(
     describe,
     bounds=(
         *moe_base.BOUNDS,
-        Bound("attention_period", 4, 1),
-        Bound("num_key_heads", 16, 1, axis="kv_heads"),
-        Bound("num_value_heads", 32, 1, axis="heads"),
-        Bound("key_size", 128, 1, axis="head_size"),
-        Bound("value_size", 128, 1, axis="head_size"),
-        Bound("kernel", 4, 2, 64),
-        Bound("chunk", 64, 1, 1024),
-        Bound("rope_size", 0, 0, why="0 turns all"),
-        Bound("rope_scaling", 1.0, 1, LARGEST, "1 is the original context"),
-        Bound("rope_original_tokens", 262144, 1),
-        Bound("d_shared", 512, 1, axis="mlp"),
+        Bound("full_attention_interval", 4, 1),
+        Bound("linear_num_key_heads", 16, 1, axis="kv_heads"),
+        Bound("linear_num_value_heads", 32, 1, axis="heads"),
+        Bound("linear_key_head_dim", 128, 1, axis="head_dim"),
+        Bound("linear_value_head_dim", 128, 1, axis="head_dim"),
+        Bound("linear_conv_kernel_dim", 4, 2, 64),
+        Bound("gdn_chunk_size", 64, 1, 1024),
+        Bound("rotary_dim", 0, 0, why="0 turns all"),
+        Bound("rope_factor", 1.0, 1, LARGEST, "1 is the original context"),
+        Bound("original_max_position_embeddings", 262144, 1),
+        Bound("d_shared_expert", 512, 1, axis="mlp"),
     ),
     rules=_rules,
     metric_parts=(Experts,),

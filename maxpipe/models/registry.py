@@ -54,7 +54,7 @@ def describe(config: ModelConfig) -> Model:
     One object for equal configs, as what is counted of it is cached.
     """
     model = FAMILIES[config.family].describe(config)
-    if config.heads_ahead:
+    if config.mtp_heads:
         model = _with_heads_ahead(model, config)
     if config.adapter is not None:
         model = with_adapters(model, config.adapter)
@@ -62,12 +62,12 @@ def describe(config: ModelConfig) -> Model:
 
 
 def _with_heads_ahead(model: Model, config: ModelConfig) -> Model:
-    heads = config.heads_ahead
-    ahead, values = Ahead(heads, config.d_model, config.ahead_loss_weight), model.values
-    if config.ahead == "layer":
+    heads = config.mtp_heads
+    ahead, values = Ahead(heads, config.d_model, config.mtp_loss_weight), model.values
+    if config.mtp_kind == "layer":
         last = model.layers[-1]
         own = (last, model.layer_types[last], model.ends.norm)
-        ahead = LayersAhead(heads, config.d_model, config.ahead_loss_weight, *own)
+        ahead = LayersAhead(heads, config.d_model, config.mtp_loss_weight, *own)
         values = {name: (*each, *each[-1:] * heads) for name, each in values.items()}
     ends = dataclasses.replace(model.ends, mtp=ahead)
     return dataclasses.replace(model, ends=ends, values=values)

@@ -134,7 +134,7 @@ def _refuses(
     if backend == "cudnn":
         if model.compute_dtype == "float32":
             yield "has no float32"
-        for size in {part.head_size for part in mixing}:
+        for size in {part.head_dim for part in mixing}:
             if size % _CUDNN_HEAD or size > _CUDNN_LARGEST:
                 yield f"needs heads of a multiple of {_CUDNN_HEAD}, {_CUDNN_LARGEST} at most"
         if tokens % 2:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from maxpipe.errors import RuleViolation
+from maxpipe.io.typed_json import renamed_from
 from maxpipe.models.config import LARGEST, Bound, ModelConfig
 from maxpipe.models.huggingface import Key, Only, Ours, Rotary, Row, Theirs, Unlike
 from maxpipe.models.layers.attention import Rope
@@ -22,50 +23,61 @@ class RopeConfig:
 
     rope_type: Literal["linear", "dynamic", "llama3", "yarn", "longrope"] = "yarn"
     """Method of rotary scaling. `linear` multiplies all wavelengths by `rope_scaling`. `dynamic`
-    (NTK) raises the base for sequences longer than `rope_original_tokens`. `llama3` and `yarn`
+    (NTK) raises the base for sequences longer than `original_max_position_embeddings`. `llama3` and `yarn`
     multiply the wavelengths that do not fit the original context. `longrope` multiplies each
     wavelength by its own factor."""
-    rope_scaling: float = 1.0
+    rope_factor: float = field(default=1.0, metadata=renamed_from("rope_scaling"))
     """Ratio of the context length to the original context length. 1 disables the scaling, except
     for `longrope`."""
-    rope_original_tokens: int = 32768
+    original_max_position_embeddings: int = field(
+        default=32768, metadata=renamed_from("rope_original_tokens")
+    )
     """Original context length in tokens. Ignored unless `rope_scaling` is above 1 or `rope_type` is
     `longrope`."""
-    rope_length: float = 0.0
+    rope_attention_factor: float = field(default=0.0, metadata=renamed_from("rope_length"))
     """Attention factor: multiplier of rotated queries and keys, for `yarn` and `longrope`. 0 uses
     the value from the paper, which depends on `rope_scaling`."""
-    rope_short: list[float] = field(default_factory=list, hash=False)  # a list has no hash
-    """Factors of the wavelengths, one per pair, for sequences of at most `rope_original_tokens`.
+    rope_short_factor: list[float] = field(
+        default_factory=list, hash=False, metadata=renamed_from("rope_short")
+    )  # a list has no hash
+    """Factors of the wavelengths, one per pair, for sequences of at most `original_max_position_embeddings`.
     Ignored unless `rope_type` is `longrope`."""
-    rope_long: list[float] = field(default_factory=list, hash=False)
+    rope_long_factor: list[float] = field(
+        default_factory=list, hash=False, metadata=renamed_from("rope_long")
+    )
     """Factors of the wavelengths, one per pair, for longer sequences, and for generation with a
     larger cache. Ignored unless `rope_type` is `longrope`."""
-    rope_fast: float = 0.0
-    """Rotations in `rope_original_tokens` from which a wavelength is kept (`beta_fast`,
+    rope_beta_fast: float = field(default=0.0, metadata=renamed_from("rope_fast"))
+    """Rotations in `original_max_position_embeddings` from which a wavelength is kept (`beta_fast`,
     `high_freq_factor`). 0 uses 4 for `llama3` and 32 for `yarn`, as in the papers."""
-    rope_slow: float = 0.0
-    """Rotations in `rope_original_tokens` up to which a wavelength is multiplied by the whole
+    rope_beta_slow: float = field(default=0.0, metadata=renamed_from("rope_slow"))
+    """Rotations in `original_max_position_embeddings` up to which a wavelength is multiplied by the whole
     factor (`beta_slow`, `low_freq_factor`). 0 uses 1 for `llama3` and `yarn`, as in the papers."""
-    rope_whole: bool = True
+    rope_truncate: bool = field(default=True, metadata=renamed_from("rope_whole"))
     """Round the boundaries of `yarn` to whole pairs (`truncate`)."""
 
 
 BOUNDS = (
-    Bound("rope_scaling", 1.0, 1, LARGEST, "wavelengths are stretched, 1 leaves them alone"),
-    Bound("rope_original_tokens", 8192, 2),
-    Bound("rope_length", 0.0, 0, LARGEST, "0 takes that of the paper"),
-    Bound("rope_fast", 0.0, 0, LARGEST, "0 takes that of the paper"),
-    Bound("rope_slow", 0.0, 0, LARGEST, "0 takes that of the paper"),
+    Bound("rope_factor", 1.0, 1, LARGEST, "wavelengths are stretched, 1 leaves them alone"),
+    Bound("original_max_position_embeddings", 8192, 2),
+    Bound("rope_attention_factor", 0.0, 0, LARGEST, "0 takes that of the paper"),
+    Bound("rope_beta_fast", 0.0, 0, LARGEST, "0 takes that of the paper"),
+    Bound("rope_beta_slow", 0.0, 0, LARGEST, "0 takes that of the paper"),
 )
 """Of these keys."""
 
 
 def rope(config: ModelConfig, own: RopeConfig) -> Rope:
     """As the keys say."""
-    factor, tokens = own.rope_scaling, own.rope_original_tokens
+    factor, tokens = own.rope_factor, own.original_max_position_embeddings
     if own.rope_type == "longrope":
         return longrope(
-            config.rope_theta, factor, tokens, own.rope_short, own.rope_long, own.rope_length
+            config.rope_theta,
+            factor,
+            tokens,
+            own.rope_short_factor,
+            own.rope_long_factor,
+            own.rope_attention_factor,
         )
     by_paper = 0.1 * math.log(factor) + 1.0 if own.rope_type == "yarn" else 1.0
     return Rope(
@@ -73,10 +85,10 @@ def rope(config: ModelConfig, own: RopeConfig) -> Rope:
         factor,
         own.rope_type,
         tokens,
-        attention_factor=own.rope_length or by_paper,
-        truncate=own.rope_whole,
-        fast=own.rope_fast,
-        slow=own.rope_slow,
+        attention_factor=own.rope_attention_factor or by_paper,
+        truncate=own.rope_truncate,
+        fast=own.rope_beta_fast,
+        slow=own.rope_beta_slow,
     )
 
 
@@ -104,32 +116,34 @@ def longrope(
 def rules(config: ModelConfig, own: RopeConfig) -> Iterator[RuleViolation]:
     """What the keys of each type are."""
     section = f"model.{config.family}"
-    fast = own.rope_fast or {"llama3": 4.0, "yarn": 32.0}.get(own.rope_type, 32.0)
-    if (own.rope_slow or 1.0) >= fast:
+    fast = own.rope_beta_fast or {"llama3": 4.0, "yarn": 32.0}.get(own.rope_type, 32.0)
+    if (own.rope_beta_slow or 1.0) >= fast:
         yield RuleViolation(
-            f"{section}.rope_slow",
-            f"must be less than {section}.rope_fast ({fast:g}): slow pairs are stretched more.",
-            f"Set {section}.rope_slow=0 and {section}.rope_fast=0 for those of the paper.",
+            f"{section}.rope_beta_slow",
+            f"must be less than {section}.rope_beta_fast ({fast:g}): slow pairs are stretched more.",
+            f"Set {section}.rope_beta_slow=0 and {section}.rope_beta_fast=0 for those of the paper.",
         )
     if own.rope_type == "longrope":
-        yield from factor_rules(section, own.rope_short, own.rope_long, config.head_size, True)
+        yield from factor_rules(
+            section, own.rope_short_factor, own.rope_long_factor, config.head_dim, True
+        )
         return
     kind = f"is read with {section}.rope_type=longrope only, and it is {own.rope_type}."
-    for name in ("rope_short", "rope_long"):
+    for name in ("rope_short_factor", "rope_long_factor"):
         if getattr(own, name):
             yield RuleViolation(f"{section}.{name}", kind, f"Set {section}.{name}=[].")
-    if own.rope_length and own.rope_type != "yarn":
+    if own.rope_attention_factor and own.rope_type != "yarn":
         yield RuleViolation(
-            f"{section}.rope_length",
+            f"{section}.rope_attention_factor",
             f"is read with {section}.rope_type=yarn or longrope only, and it is {own.rope_type}.",
-            f"Set {section}.rope_length=0.",
+            f"Set {section}.rope_attention_factor=0.",
         )
-    if own.rope_type == "dynamic" and config.head_size < 4:
+    if own.rope_type == "dynamic" and config.head_dim < 4:
         yield RuleViolation(
-            "model.head_size",
+            "model.head_dim",
             f"must be at least 4 with {section}.rope_type=dynamic, which spreads over all pairs "
             "but one.",
-            f"Set model.head_size=4, or {section}.rope_type=linear.",
+            f"Set model.head_dim=4, or {section}.rope_type=linear.",
         )
 
 
@@ -137,9 +151,9 @@ def factor_rules(
     section: str, short: Sequence[float], long: Sequence[float], size: int, wanted: bool = False
 ) -> Iterator[RuleViolation]:
     """One factor for each pair of the `size` entries that turn; none at all unless `wanted`."""
-    none = f"{section}.rope_short=[] and {section}.rope_long=[]"
+    none = f"{section}.rope_short_factor=[] and {section}.rope_long_factor=[]"
     none = f"{section}.rope_type=yarn, {none}" if wanted else none
-    for name, factors in (("rope_short", short), ("rope_long", long)):
+    for name, factors in (("rope_short_factor", short), ("rope_long_factor", long)):
         if len(factors) == size // 2 and min(factors) > 0:
             continue
         if wanted or short or long:

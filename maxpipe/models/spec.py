@@ -68,7 +68,7 @@ class Param:
     @property
     def is_of_heads(self) -> bool:
         """Whether it belongs to attention."""
-        return "head_size" in self.axes
+        return "head_dim" in self.axes
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -125,7 +125,7 @@ class Scores(NamedTuple):
     heads: int
     axis: str
     """Logical axis of the heads."""
-    head_size: float
+    head_dim: float
     """Of keys and of values; their mean where these differ."""
     window: str = ""
     """Per-layer value (`Model.values`) with the number of tokens that a query sees, 0 for all.
@@ -489,7 +489,7 @@ class Ends:
     """Factor of the embedding, rounded to the compute type."""
     logit_scale: float = 1.0
     """Factor of the logits."""
-    logit_cap: float = 0.0
+    final_logit_softcapping: float = 0.0
     """Scaled logits become `cap * tanh(logits / cap)`. 0: as they are."""
     mtp: Ahead | None = None
     frozen: frozenset[tuple[str, ...]] = frozenset()

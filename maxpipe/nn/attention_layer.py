@@ -34,13 +34,13 @@ _SLOW_TURNS = 1.0
 
 
 def rotary_frequencies(
-    rope: attention.Rope, head_size: int, context: LayerContext
+    rope: attention.Rope, head_dim: int, context: LayerContext
 ) -> Float[Array, " half"]:
     """Angle per position of each pair, float32 `[H / 2]`.
 
     Source: arXiv:2104.09864; `llama3` follows the released Llama 3.1 models.
     """
-    turned = rope.rotary_dims or head_size
+    turned = rope.rotary_dims or head_dim
     exponent = jnp.arange(0, turned, 2, dtype=jnp.float32) / turned
     theta = context.number(rope.theta)
     if rope.scaling == "dynamic" and rope.factor != 1.0:
@@ -180,7 +180,7 @@ class Attention(SpecModule):
         """Tokens see the past of their own segment only, in a window where there is one."""
         part, dtype, rules = self.part, x.dtype, self.rules
         segments, positions = context.inputs["segment_ids"], context.inputs["positions"]
-        frequencies = rotary_frequencies(part.rope, part.head_size, context)
+        frequencies = rotary_frequencies(part.rope, part.head_dim, context)
         split = context.split(rules, attention=True)
         query, key, value = self._projected(x, split, context.max_abs)
         gate = None
@@ -190,7 +190,7 @@ class Attention(SpecModule):
         if part.head_norm is not None:
             query = rms_norm(query, self.query_norm[...], part.head_norm)
             key = rms_norm(key, self.key_norm[...], part.head_norm)
-        heads, kv_heads = (None, None, "heads", "head_size"), (None, None, "kv_heads", "head_size")
+        heads, kv_heads = (None, None, "heads", "head_dim"), (None, None, "kv_heads", "head_dim")
         angles = positions, frequencies, part.rope.attention_factor
         query = constrain(rotate(query, *angles, part.backend), heads, rules)
         key = constrain(rotate(key, *angles, part.backend), kv_heads, rules)
@@ -208,7 +208,7 @@ class Attention(SpecModule):
         )
         cache = context.cache
         if cache is not None:
-            cache = cache.extended(key, value, segments, positions)
+            cache = cache.append(key, value, segments, positions)
             key, value = cache.key, cache.value
             mask = replace(
                 mask,
@@ -226,7 +226,7 @@ class Attention(SpecModule):
     @staticmethod
     def empty_cache(part: Any, rows: int, tokens: int, dtype: jnp.dtype) -> Any:
         """Rotated keys, and values, of each key/value head."""
-        return KVCache.empty((rows, tokens, part.num_kv_heads, part.head_size), dtype)
+        return KVCache.empty((rows, tokens, part.num_kv_heads, part.head_dim), dtype)
 
     @staticmethod
     def cache_window(part: Any) -> str:

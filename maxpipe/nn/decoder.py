@@ -427,7 +427,7 @@ class Decoder:
         head = params["embedding"].T if self.model.ends.head is None else params["head"]
         head = head.astype(self._dtype)
         logits = jnp.einsum("btd,dv->btv", x, head, preferred_element_type=jnp.float32)
-        scale, cap = self.model.ends.logit_scale, self.model.ends.logit_cap
+        scale, cap = self.model.ends.logit_scale, self.model.ends.final_logit_softcapping
         logits = logits if scale == 1.0 else logits * scale
         return cap * jnp.tanh(logits / cap) if cap else logits
 

@@ -263,7 +263,7 @@ class Experts(SpecModule):
         """
         part, split, shards = self.part, context.split(self.rules), x
         x = split.gather_tokens(x)
-        bias = None if part.balance_rate is None else self.router_bias[...]
+        bias = None if part.expert_bias_update_rate is None else self.router_bias[...]
         logit_bias = self.logit_bias[...] if part.biased else None
         routes = route_tokens(x, self.router[...], part, bias, logit_bias)
         out, lost = self._apply_experts(x, routes, context)
@@ -277,7 +277,7 @@ class Experts(SpecModule):
         mask = context.inputs.get("loss_mask")
         if mask is None:
             return Output(out)
-        return Output(out, *compute_router_metrics(routes, lost, mask, part.balance_over))
+        return Output(out, *compute_router_metrics(routes, lost, mask, part.load_balance_scope))
 
     def _apply_experts(
         self, x: Float[Array, "B T D"], routes: Routing, context: LayerContext

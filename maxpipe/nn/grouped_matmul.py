@@ -119,7 +119,7 @@ def _up_projection_backward(
         to_tokens, (split, of_weights, _WHOLE, _WHOLE), PartitionSpec(spread.axes)
     )
     to_weights = map_shards(to_weights, (_WHOLE, split, _WHOLE), of_weights)
-    d_x = to_tokens(cotangents, weights, rows.row, sizes).sum(0).reshape(x.shape)
+    d_x = to_tokens(cotangents, weights, rows.row_of_choice, sizes).sum(0).reshape(x.shape)
     return d_x, to_weights(gather_tokens(x, rows), cotangents, sizes), None, None
 
 

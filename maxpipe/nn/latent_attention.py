@@ -23,7 +23,7 @@ from maxpipe.parallel.lora_weight import LoraWeight, map_columns, merge_lora
 from maxpipe.parallel.sequence_parallel import SequenceParallel
 from maxpipe.parallel.sharding import AxisRules, constrain
 
-_HEADS = (None, None, "heads", "head_size")
+_HEADS = (None, None, "heads", "head_dim")
 
 
 class LatentAttention(SpecModule):
@@ -87,7 +87,7 @@ class LatentAttention(SpecModule):
         """Not rotated yet; what will be is in front."""
         part = self.part
         turned_first = partial(_rotary_dims_first, turned=part.rope_size)
-        if not part.query_rank:
+        if not part.q_lora_rank:
             weight = map_columns(turned_first, self.query[...].astype(x.dtype))
             return split.column_parallel(x, [weight], [part.params["query"].axes])[0]
         down = split.unsharded_matmul(x, self.query_down[...].astype(x.dtype))

@@ -162,7 +162,7 @@ def _quantized_gated_mlp_backward(
     """
     del prefix
     x, largest, gate, up, weights = saved
-    of_gate, of_up, of_down = (each.value for each in weights)
+    of_gate, of_up, of_down = (each.weight for each in weights)
     barrier = jax.lax.optimization_barrier
 
     def inside(d_hidden: Array, gate: Array, up: Array) -> tuple[Array, ...]:

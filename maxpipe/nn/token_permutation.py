@@ -118,7 +118,7 @@ def _is_choice(places: Int[Array, "n k"], num_experts: int) -> Bool[Array, "n k 
 row_weights.defvjp(
     lambda weights, places, rows, num_experts: (
         row_weights(weights, places, rows, num_experts),
-        (places, rows.row),
+        (places, rows.row_of_choice),
     ),
     _row_weights_backward,
 )
@@ -219,7 +219,7 @@ def unpermute_tokens(x: Float[Array, "S D"], slots: TokenPermutation) -> Float[A
 
 
 permute_tokens.defvjp(
-    lambda x, slots, shape: (permute_tokens(x, slots, shape), slots.row),
+    lambda x, slots, shape: (permute_tokens(x, slots, shape), slots.row_of_choice),
     lambda shape, row, cotangent: (
         sum_rows_by_token([cotangent], row, complete=False).reshape(shape),
         None,

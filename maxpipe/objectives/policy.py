@@ -31,7 +31,7 @@ class Policy(Objective):
     """
 
     clip: float
-    clip_high: float
+    clip_ratio_high: float
     temperature: float = 1.0
 
     report_names: ClassVar[tuple[str, ...]] = ("entropy", "clipped")
@@ -50,7 +50,7 @@ class Policy(Objective):
         """Loss of each token; the entropy, estimated from what was drawn; whether it is clipped."""
         (logp,), old, gain = scores, inputs["old_logp"], inputs["advantages"]
         ratio = jnp.exp(logp - jnp.where(old > 0, lax.stop_gradient(logp), old))
-        low, high = 1 - self.clip, 1 + self.clip_high
+        low, high = 1 - self.clip, 1 + self.clip_ratio_high
         kept = jnp.minimum(ratio * gain, jnp.clip(ratio, low, high) * gain)
         is_clipped = ((gain > 0) & (ratio > high)) | ((gain < 0) & (ratio < low))
         return -kept, (-logp, is_clipped.astype(jnp.float32))

@@ -10,10 +10,10 @@ from maxpipe.config.training_schedule import parse_phases
 
 def learning_rate(config: OptimConfig, total_steps: int) -> optax.Schedule:
     """Learning rate by step: a warm-up, then the configured shape until `total_steps`."""
-    if config.phases:
+    if config.lr_phases:
         return _phase_schedule(config, total_steps)
     peak = config.learning_rate
-    end = peak * config.final_fraction
+    end = peak * config.min_lr_ratio
     after = max(1, total_steps - config.warmup_steps)
     match config.schedule:
         case "constant":
@@ -21,7 +21,7 @@ def learning_rate(config: OptimConfig, total_steps: int) -> optax.Schedule:
         case "linear":
             shape = optax.linear_schedule(peak, end, after)
         case "cosine":
-            shape = optax.cosine_decay_schedule(peak, after, config.final_fraction)
+            shape = optax.cosine_decay_schedule(peak, after, config.min_lr_ratio)
         case "wsd":
             decay = max(1, min(after, round(total_steps * config.decay_fraction)))
             shape = optax.join_schedules(
@@ -38,7 +38,7 @@ def learning_rate(config: OptimConfig, total_steps: int) -> optax.Schedule:
 def _phase_schedule(config: OptimConfig, total_steps: int) -> optax.Schedule:
     """The phases one after the other; each reaches its end with the step behind its last."""
     peak, shapes, borders = config.learning_rate, [], []
-    for phase in parse_phases(config.phases, total_steps):
+    for phase in parse_phases(config.lr_phases, total_steps):
         start, end = peak * phase.start, peak * phase.end
         steps = max(1, phase.steps)
         if phase.shape == "cosine" and start != end:
@@ -48,5 +48,5 @@ def _phase_schedule(config: OptimConfig, total_steps: int) -> optax.Schedule:
             shapes.append(optax.linear_schedule(start, end, steps))
         last = borders[-1] if borders else 0
         borders.append(min(last + phase.steps, 2**31 - 1))  # steps are int32
-    final = optax.constant_schedule(peak * parse_phases(config.phases, total_steps)[-1].end)
+    final = optax.constant_schedule(peak * parse_phases(config.lr_phases, total_steps)[-1].end)
     return optax.join_schedules([*shapes, final], borders)

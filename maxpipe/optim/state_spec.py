@@ -63,7 +63,7 @@ def state_arrays(config: OptimConfig, param: Param, param_dtype: str) -> Mapping
         for name, left_out in (("rows", outputs), ("columns", inputs)):
             dims = tuple(each for n, each in enumerate(param.dims) if n not in left_out)
             found[name] = StateArray(dims, "float32", left_out)
-    if config.average_decay:
+    if config.ema_decay:
         found[EMA] = StateArray(param.dims, "float32")
     return found
 

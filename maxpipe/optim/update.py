@@ -492,7 +492,7 @@ class Optimizer:
         moved = self._cast_for_storage(path, _PARAMETER, moved, whole, now, layer)
         new[_PARAMETER] = moved = select_update(now.is_applied, moved, have[_PARAMETER])
         if EMA in have:
-            share, mean = self.config.average_decay, have[EMA]
+            share, mean = self.config.ema_decay, have[EMA]
             newer = share * mean + (1 - share) * moved.astype(jnp.float32)
             new[EMA] = select_update(now.is_applied, newer, mean)
         return new

@@ -13,8 +13,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from maxpipe.io.typed_json import renamed_from
+
 LOGICAL_AXES = (
-    *("batch", "embed", "heads", "kv_heads", "head_size", "mlp", "experts", "vocab", "norm"),
+    *("batch", "embed", "heads", "kv_heads", "head_dim", "mlp", "experts", "vocab", "norm"),
     *("ahead", "latent", "expert_embed", "routes", "sequence", "lora"),
 )
 """Names that model code gives to the dims of its arrays."""
@@ -28,7 +30,7 @@ DEFAULT_AXIS_RULES: dict[str, tuple[str, ...]] = {
     "expert_embed": ("fsdp", "context"),
     "heads": ("tensor",),
     "kv_heads": ("tensor",),
-    "head_size": (),
+    "head_dim": (),
     "mlp": ("tensor",),
     "experts": ("expert",),
     "vocab": ("stage", "tensor"),
@@ -47,7 +49,7 @@ ALLOWED_AXIS_RULES: dict[str, tuple[tuple[str, ...], ...]] = {
     "latent": ((), ("fsdp",), ("fsdp", "expert", "context")),
     "heads": ((), ("tensor",)),
     "kv_heads": ((), ("tensor",)),
-    "head_size": ((), ("tensor",)),
+    "head_dim": ((), ("tensor",)),
     "mlp": ((), ("tensor",)),
     "vocab": (("stage",), ("stage", "tensor")),
 }
@@ -169,7 +171,9 @@ class MeshConfig:
     axis_rules: dict[str, list[str]] = field(default_factory=dict)
     """Changes to the table from logical axis to mesh axes, e.g. `{mlp: [tensor]}`.
     The default table is printed by `maxpipe config explain mesh.axis_rules`."""
-    largest_copy_bytes: int = 2**27
+    max_replicated_bytes: int = dataclasses.field(
+        default=2**27, metadata=renamed_from("largest_copy_bytes")
+    )
     """The most that a device holds of one parameter, a stage's layers together, when all devices
     of the fsdp, expert and context axes hold the same: a larger one that no rule `[]` keeps whole
     is an error, and one that a rule keeps whole is reported. 0: no limit."""

@@ -461,7 +461,7 @@ def _matmuls_backward(
             mine = lax.optimization_barrier(mine)
         # Sums over a token's whole width, as norms have, make a product behind which they stand
         # slow.
-        d_x = how.input_grad(mine, weight.value, dims).compute().astype(x.dtype)
+        d_x = how.input_grad(mine, weight.weight, dims).compute().astype(x.dtype)
         d_xs.append(lax.optimization_barrier(d_x))
         inside = mine if into and how.weight_gradients else cotangent
         make = partial(weight_grad, x, inside, how, into=into, most=most if into else None)

@@ -4,7 +4,7 @@ The compiler has no estimate for a kernel, and no count for a loop whose trips a
 such an operation knows the work; its scope keeps that in every `op_name`, through differentiation,
 partition and optimization. No jax.
 
-    with jax.named_scope(stated.flops(4 * pairs * head_size)):
+    with jax.named_scope(stated.flops(4 * pairs * head_dim)):
         kernel(query, key, value)
 
 Names of the per-device program's pieces, by which a compiled program is read. No jax.

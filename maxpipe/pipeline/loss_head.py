@@ -146,7 +146,7 @@ class LossHead(NamedTuple):
     objective: Objective
     logit_scale: float = 1.0
     """Factor of the logits."""
-    logit_cap: float = 0.0
+    final_logit_softcapping: float = 0.0
     """Scaled logits become `cap * tanh(logits / cap)`. 0: as they are."""
     block_tokens: int = 0
     """Tokens whose logits are in memory at once. 0: those of a microbatch."""
@@ -330,9 +330,12 @@ class LossHead(NamedTuple):
         logits, slope = _einsum_float32("btd,dv->btv", hidden, head), None
         if self.logit_scale != 1.0:
             logits, slope = logits * self.logit_scale, self.logit_scale
-        if self.logit_cap:
-            bent = jnp.tanh(logits / self.logit_cap)
-            logits, slope = self.logit_cap * bent, (1.0 - bent * bent) * self.logit_scale
+        if self.final_logit_softcapping:
+            bent = jnp.tanh(logits / self.final_logit_softcapping)
+            logits, slope = (
+                self.final_logit_softcapping * bent,
+                (1.0 - bent * bent) * self.logit_scale,
+            )
         column = axis_index(STAGE) * num_columns + jnp.arange(num_columns)
         logits = jnp.where(column < self.vocab_size, logits, jnp.finfo(jnp.float32).min)
         return _Logits(logits, slope, column)

@@ -191,7 +191,7 @@ class MtpLossHeads:
             total, d_own, more = self._head_loss(inputs, scale, score, number, own)
             d_params, d_input = pullback(d_own)
             sums = MtpTotals(
-                sums.found.with_loss(number, total),
+                sums.results.with_loss(number, total),
                 self.weights.accumulate(sums.gradients, number, d_params),
                 sums.embedding,
             )

@@ -43,7 +43,7 @@ class Network:
     """Factor of what the embedding looks up."""
     logit_scale: float = 1.0
     """Factor of the logits."""
-    logit_cap: float = 0.0
+    final_logit_softcapping: float = 0.0
     """Scaled logits become `cap * tanh(logits / cap)`. 0: as they are."""
     loss_block_tokens: int = 0
     """Tokens on a device whose logits are in memory at once. 0: those of a microbatch."""

@@ -100,7 +100,7 @@ class StepProgram:
         )
         self.tied = "head" not in params
         head, of_head = (
-            (table.T, of_table.turned) if self.tied else (params["head"], divisions["head"])
+            (table.T, of_table.transposed) if self.tied else (params["head"], divisions["head"])
         )
         # A stack of one.
         self.head_weights = LayerWeights(self.plan.prologue_gather_mode, of_head, dtype)
@@ -113,7 +113,7 @@ class StepProgram:
             network.vocab_size,
             network.objective,
             network.logit_scale,
-            network.logit_cap,
+            network.final_logit_softcapping,
             network.loss_block_tokens,
             network.num_sources,
         )
@@ -517,7 +517,7 @@ class StepProgram:
                 row.loss >= 0, work, rest, carry.loss, gradients.final_norm, gradients.head, sums
             )
         if sums is not None:
-            carry = carry._replace(ahead=sums.found)
+            carry = carry._replace(ahead=sums.results)
             gradients = gradients._replace(mtp=sums.gradients)
             if sums.embedding is not None:
                 gradients = gradients._replace(embedding=sums.embedding)

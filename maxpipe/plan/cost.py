@@ -353,7 +353,7 @@ class LayerCost:
         """Of each attention the operations of a forward's products."""
         sizes = self.model.sizes
         return [
-            (each, 4.0 * sizes.scores(part) * each.head_size)
+            (each, 4.0 * sizes.scores(part) * each.head_dim)
             for part in self._kind.parts.values()
             for each in part.operations
             if isinstance(each, Scores)
@@ -562,7 +562,7 @@ def _slot_seconds(
         seconds = np.array([model.slots(action, chunk) for chunk in sizes.chunks])
         return np.where(slots.active, seconds[here], 0.0)
     seconds = np.array([model.layers[kind].slot(action) for kind in kinds])
-    ends = accumulate(sizes.layer_partition, initial=sizes.config.pipeline.layers_outside)
+    ends = accumulate(sizes.layer_partition, initial=sizes.config.pipeline.prologue_layers)
     layers = [sizes.model.layers[start:end] for start, end in pairwise(ends)]
     chunks = np.array(list(zip_longest(*layers))).T
     run = slots.active[:, :, None, None] & (chunks[here][..., None] == np.array(kinds))

@@ -129,9 +129,9 @@ def _on_host(sizes: Sizes) -> bool:
 
 
 def reference(sizes: Sizes) -> float:
-    """A copy of the trained parameters, which `grpo.kl` compares with."""
+    """A copy of the trained parameters, which `grpo.kl_coef` compares with."""
     config = sizes.config
-    is_kept = config.train.objective == "grpo" and config.grpo.kl > 0
+    is_kept = config.train.objective == "grpo" and config.grpo.kl_coef > 0
     return _parameters(sizes.trained) if is_kept else 0.0
 
 

@@ -70,10 +70,10 @@ TERMS: dict[str, Term] = {
     "sent": Term("messages that are being sent", "more pipeline.microbatches of fewer rows"),
     "outside": Term(
         "activations of the layers outside the ring",
-        "pipeline.layers_outside=0, pipeline.remat=chunk",
+        "pipeline.prologue_layers=0, pipeline.remat=chunk",
     ),
     "reports": Term("losses and statistics that layers report", "more mesh.ici_stage"),
-    "ahead": Term("losses and statistics of heads ahead", "fewer model.heads_ahead"),
+    "ahead": Term("losses and statistics of heads ahead", "fewer model.mtp_heads"),
     "update": Term(
         "copies of gradients, while they are summed or parameters updated",
         "more mesh.ici_fsdp or mesh.ici_stage, optim.name=adamw",
@@ -89,7 +89,8 @@ TERMS: dict[str, Term] = {
         "pipeline.microbatches of fewer rows, a shorter train.sequence_length",
     ),
     "reference": Term(
-        "the parameters that grpo.kl compares with", "grpo.kl=0, or adapters (adapter.rank)"
+        "the parameters that grpo.kl_coef compares with",
+        "grpo.kl_coef=0, or adapters (adapter.rank)",
     ),
     "batch": Term("token ids of the step", "a smaller train.batch_size"),
 }

@@ -71,7 +71,7 @@ def _copies(sizes: Sizes, number: Callable[[Param], float]) -> float:
 
 def zero1_dim(sizes: Sizes, param: Param) -> int | None:
     """The dim of what is kept of a parameter that devices along `data` divide, if they do."""
-    if not sizes.config.optim.shard_over_data:
+    if not sizes.config.optim.zero1:
         return None
     table = axis_table(sizes.config.mesh)
     return find_zero1_dim(param.dims, [table.get(axis, ()) for axis in param.axes], sizes.axes)

@@ -168,7 +168,7 @@ def plan_values(candidate: Candidate, hardware: Hardware) -> dict[str, Any]:
         "host_bytes": candidate.memory.host,
         "stages": per_stage,
         "outside": {
-            "layers": config.pipeline.layers_outside,
+            "layers": config.pipeline.prologue_layers,
             "bytes": prologue_bytes(sizes, schedule),
             "seconds": candidate.cost.parts.get("outside", 0.0),
         },

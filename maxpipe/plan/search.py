@@ -58,7 +58,7 @@ _LAYOUT = (
     "repeats",
     "group",
     "microbatches",
-    "layers_outside",
+    "prologue_layers",
     "weight_gather",
     "remat",
 )
@@ -202,7 +202,7 @@ def _complexity(candidate: Candidate) -> tuple[int, ...]:
 
 def _apply_fixed(config: Config, fixed: Mapping[str, Any]) -> Config:
     """The config with what is fixed; of what a search never varies no other layout has it."""
-    varied = {"pipeline": {"cut": [], "delayed_forwarding": False}}
+    varied = {"pipeline": {"layers_per_chunk": [], "delayed_forwarding": False}}
     for section in ("mesh", "pipeline"):
         values = varied.get(section, {}) | {
             key.partition(".")[2]: value
@@ -431,7 +431,7 @@ def _pipelines(config: Config) -> tuple[Mapping[str, Any], ...]:
     in_ring = config.mesh.context_attention == "ring" and sizes.axes["context"] > 1
     return _pipeline_options(
         sizes.stages,
-        config.model.num_layers - config.pipeline.layers_outside,
+        config.model.num_layers - config.pipeline.prologue_layers,
         sizes.batch_per_device,
         gathers=gathers_weights(sizes),
         rings=config.mesh.collective_matmul or in_ring,

@@ -207,13 +207,15 @@ class Sizes:
     def layer_partition(self) -> tuple[int, ...]:
         """Layers of each chunk."""
         pipeline, tokens = self.config.pipeline, self.config.train.sequence_length
-        costs = layer_costs(describe(self.config.model), tokens)[pipeline.layers_outside :]
-        return tuple(pipeline.cut) or _balanced_partition(costs, self.stages * self.repeats)
+        costs = layer_costs(describe(self.config.model), tokens)[pipeline.prologue_layers :]
+        return tuple(pipeline.layers_per_chunk) or _balanced_partition(
+            costs, self.stages * self.repeats
+        )
 
     @cached_property
     def chunks(self) -> tuple[Counter[str], ...]:
         """Layers of each kind in each chunk."""
-        found, start = [], self.config.pipeline.layers_outside
+        found, start = [], self.config.pipeline.prologue_layers
         for length in self.layer_partition:
             found.append(Counter(self.model.layers[start : start + length]))
             start += length
@@ -222,7 +224,7 @@ class Sizes:
     @cached_property
     def prologue_layers(self) -> Counter[str]:
         """Layers of each kind outside the ring."""
-        return Counter(self.model.layers[: self.config.pipeline.layers_outside])
+        return Counter(self.model.layers[: self.config.pipeline.prologue_layers])
 
     @cached_property
     def ring_layers(self) -> Counter[str]:

@@ -45,7 +45,7 @@ from maxpipe.restore.open_model import OpenedModel, open_address_or_folder
 from maxpipe.step.build import split_devices, steps_from_config
 from maxpipe.step.step import Steps
 
-KEY, _LAYOUT_KEY = "distill.teacher", "distill.layout"
+KEY, _LAYOUT_KEY = "distill.teacher", "distill.teacher_layout"
 _PROBE = "The sea is wide; 1234.5 = x_i + {y}?\n\tNaïve façade, größer, 東京, Привет 🙂"
 """Text of which tokenizers with other tokens make other ids."""
 _LAYOUT_SECTIONS = ("mesh.", "pipeline.", "train.")
@@ -140,7 +140,7 @@ def open_teacher(loaded: LoadedConfig, tokenizer: Tokenizer) -> Teacher:
 
 
 def _resolve_teacher(loaded: LoadedConfig, key: str, *, same: bool) -> OpenedModel:
-    """The model, with rows as the student's, and mesh and pipeline as `distill.layout` says."""
+    """The model, with rows as the student's, and mesh and pipeline as `distill.teacher_layout` says."""
     config = loaded.config
 
     def section(saved: Mapping[str, Any]) -> dict[str, Any]:
@@ -153,15 +153,15 @@ def _resolve_teacher(loaded: LoadedConfig, key: str, *, same: bool) -> OpenedMod
 
     model = resolve_model(config.distill.teacher, where=key, runs=config.run.dir)
     try:
-        return open_address_or_folder(model, config.distill.layout, section)
+        return open_address_or_folder(model, config.distill.teacher_layout, section)
     except ConfigError as error:
         raise _layout_error(error) from error
 
 
 def _layout(config: Config, *, same: bool) -> dict[str, Any]:
-    """Sections `mesh` and `pipeline` before `distill.layout`."""
+    """Sections `mesh` and `pipeline` before `distill.teacher_layout`."""
     mesh: dict[str, Any] = {"cpu_devices": config.mesh.cpu_devices}
-    if config.distill.layout:
+    if config.distill.teacher_layout:
         return {"mesh": mesh}
     if not same:
         return {"mesh": {**mesh, "ici_fsdp": -1}}
@@ -342,9 +342,9 @@ def open_teacher_source(
     if config.train.objective != "distill":
         return TeacherSource()
     told = f"{config.distill.top_k} most likely tokens"
-    if config.distill.stored:
+    if config.distill.teacher_logits:
         stored = attach_stored_logits(config, datasets.train)
-        words = f"{stored.teacher['name']}, its {told}, stored in {config.distill.stored}"
+        words = f"{stored.teacher['name']}, its {told}, stored in {config.distill.teacher_logits}"
         return TeacherSource(stored.teacher, banner_lines=[("teacher", words)])
     with stage(f"opening the teacher {config.distill.teacher}"):
         teacher = open_teacher(loaded, datasets.tokenizer)
@@ -362,7 +362,9 @@ def attach_stored_logits(config: Config, loader: Loader) -> LogitsReader:
     """
     own = config.distill
     folder = (
-        own.stored if url_scheme(own.stored) else str(expand_path(own.stored, "distill.stored"))
+        own.teacher_logits
+        if url_scheme(own.teacher_logits)
+        else str(expand_path(own.teacher_logits, "distill.teacher_logits"))
     )
     stored = open_logits(
         folder,

@@ -62,7 +62,7 @@ class ReferenceParams:
                 where,
                 None,
                 "must lead to the weights that this run has begun with, which are the reference "
-                "of grpo.kl: other weights are there now.",
+                "of grpo.kl_coef: other weights are there now.",
                 "Put them back, name the step that they are of with RUN@STEP, or set run.name to a "
                 "new name.",
             )
@@ -267,7 +267,9 @@ class Rollouts:
 
     def _place_batch(self, drawn: list[RewardedCompletion]) -> dict[str, Array]:
         names = set(self._steps.objective.batch_arrays)
-        host = assemble_batch(drawn, self._length, self._tokenizer.pad_id, self._config.average)
+        host = assemble_batch(
+            drawn, self._length, self._tokenizer.pad_id, self._config.loss_aggregation
+        )
         host |= {name: np.zeros_like(host["loss_mask"]) for name in names - host.keys()}
         sharding, count = self._steps.batch_sharding, len(drawn)
         rows = local_sequences(sharding, count)

@@ -130,12 +130,12 @@ def vocabulary_growth_note(before: int, now: int) -> str:
 
 KEY = "checkpoint.restore_from"
 
-_MTP_HEADS_KEY, _MTP_KIND_KEY = "model.heads_ahead", "model.ahead"
+_MTP_HEADS_KEY, _MTP_KIND_KEY = "model.mtp_heads", "model.mtp_kind"
 """The second is not read where the first is 0."""
 
 # Model keys that may change between a checkpoint and the run that resumes it.
 _FREE_MODEL_KEYS = frozenset(
-    {"model.dropout", "model.attention", "model.compute_dtype", "model.ahead_loss_weight"}
+    {"model.dropout", "model.attention", "model.compute_dtype", "model.mtp_loss_weight"}
     | {"model.matmul", "model.matmul_parts", "model.matmul_scales", "model.frozen"}
     | {"model.matmul_weight_gradients"}
 )
@@ -221,11 +221,11 @@ def _read_folder_weights(
     source = open_folder(folder, error_location(KEY, loaded.origins))
     wanted = to_dict(config)["model"]
     decided = {**WITHOUT_MTP, **source.description.section}
-    if decided["heads_ahead"] and not config.model.heads_ahead:
+    if decided["mtp_heads"] and not config.model.mtp_heads:
         console.note(
-            "model.heads_ahead=0: the folder's layers that predict further ahead are left out"
+            "model.mtp_heads=0: the folder's layers that predict further ahead are left out"
         )
-        decided |= {**WITHOUT_MTP, "ahead": config.model.ahead}
+        decided |= {**WITHOUT_MTP, "mtp_kind": config.model.mtp_kind}
     # config.json says nothing about other keys, such as dropout.
     own = {
         name: {**wanted.get(name, {}), **keys}

@@ -33,7 +33,7 @@ from maxpipe.restore.initial_weights import (
 )
 from maxpipe.step.step import Steps
 
-_PROCESS_KEYS = ("num_processes", "process_id", "coordinator", "executable")
+_PROCESS_KEYS = ("num_processes", "process_id", "coordinator", "compiled_step")
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,14 +64,14 @@ class RewardFunction:
         process = self.start()
         request = {"completion": completion, "record": record}
         try:
-            answer = self._request(process, request, self._config.reward_seconds)
+            answer = self._request(process, request, self._config.reward_timeout_seconds)
             if "reward" not in answer:
                 raise _RewardError("it gave none")
             return answer["reward"]
         except _RewardError as error:
             shown = completion if len(completion) <= _MAX_SHOWN else f"{completion[:_MAX_SHOWN]}..."
             rule = (
-                f"must give a finite number within {self._config.reward_seconds:g} seconds for "
+                f"must give a finite number within {self._config.reward_timeout_seconds:g} seconds for "
                 f"each completion; of {where} and the completion {shown!r} {error}."
             )
             raise self._config_error(rule) from None
@@ -104,7 +104,7 @@ class RewardFunction:
             "field": config.reward_field,
             "file": self._path,
             "function": self._function,
-            "seconds": config.reward_seconds,
+            "seconds": config.reward_timeout_seconds,
             "start_seconds": _START_SECONDS,
         }
         try:

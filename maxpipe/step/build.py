@@ -71,7 +71,7 @@ def objective_of(config: Config) -> Objective:
         case "pretrain" | "sft":
             return CrossEntropy()
         case "preference":
-            return preference.make_preference(config.preference, config.data.pairs_per_row)
+            return preference.make_preference(config.preference, config.data.max_pairs_per_sequence)
         case "distill":
             distill = config.distill
             return Distill(distill.direction, distill.temperature, distill.top_k, distill.weight)
@@ -81,10 +81,10 @@ def objective_of(config: Config) -> Objective:
 
 def policy_of(grpo_config: GrpoConfig) -> Policy:
     """That of rewarded completions."""
-    clip = grpo_config.clip, grpo_config.clip_high or grpo_config.clip
-    if not grpo_config.kl:
+    clip = grpo_config.clip_ratio, grpo_config.clip_ratio_high or grpo_config.clip_ratio
+    if not grpo_config.kl_coef:
         return Policy(*clip, grpo_config.temperature)
-    return KlPolicyGradient(*clip, grpo_config.temperature, kl=grpo_config.kl)
+    return KlPolicyGradient(*clip, grpo_config.temperature, kl=grpo_config.kl_coef)
 
 
 def build_steps(
@@ -119,8 +119,8 @@ def build_steps(
     schedule = scheduled(pipeline.microbatches)
     ring = schedule.ring
     # Embedding and loss head are spread over all stages: only layers weigh on the cut.
-    outside, costs = pipeline.layers_outside, layer_costs(decoder.model, train.sequence_length)
-    cut = pipeline.cut or balance_layers(costs[outside:], ring.num_chunks)
+    outside, costs = pipeline.prologue_layers, layer_costs(decoder.model, train.sequence_length)
+    cut = pipeline.layers_per_chunk or balance_layers(costs[outside:], ring.num_chunks)
     layout = LayerLayout(ring, tuple(cut), outside, decoder.model.layers)
     parts = ParamLayout(decoder, layout, mesh)
     ends = decoder.model.ends
@@ -132,7 +132,7 @@ def build_steps(
         dict(decoder.model.losses),
         ends.embed_scale,
         ends.logit_scale,
-        ends.logit_cap,
+        ends.final_logit_softcapping,
         _loss_block(mesh, model, pipeline, train),
         _make_mtp(decoder),
         num_sources,
@@ -244,8 +244,8 @@ def split_devices(config: Config) -> tuple[list[Device], list[Device]]:
     Raises:
         ConfigError: there are not enough, or processes would have unlike ones.
     """
-    count = config.distill.devices if runs_teacher(config) else 0
-    return partition_devices(jax.devices(), count, "distill.devices")
+    count = config.distill.teacher_devices if runs_teacher(config) else 0
+    return partition_devices(jax.devices(), count, "distill.teacher_devices")
 
 
 def resolve_mesh(loaded: LoadedConfig) -> LoadedConfig:

@@ -23,7 +23,7 @@ from maxpipe.io import files, redact
 from maxpipe.io.typed_json import parse_json
 
 PROGRAM, PROVENANCE = "program.bin", "provenance.json"
-CONFIG_KEY = "runtime.executable"
+CONFIG_KEY = "runtime.compiled_step"
 _MAX_PROVENANCE_BYTES = 1 << 20
 PROGRAM_SECTIONS = ("model", "mesh", "pipeline", "train", "optim")
 """Config sections that determine the program."""

@@ -192,7 +192,7 @@ class ParamLayout:
     def trainable_params(self, optim: OptimConfig) -> dict[KeyPath, TrainableParam]:
         """The trained parameters, by their paths in the stacked form."""
         model, layout = self.decoder.model, self.layout
-        rates = chosen(model, parse_param_values(optim.rate_factors))
+        rates = chosen(model, parse_param_values(optim.lr_multipliers))
         decays = chosen(model, parse_param_values(optim.weight_decays))
         specs, found = flatten(self.specs), dict[KeyPath, TrainableParam]()
 
@@ -200,7 +200,7 @@ class ParamLayout:
             decay = decays.get(name, optim.weight_decay if param.decays else 0.0)
             if param.trainable:
                 spec = specs[path]
-                if optim.shard_over_data:
+                if optim.zero1:
                     spec = self._zero1_spec(spec, param, 0 if layers is None else layers.ndim)
                 found[path] = TrainableParam(param, name, rates.get(name, 1.0), decay, layers, spec)
 

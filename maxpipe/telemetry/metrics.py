@@ -60,9 +60,9 @@ METRICS = (
         "nats per token",
         "Cross-entropy of the first head ahead, the sum over the tokens that it predicts divided "
         "by the number of those of `train/loss`. `train/loss_ahead_2` is that of the second. With "
-        "`model.ahead=layer` their layers count in the numbers of layers below, each for the "
+        "`model.mtp_kind=layer` their layers count in the numbers of layers below, each for the "
         "tokens that it has a target for.",
-        "with `model.heads_ahead`",
+        "with `model.mtp_heads`",
     ),
     Metric(
         "train/grad_norm",
@@ -141,14 +141,14 @@ METRICS = (
     Metric(
         "train/clipped",
         "fraction",
-        "Tokens that `grpo.clip` keeps from being learned from; 0 in the first step of a rollout.",
+        "Tokens that `grpo.clip_ratio` keeps from being learned from; 0 in the first step of a rollout.",
         _GRPO,
     ),
     Metric(
         "train/kl",
         "nats per token",
         "Divergence from the reference, estimated from the tokens that were drawn.",
-        "with `grpo.kl`",
+        "with `grpo.kl_coef`",
     ),
     *(Metric(f"train/{name}", *each, _PREFERENCE) for name, each in _PREFERENCE_METRICS.items()),
     *(

@@ -159,7 +159,7 @@ def _shape(part: AttentionPart, tokens: int) -> str:
     groups, shared, values = _heads(part)
     more = [*sorted(part.options), *(["window"] if getattr(part, "window", "") else [])]
     return " ".join(
-        [f"{tokens} tokens {groups * shared}/{groups} x {part.head_size}/{values}", *more]
+        [f"{tokens} tokens {groups * shared}/{groups} x {part.head_dim}/{values}", *more]
     )
 
 
@@ -168,7 +168,7 @@ def _heads(part: AttentionPart) -> tuple[int, int, int]:
     if isinstance(part, LatentAttention):
         return min(part.num_heads, _GROUPS), 1, part.value_size
     shared = min(part.num_heads // part.num_kv_heads, _SHARED)
-    return min(part.num_kv_heads, _GROUPS), shared, part.head_size
+    return min(part.num_kv_heads, _GROUPS), shared, part.head_dim
 
 
 def _compare_backend(
@@ -177,7 +177,7 @@ def _compare_backend(
     """Of one slice, with the largest window, for each number of documents."""
     groups, shared, values = _heads(part)
     heads, random = groups * shared, np.random.default_rng(0)
-    shapes = (heads, part.head_size), (groups, part.head_size), (groups, values), (heads, values)
+    shapes = (heads, part.head_dim), (groups, part.head_dim), (groups, values), (heads, values)
     drawn = [random.standard_normal((1, tokens, *shape)) for shape in shapes]
     sinks = random.standard_normal(heads) if "sinks" in part.options else None
     query, key, value, cotangent = (jnp.asarray(each, dtype) for each in drawn)

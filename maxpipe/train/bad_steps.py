@@ -168,11 +168,11 @@ class BadStepMonitor:
                 f"Set guard.max_bad_steps={2 * config.max_bad_steps} if the data is to blame, or "
                 f"{lower}.",
             )
-        if action == "roll_back" and self.roll_backs >= config.max_roll_backs:
+        if action == "roll_back" and self.roll_backs >= config.max_rollbacks:
             return (
-                f"asks for roll back {self.roll_backs + 1}; guard.max_roll_backs allows "
-                f"{config.max_roll_backs}. events.jsonl names the batches.",
-                f"Set guard.max_roll_backs={config.max_roll_backs + 3} if the data is to blame, "
+                f"asks for roll back {self.roll_backs + 1}; guard.max_rollbacks allows "
+                f"{config.max_rollbacks}. events.jsonl names the batches.",
+                f"Set guard.max_rollbacks={config.max_rollbacks + 3} if the data is to blame, "
                 f"or {lower}.",
             )
         return None

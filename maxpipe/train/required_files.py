@@ -116,12 +116,12 @@ def _other_files(config: Config) -> Iterator[tuple[str, str]]:
     for name, task in config.eval.tasks.items():
         yield f"eval.tasks.{name}.path", task.path
     if config.eval.sample_every:
-        yield "eval.sample_file", config.eval.sample_file
+        yield "eval.sample_prompts_file", config.eval.sample_prompts_file
     if config.train.objective == "grpo":
         yield "grpo.prompts", config.grpo.prompts
         yield "grpo.reward_file", config.grpo.reward_file.rpartition(":")[0]
     if config.train.objective == "distill":
-        yield "distill.stored", config.distill.stored
+        yield "distill.teacher_logits", config.distill.teacher_logits
 
 
 def _problem(key: str, path: str, origins: Mapping[str, str]) -> Iterator[Problem]:

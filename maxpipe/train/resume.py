@@ -61,7 +61,7 @@ from maxpipe.step.step import Steps
 from maxpipe.telemetry.console import Console
 
 _FROZEN = "model.frozen"
-_OPTIMIZER, _STATE_TYPE, _EMA_DECAY = "optim.name", "optim.state_dtype", "optim.average_decay"
+_OPTIMIZER, _STATE_TYPE, _EMA_DECAY = "optim.name", "optim.state_dtype", "optim.ema_decay"
 # Settings that may change of a finished run: how often it is saved and evaluated, its name, its
 # machine, and the key that gives its length.
 _FREE_WHEN_DONE = frozenset({"checkpoint", "eval"})
@@ -206,7 +206,7 @@ def build_reference(
         ConfigError, StorageError: as `restore_or_init`.
     """
     config = loaded.config
-    if config.train.objective != "grpo" or not config.grpo.kl:
+    if config.train.objective != "grpo" or not config.grpo.kl_coef:
         return None
     params = begin.state.params
     if begin.is_resumed:
@@ -352,7 +352,7 @@ def _check_teacher(
     """
     if before is None or now is None or before["digest"] == now["digest"]:
         return
-    key = "distill.teacher" if loaded.config.distill.teacher else "distill.stored"
+    key = "distill.teacher" if loaded.config.distill.teacher else "distill.teacher_logits"
     raise ConfigError.one(
         error_location(key, loaded.origins),
         now["name"],

@@ -38,7 +38,7 @@ from maxpipe.step.state import ParamLayout
 
 
 class SampleGenerator:
-    """What a model makes of the prompts of `eval.sample_prompts` or `eval.sample_file`, and of
+    """What a model makes of the prompts of `eval.sample_prompts` or `eval.sample_prompts_file`, and of
     `held_out` conversations.
 
     Raises:
@@ -64,15 +64,15 @@ class SampleGenerator:
             prompts.append(Prompt(number, turn.text, turn.ids))
         if not prompts:
             raise ConfigError.one(
-                "eval.sample_documents",
-                eval_config.sample_documents,
+                "eval.sample_conversations",
+                eval_config.sample_conversations,
                 "finds no conversation that is held out for validation, has something trained "
                 f"behind its first message, and fits into train.sequence_length ({room}).",
                 "Set data.validation_fraction or train.sequence_length to more, or some "
                 "eval.sample_prompts.",
             )
         self._tokenizer, self._prompts, self._first = tokenizer, prompts, first
-        tokens = min(eval_config.sample_tokens, room)
+        tokens = min(eval_config.sample_max_tokens, room)
         self._limits = GenerationLimits(tokens, room, batch_size=len(prompts))
         parts = decode_param_layout(partition)
         self._mesh = parts.mesh
@@ -118,8 +118,8 @@ def _prompts(
     config: EvalConfig, tokenizer: Tokenizer, room: int, chat: ChatTemplate | None
 ) -> list[Prompt]:
     """Those that the config names."""
-    path, texts = config.sample_file, list(config.sample_prompts)
-    where = f"eval.sample_file: {path}"
+    path, texts = config.sample_prompts_file, list(config.sample_prompts)
+    where = f"eval.sample_prompts_file: {path}"
     if config.sample_chat:
         chats = read_conversations(path, where) if path else [user_chat(each) for each in texts]
         return encode_chats(chats, tokenizer, room, where="eval.sample_chat", chat=chat)

@@ -263,7 +263,7 @@ def _samples(config: Config, steps: Steps, datasets: Datasets) -> SampleGenerato
         return None
     room, tokenizer = config.train.sequence_length, datasets.tokenizer
     turns = load_validation_prompts(
-        datasets, config.data.validation_fraction, config.eval.sample_documents, room
+        datasets, config.data.validation_fraction, config.eval.sample_conversations, room
     )
     chat = load_run_chat_template(config, tokenizer)
     given = config.eval, steps.param_layout, tokenizer, turns, chat
@@ -297,8 +297,8 @@ def _compile_train_steps(
     first = int(begin.state.step)
     if first >= last:
         console.note(f"all {last} steps are done: nothing is left to train")
-    elif config.runtime.executable:
-        folder = expand_path(config.runtime.executable, "runtime.executable")
+    elif config.runtime.compiled_step:
+        folder = expand_path(config.runtime.compiled_step, "runtime.compiled_step")
         with console.stage(f"loading train step from {folder}"):
             train_steps[steps.shape[0]] = steps.load_train(folder, to_dict(config))
     else:
@@ -313,7 +313,7 @@ def _compile_train_steps(
 
 def _check_memory(config: Config, train_steps: Mapping[int, Any]) -> None:
     """Check compiled steps again after everything else was compiled; warnings were printed."""
-    if not config.runtime.executable:
+    if not config.runtime.compiled_step:
         for program in train_steps.values():
             check_program(config, program, lambda _: None)
 

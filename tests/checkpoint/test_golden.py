@@ -27,7 +27,7 @@ THIS = f"{maxpipe.__version__.partition('.dev')[0]}-format-{FORMAT}"
 STEP = 2
 
 TINY = """
-model: {num_layers: 2, d_model: 4, num_heads: 2, num_kv_heads: 1, head_size: 2, d_mlp: 8,
+model: {num_layers: 2, d_model: 4, num_heads: 2, num_kv_heads: 1, head_dim: 2, d_mlp: 8,
         vocab_size: 259, tied_embeddings: true, compute_dtype: float32}
 train: {steps: 2, batch_size: 2, sequence_length: 16}
 data: {source: synthetic}

@@ -34,7 +34,7 @@ def run_dir(tmp_path: Path) -> Path:
             put(checkpoints, step)
     run_dir.mkdir(parents=True)
     text = (
-        "model: {num_layers: 1, d_model: 8, num_heads: 1, num_kv_heads: 1, head_size: 8, "
+        "model: {num_layers: 1, d_model: 8, num_heads: 1, num_kv_heads: 1, head_dim: 8, "
         f"d_mlp: 8, vocab_size: 259}}\nrun: {{name: a}}\ncheckpoint: {{dir: {config.dir}}}\n"
         "train: {steps: 6}\n"
     )

@@ -230,7 +230,7 @@ def test_pairs_of_whole_conversations(here: Path, capsys) -> None:
 
 def test_what_is_set_is_not_inferred(here: Path, capsys) -> None:
     _chats(here / "chat.jsonl", "messages")
-    _, err = _run(capsys, "stats", "chat.jsonl", "data.field=id", code=0)
+    _, err = _run(capsys, "stats", "chat.jsonl", "data.text_field=id", code=0)
     assert "data.chat" not in err
 
 

@@ -16,13 +16,17 @@ WRONG = [
     ((RANK, "adapter.targets=[embedding]"), "adapter.targets", "can have none"),
     (("adapter.rank=1000",), "adapter.rank", "the smaller side of layers.attention."),
     (("adapter.targets=[layers.*]",), "adapter.targets", "is not read with adapter.rank = 0"),
-    (("adapter.base=nf4",), "adapter.base", "is not read with adapter.rank = 0"),
-    ((RANK, "model.heads_ahead=1"), "model.heads_ahead", "must be 0 with adapters"),
+    (
+        ("adapter.base_quantization=nf4",),
+        "adapter.base_quantization",
+        "is not read with adapter.rank = 0",
+    ),
+    ((RANK, "model.mtp_heads=1"), "model.mtp_heads", "must be 0 with adapters"),
     ((RANK, "adapter.kind=dora", "model.matmul=int8"), "adapter.kind", "Set adapter.kind=lora"),
     ((RANK, "model.frozen=[layers.*]"), "model.frozen", "freezes all adapters"),
     (
-        (RANK, "adapter.base=nf4", "model.d_mlp=96", "mesh.ici_tensor=2"),
-        "adapter.base",
+        (RANK, "adapter.base_quantization=nf4", "model.d_mlp=96", "mesh.ici_tensor=2"),
+        "adapter.base_quantization",
         "in pieces of 32 numbers",
     ),
 ]
@@ -52,7 +56,7 @@ def test_targets_and_frozen_factors() -> None:
     both = {f"layers.mlp.up_lora_{end}" for end in "ab"}
     assert names("adapter.targets=[layers.mlp.up]") == both
     assert names("adapter.targets=[layers.mlp.up]", "model.frozen=['*_lora_a']") == {max(both)}
-    assert names("adapter.targets=[layers.mlp.up]", "adapter.base=int8") == both
+    assert names("adapter.targets=[layers.mlp.up]", "adapter.base_quantization=int8") == both
     dora = names("adapter.targets=[layers.mlp.up]", "adapter.kind=dora")
     assert dora == {*both, "layers.mlp.up_lora_length"}
     assert len(names()) == 14

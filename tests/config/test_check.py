@@ -51,7 +51,7 @@ BROKEN: list[tuple[str, str, str]] = [
     ("run.name=", "run.name", "letters, digits"),
     ("run.dir=", "run.dir", "must not be empty"),
     ("run.dir=gs://b/c", "run.dir", "must be a folder"),
-    ("data.field=", "data.field", "must not be empty"),
+    ("data.text_field=", "data.text_field", "must not be empty"),
     (
         "checkpoint.local_dir=gs://b checkpoint.local_every=1",
         "checkpoint.local_dir",
@@ -61,7 +61,7 @@ BROKEN: list[tuple[str, str, str]] = [
     ("checkpoint.dir=gs:///c", "checkpoint.dir", "must name a bucket"),
     ("checkpoint.restore_from=file:///c", "checkpoint.restore_from", "file:// is not known"),
     ("model.num_heads=6", "model.num_heads", "multiple of model.num_kv_heads (4)"),
-    ("model.head_size=7", "model.head_size", "must be even"),
+    ("model.head_dim=7", "model.head_dim", "must be even"),
     ("model.attention=cudnn", "model.compute_dtype", "no float32 kernel"),
     (
         "model.attention=cudnn model.compute_dtype=bfloat16 runtime.platform=cpu",
@@ -74,8 +74,8 @@ BROKEN: list[tuple[str, str, str]] = [
         "must be even with model.attention=cudnn",
     ),
     (
-        "model.attention=cudnn model.compute_dtype=bfloat16 model.head_size=20",
-        "model.head_size",
+        "model.attention=cudnn model.compute_dtype=bfloat16 model.head_dim=20",
+        "model.head_dim",
         "multiple of 8 and at most 256",
     ),
     ("model.attention=splash runtime.platform=cpu", "model.attention", "needs a TPU"),
@@ -85,10 +85,10 @@ BROKEN: list[tuple[str, str, str]] = [
         "multiple of 128 with model.attention=splash",
     ),
     ("model.vocab_size=258", "model.vocab_size", "at least 259 with tokenizer.kind=bytes"),
-    ("model.heads_ahead=-1", "model.heads_ahead", "at least 0"),
+    ("model.mtp_heads=-1", "model.mtp_heads", "at least 0"),
     (
-        "model.heads_ahead=16 train.sequence_length=16",
-        "model.heads_ahead",
+        "model.mtp_heads=16 train.sequence_length=16",
+        "model.mtp_heads",
         "less than train.sequence_length (16)",
     ),
     ("mesh.ici_data=0", "mesh.ici_data", "at least 1, or -1"),
@@ -102,7 +102,7 @@ BROKEN: list[tuple[str, str, str]] = [
         "model.attention",
         "must be blockwise, or auto, with mesh.context_attention=ring",
     ),
-    ("mesh.ici_context=2 model.heads_ahead=1", "mesh.ici_context", "tokens further ahead"),
+    ("mesh.ici_context=2 model.mtp_heads=1", "mesh.ici_context", "tokens further ahead"),
     (
         "mesh.ici_tensor=4 mesh.sequence_parallel=true train.sequence_length=66",
         "train.sequence_length",
@@ -127,7 +127,7 @@ BROKEN: list[tuple[str, str, str]] = [
     ("mesh.axis_rules.embed=[tensor]", "mesh.axis_rules.embed", "must be [] or [fsdp]"),
     ("mesh.axis_rules.vocab=[]", "mesh.axis_rules.vocab", "[stage] or [stage, tensor]"),
     ("mesh.axis_rules.vocab=[tensor,stage]", "mesh.axis_rules.vocab", "[stage] or [stage, tensor]"),
-    ("mesh.axis_rules.head_size=[tensor]", "mesh.axis_rules.head_size", "heads and kv_heads"),
+    ("mesh.axis_rules.head_dim=[tensor]", "mesh.axis_rules.head_dim", "heads and kv_heads"),
     ("mesh.ici_fsdp=3 train.batch_size=3", "model.d_model", "fsdp size (3)"),
     ("mesh.ici_tensor=3 model.num_kv_heads=1", "model.num_heads", "tensor size (3)"),
     ("mesh.ici_tensor=8", "model.num_kv_heads", "tensor size (8)"),
@@ -137,16 +137,20 @@ BROKEN: list[tuple[str, str, str]] = [
     ("pipeline.schedule=zb_v", "pipeline.repeats", "which turns back once, a V"),
     ("pipeline.schedule=1fb1", "pipeline.schedule", "must be one of gpipe, circular, 1f1b"),
     ("pipeline.delayed_forwarding=true", "pipeline.delayed_forwarding", "gpipe, circular and file"),
-    ("pipeline.cut=[1,2]", "pipeline.cut", "1 numbers of at least 1"),
-    ("pipeline.cut=[8,0] mesh.ici_stage=2", "pipeline.cut", "add up to model.num_layers (8)"),
+    ("pipeline.layers_per_chunk=[1,2]", "pipeline.layers_per_chunk", "1 numbers of at least 1"),
     (
-        "pipeline.cut=[4,4] mesh.ici_stage=2 pipeline.layers_outside=2",
-        "pipeline.cut",
-        "add up to model.num_layers (8) - pipeline.layers_outside (2) = 6",
+        "pipeline.layers_per_chunk=[8,0] mesh.ici_stage=2",
+        "pipeline.layers_per_chunk",
+        "add up to model.num_layers (8)",
     ),
     (
-        "pipeline.layers_outside=3 mesh.ici_stage=3 pipeline.repeats=2",
-        "pipeline.layers_outside",
+        "pipeline.layers_per_chunk=[4,4] mesh.ici_stage=2 pipeline.prologue_layers=2",
+        "pipeline.layers_per_chunk",
+        "add up to model.num_layers (8) - pipeline.prologue_layers (2) = 6",
+    ),
+    (
+        "pipeline.prologue_layers=3 mesh.ici_stage=3 pipeline.repeats=2",
+        "pipeline.prologue_layers",
         "at most 2, that is model.num_layers (8) - stages (3) x repeats (2)",
     ),
     ("pipeline.saved_names=[gates]", "pipeline.saved_names", "neither an activation"),
@@ -224,7 +228,7 @@ BROKEN: list[tuple[str, str, str]] = [
     ),
     (f"{GRPO} data.end=stop", "data.end", "must be repeat with train.objective=grpo"),
     (f"{GRPO} model.dropout=0.1", "model.dropout", "must be 0.0 with train.objective=grpo"),
-    (f"{GRPO} model.heads_ahead=1", "model.heads_ahead", "must be 0 with train.objective=grpo"),
+    (f"{GRPO} model.mtp_heads=1", "model.mtp_heads", "must be 0 with train.objective=grpo"),
     (f"{GRPO} grpo.updates_per_rollout=3", "train.steps", "grpo.updates_per_rollout (3)"),
     (f"{GRPO} grpo.updates_per_rollout=3", "checkpoint.every", "behind whole rollouts"),
     (
@@ -313,12 +317,12 @@ def test_every_number_has_a_range():
         "pipeline.group=8 pipeline.microbatches=8 mesh.ici_stage=4",
         "mesh.ici_stage=3 pipeline.repeats=2",  # layers need not divide
         "mesh.ici_stage=-1 pipeline.repeats=8",
-        "mesh.ici_stage=3 pipeline.repeats=2 pipeline.layers_outside=2",
-        "mesh.ici_stage=2 pipeline.layers_outside=3 pipeline.cut=[2,3]",
-        "mesh.ici_stage=-1 pipeline.layers_outside=7",
+        "mesh.ici_stage=3 pipeline.repeats=2 pipeline.prologue_layers=2",
+        "mesh.ici_stage=2 pipeline.prologue_layers=3 pipeline.layers_per_chunk=[2,3]",
+        "mesh.ici_stage=-1 pipeline.prologue_layers=7",
         "mesh.ici_data=-1 mesh.dcn_data=-1",
         "mesh.ici_tensor=8 mesh.axis_rules.kv_heads=[]",
-        "mesh.ici_tensor=8 mesh.axis_rules={heads: [], kv_heads: [], head_size: [tensor]}",
+        "mesh.ici_tensor=8 mesh.axis_rules={heads: [], kv_heads: [], head_dim: [tensor]}",
         "train.steps=0 train.tokens=100000",
         "optim.warmup_steps=1000",  # a shortened run stays legal
         "optim.schedule=wsd optim.warmup_steps=9",
@@ -329,14 +333,14 @@ def test_every_number_has_a_range():
             f"runtime.num_processes=2 runtime.process_id=1 runtime.coordinator={host}:1234"
             for host in ("[::1]", "10.0.0.1", "a_b-c.d.", "10-0-0-1.host", 63 * "a")
         ),
-        "optim.rate_factors=[head 0]",
+        "optim.lr_multipliers=[head 0]",
         "optim.beta1=0.9999999 optim.epsilon=1e-31",
         "run.name=a.b_c-1",
         "run.seed=4294967295",
         "model.dropout=0.99",
         f"{GRPO} grpo.reward_file=a.py:b grpo.allow_code=true",
         f"{GRPO} grpo.updates_per_rollout=5 guard.bad_steps=skip",
-        f"{GRPO} grpo.clip=0.2 grpo.clip_high=0.28",
+        f"{GRPO} grpo.clip_ratio=0.2 grpo.clip_ratio_high=0.28",
     ],
 )
 def test_what_is_allowed(overrides: str):
@@ -344,9 +348,7 @@ def test_what_is_allowed(overrides: str):
 
 
 def test_all_rules_are_reported_together():
-    found = problems(
-        ["model.num_heads=6", "model.head_size=7", "optim.beta1=2", "data.source=text"]
-    )
+    found = problems(["model.num_heads=6", "model.head_dim=7", "optim.beta1=2", "data.source=text"])
     assert len(found) == 4
 
 
@@ -456,14 +458,14 @@ SMALL = st.integers(1, 12)
         optional={
             **{f"mesh.{link}_{a}": SIZES for link in ("ici", "dcn") for a in axes.MESH_AXES},
             **{f"pipeline.{name}": SMALL for name in ("microbatches", "repeats", "group")},
-            "pipeline.layers_outside": SMALL,
+            "pipeline.prologue_layers": SMALL,
             **{f"model.{name}": SMALL for name in ("num_layers", "num_heads", "num_kv_heads")},
             "model.d_model": st.integers(1, 300),
             "model.d_mlp": st.integers(1, 100),
             "model.moe.num_experts": SMALL,
             "model.moe.d_expert": st.integers(0, 40),
             "mesh.axis_rules.embed": st.sampled_from(["[]", "[fsdp]", "[fsdp,expert,context]"]),
-            "mesh.largest_copy_bytes": st.sampled_from([0, 1000, 10**6]),
+            "mesh.max_replicated_bytes": st.sampled_from([0, 1000, 10**6]),
             "train.sequence_length": st.integers(2, 100),
             "eval.batch_size": st.integers(0, 20),
             "train.batch_size": st.integers(1, 64),
@@ -546,18 +548,18 @@ def test_what_is_frozen_exists_and_something_is_trained(
     ],
 )
 def test_rates_by_name_are_numbers_and_leave_something_to_learn(given: str, words: str) -> None:
-    assert load(["tiny", "train.steps=1", "optim.rate_factors=['head 0']"])
+    assert load(["tiny", "train.steps=1", "optim.lr_multipliers=['head 0']"])
     with pytest.raises(ConfigError, match=words):
-        load(["tiny", "train.steps=1", f"optim.rate_factors={given}"])
+        load(["tiny", "train.steps=1", f"optim.lr_multipliers={given}"])
 
 
 def test_an_unknown_name_leaves_the_others_in_their_order() -> None:
     given = "['hed 2','layers.* 0.5','zzz 1','layers.mlp.* 3']"
     for action in (
-        "Set optim.rate_factors=['head 2', 'layers.* 0.5', 'layers.mlp.* 3'].",
-        "Set optim.rate_factors=['layers.* 0.5', 'layers.mlp.* 3'].",
+        "Set optim.lr_multipliers=['head 2', 'layers.* 0.5', 'layers.mlp.* 3'].",
+        "Set optim.lr_multipliers=['layers.* 0.5', 'layers.mlp.* 3'].",
     ):
-        assert action in [each.action for each in problems([f"optim.rate_factors={given}"])]
+        assert action in [each.action for each in problems([f"optim.lr_multipliers={given}"])]
 
 
 @pytest.mark.parametrize(
@@ -605,7 +607,7 @@ def test_moments_that_float32_never_starts_are_refused(key: str) -> None:
     ],
 )
 def test_phases_that_never_begin_are_reported(texts: str, words: str | None) -> None:
-    found = list(check.find_warnings(load([*BASE, f"optim.phases={texts}"]).config))
+    found = list(check.find_warnings(load([*BASE, f"optim.lr_phases={texts}"]).config))
     assert [words in each.rule for each in found if words] == ([True] if words else [])
     assert len(found) == bool(words)
 

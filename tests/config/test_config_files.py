@@ -150,7 +150,7 @@ def test_a_name_that_is_set_stays(here: Path):
     assert load(["named.yml", "tiny", "my-run.yml"]).config.run.name == "a"
     assert load(["named.yml", "tiny", "my-run.yml", "run.name=b"]).config.run.name == "b"
     keys = [f"model.{key}=2" for key in ("num_layers", "d_model", "num_heads", "num_kv_heads")]
-    sizes = ["model.head_size=2", "model.d_mlp=2", "model.vocab_size=259", "train.steps=1"]
+    sizes = ["model.head_dim=2", "model.d_mlp=2", "model.vocab_size=259", "train.steps=1"]
     assert load([*keys, *sizes]).config.run.name == "run"
 
 

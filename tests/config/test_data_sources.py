@@ -27,9 +27,9 @@ def said(*given: str) -> str:
         ("data.source=jsonl data.path=a data.template={a", "data.template", "no counterpart"),
         ("data.source=jsonl data.path=a data.template={}", "data.template", "names no column"),
         ("data.source=jsonl data.path=a data.template=x", "data.template", "names no column"),
-        ("data.unreadable=ignore", "data.unreadable", "stop"),
-        ("data.unreadable_limit=0", "data.unreadable_limit", "1"),
-        ("data.largest_unpacked_bytes=0", "data.largest_unpacked_bytes", "1"),
+        ("data.bad_records=ignore", "data.bad_records", "stop"),
+        ("data.max_bad_records=0", "data.max_bad_records", "1"),
+        ("data.max_decompressed_bytes=0", "data.max_decompressed_bytes", "1"),
     ],
 )
 def test_what_cannot_be_read_is_refused(given: str, key: str, words: str) -> None:

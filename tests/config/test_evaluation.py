@@ -11,7 +11,7 @@ from maxpipe.objectives.preference import Preference
 
 CHATS = ("data.source=jsonl", "data.path=chats.jsonl", "data.chat=messages")
 TASK = "eval.tasks.sums.path=sums.jsonl"
-LARGEST = "checkpoint.best_is=largest"
+LARGEST = "checkpoint.best_mode=largest"
 
 
 def refused(*given: str, to_train: bool = True) -> dict[str, str]:
@@ -48,13 +48,17 @@ def test_tasks_name_files() -> None:
     [
         ("eval.patience=2", "eval.every", "counts evaluations"),
         ("checkpoint.best_metric=eval/los", "checkpoint.best_metric", "=eval/loss."),
-        (f"{TASK} {LARGEST}", "checkpoint.best_is", "must be smallest"),
-        (f"{TASK} checkpoint.best_metric=eval/sums/accuracy", "checkpoint.best_is", "=largest."),
+        (f"{TASK} {LARGEST}", "checkpoint.best_mode", "must be smallest"),
+        (f"{TASK} checkpoint.best_metric=eval/sums/accuracy", "checkpoint.best_mode", "=largest."),
         ("checkpoint.best_metric=eval/sums/accuracy", "checkpoint.best_metric", "eval/loss"),
         ("eval.batches=0 eval.patience=1 eval.every=1", "checkpoint.best_metric", "eval.batches=8"),
-        ("eval.sample_documents=2 eval.sample_every=1", "eval.sample_documents", "data.chat"),
+        (
+            "eval.sample_conversations=2 eval.sample_every=1",
+            "eval.sample_conversations",
+            "data.chat",
+        ),
         ("eval.patience=-1", "eval.patience", "at least 0"),
-        ("eval.min_gain=-1", "eval.min_gain", "from 0 to"),
+        ("eval.min_delta=-1", "eval.min_delta", "from 0 to"),
     ],
 )
 def test_what_cannot_be_compared_is_refused(given: str, key: str, words: str) -> None:
@@ -91,10 +95,10 @@ def test_metrics_of_preferences_are_what_their_objective_reports() -> None:
     assert {*found} == {"eval/loss", *(f"eval/{name}" for name in Preference.report_names)}
     assert found["eval/margin"] == "largest" and found["eval/loss"] == "smallest"
     kept = [*given, "data.validation_fraction=0.2", "checkpoint.best_metric=eval/margin"]
-    assert load([*kept, "checkpoint.best_is=largest"]).config.checkpoint.best_is == "largest"
+    assert load([*kept, "checkpoint.best_mode=largest"]).config.checkpoint.best_mode == "largest"
 
 
 def test_what_a_run_evaluates_does_not_bind_other_commands() -> None:
     """`maxpipe eval` reads the section with other documents, and no checkpoint keys."""
-    given = ["eval.patience=2", "eval.every=5", "eval.batches=0", "eval.sample_documents=2"]
+    given = ["eval.patience=2", "eval.every=5", "eval.batches=0", "eval.sample_conversations=2"]
     assert refused(*given, to_train=False) == {}

@@ -34,20 +34,24 @@ def test_a_config_has_the_keys_of_its_family_alone() -> None:
         assert f"\n  {name}:\n    " in to_yaml(config) and f"  {other}:" not in to_yaml(config)
         assert from_dict(values) == config
         jsonschema.Draft202012Validator(render.json_schema()).validate(values)
-    own = load([*GEMMA, "model.gemma3.window=77"]).config.model.own
-    assert own == Gemma3Config(window=77)
+    own = load([*GEMMA, "model.gemma3.sliding_window=77"]).config.model.own
+    assert own == Gemma3Config(sliding_window=77)
 
 
 def test_files_merge_below_a_family(tmp_path: Path) -> None:
     first, second = tmp_path / "a.yml", tmp_path / "b.yml"
     first.write_text("model:\n  gemma3:\n    window: 5\n    period: 3\n")
     second.write_text("model: {gemma3: {window: 7}}\ntrain: {steps: 1}\n")
-    loaded = load(["gemma3-1b", str(first), str(second), "model.gemma3.query_scale=3"])
-    assert loaded.config.model.own == Gemma3Config(window=7, period=3, query_scale=3.0)
-    assert loaded.origins["model.gemma3.window"] == str(second)
-    assert loaded.origins["model.gemma3.period"] == str(first)
+    loaded = load(["gemma3-1b", str(first), str(second), "model.gemma3.query_pre_attn_scalar=3"])
+    assert loaded.config.model.own == Gemma3Config(
+        sliding_window=7, sliding_window_pattern=3, query_pre_attn_scalar=3.0
+    )
+    assert loaded.origins["model.gemma3.sliding_window"] == str(second)
+    assert loaded.origins["model.gemma3.sliding_window_pattern"] == str(first)
     second.write_text("model:\n  gemma3:\n    window: 1\n    window: 2\n")
-    assert f"{second}:4: model.gemma3.window = 2\n  appears twice" in problem(*GEMMA, str(second))
+    assert f"{second}:4: model.gemma3.sliding_window = 2\n  appears twice" in problem(
+        *GEMMA, str(second)
+    )
     second.write_text("model:\n  gemma3: 3\n")
     assert "model.gemma3 = 3\n  is a section" in problem(*GEMMA, str(second))
     second.write_text("model:\n  gemma3:\n")
@@ -57,21 +61,21 @@ def test_files_merge_below_a_family(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([*GEMMA, "model.llama.rope_scaling=2"], "is read by model.family=llama only, and the fam"),
-        ([*LLAMA, "model.gemma3.window=2"], "or set model.family=gemma3."),
+        ([*GEMMA, "model.llama.rope_factor=2"], "is read by model.family=llama only, and the fam"),
+        ([*LLAMA, "model.gemma3.sliding_window=2"], "or set model.family=gemma3."),
         ([*LLAMA, "model.family=gemma"], "Set model.family=gemma3."),
-        ([*GEMMA, "model.gemma3.windw=2"], "Did you mean model.gemma3.window?"),
-        ([*GEMMA, "model.gemma3.period=0"], "must be at least 1."),
-        ([*GEMMA, "model.gemma3.window=2147483648"], "must be from 1 to 2147483647"),
+        ([*GEMMA, "model.gemma3.windw=2"], "Did you mean model.gemma3.sliding_window?"),
+        ([*GEMMA, "model.gemma3.sliding_window_pattern=0"], "must be at least 1."),
+        ([*GEMMA, "model.gemma3.sliding_window=2147483648"], "must be from 1 to 2147483647"),
         ([*GEMMA, "model.gemma3=3"], "model.gemma3 = 3\n  is a section"),
-        ([*GEMMA, "window=3"], "Write model.gemma3.window=3."),
-        ([*GEMMA, "period=3"], "Write model.gemma3.period=3."),
+        ([*GEMMA, "window=3"], "Write model.gemma3.sliding_window=3."),
+        ([*GEMMA, "period=3"], "Write model.gemma3.sliding_window_pattern=3."),
         (
-            ["tiny", "train.steps=1", "model.family=phi3", "model.phi3.rope_short=3"],
+            ["tiny", "train.steps=1", "model.family=phi3", "model.phi3.rope_short_factor=3"],
             "must be a list of numbers.",
         ),
         (["tiny-moe", "train.steps=1", f"model.moe.num_dense_layers={10**15}"], "less than model."),
-        ([*GEMMA, "model.gemma3.window=x"], "must be an integer."),
+        ([*GEMMA, "model.gemma3.sliding_window=x"], "must be an integer."),
         (
             [*GEMMA, "pipeline.saved_names=[gat]"],
             "nor a preset (matmuls, attention, mlp).",
@@ -88,29 +92,31 @@ def test_a_key_that_moved_is_read_with_a_caution(in_file: bool, tmp_path: Path) 
     file.write_text("model: {rope_scaling: 3}\n")
     arguments = [str(file)] if in_file else ["model.rope_scaling=3"]
     loaded = load([*LLAMA, *arguments])
-    assert loaded.config.model.own == LlamaConfig(rope_scaling=3.0, rope_original_tokens=8192)
+    assert loaded.config.model.own == LlamaConfig(
+        rope_factor=3.0, original_max_position_embeddings=8192
+    )
     (caution,) = loaded.warnings
     where = f"{file}:1" if in_file else "command line"
     assert caution.where == f"{where}: model.rope_scaling" and caution.value == "3"
-    assert "model.llama.rope_scaling" in caution.rule + caution.action
+    assert "model.llama.rope_factor" in caution.rule + caution.action
     file.write_text("model:\n  llama: {rope_scaling: 4}\n  rope_scaling: 3\n")
-    twice = f"{file}:3: model.rope_scaling = 3\n  is the earlier name of model.llama.rope_scaling"
+    twice = f"{file}:3: model.rope_scaling = 3\n  is the earlier name of model.llama.rope_factor"
     assert twice in (told := problem(*LLAMA, str(file))) and f"set as well: {file}:2." in told
     # What a run of an earlier release has saved is not to be changed.
     saved: dict[str, Any] = to_dict(load(LLAMA).config)
     saved["model"]["rope_scaling"] = saved["model"].pop("llama")["rope_scaling"]
     again = load([], saved, "config.yml")
-    assert again.config.model.own == LlamaConfig(rope_scaling=32.0) and not again.warnings
+    assert again.config.model.own == LlamaConfig(rope_factor=32.0) and not again.warnings
 
 
 def test_every_list_of_keys_has_those_of_all_families(capsys: pytest.CaptureFixture[str]) -> None:
     assert {"model.llama", "model.gemma3"} <= set(SECTIONS)
-    assert "model.own" not in KEYS and "model.gemma3.window" in KEYS
+    assert "model.own" not in KEYS and "model.gemma3.sliding_window" in KEYS
     assert "rope_scaling" in render.explain("model.llama") and "gemma3" in render.explain("model")
     assert "one of llama, mistral" in render.explain("model.family")
     assert "\n## model.gemma3\n" in render.markdown()
     for word, answer in (
-        ("model.gemma3.w", "model.gemma3.window="),
+        ("model.gemma3.w", "model.gemma3.sliding_window="),
         ("model.family=gemma3", "model.family=gemma3"),
     ):
         assert main(["completion", "--answer", "fish", "train", word]) == 0
@@ -119,5 +125,5 @@ def test_every_list_of_keys_has_those_of_all_families(capsys: pytest.CaptureFixt
 
 def test_flat_names_each_value_by_its_key() -> None:
     values = flatten(to_dict(load([*GEMMA, "mesh.axis_rules.mlp=[]"]).config))
-    assert values["model.gemma3.window"] == 512 and values["mesh.axis_rules"] == {"mlp": []}
+    assert values["model.gemma3.sliding_window"] == 512 and values["mesh.axis_rules"] == {"mlp": []}
     assert set(values) <= set(KEYS)

@@ -51,13 +51,16 @@ def said(*arguments: str) -> str:
         ("model.num_local_experts=8", "Write model.family=moe model.moe.num_experts=8."),
         ("n_routed_experts=8", "Write model.family=moe model.moe.num_experts=8."),
         ("moe_intermediate_size=64", "Write model.family=moe model.moe.d_expert=64."),
-        ("router_aux_loss_coef=0.1", "Write model.family=moe model.moe.balance_weight=0.1."),
+        (
+            "router_aux_loss_coef=0.1",
+            "Write model.family=moe model.moe.load_balance_loss_weight=0.1.",
+        ),
         (
             "model.moe.first_k_dense_replace=1",
             "Write model.family=moe model.moe.num_dense_layers=1.",
         ),
         ("n_shared_experts=2", "Write model.family=moe model.moe.num_shared_experts=2."),
-        ("norm_topk_prob=true", "Write model.family=moe model.moe.normalised_weights=true."),
+        ("norm_topk_prob=true", "Write model.family=moe model.moe.norm_topk_prob=true."),
         ("optim.name=soap", "It is not supported. Set optim.name=adamw, or muon"),
         ("optim.name=AdamW", "Set optim.name=adamw."),
         ("optim.soap=true", "AdamW, Lion, Adafactor and Muon are."),

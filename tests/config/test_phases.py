@@ -44,13 +44,13 @@ def test_what_cannot_be_read_is_explained(text: str, rule: str) -> None:
     with pytest.raises(ValueError, match=rule):
         parse_phases([text], 100)
     with pytest.raises(ConfigError, match=rule) as caught:
-        load(["tiny", "train.steps=50", f"optim.phases=['{text}']"])
-    assert f'Set "optim.phases={EXAMPLE}".' in str(caught.value)
+        load(["tiny", "train.steps=50", f"optim.lr_phases=['{text}']"])
+    assert f'Set "optim.lr_phases={EXAMPLE}".' in str(caught.value)
 
 
 def test_the_example_is_taken_and_what_it_replaces_is_not() -> None:
-    load(["tiny", "train.steps=50", f"optim.phases={EXAMPLE}"])
-    with pytest.raises(ConfigError, match="must be 0 with optim.phases"):
-        load(["tiny", "train.steps=50", f"optim.phases={EXAMPLE}", "optim.warmup_steps=5"])
+    load(["tiny", "train.steps=50", f"optim.lr_phases={EXAMPLE}"])
+    with pytest.raises(ConfigError, match="must be 0 with optim.lr_phases"):
+        load(["tiny", "train.steps=50", f"optim.lr_phases={EXAMPLE}", "optim.warmup_steps=5"])
     with pytest.raises(ConfigError, match="nothing would be learned"):
-        load(["tiny", "train.steps=50", "optim.phases=['rest linear 0 -> 0']"])
+        load(["tiny", "train.steps=50", "optim.lr_phases=['rest linear 0 -> 0']"])

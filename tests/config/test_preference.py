@@ -16,7 +16,7 @@ GIVEN = [
 def test_pairs_are_taken() -> None:
     config = load(GIVEN).config
     assert config.preference.loss == "dpo" and config.preference.beta == 0.1
-    assert config.data.pairs_per_row == 16
+    assert config.data.max_pairs_per_sequence == 16
 
 
 @pytest.mark.parametrize(
@@ -27,8 +27,12 @@ def test_pairs_are_taken() -> None:
         (["data.packing=cut"], "data.packing", "data.packing=best_fit"),
         (["data.rejected_field=chosen"], "data.rejected_field", "data.rejected_field=rejected"),
         (["data.source=text"], "data.chat", "data.source=jsonl"),
-        (["data.pairs_per_row=0"], "data.pairs_per_row", "data.pairs_per_row=16"),
-        (["model.heads_ahead=1"], "model.heads_ahead", "model.heads_ahead=0"),
+        (
+            ["data.max_pairs_per_sequence=0"],
+            "data.max_pairs_per_sequence",
+            "data.max_pairs_per_sequence=16",
+        ),
+        (["model.mtp_heads=1"], "model.mtp_heads", "model.mtp_heads=0"),
         (["preference.beta=0"], "preference.beta", "preference.beta=0.1"),
         (["preference.label_smoothing=0.5"], "preference.label_smoothing", "0.1"),
         (

@@ -14,10 +14,10 @@ from maxpipe.errors import ConfigError
 SMALL = [
     *("train.steps=1", "train.batch_size=16", "eval.batch_size=16", "model.num_heads=4"),
     *("model.num_kv_heads=4", "model.d_model=48", "model.num_layers=4", "model.d_mlp=64"),
-    *("model.head_size=12", "model.vocab_size=259", "train.sequence_length=64"),
+    *("model.head_dim=12", "model.vocab_size=259", "train.sequence_length=64"),
 ]
 EXPERTS = ["model.family=moe", "model.moe.num_experts=4", "model.moe.d_expert=32"]
-TINY = "mesh.largest_copy_bytes=1000"
+TINY = "mesh.max_replicated_bytes=1000"
 
 
 def told(*given: str) -> list[str]:
@@ -40,18 +40,20 @@ def test_sizes_that_leave_a_divided_weight_whole_are_an_error() -> None:
 
 def test_weights_that_no_axis_divides_are_an_error_above_the_limit() -> None:
     with pytest.raises(ConfigError) as caught:
-        load([*SMALL, "mesh.ici_fsdp=4", "mesh.largest_copy_bytes=700"])
+        load([*SMALL, "mesh.ici_fsdp=4", "mesh.max_replicated_bytes=700"])
     message = str(caught.value)
-    assert "mesh.largest_copy_bytes = 700" in message and "_norm.scale whole, 768 bytes" in message
-    assert "Set mesh.largest_copy_bytes=768" in message
-    load([*SMALL, "mesh.ici_fsdp=4", "mesh.largest_copy_bytes=768"])
-    load([*SMALL, "mesh.ici_fsdp=4", "mesh.largest_copy_bytes=0"])
+    assert (
+        "mesh.max_replicated_bytes = 700" in message and "_norm.scale whole, 768 bytes" in message
+    )
+    assert "Set mesh.max_replicated_bytes=768" in message
+    load([*SMALL, "mesh.ici_fsdp=4", "mesh.max_replicated_bytes=768"])
+    load([*SMALL, "mesh.ici_fsdp=4", "mesh.max_replicated_bytes=0"])
 
 
 def test_what_a_rule_keeps_whole_is_reported() -> None:
     whole = ["mesh.ici_fsdp=4", "mesh.axis_rules.embed=[]"]
     assert told(*whole, TINY) == ["mesh.axis_rules.embed"]
-    assert told(*whole) == [] == told(*whole, "mesh.largest_copy_bytes=0")
+    assert told(*whole) == [] == told(*whole, "mesh.max_replicated_bytes=0")
     # Over some of the axes: by a rule, too.
     partly = ["mesh.ici_fsdp=2", "mesh.ici_context=2", "mesh.axis_rules.embed=[fsdp]", TINY]
     assert told(*partly) == ["mesh.axis_rules.embed"]

@@ -47,7 +47,7 @@ def follow(found: Translation) -> None:
     needs = [each for key, _ in found.settings for each in NEEDS.get(key, [])]
     base = [MODEL_OF[family], "train.steps=100"] if family in MODEL_OF else BASE
     if any(key.startswith("model.deepseek.rope") for key, _ in found.settings):
-        settings += ["model.head_size=192"]
+        settings += ["model.head_dim=192"]
     load([*base, *needs, *settings])
 
 
@@ -135,7 +135,7 @@ def test_a_file_is_answered_by_one_that_loads(trainer: str, tmp_path: Path):
             "train.batch_size=8",
         ),
         (["warmup_ratio=0.1"], "optim.warmup_steps=10"),
-        (["min_lr=3e-5", "lr=3e-4"], "optim.final_fraction=0.1"),
+        (["min_lr=3e-5", "lr=3e-4"], "optim.min_lr_ratio=0.1"),
         (["disable_tqdm=true"], "log.progress=plain"),
         (["model_name_or_path=meta-llama/Llama-3.1-8B-Instruct"], "model=llama3.1-8b"),
         (["fsdp=full_shard"], "mesh.ici_fsdp=-1"),

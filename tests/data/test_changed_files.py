@@ -190,7 +190,7 @@ def test_a_change_anywhere_is_another_content(kind: str, tmp_path: Path) -> None
         try:
             now = opened(data, tmp_path).train.fingerprint()
         except MaxpipeError as error:
-            assert str(tmp_path) in str(error) or "data.field" in str(error)
+            assert str(tmp_path) in str(error) or "data.text_field" in str(error)
         else:
             names = [name for name, *_ in compare_fingerprints(before, now)]
             # Many files of text are compared by groups.

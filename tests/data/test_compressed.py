@@ -243,10 +243,10 @@ def test_a_bomb_stops_at_its_bound(
     assert f"{file}:2\n" in message and "16777216 bytes when the file is unpacked" in message
     assert peak < 1 << 27
     file.write_bytes(packed(b'{"text": "a"}\n') + 8 * packed(b"{}\n" * (1 << 22)))
-    few = {"largest_unpacked_bytes": 1 << 24}
+    few = {"max_decompressed_bytes": 1 << 24}
     message = refusal(lambda: source(file, tmp_path, **few))
     assert str(file) in message and "no more than 16777216 bytes when it is unpacked" in message
-    assert "data.largest_unpacked_bytes" in message
+    assert "data.max_decompressed_bytes" in message
     assert not list((tmp_path / ".index").glob("unpacked-*[!k]"))
 
 
@@ -255,9 +255,9 @@ def test_the_bound_is_for_all_files_together(tmp_path: Path) -> None:
     for name in ("a", "b"):
         content = json_lines(["a", name])
         (tmp_path / f"{name}.jsonl.gz").write_bytes(gzip.compress(content))
-    source(tmp_path, tmp_path, largest_unpacked_bytes=2 * size)
+    source(tmp_path, tmp_path, max_decompressed_bytes=2 * size)
     for _ in range(2):  # with copies that are there, too
-        message = refusal(lambda: source(tmp_path, tmp_path, largest_unpacked_bytes=2 * size - 1))
+        message = refusal(lambda: source(tmp_path, tmp_path, max_decompressed_bytes=2 * size - 1))
         assert "b.jsonl.gz" in message
 
 

@@ -207,7 +207,7 @@ def test_doctor_opens_each_source(here: Path, capsys: pytest.CaptureFixture[str]
             "trained_roles",
             "data.mixture.web.chat_roles",
         ),
-        ({"source": "jsonl", "path": "a", "unreadable_limit": 0}, "unreadable_limit", "at least 1"),
+        ({"source": "jsonl", "path": "a", "max_bad_records": 0}, "max_bad_records", "at least 1"),
         ({"path": "a"}, "path", "is not read with data.mixture.web.source=corpus"),
     ],
 )

@@ -244,7 +244,9 @@ def words_of(count: int) -> list[dict[str, Any]]:
 def datasets(folder: Path, count: int = 30, **keys: Any) -> loader.Datasets:
     path = write_records(folder / "pairs.jsonl", words_of(count))
     given = {"source": "jsonl", "path": str(path), "chat": "pairs", "packing": "best_fit"}
-    config = DataConfig(**{**given, "validation_fraction": 0.1, "pairs_per_row": 3, **keys})
+    config = DataConfig(
+        **{**given, "validation_fraction": 0.1, "max_pairs_per_sequence": 3, **keys}
+    )
     return loader.build_loaders(
         config, TokenizerConfig(), seed=3, batch_size=2, sequence_length=120
     )
@@ -292,7 +294,7 @@ def test_padding_has_no_pair(tmp_path: Path) -> None:
 
 def test_what_decides_a_pair_is_in_the_fingerprint(tmp_path: Path) -> None:
     one = datasets(tmp_path).train.fingerprint()
-    changes: list[dict[str, Any]] = [{"long_pairs": "drop"}, {"pairs_per_row": 4}]
+    changes: list[dict[str, Any]] = [{"long_pairs": "drop"}, {"max_pairs_per_sequence": 4}]
     for keys in changes:
         other = datasets(tmp_path, **keys).train.fingerprint()
         assert corpus.compare_fingerprints(one, other)

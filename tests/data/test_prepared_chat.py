@@ -253,7 +253,7 @@ def test_another_template_or_record_is_refused(records: Path, tokens: Path, tmp_
     roles = section(records, TEMPLATES["chatml"], trained_roles=["user"])
     with pytest.raises(ConfigError, match=r"were prepared otherwise: source\.chat"):
         prepare(plan(roles, tokens), silent)
-    text = DataConfig(source="jsonl", path=str(records), field="messages")
+    text = DataConfig(source="jsonl", path=str(records), text_field="messages")
     with pytest.raises(ConfigError, match="were prepared otherwise: format: 2 and 1"):
         prepare(plan(text, tokens), silent)
 

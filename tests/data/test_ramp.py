@@ -138,7 +138,7 @@ TINY = ["quickstart", "train.batch_size=16", "pipeline.microbatches=4", "train.s
         ("['16 for 3 steps']", [], "16 is followed by 16"),
         ("['6 for 3 steps']", [], "must have multiples of 4 rows"),
         ("['8 for 100 steps']", [], "has 100 steps, and the whole run 100"),
-        ("['8 for 3 steps']", ["runtime.executable=/tmp/x"], "one for each size"),
+        ("['8 for 3 steps']", ["runtime.compiled_step=/tmp/x"], "one for each size"),
         (
             "['4 for 3 steps']",
             ["pipeline.group=2", "mesh.ici_stage=2", "pipeline.repeats=2"],
@@ -155,7 +155,7 @@ def test_rules(ramp: str, more: list[str], said: str) -> None:
 def test_phases_are_shares_of_the_steps_with_a_ramp(tmp_path: Path) -> None:
     """A run in tokens whose ramp is in tokens: its rate ends with it."""
     given = "train.batch_ramp=['4 for 5000 tokens']", "train.steps=0", "train.tokens=100000"
-    phases = "optim.phases=['10% linear 0 -> 1', 'rest cosine 0']"
+    phases = "optim.lr_phases=['10% linear 0 -> 1', 'rest cosine 0']"
     given = *given, "train.sequence_length=128"
     config = load([*TINY, *given, phases, "optim.warmup_steps=0"]).config
     assert total_steps(config.train) == 10 + -(-(100000 - 5120) // 2048)

@@ -125,10 +125,12 @@ def test_a_record_of_other_fields_is_read_as_text(
     """Texts of several words come first; the action reads them."""
     record = {"id": "0" * 40, "title": "Two words", "body": {"text": "These are more words"}}
     assert show(tmp_path, record) == 2
-    assert "  Set data.field=body.text.\n" in capsys.readouterr().err
+    assert "  Set data.text_field=body.text.\n" in capsys.readouterr().err
     assert show(tmp_path, {**record, "body": "These are more words"}) == 2
     action = capsys.readouterr().err
-    assert r"  Set data.field=body, or data.template='{title}\n{body}' to read several" in action
+    assert (
+        r"  Set data.text_field=body, or data.template='{title}\n{body}' to read several" in action
+    )
     assert show(tmp_path, {**record, "body": "More"}, r"data.template={title}\n{body}") == 0
     assert "Two words\nMore" in capsys.readouterr().out
 

@@ -122,7 +122,7 @@ def test_records_that_cannot_be_read_are_skipped(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = broken_lines(tmp_path)
-    skipping = config(file, unreadable="skip", unreadable_limit=6)
+    skipping = config(file, unreadable="skip", max_bad_records=6)
     with caplog.at_level(logging.WARNING):
         source = open_source(skipping, 0)
         texts = [source[i] for i in range(20)]
@@ -136,14 +136,14 @@ def test_records_that_cannot_be_read_are_skipped(
 
 def test_one_more_than_the_limit_stops(tmp_path: Path) -> None:
     file = broken_lines(tmp_path)
-    source = open_source(config(file, unreadable="skip", unreadable_limit=5), 0)
+    source = open_source(config(file, unreadable="skip", max_bad_records=5), 0)
     for number in sorted(BROKEN)[:5]:
         assert source[number] == "" == source[number]
     with pytest.raises(ConfigError) as error:
         source[14]
     [problem] = error.value.problems
     assert problem.where == f"{file}:15"
-    assert "one more than data.unreadable_limit skips (5)" in problem.rule
+    assert "one more than data.max_bad_records skips (5)" in problem.rule
     assert source[14 + 1] == "document 15"
 
 
@@ -174,7 +174,7 @@ def test_prepared_documents_skip_and_count(tmp_path: Path) -> None:
         return prepare(plan, lambda *_: None)
 
     assert len(broken) == 6
-    for keys in ({}, {"unreadable": "skip", "unreadable_limit": 5}):
+    for keys in ({}, {"unreadable": "skip", "max_bad_records": 5}):
         with pytest.raises(ConfigError):
             run("tokens", **keys)
     # What is done is kept, and a limit is not another source.
@@ -185,11 +185,11 @@ def test_prepared_documents_skip_and_count(tmp_path: Path) -> None:
     assert empty == sorted(broken)
     assert found.byte_counts.any()
     with pytest.raises(ConfigError) as error:
-        run("tokens", unreadable="skip", unreadable_limit=5)
-    assert error.value.problems[0].where == "data.unreadable_limit"
+        run("tokens", unreadable="skip", max_bad_records=5)
+    assert error.value.problems[0].where == "data.max_bad_records"
     with pytest.raises(ConfigError) as error:
         run("tokens")
-    assert error.value.problems[0].where == "data.unreadable"
+    assert error.value.problems[0].where == "data.bad_records"
 
 
 def test_an_index_keeps_what_was_skipped(tmp_path: Path) -> None:
@@ -200,7 +200,7 @@ def test_an_index_keeps_what_was_skipped(tmp_path: Path) -> None:
         assert index.unreadable.tolist() == sorted(BROKEN) == list(source.unreadable)
         assert index.lengths[sorted(BROKEN)].tolist() == [2] * len(BROKEN)
     # An index that was made with records skipped does not let them pass where that is refused.
-    for keys in ({}, {"unreadable": "skip", "unreadable_limit": 2}):
+    for keys in ({}, {"unreadable": "skip", "max_bad_records": 2}):
         with pytest.raises(ConfigError, match=f"{file}:"):
             source = open_source(config(file, **keys), 0)
             build_index(source, ByteTokenizer(), str(tmp_path / "cache"))
@@ -253,7 +253,7 @@ def test_a_record_does_not_control_a_terminal(
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "one"}\n{"te\x1b]0;title\x07\u202exx\n')
     source = open_source(
-        DataConfig(source="jsonl", path=str(path), unreadable="skip", unreadable_limit=3), 0
+        DataConfig(source="jsonl", path=str(path), bad_records="skip", max_bad_records=3), 0
     )
     assert source[1] == ""
     [line] = caplog.messages

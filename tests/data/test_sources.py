@@ -232,8 +232,8 @@ def test_nothing_but_empty_files(tmp_path: Path) -> None:
     [
         ('{"text": "cut', "must be a JSON object: "),
         ('["text"]', "is of type list"),
-        ('{"body": "b"}', "data.field (text), which is missing"),
-        ('{"text": 3, "body": "b"}', "data.field (text), which is of type int"),
+        ('{"body": "b"}', "data.text_field (text), which is missing"),
+        ('{"text": 3, "body": "b"}', "data.text_field (text), which is of type int"),
         (
             '{"text": "a", "n": ' + "1" * 10**6 + "}",
             "a whole number of 1,000,000 digits, 111111111111..., at most 308 are read.",
@@ -249,7 +249,7 @@ def test_bad_line_is_named(line: str, text: str, tmp_path: Path) -> None:
         source[1]
     explained(error, f"{path}:3", "", text)
     if "body" in line:
-        assert error.value.problems[0].action == "Set data.field=body."
+        assert error.value.problems[0].action == "Set data.text_field=body."
 
 
 def test_text_that_is_not_utf8(tmp_path: Path) -> None:
@@ -329,7 +329,7 @@ def test_tfds_not_prepared(name: str, action: str, tfds_dir: str) -> None:
 
 
 def test_tfds_field_that_is_no_text(tfds_dir: str) -> None:
-    config = DataConfig(source="tfds", path="tiny:1.0.0", tfds_dir=tfds_dir, field="id")
+    config = DataConfig(source="tfds", path="tiny:1.0.0", tfds_dir=tfds_dir, text_field="id")
     with pytest.raises(ConfigError) as error:
         open_source(config, 0)[0]
     explained(error, "example 0", "fields id, text", "is of type int")

@@ -129,7 +129,7 @@ def test_records_are_unreadable_whatever_happens_to_them(
 ) -> None:
     """With `skip` training takes them for empty documents, and a prepared folder has these."""
     found: dict[str, Any] = json.loads(printed(capsys, *run, "--json"))
-    skip = [*run, "data.unreadable=skip"]
+    skip = [*run, "data.bad_records=skip"]
     assert json.loads(printed(capsys, *skip, "--json")) == found
     assert main(["data", "prepare", *skip, "--out", "tokens", "--workers", "1"]) == 0
     capsys.readouterr()

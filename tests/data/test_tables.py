@@ -121,7 +121,10 @@ def test_columns_that_are_not_there(tmp_path: Path) -> None:
     file = write(tmp_path / "a.parquet")
     message = refusal(lambda: source(file, field="body")[12])
     assert f"{file}: row 12 = fields text, id, meta, messages, raw\n" in message
-    assert "data.field (body), which is missing" in message and "Set data.field=text." in message
+    assert (
+        "data.text_field (body), which is missing" in message
+        and "Set data.text_field=text." in message
+    )
     assert "which is of type int" in refusal(lambda: source(file, field="id")[0])
     assert "(meta.no), which is missing" in refusal(lambda: source(file, field="meta.no")[0])
     message = refusal(lambda: source(file, template="{text}{title}")[3])

@@ -81,7 +81,7 @@ def test_mistakes_are_explained(corpus: Path, capsys: Capture) -> None:
         ("text/a.md", "258", "must be between 259"),
         ("empty.jsonl", "300", "with nothing inside"),
         ("nothing", "300", "gives 0 files"),
-        ("lines", "300", "text in data.field (text)"),
+        ("lines", "300", "text in data.text_field (text)"),
     ]:
         out = corpus / "out"
         assert train(str(corpus / file), "--vocab-size", size, "--out", str(out)) == 2
@@ -156,7 +156,7 @@ def test_a_config_and_keys_name_the_documents(corpus: Path, capsys: Capture) -> 
     common = ["--vocab-size", "389", "--out"]
     lines = corpus / "lines/a.jsonl"
     assert train(str(lines), "--field", "body", *common, str(corpus / "a")) == 0
-    keys = ["data.source=jsonl", f"data.path={lines}", "data.field=body", f"run.dir={corpus}"]
+    keys = ["data.source=jsonl", f"data.path={lines}", "data.text_field=body", f"run.dir={corpus}"]
     assert train(*keys, *common, str(corpus / "b")) == 0
     config = corpus / "mine.yml"
     source = f"{{source: jsonl, path: {lines}, field: body}}"

@@ -115,14 +115,14 @@ CASES: dict[str, tuple[list[Any], str, str, str]] = {
     ),
     "columns": (
         [{"text": "One text.", "summary": "More words here", "url": "a/b"}],
-        "data.field=text",
+        "data.text_field=text",
         "these columns are not read: summary, url. "
         r"Set data.template='{text}\n{summary}' to read summary.",
         "⟦<begin>⟧One text.\nMore words here<end>",
     ),
     "columns of a conversation": (
         [{"text": "Hi Ho", "messages": TURNS}],
-        "data.field=text",
+        "data.text_field=text",
         "this column is not read: messages. Set data.chat=messages to read conversations.",
         "⟦<user>Hi</s>⟧<assistant>Ho</s>",
     ),

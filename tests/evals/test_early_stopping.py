@@ -15,11 +15,11 @@ from maxpipe.config.schema import CheckpointConfig, EvalConfig
 from maxpipe.evals.early_stopping import EarlyStopping
 from tests.train.runs import Run, events, forget_after, ledger, records, saved, saved_digest
 
-ENOUGH = ("eval.every=2", "eval.patience=2", "eval.min_gain=9", "checkpoint.every=2")
+ENOUGH = ("eval.every=2", "eval.patience=2", "eval.min_delta=9", "checkpoint.every=2")
 
 
 def counting(losses: list[float], facts: Any = None, **settings: Any) -> EarlyStopping:
-    best = {key: settings.pop(key) for key in ("best_metric", "best_is") if key in settings}
+    best = {key: settings.pop(key) for key in ("best_metric", "best_mode") if key in settings}
     config = EvalConfig(**{"every": 5, "patience": 3, **settings})
     patience = EarlyStopping(config, CheckpointConfig(**best), facts)
     for number, loss in enumerate(losses, 1):
@@ -36,15 +36,15 @@ def waited(patience: EarlyStopping) -> tuple[int, int, float | None]:
 def test_evaluations_without_a_gain_are_counted() -> None:
     assert waited(counting([3.0, 2.0, 2.0, 2.5])) == (2, 10, 2.0)
     assert waited(counting([3.0, 2.0, 2.5, 1.9, 4.0])) == (1, 20, 1.9)
-    assert waited(counting([3.0, 2.8, 2.6, 2.4], min_gain=0.5)) == (0, 20, 2.4)
+    assert waited(counting([3.0, 2.8, 2.6, 2.4], min_delta=0.5)) == (0, 20, 2.4)
     assert not counting([3.0, 4.0, 4.0]).should_stop and counting([3.0, 4.0, 4.0, 3.0]).should_stop
     assert not counting([3.0] * 9, patience=0).should_stop
 
 
 def test_accuracy_is_better_when_larger() -> None:
-    largest = {"best_metric": "eval/sums/accuracy", "best_is": "largest"}
+    largest = {"best_metric": "eval/sums/accuracy", "best_mode": "largest"}
     assert waited(counting([0.2, 0.5, 0.5, 0.4], **largest)) == (2, 10, 0.5)
-    assert waited(counting([0.2, 0.5, 0.54, 0.56], min_gain=0.05, **largest)) == (0, 20, 0.56)
+    assert waited(counting([0.2, 0.5, 0.54, 0.56], min_delta=0.05, **largest)) == (0, 20, 0.56)
 
 
 def test_what_is_no_number_is_no_gain() -> None:
@@ -84,7 +84,7 @@ def test_counts_go_on_where_they_were_saved() -> None:
 
 def test_better_reads_what_runs_have_saved() -> None:
     assert BestMetric.of({}) == BestMetric() == BestMetric.of(CheckpointConfig())
-    assert BestMetric.of({"best_metric": "eval/a/accuracy", "best_is": "largest"}).is_largest
+    assert BestMetric.of({"best_metric": "eval/a/accuracy", "best_mode": "largest"}).is_largest
 
 
 @pytest.fixture(scope="module")

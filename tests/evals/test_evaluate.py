@@ -36,7 +36,7 @@ MODEL = ModelConfig(
     d_model=16,
     num_heads=2,
     num_kv_heads=1,
-    head_size=8,
+    head_dim=8,
     d_mlp=32,
     vocab_size=259,
     compute_dtype="float32",
@@ -122,11 +122,11 @@ LAYOUTS = {
     ),
     "a layer outside": (
         MeshConfig(ici_stage=3),
-        PipelineConfig(microbatches=4, layers_outside=1),
+        PipelineConfig(microbatches=4, prologue_layers=1),
     ),
     "layers outside-fsdp": (
         MeshConfig(ici_stage=2, ici_fsdp=2),
-        PipelineConfig(schedule="zb_h1", microbatches=4, layers_outside=2),
+        PipelineConfig(schedule="zb_h1", microbatches=4, prologue_layers=2),
     ),
 }
 

@@ -27,7 +27,7 @@ QUESTIONS = [
     {"context": "a ", "choices": ["b", "c", "d", "e", "f", "g", "h"], "answer": 3},
 ]
 MODEL = {
-    **{"num_layers": 4, "d_model": 16, "num_heads": 4, "num_kv_heads": 2, "head_size": 4},
+    **{"num_layers": 4, "d_model": 16, "num_heads": 4, "num_kv_heads": 2, "head_dim": 4},
     **{"d_mlp": 24, "vocab_size": 259, "compute_dtype": "float32"},
 }
 MOE = {
@@ -142,7 +142,7 @@ def test_accuracy_is_that_of_eval_and_chooses_the_best(
 ) -> None:
     """In a run of four stages; the file goes away meanwhile."""
     keys = [f"eval.tasks.q.path={questions}", "eval.every=8", "checkpoint.every=8"]
-    keys += ["checkpoint.best_metric=eval/q/accuracy", "checkpoint.best_is=largest"]
+    keys += ["checkpoint.best_metric=eval/q/accuracy", "checkpoint.best_mode=largest"]
     output = run("train", tiny, f"run.dir={tmp_path}", *keys, "train.steps=16")
     folder = tmp_path / "run"
     metrics = {step: each for step, each in records(folder).items() if "eval/loss" in each}

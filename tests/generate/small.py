@@ -28,13 +28,16 @@ LLAMA = ModelConfig(
     d_model=16,
     num_heads=4,
     num_kv_heads=2,
-    head_size=6,
+    head_dim=6,
     d_mlp=24,
     vocab_size=40,
     compute_dtype="float32",
 )
 GEMMA = dataclasses.replace(
-    LLAMA, family="gemma3", tied_embeddings=True, own=Gemma3Config(window=5, period=2)
+    LLAMA,
+    family="gemma3",
+    tied_embeddings=True,
+    own=Gemma3Config(sliding_window=5, sliding_window_pattern=2),
 )
 MOE = dataclasses.replace(
     LLAMA, family="moe", own=MoeConfig(num_dense_layers=1, num_experts=3, top_k=2, d_expert=12)
@@ -44,7 +47,12 @@ DEEPSEEK = dataclasses.replace(
     family="deepseek",
     num_kv_heads=4,
     own=DeepseekConfig(
-        kv_rank=10, rope_size=4, value_size=6, num_experts=4, d_expert=12, scores="sigmoid"
+        kv_lora_rank=10,
+        qk_rope_head_dim=4,
+        v_head_dim=6,
+        num_experts=4,
+        d_expert=12,
+        score_func="sigmoid",
     ),
 )
 NEXT = dataclasses.replace(
@@ -53,14 +61,14 @@ NEXT = dataclasses.replace(
     own=Qwen3NextConfig(
         num_experts=3,
         d_expert=12,
-        d_shared=10,
-        num_key_heads=2,
-        num_value_heads=4,
-        key_size=5,
-        value_size=3,
-        chunk=4,
-        attention_period=2,
-        rope_size=2,
+        d_shared_expert=10,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=5,
+        linear_value_head_dim=3,
+        gdn_chunk_size=4,
+        full_attention_interval=2,
+        rotary_dim=2,
     ),
 )
 GREEDY = Sampling(temperature=0.0)

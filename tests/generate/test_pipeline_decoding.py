@@ -40,7 +40,10 @@ def staged_of(
 
 DEEP = dataclasses.replace(LLAMA, num_layers=4)
 LIMITED = dataclasses.replace(
-    MOE, own=dataclasses.replace(MOE.own, num_experts=4, capacity_factor=0.3, exchange_factor=0.3)
+    MOE,
+    own=dataclasses.replace(
+        MOE.own, num_experts=4, capacity_factor=0.3, all_to_all_capacity_factor=0.3
+    ),
 )
 """Would drop tokens in training; when text is generated none is."""
 CASES = {

@@ -72,8 +72,10 @@ def of_folder(folder: Path) -> np.ndarray:
     "overrides",
     [
         [],
-        pytest.param(["adapter.kind=dora", "adapter.base=nf4"], marks=pytest.mark.layouts),
-        ["adapter.targets=['*.mlp.*']", "adapter.base=int8", "adapter.scale_by=root"],
+        pytest.param(
+            ["adapter.kind=dora", "adapter.base_quantization=nf4"], marks=pytest.mark.layouts
+        ),
+        ["adapter.targets=['*.mlp.*']", "adapter.base_quantization=int8", "adapter.scale_by=root"],
     ],
     ids=str,
 )
@@ -135,8 +137,13 @@ def test_a_run_goes_on_beside_its_base_wherever_that_is(base: Path, tmp_path: Pa
     """On another mesh, and with the folder moved; but not beside other weights."""
     own = tmp_path / "own"
     maker.write(own, *maker.llama("F32"))
-    run = made(own, tmp_path, "adapter.kind=dora", "adapter.base=int8")
-    again = ("adapter.rank=2", "adapter.alpha=3", "adapter.kind=dora", "adapter.base=int8")
+    run = made(own, tmp_path, "adapter.kind=dora", "adapter.base_quantization=int8")
+    again = (
+        "adapter.rank=2",
+        "adapter.alpha=3",
+        "adapter.kind=dora",
+        "adapter.base_quantization=int8",
+    )
     staged = (
         "mesh.cpu_devices=4",
         "mesh.ici_stage=2",

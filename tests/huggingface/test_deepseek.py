@@ -33,7 +33,7 @@ V2 = ["DeepseekV2ForCausalLM"]
     [
         ({"num_key_value_heads": 1}, "must be model.num_heads (2)"),
         ({"qk_rope_head_dim": 3, "qk_nope_head_dim": 5}, "must be even"),
-        ({"qk_nope_head_dim": 0}, "less than model.head_size (4)"),
+        ({"qk_nope_head_dim": 0}, "less than model.head_dim (4)"),
         ({"qk_nope_head_dim": "6"}, "qk_nope_head_dim"),
         ({"head_dim": 6}, "must be 4, as other keys say"),
         ({"topk_method": "noaux"}, "noaux_tc"),
@@ -43,7 +43,7 @@ V2 = ["DeepseekV2ForCausalLM"]
             "must be there, and topk_group",
         ),
         ({"n_group": 4}, "must divide model.deepseek.num_experts (6)"),
-        ({"topk_group": 4}, "is more than model.deepseek.num_groups (3)"),
+        ({"topk_group": 4}, "is more than model.deepseek.num_expert_groups (3)"),
         ({"topk_group": 1, "num_experts_per_tok": 3}, "leaves a token 2 of the 6 experts"),
         ({"n_group": 6, "topk_group": 3}, "asks for two experts in a group"),
         ({"rope_scaling": {"type": "yarn", "factor": 4}}, "original_max_position_embeddings"),
@@ -57,7 +57,7 @@ def test_latent_attention_and_groups_are_checked(
     path = tmp_path / "config.json"
     path.write_text(json.dumps(CONFIG))
     found = values(read_description(tmp_path).config)
-    assert (found["head_size"], found["deepseek.rope_size"]) == (10, 4)
+    assert (found["head_dim"], found["deepseek.qk_rope_head_dim"]) == (10, 4)
     path.write_text(json.dumps(CONFIG | changes))
     with pytest.raises(ConfigError, match=re.escape(reason)) as caught:
         read_description(tmp_path)

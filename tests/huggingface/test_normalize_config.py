@@ -81,7 +81,7 @@ def in_both(*families: str) -> list[Case]:
                 "rope_parameters.factor",
                 "rope_parameters.factor",
                 2.0,
-                f"{section}.rope_scaling",
+                f"{section}.rope_factor",
             ),
             Case(
                 family,
@@ -104,7 +104,7 @@ def in_both(*families: str) -> list[Case]:
                 "rope_scaling.original_max_position_embeddings",
                 "rope_parameters.original_max_position_embeddings",
                 64,
-                f"{section}.rope_original_tokens",
+                f"{section}.original_max_position_embeddings",
             ),
             Case(
                 family,
@@ -113,7 +113,7 @@ def in_both(*families: str) -> list[Case]:
                 "max_position_embeddings / original_max_position_embeddings",
                 "rope_parameters.factor",
                 2.0,
-                f"{section}.rope_scaling",
+                f"{section}.rope_factor",
             ),
         ]
     return found
@@ -163,7 +163,7 @@ CASES = [
         "sliding_window_pattern",
         "layer_types",
         [LOCAL, WHOLE] * 2,
-        "gemma3.period",
+        "gemma3.sliding_window_pattern",
         2,
     ),
     Case(

@@ -69,7 +69,7 @@ def test_logits_and_losses_ahead_are_those_of_transformers(
     with jax.default_matmul_precision("highest"):
         losses = jax.jit(lambda: decoder.run(params, batch).losses)()
         hidden = decoder.norm(params["final_norm"], decoder.hidden(params, batch))
-        for head in range(config.heads_ahead):
+        for head in range(config.mtp_heads):
             mine = jax.tree.map(lambda leaf, at=head: leaf[at], params["ahead"])
             later = decoder.embed(params["embedding"], jnp.roll(tokens, -1 - head, axis=1))
             at = jnp.int32(head)

@@ -31,7 +31,12 @@ OBJECTIVES: dict[str, tuple[list[dict[str, Any]], list[str]]] = {
     "distill": (TEXTS, ["distill.teacher=hf:base", "distill.top_k=8", "distill.temperature=2"]),
     "grpo": (
         PROMPTS,
-        ["grpo.prompts=records.jsonl", "grpo.group_size=4", "grpo.max_tokens=4", "grpo.kl=0.1"],
+        [
+            "grpo.prompts=records.jsonl",
+            "grpo.group_size=4",
+            "grpo.max_tokens=4",
+            "grpo.kl_coef=0.1",
+        ],
     ),
     "pretrain": (TEXTS, ["adapter.rank=4"]),
 }

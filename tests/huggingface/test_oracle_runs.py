@@ -97,7 +97,7 @@ def steps_at(job: dict[str, Any], layout: str) -> tuple[Steps, Any]:
     source = open_folder(job["folder"])
     section = {**source.description.section, "compute_dtype": "float32"}
     if "moe" in section:
-        section["moe"] = {**section["moe"], "balance_weight": 0.0, "z_weight": 0.0}
+        section["moe"] = {**section["moe"], "load_balance_loss_weight": 0.0, "z_loss_weight": 0.0}
     known = {
         "model": section,
         "train": {"steps": STEPS, "batch_size": ROWS, "sequence_length": TOKENS},

@@ -137,7 +137,7 @@ def test_from_an_import_to_an_export_that_transformers_loads(tmp_path: Path) -> 
         *("data.packing=best_fit", "data.validation_fraction=0.2", "optim.learning_rate=1e-3"),
         *("model.compute_dtype=float32", "mesh.cpu_devices=4", "mesh.ici_stage=2"),
         *("mesh.ici_fsdp=2", "pipeline.microbatches=4", "pipeline.schedule=1f1b"),
-        *("eval.sample_every=6", "eval.sample_prompts=[]", "eval.sample_documents=2"),
+        *("eval.sample_every=6", "eval.sample_prompts=[]", "eval.sample_conversations=2"),
         *("run.name=tuned", "runtime.platform=cpu", "eval.batches=2"),
     ]
     commands = (

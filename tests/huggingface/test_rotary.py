@@ -172,7 +172,7 @@ def test_frequencies_are_those_of_transformers(
             if hasattr(branch.part, "rope")
         ]
         layer, part = parts[-1]
-        size = getattr(part, "rope_size", part.head_size)
+        size = getattr(part, "rope_size", part.head_dim)
         for length, wanted in zip(LENGTHS, answers[name], strict=True):
             inputs = {"positions": jnp.zeros((1, length), jnp.int32)}
             context = LayerContext(inputs, jnp.asarray(layer), model.values)

@@ -114,7 +114,7 @@ def test_an_import_is_no_run_to_go_on_with(weights: Path) -> None:
 
 def test_keys_that_a_folder_does_not_decide_are_free(weights: Path, tmp_path: Path) -> None:
     source = f"checkpoint.restore_from=hf:{weights / 'hf'}"
-    start, _, _ = started(weights, tmp_path, source, "model.moe.balance_weight=0.5")
+    start, _, _ = started(weights, tmp_path, source, "model.moe.load_balance_loss_weight=0.5")
     assert "the weights of" in start.message
 
 

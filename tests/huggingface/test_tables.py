@@ -313,7 +313,12 @@ def said(folder: Path, content: object) -> dict[str, Any]:
 def test_published_configs_are_the_shipped_models(name: str, tmp_path: Path) -> None:
     wanted = values(model(name))
     for key in [*wanted]:
-        of_training = ("balance_weight", "z_weight", "capacity_factor", "balance_rate")
+        of_training = (
+            "load_balance_loss_weight",
+            "z_loss_weight",
+            "capacity_factor",
+            "expert_bias_update_rate",
+        )
         if key.rpartition(".")[2] in of_training:
             del wanted[key]
     assert wanted.items() <= said(tmp_path / "x", PUBLISHED[name]).items()
@@ -389,15 +394,18 @@ def test_both_spellings_of_rotary_positions_say_the_same(tmp_path: Path) -> None
     new, _ = maker.llama(rope_parameters={"rope_type": "llama3", "rope_theta": 7000.0, **scaling})
     found = said(tmp_path / "old", old)
     assert found == said(tmp_path / "new", new)
-    assert (found["rope_theta"], found["llama.rope_scaling"]) == (7000.0, 8.0)
-    assert found["llama.rope_original_tokens"] == 64
+    assert (found["rope_theta"], found["llama.rope_factor"]) == (7000.0, 8.0)
+    assert found["llama.original_max_position_embeddings"] == 64
 
 
 def test_a_scaling_without_a_length_has_that_of_the_longest_context(tmp_path: Path) -> None:
     for kind in ("yarn", "dynamic"):
         config, _ = maker.llama(rope_scaling={"type": kind, "factor": 4})
         found = said(tmp_path / "x", config)
-        assert (found["llama.rope_type"], found["llama.rope_original_tokens"]) == (kind, 77)
+        assert (found["llama.rope_type"], found["llama.original_max_position_embeddings"]) == (
+            kind,
+            77,
+        )
 
 
 def test_phi_has_factors_of_pairs_and_entries_that_stay(tmp_path: Path) -> None:
@@ -410,8 +418,8 @@ def test_phi_has_factors_of_pairs_and_entries_that_stay(tmp_path: Path) -> None:
         **{"partial_rotary_factor": 0.75, "rope_scaling": {"type": "su", **factors}},
     }
     found = said(tmp_path / "x", config)
-    assert (found["phi3.rope_size"], found["phi3.rope_scaling"]) == (6, 32.0)
-    assert found["phi3.rope_long"] == [1.5, 4.0, 16.0]
+    assert (found["phi3.rope_size"], found["phi3.rope_factor"]) == (6, 32.0)
+    assert found["phi3.rope_long_factor"] == [1.5, 4.0, 16.0]
     table, written = table_for(read_description(tmp_path / "x").config)
     # Releases before 5 of transformers refuse any other key in it.
     assert written["rope_scaling"] == {"type": "longrope", **factors}
@@ -423,10 +431,10 @@ def test_phi_has_factors_of_pairs_and_entries_that_stay(tmp_path: Path) -> None:
 
 def test_defaults_are_those_of_transformers(tmp_path: Path) -> None:
     found = said(tmp_path / "llama", {"architectures": ["LlamaForCausalLM"]})
-    assert (found["num_kv_heads"], found["head_size"], found["d_mlp"]) == (32, 128, 11008)
+    assert (found["num_kv_heads"], found["head_dim"], found["d_mlp"]) == (32, 128, 11008)
     assert (found["norm_epsilon"], found["rope_theta"]) == (1e-6, 1e4)
     found = said(tmp_path / "gemma3", {"architectures": ["Gemma3ForCausalLM"]})
-    assert (found["vocab_size"], found["gemma3.window"], found["tied_embeddings"]) == (
+    assert (found["vocab_size"], found["gemma3.sliding_window"], found["tied_embeddings"]) == (
         262208,
         4096,
         True,
@@ -458,7 +466,7 @@ def test_quantised_weights_are_refused(method: str, action: str, tmp_path: Path)
         ({"mlp_only_layers": [0.5]}, "qwen3_moe.dense_layers"),
         ({"mlp_only_layers": [-1]}, "counted from 0 to 2"),
         ({"mlp_only_layers": [0, 1, 2]}, "leaves no layer"),
-        ({"decoder_sparse_step": 0}, "expert_period"),
+        ({"decoder_sparse_step": 0}, "moe_layer_interval"),
         ({"decoder_sparse_step": 4}, "leaves no layer"),
         ({"num_experts": 2, "num_experts_per_tok": 3}, "different experts"),
         ({"use_sliding_window": True}, "use_sliding_window"),
@@ -495,7 +503,10 @@ def test_layers_with_states_are_named_either_way(
             said(tmp_path / "x", config)
         return
     found = said(tmp_path / "x", config)
-    assert (found["qwen3_next.attention_period"], found["qwen3_next.rope_size"]) == (period, size)
+    assert (found["qwen3_next.full_attention_interval"], found["qwen3_next.rotary_dim"]) == (
+        period,
+        size,
+    )
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
@@ -509,16 +520,16 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "another scaling": ({"rope_scaling": {"type": "axial", "factor": 4}}, "'llama3'"),
     "a ramp that rises": (
         {"rope_scaling": {"type": "yarn", "factor": 4, "beta_fast": 16, "beta_slow": 17}},
-        "rope_slow",
+        "rope_beta_slow",
     ),
     "layers that differ": ({"per_layer_config": {"0": {"head_dim": 4}}}, "per_layer_config"),
     "few factors": (
         {"rope_scaling": {"type": "longrope", "short_factor": [1], "long_factor": [2, 2, 2]}},
-        "rope_short",
+        "rope_short_factor",
     ),
     "factors that are texts": (
         {"rope_scaling": {"type": "longrope", "short_factor": "x", "long_factor": ["y"]}},
-        "rope_short",
+        "rope_short_factor",
     ),
     "a factor less than 1": ({"rope_scaling": {"type": "linear", "factor": 0.5}}, "rope_scaling"),
     "a factor of text": ({"rope_scaling": {"type": "dynamic", "factor": "2"}}, "must be a number"),
@@ -551,7 +562,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "no heads": ({"num_attention_heads": 0, "head_dim": None}, "num_heads"),
     "negative": ({"vocab_size": -5}, "vocab_size"),
     "many layers": ({"num_hidden_layers": 10**15}, "at most 10000"),
-    "odd head": ({"head_dim": 7}, "head_size"),
+    "odd head": ({"head_dim": 7}, "head_dim"),
     "groups": ({"num_key_value_heads": 3}, "num_kv_heads"),
     "nothing": ({"rms_norm_eps": "1e-6\x1b"}, "must be a number"),
 }
@@ -582,7 +593,7 @@ def test_what_is_no_config_is_refused(content: bytes | None, tmp_path: Path) -> 
 def test_layers_of_gemma_must_have_a_period(tmp_path: Path) -> None:
     local, whole = "sliding_attention", "full_attention"
     config, _ = maker.gemma3(layer_types=[local, whole, local])
-    assert said(tmp_path / "x", config)["gemma3.period"] == 2
+    assert said(tmp_path / "x", config)["gemma3.sliding_window_pattern"] == 2
     for types in ([whole, local, local], [local, whole], "x", [local, "chunked", local]):
         with pytest.raises(ConfigError, match="layer_types"):
             said(tmp_path / "x", {**config, "layer_types": types})

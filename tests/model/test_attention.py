@@ -68,17 +68,17 @@ def reference(
     """Token by token and head by head in float64; `numbers` are this layer's."""
     rope = part.rope
     theta, factor = (numbers.get(str(each), each) for each in (rope.theta, rope.factor))
-    angles = angles_of(rope, rope.rotary_dims or part.head_size, float(theta), float(factor))
+    angles = angles_of(rope, rope.rotary_dims or part.head_dim, float(theta), float(factor))
     window = numbers.get(part.window, 0)
-    scale = part.head_size**-0.5 if part.scale is None else part.scale
+    scale = part.head_dim**-0.5 if part.scale is None else part.scale
 
     def head(b: int, t: int, name: str, n: int) -> np.ndarray:
-        vector = (x[b, t] @ weights[name][:, n])[: part.head_size]
+        vector = (x[b, t] @ weights[name][:, n])[: part.head_dim]
         if part.head_norm is not None:
             norm = part.head_norm
             vector = vector / math.sqrt((vector**2).mean() + norm.epsilon)
             vector = vector * (norm.offset + weights[f"{name}_norm"])
-        end = rope.rotary_dims or part.head_size
+        end = rope.rotary_dims or part.head_dim
         first = turned(vector[:end], int(positions[b, t]), angles)
         return np.concatenate([first, vector[end:]])
 
@@ -98,7 +98,7 @@ def reference(
             p * (x[b, s] @ weights["value"][:, g]) for p, s in zip(shares, seen, strict=True)
         )
         if part.gated:
-            gate = (x[b, t] @ weights["query"][:, n])[part.head_size :]
+            gate = (x[b, t] @ weights["query"][:, n])[part.head_dim :]
             mixed = mixed / (1 + np.exp(-gate))
         out[b, t] += mixed @ weights["out"][n]
     return out
@@ -359,7 +359,7 @@ def test_cached_decoding_equals_the_whole_row(part: Part) -> None:
     x = jax.random.normal(jax.random.key(1), (2, 9, D))
     segments, positions = packed([[9], [2, 4, 3]])
     whole = jax.jit(lambda x: module(x, context(segments, positions, 1, VALUES)).x)(x)
-    cache = KVCache.empty((2, 11, part.num_kv_heads, part.head_size), jnp.dtype("float32"))
+    cache = KVCache.empty((2, 11, part.num_kv_heads, part.head_dim), jnp.dtype("float32"))
     parts = []
 
     @jax.jit

@@ -28,7 +28,7 @@ CONFIG = ModelConfig(
     d_model=24,
     num_heads=6,
     num_kv_heads=2,
-    head_size=10,
+    head_dim=10,
     d_mlp=52,
     vocab_size=77,
     compute_dtype="float32",
@@ -99,7 +99,12 @@ def test_a_joint_norm_is_over_all_heads() -> None:
 
 def test_granite_scales_embeddings_scores_branches_and_logits() -> None:
     """Each factor, moved into the weights that it multiplies, gives the same logits."""
-    own = GraniteConfig(embed_scale=3.0, score_scale=0.4, branch_scale=0.3, logit_divisor=1.6)
+    own = GraniteConfig(
+        embedding_multiplier=3.0,
+        attention_multiplier=0.4,
+        residual_multiplier=0.3,
+        logit_divisor=1.6,
+    )
     decoder = Decoder(replace(CONFIG, family="granite", own=own), RULES)
     params = jax.jit(decoder.init)(jax.random.key(3))
     plain = Decoder(CONFIG, RULES)
@@ -128,9 +133,9 @@ def test_granite_scales_embeddings_scores_branches_and_logits() -> None:
 @pytest.mark.parametrize(
     ("own", "family", "windows"),
     [
-        (MistralConfig(window=4), "mistral", (4, 4, 4)),
+        (MistralConfig(sliding_window=4), "mistral", (4, 4, 4)),
         (MistralConfig(), "mistral", ()),
-        (Gemma2Config(window=5), "gemma2", (5, 0, 5)),
+        (Gemma2Config(sliding_window=5), "gemma2", (5, 0, 5)),
     ],
 )
 def test_windows_of_layers(own: Any, family: str, windows: tuple[int, ...]) -> None:

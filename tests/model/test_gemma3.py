@@ -18,14 +18,20 @@ from maxpipe.models.registry import describe
 from maxpipe.nn.decoder import Decoder
 from tests.nn.parts import RULES, assert_close, packed
 
-OWN = Gemma3Config(window=3, period=3, local_rope_theta=20.0, rope_scaling=4.0, query_scale=11.0)
+OWN = Gemma3Config(
+    sliding_window=3,
+    sliding_window_pattern=3,
+    local_rope_theta=20.0,
+    rope_factor=4.0,
+    query_pre_attn_scalar=11.0,
+)
 CONFIG = ModelConfig(
     family="gemma3",
     num_layers=4,
     d_model=18,
     num_heads=6,
     num_kv_heads=2,
-    head_size=10,
+    head_dim=10,
     d_mlp=28,
     vocab_size=37,
     tied_embeddings=True,

@@ -21,19 +21,19 @@ LENGTHS = [[9], [2, 4, 3]]
 
 
 def part_with(
-    query_rank: int = 5, heads: int = 3, length: float = 1.3
+    q_lora_rank: int = 5, heads: int = 3, length: float = 1.3
 ) -> latent_attention.LatentAttention:
     rope = Rope(50.0, rotary_dims=ROPE, attention_factor=length)
     return latent_attention.LatentAttention(
-        D, heads, REST + ROPE, VALUE, RANK, query_rank, 0.5, "xla", rope, 0.3, EPSILON
+        D, heads, REST + ROPE, VALUE, RANK, q_lora_rank, 0.5, "xla", rope, 0.3, EPSILON
     )
 
 
 def values(part: latent_attention.LatentAttention) -> dict[str, Any]:
     """Scales of norms that are not what they start from."""
     scales = {"key_value_norm": np.linspace(-0.5, 1, RANK)}
-    if part.query_rank:
-        scales["query_norm"] = np.linspace(1, -0.3, part.query_rank)
+    if part.q_lora_rank:
+        scales["query_norm"] = np.linspace(1, -0.3, part.q_lora_rank)
     return scales
 
 
@@ -58,7 +58,7 @@ def reference(
     """Token by token and head by head in float64."""
 
     def query(b: int, t: int, n: int) -> np.ndarray:
-        if part.query_rank:
+        if part.q_lora_rank:
             vector = normed(x[b, t] @ w["query_down"], w["query_norm"]) @ w["query_up"][:, n]
         else:
             vector = x[b, t] @ w["query"][:, n]

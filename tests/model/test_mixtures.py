@@ -31,7 +31,7 @@ CONFIG = ModelConfig(
     d_model=18,
     num_heads=6,
     num_kv_heads=2,
-    head_size=10,
+    head_dim=10,
     d_mlp=28,
     vocab_size=37,
     compute_dtype="float32",
@@ -39,21 +39,21 @@ CONFIG = ModelConfig(
 NEXT = Qwen3NextConfig(
     num_experts=5,
     d_expert=14,
-    d_shared=11,
-    num_key_heads=2,
-    num_value_heads=6,
-    key_size=5,
-    value_size=7,
-    chunk=4,
-    rope_size=4,
+    d_shared_expert=11,
+    linear_num_key_heads=2,
+    linear_num_value_heads=6,
+    linear_key_head_dim=5,
+    linear_value_head_dim=7,
+    gdn_chunk_size=4,
+    rotary_dim=4,
 )
 FAMILY = {"tiny-moe": "moe", "qwen3-30b-a3b": "qwen3_moe"}
 OWN: dict[str, Any] = {
     "qwen3_moe": Qwen3MoeConfig(
-        num_experts=5, d_expert=14, expert_period=2, dense_layers=[1], normalised_weights=False
+        num_experts=5, d_expert=14, moe_layer_interval=2, dense_layers=[1], norm_topk_prob=False
     ),
     "qwen3_next": NEXT,
-    "gpt_oss": GptOssConfig(num_experts=5, d_expert=14, window=3, rope_scaling=4.0),
+    "gpt_oss": GptOssConfig(num_experts=5, d_expert=14, sliding_window=3, rope_factor=4.0),
 }
 
 
@@ -117,7 +117,7 @@ def noisy(params: Any) -> Any:
     [(1, [], "eeeee"), (2, [], "deded"), (1, [0, 3], "deede")],
 )
 def test_layers_have_experts_or_an_mlp(period: int, dense: list[int], kinds: str) -> None:
-    own = Qwen3MoeConfig(expert_period=period, dense_layers=dense)
+    own = Qwen3MoeConfig(moe_layer_interval=period, dense_layers=dense)
     found = describe(replace(CONFIG, family="qwen3_moe", own=own)).layers
     assert "".join(each[0] for each in found) == kinds
 
@@ -126,7 +126,7 @@ def test_layers_have_experts_or_an_mlp(period: int, dense: list[int], kinds: str
     ("layers", "period", "kinds"), [(9, 4, "dddfdddfd"), (3, 4, "ddd"), (2, 1, "ff")]
 )
 def test_each_fourth_layer_sees_all_tokens(layers: int, period: int, kinds: str) -> None:
-    own = replace(NEXT, attention_period=period)
+    own = replace(NEXT, full_attention_interval=period)
     found = describe(replace(CONFIG, family="qwen3_next", own=own, num_layers=layers)).layers
     assert "".join(each[0] for each in found) == kinds
 
@@ -137,7 +137,7 @@ def test_layers_with_a_state_cost_the_same_at_any_length() -> None:
     assert short[:3] == long[:3] and short[3] < long[3]
     fewer = [count.forward_flops_per_token(model, tokens) for tokens in (64, 128)]
     attention = describe(
-        replace(CONFIG, family="qwen3_next", own=replace(NEXT, attention_period=1))
+        replace(CONFIG, family="qwen3_next", own=replace(NEXT, full_attention_interval=1))
     )
     of_all = [count.forward_flops_per_token(attention, tokens) for tokens in (64, 128)]
     assert (fewer[1] - fewer[0]) * 5 == of_all[1] - of_all[0]  # one of 4 layers, and all of 5
@@ -158,12 +158,12 @@ def test_layers_with_a_state_cost_the_same_at_any_length() -> None:
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        ("num_value_heads=24", "must be a multiple of model.qwen3_next.num_key_heads (16)"),
-        ("rope_size=258", "must be even and at most model.head_size (256)"),
-        ("rope_size=63", "must be even and at most model.head_size (256)"),
-        ("chunk=48", "Set model.qwen3_next.chunk=32."),
+        ("num_value_heads=24", "must be a multiple of model.qwen3_next.linear_num_key_heads (16)"),
+        ("rope_size=258", "must be even and at most model.head_dim (256)"),
+        ("rope_size=63", "must be even and at most model.head_dim (256)"),
+        ("chunk=48", "Set model.qwen3_next.gdn_chunk_size=32."),
         ("kernel=1", "must be from 2 to 64."),
-        ("full_attention_interval=3", "Write model.qwen3_next.attention_period=3."),
+        ("full_attention_interval=3", "Write model.qwen3_next.full_attention_interval=3."),
     ],
 )
 def test_keys_of_states_are_checked(given: str, text: str) -> None:
@@ -178,7 +178,10 @@ def test_heads_of_states_are_split_over_tensor() -> None:
     given = [*arguments, "mesh.ici_tensor=2", "mesh.cpu_devices=2"]
     load(["qwen3-next-80b-a3b", *given])
     with pytest.raises(ConfigError, match="must be a multiple of the tensor size"):
-        wrong = ["model.qwen3_next.num_key_heads=3", "model.qwen3_next.num_value_heads=6"]
+        wrong = [
+            "model.qwen3_next.linear_num_key_heads=3",
+            "model.qwen3_next.linear_num_value_heads=6",
+        ]
         load(["qwen3-next-80b-a3b", *given, *wrong])
 
 
@@ -186,9 +189,9 @@ def test_heads_of_states_are_split_over_tensor() -> None:
     ("given", "text"),
     [
         ("dense_layers=[48]", "holds 48, and layers are counted from 0 to 47."),
-        ("expert_period=49", "leaves no layer of 48 with experts."),
+        ("moe_layer_interval=49", "leaves no layer of 48 with experts."),
         ("top_k=129", "is more than model.qwen3_moe.num_experts (128)"),
-        ("expert_period=0", "must be at least 1."),
+        ("moe_layer_interval=0", "must be at least 1."),
         ("num_experts_per_tok=3", "Write model.qwen3_moe.top_k=3."),
     ],
 )

@@ -28,14 +28,16 @@ from maxpipe.step.step import compute_layer_metrics
 from tests.cases import keeping
 from tests.nn.parts import RULES, assert_close, context, packed, with_values
 
-OWN = MoeConfig(num_experts=5, top_k=2, num_dense_layers=1, d_expert=14, balance_weight=0.3)
+OWN = MoeConfig(
+    num_experts=5, top_k=2, num_dense_layers=1, d_expert=14, load_balance_loss_weight=0.3
+)
 CONFIG = ModelConfig(
     family="moe",
     num_layers=4,
     d_model=18,
     num_heads=6,
     num_kv_heads=2,
-    head_size=10,
+    head_dim=10,
     d_mlp=28,
     vocab_size=37,
     rope_theta=300.0,
@@ -301,7 +303,7 @@ def test_scores_of_their_own_shared_experts_and_the_router_s_losses(gated: bool)
         normalised=False,
         shared=shared,
         shared_gated=gated,
-        z_weight=0.2,
+        z_loss_weight=0.2,
     )
     here = context([[1] * 5] * 2, [range(5)] * 2)
     here.inputs["loss_mask"] = jnp.ones((2, 5))  # type: ignore[index]
@@ -392,7 +394,7 @@ def test_the_model_is_described_once() -> None:
 @pytest.mark.parametrize("over", ["sequence", "microbatch", "devices"])
 def test_the_balance_loss_takes_the_shares_of_the_tokens_it_is_over(over: str) -> None:
     """Of one device all rows are those of a call."""
-    module, _, x = of_experts(balance_over=over)
+    module, _, x = of_experts(load_balance_scope=over)
     mask = jnp.asarray([[1.0, 1, 0, 1, 1], [1.0, 0, 1, 1, 1]])
     here = context([[1] * 5] * 2, [range(5)] * 2)
     here.inputs["loss_mask"] = mask  # type: ignore[index]
@@ -414,18 +416,18 @@ def test_the_balance_loss_takes_the_shares_of_the_tokens_it_is_over(over: str) -
         ("model.moe.num_dense_layers=6", "must be less than model.num_layers (6)"),
         ("model.moe.num_experts=0", "must be at least 1."),
         ("model.moe.dispatch=all model.moe.capacity_factor=2", "has no meaning with model.moe.cap"),
-        ("model.moe.num_groups=3", "must divide model.moe.num_experts (8)"),
+        ("model.moe.num_expert_groups=3", "must divide model.moe.num_experts (8)"),
         (
-            "model.moe.num_groups=4 model.moe.groups_per_token=5",
-            "is more than model.moe.num_groups",
+            "model.moe.num_expert_groups=4 model.moe.expert_groups_per_token=5",
+            "is more than model.moe.num_expert_groups",
         ),
-        ("model.moe.num_groups=8", "leaves a token 1 of the 8 experts"),
+        ("model.moe.num_expert_groups=8", "leaves a token 1 of the 8 experts"),
         (
-            "model.moe.num_groups=8 model.moe.groups_per_token=2 model.moe.group_scores=top2",
+            "model.moe.num_expert_groups=8 model.moe.expert_groups_per_token=2 model.moe.group_scores=top2",
             "two exp",
         ),
-        ("model.q_lora_rank=4", "Write model.family=deepseek model.deepseek.query_rank=4."),
-        ("model.moe.balance_weight=-1", "0 only records the balance loss"),
+        ("model.q_lora_rank=4", "Write model.family=deepseek model.deepseek.q_lora_rank=4."),
+        ("model.moe.load_balance_loss_weight=-1", "0 only records the balance loss"),
         ("model.num_experts=4", "Write model.moe.num_experts=4."),
         ("model.n_routed_experts=4", "Write model.moe.num_experts=4."),
         ("model.moe.window=3", "is not a key of model.moe"),

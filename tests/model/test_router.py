@@ -48,7 +48,7 @@ def chosen(scores: np.ndarray, bias: np.ndarray, groups: Groups | None) -> list[
     ids=["v2", "one group", "v3", "bias alone"],
 )
 def test_routes_are_those_of_plain_loops(options: dict[str, Any], biased: bool) -> None:
-    part = part_with(**options, balance_rate=0.1 if biased else None)
+    part = part_with(**options, expert_bias_update_rate=0.1 if biased else None)
     generator = np.random.default_rng(4)
     x = generator.normal(size=(2, 9, 7)).astype(np.float32)
     router = generator.normal(size=(7, EXPERTS)).astype(np.float32)
@@ -75,12 +75,12 @@ def test_routes_are_those_of_plain_loops(options: dict[str, Any], biased: bool) 
 
 
 def test_a_bias_has_no_gradient_and_keeps_its_type() -> None:
-    part = part_with(balance_rate=0.1)
+    part = part_with(expert_bias_update_rate=0.1)
     declared = part.params["router_bias"]
     assert declared.shape == (EXPERTS,) and declared.own_dtype and not declared.trainable
     assert part.balance_updates["router_bias"].statistic in part.statistics
     assert (
-        part_with(balance_rate=0.0).balance_updates == {}
+        part_with(expert_bias_update_rate=0.0).balance_updates == {}
         and "router_bias" not in part_with().params
     )
     x, router = jnp.ones((1, 2, 7)), jnp.ones((7, EXPERTS))

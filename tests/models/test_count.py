@@ -45,11 +45,11 @@ def test_counted_parameters_are_those_of_the_tree(tied: bool, num_layers: int, h
         d_model=24,
         num_heads=6,
         num_kv_heads=2,
-        head_size=10,
+        head_dim=10,
         d_mlp=52,
         vocab_size=77,
         tied_embeddings=tied,
-        heads_ahead=heads,
+        mtp_heads=heads,
     )
     model = describe(config)
     assert count.num_params(model) == tree_params(config)
@@ -130,7 +130,7 @@ WIDE = ModelConfig(
     d_model=256,
     num_heads=4,
     num_kv_heads=2,
-    head_size=64,
+    head_dim=64,
     d_mlp=768,
     vocab_size=512,
     compute_dtype="float32",
@@ -182,7 +182,7 @@ def test_operations_grow_with_layers_and_halve_with_the_causal_mask() -> None:
     one, two, five = (flops(n, 128, False) for n in (1, 2, 5))
     assert five - two == 3 * (two - one)
     # Scores and mixing: two matmuls over all heads, 2 operations each, per pair.
-    per_pair = 2 * 2 * WIDE.num_heads * WIDE.head_size
+    per_pair = 2 * 2 * WIDE.num_heads * WIDE.head_dim
     assert flops(1, 129, False) - flops(1, 128, False) == per_pair
     assert flops(1, 128, False) - flops(1, 128, True) == 64 * per_pair
     assert count.train_flops_per_token(describe(WIDE), 128) == 3 * flops(1, 128, True)
@@ -200,7 +200,7 @@ def test_training_llama3_8b_takes_about_six_operations_per_parameter() -> None:
 def test_heads_ahead_count_in_a_step(tied: bool) -> None:
     """Of each the output projection once more, and its own matrix."""
     plain = dataclasses.replace(WIDE, tied_embeddings=tied)
-    models = (describe(dataclasses.replace(plain, heads_ahead=heads)) for heads in (0, 3))
+    models = (describe(dataclasses.replace(plain, mtp_heads=heads)) for heads in (0, 3))
     without, three = (count.train_flops_per_token(model, 128) for model in models)
     assert three - without == 6 * 3 * WIDE.d_model * (WIDE.vocab_size + WIDE.d_model)
 
@@ -209,7 +209,7 @@ def test_layers_ahead_count_as_layers() -> None:
     """Behind the network: three of them take what three layers more do, and their projections."""
     config = dataclasses.replace(published("gemma3-270m"), num_layers=5)
     longer = describe(dataclasses.replace(config, num_layers=6))
-    one = dataclasses.replace(config, heads_ahead=1, ahead="layer")
+    one = dataclasses.replace(config, mtp_heads=1, ahead="layer")
     tokens, width, vocab = 4096, config.d_model, config.vocab_size
 
     def more(frozen: list[str], counted: Callable[..., int], *arguments: int) -> int:
@@ -224,7 +224,7 @@ def test_layers_ahead_count_as_layers() -> None:
     (scores,) = (each for each in heads if isinstance(each, Scores))
     window = longer.values[scores.window][0]
     pairs = (tokens // 2) - (window - window**2 / (2 * tokens))
-    layer -= round(4 * scores.heads * scores.head_size * pairs)
+    layer -= round(4 * scores.heads * scores.head_dim * pairs)
     projections = 2 * (2 * width**2 + width * vocab)
     assert more([], count.forward_flops_per_token, tokens) == layer + projections
     assert more([], count.train_flops_per_token, tokens) == 3 * (layer + projections)
@@ -238,7 +238,7 @@ def test_layers_ahead_count_as_layers() -> None:
 
 def test_a_token_uses_some_experts_of_layers_ahead() -> None:
     config = published("tiny-moe")
-    one = dataclasses.replace(config, heads_ahead=2, ahead="layer")
+    one = dataclasses.replace(config, mtp_heads=2, ahead="layer")
     unused = [
         count.num_params(model) - count.active_params(model)
         for model in (describe(config), describe(one))

@@ -16,7 +16,7 @@ from maxpipe.models.layers.attention import CANNOT
 from maxpipe.models.resolve_auto import Divided, choose, resolved, words
 from tests import cases
 
-MODEL = replace(cases.MODEL, head_size=64, compute_dtype="bfloat16")
+MODEL = replace(cases.MODEL, head_dim=64, compute_dtype="bfloat16")
 SINKS = replace(MODEL, family="gpt_oss", own=GptOssConfig())
 CAPPED = replace(MODEL, family="gemma2", own=Gemma2Config())
 LATENT = replace(MODEL, family="deepseek", own=DeepseekConfig(), num_kv_heads=MODEL.num_heads)
@@ -34,8 +34,8 @@ LATENT = replace(MODEL, family="deepseek", own=DeepseekConfig(), num_kv_heads=MO
         (SINKS, "gpu", 4096, "blockwise", ["cudnn has no sinks"]),
         (CAPPED, "gpu", 512, "xla", ["cudnn has no soft cap", "blockwise is for 4,096"]),
         (LATENT, "gpu", 4096, "blockwise", ["cudnn has no value size"]),
-        (replace(MODEL, head_size=160), "gpu", 4096, "blockwise", ["cudnn needs heads"]),
-        (replace(MODEL, head_size=60), "gpu", 4096, "blockwise", ["cudnn needs heads"]),
+        (replace(MODEL, head_dim=160), "gpu", 4096, "blockwise", ["cudnn needs heads"]),
+        (replace(MODEL, head_dim=60), "gpu", 4096, "blockwise", ["cudnn needs heads"]),
         (MODEL, "gpu", 4097, "blockwise", ["cudnn needs an even"]),
     ],
 )

@@ -29,7 +29,7 @@ Call = Callable[..., int]
 
 RUN = """
 run: {name: run, dir: .}
-model: {num_layers: 2, d_model: 16, num_heads: 2, num_kv_heads: 1, head_size: 8, d_mlp: 32,
+model: {num_layers: 2, d_model: 16, num_heads: 2, num_kv_heads: 1, head_dim: 8, d_mlp: 32,
         vocab_size: 259, compute_dtype: float32}
 train: {steps: 4, batch_size: 4, sequence_length: 16}
 optim: {learning_rate: 1.0e-2, warmup_steps: 1}
@@ -41,7 +41,7 @@ runtime: {platform: cpu, compilation_cache: COMPILED}
 """
 CHAT = """
 run: {name: chat, dir: .}
-model: {num_layers: 2, d_model: 16, num_heads: 2, num_kv_heads: 1, head_size: 8, d_mlp: 32,
+model: {num_layers: 2, d_model: 16, num_heads: 2, num_kv_heads: 1, head_dim: 8, d_mlp: 32,
         vocab_size: 1024, compute_dtype: float32}
 tokenizer: {kind: auto, path: folder}
 train: {steps: 2, batch_size: 4, sequence_length: 64, objective: sft}

@@ -33,7 +33,7 @@ SMALL = ModelConfig(
     d_model=16,
     num_heads=4,
     num_kv_heads=2,
-    head_size=4,
+    head_dim=4,
     d_mlp=24,
     vocab_size=37,
     compute_dtype="float32",
@@ -302,7 +302,7 @@ def test_kinds_run_in_network_order(monkeypatch: pytest.MonkeyPatch) -> None:
     counting = Kind((first, dataclasses.replace(second, part=_Counting(16, 20, 0.5))))
     kinds = {"wide": plain.layer_types["layer"], "counting": counting}
     layers = ("wide", "counting", "counting", "wide", "counting")
-    ends = dataclasses.replace(plain.ends, embed_scale=3.0, logit_cap=0.7)
+    ends = dataclasses.replace(plain.ends, embed_scale=3.0, final_logit_softcapping=0.7)
     decoder.__dict__["model"] = Model(kinds, layers, ends)
     params, batch = jax.jit(decoder.init)(KEY), make_batch()
     batch["loss_mask"] = jnp.asarray(np.random.default_rng(3).integers(0, 2, (2, 8)))
@@ -339,7 +339,7 @@ def test_kinds_run_in_network_order(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_heads_ahead_follow_their_formula() -> None:
     """Against loops over tokens, with documents and targets that do not count."""
-    plain, decoder = decoder_with(), decoder_with(heads_ahead=2, ahead_loss_weight=0.6)
+    plain, decoder = decoder_with(), decoder_with(mtp_heads=2, mtp_loss_weight=0.6)
     params, batch = jax.jit(decoder.init)(KEY), make_batch()
     assert not np.asarray(params["ahead"]["transform"]).any()
     without = jax.jit(plain.init)(KEY)
@@ -378,7 +378,7 @@ def test_heads_ahead_follow_their_formula() -> None:
 
 def test_layers_ahead_are_drawn_each_by_itself_and_leave_others_as_they_are() -> None:
     plain, one, three = (
-        numpy_leaves(jax.jit(decoder_with(heads_ahead=heads, ahead="layer").init)(KEY))
+        numpy_leaves(jax.jit(decoder_with(mtp_heads=heads, ahead="layer").init)(KEY))
         for heads in (0, 1, 3)
     )
     assert all(np.array_equal(three[name], leaf) for name, leaf in plain.items())
@@ -392,7 +392,7 @@ def test_layers_ahead_are_drawn_each_by_itself_and_leave_others_as_they_are() ->
 
 def test_layers_ahead_follow_their_formula_in_each_document_alone() -> None:
     """Two chained heads by loops over documents, each of which is a row of its own."""
-    decoder = decoder_with(heads_ahead=2, ahead="layer", ahead_loss_weight=0.6)
+    decoder = decoder_with(mtp_heads=2, ahead="layer", mtp_loss_weight=0.6)
     params, batch = jax.jit(decoder.init)(KEY), make_batch(1)
     batch["loss_mask"] = jnp.asarray([[1, 0, 1, 1, 1, 0, 1, 1]])
     losses = {"ahead_1": 0.0, "ahead_2": 0.0}

@@ -197,7 +197,7 @@ def test_a_bad_step_on_one_shard_changes_nothing_on_any_device(
         [
             ("float32", {"name": "lion"}),
             ("bfloat16", {"name": "adafactor"}),
-            ("bfloat16", {"name": "muon", "shard_over_data": True}),
+            ("bfloat16", {"name": "muon", "zero1": True}),
         ],
         2,
     ),
@@ -208,7 +208,7 @@ def test_a_bad_step_leaves_moments_and_averages_of_every_optimizer(
     stored: str, changes: dict[str, Any]
 ) -> None:
     case = Case(2, 1, 2, fsdp=2, data=2, layers=2, stored=stored)
-    optim = dataclasses.replace(OPTIM, average_decay=0.5, rounding="stochastic", **changes)
+    optim = dataclasses.replace(OPTIM, ema_decay=0.5, rounding="stochastic", **changes)
     steps = steps_of(case, ROWS, optim=optim)
     run = steps.compile_train()
     state, _ = run(steps.init(), placed(steps, 0))
@@ -295,7 +295,7 @@ def test_an_update_that_overflows_on_one_device_is_a_bad_step(
 def test_the_guard_takes_no_memory(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A second copy of a matrix would be thousands of bytes; numbers and flags are hundreds."""
     model = {"num_layers": 2, "vocab_size": 512, "d_model": 128, "d_mlp": 256, "num_heads": 2}
-    model |= {"num_kv_heads": 2, "head_size": 64, "param_dtype": dtype, "compute_dtype": dtype}
+    model |= {"num_kv_heads": 2, "head_dim": 64, "param_dtype": dtype, "compute_dtype": dtype}
     batch = {"batch_size": 4, "sequence_length": 16, "steps": 1}
     config = from_dict({"model": model, "train": batch, "mesh": {"ici_fsdp": 2}})
 

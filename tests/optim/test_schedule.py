@@ -75,7 +75,7 @@ def test_wsd_with_a_decay_longer_than_what_the_warm_up_leaves() -> None:
 
 
 def test_a_constant_rate_ignores_the_final_fraction() -> None:
-    np.testing.assert_allclose(rates(10, schedule="constant", final_fraction=0.0), PEAK, rtol=1e-6)
+    np.testing.assert_allclose(rates(10, schedule="constant", min_lr_ratio=0.0), PEAK, rtol=1e-6)
 
 
 @pytest.mark.parametrize("schedule", ["constant", "linear", "cosine", "wsd"])
@@ -103,5 +103,5 @@ def test_phases_follow_each_other() -> None:
 
 
 def test_after_the_end_the_rate_stays() -> None:
-    config = OptimConfig(learning_rate=PEAK, schedule="cosine", final_fraction=0.1)
+    config = OptimConfig(learning_rate=PEAK, schedule="cosine", min_lr_ratio=0.1)
     assert rate_at(learning_rate(config, 10), 1000) == pytest.approx(0.1 * PEAK)

@@ -274,7 +274,7 @@ def test_muon_is_momentum_made_orthogonal_and_adam_elsewhere() -> None:
 
 
 def test_rates_are_multiplied_and_averages_follow() -> None:
-    config = dataclasses.replace(CONFIG, average_decay=0.75, weight_decay=0.0, warmup_steps=0)
+    config = dataclasses.replace(CONFIG, ema_decay=0.75, weight_decay=0.0, warmup_steps=0)
     mine = optimizer_of(config)
     slow = dataclasses.replace(mine.trainable_params["matrix",], rate=0.25)
     halved = dataclasses.replace(

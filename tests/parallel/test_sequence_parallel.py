@@ -15,7 +15,7 @@ from maxpipe.parallel.sequence_parallel import SequenceParallel
 from maxpipe.parallel.sharding import AxisRules
 from tests.cases import TOLERANCE, keeping
 
-AXES = (("embed", "heads", "head_size"), ("embed", "kv_heads", "head_size"), ("embed", "mlp"))
+AXES = (("embed", "heads", "head_dim"), ("embed", "kv_heads", "head_dim"), ("embed", "mlp"))
 
 
 def split_of(size: int, *, rings: bool, **table: list[str]) -> tuple[Mesh, AxisRules]:

@@ -38,7 +38,7 @@ def rules_with(**changes: list[str]) -> AxisRules:
 
 
 def test_specs_follow_the_table() -> None:
-    assert RULES.spec(("embed", "heads", "head_size")) == PartitionSpec(WEIGHTS, "tensor", None)
+    assert RULES.spec(("embed", "heads", "head_dim")) == PartitionSpec(WEIGHTS, "tensor", None)
     assert RULES.spec(("vocab", "embed")) == PartitionSpec(("stage", "tensor"), WEIGHTS)
     assert RULES.spec(("norm",)) == PartitionSpec(None)
     assert RULES.spec((None, "mlp")) == PartitionSpec(None, "tensor")
@@ -55,15 +55,15 @@ def test_changes_replace_single_rows() -> None:
 
 
 def test_one_mesh_axis_shards_one_dim_of_a_tensor() -> None:
-    rules = rules_with(head_size=["tensor"])
+    rules = rules_with(head_dim=["tensor"])
     with pytest.raises(ConfigError) as caught:
-        rules.spec(("embed", "heads", "head_size"), where="layers.attention.query")
+        rules.spec(("embed", "heads", "head_dim"), where="layers.attention.query")
     (problem,) = caught.value.problems
-    assert problem.where == "mesh.axis_rules" and problem.value == "head_size: [tensor]"
-    assert "layers.attention.query has dims 'heads' and 'head_size'" in problem.rule
+    assert problem.where == "mesh.axis_rules" and problem.value == "head_dim: [tensor]"
+    assert "layers.attention.query has dims 'heads' and 'head_dim'" in problem.rule
     assert "one mesh axis, 'tensor'" in problem.rule
-    assert problem.action == "Set mesh.axis_rules.head_size=[], or move 'heads' elsewhere."
-    assert rules_with(head_size=["tensor"], heads=[]).spec(("heads", "head_size")) == (
+    assert problem.action == "Set mesh.axis_rules.head_dim=[], or move 'heads' elsewhere."
+    assert rules_with(head_dim=["tensor"], heads=[]).spec(("heads", "head_dim")) == (
         PartitionSpec(None, "tensor")
     )
 

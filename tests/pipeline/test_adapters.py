@@ -26,8 +26,8 @@ from tests.plan.test_memory import config_of, steps_of
 
 LORA, DORA = AdapterConfig(rank=3, alpha=6.0), AdapterConfig(rank=2, kind="dora", alpha=3.0)
 DROPPED = AdapterConfig(rank=2, dropout=0.4, scale_by="root", targets=["*.query", "*.down"])
-INT8 = AdapterConfig(rank=2, base="int8", kind="dora", alpha=3.0)
-NF4 = AdapterConfig(rank=4, base="nf4", targets=["layers.attention.*"])
+INT8 = AdapterConfig(rank=2, base_quantization="int8", kind="dora", alpha=3.0)
+NF4 = AdapterConfig(rank=4, base_quantization="nf4", targets=["layers.attention.*"])
 
 CASES = [
     Case(2, 2, 4, fsdp=2, tensor=2, adapter=LORA),
@@ -120,7 +120,7 @@ def test_the_plain_loop_equals_a_merged_model(own: Any, adapter: AdapterConfig) 
 PLANS: list[tuple[AdapterConfig, dict[str, int], dict[str, Any]]] = [
     (LORA, {"ici_stage": 2, "ici_fsdp": 2}, {"microbatches": 6, "schedule": "zb_h1"}),
     (INT8, {"ici_stage": 2, "ici_fsdp": 4}, {"microbatches": 4, "weight_gather": "step"}),
-    (NF4, {"ici_stage": 2, "ici_data": 2}, {"microbatches": 4, "layers_outside": 2}),
+    (NF4, {"ici_stage": 2, "ici_data": 2}, {"microbatches": 4, "prologue_layers": 2}),
     (
         DORA,
         {"ici_stage": 2, "ici_fsdp": 2},

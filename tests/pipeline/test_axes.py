@@ -24,7 +24,7 @@ from tests.pipeline.test_families import (
     V3,
 )
 
-LATENT = replace(V3, kv_rank=8, query_rank=12)
+LATENT = replace(V3, kv_lora_rank=8, q_lora_rank=12)
 CONTEXT = [
     Case(1, 1, 1, context=2),
     Case(2, 2, 3, context=2, fsdp=2, gather="step", dropout=0.3),

@@ -25,8 +25,12 @@ from maxpipe.models.registry import FAMILIES
 from tests.cases import Case, keeping
 from tests.pipeline.test_engine import check_gradients, matrix
 
-GEMMA = Gemma3Config(window=3, period=3, rope_scaling=2.0, query_scale=7.0)
-MOE = MoeConfig(num_experts=5, num_dense_layers=2, d_expert=12, balance_weight=0.3, dispatch="all")
+GEMMA = Gemma3Config(
+    sliding_window=3, sliding_window_pattern=3, rope_factor=2.0, query_pre_attn_scalar=7.0
+)
+MOE = MoeConfig(
+    num_experts=5, num_dense_layers=2, d_expert=12, load_balance_loss_weight=0.3, dispatch="all"
+)
 GROUPED = replace(MOE, dispatch="grouped")
 ROOM = MoeConfig(
     num_experts=5,
@@ -34,56 +38,65 @@ ROOM = MoeConfig(
     d_expert=12,
     capacity_factor=0.8,
     num_shared_experts=1,
-    scores="sigmoid",
-    weight_scale=1.5,
-    z_weight=0.1,
+    score_func="sigmoid",
+    routed_scaling_factor=1.5,
+    z_loss_weight=0.1,
 )
-NO_DENSE = MoeConfig(num_experts=3, num_dense_layers=0, normalised_weights=False)
+NO_DENSE = MoeConfig(num_experts=3, num_dense_layers=0, norm_topk_prob=False)
 V3 = DeepseekConfig(
     num_experts=6,
     num_dense_layers=2,
     d_expert=12,
     num_shared_experts=1,
-    kv_rank=6,
-    query_rank=10,
-    rope_size=2,
-    value_size=6,
-    rope_scaling=4.0,
-    rope_original_tokens=64,
+    kv_lora_rank=6,
+    q_lora_rank=10,
+    qk_rope_head_dim=2,
+    v_head_dim=6,
+    rope_factor=4.0,
+    original_max_position_embeddings=64,
     mscale=0.7,
     mscale_all_dim=1.2,
-    num_groups=3,
-    groups_per_token=2,
+    num_expert_groups=3,
+    expert_groups_per_token=2,
     group_scores="top2",
-    scores="sigmoid",
-    weight_scale=2.5,
-    router_bias=True,
+    score_func="sigmoid",
+    routed_scaling_factor=2.5,
+    expert_bias=True,
 )
-V2 = replace(V3, query_rank=0, scores="softmax", group_scores="max", router_bias=False)
-MISTRAL = MistralConfig(window=3)
-QWEN2 = Qwen2Config(rope_scaling=4.0, rope_original_tokens=64)
-QWEN3 = Qwen3Config(rope_scaling=2.0)
+V2 = replace(V3, q_lora_rank=0, scores="softmax", group_scores="max", router_bias=False)
+MISTRAL = MistralConfig(sliding_window=3)
+QWEN2 = Qwen2Config(rope_factor=4.0, original_max_position_embeddings=64)
+QWEN3 = Qwen3Config(rope_factor=2.0)
 QWEN3_MOE = Qwen3MoeConfig(
-    num_experts=5, d_expert=12, expert_period=2, dense_layers=[1], balance_weight=0.3
+    num_experts=5, d_expert=12, moe_layer_interval=2, dense_layers=[1], load_balance_loss_weight=0.3
 )
 GPT_OSS = GptOssConfig(
-    num_experts=5, d_expert=12, window=3, gate_limit=0.8, rope_scaling=4.0, balance_weight=0.3
+    num_experts=5,
+    d_expert=12,
+    sliding_window=3,
+    swiglu_limit=0.8,
+    rope_factor=4.0,
+    load_balance_loss_weight=0.3,
 )
-GEMMA2 = Gemma2Config(window=3, score_cap=2.0, logit_cap=1.5)
-PHI = Phi3Config(window=4, rope_size=2, rope_short=[1.7], rope_long=[2.5], rope_scaling=4.0)
-GRANITE = GraniteConfig(embed_scale=3.0, score_scale=0.4, branch_scale=0.3, logit_divisor=1.6)
+GEMMA2 = Gemma2Config(sliding_window=3, attn_logit_softcapping=2.0, final_logit_softcapping=1.5)
+PHI = Phi3Config(
+    sliding_window=4, rope_size=2, rope_short_factor=[1.7], rope_long_factor=[2.5], rope_factor=4.0
+)
+GRANITE = GraniteConfig(
+    embedding_multiplier=3.0, attention_multiplier=0.4, residual_multiplier=0.3, logit_divisor=1.6
+)
 NEXT = Qwen3NextConfig(
     num_experts=5,
     d_expert=12,
-    d_shared=6,
-    num_key_heads=2,
-    num_value_heads=6,
-    key_size=3,
-    value_size=5,
-    kernel=3,
-    chunk=4,
-    rope_size=2,
-    balance_weight=0.3,
+    d_shared_expert=6,
+    linear_num_key_heads=2,
+    linear_num_value_heads=6,
+    linear_key_head_dim=3,
+    linear_value_head_dim=5,
+    linear_conv_kernel_dim=3,
+    gdn_chunk_size=4,
+    rotary_dim=2,
+    load_balance_loss_weight=0.3,
 )
 CASES = [
     Case(2, 2, 3, own=GEMMA, tied=True, layers=7, fsdp=2, tensor=2),
@@ -155,7 +168,7 @@ def test_a_balance_loss_over_rows_that_meet_equals_that_of_the_plain_loop(
     over: Any, case: Case
 ) -> None:
     """Under any schedule: what it depends on is which rows meet."""
-    own = replace(GROUPED, num_dense_layers=1, balance_over=over)
+    own = replace(GROUPED, num_dense_layers=1, load_balance_scope=over)
     check_gradients(replace(case, own=own), rows_together(case, over))
 
 

@@ -67,7 +67,7 @@ PLANS: list[tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = [
     (
         {"frozen": ["embedding"], "tied_embeddings": True},
         {"ici_stage": 2, "ici_fsdp": 2},
-        {"microbatches": 4, "layers_outside": 2, "weight_gather": "step", "remat": "names"},
+        {"microbatches": 4, "prologue_layers": 2, "weight_gather": "step", "remat": "names"},
     ),
     ({"frozen": ["layers.*"]}, {"ici_stage": 4}, {"microbatches": 6, "schedule": "zb_h1"}),
 ]

@@ -19,7 +19,9 @@ from tests.cases import TOLERANCE, Case, batch_of, keeping, steps_of, with_layer
 from tests.pipeline import test_engine
 from tests.pipeline.test_engine import check_gradients
 
-GEMMA = Gemma3Config(window=3, period=3, rope_scaling=2.0, query_scale=7.0)
+GEMMA = Gemma3Config(
+    sliding_window=3, sliding_window_pattern=3, rope_factor=2.0, query_pre_attn_scalar=7.0
+)
 CASES = [
     Case(1, 2, 3, ahead=1, fsdp=2, data=2),
     Case(2, 1, 5, ahead=2, schedule="zb_h1", fsdp=2, tied=True, remat="none"),
@@ -73,7 +75,7 @@ def other_ends(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Models with layer norms and a cap, which no family has."""
 
     def changed(config: decoder.ModelConfig) -> decoder.Model:
-        return with_layer_norms(describe(config), logit_cap=0.7, embed_scale=3.0)
+        return with_layer_norms(describe(config), final_logit_softcapping=0.7, embed_scale=3.0)
 
     monkeypatch.setattr(decoder, "describe", changed)
     test_engine._plain.cache_clear()  # decoders of one config count as the same

@@ -11,7 +11,7 @@ from tests.cases import Case, keeping
 from tests.pipeline.test_engine import check_gradients, matrix
 from tests.pipeline.test_families import GEMMA, GROUPED, NEXT, ROOM, V3, rows_together
 
-BIASED = replace(V3, balance_weight=0.3)
+BIASED = replace(V3, load_balance_loss_weight=0.3)
 
 
 def layers(stages: int, repeats: int, microbatches: int, ahead: int = 2, **others: Any) -> Case:
@@ -49,7 +49,7 @@ def test_layers_ahead_equal_the_plain_loop(case: Case) -> None:
 @pytest.mark.matrix
 @pytest.mark.parametrize("over", ["microbatch", "devices"])
 def test_their_balance_loss_is_over_the_rows_that_meet(over: Any) -> None:
-    own = replace(GROUPED, num_dense_layers=1, balance_over=over)
+    own = replace(GROUPED, num_dense_layers=1, load_balance_scope=over)
     case = layers(2, 1, 3, schedule="zb_h1", data=2, fsdp=2, layers=4, own=own)
     check_gradients(case, rows_together(case, over))
 

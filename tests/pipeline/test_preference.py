@@ -184,7 +184,7 @@ def test_losses_of_layers_count_by_token() -> None:
     found = {}
     for objective in (LOSSES[0], CrossEntropy()):
         for weight in (0.0, 0.5):
-            own = replace(GROUPED, num_experts=6, balance_weight=weight)
+            own = replace(GROUPED, num_experts=6, load_balance_loss_weight=weight)
             case = Case(2, 1, 2, own=own, length=TOKENS, layers=4)
             steps = steps_of(case, case.rows, objective=objective)
             batch = {name: packed(case)[0][name] for name in steps.abstract_batch()}

@@ -23,7 +23,7 @@ from maxpipe.pipeline.remat import (
 from tests.cases import MODEL
 
 # Wide enough that matmuls dominate the operations.
-CONFIG = replace(MODEL, d_model=128, head_size=16, d_mlp=256)
+CONFIG = replace(MODEL, d_model=128, head_dim=16, d_mlp=256)
 DECODER = Decoder(CONFIG, AxisRules.from_config(MeshConfig()))
 ROWS, TOKENS = 2, 128
 ACTIVATIONS = DECODER.model.activations["matmuls"]

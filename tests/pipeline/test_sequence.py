@@ -73,7 +73,7 @@ MODEL = {
     "d_model": 32,
     "num_heads": 8,
     "num_kv_heads": 4,
-    "head_size": 6,
+    "head_dim": 6,
     "d_mlp": 44,
     "vocab_size": 264,
     "compute_dtype": "float32",

@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 
 def config_of(stages: int = 1, fsdp: int = 1, tokens: int = 32, d_mlp: int = 64) -> Config:
-    model = {"num_layers": 4, "d_model": 32, "num_heads": 2, "num_kv_heads": 2, "head_size": 16}
+    model = {"num_layers": 4, "d_model": 32, "num_heads": 2, "num_kv_heads": 2, "head_dim": 16}
     model |= {"d_mlp": d_mlp, "vocab_size": 512}
     return from_dict(
         {

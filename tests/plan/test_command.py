@@ -30,18 +30,18 @@ def test_layers_outside_the_ring_are_named(gather: str, capsys: pytest.CaptureFi
     arguments = [*RUN, "model.num_layers=11", f"pipeline.weight_gather={gather}"]
     found = []
     for outside in (0, 3):
-        assert main([*arguments, f"pipeline.layers_outside={outside}", "--json"]) == 0
+        assert main([*arguments, f"pipeline.prologue_layers={outside}", "--json"]) == 0
         found.append(json.loads(capsys.readouterr().out))
     without, values = found
     assert without["outside"] == {"layers": 0, "bytes": 0, "seconds": 0}
     assert sum(stage["layers"] for stage in values["stages"]) == 8
-    assert values["outside"]["layers"] == values["layout"]["pipeline.layers_outside"] == 3
+    assert values["outside"]["layers"] == values["layout"]["pipeline.prologue_layers"] == 3
     # Of eight microbatches each of four stages runs two through three layers; in the ring each
     # runs all through two.
     share = values["outside"]["seconds"] / values["parts"]["layers"]
     assert share == pytest.approx(3 / 8, rel=0.01)
     assert 0 < values["outside"]["bytes"] < values["total_bytes"]
-    assert main([*arguments, "pipeline.layers_outside=3"]) == 0
+    assert main([*arguments, "pipeline.prologue_layers=3"]) == 0
     assert "outside the ring, on every stage: the first 3 layers, with" in capsys.readouterr().out
 
 
@@ -66,7 +66,7 @@ def test_a_search_runs_what_it_found(
     monkeypatch.setattr("maxpipe.plan.rerank.MEASURED_SECONDS", 0.0)
     small = tmp_path / "small.yml"
     small.write_text(
-        "model: {num_layers: 2, d_model: 16, num_heads: 2, num_kv_heads: 1, head_size: 8, "
+        "model: {num_layers: 2, d_model: 16, num_heads: 2, num_kv_heads: 1, head_dim: 8, "
         "d_mlp: 32, vocab_size: 259}\ntrain: {steps: 1, batch_size: 8, sequence_length: 16}\n"
         "runtime: {platform: cpu}\n"
     )

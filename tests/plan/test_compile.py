@@ -55,7 +55,7 @@ def test_operations_are_those_of_the_layers_and_the_head(report: CompileReport) 
     matrices = sizes.layer_elements(sizes.most_common_layer_type, whole=True) - 2 * model.d_model
     matmuls = 2 * sizes.tokens * matrices
     pairs = scored_pairs(CONFIG.train.sequence_length)
-    forward = matmuls + 4 * sizes.microbatch_size * pairs * model.num_heads * model.head_size
+    forward = matmuls + 4 * sizes.microbatch_size * pairs * model.num_heads * model.head_dim
     head = 2 * sizes.tokens * sizes.head_elements(whole=True)
     # Forward, recomputation, and a backward of twice as much, but for the last recomputed matmul.
     layers = 4 * forward - 2 * sizes.tokens * model.d_mlp * model.d_model
@@ -159,7 +159,7 @@ def test_loops_of_attention_by_blocks_state_their_trips() -> None:
         found[name] = read.flops
     sizes = Sizes(config)
     turns = sizes.microbatches * sum(sizes.layer_partition) / sizes.stages
-    product = 2 * sizes.microbatch_size * turns * config.model.num_heads * config.model.head_size
+    product = 2 * sizes.microbatch_size * turns * config.model.num_heads * config.model.head_dim
     pairs = {"blockwise": tokens**2 * 3 / 5, "xla": scored_pairs(tokens)}
     # Forward, recomputation and backward: by blocks scores are computed once more.
     products = {"blockwise": 2 + 2 + 5, "xla": 2 + 2 + 4}

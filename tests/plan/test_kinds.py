@@ -80,7 +80,7 @@ def test_counts_are_sums_over_layers(config: Config) -> None:
     # Three quarters of a wide MLP are computed and not needed.
     wasted = 2 * 4 * 0.75 * hidden
     assert count.active_params(model) == count.num_params(model) - wasted / 2
-    pairs = 2 * 2 * 9 * config.model.num_heads * config.model.head_size * (32 - 16)
+    pairs = 2 * 2 * 9 * config.model.num_heads * config.model.head_dim * (32 - 16)
     needed = count.forward_flops_per_token(model, 32)
     head = 2 * count.size(model.ends.head or model.ends.embedding)
     assert sum(count.layer_costs(model, 32)) + head == needed + wasted + pairs
@@ -107,7 +107,7 @@ def test_a_window_makes_fewer_pairs_needed_and_none_fewer_computed(config: Confi
     window = (8.0, 0.0)
     model = Model({"layer": Kind((branch,))}, ("layer",) * 2, plain.ends, {"window": window})
     full = replace(model, values={"window": (0.0, 0.0)})
-    heads = 4 * config.model.num_heads * config.model.head_size
+    heads = 4 * config.model.num_heads * config.model.head_dim
     # Of 32 queries the first see up to 8 keys, the others 8, where without a window it is half.
     fewer = count.forward_flops_per_token(full, 32) - count.forward_flops_per_token(model, 32)
     assert fewer == heads * (16 - (8 - 8**2 / 64))
@@ -118,7 +118,7 @@ def test_the_cut_knows_what_layers_cost(config: Config) -> None:
     costs = count.layer_costs(unlike(config.model), config.train.sequence_length)
     assert len({*costs}) == 2 and costs[0] > 2 * costs[3]
     assert Sizes(config).layer_partition == (3, 6)
-    outside = replace(config.pipeline, layers_outside=1)
+    outside = replace(config.pipeline, prologue_layers=1)
     fewer = Sizes(replace(config, pipeline=outside))
     assert sum(fewer.layer_partition) == 8 and fewer.prologue_layers == {"wide": 1}
 

@@ -40,7 +40,7 @@ MODEL = {
     "d_model": 64,
     "num_heads": 8,
     "num_kv_heads": 4,
-    "head_size": 16,
+    "head_dim": 16,
     "d_mlp": 96,
     "vocab_size": 262,
 }
@@ -72,7 +72,7 @@ STATES = {
     "qwen3_next": {
         "num_experts": 5,
         "d_expert": 28,
-        "d_shared": 38,
+        "d_shared_expert": 38,
         "num_key_heads": 3,
         "num_value_heads": 6,
         "key_size": 7,
@@ -91,7 +91,7 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     (
         EXPERTS,
         {"ici_stage": 2, "ici_fsdp": 2},
-        {"microbatches": 4, "remat": "names", "layers_outside": 3, "weight_gather": "visit"},
+        {"microbatches": 4, "remat": "names", "prologue_layers": 3, "weight_gather": "visit"},
     ),
     (
         BIASED | {"gpt_oss": BIASED["gpt_oss"] | {"dispatch": "all"}},
@@ -118,7 +118,7 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
         {"microbatches": 4, "repeats": 2, "remat": "names", "weight_gather": "step"},
     ),
     (
-        {"tied_embeddings": True, "heads_ahead": 3},
+        {"tied_embeddings": True, "mtp_heads": 3},
         {"ici_stage": 2, "ici_fsdp": 4},
         {"microbatches": 5, "repeats": 5, "weight_gather": "visit", "group": 4},
     ),
@@ -129,9 +129,9 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
         {"microbatches": 4, "repeats": 5, "weight_gather": "visit", "group": 2},
     ),
     ({"vocab_size": 263}, {"ici_stage": 4}, {"microbatches": 6, "schedule": "zb_h1"}),
-    ({"heads_ahead": 2}, {"ici_stage": 2, "ici_fsdp": 2}, {"microbatches": 4}),
+    ({"mtp_heads": 2}, {"ici_stage": 2, "ici_fsdp": 2}, {"microbatches": 4}),
     (
-        EXPERTS | {"heads_ahead": 2, "ahead": "layer"},
+        EXPERTS | {"mtp_heads": 2, "ahead": "layer"},
         {"ici_stage": 2, "ici_fsdp": 2},
         {"microbatches": 4, "weight_gather": "step"},
     ),
@@ -152,7 +152,7 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
             "microbatches": 8,
             "schedule": "circular",
             "repeats": 2,
-            "layers_outside": 3,
+            "prologue_layers": 3,
             "delayed_forwarding": True,
         },
     ),
@@ -163,7 +163,7 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
             "microbatches": 4,
             "remat": "names",
             "saved_names": ["attention"],
-            "layers_outside": 2,
+            "prologue_layers": 2,
             "weight_gather": "step",
         },
     ),
@@ -218,7 +218,7 @@ def test_the_reference_of_rollouts_is_a_copy_of_what_is_trained(adapter: dict[st
 @pytest.mark.parametrize(
     "model",
     [
-        EXPERTS | {"moe": EXPERTS["moe"] | {"normalised_weights": False, "dispatch": "all"}},
+        EXPERTS | {"moe": EXPERTS["moe"] | {"norm_topk_prob": False, "dispatch": "all"}},
         EXPERTS,
         EXPERTS | {"moe": EXPERTS["moe"] | {"capacity_factor": 1.25, "num_experts": 4}},
         BIASED,
@@ -252,7 +252,7 @@ def small_config(random: np.random.Generator) -> Config:
                 "d_model": pick(2, 4),
                 "num_heads": heads,
                 "num_kv_heads": pick(1, heads),
-                "head_size": pick(2, 4),
+                "head_dim": pick(2, 4),
                 "d_mlp": pick(2, 4),
                 "vocab_size": pick(259, 260),
                 "compute_dtype": pick("float32", "bfloat16"),
@@ -297,7 +297,7 @@ def test_activations_of_a_weights_shape() -> None:
         config = from_dict(sections | {"pipeline": sections["pipeline"] | {"remat": remat}})
         model, train = config.model, config.train
         rows = Sizes(config).microbatch_size
-        assert (rows, train.sequence_length) == (model.num_heads, model.head_size)
+        assert (rows, train.sequence_length) == (model.num_heads, model.head_dim)
         check_buffers(config, steps_of(config))
 
 
@@ -319,7 +319,7 @@ def test_parameters_are_those_of_the_model() -> None:
 def check_kept(changes: dict[str, Any], remat: str, tokens: int) -> None:
     """Traced, with sizes of which no two are alike: each part shows in the sum."""
     pipeline = {"microbatches": 2, "remat": remat, "schedule": "zb_h1"}
-    unlike = {"d_model": 20, "num_heads": 6, "num_kv_heads": 2, "head_size": 10, "d_mlp": 34}
+    unlike = {"d_model": 20, "num_heads": 6, "num_kv_heads": 2, "head_dim": 10, "d_mlp": 34}
     config = config_of(unlike | changes, {"ici_stage": 2}, pipeline, tokens)
     sizes, decoder = Sizes(config), Decoder(config.model, AxisRules.from_config(config.mesh))
     (kind,) = sizes.model.layer_types
@@ -367,7 +367,7 @@ def test_parts_keep_what_they_declare(changes: dict[str, Any], remat: str, token
 
 @pytest.mark.parametrize("remat", ["full", "names", "none"])
 def test_a_kernel_keeps_what_is_declared(remat: str) -> None:
-    check_kept({"attention": "cudnn", "head_size": 16}, remat, 28)
+    check_kept({"attention": "cudnn", "head_dim": 16}, remat, 28)
 
 
 @pytest.mark.parametrize("remat", ["full", "none"])
@@ -394,7 +394,7 @@ def test_sinks_keep_what_they_declare(
 
 @pytest.mark.parametrize("remat", ["full", "names", "none"])
 @pytest.mark.parametrize(
-    ("query_rank", "tokens", "changes", "backend"),
+    ("q_lora_rank", "tokens", "changes", "backend"),
     [
         (11, 7, {}, "xla"),
         (0, 3 * QUERY_BLOCK, {}, "xla"),
@@ -404,7 +404,7 @@ def test_sinks_keep_what_they_declare(
     ],
 )
 def test_latent_attention_keeps_what_it_declares(
-    query_rank: int,
+    q_lora_rank: int,
     tokens: int,
     changes: dict[str, Any],
     backend: str,
@@ -412,7 +412,7 @@ def test_latent_attention_keeps_what_it_declares(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     rope = Rope(1e4, rotary_dims=4)
-    part = LatentAttention(20, 3, 12, 14, 9, query_rank, 1.0, backend, rope, 0.3, 1e-6)
+    part = LatentAttention(20, 3, 12, 14, 9, q_lora_rank, 1.0, backend, rope, 0.3, 1e-6)
     for module in (decoder_module, sizes_module):
         monkeypatch.setattr(
             module, "describe", lambda config: with_attention(describe(config), part)
@@ -525,14 +525,14 @@ def test_a_chunk_arrives_beside_the_window() -> None:
 
 WORDS = {"vocab_size": 16384}
 WIDE = {"d_model": 256, "d_mlp": 1024}
-LAYERS_AHEAD = {"heads_ahead": 2, "ahead": "layer"}
+LAYERS_AHEAD = {"mtp_heads": 2, "ahead": "layer"}
 NARROW_TYPE = {"compute_dtype": "bfloat16"}
 RINGS = {"sequence_parallel": True, "collective_matmul": True}
 TEMPORARY: list[tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = [
     ({}, {"ici_stage": 2, "ici_fsdp": 4}, {"microbatches": 4, "repeats": 2}),
     ({}, {"ici_stage": 4, "ici_fsdp": 2}, {"microbatches": 8, "remat": "names"}),
     (WORDS, {"ici_fsdp": 8}, {"microbatches": 2}),
-    (WORDS | {"heads_ahead": 2}, {"ici_stage": 2, "ici_fsdp": 4}, {"microbatches": 2}),
+    (WORDS | {"mtp_heads": 2}, {"ici_stage": 2, "ici_fsdp": 4}, {"microbatches": 2}),
     (LAYERS_AHEAD | WIDE, {"ici_stage": 2, "ici_fsdp": 4}, {"microbatches": 4}),
     (LAYERS_AHEAD | WORDS, {"ici_stage": 2, "ici_fsdp": 4}, {"microbatches": 2}),
     (WORDS, {"ici_fsdp": 4, "ici_tensor": 2}, {"microbatches": 2}),
@@ -580,7 +580,7 @@ TEMPORARY: list[tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = [
 BLOCKED: list[tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = [
     ({}, {"ici_fsdp": 4}, {"microbatches": 2}),
     ({"num_heads": 4}, {"ici_stage": 2}, {"microbatches": 4, "remat": "names"}),
-    (WIDE | {"head_size": 64}, {"ici_fsdp": 2}, {"microbatches": 2, "remat": "none"}),
+    (WIDE | {"head_dim": 64}, {"ici_fsdp": 2}, {"microbatches": 2, "remat": "none"}),
     ({"num_kv_heads": 8}, {"ici_fsdp": 2}, {"microbatches": 2, "weight_gather": "step"}),
     (NARROW_TYPE | WIDE, {"ici_stage": 2}, {"microbatches": 4, "remat": "names"}),
 ]
@@ -603,7 +603,12 @@ ROUTED: dict[str, Any] = {
     "family": "moe",
     "num_layers": 4,
     "d_model": 256,
-    "moe": {"num_experts": 8, "d_expert": 512, "num_dense_layers": 0, "exchange_factor": 1.25},
+    "moe": {
+        "num_experts": 8,
+        "d_expert": 512,
+        "num_dense_layers": 0,
+        "all_to_all_capacity_factor": 1.25,
+    },
 }
 GATHERED = {"context_attention": "gather"}
 DIVIDED: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
@@ -650,7 +655,7 @@ def test_loops_over_layers_ahead_have_known_trips() -> None:
     """Their bound is data, so that XLA does not unroll them."""
     pipeline = {"microbatches": 4}
     for heads, form in ((0, "layer"), (2, "projection"), (2, "layer")):
-        config = config_of({"heads_ahead": heads, "ahead": form}, {"ici_stage": 2}, pipeline)
+        config = config_of({"mtp_heads": heads, "ahead": form}, {"ici_stage": 2}, pipeline)
         trips, _ = executions(steps_of(config), "iteration", average=True)
         wanted = {r"/ahead/while$": 2} if heads and form == "layer" else {}
         assert {name: count for name, count in trips.items() if "ahead" in name} == wanted

@@ -23,16 +23,16 @@ MESHES: list[tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = [
     ({"frozen": ["embedding", "layers.mlp.*"]}, {"ici_data": 4}, {"microbatches": 1}),
 ]
 OPTIMIZERS: list[dict[str, Any]] = [
-    {"name": "adamw", "average_decay": 0.9},
+    {"name": "adamw", "ema_decay": 0.9},
     {"name": "lion", "state_dtype": "bfloat16"},
     {"name": "adafactor"},
-    {"name": "muon", "average_decay": 0.5, "state_dtype": "bfloat16"},
+    {"name": "muon", "ema_decay": 0.5, "state_dtype": "bfloat16"},
 ]
 
 
 def with_optim(place: int, shared: bool, changes: dict[str, Any]) -> Config:
     config = config_of(*MESHES[place])
-    optim = dataclasses.replace(config.optim, shard_over_data=shared, **changes)
+    optim = dataclasses.replace(config.optim, zero1=shared, **changes)
     return dataclasses.replace(config, optim=optim)
 
 

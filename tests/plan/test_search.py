@@ -36,7 +36,7 @@ LAYERS = {
     "d_model": 4096,
     "num_heads": 32,
     "num_kv_heads": 8,
-    "head_size": 128,
+    "head_dim": 128,
     "d_mlp": 14336,
     "vocab_size": 128256,
 }
@@ -166,7 +166,7 @@ def test_few_rows_are_divided_over_slices() -> None:
         assert not check(each.config, {})
 
 
-ODD: dict[str, Any] = LAYERS | {"num_layers": 2, "d_model": 96, "head_size": 16, "d_mlp": 192}
+ODD: dict[str, Any] = LAYERS | {"num_layers": 2, "d_model": 96, "head_dim": 16, "d_mlp": 192}
 
 
 def odd(rows: int, texts: list[str], topology: Topology) -> list[Candidate]:
@@ -179,7 +179,7 @@ def odd(rows: int, texts: list[str], topology: Topology) -> list[Candidate]:
     ("topology", "text"),
     [
         (parse_topology("v5e:2x2"), "mesh.sequence_parallel=true"),
-        (parse_topology("v5e:2x2"), "pipeline.layers_outside=1"),
+        (parse_topology("v5e:2x2"), "pipeline.prologue_layers=1"),
         (parse_topology("v5e:2x2"), "pipeline.idle=compute"),
         (parse_topology("v5e:2x2"), "mesh.ici_context=4"),
         (parse_topology("cpu:6"), "mesh.ici_context=3"),
@@ -228,7 +228,12 @@ EXPERTS: dict[str, Any] = LAYERS | {
     "d_model": 2048,
     "num_heads": 16,
     "d_mlp": 8192,
-    "moe": {"num_experts": 64, "d_expert": 1024, "num_dense_layers": 0, "exchange_factor": 1.5},
+    "moe": {
+        "num_experts": 64,
+        "d_expert": 1024,
+        "num_dense_layers": 0,
+        "all_to_all_capacity_factor": 1.5,
+    },
 }
 
 

@@ -20,9 +20,9 @@ from tests.plan.test_memory import config_of, steps_of
 CASES: list[tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = [
     ({}, {"ici_stage": 2, "ici_fsdp": 2, "ici_tensor": 2}, {"microbatches": 4, "repeats": 2}),
     (
-        {"tied_embeddings": True, "num_layers": 11, "vocab_size": 263, "heads_ahead": 2},
+        {"tied_embeddings": True, "num_layers": 11, "vocab_size": 263, "mtp_heads": 2},
         {"ici_stage": 4, "ici_data": 2},
-        {"microbatches": 4, "layers_outside": 2},
+        {"microbatches": 4, "prologue_layers": 2},
     ),
     (
         {"num_layers": 2},

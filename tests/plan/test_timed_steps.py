@@ -18,7 +18,7 @@ NUM_DEVICES = 4
 
 
 def config_of() -> Config:
-    model = {"num_layers": 4, "d_model": 32, "num_heads": 2, "num_kv_heads": 2, "head_size": 16}
+    model = {"num_layers": 4, "d_model": 32, "num_heads": 2, "num_kv_heads": 2, "head_dim": 16}
     return from_dict(
         {
             "model": {**model, "d_mlp": 64, "vocab_size": 512},

@@ -35,7 +35,7 @@ devices = topologies.get_topology_desc("v5p:2x2x2", platform="tpu").devices
 steps = build_steps(
     build_mesh(sizes, devices),
     model=ModelConfig(
-        num_layers=8, d_model=WIDTH, num_heads=4, num_kv_heads=4, head_size=128, d_mlp=1024,
+        num_layers=8, d_model=WIDTH, num_heads=4, num_kv_heads=4, head_dim=128, d_mlp=1024,
         vocab_size=1024,
     ),
     pipeline=PipelineConfig(microbatches=MICROBATCHES, **given),
@@ -106,7 +106,7 @@ from maxpipe.plan.topology import parse_topology, topology_devices
 target = parse_topology("v5p:2x2x1")
 sizes = {"num_layers": 8, "d_model": 1024, "d_mlp": 4096, "num_heads": 8, "num_kv_heads": 8}
 given = {
-    "model": sizes | {"head_size": 128, "vocab_size": 1024},
+    "model": sizes | {"head_dim": 128, "vocab_size": 1024},
     "mesh": {"ici_fsdp": 4},
     "train": {"batch_size": 4, "sequence_length": 256, "steps": 10},
 }

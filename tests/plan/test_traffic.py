@@ -22,7 +22,7 @@ MODEL = {
     "d_model": 64,
     "num_heads": 8,
     "num_kv_heads": 4,
-    "head_size": 16,
+    "head_dim": 16,
     "d_mlp": 96,
     "vocab_size": 262,
     "compute_dtype": "float32",
@@ -72,7 +72,7 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     (
         {"num_layers": 6},
         {"ici_stage": 2, "ici_context": 2, "ici_fsdp": 2},
-        {"layers_outside": 2, "remat": "names"},
+        {"prologue_layers": 2, "remat": "names"},
     ),
     ({"num_layers": 8}, {"ici_stage": 2, "ici_context": 2}, {"repeats": 2}),
     (EXPERTS, {"ici_expert": 4}, {"remat": "names"}),
@@ -80,7 +80,7 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     (EXPERTS, {"ici_expert": 2, "ici_data": 2}, {"weight_gather": "step", "remat": "chunk"}),
     (experts(dispatch="all"), {"ici_expert": 2, "ici_context": 2}, {}),
     (experts(capacity_factor=1.25), {"ici_expert": 2, "ici_context": 2}, {}),
-    (experts(exchange_factor=1.5), {"ici_expert": 4}, {}),
+    (experts(all_to_all_capacity_factor=1.5), {"ici_expert": 4}, {}),
 ]
 
 _NUMBERS = 1100

@@ -37,7 +37,7 @@ from tests.train.runs import (
 STEPS, EVERY, COUNT = 6, 2, 7
 CONFIG = f"""
 run: {{dir: RUNS}}
-model: {{num_layers: 3, d_model: 16, num_heads: 2, num_kv_heads: 1, head_size: 8, d_mlp: 32,
+model: {{num_layers: 3, d_model: 16, num_heads: 2, num_kv_heads: 1, head_dim: 8, d_mlp: 32,
          vocab_size: 259, compute_dtype: float32}}
 train: {{steps: {STEPS}, batch_size: 8, sequence_length: 24}}
 optim: {{learning_rate: 1.0e-2}}
@@ -50,7 +50,7 @@ runtime: {{platform: cpu, compilation_cache: ''}}
 TEACHER = ("model.d_model=32", "model.num_layers=4", "run.name=teacher", "train.steps=9")
 TAUGHT = ("train.objective=distill", f"distill.top_k={COUNT}", "distill.temperature=1.5")
 STAGED = ("mesh.cpu_devices=4", "mesh.ici_stage=2", "mesh.ici_fsdp=-1", "pipeline.microbatches=2")
-LAYOUT = "distill.layout=[mesh.ici_stage=2,pipeline.microbatches=4]"
+LAYOUT = "distill.teacher_layout=[mesh.ici_stage=2,pipeline.microbatches=4]"
 """Of a teacher on two devices."""
 
 
@@ -73,7 +73,7 @@ class Place:
 
     def stored(self, out: Path) -> tuple[str, ...]:
         """Overrides of a student that reads answers."""
-        return "distill.teacher=", f"distill.stored={out}"
+        return "distill.teacher=", f"distill.teacher_logits={out}"
 
     def losses(self, name: str) -> dict[int, float]:
         return losses(self.folder / "runs" / name)
@@ -95,7 +95,7 @@ def place(tmp_path_factory: pytest.TempPathFactory, run: Run) -> Place:
 @pytest.fixture(scope="module")
 def asked(place: Place) -> Place:
     """With a run, `asked`, whose teacher has two devices as stages, and the student two others."""
-    place.train("asked", *STAGED, "distill.devices=2", LAYOUT)
+    place.train("asked", *STAGED, "distill.teacher_devices=2", LAYOUT)
     return place
 
 
@@ -103,7 +103,7 @@ def asked(place: Place) -> Place:
 def answers(place: Place) -> Path:
     """What the same teacher says of all rows."""
     out = place.folder / "answers"
-    said = place.prepare(out, *STAGED, "distill.devices=2", LAYOUT)
+    said = place.prepare(out, *STAGED, "distill.teacher_devices=2", LAYOUT)
     assert f"wrote {out}: " in said and (out / MANIFEST).exists() and not (out / JOURNAL).exists()
     return out
 
@@ -131,15 +131,17 @@ def test_two_meshes_equal_one(asked: Place) -> None:
 @pytest.mark.layouts
 def test_teacher_and_student_take_turns_on_all_devices(asked: Place) -> None:
     """Also where batches grow, and where all sizes are alike."""
-    asked.train("turns", *STAGED, "distill.layout=[mesh.ici_stage=4,pipeline.microbatches=2]")
+    asked.train(
+        "turns", *STAGED, "distill.teacher_layout=[mesh.ici_stage=4,pipeline.microbatches=2]"
+    )
     same(asked.losses("turns"), asked.losses("asked"))
     ramp = ("train.batch_ramp=[4 for 2 steps]", "pipeline.microbatches=2")
     asked.train("ramp", *ramp)
-    asked.train("ramp-staged", *ramp, *STAGED, "distill.devices=2", LAYOUT)
+    asked.train("ramp-staged", *ramp, *STAGED, "distill.teacher_devices=2", LAYOUT)
     same(asked.losses("ramp-staged"), asked.losses("ramp"))
     alike = ("train.batch_size=8", "train.sequence_length=8", "distill.top_k=8")
     asked.train("alike", *alike)
-    asked.train("alike-staged", *alike, *STAGED, "distill.devices=2", LAYOUT)
+    asked.train("alike-staged", *alike, *STAGED, "distill.teacher_devices=2", LAYOUT)
     same(asked.losses("alike-staged"), asked.losses("alike"))
 
 
@@ -160,7 +162,7 @@ def test_batches_of_another_size_find_their_rows(asked: Place, answers: Path) ->
 @pytest.mark.long
 def test_a_student_that_was_killed_goes_on_bit_for_bit(asked: Place, start: Start) -> None:
     runs = asked.folder / "runs"
-    keys = asked.keys("killed", *STAGED, "distill.devices=2", LAYOUT)
+    keys = asked.keys("killed", *STAGED, "distill.teacher_devices=2", LAYOUT)
     process = start("train", *keys)
     while not (runs / "killed" / "checkpoints" / str(EVERY)).exists():
         assert process.poll() is None, process.communicate()[0]
@@ -169,7 +171,7 @@ def test_a_student_that_was_killed_goes_on_bit_for_bit(asked: Place, start: Star
     process.communicate()
     forget_after(runs / "killed", EVERY)
     assert saved_steps(runs / "killed") == [EVERY]
-    asked.train("killed", *STAGED, "distill.devices=2", LAYOUT)
+    asked.train("killed", *STAGED, "distill.teacher_devices=2", LAYOUT)
     assert saved_digest(runs / "killed") == saved_digest(runs / "asked")
     assert asked.losses("killed") == asked.losses("asked")
 
@@ -181,7 +183,7 @@ def test_another_teacher_is_refused(asked: Place) -> None:
     shutil.copytree(runs / "asked", runs / "changed")
     forget_after(runs / "changed", EVERY)
     other = f"distill.teacher={runs / 'teacher'}@2"
-    said = asked.train("changed", *STAGED, "distill.devices=2", LAYOUT, other, code=2)
+    said = asked.train("changed", *STAGED, "distill.teacher_devices=2", LAYOUT, other, code=2)
     is_explained(said)
     assert "must be the teacher that step 2 was saved with" in said
 
@@ -193,7 +195,7 @@ def test_a_student_goes_on_with_its_teacher_in_another_form(asked: Place, run: R
     run("export", f"{runs / 'teacher'}@9", folder)
     shutil.copytree(runs / "asked", runs / "moved")
     forget_after(runs / "moved", EVERY)
-    keys = (*STAGED, "distill.devices=2", LAYOUT, f"distill.teacher=hf:{folder}")
+    keys = (*STAGED, "distill.teacher_devices=2", LAYOUT, f"distill.teacher=hf:{folder}")
     assert "must be the teacher" not in asked.train("moved", *keys)
     assert asked.losses("moved") == asked.losses("asked")
     run("export", runs / "moved", asked.folder / "student")
@@ -225,19 +227,28 @@ REFUSED: list[tuple[tuple[str, ...], str]] = [
     (("model.vocab_size=300",), "must have the vocabulary of the student: it has 259 ids"),
     (("distill.top_k=260",), "must be at most model.vocab_size (259)"),
     (
-        ("distill.devices=8",),
-        "Set distill.devices=7, or mesh.cpu_devices=16, or distill.devices=0 to take turns",
+        ("distill.teacher_devices=8",),
+        "Set distill.teacher_devices=7, or mesh.cpu_devices=16, or distill.teacher_devices=0 to take turns",
     ),
-    (("distill.devices=2", "distill.layout=[mesh.ici_stage=3]"), "distill.layout: mesh = stage 3"),
     (
-        ("distill.devices=2", "distill.layout=[mesh.ici_fsdp=2,pipeline.microbatches=3]"),
-        "distill.layout: train.batch_size = 8",
+        ("distill.teacher_devices=2", "distill.teacher_layout=[mesh.ici_stage=3]"),
+        "distill.teacher_layout: mesh = stage 3",
     ),
-    (("distill.layout=[mesh.ici_nothing=2]",), "distill.layout: mesh.ici_nothing"),
-    (("distill.layout=[train.steps=2]",), "must hold keys of the sections mesh and pipeline"),
+    (
+        (
+            "distill.teacher_devices=2",
+            "distill.teacher_layout=[mesh.ici_fsdp=2,pipeline.microbatches=3]",
+        ),
+        "distill.teacher_layout: train.batch_size = 8",
+    ),
+    (("distill.teacher_layout=[mesh.ici_nothing=2]",), "distill.teacher_layout: mesh.ici_nothing"),
+    (
+        ("distill.teacher_layout=[train.steps=2]",),
+        "must hold keys of the sections mesh and pipeline",
+    ),
     (("distill.teacher=absent",), "distill.teacher = absent"),
     (("distill.teacher=hf:absent",), "absent"),
-    (("distill.stored=answers",), "must be empty with distill.teacher"),
+    (("distill.teacher_logits=answers",), "must be empty with distill.teacher"),
 ]
 
 
@@ -308,7 +319,7 @@ def test_rows_that_have_changed_are_refused(answers: Path) -> None:
 
 TEACHER_OF_STUDENTS = (
     *("model.num_layers=4", "model.d_model=64", "model.num_heads=4", "model.num_kv_heads=2"),
-    *("model.head_size=16", "model.d_mlp=192", "train.steps=300", "train.batch_size=16"),
+    *("model.head_dim=16", "model.d_mlp=192", "train.steps=300", "train.batch_size=16"),
     *("run.name=taught-well", "run.seed=7"),
 )
 LIBRARY = ("data.source=corpus", "data.path=", "train.sequence_length=64", "checkpoint.every=0")
@@ -351,7 +362,7 @@ def test_preparing_goes_on_after_a_stop(
 ) -> None:
     """With the same bytes; shards are small, so that some are done."""
     out = tmp_path / "answers"
-    keys = place.keys("x", *STAGED, "distill.devices=2", LAYOUT)
+    keys = place.keys("x", *STAGED, "distill.teacher_devices=2", LAYOUT)
     command = ("distill", "prepare", *keys, "--out", out, "--shard-bytes", 9000)
     process = start(*command)
     while not (out / "shard-00001.bin").exists():
@@ -389,11 +400,11 @@ def test_several_processes_read_stored_answers(asked: Place, answers: Path, star
 
 SEVERAL: list[tuple[str, tuple[str, ...]]] = [
     # The teacher's processes have all rows, the student's half of them: it sends rows it lacks.
-    ("rows-of-one", ("mesh.ici_fsdp=2", "distill.devices=2", LAYOUT)),
+    ("rows-of-one", ("mesh.ici_fsdp=2", "distill.teacher_devices=2", LAYOUT)),
     # The student's have all rows, the teacher's half of them: it tells every device.
     (
         "rows-of-both",
-        (STAGED[1], "mesh.ici_fsdp=1", "pipeline.microbatches=2", "distill.devices=2"),
+        (STAGED[1], "mesh.ici_fsdp=1", "pipeline.microbatches=2", "distill.teacher_devices=2"),
     ),
     ("turns", ("mesh.ici_stage=2", "mesh.ici_fsdp=2", "pipeline.microbatches=2")),
 ]

@@ -21,7 +21,7 @@ from tests.step.states import ROWS, same_bits, trained_on
 from tests.train.runs import losses
 
 PAGE = Path(__file__).parents[2] / "docs" / "adapters.md"
-ADAPTER = AdapterConfig(rank=2, kind="dora", base="int8", dropout=0.2)
+ADAPTER = AdapterConfig(rank=2, kind="dora", base_quantization="int8", dropout=0.2)
 HERE = Case(2, 2, 2, fsdp=2, layers=5, adapter=ADAPTER)
 ELSEWHERE = Case(3, 1, 4, schedule="zb_h1", outside=1, data=2, layers=5, adapter=ADAPTER)
 STEPS = 100

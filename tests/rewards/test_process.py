@@ -25,7 +25,7 @@ def opened(tmp_path: Path) -> Iterator[Opened]:
     def make(body: str, before: str = "") -> RewardFunction:
         path = tmp_path / "mine.py"
         path.write_text(f"{before}\ndef reward(completion, record):\n    {body}\n")
-        config = GrpoConfig(reward_file=f"{path}:reward", allow_code=True, reward_seconds=2)
+        config = GrpoConfig(reward_file=f"{path}:reward", allow_code=True, reward_timeout_seconds=2)
         every.append(RewardFunction(config))
         return every[-1]
 
@@ -108,7 +108,7 @@ def test_a_fingerprint_is_of_the_content(opened: Opened) -> None:
 
 def test_built_in_rewards_run_there_too() -> None:
     """A pattern may take for ever."""
-    rewards = RewardFunction(GrpoConfig(reward="regex", reward_seconds=1))
+    rewards = RewardFunction(GrpoConfig(reward="regex", reward_timeout_seconds=1))
     assert rewards.compute("abc", {"pattern": "b"}, "line 1") == 1
     with pytest.raises(ConfigError, match=r"grpo\.reward = regex[\s\S]*it took longer"):
         rewards.compute("a" * 60, {"pattern": "(a+)+$b"}, "line 2")

@@ -39,7 +39,7 @@ def refused(folder: Path, kind: type[MaxpipeError], facts: dict[str, str] = FACT
     with pytest.raises(kind) as caught:
         loaded(folder, facts)
     message = str(caught.value)
-    assert message.startswith(f"runtime.executable = {folder}") and message.count("\n") == 2
+    assert message.startswith(f"runtime.compiled_step = {folder}") and message.count("\n") == 2
     return message
 
 

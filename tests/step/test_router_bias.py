@@ -21,10 +21,10 @@ OWN = MoeConfig(
     num_experts=5,
     num_dense_layers=2,
     d_expert=12,
-    scores="sigmoid",
-    router_bias=True,
-    balance_rate=RATE,
-    balance_weight=0.0,
+    score_func="sigmoid",
+    expert_bias=True,
+    expert_bias_update_rate=RATE,
+    load_balance_loss_weight=0.0,
 )
 AHEAD: Any = {"ahead": 1, "form": "layer"}
 CASES = [

@@ -32,10 +32,10 @@ SMALL = ModelConfig(
     d_model=16,
     num_heads=4,
     num_kv_heads=2,
-    head_size=4,
+    head_dim=4,
     d_mlp=24,
     vocab_size=37,
-    heads_ahead=3,
+    mtp_heads=3,
 )
 MESHES = {
     "one device, three repeats": ({}, 3),
@@ -227,7 +227,7 @@ def test_specs_of_the_network_form_split_what_divides(
 
 
 def test_a_conflict_names_the_parameter() -> None:
-    partition = make_partition({}, rules={"head_size": ["tensor"]})
+    partition = make_partition({}, rules={"head_dim": ["tensor"]})
     with pytest.raises(
         ConfigError, match=r"layers\.layer\.attention\.(key|out|query|value) has dims"
     ):

@@ -22,12 +22,16 @@ from tests.cases import MODEL
 from tests.cudnn import forward, put_in_place
 from tests.train.runs import Run, Start, ends, ledger, write_module
 
-LATENT = DeepseekConfig(kv_rank=6, rope_size=2, value_size=6, num_experts=4, d_expert=8)
+LATENT = DeepseekConfig(kv_lora_rank=6, qk_rope_head_dim=2, v_head_dim=6, num_experts=4, d_expert=8)
 FAMILIES: list[dict[str, Any]] = [
     {},
-    {"family": "gemma2", "own": Gemma2Config(window=3, score_cap=2.0), "tied_embeddings": True},
-    {"family": "gpt_oss", "own": GptOssConfig(num_experts=4, d_expert=8, window=3)},
-    {"family": "deepseek", "own": LATENT, "num_kv_heads": 8, "head_size": 8},
+    {
+        "family": "gemma2",
+        "own": Gemma2Config(sliding_window=3, attn_logit_softcapping=2.0),
+        "tied_embeddings": True,
+    },
+    {"family": "gpt_oss", "own": GptOssConfig(num_experts=4, d_expert=8, sliding_window=3)},
+    {"family": "deepseek", "own": LATENT, "num_kv_heads": 8, "head_dim": 8},
 ]
 TOKENS = 144
 

@@ -15,7 +15,9 @@ from tests.step.test_step import loss_curve
 
 MODELS = {
     "dense": Case(layers=4, length=24, width=48, dropout=0.1),
-    "windows": Case(layers=4, length=24, width=48, own=Gemma3Config(window=5, period=3)),
+    "windows": Case(
+        layers=4, length=24, width=48, own=Gemma3Config(sliding_window=5, sliding_window_pattern=3)
+    ),
     "experts": Case(
         layers=4,
         length=12,
@@ -26,7 +28,9 @@ MODELS = {
         layers=4,
         length=12,
         width=48,
-        own=MoeConfig(num_experts=4, d_expert=12, capacity_factor=0.9, balance_weight=0.1),
+        own=MoeConfig(
+            num_experts=4, d_expert=12, capacity_factor=0.9, load_balance_loss_weight=0.1
+        ),
     ),
 }
 """What is trained; every other thing is how. Those with experts see few tokens: of two experts that

@@ -291,9 +291,9 @@ def test_a_run_without_checkpoints_goes_back_to_its_start(here: Here) -> None:
 def test_a_run_goes_back_so_often_and_then_stops(here: Here) -> None:
     here.bad = set(range(5, 100))
     with pytest.raises(DivergenceError) as caught:
-        here.train(*BACK, "guard.max_roll_backs=2")
+        here.train(*BACK, "guard.max_rollbacks=2")
     is_explained(caught.value)
-    assert "asks for roll back 3; guard.max_roll_backs allows 2" in str(caught.value)
+    assert "asks for roll back 3; guard.max_rollbacks allows 2" in str(caught.value)
     assert [each["to"] for each in ledger(here.folder, "roll_back")] == [4, 4]
     batches = [each["batch"] for each in ledger(here.folder, "bad_step")]
     assert batches == [5, 6, 7]
@@ -389,13 +389,13 @@ def test_garbage_among_the_documents_is_a_spike(tiny: Path, run: Run, tmp_path: 
 def test_two_processes_decide_alike(start: Start, tiny: Path, tmp_path: Path) -> None:
     """Both go back, and then stop, at the same steps."""
     arguments = (tiny, "mesh.ici_stage=4", "mesh.ici_fsdp=2", "optim.learning_rate=1e30")
-    arguments += ("guard.bad_steps=roll_back", "guard.max_roll_backs=1", "checkpoint.every=4")
+    arguments += ("guard.bad_steps=roll_back", "guard.max_rollbacks=1", "checkpoint.every=4")
     with pair(start, *arguments, "eval.batches=0", f"run.dir={tmp_path}") as processes:
         outputs = ends(processes)
     assert [process.returncode for process in processes] == [2, 2], outputs
     for output in outputs:
         assert "Traceback" not in output
-        assert "asks for roll back 2; guard.max_roll_backs allows 1" in output
+        assert "asks for roll back 2; guard.max_rollbacks allows 1" in output
     assert len({output.splitlines()[-3] for output in outputs}) == 1
     (back,) = ledger(tmp_path / "run", "roll_back")
     bad = ledger(tmp_path / "run", "bad_step")

@@ -47,7 +47,7 @@ def test_padding_takes_no_room_of_other_tokens_between_devices() -> None:
     own = MoeConfig(num_experts=4, num_dense_layers=1, d_expert=12, dispatch="grouped")
     losses = []
     for factor in (0.0, 1.0):
-        case = Case(expert=2, own=replace(own, exchange_factor=factor), layers=2)
+        case = Case(expert=2, own=replace(own, all_to_all_capacity_factor=factor), layers=2)
         steps, batch = steps_of(case, case.rows), batch_of(case.rows, case=case)
         is_padding = np.arange(case.tokens) < case.tokens // 2
         batch["tokens"] = np.where(is_padding, 0, batch["tokens"])

@@ -16,7 +16,7 @@ from tests.cases import Case, batch_of, steps_of, with_rare
 
 ROWS = 24
 DENSE = Case(2, 1, 3, layers=3, length=24, width=48)
-EXPERTS = MoeConfig(num_experts=4, num_dense_layers=1, d_expert=12, router_bias=True)
+EXPERTS = MoeConfig(num_experts=4, num_dense_layers=1, d_expert=12, expert_bias=True)
 CASES = [
     replace(DENSE, fsdp=2, cut=(1, 2)),
     pytest.param(

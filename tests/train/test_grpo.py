@@ -53,9 +53,9 @@ def plain(
             gain = jnp.minimum(ratio * each.advantage, bounded * each.advantage)
             apart = jnp.exp(reference - logp) - (reference - logp) - 1
             loss += -gain + KL * apart
-        total += loss / len(each.tokens) if config.average == "sequence" else loss
+        total += loss / len(each.tokens) if config.loss_aggregation == "sequence" else loss
     num_tokens = sum(len(each.tokens) for each in drawn)
-    return total / (len(drawn) if config.average == "sequence" else num_tokens)
+    return total / (len(drawn) if config.loss_aggregation == "sequence" else num_tokens)
 
 
 CASES = [
@@ -68,7 +68,9 @@ CASES = [
 @pytest.mark.parametrize(("case", "average"), keeping(CASES, 0), ids=str)
 def test_value_and_gradients_equal_the_plain_loop(case: Case, average: Any) -> None:
     """Where half of the tokens were drawn by other weights."""
-    config = GrpoConfig(clip=CLIP, clip_high=HIGH, kl=KL, temperature=0.7, average=average)
+    config = GrpoConfig(
+        clip_ratio=CLIP, clip_ratio_high=HIGH, kl_coef=KL, temperature=0.7, loss_aggregation=average
+    )
     steps = steps_of(case, case.rows, objective=policy_of(config))
     parts, drawn, random = steps.param_layout, drawn_for(case), np.random.default_rng(5)
     batch = assemble_batch(drawn, case.tokens, 0, average)
@@ -103,7 +105,7 @@ def test_value_and_gradients_equal_the_plain_loop(case: Case, average: Any) -> N
 def test_scores_of_the_same_weights_make_no_difference() -> None:
     """Log-probabilities of a step are those of a forward alone: a ratio of 1, up to rounding."""
     case = Case(2, 1, 2, fsdp=2, layers=2)
-    steps = steps_of(case, case.rows, objective=policy_of(GrpoConfig(kl=KL)))
+    steps = steps_of(case, case.rows, objective=policy_of(GrpoConfig(kl_coef=KL)))
     batch = assemble_batch(drawn_for(case), case.tokens, 0, "token")
     batch["reference_logp"] = np.zeros_like(batch["old_logp"])
     placed = jax.device_put(batch, steps.batch_sharding)

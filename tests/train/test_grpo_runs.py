@@ -28,7 +28,7 @@ from tests.train.runs import (
 
 CONFIG = """
 run: {name: run}
-model: {num_layers: 2, d_model: 16, num_heads: 2, num_kv_heads: 1, head_size: 8, d_mlp: 32,
+model: {num_layers: 2, d_model: 16, num_heads: 2, num_kv_heads: 1, head_dim: 8, d_mlp: 32,
         vocab_size: 259, compute_dtype: float32}
 mesh: {cpu_devices: 4, ici_stage: 2, ici_fsdp: 2}
 pipeline: {schedule: 1f1b, microbatches: 2}

@@ -208,7 +208,7 @@ LAYOUTS = {
     "padded": "mesh.ici_stage=3 mesh.ici_fsdp=2 mesh.cpu_devices=6 pipeline.microbatches=4"
     " pipeline.schedule=1f1b pipeline.idle=compute",
     "a layer outside": "mesh.ici_stage=3 mesh.cpu_devices=3 pipeline.microbatches=8"
-    " pipeline.layers_outside=1",
+    " pipeline.prologue_layers=1",
 }
 
 
@@ -549,11 +549,11 @@ def test_a_step_compiled_before_gives_the_same_losses(tiny: Path, run: Run, tmp_
     folder = tmp_path / "step"
     run("compile", tiny, *alone, "--topology", "cpu:1", "--save", folder)
     losses = []
-    for name, more in (("fresh", ()), ("loaded", (f"runtime.executable={folder}",))):
+    for name, more in (("fresh", ()), ("loaded", (f"runtime.compiled_step={folder}",))):
         run("train", tiny, *alone, f"run.dir={tmp_path}", f"run.name={name}", *more)
         lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
         losses.append([json.loads(line).get("train/loss") for line in lines])
     assert losses[0] == losses[1]
-    more = (f"runtime.executable={folder}", f"run.dir={tmp_path}", "run.name=other")
+    more = (f"runtime.compiled_step={folder}", f"run.dir={tmp_path}", "run.name=other")
     other = run("train", tiny, *alone, *more, "mesh.ici_fsdp=2", "mesh.cpu_devices=2", code=2)
     assert "was compiled for mesh.ici_fsdp = 1, and this run has 2." in other

@@ -30,7 +30,7 @@ OLD: dict[str, Any] = {
     "d_model": 4,
     "num_heads": 2,
     "num_kv_heads": 1,
-    "head_size": 2,
+    "head_dim": 2,
     "d_mlp": 8,
     "vocab_size": 259,
     "rope_scaling": 8.0,
@@ -70,7 +70,7 @@ def test_a_run_of_a_release_goes_on(name: str, tmp_path: Path) -> None:
     """Through the command, from the run's own config: its model passes the comparison."""
     told = go_on(name, tmp_path, REPOSITORY)
     assert "resuming golden after step 2" in told
-    assert "model.rope_scaling = 1.0 is called model.llama.rope_scaling now." in told
+    assert "model.rope_scaling = 1.0 is called model.llama.rope_factor now." in told
 
 
 @pytest.mark.slow
@@ -93,28 +93,28 @@ def test_a_run_goes_on_after_a_key_was_added(tmp_path: Path) -> None:
 def test_moved_keys_are_compared_by_what_they_say() -> None:
     check_model(OLD, *wanted())
     with pytest.raises(ConfigError) as caught:
-        check_model(OLD, *wanted("model.llama.rope_scaling=4"))
+        check_model(OLD, *wanted("model.llama.rope_factor=4"))
     (problem,) = caught.value.problems
-    assert problem.where == "command line: model.llama.rope_scaling" and problem.value == "4.0"
+    assert problem.where == "command line: model.llama.rope_factor" and problem.value == "4.0"
     assert problem.rule.startswith("must be 8.0") and "Set model.llama.rope_sc" in problem.action
 
 
 def test_heads_ahead_stay_and_their_weight_may_change() -> None:
-    check_model(OLD, *wanted("model.ahead_loss_weight=0.1"))
-    with pytest.raises(ConfigError, match=r"model\.heads_ahead = 2\n  must be 0, the value"):
-        check_model(OLD, *wanted("model.heads_ahead=2"))
+    check_model(OLD, *wanted("model.mtp_loss_weight=0.1"))
+    with pytest.raises(ConfigError, match=r"model\.mtp_heads = 2\n  must be 0, the value"):
+        check_model(OLD, *wanted("model.mtp_heads=2"))
 
 
 def test_what_heads_ahead_are_must_stay_where_there_are_some() -> None:
-    check_model(OLD, *wanted("model.ahead=layer"))
+    check_model(OLD, *wanted("model.mtp_kind=layer"))
     with pytest.raises(ConfigError) as caught:
-        check_model(OLD, *wanted("model.ahead=layer", "model.heads_ahead=1"))
+        check_model(OLD, *wanted("model.mtp_kind=layer", "model.mtp_heads=1"))
     assert [problem.where.split(": ")[-1] for problem in caught.value.problems] == [
-        "model.heads_ahead"
+        "model.mtp_heads"
     ]
-    with_heads = OLD | {"heads_ahead": 1}
+    with_heads = OLD | {"mtp_heads": 1}
     with pytest.raises(ConfigError, match=r"model\.ahead = layer\n  must be projection"):
-        check_model(with_heads, *wanted("model.ahead=layer", "model.heads_ahead=1"))
+        check_model(with_heads, *wanted("model.mtp_kind=layer", "model.mtp_heads=1"))
 
 
 def test_another_family_is_refused() -> None:

@@ -28,8 +28,8 @@ KINDS: dict[str, tuple[dict[str, Any], set[str], tuple[Case, Case, Case]]] = {
     "adafactor": ({}, {"nu", "rows", "columns"}, (ONE, HERE, ELSEWHERE)),
     "muon": ({}, {"mu", "nu"}, (ONE, HERE, ELSEWHERE)),
     "adamw": (
-        {"average_decay": 0.9, "weight_decays": ["embedding 0", "*norm* 0.5"]}
-        | {"rate_factors": ["layers.attention.* 0.5", "head 0.1"]},
+        {"ema_decay": 0.9, "weight_decays": ["embedding 0", "*norm* 0.5"]}
+        | {"lr_multipliers": ["layers.attention.* 0.5", "head 0.1"]},
         {"mu", "nu", "average"},
         (ONE, HERE, ELSEWHERE),
     ),
@@ -94,7 +94,7 @@ ZERO = [
 @pytest.mark.parametrize(("here", "elsewhere"), keeping(ZERO, 0), ids=str)
 @pytest.mark.parametrize("name", keeping(["adamw", "adafactor", "muon"], 2))
 def test_state_that_is_divided_over_data(name: Any, here: Case, elsewhere: Case) -> None:
-    optim = dataclasses.replace(OPTIM, name=name, learning_rate=3e-4, shard_over_data=True)
+    optim = dataclasses.replace(OPTIM, name=name, learning_rate=3e-4, zero1=True)
     one = Case(layers=here.layers, own=here.own, tied=here.tied, ahead=here.ahead)
     kept = {"adamw": {"mu", "nu"}, "adafactor": {"nu", "rows", "columns"}, "muon": {"mu", "nu"}}
     check_layouts(optim, kept[name], (one, here, elsewhere))
@@ -106,7 +106,7 @@ def test_state_on_the_host_gives_the_same_bits(name: Any) -> None:
     found = []
     for offload in (False, True):
         optim = dataclasses.replace(
-            OPTIM, name=name, offload_state=offload, average_decay=0.9, shard_over_data=True
+            OPTIM, name=name, offload_state=offload, ema_decay=0.9, zero1=True
         )
         steps = steps_of(case, ROWS, optim=optim)
         state, losses_of = trained_on(steps, steps.compile_train(), steps.init(), 0, 3)
@@ -182,7 +182,7 @@ def test_a_run_keeps_its_optimizer(tiny: Path, run: Run, tmp_path: Path) -> None
 @pytest.mark.long
 def test_averages_are_evaluated_and_exported(tiny: Path, run: Run, tmp_path: Path) -> None:
     arguments = (tiny, f"run.dir={tmp_path}", "eval.batches=1", "train.steps=4", "log.every=1")
-    frozen = ("optim.average_decay=0.5", "model.frozen=[embedding]", "optim.name=muon")
+    frozen = ("optim.ema_decay=0.5", "model.frozen=[embedding]", "optim.name=muon")
     run("train", *arguments, *frozen)
     state = saved(tmp_path / "run").state
     average = leaves_by_name(state["optimizer"]["average"])
@@ -211,7 +211,7 @@ def test_averages_are_evaluated_and_exported(tiny: Path, run: Run, tmp_path: Pat
     output = run("eval", out, "--average", code=2)
     assert "is a Hugging Face folder, which holds no averages" in output
     output = run("train", *arguments[:3], "train.steps=6", "optim.name=muon", frozen[1], code=2)
-    assert "optim.average_decay = 0.0\n  must be 0.5, which step 4 was saved with" in output
+    assert "optim.ema_decay = 0.0\n  must be 0.5, which step 4 was saved with" in output
     run("train", *arguments[:3], "train.steps=2", "run.name=bare")
     output = run("eval", tmp_path / "bare", "--average", code=2)
-    assert "was trained with optim.average_decay = 0: there are no averages" in output
+    assert "was trained with optim.ema_decay = 0: there are no averages" in output

@@ -46,7 +46,7 @@ def given(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     path = write_records(tmp_path_factory.mktemp("pairs") / "pairs.jsonl", toy())
     return [
         *(str(tiny), "train.objective=preference", "data.source=jsonl", f"data.path={path}"),
-        *("data.chat=pairs", "data.packing=best_fit", "data.pairs_per_row=2"),
+        *("data.chat=pairs", "data.packing=best_fit", "data.max_pairs_per_sequence=2"),
         *("train.sequence_length=64", "log.every=1", "preference.beta=0.5"),
     ]
 

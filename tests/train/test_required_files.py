@@ -60,7 +60,7 @@ def test_every_key_that_names_a_file_is_looked_at(here: Path):
         "data.validation.b.source=jsonl data.validation.b.path=no.jsonl": "data.validation.b.path",
         "tokenizer.kind=auto tokenizer.path=t.json": "tokenizer.path",
         "eval.tasks.sums.path=sums.jsonl": "eval.tasks.sums.path",
-        "eval.sample_every=1 eval.sample_file=p.txt": "eval.sample_file",
+        "eval.sample_every=1 eval.sample_prompts_file=p.txt": "eval.sample_prompts_file",
     }
     for given, key in keys.items():
         found = missing_files(load([*BASE, *given.split()]))

@@ -12,7 +12,7 @@ import pytest
 from tests.train.runs import Run, forget_after, losses, saved_digest
 
 SAMPLED = (
-    *("eval.sample_every=2", "eval.sample_tokens=6", "eval.sample_temperature=0.8"),
+    *("eval.sample_every=2", "eval.sample_max_tokens=6", "eval.sample_temperature=0.8"),
     "eval.sample_prompts=[the, '', 'no hid']",
 )
 

@@ -236,8 +236,8 @@ def _too_large_error(file: File, most_bytes: int) -> ConfigError:
         "data.path",
         file.path,
         f"must hold no more than {most_bytes} bytes when it is unpacked, which is what "
-        "data.largest_unpacked_bytes leaves for it.",
-        "Set data.largest_unpacked_bytes to more if there is room in <run.dir>/.index, or leave "
+        "data.max_decompressed_bytes leaves for it.",
+        "Set data.max_decompressed_bytes to more if there is room in <run.dir>/.index, or leave "
         "the file out.",
     )
 

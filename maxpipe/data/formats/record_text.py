@@ -269,7 +269,7 @@ class TextExtractor:
 
     def _no_text(self, record: Mapping[str, Any], value: object) -> BadRecord:
         found = "is missing" if value is _MISSING else f"is of type {type(value).__name__}"
-        rule = f"must have text in data.field ({self._field}), which {found}."
+        rule = f"must have text in data.text_field ({self._field}), which {found}."
         return BadRecord(_fields(record), rule, _suggest_settings(record))
 
 
@@ -285,10 +285,10 @@ def _suggest_settings(record: Mapping[str, Any]) -> str:
     useful = [name for name in texts if has_words(str(value_of(record, name)))] or texts
     names = [name for name in record if name in useful]
     if len(names) > 1 and (template := template_of_fields(names)):
-        both = f"data.field={shlex.quote(texts[0])}, or data.template={shlex.quote(template)}"
+        both = f"data.text_field={shlex.quote(texts[0])}, or data.template={shlex.quote(template)}"
         return f"Set {both} to read several fields."
     if texts:
-        return f"Set data.field={shlex.quote(texts[0])}."
+        return f"Set data.text_field={shlex.quote(texts[0])}."
     if isinstance(record.get("prompt"), list | tuple):
         return "Set grpo.prompts to the file if its records are prompts of train.objective=grpo."
     return "Add a text field to every record."

@@ -193,7 +193,7 @@ class RecordSource:
         problem = Problem(self.where(index), error.value, error.rule, error.action)
         if count > self._most_skipped:
             if self._most_skipped:
-                rule = f"{problem.rule} It is one more than data.unreadable_limit skips "
+                rule = f"{problem.rule} It is one more than data.max_bad_records skips "
                 problem = replace(problem, rule=f"{rule}({self._most_skipped}).")
             raise UnreadableRecord([problem]) from error
         if count <= _NAMED:

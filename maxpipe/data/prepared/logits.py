@@ -49,7 +49,9 @@ from maxpipe.io.typed_json import dump_checksummed, parse_checksummed
 
 MANIFEST = "logits.json"
 _FORMAT = 1
-_LOGITS_FOLDER = FolderKind("maxpipe distill prepare", "distill.stored", MANIFEST, (_FORMAT,))
+_LOGITS_FOLDER = FolderKind(
+    "maxpipe distill prepare", "distill.teacher_logits", MANIFEST, (_FORMAT,)
+)
 _IDENTITY = ("tokens", "segment_ids")
 """Arrays of a row by which it is known again."""
 

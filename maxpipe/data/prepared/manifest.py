@@ -252,7 +252,7 @@ _TEXTS, _CONVERSATIONS = 1, 2
 """Formats. Releases that know no masks refuse the second."""
 _LARGEST_BYTES = 1 << 28
 # How documents are read, not what they are.
-_READER_KEYS = ("unreadable", "unreadable_limit", "largest_unpacked_bytes", "packing")
+_READER_KEYS = ("bad_records", "max_bad_records", "max_decompressed_bytes", "packing")
 _READER_KEYS += ("long_conversations",)  # goes by the length of a sequence
 
 

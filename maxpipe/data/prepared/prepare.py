@@ -449,19 +449,19 @@ def _check_files_unchanged(folder: Path, source: Source, report: ProgressCallbac
 
 def _check_skipped(data: SourceConfig, unreadable: int, documents: int) -> None:
     """Raises ConfigError if the processes have skipped too many records together."""
-    if data.unreadable == "stop" and unreadable:
+    if data.bad_records == "stop" and unreadable:
         raise ConfigError.one(
-            "data.unreadable",
-            data.unreadable,
+            "data.bad_records",
+            data.bad_records,
             f"must be skip for this folder: {pluralize(unreadable, 'record')} could not be "
             "read when "
             "it was prepared.",
-            "Set data.unreadable=skip, or name another folder with --out.",
+            "Set data.bad_records=skip, or name another folder with --out.",
         )
-    if unreadable > data.unreadable_limit:
+    if unreadable > data.max_bad_records:
         raise ConfigError.one(
-            "data.unreadable_limit",
-            data.unreadable_limit,
+            "data.max_bad_records",
+            data.max_bad_records,
             f"must be at least the number of records that cannot be read: {unreadable} of the "
             f"first {documents}.",
             "Correct these records, which the log names, or set a larger limit.",

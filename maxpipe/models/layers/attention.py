@@ -92,13 +92,13 @@ class Attention(Part):
     d_model: int
     num_heads: int
     num_kv_heads: int
-    head_size: int
+    head_dim: int
     out_gain: float
     """Of the output projection, which writes to the residual stream."""
     backend: str
     rope: Rope
     scale: float | None = None
-    """Of the scores. None: `head_size ** -0.5`."""
+    """Of the scores. None: `head_dim ** -0.5`."""
     window: str = ""
     """Per-layer value: tokens that a query sees, itself included; 0 for all."""
     soft_cap: float = 0.0
@@ -130,12 +130,12 @@ class Attention(Part):
     @property
     def params(self) -> Mapping[str, Param]:
         """Projections, and scales of the norms of queries and keys."""
-        embed, size = (self.d_model, "embed"), (self.head_size, "head_size")
+        embed, size = (self.d_model, "embed"), (self.head_dim, "head_dim")
         heads, kv_heads = (self.num_heads, "heads"), (self.num_kv_heads, "kv_heads")
-        into, out_of = Normal(self.d_model), self.num_heads * self.head_size
+        into, out_of = Normal(self.d_model), self.num_heads * self.head_dim
         found = {
             "query": Param(
-                (embed, heads, (self._projected, "head_size")), into, num_contracted_dims=1
+                (embed, heads, (self._projected, "head_dim")), into, num_contracted_dims=1
             ),
             "key": Param((embed, kv_heads, size), into, num_contracted_dims=1),
             "value": Param((embed, kv_heads, size), into, num_contracted_dims=1),
@@ -173,7 +173,7 @@ class Attention(Part):
         scores = Scores(
             self.num_heads,
             "heads",
-            self.head_size,
+            self.head_dim,
             self.window,
             storage=stands(self.backend),
             query=self._query,
@@ -214,7 +214,7 @@ class Attention(Part):
         """
         # Gates keep what they multiply, their sigmoids, and the product.
         narrow = ((1.0, self._width), (5.0 if self.gated else 2.0, self._query))
-        keys, turned = ((2.0, self._key),), self.rope.rotary_dims or self.head_size
+        keys, turned = ((2.0, self._key),), self.rope.rotary_dims or self.head_dim
         wide, statistics = ((2.0, ((turned, ""),)),), 2.0 + self.sinks
         found = Held(compute_dtype=narrow, float32=wide)
         if stands(self.backend) == "scores":
@@ -256,12 +256,12 @@ class Attention(Part):
         """Dims for each of which there is a norm, and those over which it norms."""
         if self.joint_norm:
             return (), dims
-        return dims[:1], ((self.head_size, "norm"),)
+        return dims[:1], ((self.head_dim, "norm"),)
 
     @property
     def _projected(self) -> int:
         """Entries of a head in the projection of queries."""
-        return self.head_size * (2 if self.gated else 1)
+        return self.head_dim * (2 if self.gated else 1)
 
     @property
     def _width(self) -> Dims:
@@ -273,8 +273,8 @@ class Attention(Part):
 
     @property
     def _query(self) -> Dims:
-        return ((self.num_heads, "heads"), (self.head_size, "head_size"))
+        return ((self.num_heads, "heads"), (self.head_dim, "head_dim"))
 
     @property
     def _key(self) -> Dims:
-        return ((self.num_kv_heads, "kv_heads"), (self.head_size, "head_size"))
+        return ((self.num_kv_heads, "kv_heads"), (self.head_dim, "head_dim"))

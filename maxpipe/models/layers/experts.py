@@ -53,9 +53,9 @@ class Experts(Part):
     """Experts that a token is sent to, those with the largest probabilities."""
     out_gain: float
     """Of the output projections, which write to the residual stream."""
-    balance_weight: float
+    load_balance_loss_weight: float
     """Coefficient of the balance loss."""
-    z_weight: float = 0.0
+    z_loss_weight: float = 0.0
     """Coefficient of the router's z-loss (arXiv:2202.08906)."""
     capacity: float = 0.0
     """Tokens that an expert has room for, as a multiple of an even share. 0: for all."""
@@ -80,10 +80,10 @@ class Experts(Part):
     that is at most half of them."""
     groups: Groups | None = None
     """None: a token may go to any experts."""
-    balance_over: BalanceOver = "sequence"
+    load_balance_scope: BalanceOver = "sequence"
     """`sequence`: each by itself. `microbatch`: the rows that a device has in one. `devices`: the
     rows that all devices have in one."""
-    balance_rate: float | None = None
+    expert_bias_update_rate: float | None = None
     """By how much each step moves an expert's bias towards equal loads (arXiv:2408.15664). Biases
     are added to scores where experts are chosen, and not where they are weighted. None: none."""
     biased: bool = False
@@ -100,7 +100,7 @@ class Experts(Part):
             "mean",
             "",
             "Balance loss, mean over layers with experts, without its coefficient. 1 when experts "
-            "get equally many tokens of each sequence, or of what `balance_over` says; the number "
+            "get equally many tokens of each sequence, or of what `load_balance_scope` says; the number "
             "of experts divided by those of a token when all go to the same ones.",
         ),
         "moe/router_z_loss": Summary(
@@ -155,7 +155,7 @@ class Experts(Part):
             "up": Param((within, experts, mlp), Normal(self.d_model)),
             "down": Param((experts, mlp, within), Normal(self.d_mlp, self.out_gain)),
         }
-        if self.balance_rate is not None:
+        if self.expert_bias_update_rate is not None:
             bias = Param(
                 (routes,), Constant(0.0), decays=False, trainable=False, own_dtype="float32"
             )
@@ -172,7 +172,7 @@ class Experts(Part):
     @property
     def balance_updates(self) -> Mapping[str, Follows]:
         """The bias goes down where an expert gets more tokens than the mean, else up."""
-        rate = self.balance_rate
+        rate = self.expert_bias_update_rate
         return {"router_bias": Follows("load", rate)} if rate else {}
 
     @property
@@ -210,7 +210,11 @@ class Experts(Part):
 
         The others are for the record.
         """
-        found = {"balance": self.balance_weight, "router_z": self.z_weight, "entropy": 0.0}
+        found = {
+            "balance": self.load_balance_loss_weight,
+            "router_z": self.z_loss_weight,
+            "entropy": 0.0,
+        }
         return found | ({"dropped": 0.0} if self.drops_tokens else {})
 
     @property

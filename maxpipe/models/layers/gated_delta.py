@@ -69,7 +69,7 @@ class GatedDelta(Part):
         Of each key head `qkvz` holds query, key, values and output gates, side by side, and `ba`
         the logits of its write and forget gates.
         """
-        embed, size = (self.d_model, "embed"), (self.value_size, "head_size")
+        embed, size = (self.d_model, "embed"), (self.value_size, "head_dim")
         heads, taps = (self.num_value_heads, "heads"), (self.kernel, "")
         into = Normal(self.d_model)
         out_of = self.num_value_heads * self.value_size
@@ -158,7 +158,7 @@ class GatedDelta(Part):
     @property
     def _qkvz(self) -> Dims:
         size = self.mixed_size + self.group * self.value_size
-        return ((self.num_key_heads, "kv_heads"), (size, "head_size"))
+        return ((self.num_key_heads, "kv_heads"), (size, "head_dim"))
 
     @property
     def _ba(self) -> Dims:
@@ -166,11 +166,11 @@ class GatedDelta(Part):
 
     @property
     def _key(self) -> Dims:
-        return ((self.num_key_heads, "kv_heads"), (self.key_size, "head_size"))
+        return ((self.num_key_heads, "kv_heads"), (self.key_size, "head_dim"))
 
     @property
     def _value(self) -> Dims:
-        return ((self.num_value_heads, "heads"), (self.value_size, "head_size"))
+        return ((self.num_value_heads, "heads"), (self.value_size, "head_dim"))
 
     @property
     def _state(self) -> Dims:

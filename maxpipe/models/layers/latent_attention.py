@@ -21,13 +21,13 @@ class LatentAttention(Part):
 
     d_model: int
     num_heads: int
-    head_size: int
+    head_dim: int
     """Of queries and keys, the entries that turn included."""
     value_size: int
     """Of a head's values."""
     rank: int
     """Size of a token's latent."""
-    query_rank: int
+    q_lora_rank: int
     """Size of the vector that queries are made of. 0: they are made of the input."""
     out_gain: float
     """Of the output projection, which writes to the residual stream."""
@@ -57,7 +57,7 @@ class LatentAttention(Part):
     @property
     def rest_size(self) -> int:
         """Entries of a query or key that do not."""
-        return self.head_size - self.rope_size
+        return self.head_dim - self.rope_size
 
     @cached_property
     def norm(self) -> RMSNorm:
@@ -67,7 +67,7 @@ class LatentAttention(Part):
     @cached_property
     def query_norm(self) -> RMSNorm:
         """Of what queries are made of."""
-        return RMSNorm(self.query_rank, self.epsilon)
+        return RMSNorm(self.q_lora_rank, self.epsilon)
 
     @property
     def params(self) -> Mapping[str, Param]:
@@ -76,21 +76,21 @@ class LatentAttention(Part):
         Of `key_value_up` the first entries of a head are those of its key, without what turns.
         """
         embed, heads = (self.d_model, "embed"), (self.num_heads, "heads")
-        size, into = (self.head_size, "head_size"), Normal(self.d_model)
-        both = (self.rest_size + self.value_size, "head_size")
+        size, into = (self.head_dim, "head_dim"), Normal(self.d_model)
+        both = (self.rest_size + self.value_size, "head_dim")
         found: dict[str, Param] = {"query": Param((embed, heads, size), into, linear=1)}
-        if self.query_rank:
-            rank = (self.query_rank, "latent")
+        if self.q_lora_rank:
+            rank = (self.q_lora_rank, "latent")
             found = {
-                "query_down": Param((embed, (self.query_rank, "norm")), into, linear=1),
+                "query_down": Param((embed, (self.q_lora_rank, "norm")), into, linear=1),
                 "query_norm": self.query_norm.params["scale"],
-                "query_up": Param((rank, heads, size), Normal(self.query_rank), linear=1),
+                "query_up": Param((rank, heads, size), Normal(self.q_lora_rank), linear=1),
             }
         rank = (self.rank, "latent")
         out_of = self.num_heads * self.value_size
         return found | {
             "key_value_down": Param((embed, (self.rank, "norm")), into, linear=1),
-            "rope_key": Param((embed, (self.rope_size, "head_size")), into, linear=1),
+            "rope_key": Param((embed, (self.rope_size, "head_dim")), into, linear=1),
             "key_value_norm": self.norm.params["scale"],
             "key_value_up": Param((rank, heads, both), Normal(self.rank), linear=1),
             "out": Param((heads, self._value[1], embed), Normal(out_of, self.out_gain), linear=2),
@@ -99,7 +99,7 @@ class LatentAttention(Part):
     @property
     def activations(self) -> Mapping[str, Dims]:
         """Latents before their norms; `query` and `key` are rotated, `context` is what is mixed."""
-        latents = {"query_latent": self._query_latent} if self.query_rank else {}
+        latents = {"query_latent": self._query_latent} if self.q_lora_rank else {}
         return latents | {
             "query": self._query,
             "latent": self._latent,
@@ -117,7 +117,7 @@ class LatentAttention(Part):
     @property
     def operations(self) -> tuple[Operation, ...]:
         """All projections and the two products with the scores."""
-        mean = (self.head_size + self.value_size) / 2
+        mean = (self.head_dim + self.value_size) / 2
         scores = Scores(
             self.num_heads,
             "heads",
@@ -174,8 +174,8 @@ class LatentAttention(Part):
     def deferred(self, *, recomputed: bool, normed: bool) -> Held:
         """Inputs of the projections and cotangents of their outputs; what norms wait for."""
         del normed
-        rest = ((self.num_heads, "heads"), (self.rest_size, "head_size"))
-        turned = ((self.rope_size, "head_size"),)
+        rest = ((self.num_heads, "heads"), (self.rest_size, "head_dim"))
+        turned = ((self.rope_size, "head_dim"),)
         width = (1.0 if recomputed else 2.0, self._width)
         found = Held(compute_dtype=(width, (2.0, self._value)))
         found += Held(compute_dtype=((1.0, self._query), (1.0, rest), (1.0, turned)))
@@ -188,7 +188,7 @@ class LatentAttention(Part):
     @property
     def _normed(self) -> tuple[tuple[RMSNorm, Dims], ...]:
         """Norms of latents, and what they norm."""
-        own = ((self.query_norm, self._query_latent),) if self.query_rank else ()
+        own = ((self.query_norm, self._query_latent),) if self.q_lora_rank else ()
         return (*own, (self.norm, self._latent))
 
     @property
@@ -201,12 +201,12 @@ class LatentAttention(Part):
 
     @property
     def _query_latent(self) -> Dims:
-        return ((self.query_rank, "norm"),)
+        return ((self.q_lora_rank, "norm"),)
 
     @property
     def _query(self) -> Dims:
-        return ((self.num_heads, "heads"), (self.head_size, "head_size"))
+        return ((self.num_heads, "heads"), (self.head_dim, "head_dim"))
 
     @property
     def _value(self) -> Dims:
-        return ((self.num_heads, "heads"), (self.value_size, "head_size"))
+        return ((self.num_heads, "heads"), (self.value_size, "head_dim"))

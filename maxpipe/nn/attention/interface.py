@@ -132,7 +132,7 @@ class KVCache(NamedTuple):
     @classmethod
     def axes(cls) -> Any:
         """Logical axes of each array."""
-        kept, places = ("batch", "kv_heads", None, "head_size"), ("batch", None)
+        kept, places = ("batch", "kv_heads", None, "head_dim"), ("batch", None)
         return cls._make((kept, kept, places, places, ()))
 
     @property

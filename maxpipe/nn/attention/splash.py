@@ -316,9 +316,9 @@ class CausalWindowMask:
         return (last >= first_keys) & near if self.window else last >= first_keys
 
 
-def attention_block_size(tokens: int, head_size: int) -> int:
+def attention_block_size(tokens: int, head_dim: int) -> int:
     """Size of the blocks that `tokens` in a row are cut into, of queries as of keys."""
-    most = 1024 if tokens >= _LONG and head_size <= LANES else 512
+    most = 1024 if tokens >= _LONG and head_dim <= LANES else 512
     sizes = range(LANES, min(tokens, most) + 1, LANES)
     return max(size for size in sizes if tokens % size == 0)
 
