@@ -43,7 +43,7 @@ def describe(config: ModelConfig) -> Model:
     attention = family.attention(
         config,
         family.yarn(
-            config.rope_theta, own.rope_factor, own.original_max_position_embeddings, whole=False
+            config.rope_theta, own.rope_factor, own.original_max_position_embeddings, truncate=False
         ),
         window="window",
         biased=("query", "key", "value", "out"),
