@@ -89,7 +89,7 @@ def _create_submission(
     )
     job = Job(config, hosts, folder.absolute(), workdir)
     modules = {"slurm": slurm, "gcloud": gcloud, "gke": gke}
-    return report, job, modules[options.cluster].submission(job)
+    return report, job, modules[options.cluster].create_submission(job)
 
 
 def add(commands: Commands) -> None:
