@@ -120,7 +120,7 @@ def test_every_fault_is_shown_by_a_test(update_golden: bool) -> None:
                     for argument in mark.args:
                         shown[ast.literal_eval(argument)].append(f"`{name}`")
     assert all(shown.values()), [fault for fault, names in shown.items() if not names]
-    lines = ["| id | what happens | result | shown by |", "|---|---|---|---|"]
+    lines = ["| id | fault | result | tests |", "|---|---|---|---|"]
     lines += [f"| {fault} | {a} | {b} | {'<br>'.join(shown[fault])} |" for fault, a, b in rows]
     replace_block(page, "faults", "\n".join([*lines, ""]), update_golden)
 
