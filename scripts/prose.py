@@ -190,7 +190,7 @@ def _split(text: str) -> Iterator[tuple[int, str]]:
     text = re.sub(r"https?://\S+", "U", text)
     offset = 0
     for piece in re.split(
-        r"(?<=[.!?:;])\s+(?=[A-Z\[(*\d])|\n\s*\n|\n(?=\s*(?:[-*] |[A-Za-z_, ]+: ))", text
+        r"(?<=[.!?:;])\s+(?=[A-Z\[(*\d])|\n\s*\n|\n(?=\s*(?:[-*] |\w+(?:, \w+)*: ))", text
     ):
         lead = len(piece) - len(piece.lstrip())
         at = text.find(piece, offset)

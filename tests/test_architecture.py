@@ -461,11 +461,11 @@ def test_every_config_key_is_read():
     assert not stale, "these are read by now, drop the exemption:\n" + "\n".join(stale)
 
 
-# --- README ------------------------------------------------------------------------------
+# --- CONTRIBUTING -----------------------------------------------------------------------
 
 
 def _replace_block(page: Path, name: str, text: str, update: bool) -> None:
-    """The text between the page's markers of this name is `text`."""
+    """Check, or write, the text between the markers `name` of a page."""
     start, end = f"<!-- {name} -->\n", f"<!-- /{name} -->"
     before, found, rest = page.read_text(encoding="utf-8").partition(start)
     listed, closed, after = rest.partition(end)
@@ -474,20 +474,6 @@ def _replace_block(page: Path, name: str, text: str, update: bool) -> None:
         listed = text
         page.write_text(before + start + listed + end + after, encoding="utf-8")
     assert listed == text, "run: pytest tests/test_architecture.py --update-golden"
-
-
-def module_table() -> str:
-    """What README.md says between its `modules` markers."""
-    rows = ["| module | what it is |", "|---|---|"]
-    for module in MODULES:
-        path = sources()[module].relative_to(ROOT).as_posix()
-        summary = (ast.get_docstring(tree(module)) or "").partition("\n")[0]
-        rows.append(f"| [`{path}`]({path}) | {summary.replace('|', chr(92) + '|')} |")
-    return "\n".join(rows) + "\n"
-
-
-def test_readme_lists_the_modules(update_golden: bool):
-    _replace_block(ROOT / "README.md", "modules", module_table(), update_golden)
 
 
 def test_contributing_draws_the_arrows(update_golden: bool):

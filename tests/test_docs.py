@@ -102,7 +102,7 @@ def test_the_forecast_is_what_its_command_prints(update_golden: bool) -> None:
 
 def test_the_terms_are_those_of_plans(update_golden: bool) -> None:
     rows = [f"| {term.about} | {term.keys} |" for term in TERMS.values()]
-    text = "\n".join(["| what takes memory | smaller with |", "|---|---|", *rows, ""])
+    text = "\n".join(["| memory term | keys that reduce the term |", "|---|---|", *rows, ""])
     replace_block(DOCS / "plan.md", "terms", text, update_golden)
 
 
@@ -120,7 +120,7 @@ def test_every_fault_is_shown_by_a_test(update_golden: bool) -> None:
                     for argument in mark.args:
                         shown[ast.literal_eval(argument)].append(f"`{name}`")
     assert all(shown.values()), [fault for fault, names in shown.items() if not names]
-    lines = ["| id | what happens | result | shown by |", "|---|---|---|---|"]
+    lines = ["| id | fault | result | tests |", "|---|---|---|---|"]
     lines += [f"| {fault} | {a} | {b} | {'<br>'.join(shown[fault])} |" for fault, a, b in rows]
     replace_block(page, "faults", "\n".join([*lines, ""]), update_golden)
 

@@ -80,8 +80,9 @@ BANNED_CALLS = {
 BANNED_ARGUMENTS = {"shell", "allow_pickle", "trust_remote_code"}
 # What may open a socket: to find a free port of this machine, or to join the processes of a run.
 SOCKETS = {
-    *(f"maxpipe/distributed/{name}.py" for name in ("hub", "link", "listener", "runtime", "wire")),
-    *("maxpipe/diagnosis/doctor.py", "maxpipe/launch/local.py"),
+    *(f"maxpipe/distributed/{name}.py" for name in ("control_channel", "coordinator", "listener")),
+    *(f"maxpipe/distributed/{name}.py" for name in ("protocol", "runtime")),
+    "maxpipe/launch/local.py",
 }
 # jax's own format of compiled programs is a pickle: see tests/step/test_executable.py.
 EXECUTABLES = {"maxpipe/step/executable.py"}
