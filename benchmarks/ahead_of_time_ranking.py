@@ -232,7 +232,7 @@ def page_of(rows: Sequence[Row]) -> str:
     correlation, _ = spearmanr(predicted, seconds)
     lines = [
         f"Spearman correlation of the two orders: {correlation:.3f} (required: at least {LEAST}). "
-        f"The layout that is predicted to be fastest has rank {place} in the order of the compiler "
+        f"The layout that is predicted to be fastest has compiler rank {place} "
         f"(required: at most {AMONG}).",
         "",
         "| predicted rank | predicted ms | compiler rank | compiler ms | compute ms "
@@ -279,10 +279,10 @@ PREAMBLE = f"""\
 `python benchmarks/ahead_of_time_ranking.py --write`. Nothing ran on a TPU. {MODEL} with all its
 layers and {ROWS} sequences of {TOKENS} tokens was compiled for {TOPOLOGY} in {len(LAYOUTS)}
 layouts. A layout is given as stage x data x fsdp x tensor, schedule with repeats, number of
-microbatches M, weight gather mode, and remat mode. The compiler time is the sum of two parts: the
-compiler's cycle estimate along the busiest stages, and the exposed traffic at the published link
-rate. Attention kernels are counted at an assumed rate. Both sides use the same link and kernel
-rates, so this page does not test these rates.
+microbatches M, weight gather mode, and remat mode. The compiler time has two parts. The first is
+the compiler's cycle estimate along the busiest stages, and the second is the exposed traffic at the
+published link rate. Attention kernels are counted at an assumed rate. Both sides use the same link
+and kernel rates, so this page does not test these rates.
 
 """
 

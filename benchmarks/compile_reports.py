@@ -53,7 +53,7 @@ def page(name: str, row: Row, cache: Path) -> str:
     took = f"{values['wall_seconds']:.0f} s, {values['process_bytes'] / GIB:.1f} GiB of host memory"
     command = " ".join(["maxpipe compile", *row.arguments])
     text = report.format_compile_report(CompileReport.from_json(values))
-    return f"## {name}\n\n```\n{command}\n{text}\n```\nTook {took}.\n"
+    return f"## {name}\n\n```\n{command}\n{text}\n```\nThe command used {took}.\n"
 
 
 def main() -> None:

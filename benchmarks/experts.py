@@ -3,10 +3,10 @@
     python benchmarks/experts.py            # prints the table
     python benchmarks/experts.py --write    # and writes experts.md
 
-The forward and backward pass of a layer (gradients of its input and of all weights) is compiled for
-one v5p chip as the body of a loop. This is done for each MoE implementation and for a dense layer
-of the same active size. The script needs libtpu (`pip install '.[tpu]'`), and nothing runs on a
-TPU.
+The forward and backward pass of a layer is compiled for one v5p chip as the body of a loop. It
+computes gradients of the input and of all weights. This is done for each MoE implementation and for
+a dense layer of the same active size. The script needs libtpu (`pip install '.[tpu]'`), and nothing
+runs on a TPU.
 """
 
 from __future__ import annotations
@@ -186,9 +186,9 @@ PREAMBLE = f"""\
 # MoE layers in estimates of the TPU compiler
 
 `python benchmarks/experts.py --write`. Nothing ran on a TPU. One layer is compiled for one chip of
-{TOPOLOGY}, with forward and backward pass (gradients of its input and of all weights, bfloat16) and
-without a balance loss. It is compared with a dense layer whose width equals that of all experts of
-a token. `grouped` and `all` drop no tokens. `capacity` has buffers for {CAPACITY} times the average
+{TOPOLOGY}, with forward and backward pass (gradients of its input and of all weights, bfloat16). It
+has no balance loss. It is compared with a dense layer whose width equals that of all experts of a
+token. `grouped` and `all` drop no tokens. `capacity` has buffers for {CAPACITY} times the average
 load of an expert.
 
 {LISTED}

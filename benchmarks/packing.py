@@ -3,10 +3,10 @@
     python benchmarks/packing.py           # prints the tables
     python benchmarks/packing.py --write   # and writes packing.md
 
-Document lengths are sampled from a log-normal distribution (median 403 tokens, mean 829), or are
-the sizes in bytes of the files of the Python standard library. Each plan is made in a separate
-process. Time is the processor time of one core. Memory is the increase of the peak memory of the
-process.
+Document lengths are sampled from a log-normal distribution (median 403 tokens, mean 829). The
+second data set is the file sizes of the Python standard library in bytes. Each plan is made in a
+separate process. Time is the processor time of one core. Memory is the increase of the peak memory
+of the process.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 over M * R + P - 1 ticks runs the forward pass of a ring of stages, with each tick under
 `jax.checkpoint`. Reverse-mode differentiation of this scan is the backward pass. The compiler
 controls fsdp. Embedding and loss head are outside the scan, and their batch is also split over the
-stages. praxis and MaxText run their circular pipelines in this way.
+stages. This is how praxis and MaxText run their circular pipelines.
 
 `sharded_loss` has no pipeline. It runs the full batch at once, every layer under `jax.checkpoint`,
 and shards sequences and parameters over all devices. Each device gathers a layer's weights where it

@@ -144,7 +144,7 @@ def seconds_of_saves(steps: Steps, folder: Path) -> tuple[float, float, Digestin
         for number in range(1, ROUNDS + 1):
             start = time.perf_counter()
             checkpoints.save(number, copied, {"run": {}}, {"step": number})
-            jax.block_until_ready(copies)  # the next step waits for it
+            jax.block_until_ready(copies)  # the next step waits for these copies
             blocking.append(time.perf_counter() - start)
             checkpoints.wait()
             whole.append(time.perf_counter() - start)

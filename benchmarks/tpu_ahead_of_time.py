@@ -210,9 +210,9 @@ columns have the following meaning:
 - Sends hidden counts messages between stages that have work between start and done.
 - Copies counts copies of at least {2 * ACTIVATION >> 20} MiB in loops.
 
-All rows use plain JAX attention. attention_ahead_of_time.md contains some of them with kernels.
-With `visit`, M = 16 is a single microbatch group, which needs two window slots. More groups need
-three slots, for any M.
+All rows use plain JAX attention. The page attention_ahead_of_time.md compares some of the rows with
+kernels. With `visit`, M = 16 is a single microbatch group, which needs two window slots. More
+groups need three slots, for any M.
 
 """
 

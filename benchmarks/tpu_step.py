@@ -202,8 +202,7 @@ def page(cache: Path, number: int) -> str:
 PREAMBLE = """\
 # Cycles of a train step on TPUs by operation
 
-`python benchmarks/tpu_step.py --write`. Nothing ran on a TPU. All values are from the TPU compiler,
-through `maxpipe compile`. Its option `--entries N` lists the same entries for any run, and
+`python benchmarks/tpu_step.py --write`. Nothing ran on a TPU. `maxpipe compile` obtained all values from the TPU compiler. Its option `--entries N` lists the same entries for any run, and
 `--xla NAME=VALUE` tests other compiler options. Cycles are the compiler's estimates along the
 busiest stages. The compiler has no estimate for kernels, which are counted at half of the peak
 rate. "Waiting" is the exposed part of collectives, computed from their bytes at the published link
@@ -213,8 +212,8 @@ work between start and done, relative to all bytes that a device sends.
 ## Observations
 
 - The matmuls of dense layers, including fused operations, run at 83 to 98% of the peak. The largest
-  other entries are the gate (2%, limited by memory bandwidth), RoPE (2%), messages and slots of
-  ticks (2%, less with more layers per chunk), and the softmax of the head (1%). Norms and RoPE in
+  other entries are the gate (2%, limited by memory bandwidth), RoPE (2%), and messages and slots of
+  ticks (2%, less with more layers per chunk). The softmax of the head needs 1%. Norms and RoPE in
   bfloat16 were not tested. All norms are fused with matmuls or sums, and the RoPE matmuls are
   already in bfloat16.
 - With the expert axis, XLA copied all rows before each exchange, because the same buffer was input
@@ -238,22 +237,23 @@ work between start and done, relative to all bytes that a device sends.
 - The older compiler always runs the gathers of `visit` before the loop over ticks. Neither
   `xla_tpu_enable_async_collective_fusion_while_loops=true` nor sparse cores make any of their bytes
   asynchronous. The newer compiler runs them on the sparse cores, in parallel with each other and
-  with pending reductions. For 16 layers it needs 1.284 Gcycles with 2.3 GiB exposed, compared with
-  1.286 Gcycles and 9.3 GiB before (one compilation each, not in the tables).
-- A scoped VMEM limit of 32 MiB instead of 24 MiB saves 0.9 to 2% of the cycles of dense steps, also
-  with tensor parallelism (one compilation each, not in the tables). It saves nothing with experts.
+  with pending reductions. For 16 layers the step needs 1.284 Gcycles with 2.3 GiB exposed. The
+  older compiler needs 1.286 Gcycles with 9.3 GiB exposed (one compilation each, not in the tables).
+- A scoped VMEM limit of 32 MiB instead of 24 MiB saves 0.9 to 2% of the cycles of dense steps. This
+  includes tensor parallelism (one compilation each, not in the tables). The limit has no effect
+  with experts.
 - Activations in host memory are transferred during the loops over layers. `maxpipe compile` reports
   the link rate that is necessary to overlap these transfers fully. The gate and up activations
   exceed the capacity of a host link, so smaller activations should be offloaded.
-- Optimizer state in host memory is transferred at the end of the step, in loops over layers, one
-  slice of each array at a time. The update has almost no work that could overlap with the transfer,
-  so this saves memory at the cost of time. XLA's peak also counts host memory, and reports now
-  exclude it.
-- Offloaded optimizer state was also compiled once for 8 layers of the 8B model with a vocabulary of
-  8192 on v5p:2x2x1 (not in the tables). The mesh has 2 stages x fsdp 2, and the moments need 3.75
-  GiB. Arguments fall from 5.63 to 1.88 GiB, and the peak from 11.45 to 7.88 GiB. The step sends
-  3.75 GiB to the host, and the report lists 7.5 GiB from the host. Half of these belong to the
-  branch that checks an update, which almost never runs.
+- Optimizer state in host memory is transferred at the end of the step. Loops over layers transfer
+  one slice of each array at a time. The update has almost no work that could overlap with the
+  transfer, so this saves memory at the cost of time. XLA's peak also counts host memory, and
+  reports now exclude it.
+- Offloaded optimizer state was also compiled once for 8 layers of the 8B model on v5p:2x2x1 (not in
+  the tables). The vocabulary size is 8192. The mesh has 2 stages x fsdp 2, and the moments need
+  3.75 GiB. Arguments fall from 5.63 to 1.88 GiB, and the peak from 11.45 to 7.88 GiB. The step
+  sends 3.75 GiB to the host, and the report lists 7.5 GiB from the host. Half of these belong to
+  the branch that checks an update, which almost never runs.
 
 """
 
