@@ -202,7 +202,8 @@ def page(cache: Path, number: int) -> str:
 PREAMBLE = """\
 # Cycles of a train step on TPUs by operation
 
-`python benchmarks/tpu_step.py --write`. Nothing ran on a TPU. `maxpipe compile` obtained all values from the TPU compiler. Its option `--entries N` lists the same entries for any run, and
+`python benchmarks/tpu_step.py --write`. Nothing ran on a TPU. `maxpipe compile` obtained all values
+from the TPU compiler. Its option `--entries N` lists the same entries for any run, and
 `--xla NAME=VALUE` tests other compiler options. Cycles are the compiler's estimates along the
 busiest stages. The compiler has no estimate for kernels, which are counted at half of the peak
 rate. "Waiting" is the exposed part of collectives, computed from their bytes at the published link
