@@ -1,4 +1,4 @@
-"""What adapters save of memory and work: Llama 3 8B on eight TPU v5e devices, by the TPU compiler.
+"""Memory and compute of adapters: Llama 3 8B on eight TPU v5e chips, from the TPU compiler.
 
     python benchmarks/adapters.py            # prints the table
     python benchmarks/adapters.py --write    # and writes adapters.md
@@ -32,17 +32,18 @@ RUNS = {
 PREAMBLE = f"""\
 # Adapters of Llama 3 8B
 
-`python benchmarks/adapters.py --write`. Nothing ran on a TPU: `maxpipe compile llama3-8b --topology
-v5e:2x4` with `{LAYOUT}`, libtpu ahead of time. Adapters have rank 16, on all projections of
-attention and MLPs. In GiB on a device: state is parameters and what the optimizer keeps, gradients
-their sums in float32, both by `maxpipe plan`; arguments (the state and a batch) and peak are the
-compiler's own. Operations are those of its program, of one device.
+`python benchmarks/adapters.py --write`. Nothing ran on a TPU. libtpu compiles
+`maxpipe compile llama3-8b --topology v5e:2x4` ahead of time, with `{LAYOUT}`. Adapters have rank 16
+and apply to all projections of attention and MLPs. Sizes are in GiB per device. State consists of
+parameters and optimizer state, and gradients are float32 accumulators. Both are predictions of
+`maxpipe plan`. Arguments (the state and a batch) and peak are from the compiler. The TFLOP count
+covers the compiled program on one device.
 
 """
 
 
 def table(cache: Path) -> str:
-    """The page's body."""
+    """Return the body of the page."""
     head = ["trained", "parameters", "state", "gradients", "arguments", "peak"]
     head += ["predicted peak", "TFLOP of a step"]
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]

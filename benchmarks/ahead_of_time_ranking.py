@@ -1,15 +1,17 @@
-"""The order in which the forecast puts layouts against the order by the TPU compiler's own numbers.
+"""Predicted order of layouts compared with the order from the TPU compiler.
 
     python benchmarks/ahead_of_time_ranking.py                     # prints the table
     python benchmarks/ahead_of_time_ranking.py --write             # and ahead_of_time_ranking.md
     python benchmarks/ahead_of_time_ranking.py --keep /tmp/texts   # also keeps the programs
 
-Nothing runs on a TPU: llama3-8b's train step is compiled for 32 chips in unlike layouts, by libtpu
-on this machine (`pip install '.[tpu]'`). A layout's time by the compiler is its estimate of cycles
-on the busiest stages and, as it has none for collectives, their bytes at the links' published rate:
-all of a synchronous one, and of an asynchronous one what the estimated cycles between its start and
-its done leave. No two collectives of one group hide behind the same cycles. Each program compiles
-in a process of its own; results are kept in `--cache`, by source and settings.
+Nothing runs on a TPU. libtpu compiles the train step of llama3-8b for 32 chips in different layouts
+on this machine (`pip install '.[tpu]'`). The compiler time of a layout is the sum of two parts. The
+first part is the compiler's cycle estimate on the busiest stages. The second part is the exposed
+time of collectives, for which the compiler has no estimate. It is computed from their bytes at the
+published link rate. A synchronous collective counts in full. An asynchronous collective counts for
+the time that exceeds the estimated cycles between its start and its done. Two collectives of one
+group never overlap with the same cycles. Each program compiles in a separate process. Results are
+cached in `--cache` by source and settings.
 """
 
 from __future__ import annotations
@@ -36,11 +38,11 @@ if TYPE_CHECKING:
 TOPOLOGY, MODEL = "v5p:2x4x4", "llama3-8b"
 ROWS, TOKENS = 128, 4096
 LEAST, AMONG = 0.9, 3
-"""The correlation, and the place of the forecast's first choice, that are wanted."""
+"""Required correlation, and required rank of the layout that is predicted to be fastest."""
 
 
 class Layout(NamedTuple):
-    """One row of the table."""
+    """A layout, which is a row of the table."""
 
     stage: int
     data: int
@@ -54,7 +56,7 @@ class Layout(NamedTuple):
 
     @property
     def arguments(self) -> list[str]:
-        """As of a command line."""
+        """Command-line arguments of the layout."""
         mesh = [f"mesh.ici_{name}={getattr(self, name)}" for name in self._fields[:4]]
         pipeline = [f"pipeline.{name}={getattr(self, name)}" for name in self._fields[4:]]
         run = [f"train.batch_size={ROWS}", f"train.sequence_length={TOKENS}", "train.steps=10"]
@@ -62,7 +64,7 @@ class Layout(NamedTuple):
 
     @property
     def words(self) -> str:
-        """For a table."""
+        """Description of the layout in the table."""
         mesh = "x".join(map(str, self[:4]))
         turns = f"{self.schedule} {self.repeats}, M = {self.microbatches}"
         return f"{mesh}, {turns}, {self.weight_gather}, {self.remat}"
@@ -100,26 +102,26 @@ def config_of(layout: Layout) -> Config:
 
 
 class Compiled(NamedTuple):
-    """What the compiler says of a layout, seconds and bytes."""
+    """Compiler report of a layout, in seconds and bytes."""
 
     busy: float
-    """Its cycles, and what kernels take at the rate that is assumed of them."""
+    """Seconds of compute, including kernels at their assumed rate."""
     exposed: float
-    """Of collectives, what nothing hides."""
+    """Seconds of collectives that do not overlap with compute."""
     peak: float
     capacity: float
     by_region: dict[str, float]
     by_collective: dict[str, list[float]]
-    """Kind, region and group -> [times, GiB, seconds, exposed seconds]."""
+    """[count, GiB, seconds, exposed seconds] by kind, region and group."""
 
     @property
     def seconds(self) -> float:
-        """Of a step."""
+        """Seconds of a step."""
         return self.busy + self.exposed
 
 
 def compile_one(layout: Layout, keep: Path | None) -> Compiled:
-    """Compiles and reads one program. Runs in a process of its own."""
+    """Compile and profile one program. This function runs in a separate process."""
     from maxpipe.plan import topology
 
     target = topology.parse_topology(TOPOLOGY)
@@ -156,7 +158,7 @@ def compile_one(layout: Layout, keep: Path | None) -> Compiled:
 
 
 def exposed(found: Profile, hardware: Hardware) -> tuple[float, dict[str, list[float]]]:
-    """Seconds of traffic that nothing hides, and the same by kinds of collectives."""
+    """Return the exposed seconds of collectives, in total and by kind of collective."""
     from maxpipe.plan import instruction_costs
 
     rows: dict[str, list[float]] = defaultdict(lambda: [0.0] * 4)
@@ -169,10 +171,10 @@ def exposed(found: Profile, hardware: Hardware) -> tuple[float, dict[str, list[f
 
 
 def result(layout: Layout, cache: Path, keep: Path | None) -> Compiled:
-    """From the cache or a fresh process.
+    """Return the report of a layout from the cache, or compile it in a new process.
 
     Raises:
-        RuntimeError: it does not compile.
+        RuntimeError: the layout does not compile.
     """
     key = hashlib.sha256(f"{sources()}{layout}".encode()).hexdigest()[:24]
     path = cache / f"{key}.json"
@@ -189,11 +191,11 @@ def result(layout: Layout, cache: Path, keep: Path | None) -> Compiled:
 
 
 FORECAST = ("cost", "traffic", "memory", "search", "learn", "calibrate", "report", "advice")
-"""Modules of `maxpipe.plan` that have no part in what is compiled and how that is read."""
+"""Modules of `maxpipe.plan` that affect neither the program nor its profile."""
 
 
 def sources() -> str:
-    """Digest of everything that decides what is compiled, and how it is read."""
+    """Return a digest of all sources that affect the program or its profile."""
     package = Path(__file__).parents[1] / "maxpipe"
     digest = hashlib.sha256(Path(__file__).read_bytes())
     for path in sorted(package.rglob("*.py")):
@@ -203,7 +205,7 @@ def sources() -> str:
 
 
 class Row(NamedTuple):
-    """A layout, forecast and compiled."""
+    """A layout with its prediction and its compiler report."""
 
     layout: Layout
     predicted: float
@@ -212,7 +214,7 @@ class Row(NamedTuple):
 
 
 def forecast(layout: Layout) -> tuple[float, dict[str, float]]:
-    """(seconds of a step, by cause)."""
+    """Return the predicted seconds of a step, in total and by cause."""
     from maxpipe.plan.search import evaluate
     from maxpipe.plan.topology import parse_topology
 
@@ -221,7 +223,7 @@ def forecast(layout: Layout) -> tuple[float, dict[str, float]]:
 
 
 def page_of(rows: Sequence[Row]) -> str:
-    """The table, and what follows from it."""
+    """Return the body of the page: the correlation and the table."""
     predicted = [row.predicted for row in rows]
     seconds = [row.compiled.seconds for row in rows]
     by_compiler = sorted(range(len(rows)), key=seconds.__getitem__)
@@ -229,12 +231,12 @@ def page_of(rows: Sequence[Row]) -> str:
     place = by_compiler.index(by_forecast[0]) + 1
     correlation, _ = spearmanr(predicted, seconds)
     lines = [
-        f"Spearman's correlation of the two orders: {correlation:.3f} (wanted: {LEAST} at least). "
-        f"The forecast's first choice is number {place} of the compiler's order (wanted: among the "
-        f"first {AMONG}).",
+        f"Spearman correlation of the two orders: {correlation:.3f} (required: at least {LEAST}). "
+        f"The layout that is predicted to be fastest has compiler rank {place} "
+        f"(required: at most {AMONG}).",
         "",
-        "| forecast's rank | forecast ms | compiler's rank | compiler ms | computes ms "
-        "| exposed ms | forecast / compiler | peak GiB | layout |",
+        "| predicted rank | predicted ms | compiler rank | compiler ms | compute ms "
+        "| exposed ms | predicted / compiler | peak GiB | layout |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for rank, number in enumerate(by_forecast, 1):
@@ -255,7 +257,7 @@ def page_of(rows: Sequence[Row]) -> str:
 
 
 def details(row: Row) -> str:
-    """Where a layout's time goes, by both."""
+    """Return the predicted and compiled time of a layout by component."""
     lines = [row.layout.words]
     parts = {name: 1e3 * each for name, each in row.parts.items()}
     regions = {name or "else": 1e3 * each for name, each in row.compiled.by_region.items()}
@@ -265,21 +267,22 @@ def details(row: Row) -> str:
     moves = sorted(row.compiled.by_collective.items(), key=lambda pair: -pair[1][3])
     for name, (times, gib, seconds, left) in moves[:8]:
         lines.append(
-            f"  {name}: {times:.0f} times, {gib:.2f} GiB, {1e3 * seconds:.0f} ms, "
+            f"  {name}: {times:.0f} collectives, {gib:.2f} GiB, {1e3 * seconds:.0f} ms, "
             f"{1e3 * left:.0f} ms exposed"
         )
     return "\n".join(lines)
 
 
 PREAMBLE = f"""\
-# Layouts by forecast and by the TPU compiler
+# Layouts ranked by prediction and by the TPU compiler
 
-`python benchmarks/ahead_of_time_ranking.py --write`. Nothing ran on a TPU: {MODEL}, all its layers,
-{ROWS} rows of {TOKENS} tokens, compiled for {TOPOLOGY} in {len(LAYOUTS)} layouts, given as
-stage x data x fsdp x tensor, schedule with repeats, microbatches M, gathers, remat. The compiler's
-time is its estimate of cycles along the busiest stages (kernels of attention at the rate that is
-assumed of them) and the traffic that nothing hides, at the links' published rate. Rates of links
-and of kernels are assumed alike on both sides, so that this page does not test them.
+`python benchmarks/ahead_of_time_ranking.py --write`. Nothing ran on a TPU. {MODEL} with all its
+layers and {ROWS} sequences of {TOKENS} tokens was compiled for {TOPOLOGY} in {len(LAYOUTS)}
+layouts. A layout is given as stage x data x fsdp x tensor, schedule with repeats, number of
+microbatches M, weight gather mode, and remat mode. The compiler time has two parts. The first is
+the compiler's cycle estimate along the busiest stages, and the second is the exposed traffic at the
+published link rate. Attention kernels are counted at an assumed rate. Both sides use the same link
+and kernel rates, so this page does not test these rates.
 
 """
 
@@ -288,9 +291,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--write", action="store_true")
     parser.add_argument(
-        "--only", default="", metavar="TEXT", help="layouts with this in their words"
+        "--only",
+        default="",
+        metavar="TEXT",
+        help="compile only layouts whose description contains TEXT",
     )
-    parser.add_argument("--details", action="store_true", help="parts of each layout's time")
+    parser.add_argument(
+        "--details", action="store_true", help="print the time of each layout by component"
+    )
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep the compiled programs")
     cache = Path(tempfile.gettempdir()) / "maxpipe-ahead-of-time"
     parser.add_argument("--cache", type=Path, default=cache)

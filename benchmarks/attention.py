@@ -1,12 +1,13 @@
-"""Attention by blocks against plain attention, forward and backward, on one device.
+"""Blockwise attention compared with plain attention, forward and backward, on one device.
 
     python benchmarks/attention.py            # prints the tables
     python benchmarks/attention.py --write    # and writes benchmarks/attention.md
 
-8 query heads and 4 key/value heads of 64, float32; rows are packed documents, or one. All programs
-of a row run in turn, so that whatever else the machine does hits all of them: times are medians of
-ratios to plain attention's of the same turn, of the clock and of the processor, whose time others
-take no part of. Memory is what the compiler allocates besides arguments and results.
+The attention has 8 query heads and 4 key/value heads of size 64, in float32. Sequences contain
+packed documents or a single document. All programs of a table row run alternately, so that other
+load on the machine affects all of them. Times are medians of the ratios to plain attention in the
+same round, for wall time and for processor time. Processor time excludes other processes. Memory is
+the temporary memory of the compiled program, without arguments and results.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ HEADS, KV_HEADS, SIZE, TURNS = 8, 4, 64, 9
 TOKENS = (128, 256, 512, 1024, 2048, 4096)
 BLOCKS, TOKENS_OF_BLOCKS = (64, 128, 256, 512), (1024, 4096)
 DOCUMENTS = (500, 0)
-"""Tokens of a document, on average; 0 for one in a row."""
+"""Average tokens per document; 0 means one document per sequence."""
 
 
 def program(attend: AttentionBackend, tokens: int, document: int) -> tuple[Callable[[], None], int]:
-    """(one run of value and gradients, its temporary bytes)."""
+    """Return a function that computes value and gradients, and its temporary bytes."""
     keys = jax.random.split(jax.random.key(0), 3)
     query = jax.random.normal(keys[0], (1, tokens, HEADS, SIZE))
     key, value = (jax.random.normal(each, (1, tokens, KV_HEADS, SIZE)) for each in keys[1:])
@@ -54,7 +55,7 @@ def program(attend: AttentionBackend, tokens: int, document: int) -> tuple[Calla
 
 
 class Found(NamedTuple):
-    """Medians; ratios are to the first program's."""
+    """Medians of one program; ratios are relative to the first program."""
 
     processor_ms: float
     processor_ratio: float
@@ -65,7 +66,7 @@ class Found(NamedTuple):
 def side_by_side(
     attends: dict[str, AttentionBackend], tokens: int, document: int
 ) -> dict[str, Found]:
-    """By name what was measured."""
+    """Return the measurements by name of the attention function."""
     programs = {name: program(attend, tokens, document) for name, attend in attends.items()}
     clocks = (time.process_time, time.perf_counter)
     seconds: dict[str, list[list[float]]] = {name: [] for name in programs}
@@ -73,7 +74,7 @@ def side_by_side(
         for name, (run, _) in programs.items():
             start = [clock() for clock in clocks]
             run()
-            if turn:  # the first one is not counted
+            if turn:  # the first round is a warm-up
                 both = zip(clocks, start, strict=True)
                 seconds[name].append([clock() - began for clock, began in both])
     first = np.array(next(iter(seconds.values())))
@@ -87,7 +88,7 @@ def side_by_side(
 
 
 def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    """In Markdown."""
+    """Return a table in Markdown."""
     lines = [head, ("---",) * len(head), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
@@ -123,21 +124,23 @@ def main() -> None:
     device = jax.devices()[0].device_kind
     text = "\n\n".join(
         [
-            "# Attention by blocks",
-            f"`python benchmarks/attention.py --write`, {jax.__version__} on {device}. Forward and "
-            f"backward, {HEADS} query heads and {KV_HEADS} key/value heads of {SIZE}, float32; a "
-            "ratio is that of `blockwise` to `xla`, which run in turn: of the processor's time, "
-            "all cores together, and of the clock. Documents of a row have about as many tokens as "
-            "the table says. Temporary memory is the compiler's figure.",
+            "# Blockwise attention",
+            f"`python benchmarks/attention.py --write`, JAX {jax.__version__} on {device}. The "
+            f"test is the forward and backward pass in float32 with {HEADS} query heads and "
+            f"{KV_HEADS} key/value heads of size {SIZE}. `blockwise` and `xla` run alternately, "
+            "and a ratio is the time of `blockwise` divided by that of `xla`. Times and ratios are "
+            "in processor time over all cores unless stated otherwise. The document column is the "
+            "average number of tokens per document. Memory is the temporary memory that the "
+            "compiler reports.",
             table(
                 (
-                    *("tokens", "document", "xla", "blockwise", "ratio", "ratio by the clock"),
+                    *("tokens", "document", "xla", "blockwise", "ratio", "wall time ratio"),
                     *("memory, xla", "memory, blockwise"),
                 ),
                 lengths,
             ),
-            "By the size of a block, of queries as of keys, in rows of one document:",
-            table(("tokens", "block", "ratio", "ratio by the clock", "memory"), sizes),
+            "The same ratios by block size, with one document per sequence:",
+            table(("tokens", "block", "ratio", "wall time ratio", "memory"), sizes),
         ]
     )
     if options.write:

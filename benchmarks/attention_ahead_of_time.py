@@ -3,8 +3,8 @@
     python benchmarks/attention_ahead_of_time.py          # prints the table
     python benchmarks/attention_ahead_of_time.py --write  # and writes attention_ahead_of_time.md
 
-As `tpu_ahead_of_time.py`, whose programs these are; nothing runs on a TPU. Each of the eight takes
-a few minutes to compile, and is kept in `--cache`.
+The programs are those of `tpu_ahead_of_time.py`, and nothing runs on a TPU. Each of the eight
+programs compiles for a few minutes. Results are cached in `--cache`.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ ROWS = [
     (Mode("step", "full", tokens=8192, kv_heads=8), 8),
     (Mode("iteration", "full"), 16),
 ]
-"""(mode, microbatches). The long sequences are those of Llama 3, with its 8 key/value heads."""
+"""(mode, microbatches). The long sequences use 8 key/value heads, as in Llama 3."""
 
 
 def hidden_share(tokens: int) -> float:
-    """Of the pairs of query and key that kernels compute in whole blocks, those that are hidden."""
+    """Return the fraction of masked pairs in the blocks that kernels compute."""
     size = attention_block_size(tokens, 128)
     count = tokens // size
     return 1 - (tokens + 1) * tokens / (count * (count + 1) * size**2)
 
 
 def table(cache: Path) -> str:
-    """The benchmark page."""
+    """Return the table of the page."""
     head = ["mode", "T", "key/value heads", "M", "attention", "temporary GiB", "peak GiB"]
-    head += ["Gcycles", "of them kernels", "Gcycles by needed pairs", "TFLOP"]
+    head += ["Gcycles", "kernel Gcycles", "Gcycles by needed pairs", "TFLOP"]
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     for mode, count in ROWS:
         for attention in ("xla", "splash"):
@@ -55,14 +55,15 @@ def table(cache: Path) -> str:
 
 
 PREAMBLE = f"""\
-# Attention in kernels by the TPU compiler's own numbers
+# Splash attention in estimates of the TPU compiler
 
-`python benchmarks/attention_ahead_of_time.py --write`. Nothing ran on a TPU. 8B-class model, full
-train step with AdamW, compiled for {TOPOLOGY} as 4 stages x 8 fsdp shards, interleaved with 2
-repeats, one sequence per device and microbatch. Cycles are the compiler's estimates along the
-busiest stages, without synchronous collectives. It has none for kernels: their products, of whole
-blocks as they compute them, are counted at half of the peak, which is an assumption; and beside
-them only those of pairs of query and key that causal attention needs.
+`python benchmarks/attention_ahead_of_time.py --write`. Nothing ran on a TPU. The full train step of
+an 8B-class model with AdamW was compiled for {TOPOLOGY} as 4 stages x 8 fsdp shards, interleaved
+with 2 repeats. Each microbatch has one sequence per device. Cycles are the compiler's estimates
+along the busiest stages, without synchronous collectives. The compiler has no estimate for kernels.
+Their matmuls are counted at half of the peak rate, which is an assumption. "Gcycles" includes all
+pairs in the blocks that kernels compute. "Gcycles by needed pairs" includes only the query-key
+pairs that causal attention needs.
 
 """
 

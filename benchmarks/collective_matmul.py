@@ -1,11 +1,11 @@
-"""Sums over tensor, split tokens and rings, by the TPU compiler, without a TPU.
+"""Tensor and sequence parallelism in estimates of the TPU compiler, without a TPU.
 
     python benchmarks/collective_matmul.py          # prints the table
     python benchmarks/collective_matmul.py --write  # and writes collective_matmul.md
 
-The train step of an 8B-class model (32 layers, 8 key/value heads) is compiled for 32 chips
-(v5p:2x4x4) by libtpu on this machine (`pip install '.[tpu]'`); nothing runs on a TPU. Each program
-compiles in a process of its own, some minutes each.
+libtpu compiles the train step of an 8B-class model (32 layers, 8 key/value heads) for 32 chips
+(v5p:2x4x4) on this machine (`pip install '.[tpu]'`). Nothing runs on a TPU. Each program compiles
+in a separate process for several minutes.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from typing import Any
 
 TOPOLOGY, STAGES, MICROBATCHES = "v5p:2x4x4", 4, 16
 SHAPES = ((1, 8, 2048), (2, 4, 8192))
-"""fsdp, tensor and tokens of a sequence."""
+"""Size of fsdp, size of tensor, and sequence length."""
 SWITCHES = {
-    "sums": {},
-    "split tokens": {"sequence_parallel": True},
+    "all-reduce": {},
+    "sequence parallel": {"sequence_parallel": True},
     "rings": {"sequence_parallel": True, "collective_matmul": True},
 }
 LINK_BYTES_PER_CYCLE = 2 * 90e9 / 1.75e9
-"""Both ways along one axis of a v5p torus, for the time of traffic that nothing hides."""
+"""Rate of one axis of a v5p torus in both directions, for the time of exposed traffic."""
 GIB = 2**30
 
 
 def compile_one(fsdp: int, tensor: int, tokens: int, switches: dict[str, bool]) -> dict[str, Any]:
-    """Compiles and reads one program. Runs in a process of its own."""
+    """Compile and profile one program. This function runs in a separate process."""
     from maxpipe.plan import topology
 
     target = topology.parse_topology(TOPOLOGY)
@@ -53,7 +53,7 @@ def compile_one(fsdp: int, tensor: int, tokens: int, switches: dict[str, bool]) 
                 "head_dim": 128,
                 "d_mlp": 14336,
                 "vocab_size": 128256,
-                "attention": "xla",  # whose matmuls have estimates of cycles, as kernels have not
+                "attention": "xla",  # the compiler estimates cycles of matmuls, but not of kernels
             },
             "mesh": {"ici_stage": STAGES, "ici_fsdp": fsdp, "ici_tensor": tensor} | switches,
             "pipeline": {"microbatches": MICROBATCHES, "repeats": 2, "idle": "compute"},
@@ -90,7 +90,7 @@ def compile_one(fsdp: int, tensor: int, tokens: int, switches: dict[str, bool]) 
 
 
 def row(name: str, found: dict[str, Any]) -> str:
-    """A line of the table."""
+    """Return a row of the table."""
     kinds = ("all-reduce", "all-gather", "reduce-scatter", "collective-permute")
     sent = " | ".join(f"{found['sent'].get(kind, 0.0):.1f}" for kind in kinds)
     numbers = (f"{found[key]:.2f}" for key in ("stage", "gigacycles", "exposed"))
@@ -99,7 +99,7 @@ def row(name: str, found: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Compiles what is not named and prints the table."""
+    """Compile all programs and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--one", help=argparse.SUPPRESS)
@@ -128,19 +128,19 @@ def main() -> None:
         page.write_text(PAGE.format(table=text), encoding="utf-8")
 
 
-PAGE = """# Split tokens and rings over tensor
+PAGE = """# Sequence parallelism and ring matmuls over the tensor axis
 
-`python benchmarks/collective_matmul.py --write`: a train step of an 8B-class model (Llama-3-8B
-shape, M = 16, interleaved, 2 repeats, `remat=full`, `idle=compute`), compiled for 32 v5p chips.
-The first four columns are GiB that a device sends along tensor in a step, by kind; then those of
-messages between stages. `Gcycles` are the compiler's estimates of everything but collectives, along
-the busiest stages; `exposed` is the traffic along tensor at 180 GB/s, less the cycles between its
-start and its end: an estimate, as the compiler has none. `predicted` is the peak by `maxpipe plan`.
-Nothing ran on a TPU.
+`python benchmarks/collective_matmul.py --write`. The train step of an 8B-class model was compiled
+for 32 v5p chips (Llama-3-8B shape, M = 16, interleaved, 2 repeats, `remat=full`, `idle=compute`).
+Nothing ran on a TPU. The first four columns are the GiB that a device sends along tensor in a step,
+by kind of collective. `stage GiB` counts the messages between stages. `Gcycles` are the compiler's
+estimates along the busiest stages, without collectives. The compiler has no estimate for
+collectives. `exposed Gcycles` is the time of the tensor traffic at 180 GB/s, minus the cycles
+between start and end of each collective. `predicted` is the peak that `maxpipe plan` predicts.
 
 {table}
-Rows: `sums` is tensor parallelism as it is by default; `split tokens` is
-`mesh.sequence_parallel=true`; `rings` is that and `mesh.collective_matmul=true`.
+The row `all-reduce` is tensor parallelism with default settings. `sequence parallel` sets
+`mesh.sequence_parallel=true`. `rings` also sets `mesh.collective_matmul=true`.
 """
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""Collectives of train steps, counted in compiled programs, beside their closed forms.
+"""Collectives of compiled train steps compared with their closed forms.
 
     python benchmarks/collectives.py          # prints the table; on CPUs, a few minutes
     python benchmarks/collectives.py --write  # and writes collectives.md
 
-Each run has one mesh axis, or several, and one model; nothing is trained. What a device sends is
-read from the text of the program that XLA compiled for 8 devices, loops turned as often as the
-schedule says, and computed by `maxpipe.plan.traffic` from sizes alone.
+Each run has one model and one or more mesh axes. Nothing is trained. The bytes that a device sends
+are read from the program that XLA compiled for 8 devices, with the loop trip counts of the
+schedule. They are compared with the bytes that `maxpipe.plan.traffic` computes from sizes alone.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from maxpipe.plan.sizes import Sizes
 from maxpipe.plan.traffic import count_collectives, step_traffic
 
 NUMBERS = 1100
-"""Bytes of losses, statistics and norms, at most, in a step: left out."""
+"""Maximum bytes of losses, statistics and norms per step; smaller collectives are omitted."""
 DENSE = {
     "num_layers": 4,
     "d_model": 64,
@@ -50,7 +50,7 @@ WINDOWS = DENSE | {"family": "mistral", "mistral": {"window": 5}}
 
 @dataclass(frozen=True)
 class Run:
-    """A mesh, and what runs on it."""
+    """A mesh with the model and pipeline settings that run on it."""
 
     name: str
     mesh: dict[str, Any]
@@ -59,7 +59,7 @@ class Run:
 
     @property
     def config(self) -> Config:
-        """With two rows of 32 tokens for each device in a microbatch."""
+        """Config with two sequences of 32 tokens per device and microbatch."""
         mesh = {f"ici_{axis}" if axis in MESH_AXES else axis: n for axis, n in self.mesh.items()}
         pipeline = {"microbatches": 2 * self.mesh.get("stage", 1)} | self.pipeline
         shards = math.prod(self.mesh.get(axis, 1) for axis in ("data", "fsdp", "expert"))
@@ -70,24 +70,24 @@ class Run:
 
 RUNS = [
     Run("data", {"data": 4}),
-    Run("fsdp, gathered in each slot", {"fsdp": 4}),
-    Run("fsdp, gathered once", {"fsdp": 4}, pipeline={"weight_gather": "step"}),
-    Run("tensor, sums by the compiler", {"tensor": 4}),
-    Run("tensor, tokens split", {"tensor": 4, "sequence_parallel": True}),
+    Run("fsdp, gather per slot", {"fsdp": 4}),
+    Run("fsdp, gather per step", {"fsdp": 4}, pipeline={"weight_gather": "step"}),
+    Run("tensor, compiler all-reduces", {"tensor": 4}),
+    Run("tensor, sequence parallel", {"tensor": 4, "sequence_parallel": True}),
     Run("stage, 1F1B", {"stage": 4}),
     Run("stage, interleaved", {"stage": 2}, pipeline={"repeats": 2}),
-    Run("context, keys gathered", {"context": 4, "context_attention": "gather"}),
-    Run("context, heads exchanged", {"context": 4, "context_attention": "heads"}),
-    Run("context, a ring", {"context": 4, "context_attention": "ring"}),
-    Run("context, a window of 5", {"context": 2, "context_attention": "gather"}, WINDOWS),
-    Run("expert, room for all", {"expert": 4}, EXPERTS),
+    Run("context, gather", {"context": 4, "context_attention": "gather"}),
+    Run("context, heads", {"context": 4, "context_attention": "heads"}),
+    Run("context, ring", {"context": 4, "context_attention": "ring"}),
+    Run("context, gather, window of 5", {"context": 2, "context_attention": "gather"}, WINDOWS),
+    Run("expert, buffers for all tokens", {"expert": 4}, EXPERTS),
     Run(
-        "expert, room for 1.5",
+        "expert, exchange_factor 1.5",
         {"expert": 4},
         EXPERTS | {"moe": EXPERTS["moe"] | {"all_to_all_capacity_factor": 1.5}},
     ),
     Run(
-        "expert, all tokens to all",
+        "expert, dispatch=all",
         {"expert": 4},
         EXPERTS | {"moe": EXPERTS["moe"] | {"dispatch": "all"}},
     ),
@@ -98,7 +98,7 @@ RUNS = [
 
 
 def rows_of(run: Run) -> list[list[str]]:
-    """Cells of a run: a row for each combination of axes that something is sent over."""
+    """Return the table rows of a run, one for each combination of axes with traffic."""
     config = run.config
     count = math.prod(getattr(config.mesh, f"ici_{axis}") for axis in MESH_AXES)
     steps = build_steps(config, jax.devices()[:count])
@@ -127,8 +127,16 @@ def rows_of(run: Run) -> list[list[str]]:
 
 
 def table() -> str:
-    """The benchmark page."""
-    head = ["run", "axes", "collectives", "but sums", "closed form", "bytes sent", "closed form"]
+    """Return the table of the page."""
+    head = [
+        "run",
+        "axes",
+        "collectives",
+        "without all-reduces",
+        "closed form",
+        "bytes sent",
+        "closed form",
+    ]
     head.append("equal")
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     for run in RUNS:
@@ -139,15 +147,17 @@ def table() -> str:
 
 
 PREAMBLE = """\
-# What a device sends in a step, by mesh axis
+# Bytes sent per device and step, by mesh axis
 
-`python benchmarks/collectives.py --write`. A model of 4 layers of width 64, two rows of 32 tokens
-for each device and microbatch, float32, compiled for CPUs: all of it is exact, none of it is time.
-Bytes are those that one device sends in a step, around a ring where devices share what they have;
-sums of losses and statistics, below 1100 bytes, are left out. The closed forms are those of
-`maxpipe plan`. Sums (all-reduces) are not counted, as compilers merge them; their bytes are. Over
-tensor the compiler places sums: it sums what leaves each matrix of a backward by itself, and those
-of embedding and head are not in the closed form. With split tokens the program places the others.
+`python benchmarks/collectives.py --write`. The model has 4 layers of width 64 in float32, with two
+sequences of 32 tokens per device and microbatch. It was compiled for CPUs. All counts are exact,
+and no time was measured. Bytes are those that one device sends in a step. All-gathers,
+reduce-scatters and all-reduces are counted as ring algorithms. Reductions of losses and statistics,
+below 1100 bytes, are omitted. The closed forms are those of `maxpipe plan`. The number of
+all-reduces is not compared, because compilers merge them, but their bytes are. Over tensor the
+compiler places the all-reduces. It reduces each weight matrix's input gradient separately in the
+backward pass, and the closed form excludes those of embedding and head. With sequence parallelism,
+the program places the remaining collectives.
 
 """
 

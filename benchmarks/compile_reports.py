@@ -1,10 +1,10 @@
-"""What `maxpipe compile` says of large runs, and what compiling them takes on this machine.
+"""Reports of `maxpipe compile` for large runs, with compile time and memory on this machine.
 
     python benchmarks/compile_reports.py            # prints the reports
     python benchmarks/compile_reports.py --write    # and writes compile_reports.md
 
-Four of the runs of `predicted_memory.py`, with which it shares compilations. Needs libtpu
-(`pip install ".[tpu]"`) and no TPU.
+The four runs are also in `predicted_memory.py`, and both scripts share cached compilations. They
+need libtpu (`pip install ".[tpu]"`) but no TPU.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ RUNS = {
     "405B on 4096 chips": ("llama3-405b v5p:16x16x16:", "", ""),
     "405B on two slices of 512 chips, stages across dcn": ("llama3-405b v5p:8x8x8 x 2:", "", ""),
 }
-"""Heading -> beginning, middle and end of a row's name."""
+"""Beginning, middle and end of a row's name, by heading of the page."""
 PREAMBLE = """\
-# Large runs, compiled ahead of time
+# Compile reports of large runs
 
 `python benchmarks/compile_reports.py --write`, on two cores. Nothing ran on a TPU.
 
@@ -37,7 +37,7 @@ PREAMBLE = """\
 
 
 def row_of(start: str, middle: str, end: str) -> Row:
-    """The one row with such a name."""
+    """Return the only row whose name matches."""
     (found,) = [
         row
         for row in ROWS
@@ -47,13 +47,13 @@ def row_of(start: str, middle: str, end: str) -> Row:
 
 
 def page(name: str, row: Row, cache: Path) -> str:
-    """The command, what it prints, and what it took."""
+    """Return the command, its output, and its time and memory."""
     values = compiled(row, cache)
     assert values is not None, f"{row.name} was not compiled"
     took = f"{values['wall_seconds']:.0f} s, {values['process_bytes'] / GIB:.1f} GiB of host memory"
     command = " ".join(["maxpipe compile", *row.arguments])
     text = report.format_compile_report(CompileReport.from_json(values))
-    return f"## {name}\n\n```\n{command}\n{text}\n```\nTook {took}.\n"
+    return f"## {name}\n\n```\n{command}\n{text}\n```\nThe command used {took}.\n"
 
 
 def main() -> None:

@@ -1,12 +1,12 @@
-"""A train step on CPUs before and after a change: processor time, and the same losses.
+"""A train step on CPUs before and after a change: processor time and losses.
 
     python benchmarks/cpu_step.py                  # prints the table
     python benchmarks/cpu_step.py --write          # and writes benchmarks/cpu_step.md
-    python benchmarks/cpu_step.py --before REV     # against another git revision
+    python benchmarks/cpu_step.py --before REV     # compares with another git revision
 
-Both trees run here, each in a process of its own, on 8 virtual CPU devices. Their steps take turns,
-so that whatever else the machine does hits both; times are a process's own over all cores, and
-ratios are medians of those of two neighbouring steps.
+Each of the two revisions runs in a separate process with 8 virtual CPU devices. The processes run
+their steps alternately, so that other load on the machine affects both. Times are the processor
+time of a process over all cores. A ratio is the median of the ratios of adjacent steps.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 BEFORE = "f0c6ded"
-"""The commit before tokens were joined to one dim for matmuls on CPUs, and what followed."""
+"""The last commit before CPU matmuls joined sequences and tokens into one dim."""
 ROOT = Path(__file__).parents[1]
 DEVICES, TOKENS, ROWS, STEPS, MOST = 8, 256, 16, 12, 1e-6
 MODEL: dict[str, Any] = {
@@ -44,22 +44,22 @@ REFERENCE = "no pipeline, autodiff, fsdp 8, value and gradients"
 LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Any], float]] = {
     "fsdp 8": ({"ici_fsdp": 8}, {}, 0.70),
     "stage 4 x fsdp 2": ({"ici_stage": 4, "ici_fsdp": 2}, _STAGES, 0.78),
-    "the same, activations kept": ({"ici_stage": 4, "ici_fsdp": 2}, _KEPT, 0.70),
+    "stage 4 x fsdp 2, activations saved": ({"ici_stage": 4, "ici_fsdp": 2}, _KEPT, 0.70),
     REFERENCE: ({"ici_fsdp": 8}, {}, 1.0),
 }
-"""By name sizes of the mesh, `pipeline`, and the largest ratio that is allowed."""
+"""Mesh sizes, `pipeline` keys and maximum ratio by name of the layout."""
 
 
 NOTE = """
-The reference without a pipeline of f0c6ded does not fit its own decoder; against 73af47b it took
-0.95 of the time. Ratios depend on the processor, as the copies that are gone were bound by memory:
-on another machine the day before, where every step took 1.6 x the time, they were 0.69, 0.75 and
-0.74, and the last missed its bar.
+The reference without a pipeline in f0c6ded does not fit the decoder of that revision. Its time
+relative to 73af47b was 0.95. The ratios depend on the processor, because memory bandwidth limited
+the copies that were removed. On another machine, where every step took 1.6 times as long, the
+ratios one day earlier were 0.69, 0.75 and 0.74. The last of these exceeded its limit.
 """
 
 
 def processor() -> str:
-    """Its name, and whether it has wide vectors."""
+    """Return the processor name and whether it has AVX-512."""
     text = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     name = next(
         (line.partition(":")[2].strip() for line in text.splitlines() if "model name" in line), ""
@@ -67,11 +67,11 @@ def processor() -> str:
     return f"{name or 'unknown'}, {'with' if 'avx512f' in text else 'without'} AVX-512"
 
 
-# In each tree.
+# Code that runs in each revision.
 
 
 def work(platform_devices: int) -> None:
-    """Answers lines of standard input: a layout's name to compile, or `step`."""
+    """Serve requests on standard input: the name of a layout to compile, or `step`."""
     import jax
 
     jax.config.update("jax_platforms", "cpu")
@@ -79,14 +79,14 @@ def work(platform_devices: int) -> None:
     import maxpipe
 
     tree = str(Path(maxpipe.__file__).parents[1])
-    sys.path.insert(0, f"{tree}/benchmarks")  # the tree's own references
+    sys.path.insert(0, f"{tree}/benchmarks")  # references of this revision
     step: Any = None
     for line in sys.stdin:
         asked = json.loads(line)
         if asked != "step":
             try:
                 step = _compiled(asked)
-            except TypeError as error:  # a reference of then that its own model does not fit
+            except TypeError as error:  # the old reference does not fit the old model
                 print(json.dumps({"error": str(error)}), flush=True)
                 continue
             print(json.dumps({"tree": tree}), flush=True)
@@ -138,7 +138,7 @@ def _compiled(name: str) -> Any:
 
     if name == REFERENCE:
         known = {name: getattr(steps.param_layout, name) for name in ("decoder", "mesh", "specs")}
-        asked = inspect.signature(sharded_loss).parameters  # the decoder alone, at first
+        asked = inspect.signature(sharded_loss).parameters  # early revisions use the decoder alone
         loss = jax.value_and_grad(
             partial(sharded_loss, *(known[name] for name in asked if name in known))
         )
@@ -157,11 +157,11 @@ def _compiled(name: str) -> Any:
     return step
 
 
-# Around both.
+# Code that controls both revisions.
 
 
 class Tree:
-    """A process that runs one of the trees."""
+    """A process that runs one revision."""
 
     def __init__(self, folder: Path):
         self.process = subprocess.Popen(
@@ -174,7 +174,7 @@ class Tree:
         self.folder = folder
 
     def ask(self, what: str) -> Any:
-        """Its answer."""
+        """Send a request and return the response."""
         assert self.process.stdin and self.process.stdout
         self.process.stdin.write(json.dumps(what) + "\n")
         self.process.stdin.flush()
@@ -184,7 +184,7 @@ class Tree:
         return json.loads(line)
 
     def compile(self, layout: str) -> bool:
-        """What `ask("step")` runs from now on; whether this tree can run it."""
+        """Compile the layout for later steps and return whether this revision can run it."""
         found = self.ask(layout)
         if error := found.get("error"):
             print(f"{self.folder}: {error}", file=sys.stderr)
@@ -195,7 +195,7 @@ class Tree:
 
 
 def checked_out(revision: str, folder: Path) -> Path:
-    """A revision's tree."""
+    """Extract a git revision into a folder and return the folder."""
     archive = subprocess.run(
         ["git", "archive", revision, "maxpipe", "benchmarks"],
         cwd=ROOT,
@@ -207,11 +207,11 @@ def checked_out(revision: str, folder: Path) -> Path:
 
 
 def row(layout: str, before: Tree, after: Tree, steps: int) -> tuple[str, bool]:
-    """Of the table, and whether a bar is broken."""
+    """Return a row of the table, and whether a limit is exceeded."""
     seconds: list[tuple[float, float]] = []
     worst = 0.0
     if not after.compile(layout):
-        raise SystemExit(f"{layout} does not run in this tree")
+        raise SystemExit(f"{layout} does not run in this revision")
     if not before.compile(layout):
         new = statistics.median(after.ask("step")[0] for _ in range(steps))
         line = f"| {layout} | fails | {new:.2f} s | - | {LAYOUTS[layout][2]:.2f} | - |"
@@ -220,7 +220,7 @@ def row(layout: str, before: Tree, after: Tree, steps: int) -> tuple[str, bool]:
     for number in range(steps):
         (old, old_loss), (new, new_loss) = before.ask("step"), after.ask("step")
         worst = max(worst, abs(new_loss - old_loss) / abs(old_loss))
-        if number:  # the first one is not counted
+        if number:  # the first step is a warm-up
             seconds.append((old, new))
     old, new = (statistics.median(each) for each in zip(*seconds, strict=True))
     ratio, most = statistics.median(b / a for a, b in seconds), LAYOUTS[layout][2]
@@ -233,10 +233,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--before", default=BEFORE, help=f"git revision, by default {BEFORE}")
+    parser.add_argument(
+        "--before", default=BEFORE, help=f"git revision to compare with (default: {BEFORE})"
+    )
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--write", action="store_true", help="write benchmarks/cpu_step.md")
-    parser.add_argument("--only", default="", help="layouts with this in their names")
+    parser.add_argument("--only", default="", help="run only layouts whose name contains TEXT")
     parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.work:
@@ -253,22 +255,23 @@ def main() -> None:
         import jax
 
         text = (
-            "# A train step on CPUs before and after\n\n"
+            "# Train step on CPUs before and after a change\n\n"
             f"`python benchmarks/cpu_step.py --write`, {time.strftime('%Y-%m-%d')}, jax "
             f"{jax.__version__}, {DEVICES} virtual CPU devices on {os.cpu_count()} cores "
-            f"({processor()}), against {options.before}.\n\n"
+            f"({processor()}), compared with {options.before}.\n\n"
             f"Model: {MODEL['num_layers']} layers, D {MODEL['d_model']}, F {MODEL['d_mlp']}, "
             f"{MODEL['num_heads']} heads, T {TOKENS}, V {MODEL['vocab_size']}, float32, {ROWS} "
-            f"sequences; stages are interleaved, 2 repeats, 8 microbatches. Processor time of a "
-            f"step, medians of {options.steps - 1}; of the losses of {options.steps} steps the "
-            f"largest relative difference, at most {MOST:.0e} is allowed.\n\n"
-            "| layout | before | after | ratio | at most | losses differ by |\n"
+            f"sequences. Layouts with stages use the interleaved schedule with 2 repeats and 8 "
+            f"microbatches. Times are the processor time of a step, as medians of "
+            f"{options.steps - 1} steps. The last column is the largest relative difference of the "
+            f"losses of {options.steps} steps, with a limit of {MOST:.0e}.\n\n"
+            "| layout | before | after | ratio | limit | loss difference |\n"
             "| --- | --- | --- | --- | --- | --- |\n"
         )
         lines = [line for line, _ in found]
         Path(__file__).with_suffix(".md").write_text(text + "\n".join(lines) + "\n" + NOTE)
     if any(broken for _, broken in found):
-        sys.exit("a bar is broken")
+        sys.exit("a limit is exceeded")
     return None
 
 

@@ -1,13 +1,14 @@
-"""Documents: preparing beside `datasets.map`, the start with 100 GB, seeks, and rates of input.
+"""Data loading: preparation compared with `datasets.map`, start-up, seeks and input rates.
 
     DATASETS=.../bin/python python benchmarks/data.py           # prints the tables
     DATASETS=.../bin/python python benchmarks/data.py --write   # and writes data.md
 
-`DATASETS` is a Python with datasets, tokenizers and transformers. Both sides read the same JSON
-lines, cut from the files of Python's library, with the same tokenizer, learned from them before, in
-the same number of processes. Repeats alternate, and a ratio is the median of those of pairs. Of
-maxpipe the whole command is measured, from its start to the signed files; of datasets `map` alone,
-without the conversion of JSON before it.
+`DATASETS` is a Python interpreter with datasets, tokenizers and transformers. Both sides read the
+same JSON lines, which are made from the files of the Python standard library. They use the same
+tokenizer, which was trained on these lines, and the same number of processes. Repetitions
+alternate, and a ratio is the median of the ratios of pairs. For maxpipe, the full command is
+measured, from its start to the checksummed files. For datasets, only `map` is measured, without the
+conversion of JSON before it.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ STEPS = 60
 
 
 def write_lines(path: Path) -> int:
-    """Documents of about 3000 characters. Returns their bytes."""
+    """Write documents of about 3000 characters and return their total bytes."""
     size = 0
     with path.open("w") as out:
         while size < MEGABYTES * 1e6:
@@ -61,7 +62,7 @@ def command(*arguments: str) -> list[str]:
 
 
 def run(arguments: list[str], **variables: str) -> str:
-    """What a program prints."""
+    """Run a program and return its output."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), **variables}
     ran = subprocess.run(arguments, capture_output=True, text=True, env=environment)
     if ran.returncode:
@@ -70,7 +71,7 @@ def run(arguments: list[str], **variables: str) -> str:
 
 
 def prepared(folder: Path, lines: Path, tokenizer: Path, number: int) -> tuple[float, int]:
-    """Seconds of the whole command, and the tokens without begin and end."""
+    """Return the seconds of `data prepare` and the tokens without BOS and EOS."""
     out = folder / f"tokens-{number}"
     start = time.perf_counter()
     keys = ["data.source=jsonl", f"data.path={lines}", "tokenizer.kind=huggingface"]
@@ -82,7 +83,7 @@ def prepared(folder: Path, lines: Path, tokenizer: Path, number: int) -> tuple[f
 
 
 def compare(folder: Path) -> list[str]:
-    """Rows of preparing."""
+    """Return the table that compares preparation with `datasets.map`."""
     lines, tokenizer = folder / "documents.jsonl", folder / "tokenizer"
     size = write_lines(lines)
     sample = folder / "sample.jsonl"
@@ -98,16 +99,18 @@ def compare(folder: Path) -> list[str]:
         for way in WAYS:
             arguments = [python, str(ORACLE), str(lines), str(tokenizer), str(PROCESSES), way]
             found = json.loads(run(arguments, TOKENIZERS_PARALLELISM="false"))
-            assert found["tokens"] == tokens, "the two give different numbers of tokens"
+            assert found["tokens"] == tokens, (
+                "maxpipe and datasets return different numbers of tokens"
+            )
             times[way].append(found["seconds"])
         print({name: round(each[-1], 1) for name, each in times.items()}, file=sys.stderr)
     names = {
-        "maxpipe": "`maxpipe data prepare`, the whole command",
-        "library": "`datasets.map` of `tokenizers`' `encode_batch`, `map` alone",
-        "transformers": "`datasets.map` of a tokenizer of transformers, `map` alone",
+        "maxpipe": "`maxpipe data prepare`, full command",
+        "library": "`datasets.map` with `encode_batch` of tokenizers, `map` only",
+        "transformers": "`datasets.map` with a transformers tokenizer, `map` only",
     }
     rows = [f"{size / 1e6:.0f} MB of text, {tokens / 1e6:.1f} M tokens, {PROCESSES} processes.", ""]
-    rows += ["| | seconds | MB/s | maxpipe is faster by | at least |", "|---|---|---|---|---|"]
+    rows += ["| | seconds | MB/s | speedup of maxpipe | required |", "|---|---|---|---|---|"]
     for name, seconds in times.items():
         middle = statistics.median(seconds)
         pairs = zip(seconds, times["maxpipe"], strict=True)
@@ -118,7 +121,7 @@ def compare(folder: Path) -> list[str]:
 
 
 def start(folder: Path) -> list[str]:
-    """Rows of the start with 100 GB."""
+    """Return the table for the start of a run with 100 GB of data."""
     large = folder / "large"
     large.mkdir()
     write_sparse(large)
@@ -128,14 +131,19 @@ def start(folder: Path) -> list[str]:
         return f"| {name} | {statistics.median(values):.{digits}f} | {limit} |"
 
     return [
-        "| 50 billion tokens in 100 million documents, sparse files of 100 GB | | at most |",
+        "| 50 billion tokens in 100 million documents, 100 GB of sparse files | | limit |",
         "|---|---|---|",
-        row("start: open, seconds", [each["open"] for each in found], f"{LIMITS['start']:.0f}", 2),
-        row("peak memory of the process, GB", [each["peak"] / 1e9 for each in found], "1", 2),
+        row(
+            "opening the dataset, seconds",
+            [each["open"] for each in found],
+            f"{LIMITS['start']:.0f}",
+            2,
+        ),
+        row("peak process memory, GB", [each["peak"] / 1e9 for each in found], "1", 2),
         row("first batch of 8 x 2048 tokens, seconds", [each["first"] for each in found], ""),
         row("batch of step 10, seconds", [each["seeks"][0] for each in found], ""),
         row("batch of step 10,000,000, seconds", [each["seeks"][1] for each in found], ""),
-        row("the next batch, seconds", [each["seeks"][2] for each in found], ""),
+        row("next batch, seconds", [each["seeks"][2] for each in found], ""),
     ]
 
 
@@ -157,11 +165,11 @@ print(json.dumps(count / (time.perf_counter() - start)))
 
 
 def rates(folder: Path) -> list[str]:
-    """Rows of the input of the quickstart, from text and from the same documents prepared."""
+    """Return the input rates of the quickstart, from text and from prepared tokens."""
     tokens = folder / "corpus-tokens"
     run(command("data", "prepare", "quickstart", "--out", str(tokens), "--workers", "2"))
-    rows = ["| quickstart reads | input, tokens/s | a step consumes, tokens/s | ratio | at least |"]
-    rows[0] += " waits, share of a step | at most |"
+    rows = ["| data source | input, tokens/s | training, tokens/s | ratio | required |"]
+    rows[0] += " wait time per step | limit |"
     rows.append("|---|---|---|---|---|---|---|")
     for name, keys in {
         "text": [],
@@ -196,13 +204,14 @@ def main() -> None:
 
 
 PREAMBLE = f"""\
-# Documents
+# Data loading
 
-`DATASETS=.../bin/python python benchmarks/data.py --write`, on {PROCESSES} CPU cores. Medians; runs
-that are compared alternate, {REPEATS} of each. Both sides of preparing read the same JSON lines,
-cut from the files of Python's library, with the same tokenizer, byte-level BPE of {VOCABULARY} ids.
-That kind is encoded by tiktoken where ids are the same; every other kind by the same library on
-both sides, so that there only what is around it differs.
+`DATASETS=.../bin/python python benchmarks/data.py --write`, on {PROCESSES} CPU cores. Values are
+medians. Runs that are compared alternate, with {REPEATS} runs each. In the comparison of
+`data prepare`, both sides read the same JSON lines, which are made from the files of the Python
+standard library. Both use the same byte-level BPE tokenizer with {VOCABULARY} ids. maxpipe encodes
+this type of tokenizer with tiktoken if the ids are identical. Both sides encode all other types
+with the same library, so only the surrounding code differs.
 """
 
 if __name__ == "__main__":

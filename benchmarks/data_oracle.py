@@ -1,4 +1,4 @@
-"""What benchmarks/data.py runs in a Python with `datasets`: one `map` that tokenizes, timed.
+"""Time one `map` that tokenizes; benchmarks/data.py runs this script in a Python with `datasets`.
 
 python data_oracle.py LINES TOKENIZER_FOLDER PROCESSES library|transformers
 """

@@ -1,13 +1,13 @@
-"""Greedy decoding beside transformers on the same CPU: tokens a second of both, in one run.
+"""Greedy decoding compared with transformers on the same CPU, in tokens per second.
 
     ORACLE=.../bin/python python benchmarks/decode.py           # prints the table
     ORACLE=.../bin/python python benchmarks/decode.py --write   # and writes decode.md
 
-`ORACLE` is a Python with torch and transformers, as for `make test-oracle`. It makes a model with
-random weights, which both load from one folder, and generates when asked. Both are in float32, keep
-keys and values, and have the same cores (`--cores`, one: threads of two programs that wait for each
-other measure the machine's load). Repeats alternate, and the ratio is that of each pair's times.
-The tokens of both are compared.
+`ORACLE` is a Python interpreter with torch and transformers, as for `make test-oracle`. It creates
+a model with random weights in a folder that both sides load, and generates on request. Both use
+float32, a KV cache and the same cores. The default of `--cores` is one, because threads of two
+alternating programs would measure the load of the machine. Repetitions alternate, and a ratio is
+computed from the times of each pair. The generated tokens of both sides are compared.
 """
 
 from __future__ import annotations
@@ -35,18 +35,19 @@ REPEATS = 5
 SEED = 3
 ORACLE = Path(__file__).with_name("decode_oracle.py")
 PREAMBLE = f"""\
-# Decoding beside transformers, on CPU
+# Greedy decoding compared with transformers on a CPU
 
-`ORACLE=.../bin/python python benchmarks/decode.py --write`. {ROWS} prompts of {PROMPT} tokens,
-{MORE} new tokens of each, greedy, float32, keys and values kept, on CORES. Medians of {REPEATS}
-repeats that alternate; prompts are part of the time. Both gave the same tokens.
+`ORACLE=.../bin/python python benchmarks/decode.py --write`. Both programs generate {MORE} new
+tokens for each of {ROWS} prompts of {PROMPT} tokens. Decoding is greedy, in float32, with a KV
+cache, on CORES. Values are medians of {REPEATS} alternating repetitions, and times include the
+prompts. Both programs generated the same tokens.
 
 """
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A model in the words of a Llama's config.json."""
+    """Model sizes with the keys of config.json for Llama."""
 
     hidden_size: int
     num_hidden_layers: int
@@ -64,7 +65,7 @@ SHAPES = [Shape(256, 6, 8, 4, 704, 4096), Shape(512, 8, 8, 4, 1408, 16384)]
 
 @contextmanager
 def peer(python: str, shape: Shape, folder: Path) -> Iterator[Callable[[], tuple[float, Any]]]:
-    """A process with transformers that has made the model; calls are answered by (seconds, ids)."""
+    """Start a transformers process and return a function that yields (seconds, token ids)."""
     task = {
         "config": {**vars(shape), "max_position_embeddings": 2 * (PROMPT + MORE)},
         "folder": str(folder),
@@ -96,7 +97,7 @@ def prompts(shape: Shape) -> np.ndarray:
 
 
 def ours(folder: Path, shape: Shape) -> Callable[[], tuple[float, Any]]:
-    """The same of maxpipe, from the folder."""
+    """Load the folder in maxpipe and return a function that yields (seconds, token ids)."""
     from maxpipe.generate.decoding import DecodeShape, Sampling
     from maxpipe.generate.load_model import open_model
 
@@ -119,14 +120,14 @@ def ours(folder: Path, shape: Shape) -> Callable[[], tuple[float, Any]]:
 
 
 def measured(python: str, shape: Shape) -> str:
-    """A row of the table."""
+    """Return a row of the table."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / "model"
         with peer(python, shape, folder) as theirs:
             mine = ours(folder, shape)
-            found = [(mine(), theirs()) for _ in range(REPEATS + 1)][1:]  # the first one compiles
+            found = [(mine(), theirs()) for _ in range(REPEATS + 1)][1:]  # the first run compiles
     for (_, wanted), (_, tokens) in found:
-        assert (wanted == tokens).all(), "the two give different tokens"
+        assert (wanted == tokens).all(), "maxpipe and transformers generate different tokens"
     rates = [ROWS * MORE / statistics.median(each[at][0] for each in found) for at in (0, 1)]
     ratio = statistics.median(theirs[0] / mine[0] for mine, theirs in found)
     return f"| {shape} | {rates[0]:.0f} | {rates[1]:.0f} | {ratio:.2f} |"

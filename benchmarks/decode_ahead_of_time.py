@@ -1,11 +1,11 @@
-"""A token of a 70B model on 32 chips, from the TPU compiler, without a TPU.
+"""Memory of a decoding step of a 70B model on 32 chips, from the TPU compiler, without a TPU.
 
     python benchmarks/decode_ahead_of_time.py           # prints the table
     python benchmarks/decode_ahead_of_time.py --write   # and writes decode_ahead_of_time.md
 
-The step of `maxpipe generate llama3-70b` in bfloat16 is compiled for v5e:4x8 by libtpu on this
-machine (`pip install '.[tpu]'`): the parameters and the caches of all rows are its arguments. Each
-program compiles in a process of its own.
+libtpu compiles the step of `maxpipe generate llama3-70b` in bfloat16 for v5e:4x8 on this machine
+(`pip install '.[tpu]'`). The arguments of the step are the parameters and the KV caches of all
+sequences. Each program compiles in a separate process.
 """
 
 from __future__ import annotations
@@ -24,17 +24,18 @@ PROMPT = 2048
 GIB = 2**30
 MESHES = ["ici_stage=4 ici_tensor=8"]
 PREAMBLE = f"""\
-# A token of a 70B model on 32 chips
+# Decoding step of a 70B model on 32 chips
 
-`python benchmarks/decode_ahead_of_time.py --write`. Nothing ran on a TPU. `{MODEL}` in bfloat16 on
-{TOPOLOGY}: one token more of each of {ROWS} rows, with caches for {ROOM} tokens of each row. GiB of
-one device; the peak is the compiler's, arguments and outputs included.
+`python benchmarks/decode_ahead_of_time.py --write`. Nothing ran on a TPU. The step of `{MODEL}` in
+bfloat16 on {TOPOLOGY} generates one token for each of {ROWS} sequences, with KV caches for {ROOM}
+tokens per sequence. Sizes are in GiB per device. The peak is from the compiler and includes
+arguments and outputs.
 
 """
 
 
 def compile_one(mesh: str) -> dict[str, Any]:
-    """Compiles one program. Runs in a process of its own."""
+    """Compile one program. This function runs in a separate process."""
     from maxpipe.plan import topology
 
     target = topology.parse_topology(TOPOLOGY)
@@ -87,7 +88,7 @@ def main() -> None:
     if options.one:
         print(json.dumps(compile_one(options.one)))
         return
-    head = ["mesh", "arguments", "temporary", "peak", "of", "compiled in"]
+    head = ["mesh", "arguments", "temporary", "peak", "device memory", "compiled in"]
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for mesh in MESHES:
         command = [sys.executable, __file__, "--one", mesh]

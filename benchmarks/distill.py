@@ -1,10 +1,10 @@
-"""A student alone, and the same one with a teacher, in equal steps on the quickstart's text.
+"""A student without and with a teacher, trained for equal steps on the quickstart's text.
 
     python benchmarks/distill.py           # prints the table
     python benchmarks/distill.py --write   # and writes distill.md and docs/pictures/distill.svg
 
-The teacher is trained once; students differ in their first parameters and in the order of the
-documents, by three seeds. Everything is float32 on one virtual device.
+The teacher is trained once. Students use three seeds, which determine the initial parameters and
+the order of the documents. All computations are in float32 on one virtual device.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ RUNS = {
     "reverse": TAUGHT + "distill.weight=0.9 distill.direction=reverse",
 }
 WORDS = {
-    "alone": "cross entropy alone",
-    "taught": "forward, weight 0.9",
-    "warm": "forward, weight 0.9, temperature 2",
-    "reverse": "reverse, weight 0.9",
+    "alone": "cross entropy only",
+    "taught": "forward KL, weight 0.9",
+    "warm": "forward KL, weight 0.9, temperature 2",
+    "reverse": "reverse KL, weight 0.9",
 }
 
 
@@ -69,13 +69,13 @@ def maxpipe(folder: Path, *arguments: str) -> None:
 
 
 def loss(run: Path) -> float:
-    """Of the last evaluation, in nats per token."""
+    """Return the loss of the last evaluation, in nats per token."""
     records = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
     return [each["eval/loss"] for each in records if "eval/loss" in each][-1]
 
 
 def measured(folder: Path, names: list[str]) -> dict[str, list[float]]:
-    """By name of a way to train the losses of all seeds; those of the teacher under its name."""
+    """Return the losses of all seeds by training method, and those of the teacher."""
     for name, text in (("common", COMMON), ("teacher", TEACHER), ("student", STUDENT)):
         (folder / f"{name}.yml").write_text(text)
     maxpipe(folder, "train", "common.yml", "teacher.yml", "run.name=teacher")
@@ -94,12 +94,13 @@ def page(found: dict[str, list[float]]) -> str:
     lines = [
         "# Distillation",
         "",
-        "`python benchmarks/distill.py --write`: loss on documents that are held out, in nats per",
-        f"byte, after {STEPS} steps of 8 x 64 tokens of the quickstart's text, for three seeds.",
-        f"The teacher has 11 times the parameters and 800 steps of 16 x 64; its loss is "
-        f"{found['teacher'][0]:.3f}.",
+        "`python benchmarks/distill.py --write`. The values are losses on held-out documents, in",
+        f"nats per byte, after {STEPS} steps of 8 x 64 tokens of the quickstart's text, for three",
+        "seeds. The teacher has 11 times as many parameters and was trained for 800 steps of",
+        "16 x 64 tokens.",
+        f"Its loss is {found['teacher'][0]:.3f}.",
         "",
-        "| student | seed 0 | seed 1 | seed 2 | mean | less than alone |",
+        "| student | seed 0 | seed 1 | seed 2 | mean | improvement |",
         "|---|---|---|---|---|---|",
     ]
     alone = found["alone"]

@@ -1,15 +1,16 @@
-"""Import and export of Hugging Face folders: memory, and time beside that of copying with hashing.
+"""Import and export of Hugging Face folders: memory, and time compared with a hashing copy.
 
     python benchmarks/exchange.py                        # prints the table
-    python benchmarks/exchange.py --model llama3-1b      # of a smaller model
+    python benchmarks/exchange.py --model llama3-1b      # measures a smaller model
     python benchmarks/exchange.py --write                # and writes exchange.md
 
-A folder with random weights in bfloat16 is made, in files of at most 5 GB. Then in turn: it is
-copied, each byte through SHA-256 and brought to the disk; imported; copied again; what was imported
-is exported, which must give the same files again; and it is copied once more. Each command is
-compared with the copies before and after it, as disks and other work on the machine change. What is
-read was dropped from the page cache before. Memory is the peak of a process' resident set, sampled;
-it needs three times the model's size on the disk.
+The script creates a folder with random bfloat16 weights in files of at most 5 GB. It then runs five
+steps: copy the folder, import it, copy it again, export the imported checkpoint, and copy the
+folder a third time. A copy computes SHA-256 of each byte and flushes the files to disk. The
+exported files must equal the original files. Each command is compared with the copies directly
+before and after it, because disk speed and other load change. Files are dropped from the page cache
+before they are read. Memory is the sampled peak of the resident set of a process. The script needs
+disk space for three times the size of the model.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ _POOL = 1 << 25
 
 @dataclass(frozen=True)
 class Measured:
-    """Seconds, seconds of all cores together, and bytes of peak memory."""
+    """Wall seconds, CPU seconds over all cores, and peak memory in bytes."""
 
     seconds: float
     cores: float
@@ -55,7 +56,7 @@ class Measured:
 
 
 def make(model: str, folder: Path) -> None:
-    """A folder with the model's shape and random weights."""
+    """Create a Hugging Face folder of the model with random weights."""
     values = {"train.steps": 1, "tokenizer.kind": "huggingface", "tokenizer.path": "none"}
     config = load([model, *(f"{key}={value}" for key, value in values.items())]).config.model
     table, said = table_for(config)
@@ -81,7 +82,7 @@ def make(model: str, folder: Path) -> None:
 
 
 def copied(source: Path, target: Path) -> tuple[Measured, dict[str, str]]:
-    """Copies the weights; their digests, too."""
+    """Copy the weights and return the times and the digests of the files."""
     with cold(source):
         begin, before, digests = time.monotonic(), used(resource.RUSAGE_SELF), {}
         target.mkdir()
@@ -99,7 +100,7 @@ def copied(source: Path, target: Path) -> tuple[Measured, dict[str, str]]:
 
 
 def run(source: Path, *command: str) -> Measured:
-    """A command of maxpipe in a process of its own."""
+    """Run a maxpipe command in a separate process and return its times and memory."""
     with cold(source):
         begin, before, peak = time.monotonic(), used(resource.RUSAGE_CHILDREN), 0
         process = subprocess.Popen(
@@ -116,14 +117,14 @@ def run(source: Path, *command: str) -> Measured:
 
 
 def used(whose: int) -> float:
-    """Seconds of cores that this process, or its children that have ended, have taken."""
+    """Return the CPU seconds of this process or of its finished children."""
     usage = resource.getrusage(whose)
     return usage.ru_utime + usage.ru_stime
 
 
 @contextlib.contextmanager
 def cold(folder: Path) -> Iterator[None]:
-    """With none of its files in the page cache, and nothing left to be written from before."""
+    """Flush pending writes and drop the files of the folder from the page cache."""
     os.sync()
     for path in folder.rglob("*"):
         if path.is_file():
@@ -133,7 +134,7 @@ def cold(folder: Path) -> Iterator[None]:
 
 
 def measured(model: str, base: Path) -> str:
-    """The page."""
+    """Return the body of the page."""
     source, copy, checkpoint, out = (base / name for name in ("hf", "copy", "ckpt", "out"))
     make(model, source)
     sizes = {path.name: path.stat().st_size for path in source.glob("*.safetensors")}
@@ -157,17 +158,17 @@ def measured(model: str, base: Path) -> str:
             assert hashlib.file_digest(file, "sha256").hexdigest() == digest, name
     largest = max(sizes.values())
     lines = [
-        f"{model}: {sum(sizes.values()) / 1e9:.1f} GB of weights in bfloat16, largest file "
-        f"{largest / 1e9:.2f} GB. Copying them, with SHA-256 and fsync, took "
-        f"{', '.join(f'{one.seconds:.0f} s' for one in copies)}, before, between and after the "
-        "commands, each of which is compared with the two copies beside it; of one core, "
-        f"{', '.join(f'{one.cores:.0f} s' for one in copies)}. What was exported is, file by file, "
-        "what was imported. The average number of tasks that wanted a core, on "
-        f"{os.cpu_count()} of them, was {', '.join(f'{load:.1f}' for load in loads)}: before, "
+        f"{model} has {sum(sizes.values()) / 1e9:.1f} GB of bfloat16 weights, and the largest file "
+        f"has {largest / 1e9:.2f} GB. The time for a copy with SHA-256 and fsync was "
+        f"{', '.join(f'{one.seconds:.0f} s' for one in copies)} before, between and after the "
+        "commands. Each command is compared with the copies directly before and after it. The CPU "
+        f"time of the copies was {', '.join(f'{one.cores:.0f} s' for one in copies)}. The "
+        "exported files are identical to the original files. The load average on "
+        f"{os.cpu_count()} cores was {', '.join(f'{load:.1f}' for load in loads)} at the start, "
         "after the import and after the export.",
         "",
-        "| command | time | of a copy | at most | core seconds | peak memory | of the largest file "
-        "| at most |",
+        "| command | time | relative to a copy | limit | CPU seconds | peak memory "
+        "| relative to the largest file | limit |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for at, (name, one) in enumerate(found.items()):
@@ -182,8 +183,8 @@ def measured(model: str, base: Path) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", default="llama3-8b", help="a model that comes with maxpipe")
-    parser.add_argument("--folder", help="where to write; by default where temporary files are")
+    parser.add_argument("--model", default="llama3-8b", help="name of a bundled model")
+    parser.add_argument("--folder", help="folder to write to (default: the temporary folder)")
     parser.add_argument("--write", action="store_true", help=f"write {PAGE.name}")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.folder) as base:
@@ -192,7 +193,7 @@ def main() -> None:
     if options.write:
         command = " ".join(["python benchmarks/exchange.py", f"--model {options.model}", "--write"])
         PAGE.write_text(
-            "# Hugging Face folders, in and out\n\n"
+            "# Import and export of Hugging Face folders\n\n"
             f"`{command}`, on {os.cpu_count()} CPU cores.\n\n{table}\n"
         )
 

@@ -1,11 +1,12 @@
-"""Cycles of a layer of experts beside a dense one, from the TPU compiler, without a TPU.
+"""Cycles of an MoE layer compared with a dense layer, from the TPU compiler, without a TPU.
 
     python benchmarks/experts.py            # prints the table
     python benchmarks/experts.py --write    # and writes experts.md
 
-A layer's forward and backward (gradients of its input and of all weights) is compiled for one
-chip of a v5p, as a turn of a loop, for each form that experts have and for a dense layer of
-the same active size. Needs libtpu (`pip install '.[tpu]'`); nothing runs on a TPU.
+The forward and backward pass of a layer is compiled for one v5p chip as the body of a loop. It
+computes gradients of the input and of all weights. This is done for each MoE implementation and for
+a dense layer of the same active size. The script needs libtpu (`pip install '.[tpu]'`), and nothing
+runs on a TPU.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ TOPOLOGY = "v5p:2x2x1"
 
 @dataclass(frozen=True)
 class Shape:
-    """A layer, and the tokens of a microbatch on one device."""
+    """Sizes of a layer and the tokens of a microbatch on one device."""
 
     name: str
     d_model: int
@@ -38,7 +39,7 @@ class Shape:
 SHAPES = [
     Shape("Mixtral 8x7B", 4096, 14336, 8, 2, 8192),
     Shape("16 experts of 1024", 2048, 1024, 16, 2, 8192),
-    Shape("the same, 4 x the tokens", 2048, 1024, 16, 2, 32768),
+    Shape("16 experts of 1024, 4 x the tokens", 2048, 1024, 16, 2, 32768),
     Shape("Qwen3 30B-A3B", 2048, 768, 128, 8, 8192),
 ]
 FORMS = ("dense", "grouped", "capacity", "all")
@@ -46,7 +47,7 @@ CAPACITY = 1.25
 
 
 def measure(shape: Shape, form: str) -> dict[str, Any]:
-    """Compiles one layer. Runs in a process of its own."""
+    """Compile one layer. This function runs in a separate process."""
     from maxpipe.plan import topology
 
     target = topology.parse_topology(TOPOLOGY)
@@ -137,7 +138,7 @@ def measure(shape: Shape, form: str) -> dict[str, Any]:
 
 
 def visits(shape: Shape) -> float:
-    """Tiles of rows that a kernel visits, of those that there are."""
+    """Return the tiles of rows that a kernel processes, relative to all tiles of rows."""
     from maxpipe.nn.grouped_matmul import outer_tiles
 
     rows = shape.tokens * shape.per_token
@@ -147,7 +148,8 @@ def visits(shape: Shape) -> float:
 
 
 def table() -> str:
-    head = ["layer", "form", "Mcycles", "of it kernels", "of it gathers", "to dense", "temp MiB"]
+    head = ["layer", "form", "Mcycles", "kernel Mcycles", "gather Mcycles", "relative to dense"]
+    head.append("temp MiB")
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for shape in SHAPES:
         found = {form: in_process(shape, form) for form in FORMS}
@@ -167,7 +169,7 @@ def table() -> str:
 
 
 def in_process(shape: Shape, form: str) -> dict[str, Any]:
-    """From a fresh process."""
+    """Run `measure` in a new process and return its result."""
     task = json.dumps({"shape": asdict(shape), "form": form})
     command = [sys.executable, __file__, "--one", task]
     return json.loads(
@@ -181,20 +183,22 @@ LISTED = "\n".join(
     for each in SHAPES
 )
 PREAMBLE = f"""\
-# Layers of experts by the TPU compiler's own numbers
+# MoE layers in estimates of the TPU compiler
 
-`python benchmarks/experts.py --write`. Nothing ran on a TPU. One layer, forward and backward
-(gradients of its input and of all weights, bfloat16), without a balance loss, on one chip of
-{TOPOLOGY}, beside a dense layer as wide as the experts that a token passes through. `grouped`
-drops no token, and neither does `all`; `capacity` has room for {CAPACITY} x an even share.
+`python benchmarks/experts.py --write`. Nothing ran on a TPU. One layer is compiled for one chip of
+{TOPOLOGY}, with forward and backward pass (gradients of its input and of all weights, bfloat16). It
+has no balance loss. It is compared with a dense layer whose width equals that of all experts of a
+token. `grouped` and `all` drop no tokens. `capacity` has buffers for {CAPACITY} times the average
+load of an expert.
 
 {LISTED}
 
-Cycles are the compiler's, which has none for kernels and gathers. Kernels are counted at the rate
-of the dense layer beside them, gates and all, for all tiles of rows that they visit: one more for
-each expert that begins inside of a tile. Gathers are counted by the bytes that they read and
-write, at the memory's published rate. Sorts are not counted. Small experts pay for the way to and
-from their rows, and for what a dense layer does at the end of its matmuls: gates and sums.
+Cycles are estimates of the compiler, which has none for kernels and gathers. Kernels are counted at
+the matmul rate of the dense layer, including its activation function, for all tiles of rows that
+they process. They process one additional tile for each expert that starts inside a tile. Gathers
+are counted by the bytes that they read and write, at the published memory bandwidth. Sorts are not
+counted. Small experts have two additional costs: the permutation of rows, and the activation and
+sums that a dense layer fuses with its matmuls.
 
 """
 

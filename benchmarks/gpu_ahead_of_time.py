@@ -1,11 +1,11 @@
-"""Memory that `maxpipe plan` predicts for GPUs against what XLA's compiler for GPUs states.
+"""Memory that `maxpipe plan` predicts for GPUs compared with the memory that XLA reports.
 
     python benchmarks/gpu_ahead_of_time.py            # prints the table
     python benchmarks/gpu_ahead_of_time.py --write    # and writes gpu_ahead_of_time.md
 
-`maxpipe compile` compiles the real train step of each row for GPUs that are not here
-(`pip install '.[gpu-aot]'`), `maxpipe plan` does arithmetic. Nothing runs on a GPU. Five minutes on
-two cores.
+`maxpipe compile` compiles the real train step of each row for GPUs ahead of time
+(`pip install '.[gpu-aot]'`), and `maxpipe plan` computes a prediction. Nothing runs on a GPU. The
+script runs for five minutes on two cores.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ ROWS = [
     ),
 ]
 HEAD = """\
-# Predicted memory against the compiler for GPUs
+# Predicted memory compared with XLA for GPUs
 
 `python benchmarks/gpu_ahead_of_time.py --write`, with {versions}. Nothing ran on a GPU, and no
-kernel was timed (docs/plan.md says what that leaves open). In GiB: arguments, and those with the
-temporaries beside them, are the compiler's; predicted is the total of `maxpipe plan`.
+kernel was timed (docs/plan.md lists the consequences). Sizes are in GiB. Arguments and temporaries
+are from the compiler, and predicted is the total of `maxpipe plan`.
 
 | run | attention | arguments | arguments + temp | predicted | ratio | compiled in |
 |---|---|---|---|---|---|---|

@@ -79,7 +79,7 @@ Without a mask of its own for documents PyTorch's first row lets them see each o
 mask of all pairs, which the script has too, was not reached in the time on the card.
 
 A kernel that reads a number for every pair of tokens takes twice the time of one that knows which
-count ([decision 40](../docs/decisions/0040-kernels-that-know-documents.md)). Before data chose
+count ([decision 40](../docs/decisions/0040-segment-aware-gpu-attention.md)). Before data chose
 between them, the step with `names` took 615.8 ms (44.2%) with one document in a row and 614.7 ms
 (44.3%) with five, the kernel ran again in the backward, and PyTorch took 682.8 ms with the mask
 that transformers makes under `torch.compile`. Milliseconds of forward and backward of attention

@@ -1,11 +1,12 @@
-"""Products in 8 bits: losses of 500 steps beside default ones, and the TPU compiler's cycles.
+"""int8 and fp8 matmuls: losses of 500 steps, and cycles from the TPU compiler.
 
     python benchmarks/low_precision.py            # prints the tables
     python benchmarks/low_precision.py --write    # and writes benchmarks/low_precision.md
 
-Losses are of the quickstart's model and text, run here on virtual devices through the command line.
-Steps of four layers of Llama-3-8B are compiled for TPUs by libtpu on this machine
-(`pip install '.[tpu]'`); nothing runs on a TPU. Each run and program has a process of its own.
+Losses are those of the quickstart's model and text, trained on virtual devices with
+`maxpipe train`. libtpu compiles steps of four layers of Llama-3-8B for TPUs on this machine
+(`pip install '.[tpu]'`), and nothing runs on a TPU. Each run and each compilation uses a separate
+process.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ CHIPS += ("train.batch_size=32", "train.sequence_length=4096", "pipeline.weight_
 
 
 def losses(keys: Sequence[str]) -> dict[int, float]:
-    """Losses by step, each the mean of the steps since the one before."""
+    """Train a model and return its losses by step, as means since the previous logged step."""
     with tempfile.TemporaryDirectory() as folder:
         given = [f"run.dir={folder}", f"train.steps={STEPS}", "train.batch_size=8"]
         given += ["pipeline.microbatches=4", "eval.every=0", "checkpoint.every=0", *keys]
@@ -56,7 +57,7 @@ def losses(keys: Sequence[str]) -> dict[int, float]:
 
 
 def cycles(topology: str, keys: Sequence[str]) -> tuple[float, float]:
-    """Of a step on one device, and of its layers, forward and backward."""
+    """Return the cycles of a step on one device, and of its layers, forward and backward."""
     call = [sys.executable, "-m", "maxpipe", "compile", "llama3-8b", "--json"]
     call += ["--topology", topology, *CHIPS, *keys]
     done = subprocess.run(call, check=True, capture_output=True, text=True)
@@ -65,8 +66,8 @@ def cycles(topology: str, keys: Sequence[str]) -> tuple[float, float]:
 
 
 def curves() -> Iterator[str]:
-    """The table of losses."""
-    yield "| products | " + " | ".join(f"step {step}" for step in SHOWN) + " | mean difference |"
+    """Yield the lines of the table of losses."""
+    yield "| matmuls | " + " | ".join(f"step {step}" for step in SHOWN) + " | mean difference |"
     yield "|---|" + "---|" * (len(SHOWN) + 1)
     plain = losses(WAYS["default"])
     for name, keys in WAYS.items():
@@ -78,9 +79,9 @@ def curves() -> Iterator[str]:
 
 
 def compiled() -> Iterator[str]:
-    """The table of cycles."""
+    """Yield the lines of the table of cycles."""
     heads = [f"{topology}, {what}" for topology in TOPOLOGIES for what in ("layers", "step")]
-    yield "| products | " + " | ".join(heads) + " |"
+    yield "| matmuls | " + " | ".join(heads) + " |"
     yield "|---|" + "---|" * len(heads)
     plain: list[float] = []
     for name, keys in COMPILED.items():
@@ -91,29 +92,32 @@ def compiled() -> Iterator[str]:
         yield f"| {name} | " + " | ".join(cells) + " |"
 
 
-TEXT = """# Products in 8 bits
+TEXT = """# int8 and fp8 matmuls
 
 `python benchmarks/low_precision.py --write`.
 
-Training loss of the quickstart's model (8 layers, float32 beside 8 bits), {steps} steps of 8 x 128
-tokens, each figure the mean of {every} steps; the last column is the mean difference over the
-second half. Second and third words are `model.matmul_scales` and `model.matmul_weight_gradients`.
+The first table contains training losses of the quickstart's model, which has 8 layers. The default
+uses float32 matmuls, and the other rows use 8-bit matmuls. Runs have {steps} steps of 8 x 128
+tokens. Each value is the mean of {every} steps. The last column is the mean difference from the
+default over the second half of the run. The first column gives `model.matmul`,
+`model.matmul_scales` and, if set, `model.matmul_weight_gradients`.
 
 {curves}
 
-Gigacycles of a step of four layers of Llama-3-8B, 8192 tokens in a microbatch, by the compiler's
-estimate; attention's kernel counts at half of the peak. `layers` is the loops over layers, forward
-and backward, with what they recompute; `step` has embedding, loss head and optimizer as well.
+The second table contains gigacycles of a step of four layers of Llama-3-8B, with 8192 tokens per
+microbatch, according to the compiler's estimate. The attention kernel is counted at half of the
+peak rate. `layers` covers the loops over layers, forward and backward, including recomputation.
+`step` also includes the embedding, the loss head and the optimizer.
 
 {compiled}
 
-The MLP gains most: a product of its width takes longer than the passes that round its operands.
-Projections of attention are as wide as the model, and gain nothing.
+The MLP gains most, because a matmul of its width needs more time than the passes that quantize its
+operands. The attention projections are only as wide as the model and gain nothing.
 """
 
 
 def main() -> None:
-    """Prints the tables."""
+    """Print the tables and write the page."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--write", action="store_true", help="write benchmarks/low_precision.md")
     write = parser.parse_args().write

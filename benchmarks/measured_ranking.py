@@ -1,13 +1,13 @@
-"""The order in which `maxpipe plan --search` puts layouts against the order of measured steps.
+"""Ranking of layouts by `maxpipe plan --search` compared with the ranking by measured steps.
 
     python benchmarks/measured_ranking.py            # prints the tables
     python benchmarks/measured_ranking.py --write    # and writes measured_ranking.md
     python benchmarks/measured_ranking.py --only wide
 
-8 virtual CPU devices, three models. For each, the devices are calibrated with the model's layers
-and all layouts are ranked; a search with `--measure 8` makes its choice; then the layouts at some
-ranks and those that the search measured run, each in a process of its own: their steps in turn,
-medians count.
+The script uses 8 virtual CPU devices and three models. For each model, it calibrates the devices
+with the model's layers, ranks all layouts, and runs a search with `--measure 8`. It then runs the
+layouts at some ranks and the layouts that the search measured, each in a separate process. Steps of
+the layouts alternate, and the median of each layout is used.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from maxpipe.plan.search import Candidate, search
 
 NUM_DEVICES = 8
 ROUNDS = 9
-"""Steps of each layout that are timed."""
+"""Number of timed steps per layout."""
 MEASURED = 8
-"""Layouts, by the search itself."""
+"""Number of layouts that the search measures."""
 RANKS = (1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 144, 233)
-"""Predicted, of layouts that run whatever the search measured."""
+"""Predicted ranks of layouts that always run."""
 MODELS = {
     "deep": {
         "model": {"num_layers": 16, "d_model": 128, "d_mlp": 384, "vocab_size": 512},
@@ -46,7 +46,7 @@ MODELS = {
         "model": {"num_layers": 8, "d_model": 384, "d_mlp": 1024, "vocab_size": 512},
         "train": {"batch_size": 32, "sequence_length": 128},
     },
-    "many words": {
+    "large vocabulary": {
         "model": {"num_layers": 8, "d_model": 128, "d_mlp": 384, "vocab_size": 16384},
         "train": {"batch_size": 32, "sequence_length": 128},
     },
@@ -62,10 +62,10 @@ def config_of(name: str) -> Config:
 
 
 def measured(found: list[Candidate]) -> list[float]:
-    """Seconds of a step of each layout, each in a process of its own, as runs are.
+    """Return the median seconds of a step of each layout, each in a separate process.
 
-    In one process for all, what one program leaves of the heap decides which of the others is
-    given new memory in every step.
+    In a shared process, the heap that one program leaves determines which other programs must
+    allocate new memory in every step.
     """
     spawned, runs = multiprocessing.get_context("spawn"), []
     for each in found:
@@ -84,7 +84,7 @@ def measured(found: list[Candidate]) -> list[float]:
 
 
 def _serve(asked: Connection, config: Config) -> None:
-    """Steps of this config, one whenever it is asked for."""
+    """Run one step of this config for each request."""
     _on_virtual_devices()
     step = build_synthetic_step(build_steps(config, jax.devices()))
     for _ in range(2):
@@ -102,7 +102,7 @@ def _on_virtual_devices() -> None:
 
 
 def calibrated(config: Config) -> Hardware:
-    """The devices with this model's layers, four rows in a microbatch."""
+    """Calibrate the devices with this model's layers and four sequences per microbatch."""
     rows = NUM_DEVICES * 4
     train = replace(config.train, batch_size=rows)
     mesh = replace(config.mesh, ici_data=NUM_DEVICES)
@@ -112,27 +112,27 @@ def calibrated(config: Config) -> Hardware:
 
 @dataclass(frozen=True)
 class Ranking:
-    """Of a search's first choice, among all layouts that ran."""
+    """Measured ranks of the layouts that a search selects, among all layouts that ran."""
 
     predicted: int
     chosen: int
-    """With what the search measured itself."""
+    """Rank of the layout that `--measure` selects."""
     over: float
-    """How much longer the predicted one takes than the fastest, as a share."""
+    """Excess time of the layout that is predicted to be fastest, relative to the fastest."""
     layouts: int
     correlation: float
-    """Spearman's, of predicted and measured order."""
+    """Spearman correlation of predicted and measured order."""
 
 
 def correlation(orders: list[int]) -> float:
-    """Spearman's, of these ranks and ascending ones."""
+    """Return the Spearman correlation of these ranks with ascending ranks."""
     count = len(orders)
     apart = sum((mine - order) ** 2 for mine, order in enumerate(orders, 1))
     return 1 - 6 * apart / (count * (count**2 - 1))
 
 
 def table(name: str) -> tuple[str, Ranking]:
-    """The model's table, and how good the search's first choice is."""
+    """Return the table of a model, and the measured ranks of the selected layouts."""
     config = config_of(name)
     hardware = calibrated(config)
     ranked = search(config, hardware, num_devices=NUM_DEVICES, keep=CANDIDATES)
@@ -145,9 +145,9 @@ def table(name: str) -> tuple[str, Ranking]:
     lines = [
         f"## {name}",
         "",
-        f"{ranked.considered:,} layouts; those that ran:",
+        f"The search ranked {ranked.considered:,} layouts. The following ones ran:",
         "",
-        "| predicted rank | predicted ms | measured ms | measured rank | by the search | layout |",
+        "| predicted rank | predicted ms | measured ms | measured rank | in the search | layout |",
         "|---|---|---|---|---|---|",
     ]
     for rank in ranks:
@@ -156,7 +156,7 @@ def table(name: str) -> tuple[str, Ranking]:
             f"{key.partition('.')[2]}={value}" for key, value in found.layout_keys.items()
         )
         times = f"{1e3 * found.cost.seconds:.0f} | {1e3 * seconds[rank]:.0f}"
-        by = "chosen" if rank == choice else "ran" if rank in tried else ""
+        by = "selected" if rank == choice else "measured" if rank in tried else ""
         lines.append(f"| {rank} | {times} | {orders[rank]} | {by} | {keys} |")
     alike = correlation([orders[rank] for rank in ranks])
     over = seconds[1] / min(seconds.values()) - 1
@@ -164,34 +164,38 @@ def table(name: str) -> tuple[str, Ranking]:
 
 
 PREAMBLE = """\
-# Predicted and measured order of layouts
+# Predicted and measured ranking of layouts
 
-`python benchmarks/measured_ranking.py --write`: 8 virtual CPU devices on 2 cores, calibrated before
-each table. Each layout runs in a process of its own, their steps in turn; medians.
+`python benchmarks/measured_ranking.py --write`, on 8 virtual CPU devices and 2 cores, calibrated
+before each table. Each layout runs in a separate process. The steps of all layouts alternate, and
+times are medians. Excess time is the time of the layout that is predicted to be fastest, relative
+to the fastest layout.
 
 """
 
 
 NOTE = """
-Layouts near the top differ by less than steps of one layout do at different times, so that the
-order changes from run to run, and correlations are of the best few percent of a search. What is
-still wrong with the forecasts:
+Layouts near the top differ by less than the variation of one layout over time. The order therefore
+changes from run to run. The correlations cover only the best few percent of a search. The
+predictions have the following known errors:
 
-- Layouts split over tensor whose tokens are not split (`sequence_parallel=False`) are taken for up
-  to 25% too slow: what splitting costs is measured with split tokens, and counted for both.
-- Weights of small layers that are gathered one by one (`deep`, `ici_fsdp=8
-  weight_gather=iteration`) are taken for too fast, in runs with 2 and 4 microbatches by 20%:
-  devices that share cores wait for each other at each gather, and only the waits of whole ticks are
-  measured.
-- With `remat=none` layouts are taken for up to 10% too slow.
-- The loss head has no measured figure of its own.
+- Predictions for tensor parallelism without sequence parallelism (`sequence_parallel=False`) are up
+  to 25% too slow. The cost of splitting layers is measured with sequence parallelism and used for
+  both.
+- Predictions with one gather per small layer are too fast (`deep`,
+  `ici_fsdp=8 weight_gather=iteration`). With 2 and 4 microbatches the error is 20%. Devices that
+  share cores wait for each other at each gather, but only the waits of complete ticks are measured.
+- Predictions with `remat=none` are up to 10% too slow.
+- The loss head is not measured separately.
 """
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--write", action="store_true")
-    parser.add_argument("--only", default="", metavar="TEXT", help="models with this in their name")
+    parser.add_argument(
+        "--only", default="", metavar="TEXT", help="run only models whose name contains TEXT"
+    )
     options = parser.parse_args()
     _on_virtual_devices()
     tables, first = [], {}
@@ -203,10 +207,10 @@ def main() -> None:
             first[name] = orders
     verdict = "\n".join(
         [
-            "Measured rank of the search's first choice:",
+            "Measured rank of the selected layout:",
             "",
-            "| model | layouts | by forecast alone | longer than the fastest "
-            f"| with `--measure {MEASURED}` | Spearman's correlation of both orders |",
+            "| model | layouts | prediction only | excess time "
+            f"| with `--measure {MEASURED}` | Spearman correlation |",
             "|---|---|---|---|---|---|",
             *(
                 f"| {name} | {order.layouts} | {order.predicted} | {order.over:.0%} "

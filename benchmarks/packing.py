@@ -1,11 +1,12 @@
-"""Rows of whole documents: how full they are, and what planning them takes.
+"""Sequence packing: efficiency, and time and memory of the plan.
 
     python benchmarks/packing.py           # prints the tables
     python benchmarks/packing.py --write   # and writes packing.md
 
-Lengths are drawn, as those of web pages are distributed (log-normal, median 403 tokens, mean 829),
-or are those of the files of Python's library in bytes. Each plan is made in a process of its own;
-time is processor time of one core, memory the process's peak less what it was before the plan.
+Document lengths are sampled from a log-normal distribution (median 403 tokens, mean 829). The
+second data set is the file sizes of the Python standard library in bytes. Each plan is made in a
+separate process. Time is the processor time of one core. Memory is the increase of the peak memory
+of the process.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ PAGE = Path(__file__).with_suffix(".md")
 PACKINGS = ("cut", "first_fit", "best_fit", "pad")
 DOCUMENTS = 10_000_000
 SECONDS = 60
-"""The most that a plan of all of them may take."""
+"""Maximum seconds for a plan of all documents."""
 
 MEASURED = """
 import json, resource, sys, time
@@ -48,7 +49,7 @@ short = lengths <= tokens + 1
 torn = 0
 if packing == "cut":
     starts = np.cumsum(lengths[order]) - lengths[order]
-    # The rows of the first and of the last token that has a target of its document.
+    # Compare the sequences of the first and of the last token with a target.
     apart = starts // tokens != (starts + lengths[order] - 2) // tokens
     torn = int((apart & short[order]).sum())
 targets = lengths - 1
@@ -74,7 +75,7 @@ def measured(name: str, packing: str, tokens: int) -> dict[str, Any]:
 
 def table(title: str, name: str, all_tokens: tuple[int, ...]) -> list[str]:
     rows = [
-        f"| {title} | tokens of a row | rows | fewest | places with a target | documents torn | "
+        f"| {title} | sequence length | sequences | lower bound | efficiency | documents split | "
         "seconds | memory, MB |",
         "|---|---|---|---|---|---|---|---|",
     ]
@@ -97,19 +98,21 @@ def main() -> None:
     options = parser.parse_args()
     page = [PREAMBLE]
     page += table(f"{DOCUMENTS:,} documents", str(DOCUMENTS), (2048, 8192))
-    page += table("Python's library", "library", (2048, 32768))
+    page += table("Python standard library", "library", (2048, 32768))
     print("\n".join(page))
     if options.write:
         PAGE.write_text("\n".join(page), encoding="utf-8")
 
 
 PREAMBLE = f"""\
-# Packing
+# Sequence packing
 
-`python benchmarks/packing.py --write`: rows of {DOCUMENTS:,} documents of log-normal lengths
-(median 403 tokens, mean 829), and of the files of Python's library in bytes, on one core; a plan
-may take {SECONDS} s. *Fewest* are the rows that the tokens would fill without a gap: no packing of
-whole documents has less. *Torn* are documents in two rows or more that one would hold.
+`python benchmarks/packing.py --write`, on one core. The first table packs {DOCUMENTS:,} documents
+with log-normal lengths (median 403 tokens, mean 829). The second table packs the files of the
+Python standard library, with one token per byte. A plan may need at most {SECONDS} s. The lower
+bound is the number of sequences that the tokens would fill without a gap. Packing without splitting
+documents cannot use fewer. Efficiency is the share of positions that have a target. *Documents
+split* is the share of documents that fit in one sequence but are in two or more.
 """
 
 if __name__ == "__main__":

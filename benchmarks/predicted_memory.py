@@ -1,15 +1,15 @@
-"""Memory that `maxpipe plan` predicts against what the TPU compiler says.
+"""Memory that `maxpipe plan` predicts compared with the memory that the TPU compiler reports.
 
     python benchmarks/predicted_memory.py            # prints the table
     python benchmarks/predicted_memory.py --write    # and writes predicted_memory.md
-    python benchmarks/predicted_memory.py --only 70b # rows with this in their name
-    python benchmarks/predicted_memory.py --terms    # and each row's terms
+    python benchmarks/predicted_memory.py --only 70b # only rows whose name contains 70b
+    python benchmarks/predicted_memory.py --terms    # and the terms of each prediction
 
-With `--write` and `--only` the page keeps what the compiler said of its other rows.
+With `--write` and `--only`, the page keeps the compiler results of all other rows.
 
-Every row is a config of `configs/model/` on a topology that is not here: `maxpipe compile` compiles
-the real train step with libtpu (`pip install '.[tpu]'`), `maxpipe plan` does arithmetic. Results of
-the compiler are kept in `--cache`, by the package's source and the row.
+Every row combines a config of `configs/model/` with a topology. `maxpipe compile` compiles the real
+train step with libtpu (`pip install '.[tpu]'`), without a TPU, and `maxpipe plan` computes a
+prediction. Compiler results are cached in `--cache` by row and by the source of the package.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Row:
-    """One config on one topology."""
+    """A config on a topology."""
 
     model: str
     topology: str
     slices: int
     keys: str
-    """Keys, those of the sections mesh, pipeline and train without the section's name."""
+    """Config keys; those of the sections mesh, pipeline and train omit the section name."""
 
     @property
     def name(self) -> str:
@@ -47,7 +47,7 @@ class Row:
 
     @property
     def arguments(self) -> list[str]:
-        """Of `maxpipe plan` and `maxpipe compile`."""
+        """Command-line arguments of `maxpipe plan` and `maxpipe compile`."""
         fixed = "train.steps=10 tokenizer.kind=huggingface tokenizer.path=none"
         placed = ["--topology", self.topology, "--slices", str(self.slices)]
         names = [(key, key.partition("=")[0]) for key in self.keys.split()]
@@ -56,7 +56,7 @@ class Row:
 
 
 PROGRAM = ("runtime.py", "compile.py", "hlo.py", "hlo_text.py")
-"""Files that decide the compiled program and what is read of it, besides those of `FOLDERS`."""
+"""Files outside `FOLDERS` that affect the compiled program or its report."""
 FOLDERS = {"model", "schedule", "parallel", "pipeline", "train"}
 CACHE = Path(tempfile.gettempdir()) / "maxpipe-predicted-memory"
 AXES = ("stage", "data", "fsdp", "tensor")
@@ -328,7 +328,7 @@ ROWS = [
 
 
 def compiled(row: Row, cache: Path) -> dict[str, Any] | None:
-    """The compiler's report, from the cache or a fresh process; None if there is none."""
+    """Return the compiler report from the cache or a new process, or None if it failed."""
     key = hashlib.sha256(f"{_sources()}{row}".encode()).hexdigest()[:24]
     path = cache / f"{key}.json"
     if not path.exists():
@@ -339,7 +339,7 @@ def compiled(row: Row, cache: Path) -> dict[str, Any] | None:
         printed = run.stdout.read()
         _, status, used = os.wait4(run.pid, 0)
         if status:
-            print(f"left out: ended with {status}", file=sys.stderr)
+            print(f"skipped: the process ended with {status}", file=sys.stderr)
             return None
         took = {"wall_seconds": time.monotonic() - start, "process_bytes": 1024 * used.ru_maxrss}
         path.write_text(json.dumps(json.loads(printed) | took, indent=2), encoding="utf-8")
@@ -351,7 +351,7 @@ def _maxpipe(command: str, row: Row) -> list[str]:
 
 
 def _sources() -> str:
-    """Digest of what decides the program."""
+    """Return a digest of all sources that affect the program."""
     digest = hashlib.sha256()
     for path in sorted((ROOT / "maxpipe").rglob("*.py")):
         if FOLDERS.intersection(path.parts) or path.name in PROGRAM:
@@ -360,7 +360,7 @@ def _sources() -> str:
 
 
 def table(rows: list[Row], cache: Path, *, terms: bool, page: str = "") -> str:
-    """The benchmark page's body; rows that are on `page` and not among `rows` stay."""
+    """Return the body of the page; results of rows not in `rows` come from `page`."""
     head = ["run", "arguments", "arguments + temp", "peak", "predicted", "ratio"]
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     ratios, details = [], []
@@ -377,12 +377,16 @@ def table(rows: list[Row], cache: Path, *, terms: bool, page: str = "") -> str:
             listed = ", ".join(f"{k} {v / GIB:.2f}" for k, v in plan["terms"].items())
             details.append(f"{row.name}\n    {listed}")
     near = sum(0.9 <= ratio <= 1.1 for ratio in ratios)
-    lines += ["", f"Within 10%: {near} of {len(ratios)}; lowest ratio {min(ratios):.3f}."]
+    lines += [
+        "",
+        f"{near} of {len(ratios)} predictions are within 10%. "
+        f"The lowest ratio is {min(ratios):.3f}.",
+    ]
     return "\n".join([*lines, *details])
 
 
 def _said(row: Row, cache: Path) -> tuple[float, ...] | None:
-    """Arguments, arguments and temporaries, and peak in GiB, by the compiler."""
+    """Return compiled arguments, arguments with temporaries, and peak in GiB."""
     report = compiled(row, cache)
     if report is None:
         return None
@@ -392,7 +396,7 @@ def _said(row: Row, cache: Path) -> tuple[float, ...] | None:
 
 
 def _written(row: Row, page: str) -> tuple[float, ...] | None:
-    """The same, from the page."""
+    """Return the same sizes from the existing page."""
     for line in page.splitlines():
         if line.startswith(f"| {row.name} | "):
             return tuple(map(float, line.split(" | ")[1:4]))
@@ -400,13 +404,14 @@ def _written(row: Row, page: str) -> tuple[float, ...] | None:
 
 
 PREAMBLE = """\
-# Predicted memory against the TPU compiler's
+# Predicted memory compared with the TPU compiler
 
-`python benchmarks/predicted_memory.py --write`. Nothing ran on a TPU. In GiB: arguments, the
-temporaries that the compiler states beside them, and the peak of both together are its own (why the
-peak counts: docs/decisions/0016-peak-memory.md); predicted is the total of `maxpipe plan`. The few
-factors in `maxpipe/plan/memory.py` were fitted to the rows of Llama from 1B to 70B, one of them to
-all rows with visits; not to those of 405B, nor else to Gemma 3 and Mixtral.
+`python benchmarks/predicted_memory.py --write`. Nothing ran on a TPU. Sizes are in GiB. Arguments,
+temporaries and peak are from the compiler, and the peak includes arguments and temporaries.
+docs/decisions/0016-peak-memory.md explains why the peak is used. Predicted is the total of
+`maxpipe plan`. The few factors in `maxpipe/plan/memory.py` were fitted to the rows of Llama from 1B
+to 70B. One of them was fitted to all rows with `weight_gather=visit`. The other rows for 405B,
+Gemma 3 and Mixtral were not used for the fit.
 
 """
 
@@ -414,7 +419,9 @@ all rows with visits; not to those of 405B, nor else to Gemma 3 and Mixtral.
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--write", action="store_true")
-    parser.add_argument("--only", default="", metavar="TEXT", help="rows with this in their name")
+    parser.add_argument(
+        "--only", default="", metavar="TEXT", help="compile only rows whose name contains TEXT"
+    )
     parser.add_argument("--terms", action="store_true")
     parser.add_argument("--cache", type=Path, default=CACHE)
     options = parser.parse_args()

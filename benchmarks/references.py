@@ -1,15 +1,15 @@
-"""What the engine is measured against; kept for comparison only, with the decoder's own layers.
+"""Reference losses for comparison with the engine, with the layers of the decoder.
 
 `circular_loss` is the circular pipeline as published, differentiated through its scan. One scan
-over M * R + P - 1 ticks runs the forward of a ring of stages, each tick under `jax.checkpoint`;
-reverse-mode differentiation of that scan is the backward. fsdp is left to the compiler. Embedding
-and loss head lie outside, with the batch split over the stages too. This is how praxis and MaxText
-run their circular pipelines.
+over M * R + P - 1 ticks runs the forward pass of a ring of stages, with each tick under
+`jax.checkpoint`. Reverse-mode differentiation of this scan is the backward pass. The compiler
+controls fsdp. Embedding and loss head are outside the scan, and their batch is also split over the
+stages. This is how praxis and MaxText run their circular pipelines.
 
-`sharded_loss` has no pipeline: the whole batch at once, every layer under `jax.checkpoint`, rows
-and parameters split over all devices. Each device gathers a layer's weights where it computes that;
-differentiated, these gathers are the reductions. Left to the compiler, XLA for CPU makes sums of
-whole gradients on every device.
+`sharded_loss` has no pipeline. It runs the full batch at once, every layer under `jax.checkpoint`,
+and shards sequences and parameters over all devices. Each device gathers a layer's weights where it
+computes the layer. Differentiation turns these gathers into reductions. Without explicit gathers,
+XLA for CPU would sum unsharded gradients on every device.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ def circular_loss(
     params: Tree,
     batch: Tree,
 ) -> jax.Array:
-    """Mean loss over the target tokens; `params` are stacked `[R, P, L]`."""
+    """Return the mean loss over the target tokens; `params` are stacked `[R, P, L]`."""
     dtype = jnp.dtype(decoder.config.compute_dtype)
     rows = batch["tokens"].shape[0] // num_microbatches
-    # Microbatch m takes the rows m, m + M, ...: each stays spread over the batch axes.
+    # Microbatch m has sequences m, m + M, ..., so it remains sharded over the batch axes.
     cut = lambda leaf: leaf.reshape(rows, num_microbatches, *leaf.shape[1:]).swapaxes(0, 1)  # noqa: E731
     inputs = {name: cut(batch[name]) for name in ("segment_ids", "positions", "example_ids")}
     embedded = _spread(params["embedding"].astype(dtype)[cut(batch["tokens"])], 1)
@@ -57,7 +57,7 @@ def circular_loss(
     hidden = _spread(ring(_of_one_kind(decoder, params), embedded, inputs), 1)
     hidden = lax.with_sharding_constraint(
         hidden, PartitionSpec(None, BATCH_AXES, STAGE)
-    )  # the head's work is divided over the stages as well
+    )  # the work of the head is also split over the stages
     hidden = decoder.norm(params["final_norm"], hidden)
     logits = jnp.einsum(
         "mbtd,dv->mbtv", hidden, params["head"].astype(dtype), preferred_element_type=jnp.float32
@@ -69,7 +69,7 @@ def circular_loss(
 
 
 def sharded_loss(decoder: Decoder, mesh: Mesh, specs: Tree, params: Tree, batch: Tree) -> jax.Array:
-    """Mean loss over the target tokens; `params` are stacked `[1, 1, L]`, divided by `specs`."""
+    """Return the mean loss over target tokens; `params` `[1, 1, L]` are sharded by `specs`."""
     is_spec = lambda node: isinstance(node, PartitionSpec)  # noqa: E731
     divisions = jax.tree.map(WeightSharding.from_spec, specs, is_leaf=is_spec)
     axes = manual_axes_of(mesh)
@@ -119,7 +119,7 @@ def _ring(
     embedded: jax.Array,
     inputs: Tree,
 ) -> jax.Array:
-    """The last stage's outputs `[M, rows, T, D]`."""
+    """Return the outputs of the last stage `[M, B, T, D]`, B sequences per microbatch."""
     stages = layout.ring.num_stages
     stage = lax.axis_index(STAGE)
     layers = jax.tree.map(lambda leaf: leaf[:, 0], layers)

@@ -1,12 +1,12 @@
-"""What being watched costs a step: phases, link, ledger, guard; how long a save blocks; resuming.
+"""Cost of fault tolerance: monitoring, the guard, checkpoints, and the first batch on resume.
 
     python benchmarks/reliability.py            # prints the table
     python benchmarks/reliability.py --write    # and writes reliability.md
 
-A model of 100 M parameters on the CPU. What the host does beside a step is timed alone, many times
-over. What the guard adds has to do with parameters, not tokens: short steps with and without it
-run in turn, and the median of the pairs' differences counts. The first batch is that of a run
-which goes on after few steps, or after very many.
+The model has 100 M parameters and runs on the CPU. The host work during a step is timed separately,
+over many repetitions. The cost of the guard depends on the number of parameters, not tokens. Short
+steps with and without the guard alternate, and the result is the median difference of the pairs.
+The first batch is timed for a run that resumes after few and after many steps.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from maxpipe.telemetry.writers import EventLog
 
 ROUNDS, PAIRS = 3, 60
 FAR = (10, 10_000_000)
-"""Steps after which a run goes on."""
+"""Steps after which a run resumes."""
 HEADS = {"num_heads": 12, "num_kv_heads": 12, "head_dim": 64, "compute_dtype": "float32"}
 CONFIG = {
     "model": {"num_layers": 12, "d_model": 768, "d_mlp": 2048, "vocab_size": 10240, **HEADS},
@@ -55,7 +55,7 @@ SHORT = {"batch_size": 1, "sequence_length": 64, "steps": 1}
 
 
 def host_seconds(folder: Path) -> float:
-    """Of a step: phases entered and left, the link asked, a tenth of a ledger's record."""
+    """Return the host time per step for phases, the control channel, and 1/10 event record."""
     phases, events = Phases(), EventLog(folder)
     with ControlChannel(phases, Timeouts()) as link, phases.enter(LOOP):
 
@@ -83,7 +83,7 @@ def _per_call(call: Callable[[], object], number: int) -> float:
 
 
 def seconds_of_guard(config: Config) -> float:
-    """What the guard adds to a step."""
+    """Return the additional seconds that the guard costs per step."""
     device = jax.devices()[:1]
     with (
         patch("maxpipe.step.step.check_step", lambda _config, _mesh, state, *_: (np.True_, state)),
@@ -95,7 +95,7 @@ def seconds_of_guard(config: Config) -> float:
     guarded = build_synthetic_step(build_steps(config, device))
     jax.block_until_ready(guarded())
     added = []
-    for turn in range(PAIRS):  # each comes first as often as second
+    for turn in range(PAIRS):  # both programs run first equally often
         if turn % 2:
             seconds = _taken(guarded)
             added.append(seconds - _taken(without))
@@ -112,7 +112,7 @@ def _taken(call: Callable[[], object]) -> float:
 
 
 def first_batches(config: Config) -> list[float]:
-    """Seconds to the first batch of a run that goes on after each of `FAR`."""
+    """Return the seconds to the first batch of a run that resumes after each step in `FAR`."""
     seconds, train = [], config.train
     sizes = {"batch_size": train.batch_size, "sequence_length": train.sequence_length}
     with contextlib.closing(build_loaders(config.data, config.tokenizer, seed=0, **sizes)) as data:
@@ -125,8 +125,9 @@ def first_batches(config: Config) -> list[float]:
 
 
 def seconds_of_saves(steps: Steps, folder: Path) -> tuple[float, float, Digesting]:
-    """Of the part of a save that blocks, the copy of the state included, and of the whole save;
-    and what its digests take.
+    """Return the blocking seconds of a save, the seconds of the complete save, and digest times.
+
+    The blocking part includes the copy of the state.
     """
     state = steps.init()
     jax.block_until_ready(steps.to_saved(state))
@@ -143,7 +144,7 @@ def seconds_of_saves(steps: Steps, folder: Path) -> tuple[float, float, Digestin
         for number in range(1, ROUNDS + 1):
             start = time.perf_counter()
             checkpoints.save(number, copied, {"run": {}}, {"step": number})
-            jax.block_until_ready(copies)  # the next step waits for it
+            jax.block_until_ready(copies)  # the next step waits for these copies
             blocking.append(time.perf_counter() - start)
             checkpoints.wait()
             whole.append(time.perf_counter() - start)
@@ -153,7 +154,7 @@ def seconds_of_saves(steps: Steps, folder: Path) -> tuple[float, float, Digestin
 
 @dataclass(frozen=True)
 class Digesting:
-    """Seconds on one thread, in turn, of the same arrays."""
+    """Single-threaded seconds of digest methods on the same arrays."""
 
     in_memory: float
     sha256: float
@@ -162,7 +163,7 @@ class Digesting:
     num_bytes: int
 
     def row(self, what: str, seconds: float) -> str:
-        """A line of the table."""
+        """Return a row of the table."""
         return f"| {what}, {self.num_bytes / seconds / 1e9:.2f} GB/s | {seconds:.2f} | |"
 
 
@@ -184,7 +185,7 @@ def _digesting(state: Any, step: epath.Path) -> Digesting:
 
 
 def table() -> str:
-    """The page's body."""
+    """Return the body of the page."""
     config = from_dict(CONFIG)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -196,30 +197,30 @@ def table() -> str:
     everything = host + max(0.0, guard)
     return "\n".join(
         [
-            f"{num_params(describe(config.model)) / 1e6:.0f} M parameters, a step of "
-            f"{config.train.batch_size * config.train.sequence_length:,} tokens in {step:.2f} s. "
-            f"What the guard adds is measured with steps of {SHORT['sequence_length']} tokens.",
+            f"The model has {num_params(describe(config.model)) / 1e6:.0f} M parameters, and a "
+            f"step of {config.train.batch_size * config.train.sequence_length:,} tokens needs "
+            f"{step:.2f} s. The guard is measured with steps of {SHORT['sequence_length']} tokens.",
             "",
-            "| what | seconds | of a step |",
+            "| operation | seconds | relative to a step |",
             "|---|---|---|",
-            f"| phases, link and ledger, in each step | {host:.6f} | {host / step:.4%} |",
-            f"| the guard against bad numbers, in each step | {guard:.6f} | {guard / step:.3%} |",
-            f"| together | {everything:.6f} | {everything / step:.3%} |",
-            f"| a save, blocking part | {blocking:.3f} | {blocking / step:.1%} |",
-            f"| a save, until it is on disk and was compared with memory | {whole:.2f} | |",
-            digests.row("digests of the arrays in memory, one thread", digests.in_memory),
+            f"| monitoring and event log, per step | {host:.6f} | {host / step:.4%} |",
+            f"| guard against non-finite values, per step | {guard:.6f} | {guard / step:.3%} |",
+            f"| total per step | {everything:.6f} | {everything / step:.3%} |",
+            f"| blocking part of a save | {blocking:.3f} | {blocking / step:.1%} |",
+            f"| complete save with verification against memory | {whole:.2f} | |",
+            digests.row("digests of arrays in memory, one thread", digests.in_memory),
             digests.row("SHA-256 of the same arrays, one thread", digests.sha256),
-            digests.row("SHA-256 of the step's files", digests.files),
-            digests.row("decoding the step and digests of that", digests.decoded),
-            f"| first batch of a run that goes on after {FAR[0]:,} steps | {near:.3f} | |",
-            f"| the same after {FAR[1]:,} steps | {far:.3f} | |",
+            digests.row("SHA-256 of the checkpoint files", digests.files),
+            digests.row("decoding of the checkpoint and its digests", digests.decoded),
+            f"| first batch on resume after {FAR[0]:,} steps | {near:.3f} | |",
+            f"| first batch on resume after {FAR[1]:,} steps | {far:.3f} | |",
             "",
         ]
     )
 
 
 PREAMBLE = """\
-# What it costs to be safe
+# Cost of fault tolerance
 
 `python benchmarks/reliability.py --write`, on two CPU cores.
 

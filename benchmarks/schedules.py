@@ -1,11 +1,11 @@
-"""Table-driven schedules against the circular pipeline through autodiff, and against no pipeline.
+"""Table-driven schedules compared with a circular autodiff pipeline and with no pipeline.
 
     python benchmarks/schedules.py            # prints the table
     python benchmarks/schedules.py --write    # and writes benchmarks/schedules.md
 
-One process, 8 virtual CPU devices, one model. Steps of all programs run in turn, so that
-whatever else the machine does hits all of them; times are medians of ratios, memory and
-collectives are the compiler's own numbers.
+All programs run in one process with 8 virtual CPU devices and the same model. Their steps
+alternate, so that other load on the machine affects all of them. Times are medians of ratios.
+Memory and collectives are from the compiler.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ NO_PIPELINE = "no pipeline, fsdp 8, autodiff"
 
 @dataclass(frozen=True)
 class Choice:
-    """One row of the table."""
+    """A program, which is a row of the table."""
 
     name: str
     schedule: str = "interleaved"
@@ -75,16 +75,16 @@ CHOICES = [
     ),
     Choice("1f1b, one repeat, gather per iteration", "1f1b", repeats=1),
     Choice("interleaved, gather per step", gather="step"),
-    Choice("interleaved, gather per step, activations kept by name", gather="step", remat="names"),
-    Choice("zb_v, gather per step, activations kept by name", "zb_v", "step", "names"),
-    Choice("zb_h1, gather per step, activations kept by name", "zb_h1", "step", "names", 1),
+    Choice("interleaved, gather per step, activations saved by name", gather="step", remat="names"),
+    Choice("zb_v, gather per step, activations saved by name", "zb_v", "step", "names"),
+    Choice("zb_h1, gather per step, activations saved by name", "zb_h1", "step", "names", 1),
 ]
 GROWING = [CHOICES[0], CHOICES[3], CHOICES[4], CHOICES[6], CHOICES[8]]
 
 
 @dataclass
 class Program:
-    """One compiled gradient computation and its inputs."""
+    """A compiled gradient computation with its inputs."""
 
     name: str
     run: Callable[[], Any]
@@ -165,7 +165,7 @@ def _batch(steps: Steps) -> dict[str, jax.Array]:
 
 
 def measure(programs: list[Program], rounds: int) -> dict[str, dict[str, float]]:
-    """Median wall and CPU time of each program relative to both references of its round."""
+    """Return median wall and CPU times relative to both references in the same round."""
     for each in programs:
         each.run()
     ratios: dict[str, list[tuple[float, float, float]]] = {each.name: [] for each in programs}
@@ -187,7 +187,7 @@ def measure(programs: list[Program], rounds: int) -> dict[str, dict[str, float]]
 
 
 def agree(programs: list[Program]) -> float:
-    """Largest difference of any gradient from the reference, relative to the leaf's maximum."""
+    """Return the largest gradient difference from the reference, relative to its maximum."""
     wanted = jax.jit(programs[0].layout.unstack)(programs[0].run()[1])
     worst = 0.0
     for each in programs[1:]:
@@ -205,13 +205,13 @@ def tables(rounds: int) -> str:
     reference = programs[0].temp_bytes
     lines = [
         f"Model: {MODEL.num_layers} layers, D {MODEL.d_model}, F {MODEL.d_mlp}, "
-        f"{MODEL.num_heads} heads, T {TOKENS}, V {MODEL.vocab_size}, float32; stages {STAGES} x "
-        f"fsdp {FSDP}, {REPEATS} repeats unless said, {ROWS_PER_MICROBATCH} sequences per "
-        "microbatch; value and gradients.",
+        f"{MODEL.num_heads} heads, T {TOKENS}, V {MODEL.vocab_size}, float32. The mesh is {STAGES} "
+        f"stages x fsdp {FSDP}, with {REPEATS} repeats unless stated otherwise and "
+        f"{ROWS_PER_MICROBATCH} sequences per microbatch. A program computes value and gradients.",
         "",
-        f"M = 8. Times are medians of {rounds} rounds relative to the first row, the last CPU "
-        "time relative to the second; collectives are counted in the program text. Gradients "
-        f"differ by at most {error:.1e} of a leaf's maximum.",
+        f"M = 8. Times are medians of {rounds} rounds, relative to the first row. The column "
+        "'CPU time / fsdp 8' is relative to the second row. Collectives are counted in the program "
+        f"text. Gradients differ by at most {error:.1e} of the maximum of their array.",
         "",
         "| program | wall time | CPU time | CPU time / fsdp 8 | temp MiB | temp ratio | bubble | "
         + " | ".join(COLLECTIVES)
@@ -227,7 +227,7 @@ def tables(rounds: int) -> str:
             f"{found['cpu_sharded']:.2f} | {each.temp_bytes / 2**20:.1f} | "
             f"{each.temp_bytes / reference:.2f} | {bubble} | {counts} |"
         )
-    lines += ["", "Temporary MiB by number of microbatches of the same size:", ""]
+    lines += ["", "Temporary memory in MiB by number of microbatches of the same size:", ""]
     counts = (8, 16, 32, 64)
     lines.append("| program | " + " | ".join(f"M = {m}" for m in counts) + " |")
     lines.append("|---" * (1 + len(counts)) + "|")
@@ -236,9 +236,9 @@ def tables(rounds: int) -> str:
         lines.append(f"| {choice.name} | " + " | ".join(f"{size:.1f}" for size in sizes) + " |")
     lines += [
         "",
-        "The reference's scan saves its whole carry in every tick, the wrap-around store of all "
-        "microbatches included: hence its growth. On CPU devices that share two cores an idle "
-        "stage costs nothing, so that times compare work, not bubbles.",
+        "The scan of the reference saves its full carry in every tick, including the wrap-around "
+        "buffer of all microbatches. Its memory therefore grows with M. The CPU devices share two "
+        "cores, so an idle stage costs nothing. Times therefore compare work, not bubbles.",
     ]
     return "\n".join(lines) + "\n"
 
@@ -254,7 +254,7 @@ def main() -> None:
     print(text)
     if options.write:
         header = (
-            "# Schedules against autodiff through the scan\n\n"
+            "# Schedules compared with autodiff through the scan\n\n"
             f"`python benchmarks/schedules.py --write`, {time.strftime('%Y-%m-%d')}, "
             f"jax {jax.__version__}, {STAGES * FSDP} virtual CPU devices.\n\n"
         )

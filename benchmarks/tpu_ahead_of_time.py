@@ -1,15 +1,15 @@
-"""Memory, estimated cycles and traffic of every mode, from the TPU compiler, without a TPU.
+"""Memory, estimated cycles and traffic of gather and remat modes, from the TPU compiler.
 
     python benchmarks/tpu_ahead_of_time.py              # prints the table
     python benchmarks/tpu_ahead_of_time.py --write      # and writes tpu_ahead_of_time.md
-    python benchmarks/tpu_ahead_of_time.py --entries 8  # and each mode's largest HLO entries
+    python benchmarks/tpu_ahead_of_time.py --entries 8  # and the largest HLO entries
 
-Nothing runs on a TPU: the train step of an 8B-class model is compiled for 32 chips (v5p:2x4x4,
-4 stages x 8 fsdp shards) by libtpu on this machine (`pip install '.[tpu]'`), and the compiler's
-memory analysis and per-instruction cycle estimates are added up as `maxpipe compile` does it.
-Synchronous collectives have no estimate: their traffic is a separate column. Each program compiles
-in a process of its own; results are kept in `--cache`, by source and settings, so that a second
-call goes on where the first one stopped.
+Nothing runs on a TPU. libtpu compiles the train step of an 8B-class model for 32 chips (v5p:2x4x4,
+4 stages x 8 fsdp shards) on this machine (`pip install '.[tpu]'`). The script sums the compiler's
+memory analysis and per-instruction cycle estimates in the same way as `maxpipe compile`. The
+compiler has no estimate for synchronous collectives, so their traffic is a separate column. Each
+program compiles in a separate process. Results are cached in `--cache` by source and settings, so
+an interrupted script can resume.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ LAYERS, TOKENS, WIDTH = 32, 2048, 4096
 MICROBATCHES = (16, 64)
 GIB = 2**30
 ACTIVATION = TOKENS * WIDTH * 2
-"""Bytes of what a stage hands to the next. Buffers hold at least two."""
+"""Bytes of the activations that a stage sends to the next; buffers hold at least two."""
 
 
 @dataclass(frozen=True)
 class Mode:
-    """One row of the table."""
+    """A mode, which is a row of the table."""
 
     weight_gather: str
     remat: str
@@ -52,7 +52,7 @@ class Mode:
 
     @property
     def pipeline(self) -> dict[str, Any]:
-        """Its keys of that section."""
+        """Config keys of the section `pipeline`."""
         names = ("weight_gather", "remat", "schedule", "repeats", "group")
         return {name: getattr(self, name) for name in names}
 
@@ -68,7 +68,7 @@ MODES = [
 
 
 def compile_one(mode: Mode, microbatches: int) -> dict[str, Any]:
-    """Compiles and reads one program. Runs in a process of its own."""
+    """Compile and profile one program. This function runs in a separate process."""
     from maxpipe.plan import topology
 
     target = topology.parse_topology(TOPOLOGY)
@@ -128,7 +128,7 @@ def compile_one(mode: Mode, microbatches: int) -> dict[str, Any]:
 
 
 def result(mode: Mode, microbatches: int, cache: Path) -> dict[str, Any] | None:
-    """From the cache or a fresh process; None, with the reason on stderr, if it failed."""
+    """Return a result from the cache or a new process, or None with a message if it failed."""
     key = hashlib.sha256(f"{sources()}{mode}{microbatches}".encode()).hexdigest()[:24]
     path = cache / f"{key}.json"
     if not path.exists():
@@ -142,13 +142,13 @@ def result(mode: Mode, microbatches: int, cache: Path) -> dict[str, Any] | None:
         )
         if not path.exists():
             reason = run.stderr.strip().splitlines() or [f"exit code {run.returncode}"]
-            print(f"left out: {mode.name}, M = {microbatches}: {reason[-1][:300]}", file=sys.stderr)
+            print(f"skipped: {mode.name}, M = {microbatches}: {reason[-1][:300]}", file=sys.stderr)
             return None
     return json.loads(path.read_text(encoding="utf-8"))
 
 
 def sources() -> str:
-    """Digest of everything that decides what is compiled."""
+    """Return a digest of all sources that affect the program."""
     package = Path(__file__).parents[1] / "maxpipe"
     digest = hashlib.sha256(Path(__file__).read_bytes())
     for path in sorted(package.rglob("*.py")):
@@ -157,7 +157,7 @@ def sources() -> str:
 
 
 def table(modes: list[Mode], cache: Path, num_entries: int) -> str:
-    """The benchmark page."""
+    """Return the table of the page."""
     head = ["arguments GiB", *(f"temp GiB M = {m}" for m in MICROBATCHES)]
     head += [*(f"peak GiB M = {m}" for m in MICROBATCHES), "flat"]
     head += [*(f"Gcycles M = {m}" for m in MICROBATCHES), "fsdp GiB", "stage GiB"]
@@ -179,7 +179,8 @@ def table(modes: list[Mode], cache: Path, num_entries: int) -> str:
         cells += [f"{few['overlapped']} of {few['sends']}", f"{few['copies']}"]
         lines.append(f"| {mode.name} | " + " | ".join(cells) + " |")
         if few["unknown_loops"]:
-            details += [f"{mode.name}: loops counted once: {', '.join(few['unknown_loops'])}", ""]
+            loops = ", ".join(few["unknown_loops"])
+            details += [f"{mode.name}: loops with unknown trip count, counted once: {loops}", ""]
         if num_entries:
             details += _entries(mode, few["entries"][:num_entries])
     return "\n".join([*lines, "", *details])
@@ -192,20 +193,26 @@ def _entries(mode: Mode, entries: list[tuple[float, float, str, str]]) -> list[s
 
 
 PREAMBLE = f"""\
-# Every mode by the TPU compiler's own numbers
+# Gather and remat modes in estimates of the TPU compiler
 
-`python benchmarks/tpu_ahead_of_time.py --write`. Nothing ran on a TPU. 8B-class model
-({LAYERS} layers, D 4096, F 14336, V 128256, T {TOKENS}), full train step with AdamW, compiled for
-{TOPOLOGY} as {STAGES} stages x {FSDP} fsdp shards, one sequence per device and microbatch. Cycles
-are the compiler's estimates along the busiest stages, without synchronous collectives; traffic and
-TFLOP are what the average device sends and multiplies per step at M = {MICROBATCHES[0]}. Peak,
-which has the arguments in it, is what must fit; temp is more than is ever there at once
-(docs/decisions/0016-peak-memory.md). Flat: both differ by at most 1% between the two M. Async:
-collectives whose start and done are two instructions, of all that move at least
-{ACTIVATION >> 20} MiB. Sends hidden: messages between stages with work between start and done.
-Copies: of {2 * ACTIVATION >> 20} MiB or more, in loops. Attention is plain jax's in all rows:
-attention_ahead_of_time.md has some of them with kernels. With visits, M = 16 is a single group,
-which needs two slots of the window; from the second group on it is three, whatever M.
+`python benchmarks/tpu_ahead_of_time.py --write`. Nothing ran on a TPU. The full train step of an
+8B-class model with AdamW ({LAYERS} layers, D 4096, F 14336, V 128256, T {TOKENS}) was compiled for
+{TOPOLOGY} as {STAGES} stages x {FSDP} fsdp shards. Each microbatch has one sequence per device. The
+columns have the following meaning:
+
+- Cycles are the compiler's estimates along the busiest stages, without synchronous collectives.
+- Traffic and TFLOP are averages over devices for a step with M = {MICROBATCHES[0]}.
+- Peak includes the arguments and must fit in memory. Temp exceeds the temporary memory in use at
+  any time (docs/decisions/0016-peak-memory.md).
+- Flat means that temp and peak differ by at most 1% between the two values of M.
+- Async counts collectives with separate start and done instructions, among all collectives that
+  move at least {ACTIVATION >> 20} MiB.
+- Sends hidden counts messages between stages that have work between start and done.
+- Copies counts copies of at least {2 * ACTIVATION >> 20} MiB in loops.
+
+All rows use plain JAX attention. The page attention_ahead_of_time.md compares some of the rows with
+kernels. With `visit`, M = 16 is a single microbatch group, which needs two window slots. More
+groups need three slots, for any M.
 
 """
 
@@ -213,7 +220,9 @@ which needs two slots of the window; from the second group on it is three, whate
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--write", action="store_true")
-    parser.add_argument("--only", default="", metavar="TEXT", help="modes with this in their name")
+    parser.add_argument(
+        "--only", default="", metavar="TEXT", help="compile only modes whose name contains TEXT"
+    )
     parser.add_argument("--entries", type=int, default=0, metavar="N")
     cache = Path(tempfile.gettempdir()) / "maxpipe-ahead-of-time"
     parser.add_argument("--cache", type=Path, default=cache)

@@ -1,13 +1,13 @@
-"""What a step on TPUs spends its cycles on, and what was tried to make it shorter.
+"""Cycles of a train step on TPUs by operation, and the optimizations that were tested.
 
     python benchmarks/tpu_step.py                # prints the page
     python benchmarks/tpu_step.py --write        # and writes tpu_step.md
-    python benchmarks/tpu_step.py --only "8B"    # compiles the rows with this in their name only
+    python benchmarks/tpu_step.py --only "8B"    # compiles only rows whose name contains 8B
 
-Nothing runs on a TPU: each row is one `maxpipe compile --entries`, by libtpu on this machine
-(`pip install '.[tpu]'`), in a process of its own, a few minutes each. Reports are kept in `--cache`
-by row and version of libtpu; another folder compiles again. Rows of a version that is not installed
-are taken from there, or left out.
+Nothing runs on a TPU. Each row is one run of `maxpipe compile --entries` with libtpu on this
+machine (`pip install '.[tpu]'`), in a separate process of a few minutes. Reports are cached in
+`--cache` by row and libtpu version. Rows of a libtpu version that is not installed come from the
+cache or are omitted.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from maxpipe.plan.compile import CompileReport
 
 GIB = 2**30
 OLD, NEW = "0.0.42", "0.0.50"
-"""Versions of libtpu, those of jax 0.10.2 and 0.12.0."""
+"""Versions of libtpu for JAX 0.10.2 and 0.12.0."""
 DENSE = (
     "model.num_kv_heads=32 model.attention=splash mesh.ici_stage=4 mesh.ici_fsdp=8 "
     "pipeline.schedule=interleaved pipeline.microbatches=16 train.batch_size=128 "
@@ -63,13 +63,13 @@ FUSED = (*NO_SPARSE_CORES, "xla_tpu_enable_async_collective_fusion_fuse_all_gath
 
 @dataclass(frozen=True)
 class Row:
-    """One compilation."""
+    """A compilation, which is a row of a table."""
 
     name: str
     arguments: str
     topology: str = "v5p:2x4x4"
     options: tuple[str, ...] = ()
-    """Of the compiler, in place of a run's: `--xla`."""
+    """Compiler options that replace those of a run (`--xla`)."""
     version: str = OLD
 
 
@@ -78,17 +78,17 @@ MODELS = [
     Row("70B's widths, 16 layers, step + names", LARGE, "v5p:4x4x4"),
     Row("Mixtral, 8 layers, step + names", EXPERTS),
 ]
-"""Of which the page lists the entries."""
+"""Models whose entries the page lists."""
 TRIED = [
     Row("iteration + full, fused gathers", SMALL, options=FUSED),
-    Row("iteration + full, plain", SMALL, options=NO_SPARSE_CORES),
-    Row("iteration + full, as runs are", SMALL),
-    Row("iteration + full, as runs are", SMALL, version=NEW),
-    Row("iteration + full, plain", SMALL, "v6e:4x8", NO_SPARSE_CORES),
-    Row("iteration + full, as runs are", SMALL, "v6e:4x8"),
-    Row("visit + names, 16 layers, plain", VISIT, options=NO_SPARSE_CORES),
-    Row("visit + names, 16 layers, as runs are", VISIT),
-    Row("visit + names, 16 layers, as runs are", VISIT, version=NEW),
+    Row("iteration + full, no overlap options", SMALL, options=NO_SPARSE_CORES),
+    Row("iteration + full, default options", SMALL),
+    Row("iteration + full, default options", SMALL, version=NEW),
+    Row("iteration + full, no overlap options", SMALL, "v6e:4x8", NO_SPARSE_CORES),
+    Row("iteration + full, default options", SMALL, "v6e:4x8"),
+    Row("visit + names, 16 layers, no overlap options", VISIT, options=NO_SPARSE_CORES),
+    Row("visit + names, 16 layers, default options", VISIT),
+    Row("visit + names, 16 layers, default options", VISIT, version=NEW),
     Row("8B, 24 MiB of VMEM", STEP, options=("xla_tpu_scoped_vmem_limit_kib=24576",)),
 ]
 HOST = [
@@ -99,12 +99,12 @@ HOST = [
 
 
 def report_of(row: Row, cache: Path) -> CompileReport | None:
-    """From the cache or a fresh process; None, with the reason on stderr, if there is none."""
+    """Return a report from the cache or a new process, or None with a message if it failed."""
     key = hashlib.sha256(repr(row).encode()).hexdigest()[:24]
     path = cache / f"{key}.json"
     if not path.exists():
         if not importlib.metadata.version("libtpu").startswith(row.version):
-            print(f"left out: {row.name}: needs libtpu {row.version}", file=sys.stderr)
+            print(f"skipped: {row.name}: needs libtpu {row.version}", file=sys.stderr)
             return None
         print(f"compiling {row.name} on {row.topology}", file=sys.stderr, flush=True)
         command = ["-m", "maxpipe", "compile", *row.arguments.split(), "--json"]
@@ -114,20 +114,20 @@ def report_of(row: Row, cache: Path) -> CompileReport | None:
         )
         if run.returncode:
             reason = run.stderr.strip().splitlines() or [f"exit code {run.returncode}"]
-            print(f"left out: {row.name}: {reason[-1][:300]}", file=sys.stderr)
+            print(f"skipped: {row.name}: {reason[-1][:300]}", file=sys.stderr)
             return None
         path.write_text(run.stdout, encoding="utf-8")
     return CompileReport.from_json(json.loads(path.read_text(encoding="utf-8")))
 
 
 def exposed(report: CompileReport) -> float:
-    """Cycles in which the step waits for collectives."""
+    """Return the cycles in which the step waits for collectives."""
     waits = ("waited for", "left over")
     return sum(each.cycles for each in report.entries if each.kind.endswith(waits))
 
 
 def figures(report: CompileReport) -> list[str]:
-    """Cells of a table."""
+    """Return the cells of a report for a table."""
     hidden = [each for each in report.collectives if each.asynchronous]
     sent = sum(each.total_bytes for each in report.collectives)
     return [
@@ -147,7 +147,7 @@ def table(head: list[str], rows: list[list[str]]) -> list[str]:
 
 
 def page(cache: Path, number: int) -> str:
-    """All of it."""
+    """Return the body of the page."""
     models = [(row, report_of(row, cache)) for row in MODELS]
     tried = [(row, report_of(row, cache)) for row in TRIED]
     host = [(row, report_of(row, cache)) for row in HOST]
@@ -167,15 +167,15 @@ def page(cache: Path, number: int) -> str:
             ]
             for each in instruction_costs.sum_by_kind(found.entries)[:number]
         ]
-        head = ["kind", "place", "Mcycles", "share", "of the peak"]
+        head = ["kind", "place", "Mcycles", "share", "share of peak"]
         lines += [f"### {row.name}", "", *table(head, sums)]
-    lines += ["## Options of the compiler", ""]
+    lines += ["## Compiler options", ""]
     lines += table(
         ["step", "on", "libtpu", "options", *HEAD],
         [
             [
                 *(row.name, row.topology, row.version),
-                "<br>".join(f"`{each}`" for each in row.options) or "a run's",
+                "<br>".join(f"`{each}`" for each in row.options) or "default",
                 *figures(found),
             ]
             for row, found in tried
@@ -188,67 +188,73 @@ def page(cache: Path, number: int) -> str:
         if found is None:
             continue
         moved = [
-            f"{each.kind} {each.total_bytes / GIB:.1f} GiB behind "
+            f"{each.kind} {each.total_bytes / GIB:.1f} GiB during "
             f"{each.cycles_behind / 1e6:.0f} Mcycles"
             for each in found.transfers
         ]
         sizes = [f"{each / GIB:.2f}" for each in (found.argument_bytes, found.working_bytes)]
         cells.append([row.name, *sizes, *figures(found)[::3], "<br>".join(moved)])
-    head = ["step", "arguments GiB", "temporary GiB", "Gcycles", "peak GiB", "moved"]
+    head = ["step", "arguments GiB", "temporary GiB", "Gcycles", "peak GiB", "transfers"]
     lines += table(head, cells)
     return "\n".join(lines)
 
 
 PREAMBLE = """\
-# A step on TPUs: where its cycles go, and what was tried
+# Cycles of a train step on TPUs by operation
 
-`python benchmarks/tpu_step.py --write`. Nothing ran on a TPU: all figures are those of the TPU
-compiler, by `maxpipe compile`, whose `--entries N` lists the same for any run and whose `--xla
-NAME=VALUE` tries other options. Cycles are the compiler's estimates along the busiest stages;
-kernels, for which it has none, count at half of the peak. Waiting: collectives, or what is left
-of them, that no work hides, by their bytes at the links' published rate, not in the cycles beside
-it. Asynchronous: bytes of collectives that have work between start and done, of all that a device
-sends.
+`python benchmarks/tpu_step.py --write`. Nothing ran on a TPU. `maxpipe compile` obtained all values
+from the TPU compiler. Its option `--entries N` lists the same entries for any run, and
+`--xla NAME=VALUE` tests other compiler options. Cycles are the compiler's estimates along the
+busiest stages. The compiler has no estimate for kernels, which are counted at half of the peak
+rate. "Waiting" is the exposed part of collectives, computed from their bytes at the published link
+rate. The cycles column does not include it. "Asynchronous" counts the bytes of collectives with
+work between start and done, relative to all bytes that a device sends.
 
-What was read from it:
-- Dense layers run their matmuls, with all that is joined to them, at 83 to 98% of the peak. The
-  largest of the rest are the gate (2%, bound by memory), rotary (2%), messages and slots of ticks
-  (2%, less with more layers in a chunk), and the head's softmax (1%). Norms and rotary in
-  bfloat16 were not tried: all norms are joined to matmuls or sums, and the products of rotary
-  already are bfloat16.
-- Experts on the expert axis: XLA copied all rows before each exchange, as they were both what is
-  sent and what is written to; an empty buffer in that place took 216 of 322 Mcycles of copies
-  away, and the row of zeros that tokens without an expert got, another 20: 2.31 to 2.07 Gcycles.
-  By one compile each, not among the rows: a program with one exchange each way takes 7.7 Mcycles
-  with the copy, 5.1 with the empty buffer, 11.2 with zeros, 11.6 with rows in two dims as
-  the compiler lays them out, 16.2 with pairs as words of 32 bits. Kernels of experts were counted
-  for all the room there is, four times the rows in use, and state now what they multiply.
-  Experts' rows not in use still cost gates and copies: `model.moe.all_to_all_capacity_factor` makes room for
-  fewer, and drops those beyond it.
-- What the exchange leaves unwritten is not read: `tests/pipeline/test_axes.py` runs it with NaN
-  there.
-- Gathers and sums in loops over layers: fused gathers (v5e only, says the newer compiler, which
-  refuses them elsewhere) against sparse cores, below and in decision 31. With libtpu 0.0.42 only
-  sums go to the sparse cores: fewer cycles and less memory than with fused gathers, and a little
-  more waiting. With 0.0.50 (jax 0.12) the same step takes 0.449 Gcycles, and all but 4.8 GiB are
-  asynchronous, by one compile, not among the rows.
-- Gathers of `visit` stand in front of the loop over ticks whatever is asked of the older compiler
-  (`xla_tpu_enable_async_collective_fusion_while_loops=true`, sparse cores: no byte more is
-  asynchronous). The newer one has them on the sparse cores, beside each other and the reductions
-  that are due: of 16 layers 1.284 Gcycles, 2.3 GiB waited for, where it was 1.286 and 9.3 GiB;
-  all by one compile each, not among the rows.
-- 32 MiB of working memory for a fusion in place of 24: 0.9 to 2% fewer cycles of dense steps, with
-  layers split over tensor, too (by one compile each, not among the rows); none with experts.
-- Activations in host memory come and go beside the loops
-  over layers, all of them; `maxpipe compile` says from which rate of the link on that hides them.
-  Gate and up are more than a link to a host carries: name smaller ones.
-- Optimizer state in host memory comes and goes in loops over layers, a slice of each array at a
-  time, at the step's end; the update has next to no work to hide it behind, so that it is time
-  against memory. XLA's figure for the peak counts host memory too: reports leave that out since.
-  By one compile each, not among the rows, of 8 layers of the 8B model with 8192 words on v5p:2x2x1
-  (2 stages x fsdp 2, 3.75 GiB of moments): arguments 5.63 to 1.88 GiB, peak 11.45 to 7.88; 3.75 GiB
-  go to the host, and of the 7.5 that the report has come from it half are in the branch that
-  looks at an update, which is all but never taken.
+## Observations
+
+- The matmuls of dense layers, including fused operations, run at 83 to 98% of the peak. The largest
+  other entries are the gate (2%, limited by memory bandwidth), RoPE (2%), and messages and slots of
+  ticks (2%, less with more layers per chunk). The softmax of the head needs 1%. Norms and RoPE in
+  bfloat16 were not tested. All norms are fused with matmuls or sums, and the RoPE matmuls are
+  already in bfloat16.
+- With the expert axis, XLA copied all rows before each exchange, because the same buffer was input
+  and output. An empty output buffer removed 216 of 322 Mcycles of copies. Removing the row of zeros
+  for tokens without an expert saved another 20 Mcycles. The step improved from 2.31 to 2.07
+  Gcycles.
+- A separate program has one exchange in each direction, and each variant was compiled once (not in
+  the tables). It needs 7.7 Mcycles with the copy and 5.1 with the empty buffer. It needs 11.2 with
+  zeros, 11.6 with rows in two dims in the compiler's layout, and 16.2 with pairs of values as
+  32-bit words.
+- Expert kernels were previously counted for the full buffer, which has four times the occupied
+  rows. They now report the rows that they multiply. Unused rows still cost activations and copies.
+  A smaller `model.moe.all_to_all_capacity_factor` reduces the buffer and drops the tokens that exceed it.
+- No operation reads the part of the buffer that the exchange does not write.
+  `tests/pipeline/test_axes.py` runs the exchange with NaN in this part.
+- Gathers and sums in loops over layers can use fusions or sparse cores (see the tables below and
+  decision 31). Newer compilers reject fused gathers on chips other than v5e. With libtpu 0.0.42,
+  only sums run on the sparse cores. This needs fewer cycles and less memory than fused gathers, but
+  slightly more waiting. With 0.0.50 (JAX 0.12) the same step needs 0.449 Gcycles, and all but 4.8
+  GiB are asynchronous (one compilation, not in the tables).
+- The older compiler always runs the gathers of `visit` before the loop over ticks. Neither
+  `xla_tpu_enable_async_collective_fusion_while_loops=true` nor sparse cores make any of their bytes
+  asynchronous. The newer compiler runs them on the sparse cores, in parallel with each other and
+  with pending reductions. For 16 layers the step needs 1.284 Gcycles with 2.3 GiB exposed. The
+  older compiler needs 1.286 Gcycles with 9.3 GiB exposed (one compilation each, not in the tables).
+- A scoped VMEM limit of 32 MiB instead of 24 MiB saves 0.9 to 2% of the cycles of dense steps. This
+  includes tensor parallelism (one compilation each, not in the tables). The limit has no effect
+  with experts.
+- Activations in host memory are transferred during the loops over layers. `maxpipe compile` reports
+  the link rate that is necessary to overlap these transfers fully. The gate and up activations
+  exceed the capacity of a host link, so smaller activations should be offloaded.
+- Optimizer state in host memory is transferred at the end of the step. Loops over layers transfer
+  one slice of each array at a time. The update has almost no work that could overlap with the
+  transfer, so this saves memory at the cost of time. XLA's peak also counts host memory, and
+  reports now exclude it.
+- Offloaded optimizer state was also compiled once for 8 layers of the 8B model on v5p:2x2x1 (not in
+  the tables). The vocabulary size is 8192. The mesh has 2 stages x fsdp 2, and the moments need
+  3.75 GiB. Arguments fall from 5.63 to 1.88 GiB, and the peak from 11.45 to 7.88 GiB. The step
+  sends 3.75 GiB to the host, and the report lists 7.5 GiB from the host. Half of these belong to
+  the branch that checks an update, which almost never runs.
 
 """
 
@@ -256,8 +262,15 @@ What was read from it:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--write", action="store_true")
-    parser.add_argument("--only", default="", metavar="TEXT", help="compile these rows, no page")
-    parser.add_argument("--kinds", type=int, default=14, metavar="N", help="lines of each model")
+    parser.add_argument(
+        "--only",
+        default="",
+        metavar="TEXT",
+        help="compile only rows whose name contains TEXT, print no page",
+    )
+    parser.add_argument(
+        "--kinds", type=int, default=14, metavar="N", help="number of entries per model"
+    )
     cache = Path(tempfile.gettempdir()) / "maxpipe-tpu-step"
     parser.add_argument("--cache", type=Path, default=cache)
     options = parser.parse_args()

@@ -1,11 +1,11 @@
-"""What layers of unlike kinds cost in the engine, from the TPU compiler, without a TPU.
+"""Cost of several layer types in the engine, from the TPU compiler, without a TPU.
 
     python benchmarks/unlike_layers.py            # prints the table
     python benchmarks/unlike_layers.py --write    # and writes unlike_layers.md
 
-The model of `tpu_ahead_of_time.py` is compiled as it is, and with the same layers declared as
-several kinds: the arithmetic is the same, so that the difference is what kinds cost. Results are
-kept in `--cache`, as there.
+The model of `tpu_ahead_of_time.py` is compiled unchanged, and with the same layers declared as
+several types. The arithmetic is the same, so the difference is the cost of layer types. Results are
+cached in `--cache`, as in that script.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from maxpipe.nn import decoder
 
 UNIT = "unit"
 PATTERNS = {
-    "one kind": "a",
-    "two in turn": "ab",
+    "one type": "a",
+    "two alternating": "ab",
     "five and one": "aaaaab",
-    "three in turn": "abc",
+    "three alternating": "abc",
     "units of two": UNIT,
 }
 MODES = [
@@ -40,25 +40,26 @@ MODES = [
 ]
 MICROBATCHES = 16
 PREAMBLE = f"""\
-# What layers of unlike kinds cost
+# Cost of several layer types
 
 `python benchmarks/unlike_layers.py --write`. Nothing ran on a TPU. The 8B-class model of
-[tpu_ahead_of_time.md](tpu_ahead_of_time.md), M = {MICROBATCHES}, with its {LAYERS} layers declared
-as one kind or as several: the arithmetic is the same. Where chunks of 4 layers do not hold the same
-number of each kind, stacks are padded to the most of any chunk: arguments grow.
+[tpu_ahead_of_time.md](tpu_ahead_of_time.md) is compiled with M = {MICROBATCHES} and its {LAYERS}
+layers declared as one type or as several types. The arithmetic is the same. If the chunks of 4
+layers contain different numbers of a type, its stacks are padded to the largest number. This
+increases the size of the arguments.
 
 """
 
 
 def as_kinds(model: Model, pattern: str) -> Model:
-    """The same layers, declared as the kinds that the pattern's letters stand for."""
+    """Declare the same layers with one type for each letter of the pattern."""
     (kind,) = model.layer_types.values()
     layers = tuple(pattern[number % len(pattern)] for number in range(len(model.layers)))
     return Model(dict.fromkeys(layers, kind), layers, model.ends, model.values)
 
 
 def as_units(model: Model) -> Model:
-    """The same layers two by two, each pair declared as one layer: the unit that is repeated."""
+    """Declare each pair of layers as one layer, the unit that is repeated."""
     (kind,) = model.layer_types.values()
     second = tuple(
         replace(branch, name=f"second_{branch.name}", part=_second(branch.part))
@@ -69,7 +70,7 @@ def as_units(model: Model) -> Model:
 
 
 def _second(part: Any) -> Any:
-    """The part with other names of activations: names are those of one part of a layer."""
+    """Rename the activations of the part, because names must be unique within a layer."""
     same = type(part)
 
     class Second(same):
@@ -82,7 +83,7 @@ def _second(part: Any) -> Any:
 
 
 def measure(pattern: str, mode: Mode) -> dict[str, Any]:
-    """Compiles one program. Runs in a process of its own."""
+    """Compile one program. This function runs in a separate process."""
     from maxpipe.nn import decoder
 
     whole = decoder.describe
@@ -96,8 +97,8 @@ def measure(pattern: str, mode: Mode) -> dict[str, Any]:
 
 
 def in_process(pattern: str, mode: Mode, cache: Path) -> dict[str, Any]:
-    """From the cache or a fresh process."""
-    if pattern == "a":  # a row of that page
+    """Return a result from the cache, or compile it in a new process."""
+    if pattern == "a":  # this row is also on the page of tpu_ahead_of_time.py
         found = result(mode, MICROBATCHES, cache)
         assert found is not None, f"{mode.name} does not compile"
         return found

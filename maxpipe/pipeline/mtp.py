@@ -2,7 +2,8 @@
 
 Every stage computes all of them, as it computes the final norm, and propagates the gradient of its
 own columns of the vocabulary: that is linear, so that one sum over the stages serves everything.
-Control flow is the same on all stages. Why they are here: docs/decisions/0021-layers-ahead.md.
+Control flow is the same on all stages. The design is described in
+docs/decisions/0021-multi-token-prediction.md.
 
 Heads are projections of the final norm's output, or whole layers, each of which reads what the one
 before it returns and the embedding of later tokens.
