@@ -354,9 +354,9 @@ class ConversationEncoder:
             "",
             f"must render message by message, to locate the trained text: {path} renders the "
             f"first messages differently when later messages follow; {error}.",
-            "Set data.rewritten_history=last or each_turn; or mark the trained text with "
-            "{% generation %} ... {% endgeneration %} in a copy of the template, set "
-            "data.chat_template to it, and data.trained_roles=[assistant].",
+            "Set data.rewritten_history=last or each_turn. Or mark the trained text with "
+            "{% generation %} ... {% endgeneration %} in a copy of the template, and set "
+            "data.chat_template to the copy and data.trained_roles=[assistant].",
         )
 
     def fingerprint(self) -> str:
@@ -459,8 +459,10 @@ def empty_documents_error(path: str | None, documents: int, chat: str) -> Config
     rule = f"must contain text: {pluralize(documents, 'document')} without a character."
     action = "Set data.path to documents with text, or data.field to the field with the text."
     if chat in ("messages", "prompt"):
-        rule = f"must contain trained text: in {pluralize(documents, 'conversation')}, "
-        rule += "all trained messages are empty."
+        rule = (
+            f"must contain trained text: in {pluralize(documents, 'conversation')}, "
+            "all trained messages are empty."
+        )
         action = "Write their content, or set data.trained_roles to roles whose messages have text."
     if chat == "pairs":
         rule = f"must contain responses: all of {pluralize(documents, 'pair')} are empty."
@@ -473,9 +475,9 @@ def no_trained_tokens_error(template: str, count: int) -> ConfigError:
     return ConfigError.one(
         template,
         None,
-        f"must mark trained text: {pluralize(count, 'conversation')} without any.",
-        "Set data.trained_roles to roles of their messages, correct `weight` and `train` of the "
-        "messages, or the template's {% generation %} blocks.",
+        f"must mark trained text: {pluralize(count, 'conversation')} without a trained token.",
+        "Set data.trained_roles to roles in the conversations, or correct `weight` and `train` of "
+        "the messages or the template's {% generation %} blocks.",
     )
 
 

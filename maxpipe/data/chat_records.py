@@ -78,7 +78,7 @@ def conversation_of(record: object, config: SourceConfig) -> ChatInput:
         messages = parse_text_or_messages(fields, given[0], "data.prompt_field", "user")
         messages += parse_text_or_messages(fields, given[1], "data.response_field", "assistant")
     if not messages:
-        raise BadRecord("", "must have a message: it has none.", "Remove the record.")
+        raise BadRecord("", "must have at least one message.", "Remove the record.")
     # Columnar sources have null arguments where other calls have values.
     values = [fields.get(each) for each in names]
     nulls = null_arguments(values) if config.source == "jsonl" else ()
@@ -101,7 +101,7 @@ def parse_system_message(
     *,
     is_sharegpt: bool = False,
 ) -> tuple[list[Message], list[str]]:
-    """Return the system message of a record, in a list, and the fields that it was read from.
+    """Return a list with the system message of a record, and the names of its fields.
 
     The list is empty if the record has no system message or `messages` begin with one.
 
@@ -157,8 +157,8 @@ def has_value(value: Any) -> bool:
 def check_mapping(record: object, config: SourceConfig) -> Mapping[str, Any]:
     """Return the record. Raises BadRecord if it is not an object."""
     if not isinstance(record, Mapping):
-        rule = f"must be an object with fields for data.chat={config.chat}; it is of type "
-        rule += f"{type(record).__name__}."
+        kind = type(record).__name__
+        rule = f"must be an object with data.chat={config.chat}; the record is of type {kind}."
         raise BadRecord(shorten(str(record)), rule, "Set data.chat=off if the records are texts.")
     return record
 
@@ -195,8 +195,7 @@ def read_field(record: Mapping[str, Any], name: str, key: str) -> Any:
     guesses = [each for each in names if each.lower() not in SYSTEMS or key == "data.system_field"]
     guess = did_you_mean(name, guesses) or (names[0] if len(names) == 1 else "")
     settings = f"{key}={guess}" if guess else f"{key} to the right field"
-    # If the value of the key is not its default, the key must be named even if the default is
-    # right.
+    # If the config overrides the key, the message must set it even to its default.
     is_default = name == default_of(key)
     chat = chat_settings(record) if is_default else settings_text(chat_keys(record))
     if "data.chat=pairs" in chat or key not in ("data.chosen_field", "data.rejected_field"):
@@ -251,7 +250,7 @@ def parse_messages(value: object, key: str, what: str = "a list") -> list[Messag
         return [message_of(each) for each in value]
     raise BadRecord(
         shorten(str(value)),
-        f"must have {what} of objects in {key}; it is of type {type(value).__name__}.",
+        f"must have {what} of objects in {key}; the value is of type {type(value).__name__}.",
         'Write it as [{"role": "user", "content": "..."}, ...].',
     )
 
@@ -340,7 +339,7 @@ def is_trained(message: Message, config: SourceConfig, which: str) -> bool:
             raise BadRecord(which, rule, "Set 1 for a trained message and 0 for others.")
     if len({bool(value) for value in flags.values()}) > 1:
         given = ", ".join(f"{key} {value}" for key, value in flags.items())
-        rule = f"must set training with one key: the message has {given}."
+        rule = f"must have training keys that agree: found {given}."
         raise BadRecord(which, rule, "Remove one of these keys.")
     by_role = message["role"] in config.trained_roles
     if "train" in flags or "training" in flags:
@@ -368,8 +367,8 @@ def check_content(message: Message, which: str) -> None:
     content = message.get("content")
     for part in content if isinstance(content, list) else []:
         if isinstance(part, Mapping) and part.get("type") in _MEDIA:
-            rule = f"must have text content; parts of type {part['type']} are not "
-            raise BadRecord(which, f"{rule}supported.", "Remove the record or the part.")
+            rule = f"must have text content; parts of type {part['type']} are not supported."
+            raise BadRecord(which, rule, "Remove the record or the part.")
     if isinstance(content, str | list) or (
         "content" not in message
         and any(has_value(message.get(each)) for each in _CALL_AND_REASONING_KEYS)
@@ -425,7 +424,7 @@ def settings_of(fields: Mapping[str, Any]) -> dict[str, Any]:
             return settings
     raise BadRecord(
         shorten(str(fields[SETTINGS])),
-        f"must have an object in {SETTINGS}, without {', '.join(_RESERVED)}.",
+        f"must have an object in {SETTINGS}, without the keys {', '.join(_RESERVED)}.",
         'Write it as {"enable_thinking": false}.',
     )
 

@@ -1,8 +1,8 @@
 """Chat template, BOS and EOS tokens of runs that train on conversations.
 
-In generation, text ends at the token that closes an assistant message in training. The template
-determines this token: it follows the assistant message in a conversation of two messages. Prepared
-conversations may have an unknown template; the token is then inferred from the trained tokens.
+In generation, text ends at the token that closes an assistant message in training. This token is
+found with the template, as the control token after the last of two messages. Prepared conversations
+may have an unknown template; the token is then inferred from the trained tokens.
 
 The module also applies `data.long_conversations` to conversations longer than a sequence. It uses
 only token counts, so records and prepared folders give the same result.
@@ -149,7 +149,7 @@ def build_chat_spec(
 
 
 def _has_template(config: SourceConfig, tokenizer: Tokenizer) -> bool:
-    """Return whether a template exists; pairs of texts have none."""
+    """Return whether the source has a chat template; pairs of texts need none."""
     return bool(config.chat_template) or tokenizer.chat is not None
 
 
@@ -210,7 +210,7 @@ _PART = 1 << 20
 
 
 class RemainingCounts(NamedTuple):
-    """Numbers of conversations, int64 []: with tokens left, and with none left."""
+    """Numbers of conversations with and without remaining tokens, int64 []."""
 
     with_tokens: np.ndarray
     left_out: np.ndarray
@@ -219,7 +219,7 @@ class RemainingCounts(NamedTuple):
 class LengthLimitedDocuments:
     """Conversations limited to the tokens of one sequence; see `Documents`.
 
-    With `truncate`, a conversation without a trained token left has no tokens, as with `drop`.
+    With `truncate`, a conversation that has no trained token left is dropped.
     """
 
     def __init__(
@@ -232,7 +232,7 @@ class LengthLimitedDocuments:
         """Create the documents.
 
         `trains` returns, for a document and a token count, whether any of the first tokens is
-        trained. By default the document is read to find out.
+        trained. By default, the document is read.
         """
         self.pad_id = documents.pad_id
         self._documents = documents

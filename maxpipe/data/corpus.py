@@ -143,9 +143,7 @@ class IndexedSource:
         return _windowed_documents(self.documents) is not None
 
     def numbers(self, split: Split, fraction: float) -> Iterator[np.ndarray]:
-        """Yield the document indices of a split in parts of bounded size, each part in nearby
-        order.
-        """
+        """Yield the document indices of a split in sorted parts of bounded size."""
         if (windowed := _windowed_documents(self.documents)) is None:
             order = np.sort(self._order(split, fraction))
             yield from np.split(order, range(_PART, len(order), _PART))
@@ -361,12 +359,12 @@ def _remaining_counts_of(arrays: Mapping[str, np.ndarray]) -> RemainingCounts:
 
 
 def _packing_metadata(packing: Packing) -> dict[str, str]:
-    """Return the fingerprint entry; empty for the only packing of releases without this entry."""
+    """Return the fingerprint entry, or nothing for `cut`, as in earlier releases."""
     return {} if packing == "cut" else {"packing": packing}
 
 
 def _long_conversation_metadata(config: SourceConfig) -> dict[str, str]:
-    """Return the fingerprint entry; empty for the only policy of releases without this entry."""
+    """Return the fingerprint entry, or nothing for `split`, as in earlier releases."""
     policy = config.long_conversations
     return {} if policy == "split" else {"long_conversations": policy}
 

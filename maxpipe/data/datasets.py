@@ -90,7 +90,7 @@ class _TrainingDigests:
     """Evaluation digests that occur in the training data, and where."""
 
     def __init__(self, known: np.ndarray):
-        """Create the lookup of sorted uint64 digests."""
+        """Create a lookup table for sorted uint64 digests."""
         self._known = known
         self._sources: list[IndexedSource] = []
         self._source_of = np.full(len(known), -1, np.int32)
@@ -222,7 +222,7 @@ def check_overlap(
     warn: Callable[[str], object],
     moved: Callable[[], object] = lambda: None,
 ) -> None:
-    """Check for evaluation documents in the training data; warn or fail by the config.
+    """Check for evaluation documents in the training data; warn or raise as configured.
 
     With `data.validation_overlap=stop`, sources with too many documents for a full shuffle are also
     compared, which reads all their digests. `moved` is called for each part.

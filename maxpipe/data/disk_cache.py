@@ -34,9 +34,9 @@ class CacheMessages(NamedTuple):
     task: str
     """Name of the computation."""
     again: str
-    """Consequence if the arrays cannot be read."""
+    """Log text for arrays that cannot be read."""
     next_start: str
-    """Consequence if the arrays cannot be written."""
+    """Log text for arrays that cannot be written."""
 
 
 def load_or_compute(

@@ -83,14 +83,14 @@ class DocumentIndex:
     unreadable: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     """int64: indices of the documents that are empty because their records could not be read."""
     digests: np.ndarray = field(default_factory=lambda: np.zeros(0, np.uint64))
-    """uint64 [documents]: `digest_of` each text, or of the ids of each conversation."""
+    """uint64 [documents]: digest of each text, or of the ids of each conversation."""
     marks: np.ndarray | None = None
     """uint8 [documents]: `EncodedDocument.marks` of each conversation or pair."""
     masks: np.ndarray | None = None
     """uint64 [documents]: `mask_digest` of each conversation; None for texts."""
     first_targets: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
-    """int64 [documents]: index of the first trained token with a predecessor, 0 without one; for
-    conversations.
+    """int64 [documents]: for conversations, the index of the first trained token with a
+    predecessor, or 0.
     """
     unread_keys: np.ndarray = field(default_factory=lambda: np.zeros(0, np.str_))
     """str: keys of records that are not read."""

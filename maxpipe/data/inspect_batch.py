@@ -66,8 +66,10 @@ def inspect_sequence(
     """
     rows = loader.rows(batch)
     if not rows:
-        rule = f"must be a step with text: it reads batch {batch + 1}, and the last batch is "
-        rule += f"{loader.num_batches}."
+        last = loader.num_batches
+        rule = (
+            f"must be a step with text: it reads batch {batch + 1}, and the last batch is {last}."
+        )
         raise ConfigError.one("command line: step", None, rule, "Set a smaller step.")
     if row >= len(rows):
         rule = f"must be below the {pluralize(len(rows), 'sequence')} of the batch."

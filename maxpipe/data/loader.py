@@ -171,7 +171,7 @@ class Loader:
     def num_batches(self) -> int:
         """Number of batches in the stream; for a repeating stream without an end, in one epoch.
 
-        A stream that does not repeat or that ends has no batch after these.
+        No batch follows unless the stream repeats without an end.
         """
         return self.ramp.batches(len(self.stream) if self.stream.end is None else self.stream.end)
 
@@ -269,7 +269,7 @@ class Loader:
         self.use(found)
 
     def use(self, found: Mixture) -> None:
-        """Use exactly this mixture and its end."""
+        """Use this mixture without changes."""
         self.stream.mixture, self.stream.end = found, found.end
         self._fingerprint[mixture.MIXTURE_KEY] = found.facts()
 

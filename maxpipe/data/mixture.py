@@ -93,7 +93,9 @@ class Mixture:
         return self._before[stage] + self._within(stage, number - int(self._firsts[stage]))
 
     def reaches(self, source: int, count: int) -> int | None:
-        """Return the number of samples that contain `count` of a source; None if no number does."""
+        """Return the smallest number of samples that includes `count` of a source; None if never
+        reached.
+        """
         last = len(self.stages) - 1
         number = next((n for n in range(last) if self._before[n + 1][source] >= count), last)
         need, quota = count - int(self._before[number][source]), int(self._quotas[number][source])
@@ -269,7 +271,7 @@ def build_mixture(
                 raise ConfigError.one(
                     f"data.mixture.{name}",
                     f"a share of {share:.2g}",
-                    f"must be at least {1 / BLOCK:.2g} of the sequences: smaller ones round to 0.",
+                    f"must be at least {1 / BLOCK:.2g} of all sequences: smaller ones round to 0.",
                     "Set a larger weight, or add the path of a small source to another source.",
                 )
         if not found or found[-1].quotas != dealt:

@@ -49,7 +49,7 @@ class Permutation:
 
     def __call__(self, indices: np.ndarray) -> np.ndarray:
         inside = indices.size == 0 or 0 <= indices.min() <= indices.max() < self._size
-        assert inside, f"an index outside of range({self._size}) would walk for ever"
+        assert inside, f"an index outside of range({self._size}) would loop forever"
         # Blocks that fit the processor's cache make this four times as fast for many indices.
         blocks = range(_FEISTEL_BLOCK, len(indices), _FEISTEL_BLOCK)
         return np.concatenate([self._walk(block) for block in np.split(indices, blocks)])

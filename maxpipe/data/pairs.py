@@ -105,8 +105,10 @@ class PairEncoder:
             return EncodedDocument(ids, np.arange(len(ids)) > len(asked), unread=keys)
         if self._chat is None:
             rule = "must be texts, or have a chat template: the tokenizer folder has none."
-            action = "Set data.chat_template to a Jinja file, or tokenizer.kind=auto and "
-            action += "tokenizer.path to a model folder with a chat template."
+            action = (
+                "Set data.chat_template to a Jinja file, or tokenizer.kind=auto and "
+                "tokenizer.path to a model folder with a chat template."
+            )
             raise BadRecord("lists of messages", rule, action)
         first = [dict(each) for each in _messages(prompt, "user")]
         last = [dict(each) for each in _messages(response, "assistant")]
@@ -253,8 +255,10 @@ def _strip_repeated_prompt(found: list[list[Message]]) -> list[list[Message]]:
         return [prompt, *(each[size:] for each in responses)]
     alike = min(_common_prefix_length(*responses), *(len(each) - 1 for each in responses))
     if size == 1 and any(_is_same(prompt[0], each) for each in responses[0][: max(0, alike)]):
-        rule = "must have responses to the prompt: both are full conversations with more messages "
-        rule += "before the response than the prompt."
+        rule = (
+            "must have responses to the prompt: both are full conversations with more messages "
+            "before the response than the prompt."
+        )
         raise BadRecord(shorten(str(prompt[0])), rule, "Set data.prompt_field=''.")
     return found
 
@@ -273,8 +277,10 @@ def _column_of_prompt(fields: Any, name: str) -> Any:
     try:
         return read_field(fields, name, "data.prompt_field")
     except BadRecord as error:
-        action = f"{error.action} Set data.prompt_field='' if both responses are full "
-        raise BadRecord(error.given, error.rule, f"{action}conversations.") from error
+        action = (
+            f"{error.action} Set data.prompt_field='' if both responses are full conversations."
+        )
+        raise BadRecord(error.given, error.rule, action) from error
 
 
 def _split_common_prefix(values: list[Any]) -> tuple[Any, list[Any]]:
@@ -284,8 +290,8 @@ def _split_common_prefix(values: list[Any]) -> tuple[Any, list[Any]]:
         if one == other:
             rule = (
                 "must have two different responses: both texts are equal, so the prompt cannot be "
+                "separated from the response."
             )
-            rule += "separated from the response."
             raise BadRecord("", rule, "Remove the record.")
         alike = _common_prefix_length(one, other)
         # A space belongs to the following word, as in tokenizers.

@@ -284,7 +284,7 @@ def _unread_fields_remark(records: Sequence[Mapping[str, Any]], data: SourceConf
     shown = ", ".join(f"{name} (in {counts[name]})" for name in (*systems[:1], *contexts))
     total = pluralize(len(records), "record")
     action = f"Set {settings_text(settings)} if these keys belong to the prompt."
-    return f"keys not used in prompts, of {total}: {shown}. {action}"
+    return f"keys not used in the prompts of {total}: {shown}. {action}"
 
 
 def prompt_of(record: Mapping[str, Any], data: SourceConfig) -> str | ChatInput:
@@ -362,7 +362,7 @@ def _encode_prompts(
             None,
             "has `messages`, which require the chat template of a model folder, and the tokenizer "
             "has none.",
-            "Write a `prompt` on each line, or set the folder:tokenizer.kind=auto "
+            "Write a `prompt` on each line, or set the folder: tokenizer.kind=auto "
             "tokenizer.path=FOLDER.",
         )
     places = [each.where for each in records if each.chat is None]

@@ -3,8 +3,8 @@
 Reading document i twice returns the same text, in any thread and process. Each format has a module
 in `formats/`. `documents.py` handles tokens; other modules handle splits, order and batches.
 
-Sources refer to their config keys as keys of `data`. In error messages, this module replaces them
-by the keys of the right section: `data.mixture.NAME` or `data.validation.NAME`.
+Sources refer to their config keys as keys of `data`. In error messages, this module replaces `data`
+by the section of the source, `data.mixture.NAME` or `data.validation.NAME`.
 """
 
 from __future__ import annotations

@@ -186,7 +186,7 @@ class DocumentStatistics(NamedTuple):
     marks: int = 0
     """See `EncodedDocument.marks`."""
     first_target: int = 0
-    """See `DocumentIndex.first_targets`; for conversations."""
+    """See `DocumentIndex.first_targets`; 0 for texts."""
 
 
 class DuplicateCounter:

@@ -54,7 +54,7 @@ class TextStream:
         text = complete = self._decode(self._ids)
         for _ in range(_MAX_INCOMPLETE):
             complete = complete.removesuffix(_REPLACEMENT_CHARACTER)
-        if len(self._ids) > _MAX_PENDING_IDS:  # bytes that are not UTF-8 may continue without limit
+        if len(self._ids) > _MAX_PENDING_IDS:  # invalid UTF-8 may continue indefinitely
             complete = text
         added = complete[self._given :]
         self._given = max(self._given, len(complete))
@@ -233,7 +233,7 @@ def fit_tokenizer(tokenizer: Tokenizer, rows: int, *, model: str = "") -> Tokeni
             "model.vocab_size",
             rows,
             f"{rule[:-1]}, and the embedding of {model} has {rows} rows.",
-            "Set the tokenizer of this model:tokenizer.kind=auto tokenizer.path=FOLDER.",
+            "Set the tokenizer of this model: tokenizer.kind=auto tokenizer.path=FOLDER.",
         )
     raise ConfigError.one(
         "model.vocab_size",
@@ -263,9 +263,9 @@ def check_token_ids(where: str, ids: np.ndarray, tokenizer: Tokenizer) -> None:
 
 
 def suggest_tokenizer_action(tokenizer: Tokenizer, fingerprint: str, action: str) -> str:
-    """Return the action for documents with another tokenizer fingerprint than the tokenizer's.
+    """Return the suggested action for ids with a tokenizer fingerprint that differs.
 
-    The action is `action`, unless the ids are those of the same `tokenizer.json` without changes.
+    The result is `action`, unless the ids were encoded with the same `tokenizer.json`, unchanged.
     """
     is_file = isinstance(tokenizer, HuggingFaceTokenizer)
     if not is_file or not fingerprint or fingerprint != tokenizer.file_fingerprint:

@@ -231,7 +231,7 @@ def _as_template(field: str) -> str:
 
 
 def _is_content(name: str, records: Sequence[Fields]) -> bool:
-    """Return whether a field contains text that a model may read."""
+    """Return whether a field contains natural-language text."""
     texts = [record[name] for record in records if has_value(record.get(name))]
     if not texts or not all(isinstance(each, str) for each in texts):
         return False

@@ -231,7 +231,7 @@ def test_long_conversations(policy: str, tmp_path: Path) -> None:
         assert trained == ["aaaaa"] and "a sequence: dropped" in remark
     else:
         assert "".join(sorted("".join(trained))) == "a" * 5 + "b" * 30 + "c" * 5
-        assert "data.packing=best_fit" in remark
+        assert "without its prompt" in remark
 
 
 def test_pairs_have_tools(tmp_path: Path) -> None:

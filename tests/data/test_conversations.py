@@ -256,8 +256,12 @@ def _tiktoken(tmp_path: Path) -> Tokenizer:
     ("record", "given", "rule"),
     [
         ({"text": "a"}, "fields text", "field of data.messages_field"),
-        ("only text", "only text", "must be an object with fields"),
-        ({"messages": "a"}, "a", "list of objects in data.messages_field; it is of type str"),
+        ("only text", "only text", "must be an object with data.chat="),
+        (
+            {"messages": "a"},
+            "a",
+            "list of objects in data.messages_field; the value is of type str",
+        ),
         ({"messages": ["a"]}, "['a']", "list of objects"),
         ({"messages": []}, "", "it has none"),
         ({"messages": [{"content": "a"}]}, "message 1 without role", "data.chat_roles: system"),
@@ -274,7 +278,7 @@ def _tiktoken(tmp_path: Path) -> Tokenizer:
         ),
         ({"messages": [{"role": "user", "content": 3}]}, "message 1", "of type int"),
         ({"messages": [{"role": "user", "content": [b"a"]}]}, "", "valid JSON"),
-        ({"messages": said(("user", "a" * (1 << 24)))}, "", "at most 16777216 are read"),
+        ({"messages": said(("user", "a" * (1 << 24)))}, "", "at most 16777216 are allowed"),
         ({"messages": said(("user", ""))}, "", "renders nothing"),
     ],
 )
@@ -347,7 +351,10 @@ def test_a_process_that_ended_is_replaced(tmp_path: Path) -> None:
             "{% for m in messages %}{{ m.content if loop.last else 'x' }}{% endfor %}",
             "first messages differently",
         ),
-        ("{% if messages | length < 3 %}{{ raise_exception('3') }}{% endif %}a", "of 2 it says: 3"),
+        (
+            "{% if messages | length < 3 %}{{ raise_exception('3') }}{% endif %}a",
+            "first 2 messages: 3",
+        ),
     ],
 )
 def test_a_template_without_prefixes(template: str, why: str, tmp_path: Path) -> None:
@@ -408,7 +415,7 @@ def test_the_index_counts_what_is_trained(tmp_path: Path) -> None:
 
 def test_nothing_is_trained(tmp_path: Path) -> None:
     made = conversations(CHATML, records_of([said(("user", "a"))]), tmp_path)
-    with pytest.raises(ConfigError, match="none of 1 conversation has any"):
+    with pytest.raises(ConfigError, match="1 conversation without a trained token"):
         build_chat_index(made, None)
 
 

@@ -203,7 +203,7 @@ def test_files_that_are_not_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="must be a pair of files"):
         MegatronDocuments(str(tmp_path / "a"), ByteTokenizer())
     write(tmp_path / "a", [])
-    with pytest.raises(ConfigError, match="must contain a document"):
+    with pytest.raises(ConfigError, match="must contain documents"):
         MegatronDocuments(str(tmp_path / "a"), ByteTokenizer())
 
 

@@ -578,7 +578,7 @@ def test_an_index_that_points_elsewhere(pointer: int, tokens: Path, tmp_path: Pa
     (tmp_path / MANIFEST_FILE).write_text(dump_checksummed(manifest))
     documents = PreparedDocuments(str(tmp_path), ByteTokenizer())
     documents[3]
-    with pytest.raises(StorageError, match="document 5 is at bytes"):
+    with pytest.raises(StorageError, match="document 5 has the invalid byte range"):
         documents[5]
 
 

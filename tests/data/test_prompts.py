@@ -196,7 +196,7 @@ def test_prompts_of_several_fields(tmp_path: Path, caplog: pytest.LogCaptureFixt
     )
     (line,) = caplog.messages
     assert line.endswith(
-        "fields.jsonl: keys not used in prompts, of 2 records: system (in 1). "
+        "fields.jsonl: keys not used in the prompts of 2 records: system (in 1). "
         "Set data.system_field=system if these keys belong to the prompt."
     )
     caplog.clear()

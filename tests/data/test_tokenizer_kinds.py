@@ -193,7 +193,7 @@ def test_a_folder_holds_one_tokenizer(tmp_path: Path, opened: dict[str, Tokenize
     assert "this folder has none" in refused(replace(auto, kind="tiktoken", preset="llama3"))
     shutil.copy(GOLDEN / "bpe.model", tmp_path / "b.model")
     message = refused(auto)
-    assert "it has b.model, tokenizer.model" in message
+    assert "found b.model, tokenizer.model" in message
     assert f"Set tokenizer.path={tmp_path / 'b.model'}, or" in message
     shutil.copy(GOLDEN / "folder/tokenizer.json", tmp_path)
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<|end_of_text|>"}')
@@ -234,11 +234,11 @@ def test_roles_from_the_map_and_ends_from_names(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "rule"),
     [
-        ("tokenizer_config.json", '{"eos_token": "<nothing>"}', "calls eos_token: <nothing>"),
+        ("tokenizer_config.json", '{"eos_token": "<nothing>"}', "in its folder: <nothing>"),
         (
             "tokenizer_config.json",
             '{"eos_token": "<|end_of_text|>", "chat_template": 3}',
-            "a text as chat",
+            "text in chat_template",
         ),
         (
             "tokenizer_config.json",
@@ -247,9 +247,9 @@ def test_roles_from_the_map_and_ends_from_names(folder: Path) -> None:
         ),
         ("special_tokens_map.json", "[1]", "must be a JSON object"),
         ("generation_config.json", '{"eos_token_id": 10000000000}', "ids below 67108864"),
-        ("generation_config.json", '{"eos_token_id": [1, -1]}', "it has -1"),
-        ("generation_config.json", '{"eos_token_id": [true]}', "it has True"),
-        ("generation_config.json", '{"eos_token_id": "1"}', "it has 1"),
+        ("generation_config.json", '{"eos_token_id": [1, -1]}', "found -1"),
+        ("generation_config.json", '{"eos_token_id": [true]}', "found True"),
+        ("generation_config.json", '{"eos_token_id": "1"}', "found 1"),
         ("generation_config.json", "[" * 99999, "brackets"),
         ("chat_template.jinja", b"\xff", "must be UTF-8 text"),
     ],
@@ -282,9 +282,9 @@ BYTES = "".join(f"{base64.b64encode(bytes([i])).decode()} {i}\n" for i in range(
         (BYTES[:-7], "must be a token in base64"),
         (BYTES + "YWI= 256\nYWI= 257\n", "the token of line 258 is repeated"),
         (BYTES + "YWI= 256\nYWM= 256\n", "two tokens have the same rank"),
-        (BYTES + "YW!= 256\n", "line 257 has no base64"),
-        (BYTES + "YWI 256\n", "line 257 has no base64"),
-        (BYTES + "YWI= 999999999\n", "a rank of 999999999"),
+        (BYTES + "YW!= 256\n", "line 257 is not valid base64"),
+        (BYTES + "YWI 256\n", "line 257 is not valid base64"),
+        (BYTES + "YWI= 999999999\n", "rank 999999999"),
         (BYTES + "YWI= 9999999999999999999\n", "line 257 must be"),
         (BYTES + "YWI= -1\n", "line 257 must be"),
         (BYTES + "YWI=\n", "line 257 must be"),

@@ -51,7 +51,7 @@ class ArrayRecords:
             if not len(self._records):
                 raise ValueError("the files have no records")
             first = self._records[0]
-        except Exception as error:  # the reader raises different classes
+        except Exception as error:  # the reader raises various exception classes
             raise ConfigError.one(
                 "data.path",
                 path if len(files) == 1 else f"{path} and {len(files) - 1} more",
@@ -107,7 +107,7 @@ def wrap_damage_errors(where: Callable[[], str]) -> Iterator[None]:
         yield
     except MemoryError:
         raise
-    except Exception as error:  # the reader raises different classes
+    except Exception as error:  # the reader raises various exception classes
         raise ConfigError.one(
             where(),
             None,
@@ -160,7 +160,7 @@ class TfdsExamples:
                 download=False,
                 try_gcs=False,
             )
-        except Exception as error:  # tfds raises different classes for a missing dataset
+        except Exception as error:  # tfds raises various exception classes for a missing dataset
             raise _not_prepared(tfds, dataset, folder, error) from error
         paths = map(os.fspath, self._examples.dataset_info.splits["train"].filepaths)
         self.files = stat_files(paths, self._examples.dataset_info.data_dir)

@@ -50,7 +50,7 @@ _LARGE_BYTES = 1 << 26
 class _Entry(NamedTuple):
     """Stat of a file, and the digest of the content with that stat.
 
-    `is_settled` is whether the file was settled when it was read.
+    `is_settled` is true if the file was settled when it was read; see `Stat.is_settled`.
     """
 
     stat: Stat

@@ -36,8 +36,8 @@ _PREFETCH_BYTES = 1 << 23
 
 
 SETTLED_SECONDS = 2.0
-"""Minimum age of the last write. A later write within the same tick of the clock may leave the stat
-of a younger file unchanged, so the next start reads such a file again.
+"""Minimum age of a file's last write. Two writes within this time may give the same stat, so the
+next start reads a younger file again.
 """
 
 
@@ -62,7 +62,7 @@ class Stat(NamedTuple):
 
     @property
     def is_settled(self) -> bool:
-        """Whether a further write would change the stat."""
+        """Whether the last write is old enough that any further write changes the stat."""
         return self.age_seconds >= SETTLED_SECONDS
 
 
@@ -252,7 +252,7 @@ def _action(path: str, suffixes: tuple[str, ...]) -> str:
             return f"Set data.source={fitting[0]}, which reads the files in {path}."
     elif is_hub_id(path):
         return (
-            f"maxpipe does not download: run `hf download {path} --repo-type dataset --local-dir "
+            f"Download the data first: run `hf download {path} --repo-type dataset --local-dir "
             "data`, and set data.path=data."
         )
     elif not os.path.lexists(expanded) and (

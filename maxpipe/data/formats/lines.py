@@ -91,7 +91,7 @@ class Lines:
     """Non-blank lines of a file.
 
     `starts` contains the offset of each line in `content`, then the size. `content` is the file
-    itself or an unpacked copy. `skips` is whether the file has blank lines.
+    itself or an unpacked copy. `skips` is true if the file has blank lines.
     """
 
     file: File

@@ -146,7 +146,7 @@ class ParquetRows:
         self._cached: OrderedDict[tuple[int, int, bool], Any] = OrderedDict()
         counts: list[list[int]] = []
         largest = 0
-        progress = Progress("finding rows of parquet (files)", len(files), moved)
+        progress = Progress("reading parquet metadata (files)", len(files), moved)
         for number, file in enumerate(files):
             with self._opened(file) as found:
                 about = found.metadata
@@ -325,7 +325,7 @@ def _too_large_error(where: str, num_rows: int, how: str) -> ConfigError:
     return ConfigError.one(
         where,
         f"{num_rows} rows",
-        f"must need at most {MAX_GROUP_BYTES} bytes of memory; {how}.",
+        f"must fit in {MAX_GROUP_BYTES} bytes of memory; {how}.",
         "Write the file again with smaller row groups (row_group_size=10000).",
     )
 

@@ -271,7 +271,7 @@ def _incomplete_file_error(file: File, error: Exception) -> ConfigError:
 
 
 def _messages(file: File) -> Iterator[tuple[int, int, int, int, bool]]:
-    """Yield type, first byte, end, rows and whether it is compressed of each message of a stream.
+    """Yield (type, first byte, end, rows, is compressed) for each message of a stream.
 
     A message consists of a marker, the metadata size, the metadata as a flatbuffer, and a body.
     """
@@ -279,7 +279,7 @@ def _messages(file: File) -> Iterator[tuple[int, int, int, int, bool]]:
     while at < file.size_bytes - len(_END):
         mark, size = struct.unpack("<Ii", read(file, at, at + 8))
         if mark != _MARK or not 0 < size <= _MAX_METADATA_BYTES:
-            raise ValueError(f"byte {at} is not the begin of a message")
+            raise ValueError(f"byte {at} is not the beginning of a message")
         message = _Table.root(read(file, at + 8, at + 8 + size))
         kind, body = message.number(1, "<B"), message.number(3, "<q")
         stop = at + 8 + size + body

@@ -57,8 +57,8 @@ class Source(Protocol):
         ...
 
     def fingerprint(self) -> str:
-        """Return a digest of cheap identifiers: names, sizes, counts, first and last bytes of
-        files.
+        """Return a digest of file names, sizes, counts, and first and last bytes, which is fast to
+        compute.
         """
         ...
 
@@ -123,8 +123,8 @@ class FileDigests(Protocol):
 class RecordSource:
     """Texts of the records of a format.
 
-    A record that cannot be read raises UnreadableRecord. With `most_skipped`, up to that many such
-    records are empty documents instead, so that document indices do not change.
+    A record that cannot be read raises UnreadableRecord. Up to `most_skipped` such records become
+    empty documents instead, so document indices do not change.
     """
 
     def __init__(

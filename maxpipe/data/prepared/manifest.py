@@ -10,10 +10,10 @@ interruption, the same command resumes after the last journal entry.
 
 Layout of Megatron's index of a file of token ids:
 
-    magic, version, id type, number of sequences and of bounds              34 bytes
-    lengths    int32 [sequences]       ids of each sequence
-    pointers   int64 [sequences]       byte offset of each sequence in the .bin
-    bounds     int64 [documents + 1]   first sequence of each document, and the end
+- header (34 bytes): magic, version, id type, number of sequences, number of bounds
+- lengths int32 [sequences]: number of ids in each sequence
+- pointers int64 [sequences]: byte offset of each sequence in the .bin file
+- bounds int64 [documents + 1]: first sequence of each document, and the end
 """
 
 from __future__ import annotations
@@ -237,7 +237,7 @@ def fsync_folder(folder: Path) -> None:
 MANIFEST_FILE = "manifest.json"
 JOURNAL = "unfinished"
 """Journal of finished shards, one checksummed JSON value per line, removed when the manifest is
-written. Its name has no suffix that a source would read.
+written. The name has no suffix, so no source reads it as data.
 """
 SPANS = "spans"
 META_FILE, MASK_FILE, CRC_FILE = ".meta", ".mask", ".crc"
@@ -551,7 +551,9 @@ def _check(found: Manifest) -> None:
             raise ValueError(f"{name} has {shard.get('trained')} trained tokens")
     for name in ("documents", "tokens"):
         if found[name] != sum(shard[name] for shard in shards):
-            raise ValueError(f"{found[name]} {name} differ from the sum of the shards")
+            raise ValueError(
+                f"the number of {name} ({found[name]}) differs from the sum of the shards"
+            )
     counts = found["byte_counts"]
     if len(counts) != 256 or min(counts) < 0 or sum(counts) != found["text_bytes"] or not shards:
         raise ValueError("the shards or the byte histogram are inconsistent")

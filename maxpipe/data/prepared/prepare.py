@@ -445,7 +445,7 @@ def _check_files_unchanged(folder: Path, source: Source, report: ProgressCallbac
         ConfigError: a file has changed.
     """
     try:
-        source.check_unchanged(lambda: report("reading files with new times", 0, 0, ""))
+        source.check_unchanged(lambda: report("checking modified files", 0, 0, ""))
     except ConfigError as error:
         action = "Restore the file and run the same command again, or prepare the changed file "
         action += f"into another folder, such as --out {suggest_folder(folder)}."

@@ -129,7 +129,8 @@ class Shard:
         stop, size = end[0] if end else self.files[BIN].size, self.layout.dtype.itemsize
         if not 0 <= begin <= stop <= self.files[BIN].size or begin % size or stop % size:
             raise damaged_error(
-                self.files[IDX].path, f"document {document} is at bytes {begin} to {stop}"
+                self.files[IDX].path,
+                f"document {document} has the invalid byte range {begin} to {stop}",
             )
         return begin, stop
 

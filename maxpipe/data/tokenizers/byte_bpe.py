@@ -1,11 +1,11 @@
 """Faster encoder for byte-level BPE: tiktoken replaces `tokenizers` if the ids are the same.
 
-`tokenizers` applies a list of merges. tiktoken merges neighbours whose joined bytes are a token,
-lowest rank first. Both give the same ids for every word if each token, encoded as a word, merges
-from bytes to itself. Neighbours x, y in a word are then produced by the same merges as in the word
-xy alone, and that word has a single state with two tokens, before its last merge. Every token is
-tested. Words are the same if the pattern is a published one and both libraries agree on letters,
-numbers and spaces, which is tested for every character. All other text uses `tokenizers`.
+The library `tokenizers` applies a list of merges. Instead, tiktoken merges adjacent tokens whose
+joined bytes are a token, lowest rank first. Both give the same ids for every word if each token,
+encoded as a word, merges from bytes to itself, because its last merge then joins the same two
+tokens in both libraries. Every token is tested. Both libraries split text into the same words if
+the pattern is a published one and they agree on letters, numbers and spaces. This is tested for
+every character. All other text uses `tokenizers`.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ PUBLISHED = (LLAMA3, QWEN, O200K, _GPT2)
 _LONGEST = 1 << 18
 """Maximum characters of a text: tiktoken's patterns fail on runs of a million spaces."""
 _LAST = 0x32000
-"""Characters from here on are not letters of a language. Texts with such characters are
-left out.
+"""Characters from here on are not letters of a language. Texts with such characters use
+`tokenizers`.
 """
 _FOLDED = "\u017f\u212a"
 """Non-ASCII characters that match s or k when case is ignored."""

@@ -3,7 +3,7 @@
 A template is an untrusted program that comes with a model. It runs in the jinja2 sandbox in a
 separate process, because the sandbox limits neither time nor memory. The process receives only the
 messages. It sees neither environment variables, which may contain secrets, nor files of the parent.
-A process that exceeds a limit is ended, and the error names its conversation.
+A process that exceeds a limit is terminated, and the error names its conversation.
 """
 
 from __future__ import annotations

@@ -197,13 +197,13 @@ def resolve(
     texts = {role: text for role, text in said.items() if text is not None}
     listed = _load_listed_ids(folder, vocab_size)
     find = partial(_role, path=path, said=said, special=special, id_of=id_of, known=known or {})
-    # The listed ids with a text come first.
+    # Ids with a text come first.
     end = find("eos_token", ids=sorted(listed["eos_token_id"], key=lambda i: i >= vocab_size))
     if end is None:
         raise ConfigError.one(
             PATH,
             path,
-            f"must have an EOS token: its special tokens are {_join_names(special) or 'none'}.",
+            f"must have an EOS token: the special tokens are {_join_names(special) or 'none'}.",
             f'Add {_SETTINGS} with {{"eos_token": "..."}} to its folder.',
         )
     begin, pad = find("bos_token"), find("pad_token")
@@ -269,7 +269,7 @@ def _role(
 
 
 def _join_names(names: Iterable[str], most: int = 12) -> str:
-    """Join the first names."""
+    """Join the first `most` names."""
     shown = list(names)
     more = f" and {len(shown) - most} more" if len(shown) > most else ""
     return ", ".join(name[:80] for name in shown[:most]) + more

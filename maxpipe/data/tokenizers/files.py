@@ -1,9 +1,9 @@
 """Tokenizer files: detection of the file format, and reads with size and time limits.
 
-The time limit applies to the encoding of a text by a `tokenizer.json`. The time of a pattern such
-as `(a|aa)+$` is exponential in the length of a run, and the limit of the regex engine applies to a
-single match. The library cannot be interrupted, so the work runs in a thread, which is abandoned
-with an error.
+The time limit applies to the encoding of a text by a `tokenizer.json`. A pattern such as `(a|aa)+$`
+needs exponential time in the length of a run, and the limit of the regex engine applies to a single
+match only. The library cannot be interrupted, so the work runs in a thread, which is abandoned with
+an error.
 """
 
 from __future__ import annotations
@@ -30,11 +30,15 @@ R = TypeVar("R")
 SECONDS = 10.0
 """CPU time limit in seconds for any text; longer texts get more time."""
 CHARACTERS_PER_SECOND = 100_000
-"""Additional characters per second of the limit: a tenth of the slowest published tokenizer."""
+"""Characters that extend the limit by one second: a tenth of the speed of the slowest published
+tokenizer.
+"""
 _SINGLE_TEXT_SECONDS = 2.0
 """CPU time limit in seconds when texts are encoded one by one to find the failing text."""
 _LONGEST_WORD = 200
-"""Maximum word length in characters; WordPiece time grows at least quadratically with it."""
+"""Maximum word length in characters; WordPiece time grows at least quadratically with the word
+length.
+"""
 _SLICE_SECONDS = 0.05
 _LINEAR = frozenset({*PUBLISHED, QWEN3_5})
 """Patterns whose time is linear in the length of a text."""
@@ -98,8 +102,8 @@ def run_with_time_limit(call: Callable[[], T], seconds: float | None = None) -> 
         done.set()
 
     threading.Thread(target=work, daemon=True, name="tokenizer").start()
-    # The smaller of both times counts. A suspended process uses no CPU time, and with other threads
-    # the process uses more CPU time than wall time.
+    # The smaller of CPU time and wall time counts. A suspended process uses no CPU time, and with
+    # other threads the process uses more CPU time than wall time.
     used, clock, processor = 0.0, time.monotonic(), time.process_time()
     while not done.wait(_SLICE_SECONDS):
         now, spent = time.monotonic(), time.process_time()
@@ -138,7 +142,7 @@ def _find_failing_text(
     call: Callable[[Sequence[str]], Sequence[R]], texts: Sequence[str]
 ) -> tuple[int, BaseException | None]:
     """Return the first text that fails alone, with its error; otherwise the slowest text."""
-    # Read at each call: all threads of `tokenizers` may be busy with the abandoned texts.
+    # The library reads this at each call. Its threads may all be busy with the abandoned texts.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     slowest, longest, begin = 0, 0.0, time.monotonic()
     for number, text in enumerate(texts):
@@ -214,8 +218,8 @@ def locate(config: TokenizerConfig) -> tuple[TokenizerKind, str]:
 
 
 def _in_folder(folder: str, wanted: str) -> tuple[TokenizerKind, str]:
-    """Return the tokenizer of a folder. `tokenizer.json` precedes the file it was converted
-    from.
+    """Return the tokenizer of a folder. `tokenizer.json` has precedence over the file it was
+    converted from.
     """
     try:
         names = sorted(os.listdir(folder))
@@ -280,7 +284,7 @@ def _unreadable_error(path: str, error: OSError, what: str = "a tokenizer file")
 
 def _suggest_download(path: str) -> str:
     files = "--include 'tokenizer*' --local-dir tokenizer"
-    return f"maxpipe does not download: run `hf download {path} {files}`, and set {PATH}=tokenizer."
+    return f"Download the files first: run `hf download {path} {files}`, and set {PATH}=tokenizer."
 
 
 def missing_package_error(kind: TokenizerKind, error: ImportError) -> ConfigError:

@@ -2,8 +2,8 @@
 
 The growth of text by normalizer and decoder is limited: six chained replacements of `a` by
 `aaaaaaaaaa` turn one character into a million. The bound is computed from the definition before any
-text is encoded. It is the largest number of characters that one character can become. Unicode
-normalization (NFKC, lower case) adds little and is not counted.
+text is encoded. The bound is the largest number of characters that one character can become.
+Unicode normalization (NFKC, lower case) adds little and is not counted.
 """
 
 from __future__ import annotations
@@ -251,8 +251,8 @@ class HuggingFaceTokenizer(ControlTokenMixin):
 
     @functools.cached_property
     def _with_control(self) -> Any:
-        """Second tokenizer that recognizes control tokens in text, since this is not a call
-        argument.
+        """A second tokenizer that recognizes control tokens in text, because encode calls have no
+        such option.
         """
         settings = parse_json(self._tokenizer.to_str(), dict[str, Any], most_depth=256)
         settings["added_tokens"] = [
@@ -280,7 +280,7 @@ class HuggingFaceTokenizer(ControlTokenMixin):
             return run_texts_with_time_limit(call, texts) if self._is_slow else call(texts)
 
     def decode(self, ids: Iterable[int]) -> str:
-        # Includes control tokens of the settings, not only the special tokens of the file.
+        # Drop the control tokens of the settings in addition to the special tokens of the file.
         kept = [i for i in map(int, ids) if i < self.vocab_size and i not in self.special_ids]
 
         def call() -> str:

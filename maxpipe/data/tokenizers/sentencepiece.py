@@ -30,8 +30,8 @@ _THREADS = 2
 class SentencePieceTokenizer(ControlTokenMixin):
     """Tokenizer of a unigram or BPE model, with the settings in its folder.
 
-    Unless `spaces` is set, the model's rules for spaces apply: most models add a space before a
-    text, which is included in the length of the first token, and merge consecutive spaces.
+    Unless `spaces` is set, the model's rules for spaces apply. Most models add a space before a
+    text, counted in the length of the first token, and merge consecutive spaces.
     """
 
     spaces: str = ""
@@ -105,7 +105,7 @@ class SentencePieceTokenizer(ControlTokenMixin):
 
     def encode_chat_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
         # The library does not recognize control tokens in text, so the parts between them are
-        # encoded.
+        # encoded separately.
         ids, offsets, begin = [np.zeros(0, np.int32)], [np.zeros((0, 2), np.int64)], 0
         for number, part in enumerate(self._control_text.split(text)):
             if number % 2:

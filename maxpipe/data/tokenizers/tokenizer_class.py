@@ -115,7 +115,7 @@ def folder_class(folder: str, *, byte_level: bool = False) -> tuple[str, Mapping
 
 
 def may_keep_file(folder: str) -> bool:
-    """Return whether the `tokenizer_class` `TokenizersBackend` in the settings would be used."""
+    """Return whether setting `tokenizer_class` to `TokenizersBackend` would be respected."""
     settings = read_object(folder, "tokenizer_config.json") | {"tokenizer_class": FILE_AS_IT_IS}
     config = read_object(folder, "config.json")
     return not any(class_name(settings, config, byte_level=each) for each in (True, False))
