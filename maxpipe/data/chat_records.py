@@ -237,13 +237,17 @@ def message_of_text(text: str, role: str) -> list[Message]:
 def parse_text_or_messages(
     fields: Mapping[str, Any], name: str, key: str, role: str
 ) -> list[Message]:
-    """Return the messages of a field with a text or messages. Raises BadRecord for other types."""
+    """Return the messages of a field that contains text or messages. Raises BadRecord for other
+    types.
+    """
     value = read_field(fields, name, key)
     return message_of_text(value, role) if isinstance(value, str) else parse_messages(value, key)
 
 
 def parse_messages(value: object, key: str, what: str = "a list") -> list[Message]:
-    """Return the messages of a field with a list or one message. Raises BadRecord otherwise."""
+    """Return the messages of a field that contains a list or a single message. Raises BadRecord
+    otherwise.
+    """
     if isinstance(value, Mapping) and ("role" in value or "from" in value):
         value = [value]
     if isinstance(value, list | tuple) and all(isinstance(each, Mapping) for each in value):

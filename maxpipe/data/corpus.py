@@ -197,7 +197,7 @@ class Corpus:
 
     @property
     def unigram_entropy(self) -> float | None:
-        """Nats per byte of a model that knows only the byte frequencies of the text."""
+        """Unigram entropy of the text in nats per byte."""
         counts = [each.byte_counts for each in self.indexed]
         known = [each for each in counts if each is not None]
         return entropy(np.sum(known, axis=0)) if len(known) == len(counts) else None

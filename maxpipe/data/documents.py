@@ -116,7 +116,7 @@ class DocumentIndex:
 
     @property
     def unigram_entropy(self) -> float:
-        """Nats per byte of a model that knows only the byte frequencies."""
+        """Unigram entropy of the text in nats per byte."""
         return entropy(self.byte_counts)
 
 

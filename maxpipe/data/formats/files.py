@@ -344,7 +344,7 @@ def check_size(file: File, size_bytes: int) -> None:
             "data.path",
             file.path,
             f"must not change during reading: the size was {file.size_bytes} bytes and is "
-            f"{size_bytes} bytes.",
+            f"now {size_bytes} bytes.",
             "Restore the file, or restart with the changed file.",
         )
 

@@ -86,7 +86,7 @@ def growth(steps: Sequence[Mapping[str, Any]]) -> float:
             return max(of(number + 1, each) for each in alphabet)
         return same
 
-    # From the end, so that recursion is never deeper than one step.
+    # Computed from the end, so that recursion is never deeper than one step.
     worst = [max(of(number, each) for each in alphabet) for number in range(len(steps), -1, -1)]
     return worst[-1]
 
