@@ -59,7 +59,7 @@ def test_tools_and_settings_reach_the_template(tmp_path: Path) -> None:
     [
         ({"tools": "look"}, "list of objects in tools"),
         ({"tools": {"name": "look"}}, "list of objects in tools"),
-        ({"chat_template_kwargs": {"messages": []}}, "without messages, tools"),
+        ({"chat_template_kwargs": {"messages": []}}, "without the keys messages, tools"),
         ({"chat_template_kwargs": 3}, "an object in chat_template_kwargs"),
     ],
 )

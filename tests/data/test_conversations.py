@@ -263,7 +263,7 @@ def _tiktoken(tmp_path: Path) -> Tokenizer:
             "list of objects in data.messages_field; the value is of type str",
         ),
         ({"messages": ["a"]}, "['a']", "list of objects"),
-        ({"messages": []}, "", "it has none"),
+        ({"messages": []}, "", "at least one message"),
         ({"messages": [{"content": "a"}]}, "message 1 without role", "data.chat_roles: system"),
         (
             {"messages": said(("user", "a"), ("asistant", "b"))},

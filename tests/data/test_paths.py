@@ -121,7 +121,7 @@ def test_only_what_is_needed_is_fetched(filled: Bucket, monkeypatch: pytest.Monk
 def test_what_a_bucket_lacks_or_refuses(filled: Bucket) -> None:
     for path in ("gs://bucket/none", "gs://bucket/none/*.jsonl"):
         message = refusal(path)
-        assert path in message and "0 files match" in message
+        assert path in message and "0 objects match" in message
     found = opened("gs://bucket/data/a.jsonl")
     filled.put("data/a.jsonl", lines("0")[:-1])
     with pytest.raises(ConfigError, match="must not change|must be readable"):

@@ -316,7 +316,7 @@ def test_the_command_that_prepares_a_tfds_dataset_does(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "action"),
     [
-        ("ag_news_subse:1.0.0", "Did you mean data.path=ag_news_subset?"),
+        ("ag_news_subse:1.0.0", "Set data.path=ag_news_subset if"),
         ("qqqqqqqqqqq", "Correct the name, or data.tfds_dir."),
         ("ag_news_subset:1.0.0", "tfds.builder('ag_news_subset:1.0.0', data_dir='"),
     ],

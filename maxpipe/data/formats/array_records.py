@@ -193,7 +193,9 @@ def _not_prepared(tfds: Any, dataset: str, folder: str, error: Exception) -> Con
     if name not in known:
         guess = did_you_mean(name, known)
         action = (
-            f"Did you mean data.path={guess}?" if guess else "Correct the name, or data.tfds_dir."
+            f"Set data.path={guess} if this is the intended dataset."
+            if guess
+            else "Correct the name, or data.tfds_dir."
         )
         rule += f"no prepared dataset found, and tfds has no builder named {name}."
         return ConfigError.one("data.path", dataset, rule, action)
