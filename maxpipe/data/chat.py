@@ -456,7 +456,7 @@ def build_chat_index(
 
 def empty_documents_error(path: str | None, documents: int, chat: str) -> ConfigError:
     """Return the error for documents without any character to train on."""
-    rule = f"must contain text: {pluralize(documents, 'document')} without a character."
+    rule = f"must contain text: found {pluralize(documents, 'document')} without text."
     action = "Set data.path to documents with text, or data.field to the field with the text."
     if chat in ("messages", "prompt"):
         rule = (

@@ -100,7 +100,7 @@ def _texts(sources: Sequence[Source], report: ProgressCallback) -> Iterator[str]
             report("reading documents", number, total)
             yield text
     if not characters:
-        rule = f"must contain text: {total} documents without a character."
+        rule = f"must contain text: found {total} documents without text."
         raise ConfigError.one(_FILE, None, rule, "Choose other files.")
     report("computing the vocabulary", 0, 0)
 

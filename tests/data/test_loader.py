@@ -270,7 +270,7 @@ def test_documents_without_any_text(source: Any, tmp_path: Path) -> None:
             )
         (problem,) = error.value.problems
         assert (problem.where, problem.given) == ("data.path", str(path))
-        assert problem.rule == "must contain text: 50 documents without a character."
+        assert problem.rule == "must contain text: found 50 documents without text."
         assert problem.action.endswith("data.field to the field with the text.")
 
 

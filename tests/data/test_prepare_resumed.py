@@ -186,7 +186,7 @@ def test_documents_that_changed_are_noticed_without_digests_of_files(
         patch.setattr(RecordSource, "content", lambda *_: {})
         stopped(changed, tmp_path / "out", 6, patch)
     write(changed, [texts[0], *TEXTS[:5], TEXTS[5].swapcase(), *TEXTS[6:], texts[-1]])
-    with pytest.raises(ConfigError, match=r"a\.jsonl:7.*\n.*must not change during"):
+    with pytest.raises(ConfigError, match=r"a\.jsonl:7.*\n.*must not change while"):
         prepare(plan(str(changed), tmp_path / "out"), silent)
 
 

@@ -299,7 +299,7 @@ def test_mistakes_in_documents_are_explained(
     assert f"{path}:2" in capsys.readouterr().err
     path.write_text('{"text": ""}\n')
     assert main(["data", "prepare", *inputs, "--out", str(tmp_path / "empty")]) == 2
-    assert "must hold text" in capsys.readouterr().err
+    assert "must contain text" in capsys.readouterr().err
     assert main(["data", "prepare", *inputs, "--out", "gs://bucket/tokens"]) == 2
     tokens = ["data.source=tokens", "data.path=x", "--out", str(tmp_path / "other")]
     assert main(["data", "prepare", *tokens]) == 2

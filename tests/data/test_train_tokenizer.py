@@ -79,7 +79,7 @@ def test_mistakes_are_explained(corpus: Path, capsys: Capture) -> None:
     for file, size, said in [
         ("text", "300", "found jsonl and text"),
         ("text/a.md", "258", "must be between 259"),
-        ("empty.jsonl", "300", "without a character"),
+        ("empty.jsonl", "300", "without text"),
         ("nothing", "300", "0 files match"),
         ("lines", "300", "text in data.field (text)"),
     ]:
