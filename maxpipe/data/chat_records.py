@@ -292,7 +292,7 @@ def message_of(value: Mapping[str, Any]) -> Message:
     """Return a message without null keys, with ShareGPT keys renamed to `role` and `content`.
 
     Raises:
-        BadRecord: the value of a function call is not valid JSON of a call.
+        BadRecord: a message with role `function_call` does not contain the JSON of a call.
     """
     message = drop_nulls(value)
     if isinstance(message.get("refusal"), str) and not any(map(message.get, _TEXTS)):

@@ -1,9 +1,9 @@
 """Batches of training steps, addressed by step number.
 
-The data position of a run is one integer: the next step. Row r of step s is sample `s * batch_size
-+ r` of the stream, in every process. With a batch ramp, the first row of a step follows the last
-row of the step before. The data order therefore depends on seed and data only, not on mesh,
-processes or devices, and a resumed run seeks directly to its step.
+The data position of a run is one integer: the next step. Row r of step s is sample
+`s * batch_size + r` of the stream, in every process. With a batch ramp, the first row of a step
+follows the last row of the step before. The data order therefore depends on seed and data only, not
+on mesh, processes or devices, and a resumed run seeks directly to its step.
 
 The loader also prefetches batches. It does not place them on devices.
 """

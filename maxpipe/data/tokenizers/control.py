@@ -1,13 +1,13 @@
 """Control tokens: ids that begin, end and pad a text, resolved from the files of a model folder.
 
-This module alone defines how a text begins and ends. For each token, the first source that names it
-is used:
+This module alone defines how a text begins and ends. For each token, the first of these sources that
+names it is used:
 
-| BOS | EOS | ends of generated text | |---|---|---| | post-processor of `tokenizer.json` |
-`tokenizer_config.json`, `special_tokens_map.json` | EOS | | `tokenizer_config.json`,
-`special_tokens_map.json` | vocabulary file | `generation_config.json` | | vocabulary file, usual
-names | `generation_config.json`, else `config.json` | else `config.json` | |
-`generation_config.json`, else `config.json` | usual names | else usual names | | EOS | | |
+- BOS: the post-processor of `tokenizer.json`, `tokenizer_config.json`, `special_tokens_map.json`,
+  the vocabulary file, usual names, `generation_config.json`, `config.json`, EOS
+- EOS: `tokenizer_config.json`, `special_tokens_map.json`, the vocabulary file,
+  `generation_config.json`, `config.json`, usual names
+- ends of generated text in addition to EOS: `generation_config.json`, `config.json`, usual names
 
 `data/chat_spec.py` adds the token that closes assistant messages of a chat template.
 """
