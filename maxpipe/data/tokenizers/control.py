@@ -1,7 +1,7 @@
 """Control tokens: ids that begin, end and pad a text, resolved from the files of a model folder.
 
-This module alone defines how a text begins and ends. For each token, the first of these sources that
-names it is used:
+This module alone defines how a text begins and ends. For each token, it uses the first of these
+sources that names the token:
 
 - BOS: the post-processor of `tokenizer.json`, `tokenizer_config.json`, `special_tokens_map.json`,
   the vocabulary file, usual names, `generation_config.json`, `config.json`, EOS
