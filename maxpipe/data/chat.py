@@ -265,9 +265,9 @@ class CountedConversation(NamedTuple):
     digest: int
     """`digest_of` the ids, as int64."""
     marks: int
-    """See `Encoded.marks`."""
+    """See `EncodedDocument.marks`."""
     unread: tuple[str, ...]
-    """See `Encoded.unread`."""
+    """See `EncodedDocument.unread`."""
 
 
 class ConversationEncoder:
