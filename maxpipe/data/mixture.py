@@ -1,9 +1,10 @@
 """Mixture of sources: maps each sample number to a source and a sequence of that source.
 
 The source of sample n is computed without the samples before it. In every block of `BLOCK` samples,
-each source has a fixed count, its quota, and a seeded permutation orders the block. The number of a
-source's samples before a block follows from the quotas. The samples of a source are numbered 0, 1,
-2, ... independently of the weights, so no sample is lost or repeated when weights change.
+each source has a fixed number of samples, its quota. A seeded permutation orders the samples of a
+block. The number of a source's samples before a block follows from the quotas. The samples of a
+source are numbered 0, 1, 2, ... independently of the weights, so no sample is lost or repeated when
+weights change.
 
 `Stream` maps sample numbers to sequences, over epochs and sources. It does not handle batches or
 processes; `loader.py` is the next layer.

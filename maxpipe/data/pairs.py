@@ -1,8 +1,8 @@
 """Preference pairs as documents: two responses to a prompt, one chosen and one rejected.
 
 A pair is one document of two halves: the prompt and the chosen response, then the prompt and the
-rejected response. A packing that does not split documents thus keeps both halves in one sequence.
-Only response tokens are trained.
+rejected response. A packing strategy that does not split documents thus keeps both halves in one
+sequence. Only response tokens are trained.
 """
 
 from __future__ import annotations

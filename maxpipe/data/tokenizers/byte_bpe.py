@@ -1,11 +1,11 @@
 """Faster encoder for byte-level BPE: tiktoken replaces `tokenizers` if the ids are the same.
 
 The library `tokenizers` applies a list of merges. Instead, tiktoken merges adjacent tokens whose
-joined bytes are a token, lowest rank first. Both give the same ids for every word if each token,
-encoded as a word, merges from bytes to itself, because its last merge then joins the same two
-tokens in both libraries. Every token is tested. Both libraries split text into the same words if
-the pattern is a published one and they agree on letters, numbers and spaces. This is tested for
-every character. All other text uses `tokenizers`.
+joined bytes are a token, lowest rank first. Both libraries give the same ids if each token, encoded
+as a word, merges from bytes to itself. The last merge of a token then joins the same two tokens in
+both libraries. Every token is tested. Both libraries split text into the same words if the pattern
+is a published one and they agree on letters, numbers and spaces. This is tested for every
+character. All other text uses `tokenizers`.
 """
 
 from __future__ import annotations

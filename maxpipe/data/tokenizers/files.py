@@ -1,9 +1,8 @@
 """Tokenizer files: detection of the file format, and reads with size and time limits.
 
 The time limit applies to the encoding of a text by a `tokenizer.json`. A pattern such as `(a|aa)+$`
-needs exponential time in the length of a run, and the limit of the regex engine applies to a single
-match only. The library cannot be interrupted, so the work runs in a thread, which is abandoned with
-an error.
+can need exponential time, and the limit of the regex engine applies to a single match only. The
+library cannot be interrupted, so the work runs in a thread, which is abandoned with an error.
 """
 
 from __future__ import annotations

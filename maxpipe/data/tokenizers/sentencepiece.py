@@ -169,7 +169,7 @@ def _check_size(raw: bytes) -> None:
     The library creates an object per field, so a file of tiny pieces could exhaust memory.
 
     Raises:
-        ValueError: the file is not such a message, or has too many fields.
+        ValueError: the file is not a valid protobuf message, or has too many fields.
     """
     position = fields = 0
     while position < len(raw):
