@@ -306,7 +306,7 @@ MISTAKES = [
         (
             "!data show first/run.yml tokenizer.kind=auto tokenizer.path=meta-llama/Llama-3.1-8B",
             "tokenizer.path = meta-llama/Llama-3.1-8B",
-            "must be the file of a tokenizer",
+            "must be a tokenizer file",
             "run `hf download meta-llama/Llama-3.1-8B --include 'tokenizer*' --local-dir",
             "",
         ),

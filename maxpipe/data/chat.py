@@ -1,9 +1,9 @@
-"""Records of conversations as documents: a chat template writes the text, of which some is trained.
+"""Conversations as documents: a chat template renders the text, and roles select the loss mask.
 
-The ids are exactly what the template writes, with its own control tokens; none is added. Which
-tokens count in the loss follows from the roles of the messages.
+The token ids are exactly those of the rendered text, including the template's control tokens. No
+token is added. The roles of the messages determine which tokens count in the loss.
 
-One document per trained message of a record, for `data.rewritten_history=each_turn`.
+With `data.rewritten_history=each_turn`, every trained message of a record is a separate document.
 """
 
 from __future__ import annotations
@@ -60,17 +60,19 @@ class TrainedMessage(NamedTuple):
 
     record: Any
     number: int
-    """Among the trained messages of the record."""
+    """Index among the trained messages of the record."""
 
 
 class TrainedMessageSource:
-    """The records of a source once for each of their trained messages; see `Source`."""
+    """Source with one document for each trained message of another source; see `Source`."""
 
     def __init__(self, source: Source, counts: np.ndarray):
-        """`counts` int64 [records]: trained messages of each record."""
+        """Create the source. `counts` int64 [records] has the number of trained messages per
+        record.
+        """
         self._source = source
         self.ends = np.cumsum(counts)
-        """int64 [records]: the document behind the last one of each record."""
+        """int64 [records]: index after the last document of each record."""
 
     @property
     def name(self) -> str:
@@ -84,7 +86,7 @@ class TrainedMessageSource:
         return int(self.ends[-1])
 
     def _place(self, document: int) -> tuple[int, int]:
-        """The number of a document's record, and its own there."""
+        """Return the index of a document's record and of its message in the record."""
         record = int(np.searchsorted(self.ends, document, side="right"))
         return record, document - (int(self.ends[record - 1]) if record else 0)
 
@@ -119,7 +121,7 @@ def expand_trained_messages(
     *,
     keep: bool = False,
 ) -> Source:
-    """The documents of conversations: records, or with `each_turn` their trained messages.
+    """Return the source, or with `each_turn` a source of its trained messages.
 
     Raises:
         ConfigError: a record has no conversation.
@@ -142,7 +144,7 @@ def expand_trained_messages(
 
     def of(arrays: disk_cache.Arrays) -> _MessageCounts:
         if arrays["counts"].shape != (len(source),):
-            raise ValueError("an array of another shape")
+            raise ValueError("an array with an unexpected shape")
         return _MessageCounts(arrays["counts"])
 
     if cache_dir is None:
@@ -168,32 +170,33 @@ class _MessageCounts(NamedTuple):
 _MAX_TEMPLATE_BYTES = 1 << 24
 _PASS_RECORDS = 256
 _VERSION = 2
-"""Increased whenever the same records give other ids or masks than before."""
+"""Increased whenever the same records produce different ids or masks than before."""
 REWRITTEN = 8
-"""Mark of a conversation with messages that are not trained, because the template rewrites them
-once others follow."""
+"""Mark of a conversation that has untrained messages because the template rewrites them when later
+messages follow.
+"""
 
 
 def load_chat_template(config: SourceConfig, tokenizer: Tokenizer) -> ChatTemplate:
-    """The template of `data.chat_template`, or of the tokenizer's folder.
+    """Return the template of `data.chat_template`, or that of the tokenizer's folder.
 
     Raises:
-        ConfigError: it cannot be read, or there is none.
+        ConfigError: the template cannot be read, or neither exists.
     """
     path, settings = config.chat_template, parse_template_kwargs(config.chat_template_kwargs)
     if path:
         try:
             text = files.read(path, _MAX_TEMPLATE_BYTES).decode()
         except (OSError, ValueError) as error:
-            rule = f"must be a file of UTF-8 text: {getattr(error, 'strerror', None) or error}."
-            action = "Set data.chat_template to the file of a Jinja template."
+            rule = f"must be a UTF-8 text file: {getattr(error, 'strerror', None) or error}."
+            action = "Set data.chat_template to a Jinja template file."
             raise ConfigError.one("data.chat_template", path, rule, action) from error
         return ChatTemplate(text, path, tokenizer.role_texts, settings)
     if tokenizer.chat is None:
         raise ConfigError.one(
             "data.chat",
             config.chat,
-            "needs a chat template: the tokenizer's folder has none.",
+            "requires a chat template, and the tokenizer folder has none.",
             "Set data.chat_template to a Jinja file, or put chat_template.jinja into the folder of "
             "tokenizer.path.",
         )
@@ -201,15 +204,15 @@ def load_chat_template(config: SourceConfig, tokenizer: Tokenizer) -> ChatTempla
 
 
 def today() -> str:
-    """The current date, as 2026-01-31."""
+    """Return the current date, for example 2026-01-31."""
     return datetime.date.today().isoformat()
 
 
 def resolve_chat_template(data: DataConfig, tokenizer: Tokenizer) -> ChatTemplate | None:
-    """The template of a run's conversations, or where it has none that of the tokenizer's folder.
+    """Return the chat template of a run, or that of the tokenizer's folder; None without either.
 
     Raises:
-        ConfigError: its file cannot be read.
+        ConfigError: the template file cannot be read.
     """
     chats = [each for each in all_sources(data).values() if each.chat != "off"]
     if chats:
@@ -219,16 +222,16 @@ def resolve_chat_template(data: DataConfig, tokenizer: Tokenizer) -> ChatTemplat
 
 
 def load_start_date(run: str, cache_dir: str) -> str:
-    """The date of a run's first start, kept in `cache_dir`; `run` is the path of its folder."""
+    """Return the date of a run's first start, stored in `cache_dir`; `run` is the run folder."""
     name = hashlib.sha256(run.encode()).hexdigest()[:32]
     path = os.path.join(cache_dir, f"day-{name}.npz")
     if not os.path.exists(os.path.join(run, EVENTS_FILE)):
         with contextlib.suppress(OSError):
-            os.unlink(path)  # of an earlier run in the same folder
+            os.unlink(path)  # left by an earlier run in the same folder
     words = CacheMessages(
         "reading the date of the run's first start",
-        "prompts have the current date",
-        "prompts have another date when the run resumes on another day",
+        "prompts use the current date",
+        "prompts use a different date when the run resumes on another day",
     )
     return load_or_compute(
         path,
@@ -243,7 +246,7 @@ def load_start_date(run: str, cache_dir: str) -> str:
 
 @contextlib.contextmanager
 def wrap_record_errors(source: Source, document: int) -> Iterator[None]:
-    """A record that is at fault is named, as `UnreadableRecord`."""
+    """Convert errors about a record to `UnreadableRecord`, which names the record."""
     try:
         with wrap_text_errors(lambda _: source.where(document)):
             yield
@@ -253,37 +256,39 @@ def wrap_record_errors(source: Source, document: int) -> Iterator[None]:
 
 
 class CountedConversation(NamedTuple):
-    """A conversation as ids, with what is counted of it."""
+    """Token ids and loss mask of a conversation, with its statistics."""
 
     ids: np.ndarray
     trained: np.ndarray
     raw: bytes
-    """UTF-8 of what is trained."""
+    """UTF-8 bytes of the trained text."""
     digest: int
     """`digest_of` the ids, as int64."""
     marks: int
-    """See `Encoded.marks`."""
+    """See `EncodedDocument.marks`."""
     unread: tuple[str, ...]
-    """See `Encoded.unread`."""
+    """See `EncodedDocument.unread`."""
 
 
 class ConversationEncoder:
-    """The records of a source, encoded. Safe in threads: each takes a process of its own."""
+    """Encoder for the conversations of a source. Thread-safe: each thread uses a separate
+    process.
+    """
 
     def __init__(self, source: Source, tokenizer: Tokenizer, config: SourceConfig):
         self.source = source
         self.tokenizer = tokenizer
         self.template = load_chat_template(config, tokenizer)
         self.day = today() if self.template.reads_date else ""
-        """Current date of the template, the same for all records; empty if it reads none."""
+        """Date that the template renders, the same for all records; empty if it renders no date."""
         self._config = config
         self._idle: list[ChatProcess] = []
 
     def encode(self, document: int) -> EncodedDocument:
-        """The ids of a record and which of them are trained.
+        """Return the ids and the loss mask of a record.
 
         Raises:
-            UnreadableRecord: it has no messages or the template fails with them.
+            UnreadableRecord: the record has no messages, or the template fails on it.
         """
         with wrap_record_errors(self.source, document):
             record = self.source.record(document)
@@ -293,10 +298,10 @@ class ConversationEncoder:
             return self.encode_conversation(conversation_of(record, self._config))
 
     def encode_conversation(self, conversation: ChatInput) -> EncodedDocument:
-        """The same of a conversation.
+        """Return the ids and the loss mask of a conversation.
 
         Raises:
-            BadRecord: the template fails with it.
+            BadRecord: the template fails on the conversation.
         """
         masking = Masking(
             by_blocks=list(self._config.trained_roles) == ["assistant"],
@@ -308,21 +313,21 @@ class ConversationEncoder:
             except RenderError as error:
                 raise self._render_error(error) from error
             except (TypeError, ValueError) as error:
-                rule = f"must have messages that JSON can hold: {error}."
-                raise BadRecord("", rule, "Leave other values out.") from error
+                rule = f"must have messages that are valid JSON: {error}."
+                raise BadRecord("", rule, "Remove values that JSON cannot represent.") from error
         ids, offsets = self.tokenizer.encode_chat_offsets(found.text)
         if not len(ids):
-            rule = f"must give a text: {self.template.path} writes none."
+            rule = f"must render to text: {self.template.path} renders nothing."
             raise BadRecord("", rule, "Remove the record, or correct the template.")
         marks = REWRITTEN if found.rewritten else 0
         unread = (*conversation.unread, *found.unread)
         return EncodedDocument(ids, mask_of_spans(offsets, found.spans), marks=marks, unread=unread)
 
     def check(self, index: DocumentIndex) -> None:
-        """Checks that some token is trained.
+        """Check that at least one token is trained.
 
         Raises:
-            ConfigError: none is.
+            ConfigError: no token is trained.
         """
         if index.trained is None or index.trained.any():
             return
@@ -331,7 +336,7 @@ class ConversationEncoder:
     @contextlib.contextmanager
     def _process(self) -> Iterator[ChatProcess]:
         try:
-            process = self._idle.pop()  # one operation: no other thread gets the same
+            process = self._idle.pop()  # `pop` is atomic: no other thread gets the same process
         except IndexError:
             process = self.template.process()
         try:
@@ -343,19 +348,21 @@ class ConversationEncoder:
     def _render_error(self, error: RenderError) -> BadRecord:
         path = self.template.path
         if error.kind != "prefix":
-            rule = f"must be messages that {path} takes: {error}."
+            rule = f"must be messages that {path} can render: {error}."
             return BadRecord("", rule, "Correct the record or the template.")
         return BadRecord(
             "",
-            f"must be rendered message by message, to know what is trained: {path} writes the "
-            f"first messages alone as another text than among all; {error}.",
-            "Set data.rewritten_history=last or each_turn; or mark what is trained by "
-            "{% generation %} ... {% endgeneration %} in a copy of the template, set "
-            "data.chat_template to it, and data.trained_roles=[assistant].",
+            f"must render message by message, to locate the trained text: {path} renders the "
+            f"first messages differently when later messages follow; {error}.",
+            "Set data.rewritten_history=last or each_turn. Or mark the trained text with "
+            "{% generation %} ... {% endgeneration %} in a copy of the template, and set "
+            "data.chat_template to the copy and data.trained_roles=[assistant].",
         )
 
     def fingerprint(self) -> str:
-        """Digest of all that decides ids and mask, in addition to source and tokenizer."""
+        """Return a digest of the settings that, with source and tokenizer, determine ids
+        and masks.
+        """
         config = self._config
         fields = [config.messages_field]
         if config.chat == "prompt":
@@ -364,7 +371,7 @@ class ConversationEncoder:
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
     def masking_metadata(self) -> list[Any]:
-        """JSON values of all that decides how a conversation becomes ids and a mask."""
+        """Return JSON values for everything that determines ids and mask of a conversation."""
         config, template = self._config, self.template
         found = [_VERSION, sorted(config.trained_roles), config.rewritten_history]
         found += [config.tools_field, sorted(template.settings.items())]
@@ -373,7 +380,7 @@ class ConversationEncoder:
 
 
 class ChatEncoder(Protocol):
-    """Records that are encoded as a whole; see `Conversations`. Safe in threads."""
+    """Encoder of records as full documents; see `ConversationEncoder`. Thread-safe."""
 
     @property
     def source(self) -> Source: ...
@@ -383,7 +390,7 @@ class ChatEncoder(Protocol):
 
     @property
     def day(self) -> str:
-        """See `Conversations`."""
+        """See `ConversationEncoder`."""
         ...
 
     @day.setter
@@ -397,12 +404,12 @@ class ChatEncoder(Protocol):
 
 
 class ChatDocuments(EncodedDocuments):
-    """Token ids of conversations; keeps those read last. Safe in threads."""
+    """Token ids of conversations, with the most recent ones cached. Thread-safe."""
 
     def __init__(self, conversations: ChatEncoder, index: DocumentIndex):
         super().__init__(conversations.source, conversations.tokenizer, index)
         self._conversations, self._masks = conversations, index.masks
-        # Documents are those of the day on which they were indexed, whenever a run resumes.
+        # Resumed runs use the date on which the documents were indexed.
         conversations.day = index.day
 
     def _read(self, document: int) -> EncodedDocument:
@@ -423,15 +430,15 @@ def build_chat_index(
     threads: int = 1,
     keep: bool = True,
 ) -> DocumentIndex:
-    """The index of conversations; see `build_index`. Bytes are those of what is trained.
+    """Return the index of conversations; see `build_index`. Byte counts cover trained text only.
 
     Raises:
-        ConfigError: naming a record that cannot be used, or no token is trained.
+        ConfigError: a record cannot be used, or no token is trained.
     """
     source, tokenizer = conversations.source, conversations.tokenizer
     parts = [source.fingerprint(), source.content(moved)]
     parts += [tokenizer.fingerprint(), conversations.fingerprint()]
-    parts += ["day"] if conversations.day else []  # indices of earlier releases have none
+    parts += ["day"] if conversations.day else []  # indices of earlier releases have no date
     index = load_or_build_index(
         ["chat", 3, *parts],
         len(source),
@@ -448,34 +455,34 @@ def build_chat_index(
 
 
 def empty_documents_error(path: str | None, documents: int, chat: str) -> ConfigError:
-    """The error for documents of which none has a character that would be trained on."""
-    rule = f"must hold text: {pluralize(documents, 'document')} with nothing inside."
-    action = "Set data.path to documents with text, or data.text_field to the field that holds it."
+    """Return the error for documents without any character to train on."""
+    rule = f"must contain text: found {pluralize(documents, 'document')} without text."
+    action = "Set data.path to documents with text, or data.text_field to the field with the text."
     if chat in ("messages", "prompt"):
         rule = (
-            f"must hold trained text: trained messages of {pluralize(documents, 'conversation')} "
+            f"must contain trained text: in {pluralize(documents, 'conversation')}, "
+            "all trained messages are empty."
         )
-        rule += "are empty."
         action = "Write their content, or set data.trained_roles to roles whose messages have text."
     if chat == "pairs":
-        rule = f"must hold responses: those of {pluralize(documents, 'pair')} are empty."
-        action = "Set data.chosen_field and data.rejected_field to the fields that hold them."
+        rule = f"must contain responses: all of {pluralize(documents, 'pair')} are empty."
+        action = "Set data.chosen_field and data.rejected_field to the response fields."
     return ConfigError.one("data.path", path, rule, action)
 
 
 def no_trained_tokens_error(template: str, count: int) -> ConfigError:
-    """The error for conversations of which no token is trained."""
+    """Return the error for conversations without a trained token."""
     return ConfigError.one(
         template,
         None,
-        f"must mark what is trained: none of {pluralize(count, 'conversation')} has any.",
-        "Set data.trained_roles to roles that speak there, correct `weight` and `train` of their "
-        "messages, or the template's {% generation %} blocks.",
+        f"must mark trained text: {pluralize(count, 'conversation')} without a trained token.",
+        "Set data.trained_roles to roles in the conversations, or correct `weight` and `train` of "
+        "the messages or the template's {% generation %} blocks.",
     )
 
 
 def encode_and_count(conversations: ChatEncoder, document: int) -> CountedConversation:
-    """A record as `encode` has it, with what is counted of it; raises as that does."""
+    """Return ids, mask and statistics of one record. Raises the errors of `encode`."""
     with track_read(partial(conversations.source.where, document)):
         found = conversations.encode(document)
     assert found.trained is not None
@@ -487,12 +494,14 @@ def encode_and_count(conversations: ChatEncoder, document: int) -> CountedConver
 
 
 def first_target(trained: np.ndarray) -> int:
-    """The number of the first trained token that another one precedes, or 0; of bool [tokens]."""
+    """Return the index of the first trained token that has a predecessor, or 0; mask bool
+    [tokens].
+    """
     return 1 + int(trained[1:].argmax()) if trained[1:].any() else 0
 
 
 def ids_digest(ids: np.ndarray) -> int:
-    """`digest_of` ids as int64."""
+    """Return `digest_of` the ids as int64."""
     return digest_of(ids.astype("<i8").tobytes())
 
 

@@ -1,8 +1,8 @@
 """Parse records into conversations: messages, tools, template settings and trained messages.
 
-Every source gives the same conversation for the same record: a null key of a message, of a tool or
-of template settings is a key that is absent, because columnar files have one struct for all rows.
-A key that nothing reads is counted: see `ChatInput.unread`.
+A record produces the same conversation from every source. A null key of a message, a tool or
+template settings is treated as absent, because columnar files use one struct for all rows. Keys
+that are not read are counted; see `ChatInput.unread`.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from maxpipe.data.tokenizers.chat import SETTINGS, ChatInput, Message
 from maxpipe.io.typed_json import parse_json
 
 _MESSAGES, _SHAREGPT = "messages", "conversations"
-"""The default of `data.messages_field`, and the name that ShareGPT records use for it."""
+"""Default of `data.messages_field`, and the name of this field in ShareGPT records."""
 _SYSTEM = "system"
-"""A system message as a field of a ShareGPT record."""
+"""Name of the system message field in ShareGPT records."""
 _SHAREGPT_ROLES = {
     **dict.fromkeys(("human", "user"), "user"),
     **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model", "assistant"), "assistant"),
@@ -45,27 +45,27 @@ _CALL_AND_REASONING_KEYS = (
     "reasoning",
     "thinking",
 )
-"""Keys of a message that may take the place of `content`."""
+"""Keys of a message that may replace `content`."""
 _TEXTS = ("content", "value", "tool_calls")
 _MEDIA = ("image", "image_url", "input_image", "audio", "audio_url", "input_audio", "video")
 _MEDIA += ("video_url", "file", "input_file")
-"""Types of a message's parts that no model here reads."""
+"""Types of message parts that are not text and not supported."""
 _FLAGS = ("weight", "train", "training")
-"""Keys that say whether a message is trained; no template sees them."""
+"""Keys that set whether a message is trained; the template does not see them."""
 _RESERVED = (_MESSAGES, "tools", "documents", "add_generation_prompt")
 _ARGUMENTS = "arguments"
 _MAX_JSON_DEPTH = 256
 _TURN_ROLES = ("user", "assistant")
 _PAIR = {"input", "output"}
-"""Keys of an object with a user's message and the assistant's response."""
+"""Keys of an object with a user message and the assistant's response."""
 _ANYTHING: Any = Any
 
 
 def conversation_of(record: object, config: SourceConfig) -> ChatInput:
-    """The conversation of a record, for `data.chat` `messages` and `prompt`.
+    """Return the conversation of a record, for `data.chat` `messages` and `prompt`.
 
     Raises:
-        BadRecord: a field is missing or of another type, or a role is none of `data.chat_roles`.
+        BadRecord: a field is missing or of another type, or a role is not in `data.chat_roles`.
     """
     fields = check_mapping(record, config)
     if config.chat == "messages":
@@ -78,8 +78,8 @@ def conversation_of(record: object, config: SourceConfig) -> ChatInput:
         messages = parse_text_or_messages(fields, given[0], "data.prompt_field", "user")
         messages += parse_text_or_messages(fields, given[1], "data.response_field", "assistant")
     if not messages:
-        raise BadRecord("", "must have a message: it has none.", "Remove the record.")
-    # Columnar sources have nulls for the arguments of other calls.
+        raise BadRecord("", "must have at least one message.", "Remove the record.")
+    # Columnar sources have null arguments where other calls have values.
     values = [fields.get(each) for each in names]
     nulls = null_arguments(values) if config.source == "jsonl" else ()
     first, more = parse_system_message(fields, messages, config, is_sharegpt=names == [_SHAREGPT])
@@ -101,12 +101,12 @@ def parse_system_message(
     *,
     is_sharegpt: bool = False,
 ) -> tuple[list[Message], list[str]]:
-    """The system message of a record in front of its messages, and the fields that it is from.
+    """Return a list with the system message of a record, and the names of its fields.
 
-    Neither if the record has none, or if `messages` begin with another one.
+    The list is empty if the record has no system message or `messages` begin with one.
 
     Raises:
-        BadRecord: the field holds something else than a text.
+        BadRecord: the field is not text.
     """
     name = config.system_field or (_SYSTEM if is_sharegpt else "")
     names = columns_of(fields, name) if name else []
@@ -116,8 +116,8 @@ def parse_system_message(
     if not isinstance(value, str):
         if not config.system_field:
             return [], []
-        rule = f"must have a text in data.system_field; it is of type {type(value).__name__}."
-        action = "Set data.system_field to a field of texts, or leave it out."
+        rule = f"must have text in data.system_field; the field is of type {type(value).__name__}."
+        action = "Set data.system_field to a text field, or leave it empty."
         raise BadRecord(shorten(str(value)), rule, action)
     if messages and messages[0].get("role") in (_SYSTEM, "developer"):
         return [], names if messages[0].get("content") == value else []
@@ -127,11 +127,12 @@ def parse_system_message(
 def tools_and_settings(
     fields: Mapping[str, Any], config: SourceConfig
 ) -> tuple[list[Any] | None, dict[str, Any]]:
-    """The tools of a record, None without them, and settings of the template: those of the record
-    over `data.chat_template_kwargs`.
+    """Return the tools of a record (None without tools) and its template settings.
+
+    Settings of the record override `data.chat_template_kwargs`.
 
     Raises:
-        BadRecord: they are of another type.
+        BadRecord: tools or settings are of another type.
     """
     found = tools_of(fields, config.tools_field)
     return found, {**parse_template_kwargs(config.chat_template_kwargs), **settings_of(fields)}
@@ -140,13 +141,13 @@ def tools_and_settings(
 def unread_field_names(
     fields: Mapping[str, Any], names: Sequence[str], config: SourceConfig
 ) -> tuple[str, ...]:
-    """Fields of a record with a value that are neither of `names` nor read by all conversations."""
+    """Return the non-empty fields of a record that are not in `names` and not read otherwise."""
     known = {*names, config.tools_field, SETTINGS}
     return tuple(str(each) for each in fields if each not in known and has_value(fields[each]))
 
 
 def has_value(value: Any) -> bool:
-    """Whether it is something else than null, an empty text, list or object."""
+    """Return whether a value is not null and not an empty string, list or object."""
     return value is not None and not (isinstance(value, str | list | Mapping) and not value)
 
 
@@ -154,35 +155,37 @@ def has_value(value: Any) -> bool:
 
 
 def check_mapping(record: object, config: SourceConfig) -> Mapping[str, Any]:
-    """The record. Raises BadRecord if it has no fields."""
+    """Return the record. Raises BadRecord if it is not an object."""
     if not isinstance(record, Mapping):
-        rule = f"must have fields, for data.chat={config.chat}; it is of type "
-        rule += f"{type(record).__name__}."
-        raise BadRecord(shorten(str(record)), rule, "Set data.chat=off if these are texts.")
+        kind = type(record).__name__
+        rule = f"must be an object with data.chat={config.chat}; the record is of type {kind}."
+        raise BadRecord(shorten(str(record)), rule, "Set data.chat=off if the records are texts.")
     return record
 
 
 def messages_field_name(fields: Mapping[str, Any], name: str) -> str:
-    """The name of the field of messages: by default also that of ShareGPT records."""
+    """Return the name of the messages field; the default also matches that of ShareGPT records."""
     is_absent = name == _MESSAGES and fields.get(name) is None
     return _SHAREGPT if is_absent and fields.get(_SHAREGPT) is not None else name
 
 
 def columns_of(record: Mapping[str, Any], name: str) -> list[str]:
-    """The fields that `column` reads: those of a template, or the one of this name."""
+    """Return the fields that `read_field` reads: the field `name`, or those of a template."""
     return [name] if name in record else fields_of(name)
 
 
 def fields_of(name: str) -> list[str]:
-    """The fields of a template, or the one of this name."""
+    """Return the fields of a template, or the field of this name."""
     return [each for _, each in split_template(name) if each] if is_template(name) else [name]
 
 
 def read_field(record: Mapping[str, Any], name: str, key: str) -> Any:
-    """The value of the field that `key` names, or the text of its template over several fields.
+    """Return the value of the field `name`, or the text of a template over several fields.
+
+    `key` is the config key that contains `name`.
 
     Raises:
-        BadRecord: the record lacks one.
+        BadRecord: the record lacks a field.
     """
     if name in record:
         return record[name]
@@ -191,8 +194,8 @@ def read_field(record: Mapping[str, Any], name: str, key: str) -> Any:
     names = [str(each) for each in record]
     guesses = [each for each in names if each.lower() not in SYSTEMS or key == "data.system_field"]
     guess = did_you_mean(name, guesses) or (names[0] if len(names) == 1 else "")
-    settings = f"{key}={guess}" if guess else f"{key} to the field that has it"
-    # A key with another value than its default must be named even if the default is right.
+    settings = f"{key}={guess}" if guess else f"{key} to the right field"
+    # If the config overrides the key, the message must set it even to its default.
     is_default = name == default_of(key)
     chat = chat_settings(record) if is_default else settings_text(chat_keys(record))
     if "data.chat=pairs" in chat or key not in ("data.chosen_field", "data.rejected_field"):
@@ -205,9 +208,9 @@ def read_field(record: Mapping[str, Any], name: str, key: str) -> Any:
 
 
 def turns_of(value: Any) -> Any:
-    """Messages of a field that holds texts in turns, or objects with `input` and `output`.
+    """Return messages for a list of alternating texts or of objects with `input` and `output`.
 
-    Texts are of the user and the assistant, in this order. Any other value is returned unchanged.
+    Texts alternate between user and assistant. Any other value is returned unchanged.
     """
     if not isinstance(value, list | tuple) or not value:
         return value
@@ -227,33 +230,37 @@ def turns_of(value: Any) -> Any:
 
 
 def message_of_text(text: str, role: str) -> list[Message]:
-    """A text as the only message."""
+    """Return a list with the text as its only message."""
     return [{"role": role, "content": text}]
 
 
 def parse_text_or_messages(
     fields: Mapping[str, Any], name: str, key: str, role: str
 ) -> list[Message]:
-    """A field that holds a text, or messages. Raises BadRecord if it holds something else."""
+    """Return the messages of a field that contains text or messages. Raises BadRecord for other
+    types.
+    """
     value = read_field(fields, name, key)
     return message_of_text(value, role) if isinstance(value, str) else parse_messages(value, key)
 
 
 def parse_messages(value: object, key: str, what: str = "a list") -> list[Message]:
-    """The messages in a field, or the only one. Raises BadRecord if it has something else."""
+    """Return the messages of a field that contains a list or a single message. Raises BadRecord
+    otherwise.
+    """
     if isinstance(value, Mapping) and ("role" in value or "from" in value):
         value = [value]
     if isinstance(value, list | tuple) and all(isinstance(each, Mapping) for each in value):
         return [message_of(each) for each in value]
     raise BadRecord(
         shorten(str(value)),
-        f"must have {what} of objects in {key}; it is of type {type(value).__name__}.",
+        f"must have {what} of objects in {key}; the value is of type {type(value).__name__}.",
         'Write it as [{"role": "user", "content": "..."}, ...].',
     )
 
 
 def drop_nulls(value: Any) -> Any:
-    """A value without the null keys of its objects, at any depth."""
+    """Return the value without null keys of objects, at any depth."""
     if isinstance(value, Mapping):
         return {key: drop_nulls(each) for key, each in value.items() if each is not None}
     if isinstance(value, list | tuple):
@@ -262,7 +269,7 @@ def drop_nulls(value: Any) -> Any:
 
 
 def null_arguments(value: Any, inside: str = "") -> tuple[str, ...]:
-    """Names of the null keys in `arguments` of calls, which `without_nulls` leaves out."""
+    """Return the names of null keys in call `arguments`; `drop_nulls` removes these keys."""
     found: dict[str, None] = {}
     if isinstance(value, Mapping):
         for key, each in value.items():
@@ -282,14 +289,14 @@ def null_arguments(value: Any, inside: str = "") -> tuple[str, ...]:
 
 
 def message_of(value: Mapping[str, Any]) -> Message:
-    """A message without null keys, with `role` and `content` also where it is ShareGPT's.
+    """Return a message without null keys, with ShareGPT keys renamed to `role` and `content`.
 
     Raises:
-        BadRecord: a call of a function is not the JSON of one.
+        BadRecord: a message with role `function_call` does not contain the JSON of a call.
     """
     message = drop_nulls(value)
     if isinstance(message.get("refusal"), str) and not any(map(message.get, _TEXTS)):
-        message["content"] = message.pop("refusal")  # as OpenAI's records have it
+        message["content"] = message.pop("refusal")  # OpenAI records use this key
     if "role" in message or "from" not in message:
         return message
     named = message.pop("from")
@@ -301,8 +308,8 @@ def message_of(value: Mapping[str, Any]) -> Message:
 
 
 def _calls(text: object) -> Iterator[dict[str, Any]]:
-    """The calls in a message of the role `function_call`: JSON of one, or of a list."""
-    rule = "must hold the JSON of a call with `name` and `arguments` in a message of function_call"
+    """Yield the calls of a message with role `function_call`: JSON of one call or of a list."""
+    rule = "must be the JSON of a call with `name` and `arguments` in a function_call message"
     action = 'Write {"name": "...", "arguments": {...}}, or use the role gpt for plain text.'
     try:
         found = (
@@ -312,30 +319,32 @@ def _calls(text: object) -> Iterator[dict[str, Any]]:
         )
         for each in found if isinstance(found, list) else [found]:
             if not isinstance(each, dict) or "name" not in each:
-                raise ValueError("it has no name")
+                raise ValueError("the call has no name")
             yield {"type": "function", "function": drop_nulls(each)}
     except ValueError as error:
         raise BadRecord(shorten(str(text)), f"{rule}: {error}.", action) from error
 
 
 def is_trained(message: Message, config: SourceConfig, which: str) -> bool:
-    """Whether a message is trained: its role is of `data.trained_roles`, unless it says itself.
+    """Return whether a message is trained: by its role and `data.trained_roles`, or by its own
+    keys.
 
-    `weight` 0 leaves it out, and `train` decides alone. Both are taken out of the message.
+    `train` overrides the role; `weight` 0 excludes the message. Both keys are removed from the
+    message.
 
     Raises:
-        BadRecord: it has no role of `data.chat_roles`, no content, or flags of other values.
+        BadRecord: the role is not in `data.chat_roles`, content is missing, or a flag is invalid.
     """
     check_message(message, config, which)
     flags = {key: message.pop(key) for key in _FLAGS if key in message}
     for key, value in flags.items():
         if value not in (0, 1) or isinstance(value, str):
-            rule = f"must have a {key} of 0 or 1, or false or true: it has {shorten(str(value))}."
-            raise BadRecord(which, rule, "Write 1 for a message that is trained, 0 for others.")
+            rule = f"must have {key} 0, 1, false or true: the value is {shorten(str(value))}."
+            raise BadRecord(which, rule, "Set 1 for a trained message and 0 for others.")
     if len({bool(value) for value in flags.values()}) > 1:
         given = ", ".join(f"{key} {value}" for key, value in flags.items())
-        rule = f"must say once whether it is trained: it has {given}."
-        raise BadRecord(which, rule, "Leave one of these keys out.")
+        rule = f"must have training keys that agree: found {given}."
+        raise BadRecord(which, rule, "Remove one of these keys.")
     by_role = message["role"] in config.trained_roles
     if "train" in flags or "training" in flags:
         return bool(flags.get("train", flags.get("training")))
@@ -343,7 +352,9 @@ def is_trained(message: Message, config: SourceConfig, which: str) -> bool:
 
 
 def check_message(message: Message, config: SourceConfig, which: str) -> None:
-    """Raises BadRecord for a message of an unknown role, or without content."""
+    """Check role and content of a message. Raises BadRecord for an unknown role or missing
+    content.
+    """
     role, roles = message.get("role"), config.chat_roles
     if role not in roles:
         guess = did_you_mean(role, roles) if isinstance(role, str) else ""
@@ -356,12 +367,12 @@ def check_message(message: Message, config: SourceConfig, which: str) -> None:
 
 
 def check_content(message: Message, which: str) -> None:
-    """Raises BadRecord for a message that has no content, nor a call of tools or reasoning."""
+    """Check the content of a message. Raises BadRecord without text, tool calls or reasoning."""
     content = message.get("content")
     for part in content if isinstance(content, list) else []:
         if isinstance(part, Mapping) and part.get("type") in _MEDIA:
-            rule = f"must have texts as content; it has a part of type {part['type']}, and models "
-            raise BadRecord(which, f"{rule}here read text only.", "Remove the record or the part.")
+            rule = f"must have text content; parts of type {part['type']} are not supported."
+            raise BadRecord(which, rule, "Remove the record or the part.")
     if isinstance(content, str | list) or (
         "content" not in message
         and any(has_value(message.get(each)) for each in _CALL_AND_REASONING_KEYS)
@@ -369,21 +380,21 @@ def check_content(message: Message, which: str) -> None:
         return
     raise BadRecord(
         which,
-        f"must have a text as content; it is of type {type(content).__name__}."
+        f"must have text content; the content is of type {type(content).__name__}."
         if "content" in message
-        else f"must have content, or tool_calls; it has {', '.join(map(str, message))}.",
+        else f"must have content or tool_calls; its keys are {', '.join(map(str, message))}.",
         'Write {"role": "user", "content": "..."}.',
     )
 
 
-# What else a template is given.
+# Tools and template settings.
 
 
 def tools_of(fields: Mapping[str, Any], name: str) -> list[Any] | None:
-    """The tools of a record: a list of objects, or the JSON of one.
+    """Return the tools of a record: a list of objects, or its JSON text.
 
     Raises:
-        BadRecord: the field has something else.
+        BadRecord: the field has another type.
     """
     found = _from_json(fields.get(name))
     if isinstance(found, list | tuple):
@@ -403,10 +414,10 @@ def tools_of(fields: Mapping[str, Any], name: str) -> list[Any] | None:
 
 
 def settings_of(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """What a record gives its template by name, in `chat_template_kwargs`.
+    """Return the template settings of a record, from `chat_template_kwargs`.
 
     Raises:
-        BadRecord: it is not an object, or has a name of something else.
+        BadRecord: the field is not an object, or a name in it is reserved.
     """
     found = _from_json(fields.get(SETTINGS))
     if found is None:
@@ -417,13 +428,13 @@ def settings_of(fields: Mapping[str, Any]) -> dict[str, Any]:
             return settings
     raise BadRecord(
         shorten(str(fields[SETTINGS])),
-        f"must have an object in {SETTINGS}, without {', '.join(_RESERVED)}.",
+        f"must have an object in {SETTINGS}, without the keys {', '.join(_RESERVED)}.",
         'Write it as {"enable_thinking": false}.',
     )
 
 
 def _from_json(value: Any) -> Any:
-    """A value that may be there as JSON text; None if that is empty, or none."""
+    """Return the value, parsed if it is JSON text; None for blank text."""
     if not isinstance(value, str):
         return value
     try:

@@ -1,12 +1,11 @@
-"""Chat template, begin tokens and end tokens of a run that trains on conversations.
+"""Chat template, BOS and EOS tokens of runs that train on conversations.
 
-The token that closes an answer in training ends generated text. It follows from the template: the
-control token after the answer in a conversation of two messages. Of prepared conversations, whose
-template may be unknown, it follows from the tokens that are trained.
+In generation, text ends at the token that closes an assistant message in training. This token is
+found with the template, as the control token after the last of two messages. Prepared conversations
+may have an unknown template; the token is then inferred from the trained tokens.
 
-Conversations that are longer than a sequence, as `data.long_conversations` treats them.
-
-Their tokens are known, and the length of each: so records and prepared folders give the same.
+The module also applies `data.long_conversations` to conversations longer than a sequence. It uses
+only token counts, so records and prepared folders give the same result.
 """
 
 from __future__ import annotations
@@ -36,22 +35,22 @@ from maxpipe.io.typed_json import check_type
 KEY = "conversation"
 """Name of the entry in the data position of a checkpoint."""
 
-_ANSWER = "An answer of several words"
+_ANSWER = "A response of several words"
 _TAIL = 4
-"""Tokens at the end of an answer among which its closing token is."""
+"""Number of last tokens of a message that are searched for its closing token."""
 _DOCUMENTS = 32
-"""Conversations of a source that are looked at."""
+"""Number of conversations of a source that are searched."""
 
 
 class ChatSpec(TypedDict):
-    """What a checkpoint of a run that reads conversations records of them."""
+    """Chat format that a checkpoint stores for a run on conversations."""
 
     template: str | None
-    """Text of the chat template; None if it is unknown."""
+    """Text of the chat template; None if unknown."""
     begin_ids: list[int]
-    """Tokens in front of a prompt that no template writes."""
+    """Tokens before a prompt that the template does not render."""
     end_ids: list[int]
-    """Tokens that close an answer."""
+    """Tokens that close an assistant message."""
 
 
 def end_of_turn_ids(
@@ -60,9 +59,9 @@ def end_of_turn_ids(
     answering: str = "assistant",
     asking: Sequence[str] = ("user",),
 ) -> list[int]:
-    """The control token that closes an answer, in a list; empty if there is none.
+    """Return the control token that closes an assistant message, in a list; empty without one.
 
-    `answering` is the role whose messages are answers, and `asking` are other roles.
+    `answering` is the assistant role; `asking` lists the other roles.
     """
     answer = {"role": answering, "content": _ANSWER}
     for role in asking:
@@ -71,7 +70,7 @@ def end_of_turn_ids(
                 [ChatInput([{"role": role, "content": "A question"}, answer])],
                 add_generation_prompt=False,
             )
-        except ConfigError:  # the template wants other roles
+        except ConfigError:  # the template requires other roles
             continue
         begin = text.rfind(_ANSWER)
         if begin < 0:
@@ -83,20 +82,21 @@ def end_of_turn_ids(
 
 
 def infer_end_of_turn_ids(documents: Documents, tokenizer: Tokenizer) -> list[int]:
-    """The same from the first of these conversations, by the tokens that are trained."""
+    """Return the closing token of the first conversations, found from the trained tokens."""
     tails = []
-    # The lengths of a folder that is read in windows are never read as a whole.
+    # Documents read in windows never load all lengths at once.
     count = getattr(documents, "num_documents", None)
     for document in range(min(len(documents.lengths) if count is None else count, _DOCUMENTS)):
         if tail := _tail(documents[document], tokenizer):
             tails.append(tail)
     counts = Counter(itertools.chain.from_iterable(map(dict.fromkeys, tails)))
-    # Of answers that end with several control tokens those of calls have others in front.
+    # If a message ends with several control tokens, the most frequent one is the end of turn;
+    # others mark tool calls.
     return [max(tails[0], key=lambda i: counts[i])] if tails else []
 
 
 def _tail(document: EncodedDocument, tokenizer: Tokenizer) -> list[int]:
-    """The control tokens with which the last trained message ends."""
+    """Return the control tokens at the end of the last trained message."""
     if document.trained is None or not document.trained.any():
         return []
     ids = document.ids.astype(int).tolist()
@@ -114,12 +114,12 @@ def _tail(document: EncodedDocument, tokenizer: Tokenizer) -> list[int]:
 def build_chat_spec(
     data: DataConfig, tokenizer: Tokenizer, documents: Iterable[Documents] = ()
 ) -> ChatSpec | None:
-    """The record of a run that reads these sources; None if they hold no conversations.
+    """Return the chat format of a run with these sources; None without conversations.
 
-    `documents` are the conversations of the training.
+    `documents` are the training conversations.
 
     Raises:
-        ConfigError: the template's file cannot be read.
+        ConfigError: the template file cannot be read.
     """
     sources = list(sources_of(data).values())
     chats = [each for each in sources if each.chat != "off"]
@@ -131,7 +131,7 @@ def build_chat_spec(
         if chats and _has_template(chats[0], tokenizer)
         else None
     )
-    ends = [  # every source may have a template of its own
+    ends = [  # each source may have a different template
         i
         for each in chats
         if _has_template(each, tokenizer)
@@ -149,12 +149,12 @@ def build_chat_spec(
 
 
 def _has_template(config: SourceConfig, tokenizer: Tokenizer) -> bool:
-    """Pairs of texts have none."""
+    """Return whether the source has a chat template; pairs of texts need none."""
     return bool(config.chat_template) or tokenizer.chat is not None
 
 
 def _roles(config: SourceConfig) -> tuple[str, list[str]]:
-    """A role that is trained, and the others."""
+    """Return a trained role, and the other roles."""
     trained = config.trained_roles
     answering = "assistant" if "assistant" in trained else trained[0]
     others = [each for each in config.chat_roles if each != answering]
@@ -162,7 +162,7 @@ def _roles(config: SourceConfig) -> tuple[str, list[str]]:
 
 
 def chat_spec_of_prompts(chat: ChatTemplate | None, tokenizer: Tokenizer) -> ChatSpec | None:
-    """The record of a run whose prompts `chat` renders; None without a template."""
+    """Return the chat format of a run whose prompts `chat` renders; None without a template."""
     if chat is None:
         return None
     return {
@@ -173,20 +173,17 @@ def chat_spec_of_prompts(chat: ChatTemplate | None, tokenizer: Tokenizer) -> Cha
 
 
 def parse_chat_spec(position: Mapping[str, Any]) -> ChatSpec | None:
-    """What the data position of a checkpoint says.
+    """Return the chat format in the data position of a checkpoint.
 
     Raises:
-        ValueError: it is damaged.
+        ValueError: the entry is damaged.
     """
     found = position.get(KEY)
     return None if found is None else check_type(found, ChatSpec)
 
 
 def apply_chat_spec(tokenizer: Tokenizer, conversation: ChatSpec | None) -> Tokenizer:
-    """The tokenizer with which text ends, and prompts begin, as in these conversations.
-
-    Its template is theirs.
-    """
+    """Return the tokenizer with the BOS tokens, EOS tokens and template of the chat format."""
     if conversation is None:
         return tokenizer
     template, chat = conversation["template"], tokenizer.chat
@@ -198,7 +195,7 @@ def apply_chat_spec(tokenizer: Tokenizer, conversation: ChatSpec | None) -> Toke
 
 
 def add_end_of_turn_ids(tokenizer: Tokenizer) -> Tokenizer:
-    """The tokenizer with which text ends where its own template closes an answer."""
+    """Return the tokenizer with the end-of-turn tokens of its template added to its EOS tokens."""
     if tokenizer.chat is None:
         return tokenizer
     ends = {*tokenizer.end_ids, *end_of_turn_ids(tokenizer.chat, tokenizer)}
@@ -209,20 +206,20 @@ LongConversationPolicy = Literal["truncate", "drop", "split", "error"]
 
 _KEY = "data.long_conversations"
 _PART = 1 << 20
-"""Documents whose lengths are counted at a time."""
+"""Number of documents whose lengths are counted at a time."""
 
 
 class RemainingCounts(NamedTuple):
-    """Numbers of conversations, int64 []: with tokens left, and without any."""
+    """Numbers of conversations with and without remaining tokens, int64 []."""
 
     with_tokens: np.ndarray
     left_out: np.ndarray
 
 
 class LengthLimitedDocuments:
-    """Conversations of as many tokens as a sequence has, or fewer; see `Documents`.
+    """Conversations limited to the tokens of one sequence; see `Documents`.
 
-    With `truncate` one of which no trained token is left has no tokens, as with `drop`.
+    With `truncate`, a conversation that has no trained token left is dropped.
     """
 
     def __init__(
@@ -232,13 +229,15 @@ class LengthLimitedDocuments:
         policy: LongConversationPolicy,
         trains: Callable[[int, int], bool] | None = None,
     ):
-        """`trains` says of a document's number and a count whether any of its first tokens trains;
-        by default the document is read.
+        """Create the documents.
+
+        `trains` returns, for a document and a token count, whether any of the first tokens is
+        trained. By default, the document is read.
         """
         self.pad_id = documents.pad_id
         self._documents = documents
         self._max_tokens = sequence_length + 1
-        """T inputs, and the target of the last one."""
+        """T inputs and the target of the last input."""
         self._policy: LongConversationPolicy = policy
         self._has_target = trains or self._read_has_target
         self._lengths: np.ndarray | None = None
@@ -250,7 +249,7 @@ class LengthLimitedDocuments:
         return self._lengths
 
     def count_remaining(self, moved: Heartbeat | None = None) -> RemainingCounts:
-        """Count the conversations that had tokens; `moved` is called for each part of them."""
+        """Return the counts of conversations that had tokens; `moved` is called for each part."""
         return self._remaining_counts(self._documents.lengths, self.lengths)
 
     @staticmethod
@@ -263,14 +262,14 @@ class LengthLimitedDocuments:
         return trained is None or bool(trained[1:count].any())
 
     def _limited_lengths(self, lengths: np.ndarray, first: int) -> np.ndarray:
-        """Tokens that are left of consecutive documents from `first` on, of `lengths` tokens."""
+        """Return the limited lengths of consecutive documents from `first` on."""
         found = np.array(lengths)
         for at in np.flatnonzero(found > self._max_tokens).tolist():
             found[at] = self._limited_length(first + at)
         return found
 
     def _limited_length(self, document: int) -> int:
-        """Tokens that are left of a conversation that is too long."""
+        """Return the limited length of a conversation that is too long."""
         is_left = self._policy == "truncate" and self._has_target(document, self._max_tokens)
         return self._max_tokens if is_left else 0
 
@@ -289,7 +288,9 @@ class LengthLimitedDocuments:
 
 
 class LengthLimitedTokenFiles(LengthLimitedDocuments):
-    """Bounded conversations of a prepared folder that is read in windows; see `TokenFiles`."""
+    """Length-limited conversations of a prepared folder that is read in windows; see
+    `TokenFiles`.
+    """
 
     def __init__(self, documents: TokenFiles, sequence_length: int, policy: LongConversationPolicy):
         super().__init__(documents, sequence_length, policy)
@@ -300,7 +301,7 @@ class LengthLimitedTokenFiles(LengthLimitedDocuments):
         """Whether lengths differ from the sums of `span_tokens`."""
 
     def lengths_between(self, first: int, stop: int) -> np.ndarray:
-        """int64 tokens of the documents from `first` to before `stop`."""
+        """Return int64 token counts of the documents `first` to `stop` - 1."""
         return self._limited_lengths(self._files.lengths_between(first, stop), first)
 
     def count_remaining(self, moved: Heartbeat | None = None) -> RemainingCounts:
@@ -321,7 +322,7 @@ def limit_lengths(
     policy: LongConversationPolicy,
     first_targets: np.ndarray,
 ) -> Documents:
-    """Return conversations as the policy leaves them; see `DocumentIndex.first_targets`."""
+    """Return the conversations limited by the policy; see `DocumentIndex.first_targets`."""
     if policy not in ("truncate", "drop"):
         return documents
     return LengthLimitedDocuments(
@@ -333,12 +334,12 @@ def limit_lengths(
 
 
 def find_long_documents(lengths: np.ndarray, sequence_length: int) -> np.ndarray:
-    """Numbers of the documents that no sequence of this length holds whole."""
+    """Return the indices of the documents that do not fit in one sequence."""
     return np.flatnonzero(lengths > sequence_length + 1)
 
 
 def count_long_documents(documents: TokenFiles, sequence_length: int) -> tuple[int, int]:
-    """How many documents are longer than a sequence, and the number of the first one, or 0."""
+    """Return the number of documents longer than a sequence and the index of the first, or 0."""
     count = first = 0
     for begin in range(0, documents.num_documents, _PART):
         lengths = documents.lengths_between(begin, min(begin + _PART, documents.num_documents))
@@ -350,28 +351,30 @@ def count_long_documents(documents: TokenFiles, sequence_length: int) -> tuple[i
 
 
 def long_conversation_error(count: int, where: str, sequence_length: int) -> ConfigError:
-    """The error for `error`; `where` names the first of `count` conversations."""
-    rule = f"ends the run where a conversation is longer than a sequence of {sequence_length}: "
-    rule += f"{pluralize(count, 'conversation')}, the first one {where}."
+    """Return the error of the policy `error`; `where` locates the first of `count`
+    conversations.
+    """
+    rule = f"allows no conversation longer than a sequence of {sequence_length} tokens: "
+    rule += f"{pluralize(count, 'conversation')}, the first at {where}."
     return _wrong("error", rule, "data.long_conversations=truncate")
 
 
 def check_remaining(
     left: RemainingCounts, num_documents: int, sequence_length: int, policy: LongConversationPolicy
 ) -> None:
-    """Checks that the policy leaves conversations to train on, of `num_documents`.
+    """Check that the policy leaves conversations to train on, out of `num_documents`.
 
     Raises:
-        ConfigError: it leaves none.
+        ConfigError: no conversation is left.
     """
     if left.with_tokens:
         return
     all_of = f"each of {pluralize(num_documents, 'conversation')}"
-    sequence = f"a sequence of {sequence_length}"
+    sequence = f"a sequence of {sequence_length} tokens"
     if policy == "drop":
         rule = f"leaves nothing: {all_of} is longer than {sequence}."
         raise _wrong(policy, rule, "data.long_conversations=truncate")
-    rule = f"leaves nothing to train: {all_of} has its first answer behind {sequence}."
+    rule = f"leaves nothing to train: in {all_of}, no trained token is within {sequence}."
     raise _wrong(policy, rule, "")
 
 

@@ -1,8 +1,7 @@
-"""What a run reads: its sources opened and indexed, split and packed into sequences.
+"""Sources of a run, opened, indexed, split and packed into sequences.
 
-Owns the facts by which a run knows its documents again. Batches are made in `loader.py`.
-
-Differences between two fingerprints of a run's data, in words.
+The fingerprint of a corpus identifies its documents; this module also describes the differences
+between two fingerprints. `loader.py` builds batches.
 """
 
 from __future__ import annotations
@@ -78,44 +77,45 @@ from maxpipe.data.unread_keys import (
 from maxpipe.errors import ConfigError
 
 SOURCES = "sources"
-"""Name of the entry of a fingerprint with the facts of each source of a mixture."""
+"""Name of the fingerprint entry with the metadata of each source of a mixture."""
 
 Split = Literal["validation", "train", "all"]
 
 _PART = 2**20
-"""Documents whose numbers are given at a time."""
+"""Number of document indices yielded at a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class IndexedSource:
-    """Documents of a source whose lengths are known, before they are packed."""
+    """Documents of a source with known lengths, before packing."""
 
     name: str
-    """In `data.mixture`; empty without one."""
+    """Name of the source in `data.mixture`; empty without a mixture."""
     documents: Documents
     seed: int
     metadata: Mapping[str, Any]
-    """JSON values that say which documents these are."""
+    """JSON values that identify the documents."""
     byte_counts: np.ndarray | None
-    """int64 [256]: of the text, where it is known."""
+    """int64 [256]: byte counts of the text; None if unknown."""
     digests: Callable[[int, int], np.ndarray] | None
-    """uint64: `digest_of` the documents from one to before another; None where it is not known."""
+    """Returns uint64 digests (`digest_of`) of the documents first to stop - 1; None if unknown."""
     unreadable: int
-    """Documents that are empty because their records could not be read."""
+    """Number of documents that are empty because their records could not be read."""
     packing: Packing
     remarks: Sequence[str] = ()
-    """Lines about documents that are not read as they are."""
+    """Lines about documents that are changed or skipped when read."""
     ends: np.ndarray | None = None
-    """int64 [records]: the document behind the last one of each record, where a record has
-    several, which are on one side of a split."""
+    """int64 [records]: index after the last document of each record; None if every record is one
+    document. All documents of a record are in the same split.
+    """
     is_chat: bool = False
-    """Whether the documents are conversations or pairs, which have masks."""
+    """Whether the documents are conversations or pairs, which have loss masks."""
 
     def sequences(self, split: Split, fraction: float, packer: Packer) -> Sequences | None:
-        """Of a split; None if it has no documents.
+        """Return the sequences of a split; None if it has no documents.
 
         Raises:
-            ConfigError: none of its documents has a target.
+            ConfigError: no document of the split has a target token.
         """
         with wrap_section_errors(self.name):
             found = self._packed(split, fraction, packer)
@@ -123,7 +123,7 @@ class IndexedSource:
                 raise ConfigError.one(
                     "data.path",
                     None,
-                    f"must hold documents to train on: of those for {split} none has two tokens.",
+                    f"must contain a document of two tokens or more: the split {split} has none.",
                     "Set data.path to documents with text.",
                 )
         return found
@@ -139,11 +139,11 @@ class IndexedSource:
 
     @property
     def is_large(self) -> bool:
-        """Whether there are too many documents to shuffle them as a whole."""
+        """Whether there are too many documents for a full shuffle."""
         return _windowed_documents(self.documents) is not None
 
     def numbers(self, split: Split, fraction: float) -> Iterator[np.ndarray]:
-        """Numbers of the documents of a split, in parts of bounded size, near to each other."""
+        """Yield the document indices of a split in sorted parts of bounded size."""
         if (windowed := _windowed_documents(self.documents)) is None:
             order = np.sort(self._order(split, fraction))
             yield from np.split(order, range(_PART, len(order), _PART))
@@ -161,7 +161,8 @@ class IndexedSource:
         with wrap_section_errors(self.name):
             if self.ends is None:
                 return split_documents(count, fraction, self.seed)[split == "validation"]
-            # Of many samples of one record none tells of another one that is held out.
+            # All samples of a record are on one side of the split, so that none leaks a held-out
+            # one.
             records = split_documents(len(self.ends), fraction, self.seed)[split == "validation"]
             starts = np.concatenate([[0], self.ends[:-1]])
             edges = np.stack([starts, self.ends], 1)[records].tolist()
@@ -171,7 +172,7 @@ class IndexedSource:
 def _windowed_documents(
     documents: Documents,
 ) -> PreparedDocuments | MegatronDocuments | LengthLimitedTokenFiles | None:
-    """The documents, if there are too many to shuffle them as a whole."""
+    """Return the documents if there are too many for a full shuffle, else None."""
     prepared = isinstance(
         documents, PreparedDocuments | MegatronDocuments | LengthLimitedTokenFiles
     )
@@ -180,11 +181,11 @@ def _windowed_documents(
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """All sources of a run."""
+    """Opened and indexed sources of a run, for training or for one validation set."""
 
     data: DataConfig
     mixture_names: Sequence[str]
-    """Names of the sources of the run's mixture, whether these are them or not."""
+    """Names of the sources of the run's mixture, which need not include those of this corpus."""
     indexed: Sequence[IndexedSource]
     tokenizer: Tokenizer
     seed: int
@@ -192,33 +193,33 @@ class Corpus:
     cache_dir: str | None
     moved: Heartbeat | None
     keep: bool
-    """Whether plans of sequences are written to `cache_dir`."""
+    """Whether packing plans are written to `cache_dir`."""
 
     @property
     def unigram_entropy(self) -> float | None:
-        """Nats per byte of a model that knows only how frequent each byte of all texts is."""
+        """Unigram entropy of the text in nats per byte."""
         counts = [each.byte_counts for each in self.indexed]
         known = [each for each in counts if each is not None]
         return entropy(np.sum(known, axis=0)) if len(known) == len(counts) else None
 
     @property
     def unreadable(self) -> int:
-        """Documents that are empty because their records could not be read."""
+        """Number of documents that are empty because their records could not be read."""
         return sum(each.unreadable for each in self.indexed)
 
     @property
     def pairs(self) -> dict[str, PairDocuments]:
-        """Documents of the sources that have pairs, by name."""
+        """Documents with pairs, by name of the source."""
         named = {each.name: each.documents for each in self.indexed}
         return {name: each for name, each in named.items() if isinstance(each, PairDocuments)}
 
     def fingerprint(self) -> dict[str, Any]:
-        """JSON values that decide which sequences there are."""
+        """Return the JSON values that determine the sequences."""
         facts = self.indexed[0].metadata
         more: dict[str, Any] = {}
         if self.data.mixture:
             all_facts = {each.name: each.metadata for each in self.indexed}
-            # Digests of content are compared one by one; earlier releases have none.
+            # Content digests are compared file by file; earlier releases have none.
             bare = {
                 name: {key: value for key, value in each.items() if key != CONTENT_KEY}
                 for name, each in all_facts.items()
@@ -242,7 +243,7 @@ class Corpus:
         }
 
     def parts(self, split: Split) -> list[SourceSequences]:
-        """Sequences of each source; none of one that has no documents in the split."""
+        """Return the sequences of each source that has documents in the split."""
         fraction = self.data.validation_fraction
         return [
             SourceSequences(each.name, sequences, each.seed, each.packing)
@@ -273,10 +274,10 @@ def open_corpus(
     moved: Heartbeat | None,
     keep: bool = True,
 ) -> Corpus:
-    """Opens and indexes all sources of the training, or that of `data.validation` with this name.
+    """Open and index all training sources, or the set of `data.validation` named `name`.
 
     Raises:
-        ConfigError: anything the user has to change in `data`, or such a tokenizer.
+        ConfigError: a value in `data` or the tokenizer cannot be used.
     """
     chosen, mixed = train_sources(data), tuple(sorted(data.mixture))
     if name is not None:
@@ -299,7 +300,7 @@ def open_corpus(
 
 
 def packing_of(config: SourceConfig, *, has_conversations: bool) -> Packing:
-    """What `data.packing` means for a source."""
+    """Return the packing of a source, with `auto` resolved."""
     if config.packing != "auto":
         return config.packing
     return "best_fit" if has_conversations else "cut"
@@ -353,17 +354,17 @@ def _index_token_source(
 def _remaining_counts_of(arrays: Mapping[str, np.ndarray]) -> RemainingCounts:
     left = RemainingCounts(**{name: arrays[name] for name in RemainingCounts._fields})
     if any(each.shape for each in left):
-        raise ValueError("arrays of another shape")
+        raise ValueError("arrays with an unexpected shape")
     return left
 
 
 def _packing_metadata(packing: Packing) -> dict[str, str]:
-    """None of what earlier releases did, who said nothing of it."""
+    """Return the fingerprint entry, or nothing for `cut`, as in earlier releases."""
     return {} if packing == "cut" else {"packing": packing}
 
 
 def _long_conversation_metadata(config: SourceConfig) -> dict[str, str]:
-    """Likewise."""
+    """Return the fingerprint entry, or nothing for `split`, as in earlier releases."""
     policy = config.long_conversations
     return {} if policy == "split" else {"long_conversations": policy}
 
@@ -380,7 +381,7 @@ def _index_text_source(
     keep: bool,
     row_tokens: int,
 ) -> IndexedSource:
-    """Documents of texts, conversations or pairs."""
+    """Open and index a source of texts, conversations or pairs."""
     source = open_source(config, seed, moved, cache_dir=cache_dir, keep=keep)
     source = expand_trained_messages(source, config, cache_dir, moved, keep=keep)
     found = build_chat_encoder(source, encoder, config, row_tokens)
@@ -430,7 +431,7 @@ def _index_text_source(
 def _apply_long_policy(
     documents: ChatDocuments, index: DocumentIndex, config: SourceConfig, sequence_length: int
 ) -> tuple[Documents, LongConversations]:
-    """Conversations as `data.long_conversations` says, and how many it concerns."""
+    """Apply `data.long_conversations`; return the documents and the number of long ones."""
     policy = config.long_conversations
     numbers = find_long_documents(index.lengths, sequence_length)
     if not len(numbers) or policy == "split":
@@ -449,7 +450,7 @@ def _apply_long_policy(
 def build_chat_encoder(
     source: Source, encoder: Tokenizer, config: SourceConfig, row_tokens: int
 ) -> ConversationEncoder | PairEncoder | None:
-    """Records that are encoded as a whole; None if they are texts."""
+    """Return the encoder of a chat source; None for texts."""
     if config.chat == "off":
         return None
     if config.chat == "pairs":
@@ -472,21 +473,21 @@ _FINGERPRINT_LABELS = {
     "updates_per_rollout": "grpo.updates_per_rollout",
     "reward": "the reward",
     "batch_size": "train.batch_size",
-    "batch_ramp": "the stages of train.batch_ramp, as rows and steps,",
+    "batch_ramp": "the stages of train.batch_ramp (sequences, steps)",
 }
 
 
 _FINGERPRINT_DEFAULTS = {"packing": "cut", "long_conversations": "split"}
-"""What a fingerprint means that does not have this entry."""
+"""Defaults for fingerprints without these entries."""
 
 
 def compare_fingerprints(
     saved: Mapping[str, Any], current: Mapping[str, Any], step: int | None = None
 ) -> list[tuple[str, Any, Any]]:
-    """The (name, saved, current) of each entry in which two fingerprints differ, for people.
+    """Return (label, saved, current) for each entry in which two fingerprints differ.
 
-    Sizes of batches do not, if all before `step` were the same: no row is lost or repeated then.
-    Nor do weights of a mixture: see `Loader.go_on`.
+    Batch sizes are ignored if they are equal in all steps before `step`: no sequence is then lost
+    or repeated. Mixture weights are ignored; see `Loader.go_on`.
     """
     names = [*saved, *(name for name in current if name not in saved)]
     if step is not None and BatchRamp.from_metadata(saved).equals_until(
@@ -495,7 +496,7 @@ def compare_fingerprints(
         names = [name for name in names if name not in config_ramp.METADATA_KEYS]
     of_sources = saved.get(SOURCES, {}), current.get(SOURCES, {})
     if of_sources[0].keys() != of_sources[1].keys():
-        # All else follows from them.
+        # The other differences follow from these.
         before, now = (", ".join(each) or None for each in of_sources)
         return [("the sources of data.mixture", before, now)]
     found = []
@@ -503,7 +504,7 @@ def compare_fingerprints(
         inner = compare_fingerprints(*(each[name] for each in of_sources))
         found += [(f"{name}: {words}", before, now) for words, before, now in inner]
     if found:
-        # The totals follow from these.
+        # These totals follow from the differences above.
         names = [name for name in names if name not in ("documents", "tokens", "source_digest")]
     names = [name for name in names if name not in (SOURCES, mixture.MIXTURE_KEY, CONTENT_KEY)]
     found += [

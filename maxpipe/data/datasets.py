@@ -1,6 +1,7 @@
-"""From a whole config to the documents that a run reads. No jax: data is looked at without it.
+"""Datasets of a run, built from its config without importing jax.
 
-Documents for evaluation whose text is also trained on, found by digests of whole texts.
+The module also finds evaluation documents whose text is in the training data, by digests of full
+texts.
 """
 
 from __future__ import annotations
@@ -39,27 +40,26 @@ _EMPTY = np.uint64(digest_of(b""))
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """Of one set, the documents that are also trained on."""
+    """Documents of a validation set that are also in the training data."""
 
     name: str
-    """In `data.validation`; empty for the documents that are held out of the training's own."""
+    """Name of the set in `data.validation`; empty for the held-out documents."""
     count: int
     total: int
-    """Documents of the set, without empty ones."""
+    """Number of non-empty documents in the set."""
     first: str
-    """The file of the first of them and its place in it, for people."""
+    """File of the first overlapping document and its position there."""
     trained: str
-    """That of the same text in the training."""
+    """File and position of the same text in the training data."""
 
 
 def find_overlaps(
     train: Corpus, sets: Mapping[str, Corpus], *, large: bool, moved: Heartbeat = lambda: None
 ) -> list[Overlap]:
-    """Of the held-out documents of a corpus, and of other sets by name.
+    """Return the overlaps of the held-out documents and of other sets with the training data.
 
-    Memory grows with the documents for evaluation, not with those of the training; time with all of
-    them. `large` says whether sources with too many to be shuffled as a whole are compared, too.
-    `moved` is called for each part.
+    Memory grows with the evaluation documents only, time with all documents. `large` includes the
+    sources with too many documents for a full shuffle. `moved` is called for each part.
     """
     candidates: dict[str, tuple[Corpus, Split]] = {"": (train, "validation")}
     candidates |= {name: (each, "all") for name, each in sets.items()}
@@ -74,27 +74,30 @@ def find_overlaps(
 
 
 def uncompared_sources(corpora: Iterable[Corpus], *, large: bool) -> Iterator[tuple[str, str]]:
-    """(section, why) of each source that is not compared."""
+    """Yield (section, reason) of each source that is not compared."""
     for corpus in corpora:
         for indexed in corpus.indexed:
             if indexed.digests is None:
-                yield section_of(indexed.name), "its files have no digests of texts"
+                yield section_of(indexed.name), "the source has no digests of its texts"
             elif indexed.is_large and not large:
-                yield section_of(indexed.name), "it has too many documents to read all at the start"
+                yield (
+                    section_of(indexed.name),
+                    "the source has too many documents to compare at the start",
+                )
 
 
 class _TrainingDigests:
-    """Which of some digests the training has, and where."""
+    """Evaluation digests that occur in the training data, and where."""
 
     def __init__(self, known: np.ndarray):
-        """`known` uint64, sorted."""
+        """Create a lookup table for sorted uint64 digests."""
         self._known = known
         self._sources: list[IndexedSource] = []
         self._source_of = np.full(len(known), -1, np.int32)
         self._number_of = np.zeros(len(known), np.int64)
 
     def add(self, indexed: IndexedSource, numbers: np.ndarray, digests: np.ndarray) -> None:
-        """Documents that are trained on."""
+        """Add documents of the training data."""
         if not self._sources or self._sources[-1] is not indexed:
             self._sources.append(indexed)
         places, is_known = self._places(digests)
@@ -102,12 +105,12 @@ class _TrainingDigests:
         self._source_of[places], self._number_of[places] = len(self._sources) - 1, numbers
 
     def has(self, digests: np.ndarray) -> np.ndarray:
-        """Whether each is trained on: bool [digests]."""
+        """Return bool [digests]: whether each is in the training data."""
         places, is_known = self._places(digests)
         return is_known & (self._source_of[places] >= 0)
 
     def where(self, digest: int) -> str:
-        """The file of a document with it and its place there."""
+        """Return the file of the training document with this digest, and its position there."""
         place = int(np.searchsorted(self._known, np.uint64(digest)))
         source = self._sources[self._source_of[place]]
         return source.documents.where(int(self._number_of[place]))
@@ -130,7 +133,7 @@ def _overlap_of_set(name: str, parts: Sequence[_DigestChunk], trained: _Training
 
 
 def _digests(corpus: Corpus, split: Split, large: bool, moved: Heartbeat) -> Iterator[_DigestChunk]:
-    """(source, numbers, digests) of parts of a split; documents without text are left out."""
+    """Yield (source, indices, digests) of parts of a split, without empty documents."""
     for indexed in corpus.indexed:
         if indexed.digests is None or (indexed.is_large and not large):
             continue
@@ -146,10 +149,10 @@ def _digests(corpus: Corpus, split: Split, large: bool, moved: Heartbeat) -> Ite
 
 
 def build_datasets(config: Config, moved: Callable[[], object]) -> Datasets:
-    """The documents that a config names, and its tokenizer; `moved` is called during reading.
+    """Return the datasets and the tokenizer of a config; `moved` is called during reading.
 
     Raises:
-        ConfigError: they cannot be used, or have ids that the model does not know.
+        ConfigError: the data cannot be used, or has ids that are not in the model's vocabulary.
     """
     if config.train.objective == "grpo":
         return _build_prompt_datasets(config)
@@ -194,10 +197,10 @@ def _build_prompt_datasets(config: Config) -> Datasets:
 
 
 def load_run_chat_template(config: Config, tokenizer: Tokenizer) -> ChatTemplate | None:
-    """The template of prompts, samples and questions; its date is that of the first start.
+    """Return the chat template of prompts and samples, with the date of the run's first start.
 
     Raises:
-        ConfigError: its file cannot be read.
+        ConfigError: the template file cannot be read.
     """
     template = resolve_chat_template(config.data, tokenizer)
     if template is None or not template.reads_date:
@@ -219,13 +222,13 @@ def check_overlap(
     warn: Callable[[str], object],
     moved: Callable[[], object] = lambda: None,
 ) -> None:
-    """Warns of documents for evaluation that are also trained on, as the config says.
+    """Check for evaluation documents in the training data; warn or raise as configured.
 
-    Sources of more documents than are shuffled as a whole are compared if there must be no copies:
-    all their digests have to be read for that. `moved` is called meanwhile.
+    With `data.validation_overlap=stop`, sources with too many documents for a full shuffle are also
+    compared, which reads all their digests. `moved` is called for each part.
 
     Raises:
-        ConfigError: there are some, and the config says that there must be none.
+        ConfigError: overlaps exist, and the config does not allow them.
     """
     how = config.data.validation_overlap
     if how == "ignore" or not config.eval.batches or not datasets.eval_loaders():
@@ -237,8 +240,8 @@ def check_overlap(
     for each in find_overlaps(train, sets, large=large, moved=moved):
         key = f"data.validation.{each.name}" if each.name else "data.validation_fraction"
         rule = (
-            f"has documents that are also trained on, {each.count} of {each.total}: the first is "
-            f"{each.first}, which is trained on as {each.trained}."
+            f"has {each.count} of {each.total} documents in the training data: the first is "
+            f"{each.first}, which is also {each.trained}."
         )
         action = "Remove such documents, or set data.validation_overlap=ignore."
         problems.append(Problem(key, "", rule, action))
@@ -248,6 +251,6 @@ def check_overlap(
         warn(f"{each.where}: {each.rule} {each.action}")
     for section, why in uncompared_sources([train, *sets.values()], large=large):
         warn(
-            f"{section}: documents for evaluation are not compared with these: {why}. Set "
+            f"{section}: validation documents are not compared with this source: {why}. Set "
             f"data.validation_overlap={'ignore' if large else 'stop to compare them, or ignore'}."
         )

@@ -1,6 +1,6 @@
-"""Arrays that took long to compute, kept on disk under the digest of what they follow from.
+"""Disk cache for arrays that are slow to compute, keyed by a digest of their inputs.
 
-Of several processes that start together one computes them, if they see the same folder.
+If several processes that share the folder start together, only one of them computes the arrays.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ Arrays = Mapping[str, np.ndarray]
 
 
 class CacheMessages(NamedTuple):
-    """What is said of arrays, and of having to make them again."""
+    """Messages about cached arrays."""
 
     task: str
-    """That of making them."""
+    """Name of the computation."""
     unreadable: str
-    """What follows if they cannot be read."""
+    """Log text for arrays that cannot be read."""
     unwritable: str
-    """And if they cannot be written."""
+    """Log text for arrays that cannot be written."""
 
 
 def load_or_compute(
@@ -49,10 +49,10 @@ def load_or_compute(
     keep: bool,
     moved: Heartbeat | None,
 ) -> Value:
-    """What is made of the arrays of a file, or else what `make` makes; with `keep` these are kept.
+    """Return the value of the arrays in a file, or compute it with `make`; `keep` writes the file.
 
-    Processes that want the same file wait for the one that makes it; if it is killed, the next one
-    does. `make` calls what it is given for each part of its work.
+    Processes that need the same file wait for the process that computes it. If that process is
+    killed, the next one computes it. `make` calls its argument after each part of its work.
     """
     found = load(path, made_of, words.unreadable)
     if found is not None:
@@ -65,10 +65,10 @@ def load_or_compute(
             os.makedirs(os.path.dirname(path), exist_ok=True)
             moved = stack.enter_context(lock_file(f"{path}.lock", words.task, moved, removes=True))
         except OSError as error:
-            # It is made all the same; if nothing can be written here, `save` says so.
+            # The value is computed anyway; `save` warns if nothing can be written here.
             _LOG.info("%s cannot be locked (%s)", path, error)
         else:
-            if _state(path) != before:  # by a process that had the lock before
+            if _state(path) != before:  # written by the process that held the lock before
                 found = load(path, made_of, words.unreadable)
                 if found is not None:
                     return found
@@ -79,7 +79,7 @@ def load_or_compute(
 
 
 def _state(path: str) -> tuple[int, int] | None:
-    """Tells whether a file was replaced."""
+    """Return inode and time of a file, which change when it is replaced."""
     try:
         found = os.stat(path)
     except OSError:
@@ -88,7 +88,7 @@ def _state(path: str) -> tuple[int, int] | None:
 
 
 def _remove_temporary_files(path: str) -> None:
-    """What processes that were killed have left of a file."""
+    """Remove temporary files of killed processes."""
     for part in glob.glob(f"{glob.escape(path)}.*{_TEMPORARY_SUFFIX}"):
         with contextlib.suppress(OSError):
             os.unlink(part)
@@ -99,12 +99,12 @@ def load(
     made_of: Callable[[Arrays], Value],
     otherwise: str,
 ) -> Value | None:
-    """What is made of a file's arrays; None, and a warning, if they cannot be read or used.
+    """Return the value of a file's arrays; None, with a warning, if they cannot be used.
 
     `made_of` raises ValueError or KeyError for arrays that it cannot use.
     """
     try:
-        # Opened here, because numpy leaves a damaged file open.
+        # Opened here, because numpy does not close a damaged file.
         with (
             open(open_regular(path), "rb") as stream,
             np.load(stream, allow_pickle=False) as arrays,
@@ -122,8 +122,8 @@ def save(
     arrays: Arrays,
     otherwise: str,
 ) -> None:
-    """Written to a temporary name and renamed, so that no process reads half a file."""
-    # A file of the module tempfile could not be read by other users of the folder.
+    """Write arrays to a temporary file and rename it, so that no process reads a partial file."""
+    # Files of the tempfile module are not readable for other users of the folder.
     temporary = f"{path}.{secrets.token_hex(8)}{_TEMPORARY_SUFFIX}"
     try:
         os.makedirs(os.path.dirname(path), exist_ok=True)

@@ -1,8 +1,8 @@
-"""Documents as token ids, addressed by number, and the index of their lengths.
+"""Documents as token ids, addressed by index, and the index of their lengths.
 
-`Documents` is what sequences are cut from. `EncodedDocuments` encodes texts when they are asked
-for; one pass over all of them, kept on disk, knows how long each is. Splits, order and sequences
-are not their concern; `packing.py` is the next step.
+Sequences are built from `Documents`. `EncodedDocuments` encodes texts on demand; a pass over all
+documents, cached on disk, determines their lengths. `packing.py` handles splits, order and
+sequences.
 """
 
 from __future__ import annotations
@@ -36,26 +36,26 @@ _PASS_CHARACTERS = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class EncodedDocument:
-    """A document with its begin and end ids."""
+    """A document as token ids, including BOS and EOS."""
 
     ids: np.ndarray
     """Unsigned integers [tokens]."""
     trained: np.ndarray | None = None
-    """bool [tokens]: whether a token counts in the loss as a target; None where all do."""
+    """bool [tokens]: whether a token counts in the loss as a target; None if all tokens do."""
     second_half_start: int = 0
-    """Of a pair the token with which its second half begins; 0 of what is no pair."""
+    """Index of the first token of a pair's second half; 0 for other documents."""
     marks: int = 0
-    """What was done with it, for counts: see `pairs.py` and `chat.py`."""
+    """Bit flags of changes to the document, for statistics; see `pairs.py` and `chat.py`."""
     unread: tuple[str, ...] = ()
     """Keys of the record that neither maxpipe nor the chat template reads."""
 
 
 class Documents(Protocol):
-    """Token ids by a document's number; the same each time, in any thread and process."""
+    """Token ids by document index, identical on every read in every thread and process."""
 
     @property
     def lengths(self) -> np.ndarray:
-        """int64 [documents]: tokens of each, begin and end included."""
+        """int64 [documents]: number of tokens, including BOS and EOS."""
         ...
 
     @property
@@ -64,76 +64,77 @@ class Documents(Protocol):
     def __getitem__(self, document: int) -> EncodedDocument: ...
 
     def where(self, document: int) -> str:
-        """The file of a document and its place in it, for people."""
+        """Return the file of a document and its position there, for messages."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class DocumentIndex:
-    """The result of one pass over all documents.
+    """Result of one pass over all documents.
 
-    `lengths` int64 [documents] counts tokens with begin and end; `byte_counts` int64
-    [256] counts the bytes of the text. `trained` int64 [documents] counts the tokens that are
-    trained on; None where all are.
+    `lengths` int64 [documents] counts tokens including BOS and EOS. `byte_counts` int64 [256]
+    counts the bytes of the text. `trained` int64 [documents] counts the trained tokens; None if all
+    tokens are trained.
     """
 
     lengths: np.ndarray
     byte_counts: np.ndarray
     trained: np.ndarray | None = None
     unreadable: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
-    """int64: the documents that are empty because their records could not be read."""
+    """int64: indices of the documents that are empty because their records could not be read."""
     digests: np.ndarray = field(default_factory=lambda: np.zeros(0, np.uint64))
-    """uint64 [documents]: `digest_of` each text, or the ids of each conversation."""
+    """uint64 [documents]: digest of each text, or of the ids of each conversation."""
     marks: np.ndarray | None = None
-    """uint8 [documents]: `Encoded.marks` of each conversation or pair."""
+    """uint8 [documents]: `EncodedDocument.marks` of each conversation or pair."""
     masks: np.ndarray | None = None
-    """uint64 [documents]: `mask_digest` of each conversation; None of texts."""
+    """uint64 [documents]: `mask_digest` of each conversation; None for texts."""
     first_targets: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
-    """int64 [documents]: of each conversation the number of the first trained token that follows
-    another one, 0 where there is none."""
+    """int64 [documents]: for conversations, the index of the first trained token with a
+    predecessor, or 0.
+    """
     unread_keys: np.ndarray = field(default_factory=lambda: np.zeros(0, np.str_))
-    """Texts: keys of records that nothing reads."""
+    """str: keys of records that are not read."""
     unread_counts: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
-    """int64: how many records have each of these keys."""
+    """int64: number of records with each of these keys."""
     days: np.ndarray = field(default_factory=lambda: np.zeros(0, np.str_))
-    """Text: the date that the chat template was given, if it reads one."""
+    """str: date used by the chat template, if it renders a date."""
 
     @property
     def day(self) -> str:
-        """The date that the chat template was given; empty if it reads none."""
+        """Date used by the chat template; empty if it renders no date."""
         return str(self.days[0]) if len(self.days) else ""
 
     @property
     def unread(self) -> dict[str, int]:
-        """How many records have each key that nothing reads."""
+        """Number of records with each key that is not read."""
         return dict(zip(self.unread_keys.tolist(), self.unread_counts.tolist(), strict=True))
 
     @property
     def tokens_trained(self) -> int:
-        """Tokens of all documents that are trained on."""
+        """Number of trained tokens in all documents."""
         return int((self.lengths if self.trained is None else self.trained).sum())
 
     @property
     def unigram_entropy(self) -> float:
-        """Nats per byte of a model that knows only how frequent each byte is."""
+        """Unigram entropy of the text in nats per byte."""
         return entropy(self.byte_counts)
 
 
 def digest_of(raw: bytes) -> int:
-    """8 bytes of BLAKE2b of a document's text in UTF-8."""
+    """Return 8 bytes of BLAKE2b of UTF-8 text."""
     return int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "little")
 
 
 def mask_digest(trained: np.ndarray) -> int:
-    """8 bytes of BLAKE2b of which tokens are trained: bool [tokens]."""
+    """Return 8 bytes of BLAKE2b of a loss mask, bool [tokens]."""
     return digest_of(np.packbits(trained).tobytes())
 
 
 def entropy(counts: np.ndarray) -> float:
-    """Nats of a draw from a histogram."""
+    """Return the entropy of a histogram in nats."""
     counts = counts[counts > 0]
     shares = counts / counts.sum()
-    return max(0.0, float(-(shares * np.log(shares)).sum()))  # of one letter it is not -0.0
+    return max(0.0, float(-(shares * np.log(shares)).sum()))  # avoids -0.0 for a single value
 
 
 def build_index(
@@ -144,11 +145,10 @@ def build_index(
     *,
     keep: bool = True,
 ) -> DocumentIndex:
-    """The index of a source: from `cache_dir` if it is there, else by reading every document.
+    """Return the index of a source from `cache_dir`, or by reading every document.
 
-    With `keep` it is written to `cache_dir`.
-
-    The index does not depend on seed, split or sequence length.
+    With `keep`, the index is written to `cache_dir`. It does not depend on seed, split or sequence
+    length.
     """
     content = source.content(moved)
     index = load_or_build_index(
@@ -161,17 +161,18 @@ def build_index(
         task=f"indexing documents of {source.name}",
     )
     for document in index.unreadable.tolist():
-        source[document]  # counted, and refused where that is not allowed any more
+        # counts the record, and raises if unreadable records are no longer allowed
+        source[document]
     return index
 
 
 def verify_unchanged(
     source: Source, moved: Heartbeat | None, index: DocumentIndex
 ) -> DocumentIndex:
-    """The index, if no file has changed while all documents were read for it.
+    """Return the index if no file has changed while the documents were read.
 
     Raises:
-        ConfigError: one has.
+        ConfigError: a file has changed.
     """
     source.check_unchanged(moved)
     return index
@@ -187,7 +188,10 @@ def load_or_build_index(
     moved: Heartbeat | None,
     task: str,
 ) -> DocumentIndex:
-    """What `cache_dir` has for a key of JSON values, or what `read` returns; see `build_index`."""
+    """Return the index cached for a key of JSON values, or the result of `read`.
+
+    See `build_index`.
+    """
     if cache_dir is None:
         return read(moved)
     name = hashlib.sha256(json.dumps(list(key)).encode()).hexdigest()[:32]
@@ -235,28 +239,30 @@ def _index_texts(source: Source, tokenizer: Tokenizer, moved: Heartbeat | None) 
 
 
 def _index_of(arrays: Mapping[str, np.ndarray], num_documents: int) -> DocumentIndex:
-    """The index that was kept. Raises ValueError for arrays of another shape."""
+    """Return the index in cached arrays. Raises ValueError for unexpected shapes."""
     trained = arrays.get("trained")
     unreadable = arrays["unreadable"]
     digests = arrays["digests"]
     lengths, counts, marks = arrays["lengths"], arrays["byte_counts"], arrays.get("marks")
     masks = arrays.get("masks")
     index = DocumentIndex(lengths, counts, trained, unreadable, digests, marks, masks)
-    if "unread_keys" in arrays:  # earlier releases had none for texts
+    if "unread_keys" in arrays:  # earlier releases did not store these for texts
         names = ("first_targets", "unread_keys", "unread_counts")
         index = replace(index, **{name: arrays[name] for name in names})
-    if "days" in arrays:  # earlier releases had none
+    if "days" in arrays:  # earlier releases did not store it
         index = replace(index, days=arrays["days"])
         if index.day:
             datetime.date.fromisoformat(index.day)
     shapes = {each.shape for each in (lengths, trained, digests, marks, masks) if each is not None}
     if shapes != {(num_documents,)} or index.byte_counts.shape != (256,):
-        raise ValueError("arrays of another shape")
+        raise ValueError("arrays with an unexpected shape")
     return index
 
 
 class EncodedDocuments:
-    """Token ids of documents with begin and end; keeps those read last. Safe in threads."""
+    """Token ids of documents, including BOS and EOS, with the most recent ones cached.
+    Thread-safe.
+    """
 
     def __init__(self, source: Source, tokenizer: Tokenizer, index: DocumentIndex):
         self.tokenizer = tokenizer
@@ -269,8 +275,8 @@ class EncodedDocuments:
         largest = int(index.lengths.argmax())
         if index.lengths[largest] * self._dtype.itemsize > _CACHED_BYTES:
             _LOG.warning(
-                "document %d of %s has %d tokens and is read whole for every sequence in it: "
-                "reading is slow unless it is cut into several documents",
+                "document %d of %s has %d tokens and is read in full for each of its sequences: "
+                "split the document to make reading faster",
                 largest,
                 source.name,
                 index.lengths[largest],
@@ -285,7 +291,7 @@ class EncodedDocuments:
             if document in self._cached:
                 self._cached.move_to_end(document)
                 return self._cached[document]
-        # Outside the lock: two threads may encode the same document, none waits for another.
+        # Outside the lock: two threads may encode the same document, but neither waits.
         found = self._encode(document)
         with self._lock:
             if document not in self._cached:
@@ -302,15 +308,15 @@ class EncodedDocuments:
         found = self._read(document)
         if len(found.ids) != self.lengths[document]:
             raise self._changed_error(
-                document, f"{len(found.ids)} tokens; it had {self.lengths[document]}"
+                document, f"{len(found.ids)} tokens, not the {self.lengths[document]} of"
             )
         return replace(found, ids=found.ids.astype(self._dtype))
 
-    def _changed_error(self, document: int, what: str = "another content than") -> StorageError:
-        """The error for a document that is not the one that was indexed."""
+    def _changed_error(self, document: int, what: str = "content other than") -> StorageError:
+        """Return the error for a document that changed since it was indexed."""
         return StorageError(
-            f"{self._source.where(document)}: has changed\n"
-            f"  document {document} of {self._source.name} has {what} when it was indexed, and "
+            f"{self._source.where(document)}: the file has changed\n"
+            f"  document {document} of {self._source.name} has {what} the indexed document, and "
             "documents must not change.\n"
             "  Restore the file, or start a new run with the changed one."
         )

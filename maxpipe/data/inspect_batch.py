@@ -1,4 +1,4 @@
-"""A row of a batch as a person reads it: its documents, their text, and what of it is trained."""
+"""Readable view of a batch sequence: its documents, their text and the trained tokens."""
 
 from __future__ import annotations
 
@@ -17,38 +17,38 @@ from maxpipe.io.formatting import pluralize
 
 
 class TextSpan(NamedTuple):
-    """Tokens in a row that are alike, as text."""
+    """Text of consecutive tokens of the same type."""
 
     text: str
     is_trained: bool
-    """Whether the model is trained to predict them."""
+    """Whether the model is trained to predict the tokens."""
     is_control: bool = False
-    """Whether they are control tokens: the text is their names."""
+    """Whether the tokens are control tokens, whose text is their names."""
 
 
 class Segment(NamedTuple):
-    """The part of a row that is of one document."""
+    """Part of a sequence that belongs to one document."""
 
     document: int
     where: str
     first: int
-    """Its first token's number in the row."""
+    """Index of the first token in the sequence."""
     num_tokens: int
     document_tokens: int
-    """Tokens of the whole document: the others are in other rows."""
+    """Tokens of the full document; the remaining ones are in other sequences."""
     num_trained: int
     pieces: list[TextSpan]
     half: str = ""
-    """Which one of a pair: `chosen` or `rejected`."""
+    """Half of a pair: `chosen` or `rejected`; empty for other documents."""
 
 
 class InspectedSequence(NamedTuple):
-    """A row of a step's batch."""
+    """A sequence of a step's batch."""
 
     batch: int
     row: int
     source: str
-    """Its name in a mixture."""
+    """Name of the source in a mixture."""
     sequence: int
     num_padding: int
     segments: list[Segment]
@@ -57,21 +57,23 @@ class InspectedSequence(NamedTuple):
 def inspect_sequence(
     loader: Loader, tokenizer: Tokenizer, batch: int, row: int
 ) -> InspectedSequence:
-    """A row of the batch with this number, counted from 0, from the arrays that a step gets.
+    """Return one sequence of a batch (both zero-based), from the arrays of the training step.
 
-    The last target is part of it where it is of the last document: the model predicts it.
+    The last target is included if it belongs to the last document, because the model predicts it.
 
     Raises:
-        ConfigError: the batch has no such row.
+        ConfigError: the batch has no such sequence.
     """
     rows = loader.sequence_origins(batch)
     if not rows:
-        rule = f"must be a step with text: it takes batch {batch + 1}, and the documents end with "
-        rule += f"batch {loader.num_batches}."
-        raise ConfigError.one("command line: step", None, rule, "Give a smaller one.")
+        last = loader.num_batches
+        rule = (
+            f"must be a step with text: it reads batch {batch + 1}, and the last batch is {last}."
+        )
+        raise ConfigError.one("command line: step", None, rule, "Set a smaller step.")
     if row >= len(rows):
-        rule = f"must be below the rows of the batch: {pluralize(len(rows), 'row')} with text."
-        raise ConfigError.one("command line: row", row, rule, "Give a smaller one.")
+        rule = f"must be below the {pluralize(len(rows), 'sequence')} of the batch."
+        raise ConfigError.one("command line: row", row, rule, "Set a smaller row.")
     place = rows[row]
     arrays = {name: each[0] for name, each in loader.batch(batch, [row]).items()}
     segments = list(_segments(loader, tokenizer, place.source, place.documents, arrays))
@@ -91,7 +93,7 @@ def _segments(
     for number, (document, half) in enumerate(itertools.product(documents, halves), 1):
         inside = np.flatnonzero(numbers == number)
         first, last = int(inside[0]), int(inside[-1]) + 1
-        # Token t is the target at t - 1; the row's first one is predicted nowhere.
+        # Token t is the target at t - 1; the first token of the sequence is not predicted.
         tokens, trained = ids[first:last], np.append(False, mask)[first:last]
         if last == len(ids) and mask[-1]:
             tokens = np.append(tokens, arrays["targets"][-1])
@@ -111,7 +113,7 @@ def _segments(
 def iterate_text_spans(
     tokenizer: Tokenizer, ids: np.ndarray, trained: np.ndarray
 ) -> Iterator[TextSpan]:
-    """The text of ids [tokens], cut where `trained` bool [tokens] changes."""
+    """Yield the text of ids [tokens], split where `trained` bool [tokens] changes."""
     names = {i: name for name, i in tokenizer.special_tokens.items()}
     text = open_text_stream(tokenizer)
     held = TextSpan("", is_trained=False)

@@ -1,11 +1,11 @@
-"""Batches of a step, by step number.
+"""Batches of training steps, addressed by step number.
 
-Owns reading ahead. The position of a run is
-one integer, the next step: row r of step s is sample s * batch_size + r of the
-stream, whichever process asks for it. Where batches grow, that is
-as many sequences as all batches before it have, and r. So data order depends
-on seed and data, not on mesh, processes or devices, and resuming seeks. It does
-not know how rows are placed on devices.
+The data position of a run is one integer: the next step. Row r of step s is sample
+`s * batch_size + r` of the stream, in every process. With a batch ramp, the first row of a step
+follows the last row of the step before. The data order therefore depends on seed and data only, not
+on mesh, processes or devices, and a resumed run seeks directly to its step.
+
+The loader also prefetches batches. It does not place them on devices.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ from maxpipe.data.sources import Heartbeat
 from maxpipe.data.tokenizer import Tokenizer, open_tokenizer
 from maxpipe.errors import ConfigError
 
-# Increased whenever the same seed and data give other batches than before.
+# Increased whenever the same seed and data produce different batches than before.
 _ORDER, _ORDER_VERSION = "order_version", 1
 
 Batch = dict[str, np.ndarray]
 BatchIndices = Sequence[int] | slice
 SelectIndices = Callable[[int], BatchIndices | np.ndarray]
-"""Of the number of a batch's rows those that are wanted."""
+"""Maps the number of sequences in a batch to the indices to load."""
 TransformBatch = Callable[[Batch, int], Any]
-"""(a batch's wanted rows, the number of all) -> what is made of them."""
+"""Maps (loaded part of a batch, number of sequences in the full batch) to the prefetched value."""
 FitTokenizer = Callable[[Tokenizer], Tokenizer]
-"""Returns a tokenizer as the model needs it; raises ConfigError where none does."""
+"""Returns the tokenizer as the model needs it; raises ConfigError if the model cannot use it."""
 
 
 class Batches(Iterator[Any]):
-    """Batches of consecutive steps, read ahead by threads until `close`."""
+    """Iterator over the batches of consecutive steps, prefetched by threads until `close`."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class Batches(Iterator[Any]):
         rows: SelectIndices,
         made: TransformBatch,
     ):
-        # Not at the top: it imports jax when that is installed, and loading a config must not.
+        # Imported here because grain imports jax if installed, and loading a config must not.
         import grain
 
         threads, ahead = loader.threads, loader.prefetch_batches
@@ -80,7 +80,7 @@ class Batches(Iterator[Any]):
         return next(self._iterator)
 
     def close(self) -> None:
-        """Drops batches that were read ahead. Threads end with their current batch."""
+        """Drop prefetched batches. Threads stop after their current batch."""
         self._iterator.close()
 
     def __enter__(self) -> Batches:
@@ -96,30 +96,30 @@ class Batches(Iterator[Any]):
 
 
 class SequenceOrigin(NamedTuple):
-    """Where a row of a batch comes from."""
+    """Origin of one sequence of a batch."""
 
     source: str
-    """Its name in `data.mixture`; empty without one."""
+    """Name of the source in `data.mixture`; empty without a mixture."""
     sequence: int
     documents: list[int]
-    """Numbers of the documents of the source that have a token in it, in their order there."""
+    """Indices of the source's documents that have tokens in the sequence, in source order."""
 
 
 class StreamEnd(NamedTuple):
-    """What is read of a stream that repeats before it has ended, and what happens then."""
+    """End of a stream: limit of each source, and the policy when a limit is reached."""
 
     policy: Literal["repeat", "stop", "fail"]
     limits: dict[str, int]
-    """Samples of each source, by name."""
+    """Number of samples of each source, by name."""
     mixture: Mixture | None
-    """Shares as the config has them, of a run that does not end."""
+    """Mixture with the weights of the config, before any source ends."""
 
 
 class Loader:
     """Random access to the batches of a stream.
 
-    Of one that does not repeat, rows beyond the last sequence have an all-zero `loss_mask`, so that
-    no sequence counts twice.
+    If the stream does not repeat, batch rows after the last sequence are padding: their `loss_mask`
+    is all zero, so no sequence counts twice.
     """
 
     def __init__(
@@ -134,8 +134,10 @@ class Loader:
         ending: StreamEnd | None = None,
         pairs: Mapping[str, PairDocuments] | None = None,
     ):
-        """`mixed` are the names of all sources of the run's mixture; `ending` says how what a
-        stream repeats ends; `pairs` are the documents of sources that have some.
+        """Create a loader for a stream.
+
+        `mixed` lists the names of all sources of the run's mixture. `ending` defines how a
+        repeating stream ends. `pairs` maps names of sources to their documents with pairs.
         """
         self.stream = stream
         self.ending = ending
@@ -146,29 +148,30 @@ class Loader:
         self._fingerprint = dict(fingerprint)
         self._mixture_names = mixed
         ids = [mixed.index(part.name) if part.name in mixed else 0 for part in stream.parts]
-        self._source_ids = np.array([*ids, -1], np.int32)  # -1 is the number of no source
+        self._source_ids = np.array([*ids, -1], np.int32)  # -1 marks padding
         self._open: weakref.WeakSet[Batches] = weakref.WeakSet()
 
     @property
     def sequences(self) -> Sequences:
-        """Those of the only source, or of the first one."""
+        """Sequences of the only source, or of the first source of a mixture."""
         return self.stream.parts[0].sequences
 
     @property
     def sources(self) -> list[str]:
-        """Names of the sources of a mixture; none without one, and of documents beside it."""
+        """Names of the sources of the mixture; empty if the stream does not read from a mixture."""
         named = {part.name for part in self.stream.parts}
         return list(self._mixture_names) if named & set(self._mixture_names) else []
 
     @property
     def steps_per_epoch(self) -> float:
-        """Of the full batch. An epoch may end inside a step; the next one fills its other rows."""
+        """Steps per epoch at the full batch size. An epoch may end within a step."""
         return len(self.stream) / self.ramp.batch_size
 
     @property
     def num_batches(self) -> int:
-        """Steps in which there is a row for each sample, of a stream that repeats for each sequence
-        once.
+        """Number of batches in the stream; for a repeating stream without an end, in one epoch.
+
+        No batch follows unless the stream repeats without an end.
         """
         return self.ramp.num_batches(
             len(self.stream) if self.stream.end is None else self.stream.end
@@ -176,11 +179,13 @@ class Loader:
 
     @property
     def last_batch(self) -> float:
-        """Batches that there are: infinity of a stream that does not end."""
+        """Number of batches before the stream ends; infinity for a stream without an end."""
         return math.inf if self.stream.end is None else self.num_batches
 
     def first_exhausted(self) -> tuple[int, str]:
-        """The number of the first sample that no source has any more, and the source's name."""
+        """Return the index of the first sample that would repeat a sequence, and its
+        source's name.
+        """
         assert self.ending is not None
         found = []
         for number, (name, limit) in enumerate(self.ending.limits.items()):
@@ -190,10 +195,11 @@ class Loader:
         return min(found)
 
     def batch(self, step: int, rows: BatchIndices | np.ndarray = slice(None)) -> Batch:
-        """The given rows of the global batch of one step.
+        """Return the selected rows of the global batch of one step.
 
-        Arrays of a sequence, each [rows, T], and `example_ids` int32 [rows]: the rows. With a
-        mixture also `source_ids` int32 [rows]: numbers in `sources`, or 0; -1 for padding.
+        The batch contains the arrays of a sequence, each [rows, T], and `example_ids` int32 [rows],
+        the row indices. With a mixture, `source_ids` int32 [rows] contains indices into `sources`:
+        0 for a source outside the mixture, -1 for padding.
         """
         front, count = self.ramp.position_of(step)
         rows = np.arange(count, dtype=np.int32)[rows]
@@ -206,7 +212,7 @@ class Loader:
         return {**batch, "example_ids": rows}
 
     def sequence_origins(self, step: int) -> list[SequenceOrigin]:
-        """Where each row of one step's batch comes from; without those that are padding."""
+        """Return the origin of every sequence in the batch of one step; padding is skipped."""
         front, count = self.ramp.position_of(step)
         sources, sequences = self.stream.locate(front + np.arange(count, dtype=np.int64))
         found = []
@@ -219,17 +225,18 @@ class Loader:
         return found
 
     def where(self, source: str, document: int) -> str:
-        """The file of a document of a row's source and its place in it, for people."""
+        """Return the file of a document and its position there, for messages."""
         return self.stream.part(source).sequences.where(document)
 
     def size(self, source: str, document: int) -> int:
-        """Tokens of a document of a row's source."""
+        """Return the number of tokens in a document."""
         return self.stream.part(source).sequences.size(document)
 
     def batch_contents(self, step: int) -> dict[str, Any]:
-        """The `sequences` of one step's batch, row by row, and the `documents` that are in them.
+        """Return the `sequences` of one step's batch in row order, and the `documents` in them.
 
-        Of a mixture also the `sources`, row by row, and documents by source.
+        With several sources, the result also has the `sources` in row order, and `documents` are
+        grouped by source.
         """
         rows = self.sequence_origins(step)
         inside: dict[str, set[int]] = {}
@@ -242,9 +249,10 @@ class Loader:
         return {"sources": [row.source for row in rows], **sequences, "documents": documents}
 
     def resume_mixture(self, saved: Mapping[str, Any], step: int) -> bool:
-        """Keep what a fingerprint says of the mixture before a step; whether weights change there.
+        """Continue the mixture of a saved fingerprint; return whether its weights change at `step`.
 
-        From there on it is the loader's own. Each source goes on with the sample behind its last.
+        Before `step`, samples are assigned as in the saved mixture; from `step` on, by the weights
+        of this loader. Each source continues after its last sample.
         """
         planned, before = self.ending and self.ending.mixture, saved.get(mixture.MIXTURE_KEY)
         if planned is None or before is None or saved.get(SOURCES) != self._fingerprint[SOURCES]:
@@ -257,19 +265,21 @@ class Loader:
         return self._fingerprint[mixture.MIXTURE_KEY] != was.metadata()
 
     def apply_mixture(self, found: Mixture, since: int = 0) -> None:
-        """Deal samples out so; sources end, if they do, from sample `since` on."""
+        """Use this mixture. With `data.end=stop`, sources end at their limits, from sample `since`
+        on.
+        """
         assert self.ending is not None
         if self.ending.policy == "stop":
             found = found.with_limits(list(self.ending.limits.values()), since)
         self.set_mixture(found)
 
     def set_mixture(self, found: Mixture) -> None:
-        """Deal samples out exactly so."""
+        """Use this mixture without changes."""
         self.stream.mixture, self.stream.end = found, found.end
         self._fingerprint[mixture.MIXTURE_KEY] = found.metadata()
 
     def mixture_metadata(self) -> dict[str, Any]:
-        """JSON values that say how samples are dealt out to the sources of a mixture, if any."""
+        """Return the mixture as JSON values, and its sources; empty without a mixture."""
         if self.stream.mixture is None:
             return {}
         return {"sources": self.sources, mixture.MIXTURE_KEY: self.stream.mixture.metadata()}
@@ -282,10 +292,10 @@ class Loader:
         stop_step: int | None = None,
         made: TransformBatch = lambda batch, _: batch,
     ) -> Batches:
-        """Batches of steps `start_step`, `start_step` + 1, ..., and what threads make of them,
-        ready ahead of time.
+        """Return the prefetched batches of steps `start_step`, `start_step` + 1, ...
 
-        Ends before `stop_step`; by default where the stream ends, if it does.
+        `made` runs in the prefetch threads on each batch. Iteration ends before `stop_step`; the
+        default is the end of the stream, if it has one.
         """
         if stop_step is None:
             stop_step = sys.maxsize if self.stream.end is None else self.num_batches
@@ -295,13 +305,13 @@ class Loader:
         return batches
 
     def fingerprint(self) -> dict[str, Any]:
-        """JSON values that decide which tokens a step gets."""
+        """Return the JSON values that determine the tokens of every step."""
         return dict(self._fingerprint)
 
     def sequence_metadata(self) -> dict[str, dict[str, Any]]:
-        """By name of a source what decides each of its sequences, and how many `sequences` it has.
+        """Return, for each source, the metadata that determines its sequences, and their number.
 
-        Not what decides their order, or how many are in a batch.
+        Metadata that determines only their order or the batch size is left out.
         """
         facts, common = self.fingerprint(), {}
         for name in (_ORDER, *config_ramp.METADATA_KEYS, mixture.MIXTURE_KEY):
@@ -318,56 +328,60 @@ class Loader:
         }
 
     def state(self, step: int) -> dict[str, Any]:
-        """What a checkpoint keeps: resuming is `batches(start_step=step)`."""
+        """Return the data state for a checkpoint; resume with `batches(start_step=step)`."""
         return {"step": step, "fingerprint": self.fingerprint()}
 
     def close(self) -> None:
-        """Closes all batches that were handed out and are still open."""
+        """Close all open batch iterators of this loader."""
         for batches in list(self._open):
             batches.close()
 
 
 @dataclass(frozen=True, slots=True)
 class Datasets:
-    """What a run reads. `unigram_entropy` is in nats per byte of all documents, where it is
-    known: Megatron's files do not say it. `unreadable` counts documents that are empty because
-    their records could not be read.
+    """Loaders, tokenizer and statistics of a run's data.
+
+    `unigram_entropy` is in nats per byte over all documents; None if byte counts are unknown, as
+    for Megatron files. `unreadable` counts the documents that are empty because their records could
+    not be read.
     """
 
     train: Loader
     validation: Loader | None
-    """Of the documents that are held out."""
+    """Loader of the held-out documents."""
     tokenizer: Tokenizer
     unigram_entropy: float | None
     unreadable: int
     validation_sets: Mapping[str, Loader]
-    """Those of `data.validation` by name."""
+    """Loaders of the sets of `data.validation`, by name."""
     corpora: tuple[Corpus, Mapping[str, Corpus]] | None
-    """The documents themselves, of the training and of each set; None if it reads prompts."""
+    """Training corpus and validation corpora; None if the run reads prompts."""
     conversation: ChatSpec | None = None
-    """How its conversations are written, if it reads any."""
+    """Chat format of the run's conversations; None without conversations."""
 
     @property
     def _all_corpora(self) -> list[Corpus]:
-        """The documents of the training and of all sets."""
+        """Training corpus and all validation corpora."""
         if self.corpora is None:
             return []
         train, sets = self.corpora
         return [train, *sets.values()]
 
     def eval_loaders(self) -> dict[str, Loader]:
-        """What is evaluated: under no name what is held out, and each set."""
+        """Return the loaders to evaluate by name; the held-out documents have an empty name."""
         held_out = {} if self.validation is None else {"": self.validation}
         return {**held_out, **self.validation_sets}
 
     def single_pass_loaders(self, rows: int) -> list[Loader]:
-        """All documents of the training and those of each set, each once, in batches of `rows`."""
+        """Return single-pass loaders of all training and validation documents, in batches of
+        `rows`.
+        """
         loaders = [_build_single_pass_loader(corpus, "all", rows) for corpus in self._all_corpora]
         return [loader for loader in loaders if loader is not None]
 
     @property
     def remarks(self) -> list[str]:
-        """Lines about documents that are not read as they are, of all sources."""
+        """Lines about documents that are changed or skipped when read, for all sources."""
         return [
             f"{section_of(each.name)}: {remark}"
             for corpus in self._all_corpora
@@ -376,7 +390,7 @@ class Datasets:
         ]
 
     def fingerprint(self) -> dict[str, Any]:
-        """JSON values by which processes know whether all have the same documents."""
+        """Return JSON values that are equal if two processes read the same data."""
         sets = {name: each.fingerprint() for name, each in self.validation_sets.items()}
         return {**self.train.fingerprint(), "validation": sets}
 
@@ -386,7 +400,7 @@ class Datasets:
 
 
 def _train(corpus: Corpus, ramp: BatchRamp) -> Loader:
-    """With the shares that the config gives its sources, up to the end that it gives them."""
+    """Return the training loader, with the mixture weights and the end of the config."""
     data, parts, mixed = corpus.data, corpus.parts("train"), None
     sizes = {part.name: len(part.sequences) for part in parts}
     ends = sizes
@@ -404,8 +418,10 @@ def _train(corpus: Corpus, ramp: BatchRamp) -> Loader:
 
 
 def _build_single_pass_loader(corpus: Corpus, split: Split, rows: int) -> Loader | None:
-    """Each sequence of a split once; None without sequences. Of a set, which holds nothing out,
-    `train` is all of it in a shuffled order, so that its first batches are a sample of the rest.
+    """Return a loader that reads each sequence of a split once; None without sequences.
+
+    For a validation set, which holds nothing out, `train` contains all documents in a shuffled
+    order, so that its first batches are a random sample.
     """
     if not (parts := corpus.parts(split)):
         return None
@@ -451,15 +467,15 @@ def build_loaders(
     moved: Heartbeat | None = None,
     fit: FitTokenizer = lambda tokenizer: tokenizer,
 ) -> Datasets:
-    """Opens sources and tokenizer, indexes the documents and splits them.
+    """Open sources and tokenizer, index the documents and split them.
 
-    The first time it reads every document once; `cache_dir` keeps what it found. Validation
-    takes batches of `eval_batch_size`, or of `batch_size` when that is 0. `batch_ramp` says which
-    batches of training are smaller. `moved` is called for each part of the reading, and `fit`
-    returns the tokenizer as the model needs it.
+    The first call reads every document once; `cache_dir` caches the result. Validation uses batches
+    of `eval_batch_size` sequences, or of `batch_size` if that is 0. `batch_ramp` defines smaller
+    batches at the start of training. `moved` is called after each part that is read. `fit` returns
+    the tokenizer as the model needs it.
 
     Raises:
-        ConfigError: anything the user has to change in `data` or `tokenizer`.
+        ConfigError: a value in `data` or `tokenizer` cannot be used.
     """
     ramp, rows = batch_ramp or BatchRamp((), batch_size), eval_batch_size or batch_size
     opened = partial(
@@ -497,16 +513,14 @@ def build_single_pass(
     moved: Heartbeat | None = None,
     fit: FitTokenizer = lambda tokenizer: tokenizer,
 ) -> tuple[Loader, Tokenizer]:
-    """Every sequence of a split once, in a fixed order, in batches as `build` makes for validation.
+    """Return a loader that reads every sequence of a split once, in a fixed order.
 
-    A split is `train`, `validation`, `all`, or a set of `data.validation` by its name.
-
-    What is in `cache_dir` is used, and nothing is written there. `fit` returns the tokenizer as the
-    model needs it.
+    A split is `train`, `validation`, `all`, or the name of a set of `data.validation`. Batches have
+    the size of validation batches; see `build_loaders`. `cache_dir` is read but not written. `fit`
+    returns the tokenizer as the model needs it.
 
     Raises:
-        ConfigError: anything the user has to change in `data` or `tokenizer`, or a split without
-            documents.
+        ConfigError: a value in `data` or `tokenizer` cannot be used, or the split has no documents.
     """
     is_set = split in data.validation
     corpus = open_corpus(

@@ -1,14 +1,13 @@
-"""Which source each sample is of, and which of the source's own samples it is, by its number.
+"""Mixture of sources: maps each sample number to a source and a sequence of that source.
 
-Sample n of a run is known without those before it. In blocks of `BLOCK` numbers each source has a
-fixed count, its quota, and a seeded permutation deals them out; how many of each source came before
-a block follows from the quotas. A source's own samples are counted 0, 1, 2, ... in the order of the
-numbers, whatever the weights were: where weights change, no sample is lost or repeated.
+The source of sample n is computed without the samples before it. In every block of `BLOCK` samples,
+each source has a fixed number of samples, its quota. A seeded permutation orders the samples of a
+block. The number of a source's samples before a block follows from the quotas. The samples of a
+source are numbered 0, 1, 2, ... independently of the weights, so no sample is lost or repeated when
+weights change.
 
-Sequences of one source or of several, by the number of a sample.
-
-Owns the order of sequences over epochs, each source's for itself, and over the sources of a
-mixture. It does not know batches or processes; `loader.py` is the next step.
+`Stream` maps sample numbers to sequences, over epochs and sources. It does not handle batches or
+processes; `loader.py` is the next layer.
 """
 
 from __future__ import annotations
@@ -34,25 +33,25 @@ from maxpipe.errors import ConfigError
 
 BLOCK = 1 << 16
 _MIXTURE_ORDER = 2
-"""First word of the keys of a permutation, beside those of documents and sequences."""
+"""First word of the permutation key; documents and sequences use other words."""
 _CACHED_BLOCKS = 8
 _MAX_SAMPLES = 1 << 61
-"""Samples that are numbered."""
+"""Upper limit of sample numbers."""
 MIXTURE_KEY = "mixture"
 """Name of `Mixture.facts` in a fingerprint."""
 
 
 class QuotaStage(NamedTuple):
-    """Samples that are dealt out alike."""
+    """Range of samples with constant quotas."""
 
     first: int
-    """Number of the first one."""
+    """Number of the first sample."""
     quotas: tuple[int, ...]
-    """Samples of each source in a block. All 0: there are none, of any."""
+    """Samples of each source per block; all 0 in a stage without samples."""
 
 
 class Mixture:
-    """Sources of samples by stages; the first one begins with sample 0."""
+    """Assignment of samples to sources, in stages; the first stage begins with sample 0."""
 
     def __init__(self, stages: Sequence[QuotaStage], seed: int):
         assert stages[0].first == 0 and all(sum(each.quotas) in (0, BLOCK) for each in stages)
@@ -67,13 +66,13 @@ class Mixture:
 
     @property
     def end(self) -> int | None:
-        """The number of samples, if there is an end."""
+        """Number of samples; None without an end."""
         return None if any(self.stages[-1].quotas) else self.stages[-1].first
 
     def locate(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(source, number among the source's own samples) of each, int64 [numbers].
+        """Return (source, index among the source's samples) of each number, int64 [numbers].
 
-        Both are -1 where there is none.
+        Both are -1 after the end.
         """
         stages = np.searchsorted(self._firsts, numbers, side="right") - 1
         blocks, inside = np.divmod(numbers - self._firsts[stages], BLOCK)
@@ -90,14 +89,16 @@ class Mixture:
         return sources, samples
 
     def samples_before(self, number: int) -> np.ndarray:
-        """int64 [sources]: samples of each with a smaller number."""
+        """Return int64 [sources]: the samples of each source before sample `number`."""
         stage = int(np.searchsorted(self._firsts, number, side="right")) - 1
         return self._before[stage] + self._samples_in_stage(
             stage, number - int(self._firsts[stage])
         )
 
     def samples_to_reach(self, source: int, count: int) -> int | None:
-        """The fewest samples with this count of a source among them; None if there never are."""
+        """Return the smallest number of samples that includes `count` of a source; None if never
+        reached.
+        """
         last = len(self.stages) - 1
         number = next((n for n in range(last) if self._before[n + 1][source] >= count), last)
         need, quota = count - int(self._before[number][source]), int(self._quotas[number][source])
@@ -111,10 +112,10 @@ class Mixture:
         return self.stages[number].first + block * BLOCK + place + 1
 
     def with_limits(self, limits: Sequence[int], since: int) -> Mixture:
-        """The same up to `since`; from there on a source ends with its limit of samples.
+        """Return this mixture up to `since`, after which a source ends at its limit of samples.
 
-        What was its goes to the others, by their shares. A stage of which all sources have ended is
-        over, and behind the last one there is nothing.
+        The share of an ended source is distributed over the others in proportion to their shares. A
+        stage ends when all its sources have ended; there are no samples after the last stage.
         """
         at = [stage for stage in self.stages if stage.first <= since][-1]
         coming = [at._replace(first=since), *(s for s in self.stages if s.first > since)]
@@ -138,7 +139,7 @@ class Mixture:
         return self._append_stage(found, QuotaStage(here, (0,) * len(limits)))
 
     def _append_stage(self, found: Mixture | None, stage: QuotaStage) -> Mixture:
-        """A mixture with one more stage, unless that is as the one before."""
+        """Return the mixture with one more stage, unless the quotas are unchanged."""
         if found is None:
             return Mixture([stage], self.seed)
         if found.stages[-1].quotas == stage.quotas:
@@ -151,16 +152,16 @@ class Mixture:
         return longer
 
     def _next_end(self, limits: Sequence[int]) -> int:
-        """The samples in front of which the first source of the last stage has ended."""
+        """Return the number of samples after which the first source of the last stage ends."""
         need, quota = np.array(limits) - self._before[-1], self._quotas[-1]
-        # Only in the nearest block has to be looked where in it that is.
+        # The exact position is needed only in the nearest block.
         blocks = np.where(quota > 0, (need - 1) // np.maximum(quota, 1), sys.maxsize)
         nearest = np.flatnonzero(blocks == blocks.min()).tolist()
         ends = [self.samples_to_reach(source, limits[source]) for source in nearest]
         return min(end for end in ends if end is not None)
 
     def switched_to(self, to: Mixture, number: int) -> Mixture:
-        """This mixture up to a number, and the stages of the other one from there on."""
+        """Return this mixture up to `number`, followed by the stages of `to`."""
         kept = [stage for stage in self.stages if stage.first < number] or [to.stages[0]]
         last = [stage for stage in to.stages if stage.first <= number][-1]
         if last.quotas != kept[-1].quotas:
@@ -168,18 +169,18 @@ class Mixture:
         return Mixture([*kept, *(s for s in to.stages if s.first > number)], self.seed)
 
     def metadata(self) -> list[list[Any]]:
-        """JSON values that a fingerprint of the data holds; `of_facts` reads them."""
+        """Return JSON values for the fingerprint of the data; `of_facts` reads them."""
         return [[stage.first, list(stage.quotas)] for stage in self.stages]
 
     @classmethod
     def from_metadata(cls, facts: Any, seed: int) -> Mixture:
-        """The mixture of a fingerprint."""
+        """Return the mixture of a fingerprint."""
         return cls(
             [QuotaStage(int(first), tuple(map(int, quotas))) for first, quotas in facts], seed
         )
 
     def _samples_in_stage(self, stage: int, count: int) -> np.ndarray:
-        """Samples of each source among the first ones of a stage."""
+        """Return the samples of each source among the first `count` samples of a stage."""
         blocks, rest = divmod(count, BLOCK)
         found = blocks * self._quotas[stage]
         if rest and any(self.stages[stage].quotas):
@@ -193,7 +194,7 @@ class Mixture:
 
 @functools.lru_cache(_CACHED_BLOCKS)
 def _assign_block(seed: int, stage: QuotaStage, block: int) -> tuple[np.ndarray, np.ndarray]:
-    """Of a block's samples their sources, uint16, and ranks among its source's, int32."""
+    """Return (source uint16, index within the source int32) for each sample of a block."""
     order = Permutation(BLOCK, seed, _MIXTURE_ORDER, stage.first, block)(np.arange(BLOCK))
     counts = np.array(stage.quotas)
     ends = np.cumsum(counts)
@@ -205,7 +206,7 @@ def _assign_block(seed: int, stage: QuotaStage, block: int) -> tuple[np.ndarray,
 
 
 def compute_quotas(shares: Sequence[float]) -> tuple[int, ...]:
-    """The samples of a block divided by these shares, whole numbers by largest remainders."""
+    """Return samples per block in proportion to the shares, rounded by largest remainders."""
     exact = np.array(shares) * BLOCK
     found = np.floor(exact).astype(int)
     left = BLOCK - int(found.sum())
@@ -214,7 +215,9 @@ def compute_quotas(shares: Sequence[float]) -> tuple[int, ...]:
 
 
 def single_pass_mixture(sizes: Sequence[int], seed: int) -> Mixture:
-    """Each sample of sources of these sizes once, in proportion to the sizes."""
+    """Return a mixture that reads each sample of these sources once, in proportion to their
+    sizes.
+    """
     total = sum(sizes)
     dealt = [max(1, quota) for quota in compute_quotas([size / total for size in sizes])]
     dealt[dealt.index(max(dealt))] -= sum(dealt) - BLOCK
@@ -224,7 +227,7 @@ def single_pass_mixture(sizes: Sequence[int], seed: int) -> Mixture:
 def final_weights(
     mixture: Mapping[str, MixedSourceConfig], sizes: Mapping[str, int]
 ) -> dict[str, float]:
-    """Weights behind the last stage, of a mixture of sources of these sizes."""
+    """Return the weights after the last stage, for sources of these sizes."""
     if any(each.epochs for each in mixture.values()):
         return {name: mixture[name].epochs * size for name, size in sizes.items()}
     if any(each.weight for each in mixture.values()):
@@ -235,7 +238,7 @@ def final_weights(
 def sample_limits(
     mixture: Mapping[str, MixedSourceConfig], sizes: Mapping[str, int]
 ) -> dict[str, int]:
-    """Samples with which sources of these sizes end: as often as their `epochs` say, else once."""
+    """Return the number of samples after which each source ends: its `epochs`, or one pass."""
     with_epochs = any(each.epochs for each in mixture.values())
     return {
         name: max(1, min(round(mixture[name].epochs * size), _MAX_SAMPLES)) if with_epochs else size
@@ -246,10 +249,10 @@ def sample_limits(
 def build_mixture(
     data: DataConfig, sizes: Mapping[str, int], ramp: BatchRamp, sequence_length: int, seed: int
 ) -> Mixture:
-    """The mixture that a config describes, of sources of these numbers of sequences.
+    """Return the mixture of a config, for sources with these numbers of sequences.
 
     Raises:
-        ConfigError: a source has a share too small to be dealt out, or a stage is too long.
+        ConfigError: the share of a source is below one sample per block, or a stage is too long.
     """
     stages = texts.parse_mixture_stages(data.mixture_stages)
     weights = [{name: stage.weights.get(name, 0.0) for name in sizes} for stage in stages]
@@ -260,7 +263,7 @@ def build_mixture(
         raise ConfigError.one(
             "data.mixture_stages",
             None,
-            f"must end before {_MAX_SAMPLES} sequences are read: they end after {firsts[-1]}.",
+            f"must end before sequence {_MAX_SAMPLES}: the stages end after {firsts[-1]}.",
             "Make the stages shorter.",
         )
     for first, each in zip(firsts, weights, strict=True):
@@ -271,8 +274,8 @@ def build_mixture(
                 raise ConfigError.one(
                     f"data.mixture.{name}",
                     f"a share of {share:.2g}",
-                    f"must be at least {1 / BLOCK:.2g} of the sequences: it would never be read.",
-                    "Give it a larger weight, or join the path of a small source to another's.",
+                    f"must be at least {1 / BLOCK:.2g} of all sequences: smaller ones round to 0.",
+                    "Set a larger weight, or add the path of a small source to another source.",
                 )
         if not found or found[-1].quotas != dealt:
             found.append(QuotaStage(first, dealt))
@@ -280,39 +283,39 @@ def build_mixture(
 
 
 _SEQUENCE_ORDER = 1
-"""Second word of the keys of permutations, beside those of documents and mixtures."""
+"""Second word of the permutation key; documents and mixtures use other words."""
 
 
 Arrays = Mapping[str, np.ndarray]
 ExtraArrays = Callable[[str, int, Arrays], Arrays]
-"""(name of a source, number of a sequence in it, its arrays) -> further arrays of the sequence."""
+"""Maps (source name, sequence index in the source, arrays) to further arrays of the sequence."""
 
 
 class SourceSequences(NamedTuple):
-    """The sequences of one source."""
+    """Sequences of one source."""
 
     name: str
     """Empty for the only source of a run without a mixture."""
     sequences: Sequences
     seed: int
     packing: str = ""
-    """How its sequences are filled, see `data.packing`."""
+    """Packing of the sequences; see `data.packing`."""
 
 
 def seed_of(name: str, seed: int) -> int:
-    """The seed of a source: sources of one size have orders of their own."""
+    """Return the seed of a source; sources of the same size thus have different orders."""
     if not name:
         return seed
-    # Below 2**63: manifests of prepared documents have it as a signed number.
+    # Below 2**63, because manifests of prepared data store the seed as a signed integer.
     return int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8]) >> 1
 
 
 class Stream:
-    """Sequences by sample number, the same in any thread and process.
+    """Sequences by sample number, identical in every thread and process.
 
-    With `repeat` each epoch of a source has an order of its own, and nothing follows behind `end`
-    samples. Without it every sequence comes once, those of a source as they are. A `mixture` says
-    whose turn it is.
+    With `repeat`, each epoch of a source has a different order, and the stream ends after `end`
+    samples. Without `repeat`, every sequence is read once, in source order. `mixture` selects the
+    source of each sample.
     """
 
     def __init__(
@@ -328,23 +331,24 @@ class Stream:
         self.repeat = repeat
         self.mixture = mixture
         self.extra_arrays: ExtraArrays | None = None
-        """What there is of sequences beside documents. The sequence of padding is -1."""
+        """Returns further arrays of a sequence, such as teacher logits. The index of padding is -1.
+        """
         self._length = sum(len(part.sequences) for part in parts)
         self.end = end if repeat else self._length
-        """Samples that there are; None if there is no end."""
+        """Number of samples; None without an end."""
 
     def part(self, name: str) -> SourceSequences:
-        """A source by its name."""
+        """Return a source by name."""
         return next(each for each in self.parts if each.name == name)
 
     def __len__(self) -> int:
-        """Sequences of all sources."""
+        """Number of sequences in all sources."""
         return self._length
 
     def locate(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(number of the source, number of the sequence in it) of each sample, int64 [numbers].
+        """Return (source index, sequence index in the source) of each sample, int64 [numbers].
 
-        Both are -1 behind the last sequence.
+        Both are -1 after the end.
         """
         sources, sequences = np.full_like(numbers, -1), np.full_like(numbers, -1)
         there = numbers < (np.inf if self.end is None else self.end)
@@ -364,7 +368,7 @@ class Stream:
         return sources, sequences
 
     def read(self, source: int, sequence: int) -> Arrays:
-        """The arrays of a sequence; of -1 and -1 padding."""
+        """Return the arrays of a sequence; padding if both indices are -1."""
         part = self.parts[max(source, 0)]
         if sequence < 0:
             found = part.sequences.padding()
@@ -376,7 +380,7 @@ class Stream:
         return {**found, **self.extra_arrays(part.name, sequence, found)}
 
     def samples_before(self, number: int) -> dict[str, int]:
-        """Samples of each source with a smaller number, by name."""
+        """Return the samples of each source before sample `number`, by name."""
         number = number if self.end is None else min(number, self.end)
         found = [number] if self.mixture is None else self.mixture.samples_before(number).tolist()
         return {part.name: count for part, count in zip(self.parts, found, strict=True)}

@@ -1,17 +1,14 @@
-"""Documents to sequences of fixed length, addressed by number.
+"""Packing of documents into sequences of fixed length, addressed by index.
 
-Owns the split into training and validation documents, their shuffled order and the
-cutting of the token stream. Sequence i is made from the documents' lengths alone, so no
-earlier sequence has to be read first. It does not know batches, epochs or processes;
-`stream.py` is the next step.
+Document lengths alone determine every sequence, so no earlier sequence has to be read first. This
+module also splits documents into training and validation sets and shuffles them. It does not handle
+batches, epochs or processes; `mixture.py` is the next layer.
 
-Rows of whole documents, planned from the documents' lengths alone.
-
-A row has T inputs and the target of the last one: T + 1 tokens, of any number of documents. A
-document of more tokens is cut into pieces of T + 1, of which each begins with the last token of the
-one before it, so that no target is lost at a cut; what remains is a shorter piece, fitted as a
-document is. Documents of fewer than two tokens have no target and are in no row. It does not know
-ids, epochs or files; `sequences.py` reads the rows.
+A sequence has T inputs and the target of the last input, hence T + 1 tokens. The packing strategies
+that keep documents together split a longer document into pieces of T + 1 tokens. Each piece begins
+with the last token of the piece before it, so no target is lost. The remainder is a shorter piece,
+packed like a document. Documents of fewer than two tokens have no target and are skipped.
+`sequences.py` reads the packed sequences.
 """
 
 from __future__ import annotations
@@ -31,15 +28,15 @@ from maxpipe.errors import ConfigError
 _FEISTEL_ROUNDS = 8
 _FEISTEL_BLOCK = 1 << 16
 DOCUMENT_ORDER = 0
-"""First word of the keys of a permutation, so that no two uses share an order."""
+"""First word of the permutation key; it keeps the orders of different uses independent."""
 
 
 class Permutation:
-    """A seeded order of `range(size)`, computed per index in constant memory.
+    """A seeded permutation of `range(size)`, computed per index in constant memory.
 
-    The same in every version of every library: a position in a checkpoint names the
-    same sequence for ever. It is a Feistel network over the next power of four,
-    iterated until the result is inside the range.
+    The order is the same in every version of every library, because a position in a checkpoint must
+    always refer to the same sequence. The permutation is a Feistel network over the next power of
+    four, iterated until the result is within the range.
     """
 
     def __init__(self, size: int, *key: int):
@@ -52,8 +49,8 @@ class Permutation:
 
     def __call__(self, indices: np.ndarray) -> np.ndarray:
         inside = indices.size == 0 or 0 <= indices.min() <= indices.max() < self._size
-        assert inside, f"an index outside of range({self._size}) would walk for ever"
-        # In blocks that fit the processor's cache: four times as fast for many indices.
+        assert inside, f"an index outside of range({self._size}) would loop forever"
+        # Blocks that fit the processor's cache make this four times as fast for many indices.
         blocks = range(_FEISTEL_BLOCK, len(indices), _FEISTEL_BLOCK)
         return np.concatenate([self._walk(block) for block in np.split(indices, blocks)])
 
@@ -71,7 +68,7 @@ class Permutation:
 
 
 def _mix(values: np.ndarray) -> np.ndarray:
-    """Spreads each bit of a uint64 over all others (the finalizer of SplitMix64)."""
+    """Spread each bit of a uint64 over all others (the finalizer of SplitMix64)."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))
@@ -80,10 +77,10 @@ def _mix(values: np.ndarray) -> np.ndarray:
 def split_documents(
     num_documents: int, validation_fraction: float, seed: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Shuffled numbers of the training and of the validation documents.
+    """Return shuffled indices of the training documents and of the validation documents.
 
     Raises:
-        ConfigError: a fraction above 0 and fewer than two documents.
+        ConfigError: the fraction is above 0 and there are fewer than two documents.
     """
     order = Permutation(num_documents, seed, DOCUMENT_ORDER)(np.arange(num_documents))
     if validation_fraction <= 0:
@@ -92,16 +89,16 @@ def split_documents(
         raise ConfigError.one(
             "data.validation_fraction",
             validation_fraction,
-            f"needs at least 2 documents, one to train on and one to evaluate: "
+            f"requires at least 2 documents, one to train on and one to evaluate: "
             f"data.path has {num_documents}.",
-            "Set data.validation_fraction=0 and eval.batches=0, or divide the text into documents.",
+            "Set data.validation_fraction=0 and eval.batches=0, or split the text into documents.",
         )
     num_validation = min(max(round(validation_fraction * num_documents), 1), num_documents - 1)
     return order[num_validation:], order[:num_validation]
 
 
 class TokenSpan(NamedTuple):
-    """Tokens of a document in a row."""
+    """Range of a document's tokens in a sequence."""
 
     document: int
     begin: int
@@ -109,61 +106,64 @@ class TokenSpan(NamedTuple):
 
 
 class Sequences(Protocol):
-    """Rows of T tokens by number; the same each time, in any thread and process."""
+    """Sequences of T tokens by index, identical on every read in every thread and process."""
 
     sequence_length: int
     num_tokens: int
-    """Of all documents, begin and end included."""
+    """Number of tokens in all documents, including BOS and EOS."""
     num_targets: int
-    """Positions of all rows at which the next token is of the same document."""
+    """Number of positions in all sequences whose next token is in the same document."""
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        """`tokens`, `targets`, `segment_ids`, `positions` int32 [T], `loss_mask` float32 [T].
+        """Return `tokens`, `targets`, `segment_ids`, `positions` int32 [T], `loss_mask` float32
+        [T].
 
-        `segment_ids` counts the documents of the sequence from 1, 0 is padding;
-        `positions` counts from each document's first token in this sequence;
-        `loss_mask` is 1 where token and target are of one document, and the target is trained.
+        `segment_ids` numbers the documents of the sequence from 1; 0 is padding. `positions` counts
+        from each document's first token in this sequence. `loss_mask` is 1 where token and target
+        are in the same document and the target is trained.
         """
         ...
 
     def padding(self) -> dict[str, np.ndarray]:
-        """A sequence without text: it adds nothing to a loss."""
+        """Return a sequence of padding, which does not contribute to the loss."""
         ...
 
     def documents(self, index: int) -> list[int]:
-        """Numbers of the documents that have a token in this sequence."""
+        """Return the indices of the documents that have a token in this sequence."""
         ...
 
     def epoch_permutation(self, *key: int) -> Callable[[np.ndarray], np.ndarray]:
-        """The order of sequences in an epoch that the key stands for."""
+        """Return the permutation of the sequences for this key, which includes the epoch."""
         ...
 
     def where(self, document: int) -> str:
-        """The file of a document and its place in it, for people."""
+        """Return the file of a document and its position there, for messages."""
         ...
 
     def size(self, document: int) -> int:
-        """Tokens of a document."""
+        """Return the number of tokens in a document."""
         ...
 
 
 def packing_efficiency(sequences: Sequences) -> float:
-    """The part of all positions that has a target of its document."""
+    """Return the fraction of all positions whose target is in the same document."""
     return sequences.num_targets / (len(sequences) * sequences.sequence_length)
 
 
 def count_targets(lengths: np.ndarray) -> int:
-    """Tokens that follow another one of their document, of documents of these lengths."""
+    """Return the number of tokens that follow another token of the same document."""
     return int(lengths.sum() - np.count_nonzero(lengths))
 
 
 def assemble_sequence(
     documents: Documents, pieces: Iterable[TokenSpan], sequence_length: int
 ) -> dict[str, np.ndarray]:
-    """The arrays of a row that pieces of documents fill from its begin: T inputs and the target of
-    the last one, T + 1 tokens at most. Halves of a pair are segments of their own.
+    """Return the arrays of one sequence filled with pieces of documents, in order.
+
+    The pieces have at most T + 1 tokens: T inputs and the target of the last input. The two halves
+    of a preference pair are separate segments.
     """
     size = sequence_length + 1
     window = np.full(size, documents.pad_id, np.int32)
@@ -195,10 +195,10 @@ def assemble_sequence(
 
 
 class ConcatenatedSequences:
-    """Sequences of T tokens, cut from the concatenation of documents.
+    """Sequences of T tokens from the concatenation of documents.
 
-    Sequence i covers tokens i*T to i*T + T of the stream: T inputs and the same
-    shifted by one as targets. The last one is padded.
+    Sequence i has the tokens i*T to i*T + T of the stream: T inputs, and the targets shifted by
+    one. The last sequence is padded.
     """
 
     def __init__(self, documents: Documents, order: np.ndarray, sequence_length: int):
@@ -211,7 +211,7 @@ class ConcatenatedSequences:
         self.num_targets = count_targets(lengths)
 
     def __len__(self) -> int:
-        # The last token of the stream is only ever a target: it starts no sequence.
+        # The last token of the stream is a target only and starts no sequence.
         return -(-(self.num_tokens - 1) // self.sequence_length)
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
@@ -251,20 +251,20 @@ class ConcatenatedSequences:
 Strategy = Literal["first_fit", "best_fit", "pad"]
 
 MAX_OPEN_SEQUENCES = 1024
-"""Rows that `first_fit` looks at; more than these are never open."""
+"""Number of open sequences that `first_fit` searches; the limit of sequences open at a time."""
 _PACKED_ORDER = 4
-"""Second word of the key of a permutation, beside those of documents, sequences and mixtures."""
+"""Second word of the permutation key; documents, sequences and mixtures use other words."""
 
 
 class PackingPlan(NamedTuple):
-    """Pieces of documents by row. Piece p is of `documents[p]`, from its token `begins[p]`."""
+    """Pieces of documents by sequence. Piece p starts at token `begins[p]` of `documents[p]`."""
 
     starts: np.ndarray
-    """int64 [rows + 1]: the first piece of each row, and the end."""
+    """int64 [sequences + 1]: first piece of each sequence, and the end."""
     documents: np.ndarray
-    """Unsigned integers [pieces], as small as their numbers allow."""
+    """Unsigned integers [pieces], of the smallest type that fits."""
     begins: np.ndarray
-    """Likewise."""
+    """Unsigned integers [pieces], of the smallest type that fits."""
 
 
 def pack_documents(
@@ -274,11 +274,11 @@ def pack_documents(
     strategy: Strategy,
     most_pieces: int = 0,
 ) -> PackingPlan:
-    """Rows of the documents that `order` int64 [documents] numbers, of `lengths` int64 [all].
+    """Return the packing plan of the documents `order` int64 [documents], of `lengths` int64 [all].
 
-    The same for the same arguments, everywhere. Pieces of a row are in the order of documents. A
-    row has `most_pieces` of them at most, if that is not 0: shorter ones take as much room as that
-    number leaves each.
+    The plan is the same for the same arguments on every machine. Pieces of a sequence are in
+    document order. A sequence has at most `most_pieces` pieces, if that is not 0: shorter pieces
+    then occupy 1 / `most_pieces` of the capacity.
     """
     documents, begins = _split_into_spans(lengths[order], order, sequence_length)
     capacity = sequence_length + 1
@@ -290,7 +290,7 @@ def pack_documents(
         return PackingPlan(np.arange(len(sizes) + 1), documents, begins)
     rows = _best_fit(sizes, capacity) if strategy == "best_fit" else _first_fit(sizes, capacity)
     num_rows = int(rows.max(initial=-1)) + 1
-    # Rows of like documents, or filled at the end, are next to each other: not so in the plan.
+    # The strategies put similar documents next to each other; the plan shuffles the sequences.
     rows = Permutation(num_rows, 0, _PACKED_ORDER)(np.arange(num_rows))[rows]
     by_row = np.argsort(rows, kind="stable")
     starts = np.concatenate([[0], np.cumsum(np.bincount(rows))])
@@ -304,17 +304,17 @@ def _to_smallest_dtype(numbers: np.ndarray) -> np.ndarray:
 def _split_into_spans(
     lengths: np.ndarray, order: np.ndarray, sequence_length: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(document, begin) of each piece, document by document."""
+    """Return (document, begin) of each piece, document by document."""
     counts = -(-np.maximum(lengths - 1, 0) // sequence_length)
     numbers = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
     return np.repeat(order, counts), numbers * sequence_length
 
 
 def _first_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:
-    """int64 [pieces]: rows by first fit, pieces in their order.
+    """Return int64 [pieces]: the sequence of each piece by first fit, pieces in their order.
 
-    Each piece goes into the first open row that has room for it. Where none has, a row is opened;
-    of more than `OPEN_ROWS` the fullest is closed, the first of those that are as full.
+    Each piece goes into the first open sequence with enough free space. If none has enough, a new
+    sequence is opened; at the limit `MAX_OPEN_SEQUENCES`, the first of the fullest is closed.
     """
     row_of = np.empty(len(sizes), np.int64)
     rooms = np.zeros(MAX_OPEN_SEQUENCES, np.int64)
@@ -336,16 +336,16 @@ def _first_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:
 
 
 def _best_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:
-    """int64 [pieces]: rows by best fit, longest pieces first.
+    """Return int64 [pieces]: the sequence of each piece by best fit, longest pieces first.
 
-    Each piece goes into the fullest row that has room for it, the first of those that are as full.
-    Pieces of one size are placed together: the fullest row stays that until no other piece fits
-    into it. So beside the sorting, time grows with the number of sizes, not with that of pieces.
+    Each piece goes into the fullest sequence with enough free space; ties go to the first. Pieces
+    of one size are placed together, because the fullest sequence remains the fullest until no other
+    piece fits. Apart from sorting, time grows with the number of distinct sizes, not of pieces.
     """
     rests = (capacity - sizes).astype(np.min_scalar_type(capacity))
-    by_size = np.argsort(rests, kind="stable")  # of 16 bits by radix
+    by_size = np.argsort(rests, kind="stable")  # radix sort for 16-bit values
     counts = np.bincount(rests)
-    row_of = np.empty(len(sizes), np.int64)  # of the pieces as `by_size` has them
+    row_of = np.empty(len(sizes), np.int64)  # in the order of `by_size`
     opened, rows, placed = _OpenSequences(capacity), 0, 0
     for rest in np.flatnonzero(counts).tolist():
         size, count = capacity - rest, int(counts[rest])
@@ -360,7 +360,7 @@ def _best_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:
             middle = first + min(end - first, count // each)
             filled = np.repeat(np.arange(first, middle), each)
             opened.put(first, middle, room - each * size)
-            if middle < end:  # too few are left to fill another one
+            if middle < end:  # too few pieces are left to fill another sequence
                 last = count - len(filled)
                 filled = np.append(filled, np.full(last, middle))
                 opened.put(middle, middle + (last > 0), room - last * size)
@@ -373,24 +373,26 @@ def _best_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:
 
 
 class _OpenSequences:
-    """Rows that are not full: ranges of consecutive ones with the same room."""
+    """Open sequences, as ranges of consecutive sequences with the same free space."""
 
     def __init__(self, capacity: int):
         self._size = capacity + 1
         self._ranges: dict[int, list[tuple[int, int]]] = {}
-        """Heaps of (first row, end) by room."""
+        """Heaps of (first sequence, end) by free space."""
         self._rooms: list[int] = []
-        """A heap of the rooms in which a piece of this size fits."""
+        """Heap of the free-space values that fit a piece of the current size."""
 
     def set_piece_size(self, size: int) -> None:
-        """Pieces are of this size, smaller than before, from here on."""
+        """Set the piece size; from here on, pieces are no longer than `size`."""
         for room in range(size, self._size):
             if room in self._ranges:
                 heapq.heappush(self._rooms, room)
         self._size = size
 
     def take(self) -> tuple[int, int, int] | None:
-        """(first row, end, room) of the first range of the fullest rows in which a piece fits."""
+        """Remove and return (first, end, space) of the first range of the fullest that fit
+        a piece.
+        """
         if not self._rooms:
             return None
         room = self._rooms[0]
@@ -402,7 +404,7 @@ class _OpenSequences:
         return first, end, room
 
     def put(self, first: int, end: int, room: int) -> None:
-        """Rows from `first` to before `end` have this room."""
+        """Add the sequences `first` to `end` - 1 with this free space."""
         if first == end:
             return
         if room not in self._ranges:

@@ -1,8 +1,8 @@
-"""Records of preferences as documents: two responses to a prompt, one chosen and one rejected.
+"""Preference pairs as documents: two responses to a prompt, one chosen and one rejected.
 
-A pair is one document with a border inside: the prompt and the chosen response, then the prompt and
-the rejected response. So whatever keeps documents whole keeps pairs whole, and both halves are in
-one row. Of the tokens only those of the responses are trained.
+A pair is one document of two halves: the prompt and the chosen response, then the prompt and the
+rejected response. A packing strategy that does not split documents thus keeps both halves in one
+sequence. Only response tokens are trained.
 """
 
 from __future__ import annotations
@@ -38,24 +38,24 @@ from maxpipe.errors import ConfigError
 from maxpipe.io.formatting import pluralize
 
 TRUNCATED, DROPPED, IDENTICAL = 1, 2, 4
-"""Marks of a pair: it was too long and lost its ends, or is left out; both halves are the same."""
+"""Marks of a pair: truncated to fit, dropped because it is too long, identical halves."""
 HALVES = ("chosen", "rejected")
 
 TextOrMessages = str | list[Message]
 
 
 class PreferencePair(NamedTuple):
-    """A prompt and two responses: all of them texts, or lists of messages."""
+    """A prompt and two responses, each a text or a list of messages."""
 
     prompt: TextOrMessages
     chosen: TextOrMessages
     rejected: TextOrMessages
     template_input: ChatInput
-    """Tools, settings of the template, and the fields of the record that are not read."""
+    """Tools, template settings and unread fields of the record."""
 
 
 class PairEncoder:
-    """The records of a source, encoded. Safe in threads."""
+    """Encoder for the preference pairs of a source. Thread-safe."""
 
     def __init__(
         self, source: Source, tokenizer: Tokenizer, config: SourceConfig, sequence_length: int
@@ -64,13 +64,13 @@ class PairEncoder:
         self.tokenizer = tokenizer
         self._config = config
         self._max_tokens = sequence_length + 1
-        """Tokens of a row, with the target of the last one."""
+        """Tokens of a sequence: T inputs and the target of the last input."""
         has_template = bool(config.chat_template) or tokenizer.chat is not None
         self._chat = ConversationEncoder(source, tokenizer, config) if has_template else None
 
     @property
     def day(self) -> str:
-        """See `Conversations`."""
+        """See `ConversationEncoder`."""
         return "" if self._chat is None else self._chat.day
 
     @day.setter
@@ -79,17 +79,17 @@ class PairEncoder:
             self._chat.day = day
 
     def encode(self, document: int) -> EncodedDocument:
-        """The ids of both halves, and which of them are trained; none of a pair that is dropped.
+        """Return the ids and the loss mask of both halves; empty for a dropped pair.
 
         Raises:
-            UnreadableRecord: it has no prompt with two responses, or the template fails with them.
+            UnreadableRecord: a prompt or response is missing, or the template fails on the record.
         """
         with wrap_record_errors(self.source, document):
             pair = pair_of(self.source.record(document), self._config)
             halves = [self._encode_half(pair, each) for each in (pair.chosen, pair.rejected)]
             for name, half in zip(HALVES, halves, strict=True):
                 if not _has_target(half):
-                    rule = f"must have a response to train on: the {name} one has no token that is."
+                    rule = f"must have two trained responses: {name} has no trained token."
                     action = "Remove the record, or correct the chat template."
                     raise BadRecord("", rule, action)
             return self._join_halves(halves)
@@ -104,9 +104,11 @@ class PairEncoder:
             keys = (*given.unread, *filter(None, names))
             return EncodedDocument(ids, np.arange(len(ids)) > len(asked), unread=keys)
         if self._chat is None:
-            rule = "must be texts, or have a chat template: the tokenizer's folder has none."
-            action = "Set data.chat_template to a Jinja file, or tokenizer.kind=auto and "
-            action += "tokenizer.path to the folder of a model that has one."
+            rule = "must be texts, or have a chat template: the tokenizer folder has none."
+            action = (
+                "Set data.chat_template to a Jinja file, or tokenizer.kind=auto and "
+                "tokenizer.path to a model folder with a chat template."
+            )
             raise BadRecord("lists of messages", rule, action)
         first = [dict(each) for each in _messages(prompt, "user")]
         last = [dict(each) for each in _messages(response, "assistant")]
@@ -122,14 +124,16 @@ class PairEncoder:
         )
 
     def _join_halves(self, halves: Sequence[EncodedDocument]) -> EncodedDocument:
-        """Both halves in one, shortened to a row as `data.long_pairs` says."""
+        """Return both halves as one document, shortened to a sequence according to
+        `data.long_pairs`.
+        """
         sizes, marks = [len(each.ids) for each in halves], halves[0].marks | halves[1].marks
         unread = tuple(sorted({*halves[0].unread, *halves[1].unread}))
         if sum(sizes) > self._max_tokens:
             if self._config.long_pairs == "error":
                 raise BadRecord(
                     f"{sizes[0]} + {sizes[1]} tokens",
-                    f"must fit into a row, which has {self._max_tokens} tokens: "
+                    f"must fit in a sequence of {self._max_tokens} tokens with "
                     "data.long_pairs=error.",
                     "Set data.long_pairs to truncate or drop, or a larger train.sequence_length.",
                 )
@@ -149,33 +153,35 @@ class PairEncoder:
         )
 
     def _truncated_sizes(self, sizes: Sequence[int]) -> tuple[int, int]:
-        """Tokens of each half that stay of a pair that is too long."""
+        """Return the number of tokens per half after truncation of a pair that is too long."""
         half = self._max_tokens // 2
         first = min(sizes[0], max(self._max_tokens - half, self._max_tokens - sizes[1]))
         return first, min(sizes[1], self._max_tokens - first)
 
     def check(self, index: DocumentIndex) -> None:
-        """Checks that some pair is left.
+        """Check that at least one pair is left.
 
         Raises:
-            ConfigError: all are too long.
+            ConfigError: all pairs are too long.
         """
         if index.lengths.any():
             return
-        pairs, row = pluralize(len(self.source), "pair"), f"a row of {self._max_tokens} tokens"
+        pairs, row = pluralize(len(self.source), "pair"), f"a sequence of {self._max_tokens} tokens"
         rule = f"leaves nothing: each of {pairs} is longer than {row}."
         action = "Set a larger train.sequence_length, or data.long_pairs=truncate."
         if self._config.long_pairs == "truncate":
-            rule = f"leaves nothing: of each of {pairs} the prompts alone fill {row}."
+            rule = f"leaves nothing: in each of {pairs}, the prompts alone fill {row}."
             action = "Set a larger train.sequence_length, or shorten the prompts."
         raise ConfigError.one("data.long_pairs", self._config.long_pairs, rule, action)
 
     def fingerprint(self) -> str:
-        """Digest of all that decides ids and mask, in addition to source and tokenizer."""
+        """Return a digest of the settings that, with source and tokenizer, determine ids
+        and masks.
+        """
         config = self._config
         fields = [config.prompt_field, config.chosen_field, config.rejected_field]
         parts: list[Any] = [2, "pairs", fields, sorted(config.trained_roles)]
-        # `error` was `stop` in earlier releases.
+        # earlier releases named the value `stop`
         parts += ["stop" if config.long_pairs == "error" else config.long_pairs, self._max_tokens]
         if self._chat is not None:
             parts += self._chat.masking_metadata()
@@ -183,7 +189,7 @@ class PairEncoder:
 
 
 def pair_of(record: object, config: SourceConfig) -> PreferencePair:
-    """The pair of a record.
+    """Return the preference pair of a record.
 
     Raises:
         BadRecord: a field is missing or of another type.
@@ -195,7 +201,8 @@ def pair_of(record: object, config: SourceConfig) -> PreferencePair:
     names = [each for name in given for each in columns_of(fields, name)]
     if config.prompt_field:
         name = config.prompt_field
-        if name == "prompt" and name not in fields:  # as ShareGPT's records have it
+        # the prompt of ShareGPT records is in the messages field
+        if name == "prompt" and name not in fields:
             other = messages_field_name(fields, "messages")
             name = other if other in fields else name
         names += columns_of(fields, name)
@@ -221,7 +228,7 @@ def pair_of(record: object, config: SourceConfig) -> PreferencePair:
                 assert not isinstance(message, str)
                 is_trained(dict(message), config, f"message {number} of {name}")
             if not messages and name != "prompt":
-                rule = f"must have two responses: the {name} one has no message."
+                rule = f"must have two responses: {name} has no message."
                 raise BadRecord("", rule, "Remove the record.")
     first, second, third = found
     tools, settings = tools_and_settings(fields, config)
@@ -232,7 +239,7 @@ def pair_of(record: object, config: SourceConfig) -> PreferencePair:
 def _system(
     fields: Mapping[str, Any], found: Sequence[Any], config: SourceConfig
 ) -> tuple[list[Message], list[str]]:
-    """See `system_of`; prompt and responses are texts or lists."""
+    """Return the system message and its fields; see `parse_system_message`."""
     if not config.system_field:
         return [], []
     first: Any = next((each for each in found if not isinstance(each, str) and each), [])
@@ -242,10 +249,10 @@ def _system(
 
 
 def _strip_repeated_prompt(found: list[list[Message]]) -> list[list[Message]]:
-    """Prompt and responses, of which some records have the prompt again in both responses.
+    """Return prompt and responses, with a repeated prompt removed from both responses.
 
     Raises:
-        BadRecord: the prompt is only a part of what both responses begin with.
+        BadRecord: the prompt is only a part of the common prefix of both responses.
     """
     prompt, *responses = found
     size = len(prompt)
@@ -253,14 +260,18 @@ def _strip_repeated_prompt(found: list[list[Message]]) -> list[list[Message]]:
         return [prompt, *(each[size:] for each in responses)]
     alike = min(_common_prefix_length(*responses), *(len(each) - 1 for each in responses))
     if size == 1 and any(_is_same(prompt[0], each) for each in responses[0][: max(0, alike)]):
-        rule = "must have responses to the prompt: both are whole conversations, which have more "
-        rule += "in front of their responses than the prompt."
+        rule = (
+            "must have responses to the prompt: both are full conversations with more messages "
+            "before the response than the prompt."
+        )
         raise BadRecord(shorten(str(prompt[0])), rule, "Set data.prompt_field=''.")
     return found
 
 
 def _is_same(one: Message, other: Message) -> bool:
-    """Whether two messages have the same role and text, apart from white space around it."""
+    """Return whether two messages have the same role and the same text, ignoring outer
+    white space.
+    """
     text, another = one.get("content"), other.get("content")
     if not (isinstance(text, str) and isinstance(another, str)):
         return one == other
@@ -271,20 +282,24 @@ def _column_of_prompt(fields: Any, name: str) -> Any:
     try:
         return read_field(fields, name, "data.prompt_field")
     except BadRecord as error:
-        action = f"{error.action} Set data.prompt_field='' if both responses are whole "
-        raise BadRecord(error.value, error.rule, f"{action}conversations.") from error
+        action = (
+            f"{error.action} Set data.prompt_field='' if both responses are full conversations."
+        )
+        raise BadRecord(error.value, error.rule, action) from error
 
 
 def _split_common_prefix(values: list[Any]) -> tuple[Any, list[Any]]:
-    """What two whole conversations begin with alike, and the rest of each."""
+    """Return the common prefix of two full conversations, and the remainder of each."""
     one, other = values
     if isinstance(one, str) and isinstance(other, str):
         if one == other:
-            rule = "must have two responses: both texts are the same, and which part of them is "
-            rule += "the prompt cannot be told."
+            rule = (
+                "must have two different responses: both texts are equal, so the prompt cannot be "
+                "separated from the response."
+            )
             raise BadRecord("", rule, "Remove the record.")
         alike = _common_prefix_length(one, other)
-        # A space belongs to the word behind it, as tokenizers have it.
+        # A space belongs to the following word, as in tokenizers.
         alike -= alike > 0 and one[alike - 1] == " "
         return one[:alike], [one[alike:], other[alike:]]
     lists = [
@@ -295,7 +310,7 @@ def _split_common_prefix(values: list[Any]) -> tuple[Any, list[Any]]:
 
 
 def _common_prefix_length(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """How many of the first elements are the same."""
+    """Return the length of the common prefix."""
     pairs = zip(one, other, strict=False)
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
@@ -305,7 +320,7 @@ def _messages(text: TextOrMessages, role: str) -> list[Message]:
 
 
 def _text(value: str) -> str:
-    """Without halves of surrogate pairs, which no encoder takes."""
+    """Return the text without unpaired surrogates, which encoders reject."""
     return value.encode("utf-8", "replace").decode()
 
 
@@ -315,19 +330,20 @@ def _truncate_half(half: EncodedDocument, size: int) -> EncodedDocument:
 
 
 def _has_target(half: EncodedDocument) -> bool:
-    """Whether a token is trained that another one is in front of."""
+    """Return whether some trained token has a predecessor."""
     assert half.trained is not None
     return bool(half.trained[1:].any())
 
 
 class PairDocuments(ChatDocuments):
-    """Token ids of pairs; keeps those read last. Safe in threads."""
+    """Token ids of pairs, with the most recent ones cached. Thread-safe."""
 
     digest: str
-    """Of all that decides ids and mask."""
+    """Digest of everything that determines ids and masks."""
     reference: np.ndarray | None = None
-    """float32 [documents, 2]: log-probabilities of the halves' responses under the weights that a
-    run starts from, once they are known; see `PairSequences`."""
+    """float32 [documents, 2]: log-probabilities of both responses under the initial weights of the
+    run; None until they are computed. See `PairSequences`.
+    """
 
     def __init__(self, pairs: PairEncoder, index: DocumentIndex):
         super().__init__(pairs, index)

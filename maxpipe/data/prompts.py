@@ -1,8 +1,8 @@
-"""Prompts for reinforcement learning, by the number of a sample.
+"""Prompts for reinforcement learning, addressed by sample number.
 
-A file of prompts takes the place of documents: its records are the prompts, each as often in a row
-as a group has completions. So order, epochs and position are those of all other data, and
-the step alone says which prompts it has.
+The records of a prompt file replace documents. Each prompt is repeated for the completions of its
+group. Order, epochs and data position work as for all other data, and the step number alone
+determines the prompts of a step.
 """
 
 from __future__ import annotations
@@ -60,25 +60,27 @@ _MAX_BYTES = 1 << 28
 _PROMPT = "prompt"
 _SHOWN = 40
 Check = Callable[[Mapping[str, Any]], object]
-"""Raises ValueError for a record without what it needs."""
+"""Raises ValueError for a record that the reward function cannot use."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptRecord:
-    """A prompt, and what its completions are rewarded by."""
+    """A prompt with the record that its reward function reads."""
 
     record: Mapping[str, Any]
-    """The object of its line."""
+    """Parsed JSON object of the line."""
     text: str
-    """As people read it: of a conversation the last message."""
+    """Text to display; the last message of a conversation."""
     ids: np.ndarray
-    """int32: its tokens, as a document of the model begins."""
+    """int32: tokens of the prompt, including BOS."""
     where: str
     """File and line."""
 
 
 class PromptSequences:
-    """Each prompt `group_size` times in a row, one in each sequence: see `Sequences`."""
+    """Sequences with one prompt each; every prompt is repeated `group_size` times. See
+    `Sequences`.
+    """
 
     def __init__(
         self, prompts: list[PromptRecord], group_size: int, sequence_length: int, pad_id: int
@@ -100,7 +102,7 @@ class PromptSequences:
         return assemble_sequence(_PromptDocuments(self), [piece], self.sequence_length)
 
     def epoch_permutation(self, *key: int) -> Callable[[np.ndarray], np.ndarray]:
-        """Groups in another order, each with its members as they are."""
+        """Return a permutation of the groups that keeps the order of members within each group."""
         order, size = Permutation(len(self.prompts), *key), self.group_size
         return lambda indices: order(indices // size) * size + indices % size
 
@@ -118,7 +120,7 @@ class PromptSequences:
 
 
 class _PromptDocuments:
-    """The prompts as documents of which no token counts."""
+    """Prompts as documents without trained tokens."""
 
     def __init__(self, rows: PromptSequences):
         self._rows = rows
@@ -141,10 +143,10 @@ def build_prompts(
     reward: str,
     template: ChatTemplate | None,
 ) -> Datasets:
-    """The prompts of a run as what it reads; `check` is asked about each record.
+    """Return the datasets of a run that reads prompts; `check` is called for each record.
 
-    `reward` is the function that rewards completions: a run resumes with the same. `template`
-    renders prompts that are conversations.
+    `reward` names the reward function and is part of the fingerprint. `template` renders prompts
+    that are conversations.
 
     Raises:
         ConfigError: the file cannot be used, or a prompt is too long.
@@ -189,7 +191,9 @@ def build_prompts(
 
 
 def _field_metadata(data: SourceConfig) -> dict[str, str]:
-    """The fields of prompts; none of `prompt` alone, as earlier releases read them."""
+    """Return the prompt fields for the fingerprint; empty for `prompt` alone, as in earlier
+    releases.
+    """
     fields = {"prompt_field": data.prompt_field, "system_field": data.system_field}
     return {key: value for key, value in fields.items() if value not in ("", _PROMPT)}
 
@@ -201,19 +205,19 @@ def _content(path: str) -> bytes:
         raise ConfigError.one(
             _KEY,
             path,
-            f"must be a file that can be read: {error.strerror or error}.",
-            'Name a file with lines such as {"prompt": "3+4=", "answer": "7"}.',
+            f"must be a readable file: {error.strerror or error}.",
+            'Set a file with lines such as {"prompt": "3+4=", "answer": "7"}.',
         ) from error
 
 
 class _PromptLine(NamedTuple):
-    """A line that is not blank."""
+    """A non-blank line of the prompt file."""
 
     where: str
     """File and line."""
     record: dict[str, Any]
     prompt: str | ChatInput
-    """A text, or a conversation."""
+    """Text or conversation."""
 
     @property
     def chat(self) -> ChatInput | None:
@@ -221,7 +225,7 @@ class _PromptLine(NamedTuple):
 
     @property
     def message_texts(self) -> list[str]:
-        """The text of each message."""
+        """Text of each message."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         found = [each.get("content", "") for each in self.prompt.messages]
@@ -237,19 +241,19 @@ def _records(content: bytes, path: str, check: Check, data: SourceConfig) -> lis
             record = parse_json(line, dict[str, Any])
             parsed = _PromptLine(f"{path}, line {number}", record, prompt_of(record, data))
             for each in parsed.message_texts:
-                each.encode()  # a JSON string may hold half of a surrogate pair
+                each.encode()  # a JSON string may contain half of a surrogate pair
             check(record)
-        except ValueError as error:  # that of an encoding, too
+        except ValueError as error:  # includes encoding errors
             raise ConfigError.one(
                 f"{_KEY}: {path}, line {number}",
                 None,
-                f"must be an object with a prompt that can be rewarded: {error}.",
-                "Correct the line, or take it out.",
+                f"must be an object with a prompt that the reward function accepts: {error}.",
+                "Correct or remove the line.",
             ) from error
         found.append(parsed)
     if not found:
         raise ConfigError.one(
-            _KEY, path, "holds no prompt: each line that is not blank is one.", "Write some."
+            _KEY, path, "has no prompt: must have one on each non-blank line.", "Add prompts."
         )
     if remark := _unread_fields_remark([each.record for each in found], data):
         _LOG.warning("%s: %s", path, remark)
@@ -257,13 +261,15 @@ def _records(content: bytes, path: str, check: Check, data: SourceConfig) -> lis
 
 
 def _unread_fields_remark(records: Sequence[Mapping[str, Any]], data: SourceConfig) -> str:
-    """A line with the texts that usually belong to a prompt and are in none, and their settings."""
+    """Return a line about fields that usually belong to a prompt but are not read, with
+    settings.
+    """
     read = {each for name in (data.prompt_field, data.system_field) for each in fields_of(name)}
     names = dict.fromkeys(name for record in records for name in record if name not in read)
     counts = {name: sum(has_value(each.get(name)) for each in records) for name in names}
     systems = [name for name in names if name.lower() in SYSTEMS and counts[name]]
     contexts = [name for name in names if name.lower() in CONTEXTS and counts[name]]
-    # `system` of ShareGPT records is read without a setting.
+    # `system` of ShareGPT records is read by default.
     if data.system_field or all("conversations" in each for each in records):
         systems = []
     field = data.prompt_field or _PROMPT
@@ -277,15 +283,15 @@ def _unread_fields_remark(records: Sequence[Mapping[str, Any]], data: SourceConf
         return ""
     shown = ", ".join(f"{name} (in {counts[name]})" for name in (*systems[:1], *contexts))
     total = pluralize(len(records), "record")
-    action = f"Set {settings_text(settings)} if they belong to the prompt."
-    return f"keys that are not in the prompts, of {total}: {shown}. {action}"
+    action = f"Set {settings_text(settings)} if these keys belong to the prompt."
+    return f"keys not used in the prompts of {total}: {shown}. {action}"
 
 
 def prompt_of(record: Mapping[str, Any], data: SourceConfig) -> str | ChatInput:
-    """The prompt of a record: a text, or a conversation as `chat_of` reads it.
+    """Return the prompt of a record: a text, or a conversation as parsed by `chat_of`.
 
     Raises:
-        ValueError: it has none.
+        ValueError: the record has no prompt.
     """
     name, value = data.prompt_field or _PROMPT, record.get(_PROMPT)
     try:
@@ -309,10 +315,10 @@ def prompt_of(record: Mapping[str, Any], data: SourceConfig) -> str | ChatInput:
 
 
 def chat_of(record: Mapping[str, Any]) -> ChatInput:
-    """The conversation of a record that has one: in `messages`, `prompt`, or as ShareGPT has it.
+    """Return the conversation of a record in `messages`, `prompt` or ShareGPT format.
 
     Raises:
-        ValueError: it has none.
+        ValueError: the record has no conversation.
     """
     config = SourceConfig(chat="messages")
     name = messages_field_name(record, "messages")
@@ -320,14 +326,14 @@ def chat_of(record: Mapping[str, Any]) -> ChatInput:
         name = "prompt"
         if not isinstance(record[name], list):
             kind = type(record[name]).__name__
-            raise ValueError(f"its `prompt` is of type {kind}, neither a text nor a list")
+            raise ValueError(f"`prompt` must be a text or a list, and is of type {kind}")
     if not isinstance(record.get(name), list) or not record[name]:
-        rule = "it has neither a text `prompt` nor a list `messages`"
+        rule = "the record has neither a text `prompt` nor a list `messages`"
         keys = chat_keys(record)
         field = keys.get("data.prompt_field") or keys.get("data.messages_field")
         setting = f"; set {settings_text({'data.prompt_field': field})}" if field else ""
         names = ", ".join(map(str, record)) or "no key"
-        raise ValueError(f"{rule}, but {names}{setting}")
+        raise ValueError(f"{rule}; its keys: {names}{setting}")
     try:
         messages = parse_messages(record[name], name)
         first, _ = parse_system_message(
@@ -354,9 +360,9 @@ def _encode_prompts(
         raise ConfigError.one(
             _KEY,
             None,
-            "has `messages`, which need the chat template of a model's folder, and the tokenizer "
+            "has `messages`, which require the chat template of a model folder, and the tokenizer "
             "has none.",
-            "Give each line a `prompt`, or name the folder: tokenizer.kind=auto "
+            "Write a `prompt` on each line, or set the folder: tokenizer.kind=auto "
             "tokenizer.path=FOLDER.",
         )
     places = [each.where for each in records if each.chat is None]
@@ -371,7 +377,7 @@ def _encode_prompts(
             with wrap_text_errors(lambda _, where=each.where: where):
                 ids = tokenizer.encode_chat(next(rendered))
         if not len(ids):
-            rule = "must be messages of which the chat template makes a text, and it makes none."
+            rule = "must be messages that the chat template renders to text; the text is empty."
             raise ConfigError.one(f"{_KEY}: {each.where}", None, rule, "Correct the messages.")
         found.append(
             PromptRecord(each.record, each.message_texts[-1], ids.astype(np.int32), each.where)
@@ -387,8 +393,8 @@ def _check_lengths(prompts: list[PromptRecord], config: GrpoConfig, sequence_len
         raise ConfigError.one(
             f"{_KEY}: {longest.where}",
             repr(text[:_SHOWN]) + ("..." if len(text) > _SHOWN else ""),
-            f"has {size} tokens, the begin token included, and with grpo.max_tokens "
+            f"has {size} tokens, including BOS, and with grpo.max_tokens "
             f"({config.max_tokens}) must fit in train.sequence_length ({sequence_length}).",
             f"Set train.sequence_length={size + config.max_tokens} or more, a smaller "
-            "grpo.max_tokens, or take the prompt out.",
+            "grpo.max_tokens, or remove the prompt.",
         )

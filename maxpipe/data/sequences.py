@@ -1,7 +1,7 @@
-"""Documents to sequences, as `data.packing` says: the stream of tokens cut, or whole documents.
+"""Sequences built from documents with the strategy of `data.packing`.
 
-Owns the rows that `fitting.py` plans: their arrays, and plans of many documents, which are kept on
-disk. `packing.py` cuts.
+`packing.py` computes packing plans; this module caches them on disk and builds the arrays of the
+planned sequences.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from maxpipe.data.packing import (
 from maxpipe.data.sources import Heartbeat
 
 _MIN_CACHED_DOCUMENTS = 1 << 17
-"""Plans of fewer documents are made again, in about the time that reading them takes."""
+"""Plans of fewer documents are not cached: recomputing is as fast as reading them."""
 _PLAN_VERSION = 1
 
 _CACHE_MESSAGES = disk_cache.CacheMessages(
-    "planning rows of documents",
-    "planning the rows again",
-    "the next start plans the rows again",
+    "packing documents into sequences",
+    "packing them again",
+    "the next start packs them again",
 )
 
 
@@ -52,16 +52,16 @@ TupleT = TypeVar("TupleT", bound=_Tuple)
 
 
 PAIRS, REFERENCE, RESPONSE_TOKENS = "pairs", "reference", "response_tokens"
-"""Names of the arrays of a row of pairs, which have no dim of tokens."""
+"""Names of the per-pair arrays of a sequence, which have no token dimension."""
 
 
 class BinPackedSequences:
-    """Rows of whole documents, padded behind them. `fitting.py` says what is in a row."""
+    """Sequences of a packing plan, padded at the end; see `packing.py`."""
 
     def __init__(
         self, documents: Documents, order: np.ndarray, plan: PackingPlan, sequence_length: int
     ):
-        """`plan` is of the documents that `order` int64 [documents] numbers."""
+        """Create the sequences of a plan for the documents `order` int64 [documents]."""
         lengths = documents.lengths[order]
         self.sequence_length = sequence_length
         self.num_tokens = int(lengths.sum())
@@ -103,10 +103,11 @@ class BinPackedSequences:
 
 
 class PairSequences(BinPackedSequences):
-    """Rows of whole pairs: the halves of the i-th one are the segments 2i + 1 and 2i + 2.
+    """Sequences of pairs; the halves of pair i are segments 2i + 1 and 2i + 2.
 
-    A row has three more arrays, float32: `pairs` [N], 1 where there is one; `response_tokens` [2N],
-    tokens of each half that count; and `reference` [2N], what `documents` has for each half, or 0.
+    A sequence has three more float32 arrays. `pairs` [N] is 1 for a pair and 0 for padding.
+    `response_tokens` [2N] is the number of trained tokens per half. `reference` [2N] is the
+    reference log-probability per half, or 0 if unknown.
     """
 
     def __init__(
@@ -117,10 +118,11 @@ class PairSequences(BinPackedSequences):
         sequence_length: int,
         most_pairs: int,
     ):
-        """N is `most_pairs`."""
+        """Create the sequences with N = `most_pairs`."""
         super().__init__(documents, order, plan, sequence_length)
         lengths = documents.lengths[order]
-        self.num_targets -= int(np.count_nonzero(lengths))  # each half begins with no target
+        # the first token of each half is not a target
+        self.num_targets -= int(np.count_nonzero(lengths))
         self._max_pairs = most_pairs
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
@@ -144,26 +146,26 @@ class PairSequences(BinPackedSequences):
 
 @dataclass(frozen=True, slots=True)
 class Packer:
-    """Makes sequences of documents, the same in any process."""
+    """Builds sequences from documents, with the same result in every process."""
 
     packing: Packing
     sequence_length: int
     cache_dir: str | None = None
-    """Folder of what was made before."""
+    """Cache folder; None without a cache."""
     keep: bool = True
-    """Whether it is written there."""
+    """Whether results are written to the cache."""
     key: str = ""
-    """Which documents these are, for what is kept of them."""
+    """Identifies the documents in cache keys."""
     moved: Heartbeat | None = None
-    """Called for each part of what takes long."""
+    """Called after each part of a long computation."""
     max_pairs: int = 0
-    """The most pairs of a row; 0 of documents that are no pairs."""
+    """Maximum number of pairs per sequence; 0 for documents that are not pairs."""
 
     def __call__(self, documents: Documents, order: np.ndarray) -> Sequences:
-        """The sequences of the documents that `order` int64 [documents] numbers."""
+        """Return the sequences of the documents `order` int64 [documents]."""
         if self.packing == "cut":
             return ConcatenatedSequences(documents, order, self.sequence_length)
-        assert self.packing != "auto", "a source says what it means"
+        assert self.packing != "auto", "sources resolve auto"
         plan = self._plan(documents.lengths, order, self.packing)
         given = (documents, order, plan, self.sequence_length)
         if self.max_pairs:
@@ -189,9 +191,10 @@ class Packer:
         of: Callable[[disk_cache.Arrays], TupleT],
         make: Callable[[Heartbeat | None], TupleT],
     ) -> TupleT:
-        """What `of` makes of the arrays kept for a key of JSON values, or else what `make` does.
+        """Return the cached value for a key of JSON values, or compute it with `make`.
 
-        Only numpy arrays are in it. `of` raises ValueError or KeyError for arrays of another shape.
+        The cache stores numpy arrays only. `of` raises ValueError or KeyError for unexpected
+        arrays.
         """
         if self.cache_dir is None:
             return make(self.moved)
@@ -211,5 +214,5 @@ class Packer:
 def _plan_of(arrays: disk_cache.Arrays) -> PackingPlan:
     plan = PackingPlan(**{name: arrays[name] for name in PackingPlan._fields})
     if not len(plan.documents) == len(plan.begins) == plan.starts[-1]:
-        raise ValueError("arrays of another shape")
+        raise ValueError("arrays with an unexpected shape")
     return plan

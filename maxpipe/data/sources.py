@@ -1,13 +1,10 @@
-"""Where documents come from: random access to the texts of a corpus by number.
+"""Sources of documents: random access to the texts of a corpus by index.
 
-A source is a sequence: asking twice for document i gives the same text, in any
-thread and any process. Each format has a module in `formats/`. Tokens, splits, order
-and batches are not its concern; `documents.py` is the next step.
+Reading document i twice returns the same text, in any thread and process. Each format has a module
+in `formats/`. `documents.py` handles tokens; other modules handle splits, order and batches.
 
-Sections of the config that sources come from, in messages about them.
-
-A source knows its keys as those of `data`; of a source of a mixture they are those of
-`data.mixture.NAME`, and of one for evaluation those of `data.validation.NAME`.
+Sources refer to their config keys as keys of `data`. In error messages, this module replaces `data`
+by the section of the source, `data.mixture.NAME` or `data.validation.NAME`.
 """
 
 from __future__ import annotations
@@ -54,7 +51,7 @@ __all__ = [
 ]
 
 SourceKind = Literal["text", "jsonl", "parquet", "arrayrecord", "huggingface", "tokens", "megatron"]
-"""Sources whose files tell what they are by their names."""
+"""Sources that are recognized by file name."""
 
 
 def open_source(
@@ -65,14 +62,14 @@ def open_source(
     cache_dir: str | None = None,
     keep: bool = True,
 ) -> Source:
-    """The source that `data.source` names. `seed` is read by `synthetic` only.
+    """Return the source of `data.source`. Only `synthetic` uses `seed`.
 
-    Unpacked copies of compressed files, and where lines of large ones start, are looked for in
-    `cache_dir`, and written there with `keep`; else they end with the process.
+    `cache_dir` caches unpacked copies of compressed files and line offsets of large files. With
+    `keep` they are written there; otherwise they are removed when the process exits.
 
     Raises:
-        ConfigError: a path that is missing, empty or not readable as `data.source`.
-        StorageError: there is no room to unpack a file.
+        ConfigError: a path is missing, empty or not readable as `data.source`.
+        StorageError: there is not enough disk space to unpack a file.
     """
     text = TextExtractor(config.text_field, config.template)
     cache, digests = FolderCache(cache_dir, keep=keep), Digests(cache_dir, keep=keep)
@@ -112,13 +109,13 @@ def _open_records(
             raise ConfigError.one(
                 "data.source",
                 config.source,
-                "must be a source of text here: it holds ids of tokens.",
-                "Set data.source and data.path to the text that they were made of.",
+                "must be a source of text here: this source contains token ids.",
+                "Set data.source and data.path to the original text.",
             )
 
 
 ENDINGS: dict[str, SourceKind] = {".jsonl": "jsonl", ".parquet": "parquet", ".array": "arrayrecord"}
-"""Parts of file names that tell their source; any other file is text."""
+"""Parts of file names that identify a source; any other file is text."""
 
 
 def _kind_of(name: str) -> SourceKind:
@@ -129,10 +126,10 @@ def _kind_of(name: str) -> SourceKind:
 
 
 def infer_source(path: str, where: str) -> SourceKind:
-    """The `data.source` of files by their names; `where` names what gave the path.
+    """Return the `data.source` of files by their names; `where` locates the path in messages.
 
     Raises:
-        ConfigError: a path without files, or with files of several kinds.
+        ConfigError: a path has no files, or files of several formats.
     """
     if is_saved_dataset(path):
         return "huggingface"
@@ -143,14 +140,14 @@ def infer_source(path: str, where: str) -> SourceKind:
     try:
         names = [os.path.basename(file.path) for file in find_files(path, ())]
     except ConfigError as error:
-        action = "Name a file, a folder or a pattern that is there."
+        action = "Set an existing file, folder or pattern."
         problems = [replace(each, where=where, action=action) for each in error.problems]
         raise ConfigError(problems) from None
     kinds: set[SourceKind] = {_kind_of(name) for name in names}
     if len(kinds) == 1:
         return kinds.pop()
-    rule = f"must hold files of one kind: it has {' and '.join(sorted(kinds))}."
-    action = f"Name them by a pattern such as '{os.path.join(path, '*.jsonl')}'."
+    rule = f"must contain files of one format: found {' and '.join(sorted(kinds))}."
+    action = f"Select files with a pattern such as '{os.path.join(path, '*.jsonl')}'."
     raise ConfigError.one(where, path, rule, action)
 
 
@@ -159,7 +156,7 @@ _KEYS = re.compile(rf"\bdata\.({'|'.join(each.name for each in fields(SourceConf
 
 @contextlib.contextmanager
 def wrap_section_errors(name: str) -> Iterator[None]:
-    """Errors of what is done with a source name the keys of its section."""
+    """Replace the keys of `data` in errors by the keys of the source's section."""
     try:
         yield
     except ConfigError as error:

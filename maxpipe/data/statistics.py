@@ -1,9 +1,9 @@
-"""What is in a source: lengths, duplicates, bytes, and what cannot be read, in one pass.
+"""Statistics of a source in one pass: lengths, duplicates, bytes and unreadable records.
 
-Memory does not grow with the content, and of a document only its length is kept; of more documents
-than `Contents` has room for, duplicates are estimated.
+Memory does not grow with the text: only the length of each document is kept. Duplicates are
+estimated if there are more documents than a `DuplicateCounter` can hold.
 
-Statistics of documents as text, and as a picture: a page of HTML, or PNG.
+The statistics are printed as text or drawn as an HTML page or a PNG picture.
 """
 
 from __future__ import annotations
@@ -35,29 +35,29 @@ from maxpipe.schedule.draw import Box, Canvas, Label
 
 PICTURE_SUFFIXES = (".html", ".png")
 _BAR = 40
-"""Characters of the longest bar of the text."""
+"""Length of the longest histogram bar, in characters."""
 _INK, _PALE = "#1f2933", "#7b8794"
 _DOCUMENTS, _TOKENS = "#4c78a8", "#f58518"
 _WIDTH, _ROW, _LEFT, _ROOM = 760, 22, 150, 210
 
 
 def lines(found: Statistics) -> list[str]:
-    """Each with its name."""
+    """Return one line per statistic, starting with its name."""
     return [f"{name:<12}{text}" for name, text in summary_items(found)]
 
 
 def summary_items(found: Statistics) -> list[tuple[str, str]]:
-    """Names and what is said of them."""
+    """Return (name, text) of every statistic."""
     count, tokens = len(found.lengths), found.tokens
     notes = [f"{found.empty} empty"] if found.empty else []
     if found.num_with_replacement_character:
         notes.append(
-            f"{found.num_with_replacement_character} with U+FFFD for bytes that are not UTF-8"
+            f"{found.num_with_replacement_character} with bytes that are not UTF-8, replaced by U+FFFD"
         )
     shown = [("source", found.name), ("documents", _append_notes(f"{count:,}", notes))]
     if found.unreadable:
         first = found.first_unreadable
-        words = f"the first one {first.line}" if first else "empty since they were prepared"
+        words = f"the first: {first.line}" if first else "written as empty documents by prepare"
         shown.append(("unreadable", f"{found.unreadable:,}, {words}"))
     share = f"{found.trained / tokens:.1%} trained" if tokens else ""
     all_trained = found.trained == tokens
@@ -65,7 +65,7 @@ def summary_items(found: Statistics) -> list[tuple[str, str]]:
     per_token = f"{found.num_bytes / tokens:.2f} per token" if tokens else ""
     shown.append(("bytes", _append_notes(f"{found.num_bytes:,}", [per_token])))
     about = (
-        f"estimated from one in {found.sampling_interval} contents"
+        f"estimated from 1 in {found.sampling_interval} documents"
         if found.sampling_interval > 1
         else ""
     )
@@ -76,9 +76,11 @@ def summary_items(found: Statistics) -> list[tuple[str, str]]:
     shown.append(("lengths", f"in tokens: {quantiles}" if quantiles else "none"))
     sequences = f"{found.packing}, {_format_count(found.num_sequences, 'sequence')} of "
     sequences += f"{found.sequence_length:,}"
-    shown.append(("packing", f"{sequences}, {found.efficiency:.2%} of positions with a target"))
+    shown.append(("packing", f"{sequences}, efficiency {found.efficiency:.2%}"))
     if found.too_long:
-        shown.append(("too long", f"{pluralize(found.too_long, 'document')} for one sequence"))
+        shown.append(
+            ("too long", f"{pluralize(found.too_long, 'document')} exceeding one sequence")
+        )
     shown += [("note", remark) for remark in found.remarks]
     return shown
 
@@ -93,7 +95,7 @@ def _append_notes(text: str, notes: Sequence[str]) -> str:
 
 
 def text(found: Statistics) -> str:
-    """A page of text with the histogram of lengths."""
+    """Return the statistics as text, with a histogram of document lengths."""
     bars = found.histogram()
     most = max((documents for _, _, documents, _ in bars), default=1)
     shown = lines(found)
@@ -104,7 +106,7 @@ def text(found: Statistics) -> str:
 
 
 def draw(all_of: Sequence[Statistics], path: Path) -> None:
-    """Writes a picture in the form that the file's name says, one of `FORMS`."""
+    """Write a picture in the format of the file suffix, one of `PICTURE_SUFFIXES`."""
     whole = Canvas()
     for found in all_of:
         whole.append_canvas(_picture(found), whole.height)
@@ -130,13 +132,13 @@ def _table(found: Statistics) -> str:
 
 
 def _picture(found: Statistics) -> Canvas:
-    """Documents and tokens by the length of the document."""
+    """Draw histograms of documents and tokens by document length."""
     canvas, bars = Canvas(width=_WIDTH), found.histogram()
     title = f"{found.name}: {pluralize(len(found.lengths), 'document')}, {found.tokens:,} tokens"
     canvas.labels.append(Label(16, 26, redact.redact_for_terminal(title), 15, _INK, "l", bold=True))
     for x, head, colour in (
-        (_LEFT, "documents by tokens", _DOCUMENTS),
-        (_LEFT + _ROOM + 90, "tokens in them", _TOKENS),
+        (_LEFT, "documents by length", _DOCUMENTS),
+        (_LEFT + _ROOM + 90, "tokens by document length", _TOKENS),
     ):
         canvas.labels.append(Label(x, 48, head, 12, colour, "l"))
     most = max((row[2] for row in bars), default=1), max((row[3] for row in bars), default=1)
@@ -171,42 +173,42 @@ _MAX_DIGESTS = 1 << 23
 QUANTILES = (0.0, 0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 1.0)
 
 ProgressCallback = Callable[[str, int, int], object]
-"""Called with a task, what is done of it and its total."""
+"""Called with the name of a task, the number of processed items and their total."""
 
 
 class DocumentStatistics(NamedTuple):
-    """What is counted of a document."""
+    """Statistics of one document."""
 
     digest: int
-    """Of its content."""
+    """Digest of the content."""
     tokens: int
     trained: int
     num_bytes: int
     is_empty: bool
     has_replacement_character: bool
-    """Whether it has U+FFFD, which stands for what was not UTF-8."""
+    """Whether the text contains U+FFFD, the replacement of bytes that are not UTF-8."""
     unread: tuple[str, ...] = ()
-    """See `Encoded.unread`."""
+    """See `EncodedDocument.unread`."""
     marks: int = 0
-    """See `Encoded.marks`."""
+    """See `EncodedDocument.marks`."""
     first_target: int = 0
-    """Of a conversation, see `DocumentIndex.first_targets`."""
+    """See `DocumentIndex.first_targets`; 0 for texts."""
 
 
 class DuplicateCounter:
-    """Digests of contents; when there are too many, of one in 2, 4, 8 ... contents.
+    """Counts duplicate documents by digest; with too many documents, in a sample of 1 in 2**shift.
 
-    Which are kept follows from the digest, so that duplicates of a kept one are kept, too.
+    The sample is selected by digest, so all duplicates of a sampled document are sampled.
     """
 
     def __init__(self, most: int = _MAX_DIGESTS):
         self.shift = 0
-        """Of 2**shift contents one is kept."""
+        """The sampling rate is one in 2**shift documents."""
         self._most = most
         self._digests, self._tokens = array("Q"), array("Q")
 
     def add(self, digest: int, tokens: int) -> None:
-        """A document with this digest and number of tokens."""
+        """Add a document with this digest and number of tokens."""
         if digest & ((1 << self.shift) - 1):
             return
         self._digests.append(digest)
@@ -222,7 +224,7 @@ class DuplicateCounter:
         return np.array(self._digests, np.uint64), np.array(self._tokens, np.uint64)
 
     def repeated(self) -> tuple[int, int]:
-        """Documents that have the content of another one before them, and their tokens."""
+        """Return the number of documents that repeat an earlier one, and their tokens."""
         digests, tokens = self._arrays()
         if not len(digests):
             return 0, 0
@@ -234,62 +236,64 @@ class DuplicateCounter:
 
 @dataclass
 class Statistics:
-    """Of all documents of a source that can be read."""
+    """Statistics of all readable documents of a source."""
 
     name: str
     lengths: np.ndarray
-    """int64 [documents]: tokens of each."""
+    """int64 [documents]: tokens per document."""
     trained: int = 0
     num_bytes: int = 0
     empty: int = 0
     num_with_replacement_character: int = 0
     unreadable: int = 0
-    """Of prepared documents those that are empty for it; others are in no other number."""
+    """Number of unreadable records. In prepared data these are empty documents; otherwise no other
+    statistic includes them.
+    """
     first_unreadable: Problem | None = None
     duplicates: int = 0
     duplicate_tokens: int = 0
     sampling_interval: int = 1
-    """Of this number of contents one was compared."""
+    """Inverse of the fraction of documents that were compared for duplicates."""
     packing: str = "cut"
     sequence_length: int = 0
     num_sequences: int = 0
     left_out: int = 0
-    """Conversations that are longer than a sequence and of which nothing is trained."""
+    """Number of conversations longer than a sequence that leave nothing to train."""
     targets: int = 0
-    """Positions of the sequences with a target of their document."""
+    """Number of positions in all sequences whose target is in the same document."""
     chat: str = "off"
-    """`conversation` or `pair` if documents are such."""
+    """`conversation` or `pair`, or `off` for texts."""
     policy: LongConversationPolicy | None = None
-    """`data.long_conversations`, of conversations."""
+    """`data.long_conversations`; None for texts."""
     unread: Counter[str] = field(default_factory=Counter)
-    """How many documents have each key that nothing reads."""
+    """Number of documents with each key that is not read."""
     advice: str = ""
-    """Settings that read keys of `unread`."""
+    """Settings that would read the keys of `unread`."""
     columns: Sequence[str] = ()
-    """Lines about columns of texts that are not read."""
+    """Lines about columns of text sources that are not read."""
     marks: Counter[int] = field(default_factory=Counter)
-    """How many documents have each mark, see `Encoded.marks`."""
+    """Number of documents with each mark; see `EncodedDocument.marks`."""
     _contents: DuplicateCounter = field(default_factory=DuplicateCounter, repr=False)
 
     @property
     def tokens(self) -> int:
-        """Of all documents."""
+        """Number of tokens in all documents."""
         return int(self.lengths.sum())
 
     @property
     def efficiency(self) -> float:
-        """The part of the sequences' positions that has a target of its document."""
+        """Fraction of positions whose target is in the same document."""
         room = self.num_sequences * self.sequence_length
         return self.targets / room if room else 0.0
 
     @property
     def too_long(self) -> int:
-        """Documents that no sequence holds whole."""
+        """Number of documents that do not fit in one sequence."""
         return len(find_long_documents(self.lengths, self.sequence_length))
 
     @property
     def remarks(self) -> list[str]:
-        """Lines about documents that are not trained on as they are."""
+        """Lines about documents that are changed or skipped in training."""
         long = LongConversations(self.policy, self.too_long, self.left_out) if self.policy else None
         what = "document" if self.chat == "off" else self.chat
         count = len(self.lengths)
@@ -297,17 +301,17 @@ class Statistics:
         return [*self.columns, *found]
 
     def quantiles(self) -> dict[str, int]:
-        """Lengths, by the percentage of documents that are not longer."""
+        """Return the document length at each of `QUANTILES`, by percentage."""
         if not len(self.lengths):
             return {}
         found = np.quantile(self.lengths, QUANTILES, method="inverted_cdf")
         return {f"{100 * q:g}%": int(each) for q, each in zip(QUANTILES, found, strict=True)}
 
     def histogram(self) -> list[tuple[int, int, int, int]]:
-        """(shortest, longest, documents, tokens) of lengths that double from one to the next."""
+        """Return (shortest, longest, documents, tokens) for bins whose width doubles."""
         if not len(self.lengths):
             return []
-        bins = np.frexp(self.lengths.astype(np.float64))[1].clip(1) - 1  # exact to 2**53
+        bins = np.frexp(self.lengths.astype(np.float64))[1].clip(1) - 1  # exact up to 2**53
         documents = np.bincount(bins)
         tokens = np.bincount(bins, weights=self.lengths.astype(np.float64))
         return [
@@ -316,7 +320,7 @@ class Statistics:
         ][int(bins.min()) :]
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it as JSON values."""
+        """Return all statistics as JSON values."""
         count, tokens = len(self.lengths), self.tokens
         names = ("shortest", "longest", "documents", "tokens")
         return {
@@ -347,7 +351,7 @@ class Statistics:
 
 
 def measure_texts(source: Source, tokenizer: Tokenizer) -> Iterator[DocumentStatistics | Problem]:
-    """What is counted of each text, or why it cannot be read, in their order."""
+    """Yield the statistics of each text, or why it cannot be read, in document order."""
     held: list[str | Problem] = []
     characters = 0
 
@@ -395,7 +399,7 @@ def _measure_texts(
 def measure_encoded(
     encode: Callable[[int], EncodedDocument], num_documents: int, tokenizer: Tokenizer, threads: int
 ) -> Iterator[DocumentStatistics | Problem]:
-    """The same of documents that are ids; bytes are those that the tokens stand for."""
+    """Yield the statistics of encoded documents; byte counts are those of their tokens."""
     widths = tokenizer.byte_lengths
 
     def read(i: int) -> DocumentStatistics | Problem:
@@ -432,9 +436,9 @@ def compute_statistics(
     chat: str = "off",
     policy: LongConversationPolicy | None = None,
 ) -> Statistics:
-    """The statistics of a source's documents, and of the sequences made of them.
+    """Return the statistics of a source's documents and of the sequences packed from them.
 
-    `chat` and `policy` are those of `Statistics`.
+    See `Statistics` for `chat` and `policy`.
     """
     lengths, firsts = np.zeros(num_documents, np.int64), np.zeros(num_documents, np.int64)
     found, number = Statistics(name, lengths, chat=chat, policy=policy), 0
@@ -469,7 +473,7 @@ def compute_statistics(
 
 
 class _DocumentLengths:
-    """Documents of which nothing but the length is known."""
+    """Documents with known lengths and no content."""
 
     pad_id = 0
 
@@ -484,7 +488,7 @@ class _DocumentLengths:
 
 
 def _sequences(lengths: np.ndarray, packer: Packer) -> int:
-    """What training makes of documents of these lengths in one epoch."""
+    """Return the number of sequences per epoch for documents of these lengths."""
     return (
         len(packer(_DocumentLengths(lengths), np.arange(len(lengths)))) if lengths.sum() > 1 else 0
     )

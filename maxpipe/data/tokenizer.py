@@ -1,9 +1,7 @@
-"""Text to token ids and back.
+"""Tokenizers: text to token ids and back.
 
-Owns the control ids (begin, end, padding), the ends of a generated text and the size in bytes of
-each token; does not know documents, sequences or the model. Nothing is downloaded.
-
-Text of tokens that come one at a time.
+A tokenizer defines the control ids (BOS, EOS, padding), the ids that end generated text and the
+size of each token in bytes. It does not download anything. `TextStream` decodes tokens one by one.
 """
 
 from __future__ import annotations
@@ -29,16 +27,16 @@ from maxpipe.errors import ConfigError
 _CONTEXT = 4
 _REPLACEMENT_CHARACTER = "\ufffd"
 _MAX_INCOMPLETE = 3
-"""A character has up to four bytes: three may have come."""
+"""A UTF-8 character has up to four bytes, so up to three may be pending."""
 _MAX_PENDING_IDS = 64
 
 
 class TextStream:
-    """Turns ids into text as they come, and never gives half a character.
+    """Incremental decoder that returns only complete characters.
 
-    The pieces together are what `decode` makes of all ids, as long as these are whole characters.
-    What a token stands for depends on those before it (a space at the start of a text is left
-    out), so each id is decoded behind the last few.
+    If the ids are complete characters, the concatenated pieces equal `decode` of all ids. The text
+    of a token depends on the tokens before it (a space at the start of a text is dropped), so each
+    id is decoded together with the last few.
     """
 
     def __init__(self, decode: Callable[[Iterable[int]], str], special_ids: Collection[int]):
@@ -46,17 +44,17 @@ class TextStream:
         self._special_ids = special_ids
         self._ids: list[int] = []
         self._given = 0
-        """Characters of the text of `_ids` that were given."""
+        """Number of characters of the text of `_ids` that were returned."""
 
     def push(self, token: int) -> str:
-        """What the next id adds to the text; empty while a character is incomplete."""
+        """Return the text added by the next id; empty while a character is incomplete."""
         if token in self._special_ids:
             return ""
         self._ids.append(token)
         text = complete = self._decode(self._ids)
         for _ in range(_MAX_INCOMPLETE):
             complete = complete.removesuffix(_REPLACEMENT_CHARACTER)
-        if len(self._ids) > _MAX_PENDING_IDS:  # of bytes that are no text any number may come
+        if len(self._ids) > _MAX_PENDING_IDS:  # invalid UTF-8 may continue indefinitely
             complete = text
         added = complete[self._given :]
         self._given = max(self._given, len(complete))
@@ -65,13 +63,13 @@ class TextStream:
         return added
 
     def finish(self) -> str:
-        """What is left: bytes that never became a character."""
+        """Return the remaining text: bytes that did not complete a character."""
         added = self._decode(self._ids)[self._given :]
         self._ids, self._given = [], 0
         return added
 
     def _forget(self, text: str) -> None:
-        """Drops ids that are not needed any more; never between the bytes of a character."""
+        """Drop ids that are no longer needed, but never within a character."""
         for first in range(len(self._ids) - _CONTEXT, 0, -1):
             tail = self._decode(self._ids[first:])
             if tail and _REPLACEMENT_CHARACTER not in tail and text.endswith(tail):
@@ -82,7 +80,7 @@ class TextStream:
 
 
 class Tokenizer(Protocol):
-    """Ids are below `vocab_size`. `encode` adds no control ids and never returns one."""
+    """Tokenizer with ids below `vocab_size`. `encode` neither adds nor returns control ids."""
 
     control: ControlTokens
 
@@ -91,15 +89,15 @@ class Tokenizer(Protocol):
 
     @property
     def embedding_rows(self) -> int:
-        """Rows of the model's embedding, or a number above all ids where no model is known."""
+        """Rows of the model's embedding; without a model, an upper bound of all ids."""
         ...
 
     @property
     def min_embedding_rows(self) -> int:
-        """Rows that an embedding needs: the largest id that a text gives with its begin and end
-        tokens, plus one.
+        """Minimum number of embedding rows: the largest id that encoded text can contain, plus one.
 
-        Control tokens that no text gives, and ids that BPE never makes, need none.
+        This includes BOS and EOS. It excludes control tokens that text never produces and unused
+        BPE ids.
         """
         ...
 
@@ -114,78 +112,81 @@ class Tokenizer(Protocol):
 
     @property
     def end_ids(self) -> tuple[int, ...]:
-        """Ids that end a generated text, sorted: `end_id`, and the ends of a turn of a chat."""
+        """Sorted ids that end generated text: `end_id` and the ends of a chat turn."""
         ...
 
     @property
     def special_tokens(self) -> Mapping[str, int]:
-        """Ids of control tokens by how they are written."""
+        """Ids of control tokens, by their text."""
         ...
 
     @property
     def special_ids(self) -> frozenset[int]:
-        """All control ids: begin, end, padding, and what else stands for no text."""
+        """All control ids: BOS, EOS, padding, and any other id without text."""
         ...
 
     @property
     def byte_lengths(self) -> np.ndarray:
-        """Bytes of text that each id stands for, int32 [vocab_size]; 0 for control ids."""
+        """int32 [vocab_size]: bytes of text per id; 0 for control ids."""
         ...
 
     @property
     def role_texts(self) -> Mapping[str, str]:
-        """Texts of control tokens by roles such as `bos_token`, as chat templates name them."""
+        """Texts of control tokens by role, with the names of chat templates, such as
+        `bos_token`.
+        """
         ...
 
     @property
     def chat(self) -> ChatTemplate | None:
-        """The template of the model's folder, whose text `encode_chat` takes."""
+        """Chat template of the model folder; `encode_chat` encodes its output."""
         ...
 
     def encode(self, text: str) -> np.ndarray:
-        """int32 [tokens]. Text that spells a control token stays text."""
+        """Return int32 [tokens]. Text of a control token is encoded as plain text."""
         ...
 
     @property
     def framing(self) -> Framing:
-        """The tokens around a prompt."""
+        """Tokens around a prompt."""
         ...
 
     def encode_prompt(self, text: str) -> list[int]:
-        """The ids of a prompt with the tokens of `framing` around them; at least one."""
+        """Return the ids of a prompt, including the tokens of `framing`; at least one id."""
         ...
 
     def with_control(self, **changes: Any) -> Self:
-        """A copy with other values of `Control`."""
+        """Return a copy with changed fields of `ControlTokens`."""
         ...
 
     def with_embedding_rows(self, rows: int) -> Self:
-        """A copy for an embedding of `rows` rows, at least `min_rows`: no id is beyond them.
+        """Return a copy for an embedding of `rows` rows, at least `min_rows`; ids stay below
+        `rows`.
 
-        Text that spells a control token without a row stays text.
+        Text of a control token without a row is encoded as plain text.
         """
         ...
 
     def encode_batch(self, texts: Sequence[str]) -> Sequence[np.ndarray]:
-        """The same of several texts, faster than one by one."""
+        """Return int32 [tokens] for each text, faster than encoding one by one."""
         ...
 
     def encode_chat(self, text: str) -> np.ndarray:
-        """The same for text of a chat template: what spells a control token is that token."""
+        """Return int32 [tokens] for the output of a chat template, including its control tokens."""
         ...
 
     def encode_chat_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        """The same, and begin and end of each token in the text, int64 [tokens, 2] characters."""
+        """Return the ids of `encode_chat`, and int64 [tokens, 2] begin and end in characters."""
         ...
 
     def count(self, texts: Sequence[str]) -> Sequence[int]:
-        """Number of tokens of each text, faster than encoding them one by one."""
+        """Return the number of tokens of each text, faster than encoding one by one."""
         ...
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of the ids, without control ids. Broken characters become U+FFFD.
+        """Return the text of the ids without control ids; incomplete characters become U+FFFD.
 
-        Ids from `vocab_size` on, as a model with a padded vocabulary has, stand for no text.
+        Ids of `vocab_size` or more, as in a padded vocabulary, have no text.
         """
         ...
 
@@ -193,10 +194,10 @@ class Tokenizer(Protocol):
 
 
 def open_tokenizer(config: TokenizerConfig) -> Tokenizer:
-    """The tokenizer that `tokenizer.kind` names.
+    """Return the tokenizer of `tokenizer.kind`.
 
     Raises:
-        ConfigError: no file, no package for it, or a file without an end token.
+        ConfigError: the file or its package is missing, or the file has no EOS token.
     """
     if config.kind == "bytes":
         return ByteTokenizer()
@@ -211,17 +212,17 @@ def open_tokenizer(config: TokenizerConfig) -> Tokenizer:
 
 
 def open_text_stream(tokenizer: Tokenizer) -> TextStream:
-    """Text of ids that come one at a time, without halves of characters."""
+    """Return an incremental decoder for the tokenizer."""
     return TextStream(tokenizer.decode, tokenizer.special_ids)
 
 
 def fit_tokenizer(tokenizer: Tokenizer, rows: int, *, model: str = "") -> Tokenizer:
-    """The tokenizer for a model whose embedding has `rows` rows.
+    """Return the tokenizer fitted to a model whose embedding has `rows` rows.
 
-    `model` names one that has its weights: its rows are what they are.
+    `model` names a model with existing weights, whose number of rows is fixed.
 
     Raises:
-        ConfigError: text would give an id without a row.
+        ConfigError: encoded text would contain an id without a row.
     """
     need = tokenizer.min_embedding_rows
     if need <= rows:
@@ -232,7 +233,7 @@ def fit_tokenizer(tokenizer: Tokenizer, rows: int, *, model: str = "") -> Tokeni
             "model.vocab_size",
             rows,
             f"{rule[:-1]}, and the embedding of {model} has {rows} rows.",
-            "Name the tokenizer of this model: tokenizer.kind=auto tokenizer.path=FOLDER.",
+            "Set the tokenizer of this model: tokenizer.kind=auto tokenizer.path=FOLDER.",
         )
     raise ConfigError.one(
         "model.vocab_size",
@@ -246,7 +247,7 @@ def check_token_ids(where: str, ids: np.ndarray, tokenizer: Tokenizer) -> None:
     """Check that the model's embedding has a row for each stored id of a document.
 
     Raises:
-        ConfigError: it has not; a device would take the last row.
+        ConfigError: an id has no row; a device would silently read the last row.
     """
     largest = int(ids.max(initial=0))
     if largest < tokenizer.embedding_rows:
@@ -254,7 +255,7 @@ def check_token_ids(where: str, ids: np.ndarray, tokenizer: Tokenizer) -> None:
     raise ConfigError.one(
         where,
         f"id {largest}",
-        f"must be below model.vocab_size ({tokenizer.embedding_rows}), the rows of the "
+        f"must be below model.vocab_size ({tokenizer.embedding_rows}), the size of the "
         "embedding: the "
         f"tokenizer has {tokenizer.vocab_size} ids.",
         f"Set model.vocab_size={tokenizer.vocab_size}, or prepare documents without the text of "
@@ -263,16 +264,16 @@ def check_token_ids(where: str, ids: np.ndarray, tokenizer: Tokenizer) -> None:
 
 
 def suggest_tokenizer_action(tokenizer: Tokenizer, fingerprint: str, action: str) -> str:
-    """The action about ids that were made with another fingerprint than the tokenizer's.
+    """Return the suggested action for ids with a tokenizer fingerprint that differs.
 
-    It is `action`, unless they were made with the same `tokenizer.json`, used as it is.
+    The result is `action`, unless the ids were encoded with the same `tokenizer.json`, unchanged.
     """
     is_file = isinstance(tokenizer, HuggingFaceTokenizer)
     if not is_file or not fingerprint or fingerprint != tokenizer.file_fingerprint:
         return action
     return (
         f'Set "tokenizer_class": "{FILE_AS_IT_IS}" in the tokenizer_config.json of '
-        f"{tokenizer.folder}: ids are then those of its tokenizer.json, as they were."
+        f"{tokenizer.folder}: text is then encoded with its tokenizer.json unchanged."
     )
 
 
@@ -280,7 +281,7 @@ _BYTES_CONTROL = re.compile("(<begin>|<end>|<pad>)")
 
 
 class ByteTokenizer(ControlTokenMixin):
-    """The 256 bytes of UTF-8 text, then begin, end and padding."""
+    """Tokenizer whose ids are the 256 byte values, BOS, EOS and padding."""
 
     control = ControlTokens(
         begin_id=256,

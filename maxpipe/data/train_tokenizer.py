@@ -1,7 +1,7 @@
-"""A tokenizer of one's own: a byte-level vocabulary learned from a corpus, as a folder.
+"""Train a byte-level tokenizer on a corpus and write it as a Hugging Face folder.
 
-The same documents in the same order give the same file. Any text can be encoded: all 256 bytes are
-in the vocabulary.
+The same documents in the same order produce the same file. Any text can be encoded, because the
+vocabulary contains all 256 bytes.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ _THREADS = 2
 _LONGEST_WORD_BYTES = 1 << 20
 
 ProgressCallback = Callable[[str, int, int], object]
-"""Called with a task, what is done of it and its total; 0 as total if it is not known."""
+"""Called with a task, the number of processed items and their total; 0 if the total is unknown."""
 
 
 def open_training_files(paths: Sequence[str], field: str) -> list[Source]:
-    """The documents of files, folders and patterns: text, or JSON lines and ArrayRecord by name.
+    """Return sources for files, folders and patterns; file names select the format.
 
     Raises:
-        ConfigError: a path without files, or with files of several kinds.
+        ConfigError: a path has no files, or files of several formats.
     """
     return [
         open_source(DataConfig(source=infer_source(path, _FILE), path=path, text_field=field), 0)
@@ -55,7 +55,7 @@ def open_training_files(paths: Sequence[str], field: str) -> list[Source]:
 def train(
     sources: Sequence[Source], kind: VocabularyKind, vocab_size: int, report: ProgressCallback
 ) -> str:
-    """The content of a tokenizer.json with at most `vocab_size` ids: a small corpus gives fewer.
+    """Return the content of a tokenizer.json of at most `vocab_size` ids; fewer for a small corpus.
 
     Raises:
         ConfigError: a package is missing, or there is no text.
@@ -70,7 +70,7 @@ def train(
         except BaseException as error:
             done["error"] = error
 
-    # A library's loop hears no Ctrl-C: it runs in a thread that ends with the process.
+    # The library's loop ignores Ctrl-C, so it runs in a daemon thread.
     thread = threading.Thread(target=work, name="tokenizer", daemon=True)
     thread.start()
     try:
@@ -100,13 +100,13 @@ def _texts(sources: Sequence[Source], report: ProgressCallback) -> Iterator[str]
             report("reading documents", number, total)
             yield text
     if not characters:
-        rule = f"must hold text: {total} documents with nothing inside."
-        raise ConfigError.one(_FILE, None, rule, "Name other files.")
+        rule = f"must contain text: found {total} documents without text."
+        raise ConfigError.one(_FILE, None, rule, "Choose other files.")
     report("computing the vocabulary", 0, 0)
 
 
 def _byte_level(model: Any) -> Any:
-    """A tokenizer that splits text into words, and these into bytes."""
+    """Return a tokenizer that splits text into words and words into bytes."""
     import tokenizers
     from tokenizers import decoders, pre_tokenizers
 
@@ -138,7 +138,7 @@ def _learn_bpe(texts: Iterator[str], vocab_size: int) -> str:
 
 
 def _learn_unigram(texts: Iterator[str], vocab_size: int) -> str:
-    """Pieces and scores by sentencepiece: the trainer of `tokenizers` gives others each time."""
+    """Learn pieces and scores with sentencepiece: the `tokenizers` trainer is not deterministic."""
     try:
         from tokenizers import models, pre_tokenizers
     except ImportError as error:
@@ -159,7 +159,7 @@ def _learn_unigram(texts: Iterator[str], vocab_size: int) -> str:
         input_format="tsv",
         model_writer=model,
         model_type="unigram",
-        vocab_size=vocab_size + 1 - len(_ROLES) - len(unseen),  # and one for what is unknown
+        vocab_size=vocab_size + 1 - len(_ROLES) - len(unseen),  # plus one for the unknown piece
         hard_vocab_limit=False,
         character_coverage=1.0,
         max_sentence_length=_LONGEST_WORD_BYTES,
@@ -196,18 +196,18 @@ _LEARN: dict[VocabularyKind, Callable[[Iterator[str], int], str]] = {
 
 
 def check_free(folder: Path) -> None:
-    """Raises ConfigError if something is at `folder` that is no empty folder."""
+    """Raise ConfigError if `folder` exists and is not an empty folder."""
     if os.path.lexists(folder) and not (folder.is_dir() and not any(folder.iterdir())):
-        action = f"Name another folder, such as --out {folder}-2."
-        raise ConfigError.one("command line: --out", folder, "is there already.", action)
+        action = f"Choose another folder, such as --out {folder}-2."
+        raise ConfigError.one("command line: --out", folder, "must not exist.", action)
 
 
 def write(folder: Path, content: str) -> None:
-    """Writes a folder as `transformers` has it, whole or not at all.
+    """Write a folder in the format of `transformers`, atomically.
 
     Raises:
-        ConfigError: it is there already.
-        StorageError: it cannot be written.
+        ConfigError: the folder already exists.
+        StorageError: the folder cannot be written.
     """
     check_free(folder)
     settings = {**_ROLES, "tokenizer_class": "PreTrainedTokenizerFast"}
@@ -221,5 +221,5 @@ def write(folder: Path, content: str) -> None:
         finally:
             shutil.rmtree(partial, ignore_errors=True)
     except OSError as error:
-        action = "Name a folder that can be written with --out."
+        action = "Set --out to a writable folder."
         raise StorageError.unwritable(folder, error, action) from error

@@ -1,8 +1,7 @@
-"""Keys of records that nothing reads, with settings that read them.
+"""Record keys that are not read, with settings that would read them.
 
-Settings are tried on the first records of a source before they are named.
-
-Lines printed at the start of a run about documents that are shortened, dropped or masked.
+Settings are tested on the first records of a source before they are suggested. The module also
+writes the lines about shortened, dropped or masked documents at the start of a run.
 """
 
 from __future__ import annotations
@@ -38,29 +37,29 @@ from maxpipe.errors import ConfigError
 from maxpipe.io.formatting import pluralize
 
 _RECORDS, _CHARACTERS = 32, 1 << 22
-"""Limits on the first records of a source, on which settings are tried."""
+"""Limits on the number and size of the records that settings are tested on."""
 _NAMED = 20
 _MAX_JOINED = 4
 _TOOLS = ("tools", "functions")
 _OF_TEMPLATE = ("message.tool_calls", "message.reasoning_content", "message.thinking")
-"""What only a chat template can read."""
+"""Keys that only a chat template can read."""
 _REASONING = ("reasoning", "reasoning_content", "thinking", "thought", "cot", "complex_cot")
 
 Fields = Mapping[str, Any]
 
 
 class Trial(NamedTuple):
-    """Settings that may read keys."""
+    """Settings that may read some unread keys."""
 
     settings: dict[str, str]
-    """Names of fields of `SourceConfig`, with their values."""
+    """Values by field name of `SourceConfig`."""
     names: Sequence[str]
     how: str
-    """How the keys are read then."""
+    """How the settings use the keys, for messages."""
 
 
 def first_records(source: Source) -> list[Fields]:
-    """The first records that have fields, up to `_RECORDS` or about `_CHARACTERS` of text."""
+    """Return the first records with fields: up to `_RECORDS`, or about `_CHARACTERS` of text."""
     found: list[Fields] = []
     size = 0
     for number in range(min(_RECORDS, len(source))):
@@ -68,7 +67,7 @@ def first_records(source: Source) -> list[Fields]:
             break
         try:
             record: Any = source.record(number)
-        except ConfigError:  # it is named where all are read
+        except ConfigError:  # reported when all records are read
             continue
         record = record.record if isinstance(record, TrainedMessage) else record
         if isinstance(record, Mapping):
@@ -78,7 +77,7 @@ def first_records(source: Source) -> list[Fields]:
 
 
 def suggest_settings(unread: Collection[str], source: Source, config: SourceConfig) -> str:
-    """Settings that read keys of conversations or pairs; empty if there are none."""
+    """Return settings that read more keys of conversations or pairs; empty if none are known."""
     if not unread or config.chat == "off":
         return ""
     records = first_records(source)
@@ -93,12 +92,12 @@ def suggest_settings(unread: Collection[str], source: Source, config: SourceConf
     of_template = [each for each in unread if each in (config.tools_field, *_OF_TEMPLATE)]
     if of_template:
         names = " and ".join(sorted(of_template))
-        lines.append(f"Set data.chat_template to the file of a template that reads {names}.")
+        lines.append(f"Set data.chat_template to a template file that reads {names}.")
     return " ".join([*lines, *(_labels(unread, records) if config.chat == "prompt" else ())])
 
 
 def columns_not_read(source: Source, config: SourceConfig) -> list[str]:
-    """A line with the columns of texts that are not read, in the first records; none if all are."""
+    """Return a line about the text columns that the first records have and no setting reads."""
     if config.chat != "off" or config.source not in COLUMNS:
         return []
     records = first_records(source)
@@ -119,7 +118,7 @@ def columns_not_read(source: Source, config: SourceConfig) -> list[str]:
 def _templates(
     names: Collection[str], records: Sequence[Fields], text: TextExtractor, config: SourceConfig
 ) -> Iterator[str]:
-    """A template that adds texts to those that are read."""
+    """Yield a template that adds unread texts to those that are read."""
     try:
         read = [text(record) for record in records]
     except BadRecord:
@@ -145,7 +144,7 @@ def _templates(
 def _chats(
     names: Collection[str], records: Sequence[Fields], config: SourceConfig
 ) -> Iterator[str]:
-    """Settings that read some of these columns as conversations or pairs."""
+    """Yield settings that read some of these columns as conversations or pairs."""
     keys = chat_keys(records[0])
     fields = {
         key.removeprefix("data."): value for key, value in keys.items() if key.startswith("data.")
@@ -163,7 +162,7 @@ def _chats(
 
 
 def _labels(names: Collection[str], records: Sequence[Fields]) -> list[str]:
-    """A sentence on records whose responses are not to be imitated."""
+    """Return a warning if records with `label` false would be trained on."""
     labels = [record.get("label") for record in records] if "label" in names else []
     is_binary = all(label is None or isinstance(label, bool) for label in labels)
     if not is_binary or all(label is not False for label in labels):
@@ -172,7 +171,9 @@ def _labels(names: Collection[str], records: Sequence[Fields]) -> list[str]:
 
 
 def _unread_fields(record: Fields, read: Sequence[str]) -> Iterator[str]:
-    """Fields with a value that are not read; those of an object of which a part is."""
+    """Yield the non-empty fields that are not read; for an object that is read in part, its
+    keys.
+    """
     for name, value in record.items():
         if name in read or not has_value(value):
             continue
@@ -193,7 +194,7 @@ def _can_be_joined(template: str, records: Sequence[Fields]) -> bool:
     return True
 
 
-# Settings that may read keys.
+# Trial settings.
 
 
 def _trials(
@@ -230,7 +231,7 @@ def _as_template(field: str) -> str:
 
 
 def _is_content(name: str, records: Sequence[Fields]) -> bool:
-    """Whether a field has texts that a model may read."""
+    """Return whether a field contains natural-language text."""
     texts = [record[name] for record in records if has_value(record.get(name))]
     if not texts or not all(isinstance(each, str) for each in texts):
         return False
@@ -238,7 +239,7 @@ def _is_content(name: str, records: Sequence[Fields]) -> bool:
 
 
 def _is_in_messages(name: str, records: Sequence[Fields], config: SourceConfig) -> bool:
-    """Whether all messages of a record have the text of a field already."""
+    """Return whether the messages of every record already contain the text of the field."""
     for record in records:
         if not has_value(record.get(name)):
             continue
@@ -254,7 +255,7 @@ def _is_in_messages(name: str, records: Sequence[Fields], config: SourceConfig) 
 
 
 def _parse_record(record: Fields, config: SourceConfig) -> ChatInput:
-    """The messages of a record, with its unread fields."""
+    """Return the messages of a record and its unread fields."""
     if config.chat != "pairs":
         return conversation_of(record, config)
     pair = pair_of(record, config)
@@ -268,7 +269,7 @@ def _parse_record(record: Fields, config: SourceConfig) -> ChatInput:
 
 
 def _reads_keys(trial: Trial, records: Sequence[Fields], config: SourceConfig) -> bool:
-    """Whether settings read keys of the first records."""
+    """Return whether the settings read their keys in all first records."""
     try:
         found = [_parse_record(record, replace(config, **trial.settings)) for record in records]
     except (BadRecord, ValueError):
@@ -277,7 +278,7 @@ def _reads_keys(trial: Trial, records: Sequence[Fields], config: SourceConfig) -
 
 
 def _pairs_of(records: Sequence[Fields]) -> str:
-    """Settings that read all records as pairs."""
+    """Return the settings that read all records as pairs, if they are the same for all."""
     found = {chat_settings(record) for record in records}
     return found.pop() if len(found) == 1 and "data.chat=pairs" in min(found) else ""
 
@@ -287,31 +288,33 @@ def _format_data_settings(settings: Mapping[str, str]) -> str:
 
 
 _MARK_REMARKS = {
-    TRUNCATED: "are longer than a row and lose their ends: see data.long_pairs",
-    DROPPED: "are longer than a row and are left out: see data.long_pairs",
-    IDENTICAL: "have the same response twice: they teach nothing",
-    REWRITTEN: "have earlier answers that the chat template rewrites once others follow: these "
-    "are read and not trained, see data.rewritten_history",
+    TRUNCATED: "are longer than a sequence and are truncated: see data.long_pairs",
+    DROPPED: "are longer than a sequence and are dropped: see data.long_pairs",
+    IDENTICAL: "have two identical responses and do not affect training",
+    REWRITTEN: "have earlier responses that the chat template rewrites when messages follow: these "
+    "are context only and not trained, see data.rewritten_history",
 }
 _POLICY_REMARKS = {
     "truncate": "truncated to one",
     "drop": "dropped",
-    "split": "split across sequences, where an answer may be trained without its question",
+    "split": "split across sequences, where a response may be trained without its prompt",
 }
 
 
 class LongConversations(NamedTuple):
-    """Conversations that are longer than a sequence."""
+    """Conversations longer than a sequence."""
 
     policy: str
-    """`data.long_conversations`."""
+    """Value of `data.long_conversations`."""
     number: int
     left_out: int = 0
-    """Those that have no tokens left."""
+    """Number of conversations without tokens left."""
 
 
 def marks_of(marks: np.ndarray | None) -> dict[int, int]:
-    """How many documents have each mark; `marks` uint8 [documents] are `Encoded.marks`."""
+    """Return the number of documents with each mark; `marks` are `EncodedDocument.marks`
+    [documents].
+    """
     if marks is None:
         return {}
     return {mark: int(np.count_nonzero(marks & mark)) for mark in _MARK_REMARKS}
@@ -326,9 +329,9 @@ def remarks(
     packing: str = "",
     action: str = "",
 ) -> list[str]:
-    """Lines about conversations or pairs, which `what` is the noun of.
+    """Return the lines about conversations or pairs; `what` is their noun.
 
-    `action` names settings that read keys of `unread`.
+    `action` suggests settings that read keys of `unread`.
     """
     total = pluralize(num_documents, what)
     found = unread_remarks(unread, total, action)
@@ -338,13 +341,13 @@ def remarks(
         if marks.get(each)
     ]
     if long is not None and long.number and long.policy in _POLICY_REMARKS:
-        words = f"{long.number} of {total} longer than a sequence, {_POLICY_REMARKS[long.policy]}"
+        words = f"{long.number} of {total} longer than a sequence: {_POLICY_REMARKS[long.policy]}"
         if long.left_out and long.policy != "drop":
-            words += f"; {long.left_out} of these dropped, as no trained token is left"
+            words += f"; {long.left_out} dropped because no trained token is left"
         found.append(f"{words}: see data.long_conversations")
     if packing == "cut":
         found.append(
-            f"data.packing=cut splits {total} across sequences, where an answer may be trained "
-            "without its question: data.packing=best_fit keeps them whole"
+            f"data.packing=cut splits {total} across sequences, where a response may be trained "
+            "without its prompt: data.packing=best_fit does not split them"
         )
     return found

@@ -1,4 +1,4 @@
-"""Conversations up to what is trained of them: prompts whose answer is known."""
+"""Validation prompts with a known response: conversations up to their last trained message."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ class ValidationPrompt(NamedTuple):
     """A conversation up to its last trained message."""
 
     ids: list[int]
-    """Exactly as they are in training."""
+    """Token ids, identical to those in training."""
     text: str
-    """Without control tokens."""
+    """Text without control tokens."""
     answer: str
-    """The last trained message."""
+    """Text of the last trained message."""
 
 
 def last_turn(document: EncodedDocument, tokenizer: Tokenizer) -> ValidationPrompt | None:
-    """None of a conversation in which nothing is trained, or nothing stands before it."""
+    """Return the prompt of the last trained message; None without a trained message or a prompt."""
     if document.trained is None:
         return None
     edges = np.flatnonzero(np.diff(document.trained.astype(np.int8), append=0))
@@ -42,9 +42,9 @@ def last_turn(document: EncodedDocument, tokenizer: Tokenizer) -> ValidationProm
 def load_validation_prompts(
     datasets: Datasets, fraction: float, count: int, room: int
 ) -> list[ValidationPrompt]:
-    """The last turns of the first conversations for validation that leave room for an answer.
+    """Return prompts of the first validation conversations that leave space for a response.
 
-    Of those held out of the training, or where there are none, of the other sets.
+    Held-out documents come first, then those of the validation sets.
     """
     found = []
     for document in _documents(datasets, fraction):

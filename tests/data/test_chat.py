@@ -79,7 +79,7 @@ LOOP = "{% for a in range(9999) %}" * 4 + "{% endfor %}" * 4
 @pytest.mark.parametrize("template", [LOOP, "{{ 9 ** (9 ** 9) }}"])
 def test_a_template_that_never_ends(template: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chat, "_CPU_SECONDS", 1)
-    assert "takes too long" in refused(template)
+    assert "time or memory limit" in refused(template)
 
 
 @pytest.mark.fault("H8")
@@ -87,7 +87,7 @@ def test_a_template_that_never_ends(template: str, monkeypatch: pytest.MonkeyPat
     "template", ["{{ 'a' * 10 ** 10 }}", "{{ '%09999999999d' % 1 }}", "{{ 'a' | center(10**10) }}"]
 )
 def test_a_template_that_fills_the_memory(template: str) -> None:
-    assert "takes too much memory" in refused(template)
+    assert "too much memory" in refused(template)
 
 
 def test_a_template_that_writes_without_end() -> None:

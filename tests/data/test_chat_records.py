@@ -59,7 +59,7 @@ def test_tools_and_settings_reach_the_template(tmp_path: Path) -> None:
     [
         ({"tools": "look"}, "list of objects in tools"),
         ({"tools": {"name": "look"}}, "list of objects in tools"),
-        ({"chat_template_kwargs": {"messages": []}}, "without messages, tools"),
+        ({"chat_template_kwargs": {"messages": []}}, "without the keys messages, tools"),
         ({"chat_template_kwargs": 3}, "an object in chat_template_kwargs"),
     ],
 )
@@ -189,7 +189,7 @@ def test_keys_that_are_not_read(tmp_path: Path, capsys: pytest.CaptureFixture[st
         "these keys are not read, of 3 conversations: id (in 3), message.mood (in 3), tools (in 1)"
     )
     bare = f"data: {line}"
-    line += ". Set data.chat_template to the file of a template that reads tools."
+    line += ". Set data.chat_template to a template file that reads tools."
     assert opened(path, tmp_path).remarks == [f"data: {line}"]
     keys = ["data.source=jsonl", f"data.path={path}", "data.chat=messages"]
     keys += [f"data.chat_template={tmp_path / 'template.jinja'}", f"run.dir={tmp_path}"]
@@ -216,7 +216,7 @@ def test_long_conversations(policy: str, tmp_path: Path) -> None:
     records = records_of([said(("user", q), ("assistant", a)) for q, a in turns])
     path = write_records(tmp_path / "a.jsonl", records)
     if policy == "error":
-        with pytest.raises(ConfigError, match=r"2 conversations, the first one .*a.jsonl:2"):
+        with pytest.raises(ConfigError, match=r"2 conversations, the first at .*a.jsonl:2"):
             opened(path, tmp_path, 20, long_conversations=policy)
         return
     found = opened(path, tmp_path, 20, long_conversations=policy)
@@ -226,12 +226,12 @@ def test_long_conversations(policy: str, tmp_path: Path) -> None:
     [remark] = found.remarks
     assert "2 of 3 conversations longer than a sequence" in remark
     if policy == "truncate":
-        assert trained == ["aaaaa", "b" * 16] and "1 of these" in remark
+        assert trained == ["aaaaa", "b" * 16] and "; 1 dropped" in remark
     elif policy == "drop":
-        assert trained == ["aaaaa"] and "a sequence, dropped" in remark
+        assert trained == ["aaaaa"] and "a sequence: dropped" in remark
     else:
         assert "".join(sorted("".join(trained))) == "a" * 5 + "b" * 30 + "c" * 5
-        assert "without its question" in remark
+        assert "without its prompt" in remark
 
 
 def test_pairs_have_tools(tmp_path: Path) -> None:
@@ -323,4 +323,4 @@ def test_a_suggestion_names_keys_that_are_set_to_other_fields() -> None:
 def test_a_system_message_is_not_suggested_as_the_prompt() -> None:
     with pytest.raises(BadRecord, match="prompt") as error:
         conversation_of({"system_prompt": "a", "b": "c"}, DataConfig(source="jsonl", chat="prompt"))
-    assert error.value.action == "Set data.prompt_field to the field that has it."
+    assert error.value.action == "Set data.prompt_field to the right field."

@@ -190,10 +190,10 @@ def test_cut_and_changed_archives_are_refused(kind: str, tmp_path: Path) -> None
     for cut in (0, 1, len(packed) // 2, len(packed) - 1):
         file.write_bytes(packed[:cut])
         message = refusal(lambda: source(file, tmp_path))
-        assert str(file) in message and f"must be a whole .{kind} file" in message, cut
+        assert str(file) in message and f"must be a complete .{kind} file" in message, cut
     for garbage in (b"plain text", b"\x80\x04" * 100, packed + b"more"):
         file.write_bytes(garbage)
-        assert f"must be a whole .{kind} file" in refusal(lambda: source(file, tmp_path))
+        assert f"must be a complete .{kind} file" in refusal(lambda: source(file, tmp_path))
     assert not list((tmp_path / ".index").glob("*partial*"))
     # Padding behind the end is allowed by gzip and xz.
     file.write_bytes(packed + bytes(8))
@@ -245,7 +245,7 @@ def test_a_bomb_stops_at_its_bound(
     file.write_bytes(packed(b'{"text": "a"}\n') + 8 * packed(b"{}\n" * (1 << 22)))
     few = {"max_decompressed_bytes": 1 << 24}
     message = refusal(lambda: source(file, tmp_path, **few))
-    assert str(file) in message and "no more than 16777216 bytes when it is unpacked" in message
+    assert str(file) in message and "at most 16777216 bytes when unpacked" in message
     assert "data.max_decompressed_bytes" in message
     assert not list((tmp_path / ".index").glob("unpacked-*[!k]"))
 
@@ -280,7 +280,7 @@ def test_zeros_are_not_read_to_their_end(kind: str, tmp_path: Path) -> None:
     path = tmp_path / f"a.jsonl.{kind}"
     path.touch()
     os.truncate(path, 1 << 42)
-    assert f"must be a whole .{kind} file" in refusal(lambda: source(path, tmp_path))
+    assert f"must be a complete .{kind} file" in refusal(lambda: source(path, tmp_path))
 
 
 def test_zip_is_refused(tmp_path: Path) -> None:

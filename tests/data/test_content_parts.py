@@ -66,7 +66,7 @@ def test_a_template_that_reads_lists_gets_them() -> None:
 
 def test_a_list_that_no_text_replaces_is_refused() -> None:
     said = [{"role": "user", "content": [{"type": "thing"}]}, {"role": "assistant", "content": "c"}]
-    with pytest.raises(RenderError, match="a list that it does not read"):
+    with pytest.raises(RenderError, match="a list, which the template does not read"):
         rendered(TEMPLATES["trims"], said)
 
 
@@ -75,7 +75,7 @@ def test_a_part_that_is_no_text(kind: str) -> None:
     with pytest.raises(BadRecord) as error:
         conversation_of({"messages": [{"role": "user", "content": [{"type": kind}]}]}, CONFIG)
     assert error.value.value == "message 1"
-    assert f"has a part of type {kind}" in error.value.rule
+    assert f"parts of type {kind} are not supported" in error.value.rule
 
 
 def test_a_refusal_is_what_the_assistant_says() -> None:

@@ -59,7 +59,7 @@ def test_the_damaged_record_is_named(tmp_path: Path) -> None:
             source[number]
         except ConfigError as error:
             broken.append(number)
-            assert f"{path}: record {number}\n  must be in a whole ArrayRecord" in str(error)
+            assert f"{path}: record {number}\n  must be in a complete ArrayRecord" in str(error)
     assert len(broken) == 1
 
 

@@ -76,7 +76,7 @@ def test_document_that_changed_after_indexing() -> None:
     encoded = EncodedDocuments(source, ByteTokenizer(), build_index(source, ByteTokenizer(), None))
     source.texts[1] = "dex"
     assert len(encoded[0].ids) == 5
-    with pytest.raises(StorageError, match="document 1 of texts has another content than"):
+    with pytest.raises(StorageError, match="document 1 of texts has content other than"):
         encoded[1]
 
 

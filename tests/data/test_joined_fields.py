@@ -88,7 +88,7 @@ def test_a_system_field_is_in_front_of_the_messages() -> None:
     listed = {"system": "Be brief.", "messages": said(*said_)}
     assert turns(listed, "messages") == said_ and unread(listed, "messages") == ("system",)
     assert turns(listed, "messages", system_field="system") == [SYSTEM, *said_]
-    with pytest.raises(BadRecord, match="a text in data.system_field; it is of type list"):
+    with pytest.raises(BadRecord, match="text in data.system_field; the field is of type list"):
         turns({**listed, "system": ["a"]}, "messages", system_field="system")
 
 

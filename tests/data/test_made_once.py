@@ -169,7 +169,7 @@ def test_one_that_waits_stalls_with_the_one_that_it_waits_for(
             name = rf"waiting for process {os.getpid()} on \S+, indexing documents of jsonl"
             assert re.fullmatch(name, str(read))
         waiting.join()
-    assert got and "which has not moved for" in caplog.text
+    assert got and "which has made no progress for" in caplog.text
     assert read_tracker.longest_active_read() is None
 
 

@@ -68,9 +68,7 @@ def test_every_type_of_ids(code: int, tmp_path: Path) -> None:
     found = MegatronDocuments(str(path), ByteTokenizer())
     assert [found[i].ids.tolist() for i in range(5)] == [[256, *each, 257] for each in FLAT]
     assert found.lengths.tolist() == [len(each) + 2 for each in FLAT]
-    assert (
-        found.num_tokens == sum(map(len, FLAT)) + 10 and found.remark == "begin and end ids added"
-    )
+    assert found.num_tokens == sum(map(len, FLAT)) + 10 and found.remark == "BOS and EOS added"
 
 
 @pytest.mark.parametrize("kind", ["end", "both"])
@@ -79,7 +77,7 @@ def test_ids_that_are_there_are_not_added(kind: str, tmp_path: Path) -> None:
     documents = [[[*front, *each, 257]] for each in FLAT]
     found = MegatronDocuments(str(write(tmp_path / "a", documents)), ByteTokenizer())
     assert [found[i].ids.tolist() for i in range(5)] == [[256, *each, 257] for each in FLAT]
-    assert found.remark == ("begin and end ids as stored" if front else "begin ids added")
+    assert found.remark == ("BOS and EOS as stored" if front else "BOS added")
     assert found.num_tokens == int(found.lengths.sum()) == sum(map(len, FLAT)) + 10
 
 
@@ -112,14 +110,14 @@ def test_modes_behind_the_bounds_are_not_read(tmp_path: Path) -> None:
 
 
 WRONG = {
-    "magic": ({"magic": b"MMIDIDY\x00\x00"}, "begins with MMIDIDX"),
-    "old": ({"magic": b"TNTIDX\x00\x00\x00"}, "before MMIDIDX, TNTIDX"),
-    "version": ({"version": 2}, "version 2"),
+    "magic": ({"magic": b"MMIDIDY\x00\x00"}, "begin with a MMIDIDX"),
+    "old": ({"magic": b"TNTIDX\x00\x00\x00"}, "TNTIDX, the predecessor of MMIDIDX"),
+    "version": ({"version": 2}, "version is 2"),
     "floats": ({"code": 7}, "floats, type 7"),
     "unknown type": ({"code": 77}, "unknown type 77"),
-    "many sequences": ({"count": 1 << 60}, "says 1152921504606846976 sequences"),
+    "many sequences": ({"count": 1 << 60}, "1152921504606846976 sequences"),
     "many bounds": ({"num_bounds": (1 << 64) - 1}, "18446744073709551615 bounds"),
-    "no end": ({"more": bytes(3)}, "which take"),
+    "no end": ({"more": bytes(3)}, "bounds require"),
     "negative length": ({"lengths": [3, 1, 0, 2, 0, -1, 2, 1]}, "sequence 5.*length of -1"),
     "large length": ({"lengths": [3, 1, 0, 2, 0, 1, 2, 2**31 - 1]}, "sequence 7.*ends at byte"),
     "pointer of 32 bits": (
@@ -128,7 +126,7 @@ WRONG = {
     ),
     "gap": ({"pointers": [0, 6, 8, 8, 12, 12, 16, 18]}, "sequence 6.*byte 16, not at 14"),
     "cut ids": ({"ids": bytes(19)}, "sequence 7.*ends at byte 20 of .*a.bin, which has 19"),
-    "bounds back": ({"bounds": [0, 3, 2, 4, 7, 8]}, "document 1.*behind the next one"),
+    "bounds back": ({"bounds": [0, 3, 2, 4, 7, 8]}, "document 1.*after the next document"),
     "bounds begin": ({"bounds": [1, 2, 3, 4, 7, 8]}, "document 0.*begins at sequence 1"),
     "bounds end": ({"bounds": [0, 2, 3, 4, 7, 9]}, "document 4.*ends at sequence 9"),
 }
@@ -178,7 +176,7 @@ def test_ids_that_no_token_has(code: int, bad: int, tmp_path: Path) -> None:
     documents = [[[1]]] * 70 + [[[2, bad]]]
     found = MegatronDocuments(str(write(tmp_path / "a", documents, code)), ByteTokenizer())
     found[69]
-    with pytest.raises(ConfigError, match=rf"(?s)a\.bin: document 70.*from 0 to 258.*it has {bad}"):
+    with pytest.raises(ConfigError, match=rf"(?s)a\.bin: document 70.*from 0 to 258.*found {bad}"):
         found[70]
 
 
@@ -192,20 +190,20 @@ def test_ids_without_a_row(tmp_path: Path) -> None:
         found[70]
     assert str(caught.value).splitlines() == [
         f"{tmp_path}/a.bin: document 70 = id 258",
-        "  must be below model.vocab_size (258), the rows of the embedding: the tokenizer has 259 "
+        "  must be below model.vocab_size (258), the size of the embedding: the tokenizer has 259 "
         "ids.",
         "  Set model.vocab_size=259, or prepare documents without the text of this control token.",
     ]
 
 
 def test_files_that_are_not_there(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="it gives none"):
+    with pytest.raises(ConfigError, match="0 files match"):
         MegatronDocuments(str(tmp_path / "a"), ByteTokenizer())
     write(tmp_path / "a", DOCUMENTS).with_suffix(".bin").unlink()
     with pytest.raises(ConfigError, match="must be a pair of files"):
         MegatronDocuments(str(tmp_path / "a"), ByteTokenizer())
     write(tmp_path / "a", [])
-    with pytest.raises(ConfigError, match="must hold documents"):
+    with pytest.raises(ConfigError, match="must contain documents"):
         MegatronDocuments(str(tmp_path / "a"), ByteTokenizer())
 
 
@@ -227,13 +225,16 @@ def test_trains_as_the_text_would(tmp_path: Path) -> None:
     config = load(["quickstart", "data.source=megatron", f"data.path={tmp_path / 'a'}"]).config
     checks = list(doctor.check_data(config))
     assert [check.status for check in checks] == ["ok", "ok"]
-    assert "begin and end ids added" in checks[1].text
+    assert "BOS and EOS added" in checks[1].text
 
 
 def test_bounds_whose_difference_has_no_64_bits(tmp_path: Path) -> None:
     far = (1 << 62) + 1
     path = write(tmp_path / "a", DOCUMENTS, bounds=[0, far, -far, 8], num_bounds=4)
-    with pytest.raises(ConfigError, match=rf"document 1\n  cannot be: it begins at sequence {far}"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"document 1\n  must be consistent: the document begins at sequence {far}",
+    ):
         MegatronDocuments(str(path), ByteTokenizer())
 
 
@@ -249,5 +250,5 @@ def test_a_split_without_tokens_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "a", [[[256, 5, 257]], [[]], [[]]])
     data = DataConfig(source="megatron", path=str(path), validation_fraction=0.4)
     for seed in range(4):
-        with pytest.raises(ConfigError, match="none has two tokens"):
+        with pytest.raises(ConfigError, match="document of two tokens or more"):
             build_loaders(data, TokenizerConfig(), seed=seed, batch_size=2, sequence_length=8)

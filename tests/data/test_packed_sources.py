@@ -273,5 +273,5 @@ def test_nothing_to_train_on(tmp_path: Path) -> None:
     write(tmp_path / "pair", [[[256, 257]], [[256, 257]]])
     write(tmp_path / "short", [[[256]], [[257]], [[256]], [[257]]] * 20)
     data = DataConfig(source="megatron", path=str(tmp_path / "short"), packing="best_fit")
-    with pytest.raises(ConfigError, match="of those for train none has two tokens"):
+    with pytest.raises(ConfigError, match="document of two tokens or more: the split train"):
         build_loaders(data, TokenizerConfig(), seed=0, batch_size=2, sequence_length=8)

@@ -171,7 +171,7 @@ def test_a_pair_without_a_response_left_is_dropped(tmp_path: Path) -> None:
 
 
 def test_a_long_pair_stops_if_asked(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="1 has 10 tokens|which has 10 tokens") as error:
+    with pytest.raises(ConfigError, match="sequence of 10 tokens") as error:
         encoded(record("pppp", "c", "r"), tmp_path, 10, long_pairs="error")
     assert error.value.problems[0].value == "7 + 7 tokens"
     encoded(record("pppp", "c", "r"), tmp_path, 14, long_pairs="error")
@@ -186,14 +186,14 @@ def test_a_long_pair_stops_if_asked(tmp_path: Path) -> None:
         ({"chosen": "a", "rejected": "b"}, {}, "data.prompt_field"),
         ({"prompt": "a", "rejected": "b"}, {}, "data.chosen_field"),
         ({"prompt": "a", "chosen": "b"}, {}, "data.rejected_field"),
-        ("just a text", {}, "must have fields"),
+        ("just a text", {}, "must be an object with data.chat="),
         (record("a", 3, "b"), {}, "data.chosen_field"),
         (record(None, "b", "c"), {}, "data.prompt_field"),
-        (record([], [], said(("assistant", "b"))), {}, "chosen one has no message"),
+        (record([], [], said(("assistant", "b"))), {}, "chosen has no message"),
         (record("a", said(("robot", "b")), "c"), {}, "data.chat_roles"),
         (record(said(("user", "a")), "b", "c"), {"template": ""}, "chat template"),
-        ({"chosen": "ab", "rejected": "ab"}, {"prompt_field": ""}, "both texts are the same"),
-        (record(said(("user", "a")), said(("user", "b")), "c"), {}, "no token that is"),
+        ({"chosen": "ab", "rejected": "ab"}, {"prompt_field": ""}, "both texts are equal"),
+        (record(said(("user", "a")), said(("user", "b")), "c"), {}, "chosen has no trained token"),
         ({"chosen": [], "rejected": said(("user", "a"))}, {"prompt_field": ""}, "no message"),
         ({"chosen": 1, "rejected": 2}, {"prompt_field": ""}, "data.chosen_field"),
     ],
@@ -310,9 +310,9 @@ def test_long_pairs_are_counted(tmp_path: Path) -> None:
         config, TokenizerConfig(), seed=0, batch_size=1, sequence_length=60
     )
     assert found.remarks == [
-        "data: 1 of 4 pairs are longer than a row and lose their ends: see data.long_pairs",
-        "data: 1 of 4 pairs are longer than a row and are left out: see data.long_pairs",
-        "data: 1 of 4 pairs have the same response twice: they teach nothing",
+        "data: 1 of 4 pairs are longer than a sequence and are truncated: see data.long_pairs",
+        "data: 1 of 4 pairs are longer than a sequence and are dropped: see data.long_pairs",
+        "data: 1 of 4 pairs have two identical responses and do not affect training",
     ]
     assert len(found.train.sequences) == 3
 
@@ -323,16 +323,16 @@ def test_long_pairs_are_counted(tmp_path: Path) -> None:
         (
             record("q" * 90, "a", "b"),
             {"long_pairs": "drop"},
-            "each of 1 pair is longer than a row of 61 tokens",
+            "each of 1 pair is longer than a sequence of 61 tokens",
             "data.long_pairs=truncate",
         ),
         (
             record("q" * 90, "a", "b"),
             {},
-            "of each of 1 pair the prompts alone fill a row of 61 tokens",
+            "in each of 1 pair, the prompts alone fill a sequence of 61 tokens",
             "shorten the prompts",
         ),
-        (record("q", "", ""), {}, "must hold responses: those of 1 pair", "data.rejected_field"),
+        (record("q", "", ""), {}, "must contain responses: all of 1 pair", "data.rejected_field"),
     ],
 )
 def test_nothing_left_is_refused(

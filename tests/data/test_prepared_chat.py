@@ -113,8 +113,8 @@ def test_batches_are_those_of_the_records(
         assert text.remarks == ids.remarks
     if policy == "truncate" and name == "llama3":
         [line] = text.remarks
-        assert "longer than a sequence, truncated to one" in line
-        assert "of these dropped, as no trained token is left" in line
+        assert "longer than a sequence: truncated to one" in line
+        assert "dropped because no trained token is left" in line
     assert compare_fingerprints(text.train.fingerprint(), ids.train.fingerprint()) == []
     assert text.train.fingerprint() == ids.train.fingerprint()
     assert text.unigram_entropy == ids.unigram_entropy
@@ -216,7 +216,7 @@ def test_flipped_bits_of_masks_are_found(tokens: Path) -> None:
         path.write_bytes(raw)
     raw = paths[0].read_bytes()
     paths[0].write_bytes(raw[:-1])
-    with pytest.raises(StorageError, match="bytes, and"):
+    with pytest.raises(StorageError, match="bytes instead of"):
         read_all(tokens)
     paths[0].write_bytes(raw)
     assert read_all(tokens) == whole and not verify(str(tokens), silent).damage
@@ -230,9 +230,9 @@ def test_manifests_that_lie_about_masks(tokens: Path) -> None:
         ("1000000 trained", lambda found: found["shards"][0].update(trained=10**6)),
         ("None trained", lambda found: found["shards"][0].pop("trained")),
         ("1 bytes of masks", lambda found: found["shards"][1]["files"][MASK_FILE].update(bytes=1)),
-        ("of conversations and of", lambda found: found["source"].pop("chat")),
-        ("of conversations and of", lambda found: found.update(format=1)),
-        ("as format 3", lambda found: found.update(format=3)),
+        ("conversations and as texts", lambda found: found["source"].pop("chat")),
+        ("conversations and as texts", lambda found: found.update(format=1)),
+        ("has format 3", lambda found: found.update(format=3)),
     ]
     try:
         for words, change in changes:
@@ -248,13 +248,13 @@ def test_manifests_that_lie_about_masks(tokens: Path) -> None:
 
 def test_another_template_or_record_is_refused(records: Path, tokens: Path, tmp_path: Path) -> None:
     other = section(records, TEMPLATES["mistral"])
-    with pytest.raises(ConfigError, match=r"were prepared otherwise: source\.chat"):
+    with pytest.raises(ConfigError, match=r"other settings: source\.chat"):
         prepare(plan(other, tokens), silent)
     roles = section(records, TEMPLATES["chatml"], trained_roles=["user"])
-    with pytest.raises(ConfigError, match=r"were prepared otherwise: source\.chat"):
+    with pytest.raises(ConfigError, match=r"other settings: source\.chat"):
         prepare(plan(roles, tokens), silent)
     text = DataConfig(source="jsonl", path=str(records), text_field="messages")
-    with pytest.raises(ConfigError, match="were prepared otherwise: format: 2 and 1"):
+    with pytest.raises(ConfigError, match="other settings: format: 2 and 1"):
         prepare(plan(text, tokens), silent)
 
 

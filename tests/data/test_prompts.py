@@ -97,17 +97,17 @@ def test_a_fingerprint_tells_files_and_groups_apart(prompts: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", "holds no prompt"),
-        (" \n\n", "holds no prompt"),
+        ("", "has no prompt"),
+        (" \n\n", "has no prompt"),
         ("{", "line 1"),
         ("3+4=", "line 1"),
         (
             '{"prompt": "a"}\n{"answer": "7"}',
             "line 2[\\s\\S]*neither a text `prompt` nor a list `messages`",
         ),
-        ('{"prompt": 7}', "its `prompt` is of type int, neither a text nor a list"),
-        ('{"messages": [{"role": "user"}]}', "must have content, or tool_calls"),
-        ('{"messages": [{"role": "user", "content": "a"}]}', "needs? the chat template"),
+        ('{"prompt": 7}', "`prompt` must be a text or a list, and is of type int"),
+        ('{"messages": [{"role": "user"}]}', "must have content or tool_calls"),
+        ('{"messages": [{"role": "user", "content": "a"}]}', "requires? the chat template"),
         ('{"prompt": "\\ud800"}', "surrogates not allowed"),
         ('{"prompt": "%s"}' % ("a" * 24), "has 25 tokens[\\s\\S]*train.sequence_length=33"),
     ],
@@ -196,8 +196,8 @@ def test_prompts_of_several_fields(tmp_path: Path, caplog: pytest.LogCaptureFixt
     )
     (line,) = caplog.messages
     assert line.endswith(
-        "fields.jsonl: keys that are not in the prompts, of 2 records: system (in 1). "
-        "Set data.system_field=system if they belong to the prompt."
+        "fields.jsonl: keys not used in the prompts of 2 records: system (in 1). "
+        "Set data.system_field=system if these keys belong to the prompt."
     )
     caplog.clear()
     texts, facts = fields(records, tmp_path, **joined, system_field="system")
@@ -209,7 +209,7 @@ def test_prompts_of_several_fields(tmp_path: Path, caplog: pytest.LogCaptureFixt
     plain = [{"prompt": "Where?", "context": "At night.", "answer": "Here."}]
     texts, facts = fields(plain, tmp_path)
     assert texts == ["Where?"] and "prompt_field" not in facts
-    action = r"Set data.prompt_field='{prompt}\n{context}' if they belong to the prompt."
+    action = r"Set data.prompt_field='{prompt}\n{context}' if these keys belong to the prompt."
     assert action in caplog.messages[0]
     assert fields(plain, tmp_path, prompt_field=r"{prompt}\n{context}")[0] == ["Where?\nAt night."]
 
@@ -219,7 +219,7 @@ def test_the_message_names_the_field_of_the_prompt(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as error:
         fields(records, tmp_path)
     (problem,) = error.value.problems
-    assert "but question, answer; set data.prompt_field=question" in problem.rule
+    assert "its keys: question, answer; set data.prompt_field=question" in problem.rule
     assert fields(records, tmp_path, prompt_field="question")[0] == ["1+1?"]
     with pytest.raises(ConfigError, match=r"of data.prompt_field \(query\)"):
         fields(records, tmp_path, prompt_field="query")

@@ -111,7 +111,7 @@ def test_fingerprints_without_a_ramp_are_those_of_before() -> None:
     assert compare_fingerprints({"batch_size": 4}, grown, 3) == []
     assert [name for name, *_ in compare_fingerprints({"batch_size": 4}, grown, 4)] == [
         "train.batch_size",
-        "the stages of train.batch_ramp, as rows and steps,",
+        "the stages of train.batch_ramp (sequences, steps)",
     ]
 
 

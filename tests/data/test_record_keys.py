@@ -100,7 +100,7 @@ def test_without_a_chat_template_all_of_a_record_can_be_text(
     assert show(tmp_path, record) == 2
     (action,) = [line for line in capsys.readouterr().err.splitlines() if "data.template" in line]
     assert action.endswith(
-        r", or data.template='{instruction}\n{input}\n{output}' to train all of it as text."
+        r", or data.template='{instruction}\n{input}\n{output}' to train on these fields as text."
     )
     (setting,) = [each for each in shlex.split(action) if each.startswith("data.template=")]
     assert show(tmp_path, record, setting) == 0
@@ -116,7 +116,7 @@ def test_another_record_is_left_to_the_user(
         show(tmp_path, record, f"data.chat={chat}", f"data.chat_template={tmp_path}/chat.jinja")
         == 2
     )
-    assert "to the field that has it." in capsys.readouterr().err
+    assert "to the right field." in capsys.readouterr().err
 
 
 def test_a_record_of_other_fields_is_read_as_text(

@@ -143,7 +143,7 @@ def test_one_more_than_the_limit_stops(tmp_path: Path) -> None:
         source[14]
     [problem] = error.value.problems
     assert problem.where == f"{file}:15"
-    assert "one more than data.max_bad_records skips (5)" in problem.rule
+    assert "exceeds data.max_bad_records (5)" in problem.rule
     assert source[14 + 1] == "document 15"
 
 
@@ -151,7 +151,7 @@ def test_files_that_cannot_be_read_are_never_skipped(tmp_path: Path) -> None:
     file = broken_lines(tmp_path)
     source = open_source(config(file, unreadable="skip"), 0)
     file.write_bytes(file.read_bytes() + b"\n{}")
-    with pytest.raises(ConfigError, match="must not change while it is read"):
+    with pytest.raises(ConfigError, match="must not change during reading"):
         source[0]
     file.unlink()
     with pytest.raises(ConfigError, match="No such file"):
@@ -178,7 +178,7 @@ def test_prepared_documents_skip_and_count(tmp_path: Path) -> None:
         with pytest.raises(ConfigError):
             run("tokens", **keys)
     # What is done is kept, and a limit is not another source.
-    assert "of which 6 cannot be read and are empty" in run("tokens", unreadable="skip")
+    assert "(6 unreadable, written as empty)" in run("tokens", unreadable="skip")
     found = PreparedDocuments(str(tmp_path / "tokens"), ByteTokenizer())
     assert found.unreadable == 6
     empty = [i for i, length in enumerate(found.lengths.tolist()) if length == 2]

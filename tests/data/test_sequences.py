@@ -197,6 +197,6 @@ def test_a_damaged_plan_is_made_again(
         assert all(
             np.array_equal(a["tokens"], b["tokens"]) for a, b in zip(again, expected, strict=True)
         )
-        assert "planning the rows again" in caplog.text and path.read_bytes() == whole
+        assert "packing them again" in caplog.text and path.read_bytes() == whole
         caplog.clear()
     assert len(small) == 4

@@ -198,8 +198,8 @@ def test_a_path_that_is_no_regular_file(tmp_path: Path) -> None:
     (tmp_path / "dangling").symlink_to(tmp_path / "nope")
     (tmp_path / "loop").symlink_to("loop")
     for path, text in (
-        (tmp_path / "pipe", "; it is no regular file."),
-        ("/dev/null", "; it is no regular file."),
+        (tmp_path / "pipe", "; the path is not a regular file."),
+        ("/dev/null", "; the path is not a regular file."),
         (tmp_path / "dangling", f"a symbolic link to {tmp_path / 'nope'}, which is not there."),
         (tmp_path / "loop", "a symbolic link to loop, which leads back to it."),
     ):
@@ -221,7 +221,7 @@ def test_nothing_but_empty_files(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("\n\n")
     with pytest.raises(ConfigError) as error:
         open_source(DataConfig(source="text", path=f"{tmp_path}/*.txt"), 0)
-    explained(error, "data.path", str(tmp_path), "1 file with nothing inside")
+    explained(error, "data.path", str(tmp_path), "1 file without content")
     with pytest.raises(ConfigError) as error:
         open_source(DataConfig(source="jsonl", path=f"{tmp_path}/a.jsonl"), 0)
     explained(error, "data.path", "a.jsonl", "1 file without lines")
@@ -316,7 +316,7 @@ def test_the_command_that_prepares_a_tfds_dataset_does(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "action"),
     [
-        ("ag_news_subse:1.0.0", "Set data.path=ag_news_subset, if"),
+        ("ag_news_subse:1.0.0", "Set data.path=ag_news_subset if"),
         ("qqqqqqqqqqq", "Correct the name, or data.tfds_dir."),
         ("ag_news_subset:1.0.0", "tfds.builder('ag_news_subset:1.0.0', data_dir='"),
     ],

@@ -136,7 +136,7 @@ def test_records_are_unreadable_whatever_happens_to_them(
     tokens = [*run, "data.source=tokens", "data.path=tokens"]
     prepared = json.loads(printed(capsys, *tokens, "--json"))
     assert prepared["unreadable"] == 1 and prepared["documents"] == 6
-    assert "unreadable  1, empty since they were prepared" in printed(capsys, *tokens)
+    assert "unreadable  1, written as empty documents by prepare" in printed(capsys, *tokens)
 
 
 def test_a_file_that_changes_is_no_unreadable_record(

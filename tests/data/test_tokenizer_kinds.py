@@ -193,7 +193,7 @@ def test_a_folder_holds_one_tokenizer(tmp_path: Path, opened: dict[str, Tokenize
     assert "this folder has none" in refused(replace(auto, kind="tiktoken", preset="llama3"))
     shutil.copy(GOLDEN / "bpe.model", tmp_path / "b.model")
     message = refused(auto)
-    assert "it has b.model, tokenizer.model" in message
+    assert "found b.model, tokenizer.model" in message
     assert f"Set tokenizer.path={tmp_path / 'b.model'}, or" in message
     shutil.copy(GOLDEN / "folder/tokenizer.json", tmp_path)
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<|end_of_text|>"}')
@@ -204,7 +204,7 @@ def test_a_folder_holds_one_tokenizer(tmp_path: Path, opened: dict[str, Tokenize
 def test_auto_refuses_what_it_does_not_know(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.model"
     path.write_bytes(content)
-    assert "it is none of them" in refused(TokenizerConfig(kind="auto", path=str(path)))
+    assert "or a folder with one of these" in refused(TokenizerConfig(kind="auto", path=str(path)))
 
 
 # --- settings of a folder ------------------------------------------------------------
@@ -234,22 +234,22 @@ def test_roles_from_the_map_and_ends_from_names(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "rule"),
     [
-        ("tokenizer_config.json", '{"eos_token": "<nothing>"}', "calls eos_token: <nothing>"),
+        ("tokenizer_config.json", '{"eos_token": "<nothing>"}', "in its folder: <nothing>"),
         (
             "tokenizer_config.json",
             '{"eos_token": "<|end_of_text|>", "chat_template": 3}',
-            "a text as chat",
+            "text in chat_template",
         ),
         (
             "tokenizer_config.json",
             '{"chat_template": [{"name": "rag", "template": ""}, 1]}',
-            "a chat template of the name default",
+            "a chat template named default",
         ),
         ("special_tokens_map.json", "[1]", "must be a JSON object"),
         ("generation_config.json", '{"eos_token_id": 10000000000}', "ids below 67108864"),
-        ("generation_config.json", '{"eos_token_id": [1, -1]}', "it has -1"),
-        ("generation_config.json", '{"eos_token_id": [true]}', "it has True"),
-        ("generation_config.json", '{"eos_token_id": "1"}', "it has 1"),
+        ("generation_config.json", '{"eos_token_id": [1, -1]}', "found -1"),
+        ("generation_config.json", '{"eos_token_id": [true]}', "found True"),
+        ("generation_config.json", '{"eos_token_id": "1"}', "found 1"),
         ("generation_config.json", "[" * 99999, "brackets"),
         ("chat_template.jinja", b"\xff", "must be UTF-8 text"),
     ],
@@ -275,13 +275,16 @@ BYTES = "".join(f"{base64.b64encode(bytes([i])).decode()} {i}\n" for i in range(
 @pytest.mark.parametrize(
     ("text", "rule"),
     [
-        (BYTES[: BYTES.index("gA==")], "no rank for 128 of the 256 bytes; it may be cut off"),
+        (
+            BYTES[: BYTES.index("gA==")],
+            "128 of the 256 bytes have no rank; the file may be truncated",
+        ),
         (BYTES[:-7], "must be a token in base64"),
-        (BYTES + "YWI= 256\nYWI= 257\n", "the token of line 258 comes twice"),
-        (BYTES + "YWI= 256\nYWM= 256\n", "two of its tokens have the same rank"),
-        (BYTES + "YW!= 256\n", "line 257 has no base64"),
-        (BYTES + "YWI 256\n", "line 257 has no base64"),
-        (BYTES + "YWI= 999999999\n", "a rank of 999999999"),
+        (BYTES + "YWI= 256\nYWI= 257\n", "the token of line 258 is repeated"),
+        (BYTES + "YWI= 256\nYWM= 256\n", "two tokens have the same rank"),
+        (BYTES + "YW!= 256\n", "line 257 is not valid base64"),
+        (BYTES + "YWI 256\n", "line 257 is not valid base64"),
+        (BYTES + "YWI= 999999999\n", "rank 999999999"),
         (BYTES + "YWI= 9999999999999999999\n", "line 257 must be"),
         (BYTES + "YWI= -1\n", "line 257 must be"),
         (BYTES + "YWI=\n", "line 257 must be"),
@@ -294,11 +297,11 @@ def test_ranks_that_are_wrong(text: str, rule: str, tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.model"
     path.write_text(text)
     message = refused(replace(RANKS, path=str(path)))
-    assert "must be a tiktoken file of ranks" in message and rule in message
+    assert "must be a tiktoken rank file" in message and rule in message
 
 
 def test_a_pattern_that_is_none() -> None:
-    assert "must be a tiktoken file" in refused(replace(RANKS, split_pattern="(((a"))
+    assert "must be a tiktoken rank file" in refused(replace(RANKS, split_pattern="(((a"))
     for leaves_out in (r"\w+", r"\S+", "a"):
         assert "must match every text" in refused(replace(RANKS, split_pattern=leaves_out))
 
@@ -315,7 +318,7 @@ def test_ranks_need_a_pattern_and_an_end() -> None:
     message = refused(plain)
     assert "has 431 ranks and no pattern" in message and "tokenizer.split_pattern" in message
     assert "must have 128000 ranks" in refused(replace(plain, preset="llama3"))
-    assert "must have an end token" in refused(replace(RANKS, special_tokens=["<|a|>"]))
+    assert "must have an EOS token" in refused(replace(RANKS, special_tokens=["<|a|>"]))
 
 
 def test_the_preset_of_a_file_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -397,7 +400,7 @@ def test_many_empty_pieces_do_not_fill_the_memory(
     path.write_bytes(b"\n\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\x01")
     assert "more than 64 bits" in refused(config)
     path.write_bytes(b"\n" + b"\xff" * 8)
-    assert "cut off" in refused(config)
+    assert "truncated" in refused(config)
 
 
 # --- packages ------------------------------------------------------------------------------------

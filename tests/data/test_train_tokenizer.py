@@ -67,8 +67,8 @@ def test_what_is_there_stays(corpus: Path, capsys: Capture) -> None:
     assert train(str(corpus / "text"), "--vocab-size", "300", "--out", str(out)) == 2
     assert capsys.readouterr().err.splitlines() == [
         f"command line: --out = {out}",
-        "  is there already.",
-        f"  Name another folder, such as --out {out}-2.",
+        "  must not exist.",
+        f"  Choose another folder, such as --out {out}-2.",
     ]
     assert [each.name for each in out.iterdir()] == ["mine"]
 
@@ -77,10 +77,10 @@ def test_mistakes_are_explained(corpus: Path, capsys: Capture) -> None:
     (corpus / "text/b.jsonl").write_text('{"text": "a"}\n')
     (corpus / "empty.jsonl").write_text('{"text": ""}\n')
     for file, size, said in [
-        ("text", "300", "it has jsonl and text"),
+        ("text", "300", "found jsonl and text"),
         ("text/a.md", "258", "must be between 259"),
-        ("empty.jsonl", "300", "with nothing inside"),
-        ("nothing", "300", "gives 0 files"),
+        ("empty.jsonl", "300", "without text"),
+        ("nothing", "300", "0 files match"),
         ("lines", "300", "text in data.text_field (text)"),
     ]:
         out = corpus / "out"

@@ -258,7 +258,7 @@ def test_data_and_tokenizer(config: list[str], tmp_path: Path):
     assert tokens.text == "bytes, 259 ids, 18 for 18 characters"
     # The tokenizer is looked at without data, and the other way round.
     missing, tokens = doctor.check_data(load([*config, f"data.path={tmp_path}/none"]).config)
-    explained(missing, "data.path = ", "it gives 0 files", "Set data.path")
+    explained(missing, "data.path = ", "0 files match", "Set data.path")
     assert tokens.status == "ok"
     (tmp_path / "tokenizer.json").write_text("{}")
     both = ["tokenizer.kind=huggingface", f"tokenizer.path={tmp_path}/tokenizer.json"]

@@ -106,7 +106,7 @@ MISTAKES = {
     "imported": "must be named: ",
     "hf data.path=texts": "is not read with data.source=corpus",
     "hf --data nowhere": "command line: --data = nowhere\n  must be a file, a folder or a glob",
-    "hf --data .": "must hold files of one kind",
+    "hf --data .": "must contain files of one format",
     "hf --data texts data.path=other": "and data.path=other says it, too",
     "hf --data texts model.num_layers=2": "the value of the checkpoint's model",
 }

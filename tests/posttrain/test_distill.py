@@ -272,13 +272,13 @@ def test_stored_answers_of_something_else_are_refused(
         ({"row_tokens": 16}, "train.sequence_length = 16"),
         ({"vocab_size": 300}, "model.vocab_size = 300"),
         ({"sources": {"": {**found["sources"][""], "seed": 1}}}, "seed: 0 and 1"),
-        ({"sources": {"web": found["sources"][""]}}, "no rows of data.mixture.web"),
+        ({"sources": {"web": found["sources"][""]}}, "no sequences of data.mixture.web"),
     ):
         sizes = {"vocab_size": 259, "temperature": 1.5, "top_k": COUNT, "row_tokens": 24}
         given = {"sources": found["sources"], **sizes, **changes}
         with pytest.raises(ConfigError, match="(?s)" + text):
             open_logits(str(answers), **given)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="wrote: it has no logits.json"):
+    with pytest.raises(ConfigError, match="logits.json is missing"):
         read_manifest(str(tmp_path))
 
 
@@ -305,7 +305,7 @@ def test_every_flipped_bit_is_found(answers: Path, tmp_path: Path, run: Run) -> 
         assert "is damaged" in str(found.value) and str(file) in str(found.value)
     said = run("data", "verify", damaged, code=74)
     assert "damaged" in said
-    assert "every byte is what was written" in run("data", "verify", answers)
+    assert "all checksums match" in run("data", "verify", answers)
 
 
 NOTHING = {name: np.zeros(24, np.int32) for name in ("tokens", "segment_ids")}
@@ -373,7 +373,7 @@ def test_preparing_goes_on_after_a_stop(
     if process.returncode == 130:
         assert "Run the same command again" in said
     assert not (out / MANIFEST).exists()
-    with pytest.raises(ConfigError, match="has no manifest yet"):
+    with pytest.raises(ConfigError, match="the manifest is missing"):
         read_manifest(str(out))
     again = start(*command)
     said = again.communicate()[0]

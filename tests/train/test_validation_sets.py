@@ -115,11 +115,11 @@ def test_copies_of_trained_documents_are_told(
     keys = ["data.validation.mine.source=text", f"data.validation.mine.path={copied}"]
     keys += ["data.validation_fraction=0", "train.steps=1", f"run.dir={tmp_path}"]
     output = run("train", tiny, *keys, "data.validation_overlap=stop", code=2)
-    assert "data.validation.mine has documents that are also trained on, 3 of 3" in " ".join(
+    assert "data.validation.mine has 3 of 3 documents in the training data" in " ".join(
         output.split()
     )
     assert str(copied) in output and "Traceback" not in output
     output = run("train", tiny, *keys)
-    assert "data.validation.mine: has documents that are also trained on, 3 of 3" in output
+    assert "data.validation.mine: has 3 of 3 documents in the training data" in output
     output = run("train", tiny, *keys, "run.name=other", "data.validation_overlap=ignore")
-    assert "also trained on" not in output
+    assert "in the training data" not in output

@@ -1,6 +1,6 @@
-"""ArrayRecord files: records of text, or of JSON.
+"""ArrayRecord files with text or JSON records, and TFDS datasets.
 
-Datasets that TFDS prepared, read without TensorFlow.
+TFDS datasets are read without TensorFlow.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ from maxpipe.errors import ConfigError
 
 
 class ArrayRecords:
-    """One document per record: JSON objects if the first record is one, else UTF-8 text."""
+    """Source with a document per record: JSON objects if the first record is one, else
+    UTF-8 text.
+    """
 
     name = "arrayrecord"
 
@@ -47,14 +49,14 @@ class ArrayRecords:
         try:
             self._records = ArrayRecordDataSource([file.path for file in files])
             if not len(self._records):
-                raise ValueError("it has no records")
+                raise ValueError("the files have no records")
             first = self._records[0]
-        except Exception as error:  # its reader has another class for each fault
+        except Exception as error:  # the reader raises various exception classes
             raise ConfigError.one(
                 "data.path",
                 path if len(files) == 1 else f"{path} and {len(files) - 1} more",
                 f"must be ArrayRecord files with records: {shorten(str(error))}.",
-                "Set data.source=text or data.source=jsonl if the files are of that kind.",
+                "Set data.source=text or data.source=jsonl if the files have that format.",
             ) from error
         self._json = _is_json_object(first)
 
@@ -79,10 +81,10 @@ class ArrayRecords:
     def where(self, index: int) -> str:
         from array_record.python.array_record_data_source import ArrayRecordDataSource
 
-        # Asked for seldom: the reader of all files does not say where each of them ends.
+        # Rarely called: the reader of all files does not expose the end of each file.
         try:
             counts = [len(ArrayRecordDataSource([file.path])) for file in self.files]
-        except Exception:  # as above; where it fails is not where the record is
+        except Exception:  # as above; an error here is not about the record itself
             return f"{common_folder(self.files)}: record {index}"
         ends = np.cumsum(counts)
         which = int(np.searchsorted(ends, index, side="right"))
@@ -95,21 +97,22 @@ class ArrayRecords:
 
 @contextlib.contextmanager
 def wrap_damage_errors(where: Callable[[], str]) -> Iterator[None]:
-    """Explains what the reader of ArrayRecord finds: each chunk of a file has a checksum.
+    """Convert errors of the ArrayRecord reader, which verifies a checksum per chunk, to
+    ConfigError.
 
     Raises:
-        ConfigError: the record that is `where` cannot be read.
+        ConfigError: the record at `where` cannot be read.
     """
     try:
         yield
     except MemoryError:
         raise
-    except Exception as error:  # its reader has another class for each fault
+    except Exception as error:  # the reader raises various exception classes
         raise ConfigError.one(
             where(),
             None,
-            f"must be in a whole ArrayRecord file: {shorten(str(error))}.",
-            "Copy the file again from where it is whole, or leave it out of data.path.",
+            f"must be in a complete ArrayRecord file: {shorten(str(error))}.",
+            "Copy the file again from an intact source, or remove it from data.path.",
         ) from error
 
 
@@ -125,7 +128,9 @@ _NAME = re.compile(r"[A-Za-z]\w*(/[\w+.-]+)?(:\d+\.\d+\.\d+)?")
 
 
 class TfdsExamples:
-    """The `train` split of a dataset that was prepared as ArrayRecord. Needs no TensorFlow."""
+    """Examples of the `train` split of a dataset prepared as ArrayRecord. Does not need
+    TensorFlow.
+    """
 
     name = "tfds"
 
@@ -155,7 +160,7 @@ class TfdsExamples:
                 download=False,
                 try_gcs=False,
             )
-        except Exception as error:  # tfds reports a missing dataset in many ways
+        except Exception as error:  # tfds raises various exception classes for a missing dataset
             raise _not_prepared(tfds, dataset, folder, error) from error
         paths = map(os.fspath, self._examples.dataset_info.splits["train"].filepaths)
         self.files = stat_files(paths, self._examples.dataset_info.data_dir)
@@ -188,13 +193,13 @@ def _not_prepared(tfds: Any, dataset: str, folder: str, error: Exception) -> Con
     if name not in known:
         guess = did_you_mean(name, known)
         action = (
-            f"Set data.path={guess}, if that is meant."
+            f"Set data.path={guess} if this is the intended dataset."
             if guess
             else "Correct the name, or data.tfds_dir."
         )
-        rule += f"there is none, and tfds has no script that makes a dataset {name}."
+        rule += f"no prepared dataset found, and tfds has no builder named {name}."
         return ConfigError.one("data.path", dataset, rule, action)
-    # Reading needs neither package; most scripts that make a dataset need both.
+    # Reading needs neither package, but most dataset builders need both.
     code = f"import tensorflow_datasets as tfds; tfds.builder({dataset!r}, "
     code += f"data_dir={os.path.expanduser(folder) or None!r}, file_format='array_record')"
     return ConfigError.one(
@@ -213,7 +218,7 @@ def _import_tfds() -> Any:
         raise ConfigError.one(
             "data.source",
             "tfds",
-            f"needs the package tensorflow_datasets: {error}.",
+            f"requires the package tensorflow_datasets: {error}.",
             "Run: pip install tensorflow-datasets",
         ) from error
     return tensorflow_datasets

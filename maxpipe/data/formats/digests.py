@@ -1,7 +1,7 @@
-"""Content digests of data files: any change in a file changes its digest.
+"""Content digests of data files; any change in a file changes its digest.
 
-A file is read once. Later starts compare its inode, size and times, which every write changes, and
-read the file again only where one of them differs.
+Each file is read once. Later starts compare inode, size and times, which every write changes, and
+read the file again only if one of these differs.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ from maxpipe.io.typed_json import parse_checksummed as verified
 _LOG = logging.getLogger(__name__)
 
 BLOCK_BYTES = 1 << 23
-"""Bytes that are hashed at a time, in parallel with others."""
+"""Size of the blocks that are hashed in parallel."""
 _MAX_THREADS = 8
 _MAX_STORED_BYTES = 1 << 28
 _MAX_NAMED_FILES = 64
 _STAT_THREADS = 32
 _LARGE_BYTES = 1 << 26
-"""A pause before a file of this size is read costs little, and no start reads it again."""
+"""Files of this size are read only after they are settled, so no later start reads them again."""
 
 
 class _Entry(NamedTuple):
-    """A stat, and the digest of the content that had it.
+    """Stat of a file, and the digest of the content with that stat.
 
-    `is_settled` says whether the file was settled when it was read.
+    `is_settled` is true if the file was settled when it was read; see `Stat.is_settled`.
     """
 
     stat: Stat
@@ -63,7 +63,7 @@ class _Stored(TypedDict):
 
 
 class Digests:
-    """Digests of the files of one source, stored in `folder` with `keep`."""
+    """Digests of the files of a source, stored in `folder` if `keep` is set."""
 
     def __init__(self, folder: str | None, *, keep: bool):
         self._folder = None if folder is None else os.path.expanduser(folder)
@@ -72,22 +72,24 @@ class Digests:
         self._is_stored = True
 
     def get(self, file: File) -> str | None:
-        """The digest of a file, if it was read since it was last changed."""
+        """Return the digest of a file if it was read after its last change, else None."""
         entry = self._known.get(file.path)
         return entry.sha256 if entry is not None and entry.stat == file.stat else None
 
     def stat(self, file: File) -> Stat:
-        """The stat that a local file had with the content of its digest."""
+        """Return the stat of a local file when its digest was computed."""
         return self._known[file.path].stat
 
     def add(self, file: File, sha256: str, *, is_settled: bool) -> None:
-        """A digest from a pass that has read the file, which was settled before or not."""
+        """Add a digest that a pass over the file computed; `is_settled` is the state before the
+        pass.
+        """
         assert file.stat is not None
         self._known[file.path] = _Entry(file.stat, sha256, is_settled)
         self._is_stored = False
 
     def load(self, sources: Sequence[File]) -> None:
-        """Reads the stored digests of these files."""
+        """Load the stored digests of these files."""
         local = _local(sources)
         if self._folder is None or not local:
             return
@@ -97,10 +99,10 @@ class Digests:
                 self._known[file.path] = entry
 
     def compute(self, sources: Sequence[File], moved: Heartbeat | None = None) -> list[str]:
-        """The digest of each file. Files that are new, or have changed, are read.
+        """Return the digest of each file. New and changed files are read.
 
         Raises:
-            ConfigError: one cannot be read, or changes while it is read.
+            ConfigError: a file cannot be read, or changes during reading.
         """
         local = _local(sources)
         if any(self.get(file) is None for file in local):
@@ -114,16 +116,16 @@ class Digests:
         ]
 
     def content(self, sources: Sequence[File], moved: Heartbeat | None = None) -> dict[str, str]:
-        """Digests by name of a file; of many files, of groups that follow each other."""
+        """Return digests by file name; for many files, by group of consecutive files."""
         return _group_digests(sources, self.compute(sources, moved))
 
     def _read_unknown(self, local: Sequence[File], moved: Heartbeat | None) -> None:
         if any(self.get(file) is None for file in local):
-            self.load(local)  # another process may have read them meanwhile
+            self.load(local)  # another process may have read the files in the meantime
         unknown = [file for file in local if self.get(file) is None]
         for file in unknown:
             if file.path in self._known:
-                _LOG.info("%s is not as it was when it was last read: reading it", file.path)
+                _LOG.info("%s may have changed since it was last read: reading again", file.path)
             if file.size_bytes >= _LARGE_BYTES and self._keep:
                 wait_until_settled(file)
         for file, entry in zip(unknown, hash_files(unknown, moved), strict=True):
@@ -133,10 +135,10 @@ class Digests:
             self._known[file.path] = entry
 
     def check(self, sources: Sequence[File], moved: Heartbeat | None = None) -> None:
-        """Checks that files are as they were when their digests were computed.
+        """Check that files are unchanged since their digests were computed.
 
         Raises:
-            ConfigError: one is not.
+            ConfigError: a file has changed.
         """
         with ThreadPoolExecutor(_STAT_THREADS) as pool:
             objects = [file for file in sources if file.in_bucket]
@@ -157,7 +159,7 @@ class Digests:
 
     @contextlib.contextmanager
     def _locked(self, local: Sequence[File], moved: Heartbeat | None) -> Iterator[Heartbeat | None]:
-        """One process of several reads the files."""
+        """Lock the digests, so that only one process reads the files."""
         with contextlib.ExitStack() as stack:
             if local and self._keep:
                 path = self._path(local)
@@ -190,7 +192,7 @@ class Digests:
         if stored == before:
             return
         place = os.path.realpath(common_folder(local))
-        for name in set(before) - set(_names(local)):  # of another source, or of a deleted file
+        for name in set(before) - set(_names(local)):  # files of another source, or deleted files
             if not os.path.exists(os.path.join(place, name)):
                 del stored[name]
         content = {name: (*entry.stat, entry.sha256) for name, entry in stored.items()}
@@ -224,17 +226,17 @@ def _read(path: str) -> dict[str, _Entry]:
 
 
 def stat_of(file: File) -> Stat:
-    """The stat of a local file.
+    """Return the stat of a local file.
 
     Raises:
-        ConfigError: it cannot be read.
+        ConfigError: the file cannot be read.
     """
     with wrap_read_errors(file.path):
         return Stat.from_stat_result(os.stat(file.path))
 
 
 def wait_until_settled(file: File) -> None:
-    """Waits until a further write to a local file would change its stat."""
+    """Wait until a further write to a local file would change its stat."""
     assert file.stat is not None
     if not file.stat.is_settled:
         time.sleep(min(SETTLED_SECONDS, SETTLED_SECONDS - file.stat.age_seconds))
@@ -246,7 +248,7 @@ def _group_digests(sources: Sequence[File], digests: Sequence[str]) -> dict[str,
     for first in range(0, len(sources), size or 1):
         group, parts = sources[first : first + size], digests[first : first + size]
         name = group[0].name if len(group) == 1 else f"{group[0].name} to {group[-1].name}"
-        while name in found:  # of several folders
+        while name in found:  # files of several folders may have the same name
             name += "'"
         found[name] = (
             parts[0] if len(parts) == 1 else digest([[each.name for each in group], *parts])
@@ -258,10 +260,10 @@ def _group_digests(sources: Sequence[File], digests: Sequence[str]) -> dict[str,
 
 
 def hash_files(sources: Sequence[File], moved: Heartbeat | None) -> Iterator[_Entry]:
-    """The stat and the digest of each local file, in order, by several threads.
+    """Yield the stat and the digest of each local file, in order, computed by several threads.
 
     Raises:
-        ConfigError: a file cannot be read, or changes while it is read.
+        ConfigError: a file cannot be read, or changes during reading.
     """
     total = sum(file.size_bytes for file in sources)
     progress = Progress("reading files for their digests (bytes)", total, moved)
@@ -301,7 +303,7 @@ def hash_files(sources: Sequence[File], moved: Heartbeat | None) -> Iterator[_En
 
 
 def _block(file: File, start: int, stat: Stat) -> bytes:
-    """The digest of a block."""
+    """Return the digest of a block."""
     stop = min(start + BLOCK_BYTES, file.size_bytes)
     with wrap_read_errors(file.path), open(open_regular(file.path), "rb", buffering=0) as content:
         if Stat.from_stat_result(os.fstat(content.fileno())) != stat:
@@ -316,7 +318,7 @@ def _block(file: File, start: int, stat: Stat) -> bytes:
 
 
 class ContentHasher:
-    """Hashes the pieces of a file as another reader gets them, in a thread of its own."""
+    """Hashes the pieces of a file in a separate thread while another reader consumes them."""
 
     _MAX_PENDING = 8
 
@@ -324,13 +326,13 @@ class ContentHasher:
         self._file = file
         self._block, self._size, self._parts = hashlib.sha256(), 0, b""
         self.sha256 = ""
-        """Of the file, once all pieces were taken."""
+        """Digest of the file, set after the last piece."""
 
     def hash_pieces(self, pieces: Iterable[bytes]) -> Iterator[bytes]:
-        """The same pieces.
+        """Yield the pieces unchanged.
 
         Raises:
-            ConfigError: the file has changed meanwhile.
+            ConfigError: the file has changed during reading.
         """
         waiting: deque[Future[None]] = deque()
         with ThreadPoolExecutor(1, "digest") as pool:

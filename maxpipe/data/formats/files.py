@@ -1,6 +1,6 @@
-"""The files of a source: what paths name, reading parts of them, and what identifies them.
+"""Data files: expansion of paths, reads, file identities and decompression.
 
-The content of compressed files, in pieces of bounded size.
+Compressed content is read in pieces of bounded size.
 """
 
 from __future__ import annotations
@@ -30,18 +30,21 @@ from maxpipe.io.files import open_regular, url_scheme
 _EDGE_BYTES = 1 << 16
 _OWN_FOLDER = ".index"
 _MAXPIPE_FOLDER_FILES = ({"config.yml", "events.jsonl"}, {"manifest.json", "spans"}, {"unfinished"})
-"""Files by which a run is known, and prepared documents, whole or not."""
+"""Files that identify a run folder and prepared data, complete or incomplete."""
 _PREFETCH_BYTES = 1 << 23
-"""What is asked of a bucket at once when an object is read from its begin to its end."""
+"""Read-ahead size when an object of a bucket is read from begin to end."""
 
 
 SETTLED_SECONDS = 2.0
-"""A file that was written less than this before it is read may change again at the same time as
-its clock counts; such a file is read again by the next start."""
+"""Minimum age of a file's last write. Two writes within this time may give the same stat, so the
+next start reads a younger file again.
+"""
 
 
 class Stat(NamedTuple):
-    """Inode, size and times of a file. Each write changes one of them: `ctime_ns` cannot be set."""
+    """Inode, size and times of a file. Each write changes one of these: `ctime_ns` cannot
+    be set.
+    """
 
     inode: int
     size_bytes: int
@@ -54,41 +57,41 @@ class Stat(NamedTuple):
 
     @property
     def age_seconds(self) -> float:
-        """Time since the last change; negative where the clock of the storage is ahead."""
+        """Seconds since the last change; negative if the clock of the storage is ahead."""
         return (time.time_ns() - max(self.mtime_ns, self.ctime_ns)) / 1e9
 
     @property
     def is_settled(self) -> bool:
-        """Whether a further write would change it."""
+        """Whether the last write is old enough that any further write changes the stat."""
         return self.age_seconds >= SETTLED_SECONDS
 
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """A file of a source. `name` does not depend on where the data folder is."""
+    """A file of a source. `name` does not depend on the location of the data folder."""
 
     name: str
     path: str
     size_bytes: int
     version: str = ""
-    """Of an object the digest that its bucket has of it."""
+    """Digest of a bucket object, as stored in the bucket."""
     stat: Stat | None = None
-    """Of a local file, when it was found."""
+    """Stat of a local file when it was listed."""
 
     @property
     def in_bucket(self) -> bool:
-        """Whether it is an object of a bucket."""
+        """Whether the file is an object of a bucket."""
         return url_scheme(self.path) != ""
 
 
 def find_files(paths: str | Sequence[str], suffixes: tuple[str, ...]) -> list[File]:
-    """The files of one or several files, folders and glob patterns, here or in a bucket.
+    """Return the files of one or several files, folders and glob patterns, local or in a bucket.
 
-    They come in the order of the paths, those of one path in the order of their names. `suffixes`
-    narrows a folder, not a pattern.
+    Files are in the order of the paths, and within a path in the order of their names. `suffixes`
+    filters the files of a folder, but not those of a pattern.
 
     Raises:
-        ConfigError: a path without files, or a file that two paths name.
+        ConfigError: a path has no files, or two paths contain the same file.
     """
     found: list[File] = []
     for path in [paths] if isinstance(paths, str) else paths:
@@ -106,8 +109,8 @@ def find_files(paths: str | Sequence[str], suffixes: tuple[str, ...]) -> list[Fi
             raise ConfigError.one(
                 "data.paths",
                 file.path,
-                "must be named once: its documents would be read twice.",
-                "Leave one of the paths that name it out.",
+                "must be in one path only: its documents would be read twice.",
+                "Remove one of the paths with this file.",
             )
         seen.add(place)
     return found
@@ -129,9 +132,9 @@ def _find_on_disk(path: str, suffixes: tuple[str, ...]) -> list[File]:
     if not found:
         is_folder = os.path.isdir(expanded)
         other = broken_link(expanded) or (
-            "" if is_folder or not os.path.exists(expanded) else "no regular file"
+            "" if is_folder or not os.path.exists(expanded) else "not a regular file"
         )
-        but = f"it is {other}" if other else f"from {os.getcwd()} it gives 0 files"
+        but = f"the path is {other}" if other else f"0 files match in {os.getcwd()}"
         raise _no_files_error(path, but, suffixes, is_folder=is_folder)
     if os.path.isdir(expanded):
         return stat_files(found, expanded)
@@ -139,9 +142,9 @@ def _find_on_disk(path: str, suffixes: tuple[str, ...]) -> list[File]:
 
 
 def _folders(root: str) -> Iterator[tuple[str, list[str]]]:
-    """A folder and those below it with the names of their files, but none that maxpipe writes.
+    """Yield a folder and its subfolders with their file names, except folders that maxpipe writes.
 
-    With `data.path=.` a run would read its own records, and prepare what it has prepared.
+    Otherwise, with `data.path=.`, a run would read its own records and prepare prepared data.
     """
     for folder, below, names in os.walk(root):
         is_own = os.path.basename(folder) == _OWN_FOLDER or any(
@@ -158,13 +161,13 @@ def _find_in_bucket(path: str, suffixes: tuple[str, ...]) -> list[File]:
         raise ConfigError.one(
             "data.path",
             path,
-            "must be in a file system, or in a bucket of Google Cloud Storage.",
-            "Give gs://BUCKET/PATH, or copy the files to a folder.",
+            "must be in a file system or in a Google Cloud Storage bucket.",
+            "Set gs://BUCKET/PATH, or copy the files to a folder.",
         )
     with wrap_read_errors(path):
         objects = _objects(path.removesuffix("/"), suffixes)
     if not objects:
-        raise _no_files_error(path, "it gives 0 files", suffixes, is_folder="*" not in path)
+        raise _no_files_error(path, "0 objects match", suffixes, is_folder="*" not in path)
     root = posixpath.commonpath([posixpath.dirname(name) for name in objects])
     return [
         File(
@@ -178,7 +181,9 @@ def _find_in_bucket(path: str, suffixes: tuple[str, ...]) -> list[File]:
 
 
 def _objects(path: str, suffixes: tuple[str, ...]) -> dict[str, Any]:
-    """The objects of one, a folder or a pattern, by their names with the bucket's in front."""
+    """Return the objects of a path (object, folder or pattern) by name, including the
+    bucket name.
+    """
     store = files.gcs_filesystem()
     if any(letter in path for letter in "*?["):
         found = store.glob(path, detail=True)
@@ -199,7 +204,7 @@ def _objects(path: str, suffixes: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _version(about: Mapping[str, Any]) -> str:
-    """A bucket has a digest of each object; without one its generation tells contents apart."""
+    """Return the digest that the bucket stores for an object; without a digest, its generation."""
     for key in ("crc32c", "md5Hash", "generation"):
         if about.get(key):
             return f"{key}:{about[key]}"
@@ -207,10 +212,10 @@ def _version(about: Mapping[str, Any]) -> str:
 
 
 def version_of(path: str) -> str:
-    """The `version` that an object has now.
+    """Return the current `version` of an object.
 
     Raises:
-        ConfigError: it cannot be reached.
+        ConfigError: the object cannot be read.
     """
     with wrap_read_errors(path):
         return _version(files.gcs_filesystem().info(path))
@@ -235,11 +240,11 @@ def _no_files_error(
 
 
 _SOURCES = {".txt": "text", ".md": "text", ".py": "text", ".jsonl": "jsonl", ".parquet": "parquet"}
-"""Ends of files' names, and the source that reads such files."""
+"""File name suffixes and the source that reads such files."""
 
 
 def _action(path: str, suffixes: tuple[str, ...]) -> str:
-    """The action for a path without files that can be read."""
+    """Return the action for a path without readable files."""
     expanded = os.path.expanduser(path)
     if os.path.isdir(expanded):
         ends = {os.path.splitext(name)[1] for _, names in _folders(expanded) for name in names}
@@ -247,7 +252,7 @@ def _action(path: str, suffixes: tuple[str, ...]) -> str:
             return f"Set data.source={fitting[0]}, which reads the files in {path}."
     elif is_hub_id(path):
         return (
-            f"Nothing is downloaded: run `hf download {path} --repo-type dataset --local-dir "
+            f"Download the data first: run `hf download {path} --repo-type dataset --local-dir "
             "data`, and set data.path=data."
         )
     elif not os.path.lexists(expanded) and (
@@ -265,7 +270,7 @@ def _siblings(path: str) -> list[str]:
 
 
 def stat_files(paths: Iterable[str], root: str) -> list[File]:
-    """The files at these paths, named from `root` on and in the order of their names."""
+    """Return the files at these paths, named relative to `root` and sorted by name."""
     files = []
     for path in paths:
         with wrap_read_errors(path):
@@ -277,10 +282,10 @@ def stat_files(paths: Iterable[str], root: str) -> list[File]:
 
 @contextlib.contextmanager
 def wrap_read_errors(path: str) -> Iterator[None]:
-    """Explains any failure to read a file.
+    """Convert any failure to read a file to a ConfigError.
 
     Raises:
-        ConfigError: it cannot be read, or what reads buckets is not installed.
+        ConfigError: the file cannot be read, or the package for buckets is not installed.
     """
     try:
         yield
@@ -290,27 +295,27 @@ def wrap_read_errors(path: str) -> Iterator[None]:
         raise ConfigError.one(
             "data.path",
             path,
-            f"needs the package gcsfs: {error}.",
+            f"requires the package gcsfs: {error}.",
             "Run: pip install 'maxpipe[gcs]'",
         ) from error
     except Exception as error:
         if not isinstance(error, OSError) and not url_scheme(path):
             raise
-        # Of a bucket errors of many kinds come, of HTTP and of its library.
+        # Buckets raise errors of many types, from HTTP and from the library.
         said = (error.strerror if isinstance(error, OSError) else None) or str(error)
         raise ConfigError.one(
             "data.path",
             path,
             f"must be readable: {said or type(error).__name__}.",
-            "Restore the file or its permissions, or set data.path to another one.",
+            "Restore the file or its permissions, or change data.path.",
         ) from error
 
 
 def read(file: File, start: int = 0, stop: int | None = None) -> bytes:
-    """Bytes `start` to `stop` of a file, by default all.
+    """Return bytes `start` to `stop` of a file, by default all bytes.
 
     Raises:
-        ConfigError: it cannot be read, or has another size than before.
+        ConfigError: the file cannot be read, or its size has changed.
     """
     stop = file.size_bytes if stop is None else stop
     if start >= stop:
@@ -329,33 +334,33 @@ def read(file: File, start: int = 0, stop: int | None = None) -> bytes:
 
 
 def check_size(file: File, size_bytes: int) -> None:
-    """Checks that a file is as large as when it was opened.
+    """Check that a file has the size that it had when it was opened.
 
     Raises:
-        ConfigError: it is not.
+        ConfigError: the size has changed.
     """
     if size_bytes != file.size_bytes:
         raise ConfigError.one(
             "data.path",
             file.path,
-            f"must not change while it is read: it had {file.size_bytes} bytes, and has "
-            f"{size_bytes} now.",
-            "Restore the file, or start again with the changed one.",
+            f"must not change during reading: the size was {file.size_bytes} bytes and is "
+            f"now {size_bytes} bytes.",
+            "Restore the file, or restart with the changed file.",
         )
 
 
 def file_changed_error(file: File) -> ConfigError:
-    """The error for a file whose content is not what it was when it was first read."""
+    """Return the error for a file whose content has changed since it was first read."""
     return ConfigError.one(
         "data.path",
         file.path,
-        "must not change while it is read: its content is not what it was at the start.",
-        "Restore the file, or start again with the changed one.",
+        "must not change during reading: the content differs from that at the start.",
+        "Restore the file, or restart with the changed file.",
     )
 
 
 def open_file(file: File) -> BinaryIO:
-    """The content from its begin on. What reads it does so inside of `reaching`."""
+    """Open the content of a file; reads must be within `wrap_read_errors`."""
     if not file.in_bucket:
         return open(open_regular(file.path), "rb")
     options = {"block_size": _PREFETCH_BYTES, "cache_type": "readahead"}
@@ -365,41 +370,43 @@ def open_file(file: File) -> BinaryIO:
 
 
 def edges(file: File) -> str:
-    """Digest of a file's first and last bytes, which tells files of one size apart."""
+    """Return a digest of the first and last bytes, which distinguishes files of the same size."""
     head = read(file, 0, min(_EDGE_BYTES, file.size_bytes))
     tail = read(file, max(len(head), file.size_bytes - _EDGE_BYTES))
     return hashlib.sha256(head + tail).hexdigest()
 
 
 def identities(files: Sequence[File]) -> list[tuple[str, int, str]]:
-    """What goes into a fingerprint of each file."""
+    """Return the parts of a fingerprint that identify each file."""
     return [(file.name, file.size_bytes, edges(file)) for file in files]
 
 
 def digest(parts: Iterable[object]) -> str:
-    """SHA-256 of JSON values."""
+    """Return the SHA-256 of JSON values."""
     return hashlib.sha256(json.dumps(list(parts)).encode()).hexdigest()
 
 
 def common_folder(files: Sequence[File]) -> str:
-    """The folder that holds all of them, or the first one's path where they have none."""
+    """Return the common folder of all files; for objects in a bucket, the path of the first
+    file.
+    """
     if any(file.in_bucket for file in files):
         return files[0].path
     return os.path.commonpath([os.path.abspath(file.path) for file in files])
 
 
 PIECE_BYTES = 1 << 20
-"""The largest piece of content, but of zstd's."""
+"""Maximum size of a piece of content, except for zstd."""
 
 _READ_BYTES = 1 << 18
 _ZSTD_READ_BYTES = 1 << 10
-"""Of a few bytes zstd makes a block of 128 KiB, and its package all blocks of what it is given."""
+"""zstd may expand a few bytes to a block of 128 KiB, and the package expands all input at once."""
 _WINDOW_BYTES = 1 << 27
-"""The most memory that a decompressor may ask for; `zstd --long=27` and `xz -9` take as much."""
+"""Memory limit of a decompressor; `zstd --long=27` and `xz -9` need this much."""
 
 
 class _Gzip:
-    """zlib with the methods of the decompressors of bz2 and lzma."""
+    """zlib decompressor with the methods of bz2 and lzma decompressors."""
 
     def __init__(self) -> None:
         self._zlib = zlib.decompressobj(zlib.MAX_WBITS | 16)
@@ -419,12 +426,12 @@ class _Gzip:
 
     def decompress(self, data: bytes, max_length: int) -> bytes:
         piece = self._zlib.decompress(self._zlib.unconsumed_tail + data, max_length)
-        self._is_full = len(piece) == max_length  # zlib may hold more without more input
+        self._is_full = len(piece) == max_length  # zlib may have more output without more input
         return piece
 
 
 class _Zstd:
-    """The package zstandard with the same methods."""
+    """zstandard decompressor with the same methods."""
 
     needs_input = True
 
@@ -452,14 +459,14 @@ _DECOMPRESSORS: dict[str, Callable[[], Any]] = {
     ".zst": _Zstd,
 }
 SUFFIXES = tuple(_DECOMPRESSORS)
-"""Names of compressed files end with one of them."""
+"""Suffixes of compressed files."""
 
 
 def decompress(file: File) -> Generator[bytes]:
-    """The content, of all members and frames one after another.
+    """Yield the decompressed content of all members and frames.
 
     Raises:
-        ConfigError: the file is cut or damaged, or cannot be read.
+        ConfigError: the file is truncated or damaged, or cannot be read.
     """
     suffix = next(each for each in SUFFIXES if file.path.endswith(each))
     size = _ZSTD_READ_BYTES if suffix == ".zst" else _READ_BYTES
@@ -470,11 +477,11 @@ def decompress(file: File) -> Generator[bytes]:
             raise ConfigError.one(
                 "data.path",
                 file.path,
-                f"needs the package zstandard: {error}.",
+                f"requires the package zstandard: {error}.",
                 "Run: pip install 'maxpipe[zstandard]'",
             ) from error
         except EOFError as error:
-            raise _damaged_error(file, suffix, "it ends in the middle") from error
+            raise _damaged_error(file, suffix, "the file is truncated") from error
         except Exception as error:
             if isinstance(error, ConfigError) or not _is_decompression_error(error):
                 raise
@@ -484,7 +491,7 @@ def decompress(file: File) -> Generator[bytes]:
 def _is_decompression_error(error: Exception) -> bool:
     if isinstance(error, (zlib.error, lzma.LZMAError, EOFError, ValueError)):
         return True
-    # bz2 has no error of its own: its OSErrors are without a number.
+    # bz2 has no error class: it raises OSError without an errno.
     is_bz2 = isinstance(error, OSError) and error.errno is None
     return is_bz2 or type(error).__name__ == "ZstdError"
 
@@ -492,7 +499,7 @@ def _is_decompression_error(error: Exception) -> bool:
 def _contents(new: Callable[[], Any], packed: BinaryIO, size: int) -> Iterator[bytes]:
     decompressor, data, begun, whole = new(), b"", False, False
     while data := data or packed.read(size):
-        # Zero bytes may follow a member. A file that begins with them is of no format.
+        # Zero bytes may follow a member, but a file must not begin with zero bytes.
         if whole and not begun and not (data := data.lstrip(b"\0")):
             continue
         begun = True
@@ -512,6 +519,6 @@ def _damaged_error(file: File, suffix: str, how: str) -> ConfigError:
     return ConfigError.one(
         "data.path",
         file.path,
-        f"must be a whole {suffix} file: {how}.",
-        "Copy it again from where it is whole, or leave it out of data.path.",
+        f"must be a complete {suffix} file: {how}.",
+        "Copy the file again from an intact source, or remove it from data.path.",
     )

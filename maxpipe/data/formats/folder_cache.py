@@ -1,9 +1,8 @@
-"""What is made of files once and read many times, each under the digest of its file.
+"""Cache of folders derived from files, each created once by one of several processes.
 
-Work that one process of several does for all of them: a lock, with signs that its holder moves.
-
-It holds among processes that see the same file. Where a folder is not shared, or its file system
-has no such locks, each does the work for itself.
+A lock file elects the process that creates a folder; the file's times show that this process makes
+progress. The lock works among processes that see the same file. If a folder is not shared or its
+file system has no such locks, each process creates the folder itself.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from maxpipe.io.files import open_regular
 
 _POLL_SECONDS = 0.2
 _HEARTBEAT_SECONDS = 0.5
-"""Between two signs of the holder, which are times of its file."""
+"""Interval between two heartbeats of the lock holder, which update the times of the lock file."""
 _LOG_SECONDS = 30.0
 _LONGEST_NAME = 300
 
@@ -38,17 +37,17 @@ _LONGEST_NAME = 300
 def lock_file(
     path: str, task: str, moved: Heartbeat | None, *, removes: bool = False
 ) -> Iterator[Heartbeat]:
-    """Holds a lock among processes; one that ends in any way lets it go.
+    """Hold a lock among processes; it is released when the process ends in any way.
 
-    What is yielded is called for each part of the work that is done. Processes that wait call their
-    own `moved` then: they stall with the one that they wait for, and not before. `task` is for
-    people, as in `indexing documents of jsonl`.
+    The yielded function must be called after each part of the work. Waiting processes then call
+    their own `moved`, so they count as stalled only if the holder is stalled. `task` is shown to
+    people, for example `indexing documents of jsonl`.
 
-    With `removes` the file is removed at the end. Hosts that see a shared folder late may hold two
-    locks at a time then: for work that may be done twice.
+    With `removes`, the file is removed at the end. Hosts that see changes of a shared folder late
+    may then hold the lock at the same time, so the work must be safe to repeat.
 
     Raises:
-        OSError: the file cannot be opened, or not locked.
+        OSError: the file cannot be opened or locked.
     """
     with contextlib.ExitStack() as stack:
         while True:
@@ -59,7 +58,7 @@ def lock_file(
             stream.close()
         if removes:
             stack.callback(_remove, path)
-        with contextlib.suppress(OSError):  # a name for people
+        with contextlib.suppress(OSError):  # holder information for messages
             stream.truncate(0)
             os.pwrite(stream.fileno(), f"{os.uname().nodename} {os.getpid()} {task}".encode(), 0)
         signed = 0.0
@@ -80,14 +79,14 @@ def _open_lock_file(path: str) -> FileIO:
     try:
         return open(open_regular(path, os.O_RDWR | os.O_CREAT), "r+b", buffering=0)
     except PermissionError:
-        # A file of another user can be locked all the same, if it can be read.
+        # A file of another user can be locked if it can be read.
         with contextlib.suppress(OSError):
             return open(open_regular(path), "rb", buffering=0)
         raise
 
 
 def _is_same_file(path: str, stream: FileIO) -> bool:
-    """Whether the file was not removed, by the one that had the lock before."""
+    """Return whether the file is still that at `path`; a previous holder may have removed it."""
     try:
         return os.path.samestat(os.stat(path), os.fstat(stream.fileno()))
     except FileNotFoundError:
@@ -114,7 +113,7 @@ def _wait(stream: FileIO, moved: Heartbeat | None) -> None:
                 said = now
                 words = f"waiting for {_holder(stream)}"
                 if now - since > _LOG_SECONDS:
-                    _LOG.warning("%s, which has not moved for %.0f s", words, now - since)
+                    _LOG.warning("%s, which has made no progress for %.0f s", words, now - since)
                 else:
                     _LOG.info("%s", words)
 
@@ -128,28 +127,28 @@ def _try_lock(stream: FileIO) -> bool:
 
 
 def _holder(stream: FileIO) -> str:
-    """The process that has the lock, for people."""
+    """Return a description of the process that holds the lock, for messages."""
     try:
         raw = os.pread(stream.fileno(), _LONGEST_NAME, 0).decode(errors="replace")
     except OSError:
         raw = ""
     host, pid, task = (*raw.split(" ", 2), "", "", "")[:3]
     return redact.redact_for_terminal(
-        f"process {pid or 'unknown'} on {host or 'a host'}, {task or 'at work'}"
+        f"process {pid or 'unknown'} on {host or 'a host'}, {task or 'working'}"
     )
 
 
 _LOG = logging.getLogger(__name__)
 
 FillFolder = Callable[[str, Heartbeat], None]
-"""Fills a folder, and calls what it is given for each part of that."""
+"""Fills a folder, and calls its second argument after each part of the work."""
 
 
 class FolderCache:
-    """Folders made once, by one process of several that ask.
+    """Folders that are created once, by one of the processes that need them.
 
-    They stay in `folder` if `keep` says so; without it what is there is used, and what is not is
-    made in a folder that ends with the process.
+    With `keep`, they are stored in `folder`. Otherwise, existing folders are used, and missing ones
+    are created in a temporary folder that is removed when the process ends.
     """
 
     def __init__(self, folder: str | None, *, keep: bool):
@@ -159,7 +158,7 @@ class FolderCache:
 
     @property
     def active_folder(self) -> str:
-        """Where folders are made."""
+        """Parent of new folders."""
         if self._own is not None or self._folder is None or not self._keep:
             return self._own or tempfile.gettempdir()
         return self._folder
@@ -167,9 +166,9 @@ class FolderCache:
     def get_or_make(
         self, name: str, file: File, make: FillFolder, moved: Heartbeat | None = None
     ) -> str:
-        """The folder with this name, which `make` fills from a file if it is not there yet.
+        """Return the folder with this name; `make` fills a missing folder from a file.
 
-        `name` has to tell contents apart.
+        `name` must be unique for the content.
 
         Raises:
             OSError: neither folder can be written.
@@ -195,7 +194,7 @@ def _is_readable(folder: str) -> bool:
 
 
 def _why_unusable(root: str, name: str) -> str:
-    """Return the reason why `name` cannot be made in `root`, or an empty string."""
+    """Return the reason why `name` cannot be created in `root`, or an empty string."""
     if not os.access(root, os.W_OK | os.X_OK):
         return f"{root} cannot be written"
     final = os.path.join(root, name)
@@ -210,15 +209,15 @@ def _make_folder(
         try:
             task = f"reading {file.path}"
             moved = stack.enter_context(lock_file(f"{final}.lock", task, moved))
-        except OSError as error:  # a file system without locks: each process makes it for itself
+        except OSError as error:  # without locks, each process creates the folder
             _LOG.info("%s cannot be locked (%s)", final, error)
         else:
             if os.path.isdir(final):
                 return final
-            for left in glob.glob(f"{glob.escape(final)}.partial-*"):  # of a killed process
+            for left in glob.glob(f"{glob.escape(final)}.partial-*"):  # left by a killed process
                 shutil.rmtree(left, ignore_errors=True)
         partial = f"{final}.partial-{secrets.token_hex(8)}"
-        os.mkdir(partial)  # mkdtemp would make a folder that other users of `root` cannot read
+        os.mkdir(partial)  # mkdtemp would create a folder that other users of `root` cannot read
         try:
             make(partial, moved or _no_op)
             _rename_into_place(partial, final)
@@ -234,7 +233,7 @@ def _rename_into_place(partial: str, final: str) -> None:
     except OSError:
         if not os.path.isdir(final):
             raise
-        shutil.rmtree(partial, ignore_errors=True)  # made by another process without a lock
+        shutil.rmtree(partial, ignore_errors=True)  # created by another process without a lock
 
 
 def _no_op() -> None:

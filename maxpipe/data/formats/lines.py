@@ -1,6 +1,6 @@
-"""Where the lines of a file start; of a compressed one in an unpacked copy of it.
+"""JSON lines files, compressed or not: one object per line, addressed by line offsets.
 
-JSON lines, compressed or not: one object a line.
+Compressed files are read through an unpacked copy.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from maxpipe.io.formatting import pluralize
 
 _PIECE_BYTES = 1 << 20
 _MIN_CACHED_BYTES = 1 << 26
-"""The starts of a smaller file's lines are found again at each start."""
+"""Minimum size of files whose line offsets are cached; smaller files are scanned at each start."""
 _STARTS, _CONTENT, _DIGEST = "starts.npy", "lines.jsonl", "sha256"
 _NEWLINE = ord("\n")
 _IS_SOLID = np.ones(256, np.uint8)
@@ -51,7 +51,7 @@ _IS_SOLID[list(b" \t\n\r\v\f")] = 0
 
 
 class LineOffsets:
-    """Offsets of lines in a file on the disk, which is not mapped: it may be cut meanwhile."""
+    """Line offsets in a file on disk, read without mmap because the file may be truncated."""
 
     def __init__(self, folder: str, count: int, at: int):
         self.folder, self._count, self._at = folder, count, at
@@ -61,7 +61,7 @@ class LineOffsets:
         return self._count
 
     def bounds(self, index: int) -> tuple[int, int]:
-        """The offset of a line and that of the next one."""
+        """Return the offset of a line and of the next line."""
         try:
             with open(open_regular(self._path), "rb", buffering=0) as file:
                 raw = os.pread(file.fileno(), 16, self._at + 8 * index)
@@ -72,7 +72,7 @@ class LineOffsets:
 
 
 class InMemoryLineOffsets:
-    """Offsets of lines: int64 [lines + 1]."""
+    """Line offsets in memory: int64 [lines + 1]."""
 
     def __init__(self, offsets: np.ndarray):
         self._offsets = offsets
@@ -81,17 +81,17 @@ class InMemoryLineOffsets:
         return len(self._offsets)
 
     def bounds(self, index: int) -> tuple[int, int]:
-        """The offset of a line and that of the next one."""
+        """Return the offset of a line and of the next line."""
         first, second = self._offsets[index : index + 2].tolist()
         return first, second
 
 
 @dataclass(frozen=True, slots=True)
 class Lines:
-    """The lines of a file that are not blank.
+    """Non-blank lines of a file.
 
-    `starts` has the offset of each in `content`, and after the last one the size. `content` is the
-    file, or an unpacked copy. `skips` says whether there are blank lines.
+    `starts` contains the offset of each line in `content`, then the size. `content` is the file
+    itself or an unpacked copy. `skips` is true if the file has blank lines.
     """
 
     file: File
@@ -103,7 +103,7 @@ class Lines:
         return len(self.starts) - 1
 
     def number(self, index: int) -> int:
-        """The number of a line in its file, from 1 on."""
+        """Return the 1-based number of a line in its file, including blank lines."""
         if not self.has_blank_lines:
             return index + 1
         number, offset = 1, self.starts.bounds(index)[0]
@@ -115,20 +115,21 @@ class Lines:
 
 
 def is_compressed(file: File) -> bool:
-    """Whether a file is read through an unpacked copy, by its name."""
+    """Return whether a file is read through an unpacked copy, by its name."""
     return file.path.endswith(SUFFIXES)
 
 
 def find_lines(
     file: File, cache: FolderCache, digests: Digests, most_bytes: int, moved: Heartbeat | None
 ) -> tuple[Lines, int]:
-    """The lines of a file, and the size of its unpacked copy, of at most `most_bytes`.
+    """Return the lines of a file, and the size of its unpacked copy (at most `most_bytes`).
 
-    `digests` has that of a compressed file; that of another one is added if it is read as a whole.
+    `digests` must contain the digest of a compressed file. The digest of another file is added if
+    the file is read completely.
 
     Raises:
-        ConfigError: it cannot be read, is damaged, or holds more.
-        StorageError: there is no room for the copy.
+        ConfigError: the file cannot be read, is damaged, or exceeds the limit.
+        StorageError: there is not enough disk space for the copy.
     """
     if not is_compressed(file):
         if file.size_bytes < _MIN_CACHED_BYTES:
@@ -155,7 +156,7 @@ def find_lines(
 def _load_or_index_lines(
     file: File, cache: FolderCache, digests: Digests, moved: Heartbeat | None
 ) -> Lines:
-    """The lines of a large file, found once; then its digest is known as well."""
+    """Return the lines of a large file from the cache, which also stores its digest."""
     key = [2, file.size_bytes, edges(file), file.version, file.stat]
 
     def find(folder: str, moved: Heartbeat) -> None:
@@ -181,14 +182,14 @@ def _make_cached(
     try:
         return cache.get_or_make(name, file, make, moved)
     except OSError as error:
-        action = f"Free space there, or unpack {file.path} and set data.path to what it holds."
+        action = f"Free disk space, or unpack {file.path} and set data.path to the unpacked file."
         raise StorageError.unwritable(
             error.filename or cache.active_folder, error, action
         ) from error
 
 
 def _read_and_hash(file: File, digests: Digests) -> Iterator[bytes]:
-    """The content, whose digest is computed in parallel unless it is known."""
+    """Yield the content, and compute its digest in parallel unless it is known."""
     if file.in_bucket or digests.get(file) is not None:
         yield from _read_pieces(file)
         return
@@ -208,7 +209,7 @@ def _read_pieces(file: File) -> Iterator[bytes]:
 
 
 def _decompress_to_copy(file: File, copy: BinaryIO, most_bytes: int) -> Iterator[bytes]:
-    """The content of a compressed file, which is written as it passes."""
+    """Yield the content of a compressed file and write it to a copy."""
     left = most_bytes
     for piece in _merge_small_pieces(decompress(file)):
         left -= len(piece)
@@ -219,7 +220,7 @@ def _decompress_to_copy(file: File, copy: BinaryIO, most_bytes: int) -> Iterator
 
 
 def _merge_small_pieces(pieces: Iterable[bytes]) -> Iterator[bytes]:
-    """The same in pieces that are not small."""
+    """Yield the same content in larger pieces."""
     kept, size = [], 0
     for piece in pieces:
         kept.append(piece)
@@ -235,20 +236,20 @@ def _too_large_error(file: File, most_bytes: int) -> ConfigError:
     return ConfigError.one(
         "data.path",
         file.path,
-        f"must hold no more than {most_bytes} bytes when it is unpacked, which is what "
-        "data.max_decompressed_bytes leaves for it.",
-        "Set data.max_decompressed_bytes to more if there is room in <run.dir>/.index, or leave "
-        "the file out.",
+        f"must have at most {most_bytes} bytes when unpacked, the remainder of "
+        "data.largest_unpacked_bytes.",
+        "Set a larger data.max_decompressed_bytes if <run.dir>/.index has the space, or remove "
+        "the file from data.path.",
     )
 
 
 def _scan_lines(
     pieces: Iterable[bytes], file: File, moved: Heartbeat | None
 ) -> tuple[np.ndarray, bool]:
-    """`starts` and `skips` of `Lines`; a byte-order mark is part of no line.
+    """Return `starts` and `skips` of `Lines`; a byte-order mark is not part of a line.
 
     Raises:
-        ConfigError: a line is longer than any document may be.
+        ConfigError: a line exceeds the maximum record size.
     """
     progress = Progress(f"finding lines of {file.name} (bytes)", file.size_bytes, moved)
     found: list[np.ndarray] = []
@@ -260,7 +261,7 @@ def _scan_lines(
         if not offset and piece.startswith(codecs.BOM_UTF8):
             begin = len(codecs.BOM_UTF8)
             solid[:begin] = 0
-        # Lines that end in this piece, and the one that goes on behind it.
+        # Lines that end in this piece, and the line that continues after it.
         ends = np.flatnonzero(data == _NEWLINE)
         begins = np.concatenate([[begin], offset + ends + 1])
         inside = np.concatenate([[0], ends + 1])
@@ -286,9 +287,9 @@ def _long_line_error(file: File, number: int) -> ConfigError:
     return ConfigError.one(
         f"{file.path}:{number}",
         None,
-        f"the line is longer than {MAX_RECORD_BYTES} bytes{unpacked_file}; a record must be at "
-        f"most {MAX_RECORD_BYTES} bytes long, because memory holds it as a whole.",
-        "Cut the document into several, or leave the file out of data.path.",
+        f"the line is longer than {MAX_RECORD_BYTES} bytes{unpacked_file}; a record must have at "
+        f"most {MAX_RECORD_BYTES} bytes to fit in memory.",
+        "Split the document, or remove the file from data.path.",
     )
 
 
@@ -301,28 +302,28 @@ def _load(folder: str, file: File, content: File) -> Lines:
     try:
         with open(open_regular(os.path.join(folder, _STARTS)), "rb") as stored:
             if np.lib.format.read_magic(stored) != (1, 0):
-                raise ValueError("it is of another version")
+                raise ValueError("the offsets have another format version")
             shape, _, dtype = np.lib.format.read_array_header_1_0(stored)
             at = stored.tell()
             if dtype != np.dtype("<i8") or len(shape) != 1 or shape[0] < 2:
-                raise ValueError("it is of another file")
+                raise ValueError("the offsets belong to another file")
             stored.seek(at + 8 * (shape[0] - 2))
             size_bytes, skips = np.frombuffer(stored.read(16), "<i8").tolist()
         if size_bytes != content.size_bytes:
-            raise ValueError("it is of another file")
+            raise ValueError("the offsets belong to another file")
     except (OSError, ValueError, IndexError, EOFError) as error:
-        raise _unusable_cache_error(folder, f"where lines of {file.path} start: {error}") from error
+        raise _unusable_cache_error(folder, f"line offsets of {file.path}: {error}") from error
     return Lines(file, content, LineOffsets(folder, shape[0] - 1, at), bool(skips))
 
 
 def _unusable_cache_error(folder: str, why: str) -> StorageError:
     return StorageError(
-        f"{folder}: cannot be used\n  {why}.\n  Delete this folder: the next start makes it again."
+        f"{folder}: cannot be used\n  {why}.\n  Delete this folder: the next start recreates it."
     )
 
 
 class JsonLines:
-    """One document per line. Holds where lines start, not what is in them."""
+    """Source with a document per line. It stores line offsets and reads content on demand."""
 
     name = "jsonl"
 
@@ -335,13 +336,13 @@ class JsonLines:
         moved: Heartbeat | None = None,
     ):
         self.files = files
-        self._cache = cache  # what it made may end with it
+        self._cache = cache  # the cache may own a temporary folder
         self._lines: list[Lines] = []
         digests.load(files)
         packed = [file for file in files if is_compressed(file)]
         for file in packed:
             if not file.in_bucket and digests.get(file) is None:
-                # An error in the first bytes is found before the digest reads the whole file.
+                # Find an error in the first bytes before the digest reads the full file.
                 with contextlib.closing(decompress(file)) as content:
                     next(content, None)
         if packed:
@@ -351,19 +352,19 @@ class JsonLines:
                 raise ConfigError.one(
                     "data.path",
                     file.path,
-                    f"must be JSON lines as they are, or compressed as {' or '.join(SUFFIXES)}.",
-                    "Unpack it and set data.path to the unpacked file.",
+                    f"must be JSON lines, uncompressed or compressed as {' or '.join(SUFFIXES)}.",
+                    "Unpack the file and set data.path to the result.",
                 )
             lines, unpacked_bytes = find_lines(file, cache, digests, most_bytes, moved)
             most_bytes -= unpacked_bytes
             self._lines.append(lines)
-        # Document numbers at which each file ends.
+        # Document index after the last document of each file.
         self._ends = np.cumsum([len(lines) for lines in self._lines])
         if not len(self):
             raise ConfigError.one(
                 "data.path",
                 files[0].path,
-                "must hold JSON objects, one per line: "
+                "must contain JSON objects, one per line: "
                 f"{pluralize(len(files), 'file')} without lines.",
                 "Set data.path to a file with lines, or data.source=corpus.",
             )
@@ -372,7 +373,7 @@ class JsonLines:
         return int(self._ends[-1])
 
     def _place(self, index: int) -> tuple[Lines, int]:
-        """The file of a line, and its number among those that are not blank."""
+        """Return the file of a line, and its index among the non-blank lines."""
         which = int(np.searchsorted(self._ends, index, side="right"))
         lines = self._lines[which]
         return lines, index - int(self._ends[which]) + len(lines)
@@ -381,7 +382,7 @@ class JsonLines:
         lines, number = self._place(index)
         start, stop = lines.starts.bounds(number)
         check_length(stop - start)
-        line = read(lines.content, start, stop).partition(b"\n")[0]  # blank lines follow
+        line = read(lines.content, start, stop).partition(b"\n")[0]  # blank lines may follow
         try:
             return from_json(line)
         except ValueError as error:

@@ -1,6 +1,6 @@
-"""Parquet files, read by row group.
+"""Parquet files, read by row group with pyarrow.
 
-pyarrow, where it is installed, and what formats that it reads share.
+The module also contains the helpers that other Arrow-based formats use.
 """
 
 from __future__ import annotations
@@ -27,14 +27,12 @@ from maxpipe.data.formats.source import Heartbeat, Progress, Record
 from maxpipe.errors import ConfigError
 from maxpipe.io.formatting import pluralize
 
-"""A value takes about as much at least."""
-
 
 def import_pyarrow(source: str) -> Any:
-    """The package.
+    """Return the pyarrow package.
 
     Raises:
-        ConfigError: it is not installed.
+        ConfigError: pyarrow is not installed.
     """
     try:
         import pyarrow
@@ -42,16 +40,17 @@ def import_pyarrow(source: str) -> Any:
         raise ConfigError.one(
             "data.source",
             source,
-            f"needs the package pyarrow: {error}.",
+            f"requires the package pyarrow: {error}.",
             "Run: pip install 'maxpipe[parquet]'",
         ) from error
     return pyarrow
 
 
 def columns_to_read(columns: list[str] | None, names: list[str]) -> list[str] | None:
-    """The columns to read of those in a file, None for all: also where one is missing.
+    """Return the columns of a file to read; None for all columns, also if a column is missing.
 
-    The whole record then says in the error what there is. `a.b` is the part `b` of the column `a`.
+    In that case the error about the record lists all its columns. `a.b` is the part `b` of column
+    `a`.
     """
     if columns is None:
         return None
@@ -60,17 +59,17 @@ def columns_to_read(columns: list[str] | None, names: list[str]) -> list[str] | 
 
 
 def row_of(table: Any, row: int) -> Mapping[str, Any]:
-    """A row of an arrow table or batch as Python values.
+    """Return a row of an Arrow table or batch as Python values.
 
     Raises:
-        BadRecord: it holds text that is no text, or is too large.
+        BadRecord: the row has invalid UTF-8 or values, or is too large.
     """
     from pyarrow import ChunkedArray
     from pyarrow.types import is_nested
 
     found = table.slice(row, 1)
     for column in found.columns:
-        if is_nested(column.type):  # else it is one value, that is there
+        if is_nested(column.type):  # a column that is not nested has one value, already in memory
             chunks = column.chunks if isinstance(column, ChunkedArray) else [column]
             check_length(sum(map(_value_bytes, chunks)))
     try:
@@ -80,20 +79,23 @@ def row_of(table: Any, row: int) -> Mapping[str, Any]:
         raise BadRecord(
             f"byte 0x{byte:02x} at offset {error.start}",
             "must be UTF-8 text.",
-            "Write the column again as UTF-8, or leave the record out.",
+            "Write the column again as UTF-8, or remove the record.",
         ) from error
-    except (ValueError, OverflowError, ArithmeticError) as error:  # a date beyond Python's, say
+    # for example a date outside Python's range
+    except (ValueError, OverflowError, ArithmeticError) as error:
         raise BadRecord(
-            "", f"must be values that Python has: {error}.", "Write the record again."
+            "", f"must have values that Python can represent: {error}.", "Write the record again."
         ) from error
 
 
 def _value_bytes(array: Any) -> int:
-    """The bytes of an array's values, about, written out: texts that repeat are held once in it."""
+    """Estimate the expanded size of an array's values in bytes; arrays store repeated texts
+    once.
+    """
     import pyarrow.compute as pc
     from pyarrow import types
 
-    compute: Any = pc  # its functions are made when it is imported
+    compute: Any = pc  # pyarrow creates its functions at import
 
     kind = array.type
     if types.is_dictionary(kind):
@@ -126,14 +128,14 @@ _LOG = logging.getLogger(__name__)
 
 _CACHED_BYTES = 1 << 28
 MAX_GROUP_BYTES = 1 << 30
-"""The largest row group, in the columns that are read."""
+"""Maximum size of a row group, counting only the columns that are read."""
 _SLOW_GROUP_BYTES = 1 << 26
 _VALUE_BYTES = 8
-"""A value takes about as much at least, however well its file is compressed."""
+"""Minimum size of a value in memory, independent of the compression of its file."""
 
 
 class ParquetRows:
-    """One document per row. Reads the row groups and columns that are asked for."""
+    """Source with a document per row. It reads only the required row groups and columns."""
 
     name = "parquet"
 
@@ -144,13 +146,15 @@ class ParquetRows:
         self._cached: OrderedDict[tuple[int, int, bool], Any] = OrderedDict()
         counts: list[list[int]] = []
         largest = 0
-        progress = Progress("finding rows of parquet (files)", len(files), moved)
+        progress = Progress("reading parquet metadata (files)", len(files), moved)
         for number, file in enumerate(files):
             with self._open_file(file) as found:
                 about = found.metadata
                 counts.append([about.row_group(i).num_rows for i in range(about.num_row_groups)])
                 if min(counts[-1], default=0) < 0 or sum(counts[-1]) != about.num_rows:
-                    raise ValueError(f"it says {about.num_rows} rows and has {sum(counts[-1])}")
+                    raise ValueError(
+                        f"{sum(counts[-1])} rows do not match the {about.num_rows} of the metadata"
+                    )
                 some = columns_to_read(columns, found.schema_arrow.names)
                 groups = [about.row_group(i) for i in range(about.num_row_groups)]
                 largest = max([largest, *(_size(found.schema, each, some) for each in groups)])
@@ -161,19 +165,19 @@ class ParquetRows:
             raise ConfigError.one(
                 "data.path",
                 files[0].path,
-                f"must hold rows: {pluralize(len(files), 'file')} without one.",
+                f"must contain rows: {pluralize(len(files), 'file')} without rows.",
                 "Set data.path to files with rows.",
             )
         if largest > _SLOW_GROUP_BYTES:
             _LOG.warning(
-                "%s has row groups of %d MiB, and each is read whole for one document of it: "
-                "reading in random order is slow unless groups are smaller",
+                "%s has row groups of %d MiB, and each document needs its full row group: "
+                "write smaller row groups to make random reads faster",
                 files[0].path,
                 largest >> 20,
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        """For other processes: without row groups."""
+        """Return the state for other processes, without row groups."""
         return {**self.__dict__, "_lock": None, "_cached": OrderedDict()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -183,7 +187,7 @@ class ParquetRows:
         return int(self._ends[-1])
 
     def _place(self, index: int) -> tuple[int, int]:
-        """The number of a row's file, and its own in it."""
+        """Return the index of a row's file, and of the row in the file."""
         which = int(np.searchsorted(self._ends, index, side="right"))
         before = int(self._ends[which - 1]) if which else 0
         return which, index - before
@@ -196,9 +200,9 @@ class ParquetRows:
         return row_of(table, row - (int(ends[group - 1]) if group else 0))
 
     def _group(self, which: int, group: int, columns: list[str] | None) -> Any:
-        """The table of a row group; those that were read last are kept."""
+        """Return the table of a row group; recently read groups are cached."""
         key = (which, group, columns is None)
-        # One at a time, so that threads which want the same group read it once.
+        # Under the lock, so that threads which need the same group read it once.
         with self._lock:
             if key in self._cached:
                 self._cached.move_to_end(key)
@@ -215,7 +219,7 @@ class ParquetRows:
             some = columns_to_read(columns, found.schema_arrow.names)
             where = f"{file.path}: row group {group}"
             if (size := _size(found.schema, about, some)) > MAX_GROUP_BYTES:
-                raise _too_large_error(where, about.num_rows, f"it takes {size}")
+                raise _too_large_error(where, about.num_rows, f"the columns need {size}")
             texts, most_rows = _dictionaries(about, some), _rows_per_read(found.schema, about, some)
         with self._open_file(file, where, read_dictionary=texts) as found:
             if most_rows >= about.num_rows:
@@ -223,10 +227,12 @@ class ParquetRows:
             elif most_rows:
                 table = _read_in_parts(found, where, group, some, most_rows)
             else:
-                how = "texts in lists, which are coded by what they have in common, may take more"
+                how = "delta-encoded texts in lists may need more"
                 raise _too_large_error(where, about.num_rows, how)
             if table.num_rows != about.num_rows:
-                raise ValueError(f"it says {about.num_rows} rows and has {table.num_rows}")
+                raise ValueError(
+                    f"{table.num_rows} rows do not match the {about.num_rows} of the metadata"
+                )
             return table
 
     @contextmanager
@@ -244,8 +250,8 @@ class ParquetRows:
                 raise ConfigError.one(
                     where or "data.path",
                     None if where else file.path,
-                    f"must be a whole Parquet file: {shorten(str(error))}.",
-                    "Copy it again from where it is whole, or leave it out of data.path.",
+                    f"must be a complete Parquet file: {shorten(str(error))}.",
+                    "Copy the file again from an intact source, or remove it from data.path.",
                 ) from error
 
     def where(self, index: int) -> str:
@@ -257,7 +263,7 @@ class ParquetRows:
 
 
 def _chunks(group: Any, columns: list[str] | None) -> Iterator[Any]:
-    """The column chunks of a row group that belong to these columns."""
+    """Yield the column chunks of a row group that belong to these columns."""
     for number in range(group.num_columns):
         chunk = group.column(number)
         path = chunk.path_in_schema
@@ -266,10 +272,10 @@ def _chunks(group: Any, columns: list[str] | None) -> Iterator[Any]:
 
 
 def _size(schema: Any, group: Any, columns: list[str] | None) -> int:
-    """The bytes that a row group takes in memory, about: texts that repeat are held once."""
+    """Estimate the memory of a row group in bytes; repeated texts are stored once."""
     widths = {schema.column(i).path: schema.column(i).length for i in range(len(schema))}
     return sum(
-        # Of a fixed length values are written out, also those that the file has once.
+        # Fixed-length values are expanded in memory, even if the file stores them once.
         max(
             chunk.total_uncompressed_size,
             chunk.num_values * max(_VALUE_BYTES, widths[chunk.path_in_schema]),
@@ -279,9 +285,10 @@ def _size(schema: Any, group: Any, columns: list[str] | None) -> int:
 
 
 def _rows_per_read(schema: Any, group: Any, columns: list[str] | None) -> int:
-    """Rows that take little enough memory, however much their texts have in common; 0 is none.
+    """Return the rows per read that bound memory for delta-encoded texts; 0 if no bound exists.
 
-    Each text may begin as the one before it does, for a byte of the file, and is written out.
+    With delta encoding, a text may share a long prefix with the one before at the cost of one byte,
+    but is expanded in memory.
     """
     found = group.num_rows
     repeats = {
@@ -299,7 +306,9 @@ def _rows_per_read(schema: Any, group: Any, columns: list[str] | None) -> int:
 
 
 def _read_in_parts(found: Any, where: str, group: int, columns: list[str] | None, rows: int) -> Any:
-    """The table of a row group, read by parts of this number of rows until they take too much."""
+    """Return the table of a row group, read in parts of `rows` rows with a check of the
+    total size.
+    """
     import pyarrow
 
     parts, size = [], 0
@@ -308,7 +317,7 @@ def _read_in_parts(found: Any, where: str, group: int, columns: list[str] | None
         size += part.nbytes
         if size > MAX_GROUP_BYTES:
             num_rows = found.metadata.row_group(group).num_rows
-            raise _too_large_error(where, num_rows, f"the first {sum(map(len, parts))} take {size}")
+            raise _too_large_error(where, num_rows, f"the first {sum(map(len, parts))} need {size}")
     return pyarrow.Table.from_batches(parts)
 
 
@@ -316,15 +325,15 @@ def _too_large_error(where: str, num_rows: int, how: str) -> ConfigError:
     return ConfigError.one(
         where,
         f"{num_rows} rows",
-        f"must take at most {MAX_GROUP_BYTES} bytes in memory; {how}.",
+        f"must fit in {MAX_GROUP_BYTES} bytes of memory; {how}.",
         "Write the file again with smaller row groups (row_group_size=10000).",
     )
 
 
 def _dictionaries(group: Any, columns: list[str] | None) -> list[str]:
-    """Columns of text that the file holds as a dictionary, and so memory does.
+    """Return the text columns that are dictionary-encoded in the file and remain so in memory.
 
-    Written out, a few bytes of a file may be one long text for a million rows.
+    Expanded, a few bytes of a file may become a long text repeated in a million rows.
     """
     return [
         chunk.path_in_schema

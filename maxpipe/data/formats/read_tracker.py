@@ -1,4 +1,4 @@
-"""What the threads of this process read at the moment, so that one that is slow can be named."""
+"""Tracking of reads by all threads, so that messages can name a slow read."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from types import TracebackType
 from typing import NamedTuple
 
 _LOCATE_SECONDS = 5.0
-"""For the place of a document: looking for it may hang as its reading does."""
+"""Time limit for locating a document, because this may hang like the read itself."""
 
 ReadTarget = str | Callable[[], str]
-"""The name of a source, or what tells the place of a document."""
+"""Name of a source, or function that returns the location of a document."""
 
 
 class track_read:
-    """While a thread is inside, it reads what this says. They nest: a source, a document of it."""
+    """Context manager for a read by this thread; nested for a source and its documents."""
 
     __slots__ = ("_reads", "begun", "verb", "what")
 
@@ -36,22 +36,23 @@ class track_read:
         traceback: TracebackType | None,
     ) -> None:
         seconds = time.monotonic() - self.begun
-        if seconds > _READ_TIMES.slowest or isinstance(self.what, str):  # else it is forgotten
+        # other reads are not recorded
+        if seconds > _READ_TIMES.slowest or isinstance(self.what, str):
             _READ_TIMES.add(_innermost_read(self._reads), seconds)
         self._reads.pop()
         if not self._reads:
-            del _ACTIVE_READS[threading.get_ident()]  # the next thread may have this number
+            del _ACTIVE_READS[threading.get_ident()]  # the id of a thread may be reused
 
 
 _ACTIVE_READS: dict[int, list[track_read]] = {}
-"""By thread, the outer ones first."""
+"""Active reads by thread id, outermost first."""
 
 
 class TrackedRead(NamedTuple):
-    """A read that has begun, of what is named from the outside in."""
+    """A read in progress; targets are listed from the outside in."""
 
     begun: float
-    """By `time.monotonic`."""
+    """Start time by `time.monotonic`."""
     verb: str
     whats: tuple[ReadTarget, ...]
 
@@ -64,13 +65,13 @@ def _innermost_read(reads: Sequence[track_read]) -> TrackedRead:
 
 
 def _describe_target(what: ReadTarget) -> str:
-    """For people; empty where it is not found in time."""
+    """Describe a target for messages; return an empty text after `_LOCATE_SECONDS`."""
     if isinstance(what, str):
         return what
     found: list[str] = []
 
     def look() -> None:
-        with contextlib.suppress(Exception):  # its file fails, perhaps
+        with contextlib.suppress(Exception):  # the file itself may fail
             found.append(what())
 
     looking = threading.Thread(target=look, name="place of a read", daemon=True)
@@ -80,7 +81,7 @@ def _describe_target(what: ReadTarget) -> str:
 
 
 def longest_active_read() -> TrackedRead | None:
-    """Of the documents that are read, the one that has taken longest."""
+    """Return the document read that has been active longest; None without one."""
     threads = [list(each) for each in list(_ACTIVE_READS.values())]
     found = [
         _innermost_read(each) for each in threads if each and not isinstance(each[-1].what, str)
@@ -89,18 +90,18 @@ def longest_active_read() -> TrackedRead | None:
 
 
 class ReadTimes(NamedTuple):
-    """Reads that have ended."""
+    """Statistics of completed reads."""
 
     sources: dict[str, float]
-    """Seconds of all threads by the name of the source."""
+    """Total seconds of all threads, by source name."""
     slowest: TrackedRead | None
-    """Of the reads of one document."""
+    """Document read with the longest duration."""
     seconds: float
-    """That it took."""
+    """Duration of the slowest read."""
 
 
 class _ReadTimeSums:
-    """Of the reads since the last time they were asked for. Safe in threads."""
+    """Statistics of the reads since the last `take`. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -108,11 +109,11 @@ class _ReadTimeSums:
 
     @property
     def slowest(self) -> float:
-        """Seconds of the slowest read of a document."""
+        """Seconds of the slowest document read."""
         return self._now.seconds
 
     def add(self, read: TrackedRead, seconds: float) -> None:
-        """A read has ended."""
+        """Add a completed read."""
         with self._lock:
             sources, what = self._now.sources, read.whats[-1]
             if isinstance(what, str):
@@ -121,7 +122,7 @@ class _ReadTimeSums:
                 self._now = ReadTimes(sources, read, seconds)
 
     def take(self) -> ReadTimes:
-        """What was added since the last call."""
+        """Return and reset the statistics."""
         with self._lock:
             taken, self._now = self._now, ReadTimes({}, None, 0.0)
             return taken

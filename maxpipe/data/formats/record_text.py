@@ -1,6 +1,6 @@
-"""The text of a record: of one column or of a template over several, checked to be text.
+"""Text of records, from a column or a template over several columns.
 
-The settings that read a record, recognised by the names and values of its keys.
+The module also infers the settings that read a record from the names and values of its keys.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ RESPONSES = ("response", "completion", "output", "solution", "answer", "answers"
 _HALVES = ("chosen", "rejected")
 _MESSAGES = ("messages", "conversations", "conversation")
 _TURNS = ("data", "dialog", "dialogue", "items", "turns")
-"""Further names of lists of messages, if a record has nothing else that is one."""
+"""Further names of message lists, used if a record has no other list of messages."""
 CONTEXTS = ("input", "context", "passage", "history")
-"""Names of texts that belong to the prompt in another field."""
+"""Names of text fields that usually belong to the prompt."""
 SYSTEMS = ("system", "system_prompt", "system_message")
 
 _WORDS = re.compile(r"[^\W\d_]{2,}\s+[^\W\d_]{2,}")
@@ -32,9 +32,9 @@ Settings = Mapping[str, str]
 
 
 def chat_keys(record: Mapping[str, Any], *, with_template: bool = True) -> dict[str, str]:
-    """The keys that read a record of a conversation or pair; empty for another record.
+    """Return the config keys that read a conversation or pair record; empty for other records.
 
-    Without a chat template pairs of texts are read without their system message.
+    Without a chat template, pairs of texts are read without their system message.
     """
     if len(halves := _present_fields(record, _HALVES)) == len(_HALVES):
         found = _pair_keys(record, halves)
@@ -53,12 +53,12 @@ def chat_keys(record: Mapping[str, Any], *, with_template: bool = True) -> dict[
 
 
 def chat_settings(record: Mapping[str, Any]) -> str:
-    """The same as `key=value` in the quotes of a shell, without keys that have their defaults."""
+    """Return `chat_keys` as shell-quoted `key=value` text, without keys at their default value."""
     return settings_text(drop_default_keys(chat_keys(record)))
 
 
 def drop_default_keys(keys: Settings) -> dict[str, str]:
-    """The keys that have other values than their defaults."""
+    """Return the keys whose values are not the defaults."""
     is_read = {"data.messages_field": ("messages", "conversations")}
     return {
         key: value
@@ -68,12 +68,14 @@ def drop_default_keys(keys: Settings) -> dict[str, str]:
 
 
 def settings_text(keys: Settings) -> str:
-    """`key=value` of each key, in the quotes of a shell."""
+    """Return `key=value` for each key, shell-quoted."""
     return " ".join(f"{key}={shlex.quote(value)}" for key, value in keys.items())
 
 
 def text_template(record: Mapping[str, Any]) -> str:
-    """A `data.template` with prompt and response of a record; empty where one is not text."""
+    """Return a `data.template` with prompt and response of a record; empty if a field is
+    not text.
+    """
     names = _present_fields(record, (*_PROMPTS, *CONTEXTS)), _present_fields(record, RESPONSES)
     joined = [name for each in names for name in each]
     if not all(names) or not all(isinstance(record[name], str) for name in joined):
@@ -82,17 +84,19 @@ def text_template(record: Mapping[str, Any]) -> str:
 
 
 def template_of_fields(names: Sequence[str]) -> str:
-    """A template with a line for each field; empty if one has a name that it cannot have."""
+    """Return a template with one line per field; empty if a field name is not allowed in
+    templates.
+    """
     if any(not name.strip() or name != name.strip() or {*name} & {*"{}"} for name in names):
         return ""
     return r"\n".join(f"{{{name}}}" for name in dict.fromkeys(names))
 
 
 def text_fields(record: Mapping[str, Any]) -> list[str]:
-    """The names of the fields with texts, those in objects too, the most useful one first.
+    """Return the names of text fields, including nested fields, most useful first.
 
-    A text of several words comes before others, and a long one before a short one. Of a record
-    with `text` this field alone.
+    Texts of several words come before other texts, and long texts before short ones. For a record
+    with a `text` field, only `text` is returned.
     """
     found = dict(_all_texts(record))
     if "text" in found:
@@ -111,7 +115,7 @@ def _all_texts(record: Mapping[str, Any]) -> Iterator[tuple[str, str | bytes]]:
 
 
 def has_words(text: str | bytes) -> bool:
-    """Whether a value has two adjacent words, so that it may be a text and not an id or a date."""
+    """Return whether a value has two adjacent words, unlike an id or a date."""
     found = text.decode("utf-8", "replace") if isinstance(text, bytes) else text
     return _WORDS.search(found) is not None
 
@@ -126,14 +130,14 @@ def _pair_keys(record: Mapping[str, Any], halves: Sequence[str]) -> dict[str, st
         prompt = ""
     elif not prompt:
         prompt = _messages_name(record)
-    # `prompt` is read from the messages of records that have no prompt.
+    # `prompt` is read from the messages of records without a prompt field.
     prompt = "prompt" if prompt in ("messages", "conversations") else prompt
     keys = {"train.objective": "preference", "data.chat": "pairs"}
     return keys | {"data.prompt_field": prompt} | names
 
 
 def _are_whole_conversations(record: Mapping[str, Any], halves: Sequence[str], prompt: str) -> bool:
-    """Whether both responses have the prompt in front, and the record has no other to use."""
+    """Return whether both responses contain the prompt and no separate prompt field matches it."""
     values = [record[name] for name in halves]
     if all(_are_messages(each) for each in values):
         first = values[0][0]
@@ -145,7 +149,7 @@ def _are_whole_conversations(record: Mapping[str, Any], halves: Sequence[str], p
 
 
 def _prompt(record: Mapping[str, Any]) -> str:
-    """The field of the prompt, or the template of it and the fields that belong to it."""
+    """Return the prompt field, or a template of the prompt field and its context fields."""
     prompts = [
         name for name in _present_fields(record, _PROMPTS) if _is_text_or_messages(record[name])
     ]
@@ -164,7 +168,7 @@ def _system(record: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _messages_name(record: Mapping[str, Any]) -> str:
-    """The field of messages; empty if there is none."""
+    """Return the messages field; empty if the record has none."""
     for name in _MESSAGES:
         if _are_messages(record.get(name)) or (name in record and _are_turns(record[name])):
             return name
@@ -175,7 +179,7 @@ def _messages_name(record: Mapping[str, Any]) -> str:
 
 
 def _present_fields(record: Mapping[str, Any], names: Sequence[str]) -> list[str]:
-    """Fields of these names, in any case, that hold a text, a list or a message."""
+    """Return the fields with these names (in any case) whose value is text, a list or a message."""
     lower = {str(name).lower(): name for name in reversed([*record])}
     lower |= {name: name for name in names if name in record}
     found = [lower[name] for name in names if name in lower]
@@ -211,15 +215,15 @@ def _are_turns(value: Any) -> bool:
 
 
 _MAX_DEPTH = 256
-"""Deepest nesting of brackets in a document's JSON."""
+"""Maximum nesting depth of a record's JSON."""
 _ANYTHING: Any = Any
 _SHOWN = 120
 MAX_RECORD_BYTES = 1 << 28
-"""The largest record: a document is held as a whole, as text and as tokens."""
+"""Maximum size of a record, because text and tokens of a document must fit in memory."""
 
 
 class BadRecord(Exception):
-    """A record whose content is at fault: the source that reads it says where it is."""
+    """A record with invalid content; the source adds its location."""
 
     def __init__(self, given: str, rule: str, action: str):
         super().__init__(rule)
@@ -230,7 +234,7 @@ _MISSING = object()
 
 
 class TextExtractor:
-    """The text of records: themselves if they are text, else a column's or a template's."""
+    """Extracts the text of records: the record itself if it is text, a column or a template."""
 
     def __init__(self, field: str = "text", template: str = ""):
         self._field = field
@@ -239,19 +243,19 @@ class TextExtractor:
 
     @property
     def columns(self) -> list[str]:
-        """The columns that are read; a dot leads into one with columns of its own."""
+        """Columns that are read; a dot separates the parts of a nested column."""
         return [name for _, name in self._pieces if name] if self._template else [self._field]
 
     @property
     def fingerprint_key(self) -> str:
-        """Part of a source's fingerprint."""
+        """Column or template, as part of a source's fingerprint."""
         return f"template {self._template}" if self._template else self._field
 
     def __call__(self, record: str | Mapping[str, Any]) -> str:
-        """The text.
+        """Return the text of a record.
 
         Raises:
-            BadRecord: it has no such column, or another type there.
+            BadRecord: the column is missing or of another type.
         """
         if isinstance(record, str):
             return record
@@ -260,7 +264,7 @@ class TextExtractor:
             for fixed, name in self._pieces:
                 parts += fixed, _fill_field(record, name) if name else ""
                 size += len(parts[-2]) + len(parts[-1])
-                check_length(size)  # a column may be there many times
+                check_length(size)  # a template may repeat a column many times
             return "".join(parts)
         value = value_of(record, self._field)
         if isinstance(value, (str, bytes)):
@@ -274,11 +278,11 @@ class TextExtractor:
 
 
 def _suggest_settings(record: Mapping[str, Any]) -> str:
-    """The action that reads a record without the field of its text."""
+    """Return the action for a record without the expected text field."""
     chat, template = chat_settings(record), text_template(record)
     actions = [f"{chat} to render conversations with a chat template"] if chat else []
     if template:
-        actions.append(f"data.template={shlex.quote(template)} to train all of it as text")
+        actions.append(f"data.template={shlex.quote(template)} to train on these fields as text")
     if actions:
         return f"Set {', or '.join(actions)}."
     texts = text_fields(record)
@@ -295,12 +299,12 @@ def _suggest_settings(record: Mapping[str, Any]) -> str:
 
 
 def fill_template(record: Mapping[str, Any], template: str, key: str) -> str:
-    """The text of the template that `key` sets, without lines whose columns are empty.
+    """Return the text of the template set by `key`, without lines whose columns are all empty.
 
-    A column that is null or missing is empty.
+    A null or missing column is empty.
 
     Raises:
-        BadRecord: the record lacks all of them, or has another type there.
+        BadRecord: the record has none of the columns, or a column is of another type.
     """
     pieces = split_template(template)
     names = [name for _, name in pieces if name]
@@ -324,7 +328,9 @@ def fill_template(record: Mapping[str, Any], template: str, key: str) -> str:
 
 
 def value_of(record: Mapping[str, Any], name: str) -> Any:
-    """A column's value, that of `a.b` in the column `a` if there is none of the whole name."""
+    """Return the value of a column; `a.b` is the part `b` of column `a` unless a column has that
+    name.
+    """
     if name in record:
         return record[name]
     first, dot, rest = name.partition(".")
@@ -358,41 +364,41 @@ def _text(value: str | bytes) -> str:
     check_length(len(value))
     if isinstance(value, bytes):
         return decode_utf8(value)
-    # A JSON string may hold half of a surrogate pair, which no encoder takes.
+    # A JSON string may contain an unpaired surrogate, which encoders reject.
     return value.encode("utf-8", "replace").decode()
 
 
 def check_length(size_bytes: int) -> None:
-    """Checks that a record is not larger than documents may be.
+    """Check that a record does not exceed the maximum size.
 
     Raises:
-        BadRecord: it is.
+        BadRecord: the record is too large.
     """
     if size_bytes > MAX_RECORD_BYTES:
         raise BadRecord(
             f"{size_bytes} bytes",
-            f"must be at most {MAX_RECORD_BYTES} bytes long: it is held in memory as a whole.",
-            "Cut the document into several.",
+            f"must be at most {MAX_RECORD_BYTES} bytes long to fit in memory.",
+            "Split the document.",
         )
 
 
 def from_json(raw: bytes) -> dict[str, Any]:
-    """The JSON object of a record.
+    """Return the JSON object of a record.
 
     Raises:
-        ValueError: it is not JSON, nests too deep, or is no object.
+        ValueError: the record is not JSON, is nested too deep, or is not an object.
     """
     value = parse_json(raw, _ANYTHING, most_depth=_MAX_DEPTH)
     if not isinstance(value, dict):
-        raise ValueError(f"it is of type {type(value).__name__}")
+        raise ValueError(f"the value is of type {type(value).__name__}")
     return value
 
 
 def decode_utf8(raw: bytes, errors: str = "strict") -> str:
-    """UTF-8 as text.
+    """Decode UTF-8.
 
     Raises:
-        BadRecord: it is not UTF-8.
+        BadRecord: the bytes are not UTF-8.
     """
     try:
         return raw.decode("utf-8", errors)
@@ -400,12 +406,12 @@ def decode_utf8(raw: bytes, errors: str = "strict") -> str:
         raise BadRecord(
             f"byte 0x{raw[error.start]:02x} at offset {error.start}",
             "must be UTF-8 text.",
-            "Convert it to UTF-8, or leave it out of data.path with a glob pattern.",
+            "Convert the text to UTF-8, or exclude the file from data.path with a glob pattern.",
         ) from error
 
 
 def shorten(text: str | bytes, limit: int = _SHOWN) -> str:
-    """In one line of at most `limit` characters."""
+    """Return the text as one line of at most `limit` characters."""
     if isinstance(text, bytes):
         text = text[: 8 * limit].decode("utf-8", "replace")
     line = " ".join(text.split())

@@ -1,4 +1,4 @@
-"""Hugging Face datasets that `save_to_disk` wrote; the package is not needed."""
+"""Hugging Face datasets written by `save_to_disk`, read without the `datasets` package."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _MAX_METADATA_BYTES = 1 << 26
 _CACHED_BYTES = 1 << 28
 _MARK = 0xFFFFFFFF
 _SCHEMA, _DICTIONARY, _RECORDS = 1, 2, 3
-"""Kinds of messages of a stream of Arrow batches."""
+"""Message types of an Arrow stream."""
 _END = b"\xff\xff\xff\xff\0\0\0\0"
-"""The last bytes of a stream of Arrow batches."""
+"""Last bytes of an Arrow stream."""
 
 
 class _DataFile(TypedDict):
@@ -46,9 +46,9 @@ class _Splits(TypedDict):
 
 
 class SavedDataset:
-    """One document per row; of a dataset with splits those of `train`.
+    """Source with a document per row; for a dataset with splits, of `train`.
 
-    Files are read, not mapped into memory: one that is cut meanwhile gives an error, not a signal.
+    Files are read without mmap, so a file that is truncated later gives an error, not a signal.
     """
 
     name = "huggingface"
@@ -66,11 +66,14 @@ class SavedDataset:
         self._batch_files = np.array([each.file for each in self._batches], np.int64)
         if not sum(rows):
             raise ConfigError.one(
-                "data.path", paths[0], "must hold rows; it has none.", "Save the dataset again."
+                "data.path",
+                paths[0],
+                "must contain rows; the dataset is empty.",
+                "Save the dataset again.",
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        """For other processes: without batches."""
+        """Return the state for other processes, without batches."""
         return {**self.__dict__, "_lock": None, "_cached": OrderedDict()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -80,7 +83,7 @@ class SavedDataset:
         return int(self._ends[-1])
 
     def _place(self, index: int) -> tuple[int, int]:
-        """The number of a row's batch, and its own in it."""
+        """Return the index of a row's batch, and of the row in the batch."""
         which = int(np.searchsorted(self._ends, index, side="right"))
         return which, index - (int(self._ends[which - 1]) if which else 0)
 
@@ -95,13 +98,13 @@ class SavedDataset:
             batch.slice(row, 1).validate(full=True)
         except pyarrow.ArrowInvalid as error:
             raise BadRecord(
-                "", f"must be a row of its columns: {shorten(str(error))}.", "Save it again."
+                "", f"must be a valid row: {shorten(str(error))}.", "Save the dataset again."
             ) from error
         return row_of(batch, row)
 
     def _batch(self, which: int) -> Any:
-        """A batch; those that were read last are kept."""
-        # One at a time, so that threads which want the same batch read it once.
+        """Return a batch; recently read batches are cached."""
+        # Under the lock, so that threads which need the same batch read it once.
         with self._lock:
             if which not in self._cached:
                 batch = self._batches[which]
@@ -125,37 +128,37 @@ class SavedDataset:
 
 
 def is_saved_dataset(path: str) -> bool:
-    """Whether a folder is what `save_to_disk` writes."""
+    """Return whether a folder was written by `save_to_disk`."""
     folder = os.path.expanduser(path)
     return any(os.path.isfile(os.path.join(folder, name)) for name in (_STATE, _SPLITS))
 
 
 def _data_files(path: str) -> list[File]:
-    """The Arrow files of a saved dataset, in the order in which it lists them."""
+    """Return the Arrow files of a saved dataset, in the order of its state file."""
     if url_scheme(path):
         raise ConfigError.one(
             "data.path",
             path,
             "must be in a file system with data.source=huggingface.",
-            "Copy the folder to a disk, or mount the bucket as one.",
+            "Copy the folder to a disk, or mount the bucket as a folder.",
         )
     folder = os.path.expanduser(path)
     if os.path.isfile(os.path.join(folder, _SPLITS)):
         splits = _read(folder, _SPLITS, _Splits)["splits"]
         if _SPLIT not in splits:
-            there = f" (there are {', '.join(splits[:8])})" if splits else ""
+            there = f" (found {', '.join(splits[:8])})" if splits else ""
             raise ConfigError.one(
                 "data.path",
                 path,
                 f"must have a split {_SPLIT}{there}.",
-                f"Name the folder of a split, such as {os.path.join(path, *splits[:1])}.",
+                f"Set data.path to a split folder, such as {os.path.join(path, *splits[:1])}.",
             )
         folder = os.path.join(folder, _SPLIT)
     if not os.path.isfile(os.path.join(folder, _STATE)):
         raise ConfigError.one(
             "data.path",
             path,
-            f"must be a folder that save_to_disk of `datasets` wrote, with {_STATE}: the Hugging "
+            f"must be a folder written by save_to_disk of `datasets`, with {_STATE}: the Hugging "
             "Face hub is not read.",
             "Save it once: python -c \"import datasets; datasets.load_dataset('NAME')"
             ".save_to_disk('DIR')\", then set data.path=DIR.",
@@ -165,8 +168,8 @@ def _data_files(path: str) -> list[File]:
         raise ConfigError.one(
             "data.path",
             path,
-            "must hold its rows themselves, not a choice of them by number.",
-            "Save it again: dataset.flatten_indices().save_to_disk('DIR').",
+            "must contain its rows, not a selection by index.",
+            "Save the dataset again:  dataset.flatten_indices().save_to_disk('DIR').",
         )
     names = [each["filename"] for each in state["_data_files"]]
     for name in names:
@@ -174,7 +177,7 @@ def _data_files(path: str) -> list[File]:
             raise ConfigError.one(
                 os.path.join(folder, _STATE),
                 shorten(name),
-                "must name Arrow files in this folder.",
+                "must list Arrow files in this folder.",
                 "Save the dataset again.",
             )
     return [file for name in names for file in stat_files([os.path.join(folder, name)], folder)]
@@ -187,30 +190,33 @@ def _read(folder: str, name: str, kind: Any) -> Any:
             return parse_json(boundary.read(path, _MAX_STATE_BYTES), kind)
     except ValueError as error:
         raise ConfigError.one(
-            "data.path", path, f"must be what save_to_disk wrote: {error}.", "Save it again."
+            "data.path",
+            path,
+            f"must be a file of save_to_disk: {error}.",
+            "Save the dataset again.",
         ) from error
 
 
 class _Batch(NamedTuple):
-    """Where a record batch is in a file: messages as (first byte, end)."""
+    """Position of a record batch in a file, with messages as (first byte, end)."""
 
     file: int
     num_rows: int
     needed: tuple[tuple[int, int], ...]
-    """Those of the schema and the dictionaries."""
+    """Messages of the schema and the dictionaries."""
     start: int
     stop: int
 
     @property
     def size_bytes(self) -> int:
-        """Of the batch alone."""
+        """Size of the batch without schema and dictionaries."""
         return self.stop - self.start
 
     def read(self, file: File) -> Any:
-        """The batch.
+        """Return the batch.
 
         Raises:
-            ConfigError: it cannot be read.
+            ConfigError: the batch cannot be read.
         """
         import pyarrow
 
@@ -220,34 +226,34 @@ class _Batch(NamedTuple):
                 batch = reader.read_next_batch()
             batch.schema.names  # noqa: B018  UnicodeDecodeError where a name is not UTF-8
             if batch.num_rows != self.num_rows:
-                raise ValueError(f"a batch has {batch.num_rows} rows, and had {self.num_rows}")
+                raise ValueError(f"a batch has {batch.num_rows} rows instead of {self.num_rows}")
         except (pyarrow.ArrowException, OSError, ValueError, MemoryError) as error:
             raise _incomplete_file_error(file, error) from error
         return batch
 
 
 def _batches(number: int, file: File) -> list[_Batch]:
-    """The record batches of a file."""
+    """Return the record batches of a file."""
     import pyarrow
 
     batches: list[_Batch] = []
     needed: list[tuple[int, int]] = []
     with wrap_read_errors(file.path):
-        os.close(boundary.open_regular(file.path))  # a regular file
+        os.close(boundary.open_regular(file.path))  # raises unless this is a regular file
     try:
         if read(file, max(0, file.size_bytes - len(_END))) != _END:
-            raise ValueError("it ends in the middle")
+            raise ValueError("the file is truncated")
         for kind, start, stop, num_rows, is_compressed in _messages(file):
             if is_compressed:
-                raise ValueError("its batches are compressed, and cannot be read at a position")
+                raise ValueError("compressed batches do not support random access")
             if kind == _RECORDS:
                 batches.append(_Batch(number, num_rows, tuple(needed), start, stop))
             elif (kind == _SCHEMA) != (not needed):
-                raise ValueError("it does not begin with one schema")
+                raise ValueError("the file must begin with one schema")
             else:
                 needed.append((start, stop))
         if not needed:
-            raise ValueError("it has no schema")
+            raise ValueError("the file has no schema")
     except ConfigError:
         raise
     except (pyarrow.ArrowException, OSError, ValueError, MemoryError, struct.error) as error:
@@ -259,26 +265,26 @@ def _incomplete_file_error(file: File, error: Exception) -> ConfigError:
     return ConfigError.one(
         "data.path",
         file.path,
-        f"must be a whole file of a saved dataset: {shorten(str(error))}.",
-        "Copy it again from where it is whole, or save the dataset again.",
+        f"must be a complete file of a saved dataset: {shorten(str(error))}.",
+        "Copy the file again from an intact source, or save the dataset again.",
     )
 
 
 def _messages(file: File) -> Iterator[tuple[int, int, int, int, bool]]:
-    """Kind, first byte, end, rows and whether it is compressed of each message of a stream.
+    """Yield (type, first byte, end, rows, is compressed) for each message of a stream.
 
-    A message is a mark, the size of its metadata, these as a flatbuffer, and a body.
+    A message consists of a marker, the metadata size, the metadata as a flatbuffer, and a body.
     """
     at = 0
     while at < file.size_bytes - len(_END):
         mark, size = struct.unpack("<Ii", read(file, at, at + 8))
         if mark != _MARK or not 0 < size <= _MAX_METADATA_BYTES:
-            raise ValueError(f"there is no message at byte {at}")
+            raise ValueError(f"byte {at} is not the beginning of a message")
         message = _Table.root(read(file, at + 8, at + 8 + size))
         kind, body = message.number(1, "<B"), message.number(3, "<q")
         stop = at + 8 + size + body
         if kind not in (_SCHEMA, _DICTIONARY, _RECORDS) or not at < stop <= file.size_bytes:
-            raise ValueError(f"there is no message at byte {at}")
+            raise ValueError(f"byte {at} is not the begin of a message")
         header = message.table(2)
         batch = header.table(1) if kind == _DICTIONARY else header
         is_compressed = kind != _SCHEMA and batch.has(3)
@@ -290,7 +296,7 @@ def _messages(file: File) -> Iterator[tuple[int, int, int, int, bool]]:
 
 
 class _Table(NamedTuple):
-    """A table of a flatbuffer: fields by number, found through its list of offsets."""
+    """A flatbuffer table, whose fields are located through its offset table."""
 
     raw: bytes
     at: int
@@ -300,7 +306,7 @@ class _Table(NamedTuple):
         return cls(raw, _unpacked("<I", raw, 0))
 
     def _place(self, field: int) -> int:
-        """The position of a field; 0 if it has its default."""
+        """Return the position of a field; 0 if the field has its default value."""
         offsets = self.at - _unpacked("<i", self.raw, self.at)
         slot = 4 + 2 * field
         if slot >= _unpacked("<H", self.raw, offsets):
@@ -322,5 +328,5 @@ class _Table(NamedTuple):
 
 def _unpacked(kind: str, raw: bytes, at: int) -> int:
     if at < 0:
-        raise ValueError("its metadata cannot be read")
+        raise ValueError("the metadata cannot be read")
     return struct.unpack_from(kind, raw, at)[0]

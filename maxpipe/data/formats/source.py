@@ -1,4 +1,4 @@
-"""What every source of documents is, and the source that is made of a format's records."""
+"""Interface of document sources, and the source over the records of a file format."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _LOG = logging.getLogger(__name__)
 
 _PROGRESS_SECONDS = 5.0
 _NAMED = 10
-"""Records that are skipped and named in the log."""
+"""Maximum number of skipped records that the log names."""
 
 Heartbeat = Callable[[], object]
-"""Called by a long pass over the data whenever a part of it is done."""
+"""Called by a long pass over the data after each part."""
 
 Record = str | Mapping[str, Any]
-"""A document as its format has it: its text, or columns with their values."""
+"""A document as stored: its text, or its columns by name."""
 
 
 class UnreadableRecord(ConfigError):
-    """A record that is no document. Others of its file may be."""
+    """A record that cannot be read. Other records of its file may be readable."""
 
 
 class Source(Protocol):
@@ -42,67 +42,71 @@ class Source(Protocol):
     def __getitem__(self, index: int) -> str: ...
 
     def record(self, index: int) -> Record:
-        """The whole record that the document's text is taken from; empty if it was skipped."""
+        """Return the full record that contains the document's text; empty if the record was
+        skipped.
+        """
         ...
 
     def where(self, index: int) -> str:
-        """The file of a document and its place in it, for people."""
+        """Return the file of a document and its position there, for messages."""
         ...
 
     @property
     def unreadable(self) -> Sequence[int]:
-        """The numbers of the records that were skipped so far: documents without text."""
+        """Indices of the records skipped so far, which are documents without text."""
         ...
 
     def fingerprint(self) -> str:
-        """Digest of what identifies the content cheaply: names, sizes, counts, edges of files."""
+        """Return a digest of file names, sizes, counts, and first and last bytes, which is fast to
+        compute.
+        """
         ...
 
     def content(self, moved: Heartbeat | None = None) -> Mapping[str, str]:
-        """Digests of everything in its files, by name; empty if it has no files.
+        """Return content digests by file name; empty for a source without files.
 
         Raises:
-            ConfigError: a file cannot be read, or changes while it is read.
+            ConfigError: a file cannot be read, or changes during reading.
         """
         ...
 
     def check_unchanged(self, moved: Heartbeat | None = None) -> None:
-        """Checks that every file has the content of when `content` was first called.
+        """Check that no file has changed since `content` was first called.
 
         Raises:
-            ConfigError: one has not.
+            ConfigError: a file has changed.
         """
         ...
 
 
 class Records(Protocol):
-    """Random access to the records of files of one format."""
+    """Random access to the records in files of one format."""
 
     @property
     def name(self) -> str: ...
 
     @property
     def files(self) -> Sequence[File]:
-        """The files that hold them; none of records that are made."""
+        """Files with the records; empty for generated records."""
         ...
 
     def __len__(self) -> int: ...
 
     def read(self, index: int, columns: list[str] | None = None) -> Record:
-        """A record; of its columns at least those named, of None all.
+        """Return a record with at least the given columns; None selects all columns.
 
         Raises:
-            BadRecord: its content is at fault.
-            ConfigError: its file is.
+            BadRecord: the content of the record is invalid.
+            ConfigError: the file cannot be read.
         """
         ...
 
     def where(self, index: int) -> str:
-        """As `Source.where`."""
+        """See `Source.where`."""
         ...
 
     def fingerprint(self, chosen: str) -> str:
-        """As `Source.fingerprint`; `chosen` says what of a record is taken."""
+        """See `Source.fingerprint`; `chosen` identifies the column or template that is read."""
         ...
 
 
@@ -117,10 +121,10 @@ class FileDigests(Protocol):
 
 
 class RecordSource:
-    """The texts of a format's records.
+    """Texts of the records of a format.
 
-    A record that cannot be read raises UnreadableRecord; with `most_skipped` that many of them are
-    empty documents instead. So documents keep their numbers, and an index says of each what it is.
+    A record that cannot be read raises UnreadableRecord. Up to `most_skipped` such records become
+    empty documents instead, so document indices do not change.
     """
 
     def __init__(
@@ -135,7 +139,7 @@ class RecordSource:
         self._lock = threading.Lock()
 
     def __getstate__(self) -> dict[str, Any]:
-        """For other processes: each counts what it skips."""
+        """Return the state for other processes, which count their skipped records separately."""
         return {**self.__dict__, "_skipped": set(), "_lock": None, "_digests": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -183,7 +187,7 @@ class RecordSource:
             return sorted(self._skipped)
 
     def _skip(self, index: int, error: BadRecord) -> None:
-        """Counts a record that cannot be read. Raises UnreadableRecord for one too many."""
+        """Count a record that cannot be read. Raises UnreadableRecord if the limit is exceeded."""
         with self._lock:
             if index in self._skipped:
                 return
@@ -193,20 +197,21 @@ class RecordSource:
         problem = Problem(self.where(index), error.value, error.rule, error.action)
         if count > self._most_skipped:
             if self._most_skipped:
-                rule = f"{problem.rule} It is one more than data.max_bad_records skips "
+                rule = f"{problem.rule} The number of such records exceeds data.max_bad_records "
                 problem = replace(problem, rule=f"{rule}({self._most_skipped}).")
             raise UnreadableRecord([problem]) from error
         if count <= _NAMED:
-            # What a record holds may control a terminal.
+            # Record content may contain terminal control sequences.
             _LOG.warning(
-                "%s Skipped, as an empty document.", redact.redact_for_terminal(problem.line)
+                "%s Skipped: counts as an empty document.",
+                redact.redact_for_terminal(problem.line),
             )
         if count == _NAMED:
-            _LOG.warning("%s: further records that are skipped are counted only", self.name)
+            _LOG.warning("%s: further skipped records are counted but not logged", self.name)
 
 
 class Progress:
-    """Log lines, a few seconds apart, while a long pass over the data runs."""
+    """Periodic log lines for a long pass over the data."""
 
     def __init__(self, task: str, total: int, moved: Heartbeat | None = None):
         self._task = task

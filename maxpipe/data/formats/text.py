@@ -1,7 +1,4 @@
-"""Text files as documents, and the corpus that every machine has.
-
-Made-up documents, for measurements.
-"""
+"""Text files, the standard library corpus and synthetic documents."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from maxpipe.data.formats.record_text import check_length, decode_utf8
 from maxpipe.errors import ConfigError
 from maxpipe.io.formatting import pluralize
 
-# Tests hold text that is broken on purpose, the others are not part of the library.
+# Tests contain invalid text on purpose; the other folders are not part of the library.
 _SKIPPED_FOLDERS = {
     "test",
     "tests",
@@ -28,7 +25,7 @@ _SKIPPED_FOLDERS = {
 
 
 class TextFiles:
-    """One document per file."""
+    """Source with a document per file."""
 
     def __init__(self, name: str, files: Sequence[File], *, errors: str = "strict"):
         self.name = name
@@ -38,7 +35,7 @@ class TextFiles:
             raise ConfigError.one(
                 "data.path",
                 common_folder(files),
-                f"must hold text: {pluralize(len(files), 'file')} with nothing inside.",
+                f"must contain text: {pluralize(len(files), 'file')} without content.",
                 "Set data.path to a folder with text, or data.source=corpus.",
             )
 
@@ -58,16 +55,16 @@ class TextFiles:
 
 
 def open_stdlib_corpus() -> TextFiles:
-    """The source files of Python's standard library.
+    """Return a source of the Python standard library's source files.
 
     Raises:
-        ConfigError: it has none.
+        ConfigError: the source files are not installed.
     """
     root = sysconfig.get_path("stdlib")
     files = []
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if name not in _SKIPPED_FOLDERS]
-        # The build's variables differ between machines with the same Python.
+        # Build variables differ between machines with the same Python version.
         files += [
             os.path.join(folder, name)
             for name in names
@@ -77,7 +74,7 @@ def open_stdlib_corpus() -> TextFiles:
         raise ConfigError.one(
             "data.source",
             "corpus",
-            f"needs the source files of Python's standard library, and {root} has none.",
+            f"requires the source files of Python's standard library, and {root} has none.",
             "Set data.source=text and data.path to a folder with text.",
         )
     return TextFiles("corpus", stat_files(files, root), errors="replace")
@@ -88,7 +85,9 @@ _WORDS = 1024
 
 
 class SyntheticRecords:
-    """Documents of made-up words, some frequent and most rare, made when they are asked for."""
+    """Random documents of random words with Zipf frequencies, generated on demand, for
+    benchmarks.
+    """
 
     name = "synthetic"
     files = ()
@@ -123,5 +122,6 @@ class SyntheticRecords:
 
 
 def _random_bits(seed: int, stream: int, count: int) -> np.ndarray:
-    # numpy guarantees a bit generator's raw output across versions, but not its distributions.
+    # numpy guarantees stable raw output of a bit generator across versions, but not of
+    # distributions.
     return np.random.PCG64([seed, stream]).random_raw(count)

@@ -1,9 +1,9 @@
-"""What a teacher says of rows, in files: `maxpipe distill prepare` writes them, students read them.
+"""Teacher logits in files: `maxpipe distill prepare` writes them and students read them.
 
-Each row of a source has its place: it is found by source and number, whatever the size of batches
-or the shares of a mixture. A shard is `shard-00000.bin` with `shard_rows` records of one size, and
-`.crc` with a CRC of each of its blocks. The manifest is written last. In shapes T is the tokens of
-a row, and K the most likely tokens that are kept of each.
+Each sequence has a fixed place, addressed by source and index, independent of batch size and
+mixture weights. A shard consists of `shard-00000.bin` with `shard_rows` records of equal size, and
+`.crc` with a CRC per block. The manifest is written last. In shapes, T is the number of tokens of a
+sequence, and K the number of stored top tokens per position.
 """
 
 from __future__ import annotations
@@ -53,18 +53,18 @@ _LOGITS_FOLDER = FolderKind(
     "maxpipe distill prepare", "distill.teacher_logits", MANIFEST, (_FORMAT,)
 )
 _IDENTITY = ("tokens", "segment_ids")
-"""Arrays of a row by which it is known again."""
+"""Arrays that identify a sequence."""
 
 
 class TeacherEntry(TypedDict):
-    """Which model: a name for people, and the digest of its parameters."""
+    """Teacher model: a name for messages, and the digest of its parameters."""
 
     name: str
     digest: str
 
 
 class LogitsSpec(TypedDict):
-    """What decides each byte of a folder."""
+    """Inputs that determine every byte of a logits folder."""
 
     format: int
     teacher: TeacherEntry
@@ -74,18 +74,18 @@ class LogitsSpec(TypedDict):
     row_tokens: int
     shard_rows: int
     sources: dict[str, dict[str, Any]]
-    """By its name in a mixture: facts about a source, with the number of its `sequences`."""
+    """Metadata of each source by name in the mixture, including the number of its `sequences`."""
 
 
 class LogitsShardEntry(TypedDict):
-    """Rows that follow each other, and their files by suffix."""
+    """Consecutive sequences and their files by suffix."""
 
     rows: int
     files: dict[str, FileEntry]
 
 
 class LogitsManifest(LogitsSpec):
-    """The whole."""
+    """Content of the manifest."""
 
     shards: list[LogitsShardEntry]
 
@@ -100,7 +100,7 @@ def spec_of(
     row_tokens: int,
     shard_bytes: int,
 ) -> LogitsSpec:
-    """What a teacher's answers to all rows of these sources will be."""
+    """Return the spec of the teacher logits for all sequences of these sources."""
     size = record_dtype(row_tokens, top_k, vocab_size).itemsize
     return {
         "format": _FORMAT,
@@ -115,7 +115,9 @@ def spec_of(
 
 
 def record_dtype(row_tokens: int, top_k: int, vocab_size: int) -> np.dtype:
-    """A row: the digest of its tokens, and of each token the teacher's most likely next ones."""
+    """Return the dtype of a record: digest of the sequence, and K ids and log-probabilities per
+    token.
+    """
     shape = (row_tokens, top_k)
     fields = [("digest", "<u8"), ("ids", dtype_for(vocab_size), shape), ("logprobs", "<f4", shape)]
     return np.dtype(fields)  # type: ignore[call-overload]
@@ -126,12 +128,12 @@ def _record_dtype_of_spec(spec: LogitsSpec) -> np.dtype:
 
 
 def num_sequences(spec: LogitsSpec) -> int:
-    """Of all sources."""
+    """Return the number of sequences of all sources."""
     return sum(int(facts["sequences"]) for facts in spec["sources"].values())
 
 
 def sequence_digest(row: Mapping[str, np.ndarray]) -> int:
-    """Of a row's tokens, and of where its documents begin."""
+    """Return the digest of a sequence's tokens and segment ids."""
     total = hashlib.blake2b(digest_size=8)
     for name in _IDENTITY:
         total.update(np.ascontiguousarray(row[name], "<i4").tobytes())
@@ -139,20 +141,20 @@ def sequence_digest(row: Mapping[str, np.ndarray]) -> int:
 
 
 class LogitsBatch(NamedTuple):
-    """What a teacher says of consecutive rows."""
+    """Teacher logits of consecutive sequences."""
 
     digests: list[int]
     ids: np.ndarray
-    """[rows, T, K]"""
+    """[sequences, T, K]"""
     logprobs: np.ndarray
-    """float32 [rows, T, K]"""
+    """float32 [sequences, T, K]"""
 
 
 # Writing.
 
 
 class LogitsWriter:
-    """Fills a folder whose journal is locked, from the first row that is missing."""
+    """Writer for a folder with a locked journal, starting at the first missing sequence."""
 
     def __init__(self, folder: Path, journal: BinaryIO, spec: LogitsSpec):
         self._folder, self._journal, self._spec = folder, journal, spec
@@ -172,19 +174,19 @@ class LogitsWriter:
 
     @property
     def done(self) -> int:
-        """Rows that are on the disk."""
+        """Number of sequences on disk."""
         return sum(shard["rows"] for shard in self._shards)
 
     def _check_on_disk(self, shard: LogitsShardEntry) -> LogitsShardEntry:
-        """The same, if its files are there; raises OSError or ValueError."""
+        """Return the shard if its files are on disk. Raises OSError or ValueError otherwise."""
         for suffix, entry in shard["files"].items():
             path = self._folder / shard_name(len(self._shards), suffix)
             if path.stat().st_size != entry["bytes"]:
-                raise ValueError("it is cut off")
+                raise ValueError("the file is truncated")
         return shard
 
     def add(self, answers: LogitsBatch) -> None:
-        """Appends rows."""
+        """Append sequences."""
         records = np.empty(len(answers.digests), self._record)
         records["digest"], records["ids"] = answers.digests, answers.ids
         records["logprobs"] = answers.logprobs
@@ -199,7 +201,7 @@ class LogitsWriter:
                 self._close()
 
     def finish(self) -> LogitsManifest:
-        """Writes the manifest."""
+        """Write the manifest and remove the journal."""
         if self._file is not None:
             self._close()
         manifest: LogitsManifest = {**self._spec, "shards": self._shards}
@@ -209,7 +211,7 @@ class LogitsWriter:
         return manifest
 
     def abandon(self) -> None:
-        """Leaves a shard unfinished."""
+        """Close the current shard without completing it."""
         if self._file is not None:
             self._file.abandon()
 
@@ -228,16 +230,16 @@ class LogitsWriter:
 
 
 def check_same(folder: Path, found: LogitsSpec, spec: LogitsSpec) -> None:
-    """Raises ConfigError if the folder is of another teacher or of other rows."""
+    """Raise ConfigError if the folder belongs to another teacher or other sequences."""
     theirs, ours = (_comparable_spec(each) for each in (found, spec))
     if lines := differences(theirs, ours):
         more = f" and {len(lines) - 4} more" if len(lines) > 4 else ""
-        rule = f"holds what was prepared otherwise: {'; '.join(lines[:4])}{more}."
+        rule = f"contains logits prepared with other settings: {'; '.join(lines[:4])}{more}."
         raise ConfigError.one(OUT, folder, rule, suggest_action(folder))
 
 
 def _comparable_spec(spec: LogitsSpec) -> dict[str, Any]:
-    """A teacher is its parameters, wherever they are."""
+    """Return a spec that identifies the teacher by its parameters, not its name."""
     found = {name: spec.get(name) for name in LogitsSpec.__annotations__}
     return {**found, "teacher": spec["teacher"]["digest"]}
 
@@ -246,7 +248,7 @@ def _comparable_spec(spec: LogitsSpec) -> dict[str, Any]:
 
 
 def has_manifest(folder: str) -> bool:
-    """Whether a folder, or `gs://BUCKET/PATH`, is one of these."""
+    """Return whether a folder or `gs://BUCKET/PATH` contains teacher logits."""
     try:
         return bool(open_range_reader(join_path(folder, MANIFEST)).size)
     except StorageError:
@@ -254,28 +256,30 @@ def has_manifest(folder: str) -> bool:
 
 
 def read_manifest(folder: str) -> LogitsManifest:
-    """The manifest of a folder or `gs://BUCKET/PATH`; raises as that of documents does."""
+    """Return the manifest of a folder or `gs://BUCKET/PATH`; see `manifest.read_manifest` for
+    errors.
+    """
     return read_checksummed(_LOGITS_FOLDER, folder, LogitsManifest, _check)
 
 
 def _check(found: LogitsManifest) -> None:
-    """Raises ValueError for numbers that no folder has."""
+    """Raise ValueError for inconsistent values."""
     sizes = [found[name] for name in ("top_k", "row_tokens", "shard_rows", "vocab_size")]
     if min(sizes) < 1 or found["top_k"] > found["vocab_size"]:
-        raise ValueError(f"it says sizes that cannot be: {sizes}")
+        raise ValueError(f"the sizes are inconsistent: {sizes}")
     for name, facts in found["sources"].items():
         if type(count := facts.get("sequences")) is not int or count < 1:
             raise ValueError(f"source {name!r} has {count} sequences")
     size, left = _record_dtype_of_spec(found).itemsize, num_sequences(found)
     for number, shard in enumerate(found["shards"]):
         if sorted(shard["files"]) != sorted((BIN, CRC_FILE)):
-            raise ValueError(f"shard {number} has other files")
+            raise ValueError(f"shard {number} has unexpected files")
         rows = min(found["shard_rows"], left)
         if shard["rows"] != rows or shard["files"][BIN]["bytes"] != rows * size:
-            raise ValueError(f"shard {number} has not the {rows} rows that it must have")
+            raise ValueError(f"shard {number} must have {rows} sequences")
         left -= rows
     if left:
-        raise ValueError(f"its shards lack {left} rows")
+        raise ValueError(f"{left} sequences are missing in the shards")
 
 
 def open_logits(
@@ -287,14 +291,14 @@ def open_logits(
     top_k: int,
     row_tokens: int,
 ) -> LogitsReader:
-    """What a folder says of rows of these sources to a student with these numbers.
+    """Open the teacher logits of a folder for a student with these sources and settings.
 
     Raises:
-        ConfigError: it is of other rows, or was made for other numbers.
-        StorageError: it is damaged, or cannot be read.
+        ConfigError: the folder has logits of other sequences or settings.
+        StorageError: the folder is damaged or cannot be read.
     """
     found = read_manifest(folder)
-    then = f"what {folder} was prepared with, from {found['teacher']['name']}"
+    then = f"the value of {folder}, prepared with {found['teacher']['name']}"
     for key, before, now in (
         ("model.vocab_size", found["vocab_size"], vocab_size),
         ("train.sequence_length", found["row_tokens"], row_tokens),
@@ -310,8 +314,8 @@ def open_logits(
     for name, facts in sources.items():
         before = found["sources"].get(name)
         named = f"data.mixture.{name}" if name else "data"
-        lines += ["it has no rows of " + named] if before is None else []
-        if before is not None and CONTENT_KEY not in before:  # of an earlier release
+        lines += ["no sequences of " + named] if before is None else []
+        if before is not None and CONTENT_KEY not in before:  # written by an earlier release
             facts = {key: value for key, value in facts.items() if key != CONTENT_KEY}
         lines += [] if before is None else differences(before, dict(facts), named)
     if lines:
@@ -319,14 +323,14 @@ def open_logits(
         raise ConfigError.one(
             _LOGITS_FOLDER.key,
             folder,
-            f"must be of the rows that this run reads: {'; '.join(lines[:4])}{more}.",
-            "Restore documents, tokenizer, run.seed and data.* of then, or prepare it again.",
+            f"must contain logits of the sequences of this run: {'; '.join(lines[:4])}{more}.",
+            "Restore documents, tokenizer, run.seed and data.*, or prepare the folder again.",
         )
     return LogitsReader(folder, found, top_k)
 
 
 class LogitsReader:
-    """What a folder says of the rows of some sources."""
+    """Reader of the teacher logits of a folder."""
 
     def __init__(self, folder: str, manifest: LogitsManifest, top_k: int):
         self._folder, self._manifest, self._top_k = folder, manifest, top_k
@@ -340,17 +344,17 @@ class LogitsReader:
 
     @property
     def teacher(self) -> TeacherEntry:
-        """Which model it was."""
+        """Teacher model of the logits."""
         return self._manifest["teacher"]
 
     def read(
         self, source: str, sequence: int, row: Mapping[str, np.ndarray]
     ) -> tuple[np.ndarray, np.ndarray]:
-        """(ids int32, log-probabilities float32) `[T, K]` of a row, which has these arrays.
+        """Return (ids int32, log-probabilities float32) `[T, K]` of a sequence with these arrays.
 
         Raises:
-            ConfigError: it is not the row of which the teacher was asked.
-            StorageError: the files are damaged, or cannot be read.
+            ConfigError: the sequence differs from the one that the teacher processed.
+            StorageError: the files are damaged or cannot be read.
         """
         shard, place = divmod(self._starts[source] + sequence, self._manifest["shard_rows"])
         size, file = self._record.itemsize, self._file(shard)
@@ -360,28 +364,28 @@ class LogitsReader:
             raise ConfigError.one(
                 _LOGITS_FOLDER.key,
                 self._folder,
-                f"must be of the documents of this run: sequence {sequence}{named} has other "
-                "tokens than when it was prepared.",
+                f"must contain logits of the run's documents: sequence {sequence}{named} has other "
+                "tokens than during preparation.",
                 "Restore the documents, or prepare the folder again.",
             )
         ids, logprobs = (record[name][:, : self._top_k] for name in ("ids", "logprobs"))
         if int(ids.max()) >= self._manifest["vocab_size"]:
-            raise damaged_error(file.path, f"row {place} has the id {int(ids.max())}")
+            raise damaged_error(file.path, f"sequence {place} has the id {int(ids.max())}")
         return ids.astype(np.int32), np.ascontiguousarray(logprobs, np.float32)
 
-    @functools.cache  # noqa: B019  lives as long as the run
+    @functools.cache  # noqa: B019  the reader lives as long as the run
     def _file(self, number: int) -> ChecksummedReader:
         entries = self._manifest["shards"][number]["files"]
         path, size = join_path(self._folder, shard_name(number, BIN)), entries[BIN]["bytes"]
         crc = join_path(self._folder, shard_name(number, CRC_FILE))
         crcs = np.frombuffer(read_verified(crc, entries[CRC_FILE]), "<u4")
         if len(crcs) != -(-size // BLOCK_BYTES):
-            raise damaged_error(crc, f"it has {len(crcs)} CRCs for {size} bytes")
+            raise damaged_error(crc, f"the file has {len(crcs)} CRCs for {size} bytes")
         return ChecksummedReader(open_range_reader(path), size, crcs, self._piece_cache)
 
 
 def entries(manifest: LogitsManifest) -> Iterator[tuple[str, FileEntry]]:
-    """Names of all files, and their digests."""
+    """Yield the names and entries of all files."""
     for number, shard in enumerate(manifest["shards"]):
         for suffix, entry in sorted(shard["files"].items()):
             yield shard_name(number, suffix), entry

@@ -1,20 +1,19 @@
-"""The manifest of a prepared folder: what it was made of, its files and their digests.
+"""Manifest, journal and index format of prepared folders.
 
-A shard is `shard-00000.bin` and `.idx` in Megatron's format, `.meta` with `META` of each document,
-of conversations `.mask` with a bit for each token, whether it is trained, and `.crc` with a CRC of
-each block of these. `spans` holds, as int64, the number of tokens before each `SPAN`-th document,
-and after the last one. The manifest is written last.
+A shard consists of `shard-00000.bin` and `.idx` in Megatron's format, `.meta` with a `META` entry
+per document, `.mask` with a loss-mask bit per token (conversations only), and `.crc` with a CRC per
+block of the other files. `spans` contains int64 token counts before each `SPAN_DOCUMENTS`-th
+document, and the total. The manifest is written last.
 
-A folder that a command fills file by file; after a stop the same command goes on.
+A command fills the folder file by file and records each complete file in a journal. After an
+interruption, the same command resumes after the last journal entry.
 
-A file that is on the disk is entered in a journal; what is behind the last entry is done again.
+Layout of Megatron's index of a file of token ids:
 
-Megatron's index of a file of token ids: what it holds, and where.
-
-magic, version, type of an id, number of sequences and of bounds       34 bytes
-lengths    int32 [sequences]    ids of each
-pointers   int64 [sequences]    byte of the .bin at which each begins
-bounds     int64 [documents + 1]   the sequence at which each document begins, and the end
+- header (34 bytes): magic, version, id type, number of sequences, number of bounds
+- lengths int32 [sequences]: number of ids in each sequence
+- pointers int64 [sequences]: byte offset of each sequence in the .bin file
+- bounds int64 [documents + 1]: first sequence of each document, and the end
 """
 
 from __future__ import annotations
@@ -50,14 +49,14 @@ _HEADER = struct.Struct("<9sQBQQ")
 HEADER_BYTES = _HEADER.size
 _MAGIC, _VERSION = b"MMIDIDX\x00\x00", 1
 _OLD_MAGIC = b"TNTIDX\x00\x00"
-# Their number of a type of ids; 6 and 7 are floats.
+# Megatron's codes of id types; 6 and 7 are floats.
 _TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 _FLOATS = (6, 7)
 
 
 @dataclass(frozen=True, slots=True)
 class IndexLayout:
-    """The type of the ids, and the tables of an index. `num_bounds` is documents + 1."""
+    """Id type and tables of an index. `num_bounds` is the number of documents + 1."""
 
     dtype: np.dtype
     num_sequences: int
@@ -81,39 +80,41 @@ class IndexLayout:
 
 
 def dtype_for(vocab_size: int) -> np.dtype:
-    """The smallest type of Megatron's that holds the ids of a vocabulary."""
+    """Return the smallest id type of Megatron for a vocabulary."""
     return np.dtype("<u2" if vocab_size <= 1 << 16 else "<i4")
 
 
 def parse(raw: bytes, size: int) -> IndexLayout:
-    """The layout that the first bytes of an index of `size` bytes describe.
+    """Return the layout described by the first bytes of an index of `size` bytes.
 
     Raises:
-        ValueError: it is no index, is cut, or is of a kind that is not read; the text says what.
+        ValueError: the data is not an index, is truncated, or has an unsupported format.
     """
     if raw.startswith(_OLD_MAGIC):
-        raise ValueError("it is of the kind before MMIDIDX, TNTIDX")
+        raise ValueError("the format is TNTIDX, the predecessor of MMIDIDX")
     if len(raw) < HEADER_BYTES or not raw.startswith(_MAGIC):
-        raise ValueError(f"it has no header of {HEADER_BYTES} bytes that begins with MMIDIDX")
+        raise ValueError(f"the file must begin with a MMIDIDX header of {HEADER_BYTES} bytes")
     _, version, code, num_sequences, num_bounds = _HEADER.unpack(raw[:HEADER_BYTES])
     if version != _VERSION:
-        raise ValueError(f"it is of version {version}, and {_VERSION} is read")
+        raise ValueError(f"the version is {version}, and only {_VERSION} is supported")
     if code in _FLOATS:
-        raise ValueError(f"its ids are floats, type {code}")
+        raise ValueError(f"the ids are floats, type {code}")
     if code not in _TYPES:
-        raise ValueError(f"its ids are of the unknown type {code}")
+        raise ValueError(f"the ids have the unknown type {code}")
     found = IndexLayout(np.dtype(_TYPES[code]), num_sequences, num_bounds)
-    # Indexes of several kinds of text have a byte more for each sequence, which is not read.
+    # Multimodal indexes have an additional byte per sequence, which is ignored.
     if size not in (found.end, found.end + num_sequences):
         raise ValueError(
-            f"it says {num_sequences} sequences and {num_bounds} bounds, which take {found.end} "
-            f"bytes, and has {size}"
+            f"{num_sequences} sequences and {num_bounds} bounds require {found.end} "
+            f"bytes, and the file has {size}"
         )
     return found
 
 
 def encode_index(lengths: np.ndarray, dtype: np.dtype) -> Iterator[bytes]:
-    """The parts of an index of documents of one sequence each; `lengths` int64 [documents]."""
+    """Yield the parts of an index for documents of one sequence each; `lengths` int64
+    [documents].
+    """
     code = next(code for code, name in _TYPES.items() if np.dtype(name) == dtype)
     yield _HEADER.pack(_MAGIC, _VERSION, code, len(lengths), len(lengths) + 1)
     yield lengths.astype("<i4").tobytes()
@@ -126,38 +127,40 @@ _MAX_LINE_BYTES = 1 << 24
 
 
 def check_folder(folder: Path, manifest: str) -> None:
-    """Raises ConfigError if something else is there than what has, or will have, this manifest."""
+    """Check the output folder. Raises ConfigError if it exists without this manifest or a
+    journal.
+    """
     check_outside_checkpoints(folder, OUT)
     if not os.path.lexists(folder):
         return
-    action = f"Name another folder, such as --out {suggest_folder(folder)}."
+    action = f"Set another folder, such as --out {suggest_folder(folder)}."
     if not folder.is_dir():
-        raise ConfigError.one(OUT, folder, "is there already, and is no folder.", action)
+        raise ConfigError.one(OUT, folder, "must be a folder or must not exist.", action)
     names = os.listdir(folder)
     if names and manifest not in names and JOURNAL not in names:
-        rule = f"must be new or empty, or prepared by this command: it has {sorted(names)[0]}."
+        rule = f"must be new, empty or written by this command: it contains {sorted(names)[0]}."
         raise ConfigError.one(OUT, folder, rule, action)
 
 
 def suggest_folder(folder: Path) -> str:
-    """The name of another folder, for advice."""
+    """Return the name of another folder, for suggestions."""
     return f"{folder}-2" if folder.name not in ("", "..") else "tokens"
 
 
 def suggest_action(folder: Path) -> str:
-    """What to do about a folder that holds something else."""
-    return f"Name another folder, such as --out {suggest_folder(folder)}, or remove this one."
+    """Return the suggested action for a folder with other content."""
+    return f"Set another folder, such as --out {suggest_folder(folder)}, or remove this one."
 
 
 @contextlib.contextmanager
 def lock_journal(folder: Path) -> Iterator[BinaryIO]:
-    """The journal, for one process at a time."""
+    """Open and lock the journal for this process."""
     with open(files.open_regular(folder / JOURNAL, os.O_RDWR | os.O_CREAT), "r+b") as journal:
         try:
             fcntl.flock(journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             rule = "is being prepared by another process."
-            action = "Wait for it, or name another folder with --out."
+            action = "Wait for that process, or set --out to another folder."
             raise ConfigError.one(OUT, folder, rule, action) from error
         yield journal
 
@@ -165,13 +168,14 @@ def lock_journal(folder: Path) -> Iterator[BinaryIO]:
 def replay_journal(
     journal: BinaryIO, begin: Callable[[bytes], object], add: Callable[[bytes], object]
 ) -> bool:
-    """Whether the journal has begun; `begin` takes its first line, and `add` each other one.
+    """Replay the journal and return whether it has an entry.
 
-    Ends it in front of a line for which they raise OSError or ValueError.
+    `begin` is called with the first line and `add` with each other line. The journal is truncated
+    before the first line for which they raise OSError or ValueError.
     """
     end = 0
     while line := journal.readline(_MAX_LINE_BYTES):
-        # A kill or a power failure leaves half a line, or files that have lost their end.
+        # A kill or power failure may leave a partial line or truncated files.
         try:
             if not line.endswith(b"\n"):
                 break
@@ -184,7 +188,7 @@ def replay_journal(
 
 
 def append_journal(journal: BinaryIO, line: Mapping[str, Any]) -> None:
-    """Appends a line, and brings it to the disk."""
+    """Append a line and flush it to disk."""
     journal.seek(0, os.SEEK_END)
     journal.write(dump_checksummed(line, indent=None).encode() + b"\n")
     journal.flush()
@@ -192,14 +196,14 @@ def append_journal(journal: BinaryIO, line: Mapping[str, Any]) -> None:
 
 
 class _Terminated(BaseException):
-    """SIGTERM or SIGHUP. Nothing takes it for a failure of what it interrupts."""
+    """SIGTERM or SIGHUP, as a BaseException so that it is not handled as a failure."""
 
 
 @contextlib.contextmanager
 def convert_signals(folder: Path) -> Iterator[None]:
-    """Turns SIGTERM, SIGHUP and Ctrl-C into errors that say how to go on."""
-    words = f"{folder}: preparing was stopped\n  Shards that are complete are kept.\n"
-    words += "  Run the same command again: it goes on behind them."
+    """Convert SIGTERM, SIGHUP and Ctrl-C to errors that explain how to resume."""
+    words = f"{folder}: preparation was interrupted\n  Complete shards are kept.\n"
+    words += "  Run the same command again to resume after these shards."
 
     def stop(number: int, frame: object) -> None:
         raise _Terminated
@@ -207,7 +211,7 @@ def convert_signals(folder: Path) -> Iterator[None]:
     before = {}
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGTERM, signal.SIGHUP):
-            # An ignored signal stays ignored: that of a closed terminal, by `nohup`.
+            # Ignored signals stay ignored, such as SIGHUP under `nohup`.
             if number == signal.SIGTERM or signal.getsignal(number) != signal.SIG_IGN:
                 before[number] = signal.signal(number, stop)
     try:
@@ -222,7 +226,7 @@ def convert_signals(folder: Path) -> Iterator[None]:
 
 
 def fsync_folder(folder: Path) -> None:
-    """The names of its files."""
+    """Flush the directory entries of a folder to disk."""
     number = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(number)
@@ -232,43 +236,44 @@ def fsync_folder(folder: Path) -> None:
 
 MANIFEST_FILE = "manifest.json"
 JOURNAL = "unfinished"
-"""What is done while documents are prepared, a signed JSON value a line; removed when the manifest
-is there. By its name no source takes it for documents."""
+"""Journal of finished shards, one checksummed JSON value per line, removed when the manifest is
+written. The name has no suffix, so no source reads it as data.
+"""
 SPANS = "spans"
 META_FILE, MASK_FILE, CRC_FILE = ".meta", ".mask", ".crc"
 DTYPES = ("<u2", "<i4")
-"""Those of ids."""
+"""Supported id types."""
 
 CONTENT_KEY = "content"
-"""Name of the entry of facts with the digests of a source's files by name."""
+"""Name of the metadata entry with the digests of a source's files by name."""
 SPAN_DOCUMENTS = 1024
-"""Consecutive documents whose tokens are counted together."""
+"""Number of consecutive documents in a span, for which tokens are counted together."""
 META = np.dtype([("text_bytes", "<u4"), ("digest", "<u8")])
-"""UTF-8 bytes of a document's text, and the first 8 bytes of their BLAKE2b digest. Of a
-conversation bytes of what is trained, and the digest of its ids as int64.
+"""UTF-8 bytes of a document's text, and the first 8 bytes of their BLAKE2b digest. For
+conversations, the bytes of the trained text, and the digest of the ids as int64.
 """
 
 _TEXTS, _CONVERSATIONS = 1, 2
-"""Formats. Releases that know no masks refuse the second."""
+"""Formats. Releases without mask support reject the second."""
 _LARGEST_BYTES = 1 << 28
-# How documents are read, not what they are.
+# Keys that affect how documents are read, not their content.
 _READER_KEYS = ("bad_records", "max_bad_records", "max_decompressed_bytes", "packing")
-_READER_KEYS += ("long_conversations",)  # goes by the length of a sequence
+_READER_KEYS += ("long_conversations",)  # depends on the sequence length
 
 
 T = TypeVar("T")
 
 
 class FolderKind(NamedTuple):
-    """Folders that a command prepares."""
+    """Type of prepared folder."""
 
     command: str
     key: str
-    """The config key that names one to be read."""
+    """Config key that sets such a folder as input."""
     file: str
-    """Of the manifest."""
+    """Name of the manifest."""
     formats: tuple[int, ...]
-    """That are read."""
+    """Supported format versions."""
 
 
 _DOCUMENT_FOLDER = FolderKind(
@@ -277,30 +282,30 @@ _DOCUMENT_FOLDER = FolderKind(
 
 
 class FileEntry(TypedDict):
-    """A file's size and SHA-256."""
+    """Size and SHA-256 of a file."""
 
     bytes: int
     sha256: str
 
 
 class ShardEntry(TypedDict):
-    """Documents that follow each other, and their files by suffix. Tokens count begin and end."""
+    """Consecutive documents and their files by suffix. Token counts include BOS and EOS."""
 
     documents: int
     unreadable: int
-    """Of these, empty because their records could not be read."""
+    """Number of documents that are empty because their records could not be read."""
     tokens: int
     trained: NotRequired[int]
-    """Tokens of conversations that are trained on."""
+    """Number of trained tokens, for conversations."""
     unread: NotRequired[dict[str, int]]
-    """How many conversations have each key that nothing reads."""
+    """Number of conversations with each key that is not read."""
     marks: NotRequired[dict[str, int]]
-    """How many conversations have each combination of marks, see `Encoded.marks`."""
+    """Number of conversations with each combination of marks; see `EncodedDocument.marks`."""
     files: dict[str, FileEntry]
 
 
 class TokenizerEntry(TypedDict):
-    """What made the ids."""
+    """Tokenizer of the ids."""
 
     kind: str
     path: str
@@ -309,23 +314,23 @@ class TokenizerEntry(TypedDict):
 
 
 class SourceEntry(TypedDict):
-    """The documents, and the keys of `data` that named them."""
+    """Source of the documents, and its config keys."""
 
     name: str
     fingerprint: str
     content: NotRequired[dict[str, str]]
-    """Digests of all that is in its files, by name; earlier releases wrote none."""
+    """Digests of the source's files by name; missing in earlier releases."""
     documents: int
     data: dict[str, Any]
     seed: int
     chat: NotRequired[str]
-    """Of conversations what decides ids and masks, `Conversations.fingerprint`."""
+    """Fingerprint of ids and masks of conversations; see `ConversationEncoder.fingerprint`."""
     day: NotRequired[str]
-    """The date that their template was given, if it reads one."""
+    """Date used by the chat template, if it renders a date."""
 
 
 class Spec(TypedDict):
-    """What decides each byte of a prepared folder."""
+    """Inputs that determine every byte of a prepared folder."""
 
     format: int
     source: SourceEntry
@@ -334,7 +339,7 @@ class Spec(TypedDict):
 
 
 class Manifest(Spec):
-    """The whole. `byte_counts` [256] is the histogram of the text's UTF-8 bytes."""
+    """Content of the manifest. `byte_counts` [256] is the histogram of the text's UTF-8 bytes."""
 
     dtype: str
     documents: int
@@ -355,10 +360,10 @@ def spec_of(
     chat: str = "",
     day: str = "",
 ) -> Spec:
-    """What `source` and `tokenizer`, opened from their sections, will give.
+    """Return the spec of the folder prepared from an open source and tokenizer.
 
-    `chat` is the fingerprint of conversations, if it is of these, and `day` the date that their
-    template reads.
+    `chat` is the fingerprint of the conversations, empty for texts. `day` is the date that the chat
+    template renders.
     """
     keys = {each.name: getattr(data, each.name) for each in dataclasses.fields(SourceConfig)}
     found: SourceEntry = {
@@ -388,12 +393,12 @@ def spec_of(
 
 
 def content_metadata(content: Mapping[str, str]) -> dict[str, Any]:
-    """The entry of facts for digests of files; none where there are no files."""
+    """Return the metadata entry for digests of files; empty without files."""
     return {CONTENT_KEY: dict(content)} if content else {}
 
 
 def differences(one: Any, other: Any, name: str = "") -> list[str]:
-    """`source.seed: 0 and 1` for each value in which two specs differ."""
+    """Return `source.seed: 0 and 1` for each value in which two specs differ."""
     if isinstance(one, dict) and isinstance(other, dict):
         keys = [*one, *(key for key in other if key not in one)]
         below = [(key, f"{name}.{key}" if name else key) for key in keys]
@@ -409,13 +414,13 @@ def _short(value: Any) -> str:
 
 
 _NAMED_FILES = 4
-"""Names of files that a difference prints."""
+"""Number of file names in the description of a difference."""
 
 
 def changed_files(
     saved: Mapping[str, str] | None, current: Mapping[str, str] | None
 ) -> list[tuple[str, Any, Any]]:
-    """Files whose digests differ; none where one fingerprint has no digests of the same kind."""
+    """Return the files whose digests differ; empty unless both fingerprints have digests."""
     if not saved or not current:
         return []
     found = [
@@ -430,13 +435,13 @@ def changed_files(
 
 
 def _differ(saved: str, current: str) -> bool:
-    """Whether digests of one kind differ: a bucket's are of another kind than those of a disk."""
+    """Return whether digests of the same type differ; buckets and disks use different types."""
     kinds = [each.partition(":")[0] if ":" in each else "" for each in (saved, current)]
     return kinds[0] == kinds[1] and saved != current
 
 
 def short_digests(value: Any) -> Any:
-    """Digests shortened to 12 digits."""
+    """Return a text with digests shortened to 12 digits."""
     return (
         re.sub(r"\b([0-9a-f]{12})[0-9a-f]{20,}\b", r"\1", value)
         if isinstance(value, str)
@@ -445,39 +450,39 @@ def short_digests(value: Any) -> Any:
 
 
 def has_masks(spec: Spec) -> bool:
-    """Whether it is of conversations."""
+    """Return whether the folder contains conversations."""
     return spec["format"] == _CONVERSATIONS
 
 
 def checksummed_suffixes(has_mask: bool) -> tuple[str, ...]:
-    """Files of a shard with CRCs, in the order of these."""
+    """Return the suffixes of the files with CRCs, in the order of the CRCs."""
     return (BIN, IDX, META_FILE, *((MASK_FILE,) if has_mask else ()))
 
 
 def shard_name(number: int, suffix: str) -> str:
-    """The name of a file of a shard."""
+    """Return the name of a file of a shard."""
     return f"shard-{number:05}{suffix}"
 
 
 def read_manifest(folder: str) -> Manifest:
-    """The manifest of a folder or `gs://BUCKET/PATH`.
+    """Return the manifest of a folder or `gs://BUCKET/PATH`.
 
     Raises:
-        ConfigError: there is none, or it is of a later version of maxpipe.
-        StorageError: it is damaged, or cannot be read.
+        ConfigError: the manifest is missing, or was written by a later version of maxpipe.
+        StorageError: the manifest is damaged or cannot be read.
     """
     return read_checksummed(_DOCUMENT_FOLDER, folder, Manifest, _check)
 
 
 def read_checksummed(kind: FolderKind, folder: str, form: type[T], check: Callable[[T], None]) -> T:
-    """The manifest, of this form, of a folder or `gs://BUCKET/PATH`.
+    """Return the manifest of the given type from a folder or `gs://BUCKET/PATH`.
 
-    `check` raises ValueError for numbers that no folder has: the digest of a manifest says only
-    that it was written as a whole.
+    `check` raises ValueError for inconsistent values, which the checksum of the manifest cannot
+    detect.
 
     Raises:
-        ConfigError: there is none, or it is of a later version of maxpipe.
-        StorageError: it is damaged, or cannot be read.
+        ConfigError: the manifest is missing, or was written by a later version of maxpipe.
+        StorageError: the manifest is damaged or cannot be read.
     """
     path = join_path(folder, kind.file)
     try:
@@ -487,7 +492,9 @@ def read_checksummed(kind: FolderKind, folder: str, form: type[T], check: Callab
             raise
         raise _no_manifest_error(kind, folder) from error
     if file.size > _LARGEST_BYTES:
-        raise damaged_error(path, f"it has {file.size} bytes, at most {_LARGEST_BYTES} are read")
+        raise damaged_error(
+            path, f"the file has {file.size} bytes; at most {_LARGEST_BYTES} are allowed"
+        )
     try:
         found = parse_checksummed(file.read(0, file.size), form)
         if (number := found["format"]) in kind.formats:  # type: ignore[index]
@@ -499,26 +506,26 @@ def read_checksummed(kind: FolderKind, folder: str, form: type[T], check: Callab
         raise ConfigError.one(
             kind.key,
             folder,
-            f"must be of format {known}: it was written as format {number}.",
-            f"Read it with the maxpipe that wrote it, or run `{kind.command}` again.",
+            f"must have format {known}: the folder has format {number}.",
+            f"Use the maxpipe version that wrote the folder, or run `{kind.command}` again.",
         )
     return found
 
 
 def _no_manifest_error(kind: FolderKind, folder: str) -> ConfigError:
-    rule = f"must be a folder that `{kind.command}` wrote: it has no {kind.file}."
-    action = f"Set {kind.key} to one, or write it with `{kind.command} ... --out DIR`."
+    rule = f"must be a folder written by `{kind.command}`: {kind.file} is missing."
+    action = f"Set {kind.key} to such a folder, or run `{kind.command} ... --out DIR`."
     if os.path.exists(join_path(folder, JOURNAL)):
-        rule = "must be prepared to the end, and is not: it has no manifest yet."
-        action = f"Run the same `{kind.command}` again: it goes on where it was stopped."
+        rule = "must be completely prepared: the manifest is missing."
+        action = f"Run the same `{kind.command}` again to resume."
     return ConfigError.one(kind.key, folder, rule, action)
 
 
 def _check(found: Manifest) -> None:
-    """Raises ValueError for numbers that no folder has."""
+    """Raise ValueError for inconsistent values."""
     shards, masked = found["shards"], has_masks(found)
     if masked != ("chat" in found["source"]):
-        raise ValueError("it is of conversations and of texts")
+        raise ValueError("the folder is declared both as conversations and as texts")
     for number, shard in enumerate(shards):
         name = f"shard {number}"
         if (names := sorted(shard["files"])) != sorted((*checksummed_suffixes(masked), CRC_FILE)):
@@ -529,12 +536,12 @@ def _check(found: Manifest) -> None:
             raise ValueError(f"{name} has {shard['unreadable']} unreadable documents")
         entries = shard["files"]
         if min(each["bytes"] for each in entries.values()) < 0:
-            raise ValueError(f"{name} has a file of fewer than 0 bytes")
+            raise ValueError(f"{name} has a file of negative size")
         itemsize = np.dtype(found["dtype"]).itemsize if found["dtype"] in DTYPES else 0
         if entries[BIN]["bytes"] != shard["tokens"] * itemsize:
             raise ValueError(
                 f"{name} has {shard['tokens']} ids of {found['dtype'][:20]}, which do "
-                f"not take {entries[BIN]['bytes']} bytes"
+                f"not match {entries[BIN]['bytes']} bytes"
             )
         if entries[META_FILE]["bytes"] != shard["documents"] * META.itemsize:
             raise ValueError(f"{name} has {entries[META_FILE]['bytes']} bytes of metadata")
@@ -544,7 +551,9 @@ def _check(found: Manifest) -> None:
             raise ValueError(f"{name} has {shard.get('trained')} trained tokens")
     for name in ("documents", "tokens"):
         if found[name] != sum(shard[name] for shard in shards):
-            raise ValueError(f"it has {found[name]} {name}, and its shards have others")
+            raise ValueError(
+                f"the number of {name} ({found[name]}) differs from the sum of the shards"
+            )
     counts = found["byte_counts"]
     if len(counts) != 256 or min(counts) < 0 or sum(counts) != found["text_bytes"] or not shards:
-        raise ValueError("it has shards or a histogram of bytes that cannot be")
+        raise ValueError("the shards or the byte histogram are inconsistent")

@@ -1,10 +1,8 @@
-"""Token files of Megatron that were made elsewhere, `NAME.bin` and `NAME.idx`.
+"""Megatron token files from other tools, `NAME.bin` and `NAME.idx`.
 
-They have neither digests nor the name of their tokenizer, so that all of an index is looked
-through when it is opened, and the ids of a document when it is read. A run computes digests of the
-files before it reads them.
-
-The documents that `data.source=tokens` and `data.source=megatron` name.
+These files contain neither digests nor the name of their tokenizer. The full index is therefore
+checked when it is opened, and the ids of a document when it is read. A run computes digests of the
+files before it reads them. `open_documents` also opens prepared folders.
 """
 
 from __future__ import annotations
@@ -42,36 +40,36 @@ from maxpipe.io.files import url_scheme
 from maxpipe.io.formatting import pluralize
 
 _ENTRIES = 1 << 18
-"""Entries of a table that are looked through at a time."""
+"""Number of index entries that are checked at a time."""
 _SAMPLE = 64
 _ATTEMPTS = 3
-"""Reads of a range of a file that is written to meanwhile."""
+"""Number of attempts to read a range of a file that is modified meanwhile."""
 _EDGE_BYTES = 1 << 16
-_ACTION = "Make the pair of files again, or leave it out of data.path with a pattern."
+_ACTION = "Create the pair of files again, or exclude it from data.path with a pattern."
 
 
 @dataclass(frozen=True, slots=True)
 class _IndexedFile:
-    """An index and the ids it is of."""
+    """An index and its file of ids."""
 
     index: RangeReader
     ids: RangeReader
     layout: IndexLayout
     has_bounds: bool
-    """Whether bounds say where documents begin; else each sequence is one."""
+    """Whether bounds define the documents; otherwise each sequence is a document."""
 
     @property
     def num_documents(self) -> int:
         return self.layout.num_bounds - 1 if self.has_bounds else self.layout.num_sequences
 
     def bounds(self, first: int, stop: int) -> np.ndarray:
-        """int64: the sequences at which the documents from `first` to before `stop` begin."""
+        """Return int64: the first sequence of the documents `first` to `stop` - 1."""
         if not self.has_bounds:
             return np.arange(first, stop)
         return _table(self.index, self.layout.bounds_at, "<i8", first, stop)
 
     def offsets(self, sequences: np.ndarray) -> np.ndarray:
-        """int64: the number of ids before each of some ascending sequences."""
+        """Return int64: the number of ids before each of some ascending sequences."""
         first, stop = int(sequences[0]), int(sequences[-1])
         size, layout = self.layout.dtype.itemsize, self.layout
         past_end = stop == layout.num_sequences
@@ -92,7 +90,7 @@ def _table(file: RangeReader, at: int, kind: str, first: int, stop: int) -> np.n
 
 
 class _VerifiedFile:
-    """A local file that is read as long as its content has the digest that was computed first."""
+    """A local file whose reads fail if its content no longer has the digest computed first."""
 
     def __init__(self, ranges: RangeReader, file: File, digests: Digests):
         self.path, self.size = ranges.path, ranges.size
@@ -106,15 +104,16 @@ class _VerifiedFile:
             found, stat = self._ranges.read_with_stat(start, stop)
             if stat == self._digests.stat(self._file):
                 return found, stat
-            self._digests.check([self._file])  # it was written to, perhaps the same
+            # The file was written to, possibly with the same content
+            self._digests.check([self._file])
         raise file_changed_error(self._file)
 
 
 class MegatronDocuments:
-    """Documents of pairs of files. Begin and end ids are added where the files have none.
+    """Documents of index and id files. BOS and EOS are added if the files do not contain them.
 
-    With `digests` local files are read as a whole first, unless they are known, and a later change
-    is an error.
+    With `digests`, local files without a known digest are hashed first, and later changes are
+    errors.
     """
 
     def __init__(
@@ -145,7 +144,9 @@ class MegatronDocuments:
         self._starts = np.cumsum([0, *(pair.num_documents for pair in self._pairs)])
         self.num_documents = int(self._starts[-1])
         if not self.num_documents:
-            rule = f"must hold documents: {pluralize(len(self._pairs), 'index')} with none."
+            rule = (
+                f"must contain documents: {pluralize(len(self._pairs), 'index')} without documents."
+            )
             raise ConfigError.one("data.path", path, rule, "Set data.path to other files.")
         for pair in self._pairs:
             _check_sequences(pair)
@@ -155,7 +156,9 @@ class MegatronDocuments:
         self.num_tokens = int(self.span_tokens.sum())
 
     def _missing_ids(self) -> tuple[int, int]:
-        """How many ids documents lack in front and behind, by the first ones that are not empty."""
+        """Return whether BOS and EOS are missing (0 or 1 each), inferred from the first
+        documents.
+        """
         found = [self._stored(number) for number in range(min(_SAMPLE, self.num_documents))]
         begin, end = self._tokenizer.begin_id, self._tokenizer.end_id
         kept = [ids for ids in found if len(ids)]
@@ -166,18 +169,18 @@ class MegatronDocuments:
 
     @property
     def has_conversations(self) -> bool:
-        """Whether the documents are conversations: the files have no masks."""
+        """Whether the documents are conversations; false because the files have no masks."""
         return False
 
     @property
     def remark(self) -> str:
-        """What is added to the ids."""
+        """Description of the added ids."""
         begin, end = self._added
-        words = [name for name, added in (("begin", begin), ("end", end)) if added]
-        return f"{' and '.join(words)} ids added" if words else "begin and end ids as stored"
+        words = [name for name, added in (("BOS", begin), ("EOS", end)) if added]
+        return f"{' and '.join(words)} added" if words else "BOS and EOS as stored"
 
     def _count(self) -> np.ndarray:
-        """Tokens of each span: int64 [spans]."""
+        """Return int64 [spans]: the number of tokens of each span."""
         parts = []
         for first in range(0, self.num_documents, _ENTRIES):
             lengths = self.lengths_between(first, min(first + _ENTRIES, self.num_documents))
@@ -186,7 +189,7 @@ class MegatronDocuments:
 
     @property
     def lengths(self) -> np.ndarray:
-        """int64 [documents]"""
+        """int64 [documents]: token counts."""
         return self._lengths
 
     @functools.cached_property
@@ -194,7 +197,7 @@ class MegatronDocuments:
         return self.lengths_between(0, self.num_documents)
 
     def lengths_between(self, first: int, stop: int) -> np.ndarray:
-        """int64 tokens of the documents from `first` to before `stop`."""
+        """Return int64 token counts of the documents `first` to `stop` - 1."""
         low, high = np.searchsorted(self._starts, [first, stop - 1], side="right") - 1
         parts = []
         for number in range(low, high + 1):
@@ -223,25 +226,27 @@ class MegatronDocuments:
             raise ConfigError.one(
                 f"{pair.ids.path}: document {inside}",
                 None,
-                f"must have ids from 0 to {self._tokenizer.vocab_size - 1}, those of the "
-                f"tokenizer: it has {low if low < 0 else high}.",
-                "Set tokenizer.* to the tokenizer that the files were made with.",
+                f"must have ids from 0 to {self._tokenizer.vocab_size - 1}, the range of the "
+                f"tokenizer: found {low if low < 0 else high}.",
+                "Set tokenizer.* to the tokenizer of the files.",
             )
         check_token_ids(f"{pair.ids.path}: document {inside}", ids, self._tokenizer)
         return ids
 
     def where(self, document: int) -> str:
-        """The file that a document is in, and its number there."""
+        """Return the file of a document and its index there."""
         number = int(np.searchsorted(self._starts, document, side="right")) - 1
         return f"{self._pairs[number].ids.path}: document {document - self._starts[number]}"
 
     unreadable = 0
 
     byte_counts = None
-    """The files do not say how frequent bytes of the text are."""
+    """None, because the files do not contain byte frequencies."""
 
     def metadata(self) -> Mapping[str, Any]:
-        """What identifies them: names, sizes, the edges of files, and digests where computed."""
+        """Return identifying metadata: names, sizes, first and last bytes, and digests if
+        computed.
+        """
         parts: list[object] = [list(self._added)]
         for file in (file for pair in self._pairs for file in (pair.index, pair.ids)):
             edges = file.read(0, min(_EDGE_BYTES, file.size))
@@ -259,7 +264,7 @@ class MegatronDocuments:
 
 
 def _names(path: str) -> list[str]:
-    """The pairs of a prefix, a file of a pair, a folder or a pattern, without their suffix."""
+    """Return the file pairs of a prefix, file, folder or pattern, without their suffix."""
     given = path if url_scheme(path) else os.path.expanduser(path)
     if given.endswith((BIN, IDX)) and not glob.has_magic(given):
         given = given[: -len(IDX)]
@@ -271,19 +276,19 @@ def _names(path: str) -> list[str]:
     found |= {name for name in glob.glob(pattern) if os.path.exists(name + IDX)}
     if not found:
         rule = f"must be NAME of NAME{BIN} and NAME{IDX}, a folder or a pattern of such files: "
-        rule += f"from {os.getcwd()} it gives none."
+        rule += f"0 files match in {os.getcwd()}."
         raise ConfigError.one("data.path", path, rule, "Set data.path to files that exist.")
     return sorted(found)
 
 
 def _open(name: str) -> _IndexedFile:
-    """A pair whose sizes fit each other."""
+    """Open a pair of files whose sizes are consistent."""
     try:
         index, ids = open_range_reader(name + IDX), open_range_reader(name + BIN)
     except StorageError as error:
         if not isinstance(error.__cause__, FileNotFoundError):
             raise
-        rule = f"must be a pair of files, {name + BIN} and {name + IDX}: one is not there."
+        rule = f"must be a pair of files, {name + BIN} and {name + IDX}: a file is missing."
         raise ConfigError.one(
             "data.path", name, rule, "Set data.path to files that exist."
         ) from error
@@ -291,9 +296,9 @@ def _open(name: str) -> _IndexedFile:
         layout = parse(index.read(0, min(index.size, HEADER_BYTES)), index.size)
     except ValueError as error:
         raise _index_error(
-            index.path, f"must be Megatron's index of token ids: {error}."
+            index.path, f"must be a Megatron index of token ids: {error}."
         ) from error
-    # Some that were made without an end of a document have only the first bound.
+    # Files created without document ends have only the first bound.
     return _IndexedFile(index, ids, layout, layout.num_bounds > 1)
 
 
@@ -302,13 +307,13 @@ def _index_error(where: str, rule: str) -> ConfigError:
 
 
 def _entry_ranges(count: int) -> Iterator[tuple[int, int]]:
-    """Ranges of entries that overlap by one."""
+    """Yield ranges of entries that overlap by one entry."""
     for first in range(0, max(count - 1, 1), _ENTRIES):
         yield first, min(first + _ENTRIES + 1, count)
 
 
 def _check_sequences(pair: _IndexedFile) -> None:
-    """Raises ConfigError for the first entry of an index that cannot be."""
+    """Raise ConfigError for the first invalid entry of an index."""
     layout, path, size = pair.layout, pair.index.path, pair.layout.dtype.itemsize
     if layout.num_sequences:
         expected = 0
@@ -336,27 +341,27 @@ def _check_bounds(pair: _IndexedFile) -> None:
     layout, path = pair.layout, pair.index.path
     [last] = pair.bounds(layout.num_bounds - 1, layout.num_bounds)
     if last != layout.num_sequences:
-        words = f"ends at sequence {last}, and there are {layout.num_sequences}"
+        words = f"ends at sequence {last} of {layout.num_sequences}"
         _raise_index_error(path, layout.num_bounds - 2, words, "document")
     for first, stop in _entry_ranges(layout.num_bounds):
         bounds = pair.bounds(first, stop)
-        # Compared with the ends as well: a difference may be beyond 64 bits.
+        # Bounds are compared with both ends, because a difference may overflow 64 bits.
         if len(bad := np.flatnonzero((bounds < 0) | (bounds > layout.num_sequences))):
-            words = f"begins at sequence {bounds[bad[0]]}, and there are {layout.num_sequences}"
+            words = f"begins at sequence {bounds[bad[0]]} of {layout.num_sequences}"
             _raise_index_error(path, first + bad[0], words, "document")
         if len(bad := np.flatnonzero(np.diff(bounds) < 0)):
-            words = f"begins behind the next one, at sequence {bounds[bad[0]]}"
+            words = f"begins after the next document, at sequence {bounds[bad[0]]}"
             _raise_index_error(path, first + bad[0], words, "document")
         if first == 0 and bounds[0]:
             _raise_index_error(path, 0, f"begins at sequence {bounds[0]}, not at 0", "document")
 
 
 def _raise_index_error(path: str, number: Any, words: str, what: str = "sequence") -> None:
-    raise _index_error(f"{path}: {what} {number}", f"cannot be: it {words}.")
+    raise _index_error(f"{path}: {what} {number}", f"must be consistent: the {what} {words}.")
 
 
 IDS = ("tokens", "megatron")
-"""Values of `data.source` whose documents are ids already."""
+"""Values of `data.source` whose documents are stored as ids."""
 
 
 def open_documents(
@@ -365,13 +370,13 @@ def open_documents(
     digests: Digests | None = None,
     moved: Heartbeat | None = None,
 ) -> PreparedDocuments | MegatronDocuments:
-    """The documents as ids of the tokenizer.
+    """Open the documents as ids of the tokenizer.
 
-    `digests` are for files that have none of their own: see `MegatronDocuments`.
+    `digests` are used for files without stored digests; see `MegatronDocuments`.
 
     Raises:
-        ConfigError: no such files, or of another tokenizer.
-        StorageError: files that are damaged or cannot be read.
+        ConfigError: the files are missing, or belong to another tokenizer.
+        StorageError: files are damaged or cannot be read.
     """
     if config.source == "megatron":
         return MegatronDocuments(config.path, tokenizer, digests, moved)

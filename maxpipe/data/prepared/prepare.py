@@ -1,10 +1,11 @@
-"""`maxpipe data prepare`: documents to files of ids, in parallel processes.
+"""Implementation of `maxpipe data prepare` and `maxpipe data verify`.
 
-Processes encode pieces of consecutive documents, and one writes them in order: each byte follows
-from the documents, the tokenizer and the size of a shard. A shard that is on the disk is entered in
-a journal; after a stop everything behind the last entry is done again.
+`prepare` encodes batches of consecutive documents in parallel processes; one process writes the
+results in order. Every byte of the output is determined by the documents, the tokenizer and the
+shard size. Each complete shard is recorded in a journal. After an interruption, the same command
+resumes after the last recorded shard.
 
-`maxpipe data verify`: every byte of a prepared folder against the digests in its manifest.
+`verify` compares every byte of a prepared folder with the digests in its manifest.
 """
 
 from __future__ import annotations
@@ -82,23 +83,23 @@ from maxpipe.io.formatting import pluralize
 from maxpipe.io.typed_json import dump_checksummed, parse_checksummed
 
 _DOCUMENTS = ("name", "fingerprint", CONTENT_KEY, "documents", "chat")
-"""Entries of a source that say which documents it has."""
+"""Entries of a source that identify its documents."""
 _PIECE = 64
-"""The most documents that a process encodes at a time."""
+"""Maximum number of documents per encoded batch."""
 _COMPARED = 256
-"""Documents that are compared with what was written of them before a stop."""
+"""Number of documents compared with the source when an interrupted folder is resumed."""
 _BATCHES_PER_WORKER = 3
-"""Pieces for each process that are encoded or wait to be written."""
+"""Number of batches per process that are being encoded or waiting to be written."""
 
 ProgressCallback = Callable[[str, int, int, str], object]
-"""Called with a task, what is done of it, its total, and a remark about its rate."""
+"""Called with a task, the number of processed items, their total, and a remark about the rate."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrepareJob:
-    """What to prepare, and how. No `workers` are as many as there are cores.
+    """Parameters of `prepare`. `workers` None uses one process per core.
 
-    Compressed files are unpacked into `cache_dir`, once; without one until the process ends.
+    Compressed files are unpacked into `cache_dir`; without it, into a temporary folder.
     """
 
     data: SourceConfig
@@ -111,16 +112,16 @@ class PrepareJob:
 
 
 class _FinishedShards:
-    """The shards that are on the disk, and their sums."""
+    """Shards that are on disk, and their totals."""
 
     def __init__(self) -> None:
         self.shards: list[ShardEntry] = []
         self.documents = self.unreadable = self.tokens = self.text_bytes = 0
         self.byte_counts = np.zeros(256, np.int64)
         self.has_digests = True
-        """Whether the journal has digests of the source's files, which are compared."""
+        """Whether the journal contains digests of the source's files."""
         self.day = ""
-        """The date that the chat template was given; empty if it reads none."""
+        """Date used by the chat template; empty if it renders no date."""
 
     def add(self, finished: FinishedShard) -> None:
         shard = finished["shard"]
@@ -133,17 +134,17 @@ class _FinishedShards:
 
 
 def prepare(plan: PrepareJob, report: ProgressCallback) -> str:
-    """Writes the folder, or what is missing of it. Returns a line that says what was done.
+    """Write the folder, or its missing shards. Return a summary.
 
     Raises:
-        ConfigError: a source or a tokenizer that cannot be used, or a folder with something else.
+        ConfigError: source or tokenizer cannot be used, or the folder has other content.
         StorageError: the folder cannot be written.
-        Preempted: the process was asked to stop.
-        AbsentError: a process that encodes is gone.
+        Preemption: the process received SIGTERM or SIGHUP.
+        UnreachableError: a worker process was killed.
     """
     if plan.data.chat == "pairs":
-        rule = "must be off, messages or prompt: pairs are read from their records in every run."
-        action = "Train from the records, with train.objective=preference data.chat=pairs."
+        rule = "must be off, messages or prompt: pairs cannot be prepared."
+        action = "Train from the records with train.objective=preference data.chat=pairs."
         raise ConfigError.one("data.chat", "pairs", rule, action)
     with convert_signals(plan.folder):
         report("opening the documents", 0, 0, "")
@@ -170,13 +171,13 @@ def prepare(plan: PrepareJob, report: ProgressCallback) -> str:
                 plan, source, encoder, spec, report
             )
         except OSError as error:
-            action = "Free space, or name a folder that can be written with --out."
+            action = "Free disk space, or set --out to a writable folder."
             where = error.filename or plan.folder
             raise StorageError.unwritable(where, error, action) from error
 
 
 def _summary_if_complete(plan: PrepareJob, spec: Spec) -> str:
-    """A line that says what is there already; empty if that is not the whole."""
+    """Return a summary if the folder is complete, else an empty text."""
     if not (plan.folder / MANIFEST_FILE).exists():
         return ""
     found = read_manifest(str(plan.folder))
@@ -194,13 +195,14 @@ def _prepare_missing(
     spec: Spec,
     report: ProgressCallback,
 ) -> str:
-    """Writes what is missing; as `prepare`."""
+    """Write the missing shards and the manifest; see `prepare`."""
     plan.folder.mkdir(parents=True, exist_ok=True)
     with lock_journal(plan.folder) as journal:
-        if found := _summary_if_complete(plan, spec):  # by a process that had the lock before
+        # completed by a process that held the lock before
+        if found := _summary_if_complete(plan, spec):
             return found
         done = _load_finished(plan.folder, journal, spec)
-        if done.day:  # that on which the folder was begun
+        if done.day:  # use the date on which the folder was started
             spec = {**spec, "source": {**spec["source"], "day": done.day}}
         _check_skipped(plan.data, done.unreadable, done.documents)
         if not done.has_digests:
@@ -220,36 +222,36 @@ def _prepare_missing(
 
 
 def _counts(found: Manifest, action: str = "") -> str:
-    """Lines on a folder; `action` names settings that read keys of its records."""
+    """Return summary lines of a folder; `action` suggests settings that read unread keys."""
     size = sum(file["bytes"] for shard in found["shards"] for file in shard["files"].values())
     shards = pluralize(len(found["shards"]), "shard")
     documents = pluralize(found["documents"], "document")
     if unreadable := sum(shard["unreadable"] for shard in found["shards"]):
-        documents += f" of which {unreadable} cannot be read and are empty"
+        documents += f" ({unreadable} unreadable, written as empty)"
     notes = sum_shard_notes(found["shards"])
     noted = remarks("conversation", found["documents"], *notes, action=action)
     line = f"{documents}, {pluralize(found['tokens'], 'token')}, {shards} of {size / 1e6:.1f} MB"
     return "\n".join([line, *noted])
 
 
-# The folder.
+# Checks of the folder.
 
 
 def _check_same(folder: Path, found: Spec, spec: Spec) -> None:
-    """Raises ConfigError if the folder is of other documents, or made otherwise."""
+    """Raise ConfigError if the folder has other documents or was prepared with other settings."""
     changed = changed_files(found["source"].get(CONTENT_KEY), spec["source"].get(CONTENT_KEY))
     if changed:
         lines = [f"{words} was {before} and is {now}" for words, before, now in changed]
         more = f" and {len(lines) - 4} more" if len(lines) > 4 else ""
-        rule = f"holds documents of other files: {'; '.join(lines[:4])}{more}."
+        rule = f"contains documents of other files: {'; '.join(lines[:4])}{more}."
         raise ConfigError.one(OUT, folder, rule, f"Restore the files. {suggest_action(folder)}")
     known = tuple(
         key for key in _DOCUMENTS if key != CONTENT_KEY or CONTENT_KEY in found["source"]
-    )  # earlier releases wrote no digests of files
+    )  # earlier releases did not store digests of files
     theirs, ours = (
         {
             "format": each["format"],
-            # Documents and a tokenizer are their content, wherever they are.
+            # Documents and tokenizer are compared by content, not by location.
             "source": {key: each["source"].get(key) for key in known},
             "tokenizer": each["tokenizer"]["fingerprint"],
             "shard_tokens": each["shard_tokens"],
@@ -259,12 +261,12 @@ def _check_same(folder: Path, found: Spec, spec: Spec) -> None:
     if lines := differences(theirs, ours):
         lines += differences(found["source"]["data"], spec["source"]["data"], "data")
         more = f" and {len(lines) - 4} more" if len(lines) > 4 else ""
-        rule = f"holds documents that were prepared otherwise: {'; '.join(lines[:4])}{more}."
+        rule = f"contains documents prepared with other settings: {'; '.join(lines[:4])}{more}."
         raise ConfigError.one(OUT, folder, rule, suggest_action(folder))
 
 
 def _load_finished(folder: Path, journal: BinaryIO, spec: Spec) -> _FinishedShards:
-    """What the journal says is done."""
+    """Return the finished shards of the journal."""
     done = _FinishedShards()
 
     def check(line: bytes) -> None:
@@ -288,12 +290,12 @@ def _load_finished(folder: Path, journal: BinaryIO, spec: Spec) -> _FinishedShar
 def _check_unchanged(
     folder: Path, source: Source, encoder: writer.ShardEncoder, done: _FinishedShards
 ) -> None:
-    """Compares some of the documents that are done with those of the source.
+    """Compare a sample of the finished documents with the source.
 
-    The journal of an earlier release has no digests of files.
+    Journals of earlier releases have no digests of files.
 
     Raises:
-        ConfigError: one is another document now.
+        ConfigError: a document has changed.
     """
     if not done.documents:
         return
@@ -309,30 +311,30 @@ def _check_unchanged(
                 raise ConfigError.one(
                     source.where(number),
                     None,
-                    f"must not change while {folder} is prepared: it was another text before.",
-                    f"Restore the files, or remove {folder} and start again.",
+                    f"must not change while {folder} is prepared: the text has changed.",
+                    f"Restore the files, or remove {folder} and restart.",
                 )
 
 
 def _check_on_disk(folder: Path, finished: FinishedShard, number: int) -> FinishedShard:
-    """The same, if the files of that shard are there.
+    """Return the shard if its files are on disk.
 
     Raises:
-        OSError: one is not.
-        ValueError: one has another size.
+        OSError: a file is missing.
+        ValueError: the size of a file is wrong.
     """
     for suffix, entry in finished["shard"]["files"].items():
         if (folder / shard_name(number, suffix)).stat().st_size != entry["bytes"]:
-            raise ValueError("it is cut off")
+            raise ValueError("the file is truncated")
     return finished
 
 
-# The work.
+# Encoding and writing.
 
 
 @contextlib.contextmanager
 def _block_signals() -> Iterator[None]:
-    """Until the end no signal reaches this process, nor any that it starts meanwhile."""
+    """Block signals in this process and in the processes it starts."""
     before = signal.pthread_sigmask(
         signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     )
@@ -345,9 +347,11 @@ def _block_signals() -> Iterator[None]:
 def _encode_in_processes(
     plan: PrepareJob, source: Source | None, first: int, total: int, day: str
 ) -> Generator[DocumentBatch, None, None]:
-    """The documents from `first` on, in order, as processes encode them on `day`."""
+    """Yield the documents from `first` on, in order, encoded by worker processes with the date
+    `day`.
+    """
     workers = plan.workers or len(os.sched_getaffinity(0))
-    with _block_signals():  # it starts Python's tracker of semaphores, which SIGHUP would end
+    with _block_signals():  # starts Python's semaphore tracker, which SIGHUP would end
         pool = ProcessPoolExecutor(
             workers,
             mp_context=multiprocessing.get_context("spawn"),
@@ -358,7 +362,8 @@ def _encode_in_processes(
     size = _PIECE
 
     def submit(begin: int, end: int) -> tuple[range, Future[Any]]:
-        with _block_signals():  # the first one starts processes, which ignore signals a while later
+        # the first call starts processes, which need a moment to ignore signals
+        with _block_signals():
             return range(begin, end), pool.submit(writer.encode, begin, end)
 
     try:
@@ -376,14 +381,15 @@ def _encode_in_processes(
             count = len(found.lengths)
             if count < len(asked):
                 waiting.appendleft(submit(asked.start + count, asked.stop))
-            # Of large documents as many as come back at once, so that all processes have work.
+            # The batch size shrinks to the number of large documents that a process returns at
+            # once.
             size = min(_PIECE, count if count < len(asked) else 2 * size)
             yield found
     except BrokenProcessPool as error:
         raise UnreachableError(
-            f"{plan.folder}: a process that tokenizes is gone\n"
-            "  it was killed, perhaps because memory ran out. Shards that are complete are kept.\n"
-            "  Run the same command again, perhaps with fewer --workers: it goes on behind them."
+            f"{plan.folder}: a tokenizing process has died\n"
+            "  It was killed, possibly for lack of memory. Complete shards are kept.\n"
+            "  Run the same command again, possibly with fewer --workers, to resume after them."
         ) from error
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
@@ -397,7 +403,7 @@ def _write(
     journal: BinaryIO,
     report: ProgressCallback,
 ) -> None:
-    """Writes shards, each up to the document with which it has `shard_tokens`."""
+    """Write shards; a shard ends with the document that reaches `shard_tokens`."""
     start, documents, tokens, text_bytes = time.monotonic(), done.documents, 0, 0
     unreadable, total = done.unreadable, len(source)
     writer: ShardWriter | None = None
@@ -433,13 +439,13 @@ def _write(
 
 
 def _check_files_unchanged(folder: Path, source: Source, report: ProgressCallback) -> None:
-    """Checks that files are what they were when the documents of a shard were read.
+    """Check that no file has changed since the documents of a shard were read.
 
     Raises:
-        ConfigError: one has changed.
+        ConfigError: a file has changed.
     """
     try:
-        source.check_unchanged(lambda: report("reading files that were written to", 0, 0, ""))
+        source.check_unchanged(lambda: report("checking modified files", 0, 0, ""))
     except ConfigError as error:
         action = "Restore the file and run the same command again, or prepare the changed file "
         action += f"into another folder, such as --out {suggest_folder(folder)}."
@@ -448,28 +454,28 @@ def _check_files_unchanged(folder: Path, source: Source, report: ProgressCallbac
 
 
 def _check_skipped(data: SourceConfig, unreadable: int, documents: int) -> None:
-    """Raises ConfigError if the processes have skipped too many records together."""
+    """Raise ConfigError if all processes together skipped too many records."""
     if data.bad_records == "stop" and unreadable:
         raise ConfigError.one(
             "data.bad_records",
             data.bad_records,
             f"must be skip for this folder: {pluralize(unreadable, 'record')} could not be "
             "read when "
-            "it was prepared.",
-            "Set data.bad_records=skip, or name another folder with --out.",
+            "the folder was prepared.",
+            "Set data.bad_records=skip, or set --out to another folder.",
         )
     if unreadable > data.max_bad_records:
         raise ConfigError.one(
             "data.max_bad_records",
             data.max_bad_records,
-            f"must be at least the number of records that cannot be read: {unreadable} of the "
+            f"must be at least the number of unreadable records: {unreadable} of the "
             f"first {documents}.",
             "Correct these records, which the log names, or set a larger limit.",
         )
 
 
 def _finish(folder: Path, spec: Spec, done: _FinishedShards) -> Manifest:
-    """Writes the sums over spans, and the manifest."""
+    """Write the span totals and the manifest."""
     if has_masks(spec) and not sum(shard.get("trained", 0) for shard in done.shards):
         template = spec["source"]["data"]["chat_template"] or spec["tokenizer"]["path"]
         raise no_trained_tokens_error(template, done.documents)
@@ -490,12 +496,13 @@ def _finish(folder: Path, spec: Spec, done: _FinishedShards) -> Manifest:
     }
     files.write(folder / MANIFEST_FILE, dump_checksummed(manifest))
     fsync_folder(folder)
-    (folder / JOURNAL).unlink(missing_ok=True)  # another process may have seen the manifest
+    # another process may already have seen the manifest and removed the journal
+    (folder / JOURNAL).unlink(missing_ok=True)
     return manifest
 
 
 def _span_starts(folder: Path, done: _FinishedShards) -> np.ndarray:
-    """Tokens before each `SPAN`-th document, and all: int64 [spans + 1]."""
+    """Return int64 [spans + 1]: the number of tokens before each span, and of all spans."""
     starts: list[np.ndarray] = []
     first = tokens = 0
     for number, shard in enumerate(done.shards):
@@ -515,23 +522,23 @@ def _span_starts(folder: Path, done: _FinishedShards) -> np.ndarray:
 _PART_BYTES = 1 << 22
 
 VerifyReport = Callable[[str, int, int], object]
-"""Called with a task, and how many of how many MiB are done."""
+"""Called with a task, the processed MiB and the total MiB."""
 
 
 @dataclass(frozen=True, slots=True)
 class VerifyResult:
-    """A line for each damaged file, and one for the whole."""
+    """Result of `verify`: a line for each damaged file, and a summary."""
 
     damage: tuple[str, ...]
     summary: str
 
 
 def verify(folder: str, report: VerifyReport) -> VerifyResult:
-    """Reads all files of a folder or `gs://BUCKET/PATH`.
+    """Verify all files of a folder or `gs://BUCKET/PATH`.
 
     Raises:
-        ConfigError: it is no prepared folder.
-        StorageError: the manifest is damaged, so that nothing can be compared.
+        ConfigError: the folder is not a prepared folder.
+        StorageError: the manifest is damaged, so files cannot be verified.
     """
     if logits.has_manifest(folder):
         own, entries = logits.MANIFEST, dict(logits.entries(logits.read_manifest(folder)))
@@ -543,7 +550,7 @@ def verify(folder: str, report: VerifyReport) -> VerifyResult:
     for name, entry in entries.items():
         path = join_path(folder, name)
         if present is not None and name not in present:
-            damage.append(f"{path}: it is missing")
+            damage.append(f"{path}: the file is missing")
             done += entry["bytes"]
             continue
         try:
@@ -556,11 +563,9 @@ def verify(folder: str, report: VerifyReport) -> VerifyResult:
     if damage:
         summary = f"{folder}: {len(damage)} of {whole} damaged: copy or prepare them again"
     else:
-        summary = f"{folder}: {whole}, every byte is what was written"
+        summary = f"{folder}: {whole}, all checksums match"
     if others := sorted((present or set()) - {own, *entries}):
-        summary += (
-            f"\n{pluralize(len(others), 'other file')} there, not read: {', '.join(others[:4])}"
-        )
+        summary += f"\n{pluralize(len(others), 'other file')} ignored: {', '.join(others[:4])}"
     return VerifyResult(tuple(damage), summary)
 
 
@@ -576,19 +581,19 @@ def _report_bytes(report: VerifyReport, before: int, total: int, read: int) -> N
 
 
 def _find_damage(path: str, entry: FileEntry, report: Callable[[int], object]) -> str:
-    """What is wrong with a file; empty if nothing is."""
+    """Return a description of the damage of a file; empty if the file is intact."""
     file = open_range_reader(path)
     if file.size != entry["bytes"]:
-        return f"it has {file.size} bytes, and {entry['bytes']} were written"
+        return f"the file has {file.size} bytes instead of {entry['bytes']}"
     found = hashlib.sha256()
     for start in range(0, file.size, _PART_BYTES):
         found.update(file.read(start, min(start + _PART_BYTES, file.size)))
         report(start)
-    return "" if found.hexdigest() == entry["sha256"] else "its content is not what was written"
+    return "" if found.hexdigest() == entry["sha256"] else "the checksum does not match"
 
 
 def _list_folder(folder: str) -> set[str] | None:
-    """The names in a folder, from one listing; None for a bucket."""
+    """Return the names in a folder; None for a bucket."""
     if url_scheme(folder):
         return None
     return set(os.listdir(os.path.expanduser(folder)))

@@ -1,6 +1,7 @@
-"""Files read by ranges of bytes, on a disk or in a bucket, and checked where they were signed.
+"""Range access to files on disk or in a bucket, with verification of checksums.
 
-Nothing is mapped into memory: a file that is cut while it is read gives an error, not a signal.
+Files are read without mmap, so a file that is truncated during reading gives an error, not a
+signal.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from maxpipe.errors import ConfigError, StorageError
 from maxpipe.io.files import gcs_filesystem, open_regular, url_scheme
 
 BLOCK_BYTES = 1 << 16
-"""Bytes that share a CRC."""
+"""Size of a block with one CRC."""
 
 _PIECE_BYTES = 1 << 20
-"""Bytes of one request to a bucket; holds whole blocks."""
+"""Size of a request to a bucket; a multiple of the block size."""
 _CACHED_PIECES = 256
 _ATTEMPTS, _PAUSE_SECONDS, _MAX_SECONDS = 3, 1.0, 20.0
 
@@ -38,20 +39,22 @@ class RangeReader(Protocol):
     def size(self) -> int: ...
 
     def read(self, start: int, stop: int) -> bytes:
-        """The bytes from `start` to before `stop`.
+        """Return the bytes `start` to `stop` - 1.
 
         Raises:
-            StorageError: they cannot be read, or there are fewer.
+            StorageError: the file cannot be read, or is shorter.
         """
         ...
 
     def read_with_stat(self, start: int, stop: int) -> tuple[bytes, Stat | None]:
-        """As `read`, with the stat of a local file to which nothing was written meanwhile."""
+        """Return the bytes and the stat of a local file, or None if the file was modified
+        meanwhile.
+        """
         ...
 
 
 class DiskFile:
-    """Opened for each read: a folder may hold more files than a process may have open."""
+    """A local file, opened for each read because a folder may have too many files to keep open."""
 
     def __init__(self, path: str):
         self.path = path
@@ -103,20 +106,20 @@ class BucketFile:
 
 
 def _retry(path: str, call: Callable[[], Any]) -> Any:
-    """What a bucket answers, after a few attempts."""
+    """Return the result of a bucket request, with a few retries."""
     begin = time.monotonic()
     for attempt in range(1, _ATTEMPTS + 1):
         try:
             return call()
         except ImportError as error:
             raise StorageError(
-                f"{path}: cannot be reached\n"
-                "  buckets need the package gcsfs, which is not installed.\n"
+                f"{path}: cannot be read\n"
+                "  Buckets require the package gcsfs, which is not installed.\n"
                 "  Run: pip install 'maxpipe[gcs]'"
             ) from error
-        except Exception as error:  # gcsfs raises many kinds
+        except Exception as error:  # gcsfs raises various classes
             missing = isinstance(error, FileNotFoundError)
-            # gcsfs has tried several times itself where there is no answer.
+            # gcsfs itself retries when a request times out.
             late = time.monotonic() - begin > _MAX_SECONDS
             if missing or late or attempt == _ATTEMPTS:
                 cause = error if isinstance(error, OSError) else OSError(str(error))
@@ -125,40 +128,40 @@ def _retry(path: str, call: Callable[[], Any]) -> Any:
 
 
 def open_range_reader(path: str) -> RangeReader:
-    """The file at a path, or in a bucket of Google Cloud Storage.
+    """Open a file at a path or in a bucket of Google Cloud Storage.
 
     Raises:
-        ConfigError: it is in a store that nothing here can reach.
-        StorageError: it cannot be read.
+        ConfigError: the URL scheme is not supported.
+        StorageError: the file cannot be read.
     """
     if not (found := url_scheme(path)):
         return DiskFile(path)
     if found != "gs":
-        rule = f"must be a folder or gs://BUCKET/PATH: {found}:// is not known."
+        rule = f"must be a folder or gs://BUCKET/PATH: {found}:// is not supported."
         action = "Set data.path=gs://my-bucket/tokens, or to a folder."
         raise ConfigError.one("data.path", path, rule, action)
     return BucketFile(path)
 
 
 def join_path(folder: str, name: str) -> str:
-    """A name inside a folder or bucket."""
+    """Return the path of a name in a folder or bucket."""
     if url_scheme(folder):
         return f"{folder.rstrip('/')}/{name}"
     return os.path.join(os.path.expanduser(folder), name)
 
 
 class _VerifiedBlocks(NamedTuple):
-    """Blocks that had their CRC when the file had this stat."""
+    """Blocks that were verified while the file had this stat."""
 
     stat: Stat | None
     seen: np.ndarray
 
 
 class ChecksummedReader:
-    """A file whose blocks are compared with their CRC when they are first read.
+    """Reader that compares each block of a file with its CRC when the block is first read.
 
-    They are compared again after any write to the file. Blocks of a bucket are compared each time,
-    and the pieces that were read last are kept.
+    Blocks are verified again after any write to the file. Blocks from a bucket are verified on
+    every download, and recently read pieces are cached.
     """
 
     def __init__(self, file: RangeReader, size: int, crcs: np.ndarray, kept: PieceCache | None):
@@ -166,13 +169,13 @@ class ChecksummedReader:
         self._file, self._crcs, self._piece_cache = file, crcs, kept
         self._state = _VerifiedBlocks(None, np.zeros(len(crcs), bool))
         if file.size != size:
-            raise damaged_error(file.path, f"it has {file.size} bytes, and {size} were written")
+            raise damaged_error(file.path, f"the file has {file.size} bytes instead of {size}")
 
     def read(self, start: int, stop: int) -> bytes:
-        """As `Ranges.read`.
+        """Return the bytes `start` to `stop` - 1; see `RangeReader.read`.
 
         Raises:
-            StorageError: as well if a block is not what was written.
+            StorageError: additionally if the checksum of a block does not match.
         """
         if start >= stop:
             return b""
@@ -195,13 +198,13 @@ class ChecksummedReader:
 
     def _read(self, start: int, stop: int) -> bytes:
         first, last = start // BLOCK_BYTES, -(-stop // BLOCK_BYTES)
-        state = self._state  # replaced after a write, perhaps by another thread
+        state = self._state  # may be replaced by another thread after a write
         if state.seen[first:last].all():
             found, stat = self._file.read_with_stat(start, stop)
             if stat == state.stat:
                 return found
         found, stat = self._read_and_verify(first, last)
-        # A write to a file that was just written may leave its stat as it is.
+        # A second write shortly after the first may leave the stat unchanged.
         if stat is not None and stat.is_settled:
             if stat != state.stat:
                 state = self._state = _VerifiedBlocks(stat, np.zeros(len(self._crcs), bool))
@@ -213,7 +216,7 @@ class ChecksummedReader:
         found, stat = self._file.read_with_stat(begin, min(last * BLOCK_BYTES, self.size))
         if stat is not None and stat.size_bytes != self.size:
             raise damaged_error(
-                self.path, f"it has {stat.size_bytes} bytes, and {self.size} were written"
+                self.path, f"the file has {stat.size_bytes} bytes instead of {self.size}"
             )
         view = memoryview(found)
         for number in range(first, last):
@@ -221,13 +224,13 @@ class ChecksummedReader:
             if zlib.crc32(view[at : at + BLOCK_BYTES]) != self._crcs[number]:
                 end = min(begin + at + BLOCK_BYTES, self.size)
                 raise damaged_error(
-                    self.path, f"bytes {begin + at} to {end} are not those that were written"
+                    self.path, f"the checksum of bytes {begin + at} to {end} does not match"
                 )
         return found, stat
 
 
 class PieceCache:
-    """Pieces of files that were read last. Safe in threads."""
+    """Cache of recently read pieces of files. Thread-safe."""
 
     def __init__(self, most: int = _CACHED_PIECES):
         self._most = most
@@ -235,14 +238,14 @@ class PieceCache:
         self._lock = threading.Lock()
 
     def get(self, key: tuple[str, int]) -> bytes | None:
-        """The piece, if it is kept."""
+        """Return the piece, or None if it is not cached."""
         with self._lock:
             if key in self._pieces:
                 self._pieces.move_to_end(key)
             return self._pieces.get(key)
 
     def put(self, key: tuple[str, int], piece: bytes) -> None:
-        """Keeps it in place of the one that was not asked for longest."""
+        """Cache a piece; evict the least recently used pieces above the limit."""
         with self._lock:
             self._pieces[key] = piece
             while len(self._pieces) > self._most:
@@ -250,7 +253,7 @@ class PieceCache:
 
 
 def unreadable_error(path: str, error: OSError) -> StorageError:
-    """The error for a file that cannot be read."""
+    """Return the error for a file that cannot be read."""
     return StorageError(
         f"{path}: cannot be read\n"
         f"  {error.strerror or error}.\n"
@@ -259,18 +262,18 @@ def unreadable_error(path: str, error: OSError) -> StorageError:
 
 
 def damaged_error(path: str, what: str) -> StorageError:
-    """The error for a prepared file that is not what was written."""
+    """Return the error for a damaged prepared file."""
     return StorageError(
         f"{path}: is damaged\n"
         f"  {what}.\n"
-        "  Copy the file again from where it is whole, or prepare the documents again; "
-        "`maxpipe data verify` finds all damage."
+        "  Copy the file again from an intact source, or prepare the documents again; "
+        "`maxpipe data verify` lists all damaged files."
     )
 
 
 def _truncated_error(path: str, at: int) -> StorageError:
     return StorageError(
-        f"{path}: is cut off\n"
-        f"  it ends after {at} bytes, and more were there.\n"
-        "  Copy the file again from where it is whole."
+        f"{path}: is truncated\n"
+        f"  The file ends after {at} bytes, before its recorded size.\n"
+        "  Copy the file again from an intact source."
     )

@@ -1,15 +1,13 @@
-"""Documents of a prepared folder as ids, read where they are on a disk or in a bucket.
+"""Reader of prepared folders, on disk or in a bucket, and shuffling in windows.
 
-Opening reads the manifest and the sums over spans: what it takes does not depend on the number of
-documents. Each block of a file is compared with its CRC when it is first read.
+Opening a folder reads the manifest and the span totals, so the time does not depend on the number
+of documents. Each block of a file is compared with its CRC when it is first read.
 
-The order of documents of which there are too many to shuffle as a whole.
-
-Spans of consecutive documents are shuffled by the seed. Some are held out. The others fill windows,
-one after the other; documents are shuffled and packed inside a window, and so are its sequences.
-An epoch visits the windows in an order of its own. What is held in memory are sums over spans, and
-the lengths of the documents of the windows that were read last. How many sequences a window has
-follows from the sums where documents are cut, and else from all lengths, which are read once.
+If there are too many documents for a full shuffle, spans of consecutive documents are shuffled by
+the seed. Some spans are held out. The others fill windows in order. Documents and sequences are
+shuffled within a window, and each epoch visits the windows in a different order. Memory contains
+the span totals and the document lengths of recently read windows. With `data.packing=cut`, the span
+totals determine the number of sequences per window; otherwise all lengths are read once.
 """
 
 from __future__ import annotations
@@ -62,7 +60,7 @@ from maxpipe.io.files import url_scheme
 
 
 class Shard:
-    """Consecutive documents. Its files are opened when they are first read."""
+    """Shard of consecutive documents, whose files are opened on first use."""
 
     def __init__(self, folder: str, number: int, entry: ShardEntry, kept: PieceCache | None):
         self.entry = entry
@@ -73,7 +71,7 @@ class Shard:
 
     @functools.cached_property
     def files(self) -> dict[str, ChecksummedReader]:
-        """Those with CRCs, by suffix."""
+        """Readers of the files with CRCs, by suffix."""
         entries = self.entry["files"]
         names = checksummed_suffixes(MASK_FILE in entries)
         crcs = np.frombuffer(read_verified(self._path(CRC_FILE), entries[CRC_FILE]), "<u4")
@@ -81,7 +79,7 @@ class Shard:
         ends = np.cumsum([-(-size // BLOCK_BYTES) for size in sizes])
         if len(crcs) != ends[-1]:
             raise damaged_error(
-                self._path(CRC_FILE), f"it has {len(crcs)} CRCs for {ends[-1]} blocks"
+                self._path(CRC_FILE), f"the file has {len(crcs)} CRCs for {ends[-1]} blocks"
             )
         parts = np.split(crcs, ends[:-1])
         return {
@@ -93,26 +91,26 @@ class Shard:
 
     @functools.cached_property
     def layout(self) -> Any:
-        """Of the index, which has to fit the manifest."""
+        """Layout of the index, which must match the manifest."""
         index = self.files[IDX]
         try:
             found = parse(index.read(0, min(HEADER_BYTES, index.size)), index.size)
         except ValueError as error:
             raise damaged_error(index.path, str(error)) from error
         if found.num_sequences != self.entry["documents"]:
-            raise damaged_error(index.path, f"it is of {found.num_sequences} documents")
+            raise damaged_error(index.path, f"the index has {found.num_sequences} documents")
         if self.entry["tokens"] * found.dtype.itemsize != self.entry["files"][BIN]["bytes"]:
-            raise damaged_error(index.path, f"it is of ids of {found.dtype.itemsize} bytes")
+            raise damaged_error(index.path, f"the index has ids of {found.dtype.itemsize} bytes")
         return found
 
     def lengths(self, first: int, stop: int) -> np.ndarray:
-        """int64 tokens of the documents from `first` to before `stop`."""
+        """Return int64 token counts of the documents `first` to `stop` - 1."""
         at = self.layout.lengths_at
         raw = self.files[IDX].read(at + 4 * first, at + 4 * stop)
         return np.frombuffer(raw, "<i4").astype(np.int64)
 
     def read(self, document: int) -> EncodedDocument:
-        """The ids of a document, and which of them are trained."""
+        """Return the ids of a document and its loss mask."""
         begin, stop = self._place(document)
         size, files = self.layout.dtype.itemsize, self.files
         ids = np.frombuffer(files[BIN].read(begin, stop), self.layout.dtype)
@@ -125,7 +123,7 @@ class Shard:
         return EncodedDocument(ids, bits[at : at + len(ids)].astype(bool))
 
     def _place(self, document: int) -> tuple[int, int]:
-        """The bytes of a document in the file of ids."""
+        """Return the byte range of a document in the file of ids."""
         at = self.layout.pointers_at + 8 * document
         is_last = document + 1 == self.entry["documents"]
         raw = self.files[IDX].read(at, at + (8 if is_last else 16))
@@ -133,33 +131,34 @@ class Shard:
         stop, size = end[0] if end else self.files[BIN].size, self.layout.dtype.itemsize
         if not 0 <= begin <= stop <= self.files[BIN].size or begin % size or stop % size:
             raise damaged_error(
-                self.files[IDX].path, f"document {document} is at bytes {begin} to {stop}"
+                self.files[IDX].path,
+                f"document {document} has the invalid byte range {begin} to {stop}",
             )
         return begin, stop
 
     def meta(self, first: int, stop: int) -> np.ndarray:
-        """`META` of the documents from `first` to before `stop`."""
+        """Return the `META` entries of the documents `first` to `stop` - 1."""
         raw = self.files[META_FILE].read(META.itemsize * first, META.itemsize * stop)
         return np.frombuffer(raw, META)
 
 
 def read_verified(path: str, entry: FileEntry) -> bytes:
-    """A small file, which has to have its digest.
+    """Return the content of a small file after verifying its digest.
 
     Raises:
-        StorageError: it has not, or cannot be read.
+        StorageError: the digest does not match, or the file cannot be read.
     """
     file = open_range_reader(path)
     if file.size != entry["bytes"]:
-        raise damaged_error(path, f"it has {file.size} bytes, and {entry['bytes']} were written")
+        raise damaged_error(path, f"the file has {file.size} bytes instead of {entry['bytes']}")
     content = file.read(0, file.size)
     if hashlib.sha256(content).hexdigest() != entry["sha256"]:
-        raise damaged_error(path, "its content is not what was written")
+        raise damaged_error(path, "the checksum does not match")
     return content
 
 
 class PreparedDocuments:
-    """The documents of a folder that `maxpipe data prepare` wrote, in their order there."""
+    """Documents of a folder written by `maxpipe data prepare`, in stored order."""
 
     def __init__(self, folder: str, tokenizer: Tokenizer):
         self.manifest = read_manifest(folder)
@@ -184,12 +183,12 @@ class PreparedDocuments:
         )
         spans = np.diff(starts)
         if not fits or starts[0] or spans.min() < 0:
-            raise damaged_error(path, "it does not fit the manifest")
+            raise damaged_error(path, "the file does not match the manifest")
         return spans
 
     @property
     def lengths(self) -> np.ndarray:
-        """int64 [documents]; reads every index."""
+        """int64 [documents]: token counts; reads all indexes."""
         return self._lengths
 
     @functools.cached_property
@@ -197,15 +196,15 @@ class PreparedDocuments:
         return self.lengths_between(0, self.num_documents)
 
     def lengths_between(self, first: int, stop: int) -> np.ndarray:
-        """int64 tokens of the documents from `first` to before `stop`."""
+        """Return int64 token counts of the documents `first` to `stop` - 1."""
         return self._concatenate_shards(first, stop, lambda shard, a, b: shard.lengths(a, b))
 
     def meta(self, first: int, stop: int) -> np.ndarray:
-        """`META` of the documents from `first` to before `stop`."""
+        """Return the `META` entries of the documents `first` to `stop` - 1."""
         return self._concatenate_shards(first, stop, lambda shard, a, b: shard.meta(a, b))
 
     def digests(self, first: int, stop: int) -> np.ndarray:
-        """uint64: digests of the texts of the documents from `first` to before `stop`."""
+        """Return uint64 digests of the documents `first` to `stop` - 1."""
         return self.meta(first, stop)["digest"]
 
     def _concatenate_shards(self, first: int, stop: int, read: Any) -> np.ndarray:
@@ -234,44 +233,46 @@ class PreparedDocuments:
         return found
 
     def where(self, document: int) -> str:
-        """The shard that a document is in, and its number in the source."""
+        """Return the shard of a document and its index in the source."""
         number = int(np.searchsorted(self._starts, document, side="right")) - 1
         path = join_path(self._folder, shard_name(number, BIN))
         return f"{path}: document {document} of {self.manifest['source']['name']}"
 
     @property
     def has_conversations(self) -> bool:
-        """Whether the documents are conversations, which have masks."""
+        """Whether the documents are conversations, which have loss masks."""
         return has_masks(self.manifest)
 
     @property
     def remark(self) -> str:
-        """Where they come from."""
+        """Description of the source."""
         what = "conversations of " if self.has_conversations else ""
         return f"prepared from {what}{self.manifest['source']['name']}"
 
     @property
     def unreadable(self) -> int:
-        """Documents that are empty because their records could not be read."""
+        """Number of documents that are empty because their records could not be read."""
         return sum(shard["unreadable"] for shard in self.manifest["shards"])
 
     @property
     def unread(self) -> dict[str, int]:
-        """How many conversations have each key that nothing reads."""
+        """Number of conversations with each key that is not read."""
         return sum_shard_notes(self.manifest["shards"])[0]
 
     @property
     def marks(self) -> dict[int, int]:
-        """How many conversations have each mark, see `Encoded.marks`."""
+        """Number of conversations with each mark; see `EncodedDocument.marks`."""
         return sum_shard_notes(self.manifest["shards"])[1]
 
     @property
     def byte_counts(self) -> np.ndarray:
-        """int64 [256]: of the text that was encoded."""
+        """int64 [256]: byte counts of the text."""
         return np.array(self.manifest["byte_counts"], np.int64)
 
     def metadata(self) -> Mapping[str, Any]:
-        """What the source gives of the same documents: a run may go on from text with its ids."""
+        """Return the metadata of the original source, so a run can switch from text to prepared
+        ids.
+        """
         source = self.manifest["source"]
         chat = {"chat": source["chat"]} if "chat" in source else {}
         return {
@@ -285,7 +286,7 @@ class PreparedDocuments:
 
 
 def sum_shard_notes(shards: Iterable[ShardEntry]) -> tuple[dict[str, int], dict[int, int]]:
-    """How many conversations have each key that nothing reads, and how many each mark."""
+    """Return the number of conversations with each unread key, and with each mark."""
     unread, marks = Counter[str](), Counter[int]()
     for shard in shards:
         unread.update(shard.get("unread", {}))
@@ -295,7 +296,7 @@ def sum_shard_notes(shards: Iterable[ShardEntry]) -> tuple[dict[str, int], dict[
 
 
 def _check_tokenizer(folder: str, manifest: Manifest, tokenizer: Tokenizer) -> None:
-    """Raises ConfigError if the ids are those of another tokenizer."""
+    """Raise ConfigError if the ids belong to another tokenizer."""
     made = manifest["tokenizer"]
     if made["fingerprint"] == tokenizer.fingerprint():
         return
@@ -304,8 +305,8 @@ def _check_tokenizer(folder: str, manifest: Manifest, tokenizer: Tokenizer) -> N
     raise ConfigError.one(
         "data.path",
         folder,
-        f"holds ids of another tokenizer than tokenizer.* names: of {named}, with "
-        f"{made['vocab_size']} ids and the fingerprint {made['fingerprint'][:12]}; this one has "
+        f"contains ids of a tokenizer other than tokenizer.*: {named} with "
+        f"{made['vocab_size']} ids and fingerprint {made['fingerprint'][:12]}; tokenizer.* has "
         f"{tokenizer.vocab_size} and {tokenizer.fingerprint()[:12]}.",
         suggest_tokenizer_action(
             tokenizer,
@@ -316,26 +317,27 @@ def _check_tokenizer(folder: str, manifest: Manifest, tokenizer: Tokenizer) -> N
 
 
 WINDOW_SPANS = 1024
-"""Spans of a window, about a million documents. No more of them are shuffled as a whole, in the
-order that the same documents have as text."""
+"""Number of spans per window, about a million documents. A source of at most one window uses a full
+shuffle, which gives the same order as the documents in text form.
+"""
 
 _CACHED_WINDOWS = 4
 
 
 class TokenFiles(Protocol):
-    """Documents in files of ids."""
+    """Documents in files of token ids."""
 
     num_documents: int
     num_tokens: int
     pad_id: int
     span_tokens: np.ndarray
-    """int64 [spans]: tokens of each `SPAN` documents."""
+    """int64 [spans]: number of tokens per span of `SPAN_DOCUMENTS` documents."""
 
     @property
     def lengths(self) -> np.ndarray: ...
 
     def lengths_between(self, first: int, stop: int) -> np.ndarray:
-        """int64 tokens of the documents from `first` to before `stop`."""
+        """Return int64 token counts of the documents `first` to `stop` - 1."""
         ...
 
     def __getitem__(self, document: int) -> EncodedDocument: ...
@@ -344,14 +346,17 @@ class TokenFiles(Protocol):
 
 
 def needs_windows(documents: TokenFiles) -> bool:
-    """Whether there are too many documents to shuffle them as a whole."""
+    """Return whether there are too many documents for a full shuffle."""
     return len(documents.span_tokens) > WINDOW_SPANS
 
 
 def split_spans(
     documents: TokenFiles, split: Literal["validation", "train", "all"], fraction: float, seed: int
 ) -> np.ndarray:
-    """Numbers of the spans of a split, shuffled but for `all`: at least one is held out, if any."""
+    """Return the span indices of a split, shuffled except for `all`.
+
+    At least one span is held out if the fraction is above 0.
+    """
     count = len(documents.span_tokens)
     if split == "all":
         return np.arange(count)
@@ -361,7 +366,7 @@ def split_spans(
 
 
 class _DocumentWindow:
-    """Documents of some spans, numbered from 0."""
+    """Documents of some spans, indexed from 0."""
 
     def __init__(self, documents: TokenFiles, spans: np.ndarray):
         self._documents = documents
@@ -381,14 +386,14 @@ class _DocumentWindow:
 
 
 class _WindowCounts(NamedTuple):
-    """Of each window, int64 [windows]."""
+    """Counts per window, int64 [windows]."""
 
     sequences: np.ndarray
     targets: np.ndarray
 
 
 class WindowedSequences:
-    """Sequences of many documents, window by window; see `Sequences`."""
+    """Sequences of many documents, shuffled and packed by window; see `Sequences`."""
 
     def __init__(
         self,
@@ -397,14 +402,14 @@ class WindowedSequences:
         packer: Packer,
         seed: int | None,
     ):
-        """Documents inside windows are in their own order without a seed."""
+        """Create the sequences. Without a seed, documents within windows are in stored order."""
         self.sequence_length = packer.sequence_length
         self._documents, self._packer, self._seed = documents, packer, seed
         self._spans = np.split(spans, range(WINDOW_SPANS, len(spans), WINDOW_SPANS))
         self._windows: OrderedDict[int, tuple[_DocumentWindow, Sequences]] = OrderedDict()
         self._lock = threading.Lock()
         self.num_tokens = int(documents.span_tokens[spans].sum())
-        # Sums over spans are of documents that are whole.
+        # Span totals are valid only for documents of unlimited length.
         is_cut = packer.packing == "cut" and not getattr(documents, "is_length_limited", False)
         counts = self._count_concatenated() if is_cut else self._count_packed(spans)
         self.num_targets = int(counts.targets.sum())
@@ -412,14 +417,14 @@ class WindowedSequences:
         self._starts = np.concatenate([[0], np.cumsum(self._counts)])
 
     def _count_concatenated(self) -> _WindowCounts:
-        """From the sums alone: each document is taken to have a token."""
+        """Return the counts computed from span totals, assuming that each document has a token."""
         tokens = np.array([self._documents.span_tokens[each].sum() for each in self._spans])
         documents = np.array([self._span_documents(each).sum() for each in self._spans])
         sequences = -(-np.maximum(tokens - 1, 0) // self.sequence_length)
         return _WindowCounts(sequences, np.maximum(tokens - documents, 0))
 
     def _span_documents(self, spans: np.ndarray) -> np.ndarray:
-        """Documents of each span."""
+        """Return the number of documents in each span."""
         return (
             np.minimum(SPAN_DOCUMENTS * (spans + 1), self._documents.num_documents)
             - SPAN_DOCUMENTS * spans
@@ -428,7 +433,7 @@ class WindowedSequences:
     def _count_packed(self, spans: np.ndarray) -> _WindowCounts:
         def make(moved: Heartbeat | None) -> _WindowCounts:
             found = []
-            progress = Progress("planning windows", len(self._spans), moved)
+            progress = Progress("packing windows", len(self._spans), moved)
             for number in range(len(self._spans)):
                 window = self._window(number)[1]
                 found.append((len(window), window.num_targets))
@@ -438,7 +443,7 @@ class WindowedSequences:
         def of(arrays: Mapping[str, np.ndarray]) -> _WindowCounts:
             counts = _WindowCounts(**{name: arrays[name] for name in _WindowCounts._fields})
             if {each.shape for each in counts} != {(len(self._spans),)}:
-                raise ValueError("arrays of another shape")
+                raise ValueError("arrays with an unexpected shape")
             return counts
 
         digest = hashlib.sha256()
@@ -469,7 +474,7 @@ class WindowedSequences:
         return int(self._documents.lengths_between(document, document + 1)[0])
 
     def epoch_permutation(self, *key: int) -> Callable[[np.ndarray], np.ndarray]:
-        """The order of an epoch: of the windows, and of the sequences inside each."""
+        """Return the order of an epoch, of the windows and of the sequences within each window."""
         return functools.partial(self._shuffle, key)
 
     def _shuffle(self, key: tuple[int, ...], places: np.ndarray) -> np.ndarray:
@@ -492,7 +497,8 @@ class WindowedSequences:
         return number, index - int(self._starts[number])
 
     def _window(self, number: int) -> tuple[_DocumentWindow, Sequences]:
-        with self._lock:  # others that need this window would only do the same work
+        # under the lock, because other threads that need this window would repeat the work
+        with self._lock:
             if number not in self._windows:
                 window = _DocumentWindow(self._documents, self._spans[number])
                 order = np.arange(len(window.lengths))

@@ -1,7 +1,4 @@
-"""Writes the files of one shard, with digests and CRCs as the bytes go by.
-
-What one of the processes of `prepare` does: documents to ids.
-"""
+"""Worker side of `maxpipe data prepare`: encodes documents and writes checksummed shards."""
 
 from __future__ import annotations
 
@@ -46,31 +43,31 @@ from maxpipe.errors import ConfigError, Problem
 from maxpipe.io.files import open_regular
 
 _MAX_DOCUMENT_TOKENS = (1 << 31) - 1
-"""Tokens of a document that an index can count."""
+"""Maximum tokens of a document in an index."""
 
 
 class DocumentBatch(NamedTuple):
-    """Consecutive documents."""
+    """Encoded consecutive documents."""
 
     ids: np.ndarray
-    """[tokens] with begin and end of each."""
+    """[tokens], including BOS and EOS of each document."""
     lengths: np.ndarray
     """int64 [documents]"""
     meta: np.ndarray
     """`META` [documents]"""
     byte_counts: np.ndarray
-    """uint32 [documents, 256]: the histograms of the bytes of their texts."""
+    """uint32 [documents, 256]: byte histograms of the texts."""
     unreadable: np.ndarray
-    """bool [documents]: those that are empty because their records could not be read."""
+    """bool [documents]: whether a document is empty because its record could not be read."""
     trained: np.ndarray | None = None
-    """bool [tokens]: those that are trained on; None where all are."""
+    """bool [tokens]: loss mask; None if all tokens are trained."""
     unread: Sequence[tuple[str, ...]] = ()
-    """`Encoded.unread` of each conversation."""
+    """`EncodedDocument.unread` of each conversation."""
     marks: Sequence[int] = ()
-    """`Encoded.marks` of each conversation."""
+    """`EncodedDocument.marks` of each conversation."""
 
     def part(self, first: int, stop: int) -> DocumentBatch:
-        """The documents from `first` to before `stop`."""
+        """Return the documents `first` to `stop` - 1."""
         ends = np.concatenate([[0], np.cumsum(self.lengths)])
         here, tokens = slice(first, stop), slice(ends[first], ends[stop])
         trained = None if self.trained is None else self.trained[tokens]
@@ -81,7 +78,7 @@ class DocumentBatch(NamedTuple):
 
 
 class FinishedShard(TypedDict):
-    """A shard that is on the disk, and what it adds to the sums of all."""
+    """A shard on disk, and its contribution to the totals."""
 
     shard: ShardEntry
     text_bytes: int
@@ -89,7 +86,7 @@ class FinishedShard(TypedDict):
 
 
 class ChecksummedWriter:
-    """A new file; what is written is summed up. Written through no link."""
+    """Writer of a new file that computes its SHA-256 and CRCs. It does not follow links."""
 
     def __init__(self, path: Path):
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
@@ -98,10 +95,10 @@ class ChecksummedWriter:
         self._bytes = 0
         self._crc = 0
         self.crcs = array("I")
-        """Of each block that is full; `close` adds the last one."""
+        """CRC of each full block; `close` adds the last block."""
 
     def write(self, content: bytes) -> None:
-        """Appends bytes."""
+        """Append bytes."""
         view = memoryview(content)
         self._file.write(view)
         self._sha.update(view)
@@ -116,7 +113,7 @@ class ChecksummedWriter:
                 self._crc = 0
 
     def close(self) -> FileEntry:
-        """Brings it to the disk."""
+        """Flush the file to disk and close it; return its size and SHA-256."""
         if self._bytes % BLOCK_BYTES:
             self.crcs.append(self._crc)
         self._file.flush()
@@ -125,21 +122,21 @@ class ChecksummedWriter:
         return {"bytes": self._bytes, "sha256": self._sha.hexdigest()}
 
     def abandon(self) -> None:
-        """Closes it as it is."""
+        """Close the file without completing it."""
         self._file.close()
 
 
 class _Mask:
-    """Which tokens are trained, a bit each."""
+    """Loss mask file with one bit per token."""
 
     def __init__(self, file: ChecksummedWriter):
         self.file = file
         self.count = 0
-        """Of trained tokens."""
+        """Number of trained tokens."""
         self._rest = np.zeros(0, bool)
 
     def add(self, trained: np.ndarray) -> None:
-        """Appends bool [tokens]."""
+        """Append bool [tokens]."""
         self.count += int(trained.sum())
         bits = np.concatenate([self._rest, trained])
         whole = len(bits) // 8 * 8
@@ -147,12 +144,12 @@ class _Mask:
         self._rest = bits[whole:]
 
     def finish(self) -> None:
-        """Fills the last byte."""
+        """Write the last, partial byte."""
         self.file.write(np.packbits(self._rest, bitorder="little").tobytes())
 
 
 class ShardWriter:
-    """The files of a shard, which replace what an earlier attempt left of it."""
+    """Writer of the files of a shard; it replaces the files of an earlier attempt."""
 
     def __init__(self, folder: Path, number: int, dtype: np.dtype, *, has_mask: bool = False):
         self.tokens = 0
@@ -169,11 +166,11 @@ class ShardWriter:
         return ChecksummedWriter(self._folder / shard_name(self._number, suffix))
 
     def add(self, piece: DocumentBatch) -> None:
-        """Appends documents."""
+        """Append documents."""
         longest = int(piece.lengths.max(initial=0))
         if longest > _MAX_DOCUMENT_TOKENS:
-            rule = f"must have at most {_MAX_DOCUMENT_TOKENS} tokens: one has {longest}."
-            raise ConfigError.one("data.path: a document", None, rule, "Cut it into several.")
+            rule = f"must have at most {_MAX_DOCUMENT_TOKENS} tokens: the longest has {longest}."
+            raise ConfigError.one("data.path: a document", None, rule, "Split the document.")
         self._bin.write(piece.ids.tobytes())
         self._meta.write(piece.meta.tobytes())
         if self._mask is not None:
@@ -188,7 +185,7 @@ class ShardWriter:
         self.tokens += len(piece.ids)
 
     def close(self) -> FinishedShard:
-        """Brings everything to the disk."""
+        """Write index and CRCs and flush all files to disk."""
         lengths = np.concatenate(self._lengths)
         files = {BIN: self._bin, META_FILE: self._meta, IDX: self._open(IDX)}
         for part in encode_index(lengths, self._dtype):
@@ -217,7 +214,7 @@ class ShardWriter:
         }
 
     def abandon(self) -> None:
-        """Leaves it unfinished."""
+        """Close the files without completing the shard."""
         self._bin.abandon()
         self._meta.abandon()
         if self._mask is not None:
@@ -229,22 +226,23 @@ _MAX_TOKENS = 1 << 18
 
 
 class ShardEncoder(Protocol):
-    """Documents of a source as they are stored."""
+    """Encoder of the documents of a source for storage."""
 
     def encode_batch(self, first: int, stop: int) -> DocumentBatch:
-        """The documents from `first` to before `stop`: fewer, but one, where they are long.
+        """Return the documents `first` to `stop` - 1, or fewer (at least one) if documents are
+        long.
 
-        So what is held at a time does not grow with the size of documents.
+        Memory is thus bounded independently of the document size.
         """
         ...
 
     def identity(self, document: int) -> tuple[int, int]:
-        """What `META` has of a document."""
+        """Return the `META` entry of a document."""
         ...
 
 
 class _TextShardEncoder:
-    """Texts, each with begin and end ids."""
+    """Encoder of texts with BOS and EOS."""
 
     def __init__(self, source: Source, tokenizer: Tokenizer):
         self._source, self._tokenizer = source, tokenizer
@@ -258,7 +256,7 @@ class _TextShardEncoder:
         with wrap_text_errors(lambda number: self._source.where(first + number)):
             encoded = tokenizer.encode_batch(texts)
         for found in encoded:
-            ids += begin, found.astype(dtype), end  # `found` may be of any integers
+            ids += begin, found.astype(dtype), end  # `found` may have any integer type
             lengths.append(len(found) + 2)
         raws = [text.encode() for text in texts]
         meta = np.array([(len(raw), digest_of(raw)) for raw in raws], META)
@@ -272,7 +270,7 @@ class _TextShardEncoder:
         return len(raw), digest_of(raw)
 
     def _read(self, first: int, stop: int) -> list[str]:
-        """Those from `first` on, up to the one with which they have about a million characters."""
+        """Read texts from `first` on, until they have `_MAX_CHARACTERS` characters in total."""
         texts: list[str] = []
         characters = 0
         while characters < _MAX_CHARACTERS and first + len(texts) < stop:
@@ -282,7 +280,7 @@ class _TextShardEncoder:
 
 
 class _ConversationShardEncoder:
-    """Conversations, with what of them is trained."""
+    """Encoder of conversations with loss masks."""
 
     def __init__(self, conversations: ConversationEncoder):
         self._conversations = conversations
@@ -317,7 +315,7 @@ class _ConversationShardEncoder:
 
 
 def _histograms(raws: list[bytes]) -> np.ndarray:
-    """uint32 [texts, 256]: how often each has each byte."""
+    """Return uint32 [texts, 256]: byte histogram of each text."""
     counts = [np.bincount(np.frombuffer(raw, np.uint8), minlength=256) for raw in raws]
     return np.array(counts, np.uint32)
 
@@ -325,7 +323,7 @@ def _histograms(raws: list[bytes]) -> np.ndarray:
 def build_shard_encoder(
     source: Source, tokenizer: Tokenizer, talks: ConversationEncoder | None
 ) -> ShardEncoder:
-    """Of texts, or of conversations where these are given."""
+    """Return an encoder of texts, or of conversations if `talks` is given."""
     return (
         _TextShardEncoder(source, tokenizer) if talks is None else _ConversationShardEncoder(talks)
     )
@@ -334,27 +332,25 @@ def build_shard_encoder(
 def build_conversation_encoder(
     data: SourceConfig, source: Source, tokenizer: Tokenizer
 ) -> ConversationEncoder | None:
-    """The records as conversations, if they are.
+    """Return the encoder of conversations; None for texts.
 
     Raises:
-        ConfigError: there is no chat template, or it cannot be read.
+        ConfigError: the chat template is missing or cannot be read.
     """
     return None if data.chat == "off" else ConversationEncoder(source, tokenizer, data)
 
 
 class _Worker:
-    """What a process encodes with."""
+    """State of a worker process."""
 
     encoder: ShardEncoder
 
 
 def source_if_picklable(source: Source) -> Source | None:
-    """The source, if it can be sent to other processes, which then need not look through its files
-    again.
-    """
+    """Return the source if it can be pickled, so that workers need not scan its files again."""
     try:
         ForkingPickler.dumps(source)
-    except Exception:  # objects of libraries raise what they like
+    except Exception:  # libraries raise various errors
         return None
     return source
 
@@ -362,15 +358,15 @@ def source_if_picklable(source: Source) -> Source | None:
 def start(
     data: SourceConfig, tokenizer: TokenizerConfig, seed: int, source: Source | None, day: str
 ) -> None:
-    """Sets up a process that was spawned: it ends with the one that started it.
+    """Initialize a spawned worker process, which exits when its parent exits.
 
-    `day` is the date that a chat template reads.
+    `day` is the date that the chat template renders.
     """
-    # The processes are the parallelism. Read by `tokenizers` when it is imported.
+    # The worker processes provide the parallelism. `tokenizers` reads these variables at import.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     os.environ["RAYON_NUM_THREADS"] = "1"
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # they are for the one that started it
+        signal.signal(number, signal.SIG_IGN)  # the parent process handles these signals
     threading.Thread(target=_end_with_parent, daemon=True).start()
     found = open_tokenizer(tokenizer)
     source = expand_trained_messages(open_source(data, seed), data) if source is None else source
@@ -388,8 +384,8 @@ def _end_with_parent() -> None:
 
 
 def encode(first: int, stop: int) -> DocumentBatch | tuple[Problem, ...]:
-    """The documents from `first` on, or what the user has to change; as `Encoder.piece`."""
+    """Return the documents from `first` on, or the problems to report; see `ShardEncoder.piece`."""
     try:
         return _Worker.encoder.encode_batch(first, stop)
-    except ConfigError as error:  # its pickled form would lose the problems
+    except ConfigError as error:  # pickling the error would lose the problems
         return error.problems

@@ -1,11 +1,11 @@
-"""Byte-level BPE of a `tokenizer.json` by tiktoken, several times as fast, where ids are the same.
+"""Faster encoder for byte-level BPE: tiktoken replaces `tokenizers` if the ids are the same.
 
-`tokenizers` applies a list of merges, tiktoken merges neighbours whose joined bytes are a token,
-the lowest rank first. They do the same to every word if each token, as a word, is merged from bytes
-to itself: neighbours x, y inside a word come from the same merges as in the word xy alone, and that
-word passes one state of two tokens only, its last merge. This is tested for every token.
-Words are the same if the pattern is a published one, and both libraries agree which characters are
-letters, numbers and spaces: they are asked about each. Any other text is left to `tokenizers`.
+The library `tokenizers` applies a list of merges. Instead, tiktoken merges adjacent tokens whose
+joined bytes are a token, lowest rank first. Both libraries give the same ids if each token, encoded
+as a word, merges from bytes to itself. The last merge of a token then joins the same two tokens in
+both libraries. Every token is tested. Both libraries split text into the same words if the pattern
+is a published one and they agree on letters, numbers and spaces. This is tested for every
+character. All other text uses `tokenizers`.
 """
 
 from __future__ import annotations
@@ -20,21 +20,23 @@ import numpy as np
 from maxpipe.data.tokenizers.tiktoken_presets import LLAMA3, O200K, QWEN
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-"""The pattern that `ByteLevel` has by itself."""
+"""Default pattern of `ByteLevel`."""
 PUBLISHED = (LLAMA3, QWEN, O200K, _GPT2)
-"""Patterns that take a time that is linear in the length of a text."""
+"""Patterns whose time is linear in the length of a text."""
 _LONGEST = 1 << 18
-"""Characters of a text: tiktoken's patterns give up on runs of a million spaces."""
+"""Maximum characters of a text: tiktoken's patterns fail on runs of a million spaces."""
 _LAST = 0x32000
-"""Characters from here on are no letters of a language. Texts with one are left out."""
+"""Characters from here on are not letters of a language. Texts with such characters use
+`tokenizers`.
+"""
 _FOLDED = "\u017f\u212a"
-"""Small and capital letters of ASCII are not the only ones that are s and k in either case."""
+"""Non-ASCII characters that match s or k when case is ignored."""
 _PLAIN = ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix")
 _OTHER_KINDS = ("byte_fallback", "fuse_unk")
 
 
 class ByteBpe:
-    """The fast way to ids, for most texts."""
+    """Fast encoder for most texts."""
 
     def __init__(self, pattern: str, ranks: Mapping[bytes, int], ids: Sequence[int], added: str):
         import tiktoken
@@ -47,7 +49,7 @@ class ByteBpe:
         self._added = re.compile(added) if added else None
 
     def encode(self, text: str) -> np.ndarray | None:
-        """int32 [tokens]; None for a text whose ids might differ."""
+        """Return int32 [tokens]; None for a text whose ids might differ."""
         if len(text) > _LONGEST or (not text.isascii() and self._ambiguous_character.search(text)):
             return None
         if self._added is not None and self._added.search(text):
@@ -56,7 +58,7 @@ class ByteBpe:
 
     @functools.cached_property
     def _ambiguous_character(self) -> re.Pattern[str]:
-        """Finds a character that one library takes for a letter, number or space and one not."""
+        """Pattern for characters that only one library treats as a letter, number or space."""
         found = set(_FOLDED)
         for kind in set(re.findall(r"\\p\{\w+\}|\\[swd]", self._pattern)):
             found |= _tiktoken_characters(kind) ^ _tokenizers_characters(kind)
@@ -69,7 +71,7 @@ def _characters() -> str:
 
 
 def _tiktoken_characters(kind: str) -> set[str]:
-    """Characters that tiktoken's pattern matches: it leaves out all others."""
+    """Return the characters that tiktoken's pattern matches; tiktoken drops all others."""
     import tiktoken
 
     ranks = {bytes([i]): i for i in range(256)}
@@ -78,7 +80,7 @@ def _tiktoken_characters(kind: str) -> set[str]:
 
 
 def _tokenizers_characters(kind: str) -> set[str]:
-    """The same of `tokenizers`, which makes each match a word; NUL between them is none."""
+    """Return the characters that the pattern of `tokenizers` matches; each match is a word."""
     from tokenizers import Regex
     from tokenizers.pre_tokenizers import Split
 
@@ -88,11 +90,11 @@ def _tokenizers_characters(kind: str) -> set[str]:
 
 
 def byte_bpe(definition: Mapping[str, Any], model: Any) -> ByteBpe | None:
-    """The fast way of a tokenizer.json; None if there is none, or its ids might differ.
+    """Return the fast encoder of a tokenizer.json; None if ids might differ or tiktoken is missing.
 
     Args:
         definition: The content of the file.
-        model: The `tokenizers` model that was made of it; its settings are changed.
+        model: The `tokenizers` model of the file; its settings are changed.
     """
     pattern = _pattern_of(definition)
     settings = definition["model"]
@@ -115,7 +117,9 @@ def byte_bpe(definition: Mapping[str, Any], model: Any) -> ByteBpe | None:
 
 
 def _pattern_of(definition: Mapping[str, Any]) -> str | None:
-    """The published pattern by which text is split into words of bytes."""
+    """Return the published pattern that splits text into words of bytes; None for other
+    patterns.
+    """
     first = definition.get("pre_tokenizer") or {}
     steps = first.get("pretokenizers", [first])
     byte_level = steps[-1]
@@ -136,7 +140,9 @@ def _pattern_of(definition: Mapping[str, Any]) -> str | None:
 
 
 def _ranks_of(settings: Mapping[str, Any], model: Any) -> tuple[dict[bytes, int], list[int]] | None:
-    """Ranks by the bytes of tokens, and the id of each rank; None if some token is not merged."""
+    """Return ranks by token bytes, and the id of each rank; None if a token fails the merge
+    test.
+    """
     vocabulary, byte_of = settings["vocab"], _byte_alphabet()
     if not byte_of.keys() <= vocabulary.keys():
         return None
@@ -146,25 +152,27 @@ def _ranks_of(settings: Mapping[str, Any], model: Any) -> tuple[dict[bytes, int]
     ]
     for first, second in merges:
         joined = first + second
-        if joined != tokens[-1]:  # several ways to one token follow each other
+        if joined != tokens[-1]:  # several ways to merge a token follow each other
             tokens.append(joined)
     if len(set(tokens)) != len(tokens) or not set(tokens) <= vocabulary.keys():
         return None
-    model.ignore_merges = False  # or it would not merge what is a token already
+    model.ignore_merges = False  # otherwise the model would not merge existing tokens
     if any(set(token) - byte_of.keys() for token in tokens):
         return None
     for token in tokens:
         if [each.value for each in model.tokenize(token)] != [token]:
             return None
     if settings.get("ignore_merges") and len(vocabulary) > len(tokens):
-        return None  # what is never merged may be a whole word
+        return None  # tokens that are never merged may be full words
     ranks = {bytes(byte_of[each] for each in token): i for i, token in enumerate(tokens)}
     return ranks, [vocabulary[token] for token in tokens]
 
 
 @functools.cache
 def _byte_alphabet() -> dict[str, int]:
-    """Bytes by the characters that `ByteLevel` writes for them: itself where that is printed."""
+    """Return bytes by the characters that `ByteLevel` writes: printable bytes represent
+    themselves.
+    """
     printed = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printed]
     return {chr(byte): byte for byte in printed} | {

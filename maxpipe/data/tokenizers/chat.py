@@ -1,13 +1,9 @@
-"""Chat templates: from the messages of a conversation to the text that a model continues.
+"""Chat templates: render a conversation to the text that a model continues.
 
-A template is a program that comes with a model, from strangers. It runs in jinja2's sandbox, in a
-process of its own that has nothing but the messages, and that ends when it takes too long or too
-much memory: the sandbox alone bounds neither.
-
-A process of its own for a chat template, asked for one conversation after the other.
-
-It has neither the environment's variables, which may hold secrets, nor this process' files. One
-that takes too long, writes too much or ends is gone, and the conversation that it had is known.
+A template is an untrusted program that comes with a model. It runs in the jinja2 sandbox in a
+separate process, because the sandbox limits neither time nor memory. The process receives only the
+messages. It sees neither environment variables, which may contain secrets, nor files of the parent.
+A process that exceeds a limit is terminated, and the error names its conversation.
 """
 
 from __future__ import annotations
@@ -28,57 +24,57 @@ from maxpipe.io.typed_json import parse_json
 from maxpipe.io.worker_process import WorkerProcess
 
 _START_SECONDS = 60.0
-"""For a machine that is busy; the processor's time is what a template is given."""
+"""Wall time limit in seconds on a busy machine; the template itself is limited in CPU time."""
 _MAX_REQUEST_BYTES = 1 << 24
 _MAX_RESPONSE_BYTES = 1 << 28
 
 SETTINGS = "chat_template_kwargs"
-"""Name of the field of a record with names and values that its template is given."""
+"""Name of the record field with template settings."""
 
 Message = dict[str, Any]
-"""`role` and `content`, and whatever else a template reads."""
+"""`role`, `content` and any other keys that a template reads."""
 
 
 class ChatInput(NamedTuple):
-    """What a chat template is given."""
+    """Input of a chat template."""
 
     messages: Sequence[Message]
     tools: Sequence[Any] | None = None
     settings: Mapping[str, Any] = {}
-    """Further names of the template, such as `enable_thinking`."""
+    """Further variables of the template, such as `enable_thinking`."""
     trained: Sequence[int] = ()
-    """Numbers of the messages that are trained, from 0."""
+    """Zero-based indices of the trained messages."""
     unread: tuple[str, ...] = ()
-    """Fields of the record that are in nothing above."""
+    """Fields of the record that are not used above."""
 
     def up_to(self, number: int) -> ChatInput:
-        """The conversation that ends with a trained message, which alone is trained."""
+        """Return the conversation up to a trained message, which is then the only one trained."""
         return self._replace(messages=self.messages[: number + 1], trained=[number])
 
 
 class Masking(NamedTuple):
-    """How the trained parts of a text are found."""
+    """Options that determine the trained spans of a text."""
 
     by_blocks: bool
-    """Whether the template's generation blocks, if any, say what assistants' messages are."""
+    """Whether generation blocks of the template, if present, delimit assistant messages."""
     skips_rewritten: bool
-    """Whether messages that the template rewrites later are left out; otherwise they are errors."""
+    """Whether messages that the template rewrites later are skipped; otherwise they are errors."""
 
 
 class RenderedChat(NamedTuple):
-    """The text of a conversation."""
+    """Rendered text of a conversation."""
 
     text: str
     spans: list[tuple[int, int]]
-    """Characters that are trained."""
+    """Trained spans, in characters."""
     rewritten: int
-    """Messages that would be trained, and are not because the template rewrites them later."""
+    """Number of messages that are not trained because the template rewrites them later."""
     unread: tuple[str, ...]
-    """What the conversation has and the template does not read."""
+    """Keys of the conversation that the template does not read."""
 
 
 class _RenderResponse(TypedDict, total=False):
-    """A line of the process; that to its settings is empty."""
+    """Response line of the process; the response to the settings is empty."""
 
     text: str
     spans: list[tuple[int, int]]
@@ -89,9 +85,10 @@ class _RenderResponse(TypedDict, total=False):
 
 
 class RenderError(Exception):
-    """A template, or a conversation, that gives no text.
+    """A template or conversation that cannot be rendered.
 
-    `kind` is `package` if there is no jinja2, and `prefix` if messages cannot be told apart.
+    `kind` is `package` if jinja2 is missing, and `prefix` if messages cannot be separated in the
+    text.
     """
 
     def __init__(self, text: str, kind: str = ""):
@@ -100,10 +97,10 @@ class RenderError(Exception):
 
 
 class ChatProcess:
-    """One template; not for several threads at a time.
+    """Process that renders one template; not thread-safe.
 
     Raises:
-        RenderError: the template is none, or there is no jinja2.
+        RenderError: the template is invalid, or jinja2 is missing.
     """
 
     def __init__(self, template: str, tokens: Mapping[str, str], cpu_seconds: int):
@@ -112,10 +109,11 @@ class ChatProcess:
             [sys.executable, "-P", render_chat.__file__],
             {"PYTHONPATH": paths},
             most_answer_bytes=_MAX_RESPONSE_BYTES,
-            own_session=True,  # Ctrl-C is for the one that asks, which saves and ends it
+            # Ctrl-C goes to the parent process only, which saves its work and ends this one
+            own_session=True,
         )
         self.close = self._process.close
-        """Ends the process; also when nothing refers to this any more."""
+        """Ends the process; also called when this object is garbage-collected."""
         self._seconds = cpu_seconds + _START_SECONDS
         settings = {"template": template, "tokens": dict(tokens), "cpu_seconds": cpu_seconds}
         try:
@@ -126,7 +124,7 @@ class ChatProcess:
 
     @property
     def is_alive(self) -> bool:
-        """Whether it can be asked again."""
+        """Whether the process can render another conversation."""
         return self._process.is_alive
 
     def render(
@@ -137,12 +135,13 @@ class ChatProcess:
         masking: Masking | None = None,
         day: str = "",
     ) -> RenderedChat:
-        """The text of a conversation; with `masking` also the spans of its trained messages.
+        """Return the text of a conversation; with `masking` also the spans of its trained messages.
 
-        `day`, as 2026-01-31, is the one that the template reads as the current date; empty is now.
+        `day`, for example 2026-01-31, is the current date in the template; empty for the actual
+        date.
 
         Raises:
-            RenderError: the template fails, refuses the messages, or takes too much.
+            RenderError: the template fails, rejects the messages, or exceeds a limit.
         """
         answer = self._request(
             {
@@ -161,17 +160,23 @@ class ChatProcess:
     def _request(self, request: Mapping[str, Any]) -> _RenderResponse:
         raw = json.dumps(request).encode() + b"\n"
         if len(raw) > _MAX_REQUEST_BYTES:
-            raise RenderError(f"they take {len(raw)} bytes, at most {_MAX_REQUEST_BYTES} are read")
+            raise RenderError(
+                f"the messages have {len(raw)} bytes; at most {_MAX_REQUEST_BYTES} are allowed"
+            )
         try:
             answer = parse_json(self._process.request(raw, self._seconds), _RenderResponse)
         except TimeoutError:
             self.close()
-            raise RenderError("it takes too long") from None
+            raise RenderError("the template exceeds the time limit") from None
         except (OSError, ValueError):
             code = self._process.exit_code
             self.close()
             ended = code is None or code < 0
-            text = "it takes too long or too much memory" if ended else "it ends its process"
+            text = (
+                "the template exceeds the time or memory limit"
+                if ended
+                else "the template ends its process"
+            )
             raise RenderError(text) from None
         if "error" in answer:
             raise RenderError(answer["error"], answer.get("kind", ""))
@@ -181,13 +186,13 @@ class ChatProcess:
 _LOG = logging.getLogger(__name__)
 
 _CPU_SECONDS = 10
-"""For one conversation."""
+"""CPU time limit per conversation in seconds."""
 _NAMED = 20
-"""Keys that are named at most."""
+"""Maximum number of keys in a message."""
 
 
 class ChatTemplate:
-    """A template as published in `chat_template.jinja` or `tokenizer_config.json`."""
+    """A chat template as published in `chat_template.jinja` or `tokenizer_config.json`."""
 
     def __init__(
         self,
@@ -199,32 +204,32 @@ class ChatTemplate:
         self.template = template
         self.path = path
         self.tokens = dict(tokens)
-        """Control tokens that it may write, by roles such as `bos_token`."""
+        """Control tokens available to the template, by role, such as `bos_token`."""
         self.settings = dict(settings or {})
-        """Further names that it is given, unless a conversation has another value of them."""
+        """Template settings; settings of a conversation override them."""
         self.day = ""
-        """Current date of the template, as 2026-01-31; empty is that of the clock."""
+        """Current date in the template, for example 2026-01-31; empty for the actual date."""
 
     def with_settings(self, settings: Mapping[str, Any]) -> ChatTemplate:
-        """The template with these settings."""
+        """Return the template with these settings."""
         return ChatTemplate(self.template, self.path, self.tokens, settings)
 
     def with_date(self, day: str) -> ChatTemplate:
-        """The template with this current date."""
+        """Return the template with this current date."""
         template = self.with_settings(self.settings)
         template.day = day
         return template
 
     @property
     def reads_date(self) -> bool:
-        """Whether it may write the current date."""
+        """Whether the template may render the current date."""
         return "strftime_now" in self.template
 
     def process(self) -> ChatProcess:
-        """A process that renders conversations.
+        """Return a process that renders conversations.
 
         Raises:
-            ConfigError: no jinja2, or no template.
+            ConfigError: jinja2 is missing, or the template is invalid.
         """
         try:
             return ChatProcess(self.template, self.tokens, _CPU_SECONDS)
@@ -234,13 +239,13 @@ class ChatTemplate:
     def render(
         self, conversations: Sequence[ChatInput], *, add_generation_prompt: bool = True
     ) -> list[str]:
-        """The text of each conversation, up to where the model's answer begins.
+        """Return the text of each conversation, up to the beginning of the model's response.
 
-        Many conversations cost little more than one. What they have and the template does not
-        read is named in the log.
+        Rendering many conversations in one call is much faster than one by one. Keys that the
+        template does not read are logged.
 
         Raises:
-            ConfigError: no jinja2, a template that fails, refuses the messages, or takes too much.
+            ConfigError: jinja2 is missing, or the template fails or exceeds a limit.
         """
         texts, unread = [], Counter[str]()
         with contextlib.ExitStack() as stack:
@@ -263,19 +268,20 @@ class ChatTemplate:
     def _template_error(self, error: RenderError) -> ConfigError:
         if error.kind == "package":
             action = "Run: pip install 'maxpipe[tokenizers]'"
-            return ConfigError.one(self.path, None, f"needs the package jinja2: {error}.", action)
+            return ConfigError.one(self.path, None, f"requires jinja2: {error}.", action)
         return ConfigError.one(
             self.path,
             None,
-            f"must be a chat template that takes these messages: {error}.",
-            "Correct the messages or the template, or give the model plain text.",
+            f"must be a chat template that can render these messages: {error}.",
+            "Correct the messages or the template, or use plain text.",
         )
 
 
 def unread_remarks(unread: Mapping[str, int], total: str, action: str = "") -> list[str]:
-    """A line with the keys of conversations that nothing reads and how many have each.
+    """Return a line with the unread keys of conversations and the number of conversations with
+    each.
 
-    `action` names settings that read them.
+    `action` suggests settings that read the keys.
     """
     if not unread:
         return []

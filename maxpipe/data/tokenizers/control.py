@@ -1,17 +1,15 @@
-"""Control tokens: which ids begin, end and pad a text, and what a model's folder says of them.
+"""Control tokens: ids that begin, end and pad a text, resolved from the files of a model folder.
 
-This is the one definition of what begins and ends a text. Sources, the first one that names a
-token counts:
+This module alone defines how a text begins and ends. For each token, it uses the first of these
+sources that names the token:
 
-| begin | end | ends of generated text |
-|---|---|---|
-| post-processor of `tokenizer.json` | `tokenizer_config.json`, `special_tokens_map.json` | end |
-| `tokenizer_config.json`, `special_tokens_map.json` | vocabulary file | `generation_config.json` |
-| vocabulary file, usual names | `generation_config.json`, else `config.json` | else `config.json` |
-| `generation_config.json`, else `config.json` | usual names | else usual names |
-| end | | |
+- BOS: the post-processor of `tokenizer.json`, `tokenizer_config.json`, `special_tokens_map.json`,
+  the vocabulary file, usual names, `generation_config.json`, `config.json`, EOS
+- EOS: `tokenizer_config.json`, `special_tokens_map.json`, the vocabulary file,
+  `generation_config.json`, `config.json`, usual names
+- ends of generated text in addition to EOS: `generation_config.json`, `config.json`, usual names
 
-`data/conversation.py` adds the token that closes the answers of a chat template.
+`data/chat_spec.py` adds the token that closes assistant messages of a chat template.
 """
 
 from __future__ import annotations
@@ -56,15 +54,15 @@ class Framing:
     before: tuple[int, ...]
     after: tuple[int, ...] = ()
     reads_control: bool = False
-    """Whether text that spells a control token is encoded as that token."""
+    """Whether text of a control token is encoded as that token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControlTokens:
-    """The control tokens of a vocabulary: they stand for no text.
+    """Control tokens of a vocabulary; they have no text.
 
-    `special_tokens` are all of them, by their text. `end_ids`, sorted, end a generated text:
-    `end_id`, and the ends of a turn of a chat.
+    `special_tokens` maps the text of every control token to its id. `end_ids` are the sorted ids
+    that end generated text: `end_id` and the ends of a chat turn.
     """
 
     begin_id: int
@@ -74,12 +72,12 @@ class ControlTokens:
     special_tokens: Mapping[str, int]
     special_ids: frozenset[int] = field(init=False)
     role_texts: Mapping[str, str] = field(default_factory=dict)
-    """Texts of control tokens by roles such as `bos_token`, as chat templates name them."""
+    """Texts of control tokens by role, with the names of chat templates, such as `bos_token`."""
     chat: ChatTemplate | None = None
     published: Framing = Framing(())
-    """Framing by which `transformers` encodes a prompt with the tokenizer of this folder."""
+    """Framing that `transformers` uses to encode a prompt with the tokenizer of this folder."""
     framing: Framing = None  # type: ignore[assignment]
-    """Framing of prompts here; by default that of training documents, one begin token."""
+    """Framing of prompts in maxpipe; by default that of training documents, one BOS token."""
 
     def __post_init__(self) -> None:
         if self.framing is None:
@@ -89,20 +87,20 @@ class ControlTokens:
 
 
 class ControlTokenMixin:
-    """What all tokenizers say of their control tokens."""
+    """Control token properties that all tokenizers share."""
 
     control: ControlTokens
     vocab_size: int
     min_embedding_rows: int
     """See `Tokenizer`."""
     embedding_rows: int = MAX_IDS
-    """Rows of the model's embedding, where they are known: see `fitted`."""
+    """Rows of the model's embedding, if known; see `fitted`."""
 
     def with_embedding_rows(self, rows: int) -> Self:
-        """A copy for a model with this number of rows, of which no id is beyond them.
+        """Return a copy for a model with this number of rows; ids stay below it.
 
-        Text that spells a control token without a row stays text. The end token pads where the
-        padding token has no row.
+        Text of a control token without a row is encoded as plain text. EOS replaces a padding token
+        without a row.
         """
         if rows >= self.vocab_size:
             return self
@@ -120,14 +118,14 @@ class ControlTokenMixin:
         raise NotImplementedError
 
     def encode_prompt(self, text: str) -> list[int]:
-        """The ids of a prompt, with the tokens of `framing` around them; at least one."""
+        """Return the ids of a prompt, including the tokens of `framing`; at least one id."""
         framing = self.control.framing
         encode = self.encode_chat if framing.reads_control else self.encode
         ids = [*framing.before, *encode(text).tolist(), *framing.after]
         return ids or [self.begin_id]
 
     def with_control(self, **changes: Any) -> Self:
-        """A copy with other values of `Control`."""
+        """Return a copy with changed fields of `ControlTokens`."""
         found = copy.copy(self)
         found.control = replace(self.control, **changes)
         return found
@@ -177,22 +175,21 @@ def resolve(
     known: Mapping[str, int] | None = None,
     published: tuple[Sequence[int], Sequence[int]] | None = None,
 ) -> ControlTokens:
-    """The control tokens of the vocabulary in the file `path`.
+    """Return the control tokens of the vocabulary in the file `path`.
 
-    Without a begin token documents begin with the end token; without a padding token the end
-    token pads.
+    Without BOS, documents begin with EOS; without a padding token, EOS is used for padding.
 
     Args:
-        path: Settings are read from its folder.
+        path: Vocabulary file; settings are read from its folder.
         special: Ids of the vocabulary's control tokens by their text.
-        id_of: Id of any token of the vocabulary.
-        vocab_size: Ids are below it.
-        known: Ids that the file itself gives to `bos_token`, `eos_token` and `pad_token`.
-        published: Ids that the file itself puts before and after a text; None if that is not in it,
-            and `add_bos_token` and `add_eos_token` of the settings count.
+        id_of: Returns the id of any token of the vocabulary.
+        vocab_size: Upper bound of ids, exclusive.
+        known: Ids that the file itself assigns to `bos_token`, `eos_token` and `pad_token`.
+        published: Ids that the file itself adds before and after a text; None if the file does not
+            define them and `add_bos_token` and `add_eos_token` of the settings apply.
 
     Raises:
-        ConfigError: no end token, settings that cannot be read or name a token that is missing.
+        ConfigError: EOS is missing, settings cannot be read, or settings name a missing token.
     """
     folder = os.path.dirname(os.path.expanduser(path))
     settings = read_object(folder, _SETTINGS)
@@ -200,14 +197,14 @@ def resolve(
     texts = {role: text for role, text in said.items() if text is not None}
     listed = _load_listed_ids(folder, vocab_size)
     find = partial(_role, path=path, said=said, special=special, id_of=id_of, known=known or {})
-    # The token after a document has a text, if one of the listed ids has.
+    # Ids with a text come first.
     end = find("eos_token", ids=sorted(listed["eos_token_id"], key=lambda i: i >= vocab_size))
     if end is None:
         raise ConfigError.one(
             PATH,
             path,
-            f"must have an end token: its special tokens are {_join_names(special) or 'none'}.",
-            f'Put {_SETTINGS} with {{"eos_token": "..."}} beside it.',
+            f"must have an EOS token: the special tokens are {_join_names(special) or 'none'}.",
+            f'Add {_SETTINGS} with {{"eos_token": "..."}} to its folder.',
         )
     begin, pad = find("bos_token"), find("pad_token")
     if begin is None and "bos_token" not in said:
@@ -249,19 +246,20 @@ def _role(
     known: Mapping[str, int],
     ids: Sequence[int] = (),
 ) -> int | None:
-    """The id of a role; `ids` are those that other files list for it."""
+    """Return the id of a role; `ids` are those listed for it in other files."""
     named = said.get(role)
     if named is not None:
         found = id_of(named)
-        if found is not None or role == "pad_token":  # published folders name padding they lack
+        # published folders may name a missing padding token
+        if found is not None or role == "pad_token":
             return known.get(role) if found is None else found
         raise ConfigError.one(
             PATH,
             path,
-            f"must have the token that {_SETTINGS} beside it calls {role}: {named[:80]}.",
-            f"Correct {role} there, or put the {_SETTINGS} of this tokenizer beside it.",
+            f"must contain the {role} of the {_SETTINGS} in its folder: {named[:80]}.",
+            f"Correct {role} in {_SETTINGS}, or replace {_SETTINGS} by that of this tokenizer.",
         )
-    if role in said and role != "eos_token":  # null: there is none
+    if role in said and role != "eos_token":  # null: the role has no token
         return None
     if role in known:
         return known[role]
@@ -271,22 +269,22 @@ def _role(
 
 
 def _join_names(names: Iterable[str], most: int = 12) -> str:
-    """The first names."""
+    """Join the first `most` names."""
     shown = list(names)
     more = f" and {len(shown) - most} more" if len(shown) > most else ""
     return ", ".join(name[:80] for name in shown[:most]) + more
 
 
 def role_texts(folder: str) -> dict[str, str | None]:
-    """Token texts by role that a folder states, None where it states that there is none."""
+    """Return the token texts by role that a folder defines; None for a role without a token."""
     return _role_texts_of_settings(read_object(folder, _SETTINGS), read_object(folder, _MAP))
 
 
 def read_object(folder: str, name: str) -> dict[str, Any]:
-    """The JSON object in an optional file of a folder.
+    """Return the JSON object in an optional file of a folder.
 
     Raises:
-        ConfigError: the file has none, or cannot be read.
+        ConfigError: the file cannot be read or does not contain an object.
     """
     path = os.path.join(folder, name)
     try:
@@ -305,9 +303,9 @@ def _settings_error(path: str, rule: str) -> ConfigError:
 def _role_texts_of_settings(
     settings: Mapping[str, Any], special: Mapping[str, Any]
 ) -> dict[str, str | None]:
-    """Token texts by role, None where the role is said to have no token.
+    """Return token texts by role; None for a role that is set to no token.
 
-    As in `transformers` the special tokens map counts before settings that list no added tokens.
+    As in `transformers`, the special tokens map overrides settings that list no added tokens.
     """
     first, second = settings, special
     if "added_tokens_decoder" not in settings:
@@ -318,15 +316,16 @@ def _role_texts_of_settings(
 
 
 def _texts(entries: Mapping[str, Any]) -> dict[str, str]:
-    """Token texts by role: each is written as its text, or as an object with `content`."""
+    """Return token texts by role; an entry is the text or an object with `content`."""
     texts = {k: v.get("content") if isinstance(v, dict) else v for k, v in entries.items()}
     return {k: v for k, v in texts.items() if isinstance(v, str) and k.endswith("_token")}
 
 
 def _load_listed_ids(folder: str, vocab_size: int) -> dict[str, list[int]]:
-    """Ids by `eos_token_id` and `bos_token_id`: of generation_config.json, else of config.json.
+    """Return the ids of `eos_token_id` and `bos_token_id` in generation_config.json, else
+    config.json.
 
-    That of a model with parts has them in its `text_config`.
+    In the config of a multimodal model, the ids may be in `text_config`.
     """
     found: dict[str, list[int]] = {"eos_token_id": [], "bos_token_id": []}
     for name in (_GENERATION, _CONFIG):
@@ -341,18 +340,20 @@ def _load_listed_ids(folder: str, vocab_size: int) -> dict[str, list[int]]:
 
 
 def _ids(path: str, key: str, value: object) -> list[int]:
-    """One id or several. Ids beyond the vocabulary are of rows that pad an embedding."""
+    """Return a list of ids for one id or several. Ids may exceed the vocabulary of a padded
+    embedding.
+    """
     ids: list[int] = []
     for each in value if isinstance(value, list) else [] if value is None else [value]:
         if type(each) is not int or not 0 <= each < MAX_IDS:
-            rule = f"must have ids below {MAX_IDS} as {key}: it has {str(each)[:80]}."
+            rule = f"must have ids below {MAX_IDS} in {key}: found {str(each)[:80]}."
             raise _settings_error(path, rule)
         ids.append(each)
     return ids
 
 
 def _template(folder: str, settings: Mapping[str, Any]) -> tuple[str, str] | None:
-    """The chat template and the file it is in; of several named ones `default`."""
+    """Return the chat template and its file; of several named templates, `default`."""
     path = os.path.join(folder, _TEMPLATE_FILE)
     try:
         return files.read(path, _MAX_SETTINGS_BYTES).decode(), path
@@ -366,7 +367,7 @@ def _template(folder: str, settings: Mapping[str, Any]) -> tuple[str, str] | Non
         named = [each for each in found if isinstance(each, dict)]
         found = next((e.get("template") for e in named if e.get("name") == "default"), None)
         if found is None:
-            raise _settings_error(path, "must have a chat template of the name default.")
+            raise _settings_error(path, "must have a chat template named default.")
     if found is not None and not isinstance(found, str):
-        raise _settings_error(path, "must have a text as chat_template.")
+        raise _settings_error(path, "must have text in chat_template.")
     return None if found is None else (found, path)

@@ -1,10 +1,8 @@
-"""The file of a tokenizer: which one is meant, of what kind it is, and its bounded reading.
+"""Tokenizer files: detection of the file format, and reads with size and time limits.
 
-Limit on the processor time that a `tokenizer.json` takes for a text.
-
-A pattern such as `(a|aa)+$` takes a time that is exponential in the length of a run, and the limit
-of the regex engine bounds one match, not a text. Such work cannot be interrupted inside the
-library. It is done in a thread, which is given up with an error.
+The time limit applies to the encoding of a text by a `tokenizer.json`. A pattern such as `(a|aa)+$`
+can need exponential time, and the limit of the regex engine applies to a single match only. The
+library cannot be interrupted, so the work runs in a thread, which is abandoned with an error.
 """
 
 from __future__ import annotations
@@ -29,27 +27,31 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 SECONDS = 10.0
-"""Processor time for any text, to which more is added with its length."""
+"""CPU time limit in seconds for any text; longer texts get more time."""
 CHARACTERS_PER_SECOND = 100_000
-"""A tenth of the speed of the slowest published tokenizers."""
+"""Characters that extend the limit by one second: a tenth of the speed of the slowest published
+tokenizer.
+"""
 _SINGLE_TEXT_SECONDS = 2.0
-"""The same for a text that is encoded again to find which of several is at fault."""
+"""CPU time limit in seconds when texts are encoded one by one to find the failing text."""
 _LONGEST_WORD = 200
-"""Characters; WordPiece takes a time that grows with the square of a word's length or faster."""
+"""Maximum word length in characters; WordPiece time grows at least quadratically with the word
+length.
+"""
 _SLICE_SECONDS = 0.05
 _LINEAR = frozenset({*PUBLISHED, QWEN3_5})
-"""Patterns that take a time that is linear in the length of a text."""
+"""Patterns whose time is linear in the length of a text."""
 
 
 class SlowCall(Exception):
-    """A call that took more than its limit of processor time."""
+    """A call exceeded its CPU time limit."""
 
     def __init__(self, seconds: float):
-        super().__init__(f"it takes more than {seconds:.3g} s of processor time")
+        super().__init__(f"encoding exceeds the limit of {seconds:.3g} s of CPU time")
 
 
 class FailedText(Exception):
-    """A text that the library fails with or is too slow for; the cause is its error."""
+    """A text that the library fails on or encodes too slowly; the cause is its error."""
 
     def __init__(self, number: int, text: str):
         super().__init__(text[:40])
@@ -57,7 +59,7 @@ class FailedText(Exception):
 
 
 def needs_limit(*parts: Any) -> bool:
-    """Return whether these parts of a definition may take long for a short text."""
+    """Return whether these parts of a definition may need a long time for a short text."""
     return any(map(_is_slow, parts))
 
 
@@ -69,7 +71,7 @@ def _is_slow(part: Any) -> bool:
         longest = part.get("max_input_chars_per_word", 0)
         if not isinstance(longest, int) or longest > _LONGEST_WORD:
             return True
-        # The vocabulary is large and holds no steps.
+        # The vocabulary is large and contains no steps.
         return any(_is_slow(each) for name, each in part.items() if name not in _LISTS)
     return isinstance(part, list) and any(map(_is_slow, part))
 
@@ -78,13 +80,13 @@ _LISTS = frozenset({"vocab", "merges"})
 
 
 def run_with_time_limit(call: Callable[[], T], seconds: float | None = None) -> T:
-    """Return what `call` returns, unless it takes more than `seconds` of processor time.
+    """Return the result of `call`, unless it needs more than `seconds` of CPU time.
 
-    A call that takes longer is not ended; its thread ends with the process. `call` has to release
-    Python's lock.
+    A call that exceeds the limit keeps running; its thread ends with the process. `call` must
+    release the GIL.
 
     Raises:
-        SlowCall: it takes longer.
+        SlowCall: the limit is exceeded.
     """
     seconds = SECONDS if seconds is None else seconds
     results: list[T] = []
@@ -99,8 +101,8 @@ def run_with_time_limit(call: Callable[[], T], seconds: float | None = None) -> 
         done.set()
 
     threading.Thread(target=work, daemon=True, name="tokenizer").start()
-    # The lesser of both: a suspended process uses no processor time, and other threads use more
-    # than passes on the clock.
+    # The smaller of CPU time and wall time counts. A suspended process uses no CPU time, and with
+    # other threads the process uses more CPU time than wall time.
     used, clock, processor = 0.0, time.monotonic(), time.process_time()
     while not done.wait(_SLICE_SECONDS):
         now, spent = time.monotonic(), time.process_time()
@@ -116,10 +118,10 @@ def run_with_time_limit(call: Callable[[], T], seconds: float | None = None) -> 
 def run_texts_with_time_limit(
     call: Callable[[Sequence[str]], Sequence[R]], texts: Sequence[str]
 ) -> Sequence[R]:
-    """Return what `call` returns for these texts; an error names the text that is at fault.
+    """Return the result of `call` for these texts; an error names the text that failed.
 
     Raises:
-        UnfitText: the library fails with a text, or takes more than the limit of time.
+        FailedText: the library fails on a text or exceeds the time limit.
     """
     try:
         return run_with_time_limit(lambda: call(texts), _limit(SECONDS, texts))
@@ -131,15 +133,15 @@ def run_texts_with_time_limit(
 
 
 def is_library_error(error: BaseException) -> bool:
-    """Return whether a library raised the error, and not a signal."""
+    """Return whether an error was raised by a library rather than a signal."""
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
 def _find_failing_text(
     call: Callable[[Sequence[str]], Sequence[R]], texts: Sequence[str]
 ) -> tuple[int, BaseException | None]:
-    """The first text that fails alone, with its error; else the one that took longest."""
-    # Read at each call: the threads of `tokenizers` may all be at work on the texts given up.
+    """Return the first text that fails alone, with its error; otherwise the slowest text."""
+    # The library reads this at each call. Its threads may all be busy with the abandoned texts.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     slowest, longest, begin = 0, 0.0, time.monotonic()
     for number, text in enumerate(texts):
@@ -167,39 +169,39 @@ TokenizerKind = Literal["huggingface", "sentencepiece", "tiktoken"]
 
 PATH = "tokenizer.path"
 MAX_IDS = 1 << 26
-"""Arrays have an entry per id: one large number must not fill the memory."""
+"""Limit of ids; arrays have an entry per id, so one large id must not exhaust memory."""
 
 _OR_BYTES = "Set tokenizer.path to the file, or both tokenizer.kind=bytes and tokenizer.path=''."
-_MAX_BYTES = 1 << 28  # eight times the largest published ones
+_MAX_BYTES = 1 << 28  # eight times the size of the largest published file
 _HEAD_BYTES = 1 << 12
 _RANK_LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} [0-9]+\r?(\n|\Z)")
 _JSON = "tokenizer.json"
 _NAMES = {
     "huggingface": "a tokenizer.json file",
     "sentencepiece": "a SentencePiece .model file",
-    "tiktoken": "a tiktoken file of ranks",
+    "tiktoken": "a tiktoken rank file",
 }
 _ACTIONS = {
-    "huggingface": "Set tokenizer.path to the file that `save_pretrained` writes as "
-    "tokenizer.json, or to its folder.",
+    "huggingface": "Set tokenizer.path to the tokenizer.json that `save_pretrained` "
+    "writes, or to its folder.",
     "sentencepiece": "Set tokenizer.path to the model's tokenizer.model, or download it again.",
     "tiktoken": "Set tokenizer.path to a file with lines `BASE64 RANK`, or download it again.",
 }
 USABLE_RULE = "must be a tokenizer that works on every text"
 _UNFIT = (
-    "Use the tokenizer that was published with the model, correct the pattern of its Split or "
+    "Use the tokenizer published with the model, correct the pattern of its Split or "
     "Replace step, or remove the text."
 )
 _SHOWN = 40
-"""Characters of a text in a message."""
+"""Maximum length of a text excerpt in a message."""
 
 
 def locate(config: TokenizerConfig) -> tuple[TokenizerKind, str]:
-    """Kind and path of the file that `tokenizer.path` means, itself or inside a folder.
+    """Return the kind and path of the file at `tokenizer.path`, or of the file in that folder.
 
     Raises:
-        ConfigError: there is no such file, a folder holds several, or `tokenizer.kind=auto`
-            cannot tell what it is.
+        ConfigError: the file does not exist, the folder has several files, or the kind of
+            `tokenizer.kind=auto` is unknown.
     """
     path = os.path.expanduser(config.path)
     if os.path.isdir(path):
@@ -208,14 +210,16 @@ def locate(config: TokenizerConfig) -> tuple[TokenizerKind, str]:
         return config.kind, config.path
     found = _kind_of(path)
     if found is None:
-        rule = f"must be {', '.join(_NAMES.values())}, or a folder with one: it is none of them."
-        action = "Name another file, or say with tokenizer.kind what it is."
+        rule = f"must be {', '.join(_NAMES.values())}, or a folder with one of these."
+        action = "Choose another file, or set tokenizer.kind."
         raise ConfigError.one(PATH, config.path, rule, action)
     return found, config.path
 
 
 def _in_folder(folder: str, wanted: str) -> tuple[TokenizerKind, str]:
-    """The tokenizer of a folder. A `tokenizer.json` counts before what it was made from."""
+    """Return the tokenizer of a folder. `tokenizer.json` has precedence over the file it was
+    converted from.
+    """
     try:
         names = sorted(os.listdir(folder))
     except OSError as error:
@@ -233,14 +237,16 @@ def _in_folder(folder: str, wanted: str) -> tuple[TokenizerKind, str]:
     what = " or ".join(_NAMES.values()) if wanted == "auto" else _NAMES[wanted]
     if found:
         several = ", ".join(os.path.basename(path) for _, path in found)
-        action = f"Set tokenizer.path={found[0][1]}, or to another of them."
-        raise ConfigError.one(PATH, folder, f"must hold one tokenizer: it has {several}.", action)
+        action = f"Set tokenizer.path={found[0][1]}, or to another of these files."
+        raise ConfigError.one(PATH, folder, f"must contain one tokenizer: found {several}.", action)
     rule = f"must be {what}, or a folder with one: this folder has none."
     raise ConfigError.one(PATH, folder, rule, _OR_BYTES)
 
 
 def _kind_of(path: str) -> TokenizerKind | None:
-    """What the file is by its first bytes; its name says little, `tokenizer.model` is any."""
+    """Return the kind of a file by its first bytes, since names such as `tokenizer.model` are
+    ambiguous.
+    """
     try:
         with open(files.open_regular(path), "rb") as stream:
             head = stream.read(_HEAD_BYTES)
@@ -250,15 +256,15 @@ def _kind_of(path: str) -> TokenizerKind | None:
         return "huggingface"
     if _RANK_LINE.match(head):
         return "tiktoken"
-    # The first field of the protobuf message, pieces.
+    # The first field of the protobuf message contains the pieces.
     return "sentencepiece" if head[:1] == b"\n" else None
 
 
 def read(path: str, kind: TokenizerKind, most: int | None = None) -> bytes:
-    """The content of a tokenizer's file.
+    """Return the content of a tokenizer file.
 
     Raises:
-        ConfigError: it cannot be read or is too large.
+        ConfigError: the file cannot be read or is too large.
     """
     try:
         return files.read(path, _MAX_BYTES if most is None else most)
@@ -266,9 +272,7 @@ def read(path: str, kind: TokenizerKind, most: int | None = None) -> bytes:
         raise _unreadable_error(path, error, _NAMES[kind]) from error
 
 
-def _unreadable_error(
-    path: str, error: OSError, what: str = "the file of a tokenizer"
-) -> ConfigError:
+def _unreadable_error(path: str, error: OSError, what: str = "a tokenizer file") -> ConfigError:
     return ConfigError.one(
         PATH,
         path or '""',
@@ -279,27 +283,27 @@ def _unreadable_error(
 
 def _suggest_download(path: str) -> str:
     files = "--include 'tokenizer*' --local-dir tokenizer"
-    return f"Nothing is downloaded: run `hf download {path} {files}`, and set {PATH}=tokenizer."
+    return f"Download the files first: run `hf download {path} {files}`, and set {PATH}=tokenizer."
 
 
 def missing_package_error(kind: TokenizerKind, error: ImportError) -> ConfigError:
-    """The error for a package that is not installed."""
+    """Return the error for a missing package."""
     package = "tokenizers" if kind == "huggingface" else kind
     return ConfigError.one(
         "tokenizer.kind",
         kind,
-        f"needs the package {package}: {error}.",
+        f"requires the package {package}: {error}.",
         "Run: pip install 'maxpipe[tokenizers]'",
     )
 
 
 class TextError(ConfigError):
-    """A text that a tokenizer fails with, or is too slow for."""
+    """A text that a tokenizer fails on or encodes too slowly."""
 
     def __init__(self, path: str, error: FailedText, place: str = ""):
         self.path, self.error = path, error
         start = repr(error.text[:_SHOWN]) + ("..." if len(error.text) > _SHOWN else "")
-        what = f"{pluralize(len(error.text), 'character')} that begin with {start}"
+        what = f"{pluralize(len(error.text), 'character')} starting with {start}"
         cause = _first_line(error.__cause__ or error)
         rule = f"{USABLE_RULE}: {cause}, for {place + ', ' if place else ''}{what}."
         super().__init__([Problem(PATH, path, rule, _UNFIT)])
@@ -307,7 +311,9 @@ class TextError(ConfigError):
 
 @contextlib.contextmanager
 def wrap_text_errors(where: Callable[[int], str]) -> Iterator[None]:
-    """Add to a `TextError` the record that the text is from: `where` gets the text's number."""
+    """Add the location of the text to a `TextError`; `where` maps the text's index to its
+    record.
+    """
     try:
         yield
     except TextError as error:
@@ -316,9 +322,9 @@ def wrap_text_errors(where: Callable[[int], str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def wrap_library_errors(path: str, kind: TokenizerKind, rule: str = "") -> Iterator[None]:
-    """Turns any error of the library inside into a mistake in the file.
+    """Convert any error of the library to a ConfigError about the file.
 
-    A panic in Rust code raises an exception that is no `Exception`.
+    A panic in Rust code raises a BaseException that is not an `Exception`.
     """
     try:
         yield

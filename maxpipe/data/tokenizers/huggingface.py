@@ -1,11 +1,9 @@
-"""A `tokenizer.json` file, read with the `tokenizers` package.
+"""Tokenizers in a `tokenizer.json` file, read with the `tokenizers` package.
 
-Bound on how much longer a `tokenizer.json` makes a text.
-
-Six chained replacements of `a` by `aaaaaaaaaa` make a million characters of one. The bound is
-computed from the definition, before any text is encoded: it is the largest number of characters
-that one character of a text can become. The growth by Unicode's own forms (NFKC, lower case) is
-small and not counted.
+The growth of text by normalizer and decoder is limited: six chained replacements of `a` by
+`aaaaaaaaaa` turn one character into a million. The bound is computed from the definition before any
+text is encoded. The bound is the largest number of characters that one character can become.
+Unicode normalization (NFKC, lower case) adds little and is not counted.
 """
 
 from __future__ import annotations
@@ -37,12 +35,12 @@ from maxpipe.data.tokenizers.tokenizer_class import may_keep_file, rebuild_defin
 from maxpipe.io.typed_json import parse_json
 
 MAX_GROWTH = 64
-"""Characters per character; published tokenizers have at most 4."""
+"""Maximum growth in characters per character; at most 4 in published tokenizers."""
 _MAX_STEPS = 200
 _LONGEST_UNICODE = 64
 """Bytes of the longest entry in a published `precompiled_charsmap`, rounded up."""
 _OTHER = ""
-"""Stands for all characters that the definition does not name."""
+"""Placeholder for all characters that the definition does not mention."""
 
 
 def check_growth(definition: Mapping[str, Any]) -> None:
@@ -51,7 +49,7 @@ def check_growth(definition: Mapping[str, Any]) -> None:
         found = growth([*_steps(definition.get(part))])
         if found > MAX_GROWTH:
             raise ValueError(
-                f"its {part} can make a text {found:.3g} times as long, at most {MAX_GROWTH} times "
+                f"the {part} can make a text {found:.3g} times as long; at most {MAX_GROWTH} times "
                 "is allowed"
             )
 
@@ -59,7 +57,9 @@ def check_growth(definition: Mapping[str, Any]) -> None:
 def growth(steps: Sequence[Mapping[str, Any]]) -> float:
     """Return the largest number of characters that one character can become."""
     if len(steps) > _MAX_STEPS:
-        raise ValueError(f"it has {len(steps):,} steps in a normalizer or decoder")
+        raise ValueError(
+            f"normalizer or decoder has {len(steps):,} steps; at most {_MAX_STEPS} are allowed"
+        )
     alphabet = {_OTHER, *"".join(_texts(steps))}
 
     @functools.cache
@@ -68,14 +68,14 @@ def growth(steps: Sequence[Mapping[str, Any]]) -> float:
 
     @functools.cache
     def of(number: int, character: str) -> float:
-        """Characters that a character before step `number` becomes at the end."""
+        """Return the number of characters that a character before step `number` finally becomes."""
         if number == len(steps):
             return 1.0
         step, same = steps[number], of(number + 1, character)
         pattern, content = _replacement(step)
         if content:
             grown = of_text(number + 1, content)
-            if not pattern:  # a regex may match any character, and the empty text next to it
+            if not pattern:  # a regex may match any character and the empty text next to it
                 return same + grown
             # Each match consumes all characters of its pattern.
             return max(same, grown / len(pattern)) if character in pattern else same
@@ -86,7 +86,7 @@ def growth(steps: Sequence[Mapping[str, Any]]) -> float:
             return max(of(number + 1, each) for each in alphabet)
         return same
 
-    # From the end, so that no recursion is deeper than one step.
+    # Computed from the end, so that recursion is never deeper than one step.
     worst = [max(of(number, each) for each in alphabet) for number in range(len(steps), -1, -1)]
     return worst[-1]
 
@@ -107,7 +107,9 @@ def _steps(node: Any) -> Iterator[Mapping[str, Any]]:
 
 
 def _replacement(step: Mapping[str, Any]) -> tuple[str, str]:
-    """(pattern, content) of a step that inserts text; no pattern if it may match everywhere."""
+    """Return (pattern, content) of a step that inserts text; no pattern if it may match
+    anywhere.
+    """
     if step.get("type") == "Prepend":
         return "", str(step.get("prepend", ""))
     if step.get("type") != "Replace":
@@ -127,7 +129,7 @@ def _longest(step: Mapping[str, Any]) -> int:
     try:
         raw = base64.b64decode(step.get("precompiled_charsmap") or "")
     except (ValueError, TypeError):
-        return 0  # `tokenizers` reports what is wrong with it
+        return 0  # `tokenizers` reports the error
     trie = int.from_bytes(raw[:4], "little")
     return max(map(len, raw[4 + trie :].split(b"\0")), default=0)
 
@@ -136,11 +138,12 @@ _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
 class HuggingFaceTokenizer(ControlTokenMixin):
-    """A `tokenizer.json` file with the settings in its folder."""
+    """Tokenizer of a `tokenizer.json` file, with the settings in its folder."""
 
     file_fingerprint: str = ""
-    """`fingerprint` of the file without the changes of the folder's class, if it made some and the
-    settings may name a class that makes none."""
+    """Fingerprint of the unchanged file, if the folder's class changes it and the settings can
+    select a class that does not.
+    """
 
     def __init__(self, path: str):
         raw = read(path, "huggingface")
@@ -157,17 +160,17 @@ class HuggingFaceTokenizer(ControlTokenMixin):
                 self.file_fingerprint = self._fingerprint_of(raw)
 
     def _set_up(self, raw: bytes, path: str) -> None:
-        # A file may carry settings of another use that would change or cut documents.
+        # A file may contain settings that would truncate or pad documents.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        # Text that spells a control token stays text.
+        # Text of a control token is encoded as plain text.
         self._tokenizer.encode_special_tokens = True
         vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
         if not vocabulary:
-            raise ValueError("it has no tokens")
+            raise ValueError("the vocabulary is empty")
         self.vocab_size = max(vocabulary.values()) + 1
         if self.vocab_size > MAX_IDS:
-            raise ValueError(f"it has an id of {self.vocab_size - 1}, at most {MAX_IDS} are used")
+            raise ValueError(f"id {self.vocab_size - 1} is too large: ids must be below {MAX_IDS}")
         added = self._tokenizer.get_added_tokens_decoder()
         special = {token.content: i for i, token in added.items() if token.special}
         definition = parse_json(self._tokenizer.to_str(), dict[str, Any], most_depth=256)
@@ -198,9 +201,9 @@ class HuggingFaceTokenizer(ControlTokenMixin):
         spelled: Mapping[str, int],
         definition: Mapping[str, Any],
     ) -> np.ndarray:
-        """`spelled` tokens stand for the text that they are written as."""
+        """Return int32 [vocab_size]; `spelled` tokens have the text of their name."""
         decoder = json.dumps(definition.get("decoder"))
-        # A byte-level vocabulary writes each byte of text as one character.
+        # A byte-level vocabulary represents each byte by one character.
         byte_level, joined = '"ByteLevel"' in decoder, '"WordPiece"' in decoder
         lengths = np.zeros(self.vocab_size, np.int32)
         for token, i in vocabulary.items():
@@ -231,7 +234,7 @@ class HuggingFaceTokenizer(ControlTokenMixin):
 
     @functools.cached_property
     def _byte_bpe(self) -> ByteBpe | None:
-        """Another way to the same ids."""
+        """Faster encoder with the same ids; None if unavailable."""
         raw = self._tokenizer.to_str()
         definition = parse_json(raw, dict[str, Any], most_depth=256)
         return byte_bpe(definition, _parse_definition(raw.encode()).model)
@@ -250,12 +253,14 @@ class HuggingFaceTokenizer(ControlTokenMixin):
 
     @functools.cached_property
     def _with_control(self) -> Any:
-        """Another one that knows control tokens in text: the switch is no argument of a call."""
+        """A second tokenizer that recognizes control tokens in text, because encode calls have no
+        such option.
+        """
         settings = parse_json(self._tokenizer.to_str(), dict[str, Any], most_depth=256)
         settings["added_tokens"] = [
             each for each in settings.get("added_tokens") or () if each["id"] < self.embedding_rows
         ]
-        # It adds no tokens here, but may take spaces from the places of those that have them.
+        # The post-processor adds no tokens here, but may remove spaces from token offsets.
         settings["post_processor"] = None
         other = _parse_definition(json.dumps(settings).encode())
         other.encode_special_tokens = False
@@ -268,7 +273,7 @@ class HuggingFaceTokenizer(ControlTokenMixin):
         return self._each(texts, self._tokenizer.encode_batch_fast)
 
     def _each(self, texts: Sequence[str], encode: Callable[..., Sequence[Any]]) -> Sequence[Any]:
-        """Encodings of texts, whose time is limited where the definition does not limit it."""
+        """Return the encodings of texts, with a time limit if the definition may be slow."""
 
         def call(texts: Sequence[str]) -> Sequence[Any]:
             return encode(list(texts), add_special_tokens=False)
@@ -277,7 +282,7 @@ class HuggingFaceTokenizer(ControlTokenMixin):
             return run_texts_with_time_limit(call, texts) if self._is_slow else call(texts)
 
     def decode(self, ids: Iterable[int]) -> str:
-        # Control tokens are those of the settings, too, and not only what the file calls special.
+        # Drop the control tokens of the settings in addition to the special tokens of the file.
         kept = [i for i in map(int, ids) if i < self.vocab_size and i not in self.special_ids]
 
         def call() -> str:
@@ -291,7 +296,7 @@ class HuggingFaceTokenizer(ControlTokenMixin):
 
 
 def _framing_ids(post_processor: Any) -> tuple[list[int], list[int]]:
-    """Ids that a post-processor puts before and after a text."""
+    """Return the ids that a post-processor adds before and after a text."""
     model = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}
     others = dict.fromkeys(("normalizer", "pre_tokenizer", "decoder", "truncation", "padding"))
     whole = {"version": "1.0", "added_tokens": [], "model": model, **others}
@@ -302,10 +307,10 @@ def _framing_ids(post_processor: Any) -> tuple[list[int], list[int]]:
 
 
 def _reachable_ids(definition: Mapping[str, Any], vocabulary: Mapping[str, int]) -> set[int] | None:
-    """Ids that BPE can make of text; None of other models, or where whole words are looked up.
+    """Return the ids that BPE can produce from text; None for other models and word lookup.
 
-    A token that no merge makes, and that is no character or byte, is not among them: such ids are
-    reserved.
+    Ids are reserved if no merge produces them and they are neither characters nor bytes; the result
+    does not include them.
     """
     model = definition["model"]
     if model.get("type") != "BPE" or model.get("ignore_merges"):

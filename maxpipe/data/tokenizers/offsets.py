@@ -1,4 +1,4 @@
-"""Where tokens are in the text that was encoded, in characters."""
+"""Positions of tokens in the encoded text, in characters."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import numpy as np
 
 
 def of_widths(text: str, widths: np.ndarray) -> np.ndarray:
-    """Begin and end of each token, int64 [tokens, 2], of tokens that are the bytes of the text.
+    """Return begin and end of each token, int64 [tokens, 2], for tokens that are bytes of the text.
 
-    `widths` [tokens] are their numbers of bytes. A token that is part of a character has all of it.
+    `widths` [tokens] are the token sizes in bytes. A token that is part of a character spans the
+    full character.
     """
     letters = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
     sizes = 1 + (letters >= 1 << 7) + (letters >= 1 << 11) + (letters >= 1 << 16)
@@ -22,8 +23,8 @@ def of_widths(text: str, widths: np.ndarray) -> np.ndarray:
 
 
 def mask_of_spans(offsets: np.ndarray, spans: Iterable[tuple[int, int]]) -> np.ndarray:
-    """bool [tokens]: which have a character of a span, or are between two that have one."""
-    # Of a token without characters the library may give any place.
+    """Return bool [tokens]: tokens with a character in a span, and tokens between them."""
+    # The library may report any position for a token without characters.
     begins = np.maximum.accumulate(offsets[:, 0]) if len(offsets) else offsets[:, 0]
     ends = np.maximum.accumulate(offsets[:, 1]) if len(offsets) else offsets[:, 1]
     found = np.zeros(len(offsets), bool)

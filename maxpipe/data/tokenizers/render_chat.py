@@ -1,8 +1,9 @@
-"""The process in which a chat template runs: JSON lines on stdin, a line for each on stdout.
+"""Worker process that renders a chat template, with JSON lines on stdin and stdout.
 
-The first line is the template with its settings, each other one a conversation. Limits of time and
-memory hold for each conversation. Imports no module of maxpipe, so that it starts at once. The
-names that templates may use are those of `transformers`.
+The first input line contains the template and its settings. Every other line contains a
+conversation, and each input line has one output line. Time and memory limits apply to each
+conversation. The module imports nothing from maxpipe, so it starts fast. Templates can use the same
+names as in `transformers`.
 """
 
 from __future__ import annotations
@@ -19,26 +20,26 @@ from typing import Any
 _MEMORY_BYTES = 1 << 30
 _MAX_CHARACTERS = 1 << 24
 _TEXT_KEYS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
-"""Types of a message's parts that are texts, and the key that has it."""
+"""Text types of message parts, and the key of their text."""
 
 
 class _NotPrefixError(Exception):
-    """The first messages alone are rendered as another text than the whole begins with."""
+    """The text of the first messages is not a prefix of the full text."""
 
 
 class _Limits:
-    """What the operating system ends this process for."""
+    """Limits of CPU time and memory, enforced by the operating system."""
 
     def __init__(self, cpu_seconds: int):
         self._cpu_seconds = cpu_seconds
-        with contextlib.suppress(ImportError, OSError, ValueError):  # not on every system
+        with contextlib.suppress(ImportError, OSError, ValueError):  # not available on every system
             import resource
 
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
             resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
 
     def renew(self) -> None:
-        """From now on the whole time again."""
+        """Restart the CPU time limit."""
         with contextlib.suppress(ImportError, OSError, ValueError):
             import resource
 
@@ -48,19 +49,19 @@ class _Limits:
 
 
 class _Spans:
-    """Where `{% generation %}` blocks are in the text that a template writes."""
+    """Positions of `{% generation %}` blocks in the rendered text."""
 
     def __init__(self) -> None:
         self.num_blocks = 0
-        """In the template."""
+        """Number of blocks in the template."""
         self.written = 0
-        """Characters so far."""
+        """Number of characters rendered so far."""
         self.found: list[tuple[int, str]] = []
-        """Begin and text of each."""
+        """Begin and text of each rendered block."""
 
 
 class _Clock:
-    """The time that templates read: that of a day which the conversation names, or now."""
+    """Clock for templates: the date of the conversation if it has one, else the current time."""
 
     day = ""
 
@@ -76,7 +77,7 @@ def _environment(spans: _Spans, clock: _Clock) -> Any:
     import jinja2.sandbox
 
     class Generation(jinja2.ext.Extension):
-        """`{% generation %}` marks what an assistant says, for training."""
+        """`{% generation %}` blocks, which mark assistant text for training."""
 
         tags = {"generation"}  # noqa: RUF012 as jinja2 declares it
 
@@ -84,7 +85,7 @@ def _environment(spans: _Spans, clock: _Clock) -> Any:
             spans.num_blocks += 1
             line = next(parser.stream).lineno
             body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            # A block has a scope of its own, as that of `transformers` has.
+            # A block opens a new scope, as in `transformers`.
             block = jinja2.nodes.CallBlock(self.call_method("_marked"), [], [], body)
             return block.set_lineno(line)
 
@@ -109,7 +110,7 @@ def _environment(spans: _Spans, clock: _Clock) -> Any:
 
 
 class _TrackedMessage(dict[str, Any]):
-    """A message that knows which of its keys were read."""
+    """A message that records which of its keys were read."""
 
     def __init__(self, values: Mapping[str, Any]):
         super().__init__(values)
@@ -150,7 +151,7 @@ class _TrackedMessage(dict[str, Any]):
         return repr(self.copy())
 
     def _unread(self) -> list[str]:
-        """Keys with a value that nothing has read, but for the role."""
+        """Return the keys with a value that were not read, except the role."""
         values = dict.items(self)
         return [
             key
@@ -160,7 +161,7 @@ class _TrackedMessage(dict[str, Any]):
 
 
 class _Renderer:
-    """A template, ready for conversations."""
+    """A compiled template that renders conversations."""
 
     def __init__(self, request: dict[str, Any]):
         import jinja2.meta
@@ -172,13 +173,13 @@ class _Renderer:
         self._limits.renew()
         parsed = environment.parse(request["template"])
         self._names = jinja2.meta.find_undeclared_variables(parsed)
-        self._spans.num_blocks = 0  # they are counted again
+        self._spans.num_blocks = 0  # the next compilation counts the blocks again
         self._template = environment.from_string(request["template"])
         self._tokens = request["tokens"]
         self._template_arguments: dict[str, Any] = {}
 
     def respond(self, request: dict[str, Any]) -> dict[str, Any]:
-        """The text of a conversation; with `trained` also the spans that are trained on."""
+        """Return the text of a conversation; with `trained` also the trained spans."""
         self._limits.renew()
         self._clock.day = request["day"]
         self._template_arguments = {
@@ -194,8 +195,8 @@ class _Renderer:
         except MemoryError:
             raise
         except Exception:
-            # Some templates compare the content of a call of tools with none, others look whether
-            # there is one: sources do not tell null from absent.
+            # Some templates compare missing content with none, others test whether it is defined.
+            # Sources do not distinguish null from absent, so both are tried.
             without = [each for each in messages if not dict.__contains__(each, "content")]
             if not without:
                 raise
@@ -208,10 +209,10 @@ class _Renderer:
     def _join_content_lists(
         self, messages: list[_TrackedMessage], *, prompt: bool
     ) -> list[_TrackedMessage]:
-        """The messages, with texts in place of lists of texts if the template reads no lists.
+        """Return the messages, with lists of texts joined if the template does not read lists.
 
         Raises:
-            ValueError: the template writes a list as Python does.
+            ValueError: the template renders a list in Python syntax.
         """
         joined = [_join_content(each) for each in messages]
         texts = [
@@ -228,7 +229,7 @@ class _Renderer:
         ):
             messages, as_parts = joined, as_text
         if as_parts is not None and _has_lists(as_parts, messages):
-            raise ValueError("the content of a message is a list that it does not read")
+            raise ValueError("the content of a message is a list, which the template does not read")
         return messages
 
     def _render_response(
@@ -261,12 +262,12 @@ class _Renderer:
             pieces.append(piece)
             spans.written += len(piece)
             if spans.written > _MAX_CHARACTERS:
-                raise ValueError(f"it writes more than {_MAX_CHARACTERS} characters")
-        # A template can write half of a surrogate pair, which no encoder takes.
+                raise ValueError(f"the template writes more than {_MAX_CHARACTERS} characters")
+        # A template can write unpaired surrogates, which encoders reject.
         return "".join(pieces).encode("utf-8", "replace").decode()
 
     def _try_render(self, messages: Sequence[Any], *, prompt: bool = False) -> str | None:
-        """The text of messages; None if the template refuses them."""
+        """Return the text of messages; None if the template fails."""
         try:
             return self._render(messages, prompt=prompt)
         except MemoryError:
@@ -277,7 +278,9 @@ class _Renderer:
     def _trained_spans(
         self, request: dict[str, Any], messages: Sequence[Any], text: str
     ) -> tuple[list[tuple[int, int]], int]:
-        """The spans of the trained messages, and how many of these have none."""
+        """Return the spans of trained messages, and the number of trained messages without
+        a span.
+        """
         trained, spans = request["trained"], []
         if self._spans.num_blocks and request["by_blocks"]:
             speaks = {n for n, each in enumerate(messages) if dict.get(each, "role") == "assistant"}
@@ -298,37 +301,39 @@ class _Renderer:
             spans.append((self._message_begin(messages, number, text), end))
         return spans, rewritten
 
-    # With generation blocks.
+    # Spans with generation blocks.
 
     def _generation_blocks(self, text: str) -> list[tuple[int, int]]:
         spans = [(begin, begin + len(block)) for begin, block in self._spans.found]
         for (begin, end), (_, block) in zip(spans, self._spans.found, strict=True):
-            # Of a block inside a macro or `set` nothing says where its text goes.
+            # The position of a block within a macro or `set` is unknown.
             if text[begin:end] != block.encode("utf-8", "replace").decode():
                 raise ValueError(
-                    "the text of a generation block is not where the block is: take it out of the "
-                    "macro, filter or set that it is inside"
+                    "the text of a generation block is not at its position: move it out of the "
+                    "enclosing macro, filter or set"
                 )
         return spans
 
     def _blocks_of(
         self, messages: Sequence[Any], wanted: Sequence[int], blocks: list[tuple[int, int]]
     ) -> list[tuple[int, int]]:
-        """The blocks of some messages: those that each adds to the blocks of the ones before it."""
+        """Return the blocks of some messages: those that each message adds to the blocks
+        before it.
+        """
 
         def before(number: int) -> int:
             if number in (0, len(messages)):
                 return len(blocks) if number else 0
             if self._try_render(messages[:number]) is None:
-                raise _NotPrefixError(f"of {number} it writes nothing")
+                raise _NotPrefixError(f"the template fails on the first {number} messages")
             return len(self._spans.found)
 
         return [each for n in wanted for each in blocks[before(n) : before(n + 1)]]
 
-    # Without them.
+    # Spans without generation blocks.
 
     def _message_end(self, messages: Sequence[Any], number: int, text: str) -> int:
-        """Where the text of a message ends, which is that of the messages up to it."""
+        """Return the end of a message in the text: the length of the rendered messages up to it."""
         count = number + 1
         if count == len(messages):
             return len(text)
@@ -337,17 +342,19 @@ class _Renderer:
         except MemoryError:
             raise
         except Exception as error:
-            raise _NotPrefixError(f"of {count} it says: {_line(error)}") from error
+            raise _NotPrefixError(
+                f"the template fails on the first {count} messages: {_line(error)}"
+            ) from error
         if not text.startswith(prefix):
-            raise _NotPrefixError(f"of {count} it writes a text that the whole lacks")
+            raise _NotPrefixError(f"the text of the first {count} messages is not a prefix")
         return len(prefix)
 
     def _message_begin(self, messages: Sequence[Any], number: int, text: str) -> int:
-        """Where the text of a message begins.
+        """Return where the text of a message begins.
 
-        Of an assistant's it is behind what a model is given before it answers. In front of the
-        first message a template may write more, such as a system message of its own: of that its
-        content is trained.
+        An assistant message begins after the generation prompt. Before the first message, a
+        template may write additional text, such as a default system message; the first message
+        begins at its content.
         """
         is_answer = dict.get(messages[number], "role") == "assistant"
         asked = self._try_render(messages[:number], prompt=True) if number and is_answer else None
@@ -371,7 +378,7 @@ class _Renderer:
         return max(high, low or 0)
 
     def _content_begin(self, messages: Sequence[Any], number: int, text: str) -> int:
-        """How far the text is the same, whatever the content of a message is."""
+        """Return the length of the text before the content of a message."""
         message = messages[number]
         for kept in ({"role": dict.get(message, "role")}, dict(dict.items(message))):
             others = [
@@ -381,11 +388,11 @@ class _Renderer:
             found = [self._try_render(each) for each in others]
             if None not in found:
                 return min(_common_prefix_length(text, each) for each in found if each is not None)
-        rule = f"message {number + 1} cannot be told from what is in front of it"
+        rule = f"message {number + 1} cannot be separated from the text before it"
         raise _NotPrefixError(rule)
 
     def _generation_prompt(self) -> str:
-        """What a model is given before it answers, behind the messages; empty if nothing."""
+        """Return the generation prompt that the template adds after the messages; empty if none."""
         messages = [{"role": "user", "content": "a"}]
         before, asked = self._try_render(messages), self._try_render(messages, prompt=True)
         if before is None or asked is None or not asked.startswith(before):
@@ -394,7 +401,9 @@ class _Renderer:
 
 
 def _texts_of(content: Any) -> list[str] | None:
-    """The texts of parts such as `{"type": "text", "text": ...}`; None if some are others."""
+    """Return the texts of parts such as `{"type": "text", "text": ...}`; None if some are
+    not text.
+    """
     if not isinstance(content, list):
         return None
     parts = [each if isinstance(each, dict) else {} for each in content]
@@ -404,7 +413,7 @@ def _texts_of(content: Any) -> list[str] | None:
 
 
 def _join_content(message: _TrackedMessage) -> _TrackedMessage:
-    """The message with one text as content, if it has a list of texts."""
+    """Return the message with its text parts joined, if its content is a list of texts."""
     texts = _texts_of(dict.get(message, "content"))
     if texts is None:
         return message
@@ -412,7 +421,7 @@ def _join_content(message: _TrackedMessage) -> _TrackedMessage:
 
 
 def _has_lists(text: str, messages: Sequence[_TrackedMessage]) -> bool:
-    """Whether the content of a message is in the text as Python or JSON writes lists."""
+    """Return whether the text contains the content of a message in Python or JSON list syntax."""
     lists = [dict.get(each, "content") for each in messages]
     lists = [each for each in lists if isinstance(each, list) and each]
     written = [
@@ -422,7 +431,7 @@ def _has_lists(text: str, messages: Sequence[_TrackedMessage]) -> bool:
 
 
 def _common_prefix_length(one: str, other: str) -> int:
-    """How many of the first characters are the same."""
+    """Return the length of the common prefix."""
     size = min(len(one), len(other))
     pairs = zip(one[:size], other[:size], strict=True)
     return next((at for at, (a, b) in enumerate(pairs) if a != b), size)
@@ -434,14 +443,14 @@ def _line(error: Exception) -> str:
 
 def _error_response(error: Exception) -> dict[str, Any]:
     if isinstance(error, MemoryError):
-        return {"error": "it takes too much memory"}
+        return {"error": "the template uses too much memory"}
     kinds = (_NotPrefixError, "prefix"), (ImportError, "package")
     kind = next((name for of, name in kinds if isinstance(error, of)), "")
     return {"error": _line(error), "kind": kind}
 
 
 def _serve() -> None:
-    """Answers lines until there are no more."""
+    """Respond to each line of stdin."""
 
     def say(answer: dict[str, Any]) -> None:
         sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n")

@@ -20,22 +20,22 @@ from maxpipe.data.tokenizers.files import (
 )
 from maxpipe.data.tokenizers.tokenizer_class import folder_class, prepend_scheme
 
-_MAX_BYTES = 1 << 26  # four times the largest published ones
+_MAX_BYTES = 1 << 26  # four times the size of the largest published model
 _MAX_FIELDS = 1 << 21
-"""Pieces and settings: an empty piece takes two bytes in the file, and a hundred in memory."""
+"""Limit of pieces and settings: an empty piece has 2 bytes in the file and 100 in memory."""
 _SPACE = "\u2581"
 _THREADS = 2
 
 
 class SentencePieceTokenizer(ControlTokenMixin):
-    """A unigram or BPE model with the settings in its folder.
+    """Tokenizer of a unigram or BPE model, with the settings in its folder.
 
-    Its own rules for spaces hold unless `spaces` is set: most models put one before a text, which
-    the first token's length counts, and join several.
+    Unless `spaces` is set, the model's rules for spaces apply. Most models add a space before a
+    text, counted in the length of the first token, and merge consecutive spaces.
     """
 
     spaces: str = ""
-    """Where a space is put in front of text that begins without one, as in `prepend_scheme`."""
+    """Where a space is inserted before text that begins without one; see `prepend_scheme`."""
 
     def __init__(self, path: str):
         raw = read(path, "sentencepiece", _MAX_BYTES)
@@ -46,7 +46,7 @@ class SentencePieceTokenizer(ControlTokenMixin):
             self.spaces, normalizer = _class_rules(path)
             if self.spaces:
                 self._encoder = _load_model(raw + normalizer)
-            if self.spaces and not self._encoder.encode(" "):  # it removes spaces at the beginning
+            if self.spaces and not self._encoder.encode(" "):  # the model removes leading spaces
                 self.spaces, self._encoder = "", self._model
             self._set_up(raw, path)
 
@@ -54,7 +54,7 @@ class SentencePieceTokenizer(ControlTokenMixin):
         model = self._model
         self.vocab_size: int = model.get_piece_size()
         if not self.vocab_size:
-            raise ValueError("it has no pieces")
+            raise ValueError("the model has no pieces")
         pieces: list[str] = model.id_to_piece(list(range(self.vocab_size)))
         special = {piece: i for i, piece in enumerate(pieces) if model.is_control(i)}
         ids = {piece: i for i, piece in enumerate(pieces)}
@@ -93,7 +93,7 @@ class SentencePieceTokenizer(ControlTokenMixin):
             return np.asarray(self._encoder.encode(self._space(text) + text), np.int32)
 
     def _space(self, text: str, begin: int = 0) -> str:
-        """The space that is put in front of a text that begins at character `begin`."""
+        """Return the space that is inserted before a text that begins at character `begin`."""
         puts = self.spaces == "always" or (self.spaces == "first" and begin == 0)
         return " " if puts and text and not text.startswith((" ", _SPACE)) else ""
 
@@ -104,7 +104,8 @@ class SentencePieceTokenizer(ControlTokenMixin):
         return self.encode_chat_offsets(text)[0]
 
     def encode_chat_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        # The library takes no control tokens from text: what is between them is encoded alone.
+        # The library does not recognize control tokens in text, so the parts between them are
+        # encoded separately.
         ids, offsets, begin = [np.zeros(0, np.int32)], [np.zeros((0, 2), np.int64)], 0
         for number, part in enumerate(self._control_text.split(text)):
             if number % 2:
@@ -138,9 +139,10 @@ class SentencePieceTokenizer(ControlTokenMixin):
 
 
 def _class_rules(path: str) -> tuple[str, bytes]:
-    """Where the folder's class puts a space in front of text, and fields that replace the model's.
+    """Return the rule for leading spaces of the folder's class, and protobuf fields that override
+    it.
 
-    A message that is repeated in a protobuf file changes the fields that it names.
+    In a protobuf file, a repeated message overrides the fields that it contains.
     """
     name, settings = folder_class(os.path.dirname(os.path.expanduser(path)))
     if name == "LlamaTokenizer":  # no other normalization
@@ -162,12 +164,12 @@ def _load_model(raw: bytes) -> Any:
 
 
 def _check_size(raw: bytes) -> None:
-    """Walks the fields of the protobuf message without reading what is in them.
+    """Check the number of fields of the protobuf message without reading their content.
 
-    The library would make an object of each: a file of tiny pieces must not fill the memory.
+    The library creates an object per field, so a file of tiny pieces could exhaust memory.
 
     Raises:
-        ValueError: it is no such message, or has too many fields.
+        ValueError: the file is not a valid protobuf message, or has too many fields.
     """
     position = fields = 0
     while position < len(raw):
@@ -175,23 +177,23 @@ def _check_size(raw: bytes) -> None:
         size, position = _varint(raw, position)
         fields += 1
         if fields > _MAX_FIELDS:
-            raise ValueError(f"it has more than {_MAX_FIELDS} pieces")
+            raise ValueError(f"the file has more than {_MAX_FIELDS} pieces")
         position += size
         if key & 7 != 2:
-            raise ValueError("it has a field that is no message")
+            raise ValueError("the file has a field that is not a message")
     if position != len(raw):
-        raise ValueError("it is cut off")
+        raise ValueError("the file is truncated")
 
 
 def _varint(raw: bytes, position: int) -> tuple[int, int]:
-    """A number in protobuf's variable length, and where it ends."""
+    """Return a variable-length protobuf integer and the position after it."""
     number = 0
     for shift in range(0, 64, 7):
         if position >= len(raw):
-            raise ValueError("it is cut off")
+            raise ValueError("the file is truncated")
         byte = raw[position]
         position += 1
         number |= (byte & 0x7F) << shift
         if byte < 0x80:
             return number, position
-    raise ValueError("it has a number of more than 64 bits")
+    raise ValueError("the file has an integer of more than 64 bits")

@@ -1,7 +1,7 @@
-"""A file of tiktoken's ranks, one `BASE64 RANK` a line, read with the `tiktoken` package.
+"""Tiktoken rank files with one `BASE64 RANK` per line, read with the `tiktoken` package.
 
-The package's own loader is not used: it downloads files. A rank file has neither the pattern that
-splits text into words nor control tokens; these are named by a preset, or by keys.
+The loader of the package is not used, because it downloads files. A rank file contains neither the
+split pattern nor the control tokens; a preset or config keys define these.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _PROBE_TEXT = (
 
 
 class TiktokenTokenizer(ControlTokenMixin):
-    """The ranks of a byte-level BPE: a token's rank is its id, and says what is merged first."""
+    """Byte-level BPE tokenizer; the rank of a token is its id and its merge priority."""
 
     def __init__(self, config: TokenizerConfig):
         path = self._path = config.path
@@ -47,16 +47,14 @@ class TiktokenTokenizer(ControlTokenMixin):
         with wrap_library_errors(path, "tiktoken"):
             self._encoding = _encoding(pattern, ranks, special)
             lost = self._encoding.decode(self._encoding.encode_ordinary(_PROBE_TEXT)) != _PROBE_TEXT
-        if lost:  # the library leaves out what the pattern does not match
+        if lost:  # the library drops text that the pattern does not match
             rule = "must match every text: characters between its matches would be lost."
-            action = (
-                "Add |\\s+|\\S at its end, or take the pattern that the model was trained with."
-            )
+            action = "Append |\\s+|\\S, or use the pattern of the model's training."
             raise ConfigError.one("tokenizer.split_pattern", pattern, rule, action)
         self.vocab_size = max([*ranks.values(), *special.values()]) + 1
         if self.vocab_size > MAX_IDS:
-            rule = f"must have ids below {MAX_IDS}: it has {self.vocab_size - 1}."
-            raise ConfigError.one(PATH, path, rule, "Name another file.")
+            rule = f"must have ids below {MAX_IDS}: the largest is {self.vocab_size - 1}."
+            raise ConfigError.one(PATH, path, rule, "Choose another file.")
         ids = {_text(token): i for token, i in ranks.items()} | special
         self.control = resolve(path, special, ids.get, self.vocab_size)
         self.min_embedding_rows = max(*ranks.values(), self.begin_id, self.end_id) + 1
@@ -66,7 +64,7 @@ class TiktokenTokenizer(ControlTokenMixin):
             self.byte_lengths[i] = len(token)
         self._stands_for_text[list(ranks.values())] = True
         self._written = self.byte_lengths.copy()
-        """Bytes of each id as it is written, those of control tokens included."""
+        """Bytes of the text of each id, including control tokens."""
         for name, i in special.items():
             self._written[i] = len(name.encode())
         hidden = list(self.special_ids)
@@ -101,7 +99,7 @@ class TiktokenTokenizer(ControlTokenMixin):
             return self._encoding.encode_ordinary_batch(list(texts), num_threads=_THREADS)
 
     def decode(self, ids: Iterable[int]) -> str:
-        # Between the ranks and the control tokens there may be ids that stand for nothing.
+        # Ids between the ranks and the control tokens may be unused.
         kept = [i for i in map(int, ids) if i < self.vocab_size and self._stands_for_text[i]]
         with wrap_library_errors(self._path, "tiktoken", USABLE_RULE):
             return self._encoding.decode(kept)
@@ -111,11 +109,11 @@ class TiktokenTokenizer(ControlTokenMixin):
 
 
 def parse_ranks(raw: bytes) -> dict[bytes, int]:
-    """Tokens and their ranks.
+    """Return the rank of each token.
 
     Raises:
-        ValueError: a line is not `BASE64 RANK`, a token or rank comes twice, a rank is missing
-            or one of the 256 bytes is: text with it could not be encoded.
+        ValueError: a line is not `BASE64 RANK`, a token or rank is repeated, or one of 256 bytes
+            has no rank, so that text with it could not be encoded.
     """
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(raw.splitlines(), 1):
@@ -127,32 +125,32 @@ def parse_ranks(raw: bytes) -> dict[bytes, int]:
         try:
             decoded = base64.b64decode(token, validate=True)
         except binascii.Error as error:
-            raise ValueError(f"line {number} has no base64: {error}") from error
+            raise ValueError(f"line {number} is not valid base64: {error}") from error
         if not decoded or decoded in ranks:
-            what = "comes twice" if decoded else "is empty"
+            what = "is repeated" if decoded else "is empty"
             raise ValueError(f"the token of line {number} {what}")
         ranks[decoded] = int(rank)
     if absent := [byte for byte in range(256) if bytes([byte]) not in ranks]:
-        raise ValueError(f"it has no rank for {len(absent)} of the 256 bytes; it may be cut off")
+        raise ValueError(f"{len(absent)} of the 256 bytes have no rank; the file may be truncated")
     if len(set(ranks.values())) != len(ranks):
-        raise ValueError("two of its tokens have the same rank")
+        raise ValueError("two tokens have the same rank")
     if (largest := max(ranks.values())) >= MAX_IDS:
-        raise ValueError(f"it has a rank of {largest}, at most {MAX_IDS} are used")
+        raise ValueError(f"rank {largest} is too large: ranks must be below {MAX_IDS}")
     return ranks
 
 
 def _resolve_preset(config: TokenizerConfig, ranks: dict[bytes, int]) -> tuple[str, dict[str, int]]:
-    """The pattern that splits text, and the control tokens' ids."""
+    """Return the split pattern and the ids of the control tokens."""
     if config.preset != "none":
         preset = PRESETS[config.preset]
         if len(ranks) != preset.ranks:
             raise ConfigError.one(
                 PATH,
                 config.path,
-                f"must have {preset.ranks} ranks with tokenizer.preset={config.preset}: it has "
+                f"must have {preset.ranks} ranks with tokenizer.preset={config.preset}: found "
                 f"{len(ranks)}.",
-                "Name that vocabulary's file, or set tokenizer.preset=none and "
-                "tokenizer.split_pattern and tokenizer.special_tokens to this one's.",
+                "Set the file of that vocabulary, or tokenizer.preset=none with "
+                "tokenizer.split_pattern and tokenizer.special_tokens of this file.",
             )
         return preset.pattern, dict(preset.special)
     if not config.split_pattern:
@@ -160,7 +158,7 @@ def _resolve_preset(config: TokenizerConfig, ranks: dict[bytes, int]) -> tuple[s
         raise ConfigError.one(
             "tokenizer.preset",
             "none",
-            f"must say how text is split: {config.path} has {len(ranks)} ranks and no pattern.",
+            f"must define the split pattern: {config.path} has {len(ranks)} ranks and no pattern.",
             f"Set tokenizer.preset={' or '.join(fits or PRESETS)}"
             + ("." if fits else ", or tokenizer.split_pattern and tokenizer.special_tokens."),
         )

@@ -1,4 +1,4 @@
-"""What the rank files of published vocabularies leave out: split pattern and control tokens.
+"""Split patterns and control tokens of published vocabularies, which rank files do not contain.
 
 Sources: `tiktoken_ext/openai_public.py` of tiktoken 0.14 for OpenAI's, `llama3/tokenizer.py` of
 meta-llama/llama3 with the names of Llama 3.1, `tokenization_qwen.py` of Qwen/Qwen-7B.
@@ -31,18 +31,18 @@ _ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|"
 _WORDS = _ENDINGS + r"[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 LLAMA3 = _WORDS + r"\p{N}{1,3}" + _REST
-"""Up to three digits are a word."""
+"""Splits numbers into groups of up to three digits."""
 QWEN = _WORDS + r"\p{N}" + _REST
 QWEN3_5 = (
     _ENDINGS + r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-"""Combining marks are parts of words."""
+"""Treats combining marks as parts of words."""
 
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """A published vocabulary; its file has this number of ranks."""
+    """Split pattern and control tokens of a published vocabulary with `ranks` ranks."""
 
     ranks: int
     pattern: str
@@ -62,7 +62,7 @@ _HARMONY_NAMED = (
 _HARMONY = _numbered(
     199998, *_HARMONY_NAMED, *(f"<|reserved_{number}|>" for number in range(200013, 201088))
 )
-_HARMONY["<|endofprompt|>"] = 200018  # a second name
+_HARMONY["<|endofprompt|>"] = 200018  # alternative name
 
 _LLAMA3_NAMED = (
     *("<|begin_of_text|>", "<|end_of_text|>"),
@@ -98,4 +98,4 @@ PRESETS = {
         | _numbered(151646, *(f"<|extra_{number}|>" for number in range(205))),
     ),
 }
-"""By the values of `tokenizer.preset`."""
+"""Presets by the values of `tokenizer.preset`."""

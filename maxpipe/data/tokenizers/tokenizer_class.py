@@ -1,7 +1,8 @@
-"""The tokenizer class with which `transformers` reads a folder, and the parts it defines itself.
+"""Tokenizer classes of `transformers`, and the parts of `tokenizer.json` that they replace.
 
-`transformers` 5 reads `tokenizer.json` as it is only with the class `TokenizersBackend`. Some
-classes keep the vocabulary, the merges and the post-processor of the file, and replace the rest.
+`transformers` 5 uses `tokenizer.json` unchanged only with the class `TokenizersBackend`. Some
+classes keep the vocabulary, the merges and the post-processor of the file and replace all other
+parts.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from maxpipe.data.tokenizers.control import read_object, role_texts
 from maxpipe.data.tokenizers.tiktoken_presets import QWEN, QWEN3_5
 
 FILE_AS_IT_IS = "TokenizersBackend"
-"""The class that uses a `tokenizer.json` without changes."""
+"""Name of the class that uses a `tokenizer.json` without changes."""
 _SPACE = "\u2581"
 
 _TYPES = {
@@ -54,7 +55,7 @@ _TYPES = {
     "Qwen3_5Tokenizer": "qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen4_exp",
 }
 REGISTERED = {kind: name for name, kinds in _TYPES.items() for kind in kinds.split()}
-"""Classes by `model_type`. A type without one uses the class that the folder names."""
+"""Classes by `model_type`. Other types use the class that the folder names."""
 
 _CORRECTED_TYPES = (
     "arctic camembertv2-base chatlm cohere_asr ernie4_5 ernie4_5_moe fuyu h2ovl_chat "
@@ -64,30 +65,30 @@ _CORRECTED_TYPES = (
     "qwen3_5_moe_text qwen4_exp siglip2 smolvlm step3_vl vipllava"
 )
 CORRECTED = frozenset(_CORRECTED_TYPES.split())
-"""Values of `model_type` whose registered class counts before the one that the folder names."""
+"""Values of `model_type` whose registered class overrides the class that the folder names."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenizerParts:
-    """The parts of a `tokenizer.json` that a class defines itself."""
+    """Parts of a `tokenizer.json` that a class defines."""
 
     normalizer: Any
     pre_tokenizer: Any
     decoder: Any
     model: Mapping[str, Any]
     roles: Mapping[str, str] = field(default_factory=dict)
-    """Texts of control tokens where the settings name none."""
+    """Texts of control tokens, for roles that the settings do not define."""
     before: str | None = None
-    """Role of the token put in front of a text, empty for none; None keeps the post-processor."""
+    """Role of the token before a text, empty for none; None keeps the post-processor."""
 
 
 def class_name(settings: Mapping[str, Any], config: Mapping[str, Any], *, byte_level: bool) -> str:
-    """The class that `AutoTokenizer` uses, or an empty name for the file as it is.
+    """Return the class that `AutoTokenizer` uses; an empty name if the file is used unchanged.
 
     Args:
         settings: Content of `tokenizer_config.json`.
         config: Content of `config.json`.
-        byte_level: Whether there is a `tokenizer.json` with a byte-level part.
+        byte_level: Whether a `tokenizer.json` with a byte-level part exists.
     """
     stated = settings.get("tokenizer_class") or config.get("tokenizer_class")
     name = stated.removesuffix("Fast") if isinstance(stated, str) else ""
@@ -107,24 +108,24 @@ def class_name(settings: Mapping[str, Any], config: Mapping[str, Any], *, byte_l
 
 
 def folder_class(folder: str, *, byte_level: bool = False) -> tuple[str, Mapping[str, Any]]:
-    """`class_name` of a folder, and the settings that the class reads."""
+    """Return `class_name` of a folder, and the settings that the class reads."""
     settings = read_object(folder, "tokenizer_config.json")
     config = read_object(folder, "config.json")
     return class_name(settings, config, byte_level=byte_level), settings
 
 
 def may_keep_file(folder: str) -> bool:
-    """Whether `FILE_AS_IT_IS` as `tokenizer_class` of the settings makes the folder's class so."""
+    """Return whether setting `tokenizer_class` to `TokenizersBackend` would be respected."""
     settings = read_object(folder, "tokenizer_config.json") | {"tokenizer_class": FILE_AS_IT_IS}
     config = read_object(folder, "config.json")
     return not any(class_name(settings, config, byte_level=each) for each in (True, False))
 
 
 def rebuild_definition(path: str, raw: bytes, definition: Mapping[str, Any]) -> bytes:
-    """The content of a `tokenizer.json` as the class of its folder changes it.
+    """Return the content of a `tokenizer.json` with the changes of its folder's class.
 
-    `raw` itself is returned where the same text would give the same ids, or where the model is not
-    BPE, which all of these classes need.
+    Return `raw` itself if ids do not change, or if the model is not BPE, which all of these classes
+    require.
     """
     folder = os.path.dirname(os.path.expanduser(path))
     name, settings = folder_class(folder, byte_level=b'"ByteLevel"' in raw)
@@ -149,7 +150,7 @@ def rebuild_definition(path: str, raw: bytes, definition: Mapping[str, Any]) -> 
 
 
 def prepend_scheme(settings: Mapping[str, Any]) -> str:
-    """Where `LlamaTokenizer` puts a space in front of text: `first`, `always` or `never`."""
+    """Return where `LlamaTokenizer` inserts a space before text: `first`, `always` or `never`."""
     if settings.get("add_prefix_space") not in (None, True):
         return "never"
     return "always" if settings.get("legacy") else "first"
@@ -158,7 +159,7 @@ def prepend_scheme(settings: Mapping[str, Any]) -> str:
 def _model_changes(
     model: Mapping[str, Any], own: Mapping[str, Any], roles: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Options of BPE that the class sets; those that change nothing are left as they are."""
+    """Return the BPE options that the class changes."""
     wanted = {**_DEFAULTS, **own}
     if wanted.get("unk_token"):
         wanted["unk_token"] = roles.get("unk_token")
@@ -181,9 +182,9 @@ _DEFAULTS = {
 def _added_tokens(
     definition: Mapping[str, Any], settings: Mapping[str, Any], named: list[str]
 ) -> list[dict[str, Any]]:
-    """The added tokens of the settings, else those of the file, and control tokens by role.
+    """Return the added tokens of the settings, else of the file, and the control tokens by role.
 
-    A token without an entry in the vocabulary that no file lists as added is left out.
+    A token that is neither in the vocabulary nor listed as an added token is left out.
     """
     own = definition.get("added_tokens") or []
     listed = settings.get("added_tokens_decoder")
@@ -215,7 +216,7 @@ def _added_token(i: int, entry: Mapping[str, Any], named: list[str]) -> dict[str
 
 
 def _post_processor(before: str | None, definition: Mapping[str, Any]) -> Any:
-    """A post-processor that puts a token in front of a text, if there is one."""
+    """Return a post-processor that adds a token before a text; None without a token."""
     added = {each["content"]: each["id"] for each in definition.get("added_tokens") or ()}
     ids = {**(definition["model"].get("vocab") or {}), **added}
     if not before or before not in ids:
@@ -232,7 +233,7 @@ def _post_processor(before: str | None, definition: Mapping[str, Any]) -> Any:
 
 
 def _comparable(definition: Mapping[str, Any]) -> Any:
-    """A definition without what has no effect on ids."""
+    """Return the parts of a definition that affect ids, in comparable form."""
     model = {key: value for key, value in definition["model"].items() if value}
     parts = [_plain(definition.get(key)) for key in ("normalizer", "pre_tokenizer")]
     decoder = _plain(definition.get("decoder"))
@@ -242,7 +243,7 @@ def _comparable(definition: Mapping[str, Any]) -> Any:
 
 
 def _plain(part: Any) -> Any:
-    """A part without the offsets that it reports, its defaults, and sequences of one."""
+    """Return a part without offset options, default values and one-element sequences."""
     if isinstance(part, list):
         return [_plain(each) for each in part]
     if not isinstance(part, dict):
