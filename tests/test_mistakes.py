@@ -222,14 +222,14 @@ MISTAKES = [
         (
             "!train first/run.yml data.path=nowhere",
             "data.path = nowhere",
-            "is not read with data.source=corpus",
+            "is ignored with data.source=corpus",
             "and set data.source=text",
             "data.path=nowhere data.source=text",
         ),
         (
             "tokenizer.path=meta-llama/Llama-3.1-8B",
             "tokenizer.path = meta-llama/Llama-3.1-8B",
-            "is not read with tokenizer.kind=bytes",
+            "is ignored with tokenizer.kind=bytes",
             "Set tokenizer.kind=auto",
             "tokenizer.kind=auto tokenizer.path=tokenizer",
         ),

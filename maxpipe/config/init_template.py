@@ -19,8 +19,8 @@ It trains in minutes on a laptop CPU, without a download, and runs unchanged on 
   {train} train.steps=600  overrides a value for this command
   maxpipe board{pad}shows curves
 
-This file contains the keys that are most useful in a first run. `maxpipe config explain` lists all
-sections."""
+This file contains the keys that are most useful in a first run. Other keys are listed by
+`maxpipe config explain SECTION`."""
 
 _MODEL = "tiny"
 

@@ -11,19 +11,19 @@ from maxpipe.models.registry import describe
 
 RANK = "adapter.rank=4"
 WRONG = [
-    ((RANK, "adapter.targets=[q_proj]"), "adapter.targets", "the name of no parameter"),
+    ((RANK, "adapter.targets=[q_proj]"), "adapter.targets", "matches no parameter"),
     ((RANK, "adapter.targets=[layers.mlp.gat]"), "adapter.targets", "[layers.mlp.gate]."),
-    ((RANK, "adapter.targets=[embedding]"), "adapter.targets", "can have none"),
-    (("adapter.rank=1000",), "adapter.rank", "the smaller side of layers.attention."),
-    (("adapter.targets=[layers.*]",), "adapter.targets", "is not read with adapter.rank = 0"),
-    (("adapter.base=nf4",), "adapter.base", "is not read with adapter.rank = 0"),
+    ((RANK, "adapter.targets=[embedding]"), "adapter.targets", "has no adapter support"),
+    (("adapter.rank=1000",), "adapter.rank", "the smaller dimension of layers.attention."),
+    (("adapter.targets=[layers.*]",), "adapter.targets", "is ignored with adapter.rank = 0"),
+    (("adapter.base=nf4",), "adapter.base", "is ignored with adapter.rank = 0"),
     ((RANK, "model.heads_ahead=1"), "model.heads_ahead", "must be 0 with adapters"),
     ((RANK, "adapter.kind=dora", "model.matmul=int8"), "adapter.kind", "Set adapter.kind=lora"),
     ((RANK, "model.frozen=[layers.*]"), "model.frozen", "freezes all adapters"),
     (
         (RANK, "adapter.base=nf4", "model.d_mlp=96", "mesh.ici_tensor=2"),
         "adapter.base",
-        "in pieces of 32 numbers",
+        "blocks of 32",
     ),
 ]
 
@@ -38,7 +38,7 @@ def test_what_cannot_be_is_refused(overrides: tuple[str, ...], key: str, words: 
 
 def test_a_run_needs_a_base() -> None:
     load(["tiny", "train.steps=1", RANK])  # a forecast needs none
-    with pytest.raises(ConfigError, match="must name the weights that adapters"):
+    with pytest.raises(ConfigError, match="adapter.rank"):
         load(["tiny", "train.steps=1", RANK], to_train=True)
     load(["tiny", "train.steps=1", RANK, "checkpoint.restore_from=hf:base"], to_train=True)
 
