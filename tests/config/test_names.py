@@ -43,7 +43,7 @@ def said(*arguments: str) -> str:
         ("model.compute_dtype=FP16", "float16 is not supported. Set model.compute_dtype=bfloat16."),
         ("runtime.platform=gpu", "Set runtime.platform=cuda."),
         ("runtime.platform=CPU", "Set runtime.platform=cpu."),
-        ("model.attention=flash", "Set model.attention=auto, which takes what the device has"),
+        ("model.attention=flash", "Set model.attention=auto"),
         ("model.moe=true", "is a section"),
         ("model.mixture_of_experts=true", "Set model.family=moe;"),
         ("model.experts=8", "Write model.family=moe model.moe.num_experts=8."),

@@ -329,7 +329,7 @@ def test_config_by_names(tmp_path: Path) -> None:
         (["data.mixture.web.weigth=3"], "Did you mean data.mixture.web.weight?"),
         (["data.mixture.web.weight=much"], "must be a finite number"),
         (["data.mixture.web.source=csv"], "must be one of corpus, text"),
-        (["data.mixture.we b.weight=1"], "is not of letters"),
+        (["data.mixture.we b.weight=1"], "at most 64 letters"),
         ([*WEB, "data.mixture.web.weight=-1"], "must be from 0 to 3.4e+38"),
         ([*WEB, "data.mixture.web.weight=1e308"], "must be from 0 to 3.4e+38"),
         ([*WEB, "data.mixture.web.epochs=1e10"], "must be from 0 to 1e+09"),
