@@ -159,7 +159,7 @@ MISTAKES = [
         (
             "hf_path=c4",
             "hf_path = c4",
-            "nothing is downloaded",
+            "downloads",
             "set data.source=huggingface data.path=saved.",
             "data.source=huggingface data.path=saved",
         ),
@@ -194,7 +194,7 @@ MISTAKES = [
         (
             "bf16=true",
             "bf16 = true",
-            "types are named",
+            "types are set by name",
             "Set model.compute_dtype=bfloat16",
             "model.compute_dtype=bfloat16",
         ),
@@ -250,7 +250,7 @@ MISTAKES = [
         (
             "!config print someone/Other-7B",
             "someone/Other-7B",
-            "nothing is downloaded",
+            "downloads",
             "`hf download someone/Other-7B --local-dir base`",
             "",
         ),

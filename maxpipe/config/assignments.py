@@ -38,7 +38,7 @@ class Assignment:
     place: str
     """The location for messages: the file with the line number, or the command line."""
     option: str = ""
-    """The option as it was written, such as `--lr=1`; empty for other assignments."""
+    """Original text of the option, such as `--lr=1`; empty for other assignments."""
 
     @property
     def is_in_file(self) -> bool:

@@ -84,7 +84,7 @@ def test_the_command_line_gives_that_answer(trainer: str):
                 if problem is None:
                     pytest.fail(f"{written} has no answer")
                 assert problem.action.startswith(
-                    ("Write ", "Set ", "Leave it out", "Save the", "Name a model")
+                    ("Write ", "Set ", "Leave it out", "Save the", "Give a model")
                 ), problem
 
 
