@@ -321,7 +321,7 @@ def test_commands_warn_once_of_the_earlier_name_of_a_key(
         name, options = command, []
     assert main([*name.split(), "tiny", str(file), *options]) == 0
     out, err = capsys.readouterr()
-    warning = f"warning: {file}:2: model.rope_scaling = 2 is called model.llama.rope_scaling now."
+    warning = f"warning: {file}:2: model.rope_scaling = 2 was renamed to model.llama.rope_scaling."
     assert err.count(warning) == err.count("warning: ") == 1 and "warning" not in out
     if "--json" in options:
         assert json.loads(out)["num_devices"] == 1
@@ -631,7 +631,7 @@ def test_home_folder_that_does_not_exist(
     monkeypatch.chdir(tmp_path)  # where no run has ended
     assert main(arguments) == 2
     err = capsys.readouterr().err
-    assert "must begin with a home folder that is known here" in err
+    assert "home folder is unknown" in err
     given = [each.partition("=")[0] for each in arguments if "~" in each]
     assert given[0] in err  # the key, or the path itself
 

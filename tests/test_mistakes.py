@@ -131,14 +131,14 @@ MISTAKES = [
         (
             "x.toml",
             "x.toml",
-            "holds 5 keys of another trainer",
+            "5 keys of another trainer",
             "Write these lines to a .yml file",
             "x-here.yml",
         ),
         (
             "maxtext.yml",
             "maxtext.yml",
-            "holds 6 keys of another trainer",
+            "6 keys of another trainer",
             "Write these lines to a .yml file",
             "maxtext-here.yml",
         ),

@@ -189,7 +189,7 @@ def former_key_warnings(assignments: Iterable[Assignment], saved_as: str) -> Ite
     for each in assignments:
         new = RENAMED_KEYS.get(".".join(each.path))
         if new and each.origin != saved_as:
-            yield each.problem(f"is an old name of {new}.", f"Write {new} instead.")
+            yield each.problem(f"was renamed to {new}.", f"Write {new} instead.")
 
 
 def duplicate_settings(assignments: Sequence[Assignment]) -> Iterator[Problem]:
@@ -198,7 +198,7 @@ def duplicate_settings(assignments: Sequence[Assignment]) -> Iterator[Problem]:
     for each in assignments:
         new = RENAMED_KEYS.get(".".join(each.path), "")
         if place := known.get((each.origin, new)):
-            rule = f"is an old name of {new}, which is also set: {place}."
+            rule = f"was renamed to {new}, which is also set: {place}."
             yield each.problem(rule, f"Keep only {new}.")
 
 

@@ -325,8 +325,8 @@ VALUES: dict[str, dict[str, str]] = {
     "model.param_dtype": _DTYPES,
     "model.attention": {
         "flash flash_attention flash_attention_2 fa2 fa3 fused": (
-            "Set model.attention=auto to select the best implementation, cudnn on an NVIDIA GPU, "
-            "or splash on a TPU."
+            "Set model.attention=auto, which selects the best implementation, cudnn on an NVIDIA "
+            "GPU, or splash on a TPU."
         ),
         "eager plain reference dot_product false no off": "xla",
         "sdpa default best autoselected true yes on": "auto",

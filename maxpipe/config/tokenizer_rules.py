@@ -75,8 +75,8 @@ def _tiktoken_keys_are_consistent(config: Config) -> Iterator[RuleViolation]:
         yield RuleViolation(
             "tokenizer.split_pattern",
             "must not be empty with tokenizer.special_tokens: it defines how text is split.",
-            "Set tokenizer.split_pattern to the pattern of the vocabulary, such as "
-            "'\\s+|\\S+', or replace both keys by tokenizer.preset.",
+            "Set tokenizer.split_pattern='\\s+|\\S+' (use the pattern of your vocabulary), or "
+            "replace both keys by a tokenizer.preset.",
         )
 
 

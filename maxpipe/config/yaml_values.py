@@ -82,7 +82,7 @@ def _read_int(raw: Raw) -> int:
             rule = "floats are not exact from 2**53 on."
             raise TooLargeError(f"must be an integer without decimal point or exponent: {rule}")
     if not -(2**63) <= value < 2**63:
-        raise TooLargeError("must be a 64-bit integer, from -2**63 to 2**63 - 1.")
+        raise TooLargeError("must be an integer from -2**63 to 2**63 - 1.")
     return value
 
 

@@ -522,9 +522,9 @@ def test_a_warm_up_longer_than_the_run_is_reported(warmup: int, is_reported: boo
         ),
         ("[layers.layer.mlp.dwon]", "no parameter", "Set model.frozen=[layers.layer.mlp.down]."),
         ("[zzz]", "no parameter", "Set model.frozen=[]."),
-        ("['']", "holds '', which", "Set model.frozen=[]."),
+        ("['']", "contains '', which", "Set model.frozen=[]."),
         ("['*']", "freezes every parameter", "Set model.frozen=[layers.*] to train"),
-        ("[embedding,final_norm.*,head,layers.*]", "every parameter", "or model.frozen=[] for"),
+        ("[embedding,final_norm.*,head,layers.*]", "every parameter", "or model.frozen=[] to"),
         ("layers.mlp.*", "must be a list of names.", "Set model.frozen=[layers.mlp.*]."),
     ],
 )

@@ -346,7 +346,7 @@ def test_config_by_names(tmp_path: Path) -> None:
         (["data.mixture_stages=['web 1 for 3 steps']"], "requires data.mixture"),
         ([*WEB, "data.mixture_stages=['wep 1 for 3 steps']"], "Did you mean web?"),
         ([*WEB, "data.mixture_stages=['web 1']"], "NAME WEIGHT"),
-        ([*WEB, "data.mixture_stages=['web 0 for 3 steps']"], "with a weight above 0"),
+        ([*WEB, "data.mixture_stages=['web 0 for 3 steps']"], "a weight above 0"),
         ([*WEB, "data.mixture_stages=['web 1 web 2 for 3 steps']"], "web twice"),
         ([*WEB, "data.mixture_stages=['web x for 3 steps']"], "weights of at least 0"),
     ],

@@ -23,8 +23,8 @@ def test_scalars_have_the_types_of_yaml() -> None:
 
 
 BAD = {
-    "anchors": (_LAUGHS, "anchors and aliases are not read"),
-    "alias": ("a: *b", "anchors and aliases are not read"),
+    "anchors": (_LAUGHS, "anchors and aliases are not supported"),
+    "alias": ("a: *b", "anchors and aliases are not supported"),
     "tag": ("a: !!python/object:os.system {}", "tags such as"),
     "a tag of a megabyte": (f"a: !{'x' * 1_000_000} 1", "tags such as !x"),
     "deep": ("[" * 10_000 + "]" * 10_000, "nested deeper than 8"),
