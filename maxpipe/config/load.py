@@ -340,8 +340,8 @@ def _build(
 
 @functools.cache
 def _unset() -> dict[str, Any]:
-    """Return all sections without values. Copying the result takes a quarter of the time of a
-    rebuild.
+    """Return all sections without values. A copy of the result is four times as fast as
+    a rebuild.
     """
     nodes = {section: OmegaConf.structured(declared) for section, declared in SECTIONS.items()}
     for node in nodes.values():

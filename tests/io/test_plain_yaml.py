@@ -32,7 +32,7 @@ BAD = {
     "deep mappings": ("{a: " * 10_000, "nested deeper than 8"),
     "100,000 entries": (f"a: [{'0,' * 100_000}]", "more than 20,000 keys and values"),
     "500,000 lists": ("- []\n" * 200_000, "more than 20,000 keys and values"),
-    "a key of a megabyte": (f"a:\n  ? {'k' * 1_000_000}\n  : 1", "a key of 1,000,000 characters"),
+    "a key of a megabyte": (f"a:\n  ? {'k' * 1_000_000}\n  : 1", "a key has 1,000,000 characters"),
     "many keys": ("".join(f"k{i}: 1\n" for i in range(50_000)), "more than 20,000 keys"),
 }
 
