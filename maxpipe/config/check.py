@@ -65,7 +65,8 @@ def check(config: Config, origins: Mapping[str, str], skip: Collection[str] = ()
     """Return all rule violations. Rules that read a key in `skip` are not run."""
     wrong = set(skip)
     problems: list[Problem] = []
-    # Rules on a single key come first: if one fails, rules that relate that key to others are moot.
+    # Rules on a single key come first: if one fails, rules that relate its key to others are
+    # skipped.
     for each in sorted(RULES, key=lambda each: (len(each.keys) > 1, not each.is_first)):
         if not wrong.isdisjoint(each.keys):
             continue

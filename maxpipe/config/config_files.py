@@ -18,7 +18,7 @@ SUFFIXES = (".yml", ".yaml")
 _PROGRAMS = (".py", ".sh", ".ipynb")
 _DATA = (".jsonl", ".parquet", ".txt", ".array_record", ".arrayrecord", ".arrow", ".gz", ".zst")
 FOREIGN_SUFFIXES = (".toml", ".json")
-"""Suffixes of config files of other trainers: they are translated, but not trained from."""
+"""Suffixes of config files of other trainers, which can be translated but not used for training."""
 _MAX_BYTES = 1 << 20
 _LIST = "`maxpipe configs list` lists the bundled configs"
 

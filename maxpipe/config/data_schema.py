@@ -37,7 +37,7 @@ class SourceConfig:
     paths: list[str] = dataclasses.field(default_factory=list, hash=False)  # a list has no hash
     """List of paths, read in this order. Replaces `data.path`."""
     tfds_dir: str = ""
-    """Folder of the prepared `tfds` datasets. Empty uses the default folder of tfds."""
+    """Folder of the prepared `tfds` datasets. If empty, the default folder of tfds is used."""
     field: str = "text"
     """Name of the text column in records of `jsonl`, `parquet`, JSON `arrayrecord`, `huggingface`
     and `tfds`. `a.b` is the field `b` of the column `a`."""
@@ -76,10 +76,10 @@ class SourceConfig:
     system_field: str = ""
     """Name of the field with the system message, or a template as in `data.prompt_field`. The field
     is optional in each record. It does not replace a system message at the beginning of the
-    messages. Empty: only the field `system` of ShareGPT records is read. Ignored unless `data.chat`
-    is set."""
+    messages. If empty, only the field `system` of ShareGPT records is read. Ignored unless
+    `data.chat` is set."""
     prompt_field: str = "prompt"
-    """Name of the field with the prompt, for `data.chat` `prompt` and `pairs`. A value with braces
+    """Name of the field with the prompt, if `data.chat` is `prompt` or `pairs`. A value with braces
     is a template over several fields, as in `data.template`: `'{instruction}\\n{input}'`. A line of
     the template is left out if a record lacks its fields. With `pairs` the value may be empty: both
     responses are then full conversations, and their common beginning is the prompt. Also applies to
@@ -98,7 +98,8 @@ class SourceConfig:
     response is left. `drop` skips the pair, and `error` ends the run. The run prints the number of
     long pairs. Ignored unless `data.chat=pairs`."""
     chat_template: str = ""
-    """File with the chat template, in Jinja. Empty uses the template in the tokenizer's folder."""
+    """File with the chat template, in Jinja. If empty, the template in the tokenizer's folder is
+    used."""
     chat_roles: list[str] = dataclasses.field(
         default_factory=lambda: ["system", "developer", "user", "assistant", "tool"]
     )
@@ -174,10 +175,11 @@ class DataConfig(SourceConfig):
     has a separate loss, `eval/code/loss`. `eval/loss` is the loss on the documents of
     `data.validation_fraction`, or on all sets together if that fraction is 0."""
     validation_overlap: Literal["warn", "stop", "ignore"] = "warn"
-    """Handling of validation documents whose text also occurs in the training documents, so that
-    their loss is too low. `warn` prints a warning, `stop` ends the run, and `ignore` does not
-    compare. Documents are compared by a digest of their full text. More than a million prepared
-    documents are only compared with `stop`, because all their digests must be read."""
+    """Handling of validation documents whose text also occurs in the training documents, which
+    makes their loss too low. `warn` prints a warning, `stop` ends the run, and `ignore` skips the
+    comparison. Documents are compared by a digest of their full text. If there are more than a
+    million prepared documents, they are compared only with `stop`, because all digests must be
+    read."""
     allow_change: bool = False
     """Resume from a checkpoint even if the documents, seed, packing or tokenizer have changed since
     the checkpoint was saved. Samples may be repeated or skipped."""

@@ -194,7 +194,7 @@ def translate_file(
             continue
         count += 1
         if path[-1] == "flavor" and f"{names.get('name')}-{raw}".lower() in configs():
-            raw = f"{names['name']}-{raw}".lower()  # of torchtitan
+            raw = f"{names['name']}-{raw}".lower()  # torchtitan's name and flavor of a model
             path = ("model_name",)
         found = translate(_unambiguous(path, names), raw, context)
         settings = dict(found.settings)

@@ -388,7 +388,7 @@ def _is_unknown(assignment: Assignment) -> bool:
 
 
 def _translated_keys(unknown: Sequence[Assignment], nodes: Mapping[str, Any]) -> Iterator[str]:
-    """Yield keys to which names of other trainers translate: the suggested action sets them."""
+    """Yield the keys that are set once the user follows the suggested translations."""
     context = _context(unknown, nodes)
     for assignment in unknown[:_MOST_IN_CONTEXT]:
         for path, raw in foreign_files.leaves(assignment):

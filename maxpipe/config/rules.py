@@ -86,7 +86,7 @@ def did_you_mean(word: str, choices: Iterable[str]) -> str:
     """
     known = list(choices)
     if len(word) > _MAX_WORD:
-        return ""  # difflib needs quadratic time
+        return ""  # difflib takes quadratic time
     wanted = normalize_name(word)
     same = [choice for choice in known if normalize_name(choice) == wanted]
     lower = {choice.lower(): choice for choice in known}

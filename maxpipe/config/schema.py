@@ -41,12 +41,13 @@ class PipelineConfig:
     """Partition of the layers into pipeline chunks, and the schedule that runs them."""
 
     schedule: str = "interleaved"
-    """Pipeline schedule; `maxpipe schedule` draws each one. Schedules with unsplit backwards are
-    `gpipe`, `circular`, `breadth_first`, `1f1b` and `interleaved`. The memory of `1f1b` and
+    """Pipeline schedule; `maxpipe schedule` draws each schedule. Schedules with unsplit backwards
+    are `gpipe`, `circular`, `breadth_first`, `1f1b` and `interleaved`. The memory of `1f1b` and
     `interleaved` does not depend on the number of microbatches; with two or more `pipeline.repeats`
     they are the same schedule. Schedules with split backwards are `zb_h1`, `zb_h2`, and, with two
-    repeats placed in a V, `zb_v`, `v_half`, `v_min` and `dualpipe_v`. Use split backwards with
-    `pipeline.remat` `names` or `none`. `file:PATH` runs the schedule in a CSV file."""
+    repeats placed in a V, `zb_v`, `v_half`, `v_min` and `dualpipe_v`. They require little
+    recomputation: set `pipeline.remat` to `names` or `none`. `file:PATH` runs the schedule in a CSV
+    file."""
     microbatches: int = 1
     """Number of microbatches per batch. With one stage this is gradient accumulation."""
     repeats: int = 1
@@ -61,12 +62,12 @@ class PipelineConfig:
     bubble. Only for `gpipe` and `circular`; the 1F1B schedules overlap communication without it."""
     cut: list[int] = field(default_factory=list)
     """Layer partition: number of layers in each chunk, in network order, as stages x repeats
-    integers. Empty: layers are divided as evenly as possible."""
+    integers. If empty, layers are divided as evenly as possible."""
     layers_outside: int = 0
     """Number of prologue layers: the first layers of the network, which run outside the pipeline.
-    All stages run them at once, each on a different microbatch. Use prologue layers to leave a
-    number of layers that divides evenly into chunks. Every stage stores the weights of the prologue
-    layers."""
+    All stages run them at the same time, each on a different microbatch. Use prologue layers if the
+    number of layers is not divisible by the number of chunks. Every stage stores the weights of the
+    prologue layers."""
     weight_gather: Literal["iteration", "visit", "step"] = "iteration"
     """When weights sharded over fsdp are gathered. `iteration`: for every layer in every forward
     and backward (least memory). `visit`: each time a stage switches to another chunk. The
@@ -78,9 +79,10 @@ class PipelineConfig:
     memory). `names`: the input of each layer and the activations in `pipeline.saved_names`. `none`:
     all activations; nothing is recomputed."""
     saved_names: list[str] = field(default_factory=lambda: ["matmuls"])
-    """Activations saved with `pipeline.remat=names`. `matmuls` saves the outputs of all matmuls,
-    `attention` and `mlp` those of one part of a layer. Single activations are `query`, `key`,
-    `value`, `context`, `attention_out`, `gate`, `up`, and names of the model family."""
+    """Activations saved with `pipeline.remat=names`. `matmuls` saves the outputs of all matmuls;
+    `attention` and `mlp` save those of one part of a layer. Activations can also be listed by name:
+    `query`, `key`, `value`, `context`, `attention_out`, `gate`, `up`, and those of the model
+    family."""
     offloaded_names: list[str] = field(default_factory=list)
     """Activations that `pipeline.remat=names` saves in host memory instead of device memory.
     Accepts the names and presets of `pipeline.saved_names`."""
@@ -90,9 +92,9 @@ class PipelineConfig:
     stages."""
     loss_block_tokens: int = field(default=-1, metadata=legacy_value(0))
     """Number of tokens per device whose logits are in memory at once, within one microbatch. 0
-    computes all logits at once. -1 also does, but uses blocks of 2048 tokens if all logits exceed
-    512 MiB, as with long sequences or few stages. Affects memory, and the last digits of the
-    loss."""
+    computes all logits of a microbatch at once. -1 does the same unless the logits exceed 512 MiB,
+    as with long sequences or few stages; it then uses blocks of 2048 tokens. Affects memory, and
+    the last digits of the loss."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -252,19 +254,19 @@ class CheckpointConfig:
     """Whether the smallest or the largest value of `checkpoint.best_metric` is the best. Use
     `smallest` for losses and `largest` for accuracies."""
     retries: int = 3
-    """Number of retries after a failed save, with pauses of 1, 2, 4, ... seconds. During training a
-    retry saves a later step. A full or read-only disk is not retried."""
+    """Number of retries after a failed save, with pauses of 1, 2, 4, ... seconds. During training,
+    a retry saves a later step. If the disk is full or read-only, the save is not retried."""
     on_failure: Literal["stop", "go_on"] = "stop"
     """Behavior when all attempts to save a checkpoint failed: `stop` the run, or `go_on` training
     until the next checkpoint is due. The last save must succeed. Multi-process runs always stop."""
     dir: str = ""
     """Folder, or `gs://BUCKET/PATH`, of the durable checkpoints of all runs. The checkpoints of one
     run are in `<checkpoint.dir>/<run.name>/checkpoints`. Buckets require `pip install
-    'maxpipe[gcs]'`. Empty uses the run folder."""
+    'maxpipe[gcs]'`. If empty, checkpoints are saved in the run folder."""
     local_dir: str = ""
-    """Folder on a fast disk for additional checkpoints between the durable ones. It holds only the
-    newest checkpoint; all processes must see the same folder. A run resumes from the newest
-    checkpoint in either place; to start from scratch, delete both. Empty disables local
+    """Folder on a fast disk for additional checkpoints between the durable ones. It contains only
+    the newest checkpoint, and must be shared by all processes. A run resumes from the newest
+    checkpoint in either place; to start from scratch, delete both. If empty, there are no local
     checkpoints."""
     local_every: int = 0
     """Number of steps between checkpoints in `checkpoint.local_dir`."""
@@ -275,10 +277,10 @@ class CheckpointConfig:
     `gs://BUCKET/PATH/NAME`. `hf:DIR` starts with the weights in a Hugging Face folder. Ignored if
     this run already has a checkpoint, from which it resumes."""
     restore: Literal["all", "weights"] = "all"
-    """State that is restored from `checkpoint.restore_from`. `all` continues with its parameters,
-    optimizer state, step and data position. `weights` restores only parameters and starts at step
-    0; the data and tokenizer may differ, and the vocabulary may be larger. Sources that contain
-    only weights always start at step 0."""
+    """State that is restored from `checkpoint.restore_from`. `all` restores parameters, optimizer
+    state, step and data position. `weights` restores only parameters and starts at step 0; the data
+    and tokenizer may differ, and the vocabulary may be larger. Sources that contain only weights
+    always start at step 0."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -294,7 +296,8 @@ class GuardConfig:
     continues with the next batch. `roll_back` restores the newest checkpoint and skips the
     offending batch. `events.jsonl` lists the sequences and documents of each such batch."""
     max_bad_steps: int = 5
-    """Maximum number of consecutive steps that `skip` leaves out. One more stops the run."""
+    """Maximum number of consecutive steps that `skip` leaves out. The next bad step
+    stops the run."""
     spike_sigmas: float = 0.0
     """Threshold of the spike detector, in standard deviations above the mean of recent steps. A
     step is a spike if its loss or gradient norm exceeds the threshold; 6 is a common value. 0
@@ -307,7 +310,7 @@ class GuardConfig:
     update. `roll_back` restores the newest checkpoint, as in `guard.bad_steps`. Ignored if
     `guard.spike_sigmas` is 0."""
     max_roll_backs: int = 3
-    """Maximum number of rollbacks in a run. One more stops the run."""
+    """Maximum number of rollbacks in a run. The next rollback stops the run instead."""
     replica_check_every: int = 0
     """Number of steps between bitwise comparisons of replicated parameters and optimizer state
     across devices. A difference stops the run. Replicas are also compared before each checkpoint. 0
@@ -352,16 +355,17 @@ class RuntimeConfig:
     code 71."""
     stall_timeout_seconds: int = 1800
     """Time in seconds without progress in any process, after which all processes print their stacks
-    and exit with code 71. A step, batch, evaluation or save counts as progress; so does, during
-    set-up, the restore of a checkpoint or of a part of the documents. There is no limit while a
-    process compiles. 0 waits forever."""
+    and exit with code 71. A step, batch, evaluation or save counts as progress. During set-up,
+    reading a checkpoint or a part of the documents also counts. There is no limit while a process
+    compiles. 0 waits forever."""
     stop_grace_seconds: int = 0
     """Time in seconds from SIGTERM, SIGHUP or Ctrl-C until the process exits. In this time the
     current step ends and is saved. When the time is over, the process exits without saving; the run
     can resume from its newest checkpoint. 0 means no limit."""
     compilation_cache: str = "~/.cache/maxpipe/compiled"
-    """Folder in which compiled programs are cached between runs. Empty disables the cache. Ignored
-    with several CPU devices, because cached programs lose the order of their collectives there."""
+    """Folder in which compiled programs are cached between runs. If empty, the cache is disabled.
+    Ignored with several CPU devices, because cached programs lose the order of their collectives
+    there."""
     memory_check: Literal["stop", "warn"] = "stop"
     """Behavior when a step needs more memory than the devices have (or than the host has, for CPU
     devices), according to the prediction or the compiler. `stop` ends the run before it starts;
@@ -382,11 +386,11 @@ class LaunchConfig:
     slices: int = 1
     """Number of slices, connected by the data-center network."""
     project: str = ""
-    """Google Cloud project. Empty uses the default project of `gcloud config`."""
+    """Google Cloud project. If empty, the default project of `gcloud config` is used."""
     zone: str = ""
     """Google Cloud zone or region of the devices or the cluster."""
     cluster: str = ""
-    """GKE cluster. Empty submits to the current cluster of `kubectl`."""
+    """GKE cluster. If empty, the current cluster of `kubectl` is used."""
     queue: str = ""
     """SLURM partition, or Kueue queue in a GKE cluster: `multislice-queue` for clusters made by
     XPK."""
@@ -396,8 +400,8 @@ class LaunchConfig:
     """Shared storage of the GKE hosts: `gs://BUCKET`, or the name of a persistent volume claim. It
     is mounted at `launch.workdir`."""
     workdir: str = ""
-    """Working directory of the run on the hosts, the base of relative paths. Empty uses the current
-    folder for SLURM, the home folder for `gcloud` and /workdir for GKE."""
+    """Working directory of the run on the hosts, the base of relative paths. If empty, the run
+    starts in the current folder (SLURM), the home folder (`gcloud`) or /workdir (GKE)."""
     program: str = "maxpipe"
     """The `maxpipe` command on the hosts. Set a path if the command is not on their PATH."""
     environment: list[str] = field(default_factory=list)

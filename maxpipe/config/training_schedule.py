@@ -80,7 +80,7 @@ class BatchRamp(NamedTuple):
         return list(dict.fromkeys([*left, self.rows]))
 
     def same_until(self, other: BatchRamp, number: int) -> bool:
-        """Whether both ramps place all batches before this number at the same sequences."""
+        """Whether both ramps use the same sequences in all batches before this number."""
         edges = {p[0] for ramp in (self, other) for p in ramp.pieces()} | {number}
         return all(self.before(edge) == other.before(edge) for edge in edges if 0 <= edge <= number)
 

@@ -37,9 +37,9 @@ class DistillConfig:
     student uses the other devices. With 0, teacher and student alternate on all devices."""
     layout: list[str] = field(default_factory=list)
     """Mesh and pipeline keys of the teacher, such as `[mesh.ici_stage=2, mesh.ici_fsdp=2,
-    pipeline.microbatches=4]`. The teacher's pipeline runs forward slots only. Empty uses the
-    student's mesh and microbatches if both have the same number of devices, and otherwise fsdp over
-    all devices of the teacher."""
+    pipeline.microbatches=4]`. The teacher's pipeline runs forward slots only. If empty, the
+    student's mesh and microbatches are used if both have the same number of devices, and otherwise
+    fsdp over all devices of the teacher."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,8 +69,8 @@ class GrpoConfig:
     `expression`, or of the text before `=` in the last line of the prompt. Ignored if
     `grpo.reward_file` is set."""
     reward_field: str = ""
-    """Name of the record field that `grpo.reward` reads. Empty uses the default field of the reward
-    function."""
+    """Name of the record field that `grpo.reward` reads. If empty, the default field of the reward
+    function is used."""
     reward_file: str = ""
     """Python reward function, as `FILE.py:FUNCTION`. Replaces `grpo.reward`. The function is called
     once per completion with the completion, a string, and the record of its prompt, a dict; it
@@ -81,8 +81,8 @@ class GrpoConfig:
     """Time limit in seconds of one call of the reward function."""
     advantages: Literal["std", "mean"] = "std"
     """Advantage of a completion. Both values subtract the mean reward of the group. `std` also
-    divides by the standard deviation of the group (GRPO, arXiv:2402.03300). `mean` does not, so
-    that prompts which are almost always or almost never solved get no extra weight (Dr. GRPO,
+    divides by the standard deviation of the group (GRPO, arXiv:2402.03300). `mean` does not divide,
+    so that prompts that are almost always or almost never solved get no extra weight (Dr. GRPO,
     arXiv:2503.20783)."""
     average: Literal["sequence", "token"] = "sequence"
     """Average of the loss. `sequence`: the mean over completions of the mean over their tokens
