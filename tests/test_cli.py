@@ -637,5 +637,5 @@ def test_home_folder_that_does_not_exist(
 
 
 def test_a_memory_error_without_words_is_explained() -> None:
-    assert "ran out: no more memory." in str(out_of_memory_error(MemoryError()))
-    assert "ran out: 3 GiB." in str(out_of_memory_error(MemoryError("3 GiB")))
+    assert "out of memory" in str(out_of_memory_error(MemoryError()))
+    assert "out of memory: 3 GiB." in str(out_of_memory_error(MemoryError("3 GiB")))

@@ -257,7 +257,7 @@ MISTAKES = [
         (
             "!config print lama3-8b train.steps=1",
             "lama3-8b",
-            "is neither a file",
+            "bundled config",
             "Did you mean llama3-8b?",
             "!config print llama3-8b train.steps=1",
         ),

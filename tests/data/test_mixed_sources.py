@@ -201,7 +201,11 @@ def test_doctor_opens_each_source(here: Path, capsys: pytest.CaptureFixture[str]
             "chat_template",
             "is ignored with data.mixture.web.chat=off",
         ),
-        ({"source": "jsonl", "path": "a", "trained_roles": []}, "trained_roles", "must name"),
+        (
+            {"source": "jsonl", "path": "a", "trained_roles": []},
+            "trained_roles",
+            "must not be empty",
+        ),
         (
             {"source": "jsonl", "path": "a", "trained_roles": ["x"]},
             "trained_roles",
