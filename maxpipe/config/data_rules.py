@@ -157,7 +157,7 @@ def _chat(section: str, source: SourceConfig) -> Iterator[RuleViolation]:
         yield RuleViolation(
             f"{section}.unreadable",
             f"must be stop with {section}.chat: records without messages cannot be skipped.",
-            f"Set {section}.unreadable=stop, and correct or remove the records in the message.",
+            f"Set {section}.unreadable=stop, and correct or remove the reported records.",
         )
 
 

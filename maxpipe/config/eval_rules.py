@@ -17,8 +17,8 @@ BestMode = Literal["smallest", "largest"]
 
 
 def metrics_of(config: Config) -> dict[str, BestMode]:
-    """Return the tags that an evaluation of this config writes, and the better
-    direction of each.
+    """Return the metric tags of an evaluation, each with its better direction: smallest
+    or largest.
     """
     data, found = config.data, dict[str, BestMode]()
     has_documents = data.validation_fraction or data.validation or is_synthetic(data)

@@ -411,7 +411,7 @@ def _context(unknown: Sequence[Assignment], nodes: Mapping[str, Any]) -> Transla
                 continue
             found = translate(path, raw, context)
             for key, text in found.settings:
-                if key in values and key == found.key:  # not the family of a key
+                if key in values and key == found.key:  # excludes the family that a key implies
                     values[key] = READERS.get(KEYS[key], read_unchanged)(text)
     return context
 

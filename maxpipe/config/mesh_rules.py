@@ -316,7 +316,7 @@ def _rows_of_experts_split_evenly(config: Config) -> Iterator[RuleViolation]:
     ways = {name: _sizes_over(config, name) for name in ("embed", "expert_embed")}
     shards = {name: math.prod(sizes.values()) for name, sizes in ways.items()}
     is_read = has_experts(config)
-    # Another rule reports a model.d_model that does not divide for other weights.
+    # Another rule reports a model.d_model that is not divisible for other weights.
     if is_read and size % shards["embed"] == 0 and size % shards["expert_embed"]:
         axes = [axis for axis, count in ways["expert_embed"].items() if count > 1]
         yield RuleViolation(
