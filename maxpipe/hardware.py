@@ -107,7 +107,7 @@ class Hardware:
     memory between steps, as accelerators do."""
     fresh_from_mib: float = 0.0
     """Temporary memory in MiB up to which the process keeps its allocation between steps. From
-    twice this size on, all of it is allocated anew; in between, the fraction grows
+    twice this size on, all of it is allocated again in every step; in between, the fraction grows
     quadratically."""
     measured: str = ""
     """Date and place of the measurement; empty for published figures."""

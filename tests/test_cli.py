@@ -140,7 +140,10 @@ def test_version(capsys: Capture):
         ("plan quickstart --topology v5p:2x2x1 mesh.ici_data=-1", "multiply to 4, or name"),
         ("plan quickstart --topology cpu:2", "so that they multiply to 2, or name cpu:8."),
         ("plan quickstart --topology cpu:2 --draw a.gif", "Write --draw a.gif.svg."),
-        ("compile quickstart --topology cpu:1 --save=", "--save = ''\n  must name a file"),
+        (
+            "compile quickstart --topology cpu:1 --save=",
+            "--save = ''\n  must be a file or a folder",
+        ),
         ("plan llama3-8b train.steps=1 --topology h100:8", "Set mesh.ici_data=-1 to use"),
         ("schedule quickstrat", "Did you mean `maxpipe schedule quickstart`?"),
         ("schedule --compare foo,1f1b", "See `maxpipe schedule --help`"),

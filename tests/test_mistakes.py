@@ -223,7 +223,7 @@ MISTAKES = [
             "!train first/run.yml data.path=nowhere",
             "data.path = nowhere",
             "is ignored with data.source=corpus",
-            "and set data.source=text",
+            "data.source=text",
             "data.path=nowhere data.source=text",
         ),
         (

@@ -92,7 +92,7 @@ def find_config_file_key(assignments: Iterable[Assignment]) -> tuple[str, str] |
 
 
 def is_foreign(unknown: Sequence[Assignment], context: TranslationContext) -> bool:
-    """Whether a file is from another trainer, judged by its unknown keys."""
+    """Whether a file is from another trainer, based on its unknown keys."""
     known = 0
     for assignment in unknown:
         if _is_misspelled(assignment):

@@ -57,7 +57,7 @@ def test_files_merge_below_a_family(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([*GEMMA, "model.llama.rope_scaling=2"], "is read by model.family=llama only, and the fam"),
+        ([*GEMMA, "model.llama.rope_scaling=2"], "requires model.family=llama"),
         ([*LLAMA, "model.gemma3.window=2"], "or set model.family=gemma3."),
         ([*LLAMA, "model.family=gemma"], "Set model.family=gemma3."),
         ([*GEMMA, "model.gemma3.windw=2"], "Did you mean model.gemma3.window?"),
