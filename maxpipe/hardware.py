@@ -62,15 +62,15 @@ class Hardware:
     """Time of a layer's weight gradients in units of its forward."""
     deferred_cost: float = 0.0
     """Extra time of a split backward compared with an unsplit one, in units of a forward. Only
-    measured figures, which include this time in both gradients, set it; otherwise the memory
-    bandwidth determines the time for reads and writes."""
+    measured figures set this value, and their gradient costs include the extra time. In published
+    figures, the memory bandwidth determines the extra time."""
     names_recomputed: float = 0.02
     """Recomputation in a backward with `pipeline.remat=names`, in units of a forward: norms and
     other operations that the TPU compiler fuses with the matmuls that read them."""
     none_recomputed: float = 0.0
     """Time to write and read saved activations with `pipeline.remat=none`, in units of a forward.
-    Only measured figures, which also include it in `names_recomputed`, set it; otherwise the memory
-    bandwidth determines the time."""
+    Only measured figures set this value, and their `names_recomputed` includes the same time. In
+    published figures, the memory bandwidth determines the time."""
     fastest_mib: float = 0.0
     """Memory traffic in MiB of a layer's forward at the microbatch size with the lowest time per
     token; 0 if only one size was measured."""

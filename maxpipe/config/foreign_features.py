@@ -390,7 +390,7 @@ ABSENT_KEY = {
         "Leave it out, or set pipeline.cut to the number of layers of each chunk.",
     ),
     "pipeline_parallel_microbatch_size": (
-        "the number of microbatches is set, not their size.",
+        "the config sets the number of microbatches, not their size.",
         "Set pipeline.microbatches to train.batch_size divided by this size.",
     ),
     "pipeline_parallel_schedule_csv": (
@@ -485,7 +485,7 @@ ABSENT_KEY = {
         "Set data.validation.held_out.source=text data.validation.held_out.path={value}.",
     ),
     "eval_data_columns": (
-        "each validation set has a separate column setting.",
+        "each validation set has a separate key for its column.",
         "Set data.validation.held_out.field=text, or leave it out.",
     ),
     "validation_seq_len validation_dataloader_* eval_accumulation_steps eval_start_step "

@@ -41,7 +41,7 @@ _MORE = {
     "mesh.ici_data": "-1 uses all devices.",
     "data.source": "To train on your text, write `source: text` and `path: my-texts/*.txt`.",
 }
-"""Comments on values of this template, added to the texts of the schema."""
+"""Additional comments on values of this template, after the schema texts."""
 
 
 _NAMED = (

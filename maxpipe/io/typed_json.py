@@ -45,8 +45,8 @@ _MAX_DIGITS = 308
 """Maximum number of digits of an integer that can be converted to a float."""
 _STRIDE = 30
 _DIGITS = re.compile(rf"[0-9]{{{_MAX_DIGITS // _STRIDE}}}")
-"""Matches every 30th character of a text with a long integer. Matching all characters would be
-slower than the JSON parser."""
+"""Pattern that detects a long integer in every 30th character of a text. A search in all characters
+would be slower than the JSON parser."""
 _STRING_OR_BRACKET = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"?|[\[\]{}]', re.DOTALL)
 _TYPE_NAMES = {int: "an integer", float: "a number", str: "a text", bool: "true or false"}
 
