@@ -63,7 +63,7 @@ BAD = {
     "no JSON": (made(b"{nothing"), "Expecting"),
     "no text": (made(b"\xff\xfe{}"), "utf-8"),
     "a list": (made([1]), "must be an object"),
-    "deep": (made(b'{"a":' * 5000), "deep"),
+    "deep": (made(b'{"a":' * 5000), "brackets"),
     "twice": (made(b'{"a":1,"a":2}'), "'a' twice"),
     "twice inside": (made(b'{"a":{"dtype":"F32","dtype":"F16"}}'), "'dtype' twice"),
     "no entry": (made({"a": 5}), "other things"),
