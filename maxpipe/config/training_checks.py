@@ -149,8 +149,8 @@ def _check_vocabulary(
                 "bytes",
                 f"has {BYTES_VOCABULARY} ids, but model.vocab_size is {vocabulary}: such a model "
                 "requires its tokenizer.",
-                "Set tokenizer.kind=auto and tokenizer.path to the model's tokenizer.json or "
-                f"folder, or set model.vocab_size={BYTES_VOCABULARY} to train on bytes.",
+                "Set tokenizer.kind=auto and tokenizer.path=tokenizer.json (the file or folder of "
+                f"the model), or set model.vocab_size={BYTES_VOCABULARY} to train on bytes.",
             )
         )
     if not prompts and origins.get("data.source", DEFAULT) == DEFAULT and not config.data.mixture:
